@@ -11,8 +11,6 @@ from typing import Any
 
 from ckpt_tool.conversion.carry_out import check_replaced, execute, refuse_in_store
 from ckpt_tool.conversion.on_device import movers_of, with_device
-from ckpt_tool.conversion.on_ray import execute_on_ray
-from ckpt_tool.conversion.part import part_of_environment
 from ckpt_tool.conversion.plan_file import load_plan
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, UsageError
@@ -72,6 +70,8 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
         progress.plan(plan.report)
         return plan.report
     if writing.ray:
+        from ckpt_tool.conversion.on_ray import execute_on_ray
+
         progress.plan(plan.report)
         document = plan.report
         overflows = execute_on_ray(plan, writing, progress, recorded={})
@@ -116,6 +116,8 @@ def _part(share: Share, writing: Writing, progress: Progress) -> tuple[int, int]
         return None
     if share.part != AUTO:
         return share.part
+    from ckpt_tool.conversion.part import part_of_environment
+
     found = part_of_environment(os.environ)
     progress.note(f"part {found.part[0]} of {found.part[1]}, by {found.by}")
     return found.part

@@ -13,11 +13,13 @@ from typing import Any
 
 from ckpt_tool.conversion.plan_file import load_plan
 from ckpt_tool.core.progress import Progress
-from ckpt_tool.errors import CkptError, StorageError, wrap_os_error
+from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.storage.destination import local_path, staging_path
-from ckpt_tool.storage.journal import PartStatus, statuses
+from ckpt_tool.storage.journal import PartStatus
+from ckpt_tool.storage.staging import statuses_of
 
 _EVERY = 1.0  # seconds between two looks
+_SHARE = 20  # of the time that a look takes, at least: journals of large plans are long
 _WRITTEN, _GROWING = "written", "growing"
 
 
@@ -30,12 +32,14 @@ def status(target: str, progress: Progress, *, watch: bool = False) -> dict[str,
     destination, whole = _destination(target)
     document = _looked_at(destination, whole)
     if watch:
-        shown = document["bytes"]
+        shown, took = document["bytes"], 0.0
         progress.start(document["of_bytes"], str(destination))
         progress.advance(shown)
         while document["state"] == _GROWING and document["running"]:
-            time.sleep(_EVERY)
+            time.sleep(max(_EVERY, _SHARE * took))
+            began = time.monotonic()
             document = _looked_at(destination, whole)
+            took = time.monotonic() - began
             progress.advance(max(0, document["bytes"] - shown))
             shown = max(shown, document["bytes"])
         progress.finish()
@@ -62,7 +66,7 @@ def _destination(target: str) -> tuple[Path, int]:
 
 
 def _looked_at(destination: Path, whole: int) -> dict[str, Any]:
-    parts = _parts(destination)
+    parts = statuses_of(destination)
     of = max((part.part[1] for part in parts if part.part), default=1)
     begun = {part.part[0] for part in parts if part.part}
     missing = [number for number in range(1, of + 1) if number not in begun] if begun else []
@@ -84,19 +88,6 @@ def _looked_at(destination: Path, whole: int) -> dict[str, Any]:
         "missing": missing,
         "parts": [_shown(part) for part in parts],
     }
-
-
-def _parts(destination: Path) -> list[PartStatus]:
-    try:
-        folder = os.open(staging_path(destination), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return []
-    except OSError as e:
-        raise wrap_os_error(e, staging_path(destination), "looking at the staging folder") from e
-    try:
-        return statuses(folder)
-    finally:
-        os.close(folder)
 
 
 def _speed(part: PartStatus) -> float:

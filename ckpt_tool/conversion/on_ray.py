@@ -7,7 +7,7 @@ starts one again that died, and what a lost one had claimed is taken over by the
 
 from __future__ import annotations
 
-import os
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +20,13 @@ from ckpt_tool.errors import CkptError, OutputExists, StorageError, UsageError
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.saved import read_plan
-from ckpt_tool.storage import journal
-from ckpt_tool.storage.destination import staging_path
-from ckpt_tool.storage.staging import new_worker, was_committed
+from ckpt_tool.storage.staging import new_worker, statuses_of, was_committed
 
 Outcome = tuple[bool, dict[TensorKey, int], CkptError | None]
 _THREADS = 2  # of a worker, where nobody says
 _RETRIES = 3  # of a worker that died
 _LOOK = 0.5  # seconds between two looks at what is written
+_SHARE = 20  # of the time that a look takes, at least: journals of large plans are long
 
 
 def work(document: Mapping[str, Any], writing: Writing, recorded: Mapping[TensorKey, str]) -> Outcome:
@@ -72,12 +71,15 @@ def execute_on_ray(
     found: list[dict[TensorKey, int]] = []
     lost: list[str] = []
     failure: CkptError | None = None
-    shown = 0
+    shown, due = 0, 0.0
     while waiting:
         done, waiting = ray.wait(waiting, num_returns=1, timeout=_LOOK)
-        seen = _written(Path(plan.destination))
-        progress.advance(max(0, seen - shown))
-        shown = max(shown, seen)
+        if time.monotonic() >= due:
+            began = time.monotonic()
+            seen = sum(status.nbytes for status in statuses_of(Path(plan.destination)))
+            due = time.monotonic() + max(_LOOK, _SHARE * (time.monotonic() - began))
+            progress.advance(max(0, seen - shown))
+            shown = max(shown, seen)
         for one in done:
             try:
                 committed, overflows, error = ray.get(one)
@@ -110,15 +112,3 @@ def _join(ray: Any, address: str | None) -> None:
         raise UsageError(
             f"no Ray cluster at {address}: {e}", code="E0271", hint="start one with ray start --head, or --ray local"
         ) from e
-
-
-def _written(destination: Path) -> int:
-    """Bytes of the units that all workers have written into their journals."""
-    try:
-        folder = os.open(staging_path(destination), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return 0  # not begun, or committed
-    try:
-        return sum(status.nbytes for status in journal.statuses(folder))
-    finally:
-        os.close(folder)

@@ -212,9 +212,9 @@ class Executor:
 
     def _run(self, staging: Staging) -> Result:
         self._prepare(staging)
-        state = _State(self._mine())
-        done = self._take_up(staging, state)
         mine = self._mine()
+        state = _State(list(mine))
+        done = self._take_up(staging, state)
         total = sum(unit.nbytes for _, unit in mine)
         staging.begin(len(mine), total)
         if self.progress:

@@ -78,6 +78,16 @@ def staging_path(destination: Path) -> Path:
     return destination.parent / f".{destination.name}{STAGED}"
 
 
+def exists(destination: Path) -> OutputExists:
+    """What to raise where something lies that is not to be replaced."""
+    return OutputExists(
+        f"{destination} exists",
+        code="E0501",
+        path=destination,
+        hint="choose a new name, or --force to replace it in one step",
+    )
+
+
 def check_destination(destination: Path, sources: Iterable[Path], *, force: bool) -> None:
     """Refuse an output that exists (unless `force`), equals, holds or lies in a source, or has no writable parent.
 
@@ -108,12 +118,7 @@ def check_destination(destination: Path, sources: Iterable[Path], *, force: bool
                 hint="choose another output: sources are never changed",
             )
     if ours is not None and not force:
-        raise OutputExists(
-            f"{destination} exists",
-            code="E0501",
-            path=destination,
-            hint="choose a new name, or --force to replace it in one step",
-        )
+        raise exists(destination)
     if not os.access(parent, os.W_OK | os.X_OK):
         raise StorageError(f"no permission to write into {parent}", code="E0705", path=destination)
 

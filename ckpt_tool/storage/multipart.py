@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ckpt_tool.errors import OutputExists, StorageError, UsageError
 from ckpt_tool.storage.fsspec_store import INSTALL
-from ckpt_tool.storage.object_store import S3, THROTTLES, fault
+from ckpt_tool.storage.object_store import S3, fault, passing
 from ckpt_tool.storage.store import Again, patiently
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ class Bucket:
 
     def note(self, key: str, name: str) -> str | None:
         """What `begin` or `put` noted on an object under a name."""
-        head = self._asked("head_object", key)
+        head = self._request("head_object", key)
         value: str | None = head.get("Metadata", {}).get(name)
         return value
 
@@ -131,7 +131,7 @@ class Bucket:
         condition, digest = {"IfNoneMatch": "*"} if new else {}, md5(data)
         given = {"Body": bytes(data), "ContentMD5": base64.b64encode(digest).decode(), "Metadata": dict(notes)}
         try:
-            self._asked("put_object", key, **given, **condition)
+            self._request("put_object", key, **given, **condition)
         except OutputExists:
             if self._etag(key) != digest.hex():
                 raise
@@ -148,17 +148,17 @@ class Bucket:
         return body
 
     def remove(self, key: str) -> None:
-        self._asked("delete_object", key)
+        self._request("delete_object", key)
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
     def begin(self, key: str, notes: Mapping[str, str]) -> str:
-        upload: str = self._asked("create_multipart_upload", key, Metadata=dict(notes))["UploadId"]
+        upload: str = self._request("create_multipart_upload", key, Metadata=dict(notes))["UploadId"]
         return upload
 
     def part(self, key: str, upload: str, number: int, data: bytearray, digest: bytes) -> str:
         """Send part `number` (from 1). digest: its MD5. Returns its ETag."""
-        sent = self._asked(
+        sent = self._request(
             "upload_part",
             key,
             UploadId=upload,
@@ -174,7 +174,7 @@ class Bucket:
         parts = [{"PartNumber": number, "ETag": f'"{etags[number]}"'} for number in sorted(etags)]
         condition = {"IfNoneMatch": "*"} if new else {}
         try:
-            self._asked(
+            self._request(
                 "complete_multipart_upload", key, UploadId=upload, MultipartUpload={"Parts": parts}, **condition
             )
         except (OutputExists, StorageError) as e:
@@ -184,14 +184,14 @@ class Bucket:
     def _etag(self, key: str) -> str:
         """Of the object that is there, "" where none is."""
         try:
-            etag: str = self._asked("head_object", key)["ETag"]
+            etag: str = self._request("head_object", key)["ETag"]
         except StorageError:
             return ""
         return etag.strip('"')
 
     def abort(self, key: str, upload: str) -> None:
         try:
-            self._asked("abort_multipart_upload", key, UploadId=upload)
+            self._request("abort_multipart_upload", key, UploadId=upload)
         except StorageError as e:
             if e.code != NO_UPLOAD:
                 raise
@@ -222,7 +222,7 @@ class Bucket:
     def display(self, key: str) -> str:
         return f"{self.shown}/{key}" if key else self.shown
 
-    def _asked(self, operation: str, key: str, **more: Any) -> dict[str, Any]:
+    def _request(self, operation: str, key: str, **more: Any) -> dict[str, Any]:
         with self._faults(operation, key):
             answer: dict[str, Any] = self._patiently(
                 lambda: getattr(self._client, operation)(Bucket=self.name, Key=self._key(key), **more), key
@@ -302,8 +302,8 @@ def _judge(error: Exception) -> Again | None:
     answer = getattr(error, "response", None) or {}
     after = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", "")
     wait = float(after) if after.isdigit() else 0.0
-    if status == 429 or any(code.startswith(word) for word in THROTTLES):
-        return Again(f"the store wants fewer requests ({code or status})", throttled=True, wait=wait)
-    if status >= 500 and status != 501 or code in ("RequestTimeout", "BadDigest"):
-        return Again(f"the store answers {status}{f' {code}' if code else ''}", wait=wait)
+    if again := passing(status, code, wait=wait):
+        return again
+    if code in ("RequestTimeout", "BadDigest"):
+        return Again(f"the store answers {status} {code}", wait=wait)
     return None if status else Again("the store does not answer")

@@ -32,7 +32,7 @@ _REGION = re.compile(r"<Region>([\w-]+)</Region>")
 
 
 class Cloud(NamedTuple):
-    """What a person is told of one of the three. keys: the variables of its credentials, in words."""
+    """What errors say of one of the three. keys: the variables of its credentials, in words."""
 
     name: str
     keys: str
@@ -114,13 +114,13 @@ class ObjectStore:
                     if name and not (name.endswith("/") or meta["size"] == 0 and name.endswith("_$folder$")):
                         found[name] = _entry(meta)
 
-        self._asked(ask, "", "listing")
+        self._request(ask, "", "listing")
         return found
 
     def look(self, key: str) -> Entry:
         import obstore
 
-        return self._asked(lambda: _entry(obstore.head(self._store, self._key(key))), key, "looking at")
+        return self._request(lambda: _entry(obstore.head(self._store, self._key(key))), key, "looking at")
 
     def get(self, key: str, start: int, stop: int, pinned: Entry) -> memoryview:
         import obstore
@@ -135,7 +135,7 @@ class ObjectStore:
                 raise Changed
             return memoryview(result.bytes())
 
-        return self._asked(ask, key, "reading", start)
+        return self._request(ask, key, "reading", start)
 
     def parent(self) -> ObjectStore:
         return self._at(self._base.rpartition("/")[0], self._shown.rstrip("/").rpartition("/")[0])
@@ -151,7 +151,7 @@ class ObjectStore:
 
     # -- what may go wrong ------------------------------------------------------------------------------------------
 
-    def _asked(self, ask: Callable[[], T], key: str, doing: str, offset: int | None = None) -> T:
+    def _request(self, ask: Callable[[], T], key: str, doing: str, offset: int | None = None) -> T:
         shown = f"{self._shown.rstrip('/')}/{key}" if key else self._shown
         try:
             return patiently(ask, shown=shown, faults=_errors(), judge=_judge)
@@ -190,13 +190,20 @@ def _judge(error: Exception) -> Again | None:
     if isinstance(error, FileNotFoundError):
         return None
     text, status, code = _reason(error), _status(error), _code(error)
-    if status == 429 or any(code.startswith(word) for word in THROTTLES):
-        return Again(f"the store asks for fewer requests ({code or status})", throttled=True)
-    if status >= 500:
-        return Again(f"the store answers {status}{f' {code}' if code else ''}")
+    if again := passing(status, code):
+        return again
     if status or any(word in text for word in ("redirect", "builder error", *_NO_KEYS)):
         return None
     return Again("the store does not answer") if "error sending request" in text or "body error" in text else None
+
+
+def passing(status: int, code: str, *, wait: float = 0.0) -> Again | None:
+    """Why an answer of the store is worth another try, None where it is not one that passes. wait: as `Again`."""
+    if status == 429 or any(code.startswith(word) for word in THROTTLES):
+        return Again(f"the store asks for fewer requests ({code or status})", throttled=True, wait=wait)
+    if status >= 500 and status != 501:  # what it does not know it will not know later
+        return Again(f"the store answers {status}{f' {code}' if code else ''}", wait=wait)
+    return None
 
 
 def _reason(error: BaseException) -> str:

@@ -31,7 +31,7 @@ from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, wrap_os_
 from ckpt_tool.storage import journal
 from ckpt_tool.storage.claims import Claims
 from ckpt_tool.storage.claims import remove as remove_claims
-from ckpt_tool.storage.destination import refuse_link, staging_path
+from ckpt_tool.storage.destination import exists, refuse_link, staging_path
 from ckpt_tool.storage.open_below import (
     Irregular,
     files_beneath,
@@ -54,6 +54,21 @@ def new_worker() -> str:
     """A name that no other worker has, of characters that every file system takes."""
     host = "".join(c if c.isalnum() and c.isascii() else "-" for c in socket.gethostname())[:64]
     return f"{host}-{os.getpid()}-{token_hex(4)}"
+
+
+def statuses_of(destination: Path) -> list[journal.PartStatus]:
+    """How far every process is that writes `destination`, or has; none where nothing has begun, or all is committed."""
+    path = staging_path(destination)
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return []
+    except OSError as e:
+        raise wrap_os_error(e, path, "looking at the staging folder") from e
+    try:
+        return journal.statuses(folder)
+    finally:
+        os.close(folder)
 
 
 class Staging:
@@ -118,7 +133,7 @@ class Staging:
         if self._force:
             refuse_link(self.destination)
         elif os.path.lexists(self.destination):  # an equal run committed while we came
-            raise self._exists()
+            raise exists(self.destination)
         self._replaces = _inode(self.destination)
         if self.part is not None:
             self.check_parts()
@@ -126,7 +141,7 @@ class Staging:
         self._journal_fd = self._open_journal(name)
         if isinstance(self.part, str) and self.gone:  # committed while this worker was coming: it leaves nothing there
             _unlink(name, self._folder_fd)
-            raise self._exists()
+            raise exists(self.destination)
         lines = journal.read(self._folder_fd, name)
         if lines and lines[0]["plan"] == self.plan_id and resume:
             self.went_on, self.resumed = True, lines[1:]
@@ -135,14 +150,6 @@ class Staging:
             wipe(self._folder_fd, keep=name)
         os.ftruncate(self._journal_fd, 0)
         self.record({"plan": self.plan_id, "pid": os.getpid(), "host": socket.gethostname()})
-
-    def _exists(self) -> OutputExists:
-        return OutputExists(
-            f"{self.destination} exists",
-            code="E0501",
-            path=self.destination,
-            hint="choose a new name, or --force to replace it in one step",
-        )
 
     def _open_journal(self, name: str) -> int:
         fd = -1

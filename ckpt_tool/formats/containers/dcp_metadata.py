@@ -433,12 +433,8 @@ class _Memo:
         rows = [self.item(entry.fqn, 0, piece.offset, piece, folder) for piece in entry.pieces[:1]]
         size, text, front = self.size, self.text, self._index(entry.fqn)  # in the memo by now
         offset, info, length = text("offset"), self._info(), text("length")
-        files: dict[str, bytes] = {}
         for number, piece in enumerate(entry.pieces[1:], 1):
-            path = files.get(piece.file)
-            if path is None:
-                path = text(piece.file[len(folder) :])
-                files[piece.file] = text(piece.file[len(folder) :])
+            path = text(piece.file[len(folder) :])
             rows += (front, _integer(number), offset, size(piece.offset), info, path)
             rows += (offset, _integer(piece.at), length, _integer(piece.length), _BUILD)
         return b"".join(rows)

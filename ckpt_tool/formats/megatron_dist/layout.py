@@ -286,9 +286,8 @@ class DistLayout:
         found = self._cuts.get(case)
         if found is None:
             boxes = list(self._boxes(tensor))
-            found = [_Part("", shape, [(box, box.offset, rank) for box, rank in boxes])]
-            if parts := self._sections(tensor):
-                found = []
+            parts = self._sections(tensor)
+            found = [] if parts else [_Part("", shape, [(box, box.offset, rank) for box, rank in boxes])]
             for part, start, rows in parts:
                 own = Box((start, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
                 inside = [(box & own, rank) for box, rank in boxes]
