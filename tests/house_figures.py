@@ -76,7 +76,7 @@ def figures(modules: Mapping[str, str], *, deep: bool = False) -> dict[str, Figu
     arrows: set[tuple[str, str]] = set()
     for file, source in modules.items():
         files[room_of(file, deep=deep)].append(file)
-        for _, found, _ in imports_of(ast.parse(source), modules):
+        for _, found, _ in imports_of(source, modules):
             if found in modules and room_of(found, deep=deep) != room_of(file, deep=deep):
                 arrows.add((file, found))
     out = Counter(room_of(file, deep=deep) for file, _ in arrows)

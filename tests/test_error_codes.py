@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,10 @@ from ckpt_tool.commands.explain import explain
 from ckpt_tool.errors import CkptError, UsageError, catalogue
 from ckpt_tool.report.explanation import explanation
 from ckpt_tool.report.plain import Look, render
+
+sys.path.append(str(Path(__file__).resolve().parent))
+
+from syntax import nodes_of, tree_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ckpt_tool"
@@ -62,13 +67,13 @@ class House:
     """The modules of a package: their classes of errors, their constants, and who imports what."""
 
     def __init__(self, sources: Mapping[str, str]) -> None:
-        self.trees = {file: ast.parse(source, filename=file) for file, source in sources.items()}
-        every = [node for tree in self.trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        self.trees = {file: tree_of(source) for file, source in sources.items()}
+        every = [node for source in sources.values() for node in nodes_of(source) if isinstance(node, ast.ClassDef)]
         self.bases = {node.name: [ast.unparse(base) for base in node.bases] for node in every}
         self.classes = {name for name in self.bases if "CkptError" in self.above(name)}
         self.public = {node.name for node in self.trees["ckpt_tool/errors.py"].body if isinstance(node, ast.ClassDef)}
         self.own_code = {node.name for node in every if "default_code" in ast.unparse(node)} - {"CkptError"}
-        self.names = {file: dict(_names(tree)) for file, tree in self.trees.items()}
+        self.names = {file: dict(_names(source)) for file, source in sources.items()}
 
     def above(self, name: str) -> set[str]:
         """The class and all that it is derived from."""
@@ -90,9 +95,9 @@ class House:
         return None
 
 
-def _names(tree: ast.AST) -> Iterator[tuple[str, str | tuple[str | None, str]]]:
+def _names(source: str) -> Iterator[tuple[str, str | tuple[str | None, str]]]:
     """Constants with their text; imports and other names as (module, name there)."""
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.ImportFrom):
             yield from ((alias.asname or alias.name, (node.module or "", alias.name)) for alias in node.names)
         for target in node.targets if isinstance(node, ast.Assign) else ():
@@ -186,7 +191,7 @@ def faults_of(sources: Mapping[str, str]) -> list[str]:
 def constants(sources: Mapping[str, str]) -> Iterator[tuple[str, int, str]]:
     """Every text of the code that is a code: (file, line, code). Docstrings aside."""
     for file, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes_of(source):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and CODE.fullmatch(node.value):
                 yield file, node.lineno, node.value
 

@@ -18,6 +18,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+sys.path.append(str(Path(__file__).resolve().parent))
+
+from syntax import nodes_of, statements, tree_of
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ckpt_tool"
 WALLS: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ckpt"]["walls"]
@@ -45,24 +49,13 @@ class Fault(NamedTuple):
 # -- reading a module --------------------------------------------------------------------------------------------------
 
 
-def imports_of(tree: ast.AST, known: Mapping[str, str]) -> Iterator[Import]:
+def imports_of(source: str, known: Mapping[str, str]) -> Iterator[Import]:
     """Every import, those under `if TYPE_CHECKING` aside; our own as the file that is meant."""
-    lazy_nodes = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        for inner in ast.walk(node)
-    }
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if id(node) in typing_only:
-            continue
-        lazy = id(node) in lazy_nodes
+    yield from _imports_in(tree_of(source), known, lazy=False)
+
+
+def _imports_in(tree: ast.AST, known: Mapping[str, str], *, lazy: bool) -> Iterator[Import]:
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(node.lineno, _file(alias.name, known), lazy)
@@ -71,6 +64,9 @@ def imports_of(tree: ast.AST, known: Mapping[str, str]) -> Iterator[Import]:
             for alias in node.names:
                 inner = _file(f"{node.module}.{alias.name}", known)
                 yield Import(node.lineno, inner if inner in known else _file(node.module or "", known), lazy)
+        elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            inside_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            yield from _imports_in(node, known, lazy=lazy or inside_function)
 
 
 def _file(module: str, known: Mapping[str, str]) -> str:
@@ -101,20 +97,19 @@ def inside(file: str, rooms: list[str]) -> bool:
 
 def faults_of(file: str, source: str, known: Mapping[str, str] = MODULES) -> list[Fault]:
     """Everything that breaks the walls in one module."""
-    tree = ast.parse(source, filename=file)
-    found = [*_import_faults(file, tree, known), *_call_faults(file, tree), *_catch_faults(file, tree)]
+    found = [*_import_faults(file, source, known), *_call_faults(file, source), *_catch_faults(file, source)]
     found += [
         Fault(file, node.lineno, "assert vanishes under -O: raise an error of ours")
-        for node in ast.walk(tree)
+        for node in nodes_of(source)
         if isinstance(node, ast.Assert)
     ]
     return found
 
 
-def _import_faults(file: str, tree: ast.AST, known: Mapping[str, str]) -> Iterator[Fault]:
+def _import_faults(file: str, source: str, known: Mapping[str, str]) -> Iterator[Fault]:
     floor, room = floor_of(file), file.split("/")[0]
     top = len(WALLS["floors"]) - 1
-    for line, module, lazy in imports_of(tree, known):
+    for line, module, lazy in imports_of(source, known):
         if module.endswith(".py") or module in known:
             below = floor_of(module)
             if below > floor:
@@ -131,8 +126,8 @@ def _import_faults(file: str, tree: ast.AST, known: Mapping[str, str]) -> Iterat
             yield Fault(file, line, f"imports {module} when it is loaded: import it inside the function")
 
 
-def _call_faults(file: str, tree: ast.AST) -> Iterator[Fault]:
-    for node in ast.walk(tree):
+def _call_faults(file: str, source: str) -> Iterator[Fault]:
+    for node in nodes_of(source):
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
@@ -145,8 +140,8 @@ def _call_faults(file: str, tree: ast.AST) -> Iterator[Fault]:
             yield Fault(file, node.lineno, "prints: return a value, report/ shows it")
 
 
-def _catch_faults(file: str, tree: ast.AST) -> Iterator[Fault]:
-    for node in ast.walk(tree):
+def _catch_faults(file: str, source: str) -> Iterator[Fault]:
+    for node in nodes_of(source):
         if not isinstance(node, ast.ExceptHandler):
             continue
         caught = ast.unparse(node.type) if node.type is not None else "everything"
@@ -162,7 +157,7 @@ def size_faults(file: str, source: str) -> tuple[list[Fault], list[Fault]]:
     """(over the limit, over what is good)."""
     sizes = WALLS["sizes"]
     measured = [(file, 1, source.count("\n"), sizes["file"], sizes["file_limit"])]
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             measured.append((f"{file}:{node.name}", node.lineno, lines, sizes["function"], sizes["function_limit"]))
@@ -180,7 +175,7 @@ def size_faults(file: str, source: str) -> tuple[list[Fault], list[Fault]]:
 def circles(known: Mapping[str, str]) -> list[list[str]]:
     """Circles of imports, those inside functions too: a circle that is put off is one all the same."""
     graph = {
-        file: {found for _, found, _ in imports_of(ast.parse(source), known) if found in known and found != file}
+        file: {found for _, found, _ in imports_of(source, known) if found in known and found != file}
         for file, source in known.items()
     }
     done: set[str] = set()
@@ -225,9 +220,7 @@ def test_only_tables_of_families_are_laid_out_by_hand() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    silent = [
-        file for file, source in MODULES.items() if source.strip() and ast.get_docstring(ast.parse(source)) is None
-    ]
+    silent = [file for file, source in MODULES.items() if source.strip() and ast.get_docstring(tree_of(source)) is None]
     assert not silent, silent
 
 
@@ -237,15 +230,14 @@ def misplaced(known: Mapping[str, str]) -> list[str]:
     found = []
     for file, source in known.items():
         wanted = {name for place, name in WALLS["found"].items() if _is_at(file, place, known)}
-        tree = ast.parse(source)
         given = {
             ast.unparse(target).partition(":")[0]
-            for node in tree.body
+            for node in tree_of(source).body
             if isinstance(node, ast.Assign | ast.AnnAssign)
             for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         }
         found += [f"{file} has no {name}" for name in sorted(wanted - given)]
-        found += [f"{file} makes {name}, which nobody finds there" for name in sorted(_made(tree) - wanted)]
+        found += [f"{file} makes {name}, which nobody finds there" for name in sorted(_made(source) - wanted)]
     return found
 
 
@@ -258,16 +250,16 @@ def _is_at(file: str, place: str, known: Mapping[str, str]) -> bool:
     return f"{folder}/format.py" in known if folder.startswith("formats/") else name != "__init__.py"
 
 
-def _made(tree: ast.AST) -> set[str]:
+def _made(source: str) -> set[str]:
     """The names under which what a module makes would be found: `Entry(...)`, `Family(...)`, a class of a format."""
     made = set()
     imported = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
-        for node in ast.walk(tree)
+        for node in nodes_of(source)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             whole = imported.get(node.func.id, "")
             made |= {"ENTRY"} if whole == "ckpt_tool.formats.entry.Entry" else set()
@@ -323,12 +315,13 @@ def formats_named(file: str, source: str, names: Mapping[str, str]) -> list[int]
     `name`, `format` or `source_format` with one that counts, or with a constant of the module that holds one. In there
     every literal does, but for names of systems.
     """
-    tree = ast.parse(source)
-    constants = {ast.unparse(each.targets[0]): _literals(each) for each in tree.body if isinstance(each, ast.Assign)}
+    constants = {
+        ast.unparse(each.targets[0]): _literals(each) for each in tree_of(source).body if isinstance(each, ast.Assign)
+    }
     others = {name for name, folder in names.items() if not file.startswith(f"{folder}/")}
     words = others - {*WALLS["systems"]} if file.startswith("formats/") else set()
     found = []
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.Constant) and node.value in words:
             found.append(node.lineno)
         elif isinstance(node, ast.Compare):
@@ -377,7 +370,7 @@ def test_a_named_format_is_seen(file: str, source: str, lines: list[int]) -> Non
 
 def options_restated(source: str, known: Collection[str]) -> list[str]:
     """Parameters and texts of a module that are an option's keyword or its spelling."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = nodes_of(source)
     texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     named = [node.arg for node in nodes if isinstance(node, ast.arg)]
     return [*(name for name in named if name in known), *(text for text in texts if text[:2] == "--" and text in known)]
@@ -411,7 +404,7 @@ def test_every_library_is_a_dependency() -> None:
     libraries = {
         module
         for file, source in MODULES.items()
-        for _, module, _ in imports_of(ast.parse(source), MODULES)
+        for _, module, _ in imports_of(source, MODULES)
         if not (module.endswith(".py") or module in MODULES or module in sys.stdlib_module_names)
     }
     assert {{"yaml": "pyyaml"}.get(module, module) for module in libraries} <= have

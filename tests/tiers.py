@@ -1,8 +1,7 @@
 """Which tests run when: some of many like cases, and the quick tier, which needs neither torch nor patience.
 
 Like cases are those of one test function. Of them the ones are taken whose names have the lowest CRC-32, as many as
-asked
-for: the choice does not depend on the order of the cases, and there is always one.
+wanted: the choice does not depend on the order of the cases, and there is always one.
 
 `python -m pytest -m quick` takes one of ONE_OF like cases of every test that is not marked slow, first, peers or crash,
 lies in none of the SLOW_FOLDERS, and imports nothing but Python, the tool, its dependencies and the extra `quick`. The
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 TESTS = Path(__file__).resolve().parent
-ONE_OF = 8
+ONE_OF = 16
 SLOW_FOLDERS = frozenset({"acceptance", "bench", "faults", "harness", "kernels"})  # train, measure, kill, compile
 
 Case = TypeVar("Case")
@@ -57,24 +56,39 @@ def is_quick_module(path: Path) -> bool:
 def needing_more(path: Path) -> frozenset[str]:
     """The functions of a module that need what the quick tier lacks; "" stands for the module itself."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    parts = {id(function): list(ast.walk(function)) for function in functions}
-    inside = {id(node) for nodes in parts.values() for node in nodes}
-    found = {each.name for each in functions if any(map(_is_more, _imported(parts[id(each)])))}
-    outside = [node for node in ast.walk(tree) if id(node) not in inside]
+    functions: list[tuple[str, list[ast.AST]]] = []  # each with all nodes inside
+    outside = _part(tree, functions)
+    found = {name for name, inside in functions if any(map(_is_more, _imported(inside)))}
     if any(map(_is_more, (*_imported(outside), *_skipped_without(outside)))):
         found.add("")
+    if not found:
+        return frozenset()
     uses = {
-        each.name: {
-            node.id if isinstance(node, ast.Name) else node.arg
-            for node in parts[id(each)]
-            if isinstance(node, ast.Name | ast.arg)
-        }
-        for each in functions
+        name: {node.id if isinstance(node, ast.Name) else node.arg for node in inside if isinstance(node, _USES)}
+        for name, inside in functions
     }
     while more := {name for name, used in uses.items() if name not in found and used & found}:
         found |= more
     return frozenset(found)
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_USES = (ast.Name, ast.arg)
+_LOOKED_AT = (ast.Import, ast.ImportFrom, ast.Call, *_USES)
+
+
+def _part(node: ast.AST, functions: list[tuple[str, list[ast.AST]]]) -> list[ast.AST]:
+    """What lies in a node, but in no function inside. functions: grows by those, each with all that lies in it."""
+    own: list[ast.AST] = []
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, _FUNCTIONS):
+            within: list[tuple[str, list[ast.AST]]] = []
+            inside = _part(child, within)
+            functions += [(child.name, sum((nodes for _, nodes in within), inside)), *within]
+        else:
+            own += [child] if isinstance(child, _LOOKED_AT) else []
+            own += _part(child, functions)
+    return own
 
 
 def _is_more(module: str) -> bool:

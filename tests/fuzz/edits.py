@@ -18,11 +18,14 @@ import re
 import struct
 import warnings
 import zipfile
+from functools import lru_cache
 from typing import NamedTuple
 
 _JSON = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?')
-_WHOLE = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "INT", "LONG"}
-_OTHER = {"BINFLOAT", "NEWTRUE", "NEWFALSE"}
+_FLAGS = {"NEWTRUE": True, "NEWFALSE": False}
+_NUMBERS = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "INT", "LONG", "BINFLOAT"}
+_TEXTS = {op.name for op in pickletools.opcodes if "UNICODE" in op.name}
+_VALUES = {*_NUMBERS, *_TEXTS, *_FLAGS}
 
 
 class Part(NamedTuple):
@@ -122,17 +125,21 @@ def _in_pickle(data: bytes):
             yield found._replace(field=field)
 
 
-def _opcodes(data: bytes):
+@lru_cache(maxsize=2)  # the numbers and the texts of a part are looked for one after the other
+def _opcodes(data: bytes) -> list[Number]:
     """The numbers, flags and texts that the opcodes of the pickles push."""
-    stream = io.BytesIO(data)
+    stream, found = io.BytesIO(data), list[Number]()
     try:
         while stream.tell() < len(data):
-            ops = list(pickletools.genops(stream))
-            for (op, argument, start), (_, _, end) in zip(ops, [*ops[1:], (None, None, stream.tell())], strict=True):
-                if op.name in _WHOLE or op.name in _OTHER or "UNICODE" in op.name:
-                    yield Number(start, end, {"NEWTRUE": True, "NEWFALSE": False}.get(op.name, argument), "")
+            one, begun = list[Number](), None  # an opcode that counts, until the next shows where it ends
+            for op, argument, start in pickletools.genops(stream):
+                if begun:
+                    one.append(Number(begun[0], start, begun[1], ""))
+                begun = (start, _FLAGS.get(op.name, argument)) if op.name in _VALUES else None
+            found += one
     except Exception:  # cut short by an edit before: what was seen stands
-        return
+        pass
+    return found
 
 
 def texts(part: Part) -> list[Number]:
