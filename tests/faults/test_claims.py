@@ -32,6 +32,7 @@ import sys, time
 from ckpt_tool.cli import run
 from ckpt_tool.plan import schedule
 from ckpt_tool.run import executor
+from ckpt_tool.storage.staging import Staging
 executor.units = lambda moves: schedule.units(moves, size=1 << 12)
 executor._PAUSE = 0.05
 unit = executor.Executor._unit
@@ -39,6 +40,12 @@ def slowly(self, *given):
     time.sleep(float(sys.argv[2]))
     return unit(self, *given)
 executor.Executor._unit = slowly
+rename = Staging._rename
+def noted(self, staged, final):
+    rename(self, staged, final)
+    with open(sys.argv[1] + ".commits", "a") as f:
+        f.write("committed\\n")
+Staging._rename = noted
 sys.exit(run(["apply", sys.argv[1], "--claim", "--json", "-q", "--no-fsync", "--threads", "1"]))
 """
 
@@ -63,7 +70,13 @@ class Ground:
     def bytes(self) -> dict[str, bytes]:
         return {str(path.relative_to(self.out)): path.read_bytes() for path in self.out.rglob("*") if path.is_file()}
 
+    def commits(self) -> int:
+        """How often a worker has put the output in its place."""
+        noted = Path(self.plan + ".commits")
+        return len(noted.read_text().splitlines()) if noted.exists() else 0
+
     def clear(self) -> None:
+        Path(self.plan + ".commits").unlink(missing_ok=True)
         shutil.rmtree(self.place)
         self.place.mkdir()
 
@@ -116,6 +129,27 @@ def test_workers_that_die_and_workers_that_come_late(ground: Ground, seed: int) 
     found = [ended(worker) for worker in workers]
     assert all(code == 0 for code, _ in found[2:])
     assert all(committed for code, committed in found if code == 0)
+    assert ground.bytes() == ground.good and os.listdir(ground.place) == ["out"]
+
+
+@pytest.mark.share(7)
+@pytest.mark.parametrize("seed", range(7))
+def test_eight_workers_of_which_three_die_while_two_come_late(ground: Ground, seed: int) -> None:
+    rng = random.Random(seed)
+    workers = [ground.worker(0.5) for _ in range(8)]
+    staged = staging_path(ground.out)
+    while not list(staged.glob(".ckpt-journal-claims/*-1")):
+        assert any(worker.poll() is None for worker in workers)
+        time.sleep(0.01)
+    victims = rng.sample(workers, 3)
+    for victim in victims:
+        time.sleep(rng.uniform(0, 0.3))
+        victim.kill()
+    workers += [ground.worker(0) for _ in range(2)]
+    found = {worker.pid: ended(worker) for worker in workers}
+    assert [found.pop(victim.pid)[0] for victim in victims] == [-signal.SIGKILL] * 3
+    assert list(found.values()) == [(0, True)] * 7
+    assert ground.commits() == 1
     assert ground.bytes() == ground.good and os.listdir(ground.place) == ["out"]
 
 
