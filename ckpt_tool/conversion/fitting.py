@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ckpt_tool.conversion.layout import degrees_of
+from ckpt_tool.conversion.layout import degrees_of, split_of
 from ckpt_tool.core.target import LayoutWish, Target
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
 from ckpt_tool.errors import UsageError
@@ -201,10 +201,11 @@ def wish_of(chosen: Chosen, fmt: Format, writing: Writing) -> LayoutWish:
     config = chosen.config
     if config is None and fmt.holds.dialect == "paddle":
         config = config_in(chosen.sources[0].tree)
+    degrees = degrees_of(chosen, writing)
     return LayoutWish(
-        degrees_of(chosen, writing),
+        degrees,
         writing.zero,
-        writing.pp_split,
+        split_of(chosen, writing, degrees.at("pp")),
         writing.sharding,
         writing.spec,
         config,

@@ -27,8 +27,9 @@ from ckpt_tool.core.target import Wanted
 from ckpt_tool.core.tensor import MODEL, LogicalTensor
 from ckpt_tool.errors import UsageError, wrap_os_error
 from ckpt_tool.formats.base import Format
+from ckpt_tool.options.values import AUTO
 from ckpt_tool.options.writing import DEFAULT_POLICY, Writing
-from ckpt_tool.plan.placing import Rule, Wishes, lay_out, rules_from
+from ckpt_tool.plan.placing import Rule, Wishes, lay_out, rules_from, shown_split, stages_by_bytes
 from ckpt_tool.quantised.kept_whole import held_together
 from ckpt_tool.sources.chosen import Chosen
 
@@ -92,7 +93,8 @@ def _shown(size: int) -> str:
 def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> tuple[Layout, list[dict[str, Any]]]:
     """The layout, and what falls back. Raises UsageError E0260 to E0262 for what the format can't be laid out by."""
     if fmt.holds.own_layout:
-        return Layout(Mesh.of_degrees(wanted.wish.degrees.stated()), (), f"the rules of {fmt.name}"), []
+        rules_of = ", ".join(filter(None, [f"the rules of {fmt.name}", shown_split(wanted.wish.pp_split)]))
+        return Layout(Mesh.of_degrees(wanted.wish.degrees.stated()), (), rules_of), []
     inherited = chosen.sources[0].catalog.mesh.dims if chosen.inherits else ()
     degrees = {**dict(inherited), **writing.degrees}
     rules: tuple[Rule, ...] = ()
@@ -124,13 +126,24 @@ def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> 
             Mesh.of(**degrees),
             zero,
             writing.on_indivisible or DEFAULT_POLICY,
+            writing.on_indivisible is None,
             rules,
             cuts,
-            writing.pp_split,
+            split_of(chosen, writing, degrees.get("pp", 1)),
             chosen.all_hints.dialect == "paddle",
             held_together(wanted.tensors, chosen) if any(size > 1 for size in degrees.values()) else {},
         ),
     )
+
+
+def split_of(chosen: Chosen, writing: Writing, stages: int) -> tuple[int, ...]:
+    """Layers of each pipeline stage as `--pp-split` has them, () where nothing was said."""
+    if writing.pp_split != AUTO:
+        return writing.pp_split
+    sizes: dict[str, int] = {}
+    for row in chosen.stored:
+        sizes[row.tensor.key.name] = sizes.get(row.tensor.key.name, 0) + row.tensor.nbytes
+    return stages_by_bytes(sizes, stages)
 
 
 def _carve_experts(degrees: Mapping[str, int], writing: Writing) -> dict[str, int]:

@@ -33,11 +33,14 @@ class Choice(NamedTuple):
     better: tuple[str, ...] = ()
 
 
-def choose(n: int, dims: MeshDims, *, granule: int = 1, policy: str = "largest-dim") -> Choice:
+def choose(
+    n: int, dims: MeshDims, *, granule: int = 1, policy: str = "largest-dim", uneven: Sequence[str] = ()
+) -> Choice:
     """Which of the mesh dims `dims` (name, size; major first) cut a tensor dim of `n` elements.
 
-    granule: elements that may not be parted (head_dim, a 128-block). Raises UsageError (E0212) for a mesh dim named
-    twice, (E0213) for a granule that does not divide `n`, (E0214) under `error` when the dims don't divide.
+    granule: elements that may not be parted (head_dim, a 128-block). uneven: mesh dims that cut as DTensor does where
+    all together do not divide (data ranks); the policy is for the others then. Raises UsageError (E0212) for a mesh dim
+    named twice, (E0213) for a granule that does not divide `n`, (E0214) under `error` when the dims don't divide.
     """
     names = tuple(name for name, _ in dims)
     if len(set(names)) != len(names):
@@ -52,6 +55,12 @@ def choose(n: int, dims: MeshDims, *, granule: int = 1, policy: str = "largest-d
         return Choice(names, (), "even")
     if units % degree == 0:
         return Choice(names, tuple(name for name, _ in live), "even")
+    spread = [name for name, _ in live if name in uneven]
+    if spread and policy != "error":
+        kept = choose(n, [dim for dim in live if dim[0] not in spread], granule=granule, policy=policy)
+        cutting = [dim for dim in live if dim[0] in (*kept.used, *spread)]
+        even = units % prod(size for _, size in cutting) == 0
+        return Choice(names, tuple(name for name, _ in cutting), kept.reason if even else "uneven", kept.better)
     if policy == "error":
         from ckpt_tool.core.mesh import divisors_near  # the help, which lists the policies, needs no mesh
 

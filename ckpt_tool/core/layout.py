@@ -51,10 +51,12 @@ def place(
     at: Sequence[tuple[str, int]] = (),
     granule: int = 1,
     policy: str = "largest-dim",
+    spread: Sequence[str] = (),
 ) -> Placement:
     """Decide a parameter's placement from what is asked for: `wishes` = (tensor dim, mesh dims major first).
 
-    granule: of the first dim wished for. Raises UsageError (E0212) when a mesh dim is wished for twice (rule 1),
+    granule: of the first dim wished for. spread: mesh dims that cut unevenly rather than not (`uneven` of `choose`).
+    Raises UsageError (E0212) when a mesh dim is wished for twice (rule 1),
     (E0216) for a tensor dim that is out of range, (E0209) for a coordinate that the mesh lacks, and as `choose`.
     """
     asked = [name for _, names in wishes for name in names]
@@ -80,7 +82,7 @@ def place(
             raise UsageError(f"a rule shards dim {dim} of a tensor of rank {len(shape)}", code="E0216")
         dims = [(name, mesh[name]) for name in names]
         unit = granule if dim == wishes[0][0] else 1
-        choice = choose(shape[dim], dims, granule=unit, policy=policy)
+        choice = choose(shape[dim], dims, granule=unit, policy=policy, uneven=spread)
         choices.append(choice)
         if choice.used:
             shard.append((dim, choice.used))

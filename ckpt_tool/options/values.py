@@ -185,6 +185,11 @@ def numbers(value: float | str | Iterable[float | str]) -> tuple[float, ...]:
 AUTO: Literal["auto"] = "auto"
 
 
+def stages(value: str | Iterable[int]) -> tuple[int, ...] | Literal["auto"]:
+    """Layers of each pipeline stage, `8,9,9,6`; `auto`: as many as make stages of about the same bytes."""
+    return AUTO if value == AUTO else counts(value)
+
+
 def share(value: str | tuple[int, int]) -> tuple[int, int] | Literal["auto"]:
     """A share `I/N`, counted from 1: `3/8` is the third of eight; `auto`: the one that the launcher has for us."""
     if value == AUTO:

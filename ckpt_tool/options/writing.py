@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ckpt_tool.core.fallback import POLICIES
 from ckpt_tool.options.reading import FORMATS
 from ckpt_tool.options.statement import KEYS, LAYOUT, PLAN, RUN, TO, TRAVEL, Section
-from ckpt_tool.options.values import between, count, counts, dtypes, output, patterns, size, sizes, text, words
+from ckpt_tool.options.values import between, count, dtypes, output, patterns, size, sizes, stages, text, words
 
 SHARDINGS = ("v1", "v2")  # what Paddle calls its stages of sharding: whole tensors by owner, slices of fused buffers
 SPECS = ("local", "te")  # Megatron's layers: of its own modules, of Transformer Engine's
@@ -55,7 +55,9 @@ class Writing:
         count,
         "N",
     )
-    pp_split: tuple[int, ...] = LAYOUT.option("Layers of each pipeline stage: 8,9,9,6.", counts, "N,N,...", default=())
+    pp_split: tuple[int, ...] | Literal["auto"] = LAYOUT.option(
+        "Layers of each pipeline stage: 8,9,9,6; auto: of about the same bytes.", stages, "N,N,...|auto", default=()
+    )
     zero: int | None = LAYOUT.option("What data parallel ranks shard among themselves.", between(0, 3), "0|1|2|3")
     sharding: str | None = LAYOUT.choice(
         "Paddle: optimizer states by owner, or as slices. Default the source's.", SHARDINGS
@@ -65,7 +67,7 @@ class Writing:
     )
     layout: str | None = LAYOUT.option("A mesh and placement rules by glob, in TOML.", text, "FILE")
     on_indivisible: str | None = LAYOUT.choice(
-        f"When a dim does not divide: {', '.join(POLICIES)}. Default {DEFAULT_POLICY}.",
+        f"When a dim does not divide: {', '.join(POLICIES)}. Default {DEFAULT_POLICY}; for data ranks dtensor.",
         POLICIES,
         "POLICY",
         also=(LAYOUT.means("strict_shard", "error", "The same as --on-indivisible error."),),

@@ -25,6 +25,7 @@ from ckpt_tool.core.mesh import Mesh, divisors_near
 from ckpt_tool.core.target import WantedTensor
 from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL
 from ckpt_tool.errors import UsageError
+from ckpt_tool.plan.balance import balanced
 from ckpt_tool.quantised.weights import Units
 
 _COLUMN = re.compile(
@@ -62,14 +63,16 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the user asked for. zero: 0-3, how far DP shards the states. cuts: name -> tensor dim that the source's
-    ranks cut. pp_split: layers of each stage, () for even stages. in_out: matrices lie as (inputs, outputs), Paddle's
-    way round, so that what cuts outputs cuts dim 1. together: tensors of quantised weights, which are cut between
-    blocks."""
+    """What the user asked for. zero: 0-3, how far DP shards the states. policy: for dims that do not divide. uneven: do
+    data ranks cut those as DTensor does, whatever the policy? cuts: name -> tensor dim that the source's ranks cut.
+    pp_split: layers of each stage, () for even stages, of about the same bytes where the layers do not divide. in_out:
+    matrices lie as (inputs, outputs), Paddle's way round, so that what cuts outputs cuts dim 1. together: tensors of
+    quantised weights, which are cut between blocks."""
 
     mesh: Mesh
     zero: int = 0
     policy: str = "largest-dim"
+    uneven: bool = False
     rules: tuple[Rule, ...] = ()
     cuts: Mapping[str, int] = field(default_factory=dict)
     pp_split: tuple[int, ...] = ()
@@ -86,13 +89,16 @@ def lay_out(tensors: Sequence[WantedTensor], wishes: Wishes) -> tuple[Layout, li
         return Layout(wishes.mesh, (Placement(),) * len(tensors), "one rank"), []
     states = _by_state(tensors)
     names = {name: _numbered(name) for name in dict.fromkeys(name for held in states.values() for name in held.names)}
-    deciding = _Deciding(wishes, _stages(names, wishes), _experts(names, wishes.mesh), names)
+    sizes = _bytes_by_name(tensors) if wishes.mesh["pp"] > 1 else {}
+    split = _split(names, wishes, sizes)
+    deciding = _Deciding(wishes, _stages(names, split), _experts(names, wishes.mesh), names)
     shapes = _shapes(states)
     placements: list[Placement] = [Placement()] * len(tensors)
     for state, held in states.items():
         for index, placement in zip(held.indexes, deciding.placements(state, held, shapes), strict=True):
             placements[index] = placement
-    layout = Layout(wishes.mesh, tuple(placements), ", ".join(deciding.sources))
+    sources = [*deciding.sources, *filter(None, [shown_split(split)])]
+    layout = Layout(wishes.mesh, tuple(placements), ", ".join(sources))
     return layout, _fallbacks(tensors, placements, wishes.mesh)
 
 
@@ -112,6 +118,13 @@ def _by_state(tensors: Sequence[WantedTensor]) -> dict[str, _State]:
         state: _State(found, [tensors[i].key.name for i in found], [tensors[i].shape for i in found])
         for state, found in indexes.items()
     }
+
+
+def _bytes_by_name(tensors: Sequence[WantedTensor]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for item in tensors:
+        sizes[item.key.name] = sizes.get(item.key.name, 0) + item.nbytes
+    return sizes
 
 
 def _shapes(states: Mapping[str, _State]) -> dict[str, Shape]:
@@ -145,6 +158,14 @@ def _without(name: str, number: tuple[int, int]) -> str:
     return f"{name[: number[0]]}#{name[number[1] :]}"
 
 
+class _Wish(NamedTuple):
+    """How a tensor shall be cut. source: where that came from. spread: mesh dims of data ranks, which cut unevenly."""
+
+    cuts: Cuts = ()
+    source: str = ""
+    spread: tuple[str, ...] = ()
+
+
 class _Deciding:
     """Placements, each distinct case decided once."""
 
@@ -153,7 +174,7 @@ class _Deciding:
     ) -> None:
         self.wishes, self.stages, self.experts, self.names = wishes, stages, experts, names
         self.sources: dict[str, None] = {}
-        self._wishes: dict[tuple[Any, ...], tuple[Cuts, str]] = {}
+        self._wishes: dict[tuple[Any, ...], _Wish] = {}
         self._placements: dict[tuple[Any, ...], Placement] = {}
         self._by_kind: dict[str, dict[str, Placement]] = {}
 
@@ -167,7 +188,7 @@ class _Deciding:
         if mine.items() <= shapes.items():
             return found
         return [  # a scalar twin (`step`) lives with its parameter, whole
-            placement if shapes.get(name, shape) == shape else self._decided(shape, (), placement.at)
+            placement if shapes.get(name, shape) == shape else self._decided(shape, _Wish(), placement.at)
             for name, shape, placement in zip(held.names, held.shapes, found, strict=True)
         ]
 
@@ -181,14 +202,14 @@ class _Deciding:
         if name in self.wishes.together and state == MODEL:
             return self._joint(name, self.wishes.together[name])
         if self.wishes.rules:
-            at, wish, source = _wish(name, state, shape, self.wishes, self.stages, self.experts)
+            at, wish = _wish(name, state, shape, self.wishes, self.stages, self.experts)
         else:
             found = self.names[name]
             alike = (found.alike, found.expert is None, self._kind(state), len(shape), self.wishes.cuts.get(name))
             if alike not in self._wishes:
-                self._wishes[alike] = _wish(name, state, shape, self.wishes, self.stages, self.experts)[1:]
-            at, (wish, source) = _at(name, self.stages, self.experts), self._wishes[alike]
-        self.sources[source] = None
+                self._wishes[alike] = _wish(name, state, shape, self.wishes, self.stages, self.experts)[1]
+            at, wish = _at(name, self.stages, self.experts), self._wishes[alike]
+        self.sources[wish.source] = None
         return self._decided(shape, wish, at)
 
     def _joint(self, name: str, units: Units) -> Placement:
@@ -203,43 +224,46 @@ class _Deciding:
             cuts = {known: self.wishes.cuts[lead]} if lead in self.wishes.cuts else {}
             stages = {known: self.stages[lead]} if lead in self.stages else {}
             wishes = replace(self.wishes, cuts=cuts)
-            at, wish, source = _wish(known, MODEL, units.whole[:3], wishes, stages, experts)
-            self._wishes[alike] = wish, source
+            at, wish = _wish(known, MODEL, units.whole[:3], wishes, stages, experts)
+            self._wishes[alike] = wish
         else:
             at = _at(lead, self.stages, self.experts)
-        wish, source = self._wishes[alike]
-        self.sources[source] = None
+        wish = self._wishes[alike]
+        self.sources[wish.source] = None
         policy = "largest-dim" if self.wishes.policy in ("pad", "dtensor") else self.wishes.policy
-        case = (units.whole, wish, at, "in blocks")
+        case = (units.whole, wish.cuts, at, "in blocks")
         if case not in self._placements:
-            self._placements[case] = place(units.whole, wish, self.wishes.mesh, at=at, policy=policy)
+            self._placements[case] = place(units.whole, wish.cuts, self.wishes.mesh, at=at, policy=policy)
         lead_placed = self._placements[case]
         if name == lead:
             return lead_placed
         shard = tuple((dim, names) for dim, names in lead_placed.shard if dim < len(units.mine) and units.mine[dim] > 1)
         return lead_placed._replace(shard=shard, choices=())
 
-    def _decided(self, shape: Shape, wish: Cuts, at: At) -> Placement:
-        case = (shape, wish, at)
+    def _decided(self, shape: Shape, wish: _Wish, at: At) -> Placement:
+        case = (shape, wish.cuts, wish.spread, at)
         found = self._placements.get(case)
         if found is None:
-            found = self._placements[case] = place(shape, wish, self.wishes.mesh, at=at, policy=self.wishes.policy)
+            found = self._placements[case] = place(
+                shape, wish.cuts, self.wishes.mesh, at=at, policy=self.wishes.policy, spread=wish.spread
+            )
         return found
 
 
 def _wish(
     name: str, state: str, shape: Sequence[int], wishes: Wishes, stages: Mapping[str, int], experts: Mapping[str, int]
-) -> tuple[At, Cuts, str]:
-    """(fixed coordinates, dims to cut with their mesh dims, where that came from) for one tensor."""
+) -> tuple[At, _Wish]:
+    """(fixed coordinates, how it shall be cut) for one tensor."""
     mesh = wishes.mesh
     for rule in wishes.rules:
         if fnmatchcase(name, rule.match) and fnmatchcase(state, rule.state):
-            return rule.at, rule.shard, "the layout file"
+            return rule.at, _Wish(rule.shard, "the layout file")
     at = _at(name, stages, experts)
     expert = name in experts or _STACKED.search(name) is not None
     if state == EXTRAS:
-        return at, (), "extras whole"
+        return at, _Wish(source="extras whole")
     cut: dict[int, list[str]] = {}
+    data: list[str] = []
     source = "replicated"
     if not expert and mesh["tp"] > 1 or expert and mesh["tp"] > 1 and mesh["etp"] == 1:
         dim, source = _tensor_parallel_dim(name, shape, wishes)
@@ -251,7 +275,8 @@ def _wish(
         data = ["dp"] if expert else ["ep", "dp"]
         cut.setdefault(0, []).extend(dim for dim in data if mesh[dim] > 1)
         source = source if cut.get(0) is None or source != "replicated" else "data shards along dim 0"
-    return at, tuple((dim, tuple(names)) for dim, names in sorted(cut.items()) if names), source
+    cuts = tuple((dim, tuple(names)) for dim, names in sorted(cut.items()) if names)
+    return at, _Wish(cuts, source, tuple(data) if wishes.uneven else ())
 
 
 def _at(name: str, stages: Mapping[str, int], experts: Mapping[str, int]) -> At:
@@ -275,13 +300,12 @@ def _tensor_parallel_dim(name: str, shape: Sequence[int], wishes: Wishes) -> tup
     return (0, "dim 0") if len(shape) > 1 else (None, "vectors whole")
 
 
-def _stages(names: Mapping[str, _Name], wishes: Wishes) -> dict[str, int]:
-    """Name -> pipeline stage; empty without pipeline ranks."""
+def _split(names: Mapping[str, _Name], wishes: Wishes, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Layers of each pipeline stage; () without pipeline ranks. sizes: name -> bytes."""
     stages = wishes.mesh["pp"]
     if stages == 1:
-        return {}
-    count = max((found.layer for found in names.values() if found.layer is not None), default=-1) + 1
-    bounded(count, len(names), "layers by the tensors' names")
+        return ()
+    count = _layers(names)
     if wishes.pp_split:
         split = wishes.pp_split
         if len(split) != stages or sum(split) != count or min(split) < 1:
@@ -290,23 +314,57 @@ def _stages(names: Mapping[str, _Name], wishes: Wishes) -> dict[str, int]:
                 code="E0218",
                 hint="give one positive number a stage, their sum the number of layers",
             )
-    elif count % stages:
-        near = divisors_near(count, stages)
-        raise UsageError(
-            f"{count} layers do not divide into {stages} pipeline stages",
-            code="E0217",
-            hint=f"degrees that divide: {', '.join(map(str, near))}"
-            + ("; or an uneven split with --pp-split" if stages < count else "")
-            if near
-            else "the tensor names show no layers: leave --pp off",
-        )
-    else:
-        split = (count // stages,) * stages
+        return split
+    if count % stages or not count:
+        return _by_bytes(names, sizes, stages)
+    return (count // stages,) * stages
+
+
+def shown_split(split: Sequence[int]) -> str:
+    """In words of the report, "" for even stages."""
+    return f"stages of {','.join(map(str, split))} layers" if len(set(split)) > 1 else ""
+
+
+def _stages(names: Mapping[str, _Name], split: Sequence[int]) -> dict[str, int]:
+    """Name -> pipeline stage; empty without pipeline ranks."""
+    if not split:
+        return {}
+    stages = len(split)
     owner = [stage for stage, layers_here in enumerate(split) for _ in range(layers_here)]
     return {
         name: owner[found.layer] if found.layer is not None else 0 if _FIRST.search(name) else stages - 1
         for name, found in names.items()
     }
+
+
+def stages_by_bytes(sizes: Mapping[str, int], stages: int) -> tuple[int, ...]:
+    """Layers of each pipeline stage, so that stages have about the same bytes. sizes: parameter -> bytes, its states
+    with it. Embeddings count to the first layer, what else has no layer to the last. Raises UsageError E0217 for fewer
+    layers than stages."""
+    return _by_bytes({name: _numbered(name) for name in sizes}, sizes, stages)
+
+
+def _by_bytes(names: Mapping[str, _Name], sizes: Mapping[str, int], stages: int) -> tuple[int, ...]:
+    count = _layers(names)
+    if count < stages:
+        near = divisors_near(count, stages) if count else ()
+        raise UsageError(
+            f"{count} layers are fewer than {stages} pipeline stages",
+            code="E0217",
+            hint=f"--pp {count} at most; degrees that divide: {', '.join(map(str, near))}"
+            if near
+            else "the tensor names show no layers: leave --pp off, or give the layers of each stage with --pp-split",
+        )
+    layers = [0] * count
+    for name, found in names.items():
+        at = found.layer if found.layer is not None else 0 if _FIRST.search(name) else -1
+        layers[at] += sizes[name]
+    return balanced(layers, stages)
+
+
+def _layers(names: Mapping[str, _Name]) -> int:
+    layers = (found.layer for found in names.values() if found.layer is not None)
+    return bounded(max(layers, default=-1) + 1, len(names), "layers by the tensors' names")
 
 
 def _experts(names: Mapping[str, _Name], mesh: Mesh) -> dict[str, int]:

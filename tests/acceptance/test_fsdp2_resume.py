@@ -109,9 +109,8 @@ def boxes(folder: Path) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...]
 def test_uneven_boxes_are_those_of_dtensor(
     degrees: tuple[object, ...], like: str, ckpt: Runner, tmp_path: Path
 ) -> None:
-    """`--on-indivisible dtensor` cuts 33, 23 and 10 rows as FSDP2 did on as many ranks; no degrees keep the
-    source's."""
-    ckpt("reshard", SOURCE, tmp_path / "out", *degrees, "--on-indivisible", "dtensor")
+    """33, 23 and 10 rows are cut as FSDP2 did on as many ranks; no degrees keep the source's."""
+    ckpt("reshard", SOURCE, tmp_path / "out", *degrees)
     assert boxes(tmp_path / "out") == boxes(FIXTURES / "dcp" / like)
     assert ckpt("inspect", tmp_path / "out")["mesh"] == ckpt("inspect", FIXTURES / "dcp" / like)["mesh"]
     assert ckpt("diff", SOURCE, tmp_path / "out")["equal"] is True

@@ -49,7 +49,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "spec": {"spec": "te"},
     "pp-split": {"pp_split": (1, 1)},
     "layout": {"layout": "layout.toml"},
-    "on-indivisible": {"on_indivisible": "pad"},
+    "on-indivisible": {"on_indivisible": "replicate"},
 }
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import combinations, pairwise
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import WantedTensor
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import UsageError
+from ckpt_tool.plan.balance import balanced
 from ckpt_tool.plan.placing import Wishes, lay_out, rules_from
 
 
@@ -64,13 +69,37 @@ def test_layers_go_to_stages_and_ends_to_the_ends():
         ("model.embed_tokens.weight", (64, 8), "model"),
         *((f"model.layers.{i}.w.weight", (8, 8), "model") for i in range(5)),
     )
-    with pytest.raises(UsageError, match="5 layers do not divide") as caught:
-        lay_out(rows, Wishes(Mesh.of(pp=2)))
-    assert caught.value.exit_code == 2 and "1, 5" in caught.value.hint
+    with pytest.raises(UsageError, match="5 layers are fewer than 6 pipeline stages") as caught:
+        lay_out(rows, Wishes(Mesh.of(pp=6)))
+    assert caught.value.exit_code == 2 and "--pp 5 at most" in caught.value.hint
+    layout, _ = lay_out(rows, Wishes(Mesh.of(pp=2)))  # the embedding is as large as eight layers
+    assert [dict(p.at)["pp"] for p in layout.placements] == [1, 0, 0, 1, 1, 1, 1]
     layout, _ = lay_out(rows, Wishes(Mesh.of(pp=2), pp_split=(3, 2)))
     assert [dict(p.at)["pp"] for p in layout.placements] == [1, 0, 0, 0, 0, 1, 1]
     with pytest.raises(UsageError, match="pp-split"):
         lay_out(rows, Wishes(Mesh.of(pp=2), pp_split=(3, 3)))
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())
+def test_stages_are_balanced_as_well_as_can_be(sizes, data):
+    stages = data.draw(st.integers(1, len(sizes)))
+
+    def judged(split):
+        sums = [sum(sizes[sum(split[:k]) : sum(split[: k + 1])]) for k in range(stages)]
+        return max(sums), sum(n * n for n in sums), [-count for count in split]
+
+    inner = combinations(range(1, len(sizes)), stages - 1)
+    splits = [tuple(b - a for a, b in pairwise((0, *cuts, len(sizes)))) for cuts in inner]
+    assert balanced(sizes, stages) == min(splits, key=judged)
+
+
+def test_data_ranks_cut_unevenly_and_tensor_ranks_do_not():
+    rows = tensors(("layers.0.mlp.up_proj.weight", (10, 4), "model"), ("norm.weight", (7,), "model"))
+    layout, fallbacks = lay_out(rows, Wishes(Mesh.of(dp=3, tp=4), zero=3, uneven=True))
+    assert [p.shard for p in layout.placements] == [((0, ("dp",)),), ((0, ("dp",)),)]
+    assert [p.uneven for p in layout.placements] == [(0,), (0,)]
+    assert [held.box.shape[0] for held in layout.held(1, (7,)) if not held.replica] == [3, 3, 1]
+    assert {f["reason"] for f in fallbacks} == {"uneven"}
 
 
 def test_experts_go_to_their_ranks():
