@@ -95,7 +95,7 @@ class Bucket:
             max_pool_connections=2 * CONNECTIONS,
             request_checksum_calculation="when_required",  # not every server knows the newer ones
             response_checksum_validation="when_required",
-            s3={"payload_signing_enabled": False},  # what is signed is the MD5: no SHA-256 of it besides, here and there
+            s3={"payload_signing_enabled": False},  # what is signed is the MD5; no SHA-256 besides
         )
         from botocore.exceptions import BotoCoreError
 
