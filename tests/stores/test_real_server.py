@@ -209,7 +209,7 @@ def test_a_kill_of_either_side(
 ) -> None:
     """At a request of a reshard with its optimizer from bucket to bucket: nothing half-visible, the same command
     finishes, the bytes are those of the local output, `clean` leaves no part."""
-    url, at = real.upload(training, "src"), 1 + point
+    url, at = real.upload(training, "src"), 1 + point * 7 // 2  # of 89
     reshard(str(training), str(tmp_path / "out"), Reading(), Writing(degrees={"tp": 2}), Silent())
     wanted = files(tmp_path / "out")
     command = [sys.executable, "-c", PROGRAM, "reshard", url, OUT, "--tp", "2", "--progress", "none", "--threads", "2"]
