@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,60 @@ def test_a_worker_that_is_killed_costs_nothing(tmp_path: Path, monkeypatch: pyte
         killed += seen.killed
         shutil.rmtree(out)
     assert killed, "nobody was killed: there was nothing to survive"
+
+
+class Losing(Seen):
+    """Takes a node away, as a machine that loses its power goes: the first of `nodes` whose worker has begun."""
+
+    def __init__(self, cluster: Any, nodes: Sequence[Any], out: Path) -> None:
+        super().__init__()
+        self._cluster, self._out = cluster, out
+        self._nodes = {node.all_processes["raylet"][0].process.pid: node for node in nodes}
+        self.left = 0  # bytes to come when it went
+
+    def advance(self, nbytes: int) -> None:
+        super().advance(nbytes)
+        for file in () if self.killed else sorted(staging_path(self._out).glob(".ckpt-journal-by-*")):
+            node = self._nodes.get(_parent(int(file.name.split("-")[-2])))
+            if node is not None:
+                self._cluster.remove_node(node, allow_graceful=False)
+                self.killed, self.left = True, self.total - self.done
+                break
+
+
+def _parent(process: int) -> int:
+    """The process that started it, 0 where it has ended."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+@pytest.mark.peers
+@pytest.mark.timeout(600)
+def test_a_node_that_is_lost_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three nodes with a worker each, one of them killed while it writes; two gigabytes, so that there is time."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    from ray.cluster_utils import Cluster
+
+    tensors = {f"w{i}": np.full((1 << 24,), i + 0.5, np.float32) for i in range(32)}
+    safetensors.numpy.save_file(tensors, tmp_path / "in.safetensors")
+    monkeypatch.setattr(on_ray, "_LOOK", 0.02)
+    ray.shutdown()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        cluster.wait_for_nodes()
+        seen = Losing(cluster, nodes, tmp_path / "out")
+        writing = Writing(to="sharded", degrees={"tp": 2}, threads=1, ray=cluster.address, fsync=False)
+        reshard(str(tmp_path / "in.safetensors"), str(tmp_path / "out"), Reading(), writing, seen)
+        assert seen.killed and seen.left, "no node was lost while it wrote: there was nothing to survive"
+        assert len(cluster.list_all_nodes()) == 2
+        assert run(["diff", str(tmp_path / "in.safetensors"), str(tmp_path / "out"), "-q"]) == 0
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["in.safetensors", "out"]
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 @pytest.mark.peers
