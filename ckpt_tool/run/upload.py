@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import Queue
 from typing import NamedTuple
 
+import numpy as np
+
 from ckpt_tool.core.target import DIGEST_CHARS, PATCH_BYTES, TargetFile
 from ckpt_tool.errors import InternalError, OutputExists, StorageError
 from ckpt_tool.plan.copy import Region, clip
@@ -33,7 +35,7 @@ from ckpt_tool.run.checksum import Piece, crc32, join
 from ckpt_tool.storage.multipart import CONNECTIONS, Bucket, Sent, md5, part_size
 from ckpt_tool.storage.store import Entry, Store
 
-QUEUE = 48 << 20  # bytes whole and not sent yet
+QUEUE = 30 << 20  # bytes whole and not sent yet
 PLAN = "ckpt-plan"  # what is noted on our objects
 
 
@@ -49,9 +51,8 @@ class _Part:
 
     __slots__ = ("data", "file", "holes", "left", "number", "start")
 
-    def __init__(self, file: int, number: int, start: int, nbytes: int, left: int) -> None:
-        self.file, self.number, self.start, self.left, self.holes = file, number, start, left, 0
-        self.data = bytearray(nbytes)
+    def __init__(self, file: int, number: int, start: int, data: bytearray, left: int) -> None:
+        self.file, self.number, self.start, self.data, self.left, self.holes = file, number, start, data, left, 0
 
     @property
     def stop(self) -> int:
@@ -113,6 +114,7 @@ class Upload:
         self._queued = 0
         self._error: BaseException | None = None
         self._senders: list[threading.Thread] = []
+        self._spare = defaultdict[int, list[bytearray]](list)  # length -> zeros for parts to come
         self.spared = 0  # bytes that an earlier run has sent
 
     # -- beginning --------------------------------------------------------------------------------------------------
@@ -193,7 +195,8 @@ class Upload:
             with self._lock:
                 part = self._open.get((file, number)) or self._begin_part(item, number)
             some = min(len(view), part.stop - offset)
-            part.data[offset - part.start : offset - part.start + some] = view[:some]
+            room = memoryview(part.data)  # its own slices are assigned by way of a copy
+            room[offset - part.start : offset - part.start + some] = view[:some]
             with self._lock:
                 part.left -= some
                 if part.left < 0:
@@ -207,9 +210,9 @@ class Upload:
         if number in item.done:
             raise InternalError(f"{item.path}: part {number} is written again")
         start, stop = item.bounds(number)
-        part = self._open[item.number, number] = _Part(
-            item.number, number, start, stop - start, item.moved.get(number, 0)
-        )
+        spare = self._spare[stop - start]
+        room = spare.pop() if spare else bytearray(stop - start)
+        part = self._open[item.number, number] = _Part(item.number, number, start, room, item.moved.get(number, 0))
         for offset, data in _within(item.literals, start, stop):
             part.data[offset - start : offset - start + len(data)] = data
         for hole in item.holes:
@@ -276,11 +279,14 @@ class Upload:
                     self._send_part(self.objects[part.file], part)
             except BaseException as e:  # raised in the threads that write
                 self._error = self._error or e
-            part.data = bytearray()
+            if nbytes == self.objects[part.file].step:
+                np.frombuffer(part.data, np.uint8).fill(0)
+                self._spare[nbytes].append(part.data)
             with self._room:
                 self._queued -= nbytes
                 self._room.notify_all()
             self._queue.task_done()
+            del part
 
     def _send_part(self, item: _Object, part: _Part) -> None:
         digest, number = md5(part.data), part.number + 1

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from ckpt_tool.storage.object_store import S3, fault, passing
 from ckpt_tool.storage.store import Again, patiently
 
 T = TypeVar("T")
-LEAST, MOST_PARTS = 8 << 20, 9000  # bytes of a part (S3 wants 5 MiB), parts of an object (S3 takes 10,000)
+LEAST, MOST_PARTS = 5 << 20, 9000  # bytes of a part (S3 takes no less), parts of an object (S3 takes 10,000)
 CONNECTIONS = 8
 
 
@@ -63,6 +64,32 @@ class Pending(NamedTuple):
     key: str
     upload: str
     begun: str
+
+
+class _Body(io.RawIOBase):
+    """A part as a file that boto3 reads: of plain bytes it would make a copy for every thread that sends."""
+
+    def __init__(self, data: bytearray) -> None:
+        self._data, self._at = memoryview(data), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        some = self._data[self._at : self._at + len(buffer)]
+        buffer[: len(some)] = some
+        self._at += len(some)
+        return len(some)
 
 
 class Bucket:
@@ -159,13 +186,9 @@ class Bucket:
 
     def part(self, key: str, upload: str, number: int, data: bytearray, digest: bytes) -> str:
         """Send part `number` (from 1). digest: its MD5. Returns its ETag."""
+        checked = base64.b64encode(digest).decode()
         sent = self._request(
-            "upload_part",
-            key,
-            UploadId=upload,
-            PartNumber=number,
-            Body=data,
-            ContentMD5=base64.b64encode(digest).decode(),
+            "upload_part", key, UploadId=upload, PartNumber=number, Body=_Body(data), ContentMD5=checked
         )
         etag: str = sent["ETag"].strip('"')
         return etag
@@ -224,11 +247,17 @@ class Bucket:
         return f"{self.shown}/{key}" if key else self.shown
 
     def _request(self, operation: str, key: str, **more: Any) -> dict[str, Any]:
+        """One request, made again where that helps; a part is read from its start each time."""
+        body = more.get("Body")
+
+        def ask() -> dict[str, Any]:
+            if isinstance(body, _Body):
+                body.seek(0)
+            answer: dict[str, Any] = getattr(self._client, operation)(Bucket=self.name, Key=self._key(key), **more)
+            return answer
+
         with self._faults(operation, key):
-            answer: dict[str, Any] = self._patiently(
-                lambda: getattr(self._client, operation)(Bucket=self.name, Key=self._key(key), **more), key
-            )
-        return answer
+            return self._patiently(ask, key)
 
     def _pages(self, operation: str, **more: Any) -> Iterator[dict[str, Any]]:
         """Each page of a listing. Not boto3's paginator: one that has failed once is at its end."""
