@@ -40,9 +40,9 @@ def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
 
 
 def _uploads(url: str, *, remove: bool) -> list[dict[str, Any]]:
-    from ckpt_tool.storage.multipart import Bucket
+    from ckpt_tool.storage.output_store import output_store
 
-    bucket, found = Bucket.at(url), []
+    bucket, found = output_store(url), []
     for each in bucket.pending():
         nbytes = sum(part.nbytes for part in bucket.parts(each.key, each.upload).values())
         if remove:

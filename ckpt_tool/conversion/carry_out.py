@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ckpt_tool.run.executor import Result
     from ckpt_tool.run.upload import Upload
     from ckpt_tool.run.walk import Movers
-    from ckpt_tool.storage.multipart import Bucket
+    from ckpt_tool.storage.output_store import OutputStore
 
 
 def execute(
@@ -99,13 +99,13 @@ def execute(
     return executor.run()
 
 
-def _bucket_of(plan: Plan) -> Bucket | None:
+def _bucket_of(plan: Plan) -> OutputStore | None:
     """Where the plan writes to if not to this machine."""
     if scheme_of(plan.destination) is None:
         return None
-    from ckpt_tool.storage.multipart import Bucket
+    from ckpt_tool.storage.output_store import output_store
 
-    return Bucket.at(plan.destination)
+    return output_store(plan.destination)
 
 
 def refuse_in_store(writing: Writing, part: tuple[int, int] | None = None, *, claim: bool = False) -> None:
@@ -189,9 +189,9 @@ def check_replaced(destination: Place) -> None:
     from ckpt_tool.storage.staging import was_replaced
 
     if isinstance(destination, RemotePlace):
-        from ckpt_tool.storage.multipart import Bucket
+        from ckpt_tool.storage.output_store import output_store
 
-        there = Bucket.at(destination.url).objects()
+        there = output_store(destination.url).objects()
         if not there:
             return
         saw = _other_than_a_checkpoint(destination.url)

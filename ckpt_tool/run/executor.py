@@ -46,7 +46,7 @@ from ckpt_tool.storage.staging import Staging
 
 if TYPE_CHECKING:
     from ckpt_tool.run.upload import Upload
-    from ckpt_tool.storage.multipart import Bucket
+    from ckpt_tool.storage.output_store import OutputStore
 
 _SHARES = 4096  # that workers claim, at most
 _PAUSE = 0.5  # seconds between two looks at others
@@ -113,7 +113,7 @@ class Executor:
         progress: Progress | None = None,
         check: Check | None = None,
         movers: Movers | None = None,
-        bucket: Bucket | None = None,
+        bucket: OutputStore | None = None,
     ) -> None:
         self.plan, self.part, self.worker, self.progress, self.check = plan, part, worker, progress, check
         self.sources = Sources(plan.sources, trees)
@@ -169,7 +169,7 @@ class Executor:
                     staging.discard()
                 raise
 
-    def _send(self, bucket: Bucket) -> Result:
+    def _send(self, bucket: OutputStore) -> Result:
         """The same into a store."""
         from ckpt_tool.run.upload import Upload, in_order_of_objects
 

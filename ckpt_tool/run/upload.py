@@ -32,7 +32,8 @@ from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.schedule import Unit, units
 from ckpt_tool.run.blocks import FdCache, Reader, Sources, Spans, Writer
 from ckpt_tool.run.checksum import Piece, crc32, join
-from ckpt_tool.storage.multipart import CONNECTIONS, Bucket, Sent, md5, part_size
+from ckpt_tool.storage.multipart import CONNECTIONS, Sent, md5, part_size
+from ckpt_tool.storage.output_store import OutputStore
 from ckpt_tool.storage.store import Entry, Store
 
 QUEUE = 30 << 20  # bytes whole and not sent yet
@@ -98,11 +99,19 @@ class Upload:
     """
 
     def __init__(
-        self, plan: Plan, bucket: Bucket, sources: Sources, *, memory: int, force: bool = False, resume: bool = True
+        self,
+        plan: Plan,
+        bucket: OutputStore,
+        sources: Sources,
+        *,
+        memory: int,
+        force: bool = False,
+        resume: bool = True,
     ) -> None:
         self._plan, self._bucket, self._sources = plan, bucket, sources
         self._memory, self._force, self._resume = memory, force, resume
         self._id = plan.identifier()
+        self._notes = {PLAN: self._id}
         self.objects = _objects_of(plan)
         self.last = last_of(plan)
         self.single = plan.single is not None
@@ -297,7 +306,7 @@ class Upload:
             return
         with self._lock:
             if not item.upload:
-                item.upload = self._bucket.begin(self._key(item), {PLAN: self._id})
+                item.upload = self._bucket.begin(self._key(item), self._notes)
         item.etags[number] = self._bucket.part(self._key(item), item.upload, number, part.data, digest)
 
     def _drain(self) -> None:
@@ -419,9 +428,9 @@ class Upload:
         if self._in_parts(item):
             if len(item.etags) != item.parts:
                 raise InternalError(f"{item.path}: {len(item.etags)} of {item.parts} parts were made")
-            self._bucket.complete(key, item.upload, item.etags, new=new)
+            self._bucket.complete(key, item.upload, item.etags, self._notes, new=new)
         else:
-            self._bucket.put(key, self._content(item), {PLAN: self._id}, new=new)
+            self._bucket.put(key, self._content(item), self._notes, new=new)
         item.upload = DONE
 
     def _clear(self) -> None:

@@ -17,7 +17,7 @@ from ckpt_tool.core.inner_path import STAGED
 from ckpt_tool.errors import OutputExists, StorageError, UsageError
 from ckpt_tool.storage.opening import scheme_of, short_url
 
-S3_SCHEMES = ("s3", "s3a")
+WRITTEN = ("s3", "s3a", "az", "azure")  # schemes of the stores that outputs go to
 
 
 def url_fault(path: str) -> tuple[str, str] | None:
@@ -29,11 +29,11 @@ def url_fault(path: str) -> tuple[str, str] | None:
         return None
     if scheme in ("file", "local"):
         return f"{path} is a URL, and outputs are named by paths", f"write it as a path: {path.partition('://')[2]}"
-    if scheme in S3_SCHEMES:
+    if scheme in WRITTEN:
         return f"{path} is a URL, and this is a file of this machine", "write it to a local path"
     return (
-        f"{path} is a URL, and of stores only those with S3's protocol are written to",
-        "write to s3:// (Google Cloud Storage too has S3's protocol: HMAC keys and "
+        f"{path} is a URL, and of stores only those of Azure and with S3's protocol are written to",
+        "write to s3:// or az:// (Google Cloud Storage too has S3's protocol: HMAC keys and "
         "AWS_ENDPOINT_URL=https://storage.googleapis.com), or to a local path and upload that with rclone copy",
     )
 
@@ -62,7 +62,7 @@ Place = Path | RemotePlace
 
 def place_of(path: str) -> Place:
     """Where an output is to lie. Raises UsageError E1610 for a URL that is not written to."""
-    return RemotePlace(path) if scheme_of(path) in S3_SCHEMES and "://" in path else local_path(path)
+    return RemotePlace(path) if scheme_of(path) in WRITTEN and "://" in path else local_path(path)
 
 
 def local_path(path: str) -> Path:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ckpt_tool.errors import OutputExists, StorageError, UsageError
 from ckpt_tool.storage.fsspec_store import INSTALL
-from ckpt_tool.storage.object_store import S3, fault, passing
+from ckpt_tool.storage.object_store import S3, Cloud, fault, passing
 from ckpt_tool.storage.store import Again, patiently
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class Pending(NamedTuple):
     begun: str
 
 
-class _Body(io.RawIOBase):
+class PartBody(io.RawIOBase):
     """A part as a file that boto3 reads: of plain bytes it would make a copy for every thread that sends."""
 
     def __init__(self, data: bytearray) -> None:
@@ -104,12 +104,7 @@ class Bucket:
         path, E2508 for settings that boto3 refuses."""
         name, _, base = url.partition("://")[2].partition("/")
         if not name or not base.strip("/"):
-            raise UsageError(
-                f"{url} names no {'place in the bucket' if name else 'bucket'}",
-                code="E2502",
-                path=url,
-                hint="write s3://BUCKET/PATH",
-            )
+            raise no_place(url, S3, name)
         try:
             import boto3
             from botocore.config import Config
@@ -188,13 +183,13 @@ class Bucket:
         """Send part `number` (from 1). digest: its MD5. Returns its ETag."""
         checked = base64.b64encode(digest).decode()
         sent = self._request(
-            "upload_part", key, UploadId=upload, PartNumber=number, Body=_Body(data), ContentMD5=checked
+            "upload_part", key, UploadId=upload, PartNumber=number, Body=PartBody(data), ContentMD5=checked
         )
         etag: str = sent["ETag"].strip('"')
         return etag
 
-    def complete(self, key: str, upload: str, etags: Mapping[int, str], *, new: bool) -> None:
-        """Make the object of its parts. new: raise OutputExists where there is one."""
+    def complete(self, key: str, upload: str, etags: Mapping[int, str], notes: Mapping[str, str], *, new: bool) -> None:
+        """Make the object of its parts. notes: those of `begin`. new: raise OutputExists where there is one."""
         parts = [{"PartNumber": number, "ETag": f'"{etags[number]}"'} for number in sorted(etags)]
         condition = {"IfNoneMatch": "*"} if new else {}
         try:
@@ -251,7 +246,7 @@ class Bucket:
         body = more.get("Body")
 
         def ask() -> dict[str, Any]:
-            if isinstance(body, _Body):
+            if isinstance(body, PartBody):
                 body.seek(0)
             answer: dict[str, Any] = getattr(self._client, operation)(Bucket=self.name, Key=self._key(key), **more)
             return answer
@@ -287,12 +282,7 @@ class Bucket:
         status, code, text = _said(error)
         shown = self.display(key)
         if status in (409, 412) and code in ("PreconditionFailed", "ConditionalRequestConflict", ""):
-            raise OutputExists(
-                f"{shown} exists",
-                code="E0501",
-                path=shown,
-                hint="another run has written it, or it was there: choose a new name, or --force to replace it",
-            ) from error
+            raise object_exists(shown) from error
         if code == "NoSuchUpload":
             raise StorageError(
                 "the upload was completed or aborted by someone else",
@@ -301,6 +291,26 @@ class Bucket:
                 hint="is another run writing the same output? else run the same command again",
             ) from error
         raise fault(status, code, text, S3, self.name, shown, doing) from error
+
+
+def no_place(url: str, cloud: Cloud, bucket: str) -> UsageError:
+    """What to raise for a URL that can't be written to."""
+    return UsageError(
+        f"{url} names no {f'place in the {cloud.bucket}' if bucket else cloud.bucket}",
+        code="E2502",
+        path=url,
+        hint=f"write {cloud.name}://{cloud.bucket.upper()}/PATH",
+    )
+
+
+def object_exists(shown: str) -> OutputExists:
+    """What to raise where an object came to be that is not to be replaced."""
+    return OutputExists(
+        f"{shown} exists",
+        code="E0501",
+        path=shown,
+        hint="another run has written it, or it was there: choose a new name, or --force to replace it",
+    )
 
 
 NO_UPLOAD = "E2509"

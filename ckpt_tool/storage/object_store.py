@@ -42,13 +42,13 @@ class Cloud(NamedTuple):
 
 S3 = Cloud("s3", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE", "bucket", "AWS_ENDPOINT_URL")
 _GS = Cloud("gs", "GOOGLE_APPLICATION_CREDENTIALS (or gcloud auth application-default login)", "bucket", "the URL")
-_AZ = Cloud(
+AZURE = Cloud(
     "az",
     "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
     "container",
     "AZURE_STORAGE_ACCOUNT_NAME",
 )
-CLOUDS = {"s3": S3, "s3a": S3, "gs": _GS, "gcs": _GS, "az": _AZ, "azure": _AZ}
+CLOUDS = {"s3": S3, "s3a": S3, "gs": _GS, "gcs": _GS, "az": AZURE, "azure": AZURE}
 _KEY_FAULTS = {
     "InvalidAccessKeyId": "AWS_ACCESS_KEY_ID names no key that the store knows",
     "SignatureDoesNotMatch": "AWS_SECRET_ACCESS_KEY is not the secret of AWS_ACCESS_KEY_ID",
@@ -127,7 +127,7 @@ class ObjectStore:
 
         options: dict[str, Any] = {"range": (start, stop)}
         if pinned.mark:
-            options["if_match"] = pinned.mark
+            options["if_match"] = f'"{pinned.mark}"'
 
         def ask() -> memoryview:
             result = obstore.get(self._store, self._key(key), options=options)
@@ -171,7 +171,9 @@ def _errors() -> tuple[type[Exception], ...]:
 
 
 def _entry(meta: Any) -> Entry:
-    return Entry(meta["size"], meta["e_tag"] or "", "" if meta["e_tag"] else f"{meta['last_modified'].timestamp():.0f}")
+    """The ETag without its quotes: Azure's listings have none."""
+    mark = (meta["e_tag"] or "").removeprefix('"').removesuffix('"')
+    return Entry(meta["size"], mark, "" if mark else f"{meta['last_modified'].timestamp():.0f}")
 
 
 def _code(error: BaseException) -> str:

@@ -134,7 +134,7 @@ def test_what_is_noted_of_parts_and_wholes_is_what_the_server_has(real: S3) -> N
         number: multipart.md5(data).hex() for number, data in parts.items()
     }
     assert [each.key for each in bucket.pending()] == ["big"] and not bucket.objects()
-    bucket.complete("big", upload, etags, new=True)
+    bucket.complete("big", upload, etags, {}, new=True)
     assert bucket._etag("big") == multipart.whole_etag(etags) and bucket.note("big", "note") == "yes"
     assert b"".join(bucket.read("big", PART + 3)) == bytes(parts[1] + parts[2])
 
@@ -149,7 +149,7 @@ def test_nothing_that_is_there_is_replaced(real: S3) -> None:
     upload, data = bucket.begin("a", {}), bytearray(b"third")
     etag = bucket.part("a", upload, 1, data, multipart.md5(data))
     with pytest.raises(OutputExists):
-        bucket.complete("a", upload, {1: etag}, new=True)
+        bucket.complete("a", upload, {1: etag}, {}, new=True)
     assert real.content("out") == {"a": b"first"}
     bucket.abort("a", upload)
     bucket.abort("a", upload)  # twice is once

@@ -278,7 +278,7 @@ def test_memory_that_would_not_do_is_said_before_a_byte_moves(s3: S3, shards: Pa
     assert not s3.proxy.asked or all(asked.method in ("GET", "HEAD") for asked in s3.proxy.asked)
 
 
-@pytest.mark.parametrize("url", ["gs://bucket/out", "az://box/out", "hf://org/name", "https://host/out"])
+@pytest.mark.parametrize("url", ["gs://bucket/out", "hf://org/name", "https://host/out"])
 def test_other_stores_are_refused_by_name(url: str, shards: Path) -> None:
     with pytest.raises(UsageError) as info:
         convert(str(shards), url, Reading(), dcp(), Silent())

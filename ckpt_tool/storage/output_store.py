@@ -1,0 +1,69 @@
+"""The store that an output grows in, by its URL: objects made of parts, that appear when they are completed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from ckpt_tool.storage.multipart import Bucket, Pending, Sent
+
+
+class OutputStore(Protocol):
+    """A place in a store. Keys are relative to it, "" is the place itself. Thread-safe; raises CkptError alone."""
+
+    shown: str
+
+    def objects(self) -> dict[str, int]:
+        """key -> bytes of what lies at the place and below it."""
+        ...
+
+    def note(self, key: str, name: str) -> str | None:
+        """What was noted on an object under a name."""
+        ...
+
+    def put(self, key: str, data: bytes | bytearray, notes: Mapping[str, str], *, new: bool) -> None:
+        """A whole object at once. new: raise OutputExists where there is one."""
+        ...
+
+    def read(self, key: str, nbytes: int) -> Iterator[bytes]:
+        """An object's bytes in order, in pieces."""
+        ...
+
+    def remove(self, key: str) -> None: ...
+
+    def begin(self, key: str, notes: Mapping[str, str]) -> str:
+        """An upload of parts; what the others take for `upload`."""
+        ...
+
+    def part(self, key: str, upload: str, number: int, data: bytearray, digest: bytes) -> str:
+        """Send part `number` (from 1), any number of times. digest: its MD5. Returns its ETag."""
+        ...
+
+    def complete(self, key: str, upload: str, etags: Mapping[int, str], notes: Mapping[str, str], *, new: bool) -> None:
+        """Make the object of its parts. notes: as `begin`. new: raise OutputExists where there is one."""
+        ...
+
+    def abort(self, key: str, upload: str) -> None:
+        """Give up an upload and its parts; one that has ended is none."""
+        ...
+
+    def pending(self) -> list[Pending]:
+        """Uploads at the place and below that were begun and not ended, the oldest first."""
+        ...
+
+    def parts(self, key: str, upload: str) -> dict[int, Sent]:
+        """What the store has of an upload."""
+        ...
+
+    def display(self, key: str) -> str:
+        """The URL of an object."""
+        ...
+
+
+def output_store(url: str) -> OutputStore:
+    """The place of an `s3://` or `az://` URL. Raises UsageError as `Bucket.at`."""
+    if url.lower().startswith("az"):
+        from ckpt_tool.storage.block_blobs import Container
+
+        return Container.at(url)
+    return Bucket.at(url)
