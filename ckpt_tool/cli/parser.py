@@ -128,6 +128,7 @@ def _function(verb: Verb) -> Callable[..., Job]:
 _KINDS: dict[str, Any] = {
     "value": str | None,
     "values": list[str] | None,
+    "pair": tuple[str, str] | None,
     "flag": bool,
     "switch": bool | None,
     "count": int,

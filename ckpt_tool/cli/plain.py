@@ -37,7 +37,7 @@ def plain_job(line: Sequence[str]) -> Job | None:
             continue
         name, joined, value = word.partition("=")
         option = options.get(name)
-        if option is None or joined and not option.metavar:
+        if option is None or option.kind == "pair" or joined and not option.metavar:
             return None
         if option.metavar and not joined:
             value = next(words, "")

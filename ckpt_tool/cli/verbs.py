@@ -157,9 +157,9 @@ def _writer(
         run,
         written,
         writes=True,
-        plans=not (writing.dry_run or writing.plan_file),
+        plans=not (writing.dry_run or writing.plan_file or writing.emit),
         sources=tuple(sources),
-        outputs=(*outputs, writing.plan_file),
+        outputs=(*outputs, writing.plan_file, writing.emit and writing.emit[1]),
     )
 
 

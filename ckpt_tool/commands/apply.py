@@ -21,6 +21,7 @@ from ckpt_tool.plan.plan import Plan
 from ckpt_tool.storage import journal
 from ckpt_tool.storage.destination import RemotePlace, check_apart, check_destination, check_space, place_of
 from ckpt_tool.storage.opening import open_tree, scheme_of, short_url
+from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.staging import new_worker, was_committed
 
 NOTHING_THERE = "E0702"
@@ -35,6 +36,11 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
     if scheme_of(plan_file) or short_url(plan_file):
         raise UsageError("a plan is a file of this machine", code="E2502", path=plan_file, hint="copy it here first")
     plan = load_plan(plan_file)
+    if writing.emit:
+        from ckpt_tool.conversion.job_file import write_job
+
+        progress.plan(plan.report)
+        return {**plan.report, "job_file": write_job(plan, plan_file, share, writing, writing.emit)}
     part = _part(share, writing, progress)
     destination, plan_id = place_of(plan.destination), plan.identifier()
     worker = new_worker() if share.claim else None
@@ -42,19 +48,7 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
         refuse_in_store(writing, part, claim=worker is not None)
     elif (part or worker) and was_committed(destination, plan_id):
         return _committed_already(plan, part, progress)
-    trees = {}
-    for root in dict.fromkeys(file.root for file in plan.sources):
-        try:
-            trees[root] = open_tree(root)
-        except StorageError as e:
-            if e.code != NOTHING_THERE:
-                raise
-            raise SourceChanged(
-                f"the source {root} is gone: {e.message}",
-                code="E0602",
-                path=root,
-                hint="plan again with the source in place",
-            ) from e
+    trees = _opened(plan)
     if isinstance(destination, RemotePlace):
         check_apart(destination, [root for root, tree in trees.items() if not tree.local])
     else:
@@ -102,6 +96,24 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
     if part is not None:
         document["part"] = list(part)
     return document
+
+
+def _opened(plan: Plan) -> dict[str, Tree]:
+    """The plan's sources by the paths that it names. Raises SourceChanged E0602 for one that is gone."""
+    trees = {}
+    for root in dict.fromkeys(file.root for file in plan.sources):
+        try:
+            trees[root] = open_tree(root)
+        except StorageError as e:
+            if e.code != NOTHING_THERE:
+                raise
+            raise SourceChanged(
+                f"the source {root} is gone: {e.message}",
+                code="E0602",
+                path=root,
+                hint="plan again with the source in place",
+            ) from e
+    return trees
 
 
 def _part(share: Share, writing: Writing, progress: Progress) -> tuple[int, int] | None:

@@ -52,13 +52,18 @@ _FORM: dict[str, Any] = {
 def save_plan(plan: Plan, path: str) -> None:
     """Write the plan as one sealed JSON file. Raises OutputExists E0506, StorageError."""
     text = json.dumps(sealed(plan.to_json()), separators=(",", ":"))
+    write_new(path, text, "the plan", "E0506")
+
+
+def write_new(path: str, text: str, what: str, code: str) -> None:
+    """Write a file that is not there yet. Raises OutputExists with the code, StorageError."""
     try:
-        with open(path, "x", encoding="utf-8") as f:
+        with open(path, "x", encoding="utf-8", errors="surrogateescape") as f:  # paths may be any bytes
             f.write(text)
     except FileExistsError as e:
-        raise OutputExists(f"{path} exists", code="E0506", path=path, hint="choose another name for the plan") from e
+        raise OutputExists(f"{path} exists", code=code, path=path, hint=f"choose another name for {what}") from e
     except OSError as e:
-        raise wrap_os_error(e, path, "writing the plan") from e
+        raise wrap_os_error(e, path, f"writing {what}") from e
 
 
 def load_plan(plan_file: str) -> Plan:

@@ -7,6 +7,7 @@ Every fault that can be known is raised before the first byte is written.
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +21,7 @@ from ckpt_tool.conversion.planning import make_plan
 from ckpt_tool.core.collector import gc_paused
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.sources.chosen import Chosen, Conversion
@@ -42,6 +44,12 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
     began = time.monotonic()
     writing, destination = job.writing, place_of(dst)
     refuse_idle(job.fmt, writing)
+    if writing.emit and not writing.plan_file:
+        raise UsageError(
+            "--emit writes a job that runs a saved plan, and no --plan is given",
+            code="E0277",
+            hint="add --plan FILE, at a place that every node sees",
+        )
     if writing.plan_file:
         given = (
             tree.display() for opened in chosen.sources for tree in (opened.tree, opened.outer) if tree is not None
@@ -57,10 +65,7 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
     document = _with_stores(with_device(plan.report, moving), plan, chosen, destination)
     progress.plan(document)
     if writing.plan_file:
-        from ckpt_tool.conversion.plan_file import save_plan
-
-        save_plan(plan, writing.plan_file)
-        document["plan_file"] = writing.plan_file
+        _save(plan, document, writing, writing.plan_file)
         return document
     if writing.dry_run:
         return document
@@ -80,6 +85,24 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
     if overflows:
         document["overflows"] = {str(key): count for key, count in overflows.items()}
     return document
+
+
+def _save(plan: Plan, document: dict[str, Any], writing: Writing, plan_file: str) -> None:
+    """The plan, and the job file that runs it: both or none."""
+    from ckpt_tool.conversion.plan_file import save_plan
+
+    if writing.emit:
+        from ckpt_tool.conversion.job_file import write_job
+        from ckpt_tool.options.verbs import Share
+
+        document["job_file"] = write_job(plan, plan_file, Share(), writing, writing.emit)
+    try:
+        save_plan(plan, plan_file)
+    except CkptError:
+        if writing.emit:
+            os.unlink(writing.emit[1])
+        raise
+    document["plan_file"] = plan_file
 
 
 def _with_stores(document: dict[str, Any], plan: Plan, chosen: Chosen, destination: Place) -> dict[str, Any]:

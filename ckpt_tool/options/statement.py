@@ -21,16 +21,17 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from ckpt_tool.errors import UsageError, near_misses
 from ckpt_tool.options.values import BadValue, one_of
 
-Kind = Literal["value", "values", "flag", "switch", "count"]
+Kind = Literal["value", "values", "pair", "flag", "switch", "count"]
 G = TypeVar("G")
 
 
 class Option(NamedTuple):
     """One option.
 
-    parse: text, or the value itself, as the value; raises BadValue. kind: `values` may be repeated, a `switch` is on,
-    off (its last name) or left alone, a `count` counts how often it stands there. field: of the group, that it fills:
-    whole, or with `entry` under its own keyword in a mapping, or with `constant` where it is given.
+    parse: text, or the value itself, as the value; raises BadValue. kind: `values` may be repeated, a `pair` takes two
+    words, a `switch` is on, off (its last name) or left alone, a `count` counts how often it stands there. field: of
+    the group, that it fills: whole, or with `entry` under its own keyword in a mapping, or with `constant` where it is
+    given.
     """
 
     section: Section
@@ -153,6 +154,22 @@ def stated(*groups: type) -> dict[str, Option]:
 
 def _of_group(group: Any) -> Iterable[Option]:
     return (option.of(each.name) for each in fields(group) for option in each.metadata["options"])
+
+
+def typed(value: Any, section: Section) -> list[str]:
+    """The words of a line that gives the options of one section what a group's value has. What has its default is left
+    out."""
+    words: list[str] = []
+    for each in fields(value):
+        found = getattr(value, each.name)
+        for option in (option.of(each.name) for option in each.metadata["options"] if option.section is section):
+            if found == each.default:
+                continue
+            if option.kind in ("flag", "switch"):
+                words.append(option.names[0 if found else -1])
+            else:
+                words += [option.names[0], ",".join(map(str, found)) if isinstance(found, tuple) else str(found)]
+    return words
 
 
 def taken(given: Mapping[str, Any], *groups: type[G]) -> list[G]:

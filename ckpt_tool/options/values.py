@@ -152,6 +152,20 @@ def one_of(known: Iterable[str]) -> Callable[[Any], str]:
     return parse
 
 
+def with_file(known: Iterable[str]) -> Callable[[Any], tuple[str, str]]:
+    """A parser of one name out of `known` and a file to write."""
+    name_of = one_of(known)
+
+    def parse(value: tuple[str, str]) -> tuple[str, str]:
+        try:
+            name, path = value
+        except (TypeError, ValueError):
+            raise BadValue(f"found {value!r}, want a name and a file") from None
+        return name_of(name), output(path)
+
+    return parse
+
+
 def several(value: Any) -> list[Any]:
     """One value or several, as a list."""
     if isinstance(value, str) or not isinstance(value, Iterable):

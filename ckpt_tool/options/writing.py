@@ -12,13 +12,26 @@ from typing import Any, Literal
 from ckpt_tool.core.fallback import POLICIES
 from ckpt_tool.options.reading import FORMATS
 from ckpt_tool.options.statement import KEYS, LAYOUT, PLAN, RUN, TO, TRAVEL, Section
-from ckpt_tool.options.values import between, count, dtypes, output, patterns, size, sizes, stages, text, words
+from ckpt_tool.options.values import (
+    between,
+    count,
+    dtypes,
+    output,
+    patterns,
+    size,
+    sizes,
+    stages,
+    text,
+    with_file,
+    words,
+)
 
 SHARDINGS = ("v1", "v2")  # what Paddle calls its stages of sharding: whole tensors by owner, slices of fused buffers
 SPECS = ("local", "te")  # Megatron's layers: of its own modules, of Transformer Engine's
 DIALECTS = ("hf", "megatron", "paddle", "meta", "keep")
 EXPERTS = ("split", "fused")  # layouts of a layer's experts in the hub's files: one by one, stacked in one tensor
 DEVICES = ("cpu", "cuda")
+ENGINES = ("slurm", "k8s", "ray")  # what job files are written for
 DEFAULT_POLICY = "largest-dim"
 MOST_ROWS = (1 << 31) - 1  # of --vocab-size: token ids are 32-bit numbers
 DEFAULT_SHARD_SIZE = 5_000_000_000  # bytes; what `save_pretrained` of transformers calls "5GB"
@@ -124,6 +137,13 @@ class Writing:
     threads: int | None = RUN.option("Threads that move bytes.", count, "N")
     verify: str = RUN.choice("Check the output. Default quick.", ("off", "quick", "full"), default="quick")
     ray: str | None = RUN.option("Run the plan on a Ray cluster.", text, "ADDRESS|auto")
+    emit: tuple[str, str] | None = RUN.option(
+        "Write the job file that runs the plan on many nodes; write nothing else.",
+        with_file(ENGINES),
+        f"{'|'.join(ENGINES)} FILE",
+        kind="pair",
+        choices=ENGINES,
+    )
     device: str = device(RUN)
     pinned: tuple[int, int] = RUN.option(
         "Pinned memory that --device cuda sets aside at once. Default: what the run needs.",

@@ -1,9 +1,9 @@
 """What a writer (`reshard`, `convert`, `merge`, `apply`) is about to do, and what it did, as pages.
 
 Reads the document of cli.md: `plan`, `fallbacks`, `removed`, `removed_bytes`, `dropped`, `elapsed_s`,
-`digest_checked`; and `overflows`, `source`, `target`, `states`, `layout_source`, `notes`, `plan_file`, `part`,
-`committed`. A run and a dry run show the same in the same order, on stdout: the plan (`before`, as soon as it is
-known), then what came of it (`after`).
+`digest_checked`; and `overflows`, `source`, `target`, `states`, `layout_source`, `notes`, `plan_file`, `job_file`,
+`part`, `committed`. A run and a dry run show the same in the same order, on stdout: the plan (`before`, as soon as it
+is known), then what came of it (`after`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ def after(document: Document, *, everything: bool = False, shown: bool = False) 
     """The result: the plan, what it lost, and one line that says it is done. shown: the plan has been shown already."""
     blocks = () if shown else before(document, everything=everything).blocks
     if "elapsed_s" not in document:
-        saved = document.get("plan_file")
-        text = f"plan saved; run it with ckpt apply {saved}" if saved else "dry run: nothing was written"
-        return Page("ckpt plan", (*blocks, Verdict(None, text)))
+        return Page("ckpt plan", (*blocks, Verdict(None, _unmoved(document))))
     lossy = document.get("overflows") or {}
     texts = [f"{name}: {plural(int(number), 'value')}" for name, number in lossy.items()]
     lost = (
@@ -42,6 +40,14 @@ def after(document: Document, *, everything: bool = False, shown: bool = False) 
         else []
     )
     return Page("ckpt", (*blocks, *lost, _done(document)))
+
+
+def _unmoved(document: Document) -> str:
+    """What came of a run that moved no byte."""
+    saved, job = document.get("plan_file"), document.get("job_file")
+    if job:
+        return f"{'plan and ' if saved else ''}job file saved; its first lines say how to start it: {job}"
+    return f"plan saved; run it with ckpt apply {saved}" if saved else "dry run: nothing was written"
 
 
 def _plan_rows(document: Document) -> list[tuple[str, Cell]]:

@@ -1,0 +1,196 @@
+"""Job files: what a cluster's engine is given to have a saved plan carried out by many workers.
+
+    slurm   a batch script with an array of jobs, for `sbatch FILE`
+    k8s     an indexed Job, for `kubectl apply -f FILE`
+    ray     a program that submits the job, for `python FILE`; Ray's workers claim
+
+Each runs `ckpt apply PLAN` with the options that were given with `--emit`. Names come from a checkpoint's paths and may
+hold anything, so each stands only where its language quotes it: the shell's words, JSON's strings (which are YAML's),
+Python's literals. Sources: sbatch (directives end at the first command; `--requeue`), Kubernetes ("Indexed completion
+mode", `JOB_COMPLETION_INDEX`), Ray (Python SDK for jobs, `JobSubmissionClient.submit_job`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ckpt_tool.conversion.carry_out import refuse_in_store
+from ckpt_tool.conversion.plan_file import write_new
+from ckpt_tool.errors import UsageError
+from ckpt_tool.options.statement import RUN, typed
+from ckpt_tool.options.values import AUTO
+from ckpt_tool.options.verbs import Share
+from ckpt_tool.options.writing import ENGINES, Writing
+from ckpt_tool.plan.plan import Plan
+from ckpt_tool.storage.destination import check_beside
+from ckpt_tool.storage.opening import scheme_of
+
+WORKERS, THREADS = 8, 4  # to begin with: the file says what to change
+
+
+class _Work(NamedTuple):
+    """What every engine is to run. words: of the command. memory: GiB a worker. folders: of this machine, that each
+    node has to see under the same paths. stores: does it need a store's credentials?"""
+
+    words: list[str]
+    name: str
+    threads: int
+    memory: int
+    gpu: bool
+    folders: list[str]
+    stores: bool
+
+
+def write_job(plan: Plan, plan_file: str, share: Share, writing: Writing, emit: tuple[str, str]) -> str:
+    """Write the file of `emit`, whose path is returned; nothing else is looked at or written.
+
+    Raises UsageError: E0266 where other options share the work out otherwise, E2510 for an output in a store;
+    OutputExists: E0510 for a path in a source or the output, E0513 for a file that is there; StorageError.
+    """
+    engine, path = emit
+    if scheme_of(plan.destination) is not None:
+        refuse_in_store(writing, claim=True)
+    check_beside(path, "--emit", dict.fromkeys(file.root for file in plan.sources), [plan.destination])
+    text = _TEXTS[engine](_work_of(plan, os.path.abspath(plan_file), _way(engine, share, writing), writing))
+    write_new(path, text, "the job file", "E0513")
+    return path
+
+
+def _way(engine: str, share: Share, writing: Writing) -> list[str]:
+    """How the workers share the plan out."""
+    other = f"--part {'/'.join(map(str, share.part))}" if isinstance(share.part, tuple) else ""
+    other = "--ray" if writing.ray else other or f"--part {AUTO}" * (engine == "ray" and share.part == AUTO)
+    if other:
+        raise UsageError(
+            f"{other} and --emit {engine} both say how the work is shared out",
+            code="E0266",
+            hint="leave it off: workers claim what none has taken; slurm and k8s take --part auto too",
+        )
+    if engine == "ray":
+        return ["--ray", AUTO]
+    return ["--part", AUTO] if share.part == AUTO else ["--claim"]
+
+
+def _work_of(plan: Plan, plan_file: str, way: Sequence[str], writing: Writing) -> _Work:
+    threads = writing.threads or THREADS
+    words = typed(replace(writing, threads=threads, dry_run=False, ray=None, emit=None, plan_file=None), RUN)
+    roots = dict.fromkeys([*(file.root for file in plan.sources), plan.destination])
+    here = [root for root in roots if scheme_of(root) is None]
+    return _Work(
+        ["ckpt", "apply", plan_file, *way, *words],
+        f"ckpt-{plan.identifier()[:8]}",
+        threads,
+        1 + -(-plan.report["plan"]["peak_memory"] * threads // (1 << 30)),
+        writing.device not in ("", "cpu"),
+        _above([plan_file, *here]),
+        len(here) < len(roots),
+    )
+
+
+def _above(paths: Sequence[str]) -> list[str]:
+    """The folders that hold the paths: one where they have one below the root in common."""
+    folders = sorted({os.path.dirname(os.path.abspath(path)) for path in paths})
+    common = os.path.commonpath(folders)
+    return [common] if common != os.sep else folders
+
+
+def _head(start: str) -> str:
+    return f"""# Written by ckpt. Start it with: {start} FILE
+# See how far it is with: ckpt status PLAN --watch
+# Every node has to see the plan, the sources and the output's folder under the same paths.
+"""
+
+
+def _slurm(work: _Work) -> str:
+    stores = "# Credentials of the store come from the environment in which sbatch is called (--export=ALL).\n"
+    gpu = "#SBATCH --gres=gpu:1\n"
+    return f"""#!/bin/bash
+{_head("sbatch") + stores * work.stores}\
+# Change: how many workers (any number; each may be killed, others may come later), and what each gets.
+#SBATCH --job-name={work.name}
+#SBATCH --array=1-{WORKERS}
+#SBATCH --cpus-per-task={work.threads}
+#SBATCH --mem={work.memory}G
+{gpu * work.gpu}# A worker whose node is lost is sent again: what it had done counts.
+#SBATCH --requeue
+# Set these where your cluster wants them: take one # away.
+##SBATCH --partition=YOUR-PARTITION
+##SBATCH --account=YOUR-ACCOUNT
+##SBATCH --time=12:00:00
+set -eu
+# source YOUR-ENVIRONMENT/bin/activate
+exec {shlex.join(work.words)}
+"""
+
+
+def _k8s(work: _Work) -> str:
+    secret = """          # a Secret whose keys are the variables of the store's credentials (ckpt help stores)
+          envFrom: [{secretRef: {name: YOUR-SECRET}}]
+"""
+    gpu = ', "nvidia.com/gpu": 1' * work.gpu
+    mounts, volumes = (
+        "".join(f"{line.format(number, json.dumps(folder))}\n" for number, folder in enumerate(work.folders))
+        for line in (
+            "            - {{name: data-{0}, mountPath: {1}}}",
+            "        - {{name: data-{0}, persistentVolumeClaim: {{claimName: YOUR-CLAIM}}}}",
+        )
+    )
+    return f"""{_head("kubectl apply -f")}\
+# Change: YOUR-IMAGE, in which `ckpt` is installed; YOUR-CLAIM, a volume that many nodes may write
+# (ReadWriteMany); and how many workers there are, in three places.
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: {work.name}
+spec:
+  completions: {WORKERS}
+  parallelism: {WORKERS}
+  completionMode: Indexed
+  backoffLimit: {4 * WORKERS}  # a worker that died is started again: what it had done counts
+  template:
+    spec:
+      restartPolicy: OnFailure
+      containers:
+        - name: ckpt
+          image: YOUR-IMAGE
+          command: {json.dumps(work.words)}
+          env: [{{name: JOB_COMPLETIONS, value: "{WORKERS}"}}]  # for --part auto
+{secret * work.stores}          resources:
+            requests: {{cpu: {work.threads}, memory: {work.memory}Gi}}
+            limits: {{memory: {work.memory}Gi{gpu}}}
+          volumeMounts:
+{mounts}      volumes:
+{volumes}"""
+
+
+def _ray(work: _Work) -> str:
+    stores = """# Credentials of the store: the nodes' own, or runtime_env={"env_vars": {...}} of submit_job.
+"""
+    return f"""{_head("python") + stores * work.stores}\
+# Change: ADDRESS, the cluster's dashboard. `ckpt-tool[ray]` has to be installed on the nodes.
+# A node may be lost: its work is taken over.
+import os
+import shlex
+
+from ray.job_submission import JobSubmissionClient
+
+ADDRESS = os.environ.get("RAY_DASHBOARD", "http://YOUR-HEAD:8265")
+COMMAND = {_literal(work.words)}
+
+client = JobSubmissionClient(ADDRESS)
+job = client.submit_job(entrypoint=shlex.join(COMMAND), metadata={{"name": {_literal(work.name)}}})
+print(f"{{job}}; follow it with: ray job logs --address {{ADDRESS}} --follow {{job}}")
+"""
+
+
+def _literal(value: object) -> str:
+    """A value in Python's words, ASCII alone."""
+    return ascii(value)
+
+
+_TEXTS = dict(zip(ENGINES, (_slurm, _k8s, _ray), strict=True))

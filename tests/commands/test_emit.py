@@ -1,0 +1,178 @@
+"""Job files: what they hold is run here as the engine would run it, and comes to one output with the right bytes."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_tool.cli import run
+from ckpt_tool.options.statement import RUN, taken, typed
+from ckpt_tool.options.writing import ENGINES, Writing
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "fixtures" / "dcp" / "fsdp2_dp4"
+NAMES = ("plain", "two words", 'o\'clock "$(touch owned)" `x` #: {a}', "first\nexit 9\n#SBATCH --wrap=x", "模型")
+
+
+class Place:
+    """A folder with a plan that writes `out`, and what the same conversion writes at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.plan, self.out = folder, folder / "plan.json", folder / "out"
+        self.bin = folder.parent / "bin"
+        self.bin.mkdir(exist_ok=True)
+        (self.bin / "ckpt").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m ckpt_tool "$@"\n')
+        (self.bin / "ckpt").chmod(0o755)
+
+    def environment(self, **more: str) -> dict[str, str]:
+        return {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), **more}
+
+    def line(self, *more: str) -> list[str]:
+        return ["convert", str(SOURCE), str(self.out), "--to", "sharded", "--tp", "2", "-q", *more]
+
+    def tasks(self, command: list[str], variable: str, first: int, **more: str) -> None:
+        """Eight workers, one after the other, in a folder that is none of theirs."""
+        for task in range(first, first + 8):
+            environment = self.environment(**{variable: str(task)}, **more)
+            ended = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)
+            assert ended.returncode == 0, ended.stderr
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(params=NAMES, ids=range(len(NAMES)))
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    folder = tmp_path / request.param
+    folder.mkdir()
+    return Place(folder)
+
+
+@pytest.fixture
+def wanted(tmp_path: Path) -> dict[str, bytes]:
+    out = tmp_path / "wanted"
+    assert run(["convert", str(SOURCE), str(out), "--to", "sharded", "--tp", "2", "-q"]) == 0
+    return files(out)
+
+
+@pytest.mark.parametrize("way", [[], ["--part", "auto"]], ids=["claim", "part"])
+def test_an_array_of_slurm_comes_to_one_output(place: Place, wanted: dict[str, bytes], way: list[str]) -> None:
+    job = place.folder / "job"
+    assert run(place.line("--plan", str(place.plan))) == 0
+    assert run(["apply", str(place.plan), *way, "--emit", "slurm", str(job), "-q"]) == 0
+    lines = job.read_text().splitlines()
+    assert "#SBATCH --array=1-8" in lines[: lines.index("set -eu")] and not place.out.exists()
+    array = {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "8"}
+    place.tasks(["bash", str(job)], "SLURM_ARRAY_TASK_ID", 1, **array)
+    assert files(place.out) == wanted
+
+
+@pytest.mark.parametrize("way", [[], ["--part", "auto"]], ids=["claim", "part"])
+def test_a_job_of_kubernetes_comes_to_one_output(place: Place, wanted: dict[str, bytes], way: list[str]) -> None:
+    yaml = pytest.importorskip("yaml")
+    job = place.folder / "job.yaml"
+    assert run(place.line("--plan", str(place.plan))) == 0
+    assert run(["apply", str(place.plan), *way, "--emit", "k8s", str(job), "-q"]) == 0
+    spec = yaml.safe_load(job.read_text())["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"] == 8
+    mounts = [Path(each["mountPath"]) for each in container["volumeMounts"]]
+    for path in (place.plan, SOURCE, place.out):
+        assert any(path.resolve().is_relative_to(mount) for mount in mounts)
+    assert len(mounts) == len(spec["template"]["spec"]["volumes"])
+    variables = {each["name"]: each["value"] for each in container["env"]}
+    place.tasks(container["command"], "JOB_COMPLETION_INDEX", 0, **variables)
+    assert files(place.out) == wanted
+
+
+def test_a_program_for_ray_submits_the_command(place: Place) -> None:
+    """Against a stand-in of ray's client, which writes down what is submitted."""
+    job, ray = place.folder / "job.py", place.folder.parent / "ray"
+    assert run(place.line("--plan", str(place.plan), "--emit", "ray", str(job), "--threads", "3")) == 0
+    ray.mkdir()
+    (ray / "__init__.py").touch()
+    (ray / "job_submission.py").write_text(
+        "class JobSubmissionClient:\n"
+        "    def __init__(self, address): assert address == 'http://head:8265'\n"
+        "    def submit_job(self, *, entrypoint, metadata): open('asked', 'w').write(entrypoint); return 'job-1'\n"
+    )
+    environment = place.environment(RAY_DASHBOARD="http://head:8265", PYTHONPATH=str(ray.parent))
+    said = subprocess.run(
+        [sys.executable, str(job)], env=environment, cwd=ray.parent, capture_output=True, text=True, check=True
+    ).stdout
+    command = ["ckpt", "apply", str(place.plan), "--ray", "auto", "--threads", "3"]
+    assert shlex.split((ray.parent / "asked").read_text()) == command and "job-1" in said
+    ast.parse(job.read_text())
+    assert not place.out.exists()
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_file_that_is_there_stays(plain: Place, engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    job = plain.folder / "job"
+    job.write_text("mine")
+    assert run(plain.line("--plan", str(plain.plan), "--emit", engine, str(job))) == 5
+    assert "E0513" in capsys.readouterr().err and job.read_text() == "mine" and not plain.plan.exists()
+    job.unlink()
+    plain.plan.write_text("mine")
+    assert run(plain.line("--plan", str(plain.plan), "--emit", engine, str(job))) == 5
+    assert "E0506" in capsys.readouterr().err and not job.exists()
+
+
+@pytest.mark.parametrize(
+    "more, code",
+    [
+        (["--part", "2/8"], "E0266"),
+        (["--ray", "auto"], "E0266"),
+        (["--emit", "slurm", str(SOURCE / "job")], "E0510"),
+        (["--emit", "slurm", "OUT/job"], "E0510"),
+        (["--emit", "slrm", "job"], "E0280"),
+        (["--emit", "slurm", "s3://b/job"], "E0280"),
+        (["--emit", "slurm"], "E0283"),
+    ],
+)
+def test_what_is_refused(plain: Place, more: list[str], code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(plain.line("--plan", str(plain.plan))) == 0
+    capsys.readouterr()
+    job = ["--emit", "slurm", str(plain.folder / "job")] if "--emit" not in more else []
+    more = [word.replace("OUT", str(plain.out)) for word in more]
+    assert run(["apply", str(plain.plan), *job, *more]) in (2, 5)
+    assert code in capsys.readouterr().err
+    assert not (plain.folder / "job").exists() and not (SOURCE / "job").exists()
+
+
+def test_a_writer_wants_a_plan_to_run(plain: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(plain.line("--emit", "slurm", str(plain.folder / "job"))) == 2
+    assert "--plan FILE" in capsys.readouterr().err and not (plain.folder / "job").exists()
+
+
+def test_options_come_along(plain: Place) -> None:
+    job = plain.folder / "job"
+    given = ["--no-fsync", "--memory", "300MiB", "--verify", "full", "--force", "--threads", "6"]
+    assert run(plain.line("--plan", str(plain.plan), *given, "--emit", "slurm", str(job))) == 0
+    *_, last = job.read_text().splitlines()
+    words = shlex.split(last)[4:]
+    assert words[0] == "--claim" and "#SBATCH --cpus-per-task=6" in job.read_text()
+    assert {"--no-fsync", "--force"} < set(words) and words[words.index("--verify") + 1] == "full"
+    assert words[words.index("--memory") + 1] == str(300 << 20)
+
+
+def test_words_of_options_are_read_back_as_they_were() -> None:
+    given = {"force": True, "fsync": False, "memory": "2GiB", "threads": 3, "pinned": "256MiB,4MiB", "verify": "off"}
+    (writing,) = taken(given, Writing)
+    words, again = iter(typed(writing, RUN)), dict[str, object]()
+    for word in words:
+        name = word[2:].removeprefix("no-")
+        again[name] = not word.startswith("--no-") if name in ("force", "fsync") else next(words)
+    assert taken(again, Writing) == [writing]
