@@ -68,9 +68,12 @@ class Container:
         return {key: blob.size for key, blob in self._listed().items()}
 
     def _listed(self, *include: str) -> dict[str, Any]:
+        """The blobs at the place and below it. Folders are none: accounts with a hierarchy list them as empty blobs."""
+
         def ask() -> dict[str, Any]:
-            listed = self._client.list_blobs(name_starts_with=self._base, include=list(include))
-            return {blob.name.removeprefix(self._base): blob for blob in listed}
+            listed = self._client.list_blobs(name_starts_with=self._base, include=["metadata", *include])
+            files = (blob for blob in listed if (blob.metadata or {}).get("hdi_isfolder") != "true")
+            return {blob.name.removeprefix(self._base): blob for blob in files}
 
         found = self._request(ask, "", "list blobs")
         return {name.lstrip("/"): blob for name, blob in found.items() if name == "" or name[0] == "/" and name[1:]}
@@ -313,4 +316,6 @@ def _judge(error: Exception) -> Again | None:
         return again
     if type(error).__name__ == "ClientAuthenticationError":
         return None
+    if code in ("Md5Mismatch", "RequestBodyIncomplete"):
+        return Again(f"the store answers {status} {code}", wait=wait)
     return None if status else Again("the store does not answer")

@@ -167,6 +167,15 @@ def test_what_is_there_is_replaced_by_force_alone(blobs: Blobs, model: Path, tmp
     assert blobs.content() == files(tmp_path / "out")
 
 
+def test_folders_of_an_account_with_a_hierarchy_are_no_objects(blobs: Blobs, model: Path, tmp_path: Path) -> None:
+    folders = {"hdi_isfolder": "true"}
+    for name in ("out", "out/deep"):
+        blobs.client.upload_blob(name, b"", metadata=folders)
+    convert(str(model), OUT, Reading(), Writing(to="dcp"), Silent())
+    convert(str(model), str(tmp_path / "out"), Reading(), Writing(to="dcp"), Silent())
+    assert {name: data for name, data in blobs.content().items() if data} == files(tmp_path / "out")
+
+
 def test_nothing_that_is_there_is_replaced(blobs: Blobs) -> None:
     """A blob put whole and one of blocks; one of ours, whose answer was lost, is done."""
     place = Container.at(OUT)

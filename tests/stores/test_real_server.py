@@ -201,15 +201,15 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.share(10)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("killed", ["worker"])
-@pytest.mark.parametrize("point", range(25))
+@pytest.mark.parametrize("point", range(50))
 def test_a_kill_of_either_side(
     real: S3, seaweed: Seaweed, training: Path, tmp_path: Path, killed: str, point: int
 ) -> None:
     """At a request of a reshard with its optimizer from bucket to bucket: nothing half-visible, the same command
     finishes, the bytes are those of the local output, `clean` leaves no part."""
-    url, at = real.upload(training, "src"), 1 + point * 7 // 2  # of 89
+    url, at = real.upload(training, "src"), 1 + point * 7 // 4  # of 89
     reshard(str(training), str(tmp_path / "out"), Reading(), Writing(degrees={"tp": 2}), Silent())
     wanted = files(tmp_path / "out")
     command = [sys.executable, "-c", PROGRAM, "reshard", url, OUT, "--tp", "2", "--progress", "none", "--threads", "2"]
