@@ -19,12 +19,17 @@ def program() -> str | None:
 
 
 class Azurite:
-    """port: of its blobs."""
+    """folder: where it keeps its data, port: of its blobs."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
+
+    def start(self) -> None:
+        """Returns when it answers."""
+        folder = self._folder
         where = ["--location", str(folder), "--blobHost", "127.0.0.1", "--blobPort", str(self.port)]
         command = [program() or "azurite-blob", "--silent", "--disableTelemetry", "--skipApiVersionCheck", *where]
         with open(folder / "log", "ab") as log:
@@ -32,7 +37,7 @@ class Azurite:
         began = time.monotonic()
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() - began > STARTING:
-                self.stop()
+                self.kill()
                 raise RuntimeError((folder / "log").read_text(errors="replace")[-2000:])
             time.sleep(0.1)
 
@@ -46,6 +51,7 @@ class Azurite:
         finally:
             connection.close()
 
-    def stop(self) -> None:
+    def kill(self) -> None:
+        """SIGKILL: of the last seconds it has not written down which blocks it has."""
         self._process.kill()
         self._process.wait()

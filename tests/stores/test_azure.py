@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
     if program() is None:
         pytest.skip("no azurite-blob, which comes with the npm package azurite")
     azurite = Azurite(tmp_path_factory.mktemp("azurite"))
+    azurite.start()
     yield azurite
-    azurite.stop()
+    azurite.kill()
 
 
 class Blobs:
@@ -293,6 +295,36 @@ def test_a_kill_leaves_nothing_half_visible(blobs: Blobs, model: Path, tmp_path:
     convert(str(model), str(tmp_path / "out"), Reading(), Writing(to="safetensors"), Silent())
     assert blobs.content() == files(tmp_path / "out") and not blobs.waiting()
     assert sum(map(is_block, blobs.proxy.asked)) == -(-(model / "model.safetensors").stat().st_size // PART) - had
+
+
+@pytest.mark.parametrize("point", [2, 9, 18])
+def test_a_kill_of_the_server(blobs: Blobs, server: Azurite, model: Path, tmp_path: Path, point: int) -> None:
+    """At a request: an error that says so, and when the server is back, with what it still has, the same command
+    finishes."""
+    time.sleep(6)  # until it has written down that there is a container
+    count, lock, dead = [0], threading.Lock(), threading.Event()
+
+    def kill(asked: Asked) -> Answer | None:
+        with lock:
+            count[0] += 1
+            if count[0] == point:
+                server.kill()
+                dead.set()
+        return Answer(gone=True) if dead.is_set() else None
+
+    blobs.proxy.fault = kill
+    program = RUN.replace(
+        "from ckpt_tool.cli", "from ckpt_tool.storage import store; store.UNANSWERED = 1.0; from ckpt_tool.cli"
+    )
+    command = [sys.executable, "-c", program, "convert", str(model), OUT, "--to", "safetensors", "--progress", "none"]
+    first = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert dead.is_set() and first.returncode == 7 and "E2507" in first.stderr, first.stderr
+    blobs.proxy.fault = lambda asked: None
+    server.start()
+    assert not blobs.content()
+    assert subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+    convert(str(model), str(tmp_path / "out"), Reading(), Writing(to="safetensors"), Silent())
+    assert blobs.content() == files(tmp_path / "out")
 
 
 def test_clean_shows_and_removes(blobs: Blobs) -> None:
