@@ -272,15 +272,15 @@ RUN = (
 )
 
 
-@pytest.mark.parametrize("point", [3, 12, 19])
+@pytest.mark.parametrize("point", [1, 8, 15])
 def test_a_kill_leaves_nothing_half_visible(blobs: Blobs, model: Path, tmp_path: Path, point: int) -> None:
-    """At a request of 24 or so: the same command finishes, and sends again only what had not arrived."""
+    """At one of its 17 blocks: the same command finishes, and sends again only what had not arrived."""
     count, lock, killed = [0], threading.Lock(), list[subprocess.Popen[bytes]]()
 
     def kill(asked: Asked) -> Answer | None:
         with lock:
-            count[0] += 1
-            if count[0] == point and killed:
+            count[0] += is_block(asked)
+            if count[0] >= point and killed and killed[0].returncode is None:
                 os.kill(killed[0].pid, signal.SIGKILL)
         return None
 
@@ -294,7 +294,8 @@ def test_a_kill_leaves_nothing_half_visible(blobs: Blobs, model: Path, tmp_path:
     assert subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
     convert(str(model), str(tmp_path / "out"), Reading(), Writing(to="safetensors"), Silent())
     assert blobs.content() == files(tmp_path / "out") and not blobs.waiting()
-    assert sum(map(is_block, blobs.proxy.asked)) == -(-(model / "model.safetensors").stat().st_size // PART) - had
+    sent = sum(map(is_block, blobs.proxy.asked))  # some were still on their way when `had` was counted
+    assert sent <= -(-(model / "model.safetensors").stat().st_size // PART) - had
 
 
 @pytest.mark.parametrize("point", [2, 9, 18])
