@@ -5,14 +5,16 @@
     ray     a program that submits the job, for `python FILE`; Ray's workers claim
 
 Each runs `ckpt apply PLAN` with the options that were given with `--emit`. Names come from a checkpoint's paths and may
-hold anything, so each stands only where its language quotes it: the shell's words, JSON's strings (which are YAML's),
-Python's literals. Sources: sbatch (directives end at the first command; `--requeue`), Kubernetes ("Indexed completion
-mode", `JOB_COMPLETION_INDEX`), Ray (Python SDK for jobs, `JobSubmissionClient.submit_job`).
+hold anything, so each stands only where its language quotes it: the shell's words, YAML's strings, Python's literals.
+A source that the plan names by a relative path is looked for where this was written: the job goes there first.
+
+Sources: sbatch (directives end at the first command; `--requeue`), Kubernetes ("Indexed completion mode",
+`JOB_COMPLETION_INDEX`; in `command` `$(NAME)` is a variable and `$$` a dollar), Ray (Python SDK for jobs,
+`JobSubmissionClient.submit_job`).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -31,11 +33,13 @@ from ckpt_tool.storage.destination import check_beside
 from ckpt_tool.storage.opening import scheme_of
 
 WORKERS, THREADS = 8, 4  # to begin with: the file says what to change
+_READ = 8  # times the bytes of a plan file that a worker takes for it: 6.6 measured at 21 MiB
 
 
 class _Work(NamedTuple):
     """What every engine is to run. words: of the command. memory: GiB a worker. folders: of this machine, that each
-    node has to see under the same paths. stores: does it need a store's credentials?"""
+    node has to see under the same paths. stores: does it need a store's credentials? at: where to run it, "" where
+    the plan names no relative path."""
 
     words: list[str]
     name: str
@@ -44,12 +48,14 @@ class _Work(NamedTuple):
     gpu: bool
     folders: list[str]
     stores: bool
+    at: str
 
 
 def write_job(plan: Plan, plan_file: str, share: Share, writing: Writing, emit: tuple[str, str]) -> str:
     """Write the file of `emit`, whose path is returned; nothing else is looked at or written.
 
-    Raises UsageError: E0266 where other options share the work out otherwise, E2510 for an output in a store;
+    Raises UsageError: E0266 where other options share the work out otherwise, E0278 for paths that the engine can't be
+    given, E2510 for an output in a store;
     OutputExists: E0510 for a path in a source or the output, E0513 for a file that is there; StorageError.
     """
     engine, path = emit
@@ -64,12 +70,14 @@ def write_job(plan: Plan, plan_file: str, share: Share, writing: Writing, emit: 
 def _way(engine: str, share: Share, writing: Writing) -> list[str]:
     """How the workers share the plan out."""
     other = f"--part {'/'.join(map(str, share.part))}" if isinstance(share.part, tuple) else ""
-    other = "--ray" if writing.ray else other or f"--part {AUTO}" * (engine == "ray" and share.part == AUTO)
+    if engine == "ray":
+        other = other or f"--part {AUTO}" * (share.part == AUTO) or "--claim" * share.claim
+    other = "--ray" if writing.ray else other
     if other:
         raise UsageError(
             f"{other} and --emit {engine} both say how the work is shared out",
             code="E0266",
-            hint="leave it off: workers claim what none has taken; slurm and k8s take --part auto too",
+            hint="leave it off: workers claim what none has taken; slurm and k8s take --claim and --part auto too",
         )
     if engine == "ray":
         return ["--ray", AUTO]
@@ -81,22 +89,26 @@ def _work_of(plan: Plan, plan_file: str, way: Sequence[str], writing: Writing) -
     words = typed(replace(writing, threads=threads, dry_run=False, ray=None, emit=None, plan_file=None), RUN)
     roots = dict.fromkeys([*(file.root for file in plan.sources), plan.destination])
     here = [root for root in roots if scheme_of(root) is None]
+    buffers = min(plan.report["plan"]["peak_memory"] * threads, writing.memory) + sum(writing.pinned)
     return _Work(
         ["ckpt", "apply", plan_file, *way, *words],
         f"ckpt-{plan.identifier()[:8]}",
         threads,
-        1 + -(-plan.report["plan"]["peak_memory"] * threads // (1 << 30)),
+        1 + -(-(buffers + _READ * os.path.getsize(plan_file)) // (1 << 30)),
         writing.device not in ("", "cpu"),
         _above([plan_file, *here]),
         len(here) < len(roots),
+        "" if all(map(os.path.isabs, here)) else os.getcwd(),
     )
 
 
 def _above(paths: Sequence[str]) -> list[str]:
-    """The folders that hold the paths: one where they have one below the root in common."""
+    """The folders that hold the paths, none inside another: one where they have one below the root in common."""
     folders = sorted({os.path.dirname(os.path.abspath(path)) for path in paths})
     common = os.path.commonpath(folders)
-    return [common] if common != os.sep else folders
+    if common != os.sep:
+        return [common]
+    return [each for each in folders if not any(each.startswith(f"{other}{os.sep}") for other in folders)]
 
 
 def _head(start: str) -> str:
@@ -124,7 +136,7 @@ def _slurm(work: _Work) -> str:
 ##SBATCH --time=12:00:00
 set -eu
 # source YOUR-ENVIRONMENT/bin/activate
-exec {shlex.join(work.words)}
+{f"cd {shlex.quote(work.at)}{chr(10)}" * bool(work.at)}exec {shlex.join(work.words)}
 """
 
 
@@ -133,8 +145,9 @@ def _k8s(work: _Work) -> str:
           envFrom: [{secretRef: {name: YOUR-SECRET}}]
 """
     gpu = ', "nvidia.com/gpu": 1' * work.gpu
+    at = f"          workingDir: {_yaml(work.at)}\n"
     mounts, volumes = (
-        "".join(f"{line.format(number, json.dumps(folder))}\n" for number, folder in enumerate(work.folders))
+        "".join(f"{line.format(number, _yaml(folder))}\n" for number, folder in enumerate(work.folders))
         for line in (
             "            - {{name: data-{0}, mountPath: {1}}}",
             "        - {{name: data-{0}, persistentVolumeClaim: {{claimName: YOUR-CLAIM}}}}",
@@ -158,8 +171,8 @@ spec:
       containers:
         - name: ckpt
           image: YOUR-IMAGE
-          command: {json.dumps(work.words)}
-          env: [{{name: JOB_COMPLETIONS, value: "{WORKERS}"}}]  # for --part auto
+          command: [{", ".join(_yaml(word.replace("$", "$$")) for word in work.words)}]
+{at * bool(work.at)}          env: [{{name: JOB_COMPLETIONS, value: "{WORKERS}"}}]  # for --part auto
 {secret * work.stores}          resources:
             requests: {{cpu: {work.threads}, memory: {work.memory}Gi}}
             limits: {{memory: {work.memory}Gi{gpu}}}
@@ -168,7 +181,25 @@ spec:
 {volumes}"""
 
 
+def _yaml(text: str) -> str:
+    """A string in YAML's words, ASCII alone. Raises UsageError E0278: YAML has no bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise UsageError(
+            "Kubernetes takes no path that is not UTF-8", code="E0278", path=text, hint="rename it and plan again"
+        ) from e
+    plain = (each if " " <= each <= "~" and each not in '"\\' else f"\\U{ord(each):08x}" for each in text)
+    return f'"{"".join(plain)}"'
+
+
 def _ray(work: _Work) -> str:
+    if work.at:
+        raise UsageError(
+            "the plan names its source by a relative path, and Ray's workers run in folders of their own",
+            code="E0278",
+            hint="plan again with an absolute path",
+        )
     stores = """# Credentials of the store: the nodes' own, or runtime_env={"env_vars": {...}} of submit_job.
 """
     return f"""{_head("python") + stores * work.stores}\

@@ -91,17 +91,16 @@ def _save(plan: Plan, document: dict[str, Any], writing: Writing, plan_file: str
     """The plan, and the job file that runs it: both or none."""
     from ckpt_tool.conversion.plan_file import save_plan
 
+    save_plan(plan, plan_file)
     if writing.emit:
         from ckpt_tool.conversion.job_file import write_job
         from ckpt_tool.options.verbs import Share
 
-        document["job_file"] = write_job(plan, plan_file, Share(), writing, writing.emit)
-    try:
-        save_plan(plan, plan_file)
-    except CkptError:
-        if writing.emit:
-            os.unlink(writing.emit[1])
-        raise
+        try:
+            document["job_file"] = write_job(plan, plan_file, Share(), writing, writing.emit)
+        except CkptError:
+            os.unlink(plan_file)
+            raise
     document["plan_file"] = plan_file
 
 

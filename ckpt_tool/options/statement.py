@@ -168,7 +168,8 @@ def typed(value: Any, section: Section) -> list[str]:
             if option.kind in ("flag", "switch"):
                 words.append(option.names[0 if found else -1])
             else:
-                words += [option.names[0], ",".join(map(str, found)) if isinstance(found, tuple) else str(found)]
+                parts = [part for part in found if part] if isinstance(found, tuple) else [found]  # 0: not given
+                words += [option.names[0], ",".join(map(str, parts))]
     return words
 
 

@@ -161,6 +161,8 @@ def with_file(known: Iterable[str]) -> Callable[[Any], tuple[str, str]]:
             name, path = value
         except (TypeError, ValueError):
             raise BadValue(f"found {value!r}, want a name and a file") from None
+        if text(path).startswith("-"):
+            raise BadValue(f"found {path!r}, want the name of a file", hint=f"a file of that name is ./{path}")
         return name_of(name), output(path)
 
     return parse

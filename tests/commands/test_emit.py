@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +14,20 @@ from pathlib import Path
 import pytest
 
 from ckpt_tool.cli import run
+from ckpt_tool.conversion import job_file
+from ckpt_tool.conversion.plan_file import load_plan
 from ckpt_tool.options.statement import RUN, taken, typed
 from ckpt_tool.options.writing import ENGINES, Writing
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "fixtures" / "dcp" / "fsdp2_dp4"
-NAMES = ("plain", "two words", 'o\'clock "$(touch owned)" `x` #: {a}', "first\nexit 9\n#SBATCH --wrap=x", "模型")
+NAMES = (
+    "plain",
+    "two words",
+    'o\'clock "$(touch owned)" `x` #: {a}',
+    "first\nexit 9\n#SBATCH --wrap=x",
+    "模型 $$ $(JOB_COMPLETIONS) \U0001f600\x85",
+)
 
 
 class Place:
@@ -26,6 +36,7 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.folder, self.plan, self.out = folder, folder / "plan.json", folder / "out"
         self.bin = folder.parent / "bin"
+        folder.mkdir(exist_ok=True)
         self.bin.mkdir(exist_ok=True)
         (self.bin / "ckpt").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m ckpt_tool "$@"\n')
         (self.bin / "ckpt").chmod(0o755)
@@ -88,7 +99,11 @@ def test_a_job_of_kubernetes_comes_to_one_output(place: Place, wanted: dict[str,
         assert any(path.resolve().is_relative_to(mount) for mount in mounts)
     assert len(mounts) == len(spec["template"]["spec"]["volumes"])
     variables = {each["name"]: each["value"] for each in container["env"]}
-    place.tasks(container["command"], "JOB_COMPLETION_INDEX", 0, **variables)
+    command = [
+        re.sub(r"\$\$|\$\((\w+)\)", lambda at: variables.get(at[1], at[0]) if at[1] else "$", word)
+        for word in container["command"]
+    ]
+    place.tasks(command, "JOB_COMPLETION_INDEX", 0, **variables)
     assert files(place.out) == wanted
 
 
@@ -140,13 +155,16 @@ def test_a_file_that_is_there_stays(plain: Place, engine: str, capsys: pytest.Ca
         (["--emit", "slrm", "job"], "E0280"),
         (["--emit", "slurm", "s3://b/job"], "E0280"),
         (["--emit", "slurm"], "E0283"),
+        (["--emit", "slurm", "--claim"], "E0280"),
+        (["--emit", "ray", "JOB", "--claim"], "E0266"),
+        (["--emit", "ray", "JOB", "--part", "auto"], "E0266"),
     ],
 )
 def test_what_is_refused(plain: Place, more: list[str], code: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(plain.line("--plan", str(plain.plan))) == 0
     capsys.readouterr()
     job = ["--emit", "slurm", str(plain.folder / "job")] if "--emit" not in more else []
-    more = [word.replace("OUT", str(plain.out)) for word in more]
+    more = [word.replace("OUT", str(plain.out)).replace("JOB", str(plain.folder / "job")) for word in more]
     assert run(["apply", str(plain.plan), *job, *more]) in (2, 5)
     assert code in capsys.readouterr().err
     assert not (plain.folder / "job").exists() and not (SOURCE / "job").exists()
@@ -155,6 +173,40 @@ def test_what_is_refused(plain: Place, more: list[str], code: str, capsys: pytes
 def test_a_writer_wants_a_plan_to_run(plain: Place, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(plain.line("--emit", "slurm", str(plain.folder / "job"))) == 2
     assert "--plan FILE" in capsys.readouterr().err and not (plain.folder / "job").exists()
+
+
+def test_a_relative_source_is_found_from_anywhere(
+    tmp_path: Path, wanted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    yaml = pytest.importorskip("yaml")
+    place = Place(tmp_path / "it's here")
+    shutil.copytree(SOURCE, place.folder / "source")
+    monkeypatch.chdir(place.folder)
+    assert run(["convert", "source", "out", "--to", "sharded", "--tp", "2", "--plan", "plan.json", "-q"]) == 0
+    for engine in ("slurm", "k8s"):
+        assert run(["apply", "plan.json", "--emit", engine, engine, "-q"]) == 0
+    (container,) = yaml.safe_load(Path("k8s").read_text())["spec"]["template"]["spec"]["containers"]
+    assert container["workingDir"] == str(place.folder)
+    place.tasks(["bash", str(place.folder / "slurm")], "SLURM_ARRAY_TASK_ID", 1, SLURM_ARRAY_TASK_COUNT="8")
+    assert files(place.out) == wanted
+    capsys.readouterr()
+    assert run(["apply", "plan.json", "--emit", "ray", "ray"]) == 2 and "E0278" in capsys.readouterr().err
+
+
+def test_kubernetes_gets_no_name_that_it_can_not_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = Place(tmp_path / os.fsdecode(b"\xff"))
+    assert run(place.line("--plan", str(place.plan), "--emit", "k8s", str(tmp_path / "job"))) == 2
+    assert "E0278" in capsys.readouterr().err
+    assert not (tmp_path / "job").exists() and not place.plan.exists()
+
+
+def test_a_worker_has_memory_for_the_plan_and_no_volume_lies_in_another(plain: Place) -> None:
+    assert run(plain.line("--plan", str(plain.plan))) == 0
+    plan = load_plan(str(plain.plan))
+    work = job_file._work_of(plan, str(plain.plan), ["--claim"], Writing())
+    os.truncate(plain.plan, 1 << 30)
+    assert job_file._work_of(plan, str(plain.plan), ["--claim"], Writing()).memory == work.memory + 8
+    assert job_file._above(["/a/plan", "/a/b/c/source", "/ab/c/out"]) == ["/a", "/ab/c"]
 
 
 def test_options_come_along(plain: Place) -> None:
@@ -168,8 +220,9 @@ def test_options_come_along(plain: Place) -> None:
     assert words[words.index("--memory") + 1] == str(300 << 20)
 
 
-def test_words_of_options_are_read_back_as_they_were() -> None:
-    given = {"force": True, "fsync": False, "memory": "2GiB", "threads": 3, "pinned": "256MiB,4MiB", "verify": "off"}
+@pytest.mark.parametrize("pinned", ["256MiB,4MiB", "256MiB"])
+def test_words_of_options_are_read_back_as_they_were(pinned: str) -> None:
+    given = {"force": True, "fsync": False, "memory": "2GiB", "threads": 3, "pinned": pinned, "verify": "off"}
     (writing,) = taken(given, Writing)
     words, again = iter(typed(writing, RUN)), dict[str, object]()
     for word in words:
