@@ -121,9 +121,12 @@ def _head(start: str) -> str:
 def _slurm(work: _Work) -> str:
     stores = "# Credentials of the store come from the environment in which sbatch is called (--export=ALL).\n"
     gpu = "#SBATCH --gres=gpu:1\n"
+    many = (
+        "before the first begins: all of one number have to run" if "--part" in work.words else "others may come later"
+    )
     return f"""#!/bin/bash
 {_head("sbatch") + stores * work.stores}\
-# Change: how many workers (any number; each may be killed, others may come later), and what each gets.
+# Change: how many workers ({many}), and what each gets.
 #SBATCH --job-name={work.name}
 #SBATCH --array=1-{WORKERS}
 #SBATCH --cpus-per-task={work.threads}

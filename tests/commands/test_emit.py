@@ -80,6 +80,7 @@ def test_an_array_of_slurm_comes_to_one_output(place: Place, wanted: dict[str, b
     assert run(["apply", str(place.plan), *way, "--emit", "slurm", str(job), "-q"]) == 0
     lines = job.read_text().splitlines()
     assert "#SBATCH --array=1-8" in lines[: lines.index("set -eu")] and not place.out.exists()
+    assert ("others may come later" in job.read_text()) == (not way)
     array = {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "8"}
     place.tasks(["bash", str(job)], "SLURM_ARRAY_TASK_ID", 1, **array)
     assert files(place.out) == wanted
