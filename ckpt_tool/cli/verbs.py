@@ -86,7 +86,7 @@ class Verb(NamedTuple):
 VERBS: dict[str, Verb] = {}
 F = Callable[..., Job]
 SRC = Argument("SRC", "A file, a folder or a URL.")
-DST = Argument("DST", "The output: a new file or folder, or a place in a store (s3://).")
+DST = Argument("DST", "The output: a new file or folder, or a place in a store (s3://, az://).")
 
 
 def verb(
