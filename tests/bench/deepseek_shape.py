@@ -133,7 +133,7 @@ from ckpt_tool.storage.source import Tree
 tree = Tree({folder!r})
 loaded = time.perf_counter()
 assert FORMAT.detect(tree)
-catalog = FORMAT.read(tree, {{}})
+catalog = FORMAT.read(tree)
 read = time.perf_counter()
 by_dtype = {{}}
 for row in catalog.rows():
