@@ -149,7 +149,7 @@ def _by_state(tally: Tally) -> dict[str, dict[str, int]]:
 
 def _add_quantisation(document: dict[str, Any], opened: Opened, reading: Reading, *, narrowed: bool) -> None:
     """What is quantised, and the parameters that codes stand for. narrowed: not all tensors are listed."""
-    from ckpt_tool.quantised.kept_whole import summary
+    from ckpt_tool.quantised.summary import summary
 
     names = {row["name"] for row in document["tensors"] if row["state"] == MODEL} if narrowed else None
     found = summary(opened, reading, names)

@@ -1,17 +1,13 @@
-"""Quantised weights in every verb but `--dequantize`: they travel with their scales, are never cast, and are counted as
-what they stand for.
+"""Quantised weights in every verb but `--dequantize`: they travel with their scales and are never cast.
 
-    ckpt inspect            parameters: weights, not packed bytes, and no scales; bytes: those that are stored
-    --remove-keys PATTERN   a weight that goes takes its scales along; --keep-keys keeps those of a weight that stays
-    --dtype DTYPE           codes and scales stay as they are, a line says so: cast alone they are no longer a weight
+--remove-keys PATTERN   a weight that goes takes its scales along; --keep-keys keeps those of a weight that stays
+--dtype DTYPE           codes and scales stay as they are, a line says so: cast alone they are no longer a weight
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 from ckpt_tool.core.catalog import Catalog
@@ -23,16 +19,14 @@ from ckpt_tool.formats.base import Format
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.quantised.scheme import Quantisation, quantisation
-from ckpt_tool.quantised.weights import DTYPES, Found, Kind, Units, find, units
+from ckpt_tool.quantised.summary import config_of
+from ckpt_tool.quantised.weights import DTYPES, Found, Kind, Units, find, has_integers, units
 from ckpt_tool.sources.chosen import Chosen, Conversion
-from ckpt_tool.sources.config import config_in, read_config
-from ckpt_tool.sources.opening import Opened
 
 
 def found_in(tensors: Mapping[str, Kind], config: Mapping[str, Any] | None = None) -> tuple[Quantisation | None, Found]:
     """(what the config or the names say, what is there) of the tensors of a model."""
-    integers = any(kind.dtype.name in DTYPES and kind.dtype.name[0] != "F" for kind in tensors.values())
-    scheme = quantisation(config, tensors if integers else ())  # codes that only names tell are integers
+    scheme = quantisation(config, tensors if has_integers(tensors.values()) else ())
     return scheme, find(tensors, block=scheme.block if scheme else (), bits=scheme.bits if scheme else ())
 
 
@@ -40,89 +34,6 @@ def model_kinds(tensors: Iterable[LogicalTensor]) -> dict[str, Kind]:
     """The model's tensors as headers state them; {} where none can be a code: the most common case, seen at once."""
     kinds = {each.key.name: Kind(each.dtype, each.shape) for each in tensors if each.key.state == MODEL}
     return kinds if any(kind.dtype.name in DTYPES for kind in kinds.values()) else {}
-
-
-# -- ckpt inspect ------------------------------------------------------------------------------------------------------
-
-
-def summary(opened: Opened, reading: Reading, listed: Collection[str] | None) -> dict[str, Any] | None:
-    """What `inspect` says of quantisation, None where there is none: from headers and config alone.
-
-    listed: names of the model's tensors that are shown, None for all. `more_parameters` is what the count of stored
-        elements
-    lacks: 4-bit codes are fewer bytes than weights, scales are none.
-    """
-    kinds = _headers(opened.catalog)
-    scheme, found = found_in(kinds, _config(opened, reading))
-    if scheme is None and not found.weights:
-        return None
-    shown = [weight for weight in found.weights.values() if listed is None or weight.lead in listed]
-    parts = [name for weight in found.weights.values() for name in weight.parts.values()]
-    if listed is not None:
-        parts = [name for name in parts if name in listed]
-    beside = [name for name in found.beside if listed is None or name in listed]
-    parameters = sum(prod(weight.shape) for weight in shown)
-    stored, nbytes = _sizes(kinds[weight.lead] for weight in shown)
-    scales, more = _sizes(map(kinds.__getitem__, parts))
-    out: dict[str, Any] = {
-        "scheme": scheme.scheme if scheme is not None else _scheme_of(kinds, found),
-        "weights": len(shown),
-        "parameters": parameters,
-        "bytes": nbytes + more,
-        "blocks": sorted({tuple(weight.block) for weight in shown})[:8],
-        "bits": sorted({weight.bits for weight in shown}),
-        "dequantizes": scheme is None or scheme.known,
-    }
-    if scheme is not None and not scheme.known:
-        out["why"] = scheme.why
-    if found.faults:
-        out["faults"] = [f"{fault.name}: {fault.what}" for fault in found.faults[:20]]
-    out["more_parameters"] = parameters - stored - scales - _sizes(map(kinds.__getitem__, beside))[0]
-    return out
-
-
-def _headers(catalog: Catalog) -> dict[str, Kind]:
-    """The model's tensors as headers state them. Tables of safetensors share one object among tensors that are
-    alike."""
-    blocks = getattr(catalog.tensors, "blocks", None)
-    if blocks is None:
-        return {row.name: Kind(row.dtype, row.shape) for row in catalog.rows() if row.state == MODEL}
-    kinds: dict[str, Kind] = {}
-    for state, names, rows in blocks():
-        shared = {number: Kind(row[0], row[1]) for number, row in dict(zip(map(id, rows), rows, strict=True)).items()}
-        if state == MODEL:
-            kinds |= {name.decode(): shared[id(row)] for name, row in zip(names(), rows, strict=True)}
-    return kinds
-
-
-def _sizes(kinds: Iterable[Kind]) -> tuple[int, int]:
-    """(elements, bytes)."""
-    numel = nbytes = 0
-    objects = list(kinds)
-    shared = dict(zip(map(id, objects), objects, strict=True))
-    for number, count in Counter(map(id, objects)).items():
-        dtype, shape = shared[number]
-        elements = count * prod(shape)
-        numel, nbytes = numel + elements, nbytes + elements * dtype.bits // 8
-    return numel, nbytes
-
-
-def _scheme_of(kinds: Mapping[str, Kind], found: Found) -> str:
-    """In words where no config says: what the codes are."""
-    return ", ".join(
-        sorted({f"{kinds[weight.lead].dtype.name} codes of {weight.bits} bits" for weight in found.weights.values()})
-    )
-
-
-def _config(opened: Opened, reading: Reading) -> Mapping[str, Any] | None:
-    """The config, None where there is none that can be read: what is to be seen of the tensors is seen without."""
-    try:
-        return read_config(reading.config) if reading.config else config_in(opened.tree)
-    except UsageError:
-        return None
-
-
-# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def with_their_parts(
@@ -177,7 +88,7 @@ def held_together(tensors: Sequence[WantedTensor], chosen: Chosen) -> dict[str, 
     if not any(kind.dtype.name in DTYPES for kind in kinds.values()):
         return {}
     opened = chosen.sources[0]
-    config = chosen.config if chosen.config is not None else _config(opened, Reading())
+    config = chosen.config if chosen.config is not None else config_of(opened, Reading())
     scheme, found = found_in(kinds, config)
     if scheme is not None and not scheme.known:  # codes in an order that nothing here knows are cut nowhere
         modules = {_module(name) for name, kind in kinds.items() if kind.dtype.name in DTYPES}

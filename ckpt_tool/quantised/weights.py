@@ -156,6 +156,11 @@ def find(tensors: Mapping[str, Kind], *, block: Sequence[int] = (), bits: Sequen
     return Found(weights, beside, tuple(faults))
 
 
+def has_integers(kinds: Iterable[Kind]) -> bool:
+    """May some be codes that only names tell? Those are integers."""
+    return any(kind.dtype.name in DTYPES and kind.dtype.name[0] != "F" for kind in kinds)
+
+
 def units(weight: Quantised, tensors: Mapping[str, Kind]) -> dict[str, Units]:
     """How each tensor of a weight may be cut: blocks stay whole, and scales go where their codes go.
 
