@@ -13,7 +13,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -104,7 +104,7 @@ def _run(job: Job) -> int:
 
         pager(_as_text(job, document, show, shown=False))
     elif not (show.quiet and job.writes):
-        _result(_as_text(job, document, show, shown=once.done))
+        _result([_as_text(job, document, show, shown=once.done)])
     if show.report:
         _save_report(job, document, show.report)
     return 0 if sound else 1
@@ -124,7 +124,7 @@ class _Shown:
         self.done = True
         text = render(before(document, everything=self._show.verbose > 0), look_of(sys.stdout, self._show.color))
         try:
-            _result(f"{text}\n")
+            _result([f"{text}\n"])
         except (OSError, StorageError):  # a reader that has gone, a full disk: the end of the run tells
             return
 
@@ -146,14 +146,27 @@ def _as_text(job: Job, document: dict[str, Any], show: Show, *, shown: bool) -> 
     return render(last if show.quiet and last.blocks else page, look_of(sys.stdout, show.color))
 
 
-def as_json(document: dict[str, Any]) -> str:
-    """One line of JSON. Exact text, ASCII only; a NaN or an infinity, which JSON lacks, becomes its name."""
+def as_json(document: Mapping[str, Any]) -> Iterator[str]:
+    """One line of JSON, in pieces: a listing's are made when asked for. Exact text, ASCII only; a NaN or an infinity,
+    which JSON lacks, becomes its name."""
+    from ckpt_tool.core.listing import Listing
+
+    values = [(_dumps(key), value if isinstance(value, Listing) else _dumps(value)) for key, value in document.items()]
+    mark = "{"
+    for key, value in values:
+        yield f"{mark}{key}: "
+        yield from value.json() if isinstance(value, Listing) else (value,)
+        mark = ", "
+    yield "{}\n" if mark == "{" else "}\n"
+
+
+def _dumps(value: Any) -> str:
     import json
 
     try:
-        return json.dumps(document, allow_nan=False) + "\n"
+        return json.dumps(value, allow_nan=False)
     except ValueError:
-        return json.dumps(_finite(document), allow_nan=False) + "\n"
+        return json.dumps(_finite(value), allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
@@ -182,36 +195,37 @@ def _save_report(job: Job, document: dict[str, Any], path: str) -> None:
     html.save(job.page(document, True), path, title=f"ckpt {job.verb}", facts=(("made by", f"ckpt {__version__}"),))
 
 
-def _result(text: str) -> None:
+def _result(pieces: Iterable[str]) -> None:
     """The result on stdout, all of it or an error: a full disk behind `> file` is no success."""
     if sys.stdout is None:
         return
     try:
-        _write_whole(sys.stdout, text)
+        _write_whole(sys.stdout, pieces)
     except BrokenPipeError:
         raise
     except OSError as e:
         raise wrap_os_error(e, "standard output", "writing the result") from e
 
 
-def _write_whole(stream: TextIO, text: str) -> None:
+def _write_whole(stream: TextIO, pieces: Iterable[str]) -> None:
     """Every byte, also where a write takes only a part: an unbuffered stdout (PYTHONUNBUFFERED) would drop the rest
     in silence, and a non-blocking one (as some parents leave it) would raise in the middle."""
     binary = getattr(stream, "buffer", None)
     if binary is None:
-        stream.write(text)
+        stream.writelines(pieces)
         stream.flush()
         return
     stream.flush()
-    data = memoryview(text.encode(stream.encoding or "utf-8", "backslashreplace"))
-    while data:
-        try:
-            taken = binary.write(data)
-        except BlockingIOError as e:
-            taken = e.characters_written
-        data = data[taken or 0 :]
-        if not taken:
-            select.select([], [binary], [])
+    for text in pieces:
+        data = memoryview(text.encode(stream.encoding or "utf-8", "backslashreplace"))
+        while data:
+            try:
+                taken = binary.write(data)
+            except BlockingIOError as e:
+                taken = e.characters_written
+            data = data[taken or 0 :]
+            if not taken:
+                select.select([], [binary], [])
     binary.flush()
 
 

@@ -131,7 +131,7 @@ def inspect(show: Show, src: str, wanted: Inspection, reading: Reading) -> Job:
     def run(progress: Progress) -> Document:
         from ckpt_tool.commands.inspect import inspect as command
 
-        return command(src, reading, wanted, columns=not show.json)
+        return command(src, reading, wanted, columns=True)
 
     def page(document: Document, uncut: bool) -> Shown:
         from ckpt_tool.report.inspection import inspection

@@ -34,7 +34,7 @@ EVERYTHING = Inspection()
 def inspect(src: str, reading: Reading, wanted: Inspection = EVERYTHING, *, columns: bool = False) -> dict[str, Any]:
     """The document of `inspect --json`; the totals are of what is listed.
 
-    columns: `tensors` may be a `core.listing.Listing`, which makes its rows when asked (it is no list for JSON).
+    columns: `tensors` may be a `core.listing.Listing`, which makes its rows, or their JSON, when asked.
     """
     try:
         opened = open_source(src, reading)

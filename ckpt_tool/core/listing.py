@@ -5,13 +5,15 @@ piece of memory, a kind shared by many tensors) gives them as blocks; sums come 
 kinds:
 
     listing.tally()    {("model", (BF16, (4096, 4096), 33554432)): 64, ...}
-    list(listing)      [{"name": ..., "state": "model", "dtype": "BF16", "shape": [...], "bytes": ...}, ...] for --json
+    list(listing)      [{"name": ..., "state": "model", "dtype": "BF16", "shape": [...], "bytes": ...}, ...]
+    listing.json()     the same as text for --json, in pieces
 
-Cost: 20 ns a tensor for the sums, 2 us for its row. Holds nothing but the reader's own columns.
+Cost: 20 ns a tensor for the sums, 2 us for its row, 0.5 us for its text. Holds nothing but the reader's own columns.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -21,6 +23,7 @@ from typing import Any, NamedTuple, overload
 from ckpt_tool.core.dtype import DType
 
 Kind = tuple[DType, tuple[int, ...], int]  # dtype, shape, bytes of one such tensor
+ROWS = 4096  # of one piece of JSON: 0.5 MB
 
 
 class Block(NamedTuple):
@@ -42,14 +45,8 @@ class Listing(Sequence[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for state, names, kinds in self.blocks:
-            for name, (dtype, shape, nbytes) in zip(names(), kinds, strict=True):
-                yield {
-                    "name": name.decode("utf-8"),
-                    "state": state,
-                    "dtype": dtype.name,
-                    "shape": list(shape),
-                    "bytes": nbytes,
-                }
+            for name, kind in zip(names(), kinds, strict=True):
+                yield _row(name.decode("utf-8"), state, kind)
 
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...
@@ -63,6 +60,20 @@ class Listing(Sequence[dict[str, Any]]):
         for row in islice(self, index, None) if index >= 0 else ():
             return row
         raise IndexError(index)
+
+    def json(self) -> Iterator[str]:
+        """The text of `json.dumps(list(self))` in pieces."""
+        mark = "["
+        for (state, names, kinds), distinct in zip(self.blocks, self.distinct, strict=True):
+            tails = {id(kind): json.dumps(_row("", state, kind)).removeprefix('{"name": ""') for kind, _ in distinct}
+            column = names()
+            for at in range(0, len(column), ROWS):
+                decoded = [name.decode("utf-8") for name in column[at : at + ROWS]]
+                quoted = json.dumps(decoded, separators=("\n", ":"))[1:-1].split("\n")  # JSON text has no line feed
+                found = map(tails.__getitem__, map(id, kinds[at : at + ROWS]))
+                yield mark + ", ".join([f'{{"name": {name}{tail}' for name, tail in zip(quoted, found, strict=True)])
+                mark = ", "
+        yield "[]" if mark == "[" else "]"
 
     def tally(self) -> dict[tuple[str, Kind], int]:
         """How many tensors there are of each state and kind, in order of first sight."""
@@ -80,3 +91,8 @@ class Listing(Sequence[dict[str, Any]]):
             for block in self.blocks
             for objects in (dict(zip(map(id, block.kinds), block.kinds, strict=True)),)
         )
+
+
+def _row(name: str, state: str, kind: Kind) -> dict[str, Any]:
+    dtype, shape, nbytes = kind
+    return {"name": name, "state": state, "dtype": dtype.name, "shape": list(shape), "bytes": nbytes}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
+import pytest
+
+from ckpt_tool.core import listing as module
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.listing import Block, Kind, Listing
 
@@ -33,3 +37,13 @@ def test_the_tally_counts_equal_kinds_together() -> None:
     rows = Counter((row["state"], (row["dtype"], tuple(row["shape"]), row["bytes"])) for row in listing())
     tally = {(state, (kind[0].name, *kind[1:])): count for (state, kind), count in listing().tally().items()}
     assert tally == rows and tally["model", ("BF16", (2, 3), 12)] == 2
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4096])
+def test_the_text_is_that_of_its_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a name holds, and wherever a piece ends."""
+    monkeypatch.setattr(module, "ROWS", rows)
+    names = ["a", 'b", "c', "d\n\\", "e\x7f\u2028\U0001f600", 'f", ', ""]
+    odd = Block("model", lambda: [name.encode() for name in names], [MATRIX, VECTOR] * 3)
+    for made in (Listing([]), Listing([Block("model", list, [])]), listing(), Listing([odd, *listing().blocks, odd])):
+        assert "".join(made.json()) == json.dumps(list(made))
