@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arrays(tree: Tree, listing: Listing) -> dict[str, StoredArray]:
-    return {fqn: array for (fqn, _), array in Items(tree).arrays(listing.tensors.values()).items()}
+    return {fqn: array for fqn, (array,) in Items(tree).arrays(listing.tensors.values()).items()}
 
 
 def test_twins_are_found_and_have_the_right_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,11 @@ constants of `DCP_SHARDING_INFO`. Cost: one pread of about 1.3 KB and 60 us an i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
-from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.tensor import StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, InconsistentCheckpoint
@@ -46,6 +47,9 @@ _CENTRAL_SIZE, _CRC_IN_CENTRAL = 46, 16  # bytes (APPNOTE 4.3.12)
 _DESCRIPTOR_SIZE, _LOCAL_SIZE = 16, 30  # bytes (4.3.9, 4.3.7)
 
 
+_Item = tuple[int, str, int, TensorEntry]  # first byte, fqn, number of the piece, its tensor
+
+
 class ReadObject(NamedTuple):
     """An object item: its value as the inert reader gives it, and the zip in which its tensors lie, if it has any."""
 
@@ -55,31 +59,45 @@ class ReadObject(NamedTuple):
 
 
 class _Window:
-    """A tree of which items are read one behind the other: no byte twice, and an item's end in one pread with the next
-    one's head. Everything but `read` is the tree's own."""
+    """A tree of which items are read one behind the other: no byte twice, an item's end in one pread with the next
+    one's head, and a file's size asked for once (what is read is held against the file as it is then). Everything else
+    is the tree's own."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._pieces: list[tuple[str, int, bytes]] = []  # the last three: (file, offset, bytes)
-        self.heads: dict[tuple[str, int], int] = {}  # (file, an item's first byte) -> bytes of the item
+        self._file, self._heads = "", dict[int, int]()
         self._head = 0  # bytes of the last head that was read
+        self._ahead = (0, b"")  # (first byte, bytes) of the file that were read with the item before
+        self._size: tuple[str, int] = ("", 0)  # the last file's
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tree, name)
 
+    def expect(self, file: str, heads: dict[int, int]) -> None:
+        """Items of `file` come next. heads: first byte of an item -> its bytes."""
+        self._file, self._heads, self._ahead = file, heads, (0, b"")
+
+    def size(self, path: str) -> int:
+        """As `Tree.size`."""
+        if self._size[0] != path:
+            self._size = path, self._tree.size(path)
+        return self._size[1]
+
     def head(self, path: str, nbytes: int = 64) -> bytes:
         """As `Tree.head`."""
-        return self.read(path, 0, min(nbytes, self._tree.size(path)))
+        return self.read(path, 0, min(nbytes, self.size(path)))
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """As `Tree.read`."""
         end = offset + nbytes
-        if (path, offset) in self.heads:
+        heads = self._heads if path == self._file else {}
+        if offset in heads:
             self._head = nbytes
         for file, start, piece in self._pieces:
             if file == path and start <= offset and end <= start + len(piece):
                 return piece[offset - start : end - start]
-        ahead = min(self._head, self.heads.get((path, end), 0))
+        ahead = min(self._head, heads.get(end, 0))
         for number, (file, start, piece) in enumerate(self._pieces):
             stop = start + len(piece)
             if file == path and start <= offset < stop:  # its end is at hand: read on
@@ -94,6 +112,19 @@ class _Window:
         self._pieces = [(path, offset, found), *self._pieces[:2]]
         return found[:nbytes]
 
+    def around(self, at: int, head: int, start: int, nbytes: int) -> tuple[bytes, bytes]:
+        """Of the item that begins at byte `at` of the expected file the first `head` bytes, and `nbytes` from `start`,
+        its end."""
+        known, stop = self._ahead, start + nbytes
+        if known[0] == at and len(known[1]) >= head:
+            first = known[1][:head]
+        else:
+            first = self._tree.read(self._file, at, head)
+        more = min(head, self._heads.get(stop, 0), self.size(self._file) - stop)  # the next head is most often alike
+        end = self._tree.read(self._file, start, nbytes + more)
+        self._ahead = stop, end[nbytes:]
+        return first, end[:nbytes]
+
 
 class Items:
     """Reads items of one checkpoint. unsafe, globals: of the pickles met so far."""
@@ -104,26 +135,31 @@ class Items:
         self.unsafe: list[str] = []
         self.globals: dict[str, None] = {}
         self._known: dict[bytes, Pickled] = {}
-        self._twins: dict[tuple[DType, tuple[int, ...], int], Twin | None] = {}
-        self._seen: dict[tuple[DType, tuple[int, ...], int], int] = {}
+        self._twins: dict[tuple[str, tuple[int, ...], int], Twin | None] = {}
+        self._seen: dict[tuple[str, tuple[int, ...], int], int] = {}
         self._tails: dict[int, int] = {}
         self._headers: dict[str, tuple[Header, dict[str, int], dict[str, list[int]]] | None] = {}
 
-    def arrays(self, tensors: Iterable[TensorEntry]) -> dict[tuple[str, int], StoredArray]:
-        """Where each piece's bytes lie: (fqn, number of the piece) -> array.
+    def arrays(self, tensors: Iterable[TensorEntry]) -> dict[str, list[StoredArray]]:
+        """Where the bytes of each tensor's pieces lie, in the pieces' order; by fqn.
 
         Items are read in the order in which they lie. Raises CorruptFile and UnsafeInput of the containers;
         InconsistentCheckpoint (E0394) when an item is not what the metadata says.
         """
-        order = [
-            (piece.file, piece.at, tensor.fqn, number, tensor, piece)
-            for tensor in tensors
-            for number, piece in enumerate(tensor.pieces)
-        ]
-        order.sort(key=lambda row: row[:4])
-        self._window.heads = {(row[0], row[1]): row[5].length for row in order}
-        found = for_each(order, lambda row: self._array(row[4], row[5]), file=lambda row: row[0])
-        return {(row[2], row[3]): array for row, array in zip(order, found, strict=True)}
+        files: defaultdict[str, list[_Item]] = defaultdict(list)
+        for tensor in tensors:
+            for number, piece in enumerate(tensor.pieces):
+                files[piece.file].append((piece.at, tensor.fqn, number, tensor))
+        found: defaultdict[str, dict[int, StoredArray]] = defaultdict(dict)
+        for_each(sorted(files), lambda file: self._in_file(file, files.pop(file), found))
+        return {fqn: [arrays[number] for number in range(len(arrays))] for fqn, arrays in found.items()}
+
+    def _in_file(self, file: str, items: list[_Item], found: Mapping[str, dict[int, StoredArray]]) -> None:
+        """Put the arrays of a file's items into `found`: fqn -> number of the piece -> array."""
+        items.sort(key=itemgetter(0, 1, 2))
+        self._window.expect(file, {item[0]: item[3].pieces[item[2]].length for item in items})
+        for _, fqn, number, tensor in items:
+            found[fqn][number] = self._array(tensor, tensor.pieces[number])
 
     def objects(self, entries: Sequence[ObjectEntry]) -> list[ReadObject]:
         """The object items, in the order in which they lie. Raises as `arrays`."""
@@ -160,10 +196,10 @@ class Items:
     def _array(self, tensor: TensorEntry, piece: Piece) -> StoredArray:
         if self._safetensors(piece.file):
             return self._in_safetensors(tensor, piece)
-        kind = (tensor.dtype, piece.shape, piece.length)
+        kind = (tensor.dtype.name, piece.shape, piece.length)
         twin = self._twins.get(kind)
         if twin is not None and piece.at + piece.length <= self.tree.size(piece.file):
-            found = twin.of(self.tree, piece.file, piece.at)
+            found = twin.of(self._window, piece.file, piece.at)
             if found is not None:
                 self.tree.met.zip(piece.file, piece.at, piece.length)
                 return found
@@ -253,10 +289,10 @@ class Twin(NamedTuple):
     id_crc: tuple[int, int]
     array: StoredArray
 
-    def of(self, tree: Tree, path: str, at: int) -> StoredArray | None:
-        """The array of the item at byte `at`, if its bytes are a twin's; None otherwise."""
-        end = tree.read(path, at + self.data + self.nbytes, self.end)
-        if tree.read(path, at, len(self.head)) != self.head:
+    def of(self, window: _Window, path: str, at: int) -> StoredArray | None:
+        """The array of the item at byte `at` of `path`, the expected file, if its bytes are a twin's, else None."""
+        head, end = window.around(at, len(self.head), at + self.data + self.nbytes, self.end)
+        if head != self.head:
             return None
         for offset, piece in self.fixed:
             if end[offset : offset + len(piece)] != piece:

@@ -25,9 +25,11 @@ Cost: about 10 us a chunk to read, 3 us a box to write. What it does not do: ope
 from __future__ import annotations
 
 import struct
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from operator import add, gt
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box, whole
@@ -52,6 +54,11 @@ INCOMPLETE, CONTRADICTION, FOREIGN, COMPRESSED, PLANNER = "E0309", "E0389", "E13
 _META, _STORE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _METADATA, _TENSOR, _BYTES = f"{_META}.Metadata", f"{_META}.TensorStorageMetadata", f"{_META}.BytesStorageMetadata"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"  # core 0.15's subclass of Metadata
+
+
+_INTEGERS = frozenset({int})
+_Offset = tuple[int, ...] | None  # of a box in its tensor, in elements; None: of an object
+_Where = tuple[str, int, int]  # file, byte, length in bytes
 
 
 class Piece(NamedTuple):
@@ -86,8 +93,9 @@ class TensorEntry:
 
     def chunks(self, arrays: Iterable[StoredArray]) -> list[Chunk]:
         """Its pieces, whose bytes are `arrays`, in the same order."""
+        within = {shape: whole(shape) for shape in {piece.shape for piece in self.pieces}}
         return [
-            Chunk(Box(piece.offset, piece.shape), array, whole(piece.shape))
+            Chunk(Box(piece.offset, piece.shape), array, within[piece.shape])
             for piece, array in zip(self.pieces, arrays, strict=True)
         ]
 
@@ -169,9 +177,9 @@ class _Reading:
             entry = states[fqn]
             path = paths.get(fqn, (fqn,))
             if isinstance(entry, Record) and entry.name == _TENSOR:
-                self.tensor(fqn, path, entry, items, missing)
+                self.tensor(fqn, path, entry, items.pop(fqn, {}), missing)
             elif isinstance(entry, Record) and entry.name == _BYTES:
-                where = items.get((fqn, None))
+                where = items.get(fqn, {}).get(None)
                 if where is None:
                     missing.append(fqn)
                     continue
@@ -215,9 +223,9 @@ class _Reading:
         known = set(first)
         return first + [fqn for fqn in states if fqn not in known]
 
-    def items(self, storage: dict[Any, Any]) -> dict[tuple[str, Any], tuple[str, int, int]]:
-        """(fqn, offset) -> (file, byte, length in bytes)."""
-        out = {}
+    def items(self, storage: dict[Any, Any]) -> dict[str, dict[_Offset, _Where]]:
+        """Where the items of each fqn lie, by offset; `storage` is empty then (it takes more memory than all else)."""
+        out: defaultdict[str, dict[_Offset, _Where]] = defaultdict(dict)
         for index, info in storage.items():
             if (
                 not isinstance(index, Record)
@@ -230,8 +238,8 @@ class _Reading:
                     code="E2603",
                     hint="the metadata is damaged, or of a storage that is not a file system",
                 )
-            fqn, offset = index.get("fqn", str), index.state.get("offset")
-            file, at, length = info.get("relative_path", str), info.get("offset"), info.get("length")
+            fqn, offset = _text(index, "fqn"), index.state.get("offset")
+            file, at, length = _text(info, "relative_path"), info.get("offset"), info.get("length")
             if info.state.get("transform_descriptors"):
                 raise InputError(
                     f"the item is stored through {list(info.state['transform_descriptors'])}: such streams "
@@ -249,7 +257,8 @@ class _Reading:
                 safe = self.safe[file] = self.listing.folder + safe
                 self.listing.files[safe] = None
             corner = tuple(offset) if isinstance(offset, list) else offset
-            out[fqn, None if corner is None else _size(corner, fqn)] = (safe, at, length)
+            out[fqn][None if corner is None else _size(corner, fqn)] = (safe, at, length)
+        storage.clear()
         return out
 
     def paths(self, planner: Any, states: dict[Any, Any]) -> dict[str, Path]:
@@ -284,7 +293,7 @@ class _Reading:
         if known is not entry:
             self.listing.differing.append(entry)
 
-    def tensor(self, fqn: str, path: Path, entry: Record, items: dict[Any, Any], missing: list[str]) -> None:
+    def tensor(self, fqn: str, path: Path, entry: Record, items: dict[_Offset, _Where], missing: list[str]) -> None:
         shape = _size(entry.get("size"), fqn)
         dtype = self.dtype(entry.get("properties", Record), fqn)
         chunks = entry.get("chunks", list)
@@ -295,9 +304,7 @@ class _Reading:
             if not isinstance(chunk, Record):
                 raise CorruptFile(f"a chunk is {_what(chunk)}", code="E2603", key=fqn, hint="the metadata is damaged")
             offset, extent = _size(chunk.get("offsets"), fqn), _size(chunk.get("sizes"), fqn)
-            if not len(offset) == len(extent) == len(shape) or any(
-                o + n > s for o, n, s in zip(offset, extent, shape, strict=True)
-            ):
+            if not len(offset) == len(extent) == len(shape) or any(map(gt, map(add, offset, extent), shape)):
                 self.faults.append(
                     f"{fqn}: a box at {list(offset)} of shape {list(extent)} leaves the tensor of shape {list(shape)}"
                 )
@@ -305,7 +312,7 @@ class _Reading:
             count = prod(extent)
             if (numel and not count) or (offset, extent) in pieces:
                 continue  # a rank whose shard is empty; a box listed twice for one item
-            where = items.get((fqn, offset))
+            where = items.get(offset)
             if where is None:
                 missing.append(f"{fqn} at {list(offset)}")
                 continue
@@ -340,14 +347,21 @@ class _Reading:
 
 def _size(value: Any, fqn: str) -> tuple[int, ...]:
     """A torch.Size as it was read: integers >= 0, at most 64 of them."""
-    if type(value) is tuple and len(value) <= RANK_LIMIT and all(type(n) is int and 0 <= n < 1 << 63 for n in value):
-        return value
+    if type(value) is tuple and len(value) <= RANK_LIMIT and _INTEGERS.issuperset(map(type, value)):
+        if not value or min(value) >= 0 and max(value) < 1 << 63:
+            return value
     raise CorruptFile(
         f"a size or an offset is {str(value)[:100]}, want whole numbers >= 0",
         code="E2603",
         key=fqn,
         hint="the metadata is damaged: get the checkpoint again",
     )
+
+
+def _text(record: Record, field_: str) -> str:
+    """A field that must be a text."""
+    value = record.state and record.state.get(field_)
+    return value if type(value) is str else record.get(field_, str)
 
 
 def _what(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
@@ -67,7 +67,7 @@ class _Reading:
         self.tensors: list[LogicalTensor] = []  # keys are given later
         self.extras = _Extras()
 
-    def _items(self, listing: Listing) -> tuple[dict[tuple[str, int], StoredArray], dict[str, ReadObject]]:
+    def _items(self, listing: Listing) -> tuple[dict[str, list[StoredArray]], dict[str, ReadObject]]:
         """Where the pieces of a listing lie, and its objects; every file that does not read is named."""
         items, objects = self.items, list(listing.objects.values())
         return both(
@@ -79,8 +79,8 @@ class _Reading:
         for listing, (arrays, objects) in zip(
             self.listings, for_each(self.listings, self._items, file=id), strict=True
         ):
-            for entry in listing.tensors.values():
-                self._add(entry.path, _logical(entry, arrays))
+            for fqn, entry in listing.tensors.items():
+                self._add(entry.path, _logical(entry, arrays.get(fqn, [])))
             for fqn in listing.objects:
                 self._object(objects[fqn])
         extras = self.extras.finished()
@@ -174,8 +174,8 @@ class _Reading:
             yield Note("N-beside", f"beside the DCP folders, not read and not carried: {', '.join(beside[:20])}")
 
 
-def _logical(entry: TensorEntry, arrays: Mapping[tuple[str, int], StoredArray]) -> LogicalTensor:
-    chunks = entry.chunks(arrays[entry.fqn, number] for number in range(len(entry.pieces)))
+def _logical(entry: TensorEntry, arrays: Sequence[StoredArray]) -> LogicalTensor:
+    chunks = entry.chunks(arrays)
     placed = mark_replicas(chunks) if len(chunks) > 1 else tuple(chunks)
     return LogicalTensor(TensorKey(""), entry.shape, entry.dtype, placed, entry.path)
 

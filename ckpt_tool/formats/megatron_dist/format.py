@@ -182,7 +182,7 @@ class _Reading:
         )
         flat = []
         for entry in self.listing.tensors.values():
-            own = [arrays[entry.fqn, number] for number in range(len(entry.pieces))]
+            own = arrays.get(entry.fqn, [])
             if FLAT in entry.fqn:
                 flat.append((entry, own))
             else:
