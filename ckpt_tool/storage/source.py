@@ -413,8 +413,8 @@ class Tree:
             )
         return known[offset : offset + nbytes]
 
-    def read_whole(self, path: str, *, limit: int) -> bytes:
-        """The whole file, refused when longer than `limit` bytes."""
+    def size_within(self, path: str, *, limit: int) -> int:
+        """Size in bytes, refused when larger than `limit`."""
         size = self.size(path)
         if size > limit:
             raise CorruptFile(
@@ -423,7 +423,11 @@ class Tree:
                 path=self.display(path),
                 hint="no real checkpoint has one this large",
             )
-        return self.read(path, 0, size)
+        return size
+
+    def read_whole(self, path: str, *, limit: int) -> bytes:
+        """The whole file, refused when longer than `limit` bytes."""
+        return self.read(path, 0, self.size_within(path, limit=limit))
 
     def head(self, path: str, nbytes: int = 64) -> bytes:
         """The first `nbytes` bytes, fewer when the file is shorter."""

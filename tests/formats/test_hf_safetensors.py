@@ -296,6 +296,26 @@ def test_both_roads_read_one_index_alike(tmp_path_factory, weight_map, metadata,
         assert index.metadata == (metadata or {}) and len(index) == len(weight_map)
 
 
+@pytest.mark.parametrize("byte", b'";:,x }\\\n\x01\xff')
+@pytest.mark.parametrize("indent", [None, 2])
+def test_no_changed_byte_passes_the_quick_road_alone(byte, indent, tmp_path):
+    """Whatever the quick road reads, the strict one reads too, and the same."""
+    index = {"weight_map": {f"{name}.w": f"{file}.safetensors" for name, file in ("ax", "bx", "cy", "dx", "ez")}}
+    text, path = json.dumps(index, indent=indent).encode(), tmp_path / "i.json"
+    both = 0
+    for at in range(len(text)):
+        path.write_bytes(text[:at] + bytes([byte]) + text[at + 1 :])
+        tree = Tree(tmp_path)
+        quick = hf_index._quick(tree, path.name, len(text))
+        if quick is not None:
+            strict = hf_index._strict(tree, path.name, path.name)
+            assert {file: list(names) for file, names in quick.shards.items()} == {
+                file: list(names) for file, names in strict.shards.items()
+            }
+            both += 1
+    assert both or byte in b"\\\x01\xff", "these can stand nowhere"
+
+
 def test_the_quick_road_reads_what_is_written_in_practice(monkeypatch):
     for case in ("hf_llama_sharded", "llama_tied", "dcp_rank0", "dcp_consolidated"):
         tree = Tree(FIXTURES / case)

@@ -128,8 +128,9 @@ def read_listing(tree: Tree, folder: str, metadata_files: Iterable[str]) -> List
     listing = Listing(folder)
 
     def load(name: str) -> Pickled:
-        raw = tree.read_whole(folder + name, limit=SIZE_LIMIT)
-        return pickles.load(raw, path=tree.display(folder + name), opcodes=pickles.METADATA_OPCODES)
+        size = tree.size_within(folder + name, limit=SIZE_LIMIT)
+        tree.expect([(folder + name, 0, size)])
+        return pickles.load_file(tree, folder + name, span_from=0, opcodes=pickles.METADATA_OPCODES)
 
     for name, pickled in by_file(metadata_files, load).items():
         shown = tree.display(folder + name)

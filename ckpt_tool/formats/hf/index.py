@@ -36,6 +36,7 @@ FORM, TOO_BIG, NOT_A_NAME, COLLISION = "E0336", "E0337", "E0338", "E0387"
 _WS = rb"[ \t\n\r]*+"
 _TEXT = rb'[^"\\\x00-\x1f]*+'
 _OBJECT = rb"(\{[^{}]*+\})"
+_ODD = bytes(byte >= 0x20 and byte != 0x5C for byte in range(256))  # zero for what no plain text holds, as in _TEXT
 _START = re.compile(
     _WS + rb"\{" + _WS + rb'(?:"metadata"' + _WS + rb":" + _WS + _OBJECT + _WS + rb"," + _WS + rb")?"
     rb'"weight_map"' + _WS + rb":" + _WS + rb"\{" + _WS
@@ -186,9 +187,8 @@ class _Collected:
     """Names by file, as the pieces give them. colon, comma: how this index separates; no comma: it has one pair."""
 
     def __init__(self, *, colon: bytes, comma: bytes) -> None:
-        self.comma = comma
-        self.pair = re.compile(rb'"(' + _TEXT + rb')"' + re.escape(colon) + rb'"(' + _TEXT + rb')"' + re.escape(comma))
-        self.fixed = 4 + len(colon) + len(comma)  # bytes of a pair that are neither name nor file
+        self.colon, self.comma = colon, comma
+        self.odd = (colon + comma).translate(_ODD).count(0)  # of one pair
         self.joined: dict[bytes, bytearray] = {}
         self.counts: dict[bytes, int] = {}
         self.last = b""
@@ -201,15 +201,16 @@ class _Collected:
                 text.decode("utf-8")
             except UnicodeDecodeError:
                 return False
-        found = self.pair.findall(text)
-        if not found:
+        parts = text.split(b'"')  # "", then name, colon, file, comma, again and again
+        names, files = parts[1::4], parts[3::4]
+        count = len(names)
+        if not count or parts[0] or len(parts) != 4 * count + 1 or text.translate(_ODD).count(0) != count * self.odd:
             return False
-        names, files = zip(*found, strict=True)
-        if len(b"".join(names)) + len(b"".join(files)) + self.fixed * len(found) != len(text):
+        if not parts[2::4].count(self.colon) == count == parts[4::4].count(self.comma):
             return False
         self.rising = self.rising and self.last < names[0] and all(map(bytes.__lt__, names, names[1:]))
         self.last = names[-1]
-        self.add(found)
+        self.add(zip(names, files, strict=True))
         return True
 
     def add(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
