@@ -64,7 +64,7 @@ class _Window:
     is the tree's own."""
 
     def __init__(self, tree: Tree) -> None:
-        self._tree = tree
+        self._tree, self.met = tree, tree.met
         self._pieces: list[tuple[str, int, bytes]] = []  # the last three: (file, offset, bytes)
         self._file, self._heads = "", dict[int, int]()
         self._head = 0  # bytes of the last head that was read
@@ -158,8 +158,9 @@ class Items:
         """Put the arrays of a file's items into `found`: fqn -> number of the piece -> array."""
         items.sort(key=itemgetter(0, 1, 2))
         self._window.expect(file, {item[0]: item[3].pieces[item[2]].length for item in items})
+        read = self._in_safetensors if self._safetensors(file) else self._in_zip
         for _, fqn, number, tensor in items:
-            found[fqn][number] = self._array(tensor, tensor.pieces[number])
+            found[fqn][number] = read(tensor, tensor.pieces[number])
 
     def objects(self, entries: Sequence[ObjectEntry]) -> list[ReadObject]:
         """The object items, in the order in which they lie. Raises as `arrays`."""
@@ -193,15 +194,13 @@ class Items:
             self.unsafe += [f"{use} at {shown}, item {fqn}, opcode {use.position}" for use in pickled.unsafe]
         return zip_, pickled
 
-    def _array(self, tensor: TensorEntry, piece: Piece) -> StoredArray:
-        if self._safetensors(piece.file):
-            return self._in_safetensors(tensor, piece)
+    def _in_zip(self, tensor: TensorEntry, piece: Piece) -> StoredArray:
         kind = (tensor.dtype.name, piece.shape, piece.length)
         twin = self._twins.get(kind)
-        if twin is not None and piece.at + piece.length <= self.tree.size(piece.file):
+        if twin is not None and piece.at + piece.length <= self._window.size(piece.file):
             found = twin.of(self._window, piece.file, piece.at)
             if found is not None:
-                self.tree.met.zip(piece.file, piece.at, piece.length)
+                self._window.met.zip(piece.file, piece.at, piece.length)
                 return found
         zip_, pickled = self._open(piece.file, piece.at, piece.length, tensor.fqn)
         ref = pickled.value
@@ -295,7 +294,7 @@ class Twin(NamedTuple):
         if head != self.head:
             return None
         for offset, piece in self.fixed:
-            if end[offset : offset + len(piece)] != piece:
+            if not end.startswith(piece, offset):
                 return None
         (a, b), (c, d) = self.crc, self.id_crc
         value = end[a : a + 4]
