@@ -68,7 +68,7 @@ class _Window:
         self._pieces: list[tuple[str, int, bytes]] = []  # the last three: (file, offset, bytes)
         self._file, self._heads = "", dict[int, int]()
         self._head = 0  # bytes of the last head that was read
-        self._ahead = (0, b"")  # (first byte, bytes) of the file that were read with the item before
+        self._end = (0, 0, b"")  # of the item before: where its end begins, its size, what was read from there
         self._size: tuple[str, int] = ("", 0)  # the last file's
 
     def __getattr__(self, name: str) -> Any:
@@ -76,7 +76,7 @@ class _Window:
 
     def expect(self, file: str, heads: dict[int, int]) -> None:
         """Items of `file` come next. heads: first byte of an item -> its bytes."""
-        self._file, self._heads, self._ahead = file, heads, (0, b"")
+        self._file, self._heads, self._end = file, heads, (0, 0, b"")
 
     def size(self, path: str) -> int:
         """As `Tree.size`."""
@@ -90,6 +90,9 @@ class _Window:
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """As `Tree.read`."""
+        if self._end[2]:  # an item that is no twin is read as any other, and its head may be at hand
+            self._pieces = [(self._file, self._end[0], self._end[2]), *self._pieces[:2]]
+            self._end = (0, 0, b"")
         end = offset + nbytes
         heads = self._heads if path == self._file else {}
         if offset in heads:
@@ -115,14 +118,15 @@ class _Window:
     def around(self, at: int, head: int, start: int, nbytes: int) -> tuple[bytes, bytes]:
         """Of the item that begins at byte `at` of the expected file the first `head` bytes, and `nbytes` from `start`,
         its end."""
-        known, stop = self._ahead, start + nbytes
-        if known[0] == at and len(known[1]) >= head:
-            first = known[1][:head]
+        before, size, known = self._end
+        if before + size == at and len(known) >= size + head:
+            first = known[size : size + head]
         else:
-            first = self._tree.read(self._file, at, head)
+            first = self.read(self._file, at, head)
+        stop = start + nbytes
         more = min(head, self._heads.get(stop, 0), self.size(self._file) - stop)  # the next head is most often alike
         end = self._tree.read(self._file, start, nbytes + more)
-        self._ahead = stop, end[nbytes:]
+        self._end = start, nbytes, end
         return first, end[:nbytes]
 
 
