@@ -21,7 +21,7 @@ def main() -> None:
         sys.exit(0)
     _open_closed_streams()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy would start one a core, which spin; nothing needs them
-    gc.set_threshold(200_000, 20, 50)  # parsing makes many small lasting objects; looking through them is pure cost
+    gc.set_threshold(1_000_000, 20, 50)  # parsing makes many small lasting objects; looking through them is pure cost
     from ckpt_tool.cli import run
 
     _leave(run(arguments))

@@ -38,6 +38,11 @@ def compose(first: Iterable[Piece], second: Iterable[Piece]) -> list[Piece]:
     faults = []
     for name, group in makers.items():
         others = takers[name]
+        if len(group) == len(others) == 1 and group[0].ext == others[0].ext and group[0].dst == others[0].src:
+            (a,), (b,) = group, others  # one and the same place: most often
+            if a.src.name != PAD or b.dst.name != PAD:
+                out.append(Piece(a.ext, a.src, b.dst, joined(a.maps, b.maps) if a.maps or b.maps else ()))
+            continue
         near = _Nearby(others, "src") if len(others) > 1 else None
         once = {(piece.ext, piece.src): piece for piece in others}  # a taker that stands twice makes copies
         moved = 0
@@ -85,7 +90,7 @@ def _by_tensor(pieces: Iterable[Piece], side: SideName) -> dict[str, list[Piece]
     groups: dict[str, list[Piece]] = {}
     for piece in pieces:
         name = piece.src.name if side == "src" else piece.dst.name
-        if name != PAD and piece.numel:
+        if name != PAD and 0 not in piece.ext:
             groups.setdefault(name, []).append(piece)
     return groups
 

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -171,19 +171,26 @@ class Equation:
             Row(values, positions)
             for values, positions in zip(product(*domains), product(*(range(len(d)) for d in domains)), strict=True)
         ]
-        if self.condition is None:
-            return rows
-        asked = [k for k, axis in enumerate(indices) if axis in self.condition.names]
-        known: dict[tuple[int, ...], bool] = {}
-        kept = []
-        for row in rows:
-            key = tuple(row.values[k] for k in asked)
-            if key not in known:
-                here = {indices[k]: row.values[k] for k in asked}
-                known[key] = bool(self.condition.value(ChainMap(here, names)))  # type: ignore[arg-type]
-            if known[key]:
-                kept.append(row)
-        return kept
+        holds = self.choice(indices, names)
+        return rows if self.condition is None else [row for row in rows if holds(row.values)]
+
+    def choice(self, indices: Sequence[str], names: Mapping[str, Any]) -> Callable[[Sequence[int]], bool]:
+        """Whether the rule holds under given values of `indices`, `names` answering for all else: each case of what its
+        condition asks for is worked out once."""
+        condition, known = self.condition, dict[tuple[int, ...], bool]()
+        if condition is None:
+            return lambda values: True
+        asked = [k for k, axis in enumerate(indices) if axis in condition.names]
+
+        def holds(values: Sequence[int]) -> bool:
+            key = tuple([values[k] for k in asked])
+            found = known.get(key)
+            if found is None:
+                here = dict(zip([indices[k] for k in asked], key, strict=True))
+                found = known[key] = bool(condition.value(ChainMap(here, names)))  # type: ignore[arg-type]
+            return found
+
+        return holds
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tool.algebra.element_map import ElementMap, element_map, joined
@@ -31,17 +31,17 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A tensor name with indices. form: `%d` for each of `indices`. axes: the rule's axes that the indices ask for."""
+    """A tensor name with indices. form: `%d` for each of `indices`. axes: the rule's axes that the indices ask for.
+    plain: is every index an axis itself?"""
 
     text: str
     form: str
     indices: tuple[Expression, ...]
     axes: tuple[str, ...]
+    plain: bool = field(init=False, compare=False)
 
-    @property
-    def plain(self) -> bool:
-        """Is every index an axis itself?"""
-        return self.axes == tuple(index.text for index in self.indices)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plain", self.axes == tuple(index.text for index in self.indices))
 
     def at(self, values: Sequence[int], names: Config) -> str:
         """The name where `axes` have `values`; `names` answers for what else the indices ask."""

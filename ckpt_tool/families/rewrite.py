@@ -420,20 +420,19 @@ def _chosen(
     """Each hub tensor's rule in the target, the first that holds: (rules and the hub tensors that they take, hub
     tensors that are another's alias and have no rule of their own)."""
     named, orphans = instances(table.right, hub.made)
-    counts = {axis: size for axis, size in sizes.items() if isinstance(size, int)}
+    facts = ChainMap({axis: size for axis, size in sizes.items() if isinstance(size, int)}, dict(config))
     rules: dict[int, tuple[Found, set[str]]] = {}
     for group in named:
-        readers = [(spot, spot.reader({**config, **sizes})) for spot in group.spots]
+        readers = [
+            (spot, spot.reader({**config, **sizes}), table.rules[spot.rule].choice(spot.axes, facts))
+            for spot in group.spots
+        ]
         for numbers in group.values:
             name = group.form % numbers
-            for spot, read in readers:
+            for spot, read, holds in readers:
                 values = read(numbers)
-                if values is None:
-                    continue
-                rule = table.rules[spot.rule]
-                if rule.condition is None or rule.condition.value(
-                    ChainMap(dict(zip(spot.axes, values, strict=True)), counts, dict(config))
-                ):
+                if values is not None and holds(values):
+                    rule = table.rules[spot.rule]
                     found, names = rules.setdefault(spot.rule, (Found(rule, spot.axes, set(), name), set()))
                     found.rows.update(_in_order((values,), spot.axes, found.axes))
                     names.add(name)
@@ -540,19 +539,24 @@ def _mapped(pieces: Iterable[Piece], made: Mapping[str, Shape], shapes: Mapping[
     """The made tensors in the order of their first source."""
     parts: dict[str, list[Piece]] = {name: [] for name in made}
     first: dict[str, int] = {}
-    place = {name: number for number, name in enumerate(shapes)}
+    place, last = {name: number for number, name in enumerate(shapes)}, len(shapes)
     flat: dict[tuple[Shape, Shape, Shape], tuple[Shape, Shape, Shape]] = {}
-    for ext, src, dst, maps in pieces:
+    for piece in pieces:
+        ext, src, dst, maps = piece
         if dst.name == PAD:
             continue
         key = ext, src.strides, dst.strides
-        if key not in flat:
+        found = flat.get(key)
+        if found is None:
             few = Piece(ext, src, dst).merged()
-            flat[key] = few.ext, few.src.strides, few.dst.strides
-        ext, steps, strides = flat[key]
-        here = Piece(ext, Side(src.name, src.offset, steps), Side(dst.name, dst.offset, strides), maps)
-        parts[dst.name].append(here)
-        at = place.get(src.name, len(place))
-        first[dst.name] = min(first.get(dst.name, at), at)
-    order = sorted(parts, key=lambda name: first.get(name, len(place)))
+            found = flat[key] = few.ext, few.src.strides, few.dst.strides
+        if found != key:
+            ext, steps, strides = found
+            piece = Piece(ext, Side(src.name, src.offset, steps), Side(dst.name, dst.offset, strides), maps)
+        name = dst.name
+        parts[name].append(piece)
+        at = place.get(src.name, last)
+        if at < first.get(name, last):
+            first[name] = at
+    order = sorted(parts, key=lambda name: first.get(name, last))
     return tuple(Made(name, made[name], tuple(parts[name])) for name in order)

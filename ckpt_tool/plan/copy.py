@@ -165,23 +165,23 @@ def box_region(
 ) -> Region:
     """The region of a row-major array of `stored` shape (default: the box's) at byte `offset` that holds `box`; with
     `strides` (elements) of one that lies otherwise."""
-    if strides is None:
-        strides = contiguous_strides(stored if stored is not None else box.shape)
-    form = _form(tuple(shape), box.offset, box.shape, tuple(strides), size, tuple(order))
-    return Region(file, offset, *form, replica)
+    stored, strides = stored and tuple(stored), strides and tuple(strides)
+    return Region(file, offset, *_form(tuple(shape), box, stored, strides, size, tuple(order)), replica)
 
 
 @lru_cache(maxsize=4096)
 def _form(
     shape: tuple[int, ...],
-    start: tuple[int, ...],
-    extents: tuple[int, ...],
-    strides: tuple[int, ...],
+    box: Box,
+    stored: tuple[int, ...] | None,
+    strides: tuple[int, ...] | None,
     size: int,
     order: tuple[int, ...],
 ) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """(at, extents, strides, steps) of the region of a box that lies with `strides` (elements of `size` bytes). Layers
-    and experts repeat: thousands of regions have few forms."""
+    """(at, extents, strides, steps) of the region of `box_region`. Layers and experts repeat: thousands of regions have
+    few forms."""
+    start, extents = box
+    strides = contiguous_strides(extents if stored is None else stored) if strides is None else strides
     strides = tuple([stride * size for stride in strides])
     if order:
         shape, start, extents, strides = (in_order(values, order) for values in (shape, start, extents, strides))

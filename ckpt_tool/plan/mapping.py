@@ -111,7 +111,7 @@ def _parts(made: Made, shapes: Mapping[str, Shape]) -> list[Piece]:
             raise UsageError(
                 f"{made.name} wants {what}", code="E1280", key=made.name, hint="this build maps bits as they are"
             )
-    return [piece for piece in made.pieces if piece.numel or not prod(made.shape)]
+    return [piece for piece in made.pieces if 0 not in piece.ext or 0 in made.shape]
 
 
 def _states(
@@ -122,7 +122,12 @@ def _states(
     faults: list[tuple[TensorKey, str]],
 ) -> Iterator[tuple[TensorKey, Stored]]:
     """Each state of a made tensor that its sources have."""
-    sources = list(dict.fromkeys(piece.src.name for piece in pieces))
+    sources = list(dict.fromkeys([piece.src.name for piece in pieces]))
+    if len(sources) == 1 and all(row.tensor.shape == shapes[sources[0]] for row in by_name[sources[0]].values()):
+        for state, (source, tensor) in by_name[sources[0]].items():
+            key = TensorKey(made.name, state)
+            yield key, Stored(source, _made(key, made, pieces, {sources[0]: tensor}))
+        return
     for state in dict.fromkeys(state for name in sources for state in by_name[name]):
         key = TensorKey(made.name, state)
         rows = [by_name[name].get(state) for name in sources]
@@ -186,7 +191,7 @@ def _made(key: TensorKey, made: Made, pieces: Sequence[Piece], sources: Mapping[
     chunks = [
         chunk
         for piece in pieces
-        if piece.numel
+        if 0 not in piece.ext
         for stored in sources[piece.src.name].chunks
         for chunk in _mapped_chunks(piece, sources[piece.src.name].shape, stored, made.shape)
     ]
@@ -205,17 +210,21 @@ def _is_whole(piece: Piece, tensor: LogicalTensor) -> bool:
 
 def _mapped_chunks(piece: Piece, shape: Shape, chunk: Chunk, made: Shape) -> Iterator[Chunk]:
     """What of `piece` lies in a stored chunk of its source, as chunks of the tensor of shape `made`."""
-    bare = Piece(piece.ext, Side("", *piece.src[1:]), Side("", *piece.dst[1:]))
-    for box, within, offset, strides in _boxes(bare, shape, chunk.box, *chunk.region(), made):
+    ext, src, dst, _ = piece
+    for box, within, offset, strides in _boxes(ext, src[1:], dst[1:], shape, chunk.box, *chunk.region(), made):
         yield Chunk(box, chunk.array.view(offset, box.shape, strides), within, chunk.replica)
+
+
+_Place = tuple[int, Shape]  # a side of a piece without its tensor's name
 
 
 @lru_cache(maxsize=4096)
 def _boxes(
-    piece: Piece, shape: Shape, box: Box, start: int, strides: Shape, made: Shape
+    ext: Shape, src: _Place, dst: _Place, shape: Shape, box: Box, start: int, strides: Shape, made: Shape
 ) -> tuple[tuple[Box, Box, int, Shape], ...]:
     """(box of the tensor of shape `made`, the same at 0, where its element 0 lies behind the array's start, its strides
-    there) of what of `piece` lies in `box` of its source. Layers and experts repeat, so pieces come without names."""
+    there) of what of a piece lies in `box` of its source. Layers and experts repeat, so pieces come without names."""
+    piece = Piece(ext, Side("", *src), Side("", *dst))
     return tuple(
         (into, whole(into.shape), offset, steps)
         for part in piece.cut("src", shape, box)

@@ -51,9 +51,11 @@ FileNumber = Callable[[int, str], int]  # (source, path) -> number of the plan's
 
 def output_region(array: TargetArray, item: WantedTensor, file: int, order: Sequence[int] = ()) -> Region:
     """The region of an array of the target in its file number `file`; order: of the line's dims."""
-    if item.dtype.bits < 8 and array.strides not in (None, contiguous_strides(array.box.shape)):
-        refuse_strides(item.dtype, str(item.key))
-    line, box, size = byte_view(item.shape, array.box, item.dtype)
+    line, box, size = item.shape, array.box, item.dtype.bits // 8
+    if not size:
+        if array.strides not in (None, contiguous_strides(array.box.shape)):
+            refuse_strides(item.dtype, str(item.key))
+        line, box, size = byte_view(line, box, item.dtype)
     return box_region(line, box, size, file, array.offset, stored=array.shape, strides=array.strides, order=order)
 
 
@@ -64,12 +66,12 @@ def move_of(
     tensor = row.tensor
     if tensor.shape != item.shape:
         raise InternalError(f"{item.key}: stored {tensor.shape}, wanted {item.shape}")
-    chunks = [chunk for chunk in tensor.chunks if chunk.box.numel]
+    chunks = [chunk for chunk in tensor.chunks if 0 not in chunk.box.shape]
     order = () if digested else _order_of(chunks, places, tensor.dtype.bits)
     reads = tuple(
         source_region(chunk, tensor.shape, file_number(row.source, chunk.array.path), order) for chunk in chunks
     )
-    outputs = tuple(output_region(array, item, number, order) for number, array in places if array.box.numel)
+    outputs = tuple(output_region(array, item, number, order) for number, array in places if 0 not in array.box.shape)
     size = max(1, tensor.dtype.bits // 8)
     numel = tensor.nbytes // size if tensor.dtype.bits < 8 else tensor.numel
     size_out = max(1, item.dtype.bits // 8)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from math import lcm, prod
+from operator import le
 from typing import NamedTuple
 
 from ckpt_tool.core.box import Box, first_overlap
@@ -43,7 +44,7 @@ def build_moves(
     for number, file in enumerate(target.files):
         extents = _extents(file, wanted)
         for array in file.arrays:
-            if array.box.numel:
+            if 0 not in array.box.shape:
                 placed[array.tensor].append((number, array))
         _check_disjoint(file, extents, wanted)
         arrays.append(tuple(extents))
@@ -105,10 +106,16 @@ def _check_paths(target: Target, wanted: Wanted) -> None:
 
 def _extents(file: TargetFile, wanted: Wanted) -> list[Extent]:
     """The file's arrays, from the first to the last byte of each."""
-    return [
-        Extent(array.offset, _reach(array, wanted.tensors[array.tensor]), array.tensor if array.box.numel else -1)
-        for array in file.arrays
-    ]
+    every, out = wanted.tensors, list[Extent]()
+    known: dict[tuple[object, ...], int] = {}  # layers and experts repeat
+    for array in file.arrays:
+        item, box = every[array.tensor], array.box
+        kind = item.dtype.bits, box.shape, array.shape, array.strides
+        reach = known.get(kind)
+        if reach is None:
+            reach = known[kind] = _reach(array, item)
+        out.append(Extent(array.offset, reach, -1 if 0 in box.shape else array.tensor))
+    return out
 
 
 def _reach(array: TargetArray, item: WantedTensor) -> int:
@@ -122,6 +129,10 @@ def _reach(array: TargetArray, item: WantedTensor) -> int:
 def _check_disjoint(file: TargetFile, extents: Sequence[Extent], wanted: Wanted) -> None:
     """No two arrays or literals of an output file overlap, none leaves the file. Arrays with gaps may lie in each
     other's gaps: columns of one matrix."""
+    plain = sorted([(at, at + n) for at, n, _ in extents if n] + [(at, at + len(data)) for at, data in file.literals])
+    starts, stops = zip(*plain, strict=True) if plain else ((), ())
+    if all(map(le, stops, (*starts[1:], file.size))):  # most often: one behind the other
+        return
     spans = [
         Span(at, at + n, _comb(array, wanted.tensors[array.tensor]))
         for (at, n, _), array in zip(extents, file.arrays, strict=True)

@@ -61,8 +61,7 @@ class _File:
     def append(self, size: int, literals: Iterable[tuple[int, bytes]]) -> int:
         """The byte where an item of `size` bytes begins that now lies at the end."""
         base = -(-self.size // ALIGNMENT) * ALIGNMENT
-        for at, data in literals:
-            self.literals.append((base + at, data))
+        self.literals += [(base + at, data) for at, data in literals]
         self.size = base + size
         return base
 
@@ -79,22 +78,30 @@ class ItemFiles:
     def tensor(self, fqn: str, path: Path, shape: tuple[int, ...], boxes: Iterable[Placed], folder: str = "") -> None:
         """A stored tensor of `shape` and its boxes, at least one: an item a box, in its rank's file. Raises UsageError
         E0242."""
-        placed, pieces = list(boxes), []
+        placed, pieces = list(boxes), list[Piece]()
         dtype = torch_dtype(self.tensors[placed[0].tensor])
-        for one in placed:
-            plan = self._zips.get((dtype, one.shape))
+        zips, files = dict[tuple[int, ...], ZipPlan](), dict[int, _File]()  # of this dtype and folder
+        for offset, extents, number, box, rank in placed:
+            plan = zips.get(extents)
             if plan is None:
-                ref = stored("0", one.shape, dtype)
-                plan = self._zips[dtype, one.shape] = plan_zip(ROOT, dumps(ref), [("0", ref.storage.nbytes)])
-            file = self._file(folder, one.rank)
+                plan = zips[extents] = self._zip(dtype, extents)
+            file = files.get(rank)
+            if file is None:
+                file = files[rank] = self._file(folder, rank)
             base = file.append(plan.size, plan.literals)
-            if 0 not in one.shape:
-                number = len(file.arrays)
-                for hole in plan.crcs[0]:
-                    file.patches.append(Patch(base + hole, "crc32", number))
-                file.arrays.append(TargetArray(one.tensor, one.box, base + plan.offsets[0]))
-            pieces.append(Piece(one.offset, one.shape, file.path, base, plan.size))
+            if 0 not in extents:
+                of = len(file.arrays)
+                file.patches += [Patch(base + hole, "crc32", of) for hole in plan.crcs[0]]
+                file.arrays.append(TargetArray(number, box, base + plan.offsets[0]))
+            pieces.append(Piece(offset, extents, file.path, base, plan.size))
         self.entries[fqn] = TensorEntry(fqn, path, dtype, shape, pieces)
+
+    def _zip(self, dtype: DType, shape: tuple[int, ...]) -> ZipPlan:
+        plan = self._zips.get((dtype, shape))
+        if plan is None:
+            ref = stored("0", shape, dtype)
+            plan = self._zips[dtype, shape] = plan_zip(ROOT, dumps(ref), [("0", ref.storage.nbytes)])
+        return plan
 
     def object(self, fqn: str, path: Path, made: TargetFile, folder: str = "") -> None:
         """A torch file as an item of rank 0's file."""

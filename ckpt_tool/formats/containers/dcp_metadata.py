@@ -436,10 +436,11 @@ class _Memo:
         out += self.text("size") + self.size(entry.shape) + self.text("chunks") + b"]("
         for piece in entry.pieces[:1]:
             out += self._chunk() + self.size(piece.offset) + self.text("sizes") + self.size(piece.shape) + _BUILD
-        size, front, sizes = self.size, self._chunk(), self.text("sizes")  # in the memo by now
-        for piece in entry.pieces[1:]:
-            out += front + size(piece.offset) + sizes + size(piece.shape) + _BUILD
-        return bytes(out + b"e" + _BUILD)
+        size, known, front, sizes = self.size, self._sizes.get, self._chunk(), self.text("sizes")  # in the memo by now
+        rows: list[bytes] = []
+        for offset, shape, _, _, _ in entry.pieces[1:]:
+            rows += (front, known(offset) or size(offset), sizes, known(shape) or size(shape), _BUILD)
+        return bytes(out) + b"".join(rows) + b"e" + _BUILD
 
     def _chunk(self) -> bytes:
         return self.name(_META, "ChunkStorageMetadata") + _NEW + _EMPTY + self.text("offsets")
@@ -447,12 +448,12 @@ class _Memo:
     def items(self, entry: TensorEntry, folder: str) -> bytes:
         """The rows of storage_data of a tensor's pieces."""
         rows = [self.item(entry.fqn, 0, piece.offset, piece, folder) for piece in entry.pieces[:1]]
-        size, text, front = self.size, self.text, self._index(entry.fqn)  # in the memo by now
-        offset, info, length = text("offset"), self._info(), text("length")
-        for number, piece in enumerate(entry.pieces[1:], 1):
-            path = text(piece.file[len(folder) :])
-            rows += (front, _integer(number), offset, size(piece.offset), info, path)
-            rows += (offset, _integer(piece.at), length, _integer(piece.length), _BUILD)
+        size, known, text, front = self.size, self._sizes.get, self._fetched.get, self._index(entry.fqn)
+        offset, info, length, cut = self.text("offset"), self._info(), self.text("length"), len(folder)
+        for number, (start, _, file, at, nbytes) in enumerate(entry.pieces[1:], 1):
+            path = file[cut:]
+            rows += (front, _integer(number), offset, known(start) or size(start), info, text(path) or self.text(path))
+            rows += (offset, _integer(at), length, _integer(nbytes), _BUILD)
         return b"".join(rows)
 
     def _index(self, fqn: str) -> bytes:
@@ -493,7 +494,7 @@ class _Memo:
         code = self._sizes.get(size)
         if code is None:
             known = self._fetched.get(("torch", "Size"))
-            body = b"".join(map(_integer, size))
+            body = b"".join([_integer(n) for n in size])
             numbers = body + (b")", b"\x85", b"\x86", b"\x87")[len(size)] if len(size) < 4 else b"(" + body + b"t"
             code = (known or self.name("torch", "Size")) + numbers + b"\x85R"
             if known is not None:
@@ -501,12 +502,16 @@ class _Memo:
         return code
 
 
+_SMALL = [b"K%c" % value for value in range(256)]
+_U16, _I32 = struct.Struct("<H").pack, struct.Struct("<i").pack
+
+
 def _integer(value: int) -> bytes:
     if 0 <= value < 256:
-        return b"K%c" % value
+        return _SMALL[value]
     if 0 <= value < 65536:
-        return b"M" + struct.pack("<H", value)
+        return b"M" + _U16(value)
     if value < 1 << 31:
-        return b"J" + struct.pack("<i", value)
+        return b"J" + _I32(value)
     raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     return b"\x8a%c" % len(raw) + raw
