@@ -32,7 +32,7 @@ from ckpt_tool.algebra.term import Name, Term
 from ckpt_tool.errors import UsageError
 
 # a whole part between dots, as `%d` would print it, or the number of a shard (`embedding.shard_3.weight`)
-_NUMBER = re.compile(r"(?:(?<![^.])|(?<=\.shard_))(?:0|[1-9][0-9]{0,17})(?![^.])")
+_NUMBER = re.compile(r"(?:(?<![^.])|(?<=\.shard_))(0|[1-9][0-9]{0,17})(?![^.])")
 _EACH = re.compile(r"\[([^\[\]]*\|[^\[\]]*)\]")
 _LAYER = re.compile(r"layers\.[^.]*\.")
 _ROOT = re.compile(r"(?<![\w.])(?:model|transformer)\.")
@@ -272,10 +272,10 @@ def _parsed(text: str) -> Table:
 @lru_cache(maxsize=1 << 15)  # a conversion looks at each name of a model several times
 def form_of(name: str) -> tuple[str, tuple[int, ...]]:
     """`model.layers.3.w1` -> (`model.layers.%d.w1`, (3,))."""
-    numbers = _NUMBER.findall(name)
-    if not numbers:
+    parts = _NUMBER.split(name.replace("%", "%%") if "%" in name else name)
+    if len(parts) == 1:
         return name, ()
-    return _NUMBER.sub("%d", name.replace("%", "%%") if "%" in name else name), tuple(map(int, numbers))
+    return "%d".join(parts[::2]), tuple(map(int, parts[1::2]))
 
 
 def one_of_each(names: Iterable[str]) -> list[str]:
