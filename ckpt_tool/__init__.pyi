@@ -231,3 +231,16 @@ def verify(
     family: str | PathLike[str] | None = ...,
     config: str | PathLike[str] | None = ...,
 ) -> Document: ...
+def latest(
+    run: StrPath,
+    *,
+    progress: Progress = ...,
+    from_format: str | None = ...,
+    follow_symlinks: bool = ...,
+    lenient: bool = ...,
+    require_checksums: bool = ...,
+    prefer: str | PathLike[str] | None = ...,
+    replica_policy: str | None = ...,
+    family: str | PathLike[str] | None = ...,
+    config: str | PathLike[str] | None = ...,
+) -> Document: ...

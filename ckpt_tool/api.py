@@ -95,6 +95,15 @@ def verify(path: StrPath, *, progress: Progress = SILENT, **options: Any) -> Doc
     return command(fspath(path), reading, wanted, progress=progress)
 
 
+@_documented
+def latest(run: StrPath, *, progress: Progress = SILENT, **options: Any) -> Document:
+    """The newest sound step of a run: `ckpt latest RUN`; `path` in the result, None where no step is sound."""
+    from ckpt_tool.commands.latest import latest as command
+
+    (reading,) = _taken("latest", options)
+    return command(fspath(run), reading, progress=progress)
+
+
 def _taken(verb: str, options: dict[str, Any]) -> list[Any]:
     """A value of each of the verb's groups. Raises UsageError."""
     return taken(options, *VERBS[verb].takes())

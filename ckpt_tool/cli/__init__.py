@@ -103,6 +103,8 @@ def _run(job: Job) -> int:
         from pydoc import pager  # the standard library's: PAGER, less, or a plain print
 
         pager(_as_text(job, document, show, shown=False))
+    elif job.line is not None:
+        _result([f"{line}\n"] if (line := job.line(document)) else [])
     elif not (show.quiet and job.writes):
         _result([_as_text(job, document, show, shown=once.done)])
     if show.report:

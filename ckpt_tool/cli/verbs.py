@@ -33,7 +33,7 @@ class Job(NamedTuple):
     run: reads and writes, returns the document. page: the document for people, uncut with True. sound: is there nothing
     to find fault with (exit 1 otherwise)? writes: makes an output (silent under -q). plans: shows its plan before it
     writes. sources, outputs: what it reads and makes, where no report may be put. pages: long text, which a terminal
-    shows through a pager.
+    shows through a pager. line: in place of the page, the one line that scripts read, "" for none.
     """
 
     verb: str
@@ -46,6 +46,7 @@ class Job(NamedTuple):
     sources: tuple[str, ...] = ()
     outputs: tuple[str | None, ...] = ()
     pages: bool = False
+    line: Callable[[Document], str] | None = None
 
 
 class Argument(NamedTuple):
@@ -311,6 +312,40 @@ def verify(show: Show, src: str, wanted: Verification, reading: Reading) -> Job:
         return verification(document, everything=uncut)
 
     return Job("verify", show, run, page, sound=lambda document: bool(document["ok"]), sources=(src,))
+
+
+def _reading() -> tuple[type, ...]:
+    from ckpt_tool.options.reading import Reading
+
+    return (Reading,)
+
+
+RUN = Argument("RUN", "The folder, or the URL, in which a training run keeps its steps.")
+
+
+@verb(
+    "the newest sound step of a run",
+    RUN,
+    takes=_reading,
+    examples=("ckpt latest runs/7", "ckpt latest s3://bucket/runs/7 --json"),
+)
+def latest(show: Show, run: str, reading: Reading) -> Job:
+    """The newest step of a run that is whole, by names and headers: its path on stdout. Exit 1 when there is none."""
+
+    def command(progress: Progress) -> Document:
+        from ckpt_tool.commands.latest import latest as command
+
+        return command(run, reading, progress=progress)
+
+    return Job(
+        "latest",
+        show,
+        command,
+        _listing("ckpt latest"),
+        sound=lambda document: document["path"] is not None,
+        sources=(run,),
+        line=lambda document: document["path"] or "",
+    )
 
 
 def _applying() -> tuple[type, ...]:

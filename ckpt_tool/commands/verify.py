@@ -11,52 +11,36 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.conversion.on_device import MEMORY, device_of, threads_of
-from ckpt_tool.core.catalog import Catalog, faults_of
+from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import MASTER, TensorKey
 from ckpt_tool.errors import REPLICAS_DIFFER, CkptError
 from ckpt_tool.formats.base import Hashing
-from ckpt_tool.formats.soundness import unsound
-from ckpt_tool.formats.steps import other_steps
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Verification
 from ckpt_tool.sources.opening import Opened, open_source
+from ckpt_tool.sources.sound import UNSOUND, finding, findings_of, row
 from ckpt_tool.storage.records import DAMAGED
-from ckpt_tool.storage.safetensors_file import read_header, refuse_twin
 
 if TYPE_CHECKING:
     from ckpt_tool.device.library import Device
 
-# Notes of readers that make a checkpoint unsound; the others (files that are ignored, shapes that can't be known)
-# inform.
-UNSOUND = frozenset({"W-total-size", "W-header", "W-bool", "W-extra-tensors", "W-rank-file-missing"})
 FULL = Verification()
 
 
 def verify(src: str, reading: Reading, wanted: Verification = FULL, *, progress: Progress) -> dict[str, Any]:
     """Findings and layout-free digests. What keeps the checkpoint from being opened at all is raised, not listed."""
     on = device_of(wanted.device) if wanted.mode == "full" else None
-    opened = open_source(src, reading).refuse_unsafe()
-    catalog, findings = opened.catalog, list[dict[str, Any]]()
-    _refuse_twins(opened)
-
+    opened = open_source(src, reading)
+    catalog, (findings, broken) = opened.catalog, findings_of(opened)
     records = list[CkptError]()
 
     def note(fault: CkptError) -> None:
         if fault.code == DAMAGED:
             records.append(fault)
         else:
-            findings.append(_finding(fault))
+            findings.append(finding(fault))
 
-    broken = set()
-    for fault in faults_of(catalog.tensors.values(), catalog.indexes):
-        note(fault)
-        broken.add(fault.key)
-    for fault in (*unsound(catalog, opened.format.holds), *other_steps(opened.tree, catalog)):
-        note(fault)
-    for line in catalog.notes:
-        if line.code in UNSOUND:
-            findings.append(_row(line.code, line.message, line.key, file=line.path))
     digests = dict(catalog.digests)
     nonfinite: dict[str, int] = {}
     uncovered: list[dict[str, Any]] | None = None
@@ -73,11 +57,11 @@ def verify(src: str, reading: Reading, wanted: Verification = FULL, *, progress:
         for key, want in catalog.digests.items():
             if digests.get(key, want) != want:
                 why = f"the values have digest {digests[key]}, recorded was {want}"
-                findings.append(_row("E0352", why, str(key)))
+                findings.append(row("E0352", why, str(key)))
         progress.finish()
         _say_how_far(findings, opened)
         findings += _boolean_findings(nonfinite)
-        findings += _drift_findings(catalog, opened, {finding["tensor"] for finding in findings}, on)
+        findings += _drift_findings(catalog, opened, {each["tensor"] for each in findings}, on)
     return {
         "schema_version": 1,
         "ok": not findings,
@@ -115,14 +99,6 @@ def _read(
 
     digests = digests_of(catalog, tree, keys=keys, advance=progress.advance, on_fault=note)
     return digests, count_nonfinite(catalog, tree, keys)
-
-
-def _row(code: str, message: str, tensor: str | None, *, file: str | None = None, **more: Any) -> dict[str, Any]:
-    return {"code": code, "message": message, "file": file, "tensor": tensor, **more}
-
-
-def _finding(fault: CkptError) -> dict[str, Any]:
-    return _row(fault.code, fault.message, fault.key, file=fault.path, offset=fault.offset, place=fault.place)
 
 
 def _files(
@@ -166,20 +142,12 @@ def _files(
         for path, nbytes in left.items()
         if nbytes > 0
     ]
-    return [_finding(fault) for fault in faults], rows
-
-
-def _refuse_twins(opened: Opened) -> None:
-    """Raise UnsafeInput (E0415) for a safetensors file that another tool would open as a zip of its own."""
-    if opened.format.holds.safetensors:
-        for path in opened.catalog.files:
-            if not path.endswith(".json"):
-                refuse_twin(opened.tree, read_header(opened.tree, path, lenient=True))
+    return [finding(fault) for fault in faults], rows
 
 
 def _say_how_far(findings: list[dict[str, Any]], opened: Opened) -> None:
     """Tell in the findings on replicas how far these are apart; the scan ends a tensor at the first difference."""
-    drifted = {finding["tensor"]: finding for finding in findings if finding["code"] == REPLICAS_DIFFER}
+    drifted = {each["tensor"]: each for each in findings if each["code"] == REPLICAS_DIFFER}
     if drifted:
         from ckpt_tool.run import replicas
 
@@ -190,7 +158,7 @@ def _say_how_far(findings: list[dict[str, Any]], opened: Opened) -> None:
 
 def _boolean_findings(counts: dict[str, int]) -> list[dict[str, Any]]:
     return [
-        _row("W-bool", f"{count} BOOL bytes are neither 0 nor 1", key[5:])
+        row("W-bool", f"{count} BOOL bytes are neither 0 nor 1", key[5:])
         for key, count in counts.items()
         if key.startswith("bool:")
     ]
@@ -210,7 +178,7 @@ def _drift_findings(catalog: Catalog, opened: Opened, skip: set[Any], on: Device
 
         found = drifts(catalog, opened.tree, skip=known)
     return [
-        _row(
+        row(
             "W-master",
             f"{drift.elements} elements are not what the fp32 master weights round to, the first at "
             f"{list(drift.first)}: a job that resumes takes the master's",

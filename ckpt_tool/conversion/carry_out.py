@@ -29,7 +29,8 @@ from ckpt_tool.formats import registry
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
-from ckpt_tool.sources.opening import resolve, steps_in
+from ckpt_tool.sources.opening import resolve
+from ckpt_tool.sources.steps import steps_in
 from ckpt_tool.storage.destination import Place, RemotePlace, refuse_link
 from ckpt_tool.storage.opening import open_store, open_tree, scheme_of
 from ckpt_tool.storage.source import Tree

@@ -21,7 +21,6 @@ effect, is an error here.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -29,8 +28,8 @@ from typing import Any, NamedTuple
 from ckpt_tool.errors import UsageError, near_misses
 from ckpt_tool.merging.methods import METHODS, Method, Parameter
 from ckpt_tool.merging.options import EMA, MergeOptions
+from ckpt_tool.sources.steps import step_of
 
-_STEP = re.compile(r"(?:iter_|global_step|checkpoint-|step-|step_|epoch_)(\d+)$")
 _NEAR_MISSES = 6  # hints by likeness: each costs a look at all names
 LARGEST = 3.4028234663852886e38  # of fp32
 Value = float | bool
@@ -365,7 +364,8 @@ def last_of(folder: str, names: Sequence[str], count: int) -> list[str]:
 
     Raises UsageError E1450 where there are fewer, or of two kinds.
     """
-    found = sorted((int(match[1]), name) for name in names if (match := _STEP.match(name)))
+    steps = (step for step in map(step_of, names) if step is not None and step.name[-1].isdigit())
+    found = sorted((step.order, step.name) for step in steps)
     kinds = {name.rstrip("0123456789") for _, name in found}
     if len(found) < count or len(kinds) > 1:
         what = (

@@ -12,12 +12,10 @@ Of a Hugging Face cache folder (`models--ORG--NAME`) one of the snapshots is tak
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.collector import gc_paused
 from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput
@@ -27,13 +25,12 @@ from ckpt_tool.formats.copies import look_for_copies
 from ckpt_tool.formats.peft.lone import is_adapter, note_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.config import read_config
+from ckpt_tool.sources.steps import POINTERS, pointed, steps_in
 from ckpt_tool.storage.source import Tree, safe_relative
 
-POINTERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
 FOLLOW = "--follow-symlinks follows links that leave it, where you trust them"
 LINKS = 20  # that are named one by one
 NAME_LIMIT = 4096  # characters; those of real checkpoints have some hundred
-_STEP = re.compile(r"(iter_|global_step_?|checkpoint-|step-|step_|epoch_)(\d+)(_universal)?$")
 
 
 class Opened(NamedTuple):
@@ -193,7 +190,7 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
                 path=tree.display(pointer),
                 hint="it should hold one folder name",
             )
-        name = _named(tree, text)
+        name = pointed(text, lambda name: any(path.startswith(f"{name}/") for path in tree.listing()))
         safe_relative(name, named_in=tree.display(pointer))
         other = " (latest_universal: another, --from deepspeed-universal)" if _two(tree, pointer) else ""
         if not any(path == name or path.startswith(f"{name}/") for path in tree.listing()):
@@ -228,15 +225,6 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
     )
 
 
-def _named(tree: Tree, text: str) -> str:
-    """The folder that a pointer file means: a number is Megatron's or veRL's step."""
-    if not numeral(text):
-        return text
-    names = (f"iter_{int(text):07d}", f"global_step_{int(text)}")
-    there = (name for name in names if any(path.startswith(f"{name}/") for path in tree.listing()))
-    return next(there, names[0])
-
-
 def _lies_here(claim: registry.Claim) -> bool:
     """Is it a claim on files of the folder itself, by more than what their container is?"""
     evidence = claim.evidence
@@ -253,11 +241,6 @@ def _here_and_there(tree: Tree, below: Tree, here: list[registry.Claim], there: 
         path=tree.display(),
         hint=f"--from {here[0].name} takes the one here; for the other pass {below.shown}",
     )
-
-
-def steps_in(tree: Tree) -> list[str]:
-    """The folders directly in the tree that are called as steps of a training run are."""
-    return sorted({path.split("/")[0] for path in tree.listing() if "/" in path and _STEP.match(path.split("/")[0])})
 
 
 def _steps(tree: Tree) -> str:

@@ -1,0 +1,60 @@
+"""`ckpt latest`: the newest sound step of a run, and which newer ones were passed over, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt_tool.core.progress import Progress
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.sources.judging import Judge, Judged
+from ckpt_tool.sources.steps import Run, run_at
+
+
+def latest(src: str, reading: Reading, *, progress: Progress) -> dict[str, Any]:
+    """`path` is None where no step is sound. Notes say what was passed over. Raises StorageError, UsageError."""
+    run = run_at(src, follow_symlinks=reading.follow_symlinks)
+    judge = Judge(run, reading)
+    passed = list[Judged]()
+    newest = None
+    for step in reversed(run.steps):
+        found = judge.of(step)
+        if found.sound:
+            newest = step
+            break
+        passed.append(found)
+        progress.note(f"passed over {step.name}: {found.why}")
+    notes = pointer_notes(run, judge)
+    for note in notes:
+        progress.note(note)
+    if newest is None:
+        what = f"none of {len(run.steps)} steps is sound" if run.steps else "no entry of it is called as a step is"
+        progress.note(f"{src} has no sound step: {what}")
+    return {
+        "schema_version": 1,
+        "run": src,
+        "path": newest and run.of(newest),
+        "step": newest and newest.number,
+        "passed_over": [
+            {"path": run.of(each.step), "step": each.step.number, "why": each.why, "codes": list(each.codes)}
+            for each in passed
+        ],
+        "pointers": [{"file": pointer.file, "names": pointer.name} for pointer in run.pointers],
+        "notes": notes,
+    }
+
+
+def pointer_notes(run: Run, judge: Judge) -> list[str]:
+    """What is wrong with the pointer files of a run: they name what is not there, what is not sound, or no new step."""
+    notes = []
+    steps = {step.name: step for step in run.steps}
+    newest = next((step for step in reversed(run.steps) if judge.of(step).sound), None)
+    for file, name in run.pointers:
+        step = steps.get(name)
+        found = judge.of(step) if step else None
+        if found is None:
+            notes.append(f"{file} names {name}, which is not there")
+        elif not found.sound:
+            notes.append(f"{file} names {name}, which is not sound")
+        elif step and newest and step.number != newest.number:
+            notes.append(f"{file} names {name}, and {newest.name} is newer")
+    return notes

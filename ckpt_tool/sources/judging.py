@@ -1,0 +1,147 @@
+"""Which steps of a run are sound, by the code that opens and checks checkpoints (`sources.sound`): headers, extents,
+cover, indexes, files that were not written to their end.
+
+A step may hold several checkpoints: a Trainer's the model and DeepSpeed's folder, veRL's one for the actor and one for
+the critic. Each has to be sound. And what most other steps have of a training state, this one may have not: it was
+killed before that was written (transformers 5.23 `trainer.py` writes trainer_state.json last, RLinf data.pt, others a
+marker).
+
+Cost: the headers of the steps that are asked for, and the names in all. What it does not do: read values.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ckpt_tool.errors import CkptError, InputError, StorageError, UnsafeInput
+from ckpt_tool.formats import registry
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.sources.sound import cut_short, finding, findings_at
+from ckpt_tool.sources.steps import POINTERS, UNFINISHED, Run, Step, entries_of, pointed, pointer_text
+from ckpt_tool.storage.opening import open_tree
+from ckpt_tool.storage.source import Tree
+
+_COMPONENT = re.compile("actor|critic|reward|ref")  # of a step of veRL, and of those that came of it
+_STATE = re.compile(
+    r"(optim|scheduler|lr_sched|rng_state|random_states|scaler|sampler|trainer_state|training_state|train_state"
+    r"|recipe_state|extra_state|dataloader|data\.pt|(pytorch_|adapter_)?model[.-]).*|.*(complete|success).*"
+    r"|actor|critic|reward",
+    re.IGNORECASE,
+)
+_DEPTH = 2  # folders of a step in which its checkpoints are looked for: veRL's `actor/dist_ckpt`
+
+
+class Judged(NamedTuple):
+    """A step, and what was found. sound: None where it is no checkpoint, or could not be judged. codes: of the
+    findings."""
+
+    step: Step
+    sound: bool | None
+    why: str = ""
+    codes: tuple[str, ...] = ()
+    checkpoint: bool = True
+
+
+class Judge:
+    """Judges the steps of one run, each once."""
+
+    def __init__(self, run: Run, reading: Reading) -> None:
+        self.run, self._reading = run, reading
+        self._judged: dict[str, Judged] = {}
+
+    def of(self, step: Step) -> Judged:
+        """What a step is: sound, broken, no checkpoint at all, or not to be judged (code in it, a disk that fails)."""
+        if step.name not in self._judged:
+            self._judged[step.name] = self._look(step)
+        return self._judged[step.name]
+
+    @cached_property
+    def _kinds(self) -> Mapping[str, Mapping[str, str]]:
+        return {step.name: _kinds(self.run.of(step)) for step in self.run.steps}
+
+    def _look(self, step: Step) -> Judged:
+        path = self.run.of(step)
+        if {f"{name}{UNFINISHED}" for name in (step.name, os.path.splitext(step.name)[0])} & {*self.run.others}:
+            return Judged(step, False, f"a marker {UNFINISHED} lies beside it: it was not written to its end")
+        try:
+            parts = _parts(path, self._reading)
+            if not parts:
+                return Judged(step, None, "it is no checkpoint", checkpoint=False)
+            found, taken = list[Mapping[str, Any]](), set[str]()
+            for at, fmt in parts:
+                faults, files = findings_at(at, self._reading, fmt)
+                found += faults
+                taken |= files
+            found += map(finding, cut_short(open_tree(path, follow_symlinks=self._reading.follow_symlinks), taken))
+        except (InputError, UnsafeInput, StorageError) as e:
+            sound = False if isinstance(e, InputError) else None
+            place = f" ({e.where()})" if e.where() not in ("", path) else ""
+            return Judged(step, sound, f"{e.message}{place}", (e.code,))
+        if found:
+            first, more = found[0], f"; {len(found) - 1} more" if len(found) > 1 else ""
+            file = str(first["file"] or "").rpartition("/")[2]
+            place = f" ({file})" if file and file not in first["message"] and file != step.name else ""
+            return Judged(step, False, f"{first['message']}{place}{more}", tuple({f["code"]: None for f in found}))
+        gone = self._lacking(step)
+        return Judged(step, False, f"most other steps have {gone}, it has not") if gone else Judged(step, True)
+
+    def _lacking(self, step: Step) -> str:
+        """A part of a training state that most of the older steps, and of the newer ones that are sound, have, and this
+        one has not; "" for none."""
+        sound = {name for name, each in self._judged.items() if each.sound}
+        older = [each.name for each in self.run.steps[: self.run.steps.index(step)]]
+        others = [kinds for name, kinds in self._kinds.items() if name in {*older, *sound} - {step.name}]
+        have = Counter(kind for kinds in others for kind in kinds)
+        own, most = self._kinds[step.name], [kind for kind, number in have.items() if 2 * number > len(others)]
+        return min((kinds[kind] for kinds in others for kind in most if kind in kinds and kind not in own), default="")
+
+
+def is_checkpoint(path: str, reading: Reading) -> bool:
+    """Is there a checkpoint at `path`, whole or not, by names and the first bytes of files?"""
+    try:
+        return bool(_parts(path, reading))
+    except CkptError:
+        return False
+
+
+def _parts(path: str, reading: Reading, depth: int = 0) -> list[tuple[str, str | None]]:
+    """The checkpoints of a step: (path, format, None where that is for detection)."""
+    tree = open_tree(path, follow_symlinks=reading.follow_symlinks)
+    if reading.from_format:
+        return [(path, reading.from_format)]
+    entries = entries_of(tree) if tree.single is None else {}
+    folders = [name for name, folder in entries.items() if folder]
+    components = sorted(filter(_COMPONENT.fullmatch, folders))
+    if components:  # beside them lies what is no checkpoint of its own, such as a data loader's state
+        return [part for name in components for part in _parts(f"{path.rstrip('/')}/{name}", reading, depth + 1)]
+    here = registry.settle(registry.claims(tree))
+    if tree.single is not None or here and not _inside(tree):
+        return [(path, claim.name if len(here) > 1 else None) for claim in here]
+    inside = [f"{path.rstrip('/')}/{name}" for name in _inside(tree)]
+    if inside:
+        own = [claim for claim in here if any("/" not in file for file in claim.evidence.files)]
+        return [*((path, claim.name) for claim in own), *((below, None) for below in inside)]
+    if depth == _DEPTH:
+        return []
+    return [part for name in sorted(folders) for part in _parts(f"{path.rstrip('/')}/{name}", reading, depth + 1)]
+
+
+def _inside(tree: Tree) -> list[str]:
+    """The step that a pointer file inside a step names: DeepSpeed's, in a Trainer's folder."""
+    entries = entries_of(tree) if tree.single is None else {}
+    texts = (pointer_text(tree, file) for file in POINTERS if entries.get(file) is False)
+    return list(dict.fromkeys(pointed(text, entries.__contains__) for text in texts if text))
+
+
+def _kinds(path: str) -> Mapping[str, str]:
+    """Parts of a training state directly in a step: their names without numbers -> one of them."""
+    try:
+        names: Iterable[str] = entries_of(open_tree(path))
+    except CkptError:
+        return {}
+    return {re.sub(r"\d+", "#", name): name for name in names if _STATE.fullmatch(name)}

@@ -1,0 +1,114 @@
+"""What is wrong with a checkpoint, as findings: rows of a report that another command would raise as errors.
+
+`findings_of` asks what headers show of an open checkpoint (`ckpt verify` in both modes, `ckpt latest`, `ckpt prune`);
+`findings_at` opens it too; `cut_short` looks whether files beside it that no reader takes (a Trainer's optimizer.pt)
+were written to their end. Cost: headers, directories of zips, and pickles that are no zips.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Set
+from dataclasses import replace
+from typing import Any
+
+from ckpt_tool.core.catalog import faults_of
+from ckpt_tool.errors import CkptError, CorruptFile, InputError
+from ckpt_tool.formats.base import WEIGHT_SUFFIXES
+from ckpt_tool.formats.soundness import unsound
+from ckpt_tool.formats.steps import other_steps
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.sources.opening import Opened, open_source
+from ckpt_tool.storage.safetensors_file import looks_like_header, read_header, refuse_twin
+from ckpt_tool.storage.source import Tree
+
+# Notes of readers that make a checkpoint unsound; the others (files that are ignored, shapes that can't be known)
+# inform.
+UNSOUND = frozenset({"W-total-size", "W-header", "W-bool", "W-extra-tensors", "W-rank-file-missing"})
+JSON_LIMIT = 64 << 20  # bytes: a trainer_state.json of a long run has some megabytes
+_PICKLES = (".pkl", ".pickle")
+CUT_SHORT = "E1671"
+
+
+def row(code: str, message: str, tensor: str | None, *, file: str | None = None, **more: Any) -> dict[str, Any]:
+    """A finding."""
+    return {"code": code, "message": message, "file": file, "tensor": tensor, **more}
+
+
+def finding(fault: CkptError) -> dict[str, Any]:
+    """An error as a finding."""
+    return row(fault.code, fault.message, fault.key, file=fault.path, offset=fault.offset, place=fault.place)
+
+
+def findings_of(opened: Opened) -> tuple[list[dict[str, Any]], Set[str | None]]:
+    """(what headers show to be wrong, the tensors that are not whole). Raises UnsafeInput (E0420, E0415)."""
+    catalog = opened.refuse_unsafe().catalog
+    _refuse_twins(opened)
+    torn = list(faults_of(catalog.tensors.values(), catalog.indexes))
+    faults = [*torn, *unsound(catalog, opened.format.holds), *other_steps(opened.tree, catalog)]
+    notes = [row(note.code, note.message, note.key, file=note.path) for note in catalog.notes if note.code in UNSOUND]
+    return [*map(finding, faults), *notes], {fault.key for fault in torn}
+
+
+def findings_at(path: str, reading: Reading, from_format: str | None = None) -> tuple[list[dict[str, Any]], set[str]]:
+    """(what names and headers show to be wrong with the checkpoint at `path`, its files as messages show them). Raises
+    what keeps it from being judged: UnsafeInput, StorageError."""
+    try:
+        opened = open_source(path, replace(reading, from_format=from_format or reading.from_format))
+        return findings_of(opened)[0], {opened.tree.display(file) for file in opened.catalog.files}
+    except InputError as e:
+        return [finding(e)], set()
+
+
+def _refuse_twins(opened: Opened) -> None:
+    """Raise UnsafeInput (E0415) for a safetensors file that another tool would open as a zip of its own."""
+    if opened.format.holds.safetensors:
+        for path in opened.catalog.files:
+            if not path.endswith(".json"):
+                refuse_twin(opened.tree, read_header(opened.tree, path, lenient=True))
+
+
+def cut_short(tree: Tree, taken: Set[str]) -> Iterator[CkptError]:
+    """CorruptFile E1671 for each file that no reader has taken and that was not written to its end. taken: files, as
+    messages show them."""
+    for path, size in tree.listing().items() if tree.single is None else ():
+        kind = next((kind for kind in (*WEIGHT_SUFFIXES, *_PICKLES, ".json") if path.endswith(kind)), None)
+        if kind is None or size < 0 or tree.display(path) in taken:
+            continue
+        try:
+            why = "the file is empty" if not size else _why_cut(tree, path, size)
+        except InputError as e:
+            why = e.message
+        if why:
+            yield CorruptFile(
+                f"{path} was not written to its end: {why}",
+                code=CUT_SHORT,
+                path=tree.display(path),
+                hint="the save was killed: take an older step, or save again",
+            )
+
+
+def _why_cut(tree: Tree, path: str, size: int) -> str:
+    """Why a file that is not empty is not whole, "" where it is or nothing is known of its kind. Raises InputError."""
+    from ckpt_tool.storage.pickles import load_file
+    from ckpt_tool.storage.torch_stream import TorchStream, is_stream
+    from ckpt_tool.storage.zip_directory import Archive, members
+
+    head = tree.head(path, 512)
+    if path.endswith(".json"):
+        if size <= JSON_LIMIT:
+            try:
+                json.loads(tree.read_whole(path, limit=JSON_LIMIT))  # NaN is a loss that Trainers write
+            except ValueError as e:
+                return f"it is no JSON ({e})"
+    elif not any(head):
+        return "it begins with zeros"
+    elif looks_like_header(head, size) or path.endswith(".safetensors"):
+        read_header(tree, path, lenient=True)
+    elif head.startswith(b"PK\x03\x04"):
+        members(Archive(tree, path, 0, size))
+    elif is_stream(head):
+        TorchStream.open(tree, path)
+    elif head[:1] == b"\x80" and path.endswith((*_PICKLES, ".pt", ".pth", ".bin", ".pdopt", ".pdparams")):
+        load_file(tree, path, multi=True)
+    return ""

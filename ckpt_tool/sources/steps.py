@@ -1,0 +1,158 @@
+"""The steps of a training run: which entries of its folder they are, and their order.
+
+    iter_0000100            Megatron          global_step100, global_step_100   DeepSpeed, veRL
+    checkpoint-100          Trainers          step-100, step_100                torchtitan, DCP
+    epoch_3                 torchtune         epoch=3-step=100(.ckpt)           Lightning
+    100                     Orbax, speculators        NAME--val_loss=2.1-step=100-last  NeMo
+    whatever `latest` names, if it has no number (DeepSpeed's tags, Megatron's `release`): the newest
+
+Sources: the formats' own; vllm-project/speculators `train/checkpointer.py` (numbers as names), NeMo
+`nemo/lightning/pytorch/callbacks/model_checkpoint.py` (`-unfinished`). Cost: one listing. What it does not do: look
+for steps deeper, or into them (`sources.judging`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from ckpt_tool.core.bounds import numeral
+from ckpt_tool.errors import UsageError, wrap_os_error
+
+if TYPE_CHECKING:
+    from ckpt_tool.storage.source import Tree
+
+POINTERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
+MIXED = "E1670"
+_SUFFIX = r"(?:\.(?:ckpt|pt|pth|bin|safetensors|pdparams))"  # of a step that is one file
+_WORDS = re.compile(
+    r"(?P<word>iter|iteration|global_?step|checkpoint|ckpt|step|epoch)[-_=]?(?P<number>\d{1,18})(?P<twin>_universal)?"
+    rf"{_SUFFIX}?"
+)
+_NAMED = re.compile(  # Lightning's and NeMo's: what was measured stands in the name
+    r"[\w.=+-]*?(?:epoch=(?P<epoch>\d{1,18})-)?(?<![\w])step=(?P<number>\d{1,18})(?:-[\w.=+-]*?)?" rf"{_SUFFIX}?"
+)
+UNFINISHED = "-unfinished"  # NeMo's marker beside a step, removed when it is written
+
+
+class Step(NamedTuple):
+    """An entry of a run's folder that is called as a step is. number: None for what a pointer file alone makes a step.
+    word: what is counted, `epoch` or `step`. twin: DeepSpeed's universal form of the step of that number."""
+
+    name: str
+    number: int | None
+    word: Literal["step", "epoch"] = "step"
+    epoch: int = 0
+    twin: bool = False
+
+    @property
+    def order(self) -> tuple[bool, int, int, bool]:
+        """For sorting, the oldest first; of a step and its twin the step comes last."""
+        return self.number is None, self.number or 0, self.epoch, not self.twin
+
+
+class Pointer(NamedTuple):
+    """A pointer file of a run, and the name in it."""
+
+    file: str
+    name: str
+
+
+class Run(NamedTuple):
+    """A run's folder: its steps, the oldest first, what its pointer files name, and what else lies there."""
+
+    path: str
+    steps: tuple[Step, ...]
+    pointers: tuple[Pointer, ...]
+    others: tuple[str, ...] = ()
+
+    def of(self, step: Step | str) -> str:
+        """The path, or the URL, of a step."""
+        return f"{self.path.rstrip('/')}/{step if isinstance(step, str) else step.name}"
+
+
+def step_of(name: str, *, numbers: bool = False) -> Step | None:
+    """The step that an entry of this name is. numbers: is a bare number a step's name?
+
+    >>> step_of("checkpoint-500").order, step_of("tmp-checkpoint-500"), step_of("epoch=3-step=90.ckpt").number
+    ((False, 500, 0, True), None, 90)
+    """
+    if numbers and numeral(name):
+        return Step(name, int(name))
+    found = _WORDS.fullmatch(name)
+    if found:
+        word: Literal["step", "epoch"] = "epoch" if found["word"] == "epoch" else "step"
+        return Step(name, int(found["number"]), word, twin=found["twin"] is not None)
+    found = _NAMED.fullmatch(name)
+    return Step(name, int(found["number"]), epoch=int(found["epoch"] or 0)) if found else None
+
+
+def steps_in(tree: Tree) -> list[str]:
+    """The folders directly in the tree that are called as steps of a training run are, the oldest first."""
+    names = {path.split("/")[0] for path in tree.listing() if "/" in path}
+    return [step.name for step in sorted(filter(None, map(step_of, names)), key=lambda step: (step.order, step.name))]
+
+
+def pointed(text: str, there: Callable[[str], bool]) -> str:
+    """The folder that a pointer file means: a number is Megatron's or veRL's step. there: is there such a folder?"""
+    if not numeral(text):
+        return text
+    names = (f"iter_{int(text):07d}", f"global_step_{int(text)}")
+    return next((name for name in names if there(name)), names[0])
+
+
+def run_at(src: str, *, follow_symlinks: bool = False) -> Run:
+    """The run at `src`, a folder or a URL. Raises StorageError, UsageError E1670 for steps that have no order."""
+    from ckpt_tool.storage.opening import open_tree
+
+    tree = open_tree(src, follow_symlinks=follow_symlinks)
+    if tree.single is not None:
+        return Run(src, (), ())
+    entries = entries_of(tree)
+    found = {step.name: step for name in entries if (step := step_of(name, numbers=True)) and _fits(name, entries)}
+    pointers = tuple(
+        Pointer(file, pointed(text, entries.__contains__))
+        for file in POINTERS
+        if entries.get(file) is False and (text := pointer_text(tree, file))
+    )
+    for _, name in pointers:
+        if entries.get(name) and name not in found:
+            found[name] = Step(name, None)
+    steps = sorted(found.values(), key=lambda step: (step.order, step.name))
+    words = {step.word: step.name for step in steps if step.number is not None}
+    if len(words) > 1:
+        raise UsageError(
+            f"the folder holds steps and epochs ({words['step']}, {words['epoch']}), and nothing says which of them is "
+            "newer",
+            code=MIXED,
+            path=src,
+            hint="move one kind into a folder of its own",
+        )
+    return Run(src, tuple(steps), pointers, tuple(name for name in entries if name not in found))
+
+
+def _fits(name: str, entries: Mapping[str, bool]) -> bool:
+    """May a step lie under this name? One that is a file has a suffix: NeMo's markers have none."""
+    return entries[name] and not name.endswith(UNFINISHED) or re.search(rf"{_SUFFIX}$", name) is not None
+
+
+def entries_of(tree: Tree) -> dict[str, bool]:
+    """What lies directly in a folder -> is it a folder itself? Links count as what they lead to. Hidden ones are left
+    out."""
+    if not tree.local:
+        return {path.split("/")[0]: "/" in path for path in tree.listing() if not path.startswith(".")}
+    try:
+        with os.scandir(tree.root) as found:
+            return {entry.name: entry.is_dir() for entry in found if not entry.name.startswith(".")}
+    except OSError as e:
+        raise wrap_os_error(e, tree.shown, "listing") from e
+
+
+def pointer_text(tree: Tree, file: str) -> str:
+    """What a pointer file holds, "" for what is no name."""
+    from ckpt_tool.core.inner_path import unfit
+
+    text = tree.read_whole(file, limit=4096).decode("utf-8", "replace").strip()
+    return "" if unfit(text) or "/" in text else text
