@@ -244,3 +244,19 @@ def latest(
     family: str | PathLike[str] | None = ...,
     config: str | PathLike[str] | None = ...,
 ) -> Document: ...
+def prune(
+    run: StrPath,
+    *,
+    progress: Progress = ...,
+    keep_last: int | str | None = ...,
+    keep_every: int | str | None = ...,
+    dry_run: bool = ...,
+    from_format: str | None = ...,
+    follow_symlinks: bool = ...,
+    lenient: bool = ...,
+    require_checksums: bool = ...,
+    prefer: str | PathLike[str] | None = ...,
+    replica_policy: str | None = ...,
+    family: str | PathLike[str] | None = ...,
+    config: str | PathLike[str] | None = ...,
+) -> Document: ...

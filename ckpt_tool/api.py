@@ -104,6 +104,15 @@ def latest(run: StrPath, *, progress: Progress = SILENT, **options: Any) -> Docu
     return command(fspath(run), reading, progress=progress)
 
 
+@_documented
+def prune(run: StrPath, *, progress: Progress = SILENT, **options: Any) -> Document:
+    """Remove the steps of a run that no rule keeps: `ckpt prune RUN`; `keep` and `remove` in the result."""
+    from ckpt_tool.commands.prune import prune as command
+
+    wanted, reading = _taken("prune", options)
+    return command(fspath(run), reading, wanted, progress=progress)
+
+
 def _taken(verb: str, options: dict[str, Any]) -> list[Any]:
     """A value of each of the verb's groups. Raises UsageError."""
     return taken(options, *VERBS[verb].takes())

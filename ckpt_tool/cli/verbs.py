@@ -20,7 +20,17 @@ from ckpt_tool.options.statement import KEYS, LAYOUT, PLAN, TO, TRAVEL, Option, 
 if TYPE_CHECKING:
     from ckpt_tool.merging.options import MergeOptions
     from ckpt_tool.options.reading import Inspection, Reading, Show
-    from ckpt_tool.options.verbs import Cleaning, Comparison, Kernels, Looking, Page, Share, Validating, Verification
+    from ckpt_tool.options.verbs import (
+        Cleaning,
+        Comparison,
+        Kernels,
+        Looking,
+        Page,
+        Retention,
+        Share,
+        Validating,
+        Verification,
+    )
     from ckpt_tool.options.writing import Writing
     from ckpt_tool.report.page import Page as Shown
 
@@ -345,6 +355,44 @@ def latest(show: Show, run: str, reading: Reading) -> Job:
         sound=lambda document: document["path"] is not None,
         sources=(run,),
         line=lambda document: document["path"] or "",
+    )
+
+
+def _pruning() -> tuple[type, ...]:
+    from ckpt_tool.options.reading import Reading
+    from ckpt_tool.options.verbs import Retention
+
+    return Retention, Reading
+
+
+@verb(
+    "remove steps of a run, never the last sound one",
+    RUN,
+    takes=_pruning,
+    examples=("ckpt prune runs/7 --keep-last 3 --dry-run", "ckpt prune runs/7 --keep-last 2 --keep-every 1000"),
+)
+def prune(show: Show, run: str, wanted: Retention, reading: Reading) -> Job:
+    """Remove the steps that no rule keeps. Never the last sound one, what is being written, what a pointer file or a
+    link leads to, or what is no checkpoint. Exit 1 when no step is sound: then nothing is removed."""
+
+    def command(progress: Progress) -> Document:
+        from ckpt_tool.commands.prune import prune as command
+
+        return command(run, reading, wanted, progress=progress)
+
+    def page(document: Document, uncut: bool) -> Shown:
+        from ckpt_tool.report.pruning import pruning
+
+        return pruning(document)
+
+    return Job(
+        "prune",
+        show,
+        command,
+        page,
+        sound=lambda document: document["last_sound"] is not None,
+        writes=True,
+        sources=(run,),
     )
 
 

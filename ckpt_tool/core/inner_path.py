@@ -7,7 +7,7 @@ path only if it can lead nowhere but below the folder, on every file system that
     zero/../../victim/fp32.pt               refused: holds an empty, '.' or '..' component
 
 Readers ask by `storage.source.safe_relative` (and `leaves` of what a listing found), plans by `check_outputs`, staging
-by `inner_path` whenever it opens a file. The names of an unfinished run's own files (`JOURNAL`, `STAGED`) are stated
+by `inner_path` whenever it opens a file. The names of an unfinished run's own files (`JOURNAL`, `HIDDEN`) are stated
 here, because no output may bear them.
 """
 
@@ -23,6 +23,8 @@ FOLDERS = 6  # above a file, below the root
 COMPONENT = 255  # bytes of one name: NAME_MAX of Linux's file systems
 JOURNAL = ".ckpt-journal"  # what the journals in a staging folder are called, or begin with
 STAGED = ".ckpt-partial"  # what a staging folder's name ends with
+REMOVED = ".ckpt-removed"  # what the name of something ends with that is being deleted
+HIDDEN = (STAGED, REMOVED)
 SHOWN = 20  # faults
 _WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9_.+-]{0,200}[A-Za-z0-9_+-])?"
 _PLAIN = re.compile(
@@ -55,7 +57,7 @@ def unfit(path: str) -> str:
         return "has a component that ends in a space or a dot"
     if len(parts) > FOLDERS + 1 or any(len(part.encode("utf-8", "surrogatepass")) > COMPONENT for part in parts):
         return "is too long or too deep"
-    if JOURNAL in folded or STAGED in folded:
+    if any(name in folded for name in (JOURNAL, *HIDDEN)):
         return "holds a name of an unfinished run's own files"
     return ""
 

@@ -77,6 +77,15 @@ class Cleaning:
 
 
 @dataclass(frozen=True)
+class Retention:
+    """`ckpt prune`. keep_last, keep_every: None where not given."""
+
+    keep_last: int | None = OPTIONS.option("Keep the last N sound steps.", count, "N")
+    keep_every: int | None = OPTIONS.option("Keep steps whose number is a multiple of K.", count, "K")
+    dry_run: bool = OPTIONS.flag("Show what would go; remove nothing.")
+
+
+@dataclass(frozen=True)
 class Validating:
     """`ckpt validate`. source, target: layouts as `tp2,pp2,dp2,ep2`; both or none. matrix: None for one pair.
 

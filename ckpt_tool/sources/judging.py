@@ -11,17 +11,19 @@ Cost: the headers of the steps that are asked for, and the names in all. What it
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from ckpt_tool.errors import CkptError, InputError, StorageError, UnsafeInput
 from ckpt_tool.formats import registry
 from ckpt_tool.options.reading import Reading
-from ckpt_tool.sources.sound import cut_short, finding, findings_at
+from ckpt_tool.sources.opening import open_source
+from ckpt_tool.sources.sound import JSON_LIMIT, cut_short, finding, findings_at
 from ckpt_tool.sources.steps import POINTERS, UNFINISHED, Run, Step, entries_of, pointed, pointer_text
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.source import Tree
@@ -33,6 +35,7 @@ _STATE = re.compile(
     r"|actor|critic|reward",
     re.IGNORECASE,
 )
+_TRAINER, _BEST = "trainer_state.json", ("best_model_checkpoint", "best_model_path")
 _DEPTH = 2  # folders of a step in which its checkpoints are looked for: veRL's `actor/dist_ckpt`
 
 
@@ -59,6 +62,10 @@ class Judge:
         if step.name not in self._judged:
             self._judged[step.name] = self._look(step)
         return self._judged[step.name]
+
+    def known(self, step: Step) -> Judged | None:
+        """What was found of a step, None where nobody has asked yet."""
+        return self._judged.get(step.name)
 
     @cached_property
     def _kinds(self) -> Mapping[str, Mapping[str, str]]:
@@ -107,6 +114,29 @@ def is_checkpoint(path: str, reading: Reading) -> bool:
         return bool(_parts(path, reading))
     except CkptError:
         return False
+
+
+def best_of(path: str, reading: Reading) -> set[str]:
+    """The names of the steps that a step's own state calls the best so far: transformers' `best_model_checkpoint`
+    (`trainer_callback.py`, TrainerState), Lightning's `best_model_path` (`callbacks/model_checkpoint.py`)."""
+    found: list[Any] = []
+    try:
+        tree = open_tree(path, follow_symlinks=reading.follow_symlinks)
+        if tree.single is None and tree.exists(_TRAINER):
+            found.append(json.loads(tree.read_whole(_TRAINER, limit=JSON_LIMIT)))
+        elif tree.single is not None:
+            found.append(open_source(path, reading).catalog.extras)
+    except (CkptError, ValueError):  # nothing that can be read calls anything the best
+        return set()
+    paths = (value for state in found for key, value in _plain(state) if key in _BEST and isinstance(value, str))
+    return {re.split(r"[/\\]", value.rstrip("/\\"))[-1] for value in paths}
+
+
+def _plain(value: Any, depth: int = 6) -> Iterator[tuple[Any, Any]]:
+    """The keys and values of nested dicts."""
+    for key, inner in value.items() if isinstance(value, Mapping) and depth else ():
+        yield key, inner
+        yield from _plain(inner, depth - 1)
 
 
 def _parts(path: str, reading: Reading, depth: int = 0) -> list[tuple[str, str | None]]:

@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_tool.core.inner_path import FOLDERS, STAGED, leaves, unfit
+from ckpt_tool.core.inner_path import FOLDERS, HIDDEN, leaves, unfit
 from ckpt_tool.errors import (
     CkptError,
     CorruptFile,
@@ -171,7 +171,7 @@ class Tree:
             else:
                 size = None if folder else _size_of(entry)
             if folder:
-                if len(above) <= FOLDERS and not entry.name.endswith(STAGED):
+                if len(above) <= FOLDERS and not entry.name.endswith(HIDDEN):
                     self._walk(path + "/", inner, found, above | {inner})
                 continue
             found[path] = -1 if size is None else size

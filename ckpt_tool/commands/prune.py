@@ -1,0 +1,250 @@
+"""`ckpt prune`: which steps of a run stay, and the others taken away, each whole or gone at every moment.
+
+What stays, each with its reason:
+
+    one of the last N sound steps           and the last sound one, whatever N is
+    a multiple of K
+    what a pointer file names, what a link leads to, what the run itself calls its best
+    what may be being written: locked, newer than the last sound one, broken and changed within the last hour, or
+      written later than steps of higher numbers (the run went back)
+    what is no checkpoint, what can't be looked at, what another file system is mounted in
+
+The last sound step is looked at once more before anything goes. Cost: the headers of the steps that are judged (from
+the newest down to the last that is kept) and the names in all. What it does not do: prune in stores, whose folders
+can't be renamed in one step.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.progress import Progress
+from ckpt_tool.errors import CkptError, SourceChanged, StorageError, UsageError
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.verbs import Retention
+from ckpt_tool.sources.judging import Judge, best_of, is_checkpoint
+from ckpt_tool.sources.steps import Run, Step, run_at
+from ckpt_tool.storage.destination import local_path, staging_path
+from ckpt_tool.storage.opening import scheme_of
+from ckpt_tool.storage.retiring import Held, erase, freed, is_locked, measure, retire
+
+RECENT = 3600  # seconds: a broken step that was changed later may be being written
+APART = 60  # seconds between files of two steps that tell which was written first
+NO_STORE, NO_RULE, FAILED = "E1672", "E1673", "E1674"
+
+
+class Fate(NamedTuple):
+    """What becomes of a step. keep: why it stays, () where it goes. held: None where it can't be looked at."""
+
+    step: Step
+    keep: tuple[str, ...]
+    held: Held | None
+
+
+def prune(src: str, reading: Reading, wanted: Retention, *, progress: Progress) -> dict[str, Any]:
+    """Take the steps away that no rule keeps; `removed` of each says whether it is gone.
+
+    Raises UsageError E1672 (a URL), E1673 (no rule), StorageError E1674 where some could not be removed, the others
+    are gone then."""
+    if scheme_of(src) is not None:
+        raise UsageError(
+            "a store's folder can't be taken away in one step, so nothing is pruned there",
+            code=NO_STORE,
+            path=src,
+            hint="use the store's own lifecycle rules; ckpt latest works there",
+        )
+    if wanted.keep_last is None and wanted.keep_every is None:
+        raise UsageError(
+            "prune needs --keep-last N or --keep-every K",
+            code=NO_RULE,
+            place="ckpt prune",
+            hint="--keep-last 3 keeps the last three sound steps; --dry-run shows what would go",
+        )
+    run = run_at(src, follow_symlinks=reading.follow_symlinks)
+    judge = Judge(run, reading)
+    last = _last_sound(run, judge)
+    fates = list(_fates(run, judge, reading, wanted, last))
+    going = [fate for fate in fates if not fate.keep]
+    gone, failed = frozenset[str](), list[CkptError]()
+    if not wanted.dry_run and last is not None and going:
+        gone, failed = _remove(run, last, going, progress)
+    if failed:
+        first = failed[0]
+        raise StorageError(
+            f"{len(failed)} of {len(going)} steps could not be removed; the first: {first.message}",
+            code=FAILED,
+            path=first.path,
+            hint="what is no step any more lies under a hidden name: ckpt clean",
+            faults=[f"{each.message} ({each.where()})" for each in failed[1:]],
+        )
+    return {
+        "schema_version": 1,
+        "run": src,
+        "dry_run": wanted.dry_run,
+        "last_sound": last and run.of(last),
+        "keep": [_row(run, fate, judge) for fate in fates if fate.keep],
+        "remove": [{**_row(run, fate, judge), "removed": fate.step.name in gone} for fate in going],
+        "freed_bytes": freed(fate.held for fate in going if fate.held),
+    }
+
+
+def _row(run: Run, fate: Fate, judge: Judge) -> dict[str, Any]:
+    known = judge.known(fate.step)
+    return {
+        "path": run.of(fate.step),
+        "step": fate.step.number,
+        "sound": known.sound if known else None,
+        "bytes": fate.held.nbytes if fate.held else None,
+        **({"reasons": list(fate.keep)} if fate.keep else {}),
+        **({"why": known.why} if known and known.why else {}),
+    }
+
+
+def _last_sound(run: Run, judge: Judge) -> Step | None:
+    return next((step for step in reversed(run.steps) if judge.of(step).sound), None)
+
+
+# -- what stays --------------------------------------------------------------------------------------------------------
+
+
+def _fates(run: Run, judge: Judge, reading: Reading, wanted: Retention, last: Step | None) -> Iterator[Fate]:
+    """Each step, the oldest first."""
+    held = dict[str, Held | None]()
+    for step in run.steps:
+        try:
+            held[step.name] = measure(Path(run.of(step)))
+        except CkptError:
+            held[step.name] = None
+    keep: dict[str, list[str]] = {step.name: [] for step in run.steps}
+    if last is None:
+        for reasons in keep.values():
+            reasons.append("no step is sound")
+    else:
+        _by_number(run, judge, wanted, last, keep)
+        _named(run, reading, last, keep)
+        for step in run.steps:
+            if not keep[step.name]:
+                keep[step.name] += _untouchable(run, step, judge, reading, last, held)
+        _linked(run, keep, held)
+    for step in run.steps:
+        yield Fate(step, tuple(keep[step.name]), held[step.name])
+
+
+def _by_number(run: Run, judge: Judge, wanted: Retention, last: Step, keep: Mapping[str, list[str]]) -> None:
+    """The last N sound ones, multiples of K, and what is newer than the last sound one. A twin stays with its step."""
+    sound = set[tuple[int, int]]()
+    for step in reversed(run.steps):
+        number = (step.number or 0, step.epoch)
+        if number not in sound and len(sound) == max(wanted.keep_last or 0, 1):
+            break
+        if not judge.of(step).sound:
+            if not sound:
+                keep[step.name].append("newer than the last sound one")
+            continue
+        sound.add(number)
+        if step.name == last.name:
+            keep[step.name].append("the last sound one")
+        elif wanted.keep_last:
+            keep[step.name].append(f"one of the last {wanted.keep_last} sound")
+    for step in run.steps:
+        if wanted.keep_every and step.number is not None and step.number % wanted.keep_every == 0:
+            keep[step.name].append(f"a multiple of {wanted.keep_every}")
+    kept = {(step.number, step.epoch): step.name for step in run.steps if keep[step.name] and not step.twin}
+    for step in run.steps:
+        if step.twin and not keep[step.name] and (step.number, step.epoch) in kept:
+            keep[step.name].append(f"the universal form of {kept[step.number, step.epoch]}")
+
+
+def _named(run: Run, reading: Reading, last: Step, keep: Mapping[str, list[str]]) -> None:
+    """What a pointer file names, and what the run calls its best."""
+    for file, name in run.pointers:
+        if name in keep:
+            keep[name].append(f"{file} names it")
+    for name in best_of(run.of(last), reading):
+        if name in keep:
+            keep[name].append(f"{last.name} calls it the best")
+
+
+def _untouchable(
+    run: Run, step: Step, judge: Judge, reading: Reading, last: Step, held: Mapping[str, Held | None]
+) -> Iterator[str]:
+    """Why a step that no rule keeps stays all the same."""
+    path, mine, newest = Path(run.of(step)), held[step.name], held[last.name]
+    staging = staging_path(path)
+    if mine is None:
+        yield "can't be looked at"
+    elif mine.mounted:
+        yield f"another file system inside: {os.path.relpath(mine.mounted, run.path)}"
+    elif mine.closed:
+        yield f"no permission to delete in {os.path.relpath(mine.closed, run.path)}"
+    elif not is_checkpoint(str(path), reading):
+        yield "no checkpoint"
+    elif staging.is_dir() and is_locked(staging):
+        yield "a run of ckpt is writing it"
+    elif time.time() - mine.changed < RECENT and judge.of(step).sound is False:
+        yield "not sound, and changed within the last hour"
+    elif newest is not None and mine.changed > newest.changed + APART:
+        yield f"written after {last.name}"
+
+
+def _linked(run: Run, keep: Mapping[str, list[str]], held: Mapping[str, Held | None]) -> None:
+    """What a link leads to that stays itself: one beside the steps, or one in a step that stays."""
+    root = os.path.realpath(run.path)
+    real = {os.path.join(root, name): name for name in keep}
+    links = {name: each.links for name, each in held.items() if each is not None}
+    beside = [link for name in run.others for link in _links_in(Path(run.of(name)))]
+    queue = [*beside, *(link for name, reasons in keep.items() if reasons for link in links.get(name, ()))]
+    while queue:
+        place, target = queue.pop()
+        name = next((name for path, name in real.items() if target == path or target.startswith(f"{path}/")), None)
+        if name is None or f"{os.path.realpath(os.path.dirname(place))}/".startswith(f"{os.path.join(root, name)}/"):
+            continue
+        if not keep[name]:
+            queue += links.get(name, ())
+            keep[name].append(f"{os.path.relpath(place, run.path)} links to it")
+
+
+def _links_in(path: Path) -> tuple[tuple[str, str], ...]:
+    try:
+        return measure(path).links
+    except CkptError:
+        return ()
+
+
+# -- what goes ---------------------------------------------------------------------------------------------------------
+
+
+def _remove(run: Run, last: Step, going: list[Fate], progress: Progress) -> tuple[frozenset[str], list[CkptError]]:
+    """(the steps that are gone, why others are not), the oldest first. Raises StorageError where nothing may be renamed
+    in the folder, or the last sound step has gone meanwhile."""
+    folder = local_path(run.path)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise StorageError(f"no permission to rename in {folder}", code="E0705", path=folder)
+    gone, failed = set[str](), list[CkptError]()
+    progress.start(sum(fate.held.nbytes for fate in going if fate.held), "pruning")
+    for fate in going:
+        if not os.path.lexists(run.of(last)):
+            raise StorageError(
+                f"{run.of(last)}, the last sound step, is gone: something else removes steps too",
+                code=FAILED,
+                path=run.of(last),
+                hint="nothing more was removed; look at what is there: ckpt latest",
+            )
+        path, held = Path(run.of(fate.step)), fate.held
+        try:
+            if held is not None and (not os.path.lexists(path) or measure(path).changed == held.changed):
+                hidden = retire(path, held.identity)
+                gone.add(fate.step.name)
+                if hidden is not None:
+                    erase(hidden)
+                progress.advance(held.nbytes)
+            else:
+                progress.note(f"{fate.step.name} stays: it changed while prune looked at the run")
+        except (StorageError, SourceChanged) as e:
+            failed.append(e)
+    progress.finish()
+    return frozenset(gone), failed

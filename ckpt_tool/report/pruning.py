@@ -1,0 +1,55 @@
+"""`ckpt prune` for people: what stays, with every reason, what goes, and the bytes that are free then.
+
+Reads the document: `keep` ({path, bytes, reasons, why}), `remove` ({path, bytes, removed, why}), `dry_run`,
+`freed_bytes`, `last_sound`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckpt_tool.report.page import Block, Cell, Column, Lines, Page, Styled, Table, Verdict
+from ckpt_tool.report.text import plural, size
+
+_NO_RULE = "no rule keeps it"
+Document = Mapping[str, Any]
+
+
+def pruning(document: Document) -> Page:
+    keep, remove = document["keep"], document["remove"]
+    blocks: list[Block] = []
+    blocks += [_table(f"keep {plural(len(keep), 'step')}", keep)] if keep else []
+    blocks += [_table(f"remove {plural(len(remove), 'step')}", remove)] if remove else []
+    broken = tuple(f"{_name(row)}: {row['why']}" for row in (*keep, *remove) if row.get("why"))
+    blocks += [Lines("not sound", broken)] if broken else []
+    return Page(f"ckpt prune {document['run']}", (*blocks, _verdict(document)))
+
+
+def _name(row: Document) -> str:
+    return str(row["path"]).rpartition("/")[2]
+
+
+def _table(title: str, rows: Sequence[Document]) -> Table:
+    columns = (Column("step"), Column("size", right=True, drop=1), Column("reason"))
+    return Table(title, columns, tuple(cells for row in rows for cells in _rows(row)))
+
+
+def _rows(row: Document) -> list[tuple[Cell, ...]]:
+    """A row for each reason, the step in the first."""
+    first, *others = row.get("reasons") or (_NO_RULE,)
+    nbytes = size(row["bytes"]) if row["bytes"] is not None else ""
+    reason = Styled(first, "warn") if row["sound"] is False else first
+    return [(_name(row), nbytes, reason), *(("", "", each) for each in others)]
+
+
+def _verdict(document: Document) -> Verdict:
+    if document["last_sound"] is None:
+        return Verdict(False, "no step of the run is sound: nothing is removed")
+    if not document["remove"]:
+        return Verdict(True, "nothing to remove")
+    number = plural(sum(1 for row in document["remove"] if row["removed"] or document["dry_run"]), "step")
+    bytes_ = size(document["freed_bytes"])
+    if document["dry_run"]:
+        return Verdict(None, f"dry run: {number} would go, {bytes_} would be free")
+    return Verdict(True, f"removed {number}, {bytes_} are free")

@@ -1,0 +1,143 @@
+"""Taking away what is whole, so that it is whole or gone at every moment, whenever the process is killed.
+
+    step-100/  ->  .step-100.3f9c21aa.ckpt-removed/      one rename, made durable by an fsync of the folder
+                   deleted file by file                   a kill here leaves a hidden name that `ckpt clean` removes
+
+`measure` says beforehand what deleting would free and what stands in the way: files that have other names elsewhere
+(hard links) free nothing, links that lead elsewhere are named, a file system that is mounted inside is never entered.
+Nothing here follows a link. What it does not do: choose (`commands.prune`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from secrets import token_hex
+from typing import NamedTuple
+
+from ckpt_tool.core.inner_path import COMPONENT, REMOVED
+from ckpt_tool.errors import SourceChanged, wrap_os_error
+from ckpt_tool.storage.open_below import sync_folder
+
+Inode = tuple[int, int]  # device and number
+Identity = tuple[int, int, int]  # device, number, mtime in ns: numbers are used again
+
+
+class Held(NamedTuple):
+    """What a path holds. files: (inode, bytes, how many names it has anywhere), one row for each name below the path.
+    changed: mtime of its newest file, seconds, 0 where there is none. links: symbolic links and where they lead.
+    mounted: a folder of another file system inside, closed: one that nothing may be deleted in; "" for none."""
+
+    identity: Identity
+    files: tuple[tuple[Inode, int, int], ...]
+    changed: float
+    links: tuple[tuple[str, str], ...]
+    mounted: str = ""
+    closed: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files, each once."""
+        return sum({inode: size for inode, size, _ in self.files}.values())
+
+
+def measure(path: Path) -> Held:
+    """Look at a file, a link or all of a folder, by names and sizes. Raises StorageError."""
+    try:
+        info = os.lstat(path)
+        files, links, changed, mounted, closed = list[tuple[Inode, int, int]](), list[tuple[str, str]](), 0.0, "", ""
+        for place, each in _below(path, info):
+            if stat.S_ISLNK(each.st_mode):
+                links.append((place, os.path.realpath(place)))
+            elif stat.S_ISDIR(each.st_mode):
+                mounted = mounted or (place if each.st_dev != info.st_dev else "")
+                closed = closed or ("" if os.access(place, os.W_OK | os.X_OK) else place)
+            else:
+                files.append(((each.st_dev, each.st_ino), each.st_size, each.st_nlink))
+                changed = max(changed, each.st_mtime)
+    except OSError as e:
+        raise wrap_os_error(e, path, "looking at what it holds") from e
+    return Held(_identity(info), tuple(files), changed, tuple(links), mounted, closed)
+
+
+def _below(path: Path, info: os.stat_result) -> Iterator[tuple[str, os.stat_result]]:
+    """The path and all that lies below it, links not followed."""
+    yield os.fspath(path), info
+    if stat.S_ISDIR(info.st_mode):
+        with os.scandir(path) as entries:
+            for entry in entries:
+                yield from _below(Path(entry.path), entry.stat(follow_symlinks=False))
+
+
+def _identity(info: os.stat_result) -> Identity:
+    return info.st_dev, info.st_ino, info.st_mtime_ns
+
+
+def freed(held: Iterable[Held]) -> int:
+    """Bytes that are free when all of these are gone: of files that have no other name."""
+    names: dict[Inode, list[int]] = {}
+    for each in held:
+        for inode, size, count in each.files:
+            names.setdefault(inode, [size, count])[1] -= 1
+    return sum(size for size, left in names.values() if left <= 0)
+
+
+def retire(path: Path, identity: Identity) -> Path | None:
+    """Take a path away in one step: the hidden name that it has now, None where it was gone. Durable when this returns.
+    Raises StorageError, and SourceChanged E0612 where another thing bears the name by now."""
+    token = f".{token_hex(4)}{REMOVED}"
+    short = os.fsdecode(os.fsencode(path.name)[: COMPONENT - len(token) - 1])
+    hidden = path.parent / f".{short}{token}"
+    try:
+        if _identity(os.lstat(path)) != identity:
+            raise SourceChanged(
+                "it was replaced by another while prune looked at the run",
+                code="E0612",
+                path=path,
+                hint="it was left alone: run again when nothing writes into the run's folder",
+            )
+        os.rename(path, hidden)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            sync_folder(folder)
+        finally:
+            os.close(folder)
+    except FileNotFoundError:
+        return None
+    except OSError as e:
+        raise wrap_os_error(e, path, "taking it away") from e
+    return hidden
+
+
+def erase(hidden: Path) -> None:
+    """Delete what was taken away, locked meanwhile, so that `ckpt clean` leaves it alone. Raises StorageError; what is
+    left then keeps its hidden name."""
+    fd = -1
+    try:
+        if hidden.is_dir() and not hidden.is_symlink():
+            fd = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(hidden)
+        else:
+            os.unlink(hidden)
+    except OSError as e:
+        raise wrap_os_error(e, hidden, "deleting what was taken away") from e
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def is_locked(folder: Path) -> bool:
+    """Does a process hold the lock on a hidden folder? Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
