@@ -20,7 +20,18 @@ from typing import Any, NoReturn, TypeVar
 
 from ckpt_tool.errors import OutputExists, StorageError, UsageError
 from ckpt_tool.storage.fsspec_store import INSTALL
-from ckpt_tool.storage.multipart import LEAST, PartBody, Pending, Sent, md5, no_place, object_exists
+from ckpt_tool.storage.multipart import (
+    LEAST,
+    Listed,
+    Listing,
+    PartBody,
+    Pending,
+    Sent,
+    md5,
+    no_place,
+    object_exists,
+    time_of,
+)
 from ckpt_tool.storage.object_store import AZURE, ENDPOINTS, fault, passing
 from ckpt_tool.storage.store import Again, patiently
 
@@ -67,11 +78,23 @@ class Container:
     def objects(self) -> dict[str, int]:
         return {key: blob.size for key, blob in self._listed().items()}
 
-    def _listed(self, *include: str) -> dict[str, Any]:
+    def listing(self) -> Listing:
+        said = list[str]()
+
+        def heard(answer: Any) -> None:
+            said.append(answer.http_response.headers.get("Date", ""))
+
+        found = {
+            key: Listed(blob.size, blob.last_modified.timestamp(), (blob.etag or "").strip('"'))
+            for key, blob in self._listed(raw_response_hook=heard).items()
+        }
+        return Listing(time_of(said[0] if said else ""), found)
+
+    def _listed(self, *include: str, **more: Any) -> dict[str, Any]:
         """The blobs at the place and below it. Folders are none: accounts with a hierarchy list them as empty blobs."""
 
         def ask() -> dict[str, Any]:
-            listed = self._client.list_blobs(name_starts_with=self._base, include=["metadata", *include])
+            listed = self._client.list_blobs(name_starts_with=self._base, include=["metadata", *include], **more)
             files = (blob for blob in listed if (blob.metadata or {}).get("hdi_isfolder") != "true")
             return {blob.name.removeprefix(self._base): blob for blob in files}
 
@@ -116,9 +139,21 @@ class Container:
         data: bytes = self._blob(key).download_blob(offset, nbytes).readall()
         return data
 
-    def remove(self, key: str) -> None:
+    def get(self, key: str) -> bytes | None:
         try:
-            self._request(self._blob(key).delete_blob, key, "delete blob")
+            data: bytes = self._request(lambda: self._blob(key).download_blob().readall(), key, "get blob")
+        except StorageError as e:
+            if e.code != NOT_THERE:
+                raise
+            return None
+        return data
+
+    def remove(self, key: str, *, etag: str = "") -> None:
+        from azure.core import MatchConditions
+
+        condition = {"etag": f'"{etag}"', "match_condition": MatchConditions.IfNotModified} if etag else {}
+        try:
+            self._request(partial(self._blob(key).delete_blob, **condition), key, "delete blob")
         except StorageError as e:
             if e.code != NOT_THERE:
                 raise
@@ -210,6 +245,10 @@ class Container:
 
     def display(self, key: str) -> str:
         return f"{self.shown}/{key}" if key else self.shown
+
+    def at_url(self, url: str) -> Container:
+        base = url.partition("://")[2].partition("/")[2]
+        return Container(self._client, self.name, base.strip("/"), url.rstrip("/"))
 
     def _request(self, ask: Callable[[], T], key: str, doing: str) -> T:
         from azure.core.exceptions import AzureError

@@ -18,6 +18,7 @@ import base64
 import hashlib
 import io
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -64,6 +65,21 @@ class Pending(NamedTuple):
     key: str
     upload: str
     begun: str
+
+
+class Listed(NamedTuple):
+    """An object in a listing. modified: seconds since 1970, by the store's clock."""
+
+    nbytes: int
+    modified: float
+    etag: str
+
+
+class Listing(NamedTuple):
+    """What lies at a place and below it, by key, and the store's time when it said so."""
+
+    now: float
+    objects: dict[str, Listed]
 
 
 class PartBody(io.RawIOBase):
@@ -135,13 +151,18 @@ class Bucket:
 
     def objects(self) -> dict[str, int]:
         """key -> bytes of what lies at the place ("" is the place itself) and below it."""
-        found: dict[str, int] = {}
+        return {key: each.nbytes for key, each in self.listing().objects.items()}
+
+    def listing(self) -> Listing:
+        found, now = dict[str, Listed](), 0.0
         for page in self._pages("list_objects_v2", Prefix=self._base):
+            now = now or time_of(page["ResponseMetadata"]["HTTPHeaders"].get("date", ""))
             for entry in page.get("Contents", ()):
                 name = entry["Key"].removeprefix(self._base)
                 if name == "" or name.startswith("/") and len(name) > 1:
-                    found[name.lstrip("/")] = entry["Size"]
-        return found
+                    listed = Listed(entry["Size"], entry["LastModified"].timestamp(), entry["ETag"].strip('"'))
+                    found[name.lstrip("/")] = listed
+        return Listing(now, found)
 
     def note(self, key: str, name: str) -> str | None:
         """What `begin` or `put` noted on an object under a name."""
@@ -170,8 +191,24 @@ class Bucket:
         body: bytes = self._client.get_object(Bucket=self.name, Key=self._key(key), Range=piece)["Body"].read()
         return body
 
-    def remove(self, key: str) -> None:
-        self._request("delete_object", key)
+    def get(self, key: str) -> bytes | None:
+        from botocore.exceptions import ClientError
+
+        def ask() -> bytes | None:
+            try:
+                body: bytes = self._client.get_object(Bucket=self.name, Key=self._key(key))["Body"].read()
+            except ClientError as e:
+                if _said(e)[1] == "NoSuchKey":
+                    return None
+                raise
+            return body
+
+        with self._faults("get object", key):
+            return self._patiently(ask, key)
+
+    def remove(self, key: str, *, etag: str = "") -> None:
+        condition = {"IfMatch": f'"{etag}"'} if etag else {}
+        self._request("delete_object", key, **condition)
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
@@ -241,6 +278,10 @@ class Bucket:
     def display(self, key: str) -> str:
         return f"{self.shown}/{key}" if key else self.shown
 
+    def at_url(self, url: str) -> Bucket:
+        base = url.partition("://")[2].partition("/")[2]
+        return Bucket(self._client, self.name, base.strip("/"), url.rstrip("/"))
+
     def _request(self, operation: str, key: str, **more: Any) -> dict[str, Any]:
         """One request, made again where that helps; a part is read from its start each time."""
         body = more.get("Body")
@@ -291,6 +332,16 @@ class Bucket:
                 hint="is another run writing the same output? else run the same command again",
             ) from error
         raise fault(status, code, text, S3, self.name, shown, doing) from error
+
+
+def time_of(header: str) -> float:
+    """Seconds since 1970 of an answer's `Date`; where a proxy took that away, this machine's."""
+    from email.utils import parsedate_to_datetime
+
+    try:
+        return parsedate_to_datetime(header).timestamp()
+    except ValueError:
+        return time.time()
 
 
 def no_place(url: str, cloud: Cloud, bucket: str) -> UsageError:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-from ckpt_tool.storage.multipart import Bucket, Pending, Sent
+from ckpt_tool.core.inner_path import STAGED
+from ckpt_tool.storage.multipart import Bucket, Listing, Pending, Sent
 
 
 class OutputStore(Protocol):
@@ -15,6 +16,10 @@ class OutputStore(Protocol):
 
     def objects(self) -> dict[str, int]:
         """key -> bytes of what lies at the place and below it."""
+        ...
+
+    def listing(self) -> Listing:
+        """The same with the times that the store says."""
         ...
 
     def note(self, key: str, name: str) -> str | None:
@@ -29,7 +34,14 @@ class OutputStore(Protocol):
         """An object's bytes in order, in pieces."""
         ...
 
-    def remove(self, key: str) -> None: ...
+    def get(self, key: str) -> bytes | None:
+        """A small object, None where there is none."""
+        ...
+
+    def remove(self, key: str, *, etag: str = "") -> None:
+        """Remove an object, if it is there; with `etag` only the one that has it, as far as the store knows such
+        conditions."""
+        ...
 
     def begin(self, key: str, notes: Mapping[str, str]) -> str:
         """An upload of parts; what the others take for `upload`."""
@@ -58,6 +70,20 @@ class OutputStore(Protocol):
     def display(self, key: str) -> str:
         """The URL of an object."""
         ...
+
+    def at_url(self, url: str) -> OutputStore:
+        """Another place of the same bucket."""
+        ...
+
+
+def staging_url(url: str) -> str:
+    """Where the workers that share an output out keep their records: the hidden name beside it.
+
+    >>> staging_url("s3://bucket/run/out")
+    's3://bucket/run/.out.ckpt-partial'
+    """
+    above, _, name = url.rstrip("/").rpartition("/")
+    return f"{above}/.{name}{STAGED}"
 
 
 def output_store(url: str) -> OutputStore:

@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing on the screen."""
 
 
-_HOP_BY_HOP = ("connection", "content-length", "transfer-encoding", "server", "date")
+_HOP_BY_HOP = ("connection", "content-length", "transfer-encoding", "server", )
 
 
 class S3(NamedTuple):
