@@ -6,12 +6,12 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from ckpt_tool.conversion.carry_out import check_replaced, execute, refuse_in_store
 from ckpt_tool.conversion.on_device import movers_of, with_device
 from ckpt_tool.conversion.plan_file import load_plan
+from ckpt_tool.conversion.standing import is_committed
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, UsageError
 from ckpt_tool.options.values import AUTO
@@ -22,7 +22,7 @@ from ckpt_tool.storage import journal
 from ckpt_tool.storage.destination import RemotePlace, check_apart, check_destination, check_space, place_of
 from ckpt_tool.storage.opening import open_tree, scheme_of, short_url
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.staging import new_worker, was_committed
+from ckpt_tool.storage.staging import new_worker
 
 NOTHING_THERE = "E0702"
 
@@ -42,11 +42,11 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
         progress.plan(plan.report)
         return {**plan.report, "job_file": write_job(plan, plan_file, share, writing, writing.emit)}
     part = _part(share, writing, progress)
-    destination, plan_id = place_of(plan.destination), plan.identifier()
+    destination = place_of(plan.destination)
     worker = new_worker() if share.claim else None
     if isinstance(destination, RemotePlace):
-        refuse_in_store(writing, part, claim=worker is not None)
-    elif (part or worker) and was_committed(destination, plan_id):
+        refuse_in_store(writing)
+    if (part or worker) and is_committed(plan):
         return _committed_already(plan, part, progress)
     trees = _opened(plan)
     if isinstance(destination, RemotePlace):
@@ -80,13 +80,11 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
                     plan, trees, writing, progress, part=part, worker=worker, movers=movers, plan_file=plan_file
                 )
         except OutputExists as e:
-            if not (part or worker) or e.code != "E0501" or not was_committed(Path(plan.destination), plan_id):
+            if not (part or worker) or e.code != "E0501" or not is_committed(plan):
                 raise
             return _committed_already(plan, part, progress)  # while this one was starting
         overflows = result.overflows
-        document["committed"] = (
-            result.committed or worker is not None and was_committed(Path(plan.destination), plan_id)
-        )
+        document["committed"] = result.committed or worker is not None and is_committed(plan)
         if not result.committed and part is not None:
             document["parts"] = _states(result.parts, part)
     document["elapsed_s"] = round(time.monotonic() - began, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ckpt_tool.storage.retiring import erase, is_locked
 def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
     """Staging folders directly below `folder`, and what a killed `ckpt prune` had begun to delete: path, bytes, whether
     a run still holds the lock; removed with `remove`. Of a place in a store: uploads at and below it that were begun
-    and not ended."""
+    and not ended, and the records of workers that shared it out, or what lies below it."""
     found = []
     if isinstance(place_of(folder), RemotePlace):
         return {"schema_version": 1, "folder": folder, "leavings": _uploads(folder, remove=remove)}
@@ -40,11 +41,33 @@ def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
     return {"schema_version": 1, "folder": folder, "leavings": found}
 
 
-def _uploads(url: str, *, remove: bool) -> list[dict[str, Any]]:
-    from ckpt_tool.storage.output_store import output_store
+_RECORDS = re.compile(rf"(?:^|(.*/))\.([^/]+){re.escape(STAGED)}/[^/]+$")
 
-    bucket, found = output_store(url), []
+
+def _uploads(url: str, *, remove: bool) -> list[dict[str, Any]]:
+    from ckpt_tool.storage.output_store import output_store, staging_url
+    from ckpt_tool.storage.store_claims import is_held, remove_records
+
+    bucket, found = output_store(url), list[dict[str, Any]]()
+    outputs = {url: ""}  # a place that is shared out -> what its objects' keys begin with
+    for key in bucket.objects():
+        if at := _RECORDS.search(key):
+            outputs[f"{bucket.shown}/{at[1] or ''}{at[2]}"] = f"{at[1] or ''}{at[2]}/"
+    busy = set[str]()
+    for output, prefix in outputs.items():
+        records = bucket.at_url(staging_url(output))
+        there = records.listing().objects
+        nbytes = sum(each.nbytes for each in there.values())
+        if not there:
+            continue
+        if held := is_held(records):
+            busy.add(prefix)
+        elif remove:
+            remove_records(records)
+        found.append({"path": records.shown, "bytes": nbytes, "locked": held, "removed": remove and not held})
     for each in bucket.pending():
+        if any(each.key.startswith(prefix) or each.key == prefix[:-1] for prefix in busy):
+            continue  # a run goes on with it
         nbytes = sum(part.nbytes for part in bucket.parts(each.key, each.upload).values())
         if remove:
             bucket.abort(each.key, each.upload)

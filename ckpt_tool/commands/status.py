@@ -1,22 +1,21 @@
-"""`ckpt status`: how far a run is, by the journals in the hidden folder in which its output grows.
+"""`ckpt status`: how far a run is, by the journals in the hidden folder in which its output grows, or by the records
+beside it in a store.
 
 Nothing is asked of the processes that write, which may be on other machines: each keeps a journal of its own, locked
-while it lives, with a line for every unit of work that is done.
+while it lives, with a line for every unit of work that is done; in a store a record that it puts again and again.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 from ckpt_tool.conversion.plan_file import load_plan
+from ckpt_tool.conversion.standing import standing
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import CkptError, StorageError
-from ckpt_tool.storage.destination import local_path, staging_path
+from ckpt_tool.storage.destination import Place, RemotePlace, place_of, staging_path
 from ckpt_tool.storage.journal import PartStatus
-from ckpt_tool.storage.staging import statuses_of
 
 _EVERY = 1.0  # seconds between two looks
 _SHARE = 20  # of the time that a look takes, at least: journals of large plans are long
@@ -47,34 +46,35 @@ def status(target: str, progress: Progress, *, watch: bool = False) -> dict[str,
         raise StorageError(
             f"{destination} is not there, and no run has begun to write it",
             code="E0702",
-            path=destination,
+            path=str(destination),
             hint="name the output of a run, or the plan that --plan saved",
         )
     return document
 
 
-def _destination(target: str) -> tuple[Path, int]:
+def _destination(target: str) -> tuple[Place, int]:
     """(the output, bytes of the whole plan, 0 where no plan says)."""
-    path = local_path(target)
-    if staging_path(path).is_dir() or not path.is_file():
-        return path, 0
+    place = place_of(target)
+    if isinstance(place, RemotePlace) or staging_path(place).is_dir() or not place.is_file():
+        return place, 0
     try:
         plan = load_plan(target)
     except CkptError:
-        return path, 0  # an output of one file
-    return local_path(plan.destination), sum(move.nbytes for move in plan.moves)
+        return place, 0  # an output of one file
+    return place_of(plan.destination), sum(move.nbytes for move in plan.moves)
 
 
-def _looked_at(destination: Path, whole: int) -> dict[str, Any]:
-    parts = statuses_of(destination)
+def _looked_at(destination: Place, whole: int) -> dict[str, Any]:
+    stands = standing(destination)
+    parts, whole = stands.parts, stands.of or whole
     of = max((part.part[1] for part in parts if part.part), default=1)
     begun = {part.part[0] for part in parts if part.part}
     missing = [number for number in range(1, of + 1) if number not in begun] if begun else []
-    done, total = sum(part.nbytes for part in parts), sum(part.of_bytes for part in parts)
+    done, total = stands.moved, sum(part.of_bytes for part in parts)
     if missing and begun and not whole:
         total = total * of // len(begun)  # parts are of about one size
     speed = sum(_speed(part) for part in parts if part.state == "running")
-    state = _GROWING if parts else _WRITTEN if os.path.lexists(destination) else "absent"
+    state = _GROWING if parts or stands.of else _WRITTEN if stands.there else "absent"
     left = max(0, (whole or total) - done)
     return {
         "schema_version": 1,

@@ -109,21 +109,14 @@ def _bucket_of(plan: Plan) -> OutputStore | None:
     return output_store(plan.destination)
 
 
-def refuse_in_store(writing: Writing, part: tuple[int, int] | None = None, *, claim: bool = False) -> None:
-    """Raise UsageError E2510 for what an output in a store can't be made with yet."""
-    given = {
-        "--ray": writing.ray,
-        "--part": part,
-        "--claim": claim,
-        f"--device {writing.device}": writing.device not in (None, "", "cpu"),
-    }
-    for option, value in given.items():
-        if value:
-            raise UsageError(
-                f"{option} does not write into a store yet",
-                code="E2510",
-                hint="leave it off, or write to a local path and upload that",
-            )
+def refuse_in_store(writing: Writing) -> None:
+    """Raise UsageError E2510 for a device and an output in a store."""
+    if writing.device not in (None, "", "cpu"):
+        raise UsageError(
+            f"--device {writing.device} does not write into a store yet",
+            code="E2510",
+            hint="leave it off, or write to a local path and upload that",
+        )
 
 
 def _staged_tree(staged: Path | Upload, plan: Plan) -> Tree:

@@ -55,12 +55,12 @@ def write_job(plan: Plan, plan_file: str, share: Share, writing: Writing, emit: 
     """Write the file of `emit`, whose path is returned; nothing else is looked at or written.
 
     Raises UsageError: E0266 where other options share the work out otherwise, E0278 for paths that the engine can't be
-    given, E2510 for an output in a store;
+    given, E2510 for a device and an output in a store;
     OutputExists: E0510 for a path in a source or the output, E0513 for a file that is there; StorageError.
     """
     engine, path = emit
     if scheme_of(plan.destination) is not None:
-        refuse_in_store(writing, claim=True)
+        refuse_in_store(writing)
     check_beside(path, "--emit", dict.fromkeys(file.root for file in plan.sources), [plan.destination])
     text = _TEXTS[engine](_work_of(plan, os.path.abspath(plan_file), _way(engine, share, writing), writing))
     write_new(path, text, "the job file", "E0513")

@@ -1,7 +1,7 @@
 """The same plan over a Ray cluster: on every node workers claim what they do, as `ckpt apply --claim` does.
 
 `--ray auto` joins the running cluster, `--ray local` starts one on this machine, anything else is an address. The
-source and the output's folder must be on a file system that all nodes see. Workers are spread over the nodes; Ray
+source and the output must be in a store, or on a file system that all nodes see. Workers are spread over the nodes; Ray
 starts one again that died, and what a lost one had claimed is taken over by the others, so a node may go at any time.
 """
 
@@ -10,17 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ckpt_tool.conversion.carry_out import execute
+from ckpt_tool.conversion.standing import is_committed, standing
 from ckpt_tool.core.progress import Progress, Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, OutputExists, StorageError, UsageError
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.saved import read_plan
-from ckpt_tool.storage.staging import new_worker, statuses_of, was_committed
+from ckpt_tool.storage.destination import place_of
+from ckpt_tool.storage.staging import new_worker
 
 Outcome = tuple[bool, dict[TensorKey, int], CkptError | None]
 _THREADS = 2  # of a worker, where nobody says
@@ -38,7 +39,7 @@ def work(document: Mapping[str, Any], writing: Writing, recorded: Mapping[Tensor
         trees = {root: open_tree(root) for root in dict.fromkeys(file.root for file in plan.sources)}
         result = execute(plan, trees, writing, Silent(), recorded=recorded, worker=new_worker())
     except OutputExists as e:
-        done = e.code == "E0501" and was_committed(Path(plan.destination), plan.identifier())
+        done = e.code == "E0501" and is_committed(plan)
         return done, {}, None if done else e  # another committed before this one began
     except CkptError as e:
         return False, {}, e
@@ -76,7 +77,7 @@ def execute_on_ray(
         done, waiting = ray.wait(waiting, num_returns=1, timeout=_LOOK)
         if time.monotonic() >= due:
             began = time.monotonic()
-            seen = sum(status.nbytes for status in statuses_of(Path(plan.destination)))
+            seen = standing(place_of(plan.destination)).moved
             due = time.monotonic() + max(_LOOK, _SHARE * (time.monotonic() - began))
             progress.advance(max(0, seen - shown))
             shown = max(shown, seen)

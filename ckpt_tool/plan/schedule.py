@@ -217,13 +217,13 @@ def segments(move: Move, size: int) -> Iterator[tuple[int, int, frozenset[int]]]
         spans = sorted((*hull(region), region.file) for region in move.outputs)
         parts = _parts(spans, move.numel)
     most = max(1, size // move.item)
-    most -= most % _grain(move, most)
+    most -= most % grain(move, most)
     for start, stop, files in parts:
         for at in range(start, stop, most):
             yield at, min(at + most, stop), files
 
 
-def _grain(move: Move, most: int) -> int:
+def grain(move: Move, most: int) -> int:
     """Elements of the line that no cut should part, `most` at most: rows of what is transposed, which two units would
     both read and write in single elements; whole leaves of the digest too where that can be."""
     row = max((row_of(region) for region in (*move.sources, *move.outputs) if is_transposed(region)), default=1)

@@ -14,6 +14,7 @@ failed fsync): then nothing is left.
 from __future__ import annotations
 
 import os
+import random
 import resource
 import threading
 import time
@@ -28,7 +29,15 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.errors import CkptError, InputError, ReplicasDiffer, SourceChanged, UnsafeInput
+from ckpt_tool.errors import (
+    CkptError,
+    InputError,
+    OutputExists,
+    ReplicasDiffer,
+    SourceChanged,
+    StorageError,
+    UnsafeInput,
+)
 from ckpt_tool.plan.plan import Move, Plan
 from ckpt_tool.plan.schedule import Unit, units
 from ckpt_tool.run import replicas
@@ -36,20 +45,25 @@ from ckpt_tool.run.blocks import Reader, Sources, StagedFiles, Writer
 from ckpt_tool.run.checksum import Piece
 from ckpt_tool.run.digest import root
 from ckpt_tool.run.finish import check_records, copy_sidefiles, fill_patches, sync_all, write_all
+from ckpt_tool.run.shares import of_part
 from ckpt_tool.run.staged import Gaps, Line, intact
 from ckpt_tool.run.threads import Workers
 from ckpt_tool.run.transposed import PANEL
 from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Job, Mover, Movers, Walks
+from ckpt_tool.storage.claims import Taken
 from ckpt_tool.storage.journal import PartStatus
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.staging import Staging
 
 if TYPE_CHECKING:
+    from ckpt_tool.run.share_upload import ShareUpload
     from ckpt_tool.run.upload import Upload
     from ckpt_tool.storage.output_store import OutputStore
+    from ckpt_tool.storage.store_claims import StoreClaims
 
 _SHARES = 4096  # that workers claim, at most
 _PAUSE = 0.5  # seconds between two looks at others
+_LONGEST = 15.0  # where a look costs requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +160,7 @@ class Executor:
         if not self.worker and (self.part is None or self.part[0] == 1):
             replicas.look_ahead(plan.moves, self.sources, whole=self._whole, threads=self.threads)
         if self._bucket is not None:
-            return self._send(self._bucket)
+            return self._send_shares(self._bucket) if self.part or self.worker else self._send(self._bucket)
         staging = Staging(
             Path(plan.destination),
             plan.identifier(),
@@ -172,7 +186,11 @@ class Executor:
     def _send(self, bucket: OutputStore) -> Result:
         """The same into a store."""
         from ckpt_tool.run.upload import Upload, in_order_of_objects
+        from ckpt_tool.storage.output_store import staging_url
+        from ckpt_tool.storage.store_claims import refuse_held
 
+        records = bucket.at_url(staging_url(self.plan.destination))
+        refuse_held(records, self.plan.destination)
         upload = Upload(self.plan, bucket, self.sources, memory=self._memory, force=self._force, resume=self._resume)
         state = _State(in_order_of_objects(self.plan, self.units))
         try:
@@ -181,22 +199,7 @@ class Executor:
                 self.progress.start(sum(unit.nbytes for _, unit in state.queue), self.plan.destination)
             self._work(lambda room: upload.writer(), lambda line: None, state)
             self.sources.check()
-            digests, digests_out, overflows = self._digests(state)
-            sums = (digests_out, digests) if self.hashing else ({}, {})
-
-            def check(upload: Upload) -> None:
-                self.sources.check()
-                if self.check is not None:
-                    self.check(upload, *sums)
-
-            blind = upload.blind
-            upload.finish(list(digests_out.values()) if self.hashing else None, check)
-            if blind and self._whole:
-                try:
-                    check(upload)
-                except CkptError:
-                    upload.withdraw()
-                    raise
+            result = self._complete(upload, state)
         except (InputError, SourceChanged, UnsafeInput) as e:
             upload.discard()
             if isinstance(e, ReplicasDiffer):
@@ -208,7 +211,147 @@ class Executor:
             self.progress.finish()
             if upload.spared:
                 self.progress.note(f"{upload.spared} bytes were sent by an earlier run and are as they should be")
+        return result
+
+    def _complete(self, upload: Upload, state: _State) -> Result:
+        """All values are sent: make the output visible."""
+        digests, digests_out, overflows = self._digests(state)
+        sums = (digests_out, digests) if self.hashing else ({}, {})
+
+        def check(upload: Upload) -> None:
+            self.sources.check()
+            if self.check is not None:
+                self.check(upload, *sums)
+
+        blind = upload.blind
+        upload.finish(list(digests_out.values()) if self.hashing else None, check)
+        if blind and self._whole:
+            try:
+                check(upload)
+            except CkptError:
+                upload.withdraw()
+                raise
         return Result(*sums[::-1], overflows, committed=True)
+
+    def _send_shares(self, bucket: OutputStore) -> Result:
+        """As one of those that write into a store and share no disk: shares are claimed, or a part's; who finds that
+        all are done commits."""
+        from ckpt_tool.run.share_upload import GONE, ShareUpload
+        from ckpt_tool.run.upload import in_order_of_objects
+        from ckpt_tool.storage.output_store import staging_url
+        from ckpt_tool.storage.store_claims import StoreClaims
+
+        records = bucket.at_url(staging_url(self.plan.destination))
+        order = in_order_of_objects(self.plan, self.units)
+        upload = ShareUpload(self.plan, bucket, records, self.sources, order, memory=self._memory, force=self._force)
+        sizes = [share.nbytes for share in upload.shares]
+        mine = None if self.part is None else of_part(sizes, self.part)
+        claims = StoreClaims(records, self.plan.identifier(), self.part or self.worker, sizes, mine)
+        upload.sole, claims.moving = claims.commits_still, lambda: upload.gathered
+        result = Result({}, {}, {}, committed=False)
+        try:
+            with claims:
+                if claims.first:
+                    upload.check_there()
+                upload.start()
+                result = self._claim_shares(upload, claims)
+        except ReplicasDiffer as e:
+            raise replicas.all_of_them(self.plan.moves, self.sources, e, threads=self.threads) from e
+        except (OutputExists, StorageError):  # of what another has ended while this one was at work
+            if not upload.committed():
+                raise
+        finally:
+            upload.close()
+        if not result.committed:
+            upload.sweep()
+            if claims.gone and not upload.committed():
+                raise StorageError(
+                    "the records of the run are gone, and the output is not there",
+                    code=GONE,
+                    path=records.shown,
+                    hint="the worker that was to commit has given up, and said why; or someone has cleaned up",
+                )
+        return result
+
+    def _claim_shares(self, upload: ShareUpload, claims: StoreClaims) -> Result:
+        waits, own, seen = _Waits(self.progress), set[int](), set[int]()
+        sizes = {number: upload.shares[number].nbytes for number in claims.mine}
+        moved = sum(unit.nbytes for unit in self.units) / max(1, sum(share.nbytes for share in upload.shares))
+        if self.progress:
+            self.progress.start(int(moved * sum(sizes.values())), self.plan.destination)
+        while True:
+            taken = claims.take()
+            if claims.gone:
+                break
+            others = claims.done - seen - own
+            seen |= others
+            self._advance(int(moved * sum(sizes.get(number, 0) for number in others)))
+            if taken is not None:
+                own.add(taken.number)
+                claims.finish(taken.number, self._send_share(upload, taken))
+            elif not claims.left() and claims.take_commit():
+                return self._commit_shares(upload, claims)
+            elif self.part is not None:
+                return Result({}, {}, {}, committed=False, parts=tuple(claims.end(done=True)))
+            else:
+                what = "what other workers have claimed" if claims.left() else "the worker that commits"
+                waits.a_while(f"waiting for {what}", longest=_LONGEST)
+        return Result({}, {}, {}, committed=False)
+
+    def _send_share(self, upload: ShareUpload, taken: Taken) -> dict[str, Any]:
+        """Fill the parts of a share. Returns what the one that commits has to know of it."""
+        works = list(upload.shares.work(taken.number))
+        state = _State([(number, work.unit) for number, work in enumerate(works)])
+        leaves, lost = list[Any](), Counter[str]()
+
+        def record(line: dict[str, Any]) -> None:
+            with state.lock:
+                leaves.extend(line["leaves"])
+                lost.update(line["overflows"] if works[line["unit"]].counts else {})
+
+        upload.begin_share(taken.number, [work.unit for work in works], over=taken.over)
+        self._work(lambda room: upload.writer(), record, state)
+        sent = upload.end_share()
+        self.sources.check()
+        read = [[file, *piece] for file, pieces in state.source_pieces.items() for piece in pieces]
+        return {"plan": self.plan.identifier(), **sent, "leaves": leaves, "overflows": lost, "sources": read}
+
+    def _commit_shares(self, upload: ShareUpload, claims: StoreClaims) -> Result:
+        """What all have sent becomes the output. Safe to do twice."""
+        result = Result({}, {}, {}, committed=True)
+        if not upload.committed():  # else who did it died before it had cleaned up
+            while True:
+                state, missing = self._take_records(upload, claims)
+                if not missing:
+                    break
+                if self.progress:
+                    self.progress.note(f"{len(missing)} shares are not in the store as they were sent: sent again")
+                for number in sorted(missing):
+                    claims.finish(number, self._send_share(upload, Taken(number, over=True)))
+            try:
+                result = self._complete(upload, state)
+            except (InputError, SourceChanged, UnsafeInput):
+                upload.discard()
+                claims.clear()
+                raise
+        claims.clear()
+        if self.progress:
+            self.progress.finish()
+        return result
+
+    def _take_records(self, upload: ShareUpload, claims: StoreClaims) -> tuple[_State, set[int]]:
+        """What the workers' records say, and the shares of which they say nothing, or nothing that is so."""
+        state, missing = _State([]), set[int]()
+        upload.begin_commit()
+        for number, record in enumerate(claims.records()):
+            if not record:
+                missing.add(number)
+                continue
+            upload.take(record)
+            self._gather_leaves([record], state)
+            for file, *piece in record["sources"]:
+                state.source_pieces.setdefault(file, []).append(Piece(*piece))
+        return state, missing | upload.lost()
 
     def _run(self, staging: Staging) -> Result:
         self._prepare(staging)
@@ -272,18 +415,10 @@ class Executor:
         return Result({}, {}, {}, committed=False)
 
     def _mine(self) -> list[tuple[int, Unit]]:
-        """This part's units, numbered: shares of whole units, balanced by bytes, the same on every machine."""
-        numbered = list(enumerate(self.units))
+        """This part's units, numbered."""
         if self.part is None:
-            return numbered
-        index, count = self.part
-        loads, mine = [0] * count, []
-        for number, unit in sorted(numbered, key=lambda pair: (-pair[1].nbytes, pair[0])):
-            lightest = loads.index(min(loads))
-            loads[lightest] += unit.nbytes + 1
-            if lightest == index - 1:
-                mine.append((number, unit))
-        return sorted(mine)
+            return list(enumerate(self.units))
+        return [(number, self.units[number]) for number in of_part([unit.nbytes for unit in self.units], self.part)]
 
     def _prepare(self, staging: Staging, *, heads: bool = True) -> None:
         """Make and preallocate every file, and write the bytes that are known already. Safe to repeat, but for heads
@@ -364,7 +499,8 @@ class Executor:
 
     def _move(self, staging: Staging, state: _State) -> None:
         """Move all units of the queue into the staging folder."""
-        self._work(lambda room: Writer(staging, self._names, room, self._patch_starts), staging.record, state)
+        record = staging.record if self.hashing else lambda line: None
+        self._work(lambda room: Writer(staging, self._names, room, self._patch_starts), record, state)
 
     def _work(self, writer: Callable[[int], Writer], record: Callable[[dict[str, Any]], None], state: _State) -> None:
         """Move all units of the queue. writer: makes a thread's, with so many descriptors. record: of a unit done."""
@@ -443,10 +579,10 @@ class Executor:
         walked = mover.unit(unit.items)
         if walked is None:
             return None
-        leaves, hashes, overflows = [], [], {}
+        leaves, hashes, overflows = [], [], dict[str, int]()
         for (index, _, _), walk in zip(unit.items, walked, strict=True):
             if walk.lost:
-                overflows[str(index)] = walk.lost
+                overflows[str(index)] = overflows.get(str(index), 0) + walk.lost
             if self.hashing:
                 source, out = walk.source_leaves, walk.out_leaves
                 leaves.append(
@@ -456,7 +592,7 @@ class Executor:
         line = {"unit": number, "bytes": unit.nbytes, "hashes": hashes, "leaves": leaves, "overflows": overflows}
         with state.lock:
             self._gather_leaves([line], state)
-        return line if self.hashing else None
+        return line
 
     def _advance(self, nbytes: int) -> None:
         if self.progress:
@@ -510,13 +646,17 @@ class _Waits:
     """Pauses between two looks at what others do, with a line for people at the first of each kind."""
 
     def __init__(self, progress: Progress | None) -> None:
-        self._progress, self._said = progress, ""
+        self._progress, self._said, self._pause = progress, "", _PAUSE
 
-    def a_while(self, why: str) -> None:
-        if self._progress and why != self._said:
-            self._progress.note(why)
+    def a_while(self, why: str, longest: float = 0.0) -> None:
+        """longest: up to which the pauses grow, and are not of one length."""
+        if why != self._said:
+            self._pause = _PAUSE
+            if self._progress:
+                self._progress.note(why)
             self._said = why
-        time.sleep(_PAUSE)
+        time.sleep(self._pause * random.uniform(0.5, 1.0) if longest else _PAUSE)
+        self._pause = min(1.5 * self._pause, longest)
 
 
 def _shared_out(units: Sequence[Unit]) -> list[list[tuple[int, Unit]]]:

@@ -11,7 +11,7 @@ completed, and last of all the one without which the rest is no checkpoint (`Las
 
 Memory: the parts that are begun (`most_open` says before how many that will be), and `QUEUE` bytes on their way.
 Resuming: parts that the store has from an earlier run are compared by MD5 and not sent again; what was read is read
-again. What this does not do: shares of a plan, outputs that are read back as files.
+again. Shares of a plan are `run.share_upload`'s. What this does not do: outputs that are read back as files.
 """
 
 from __future__ import annotations
@@ -80,8 +80,17 @@ class _Object:
         self.pieces: dict[tuple[int, int], list[Piece]] = {span: [] for span in self.spans}
         self.seen: dict[tuple[int, int], int] = dict.fromkeys(self.spans, 0)
         self.upload = ""
+        self.beginning = threading.Lock()
         self.before: dict[int, Sent] = {}  # what an earlier run has sent
         self.etags: dict[int, str] = {}
+
+    def forget(self) -> None:
+        """Begin anew: nothing is known of what moves write."""
+        self.done.clear()
+        self.known.clear()
+        self.before, self.etags = {}, {}
+        self.pieces = {span: [] for span in self.spans}
+        self.seen = dict.fromkeys(self.spans, 0)
 
     def bounds(self, part: int) -> tuple[int, int]:
         return part * self.step, min((part + 1) * self.step, self.size)
@@ -131,15 +140,7 @@ class Upload:
     def begin(self, order: Sequence[Unit]) -> None:
         """See what is there and start to send. Raises OutputExists, StorageError E2711 where the parts that gather at
         once would take more than `memory`."""
-        need = most_open(self._plan, self.objects, order)
-        if need > self._memory:
-            raise StorageError(
-                f"parts of {len(self.objects)} objects would gather in {need} bytes of memory at once, and --memory "
-                f"allows {self._memory}",
-                code="E2711",
-                path=self._plan.destination,
-                hint=f"pass --memory {-(-need // (1 << 30))}GiB, fewer ranks, or write to a local path and upload that",
-            )
+        self._check_memory(order)
         self.check_there()
         pending = defaultdict[str, list[str]](list)
         for each in self._bucket.pending():
@@ -151,10 +152,25 @@ class Upload:
                 item.before = self._bucket.parts(self._key(item), item.upload)
             for upload in uploads:
                 self._bucket.abort(self._key(item), upload)
+        self.start()
+
+    def start(self) -> None:
+        """Be ready to send."""
         for _ in range(CONNECTIONS):
             thread = threading.Thread(target=self._send, name="ckpt-send", daemon=True)
             thread.start()
             self._senders.append(thread)
+
+    def _check_memory(self, order: Iterable[Unit]) -> None:
+        need = most_open(self._plan, self.objects, order, self._takes)
+        if need > self._memory:
+            raise StorageError(
+                f"parts of {len(self.objects)} objects would gather in {need} bytes of memory at once, and --memory "
+                f"allows {self._memory}",
+                code="E2711",
+                path=self._plan.destination,
+                hint=f"pass --memory {-(-need // (1 << 30))}GiB, fewer ranks, or write to a local path and upload that",
+            )
 
     def check_there(self) -> None:
         """Raise OutputExists (E0501) for an output that is there and not to be replaced."""
@@ -201,6 +217,10 @@ class Upload:
         item, view = self.objects[file], memoryview(view)
         while view:
             number = offset // item.step
+            if not self._takes(file, number):
+                some = (number + 1) * item.step - offset
+                view, offset = view[some:], offset + some
+                continue
             with self._lock:
                 part = self._open.get((file, number)) or self._begin_part(item, number)
             some = min(len(view), part.stop - offset)
@@ -215,6 +235,10 @@ class Upload:
                 self._whole(item, part)
             view, offset = view[some:], offset + some
 
+    def _takes(self, file: int, part: int) -> bool:
+        """Is it this upload that fills the part?"""
+        return True
+
     def _begin_part(self, item: _Object, number: int) -> _Part:
         if number in item.done:
             raise InternalError(f"{item.path}: part {number} is written again")
@@ -224,13 +248,17 @@ class Upload:
         part = self._open[item.number, number] = _Part(item.number, number, start, room, item.moved.get(number, 0))
         for offset, data in _within(item.literals, start, stop):
             part.data[offset - start : offset - start + len(data)] = data
+        self._fill_known(item, part)
+        return part
+
+    def _fill_known(self, item: _Object, part: _Part) -> None:
+        """Fill those of its holes that are known, and count the others."""
         for hole in item.holes:
-            if hole.offset < stop and start < hole.offset + hole.nbytes:
+            if hole.offset < part.stop and part.start < hole.offset + hole.nbytes:
                 if hole.offset in item.known:
                     _fill(part, hole, item.known[hole.offset])
                 else:
                     part.holes += 1
-        return part
 
     def _whole(self, item: _Object, part: _Part) -> None:
         """All that moves write of the part has come: count it into the CRCs of its records, send it or keep it back."""
@@ -304,10 +332,17 @@ class Upload:
             with self._lock:
                 self.spared += len(part.data)
             return
-        with self._lock:
+        upload = self._upload_of(item)
+        item.etags[number] = self._bucket.part(self._key(item), upload, number, part.data, digest)
+
+    def _upload_of(self, item: _Object) -> str:
+        with item.beginning:
             if not item.upload:
-                item.upload = self._bucket.begin(self._key(item), self._notes)
-        item.etags[number] = self._bucket.part(self._key(item), item.upload, number, part.data, digest)
+                item.upload = self._begin_upload(item)
+        return item.upload
+
+    def _begin_upload(self, item: _Object) -> str:
+        return self._bucket.begin(self._key(item), self._notes)
 
     def _drain(self) -> None:
         """Wait until all that was submitted has been sent."""
@@ -366,7 +401,7 @@ class Upload:
 
     def _rest(self, item: _Object) -> None:
         """Make the parts of an object that no move has touched."""
-        if not self._in_parts(item):
+        if not self._in_parts(item) or item.upload == DONE:
             return
         self._copy(item)
         for number in range(item.parts):
@@ -428,7 +463,7 @@ class Upload:
         if self._in_parts(item):
             if len(item.etags) != item.parts:
                 raise InternalError(f"{item.path}: {len(item.etags)} of {item.parts} parts were made")
-            self._bucket.complete(key, item.upload, item.etags, self._notes, new=new)
+            self._bucket.complete(key, self._upload_of(item), item.etags, self._notes, new=new)
         else:
             self._bucket.put(key, self._content(item), self._notes, new=new)
         item.upload = DONE
@@ -554,8 +589,11 @@ def last_of(plan: Plan) -> int:
     return valued[0] if valued else 0
 
 
-def most_open(plan: Plan, objects: Sequence[_Object], order: Sequence[Unit]) -> int:
-    """Bytes of the parts that are open at once at most, where units are moved in this order."""
+def most_open(
+    plan: Plan, objects: Sequence[_Object], order: Iterable[Unit], takes: Callable[[int, int], bool] = lambda *_: True
+) -> int:
+    """Bytes of the parts that are open at once at most, where units are moved in this order. takes: is a part (object,
+    number) filled at all?"""
     first: dict[tuple[int, int], int] = {}
     final: dict[tuple[int, int], int] = {}
     for at, unit in enumerate(order):
@@ -565,8 +603,9 @@ def most_open(plan: Plan, objects: Sequence[_Object], order: Sequence[Unit]) -> 
                 item = objects[region.file]
                 for part in clip(region, start, stop):
                     for number in item.parts_of(part.offset, part.offset + part.reach(move.item_out)):
-                        first.setdefault((region.file, number), at)
-                        final[region.file, number] = at
+                        if takes(region.file, number):
+                            first.setdefault((region.file, number), at)
+                            final[region.file, number] = at
     for item in objects:
         for span, holes in item.spans.items():
             until = max((final.get((item.number, n), 0) for n in item.parts_of(span[0], sum(span))), default=0)

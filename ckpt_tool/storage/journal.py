@@ -112,7 +112,12 @@ def held(folder: int, name: str) -> tuple[bool, float]:
 
 def names(folder: int) -> list[str]:
     """The journals in the open staging folder."""
-    return sorted(name for name in os.listdir(folder) if name == JOURNAL or name.startswith(_WORKER) or part_of(name))
+    return sorted(filter(is_writer, os.listdir(folder)))
+
+
+def is_writer(name: str) -> bool:
+    """Is it the name of a journal?"""
+    return name == JOURNAL or name.startswith(_WORKER) or part_of(name) is not None
 
 
 def sealed(plan_id: str, line: Line) -> bytes:
@@ -137,6 +142,11 @@ def read(folder: int, name: str, *, first: bool = False) -> list[Line]:
             text = file.readline() if first else file.read()
     except OSError:
         return []
+    return parsed(text)
+
+
+def parsed(text: bytes) -> list[Line]:
+    """The lines that are whole and sealed, up to the first that is not."""
     lines: list[Line] = []
     for raw in text.split(b"\n")[:-1]:
         seal, _, body = raw.partition(b" ")

@@ -296,7 +296,6 @@ def test_a_plan_is_applied_into_a_store(s3: S3, shards: Path, tmp_path: Path) ->
     plan = str(tmp_path / "plan.json")
     assert run(["convert", str(shards), OUT, "--to", "dcp", "--plan", plan]) == 0 and not objects(s3, "out")
     assert b"secret" not in Path(plan).read_bytes()
-    assert run(["apply", plan, "--part", "1/2"]) == 2
     assert run(["apply", plan]) == 0
     assert diff(OUT, str(shards), Reading(), progress=Silent())["equal"]
     assert run(["apply", plan]) == 5

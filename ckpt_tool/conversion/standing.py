@@ -1,0 +1,55 @@
+"""How far an output is that several processes write, wherever it grows: in a hidden folder beside it, or in a store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpt_tool.plan.plan import Plan
+from ckpt_tool.storage.destination import Place, RemotePlace, place_of
+from ckpt_tool.storage.journal import PartStatus
+from ckpt_tool.storage.staging import statuses_of, was_committed
+
+
+class Standing(NamedTuple):
+    """there: does the output lie there? parts: how far each process is, none where nobody has begun or all is
+    committed. done, of: bytes of the whole, whoever moved them; 0 where only the parts say."""
+
+    there: bool
+    parts: Sequence[PartStatus]
+    done: int = 0
+    of: int = 0
+
+    @property
+    def moved(self) -> int:
+        """Bytes that are done."""
+        return max(self.done, sum(part.nbytes for part in self.parts))
+
+
+def standing(place: Place) -> Standing:
+    """Raises StorageError where it can't be looked at."""
+    if not isinstance(place, RemotePlace):
+        return Standing(os.path.lexists(place), statuses_of(place))
+    from ckpt_tool.storage.output_store import output_store, staging_url
+    from ckpt_tool.storage.store_claims import done_of, statuses
+
+    bucket = output_store(place.url)
+    records = bucket.at_url(staging_url(place.url))
+    done = done_of(records)
+    if done is None:
+        return Standing(bool(bucket.objects()), ())
+    return Standing(True, statuses(records), *done)
+
+
+def is_committed(plan: Plan) -> bool:
+    """Does the output lie there whole, written by processes that shared this plan out? False where a file system
+    keeps no such marks."""
+    place = place_of(plan.destination)
+    if isinstance(place, Path):
+        return was_committed(place, plan.identifier())
+    from ckpt_tool.run.share_upload import is_committed
+    from ckpt_tool.storage.output_store import output_store
+
+    return is_committed(plan, output_store(place.url))

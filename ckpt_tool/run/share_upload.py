@@ -1,0 +1,305 @@
+"""An upload that several workers fill: each sends the parts of the shares that it claims, one of them completes it.
+
+    upload.begin_share(7, over=False)        # what `write` takes goes to that share's parts
+    record = upload.end_share()              # its parts are in the store: what the one that commits has to know
+
+    for record in records: upload.take(record)
+    upload.lost()                            # shares whose parts the store has not, or not as they were sent
+    upload.finish(digests, check)            # as `Upload`
+
+All send to one upload an object: whoever begins it writes it down, where only one can. Parts with holes that a share
+can't fill, since the CRC goes over other shares' parts, are held: put beside the records as they are, and sent by the
+one that commits, with the parts that no move fills. To commit twice does no harm: what is there with the plan's note
+is left as it is; only what `--force` removes is looked at by who is sure to be the only one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ckpt_tool.errors import CkptError, InternalError, OutputExists, StorageError
+from ckpt_tool.plan.plan import Plan
+from ckpt_tool.plan.schedule import Unit
+from ckpt_tool.run.blocks import Sources
+from ckpt_tool.run.checksum import Piece, join
+from ckpt_tool.run.shares import NOBODY, Shares
+from ckpt_tool.run.upload import DONE, PLAN, Upload, _nothing, _Object, _Part, last_of
+from ckpt_tool.storage.multipart import NO_UPLOAD, md5
+from ckpt_tool.storage.output_store import OutputStore
+from ckpt_tool.storage.store_claims import AT_ONCE
+from ckpt_tool.storage.store_claims import PLAN as BEGUN
+
+Record = dict[str, Any]
+Span = tuple[int, int]
+
+
+class ShareUpload(Upload):
+    """The output of one plan in `bucket`, of which this worker fills shares.
+
+    Args:
+        records: where the workers' records lie. order: the plan's units, numbered, as objects lie.
+        sole: is this worker certainly the only one that commits, now? Asked before something is removed.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        bucket: OutputStore,
+        records: OutputStore,
+        sources: Sources,
+        order: Sequence[tuple[int, Unit]],
+        *,
+        memory: int,
+        force: bool,
+    ) -> None:
+        super().__init__(plan, bucket, sources, memory=memory, force=force)
+        self._records = records
+        self.shares = Shares(plan, self.objects, order)
+        self._share = NOBODY
+        self._held: list[tuple[int, int, str]] = []
+        self.gathered = 0  # bytes of the share's parts that are whole
+        self.sole: Callable[[], bool] = lambda: False
+
+    # -- a share ------------------------------------------------------------------------------------------------------
+
+    def begin_share(self, number: int, order: Sequence[Unit], *, over: bool) -> None:
+        """Take the parts of a share from now on. order: what is going to be moved. over: another has begun it, and
+        may have sent parts. Raises StorageError E2711 as `begin`."""
+        self._share, self.gathered = number, 0
+        self._open.clear()
+        for item in self.objects:
+            item.forget()
+        self._check_memory(order)
+        if over:
+            files = sorted({file for unit in order for file in unit.files})
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                list(pool.map(self._see_sent, (self.objects[file] for file in files)))
+
+    def _see_sent(self, item: _Object) -> None:
+        if not item.upload and (known := self._records.get(_upload_key(item))) is not None:
+            item.upload = known.decode()
+        if item.upload:
+            item.before = self._bucket.parts(self._key(item), item.upload)
+
+    def end_share(self) -> Record:
+        """Send what is left of the share, hold what can't be sent yet."""
+        self._drain()
+        held = sorted(self._open)
+        for key in held:
+            if self._open[key].left or key[1] not in self.objects[key[0]].done:
+                raise InternalError(f"{self.objects[key[0]].path}: part {key[1]} lacks {self._open[key].left} bytes")
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            digests = list(pool.map(self._hold, (self._open[key] for key in held)))
+        self._open.clear()
+        return {
+            "parts": [
+                [item.number, number, etag] for item in self.objects for number, etag in sorted(item.etags.items())
+            ],
+            "held": [[*key, digest] for key, digest in zip(held, digests, strict=True)],
+            "crcs": [row for item in self.objects for row in _crcs(item)],
+        }
+
+    def _hold(self, part: _Part) -> str:
+        self._records.put(_held_key(part.file, part.number), part.data, {}, new=False)
+        return md5(part.data).hex()
+
+    def _takes(self, file: int, part: int) -> bool:
+        return self.shares.owner(file, part) == self._share
+
+    def _send_part(self, item: _Object, part: _Part) -> None:
+        if item.upload == DONE:  # a share whose record was lost, of an object that is there
+            item.etags[part.number + 1] = ""
+        else:
+            super()._send_part(item, part)
+
+    def _whole(self, item: _Object, part: _Part) -> None:
+        self.gathered += len(part.data)
+        super()._whole(item, part)
+
+    def _begin_upload(self, item: _Object) -> str:
+        """The upload that all workers agree on."""
+        key = _upload_key(item)
+        there = self._records.get(key)
+        if there is None:
+            if self._records.get(BEGUN) is None:
+                raise _ended(self._bucket.display(self._key(item)))
+            mine = self._bucket.begin(self._key(item), self._notes)
+            try:
+                self._records.put(key, mine.encode(), {}, new=True)
+                return mine
+            except OutputExists:
+                there = self._records.get(key)
+            if there != mine.encode():
+                self._bucket.abort(self._key(item), mine)
+        if there is None:
+            raise _ended(self._bucket.display(self._key(item)))
+        return there.decode()
+
+    # -- the commit ---------------------------------------------------------------------------------------------------
+
+    def committed(self) -> bool:
+        """Is the output there, and this plan's?"""
+        return is_committed(self._plan, self._bucket)
+
+    def begin_commit(self) -> None:
+        """Take records from now on. Objects that another has completed, who died, are done."""
+        self._share = NOBODY
+        self._open.clear()
+        self._held.clear()
+        there = self._bucket.objects()
+        for item in self.objects:
+            item.forget()
+            if self._key(item) in there and self._is_ours(item):
+                item.upload = DONE
+
+    def _is_ours(self, item: _Object) -> bool:
+        return self._bucket.note(self._key(item), PLAN) == self._id
+
+    def take(self, record: Record) -> None:
+        """Take up what was done of a share."""
+        for file, number, etag in record["parts"]:
+            self.objects[file].done.add(number - 1)
+            self.objects[file].etags[number] = etag
+        for file, at, nbytes, *piece in record["crcs"]:
+            self.objects[file].pieces[at, nbytes].append(Piece(*piece))
+        for file, number, digest in record["held"]:
+            self.objects[file].done.add(number)
+            self._held.append((file, number, digest))
+
+    def lost(self) -> set[int]:
+        """The shares whose parts, by the store's own word, are not what was sent, whatever has become of them."""
+
+        def differing(item: _Object) -> list[int]:
+            there = self._bucket.parts(self._key(item), self._upload_of(item))
+            return [number for number, etag in item.etags.items() if number not in there or there[number].etag != etag]
+
+        sent = [item for item in self.objects if item.etags and item.upload != DONE]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            found = list(pool.map(differing, sent))
+        return {
+            self.shares.owner(item.number, number - 1)
+            for item, numbers in zip(sent, found, strict=True)
+            for number in numbers
+        }
+
+    def finish(self, digests: Sequence[str] | None, check: Callable[[Upload], None]) -> None:
+        """As `Upload.finish`, of what `take` has taken up."""
+        for item in self.objects:
+            self._join_pieces(item)
+        for file, number, digest in self._held:
+            if self.objects[file].upload != DONE:
+                self._send_held(self.objects[file], number, digest)
+        super().finish(digests, check)
+        self._abort_others()
+
+    def _join_pieces(self, item: _Object) -> None:
+        """The CRCs of spans of which all has passed by; of others some is still to be made."""
+        for span in list(item.pieces):
+            pieces = item.pieces[span]
+            item.seen[span] = sum(piece.stop - piece.start for piece in pieces)
+            if span[1] and item.seen[span] == span[1]:
+                crc = join(span[0], sum(span), item.pieces.pop(span), _nothing)
+                item.known.update(dict.fromkeys(item.spans[span], crc.to_bytes(4, "little")))
+
+    def _send_held(self, item: _Object, number: int, digest: str) -> None:
+        data, (start, stop) = self._records.get(_held_key(item.number, number)), item.bounds(number)
+        if data is None or len(data) != stop - start or md5(data).hex() != digest:
+            raise StorageError(
+                f"part {number} of {item.path}, which was put aside, is not there as it was",
+                code=GONE,
+                path=self._records.display(_held_key(item.number, number)),
+                hint="ckpt clean URL --remove, then run the same command again",
+            )
+        part = _Part(item.number, number, start, bytearray(data), 0)
+        self._fill_known(item, part)
+        if part.holes:
+            self._open[item.number, number] = part
+        else:
+            self._submit(part)
+
+    def _complete(self, item: _Object) -> None:
+        try:
+            super()._complete(item)
+        except CkptError as e:
+            if e.code not in ("E0501", NO_UPLOAD) or not self._is_there_and_ours(item):
+                raise
+            item.upload = DONE  # another commits too
+
+    def _is_there_and_ours(self, item: _Object) -> bool:
+        return self._key(item) in self._bucket.objects() and self._is_ours(item)
+
+    def _clear(self) -> None:
+        """As `Upload._clear`, by who is sure that nobody else commits: what another has made whole is not removed."""
+        there = self._bucket.listing().objects
+        ours = {self._key(item) for item in self.objects if item.upload == DONE}
+        if self.single or not there.keys() - ours:
+            return
+        if not self.sole():
+            raise _ended(self._bucket.shown)
+        kept = {item.path for item in self.objects if item.valued}
+        last = self.objects[self.last].path
+        for key in sorted(there.keys() - ours - (kept - {last}), key=lambda key: (key != last, key)):
+            self._bucket.remove(key, etag=there[key].etag)
+
+    def _abort_others(self) -> None:
+        """Uploads of our objects that nobody goes on with: of workers that died between beginning one and saying so."""
+        keys = {self._key(item) for item in self.objects}
+        for each in self._bucket.pending():
+            if each.key in keys:
+                self._bucket.abort(each.key, each.upload)
+
+    def discard(self) -> None:
+        """As `Upload.discard`, and what others have sent."""
+        super().discard()
+        self._abort_others()
+
+    def sweep(self) -> None:
+        """Remove what this worker may have put there after the one that committed had cleaned up."""
+        left = self._records.listing().objects
+        if BEGUN in left:  # of another run
+            return
+        for item in self.objects:
+            if _upload_key(item) in left and (known := self._records.get(_upload_key(item))) is not None:
+                self._bucket.abort(self._key(item), known.decode())
+        for key in left:
+            self._records.remove(key)
+
+
+GONE = "E2511"
+
+
+def is_committed(plan: Plan, bucket: OutputStore) -> bool:
+    """Does the output of this plan lie there, whole?"""
+    key = "" if plan.single is not None else plan.outputs[last_of(plan)].path
+    return key in bucket.objects() and bucket.note(key, PLAN) == plan.identifier()
+
+
+def _ended(shown: str) -> StorageError:
+    return StorageError(
+        "another worker has committed the output, or given it up",
+        code=NO_UPLOAD,
+        path=shown,
+        hint="run the same command again: it says which",
+    )
+
+
+def _upload_key(item: _Object) -> str:
+    return f"upload-{item.number}"
+
+
+def _held_key(file: int, number: int) -> str:
+    return f"held-{file}-{number}"
+
+
+def _crcs(item: _Object) -> list[list[int]]:
+    """[object, span's start and length, piece] of what passed by of each span: one piece of a span that is whole."""
+    rows = defaultdict[Span, list[Piece]](list)
+    for span, holes in item.spans.items():
+        if span in item.pieces:
+            rows[span] = item.pieces[span]
+        elif span[1]:
+            rows[span] = [Piece(span[0], sum(span), int.from_bytes(item.known[holes[0]], "little"))]
+    return [[item.number, *span, *piece] for span, pieces in rows.items() for piece in pieces]

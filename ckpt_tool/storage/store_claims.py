@@ -1,0 +1,368 @@
+"""Claims in a store: workers of one plan that share no disk agree by objects that only one of them can create.
+
+    .out.ckpt-partial/plan                     the plan, and the bytes of its shares
+    .out.ckpt-partial/claim-12-1               share 12 is being done, for as long as this is put again
+    .out.ckpt-partial/claim-12-2               another took it over
+    .out.ckpt-partial/share-12                 share 12 is done, with what the one that commits has to know of it
+    .out.ckpt-partial/claim-commit-1           someone commits
+    .out.ckpt-partial/.ckpt-journal-by-vm-7-0a a worker, or `-2-of-8` a part, with how far it is
+
+As `storage.claims`, with what differs. A store has no locks, so a dead worker is known by its silence alone: while it
+works it puts its claim again every `BEAT` seconds, and one that was not put again for a lease is anybody's who creates
+the next. Times are compared within one listing, as the store gives them. Nothing here excludes: two that do the same
+share send the same bytes, and so do two that commit. A worker tries claims blindly, at places of its own; it lists when
+several were taken, and beside its work, so that a claim costs one request where few are left and two thousand want it.
+
+`plan` is what makes the rest count: the one that commits removes it first, after the output is there.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from secrets import token_hex
+from typing import Any, NamedTuple
+
+from ckpt_tool.errors import CkptError, OutputExists, SourceChanged
+from ckpt_tool.storage import journal
+from ckpt_tool.storage.claims import LEASE, Taken
+from ckpt_tool.storage.multipart import Listing
+from ckpt_tool.storage.output_store import OutputStore
+
+BEAT = 15.0  # seconds between two signs of life
+PLAN, COMMIT = "plan", "commit"
+AT_ONCE = 16  # requests for records
+_TRIES = 4  # claims that are tried before the next listing
+_CLAIM = re.compile(r"claim-(\d{1,9}|commit)-(\d{1,9})", re.ASCII)
+_SHARE = re.compile(r"share-(\d{1,9})", re.ASCII)
+
+
+class _View(NamedTuple):
+    """A listing, read. claims: share or `COMMIT` -> (generation, when it was put last). here: is the plan?"""
+
+    now: float
+    here: bool
+    claims: dict[int | str, tuple[int, float]]
+    done: set[int]
+    names: set[str]
+
+
+class StoreClaims:
+    """The claims on a plan's shares, for one worker. Use `begin`, `take`, `finish`, `take_commit`, `end`.
+
+    Args:
+        store: the place of the records. writer: a worker's name, or the part (i, n) that this is.
+        sizes: bytes of the plan's shares. mine: those of a part, None for a worker that claims.
+    """
+
+    def __init__(
+        self,
+        store: OutputStore,
+        plan_id: str,
+        writer: journal.Writer,
+        sizes: Sequence[int],
+        mine: Collection[int] | None = None,
+    ) -> None:
+        self._store, self._plan, self._sizes, self._claims = store, plan_id, sizes, mine is None
+        self._me = journal.name_of(writer)
+        self._token = token_hex(8)  # two processes may be the same part
+        self._random = random.Random(f"{self._me} {self._token}")
+        self._view = _View(0.0, True, {}, set(), set())
+        self._own = set[int]()  # shares that this worker has claimed
+        self.mine: Collection[int] = range(len(sizes)) if mine is None else mine  # that it may do
+        self.first = self._went_on = False
+        self._held = ""  # the claim that is kept alive
+        self._began, self._ended = time.time(), ""
+        self._beat_at = time.monotonic()
+        self._stop, self._beating = threading.Event(), threading.Thread(target=self._go_on, daemon=True)
+        self.moving: Callable[[], int] = lambda: 0  # bytes of the share that is being done
+
+    # -- begin and end ------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> StoreClaims:
+        """Be one of the plan's workers, and give signs of life from now on. Raises SourceChanged E0611 where another
+        plan is being carried out."""
+        self.begin()
+        self._beating.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with suppress(CkptError):  # what went wrong before is told
+            if kind is not None and self.first and not self._own:
+                self.clear()  # nothing was begun
+            else:
+                self.end()
+
+    def begin(self) -> None:
+        """Say that this worker is there; `first`: it is the first of them."""
+        there = self._store.get(PLAN)
+        self.first = there is None and self._create(PLAN, {"plan": self._plan, "shares": list(self._sizes)})
+        theirs = [] if self.first else journal.parsed(there or self._store.get(PLAN) or b"")
+        if not self.first and (not theirs or theirs[0]["plan"] != self._plan):
+            raise SourceChanged(
+                "the output was started with another plan",
+                code="E0611",
+                path=self._store.shown,
+                hint="run every worker with the same plan file, or remove the leavings: ckpt clean",
+            )
+        self.look()
+        self._went_on = self._me in self._view.names
+        self.beat()
+
+    def end(self, *, done: bool = False) -> list[journal.PartStatus]:
+        """Let go of what is not finished, and say that this process has ended. done: its part is. Returns how far all
+        are."""
+        self._rest()
+        if not self._ended:
+            self._ended = "done" if done else "ended"
+            held, self._held = self._held, ""
+            if held:
+                self._store.remove(held)
+            self.look()
+            if not self.gone:
+                self._put_status()
+        return statuses(self._store) if done else []
+
+    def clear(self) -> None:
+        """Remove all records, the plan first."""
+        self._rest()
+        self._held, self._ended = "", "done"
+        remove_records(self._store)
+        self._view = self._view._replace(here=False)
+
+    def _rest(self) -> None:
+        self._stop.set()
+        if self._beating.is_alive():
+            self._beating.join()
+
+    @property
+    def gone(self) -> bool:
+        """Has someone removed the records, who has committed or given up?"""
+        return not self._view.here
+
+    # -- claiming -----------------------------------------------------------------------------------------------------
+
+    def take(self) -> Taken | None:
+        """A share that nobody does, now this worker's; None where there is none, by what was seen just now. Of a part:
+        the next of its own that is not done."""
+        if not self._claims:
+            number = next((each for each in self.mine if each not in self._view.done), None)
+            if number is None:
+                self.look()
+                return None
+            self._own.add(number)
+            return Taken(number, self._went_on)
+        for fresh in (False, True):
+            if fresh:
+                self.look()
+            free = self._free()
+            for number in self._random.sample(free, min(_TRIES, len(free))):
+                generation, _ = self._view.claims.get(number, (0, 0.0))
+                if self._claim(number, generation + 1):
+                    self._own.add(number)
+                    return Taken(number, generation > 0)
+        return None
+
+    def take_commit(self) -> bool:
+        """Is it this worker that commits? Only asked when all is done."""
+        generation, _ = self._view.claims.get(COMMIT, (0, 0.0))
+        return (not generation or self._silent(COMMIT)) and self._claim(COMMIT, generation + 1)
+
+    def commits_still(self) -> bool:
+        """Was this worker heard of in time, and has nobody taken over the commit? For what can't be done twice."""
+        self.beat()
+        self.look()
+        generation, _ = self._view.claims.get(COMMIT, (0, 0.0))
+        return self._held == _claim_name(COMMIT, generation) and time.monotonic() - self._beat_at < LEASE / 4
+
+    def finish(self, number: int, record: journal.Line) -> None:
+        """Say that a share is done."""
+        self._store.put(f"share-{number}", self._sealed(record), {}, new=False)
+        self._view.done.add(number)
+        if self._held.startswith(f"claim-{number}-"):
+            self._held = ""
+
+    def records(self) -> Iterator[journal.Line]:
+        """What was said of the shares, in order; nothing of one whose record is damaged or gone."""
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for at in range(0, len(self._sizes), AT_ONCE):
+                names = (f"share-{number}" for number in range(at, min(at + AT_ONCE, len(self._sizes))))
+                for data in list(pool.map(self._store.get, names)):
+                    lines = journal.parsed(data or b"")
+                    yield lines[0] if lines and lines[0]["plan"] == self._plan else {}
+
+    @property
+    def done(self) -> set[int]:
+        """Shares that are done, by the last look."""
+        return self._view.done
+
+    def left(self) -> int:
+        """Shares that are not done, by the last look."""
+        return len(self._sizes) - len(self._view.done)
+
+    def look(self) -> None:
+        """See how far all are."""
+        seen = _read(self._store.listing())
+        if seen.here:
+            seen.done.update(self._view.done & self._own)
+        self._view = seen
+
+    def _free(self) -> list[int]:
+        """Shares that nobody has claimed; where there are none, those whose worker is silent."""
+        claims, done = self._view.claims, self._view.done
+        left = [number for number in range(len(self._sizes)) if number not in done and number not in self._own]
+        free = [number for number in left if number not in claims]
+        return free or [number for number in left if self._silent(number)]
+
+    def _silent(self, number: int | str) -> bool:
+        return self._view.claims[number][1] < self._view.now - LEASE
+
+    def _claim(self, number: int | str, generation: int) -> bool:
+        name = _claim_name(number, generation)
+        if self._create(name, self._claiming()):
+            self._held = name
+            return True
+        self._view.claims[number] = (generation, self._view.now)  # by another, who was quicker
+        return False
+
+    def _create(self, key: str, line: journal.Line) -> bool:
+        try:
+            self._store.put(key, self._sealed(line), {}, new=True)
+        except OutputExists:
+            return False
+        return True
+
+    def _claiming(self) -> journal.Line:
+        return {"plan": self._plan, "by": self._me, "process": self._token}
+
+    def _sealed(self, line: journal.Line) -> bytes:
+        return journal.sealed(self._plan, line)
+
+    # -- signs of life ------------------------------------------------------------------------------------------------
+
+    def beat(self) -> None:
+        """Put what this worker holds, and how far it is, once more."""
+        began, held = time.monotonic(), self._held
+        if held:
+            self._store.put(held, self._sealed(self._claiming()), {}, new=False)
+            if held != self._held:  # it was finished meanwhile; its claim may stay
+                held = ""
+        self._put_status()
+        self._beat_at = began
+
+    def _put_status(self) -> None:
+        about: dict[str, Any] = {"pid": os.getpid(), "host": os.uname().nodename, "began": self._began}
+        done = self._view.done & (self._own if self._claims else set(self.mine))
+        nbytes = sum(self._sizes[number] for number in done) + self.moving()
+        about |= {"units": len(done), "of_units": len(self.mine), "bytes": nbytes}
+        about |= {"of_bytes": sum(self._sizes[number] for number in self.mine), "ended": self._ended}
+        self._store.put(self._me, self._sealed({"plan": self._plan, "worker": about}), {}, new=False)
+
+    def _go_on(self) -> None:
+        while not self._stop.wait(BEAT):
+            try:
+                self.beat()
+                self.look()
+            except CkptError:  # the work itself will fail too, if that lasts
+                continue
+
+
+def _claim_name(number: int | str, generation: int) -> str:
+    return f"claim-{number}-{generation}"
+
+
+def _read(listing: Listing) -> _View:
+    claims = dict[int | str, tuple[int, float]]()
+    done = set[int]()
+    for key, entry in listing.objects.items():
+        if found := _CLAIM.fullmatch(key):
+            number = found[1] if found[1] == COMMIT else int(found[1])
+            claims[number] = max(claims.get(number, (0, 0.0)), (int(found[2]), entry.modified))
+        elif found := _SHARE.fullmatch(key):
+            done.add(int(found[1]))
+    return _View(listing.now, PLAN in listing.objects, claims, done, set(listing.objects))
+
+
+# -- for those who look on ---------------------------------------------------------------------------------------------
+
+
+def statuses(store: OutputStore) -> list[journal.PartStatus]:
+    """How far every process is that has begun, by the records; none where nobody has, or all is committed."""
+    listing = store.listing()
+    names = sorted(key for key in listing.objects if journal.is_writer(key))
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = zip(names, pool.map(store.get, names), strict=True)
+        return [_status(name, data or b"", listing) for name, data in found if data]
+
+
+def _status(name: str, data: bytes, listing: Listing) -> journal.PartStatus:
+    lines, modified = journal.parsed(data), listing.objects[name].modified
+    about = lines[0].get("worker", {}) if lines else {}
+    alive = modified > listing.now - LEASE and not about.get("ended")
+    return journal.PartStatus(
+        journal.part_of(name),
+        "running" if alive else "done" if about.get("ended") == "done" else "dead",
+        int(about.get("units", 0)),
+        int(about.get("of_units", 0)),
+        int(about.get("bytes", 0)),
+        int(about.get("of_bytes", 0)),
+        0,
+        float(about.get("began", 0)),
+        modified,
+        f"{about.get('pid')} on {about.get('host')}",
+        journal.worker_of(name),
+    )
+
+
+class Done(NamedTuple):
+    """How much of a plan is done, by its shares, whoever did them."""
+
+    nbytes: int
+    of_bytes: int
+
+
+def done_of(store: OutputStore) -> Done | None:
+    """None where nobody has begun, or all is committed."""
+    lines = journal.parsed(store.get(PLAN) or b"")
+    sizes = lines[0].get("shares") if lines else None
+    if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
+        return None
+    done = (number for number in _read(store.listing()).done if number < len(sizes))
+    return Done(sum(sizes[number] for number in done), sum(sizes))
+
+
+def is_held(store: OutputStore) -> bool:
+    """Is someone at work there?"""
+    return any(each.state == "running" for each in statuses(store))
+
+
+def refuse_held(store: OutputStore, destination: str) -> None:
+    """Before one run writes it all: raise OutputExists E0503 where workers share the output out; what dead ones have
+    left goes."""
+    there = store.listing().objects
+    if there and is_held(store):
+        raise OutputExists(
+            f"workers are writing {destination}",
+            code="E0503",
+            path=store.shown,
+            hint="join them with ckpt apply PLAN --claim, or wait for them to end",
+        )
+    if there:
+        remove_records(store)
+
+
+def remove_records(store: OutputStore) -> None:
+    """Remove all records, the plan first: without it the others say nothing."""
+    store.remove(PLAN)
+    for _ in range(3):  # a worker that has not noticed yet may add to them
+        left = list(store.listing().objects)
+        if not left:
+            return
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(store.remove, left))
