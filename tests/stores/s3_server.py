@@ -46,7 +46,7 @@ def refusal(status: int, code: str, more: str = "") -> Answer:
 
 
 class Proxy(ThreadingHTTPServer):
-    """asked: all requests so far. fault: what becomes of one, None: nothing."""
+    """asked: all requests so far. done: those that came to the store. fault: what becomes of one, None: nothing."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -55,6 +55,7 @@ class Proxy(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.upstream = upstream
         self.asked: list[Asked] = []
+        self.done: list[tuple[Asked, int]] = []  # with what status the store answered
         self.bytes_sent = 0
         self.fault: Callable[[Asked], Answer | None] = lambda asked: None
 
@@ -83,15 +84,16 @@ class _Handler(BaseHTTPRequestHandler):
         elif answer.status:
             self._send(answer.status, [("x-fault", "yes")], answer.body)
         else:
-            self._forward(answer, body)
+            self._forward(asked, answer, body)
 
-    def _forward(self, answer: Answer, body: bytes) -> None:
+    def _forward(self, asked: Asked, answer: Answer, body: bytes) -> None:
         upstream = http.client.HTTPConnection("127.0.0.1", self.server.upstream)
         headers = {name: value for name, value in self.headers.items() if name.lower() != "connection"}
         upstream.request(self.command, self.path, body, headers)
         got = upstream.getresponse()
         data = got.read()
         upstream.close()
+        self.server.done.append((asked, got.status))
         if answer.lost:
             self.connection.shutdown(socket.SHUT_RDWR)
             self.close_connection = True
@@ -128,7 +130,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing on the screen."""
 
 
-_HOP_BY_HOP = ("connection", "content-length", "transfer-encoding", "server", )
+_HOP_BY_HOP = (
+    "connection",
+    "content-length",
+    "transfer-encoding",
+    "server",
+)
 
 
 class S3(NamedTuple):
