@@ -247,7 +247,7 @@ class Executor:
         sizes = [share.nbytes for share in upload.shares]
         mine = None if self.part is None else of_part(sizes, self.part)
         claims = StoreClaims(records, self.plan.identifier(), self.part or self.worker, sizes, mine)
-        upload.sole, claims.moving = claims.commits_still, lambda: upload.gathered
+        upload.sole, upload.nearly, claims.moving = claims.commits_still, claims.ahead, lambda: upload.gathered
         result = Result({}, {}, {}, committed=False)
         try:
             with claims:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ckpt_tool.errors import CkptError, InternalError, OutputExists, StorageError
+from ckpt_tool.errors import CkptError, InternalError, StorageError
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.schedule import Unit
 from ckpt_tool.run.blocks import Sources
@@ -32,6 +32,7 @@ from ckpt_tool.storage.output_store import OutputStore
 from ckpt_tool.storage.store_claims import AT_ONCE
 from ckpt_tool.storage.store_claims import PLAN as BEGUN
 
+_MOST = 0.75  # of a share: when the next is claimed
 Record = dict[str, Any]
 Span = tuple[int, int]
 
@@ -41,7 +42,9 @@ class ShareUpload(Upload):
 
     Args:
         records: where the workers' records lie. order: the plan's units, numbered, as objects lie.
-        sole: is this worker certainly the only one that commits, now? Asked before something is removed.
+
+    nearly, sole: what others set. sole: is this worker certainly the only one that commits, now? Asked before something
+    is removed.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class ShareUpload(Upload):
         self._share = NOBODY
         self._held: list[tuple[int, int, str]] = []
         self.gathered = 0  # bytes of the share's parts that are whole
+        self.nearly: Callable[[], None] = lambda: None  # called when most of a share is done
         self.sole: Callable[[], bool] = lambda: False
 
     # -- a share ------------------------------------------------------------------------------------------------------
@@ -116,8 +120,15 @@ class ShareUpload(Upload):
             super()._send_part(item, part)
 
     def _whole(self, item: _Object, part: _Part) -> None:
-        self.gathered += len(part.data)
+        nbytes = len(part.data)
         super()._whole(item, part)
+        if self._share == NOBODY:
+            return
+        with self._lock:
+            before, self.gathered = self.gathered, self.gathered + nbytes
+        most = _MOST * self.shares[self._share].nbytes
+        if before < most <= self.gathered:
+            self.nearly()
 
     def _begin_upload(self, item: _Object) -> str:
         """The upload that all workers agree on."""
@@ -127,11 +138,9 @@ class ShareUpload(Upload):
             if self._records.get(BEGUN) is None:
                 raise _ended(self._bucket.display(self._key(item)))
             mine = self._bucket.begin(self._key(item), self._notes)
-            try:
-                self._records.put(key, mine.encode(), {}, new=True)
+            if self._records.create(key, mine.encode()):
                 return mine
-            except OutputExists:
-                there = self._records.get(key)
+            there = self._records.get(key)
             if there != mine.encode():
                 self._bucket.abort(self._key(item), mine)
         if there is None:

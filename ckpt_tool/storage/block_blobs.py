@@ -107,20 +107,28 @@ class Container:
         return value
 
     def put(self, key: str, data: bytes | bytearray, notes: Mapping[str, str], *, new: bool) -> None:
-        body = bytes(data)
-        digest = md5(body)
+        try:
+            self._put(key, bytes(data), notes, new=new)
+        except OutputExists:
+            if self._stored_md5(key) != md5(data):
+                raise
+
+    def create(self, key: str, data: bytes) -> bool:
+        try:
+            self._put(key, data, {}, new=True)
+        except OutputExists:
+            return False
+        return True
+
+    def _put(self, key: str, body: bytes, notes: Mapping[str, str], *, new: bool) -> None:
         ask = partial(
             self._blob(key).upload_blob,
             body,
             overwrite=not new,
             metadata=_metadata(notes),
-            headers={"Content-MD5": _text(digest)},
+            headers={"Content-MD5": _text(md5(body))},
         )
-        try:
-            self._request(ask, key, "put blob")
-        except OutputExists:
-            if self._stored_md5(key) != digest:
-                raise
+        self._request(ask, key, "put blob")
 
     def _stored_md5(self, key: str) -> bytes:
         """Of a blob that was put whole, b"" where none is."""

@@ -172,13 +172,23 @@ class Bucket:
 
     def put(self, key: str, data: bytes | bytearray, notes: Mapping[str, str], *, new: bool) -> None:
         """A whole object at once. new: raise OutputExists where there is one."""
-        condition, digest = {"IfNoneMatch": "*"} if new else {}, md5(data)
-        given = {"Body": bytes(data), "ContentMD5": base64.b64encode(digest).decode(), "Metadata": dict(notes)}
         try:
-            self._request("put_object", key, **given, **condition)
+            self._put(key, data, notes, new=new)
         except OutputExists:
-            if self._etag(key) != digest.hex():
+            if self._etag(key) != md5(data).hex():
                 raise
+
+    def create(self, key: str, data: bytes) -> bool:
+        try:
+            self._put(key, data, {}, new=True)
+        except OutputExists:
+            return False
+        return True
+
+    def _put(self, key: str, data: bytes | bytearray, notes: Mapping[str, str], *, new: bool) -> None:
+        condition = {"IfNoneMatch": "*"} if new else {}
+        checked = base64.b64encode(md5(data)).decode()
+        self._request("put_object", key, Body=bytes(data), ContentMD5=checked, Metadata=dict(notes), **condition)
 
     def read(self, key: str, nbytes: int) -> Iterator[bytes]:
         """An object's bytes in order, in pieces."""

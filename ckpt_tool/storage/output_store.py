@@ -30,6 +30,11 @@ class OutputStore(Protocol):
         """A whole object at once. new: raise OutputExists where there is one."""
         ...
 
+    def create(self, key: str, data: bytes) -> bool:
+        """A small object where there is none. False where there is one, be it by a request of ours whose answer was
+        lost."""
+        ...
+
     def read(self, key: str, nbytes: int) -> Iterator[bytes]:
         """An object's bytes in order, in pieces."""
         ...

@@ -24,17 +24,19 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from secrets import token_hex
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ckpt_tool.errors import CkptError, OutputExists, SourceChanged
 from ckpt_tool.storage import journal
 from ckpt_tool.storage.claims import LEASE, Taken
-from ckpt_tool.storage.multipart import Listing
+from ckpt_tool.storage.multipart import Listing, md5
 from ckpt_tool.storage.output_store import OutputStore
 
+T = TypeVar("T")
 BEAT = 15.0  # seconds between two signs of life
 PLAN, COMMIT = "plan", "commit"
 AT_ONCE = 16  # requests for records
@@ -77,7 +79,9 @@ class StoreClaims:
         self._own = set[int]()  # shares that this worker has claimed
         self.mine: Collection[int] = range(len(sizes)) if mine is None else mine  # that it may do
         self.first = self._went_on = False
-        self._held = ""  # the claim that is kept alive
+        self._held = dict[int | str, str]()  # the claims that are kept alive
+        self._next: Callable[[], Taken | None] | None = None
+        self._said: Callable[[], None] = lambda: None
         self._began, self._ended = time.time(), ""
         self._beat_at = time.monotonic()
         self._stop, self._beating = threading.Event(), threading.Thread(target=self._go_on, daemon=True)
@@ -101,19 +105,22 @@ class StoreClaims:
 
     def begin(self) -> None:
         """Say that this worker is there; `first`: it is the first of them."""
-        there = self._store.get(PLAN)
-        self.first = there is None and self._create(PLAN, {"plan": self._plan, "shares": list(self._sizes)})
-        theirs = [] if self.first else journal.parsed(there or self._store.get(PLAN) or b"")
-        if not self.first and (not theirs or theirs[0]["plan"] != self._plan):
-            raise SourceChanged(
-                "the output was started with another plan",
-                code="E0611",
-                path=self._store.shown,
-                hint="run every worker with the same plan file, or remove the leavings: ckpt clean",
-            )
-        self.look()
+        line = {"plan": self._plan, "shares": list(self._sizes)}
+        listing = self._store.listing()
+        if PLAN not in listing.objects:
+            self.first = self._create(PLAN, line)
+        same = PLAN in listing.objects and listing.objects[PLAN].etag == md5(self._sealed(line)).hex()
+        if not self.first and not same:
+            theirs = journal.parsed(self._store.get(PLAN) or b"")
+            if not theirs or theirs[0]["plan"] != self._plan:
+                raise SourceChanged(
+                    "the output was started with another plan",
+                    code="E0611",
+                    path=self._store.shown,
+                    hint="run every worker with the same plan file, or remove the leavings: ckpt clean",
+                )
+        self._view = _read(listing)._replace(here=True)
         self._went_on = self._me in self._view.names
-        self.beat()
 
     def end(self, *, done: bool = False) -> list[journal.PartStatus]:
         """Let go of what is not finished, and say that this process has ended. done: its part is. Returns how far all
@@ -121,9 +128,8 @@ class StoreClaims:
         self._rest()
         if not self._ended:
             self._ended = "done" if done else "ended"
-            held, self._held = self._held, ""
-            if held:
-                self._store.remove(held)
+            for name in self._held.values():
+                self._store.remove(name)
             self.look()
             if not self.gone:
                 self._put_status()
@@ -132,7 +138,8 @@ class StoreClaims:
     def clear(self) -> None:
         """Remove all records, the plan first."""
         self._rest()
-        self._held, self._ended = "", "done"
+        self._held.clear()
+        self._ended = "done"
         remove_records(self._store)
         self._view = self._view._replace(here=False)
 
@@ -140,6 +147,10 @@ class StoreClaims:
         self._stop.set()
         if self._beating.is_alive():
             self._beating.join()
+        for going_on in (self._next, self._said):
+            with suppress(CkptError):
+                if going_on is not None:
+                    going_on()
 
     @property
     def gone(self) -> bool:
@@ -151,42 +162,75 @@ class StoreClaims:
     def take(self) -> Taken | None:
         """A share that nobody does, now this worker's; None where there is none, by what was seen just now. Of a part:
         the next of its own that is not done."""
-        if not self._claims:
-            number = next((each for each in self.mine if each not in self._view.done), None)
-            if number is None:
-                self.look()
-                return None
-            self._own.add(number)
-            return Taken(number, self._went_on)
+        ahead, self._next = self._next, None
+        taken = ahead() if ahead is not None else None
+        return taken or (self._take() if self._claims else self._own_next())
+
+    def ahead(self) -> None:
+        """The share that is being done is so soon: claim the next, beside the work."""
+        if self._claims and self._next is None:
+            self._next = self._aside(self._take)
+
+    def _take(self) -> Taken | None:
         for fresh in (False, True):
             if fresh:
                 self.look()
-            free = self._free()
+            view = self._view  # another look, beside, may take its place meanwhile
+            free = self._free(view)
             for number in self._random.sample(free, min(_TRIES, len(free))):
-                generation, _ = self._view.claims.get(number, (0, 0.0))
-                if self._claim(number, generation + 1):
+                generation, _ = view.claims.get(number, (0, 0.0))
+                if self._claim(view, number, generation + 1):
                     self._own.add(number)
                     return Taken(number, generation > 0)
         return None
 
+    def _own_next(self) -> Taken | None:
+        number = next((each for each in self.mine if each not in self._own and each not in self._view.done), None)
+        if number is None:
+            self._said()
+            self.look()
+            return None
+        self._own.add(number)
+        return Taken(number, self._went_on)
+
     def take_commit(self) -> bool:
         """Is it this worker that commits? Only asked when all is done."""
-        generation, _ = self._view.claims.get(COMMIT, (0, 0.0))
-        return (not generation or self._silent(COMMIT)) and self._claim(COMMIT, generation + 1)
+        view = self._view
+        generation, _ = view.claims.get(COMMIT, (0, 0.0))
+        return (not generation or _silent(view, COMMIT)) and self._claim(view, COMMIT, generation + 1)
 
     def commits_still(self) -> bool:
         """Was this worker heard of in time, and has nobody taken over the commit? For what can't be done twice."""
         self.beat()
         self.look()
         generation, _ = self._view.claims.get(COMMIT, (0, 0.0))
-        return self._held == _claim_name(COMMIT, generation) and time.monotonic() - self._beat_at < LEASE / 4
+        return (
+            self._held.get(COMMIT) == _claim_name(COMMIT, generation) and time.monotonic() - self._beat_at < LEASE / 4
+        )
 
     def finish(self, number: int, record: journal.Line) -> None:
-        """Say that a share is done."""
-        self._store.put(f"share-{number}", self._sealed(record), {}, new=False)
+        """Say that a share is done, beside what comes next: it is said when `left` returns, or the next is finished.
+        Raises what went wrong with the last."""
+        self._said()
+        self._said = self._aside(partial(self._say, number, self._sealed(record)))
+
+    def _say(self, number: int, data: bytes) -> None:
+        self._store.put(f"share-{number}", data, {}, new=False)
         self._view.done.add(number)
-        if self._held.startswith(f"claim-{number}-"):
-            self._held = ""
+        self._held.pop(number, None)
+
+    def _aside(self, job: Callable[[], T]) -> Callable[[], T]:
+        """Do it beside; what comes back waits for it."""
+        future = Future[T]()
+
+        def do() -> None:
+            try:
+                future.set_result(job())
+            except CkptError as e:
+                future.set_exception(e)
+
+        threading.Thread(target=do, name="ckpt-claim", daemon=True).start()
+        return future.result
 
     def records(self) -> Iterator[journal.Line]:
         """What was said of the shares, in order; nothing of one whose record is damaged or gone."""
@@ -204,6 +248,7 @@ class StoreClaims:
 
     def left(self) -> int:
         """Shares that are not done, by the last look."""
+        self._said()
         return len(self._sizes) - len(self._view.done)
 
     def look(self) -> None:
@@ -213,30 +258,22 @@ class StoreClaims:
             seen.done.update(self._view.done & self._own)
         self._view = seen
 
-    def _free(self) -> list[int]:
+    def _free(self, view: _View) -> list[int]:
         """Shares that nobody has claimed; where there are none, those whose worker is silent."""
-        claims, done = self._view.claims, self._view.done
-        left = [number for number in range(len(self._sizes)) if number not in done and number not in self._own]
-        free = [number for number in left if number not in claims]
-        return free or [number for number in left if self._silent(number)]
+        left = [number for number in range(len(self._sizes)) if number not in view.done and number not in self._own]
+        free = [number for number in left if number not in view.claims]
+        return free or [number for number in left if _silent(view, number)]
 
-    def _silent(self, number: int | str) -> bool:
-        return self._view.claims[number][1] < self._view.now - LEASE
-
-    def _claim(self, number: int | str, generation: int) -> bool:
+    def _claim(self, view: _View, number: int | str, generation: int) -> bool:
         name = _claim_name(number, generation)
         if self._create(name, self._claiming()):
-            self._held = name
+            self._held[number] = name
             return True
-        self._view.claims[number] = (generation, self._view.now)  # by another, who was quicker
+        view.claims[number] = (generation, view.now)  # by another, who was quicker
         return False
 
     def _create(self, key: str, line: journal.Line) -> bool:
-        try:
-            self._store.put(key, self._sealed(line), {}, new=True)
-        except OutputExists:
-            return False
-        return True
+        return self._store.create(key, self._sealed(line))
 
     def _claiming(self) -> journal.Line:
         return {"plan": self._plan, "by": self._me, "process": self._token}
@@ -248,11 +285,9 @@ class StoreClaims:
 
     def beat(self) -> None:
         """Put what this worker holds, and how far it is, once more."""
-        began, held = time.monotonic(), self._held
-        if held:
-            self._store.put(held, self._sealed(self._claiming()), {}, new=False)
-            if held != self._held:  # it was finished meanwhile; its claim may stay
-                held = ""
+        began = time.monotonic()
+        for name in list(self._held.values()):
+            self._store.put(name, self._sealed(self._claiming()), {}, new=False)
         self._put_status()
         self._beat_at = began
 
@@ -265,7 +300,9 @@ class StoreClaims:
         self._store.put(self._me, self._sealed({"plan": self._plan, "worker": about}), {}, new=False)
 
     def _go_on(self) -> None:
-        while not self._stop.wait(BEAT):
+        pause = self._random.uniform(0, BEAT / 3)  # thousands may begin at once
+        while not self._stop.wait(pause):
+            pause = BEAT
             try:
                 self.beat()
                 self.look()
@@ -275,6 +312,11 @@ class StoreClaims:
 
 def _claim_name(number: int | str, generation: int) -> str:
     return f"claim-{number}-{generation}"
+
+
+def _silent(view: _View, number: int | str) -> bool:
+    """Was a claim not put again for a lease?"""
+    return view.claims[number][1] < view.now - LEASE
 
 
 def _read(listing: Listing) -> _View:
