@@ -19,13 +19,15 @@ from ckpt_tool.core.dtype import DType
 class Made(NamedTuple):
     """One target tensor. pieces: `src` a source tensor (or `piece.PAD`: zeros), `dst` this one; they tile it.
 
-    dtype: what the mapping casts its model weights to, None where it says nothing.
+    dtype: what the mapping casts its model weights to, None where it says nothing. like: the source whose states and
+    dtypes a tensor of zeros alone has.
     """
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     dtype: DType | None = None
+    like: str = ""
 
 
 class Mapped(NamedTuple):

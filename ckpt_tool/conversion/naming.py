@@ -404,7 +404,7 @@ def _filled(chosen: Chosen, mapped: Mapped, writing: Writing, by: str) -> tuple[
     filled = list[tuple[str, int, int]]()
     for made in mapped.made:
         empty = [piece for piece in made.pieces if piece.src.name == PAD and piece.numel]
-        name = next((piece.src.name for piece in made.pieces if piece.src.name != PAD), None)
+        name = next((piece.src.name for piece in made.pieces if piece.src.name != PAD), made.like or None)
         if empty and name is not None:
             start, pieces = prod(shapes[name]), [piece for piece in made.pieces if piece.src.name != PAD]
             for piece in empty:

@@ -263,13 +263,10 @@ _GEMMA4 = (
         = model.layers.{i}.self_attn.o_proj.weight : h (g r d) if windowed
     decoder.layers.{i}.self_attention.linear_proj.weight : h (gg gr gd)
         = model.layers.{i}.self_attn.o_proj.weight : h (gg gr gd) if not windowed
-    decoder.layers.{i}.self_attention.q_layernorm.weight : d = model.layers.{i}.self_attn.q_norm.weight : d if windowed
-    decoder.layers.{i}.self_attention.q_layernorm.weight : gd
-        = model.layers.{i}.self_attn.q_norm.weight : gd if not windowed
-    decoder.layers.{i}.self_attention.k_layernorm.weight : d
-        = model.layers.{i}.self_attn.k_norm.weight : d if windowed and own
-    decoder.layers.{i}.self_attention.k_layernorm.weight : gd
-        = model.layers.{i}.self_attn.k_norm.weight : gd if not windowed and own
+    decoder.layers.{i}.self_attention.<q_layernorm|k_layernorm>.weight : d
+        = model.layers.{i}.self_attn.<q_norm|k_norm>.weight : d if windowed and own
+    decoder.layers.{i}.self_attention.<q_layernorm|k_layernorm>.weight : gd
+        = model.layers.{i}.self_attn.<q_norm|k_norm>.weight : gd if not windowed and own
     decoder.layers.{i}.input_layernorm.weight : h = model.layers.{i}.input_layernorm.weight : h
     decoder.layers.{i}.layer_scalar : 1 = model.layers.{i}.layer_scalar : 1
     decoder.layers.{i}.<per_layer_input_gate|per_layer_projection|post_per_layer_input_norm>.weight : p h, h p, h
@@ -287,6 +284,10 @@ GEMMA4 = (
         = model.layers.{i}.self_attn.q_proj.weight : (g r d) h; _ : (g d) h; _ : (g d) h if windowed and not own
     decoder.layers.{i}.self_attention.linear_qkv.weight : (gg (gr + 1 + 1) gd) h
         = model.layers.{i}.self_attn.q_proj.weight : (gg gr gd) h; _ : (gg gd) h; _ : (gg gd) h if not windowed and not own
+    decoder.layers.{i}.self_attention.<q_layernorm|k_layernorm>.weight : d
+        = model.layers.{i}.self_attn.q_norm.weight : d; _ : d if windowed and not own
+    decoder.layers.{i}.self_attention.<q_layernorm|k_layernorm>.weight : gd
+        = model.layers.{i}.self_attn.q_norm.weight : gd; _ : gd if not windowed and not own
     decoder.layers.{i}.post_self_attn_layernorm.weight : h
         = model.layers.{i}.post_attention_layernorm.weight : h if not sparse
     decoder.layers.{i}.pre_mlp_layernorm.weight : h = model.layers.{i}.pre_feedforward_layernorm.weight : h if not sparse
@@ -331,6 +332,10 @@ SWIFT_GEMMA4 = (
         = model.layers.{i}.self_attn.q_proj.weight : (g r d) h if windowed and not own
     decoder.layers.{i}.self_attention.linear_qkv.weight : (gg gr gd) h
         = model.layers.{i}.self_attn.q_proj.weight : (gg gr gd) h if not windowed and not own
+    decoder.layers.{i}.self_attention.q_layernorm.weight : d
+        = model.layers.{i}.self_attn.q_norm.weight : d if windowed and not own
+    decoder.layers.{i}.self_attention.q_layernorm.weight : gd
+        = model.layers.{i}.self_attn.q_norm.weight : gd if not windowed and not own
     decoder.layers.{i}.pre_mlp_layernorm.weight : h = model.layers.{i}.pre_feedforward_layernorm.weight : h
     decoder.layers.{i}.<post_attention|post_feedforward>_layernorm.weight : h
         = model.layers.{i}.<post_attention|post_feedforward>_layernorm.weight : h

@@ -128,6 +128,7 @@ class _Target(NamedTuple):
     pieces: list[Piece]
     shapes: dict[str, Shape]
     dropped: list[str]  # hub tensors that the target does not have
+    like: dict[str, str]  # {target tensor of zeros alone: a source of one that its rule makes of the same layer}
 
 
 def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape], config: Config | None) -> Mapped:
@@ -164,7 +165,7 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     _refuse(faults)
     gone = [name for hub_name in (*tied, *result.dropped) for name in hub.made[hub_name]]
     pieces = [piece for piece in hub.pieces if piece.dst.name not in tied]
-    made = _mapped(compose(pieces, result.pieces), result.shapes, shapes)
+    made = _mapped(compose(pieces, result.pieces), result, shapes)
     if source != target:
         towers = _towers(unknown, here, there, shapes)
         twice = [each for each in towers if each.name in result.shapes]
@@ -459,14 +460,19 @@ def _from_hub(
     here: Table,
     faults: list[Fault],
 ) -> _Target:
-    result = _Target([], {}, [])
+    result = _Target([], {}, [], {})
     for found, names in wanted:
         for local in found.each(sizes):
             kept, missing = _taken(found.rule, names, local, config, result)
             shapes = found.rule.shapes(local, config)[0]
+            some = {
+                form_of(name)[1]: piece.src.name for name, own in kept.items() for piece in own if piece.src.name != PAD
+            }
             for name, pieces in kept.items():
                 if all(piece.src.name == PAD for piece in pieces):
-                    continue
+                    if missing.get(name) or form_of(name)[1] not in some:
+                        continue
+                    result.like[name] = hub.made[some[form_of(name)[1]]][0]
                 if missing.get(name):
                     lost = [each for source in missing[name] for each in _named_in(here, source, {**config, **sizes})]
                     lacking = f"{', '.join(lost[:8])}{' ...' if len(lost) > 8 else ''}"
@@ -535,11 +541,12 @@ def _by_source(made: Iterable[Made], shapes: Mapping[str, Shape]) -> tuple[Made,
     return tuple(sorted(made, key=lambda each: min(place.get(piece.src.name, len(place)) for piece in each.pieces)))
 
 
-def _mapped(pieces: Iterable[Piece], made: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> tuple[Made, ...]:
+def _mapped(pieces: Iterable[Piece], target: _Target, shapes: Mapping[str, Shape]) -> tuple[Made, ...]:
     """The made tensors in the order of their first source."""
+    made, like = target.shapes, target.like
     parts: dict[str, list[Piece]] = {name: [] for name in made}
-    first: dict[str, int] = {}
     place, last = {name: number for number, name in enumerate(shapes)}, len(shapes)
+    first = {name: place[of] for name, of in like.items()}
     flat: dict[tuple[Shape, Shape, Shape], tuple[Shape, Shape, Shape]] = {}
     for piece in pieces:
         ext, src, dst, maps = piece
@@ -559,4 +566,4 @@ def _mapped(pieces: Iterable[Piece], made: Mapping[str, Shape], shapes: Mapping[
         if at < first.get(name, last):
             first[name] = at
     order = sorted(parts, key=lambda name: first.get(name, last))
-    return tuple(Made(name, made[name], tuple(parts[name])) for name in order)
+    return tuple(Made(name, made[name], tuple(parts[name]), like=like.get(name, "")) for name in order)

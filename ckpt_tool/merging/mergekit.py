@@ -34,9 +34,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt_tool.core.dtype import from_name
-from ckpt_tool.errors import CkptError, UsageError, near_misses, wrap_os_error
+from ckpt_tool.errors import UsageError, near_misses, wrap_os_error
 from ckpt_tool.merging.job import Case, Job, Part, Setting, Slice, Value, all_faults
 from ckpt_tool.merging.methods import Method, method_of
+from ckpt_tool.storage import strict_yaml
 
 _KEYS = tuple("merge_method base_model models slices parameters dtype out_dtype tokenizer_source tokenizer".split())
 _REFUSED = {
@@ -322,13 +323,10 @@ def _check_tokenizer(data: Mapping[str, Any], base: str | None, slices: tuple[Sl
         )
 
 
-# -- YAML as plain values ----------------------------------------------------------------------------------------------
+# -- YAML --------------------------------------------------------------------------------------------------------------
 
 
 LIMIT = 256 << 10  # bytes; those of real merges have some hundred
-NODES = 20_000  # of the tree, aliases taken apart
-DEPTH = 32
-DIGITS = 400  # of a number; sexagesimal ones grow without bounds
 CODE = "E1443"
 
 
@@ -340,69 +338,14 @@ def read_yaml(path: str) -> Any:
         data = Path(path).read_bytes()
     except OSError as e:
         raise wrap_os_error(e, path, "reading the config") from e
-    import yaml  # 10 ms that no other command pays
-
     try:
-        node = yaml.compose(data.decode("utf-8-sig"), yaml.SafeLoader)
-    except UnicodeDecodeError as e:
-        raise UsageError("the config is not UTF-8", code=CODE, path=path, offset=e.start) from e
-    except yaml.YAMLError as e:
-        mark = getattr(e, "problem_mark", None)
+        return strict_yaml.parse(data)
+    except strict_yaml.NotPlain as e:
         raise UsageError(
-            f"the config is not YAML: {getattr(e, 'problem', None) or e}",
+            f"the config is {e.what}",
             code=CODE,
             path=path,
-            place=f"line {mark.line + 1}" if mark else None,
+            place=e.place,
+            offset=e.offset,
             hint="see mergekit's examples",
         ) from e
-    except RecursionError as e:
-        raise UsageError(f"more than {DEPTH} levels", code=CODE, path=path) from e
-    return _Values(path, yaml).of(node, 0) if node is not None else None
-
-
-class _Values:
-    """Nodes of one file as values; aliases count each time."""
-
-    def __init__(self, path: str, yaml: Any) -> None:
-        self._path, self._yaml, self._seen = path, yaml, 0
-        self._scalars = yaml.SafeLoader("")
-
-    def of(self, node: Any, depth: int) -> Any:
-        self._seen += 1
-        if depth > DEPTH or self._seen > NODES:
-            raise self._fault(node, "more values than any config needs: aliases of aliases?")
-        kind = node.tag.removeprefix("tag:yaml.org,2002:")
-        if isinstance(node, self._yaml.MappingNode) and kind == "map":
-            return self._mapping(node, depth)
-        if isinstance(node, self._yaml.SequenceNode) and kind == "seq":
-            return [self.of(each, depth + 1) for each in node.value]
-        if isinstance(node, self._yaml.ScalarNode):
-            if kind in ("str", "timestamp", "value", "merge", "binary"):
-                return node.value
-            if kind == "null":
-                return None
-            if kind in ("bool", "int", "float"):
-                return self._number(node, kind)
-        raise self._fault(node, f"the tag {node.tag[:80]} asks for more than plain values")
-
-    def _mapping(self, node: Any, depth: int) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        for key_node, value in node.value:
-            key = self.of(key_node, depth + 1)
-            if not isinstance(key, str):
-                raise self._fault(key_node, f"the key {key!r} is no text")
-            if key in out:
-                raise self._fault(key_node, f"the key {key!r} stands twice")
-            out[key] = self.of(value, depth + 1)
-        return out
-
-    def _number(self, node: Any, kind: str) -> Any:
-        if len(node.value) > DIGITS:
-            raise self._fault(node, f"{node.value[:40]!r}... is no {kind} of at most {DIGITS} characters")
-        try:
-            return self._scalars.construct_object(node)
-        except (ValueError, OverflowError, LookupError) as e:
-            raise self._fault(node, f"{node.value[:40]!r} is no {kind}") from e
-
-    def _fault(self, node: Any, message: str) -> CkptError:
-        return UsageError(message, code=CODE, path=self._path, place=f"line {node.start_mark.line + 1}")

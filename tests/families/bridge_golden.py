@@ -25,6 +25,8 @@ element was NaN. CASE.config.json is the config that transformers saved, with wh
     untouched   names of the state dict that the bridge does not load (still NaN)
     unused      hub tensors that no element comes from
     torch_dist  {key of a distributed checkpoint: its tensor's shape}, by `sharded_state_dict`
+    unsaved     why `dist_checkpointing.save` refuses that state dict ("" where it doesn't); `torch_dist` is that of a
+                job with `hetereogenous_dist_checkpoint`, core's own switch for layers that differ
     tp2         as `megatron`, of each of two tensor-parallel ranks (gloo), without the tensors that are whole on both
 """
 
@@ -144,26 +146,36 @@ def swift(case: Case, folder: Path, tp: int) -> tuple[torch.nn.Module, Callable[
     return module.float(), lambda: config.bridge.load_weights(models, str(folder))
 
 
-def keys_of(module: torch.nn.Module) -> dict[str, list[int]]:
-    """What a distributed checkpoint of the model has for tensors."""
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+def keys_of(module: torch.nn.Module) -> tuple[dict[str, list[int]], str]:
+    """What a distributed checkpoint of the model has for tensors, and why core refuses to save it by the job's own
+    arguments."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+    from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
     from megatron.core.extensions import transformer_engine
 
     transformer_engine.TEGroupedLinear._split_extra_state = lambda self, state: [state] * self.num_gemms
-    found: dict[str, list[int]] = {}
-    waiting: list[Any] = [module.sharded_state_dict()]  # type: ignore[operator]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, ShardedTensorFactory):
-            waiting.append(each.build())
-        elif isinstance(each, ShardedTensor):
-            found[each.key] = list(each.global_shape)
-        elif isinstance(each, dict | list):
-            waiting += each.values() if isinstance(each, dict) else each
-    return dict(sorted(found.items()))
+
+    def shards() -> list[Any]:
+        state = module.sharded_state_dict()  # type: ignore[operator]
+        apply_factories(state)
+        return [each for each in nested_values(state) if isinstance(each, ShardedTensor)]
+
+    found, unsaved = shards(), ""
+    try:
+        validate_sharding_integrity(determine_global_metadata(dict(enumerate(found)))[1])
+    except AssertionError as e:  # of two shapes under one key
+        unsaved = f"AssertionError: {e}"[:120]
+        for each in module.modules():
+            if hasattr(getattr(each, "config", None), "hetereogenous_dist_checkpoint"):
+                each.config.hetereogenous_dist_checkpoint = True
+        found = shards()
+    return dict(sorted((each.key, list(each.global_shape)) for each in found)), unsaved
 
 
-def loaded(case: Case, folder: Path, tp: int) -> tuple[dict[str, np.ndarray], list[str], dict[str, list[int]]]:
+def loaded(
+    case: Case, folder: Path, tp: int
+) -> tuple[dict[str, np.ndarray], list[str], tuple[dict[str, list[int]], str]]:
     """This rank's state dict after loading, the names that are still NaN, and `keys_of` a single rank's."""
     if case.before:
         case.before()
@@ -189,7 +201,7 @@ def loaded(case: Case, folder: Path, tp: int) -> tuple[dict[str, np.ndarray], li
         exact = np.rint(array)
         assert (array == exact).all(), f"{name}: values that no hub tensor has: {array.ravel()[:4]}"
         arrays[name] = exact.astype(np.int64)
-    return arrays, untouched, keys_of(module) if tp == 1 else {}
+    return arrays, untouched, keys_of(module) if tp == 1 else ({}, "")
 
 
 def runs(array: np.ndarray) -> list[Any]:
@@ -213,9 +225,9 @@ def _rank(case: Case, folder: Path, tp: int, rank: int, out: Path) -> None:
         torch.distributed.init_process_group("gloo", init_method=f"file://{out}.store{tp}", rank=rank, world_size=tp,
                                              timeout=timedelta(seconds=120))  # fmt: skip
         with bridge_on_cpu.OnCpu():
-            arrays, untouched, keys = loaded(case, folder, tp)
+            arrays, untouched, (keys, unsaved) = loaded(case, folder, tp)
         found = {name: runs(array) for name, array in arrays.items()}
-        whole = {"megatron": found, "untouched": untouched, "torch_dist": keys}
+        whole = {"megatron": found, "untouched": untouched, "torch_dist": keys, "unsaved": unsaved}
         Path(f"{out}.{tp}.{rank}").write_text(json.dumps(whole))
     except BaseException:
         traceback.print_exc()
@@ -272,7 +284,7 @@ def golden(case: Case, out: Path) -> bool:
         ]
         document: dict[str, Any] = {"versions": case.versions, "hub": {name: list(n) for name, n in shapes.items()},
                     "megatron": whole["megatron"], "untouched": whole["untouched"], "unused": unused,
-                    "torch_dist": whole["torch_dist"]}  # fmt: skip
+                    "torch_dist": whole["torch_dist"], "unsaved": whole["unsaved"]}  # fmt: skip
         two = _ranks(case, folder, 2, Path(temp) / "rank") if case.tp2 else None
         if case.tp2 and two is None:
             return False

@@ -19,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt_tool.core.window import window_pattern
 from ckpt_tool.families.config.experts import EXPERT_FORMS
 from ckpt_tool.families.config.gates import GATE_FORMS
 from ckpt_tool.families.config.kinds import KIND_FORMS
 from ckpt_tool.families.config.mixers import MIXER_FORMS
-from ckpt_tool.families.config.words import LAYERS, Arguments, Form, Model, Values, same, window_pattern
+from ckpt_tool.families.config.words import LAYERS, Arguments, Form, Model, Values, same
 
 _LLAMA3 = {
     "low_freq_factor": 1.0,

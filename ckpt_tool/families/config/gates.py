@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ckpt_tool.core.window import window_pattern
 from ckpt_tool.families.config.words import (
     LAYERS,
     Arguments,
@@ -31,7 +32,6 @@ from ckpt_tool.families.config.words import (
     Values,
     no_rope_pattern,
     same,
-    window_pattern,
 )
 
 _TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate")

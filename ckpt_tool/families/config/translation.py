@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.window import window_pattern
 from ckpt_tool.families.base import Family
 from ckpt_tool.families.config import ernie_vision
 from ckpt_tool.families.config.experts import sparse_pattern
@@ -46,7 +47,6 @@ from ckpt_tool.families.config.words import (
     linear_pattern,
     no_rope_pattern,
     sound,
-    window_pattern,
 )
 from ckpt_tool.families.model_class import ModelClass
 from ckpt_tool.families.models import CLASSES, FAMILIES, NAMES, family_of_class, known_family, language_classes, load

@@ -303,14 +303,6 @@ def same(*pairs: tuple[str, str]) -> Form:
     return Form(to, back)
 
 
-def window_pattern(freq: Any, layers: int) -> list[bool]:
-    """Which layers look through the window, as `is_layer_window_attention` reads the argument."""
-    if isinstance(freq, list):
-        return [bool(each) for each in freq]
-    layers = min(layers, LAYERS)
-    return [freq is None or bool((i + 1) % freq) for i in range(layers)] if freq != 0 else [True] * layers
-
-
 def no_rope_pattern(freq: Any, layers: int) -> list[int] | None:
     """1 for each layer that does not turn q and k, as `TransformerConfig` reads `no_rope_freq`; None where all do."""
     if type(freq) is int and freq > 0:

@@ -33,10 +33,12 @@ class MegatronHints(Hint):
 @dataclass(frozen=True, slots=True)
 class DistHints(Hint):
     """Of torch_dist. styles: how its keys spell things (`megatron_dist.keys.styles_of`). extra_states: key -> shape of
-    its grid. common_file: is the common state a file? integrity: was there an `integrity.json`?"""
+    its grid. common_file: is the common state a file? integrity: was there an `integrity.json`? windows: which layers
+    look through a window, where their attentions are stored apart."""
 
     KEY: ClassVar[str] = "dist"
     styles: tuple[str, ...]
     extra_states: Mapping[str, Any]
     common_file: bool
     integrity: bool
+    windows: tuple[bool, ...] = ()

@@ -83,6 +83,9 @@ PLAIN_NORMS = frozenset(
 )
 INDEXER = "self_attention.core_attention.indexer"
 RESIDUAL = "mlp_res_norm"  # of a layer with attention residuals
+# Layers of Megatron-Bridge's Gemma 4, by what they have beside core's: without experts its own modules, where no norm
+# is fused, with experts Transformer Engine's. ms-swift's have neither norm
+GEMMA4, GEMMA4_DENSE, GEMMA4_SPARSE = "layer_scalar", "post_self_attn_layernorm.weight", "post_ffn_layernorm.weight"
 # Leaves that are buffers: in the model's state, in no optimizer.
 BUFFERS = frozenset({"expert_bias", "local_tokens_per_expert", "global_tokens_per_expert", "inv_freq"})
 
@@ -101,6 +104,16 @@ class ExpertName(NamedTuple):
 def is_buffer(name: str) -> bool:
     """Is it no parameter, so that no optimizer has a state of it?"""
     return name.rpartition(".")[2] in BUFFERS
+
+
+def gemma4_layer(every: Iterable[str]) -> str:
+    """`GEMMA4_DENSE` or `GEMMA4_SPARSE` where the layers are those of Megatron-Bridge's Gemma 4, "" elsewhere.
+
+    >>> gemma4_layer(["decoder.layers.0.layer_scalar", "decoder.layers.0.post_ffn_layernorm.weight"])
+    'post_ffn_layernorm.weight'
+    """
+    inside = {found[3][1:] for name in every if (found := _LAYER.fullmatch(name))}
+    return next((norm for norm in (GEMMA4_DENSE, GEMMA4_SPARSE) if {GEMMA4, norm} <= inside), "")
 
 
 def root_of(name: str) -> str:

@@ -38,10 +38,10 @@ Megatron-FSDP's `fsdp_dtensor` (plain DCP), FP8 scales in extra states.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.box import Box, contiguous_strides, whole
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
@@ -61,7 +61,7 @@ from ckpt_tool.core.tensor import (
     TensorKey,
     simple_tensor,
 )
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specificity
 from ckpt_tool.formats.containers.dcp_items import Items
@@ -78,8 +78,9 @@ from ckpt_tool.formats.containers.dcp_metadata import (
 from ckpt_tool.formats.megatron.args import arguments, facts_of
 from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
-from ckpt_tool.formats.megatron_dist.keys import HALF, DistKey, name_of, parse, styles_of
+from ckpt_tool.formats.megatron_dist.keys import HALF, KINDS, DistKey, name_of, parse, styles_of
 from ckpt_tool.formats.megatron_dist.state import Objects, check_step, read_objects
+from ckpt_tool.formats.megatron_dist.windows import KINDS_UNKNOWN, windows_of
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.storage.source import Tree
 
@@ -134,7 +135,7 @@ class _MegatronDist:
         notes = megatron_dist_folder.check_integrity(tree, folder)
         listing = read_listing(tree, folder, (METADATA,))
         check_files(tree, [listing], folder + METADATA)
-        catalog = _Reading(tree, folder, listing, notes).catalog(required=options.require_checksums)
+        catalog = _Reading(tree, folder, listing, notes, options.config).catalog(required=options.require_checksums)
         catalog.check()
         return catalog
 
@@ -166,14 +167,18 @@ class _Parameter:
 class _Reading:
     """One read: entries and objects, put into one catalog."""
 
-    def __init__(self, tree: Tree, folder: str, listing: Listing, notes: Iterable[Note]) -> None:
+    def __init__(
+        self, tree: Tree, folder: str, listing: Listing, notes: Iterable[Note], config: Mapping[str, Any] | None
+    ) -> None:
         self.tree = tree
+        self.config = config
         self.folder = folder
         self.listing = listing
         self.items = Items(tree)
         self.notes = list(notes)
         self.found: dict[TensorKey, _Parameter] = {}
         self.styles: dict[str, None] = {}
+        self.windows: list[bool] = []
 
     def catalog(self, *, required: bool) -> Catalog:
         objects, arrays = both(
@@ -181,6 +186,8 @@ class _Reading:
             lambda: self.items.arrays(self.listing.tensors.values()),
         )
         flat = []
+        if any(key.kind and key.layers for key in map(parse, self.listing.tensors)):
+            self.windows = windows_of(self.tree, self.folder, objects.extras, self.config)
         for entry in self.listing.tensors.values():
             own = arrays.get(entry.fqn, [])
             if FLAT in entry.fqn:
@@ -236,6 +243,7 @@ class _Reading:
                 {base: list(shape) for base, shape in objects.extra_states.items()},
                 objects.common_file,
                 self.tree.exists(self.folder + megatron_dist_folder.INTEGRITY),
+                tuple(self.windows),
             ),
             Globals.each(self.listing.globals, self.items.globals, objects.globals),
         )
@@ -256,11 +264,12 @@ class _Reading:
             )
         self.styles.update(dict.fromkeys(styles_of(key)))
         own = shape[key.leads :]
+        number = self._numbers(key, shape)
         for at in product(*(range(n) for n in shape[: key.leads])):
-            self._parameter(key, at, own, entry)
+            self._parameter(key, number(at), own, entry)
         for chunk in chunks_of(entry, arrays, self.listing.reformed.get(entry.fqn)):
             for at, inner in apart(chunk, key.leads):
-                found = self.found.get(TensorKey(name_of(key, at), key.state))
+                found = self.found.get(TensorKey(name_of(key, number(at)), key.state))
                 if found is None or len(inner.box.offset) != len(own):
                     raise InconsistentCheckpoint(
                         f"a box at {list(chunk.box.offset)} leaves the tensor of shape {list(shape)}",
@@ -270,6 +279,22 @@ class _Reading:
                         hint="the metadata contradicts itself",
                     )
                 (found.held[key.part] if key.part else found.chunks).append(inner)
+
+    def _numbers(self, key: DistKey, shape: At) -> Callable[[At], At]:
+        """What makes the numbers of a tensor of its position. Raises InputError E2006 for another number of
+        layers of a kind than the model has."""
+        if not (key.kind and key.layers):
+            return lambda at: at
+        layers = [i for i, windowed in enumerate(self.windows) if windowed == KINDS[key.kind]]
+        if len(layers) != shape[0]:
+            raise InputError(
+                f"{shape[0]} layers of the kind {key.kind!r} are stored, the model has {len(layers)} of them",
+                code=KINDS_UNKNOWN,
+                path=self.tree.display(self.folder),
+                key=key.key,
+                hint="pass the config of this very model with --config FILE",
+            )
+        return lambda at: (layers[at[0]], *at[1:]) if at[0] < len(layers) else at
 
     def _parameter(self, key: DistKey, at: tuple[int, ...], shape: tuple[int, ...], entry: TensorEntry) -> None:
         name = TensorKey(name_of(key, at), key.state)

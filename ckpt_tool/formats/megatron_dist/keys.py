@@ -14,6 +14,9 @@ first dim; all experts share one key and lie along the next. So a key shows how 
         -> decoder.layers.0.mixer.in_proj.weight, one below the other
     decoder.layers.0.self_attention.in_proj.weight                               whole: mcore-bridge's, by key head
         -> decoder.layers.0.self_attention.in_proj.weight_by_head
+    decoder.layers.self_attention_sliding.linear_qkv.weight  (S, ...)            Megatron-Bridge's Gemma 4
+    decoder.layers.self_attention_global.linear_qkv.weight  (L - S, ...)
+        -> decoder.layers.{i}.self_attention.linear_qkv.weight of the S layers that see a window, of those that see all
     optimizer.state.fp32_param.KEY, optimizer.state.param.KEY               -> KEY's name [master]
 
 Sources (NVIDIA/Megatron-LM): core 0.16.1 `transformer/transformer_block.py` (`sharded_state_dict`: which layers share a
@@ -23,8 +26,9 @@ key), `transformer/moe/experts.py` and `extensions/transformer_engine.py` (`expe
 `dist_checkpointing/optimizer.py`, `optimizer/optimizer.py` (`chained_K.` in front), `optimizer/distrib_optimizer.py`
 (`param`), core 0.14 (`fp32_param`); core 0.19.2 `ssm/mamba_mixer.py`, `ssm/gated_delta_net/` (sections),
 `multi_token_prediction.py`, `models/hybrid/hybrid_block.py` (no layer shares a key). megatron-bridge 0.6.2
-`models/qwen_vl/modelling_qwen3_vl/transformer_block.py` (a tower's layers and mergers). mcore-bridge 1.6.5
-`model/modules/gated_delta_net.py`. NeMo puts `module.` in front.
+`models/qwen_vl/modelling_qwen3_vl/transformer_block.py` (a tower's layers and mergers),
+`models/gemma/modeling_gemma4.py` (`sharded_state_dict` of `Gemma4DenseSelfAttention`, `Gemma4SelfAttention`).
+mcore-bridge 1.6.5 `model/modules/gated_delta_net.py`. NeMo puts `module.` in front.
 
 Cost: a few us a key. What it does not do: shapes, files; encoder-decoder models' own aliases.
 """
@@ -32,7 +36,7 @@ Cost: a few us a key. What it does not do: shapes, files; encoder-decoder models
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Mapping
 from typing import NamedTuple
 
 from ckpt_tool.core.tensor import MASTER, MODEL
@@ -52,6 +56,9 @@ from ckpt_tool.formats.megatron.rules import section_names
 _OPTIMIZER = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.state\.([^./]+)\.(.+)", re.DOTALL)
 _STACKED = re.compile(rf"({STACK})\.(?!\d+\.)(.+)", re.DOTALL)
 _EXPERTS = ".experts.experts."
+KINDS: Mapping[str, bool] = {"sliding": True, "global": False}  # of attentions that are stored apart: through a window?
+_ATTENTION = ".self_attention."
+_KIND = re.compile(r"(.*\.self_attention)_(sliding|global)(\..+)", re.DOTALL)
 _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])", re.DOTALL)
 _OBJECT = re.compile(r"(.+)/shard_(\d{1,18}(?:\.\d{1,18})*)_(\d{1,18}(?:\.\d{1,18})*)", re.DOTALL)
 _MASTERS = ("param", "fp32_param", "master_param")
@@ -71,6 +78,18 @@ class DistKey(NamedTuple):
     layers: bool
     experts: bool
     part: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Of which of `KINDS` its layers are: they alone are counted by its leading dim; "" for layers of all kinds."""
+        found = _KIND.fullmatch(self.key) if ".self_attention_" in self.key else None
+        return found[2] if found else ""
+
+    @property
+    def plain(self) -> str:
+        """The key as it would be if the layers of all kinds shared one."""
+        kind = self.kind
+        return self.key.replace(f"{_ATTENTION[:-1]}_{kind}.", _ATTENTION, 1) if kind else self.key
 
     @property
     def leads(self) -> int:
@@ -124,9 +143,19 @@ def of_part(key: str, part: str) -> str:
     return f"{key}_{part}" if part in HALF else f"{key}.{part}"
 
 
+def of_kind(key: str, kind: str) -> str:
+    """The key of an attention that is stored apart for layers of that kind; any other key as it is.
+
+    >>> of_kind("decoder.layers.self_attention.linear_qkv.weight", "global")
+    'decoder.layers.self_attention_global.linear_qkv.weight'
+    """
+    return key.replace(_ATTENTION, f"{_ATTENTION[:-1]}_{kind}.", 1) if kind else key
+
+
 def name_of(key: DistKey, at: tuple[int, ...] = ()) -> str:
-    """The logical name of the tensor at the positions `at` (as many as `key.leads`)."""
-    name, rest = key.key, list(at)
+    """The logical name of the tensor of that layer, of that expert (as many numbers as `key.leads`). Layers of a kind
+    have their numbers among all."""
+    name, rest = key.plain, list(at)
     if key.layers:
         found = _STACKED.fullmatch(name)
         if found is not None:
@@ -146,6 +175,7 @@ def stored(name: str) -> str:
 # -- how a source spells its keys, to spell them so again --------------------------------------------------------------
 
 STACKED_LAYERS, STACKED_EXPERTS, SINGLETONS, HALVES = "stacked-layers", "stacked-experts", "singletons", "halves"
+APART = "attentions-apart"  # by `KINDS`
 
 
 def stacked_style(stack: str) -> str:
@@ -159,11 +189,12 @@ def styles_of(key: DistKey) -> tuple[str, ...]:
     found = _STACKED.fullmatch(key.key)
     out = [stacked_style(found[1])] if found is not None else []
     out += [STACKED_EXPERTS] if key.experts else []
+    out += [APART] if key.kind else []
     out += [SINGLETONS] if key.part in HALF or _EXPERTS in key.key and not key.experts else []
     out += [HALVES] if key.part in HALF else []
     for fused, alias in NORM_ALIASES:
         for style, text in (("fused", fused), ("plain", alias)):
-            head, inside, tail = key.key.partition(text)
+            head, inside, tail = key.plain.partition(text)
             if inside and tail in ("weight", "bias") and (not head or head.endswith(".")):
                 out.append(f"{style}:{alias}")
     return tuple(dict.fromkeys(out))

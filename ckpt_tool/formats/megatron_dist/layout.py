@@ -28,6 +28,7 @@ from ckpt_tool.core.bounds import bounded
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import EXTRAS, MASTER, MODEL
+from ckpt_tool.core.window import stated_windows
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.containers.dcp_item_files import Placed
 from ckpt_tool.formats.megatron import names
@@ -37,12 +38,15 @@ from ckpt_tool.formats.megatron.job import Job, carved, check_experts
 from ckpt_tool.formats.megatron.rules import pieces, section_names
 from ckpt_tool.formats.megatron.stages import NO_SPLIT, Stages, chosen_stages, from_counts
 from ckpt_tool.formats.megatron_dist.keys import (
+    APART,
     HALF,
     HALVES,
+    KINDS,
     SINGLETONS,
     STACKED_LAYERS,
     DistKey,
     name_of,
+    of_kind,
     of_part,
     parse,
     spelled,
@@ -53,6 +57,8 @@ from ckpt_tool.formats.megatron_dist.keys import (
 Shape = tuple[int, ...]
 EXPERTS, UNHELD, NO_RULE = "E0237", "E2001", "E0275"
 CHUNKS = 1 << 16  # of all stages
+# norms of layers in Transformer Engine's spec: in the linear that follows, where there is one
+_BY_TE = frozenset(f"{how}:{norm}_layernorm." for how in ("fused", "plain") for norm in ("pre_mlp", "input"))
 _LAYER = re.compile(rf"({names.STACK})\.(\d{{1,9}})\.(.+)", re.DOTALL)
 _EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d{1,9})\.(.+)", re.DOTALL)
 
@@ -96,9 +102,12 @@ class DistLayout:
         self.layers = max((n for stack, n in self.counts.items() if not names.is_tower(f"{stack}.")), default=0)
         self.experts = _count([s.expert for s in self.spots.values() if s.expert is not None], "experts")
         self.degrees = carved(degrees, self.notes) if self.experts else dict(degrees)
-        own = wanted.hints.get(DistHints) if wanted.source_format == "megatron-dist" and spec is None else None
+        source = wanted.hints.get(DistHints) if wanted.source_format == "megatron-dist" else None
+        own = source if spec is None else None
         self.as_source = own is not None
+        self.windows = list(source.windows) if source is not None and source.windows else stated_windows(args)
         self.styles = set(own.styles) if own is not None else self._styles()
+        self._check_windows()
         self.singletons = SINGLETONS in self.styles
         self.distributed = self.facts.distributed is not False
         check_experts(self.degrees["ep"], self.experts, EXPERTS)
@@ -118,7 +127,7 @@ class DistLayout:
         self.as_source &= self.stacked == wished
         self.grids = self._grids()
         # what tensors have in common, found once
-        self._keys: dict[tuple[str, str], DistKey] = {}
+        self._keys: dict[tuple[str, str, str], DistKey] = {}
         self._cuts: dict[tuple[str, str, bool, Shape], list[_Part]] = {}
         self._stage_of: dict[str | tuple[str, int], int] = {}
 
@@ -136,12 +145,11 @@ class DistLayout:
         out |= set() if differing else {STACKED_LAYERS}
         if any(name.endswith(f".{names.RESIDUAL}.weight") for name in self.names):  # no norm is fused there
             return out
+        if kind := names.gemma4_layer(self.names):
+            return out | {APART} | (_BY_TE if kind == names.GEMMA4_SPARSE else set())
         mla = any(".linear_kv_down_proj." in name for name in self.names)
         if self.facts.te:
-            out |= {
-                f"{how}:{alias}" for how in ("fused", "plain") for alias in ("pre_mlp_layernorm.", "input_layernorm.")
-            }
-            out.add("fused:norm.")
+            out |= {*_BY_TE, "fused:norm."}
             sparse = any(f".{names.INDEXER}." in name for name in self.names)  # its norms stand apart
             if mla and not sparse:
                 out |= {"fused:self_attention.q_layernorm.", "fused:self_attention.kv_layernorm."}
@@ -149,6 +157,30 @@ class DistLayout:
         elif not mla:
             out |= {"fused:input_layernorm.", "fused:pre_mlp_layernorm."}
         return out
+
+    def _check_windows(self) -> None:
+        """Attentions are stored apart by what looks through a window; where nothing states it, each layer has keys."""
+        if self.apart and len(self.windows) != self.layers:
+            self.styles -= {APART, STACKED_LAYERS}
+            self.notes.append(
+                "Megatron-Bridge stores the attentions of windowed and of whole layers apart: nothing states which "
+                "layers are which, so each has keys of its own, which it does not load (--config FILE says it)"
+            )
+
+    @property
+    def apart(self) -> bool:
+        """Are attentions stored apart by what looks through a window?"""
+        return APART in self.styles
+
+    def _kind(self, spot: _Spot) -> str:
+        """Of which of `KINDS` the layer is; "" where kinds share keys."""
+        if spot.layer is None or not self.apart or names.is_tower(f"{spot.stack}."):
+            return ""
+        return next(kind for kind, windowed in KINDS.items() if windowed == self.windows[spot.layer])
+
+    def _lead(self, stack: str, kind: str) -> int:
+        """How many layers share a key."""
+        return self.windows.count(KINDS[kind]) if kind else self.counts[stack]
 
     def _stages(self) -> Stages:
         pp, vpp, layers = self.degrees["pp"], self.degrees["vpp"], self.layers
@@ -175,13 +207,15 @@ class DistLayout:
 
     def _uniform(self, stack: str) -> bool:
         """Have all layers of a stack the same tensors of the same shapes in every state?"""
-        seen: dict[tuple[str, str, int | None], dict[int, tuple[Any, ...]]] = {}
+        seen: dict[tuple[str, str, str, int | None], dict[int, tuple[Any, ...]]] = {}
         for _, tensor in self.tensors:
             spot = self.spots[tensor.key.name]
             if spot.layer is not None and spot.stack == stack:
-                kind = (tensor.key.state, spot.template, spot.expert)
+                apart = self._kind(spot) if of_kind(spot.template, "x") != spot.template else ""
+                kind = (tensor.key.state, spot.template, apart, spot.expert)
                 seen.setdefault(kind, {})[spot.layer] = (tensor.shape, tensor.dtype)
-        return all(len(each) == self.counts[stack] and len(set(each.values())) == 1 for each in seen.values())
+        many = {kind: self._lead(stack, kind[2]) for kind in seen}
+        return all(len(each) == many[kind] and len(set(each.values())) == 1 for kind, each in seen.items())
 
     def _grids(self) -> dict[tuple[str, str], bool]:
         """Whether the experts under a template fill their grid, by (state, key with its layer)."""
@@ -207,7 +241,7 @@ class DistLayout:
         """(key, position) of a tensor. Raises UsageError (E2001) for a name that would not be read back."""
         name, state = tensor.key.name, tensor.key.state
         spot = self.spots[name]
-        key, at = self._with_layer(spot), []
+        key, at, kind = self._with_layer(spot), [], self._kind(spot)
         layers, experts = spot.stack in self.stacked, False
         if layers and spot.layer is not None:
             at.append(spot.layer)
@@ -217,16 +251,18 @@ class DistLayout:
                 at.append(spot.expert)
             else:
                 key = key.replace(".experts.experts.", f".experts.experts.{spot.expert}.", 1)
-        made = self._keys.get((state, key))
+        made = self._keys.get((state, kind, key))
         if made is None:  # names of one key differ in its positions alone
             part = next(iter(self._sections(tensor)), ("",))[0]
-            full = stored(spelled(key, name, self.styles, self.names))
+            full = of_kind(stored(spelled(key, name, self.styles, self.names)), kind)
             made = parse(self.fqn(state, of_part(full, part) if part else full))
             if made != DistKey(state, full, layers, experts, part):
                 self._refuse(tensor)
-            self._keys[state, key] = made
+            self._keys[state, kind, key] = made
         if name_of(made, tuple(at)) != name:
             self._refuse(tensor)
+        if layers and made.kind:
+            at[0] = self.windows[: at[0]].count(KINDS[made.kind])
         return made._replace(part=""), tuple(at)
 
     def _refuse(self, tensor: WantedTensor) -> NoReturn:
@@ -248,13 +284,14 @@ class DistLayout:
         """(key of a model tensor, shape of the positions under it) of what hangs on its module."""
         spot = self.spots[name]
         key = self._with_layer(spot)
-        shape = (self.counts[spot.stack],) if spot.stack in self.stacked else ()
+        full = of_kind(stored(spelled(key, name, self.styles, self.names)), self._kind(spot))
+        shape = (self._lead(spot.stack, parse(full).kind),) if spot.stack in self.stacked else ()
         if spot.expert is not None:
             if self.grids.get((MODEL, key)):
                 shape = (*shape, self.experts)
             else:
-                key = key.replace(".experts.experts.", f".experts.experts.{spot.expert}.", 1)
-        return stored(spelled(key, name, self.styles, self.names)), shape or (1,)
+                full = full.replace(".experts.experts.", f".experts.experts.{spot.expert}.", 1)
+        return full, shape or (1,)
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
@@ -265,7 +302,7 @@ class DistLayout:
             key, at = self._key(tensor)
             for fqn, shape, items in self._stored(number, tensor, key, at):
                 stack = self.spots[tensor.key.name].stack
-                lead = ((self.counts[stack],) if key.layers else ()) + ((self.experts,) if key.experts else ())
+                lead = ((self._lead(stack, key.kind),) if key.layers else ()) + ((self.experts,) if key.experts else ())
                 found.setdefault(fqn, ((*lead, *shape), []))[1].extend(items)
         return found
 

@@ -25,6 +25,7 @@ from ckpt_tool.core.extras import Opaque
 from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.target import Wanted
 from ckpt_tool.core.tensor import MASTER, MODEL, STEP
+from ckpt_tool.core.window import stated_windows
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import NAMESPACE, updated
 from ckpt_tool.formats.megatron.groups import groups_for, groups_of, key_of_param
@@ -62,6 +63,8 @@ def stored_state(wanted: Wanted, layout: DistLayout) -> Stored:
     states = {key.state for key in (tensor.key for tensor in wanted.tensors)} - {MODEL, STEP}
     args = updated(layout.args, layout.degrees, layout.job.stages, 0)
     args |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
+    if layout.apart and stated_windows(args) != layout.windows:  # who reads it must know
+        args["window_attn_skip_freq"] = [int(windowed) for windowed in layout.windows]
     if not rng:
         args["no_save_rng"] = True
     if not states & {MASTER, "exp_avg", "exp_avg_sq"}:

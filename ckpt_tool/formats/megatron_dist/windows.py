@@ -1,0 +1,75 @@
+"""Which layers of a Gemma 4 look through a window: its attentions are stored apart by that, and keys don't say whose.
+
+    decoder.layers.self_attention_sliding.linear_qkv.weight (2, 72, 12)      of layers 0 and 2, if the model's are those
+
+What states it, the nearest to the job first: the arguments in the checkpoint, Megatron-Bridge's `run_config.yaml`
+beside the items (its `model` is the provider's fields), the config that the user names, the config.json in the folder.
+Words and their meanings: `core.window`. Cost: a file of 20 KB, where there is one. What it does not do: guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tool.core.window import hub_windows, stated_windows
+from ckpt_tool.errors import CorruptFile, InputError
+from ckpt_tool.formats.megatron.args import arguments
+from ckpt_tool.storage import strict_json, strict_yaml
+from ckpt_tool.storage.source import Tree
+
+KINDS_UNKNOWN = "E2006"
+RUN_CONFIG = "run_config.yaml"  # megatron-bridge 0.6.2, `training/utils/checkpoint_utils.py` (`CONFIG_FILE`)
+_CONFIG = "config.json"
+_LIMIT = 1 << 20  # bytes
+
+
+def windows_of(tree: Tree, folder: str, extras: Mapping[str, Any], config: Mapping[str, Any] | None) -> list[bool]:
+    """Whether each layer looks through a window. Raises InputError E2006 where nothing states it, and for what should
+    and is no YAML."""
+    found = (
+        stated_windows(arguments(extras))
+        or stated_windows(_provider(tree, folder))
+        or hub_windows(config or {})
+        or hub_windows(_beside(tree, folder))
+    )
+    if not found:
+        raise InputError(
+            "attentions of windowed and of whole layers are stored apart, and nothing states which layers are which",
+            code=KINDS_UNKNOWN,
+            path=tree.display(folder),
+            hint=f"pass the model's config with --config FILE, or put {RUN_CONFIG} back beside the items",
+        )
+    return found
+
+
+def _provider(tree: Tree, folder: str) -> Mapping[str, Any]:
+    """The model's fields in `run_config.yaml`, {} without one."""
+    path = folder + RUN_CONFIG
+    if not tree.exists(path):
+        return {}
+    try:
+        document = strict_yaml.parse(tree.read_whole(path, limit=_LIMIT))
+    except strict_yaml.NotPlain as e:
+        raise InputError(
+            f"{RUN_CONFIG} is {e.what}",
+            code=KINDS_UNKNOWN,
+            path=tree.display(path),
+            place=e.place,
+            offset=e.offset,
+            hint="get the file again; without it --config FILE says which layers are windowed",
+        ) from e
+    model = document.get("model") if isinstance(document, dict) else None
+    return model if isinstance(model, dict) else {}
+
+
+def _beside(tree: Tree, folder: str) -> Mapping[str, Any]:
+    """The config.json in the folder or above it, {} without a sound one: who asks for a config is told its faults."""
+    for path in dict.fromkeys((folder + _CONFIG, _CONFIG)):
+        if tree.exists(path):
+            try:
+                value = strict_json.parse(tree.read_whole(path, limit=_LIMIT), path=tree.display(path))
+            except CorruptFile:
+                return {}
+            return value if isinstance(value, dict) else {}
+    return {}
