@@ -176,6 +176,17 @@ def test_a_writer_wants_a_plan_to_run(plain: Place, capsys: pytest.CaptureFixtur
     assert "--plan FILE" in capsys.readouterr().err and not (plain.folder / "job").exists()
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_output_in_a_store_is_shared_out_too(plain: Place, engine: str) -> None:
+    """Nothing is asked of the store; the file says where its credentials come from."""
+    job = plain.folder / "job"
+    line = [word.replace(str(plain.out), "s3://bucket/run/out") for word in plain.line("--plan", str(plain.plan))]
+    assert run([*line, "--emit", engine, str(job)]) == 0
+    text = job.read_text()
+    assert ("'--ray'" if engine == "ray" else "--claim") in text
+    assert ("YOUR-SECRET" if engine == "k8s" else "Credentials of the store") in text
+
+
 def test_a_relative_source_is_found_from_anywhere(
     tmp_path: Path, wanted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
