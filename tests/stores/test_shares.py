@@ -43,7 +43,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.share(120)
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", [name for name, line in GOLDEN.items() if "--allow-lossy" not in line])
 def test_parts_make_the_files_of_a_local_output(
     s3: S3, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,14 +67,13 @@ def test_parts_make_the_files_of_a_local_output(
         ]
 
     plan = str(tmp_path / "plan.json")
-    if run([*filled(OUT), "--plan", plan, "-q"]):
-        assert any(code in capsys.readouterr().err for code in ("E0256", "E0240", "a saved plan")), GOLDEN[name]
+    if run([*filled(OUT), "--plan", plan, "-q"]):  # values that are computed while it reads
+        assert "E0264" in capsys.readouterr().err, GOLDEN[name]
         pytest.skip("it has no plan that can be saved")
     assert run([*filled(str(tmp_path / "out")), "-q"]) == 0
     capsys.readouterr()
-    lossy = ["--allow-lossy"] if "--allow-lossy" in words else []
     for number in (3, 1, 2):
-        assert run(["apply", plan, "--part", f"{number}/3", "--json", *lossy]) == 0, capsys.readouterr().err
+        assert run(["apply", plan, "--part", f"{number}/3", "--json"]) == 0, capsys.readouterr().err
         document = json.loads(capsys.readouterr().out)
     assert document["committed"]
     (made,) = (path for path in tmp_path.iterdir() if path.name.startswith("out"))
