@@ -48,7 +48,8 @@ def check(plan: Plan, path: str) -> list[str]:
     return found
 
 
-_IN_STORE = re.compile(r"s3a?://[^/\s]+/[^\x00-\x1f]+")
+# As `storage.destination.WRITTEN`, which this room may not know.
+_IN_STORE = re.compile(r"(?:s3a?|az|azure)://[^/\s]+/[^\x00-\x1f]+")
 
 
 def _whole(plan: Plan) -> Iterator[str]:

@@ -18,6 +18,7 @@ import safetensors.numpy
 from azurite import ACCOUNT, KEY, Azurite, program
 from s3_server import Answer, Asked, Proxy, refusal
 
+from ckpt_tool.cli import run
 from ckpt_tool.commands.clean import clean
 from ckpt_tool.commands.convert import convert, reshard
 from ckpt_tool.commands.diff import diff
@@ -27,7 +28,9 @@ from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError, OutputExists, StorageError, UsageError
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
-from ckpt_tool.storage import multipart, store
+from ckpt_tool.plan import schedule
+from ckpt_tool.run import executor, shares
+from ckpt_tool.storage import multipart, store, store_claims
 from ckpt_tool.storage.block_blobs import BLOCKS, Container
 
 pytestmark = pytest.mark.server
@@ -326,6 +329,34 @@ def test_a_kill_of_the_server(blobs: Blobs, server: Azurite, model: Path, tmp_pa
     assert subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
     convert(str(model), str(tmp_path / "out"), Reading(), Writing(to="safetensors"), Silent())
     assert blobs.content() == files(tmp_path / "out")
+
+
+@pytest.mark.parametrize("to", ["dcp", "sharded"])
+def test_workers_share_an_output_out(
+    blobs: Blobs, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    """A part, one that claims and dies, and one that takes over; again is no error, and nothing is left."""
+    monkeypatch.setattr(shares, "SHARE", 100_000)
+    monkeypatch.setattr(executor, "units", lambda moves: schedule.units(moves, size=1 << 16))
+    plan = str(tmp_path / "plan.json")
+    line = ["convert", str(model), "--to", to, "-q"] + ["--tp", "2"] * (to == "sharded")
+    assert run([*line[:2], OUT, *line[2:], "--plan", plan]) == 0
+    assert run([*line[:2], str(tmp_path / "out"), *line[2:]]) == 0
+    assert run(["apply", plan, "--part", "1/4", "-q"]) == 0 and not blobs.content()
+    sent = [0]
+
+    def dies(asked: Asked) -> Answer | None:
+        sent[0] += is_block(asked)
+        return refusal(403, "AuthorizationFailure") if sent[0] > 5 else None
+
+    blobs.proxy.fault = dies
+    assert run(["apply", plan, "--claim", "-q"]) == 7 and not blobs.content()
+    blobs.proxy.fault = lambda asked: None
+    assert run(["status", OUT, "-q"]) == 1
+    monkeypatch.setattr(store_claims, "LEASE", -60.0)  # what it had claimed is free
+    assert run(["apply", plan, "--claim", "-q"]) == 0 and run(["apply", plan, "--part", "2/4", "-q"]) == 0
+    assert blobs.content() == files(tmp_path / "out")
+    assert not blobs.waiting() and not blobs.content(".out.ckpt-partial")
 
 
 def test_clean_shows_and_removes(blobs: Blobs) -> None:

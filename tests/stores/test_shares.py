@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
-import shutil
 import struct
 import zipfile
 from pathlib import Path
@@ -15,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from s3_server import BUCKET, S3, Answer, Asked, refusal
-from test_writing import FIXTURES, GOLDEN, INPUTS, OUT, files, objects, pending
+from test_writing import FIXTURES, GOLDEN, OUT, files, golden_command, objects, pending
 
 from ckpt_tool.cli import run
 from ckpt_tool.conversion.plan_file import load_plan
@@ -48,24 +46,7 @@ def test_parts_make_the_files_of_a_local_output(
     s3: S3, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In three parts, the last first: byte for byte, for every format and whatever its holes."""
-    words = shlex.split(GOLDEN[name])
-    inputs = tmp_path / "inputs"
-    shutil.copytree(INPUTS, inputs)
-    hub = inputs / "hub"
-    shutil.copytree(FIXTURES / "convert/llama/hf", hub)
-    for beside in (INPUTS / "beside").glob("*"):
-        shutil.copy(beside, hub)
-    for path in inputs.glob("*"):
-        if path.is_file():
-            text = path.read_text().replace("{fixtures}", str(FIXTURES)).replace("{inputs}", str(inputs))
-            path.write_text(text)
-
-    def filled(out: str) -> list[str]:
-        return [
-            word.replace("{fixtures}", str(FIXTURES)).replace("{inputs}", str(inputs)).replace("{out}", out)
-            for word in words
-        ]
-
+    filled = golden_command(name, tmp_path)
     plan = str(tmp_path / "plan.json")
     if run([*filled(OUT), "--plan", plan, "-q"]):  # values that are computed while it reads
         assert "E0264" in capsys.readouterr().err, GOLDEN[name]

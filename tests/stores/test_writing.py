@@ -82,17 +82,9 @@ def parts_sent(s3: S3) -> list[str]:
     return [f"{asked.path}?{asked.query['partNumber'][0]}" for asked in s3.proxy.asked if "partNumber" in asked.query]
 
 
-GOLDEN = golden()
-
-
-@pytest.mark.share(16)
-@pytest.mark.parametrize("name", GOLDEN)
-def test_objects_are_the_files_of_a_local_output(
-    s3: S3, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Byte for byte, each part sent once, for every format and whatever its holes."""
-    words = shlex.split(GOLDEN[name])
-    inputs = tmp_path / "inputs"
+def golden_command(name: str, root: Path) -> Callable[[str], list[str]]:
+    """The words of a golden command by its output; its inputs are made below `root`."""
+    inputs = root / "inputs"
     shutil.copytree(INPUTS, inputs)
     hub = inputs / "hub"
     shutil.copytree(FIXTURES / "convert/llama/hf", hub)
@@ -106,9 +98,22 @@ def test_objects_are_the_files_of_a_local_output(
     def filled(out: str) -> list[str]:
         return [
             word.replace("{fixtures}", str(FIXTURES)).replace("{inputs}", str(inputs)).replace("{out}", out)
-            for word in words
+            for word in shlex.split(GOLDEN[name])
         ]
 
+    return filled
+
+
+GOLDEN = golden()
+
+
+@pytest.mark.share(16)
+@pytest.mark.parametrize("name", GOLDEN)
+def test_objects_are_the_files_of_a_local_output(
+    s3: S3, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Byte for byte, each part sent once, for every format and whatever its holes."""
+    filled = golden_command(name, tmp_path)
     local = run([*filled(str(tmp_path / "out")), "--json"])
     said = capsys.readouterr().out
     assert local == 0
