@@ -231,6 +231,22 @@ def verify(
     family: str | PathLike[str] | None = ...,
     config: str | PathLike[str] | None = ...,
 ) -> Document: ...
+def audit(
+    path: StrPath,
+    *,
+    progress: Progress = ...,
+    values: bool = ...,
+    sarif: str | PathLike[str] | None = ...,
+    junit: str | PathLike[str] | None = ...,
+    from_format: str | None = ...,
+    follow_symlinks: bool = ...,
+    lenient: bool = ...,
+    require_checksums: bool = ...,
+    prefer: str | PathLike[str] | None = ...,
+    replica_policy: str | None = ...,
+    family: str | PathLike[str] | None = ...,
+    config: str | PathLike[str] | None = ...,
+) -> Document: ...
 def latest(
     run: StrPath,
     *,

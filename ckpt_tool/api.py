@@ -96,6 +96,15 @@ def verify(path: StrPath, *, progress: Progress = SILENT, **options: Any) -> Doc
 
 
 @_documented
+def audit(path: StrPath, *, progress: Progress = SILENT, **options: Any) -> Document:
+    """Is it complete and plausible for its own config? `ckpt audit SRC`; look at `ok` in the result."""
+    from ckpt_tool.commands.audit import audit as command
+
+    wanted, reading = _taken("audit", options)
+    return command(fspath(path), reading, wanted, progress=progress)
+
+
+@_documented
 def latest(run: StrPath, *, progress: Progress = SILENT, **options: Any) -> Document:
     """The newest sound step of a run: `ckpt latest RUN`; `path` in the result, None where no step is sound."""
     from ckpt_tool.commands.latest import latest as command

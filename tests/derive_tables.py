@@ -115,7 +115,17 @@ StrPath = str | PathLike[str]
 def stub() -> list[str]:
     """The lines of `ckpt_tool/__init__.pyi`."""
     lines = [*STUB.splitlines(), ""]
-    for function in (api.open, api.reshard, api.convert, api.merge, api.diff, api.verify, api.latest, api.prune):
+    for function in (
+        api.open,
+        api.reshard,
+        api.convert,
+        api.merge,
+        api.diff,
+        api.verify,
+        api.audit,
+        api.latest,
+        api.prune,
+    ):
         signature, listed = inspect.signature(function), list[str]()
         for each in signature.parameters.values():
             listed += ["*"] if each.kind is inspect.Parameter.KEYWORD_ONLY and "*" not in listed else []

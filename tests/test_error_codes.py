@@ -37,7 +37,7 @@ PACKAGE = ROOT / "ckpt_tool"
 TABLE = "ckpt_tool/error_codes.toml"
 MODULES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 TEXTS = [*ROOT.glob("*.md"), *PACKAGE.rglob("*.md"), *(ROOT / "kernels").glob("*.md"), *(ROOT / "tests").rglob("*.py")]
-CODE = re.compile(r"(?<![\w.+-])E\d{4}(?!\w)")
+CODE = re.compile(r"(?<![\w.+-])[AE]\d{4}(?!\w)")  # A: of `ckpt audit`
 CODES = catalogue()
 
 
@@ -302,7 +302,7 @@ def test_near_misses_of_a_code() -> None:
 def test_the_list_has_every_code_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["explain"]) == 0
     out = capsys.readouterr().out
-    assert sorted(re.findall(r"^  (E\d{4})  ", out, re.M)) == list(CODES) and "exit code 2: usage" in out
+    assert sorted(re.findall(r"^  ([AE]\d{4})  ", out, re.M)) == list(CODES) and "exit code 2: usage" in out
     assert cli.run(["explain", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [row["code"] for row in document["codes"]] == list(CODES) and document["schema_version"] == 1

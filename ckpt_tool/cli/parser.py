@@ -116,8 +116,8 @@ def _function(verb: Verb) -> Callable[..., Job]:
     arguments = [_argument(f"argument_{number}", one) for number, one in enumerate(verb.arguments)]
     parameters = [*arguments, *map(_option, verb.options().values())]
 
-    def call(**values: Any) -> Job:
-        return verb.job([values.pop(argument.name) for argument in arguments], values)
+    def call(**line: Any) -> Job:
+        return verb.job([line.pop(argument.name) for argument in arguments], line)
 
     call.__name__, call.__doc__ = verb.name, verb.about
     call.__annotations__ = {each.name: each.annotation for each in parameters}

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckpt_tool.merging.options import MergeOptions
     from ckpt_tool.options.reading import Inspection, Reading, Show
     from ckpt_tool.options.verbs import (
+        Auditing,
         Cleaning,
         Comparison,
         Kernels,
@@ -322,6 +323,37 @@ def verify(show: Show, src: str, wanted: Verification, reading: Reading) -> Job:
         return verification(document, everything=uncut)
 
     return Job("verify", show, run, page, sound=lambda document: bool(document["ok"]), sources=(src,))
+
+
+def _auditing() -> tuple[type, ...]:
+    from ckpt_tool.options.reading import Reading
+    from ckpt_tool.options.verbs import Auditing
+
+    return Auditing, Reading
+
+
+@verb(
+    "is a checkpoint complete and plausible for its own config?",
+    SRC,
+    takes=_auditing,
+    examples=("ckpt audit out", "ckpt audit out --values --sarif audit.sarif"),
+)
+def audit(show: Show, src: str, wanted: Auditing, reading: Reading) -> Job:
+    """Is it complete and plausible for its own config? Missing and surplus tensors, index, experts, vocabulary,
+    quantisation; with --values copies, zeros, tied heads. Exit 1 when there are findings."""
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.audit import audit as command
+
+        return command(src, reading, wanted, progress=progress)
+
+    def page(document: Document, uncut: bool) -> Shown:
+        from ckpt_tool.report.audit import audit as page_of
+
+        return page_of(document, everything=uncut)
+
+    outputs = (wanted.sarif, wanted.junit)
+    return Job("audit", show, run, page, sound=lambda document: bool(document["ok"]), sources=(src,), outputs=outputs)
 
 
 def _reading() -> tuple[type, ...]:

@@ -9,11 +9,11 @@ from typing import Any
 
 from ckpt_tool.errors import UsageError, catalogue
 
-_SPELLINGS = re.compile(r"(?:error\s*\[)?\s*E?(\d{1,4})\s*\]?:?", re.IGNORECASE)
+_SPELLINGS = re.compile(r"(?:error\s*\[)?\s*([AE]?)(\d{1,4})\s*\]?:?", re.IGNORECASE)
 
 
 def explain(code: str = "") -> dict[str, Any]:
-    """The row of `code`, or of all codes their titles. code: `E0301`, in any case; also `error[E0301]`, `301`.
+    """The row of `code`, or of all codes their titles. code: `E0301`, `A0101`, in any case; also `error[E0301]`, `301`.
 
     Raises UsageError E2703 for a code that does not exist.
     """
@@ -25,7 +25,7 @@ def explain(code: str = "") -> dict[str, Any]:
         ]
         return {"schema_version": 1, "codes": listed}
     spelled = _SPELLINGS.fullmatch(code.strip())
-    name = f"E{spelled[1]:0>4}" if spelled else code
+    name = f"{spelled[1].upper() or 'E'}{spelled[2]:0>4}" if spelled else code
     if name not in known:
         raise UsageError(
             f"there is no error code {code!r}",

@@ -52,12 +52,12 @@ def with_head(chosen: Chosen, job: Conversion) -> Chosen:
     policy = job.writing.tied_head
     if policy is None and job.dialect in _ALWAYS_BOTH and not job.writing.aoa:
         policy = "untie"
-        if _pair(chosen.model) is None:
+        if pair_of(chosen.model) is None:
             return chosen
     if policy not in ("tie", "untie"):
         return chosen
     names = chosen.model
-    pair = _pair(names)
+    pair = pair_of(names)
     if pair is None:
         raise UsageError(
             f"--tied-head {policy}: no embedding here has a name that is known",
@@ -89,7 +89,7 @@ def refuse_to_lose_copies(chosen: Chosen, left_out: Collection[str]) -> None:
     """Raise InconsistentCheckpoint E1481 where a mapping leaves out what should be a copy of another tensor, and its
     values differ: an output layer that the config says is tied, the embedding and output layer of an MTP layer."""
     names = chosen.model.keys()
-    pair = _pair(names)
+    pair = pair_of(names)
     copies = [(name, of) for name in left_out for end, of in _OF_MTP.items() if name.endswith(end) and name != of]
     if pair is not None and pair[0] in left_out:
         copies.append(pair)
@@ -116,7 +116,7 @@ def as_the_hub_has_it(
     of its own, stays. hub: the family's names there."""
     if dialect.startswith("megatron"):
         return with_copies_of_mtp(chosen, hub)
-    pair = _pair(chosen.model)
+    pair = pair_of(chosen.model)
     if policy is not None or pair is None or (config or {}).get(TIED) is not True or not dialect.startswith("paddle"):
         return chosen
     head, embedding = pair
@@ -145,7 +145,7 @@ def with_copies_of_mtp(chosen: Chosen, hub: Table) -> Chosen:
     return _with_copies(chosen, copies, f"MTP layers hold copies, as their authors publish them: {shown}")
 
 
-def _pair(names: Collection[str]) -> tuple[str, str] | None:
+def pair_of(names: Collection[str]) -> tuple[str, str] | None:
     """(output layer, embedding): the first pair whose embedding is there."""
     return next(((head, each) for head, embeddings in _PAIRS.items() for each in embeddings if each in names), None)
 

@@ -233,21 +233,24 @@ class Unfitting(NamedTuple):
     wanted: tuple[int | None, ...]
 
 
-def unfitting(family: Family, dialect: str, shapes: Mapping[str, Shape], config: Config) -> Iterator[Unfitting]:
-    """One of each kind of tensors that can't have their shapes in that dialect."""
+def unfitting(
+    family: Family, dialect: str, shapes: Mapping[str, Shape], config: Config, *, every: bool = False
+) -> Iterator[Unfitting]:
+    """One of each kind of tensors that can't have their shapes in that dialect; all of them where `every` is asked
+    for."""
     table = family.table(dialect)
     named, _ = instances(table.left, shapes)
     sizes, _ = sizes_of(family, table, named, shapes, config)
     for group in named:
-        name = group.form % group.values[0]
         terms = [
             term
             for spot in group.spots
             for term in table.rules[spot.rule].left
             if term.name and term.name.form == group.form
         ]
-        if all(fits(term.pattern, shapes[name], sizes) is False for term in terms):
-            yield Unfitting(name, shapes[name], terms[0].pattern.text, shape_of(terms[0].pattern, sizes))
+        for name in (group.form % numbers for numbers in (group.values if every else group.values[:1])):
+            if all(fits(term.pattern, shapes[name], sizes) is False for term in terms):
+                yield Unfitting(name, shapes[name], terms[0].pattern.text, shape_of(terms[0].pattern, sizes))
 
 
 def misfits(family: Family, dialect: str, shapes: Mapping[str, Shape], config: Config) -> int:

@@ -77,6 +77,15 @@ class Cleaning:
 
 
 @dataclass(frozen=True)
+class Auditing:
+    """`ckpt audit`."""
+
+    values: bool = OPTIONS.flag("Read the values too: copies, zeros, constants, NaN, order of fused parts.")
+    sarif: str | None = OPTIONS.option("The findings as SARIF 2.1.0.", output, "FILE")
+    junit: str | None = OPTIONS.option("The findings as JUnit XML.", output, "FILE")
+
+
+@dataclass(frozen=True)
 class Retention:
     """`ckpt prune`. keep_last, keep_every: None where not given."""
 

@@ -6,12 +6,10 @@ through. The file is written beside its name and renamed, and replaces nothing b
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterable
 from html import escape
 
-from ckpt_tool.errors import OutputExists, StorageError, wrap_os_error
+from ckpt_tool.report import files
 from ckpt_tool.report.page import Block, Cell, Curves, Facts, Lines, Page, Table, Tiles, Verdict, style_of, text_of
 from ckpt_tool.report.text import count, shown
 
@@ -36,44 +34,14 @@ svg { max-width: 100%; height: auto; } svg text { fill: currentColor; font: 11px
 
 
 def check_target(path: str) -> None:
-    """Refuse before any work: a folder that is not there (exit 7), a file that is no report of ours (exit 5)."""
-    folder = os.path.dirname(os.path.abspath(path))
-    if not os.path.isdir(folder):
-        raise StorageError(
-            f"the folder of --report does not exist: {folder}", code="E0702", path=path, hint="make it first"
-        )
-    try:
-        with open(path, "rb") as file:
-            ours = file.read(len(MARK)) == MARK.encode()
-    except FileNotFoundError:
-        return
-    except OSError as e:
-        raise wrap_os_error(e, path, "opening the file of --report") from e
-    if not ours:
-        raise OutputExists(
-            "the file of --report exists and is no report",
-            code="E0511",
-            path=path,
-            hint="choose another name; only an earlier report is replaced",
-        )
+    """Refuse before any work what is no earlier report, as `report.files`."""
+    files.check_target(path, "--report", lambda head: head.startswith(MARK.encode()))
 
 
 def save(page: Page, path: str, *, title: str = "", facts: Iterable[tuple[str, str]] = ()) -> None:
     """Write the page to `path` in one step. facts: what to say above it (command, version). Raises StorageError."""
-    data = document(page._replace(title=title or page.title), facts=facts).encode("utf-8", errors="backslashreplace")
-    temporary = ""
-    try:
-        fd, temporary = tempfile.mkstemp(prefix=".ckpt-report-", dir=os.path.dirname(os.path.abspath(path)))
-        with open(fd, "wb") as file:
-            file.write(data)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except OSError as e:
-        if temporary and os.path.exists(temporary):
-            os.unlink(temporary)
-        raise wrap_os_error(e, path, "writing the report") from e
+    text = document(page._replace(title=title or page.title), facts=facts)
+    files.save(path, text.encode("utf-8", errors="backslashreplace"))
 
 
 def document(page: Page, *, facts: Iterable[tuple[str, str]] = ()) -> str:

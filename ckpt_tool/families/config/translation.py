@@ -324,9 +324,10 @@ def contradictions(config: Mapping[str, Any]) -> Iterator[str]:
         if key not in counted and not of_each and not fits(key, value, types):
             yield f"{key} is {value!r}"
     heads, groups, hidden = (model.count(key) for key in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
-    if heads and groups and heads % groups:
+    latent = model.get("kv_lora_rank")  # every head makes its keys of it, whatever the config says
+    if heads and groups and heads % groups and not latent:
         yield f"{heads} attention heads do not divide over {groups} key-value heads"
-    if heads and hidden and hidden % heads and not model.get("head_dim") and not model.get("kv_lora_rank"):
+    if heads and hidden and hidden % heads and not model.get("head_dim") and not latent:
         yield f"a hidden size of {hidden} does not divide over {heads} attention heads, and there is no head_dim"
     experts, top = model.count("num_experts"), model.count("num_experts_per_tok")
     if experts and top and top > experts and model.key("num_experts") in config:

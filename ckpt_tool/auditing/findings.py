@@ -1,0 +1,77 @@
+"""Findings of an audit: a code each, how bad it is, which tensor, and what to do.
+
+    Finding("A0101", "model.layers.3.mlp.up_proj.weight is not there", "model.layers.3.mlp.up_proj.weight")
+
+Codes that begin with A are the audit's own, rows of `error_codes.toml` as all others; what readers and `ckpt verify`
+find keeps the code that it has there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from ckpt_tool.errors import catalogue
+
+Severity = Literal["error", "warning", "suspicion"]
+MISSING, SURPLUS, SHAPE, EXPERTS, AHEAD, NUMBERS, NOTHING, CONFIG = (
+    "A0101",
+    "A0102",
+    "A0103",
+    "A0104",
+    "A0105",
+    "A0106",
+    "A0107",
+    "A0108",
+)
+COPIES, ZEROS, CONSTANT, NOT_FINITE, ORDER = "A0201", "A0202", "A0203", "A0204", "A0205"
+HEAD, DTYPE = "A0301", "A0302"
+WORDS = "A0401"
+QUANTISED = "A0501"
+EXPORTER = "A0901"
+_SEVERITIES: Mapping[str, Severity] = {
+    SURPLUS: "warning",
+    NUMBERS: "warning",
+    COPIES: "warning",
+    CONSTANT: "warning",
+    ORDER: "suspicion",
+    HEAD: "warning",
+    DTYPE: "warning",
+}
+
+
+class Finding(NamedTuple):
+    """tensor, file: where; None where it is about the whole. do: what to do, where there is more to say than the
+    catalogue does. seen: (name, address) of the reports of an exporter that does this."""
+
+    code: str
+    message: str
+    tensor: str | None = None
+    file: str | None = None
+    do: str = ""
+    seen: tuple[tuple[str, str], ...] = ()
+
+
+def rows_of(findings: Iterable[Finding]) -> list[dict[str, Any]]:
+    """The findings as the document lists them, the worst first. `catalogue` is read where there are any."""
+    rows = []
+    for each in findings:
+        known = catalogue().get(each.code)
+        rows.append(
+            {
+                "code": each.code,
+                "severity": severity_of(each.code),
+                "title": known.title if known else each.code,
+                "message": each.message,
+                "file": each.file,
+                "tensor": each.tensor,
+                "do": each.do or (known.do if known else ""),
+                "seen": [{"name": name, "url": url} for name, url in each.seen],
+            }
+        )
+    order = ("error", "warning", "suspicion")
+    return sorted(rows, key=lambda row: (row["code"] != EXPORTER, order.index(row["severity"])))
+
+
+def severity_of(code: str) -> Severity:
+    return _SEVERITIES.get(code, "error")

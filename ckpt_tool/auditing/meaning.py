@@ -1,0 +1,143 @@
+"""What headers and side files say of one another: heads, dtypes, vocabularies, quantisation.
+
+    A0301  an output layer of another shape than the embedding that it is tied to
+    A0302  one layer's tensor in another float type than the same tensor of the others
+    A0401  token numbers of the tokenizer, rows of the embedding and vocab_size that do not fit one another
+    A0501  a quantisation that the config states and no tensor has, codes without scales, codes that no config states
+
+Sources of the side files' keys: tokenizers 0.22 (`tokenizer.json`: `model.vocab`, `added_tokens`), transformers 5.23
+`tokenization_utils_base.py` (`added_tokens.json`: {token: id}). Cost: the headers, and the tokenizer's JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ckpt_tool.auditing.findings import DTYPE, HEAD, QUANTISED, WORDS, Finding
+from ckpt_tool.auditing.subject import Subject
+from ckpt_tool.conversion.tied_head import TIED, pair_of
+from ckpt_tool.conversion.vocabulary import is_vocabulary
+from ckpt_tool.families.table import form_of
+from ckpt_tool.quantised.scheme import KEYS, quantisation, section
+from ckpt_tool.quantised.weights import CODES, find, has_integers
+from ckpt_tool.sources.config import tree_of
+
+_TOKENIZER, _ADDED = "tokenizer.json", "added_tokens.json"
+_TOKENIZER_LIMIT = 256 << 20  # bytes: the largest real ones have 35 MB
+_FLOATS = ("F32", "F16", "BF16")
+_FEW = 3  # an outlier is at most one of so many, of at least so many layers
+_SHOWN = 50
+
+
+def findings(subject: Subject) -> Iterator[Finding]:
+    if subject.whole:
+        yield from _heads(subject)
+        yield from _vocabulary(subject)
+    yield from _dtypes(subject)
+    yield from _quantised(subject)
+
+
+def _heads(subject: Subject) -> Iterator[Finding]:
+    pair = pair_of(subject.kinds)
+    if pair is None or subject.config.get(TIED) is not True or pair[0] not in subject.kinds:
+        return
+    head, embedding = (subject.kinds[name] for name in pair)
+    if head.shape != embedding.shape:
+        message = (
+            f"{pair[0]} is {list(head.shape)}, and the embedding to which the config ties it {list(embedding.shape)}"
+        )
+        yield Finding(HEAD, message, pair[0])
+
+
+def _dtypes(subject: Subject) -> Iterator[Finding]:
+    """By the form of a name, one tensor a layer. Where something is quantised, layers differ by intent."""
+    if any(kind.dtype.name in CODES or kind.dtype.name in ("U8", "I32") for kind in subject.kinds.values()):
+        return
+    forms: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name, kind in subject.kinds.items():
+        if kind.dtype.name in _FLOATS:
+            form, numbers = form_of(name)
+            if numbers:
+                forms[form][kind.dtype.name].append(name)
+    for types in forms.values():
+        total = sum(map(len, types.values()))
+        if len(types) < 2 or total < _FEW:
+            continue
+        usual = max(types, key=lambda each: len(types[each]))
+        for other, names in types.items():
+            if other != usual and len(names) * _FEW <= total:
+                for name in names[:_SHOWN]:
+                    others = len(types[usual])
+                    yield Finding(DTYPE, f"{name} is {other}, and that of {others} other layers {usual}", name)
+
+
+def _vocabulary(subject: Subject) -> Iterator[Finding]:
+    named = [name for name, kind in subject.kinds.items() if kind.shape and is_vocabulary(name) and subject.ruled(name)]
+    rows = {name: subject.kinds[name].shape[0] for name in named}
+    if not rows:
+        return
+    config = subject.found.family.facts(subject.config) if subject.found else subject.config
+    stated = config.get("vocab_size")
+    padded = subject.found is not None and subject.found.dialect.startswith("megatron")
+    name = next(iter(rows))
+    wrong = type(stated) is int and (rows[name] < stated or rows[name] > stated and not padded)
+    if wrong and subject.sure:
+        yield Finding(WORDS, f"{name} has {rows[name]} rows, and the config says vocab_size {stated}", name)
+    different = [each for each in rows if rows[each] != rows[name]]
+    if different and not padded:
+        message = f"{different[0]} has {rows[different[0]]} rows, and {name} {rows[name]}"
+        yield Finding(WORDS, message, different[0])
+    last, file = max(_token_numbers(subject), default=(-1, ""))
+    if last >= rows[name]:
+        message = f"{file} has tokens up to number {last}, and {name} {rows[name]} rows"
+        yield Finding(WORDS, message, name, file=file)
+
+
+def _token_numbers(subject: Subject) -> Iterator[tuple[int, str]]:
+    """(the highest number of a token, the file that has it), of each tokenizer file."""
+    for file in (_TOKENIZER, _ADDED):
+        tree = tree_of(subject.opened, file)
+        if tree is None or tree.single is not None or tree.size(file) > _TOKENIZER_LIMIT:
+            continue
+        try:
+            value = json.loads(tree.read_whole(file, limit=_TOKENIZER_LIMIT))
+        except ValueError:  # `sources.sound` tells of a file that is cut short
+            continue
+        numbers = [number for number in _numbers(value) if type(number) is int]
+        if numbers:
+            yield max(numbers), file
+
+
+def _numbers(value: Any) -> Iterable[Any]:
+    if not isinstance(value, Mapping):
+        return ()
+    if "model" not in value:  # added_tokens.json
+        return value.values()
+    vocab = value["model"].get("vocab") if isinstance(value["model"], Mapping) else None
+    words = vocab.values() if isinstance(vocab, Mapping) else [len(vocab) - 1] if isinstance(vocab, list) else ()
+    added = value.get("added_tokens")
+    more = [each.get("id") for each in added if isinstance(each, Mapping)] if isinstance(added, list) else []
+    return [*words, *more]
+
+
+def _quantised(subject: Subject) -> Iterator[Finding]:
+    stated, kinds = quantisation(subject.model.config), subject.kinds
+    sizes = (stated.block, stated.bits) if stated else ((), ())
+    found = find(kinds, block=sizes[0], bits=sizes[1])
+    by_name = quantisation(None, kinds) if has_integers(kinds.values()) else None
+    for fault in found.faults[:_SHOWN] if found.weights or stated else ():
+        yield Finding(QUANTISED, f"{fault.name}: {fault.what}", fault.name)
+    there = bool(found.weights) or by_name is not None or any(kind.dtype.name in CODES for kind in kinds.values())
+    if section(subject.config) is not None and not there:
+        yield Finding(
+            QUANTISED, f"the config states {stated.scheme if stated else KEYS[0]}, and no tensor is quantised"
+        )
+    floats8 = [name for name in found.weights if kinds[name].dtype.name.startswith("F8")]
+    if floats8 and stated is None and subject.model.config is not None:
+        message = (
+            f"{len(floats8)} weights are {kinds[floats8[0]].dtype.name} with scales, and the config has no {KEYS[0]}"
+        )
+        yield Finding(QUANTISED, message, floats8[0])

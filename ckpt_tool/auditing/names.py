@@ -1,0 +1,154 @@
+"""Names and numbers: what a whole model of the family and the config has, and what is there.
+
+    A0101  tensors, modules, layers that are not there        `families.completeness`, as before a conversion
+    A0102  names in the layers that no rule of the family has
+    A0103  shapes that contradict the config
+    A0104  fewer experts than the config says, or more
+    A0105  a part of the MTP layers that the config promises
+    A0106  numbers of files that are left out: model-00047-of-00048 beside an index that names the other 47
+    A0108  a config that contradicts itself
+
+Cost: a few us a tensor, nothing is read. What it does not do: find what an index or a header shows (`sources.sound`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from ckpt_tool.auditing.findings import AHEAD, CONFIG, EXPERTS, MISSING, NUMBERS, SHAPE, SURPLUS, Finding
+from ckpt_tool.auditing.subject import Subject
+from ckpt_tool.conversion.vocabulary import is_vocabulary
+from ckpt_tool.core.bounds import numeral
+from ckpt_tool.families.completeness import missing, strange
+from ckpt_tool.families.config.translation import contradictions
+from ckpt_tool.families.rewrite import unfitting
+
+_NUMBERED = re.compile(r"(.*-)(\d{1,7})-of-(\d{1,7})(\.[a-z]+)")
+_EXPERT = re.compile(r"(.*\.(?:layers|blocks|h)\.(\d{1,9})\..*?experts\.)(\d{1,9})\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d{1,9})\.")
+_MTP = re.compile(r"(?:^|\.)mtp(?:_\w+)?(?:\.|$)")
+_SHOWN = 200  # findings of one code
+
+
+def findings(subject: Subject) -> Iterator[Finding]:
+    if subject.whole:
+        yield from _config(subject)
+        yield from _limited(_missing(subject))
+        yield from _limited(_strange(subject))
+        yield from _limited(_shapes(subject))
+        yield from _experts(subject)
+        yield from _ahead(subject)
+    yield from _numbers(subject)
+
+
+def _limited(found: Iterator[Finding]) -> Iterator[Finding]:
+    listed = list(found)
+    yield from listed[:_SHOWN]
+    if len(listed) > _SHOWN:
+        yield listed[_SHOWN]._replace(message=f"and {len(listed) - _SHOWN} more of this kind", tensor=None)
+
+
+def _config(subject: Subject) -> Iterator[Finding]:
+    if subject.sure and subject.model.config:
+        for line in contradictions(subject.model.config):
+            yield Finding(CONFIG, f"the config contradicts itself: {line}", file=subject.model.origin)
+
+
+def lost_names(subject: Subject) -> list[str]:
+    """What a whole model would have beside the tensors that are there, but for MTP layers."""
+    if subject.found is None:
+        return []
+    family, dialect = subject.found
+    if not subject.sure and strange(family, dialect, subject.kinds):
+        return []  # another family than it looks like
+    return missing(family, dialect, subject.kinds, subject.model.config)
+
+
+def _missing(subject: Subject) -> Iterator[Finding]:
+    for name in lost_names(subject):
+        yield Finding(MISSING, f"{name} is not there", name)
+
+
+def _strange(subject: Subject) -> Iterator[Finding]:
+    if subject.found is not None and subject.sure:
+        family, dialect = subject.found
+        for name in strange(family, dialect, subject.kinds):
+            yield Finding(SURPLUS, f"{name} is in a layer, and no rule of {family.name} has it", name)
+
+
+def _shapes(subject: Subject) -> Iterator[Finding]:
+    """Against the sizes of the config. Rows of vocabularies are another check's, shapes of codes no parameters'."""
+    if subject.found is None or not subject.sure or not subject.model.config:
+        return
+    family, dialect = subject.found
+    codes = {name for name, kind in subject.kinds.items() if not kind.dtype.is_float or kind.dtype.bits < 16}
+    shapes = {name: shape for name, shape in subject.shapes.items() if name not in codes and not is_vocabulary(name)}
+    for each in unfitting(family, dialect, shapes, family.facts(subject.config), every=True):
+        wanted = ", ".join("any" if n is None else str(n) for n in each.wanted)
+        yield Finding(SHAPE, f"{each.name} is {list(each.shape)}, by the config [{wanted}]", each.name)
+
+
+def _experts(subject: Subject) -> Iterator[Finding]:
+    """Experts one by one against the number in the config; `completeness` finds gaps, and shapes tell fused ones."""
+    count = subject.arguments.get("num_experts")
+    if type(count) is not int or not count:
+        return
+    highest: dict[str, int] = {}
+    for found in filter(None, map(_EXPERT.match, subject.kinds)):
+        if found[1] in highest or subject.ruled(found.string):
+            highest[found[1]] = max(highest.get(found[1], -1), int(found[3]))
+    decoders: dict[str, int] = {}  # of a model that speaks, what it speaks with has experts of its own number
+    for front, last in highest.items():
+        root = _LAYER.split(front)[0]
+        decoders[root] = max(decoders.get(root, -1), last)
+    for front, last in highest.items():
+        if last + 1 < count and decoders[_LAYER.split(front)[0]] == max(decoders.values()):
+            message = f"{front}{last} is the last expert, and the config says {count} of them"
+            yield Finding(EXPERTS, message, f"{front}{last + 1}")
+
+
+def ahead(subject: Subject) -> tuple[int, set[int | str]]:
+    """(layers of multi-token prediction that the config promises, those of which there are tensors: numbers from 0)."""
+    promised, layers = subject.arguments.get("mtp_num_layers"), subject.arguments.get("num_layers")
+    promised = promised if type(promised) is int else 0
+    there = set[int | str]()
+    for name in subject.kinds if promised else ():
+        if _MTP.search(name):
+            there.add(next((int(word) for word in name.split(".") if numeral(word)), 0))
+        elif (found := _LAYER.search(name)) and type(layers) is int and int(found[1]) >= layers:
+            there.add(int(found[1]) - layers)
+    return promised, there
+
+
+def _ahead(subject: Subject) -> Iterator[Finding]:
+    """Some of the layers and not all: a trainer that leaves MTP out leaves all of it out (transformers does)."""
+    promised, there = ahead(subject)
+    gone = [number for number in range(min(promised, 64)) if number not in there]
+    if there and gone:
+        yield Finding(
+            AHEAD, f"the config promises {promised} layers of multi-token prediction, number {gone[0]} is not there"
+        )
+
+
+def gaps(subject: Subject) -> Mapping[str, list[int]]:
+    """`model-` -> the numbers of files that are left out, by the names of those that the checkpoint consists of."""
+    stems: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for file in subject.opened.catalog.files:
+        if found := _NUMBERED.fullmatch(file.rpartition("/")[2]):
+            stems[found[1]][int(found[3])].add(int(found[2]))
+    out = {}
+    for stem, totals in stems.items():
+        for total, have in totals.items():
+            first = 0 if 0 in have else 1
+            if total <= 100_000 and (gone := [n for n in range(first, first + total) if n not in have]):
+                out[stem] = gone
+    return out
+
+
+def _numbers(subject: Subject) -> Iterator[Finding]:
+    for stem, gone in gaps(subject).items():
+        some = ", ".join(map(str, gone[:8])) + (", ..." if len(gone) > 8 else "")
+        what = "file" if len(gone) == 1 else "files"
+        yield Finding(NUMBERS, f"by their names {len(gone)} {what} {stem}N are left out: {some}")

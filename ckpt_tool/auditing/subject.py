@@ -1,0 +1,92 @@
+"""What is audited: an open checkpoint, its config, and the family whose rules it is held against.
+
+The parameters are those of the model, or the fp32 masters where a job keeps no others (ZeRO 3). Where no family is
+told by config and names, the rules are left out, and the report says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.tensor import MASTER, MODEL
+from ckpt_tool.errors import CkptError, InputError, UsageError
+from ckpt_tool.families.base import Config
+from ckpt_tool.families.config.translation import megatron_args
+from ckpt_tool.families.registry import Found, find
+from ckpt_tool.families.table import one_of_each
+from ckpt_tool.formats import registry
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import DIALECTS
+from ckpt_tool.quantised.weights import Kind
+from ckpt_tool.sources.config import ARGUMENTS, ModelConfig, config_of
+from ckpt_tool.sources.opening import Opened
+
+Shape = tuple[int, ...]
+
+
+class Subject(NamedTuple):
+    """kinds: dtype and shape of each parameter. state: which state they are of. found: None where no family is told,
+    why says so. arguments: the config in Megatron's words, {} where it says too little. asked: by --family."""
+
+    opened: Opened
+    model: ModelConfig
+    kinds: Mapping[str, Kind]
+    state: str
+    found: Found | None
+    why: str
+    arguments: Mapping[str, Any]
+    asked: bool = False
+
+    @property
+    def sure(self) -> bool:
+        """Does a config of the model itself, or the user, say which family it is? What is made of a job's arguments, or
+        told by names alone, may be another that is near."""
+        return self.found is not None and (
+            self.asked or self.model.config is not None and self.model.origin != ARGUMENTS
+        )
+
+    def ruled(self, name: str) -> bool:
+        """Does a rule of the family name it? True where no family is told."""
+        return self.found is None or self.found.family.table(self.found.dialect).knows(name)
+
+    @property
+    def config(self) -> Config:
+        return self.model.config or {}
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return {name: kind.shape for name, kind in self.kinds.items()}
+
+    @property
+    def whole(self) -> bool:
+        """Is it a model, and no adapter?"""
+        return not self.opened.format.holds.adapter and not any("lora_" in name for name in self.kinds)
+
+
+def subject_of(opened: Opened, reading: Reading) -> Subject:
+    """Raises UsageError (a config that can't be read, `--family` that there is not)."""
+    model = config_of(opened, reading)
+    rows = list(opened.catalog.rows())
+    state = MODEL if any(row.state == MODEL for row in rows) else MASTER
+    kinds = {row.name: Kind(row.dtype, row.shape) for row in rows if row.state == state}
+    found, why = _family(opened, model, kinds, reading)
+    try:
+        arguments = megatron_args(model.config).config if model.config else {}
+    except CkptError:  # a config of which nothing is known
+        arguments = {}
+    return Subject(opened, model, kinds, state, found, why, arguments, reading.family is not None)
+
+
+def _family(
+    opened: Opened, model: ModelConfig, kinds: Mapping[str, Kind], reading: Reading
+) -> tuple[Found | None, str]:
+    said, home = opened.catalog.hints.dialect, registry.by_name(opened.catalog.format).holds.dialect
+    stated = said if isinstance(said, str) and said in DIALECTS else home
+    try:
+        alike = {name: kinds[name].shape for name in one_of_each(kinds)}
+        return find(model.config, alike, stated=None if stated in ("hf", "keep") else stated, family=reading.family), ""
+    except (UsageError, InputError) as e:
+        if reading.family is not None:
+            raise
+        return None, e.message

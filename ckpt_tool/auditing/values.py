@@ -1,0 +1,118 @@
+"""What the values show: copies, zeros, constants, NaN, heads that are no copies.
+
+    A0201  a layer whose matrices are, all of them, those of another; an expert that is another one
+    A0202  a matrix of zeros; a vector of zeros where the same of other layers is none
+    A0203  the same with another constant
+    A0204  NaN or an infinity in a weight
+    A0301  a head that the config ties to the embedding and that is no copy of it
+
+What is alike in every layer is how a model begins, and no fault: norms of ones, biases of zeros, tables of angles.
+Cost: two passes over the values (digests, then sums); `head_differs` reads some rows. What it does not do: compare with
+another checkpoint (`ckpt diff`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckpt_tool.auditing.findings import CONSTANT, COPIES, HEAD, NOT_FINITE, ZEROS, Finding
+from ckpt_tool.auditing.subject import Subject
+from ckpt_tool.conversion.tied_head import TIED, pair_of
+from ckpt_tool.core.progress import Progress
+from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.families.table import form_of
+from ckpt_tool.quantised.weights import part_of
+
+_LEAST = 64  # elements of a tensor that are no coincidence
+_LAYER = re.compile(r"^(.*?(?:^|\.)(?:layers|h|blocks|block)\.)(\d{1,9})(\..*)$")
+_EXPERT = re.compile(r"^(.*\.experts\.)(\d{1,9})(\..*)$")
+_MASKS = (".bias", "mask", "inv_freq", "masked_bias", "position_ids", "relative_position_index")
+_BEGUN_AT_ZERO = ("lora_B", "lora_embedding_B")
+_SHOWN = 100
+
+
+def head_differs(subject: Subject) -> Iterator[Finding]:
+    """By some rows of each, so that it may be asked without reading all."""
+    pair = pair_of(subject.kinds)
+    if pair is None or subject.config.get(TIED) is not True or not set(pair) <= subject.kinds.keys():
+        return
+    head, embedding = (subject.kinds[name] for name in pair)
+    if head.shape != embedding.shape or head.dtype != embedding.dtype or len(head.shape) != 2 or not head.shape[0]:
+        return
+    from ckpt_tool.run.rows import equal_rows
+
+    keys = (TensorKey(pair[0], subject.state), TensorKey(pair[1], subject.state))
+    if not equal_rows(subject.opened.catalog, subject.opened.tree, *keys):
+        message = f"{pair[0]} is no copy of {pair[1]}, to which the config ties it: who loads it may take either"
+        yield Finding(HEAD, message, pair[0])
+
+
+def findings(subject: Subject, progress: Progress) -> Iterator[Finding]:
+    from ckpt_tool.run.scan import digests_of
+    from ckpt_tool.run.stats import statistics
+
+    catalog, tree = subject.opened.catalog, subject.opened.tree
+    keys = [TensorKey(name, subject.state) for name in subject.kinds]
+    progress.start(sum(catalog.tensors[key].nbytes for key in keys), "auditing")
+    digests = {
+        key.name: digest for key, digest in digests_of(catalog, tree, keys=keys, advance=progress.advance).items()
+    }
+    sums = {key.name: row for key, row in statistics(catalog, tree, keys).items()}
+    progress.finish()
+    alike = {name for name, row in sums.items() if row["min"] is not None and row["min"] == row["max"]}
+    yield from _copies(subject, digests, alike)
+    yield from _constants(subject, sums, alike)
+    yield from _not_finite(subject, sums)
+
+
+def _copies(subject: Subject, digests: Mapping[str, str], alike: set[str]) -> Iterator[Finding]:
+    """Layers whose every matrix is that of another layer, then experts."""
+    for pattern, what in ((_LAYER, "layer"), (_EXPERT, "expert")):
+        modules: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+        for name, digest in digests.items():
+            found, shape = pattern.match(name), subject.kinds[name].shape
+            if found and len(shape) > 1 and _size(shape) >= _LEAST and name not in alike:
+                modules[found[1]][int(found[2])][found[3]] = digest
+        for front, numbers in modules.items():
+            first: dict[tuple[tuple[str, str], ...], int] = {}
+            for number in sorted(numbers):
+                other = first.setdefault(tuple(sorted(numbers[number].items())), number)
+                if other != number:
+                    message = f"{what} {front}{number} has the weights of {front}{other}, bit for bit"
+                    yield Finding(COPIES, message, f"{front}{number}")
+
+
+def _constants(subject: Subject, sums: Mapping[str, Mapping[str, Any]], alike: set[str]) -> Iterator[Finding]:
+    forms = Counter(form_of(name)[0] for name in subject.kinds)
+    same = Counter(form_of(name)[0] for name in alike)
+    for name in sorted(alike):
+        shape, form = subject.kinds[name].shape, form_of(name)[0]
+        everywhere = same[form] == forms[form]
+        if not subject.kinds[name].dtype.is_float or _size(shape) < _LEAST or part_of(name) is not None:
+            continue
+        vector = len(shape) < 2 or name.endswith(("bias", *_MASKS))
+        if any(word in name for word in _BEGUN_AT_ZERO) or vector and (everywhere or forms[form] < 2):
+            continue
+        value = sums[name]["min"]
+        if value == 0:
+            yield Finding(ZEROS, f"{name} {list(shape)} is all zeros", name)
+        else:
+            yield Finding(CONSTANT, f"{name} {list(shape)} is {value:g} everywhere", name)
+
+
+def _not_finite(subject: Subject, sums: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    for name, row in sums.items():
+        bad = row["nan"] + row["inf"]
+        if bad and not name.endswith(_MASKS):
+            what = "NaN" if row["nan"] else "infinite"
+            yield Finding(NOT_FINITE, f"{bad} values of {name} are {what}", name)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for extent in shape:
+        size *= extent
+    return size

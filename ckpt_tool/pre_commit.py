@@ -1,0 +1,43 @@
+"""`ckpt audit` as a hook of pre-commit: of the files that change, the checkpoints that they are of.
+
+    python -m ckpt_tool.pre_commit models/a/config.json models/a/model.safetensors models/b.safetensors
+        ckpt audit models/a     ckpt audit models/b.safetensors
+
+A file beside a config.json, an index or numbered files belongs to the folder; any other is a checkpoint of its own. A
+folder without weights is left out: its config.json is of something else. Options come before the files.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from ckpt_tool.cli import run
+from ckpt_tool.formats.base import WEIGHT_SUFFIXES
+
+
+def checkpoints_of(files: Sequence[str]) -> list[str]:
+    """The folders, and files that are checkpoints of their own, in the order of first mention."""
+    found: dict[str, None] = {}
+    for file in files:
+        folder = os.path.dirname(file) or "."
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+        weights = [name for name in names if name.endswith(WEIGHT_SUFFIXES)]
+        if "config.json" in names or any(name.endswith(".index.json") for name in names):
+            if weights or any(name.endswith(".index.json") for name in names):
+                found[folder] = None
+        elif file.endswith(WEIGHT_SUFFIXES):
+            found[file] = None
+    return list(found)
+
+
+def main(line: Sequence[str]) -> int:
+    """The worst exit code of all audits, 0 where nothing that changes is a checkpoint's."""
+    files = [word for word in line if not word.startswith("-")]
+    options = [word for word in line if word.startswith("-")]
+    return max((run(["audit", *options, path]) for path in checkpoints_of(files)), default=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,70 @@
+"""Findings as SARIF 2.1.0, which GitHub and other forges show beside the files that they are about.
+
+A rule for each code that was found, a result for each finding: the file (the checkpoint itself where a finding names
+none) as its place, the tensor as its logical place. Source: OASIS sarif-spec, `sarif-schema-2.1.0.json`; GitHub shows
+results that have a file and a line, so each has line 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+Document = Mapping[str, Any]
+SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+_LEVELS = {"error": "error", "warning": "warning", "suspicion": "note"}
+_PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~/:@")
+
+
+def is_ours(head: bytes) -> bool:
+    """Does a file begin as such a document?"""
+    return head.lstrip().startswith(b"{") and b"sarif" in head
+
+
+def sarif(document: Document) -> bytes:
+    findings = document["findings"]
+    codes = list(dict.fromkeys(finding["code"] for finding in findings))
+    rules = [_rule(next(finding for finding in findings if finding["code"] == code)) for code in codes]
+    results = [_result(finding, codes.index(finding["code"]), str(document["path"])) for finding in findings]
+    driver = {"name": "ckpt audit", "rules": rules}
+    run = {"tool": {"driver": driver}, "results": results, "columnKind": "utf16CodeUnits"}
+    value = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
+    return (json.dumps(value, indent=2) + "\n").encode("ascii")
+
+
+def _rule(finding: Document) -> dict[str, Any]:
+    return {
+        "id": finding["code"],
+        "shortDescription": {"text": finding["title"]},
+        "help": {"text": finding["do"] or f"ckpt explain {finding['code']}"},
+        "defaultConfiguration": {"level": _LEVELS[finding["severity"]]},
+    }
+
+
+def _result(finding: Document, rule: int, path: str) -> dict[str, Any]:
+    region = {"artifactLocation": {"uri": _uri(finding["file"] or path)}, "region": {"startLine": 1}}
+    place: dict[str, Any] = {"physicalLocation": region}
+    if finding["tensor"]:
+        place["logicalLocations"] = [{"fullyQualifiedName": finding["tensor"], "kind": "tensor"}]
+    seen = [f"{each['name']}: {each['url']}" for each in finding["seen"]]
+    return {
+        "ruleId": finding["code"],
+        "ruleIndex": rule,
+        "level": _LEVELS[finding["severity"]],
+        "message": {"text": "; ".join([finding["message"], *seen])},
+        "locations": [place],
+        "partialFingerprints": {"ckptFinding/v1": f"{finding['code']} {finding['tensor'] or ''} {finding['message']}"},
+    }
+
+
+def _uri(path: str) -> str:
+    """A path as a relative or absolute URI reference; a URL as it is.
+
+    >>> _uri("out/a b.safetensors"), _uri("s3://bucket/a")
+    ('out/a%20b.safetensors', 's3://bucket/a')
+    """
+    raw = os.fsencode(path)
+    head = "file://" if path.startswith("/") else "./" if ":" in path.split("/")[0] and "://" not in path else ""
+    return head + "".join(chr(byte) if byte in _PLAIN else f"%{byte:02X}" for byte in raw)

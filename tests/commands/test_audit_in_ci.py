@@ -1,0 +1,126 @@
+"""The GitHub Action and the hook of pre-commit, as far as they run without GitHub: with the shell and the tool."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from exports import release, whole_model
+
+from ckpt_tool import pre_commit
+
+ROOT = Path(__file__).parents[2]
+ACTION = ROOT / ".github/actions/audit"
+STATED = yaml.safe_load((ACTION / "action.yml").read_text())
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`good`, and `bad model $(touch x)` without its last norm."""
+    folder = tmp_path_factory.mktemp("models")
+    config, tensors = whole_model("qwen3")
+    release(folder / "good", config, tensors, 2)
+    del tensors["model.norm.weight"]
+    release(folder / "bad model $(touch x)", config, tensors, 2)
+    return folder
+
+
+def acted(step: int, inputs: dict[str, str], folder: Path) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
+    """(a step of the action, its outputs), with GitHub's expressions put in as its runner does."""
+    given = {name: each.get("default", "") for name, each in STATED["inputs"].items()} | inputs
+    known = STATED["runs"]["steps"][step]
+
+    def put_in(text: str) -> str:
+        return re.sub(r"\$\{\{ inputs\.(\w+) \}\}", lambda found: given[found[1]], text)
+
+    tool = folder / "bin/ckpt"
+    tool.parent.mkdir(exist_ok=True)
+    tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m ckpt_tool "$@"\n')
+    tool.chmod(0o755)
+    environment = {
+        **os.environ,
+        **{name: put_in(value) for name, value in known.get("env", {}).items()},
+        "PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "GITHUB_ACTION_PATH": str(ACTION),
+        "GITHUB_OUTPUT": str(folder / "output"),
+        "GITHUB_STEP_SUMMARY": str(folder / "summary"),
+    }
+    assert "${{" not in known["run"], "an input in a script is a command of whoever gives it"
+    line = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", known["run"]]
+    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
+    outputs = (folder / "output").read_text() if (folder / "output").exists() else ""
+    return done, dict(line.split("=", 1) for line in outputs.splitlines())
+
+
+def test_the_action_audits_each_path(models: Path, tmp_path: Path) -> None:
+    paths = "\n".join(f"  {path}" for path in sorted(models.iterdir()))
+    done, outputs = acted(1, {"paths": f"{paths}\n\n", "options": "--values\n"}, tmp_path)
+    assert done.returncode == 1 and outputs == {"ok": "false", "reports": "ckpt-audit"}, done.stderr
+    assert sorted(os.listdir(tmp_path / "ckpt-audit")) == ["1.sarif", "1.xml", "2.sarif", "2.xml"]
+    assert "model.norm.weight is not there" in done.stdout and "complete and plausible" in done.stdout
+    assert "model.norm.weight is not there" in (tmp_path / "summary").read_text() and not (tmp_path / "x").exists()
+    stated = {name: each["value"] for name, each in STATED["outputs"].items()}
+    assert stated == {name: f"${{{{ steps.audit.outputs.{name} }}}}" for name in outputs}
+
+
+@pytest.mark.parametrize(
+    ("which", "more", "code", "ok"),
+    [
+        ("good", {}, 0, "true"),
+        ("bad model $(touch x)", {"fail": "false"}, 0, "false"),
+        ("nothing", {"fail": "false"}, 7, "false"),
+        (None, {}, 2, "false"),
+    ],
+)
+def test_the_action_fails_when_it_should(
+    which: str | None, more: dict[str, str], code: int, ok: str, models: Path, tmp_path: Path
+) -> None:
+    done, outputs = acted(1, {"paths": str(models / which) if which else "", **more}, tmp_path)
+    assert (done.returncode, outputs["ok"]) == (code, ok), done.stderr
+
+
+def test_the_action_installs_nothing_where_the_tool_is(tmp_path: Path) -> None:
+    assert acted(0, {}, tmp_path)[0].returncode == 0
+    assert (ACTION / "../../..").resolve() == ROOT, "what it installs otherwise"
+
+
+def test_which_checkpoints_files_are_of(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(models)
+    bad = "bad model $(touch x)"
+    files = [f"{bad}/config.json", f"{bad}/model-00001-of-00002.safetensors", "good/model.safetensors.index.json"]
+    assert pre_commit.checkpoints_of(files) == [bad, "good"]
+    assert pre_commit.main(files) == 1 and pre_commit.main(files[2:]) == 0 and pre_commit.main([]) == 0
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app/config.json").write_text("{}")
+    shutil.copy2(ROOT / "fixtures/torch/weights.pt", tmp_path / "weights.pt")
+    monkeypatch.chdir(tmp_path)
+    assert pre_commit.checkpoints_of(["app/config.json", "weights.pt"]) == ["weights.pt"]
+    assert pre_commit.main(["--values", "app/config.json", "weights.pt"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+@pytest.mark.timeout(900)
+def test_pre_commit_runs_the_hook(models: Path, tmp_path: Path) -> None:
+    """In a repository of its own, from this one: it builds an environment with the tool in it."""
+    program = shutil.which("pre-commit")
+    if program is None:
+        pytest.skip("pre-commit is not installed")
+    for name, folder in (("good", "good"), ("bad", "bad model $(touch x)")):
+        repository = tmp_path / name
+        shutil.copytree(models / folder, repository / "model")
+        (repository / "config.json").write_text("{}")
+        for line in (["init", "-q"], ["add", "."]):
+            subprocess.run(["git", *line], cwd=repository, check=True)
+        words = [program, "try-repo", str(ROOT), "ckpt-audit", "--all-files", "--verbose"]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        done = subprocess.run(words, cwd=repository, env=environment, capture_output=True, text=True)
+        assert done.returncode == (0 if name == "good" else 1), done.stdout + done.stderr
+        assert ("complete and plausible" if name == "good" else "model.norm.weight is not there") in done.stdout
