@@ -77,7 +77,7 @@ def group_of(family: Family) -> int:
 
 def families(group: int) -> list[str]:
     """Columns: the model types, layouts of the experts in the hub's files, the systems whose names the family knows,
-    (✓) where there are no Megatron arguments for it."""
+    (✓) where there are no Megatron arguments for it, swift where ms-swift lays it otherwise."""
     rows = []
     for family in FAMILIES:
         kinds, layouts = ([f"`{each}`" for each in words] for words in (family.model_types, expert_layouts(family)))
@@ -85,6 +85,8 @@ def families(group: int) -> list[str]:
         known = {**family.tiny, "model_type": family.model_types[0]}
         if megatron and not any(each.forms for each in family.classes) and language_model(known)[0] is None:
             megatron = "(✓)"
+        if "megatron-swift" in family.dialects:
+            megatron = f"{megatron if isinstance(megatron, str) else '✓'} swift"
         others = (system in family.dialects for system in ("paddle", "meta"))
         cells = (", ".join(kinds), ", ".join(layouts) or False, megatron, *others)
         rows += [row(family.name, *cells)] if group_of(family) == group else []

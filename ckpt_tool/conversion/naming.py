@@ -32,7 +32,7 @@ from ckpt_tool.core.hints import Dialect, Hint
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import Incomplete, InputError, UsageError, near_misses, wrap_os_error
 from ckpt_tool.options.reading import Reading
-from ckpt_tool.options.writing import DIALECTS, Writing
+from ckpt_tool.options.writing import DIALECTS, VARIANTS, Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, with_computed
 from ckpt_tool.sources.config import ARGUMENTS, centred_norms, check_config, config_of
@@ -141,7 +141,7 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
             e.faults, e.path = (*e.faults, *model.notes), e.path or opened.path
             raise
         return chosen.noted(f"names and structure are kept as they are: {e.message}")
-    home, target = target, _with_experts(found.family, writing.experts) if writing.experts else target
+    home, target = target, _variant(found.family, writing) or target
     if config is not None and "model_type" not in config and not model.file:
         model = config_of(opened, reading, found.family.name)
         config = _as_asked(model.config if chosen.config is None else chosen.config, writing)
@@ -171,6 +171,11 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     apart = _apart(found.family, every) if any(each.startswith("megatron") for each in (found.dialect, target)) else {}
     kept = [name for name in every if name not in known and not name.startswith(tuple(apart))]
     lines = [f"names and structure: {by}"]
+    lines += [
+        f"where Megatron's tools differ, the layout is NVIDIA's; ms-swift's is --dialect {of}"
+        for of, whose in VARIANTS.items()
+        if whose == home == target and of in found.family.dialects
+    ]
     lines += [
         f"{n} tensors of {part[:-1]} have no place in Megatron: kept under their own names" for part, n in apart.items()
     ]
@@ -203,6 +208,17 @@ def _other_names(job: Conversion) -> str:
     """`the names are megatron's`, and why."""
     whose = "keeps names" if job.dialect == "keep" else f"has {job.dialect}'s names"
     return f"--dialect {job.writing.dialect} {whose}" if job.writing.dialect else f"{job.fmt.name} {whose}"
+
+
+def _variant(family: Family, writing: Writing) -> str | None:
+    """The dialect that the options ask for where a system has several. Raises UsageError E1231, E2304 for one that the
+    family does not have."""
+    if writing.experts:
+        return _with_experts(family, writing.experts)
+    if writing.dialect in VARIANTS:
+        family.table(writing.dialect)
+        return writing.dialect
+    return None
 
 
 def _with_experts(family: Family, layout: str) -> str:

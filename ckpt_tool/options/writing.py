@@ -28,7 +28,8 @@ from ckpt_tool.options.values import (
 
 SHARDINGS = ("v1", "v2")  # what Paddle calls its stages of sharding: whole tensors by owner, slices of fused buffers
 SPECS = ("local", "te")  # Megatron's layers: of its own modules, of Transformer Engine's
-DIALECTS = ("hf", "megatron", "paddle", "meta", "keep")
+VARIANTS = {"megatron-swift": "megatron"}  # of one system's names, by another tool for it -> whose names they are
+DIALECTS = ("hf", "megatron", *VARIANTS, "paddle", "meta", "keep")
 EXPERTS = ("split", "fused")  # layouts of a layer's experts in the hub's files: one by one, stacked in one tensor
 DEVICES = ("cpu", "cuda")
 ENGINES = ("slurm", "k8s", "ray")  # what job files are written for

@@ -23,7 +23,7 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Format
 from ckpt_tool.options.reading import Reading
-from ckpt_tool.options.writing import Writing
+from ckpt_tool.options.writing import VARIANTS, Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.opening import Opened
 from ckpt_tool.sources.select import group_of
@@ -103,8 +103,9 @@ class Conversion(NamedTuple):
 
     @property
     def dialect(self) -> str:
-        """Whose names the output shall have: `--dialect`, or what is at home in the format."""
-        return self.writing.dialect or self.fmt.holds.dialect
+        """Whose names the output shall have: `--dialect`, or what is at home in the format; a variant's system's."""
+        asked = self.writing.dialect or self.fmt.holds.dialect
+        return VARIANTS.get(asked, asked)
 
 
 def left_behind(tensors: Iterable[LogicalTensor], reason: str, *, named: bool = True) -> list[dict[str, Any]]:

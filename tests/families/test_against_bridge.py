@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
+import ckpt_tool as ckpt
 from ckpt_tool.algebra.piece import apply
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.progress import Silent
+from ckpt_tool.errors import UsageError
 from ckpt_tool.families.completeness import missing, strange
 from ckpt_tool.families.registry import find
 from ckpt_tool.families.rewrite import mapping
@@ -161,16 +163,73 @@ def test_two_tensor_parallel_ranks_hold_what_megatron_s_hold(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_keys_of_a_distributed_checkpoint_are_megatron_s(case: str, tmp_path: Path) -> None:
-    """By Transformer Engine's modules, from the hub's files; from mcore-bridge's names where there are two layouts.
-    What core would not save has a key a layer, as core has it where it is told that layers differ."""
-    document, kept = golden(case), target(case) == "megatron-swift"
-    shapes = shapes_of(arrays_of(document["megatron"], by_head=True)) if kept else document["hub"]
-    (tmp_path / "model").mkdir()
-    zeros = {name: np.zeros(shape, np.float32) for name, shape in shapes.items() if name not in document["unused"]}
-    save_file(zeros, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config_of(case)))
-    writing = Writing(to="megatron-dist", spec="te", dialect="keep" if kept else None, fsync=False)
-    convert(str(tmp_path / "model"), str(tmp_path / "there"), Reading(), writing, Silent())
+    """By Transformer Engine's modules, from the hub's files. What core would not save has a key a layer, as core has it
+    where it is told that layers differ."""
+    document = golden(case)
+    swift = target(case) == "megatron-swift"
+    writing = Writing(to="megatron-dist", spec="te", dialect="megatron-swift" if swift else None, fsync=False)
+    report = convert(hub_folder(case, tmp_path / "model"), str(tmp_path / "there"), Reading(), writing, Silent())
     (file,) = (tmp_path / "there").rglob(".metadata")
     found = read_listing(Tree(file.parent), "", [".metadata"]).tensors
     assert {key: list(entry.shape) for key, entry in found.items()} == document["torch_dist"]
+    assert any(f"to {target(case)}" in note for note in report["notes"])
+    family, _ = find(config_of(case), document["hub"])
+    other = "megatron-swift" in family.dialects and not swift
+    assert any("ms-swift's is --dialect megatron-swift" in note for note in report["notes"]) == other
+
+
+def hub_folder(case: str, folder: Path) -> str:
+    """The checkpoint that the bridge was given, without what it has no use for."""
+    document = golden(case)
+    folder.mkdir()
+    arrays = {name: array for name, array in hub_of(document).items() if name not in document["unused"]}
+    save_file({name: array.astype(np.float32) for name, array in arrays.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config_of(case)))
+    return str(folder)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("swift_")])
+def test_ms_swift_s_layout_is_written_and_read(case: str, tmp_path: Path) -> None:
+    """By the command, over two ranks: its elements are those of the real model, and the hub's files come back."""
+    document, hub, there = golden(case), hub_folder(case, tmp_path / "hub"), str(tmp_path / "there")
+    writing = Writing(to="megatron-dist", dialect="megatron-swift", degrees={"tp": 2}, fsync=False)
+    convert(hub, there, Reading(), writing, Silent())
+    found = ckpt.open(there)
+    want = arrays_of(document["megatron"], by_head=True)
+    assert {key.name for key in found.catalog.tensors if key.state == "model"} == want.keys()
+    for name, array in want.items():
+        np.testing.assert_array_equal(found[name].numpy(), array, err_msg=name)
+    split = "split" if case == "swift_qwen3_5_moe" else None  # as transformers saves it, the released one is fused
+    writing = Writing(to="safetensors", experts=split, fsync=False)
+    convert(there, str(tmp_path / "back"), Reading(), writing, Silent())
+    got, theirs = (load_file(Path(each) / "model.safetensors") for each in (tmp_path / "back", hub))
+    assert got.keys() == theirs.keys() and all(np.array_equal(got[name], theirs[name]) for name in theirs)
+    legacy = Writing(to="megatron", dialect="megatron-swift", fsync=False)
+    if any(name.endswith(rules.BY_HEAD) for name in want):  # no file of ranks shows whose rows they are
+        with pytest.raises(UsageError) as caught:
+            convert(hub, str(tmp_path / "ranks"), Reading(), legacy, Silent())
+        assert caught.value.code == "E0275" and not (tmp_path / "ranks").exists()
+    else:
+        convert(hub, str(tmp_path / "ranks"), Reading(), legacy, Silent())
+        convert(str(tmp_path / "ranks"), str(tmp_path / "hub2"), Reading(), writing, Silent())
+        assert (tmp_path / "hub2" / "model.safetensors").read_bytes() == (
+            tmp_path / "back" / "model.safetensors"
+        ).read_bytes()
+
+
+def test_one_bridge_s_layout_becomes_the_other_s(tmp_path: Path) -> None:
+    """From Megatron-Bridge's checkpoint, without the hub between."""
+    hub, nvidia = hub_folder("swift_qwen3_next", tmp_path / "hub"), str(tmp_path / "nvidia")
+    convert(hub, nvidia, Reading(), Writing(to="megatron-dist", fsync=False), Silent())
+    writing = Writing(to="megatron-dist", dialect="megatron-swift", fsync=False)
+    convert(nvidia, str(tmp_path / "swift"), Reading(), writing, Silent())
+    found = ckpt.open(str(tmp_path / "swift"))
+    for name, array in arrays_of(golden("swift_qwen3_next")["megatron"], by_head=True).items():
+        np.testing.assert_array_equal(found[name].numpy(), array, err_msg=name)
+
+
+def test_a_family_with_one_layout_has_no_other(tmp_path: Path) -> None:
+    writing = Writing(to="megatron-dist", dialect="megatron-swift", fsync=False)
+    with pytest.raises(UsageError, match="family qwen3 has no dialect 'megatron-swift'") as caught:
+        convert(hub_folder("qwen3", tmp_path / "hub"), str(tmp_path / "there"), Reading(), writing, Silent())
+    assert caught.value.code == "E1231" and not (tmp_path / "there").exists()
