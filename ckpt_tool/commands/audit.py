@@ -114,6 +114,6 @@ def _notes(subject: Subject) -> Iterator[str]:
         yield "there is no config: sizes, numbers of layers and experts were taken from the tensors"
     promised, there = names.ahead(subject)
     if promised and not there:
-        yield f"the config promises multi-token prediction ({promised}), and there is none: speculative decoding needs it"
+        yield f"the config promises multi-token prediction ({promised}), none is there: speculative decoding needs it"
     yield from subject.model.notes
     yield from (note.message for note in subject.opened.catalog.notes if note.code not in UNSOUND)
