@@ -11,7 +11,7 @@ from typing import Any
 from ckpt_tool.conversion.carry_out import check_replaced, execute, refuse_in_store
 from ckpt_tool.conversion.on_device import movers_of, with_device
 from ckpt_tool.conversion.plan_file import load_plan
-from ckpt_tool.conversion.standing import is_committed
+from ckpt_tool.conversion.standing import is_committed, standing
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, UsageError
 from ckpt_tool.options.values import AUTO
@@ -58,7 +58,8 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
             force=writing.force,
         )
         check_space(destination.parent, 0 if part else plan.bytes_written, len(plan.outputs))
-    if writing.force:
+    shared = isinstance(destination, RemotePlace) and (part or worker) and standing(destination).of
+    if writing.force and not shared:  # else the first worker has looked, and the last may be replacing it right now
         check_replaced(destination)
     if writing.dry_run:
         progress.plan(plan.report)

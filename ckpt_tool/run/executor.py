@@ -252,7 +252,11 @@ class Executor:
         try:
             with claims:
                 if claims.first:
-                    upload.check_there()
+                    try:
+                        upload.check_there()
+                    except OutputExists:
+                        claims.clear()
+                        raise
                 upload.start()
                 result = self._claim_shares(upload, claims)
         except ReplicasDiffer as e:

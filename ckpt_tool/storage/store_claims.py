@@ -96,12 +96,9 @@ class StoreClaims:
         self._beating.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         with suppress(CkptError):  # what went wrong before is told
-            if kind is not None and self.first and not self._own:
-                self.clear()  # nothing was begun
-            else:
-                self.end()
+            self.end()
 
     def begin(self) -> None:
         """Say that this worker is there; `first`: it is the first of them."""

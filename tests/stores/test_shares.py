@@ -126,6 +126,12 @@ def test_parts_and_workers_that_claim_may_be_mixed(ground: Ground) -> None:
     assert ground.is_whole()
 
 
+@pytest.mark.parametrize("verify", ["off", "full"])
+def test_with_and_without_digests(ground: Ground, verify: str) -> None:
+    assert ground.apply("--part", "2/2", "--verify", verify) == ground.apply("--claim", "--verify", verify) == 0
+    assert ground.is_whole()
+
+
 def test_the_launcher_says_which_part(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in "10":
