@@ -45,11 +45,16 @@ def standing(place: Place) -> Standing:
 
 def is_committed(plan: Plan) -> bool:
     """Does the output lie there whole, written by processes that shared this plan out? False where a file system
-    keeps no such marks."""
+    keeps no such marks. In a store, records that one left who died right after that are removed."""
     place = place_of(plan.destination)
     if isinstance(place, Path):
         return was_committed(place, plan.identifier())
     from ckpt_tool.run.share_upload import is_committed
-    from ckpt_tool.storage.output_store import output_store
+    from ckpt_tool.storage.output_store import output_store, staging_url
+    from ckpt_tool.storage.store_claims import plan_of, remove_records
 
-    return is_committed(plan, output_store(place.url))
+    bucket = output_store(place.url)
+    committed = is_committed(plan, bucket)
+    if committed and plan_of(records := bucket.at_url(staging_url(place.url))) == plan.identifier():
+        remove_records(records)
+    return committed

@@ -359,6 +359,12 @@ def _status(name: str, data: bytes, listing: Listing) -> journal.PartStatus:
     )
 
 
+def plan_of(store: OutputStore) -> str | None:
+    """The plan that is being carried out, by the records."""
+    lines = journal.parsed(store.get(PLAN) or b"")
+    return lines[0]["plan"] if lines else None
+
+
 class Done(NamedTuple):
     """How much of a plan is done, by its shares, whoever did them."""
 

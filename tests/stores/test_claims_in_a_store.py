@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from s3_server import BUCKET, S3
+from s3_server import BUCKET, S3, Answer, Asked
 from test_real_server import files, pending
 
 from ckpt_tool.cli import run
@@ -107,6 +107,29 @@ def test_a_worker_that_dies_and_one_that_comes_late(real: S3, tmp_path: Path) ->
     assert found[0][0] == -signal.SIGKILL and found[1:] == [(0, True)] * 2
     as_it_should(ground, ".metadata")
     assert ended(ground.worker()) == (0, True), "run again, it is committed already"
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_one_that_commits_is_killed(real: S3, tmp_path: Path, when: str) -> None:
+    """At its last object: before the store has it, and after; another finishes, or finds that all is done."""
+    ground = Ground(real, tmp_path, "--to", "dcp", tensors=3)
+    killed = list[subprocess.Popen[bytes]]()
+
+    def kill(asked: Asked) -> Answer | None:
+        if asked.path != f"/{BUCKET}/out/.metadata" or asked.method != "PUT" or not killed:
+            return None
+        killed.pop().kill()
+        return Answer(gone=when == "before", lost=True)
+
+    real.proxy.fault = kill
+    first = ground.worker()
+    killed.append(first)
+    assert ended(first)[0] == -signal.SIGKILL and not killed
+    assert (".metadata" in real.content("out")) == (when == "after") and real.content(RECORDS)
+    assert ended(ground.worker()) == (0, True)
+    assert real.content("out") == ground.good and ground.commits(".metadata") == 1
+    assert not pending(real) and not real.content(RECORDS)
 
 
 @pytest.mark.slow
