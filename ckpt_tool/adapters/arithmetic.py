@@ -30,13 +30,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from math import frexp, prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ckpt_tool.adapters import chain
-from ckpt_tool.run.computed import Floats, Read, Recipe
+from ckpt_tool.compiled.library import KINDS, Library, ready
+from ckpt_tool.compiled.library import Term as Product
+from ckpt_tool.run.computed import Array, Floats, Lend, Read, Recipe
 
 COLUMNS = 512  # of a block; few rows, so that little is made twice where a range ends within them
 PRODUCTS = 1 << 18  # multiply-adds of a block at most: OpenBLAS's own threads begin above
@@ -111,6 +114,37 @@ class Folded(Recipe):
                 self._add(read, number, e, part, low - e * size, high - e * size)
         return out
 
+    def rounded(self, read: Read, lend: Lend, start: int, stop: int, out: tuple[Array, str]) -> bool:
+        library = ready(4 * (stop - start)) if out[1] in KINDS and self._compiled else None
+        if library is None:
+            return False
+        values, kind = lend(0, start, stop)
+        size, item, made = self.numel // self.experts, values.nbytes // (stop - start), out[0]
+        for e in range(start // size, -(-stop // size)):
+            low, high = max(start, e * size), min(stop, (e + 1) * size)
+            base = values[(low - start) * item : (high - start) * item]
+            terms = [self._term(library, read, number, e) for number in range(len(self.terms))]
+            where = (low - e * size, high - e * size, self.matrix[1])
+            if not library.folded((base, kind), (made[low - start : high - start], out[1]), where, terms):
+                return False
+        return True
+
+    @cached_property
+    def _compiled(self) -> bool:
+        """Are all terms plain products?"""
+        plain = all(not term.magnitude for term in self.terms)
+        return plain and self.inputs[0].tensor.dtype.name in KINDS
+
+    def _term(self, library: Library, read: Read, number: int, e: int) -> Product:
+        term = self.terms[number]
+
+        def made() -> tuple[Floats, Floats]:
+            tall, flat = self._factors_of(read, term, e)
+            return np.ascontiguousarray(tall), library.panels(flat)
+
+        left, right = self.kept.factors((self.key, number, e, "panels"), made)
+        return Product(left, right, term.scaling)
+
     @property
     def matrix(self) -> tuple[int, int]:
         """(R, C) of one expert."""
@@ -161,15 +195,19 @@ class Folded(Recipe):
             block[rows[0] - low * tall : rows[1] - low * tall, columns[0] - first * wide : columns[1] - first * wide]
         )
 
-    def _thin(self, read: Read, term: Term, e: int) -> tuple[Floats, Floats]:
-        """The factors on the grid: (blocks of rows, rows of a block, r) and (blocks of columns, r, columns of a block),
-        padded by zeros."""
+    def _factors_of(self, read: Read, term: Term, e: int) -> tuple[Floats, Floats]:
+        """(R, r) and (r, C) of expert `e`, views."""
         inner = prod(self.inputs[term.a].tensor.shape[1:])
         step = term.rank * inner
         a = _floats(read(term.a, e * step, (e + 1) * step)).reshape(term.rank, inner)
         (outputs,) = self.kept.factors((self.key, term.b), lambda: (self._by_expert(read, term),))
         b = outputs[e]
-        tall, flat = (a.T, b.T) if term.turned else (b, a)
+        return (a.T, b.T) if term.turned else (b, a)
+
+    def _thin(self, read: Read, term: Term, e: int) -> tuple[Floats, Floats]:
+        """The factors on the grid: (blocks of rows, rows of a block, r) and (blocks of columns, r, columns of a block),
+        padded by zeros."""
+        tall, flat = self._factors_of(read, term, e)
         wide = max(16, min(COLUMNS, PRODUCTS // (chain.MOST_ROWS * term.rank) // 16 * 16))
         rows = chain.rows_of(term.rank, wide)
         left = np.zeros((-(-tall.shape[0] // rows) * rows, term.rank), np.float32)

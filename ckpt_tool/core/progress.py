@@ -36,8 +36,8 @@ class Progress(Protocol):
         """`nbytes` more bytes are done."""
         ...
 
-    def note(self, message: str) -> None:
-        """One line that a person should know and that is no error."""
+    def note(self, message: str, *, detail: bool = False) -> None:
+        """One line that a person should know and that is no error. detail: who asks for more should (`-v`)."""
         ...
 
     def finish(self) -> None:
@@ -57,7 +57,7 @@ class Silent:
     def advance(self, nbytes: int) -> None:
         pass
 
-    def note(self, message: str) -> None:
+    def note(self, message: str, *, detail: bool = False) -> None:
         pass
 
     def finish(self) -> None:

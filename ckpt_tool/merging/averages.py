@@ -29,14 +29,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ckpt_tool.compiled.library import KINDS, ready
 from ckpt_tool.merging.tiles import TILE, Doubles, Span, Tiled, Whole, floats, rooms, same, tiles
-from ckpt_tool.run.computed import Array, Floats, Read
+from ckpt_tool.run.computed import Array, Floats, Lend, Read
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,25 +48,43 @@ class Linear(Tiled):
     weights: tuple[float, ...]
     normalize: bool = True
 
-    def tile(self, read: Read) -> Span:
-        weights = [np.float64(np.float32(weight)) for weight in self.weights]
+    @cached_property
+    def numbers(self) -> tuple[list[np.float64], np.float32]:
+        """(the weights as fp32 has them, what the sum is divided by)."""
         total = np.float32(0)
         for weight in self.weights:
             total = total + np.float32(weight)
+        return [np.float64(np.float32(weight)) for weight in self.weights], total if self.normalize else np.float32(1)
 
+    def tile(self, read: Read) -> Span:
+        weights, total = self.numbers
         room, place = rooms(TILE)
 
         def made(low: int, high: int) -> Floats:
             wide, sums = room[: high - low], place[: high - low]
-            sums[...] = 0
             for number, weight in enumerate(weights):
-                np.copyto(wide, read(number, low, high))
+                values = floats(read(number, low, high))
+                if number == 0:  # onto 0: the product alone is rounded, which fp32 does as well
+                    np.add(np.multiply(values, np.float32(weight), out=sums), np.float32(0), out=sums)
+                    continue
+                np.copyto(wide, values)
                 np.multiply(wide, weight, out=wide)
                 np.add(wide, sums, out=wide)
                 np.copyto(sums, wide, casting="unsafe")
-            return np.divide(sums, total, out=sums) if self.normalize else sums
+            return sums if total == 1 else np.divide(sums, total, out=sums)
 
         return made
+
+    def rounded(self, read: Read, lend: Lend, start: int, stop: int, out: tuple[Array, str]) -> bool:
+        library = ready(4 * (stop - start) * len(self.inputs)) if self._compiled and out[1] in KINDS else None
+        if library is None:
+            return False
+        weights, total = self.numbers
+        return library.linear([lend(k, start, stop) for k in range(len(weights))], weights, float(total), *out)
+
+    @cached_property
+    def _compiled(self) -> bool:
+        return all(each.tensor.dtype.name in KINDS for each in self.inputs)
 
 
 # -- along the arc -----------------------------------------------------------------------------------------------------

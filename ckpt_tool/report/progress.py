@@ -131,7 +131,9 @@ class Lines(_Meter):
         with self._lock:
             self._say(render(page, self._look))
 
-    def note(self, message: str) -> None:
+    def note(self, message: str, *, detail: bool = False) -> None:
+        if detail and not self._everything:
+            return
         with self._lock:
             self._say(f"{self._look.paint('note:', 'dim')} {shown(message, 2000)}\n")
 
@@ -239,7 +241,7 @@ class JsonLines(_Meter):
     def plan(self, document: Mapping[str, Any]) -> None:
         self._event("plan", **{key: value for key, value in document.items() if key != "schema_version"})
 
-    def note(self, message: str) -> None:
+    def note(self, message: str, *, detail: bool = False) -> None:
         self._event("note", message=message)
 
     def _event(self, event: str, **fields: Any) -> None:

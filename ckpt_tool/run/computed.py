@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.tensor import LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError, InternalError
 from ckpt_tool.plan.plan import Move
@@ -46,6 +46,7 @@ from ckpt_tool.storage.source import Identity, Tree
 Array = np.ndarray[Any, np.dtype[Any]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Read = Callable[[int, int, int], Array]
+Lend = Callable[[int, int, int], tuple[Array, str]]
 _F32 = DTYPES["F32"]
 _ROOM = 16  # descriptors that each thread keeps open
 
@@ -77,15 +78,48 @@ class Recipe(ABC):
         be changed). Of dtypes below 8 bits a and b count bytes, as uint8. Called on several threads at once.
         """
 
+    def rounded(self, read: Read, lend: Lend, start: int, stop: int, out: tuple[Array, str]) -> bool:
+        """The same elements rounded to a dtype, in one pass by compiled code; False where there is none, or where a
+        value is not finite or becomes so: they are made by `values` then, and those that are lost are counted.
+
+        lend(k, a, b): their bytes and the dtype's name; good until input k is asked for again. out: 1-d, of the bits of
+        that dtype, and its name.
+        """
+        return False
+
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
 
+class _Lines:
+    """The inputs of the recipe of `path`, for one thread."""
+
+    def __init__(self, path: str, inputs: list[tuple[Move, Reader]]) -> None:
+        self.path, self.inputs = path, inputs
+        self._lent: dict[int, Array] = {}  # the pages of fresh arrays cost more than a pass over them
+
+    def read(self, number: int, start: int, stop: int) -> Array:
+        """Elements of an input's line, in memory of their own."""
+        move, reader = self.inputs[number]
+        block: Array = np.empty((stop - start) * move.item, np.uint8)
+        reader.fill(move, block.data, start, stop, until=stop)
+        return block if move.dtype.bits < 8 else block.view(numpy_type(move.dtype))
+
+    def lend(self, number: int, start: int, stop: int) -> tuple[Array, str]:
+        """Their bytes, in memory that the next call for this input takes again, and the dtype's name."""
+        move, reader = self.inputs[number]
+        size, room = (stop - start) * move.item, self._lent.get(number)
+        if room is None or room.size != size:
+            room = self._lent[number] = np.empty(size, np.uint8)
+        reader.fill(move, room.data, start, stop, until=stop)
+        return room, move.dtype.name
+
+
 class ComputedTree(Tree):
     """A source whose files are computed. Its root is no folder: everything is read through `read`."""
 
-    local = False
+    local, computed = False, True
 
     def __init__(self, shown: str, recipes: Iterable[Recipe]) -> None:
         """shown: for messages, unlike that of every other tree of the run."""
@@ -205,30 +239,25 @@ class ComputedTree(Tree):
         if not nbytes:
             return memoryview(b"")
         start, stop = offset // 4, -(-(offset + nbytes) // 4)
-        values = recipe.values(self._reader(path, recipe), start, stop)
+        values = recipe.values(self._lines_of(path, recipe).read, start, stop)
         if values.dtype != np.float32 or values.shape != (stop - start,):
             raise InternalError(f"{path}: {values.dtype} {values.shape} for {stop - start} elements")
         line = np.ascontiguousarray(values, "<f4").view(np.uint8).data
         return line if len(line) == nbytes else line[offset - 4 * start : offset - 4 * start + nbytes]
 
-    def _reader(self, path: str, recipe: Recipe) -> Read:
+    def rounded(self, path: str, start: int, dtype: DType, out: memoryview) -> bool:
+        """See `Tree.rounded`."""
+        recipe, item = self._recipes[path], dtype.bits // 8
+        lines, made = self._lines_of(path, recipe), np.frombuffer(out, f"u{item}")
+        return recipe.rounded(lines.read, lines.lend, start, start + len(out) // item, (made, dtype.name))
+
+    def _lines_of(self, path: str, recipe: Recipe) -> _Lines:
         """This thread's way to the recipe's inputs; that of the last recipe is kept."""
-        last = getattr(self._of_thread, "last", None)
-        if last is not None and last[0] == path:
-            read: Read = last[1]
-            return read
-        self._forget()
-        lines = [self._line(each) for each in recipe.inputs]
-
-        def read_input(number: int, start: int, stop: int) -> Array:
-            move, reader = lines[number]
-            block: Array = np.empty((stop - start) * move.item, np.uint8)
-            reader.fill(move, block.data, start, stop, until=stop)
-            dtype = move.dtype
-            return block if dtype.bits < 8 else block.view(numpy_type(dtype))
-
-        self._of_thread.last = (path, read_input, [reader for _, reader in lines])
-        return read_input
+        last: _Lines | None = getattr(self._of_thread, "last", None)
+        if last is None or last.path != path:
+            self._forget()
+            last = self._of_thread.last = _Lines(path, [self._line(each) for each in recipe.inputs])
+        return last
 
     def _line(self, each: Input) -> tuple[Move, Reader]:
         source = readable([each.tensor], each.tree)
@@ -239,9 +268,9 @@ class ComputedTree(Tree):
 
     def _forget(self) -> None:
         """Close what this thread has open for the recipe before."""
-        last = getattr(self._of_thread, "last", None)
+        last: _Lines | None = getattr(self._of_thread, "last", None)
         self._of_thread.last = None
-        for reader in last[2] if last else ():
+        for _, reader in last.inputs if last else ():
             self._close(reader)
 
     def _close(self, reader: Reader) -> None:

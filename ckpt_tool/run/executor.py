@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tool import compiled
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import (
@@ -49,7 +50,7 @@ from ckpt_tool.run.shares import of_part
 from ckpt_tool.run.staged import Gaps, Line, intact
 from ckpt_tool.run.threads import Workers
 from ckpt_tool.run.transposed import PANEL
-from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Job, Mover, Movers, Walks
+from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Job, Mover, Movers, Walks, is_made
 from ckpt_tool.storage.claims import Taken
 from ckpt_tool.storage.journal import PartStatus
 from ckpt_tool.storage.source import Tree
@@ -68,8 +69,8 @@ _LONGEST = 15.0  # where a look costs requests
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """digests: of the values as read, over each move's line; digests_out: as written (the same object where nothing was
-    cast). parts: of a part that did not commit: how far each part is that has begun."""
+    """digests: of the values as read, over each move's line, but of what is made while it is read and rounded then;
+    digests_out: as written. parts: of a part that did not commit: how far each part is that has begun."""
 
     digests: dict[TensorKey, str]
     digests_out: dict[TensorKey, str]
@@ -608,7 +609,11 @@ class Executor:
         """(of what was read, of what was written, overflows of casts), and what hangs on all values having moved is
         raised: overflows that are not allowed, damaged records."""
         moves = self.plan.moves
-        digests = {move.key: _root(move.dtype.name, move, state.leaves.get(i, {})) for i, move in enumerate(moves)}
+        digests = {
+            move.key: _root(move.dtype.name, move, state.leaves.get(i, {}))
+            for i, move in enumerate(moves)
+            if not is_made(move, self.sources.remote)
+        }
         digests_out = {
             move.key: _root(move.dtype_out.name, move, state.leaves_out.get(i, {})) for i, move in enumerate(moves)
         }
@@ -626,6 +631,9 @@ class Executor:
         return digests, digests_out, overflows
 
     def _finish(self, staging: Staging, state: _State) -> Result:
+        if self.progress:
+            for why in compiled.notes:
+                self.progress.note(why, detail=True)
         digests, digests_out, overflows = self._digests(state)
         copy_sidefiles(self.plan, self.sources, staging)
         fill_patches(self.plan, staging, state.output_pieces, list(digests_out.values()) if self.hashing else None)

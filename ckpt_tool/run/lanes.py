@@ -118,6 +118,13 @@ class Runs:
         self._runs, self._transfer = runs, transfer
         self._next = 0  # the first run that does not end before the block
 
+    def one(self, start: int, stop: int) -> tuple[int, int] | None:
+        """(file, offset) of bytes [start, stop) of the line where they lie in one run."""
+        for low, high, file, shift in self._runs:
+            if low <= start and stop <= high:
+                return file, start + shift
+        return None
+
     def pass_by(self, data: memoryview, start: int, stop: int) -> None:
         """Move bytes [start, stop) of the line, which lie (or shall lie) in `data`."""
         runs, at = self._runs, self._next

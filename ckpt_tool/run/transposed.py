@@ -60,12 +60,14 @@ from ckpt_tool.plan.copy import Region, clip, hull, is_transposed, row_of
 from ckpt_tool.plan.plan import Move
 
 if TYPE_CHECKING:
+    from ckpt_tool.run.compute import Array
     from ckpt_tool.storage.source import Tree
 
 PANEL = 32 << 20  # bytes: the most that is put in order at a time
 STRIP = 16 << 10  # bytes: longer strips gain nothing
 SHORT, NEAR = 2 << 10, 2 << 10  # bytes: strips shorter than SHORT are taken as one with what lies NEAR between them
 GROUP = 1 << 20  # bytes of strips that are turned together: they stay in L2
+EVEN = 32  # strips of a group, or a multiple: 64 bytes of bf16
 COLUMNS = 64  # of a tile: one NumPy call turns so many strips
 BRIDGE = 2 << 10  # bytes: strips closer than this are read in one call
 FAR_BRIDGE, FAR_READ = 1 << 20, 8 << 20  # the same through a remote tree, and the most of one request
@@ -228,7 +230,7 @@ class Transposed:
             span = item + sum((n - 1) * stride for n, stride, _ in few)
             pitch = -(-span // 64) * 64
             pitch += 64 * (pitch % 1024 == 0)  # rows 4096 bytes apart fall into the same few cache sets
-            for shift, target, many in cut_group(outer, max(1, GROUP // pitch)):
+            for shift, target, many in cut_group(outer, group_of(pitch)):
                 self._turn(part.file, part.offset + offset + shift, panel, at + to + target, many, few, span, pitch)
 
     def _turn(
@@ -253,11 +255,22 @@ class Transposed:
         kind, extents = _TYPES[self._item], tuple(dim.extent for dim in dims)
         source = np.ndarray(extents, kind, strips, 0, (*packed, *(dim.stride for dim in inner)))
         target = np.ndarray(extents, kind, panel, at, tuple(dim.step for dim in dims))
-        axis = min(range(len(dims)), key=lambda d: dims[d].step)
-        width = COLUMNS if source.strides[axis] > self._item else extents[axis]
-        for column in range(0, extents[axis], width):
-            few = (*(slice(None),) * axis, slice(column, column + width))
-            target[few] = source[few]
+        lay(source, target, min(range(len(dims)), key=lambda d: dims[d].step))
+
+
+def lay(source: Array, target: Array, axis: int) -> None:
+    """target[...] = source, views of one shape: by compiled code where it is there, else in tiles of COLUMNS along
+    `axis`."""
+    from ckpt_tool.compiled.library import ready
+
+    library = ready(source.nbytes)
+    if library is not None and library.turned(source, target):
+        return
+    many = source.shape[axis]
+    width = COLUMNS if source.strides[axis] > source.itemsize else many
+    for column in range(0, many, width):
+        few = (*(slice(None),) * axis, slice(column, column + width))
+        target[few] = source[few]
 
 
 # -- geometry -------------------------------------------------------------------------------------------------------
@@ -325,6 +338,12 @@ def cut_strip(inner: Sequence[Dim], most: int) -> Iterator[tuple[int, int, list[
     count = max(1, most // last.stride)
     for i in range(0, last.extent, count):
         yield i * last.stride, i * last.step, [*rest, last._replace(extent=min(count, last.extent - i))]
+
+
+def group_of(pitch: int) -> int:
+    """How many strips are turned together: about GROUP bytes, and whole cache lines of the panel."""
+    most = max(1, GROUP // pitch)
+    return most if most < EVEN else (most + EVEN // 2) // EVEN * EVEN
 
 
 def cut_group(outer: Sequence[Dim], most: int) -> Iterator[tuple[int, int, list[Dim]]]:

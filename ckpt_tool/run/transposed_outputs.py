@@ -39,7 +39,6 @@ from ckpt_tool.plan.copy import Region, clip, hull, is_transposed
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.transposed import (
     _TYPES,
-    COLUMNS,
     GROUP,
     STRIP,
     Dim,
@@ -48,6 +47,8 @@ from ckpt_tool.run.transposed import (
     cut_group,
     cut_strip,
     even_rows,
+    group_of,
+    lay,
     offsets_of,
     panels_of,
     rows_of,
@@ -136,7 +137,7 @@ class TransposedOutputs:
             span = item + sum((n - 1) * stride for n, stride, _ in few)
             pitch = -(-span // 64) * 64
             pitch += 64 * (pitch % 1024 == 0)  # as with sources
-            for shift, source, many in cut_group(outer, max(1, GROUP // pitch)) if outer else ((0, 0, outer),):
+            for shift, source, many in cut_group(outer, group_of(pitch)) if outer else ((0, 0, outer),):
                 order = sorted(many, key=lambda dim: -dim.stride)  # the file's
                 offsets, packed = offsets_of(order, part.offset + offset + shift, pitch)
                 strips, slots = self._strips.slots(pitch, span, len(offsets))
@@ -156,11 +157,7 @@ class TransposedOutputs:
         if not dims:
             target[...] = source
             return
-        axis = min(range(len(dims)), key=strides.__getitem__)
-        width = COLUMNS if dims[axis].step > self._item else extents[axis]
-        for row in range(0, extents[axis], width):
-            few = (*(slice(None),) * axis, slice(row, row + width))
-            target[few] = source[few]
+        lay(source, target, min(range(len(dims)), key=strides.__getitem__))
 
 
 def run_of(dims: Sequence[Dim], item: int) -> tuple[list[Dim], list[Dim]]:

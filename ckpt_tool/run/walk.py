@@ -21,6 +21,7 @@ from ckpt_tool.run.blocks import Reader, Writer
 from ckpt_tool.run.digest import LEAF, LeafStream
 from ckpt_tool.run.lanes import Bands, Runs, Transfer, bands_of, runs_of
 from ckpt_tool.run.transposed_outputs import TransposedOutputs
+from ckpt_tool.storage.source import Tree
 
 BLOCK = 256 << 10  # bytes of a plain run: stays in L2
 STRIDED_BLOCK = 1 << 20  # bytes where a side is strided: fewer calls
@@ -87,6 +88,14 @@ class Walks:
         """Nothing is held."""
 
 
+def is_made(move: Move, remote: Callable[[int], Tree | None]) -> bool:
+    """Is the move's line computed, and rounded then? What is written is all that is hashed of it: nobody has stated a
+    digest of what it was before. remote: the tree of a source file that has no descriptor."""
+    if move.dtype == move.dtype_out:
+        return False
+    return any((tree := remote(region.file)) is not None and tree.computed for region in move.sources)
+
+
 class Walk:
     """One item of a unit: elements [start, stop) of a move, block by block."""
 
@@ -95,7 +104,12 @@ class Walk:
         self.reader, self.writer, self.block = job.reader, job.writer, job.block
         self.cast = move.dtype != move.dtype_out
         self.lost = 0
-        self.source_leaves = LeafStream(start * move.item, stop * move.item, move.numel * move.item)
+        self._made = is_made(move, self.reader.remote)
+        self.source_leaves = (
+            LeafStream(0, 0, 0)
+            if self._made
+            else LeafStream(start * move.item, stop * move.item, move.numel * move.item)
+        )
         self.out_leaves = (
             LeafStream(start * move.item_out, stop * move.item_out, move.numel * move.item_out)
             if self.cast
@@ -141,6 +155,11 @@ class Walk:
     def _step(self, at: int, end: int, *, count: bool = True) -> memoryview:
         """Read, hash and cast elements [at, end). Returns the bytes to write."""
         move = self.move
+        rounded = self._rounded(at, end) if self._made else None
+        if rounded is not None:
+            if self.job.hashing:
+                self.out_leaves.feed(at * move.item_out, rounded)
+            return rounded
         block = self._taken(at, end)
         if block is None and count and self._direct and self._turns:
             block = self._turns.room(at, end)
@@ -185,7 +204,7 @@ class Walk:
         if self._panels:  # blocks are slices: no buffer bounds them
             return STRIDED_BLOCK // move.item
         if isinstance(self._reads, Runs) and isinstance(self._writes, Runs):
-            return BLOCK // move.item
+            return BLOCK // (move.item_out if self._made else move.item)
         most = STRIDED_BLOCK // move.item
         rows = [region.steps[0] for region in (*move.sources, *self._plain) if len(region.extents) > 1]
         row = max((row for row in rows if row <= most), default=1)
@@ -206,6 +225,17 @@ class Walk:
     def _taken(self, at: int, end: int) -> memoryview | None:
         """Elements [at, end) where they lie in a panel already and nothing wants them in the block."""
         return self._panels.view(at, end, self.until) if self._panels else None
+
+    def _rounded(self, at: int, end: int) -> memoryview | None:
+        """Computed elements [at, end) as they are written, None where there is no short way to them."""
+        move, lane = self.move, self._reads
+        place = lane.one(at * move.item, end * move.item) if isinstance(lane, Runs) else None
+        tree = self.reader.remote(place[0]) if place else None
+        if place is None or tree is None:
+            return None
+        out = self.block[: (end - at) * move.item_out]
+        short = tree.rounded(self.reader.path(place[0]), place[1] // move.item, move.dtype_out, out)
+        return out if short else None
 
     def _fill(self, block: memoryview, at: int, end: int) -> None:
         lane, item = self._reads, self.move.item

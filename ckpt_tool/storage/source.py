@@ -22,6 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.inner_path import FOLDERS, HIDDEN, leaves, unfit
 from ckpt_tool.errors import (
     CkptError,
@@ -77,10 +78,11 @@ class Tree:
     """The files below `root`. `single`: the name of the one file that the user gave, None for a folder.
 
     Thread-safe for reading. `shown` is what messages call the root. `local`: its files have descriptors (a tree behind
-    a URL, `storage.remote`, has none). odd_links: links that were listed and are not followed -> what they are.
+    a URL, `storage.remote`, has none). computed: its values are made while they are read, so nobody has stated a digest
+    of them. odd_links: links that were listed and are not followed -> what they are.
     """
 
-    local = True
+    local, computed = True, False
     odd_links: dict[str, str] = {}
     _views: dict[str, bytes] | None = None  # by file: see `storage.inline_arrays`
 
@@ -129,6 +131,11 @@ class Tree:
     def met(self) -> Met:
         """What readers met in the files so far."""
         return Met()
+
+    def rounded(self, path: str, start: int, dtype: DType, out: memoryview) -> bool:
+        """Fill `out` with elements of a computed file's line from `start` on, rounded to `dtype`. False where there is
+        no short way to them, or values may be lost in it: then they are read, and cast."""
+        return False
 
     def late_faults(self, paths: Iterable[str]) -> Iterator[CkptError]:
         """What is wrong with files that were read and shows only at the end: of files that are computed, the damaged

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tool.device import cache
+from ckpt_tool.compiled import cache
 from ckpt_tool.errors import StorageError
 
 ABOUT = {"kind": "host", "architectures": [], "sources": "s", "compiler": ["c"], "flags": []}

@@ -1,0 +1,312 @@
+/* Work on blocks that lie in L2, in one pass where NumPy takes several: sums of models, thin products, transposes.
+
+   The arithmetic is stated operation by operation, so that the bits are those of the NumPy road beside each call
+   (ckpt_tool/compiled/library.py says which): no fast-math, no contraction (-ffp-contract=off), fused multiply-adds
+   only where they are written. What has to be counted or keeps a payload (infinity, NaN, what rounds to infinity) is
+   not decided here: the call returns 1, and the caller goes the NumPy road for that block. */
+
+#include <stdint.h>
+#include <string.h>
+
+#define API __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+
+enum { F32 = 0, BF16 = 1 };
+enum { CHUNK = 512 }; /* elements that are worked on at a time: they stay in L1 */
+
+INLINE uint32_t bits_of(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+/* Elements [at, at + n) of a line as fp32. */
+INLINE void widen(const void *in, int kind, int64_t at, int n, float *restrict out)
+{
+    if (kind == F32) {
+        memcpy(out, (const float *)in + at, 4 * (size_t)n);
+        return;
+    }
+    const uint16_t *half = (const uint16_t *)in + at;
+    for (int i = 0; i < n; i++) {
+        uint32_t bits = (uint32_t)half[i] << 16;
+        memcpy(out + i, &bits, 4);
+    }
+}
+
+/* fp32 to elements [at, at + n) of a line, to nearest, ties to even. Returns 1 where one of them is no finite number,
+   or becomes none. */
+INLINE int narrow(const float *restrict in, int n, void *out, int kind, int64_t at)
+{
+    uint32_t most = 0;
+    if (kind == F32) {
+        for (int i = 0; i < n; i++) {
+            uint32_t size = bits_of(in[i]) & 0x7FFFFFFF;
+            most = most > size ? most : size;
+        }
+        memcpy((float *)out + at, in, 4 * (size_t)n);
+        return most >= 0x7F800000;
+    }
+    uint16_t *half = (uint16_t *)out + at;
+    for (int i = 0; i < n; i++) {
+        uint32_t bits = bits_of(in[i]), size = bits & 0x7FFFFFFF;
+        most = most > size ? most : size;
+        half[i] = (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+    }
+    return most >= 0x7F7F8000; /* 0x7F7F is the largest bf16 */
+}
+
+/* out = sum_i w_i in_i / total, by steps of float(double(x) * w + sum), from the sum 0. w: fp32 values. A product of
+   two fp32 is exact in fp64, so that the first step is one rounding, and fp32 does it alone. */
+API int ck_linear(int count, const void *const *in, const int *kinds, const double *weights, float total, int64_t n,
+                  void *out, int kind)
+{
+    int odd = 0;
+    for (int64_t at = 0; at < n; at += CHUNK) {
+        const int few = n - at < CHUNK ? (int)(n - at) : CHUNK;
+        float sums[CHUNK], values[CHUNK];
+        for (int k = 0; k < count; k++) {
+            const double weight = weights[k];
+            const float first = (float)weight;
+            widen(in[k], kinds[k], at, few, values);
+            if (k == 0)
+                for (int i = 0; i < few; i++)
+                    sums[i] = values[i] * first + 0.0f;
+            else
+                for (int i = 0; i < few; i++)
+                    sums[i] = (float)((double)values[i] * weight + (double)sums[i]);
+        }
+        if (total != 1.0f)
+            for (int i = 0; i < few; i++)
+                sums[i] /= total;
+        odd |= narrow(sums, few, out, kind, at);
+    }
+    return odd;
+}
+
+/* -- thin products: one chain of fused multiply-adds an element, parted every LENGTH (ckpt_tool/adapters/chain.py) -- */
+
+#if defined(__AVX512F__)
+enum { LANES = 16 };
+#define FUSE(sum, a, b) __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b))
+#elif defined(__FMA__)
+enum { LANES = 8 };
+#define FUSE(sum, a, b) __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b))
+#elif defined(__aarch64__)
+enum { LANES = 4 };
+#define FUSE(sum, a, b) __asm__("fmla %0.4s, %1.4s, %2.4s" : "+w"(sum) : "w"(a), "w"(b))
+#endif
+
+typedef struct {
+    const float *left;  /* (rows, rank) */
+    const float *right; /* panels of PAIR columns: (panels, rank, PAIR), the last padded by zeros */
+    int64_t rank;
+    float scaling;
+} ck_term;
+
+#if defined(FUSE)
+typedef float floats __attribute__((vector_size(4 * LANES)));
+#define EVERY(x) ((x) - (floats){0}) /* and not + 0, which -0 does not survive */
+enum { LENGTH = 320, ROWS = 6, PAIR = 2 * LANES };
+enum { KEPT = 16 << 10 }; /* bytes of panels that stay in L1 while rows pass by */
+
+/* A panel's columns of `rows` rows: line += scaling * (left @ panel), lines CHUNK floats apart. */
+INLINE void chains(int rows, const float *left, const float *panel, int64_t rank, float scaling, float *line)
+{
+    floats total[ROWS][2];
+    for (int64_t start = 0; start < rank || start == 0; start += LENGTH) {
+        const int64_t stop = rank < start + LENGTH ? rank : start + LENGTH;
+        floats sums[ROWS][2];
+        for (int r = 0; r < rows; r++)
+            sums[r][0] = sums[r][1] = EVERY(0.0f);
+        for (int64_t k = start; k < stop; k++) {
+            floats a, b;
+            memcpy(&a, panel + k * PAIR, sizeof a);
+            memcpy(&b, panel + k * PAIR + LANES, sizeof b);
+            for (int r = 0; r < rows; r++) {
+                const floats one = EVERY(left[r * rank + k]);
+                FUSE(sums[r][0], one, a);
+                FUSE(sums[r][1], one, b);
+            }
+        }
+        if (start == 0)
+            memcpy(total, sums, sizeof total);
+        else
+            for (int r = 0; r < rows; r++)
+                for (int i = 0; i < 2; i++)
+                    total[r][i] += sums[r][i];
+    }
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < 2; i++) {
+            floats value, *place = (floats *)(void *)(line + r * CHUNK + i * LANES);
+            memcpy(&value, place, sizeof value);
+            value += total[r][i] * EVERY(scaling);
+            memcpy(place, &value, sizeof value);
+        }
+}
+
+typedef struct {
+    const void *base;
+    void *out;
+    int kind_in, kind_out;
+    int64_t origin, width; /* the element that base and out begin with, columns of the matrix */
+    int terms;
+    const ck_term *term;
+} ck_fold;
+
+/* Columns [low, high), at most CHUNK - PAIR, of rows [row, row + rows). */
+INLINE int folded_tile(const ck_fold *fold, int rows, int64_t row, int64_t low, int64_t high)
+{
+    const int64_t begin = low / PAIR * PAIR;
+    const int few = (int)(high - low), skip = (int)(low - begin);
+    float lines[ROWS * CHUNK];
+    int odd = 0;
+    for (int r = 0; r < rows; r++)
+        widen(fold->base, fold->kind_in, (row + r) * fold->width + low - fold->origin, few, lines + r * CHUNK + skip);
+    for (int t = 0; t < fold->terms; t++) {
+        const ck_term *one = fold->term + t;
+        for (int64_t at = begin; at < high; at += PAIR)
+            chains(rows, one->left + row * one->rank, one->right + at * one->rank, one->rank, one->scaling,
+                   lines + (at - begin));
+    }
+    for (int r = 0; r < rows; r++)
+        odd |= narrow(lines + r * CHUNK + skip, few, fold->out, fold->kind_out,
+                      (row + r) * fold->width + low - fold->origin);
+    return odd;
+}
+
+/* Columns [low, high) of rows [first, last): as many columns at a time as have their panels in L1. */
+static int folded_rows(const ck_fold *fold, int64_t first, int64_t last, int64_t low, int64_t high)
+{
+    int64_t rank = 1;
+    int odd = 0;
+    for (int t = 0; t < fold->terms; t++)
+        rank = rank > fold->term[t].rank ? rank : fold->term[t].rank;
+    int64_t columns = KEPT / 4 / rank / PAIR * PAIR;
+    columns = columns < PAIR ? PAIR : columns > CHUNK - PAIR ? CHUNK - PAIR : columns;
+    for (int64_t c = low; c < high;) {
+        const int64_t end = c / PAIR * PAIR + columns < high ? c / PAIR * PAIR + columns : high;
+        int64_t row = first;
+        for (; row + ROWS <= last; row += ROWS)
+            odd |= folded_tile(fold, ROWS, row, c, end);
+        for (; row + 3 <= last; row += 3)
+            odd |= folded_tile(fold, 3, row, c, end);
+        for (; row < last; row++)
+            odd |= folded_tile(fold, 1, row, c, end);
+        c = end;
+    }
+    return odd;
+}
+
+/* Elements [start, stop) of the row-major line of a matrix with `width` columns: base + s (left @ right), term after
+   term; base and out begin with element `start`. */
+API int ck_folded(const void *base, int kind_in, void *out, int kind_out, int64_t start, int64_t stop, int64_t width,
+                  int terms, const ck_term *term)
+{
+    const ck_fold fold = {base, out, kind_in, kind_out, start, width, terms, term};
+    const int64_t head = start / width, full = (start + width - 1) / width, end = stop / width;
+    int odd = 0;
+    if (head == stop / width) /* within one row */
+        return folded_rows(&fold, head, head + 1, start - head * width, stop - head * width);
+    if (head < full)
+        odd |= folded_rows(&fold, head, full, start - head * width, width);
+    odd |= folded_rows(&fold, full, end, 0, width);
+    if (end * width < stop)
+        odd |= folded_rows(&fold, end, end + 1, 0, stop - end * width);
+    return odd;
+}
+
+/* Columns that are made at a time: `wide` must be a multiple of it. 0: this machine has no fused multiply-add. */
+API int ck_pair(void) { return PAIR; }
+#else
+API int ck_pair(void) { return 0; }
+
+API int ck_folded(const void *base, int kind_in, void *out, int kind_out, int64_t start, int64_t stop, int64_t width,
+                  int terms, const ck_term *term)
+{
+    (void)base, (void)kind_in, (void)out, (void)kind_out, (void)start, (void)stop, (void)width, (void)terms, (void)term;
+    return 1;
+}
+#endif
+
+/* -- transposes: tiles of vectors, interleaved until rows are columns --------------------------------------------- */
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define PICK(kind, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(kind, a, b, ...) __builtin_shuffle(a, b, (kind){__VA_ARGS__})
+#endif
+
+typedef uint8_t v1 __attribute__((vector_size(16)));
+typedef uint16_t v2 __attribute__((vector_size(16)));
+typedef uint32_t v4 __attribute__((vector_size(16)));
+typedef uint64_t v8 __attribute__((vector_size(16)));
+
+#define LOW1(a, b) PICK(v1, a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define HIGH1(a, b) PICK(v1, a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#define LOW2(a, b) PICK(v2, a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define HIGH2(a, b) PICK(v2, a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#define LOW4(a, b) PICK(v4, a, b, 0, 4, 1, 5)
+#define HIGH4(a, b) PICK(v4, a, b, 2, 6, 3, 7)
+#define LOW8(a, b) PICK(v8, a, b, 0, 2)
+#define HIGH8(a, b) PICK(v8, a, b, 1, 3)
+
+/* turn_S(in, pitch_in, out, pitch_out, rows, columns): out[c][r] = in[r][c] of items of S bytes, pitches in bytes.
+   A tile is N = 16 / S vectors of N items. Blocks of 4 by 4 tiles read and fill whole cache lines; the lines of the block
+   below are asked for meanwhile: both sides lie far apart, where the processor sees no pattern. */
+#define TURN(S, ROUNDS)                                                                                                \
+    INLINE void tile_##S(const char *in, int64_t pitch_in, char *out, int64_t pitch_out)                               \
+    {                                                                                                                  \
+        enum { N = 16 / S };                                                                                           \
+        v##S a[N], b[N];                                                                                               \
+        _Pragma("GCC unroll 16") for (int i = 0; i < N; i++) memcpy(&a[i], in + i * pitch_in, 16);                     \
+        _Pragma("GCC unroll 4") for (int round = 0; round < ROUNDS; round++)                                           \
+        {                                                                                                              \
+            _Pragma("GCC unroll 8") for (int i = 0; i < N / 2; i++)                                                    \
+            {                                                                                                          \
+                b[2 * i] = LOW##S(a[i], a[i + N / 2]);                                                                 \
+                b[2 * i + 1] = HIGH##S(a[i], a[i + N / 2]);                                                            \
+            }                                                                                                          \
+            _Pragma("GCC unroll 16") for (int i = 0; i < N; i++) a[i] = b[i];                                          \
+        }                                                                                                              \
+        _Pragma("GCC unroll 16") for (int i = 0; i < N; i++) memcpy(out + i * pitch_out, &a[i], 16);                   \
+    }                                                                                                                  \
+    static void turn_##S(const char *in, int64_t pitch_in, char *out, int64_t pitch_out, int64_t rows,                 \
+                         int64_t columns)                                                                              \
+    {                                                                                                                  \
+        enum { N = 16 / S };                                                                                           \
+        const int64_t even_rows = rows / N * N, even_columns = columns / N * N;                                        \
+        for (int64_t d = 0; d < even_columns; d += 4 * N)                                                              \
+            for (int64_t r = 0; r < even_rows; r += 4 * N) {                                                           \
+                const int64_t bottom = r + 4 * N < even_rows ? r + 4 * N : even_rows;                                  \
+                for (int64_t i = bottom; i < bottom + 4 * N && i < even_rows; i++)                                     \
+                    __builtin_prefetch(in + i * pitch_in + d * S, 0);                                                  \
+                for (int64_t c = d; c < even_columns && c < d + 4 * N; c += N) {                                       \
+                    for (int64_t i = c; i < c + N && bottom < even_rows; i++)                                          \
+                        __builtin_prefetch(out + i * pitch_out + bottom * S, 1);                                       \
+                    for (int64_t k = r; k < bottom; k += N)                                                            \
+                        tile_##S(in + k * pitch_in + c * S, pitch_in, out + c * pitch_out + k * S, pitch_out);         \
+                }                                                                                                      \
+            }                                                                                                          \
+        for (int64_t r = 0; r < rows; r++)                                                                             \
+            for (int64_t c = r < even_rows ? even_columns : 0; c < columns; c++)                                       \
+                memcpy(out + c * pitch_out + r * S, in + r * pitch_in + c * S, S);                                     \
+    }
+
+TURN(1, 4)
+TURN(2, 3)
+TURN(4, 2)
+TURN(8, 1)
+
+/* Returns 1 where items have a size that it does not know. */
+API int ck_turn(int item, const char *in, int64_t pitch_in, char *out, int64_t pitch_out, int64_t rows, int64_t columns)
+{
+    switch (item) {
+    case 1: turn_1(in, pitch_in, out, pitch_out, rows, columns); return 0;
+    case 2: turn_2(in, pitch_in, out, pitch_out, rows, columns); return 0;
+    case 4: turn_4(in, pitch_in, out, pitch_out, rows, columns); return 0;
+    case 8: turn_8(in, pitch_in, out, pitch_out, rows, columns); return 0;
+    }
+    return 1;
+}

@@ -1,0 +1,272 @@
+"""The compiled blocks give the bits of NumPy's roads, on any range and shape, and step aside where they can't.
+
+Needs a C compiler; one build serves all processes of a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ckpt_tool.adapters.arithmetic import Folded, Kept
+from ckpt_tool.adapters.arithmetic import Term as Adapter
+from ckpt_tool.adapters.chain import written_out
+from ckpt_tool.cli import run
+from ckpt_tool.compiled import library as compiled
+from ckpt_tool.compiled import notes
+from ckpt_tool.compiled.library import Library, Term
+from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
+from ckpt_tool.merging.averages import Linear
+from ckpt_tool.run.compute import cast
+from ckpt_tool.run.computed import ComputedTree, Input
+from ckpt_tool.storage.source import Tree
+
+NUMPY = {"F32": np.float32, "BF16": ml_dtypes.bfloat16}
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CKPT_CACHE", str(shared / "compiled"))
+        found = Library(compiled.built().through())
+    assert compiled._trial(found) == ""
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_said() -> None:
+    notes.clear()
+
+
+@pytest.fixture
+def shelf(library: Library, monkeypatch: pytest.MonkeyPatch) -> compiled._Shelf:
+    """The process has the library."""
+    made = compiled._Shelf()
+    made.library = library
+    monkeypatch.setattr(compiled, "_shelf", made)
+    return made
+
+
+def drawn(seed: int, shape: tuple[int, ...], dtype: str, scale: float = 0.02) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(NUMPY[dtype])
+
+
+def sums(inputs, weights, total):
+    """Step by step in fp64, rounded to fp32 after each."""
+    so_far = np.zeros(inputs[0].shape, np.float32)
+    for values, weight in zip(inputs, weights, strict=True):
+        so_far = (values.astype("f8") * np.float64(np.float32(weight)) + so_far).astype("f4")
+    return so_far / np.float32(total)
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out", ["F32", "BF16"])
+@pytest.mark.parametrize("kinds", [("BF16", "BF16"), ("F32", "BF16"), ("BF16",), ("F32", "F32", "BF16")])
+def test_sums(library: Library, kinds: tuple[str, ...], out: str) -> None:
+    for numel in (1, 7, 511, 512, 513, 5000):
+        inputs = [drawn(k, (numel,), kind) for k, kind in enumerate(kinds)]
+        inputs[0][::3] = -0.0
+        weights = [0.3, -1.7, 1e-3][: len(kinds)]
+        for total in (1.0, 0.7):
+            made = np.full(numel, 77, f"u{np.dtype(NUMPY[out]).itemsize}")
+            wide = [float(np.float32(weight)) for weight in weights]
+            assert library.linear(list(zip(inputs, kinds, strict=True)), wide, total, made, out)
+            want = sums(inputs, weights, total).astype(NUMPY[out])
+            np.testing.assert_array_equal(made, want.view(made.dtype))
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 3.4e38])
+def test_sums_that_are_not_finite_are_left_to_numpy(library: Library, odd: float) -> None:
+    x = drawn(0, (600,), "F32")
+    x[555] = odd  # the last is finite, but no bf16: it rounds to infinity
+    for dtype in ("F32", "BF16"):
+        made = np.empty(600, f"u{np.dtype(NUMPY[dtype]).itemsize}")
+        assert library.linear([(x, "F32")], [1.0], 1.0, made, dtype) == (dtype == "F32" and np.isfinite(odd))
+    assert not library.linear([(x[:9].astype("f2"), "F16")], [1.0], 1.0, made[:9], "BF16")
+
+
+def test_every_bf16_is_rounded_as_ml_dtypes_does(library: Library) -> None:
+    upper = np.arange(0x7F7F, dtype="u4")
+    bits = np.concatenate([upper << 16 | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
+    values = np.concatenate([bits, bits | np.uint32(1 << 31)]).view("f4")
+    made = np.empty(len(values), "u2")
+    assert library.linear([(values, "F32")], [1.0], 1.0, made, "BF16")
+    np.testing.assert_array_equal(made, (values + np.float32(0)).astype(ml_dtypes.bfloat16).view("u2"))
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [1, 16, 37, 321, 700])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 5), (7, 64), (25, 131), (13, 600)])
+def test_products(library: Library, rank: int, rows: int, columns: int) -> None:
+    b, a = drawn(1, (rows, rank), "F32", 1), drawn(2, (rank, columns), "F32", 1)
+    base, numel = drawn(3, (rows, columns), "BF16", 1), rows * columns
+    delta = np.zeros((rows, columns), np.float32)
+    for start in range(0, rank, 320):
+        part = written_out(b[:, start : start + 320], a[start : start + 320])
+        delta = delta + part if start else part
+    want = (base.astype("f4") + delta * np.float32(1.7)).astype("f4")
+    terms, line = [Term(b, library.panels(a), 1.7)], base.reshape(-1)
+    ranges = np.sort(np.random.default_rng(rank).integers(0, numel + 1, (12, 2)), axis=1)
+    for start, stop in [(0, numel), *((int(low), int(high)) for low, high in ranges if low < high)]:
+        for dtype in ("F32", "BF16"):
+            made = np.full(stop - start, 77, f"u{np.dtype(NUMPY[dtype]).itemsize}")
+            assert library.folded((line[start:stop], "BF16"), (made, dtype), (start, stop, columns), terms)
+            np.testing.assert_array_equal(made, want.reshape(-1)[start:stop].astype(NUMPY[dtype]).view(made.dtype))
+
+
+# -- transposes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("item", [1, 2, 4, 8])
+def test_transposes(library: Library, item: int) -> None:
+    rng = np.random.default_rng(item)
+    for rows, columns in [(1, 9), (8, 8), (3, 200), (129, 65), (64, 64), *rng.integers(2, 150, (8, 2))]:
+        wide = np.zeros((rows, columns + 5), f"u{item}")
+        wide[...] = rng.integers(0, 256, (rows, (columns + 5) * item), np.uint8).view(wide.dtype)
+        target = np.full((columns, rows + 3), 7, wide.dtype)
+        source = wide[:, :columns]
+        if rows > 1 and columns > 1:
+            assert library.turned(source, target[:, :rows].T)
+            np.testing.assert_array_equal(target[:, :rows], source.T)
+        assert (target[:, rows:] == 7).all()
+
+
+def test_transposes_of_more_dims(library: Library) -> None:
+    source = np.random.default_rng(0).integers(0, 1 << 16, (3, 40, 50), np.uint16)
+    target = np.zeros((50, 3, 40), np.uint16)
+    assert library.turned(source, target.transpose(1, 2, 0))
+    np.testing.assert_array_equal(target, source.transpose(2, 0, 1))
+    assert not library.turned(source, np.zeros_like(source))  # a plain copy
+    assert not library.turned(source[:, :, ::2], target.transpose(1, 2, 0)[:, :, ::2])
+
+
+# -- recipes -----------------------------------------------------------------------------------------------------------
+
+
+def stored(folder: Path, name: str, values: np.ndarray, dtype: str) -> Input:
+    (folder / name).write_bytes(values.tobytes())
+    tensor = simple_tensor(TensorKey(name), StoredArray(name, 0, DTYPES[dtype], values.shape))
+    return Input(tensor, Tree(folder))
+
+
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize("experts", [1, 3])
+def test_recipes_give_the_same_bits_by_both_roads(
+    shelf: compiled._Shelf, tmp_path: Path, experts: int, odd: bool
+) -> None:
+    shape = (experts, 23, 40) if experts > 1 else (23, 40)
+    base = drawn(0, shape, "BF16")
+    if odd:
+        base.reshape(-1)[100] = np.nan
+    w, y = stored(tmp_path, "w", base, "BF16"), stored(tmp_path, "y", drawn(1, shape, "BF16"), "BF16")
+    a = stored(tmp_path, "a", drawn(2, (4 * experts, 40), "F32"), "F32")
+    b = stored(tmp_path, "b", drawn(3, (23, 4 * experts), "F32"), "F32")
+    terms = (Adapter(1, 2, 4, 1.7, turned=False), Adapter(1, 2, 4, 2.0, turned=False))
+    linear = Linear(TensorKey("l"), shape, (w, y), "", (0.3, 0.9))
+    folded = Folded(TensorKey("f"), shape, (w, a, b), "", terms, experts, Kept())
+    tree = ComputedTree("made", [linear, folded])
+    for path in ("model/l", "model/f"):
+        for start, stop in ((0, linear.numel), (0, 99), (101, 2 * 23 * 20 - 1), (37, 700)):
+            wide = tree.view(path, 4 * start, 4 * (stop - start))
+            want = bytes(cast(wide, DTYPES["F32"], DTYPES["BF16"])[0])
+            out = memoryview(bytearray(2 * (stop - start)))
+            finite = not (odd and start <= 100 < stop)
+            assert tree.rounded(path, start, DTYPES["BF16"], out) == finite
+            assert not finite or bytes(out) == want
+            assert not tree.rounded(path, start, DTYPES["F16"], out)
+
+
+def test_a_merge_is_the_same_file_by_both_roads(
+    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf, twin, calls = str(FIXTURES / "convert" / "llama" / "hf"), str(tmp_path / "twin"), []
+    shutil.copytree(hf, twin)
+    line = ["merge", hf, twin, "--method", "linear", "--weight", "0.3", "--weight", "0.9", "-q", "--no-fsync"]
+    turned, summed = Library.turned, Library.linear
+    monkeypatch.setattr(Library, "turned", lambda *a: (calls.append("turned"), turned(*a))[1])
+    monkeypatch.setattr(Library, "linear", lambda *a: (calls.append("linear"), summed(*a))[1])
+    for name in ("numpy", "compiled"):
+        made = compiled._Shelf()
+        made._looked, made._choice, made.library = True, "off", library if name == "compiled" else None
+        monkeypatch.setattr(compiled, "_shelf", made)
+        for to in ("safetensors", "paddle"):
+            assert run([*line[:3], str(tmp_path / f"{name}-{to}"), *line[3:], "--to", to, "--dtype", "bf16"]) == 0
+        assert bool(calls) == (name == "compiled")
+    assert set(calls) == {"turned", "linear"}
+    for to in ("safetensors", "paddle"):
+        files = sorted(path for path in (tmp_path / f"numpy-{to}").rglob("*") if path.is_file())
+        assert files
+        for path in files:
+            assert (
+                path.read_bytes()
+                == (tmp_path / f"compiled-{to}" / path.relative_to(tmp_path / f"numpy-{to}")).read_bytes()
+            )
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def test_without_a_compiler_numpy_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_CACHE", str(tmp_path))
+    monkeypatch.setenv("CKPT_COMPILED", "on")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    made = compiled._Shelf()
+    assert made.ready(1) is None and "no C compiler" in notes[0]
+    assert made.ready(compiled.WORTH) is None
+
+
+@pytest.mark.parametrize("said", ["exit 3", "cp /bin/sh $LAST"])
+def test_a_compiler_that_fails_or_makes_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    cc = tmp_path / "cc"
+    cc.write_text(f"#!/bin/sh\nfor LAST; do :; done\n{said}\n")
+    cc.chmod(0o755)
+    monkeypatch.setenv("CKPT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CKPT_COMPILED", "on")
+    monkeypatch.setenv("CC", str(cc))
+    made = compiled._Shelf()
+    assert made.ready(1) is None and notes[0].startswith("compiled blocks are not used: ")
+
+
+def test_a_library_with_other_bits_is_not_used(
+    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_COMPILED", "on")
+    monkeypatch.setattr(compiled, "_trial", lambda found: "sums")
+    made = compiled._Shelf()
+    monkeypatch.setattr(compiled, "built", lambda: None)
+    monkeypatch.setattr(made, "_look", lambda: None)
+    monkeypatch.setattr(compiled, "Library", lambda path: library)
+
+    class Kept:
+        def through(self) -> Path:
+            return tmp_path
+
+    monkeypatch.setattr(compiled, "built", Kept)
+    assert made.ready(1) is None and "sums differ from NumPy's" in notes[0]
+
+
+@needs_compiler
+def test_small_work_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_CACHE", str(tmp_path))
+    monkeypatch.delenv("CKPT_COMPILED", raising=False)
+    made = compiled._Shelf()
+    assert made.ready(compiled.WORTH - 1) is None and not notes
+    assert not list(tmp_path.rglob("*.so"))
+    monkeypatch.setenv("CKPT_COMPILED", "off")
+    made = compiled._Shelf()
+    assert made.ready(compiled.WORTH) is None and not made._building
