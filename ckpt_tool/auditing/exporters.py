@@ -80,9 +80,12 @@ def signatures(subject: Subject | None, found: Sequence[Finding], path: str) -> 
     out = []
     if subject is not None and MISSING in codes and (left_out := gaps(subject)):
         stem, numbers = next(iter(left_out.items()))
-        report = _of_a_gap(subject)
-        evidence = f"{len(numbers)} files {stem}N are left out, and the index agrees with those that are there"
-        out.append(_seen(report, evidence, "export again with a release of the exporter that has the fix, or with MTP"))
+        nearest = _of_a_gap(subject)
+        others = [report for report in (AREAL, BRIDGE_AHEAD, BRIDGE_SIZES) if report is not nearest]
+        what = f"{len(numbers)} files" if len(numbers) > 1 else "1 file"
+        evidence = f"of {stem}N {what} left out, and what names the files agrees with those that are there"
+        do = "export again with a release of the exporter that has the fix, or with MTP"
+        out.append(_seen(nearest, evidence, do, others))
     if NOTHING in codes:
         out.append(_seen(BRIDGE_SIZES, "there is a config and no weights", "export with a model of these sizes"))
     if "E0381" in codes:
@@ -111,5 +114,7 @@ def _as_layers(subject: Subject) -> bool:
     return not any("mtp" in form_of(form)[0].split(".") for form in forms)
 
 
-def _seen(report: Report, evidence: str, do: str) -> Finding:
-    return Finding(EXPORTER, f"{evidence}: as in {report.name}, where {report.what}", do=do, seen=(report.link,))
+def _seen(report: Report, evidence: str, do: str, others: Sequence[Report] = ()) -> Finding:
+    """others: reports of the same cause."""
+    links = (report.link, *(other.link for other in others))
+    return Finding(EXPORTER, f"{evidence}: as in {report.name}, where {report.what}", do=do, seen=links)

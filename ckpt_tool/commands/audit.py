@@ -25,7 +25,7 @@ from ckpt_tool.storage.destination import check_beside
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.source import Tree
 
-_NO_TENSORS, _BAD_CONFIG = "E1642", "E0239"
+_NO_TENSORS, _EMPTY_INDEX, _BAD_CONFIG = "E1642", "E0336", "E0239"
 _TORN = ("E0307", "E0308", "E0309")  # tensors whose values can't be read whole
 
 
@@ -50,7 +50,7 @@ def audit(src: str, reading: Reading, wanted: Auditing, *, progress: Progress) -
             raise
         found.append(_of_error(e))
     except InputError as e:
-        nothing = _nothing(src, reading)
+        nothing = _nothing(src, reading) if e.code in (_NO_TENSORS, _EMPTY_INDEX) else []
         if e.code == _NO_TENSORS and not nothing:
             raise
         found += nothing or [_of_error(e)]
@@ -114,6 +114,6 @@ def _notes(subject: Subject) -> Iterator[str]:
         yield "there is no config: sizes, numbers of layers and experts were taken from the tensors"
     promised, there = names.ahead(subject)
     if promised and not there:
-        yield f"the config promises multi-token prediction ({promised}), none is there: speculative decoding needs it"
+        yield f"multi-token prediction: the config promises {promised}, none is there; speculative decoding needs it"
     yield from subject.model.notes
     yield from (note.message for note in subject.opened.catalog.notes if note.code not in UNSOUND)

@@ -44,7 +44,10 @@ def _of_code(found: Sequence[Document], everything: bool) -> Lines:
     for each in listed:
         file = f" ({each['file']})" if each["file"] and each["file"] not in each["message"] else ""
         lines.append(Styled(f"{each['message']}{file}", _STYLES[each["severity"]]))
-        lines += [Styled(f"see {seen['url']}", "dim") for seen in each["seen"]]
+        lines += [
+            Styled(f"{'see' if at == 0 else 'of the same cause:'} {seen['url']}", "dim")
+            for at, seen in enumerate(each["seen"])
+        ]
     lines.append(Styled(more(len(found) - len(listed), "finding"), "dim"))
     lines += [Styled(f"to do: {do}", "plain") for do in dict.fromkeys(each["do"] for each in listed) if do]
     return Lines(f"{found[0]['code']} {found[0]['severity']}", tuple(lines))

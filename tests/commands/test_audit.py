@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import jsonschema
 import numpy as np
 import pytest
@@ -45,7 +46,8 @@ def codes(document: dict[str, Any]) -> set[str]:
 
 
 def seen(document: dict[str, Any]) -> list[str]:
-    return [each["name"] for finding in document["findings"] for each in finding["seen"]]
+    """The report that each finding is nearest to."""
+    return [finding["seen"][0]["name"] for finding in document["findings"] if finding["seen"]]
 
 
 # -- silent on what is sound -------------------------------------------------------------------------------------------
@@ -464,6 +466,20 @@ def test_every_code_is_explained() -> None:
     stated = {value for value in vars(findings).values() if isinstance(value, str) and value.startswith("A0")}
     assert stated == {code for code in catalogue() if code.startswith("A")}
     assert explain("a0101")["exit_code"] == 1 and explain("A0901")["class"] == "Finding"
+
+
+def test_a_model_behind_a_url(tmp_path: Path) -> None:
+    store = fsspec.filesystem("memory")
+    store.put(str(release(tmp_path / "m", *whole_model("qwen3"), 2)), "/audit/m", recursive=True)
+    try:
+        assert ckpt.audit("memory://audit/m", values=True)["ok"]
+        for file in store.glob("/audit/m/*.safetensors"):
+            store.rm(file)
+        assert codes(ckpt.audit("memory://audit/m")) == {"E0380"}
+        store.rm("/audit/m/model.safetensors.index.json")
+        assert codes(ckpt.audit("memory://audit/m")) == {"A0901", "A0107"}
+    finally:
+        store.rm("/audit", recursive=True)
 
 
 def test_what_is_no_model_is_an_error(tmp_path: Path) -> None:
