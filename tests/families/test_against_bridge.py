@@ -22,6 +22,7 @@ from ckpt_tool.core.box import Box
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import UsageError
 from ckpt_tool.families.completeness import missing, strange
+from ckpt_tool.families.models import FAMILIES
 from ckpt_tool.families.registry import find
 from ckpt_tool.families.rewrite import mapping
 from ckpt_tool.formats.containers.dcp_metadata import read_listing
@@ -110,6 +111,18 @@ def inside(box: Box) -> tuple[slice, ...]:
 def test_what_is_listed_is_there() -> None:
     assert UNCUT.keys() <= set(CASES)
     assert {case for case in CASES if golden(case).get("unsaved")} == UNSAVED
+
+
+def test_what_no_bridge_was_run_for_is_listed() -> None:
+    """Every family that a project maps to Megatron has a golden file, or a reason why not."""
+    pytest.importorskip("torch")
+    from bridge_cases import UNRUN
+
+    run = {find(config_of(case), golden(case)["hub"]).family.name for case in CASES}
+    mapped = {family.name for family in FAMILIES if "megatron" in family.dialects or family.unmapped}
+    assert mapped - run == UNRUN.keys()
+    swift = {find(config_of(case), golden(case)["hub"]).family.name for case in CASES if case.startswith("swift_")}
+    assert swift == {family.name for family in FAMILIES if "megatron-swift" in family.dialects}
 
 
 @pytest.mark.parametrize("case", CASES)

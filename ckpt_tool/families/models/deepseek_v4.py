@@ -82,7 +82,7 @@ FAMILY = Family(
         """),
     },
     saved="hf-saved",
-    unmapped="Megatron-Bridge maps it to a Megatron-Core of after 0.19.2",
+    unmapped="Megatron-Bridge and mcore-bridge map it to `dsv4_hybrid` of a Megatron-Core of after 0.19.2, which main of 2026-08-22 is not",
     tiny={"num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 8, "qk_rope_head_dim": 4, "q_lora_rank": 7,
           "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 5, "o_groups": 2, "o_lora_rank": 3,
           "index_n_heads": 2, "index_head_dim": 10, "hc_mult": 3, "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
