@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from family_models import NAMES, config_of, hub_shapes
@@ -183,3 +185,12 @@ def test_faults_say_what_to_pass(fault: str) -> None:
         call()
     assert isinstance(error.value, kind) and error.value.code == code
     assert hint in f"{error.value.message}; {error.value.hint}"
+
+
+@pytest.mark.parametrize("case", ["mistral3", "internvl", "gemma4_vl", "gemma4_unified"])
+def test_a_tower_tells_whose_language_model_it_is(case: str) -> None:
+    """By names alone, on the hub and in Megatron: a Mistral or Qwen with a tower of its own."""
+    document = json.loads((Path(__file__).parents[2] / "fixtures" / "bridge" / f"{case}.json").read_text())
+    for names, stated in ((document["hub"], None), (document["megatron"], "megatron")):
+        shapes = {name: tuple(each[0] if stated else each) for name, each in names.items()}
+        assert find(None, shapes, stated=stated).family.name == case.removesuffix("_vl")

@@ -16,21 +16,21 @@ FAMILY = Family(
     hub=hub.inside(hub.GEMMA4) + """
         model.vision_tower.**
         model.audio_tower.**
-        model.embed_vision.**
-        model.embed_audio.**
+        model.embed_vision.embedding_projection.weight : h x
+        model.embed_audio.embedding_projection.weight : h y
     """,
     dialects={
         "megatron": megatron.inside(megatron.GEMMA4) + """
             vision_tower.** = model.vision_tower.**
             audio_tower.** = model.audio_tower.**
-            embed_vision.** = model.embed_vision.**
-            embed_audio.** = model.embed_audio.**
+            embed_vision.embedding_projection.weight : h x = model.embed_vision.embedding_projection.weight : h x
+            embed_audio.embedding_projection.weight : h y = model.embed_audio.embedding_projection.weight : h y
         """,
         "megatron-swift": megatron.inside(megatron.SWIFT_GEMMA4) + """
             visual.vision_tower.** = model.vision_tower.**
             visual.audio_tower.** = model.audio_tower.**
-            visual.embed_vision.** = model.embed_vision.**
-            visual.embed_audio.** = model.embed_audio.**
+            visual.embed_vision.embedding_projection.weight : h x = model.embed_vision.embedding_projection.weight : h x
+            visual.embed_audio.embedding_projection.weight : h y = model.embed_audio.embedding_projection.weight : h y
         """,
     },
     tiny={"text_config": {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16,

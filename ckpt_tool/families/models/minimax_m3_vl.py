@@ -39,7 +39,7 @@ FAMILY = Family(
         model.layers.{i}.block_sparse_moe.shared_experts.<gate|up|down>_proj.weight : s h, s h, h s if sparse
         model.layers.{i}.self_attn.<index_q_proj|index_k_proj|index_q_norm|index_k_norm>.weight : xq h, xk h, xk, xk if indexed
     """, "language_model.model.", "language_model.lm_head") + """
-        vision_tower.**
+        vision_tower.vision_model.**
         multi_modal_projector.**
         patch_merge_mlp.**
     """,
@@ -58,7 +58,7 @@ FAMILY = Family(
             lightning_indexers.{i}.<q_proj|k_proj|q_norm|k_norm>.weight : xq h, xk h, xk, xk
                 = model.layers.{i}.self_attn.<index_q_proj|index_k_proj|index_q_norm|index_k_norm>.weight : xq h, xk h, xk, xk
         """, "language_model.model.", "language_model.lm_head") + """
-            vision_tower.**
+            vision_tower.vision_model.**
             multi_modal_projector.**
             patch_merge_mlp.**
         """,

@@ -1,5 +1,6 @@
 """Mistral Small 3.1 and Ministral 3: Mistral inside. `hf-5` is what transformers 5 has in memory.
-Megatron: Megatron-Bridge 0.6.2, models/ministral3/ministral3_bridge.py, whose tower and projector are the hub's own modules."""
+Megatron: Megatron-Bridge 0.6.2, models/ministral3/ministral3_bridge.py, whose tower and projector are the hub's own modules.
+`vision_tower.transformer.` is Pixtral's, and tells the family where no config does."""
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, Family, Variant
@@ -13,11 +14,13 @@ FAMILY = Family(
     parts={"mistral": {}, "ministral3": {}},
     hub=hub.inside(hub.DENSE, "language_model.model.", "language_model.lm_head") + """
         vision_tower.**
+        vision_tower.transformer.**
         multi_modal_projector.**
     """,
     dialects={
         "megatron": megatron.inside(megatron.DENSE, "language_model.model.", "language_model.lm_head") + """
             vision_tower.**
+        vision_tower.transformer.**
             multi_modal_projector.**
         """,
         "hf-5": Variant("hf", instead="language_model.model.", root="model.language_model.", over="""
