@@ -19,8 +19,11 @@ summed in torch's order (eight lanes along a row, one row after another where th
 equal PEFT's merge bit for bit as long as torch makes one chain too (tests/commands/test_adapters.py): up to r = 320
 with AVX-512, some 192 with AVX2.
 
-Cost: 2 to 4 ns an element at r = 16 with AVX-512; A and B of the tensors at work, at most `Kept.ROOM` bytes. DoRA reads
-its base twice. Source: PEFT 0.21.2 `tuners/lora/layer.py` (get_delta_weight, merge), `variants.py` and `dora.py`,
+Plain products are added and rounded by compiled code where it is there (`Folded.rounded`): the same chains in
+registers, 0.9 ns an element at r = 16 and 2.5 at r = 64 with AVX2, widening the base and rounding the sum included.
+
+Cost: else 2 to 4 ns an element at r = 16 with AVX-512; A and B of the tensors at work, at most `Kept.ROOM` bytes. DoRA
+reads its base twice. Source: PEFT 0.21.2 `tuners/lora/layer.py` (get_delta_weight, merge), `variants.py` and `dora.py`,
 `utils/save_and_load.py`, `tuners/trainable_tokens/layer.py`.
 """
 

@@ -195,7 +195,7 @@ class _Shelf:
 
     def _look(self) -> None:
         try:
-            kept = cache.look_up(cache.folder(), key())
+            kept = cache.look_up(cache.folder(), key(SOURCE.read_bytes()))
             if kept is not None:
                 self._load(kept)
         except (CkptError, OSError, cache.Refused) as e:
@@ -230,10 +230,10 @@ def ready(nbytes: int) -> Library | None:
 # -- building ----------------------------------------------------------------------------------------------------------
 
 
-def key() -> str:
+def key(source: bytes) -> str:
     """What decides the result: the source, the flags, the processor's features."""
     found = hashlib.sha256("\0".join((*FLAGS, platform.machine(), _features())).encode())
-    found.update(SOURCE.read_bytes())
+    found.update(source)
     return found.hexdigest()
 
 
@@ -253,30 +253,31 @@ def built() -> cache.Kept:
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))), None)
     if compiler is None:
         raise FileNotFoundError("no C compiler on the PATH")
-    place, _ = cache.place_to_build()
-    with cache.lock(place, key(), _SECONDS):
+    source = SOURCE.read_bytes()  # once: an upgrade may replace it meanwhile
+    (place, _), name = cache.place_to_build(), key(source)
+    with cache.lock(place, name, _SECONDS):
         try:
-            found = cache.look_up(place, key())
+            found = cache.look_up(place, name)
         except cache.Refused:
             found = None
         about = {
             "kind": "cpu",
             "architectures": [],
-            "sources": hashlib.sha256(SOURCE.read_bytes()).hexdigest(),
+            "sources": hashlib.sha256(source).hexdigest(),
             "compiler": [compiler],
             "flags": list(FLAGS),
         }
-        return found or cache.keep(place, key(), about, functools.partial(_compile, compiler))
+        return found or cache.keep(place, name, about, functools.partial(_compile, compiler, source))
 
 
-def _compile(compiler: str, target: Path) -> None:
+def _compile(compiler: str, source: bytes, target: Path) -> None:
     done = subprocess.run(
-        [compiler, *FLAGS, str(SOURCE), "-o", str(target)],
+        [compiler, *FLAGS, "-x", "c", "-", "-o", str(target)],
+        input=source.decode(),
         capture_output=True,
         text=True,
         errors="replace",
         timeout=_SECONDS,
-        stdin=subprocess.DEVNULL,
         env={**os.environ, "LC_ALL": "C"},
     )
     if done.returncode:
@@ -301,6 +302,10 @@ def _trial(library: Library) -> str:
     pair = [float(np.float32(0.3)), float(np.float32(0.9))]
     if not library.linear([(x, "F32"), (y, "F32")], pair, 1.2, found, "F32") or not np.array_equal(found, want):
         return "sums"
+    bits = rng.integers(0, 0x7F7F0000, 1000, np.uint32) & np.uint32(0xFFFF8000)  # half of them ties
+    half, made = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16), np.empty(1000, np.uint16)
+    if not library.linear([(bits.view(np.float32), "F32")], [1.0], 1.0, made, "BF16") or not np.array_equal(made, half):
+        return "sums in bf16"
     return _products(library, rng)
 
 

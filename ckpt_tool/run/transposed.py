@@ -23,8 +23,9 @@ up to 4 KiB, 0.91 s with 16). Gaps of up to 2 KiB are read and thrown away, whic
 took half as long again. Bytes that checksums want are read again at the end (`run/finish.py`), since strips come in
 pieces.
 
-How a group is turned was chosen by measurement: multiples of a copy of the same bytes, 16 MiB in strips of 4 KiB, one
-core of a Xeon (2 MiB of L2), items of 1, 2, 4, 8 bytes:
+A group is turned by compiled code where it is there (`lay`), else by NumPy, in tiles that were chosen by measurement:
+multiples of a copy of the same bytes, 16 MiB in strips of 4 KiB, one core of a Xeon (2 MiB of L2), items of 1, 2, 4, 8
+bytes:
 
     one NumPy assignment, no groups          52    26    13    6.6
     groups of 512 KiB, one assignment       4.1   2.2   1.3   0.8
@@ -33,14 +34,19 @@ core of a Xeon (2 MiB of L2), items of 1, 2, 4, 8 bytes:
     all rows x 64 columns (this module)     4.0   2.2   1.2   0.85
     turned as items of twice the width, then parted by casts and shifts: 4.1   3.0   2.4   -
     torch, out.copy_(group.t())             5.3   3.1   1.9   1.3
-    C, 8 x 8 in SSE registers                -    3.1    -     -
 
 Turning panels in place of groups, blocks straight out of the strips, took 1.2 to 1.5 times as long for read, turn, hash
 and write together: the strips come from L3 then. Panels without huge pages took 1.2 times as long, since a column is on
 as many pages as it has rows. A mapped source took 1.3 times the CPU of pread, and a file that is cut short would kill
 the process. Batched reads (libaio) take 0.7 of the time for strips of 4 KiB and two threads, but are no part of Python.
-So there is nothing to compile: at 2.2 copies the turn is a third of the job, which as a whole takes 1.9 times as long
-as `cp` of the same 2 GB on two quiet cores, start included (CPU 3.3 times; before there were panels: 15 and 14).
+The whole job took 1.9 times as long as `cp` of the same 2 GB on two quiet cores, start included (CPU 3.3 times; before
+there were panels: 15 and 14).
+
+Of C, NumPy's tiles take 2 to 3.3 times (bf16, in turns, one core of an EPYC with 512 KiB of L2, panels in memory), and
+blocks of whole cache lines on both sides, the next ones asked for ahead, took another quarter off. Groups are whole
+cache lines of the panel (90 strips took half as long again as 96). Lower panels, that would stay in L3, lose in calls
+what the turn gains: CPU seconds of 2 GB with groups of 512 KiB and panels of 32, 16, 8, 4 MiB 3.6, 3.5, 3.8, 5.0; with
+panels of 32 MiB and groups of 1 MiB 3.0, of 256 KiB 4.7.
 
 Outputs have the mirror of it, `run/transposed_outputs.py`; units end where rows of either do
 (`plan.schedule.segments`).

@@ -9,9 +9,10 @@ after the other as whole processes; every output is compared with a reference an
 is this tool's first output, which the real library judges against the source before anything is timed (`peers.py
 same-*`).
 
-Columns: wall and CPU in seconds (medians); `x cp`: the median of the rounds' ratios to `cp -r` (with fsync: to `cp -r`
-and an fsync of every file); `start`: peak memory above that of the same command on a checkpoint of 3 MB; `faster`,
-`leaner`: the peer's wall and peak memory as multiples of ours without fsync; `verified`: bytes that the judge compared.
+Columns: wall and CPU in seconds (medians); `x cp`: the median of the rounds' ratios to `cp -r` of the output, and for
+merges of models of all that they read (with fsync: to `cp -r` and an fsync of every file); `start`: peak memory above
+that of the same command on a checkpoint of 3 MB; `faster`, `leaner`: the peer's wall and peak memory as multiples of
+ours without fsync; `verified`: bytes that the judge compared.
 
 It does not measure cold caches, remote stores or many machines; `scale.py` has the metadata at scale.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -76,6 +78,7 @@ class Job:
     peers: tuple[Peer, ...] = ()
     file: bool = False  # the output is one file
     needs: frozenset[str] = field(default_factory=frozenset)
+    copied: tuple[str, ...] = ()  # names of `SOURCES` that `cp` copies; () for the output
 
 
 JOBS = (
@@ -206,6 +209,7 @@ JOBS = (
                 ("same-merged", "linear", "{out}", "{hf}", "{grown1}"),
             ),
         ),
+        copied=("hf", "grown1"),
     ),
     Job(  # thresholds of whole tensors: every input is read three times
         "ties of a base and two",
@@ -219,6 +223,7 @@ JOBS = (
                 ("same-merged", "ties", "{out}", "{hf}", "{grown1}", "{grown2}"),
             ),
         ),
+        copied=("hf", "grown1", "grown2"),
     ),
 )
 
@@ -355,8 +360,11 @@ def measured(job: Job, options: Options) -> Measured:
     measure.run(ours(job, sources, reference, fsync=True, options=options))
     verified = judge(job, job.judge, sources, reference)
     say(f"{job.name}: {verified:,} bytes verified; {measure.machine(options.work)}")
-    contestants = [Contestant(CP, ["cp", "-r", str(reference), str(out)], out)]
-    fsync_all = f'cp -r "{reference}" "{out}" && find "{out}" -type f -exec sync {{}} +'
+    copy = f'cp -r "{reference}" "{out}"'
+    if job.copied:
+        copy = f'mkdir "{out}" && cp -r {" ".join(shlex.quote(str(sources.path(name))) for name in job.copied)} "{out}"'
+    contestants = [Contestant(CP, ["sh", "-c", copy], out)]
+    fsync_all = f'{copy} && find "{out}" -type f -exec sync {{}} +'
     for fsync in options.fsync:
         if fsync:
             contestants.append(Contestant(CP_FSYNC, ["sh", "-c", fsync_all], out))
