@@ -109,7 +109,7 @@ def test_a_worker_that_dies_and_one_that_comes_late(real: S3, tmp_path: Path) ->
     assert ended(ground.worker()) == (0, True), "run again, it is committed already"
 
 
-@pytest.mark.share(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_one_that_commits_is_killed(real: S3, tmp_path: Path, when: str) -> None:
     """At its last object: before the store has it, and after; another finishes, or finds that all is done."""
