@@ -187,7 +187,7 @@ class _Shelf:
             if self.library is not None or self._building or not due:
                 return self.library
             self._building = True
-            worker = threading.Thread(target=self._build, name="ckpt-compile", daemon=True)
+            worker = threading.Thread(target=self._build, name="ckpt-compile")  # a run that ends first waits for it
             worker.start()
         if self._choice == "on":
             worker.join()
