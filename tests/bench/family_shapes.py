@@ -30,8 +30,8 @@ CKPT = [sys.executable, "-m", "ckpt_tool"]
 DEGREES = ("--tp", "4", "--pp", "4")
 SPLITS = {"glm4_moe_lite": "12,12,12,11"}  # layers that four stages do not share evenly
 SHARD = 5_000_000_000  # bytes
-# Sizes of config.json: Qwen3-Next-80B-A3B, Qwen3-VL-30B-A3B, Nemotron-3-Nano-30B-A3B, GLM-4.7-Flash (the class's own),
-# Qwen3-30B-A3B
+# Sizes of config.json: Qwen3-Next-80B-A3B, Qwen3-VL-30B-A3B, Qwen3.5-27B, Nemotron-3-Nano-30B-A3B, GLM-4.7-Flash (the
+# class's own), Qwen3-30B-A3B
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_next": {
         "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16,
@@ -47,6 +47,15 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         },
         "vision_config": {"depth": 27, "hidden_size": 1152, "out_hidden_size": 2048, "num_heads": 16,
                           "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]},
+    },
+    "qwen3_5": {
+        "text_config": {
+            "vocab_size": 248320, "hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 24,
+            "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 17408,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 48,
+        },
+        "vision_config": {"depth": 27, "hidden_size": 1152, "out_hidden_size": 5120, "num_heads": 16,
+                          "intermediate_size": 4304},
     },
     "nemotron_h": {
         "vocab_size": 131072, "hidden_size": 2688, "num_hidden_layers": 52, "num_attention_heads": 32,

@@ -72,7 +72,26 @@ def seen(line: list[str], folder: Path, columns: int) -> str:
         data += more
     os.close(here)
     assert process.wait() == 0
-    return ESCAPES.sub("", data.decode()).replace("\r\n", "\n")
+    return screen(data.decode())
+
+
+def screen(text: str) -> str:
+    """What stays on a terminal: a bar that a slow machine has seen is drawn over."""
+    rows, at, column = [""], 0, 0
+    for token in re.split(rf"({ESCAPES.pattern}|\r|\n)", text):
+        if token == "\r":
+            column = 0
+        elif token == "\n":
+            at += 1
+            rows += [""] * (at == len(rows))
+        elif not ESCAPES.fullmatch(token):
+            rows[at] = rows[at][:column] + token + rows[at][column + len(token) :]
+            column += len(token)
+        elif token.endswith("A"):
+            at = max(0, at - int(token[2:-1] or 1))
+        elif token.endswith("K"):
+            rows[at] = ""
+    return "\n".join(rows)
 
 
 def body(text: str) -> list[str]:

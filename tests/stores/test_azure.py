@@ -301,6 +301,7 @@ def test_a_kill_leaves_nothing_half_visible(blobs: Blobs, model: Path, tmp_path:
     assert sent <= -(-(model / "model.safetensors").stat().st_size // PART) - had
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("point", [2, 9, 18])
 def test_a_kill_of_the_server(blobs: Blobs, server: Azurite, model: Path, tmp_path: Path, point: int) -> None:
     """At a request: an error that says so, and when the server is back, with what it still has, the same command

@@ -211,15 +211,15 @@ GOOD = "merge_method: linear\nmodels:\n  - {{model: {0}, parameters: {{weight: 1
         ("", ["no mapping"]),
         ("models: [", ["not YAML", "E1443"]),
         ("a: 1\na: 2", ["'a' stands twice"]),
-        ("!!python/object/apply:os.system ['echo x']", ["asks for more than plain values"]),
-        ("a: !!python/name:os.system", ["asks for more than plain values"]),
+        ("!!python/object/apply:os.system ['echo x']", ["asks for more than values"]),
+        ("a: !!python/name:os.system", ["asks for more than values"]),
         ("? [1, 2]\n: 3", ["is no text"]),
-        ("a: &x [*x]", ["more values than any config needs"]),
+        ("a: &x [*x]", ["larger than any config needs"]),
         (
             "a: &a [1,1,1,1,1,1,1,1,1]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b,*b,*b]\nd: &d "
             "[*c,*c,*c,*c,*c,*c,*c,*c,*c]\ne: &e [*d,*d,*d,*d,*d,*d,*d,*d,*d]\nf: "
             "[*e,*e,*e,*e,*e,*e,*e,*e,*e]",
-            ["more values than any config needs"],
+            ["larger than any config needs"],
         ),
         ("[" * 5000, ["E1443"]),
         ("a: 1\n---\nb: 2", ["E1443"]),
