@@ -39,9 +39,8 @@ def compose(first: Iterable[Piece], second: Iterable[Piece]) -> list[Piece]:
     for name, group in makers.items():
         others = takers[name]
         if len(group) == len(others) == 1 and group[0].ext == others[0].ext and group[0].dst == others[0].src:
-            (a,), (b,) = group, others  # one and the same place: most often
-            if a.src.name != PAD or b.dst.name != PAD:
-                out.append(Piece(a.ext, a.src, b.dst, joined(a.maps, b.maps) if a.maps or b.maps else ()))
+            # one and the same place, most often: nothing to look for, and nothing to count
+            out += [each for each in meetings(*group, *others) if each.src.name != PAD or each.dst.name != PAD]
             continue
         near = _Nearby(others, "src") if len(others) > 1 else None
         once = {(piece.ext, piece.src): piece for piece in others}  # a taker that stands twice makes copies

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 from ckpt_tool.auditing.findings import CONSTANT, COPIES, HEAD, NOT_FINITE, ZEROS, Finding
@@ -74,7 +75,7 @@ def _copies(subject: Subject, digests: Mapping[str, str], alike: set[str]) -> It
         modules: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
         for name, digest in digests.items():
             found, shape = pattern.match(name), subject.kinds[name].shape
-            if found and len(shape) > 1 and _size(shape) >= _LEAST and name not in alike:
+            if found and len(shape) > 1 and prod(shape) >= _LEAST and name not in alike:
                 modules[found[1]][int(found[2])][found[3]] = digest
         for front, numbers in modules.items():
             first: dict[tuple[tuple[str, str], ...], int] = {}
@@ -91,7 +92,7 @@ def _constants(subject: Subject, sums: Mapping[str, Mapping[str, Any]], alike: s
     for name in sorted(alike):
         shape, form = subject.kinds[name].shape, form_of(name)[0]
         everywhere = same[form] == forms[form]
-        if not subject.kinds[name].dtype.is_float or _size(shape) < _LEAST or part_of(name) is not None:
+        if not subject.kinds[name].dtype.is_float or prod(shape) < _LEAST or part_of(name) is not None:
             continue
         vector = len(shape) < 2 or name.endswith(("bias", *_MASKS))
         if any(word in name for word in _BEGUN_AT_ZERO) or vector and (everywhere or forms[form] < 2):
@@ -109,10 +110,3 @@ def _not_finite(subject: Subject, sums: Mapping[str, Mapping[str, Any]]) -> Iter
         if bad and not name.endswith(_MASKS):
             what = "NaN" if row["nan"] else "infinite"
             yield Finding(NOT_FINITE, f"{bad} values of {name} are {what}", name)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for extent in shape:
-        size *= extent
-    return size

@@ -47,7 +47,7 @@ def pointer_notes(run: Run, judge: Judge) -> list[str]:
     """What is wrong with the pointer files of a run: they name what is not there, what is not sound, or no new step."""
     notes = []
     steps = {step.name: step for step in run.steps}
-    newest = next((step for step in reversed(run.steps) if judge.of(step).sound), None)
+    newest = judge.newest()
     for file, name in run.pointers:
         step = steps.get(name)
         found = judge.of(step) if step else None

@@ -66,7 +66,7 @@ def prune(src: str, reading: Reading, wanted: Retention, *, progress: Progress) 
         )
     run = run_at(src, follow_symlinks=reading.follow_symlinks)
     judge = Judge(run, reading)
-    last = _last_sound(run, judge)
+    last = judge.newest()
     fates = list(_fates(run, judge, reading, wanted, last))
     going = [fate for fate in fates if not fate.keep]
     gone, failed = frozenset[str](), list[CkptError]()
@@ -102,10 +102,6 @@ def _row(run: Run, fate: Fate, judge: Judge) -> dict[str, Any]:
         **({"reasons": list(fate.keep)} if fate.keep else {}),
         **({"why": known.why} if known and known.why else {}),
     }
-
-
-def _last_sound(run: Run, judge: Judge) -> Step | None:
-    return next((step for step in reversed(run.steps) if judge.of(step).sound), None)
 
 
 # -- what stays --------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ JOURNAL = ".ckpt-journal"  # what the journals in a staging folder are called, o
 STAGED = ".ckpt-partial"  # what a staging folder's name ends with
 REMOVED = ".ckpt-removed"  # what the name of something ends with that is being deleted
 HIDDEN = (STAGED, REMOVED)
+STORES = ("s3", "s3a", "az", "azure")  # schemes of the stores that outputs go to: there keys are the paths
 SHOWN = 20  # faults
 _WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9_.+-]{0,200}[A-Za-z0-9_+-])?"
 _PLAIN = re.compile(

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from ckpt_tool.core.box import Box, contiguous_strides, first_overlap
-from ckpt_tool.core.inner_path import check_outputs, leaves
+from ckpt_tool.core.inner_path import STORES, check_outputs, leaves
 from ckpt_tool.core.target import PATCH_BYTES, TargetFile
 from ckpt_tool.plan.copy import Region
 from ckpt_tool.plan.plan import Extent, Move, Plan
@@ -48,8 +48,7 @@ def check(plan: Plan, path: str) -> list[str]:
     return found
 
 
-# As `storage.destination.WRITTEN`, which this room may not know.
-_IN_STORE = re.compile(r"(?:s3a?|az|azure)://[^/\s]+/[^\x00-\x1f]+")
+_IN_STORE = re.compile(rf"(?:{'|'.join(STORES)})://[^/\s]+/[^\x00-\x1f]+")
 
 
 def _whole(plan: Plan) -> Iterator[str]:

@@ -63,6 +63,10 @@ class Judge:
             self._judged[step.name] = self._look(step)
         return self._judged[step.name]
 
+    def newest(self) -> Step | None:
+        """The newest sound step."""
+        return next((step for step in reversed(self.run.steps) if self.of(step).sound), None)
+
     def known(self, step: Step) -> Judged | None:
         """What was found of a step, None where nobody has asked yet."""
         return self._judged.get(step.name)

@@ -26,6 +26,7 @@ from ckpt_tool.storage.multipart import (
     Listing,
     PartBody,
     Pending,
+    PutsWhole,
     Sent,
     md5,
     no_place,
@@ -40,7 +41,7 @@ BLOCKS = "uncommitted blocks"  # the one upload that a blob may have
 _DIGITS = 5  # of a block's number: a blob has 50,000 at most
 
 
-class Container:
+class Container(PutsWhole):
     """A place in a container to write to. Keys are relative to it. Thread-safe."""
 
     def __init__(self, client: Any, name: str, base: str, shown: str) -> None:
@@ -106,21 +107,8 @@ class Container:
         value: str | None = metadata.get(_word(name))
         return value
 
-    def put(self, key: str, data: bytes | bytearray, notes: Mapping[str, str], *, new: bool) -> None:
-        try:
-            self._put(key, bytes(data), notes, new=new)
-        except OutputExists:
-            if self._stored_md5(key) != md5(data):
-                raise
-
-    def create(self, key: str, data: bytes) -> bool:
-        try:
-            self._put(key, data, {}, new=True)
-        except OutputExists:
-            return False
-        return True
-
-    def _put(self, key: str, body: bytes, notes: Mapping[str, str], *, new: bool) -> None:
+    def _put(self, key: str, data: bytes | bytearray, notes: Mapping[str, str], *, new: bool) -> None:
+        body = bytes(data)
         ask = partial(
             self._blob(key).upload_blob,
             body,
@@ -130,13 +118,12 @@ class Container:
         )
         self._request(ask, key, "put blob")
 
-    def _stored_md5(self, key: str) -> bytes:
-        """Of a blob that was put whole, b"" where none is."""
+    def _holds(self, key: str, data: bytes | bytearray) -> bool:
         try:
             blob = self._request(self._blob(key).get_blob_properties, key, "look at blob")
         except StorageError:
-            return b""
-        return bytes(blob.content_settings.content_md5 or b"")
+            return False
+        return bytes(blob.content_settings.content_md5 or b"") == md5(data)
 
     def read(self, key: str, nbytes: int) -> Iterator[bytes]:
         for at in range(0, nbytes, LEAST):

@@ -13,11 +13,9 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
-from ckpt_tool.core.inner_path import STAGED
+from ckpt_tool.core.inner_path import STAGED, STORES
 from ckpt_tool.errors import OutputExists, StorageError, UsageError
 from ckpt_tool.storage.opening import scheme_of, short_url
-
-WRITTEN = ("s3", "s3a", "az", "azure")  # schemes of the stores that outputs go to
 
 
 def url_fault(path: str) -> tuple[str, str] | None:
@@ -29,7 +27,7 @@ def url_fault(path: str) -> tuple[str, str] | None:
         return None
     if scheme in ("file", "local"):
         return f"{path} is a URL, and outputs are named by paths", f"write it as a path: {path.partition('://')[2]}"
-    if scheme in WRITTEN:
+    if scheme in STORES:
         return f"{path} is a URL, and this is a file of this machine", "write it to a local path"
     return (
         f"{path} is a URL, and of stores only those of Azure and with S3's protocol are written to",
@@ -62,7 +60,7 @@ Place = Path | RemotePlace
 
 def place_of(path: str) -> Place:
     """Where an output is to lie. Raises UsageError E1610 for a URL that is not written to."""
-    return RemotePlace(path) if scheme_of(path) in WRITTEN and "://" in path else local_path(path)
+    return RemotePlace(path) if scheme_of(path) in STORES and "://" in path else local_path(path)
 
 
 def local_path(path: str) -> Path:

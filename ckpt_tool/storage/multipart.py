@@ -108,7 +108,34 @@ class PartBody(io.RawIOBase):
         return len(some)
 
 
-class Bucket:
+class PutsWhole:
+    """How a small object is put at once, of what a store does in its own words: `_put` and `_holds`."""
+
+    def put(self, key: str, data: bytes | bytearray, notes: Mapping[str, str], *, new: bool) -> None:
+        """A whole object at once. new: raise OutputExists where there is one, other than by a lost answer to this."""
+        try:
+            self._put(key, data, notes, new=new)
+        except OutputExists:
+            if not self._holds(key, data):
+                raise
+
+    def create(self, key: str, data: bytes) -> bool:
+        """A small object where there is none. False where there is one."""
+        try:
+            self._put(key, data, {}, new=True)
+        except OutputExists:
+            return False
+        return True
+
+    def _put(self, key: str, data: bytes | bytearray, notes: Mapping[str, str], *, new: bool) -> None:
+        raise NotImplementedError
+
+    def _holds(self, key: str, data: bytes | bytearray) -> bool:
+        """Is an object there that was put whole, of these bytes?"""
+        raise NotImplementedError
+
+
+class Bucket(PutsWhole):
     """A place in a bucket to write to. Keys are relative to it. Thread-safe."""
 
     def __init__(self, client: Any, bucket: str, base: str, shown: str) -> None:
@@ -169,21 +196,6 @@ class Bucket:
         head = self._request("head_object", key)
         value: str | None = head.get("Metadata", {}).get(name)
         return value
-
-    def put(self, key: str, data: bytes | bytearray, notes: Mapping[str, str], *, new: bool) -> None:
-        """A whole object at once. new: raise OutputExists where there is one."""
-        try:
-            self._put(key, data, notes, new=new)
-        except OutputExists:
-            if self._etag(key) != md5(data).hex():
-                raise
-
-    def create(self, key: str, data: bytes) -> bool:
-        try:
-            self._put(key, data, {}, new=True)
-        except OutputExists:
-            return False
-        return True
 
     def _put(self, key: str, data: bytes | bytearray, notes: Mapping[str, str], *, new: bool) -> None:
         condition = {"IfNoneMatch": "*"} if new else {}
@@ -246,6 +258,9 @@ class Bucket:
         except (OutputExists, StorageError) as e:
             if e.code not in ("E0501", NO_UPLOAD) or self._etag(key) != whole_etag(etags):
                 raise
+
+    def _holds(self, key: str, data: bytes | bytearray) -> bool:
+        return self._etag(key) == md5(data).hex()
 
     def _etag(self, key: str) -> str:
         """Of the object that is there, "" where none is."""
