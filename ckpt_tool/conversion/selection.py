@@ -7,7 +7,7 @@ from dataclasses import replace
 from ckpt_tool.conversion.groups import without_removed
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, TensorKey
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.beside import optimizer_files
+from ckpt_tool.formats.beside import UNREAD, optimizer_files
 from ckpt_tool.formats.soundness import check_sound
 from ckpt_tool.formats.steps import other_steps
 from ckpt_tool.plan.moves import Stored
@@ -63,9 +63,10 @@ def refuse_left_optimizer(opened: Opened, job: Conversion) -> None:
     tree = opened.tree
     left = optimizer_files(tree.names() if tree.single is None else (), opened.catalog.files)
     if left:
+        why = next((note.message for note in opened.catalog.notes if note.code == UNREAD), "")
         raise UsageError(
-            f"{left[0]} holds an optimizer's state by parameter number: whose it is stands in no file, so it can't "
-            "be taken along",
+            f"{left[0]} holds an optimizer's state by parameter number, and nothing tells whose each is, so it can't "
+            f"be taken along{f' ({why})' if why else ''}",
             code="E1643",
             path=tree.display(left[0]),
             faults=[f"{name} too" for name in left[1:]],

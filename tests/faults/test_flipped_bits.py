@@ -146,13 +146,13 @@ def judged(source: Path) -> tuple[dict[str, Any] | None, CkptError | None]:
         return None, fault
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(12)
 @pytest.mark.parametrize("path", list(fixtures()))
 def test_every_flipped_bit_is_found_or_lies_where_nothing_covers(path: Path, tmp_path: Path) -> None:
     flip_all(path, tmp_path)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(12)
 @pytest.mark.parametrize("source", ["deepspeed/z1_bf16_dp4", "megatron/moe_tp2ep2etp1"])
 @pytest.mark.parametrize("fmt", sorted(name for name in registry.NAMES if not registry.by_name(name).holds.adapter))
 def test_the_same_of_what_we_write(fmt: str, source: str, tmp_path: Path) -> None:

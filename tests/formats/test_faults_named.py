@@ -72,7 +72,7 @@ def test_every_format_of_several_files_is_here() -> None:
     assert len({param.values[0] for param in cases()}) >= 11
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(9)
 @pytest.mark.parametrize("how", DAMAGES)
 @pytest.mark.parametrize(("name", "folder", "group"), list(cases()))
 def test_every_broken_file_is_named_at_once(
@@ -131,6 +131,7 @@ def without(catalog: Catalog, tensor: LogicalTensor, number: int) -> tuple[Catal
     return replace(catalog, tensors={**dict(catalog.tensors.items()), tensor.key: short}), lost
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("name", "folder"), list(parted()))
 def test_a_gap_is_never_laid_to_a_file_that_is_whole(name: str, folder: Path) -> None:
     """Every placement of the fixtures, and of each some tensors without one of their boxes."""

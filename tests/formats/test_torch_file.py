@@ -227,6 +227,8 @@ def test_checksums_can_be_required() -> None:
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
     if isinstance(value, dict):
         return {k: v for key, item in value.items() for k, v in leaves(item, (*path, key)).items()}
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):  # Lightning's `optimizer_states`
+        return {k: v for n, item in enumerate(value) for k, v in leaves(item, (*path, n)).items()}
     return {path: value}
 
 

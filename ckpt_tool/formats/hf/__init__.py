@@ -17,7 +17,8 @@ def _may_be(tree: Tree) -> bool:
 ENTRY = Entry(
     "safetensors",
     order=10,
-    en="Hugging Face: single, sharded with index, and DCP's `shard-*-model-*`",
-    zh="Hugging Face：单文件、带索引的分片，以及 DCP 的 `shard-*-model-*`",
+    en="Hugging Face: single, sharded with index, and DCP's `shard-*-model-*`; read only: accelerate's and the "
+    "Trainer's optimizer beside it",
+    zh="Hugging Face：单文件、带索引的分片，以及 DCP 的 `shard-*-model-*`；只读：旁边的 accelerate 与 Trainer 优化器",
     may_be=_may_be,
 )

@@ -25,6 +25,7 @@ Cost: one open and two preads a file, 1 us and 70 bytes a tensor. Holds the mode
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from ckpt_tool.core.faults import for_each, together
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, InternalError, UnknownFormat
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specificity
+from ckpt_tool.formats.beside import optimizer_files
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.hf import shards as hf_shards
 from ckpt_tool.formats.hf.files import INDEX_SUFFIX, SHOWN, SUFFIX, FileSet
@@ -106,7 +108,11 @@ class HfSafetensors:
         catalog = _read(tree, chosen, lenient=options.lenient, forced=options.forced)
         if not prefer and BIN_INDEX in tree.listing():
             _agree(tree, catalog)
-        return catalog
+        if tree.single is None and optimizer_files(tree.names(), catalog.files):
+            from ckpt_tool.formats.torch.beside_model import with_optimizer
+
+            catalog = with_optimizer(tree, catalog, in_order=False)
+        return _with_ignored(tree, catalog)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """The whole output: one file where it fits `shard_size` (or one is asked for), else files and their index."""
@@ -161,12 +167,18 @@ def read_of(tree: Tree, files: Sequence[str], options: ReadOptions = AS_IS) -> C
     chosen = hf_files.choose(files)
     if chosen is None:
         raise InternalError(f"no safetensors among {files}")
-    return _read(tree, chosen, lenient=options.lenient, forced=options.forced)
+    return _with_ignored(tree, _read(tree, chosen, lenient=options.lenient, forced=options.forced))
+
+
+def _with_ignored(tree: Tree, catalog: Catalog) -> Catalog:
+    """The catalog with a note on what else lies in the folder."""
+    listing = [] if tree.single else tree.seen(tree.listing())
+    notes = hf_files.ignored(listing, (*catalog.files, *catalog.sidefiles))
+    return replace(catalog, notes=(*catalog.notes, *notes)) if notes else catalog
 
 
 @gc_paused()
 def _read(tree: Tree, chosen: FileSet, *, lenient: bool, forced: bool) -> Catalog:
-    listing = [] if tree.single else tree.seen(tree.listing())
     hf_files.check(chosen, path=tree.display())
     notes = list(chosen.notes)
     if chosen.index is not None:
@@ -187,7 +199,6 @@ def _read(tree: Tree, chosen: FileSet, *, lenient: bool, forced: bool) -> Catalo
         tensors = HeaderTable(headers)
     files = ((chosen.index,) if chosen.index else ()) + tuple(header.path for header in headers)
     sidefiles = _sidefiles(tree, chosen)
-    notes += hf_files.ignored(listing, (*files, *sidefiles))
     return Catalog(FORMAT.name, tensors, extras=_extras(headers), files=files, sidefiles=sidefiles, notes=tuple(notes))
 
 

@@ -52,13 +52,13 @@ def align(
         groups: `param_groups` as plain values. moments: number -> state name -> shape.
         model: the model's tensors in their own order.
     """
-    numbers = _numbers(groups)
+    numbers = numbers_of(groups)
     if numbers is None or not set(moments) <= {n for group in numbers for n in group}:
         return Aligned({}, "its param_groups do not list the numbers of its states")
     named = _by_param_names(groups, numbers)
     if named is not None:
         return Aligned(named, "by the param_names of its groups")
-    shapes = {number: _shape(states) for number, states in moments.items()}
+    shapes = {number: shape_of(states) for number, states in moments.items()}
     found = _unique([[shapes.get(number) for number in group] for group in numbers], _candidates(model))
     if isinstance(found, str):
         return Aligned({}, found)
@@ -66,7 +66,7 @@ def align(
     return Aligned(names, "by order and shape: no other assignment fits")
 
 
-def _numbers(groups: Sequence[Any]) -> list[list[int]] | None:
+def numbers_of(groups: Sequence[Any]) -> list[list[int]] | None:
     """The numbers of each group; None when the groups do not number their parameters."""
     out: list[list[int]] = []
     for group in groups:
@@ -88,7 +88,7 @@ def _by_param_names(groups: Sequence[Any], numbers: list[list[int]]) -> dict[int
     return names if len(set(names.values())) == len(names) else None
 
 
-def _shape(states: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+def shape_of(states: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
     """The shape of the parameter that has these states; None when they do not tell."""
     for name in SAME_SHAPE:
         if name in states:

@@ -21,7 +21,8 @@ Rules, in this order:
    model has. The flat spelling `state.PARAMETER.STATE` (as one key, after any prefix) counts when its parameters are
    tensors of the model, or `param_groups.PARAMETER.*` stand beside it; what stands before these parameters in the
    model's keys (`model.`) is then the model's prefix.
-2. `ema`, `model_ema`, ... hold the state `ema`; `master_weights`, `fp32_params`, ... the state `master`.
+2. `ema`, `model_ema`, ... hold the state `ema`; `master_weights`, `fp32_params`, ... the state `master`. Beside
+   `current_model_state` and `averaging_state` the averages lie in `state_dict`, as Lightning's callback leaves them.
 3. The model's root: the first of `model`, `model_state_dict`, `state_dict`, `module`, ... that holds tensors, at the
    top or beside an optimizer; one level is taken off, never two. Without any, the model lies bare at the top.
 4. Whatever else is a tensor (RNG states, a scheduler's) has the state `extras` and its dotted path as name, less a
@@ -29,8 +30,9 @@ Rules, in this order:
 5. `_checkpoint_wrapped_module.`, `_orig_mod.`, `_fsdp_wrapped_module.` are left by wrappers and taken out of names.
 
 Sources of the layouts: torch 2.13 `distributed/checkpoint/state_dict.py` (get_state_dict; the flattened form),
-torchtitan 2025 `components/{optimizer,checkpoint}.py`, accelerate 1.15 `utils/fsdp_utils.py`, PyTorch's checkpoint
-tutorials. Cost: a few dict operations a tensor. What it does not do: read files, or rename a model's own parts.
+torchtitan 2025 `components/{optimizer,checkpoint}.py`, accelerate 1.15 `utils/fsdp_utils.py`, Lightning 2.6.6
+`pytorch/callbacks/weight_averaging.py` (`on_save_checkpoint`), PyTorch's checkpoint tutorials. Cost: a few dict
+operations a tensor. What it does not do: read files, or rename a model's own parts.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ from ckpt_tool.formats.state_dict.optimizer_ids import Candidate, align
 from ckpt_tool.formats.state_dict.roots import Roots
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.formats.state_dict.words import (
+    AVERAGING,
     EMA_ROOTS,
+    LIVE_ROOT,
     MASTER_ROOTS,
     MASTER_STATES,
     MODEL_ROOTS,
@@ -56,6 +60,7 @@ from ckpt_tool.formats.state_dict.words import (
     clean,
 )
 
+UNNAMED = "N-unnamed-parameters"  # the note on an optimizer whose numbers keep
 _WEAK_ROOTS = frozenset(("module", "net", "network", "params"))  # may as well be a part of a model that lies bare
 _FLAT = re.compile(r"(?:^|(?<=\.))state\.")
 _RNG = re.compile(r"(?:^|[._])rng(?:[._]|$)", re.IGNORECASE)
@@ -203,11 +208,13 @@ class _Naming:
     def side_roots(self) -> None:
         """EMA and master weights."""
         members: dict[tuple[str, Path], list[int]] = {}
+        averaged = self._averaged()
         for i in self.rest():
             path = self.leaves[i].path
             for depth, step in enumerate(path[:-1][:2]):
                 word = str(step).lower()
-                state = EMA if word in EMA_ROOTS else MASTER if word in MASTER_ROOTS else None
+                ema = word in EMA_ROOTS or path[: depth + 1] == averaged
+                state = EMA if ema else MASTER if word in MASTER_ROOTS else None
                 if state:
                     members.setdefault((state, path[: depth + 1]), []).append(i)
                     break
@@ -221,8 +228,20 @@ class _Naming:
             for i in own:
                 self.keys[i] = TensorKey(clean(dotted(self.leaves[i].path[len(below) :])), state)
 
+    def _averaged(self) -> Path | None:
+        """Where Lightning's callback puts the averages: where a model lies otherwise, which it moves away."""
+        tops = {leaf.path[0] for leaf in self.leaves if len(leaf.path) > 1}
+        if not {LIVE_ROOT, AVERAGING, "state_dict"} <= tops:
+            return None
+        self.root = (LIVE_ROOT,)
+        self.found["model"] = self.root
+        self.note("N-averaged", f"state_dict holds averages, the state ema: the model is {LIVE_ROOT}, by {AVERAGING}")
+        return ("state_dict",)
+
     def model_root(self) -> None:
         """Find the level that holds the model, if there is one."""
+        if self.root is not None:
+            return
         parents = {optimizer.path[:-1] for optimizer in self.optimizers if optimizer.path}
         tops = {self.leaves[i].path[0] for i in self.rest() if len(self.leaves[i].path) > 1}
         seen: dict[Path, None] = {}
@@ -316,7 +335,7 @@ class _Naming:
             shown = dotted(optimizer.path) or "the optimizer"
             if not aligned.names:
                 self.note(
-                    "N-unnamed-parameters",
+                    UNNAMED,
                     f"{shown} numbers its parameters and their names can't be derived from the model ({aligned.why}): "
                     "its states keep the numbers as names; an optimizer of named_parameters() saves names",
                 )

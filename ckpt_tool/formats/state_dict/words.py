@@ -24,6 +24,8 @@ OPTIMIZER_ROOTS = frozenset(
 EMA_ROOTS = frozenset(
     ("ema", "ema_model", "model_ema", "ema_state_dict", "state_dict_ema", "ema_weights", "ema_params")
 )
+# Lightning's WeightAveraging: where this is, `state_dict` holds the averages and LIVE_ROOT the model that is trained
+LIVE_ROOT, AVERAGING = "current_model_state", "averaging_state"
 MASTER_ROOTS = frozenset(
     ("master", "master_weights", "master_params", "master_model", "fp32_params", "fp32_weights", "fp32_master_weights")
 )

@@ -88,29 +88,26 @@ def choose(tree: Tree) -> Chosen | None:
     names = tree.names()
     ranked = rank_files(names)
     if any(file.kind == "model" for file in ranked):
-        ours = {file.name for file in ranked}
-        return Chosen(
-            f"{len(ranked)} files of single ranks", ranks=ranked, notes=_beside([n for n in names if n not in ours])
-        )
+        return Chosen(f"{len(ranked)} files of single ranks", ranks=ranked)
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     usual = [name for name in indexes if name == "pytorch_model" + INDEX_SUFFIX]
     if indexes:
         index = (usual or indexes)[0]
-        return Chosen(f"an index, {index}", index=index, notes=_beside(names))
+        return Chosen(f"an index, {index}", index=index)
     weights = [name for name in names if not _BESIDE.fullmatch(name)]
     numbered = [name for name in names if _NUMBERED.fullmatch(name)]
     stems = {found[1] for name in numbered if (found := _NUMBERED.fullmatch(name))}
     whole = "pytorch_model" in stems or not any(name.endswith(_OTHERS) or _PART.match(name) for name in names)
     if len(stems) == 1 and whole and _looks(tree, numbered[0]):
-        return Chosen(f"{len(numbered)} numbered files without an index", tuple(numbered), notes=_beside(names))
+        return Chosen(f"{len(numbered)} numbered files without an index", tuple(numbered))
     if WHOLE in weights:
-        return Chosen(WHOLE, (WHOLE,), notes=_beside(names))
+        return Chosen(WHOLE, (WHOLE,))
     if not whole or len(weights) > LOOKED_AT:
         return None
     looking = [name for name in weights if _looks(tree, name)]
     if len(looking) != 1:
         return None
-    return Chosen(f"{ONLY}, {looking[0]}", (looking[0],), notes=_beside(names))
+    return Chosen(f"{ONLY}, {looking[0]}", (looking[0],))
 
 
 def evidence(tree: Tree) -> Evidence | None:
@@ -178,8 +175,9 @@ def _looks(tree: Tree, name: str) -> bool:
     return is_stream(head) or head[:4] == b"PK\x03\x04" and b"/data.pkl" in head
 
 
-def _beside(names: list[str]) -> tuple[Note, ...]:
-    found = [name for name in names if _BESIDE.fullmatch(name)]
+def beside_notes(tree: Tree, taken: Iterable[str]) -> tuple[Note, ...]:
+    """A note on a trainer's files beside the model that are not among `taken`."""
+    found = sorted({name for name in tree.names() if _BESIDE.fullmatch(name)}.difference(taken))
     return (Note("N-beside", f"beside the model, not read and not carried: {', '.join(found[:20])}"),) if found else ()
 
 

@@ -50,6 +50,7 @@ from ckpt_tool.formats.state_dict.roots import Ordered, Roots
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.formats.state_dict.words import clean
 from ckpt_tool.formats.torch import choice as torch_choice
+from ckpt_tool.formats.torch.beside_model import with_optimizer
 from ckpt_tool.formats.torch.choice import Chosen, RankFile
 from ckpt_tool.formats.torch.content import TorchContent, read_content
 from ckpt_tool.storage.pickle_writer import dumps, stored
@@ -99,18 +100,9 @@ class _Torch:
                 hint="pass the file itself",
             )
         torch_choice.check_numbers(chosen.files, tree.display())
-        expected = _expected(tree, chosen.index) if chosen.index else dict.fromkeys(chosen.files)
-        required = options.require_checksums
-        from ckpt_tool.formats.torch import ranks as torch_ranks  # few sources are of this kind
-
-        if chosen.ranks:
-            return torch_ranks.read(tree, chosen, required=required)
-        files = by_file(expected, lambda name: read_content(tree, name, dtensors=True))
-        if any(file.wrapped for file in files.values()):
-            own = [(torch_choice.rank_files([n]) or (RankFile(n, "", None, None),))[0]._replace(name=n) for n in files]
-            return torch_ranks.read(tree, replace(chosen, ranks=tuple(own)), required=required)
-        notes = [*chosen.notes, *_hold_against(tree, expected, files, lenient=options.lenient)]
-        return _catalog(tree, chosen, files, notes, required=required)
+        catalog = _read(tree, chosen, options)
+        unread = torch_choice.beside_notes(tree, catalog.files) if tree.single is None else ()
+        return replace(catalog, notes=(*catalog.notes, *unread)) if unread else catalog
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """One file, or Hugging Face's layout for a model alone."""
@@ -121,6 +113,21 @@ FORMAT = _Torch()
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _read(tree: Tree, chosen: Chosen, options: ReadOptions) -> Catalog:
+    expected = _expected(tree, chosen.index) if chosen.index else dict.fromkeys(chosen.files)
+    required = options.require_checksums
+    from ckpt_tool.formats.torch import ranks as torch_ranks  # few sources are of this kind
+
+    if chosen.ranks:
+        return torch_ranks.read(tree, chosen, required=required)
+    files = by_file(expected, lambda name: read_content(tree, name, dtensors=True))
+    if any(file.wrapped for file in files.values()):
+        own = [(torch_choice.rank_files([n]) or (RankFile(n, "", None, None),))[0]._replace(name=n) for n in files]
+        return torch_ranks.read(tree, replace(chosen, ranks=tuple(own)), required=required)
+    notes = [*chosen.notes, *_hold_against(tree, expected, files, lenient=options.lenient)]
+    return with_optimizer(tree, _catalog(tree, chosen, files, notes, required=required), in_order=True)
 
 
 def _expected(tree: Tree, index: str) -> dict[str, Any]:

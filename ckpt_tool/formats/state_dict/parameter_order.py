@@ -1,0 +1,162 @@
+"""In which order a trainer walked its model, where the file of the model does not keep it: safetensors sorts names.
+
+An optimizer numbers parameters as `model.parameters()` yields them: a module's own before those of its modules, and
+these as its class made them. Two things tell that order:
+
+1. The class: `config.json` names it, and the classes of `MODEL_TYPES` make their modules in the order of `_SIBLINGS`.
+2. The tree of modules and the optimizer's shapes. Modules of a list follow its numbers, those of one list are alike,
+   `weight` comes before `bias`; which of other siblings comes first is tried. One order that fits is an answer, two
+   are none: in most decoders two norms of a layer are alike.
+
+    model: embed (33, 10), layers.0.w1 (23, 10), layers.1.w1 (23, 10), head (33, 8)
+    moments: 0 (33, 10), 1 (23, 10), 2 (23, 10), 3 (33, 8)        embed, layers, head: no other order fits
+
+Sources: torch 2.13 `nn/modules/module.py` (`_named_members`, `named_modules`), `nn/modules/{linear,normalization,
+sparse}.py` (weight before bias); transformers 5.23, the classes' own `named_parameters()`, against which
+`tests/families/test_parameter_order.py` holds the table. Cost: some us a tensor; a search that takes more than `STEPS`
+counts as "two".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ckpt_tool.core.bounds import numeral
+
+STEPS = 200_000
+MODEL_TYPES = frozenset(
+    """
+    cohere cohere2 ernie4_5 exaone4 falcon falcon_h1 gemma gemma2 gemma3_text glm glm4 gpt2 gpt_oss granite
+    llama mimo ministral3 mistral nemotron olmo2 olmo3 phi3 qwen2 qwen3 qwen3_vl seed_oss smollm3 starcoder2
+    """.split()
+)
+# Parts of names, each before all later ones that stand beside it
+_SIBLINGS = """
+    c_attn c_fc c_proj conv dense_h_to_4h dense_4h_to_h dt_bias A_log D conv1d embed_tokens embeddings feed_forward gate
+    gate_up_proj gate_up_proj_bias in_proj layers embedding_norm final_layernorm ln_1 mamba model norm linear_fc1
+    linear_fc2 norm1 norm2 attn ln_2 operator_norm ffn_norm patch_embed pos_embed blocks merger deepstack_merger_list
+    post_conv_layernorm downsample post_layernorm qkv proj post_projection_norm gate_proj query_key_value dense router
+    experts self_attention self_attn mlp input_layernorm ln_attn ln_mlp post_attention_layernorm
+    post_self_attn_layernorm post_mlp_layernorm pre_feedforward_layernorm post_feedforward_layernorm pre_ff_layernorm
+    sinks q_proj k_proj transformer lm_head up_proj down_proj down_proj_bias v_proj o_proj out_proj q_layernorm
+    k_layernorm q_norm k_norm qkv_proj visual language_model w1 w3 w2 weight bias word_embeddings wte wpe h ln_f
+""".split()
+_RANKS = {word: rank for rank, word in enumerate(_SIBLINGS)}
+
+Shape = tuple[int, ...]
+_Orders = Mapping[tuple[str, ...], tuple[str, ...]]  # of the siblings in modules that are alike, as far as is settled
+
+
+def class_order(names: Iterable[str], model_type: object) -> list[str] | None:
+    """The names as the class of that model type yields them; None where that is not known of it, or of a name.
+
+    >>> class_order(["model.norm.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"], "llama")
+    ['model.layers.0.mlp.up_proj.weight', 'model.norm.weight', 'lm_head.weight']
+    """
+    if model_type not in MODEL_TYPES:
+        return None
+    keys = {name: [int(part) if numeral(part) else _RANKS.get(part, -1) for part in name.split(".")] for name in names}
+    if any(-1 in key for key in keys.values()):
+        return None
+    return sorted(keys, key=lambda name: keys[name])
+
+
+def tree_order(shapes: Mapping[str, Shape], groups: Sequence[Sequence[Shape | None]]) -> list[str] | None:
+    """The one order of parameters in which each group's shapes follow each other; None where there is none, or more.
+
+    Args:
+        shapes: of the model's tensors. groups: the shapes of each group's parameters in the order of their numbers,
+            None where nothing tells one. Tensors in no group (buffers, what is frozen) are passed over.
+    """
+    search = _Search(shapes, groups)
+    found: dict[tuple[tuple[str, ...], ...], list[str]] = {}
+    for dealt, walked in search.orders():
+        found.setdefault(dealt, walked)
+        if len(found) > 1:
+            return None
+    return next(iter(found.values()), None) if search.left > 0 else None
+
+
+class _Place(NamedTuple):
+    """What is left of a module: its name, its leaves and modules that were not visited. below: the rest of those that
+    it lies in."""
+
+    prefix: str
+    rest: tuple[str, ...]
+    below: _Place | None
+
+
+class _Search:
+    """All orders of the tree that the shapes allow."""
+
+    def __init__(self, shapes: Mapping[str, Shape], groups: Sequence[Sequence[Shape | None]]) -> None:
+        self.shapes, self.groups = shapes, [list(group) for group in groups]
+        self.children: dict[str, list[str]] = {}
+        for name in shapes:
+            parts = name.split(".")
+            for depth in range(len(parts)):
+                inside = self.children.setdefault(".".join(parts[:depth]), [])
+                if parts[depth] not in inside:
+                    inside.append(parts[depth])
+        self.spare = len(shapes) - sum(map(len, self.groups))
+        self.left = STEPS
+
+    def orders(self) -> Iterator[tuple[tuple[tuple[str, ...], ...], list[str]]]:
+        """(what each group takes, the parameters as they are met) of every order that fits; the same deal may come
+        several times, with modules that hold no parameters in other places."""
+        if self.spare >= 0:
+            start = _Place("", tuple(self.children.get("", ())), None)
+            yield from self._walk(start, (0,) * len(self.groups), self.spare, {}, ())
+
+    def _walk(
+        self,
+        place: _Place | None,
+        at: tuple[int, ...],
+        spare: int,
+        chosen: _Orders,
+        taken: tuple[tuple[int, str], ...],
+    ) -> Iterator[tuple[tuple[tuple[str, ...], ...], list[str]]]:
+        self.left -= 1
+        if self.left <= 0:
+            return
+        while place is not None and not place.rest:
+            place = place.below
+        if place is None:
+            dealt = tuple(tuple(name for group, name in taken if group == g) for g in range(len(self.groups)))
+            yield dealt, [name for _, name in taken]
+            return
+        for child, order in self._next(place, chosen):
+            name = f"{place.prefix}.{child}" if place.prefix else child
+            rest = place._replace(rest=tuple(each for each in place.rest if each != child))
+            if name not in self.shapes:
+                inner = _Place(name, tuple(self.children[name]), rest)
+                yield from self._walk(inner, at, spare, order, taken)
+                continue
+            if spare:
+                yield from self._walk(rest, at, spare - 1, order, taken)
+            for g, group in enumerate(self.groups):
+                if at[g] < len(group) and group[at[g]] in (None, self.shapes[name]):
+                    after = (*at[:g], at[g] + 1, *at[g + 1 :])
+                    yield from self._walk(rest, after, spare, order, (*taken, (g, name)))
+
+    def _next(self, place: _Place, chosen: _Orders) -> Iterator[tuple[str, _Orders]]:
+        """The siblings that may come next, each with the orders that are settled then."""
+        if all(map(numeral, place.rest)):
+            yield min(place.rest, key=int), chosen
+            return
+        whole = tuple(sorted(self.children[place.prefix]))
+        kind = (*("#" if numeral(part) else part for part in place.prefix.split(".")), "/", *whole)
+        known = chosen.get(kind, ())
+        done = len(whole) - len(place.rest)
+        if done < len(known):
+            yield known[done], chosen
+            return
+        leaves = [child for child in place.rest if self._is_leaf(place, child)]
+        if {"weight", "bias"} <= set(leaves):
+            leaves.remove("bias")
+        for child in leaves or place.rest:  # a module's own come first
+            yield child, {**chosen, kind: (*known, child)}
+
+    def _is_leaf(self, place: _Place, child: str) -> bool:
+        return (f"{place.prefix}.{child}" if place.prefix else child) in self.shapes

@@ -1,0 +1,131 @@
+"""The optimizer that a trainer left in a file beside its model: its states under their parameters' names.
+
+    accelerator.save_state:  model.safetensors, optimizer.bin, scheduler.bin, random_states_0.pkl
+    transformers' Trainer:   model.safetensors, optimizer.pt, scheduler.pt, rng_state.pth
+
+`optimizer.state_dict()` knows parameters by number (`formats.state_dict.optimizer_ids`). Whose each is follows from the
+order in which the model has them: that of a `.bin` file, else what `formats.state_dict.parameter_order` derives. Where
+nothing tells it the file stays unread, and a note says why: `conversion.selection` refuses to leave it behind unasked.
+
+Sources: accelerate 1.15.0 `checkpointing.py`, transformers 5.23.0 `trainer.py`. Cost: the pickles of two small files'
+heads. What it does not do: several models or optimizers (`model_1.safetensors`), 8-bit states, RNG states.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey, simple_tensor
+from ckpt_tool.errors import CkptError
+from ckpt_tool.formats.beside import UNREAD, optimizer_files
+from ckpt_tool.formats.state_dict.optimizer_ids import numbers_of, shape_of
+from ckpt_tool.formats.state_dict.parameter_order import class_order, tree_order
+from ckpt_tool.formats.state_dict.paths import UNNAMED, Leaf, name_leaves
+from ckpt_tool.formats.torch.content import TorchContent, read_content
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.strict_json import parse
+
+_ROOT = "optimizer"
+_SCHEDULER = re.compile(r"scheduler\.(?:bin|pt)")
+_CONFIG, _LIMIT = "config.json", 16 << 20
+
+
+def with_optimizer(tree: Tree, catalog: Catalog, *, in_order: bool) -> Catalog:
+    """The catalog with the states of the optimizer beside its model, where there is one whose parameters can be named.
+    in_order: are the tensors as the model has them?"""
+    found = [
+        name
+        for name in optimizer_files(tree.names() if tree.single is None else (), catalog.files)
+        if not name.endswith(".pdopt")
+    ]
+    if not found or any(key.state != MODEL for key in catalog.tensors):
+        return catalog
+    if len(found) > 1:
+        return _unread(catalog, found[0], f"one of {len(found)} optimizers")
+    try:
+        content = read_content(tree, found[0])
+        if content.unsafe:
+            return _unread(catalog, found[0], content.unsafe[0])
+        return _joined(tree, catalog, found[0], content, in_order=in_order)
+    except CkptError as e:
+        return _unread(catalog, found[0], e.message)
+
+
+def _unread(catalog: Catalog, name: str, why: str) -> Catalog:
+    note = Note(UNREAD, f"{name} is not read: {why}", name)
+    return replace(catalog, notes=(*catalog.notes, note))
+
+
+def _joined(tree: Tree, catalog: Catalog, name: str, content: TorchContent, *, in_order: bool) -> Catalog:
+    shapes = {key.name: tensor.shape for key, tensor in catalog.tensors.items()}
+    order = list(shapes) if in_order else _order(tree, shapes, content)
+    if order is None:
+        return _unread(catalog, name, "it numbers its parameters, and nothing tells in which order the model has them")
+    beside = content.extras if isinstance(content.extras, dict) else {}
+    leaves = [Leaf(("model", each), shapes[each], _place(catalog, each)) for each in order]
+    leaves += [Leaf((_ROOT, *path), array.shape) for path, array in content.leaves]
+    named = name_leaves(leaves, {_ROOT: beside}, path=tree.display(name))
+    why = next((note.message for note in named.notes if note.code == UNNAMED), None)
+    if why is not None:
+        return _unread(catalog, name, why)
+    states: dict[TensorKey, LogicalTensor] = {}
+    for key, (path, array) in zip(named.keys[len(order) :], content.leaves, strict=True):
+        if key.name not in shapes:
+            return _unread(catalog, name, f"it has states of {key.name}, which the model does not have")
+        states[key] = simple_tensor(key, array, (_ROOT, *path))
+    extras, files = {**catalog.extras, _ROOT: beside}, [name]
+    for other in filter(_SCHEDULER.fullmatch, tree.names()):
+        scheduler = read_content(tree, other)
+        if not scheduler.leaves and not scheduler.unsafe:
+            extras["scheduler"] = scheduler.extras
+            files.append(other)
+    return replace(
+        catalog,
+        tensors={**catalog.tensors, **states},
+        extras=extras,
+        files=(*catalog.files, *files),
+        notes=(*catalog.notes, *named.notes),
+        hints=catalog.hints.having(named.roots),
+    )
+
+
+def _place(catalog: Catalog, name: str) -> tuple[object, ...]:
+    """Equal for tied weights, which an optimizer counts once."""
+    array = catalog.tensors[TensorKey(name)].chunks[0].array
+    return array.path, array.offset, array.shape, array.strides
+
+
+def _order(tree: Tree, shapes: Mapping[str, tuple[int, ...]], content: TorchContent) -> list[str] | None:
+    """The names of the model in the order of its parameters."""
+    by_class = class_order(shapes, _model_type(tree))
+    groups = content.extras.get("param_groups") if isinstance(content.extras, dict) else None
+    numbers = numbers_of(groups if isinstance(groups, list) else [])
+    if by_class is not None or numbers is None:
+        return by_class or list(shapes)  # names of its own need no order
+    moments: dict[Any, dict[str, tuple[int, ...]]] = {}
+    for path, array in content.leaves:
+        if len(path) == 3:
+            moments.setdefault(path[1], {})[str(path[2])] = array.shape
+    return _filled(shapes, tree_order(shapes, _shapes(numbers, moments)))
+
+
+def _shapes(
+    numbers: Sequence[Sequence[int]], moments: Mapping[Any, Mapping[str, tuple[int, ...]]]
+) -> list[list[tuple[int, ...] | None]]:
+    return [[shape_of(moments[n]) if n in moments else None for n in group] for group in numbers]
+
+
+def _filled(shapes: Mapping[str, Any], order: list[str] | None) -> list[str] | None:
+    """The order with what it passes over behind it."""
+    return None if order is None else [*order, *(name for name in shapes if name not in set(order))]
+
+
+def _model_type(tree: Tree) -> object:
+    if not tree.exists(_CONFIG):
+        return None
+    config = parse(tree.read_whole(_CONFIG, limit=_LIMIT), path=tree.display(_CONFIG))
+    return config.get("model_type") if isinstance(config, dict) else None

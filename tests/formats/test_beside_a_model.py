@@ -1,0 +1,108 @@
+"""An optimizer in a file beside its model: its numbers get the names that one order alone allows, or the file is left.
+
+Fixtures: `fixtures/safetensors/{accelerate,trainer_qwen3}`, `fixtures/torch/lightning_average.pt`, saved by the real
+trainers; `test_conformance` holds every value against the live run. Here: what is ambiguous, and what is not read.
+The table of orders against the real classes: `families/test_parameter_order.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckpt_tool.cli import run
+from ckpt_tool.formats.beside import UNREAD
+from ckpt_tool.formats.state_dict.parameter_order import class_order, tree_order
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.sources.opening import open_source
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+
+
+def test_a_class_or_a_name_that_is_not_known_has_no_order() -> None:
+    assert class_order(["model.norm.weight"], "mixtral") is None
+    assert class_order(["model.norm.weight", "model.odd.weight"], "llama") is None
+
+
+def test_one_tree_that_fits_is_the_answer_and_two_are_none() -> None:
+    shapes = {
+        "embed.weight": (7, 3), "head.weight": (7, 3), "layers.0.a.bias": (5,), "layers.0.a.weight": (5, 3),
+        "layers.0.b.weight": (3, 5), "layers.1.a.bias": (5,), "layers.1.a.weight": (5, 3), "layers.1.b.weight": (3, 5),
+    }  # fmt: skip
+    layers = [f"layers.{i}.{name}" for i in range(2) for name in ("a.weight", "a.bias", "b.weight")]
+    walked = [shapes[name] for name in layers]
+    assert tree_order(shapes, [[(7, 3), *walked, (7, 3)]]) is None, "either of the two may be the first"
+    shapes["head.weight"] = (7, 4)
+    assert tree_order(shapes, [[(7, 3), *walked, (7, 4)]]) == ["embed.weight", *layers, "head.weight"]
+    assert tree_order(shapes, [[(7, 3), *walked[3:], *walked[:3], (7, 4)]]) is not None
+    assert tree_order(shapes, [[(7, 3), (3, 5), *walked[:2], *walked[3:], (7, 4)]]) is None, "modules alike differ"
+    matrices = [shape for shape in walked if len(shape) == 2]
+    assert tree_order(shapes, [[(7, 3), *matrices, (7, 4)], [(5,), (5,)]]) is not None, "decayed apart from biases"
+
+
+def test_two_norms_alike_are_not_told_apart(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The same decoder without the config that names its class."""
+    shutil.copytree(FIXTURES / "safetensors/trainer_qwen3", tmp_path / "run")
+    (tmp_path / "run/config.json").unlink()
+    opened = open_source(str(tmp_path / "run"), Reading())
+    assert opened.catalog.states() == ("model",)
+    assert any(note.code == UNREAD and "order" in note.message for note in opened.catalog.notes)
+    assert run(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--to", "dcp", "--json"]) == 2
+    assert json.loads(capfd.readouterr().err)["error"]["code"] == "E1643"
+
+
+def test_moments_go_along_under_their_names(tmp_path: Path) -> None:
+    source = FIXTURES / "safetensors/trainer_qwen3"
+    assert run(["convert", str(source), str(tmp_path / "all.pt"), "--to", "torch", "-q"]) == 0
+    saved, truth = torch.load(tmp_path / "all.pt"), load_file(f"{source}.truth.safetensors")
+    groups = saved["optimizer"]["param_groups"]
+    assert len(groups) == 2 and groups[0]["weight_decay"] == 0.1
+    given = torch.load(source / "optimizer.pt")["state"]
+    assert all(torch.equal(saved["optimizer"]["state"][n]["exp_avg"], given[n]["exp_avg"]) for n in given)
+    assert run(["convert", str(tmp_path / "all.pt"), str(tmp_path / "dcp"), "--to", "dcp", "--dp", "2", "-q"]) == 0
+    opened = open_source(str(tmp_path / "dcp"), Reading())
+    assert {f"{key.state}/{key.name}" for key in opened.catalog.tensors} == truth.keys()
+
+
+@pytest.mark.parametrize("broken", ["cut", "code", "strange"])
+def test_what_can_not_be_read_is_left_with_its_reason(broken: str, tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "safetensors/accelerate", tmp_path / "run")
+    file = tmp_path / "run/optimizer.bin"
+    if broken == "cut":
+        file.write_bytes(file.read_bytes()[:-400])
+    elif broken == "code":
+        torch.save({"state": {}, "param_groups": [], "hook": print}, file)
+    else:
+        state = torch.load(file)
+        state["state"][3]["exp_avg"] = torch.zeros(2, 2)
+        torch.save(state, file)
+    opened = open_source(str(tmp_path / "run"), Reading())
+    assert opened.catalog.states() == ("model",) and not opened.catalog.unsafe
+    assert any(note.code == UNREAD for note in opened.catalog.notes)
+
+
+def test_a_frozen_weight_is_passed_over(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2), torch.nn.Linear(2, 4))
+    optimizer = torch.optim.AdamW([p for name, p in model.named_parameters() if not name.startswith("1.")])
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    opened = open_source(str(tmp_path), Reading())
+    moments = {key.name for key in opened.catalog.tensors if key.state == "exp_avg"}
+    assert moments == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_averages_of_lightning_are_not_the_model(tmp_path: Path) -> None:
+    source = FIXTURES / "torch/lightning_average.pt"
+    truth = load_file(FIXTURES / "torch/lightning_average.truth.safetensors")
+    for state, more in (("model", ()), ("ema", ("--as-model", "ema"))):
+        assert run(["convert", str(source), str(tmp_path / state), "--to", "safetensors", "-q", *more]) == 0
+        written = load_file(tmp_path / state / "model.safetensors")
+        assert all(torch.equal(value, truth[f"{state}/{name}"]) for name, value in written.items())
+    assert not torch.equal(truth["model/net.embed.weight"], truth["ema/net.embed.weight"])
