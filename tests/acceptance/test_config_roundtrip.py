@@ -22,6 +22,7 @@ QUICK = ("qwen3_moe", "deepseek_v3", "llama_tied_rope3")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*CASES, "ernie4_5_moe")]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_way_back_needs_no_config(name: str, ckpt: Runner, tmp_path: Path) -> None:
     CASES.setdefault("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1, "use_bias": False})

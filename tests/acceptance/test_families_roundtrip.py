@@ -117,6 +117,7 @@ def test_there_and_back(family: str, to: str, spec: str | None, saved: Saved, tm
     assert_same(tmp_path / "back", as_released(source, family, tmp_path / "released"))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("to", "spec"), ROUTES)
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "gemma2"])
 def test_tied_heads_stay_tied(family: str, to: str, spec: str | None, tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_transformers_takes_what_came_back(family: str, saved: Saved, tmp_path: 
     assert torch.equal(logits(mine), logits(theirs))
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(9)
 @pytest.mark.parametrize(("to", "degrees"), [("dcp", {"dp": 3}), ("sharded", {"tp": 2, "dp": 2})])
 @pytest.mark.parametrize("family", HUB_ALONE)
 def test_what_no_megatron_holds_keeps_its_names(

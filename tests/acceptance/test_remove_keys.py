@@ -75,7 +75,7 @@ def raw(path: Path) -> bytes:
     return b"".join(file.read_bytes() for file in files)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(9)
 @pytest.mark.parametrize("pattern", [GONE, "lm_head.*", "re:^lm_head\\.", "layers.*.w1.weight"])
 def test_the_key_its_twins_and_its_bytes_are_gone(source: Any, pattern: str, ckpt: Runner, tmp_path: Path) -> None:
     kind, path, truth = source
@@ -178,6 +178,7 @@ def test_numbers_and_names_of_groups_leave_together(ckpt: Runner, tmp_path: Path
             assert torch.equal(got, want) and got.shape == parameter.shape
 
 
+@pytest.mark.share(3)
 def test_keep_keys_is_the_mirror(source: Any, ckpt: Runner, tmp_path: Path) -> None:
     kind, path, truth = source
     out = tmp_path / (path.name if path.is_file() else "out")

@@ -124,6 +124,7 @@ def test_layouts_are_those_of_the_tables() -> None:
         }
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("family", [name for name in EXPERTS if len(expert_layouts(by_name(name))) > 1])
 def test_every_family_with_two_layouts_writes_either(family: str, tmp_path: Path) -> None:
     """From the released files to the other layout and home: the same bytes, and between no name of the released one."""

@@ -42,6 +42,7 @@ def test_names_match_as_one_by_one(names: list[str], globs: list[str]) -> None:
     assert misses == [glob for glob in dict.fromkeys(globs) if not any(fnmatchcase(name, glob) for name in names)]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_thousand_patterns_on_twenty_thousand_names_take_linear_time(kind: str) -> None:
     """Trying each on each took 13 s and more."""

@@ -102,6 +102,7 @@ def body(text: str) -> list[str]:
     return lines[:end]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("columns", [None, 60])
 @pytest.mark.parametrize("name", LINES)
 def test_a_pipe_gets_the_same_page_from_every_kind_of_run(name: str, columns: int | None, tmp_path: Path) -> None:
@@ -118,6 +119,7 @@ def test_a_pipe_gets_the_same_page_from_every_kind_of_run(name: str, columns: in
         assert not long
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", LINES)
 def test_a_terminal_shows_it_once_and_in_the_same_order(name: str, tmp_path: Path) -> None:
     tried = seen([*LINES[name], "--dry-run"], tmp_path, 60)

@@ -56,6 +56,7 @@ def test_a_pair_as_json_and_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run(*PAIR, "--keep", str(tmp_path / "kept")) == 5, "a folder that has something in it is left alone"
 
 
+@pytest.mark.slow
 def test_a_check_that_fails_exits_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The resumed run's losses, a little off: a difference that no curve would show."""
     runs = evidence.runs.run

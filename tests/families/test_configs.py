@@ -386,6 +386,7 @@ JUNK: list[Any] = [
 ]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(
     "kind",
     [

@@ -65,7 +65,7 @@ def test_a_dialect_speaks_of_every_hub_tensor_in_the_hub_s_shape(name: str, dial
             assert shape in there[form_of(each)[0]], each
 
 
-@pytest.mark.share(5)
+@pytest.mark.share(15)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("name", "dialect"), PAIRS)
 def test_there_and_back(name: str, dialect: str, seed: int) -> None:

@@ -118,6 +118,7 @@ def test_one_worker_does_it_all(ground: Ground, capfd: Any) -> None:
     assert ground.bytes() == ground.good
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_workers_that_die_and_workers_that_come_late(ground: Ground, seed: int) -> None:
     rng = random.Random(seed)
@@ -132,7 +133,7 @@ def test_workers_that_die_and_workers_that_come_late(ground: Ground, seed: int) 
     assert ground.bytes() == ground.good and os.listdir(ground.place) == ["out"]
 
 
-@pytest.mark.share(7)
+@pytest.mark.share(21)
 @pytest.mark.parametrize("seed", range(7))
 def test_eight_workers_of_which_three_die_while_two_come_late(ground: Ground, seed: int) -> None:
     rng = random.Random(seed)

@@ -120,6 +120,7 @@ def test_any_number_of_threads(made: Made, quick: Callable[..., None], tmp_path:
     assert content(tmp_path / name) == content(first)
 
 
+@pytest.mark.share(3)
 def test_the_same_umask_gives_the_same_modes(made: Made, quick: Callable[..., None], tmp_path: Path) -> None:
     first, source, name, options = made
     out = tmp_path / name
@@ -150,7 +151,7 @@ def test_another_place_and_another_order_of_the_files(made: Made, quick: Callabl
         assert b"ckpt-partial" not in data and str(tmp_path).encode() not in data and str(ROOT).encode() not in data
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(12)
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_parts_of_a_plan_in_any_order(made: Made, quick: Callable[..., None], tmp_path: Path, count: int) -> None:
     first, source, name, options = made
@@ -163,7 +164,7 @@ def test_parts_of_a_plan_in_any_order(made: Made, quick: Callable[..., None], tm
     assert sorted(os.listdir(tmp_path)) == sorted(["plan.json", name])
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(6)
 def test_parts_at_the_same_time(made: Made, tmp_path: Path) -> None:
     first, source, name, options = made
     plan, out = tmp_path / "plan.json", tmp_path / name

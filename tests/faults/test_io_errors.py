@@ -78,6 +78,7 @@ def strike(ground: Any, op: str, at: int, name: str, *, on: bool = False) -> Any
 CASES = [(op, name) for op, names in ERRORS.items() for name in names]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("op", "name"), CASES, ids=lambda x: x)
 def test_an_operation_that_fails_once(folder_ground: Any, op: str, name: str) -> None:
     """G4, G5, G6, G9, G12, a share of the places."""

@@ -60,6 +60,7 @@ def kill_after_the_commit(ground: Any) -> None:
     ground.check_recovery()
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("how", ["kill", "tear"])
 def test_kills_all_over_a_run_leave_old_or_new(ground: Any, how: str) -> None:
     """G1, G16, G17, a share: some places, more of them at the end, where the commit is. `tear` does half
@@ -81,7 +82,7 @@ def test_a_kill_at_every_operation_leaves_old_or_new(ground: Any, how: str) -> N
     print(f"{how} ({ground.kind}): {sum(seen.values())} kills, {seen}")
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 def test_kills_leave_nothing_of_a_training_state_of_ranks(ranked_ground: Any) -> None:
     """The same for the formats of Megatron, DeepSpeed and Paddle: at the beginning, in the data, before and after the
     commit."""

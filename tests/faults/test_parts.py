@@ -162,6 +162,7 @@ ALTER: dict[str, Callable[[bytearray, random.Random], None]] = {
 }
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("how", list(ALTER))
 def test_a_file_altered_between_the_parts_is_never_committed(ground: Ground, capfd: Any, how: str) -> None:
     """Any byte of any file, those that no tensor has among them."""

@@ -254,6 +254,7 @@ def test_a_trainers_folder_with_deepspeeds_inside_is_followed(tmp_path: Path) ->
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("case", sorted(path.name for path in CASES.iterdir() if path.is_dir()))
 def test_there_and_back(case: str, tmp_path: Path) -> None:
     to(CASES / case, tmp_path / "a")

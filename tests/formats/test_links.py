@@ -50,6 +50,7 @@ def seen(path: Path, reading: Reading | None = None) -> dict[str, str]:
     return {str(key): digest for key, digest in digests_of(opened.catalog, opened.tree).items()}
 
 
+@pytest.mark.share(3)
 @each_format
 def test_a_cache_of_links_reads_as_the_folder_does(name: str, tmp_path: Path) -> None:
     """Every file a link into `blobs/`, as huggingface_hub lays a repository out."""
@@ -132,6 +133,7 @@ def test_one_rank_or_shard_that_is_such_a_link_is_no_missing_one(name: str, tmp_
 SIDES = {"tokenizer.json": "{}", "config.json": '{"model_type": "llama"}', "README.md": "# a model"}
 
 
+@pytest.mark.share(3)
 @each_format
 def test_side_files_that_are_links(name: str, tmp_path: Path) -> None:
     """Those inside travel with the model; those that leave it are named, never called "not part of the model"."""

@@ -196,7 +196,7 @@ LAYOUTS = [
 WHERE = {"moe": (MOE, {"tp": 2, "ep": 2, "etp": 1, "dp": 2}), "adamw": (ADAMW, {"pp": 2, "dp": 1})}
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(
     ("which", "layout"),
     [

@@ -93,7 +93,7 @@ def in_each_others_place(truth: Path, work: Path, most: int) -> set[str]:
     return codes
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(12)
 @pytest.mark.parametrize("path", _fixtures())
 def test_a_file_in_anothers_place(path: Path, tmp_path: Path) -> None:
     in_each_others_place(path, tmp_path, PAIRS)
@@ -105,7 +105,7 @@ def test_every_file_in_every_others_place(path: Path, tmp_path: Path) -> None:
     in_each_others_place(path, tmp_path, 400)
 
 
-@pytest.mark.share(5)
+@pytest.mark.share(15)
 @pytest.mark.parametrize("degrees", MADE)
 @pytest.mark.parametrize("to", registry.NAMES)
 def test_a_file_in_anothers_place_where_all_sizes_are_equal(to: str, degrees: str, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_part_saved_twice_is_taken_with_lenient(case: str, tmp_path: Path) -> 
 # -- another step ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(9)
 @pytest.mark.parametrize("path", _fixtures())
 def test_a_file_of_another_step(path: Path, tmp_path: Path) -> None:
     """Where anything in the file says its step, it is found; where nothing does, there is nothing to find."""

@@ -76,6 +76,7 @@ def test_the_step_may_change_the_state_while_it_is_written(tmp_path: Path) -> No
     assert torch.equal(value(latest(tmp_path).path), wanted(3))
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("point", POINTS)
 def test_a_kill_leaves_the_last_good_one(tmp_path: Path, point: str) -> None:
     for step in (2, 4):
@@ -114,6 +115,7 @@ def test_a_rank_that_never_writes_leaves_nothing_that_counts(tmp_path: Path) -> 
     assert len(good.notes) == 1 and "step_0000002 is the last good one, and is taken" in good.notes[0]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("damage", ["marker", "missing", "short", "changed"])
 def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
     for step in (2, 4):

@@ -71,7 +71,7 @@ def assert_same_bits(shape: str, text: str, backend: str, folder: Path, tmp_path
 # -- canonical: bitwise ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(
     "text",
     [
@@ -91,13 +91,14 @@ def test_threads_give_the_bits_of_one_rank(text: str, folder: Path, tmp_path: Pa
     assert_same_bits("quick", text, "sim", folder, tmp_path)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("text", ["tp2", "tp2,pp2,dp2,ep2", "dp4,ep4,zero3"])
 def test_processes_give_the_bits_of_one_rank(text: str, folder: Path, tmp_path: Path) -> None:
     """Simulation and gloo agree, then, for each agrees with one rank."""
     assert_same_bits("quick", text, "gloo", folder, tmp_path)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("shape", "text"),
     [
@@ -176,6 +177,7 @@ def test_a_layout_that_cannot_train_still_holds_the_state(text: str, folder: Pat
     assert not differing(held.whole, want.whole) and held.scalars == want.scalars
 
 
+@pytest.mark.slow
 def test_each_scalar_and_state_matters(folder: Path, tmp_path: Path) -> None:
     """What a checkpoint says is used: another value of it, another run."""
     start = alone("quick", True, STEPS, folder)
@@ -293,6 +295,7 @@ def test_the_model_is_transformers_ernie(shape: str, tmp_path: Path) -> None:
     assert ours == pytest.approx(sum(losses) / len(losses), rel=1e-3)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("shape", ["quick", "tied", "indivisible"])
 def test_gradients_are_those_of_a_plain_model(shape: str, tmp_path: Path) -> None:
     """Clipping off: the first moment after one step is a tenth of the gradient. The indivisible model has a token whose

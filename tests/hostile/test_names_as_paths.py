@@ -113,6 +113,7 @@ def field(tmp_path: Path, capfd: Any) -> Field:
     return Field(tmp_path / "field", capfd)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("make", [model, training])
 @pytest.mark.parametrize("to", registry.NAMES)
 def test_hostile_names_stay_inside_or_are_refused(to: str, make: Any, tmp_path: Path, field: Field) -> None:

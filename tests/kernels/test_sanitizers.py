@@ -90,6 +90,7 @@ def test_threads_of_a_block_do_not_race(request: pytest.FixtureRequest, kernel: 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_transpose_without_its_barrier_is_a_race(planted: Planted) -> None:
     library = planted("box_transpose.cu", "    ck_sync();\n", "", THREAD, SOURCES["box_transpose"])
     done = kernel_cases("tsan", library, "box_transpose", 12)

@@ -129,6 +129,7 @@ def test_what_is_no_pickle_is_not_listed(data: bytes, tmp_path: Path) -> None:
     assert not list(survey(Tree(tmp_path)))
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("case", [pytest.param(case, id=case[0]) for case in PICKLES.CASES])
 def test_no_hostile_pickle_ends_the_survey(case: Any, tmp_path: Path) -> None:
     source = case[1](tmp_path)
