@@ -24,7 +24,8 @@ from ckpt_tool.cli import run
 from ckpt_tool.formats import registry
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
-UNREAD = ("twice/0.metadata", "twice/0_0.distcp")  # of an older save in the same folder: listed, and no verb reads it
+# of an older save in the same folder, or of no reader's: listed, and no verb reads it
+UNREAD = ("twice/0.metadata", "twice/0_0.distcp", "accelerate/random_states_0.pkl")
 NESTED = 4  # dicts of a pickle that are tried
 VERBS = {
     "verify": lambda src, out: ["verify", src],

@@ -28,6 +28,7 @@ from ckpt_tool.formats.state_dict.paths import UNNAMED, Leaf, name_leaves
 from ckpt_tool.formats.torch.content import TorchContent, read_content
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
+from ckpt_tool.storage.survey import unsafe_names
 
 _ROOT = "optimizer"
 _SCHEDULER = re.compile(r"scheduler\.(?:bin|pt)")
@@ -49,10 +50,11 @@ def with_optimizer(tree: Tree, catalog: Catalog, *, in_order: bool) -> Catalog:
     try:
         content = read_content(tree, found[0])
         if content.unsafe:
-            return _unread(catalog, found[0], content.unsafe[0])
-        return _joined(tree, catalog, found[0], content, in_order=in_order)
+            return replace(catalog, unsafe=(*catalog.unsafe, *content.unsafe))
+        return _with_scheduler(tree, _joined(tree, catalog, found[0], content, in_order=in_order))
     except CkptError as e:
-        return _unread(catalog, found[0], e.message)
+        code = unsafe_names(tree, found)
+        return replace(_unread(catalog, found[0], e.message), unsafe=(*catalog.unsafe, *code))
 
 
 def _unread(catalog: Catalog, name: str, why: str) -> Catalog:
@@ -77,20 +79,29 @@ def _joined(tree: Tree, catalog: Catalog, name: str, content: TorchContent, *, i
         if key.name not in shapes:
             return _unread(catalog, name, f"it has states of {key.name}, which the model does not have")
         states[key] = simple_tensor(key, array, (_ROOT, *path))
-    extras, files = {**catalog.extras, _ROOT: beside}, [name]
-    for other in filter(_SCHEDULER.fullmatch, tree.names()):
-        scheduler = read_content(tree, other)
-        if not scheduler.leaves and not scheduler.unsafe:
-            extras["scheduler"] = scheduler.extras
-            files.append(other)
     return replace(
         catalog,
         tensors={**catalog.tensors, **states},
-        extras=extras,
-        files=(*catalog.files, *files),
+        extras={**catalog.extras, _ROOT: beside},
+        files=(*catalog.files, name),
         notes=(*catalog.notes, *named.notes),
         hints=catalog.hints.having(named.roots),
     )
+
+
+def _with_scheduler(tree: Tree, catalog: Catalog) -> Catalog:
+    """The catalog with the plain values of a schedule among its extras."""
+    for name in filter(_SCHEDULER.fullmatch, tree.names()):
+        try:
+            content = read_content(tree, name)
+        except CkptError:  # it stays among the files that are not read
+            catalog = replace(catalog, unsafe=(*catalog.unsafe, *unsafe_names(tree, (name,))))
+            continue
+        catalog = replace(catalog, unsafe=(*catalog.unsafe, *content.unsafe))
+        if not content.leaves and not content.unsafe:
+            extras = {**catalog.extras, "scheduler": content.extras}
+            catalog = replace(catalog, extras=extras, files=(*catalog.files, name))
+    return catalog
 
 
 def _place(catalog: Catalog, name: str) -> tuple[object, ...]:
