@@ -16,7 +16,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from ckpt_tool.core.catalog import Note
+
 UNREAD = "N-optimizer-unread"  # the note on such a file
+SCHEDULER = re.compile(r"scheduler\.(?:bin|pt)")
 _OPTIMIZER = re.compile(r"optimizer(_\d{1,6})?\.(pt|pth|bin)|optimizer[\w.\-]*\.pdopt")
 
 
@@ -24,3 +27,12 @@ def optimizer_files(names: Iterable[str], taken: Iterable[str]) -> list[str]:
     """Those of `names`, files directly in the checkpoint's folder, that hold an optimizer's state and are not among
     `taken`."""
     return sorted({name for name in names if _OPTIMIZER.fullmatch(name)}.difference(taken))
+
+
+def lost_optimizer(names: Iterable[str]) -> tuple[Note, ...]:
+    """A note where a schedule's state lies among `names` and no optimizer's: each trainer writes both."""
+    names = list(names)
+    left = next(filter(SCHEDULER.fullmatch, names), None)
+    if left is None or optimizer_files(names, ()):
+        return ()
+    return (Note("N-no-optimizer", f"{left} lies beside the model, and no optimizer: the model alone is read", left),)

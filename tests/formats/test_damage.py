@@ -91,6 +91,7 @@ def test_no_damage_is_a_silent_loss(path: Path, how: str, tmp_path: Path) -> Non
         else:
             same = diff(str(path), str(out), Reading(), progress=Silent())
             told = any("wrote no file" in note for note in report["notes"])  # DCP's safetensors state no shapes
+            told |= any("and no optimizer" in note for note in report["notes"])  # the model is whole without it
             assert same["equal"] or told, f"{where}: values went in silence: {same['differences'][:3]}"
             shutil.rmtree(out)
         assert not list(tmp_path.glob(".*ckpt-partial*")), f"{where}: something was left"

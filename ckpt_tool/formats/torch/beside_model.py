@@ -13,7 +13,6 @@ heads. What it does not do: several models or optimizers (`model_1.safetensors`)
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError
-from ckpt_tool.formats.beside import UNREAD, optimizer_files
+from ckpt_tool.formats.beside import SCHEDULER, UNREAD, lost_optimizer, optimizer_files
 from ckpt_tool.formats.state_dict.optimizer_ids import numbers_of, shape_of
 from ckpt_tool.formats.state_dict.parameter_order import class_order, tree_order
 from ckpt_tool.formats.state_dict.paths import UNNAMED, Leaf, name_leaves
@@ -31,7 +30,6 @@ from ckpt_tool.storage.strict_json import parse
 from ckpt_tool.storage.survey import unsafe_names
 
 _ROOT = "optimizer"
-_SCHEDULER = re.compile(r"scheduler\.(?:bin|pt)")
 _CONFIG, _LIMIT = "config.json", 16 << 20
 
 
@@ -44,7 +42,8 @@ def with_optimizer(tree: Tree, catalog: Catalog, *, in_order: bool) -> Catalog:
         if not name.endswith(".pdopt")
     ]
     if not found or any(key.state != MODEL for key in catalog.tensors):
-        return catalog
+        lost = lost_optimizer(tree.names()) if tree.single is None else ()
+        return replace(catalog, notes=(*catalog.notes, *lost)) if lost else catalog
     if len(found) > 1:
         return _unread(catalog, found[0], f"one of {len(found)} optimizers")
     try:
@@ -91,7 +90,7 @@ def _joined(tree: Tree, catalog: Catalog, name: str, content: TorchContent, *, i
 
 def _with_scheduler(tree: Tree, catalog: Catalog) -> Catalog:
     """The catalog with the plain values of a schedule among its extras."""
-    for name in filter(_SCHEDULER.fullmatch, tree.names()):
+    for name in filter(SCHEDULER.fullmatch, tree.names()):
         try:
             content = read_content(tree, name)
         except CkptError:  # it stays among the files that are not read
