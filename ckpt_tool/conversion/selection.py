@@ -20,12 +20,12 @@ from ckpt_tool.sources.select import group_of, split_keys, state_filter
 def sound(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen`, of a source whose headers make sense. Raises what is wrong with it, UnsafeInput first."""
     opened = chosen.sources[0]
-    opened.refuse_unsafe()
+    opened.refuse_unsafe(job.writing.drop)
     opened.catalog.check()
     if not job.reading.lenient:
         check_sound(opened.catalog, opened.format.holds, other_steps(opened.tree, opened.catalog))
     refuse_left_optimizer(opened, job)
-    return chosen
+    return chosen.noted(*opened.own_objects())
 
 
 def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:

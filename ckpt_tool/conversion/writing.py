@@ -56,7 +56,7 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
         )
         check_beside(writing.plan_file, "--plan", given, (dst,))
     for opened in chosen.sources:
-        opened.refuse_unsafe()
+        opened.refuse_unsafe(writing.drop)
     chosen = passed(chosen, job, FITTING)
     with gc_paused():
         plan, wanted = make_plan(chosen, destination, job.fmt, writing)

@@ -94,6 +94,18 @@ LOOKALIKES = (
 )
 
 
+def part_of(name: str) -> str:
+    """What a file of this name is one of, "" where a single file may be a checkpoint."""
+    if name.endswith((".distcp", ".metadata")):
+        from ckpt_tool.formats.containers.dcp_items import DATA
+        from ckpt_tool.formats.containers.dcp_metadata import METADATA
+
+        last = name.rpartition("/")[2]
+        if DATA.fullmatch(last) or last == METADATA:
+            return "one file of a distributed checkpoint (DCP)"
+    return ""
+
+
 def looks_like(tree: Tree, below: Sequence[str]) -> tuple[str, str]:
     """(what the tree holds, what to do with it or "") for a tree that no format claims. below: folders that one
     claims."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ckpt_tool.errors import CkptError, UnknownFormat, UsageError, near_misses
 from ckpt_tool.formats.base import Evidence, Format
 from ckpt_tool.formats.entry import entries, load
-from ckpt_tool.formats.lookalikes import LOOKALIKES, looks_like
+from ckpt_tool.formats.lookalikes import LOOKALIKES, looks_like, part_of
 from ckpt_tool.storage.source import Tree
 
 NAMES = tuple(entries())
@@ -72,6 +72,13 @@ def detect(tree: Tree) -> tuple[Format, Evidence]:
 
     Raises UnknownFormat: E0390 for none, E0391 for several, E1640 for what is known and not read.
     """
+    if tree.single is not None and (whole := part_of(tree.single)):
+        raise UnknownFormat(
+            f"{whole}, which is read with those beside it",
+            code="E0390",
+            path=tree.display(tree.single),
+            hint="pass the folder that holds it; --from torch opens the file alone",
+        )
     unread = {kind.name: kind for kind in LOOKALIKES} if tree.single is None else {}
     known = [Claim(name, evidence) for name, kind in unread.items() if (evidence := kind.find(tree))]
     found = settle([*claims(tree), *known])

@@ -12,12 +12,13 @@ Of a Hugging Face cache folder (`models--ORG--NAME`) one of the snapshots is tak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.collector import gc_paused
+from ckpt_tool.core.tensor import EXTRAS
 from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import checksums, registry
 from ckpt_tool.formats.base import Format, ReadOptions, Specificity
@@ -26,6 +27,7 @@ from ckpt_tool.formats.peft.lone import is_adapter, note_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.config import read_config
 from ckpt_tool.sources.steps import POINTERS, pointed, steps_in
+from ckpt_tool.storage.pickle_globals import users_own
 from ckpt_tool.storage.source import Tree, safe_relative
 
 FOLLOW = "--follow-symlinks follows links that leave it, where you trust them"
@@ -47,11 +49,21 @@ class Opened(NamedTuple):
     def path(self) -> str:
         return self.tree.shown
 
-    def refuse_unsafe(self) -> Opened:
-        """Itself, unless its pickles name code that only an unpickler would run: then UnsafeInput E0420."""
-        if self.catalog.unsafe:
-            raise _asks_for_code(self.path, self.catalog.unsafe)
+    def refuse_unsafe(self, dropped: Collection[str] = ()) -> Opened:
+        """Itself, unless its pickles name code that only an unpickler would run: then UnsafeInput E0420. dropped: what
+        `--drop` names: without the extras, objects of the job's own classes are no hindrance."""
+        unsafe = self.catalog.unsafe
+        if EXTRAS in dropped:
+            unsafe = tuple(line for line in unsafe if not users_own(line))
+        if unsafe:
+            raise _asks_for_code(self.path, unsafe)
         return self
+
+    def own_objects(self) -> list[str]:
+        """Lines for the report on objects of the job's own classes, where they are left behind."""
+        own = list(filter(users_own, self.catalog.unsafe))
+        shown = ", ".join(own[:5]) + (f" and {len(own) - 5} more" if len(own) > 5 else "")
+        return [f"objects of the job's own classes are left behind, and were never made: {shown}"] if own else []
 
 
 def open_source(src: str, reading: Reading) -> Opened:
@@ -133,7 +145,12 @@ def _asks_for_code(path: str, unsafe: Sequence[str]) -> UnsafeInput:
         code="E0420",
         path=path,
         faults=unsafe[1:],
-        hint="nothing was run; look with ckpt inspect --security, and get the file from someone you trust",
+        hint="nothing was run; look with ckpt inspect --security, and get the file from someone you trust"
+        + (
+            "; classes of your own code: --drop extras leaves their objects behind"
+            if all(map(users_own, unsafe))
+            else ""
+        ),
     )
 
 

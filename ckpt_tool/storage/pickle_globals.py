@@ -22,6 +22,8 @@ those that published gadget lists for pickles use (loaders, compilers, process s
 
 from __future__ import annotations
 
+import sys
+
 from ckpt_tool.core.dtype import DTYPES, DType
 
 # -- tier 1 -----------------------------------------------------------------------------------------------------------
@@ -490,6 +492,21 @@ def function_like(name: str) -> bool:
     """Does the last part of a full name look like a function (first letter lower-case), not like a class?"""
     last = name.rpartition(".")[2].lstrip("_")
     return not last[:1].isupper()
+
+
+def users_own(line: str) -> bool:
+    """Is a line of `Catalog.unsafe` of a class that no library here is known to have: a dataclass or enum of the job's
+    own code? Such an object may be left behind by its owner's word; a function, or anything of Python's own, may not.
+
+    >>> users_own("__main__.Config at a.pt, opcode 4"), users_own("os.PathLike at a.pt, opcode 4")
+    (True, False)
+    """
+    full, at, _ = line.partition(" at ")
+    module = full.rpartition(".")[0]
+    root = module.partition(".")[0]
+    plain = all(part.isidentifier() for part in full.split("."))
+    known = root in FRAMEWORKS or root in sys.stdlib_module_names or root in {name.partition(".")[0] for name in KNOWN}
+    return bool(at and module) and plain and not function_like(full) and (root == "__main__" or not known)
 
 
 def tier(module: str, name: str) -> int:

@@ -303,3 +303,10 @@ def test_moments_are_not_left_behind_in_silence(name: str, model: str, tmp_path:
     assert run(["convert", str(source), str(tmp_path / "hub"), "--to", "safetensors"]) == 0, (
         "no place for moments there"
     )
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_one_file_of_a_distributed_checkpoint_is_called_that(name: str, capfd) -> None:
+    assert run(["inspect", str(FIXTURES / "dcp/fsdp2_dp4" / name)]) == 3
+    error = capfd.readouterr().err
+    assert "one file of a distributed checkpoint" in error and "pass the folder" in error

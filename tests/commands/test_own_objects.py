@@ -1,0 +1,65 @@
+"""Objects of a job's own classes in a training state: left behind by its owner's word, never made."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ckpt_tool.cli import run
+from ckpt_tool.storage.pickle_globals import users_own
+
+
+@dataclasses.dataclass
+class Config:
+    rate: float = 1e-3
+
+
+class Kind(enum.Enum):
+    A = 1
+
+
+class Runs:
+    def __reduce__(self) -> object:
+        return os.system, ("touch ran",)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    state = {"model": {"w": torch.arange(6.0)}, "config": Config(), "kind": Kind.A, "epoch": 3}
+    torch.save(state, tmp_path / "own.pt")
+    torch.save({**state, "hook": Runs()}, tmp_path / "runs.pt")
+    return tmp_path
+
+
+def test_weights_come_out_and_the_objects_are_named(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = saved / "out"
+    assert run(["convert", str(saved / "own.pt"), str(out), "--to", "safetensors"]) == 4
+    assert "--drop extras leaves their objects behind" in capfd.readouterr().err and not out.exists()
+    words = ["--state", "model", "--drop", "extras"]
+    assert run(["convert", str(saved / "own.pt"), str(out), "--to", "safetensors", *words]) == 0
+    report = " ".join(capfd.readouterr().out.split())
+    assert "Config at" in report and "Kind at" in report and "never made" in report
+    assert torch.equal(load_file(out / "model.safetensors")["w"], torch.arange(6.0))
+
+
+def test_code_is_refused_whatever_is_dropped(saved: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.chdir(saved)
+    assert run(["convert", "runs.pt", "out", "--to", "dcp", "--drop", "extras"]) == 4
+    error = capfd.readouterr().err
+    assert "posix.system" in error and "Config" not in error
+    assert not (saved / "out").exists() and not (saved / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["os.PathLike", "subprocess.Popen", "builtins.eval", "torch.hub.Thing", "lib.make", "lib:A.b", "numpy.Odd", ""],
+)
+def test_what_is_nobody_s_own_class(name: str) -> None:
+    assert not users_own(f"{name} at a.pt, opcode 3")
+    assert users_own("lib.config.Config at a.pt, opcode 3") and not users_own("lib.config.Config")
