@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_tool.cli import run
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.layout import Layout, Mesh
 from ckpt_tool.core.target import Wanted, WantedTensor
@@ -442,3 +443,19 @@ def test_a_deepseek_v3_opens_in_little_memory_without_numpy(tmp_path):
     out = subprocess.run([sys.executable, script, "time", tmp_path / "big"], check=True, capture_output=True, text=True)
     peak = [float(line.split("peak RSS ")[1].split()[0]) for line in out.stdout.splitlines() if "peak RSS" in line]
     assert max(peak) <= 30, out.stdout
+
+
+def test_a_component_of_diffusers_keeps_its_name_and_has_variants(tmp_path):
+    np, stored = pytest.importorskip("numpy"), pytest.importorskip("safetensors.numpy")
+    source = tmp_path / "unet"
+    source.mkdir()
+    (source / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
+    stored.save_file({"w": np.ones((4, 3), "f4")}, source / "diffusion_pytorch_model.safetensors")
+    stored.save_file({"w": np.zeros((4, 3), "f2")}, source / "diffusion_pytorch_model.fp16.safetensors")
+    for more, dtype in (((), "f4"), (("--prefer", "fp16"), "f2")):
+        out = tmp_path / dtype
+        assert run(["convert", str(source), str(out), "--to", "safetensors", "-q", *more]) == 0
+        assert sorted(path.name for path in out.iterdir()) == ["config.json", "diffusion_pytorch_model.safetensors"]
+        assert stored.load_file(out / "diffusion_pytorch_model.safetensors")["w"].dtype == dtype
+    (note,) = (n.message for n in read(source).notes if n.code == "W-variants")
+    assert "--prefer" in note and "fp16" in note

@@ -17,8 +17,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import islice
+from typing import ClassVar
 
 from ckpt_tool.core.catalog import Note
+from ckpt_tool.core.hints import Hint
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
 
 SUFFIX = ".safetensors"
@@ -70,6 +72,18 @@ _OF_A_RANK = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
+class Stem(Hint):
+    """How the files are called whose library looks for no others: diffusers' components, which are no `model`."""
+
+    KEY: ClassVar[str] = "stem"
+    name: str
+
+
+STEM = "model"
+STEMS = (STEM, "diffusion_pytorch_model")
+
+
+@dataclass(frozen=True, slots=True)
 class FileSet:
     """The files that count. kind: `index`, `numbered`, `one`, `union` or `ranks`. files: weights, sorted ((): the index
     tells). why: in words for a person. notes: what lies beside them and is not taken."""
@@ -106,7 +120,7 @@ def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | No
     if not prefer and "model" + SUFFIX in whole and "model" + INDEX_SUFFIX not in indexes:
         indexes = []  # transformers opens it, whatever else has an index
     if indexes or whole:
-        chosen = _indexed(indexes, prefer) if indexes else _whole_files(whole)
+        chosen = _indexed(indexes, prefer) if indexes else _whole_files(whole, prefer)
         message = f"{DCP_FOLDER} holds the per-rank shards that the whole files were made of: not read"
         return replace(chosen, notes=(*chosen.notes, Note(DCP_NOTE, message, DCP_FOLDER))) if below else chosen
     if dcp:
@@ -152,7 +166,7 @@ def _indexed(indexes: list[str], prefer: str | None) -> FileSet:
     return FileSet("index", f"an index, {index}", index=index, notes=tuple(notes))
 
 
-def _whole_files(weights: list[str]) -> FileSet:
+def _whole_files(weights: list[str], prefer: str | None) -> FileSet:
     """Files that hold whole tensors, without an index."""
     stems: dict[str, list[str]] = {}
     for name in weights:
@@ -167,9 +181,26 @@ def _whole_files(weights: list[str]) -> FileSet:
         files, kind, why = ["model" + SUFFIX], "one", "model" + SUFFIX
     elif len(weights) == 1:
         files, kind, why = weights, "one", weights[0]
+    elif chosen := _variant(weights, prefer):
+        return chosen
     else:
         files, kind, why = weights, "union", f"{len(weights)} safetensors files without an index"
     return FileSet(kind, why, tuple(files))
+
+
+def _variant(weights: list[str], prefer: str | None) -> FileSet | None:
+    """The file that diffusers takes of one model in several precisions: `STEM.safetensors`, or with `prefer` `fp16`
+    `STEM.fp16.safetensors` (diffusers 0.36 `utils/hub_utils.py`, `_add_variant`). None where they are no variants."""
+    plain = min(weights, key=len)
+    stem = plain.removesuffix(SUFFIX)
+    others = [name for name in weights if name != plain]
+    if not all(re.fullmatch(re.escape(stem) + r"\.\w+\.safetensors", name) for name in others):
+        return None
+    wanted = f"{stem}.{prefer}{SUFFIX}" if prefer else plain
+    file = wanted if wanted in weights else plain
+    named = ", ".join(name.removeprefix(f"{stem}.").removesuffix(SUFFIX) for name in others)
+    note = Note("W-variants", f"{plain} is one of several variants: --prefer takes another ({named})", file)
+    return FileSet("one", file, (file,), notes=(note,) if file == plain else ())
 
 
 def check(chosen: FileSet, *, path: str) -> None:

@@ -33,13 +33,14 @@ from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note, faults_of
 from ckpt_tool.core.collector import gc_paused
 from ckpt_tool.core.faults import for_each, together
+from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, InternalError, UnknownFormat
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specificity
 from ckpt_tool.formats.beside import SCHEDULER, optimizer_files
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.hf import shards as hf_shards
-from ckpt_tool.formats.hf.files import INDEX_SUFFIX, SHOWN, SUFFIX, FileSet
+from ckpt_tool.formats.hf.files import INDEX_SUFFIX, SHOWN, STEM, STEMS, SUFFIX, FileSet, Stem
 from ckpt_tool.formats.hf.index import Index, read_index, write_index
 from ckpt_tool.storage.safetensors_file import (
     Header,
@@ -54,7 +55,6 @@ if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.core.layout import Layout
     from ckpt_tool.core.target import Target, TargetFile, Wanted, WantedTensor
 
-STEM = "model"
 METADATA = {"format": "pt"}
 HEAD = 4 << 10  # bytes that `detect` looks at in a single file
 
@@ -201,7 +201,16 @@ def _read(tree: Tree, chosen: FileSet, *, lenient: bool, forced: bool) -> Catalo
         tensors = HeaderTable(headers)
     files = ((chosen.index,) if chosen.index else ()) + tuple(header.path for header in headers)
     sidefiles = _sidefiles(tree, chosen)
-    return Catalog(FORMAT.name, tensors, extras=_extras(headers), files=files, sidefiles=sidefiles, notes=tuple(notes))
+    stems = {name for name in STEMS[1:] if files and files[-1].startswith(name)}
+    return Catalog(
+        FORMAT.name,
+        tensors,
+        extras=_extras(headers),
+        files=files,
+        sidefiles=sidefiles,
+        notes=tuple(notes),
+        hints=Hints.of(*map(Stem, stems)),
+    )
 
 
 def _read_headers(tree: Tree, files: Sequence[str], *, lenient: bool) -> list[Header]:
@@ -401,12 +410,14 @@ def _target(wanted: Wanted) -> Target:
     if wanted.single is not None:
         everything = range(len(wanted.tensors))
         return Target(FORMAT.name, (_file(wanted.single, wanted.tensors, everything),), single=wanted.single)
+    own = wanted.hints.get(Stem)
+    stem = own.name if own is not None and own.name in STEMS else STEM
     bins = pack([tensor.nbytes for tensor in wanted.tensors], wanted.shard_size)
     copies = tuple(TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles)
     if len(bins) < 2:
         one = bins[0] if bins else ()
-        return Target(FORMAT.name, (_file(STEM + SUFFIX, wanted.tensors, one), *copies), by_size=True)
-    names = [f"{STEM}-{number:05d}-of-{len(bins):05d}{SUFFIX}" for number in range(1, len(bins) + 1)]
+        return Target(FORMAT.name, (_file(stem + SUFFIX, wanted.tensors, one), *copies), by_size=True)
+    names = [f"{stem}-{number:05d}-of-{len(bins):05d}{SUFFIX}" for number in range(1, len(bins) + 1)]
     files = tuple(_file(name, wanted.tensors, rows) for name, rows in zip(names, bins, strict=True))
     weight_map = {wanted.tensors[row].key.name: name for name, rows in zip(names, bins, strict=True) for row in rows}
     index = write_index(
@@ -414,7 +425,7 @@ def _target(wanted: Wanted) -> Target:
         total_parameters=sum(prod(tensor.shape) for tensor in wanted.tensors),
         total_size=sum(tensor.nbytes for tensor in wanted.tensors),
     )
-    return Target(FORMAT.name, (*files, whole_file(STEM + INDEX_SUFFIX, index), *copies), by_size=True)
+    return Target(FORMAT.name, (*files, whole_file(stem + INDEX_SUFFIX, index), *copies), by_size=True)
 
 
 def pack(sizes: Sequence[int], limit: int) -> list[list[int]]:
