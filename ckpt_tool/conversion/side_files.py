@@ -25,10 +25,10 @@ from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.families.config import is_paddle
 from ckpt_tool.formats.base import Format
-from ckpt_tool.formats.hf.files import CODE, is_sidefile
+from ckpt_tool.formats.hf.files import CODE, NESTED, is_sidefile
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.chosen import Chosen
-from ckpt_tool.sources.config import NAME, NESTED, file_config, tree_of, without_degrees
+from ckpt_tool.sources.config import NAME, file_config, tree_of, without_degrees
 from ckpt_tool.storage.source import Tree
 
 _OWN = ("params.json",)  # Meta's config, translated elsewhere

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tool.errors import CorruptFile, InputError, UsageError, wrap_os_error
+from ckpt_tool.formats.hf.files import NESTED
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
@@ -101,7 +102,6 @@ _TOKEN = re.compile(rb'("(?:[^"\\]|\\.)*+")|(-?Infinity|NaN)', re.DOTALL)
 
 
 ARGUMENTS = "Megatron's arguments"  # as the origin of a config
-NESTED = "huggingface/"  # where verl keeps what belongs to the model
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # arguments without these are not a model's
 
 

@@ -32,6 +32,7 @@ from ckpt_tool.storage.source import Tree, safe_relative
 
 FOLLOW = "--follow-symlinks follows links that leave it, where you trust them"
 LINKS = 20  # that are named one by one
+ROLES = ("actor", "critic", "reward")  # models of a step, each with a checkpoint of its own
 NAME_LIMIT = 4096  # characters; those of real checkpoints have some hundred
 
 
@@ -224,9 +225,12 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
             return tree, ""
         if beside and reading.from_format is None:
             raise _here_and_there(tree, below, beside, f"{name}, which {pointer} points to")
-        return below, f"{pointer} points to {name}{other}"
+        inner, why = _role(below, reading)
+        return inner, ", ".join(filter(None, (f"{pointer} points to {name}{other}", why)))
     steps = steps_in(tree)
-    if not steps or registry.claims(tree):
+    if not steps:
+        return _role(tree, reading)
+    if registry.claims(tree):
         return tree, ""
     if len(steps) == 1:
         below, only = tree.below(steps[0]), f"{steps[0]} is the only checkpoint in the folder"
@@ -238,8 +242,18 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
         f"the folder holds {len(steps)} checkpoints and no pointer file",
         code="E0392",
         path=tree.display(),
-        hint=f"pass one of them: {', '.join(steps[-3:])}",
+        hint=f"pass one of them: {', '.join(map(tree.display, steps[-3:]))}; "
+        f"ckpt latest {tree.display()} prints the newest sound one",
     )
+
+
+def _role(tree: Tree, reading: Reading) -> tuple[Tree, str]:
+    """The tree itself, or the one model that a step of reinforcement learning holds (verl's `global_step_N/actor`)."""
+    there = [role for role in ROLES if any(path.startswith(f"{role}/") for path in tree.listing())]
+    if len(there) != 1 or any(map(_lies_here, registry.claims(tree))):
+        return tree, ""
+    inner, why = resolve(tree.below(there[0]), reading)
+    return inner, ", ".join(filter(None, (f"{there[0]} is the only model in the step", why)))
 
 
 def _lies_here(claim: registry.Claim) -> bool:

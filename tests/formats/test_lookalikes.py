@@ -57,9 +57,10 @@ def modules(folder: Path) -> None:
 
 
 def verl(folder: Path) -> None:
-    """`global_step_N` of veRL: nothing but the data loader's state at its root."""
+    """`global_step_N` of veRL: nothing but the data loader's state at its root, two models below."""
     torch.save({"_num_yielded": 3}, folder / "data.pt")
-    shutil.copytree(FIXTURES / "torch/ranks_tp2_dp2", folder / "actor")
+    for role in ("actor", "critic"):
+        shutil.copytree(FIXTURES / "torch/ranks_tp2_dp2", folder / role)
 
 
 def orbax_run(folder: Path) -> None:
@@ -271,6 +272,31 @@ def test_a_number_in_verls_pointer_is_its_own_folder(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "torch/ranks_tp2_dp2", tmp_path / "global_step_7")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     assert open_source(str(tmp_path), Reading()).path.endswith("global_step_7")
+
+
+@pytest.mark.parametrize("system", ["fsdp", "megatron"])
+def test_verl_s_run_opens_at_its_one_model(system: str, tmp_path: Path) -> None:
+    """Megatron's `dist_ckpt/` has no arguments of a job: the config lies in `huggingface/` beside it."""
+    actor, real = tmp_path / "run/global_step_7/actor", FIXTURES / "convert/llama"
+    if system == "fsdp":
+        shutil.copytree(FIXTURES / "torch/ranks_tp2_dp2", actor)
+    else:
+        shutil.copytree(real / "torch_dist/iter_0000001", actor / "dist_ckpt")
+        torch.save({"lr_scheduler": {"num_steps": 3}}, actor / "dist_ckpt/common.pt")
+        (actor / "huggingface").mkdir()
+        shutil.copy(real / "hf/config.json", actor / "huggingface")
+    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("7")
+    torch.save({"_num_yielded": 3}, actor.with_name("data.pt"))
+    opened = open_source(str(tmp_path / "run"), Reading())
+    assert opened.path.endswith("global_step_7/actor") and "actor is the only model" in opened.resolved
+    if system == "megatron":
+        assert run(["convert", str(tmp_path / "run"), str(tmp_path / "hub"), "--to", "safetensors", "-q"]) == 0
+        assert run(["diff", str(tmp_path / "hub"), str(real / "hf"), "-q"]) == 0
+        assert (tmp_path / "hub/config.json").is_file()
+    shutil.copytree(actor, actor.with_name("critic"))
+    with pytest.raises(CkptError) as e:
+        open_source(str(tmp_path / "run"), Reading())
+    assert "critic" in e.value.hint
 
 
 # -- an optimizer beside the model -------------------------------------------------------------------------------------

@@ -118,11 +118,12 @@ def check(saves: list[Save], shown: str) -> None:
             )
     names = [save.folder.rstrip("/").rpartition("/")[2] for save in saves]
     if len(saves) > 1 and not is_pair(names):
+        whole = [save.folder.rstrip("/") for save in saves]
         raise UnknownFormat(
-            f"the folder holds {len(saves)} DCP checkpoints: {', '.join(names[:6])}",
+            f"the folder holds {len(saves)} DCP checkpoints: {', '.join(whole[:6])}",
             code=SEVERAL,
             path=shown,
-            hint=f"pass one of them, such as {saves[-1].folder.rstrip('/')}",
+            hint=f"pass one of them, such as {shown.rstrip('/')}/{whole[-1]}",
         )
 
 

@@ -22,6 +22,7 @@ from typing import ClassVar
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.hints import Hint
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
+from ckpt_tool.storage.source import Tree
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -64,6 +65,7 @@ SIDEFILES_BY_NAME = (
     "merges.txt",
 )
 
+NESTED = "huggingface/"  # where verl keeps what belongs to the model
 _NUMBERED = re.compile(r"(.+)-(\d{1,7})-of-(\d{1,7})\.safetensors")
 _DCP_SHARD = re.compile(r"shard-(\d{1,7})-model-(\d{1,7})-of-(\d{1,7})\.safetensors")
 _OF_A_RANK = re.compile(
@@ -233,6 +235,14 @@ def ignored(listing: Iterable[str], taken: Iterable[str]) -> tuple[Note, ...]:
         return ()
     some = ", ".join(left[:SHOWN]) + (f" and {len(left) - SHOWN} more" if len(left) > SHOWN else "")
     return (Note("W-ignored", f"not part of the model, not read: {some}"),)
+
+
+def of_a_job(tree: Tree) -> tuple[str, ...]:
+    """The model's config and tokenizer beside a job's files, or in verl's `huggingface/`."""
+    if tree.single is not None:
+        return ()
+    beside = [path for path in tree.listing() if path.count("/") == path.startswith(NESTED)]
+    return tuple(path for path in beside if is_sidefile(path.rpartition("/")[2]))
 
 
 def is_sidefile(name: str) -> bool:

@@ -75,6 +75,7 @@ from ckpt_tool.formats.containers.dcp_metadata import (
     check_files,
     read_listing,
 )
+from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.megatron.args import arguments, facts_of
 from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
@@ -210,7 +211,7 @@ class _Reading:
             objects.extras,
             Mesh.of_degrees(degrees),
             self._files(objects),
-            (),
+            hf_files.of_a_job(self.tree) if self.folder == megatron_dist_folder.JOB else (),
             (*self.notes, *objects.notes, *checksums.missing(self.tree, tensors.values(), required=required)),
             tuple(dict.fromkeys(unsafe)),
             self._hints(objects, degrees),

@@ -112,19 +112,11 @@ def read(tree: Tree, chosen: Chosen, *, required: bool) -> Catalog:
         state.extras,
         mesh,
         tuple(file.name for file in chosen.ranks),
-        _sidefiles(tree),
+        hf_files.of_a_job(tree),
         tuple(notes),
         tuple(state.unsafe),
         hints,
     )
-
-
-def _sidefiles(tree: Tree) -> tuple[str, ...]:
-    """The model's config and tokenizer, beside the files or in verl's `huggingface/`."""
-    if tree.single is not None:
-        return ()
-    beside = [path for path in tree.listing() if path.count("/") == path.startswith("huggingface/")]
-    return tuple(path for path in beside if hf_files.is_sidefile(path.rpartition("/")[2]))
 
 
 def _check_ranks(tree: Tree, files: Sequence[RankFile]) -> None:
