@@ -250,8 +250,15 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
 def _role(tree: Tree, reading: Reading) -> tuple[Tree, str]:
     """The tree itself, or the one model that a step of reinforcement learning holds (verl's `global_step_N/actor`)."""
     there = [role for role in ROLES if any(path.startswith(f"{role}/") for path in tree.listing())]
-    if len(there) != 1 or any(map(_lies_here, registry.claims(tree))):
+    if not there or reading.from_format or any(map(_lies_here, registry.claims(tree))):
         return tree, ""
+    if len(there) > 1:
+        raise UnknownFormat(
+            f"the step holds {len(there)} models: {', '.join(there)}",
+            code="E0392",
+            path=tree.display(),
+            hint=f"pass one of them: {', '.join(map(tree.display, there))}",
+        )
     inner, why = resolve(tree.below(there[0]), reading)
     return inner, ", ".join(filter(None, (f"{there[0]} is the only model in the step", why)))
 

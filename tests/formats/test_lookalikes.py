@@ -63,6 +63,12 @@ def verl(folder: Path) -> None:
         shutil.copytree(FIXTURES / "torch/ranks_tp2_dp2", folder / role)
 
 
+def loader(folder: Path) -> None:
+    """A job's own record beside a folder with a checkpoint."""
+    torch.save({"_num_yielded": 3}, folder / "data.pt")
+    shutil.copytree(FIXTURES / "torch/ranks_tp2_dp2", folder / "policy")
+
+
 def orbax_run(folder: Path) -> None:
     for step in ("2", "3"):
         shutil.copytree(KNOWN / "orbax", folder / step / "state")
@@ -96,7 +102,8 @@ CASES: dict[str, tuple[Maker, str, str, str]] = {
     "slime": (fixture("slime_delta"), "E1640", "changes since another version", "base"),
     "diffusers": (pipeline, "E1640", "diffusers pipeline", "unet, vae"),
     "sentence-transformers": (modules, "E1640", "2_Dense", "2_Dense; --from safetensors"),
-    "verl": (verl, "E1642", "no tensor", "actor"),
+    "verl": (verl, "E0392", "2 models", "actor"),
+    "loader": (loader, "E1642", "no tensor", "policy"),
     "tensorflow": (tensorflow, "E0390", "TensorFlow", "safetensors"),
     "gguf": (holding("model.gguf", b"GGUF\3\0\0\0" + bytes(64)), "E0390", "GGUF", "inference format"),
     "nemo": (holding("model.nemo", tar_of("model_config.yaml")), "E0390", "tar archive", "unpack"),
@@ -296,7 +303,7 @@ def test_verl_s_run_opens_at_its_one_model(system: str, tmp_path: Path) -> None:
     shutil.copytree(actor, actor.with_name("critic"))
     with pytest.raises(CkptError) as e:
         open_source(str(tmp_path / "run"), Reading())
-    assert "critic" in e.value.hint
+    assert e.value.code == "E0392" and "global_step_7/critic" in e.value.hint
 
 
 # -- an optimizer beside the model -------------------------------------------------------------------------------------
