@@ -248,6 +248,7 @@ def _refuse_odd_models(
     family, dialect = found
     odd = strange(family, dialect, shapes)
     if odd:
+        _refuse_codes(odd, config, family.name)
         known = set(odd)
         near = near_misses(odd[0], [name for name in one_of_each(shapes) if name not in known])
         raise InputError(
@@ -267,6 +268,25 @@ def _refuse_odd_models(
             faults=lost[1:],
             hint="fetch the checkpoint again; --lenient converts the part that is there",
         )
+
+
+def _refuse_codes(odd: Sequence[str], config: Mapping[str, Any] | None, family: str) -> None:
+    """Raise InputError E1486 where what no rule takes are the codes of a quantised release: one cause, one line."""
+    from ckpt_tool.quantised.scheme import quantisation
+
+    scheme = quantisation(config, odd)
+    if scheme is None:
+        return
+    way = (
+        "--dequantize makes floats of it on the way" if scheme.known else "make floats of it with its own library first"
+    )
+    raise InputError(
+        f"the weights are quantised by {scheme.scheme}: {len(odd)} tensors are its codes and scales, which no rule of "
+        f"{family} maps, such as {odd[0]}",
+        code="E1486",
+        key=odd[0],
+        hint=f"{way}; --to safetensors, dcp or torch moves it as it is",
+    )
 
 
 def _hints(target: str, config: Mapping[str, Any] | None, *, renamed: bool) -> tuple[list[Hint], list[str]]:

@@ -17,7 +17,7 @@ from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UsageError
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.quantised.kept_whole import found_in
 from ckpt_tool.quantised.scheme import FILES, KEYS, Quantisation, section
-from ckpt_tool.quantised.weights import TURNED, Found, Kind
+from ckpt_tool.quantised.weights import Found, Kind
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, refuse_saved_plan, with_computed
 from ckpt_tool.sources.config import config_in
 
@@ -107,7 +107,7 @@ def _with_floats(
         dtypes={TensorKey(name): dtype for name in made},
         notes=(_note(found, writing, dtype),),
     )
-    flips = {TensorKey(weight.made) for weight in found.weights.values() if weight.codes == TURNED}
+    flips = {TensorKey(weight.made) for weight in found.weights.values() if weight.turns}
     stored = tuple(row._replace(tensor=turned(row.tensor)) if row.tensor.key in flips else row for row in out.stored)
     names = {name: (weight.made,) for weight in found.weights.values() for name in weight.names}
     return replace(

@@ -55,7 +55,7 @@ from ckpt_tool.quantised.codes import (
     scale,
     unpacked,
 )
-from ckpt_tool.quantised.weights import BYTES, WORDS, Kind, Quantised
+from ckpt_tool.quantised.weights import BYTES, MATRIX, WORDS, Kind, Quantised
 from ckpt_tool.run.compute import looked_up
 from ckpt_tool.run.computed import Input, Read, Recipe
 from ckpt_tool.storage.source import Tree
@@ -133,12 +133,16 @@ class Weight(Recipe):
 
 def recipe(
     weight: Quantised, key: TensorKey, of: Mapping[str, Input], numbers: Callable[[Input], Sequence[int]]
-) -> Weight:
+) -> Recipe:
     """How the floats of a weight are made, of shape `weight.shape`.
 
     key: of the floats. of: name -> the tensor, of every name of the weight. numbers: reads a small tensor of integers
     (`X_shape`). Raises InconsistentCheckpoint E1462 for parts whose shapes or dtypes do not belong together.
     """
+    if weight.codes == MATRIX:
+        from ckpt_tool.quantised.matrix import matrix
+
+        return matrix(weight, key, of)
     lead, dtype = of[weight.lead], of[weight.lead].tensor.dtype
     inputs, shape = [lead], weight.shape
 

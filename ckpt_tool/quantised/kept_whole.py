@@ -27,7 +27,7 @@ from ckpt_tool.sources.chosen import Chosen, Conversion
 def found_in(tensors: Mapping[str, Kind], config: Mapping[str, Any] | None = None) -> tuple[Quantisation | None, Found]:
     """(what the config or the names say, what is there) of the tensors of a model."""
     scheme = quantisation(config, tensors if has_integers(tensors.values()) else ())
-    return scheme, find(tensors, block=scheme.block if scheme else (), bits=scheme.bits if scheme else ())
+    return scheme, find(tensors, **scheme.found_by) if scheme else find(tensors)
 
 
 def model_kinds(tensors: Iterable[LogicalTensor]) -> dict[str, Kind]:

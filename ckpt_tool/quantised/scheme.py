@@ -3,9 +3,10 @@
     quantisation({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, names)
       -> Quantisation("fp8", block=(128, 128), ...)
 
-`known` schemes are those whose floats `float_weights` makes. Everything else is moved as it is, and named when
-somebody asks for floats: GPTQ, AWQ, bitsandbytes, GGUF-like and others keep codes in orders that need their own
-kernels' tables. Source of the keys: transformers 5.23 `utils/quantization_config.py`, compressed-tensors 0.20
+`known` schemes are those whose floats `dequantize` makes. Everything else is moved as it is, and named when somebody
+asks for floats: bitsandbytes, GGUF-like and others keep codes in orders that need their own kernels' tables.
+
+Source of the keys: transformers 5.23 `utils/quantization_config.py`, compressed-tensors 0.20
 `quantization/quant_config.py`.
 """
 
@@ -52,16 +53,23 @@ _BY_NAME = {
 
 class Quantisation(NamedTuple):
     """scheme: in words. block: (rows, cols) that share a scale, () where it is not stated. bits: of packed codes, each
-    number that the config names. known: can floats be made of it? why: why not, "" where they can."""
+    number that the config names. known: can floats be made of it? why: why not, "" where they can. order: of codes that
+    are packed along their inputs or outputs, `weights.ORDERS`."""
 
     scheme: str
     block: tuple[int, ...] = ()
     bits: tuple[int, ...] = ()
     why: str = ""
+    order: str = ""
 
     @property
     def known(self) -> bool:
         return not self.why
+
+    @property
+    def found_by(self) -> dict[str, Any]:
+        """What `weights.find` wants to know of it."""
+        return {"block": self.block, "bits": self.bits, "order": self.order}
 
 
 def quantisation(config: Mapping[str, Any] | None, names: Iterable[str] = ()) -> Quantisation | None:
@@ -77,7 +85,20 @@ def quantisation(config: Mapping[str, Any] | None, names: Iterable[str] = ()) ->
     sizes = tuple(int(n) for n in block if isinstance(n, int)) if isinstance(block, list | tuple) else ()
     if method in _METHODS:
         return Quantisation(method, sizes if len(sizes) == 2 and min(sizes) > 0 else ())
+    if method in ("gptq", "awq"):
+        return _of_matrices(method, stated)
     return Quantisation(method or "without a name", why=f"quant_method {method or 'is not stated'}")
+
+
+def _of_matrices(method: str, stated: Mapping[str, Any]) -> Quantisation:
+    """GPTQ, whose zero points are one too low unless it says `gptq_v2`, and AWQ's `gemm`."""
+    bits, layout = stated.get("bits", 4), str(stated.get("checkpoint_format") or stated.get("version") or "").lower()
+    orders = {"gptq": {"": "gptq", "gptq": "gptq", "gptq_v2": "gptq_v2"}, "awq": {"": "awq", "gemm": "awq"}}
+    order = orders[method].get(layout, "")
+    why = "" if order else f"its layout {layout}"
+    if bits not in ((4,) if method == "awq" else (2, 3, 4, 8)):
+        why = f"codes of {bits!r} bits"
+    return Quantisation(method, bits=(bits,) if not why else (), why=why, order=order if not why else "")
 
 
 def section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

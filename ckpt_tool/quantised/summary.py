@@ -31,9 +31,9 @@ def summary(opened: Opened, reading: Reading, listed: Collection[str] | None) ->
     """
     tensors = Alike(_blocks(opened.catalog), listed)
     scheme = quantisation(config_of(opened, reading), tensors.names() if has_integers(tensors.kinds()) else ())
-    stated = (scheme.block, scheme.bits) if scheme else ((), ())
+    stated = scheme.found_by if scheme else {}
     kinds = tensors.first()
-    found = find(kinds, block=stated[0], bits=stated[1])
+    found = find(kinds, **stated)
     if scheme is None and not found.weights:
         return None
     shown = [weight for weight in found.weights.values() if tensors.count(weight.lead)]
@@ -53,7 +53,7 @@ def summary(opened: Opened, reading: Reading, listed: Collection[str] | None) ->
     if scheme is not None and not scheme.known:
         out["why"] = scheme.why
     if found.faults:
-        every = find(tensors.like(fault.name for fault in found.faults), block=stated[0], bits=stated[1])
+        every = find(tensors.like(fault.name for fault in found.faults), **stated)
         out["faults"] = [f"{fault.name}: {fault.what}" for fault in every.faults[:20]]
     out["more_parameters"] = parameters - stored - scales - _sizes(found.beside, kinds, tensors)[0]
     return out

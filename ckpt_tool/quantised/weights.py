@@ -20,6 +20,7 @@ What is recognised (the arithmetic is in `quantised.floats`):
     X_packed U8      X_scale F8_E4M3, X_global_scale    compressed-tensors nvfp4-pack-quantized, groups of 16
     X_packed U8      X_scale U8                         compressed-tensors mxfp4-pack-quantized, groups of 32
     X    U8          X_scale F8_E4M3, X_scale_2         NVFP4 of NVIDIA's ModelOpt, groups of 16
+    m.qweight I32    m.scales, m.qzeros [, m.g_idx]     GPTQ [in * bits / 32, out], AWQ [in, out / 8]: (in, out)
 
 Scales are over the last two dims: one number, one a row ([rows] or [rows, 1]), or a grid whose last blocks may be short
 ([ceil(rows / a), ceil(cols / b)]); leading dims (experts) are the codes' own. F8_E8M0 and U8 scales are powers of two,
@@ -39,7 +40,8 @@ from typing import NamedTuple
 from ckpt_tool.core.dtype import DType
 
 Shape = tuple[int, ...]
-BYTES, NIBBLES, WORDS, TURNED = "bytes", "nibbles", "words", "turned nibbles"
+BYTES, NIBBLES, WORDS, TURNED, MATRIX = "bytes", "nibbles", "words", "turned nibbles", "words of a turned matrix"
+ORDERS = ("gptq", "gptq_v2", "awq")  # of a MATRIX's codes, as `scheme` finds it in the config
 CODES = frozenset(
     {"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "F4"}
 )  # dtypes that are codes, as it seems
@@ -75,8 +77,9 @@ class Quantised(NamedTuple):
     """One quantised weight.
 
     made: what it is called when it is floats. codes: how its values are stored in `lead`. parts: role -> tensor beside
-    it. shape: of the values as stored, in elements; codes TURNED are floats of shape (..., cols, rows) when made.
-    block: codes that share a scale along each of the last two dims of `shape`, (rows, cols). bits: of a code.
+    it. shape: of the values as stored, in elements; codes TURNED and MATRIX are floats of shape (..., cols, rows) when
+    made. block: codes that share a scale along each of the last two dims of `shape`, (rows, cols). bits: of a code.
+    order: of a MATRIX, one of ORDERS.
     """
 
     made: str
@@ -86,6 +89,12 @@ class Quantised(NamedTuple):
     shape: Shape
     block: tuple[int, int]
     bits: int
+    order: str = ""
+
+    @property
+    def turns(self) -> bool:
+        """Are the floats the values turned?"""
+        return self.codes in (TURNED, MATRIX)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,7 +104,7 @@ class Quantised(NamedTuple):
     @property
     def floats(self) -> Shape:
         """The shape of the floats."""
-        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.codes == TURNED else self.shape
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.turns else self.shape
 
 
 class Units(NamedTuple):
@@ -130,8 +139,9 @@ class Found(NamedTuple):
         return frozenset(name for weight in self.weights.values() for name in weight.names)
 
 
-def find(tensors: Mapping[str, Kind], *, block: Sequence[int] = (), bits: Sequence[int] = ()) -> Found:
-    """What is quantised among `tensors`. block: (rows, cols) that the config says share a scale; bits: of packed codes.
+def find(tensors: Mapping[str, Kind], *, block: Sequence[int] = (), bits: Sequence[int] = (), order: str = "") -> Found:
+    """What is quantised among `tensors`. block: (rows, cols) that the config says share a scale; bits: of packed codes;
+    order: of those of matrices, where the config says that they are such.
 
     >>> from ckpt_tool.core.dtype import DTYPES
     >>> found = find({"w": Kind(DTYPES["F8_E4M3"], (300, 256)), "w_scale_inv": Kind(DTYPES["F32"], (3, 2))})
@@ -144,6 +154,8 @@ def find(tensors: Mapping[str, Kind], *, block: Sequence[int] = (), bits: Sequen
         if kind.dtype.name not in DTYPES:
             continue
         found = _packed(name, kind, tensors, bits) if name.endswith(("_blocks", "_packed")) else None
+        if order and name.endswith(".qweight"):
+            found = _matrix(name, kind, tensors, bits[0], order)
         found = found or _plain(name, kind, tensors, stated, roles)
         if isinstance(found, Quantised):
             weights[name] = found
@@ -169,6 +181,9 @@ def units(weight: Quantised, tensors: Mapping[str, Kind]) -> dict[str, Units]:
     >>> [unit.mine for unit in units(find(tensors).weights["w"], tensors).values()]
     [(2, 5), (2, 5)]
     """
+    if weight.codes == MATRIX:  # groups may lie in the order of activations
+        pieces = {name: (1,) * len(tensors[name].shape) for name in weight.names}
+        return {name: Units(weight.lead, weight.made, pieces[weight.lead], mine) for name, mine in pieces.items()}
     rows, columns = weight.shape[-2:] if len(weight.shape) > 1 else (1, prod(weight.shape))
     height, width = weight.block
     down = rows // height if rows % height == 0 else 1
@@ -269,6 +284,31 @@ def _packed(name: str, kind: Kind, tensors: Mapping[str, Kind], bits: Sequence[i
     if kind.dtype.name == "U8":
         return _nibbles(made, name, kind, scale, tensors)
     return _words(made, name, kind, scale, tensors, bits)
+
+
+def _matrix(name: str, kind: Kind, tensors: Mapping[str, Kind], bits: int, order: str) -> Quantised | Fault:
+    """The codes of a matrix (inputs, outputs), packed along its inputs (GPTQ) or its outputs (AWQ)."""
+    module = name.removesuffix(".qweight")
+    parts = {"scale": f"{module}.scales", "zero_point": f"{module}.qzeros"}
+    lacking = next((part for part in parts.values() if part not in tensors), None)
+    if lacking is not None:
+        return Fault(name, f"packed codes without {lacking}", lacking=True)
+    if order != "awq" and f"{module}.g_idx" in tensors:
+        parts["g_idx"] = f"{module}.g_idx"
+    grid, zeros = tensors[parts["scale"]].shape, tensors[parts["zero_point"]].shape
+    if len(kind.shape) != 2 or len(grid) != 2 or not all((*kind.shape, *grid)):
+        return _misfit(parts["scale"], tensors, kind.shape)
+    inputs, outputs = kind.shape[0] if order == "awq" else kind.shape[0] * 32 // bits, grid[1]
+    stored = (inputs, outputs * bits // 32) if order == "awq" else (inputs * bits // 32, outputs)
+    given = tensors[parts["g_idx"]].shape if "g_idx" in parts else (inputs,)
+    if kind.shape != stored or outputs * bits % 32 or inputs * bits % 32 and order != "awq" or grid[0] > inputs:
+        return _misfit(parts["scale"], tensors, kind.shape)
+    if zeros != (grid[0], outputs * bits // 32) or given != (inputs,):
+        return Fault(
+            name, f"zero points {list(zeros)} and groups of {list(given)} for {list(grid)} scales", lacking=False
+        )
+    block = -(-inputs // grid[0])
+    return Quantised(f"{module}.weight", MATRIX, name, parts, (inputs, outputs), (block, 1), bits, order)
 
 
 def _words(

@@ -161,8 +161,12 @@ def test_what_does_not_fit_is_said(case: str, change: Any, kind: type[CkptError]
 @pytest.mark.parametrize(
     ("told", "names", "scheme"),
     [
-        ({"quant_method": "gptq", "bits": 4}, ["qweight", "qzeros", "scales", "g_idx"], "gptq"),
-        ({"quant_method": "awq", "bits": 4}, ["qweight", "qzeros", "scales"], "awq"),
+        (
+            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+            ["qweight", "qzeros", "scales", "g_idx"],
+            "gptq",
+        ),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, ["qweight", "qzeros", "scales"], "awq"),
         (
             {"quant_method": "bitsandbytes", "load_in_4bit": True},
             ["weight", "weight.absmax", "weight.quant_map"],
