@@ -45,6 +45,12 @@ def test_one_tree_that_fits_is_the_answer_and_two_are_none() -> None:
     assert tree_order(shapes, [[(7, 3), *matrices, (7, 4)], [(5,), (5,)]]) is not None, "decayed apart from biases"
 
 
+def test_a_deep_model_is_walked_too() -> None:
+    layers = [f"layers.{i}.{name}" for i in range(600) for name in ("a.weight", "b.weight")]
+    shapes = {name: (5, 3) if ".a." in name else (3, 5) for name in sorted(layers)}
+    assert tree_order(shapes, [[shapes[name] for name in layers]]) == layers
+
+
 def test_two_norms_alike_are_not_told_apart(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The same decoder without the config that names its class."""
     shutil.copytree(FIXTURES / "safetensors/trainer_qwen3", tmp_path / "run")

@@ -71,8 +71,9 @@ def tree_order(shapes: Mapping[str, Shape], groups: Sequence[Sequence[Shape | No
     """
     search = _Search(shapes, groups)
     found: dict[tuple[tuple[str, ...], ...], list[str]] = {}
-    for dealt, walked in search.orders():
-        found.setdefault(dealt, walked)
+    for taken in search.orders():
+        dealt = tuple(tuple(name for group, name in taken if group == g) for g in range(len(groups)))
+        found.setdefault(dealt, [name for _, name in taken])
         if len(found) > 1:
             return None
     return next(iter(found.values()), None) if search.left > 0 else None
@@ -87,58 +88,73 @@ class _Place(NamedTuple):
     below: _Place | None
 
 
+class _Taken(NamedTuple):
+    """A parameter and the group that has it, and those that were taken before."""
+
+    group: int
+    name: str
+    before: _Taken | None
+
+
+class _At(NamedTuple):
+    """How far an order has come. at: how many each group has taken. spare: tensors that may still be passed over.
+    chosen: the orders of siblings that are settled."""
+
+    place: _Place | None
+    at: tuple[int, ...]
+    spare: int
+    chosen: _Orders
+    taken: _Taken | None = None
+
+
 class _Search:
     """All orders of the tree that the shapes allow."""
 
     def __init__(self, shapes: Mapping[str, Shape], groups: Sequence[Sequence[Shape | None]]) -> None:
         self.shapes, self.groups = shapes, [list(group) for group in groups]
         self.children: dict[str, list[str]] = {}
+        inside: set[tuple[str, str]] = set()
         for name in shapes:
             parts = name.split(".")
-            for depth in range(len(parts)):
-                inside = self.children.setdefault(".".join(parts[:depth]), [])
-                if parts[depth] not in inside:
-                    inside.append(parts[depth])
+            for depth, part in enumerate(parts):
+                place = (".".join(parts[:depth]), part)
+                if place not in inside:
+                    inside.add(place)
+                    self.children.setdefault(place[0], []).append(part)
         self.spare = len(shapes) - sum(map(len, self.groups))
         self.left = STEPS
 
-    def orders(self) -> Iterator[tuple[tuple[tuple[str, ...], ...], list[str]]]:
-        """(what each group takes, the parameters as they are met) of every order that fits; the same deal may come
-        several times, with modules that hold no parameters in other places."""
-        if self.spare >= 0:
-            start = _Place("", tuple(self.children.get("", ())), None)
-            yield from self._walk(start, (0,) * len(self.groups), self.spare, {}, ())
+    def orders(self) -> Iterator[list[tuple[int, str]]]:
+        """(group, parameter) in turn, of every order that fits; the same deal may come several times, with modules that
+        hold no parameters in other places."""
+        start = _Place("", tuple(self.children.get("", ())), None)
+        waiting = [_At(start, (0,) * len(self.groups), self.spare, {})] if self.spare >= 0 else []
+        while waiting and self.left > 0:
+            self.left -= 1
+            here = waiting.pop()
+            place = here.place
+            while place is not None and not place.rest:
+                place = place.below
+            if place is None:
+                yield _listed(here.taken)
+            else:
+                waiting += self._after(here, place)
 
-    def _walk(
-        self,
-        place: _Place | None,
-        at: tuple[int, ...],
-        spare: int,
-        chosen: _Orders,
-        taken: tuple[tuple[int, str], ...],
-    ) -> Iterator[tuple[tuple[tuple[str, ...], ...], list[str]]]:
-        self.left -= 1
-        if self.left <= 0:
-            return
-        while place is not None and not place.rest:
-            place = place.below
-        if place is None:
-            dealt = tuple(tuple(name for group, name in taken if group == g) for g in range(len(self.groups)))
-            yield dealt, [name for _, name in taken]
-            return
-        for child, order in self._next(place, chosen):
+    def _after(self, here: _At, place: _Place) -> Iterator[_At]:
+        """Each way on from a place."""
+        for child, order in self._next(place, here.chosen):
             name = f"{place.prefix}.{child}" if place.prefix else child
             rest = place._replace(rest=tuple(each for each in place.rest if each != child))
             if name not in self.shapes:
-                inner = _Place(name, tuple(self.children[name]), rest)
-                yield from self._walk(inner, at, spare, order, taken)
+                yield here._replace(place=_Place(name, tuple(self.children[name]), rest), chosen=order)
                 continue
-            if spare:
-                yield from self._walk(rest, at, spare - 1, order, taken)
+            if here.spare:
+                yield here._replace(place=rest, spare=here.spare - 1, chosen=order)
             for g, group in enumerate(self.groups):
-                if at[g] < len(group) and group[at[g]] in (None, self.shapes[name]):
-                    after = (*at[:g], at[g] + 1, *at[g + 1 :])
-                    yield from self._walk(rest, after, spare, order, (*taken, (g, name)))
+                taken = here.at[g]
+                if taken < len(group) and group[taken] in (None, self.shapes[name]):
+                    at = (*here.at[:g], taken + 1, *here.at[g + 1 :])
+                    yield _At(rest, at, here.spare, order, _Taken(g, name, here.taken))
 
     def _next(self, place: _Place, chosen: _Orders) -> Iterator[tuple[str, _Orders]]:
         """The siblings that may come next, each with the orders that are settled then."""
@@ -160,3 +176,11 @@ class _Search:
 
     def _is_leaf(self, place: _Place, child: str) -> bool:
         return (f"{place.prefix}.{child}" if place.prefix else child) in self.shapes
+
+
+def _listed(taken: _Taken | None) -> list[tuple[int, str]]:
+    found = []
+    while taken is not None:
+        found.append((taken.group, taken.name))
+        taken = taken.before
+    return found[::-1]
