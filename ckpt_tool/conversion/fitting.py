@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from ckpt_tool.conversion.layout import degrees_of, split_of
 from ckpt_tool.core.target import LayoutWish, Target
-from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
+from ckpt_tool.core.tensor import EMA, MASTER, MODEL, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES, Fitting, Format
@@ -143,6 +143,14 @@ def _nothing_left(chosen: Chosen, *, masters: bool) -> UsageError:
             "the source holds no tensor, so there is nothing to write",
             code="E0259",
             hint="an empty state dict is what a rank saves that has nothing; pass the whole folder",
+        )
+    states = dict.fromkeys(state for opened in chosen.sources for state in opened.catalog.states())
+    if not {MODEL, MASTER, EMA} & states.keys():
+        return UsageError(
+            f"no model is in this source, it holds {', '.join(states)}",
+            code="E0259",
+            path=chosen.sources[0].path,
+            hint="pass the model's own folder or file; --to dcp or torch writes these states as they are",
         )
     hint = (
         "the only weights here are fp32 masters: --as-model master writes them as the model, --dtype bf16 rounds them"

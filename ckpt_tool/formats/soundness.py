@@ -22,6 +22,7 @@ Cost: a pass over the rows, where there are other states than the model. What it
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -34,6 +35,7 @@ from ckpt_tool.formats.base import Holds
 MOMENTS = frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"))
 DEPTH = 8  # levels of the extras in which groups are looked for
 _EXPERT = re.compile(r"(.*\.(?:local_|deepspeed_)?experts)\.(\d{1,9})\.(.+)")
+_NUMBER = re.compile(r"\d+")
 _FACTORED = "exp_avg_sq_row"  # Adafactor's second moment of a matrix; vectors keep exp_avg_sq
 _LENIENT = "; --lenient takes it as it is"
 
@@ -109,10 +111,13 @@ def _moments(catalog: Catalog) -> Iterator[CkptError]:
 
 
 def _pairs(catalog: Catalog, shapes: Mapping[str, Mapping[str, Any]]) -> Iterator[CkptError]:
-    """Parameters of Adam's that have one moment and not the other, where most have both (some optimizers keep one
-    alone)."""
+    """Parameters of Adam's that have one moment and not the other, where most have both, and some in the same place of
+    other layers (Lion keeps one alone, and may leave norms and embeddings to Adam)."""
     first, second = (shapes.get(state, {}) for state in ("exp_avg", "exp_avg_sq"))
     alone = [name for name in (*first, *second) if (name in first) != (name in second)]
+    if alone:
+        whole, lone = Counter(map(_place, first.keys() & second.keys())), Counter(map(_place, alone))
+        alone = [name for name in alone if whole[_place(name)] or lone[_place(name)] == 1]
     if not alone or _FACTORED in shapes or len(alone) >= len(first.keys() & second.keys()):
         return
     for name in alone:
@@ -124,6 +129,11 @@ def _pairs(catalog: Catalog, shapes: Mapping[str, Mapping[str, Any]]) -> Iterato
             path=_path(catalog, name, have),
             hint=f"a rank's part of the optimizer was lost: fetch one save whole{_LENIENT}",
         )
+
+
+def _place(name: str) -> str:
+    """A name without its numbers."""
+    return _NUMBER.sub("#", name)
 
 
 def _shapes(catalog: Catalog) -> dict[str, dict[str, tuple[int, ...]]]:

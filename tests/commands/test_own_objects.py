@@ -63,3 +63,14 @@ def test_code_is_refused_whatever_is_dropped(saved: Path, monkeypatch: pytest.Mo
 def test_what_is_nobody_s_own_class(name: str) -> None:
     assert not users_own(f"{name} at a.pt, opcode 3")
     assert users_own("lib.config.Config at a.pt, opcode 3") and not users_own("lib.config.Config")
+
+
+def test_states_without_a_model_are_called_that(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """torchtune's recipe_state.pt."""
+    states = {"layers.0.w": {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}}
+    torch.save({"epochs_run": 1, "optimizer": {"state": states, "param_groups": []}}, tmp_path / "recipe_state.pt")
+    words = ["convert", str(tmp_path / "recipe_state.pt"), str(tmp_path / "out")]
+    assert run([*words, "--to", "safetensors"]) == 2
+    error = capfd.readouterr().err
+    assert "no model is in this source" in error and "--state" not in error
+    assert run([*words, "--to", "dcp", "-q"]) == 0

@@ -104,3 +104,14 @@ def test_one_of_two_moments_lost_is_named_where_most_have_both() -> None:
     others = [(name, state, (2,)) for name in "def" for state in ("model", "exp_avg")]
     assert not codes(catalog(*both, *others))  # as many with one alone: an optimizer that keeps one
     assert not codes(catalog(*both[:-1], ("c", "exp_avg_sq_row", (2,))))  # Adafactor
+
+
+def test_lion_keeps_one_moment_beside_adam_s_two() -> None:
+    def rows(name: str, *states: str) -> list[tuple[str, str, tuple[int, ...]]]:
+        return [(name, state, (2,)) for state in ("model", *states)]
+
+    norms = [row for i in range(4) for row in rows(f"layers.{i}.norm", "exp_avg", "exp_avg_sq")]
+    matrices = [row for i in range(2) for row in rows(f"layers.{i}.w", "exp_avg")]
+    assert not codes(catalog(*norms, *matrices))
+    (fault,) = unsound(catalog(*norms, *rows("layers.4.norm", "exp_avg"), *matrices), Holds())
+    assert fault.key == "layers.4.norm [exp_avg_sq]"
