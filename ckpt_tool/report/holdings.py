@@ -1,0 +1,194 @@
+"""Holdings: what each rank holds of a checkpoint, in bytes and tensors by state, and how each tensor is cut.
+
+Of a source that is its catalog's chunks, of an output the arrays of its target; the same values for both, so that a
+picture before and one after are drawn by one hand:
+
+    of_catalog(catalog, rank_of)   Holdings(mesh={"tp": 2}, holders=(Holder("tp 0", ...), Holder("tp 1", ...)), ...)
+
+A holder is a rank where the format's files say whose they are (`rank_of`), and else a file: nobody guesses a rank.
+Replicas count for everyone that holds them. Cost: 2 us a tensor, and 1 us for each of its boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ckpt_tool.core.box import Box
+from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.hints import FileRanks
+from ckpt_tool.core.mesh import DIMS
+from ckpt_tool.core.target import Target, WantedTensor
+
+Coords = Mapping[str, int]
+RankOf = Callable[[str], Coords | None]  # of a file's path: whose it is, None where its name does not say
+Parts = Sequence[tuple[str, Box]]  # (file, box of the tensor that lies in it)
+
+
+class Holder(NamedTuple):
+    """Someone who holds a part. coords: the rank's, {} for a file of nobody in particular. states: state -> (tensors
+    that it holds a part of, bytes of those parts)."""
+
+    name: str
+    coords: Coords
+    files: tuple[str, ...]
+    states: Mapping[str, tuple[int, int]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.states.values())
+
+
+class Cut(NamedTuple):
+    """How a tensor is cut: (number of the holder, box), one for each part. Tensors that lie alike share one."""
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[int, Box], ...]
+
+
+class Holdings(NamedTuple):
+    """Who holds what. tensors: the number of each tensor's cut, in the order in which they were given."""
+
+    mesh: Mapping[str, int]
+    holders: tuple[Holder, ...]
+    cuts: tuple[Cut, ...]
+    tensors: Sequence[int]
+
+    @property
+    def of_ranks(self) -> bool:
+        """Are the holders ranks?"""
+        return any(holder.coords for holder in self.holders)
+
+
+class Given(NamedTuple):
+    """A tensor and its parts. alike: equal for tensors whose parts are the same, None where nobody knows."""
+
+    state: str
+    dtype: DType
+    shape: tuple[int, ...]
+    parts: Callable[[], Parts]
+    alike: Hashable = None
+
+
+def nobody(path: str) -> None:
+    """Of a format whose files are no rank's."""
+
+
+def of_catalog(catalog: Catalog, rank_of: RankOf = nobody) -> Holdings:
+    """Who holds what of a checkpoint, in the order of its tensors. Chunks of no element count for nothing."""
+    stated = found.coords if (found := catalog.hints.get(FileRanks)) else {}
+
+    def whose(path: str) -> Coords | None:
+        return stated.get(path) or rank_of(path)
+
+    def rows() -> Iterator[Given]:
+        for tensor in catalog.tensors.values():
+            parts = [(chunk.array.path, chunk.box) for chunk in tensor.chunks]
+            yield Given(tensor.key.state, tensor.dtype, tensor.shape, lambda parts=parts: parts)
+
+    return holdings(rows(), catalog.mesh.to_json(), whose)
+
+
+def of_target(
+    tensors: Sequence[WantedTensor], target: Target, mesh: Mapping[str, int], rank_of: RankOf = nobody
+) -> Holdings:
+    """Who will hold what of an output, in the order of its tensors."""
+    places, files = target.places, target.files
+    if places is None:
+        parts: list[list[tuple[str, Box]]] = [[] for _ in tensors]
+        for file in files:
+            for array in file.arrays:
+                parts[array.tensor].append((file.path, array.box))
+        rows = (
+            Given(t.key.state, t.dtype, t.shape, lambda own=own: own) for t, own in zip(tensors, parts, strict=True)
+        )
+        return holdings(rows, mesh, rank_of)
+
+    def of(number: int) -> Parts:
+        return [(files[file].path, array.box) for file, array in places.of(number)]
+
+    many = (
+        Given(t.key.state, t.dtype, t.shape, lambda number=number: of(number), (places.group(number), t.key.state))
+        for number, t in enumerate(tensors)
+    )
+    return holdings(many, mesh, rank_of)
+
+
+def holdings(rows: Iterable[Given], mesh: Mapping[str, int], rank_of: RankOf) -> Holdings:
+    """Who holds what of these tensors."""
+    book = _Book(rank_of)
+    tensors = [book.entered(row) for row in rows]
+    order = sorted(range(len(book.names)), key=lambda number: _place(book.coords[number], number))
+    numbers = {old: new for new, old in enumerate(order)}
+    holders = tuple(
+        Holder(
+            book.names[old],
+            book.coords[old],
+            tuple(book.files[old]),
+            {state: (row[0], row[1]) for state, row in book.states[old].items()},
+        )
+        for old in order
+    )
+    cuts = tuple(Cut(shape, tuple((numbers[held], box) for held, box in parts)) for shape, parts in book.cuts)
+    return Holdings(mesh, holders, cuts, tensors)
+
+
+def rank_name(coords: Coords) -> str:
+    """`tp 1, pp 0`; `rank 5` where that is all that is known."""
+    return ", ".join(f"{dim} {at}" for dim, at in coords.items())
+
+
+def _place(coords: Coords, number: int) -> tuple[int, tuple[int, ...], int]:
+    """Ranks by their coordinates in the order of ranks, tp fastest; files as they came."""
+    return (0 if coords else 1, tuple(coords.get(dim, 0) for dim in ("rank", *reversed(DIMS))), number)
+
+
+class _Book:
+    """Holders and cuts as tensors are entered."""
+
+    def __init__(self, rank_of: RankOf) -> None:
+        self.names: list[str] = []
+        self.coords: list[Coords] = []
+        self.files: list[dict[str, None]] = []
+        self.states: list[dict[str, list[int]]] = []
+        self.cuts: list[tuple[tuple[int, ...], tuple[tuple[int, Box], ...]]] = []
+        self._rank_of = rank_of
+        self._holders: dict[str, int] = {}  # by file
+        self._by_name: dict[tuple[bool, str], int] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._alike: dict[Hashable, int] = {}
+
+    def entered(self, row: Given) -> int:
+        """The number of the tensor's cut; its parts are added to what their holders hold."""
+        known = None if row.alike is None else self._alike.get((row.alike, row.shape))
+        if known is None:
+            parts = tuple([(self._holder(path), box) for path, box in row.parts() if 0 not in box.shape])
+            key = (row.shape, parts)
+            known = self._numbers.setdefault(key, len(self.cuts))
+            if known == len(self.cuts):
+                self.cuts.append(key)
+            if row.alike is not None:
+                self._alike[row.alike, row.shape] = known
+        before = -1
+        for held, box in self.cuts[known][1]:
+            entry = self.states[held].setdefault(row.state, [0, 0])
+            entry[0] += held != before
+            entry[1] += row.dtype.nbytes(box.numel)
+            before = held
+        return known
+
+    def _holder(self, path: str) -> int:
+        known = self._holders.get(path)
+        if known is None:
+            coords = self._rank_of(path) or {}
+            name = (bool(coords), rank_name(coords) if coords else path)
+            known = self._by_name.setdefault(name, len(self.names))
+            if known == len(self.names):
+                self.names.append(name[1])
+                self.coords.append(coords)
+                self.files.append({})
+                self.states.append({})
+            self.files[known][path] = None
+            self._holders[path] = known
+        return known
