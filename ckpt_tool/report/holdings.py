@@ -12,6 +12,7 @@ Replicas count for everyone that holds them. Cost: 2 us a tensor, and 1 us for e
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from ckpt_tool.core.box import Box
@@ -20,6 +21,7 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.hints import FileRanks
 from ckpt_tool.core.mesh import DIMS
 from ckpt_tool.core.target import Target, WantedTensor
+from ckpt_tool.core.tensor import LogicalTensor
 
 Coords = Mapping[str, int]
 RankOf = Callable[[str], Coords | None]  # of a file's path: whose it is, None where its name does not say
@@ -84,10 +86,13 @@ def of_catalog(catalog: Catalog, rank_of: RankOf = nobody) -> Holdings:
 
     def rows() -> Iterator[Given]:
         for tensor in catalog.tensors.values():
-            parts = [(chunk.array.path, chunk.box) for chunk in tensor.chunks]
-            yield Given(tensor.key.state, tensor.dtype, tensor.shape, lambda parts=parts: parts)
+            yield Given(tensor.key.state, tensor.dtype, tensor.shape, partial(_parts, tensor))
 
     return holdings(rows(), catalog.mesh.to_json(), whose)
+
+
+def _parts(tensor: LogicalTensor) -> Parts:
+    return [(chunk.array.path, chunk.box) for chunk in tensor.chunks]
 
 
 def of_target(
@@ -100,16 +105,14 @@ def of_target(
         for file in files:
             for array in file.arrays:
                 parts[array.tensor].append((file.path, array.box))
-        rows = (
-            Given(t.key.state, t.dtype, t.shape, lambda own=own: own) for t, own in zip(tensors, parts, strict=True)
-        )
-        return holdings(rows, mesh, rank_of)
+        pairs = zip(tensors, parts, strict=True)
+        return holdings((Given(t.key.state, t.dtype, t.shape, partial(list, own)) for t, own in pairs), mesh, rank_of)
 
     def of(number: int) -> Parts:
         return [(files[file].path, array.box) for file, array in places.of(number)]
 
     many = (
-        Given(t.key.state, t.dtype, t.shape, lambda number=number: of(number), (places.group(number), t.key.state))
+        Given(t.key.state, t.dtype, t.shape, partial(of, number), (places.group(number), t.key.state))
         for number, t in enumerate(tensors)
     )
     return holdings(many, mesh, rank_of)
@@ -170,12 +173,10 @@ class _Book:
                 self.cuts.append(key)
             if row.alike is not None:
                 self._alike[row.alike, row.shape] = known
-        before = -1
         for held, box in self.cuts[known][1]:
-            entry = self.states[held].setdefault(row.state, [0, 0])
-            entry[0] += held != before
-            entry[1] += row.dtype.nbytes(box.numel)
-            before = held
+            self.states[held].setdefault(row.state, [0, 0])[1] += row.dtype.nbytes(box.numel)
+        for held in {held for held, _ in self.cuts[known][1]}:
+            self.states[held][row.state][0] += 1
         return known
 
     def _holder(self, path: str) -> int:
