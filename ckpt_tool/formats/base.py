@@ -6,8 +6,9 @@ docstring is the specification, with its source. Formats know no families, no pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -143,6 +144,25 @@ class Hashing(Protocol):
     def late_faults(self, tree: Tree) -> Iterator[CkptError]:
         """Every file that was not hashed when the folder was opened and differs from its hash. Reads them."""
         ...
+
+
+@runtime_checkable
+class Ranked(Protocol):
+    """A format whose files are those of ranks, as their names say."""
+
+    def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
+        """The coordinates of the rank whose file it is, under the words of its name; None for a file of no rank, or of
+        all."""
+        ...
+
+
+def ranks_of(fmt: Format, mesh: Mapping[str, int]) -> Callable[[str], Mapping[str, int] | None]:
+    """Whose the files of a checkpoint of this format are. mesh: the checkpoint's."""
+    return partial(fmt.rank_of, mesh=mesh) if isinstance(fmt, Ranked) else _of_nobody
+
+
+def _of_nobody(path: str) -> None:
+    """Of a format whose files are no rank's."""
 
 
 class Fitted(NamedTuple):

@@ -50,6 +50,12 @@ _DESCRIPTOR_SIZE, _LOCAL_SIZE = 16, 30  # bytes (4.3.9, 4.3.7)
 _Item = tuple[int, str, int, TensorEntry]  # first byte, fqn, number of the piece, its tensor
 
 
+def rank_of(path: str) -> dict[str, int] | None:
+    """Who wrote a file, as its name says."""
+    found = DATA.fullmatch(path.rpartition("/")[2])
+    return {"rank": int(found[1])} if found else None
+
+
 class ReadObject(NamedTuple):
     """An object item: its value as the inert reader gives it, and the zip in which its tensors lie, if it has any."""
 

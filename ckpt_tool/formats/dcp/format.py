@@ -29,10 +29,12 @@ variants.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.formats.base import AS_IS, PLACED, Evidence, Holds, ReadOptions
+from ckpt_tool.formats.containers import dcp_items
 from ckpt_tool.formats.dcp import folders as dcp_folders
 from ckpt_tool.storage.source import Tree
 
@@ -77,6 +79,10 @@ class _Dcp:
         from ckpt_tool.formats.dcp.read import read_tree
 
         return read_tree(tree, options)
+
+    def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
+        """The rank alone: where it stands in the mesh no name says."""
+        return dcp_items.rank_of(path)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """The whole output; see `formats.dcp.target`."""

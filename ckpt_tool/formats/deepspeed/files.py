@@ -90,6 +90,16 @@ def _pattern(name: str) -> re.Pattern[str]:
 _KINDS = {name: _pattern(name) for name in (OPTIM, MODEL, MODEL3, LAYER, EXPERT, PLAIN_EXPERTS, *_REFUSED)}
 
 
+def rank_in(path: str) -> dict[str, int] | None:
+    """Whose file it is: its data rank, where it has one, and its model rank (`mp`). Experts' files are nobody's."""
+    for kind in (OPTIM, MODEL, MODEL3):
+        if found := _KINDS[kind].fullmatch(path.rpartition("/")[2]):
+            return {
+                dim: int(found[name]) for dim, name in (("dp", "data"), ("mp", "model")) if name in found.re.groupindex
+            }
+    return None
+
+
 @dataclass(slots=True)
 class Files:
     """The files of one checkpoint by kind. optim, model3: (data rank, model rank) -> name. model: model rank -> name.

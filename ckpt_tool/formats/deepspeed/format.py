@@ -46,7 +46,7 @@ from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions
-from ckpt_tool.formats.deepspeed.files import sort_files
+from ckpt_tool.formats.deepspeed.files import rank_in, sort_files
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:  # reading needs none of these
@@ -98,6 +98,10 @@ class _DeepSpeed:
         from ckpt_tool.formats.deepspeed.layout import fit
 
         return fit(tensors, extras, wish)
+
+    def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
+        """dp, and mp: the model rank of the names."""
+        return rank_in(path)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """Every rank's files, for the degrees in `wanted.wish`. See `deepspeed.write`."""

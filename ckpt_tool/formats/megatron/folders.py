@@ -48,6 +48,17 @@ def rank_folders(tree: Tree) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def rank_in(path: str, mesh: Mapping[str, int]) -> dict[str, int] | None:
+    """Whose file it is, by its folder's name. Of two numbers the second is the stage, or, with one stage, the expert
+    rank."""
+    found = _FOLDER.fullmatch(path)
+    if found is None:
+        return None
+    numbers = [int(n) for n in found.group(3, 4, 5) if n is not None]
+    dims = ("tp", "pp", "ep") if len(numbers) > 2 or mesh.get("pp", 1) > 1 else ("tp", "ep")
+    return dict(zip(dims, numbers, strict=False))
+
+
 def folder_name(tp: int, pp: int, ep: int, degrees: Mapping[str, int]) -> str:
     """`mp_rank_TT[_PPP][_EEE]`, as Megatron spells it."""
     stage = f"_{pp:03d}" if degrees["pp"] > 1 else ""

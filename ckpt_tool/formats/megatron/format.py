@@ -33,11 +33,12 @@ RNG states are extras, by folder, as bytes. Cost: a pickle a rank. What it does 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions
-from ckpt_tool.formats.megatron.folders import rank_folders
+from ckpt_tool.formats.megatron.folders import rank_folders, rank_in
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:  # reading needs none of these
@@ -81,6 +82,10 @@ class _Megatron:
         from ckpt_tool.formats.megatron.read import read_ranks
 
         return read_ranks(tree)
+
+    def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
+        """tp, and pp and ep as far as the folder's name has them."""
+        return rank_in(path, mesh)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """The whole output; see `formats.megatron.target`."""

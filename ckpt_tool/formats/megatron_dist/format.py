@@ -64,7 +64,7 @@ from ckpt_tool.core.tensor import (
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specificity
-from ckpt_tool.formats.containers.dcp_items import Items
+from ckpt_tool.formats.containers.dcp_items import Items, rank_of
 from ckpt_tool.formats.containers.dcp_metadata import (
     CONTRADICTION,
     INCOMPLETE,
@@ -139,6 +139,10 @@ class _MegatronDist:
         catalog = _Reading(tree, folder, listing, notes, options.config).catalog(required=options.require_checksums)
         catalog.check()
         return catalog
+
+    def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
+        """The rank alone, as the names of DCP's files have it."""
+        return rank_of(path)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """The whole output; see `formats.megatron_dist.target`."""

@@ -28,6 +28,12 @@ class MetaFiles(NamedTuple):
     safetensors: tuple[str, ...] = ()
 
 
+def shard_number(path: str) -> int | None:
+    """The number of a shard, None for another file."""
+    found = _SHARD.fullmatch(path.rpartition("/")[2])
+    return int(found[1]) if found else None
+
+
 def choose(names: Iterable[str]) -> MetaFiles | None:
     """The files that count, None where there are none. names: of the folder itself. Never raises; see `check`."""
     names = list(names)

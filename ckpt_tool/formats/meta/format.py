@@ -31,7 +31,7 @@ how they are cut: E1404), quantised releases' scales.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.errors import UnknownFormat
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specificity
-from ckpt_tool.formats.meta.files import PARAMS, MetaFiles, choose
+from ckpt_tool.formats.meta.files import PARAMS, MetaFiles, choose, shard_number
 from ckpt_tool.formats.meta.params import MetaHints
 from ckpt_tool.storage.source import Tree
 
@@ -99,6 +99,11 @@ class _Meta:
         from ckpt_tool.formats.meta.read import read_shards
 
         return read_shards(tree, chosen.shards, lenient=options.lenient, required=options.require_checksums)
+
+    def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
+        """tp, which a shard's number is."""
+        number = shard_number(path)
+        return None if number is None else {"tp": number}
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """The whole output; see `formats.meta.target`."""

@@ -45,7 +45,7 @@ from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions
-from ckpt_tool.formats.paddle.ranks import EXTENSIONS, rank_files
+from ckpt_tool.formats.paddle.ranks import EXTENSIONS, rank_file, rank_files
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:  # reading needs none of these
@@ -107,6 +107,11 @@ class _Paddle:
         from ckpt_tool.formats.paddle.target import fit
 
         return fit(tensors, extras, hints, wish)
+
+    def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
+        """The coordinates of the name."""
+        file = rank_file(path.rpartition("/")[2])
+        return file.at if file is not None else None
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """The whole output; see `formats.paddle.target`."""

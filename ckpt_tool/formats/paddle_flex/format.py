@@ -96,6 +96,11 @@ class _Flex:
 
         return fit(tensors, extras, hints, wish)
 
+    def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
+        """The rank alone."""
+        found = paddle_flex_folders.DATA.fullmatch(path.rpartition("/")[2])
+        return {"rank": int(found[1])} if found else None
+
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """The whole output; see `formats.paddle_flex.target`."""
         from ckpt_tool.formats.paddle_flex.target import flex_target

@@ -212,6 +212,12 @@ class UnifiedFiles(NamedTuple):
         return PEFT_STEM if PEFT_STEM in self.indexes or PEFT_STEM in self.numbered else MODEL_STEM
 
 
+def rank_in(path: str) -> dict[str, int] | None:
+    """Whose file it is; None for one of no rank."""
+    found = _RANK.fullmatch(path)
+    return {part[1]: int(part[2]) for part in _COORDINATE.finditer(found[2] or "")} if found else None
+
+
 def classify(names: Iterable[str]) -> UnifiedFiles:
     """The files by what their names say."""
     indexes: dict[str, str] = {}

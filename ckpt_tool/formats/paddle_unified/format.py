@@ -85,6 +85,10 @@ class PaddleUnified:
 
         return fit(tensors, hints, wish)
 
+    def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
+        """The coordinates of the name."""
+        return files_of.rank_in(path)
+
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """The whole output. Raises UsageError E1271, E1272, E1273."""
         from ckpt_tool.formats.paddle_unified.target import unified_target

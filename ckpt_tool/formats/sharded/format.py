@@ -43,6 +43,7 @@ What it does not do: C128 has no name in safetensors and is refused; nothing is 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckpt_tool.core.catalog import Catalog
@@ -57,6 +58,7 @@ if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.core.target import Target, Wanted
 
 _DIM = f"(?:{'|'.join(DIMS)})[0-9]{{2,}}"
+_COORDINATE = re.compile(rf"[._]({'|'.join(DIMS)})([0-9]{{2,}})")
 _RANK_FILE = re.compile(rf"[A-Za-z0-9_%-]+\.{_DIM}(?:_{_DIM})*\.safetensors")
 _FILE = re.compile(r"[A-Za-z0-9_%-]+\.safetensors")  # of a save on one rank
 _INDEX_START = re.compile(rb'\s*\{\s*"ckpt_format"\s*:\s*"sharded"')
@@ -94,6 +96,10 @@ class Sharded:
     def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog. Raises what `sharded.read.read_catalog` raises."""
         return read_catalog(tree, lenient=options.lenient)
+
+    def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
+        """The coordinates of the name."""
+        return {dim: int(at) for dim, at in _COORDINATE.findall(path)} if _RANK_FILE.fullmatch(path) else None
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """Raises UsageError: E0245 for what safetensors or JSON can't hold, E0246 for names that collide or are too
