@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ckpt_tool.cli.plain import plain_job
 from ckpt_tool.core.progress import SILENT, Checking, listening
+from ckpt_tool.core.witness import Seen, witnessing
 from ckpt_tool.errors import CkptError, InternalError, Interrupted, StorageError, wrap_os_error
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _run(job: Job) -> int:
     if show.report:  # of `apply` and of a merge's config only the plan says what is read
         progress = Checking(progress, partial(_check_report, show.report, job))
     try:
-        with listening(progress):
+        with listening(progress), witnessing(bool(show.report)) as seen:
             document = job.run(progress)
     finally:
         progress.finish()  # whatever happens, the bar goes before anything else is printed
@@ -108,7 +109,7 @@ def _run(job: Job) -> int:
     elif not (show.quiet and job.writes):
         _result([_as_text(job, document, show, shown=once.done)])
     if show.report:
-        _save_report(job, document, show.report)
+        _save_report(job, document, seen, show.report)
     return 0 if sound else 1
 
 
@@ -190,11 +191,18 @@ def _check_report(path: str, job: Job, document: Mapping[str, Any]) -> None:
     check_beside(path, "--report", (*job.sources, *filter(None, read)), (*job.outputs, target.get("path")))
 
 
-def _save_report(job: Job, document: dict[str, Any], path: str) -> None:
+def _save_report(job: Job, document: dict[str, Any], seen: Seen, path: str) -> None:
     from ckpt_tool import __version__
     from ckpt_tool.report import html
+    from ckpt_tool.report.picture import picture
 
-    html.save(job.page(document, True), path, title=f"ckpt {job.verb}", facts=(("made by", f"ckpt {__version__}"),))
+    html.save(
+        job.page(document, True),
+        path,
+        title=f"ckpt {job.verb}",
+        facts=(("made by", f"ckpt {__version__}"),),
+        data=picture(job.verb, document, seen),
+    )
 
 
 def _result(pieces: Iterable[str]) -> None:

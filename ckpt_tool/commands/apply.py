@@ -6,13 +6,15 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.conversion.carry_out import check_replaced, execute, refuse_in_store
 from ckpt_tool.conversion.on_device import movers_of, with_device
 from ckpt_tool.conversion.plan_file import load_plan
 from ckpt_tool.conversion.standing import is_committed, standing
 from ckpt_tool.core.progress import Progress
+from ckpt_tool.core.witness import tell
 from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, UsageError
 from ckpt_tool.options.values import AUTO
 from ckpt_tool.options.verbs import Share
@@ -23,6 +25,9 @@ from ckpt_tool.storage.destination import RemotePlace, check_apart, check_destin
 from ckpt_tool.storage.opening import open_tree, scheme_of, short_url
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.staging import new_worker
+
+if TYPE_CHECKING:
+    from ckpt_tool.report.holdings import Rewriting
 
 NOTHING_THERE = "E0702"
 
@@ -36,6 +41,7 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
     if scheme_of(plan_file) or short_url(plan_file):
         raise UsageError("a plan is a file of this machine", code="E2502", path=plan_file, hint="copy it here first")
     plan = load_plan(plan_file)
+    tell("rewriting", partial(_drawn, plan))
     if writing.emit:
         from ckpt_tool.conversion.job_file import write_job
 
@@ -95,6 +101,12 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
     if part is not None:
         document["part"] = list(part)
     return document
+
+
+def _drawn(plan: Plan) -> Rewriting:
+    from ckpt_tool.conversion.drawn import drawn_plan
+
+    return drawn_plan(plan)
 
 
 def _opened(plan: Plan) -> dict[str, Tree]:

@@ -14,11 +14,12 @@ from typing import Any
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.extras import display
-from ckpt_tool.core.hints import FileRanks, Globals
+from ckpt_tool.core.hints import Globals
 from ckpt_tool.core.listing import Listing
 from ckpt_tool.core.patterns import Names
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
 from ckpt_tool.errors import CkptError, InputError, UnsafeInput
+from ckpt_tool.formats.base import ranks_of
 from ckpt_tool.options.reading import Inspection, Reading
 from ckpt_tool.quantised.weights import DTYPES as CODED
 from ckpt_tool.sources.opening import Opened, open_source
@@ -56,7 +57,7 @@ def inspect(src: str, reading: Reading, wanted: Inspection = EVERYTHING, *, colu
     if any(state == MODEL and getattr(dtype, "name", dtype) in CODED for state, (dtype, _, _) in tally):
         _add_quantisation(document, opened, reading, narrowed=bool(wanted.match or wanted.states))
     if wanted.placement:
-        _add_chunks(catalog, rows)
+        _add_chunks(opened, rows)
     if wanted.security or catalog.unsafe:
         document["security"] = _security(opened, survey=wanted.security)
     if wanted.stats:
@@ -183,8 +184,11 @@ def _masters_alone(rows: Sequence[dict[str, Any]]) -> int:
     return sum(prod(row["shape"]) for row in rows if row["state"] == MASTER and row["name"] not in model)
 
 
-def _add_chunks(catalog: Catalog, rows: Sequence[dict[str, Any]]) -> None:
-    ranks = found.coords if (found := catalog.hints.get(FileRanks)) else {}
+def _add_chunks(opened: Opened, rows: Sequence[dict[str, Any]]) -> None:
+    from ckpt_tool.report.holdings import whose
+
+    catalog = opened.catalog
+    rank_of = whose(catalog, ranks_of(opened.format, catalog.mesh.to_json()))
     for row in rows:
         tensor = catalog.tensors[TensorKey(row["name"], row["state"])]
         row["chunks"] = [
@@ -192,7 +196,7 @@ def _add_chunks(catalog: Catalog, rows: Sequence[dict[str, Any]]) -> None:
                 "file": chunk.array.path,
                 "offset": list(chunk.box.offset),
                 "shape": list(chunk.box.shape),
-                "rank": dict(ranks.get(chunk.array.path, {})),
+                "rank": dict(rank_of(chunk.array.path) or {}),
             }
             for chunk in tensor.chunks
         ]

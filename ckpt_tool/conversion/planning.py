@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.conversion.fitting import refuse_unsplit, single_name, wish_of
 from ckpt_tool.conversion.layout import layout_of
@@ -14,6 +15,7 @@ from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.target import LayoutWish, Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
+from ckpt_tool.core.witness import tell
 from ckpt_tool.formats.base import Format
 from ckpt_tool.options.writing import DEFAULT_SHARD_SIZE, Writing
 from ckpt_tool.plan.copy import is_transposed
@@ -24,6 +26,9 @@ from ckpt_tool.quantised.kept_whole import refuse_cut_blocks
 from ckpt_tool.sources.chosen import Chosen, more_than_computed
 from ckpt_tool.sources.select import group_of, removed_rows
 from ckpt_tool.storage.destination import Place
+
+if TYPE_CHECKING:
+    from ckpt_tool.report.holdings import Rewriting
 
 SIDE = -1  # in place of a source's number: a side file, which may be stored beside the pointer file
 
@@ -85,7 +90,14 @@ def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing)
         {},
     )
     plan.report.update(_report(chosen, plan, target, layout, fallbacks, writing))
+    tell("rewriting", partial(_drawn, chosen, wanted, target, layout, fmt))
     return plan, wanted
+
+
+def _drawn(chosen: Chosen, wanted: Wanted, target: Target, layout: Layout, fmt: Format) -> Rewriting:
+    from ckpt_tool.conversion.drawn import drawn
+
+    return drawn(chosen, wanted, target, layout, fmt)
 
 
 def _wanted_tensors(chosen: Chosen, dtypes: Mapping[str, DType]) -> tuple[WantedTensor, ...]:

@@ -21,7 +21,7 @@ from math import isqrt, prod
 from ckpt_tool.errors import UsageError
 
 DIMS = ("tp", "cp", "pp", "ep", "etp", "dp", "vpp")  # the order in file names and reports
-_SLOWEST_FIRST = ("vpp", "pp", "dp", "ep", "etp", "cp", "tp")  # the order of ranks
+SLOWEST_FIRST = ("vpp", "pp", "dp", "ep", "etp", "cp", "tp")  # the order of ranks
 
 Coords = Mapping[str, int]
 
@@ -74,7 +74,7 @@ class Mesh:
         fixed = dict(at)
         if any(not 0 <= index < self[name] for name, index in at):
             return
-        names = [name for name in _SLOWEST_FIRST if self[name] > 1]
+        names = [name for name in SLOWEST_FIRST if self[name] > 1]
         for index in product(*((fixed[name],) if name in fixed else range(self[name]) for name in names)):
             yield dict(zip(names, index, strict=True))
 

@@ -18,7 +18,7 @@ from math import prod
 from operator import attrgetter
 from typing import NamedTuple, overload
 
-from ckpt_tool.core.box import contiguous_strides
+from ckpt_tool.core.box import Box, contiguous_strides, whole
 from ckpt_tool.core.target import Places, TargetArray, Wanted, WantedTensor
 from ckpt_tool.core.tensor import Chunk, LogicalTensor
 from ckpt_tool.errors import InternalError
@@ -126,12 +126,32 @@ def _pairs_that_share(move: Move, sources: Sequence[Region]) -> int:
 
 
 def _corners(region: Region, move: Move) -> list[tuple[int, int]]:
-    """(first, last) index along each dim of the tensor, [] for a region that is no box of it."""
-    if move.dtype.bits < 8 or 0 in region.extents:
+    """(first, last) index along each dim of the tensor, see `_spans`; [] for a region that is no box of it."""
+    return [] if move.dtype.bits < 8 else _spans(region, move.line_shape)
+
+
+def box_of(region: Region, move: Move) -> Box | None:
+    """The box of the tensor that a region holds, None for one that is no box of it."""
+    shape, bits = move.shape, move.dtype.bits
+    if not shape or region.numel == move.numel:
+        return whole(shape)
+    per_byte = 8 // bits if bits < 8 else 1  # a line of less than bytes is one of bytes (`plan.copy.byte_view`)
+    line = _spans(region, (*move.line_shape[:-1], move.line_shape[-1] // per_byte))[::-1]
+    if not line:
+        return None
+    spans = [line[move.order.index(dim)] for dim in range(len(shape))] if move.order else line
+    offset, extents = [first for first, _ in spans], [last - first + 1 for first, last in spans]
+    return Box((*offset[:-1], offset[-1] * per_byte), (*extents[:-1], extents[-1] * per_byte))
+
+
+def _spans(region: Region, shape: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, last) index along each dim of a line of that shape, the last dim first; [] for a region that is no box of
+    it."""
+    if 0 in region.extents:
         return []
     low, end = hull(region)
     high, spans = end - 1, list[tuple[int, int]]()
-    for extent in reversed(move.line_shape):
+    for extent in reversed(shape):
         spans.append((low % extent, high % extent))
         low, high = low // extent, high // extent
     is_box = all(a <= b for a, b in spans) and prod(b - a + 1 for a, b in spans) == region.numel

@@ -19,12 +19,14 @@ from ckpt_tool.core.box import Box
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.hints import FileRanks
-from ckpt_tool.core.mesh import DIMS
+from ckpt_tool.core.mesh import SLOWEST_FIRST
 from ckpt_tool.core.target import Target, WantedTensor
 from ckpt_tool.core.tensor import LogicalTensor
 
 Coords = Mapping[str, int]
 RankOf = Callable[[str], Coords | None]  # of a file's path: whose it is, None where its name does not say
+# The dims of ranks, slowest first, and what formats call them: mp of DeepSpeed, shard and moe of Paddle.
+_ORDER = ("rank", "mp", *SLOWEST_FIRST[:3], "shard", "moe_sharding", "moe", *SLOWEST_FIRST[3:])
 Parts = Sequence[tuple[str, Box]]  # (file, box of the tensor that lies in it)
 
 
@@ -73,22 +75,51 @@ class Given(NamedTuple):
     alike: Hashable = None
 
 
+class Tensor(NamedTuple):
+    """A tensor as a report lists it."""
+
+    name: str
+    state: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint that a command opened. path: as its document names it."""
+
+    path: str
+    catalog: Catalog
+    rank_of: RankOf
+
+
+class Rewriting(NamedTuple):
+    """What a plan does: the tensors of the output, who holds them before and after, fallbacks by tensor. What is read
+    to be compared (replicas) is not among what moves."""
+
+    tensors: Sequence[Tensor]
+    before: Holdings
+    after: Holdings
+    fallbacks: Mapping[int, str]
+
+
 def nobody(path: str) -> None:
     """Of a format whose files are no rank's."""
 
 
+def whose(catalog: Catalog, rank_of: RankOf) -> RankOf:
+    """Whose a file of the checkpoint is: as its reader says, and else as its name does."""
+    stated = found.coords if (found := catalog.hints.get(FileRanks)) else {}
+    return lambda path: stated.get(path) or rank_of(path)
+
+
 def of_catalog(catalog: Catalog, rank_of: RankOf = nobody) -> Holdings:
     """Who holds what of a checkpoint, in the order of its tensors. Chunks of no element count for nothing."""
-    stated = found.coords if (found := catalog.hints.get(FileRanks)) else {}
-
-    def whose(path: str) -> Coords | None:
-        return stated.get(path) or rank_of(path)
 
     def rows() -> Iterator[Given]:
         for tensor in catalog.tensors.values():
             yield Given(tensor.key.state, tensor.dtype, tensor.shape, partial(_parts, tensor))
 
-    return holdings(rows(), catalog.mesh.to_json(), whose)
+    return holdings(rows(), catalog.mesh.to_json(), whose(catalog, rank_of))
 
 
 def _parts(tensor: LogicalTensor) -> Parts:
@@ -144,7 +175,7 @@ def rank_name(coords: Coords) -> str:
 
 def _place(coords: Coords, number: int) -> tuple[int, tuple[int, ...], int]:
     """Ranks by their coordinates in the order of ranks, tp fastest; files as they came."""
-    return (0 if coords else 1, tuple(coords.get(dim, 0) for dim in ("rank", *reversed(DIMS))), number)
+    return (0 if coords else 1, tuple(coords.get(dim, 0) for dim in _ORDER), number)
 
 
 class _Book:

@@ -1,36 +1,32 @@
-"""A page as one self-contained HTML file (`--report FILE.html`): no script, no link, no request.
+"""A page as one self-contained HTML file (`--report FILE.html`): no link, no request, no server.
 
-Every text goes through `report.text.shown` and `html.escape`; a Content-Security-Policy forbids whatever might slip
-through. The file is written beside its name and renamed, and replaces nothing but an earlier report.
+The text of the page is HTML. Its figures, where the verb has data for them (`report.picture`), are drawn by the
+scripts of `browser/`, which make text nodes alone; the data is JSON that nothing executes. Every text goes through
+`report.text.shown` and `html.escape`; a Content-Security-Policy allows this style and this script by their hashes and
+nothing else. The file is written beside its name and renamed, and replaces nothing but an earlier report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import zlib
+from base64 import b64encode
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from html import escape
+from pathlib import Path
+from typing import Any
 
 from ckpt_tool.report import files
 from ckpt_tool.report.page import Block, Cell, Curves, Facts, Lines, Page, Table, Tiles, Verdict, style_of, text_of
 from ckpt_tool.report.text import count, shown
 
 MARK = "<!doctype html>\n<!-- a report of ckpt -->\n"
-ROWS_SHOWN = 5000
-_STYLE = """
-:root { color-scheme: light dark; --line: #8884; --dim: #777; --good: #18794e; --warn: #9a5b00; --bad: #c0232c; }
-@media (prefers-color-scheme: dark) { :root { --good: #4cc38a; --warn: #f0a83c; --bad: #ff6369; --dim: #999; } }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 78rem; margin: 2rem auto; padding: 0 1.2rem; }
-h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin: 1.6rem 0 .3rem; }
-table { border-collapse: collapse; margin: .4rem 0; } .wide { overflow-x: auto; }
-th { text-align: left; font-weight: 600; color: var(--dim); border-bottom: 1px solid var(--line); }
-th, td { padding: .12rem 1.2rem .12rem 0; vertical-align: top; } tr:hover td { background: #8881; }
-td, li, dd { font-family: ui-monospace, monospace; font-size: .9em; } td.right, th.right { text-align: right; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1.2rem; margin: .4rem 0; }
-dt { color: var(--dim); } dd { margin: 0; overflow-wrap: anywhere; } ul { padding-left: 1.2rem; margin: .3rem 0; }
-.strong { font-weight: 600; } .dim { color: var(--dim); } .good { color: var(--good); } .warn { color: var(--warn); }
-.bad { color: var(--bad); font-weight: 600; }
-svg { max-width: 100%; height: auto; } svg text { fill: currentColor; font: 11px ui-monospace, monospace; }
-.verdict { padding: .5rem .9rem; border-left: 4px solid currentColor; font-weight: 600; margin-top: 1.6rem; }
-"""
+ROWS_SHOWN = 1000  # of a table, and lines of a list
+_BROWSER = Path(__file__).parent / "browser"
+_SCRIPTS = ("base", "data", "ranks", "cut", "flow", "treemap", "table", "heat", "findings", "main")  # in this order
+_PLAIN = 1 << 16  # characters of data that are kept as they are; more is deflated
+_LEVELS = 8  # of a tree that are indented
 
 
 def check_target(path: str) -> None:
@@ -38,23 +34,69 @@ def check_target(path: str) -> None:
     files.check_target(path, "--report", lambda head: head.startswith(MARK.encode()))
 
 
-def save(page: Page, path: str, *, title: str = "", facts: Iterable[tuple[str, str]] = ()) -> None:
-    """Write the page to `path` in one step. facts: what to say above it (command, version). Raises StorageError."""
-    text = document(page._replace(title=title or page.title), facts=facts)
+def save(
+    page: Page,
+    path: str,
+    *,
+    title: str = "",
+    facts: Iterable[tuple[str, str]] = (),
+    data: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the page to `path` in one step. facts: what to say above it (command, version). data: of its figures.
+    Raises StorageError."""
+    text = document(page._replace(title=title or page.title), facts=facts, data=data)
     files.save(path, text.encode("utf-8", errors="backslashreplace"))
 
 
-def document(page: Page, *, facts: Iterable[tuple[str, str]] = ()) -> str:
-    """The whole HTML text."""
+def document(page: Page, *, facts: Iterable[tuple[str, str]] = (), data: Mapping[str, Any] | None = None) -> str:
+    """The whole HTML text. data: what `report.picture` gives; without any there is no script."""
     title = escape(shown(page.title))
-    head = Facts(tuple(facts))
-    body = "\n".join(_block(block) for block in ((head, *page.blocks) if head.rows else page.blocks))
+    style = (_BROWSER / "report.css").read_text("utf-8")
+    script = "\n".join((_BROWSER / f"{name}.js").read_text("utf-8") for name in _SCRIPTS) if data else ""
+    policy = f"default-src 'none'; style-src {_source(style)}; base-uri 'none'; form-action 'none'"
+    policy += f"; script-src {_source(script)}" if script else ""
     return (
-        f'{MARK}<html lang="en">\n<meta charset="utf-8">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+        f'{MARK}<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{_STYLE}</style>\n<h1>{title}</h1>\n{body}\n</html>\n"
+        f"<title>{title}</title>\n<style>{style}</style>\n</head>\n<body>\n"
+        f"{_body(page, title, tuple(facts), bool(data))}"
+        f"{_data(data) if data else ''}{f'<script>{script}</script>' if script else ''}\n</body>\n</html>\n"
     )
+
+
+def _body(page: Page, title: str, facts: tuple[tuple[str, str], ...], figures: bool) -> str:
+    """Facts and verdicts on top; the rest as text, which figures push below them."""
+    first = page.blocks[0] if page.blocks else None
+    rows = first.rows if isinstance(first, Facts) and not first.title else ()
+    rest = page.blocks[bool(rows) :]
+    top: list[Block] = [Facts((*facts, *rows))] if facts or rows else []
+    if not figures:
+        return f"<main>\n<h1>{title}</h1>\n" + "\n".join(map(_block, (*top, *rest))) + "\n</main>\n"
+    last = [block for block in rest if isinstance(block, Verdict)]
+    text = "\n".join(_block(block) for block in rest if not isinstance(block, Verdict))
+    return (
+        f"<main>\n<h1>{title}</h1>\n" + "\n".join(map(_block, (*top, *last))) + '\n<div id="figures">'
+        "<noscript><p>The figures need a browser that runs scripts; the text below says what can be said "
+        "without.</p></noscript></div>\n"
+        f'<details id="text" open><summary>The result as text</summary>\n{text}\n</details>\n</main>\n'
+    )
+
+
+def _data(data: Mapping[str, Any]) -> str:
+    """The data as JSON that no parser of HTML can take for anything else, or deflated as base64."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)  # ASCII: U+2028 and its like are spelled out
+    coding = ""
+    if len(text) > _PLAIN:
+        text, coding = b64encode(zlib.compress(text.encode(), 9)).decode(), ' data-coding="deflate"'
+    for char in "<>&":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return f'<script type="application/json" id="data"{coding}>{text}</script>\n'
+
+
+def _source(text: str) -> str:
+    """A text as the source that a policy allows: by its hash."""
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
 def _block(block: Block) -> str:
@@ -64,7 +106,10 @@ def _block(block: Block) -> str:
     if isinstance(block, Table):
         return _title(block.title) + _table(block)
     if isinstance(block, Lines):
-        items = "\n".join(f"<li{_class(line)}>{_text(line)}" for line in block.lines if text_of(line))
+        listed = [line for line in block.lines if text_of(line)]
+        items = "\n".join(f"<li{_class(line)}>{_text(line)}" for line in listed[:ROWS_SHOWN])
+        if len(listed) > ROWS_SHOWN:
+            items += f'\n<li class="dim">... {count(len(listed) - ROWS_SHOWN)} more lines; --json has all'
         return f"{_title(block.title)}<ul>\n{items}\n</ul>"
     if isinstance(block, Curves):
         return _title(block.title) + curves(block)
@@ -87,24 +132,25 @@ def _table(table: Table) -> str:
     head = "".join(f"<th{r}>{escape(column.title)}" for column, r in zip(table.columns, right, strict=True))
     rows = []
     for number, row in enumerate(table.rows[:ROWS_SHOWN]):
-        level = min(table.indents[number], 12) if table.indents else 0
-        pad = f' style="padding-left: {level * 1.2:g}rem"' if level else ""
+        level = min(table.indents[number], _LEVELS) if table.indents else 0
         cells = []
         for i, (cell, column) in enumerate(zip(row, table.columns, strict=True)):
-            cells.append(f"<td{_class(cell, right=column.right)}{pad if i == 0 else ''}>{_text(cell)}")
+            cells.append(f"<td{_class(cell, right=column.right, level=level if i == 0 else 0)}>{_text(cell)}")
         rows.append("<tr>" + "".join(cells))
     hidden = len(table.rows) - ROWS_SHOWN
     more = table.more or (f"... {count(hidden)} more rows; --json has all" if hidden > 0 else "")
     closing = f'<p class="dim">{escape(shown(more))}</p>' if more else ""
-    return f'<div class="wide"><table>\n<tr>{head}\n' + "\n".join(rows) + f"\n</table></div>{closing}"
+    label = escape(shown(table.title)) or "table"
+    body = f"<table>\n<tr>{head}\n" + "\n".join(rows) + "\n</table>"
+    return f'<div class="wide" tabindex="0" role="group" aria-label="{label}">{body}</div>{closing}'
 
 
 def _text(cell: Cell) -> str:
     return escape(shown(text_of(cell), 2000))
 
 
-def _class(cell: Cell, *, right: bool = False) -> str:
-    names = ["right"] * right + [style_of(cell)] * (style_of(cell) != "plain")
+def _class(cell: Cell, *, right: bool = False, level: int = 0) -> str:
+    names = ["right"] * right + [style_of(cell)] * (style_of(cell) != "plain") + [f"i{level}"] * (level > 0)
     return f' class="{" ".join(names)}"' if names else ""
 
 
@@ -114,7 +160,8 @@ def _class(cell: Cell, *, right: bool = False) -> str:
 
 WIDE, HIGH = 720, 260  # of a chart, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 34  # its margins
-HUES = (212, 28, 140, 340, 265, 90, 180, 50)  # distinct in light and dark
+# Okabe and Ito's colours, which all kinds of eyes tell apart; the scripts have them too.
+HUES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#dcdcdc")
 TILE_WIDE, LINE, GAP = 128, 15, 8
 LEGEND = 190  # pixels a name takes
 
@@ -189,4 +236,4 @@ def tiles(block: Tiles) -> str:
 
 
 def _colour(number: int) -> str:
-    return f"hsl({HUES[number % len(HUES)]},70%,50%)"
+    return HUES[number % len(HUES)]

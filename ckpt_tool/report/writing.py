@@ -139,12 +139,17 @@ def fallback_text(fallback: Document) -> str:
         str(fallback.get("example", "?")) if number == 1 else f"{count(number)} tensors such as {fallback['example']}"
     )
     requested, used, better = (" x ".join(fallback.get(key) or ()) for key in ("requested", "used", "better"))
-    how = {"padded": f"cut by {used}, padded with zeros", "uneven": f"cut by {used} into uneven parts"}
     text = f"{which} {shape(fallback.get('shape') or ())}: requested {requested}, "
-    text += how.get(str(fallback.get("reason")), f"cut by {used}" if used else "replicated")
+    text += cut_text(str(fallback.get("reason")), used)
     if fallback.get("extra_bytes"):
         text += f"; {size(fallback['extra_bytes'])} more on disk"
     return text + (f"; --on-indivisible best-subset would cut by {better}" if better else "")
+
+
+def cut_text(reason: str, used: str) -> str:
+    """How a dim is cut that could not be cut as requested. reason: of a `core.fallback.Choice`."""
+    how = {"padded": f"cut by {used}, padded with zeros", "uneven": f"cut by {used} into uneven parts"}
+    return how.get(reason, f"cut by {used}" if used else "replicated")
 
 
 def _removed(document: Document, removed: Sequence[Document], *, everything: bool) -> Block:

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.collector import gc_paused
 from ckpt_tool.core.tensor import EXTRAS
+from ckpt_tool.core.witness import tell
 from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import checksums, registry
-from ckpt_tool.formats.base import Format, ReadOptions, Specificity
+from ckpt_tool.formats.base import Format, ReadOptions, Specificity, ranks_of
 from ckpt_tool.formats.copies import look_for_copies
 from ckpt_tool.formats.peft.lone import is_adapter, note_of
 from ckpt_tool.options.reading import Reading
@@ -29,6 +31,9 @@ from ckpt_tool.sources.config import read_config
 from ckpt_tool.sources.steps import POINTERS, pointed, steps_in
 from ckpt_tool.storage.pickle_globals import users_own
 from ckpt_tool.storage.source import Tree, safe_relative
+
+if TYPE_CHECKING:
+    from ckpt_tool.report.holdings import Checkpoint
 
 FOLLOW = "--follow-symlinks follows links that leave it, where you trust them"
 LINKS = 20  # that are named one by one
@@ -74,7 +79,9 @@ def open_source(src: str, reading: Reading) -> Opened:
 
     given = open_tree(src, follow_symlinks=reading.follow_symlinks)
     try:
-        return _opened(given, reading)
+        opened = _opened(given, reading)
+        tell("checkpoint", partial(_checkpoint, opened))
+        return opened
     except InputError as e:
         e.path = e.path or given.shown
         links = _odd_links(given)
@@ -82,6 +89,12 @@ def open_source(src: str, reading: Reading) -> Opened:
             e.faults = (*e.faults, *links)
             e.hint = f"{FOLLOW}; {e.hint}" if e.hint else FOLLOW
         raise
+
+
+def _checkpoint(opened: Opened) -> Checkpoint:
+    from ckpt_tool.report.holdings import Checkpoint
+
+    return Checkpoint(opened.path, opened.catalog, ranks_of(opened.format, opened.catalog.mesh.to_json()))
 
 
 def _opened(given: Tree, reading: Reading) -> Opened:

@@ -247,10 +247,6 @@ def _mesh(tensors: Iterable[LogicalTensor]) -> Mesh:
 def _ranks(files: Iterable[str], mesh: Mesh) -> dict[str, dict[str, int]]:
     """Which rank wrote each file, as its name says; as a dp coordinate where dp is all there is."""
     dims = dict(mesh.dims)
-    out = {}
-    for file in files:
-        found = DATA.fullmatch(file.rpartition("/")[2])
-        if found:
-            rank = int(found[1])
-            out[file] = {"dp": rank} if set(dims) == {"dp"} and rank < dims["dp"] else {"rank": rank}
-    return out
+    ranks = {file: int(found[1]) for file in files if (found := DATA.fullmatch(file.rpartition("/")[2]))}
+    dim = "dp" if set(dims) == {"dp"} and max(ranks.values(), default=0) < dims["dp"] else "rank"
+    return {file: {dim: rank} for file, rank in ranks.items()}

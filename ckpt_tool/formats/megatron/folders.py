@@ -50,11 +50,13 @@ def rank_folders(tree: Tree) -> dict[str, tuple[int, ...]]:
 
 def rank_in(path: str, mesh: Mapping[str, int]) -> dict[str, int] | None:
     """Whose file it is, by its folder's name. Of two numbers the second is the stage, or, with one stage, the expert
-    rank."""
+    rank; None where the mesh leaves open which."""
     found = _FOLDER.fullmatch(path)
     if found is None:
         return None
     numbers = [int(n) for n in found.group(3, 4, 5) if n is not None]
+    if len(numbers) == 2 and mesh.get("pp", 1) == 1 == mesh.get("ep", 1):
+        return None
     dims = ("tp", "pp", "ep") if len(numbers) > 2 or mesh.get("pp", 1) > 1 else ("tp", "ep")
     return dict(zip(dims, numbers, strict=False))
 

@@ -1,0 +1,272 @@
+"""Picture: the data of a report's figures, from what a command told on its way and from the document it returned.
+
+    picture("inspect", document, seen)    {"rows": "0.3.17 1.3.17 ...", "templates": [["model.layers.", ...], ...], ...}
+
+Everything is plain values, for one JSON text in the page. 92,000 names are some hundred templates and the numbers that
+fill them; tensors alike in all but those are one kind; tensors cut alike share a cut. Text of a checkpoint is shown as
+a terminal shows it (`report.text.shown`), so nothing in here can be more than text. Cost: 10 us a tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.box import Box
+from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.core.witness import Seen
+from ckpt_tool.report.holdings import Checkpoint, Cut, Holdings, Rewriting, Tensor, of_catalog
+from ckpt_tool.report.text import shown
+
+Document = Mapping[str, Any]
+NAME_LIMIT = 400  # characters of a name
+FILES_LISTED = 12  # of one holder
+BOXES_LISTED = 4096  # of one cut
+FINDINGS_LISTED = 5000
+_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9][0-9]{0,8})(?=\.|$)|^(?:0|[1-9][0-9]{0,8})(?=\.)")
+_WRITERS = ("reshard", "convert", "merge", "apply")
+_TWO_SIDES = {"diff": ("first", "second")}
+NONE = -1
+
+
+class Side(NamedTuple):
+    """Who holds what on one side. cuts: by row, NONE where the side lacks the tensor."""
+
+    title: str
+    holdings: Holdings
+    cuts: Sequence[int]
+
+
+def picture(verb: str, document: Document, seen: Seen) -> dict[str, Any]:
+    """The data of the figures; {} for a verb that looks at no tensors."""
+    if verb in _WRITERS and seen.get("rewriting"):
+        return _of_rewriting(document, seen["rewriting"][-1])
+    opened = {each.path: each for each in seen.get("checkpoint", ())}
+    if verb == "diff" and {document.get("left"), document.get("right")} <= opened.keys():
+        return _of_pair(document, opened[document["left"]], opened[document["right"]])
+    if verb in ("inspect", "verify", "audit") and document.get("path") in opened:
+        return _of_one(document, opened[document["path"]])
+    return {}
+
+
+def _of_one(document: Document, checkpoint: Checkpoint) -> dict[str, Any]:
+    held = of_catalog(checkpoint.catalog, checkpoint.rank_of)
+    rows = [Tensor(row.name, row.state, row.dtype, row.shape) for row in checkpoint.catalog.rows()]
+    cuts = held.tensors
+    total = (document.get("total") or {}).get("tensors", len(rows))
+    if total != len(rows):  # `--match`, `--state`: what is not listed is not drawn
+        listed = {(row["name"], row["state"]) for row in document["tensors"]}
+        kept = [number for number, row in enumerate(rows) if (row.name, row.state) in listed]
+        rows, cuts = [rows[number] for number in kept], [cuts[number] for number in kept]
+    return {**_columns(rows, (Side("", held, cuts),)), **_findings(document, rows)}
+
+
+def _of_pair(document: Document, left: Checkpoint, right: Checkpoint) -> dict[str, Any]:
+    """Of two checkpoints, under the names of the second."""
+    sides, keys = [], dict[TensorKey, Tensor]()
+    for checkpoint in (right, left):
+        for row in checkpoint.catalog.rows():
+            keys.setdefault(TensorKey(row.name, row.state), Tensor(row.name, row.state, row.dtype, row.shape))
+    for title, checkpoint in zip(_TWO_SIDES["diff"], (left, right), strict=True):
+        held = of_catalog(checkpoint.catalog, checkpoint.rank_of)
+        cuts = dict(zip(checkpoint.catalog.tensors, held.tensors, strict=True))
+        sides.append(Side(title, held, [cuts.get(key, NONE) for key in keys]))
+    numbers = {key: number for number, key in enumerate(keys)}
+    differences = [
+        [
+            numbers.get(TensorKey(each["name"], each.get("state", "")), NONE),
+            each["kind"],
+            each.get("max_ulp"),
+            _finite(each.get("max_abs")),
+            each.get("elements"),
+        ]
+        for each in document.get("differences") or ()
+    ]
+    return {**_columns(list(keys.values()), sides), "differences": differences}
+
+
+def _of_rewriting(document: Document, what: Rewriting) -> dict[str, Any]:
+    sides = (Side("before", what.before, what.before.tensors), Side("after", what.after, what.after.tensors))
+    texts: dict[str, list[int]] = {}
+    for number, text in what.fallbacks.items():
+        texts.setdefault(text, []).append(number)
+    return {**_columns(what.tensors, sides), "flow": _flow(what), "fallbacks": list(texts.items())}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Tensors in columns.
+
+
+class _Numbers(dict[Any, int]):
+    """Values numbered as they come."""
+
+    def __missing__(self, key: Any) -> int:
+        self[key] = number = len(self)
+        return number
+
+
+def _columns(rows: Sequence[Tensor], sides: Sequence[Side]) -> dict[str, Any]:
+    """rows: for each tensor its kind and the numbers of its name. kinds: (template, state, dtype, shape, a cut a
+    side)."""
+    templates, states, dtypes, shapes, kinds = (_Numbers() for _ in range(5))
+    texts = []
+    for number, row in enumerate(rows):
+        name = shown(row.name, NAME_LIMIT)
+        kind = (
+            templates[tuple(_NUMBER.split(name))],
+            states[shown(row.state)],
+            dtypes[row.dtype.name, row.dtype.bits],
+            shapes[row.shape],
+            *(side.cuts[number] for side in sides),
+        )
+        texts.append(".".join([str(kinds[kind]), *_NUMBER.findall(name)]))
+    return {
+        "count": len(rows),
+        "rows": " ".join(texts),
+        "templates": list(templates),
+        "states": list(states),
+        "dtypes": list(dtypes),
+        "shapes": list(shapes),
+        "kinds": list(kinds),
+        "sides": [_side(side) for side in sides],
+    }
+
+
+def _side(side: Side) -> dict[str, Any]:
+    held = side.holdings
+    return {
+        "title": side.title,
+        "ranks": held.of_ranks,
+        "mesh": dict(held.mesh),
+        "holders": [
+            {
+                "name": shown(holder.name),
+                "at": {shown(dim): at for dim, at in holder.coords.items()},
+                "files": [shown(file) for file in holder.files[:FILES_LISTED]],
+                "more": max(0, len(holder.files) - FILES_LISTED),
+                "states": {shown(state): list(numbers) for state, numbers in holder.states.items()},
+            }
+            for holder in held.holders
+        ],
+        "cuts": [_cut(cut) for cut in held.cuts],
+    }
+
+
+def _cut(cut: Cut) -> list[Any]:
+    """[boxes, holders of each]: a box as its offset and extents, one after the other; 0 for the whole tensor."""
+    boxes = _by_box(cut)
+    listed = list(boxes.items())[:BOXES_LISTED]
+    plain = [0 if box.shape == cut.shape else [*box.offset, *box.shape] for box, _ in listed]
+    return [plain, [_spans(holders) for _, holders in listed], len(boxes) - len(listed)]
+
+
+def _by_box(cut: Cut) -> dict[Box, list[int]]:
+    found: dict[Box, list[int]] = {}
+    for holder, box in cut.parts:
+        found.setdefault(box, []).append(holder)
+    return found
+
+
+def _spans(numbers: Iterable[int]) -> list[Any]:
+    """Numbers as they are, runs of them as [first, last]."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return [first if first == last else [first, last] for first, last in runs]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The flow of bytes.
+
+
+def _flow(what: Rewriting) -> list[tuple[int, int, int]]:
+    """(holder before, holder after, bytes as they are written) of all that is moved."""
+    alike = Counter(
+        zip(what.before.tensors, what.after.tensors, (tensor.dtype.bits for tensor in what.tensors), strict=True)
+    )
+    bits: Counter[tuple[int, int]] = Counter()
+    for (before, after, size), count in alike.items():
+        for source, output, numel in _shared(what.before.cuts[before], what.after.cuts[after]):
+            bits[source, output] += numel * size * count
+    return [(source, output, number // 8) for (source, output), number in sorted(bits.items())]
+
+
+def _shared(before: Cut, after: Cut) -> Iterable[tuple[int, int, int]]:
+    """(holder, holder, elements) of all pairs of parts that share any. Replicas before are one source each.
+
+    The boxes before are looked up along the dim that cuts them most, so the cost is that of the pairs that are found.
+    """
+    sources = list(_by_box(before).items())
+    if not sources:
+        return
+    dims = len(before.shape)
+    dim = max(range(dims), key=lambda d: len({box.offset[d] for box, _ in sources}), default=NONE)
+    if dim != NONE:
+        sources.sort(key=lambda pair: pair[0].offset[dim])
+    starts = [box.offset[dim] if dim != NONE else 0 for box, _ in sources]
+    longest = max(box.shape[dim] for box, _ in sources) if dim != NONE else 1
+    for wanted, outputs in _by_box(after).items():
+        low = bisect_left(starts, wanted.offset[dim] - longest + 1) if dim != NONE else 0
+        high = bisect_left(starts, wanted.end[dim]) if dim != NONE else len(starts)
+        for box, holders in sources[low:high]:
+            numel = prod(
+                max(0, min(a + n, b + m) - max(a, b))
+                for a, n, b, m in zip(box.offset, box.shape, wanted.offset, wanted.shape, strict=True)
+            )
+            if numel:
+                for output in outputs:
+                    yield holders[0], output, numel
+
+
+# ----------------------------------------------------------------------------------------------------
+# Findings and their tensors.
+
+
+def _findings(document: Document, rows: Sequence[Tensor]) -> dict[str, Any]:
+    """[code, severity, message, tensor's number or NONE, its name, file, what to do]; those of `verify` are errors."""
+    found = list(document.get("findings") or ())[:FINDINGS_LISTED]
+    nonfinite = document.get("nonfinite") or {}
+    if not found and not nonfinite:
+        return {}
+    numbers = {str(TensorKey(row.name, row.state)): number for number, row in enumerate(rows)}
+    listed = [
+        [
+            shown(each.get("code") or ""),
+            each.get("severity", "error"),
+            shown(each.get("message") or "", 2000),
+            numbers.get(each.get("tensor") or "", NONE),
+            shown(each.get("tensor") or ""),
+            shown(each.get("file") or ""),
+            shown(each.get("do") or "", 2000),
+        ]
+        for each in found
+    ]
+    listed += [
+        [
+            "",
+            "note",
+            f"{count:,} values are NaN or Inf (shown, not counted)",
+            numbers.get(name, NONE),
+            shown(name),
+            "",
+            "",
+        ]
+        for name, count in list(nonfinite.items())[:FINDINGS_LISTED]
+    ]
+    return {"findings": listed}
+
+
+def _finite(value: Any) -> Any:
+    """A number that JSON has; infinities and NaN by name."""
+    return (
+        repr(value)
+        if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf")))
+        else value
+    )
