@@ -66,6 +66,16 @@ def with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted,
     """The target with the config that belongs to it, and what is to be reported of its side files."""
     if target.single is not None:
         return target
+    target = _with_side_files(target, chosen, fmt, wanted, writing)
+    hub = fmt.holds.dialect == "hf" and not fmt.holds.adapter
+    if hub and not any(file.path == NAME for file in target.files):
+        return target.noted(
+            f"no {NAME} is written, and a library does not open the folder without: --config FILE gives one"
+        )
+    return target
+
+
+def _with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted, writing: Writing) -> Target:
     target = _unnested(target) if fmt.holds.dialect == "hf" else target
     code = [file.path for file in target.files if any(fnmatchcase(file.path, pattern) for pattern in CODE)]
     if code:
