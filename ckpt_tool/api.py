@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt_tool.cli.verbs import VERBS
 from ckpt_tool.core.progress import SILENT, Progress
-from ckpt_tool.options.statement import stated, taken
+from ckpt_tool.options.statement import stated
 
 if TYPE_CHECKING:
     from ckpt_tool.run.lazy import OpenCatalog
@@ -124,4 +124,4 @@ def prune(run: StrPath, *, progress: Progress = SILENT, **options: Any) -> Docum
 
 def _taken(verb: str, options: dict[str, Any]) -> list[Any]:
     """A value of each of the verb's groups. Raises UsageError."""
-    return taken(options, *VERBS[verb].takes())
+    return VERBS[verb].groups(options)

@@ -393,11 +393,11 @@ def test_an_option_that_is_stated_twice_is_seen() -> None:
     assert options_restated(source, {"tp", "--tp"}) == ["tp", "--tp"]
 
 
-EXTRAS = ("torch", "remote", "ray")  # for verbs that not everybody runs: without them these say what to install
+EXTRAS = ("torch", "remote", "ray", "sign")  # for verbs that not everybody runs: without them these say what to install
 
 
 def test_every_library_is_a_dependency() -> None:
-    """What an option needs comes with the tool, but for three extras of large frameworks and stores."""
+    """What an option needs comes with the tool, but for extras of large frameworks, stores and keys."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     stated = (*project["dependencies"], *(row for name in EXTRAS for row in project["optional-dependencies"][name]))
     have = {re.split(r"[<>=\[; ]", row)[0].lower().replace("-", "_") for row in stated}

@@ -11,11 +11,12 @@ nothing has been read; a verb's command is imported when the job runs, so that h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import UsageError, near_misses
-from ckpt_tool.options.statement import KEYS, LAYOUT, PLAN, TO, TRAVEL, Option, Section, stated, taken
+from ckpt_tool.options.statement import KEYS, LAYOUT, PLAN, TO, TRAVEL, Option, Section, stated, taken, worded
 
 if TYPE_CHECKING:
     from ckpt_tool.merging.options import MergeOptions
@@ -91,8 +92,15 @@ class Verb(NamedTuple):
         """What a line comes to. given: options by keyword, as text. Raises UsageError with all that is wrong."""
         from ckpt_tool.options.reading import Show
 
-        show, *groups = taken(given, Show, *self.takes())
+        show, *groups = self.groups(given, Show, arguments=arguments)
         return self.ready(show, *arguments, *groups)
+
+    def groups(self, given: Mapping[str, Any], *more: type, arguments: Sequence[Any] = ()) -> list[Any]:
+        """A value of each of its groups, `more` before them. Raises UsageError with all that is wrong."""
+        found: list[Any] = taken(given, *more, *self.takes())
+        paths = (path for each in arguments for path in ([each] if isinstance(each, str) else each or ()))
+        words = (self.name, *paths, *worded(given, stated(*self.takes())))
+        return [replace(group, command=words) if hasattr(group, "command") else group for group in found]
 
 
 VERBS: dict[str, Verb] = {}
@@ -171,7 +179,7 @@ def _writer(
         writes=True,
         plans=not (writing.dry_run or writing.plan_file or writing.emit),
         sources=tuple(sources),
-        outputs=(*outputs, writing.plan_file, writing.emit and writing.emit[1]),
+        outputs=(*outputs, writing.plan_file, writing.attest, writing.emit and writing.emit[1]),
     )
 
 

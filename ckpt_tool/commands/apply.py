@@ -20,6 +20,7 @@ from ckpt_tool.options.values import AUTO
 from ckpt_tool.options.verbs import Share
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
+from ckpt_tool.signing.seal import seal_of
 from ckpt_tool.storage import journal
 from ckpt_tool.storage.destination import RemotePlace, check_apart, check_destination, check_space, place_of
 from ckpt_tool.storage.opening import open_tree, scheme_of, short_url
@@ -42,13 +43,14 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
         raise UsageError("a plan is a file of this machine", code="E2502", path=plan_file, hint="copy it here first")
     plan = load_plan(plan_file)
     tell("rewriting", partial(_drawn, plan))
+    destination = place_of(plan.destination)
+    seal = seal_of(writing, destination, part="--claim" if share.claim else "--part" if share.part else "")
     if writing.emit:
         from ckpt_tool.conversion.job_file import write_job
 
         progress.plan(plan.report)
         return {**plan.report, "job_file": write_job(plan, plan_file, share, writing, writing.emit)}
     part = _part(share, writing, progress)
-    destination = place_of(plan.destination)
     worker = new_worker() if share.claim else None
     if isinstance(destination, RemotePlace):
         refuse_in_store(writing)
@@ -67,6 +69,7 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
     shared = isinstance(destination, RemotePlace) and (part or worker) and standing(destination).of
     if writing.force and not shared:  # else the first worker has looked, and the last may be replacing it right now
         check_replaced(destination)
+    seal = seal.over(plan, trees) if seal is not None else None
     if writing.dry_run:
         progress.plan(plan.report)
         return plan.report
@@ -84,7 +87,15 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
         try:
             with moving.movers if moving else nullcontext() as movers:
                 result = execute(
-                    plan, trees, writing, progress, part=part, worker=worker, movers=movers, plan_file=plan_file
+                    plan,
+                    trees,
+                    writing,
+                    progress,
+                    part=part,
+                    worker=worker,
+                    movers=movers,
+                    plan_file=plan_file,
+                    seal=seal,
                 )
         except OutputExists as e:
             if not (part or worker) or e.code != "E0501" or not is_committed(plan):
@@ -96,6 +107,7 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
             document["parts"] = _states(result.parts, part)
     document["elapsed_s"] = round(time.monotonic() - began, 3)
     document["digest_checked"] = writing.verify != "off"
+    document |= seal.said if seal is not None else {}
     if overflows:
         document["overflows"] = {str(key): count for key, count in overflows.items()}
     if part is not None:

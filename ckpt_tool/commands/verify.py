@@ -2,12 +2,14 @@
 
 quick reads headers only and prints the digests that the checkpoint recorded; full (the default of the verb) reads every
 value, on the CPU or on a device: checksums, replicas, digests, NaN and Inf; and every record of the checkpoint's files
-that no tensor is read from. What no checksum covers is reported: damage there can't be seen.
+that no tensor is read from. What no checksum covers is reported: damage there can't be seen. Before anything is
+opened the files are held against what was signed and attested of them (`signing.checked`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.conversion.on_device import MEMORY, device_of, threads_of
@@ -18,12 +20,14 @@ from ckpt_tool.errors import REPLICAS_DIFFER, CkptError
 from ckpt_tool.formats.base import Hashing
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Verification
-from ckpt_tool.sources.opening import Opened, open_source
+from ckpt_tool.sources.opening import Opened, open_source, resolve
 from ckpt_tool.sources.sound import UNSOUND, finding, findings_of, row
+from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.records import DAMAGED
 
 if TYPE_CHECKING:
     from ckpt_tool.device.library import Device
+    from ckpt_tool.signing.checked import Checked
 
 FULL = Verification()
 
@@ -31,8 +35,15 @@ FULL = Verification()
 def verify(src: str, reading: Reading, wanted: Verification = FULL, *, progress: Progress) -> dict[str, Any]:
     """Findings and layout-free digests. What keeps the checkpoint from being opened at all is raised, not listed."""
     on = device_of(wanted.device) if wanted.mode == "full" else None
-    opened = open_source(src, reading)
+    sealed = _sealed(src, reading, wanted, progress)  # first: of what comes next nothing is trusted
+    try:
+        opened = open_source(src, reading)
+    except CkptError as e:
+        if not sealed.faults:
+            raise
+        return _unopened(src, wanted, sealed, e)
     catalog, (findings, broken) = opened.catalog, findings_of(opened)
+    findings = [*map(finding, sealed.faults), *findings]
     records = list[CkptError]()
 
     def note(fault: CkptError) -> None:
@@ -70,9 +81,43 @@ def verify(src: str, reading: Reading, wanted: Verification = FULL, *, progress:
         "mode": wanted.mode,
         "findings": findings,
         "digests": _by_state(digests),
+        **sealed.said,
         "uncovered": uncovered,
         "nonfinite": {key: count for key, count in nonfinite.items() if not key.startswith("bool:")},
         "notes": [line.message for line in catalog.notes if line.code not in UNSOUND],
+    }
+
+
+def _sealed(src: str, reading: Reading, wanted: Verification, progress: Progress) -> Checked:
+    """What was signed and attested of its files, where anything was: in the folder that was given, or in the one that
+    it leads to."""
+    from ckpt_tool.signing.checked import Checked, check
+    from ckpt_tool.signing.statements import SIGNATURE_FILE
+
+    given = open_tree(src, follow_symlinks=reading.follow_symlinks)
+    trees = [given] if given.single is None else []
+    with suppress(CkptError):  # opening it will say why
+        trees += [resolve(given, reading)[0]] if trees and not given.exists(SIGNATURE_FILE) else []
+    tree = next((tree for tree in trees if tree.single is None and tree.exists(SIGNATURE_FILE)), None)
+    if tree is None and wanted.key is None and wanted.attest is None:
+        return Checked([], {"signature": None, "attestation": None})
+    return check(tree or given, wanted.key, wanted.attest, progress, contents=wanted.mode == "full")
+
+
+def _unopened(src: str, wanted: Verification, sealed: Checked, fault: CkptError) -> dict[str, Any]:
+    """The document of a checkpoint that is not what was signed, and does not open either."""
+    return {
+        "schema_version": 1,
+        "ok": False,
+        "path": src,
+        "format": None,
+        "mode": wanted.mode,
+        "findings": [*map(finding, sealed.faults), finding(fault)],
+        "digests": {},
+        **sealed.said,
+        "uncovered": None,
+        "nonfinite": {},
+        "notes": [],
     }
 
 

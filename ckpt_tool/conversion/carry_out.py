@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ckpt_tool.run.executor import Result
     from ckpt_tool.run.upload import Upload
     from ckpt_tool.run.walk import Movers
+    from ckpt_tool.signing.seal import Seal
     from ckpt_tool.storage.output_store import OutputStore
 
 
@@ -53,13 +54,14 @@ def execute(
     worker: str | None = None,
     movers: Movers | None = None,
     plan_file: str | None = None,
+    seal: Seal | None = None,
 ) -> Result:
     """Run the plan, check what was staged, commit; a part leaves that to the last one to be done.
 
     worker: its name, where it is one of those that claim what they do. movers: who moves the units, the CPU if None.
     recorded: digests that the source states for its tensors; values that don't match are refused before the commit.
     plan_file: where the plan was read from; then an output that does not read back as the plan says is the plan's fault
-    (SourceChanged E1605), not ours.
+    (SourceChanged E1605), not ours. seal: what is added to it, see `signing.seal`.
     """
     from ckpt_tool.run.executor import Executor
 
@@ -96,8 +98,17 @@ def execute(
         check=check,
         movers=movers,
         bucket=_bucket_of(plan),
+        seal=seal,
     )
-    return executor.run()
+    try:
+        result = executor.run()
+    except BaseException:
+        if seal is not None:
+            seal.failed()
+        raise
+    if seal is not None:
+        seal.committed()
+    return result
 
 
 def _bucket_of(plan: Plan) -> OutputStore | None:

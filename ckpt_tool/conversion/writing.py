@@ -24,6 +24,7 @@ from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
+from ckpt_tool.signing.seal import seal_of
 from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.storage.destination import (
     Place,
@@ -44,6 +45,7 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
     began = time.monotonic()
     writing, destination = job.writing, place_of(dst)
     refuse_idle(job.fmt, writing)
+    seal = seal_of(writing, destination)
     if writing.emit and not writing.plan_file:
         raise UsageError(
             "--emit writes a job that runs a saved plan, and no --plan is given",
@@ -61,6 +63,8 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
     with gc_paused():
         plan, wanted = make_plan(chosen, destination, job.fmt, writing)
     _check(destination, chosen, writing)
+    trees = {tree.shown: tree for opened in chosen.sources for tree in (opened.tree, opened.outer) if tree is not None}
+    seal = seal.over(plan, trees) if seal is not None else None
     moving = None if writing.plan_file or writing.dry_run else movers_of(writing, plan)
     document = _with_stores(with_device(plan.report, moving), plan, chosen, destination)
     progress.plan(document)
@@ -71,7 +75,6 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
         return document
     if isinstance(destination, Path):
         check_space(destination.parent, plan.bytes_written, len(plan.outputs), already=_already(destination))
-    trees = {tree.shown: tree for opened in chosen.sources for tree in (opened.tree, opened.outer) if tree is not None}
     digests = _recorded(chosen)
     if writing.ray:
         from ckpt_tool.conversion.on_ray import execute_on_ray
@@ -79,9 +82,10 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
         overflows = execute_on_ray(plan, writing, progress, recorded=digests)
     else:
         with moving.movers if moving else nullcontext() as movers:
-            overflows = execute(plan, trees, writing, progress, recorded=digests, movers=movers).overflows
+            overflows = execute(plan, trees, writing, progress, recorded=digests, movers=movers, seal=seal).overflows
     document["elapsed_s"] = round(time.monotonic() - began, 3)
     document["digest_checked"] = writing.verify != "off"
+    document |= seal.said if seal is not None else {}
     if overflows:
         document["overflows"] = {str(key): count for key, count in overflows.items()}
     return document

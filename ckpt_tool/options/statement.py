@@ -173,6 +173,24 @@ def typed(value: Any, section: Section) -> list[str]:
     return words
 
 
+def worded(given: Mapping[str, Any], options: Mapping[str, Option]) -> list[str]:
+    """The words of a line for what was given by keyword, of the options that are stated."""
+    words: list[str] = []
+    for keyword, value in given.items():
+        option = options.get(keyword)
+        if option is None or value is None or option.kind in ("flag", "values", "pair", "count") and not value:
+            continue
+        if option.kind in ("flag", "switch"):
+            words += [option.names[0 if value else -1]] if value != option.default else []
+        elif option.kind == "count":
+            words += [option.names[0]] * int(value)
+        else:
+            many = option.kind == "values" and isinstance(value, list | tuple)
+            for each in value if many else [value]:
+                words += [option.names[0], *(map(str, each) if option.kind == "pair" else [str(each)])]
+    return words
+
+
 def taken(given: Mapping[str, Any], *groups: type[G]) -> list[G]:
     """A value of each group from keywords; what is missing or None has its default.
 

@@ -37,6 +37,10 @@ class Verification:
         names=("--mode", "--verify"),
         default="full",
     )
+    key: str | None = OPTIONS.option(
+        "The public key (PEM) by which it has to be signed: model.sig, or the file of --attest.", text, "PUB"
+    )
+    attest: str | None = OPTIONS.option("Hold it against this attestation too.", text, "FILE")
     device: str = device(OPTIONS)
 
 

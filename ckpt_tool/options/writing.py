@@ -6,7 +6,7 @@ What only the checkpoint can tell (does this degree divide? does this pattern ma
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ckpt_tool.core.fallback import POLICIES
@@ -145,6 +145,14 @@ class Writing:
         kind="pair",
         choices=ENGINES,
     )
+    sign: str | None = RUN.option(
+        "Sign the output with this private key (PEM, ECDSA): model.sig, as OpenSSF model signing has it.", text, "KEY"
+    )
+    attest: str | None = RUN.option(
+        "Write what was made of what, by which command (in-toto, SLSA provenance); signed too with --sign.",
+        output,
+        "FILE",
+    )
     device: str = device(RUN)
     pinned: tuple[int, int] = RUN.option(
         "Pinned memory that --device cuda sets aside at once. Default: what the run needs.",
@@ -157,3 +165,5 @@ class Writing:
     plan_file: str | None = PLAN.option(
         "Save the plan for ckpt apply; write nothing else.", output, "FILE", keyword="plan"
     )
+
+    command: tuple[str, ...] = field(default=(), metadata={"options": ()})  # the words of the line, for --attest

@@ -2,7 +2,7 @@
 
 Reads the documents of cli.md: `equal`, `compared`, `differences`; `ok`, `findings`, `digests`; and, where given, the
 `left`, `right` and `extras_differ`, `path`, `format`, `mode`, `nonfinite` ({tensor: number}), `uncovered` (files with
-bytes that no checksum covers), `notes`, `elapsed_s`.
+bytes that no checksum covers), `signature` and `attestation` (`signing.checked`), `notes`, `elapsed_s`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,11 @@ def verification(document: Document, *, everything: bool = False) -> Page:
     blocks: list[Block] = []
     facts: list[tuple[str, Cell]] = [
         (key, str(document[key])) for key in ("path", "format", "mode") if document.get(key)
+    ]
+    facts += [
+        (what, _seal(document[what], str(document.get("mode"))))
+        for what in ("signature", "attestation")
+        if document.get(what)
     ]
     if facts:
         blocks.append(Facts(tuple(facts)))
@@ -140,6 +145,14 @@ def _as_lines(rows: tuple[tuple[Cell, ...], ...]) -> Lines:
         where = ", ".join(str(part) for part in (file, tensor) if part)
         lines.append(f"{code.text if isinstance(code, Styled) else code}: {message}{f' ({where})' if where else ''}")
     return Lines("findings", tuple(lines))
+
+
+def _seal(said: Mapping[str, Any], mode: str) -> str:
+    """What a signature or an attestation is worth: whose it is, and of what."""
+    whose = {True: "by the key given", False: "not by the key given", None: "nobody asked by whom: --key PUB"}
+    signed = whose[said["authentic"]] if said["signed"] else "not signed"
+    looked = "" if mode == "full" else ", whose contents were not looked at"
+    return f"{plural(said['files'], 'file')} in {said['file']}{looked}; {signed}"
 
 
 def _digests(digests: Mapping[str, Mapping[str, str]], *, everything: bool) -> list[Block]:

@@ -16,6 +16,7 @@ from ckpt_tool.report.page import Block, Cell, Column, Facts, Lines, Page, Style
 from ckpt_tool.report.text import count, duration, more, plural, ranges, shape, size
 
 Document = Mapping[str, Any]
+_SEALS = {"signed": "signature", "attested": "attestation"}  # word -> its key in the document
 LISTED = 12  # fallbacks, removed tensors and dropped names that are listed without -v
 
 
@@ -192,4 +193,5 @@ def _done(document: Document) -> Verdict:
     files = f" in {plural(int(plan['files']), 'file')}" if plan.get("files") else ""
     speed = f" ({size(nbytes / seconds)}/s)" if seconds >= 0.1 and nbytes >= 10**6 else ""
     checked = "; digests checked" if document.get("digest_checked") else ""
-    return Verdict(True, f"wrote {size(nbytes)}{files}{where} in {duration(seconds)}{speed}{checked}")
+    sealed = "".join(f"; {word}" for word in ("signed", "attested") if document.get(_SEALS[word]))
+    return Verdict(True, f"wrote {size(nbytes)}{files}{where} in {duration(seconds)}{speed}{checked}{sealed}")

@@ -199,6 +199,12 @@ class ComputedTree(Tree):
             self._close(reader)
         self._of_thread = threading.local()
 
+    def files_behind(self, path: str) -> Iterator[tuple[Tree, str]]:
+        """Those of its recipe's inputs; a file comes more than once."""
+        for each in self._recipes[path].inputs:
+            for file in dict.fromkeys(chunk.array.path for chunk in each.tensor.chunks):
+                yield from each.tree.files_behind(file)
+
     def late_faults(self, paths: Iterable[str]) -> Iterator[CkptError]:
         """Damaged records of the inputs of which the files `paths` are computed; what was not read of them is read
         now."""

@@ -20,12 +20,12 @@ import threading
 import time
 from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpt_tool import compiled
 from ckpt_tool.core.progress import Progress
@@ -46,6 +46,8 @@ from ckpt_tool.run.blocks import Reader, Sources, StagedFiles, Writer
 from ckpt_tool.run.checksum import Piece
 from ckpt_tool.run.digest import root
 from ckpt_tool.run.finish import check_records, copy_sidefiles, fill_patches, sync_all, write_all
+from ckpt_tool.run.hashes import FileHashes
+from ckpt_tool.run.parts import in_order_of_files
 from ckpt_tool.run.shares import of_part
 from ckpt_tool.run.staged import Gaps, Line, intact
 from ckpt_tool.run.threads import Workers
@@ -82,6 +84,20 @@ class Result:
 Check = Callable[["Path | Upload", dict[TensorKey, str], dict[TensorKey, str]], None]  # staged, digests out and in
 
 
+class Seal(Protocol):
+    """Files that say what the others are, by their hashes: a signature, an attestation."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of those that lie in the output."""
+        ...
+
+    def files(self, hashes: Mapping[str, str], result: Result) -> Iterable[tuple[str, bytes]]:
+        """(name, content) of each of `names`. hashes: path -> SHA-256 in hex of every other file. Called last of all
+        before the commit."""
+        ...
+
+
 @dataclass(slots=True)
 class _State:
     """What the threads share."""
@@ -94,6 +110,7 @@ class _State:
     overflows: dict[int, int] = field(default_factory=dict)
     source_pieces: dict[int, list[Piece]] = field(default_factory=dict)
     output_pieces: dict[int, list[Piece]] = field(default_factory=dict)
+    hashes: FileHashes | None = None
     error: BaseException | None = None
     stop: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -109,6 +126,7 @@ class Executor:
         check: called with the staged folder and the written digests before the commit; raises to refuse it.
         movers: who moves the units (`device/walk.py`), the CPU if None.
         bucket: where the output grows if not in a staging folder (`run/upload.py`); `check` gets the `Upload` then.
+        seal: what is added to a whole output in a folder; then every file is hashed on the way.
     """
 
     def __init__(
@@ -129,6 +147,7 @@ class Executor:
         check: Check | None = None,
         movers: Movers | None = None,
         bucket: OutputStore | None = None,
+        seal: Seal | None = None,
     ) -> None:
         self.plan, self.part, self.worker, self.progress, self.check = plan, part, worker, progress, check
         self.sources = Sources(plan.sources, trees)
@@ -140,7 +159,7 @@ class Executor:
         self.threads = max(1, min(wanted, memory // per_thread))
         if movers is not None:
             self.threads = max(1, min(self.threads, movers.threads))
-        self._movers = movers
+        self._movers, self._seal = movers, seal
         self._panel = max(STRIDED_BLOCK, min(PANEL, memory // self.threads - per_thread))
         self.units = units(plan.moves)
         self._names = [file.path for file in plan.outputs]
@@ -162,10 +181,11 @@ class Executor:
             replicas.look_ahead(plan.moves, self.sources, whole=self._whole, threads=self.threads)
         if self._bucket is not None:
             return self._send_shares(self._bucket) if self.part or self.worker else self._send(self._bucket)
+        sealed = self._seal.names if self._seal else ()
         staging = Staging(
             Path(plan.destination),
-            plan.identifier(),
-            self._names,
+            "+".join((plan.identifier(), *sealed)),  # what another seal has left there is not this run's
+            [*self._names, *sealed],
             resume=self._resume,
             force=self._force,
             part=self.part or self.worker,
@@ -186,14 +206,14 @@ class Executor:
 
     def _send(self, bucket: OutputStore) -> Result:
         """The same into a store."""
-        from ckpt_tool.run.upload import Upload, in_order_of_objects
+        from ckpt_tool.run.upload import Upload
         from ckpt_tool.storage.output_store import staging_url
         from ckpt_tool.storage.store_claims import refuse_held
 
         records = bucket.at_url(staging_url(self.plan.destination))
         refuse_held(records, self.plan.destination)
         upload = Upload(self.plan, bucket, self.sources, memory=self._memory, force=self._force, resume=self._resume)
-        state = _State(in_order_of_objects(self.plan, self.units))
+        state = _State(in_order_of_files(self.plan, list(enumerate(self.units))))
         try:
             upload.begin([unit for _, unit in state.queue])
             if self.progress:
@@ -238,12 +258,11 @@ class Executor:
         """As one of those that write into a store and share no disk: shares are claimed, or a part's; who finds that
         all are done commits."""
         from ckpt_tool.run.share_upload import GONE, ShareUpload
-        from ckpt_tool.run.upload import in_order_of_objects
         from ckpt_tool.storage.output_store import staging_url
         from ckpt_tool.storage.store_claims import StoreClaims
 
         records = bucket.at_url(staging_url(self.plan.destination))
-        order = in_order_of_objects(self.plan, self.units)
+        order = in_order_of_files(self.plan, list(enumerate(self.units)))
         upload = ShareUpload(self.plan, bucket, records, self.sources, order, memory=self._memory, force=self._force)
         sizes = [share.nbytes for share in upload.shares]
         mine = None if self.part is None else of_part(sizes, self.part)
@@ -363,6 +382,8 @@ class Executor:
         mine = self._mine()
         state = _State(list(mine))
         done = self._take_up(staging, state)
+        if self._seal is not None:
+            self._hash_on_the_way(staging, state, mine)
         total = sum(unit.nbytes for _, unit in mine)
         staging.begin(len(mine), total)
         if self.progress:
@@ -418,6 +439,14 @@ class Executor:
                 else:
                     waits.a_while("waiting for the worker that commits")
         return Result({}, {}, {}, committed=False)
+
+    def _hash_on_the_way(self, staging: Staging, state: _State, mine: Sequence[tuple[int, Unit]]) -> None:
+        """Take the files' hashes while the queue is moved, in the order in which that goes best."""
+        state.hashes, waiting = FileHashes(self.plan, staging, self.threads), {number for number, _ in state.queue}
+        for number, unit in mine:
+            if number not in waiting:
+                state.hashes.landed(unit, later=True)
+        state.queue[:] = in_order_of_files(self.plan, state.queue)
 
     def _mine(self) -> list[tuple[int, Unit]]:
         """This part's units, numbered."""
@@ -539,6 +568,8 @@ class Executor:
                 line = self._unit(taken, mover, state)
                 if line is not None:
                     record(line)
+                    if state.hashes is not None:
+                        state.hashes.landed(taken[1])
         except BaseException as e:  # handed to the main thread, which raises it
             with state.lock:
                 state.error = state.error or e
@@ -637,17 +668,33 @@ class Executor:
         digests, digests_out, overflows = self._digests(state)
         copy_sidefiles(self.plan, self.sources, staging)
         fill_patches(self.plan, staging, state.output_pieces, list(digests_out.values()) if self.hashing else None)
+        digested = (digests, digests_out) if self.hashing else ({}, {})
         if self.check is not None:
-            self.check(staging.path, *((digests_out, digests) if self.hashing else ({}, {})))
+            self.check(staging.path, *digested[::-1])
         self.sources.check()
+        result = Result(*digested, overflows, committed=True)
+        added = self._add_seal(staging, state.hashes, result) if self._seal is not None and state.hashes else []
         if self._fsync:
-            sync_all(staging, self._names)
+            sync_all(staging, [*self._names, *added])
         staging.commit(single=self.plan.single)
         if self.progress and staging.left is not None:
             self.progress.note(f"{staging.left} could not be removed; the output is complete: ckpt clean removes it")
-        if not self.hashing:
-            digests = digests_out = {}
-        return Result(digests, digests_out, overflows, committed=True)
+        return result
+
+    def _add_seal(self, staging: Staging, hashes: FileHashes, result: Result) -> list[str]:
+        """Hash what is left and write the files of the seal. Returns their names."""
+        if self.progress:
+            self.progress.finish()
+            self.progress.start(hashes.left, "hashing what is left")
+        found, names = hashes.finish(self._advance), list[str]()
+        for name, data in self._seal.files(found, result) if self._seal else ():
+            fd = staging.create(name, len(data))
+            try:
+                write_all(fd, data, 0, name)
+            finally:
+                os.close(fd)
+            names.append(name)
+        return names
 
 
 def _root(dtype: str, move: Move, leaves: dict[int, bytes]) -> str:

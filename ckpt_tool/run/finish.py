@@ -77,7 +77,7 @@ def _checksums(fd: int, spans: Collection[tuple[int, int]], written: Sequence[Pi
 
     def crc(span: tuple[int, int]) -> int:
         offset, stop = span[0], sum(span)
-        return join(offset, stop, within(written, offset, stop), partial(_read_chunks, fd))
+        return join(offset, stop, within(written, offset, stop), partial(read_chunks, fd))
 
     seen = sum(piece.stop - piece.start for piece in written)
     if sum(nbytes for _, nbytes in spans) - seen < ALONE:
@@ -92,7 +92,7 @@ def _sha256(staging: Staging, path: str) -> bytes:
     """The hash of a finished output file, in hex."""
     digest, fd = hashlib.sha256(), staging.open(path)
     try:
-        for data in _read_chunks(fd, 0, os.fstat(fd).st_size):
+        for data in read_chunks(fd, 0, os.fstat(fd).st_size):
             digest.update(data)
     finally:
         os.close(fd)
@@ -121,7 +121,8 @@ def sync_all(staging: Staging, names: Sequence[str]) -> None:
         raise failures[0]
 
 
-def _read_chunks(fd: int, offset: int, nbytes: int) -> Iterator[bytes]:
+def read_chunks(fd: int, offset: int, nbytes: int) -> Iterator[bytes]:
+    """Bytes of a staged file, in pieces of at most 256 KiB. Raises StorageError E0713 where it ends before."""
     while nbytes:
         data = os.pread(fd, min(nbytes, 256 << 10), offset)
         if not data:

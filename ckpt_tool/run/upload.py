@@ -27,11 +27,12 @@ import numpy as np
 
 from ckpt_tool.core.target import DIGEST_CHARS, PATCH_BYTES, TargetFile
 from ckpt_tool.errors import InternalError, OutputExists, StorageError
-from ckpt_tool.plan.copy import Region, clip
+from ckpt_tool.plan.copy import clip
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.schedule import Unit, units
 from ckpt_tool.run.blocks import FdCache, Reader, Sources, Spans, Writer
 from ckpt_tool.run.checksum import Piece, crc32, join
+from ckpt_tool.run.parts import Parts, in_order_of_files
 from ckpt_tool.storage.multipart import CONNECTIONS, Sent, md5, part_size
 from ckpt_tool.storage.output_store import OutputStore
 from ckpt_tool.storage.store import Entry, Store
@@ -60,16 +61,15 @@ class _Part:
         return self.start + len(self.data)
 
 
-class _Object:
-    """One output file: its parts, its holes, the CRCs that it waits for."""
+class _Object(Parts):
+    """One output file: its parts, its holes, the CRCs that it waits for. moved: also of the file that it is a copy
+    of."""
 
     def __init__(self, number: int, file: TargetFile, arrays: Sequence[tuple[int, int]]) -> None:
-        self.number, self.path, self.size = number, file.path, file.size
+        super().__init__(file.size, part_size(file.size))
+        self.number, self.path = number, file.path
         self.literals = sorted(file.literals)
-        self.step = part_size(file.size)
-        self.parts = max(1, -(-file.size // self.step))
         self.valued = False  # does it hold what moves write?
-        self.moved: dict[int, int] = {}  # part -> bytes of moves, or of the file that it is a copy of
         self.done = set[int]()  # parts that were whole
         self.known: dict[int, bytes] = {}  # offset of a hole -> what fills it
         self.holes = [Hole(patch.offset, PATCH_BYTES[patch.kind]) for patch in file.patches]
@@ -91,12 +91,6 @@ class _Object:
         self.before, self.etags = {}, {}
         self.pieces = {span: [] for span in self.spans}
         self.seen = dict.fromkeys(self.spans, 0)
-
-    def bounds(self, part: int) -> tuple[int, int]:
-        return part * self.step, min((part + 1) * self.step, self.size)
-
-    def parts_of(self, start: int, stop: int) -> range:
-        return range(start // self.step, -(-stop // self.step))
 
 
 class Upload:
@@ -628,7 +622,10 @@ def most_open(
 def memory_of(plan: Plan) -> int:
     """Bytes that sending the plan's output takes, the buffers of its threads aside."""
     objects = _objects_of(plan)
-    return most_open(plan, objects, [unit for _, unit in in_order_of_objects(plan, units(plan.moves))]) + QUEUE
+    return (
+        most_open(plan, objects, [unit for _, unit in in_order_of_files(plan, list(enumerate(units(plan.moves))))])
+        + QUEUE
+    )
 
 
 def _objects_of(plan: Plan) -> list[_Object]:
@@ -638,43 +635,12 @@ def _objects_of(plan: Plan) -> list[_Object]:
     ]
     for move in plan.moves:
         for region in move.outputs:
-            _count(objects[region.file], region, move.item_out)
+            objects[region.file].count(region, move.item_out)
     for item in objects:
         item.valued = bool(item.moved)
         if plan.outputs[item.number].copy_of is not None:
             item.moved = {part: item.bounds(part)[1] - item.bounds(part)[0] for part in range(item.parts)}
     return objects
-
-
-def in_order_of_objects(plan: Plan, shares: Sequence[Unit]) -> list[tuple[int, Unit]]:
-    """The units, numbered, as their first bytes lie in the output: parts are begun and ended one after the other."""
-
-    def first(pair: tuple[int, Unit]) -> tuple[int, int]:
-        index, start, stop = pair[1].items[0]
-        places = (
-            (part.file, part.offset) for region in plan.moves[index].outputs for part in clip(region, start, stop)
-        )
-        return min(places, default=(0, 0))
-
-    return sorted(enumerate(shares), key=first)
-
-
-def _count(item: _Object, region: Region, nbytes: int) -> None:
-    """Add a region's bytes, elements of `nbytes`, to those that moves write of each part."""
-    region = region.in_file_order()
-    if 0 in region.extents:
-        return
-    reach = region.reach(nbytes)
-    parts = item.parts_of(region.offset, region.offset + reach)
-    if len(parts) == 1 or reach == region.numel * nbytes:
-        left = region.numel * nbytes
-        for number in parts:
-            low, high = item.bounds(number)
-            some = left if len(parts) == 1 else min(high, region.offset + reach) - max(low, region.offset)
-            item.moved[number] = item.moved.get(number, 0) + some
-        return
-    for i in range(region.extents[0]):
-        _count(item, region.row(i), nbytes)
 
 
 def _within(literals: Iterable[tuple[int, bytes]], start: int, stop: int) -> Iterator[tuple[int, bytes]]:

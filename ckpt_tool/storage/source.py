@@ -137,6 +137,10 @@ class Tree:
         no short way to them, or values may be lost in it: then they are read, and cast."""
         return False
 
+    def files_behind(self, path: str) -> Iterator[tuple[Tree, str]]:
+        """The files whose bytes a file is made of: itself, unless it is computed."""
+        yield self, base_of(path)
+
     def late_faults(self, paths: Iterable[str]) -> Iterator[CkptError]:
         """What is wrong with files that were read and shows only at the end: of files that are computed, the damaged
         records of what they are computed from."""

@@ -35,6 +35,7 @@ from typing import Any, TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from ckpt_tool.run import share_upload
+from ckpt_tool.run.parts import Parts
 from ckpt_tool.storage import store_claims
 from ckpt_tool.storage.multipart import Listed, Listing, md5, part_size
 from ckpt_tool.storage.store_claims import StoreClaims
@@ -256,21 +257,15 @@ def simulate(
     }
 
 
-class Object:
+class Object(Parts):
     """As `run.upload._Object`, without heads: to write 2,048 of them takes minutes, and no share hangs on them."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.step, self.moved = size, part_size(size), dict[int, int]()
+        super().__init__(size, part_size(size))
 
     @property
     def valued(self) -> bool:
         return bool(self.moved)
-
-    def bounds(self, part: int) -> tuple[int, int]:
-        return part * self.step, min((part + 1) * self.step, self.size)
-
-    def parts_of(self, start: int, stop: int) -> range:
-        return range(start // self.step, -(-stop // self.step))
 
 
 def sizes_of_the_plan(work: Path) -> list[int]:
@@ -287,8 +282,8 @@ def sizes_of_the_plan(work: Path) -> list[int]:
     from ckpt_tool.options.statement import one
     from ckpt_tool.options.writing import Writing
     from ckpt_tool.plan.schedule import units
+    from ckpt_tool.run.parts import in_order_of_files
     from ckpt_tool.run.shares import Shares
-    from ckpt_tool.run.upload import _count, in_order_of_objects
     from ckpt_tool.sources.chosen import Conversion
     from ckpt_tool.sources.opening import open_source
     from ckpt_tool.storage.destination import RemotePlace
@@ -306,10 +301,10 @@ def sizes_of_the_plan(work: Path) -> list[int]:
     objects = [Object(file.size) for file in plan.outputs]
     for move in plan.moves:
         for region in move.outputs:
-            _count(objects[region.file], region, move.item_out)  # type: ignore[arg-type]
+            objects[region.file].count(region, move.item_out)
     every = units(plan.moves)
     say(f"{len(objects)} objects, {len(every)} units, {time.process_time() - began:.0f} s of CPU so far")
-    shares = Shares(plan, objects, in_order_of_objects(plan, every))
+    shares = Shares(plan, objects, in_order_of_files(plan, list(enumerate(every))))
     sizes = [share.nbytes for share in shares]
     say(f"{len(sizes)} shares; {time.process_time() - began:.0f} s of CPU")
     some = random.Random(0).sample(range(len(sizes)), min(_SAMPLE, len(sizes)))

@@ -19,7 +19,8 @@ from ckpt_tool.cli import run
 from ckpt_tool.conversion.plan_file import load_plan
 from ckpt_tool.plan import schedule
 from ckpt_tool.run import executor, share_upload, shares
-from ckpt_tool.run.upload import _objects_of, in_order_of_objects
+from ckpt_tool.run.parts import in_order_of_files
+from ckpt_tool.run.upload import _objects_of
 from ckpt_tool.storage import multipart, store, store_claims
 from ckpt_tool.storage.journal import parsed
 from ckpt_tool.storage.output_store import output_store, staging_url
@@ -327,7 +328,7 @@ def test_one_that_slept_through_the_commit_leaves_nothing(ground: Ground, monkey
 def test_shares_tile_the_parts_and_move_little_twice(s3: S3, tmp_path: Path, options: tuple[str, ...]) -> None:
     plan = load_plan(Ground(s3, tmp_path, *options[2:], to=options[1], rows=128).plan)
     objects_, every = _objects_of(plan), executor.units(plan.moves)
-    made = shares.Shares(plan, objects_, in_order_of_objects(plan, every))
+    made = shares.Shares(plan, objects_, in_order_of_files(plan, list(enumerate(every))))
     owners = [made.owner(item.number, part) for item in objects_ for part in item.moved if item.valued]
     assert set(owners) == set(range(len(made))) and len(made) > 5
     moved = [work for number in range(len(made)) for work in made.work(number)]

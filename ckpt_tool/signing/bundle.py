@@ -1,0 +1,96 @@
+"""Signed statements: a DSSE envelope in a sigstore bundle, as `model_signing sign key` of PyPI writes it.
+
+    {"mediaType": "application/vnd.dev.sigstore.bundle.v0.3+json",
+     "verificationMaterial": {"publicKey": {"hint": SHA-256 of the key's PEM}, "tlogEntries": []},
+     "dsseEnvelope": {"payload": base64, "payloadType": "application/vnd.in-toto+json",
+                      "signatures": [{"sig": base64 of DER, "keyid": ""}]}}
+
+What is signed is not the payload but its pre-authentication encoding, which takes in its type:
+
+    DSSEv1 28 application/vnd.in-toto+json 17 {"_type":"..."}..
+
+Sources: model-signing 1.1.1, `_signing/sign_ec_key.py`, `_signing/sign_sigstore_pb.py`; DSSE v1.0.0, protocol.md.
+What it does not do: bundles of certificates and of sigstore's own identities, whose roots of trust `model_signing`
+brings.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode, b64encode
+from binascii import Error
+from typing import Any, NamedTuple
+
+from ckpt_tool.errors import CorruptFile
+from ckpt_tool.signing.keys import PrivateKey, PublicKey
+from ckpt_tool.storage.strict_json import parse
+
+MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+PAYLOAD_TYPE = "application/vnd.in-toto+json"
+LIMIT = 256 << 20  # bytes of a bundle or a statement: a million files take 200 MB
+VALUES = 8_000_000  # of a statement: five a file
+_HINT = "get the file again from who signed the checkpoint"
+
+
+class Signed(NamedTuple):
+    """A statement with its signature. hint: of whose key it is said to be, "" where nothing is said."""
+
+    payload: bytes
+    signature: bytes
+    hint: str
+
+    def by(self, key: PublicKey) -> str:
+        """Why it is not this key's, "" where it is."""
+        if key.made(self.signature, _encoded(self.payload)):
+            return ""
+        if self.hint and self.hint != key.hint:
+            return f"it is by another key: {self.hint[:16]}..., and the one given is {key.hint[:16]}..."
+        return "the signature is not by this key, or what was signed has been changed"
+
+
+def sign(payload: bytes, key: PrivateKey) -> bytes:
+    """The bundle of a statement."""
+    signature = {"sig": b64encode(key.sign(_encoded(payload))).decode(), "keyid": ""}
+    envelope = {"payload": b64encode(payload).decode(), "payloadType": PAYLOAD_TYPE, "signatures": [signature]}
+    material = {"publicKey": {"hint": key.public.hint}, "tlogEntries": list[Any]()}
+    bundle = {"mediaType": MEDIA_TYPE, "verificationMaterial": material, "dsseEnvelope": envelope}
+    return json.dumps(bundle, separators=(",", ":")).encode()
+
+
+def is_bundle(document: Any) -> bool:
+    """Is it one by its own word?"""
+    return isinstance(document, dict) and ("mediaType" in document or "dsseEnvelope" in document)
+
+
+def unpacked(document: Any, path: str) -> Signed:
+    """A bundle's statement and signature, which nobody has checked yet. Raises CorruptFile E1683."""
+    try:
+        if document["mediaType"] != MEDIA_TYPE:
+            raise _unread(path, f"the media type is {str(document['mediaType'])[:80]!r}, want {MEDIA_TYPE}")
+        envelope, material = document["dsseEnvelope"], document["verificationMaterial"]
+        if envelope["payloadType"] != PAYLOAD_TYPE:
+            raise _unread(path, f"the payload is {str(envelope['payloadType'])[:80]!r}, want {PAYLOAD_TYPE}")
+        if not isinstance(material.get("publicKey"), dict):
+            raise _unread(path, "it is signed with a certificate or an identity, and keys alone are read")
+        signatures = envelope["signatures"]
+        if len(signatures) != 1:
+            raise _unread(path, f"it has {len(signatures)} signatures, want one")
+        payload = b64decode(envelope["payload"], validate=True)
+        signature = b64decode(signatures[0]["sig"], validate=True)
+        hint = material["publicKey"].get("hint") or ""
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, Error) as e:
+        raise _unread(path, f"it lacks a part of a bundle, or one is of another kind ({type(e).__name__}: {e})") from e
+    return Signed(payload, signature, str(hint))
+
+
+def document_of(raw: bytes, path: str) -> Any:
+    """A bundle or a statement as JSON. Raises CorruptFile."""
+    return parse(raw, path=path, limit=VALUES)
+
+
+def _unread(path: str, why: str) -> CorruptFile:
+    return CorruptFile(f"the signature can't be read: {why}", code="E1683", path=path, hint=_HINT)
+
+
+def _encoded(payload: bytes) -> bytes:
+    return b"DSSEv1 %d %s %d %s" % (len(PAYLOAD_TYPE), PAYLOAD_TYPE.encode(), len(payload), payload)

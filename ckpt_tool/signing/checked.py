@@ -1,0 +1,210 @@
+"""A checkpoint held against what was signed and attested of it: `ckpt verify`.
+
+    model.sig in the folder     looked at whenever values are read; with `--key` who signed it, too
+    --attest FILE               the same for an attestation, wherever it lies
+
+A statement names every file: one that differs, one that is missing and one that it does not name are findings, and so
+is a signature by another key. Without a key the hashes alone are compared, which shows damage and no forgery; the
+document says so (`authentic` is None). Cost: one read of all files, by a few threads; none in `quick` mode.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.progress import Progress
+from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, wrap_os_error
+from ckpt_tool.run.scan import each_of
+from ckpt_tool.signing import bundle
+from ckpt_tool.signing.keys import PublicKey, public_key
+from ckpt_tool.signing.statements import PROVENANCE, SIGNATURE, SIGNATURE_FILE, Digest, Listed, listed
+from ckpt_tool.storage.source import Tree
+
+_BLOCK = 1 << 20  # bytes read at a time
+_Have = Mapping[tuple[str, str, int, int | None], str]
+
+
+class Checked(NamedTuple):
+    """faults: what is wrong. said: `signature` and `attestation` for the document, None for what is not there."""
+
+    faults: list[CkptError]
+    said: dict[str, dict[str, Any] | None]
+
+
+class _Claim(NamedTuple):
+    """A statement that was read. name: what messages call it. own: its file, where it lies in the tree."""
+
+    name: str
+    files: Listed
+    own: str | None
+
+
+def check(tree: Tree, key_file: str | None, attestation: str | None, progress: Progress, *, contents: bool) -> Checked:
+    """Hold the files of `tree` against the statements. contents: hash them; else their names alone are compared.
+
+    Raises UsageError E1680, E1681 of the key, StorageError.
+    """
+    key = public_key(key_file) if key_file is not None else None
+    faults, claims = list[CkptError](), list[_Claim]()
+    said: dict[str, dict[str, Any] | None] = {"signature": None, "attestation": None}
+    sealed = tree.single is None and tree.exists(SIGNATURE_FILE)
+    if sealed:
+        raw, shown = tree.read_whole(SIGNATURE_FILE, limit=bundle.LIMIT), tree.display(SIGNATURE_FILE)
+        said["signature"] = _take(raw, shown, SIGNATURE, key, SIGNATURE_FILE, claims, faults)
+    if attestation is not None:
+        own = _within(tree, attestation)
+        said["attestation"] = _take(_read(attestation), attestation, PROVENANCE, key, own, claims, faults)
+    if key is not None:
+        faults += _unsigned(said, claims, tree.display(SIGNATURE_FILE))
+    if claims:
+        have = _hashes(tree, claims, progress) if contents else None
+        for claim in claims:
+            faults += _held(tree, claim, have)
+    return Checked(faults, said)
+
+
+def _unsigned(said: Mapping[str, dict[str, Any] | None], claims: list[_Claim], path: str) -> Iterator[CkptError]:
+    """What `--key` was given for and nobody has signed: an attestation may lie among the files that are."""
+    signature, attested = said["signature"], said["attestation"]
+    if not any(one and one["signed"] for one in (signature, attested)):
+        yield _nothing("nothing here is signed", path)
+    elif attested and not attested["signed"]:
+        signed = {digest.path for claim in claims if claim.own == SIGNATURE_FILE for digest in claim.files.digests}
+        if not any(claim.own in signed for claim in claims):
+            yield _nothing("the attestation is not signed", attested["file"])
+
+
+def _nothing(why: str, path: str) -> Incomplete:
+    return Incomplete(
+        f"{why}, so that --key can't tell who made it",
+        code="E1688",
+        path=path,
+        hint="it was written without --sign, or a file was left behind: get it with all its files",
+    )
+
+
+def _take(
+    raw: bytes,
+    path: str,
+    wanted: str,
+    key: PublicKey | None,
+    own: str | None,
+    claims: list[_Claim],
+    faults: list[CkptError],
+) -> dict[str, Any]:
+    """Read a statement, signed or not, into `claims`. Returns what the document says of it; faults go to `faults`."""
+    said: dict[str, Any] = {"file": path, "files": 0, "signed": False, "key": None, "authentic": None}
+    try:
+        statement = bundle.document_of(raw, path)
+        if bundle.is_bundle(statement) or wanted == SIGNATURE:
+            said["signed"] = True
+            signed = bundle.unpacked(statement, path)
+            said["key"] = signed.hint or None
+            statement = bundle.document_of(signed.payload, path)
+            why = signed.by(key) if key is not None else ""
+            said["authentic"] = None if key is None else not why
+            if why:
+                hint = "if the key is the right one, the checkpoint is not from whom it is said to be: do not use it"
+                faults.append(CorruptFile(why, code="E1684", path=path, hint=hint))
+        files = listed(statement, path, wanted)
+    except CorruptFile as e:
+        faults.append(e)
+        return said
+    said["files"] = len({digest.path for digest in files.digests})
+    claims.append(_Claim(path, files, own))
+    return said
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(bundle.LIMIT)
+    except OSError as e:
+        raise wrap_os_error(e, path, "reading the attestation") from e
+
+
+def _within(tree: Tree, path: str) -> str | None:
+    """The file as a path below the tree, None where it lies elsewhere."""
+    if not tree.local:
+        return None
+    inner = os.path.relpath(os.path.realpath(path), os.path.realpath(tree.root))
+    return None if inner.startswith(os.pardir) else inner
+
+
+def _hashes(tree: Tree, claims: list[_Claim], progress: Progress) -> _Have:
+    """What each part of a file that a claim names hashes to, for the files that are there."""
+    there = tree.listing()
+    wanted = {
+        (digest.path, digest.algorithm, digest.start, digest.stop): None
+        for claim in claims
+        for digest in claim.files.digests
+        if there.get(digest.path, -1) >= (digest.stop or 0)
+    }
+    parts = sorted(wanted, key=lambda part: (part[0], part[2]))
+    progress.start(sum((part[3] or there[part[0]]) - part[2] for part in parts), "hashing what was signed")
+    found = dict[tuple[str, str, int, int | None], str]()
+
+    def one(number: int) -> None:
+        path, algorithm, start, stop = parts[number]
+        digest, end = hashlib.new(algorithm), there[path] if stop is None else stop
+        for at in range(start, end, _BLOCK):
+            data = tree.read(path, at, min(_BLOCK, end - at))
+            digest.update(data)
+            progress.advance(len(data))
+        found[parts[number]] = digest.hexdigest()
+
+    each_of(len(parts), one)
+    progress.finish()
+    return found
+
+
+def _held(tree: Tree, claim: _Claim, have: _Have | None) -> Iterator[CkptError]:
+    """What differs between the files that are there and those that a claim names. have: None where none was hashed."""
+    there, parts = tree.listing(), defaultdict[str, list[Digest]](list)
+    for digest in claim.files.digests:
+        parts[digest.path].append(digest)
+    for path, digests in sorted(parts.items()):
+        if path not in there:
+            yield Incomplete(
+                f"{path} is missing: {claim.name} names it",
+                code="E1686",
+                path=tree.display(path),
+                hint="fetch the file from where the checkpoint comes from",
+            )
+        elif why := _differs(digests, there[path], have):
+            yield CorruptFile(
+                f"{path} is not what {claim.name} names: {why}",
+                code="E1685",
+                path=tree.display(path),
+                hint="it was damaged or changed after it was written: get it again",
+            )
+    for path in there:
+        if path not in parts and path != claim.own and not claim.files.ignores(path):
+            yield InconsistentCheckpoint(
+                f"{path} is not among the files that {claim.name} names",
+                code="E1687",
+                path=tree.display(path),
+                hint="it was added after the checkpoint was written: remove it, or find out where it comes from",
+            )
+
+
+def _differs(digests: list[Digest], size: int, have: _Have | None) -> str:
+    """How a file is not what its digests say; "" where it is."""
+    if size < 0:
+        return "it is no regular file, or a link that is not followed"
+    at = 0
+    for digest in sorted(digests, key=lambda digest: digest.start):
+        stop = size if digest.stop is None else digest.stop
+        if digest.start != at or stop < at:
+            return f"bytes from {at} on are in no part that is named"
+        if stop > size:
+            return f"it has {size} bytes, and {stop} were there"
+        at = stop
+        found = None if have is None else have.get((digest.path, digest.algorithm, digest.start, digest.stop))
+        if found is not None and found != digest.hex:
+            return f"its {digest.algorithm.upper()} is {found[:16]}..., and was {digest.hex[:16]}..."
+    return "" if at == size else f"it has {size} bytes, and {at} were there"

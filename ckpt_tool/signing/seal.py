@@ -1,0 +1,229 @@
+"""What `--sign` and `--attest` add to an output, made of the hashes that were taken while it was written.
+
+    --sign KEY      model.sig in the output: a signature of all its files, as `model_signing` makes it
+    --attest FILE   a statement of what was written out of what, by which command; signed too where a key is given
+
+Both lie in the staging folder before it gets the output's name, or, an attestation with a name elsewhere, under a
+hidden name beside that one until then: a run that is killed leaves no signature of what is not there. An attestation
+that is asked for below the output (`--attest out/provenance.json`) is one of the files that are signed.
+
+What an attestation claims is what was taken and no more. Files of the output: SHA-256, of every byte. Files of a
+source: where they lie, size and time, for a conversion reads parts of them and hashes none whole. Tensors as read and
+as written: one sum over `ckpt verify`'s digests (XXH3-128, which shows accidents and not malice), in an annotation and
+not as a digest of in-toto, which means cryptography. With `--verify off` there is no such sum.
+
+What it does not do: outputs in stores, of one file, and shares of a plan, whose files no one process has written
+(E1682). Cost: see `run.hashes`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tool.core.inner_path import output_faults, unfit
+from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.errors import OutputExists, UsageError, wrap_os_error
+from ckpt_tool.options.writing import Writing
+from ckpt_tool.plan.plan import Plan
+from ckpt_tool.signing import bundle
+from ckpt_tool.signing.keys import PrivateKey, private_key
+from ckpt_tool.signing.statements import SIGNATURE_FILE, provenance, signature
+from ckpt_tool.storage.destination import Place, RemotePlace, check_beside
+from ckpt_tool.storage.opening import scheme_of
+from ckpt_tool.storage.source import Tree
+
+if TYPE_CHECKING:
+    from ckpt_tool.run.executor import Result
+
+_SUM = (
+    "SHA-256 over lines of state, tab, name, tab, digest, sorted; digests as `ckpt verify --json` gives them, trees of "
+    "XXH3-128: they show accidents, not malice"
+)
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What one run adds to its output. inside: the attestation's path below the output, where it is to lie there."""
+
+    destination: Path
+    key: PrivateKey | None
+    attest: str | None
+    inside: str | None
+    writing: Writing
+    plan: Plan | None = None
+    trees: Mapping[str, Tree] = field(default_factory=dict)
+    began: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The files that it adds to the output."""
+        return (*([self.inside] if self.inside else []), *([SIGNATURE_FILE] if self.key else []))
+
+    @property
+    def said(self) -> dict[str, str]:
+        """What the writer's document says of it."""
+        signed = {"signature": str(self.destination / SIGNATURE_FILE)} if self.key else {}
+        return {**signed, **({"attestation": self.attest} if self.attest else {})}
+
+    def over(self, plan: Plan, trees: Mapping[str, Tree]) -> Seal:
+        """The seal of what this plan writes. Raises UsageError E1682 where it can't have one."""
+        if plan.single is not None:
+            raise _no(
+                self.writing, "an output of one file has no folder for it", "write a folder: a name without a suffix"
+            )
+        names = [*(file.path for file in plan.outputs), *self.names]
+        for path, why in output_faults(names):
+            if path in self.names:
+                raise _no(self.writing, f"{path} {why}", "name another file")
+        if self.attest and not self.inside:
+            check_beside(self.attest, "--attest", (tree.display() for tree in trees.values() if tree.local), ())
+        return replace(self, plan=plan, trees=trees, began=_now())
+
+    def files(self, hashes: Mapping[str, str], result: Result) -> Iterator[tuple[str, bytes]]:
+        """See `run.executor.Seal`."""
+        if self.attest is not None:
+            text = self._attestation(hashes, result)
+            data = bundle.sign(text, self.key) if self.key else text + b"\n"
+            if self.inside:
+                yield self.inside, data
+                hashes = {**hashes, self.inside: hashlib.sha256(data).hexdigest()}
+            else:
+                _save(self._waiting, data)
+        if self.key is not None:
+            yield SIGNATURE_FILE, bundle.sign(signature(self.destination.name, hashes), self.key)
+
+    @property
+    def _waiting(self) -> Path:
+        """Where an attestation lies until the output has its name."""
+        path = Path(self.attest or "")
+        return path.parent / f".{path.name}.ckpt-partial"
+
+    def committed(self) -> None:
+        """The output has its name: the attestation gets its own. Raises StorageError."""
+        if self.attest is not None and not self.inside:
+            try:
+                os.replace(self._waiting, self.attest)
+            except OSError as e:
+                raise wrap_os_error(e, self.attest, "naming the attestation") from e
+
+    def failed(self) -> None:
+        """Nothing was committed: nothing of it is left."""
+        if self.attest is not None and not self.inside:
+            self._waiting.unlink(missing_ok=True)
+
+    def _attestation(self, hashes: Mapping[str, str], result: Result) -> bytes:
+        report = self.plan.report if self.plan else {}
+        version = str(vars(sys.modules[__name__.partition(".")[0]])["__version__"])  # of the package, above all rooms
+        python = ".".join(map(str, sys.version_info[:3]))
+        command = ["ckpt", *self.writing.command]
+        target = {key: value for key, value in report.get("target", {}).items() if key != "files"}
+        given = {"command": command, "source": report.get("source"), "target": target}
+        here = _uri(str(self.destination))
+        return provenance(
+            hashes,
+            parameters=given,
+            internal={"plan": self.plan.identifier() if self.plan else "", "verify": self.writing.verify},
+            sources=[*self._sources(), *_summed("tensors as read", here, result.digests)],
+            byproducts=_summed("tensors as written", here, result.digests_out),
+            versions={"ckpt-tool": version, "python": python},
+            began=self.began,
+            ended=_now(),
+        )
+
+    def _sources(self) -> Iterator[dict[str, Any]]:
+        """What was read of, file by file, by place, size and time."""
+        seen = dict[str, dict[str, Any]]()
+        for file in self.plan.sources if self.plan else ():
+            for tree, path in self.trees[file.root].files_behind(file.path):
+                shown = tree.display(path)
+                if shown not in seen:
+                    found = tree.identity(path)
+                    said = {"bytes": found.size, "mtime_ns": found.mtime_ns} if tree.local else {"bytes": found.size}
+                    seen[shown] = {"name": path, "uri": _uri(shown), "annotations": {"ckpt": said}}
+        yield from seen.values()
+
+
+def seal_of(writing: Writing, destination: Place, *, part: str = "") -> Seal | None:
+    """What the options ask for, None where they ask for nothing. part: the option by which others write too.
+
+    Raises UsageError E1680, E1681 of the key, E1682 where the output can't be sealed, OutputExists E0510, E1689,
+    StorageError.
+    """
+    if not writing.sign and not writing.attest:
+        return None
+    if writing.plan_file or writing.emit:
+        raise _no(writing, "a plan that is saved is sealed by who carries it out", "give it to ckpt apply")
+    if isinstance(destination, RemotePlace):
+        why = "parts of objects are sent to a store in any order, and none is read again"
+        raise _no(writing, why, "write to a local folder, and upload that")
+    if part or writing.ray:
+        raise _no(
+            writing,
+            f"with {part or '--ray'} no process has seen all that is written",
+            "run the plan whole; or sign what it has written: model_signing sign key DST --private_key KEY",
+        )
+    key = private_key(writing.sign) if writing.sign else None
+    if writing.sign:
+        check_beside(writing.sign, "--sign", (), (str(destination),))
+    inside = None
+    if writing.attest:
+        inside = _below(writing.attest, destination)
+        if inside is not None and (why := unfit(inside)):
+            raise _no(writing, f"{inside} {why}", "name another file")
+        if inside is None and os.path.lexists(writing.attest) and not writing.force:
+            raise OutputExists(
+                "the file of --attest exists",
+                code="E1689",
+                path=writing.attest,
+                hint="choose another name, or --force to replace it",
+            )
+    return Seal(destination, key, writing.attest, inside, writing)
+
+
+def _below(path: str, destination: Path) -> str | None:
+    """The path below the output, None where it lies elsewhere."""
+    folder, name = os.path.split(os.path.abspath(path))
+    real = Path(os.path.realpath(folder), name)
+    target = Path(os.path.realpath(destination.parent), destination.name)
+    return real.relative_to(target).as_posix() if real != target and real.is_relative_to(target) else None
+
+
+def _no(writing: Writing, why: str, hint: str) -> UsageError:
+    option = "--sign" if writing.sign else "--attest"
+    return UsageError(f"{option} can't be had here: {why}", code="E1682", hint=hint)
+
+
+def _summed(name: str, uri: str, digests: Mapping[TensorKey, str]) -> list[dict[str, Any]]:
+    """One descriptor of tensors by their digests; none where none were taken."""
+    if not digests:
+        return []
+    lines = sorted(f"{key.state}\t{key.name}\t{digest}\n" for key, digest in digests.items())
+    found = hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
+    said = {"tensors": len(lines), "sum": found, "sum_is": _SUM}
+    return [{"name": name, "uri": uri, "annotations": {"ckpt": said}}]
+
+
+def _uri(shown: str) -> str:
+    return shown if scheme_of(shown) else Path(os.path.abspath(shown)).as_uri()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _save(path: Path, data: bytes) -> None:
+    """Write and fsync a file. Raises StorageError."""
+    try:
+        with open(path, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as e:
+        raise wrap_os_error(e, path, "writing the attestation") from e
