@@ -13,6 +13,7 @@ from typing import Any
 
 from ckpt_tool.core.listing import Listing
 from ckpt_tool.report.page import Block, Cell, Column, Facts, Lines, Page, Styled, Table
+from ckpt_tool.report.ranks import grids
 from ckpt_tool.report.text import count, more, parameters, plural, shape, size
 from ckpt_tool.report.tree import Folding, Tree
 
@@ -37,6 +38,7 @@ def inspection(document: Document, *, depth: int | None = None, everything: bool
     elif tensors:
         blocks.append(_tree(tensors, depth))
     if not isinstance(tensors, Listing):
+        blocks += grids(tensors, document.get("mesh") or {})
         blocks += _files(tensors, everything=everything)
     if document.get("extras"):
         blocks.append(_extras(document["extras"], everything=everything))

@@ -90,7 +90,18 @@ class Tiles(NamedTuple):
     rows: tuple[tuple[tuple[str, tuple[str, ...], int], ...], ...]
 
 
-Block = Facts | Table | Lines | Curves | Tiles | Verdict
+class Ranks(NamedTuple):
+    """A grid of ranks, drawn on a terminal alone: a pipe has the table of files, HTML a picture.
+
+    across: the heads of the columns. rows: (lines of the label, the lines of each cell, None where no rank is there).
+    """
+
+    title: str
+    across: tuple[str, ...]
+    rows: tuple[tuple[tuple[str, ...], tuple[tuple[str, ...] | None, ...]], ...]
+
+
+Block = Facts | Table | Lines | Curves | Tiles | Ranks | Verdict
 
 
 class Page(NamedTuple):

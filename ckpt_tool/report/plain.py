@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TextIO
 
-from ckpt_tool.report.page import Block, Column, Facts, Lines, Page, Style, Table, Verdict, style_of, text_of
+from ckpt_tool.report.page import Block, Column, Facts, Lines, Page, Ranks, Style, Table, Verdict, style_of, text_of
 from ckpt_tool.report.text import cells, shown
 
 _CODES: dict[Style, str] = {"strong": "1", "dim": "2", "good": "32", "warn": "33", "bad": "1;31", "name": "36"}
@@ -23,10 +23,12 @@ LEAST_TEXT = 12  # columns that wrapped text keeps, whatever stands before it
 
 
 class Look(NamedTuple):
-    """What a stream can show. width: columns of the window, None for a pipe."""
+    """What a stream can show. width: columns of the window, None for a pipe without a stated one. terminal: is a person
+    looking on?"""
 
     colour: bool = False
     width: int | None = None
+    terminal: bool = False
 
     def paint(self, text: str, style: Style) -> str:
         return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if self.colour and style in _CODES and text else text
@@ -41,7 +43,7 @@ def look_of(stream: TextIO | None, color: str = "auto") -> Look:
         colour = colour and not os.environ.get("NO_COLOR")
     else:
         colour = color == "always"
-    return Look(colour, _width(stream, tty=tty))
+    return Look(colour, _width(stream, tty=tty), tty)
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -88,6 +90,8 @@ def _block(block: Block, look: Look) -> Iterator[str]:
             yield look.paint(shown(block.title), "strong")
         for line in filter(text_of, block.lines):
             yield from _wrapped(shown(text_of(line), 2000), look, style_of(line), first="  ", rest="    ")
+    elif isinstance(block, Ranks) and look.terminal:
+        yield from _ranks(block, look)
     elif isinstance(block, Verdict):  # curves and tiles are HTML's: what they show stands in tables too
         style: Style = "plain" if block.ok is None else "good" if block.ok else "bad"
         for line in _wrapped(shown(block.text, 2000), look, style):
@@ -135,6 +139,35 @@ def _facts(facts: Facts, look: Look) -> Iterator[str]:
         else:  # a label as long as a sentence stands above its value
             yield from _wrapped(label, look, "dim", first=indent, rest=indent)
         yield from lines
+
+
+def _ranks(block: Ranks, look: Look) -> Iterator[str]:
+    """As many columns side by side as the window has room for, the others below them."""
+    texts = [text for _, row in block.rows for lines in row for text in lines or ()]
+    cell = max(map(len, (*block.across, *texts)))
+    side = max((len(text) for label, _ in block.rows for text in label), default=0)
+    label = side + GUTTER if side else 0
+    fit = max(1, (look_width(look) - label - 1) // (cell + 3))
+    yield from _wrapped(shown(block.title), look, "strong")
+    for start in range(0, len(block.across), fit):
+        heads = (head.center(cell) for head in block.across[start : start + fit])
+        yield " " * label + "".join(f"  {look.paint(head, 'dim')} " for head in heads).rstrip()
+        rule = " " * label + f"+{'-' * (cell + 2)}" * len(block.across[start : start + fit]) + "+"
+        yield rule
+        for names, row in block.rows:
+            yield from _rank_lines(names, row[start : start + fit], (label, cell), look)
+            yield rule
+
+
+def _rank_lines(
+    names: Sequence[str], row: Sequence[tuple[str, ...] | None], widths: tuple[int, int], look: Look
+) -> Iterator[str]:
+    """The lines of one row of ranks. widths: of the label, of a cell."""
+    label, cell = widths
+    for i in range(max(len(names), *(len(lines or ()) for lines in row))):
+        name = names[i] if i < len(names) else ""
+        texts = (lines[i] if lines and i < len(lines) else "" for lines in row)
+        yield look.paint(name, "dim") + " " * (label - len(name)) + "".join(f"| {t:>{cell}} " for t in texts) + "|"
 
 
 class _Grid(NamedTuple):
