@@ -58,9 +58,7 @@ def findings(subject: Subject, progress: Progress) -> Iterator[Finding]:
     catalog, tree = subject.opened.catalog, subject.opened.tree
     keys = [TensorKey(name, subject.state) for name in subject.kinds]
     progress.start(sum(catalog.tensors[key].nbytes for key in keys), "auditing")
-    digests = {
-        key.name: digest for key, digest in digests_of(catalog, tree, keys=keys, advance=progress.advance).items()
-    }
+    digests = {key.name: digest for key, digest in digests_of(catalog, tree, keys=keys, progress=progress).items()}
     sums = {key.name: row for key, row in statistics(catalog, tree, keys).items()}
     progress.finish()
     alike = {name for name, row in sums.items() if row["min"] is not None and row["min"] == row["max"]}

@@ -146,7 +146,7 @@ def _differences(
         )
     from ckpt_tool.run.compare import compare
 
-    return compare(tensors, left, right, rtol=wanted.rtol, atol=wanted.atol, advance=progress.advance)
+    return compare(tensors, left, right, rtol=wanted.rtol, atol=wanted.atol, progress=progress)
 
 
 def _extras_differ(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:

@@ -142,8 +142,8 @@ def _read(
     from ckpt_tool.run.scan import digests_of
     from ckpt_tool.run.stats import count_nonfinite
 
-    digests = digests_of(catalog, tree, keys=keys, advance=progress.advance, on_fault=note)
-    return digests, count_nonfinite(catalog, tree, keys)
+    digests = digests_of(catalog, tree, keys=keys, progress=progress, on_fault=note)
+    return digests, count_nonfinite(catalog, tree, keys, progress)
 
 
 def _files(

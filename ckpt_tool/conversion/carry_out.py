@@ -69,7 +69,7 @@ def execute(
         _check_recorded(source, recorded or {})
         full = writing.verify == "full" and (isinstance(staged, Path) or not staged.blind)
         try:
-            _check_staged(_staged_tree(staged, plan), plan, digests, full=full, threads=writing.threads)
+            _check_staged(_staged_tree(staged, plan), plan, digests, progress if full else None, writing.threads)
         except (InputError, UnsafeInput, InternalError) as e:
             if plan_file is None:
                 raise
@@ -153,9 +153,9 @@ def _check_recorded(digests: Mapping[TensorKey, str], recorded: Mapping[TensorKe
 
 
 def _check_staged(
-    staged: Tree, plan: Plan, digests: Mapping[TensorKey, str], *, full: bool, threads: int | None
+    staged: Tree, plan: Plan, digests: Mapping[TensorKey, str], progress: Progress | None, threads: int | None
 ) -> None:
-    """Read the staged output's headers back through its own reader; with `full` its values too."""
+    """Read the staged output's headers back through its own reader; with a progress its values too."""
     tree, _ = resolve(staged, Reading(from_format=plan.format))
     catalog = registry.by_name(plan.format).read(tree)
     catalog.check()
@@ -169,11 +169,13 @@ def _check_staged(
             f"{want.get(wrong[0])}",
             hint="please report this; nothing was committed",
         )
-    if full and digests:
+    if progress is not None and digests:
         from ckpt_tool.run.scan import digests_of
 
         orders = {move.key: move.order for move in plan.moves if move.order}
-        again = digests_of(catalog, tree, threads=threads, orders=orders)
+        progress.start(sum(tensor.nbytes for tensor in catalog.tensors.values()), "verifying what was written")
+        again = digests_of(catalog, tree, threads=threads, orders=orders, progress=progress)
+        progress.finish()
         for key, digest in digests.items():
             if key not in unlisted and again[key] != digest:
                 raise StorageError(

@@ -68,7 +68,7 @@ def execute_on_ray(
     sent = replace(writing, ray=None, threads=threads)
     waiting = [remote.remote(document, sent, dict(recorded)) for _ in range(count)]
     nodes = len([node for node in ray.nodes() if node.get("Alive")])
-    progress.start(sum(move.nbytes for move in plan.moves), f"{plan.destination}, {count} workers on {nodes} nodes")
+    progress.start(sum(move.nbytes for move in plan.moves), f"writing, {count} workers on {nodes} nodes")
     found: list[dict[TensorKey, int]] = []
     lost: list[str] = []
     failure: CkptError | None = None

@@ -9,13 +9,16 @@ A command never prints. It calls these five, from any thread; `report.progress` 
     progress.note("tied lm_head written once")
     progress.finish()
 
-`start` may be called again after `finish` for a second phase (write, then verify).
+`start` may be called again after `finish` for a second phase (write, then verify). One that also has a method
+`at(file)` is told which file is being worked on (`working_on`): it is no part of the Protocol, so that a caller's own
+progress need not have it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 MODES = ("auto", "tty", "plain", "json", "none")  # of `--progress`
@@ -65,6 +68,15 @@ class Silent:
 
 
 SILENT: Progress = Silent()
+
+
+def working_on(progress: Progress | None, file: str) -> None:
+    """Tell a progress that wants to know it which file is being read or written now. As cheap as `advance`."""
+    tell: Callable[[str], None] | None = getattr(progress, "at", None)
+    if tell is not None:
+        tell(file)
+
+
 _listener = SILENT
 
 
@@ -95,6 +107,7 @@ class Checking:
             progress.note,
             progress.finish,
         )
+        self.at = partial(working_on, progress)
 
     def plan(self, document: Mapping[str, Any]) -> None:
         self._check(document)

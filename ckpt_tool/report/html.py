@@ -18,7 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tool.report import files
-from ckpt_tool.report.page import Block, Cell, Curves, Facts, Lines, Page, Table, Tiles, Verdict, style_of, text_of
+from ckpt_tool.report.page import (
+    Block,
+    Cell,
+    Curves,
+    Facts,
+    Lines,
+    Page,
+    Ranks,
+    Table,
+    Tiles,
+    Verdict,
+    style_of,
+    text_of,
+)
 from ckpt_tool.report.text import count, shown
 
 MARK = "<!doctype html>\n<!-- a report of ckpt -->\n"
@@ -113,6 +126,8 @@ def _block(block: Block) -> str:
         return f"{_title(block.title)}<ul>\n{items}\n</ul>"
     if isinstance(block, Curves):
         return _title(block.title) + curves(block)
+    if isinstance(block, Ranks):  # a terminal's: here the table of files says it
+        return ""
     if isinstance(block, Tiles):
         return _title(block.title) + tiles(block)
     return _verdict(block)

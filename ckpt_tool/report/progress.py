@@ -21,6 +21,7 @@ from ckpt_tool.report.text import duration, shown, size
 PLAIN_INTERVAL = 5.0  # seconds between two lines
 JSON_INTERVAL = 1.0
 BAR_INTERVAL = 0.1
+NUMBERS = 34  # columns that bytes, rate and time left take
 BAR_PATIENCE = 0.3  # seconds before there is a bar: short runs don't flicker and don't load rich
 
 
@@ -60,16 +61,20 @@ class _Meter:
         self._lock = threading.RLock()
         self._done = 0
         self._total = 0
-        self._what = ""
+        self._what = self._file = ""
         self._began = self._drawn = 0.0
         self._running = False
 
     def start(self, total_bytes: int, what: str) -> None:
         with self._lock:
-            self._done, self._total, self._what = 0, max(total_bytes, 0), what
+            self._done, self._total, self._what, self._file = 0, max(total_bytes, 0), what, ""
             self._began = self._drawn = time.monotonic()
             self._running = True
             self._opened()
+
+    def at(self, file: str) -> None:
+        """The file that is being read or written now: of several threads, of the one that began last."""
+        self._file = file
 
     def advance(self, nbytes: int) -> None:
         with self._lock:
@@ -139,13 +144,14 @@ class Lines(_Meter):
 
     def _moved(self, elapsed: float) -> None:
         speed = self._done / elapsed if elapsed > 0 else 0.0
+        file = f", {shown(self._file, 200)}" if self._file else ""
         if not self._total:
-            self._say(f"{self._what}: {size(self._done)}, {size(speed)}/s\n")
+            self._say(f"{self._what}: {size(self._done)}, {size(speed)}/s{file}\n")
             return
         left = duration((self._total - self._done) / speed) if speed and self._done <= self._total else "?"
         percent = min(100 * self._done // self._total, 100)
         self._say(
-            f"{self._what}: {percent}%, {size(self._done)} of {size(self._total)}, {size(speed)}/s, {left} left\n"
+            f"{self._what}: {percent}%, {size(self._done)} of {size(self._total)}, {size(speed)}/s, {left} left{file}\n"
         )
 
     def _closed(self, elapsed: float) -> None:
@@ -154,11 +160,12 @@ class Lines(_Meter):
 
 
 class Bar(Lines):
-    """The bar of a terminal: bytes, speed, time left. rich draws it and is loaded only for a run that takes a while."""
+    """The bar of a terminal: bytes, speed, time left, the file, on one line. rich draws it and is loaded only for a run
+    that takes a while."""
 
     interval = BAR_INTERVAL
 
-    _draw: Callable[[int], None] | None = None
+    _draw: Callable[[int, str], None] | None = None
     _stop: Callable[[], None] | None = None
     _print: Callable[[str], None] | None = None
 
@@ -173,6 +180,7 @@ class Bar(Lines):
             TimeRemainingColumn,
             TransferSpeedColumn,
         )
+        from rich.table import Column
 
         console = Console(
             file=self._stream,
@@ -182,10 +190,17 @@ class Bar(Lines):
             markup=False,
             width=self._look.width,
         )
-        wide = (self._look.width or 80) >= 70
-        columns = [TextColumn("{task.description}"), BarColumn(bar_width=None if wide else 12)]
-        columns += [DownloadColumn(), TransferSpeedColumn()] if wide else [TransferSpeedColumn()]
+        width = self._look.width or 80
+        wide = width >= 70
+        columns = [
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+            *([BarColumn(bar_width=12 if width < 100 else 30)] if wide else []),
+        ]
+        columns += [DownloadColumn(), TransferSpeedColumn()]
         columns += [TimeRemainingColumn(compact=True)] if self._total else [TimeElapsedColumn()]
+        if wide:  # what is left of the line, the end of a name cut off
+            room = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+            columns.append(TextColumn("{task.fields[file]}", style="dim", markup=False, table_column=room))
         bar = Progress(
             *columns,
             console=console,
@@ -196,8 +211,9 @@ class Bar(Lines):
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        task = bar.add_task(self._what, total=self._total or None)
-        self._draw = lambda done: bar.update(task, completed=done)
+        what = self._what if wide else self._what[: max(width - NUMBERS, 4)].rstrip()
+        task = bar.add_task(what, total=self._total or None, file="")
+        self._draw = lambda done, file: bar.update(task, completed=done, file=shown(file, 200))
         self._stop = bar.stop
         self._print = lambda text: console.print(text, end="", soft_wrap=True)
         self._guarded(bar.start)
@@ -215,7 +231,7 @@ class Bar(Lines):
             self._show()
         draw = self._draw
         if draw is not None:
-            self._guarded(lambda: draw(self._done))
+            self._guarded(lambda: draw(self._done, self._file))
 
     def _closed(self, elapsed: float) -> None:
         """Take the bar away; the verdict that follows says how long it took."""
@@ -252,7 +268,9 @@ class JsonLines(_Meter):
         self._event("start", what=self._what, total_bytes=self._total)
 
     def _moved(self, elapsed: float) -> None:
-        self._event("progress", what=self._what, bytes=self._done, total_bytes=self._total, elapsed_s=round(elapsed, 3))
+        file = {"file": self._file} if self._file else {}
+        said = {"bytes": self._done, "total_bytes": self._total, "elapsed_s": round(elapsed, 3), **file}
+        self._event("progress", what=self._what, **said)
 
     def _closed(self, elapsed: float) -> None:
         self._event("finish", what=self._what, bytes=self._done, total_bytes=self._total, elapsed_s=round(elapsed, 3))

@@ -6,12 +6,13 @@ greatest absolute difference. Two bit patterns of the same float type are `ulp` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.compute import Bytes, numpy_type
@@ -58,7 +59,7 @@ def compare(
     *,
     rtol: float = 0.0,
     atol: float = 0.0,
-    advance: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Difference | None]:
     """For every pair of equal shape: None when equal, else what differs. dtypes may differ when tolerances are
     given."""
@@ -84,14 +85,14 @@ def compare(
             reader.fill(twin, part.data, at, at + n)
             if move.dtype != twin.dtype or not np.array_equal(data, part):
                 differ(worst, at, data, part, move.dtype, twin.dtype, rtol, atol)
-            if advance:
-                advance(len(part))
+            if progress is not None:
+                progress.advance(len(part))
             if at + n >= move.numel:
                 beside.done(reader)
 
         return see
 
-    walk(mine, visit, advance=advance, beside=beside)
+    walk(mine, visit, progress=progress, beside=beside)
     return [found[id(move)].report() if id(move) in found else None for move in mine.moves]
 
 

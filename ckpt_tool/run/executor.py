@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpt_tool import compiled
-from ckpt_tool.core.progress import Progress
+from ckpt_tool.core.progress import Progress, working_on
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import (
     CkptError,
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from ckpt_tool.storage.output_store import OutputStore
     from ckpt_tool.storage.store_claims import StoreClaims
 
+WRITING = "writing"  # the phase in which values move
 _SHARES = 4096  # that workers claim, at most
 _PAUSE = 0.5  # seconds between two looks at others
 _LONGEST = 15.0  # where a look costs requests
@@ -217,7 +218,7 @@ class Executor:
         try:
             upload.begin([unit for _, unit in state.queue])
             if self.progress:
-                self.progress.start(sum(unit.nbytes for _, unit in state.queue), self.plan.destination)
+                self.progress.start(sum(unit.nbytes for _, unit in state.queue), WRITING)
             self._work(lambda room: upload.writer(), lambda line: None, state)
             self.sources.check()
             result = self._complete(upload, state)
@@ -302,7 +303,7 @@ class Executor:
         sizes = {number: upload.shares[number].nbytes for number in claims.mine}
         moved = sum(unit.nbytes for unit in self.units) / max(1, sum(share.nbytes for share in upload.shares))
         if self.progress:
-            self.progress.start(int(moved * sum(sizes.values())), self.plan.destination)
+            self.progress.start(int(moved * sum(sizes.values())), WRITING)
         while True:
             taken = claims.take()
             if claims.gone:
@@ -387,8 +388,7 @@ class Executor:
         total = sum(unit.nbytes for _, unit in mine)
         staging.begin(len(mine), total)
         if self.progress:
-            self.progress.start(total, self.plan.destination)
-            self.progress.advance(done)
+            self.progress.start(total - done, WRITING)
         self._move(staging, state)
         self.sources.check()
         if self.part is not None:
@@ -410,7 +410,7 @@ class Executor:
         total = sum(unit.nbytes for unit in self.units)
         staging.begin(len(self.units), total)
         if self.progress:
-            self.progress.start(total, self.plan.destination)
+            self.progress.start(total, WRITING)
         waits, seen = _Waits(self.progress), set[int]()
         with staging.claims(len(shares)) as claims:
             while not staging.gone:
@@ -473,7 +473,13 @@ class Executor:
             self._clear_gaps(staging)
         if not self.hashing or not staging.resumed:
             return 0
-        return self._sift(staging, state, staging.resumed)
+        if self.progress:
+            self.progress.start(0, "checking what an earlier run wrote")
+        done = self._sift(staging, state, staging.resumed, self._advance)
+        if self.progress:
+            self.progress.finish()
+            self.progress.note(f"{done} bytes were written by an earlier run and are as they should be")
+        return done
 
     def _take_over(self, staging: Staging, state: _State, journal: Sequence[Line], mine: AbstractSet[int]) -> None:
         """What others staged, all but the units `mine`, looked at again now that none of them is at work: heads are
@@ -491,7 +497,13 @@ class Executor:
             self._move(staging, state)
             self.sources.check()
 
-    def _sift(self, staging: Staging, state: _State, journal: Sequence[Line]) -> int:
+    def _sift(
+        self,
+        staging: Staging,
+        state: _State,
+        journal: Sequence[Line],
+        advance: Callable[[int], None] = lambda nbytes: None,
+    ) -> int:
         """Take those units off the queue that are staged as the journal says. Returns their bytes."""
         lines = {line["unit"]: line for line in journal if type(line.get("unit")) is int}
         files = StagedFiles(staging.open, self._names)
@@ -503,6 +515,7 @@ class Executor:
             threads=self.threads,
             room=_fd_room(self.threads),
             panel=self._panel,
+            advance=advance,
         )
         done = sum(unit.nbytes for number, unit in state.queue if number in found)
         self._gather_leaves((lines[number] for number in found), state)
@@ -565,6 +578,7 @@ class Executor:
                     taken = self._next(state, me)
                 if taken is None:
                     break
+                working_on(self.progress, self._names[min(taken[1].files, default=0)])
                 line = self._unit(taken, mover, state)
                 if line is not None:
                     record(line)
@@ -668,6 +682,8 @@ class Executor:
         digests, digests_out, overflows = self._digests(state)
         copy_sidefiles(self.plan, self.sources, staging)
         fill_patches(self.plan, staging, state.output_pieces, list(digests_out.values()) if self.hashing else None)
+        if self.progress:
+            self.progress.finish()
         digested = (digests, digests_out) if self.hashing else ({}, {})
         if self.check is not None:
             self.check(staging.path, *digested[::-1])
@@ -675,17 +691,29 @@ class Executor:
         result = Result(*digested, overflows, committed=True)
         added = self._add_seal(staging, state.hashes, result) if self._seal is not None and state.hashes else []
         if self._fsync:
-            sync_all(staging, [*self._names, *added])
+            self._sync(staging, added)
         staging.commit(single=self.plan.single)
         if self.progress and staging.left is not None:
             self.progress.note(f"{staging.left} could not be removed; the output is complete: ckpt clean removes it")
         return result
 
+    def _sync(self, staging: Staging, added: Sequence[str]) -> None:
+        """Wait for the disk, file by file."""
+        sizes = {file.path: file.size for file in self.plan.outputs}
+        if self.progress:
+            self.progress.finish()
+            self.progress.start(sum(sizes.values()), "waiting for the disk")
+
+        def done(name: str) -> None:
+            working_on(self.progress, name)
+            self._advance(sizes.get(name, 0))
+
+        sync_all(staging, [*self._names, *added], done)
+
     def _add_seal(self, staging: Staging, hashes: FileHashes, result: Result) -> list[str]:
         """Hash what is left and write the files of the seal. Returns their names."""
         if self.progress:
-            self.progress.finish()
-            self.progress.start(hashes.left, "hashing what is left")
+            self.progress.start(hashes.left, "hashing")
         found, names = hashes.finish(self._advance), list[str]()
         for name, data in self._seal.files(found, result) if self._seal else ():
             fd = staging.create(name, len(data))

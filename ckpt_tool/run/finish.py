@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
@@ -99,14 +99,17 @@ def _sha256(staging: Staging, path: str) -> bytes:
     return digest.hexdigest().encode()
 
 
-def sync_all(staging: Staging, names: Sequence[str]) -> None:
-    """fsync every file, by a few threads: the disk takes them together. The first failure is final and is raised."""
+def sync_all(staging: Staging, names: Sequence[str], done: Callable[[str], None] = lambda name: None) -> None:
+    """fsync every file, by a few threads: the disk takes them together. The first failure is final and is raised.
+    done: is told each file that is safe."""
     left, failures = list(names), list[CkptError]()
 
     def sync_some() -> None:
         while left and not failures:
             try:
-                staging.sync(left.pop())
+                name = left.pop()
+                staging.sync(name)
+                done(name)
             except IndexError:
                 return
             except CkptError as e:

@@ -147,7 +147,7 @@ class FileHashes:
         file.at = stop
 
     def finish(self, advance: Callable[[int], None]) -> dict[str, str]:
-        """Path -> hash in hex, with what was still to be hashed. advance: is told how many bytes that takes. Raises
+        """Path -> hash in hex, with what was still to be hashed; advance is told how many bytes that takes. Raises
         StorageError E0709 where a CRC that was hashed is not the one that the file has."""
         waiting, failures = sorted(self._files, key=lambda file: file.size - file.at), list[BaseException]()
 

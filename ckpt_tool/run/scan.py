@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.progress import Progress, working_on
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, InputError, StorageError
 from ckpt_tool.plan.copy import source_region
@@ -70,22 +71,25 @@ def walk(
     visit: Callable[[Move], Visit],
     *,
     threads: int | None = None,
-    advance: Callable[[int], None] | None = None,
     on_fault: Callable[[CkptError], None] | None = None,
     beside: Checked | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Read every tensor, block by block, by a few threads; `visit(move)` gives the function that sees its blocks.
 
     on_fault: takes faults of the input (replicas that differ, a CRC) and goes on; without it they are raised.
-    beside: records of what `visit` reads itself.
+    beside: records of what `visit` reads itself. progress: is told how far that is, and in which file.
     """
 
-    lock = threading.Lock()
+    lock, advance = threading.Lock(), None if progress is None else progress.advance
 
     def read(reader: Reader, queue: Queue) -> None:
         block: Bytes = np.empty(STRIDED_BLOCK, np.uint8)
         for index in queue:
-            _read_one(reader, source.moves[index], visit, block, advance, on_fault, lock)
+            move = source.moves[index]
+            if progress is not None and move.sources:
+                working_on(progress, source.files.path(move.sources[0].file))
+            _read_one(reader, move, visit, block, advance, on_fault, lock)
 
     share_out(source, read, threads=threads, on_fault=on_fault, beside=beside)
 
@@ -204,7 +208,7 @@ def digests_of(
     *,
     keys: Sequence[TensorKey] | None = None,
     threads: int | None = None,
-    advance: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
     on_fault: Callable[[CkptError], None] | None = None,
     orders: Orders = MappingProxyType({}),
 ) -> dict[TensorKey, str]:
@@ -225,7 +229,7 @@ def digests_of(
         if on_fault is not None:
             on_fault(fault)
 
-    walk(source, visit, threads=threads, advance=advance, on_fault=note if on_fault else None)
+    walk(source, visit, threads=threads, progress=progress, on_fault=note if on_fault else None)
     broken = {fault.key for fault in bad if fault.key}
     out = {}
     for move in source.moves:

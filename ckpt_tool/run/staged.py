@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from base64 import b64decode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.errors import CkptError
@@ -38,10 +38,12 @@ def intact(
     threads: int,
     room: int,
     panel: int,
+    advance: Callable[[int], None] = lambda nbytes: None,
 ) -> set[int]:
     """The numbers of those units of `todo` whose journal line is sound and agrees with what lies in the staged `files`.
 
-    room, panel: of each thread's `Reader`. Raises what reading raises.
+    room, panel: of each thread's `Reader`. advance: is told the bytes of each unit that was looked at.
+    Raises what reading raises.
     """
     waiting = [(number, unit) for number, unit in todo if number in lines]
     found: set[int] = set()
@@ -55,6 +57,7 @@ def intact(
                     number, unit = waiting.pop()
                     if _is_sound(lines[number], unit) and _is_there(reader, moves, unit, lines[number]):
                         found.add(number)
+                    advance(unit.nbytes)
             finally:
                 reader.close()
         except IndexError:  # another thread took the last one

@@ -11,6 +11,7 @@ import numpy as np
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.compute import Bytes, numpy_type
@@ -78,10 +79,15 @@ def _summary(mine: _Sums) -> dict[str, Any]:
     }
 
 
-def count_nonfinite(catalog: Catalog, tree: Tree, keys: Sequence[TensorKey]) -> dict[str, int]:
+def count_nonfinite(
+    catalog: Catalog, tree: Tree, keys: Sequence[TensorKey], progress: Progress | None = None
+) -> dict[str, int]:
     """Tensor -> NaN and Inf values, and `bool:TENSOR` -> BOOL bytes other than 0 and 1; only what is not 0."""
     chosen = [tensor for key in keys if may_be_bad((tensor := catalog.tensors[key]).dtype)]
     counts: dict[str, int] = {}
+    if progress is not None:
+        progress.finish()
+        progress.start(sum(tensor.nbytes for tensor in chosen), "looking for NaN and Inf")
 
     def visit(move: Move) -> Visit:
         name = f"bool:{move.key}" if move.dtype.name == "BOOL" else str(move.key)
@@ -93,7 +99,7 @@ def count_nonfinite(catalog: Catalog, tree: Tree, keys: Sequence[TensorKey]) -> 
 
         return see
 
-    walk(readable(chosen, tree), visit, on_fault=lambda fault: None)
+    walk(readable(chosen, tree), visit, on_fault=lambda fault: None, progress=progress)
     return counts
 
 

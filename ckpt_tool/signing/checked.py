@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ckpt_tool.core.progress import Progress
+from ckpt_tool.core.progress import Progress, working_on
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, wrap_os_error
 from ckpt_tool.run.scan import each_of
 from ckpt_tool.signing import bundle
@@ -150,6 +150,7 @@ def _hashes(tree: Tree, claims: list[_Claim], progress: Progress) -> _Have:
 
     def one(number: int) -> None:
         path, algorithm, start, stop = parts[number]
+        working_on(progress, path)
         digest, end = hashlib.new(algorithm), there[path] if stop is None else stop
         for at in range(start, end, _BLOCK):
             data = tree.read(path, at, min(_BLOCK, end - at))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from ckpt_tool.core.progress import MODES, Silent
+import ckpt_tool as ckpt
+from ckpt_tool.core.progress import MODES, Checking, Silent, working_on
 from ckpt_tool.report import progress as module
 from ckpt_tool.report.plain import Look
 from ckpt_tool.report.progress import Bar, JsonLines, Lines, progress_of
@@ -72,6 +75,70 @@ def test_lines_tell_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         "writing: 50%, 5.00 GB of 10.0 GB, 500 MB/s, 10 s left",
         "writing: 5.00 GB in 10 s",
     ]
+
+
+def test_lines_name_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    progress = Checking(Lines(stream, Look()), lambda document: None)  # as under --report
+    progress.start(10_000_000, "writing")
+    working_on(progress, "iter_5/mp\x1b[31m_rank_00.pt")
+    now[0] += 5.0
+    progress.advance(5_000_000)
+    progress.finish()
+    progress.start(0, "hashing")
+    now[0] += 5.0
+    progress.advance(1_000_000)
+    first = stream.getvalue().splitlines()[0]
+    assert first.startswith("writing: 50%, 5.00 MB of 10.0 MB, 1.00 MB/s, 5.0 s left, iter_5/mp")
+    assert stream.getvalue().splitlines()[-1] == "hashing: 1.00 MB, 200 kB/s", "the next phase has no file yet"
+    assert "\x1b" not in stream.getvalue()
+    working_on(Silent(), "a file")  # a caller's own progress need not care
+
+
+@pytest.mark.parametrize("width", [120, 80, 50, 40])
+def test_the_bar_is_one_line_with_all_that_there_is_room_for(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BAR_PATIENCE", 0.0)
+    monkeypatch.setattr(Bar, "interval", 0.0)
+    stream = Tty()
+    progress = Bar(stream, Look(width=width))
+    progress.start(10**9, "verifying what was written")
+    progress.at("model-00002-of-00005.safetensors")
+    for _ in range(5):
+        progress.advance(10**8)
+        time.sleep(0.12)
+    progress.finish()
+    frames = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", frame) for frame in re.split(r"[\r\n]+", stream.getvalue())]
+    drawn = [frame for frame in frames if frame.startswith("ver")]
+    assert drawn and max(map(len, drawn)) <= width
+    assert re.search(r"0\.\d/1\.0 GB", drawn[-1]), drawn[-1]
+    assert ("model-0" in drawn[-1]) == (width >= 80), drawn[-1]
+    assert (len(drawn[-1].rstrip()) > 40) == (width > 40)
+
+
+def test_every_phase_of_a_run_has_its_name(tmp_path: Path) -> None:
+    class Recording(Silent):
+        def __init__(self) -> None:
+            self.phases: list[str] = []
+            self.files: dict[str, None] = {}
+
+        def start(self, total_bytes: int, what: str) -> None:
+            self.phases.append(what)
+
+        def at(self, file: str) -> None:
+            self.files[file] = None
+
+    progress = Recording()
+    fixture = Path(__file__).resolve().parents[2] / "fixtures" / "dcp" / "tp2_dp2"
+    options = {"to": "safetensors", "verify": "full", "progress": progress}
+    ckpt.convert(fixture, tmp_path / "out", **options)
+    assert progress.phases == ["writing", "verifying what was written", "waiting for the disk"]
+    assert "model.safetensors" in progress.files
+    progress.phases.clear()
+    ckpt.verify(tmp_path / "out", progress=progress)
+    ckpt.diff(fixture, tmp_path / "out", progress=progress, state=["model"])
+    assert progress.phases == ["verifying", "looking for NaN and Inf", "comparing"]
 
 
 def test_a_short_run_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
