@@ -166,4 +166,5 @@ class Writing:
         "Save the plan for ckpt apply; write nothing else.", output, "FILE", keyword="plan"
     )
 
-    command: tuple[str, ...] = field(default=(), metadata={"options": ()})  # the words of the line, for --attest
+    # the words of the line, for --attest: they decide nothing
+    command: tuple[str, ...] = field(default=(), compare=False, metadata={"options": ()})
