@@ -53,13 +53,15 @@ def head_differs(subject: Subject) -> Iterator[Finding]:
 
 def findings(subject: Subject, progress: Progress) -> Iterator[Finding]:
     from ckpt_tool.run.scan import digests_of
-    from ckpt_tool.run.stats import statistics
+    from ckpt_tool.run.stats import Statistics
 
     catalog, tree = subject.opened.catalog, subject.opened.tree
     keys = [TensorKey(name, subject.state) for name in subject.kinds]
     progress.start(sum(catalog.tensors[key].nbytes for key in keys), "auditing")
-    digests = {key.name: digest for key, digest in digests_of(catalog, tree, keys=keys, progress=progress).items()}
-    sums = {key.name: row for key, row in statistics(catalog, tree, keys).items()}
+    seen = Statistics()
+    found = digests_of(catalog, tree, keys=keys, progress=progress, also=seen.visit)
+    digests = {key.name: digest for key, digest in found.items()}
+    sums = {key.name: row for key, row in seen.found().items()}
     progress.finish()
     alike = {name for name, row in sums.items() if row["min"] is not None and row["min"] == row["max"]}
     yield from _copies(subject, digests, alike)

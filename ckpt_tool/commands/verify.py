@@ -140,10 +140,11 @@ def _read(
             on_fault=note,
         )
     from ckpt_tool.run.scan import digests_of
-    from ckpt_tool.run.stats import count_nonfinite
+    from ckpt_tool.run.stats import NonFinite
 
-    digests = digests_of(catalog, tree, keys=keys, progress=progress, on_fault=note)
-    return digests, count_nonfinite(catalog, tree, keys, progress)
+    bad = NonFinite()
+    digests = digests_of(catalog, tree, keys=keys, progress=progress, on_fault=note, also=bad.visit)
+    return digests, bad.counts
 
 
 def _files(

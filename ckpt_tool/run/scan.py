@@ -211,16 +211,25 @@ def digests_of(
     progress: Progress | None = None,
     on_fault: Callable[[CkptError], None] | None = None,
     orders: Orders = MappingProxyType({}),
+    also: Callable[[Move], Visit] | None = None,
 ) -> dict[TensorKey, str]:
     """The digest of every tensor (or of `keys`); tensors with a fault are left out where `on_fault` takes it. orders:
-    the digests of those are over the line that a move with that order has, and of its shape."""
+    the digests of those are over the line that a move with that order has, and of its shape. also: who sees the same
+    blocks, as `walk` has it: what is asked of values beside their digests costs no second read."""
     tensors = [catalog.tensors[key] for key in keys] if keys is not None else list(catalog.tensors.values())
     source = readable(tensors, tree, orders)
     streams: dict[TensorKey, LeafStream] = {}
 
     def visit(move: Move) -> Visit:
         stream = streams[move.key] = LeafStream(0, move.nbytes, move.nbytes)
-        return lambda m, at, data: stream.feed(at * m.item, data.data)
+        other = also(move) if also is not None else None
+
+        def see(move: Move, at: int, data: Bytes) -> None:
+            stream.feed(at * move.item, data.data)
+            if other is not None:
+                other(move, at, data)
+
+        return see
 
     bad: list[CkptError] = []
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.compute import Bytes, numpy_type
@@ -38,14 +37,18 @@ def _floats(move: Move, data: Bytes) -> np.ndarray[Any, np.dtype[np.float64]]:
     return values.astype(np.float64)
 
 
-def statistics(catalog: Catalog, tree: Tree, keys: Sequence[TensorKey]) -> dict[TensorKey, dict[str, Any]]:
-    """min, max, mean, std, zeros, NaN and Inf of each tensor (finite values only in the first four). Sub-byte types
-    are left out: they are only moved."""
-    source = readable([tensor for key in keys if (tensor := catalog.tensors[key]).dtype.bits >= 8], tree)
-    sums: dict[TensorKey, _Sums] = {move.key: _Sums() for move in source.moves}
+class Statistics:
+    """min, max, mean, std, zeros, NaN and Inf of each tensor that is walked (finite values only in the first four).
+    Sub-byte types are left out: they are only moved."""
 
-    def visit(move: Move) -> Visit:
-        mine = sums[move.key]
+    def __init__(self) -> None:
+        self._sums: dict[TensorKey, _Sums] = {}
+
+    def visit(self, move: Move) -> Visit:
+        """For `scan.walk` and `scan.digests_of`."""
+        if move.dtype.bits < 8:
+            return lambda move, at, data: None
+        mine = self._sums[move.key] = _Sums()
 
         def see(move: Move, at: int, data: Bytes) -> None:
             values = _floats(move, data)
@@ -61,8 +64,16 @@ def statistics(catalog: Catalog, tree: Tree, keys: Sequence[TensorKey]) -> dict[
 
         return see
 
-    walk(source, visit)
-    return {key: _summary(mine) for key, mine in sums.items()}
+    def found(self) -> dict[TensorKey, dict[str, Any]]:
+        """Of all that were walked."""
+        return {key: _summary(mine) for key, mine in self._sums.items()}
+
+
+def statistics(catalog: Catalog, tree: Tree, keys: Sequence[TensorKey]) -> dict[TensorKey, dict[str, Any]]:
+    """The statistics of these tensors: one read of their values."""
+    seen = Statistics()
+    walk(readable([tensor for key in keys if (tensor := catalog.tensors[key]).dtype.bits >= 8], tree), seen.visit)
+    return seen.found()
 
 
 def _summary(mine: _Sums) -> dict[str, Any]:
@@ -79,28 +90,31 @@ def _summary(mine: _Sums) -> dict[str, Any]:
     }
 
 
-def count_nonfinite(
-    catalog: Catalog, tree: Tree, keys: Sequence[TensorKey], progress: Progress | None = None
-) -> dict[str, int]:
-    """Tensor -> NaN and Inf values, and `bool:TENSOR` -> BOOL bytes other than 0 and 1; only what is not 0."""
-    chosen = [tensor for key in keys if may_be_bad((tensor := catalog.tensors[key]).dtype)]
-    counts: dict[str, int] = {}
-    if progress is not None:
-        progress.finish()
-        progress.start(sum(tensor.nbytes for tensor in chosen), "looking for NaN and Inf")
+class NonFinite:
+    """How many values of each tensor that is walked are NaN or Inf. counts: tensor -> that, and `bool:TENSOR` -> BOOL
+    bytes other than 0 and 1; only what is not 0."""
 
-    def visit(move: Move) -> Visit:
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def visit(self, move: Move) -> Visit:
+        """For `scan.digests_of`."""
         name = f"bool:{move.key}" if move.dtype.name == "BOOL" else str(move.key)
 
         def see(move: Move, at: int, data: Bytes) -> None:
             bad = bad_values(move, data)
             if bad:
-                counts[name] = counts.get(name, 0) + bad
+                self.counts[name] = self.counts.get(name, 0) + bad
 
         return see
 
-    walk(readable(chosen, tree), visit, on_fault=lambda fault: None, progress=progress)
-    return counts
+
+def count_nonfinite(catalog: Catalog, tree: Tree, keys: Sequence[TensorKey]) -> dict[str, int]:
+    """The counts of these tensors: one read of their values, as far as they can be read."""
+    seen = NonFinite()
+    chosen = [tensor for key in keys if may_be_bad((tensor := catalog.tensors[key]).dtype)]
+    walk(readable(chosen, tree), seen.visit, on_fault=lambda fault: None)
+    return seen.counts
 
 
 def may_be_bad(dtype: DType) -> bool:
