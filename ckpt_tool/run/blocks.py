@@ -246,6 +246,22 @@ class Reader:
         for part in copies:
             self._compare(move, part, block, start, count=count)
 
+    def lent(self, move: Move, start: int, stop: int) -> memoryview | None:
+        """Elements [start, stop) of the move's line as they lie in what a store has sent, to be looked at; None where
+        they must be read into a block: from a local file, from several places, beside replicas."""
+        if not move.sources or self._files.remote(move.sources[0].file) is None or self.turned(move) is not None:
+            return None
+        parts = self._spans.parts(start, stop)
+        if len(parts) != 1 or len(parts[0].extents) > 1 or parts[0].numel != stop - start:
+            return None
+        (part,) = parts
+        tree = self._files.remote(part.file)
+        if tree is None or not in_runs(part, move.item):
+            return None
+        view = memoryview(tree.view(self._files.path(part.file), part.offset, (stop - start) * move.item))
+        self._count(part.file, part.offset, view)
+        return view
+
     def expect(self, items: Iterable[tuple[Move, int, int]]) -> None:
         """Elements [start, stop) of these moves' lines will be filled next, in this order: files of stores are fetched
         ahead. Of transposed sources the panels ask themselves."""
@@ -346,7 +362,12 @@ class Reader:
             self._pread_local(self._fds[file], file, offset, view)
         else:
             view[:] = tree.view(self._files.path(file), offset, len(view))
-        if count and (starts := self._starts.get(file)) is not None:
+        if count:
+            self._count(file, offset, view)
+
+    def _count(self, file: int, offset: int, view: memoryview) -> None:
+        """Count bytes of a file that have been read into the CRCs of its records."""
+        if (starts := self._starts.get(file)) is not None:
             if file not in self.pieces:
                 self.pieces[file] = Pieces()
             self.pieces[file].add(offset, view, breaks=starts)

@@ -186,7 +186,11 @@ def _read_one(
         end = min(at + step, move.numel)
         part = block[: (end - at) * move.item]
         try:
-            reader.fill(move, part.data, at, end)
+            lent = reader.lent(move, at, end)
+            if lent is None:
+                reader.fill(move, part.data, at, end)
+            else:
+                part = np.frombuffer(lent, np.uint8)
         except (InputError, StorageError) as e:
             if on_fault is None:
                 raise

@@ -33,11 +33,11 @@ from ckpt_tool.plan.schedule import Unit, units
 from ckpt_tool.run.blocks import FdCache, Reader, Sources, Spans, Writer
 from ckpt_tool.run.checksum import Piece, crc32, join
 from ckpt_tool.run.parts import Parts, in_order_of_files
-from ckpt_tool.storage.multipart import CONNECTIONS, Sent, md5, part_size
+from ckpt_tool.storage.multipart import CONNECTIONS, Pending, Sent, md5, part_size
 from ckpt_tool.storage.output_store import OutputStore
 from ckpt_tool.storage.store import Entry, Store
 
-QUEUE = 30 << 20  # bytes whole and not sent yet
+QUEUE = 25 << 20  # bytes whole and not sent yet
 PLAN = "ckpt-plan"  # what is noted on our objects
 
 
@@ -136,16 +136,16 @@ class Upload:
         once would take more than `memory`."""
         self._check_memory(order)
         self.check_there()
-        pending = defaultdict[str, list[str]](list)
+        pending = defaultdict[str, list[Pending]](list)
         for each in self._bucket.pending():
-            pending[each.key].append(each.upload)
+            pending[each.key].append(each)
         for item in self.objects:
             uploads = pending.pop(self._key(item), [])
-            if uploads and self._resume and self._in_parts(item):
-                item.upload = uploads.pop()
+            if uploads and uploads[-1].goes_on and self._resume and self._in_parts(item):
+                item.upload = uploads.pop().upload
                 item.before = self._bucket.parts(self._key(item), item.upload)
-            for upload in uploads:
-                self._bucket.abort(self._key(item), upload)
+            for each in uploads:
+                self._bucket.abort(self._key(item), each.upload)
         self.start()
 
     def start(self) -> None:
@@ -320,14 +320,15 @@ class Upload:
             del part
 
     def _send_part(self, item: _Object, part: _Part) -> None:
-        digest, number = md5(part.data), part.number + 1
-        if item.before.get(number) == Sent(digest.hex(), len(part.data)):
-            item.etags[number] = digest.hex()
+        number = part.number + 1
+        before = item.before.get(number)
+        if before is not None and before == Sent(md5(part.data).hex(), len(part.data)):
+            item.etags[number] = before.etag
             with self._lock:
                 self.spared += len(part.data)
             return
         upload = self._upload_of(item)
-        item.etags[number] = self._bucket.part(self._key(item), upload, number, part.data, digest)
+        item.etags[number] = self._bucket.part(self._key(item), upload, number, part.data)
 
     def _upload_of(self, item: _Object) -> str:
         with item.beginning:

@@ -3,7 +3,8 @@
     ahead.expect([("model-1.safetensors", 8 << 20, 64 << 20), ...])     # in the order in which they will be read
     ahead.take("model-1.safetensors", at, end)                          # waits for the piece that holds `at`
 
-Ranges of one file that lie near each other become one request, long ones requests of 4 MiB. Requests are begun in the
+Ranges of one file that lie near each other become one request, long ones requests of 4 MiB, cut where objects have
+multiples of that. Requests are begun in the
 order that was told, as long as what is under way or unread stays below `WINDOW` of all threads or `SHARE` of this one;
 one that is wanted out of turn is begun at once. What lies before a file's last read is forgotten, and so is everything
 when new ranges are expected. Memory: `WINDOW`, or `SHARE` a thread where that is more, and what the last reads hold.
@@ -153,21 +154,23 @@ class Ahead:
 
 
 def pieces_of(ranges: Iterable[Range]) -> list[Piece]:
-    """Requests for the ranges, in their order: neighbours in one, at most `PIECE` bytes each.
+    """Requests for the ranges, in their order: neighbours in one, cut where multiples of `PIECE` lie, as stores cut
+    objects themselves.
 
-    >>> [(p.start, p.stop) for p in pieces_of([("f", 0, 10), ("f", 100, 10), ("f", 5 << 20, 10)])]
-    [(0, 110), (5242880, 5242890)]
+    >>> [(p.start, p.stop) for p in pieces_of([("f", 0, 10), ("f", 100, 10), ("f", 5 << 20, 4 << 20)])]
+    [(0, 110), (5242880, 8388608), (8388608, 9437184)]
     """
     found: list[Piece] = []
     for path, offset, nbytes in ranges:
         last = found[-1] if found else None
         if last is not None and last.path == path and last.start <= offset <= last.stop + NEAR:
             offset, nbytes = last.stop, offset + nbytes - last.stop
-            more = min(nbytes, last.start + PIECE - last.stop)
+            more = min(nbytes, -last.stop % PIECE)
             if more > 0:
                 last.stop += more
                 offset, nbytes = offset + more, nbytes - more
         while nbytes > 0:
-            found.append(Piece(path, offset, offset + min(nbytes, PIECE)))
-            offset, nbytes = offset + PIECE, nbytes - PIECE
+            some = min(nbytes, PIECE - offset % PIECE)
+            found.append(Piece(path, offset, offset + some))
+            offset, nbytes = offset + some, nbytes - some
     return found

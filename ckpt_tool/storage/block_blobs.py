@@ -159,8 +159,9 @@ class Container(PutsWhole):
         """The same for every blob: nothing is begun."""
         return BLOCKS
 
-    def part(self, key: str, upload: str, number: int, data: bytearray, digest: bytes) -> str:
-        """Send block `number` (from 1). digest: its MD5. Returns that as an ETag."""
+    def part(self, key: str, upload: str, number: int, data: bytearray) -> str:
+        """Send block `number` (from 1). Returns its MD5 as an ETag."""
+        digest = md5(data)
 
         def ask() -> None:
             self._blob(key).stage_block(

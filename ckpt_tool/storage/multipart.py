@@ -5,11 +5,14 @@
     etag = bucket.part("model.safetensors", upload, 7, data)          # any part, any number of times
     bucket.complete("model.safetensors", upload, {1: ..., 7: etag}, new=True)
 
-A part travels with its MD5, which the server checks, and which is the part's ETag unless the bucket encrypts with keys
-of a service: so what an earlier run has sent is known by its content. `new`: If-None-Match, an object that is there is
-never replaced. boto3 does this: obstore sends parts in order alone, and lists none. It also hands on `Retry-After`,
-which is obeyed. An answer may get lost: what is refused because it is there already is there by our own request if it
-has our ETag. Source: Amazon S3 API reference (CreateMultipartUpload, UploadPart, ListParts, CompleteMultipartUpload).
+A part travels with a checksum that the server holds against what came: its CRC-32 where the server says, when the
+upload begins, that it knows checksums of whole objects; else its MD5. The part's MD5 is its ETag unless the bucket
+encrypts with keys of a service: so what an earlier run has sent is known by its content. `new`: If-None-Match, an
+object that is there is never replaced. boto3 does this: obstore sends parts in order alone, and lists none. It also
+hands on `Retry-After`, which is obeyed. An answer may get lost: what is refused because it is there already is there by
+our own request if it has our ETag. Source: Amazon S3 API reference (CreateMultipartUpload, UploadPart, ListParts,
+CompleteMultipartUpload), user guide, "Checking object integrity": of checksums of whole objects (FULL_OBJECT) neither
+the parts' own need to be known at the end, nor does a part need one.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ckpt_tool.errors import OutputExists, StorageError, UsageError
+from ckpt_tool.storage.crc import crc32
 from ckpt_tool.storage.fsspec_store import INSTALL
 from ckpt_tool.storage.object_store import S3, Cloud, fault, passing
 from ckpt_tool.storage.store import Again, patiently
@@ -32,6 +36,8 @@ from ckpt_tool.storage.store import Again, patiently
 T = TypeVar("T")
 LEAST, MOST_PARTS = 5 << 20, 9000  # bytes of a part (S3 takes no less), parts of an object (S3 takes 10,000)
 CONNECTIONS = 8
+AT_ONCE = 256 << 10  # bytes handed to a socket at once; a second's worth of a slow line, which has 5 s for it
+_CRC = "crc32:"  # before the name of an upload whose parts are checked by CRC-32
 
 
 def part_size(nbytes: int) -> int:
@@ -60,11 +66,12 @@ class Sent(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A multipart upload that was begun and neither completed nor aborted."""
+    """A multipart upload that was begun and neither completed nor aborted. goes_on: can parts be added to it?"""
 
     key: str
     upload: str
     begun: str
+    goes_on: bool = True
 
 
 class Listed(NamedTuple):
@@ -83,7 +90,8 @@ class Listing(NamedTuple):
 
 
 class PartBody(io.RawIOBase):
-    """A part as a file that boto3 reads: of plain bytes it would make a copy for every thread that sends."""
+    """A part as a file that boto3 reads: of plain bytes it would make a copy for every thread that sends, and a file it
+    would send in pieces of 16 KiB."""
 
     def __init__(self, data: bytearray) -> None:
         self._data, self._at = memoryview(data), 0
@@ -101,11 +109,11 @@ class PartBody(io.RawIOBase):
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
         return self._at
 
-    def readinto(self, buffer: Any) -> int:
-        some = self._data[self._at : self._at + len(buffer)]
-        buffer[: len(some)] = some
+    def read(self, size: int = -1) -> Any:
+        """The bytes where they lie, more than are asked for: who sends takes what comes."""
+        some = self._data[self._at : self._at + (AT_ONCE if size >= 0 else len(self._data))]
         self._at += len(some)
-        return len(some)
+        return some
 
 
 class PutsWhole:
@@ -140,6 +148,8 @@ class Bucket(PutsWhole):
 
     def __init__(self, client: Any, bucket: str, base: str, shown: str) -> None:
         self._client, self.name, self._base, self.shown = client, bucket, base, shown
+        self._crcs = os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", "").lower() != "when_required"
+        self._by_crc = dict[str, bool]()  # what was learnt of uploads whose names don't say it
 
     @classmethod
     def at(cls, url: str) -> Bucket:
@@ -235,17 +245,44 @@ class Bucket(PutsWhole):
     # -- parts ------------------------------------------------------------------------------------------------------
 
     def begin(self, key: str, notes: Mapping[str, str]) -> str:
+        if self._crcs and (found := self._begin_with_crcs(key, notes)):
+            return _CRC + found
+        self._crcs = False
         upload: str = self._request("create_multipart_upload", key, Metadata=dict(notes))["UploadId"]
         return upload
 
-    def part(self, key: str, upload: str, number: int, data: bytearray, digest: bytes) -> str:
-        """Send part `number` (from 1). digest: its MD5. Returns its ETag."""
-        checked = base64.b64encode(digest).decode()
-        sent = self._request(
-            "upload_part", key, UploadId=upload, PartNumber=number, Body=PartBody(data), ContentMD5=checked
+    def _begin_with_crcs(self, key: str, notes: Mapping[str, str]) -> str:
+        """An upload whose parts have CRC-32s, "" from a server that does not know them, or only those that the end
+        would have to state again."""
+        from botocore.exceptions import ClientError
+
+        try:
+            wanted = {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"}
+            answer = self._request("create_multipart_upload", key, Metadata=dict(notes), **wanted)
+        except StorageError as e:
+            if isinstance(e.__cause__, ClientError) and _said(e.__cause__)[0] in (400, 501):
+                return ""
+            raise
+        upload: str = answer["UploadId"]
+        if wanted.items() <= answer.items():
+            return upload
+        self.abort(key, upload)
+        return ""
+
+    def part(self, key: str, upload: str, number: int, data: bytearray) -> str:
+        """Send part `number` (from 1). Returns its ETag."""
+        if self._by_crc.get(upload, upload.startswith(_CRC)):
+            checked = base64.b64encode(crc32(data).to_bytes(4, "big")).decode()
+            sent = self._send(key, upload, number, data, ChecksumAlgorithm="CRC32", ChecksumCRC32=checked)
+            if sent.get("ChecksumCRC32") == checked:  # it has looked, then
+                return _etag_of(sent)
+            self._by_crc[upload] = False
+        return _etag_of(self._send(key, upload, number, data, ContentMD5=base64.b64encode(md5(data)).decode()))
+
+    def _send(self, key: str, upload: str, number: int, data: bytearray, **checked: str) -> dict[str, Any]:
+        return self._request(
+            "upload_part", key, UploadId=_id(upload), PartNumber=number, Body=PartBody(data), **checked
         )
-        etag: str = sent["ETag"].strip('"')
-        return etag
 
     def complete(self, key: str, upload: str, etags: Mapping[int, str], notes: Mapping[str, str], *, new: bool) -> None:
         """Make the object of its parts. notes: those of `begin`. new: raise OutputExists where there is one."""
@@ -253,7 +290,7 @@ class Bucket(PutsWhole):
         condition = {"IfNoneMatch": "*"} if new else {}
         try:
             self._request(
-                "complete_multipart_upload", key, UploadId=upload, MultipartUpload={"Parts": parts}, **condition
+                "complete_multipart_upload", key, UploadId=_id(upload), MultipartUpload={"Parts": parts}, **condition
             )
         except (OutputExists, StorageError) as e:
             if e.code not in ("E0501", NO_UPLOAD) or self._etag(key) != whole_etag(etags):
@@ -265,14 +302,13 @@ class Bucket(PutsWhole):
     def _etag(self, key: str) -> str:
         """Of the object that is there, "" where none is."""
         try:
-            etag: str = self._request("head_object", key)["ETag"]
+            return _etag_of(self._request("head_object", key))
         except StorageError:
             return ""
-        return etag.strip('"')
 
     def abort(self, key: str, upload: str) -> None:
         try:
-            self._request("abort_multipart_upload", key, UploadId=upload)
+            self._request("abort_multipart_upload", key, UploadId=_id(upload))
         except StorageError as e:
             if e.code != NO_UPLOAD:
                 raise
@@ -284,13 +320,17 @@ class Bucket(PutsWhole):
             for entry in page.get("Uploads", ()):
                 name = entry["Key"].removeprefix(self._base)
                 if name == "" or name.startswith("/"):
-                    found.append(Pending(name.lstrip("/"), entry["UploadId"], entry["Initiated"].isoformat()))
+                    goes_on = entry.get("ChecksumType") != "COMPOSITE"  # others': the end states every part's
+                    begun = entry["Initiated"].isoformat()
+                    found.append(Pending(name.lstrip("/"), entry["UploadId"], begun, goes_on))
         return sorted(found, key=lambda each: (each.begun, each.key))
 
     def parts(self, key: str, upload: str) -> dict[int, Sent]:
         """What the store has of an upload."""
         found = {}
-        for page in self._pages("list_parts", Key=self._key(key), UploadId=upload):
+        for page in self._pages("list_parts", Key=self._key(key), UploadId=_id(upload)):
+            if page.get("ChecksumAlgorithm") == "CRC32":
+                self._by_crc[upload] = True
             for entry in page.get("Parts", ()):
                 found[int(entry["PartNumber"])] = Sent(entry["ETag"].strip('"'), int(entry["Size"]))
         return found
@@ -357,6 +397,15 @@ class Bucket(PutsWhole):
                 hint="is another run writing the same output? else run the same command again",
             ) from error
         raise fault(status, code, text, S3, self.name, shown, doing) from error
+
+
+def _etag_of(answer: Mapping[str, Any]) -> str:
+    etag: str = answer["ETag"]
+    return etag.strip('"')
+
+
+def _id(upload: str) -> str:
+    return upload.removeprefix(_CRC)
 
 
 def time_of(header: str) -> float:

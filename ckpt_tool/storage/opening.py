@@ -70,9 +70,11 @@ def open_tree(src: str | os.PathLike[str], *, follow_symlinks: bool = False) -> 
 
 def open_store(url: str) -> Store:
     """The store of a URL and the place in it. Raises UsageError E0247, E2502, E2508."""
+    from ckpt_tool.storage.arenas import few_arenas
     from ckpt_tool.storage.fsspec_store import FsspecStore
     from ckpt_tool.storage.object_store import CLOUDS, ObjectStore
 
+    few_arenas()
     if scheme_of(url) in CLOUDS and "://" in url:
         try:
             return ObjectStore.at(url)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from ckpt_tool.core.inner_path import STAGED
+from ckpt_tool.storage.arenas import few_arenas
 from ckpt_tool.storage.multipart import Bucket, Listing, Pending, Sent
 
 
@@ -52,8 +53,8 @@ class OutputStore(Protocol):
         """An upload of parts; what the others take for `upload`."""
         ...
 
-    def part(self, key: str, upload: str, number: int, data: bytearray, digest: bytes) -> str:
-        """Send part `number` (from 1), any number of times. digest: its MD5. Returns its ETag."""
+    def part(self, key: str, upload: str, number: int, data: bytearray) -> str:
+        """Send part `number` (from 1), any number of times; the store checks what comes. Returns its ETag."""
         ...
 
     def complete(self, key: str, upload: str, etags: Mapping[int, str], notes: Mapping[str, str], *, new: bool) -> None:
@@ -93,6 +94,7 @@ def staging_url(url: str) -> str:
 
 def output_store(url: str) -> OutputStore:
     """The place of an `s3://` or `az://` URL. Raises UsageError as `Bucket.at`."""
+    few_arenas()
     if url.lower().startswith("az"):
         from ckpt_tool.storage.block_blobs import Container
 

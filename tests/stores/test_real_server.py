@@ -129,7 +129,7 @@ def test_objects_are_the_files_of_a_local_output(real: S3, model: Path, tmp_path
 def test_what_is_noted_of_parts_and_wholes_is_what_the_server_has(real: S3) -> None:
     bucket, parts = Bucket.at(OUT), {2: bytearray(b"end"), 1: bytearray(os.urandom(PART))}
     upload = bucket.begin("big", {"note": "yes"})
-    etags = {number: bucket.part("big", upload, number, data, multipart.md5(data)) for number, data in parts.items()}
+    etags = {number: bucket.part("big", upload, number, data) for number, data in parts.items()}
     assert {number: each.etag for number, each in bucket.parts("big", upload).items()} == {
         number: multipart.md5(data).hex() for number, data in parts.items()
     }
@@ -147,7 +147,7 @@ def test_nothing_that_is_there_is_replaced(real: S3) -> None:
     with pytest.raises(OutputExists):
         bucket.put("a", b"second", {}, new=True)
     upload, data = bucket.begin("a", {}), bytearray(b"third")
-    etag = bucket.part("a", upload, 1, data, multipart.md5(data))
+    etag = bucket.part("a", upload, 1, data)
     with pytest.raises(OutputExists):
         bucket.complete("a", upload, {1: etag}, {}, new=True)
     assert real.content("out") == {"a": b"first"}
@@ -156,14 +156,20 @@ def test_nothing_that_is_there_is_replaced(real: S3) -> None:
     assert not pending(real)
 
 
-def test_a_part_that_changed_on_its_way_is_refused(real: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["crc32", "md5"])
+def test_a_part_that_changed_on_its_way_is_refused(real: S3, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     monkeypatch.setattr(store, "FIRST_WAIT", 0.01)
     monkeypatch.setattr(store, "UNANSWERED", 0.1)
+    if by == "md5":
+        monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
     bucket = Bucket.at(OUT)
     upload = bucket.begin("a", {})
-    with pytest.raises(StorageError):
-        bucket.part("a", upload, 1, bytearray(b"other"), multipart.md5(b"one"))
+    with monkeypatch.context() as wrong:
+        wrong.setattr(multipart, by, lambda data: {"crc32": 1, "md5": bytes(16)}[by])
+        with pytest.raises(StorageError):
+            bucket.part("a", upload, 1, bytearray(b"other"))
     assert not bucket.parts("a", upload)
+    assert bucket.part("a", upload, 1, bytearray(b"other")) == multipart.md5(b"other").hex()
 
 
 def test_clean_shows_and_aborts(real: S3) -> None:

@@ -254,6 +254,33 @@ def test_an_output_in_a_source_is_refused(s3: S3, dst: str) -> None:
     assert info.value.code == "E0502" and objects(s3, "run") == before
 
 
+@pytest.mark.parametrize("what", ["refuses", "knows those of parts alone"])
+def test_a_server_without_checksums_of_objects_gets_md5s(
+    s3: S3, shards: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """As the uploads begin; nothing that was begun on the way is left."""
+    request, checked = multipart.Bucket._request, list[str]()
+
+    def older(self: Any, operation: str, key: str, **more: Any) -> Any:
+        answer = request(self, operation, key, **more)
+        checked.extend(name for name in more if name in ("ContentMD5", "ChecksumCRC32") and operation == "upload_part")
+        return {name: value for name, value in answer.items() if name != "ChecksumType"}
+
+    monkeypatch.setattr(multipart.Bucket, "_request", older)
+    refused = list[Asked]()
+
+    def refuse(asked: Asked) -> Answer | None:
+        if what != "refuses" or "uploads" not in asked.query or asked.method != "POST" or refused:
+            return None
+        refused.append(asked)
+        return refusal(501, "NotImplemented")
+
+    s3.proxy.fault = refuse
+    convert(str(shards), OUT, Reading(), dcp(), Silent())
+    assert len(refused) == (what == "refuses") and set(checked) == {"ContentMD5"} and not pending(s3)
+    assert diff(OUT, str(shards), Reading(), progress=Silent())["equal"]
+
+
 def test_from_bucket_to_bucket(s3: S3, tmp_path: Path) -> None:
     url = s3.upload(TRAINING)
     reshard(url, OUT, Reading(), Writing(degrees={"tp": 1}, verify="full"), Silent())
