@@ -24,9 +24,10 @@ from ckpt_tool.errors import CkptError, InternalError, StorageError
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.schedule import Unit
 from ckpt_tool.run.blocks import Sources
-from ckpt_tool.run.checksum import Piece, join
+from ckpt_tool.run.checksum import Piece
+from ckpt_tool.run.objects import Object, Part
 from ckpt_tool.run.shares import NOBODY, Shares
-from ckpt_tool.run.upload import DONE, PLAN, Upload, _nothing, _Object, _Part, last_of
+from ckpt_tool.run.upload import DONE, PLAN, Upload, last_of
 from ckpt_tool.storage.multipart import NO_UPLOAD, md5
 from ckpt_tool.storage.output_store import OutputStore
 from ckpt_tool.storage.store_claims import AT_ONCE
@@ -82,7 +83,7 @@ class ShareUpload(Upload):
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 list(pool.map(self._see_sent, (self.objects[file] for file in files)))
 
-    def _see_sent(self, item: _Object) -> None:
+    def _see_sent(self, item: Object) -> None:
         if not item.upload and (known := self._records.get(_upload_key(item))) is not None:
             item.upload = known.decode()
         if item.upload:
@@ -106,20 +107,20 @@ class ShareUpload(Upload):
             "crcs": [row for item in self.objects for row in _crcs(item)],
         }
 
-    def _hold(self, part: _Part) -> str:
+    def _hold(self, part: Part) -> str:
         self._records.put(_held_key(part.file, part.number), part.data, {}, new=False)
         return md5(part.data).hex()
 
     def _takes(self, file: int, part: int) -> bool:
         return self.shares.owner(file, part) == self._share
 
-    def _send_part(self, item: _Object, part: _Part) -> None:
+    def _send_part(self, item: Object, part: Part) -> None:
         if item.upload == DONE:  # a share whose record was lost, of an object that is there
             item.etags[part.number + 1] = ""
         else:
             super()._send_part(item, part)
 
-    def _whole(self, item: _Object, part: _Part) -> None:
+    def _whole(self, item: Object, part: Part) -> None:
         nbytes = len(part.data)
         super()._whole(item, part)
         if self._share == NOBODY:
@@ -130,7 +131,7 @@ class ShareUpload(Upload):
         if before < most <= self.gathered:
             self.nearly()
 
-    def _begin_upload(self, item: _Object) -> str:
+    def _begin_upload(self, item: Object) -> str:
         """The upload that all workers agree on."""
         key = _upload_key(item)
         there = self._records.get(key)
@@ -164,7 +165,7 @@ class ShareUpload(Upload):
             if self._key(item) in there and self._is_ours(item):
                 item.upload = DONE
 
-    def _is_ours(self, item: _Object) -> bool:
+    def _is_ours(self, item: Object) -> bool:
         return self._bucket.note(self._key(item), PLAN) == self._id
 
     def take(self, record: Record) -> None:
@@ -181,7 +182,7 @@ class ShareUpload(Upload):
     def lost(self) -> set[int]:
         """The shares whose parts, by the store's own word, are not what was sent, whatever has become of them."""
 
-        def differing(item: _Object) -> list[int]:
+        def differing(item: Object) -> list[int]:
             there = self._bucket.parts(self._key(item), self._upload_of(item))
             return [number for number, etag in item.etags.items() if number not in there or there[number].etag != etag]
 
@@ -204,16 +205,15 @@ class ShareUpload(Upload):
         super().finish(digests, check)
         self._abort_others()
 
-    def _join_pieces(self, item: _Object) -> None:
+    def _join_pieces(self, item: Object) -> None:
         """The CRCs of spans of which all has passed by; of others some is still to be made."""
         for span in list(item.pieces):
             pieces = item.pieces[span]
             item.seen[span] = sum(piece.stop - piece.start for piece in pieces)
             if span[1] and item.seen[span] == span[1]:
-                crc = join(span[0], sum(span), item.pieces.pop(span), _nothing)
-                item.known.update(dict.fromkeys(item.spans[span], crc.to_bytes(4, "little")))
+                item.known.update(dict.fromkeys(item.spans[span], item.crc(span)))
 
-    def _send_held(self, item: _Object, number: int, digest: str) -> None:
+    def _send_held(self, item: Object, number: int, digest: str) -> None:
         data, (start, stop) = self._records.get(_held_key(item.number, number)), item.bounds(number)
         if data is None or len(data) != stop - start or md5(data).hex() != digest:
             raise StorageError(
@@ -222,14 +222,14 @@ class ShareUpload(Upload):
                 path=self._records.display(_held_key(item.number, number)),
                 hint="ckpt clean URL --remove, then run the same command again",
             )
-        part = _Part(item.number, number, start, bytearray(data), 0)
+        part = Part(item.number, number, start, bytearray(data), 0)
         self._fill_known(item, part)
         if part.holes:
             self._open[item.number, number] = part
         else:
             self._submit(part)
 
-    def _complete(self, item: _Object) -> None:
+    def _complete(self, item: Object) -> None:
         try:
             super()._complete(item)
         except CkptError as e:
@@ -237,7 +237,7 @@ class ShareUpload(Upload):
                 raise
             item.upload = DONE  # another commits too
 
-    def _is_there_and_ours(self, item: _Object) -> bool:
+    def _is_there_and_ours(self, item: Object) -> bool:
         return self._key(item) in self._bucket.objects() and self._is_ours(item)
 
     def _clear(self) -> None:
@@ -295,7 +295,7 @@ def _ended(shown: str) -> StorageError:
     )
 
 
-def _upload_key(item: _Object) -> str:
+def _upload_key(item: Object) -> str:
     return f"upload-{item.number}"
 
 
@@ -303,7 +303,7 @@ def _held_key(file: int, number: int) -> str:
     return f"held-{file}-{number}"
 
 
-def _crcs(item: _Object) -> list[list[int]]:
+def _crcs(item: Object) -> list[list[int]]:
     """[object, span's start and length, piece] of what passed by of each span: one piece of a span that is whole."""
     rows = defaultdict[Span, list[Piece]](list)
     for span, holes in item.spans.items():

@@ -21,76 +21,24 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import Queue
-from typing import NamedTuple
 
 import numpy as np
 
-from ckpt_tool.core.target import DIGEST_CHARS, PATCH_BYTES, TargetFile
+from ckpt_tool.core.target import DIGEST_CHARS
 from ckpt_tool.errors import InternalError, OutputExists, StorageError
 from ckpt_tool.plan.copy import clip
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.schedule import Unit, units
 from ckpt_tool.run.blocks import FdCache, Reader, Sources, Spans, Writer
-from ckpt_tool.run.checksum import Piece, crc32, join
-from ckpt_tool.run.parts import Parts, in_order_of_files
-from ckpt_tool.storage.multipart import CONNECTIONS, Pending, Sent, md5, part_size
+from ckpt_tool.run.checksum import Piece, crc32
+from ckpt_tool.run.objects import Hole, Object, Part, fill, objects_of, within
+from ckpt_tool.run.parts import in_order_of_files
+from ckpt_tool.storage.multipart import CONNECTIONS, Pending, Sent, md5
 from ckpt_tool.storage.output_store import OutputStore
 from ckpt_tool.storage.store import Entry, Store
 
 QUEUE = 25 << 20  # bytes whole and not sent yet
 PLAN = "ckpt-plan"  # what is noted on our objects
-
-
-class Hole(NamedTuple):
-    """Bytes [offset, offset + nbytes) of a file that are known late."""
-
-    offset: int
-    nbytes: int
-
-
-class _Part:
-    """One part while it is in memory. left: bytes that moves will still write. holes: how many are open."""
-
-    __slots__ = ("data", "file", "holes", "left", "number", "start")
-
-    def __init__(self, file: int, number: int, start: int, data: bytearray, left: int) -> None:
-        self.file, self.number, self.start, self.data, self.left, self.holes = file, number, start, data, left, 0
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.data)
-
-
-class _Object(Parts):
-    """One output file: its parts, its holes, the CRCs that it waits for. moved: also of the file that it is a copy
-    of."""
-
-    def __init__(self, number: int, file: TargetFile, arrays: Sequence[tuple[int, int]]) -> None:
-        super().__init__(file.size, part_size(file.size))
-        self.number, self.path = number, file.path
-        self.literals = sorted(file.literals)
-        self.valued = False  # does it hold what moves write?
-        self.done = set[int]()  # parts that were whole
-        self.known: dict[int, bytes] = {}  # offset of a hole -> what fills it
-        self.holes = [Hole(patch.offset, PATCH_BYTES[patch.kind]) for patch in file.patches]
-        self.spans: dict[tuple[int, int], list[int]] = defaultdict(list)  # (offset, length) -> holes of its CRC
-        for patch in file.patches:
-            if patch.kind == "crc32":
-                self.spans[patch.span or arrays[patch.of][:2]].append(patch.offset)
-        self.pieces: dict[tuple[int, int], list[Piece]] = {span: [] for span in self.spans}
-        self.seen: dict[tuple[int, int], int] = dict.fromkeys(self.spans, 0)
-        self.upload = ""
-        self.beginning = threading.Lock()
-        self.before: dict[int, Sent] = {}  # what an earlier run has sent
-        self.etags: dict[int, str] = {}
-
-    def forget(self) -> None:
-        """Begin anew: nothing is known of what moves write."""
-        self.done.clear()
-        self.known.clear()
-        self.before, self.etags = {}, {}
-        self.pieces = {span: [] for span in self.spans}
-        self.seen = dict.fromkeys(self.spans, 0)
 
 
 class Upload:
@@ -115,13 +63,13 @@ class Upload:
         self._memory, self._force, self._resume = memory, force, resume
         self._id = plan.identifier()
         self._notes = {PLAN: self._id}
-        self.objects = _objects_of(plan)
+        self.objects = objects_of(plan)
         self.last = last_of(plan)
         self.single = plan.single is not None
         self._there: dict[str, int] = {}  # what was there at the beginning
-        self._open: dict[tuple[int, int], _Part] = {}
+        self._open: dict[tuple[int, int], Part] = {}
         self._lock = threading.RLock()
-        self._queue = Queue[_Part | None]()
+        self._queue = Queue[Part | None]()
         self._room = threading.Condition()
         self._queued = 0
         self._error: BaseException | None = None
@@ -183,10 +131,10 @@ class Upload:
                 hint="choose a new name, or --force to replace it",
             )
 
-    def _key(self, item: _Object) -> str:
+    def _key(self, item: Object) -> str:
         return "" if self.single else item.path
 
-    def _in_parts(self, item: _Object) -> bool:
+    def _in_parts(self, item: Object) -> bool:
         """Is it sent in parts, while values move? What no move touches is put whole at the end."""
         return item.valued or item.size > item.step
 
@@ -233,28 +181,28 @@ class Upload:
         """Is it this upload that fills the part?"""
         return True
 
-    def _begin_part(self, item: _Object, number: int) -> _Part:
+    def _begin_part(self, item: Object, number: int) -> Part:
         if number in item.done:
             raise InternalError(f"{item.path}: part {number} is written again")
         start, stop = item.bounds(number)
         spare = self._spare[stop - start]
         room = spare.pop() if spare else bytearray(stop - start)
-        part = self._open[item.number, number] = _Part(item.number, number, start, room, item.moved.get(number, 0))
-        for offset, data in _within(item.literals, start, stop):
+        part = self._open[item.number, number] = Part(item.number, number, start, room, item.moved.get(number, 0))
+        for offset, data in within(item.literals, start, stop):
             part.data[offset - start : offset - start + len(data)] = data
         self._fill_known(item, part)
         return part
 
-    def _fill_known(self, item: _Object, part: _Part) -> None:
+    def _fill_known(self, item: Object, part: Part) -> None:
         """Fill those of its holes that are known, and count the others."""
         for hole in item.holes:
             if hole.offset < part.stop and part.start < hole.offset + hole.nbytes:
                 if hole.offset in item.known:
-                    _fill(part, hole, item.known[hole.offset])
+                    fill(part, hole, item.known[hole.offset])
                 else:
                     part.holes += 1
 
-    def _whole(self, item: _Object, part: _Part) -> None:
+    def _whole(self, item: Object, part: Part) -> None:
         """All that moves write of the part has come: count it into the CRCs of its records, send it or keep it back."""
         crcs = []
         for span in item.spans:
@@ -270,22 +218,22 @@ class Upload:
                 item.pieces[span].append(piece)
                 item.seen[span] += piece.stop - piece.start
                 if item.seen[span] == span[1]:
-                    crc = join(span[0], sum(span), item.pieces.pop(span), _nothing)
+                    crc = item.crc(span)
                     for offset in item.spans[span]:
-                        ready += self._fill(item, Hole(offset, 4), crc.to_bytes(4, "little"))
+                        ready += self._fill(item, Hole(offset, 4), crc)
             for each in ready:
                 del self._open[item.number, each.number]
         for each in ready:
             self._submit(each)
 
-    def _fill(self, item: _Object, hole: Hole, data: bytes) -> list[_Part]:
+    def _fill(self, item: Object, hole: Hole, data: bytes) -> list[Part]:
         """Fill a hole where its part is open, now and later. Returns the parts that may be sent then."""
         item.known[hole.offset] = data
         ready = []
         for number in item.parts_of(hole.offset, hole.offset + hole.nbytes):
             part = self._open.get((item.number, number))
             if part is not None:
-                _fill(part, hole, data)
+                fill(part, hole, data)
                 part.holes -= 1
                 if not part.holes and number in item.done:
                     ready.append(part)
@@ -293,7 +241,7 @@ class Upload:
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
-    def _submit(self, part: _Part) -> None:
+    def _submit(self, part: Part) -> None:
         with self._room:
             while self._queued and self._queued + len(part.data) > QUEUE and self._error is None:
                 self._room.wait(0.5)
@@ -319,7 +267,7 @@ class Upload:
             self._queue.task_done()
             del part
 
-    def _send_part(self, item: _Object, part: _Part) -> None:
+    def _send_part(self, item: Object, part: Part) -> None:
         number = part.number + 1
         before = item.before.get(number)
         if before is not None and before == Sent(md5(part.data).hex(), len(part.data)):
@@ -330,13 +278,13 @@ class Upload:
         upload = self._upload_of(item)
         item.etags[number] = self._bucket.part(self._key(item), upload, number, part.data)
 
-    def _upload_of(self, item: _Object) -> str:
+    def _upload_of(self, item: Object) -> str:
         with item.beginning:
             if not item.upload:
                 item.upload = self._begin_upload(item)
         return item.upload
 
-    def _begin_upload(self, item: _Object) -> str:
+    def _begin_upload(self, item: Object) -> str:
         return self._bucket.begin(self._key(item), self._notes)
 
     def _drain(self) -> None:
@@ -378,15 +326,15 @@ class Upload:
         check(self)
         self._complete(self.objects[self.last])
 
-    def _kinds(self, item: _Object, kind: str) -> list[tuple[int, int]]:
+    def _kinds(self, item: Object, kind: str) -> list[tuple[int, int]]:
         return [(patch.offset, patch.of) for patch in self._plan.outputs[item.number].patches if patch.kind == kind]
 
-    def _fill_digests(self, item: _Object, digests: Sequence[str] | None) -> None:
+    def _fill_digests(self, item: Object, digests: Sequence[str] | None) -> None:
         for offset, of in self._kinds(item, "digest"):
             text = digests[of] if digests is not None else "-" * DIGEST_CHARS
             self._fill_late(item, Hole(offset, DIGEST_CHARS), text.encode())
 
-    def _fill_late(self, item: _Object, hole: Hole, data: bytes) -> None:
+    def _fill_late(self, item: Object, hole: Hole, data: bytes) -> None:
         with self._lock:
             ready = self._fill(item, hole, data)
             for part in ready:
@@ -394,7 +342,7 @@ class Upload:
         for part in ready:
             self._submit(part)
 
-    def _rest(self, item: _Object) -> None:
+    def _rest(self, item: Object) -> None:
         """Make the parts of an object that no move has touched."""
         if not self._in_parts(item) or item.upload == DONE:
             return
@@ -405,12 +353,12 @@ class Upload:
                     part = self._begin_part(item, number)
                 self._whole(item, part)
 
-    def _copy(self, item: _Object) -> None:
+    def _copy(self, item: Object) -> None:
         """The side file that an object is a copy of, written as moves are."""
         for offset, data in self._copied(item):
             self.write(item.number, offset, data)
 
-    def _copied(self, item: _Object) -> Iterator[tuple[int, bytes]]:
+    def _copied(self, item: Object) -> Iterator[tuple[int, bytes]]:
         copy_of = self._plan.outputs[item.number].copy_of
         if copy_of is None:
             return
@@ -423,21 +371,21 @@ class Upload:
         finally:
             reader.close()
 
-    def _content(self, item: _Object) -> bytearray:
+    def _content(self, item: Object) -> bytearray:
         """An object that is put whole."""
         data = self.known(item, 0, item.size)
         for offset, some in self._copied(item):
             data[offset : offset + len(some)] = some
         return data
 
-    def known(self, item: _Object, start: int, stop: int) -> bytearray:
+    def known(self, item: Object, start: int, stop: int) -> bytearray:
         """Bytes [start, stop) of an object without its values."""
         data = bytearray(stop - start)
-        for offset, some in _within((*item.literals, *item.known.items()), start, stop):
+        for offset, some in within((*item.literals, *item.known.items()), start, stop):
             data[offset - start : offset - start + len(some)] = some
         return data
 
-    def _fill_hashes(self, item: _Object) -> None:
+    def _fill_hashes(self, item: Object) -> None:
         """SHA-256 of whole objects, read back from the store, which has them in order."""
         for offset, of in self._kinds(item, "sha256"):
             other = self.objects[of]
@@ -449,7 +397,7 @@ class Upload:
                 digest.update(self._content(other))
             self._fill_late(item, Hole(offset, 64), digest.hexdigest().encode())
 
-    def _complete(self, item: _Object) -> None:
+    def _complete(self, item: Object) -> None:
         """Make one object visible, once, and where none is but ours."""
         if item.upload == DONE:
             return
@@ -560,7 +508,7 @@ class Seen:
         item = self._coming.get(key)
         return memoryview(self._upload.known(item, start, stop)) if item else self._store.get(key, start, stop, pinned)
 
-    def _entry(self, item: _Object) -> Entry:
+    def _entry(self, item: Object) -> Entry:
         return Entry(item.size, "coming")
 
 
@@ -585,7 +533,7 @@ def last_of(plan: Plan) -> int:
 
 
 def most_open(
-    plan: Plan, objects: Sequence[_Object], order: Iterable[Unit], takes: Callable[[int, int], bool] = lambda *_: True
+    plan: Plan, objects: Sequence[Object], order: Iterable[Unit], takes: Callable[[int, int], bool] = lambda *_: True
 ) -> int:
     """Bytes of the parts that are open at once at most, where units are moved in this order. takes: is a part (object,
     number) filled at all?"""
@@ -622,40 +570,8 @@ def most_open(
 
 def memory_of(plan: Plan) -> int:
     """Bytes that sending the plan's output takes, the buffers of its threads aside."""
-    objects = _objects_of(plan)
+    objects = objects_of(plan)
     return (
         most_open(plan, objects, [unit for _, unit in in_order_of_files(plan, list(enumerate(units(plan.moves))))])
         + QUEUE
     )
-
-
-def _objects_of(plan: Plan) -> list[_Object]:
-    objects = [
-        _Object(number, file, [(extent.offset, extent.nbytes) for extent in arrays])
-        for number, (file, arrays) in enumerate(zip(plan.outputs, plan.arrays, strict=True))
-    ]
-    for move in plan.moves:
-        for region in move.outputs:
-            objects[region.file].count(region, move.item_out)
-    for item in objects:
-        item.valued = bool(item.moved)
-        if plan.outputs[item.number].copy_of is not None:
-            item.moved = {part: item.bounds(part)[1] - item.bounds(part)[0] for part in range(item.parts)}
-    return objects
-
-
-def _within(literals: Iterable[tuple[int, bytes]], start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-    """What of the literals lies in [start, stop)."""
-    for offset, data in literals:
-        low, high = max(offset, start), min(offset + len(data), stop)
-        if low < high:
-            yield low, data[low - offset : high - offset]
-
-
-def _fill(part: _Part, hole: Hole, data: bytes) -> None:
-    for low, some in _within([(hole.offset, data)], part.start, part.stop):
-        part.data[low - part.start : low - part.start + len(some)] = some
-
-
-def _nothing(offset: int, nbytes: int) -> Iterable[bytes]:
-    raise InternalError(f"a CRC lacks {nbytes} bytes at {offset}")

@@ -258,7 +258,7 @@ def simulate(
 
 
 class Object(Parts):
-    """As `run.upload._Object`, without heads: to write 2,048 of them takes minutes, and no share hangs on them."""
+    """As `run.objects.Object`, without heads: to write 2,048 of them takes minutes, and no share hangs on them."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, part_size(size))

@@ -4,7 +4,9 @@ real server; the bytes are the plan's; nothing is left."""
 from __future__ import annotations
 
 import json
+import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+import yaml
 from s3_server import BUCKET, S3, Answer, Asked
 from test_real_server import files, pending
 
@@ -24,6 +27,8 @@ from ckpt_tool.storage import multipart
 pytestmark = pytest.mark.server
 PART = 5 << 20  # bytes, the least that S3 takes
 OUT, RECORDS = f"s3://{BUCKET}/out", ".out.ckpt-partial"
+ROOT = Path(__file__).parents[2]
+SLOW_JOBS = (("slurm", ["--part", "auto"]), ("k8s", []))
 # A worker in a process of its own, with units of 1 MiB and pauses between them: there is time to die in
 WORKER = """
 import sys, time
@@ -107,6 +112,37 @@ def test_a_worker_that_dies_and_one_that_comes_late(real: S3, tmp_path: Path) ->
     assert found[0][0] == -signal.SIGKILL and found[1:] == [(0, True)] * 2
     as_it_should(ground, ".metadata")
     assert ended(ground.worker()) == (0, True), "run again, it is committed already"
+
+
+@pytest.mark.parametrize(
+    ("engine", "way"),
+    [("slurm", []), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_JOBS)],
+    ids=["slurm claims", "slurm by numbers", "k8s claims"],
+)
+def test_an_emitted_job_fills_the_store(real: S3, tmp_path: Path, engine: str, way: list[str]) -> None:
+    """What the engine would run, with the variables that it sets: two workers at a time of the eight that the file asks
+    for, as many as it takes."""
+    ground, job = Ground(real, tmp_path, "--to", "dcp", tensors=3), tmp_path / "job"
+    assert run(["apply", ground.plan, *way, "--emit", engine, str(job), "--threads", "1", "-q"]) == 0
+    (tmp_path / "ckpt").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m ckpt_tool "$@"\n')
+    (tmp_path / "ckpt").chmod(0o755)
+    command, counted = ["bash", str(job)], "SLURM_ARRAY_TASK_COUNT"
+    if engine == "k8s":
+        (container,) = yaml.safe_load(job.read_text())["spec"]["template"]["spec"]["containers"]
+        command, counted = [word.replace("$$", "$") for word in container["command"]], "JOB_COMPLETIONS"
+    numbers = {"slurm": "SLURM_ARRAY_TASK_ID", "k8s": "JOB_COMPLETION_INDEX"}[engine]
+    first = int(engine == "slurm")
+    base = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), counted: "8"}
+    base |= {"SLURM_ARRAY_TASK_MIN": "1"} if engine == "slurm" else {}
+    for at in range(first, first + 8 if way else first + 2, 2):
+        tasks = [
+            subprocess.Popen(command, env={**base, numbers: str(task)}, cwd="/", stderr=subprocess.PIPE)
+            for task in (at, at + 1)
+        ]
+        for task in tasks:
+            said = task.communicate(timeout=300)[1]
+            assert task.returncode == 0, said.decode()
+    as_it_should(ground, ".metadata")
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from ckpt_tool.cli import run
 from ckpt_tool.conversion.plan_file import load_plan
 from ckpt_tool.plan import schedule
 from ckpt_tool.run import executor, share_upload, shares
+from ckpt_tool.run.objects import objects_of
 from ckpt_tool.run.parts import in_order_of_files
-from ckpt_tool.run.upload import _objects_of
 from ckpt_tool.storage import multipart, store, store_claims
 from ckpt_tool.storage.journal import parsed
 from ckpt_tool.storage.output_store import output_store, staging_url
@@ -277,7 +277,7 @@ def test_what_is_lost_between_is_made_again(ground: Ground, what: str) -> None:
     if what == "a part":
         file, part, _ = parsed(record)[0]["parts"][0]
         key = f"out/{load_plan(ground.plan).outputs[file].path}"
-        upload = ground.s3.content(RECORDS)[f"upload-{file}"].decode()
+        upload = ground.s3.content(RECORDS)[f"upload-{file}"].decode().removeprefix("crc32:")
         ground.s3.client.upload_part(Bucket=BUCKET, Key=key, UploadId=upload, PartNumber=part, Body=bytes(4096))
     else:
         ground.s3.put(f"{RECORDS}/share-{number}", record[:-20] + b"\n" if what == "a record" else b"none")
@@ -327,7 +327,7 @@ def test_one_that_slept_through_the_commit_leaves_nothing(ground: Ground, monkey
 @pytest.mark.parametrize("options", [("--to", "dcp"), ("--to", "sharded", "--tp", "8")], ids=["one file", "eight"])
 def test_shares_tile_the_parts_and_move_little_twice(s3: S3, tmp_path: Path, options: tuple[str, ...]) -> None:
     plan = load_plan(Ground(s3, tmp_path, *options[2:], to=options[1], rows=128).plan)
-    objects_, every = _objects_of(plan), executor.units(plan.moves)
+    objects_, every = objects_of(plan), executor.units(plan.moves)
     made = shares.Shares(plan, objects_, in_order_of_files(plan, list(enumerate(every))))
     owners = [made.owner(item.number, part) for item in objects_ for part in item.moved if item.valued]
     assert set(owners) == set(range(len(made))) and len(made) > 5

@@ -1,0 +1,110 @@
+"""The objects of an output in a store, and the parts that they are sent in: what an upload fills.
+
+for item in objects_of(plan):
+    item.moved[3]        # bytes that moves write of part 3
+    item.bounds(3)       # where it begins and ends
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from ckpt_tool.core.target import PATCH_BYTES, TargetFile
+from ckpt_tool.errors import InternalError
+from ckpt_tool.plan.plan import Plan
+from ckpt_tool.run.checksum import Piece, join
+from ckpt_tool.run.parts import Parts
+from ckpt_tool.storage.multipart import Sent, part_size
+
+
+class Hole(NamedTuple):
+    """Bytes [offset, offset + nbytes) of a file that are known late."""
+
+    offset: int
+    nbytes: int
+
+
+class Part:
+    """One part while it is in memory. left: bytes that moves will still write. holes: how many are open."""
+
+    __slots__ = ("data", "file", "holes", "left", "number", "start")
+
+    def __init__(self, file: int, number: int, start: int, data: bytearray, left: int) -> None:
+        self.file, self.number, self.start, self.data, self.left, self.holes = file, number, start, data, left, 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.data)
+
+
+class Object(Parts):
+    """One output file: its parts, its holes, the CRCs that it waits for. moved: also of the file that it is a copy
+    of."""
+
+    def __init__(self, number: int, file: TargetFile, arrays: Sequence[tuple[int, int]]) -> None:
+        super().__init__(file.size, part_size(file.size))
+        self.number, self.path = number, file.path
+        self.literals = sorted(file.literals)
+        self.valued = False  # does it hold what moves write?
+        self.done = set[int]()  # parts that were whole
+        self.known: dict[int, bytes] = {}  # offset of a hole -> what fills it
+        self.holes = [Hole(patch.offset, PATCH_BYTES[patch.kind]) for patch in file.patches]
+        self.spans: dict[tuple[int, int], list[int]] = defaultdict(list)  # (offset, length) -> holes of its CRC
+        for patch in file.patches:
+            if patch.kind == "crc32":
+                self.spans[patch.span or arrays[patch.of][:2]].append(patch.offset)
+        self.pieces: dict[tuple[int, int], list[Piece]] = {span: [] for span in self.spans}
+        self.seen: dict[tuple[int, int], int] = dict.fromkeys(self.spans, 0)
+        self.upload = ""
+        self.beginning = threading.Lock()
+        self.before: dict[int, Sent] = {}  # what an earlier run has sent
+        self.etags: dict[int, str] = {}
+
+    def forget(self) -> None:
+        """Begin anew: nothing is known of what moves write."""
+        self.done.clear()
+        self.known.clear()
+        self.before, self.etags = {}, {}
+        self.pieces = {span: [] for span in self.spans}
+        self.seen = dict.fromkeys(self.spans, 0)
+
+    def crc(self, span: tuple[int, int]) -> bytes:
+        """The CRC-32 of a span all of which has passed by, as a zip's head holds it. Its pieces are forgotten."""
+
+        def lacks(offset: int, nbytes: int) -> Iterable[bytes]:
+            raise InternalError(f"{self.path}: a CRC lacks {nbytes} bytes at {offset}")
+
+        return join(span[0], sum(span), self.pieces.pop(span), lacks).to_bytes(4, "little")
+
+
+def objects_of(plan: Plan) -> list[Object]:
+    """The objects of a plan's output, each with what moves write of its parts."""
+    objects = [
+        Object(number, file, [(extent.offset, extent.nbytes) for extent in arrays])
+        for number, (file, arrays) in enumerate(zip(plan.outputs, plan.arrays, strict=True))
+    ]
+    for move in plan.moves:
+        for region in move.outputs:
+            objects[region.file].count(region, move.item_out)
+    for item in objects:
+        item.valued = bool(item.moved)
+        if plan.outputs[item.number].copy_of is not None:
+            item.moved = {part: item.bounds(part)[1] - item.bounds(part)[0] for part in range(item.parts)}
+    return objects
+
+
+def within(literals: Iterable[tuple[int, bytes]], start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    """What of the literals lies in [start, stop)."""
+    for offset, data in literals:
+        low, high = max(offset, start), min(offset + len(data), stop)
+        if low < high:
+            yield low, data[low - offset : high - offset]
+
+
+def fill(part: Part, hole: Hole, data: bytes) -> None:
+    """Lay what is known of a hole over a part."""
+    for low, some in within([(hole.offset, data)], part.start, part.stop):
+        part.data[low - part.start : low - part.start + len(some)] = some
