@@ -209,10 +209,19 @@ def measured(way: str, bucket: str, objects: list[tuple[str, int]]) -> tuple[flo
     return float(speed), float(cpu), int(peak)
 
 
+_LATER = (  # what the command imports when it sees what it is given
+    "ckpt_tool.formats.hf.format",
+    "ckpt_tool.formats.dcp.format",
+    "ckpt_tool.conversion.writing",
+    "ckpt_tool.run.scan",
+    "ckpt_tool.run.upload",
+)
+
+
 def _import(way: str) -> None:
     """What a way needs, before the clock starts: a second of imports is nothing to a checkpoint, and much to 1 GB."""
-    names = ["ckpt_tool.commands.convert", "obstore.store", "boto3"] if "ckpt" in way else [way.partition(",")[0]]
-    for name in names:
+    names = ["ckpt_tool.commands.convert", *_LATER, "obstore.store", "boto3"]
+    for name in names if "ckpt" in way else [way.partition(",")[0]]:
         importlib.import_module(name)
 
 

@@ -199,6 +199,8 @@ def test_nothing_that_is_there_is_replaced(blobs: Blobs) -> None:
 
 
 def test_a_part_that_changed_on_its_way_is_refused(blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(store, "UNANSWERED", 0.1)
     place = Container.at(OUT)
     monkeypatch.setattr(block_blobs, "md5", lambda data: bytes(16))
     with pytest.raises(StorageError):
@@ -276,6 +278,7 @@ RUN = (
 )
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("point", [1, 8, 15])
 def test_a_kill_leaves_nothing_half_visible(blobs: Blobs, model: Path, tmp_path: Path, point: int) -> None:
     """At one of its 17 blocks: the same command finishes, and sends again only what had not arrived."""
@@ -354,8 +357,8 @@ def test_workers_share_an_output_out(
     blobs.proxy.fault = dies
     assert run(["apply", plan, "--claim", "-q"]) == 7 and not blobs.content()
     blobs.proxy.fault = lambda asked: None
+    monkeypatch.setattr(store_claims, "LEASE", -60.0)  # it is dead, and what it had claimed is free
     assert run(["status", OUT, "-q"]) == 1
-    monkeypatch.setattr(store_claims, "LEASE", -60.0)  # what it had claimed is free
     assert run(["apply", plan, "--claim", "-q"]) == 0 and run(["apply", plan, "--part", "2/4", "-q"]) == 0
     assert blobs.content() == files(tmp_path / "out")
     assert not blobs.waiting() and not blobs.content(".out.ckpt-partial")

@@ -207,7 +207,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.share(25)
+@pytest.mark.share(50)
 @pytest.mark.parametrize("killed", ["worker"])
 @pytest.mark.parametrize("point", range(50))
 def test_a_kill_of_either_side(
