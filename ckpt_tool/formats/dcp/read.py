@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
-from ckpt_tool.core.faults import both, for_each
+from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.hints import FileRanks, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
-from ckpt_tool.core.tensor import LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
-from ckpt_tool.errors import InputError, UnknownFormat, UnsafeInput
+from ckpt_tool.core.tensor import LogicalTensor
+from ckpt_tool.errors import UnknownFormat
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import ReadOptions
-from ckpt_tool.formats.containers.dcp_items import DATA, Items, ReadObject
-from ckpt_tool.formats.containers.dcp_metadata import Listing, TensorEntry, check_files, read_listing
+from ckpt_tool.formats.containers.dcp_items import DATA
+from ckpt_tool.formats.containers.dcp_metadata import Listing, check_files, read_listing
+from ckpt_tool.formats.containers.dcp_state import State
 from ckpt_tool.formats.dcp import folders as dcp_folders
 from ckpt_tool.formats.dcp.folders import Folders, Save
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
-from ckpt_tool.formats.state_dict.tree import SLOT, part
-from ckpt_tool.storage import pickles
-from ckpt_tool.storage.pickle_values import WrapperRef
 from ckpt_tool.storage.source import Tree
-
-DTENSOR = "E2607"
 
 
 def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
@@ -59,41 +54,22 @@ class _Reading:
     def __init__(self, tree: Tree, saves: Sequence[Save], listings: Sequence[Listing]) -> None:
         self.tree = tree
         self.saves = saves
-        self.listings = listings
-        self.items = Items(tree)
-        self.notes: list[Note] = []
-        self.unsafe: list[str] = []
-        self.leaves: list[Leaf] = []
-        self.tensors: list[LogicalTensor] = []  # keys are given later
-        self.extras = _Extras()
-
-    def _items(self, listing: Listing) -> tuple[dict[str, list[StoredArray]], dict[str, ReadObject]]:
-        """Where the pieces of a listing lie, and its objects; every file that does not read is named."""
-        items, objects = self.items, list(listing.objects.values())
-        return both(
-            lambda: items.arrays(listing.tensors.values()),
-            lambda: {read.entry.fqn: read for read in items.objects(objects)},
-        )
+        self.state = State(tree, listings)
 
     def catalog(self, *, required: bool) -> Catalog:
-        for listing, (arrays, objects) in zip(
-            self.listings, for_each(self.listings, self._items, file=id), strict=True
-        ):
-            for fqn, entry in listing.tensors.items():
-                self._add(entry.path, _logical(entry, arrays.get(fqn, [])))
-            for fqn in listing.objects:
-                self._object(objects[fqn])
-        extras = self.extras.finished()
-        named = name_leaves(self.leaves, extras, path=self.tree.display(self._metadata()[0]))
+        state, listings = self.state, self.state.listings
+        extras = state.extras.finished()
+        leaves = [Leaf(tensor.path, tensor.shape) for tensor in state.tensors]
+        named = name_leaves(leaves, extras, path=self.tree.display(self._metadata()[0]))
         tensors = {
             key: LogicalTensor(key, tensor.shape, tensor.dtype, tensor.chunks, tensor.path)
-            for key, tensor in zip(named.keys, self.tensors, strict=True)
+            for key, tensor in zip(named.keys, state.tensors, strict=True)
         }
-        files = [file for listing in self.listings for file in listing.files]
+        files = state.files
         mesh = _mesh(tensors.values())
         hints = Hints.of(
             named.roots,
-            Globals.each(*(each.globals for each in self.listings), self.items.globals),
+            Globals.each(*(each.globals for each in listings), state.items.globals),
             FileRanks(_ranks(files, mesh)),
             Folders.each(save.folder.rstrip("/") for save in self.saves if save.folder),
         )
@@ -104,10 +80,13 @@ class _Reading:
             mesh,
             (*self._metadata(), *files),
             tuple(name for name in self.tree.names() if hf_files.is_sidefile(name)),
-            (*named.notes, *self._notes(files), *checksums.missing(self.tree, tensors.values(), required=required)),
-            tuple(
-                dict.fromkeys((*(u for each in self.listings for u in each.unsafe), *self.items.unsafe, *self.unsafe))
+            (
+                *named.notes,
+                *state.notes(),
+                *self._beside(),
+                *checksums.missing(self.tree, tensors.values(), required=required),
             ),
+            state.all_unsafe(),
             hints,
             indexes=self._metadata(),
         )
@@ -115,56 +94,7 @@ class _Reading:
     def _metadata(self) -> tuple[str, ...]:
         return tuple(save.folder + name for save in self.saves for name in save.metadata)
 
-    def _add(self, path: Path, tensor: LogicalTensor) -> None:
-        self.leaves.append(Leaf(path, tensor.shape))
-        self.tensors.append(LogicalTensor(TensorKey(""), tensor.shape, tensor.dtype, tensor.chunks, path))
-        self.extras.slot(path)
-
-    def _object(self, read: ReadObject) -> None:
-        """An object item: plain values into the extras; tensors inside it are tensors like others."""
-        entry, value = read.entry, read.value
-        shown = self.tree.display(entry.file)
-        try:
-            pickles.refuse_weight_bearing(value, shown)
-        except UnsafeInput as e:
-            self.unsafe.append(f"{e.message} (item {entry.fqn} of {shown})")
-        parted = part(value, entry.path)
-        self.unsafe += [f"{line} (item {entry.fqn} of {shown})" for line in parted.hanging]
-        for path, ref in parted.leaves:
-            if isinstance(ref, WrapperRef):
-                raise InputError(
-                    f"a {ref.name} was pickled whole into an object item",
-                    code=DTENSOR,
-                    path=shown,
-                    offset=entry.at,
-                    key=entry.fqn,
-                    hint="save the state dict flattened (flatten_state_dict=True)",
-                )
-            self._add(path, simple_tensor(TensorKey(""), read.zip.array(ref)))
-        if parted.extras is not SLOT and (parted.extras != {} or not parted.leaves):
-            self.extras.put(entry.path, parted.extras)
-
-    def _notes(self, files: Sequence[str]) -> Iterable[Note]:
-        used = set(files)
-        stray = [
-            path
-            for path in self.tree.listing()
-            if path not in used
-            and DATA.fullmatch(path.rpartition("/")[2])
-            and any(path.startswith(save.folder) for save in self.saves)
-        ]
-        if stray:
-            yield Note(
-                "N-stray-files",
-                f"{len(stray)} .distcp files belong to no item (left over from an older save): {', '.join(stray[:10])}",
-            )
-        for listing in self.listings:
-            if listing.differing:
-                yield Note(
-                    "N-rank-objects",
-                    f"{len(listing.differing)} objects were saved by every rank; rank 0's are taken, such as "
-                    f"{listing.differing[0].fqn}",
-                )
+    def _beside(self) -> Iterable[Note]:
         beside = [
             name
             for name in self.tree.names()
@@ -172,59 +102,6 @@ class _Reading:
         ]
         if beside:
             yield Note("N-beside", f"beside the DCP folders, not read and not carried: {', '.join(beside[:20])}")
-
-
-def _logical(entry: TensorEntry, arrays: Sequence[StoredArray]) -> LogicalTensor:
-    chunks = entry.chunks(arrays)
-    placed = mark_replicas(chunks) if len(chunks) > 1 else tuple(chunks)
-    return LogicalTensor(TensorKey(""), entry.shape, entry.dtype, placed, entry.path)
-
-
-class _List(dict[Any, Any]):
-    """A list of the extras while its positions are met in any order."""
-
-
-class _Extras:
-    """The nested extras, built from paths whose integers are list positions."""
-
-    def __init__(self) -> None:
-        self.root: dict[Any, Any] = {}
-
-    def put(self, path: Path, value: Any) -> None:
-        node = self._node(path[:-1], path[-1])
-        known = node.get(path[-1])
-        if isinstance(known, dict) and isinstance(value, dict):
-            known.update(value)
-        else:
-            node[path[-1]] = value
-
-    def slot(self, path: Path) -> None:
-        """A tensor lies at `path`: keep its place in the lists on the way."""
-        last = max((i for i, step in enumerate(path) if type(step) is int), default=None)
-        if last is not None:
-            self._node(path[:last], path[last]).setdefault(path[last], SLOT)
-
-    def _node(self, path: Path, step: str | int) -> dict[Any, Any]:
-        node = self.root
-        for here, below in zip(path, (*path[1:], step), strict=False):
-            child = node.get(here)
-            if not isinstance(child, dict):
-                child = node[here] = _List() if type(below) is int else {}
-            node = child
-        return node
-
-    def finished(self) -> dict[str, Any]:
-        return {key: _finish(value) for key, value in self.root.items()}
-
-
-def _finish(value: Any) -> Any:
-    if type(value) is _List:
-        positions = [step for step in value if type(step) is int]
-        if len(positions) == len(value) and max(positions) < 2 * len(positions) + 1000:
-            return [_finish(value.get(i)) for i in range(max(positions) + 1)]
-    if isinstance(value, dict):
-        return {key: _finish(item) for key, item in value.items()}
-    return value
 
 
 def _mesh(tensors: Iterable[LogicalTensor]) -> Mesh:

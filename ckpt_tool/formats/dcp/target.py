@@ -18,7 +18,7 @@ that torch loads the whole by one call. Cost: a few us a box. What it does not d
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.layout import Layout, Placement
@@ -27,21 +27,16 @@ from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.containers.dcp_item_files import ItemFiles, Placed, torch_dtype
 from ckpt_tool.formats.containers.dcp_metadata import METADATA, pickled
+from ckpt_tool.formats.containers.dcp_state import Slot, flatten, stays
 from ckpt_tool.formats.dcp.folders import Folders, is_pair
 from ckpt_tool.formats.state_dict.nesting import nest
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.formats.torch.composer import Part, TorchComposer
 
 
-class _Slot(NamedTuple):
-    """Tensor `number` of the wanted ones."""
-
-    number: int
-
-
 def dcp_target(wanted: Wanted, layout: Layout) -> Target:
     """The folder. Raises UsageError E0240 (two keys flatten to one), E0241, E0242 (a dtype torch lacks)."""
-    nested = nest(wanted, [_Slot(i) for i in range(len(wanted.tensors))], whole_numbers=False)
+    nested = nest(wanted, [Slot(i) for i in range(len(wanted.tensors))], whole_numbers=False)
     folders = _folders(wanted.hints.get(Folders))
     leaves: dict[str, tuple[Path, Any]] = {}
     for path, value in flatten(nested.tree):
@@ -56,10 +51,10 @@ def dcp_target(wanted: Wanted, layout: Layout) -> Target:
         leaves[key] = (path, value)
     writer = _Writer(wanted, layout, folders)
     for key, (path, value) in leaves.items():  # objects first, as torch orders a file
-        if not isinstance(value, _Slot):
+        if not isinstance(value, Slot):
             writer.object(key, path, value)
     for key, (path, value) in leaves.items():
-        if isinstance(value, _Slot):
+        if isinstance(value, Slot):
             writer.tensor(key, path, value.number)
     files = writer.finished(list(leaves))
     copies = tuple(TargetFile(name, size, copy_of=name) for name, size in wanted.sidefiles)
@@ -74,7 +69,7 @@ def _empty_dicts(value: Any, path: Path = ()) -> Iterator[str]:
             yield dotted(path)
         for key, item in value.items():
             yield from _empty_dicts(item, (*path, str(key)))
-    elif isinstance(value, list) and not _terminal(value):
+    elif isinstance(value, list) and not stays(value):
         for i, item in enumerate(value):
             yield from _empty_dicts(item, (*path, i))
 
@@ -87,29 +82,6 @@ def _folders(hint: Folders | None) -> dict[str, str]:
     optimizer = next(name for name in names if name.startswith("optim"))
     model = next(name for name in names if name != optimizer)
     return {"model": model + "/", "optimizer": optimizer + "/"}
-
-
-def flatten(tree: Mapping[Any, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The leaves of a nested state by torch's rule: dicts always flatten, lists when a tensor, a dict or such a list is
-    in them, tuples never. Paths hold text for keys and integers for list positions."""
-    for key, value in tree.items():
-        yield from _flatten(value, (*path, str(key)))
-
-
-def _flatten(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, Mapping):
-        yield from flatten(value, path)
-    elif isinstance(value, list) and not _terminal(value):
-        for i, item in enumerate(value):
-            yield from _flatten(item, (*path, i))
-    else:
-        yield path, value
-
-
-def _terminal(value: list[Any]) -> bool:
-    return not any(
-        isinstance(item, _Slot | Mapping) or isinstance(item, list) and not _terminal(item) for item in value
-    )
 
 
 class _Writer:
@@ -131,7 +103,7 @@ class _Writer:
         self.files.object(key, path, composer.file("", self._filled(value, composer)), self._folder(path))
 
     def _filled(self, value: Any, composer: TorchComposer) -> Any:
-        if isinstance(value, _Slot):
+        if isinstance(value, Slot):
             tensor = self.wanted.tensors[value.number]
             part = Part(value.number, whole(tensor.shape), 0)
             return composer.tensor(tensor.shape, torch_dtype(tensor), [part])

@@ -42,6 +42,8 @@ from ckpt_tool.formats.megatron.groups import GroupKey, chained, groups_for, gro
 from ckpt_tool.formats.megatron.job import Rank, RankArray, Ranks
 from ckpt_tool.formats.megatron.names import EMBEDDING, TIED_HEAD
 from ckpt_tool.formats.megatron.optimizer import bucketing_of, lay_buffers
+from ckpt_tool.formats.megatron.pointer import POINTER
+from ckpt_tool.formats.megatron.rng import tensors_of_rng
 from ckpt_tool.formats.megatron.rules import is_vocabulary
 from ckpt_tool.formats.megatron.wanted import Decided, decide
 from ckpt_tool.formats.state_dict.tree import join
@@ -54,7 +56,6 @@ MOST = 1 << 62  # an iteration: more is no number of steps, and would be a long 
 _OWN = frozenset(
     {"args", "checkpoint_version", "iteration", "model", "optimizer", "rng_state", OURS, "ckpt_vocab_rows"}
 )
-_RNG_BYTES = ("torch_rng_state", "cuda_rng_state", "rng_tracker_states")
 _SCALE = ("grad_scaler", "scale")
 FLAT = (MASTER, "exp_avg", "exp_avg_sq")
 F32 = DTYPES["F32"]
@@ -294,7 +295,7 @@ class _Writing:
                     value = self.states.flat(rank, arrays, holds, composer)
                     files.append(composer.file(f"{self.folder}/{rank.path}/{OPTIM_FILE}", value))
         tracker = "release" if self.iteration is None else str(self.iteration)
-        files.append(whole_file("latest_checkpointed_iteration.txt", tracker.encode("ascii")))
+        files.append(whole_file(POINTER, tracker.encode("ascii")))
         files += [TargetFile(path, size, copy_of=path) for path, size in self.decided.wanted.sidefiles]
         return Target("megatron", tuple(files), None, tuple(dict.fromkeys(self.notes)))
 
@@ -421,7 +422,7 @@ class _Writing:
         common = join(self.common, [(path, self._whole(at, composer)) for path, at in self.placed])
         out |= common
         if rank.path in self.rng:
-            out["rng_state"] = tensors_of_rng(self.rng[rank.path], composer, inside=True)
+            out["rng_state"] = tensors_of_rng(self.rng[rank.path], composer.value, inside=True)
         ours = self._ours(arrays, composer, first=first)
         if ours:
             out[OURS] = ours
@@ -523,14 +524,3 @@ def writable(value: Any) -> bool:
     except UsageError:
         return False
     return True
-
-
-def tensors_of_rng(value: Any, composer: TorchComposer, *, inside: bool = False) -> Any:
-    """An RNG state with its bytes as the uint8 tensors that they were, laid into `composer`. inside: is `value` a part
-    of one that is known to be such bytes?"""
-    if isinstance(value, Mapping):
-        return {key: tensors_of_rng(v, composer, inside=inside or key in _RNG_BYTES) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        parts = [tensors_of_rng(item, composer, inside=inside) for item in value]
-        return tuple(parts) if isinstance(value, tuple) else parts
-    return composer.value((len(value),), DTYPES["U8"], value) if inside and isinstance(value, bytes) else value

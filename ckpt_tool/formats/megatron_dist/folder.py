@@ -23,17 +23,16 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.faults import together
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InputError
 from ckpt_tool.formats.containers.dcp_items import DATA
 from ckpt_tool.formats.containers.dcp_metadata import MEGATRON_OBJECTS, METADATA, UNFINISHED
+from ckpt_tool.formats.megatron.pointer import pointed
 from ckpt_tool.storage import strict_json
 from ckpt_tool.storage.source import Tree, safe_relative
 
 CONFIG, COMMON, INTEGRITY = "metadata.json", "common.pt", "integrity.json"
-POINTER = "latest_checkpointed_iteration.txt"
 BACKEND, DAMAGED = "E0303", "E2005"
 HASHED = 16 << 20  # bytes of a file that is hashed when the folder is opened
 _CONFIG_LIMIT, _LIST_LIMIT = 4096, 64 << 20  # bytes
@@ -49,21 +48,11 @@ def find(tree: Tree) -> tuple[str, str] | None:
     """(folder with its slash, why) of the checkpoint in `tree`; None when there is none. Reads at most 32 KiB."""
     if tree.single is not None:
         return None
-    for folder in (*_FOLDERS, *_pointed(tree)):
+    for folder in (*_FOLDERS, *pointed(tree)):
         why = claims(tree, folder)
         if why:
             return folder, why
     return None
-
-
-def _pointed(tree: Tree) -> list[str]:
-    """The folder that the pointer file of a parent folder names."""
-    if not tree.exists(POINTER):
-        return []
-    text = tree.head(POINTER, 64).decode("utf-8", "replace").strip()
-    if numeral(text):
-        return [f"iter_{int(text):07d}/"]
-    return ["release/"] if text == "release" else []
 
 
 def claims(tree: Tree, folder: str) -> str:

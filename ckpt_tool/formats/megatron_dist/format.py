@@ -61,13 +61,12 @@ from ckpt_tool.core.tensor import (
     TensorKey,
     simple_tensor,
 )
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.errors import InconsistentCheckpoint, InputError
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specificity
 from ckpt_tool.formats.containers.dcp_items import Items, rank_of
 from ckpt_tool.formats.containers.dcp_metadata import (
     CONTRADICTION,
-    INCOMPLETE,
     METADATA,
     Listing,
     Piece,
@@ -78,8 +77,9 @@ from ckpt_tool.formats.containers.dcp_metadata import (
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.megatron.args import arguments, facts_of
 from ckpt_tool.formats.megatron.hints import DistHints
+from ckpt_tool.formats.megatron.parts import HALF, joined
 from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
-from ckpt_tool.formats.megatron_dist.keys import HALF, KINDS, DistKey, name_of, parse, styles_of
+from ckpt_tool.formats.megatron_dist.keys import KINDS, DistKey, name_of, parse, styles_of
 from ckpt_tool.formats.megatron_dist.state import Objects, check_step, read_objects
 from ckpt_tool.formats.megatron_dist.windows import KINDS_UNKNOWN, windows_of
 from ckpt_tool.formats.state_dict.tree import dotted
@@ -330,20 +330,7 @@ class _Reading:
         for key, found in self.found.items():
             shape, chunks = found.shape, found.chunks
             if found.parts:
-                missing = [part for part in found.parts if part not in found.held]
-                if missing:
-                    what = {"w": "gate (_w) half of a gated fc1", "v": "up (_v) half of a gated fc1"}.get(missing[0])
-                    raise Incomplete(
-                        f"the {what or f'section {missing[0]!r} of a projection'} is missing",
-                        code=INCOMPLETE,
-                        key=str(key),
-                        path=self.tree.display(self.folder),
-                        hint=f"all {len(found.parts)} parts are stored under keys of their own",
-                    )
-                rows = 0
-                for part in found.parts:
-                    chunks = [*chunks, *(moved(chunk, rows) for chunk in found.held[part])]
-                    rows += found.rows[part]
+                rows, chunks = joined(key, found.parts, found.rows, found.held, self.tree.display(self.folder))
                 shape = (rows, *shape[1:])
             if not chunks and key.state != MODEL and 0 not in shape:
                 frozen.append(str(key))  # a layer or expert that the stacked tensor of the others has a place for
@@ -465,9 +452,3 @@ def _row(chunk: Chunk, inner: Box, index: At) -> Chunk:
     skipped = sum((offset + i) * stride for offset, i, stride in lead)
     row = array.view(skipped, array.shape[leads:], None if array.strides is None else array.strides[leads:])
     return Chunk(inner, row, Box(chunk.within.offset[leads:], chunk.within.shape[leads:]))
-
-
-def moved(chunk: Chunk, rows: int) -> Chunk:
-    """The chunk `rows` rows further down its tensor."""
-    offset = chunk.box.offset
-    return Chunk(Box((offset[0] + rows, *offset[1:]), chunk.box.shape), chunk.array, chunk.within, chunk.replica)

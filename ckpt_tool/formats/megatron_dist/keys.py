@@ -51,7 +51,7 @@ from ckpt_tool.formats.megatron.names import (
     mtp_inner,
     norm_place,
 )
-from ckpt_tool.formats.megatron.rules import section_names
+from ckpt_tool.formats.megatron.parts import HALF, apart, parts_of
 
 _OPTIMIZER = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.state\.([^./]+)\.(.+)", re.DOTALL)
 _STACKED = re.compile(rf"({STACK})\.(?!\d+\.)(.+)", re.DOTALL)
@@ -59,12 +59,8 @@ _EXPERTS = ".experts.experts."
 KINDS: Mapping[str, bool] = {"sliding": True, "global": False}  # of attentions that are stored apart: through a window?
 _ATTENTION = ".self_attention."
 _KIND = re.compile(r"(.*\.self_attention)_(sliding|global)(\..+)", re.DOTALL)
-_HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])", re.DOTALL)
 _OBJECT = re.compile(r"(.+)/shard_(\d{1,18}(?:\.\d{1,18})*)_(\d{1,18}(?:\.\d{1,18})*)", re.DOTALL)
 _MASTERS = ("param", "fp32_param", "master_param")
-
-
-HALF = ("w", "v")
 
 
 class DistKey(NamedTuple):
@@ -99,7 +95,7 @@ class DistKey(NamedTuple):
     @property
     def parts(self) -> tuple[str, ...]:
         """The parts of the whole tensor, in their order."""
-        return HALF if self.part in HALF else section_names(self.key) if self.part else ()
+        return parts_of(self.key, self.part)
 
 
 class ObjectKey(NamedTuple):
@@ -126,21 +122,11 @@ def parse(fqn: str) -> DistKey:
     if found is not None:
         state, key = MASTER if found[1] in _MASTERS else found[1], found[2]
     key = key.removeprefix("module.")
-    part = ""
-    front, dot, last = key.rpartition(".")
-    if half := _HALF.fullmatch(key):
-        key, part = half[1], half[2]
-    elif dot and last in section_names(front):
-        key, part = front, last
+    key, part = apart(key)
     layers = _STACKED.fullmatch(key) is not None
     _, experts, rest = key.partition(_EXPERTS)
     stacked = bool(experts) and not rest.partition(".")[0].isdigit()
     return DistKey(state, key, layers, stacked, part)
-
-
-def of_part(key: str, part: str) -> str:
-    """The key of one of a tensor's parts."""
-    return f"{key}_{part}" if part in HALF else f"{key}.{part}"
 
 
 def of_kind(key: str, kind: str) -> str:

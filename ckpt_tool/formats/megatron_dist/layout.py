@@ -35,11 +35,11 @@ from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import facts_of
 from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron.job import Job, carved, check_experts
+from ckpt_tool.formats.megatron.parts import HALF, of_part
 from ckpt_tool.formats.megatron.rules import pieces, section_names
 from ckpt_tool.formats.megatron.stages import NO_SPLIT, Stages, chosen_stages, from_counts
 from ckpt_tool.formats.megatron_dist.keys import (
     APART,
-    HALF,
     HALVES,
     KINDS,
     SINGLETONS,
@@ -47,7 +47,6 @@ from ckpt_tool.formats.megatron_dist.keys import (
     DistKey,
     name_of,
     of_kind,
-    of_part,
     parse,
     spelled,
     stacked_style,

@@ -38,6 +38,7 @@ from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentChe
 from ckpt_tool.formats.containers.dcp_items import Items, ReadObject
 from ckpt_tool.formats.containers.dcp_metadata import ObjectEntry
 from ckpt_tool.formats.megatron.groups import groups_of
+from ckpt_tool.formats.megatron.rng import rank_name
 from ckpt_tool.formats.megatron_dist.folder import COMMON
 from ckpt_tool.formats.megatron_dist.keys import parse_object
 from ckpt_tool.formats.state_dict.tree import part
@@ -121,15 +122,6 @@ def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], it
             )
         )
     return out
-
-
-def rank_name(at: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    """The rank of an RNG state as a legacy checkpoint names its folder: (pp, tp) of (PP, TP) -> `mp_rank_01_000`; where
-    a third number is the data rank (core 0.16 with EP > 1), with `_dp002` at its end."""
-    if len(at) not in (2, 3):
-        return ".".join(map(str, at))
-    stage = f"_{at[0]:03d}" if shape[0] > 1 else ""
-    return f"mp_rank_{at[1]:02d}{stage}" + "".join(f"_dp{n:03d}" for n in at[2:])
 
 
 def _is_extra(key: Any) -> bool:

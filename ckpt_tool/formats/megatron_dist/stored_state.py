@@ -14,7 +14,6 @@ there (training `checkpointing.py`). What it does not do: files (`megatron_dist.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from math import prod
@@ -30,13 +29,13 @@ from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import NAMESPACE, updated
 from ckpt_tool.formats.megatron.groups import groups_for, groups_of, key_of_param
 from ckpt_tool.formats.megatron.hints import DistHints
+from ckpt_tool.formats.megatron.rng import by_rank
 from ckpt_tool.formats.megatron.target import writable
 from ckpt_tool.formats.megatron_dist.layout import DistLayout
 from ckpt_tool.formats.state_dict.tree import SLOT
 
 FULLY = "fully_reshardable"
 OURS = ("rng_state", "sharded_objects")  # extras that are objects here
-_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_dp(\d{3,}))?")
 
 
 class Stored(NamedTuple):
@@ -166,27 +165,13 @@ def _rng(wanted: Wanted, layout: DistLayout, notes: list[str]) -> Iterator[tuple
     states = wanted.extras.get("rng_state")
     if states is None:
         return
-    shape, own = _by_rank(states, layout)
+    shape, own = by_rank(states, layout.degrees)
     if len(own) != prod(shape) or set(own) != set(_grid(shape)) or not _same_ranks(wanted, layout, ("tp", "pp", "ep")):
         notes.append("RNG states are left out: they belong to ranks of another layout (a resumed run draws anew)")
         return
     text = ".".join(map(str, shape))
     for at, value in own.items():
         yield f"rng_state/shard_{'.'.join(map(str, at))}_{text}", value
-
-
-def _by_rank(states: Any, layout: DistLayout) -> tuple[tuple[int, ...], dict[tuple[int, ...], Any]]:
-    """(shape, RNG states by stage, tensor rank and, where the names show it, data rank), from names of rank folders."""
-    pp, tp, data = (layout.degrees["pp"], layout.degrees["tp"], layout.degrees["dp"] * layout.degrees["cp"])
-    out: dict[tuple[int, ...], Any] = {}
-    by_data = False
-    for name, value in states.items() if isinstance(states, dict) else ():
-        found = _RANK.fullmatch(str(name))
-        if found is None or (found[2] is None) != (pp == 1):
-            return (0,), {}
-        by_data |= found[3] is not None
-        out[int(found[2] or 0), int(found[1]), *((int(found[3]),) if found[3] else ())] = value
-    return ((pp, tp, data) if by_data else (pp, tp)), out
 
 
 def _others(wanted: Wanted, layout: DistLayout, notes: list[str]) -> Iterator[tuple[str, Any]]:

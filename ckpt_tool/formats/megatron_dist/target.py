@@ -36,8 +36,9 @@ from ckpt_tool.formats.containers.dcp_item_files import ItemFiles
 from ckpt_tool.formats.containers.dcp_metadata import METADATA, pickled
 from ckpt_tool.formats.megatron.args import DIMS, arguments, with_spec
 from ckpt_tool.formats.megatron.hints import DistHints
-from ckpt_tool.formats.megatron.target import tensors_of_rng
-from ckpt_tool.formats.megatron_dist.folder import COMMON, CONFIG, INTEGRITY, POINTER
+from ckpt_tool.formats.megatron.pointer import folder_of, pointer_to
+from ckpt_tool.formats.megatron.rng import tensors_of_rng
+from ckpt_tool.formats.megatron_dist.folder import COMMON, CONFIG, INTEGRITY
 from ckpt_tool.formats.megatron_dist.layout import UNHELD, DistLayout
 from ckpt_tool.formats.megatron_dist.state import COMMON_STATE
 from ckpt_tool.formats.megatron_dist.stored_state import stored_state
@@ -54,7 +55,7 @@ def dist_target(wanted: Wanted) -> Target:
     degrees = _degrees(wanted.wish.degrees)
     layout = DistLayout(wanted, with_spec(arguments(wanted.extras), wanted.wish.spec), degrees)
     state = stored_state(wanted, layout)
-    folder = _folder(wanted.extras.get("iteration"))
+    folder = folder_of(wanted.extras.get("iteration"))
     own = wanted.hints.get(DistHints)
     as_file = own is None or own.common_file
     items = ItemFiles(wanted.tensors)
@@ -74,7 +75,7 @@ def dist_target(wanted: Wanted) -> Target:
             objects[fqn] = nothing
         else:
             composer = TorchComposer()
-            objects[fqn] = composer.file("", [tensors_of_rng(value, composer)])
+            objects[fqn] = composer.file("", [tensors_of_rng(value, composer.value)])
     for fqn, made in objects.items():
         items.object(fqn, (fqn,), made, folder)
     backends: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -84,9 +85,7 @@ def dist_target(wanted: Wanted) -> Target:
     files.append(whole_file(folder + CONFIG, json.dumps(backends).encode()))
     if own is not None and own.integrity:
         files.append(_integrity(folder, files))
-    name = folder.rstrip("/")
-    pointer = str(int(name.removeprefix("iter_"))) if name != "release" else name
-    files.append(whole_file(POINTER, pointer.encode()))
+    files.append(pointer_to(folder))
     copies = tuple(TargetFile(name, size, copy_of=name) for name, size in wanted.sidefiles)
     return Target("megatron-dist", (*files, *copies), notes=state.notes)
 
@@ -96,12 +95,6 @@ def _degrees(wished: Degrees) -> dict[str, int]:
     if wished.etp is None:
         degrees["etp"] = degrees["tp"]
     return degrees
-
-
-def _folder(iteration: Any) -> str:
-    if type(iteration) is int and 0 < iteration < 10**12:
-        return f"iter_{iteration:07d}/"
-    return "release/"
 
 
 def _common(wanted: Wanted, common: dict[Any, Any], composer: TorchComposer) -> Any:

@@ -1,0 +1,212 @@
+"""The nested state that a DCP's items are: keys into paths, items into tensors and plain values, and back.
+
+The one idea: a DCP flattens one nested dict. Reading, `State` gives each tensor with the path at which it hung and nests
+the plain values again; writing, `flatten` gives the leaves of a nested dict as torch does.
+
+    {"model": {"w": T}, "groups": [{"lr": 0.1}]}  <->  model.w: tensor   groups.0.lr: object
+
+What the paths mean is each format's own (`formats.dcp`, `formats.megatron_fsdp`). Source: torch 2.13
+`distributed/checkpoint/_nested_dict.py`, `_traverse.py`. Cost: as `containers.dcp_items`. What it does not do: names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.catalog import Note, mark_replicas
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.faults import both, for_each
+from ckpt_tool.core.tensor import LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
+from ckpt_tool.errors import InputError, UnsafeInput
+from ckpt_tool.formats.containers.dcp_items import DATA, Items, ReadObject
+from ckpt_tool.formats.containers.dcp_metadata import Listing, TensorEntry
+from ckpt_tool.formats.state_dict.tree import SLOT, part
+from ckpt_tool.storage import pickles
+from ckpt_tool.storage.pickle_values import WrapperRef
+from ckpt_tool.storage.source import Tree
+
+DTENSOR = "E2607"
+
+
+class State:
+    """What the listings of one checkpoint hold.
+
+    tensors: with the path of each, their keys empty. extras: the plain values. items, unsafe: of the pickles met.
+    """
+
+    def __init__(self, tree: Tree, listings: Sequence[Listing]) -> None:
+        self.tree = tree
+        self.listings = listings
+        self.items = Items(tree)
+        self.unsafe: list[str] = []
+        self.tensors: list[LogicalTensor] = []
+        self.extras = Nested()
+        for listing, (arrays, objects) in zip(listings, for_each(listings, self._items, file=id), strict=True):
+            for fqn, entry in listing.tensors.items():
+                self._add(entry.path, _logical(entry, arrays.get(fqn, [])))
+            for fqn in listing.objects:
+                self._object(objects[fqn])
+
+    def _items(self, listing: Listing) -> tuple[dict[str, list[StoredArray]], dict[str, ReadObject]]:
+        """Where the pieces of a listing lie, and its objects; every file that does not read is named."""
+        items, objects = self.items, list(listing.objects.values())
+        return both(
+            lambda: items.arrays(listing.tensors.values()),
+            lambda: {read.entry.fqn: read for read in items.objects(objects)},
+        )
+
+    def _add(self, path: Path, tensor: LogicalTensor) -> None:
+        self.tensors.append(LogicalTensor(TensorKey(""), tensor.shape, tensor.dtype, tensor.chunks, path))
+        self.extras.slot(path)
+
+    def _object(self, read: ReadObject) -> None:
+        """An object item: plain values into the extras; tensors inside it are tensors like others."""
+        entry, value = read.entry, read.value
+        shown = self.tree.display(entry.file)
+        try:
+            pickles.refuse_weight_bearing(value, shown)
+        except UnsafeInput as e:
+            self.unsafe.append(f"{e.message} (item {entry.fqn} of {shown})")
+        parted = part(value, entry.path)
+        self.unsafe += [f"{line} (item {entry.fqn} of {shown})" for line in parted.hanging]
+        for path, ref in parted.leaves:
+            if isinstance(ref, WrapperRef):
+                raise InputError(
+                    f"a {ref.name} was pickled whole into an object item",
+                    code=DTENSOR,
+                    path=shown,
+                    offset=entry.at,
+                    key=entry.fqn,
+                    hint="save the state dict flattened (flatten_state_dict=True)",
+                )
+            self._add(path, simple_tensor(TensorKey(""), read.zip.array(ref)))
+        if parted.extras is not SLOT and (parted.extras != {} or not parted.leaves):
+            self.extras.put(entry.path, parted.extras)
+
+    @property
+    def files(self) -> list[str]:
+        """The data files, in the listings' order."""
+        return [file for listing in self.listings for file in listing.files]
+
+    def all_unsafe(self) -> tuple[str, ...]:
+        """Every line about a pickle that asks for code."""
+        lines = (*(line for each in self.listings for line in each.unsafe), *self.items.unsafe, *self.unsafe)
+        return tuple(dict.fromkeys(lines))
+
+    def notes(self) -> Iterator[Note]:
+        """Files that belong to nothing, objects that several ranks saved."""
+        used, folders = set(self.files), [listing.folder for listing in self.listings]
+        stray = [
+            path
+            for path in self.tree.listing()
+            if path not in used
+            and DATA.fullmatch(path.rpartition("/")[2])
+            and any(path.startswith(folder) for folder in folders)
+        ]
+        if stray:
+            yield Note(
+                "N-stray-files",
+                f"{len(stray)} .distcp files belong to no item (left over from an older save): {', '.join(stray[:10])}",
+            )
+        for listing in self.listings:
+            if listing.differing:
+                yield Note(
+                    "N-rank-objects",
+                    f"{len(listing.differing)} objects were saved by every rank; rank 0's are taken, such as "
+                    f"{listing.differing[0].fqn}",
+                )
+
+
+def _logical(entry: TensorEntry, arrays: Sequence[StoredArray]) -> LogicalTensor:
+    chunks = entry.chunks(arrays)
+    placed = mark_replicas(chunks) if len(chunks) > 1 else tuple(chunks)
+    return LogicalTensor(TensorKey(""), entry.shape, entry.dtype, placed, entry.path)
+
+
+class _List(dict[Any, Any]):
+    """A list of the extras while its positions are met in any order."""
+
+
+class Nested:
+    """The nested extras, built from paths whose integers are list positions."""
+
+    def __init__(self) -> None:
+        self.root: dict[Any, Any] = {}
+
+    def put(self, path: Path, value: Any) -> None:
+        node = self._node(path[:-1], path[-1])
+        known = node.get(path[-1])
+        if isinstance(known, dict) and isinstance(value, dict):
+            known.update(value)
+        else:
+            node[path[-1]] = value
+
+    def slot(self, path: Path) -> None:
+        """A tensor lies at `path`: keep its place in the lists on the way."""
+        last = max((i for i, step in enumerate(path) if type(step) is int), default=None)
+        if last is not None:
+            self._node(path[:last], path[last]).setdefault(path[last], SLOT)
+
+    def _node(self, path: Path, step: str | int) -> dict[Any, Any]:
+        node = self.root
+        for here, below in zip(path, (*path[1:], step), strict=False):
+            child = node.get(here)
+            if not isinstance(child, dict):
+                child = node[here] = _List() if type(below) is int else {}
+            node = child
+        return node
+
+    def finished(self) -> dict[str, Any]:
+        return {key: _finish(value) for key, value in self.root.items()}
+
+
+def _finish(value: Any) -> Any:
+    if type(value) is _List:
+        positions = [step for step in value if type(step) is int]
+        if len(positions) == len(value) and max(positions) < 2 * len(positions) + 1000:
+            return [_finish(value.get(i)) for i in range(max(positions) + 1)]
+    if isinstance(value, dict):
+        return {key: _finish(item) for key, item in value.items()}
+    return value
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class Slot(NamedTuple):
+    """Tensor `number` of the wanted ones."""
+
+    number: int
+
+
+class Known(NamedTuple):
+    """A tensor whose bytes (row-major, little-endian) are known already."""
+
+    shape: Sequence[int]
+    dtype: DType
+    data: bytes
+
+
+def flatten(tree: Mapping[Any, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The leaves of a nested state by torch's rule: dicts always flatten, lists when a tensor, a dict or such a list is
+    in them, tuples never. Paths hold text for keys and integers for list positions."""
+    for key, value in tree.items():
+        yield from _flatten(value, (*path, str(key)))
+
+
+def _flatten(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, Mapping):
+        yield from flatten(value, path)
+    elif isinstance(value, list) and not stays(value):
+        for i, item in enumerate(value):
+            yield from _flatten(item, (*path, i))
+    else:
+        yield path, value
+
+
+def stays(value: list[Any]) -> bool:
+    """Is the list one object, since no tensor, dict or such a list is in it?"""
+    return not any(
+        isinstance(item, Slot | Known | Mapping) or isinstance(item, list) and not stays(item) for item in value
+    )

@@ -1,0 +1,83 @@
+"""Tensors that Megatron stores in parts, each under a key of its own, and what the whole one is.
+
+The one idea: what ranks share unequally is taken apart, so that any number of ranks can load it; the whole tensor has the
+parts one below the other.
+
+    linear_fc1.weight_w, linear_fc1.weight_v        gate and up of a gated fc1   -> linear_fc1.weight [gate; up]
+    experts.linear_fc1.weight3_w, ..._v             the same of expert 3         -> experts.linear_fc1.weight3
+    in_proj.weight.query, ....key, ....value, ...   sections of a recurrent module (`rules.SECTIONS`)
+
+torch_dist has halves for singleton experts and sections always (`megatron_dist.keys`), Megatron-FSDP halves wherever the
+layer is gated by SwiGLU, sections where Megatron-Bridge saved (`megatron_fsdp.format`).
+
+Sources (NVIDIA/Megatron-LM core 0.19.0): `core/transformer/mlp.py` (`apply_swiglu_sharded_factory`),
+`core/transformer/fsdp_dtensor_checkpoint.py` (`handle_swiglu_in_state_dict`, `handle_gdn_in_state_dict`),
+`core/ssm/mamba_mixer.py`, `core/ssm/gated_delta_net/`. Cost: a us a key. What it does not do: files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from ckpt_tool.core.box import Box
+from ckpt_tool.core.tensor import Chunk, TensorKey
+from ckpt_tool.errors import Incomplete
+from ckpt_tool.formats.megatron.rules import section_names
+
+HALF = ("w", "v")
+LACKING = "E0309"
+_HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias)\d{0,9})_([wv])", re.DOTALL)
+_WORDS = {"w": "gate (_w) half of a gated fc1", "v": "up (_v) half of a gated fc1"}
+
+
+def apart(key: str) -> tuple[str, str]:
+    """(key of the whole tensor, the part that this key stands for), the part "" where the key is the whole tensor's.
+
+    >>> apart("mlp.linear_fc1.weight_v"), apart("mlp.linear_fc2.weight")
+    (('mlp.linear_fc1.weight', 'v'), ('mlp.linear_fc2.weight', ''))
+    """
+    if half := _HALF.fullmatch(key):
+        return half[1], half[2]
+    front, dot, last = key.rpartition(".")
+    return (front, last) if dot and last in section_names(front) else (key, "")
+
+
+def parts_of(key: str, part: str) -> tuple[str, ...]:
+    """All parts of the whole tensor of which `part` is one, in their order."""
+    return HALF if part in HALF else section_names(key) if part else ()
+
+
+def of_part(key: str, part: str) -> str:
+    """The key of one of a tensor's parts."""
+    return f"{key}_{part}" if part in HALF else f"{key}.{part}"
+
+
+def moved(chunk: Chunk, rows: int) -> Chunk:
+    """The chunk `rows` rows further down its tensor."""
+    offset = chunk.box.offset
+    return Chunk(Box((offset[0] + rows, *offset[1:]), chunk.box.shape), chunk.array, chunk.within, chunk.replica)
+
+
+def joined(
+    key: TensorKey, parts: Sequence[str], rows: Mapping[str, int], held: Mapping[str, Sequence[Chunk]], path: str
+) -> tuple[int, list[Chunk]]:
+    """(rows of the whole tensor, its chunks) from those of its parts. rows, held: of each part that was found.
+
+    Raises Incomplete E0309 for a part that is missing. path: the folder, for the message.
+    """
+    missing = [part for part in parts if part not in held]
+    if missing:
+        what = _WORDS.get(missing[0], f"section {missing[0]!r} of a projection")
+        raise Incomplete(
+            f"the {what} is missing",
+            code=LACKING,
+            key=str(key),
+            path=path,
+            hint=f"all {len(parts)} parts are stored under keys of their own",
+        )
+    start, chunks = 0, list[Chunk]()
+    for part in parts:
+        chunks += [moved(chunk, start) for chunk in held[part]]
+        start += rows[part]
+    return start, chunks

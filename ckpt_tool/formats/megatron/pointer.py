@@ -1,0 +1,42 @@
+"""The pointer of a Megatron run, `latest_checkpointed_iteration.txt`, and the folder of a step that it names.
+
+    "2"        -> iter_0000002/
+    "release"  -> release/         weights without an iteration
+
+Source: NVIDIA/Megatron-LM `training/checkpointing.py` (`get_checkpoint_tracker_filename`, `get_checkpoint_name`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt_tool.core.bounds import numeral
+from ckpt_tool.core.target import TargetFile, whole_file
+from ckpt_tool.storage.source import Tree
+
+POINTER = "latest_checkpointed_iteration.txt"
+RELEASE = "release/"
+
+
+def pointed(tree: Tree) -> list[str]:
+    """The folder that the pointer file of a parent folder names, with its slash; [] without a sound one."""
+    if not tree.exists(POINTER):
+        return []
+    text = tree.head(POINTER, 64).decode("utf-8", "replace").strip()
+    if numeral(text):
+        return [f"iter_{int(text):07d}/"]
+    return [RELEASE] if text == RELEASE.rstrip("/") else []
+
+
+def folder_of(iteration: Any) -> str:
+    """The folder of a step, with its slash; without a number, `release/`."""
+    if type(iteration) is int and 0 < iteration < 10**12:
+        return f"iter_{iteration:07d}/"
+    return RELEASE
+
+
+def pointer_to(folder: str) -> TargetFile:
+    """The pointer file that names the folder."""
+    name = folder.rstrip("/")
+    text = name if folder == RELEASE else str(int(name.removeprefix("iter_")))
+    return whole_file(POINTER, text.encode("ascii"))
