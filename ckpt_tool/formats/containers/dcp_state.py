@@ -1,7 +1,7 @@
 """The nested state that a DCP's items are: keys into paths, items into tensors and plain values, and back.
 
-The one idea: a DCP flattens one nested dict. Reading, `State` gives each tensor with the path at which it hung and nests
-the plain values again; writing, `flatten` gives the leaves of a nested dict as torch does.
+The one idea: a DCP flattens one nested dict. Reading, `State` gives each tensor with the path at which it hung and
+nests the plain values again; writing, `flatten` gives the leaves of a nested dict as torch does.
 
     {"model": {"w": T}, "groups": [{"lr": 0.1}]}  <->  model.w: tensor   groups.0.lr: object
 

@@ -30,15 +30,20 @@ from typing import ClassVar, NamedTuple
 from ckpt_tool.core.hints import Names
 from ckpt_tool.errors import Incomplete, UnknownFormat
 from ckpt_tool.formats.containers.dcp_items import DATA
-from ckpt_tool.formats.containers.dcp_metadata import MEGATRON_OBJECTS, METADATA, UNFINISHED
+from ckpt_tool.formats.containers.dcp_metadata import (
+    FSDP_GROUPS,
+    FSDP_MODEL,
+    MEGATRON_OBJECTS,
+    METADATA,
+    UNFINISHED,
+)
 
 SEVERAL, NOT_READ, DEEPER = "E0392", "E1640", "E1644"
 _RANK_METADATA = re.compile(r"__(\d{1,9})\.metadata")
 _MODEL = re.compile(r"(?:pytorch_)?model(?:_fsdp)?(?:_\d+)?|app")
 _OPTIMIZER = re.compile(r"optim(?:izer)?(?:_\d+)?")
-_GROUP_META = "optimizer.param_to_group_meta."
 _JOB = {"args", "checkpoint_version"}
-_MODULE = re.compile(r"model\d*\.module\.")
+_MODULE = re.compile(FSDP_MODEL)
 
 
 class Save(NamedTuple):
@@ -156,13 +161,12 @@ def refuse(tensors: Iterable[str], objects: Iterable[str], shown: str, *, finish
             path=shown,
             hint="take the last checkpoint that was finished, or copy the file from where the job wrote it",
         )
-    if any(key.startswith(_GROUP_META) for key in objects) or (
+    if any(key.startswith(FSDP_GROUPS) for key in objects) or (
         objects >= _JOB and any(_MODULE.match(key) for key in tensors)
     ):
         raise UnknownFormat(
-            "a Megatron-FSDP checkpoint (fsdp_dtensor), which this build does not read as one",
+            "a Megatron-FSDP checkpoint (fsdp_dtensor), no plain DCP",
             code=NOT_READ,
             path=shown,
-            hint="--from dcp reads it as plain DCP, everything as stored: fp32 weights, a gated fc1 in "
-            "halves _w and _v",
+            hint="pass its own folder, or --from megatron-fsdp; --from dcp reads it as it lies, a gated fc1 in halves",
         )

@@ -33,17 +33,19 @@ RNG states are extras, by folder, as bytes. Cost: a pickle a rank. What it does 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.catalog import Catalog
-from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions
+from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions
 from ckpt_tool.formats.megatron.folders import rank_folders, rank_in
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:  # reading needs none of these
+    from ckpt_tool.core.hints import Hints
     from ckpt_tool.core.layout import Layout
-    from ckpt_tool.core.target import Target, Wanted
+    from ckpt_tool.core.target import LayoutWish, Target, Wanted
+    from ckpt_tool.core.tensor import LogicalTensor
 
 
 class _Megatron:
@@ -86,6 +88,14 @@ class _Megatron:
     def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
         """tp, and pp and ep as far as the folder's name has them."""
         return rank_in(path, mesh)
+
+    def fit(
+        self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish
+    ) -> Fitted:
+        """Main weights (Megatron-FSDP's model) as master and model. See `megatron.main_weights`."""
+        from ckpt_tool.formats.megatron.main_weights import with_masters
+
+        return with_masters(tensors, extras)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """The whole output; see `formats.megatron.target`."""

@@ -1,14 +1,14 @@
 """Tensors that Megatron stores in parts, each under a key of its own, and what the whole one is.
 
-The one idea: what ranks share unequally is taken apart, so that any number of ranks can load it; the whole tensor has the
-parts one below the other.
+The one idea: what ranks share unequally is taken apart, so that any number of ranks can load it; the whole tensor has
+the parts one below the other.
 
     linear_fc1.weight_w, linear_fc1.weight_v        gate and up of a gated fc1   -> linear_fc1.weight [gate; up]
     experts.linear_fc1.weight3_w, ..._v             the same of expert 3         -> experts.linear_fc1.weight3
     in_proj.weight.query, ....key, ....value, ...   sections of a recurrent module (`rules.SECTIONS`)
 
-torch_dist has halves for singleton experts and sections always (`megatron_dist.keys`), Megatron-FSDP halves wherever the
-layer is gated by SwiGLU, sections where Megatron-Bridge saved (`megatron_fsdp.format`).
+torch_dist has halves for singleton experts and sections always (`megatron_dist.keys`), Megatron-FSDP halves wherever
+the layer is gated by SwiGLU, sections where Megatron-Bridge saved (`megatron_fsdp.format`).
 
 Sources (NVIDIA/Megatron-LM core 0.19.0): `core/transformer/mlp.py` (`apply_swiglu_sharded_factory`),
 `core/transformer/fsdp_dtensor_checkpoint.py` (`handle_swiglu_in_state_dict`, `handle_gdn_in_state_dict`),
@@ -54,8 +54,10 @@ def of_part(key: str, part: str) -> str:
 
 
 def moved(chunk: Chunk, rows: int) -> Chunk:
-    """The chunk `rows` rows further down its tensor."""
+    """The chunk `rows` rows further down its tensor; a scalar's as it is."""
     offset = chunk.box.offset
+    if not offset:
+        return chunk
     return Chunk(Box((offset[0] + rows, *offset[1:]), chunk.box.shape), chunk.array, chunk.within, chunk.replica)
 
 

@@ -8,9 +8,11 @@ Source: NVIDIA/Megatron-LM `training/checkpointing.py` (`get_checkpoint_tracker_
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ckpt_tool.core.bounds import numeral
+from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.target import TargetFile, whole_file
 from ckpt_tool.storage.source import Tree
 
@@ -40,3 +42,13 @@ def pointer_to(folder: str) -> TargetFile:
     name = folder.rstrip("/")
     text = name if folder == RELEASE else str(int(name.removeprefix("iter_")))
     return whole_file(POINTER, text.encode("ascii"))
+
+
+def misnamed(tree: Tree, folder: str, stated: Any) -> Note | None:
+    """A note where the folder is named for another iteration than `stated`, the one of what lies in it."""
+    name = (folder or tree.shown).rstrip("/").rpartition("/")[2]
+    named = re.fullmatch(r"iter_(\d{1,12})", name)
+    if named is None or type(stated) is not int or int(named[1]) == stated:
+        return None
+    what = f"the common state is of iteration {stated}, the folder is named {name}: renamed, or of two saves?"
+    return Note("N-iteration", what)

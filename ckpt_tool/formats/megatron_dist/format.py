@@ -37,8 +37,7 @@ Megatron-FSDP's `fsdp_dtensor` (plain DCP), FP8 scales in extra states.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -63,7 +62,7 @@ from ckpt_tool.core.tensor import (
 )
 from ckpt_tool.errors import InconsistentCheckpoint, InputError
 from ckpt_tool.formats import checksums
-from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specificity
+from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions, Specificity
 from ckpt_tool.formats.containers.dcp_items import Items, rank_of
 from ckpt_tool.formats.containers.dcp_metadata import (
     CONTRADICTION,
@@ -78,6 +77,7 @@ from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.megatron.args import arguments, facts_of
 from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron.parts import HALF, joined
+from ckpt_tool.formats.megatron.pointer import misnamed
 from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
 from ckpt_tool.formats.megatron_dist.keys import KINDS, DistKey, name_of, parse, styles_of
 from ckpt_tool.formats.megatron_dist.state import Objects, check_step, read_objects
@@ -87,7 +87,7 @@ from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.core.layout import Layout
-    from ckpt_tool.core.target import Target, Wanted
+    from ckpt_tool.core.target import LayoutWish, Target, Wanted
 
 FLAT = ".distributed.dp_group_idx_"
 POSITIONS = 1 << 18  # layers times experts of one key
@@ -143,6 +143,14 @@ class _MegatronDist:
     def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
         """The rank alone, as the names of DCP's files have it."""
         return rank_of(path)
+
+    def fit(
+        self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish
+    ) -> Fitted:
+        """Main weights (Megatron-FSDP's model) as master and model. See `megatron.main_weights`."""
+        from ckpt_tool.formats.megatron.main_weights import with_masters
+
+        return with_masters(tensors, extras)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """The whole output; see `formats.megatron_dist.target`."""
@@ -207,7 +215,8 @@ class _Reading:
                 flat, objects.gathered, tensors, arguments(objects.extras), degrees, self.tree.display(self.folder)
             )
         tensors |= self._of_common(objects, tensors)
-        self._iteration(objects)
+        if note := misnamed(self.tree, self.folder, objects.extras.get("iteration")):
+            self.notes.append(note)
         unsafe = (*self.listing.unsafe, *self.items.unsafe, *objects.unsafe)
         return Catalog(
             "megatron-dist",
@@ -221,16 +230,6 @@ class _Reading:
             self._hints(objects, degrees),
             indexes=(self.folder + METADATA,),
         )
-
-    def _iteration(self, objects: Objects) -> None:
-        """A note when the folder is named for another iteration than the common state is of."""
-        name = (self.folder or self.tree.shown).rstrip("/").rpartition("/")[2]
-        named, stated = re.fullmatch(r"iter_(\d{1,12})", name), objects.extras.get("iteration")
-        if named is not None and type(stated) is int and int(named[1]) != stated:
-            message = (
-                f"the common state is of iteration {stated}, the folder is named {name}: renamed, or of two saves?"
-            )
-            self.notes.append(Note("N-iteration", message))
 
     def _files(self, objects: Objects) -> tuple[str, ...]:
         names = [METADATA, megatron_dist_folder.CONFIG]

@@ -1,0 +1,336 @@
+"""Reading a Megatron-FSDP checkpoint: what a DCP holds, put under logical names. `megatron_fsdp.format` is the
+specification.
+
+    keys -> names, parts joined -> rows of tensor ranks put in order -> groups, RNG states, arguments as extras
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ckpt_tool.core.bounds import numeral
+from ckpt_tool.core.box import Box
+from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.hints import Degrees, Globals, Hints
+from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.tensor import EXTRAS, MODEL, Chunk, LogicalTensor, TensorKey
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UnknownFormat
+from ckpt_tool.formats import checksums
+from ckpt_tool.formats.base import ReadOptions
+from ckpt_tool.formats.containers.dcp_metadata import (
+    CONTRADICTION,
+    FSDP_GROUPS,
+    METADATA,
+    Listing,
+    check_files,
+    read_listing,
+)
+from ckpt_tool.formats.containers.dcp_state import State
+from ckpt_tool.formats.megatron import names
+from ckpt_tool.formats.megatron.args import arguments, facts_of
+from ckpt_tool.formats.megatron.groups import is_expert_group, key_of_group, key_of_param
+from ckpt_tool.formats.megatron.main_weights import half_of
+from ckpt_tool.formats.megatron.parts import HALF, joined, parts_of
+from ckpt_tool.formats.megatron.pointer import misnamed
+from ckpt_tool.formats.megatron.rng import rank_name
+from ckpt_tool.formats.megatron.rules import gated, pieces, rule_of, sections_of
+from ckpt_tool.formats.megatron_fsdp import folder as fsdp_folder
+from ckpt_tool.formats.megatron_fsdp.keys import FsdpHints, FsdpKey, logical, parse, unwrapped
+from ckpt_tool.formats.state_dict.tree import dotted
+from ckpt_tool.storage.records import read_array
+from ckpt_tool.storage.source import Tree
+
+SHARED, STATELESS = "E2008", "E0302"
+RNG, _GROUPS = "rng_state", FSDP_GROUPS.split(".")[1]
+_RNG_LIMIT = 1 << 20  # bytes of a state that becomes a value
+_PLACE = re.compile(r"\((\d{1,9}), (\d{1,9})\)")
+
+
+def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
+    """The catalog; see `format` for options and errors."""
+    found = fsdp_folder.find(tree)
+    folder = found[0] if found else ""
+    if not tree.exists(folder + METADATA):
+        raise UnknownFormat(
+            "no .metadata: this is no Megatron-FSDP folder",
+            code="E0393",
+            path=tree.display(folder),
+            hint="pass the folder that holds .metadata (iter_NNNNNNN), or its run's",
+        )
+    listing = read_listing(tree, folder, (METADATA,))
+    check_files(tree, [listing], folder + METADATA)
+    catalog = _Reading(tree, folder, listing, options).catalog()
+    catalog.check()
+    return catalog
+
+
+class _Parameter:
+    """A logical tensor while its parts are gathered. shape: the first part's. held, rows: of each part."""
+
+    __slots__ = ("chunks", "dtype", "held", "parts", "rows", "shape")
+
+    def __init__(self, shape: tuple[int, ...], dtype: DType, parts: tuple[str, ...]) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.parts = parts
+        self.chunks: list[Chunk] = []
+        self.held: dict[str, list[Chunk]] = {}
+        self.rows: dict[str, int] = {}
+
+    def fits(self, other: LogicalTensor, parts: tuple[str, ...]) -> bool:
+        """May `other` be one more part?"""
+        same = (self.dtype, self.shape[1:], len(self.shape)) == (other.dtype, other.shape[1:], len(other.shape))
+        return bool(parts) and same and self.parts == parts
+
+    def add(self, part: str, tensor: LogicalTensor) -> None:
+        if part:
+            self.held[part] = list(tensor.chunks)
+            self.rows[part] = tensor.shape[0] if tensor.shape else 0
+        else:
+            self.chunks = list(tensor.chunks)
+
+
+class _Reading:
+    """One read."""
+
+    def __init__(self, tree: Tree, folder: str, listing: Listing, options: ReadOptions) -> None:
+        self.tree = tree
+        self.folder = folder
+        self.listing = listing
+        self.options = options
+        self.state = State(tree, [listing])
+        self.found: dict[TensorKey, _Parameter] = {}
+        self.keys: list[FsdpKey] = []
+        self.others: list[LogicalTensor] = []
+        self.notes: list[Note] = []
+
+    def catalog(self) -> Catalog:
+        for tensor in self.state.tensors:
+            key = parse(dotted(tensor.path))
+            if key is None:
+                self._other(tensor)
+            else:
+                self._part(key, tensor)
+        extras = self.state.extras.finished()
+        facts = facts_of(arguments(extras))
+        tensors = self._tensors()
+        self._check_stages(tensors, facts.pp, facts.layers)
+        tensors = dict(self._in_order(tensors, extras))
+        apart = self._optimizer(extras, tensors)
+        self._rng(extras, facts.degrees)
+        tensors |= {t.key: t for t in self.others}
+        degrees = facts.degrees
+        self.notes += [note for note in (misnamed(self.tree, self.folder, extras.get("iteration")),) if note]
+        if half := half_of(extras, tensors.values()):
+            message = f"the model are the optimizer's fp32 main weights, the job computes in {half}: --dtype {half}"
+            self.notes.append(Note("N-main-weights", f"{message} writes what it computed with"))
+        return Catalog(
+            "megatron-fsdp",
+            tensors,
+            extras,
+            Mesh.of_degrees(degrees),
+            (self.folder + METADATA, *self.state.files),
+            (),
+            (
+                *self.notes,
+                *self.state.notes(),
+                *checksums.missing(self.tree, tensors.values(), required=self.options.require_checksums),
+            ),
+            self.state.all_unsafe(),
+            Hints.of(
+                Degrees(**degrees), self._hints(apart), Globals.each(self.listing.globals, self.state.items.globals)
+            ),
+            indexes=(self.folder + METADATA,),
+        )
+
+    def _hints(self, apart: Mapping[str, int]) -> FsdpHints:
+        """How the keys are spelled, by those that show it."""
+        model = next((key.wrappers for key in self.keys if key.key.state == MODEL), "module.")
+        states = next((key.wrappers for key in self.keys if key.key.state != MODEL), "")
+        locals_ = {key.local for key in self.keys}
+        containers = {found for local in locals_ if (found := names.container_of(local))}
+        inner = next((w for w in ("mtp_model_layer", "transformer_layer") if any(f".{w}." in x for x in locals_)), None)
+        convolution = "." if any(names.convolution(x, "_") != x for x in locals_) else "_"
+        return FsdpHints(
+            model,
+            states or f"module.module.{model}",
+            any(names.is_fused_norm(local) for local in locals_),
+            containers.pop() if len(containers) == 1 else None,
+            inner,
+            any(key.part in HALF for key in self.keys),
+            any(key.part and key.part not in HALF for key in self.keys),
+            convolution,
+            apart,
+        )
+
+    # -- tensors -------------------------------------------------------------------------------------------------------
+
+    def _part(self, key: FsdpKey, tensor: LogicalTensor) -> None:
+        self.keys.append(key)
+        parts = parts_of(key.local, key.part)
+        known = self.found.get(key.key)
+        if known is None:
+            known = self.found[key.key] = _Parameter(tensor.shape, tensor.dtype, parts)
+        elif key.part in known.held or not known.fits(tensor, parts):
+            raise InconsistentCheckpoint(
+                f"{key.key} is stored twice, or in parts that do not go together, under {dotted(tensor.path)}",
+                code=CONTRADICTION,
+                path=self.tree.display(self.folder + METADATA),
+                key=str(key.key),
+                hint="two modules of one name in one save (chunks of a virtual pipeline?): nothing says which counts",
+            )
+        known.add(key.part, tensor)
+
+    def _other(self, tensor: LogicalTensor) -> None:
+        """A tensor that is no parameter's: an RNG state becomes bytes, others are extras."""
+        if tensor.path[:1] == (RNG,) and tensor.dtype.name == "U8" and len(tensor.shape) == 1 and tensor.chunks:
+            (chunk, *more) = tensor.chunks
+            if not more and tensor.nbytes <= _RNG_LIMIT:
+                self.state.extras.put(tensor.path, bytes(read_array(self.tree, chunk.array)))
+                return
+        self.others.append(tensor._replace(key=TensorKey(dotted(tensor.path), EXTRAS)))
+
+    def _tensors(self) -> dict[TensorKey, LogicalTensor]:
+        out = {}
+        for key, found in self.found.items():
+            shape, chunks = found.shape, found.chunks
+            if found.parts:
+                rows, chunks = joined(key, found.parts, found.rows, found.held, self.tree.display(self.folder))
+                shape = (rows, *shape[1:]) if shape else shape  # a step counter: one a part, all alike
+            placed = mark_replicas(chunks) if len(chunks) > 1 else tuple(chunks)
+            out[key] = LogicalTensor(key, shape, found.dtype, placed)
+        return out
+
+    def _check_stages(self, tensors: Iterable[TensorKey], pp: int, layers: int | None) -> None:
+        """Raise InconsistentCheckpoint E2008 where stages of a pipeline wrote their layers under the same names."""
+        have = names.layers_count([key.name for key in tensors if key.state == MODEL])
+        if pp > 1 and layers and 0 < have < layers:
+            raise InconsistentCheckpoint(
+                f"{have} layers are stored, the model has {layers}: its {pp} pipeline stages number theirs from 0 "
+                "each, and one stage's were written under each name",
+                code=SHARED,
+                path=self.tree.display(self.folder),
+                hint="the other stages' layers are in no file: save with one pipeline stage, or as torch_dist",
+            )
+
+    def _in_order(
+        self, tensors: Mapping[TensorKey, LogicalTensor], extras: Mapping[str, Any]
+    ) -> Iterator[tuple[TensorKey, LogicalTensor]]:
+        """The tensors with the rows of halves and sections together: where a tensor is stored whole, its rows are what
+        each tensor rank holds, one rank's behind the other's."""
+        facts = facts_of(arguments(extras))
+        shapes = {key.name: tensor.shape for key, tensor in tensors.items() if key.state == MODEL}
+        sections, gate = sections_of(shapes, facts), gated(shapes, facts)
+        for key, tensor in tensors.items():
+            rule = rule_of(key.name, len(tensor.shape), gated=gate, down_shared=False, sections=sections)
+            size = facts.degrees[rule.axis]
+            if len(rule.parts) < 2 or size < 2 or self.found[key].parts or not tensor.shape:
+                yield key, tensor
+                continue
+            rows = tensor.shape[0] // size
+            moves = [
+                (piece.within.translate((rank * rows, *piece.within.offset[1:])), piece.box)
+                for rank in range(size)
+                for piece in pieces(rule, tensor.shape, rank, size)
+            ]
+            yield key, tensor._replace(chunks=tuple(_rearranged(tensor.chunks, moves)))
+
+    # -- plain values --------------------------------------------------------------------------------------------------
+
+    def _optimizer(self, extras: dict[str, Any], tensors: Mapping[TensorKey, LogicalTensor]) -> dict[str, int]:
+        """Put the groups of hyperparameters in place of those of each parameter. Returns the parameters that are in
+        another group than their name and shape say."""
+        stored = extras.get("optimizer")
+        stated = stored.pop(_GROUPS, None) if isinstance(stored, dict) else None
+        if not isinstance(stored, dict) or not isinstance(stated, dict):
+            return {}
+        groups: list[dict[str, Any]] = []
+        known: dict[str, int] = {}
+        member: dict[str, int] = {}
+        for name, meta in stated.items():
+            group = dict(meta) if isinstance(meta, dict) else {"value": meta}
+            text = repr(sorted(group.items(), key=lambda pair: str(pair[0])))
+            if text not in known:
+                known[text] = len(groups)
+                groups.append(group)
+            member[logical(unwrapped(str(name)))] = known[text]
+        self._check_states(member, tensors)
+        dense = [group for group in groups if not is_expert_group(group)]
+        experts = [group for group in groups if is_expert_group(group)]
+        parted = [{"optimizer": {"param_groups": part}} for part in (dense, experts) if part]
+        rest = {key: value for key, value in stored.items() if value != {}}
+        extras["optimizer"] = {**rest, **parted[0]} if len(parted) == 1 else parted
+        return self._exceptions(member, groups, tensors, extras)
+
+    def _exceptions(
+        self,
+        member: Mapping[str, int],
+        groups: Sequence[Mapping[str, Any]],
+        tensors: Mapping[TensorKey, LogicalTensor],
+        extras: Mapping[str, Any],
+    ) -> dict[str, int]:
+        facts = facts_of(arguments(extras))
+        kinds = [(key_of_group(group, facts), is_expert_group(group)) for group in groups]
+        order = {id(g): n for n, g in enumerate([*filter(_dense, groups), *filter(is_expert_group, groups)])}
+        out = {}
+        for name, number in member.items():
+            tensor = tensors.get(TensorKey(name))
+            if tensor is None:
+                continue
+            apart = ".experts." in name and any(expert for _, expert in kinds)
+            wanted = (key_of_param(name, tensor.shape, facts), apart)
+            if kinds.count(wanted) != 1 or kinds.index(wanted) != number:
+                out[name] = order[id(groups[number])]
+        return out
+
+    def _check_states(self, member: Mapping[str, int], tensors: Iterable[TensorKey]) -> None:
+        """Raise Incomplete E0302 for parameters of the optimizer that have no state while others have."""
+        trained = {key.name for key in tensors if key.state != MODEL}
+        missing = [name for name in member if name not in trained]
+        if not missing or len(missing) == len(member):
+            return
+        message = f"{len(missing)} of {len(member)} parameters of the optimizer have no state, the others have"
+        if self.options.lenient:
+            self.notes.append(Note("N-no-state", f"{message}, such as {missing[0]}", key=missing[0]))
+            return
+        raise Incomplete(
+            message,
+            code=STATELESS,
+            path=self.tree.display(self.folder),
+            key=missing[0],
+            faults=missing[1:50],
+            hint="a part of the optimizer was not saved, or removed; --lenient takes it as it is",
+        )
+
+    def _rng(self, extras: dict[str, Any], degrees: Mapping[str, int]) -> None:
+        """RNG states under the names that all formats of Megatron's give them."""
+        stored = extras.get(RNG)
+        if not isinstance(stored, dict):
+            return
+        shape = (degrees["pp"], degrees["tp"])
+        out = {}
+        for place, value in stored.items():
+            found = _PLACE.fullmatch(str(place))
+            if found is None or not all(map(numeral, found.groups())):
+                return
+            out[rank_name((int(found[1]), int(found[2])), shape)] = value
+        extras[RNG] = out
+
+
+def _dense(group: Any) -> bool:
+    return not is_expert_group(group)
+
+
+def _rearranged(chunks: Iterable[Chunk], moves: Sequence[tuple[Box, Box]]) -> Iterator[Chunk]:
+    """The chunks of a tensor whose boxes (stored, whole) lie elsewhere in the whole."""
+    for chunk in chunks:
+        for stored, box in moves:
+            shared = chunk.box & stored
+            if shared is None:
+                continue
+            start = shared.translate(stored.offset, sign=-1).translate(box.offset)
+            inside = shared.translate(chunk.box.offset, sign=-1).translate(chunk.within.offset)
+            yield Chunk(start, chunk.array, inside, chunk.replica)
