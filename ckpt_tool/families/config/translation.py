@@ -253,6 +253,8 @@ def _decisive(args: Mapping[str, Any]) -> Values:
     out["num_query_groups"] = facts.args.get("num_query_groups") if grouped else heads
     out["group_query_attention"] = out["num_query_groups"] != heads
     out["normalization"] = str(out["normalization"]).lower()
+    if out["dsa_indexer_topk"] is None:  # core 0.19 states 1 and 0 for models without an indexer
+        out |= dict.fromkeys(("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"))
     if latent:
         del out["kv_channels"]
         out["rope_type"] = "rope" if out["rope_type"] == "rope" or out["rotary_scaling_factor"] == 1.0 else "yarn"

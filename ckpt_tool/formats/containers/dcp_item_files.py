@@ -18,6 +18,7 @@ from ckpt_tool.core.target import Patch, TargetArray, TargetFile, WantedTensor
 from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.containers.dcp_metadata import ObjectEntry, Piece, TensorEntry
+from ckpt_tool.formats.torch.composer import TorchComposer
 from ckpt_tool.storage.pickle_writer import dumps, stored
 from ckpt_tool.storage.zip_plan import ZipPlan, plan_zip
 
@@ -113,6 +114,15 @@ class ItemFiles:
             of = patch.of if patch.of < 0 else before + patch.of
             file.patches.append(patch._replace(offset=base + patch.offset, of=of, span=span))
         self.entries[fqn] = ObjectEntry(fqn, path, file.path, base, made.size)
+
+    def known(self, fqn: str, path: Path, shape: tuple[int, ...], dtype: DType, data: bytes, folder: str = "") -> None:
+        """A tensor whose bytes are known, as an item of rank 0's file."""
+        composer = TorchComposer()
+        self.object(fqn, path, composer.file("", composer.value(shape, dtype, data)), folder)
+        entry = self.entries[fqn]
+        if isinstance(entry, ObjectEntry):
+            piece = Piece((0,) * len(shape), shape, entry.file, entry.at, entry.length)
+            self.entries[fqn] = TensorEntry(fqn, path, dtype, shape, [piece])
 
     def finished(self) -> list[TargetFile]:
         """The files, by folder and rank."""

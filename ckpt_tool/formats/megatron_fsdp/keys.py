@@ -20,9 +20,8 @@ from typing import ClassVar, NamedTuple
 from ckpt_tool.core.hints import Hint
 from ckpt_tool.core.tensor import MODEL, TensorKey
 from ckpt_tool.errors import InputError
-from ckpt_tool.formats.containers.dcp_metadata import FSDP_GROUPS
 from ckpt_tool.formats.megatron import names
-from ckpt_tool.formats.megatron.parts import HALF, apart, of_part
+from ckpt_tool.formats.megatron.parts import apart, of_part
 
 FUSED = "E2007"
 STATES = "optimizer.state."
@@ -115,12 +114,3 @@ def model_key(local: str, hints: FsdpHints, part: str = "") -> str:
 def state_key(local: str, state: str, hints: FsdpHints, part: str = "") -> str:
     """The key of a state."""
     return f"{STATES}{hints.optimizer}{of_part(local, part) if part else local}.{state}"
-
-
-def group_key(local: str, hints: FsdpHints) -> str:
-    """What the keys of a parameter's hyperparameters begin with."""
-    return f"{FSDP_GROUPS}{hints.optimizer}{local}"
-
-
-def is_half(key: FsdpKey) -> bool:
-    return key.part in HALF
