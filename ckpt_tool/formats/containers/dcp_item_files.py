@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple
 
 from ckpt_tool.core.box import Box
@@ -28,7 +29,8 @@ ALIGNMENT = 64  # bytes between written items
 
 class Placed(NamedTuple):
     """`box` of wanted tensor number `tensor` is stored at `offset` of the stored tensor, in `shape` (both have leading
-    dims where several tensors are one stored tensor), by rank number `rank`."""
+    dims where several tensors are one stored tensor), by rank number `rank`. A box of as many dims that is smaller than
+    `shape` is filled up with zeros at the end of each dim; with no elements it is zeros alone."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -90,10 +92,13 @@ class ItemFiles:
             if file is None:
                 file = files[rank] = self._file(folder, rank)
             base = file.append(plan.size, plan.literals)
-            if 0 not in extents:
-                of = len(file.arrays)
+            if 0 not in extents and not box.numel:
+                span = (base + plan.offsets[0], dtype.nbytes(prod(extents)))
+                file.patches += [Patch(base + hole, "crc32", -1, span) for hole in plan.crcs[0]]
+            elif 0 not in extents:
+                of, padded = len(file.arrays), extents if box.numel != prod(extents) else None
                 file.patches += [Patch(base + hole, "crc32", of) for hole in plan.crcs[0]]
-                file.arrays.append(TargetArray(number, box, base + plan.offsets[0]))
+                file.arrays.append(TargetArray(number, box, base + plan.offsets[0], padded))
             pieces.append(Piece(offset, extents, file.path, base, plan.size))
         self.entries[fqn] = TensorEntry(fqn, path, dtype, shape, pieces)
 

@@ -58,8 +58,8 @@ def with_masters(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any]) ->
         if key.name in stepped:
             masters.append((number, tensor._replace(key=TensorKey(key.name, MASTER), path=())))
     reason = f"{len(casts)} weights are the fp32 main weights rounded to {half}, as the job rounds them"
-    kept = f"; {len(masters)} main weights are the master"
-    return Fitted((*rows, *masters), casts, (_line(MODEL, reason + kept),))
+    kept = f"{len(masters)} main weights, which were the model, are the master"
+    return Fitted((*rows, *masters), casts, (_line(MODEL, reason), _line(MASTER, kept)))
 
 
 def as_the_model(tensors: Sequence[LogicalTensor]) -> Fitted:
@@ -83,8 +83,8 @@ def as_the_model(tensors: Sequence[LogicalTensor]) -> Fitted:
         rows.append((number, tensor))
     dropped = []
     if gone:
-        reason = f"{len(gone)} weights are written as their fp32 master, the main weights: their rounding stays behind"
-        dropped.append(_line(MODEL, reason, gone))
+        dropped.append(_line(MODEL, "what the fp32 master rounds to stays behind, as Megatron-FSDP has it", gone))
+        dropped.append(_line(MASTER, f"{len(masters)} masters are the model, as Megatron-FSDP keeps its main weights"))
     if wide:
         dropped.append(_line(MODEL, f"{wide} 16-bit weights are widened to fp32, as main weights are"))
     return Fitted(tuple(rows), casts, tuple(dropped))

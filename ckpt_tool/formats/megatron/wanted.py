@@ -89,7 +89,7 @@ def decide(wanted: Wanted) -> Decided:
         own.convolution if own else "_",
     ).of_shapes(shapes, 1)
     notes += _check(job, shapes)
-    rows, kept, more = _rows(wanted, model, facts, degrees["tp"])
+    rows, kept, more = vocabulary_rows(wanted, model, facts, degrees["tp"])
     every = next((shapes[name][0] for name in model if is_vocabulary(name)), None) if rows else None
     if args and facts.layers != stated.layers and facts.layers:
         notes.append(f"args.num_layers becomes {facts.layers}: so many layers are written")
@@ -175,7 +175,7 @@ def _check(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 # -- vocabulary --------------------------------------------------------------------------------------------------------
 
 
-def _rows(
+def vocabulary_rows(
     wanted: Wanted, model: Mapping[str, int], facts: Facts, tp: int
 ) -> tuple[int | None, int | None, tuple[str, ...]]:
     """(rows to store, rows of the source to keep, notes) of the vocabulary tensors; (None, None, ()) without any."""

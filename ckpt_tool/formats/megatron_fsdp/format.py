@@ -12,9 +12,9 @@ weights.
 
 Specification (NVIDIA/Megatron-LM core_v0.19.0 and main of August 2026, d98e8a64):
 
-* Keys (`megatron_fsdp.keys`): `model.` and a `module.` of Float16Module, `optimizer.state.` and a `module.` for each of
-  three wrappers; layers and experts have global numbers (stages of a pipeline number theirs from 0 each and share
-  names: such a save has lost layers, E2008). No `_extra_state` (`handle_fp8_extra_state_case`).
+* Keys (`megatron_fsdp.keys`): `model.module.`, and `optimizer.state.` with a `module.` for each of three wrappers (two
+  where nothing computes in 16 bits); layers and experts have global numbers. Stages of a pipeline number theirs from 0
+  each and share names: such a save has lost layers (E2008). No `_extra_state` (`handle_fp8_extra_state_case`).
 * Halves `_w` (gate) and `_v` (up) with `--swiglu`, in layers that are gated: weights and biases of dense, shared and
   single experts. Gated by another function (`--quick-geglu`) fc1 is whole. With tensor ranks a tensor that is whole and
   has halves or sections is what the ranks hold, one rank's behind the other's: [gate 0; up 0; gate 1; up 1].

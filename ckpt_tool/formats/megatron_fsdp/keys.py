@@ -28,6 +28,8 @@ STATES = "optimizer.state."
 _MODEL_KEY = re.compile(r"model\d{0,4}\.((?:module\.)*)(.+)", re.DOTALL)
 _STATE_KEY = re.compile(rf"{re.escape(STATES)}((?:module\.)*)(.+)\.([^.]+)", re.DOTALL)
 _WRAPPERS = re.compile(r"(?:module\.)*")
+WRAPPER = "module."
+VOCAB_ROWS = "vocab_rows"  # under a key of ours: rows of the vocabulary that are the model's, the others are padding
 _MLA = "linear_qkv_down_proj."
 
 

@@ -16,7 +16,7 @@ from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
-from ckpt_tool.core.tensor import EXTRAS, MODEL, Chunk, LogicalTensor, TensorKey
+from ckpt_tool.core.tensor import EXTRAS, MODEL, Chunk, LogicalTensor, TensorKey, first_rows
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UnknownFormat
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import ReadOptions
@@ -36,9 +36,10 @@ from ckpt_tool.formats.megatron.main_weights import half_of
 from ckpt_tool.formats.megatron.parts import HALF, joined, parts_of
 from ckpt_tool.formats.megatron.pointer import misnamed
 from ckpt_tool.formats.megatron.rng import rank_name
-from ckpt_tool.formats.megatron.rules import gated, pieces, rule_of, sections_of
+from ckpt_tool.formats.megatron.rules import gated, is_vocabulary, pieces, rule_of, sections_of
+from ckpt_tool.formats.megatron.target import OURS
 from ckpt_tool.formats.megatron_fsdp import folder as fsdp_folder
-from ckpt_tool.formats.megatron_fsdp.keys import FsdpHints, FsdpKey, logical, parse, unwrapped
+from ckpt_tool.formats.megatron_fsdp.keys import VOCAB_ROWS, WRAPPER, FsdpHints, FsdpKey, logical, parse, unwrapped
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
@@ -119,6 +120,7 @@ class _Reading:
         tensors = self._tensors()
         self._check_stages(tensors, facts.pp, facts.layers)
         tensors = dict(self._in_order(tensors, extras))
+        tensors = _without_padding(tensors, extras.pop(OURS, None))
         apart = self._optimizer(extras, tensors)
         self._rng(extras, facts.degrees)
         tensors |= {t.key: t for t in self.others}
@@ -148,7 +150,7 @@ class _Reading:
 
     def _hints(self, apart: Mapping[str, int]) -> FsdpHints:
         """How the keys are spelled, by those that show it."""
-        model = next((key.wrappers for key in self.keys if key.key.state == MODEL), "module.")
+        model = next((key.wrappers for key in self.keys if key.key.state == MODEL), WRAPPER)
         states = next((key.wrappers for key in self.keys if key.key.state != MODEL), "")
         locals_ = {key.local for key in self.keys}
         containers = {found for local in locals_ if (found := names.container_of(local))}
@@ -156,7 +158,7 @@ class _Reading:
         convolution = "." if any(names.convolution(x, "_") != x for x in locals_) else "_"
         return FsdpHints(
             model,
-            states or f"module.module.{model}",
+            states or WRAPPER * 3,
             any(names.is_fused_norm(local) for local in locals_),
             containers.pop() if len(containers) == 1 else None,
             inner,
@@ -322,6 +324,15 @@ class _Reading:
 
 def _dense(group: Any) -> bool:
     return not is_expert_group(group)
+
+
+def _without_padding(tensors: dict[TensorKey, LogicalTensor], ours: Any) -> dict[TensorKey, LogicalTensor]:
+    """The tensors without the rows by which we padded a vocabulary."""
+    rows = ours.get(VOCAB_ROWS) if isinstance(ours, dict) else None
+    if type(rows) is not int or rows < 1:
+        return tensors
+    own = {key for key, t in tensors.items() if is_vocabulary(key.name) and t.shape and t.shape[0] > rows}
+    return {key: first_rows(t, rows) if key in own else t for key, t in tensors.items()}
 
 
 def _rearranged(chunks: Iterable[Chunk], moves: Sequence[tuple[Box, Box]]) -> Iterator[Chunk]:

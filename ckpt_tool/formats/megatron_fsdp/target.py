@@ -10,6 +10,7 @@ ranks, cut by whole rows between data ranks; everything else is one nested dict,
   `swiglu`, MTP's inner layer as core 0.19 has it.
 * A tensor that is stored whole and has halves or sections has the rows of each tensor rank together, for `--tp` as
   wished: only a job of that tensor degree reads it right, as with Megatron's own files. A note names it.
+* Rows of a vocabulary are padded with zeros to what Megatron asks for; how many are real stands under a key of ours.
 * The optimizer's hyperparameters stand at each parameter; a group that the source lacks is made from its twin
   (`megatron.groups`). RNG states go to `rng_state` where tensor ranks are the source's, else they are left out, in
   words.
@@ -47,12 +48,15 @@ from ckpt_tool.formats.megatron.job import Job, carved, check_experts
 from ckpt_tool.formats.megatron.parts import HALF
 from ckpt_tool.formats.megatron.pointer import folder_of, pointer_to
 from ckpt_tool.formats.megatron.rng import by_rank, tensors_of_rng
-from ckpt_tool.formats.megatron.rules import gated, pieces, section_names
+from ckpt_tool.formats.megatron.rules import gated, is_vocabulary, pieces, section_names
 from ckpt_tool.formats.megatron.stages import from_counts
-from ckpt_tool.formats.megatron.target import writable
+from ckpt_tool.formats.megatron.target import OURS, writable
+from ckpt_tool.formats.megatron.wanted import vocabulary_rows
 from ckpt_tool.formats.megatron_fsdp.keys import (
     MTP_INNER,
     STATES,
+    VOCAB_ROWS,
+    WRAPPER,
     FsdpHints,
     model_key,
     parse,
@@ -63,7 +67,7 @@ from ckpt_tool.formats.state_dict.tree import dotted, join
 from ckpt_tool.formats.torch.composer import TorchComposer
 
 EXPERTS, UNHELD, NO_RULE = "E0237", "E2001", "E0275"
-_OWN = ("args", "model", "optimizer", "rng_state")  # keys that are laid out here
+_OWN = ("args", "model", "optimizer", "rng_state", OURS)  # keys that are laid out here
 _FOREIGN = ("content_metadata", "sharded_objects")  # what torch_dist says of its own files
 
 
@@ -105,6 +109,7 @@ class _Writing:
         self.job = job.of_shapes(shapes, 1)
         self._check_rules(shapes)
         self.notes += self.job.check(shapes.items())
+        self.rows, self.kept = self._vocabulary()
         self.items = ItemFiles(wanted.tensors)
         self.folder = folder_of(wanted.extras.get("iteration"))
         self._cuts: dict[tuple[str, tuple[int, ...]], list[_Stored]] = {}
@@ -115,12 +120,11 @@ class _Writing:
             return own
         grouped = self.facts.container == names.TE_GROUPED
         halves = self.args.get("swiglu", True) is not False
-        half = not self.args or bool(self.args.get("bf16") or self.args.get("fp16"))
-        model = "module." if half else ""  # Float16Module's
+        half = "bf16" not in self.args or bool(self.args.get("bf16") or self.args.get("fp16"))
         inner = own.mtp_inner if own is not None else None
         return FsdpHints(
-            model,
-            f"module.module.{model}",
+            WRAPPER,
+            WRAPPER * (3 if half else 2),  # of Megatron's FSDP and of its adapter, and Float16Module
             self.facts.te,
             names.TE_GROUPED if grouped else names.SEQUENTIAL,
             inner or MTP_INNER,
@@ -129,6 +133,28 @@ class _Writing:
             "_",
             {},
         )
+
+    def _vocabulary(self) -> tuple[int | None, int | None]:
+        """(rows to store, rows that there are) of the vocabulary's tensors, where Megatron pads them; else None."""
+        number = {t.key.name: i for i, t in enumerate(self.wanted.tensors) if t.key.state == MODEL}
+        rows, kept, notes = vocabulary_rows(self.wanted, number, self.facts, self.degrees["tp"])
+        have = next(
+            (self.model[name].shape[0] for name in self.model if is_vocabulary(name) and self.model[name].shape), 0
+        )
+        if rows is not None and rows < have:
+            self.notes.append(
+                f"the vocabulary has {have} rows, Megatron's loader wants {rows} for {self.degrees['tp']} tensor "
+                "ranks: --vocab-size N cuts the rows beyond the tokenizer's"
+            )
+            return None, None
+        self.notes += notes if rows != have else ()
+        return (rows, kept) if rows and rows > have else (None, None)
+
+    def _padded(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in the files."""
+        if self.rows is None or not is_vocabulary(name) or shape[:1] != (self.kept,):
+            return shape
+        return (self.rows, *shape[1:])
 
     def _check_rules(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise UsageError E0275 for what can't be cut, or has no way of Megatron's to be stored."""
@@ -185,7 +211,7 @@ class _Writing:
         local = spelled(name, self.hints, self.model)
         shape = self.model[name].shape if name in self.model else tensor.shape
         counter = tensor.shape != shape and tensor.shape == ()
-        for stored in self._stored(name, shape):
+        for stored in self._stored(name, self._padded(name, shape)):
             if state == MODEL:
                 fqn = model_key(local, self.hints, stored.part)
                 path: tuple[str | int, ...] = ("model", fqn.removeprefix("model."))
@@ -197,7 +223,7 @@ class _Writing:
                 placed = [Placed((), (), number, Box((), ()), 0)]
                 self.items.tensor(self._add(fqn), path, (), placed, self.folder)
             else:
-                self.items.tensor(self._add(fqn), path, stored.shape, self._placed(number, name, stored), self.folder)
+                self.items.tensor(self._add(fqn), path, stored.shape, self._placed(number, stored), self.folder)
 
     def _check(self, fqn: str, tensor: WantedTensor, part: str) -> None:
         """Raise UsageError E2001 for a name that would not be read back."""
@@ -245,10 +271,11 @@ class _Writing:
                 moves.append((piece.within.translate((rank * rows, *(0,) * (len(shape) - 1))), piece.box))
         yield _Stored("", shape, moves)
 
-    def _placed(self, number: int, name: str, stored: _Stored) -> Iterator[Placed]:
+    def _placed(self, number: int, stored: _Stored) -> Iterator[Placed]:
         """The boxes under one key: of tensor ranks, cut by rows between data ranks."""
         tp, ep, etp = self.degrees["tp"], self.degrees["ep"], self.degrees["etp"]
         data = self.degrees["dp"] * self.degrees["cp"]
+        name, true = self.wanted.tensors[number].key.name, whole(self.wanted.tensors[number].shape)
         expert = names.expert_of(name)
         rule = self.job.rule(name, len(stored.shape))
         size = self.degrees[rule.axis]
@@ -263,7 +290,8 @@ class _Writing:
                 for at, source in stored.moves:
                     if shared := box & at:
                         inside = shared.translate(at.offset, sign=-1).translate(source.offset)
-                        yield Placed(shared.offset, shared.shape, number, inside, first + rank + inner * shard)
+                        kept = inside & true or Box(true.offset, (0,) * len(true.shape))
+                        yield Placed(shared.offset, shared.shape, number, kept, first + rank + inner * shard)
         if 0 in stored.shape:
             yield Placed((0,) * len(stored.shape), stored.shape, number, stored.moves[0][1], first)
 
@@ -291,6 +319,8 @@ class _Writing:
             if tensor.key.state == EXTRAS
         ]
         out = join(out, leaves)
+        if self.rows is not None:
+            out[OURS] = {VOCAB_ROWS: self.kept}
         out |= self._rng() | self._groups()
         return out
 
@@ -313,7 +343,7 @@ class _Writing:
         same = before is not None and all(before.at(dim) == self.degrees[dim] for dim in ("tp", "pp"))
         shape, own = by_rank(states, self.degrees)
         if not same or len(shape) != 2 or set(own) != {(0, rank) for rank in range(self.degrees["tp"])}:
-            why = "they belong to ranks of another layout (a resumed run draws anew)"
+            why = "they belong to ranks of another layout (a resumed run draws anew and wants --no-load-rng)"
             self.notes.append(f"RNG states are left out: {why}")
             return {}
         value = {str(at): tensors_of_rng(state, Known, inside=False) for at, state in own.items()}
