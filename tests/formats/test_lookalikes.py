@@ -96,7 +96,6 @@ def tensorflow(folder: Path) -> None:
 
 # name: (maker, code, words of the message, words of the hint)
 CASES: dict[str, tuple[Maker, str, str, str]] = {
-    "megatron-fsdp": (fixture("megatron_fsdp"), "E1640", "Megatron-FSDP", "--from dcp"),
     "orbax": (fixture("orbax"), "E1640", "Orbax", "safetensors"),
     "orbax-run": (orbax_run, "E1640", "Orbax", "safetensors"),
     "slime": (fixture("slime_delta"), "E1640", "changes since another version", "base"),
@@ -163,13 +162,6 @@ def test_a_torch_dist_below_the_folder_is_named(tmp_path: Path) -> None:
         open_source(str(tmp_path / "run"), Reading())
     assert (e.value.code, e.value.exit_code) == ("E1644", 3) and str(folder) in (e.value.hint or "")
     assert open_source(str(folder), Reading()).format.name == "megatron-dist"
-
-
-def test_a_forced_dcp_is_read_as_it_lies(tmp_path: Path) -> None:
-    CASES["megatron-fsdp"][0](tmp_path)
-    with pytest.raises(CkptError) as e:
-        open_source(str(tmp_path), Reading(from_format="dcp"))
-    assert e.value.code == "E0301", "its data files are not in the fixture; its keys are no fault any more"
 
 
 def test_one_module_with_weights_is_a_model(tmp_path: Path) -> None:

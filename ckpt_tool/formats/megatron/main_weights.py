@@ -84,6 +84,7 @@ def as_the_model(tensors: Sequence[LogicalTensor]) -> Fitted:
     dropped = []
     if gone:
         dropped.append(_line(MODEL, "what the fp32 master rounds to stays behind, as Megatron-FSDP has it", gone))
+    if masters:
         dropped.append(_line(MASTER, f"{len(masters)} masters are the model, as Megatron-FSDP keeps its main weights"))
     if wide:
         dropped.append(_line(MODEL, f"{wide} 16-bit weights are widened to fp32, as main weights are"))

@@ -188,7 +188,8 @@ class _Reading:
 
     def _other(self, tensor: LogicalTensor) -> None:
         """A tensor that is no parameter's: an RNG state becomes bytes, others are extras."""
-        if tensor.path[:1] == (RNG,) and tensor.dtype.name == "U8" and len(tensor.shape) == 1 and tensor.chunks:
+        placed = len(tensor.path) > 2 and tensor.path[0] == RNG and _PLACE.fullmatch(str(tensor.path[1]))
+        if placed and tensor.dtype.name == "U8" and len(tensor.shape) == 1 and tensor.chunks:
             (chunk, *more) = tensor.chunks
             if not more and tensor.nbytes <= _RNG_LIMIT:
                 self.state.extras.put(tensor.path, bytes(read_array(self.tree, chunk.array)))

@@ -37,6 +37,7 @@ from ckpt_tool.formats.containers.dcp_state import Known, Slot, flatten
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import DIMS, NAMESPACE, arguments, facts_of, updated, with_spec
 from ckpt_tool.formats.megatron.groups import (
+    GroupKey,
     chained,
     groups_for,
     groups_of,
@@ -210,7 +211,7 @@ class _Writing:
         name, state = tensor.key
         local = spelled(name, self.hints, self.model)
         shape = self.model[name].shape if name in self.model else tensor.shape
-        counter = tensor.shape != shape and tensor.shape == ()
+        own = tensor.shape != shape  # a step, a row's or column's statistics
         for stored in self._stored(name, self._padded(name, shape)):
             if state == MODEL:
                 fqn = model_key(local, self.hints, stored.part)
@@ -218,17 +219,18 @@ class _Writing:
             else:
                 fqn = state_key(local, state, self.hints, stored.part)
                 path = ("optimizer", "state", fqn.removeprefix(STATES).removesuffix(f".{state}"), state)
-            self._check(fqn, tensor, stored.part)
-            if counter:  # a step: each half has one
-                placed = [Placed((), (), number, Box((), ()), 0)]
-                self.items.tensor(self._add(fqn), path, (), placed, self.folder)
+            self._check(fqn, tensor, stored.part, own=own)
+            if own:  # each half has a step, and nothing else that is not its parameter's shape
+                placed = [Placed((0,) * len(tensor.shape), tensor.shape, number, whole(tensor.shape), 0)]
+                self.items.tensor(self._add(fqn), path, tensor.shape, placed, self.folder)
             else:
                 self.items.tensor(self._add(fqn), path, stored.shape, self._placed(number, stored), self.folder)
 
-    def _check(self, fqn: str, tensor: WantedTensor, part: str) -> None:
-        """Raise UsageError E2001 for a name that would not be read back."""
+    def _check(self, fqn: str, tensor: WantedTensor, part: str, *, own: bool) -> None:
+        """Raise UsageError E2001 for a name that would not be read back, or a state of a shape of its `own` that has to
+        go to several parts."""
         made = parse(fqn)
-        if made is None or made.key != tensor.key or made.part != part:
+        if made is None or made.key != tensor.key or made.part != part or own and part and tensor.shape:
             raise UsageError(
                 f"megatron-fsdp would read {tensor.key.name!r} back under another name",
                 code=UNHELD,
@@ -373,22 +375,20 @@ class _Writing:
         return f"{self.hints.optimizer}{spelled(name, self.hints, self.model)}"
 
     def _chosen(self, trained: Iterable[str], stored: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Each parameter's group."""
-        apart = self.degrees["ep"] > 1
-        keys: dict[bool, dict[str, Any]] = {False: {}, True: {}}
+        """Each parameter's group. Experts have what the source says of them; that it is an experts' group is said where
+        Megatron-FSDP said so itself: core 0.19 does not, its parameters have lost that mark."""
+        own = any(map(is_expert_group, stored))
+        keys: dict[bool, dict[str, GroupKey]] = {False: {}, True: {}}
         for name in trained:
-            own = apart and ".experts." in name
-            keys[own][name] = key_of_param(name, self.model[name].shape, self.facts)
+            keys[own and ".experts." in name][name] = key_of_param(name, self.model[name].shape, self.facts)
         out: dict[str, dict[str, Any]] = {}
-        for own, members in keys.items():
-            made = groups_for(stored, set(members.values()), self.facts, experts=own)
+        for experts, members in keys.items():
+            made = groups_for(stored, set(members.values()), self.facts, experts=experts)
+            if self.wanted.source_format != "megatron-fsdp":
+                made = [{**group, "is_expert_parallel": False} for group in made]
             by_key = {key_of_group(group, self.facts): group for group in made}
-            for name, key in members.items():
-                out[name] = by_key.get(key, made[0] if made else {})
-        out |= {name: stored[n] for name, n in self.hints.groups.items() if name in out and 0 <= n < len(stored)}
-        if not apart and any(map(is_expert_group, stored)):
-            self.notes.append("experts are in the groups of the other parameters: they are not parallel")
-        return out
+            out |= {name: by_key.get(key, made[0]) for name, key in members.items()}
+        return out | {name: stored[n] for name, n in self.hints.groups.items() if name in out and n < len(stored)}
 
     def _left_of_optimizer(self) -> None:
         """Say what of the optimizer's plain values has no place."""
