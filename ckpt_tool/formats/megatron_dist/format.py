@@ -32,7 +32,7 @@ Specification (NVIDIA/Megatron-LM, core 0.16.1 where nothing else is stated; `me
 * Steps stand in `param_groups`. RNG states are objects keyed by pipeline and tensor rank.
 
 Writing: `formats.megatron_dist.target`. Cost: 0.1 ms a box. What it does not do: zarr (core <= 0.15 can read it),
-Megatron-FSDP's `fsdp_dtensor` (plain DCP), FP8 scales in extra states.
+Megatron-FSDP's `fsdp_dtensor` (`megatron-fsdp`), FP8 scales in extra states.
 """
 
 from __future__ import annotations

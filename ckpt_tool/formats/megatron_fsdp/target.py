@@ -123,6 +123,10 @@ class _Writing:
         halves = self.args.get("swiglu", True) is not False
         half = "bf16" not in self.args or bool(self.args.get("bf16") or self.args.get("fp16"))
         inner = own.mtp_inner if own is not None else None
+        if inner is None and names.mtp_count(shapes):
+            self.notes.append(
+                f"MTP's inner layer is {MTP_INNER}, as core 0.19 asks for it: newer Megatron-LM asks for transformer_layer"
+            )
         return FsdpHints(
             WRAPPER,
             WRAPPER * (3 if half else 2),  # of Megatron's FSDP and of its adapter, and Float16Module
