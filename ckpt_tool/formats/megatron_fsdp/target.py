@@ -113,6 +113,7 @@ class _Writing:
         self.rows, self.kept = self._vocabulary()
         self.items = ItemFiles(wanted.tensors)
         self.folder = folder_of(wanted.extras.get("iteration"))
+        self._whole: list[str] = []  # one of each kind that is stored whole, the rows of each tensor rank together
         self._cuts: dict[tuple[str, tuple[int, ...]], list[_Stored]] = {}
 
     def _spelling(self, own: FsdpHints | None, shapes: Mapping[str, tuple[int, ...]]) -> FsdpHints:
@@ -125,7 +126,7 @@ class _Writing:
         inner = own.mtp_inner if own is not None else None
         if inner is None and names.mtp_count(shapes):
             self.notes.append(
-                f"MTP's inner layer is {MTP_INNER}, as core 0.19 asks for it: newer Megatron-LM asks for transformer_layer"
+                f"MTP's inner layer is {MTP_INNER}, as core 0.19 asks for it: newer ones ask for transformer_layer"
             )
         return FsdpHints(
             WRAPPER,
@@ -185,6 +186,12 @@ class _Writing:
         for number, tensor in enumerate(self.wanted.tensors):
             if tensor.key.state != EXTRAS:
                 self._tensor(number, tensor)
+        if self._whole:
+            size = self.degrees["tp"]
+            self.notes.append(
+                f"{', '.join(dict.fromkeys(self._whole))} and their like are stored whole, the rows of each tensor "
+                f"rank together, as Megatron does: only a job with --tensor-model-parallel-size {size} reads them right"
+            )
         entries = self.items.entries.values()
         files = [*self.items.finished(), whole_file(folder + METADATA, pickled(entries, folder))]
         files.append(pointer_to(folder))
@@ -267,10 +274,7 @@ class _Writing:
         if not own or size == 1:
             yield _Stored("", shape, [(whole(shape), whole(shape))])
             return
-        self.notes.append(
-            f"{name} and its like are stored whole, with the rows of each of {size} tensor ranks together, as Megatron "
-            f"does: only a job with --tensor-model-parallel-size {size} reads them right"
-        )
+        self._whole.append(name)
         rows, moves = shape[0] // size, []
         for rank in range(size):
             for piece in pieces(rule, shape, rank, size):
