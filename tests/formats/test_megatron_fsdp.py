@@ -26,7 +26,7 @@ from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
-from ckpt_tool.formats.containers.dcp_metadata import METADATA, ObjectEntry, TensorEntry, pickled, read_listing
+from ckpt_tool.formats.containers.dcp_metadata import METADATA, Listing, ObjectEntry, TensorEntry, pickled, read_listing
 from ckpt_tool.formats.megatron_fsdp import read as fsdp_read
 from ckpt_tool.formats.megatron_fsdp.keys import parse
 from ckpt_tool.options.reading import Reading
@@ -57,6 +57,11 @@ def steps(folder: Path) -> Path:
     """The folder that the pointer names."""
     name = (folder / "latest_checkpointed_iteration.txt").read_text()
     return folder / (name if name == "release" else f"iter_{int(name):07d}")
+
+
+def listed(folder: Path) -> Listing:
+    """What the metadata of a run's step lists."""
+    return read_listing(Tree(steps(folder)), "", (METADATA,))
 
 
 def by_torch(folder: Path) -> dict[str, Any]:
@@ -105,7 +110,7 @@ def test_keys_and_tensors_are_those_that_megatron_wrote(case: str, tmp_path: Pat
     source = open_source(str(HOME / case), Reading()).catalog
     degrees = source.hints.get(Degrees).stated()
     write(HOME / case, tmp_path / "out", **{**degrees, "dp": degrees["dp"] * 2})
-    have, want = (read_listing(Tree(steps(p)), "", (METADATA,)) for p in (tmp_path / "out", HOME / case))
+    have, want = listed(tmp_path / "out"), listed(HOME / case)
     assert have.tensors.keys() == want.tensors.keys() and have.objects.keys() == want.objects.keys()
     mine, theirs = by_torch(steps(tmp_path / "out")), by_torch(steps(HOME / case))
     assert [key for key, tensor in theirs.items() if not torch.equal(tensor, mine[key])] == []
@@ -127,6 +132,13 @@ def test_there_and_back(case: str, to: str, degrees: dict[str, int], tmp_path: P
     report = write(HOME / case, tmp_path / "through", to, **degrees)
     write(tmp_path / "through", tmp_path / "back", dp=3)
     assert differences(HOME / case, tmp_path / "back") == []
+    back, source = (
+        {key for key in listed(folder).tensors if not key.startswith("rng_state")}
+        for folder in (tmp_path / "back", HOME / case)
+    )
+    assert back == source, "spelled as Megatron does, by the arguments alone"
+        "spelled as Megatron does, by the arguments alone"
+    )
     first, last = (open_source(str(p), Reading()).catalog.extras["optimizer"] for p in (HOME / case, tmp_path / "back"))
     assert first == last, "every parameter has its hyperparameters again"
     if to == "dcp" or case == "gpt2_fp32_dp2":
