@@ -137,8 +137,6 @@ def test_there_and_back(case: str, to: str, degrees: dict[str, int], tmp_path: P
         for folder in (tmp_path / "back", HOME / case)
     )
     assert back == source, "spelled as Megatron does, by the arguments alone"
-        "spelled as Megatron does, by the arguments alone"
-    )
     first, last = (open_source(str(p), Reading()).catalog.extras["optimizer"] for p in (HOME / case, tmp_path / "back"))
     assert first == last, "every parameter has its hyperparameters again"
     if to == "dcp" or case == "gpt2_fp32_dp2":

@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions, Specificity
+from ckpt_tool.formats.containers.dcp_items import rank_of
 from ckpt_tool.formats.megatron_fsdp import folder as fsdp_folder
 from ckpt_tool.storage.source import Tree
 
@@ -93,6 +94,10 @@ class _MegatronFsdp:
         from ckpt_tool.formats.megatron_fsdp.read import read_tree
 
         return read_tree(tree, options)
+
+    def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
+        """The rank alone, as the names of DCP's files have it."""
+        return rank_of(path)
 
     def fit(
         self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish
