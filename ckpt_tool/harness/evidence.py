@@ -72,9 +72,11 @@ class Case:
 
     @property
     def unkept(self) -> frozenset[str]:
-        """States that one of the layouts does not store: ZeRO 3 of DeepSpeed rounds its weights from the masters."""
+        """States that one of the layouts does not store: ZeRO 3 of DeepSpeed rounds its weights from the masters;
+        Megatron-FSDP's model are the masters."""
         stages = {layout.zero for layout in (self.source, self.target) if layout.dp > 1}
-        return frozenset({"model"} if self.fmt == "deepspeed" and 3 in stages else ())
+        rounded = frozenset({"model"} if self.fmt == "deepspeed" and 3 in stages else ())
+        return rounded | formats.WRITERS[self.fmt].unkept
 
     def job(self, layout: Layout) -> Job:
         return Job(self.model, layout, seed=self.seed, canonical=self.canonical)

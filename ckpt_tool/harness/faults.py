@@ -141,10 +141,14 @@ def plant(fault: Fault, folder: Path) -> None:
     scalars = (extras if HARNESS in extras else extras["scheduler"])[HARNESS]  # where `loading.scalars_of` looks
     tensors: dict[tuple[str, str], torch.Tensor] = {}
     marks: dict[str, dict[str, str]] = {}
-    for state in STATES:
+    stored = [state for state in STATES if (folder / f"{state}.safetensors").is_file()]
+    for state in stored:
         marks[state] = _marks(folder / f"{state}.safetensors")
         with safe_open(folder / f"{state}.safetensors", "pt") as file:
             tensors.update({(state, name): file.get_tensor(name) for name in file.keys()})
+    weights = "model" if "master" in stored else "master"  # without masters the model are the main weights
+    if weights == "master":
+        tensors |= {(weights, name): values for (state, name), values in tensors.items() if state == "model"}
     before = dict(tensors), dict(scalars)
     fault.apply(tensors, scalars)
     if scalars == before[1] and all(torch.equal(tensors[key], before[0][key]) for key in tensors):
@@ -157,7 +161,8 @@ def plant(fault: Fault, folder: Path) -> None:
     for path in boxes:  # a format may have brought states of its own along (`step`): they keep their values
         state = path.removesuffix(".safetensors")
         if state in STATES:
-            held = {name: values.contiguous().clone() for (of, name), values in tensors.items() if of == state}
+            source = weights if state == "model" else state
+            held = {name: values.contiguous().clone() for (of, name), values in tensors.items() if of == source}
         else:
             held, marks[state] = load_file(folder / path), _marks(folder / path)
         save_file(held, folder / path, {**marks[state], "save": index["save"]})

@@ -29,7 +29,7 @@ from ckpt_tool.harness.saving.whole import HARNESS
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.storage.opening import open_tree
 
-FOREIGN = frozenset(("megatron", "megatron-dist", "paddle", "paddle-unified", "paddle-flex", "meta"))
+FOREIGN = frozenset(("megatron", "megatron-dist", "megatron-fsdp", "paddle", "paddle-unified", "paddle-flex", "meta"))
 POINTERS = ("latest_checkpointed_iteration.txt", "latest")
 TWINS = {"master": "model", "model": "master"}
 TIED = {"model.embed_tokens.weight": "lm_head.weight", "lm_head.weight": "model.embed_tokens.weight"}
@@ -107,12 +107,15 @@ class Loader:
         does).
         """
         held = self._states.get(state)
-        if self.tied and name in TIED and (held is None or name not in held):
+        twin = self._states.get(TWINS[state]) if state in TWINS else None
+
+        def stands_in(name: str) -> bool:
+            return twin is not None and name in twin and (state == "model" or twin[name].dtype == "F32")
+
+        if self.tied and name in TIED and (held is None or name not in held) and not stands_in(name):
             name = TIED[name]  # Paddle keeps the states of a tied pair under one of its names
-        if state in TWINS and (held is None or name not in held):
-            twin = self._states.get(TWINS[state])
-            if twin is not None and name in twin and (state == "model" or twin[name].dtype == "F32"):
-                held = twin
+        if (held is None or name not in held) and stands_in(name):
+            held = twin
         if held is None or name not in held:
             raise Incomplete(
                 f"the checkpoint has no {name} [{state}]",

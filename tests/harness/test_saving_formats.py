@@ -30,6 +30,7 @@ QUICK: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("deepspeed", {"dp": 3, "zero": 3}, {"dp": 2, "zero": 3}),
     ("megatron-dist", FOUR, {"tp": 4}),
     ("megatron", FOUR, {"tp": 4}),
+    ("megatron-fsdp", {"tp": 2, "dp": 2, "ep": 2, "zero": 3}, {"tp": 4}),
     ("paddle-unified", FOUR, {}),
     ("paddle-flex", FOUR, {"tp": 4}),
 ]
@@ -56,6 +57,7 @@ FORMS: list[tuple[str, made.Spec, dict[str, Any], dict[str, Any]]] = [
     ("megatron", made.Spec(tied=True), {"tp": 2, "pp": 3, "dp": 2, "ep": 2}, {"tp": 4}),
     ("megatron", made.Spec(layers=4), {"pp": 2, "vpp": 2, "dp": 2}, {"tp": 2}),
     ("megatron-dist", made.Spec(tied=True), {"tp": 2, "pp": 3}, {"dp": 2, "ep": 2}),
+    ("megatron-fsdp", made.Spec(tied=True), {"tp": 2, "dp": 2}, {"dp": 4, "ep": 4}),
     ("paddle-flex", made.Spec(tied=True), {"tp": 2, "pp": 3, "dp": 2}, {"tp": 4}),
     ("paddle-unified", made.Spec(tied=True), {"tp": 2, "pp": 3, "dp": 2}, {}),
     ("paddle-flex", made.Spec(tied=True), {"dp": 2}, {"tp": 4}),

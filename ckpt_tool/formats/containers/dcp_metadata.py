@@ -51,8 +51,10 @@ METADATA = ".metadata"
 UNFINISHED = "E0385"
 # Keys of objects that Megatron's torch_dist alone has.
 MEGATRON_OBJECTS = (b"common_state/shard_0_1", b"._extra_state/shard_0", b"rng_state/shard_0")
-# Keys that Megatron-FSDP alone has: of its parameters' hyperparameters; of a model, behind the wrapper of the module.
-FSDP_GROUPS, FSDP_MODEL = "optimizer.param_to_group_meta.", r"model\d{0,4}\.module\."
+# Keys that Megatron-FSDP alone has: of its parameters' hyperparameters; of states, behind two wrappers at least; of a
+# model, behind one.
+FSDP_OWN = ("optimizer.param_to_group_meta.", "optimizer.state.module.module.")
+FSDP_GROUPS, FSDP_MODEL = FSDP_OWN[0], r"model\d{0,4}\.module\."
 INCOMPLETE, CONTRADICTION, FOREIGN, COMPRESSED, PLANNER = "E0309", "E0389", "E1333", "E0395", "E0396"
 _META, _STORE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _METADATA, _TENSOR, _BYTES = f"{_META}.Metadata", f"{_META}.TensorStorageMetadata", f"{_META}.BytesStorageMetadata"

@@ -31,8 +31,8 @@ from ckpt_tool.core.hints import Names
 from ckpt_tool.errors import Incomplete, UnknownFormat
 from ckpt_tool.formats.containers.dcp_items import DATA
 from ckpt_tool.formats.containers.dcp_metadata import (
-    FSDP_GROUPS,
     FSDP_MODEL,
+    FSDP_OWN,
     MEGATRON_OBJECTS,
     METADATA,
     UNFINISHED,
@@ -161,7 +161,7 @@ def refuse(tensors: Iterable[str], objects: Iterable[str], shown: str, *, finish
             path=shown,
             hint="take the last checkpoint that was finished, or copy the file from where the job wrote it",
         )
-    if any(key.startswith(FSDP_GROUPS) for key in objects) or (
+    if any(key.startswith(FSDP_OWN) for key in (*objects, *tensors)) or (
         objects >= _JOB and any(_MODULE.match(key) for key in tensors)
     ):
         raise UnknownFormat(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 
 from ckpt_tool.formats.containers.dcp_items import DATA
-from ckpt_tool.formats.containers.dcp_metadata import FSDP_GROUPS, FSDP_MODEL, METADATA
+from ckpt_tool.formats.containers.dcp_metadata import FSDP_MODEL, FSDP_OWN, METADATA
 from ckpt_tool.formats.megatron.pointer import pointed
 from ckpt_tool.storage.source import Tree
 
@@ -40,8 +40,9 @@ def _claims(tree: Tree, folder: str) -> str:
     if not tree.exists(path):
         return ""
     head = tree.head(path, _HEAD)
-    if FSDP_GROUPS.encode() in head:
-        return f"{path} has keys {FSDP_GROUPS}*"
+    own = next((front for front in FSDP_OWN if front.encode() in head), "")
+    if own:
+        return f"{path} has keys {own}*"
     model = _MODEL.search(head)
     if model is None:
         return ""

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tool.errors import UsageError, near_misses
-from ckpt_tool.harness.saving import dcp, deepspeed, megatron, megatron_dist, paddle_flex, paddle_unified, sharded
+from ckpt_tool.harness.saving import (
+    dcp,
+    deepspeed,
+    megatron,
+    megatron_dist,
+    megatron_fsdp,
+    paddle_flex,
+    paddle_unified,
+    sharded,
+)
 from ckpt_tool.harness.saving.whole import Whole
 
 UNKNOWN, LAYOUT = "E1534", "E1535"
@@ -25,7 +34,8 @@ UNKNOWN, LAYOUT = "E1534", "E1535"
 class Writer:
     """write: into an empty folder. takes: degrees above 1 that a job of the system can have. dims: those that the tool
     is requested. zero: the stages; says_zero: is one requested of the tool? cuts: does the system cut every matrix but
-    the router's over its tensor ranks, so that it has no weight which they all hold?"""
+    the router's over its tensor ranks, so that it has no weight which they all hold? unkept: states that it does not
+    store, since another one is their twin."""
 
     write: Callable[[Whole, Path], None]
     takes: tuple[str, ...] = ("tp", "pp", "ep", "dp", "vpp")
@@ -33,6 +43,7 @@ class Writer:
     zero: tuple[int, ...] = (0, 1, 2, 3)
     says_zero: bool = False
     cuts: bool = False
+    unkept: frozenset[str] = frozenset()
 
 
 WRITERS: Mapping[str, Writer] = {
@@ -43,6 +54,9 @@ WRITERS: Mapping[str, Writer] = {
     "paddle-unified": Writer(paddle_unified.write, dims=()),
     "megatron": Writer(megatron.write, dims=("tp", "pp", "ep", "dp", "vpp"), zero=(0, 1), cuts=True),
     "megatron-dist": Writer(megatron_dist.write, dims=("tp", "pp", "ep", "dp", "vpp"), zero=(0, 1), cuts=True),
+    "megatron-fsdp": Writer(
+        megatron_fsdp.write, ("tp", "ep", "dp"), ("tp", "ep", "dp"), cuts=True, unkept=frozenset({"master"})
+    ),
 }
 
 
