@@ -859,4 +859,4 @@ def test_completion_knows_verbs_and_options() -> None:
     done = process(env=environment(**base, COMP_WORDS="ckpt in", COMP_CWORD="1"))
     assert done.stdout.split() == ["inspect"]
     done = process(env=environment(**base, COMP_WORDS="ckpt convert --to megatron-", COMP_CWORD="3"))
-    assert done.stdout.split() == ["megatron-dist"]
+    assert done.stdout.split() == ["megatron-dist", "megatron-fsdp"]

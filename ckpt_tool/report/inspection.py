@@ -13,7 +13,6 @@ from typing import Any
 
 from ckpt_tool.core.listing import Listing
 from ckpt_tool.report.page import Block, Cell, Column, Facts, Lines, Page, Styled, Table
-from ckpt_tool.report.ranks import grids
 from ckpt_tool.report.text import count, more, parameters, plural, shape, size
 from ckpt_tool.report.tree import Folding, Tree
 
@@ -38,7 +37,10 @@ def inspection(document: Document, *, depth: int | None = None, everything: bool
     elif tensors:
         blocks.append(_tree(tensors, depth))
     if not isinstance(tensors, Listing):
-        blocks += grids(tensors, document.get("mesh") or {})
+        if any("chunks" in tensor for tensor in tensors[:1]):
+            from ckpt_tool.report.ranks import grids  # --placement alone
+
+            blocks += grids(tensors, document.get("mesh") or {})
         blocks += _files(tensors, everything=everything)
     if document.get("extras"):
         blocks.append(_extras(document["extras"], everything=everything))
