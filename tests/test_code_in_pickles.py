@@ -144,7 +144,7 @@ def test_every_format_with_pickles_is_here() -> None:
 CASES = list(cases())
 
 
-@pytest.mark.share(12)
+@pytest.mark.share(24)
 @pytest.mark.parametrize(("fixture", "inside", "how"), CASES)
 def test_code_is_refused_first_and_listed(fixture: Path, inside: Path, how: str, tmp_path: Path, capfd) -> None:
     source, canary = tmp_path / "source" / fixture.name, tmp_path / "canary"

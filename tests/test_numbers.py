@@ -258,13 +258,13 @@ COUNTS = {
 }
 
 
-@pytest.mark.share(9)
+@pytest.mark.share(27)
 @pytest.mark.parametrize("case", [case for case in CASES if case.field in COUNTS], ids=str)
 def test_a_count_of_a_thousand_million_is_not_counted_out(case: Case, tmp_path: Path) -> None:
     assert not (wrong := judge(case, 10**9, tmp_path)), "\n".join(wrong)
 
 
-@pytest.mark.share(60)
+@pytest.mark.share(120)
 @pytest.mark.parametrize("case", [case for case in CASES if case.what != "field"], ids=str)
 def test_a_number_in_a_name_ends_soon_and_by_the_contract(case: Case, tmp_path: Path) -> None:
     assert not (wrong := [fault for value in VALUES[case.what] for fault in judge(case, value, tmp_path)]), "\n".join(
@@ -273,7 +273,7 @@ def test_a_number_in_a_name_ends_soon_and_by_the_contract(case: Case, tmp_path: 
 
 
 @pytest.mark.first
-@pytest.mark.share(1800)
+@pytest.mark.share(5400)
 @pytest.mark.parametrize("case", [case for case in CASES if case.what == "field"], ids=str)
 def test_a_number_that_no_file_can_hold_ends_soon_and_by_the_contract(case: Case, tmp_path: Path) -> None:
     assert not (wrong := [fault for value in VALUES[case.what] for fault in judge(case, value, tmp_path)]), "\n".join(

@@ -103,7 +103,7 @@ def assert_same(found: Path, want: Path) -> None:
         assert torch.equal(mine[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
 
 
-@pytest.mark.share(12)
+@pytest.mark.share(24)
 @pytest.mark.parametrize(("to", "spec"), ROUTES)
 @pytest.mark.parametrize("family", NAMES)
 def test_there_and_back(family: str, to: str, spec: str | None, saved: Saved, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_tied_head_comes_back_from_paddle_s_ranks(to: str, tmp_path: Path) -> 
     assert "lm_head.weight" in load_file(tmp_path / "both" / "model.safetensors")
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("family", [name for name in NAMES if name not in DRAWN])
 def test_transformers_takes_what_came_back(family: str, saved: Saved, tmp_path: Path) -> None:
     """Of the Omni models, which as wholes compute nothing but speech, what thinks."""

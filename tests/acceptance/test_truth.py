@@ -113,7 +113,7 @@ def shown_as_length(got: object, want: object) -> bool:
     return isinstance(got, str) and isinstance(want, str) and got == f"<{len(want) // 2} bytes>"
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(12)
 @pytest.mark.parametrize("case", ALL + cases("sharded"))
 def test_verify_finds_it_sound_and_sharded_holds_every_bit(case: Case, ckpt: Runner, tmp_path: Path) -> None:
     said = ckpt("verify", case.path)

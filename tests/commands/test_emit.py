@@ -73,7 +73,7 @@ def wanted(tmp_path: Path) -> dict[str, bytes]:
     return files(out)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("way", [[], ["--part", "auto"]], ids=["claim", "part"])
 def test_an_array_of_slurm_comes_to_one_output(place: Place, wanted: dict[str, bytes], way: list[str]) -> None:
     job = place.folder / "job"
@@ -87,7 +87,7 @@ def test_an_array_of_slurm_comes_to_one_output(place: Place, wanted: dict[str, b
     assert files(place.out) == wanted
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(12)
 @pytest.mark.parametrize("way", [[], ["--part", "auto"]], ids=["claim", "part"])
 def test_a_job_of_kubernetes_comes_to_one_output(place: Place, wanted: dict[str, bytes], way: list[str]) -> None:
     yaml = pytest.importorskip("yaml")

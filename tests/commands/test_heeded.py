@@ -130,6 +130,7 @@ def test_what_holds_anyway_may_be_said(name: str, tmp_path: Path) -> None:
 # -- one file, and --max-shard-size ------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("suffix", WEIGHT_SUFFIXES)
 @pytest.mark.parametrize("name", OF_FORMAT)
 def test_a_name_says_what_is_written(name: str, suffix: str, tmp_path: Path) -> None:

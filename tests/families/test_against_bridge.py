@@ -174,6 +174,7 @@ def test_two_tensor_parallel_ranks_hold_what_megatron_s_hold(case: str) -> None:
             np.testing.assert_array_equal(own, held.get(name, array), err_msg=name)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("case", CASES)
 def test_keys_of_a_distributed_checkpoint_are_megatron_s(case: str, tmp_path: Path) -> None:
     """By Transformer Engine's modules, from the hub's files. What core would not save has a key a layer, as core has it
@@ -201,6 +202,7 @@ def hub_folder(case: str, folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("swift_")])
 def test_ms_swift_s_layout_is_written_and_read(case: str, tmp_path: Path) -> None:
     """By the command, over two ranks: its elements are those of the real model, and the hub's files come back."""

@@ -21,7 +21,7 @@ def names_in(family, dialect, config):  # type: ignore[no-untyped-def]
     return [made.name for made in mapping(family, "hf", dialect, shapes, config).made]
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(("family", "dialect"), CASES, ids=lambda x: x if isinstance(x, str) else x.name)
 def test_whole_models_lack_nothing(family, dialect):  # type: ignore[no-untyped-def]
     tiny = family.part(family.tiny) or family.tiny

@@ -95,7 +95,7 @@ def test_names_of_another_system_are_held_against_its_rules() -> None:
     assert near is not None and near.dialect == "megatron" and not near.lacking
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(9)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_family_s_own_model_is_known_whole(name: str) -> None:
     """By it alone, and so by the nearest of all: several have the same tensors."""

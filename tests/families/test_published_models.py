@@ -214,6 +214,7 @@ def saved(architecture: str, kind: str, config: dict[str, Any]) -> dict[str, tup
     return shapes
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_tensor_of_a_published_model_has_a_rule_in_its_shape(model: str) -> None:
     name, architecture, kind, config = MODELS[model]

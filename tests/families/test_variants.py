@@ -100,6 +100,7 @@ def test_biases_that_megatron_s_bridge_does_not_map_are_refused_there(
     assert caught.value.code == "E1374"
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("family", "change"), VARIANTS, ids=lambda x: x if isinstance(x, str) else "-".join(x))
 def test_a_variant_is_known_whole_and_comes_back(family: str, change: dict[str, Any]) -> None:
     config = config_of(family)

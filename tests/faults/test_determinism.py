@@ -81,7 +81,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return out, source, name, options
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(6)
 def test_threads_hash_seed_locale_zone_and_folder(made: Made, tmp_path: Path) -> None:
     first, source, name, options = made
     out = tmp_path / name
@@ -134,6 +134,7 @@ def test_the_same_umask_gives_the_same_modes(made: Made, quick: Callable[..., No
         assert set(modes(out).values()) == {usual_file, usual_folder}
 
 
+@pytest.mark.share(3)
 def test_another_place_and_another_order_of_the_files(made: Made, quick: Callable[..., None], tmp_path: Path) -> None:
     """The source copied elsewhere, its files made in another order; J3: the output under another name."""
     first, source, name, options = made

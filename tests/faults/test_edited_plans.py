@@ -160,6 +160,7 @@ def test_an_edited_plan_is_refused(ground: Ground, share: int) -> None:
         assert (status, found) == ((0, "") if same else (6, "refused")), (seed, what, status)
 
 
+@pytest.mark.share(3)
 @pytest.mark.share(SHARES)
 @pytest.mark.parametrize("share", range(SHARES))
 def test_an_edited_plan_with_a_new_seal_stays_inside(ground: Ground, share: int, capfd: Any) -> None:

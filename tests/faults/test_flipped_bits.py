@@ -146,7 +146,7 @@ def judged(source: Path) -> tuple[dict[str, Any] | None, CkptError | None]:
         return None, fault
 
 
-@pytest.mark.share(12)
+@pytest.mark.share(24)
 @pytest.mark.parametrize("path", list(fixtures()))
 def test_every_flipped_bit_is_found_or_lies_where_nothing_covers(path: Path, tmp_path: Path) -> None:
     flip_all(path, tmp_path)

@@ -263,6 +263,7 @@ def test_a_part_after_the_commit_is_done(ground: Ground, capfd: Any) -> None:
     assert ground.part("1/2", capfd) == (5, "E0501"), "nothing says that a whole run's output is the plan's"
 
 
+@pytest.mark.share(2)
 def test_parts_that_end_at_once_are_committed_once(ground: Ground) -> None:
     """All parts begin at once and end as they may: whoever is last commits, nobody hangs."""
     command = [sys.executable, "-m", "ckpt_tool", "apply", str(ground.plans["a"]), "--json", "-q", "--no-fsync"]

@@ -122,7 +122,7 @@ def test_values_equal_the_live_run(name, path):
             assert raw(lazy.numpy()) == theirs, f"{state}/{key}"
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("other", registry.NAMES)
 @each_case
 def test_there_and_back_through_every_format(name, path, other, tmp_path):
@@ -178,7 +178,7 @@ def _convert(source, target, to):
         return None
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(12)
 @each_case
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"dp": 3}, {"tp": 3, "dp": 2}], ids=str)
 def test_digests_do_not_depend_on_the_mesh(name, path, degrees, tmp_path):

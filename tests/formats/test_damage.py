@@ -66,7 +66,7 @@ def some(files: list[Path]) -> list[Path]:
     return [files[i * (len(files) - 1) // (FILES - 1)] for i in range(FILES)]
 
 
-@pytest.mark.share(12)
+@pytest.mark.share(24)
 @pytest.mark.parametrize("how", list(DAMAGES))
 @pytest.mark.parametrize("path", list(_cases()))
 def test_no_damage_is_a_silent_loss(path: Path, how: str, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ FOLDERS |= {
     "dcp": ("fsdp2_dp4", "accelerate_fsdp2", "no_collectives"),
     "sharded": ("llama_tp4_pp2",),
     "megatron": ("moe_tp2ep2etp1/iter_0000002",),
+    "megatron-fsdp": ("fsdp_dp2/iter_0000002",),
     "megatron-dist": ("llama_tp2/iter_0000001", "core19/iter_0000005"),
     "deepspeed": ("z1_bf16_dp4", "z0_bf16_dp2"),
     "deepspeed-universal": ("pipe_pp2_dp2",),
@@ -51,6 +52,7 @@ ONE = {
     ("meta", "peft", "on_llama"): BASE,
     ("meta", "peft", "bin"): BASE,
     ("megatron-dist", "dcp", "accelerate_fsdp2"): NEAREST,
+    ("megatron-fsdp", "dcp", "accelerate_fsdp2"): NEAREST,
 }
 SIDE = ("config.json", "generation_config.json", "latest_checkpointed_iteration.txt", "params.json", "README.md")
 

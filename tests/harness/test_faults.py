@@ -41,7 +41,7 @@ def values(folder):
     return {(s, n): names[s][n].torch() for s in names for n in names[s]}, loader.scalars
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_changes_what_it_says(clean, tmp_path, name):
     broken = tmp_path / "broken"

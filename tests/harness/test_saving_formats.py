@@ -113,7 +113,7 @@ def _is_the_truth(path: Path, scratch: Path, spec: made.Spec) -> None:
         assert torch.equal(got.to(values.dtype), values), (state, tensor)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(12)
 @pytest.mark.parametrize(("fmt", "first", "between"), QUICK, ids=name)
 def test_written_read_and_there_and_back(
     fmt: str, first: dict[str, Any], between: dict[str, Any], tmp_path: Path

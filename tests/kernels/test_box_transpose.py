@@ -46,7 +46,6 @@ def ways(launch: Launch) -> Counter[tuple[object, ...]]:
     )
 
 
-@pytest.mark.share(3)
 @pytest.mark.parametrize("part", range(6))
 def test_random_transposes_equal_numpy(device: Device, part: int) -> None:
     for seed in range(part * CASES // 6, (part + 1) * CASES // 6):

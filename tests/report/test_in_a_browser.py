@@ -291,7 +291,7 @@ def test_light_dark_and_paper(reports, chromium):
 
 
 @pytest.mark.skipif(not Path(AXE or "/nowhere").is_file(), reason="no axe-core (CKPT_AXE): its rules are not asked")
-@pytest.mark.share(4)
+@pytest.mark.share(12)
 @pytest.mark.parametrize("name", [*DRAWN, *PLAIN])
 def test_the_rules_of_axe_hold(name, reports, chromium):
     rules = Path(AXE).read_text()

@@ -156,6 +156,7 @@ def test_any_share_between_any_layouts(tmp_path, sizes, seed, kind):
 SHAPES = [(300, 500), (70, 9000), (9000, 70), (1000, 1), (700, 1100)]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("sides", ["both", "output", "cast", "cast both"])
 def test_matrices_of_real_proportions(tmp_path, shape, sides):

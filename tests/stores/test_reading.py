@@ -66,6 +66,7 @@ def ranges(proxy: Proxy) -> list[Asked]:
     return [asked for asked in proxy.asked if asked.range]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("case", CASES)
 def test_a_store_and_a_folder_give_the_same_bytes(s3: S3, tmp_path: Path, case: str) -> None:
     url = s3.upload(FIXTURES / case)
