@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 TESTS = Path(__file__).resolve().parent
-ONE_OF = 16
+ONE_OF = 32
 SLOW_FOLDERS = frozenset({"acceptance", "bench", "faults", "harness", "kernels"})  # train, measure, kill, compile
 
 Case = TypeVar("Case")
