@@ -53,7 +53,7 @@ def snapshot(path):
     return found
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("case", ROWS)
 def test_bad_input_is_told_and_leaves_nothing(case, tmp_path, capfd):
     row, make, want, words = case[:4]

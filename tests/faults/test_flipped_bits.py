@@ -152,7 +152,7 @@ def test_every_flipped_bit_is_found_or_lies_where_nothing_covers(path: Path, tmp
     flip_all(path, tmp_path)
 
 
-@pytest.mark.share(12)
+@pytest.mark.share(24)
 @pytest.mark.parametrize("source", ["deepspeed/z1_bf16_dp4", "megatron/moe_tp2ep2etp1"])
 @pytest.mark.parametrize("fmt", sorted(name for name in registry.NAMES if not registry.by_name(name).holds.adapter))
 def test_the_same_of_what_we_write(fmt: str, source: str, tmp_path: Path) -> None:
@@ -324,6 +324,7 @@ READERS: dict[str, Callable[[Three], object]] = {
 SEEN = [(what, n) for what in READERS for n in (0, 1) if (what, n) not in {("lora", 1), ("open", 1)}]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("what", "number"), SEEN)
 def test_no_verb_that_reads_values_takes_a_flipped_bit(what: str, number: int, tmp_path: Path) -> None:
     at = Three(small(tmp_path / "bad", 1), small(tmp_path / "sound", 1), tmp_path / "out")

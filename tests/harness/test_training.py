@@ -98,7 +98,7 @@ def test_processes_give_the_bits_of_one_rank(text: str, folder: Path, tmp_path: 
     assert_same_bits("quick", text, "gloo", folder, tmp_path)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("shape", "text"),
     [

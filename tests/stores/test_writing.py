@@ -335,6 +335,7 @@ def test_a_plan_is_applied_into_a_store(s3: S3, shards: Path, tmp_path: Path) ->
 # -- faults, and going on --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("fault", [refusal(503, "SlowDown"), refusal(500, "InternalError"), Answer(gone=True)])
 def test_every_request_may_fail_once(s3: S3, shards: Path, tmp_path: Path, fault: Answer) -> None:
     seen, lock = set[Any](), threading.Lock()
@@ -383,6 +384,7 @@ def test_a_refusal_while_writing_names_what_to_set(s3: S3, shards: Path, status:
     assert not objects(s3, "out")
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("at", [3, 20, 40])
 def test_an_interrupted_run_goes_on_with_what_was_sent(s3: S3, shards: Path, tmp_path: Path, at: int) -> None:
     sent, lock = [0], threading.Lock()
@@ -450,6 +452,7 @@ def test_a_kill_while_it_becomes_visible_is_gone_on_from(s3: S3, shards: Path, t
     assert objects(s3, "out") == files(tmp_path / "out") and not pending(s3)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("after", [1, 5, 9])
 def test_a_process_that_is_killed(s3: S3, shards: Path, tmp_path: Path, after: int) -> None:
     sent, lock, process = [0], threading.Lock(), list[subprocess.Popen[bytes]]()  # of the one to be killed
