@@ -29,6 +29,11 @@ def optimizer_files(names: Iterable[str], taken: Iterable[str]) -> list[str]:
     return sorted({name for name in names if _OPTIMIZER.fullmatch(name)}.difference(taken))
 
 
+def of_a_trainer(names: Iterable[str]) -> bool:
+    """Does one of `names` hold an optimizer's state, or a schedule's?"""
+    return any(_OPTIMIZER.fullmatch(name) or SCHEDULER.fullmatch(name) for name in names)
+
+
 def lost_optimizer(names: Iterable[str]) -> tuple[Note, ...]:
     """A note where a schedule's state lies among `names` and no optimizer's: each trainer writes both."""
     names = list(names)

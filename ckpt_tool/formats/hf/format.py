@@ -37,7 +37,7 @@ from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, InternalError, UnknownFormat
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specificity
-from ckpt_tool.formats.beside import SCHEDULER, optimizer_files
+from ckpt_tool.formats.beside import of_a_trainer
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.hf import shards as hf_shards
 from ckpt_tool.formats.hf.files import INDEX_SUFFIX, SHOWN, STEM, STEMS, SUFFIX, FileSet, Stem
@@ -108,9 +108,7 @@ class HfSafetensors:
         catalog = _read(tree, chosen, lenient=options.lenient, forced=options.forced)
         if not prefer and BIN_INDEX in tree.listing():
             _agree(tree, catalog)
-        if tree.single is None and any(
-            SCHEDULER.fullmatch(name) or optimizer_files((name,), ()) for name in tree.names()
-        ):
+        if tree.single is None and of_a_trainer(tree.names()):
             from ckpt_tool.formats.torch.beside_model import with_optimizer
 
             catalog = with_optimizer(tree, catalog, in_order=False)

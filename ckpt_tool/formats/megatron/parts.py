@@ -18,10 +18,11 @@ Sources (NVIDIA/Megatron-LM core 0.19.0): `core/transformer/mlp.py` (`apply_swig
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 
 from ckpt_tool.core.box import Box
-from ckpt_tool.core.tensor import Chunk, TensorKey
+from ckpt_tool.core.catalog import mark_replicas
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.tensor import Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import Incomplete
 from ckpt_tool.formats.megatron.rules import section_names
 
@@ -61,25 +62,50 @@ def moved(chunk: Chunk, rows: int) -> Chunk:
     return Chunk(Box((offset[0] + rows, *offset[1:]), chunk.box.shape), chunk.array, chunk.within, chunk.replica)
 
 
-def joined(
-    key: TensorKey, parts: Sequence[str], rows: Mapping[str, int], held: Mapping[str, Sequence[Chunk]], path: str
-) -> tuple[int, list[Chunk]]:
-    """(rows of the whole tensor, its chunks) from those of its parts. rows, held: of each part that was found.
+class Gathered:
+    """A logical tensor while its chunks are gathered. shape: the first part's. parts: those that lie apart, in their
+    order, () for none. chunks: of a tensor without. held, rows: of each part that was found."""
 
-    Raises Incomplete E0309 for a part that is missing. path: the folder, for the message.
-    """
-    missing = [part for part in parts if part not in held]
-    if missing:
-        what = _WORDS.get(missing[0], f"section {missing[0]!r} of a projection")
-        raise Incomplete(
-            f"the {what} is missing",
-            code=LACKING,
-            key=str(key),
-            path=path,
-            hint=f"all {len(parts)} parts are stored under keys of their own",
-        )
-    start, chunks = 0, list[Chunk]()
-    for part in parts:
-        chunks += [moved(chunk, start) for chunk in held[part]]
-        start += rows[part]
-    return start, chunks
+    __slots__ = ("chunks", "dtype", "held", "parts", "rows", "shape")
+
+    def __init__(self, shape: tuple[int, ...], dtype: DType, parts: tuple[str, ...]) -> None:
+        self.shape, self.dtype, self.parts = shape, dtype, parts
+        self.chunks: list[Chunk] = []
+        self.held: dict[str, list[Chunk]] = {}
+        self.rows: dict[str, int] = {}
+
+    def begin(self, part: str, shape: tuple[int, ...]) -> list[Chunk]:
+        """Where the chunks of a part go, of the whole tensor where there are no parts."""
+        if not part:
+            return self.chunks
+        self.rows[part] = shape[0] if shape else 0
+        self.held[part] = []
+        return self.held[part]
+
+    def whole(self, key: TensorKey, path: str) -> LogicalTensor:
+        """The tensor, its parts one below the other. Raises Incomplete E0309 for a part that is missing. path: the
+        folder, for the message."""
+        shape, chunks = self.shape, self.chunks
+        if self.parts:
+            rows, chunks = self._joined(key, path)
+            shape = (rows, *shape[1:]) if shape else shape  # a step counter: one a part, all alike
+        placed = mark_replicas(chunks) if len(chunks) > 1 else tuple(chunks)
+        return LogicalTensor(key, shape, self.dtype, placed)
+
+    def _joined(self, key: TensorKey, path: str) -> tuple[int, list[Chunk]]:
+        """(rows of the whole tensor, its chunks) from those of its parts."""
+        missing = [part for part in self.parts if part not in self.held]
+        if missing:
+            what = _WORDS.get(missing[0], f"section {missing[0]!r} of a projection")
+            raise Incomplete(
+                f"the {what} is missing",
+                code=LACKING,
+                key=str(key),
+                path=path,
+                hint=f"all {len(self.parts)} parts are stored under keys of their own",
+            )
+        start, chunks = 0, list[Chunk]()
+        for part in self.parts:
+            chunks += [moved(chunk, start) for chunk in self.held[part]]
+            start += self.rows[part]
+        return start, chunks

@@ -345,14 +345,7 @@ class _Writing:
                 "multi_latent_attention": facts.mla,
                 "transformer_impl": "transformer_engine" if self.job.te else "local",
             }
-        out, refused = {}, []
-        for name, value in {**decided.args, **sizes}.items():
-            if writable(value):
-                out[name] = value
-            else:
-                refused.append(name)
-        if refused:
-            self.notes.append(f"args without {', '.join(refused[:20])}: values of classes that are not written")
+        out = written_of({**decided.args, **sizes}, ARGS_LEFT, self.notes)
         if facts.mtp != (decided.args.get("mtp_num_layers") or 0):
             out["mtp_num_layers"] = facts.mtp or None
         return out
@@ -372,17 +365,8 @@ class _Writing:
 
     def _common(self) -> dict[str, Any]:
         """Extras that stand beside the model in every file; what can't be written is named."""
-        out, refused = {}, []
-        for key, value in self.extras.items():
-            if key in _OWN or str(key).startswith("model"):
-                continue
-            if writable(value):
-                out[key] = value
-            else:
-                refused.append(str(key))
-        if refused:
-            self.notes.append(f"extras left out, values of classes that are not written: {', '.join(refused[:20])}")
-        return out
+        own = {key: value for key, value in self.extras.items() if key not in _OWN and not str(key).startswith("model")}
+        return written_of(own, EXTRAS_LEFT, self.notes)
 
     def _extra_tensors(self) -> tuple[int | None, list[tuple[tuple[str | int, ...], int]], list[int]]:
         """Tensors among the extras: (the loss scale, those with a place of their own, those under our key)."""
@@ -515,6 +499,18 @@ class _Writing:
         if extras:
             out["extras"] = extras
         return out
+
+
+ARGS_LEFT = "args without {}: values of classes that are not written"
+EXTRAS_LEFT = "extras left out, values of classes that are not written: {}"
+
+
+def written_of(values: Mapping[Any, Any], line: str, notes: list[str]) -> dict[Any, Any]:
+    """Those that the pickle writer can write. line: the note on the others, with a place for their names."""
+    refused = [key for key, value in values.items() if not writable(value)]
+    if refused:
+        notes.append(line.format(", ".join(map(str, refused[:20]))))
+    return {key: value for key, value in values.items() if key not in refused}
 
 
 def writable(value: Any) -> bool:

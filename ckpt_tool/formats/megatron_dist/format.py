@@ -43,8 +43,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.box import Box, contiguous_strides, whole
-from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
-from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.faults import both
 from ckpt_tool.core.flat_line import FlatLine
 from ckpt_tool.core.hints import Degrees, Globals, Hints
@@ -76,7 +75,7 @@ from ckpt_tool.formats.containers.dcp_metadata import (
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.megatron.args import arguments, facts_of
 from ckpt_tool.formats.megatron.hints import DistHints
-from ckpt_tool.formats.megatron.parts import HALF, joined
+from ckpt_tool.formats.megatron.parts import HALF, Gathered
 from ckpt_tool.formats.megatron.pointer import misnamed
 from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
 from ckpt_tool.formats.megatron_dist.keys import KINDS, DistKey, name_of, parse, styles_of
@@ -162,21 +161,6 @@ class _MegatronDist:
 FORMAT = _MegatronDist()
 
 
-class _Parameter:
-    """A logical tensor while its chunks are gathered. parts: those that lie apart, in their order (`DistKey.parts`).
-    rows, held: of each part that was found."""
-
-    __slots__ = ("chunks", "dtype", "held", "parts", "rows", "shape")
-
-    def __init__(self, shape: tuple[int, ...], dtype: DType, parts: tuple[str, ...]) -> None:
-        self.shape = shape
-        self.dtype = dtype
-        self.parts = parts
-        self.chunks: list[Chunk] = []
-        self.rows: dict[str, int] = {}
-        self.held: dict[str, list[Chunk]] = {}
-
-
 class _Reading:
     """One read: entries and objects, put into one catalog."""
 
@@ -189,7 +173,7 @@ class _Reading:
         self.listing = listing
         self.items = Items(tree)
         self.notes = list(notes)
-        self.found: dict[TensorKey, _Parameter] = {}
+        self.found: dict[TensorKey, Gathered] = {}
         self.styles: dict[str, None] = {}
         self.windows: list[bool] = []
 
@@ -304,7 +288,7 @@ class _Reading:
         name = TensorKey(name_of(key, at), key.state)
         known = self.found.get(name)
         if known is None:
-            known = self.found[name] = _Parameter(shape, entry.dtype, key.parts)
+            known = self.found[name] = Gathered(shape, entry.dtype, key.parts)
         elif (
             not key.part
             or known.parts != key.parts
@@ -321,21 +305,16 @@ class _Reading:
                 hint="two spellings of one tensor in one save: nothing says which counts",
             )
         if key.part:
-            known.held[key.part] = []
-            known.rows[key.part] = shape[0] if shape else 0
+            known.begin(key.part, shape)
 
     def _tensors(self) -> dict[TensorKey, LogicalTensor]:
-        out, frozen = {}, list[str]()
+        out, frozen, path = {}, list[str](), self.tree.display(self.folder)
         for key, found in self.found.items():
-            shape, chunks = found.shape, found.chunks
-            if found.parts:
-                rows, chunks = joined(key, found.parts, found.rows, found.held, self.tree.display(self.folder))
-                shape = (rows, *shape[1:])
-            if not chunks and key.state != MODEL and 0 not in shape:
+            tensor = found.whole(key, path)
+            if not tensor.chunks and key.state != MODEL and 0 not in tensor.shape:
                 frozen.append(str(key))  # a layer or expert that the stacked tensor of the others has a place for
                 continue
-            placed = mark_replicas(chunks) if len(chunks) > 1 else tuple(chunks)
-            out[key] = LogicalTensor(key, shape, found.dtype, placed)
+            out[key] = tensor
         if frozen:
             message = (
                 f"{len(frozen)} states lie in no file although others of their key do (frozen?), such as {frozen[0]}"

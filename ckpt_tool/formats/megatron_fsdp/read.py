@@ -12,8 +12,7 @@ from typing import Any
 
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.box import Box
-from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
-from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import EXTRAS, MODEL, Chunk, LogicalTensor, TensorKey, first_rows
@@ -33,7 +32,7 @@ from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import arguments, facts_of
 from ckpt_tool.formats.megatron.groups import is_expert_group, key_of_group, key_of_param
 from ckpt_tool.formats.megatron.main_weights import half_of
-from ckpt_tool.formats.megatron.parts import HALF, joined, parts_of
+from ckpt_tool.formats.megatron.parts import HALF, Gathered, parts_of
 from ckpt_tool.formats.megatron.pointer import misnamed
 from ckpt_tool.formats.megatron.rng import rank_name
 from ckpt_tool.formats.megatron.rules import gated, is_vocabulary, pieces, rule_of, sections_of
@@ -68,32 +67,6 @@ def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
     return catalog
 
 
-class _Parameter:
-    """A logical tensor while its parts are gathered. shape: the first part's. held, rows: of each part."""
-
-    __slots__ = ("chunks", "dtype", "held", "parts", "rows", "shape")
-
-    def __init__(self, shape: tuple[int, ...], dtype: DType, parts: tuple[str, ...]) -> None:
-        self.shape = shape
-        self.dtype = dtype
-        self.parts = parts
-        self.chunks: list[Chunk] = []
-        self.held: dict[str, list[Chunk]] = {}
-        self.rows: dict[str, int] = {}
-
-    def fits(self, other: LogicalTensor, parts: tuple[str, ...]) -> bool:
-        """May `other` be one more part?"""
-        same = (self.dtype, self.shape[1:], len(self.shape)) == (other.dtype, other.shape[1:], len(other.shape))
-        return bool(parts) and same and self.parts == parts
-
-    def add(self, part: str, tensor: LogicalTensor) -> None:
-        if part:
-            self.held[part] = list(tensor.chunks)
-            self.rows[part] = tensor.shape[0] if tensor.shape else 0
-        else:
-            self.chunks = list(tensor.chunks)
-
-
 class _Reading:
     """One read."""
 
@@ -103,7 +76,7 @@ class _Reading:
         self.listing = listing
         self.options = options
         self.state = State(tree, [listing])
-        self.found: dict[TensorKey, _Parameter] = {}
+        self.found: dict[TensorKey, Gathered] = {}
         self.keys: list[FsdpKey] = []
         self.others: list[LogicalTensor] = []
         self.notes: list[Note] = []
@@ -175,8 +148,8 @@ class _Reading:
         parts = parts_of(key.local, key.part)
         known = self.found.get(key.key)
         if known is None:
-            known = self.found[key.key] = _Parameter(tensor.shape, tensor.dtype, parts)
-        elif key.part in known.held or not known.fits(tensor, parts):
+            known = self.found[key.key] = Gathered(tensor.shape, tensor.dtype, parts)
+        elif key.part in known.held or not _is_one_more(tensor, parts, known):
             raise InconsistentCheckpoint(
                 f"{key.key} is stored twice, or in parts that do not go together, under {dotted(tensor.path)}",
                 code=CONTRADICTION,
@@ -184,7 +157,7 @@ class _Reading:
                 key=str(key.key),
                 hint="two modules of one name in one save (chunks of a virtual pipeline?): nothing says which counts",
             )
-        known.add(key.part, tensor)
+        known.begin(key.part, tensor.shape).extend(tensor.chunks)
 
     def _other(self, tensor: LogicalTensor) -> None:
         """A tensor that is no parameter's: an RNG state becomes bytes, others are extras."""
@@ -197,15 +170,8 @@ class _Reading:
         self.others.append(tensor._replace(key=TensorKey(dotted(tensor.path), EXTRAS)))
 
     def _tensors(self) -> dict[TensorKey, LogicalTensor]:
-        out = {}
-        for key, found in self.found.items():
-            shape, chunks = found.shape, found.chunks
-            if found.parts:
-                rows, chunks = joined(key, found.parts, found.rows, found.held, self.tree.display(self.folder))
-                shape = (rows, *shape[1:]) if shape else shape  # a step counter: one a part, all alike
-            placed = mark_replicas(chunks) if len(chunks) > 1 else tuple(chunks)
-            out[key] = LogicalTensor(key, shape, found.dtype, placed)
-        return out
+        path = self.tree.display(self.folder)
+        return {key: found.whole(key, path) for key, found in self.found.items()}
 
     def _check_stages(self, tensors: Iterable[TensorKey], pp: int, layers: int | None) -> None:
         """Raise InconsistentCheckpoint E2008 where stages of a pipeline wrote their layers under the same names."""
@@ -325,6 +291,12 @@ class _Reading:
 
 def _dense(group: Any) -> bool:
     return not is_expert_group(group)
+
+
+def _is_one_more(tensor: LogicalTensor, parts: tuple[str, ...], known: Gathered) -> bool:
+    """May the tensor be one more part of what is known?"""
+    same = (tensor.dtype, tensor.shape[1:], len(tensor.shape)) == (known.dtype, known.shape[1:], len(known.shape))
+    return bool(parts) and same and known.parts == parts
 
 
 def _without_padding(tensors: dict[TensorKey, LogicalTensor], ours: Any) -> dict[TensorKey, LogicalTensor]:

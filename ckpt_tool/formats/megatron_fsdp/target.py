@@ -51,7 +51,7 @@ from ckpt_tool.formats.megatron.pointer import folder_of, pointer_to
 from ckpt_tool.formats.megatron.rng import by_rank, tensors_of_rng
 from ckpt_tool.formats.megatron.rules import gated, is_vocabulary, pieces, section_names
 from ckpt_tool.formats.megatron.stages import from_counts
-from ckpt_tool.formats.megatron.target import OURS, writable
+from ckpt_tool.formats.megatron.target import ARGS_LEFT, EXTRAS_LEFT, OURS, writable, written_of
 from ckpt_tool.formats.megatron.wanted import vocabulary_rows
 from ckpt_tool.formats.megatron_fsdp.keys import (
     MTP_INNER,
@@ -311,16 +311,8 @@ class _Writing:
         """The nested dict without the model and the optimizer's states."""
         out: dict[Any, Any] = {"args": Opaque(NAMESPACE, (), self._arguments())}
         out |= {"checkpoint_version": 3.0, "iteration": 0}
-        refused = []
-        for key, value in self.wanted.extras.items():
-            if key in _OWN or key in _FOREIGN:
-                continue
-            if writable(value):
-                out[key] = value
-            else:
-                refused.append(str(key))
-        if refused:
-            self.notes.append(f"extras left out, values of classes that are not written: {', '.join(refused[:20])}")
+        carried = {key: value for key, value in self.wanted.extras.items() if key not in (*_OWN, *_FOREIGN)}
+        out |= written_of(carried, EXTRAS_LEFT, self.notes)
         if self.wanted.extras.get("sharded_objects"):
             self.notes.append("objects of single ranks are left out: Megatron-FSDP has none")
         leaves = [
@@ -337,12 +329,10 @@ class _Writing:
     def _arguments(self) -> dict[str, Any]:
         args = updated(self.args, self.degrees, self.job.stages, 0)
         args |= {"ckpt_format": "fsdp_dtensor", "use_megatron_fsdp": True}
-        refused = [name for name, value in args.items() if not writable(value)]
-        if refused:
-            self.notes.append(f"args without {', '.join(refused[:20])}: values of classes that are not written")
+        kept = written_of(args, ARGS_LEFT, self.notes)
         if not self.args:
             self.notes.append("the source has no Megatron arguments: degrees alone are written into args")
-        return {name: value for name, value in args.items() if name not in refused}
+        return kept
 
     def _rng(self) -> dict[str, Any]:
         """RNG states by stage and tensor rank, where tensor ranks are still those that had them."""

@@ -33,14 +33,13 @@ MODEL_TYPES = frozenset(
 )
 # Parts of names, each before all later ones that stand beside it
 _SIBLINGS = """
-    c_attn c_fc c_proj conv dense_h_to_4h dense_4h_to_h dt_bias A_log D conv1d embed_tokens embeddings feed_forward gate
-    gate_up_proj gate_up_proj_bias in_proj layers embedding_norm final_layernorm ln_1 mamba model norm linear_fc1
-    linear_fc2 norm1 norm2 attn ln_2 operator_norm ffn_norm patch_embed pos_embed blocks merger deepstack_merger_list
-    post_conv_layernorm downsample post_layernorm qkv proj post_projection_norm gate_proj query_key_value dense router
+    c_attn c_fc c_proj dense_h_to_4h dense_4h_to_h dt_bias A_log D conv1d embed_tokens feed_forward gate_up_proj
+    gate_up_proj_bias in_proj layers final_layernorm ln_1 mamba model norm linear_fc1 linear_fc2 norm1 norm2 attn
+    ln_2 patch_embed pos_embed blocks merger deepstack_merger_list qkv proj gate_proj query_key_value dense router
     experts self_attention self_attn mlp input_layernorm ln_attn ln_mlp post_attention_layernorm
-    post_self_attn_layernorm post_mlp_layernorm pre_feedforward_layernorm post_feedforward_layernorm pre_ff_layernorm
-    sinks q_proj k_proj transformer lm_head up_proj down_proj down_proj_bias v_proj o_proj out_proj q_layernorm
-    k_layernorm q_norm k_norm qkv_proj visual language_model w1 w3 w2 weight bias word_embeddings wte wpe h ln_f
+    post_self_attn_layernorm post_mlp_layernorm pre_feedforward_layernorm post_feedforward_layernorm
+    pre_ff_layernorm sinks q_proj k_proj transformer lm_head up_proj down_proj down_proj_bias v_proj o_proj out_proj
+    q_norm k_norm qkv_proj visual language_model weight bias word_embeddings wte wpe h ln_f
 """.split()
 _RANKS = {word: rank for rank, word in enumerate(_SIBLINGS)}
 
