@@ -97,22 +97,22 @@ class Equation:
 
         Raises UsageError: E0223/E0224 (condition, index), E0230/E0231 (sizes), E0232 (two tensors of one name).
         """
-        left: dict[str, Shape] = {}
-        right: dict[str, Shape] = {}
+        return self.left_shapes(sizes, config), self.swap().left_shapes(sizes, config)
+
+    def left_shapes(self, sizes: Sizes, config: Config | None = None) -> dict[str, Shape]:
+        """The left side of `shapes`."""
+        out: dict[str, Shape] = {}
         if not self.holds(sizes, config):
-            return left, right
-        names = self._names(sizes, config)
-        for side, other, out in ((self.left, self.right, left), (self.right, self.left, right)):
-            copies = _copies(side, other)
-            for k, term in enumerate(side):
-                if term.name and k not in copies:
-                    shape = term.pattern.shape(sizes)
-                    rows = self._rows(term.axes, sizes, names)
-                    new = {term.name.at(row.values, names): shape for row in rows}
-                    if len(new) != len(rows) or not out.keys().isdisjoint(new):
-                        raise UsageError(f"`{term}` names a tensor twice", code="E0232", place=_place(self.text))
-                    out.update(new)
-        return left, right
+            return out
+        names, copies = self._names(sizes, config), _copies(self.left, self.right)
+        for k, term in enumerate(self.left):
+            if term.name and k not in copies:
+                rows = self._rows(term.axes, sizes, names)
+                new = dict.fromkeys(_named(term, term.axes, rows, names), term.pattern.shape(sizes))
+                if len(new) != len(rows) or not out.keys().isdisjoint(new):
+                    raise UsageError(f"`{term}` names a tensor twice", code="E0232", place=_place(self.text))
+                out.update(new)
+        return out
 
     def pieces(self, sizes: Sizes, config: Config | None = None) -> list[Piece]:
         """Every element of the left side to its place on the right, part by part. Empty parts give none.

@@ -163,14 +163,13 @@ def _nothing_left(chosen: Chosen, *, masters: bool) -> UsageError:
 def _refuse_to_lose_masters(chosen: Chosen, stored: Iterable[Stored]) -> None:
     """Raise UsageError E0249 where parameters have no other weights than fp32 masters (ZeRO 3) and would stay behind,
     all of them, while the rest of the model is written."""
-    if not any(row.tensor.key.state == MODEL for row in stored):
+    holders = [opened for opened in chosen.sources if MASTER in opened.catalog.states()]
+    if not holders or not any(row.tensor.key.state == MODEL for row in stored):
         return
     gone = {tensor.key.name for tensor in chosen.removed}
     written = {row.tensor.key.name for row in stored}
     written |= {name for name, made in chosen.names.items() if any(to in written for to in made)}
-    for opened in chosen.sources:
-        if MASTER not in opened.catalog.states():
-            continue
+    for opened in holders:
         keys = opened.catalog.tensors
         alone = [key.name for key in keys if key.state == MASTER and TensorKey(key.name) not in keys]
         lost = [name for name in alone if name not in written and name not in gone]

@@ -180,10 +180,10 @@ def _parts(tensor: LogicalTensor) -> dict[tuple[Any, ...], str]:
 
 
 def _fault_of(tensor: LogicalTensor) -> CkptError | None:
-    name = str(tensor.key)
     chunks = tensor.chunks
     if len(chunks) == 1 and chunks[0].box.shape == tensor.shape and not any(chunks[0].box.offset):
         return None
+    name = str(tensor.key)
     for chunk in chunks:
         if not chunk.box.inside(tensor.shape):
             return InconsistentCheckpoint(

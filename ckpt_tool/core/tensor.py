@@ -12,6 +12,7 @@ A flat ZeRO slice is a 1-d array whose `within` has as many elements as the n-d 
 from __future__ import annotations
 
 from math import prod
+from operator import mul
 from typing import NamedTuple
 
 from ckpt_tool.core.box import Box, contiguous_strides
@@ -87,7 +88,7 @@ class Chunk(NamedTuple):
     def region(self) -> tuple[int, tuple[int, ...]]:
         """(offset, strides) in elements from `array.offset`: where box element 0 lies, and a step along each dim."""
         strides = self.array.strides or contiguous_strides(self.array.shape)
-        start = sum(o * s for o, s in zip(self.within.offset, strides, strict=True))
+        start = sum(map(mul, self.within.offset, strides)) if any(self.within.offset) else 0
         if self.within.shape == self.box.shape:
             return start, strides
         step = strides[0] if strides else 1

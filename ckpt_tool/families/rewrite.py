@@ -467,12 +467,16 @@ def _from_hub(
     for found, names in wanted:
         for local in found.each(sizes):
             kept, missing = _taken(found.rule, names, local, config, result)
-            shapes = found.rule.shapes(local, config)[0]
+            shapes = found.rule.left_shapes(local, config)
+            empty = {name for name, pieces in kept.items() if all(piece.src.name == PAD for piece in pieces)}
             some = {
-                form_of(name)[1]: piece.src.name for name, own in kept.items() for piece in own if piece.src.name != PAD
+                form_of(name)[1]: piece.src.name
+                for name, own in (kept if empty else {}).items()
+                for piece in own
+                if piece.src.name != PAD
             }
             for name, pieces in kept.items():
-                if all(piece.src.name == PAD for piece in pieces):
+                if name in empty:
                     if missing.get(name) or form_of(name)[1] not in some:
                         continue
                     result.like[name] = hub.made[some[form_of(name)[1]]][0]

@@ -200,7 +200,7 @@ def _made(key: TensorKey, made: Made, pieces: Sequence[Piece], sources: Mapping[
 
 def _is_whole(piece: Piece, tensor: LogicalTensor) -> bool:
     """Is every element at the same place on both sides?"""
-    flat = piece.merged()
+    flat = piece if piece.src.strides == piece.dst.strides == (1,) else piece.merged()
     return (
         flat.numel == tensor.numel
         and flat.src.offset == flat.dst.offset == 0

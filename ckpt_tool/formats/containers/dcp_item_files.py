@@ -57,16 +57,35 @@ class _File:
 
     path: str
     size: int = 0
-    literals: list[tuple[int, bytes]] = field(default_factory=list)
+    items: list[tuple[int, Sequence[tuple[int, bytes]]]] = field(
+        default_factory=list
+    )  # where each begins, its literals
     arrays: list[TargetArray] = field(default_factory=list)
     patches: list[Patch] = field(default_factory=list)
 
-    def append(self, size: int, literals: Iterable[tuple[int, bytes]]) -> int:
+    def append(self, size: int, literals: Sequence[tuple[int, bytes]]) -> int:
         """The byte where an item of `size` bytes begins that now lies at the end."""
         base = -(-self.size // ALIGNMENT) * ALIGNMENT
-        self.literals += [(base + at, data) for at, data in literals]
+        self.items.append((base, literals))
         self.size = base + size
         return base
+
+    def finished(self) -> TargetFile:
+        literals = tuple([(base + at, data) for base, literals in self.items for at, data in literals])
+        return TargetFile(self.path, self.size, literals, tuple(self.arrays), tuple(self.patches))
+
+
+class _Kind:
+    """What items of one zip hold of boxes of one shape, counted from where the item begins. held: any element, or
+    zeros alone? padded: the stored shape where it is larger. holes: of the CRCs, () for an item without elements."""
+
+    __slots__ = ("at", "held", "holes", "literals", "padded", "size")
+
+    def __init__(self, plan: ZipPlan, extents: tuple[int, ...], box: Box) -> None:
+        self.size, self.literals, self.at = plan.size, plan.literals, plan.offsets[0]
+        self.held = 0 not in extents and box.numel > 0
+        self.holes = () if 0 in extents else plan.crcs[0]
+        self.padded = extents if box.numel != prod(extents) else None
 
 
 class ItemFiles:
@@ -83,23 +102,23 @@ class ItemFiles:
         E0242."""
         placed, pieces = list(boxes), list[Piece]()
         dtype = torch_dtype(self.tensors[placed[0].tensor])
-        zips, files = dict[tuple[int, ...], ZipPlan](), dict[int, _File]()  # of this dtype and folder
+        kinds, files = dict[tuple[object, ...], _Kind](), dict[int, _File]()  # of this dtype and folder
         for offset, extents, number, box, rank in placed:
-            plan = zips.get(extents)
-            if plan is None:
-                plan = zips[extents] = self._zip(dtype, extents)
+            kind = kinds.get((extents, box.shape))
+            if kind is None:
+                kind = kinds[extents, box.shape] = _Kind(self._zip(dtype, extents), extents, box)
             file = files.get(rank)
             if file is None:
                 file = files[rank] = self._file(folder, rank)
-            base = file.append(plan.size, plan.literals)
-            if 0 not in extents and not box.numel:
-                span = (base + plan.offsets[0], dtype.nbytes(prod(extents)))
-                file.patches += [Patch(base + hole, "crc32", -1, span) for hole in plan.crcs[0]]
-            elif 0 not in extents:
-                of, padded = len(file.arrays), extents if box.numel != prod(extents) else None
-                file.patches += [Patch(base + hole, "crc32", of) for hole in plan.crcs[0]]
-                file.arrays.append(TargetArray(number, box, base + plan.offsets[0], padded))
-            pieces.append(Piece(offset, extents, file.path, base, plan.size))
+            base = file.append(kind.size, kind.literals)
+            if kind.held:
+                of = len(file.arrays)
+                file.patches += [Patch(base + hole, "crc32", of) for hole in kind.holes]
+                file.arrays.append(TargetArray(number, box, base + kind.at, kind.padded))
+            elif kind.holes:
+                span = (base + kind.at, dtype.nbytes(prod(extents)))
+                file.patches += [Patch(base + hole, "crc32", -1, span) for hole in kind.holes]
+            pieces.append(Piece(offset, extents, file.path, base, kind.size))
         self.entries[fqn] = TensorEntry(fqn, path, dtype, shape, pieces)
 
     def _zip(self, dtype: DType, shape: tuple[int, ...]) -> ZipPlan:
@@ -131,10 +150,7 @@ class ItemFiles:
 
     def finished(self) -> list[TargetFile]:
         """The files, by folder and rank."""
-        return [
-            TargetFile(file.path, file.size, tuple(file.literals), tuple(file.arrays), tuple(file.patches))
-            for _, file in sorted(self._files.items())
-        ]
+        return [file.finished() for _, file in sorted(self._files.items())]
 
     def _file(self, folder: str, rank: int) -> _File:
         found = self._files.get((folder, rank))

@@ -442,8 +442,12 @@ class _Memo:
             out += self._chunk() + self.size(piece.offset) + self.text("sizes") + self.size(piece.shape) + _BUILD
         size, known, front, sizes = self.size, self._sizes.get, self._chunk(), self.text("sizes")  # in the memo by now
         rows: list[bytes] = []
+        behind: dict[_Sizes, bytes] = {}  # what follows an offset, by shape: boxes of a tensor are mostly alike
         for offset, shape, _, _, _ in entry.pieces[1:]:
-            rows += (front, known(offset) or size(offset), sizes, known(shape) or size(shape), _BUILD)
+            code, end = known(offset) or size(offset), behind.get(shape)
+            if end is None:
+                end = behind[shape] = sizes + size(shape) + _BUILD
+            rows += (front, code, end)
         return bytes(out) + b"".join(rows) + b"e" + _BUILD
 
     def _chunk(self) -> bytes:
@@ -452,12 +456,18 @@ class _Memo:
     def items(self, entry: TensorEntry, folder: str) -> bytes:
         """The rows of storage_data of a tensor's pieces."""
         rows = [self.item(entry.fqn, 0, piece.offset, piece, folder) for piece in entry.pieces[:1]]
-        size, known, text, front = self.size, self._sizes.get, self._fetched.get, self._index(entry.fqn)
-        offset, info, length, cut = self.text("offset"), self._info(), self.text("length"), len(folder)
+        size, known, front, offset = self.size, self._sizes.get, self._index(entry.fqn), self.text("offset")
+        info, length, cut = self._info(), self.text("length"), len(folder)
+        places: dict[str, bytes] = {}  # what stands before a box's place, by file
+        ends: dict[int, bytes] = {}  # what follows it, by length
         for number, (start, _, file, at, nbytes) in enumerate(entry.pieces[1:], 1):
-            path = file[cut:]
-            rows += (front, _integer(number), offset, known(start) or size(start), info, text(path) or self.text(path))
-            rows += (offset, _integer(at), length, _integer(nbytes), _BUILD)
+            code, place, end = known(start) or size(start), places.get(file), ends.get(nbytes)
+            if place is None:
+                place = info + self.text(file[cut:]) + offset
+                places[file] = info + self.text(file[cut:]) + offset  # in the memo by now
+            if end is None:
+                end = ends[nbytes] = length + _integer(nbytes) + _BUILD
+            rows += (front, _integer(number), offset, code, place, _integer(at), end)
         return b"".join(rows)
 
     def _index(self, fqn: str) -> bytes:
@@ -498,7 +508,7 @@ class _Memo:
         code = self._sizes.get(size)
         if code is None:
             known = self._fetched.get(("torch", "Size"))
-            body = b"".join([_integer(n) for n in size])
+            body = b"".join([_SMALL[n] if n < 256 else _integer(n) for n in size])
             numbers = body + (b")", b"\x85", b"\x86", b"\x87")[len(size)] if len(size) < 4 else b"(" + body + b"t"
             code = (known or self.name("torch", "Size")) + numbers + b"\x85R"
             if known is not None:

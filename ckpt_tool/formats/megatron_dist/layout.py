@@ -292,6 +292,15 @@ class DistLayout:
                 full = full.replace(".experts.experts.", f".experts.experts.{spot.expert}.", 1)
         return full, shape or (1,)
 
+    def one_of_each_key(self) -> list[str]:
+        """The first name of those that have one `object_key`: stacked layers and experts differ in positions alone."""
+        first: dict[tuple[str, str, object], str] = {}
+        for name in sorted(self.names):
+            spot = self.spots[name]
+            key = self._with_layer(spot)
+            first.setdefault((key, self._kind(spot), not self.grids.get((MODEL, key)) and spot.expert), name)
+        return list(first.values())
+
     # -- entries ------------------------------------------------------------------------------------------------------
 
     def entries(self) -> dict[str, tuple[tuple[int, ...], list[Placed]]]:

@@ -207,7 +207,7 @@ def _modules(layout: DistLayout) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name in layout.names:
         if names.stem(name).startswith("decoder.final_norm."):
             yield f"{names.root_of(name)}output_layer._extra_state", (1,)
-    for name in sorted(layout.names):
+    for name in layout.one_of_each_key():
         front, _, leaf = name.rpartition(".")
         module = front.rpartition(".")[2]
         if leaf != "weight" or names.stem(name).startswith(("embedding.", "output_layer.")) or names.is_foreign(name):
