@@ -273,7 +273,7 @@ def test_a_number_in_a_name_ends_soon_and_by_the_contract(case: Case, tmp_path: 
 
 
 @pytest.mark.first
-@pytest.mark.share(5400)
+@pytest.mark.share(10800)
 @pytest.mark.parametrize("case", [case for case in CASES if case.what == "field"], ids=str)
 def test_a_number_that_no_file_can_hold_ends_soon_and_by_the_contract(case: Case, tmp_path: Path) -> None:
     assert not (wrong := [fault for value in VALUES[case.what] for fault in judge(case, value, tmp_path)]), "\n".join(

@@ -50,6 +50,7 @@ def both_sizes(route: str, rng: random.Random) -> tuple[dict[str, int], dict[str
     return sizes, follow(sizes, rng)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("route", "seed"), [(route, seed) for route in ROUTES for seed in range(30)])
 def test_composed_equals_applied_twice_and_numpy(route: str, seed: int) -> None:
     first, second = (CONVERSIONS[name] for name in ROUTES[route][:2])
@@ -70,6 +71,7 @@ def test_composed_equals_applied_twice_and_numpy(route: str, seed: int) -> None:
         np.testing.assert_array_equal(got[name], again[name])
 
 
+@pytest.mark.share(6)
 @pytest.mark.parametrize("seed", range(300))
 def test_meet_of_any_two_pieces(seed: int) -> None:
     """Two pieces made for other grids over one space, so that strides need not divide one another."""

@@ -18,6 +18,7 @@ from ckpt_tool.errors import UsageError
 CASES = [(name, seed) for name in CONVERSIONS for seed in range(50)]
 
 
+@pytest.mark.share(6)
 @pytest.mark.parametrize(("name", "seed"), CASES)
 def test_equals_numpy_both_ways(name: str, seed: int) -> None:
     case = CONVERSIONS[name]
@@ -31,6 +32,7 @@ def test_equals_numpy_both_ways(name: str, seed: int) -> None:
     assert_same(rule.swap().apply(right, sizes), left, f"{name} {sizes}, back")
 
 
+@pytest.mark.share(6)
 @pytest.mark.parametrize(("name", "seed"), CASES)
 def test_moves_every_element_once_between_misaligned_chunks(name: str, seed: int) -> None:
     """Both sides cut in random boxes, each stored by itself; what moves between two boxes moves once and is right."""

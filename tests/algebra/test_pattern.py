@@ -88,6 +88,7 @@ def random_pattern(rng: random.Random, sizes: Sizes) -> str:
     return " ".join(item(2) for _ in range(rng.randint(0, 3)))
 
 
+@pytest.mark.share(6)
 @pytest.mark.parametrize("seed", range(300))
 def test_parts_name_every_element_once(seed: int) -> None:
     rng = random.Random(seed)

@@ -71,6 +71,7 @@ def in_box(element: int, shape: tuple[int, ...], box: Box) -> bool:
 SEEDS = range(400)
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_cut_by_a_box_keeps_what_lies_in_it(seed: int) -> None:
     rng = random.Random(seed)
@@ -82,6 +83,7 @@ def test_cut_by_a_box_keeps_what_lies_in_it(seed: int) -> None:
         assert got == [row for row in every if in_box(row[which], shape, box)], (seed, side, box)
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_cut_by_a_range_keeps_what_lies_in_it(seed: int) -> None:
     rng = random.Random(seed)
@@ -96,6 +98,7 @@ def test_cut_by_a_range_keeps_what_lies_in_it(seed: int) -> None:
         assert len(parts) <= 2 * len(piece.ext) + 1
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("seed", range(200))
 def test_cuts_follow_one_another_and_swap(seed: int) -> None:
     """Cut by source box, then by destination box, then merged, swapped, cut again: still the same pairs."""
@@ -109,6 +112,7 @@ def test_cuts_follow_one_another_and_swap(seed: int) -> None:
     assert pairs(once) == pairs(other) == pairs(back) == want
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("seed", range(200))
 def test_cut_of_cut_pieces_by_misaligned_shapes(seed: int) -> None:
     """Boxes of a tensor that the piece was not made for: other dims over the same elements. Exact all the same."""
@@ -121,6 +125,7 @@ def test_cut_of_cut_pieces_by_misaligned_shapes(seed: int) -> None:
     assert pairs(piece.cut("src", shape, box)) == [row for row in pairs([piece]) if in_box(row[0], shape, box)]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("seed", range(200))
 def test_aligned_pieces_split_their_index(seed: int) -> None:
     rng = random.Random(seed)
@@ -134,6 +139,7 @@ def test_aligned_pieces_split_their_index(seed: int) -> None:
         assert list(aligned(part, step)) == [part], "what is aligned stays whole"
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("seed", range(200))
 def test_into_finds_the_same_elements_in_a_stored_array(seed: int) -> None:
     """A chunk stores a box of the tensor with strides of its own; NumPy's own slicing says what lies there."""

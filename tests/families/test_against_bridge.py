@@ -174,7 +174,7 @@ def test_two_tensor_parallel_ranks_hold_what_megatron_s_hold(case: str) -> None:
             np.testing.assert_array_equal(own, held.get(name, array), err_msg=name)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("case", CASES)
 def test_keys_of_a_distributed_checkpoint_are_megatron_s(case: str, tmp_path: Path) -> None:
     """By Transformer Engine's modules, from the hub's files. What core would not save has a key a layer, as core has it

@@ -112,7 +112,7 @@ def test_threads_hash_seed_locale_zone_and_folder(made: Made, tmp_path: Path) ->
         assert not any(mode & 0o077 for mode in modes(out).values()), "the user's umask counts"
 
 
-@pytest.mark.share(9)
+@pytest.mark.share(27)
 @pytest.mark.parametrize("threads", ["2", "7"])
 def test_any_number_of_threads(made: Made, quick: Callable[..., None], tmp_path: Path, threads: str) -> None:
     first, source, name, options = made

@@ -324,7 +324,7 @@ READERS: dict[str, Callable[[Three], object]] = {
 SEEN = [(what, n) for what in READERS for n in (0, 1) if (what, n) not in {("lora", 1), ("open", 1)}]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(("what", "number"), SEEN)
 def test_no_verb_that_reads_values_takes_a_flipped_bit(what: str, number: int, tmp_path: Path) -> None:
     at = Three(small(tmp_path / "bad", 1), small(tmp_path / "sound", 1), tmp_path / "out")

@@ -122,7 +122,7 @@ def test_values_equal_the_live_run(name, path):
             assert raw(lazy.numpy()) == theirs, f"{state}/{key}"
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 @pytest.mark.parametrize("other", registry.NAMES)
 @each_case
 def test_there_and_back_through_every_format(name, path, other, tmp_path):

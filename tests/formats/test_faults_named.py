@@ -72,7 +72,7 @@ def test_every_format_of_several_files_is_here() -> None:
     assert len({param.values[0] for param in cases()}) >= 11
 
 
-@pytest.mark.share(18)
+@pytest.mark.share(36)
 @pytest.mark.parametrize("how", DAMAGES)
 @pytest.mark.parametrize(("name", "folder", "group"), list(cases()))
 def test_every_broken_file_is_named_at_once(

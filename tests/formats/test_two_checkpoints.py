@@ -74,7 +74,7 @@ def names_of(path: Path, fmt: str) -> set[str]:
     return {str(key) for key in catalog.tensors}
 
 
-@pytest.mark.share(9)
+@pytest.mark.share(36)
 @pytest.mark.parametrize(("one", "other"), list(pairs()))
 def test_both_are_named_or_one_accompanies_the_other(
     one: tuple[str, str], other: tuple[str, str], tmp_path: Path

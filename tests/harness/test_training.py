@@ -71,7 +71,7 @@ def assert_same_bits(shape: str, text: str, backend: str, folder: Path, tmp_path
 # -- canonical: bitwise ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(12)
 @pytest.mark.parametrize(
     "text",
     [
@@ -98,7 +98,7 @@ def test_processes_give_the_bits_of_one_rank(text: str, folder: Path, tmp_path: 
     assert_same_bits("quick", text, "gloo", folder, tmp_path)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("shape", "text"),
     [
@@ -169,6 +169,7 @@ def test_a_run_goes_on_in_another_layout(first: str, second: str, folder: Path, 
     assert not differing(after.whole, want.whole) and after.scalars == want.scalars
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("text", ["dp3,zero1", "dp3,zero3", "tp2,dp3,zero2"])
 def test_a_layout_that_cannot_train_still_holds_the_state(text: str, folder: Path, tmp_path: Path) -> None:
     """Three data ranks pad the lines; back on one rank nothing has changed."""

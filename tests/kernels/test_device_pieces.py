@@ -58,6 +58,7 @@ def elements(piece: Piece) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("seed", range(100))
 def test_what_is_fetched_is_the_region(seed: int) -> None:
     region, item = a_region(np.random.default_rng(seed))
@@ -70,6 +71,7 @@ def test_what_is_fetched_is_the_region(seed: int) -> None:
     )
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("seed", range(100))
 def test_what_is_stored_is_the_region_and_nothing_beside_it(seed: int) -> None:
     region, item = a_region(np.random.default_rng(1000 + seed))

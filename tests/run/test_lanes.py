@@ -38,6 +38,7 @@ def arrays(shape, kind):
     return np.arange(np.prod(shape)).astype(kind).reshape(shape)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("kind", ["u1", "u2", "f4", "f8", "c16"])
 def test_bands_read_and_write_what_slices_hold(seed, kind):

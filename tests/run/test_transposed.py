@@ -119,6 +119,7 @@ def read_in_blocks(reader, case, rng, start, stop, until):
     return got
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_any_part_of_the_line_is_what_numpy_has(tmp_path, sizes, seed, kind):

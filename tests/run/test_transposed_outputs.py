@@ -118,6 +118,7 @@ def job_of(tmp_path, source, out, line, panel):
     return Job(reader, writer, block, scratch, True, lambda: False, lambda n: None), there
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_any_share_between_any_layouts(tmp_path, sizes, seed, kind):

@@ -107,7 +107,7 @@ def golden_command(name: str, root: Path) -> Callable[[str], list[str]]:
 GOLDEN = golden()
 
 
-@pytest.mark.share(48)
+@pytest.mark.share(96)
 @pytest.mark.parametrize("name", GOLDEN)
 def test_objects_are_the_files_of_a_local_output(
     s3: S3, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
