@@ -301,10 +301,17 @@ class StoreClaims:
         while not self._stop.wait(pause):
             pause = BEAT
             try:
-                self.beat()
-                self.look()
+                if not self._pulse():
+                    return
             except CkptError:  # the work itself will fail too, if that lasts
                 continue
+
+    def _pulse(self) -> bool:
+        """Look, then beat; nothing is put again where another has committed and cleaned up."""
+        self.look()
+        if not self.gone:
+            self.beat()
+        return not self.gone
 
 
 def _claim_name(number: int | str, generation: int) -> str:
