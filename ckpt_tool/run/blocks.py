@@ -262,9 +262,9 @@ class Reader:
         self._count(part.file, part.offset, view)
         return view
 
-    def expect(self, items: Iterable[tuple[Move, int, int]]) -> None:
+    def expect(self, items: Iterable[tuple[Move, int, int]], *, then: bool = False) -> None:
         """Elements [start, stop) of these moves' lines will be filled next, in this order: files of stores are fetched
-        ahead. Of transposed sources the panels ask themselves."""
+        ahead. then: after what was expected before. Of transposed sources the panels ask themselves."""
         ranges: dict[int, tuple[Tree, list[tuple[str, int, int]]]] = {}
         for move, start, stop in items:
             far = [(region, tree) for region in move.sources if (tree := self._files.remote(region.file)) is not None]
@@ -278,7 +278,7 @@ class Reader:
                     for part in clip(region, at, min(at + step, stop)):
                         wanted.extend((self._files.path(part.file), *run) for run in _reads(part, move.item))
         for tree, wanted in ranges.values():
-            tree.expect(wanted)
+            tree.expect(wanted, then=then)
 
     def turned(self, move: Move) -> Transposed | None:
         """The panels of a move with transposed sources, None for others. Good until another move is asked for."""

@@ -30,6 +30,8 @@ from ckpt_tool.run.threads import Workers
 from ckpt_tool.run.walk import STRIDED_BLOCK
 from ckpt_tool.storage.source import Tree
 
+SOON = 16 << 20  # bytes of a tensor that are left when the next is asked for
+
 
 class Readable(NamedTuple):
     """A catalog's tensors as moves without outputs, the files they lie in, and the checksummed records."""
@@ -85,11 +87,12 @@ def walk(
 
     def read(reader: Reader, queue: Queue) -> None:
         block: Bytes = np.empty(STRIDED_BLOCK, np.uint8)
-        for index in queue:
-            move = source.moves[index]
+        coming = _Coming(reader, source.moves, queue)
+        for move in coming:
             if progress is not None and move.sources:
                 working_on(progress, source.files.path(move.sources[0].file))
-            _read_one(reader, move, visit, block, advance, on_fault, lock)
+            if not _read_one(reader, move, visit, block, advance, on_fault, lock, coming.left):
+                coming.again()
 
     share_out(source, read, threads=threads, on_fault=on_fault, beside=beside)
 
@@ -170,6 +173,40 @@ def each_of(count: int, do: Callable[[int], None]) -> None:
         raise queue.errors[0]
 
 
+class _Coming:
+    """The moves that one thread reads. The next is taken, and its bytes are expected, when little of one is left: else
+    a store would stand idle at the end of each, for as long as it takes to answer."""
+
+    def __init__(self, reader: Reader, moves: Sequence[Move], queue: Queue) -> None:
+        self._reader, self._moves, self._queue = reader, moves, queue
+        self._next: Move | None = None
+
+    def __iter__(self) -> _Coming:
+        return self
+
+    def __next__(self) -> Move:
+        move, self._next = self._next, None
+        if move is None:
+            move = self._moves[next(self._queue)]
+            self._expect(move)
+        return move
+
+    def left(self, nbytes: int) -> None:
+        """So many bytes of the move that is read are still to come."""
+        if self._next is None and nbytes <= SOON and (index := next(self._queue, None)) is not None:
+            self._next = self._moves[index]
+            self._expect(self._next, then=True)
+
+    def again(self) -> None:
+        """What was left of the move will not be read."""
+        if self._next is not None:
+            self._expect(self._next)
+
+    def _expect(self, move: Move, *, then: bool = False) -> None:
+        if move.nbytes > STRIDED_BLOCK:
+            self._reader.expect([(move, 0, move.numel)], then=then)
+
+
 def _read_one(
     reader: Reader,
     move: Move,
@@ -178,12 +215,13 @@ def _read_one(
     advance: Callable[[int], None] | None,
     on_fault: Callable[[CkptError], None] | None,
     lock: threading.Lock,
-) -> None:
+    left: Callable[[int], None],
+) -> bool:
+    """Was all of it read? left: is told before each block how many bytes are to come."""
     see, step = visit(move), STRIDED_BLOCK // move.item
-    if move.numel > step:
-        reader.expect([(move, 0, move.numel)])
     for at in range(0, move.numel, step):
         end = min(at + step, move.numel)
+        left((move.numel - at) * move.item)
         part = block[: (end - at) * move.item]
         try:
             lent = reader.lent(move, at, end)
@@ -196,10 +234,11 @@ def _read_one(
                 raise
             with lock:
                 on_fault(e)
-            return
+            return False
         see(move, at, part)
         if advance:
             advance(len(part))
+    return True
 
 
 def _first_byte(move: Move) -> tuple[int, int]:

@@ -4,10 +4,10 @@
     ahead.take("model-1.safetensors", at, end)                          # waits for the piece that holds `at`
 
 Ranges of one file that lie near each other become one request, long ones requests of 4 MiB, cut where objects have
-multiples of that. Requests are begun in the
-order that was told, as long as what is under way or unread stays below `WINDOW` of all threads or `SHARE` of this one;
-one that is wanted out of turn is begun at once. What lies before a file's last read is forgotten, and so is everything
-when new ranges are expected. Memory: `WINDOW`, or `SHARE` a thread where that is more, and what the last reads hold.
+multiples of that. Requests are begun in the order that was told, as long as what is under way or unread stays below
+`WINDOW` of all threads or `SHARE` of this one; one that is wanted out of turn is begun at once. What lies before a
+file's last read is forgotten, and so is everything when new ranges are expected, unless they come after those (`then`).
+Memory: `WINDOW`, or `SHARE` a thread where that is more, and what the last reads hold.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 
 PIECE = 4 << 20  # bytes of one request, at most
 NEAR = 512 << 10  # bytes: ranges closer than this are one request
-WINDOW, SHARE = 32 << 20, 8 << 20  # bytes under way or unread, of all threads and of one
+WINDOW, SHARE = 24 << 20, 8 << 20  # bytes under way or unread, of all threads and of one
 CONNECTIONS = 16  # requests at once, of one tree
 IDLE = 10.0  # seconds
 
@@ -100,14 +100,17 @@ class Ahead:
         self._by_file: dict[str, list[Piece]] = {}
         self._held = 0  # bytes begun and not forgotten, of those
 
-    def expect(self, ranges: Iterable[Range]) -> None:
-        """Forget what was expected, begin what is expected now."""
-        self._hold(-self._held)
-        self._coming, self._by_file = deque(pieces_of(ranges)), {}
-        for piece in self._coming:
+    def expect(self, ranges: Iterable[Range], *, then: bool = False) -> None:
+        """Forget what was expected, begin what is expected now. then: after what was expected, which stays."""
+        if not then:
+            self._hold(-self._held)
+            self._coming, self._by_file = deque(), {}
+        more = pieces_of(ranges)
+        self._coming.extend(more)
+        for piece in more:
             self._by_file.setdefault(piece.path, []).append(piece)
-        for pieces in self._by_file.values():
-            pieces.sort(key=lambda piece: piece.start)
+        for path in {piece.path for piece in more}:
+            self._by_file[path].sort(key=lambda piece: piece.start)
         self._begin_more()
 
     def take(self, path: str, at: int, end: int) -> memoryview:

@@ -161,9 +161,8 @@ class RemoteTree(Tree):
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    def expect(self, ranges: Iterable[Range]) -> None:
-        """This thread will read these ranges next, in this order: (path, first byte, number of bytes)."""
-        self._mine().ahead.expect((base_of(path), at, nbytes) for path, at, nbytes in ranges)
+    def expect(self, ranges: Iterable[Range], *, then: bool = False) -> None:
+        self._mine().ahead.expect(((base_of(path), at, nbytes) for path, at, nbytes in ranges), then=then)
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """Exactly `nbytes` bytes from `offset`. Raises CorruptFile when the file ends before."""

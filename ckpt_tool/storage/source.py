@@ -356,9 +356,9 @@ class Tree:
                 found.append(None)
         return found
 
-    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """This thread will read these ranges next, in this order: (path, first byte, number of bytes). For trees behind
-        a URL, which fetch them ahead."""
+    def expect(self, ranges: Iterable[tuple[str, int, int]], *, then: bool = False) -> None:
+        """This thread will read these ranges next, in this order: (path, first byte, number of bytes). then: after what
+        it said before. For trees behind a URL, which fetch them ahead."""
 
     def size(self, path: str) -> int:
         """Size in bytes."""

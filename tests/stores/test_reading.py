@@ -20,6 +20,9 @@ from ckpt_tool.core.progress import Silent, listening
 from ckpt_tool.errors import CkptError, SourceChanged, StorageError, UsageError
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
+from ckpt_tool.plan.plan import Move
+from ckpt_tool.run.scan import Visit, digests_of
+from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage import ahead, object_store, store
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.remote import RemoteTree
@@ -338,6 +341,40 @@ def test_what_is_ahead_is_bounded_and_right_in_any_order(monkeypatch: pytest.Mon
     assert sum(nbytes for _, nbytes in bytes_.asked) <= 21_000
     mine.expect([])
     assert fetchers.held == 0
+
+
+def test_what_comes_then_is_begun_before_and_nothing_is_fetched_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "PIECE", 1000)
+    bytes_ = Bytes()
+    fetchers = ahead.Fetchers(bytes_)
+    mine = ahead.Ahead(fetchers)
+    mine.expect([("f", 0, 3000)])
+    mine.expect([("f", 3000, 3000), ("g", 0, 2000)], then=True)
+    assert fetchers.held == 8000, "all of it is on its way"
+    for path, length in (("f", 6000), ("g", 2000)):
+        for at in range(0, length, 500):
+            assert bytes(mine.take(path, at, at + 500)) == bytes(i % 251 for i in range(at, at + 500))
+    assert sum(nbytes for _, nbytes in bytes_.asked) == 8000 and fetchers.held == 0
+
+
+def test_the_next_tensor_is_asked_for_before_one_is_read(s3: S3, tmp_path: Path) -> None:
+    """Else the store is idle between any two."""
+    size, seen = 3 << 20, list[bool]()
+    safetensors.numpy.save_file({name: np.zeros(size, np.uint8) for name in "ab"}, tmp_path / "x.safetensors")
+    opened = open_source(s3.upload(tmp_path / "x.safetensors"), Reading())
+
+    def visit(move: Move) -> Visit:
+        def see(move: Move, at: int, data: object) -> None:
+            until = time.monotonic() + 10
+            while not seen and time.monotonic() < until:
+                if any(int(each.range[6:].partition("-")[0]) > size for each in s3.proxy.asked if each.range):
+                    seen.append(at < size // 2 and move.key.name == "a")
+                time.sleep(0.01)
+
+        return see
+
+    assert len(digests_of(opened.catalog, opened.tree, threads=1, also=visit)) == 2
+    assert seen == [True]
 
 
 def test_a_failure_to_fetch_is_raised_where_it_is_read() -> None:
