@@ -6,7 +6,7 @@ others' parts. What is moved twice therefore lies at the borders, and is cut sma
 
     unit   0     1     2     3          one object, parts of 5 MiB, units of 64 MiB
     part   0-12  ..25  ..38  ..51       share 0: parts 0-25, share 1: the rest
-                    ^                   unit 2 begins in part 25: share 0 moves its first 4 MiB too
+                    ^                   unit 2 begins in part 25: share 0 moves its first MiB too
 
 An item all of whose parts are of one share is moved whole, by it alone. One that touches parts of several is cut into
 cells, the same for all of them: so leaves of the digest never overlap in part, and overflows are counted by the first.
@@ -24,7 +24,7 @@ from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.schedule import Item, Unit, grain
 
 SHARE, MOST = 256 << 20, 4096  # bytes of a share, at least; shares of a plan
-CELL = 4 << 20  # bytes of an item's line that are moved as one where two shares want them
+CELL = 1 << 20  # bytes of an item's line that are moved as one where two shares want them
 NOBODY = -1
 
 
