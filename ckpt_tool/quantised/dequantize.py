@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DTYPES, DType, from_name
-from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
+from ckpt_tool.core.tensor import MODEL, LogicalTensor, Path, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UsageError
 from ckpt_tool.options.writing import Writing
+from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.kept_whole import found_in
 from ckpt_tool.quantised.scheme import FILES, KEYS, Quantisation, section
 from ckpt_tool.quantised.weights import Found, Kind
@@ -31,17 +32,24 @@ _CONFIGURED = ("dtype", "torch_dtype")
 
 def dequantized(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen` with its quantised weights and states as floats. Raises UsageError E2403 where there are none, E0264
-    with --plan and --ray; E1464 (exit 2) for a scheme whose floats this build can't make; Incomplete E1460,
-    InconsistentCheckpoint E1461-E1462 for scales that are missing or of another shape; E1463 while reading for scales
-    that are NaN."""
+    with --plan and --ray; E1469 for states that torchao keeps as codes, without it; E1464 (exit 2) for a scheme whose
+    floats this build can't make; Incomplete E1460, InconsistentCheckpoint E1461-E1462 for scales that are missing or of
+    another shape; E1463 while reading for scales that are NaN."""
     writing = job.writing
     if not writing.dequantize:
+        if any("@" in row.tensor.key.state for row in chosen.stored):
+            from ckpt_tool.quantised.coded import refuse_codes
+
+            refuse_codes([row.tensor for row in chosen.stored])
         return chosen
     refuse_saved_plan(writing, OPTION)
-    from ckpt_tool.quantised.floats import states
+    from ckpt_tool.quantised.coded import coded_states
+    from ckpt_tool.quantised.floats import States, states
 
     rows = [row for row in chosen.stored if row.source == 0]
-    moments = states([row.tensor for row in rows], chosen.sources[0].tree)
+    own, tree = [row.tensor for row in rows], chosen.sources[0].tree
+    paddle, torchao = states(own, tree), coded_states(own, tree)
+    moments = States((*paddle.recipes, *torchao.recipes), paddle.used | torchao.used)
     config = model_config(chosen)
     tensors = {row.tensor.key.name: row.tensor for row in rows if row.tensor.key.state == MODEL}
     kinds = {name: Kind(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
@@ -62,7 +70,14 @@ def dequantized(chosen: Chosen, job: Conversion) -> Chosen:
         out = with_computed(
             replace(out, stored=kept), moments.recipes, shown, writing, option=OPTION, dtypes={}, notes=(note,)
         )
+        out = replace(out, stored=tuple(_where_codes_hung(row, torchao.paths) for row in out.stored))
     return out
+
+
+def _where_codes_hung(row: Stored, paths: Mapping[TensorKey, Path]) -> Stored:
+    """The row, in the place of the codes that it is made of: an optimizer of numbers keeps them."""
+    path = paths.get(row.tensor.key)
+    return row._replace(tensor=row.tensor._replace(path=path)) if path else row
 
 
 def model_config(chosen: Chosen) -> Mapping[str, Any] | None:

@@ -32,13 +32,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ckpt_tool.core.box import contiguous_strides, whole
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.core.tensor import Chunk, LogicalTensor, TensorKey
+from ckpt_tool.core.tensor import Chunk, LogicalTensor, Path, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats.paddle import quant
 from ckpt_tool.quantised.codes import (
@@ -242,10 +243,12 @@ SCALES, LACKING = "E1362", "E1363"
 
 
 class States(NamedTuple):
-    """recipes: of the floats. used: keys of the tensors that they are made of."""
+    """recipes: of the floats. used: keys of the tensors that they are made of. paths: where each hangs in the source's
+    nested state, of those that do."""
 
     recipes: tuple[Recipe, ...]
     used: frozenset[TensorKey]
+    paths: Mapping[TensorKey, Path] = MappingProxyType({})
 
 
 def states(tensors: Iterable[LogicalTensor], source: Tree) -> States:

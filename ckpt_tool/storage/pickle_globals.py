@@ -185,6 +185,13 @@ PLAIN_TENSORS = frozenset(
     {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer", "torch._tensor.Tensor"}
 )
 
+# Optimizer states that torchao keeps as codes: kept as Opaque, their tensors are read by `coded_states`.
+CODED_STATES = frozenset(
+    f"{package}.subclass_{module}.{name}"
+    for package in ("torchao.optim", "torchao.prototype.low_bit_optim")
+    for module, name in (("8bit", "OptimState8bit"), ("4bit", "OptimState4bit"), ("fp8", "OptimStateFp8"))
+)
+
 # Enums, read as Symbol(name, (value,)); the members map names to values where old pickles hold the name.
 ENUMS: dict[str, dict[str, int]] = {
     f"{_DCP}.metadata._MEM_FORMAT_ENCODING": {
@@ -352,6 +359,7 @@ KNOWN = frozenset().union(
     RECORDS,
     WRAPPERS,
     PLAIN_TENSORS,
+    CODED_STATES,
     ENUMS,
     PLAIN_OBJECTS,
     _BUILT,

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.core.collector import gc_paused
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.errors import CkptError, CorruptFile, InputError, UnsafeInput
+from ckpt_tool.storage.coded_states import coded
 from ckpt_tool.storage.pickle_globals import UNSUPPORTED_TENSORS
 from ckpt_tool.storage.pickle_machine import LONG_TEXT, Machine
 from ckpt_tool.storage.pickle_values import (
@@ -172,8 +173,9 @@ def refuse_unsafe(pickled: Pickled, path: str, *, member: str | None = None) -> 
         raise _unsafe(pickled.unsafe, path, member, "")
 
 
-def weight_bearing(value: Any) -> Iterator[Opaque]:
-    """The outermost Opaques inside `value` that hold a tensor or a storage: weights that we can't read."""
+def weight_bearing(value: Any, *, but_coded: bool = False) -> Iterator[Opaque]:
+    """The outermost Opaques inside `value` that hold a tensor or a storage: weights that we can't read. but_coded:
+    leave out states that `coded_states` reads."""
     seen: set[int] = set()
     todo = [value]
     while todo:
@@ -183,16 +185,17 @@ def weight_bearing(value: Any) -> Iterator[Opaque]:
         if type(item) in _INSIDE:
             seen.add(id(item))
         if type(item) is Opaque:
-            if _holds_tensor(item):
+            if _holds_tensor(item) and not (but_coded and coded(item)):
                 yield item
             continue
         todo.extend(_parts(item))
 
 
-def refuse_weight_bearing(value: Any, path: str, *, member: str | None = None) -> None:
+def refuse_weight_bearing(value: Any, path: str, *, member: str | None = None, but_coded: bool = False) -> None:
     """Raise when a tensor hangs on something that is not understood: InputError E0374 for torch's sparse, quantised,
-    nested or lazily conjugated tensors, UnsafeInput E0421 (exit 4) for an object of a class that we do not know."""
-    found = list(weight_bearing(value))
+    nested or lazily conjugated tensors, UnsafeInput E0421 (exit 4) for an object of a class that we do not know.
+    but_coded: the caller takes the tensors of coded states (`coded_states`), as `formats.state_dict.tree` does."""
+    found = list(weight_bearing(value, but_coded=but_coded))
     if not found:
         return
     names = list(dict.fromkeys(item.name for item in found))

@@ -241,7 +241,7 @@ CASES = [
     ("D12-planner", edit(lambda save, folder: setattr(save, "planner", touch(folder))), 4, ("posix.system",)),
     ("D12-second-stream", second_stream, 4, ("follow",)),
     ("D12-in-object-item", edit(in_object), SHOWN, ("posix.system", "epoch")),
-    ("D12-in-tensor-item", edit(in_tensor_item), 4, ("posix.system", "__1_0.distcp")),
+    ("D12-in-tensor-item", edit(in_tensor_item), SHOWN, ("posix.system", "__1_0.distcp")),
     ("D13-another-class", lambda folder: Save().write(folder, plain({"a": 1})), 3, ("metadata is dict",)),
     ("D13-outside", setting(chunks=[[(0, 0), (2, 3)], [(3, 0), (2, 3)]]), 3, ("model.w", "leaves the tensor")),
     ("D13-outside-columns", setting(chunks=[[(0, 0), (2, 3)], [(2, 1), (2, 3)]]), 3, ("leaves the tensor",)),

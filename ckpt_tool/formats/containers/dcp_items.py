@@ -30,15 +30,17 @@ from typing import Any, NamedTuple, cast
 
 from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.tensor import StoredArray
-from ckpt_tool.errors import CkptError, CorruptFile, InconsistentCheckpoint
+from ckpt_tool.errors import CkptError, CorruptFile, InconsistentCheckpoint, UnsafeInput
 from ckpt_tool.formats.containers.dcp_metadata import ObjectEntry, Piece, TensorEntry
 from ckpt_tool.storage import pickles, strict_json
+from ckpt_tool.storage.coded_states import CODES, coded
 from ckpt_tool.storage.pickle_values import Pickled, TensorRef
 from ckpt_tool.storage.safetensors_file import Header, looks_like_header, read_header
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.torchzip import TorchZip, ZipRecord
 
 MISMATCH = "E0394"
+_OBJECTS = ("E0420", "E0421")  # a name that only an unpickler would run; a tensor that hangs on an object
 DATA = re.compile(r"__(\d{1,9})_(\d{1,9})\.distcp")  # rank, number of the rank's file
 SHARDING_INFO = "DCP_SHARDING_INFO"
 _ID = ".data/serialization_id"
@@ -137,11 +139,19 @@ class _Window:
 
 
 class Items:
-    """Reads items of one checkpoint. unsafe, globals: of the pickles met so far."""
+    """Reads items of one checkpoint. unsafe, globals: of the pickles met so far.
 
-    def __init__(self, tree: Tree) -> None:
+    coded: parts of states that are kept as codes (`storage.coded_states`), by fqn and number of the piece. odd: what
+    else is no plain tensor, and why it can't be read; by fqn. Both are empty unless `every` is asked for: without it
+    such items are refused. `arrays` gives the codes of the first, and nothing of the second.
+    """
+
+    def __init__(self, tree: Tree, *, every: bool = False) -> None:
         self._window = _Window(tree)
         self.tree = cast(Tree, self._window)
+        self._every = every
+        self.coded: dict[str, dict[int, dict[str, StoredArray]]] = {}
+        self.odd: dict[str, str] = {}
         self.unsafe: list[str] = []
         self.globals: dict[str, None] = {}
         self._known: dict[bytes, Pickled] = {}
@@ -162,7 +172,11 @@ class Items:
                 files[piece.file].append((piece.at, tensor.fqn, number, tensor))
         found: defaultdict[str, dict[int, StoredArray]] = defaultdict(dict)
         for_each(sorted(files), lambda file: self._in_file(file, files.pop(file), found))
-        return {fqn: [arrays[number] for number in range(len(arrays))] for fqn, arrays in found.items()}
+        return {
+            fqn: [arrays[number] for number in range(len(arrays))]
+            for fqn, arrays in found.items()
+            if fqn not in self.odd
+        }
 
     def _in_file(self, file: str, items: list[_Item], found: Mapping[str, dict[int, StoredArray]]) -> None:
         """Put the arrays of a file's items into `found`: fqn -> number of the piece -> array."""
@@ -170,7 +184,12 @@ class Items:
         self._window.expect(file, {item[0]: item[3].pieces[item[2]].length for item in items})
         read = self._in_safetensors if self._safetensors(file) else self._in_zip
         for _, fqn, number, tensor in items:
-            found[fqn][number] = read(tensor, tensor.pieces[number])
+            try:
+                found[fqn][number] = read(tensor, number)
+            except UnsafeInput as e:
+                if not self._every or e.code not in _OBJECTS:
+                    raise
+                self.odd.setdefault(fqn, f"{e.message} (item {fqn} of {e.path})")
 
     def objects(self, entries: Sequence[ObjectEntry]) -> list[ReadObject]:
         """The object items, in the order in which they lie. Raises as `arrays`."""
@@ -204,7 +223,8 @@ class Items:
             self.unsafe += [f"{use} at {shown}, item {fqn}, opcode {use.position}" for use in pickled.unsafe]
         return zip_, pickled
 
-    def _in_zip(self, tensor: TensorEntry, piece: Piece) -> StoredArray:
+    def _in_zip(self, tensor: TensorEntry, number: int) -> StoredArray:
+        piece = tensor.pieces[number]
         kind = (tensor.dtype.name, piece.shape, piece.length)
         twin = self._twins.get(kind)
         if twin is not None and piece.at + piece.length <= self._window.size(piece.file):
@@ -214,6 +234,13 @@ class Items:
                 return found
         zip_, pickled = self._open(piece.file, piece.at, piece.length, tensor.fqn)
         ref = pickled.value
+        parts = coded(ref) if self._every else None
+        if parts is not None:
+            if ref.args[0].args[2] != piece.shape:
+                raise self._mismatch(tensor, piece, f"the item holds {ref.name} {list(ref.args[0].args[2])}")
+            arrays = {name: zip_.array(part) for name, part in parts.items()}
+            self.coded.setdefault(tensor.fqn, {})[number] = arrays
+            return arrays[CODES]
         if not isinstance(ref, TensorRef):
             pickles.refuse_unsafe(pickled, self.tree.display(piece.file))
             pickles.refuse_weight_bearing(ref, self.tree.display(piece.file))
@@ -269,7 +296,8 @@ class Items:
             offsets = {name: each["saved_offsets"] for name, each in info.items()}
         return header, {name: row for row, name in enumerate(header.names)}, offsets
 
-    def _in_safetensors(self, tensor: TensorEntry, piece: Piece) -> StoredArray:
+    def _in_safetensors(self, tensor: TensorEntry, number: int) -> StoredArray:
+        piece = tensor.pieces[number]
         found = self._headers[piece.file]
         if found is None or tensor.fqn not in found[1]:
             raise self._mismatch(tensor, piece, "the safetensors file does not hold it")

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.box import Box
 from ckpt_tool.core.catalog import Note, mark_replicas
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.faults import both, for_each
@@ -21,7 +22,8 @@ from ckpt_tool.core.tensor import LogicalTensor, Path, StoredArray, TensorKey, s
 from ckpt_tool.errors import InputError, UnsafeInput
 from ckpt_tool.formats.containers.dcp_items import DATA, Items, ReadObject
 from ckpt_tool.formats.containers.dcp_metadata import Listing, TensorEntry
-from ckpt_tool.formats.state_dict.tree import SLOT, part
+from ckpt_tool.formats.state_dict.coded import coded_note, joined
+from ckpt_tool.formats.state_dict.tree import SLOT, dotted, part, part_path
 from ckpt_tool.storage import pickles
 from ckpt_tool.storage.pickle_values import WrapperRef
 from ckpt_tool.storage.source import Tree
@@ -33,18 +35,31 @@ class State:
     """What the listings of one checkpoint hold.
 
     tensors: with the path of each, their keys empty. extras: the plain values. items, unsafe: of the pickles met.
+    coded: where states hang that are kept as codes; their parts are among the tensors. odd: tensors that can't be read.
     """
 
     def __init__(self, tree: Tree, listings: Sequence[Listing]) -> None:
         self.tree = tree
         self.listings = listings
-        self.items = Items(tree)
+        self.items = Items(tree, every=True)
         self.unsafe: list[str] = []
+        self.coded: list[str] = []
+        self.odd: list[str] = []
         self.tensors: list[LogicalTensor] = []
         self.extras = Nested()
         for listing, (arrays, objects) in zip(listings, for_each(listings, self._items, file=id), strict=True):
             for fqn, entry in listing.tensors.items():
-                self._add(entry.path, _logical(entry, arrays.get(fqn, [])))
+                if fqn in self.items.odd:
+                    self.odd.append(f"{fqn} ({entry.dtype.name} {list(entry.shape)})")
+                    self.unsafe.append(self.items.odd[fqn])
+                elif fqn in self.items.coded:
+                    boxes = [Box(piece.offset, piece.shape) for piece in entry.pieces]
+                    parts = [self.items.coded[fqn].get(number, {}) for number in range(len(boxes))]
+                    for name, tensor in joined(list(zip(boxes, parts, strict=True)), entry.shape, fqn).items():
+                        self._add(part_path(entry.path, name), tensor)
+                    self.coded.append(dotted(entry.path))
+                else:
+                    self._add(entry.path, _logical(entry, arrays.get(fqn, [])))
             for fqn in listing.objects:
                 self._object(objects[fqn])
 
@@ -65,7 +80,7 @@ class State:
         entry, value = read.entry, read.value
         shown = self.tree.display(entry.file)
         try:
-            pickles.refuse_weight_bearing(value, shown)
+            pickles.refuse_weight_bearing(value, shown, but_coded=True)
         except UnsafeInput as e:
             self.unsafe.append(f"{e.message} (item {entry.fqn} of {shown})")
         parted = part(value, entry.path)
@@ -95,7 +110,12 @@ class State:
         return tuple(dict.fromkeys(lines))
 
     def notes(self) -> Iterator[Note]:
-        """Files that belong to nothing, objects that several ranks saved."""
+        """Tensors that are kept as codes or can't be read, files that belong to nothing, objects of several ranks."""
+        if self.coded:
+            yield coded_note(self.coded)
+        if self.odd:
+            shown = ", ".join(self.odd[:10]) + (f" and {len(self.odd) - 10} more" if len(self.odd) > 10 else "")
+            yield Note("N-odd-tensors", f"{len(self.odd)} tensors hang on objects and are not read: {shown}")
         used, folders = set(self.files), [listing.folder for listing in self.listings]
         stray = [
             path

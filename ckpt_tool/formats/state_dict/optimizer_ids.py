@@ -20,7 +20,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ckpt_tool.formats.state_dict.coded import shape_of_codes
 from ckpt_tool.formats.state_dict.words import SAME_SHAPE
+from ckpt_tool.storage.coded_states import CODES, QMAP
 
 STATE_LIMIT = 400_000  # cells
 # torch.nn's own normalisation buffers (torch/nn/modules/batchnorm.py): never parameters, though shaped like them.
@@ -93,6 +95,8 @@ def shape_of(states: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
     for name in SAME_SHAPE:
         if name in states:
             return states[name]
+        if f"{name}@{CODES}" in states:
+            return shape_of_codes(states[f"{name}@{CODES}"], states.get(f"{name}@{QMAP}"))
     shapes = {shape for name, shape in states.items() if name != "step" and shape}
     return shapes.pop() if len(shapes) == 1 else None
 

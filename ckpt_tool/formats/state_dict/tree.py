@@ -6,6 +6,9 @@ parts into the leaves `("model", "w")` -> T0 and `("rng", 0)` -> T1 and the extr
 a dict that held nothing but tensors vanishes (the paths bring it back), while a list or tuple keeps a `SLOT` where a
 tensor (or a dict of nothing but tensors) stood, because positions matter there. `join` is the inverse.
 
+A state that torchao keeps as codes (`storage.coded_states`) parts into its plain tensors: `exp_avg@codes`,
+`exp_avg@scale`, `exp_avg@qmap`.
+
 Cost: one visit a value. What this module does not do: know names, states or files; look into objects of unknown
 classes (`storage.pickles.refuse_weight_bearing` judges what hangs in those).
 """
@@ -19,6 +22,7 @@ from typing import Any
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import CorruptFile
+from ckpt_tool.storage.coded_states import coded
 from ckpt_tool.storage.pickle_values import NumpyArray, Record, TensorRef, WrapperRef, as_extras
 
 SLOT = Symbol("ckpt.tensor")  # stands in a list or tuple of the extras where a tensor was
@@ -66,6 +70,10 @@ def _part(value: Any, path: Path, out: Parted) -> Any:
     if isinstance(value, _TENSORS):
         out.leaves.append((path, value))
         return SLOT
+    parts = coded(value)
+    if parts is not None:
+        out.leaves += [(part_path(path, name), ref) for name, ref in parts.items()]
+        return SLOT
     if isinstance(value, dict):
         attributes = getattr(value, "attributes", None)
         if attributes and not holds_tensor(attributes):
@@ -85,6 +93,15 @@ def _part(value: Any, path: Path, out: Parted) -> Any:
         name = getattr(value, "name", type(value).__name__)
         out.hanging.append(f"a tensor hangs on a {name}, which is not understood, at {dotted(path)}")
     return as_extras(value)
+
+
+def part_path(path: Path, name: str) -> Path:
+    """Where a part of a coded state at `path` hangs: beside it.
+
+    >>> part_path(("optim", "state", "w", "exp_avg"), "scale")
+    ('optim', 'state', 'w', 'exp_avg@scale')
+    """
+    return (*path[:-1], f"{path[-1]}@{name}")
 
 
 def _key(key: Any) -> Any:
