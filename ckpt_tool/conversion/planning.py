@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.conversion.fitting import refuse_unsplit, single_name, wish_of
 from ckpt_tool.conversion.layout import layout_of
 from ckpt_tool.conversion.megatron_arguments import with_arguments
-from ckpt_tool.conversion.side_files import side_files, source_of, with_side_files
+from ckpt_tool.conversion.side_files import refuse_lost_modules, side_files, source_of, with_side_files
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.target import LayoutWish, Target, Wanted, WantedTensor
@@ -37,6 +37,7 @@ def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing)
     """The plan and what it wants. Pure but for the identities of the source files, which are read here."""
     first = chosen.sources[0]
     single = single_name(destination, fmt)
+    refuse_lost_modules(chosen, fmt, single=single is not None)
     wanted = Wanted(
         _wanted_tensors(chosen, {state: DTYPES[name] for state, name in writing.dtypes.items()}),
         chosen.extras,

@@ -26,6 +26,7 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.families.config import is_paddle
 from ckpt_tool.formats.base import Format
 from ckpt_tool.formats.hf.files import CODE, NESTED, is_sidefile
+from ckpt_tool.formats.hf.modules import module_files, module_weights
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.chosen import Chosen
 from ckpt_tool.sources.config import NAME, file_config, tree_of, without_degrees
@@ -44,9 +45,25 @@ def side_files(chosen: Chosen, fmt: Format) -> tuple[tuple[str, int], ...]:
     names = dict.fromkeys(opened.catalog.sidefiles)
     for tree in (opened.tree, opened.outer):
         if tree is not None and tree.single is None:
-            names |= dict.fromkeys(sorted(filter(is_sidefile, tree.names())))
+            names |= dict.fromkeys((*sorted(filter(is_sidefile, tree.names())), *module_files(tree)))
     found = ((path, tree_of(opened, path)) for path in names if path not in held and path not in chosen.stale)
     return tuple((path, tree.size(path)) for path, tree in found if tree is not None and tree.listing()[path] >= 0)
+
+
+def refuse_lost_modules(chosen: Chosen, fmt: Format, *, single: bool) -> None:
+    """Raise UsageError E1470 where other modules of a sentence-transformers model have weights, and the output is no
+    folder in which that library looks for them."""
+    trees = (chosen.sources[0].tree, chosen.sources[0].outer)
+    weights = [path for tree in trees if tree is not None for path in module_weights(tree)]
+    if weights and (single or fmt.holds.dialect != "hf" or fmt.holds.adapter):
+        where = "a single file" if single else fmt.name
+        raise UsageError(
+            f"{', '.join(weights)}: trained weights of the sentence-transformers model for which {where} has no place",
+            code="E1470",
+            path=chosen.sources[0].path,
+            hint="--to safetensors keeps all modules; for the first one alone pass its file (or index) in place of the"
+            " folder",
+        )
 
 
 def source_of(chosen: Chosen, path: str) -> Tree:

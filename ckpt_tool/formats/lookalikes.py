@@ -1,7 +1,7 @@
 """Folders that are known and not read: what they are, and which of their parts are checkpoints that are read.
 
     model_index.json                             a diffusers pipeline: unet/, vae/, text_encoder/ are a checkpoint each
-    modules.json, 2_Dense/model.safetensors      a sentence-transformers model of several modules with weights
+    modules.json, 0_Transformer/model.safetensors    a sentence-transformers model with no module at the root
     _CHECKPOINT_METADATA, state/_METADATA        Orbax (JAX)
     saved_model.pb; model.ckpt-1.index           TensorFlow
     actor/, critic/                              nothing at the root, checkpoints below: veRL's global_step_N and others
@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.base import Evidence, Specificity
+from ckpt_tool.formats.hf.modules import module_files
 from ckpt_tool.storage.magic import HEAD, advice, what_is
 from ckpt_tool.storage.source import Tree
 
@@ -47,12 +48,12 @@ def _pipeline(tree: Tree) -> Evidence | None:
 
 
 def _modules(tree: Tree) -> Evidence | None:
-    """Where other weights than those of the first module lie in the modules' folders."""
+    """Where weights lie in the modules' folders that do not travel with the first module's (`hf.modules`)."""
     if not tree.exists(_MODULES):
         return None
     weights = [path for path in tree.listing() if path.endswith(_WEIGHTS) and path.count("/") < 2]
     folders = {path.rpartition("/")[0] for path in weights}
-    if folders <= {""}:
+    if not {path for path in weights if "/" in path} - ({*module_files(tree)} if "" in folders else set()):
         return None
     why = f"{_MODULES}, and weights in {', '.join(sorted(folder for folder in folders if folder))}"
     return Evidence(why, Specificity.SIGNED, frozenset((_MODULES, *weights)))

@@ -63,4 +63,5 @@ def coded(value: Any) -> Mapping[str, TensorRef] | None:
     blocks = scale.shape[0] if len(scale.shape) == 1 else 0
     if not fits or not blocks or not scale.dtype.is_float or prod(shape) % blocks:
         return None
-    return {CODES: codes, SCALE: scale} if table is None else {CODES: codes, SCALE: scale, QMAP: qmap}
+    found = {CODES: codes, SCALE: scale}
+    return {**found, QMAP: qmap} if type(qmap) is TensorRef else found

@@ -53,7 +53,7 @@ def modules(folder: Path) -> None:
     ]
     (folder / "modules.json").write_text(json.dumps(listed))
     weights(folder)
-    weights(folder / "2_Dense", key="linear.weight")
+    weights(folder / "2_Dense", "pytorch_model.bin", key="linear.weight")
 
 
 def verl(folder: Path) -> None:
@@ -100,7 +100,7 @@ CASES: dict[str, tuple[Maker, str, str, str]] = {
     "orbax-run": (orbax_run, "E1640", "Orbax", "safetensors"),
     "slime": (fixture("slime_delta"), "E1640", "changes since another version", "base"),
     "diffusers": (pipeline, "E1640", "diffusers pipeline", "unet, vae"),
-    "sentence-transformers": (modules, "E1640", "2_Dense", "2_Dense; --from safetensors"),
+    "sentence-transformers": (modules, "E1640", "2_Dense", "--from safetensors"),
     "verl": (verl, "E0392", "2 models", "actor"),
     "loader": (loader, "E1642", "no tensor", "policy"),
     "tensorflow": (tensorflow, "E0390", "TensorFlow", "safetensors"),

@@ -42,6 +42,7 @@ from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.hf import shards as hf_shards
 from ckpt_tool.formats.hf.files import INDEX_SUFFIX, SHOWN, STEM, STEMS, SUFFIX, FileSet, Stem
 from ckpt_tool.formats.hf.index import Index, read_index, write_index
+from ckpt_tool.formats.hf.modules import module_files, modules_note
 from ckpt_tool.storage.safetensors_file import (
     Header,
     build_header,
@@ -173,7 +174,7 @@ def read_of(tree: Tree, files: Sequence[str], options: ReadOptions = AS_IS) -> C
 def _with_ignored(tree: Tree, catalog: Catalog) -> Catalog:
     """The catalog with a note on what else lies in the folder."""
     listing = [] if tree.single else tree.seen(tree.listing())
-    notes = hf_files.ignored(listing, (*catalog.files, *catalog.sidefiles))
+    notes = (*hf_files.ignored(listing, (*catalog.files, *catalog.sidefiles)), *modules_note(tree))
     return replace(catalog, notes=(*catalog.notes, *notes)) if notes else catalog
 
 
@@ -384,7 +385,8 @@ def _extras(headers: Sequence[Header]) -> dict[str, Any]:
 
 def _sidefiles(tree: Tree, chosen: FileSet) -> tuple[str, ...]:
     if tree.single is None:
-        return tuple(name for name in tree.names() if hf_files.is_sidefile(name) and tree.listing()[name] >= 0)
+        beside = [name for name in tree.names() if hf_files.is_sidefile(name) and tree.listing()[name] >= 0]
+        return tuple(dict.fromkeys((*beside, *module_files(tree))))
     if chosen.kind != "index":
         return ()
     found = []

@@ -44,6 +44,7 @@ from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.hf.format import pack
 from ckpt_tool.formats.hf.index import read_index, write_index
+from ckpt_tool.formats.hf.modules import module_files
 from ckpt_tool.formats.state_dict.nesting import nest
 from ckpt_tool.formats.state_dict.paths import Leaf, Named, name_leaves
 from ckpt_tool.formats.state_dict.roots import Ordered, Roots
@@ -220,7 +221,8 @@ def _catalog(
         Ordered(tuple(row for file in files.values() for row in file.ordered)),
     )
     names = tuple(files)
-    sidefiles = () if tree.single else tuple(name for name in tree.names() if hf_files.is_sidefile(name))
+    beside = () if tree.single else filter(hf_files.is_sidefile, tree.names())
+    sidefiles = tuple(dict.fromkeys((*beside, *module_files(tree))))
     notes += [*named.notes, *_sharing(tensors), *checksums.missing(tree, tensors.values(), required=required)]
     return Catalog(
         "torch",
