@@ -39,7 +39,7 @@ def program(path: str, *args: object, adam: str = "torch") -> None:
     """Run a program of ours with Megatron's Python; its last words are the reason of a failure."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ADAM": adam}
     command = [PYTHON, "-W", "ignore", str(ROOT / path), *map(str, args)]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert ran.returncode == 0, "\n".join((ran.stdout + ran.stderr).splitlines()[-25:])
 
 
@@ -185,7 +185,7 @@ def test_torch_reads_the_legacy_files(made: Made, ckpt: Runner, tmp_path: Path, 
         "    if file.name == 'model_optim_rng.pt': print(type(state['args']).__name__, state['iteration'])\n"
     )
     command = [PYTHON, "-W", "ignore", "-c", code, str(tmp_path / "out"), SOURCE]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert ran.stdout.splitlines() == ["Namespace 2", "Namespace 2"]
 

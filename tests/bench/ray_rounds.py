@@ -1,0 +1,132 @@
+"""Rounds of one conversion on a Ray cluster of this machine, in which something goes wrong each time.
+
+    python tests/bench/ray_rounds.py --rounds 20        # needs ray, and two cores for two workers
+
+In even rounds the first worker that writes is killed with SIGKILL. In odd ones every share fails at first, since the
+output was begun with another plan (E0611); what is left is cleaned, and the same conversion runs again. Each must end
+within LIMIT, and its output must have the bytes of one process's. Prints a line a round, and how many held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import ray
+import safetensors.numpy
+
+import ckpt_tool
+from ckpt_tool.cli import run
+from ckpt_tool.commands.convert import convert
+from ckpt_tool.conversion import on_ray
+from ckpt_tool.core.progress import Silent
+from ckpt_tool.errors import CkptError
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
+from ckpt_tool.storage.destination import staging_path
+
+LIMIT = 120  # seconds of a round
+
+
+class Killing(Silent):
+    """Kills the first worker that has begun to write to `out`."""
+
+    def __init__(self, out: Path) -> None:
+        self._out, self.killed = out, False
+
+    def advance(self, nbytes: int) -> None:
+        for file in () if self.killed else sorted(staging_path(self._out).glob(".ckpt-journal-by-*")):
+            os.kill(int(file.name.split("-")[-2]), signal.SIGKILL)
+            self.killed = True
+            break
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--mb", type=int, default=256)
+    asked = parser.parse_args()
+    on_ray._LOOK = 0.02
+    signal.signal(signal.SIGALRM, _too_long)
+    here = str(Path(ckpt_tool.__file__).parents[1])
+    ray.init(num_cpus=2, log_to_driver=False, logging_level="error", runtime_env={"env_vars": {"PYTHONPATH": here}})
+    with tempfile.TemporaryDirectory(prefix="ckpt-ray-") as name:
+        root, count = Path(name), max(2, asked.mb // 32)
+        tensors = {f"w{i}": np.full((1 << 23,), i + 0.5, np.float32) for i in range(count)}
+        safetensors.numpy.save_file(tensors, root / "in.safetensors")
+        _convert(root, root / "alone", Silent(), on=None)
+        held = sum(_round(number, root) for number in range(asked.rounds))
+    print(f"{held} of {asked.rounds} rounds: no hang, equal bytes")
+    return 0 if held == asked.rounds else 1
+
+
+def _round(number: int, root: Path) -> bool:
+    began, out = time.monotonic(), root / f"out{number}"
+    signal.alarm(LIMIT)
+    try:
+        if number % 2:
+            failed = _failed(root, out)
+            _convert(root, out, Silent(), on="local")
+            what = f"shares failed with {failed}, then cleaned and run again"
+            wanted = failed == "E0611"
+        else:
+            progress = Killing(out)
+            _convert(root, out, progress, on="local")
+            what, wanted = f"worker killed: {progress.killed}", progress.killed
+        same = _contents(out) == _contents(root / "alone")
+    except (CkptError, TimeoutError) as e:
+        what, wanted, same = f"{type(e).__name__}: {e}", False, False
+    signal.alarm(0)
+    print(f"{number:3} {time.monotonic() - began:5.1f} s  {what}, {'equal' if same else 'NOT EQUAL'}", flush=True)
+    for file in out.iterdir() if out.is_dir() else ():
+        file.unlink()
+    return wanted and same
+
+
+def _failed(root: Path, out: Path) -> str:
+    """The code of a conversion whose output another plan's worker began; nothing of that is left."""
+    plan = root / "other.json"
+    words = [
+        "convert",
+        str(root / "in.safetensors"),
+        str(out),
+        "--to",
+        "sharded",
+        "--tp",
+        "4",
+        "--plan",
+        str(plan),
+        "-q",
+    ]
+    assert run(words) == 0 and run(["apply", str(plan), "--part", "1/2", "-q"]) == 0
+    plan.unlink()
+    try:
+        _convert(root, out, Silent(), on="local")
+    except CkptError as e:
+        assert run(["clean", str(root), "--remove", "-q"]) == 0
+        return e.code
+    return "nothing"
+
+
+def _convert(root: Path, out: Path, progress: Silent, *, on: str | None) -> None:
+    writing = Writing(to="sharded", degrees={"tp": 2}, threads=1, ray=on, fsync=False)
+    convert(str(root / "in.safetensors"), str(out), Reading(), writing, progress)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def _too_long(signum: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"no end within {LIMIT} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
