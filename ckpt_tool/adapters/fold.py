@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tool.adapters.adapter import LARGEST, Adapter, open_adapter
+from ckpt_tool.adapters.adapter import Adapter, open_adapter
 from ckpt_tool.adapters.changed import changed
 from ckpt_tool.adapters.targets import Matched, Tokens, match
 from ckpt_tool.conversion.passes import NAMES, passed, selected
@@ -31,6 +31,7 @@ from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, UsageError
 from ckpt_tool.formats import registry
+from ckpt_tool.formats.peft.settings import LARGEST
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, refuse_saved_plan
@@ -81,7 +82,7 @@ def fold(
         )
     base = open_source(sources[0], reading)
     adapters = [
-        open_adapter(src, reading, weight)
+        open_adapter(src, reading, weight, config_of(base, reading).config)
         for src, weight in zip(sources[1:], weights or (1.0,) * (len(sources) - 1), strict=True)
     ]
     job = Conversion.of(base, reading, writing)

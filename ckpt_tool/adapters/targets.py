@@ -40,9 +40,9 @@ from itertools import permutations
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpt_tool.adapters.adapter import Settings
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.errors import near_misses
+from ckpt_tool.formats.peft.settings import Settings
 from ckpt_tool.formats.state_dict.words import clean
 
 Shape = tuple[int, ...]

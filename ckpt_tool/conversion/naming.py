@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.algebra.element_map import ElementMap
 from ckpt_tool.algebra.mapped import Made, Mapped
 from ckpt_tool.algebra.piece import PAD, Side
+from ckpt_tool.conversion.adapter_names import SYSTEMS, holds_adapter
 from ckpt_tool.conversion.groups import renamed_groups
 from ckpt_tool.conversion.tied_head import TIED, as_the_hub_has_it, refuse_to_lose_copies
 from ckpt_tool.conversion.vocabulary import without_padding
@@ -69,6 +70,8 @@ def named(chosen: Chosen, job: Conversion) -> Chosen:
     if target == "keep":
         if reading.family and writing.dialect is None:
             return chosen.noted(f"--family: {job.fmt.name} keeps names; --dialect NAME changes them")
+        return chosen
+    if target in SYSTEMS and holds_adapter(chosen):  # named by a pass of its own
         return chosen
     source = _dialect_of(chosen)
     if writing.dialect is None and not reading.family and not writing.experts:
@@ -165,7 +168,7 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     mapped = mapping(found.family, found.dialect, target, shapes, both)
     refuse_to_lose_copies(chosen, mapped.dropped)
     by = f"the family {found.family.name}, {found.dialect} to {target}"
-    out = _renamed(chosen, mapped, writing, by, hints)
+    out = renamed(chosen, mapped, writing, by, hints)
     known = {name for names in out.names.values() for name in names}
     every = dict.fromkeys(row.tensor.key.name for row in out.stored)
     apart = _apart(found.family, every) if any(each.startswith("megatron") for each in (found.dialect, target)) else {}
@@ -340,7 +343,7 @@ def _by_statements(chosen: Chosen, reading: Reading, writing: Writing) -> Chosen
     mapped = compile_aoa(
         statements, shapes, reverse=reverse, shards=Shards(_bands(chosen)), skip_unmatched=reading.lenient
     )
-    return _renamed(chosen, mapped, writing, f"the statements of {file.name}", [Dialect("keep")])
+    return renamed(chosen, mapped, writing, f"the statements of {file.name}", [Dialect("keep")])
 
 
 def _bands(chosen: Chosen) -> dict[str, int]:
@@ -359,7 +362,7 @@ def _bands(chosen: Chosen) -> dict[str, int]:
     return out
 
 
-def _renamed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str, hints: Sequence[Hint]) -> Chosen:
+def renamed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str, hints: Sequence[Hint]) -> Chosen:
     """`chosen` under the names of `mapped`; what the mapping leaves out is reported as dropped."""
     from ckpt_tool.plan.mapping import apply_mapping
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from ckpt_tool.conversion.adapter_names import adapters_named
 from ckpt_tool.conversion.fitting import fitted, held
 from ckpt_tool.conversion.naming import named
 from ckpt_tool.conversion.selection import as_model, sound, wanted_tensors
@@ -44,6 +45,7 @@ SELECTION = (
 # Under which names
 NAMES = (
     Pass("head", "--tied-head: an output layer that is the embedding, once or twice", with_head),
+    Pass("adapters", "a LoRA of Megatron's as PEFT's, and back; its config too", adapters_named),
     Pass("names", "--aoa, --dialect, --family: names and structure, as strided pieces of the source", named),
 )
 # As the format keeps them

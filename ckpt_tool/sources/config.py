@@ -171,12 +171,19 @@ def meta_config(opened: Opened) -> Mapping[str, Any] | None:
 def model_arguments(opened: Opened) -> dict[str, Any]:
     """Megatron's arguments of the model, {} where the source has none or too few."""
     extras = opened.catalog.extras
-    if "args" not in extras:
-        return {}
-    from ckpt_tool.formats.megatron.args import arguments
+    args: Mapping[str, Any]
+    if "args" in extras:
+        from ckpt_tool.formats.megatron.args import arguments
 
-    args = arguments(extras)
-    return args if all(type(args.get(name)) is int for name in _NEEDED) else {}
+        args = arguments(extras)
+    elif opened.catalog.format.startswith("megatron"):
+        from ckpt_tool.formats.megatron.adapter import LoraHints
+
+        run = opened.catalog.hints.get(LoraHints)
+        args = run.arguments if run is not None else {}
+    else:
+        return {}
+    return dict(args) if all(type(args.get(name)) is int for name in _NEEDED) else {}
 
 
 def centred_norms(opened: Opened) -> bool | None:

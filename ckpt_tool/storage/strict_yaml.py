@@ -1,4 +1,5 @@
-"""YAML that comes from a stranger, as plain values: maps with text keys, lists, text, numbers, true, false, null.
+"""YAML that comes from a stranger, as plain values: maps with text keys, lists (of sets too), text, numbers, true, false,
+null.
 
     parse(b"a: [1, 2]")    {"a": [1, 2]}
 
@@ -56,6 +57,8 @@ class _Values:
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         if isinstance(node, self._yaml.MappingNode) and kind == "map":
             return self._mapping(node, depth)
+        if isinstance(node, self._yaml.MappingNode) and kind == "set":  # Megatron-Bridge writes those of Python so
+            return list(self._mapping(node, depth))
         if isinstance(node, self._yaml.SequenceNode) and kind == "seq":
             return [self.of(each, depth + 1) for each in node.value]
         if isinstance(node, self._yaml.ScalarNode):

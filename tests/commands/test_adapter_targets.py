@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_tool.adapters.adapter import settings_of
 from ckpt_tool.adapters.targets import ROOTS, Bias, Low, Part, Tokens, Whole, match, part_of
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
+from ckpt_tool.formats.peft.settings import settings_of
 
 P = "base_model.model."
 

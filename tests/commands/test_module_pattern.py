@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tool.adapters.pattern import first_match, matches
 from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.peft.pattern import first_match, matches
 
 NAMES = [
     "q_proj",

@@ -23,7 +23,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 
-from ckpt_tool.adapters.pattern import matches
 from ckpt_tool.conversion.layout import parse_layout
 from ckpt_tool.core import dtype
 from ckpt_tool.core.mesh import Mesh
@@ -34,6 +33,7 @@ from ckpt_tool.families.aoa.program import compile_aoa, read_aoa
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.dcp.format import FORMAT as DCP
+from ckpt_tool.formats.peft.pattern import matches
 from ckpt_tool.merging.groups import Grouping
 from ckpt_tool.merging.mergekit import read_config
 from ckpt_tool.options.values import BadValue, patterns

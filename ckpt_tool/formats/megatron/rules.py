@@ -110,6 +110,10 @@ _OF_DELTA = ("in_proj", "in_proj_qkvz", "in_proj_ba", "conv1d", "out_norm", "out
 _MIXER = ("mixer", "mamba_mixer")  # Mamba's module, core's and Bridge's falcon_h1's
 _HEADS = frozenset("A_log D dt_bias".split())  # one element a head
 _OWN = frozenset("gate_weight layer_norm_weight layer_norm_bias layer_scalar".split())  # a copy each
+_ADAPTER = re.compile(
+    r"(.+?)\.(?:adapter(\.adapter_(?:q|k|v|gate|up))?\.)?"
+    r"(linear_in\.weight|linear_out\.weight|weight_magnitude|lora_A|lora_B)(?:(?<=lora_[AB])\.[^.]+\.weight)?"
+)
 _NORM = re.compile(r"(?:.*_)?(?:layernorm|layer_norm|norm)(?:_\d)?")
 VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"})
 MAMBA, DELTA, KIMI = "mamba", "gated delta net", "kimi delta attention"
@@ -162,6 +166,9 @@ def rule_of(
 ) -> Rule:
     """The rule of a logical name. rank: of the tensor (1 for biases). gated: fc1 holds gate and up. down_shared: MLA's
     down projections are cut (the local spec). sections: of `sections_of`. spanning: of `norms_span`."""
+    if (found := _ADAPTER.fullmatch(name)) is not None:
+        base = rule_of(f"{found[1]}.weight", 2, gated=gated, down_shared=down_shared, sections=sections)
+        return _of_adapter(base, found[3], apart=found[2] is not None)
     words = name.split(".")
     leaf, module = words[-1], words[-2] if len(words) > 1 else ""
     axis = ETP if "experts" in words else TP
@@ -191,6 +198,18 @@ def rule_of(
     if module in _DOWN:
         return Rule(0 if down_shared and KIMI not in sections else None)  # which are Transformer Engine's
     return Rule(None, axis=axis, known=False)
+
+
+def _of_adapter(base: Rule, part: str, *, apart: bool) -> Rule:
+    """The rule of a part of a LoRA beside a weight that has the rule `base`. megatron-bridge 0.6.2 `peft/utils.py`
+    (`ParallelLinearAdapter`): A is cut as the inputs are, else its rank is; B always by outputs. apart: of one of several
+    that the weight fuses."""
+    if part in ("linear_in.weight", "lora_A"):
+        return Rule(1 if base.dim == 1 else 0, axis=base.axis)
+    cut = base.dim == 0
+    if part == "weight_magnitude":
+        return Rule(0 if cut else None, base.parts if cut else (1,), base.axis)
+    return Rule(0, base.parts if cut and not apart else (1,), base.axis)
 
 
 def _recurrent(words: Sequence[str]) -> str:

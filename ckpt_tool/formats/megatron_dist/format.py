@@ -73,6 +73,7 @@ from ckpt_tool.formats.containers.dcp_metadata import (
     read_listing,
 )
 from ckpt_tool.formats.hf import files as hf_files
+from ckpt_tool.formats.megatron.adapter import degrees_of_run, read_adapter
 from ckpt_tool.formats.megatron.args import arguments, facts_of
 from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron.parts import HALF, Gathered
@@ -199,19 +200,23 @@ class _Reading:
                 flat, objects.gathered, tensors, arguments(objects.extras), degrees, self.tree.display(self.folder)
             )
         tensors |= self._of_common(objects, tensors)
+        read, lora, notes = read_adapter(self.tree, self.folder, tensors)
+        self.notes += notes
+        if lora is not None and not arguments(objects.extras):
+            degrees |= degrees_of_run(lora)
         if note := misnamed(self.tree, self.folder, objects.extras.get("iteration")):
             self.notes.append(note)
         unsafe = (*self.listing.unsafe, *self.items.unsafe, *objects.unsafe)
         return Catalog(
             "megatron-dist",
-            tensors,
+            read,
             objects.extras,
             Mesh.of_degrees(degrees),
             self._files(objects),
             hf_files.of_a_job(self.tree) if self.folder == megatron_dist_folder.JOB else (),
             (*self.notes, *objects.notes, *checksums.missing(self.tree, tensors.values(), required=required)),
             tuple(dict.fromkeys(unsafe)),
-            self._hints(objects, degrees),
+            self._hints(objects, degrees) if lora is None else self._hints(objects, degrees).having(lora),
             indexes=(self.folder + METADATA,),
         )
 

@@ -32,6 +32,7 @@ from ckpt_tool.core.window import stated_windows
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.containers.dcp_item_files import Placed
 from ckpt_tool.formats.megatron import names
+from ckpt_tool.formats.megatron.adapter import stretches
 from ckpt_tool.formats.megatron.args import facts_of
 from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron.job import Job, carved, check_experts
@@ -332,6 +333,12 @@ class DistLayout:
         if found is None:
             boxes = list(self._boxes(tensor))
             parts = self._sections(tensor)
+            rows = stretches(tensor.key.name, (*shape, 0)[0], self.degrees["tp"], gated=self.job.gated)
+            if rows:
+                own = [(Box((row.there, *(0,) * len(shape[1:])), (row.rows, *shape[1:])), row) for row in rows]
+                back = [(box, (row.here, *box.offset[1:]), row.rank) for box, row in own]
+                self._cuts[case] = found = [_Part("", shape, back)]
+                return found
             found = [] if parts else [_Part("", shape, [(box, box.offset, rank) for box, rank in boxes])]
             for part, start, rows in parts:
                 own = Box((start, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))

@@ -34,6 +34,7 @@ from ckpt_tool.core.tensor import EXTRAS, STEP
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.containers.dcp_item_files import ItemFiles
 from ckpt_tool.formats.containers.dcp_metadata import METADATA, pickled
+from ckpt_tool.formats.megatron.adapter import RUN_CONFIG, LoraHints, is_adapter, run_text
 from ckpt_tool.formats.megatron.args import DIMS, arguments, with_spec
 from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron.pointer import folder_of, pointer_to
@@ -83,6 +84,9 @@ def dist_target(wanted: Wanted) -> Target:
         backends |= {"common_backend": "torch", "common_backend_version": 1}
     files += [*items.finished(), whole_file(folder + METADATA, pickled(items.entries.values(), folder, nested=False))]
     files.append(whole_file(folder + CONFIG, json.dumps(backends).encode()))
+    lora = wanted.hints.get(LoraHints)
+    if lora is not None and is_adapter(layout.names):
+        files.append(whole_file(folder + RUN_CONFIG, run_text(lora, layout.degrees, layout.job.gated)))
     if own is not None and own.integrity:
         files.append(_integrity(folder, files))
     files.append(pointer_to(folder))

@@ -14,12 +14,12 @@ from typing import Any
 
 from ckpt_tool.core.window import hub_windows, stated_windows
 from ckpt_tool.errors import CorruptFile, InputError
+from ckpt_tool.formats.megatron.adapter import RUN_CONFIG
 from ckpt_tool.formats.megatron.args import arguments
 from ckpt_tool.storage import strict_json, strict_yaml
 from ckpt_tool.storage.source import Tree
 
 KINDS_UNKNOWN = "E2006"
-RUN_CONFIG = "run_config.yaml"  # megatron-bridge 0.6.2, `training/utils/checkpoint_utils.py` (`CONFIG_FILE`)
 _CONFIG = "config.json"
 _LIMIT = 1 << 20  # bytes
 

@@ -1,0 +1,455 @@
+"""Adapters between systems: the tensors of a LoRA or DoRA under PEFT's names or Megatron's, with the config of the other.
+
+    megatron-dist of a LoRA run   ->  --to peft            names and rows by the family's equations (`families.low_rank`),
+                                                           adapter_config.json from the run's config
+    PEFT's folder                 ->  --to megatron-dist   the same equations backwards, run_config.yaml from PEFT's config
+
+Megatron has one A for all projections that a weight fuses, PEFT one for each. On the way to PEFT each is given it; on
+the way back they are read and compared: equal ones are written once, others as Megatron-Bridge's canonical LoRA, which
+keeps q, k, v, gate and up apart, and where that has no place for them either (experts, DoRA, ms-swift) nothing is
+written. Ranks are those of the tensors; alpha is the config's, so the scaling stays alpha / rank of each module.
+
+Cost: the A's of fused projections are read once more. What it does not do: optimizer states of an adapter's run, biases,
+embeddings and whole modules that were trained beside it (refused by name).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckpt_tool.algebra.mapped import Made, Mapped
+from ckpt_tool.core.hints import Dialect, Hint
+from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, UsageError
+from ckpt_tool.families.low_rank import (
+    CANONICAL,
+    HUB,
+    MEGATRON,
+    PEFT,
+    SPELLINGS,
+    SWIFT,
+    adapter_family,
+    is_adapter,
+    part_of,
+)
+from ckpt_tool.formats.megatron.adapter import LoraHints
+from ckpt_tool.formats.peft.lone import PeftHints, without_config
+from ckpt_tool.options.writing import VARIANTS
+from ckpt_tool.sources.chosen import Chosen, Conversion
+from ckpt_tool.sources.config import ARGUMENTS, config_of
+
+if TYPE_CHECKING:
+    from ckpt_tool.families.base import Family
+
+UNEQUAL, UNSAID, PARTS = "E1435", "E1436", "E1437"
+SYSTEMS = (HUB, MEGATRON)
+_CLASSES = {"LoRA": "lora.LoRA", "DoRA": "dora.DoRA", "CanonicalLoRA": "canonical_lora.CanonicalLoRA"}
+_OF_KEY = {"adapter_q": "linear_q", "adapter_k": "linear_k", "adapter_v": "linear_v",
+           "adapter_gate": "linear_fc1_gate", "adapter_up": "linear_fc1_up"}  # fmt: skip
+
+
+def adapters_named(chosen: Chosen, job: Conversion) -> Chosen:
+    """An adapter under the names of the other system; any other source, and an adapter that is at home there, as it is.
+
+    Raises UsageError E1436 (what the other system can't hold), InputError E1435 (other A's of fused projections), Incomplete
+    E1437 (half an adapter), and what finding the family and `families.rewrite.mapping` raise."""
+    if job.dialect not in SYSTEMS or job.writing.aoa or not holds_adapter(chosen):
+        return chosen
+    source = _source(chosen)
+    wanted = job.writing.dialect if job.writing.dialect in VARIANTS else job.dialect
+    if source == wanted or source != HUB and wanted == MEGATRON and job.writing.dialect is None:
+        return chosen
+    return under_names(chosen, job, wanted)
+
+
+def holds_adapter(chosen: Chosen) -> bool:
+    """Is it an adapter alone, under PEFT's names or Megatron's?"""
+    return is_adapter(chosen.model) or chosen.all_hints.get(PeftHints) is not None
+
+
+def under_names(chosen: Chosen, job: Conversion, wanted: str = HUB) -> Chosen:
+    """The adapter under the names of dialect `wanted`. Raises as `adapters_named`."""
+    source = _source(chosen)
+    _refuse_others(chosen, source)
+    chosen = _spelled(chosen, source)
+    config, chosen = _config(chosen, job)
+    family = _family(chosen, job, source, config)
+    settings = _settings(chosen, job, config)
+    if wanted == HUB:
+        mapped = _mapping(family, source, HUB, chosen, config)
+        hints: list[Hint] = [Dialect(HUB), PeftHints(_peft_config(mapped, settings, chosen))]
+        lines = []
+    else:
+        dialect, mapped, lines = _to_megatron(family, source, wanted, chosen, config, settings)
+        hints = [Dialect(MEGATRON), _lora_hints(mapped, dialect, settings)]
+    from ckpt_tool.conversion.naming import renamed
+
+    by = f"the family {family.name}, {source} to {wanted}, of its adapters"
+    out = renamed(chosen, mapped, job.writing, by, hints)
+    return out.noted(f"names and structure: {by}", *lines)
+
+
+def _source(chosen: Chosen) -> str:
+    names = list(chosen.model)
+    if chosen.all_hints.get(PeftHints) is not None or any(name.startswith(PEFT.prefix) for name in names):
+        return HUB
+    return SWIFT if any(".lora_A." in name for name in names) else MEGATRON
+
+
+def _refuse_others(chosen: Chosen, source: str) -> None:
+    """Raise UsageError E1436 for tensors that are no LoRA's, Incomplete E1437 for halves of pairs."""
+    parts = {name: part_of(name) for name in chosen.model}
+    odd = [name for name, part in parts.items() if part is None]
+    if odd:
+        raise UsageError(
+            f"{len(odd)} tensors of the adapter have no place in the other system: {odd[0]}",
+            code=UNSAID,
+            path=chosen.sources[0].path,
+            key=odd[0],
+            faults=odd[1:50],
+            hint="ckpt merge BASE ADAPTER folds them into the base; --remove-keys leaves them behind",
+        )
+    seen: dict[tuple[str, str], set[str]] = {}
+    for part in parts.values():
+        if part is not None:
+            seen.setdefault((part.module, part.key), set()).add(part.kind)
+    lacking = [
+        f"{module}{f' ({key})' if key else ''}: no lora_{'B' if 'a' in kinds else 'A'}"
+        for (module, key), kinds in seen.items()
+        if not {"a", "b"} <= kinds
+    ]
+    if lacking:
+        raise Incomplete(
+            f"the adapter is not whole: {lacking[0]}",
+            code=PARTS,
+            path=chosen.sources[0].path,
+            faults=lacking[1:50],
+            hint="save or fetch it again",
+        )
+
+
+def _spelled(chosen: Chosen, dialect: str) -> Chosen:
+    """The adapter's tensors as the dialect's table spells them: without the name that a job gave its adapter."""
+    own, stored = SPELLINGS[dialect], []
+    for row in chosen.stored:
+        part = part_of(row.tensor.key.name)
+        if part is not None:
+            ending = getattr(own, part.kind)
+            if part.key:
+                ending = ending.replace(".adapter.", f".adapter.{part.key}.", 1)
+            key = row.tensor.key._replace(name=f"{own.prefix}{part.module}{ending}")
+            row = row._replace(tensor=row.tensor._replace(key=key))
+        stored.append(row)
+    return replace(chosen, stored=tuple(stored))
+
+
+# -- whose adapter it is -----------------------------------------------------------------------------------------------
+
+
+def _config(chosen: Chosen, job: Conversion) -> tuple[Mapping[str, Any] | None, Chosen]:
+    if chosen.config is not None:
+        return chosen.config, chosen
+    model = config_of(chosen.sources[0], job.reading)
+    if model.config is not None and model.origin == ARGUMENTS:
+        chosen = chosen.noted(f"the base's config is derived from {model.origin}, as the run's config has them")
+    return model.config, chosen
+
+
+def _family(chosen: Chosen, job: Conversion, source: str, config: Mapping[str, Any] | None) -> Family:
+    """The family of the base, by its config, by `--family`, or by the names of the modules."""
+    from ckpt_tool.families.registry import find
+    from ckpt_tool.families.table import one_of_each
+
+    parts = [part_of(name) for name in chosen.model]
+    names = [f"{part.module}.weight" for part in parts if part is not None]
+    try:
+        return find(config, one_of_each(dict.fromkeys(names)), stated=HUB if source == HUB else MEGATRON,
+                    family=job.reading.family).family  # fmt: skip
+    except (UsageError, InputError) as e:
+        e.path = e.path or chosen.sources[0].path
+        if not job.reading.config and job.reading.family is None:
+            e.hint = "an adapter does not say what its base is: pass the base's folder with --config, or --family NAME"
+        raise
+
+
+def _mapping(family: Family, source: str, target: str, chosen: Chosen, config: Mapping[str, Any] | None) -> Mapped:
+    from ckpt_tool.families.rewrite import mapping
+    from ckpt_tool.plan.mapping import parameter_shapes
+
+    shapes = parameter_shapes(chosen.stored)
+    made = mapping(adapter_family(family), source, target, shapes, config)
+    known = {piece.src.name for each in made.made for piece in each.pieces}
+    odd = [name for name in shapes if name not in known]
+    if odd:
+        raise UsageError(
+            f"no rule of {family.name} says what the adapter of {part_module(odd[0])} is in the other system",
+            code=UNSAID,
+            path=chosen.sources[0].path,
+            key=odd[0],
+            faults=odd[1:50],
+            hint="ckpt merge folds an adapter of any module; --remove-keys leaves it behind",
+        )
+    return made
+
+
+def part_module(name: str) -> str:
+    """The module that an adapter's tensor belongs to."""
+    part = part_of(name)
+    return part.module if part else name
+
+
+# -- from and to Megatron ----------------------------------------------------------------------------------------------
+
+
+def _to_megatron(
+    family: Family,
+    source: str,
+    wanted: str,
+    chosen: Chosen,
+    config: Mapping[str, Any] | None,
+    settings: Settings,
+) -> tuple[str, Mapped, list[str]]:
+    """(the dialect that holds the adapter, the mapping, lines for the report): with one A where all that is fused has the
+    same, else apart."""
+    fault: CkptError | None = None
+    tried: list[str] = []
+    layouts = (SWIFT,) if wanted == SWIFT else (MEGATRON,) if settings.dora else (MEGATRON, CANONICAL)
+    for dialect in layouts:
+        try:
+            mapped = _mapping(family, source, dialect, chosen, config)
+        except InconsistentCheckpoint as e:
+            if e.code != "E1371":
+                raise
+            fault = fault or _in_part(e, chosen)
+            continue
+        mapped, unequal, shared = _one_a(mapped, chosen)
+        if not unequal:
+            lines = (
+                [f"{shared} lora_A of fused projections are equal and written once for each weight"] if shared else []
+            )
+            if dialect == CANONICAL:
+                why = f"{tried[0]}" if tried else "projections that Megatron fuses are adapted in part"
+                lines.append(
+                    f"canonical LoRA (CanonicalLoRA of Megatron-Bridge), apart for q, k, v, gate and up: {why}"
+                )
+            return dialect, mapped, lines
+        tried = tried or unequal
+        fault = InputError(
+            f"{len(unequal)} weights that Megatron fuses are adapted with another lora_A for each part: {unequal[0]}",
+            code=UNEQUAL,
+            path=chosen.sources[0].path,
+            faults=unequal[1:50],
+            hint=_no_place(dialect, settings),
+        )
+    assert fault is not None
+    raise fault
+
+
+def _no_place(dialect: str, settings: Settings) -> str:
+    why = {
+        SWIFT: "ms-swift's layout has one A for a fused weight",
+        CANONICAL: "canonical LoRA keeps experts' gate and up in one",
+    }
+    reason = "Megatron-Bridge's DoRA has one A for a fused weight" if settings.dora else why.get(dialect, "")
+    return f"{reason}: nothing is averaged; ckpt merge BASE ADAPTER folds it into the base".lstrip(": ")
+
+
+def _in_part(e: CkptError, chosen: Chosen) -> Incomplete:
+    return Incomplete(
+        f"projections that Megatron fuses are adapted in part: {e.message}",
+        code=PARTS,
+        path=chosen.sources[0].path,
+        key=e.key,
+        faults=e.faults[:50],
+        hint="ckpt merge BASE ADAPTER folds it into the base",
+    )
+
+
+def _one_a(mapped: Mapped, chosen: Chosen) -> tuple[Mapped, list[str], int]:
+    """(the mapping with one source for each A, lines on weights whose A's differ, how many A's are not written again)."""
+    made, unequal, again = list[Made](), list[str](), list[str]()
+    for each in mapped.made:
+        names = list(dict.fromkeys(piece.src.name for piece in each.pieces))
+        part = part_of(each.name)
+        if part is None or part.kind != "a" or len(names) < 2:
+            made.append(each)
+            continue
+        other = next((name for name in names[1:] if not _equal(chosen, names[0], name)), None)
+        if other is not None:
+            unequal.append(f"{part_module(names[0])} and {part_module(other)}, of {part.module}")
+        again += names[1:]
+        made.append(each._replace(pieces=tuple(piece for piece in each.pieces if piece.src.name == names[0])))
+    return mapped._replace(made=tuple(made), dropped=(*mapped.dropped, *again)), unequal, len(again)
+
+
+def _equal(chosen: Chosen, one: str, other: str) -> bool:
+    from ckpt_tool.run.compare import compare
+
+    rows = chosen.model
+    (first, a), (second, b) = rows[one], rows[other]
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    (found,) = compare([(a, b)], chosen.sources[first].tree, chosen.sources[second].tree)
+    return not found
+
+
+# -- what the configs say ----------------------------------------------------------------------------------------------
+
+
+class Settings(NamedTuple):
+    """rank: of most modules; alpha: of all, so that the scaling of each is alpha / its rank. base: where it comes from.
+    plain: PEFT's config or the run's section, as the source has it. normalized: experts have rank / topk
+    (`normalize_moe_lora`)."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    dora: bool
+    base: str
+    plain: Mapping[str, Any]
+    normalized: bool = False
+
+
+def _ranks(chosen: Chosen) -> dict[str, int]:
+    """{module, and which part of a canonical LoRA: rank}, by the shapes of the A's."""
+    found = {}
+    for name, row in chosen.model.items():
+        part = part_of(name)
+        if part is not None and part.kind == "a" and row.tensor.shape:
+            found[f"{part.module}.{part.key}" if part.key else part.module] = row.tensor.shape[0]
+    return found
+
+
+def _topk(config: Mapping[str, Any] | None) -> int:
+    found = (config or {}).get("num_experts_per_tok")
+    return found if type(found) is int and found > 0 else 0
+
+
+def _settings(chosen: Chosen, job: Conversion, config: Mapping[str, Any] | None) -> Settings:
+    """What the source's config says. Raises UsageError E1436 where it says nothing of the scaling, or one that the other
+    system has no word for."""
+    path = chosen.sources[0].path
+    hints = chosen.all_hints
+    peft, lora = hints.get(PeftHints), hints.get(LoraHints)
+    ranks = _ranks(chosen)
+    common = Counter(ranks.values()).most_common(1)[0][0]
+    dora = any((part := part_of(name)) is not None and part.kind == "magnitude" for name in chosen.model)
+    if peft is not None:
+        return _of_peft(peft.config, ranks, common, path, _topk(config), lenient=job.reading.lenient)
+    if lora is None or not lora.peft:
+        if _source(chosen) == HUB:
+            raise without_config(chosen.sources[0].tree)
+        raise UsageError(
+            "nothing says the adapter's scaling: its run_config.yaml is not there",
+            code=UNSAID,
+            path=path,
+            hint="put the run's run_config.yaml back beside the items",
+        )
+    dim, alpha = lora.peft.get("dim"), lora.peft.get("alpha")
+    if type(dim) is not int or type(alpha) not in (int, float):
+        raise UsageError(
+            f"the run's config says rank {str(dim)[:40]} and alpha {str(alpha)[:40]}, want two numbers",
+            code=UNSAID,
+            path=path,
+            hint="get run_config.yaml again",
+        )
+    dropout = lora.peft.get("dropout")
+    rank = dim if dim in ranks.values() else common
+    return Settings(
+        rank, float(alpha), float(dropout) if type(dropout) in (int, float) else 0.0, dora, lora.base, lora.peft
+    )
+
+
+def _of_peft(
+    config: Mapping[str, Any], ranks: Mapping[str, int], common: int, path: str, topk: int, *, lenient: bool
+) -> Settings:
+    from ckpt_tool.formats.peft.settings import settings_of
+
+    said = settings_of(config, path, lenient=lenient)
+    scaled = {module: said.scaling(module, rank) for module, rank in ranks.items()}
+    alphas = {scaled[module] * rank for module, rank in ranks.items()}
+    if len(alphas) > 1:
+        first = next(iter(scaled))
+        other = next(module for module in scaled if scaled[module] * ranks[module] != scaled[first] * ranks[first])
+        raise UsageError(
+            f"Megatron has one alpha for all modules, and this adapter scales {first} by {scaled[first]:g} at rank "
+            f"{ranks[first]}, {other} by {scaled[other]:g} at rank {ranks[other]}",
+            code=UNSAID,
+            path=path,
+            hint="ckpt merge BASE ADAPTER folds it into the base",
+        )
+    dense = [rank for module, rank in ranks.items() if ".experts." not in module]
+    rank = Counter(dense).most_common(1)[0][0] if dense else common
+    others = {each for module, each in ranks.items() if ".experts." in module}
+    shared = others == {rank // topk} and rank % topk == 0 if topk else False
+    odd = [f"{module}: rank {each}" for module, each in ranks.items()
+           if each != rank and not (shared and ".experts." in module)]  # fmt: skip
+    if odd:
+        raise UsageError(
+            f"Megatron has one rank for all modules: most have {rank}, {odd[0]}",
+            code=UNSAID,
+            path=path,
+            faults=odd[1:50],
+            hint="ckpt merge BASE ADAPTER folds it into the base",
+        )
+    dropout = config.get("lora_dropout")
+    own = float(dropout) if type(dropout) in (int, float) else 0.0
+    return Settings(rank, alphas.pop(), own, said.dora, said.base, config, normalized=shared and others != {rank})
+
+
+def _number(value: float) -> int | float:
+    return int(value) if value == int(value) else value
+
+
+def _peft_config(mapped: Mapped, settings: Settings, chosen: Chosen) -> dict[str, Any]:
+    """adapter_config.json as PEFT writes it, of what is said."""
+    ranks = {}
+    for made in mapped.made:
+        part = part_of(made.name)
+        if part is not None and part.kind == "a":
+            ranks[part.module] = made.shape[0]
+    odd = {module: rank for module, rank in ranks.items() if rank != settings.rank}
+    return {
+        "alpha_pattern": {},
+        "auto_mapping": None,
+        "base_model_name_or_path": settings.base or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": _number(settings.alpha),
+        "lora_dropout": settings.dropout,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": settings.rank,
+        "rank_pattern": odd,
+        "target_modules": _targets(ranks),
+        "task_type": "CAUSAL_LM",
+        "use_dora": settings.dora,
+        "use_rslora": False,
+    }
+
+
+def _targets(modules: Iterable[str]) -> list[str]:
+    return sorted({module.rpartition(".")[2] for module in modules})
+
+
+def _lora_hints(mapped: Mapped, dialect: str, settings: Settings) -> LoraHints:
+    """The section `peft` of run_config.yaml as Megatron-Bridge reads it back."""
+    found = [part for made in mapped.made if (part := part_of(made.name)) is not None]
+    kind = "DoRA" if settings.dora else "CanonicalLoRA" if dialect == CANONICAL else "LoRA"
+    peft: dict[str, Any] = {
+        "_target_": f"megatron.bridge.peft.{_CLASSES[kind]}",
+        "target_modules": list(
+            dict.fromkeys(_OF_KEY.get(part.key) or part.module.rpartition(".")[2] for part in found)
+        ),
+        "dim": settings.rank,
+        "alpha": _number(settings.alpha),
+        "dropout": settings.dropout,
+    }
+    if any(".experts." in part.module for part in found) and kind != "DoRA":
+        peft["share_expert_adapters"] = False
+        peft["normalize_moe_lora"] = settings.normalized
+    return LoraHints(peft, {}, settings.base)

@@ -1,0 +1,217 @@
+"""Adapters of Megatron's models: what a run's config says of them, and the tensors that lie otherwise than they mean.
+
+A checkpoint of a LoRA run of Megatron-Bridge is a torch_dist whose model section has the adapter alone
+(`apply_peft_adapter_filter_to_state_dict`), beside `run_config.yaml`:
+
+    peft: {_target_: megatron.bridge.peft.lora.LoRA, dim: 8, alpha: 16, ...}    LoRA, VLMLoRA, CanonicalLoRA, DoRA
+    model: {num_layers: 2, hidden_size: 16, ...}                               the base, in the provider's words
+    checkpoint: {pretrained_checkpoint: ...}                                   where the base lies
+
+    M.adapter.linear_in.weight (r, in), M.adapter.linear_out.weight (out, r), M.adapter.weight_magnitude (out,)
+    M.adapter.adapter_q.linear_in.weight, ...                                  CanonicalLoRA: q, k, v, gate, up
+
+The scaling is alpha / r, r the tensor's own (`normalize_moe_lora`: experts have dim / topk). Two kinds of tensors are
+stored in an order that depends on the tensor ranks of the job that saved them:
+
+    canonical gate and up, B: each rank's rows are taken for gate and up and cut in two (`ParallelLinearAdapter.
+        sharded_state_dict`, `"linear_fc1" in self.base_linear_name`): all first halves, then all second halves
+    magnitudes of a gated fc1 (`ParallelLinearDoRAAdapter.sharded_state_dict`), and ms-swift's B of one
+        (`LoraParallelLinear.sharded_state_dict` has the factory for the base alone): each rank's [gate; up] one below
+        the other
+
+`stretches` is the map, `read_adapter` gives the rows in the order of the whole tensor. So such tensors can't be told
+without the ranks: `run_config.yaml` states them, else the boxes do. Source: megatron-bridge 0.6.2
+`peft/{utils,canonical_lora,adapter_wrapper}.py`, `training/checkpointing.py`; mcore-bridge 1.6.5 `tuners/lora.py`,
+ms-swift 4.6.0 `megatron/utils/megatron_lm_utils.py`. Cost: one small file. What it does not do: names of the hub
+(`families.low_rank`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from ckpt_tool.core.box import Box
+from ckpt_tool.core.catalog import Note
+from ckpt_tool.core.hints import Hint
+from ckpt_tool.core.tensor import MODEL, Chunk, LogicalTensor, TensorKey
+from ckpt_tool.errors import InputError
+from ckpt_tool.formats.megatron.args import facts_of
+from ckpt_tool.storage import strict_yaml
+from ckpt_tool.storage.source import Tree
+
+RUN_CONFIG = "run_config.yaml"  # megatron-bridge 0.6.2, `training/utils/checkpoint_utils.py` (`CONFIG_FILE`)
+UNREADABLE = "E2009"
+_LIMIT = 1 << 20  # bytes
+_OF_ADAPTER = re.compile(
+    r".+(?:\.adapter(?:\.adapter_(?:q|k|v|gate|up))?\.(?:linear_in\.weight|linear_out\.weight|weight_magnitude)"
+    r"|\.lora_(?:A|B)\.[^.]+\.weight)"
+)
+_DEGREES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+}
+_STRIPED = re.compile(r"(?:.+\.)?linear_fc1\.(?:adapter\.weight_magnitude|lora_B\.[^.]+\.weight)")
+_HALVED = re.compile(r".+\.linear_fc1\.adapter\.adapter_(?:gate|up)\.linear_out\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraHints(Hint):
+    """What the run says of its adapter. peft: the section of that name of `run_config.yaml`. model: the base's fields.
+    base: where the run took the base from, "" where nothing says it."""
+
+    KEY: ClassVar[str] = "lora"
+    peft: Mapping[str, Any]
+    model: Mapping[str, Any]
+    base: str = ""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The base's fields as Megatron-LM's arguments: what the provider has another word for."""
+        gated = self.model.get("gated_linear_unit")
+        more = {"swiglu": gated} if isinstance(gated, bool) else {}
+        return {**self.model, **more, "group_query_attention": True} if self.model else {}
+
+    @property
+    def kind(self) -> str:
+        """The class: LoRA, VLMLoRA, CanonicalLoRA, DoRA; "" where nothing says it."""
+        return str(self.peft.get("_target_") or "").rpartition(".")[2]
+
+
+def is_adapter(names: Iterable[str]) -> bool:
+    """Are these the tensors of an adapter alone?"""
+    names = list(names)
+    return bool(names) and all(_OF_ADAPTER.fullmatch(name) for name in names)
+
+
+def is_swift(names: Iterable[str]) -> bool:
+    """Are these an adapter's under PEFT's own names, as ms-swift keeps them in Megatron?"""
+    return any(".lora_A." in name for name in names)
+
+
+def run_config(tree: Tree, folder: str) -> Mapping[str, Any]:
+    """`run_config.yaml` beside the items, {} without one. Raises InputError E2009 for what is no plain YAML."""
+    path = folder + RUN_CONFIG
+    if not tree.exists(path):
+        return {}
+    try:
+        document = strict_yaml.parse(tree.read_whole(path, limit=_LIMIT))
+    except strict_yaml.NotPlain as e:
+        raise InputError(
+            f"{RUN_CONFIG} is {e.what}, and it says what the adapter's scaling is",
+            code=UNREADABLE,
+            path=tree.display(path),
+            place=e.place,
+            offset=e.offset,
+            hint="get the file again from where the job wrote it",
+        ) from e
+    return document if isinstance(document, dict) else {}
+
+
+def hints_of(document: Mapping[str, Any]) -> LoraHints:
+    """What a `run_config.yaml` says of the adapter and its base."""
+    sections = {key: document.get(key) for key in ("peft", "model", "checkpoint")}
+    peft, model, checkpoint = (each if isinstance(each, dict) else {} for each in sections.values())
+    plain = {key: value for key, value in model.items() if isinstance(value, int | float | str | bool | list)}
+    stated = (model.get("hf_model_id"), checkpoint.get("pretrained_checkpoint"))
+    return LoraHints(peft, plain, next((each for each in stated if isinstance(each, str) and each), ""))
+
+
+def tensor_ranks(model: Mapping[str, Any]) -> int | None:
+    """How many tensor ranks the run had, None where nothing says it."""
+    found = model.get("tensor_model_parallel_size")
+    return found if type(found) is int and 0 < found < 1 << 20 else None
+
+
+def degrees_of_run(hints: LoraHints) -> dict[str, int]:
+    """The degrees of the job that saved the adapter, {} where nothing states them. Experts lie on data ranks."""
+    degrees = facts_of(hints.arguments).degrees if hints.model else {}
+    return {**degrees, "dp": max(degrees["dp"], degrees["ep"])} if degrees else {}
+
+
+class Stretch(NamedTuple):
+    """`rows` rows of a tensor from row `there` lie from row `here` on where it is stored, and tensor rank `rank` has them."""
+
+    there: int
+    here: int
+    rows: int
+    rank: int
+
+
+def stretches(name: str, rows: int, ranks: int, *, gated: bool) -> list[Stretch]:
+    """How the rows of an adapter's tensor lie that is not stored in its own order; [] for one that is.
+
+    >>> stretches("linear_fc1.adapter.weight_magnitude", 8, 2, gated=True)[1]
+    Stretch(there=4, here=2, rows=2, rank=0)
+    """
+    if ranks < 2 or rows % (2 * ranks):
+        return []
+    half = rows // (2 * ranks)
+    if _HALVED.fullmatch(name):  # all first halves of the ranks' rows, then all second halves
+        places = [(2 * k + half_of, k + half_of * ranks, k) for half_of in (0, 1) for k in range(ranks)]
+    elif gated and _STRIPED.fullmatch(name) and ".experts." not in name:  # each rank's gate above its up
+        places = [(k + half_of * ranks, 2 * k + half_of, k) for k in range(ranks) for half_of in (0, 1)]
+    else:
+        return []
+    return [Stretch(there * half, here * half, half, rank) for there, here, rank in places]
+
+
+def read_adapter(
+    tree: Tree, folder: str, tensors: Mapping[TensorKey, LogicalTensor]
+) -> tuple[Mapping[TensorKey, LogicalTensor], LoraHints | None, list[Note]]:
+    """(the tensors with rows in the order of the whole, what the run says of its adapter, notes) of a checkpoint that
+    holds an adapter alone; any other as it is."""
+    if not is_adapter(key.name for key in tensors if key.state == MODEL):
+        return tensors, None, []
+    document = run_config(tree, folder)
+    hints = hints_of(document)
+    ranks, unknown = tensor_ranks(hints.model), False
+    out, gated = dict(tensors), bool(hints.arguments.get("swiglu"))
+    for key, tensor in tensors.items():
+        if tensor.shape:
+            boxes = len({chunk.box.offset[0] for chunk in tensor.chunks})
+            count = ranks or (boxes // 2 if _HALVED.fullmatch(key.name) else boxes)
+            rows = stretches(key.name, tensor.shape[0], count, gated=gated)
+            unknown |= bool(rows) and ranks is None
+            out[key] = _moved(tensor, rows) if rows else tensor
+    what = {"": "an adapter", "LoRA": "a LoRA"}.get(hints.kind, f"a {hints.kind}")
+    rank = hints.peft.get("dim")
+    if hints.peft:
+        line = f"{what} of Megatron-Bridge: rank {rank}, alpha {hints.peft.get('alpha')} by {RUN_CONFIG}"
+    else:
+        line = f"an adapter, and nothing says its scaling: {RUN_CONFIG} of Megatron-Bridge is not beside it"
+    notes = [Note("N-adapter", line, folder + RUN_CONFIG)]
+    if unknown:
+        line = "gate and up of a canonical LoRA lie as its tensor ranks had them; how many is told by their boxes"
+        notes.append(Note("N-adapter-order", line, folder))
+    return out, hints, notes
+
+
+def _moved(tensor: LogicalTensor, rows: Iterable[Stretch]) -> LogicalTensor:
+    """The tensor with its rows in order."""
+    chunks, rest = [], tensor.shape[1:]
+    for each in rows:
+        stored = Box((each.here, *(0,) * len(rest)), (each.rows, *rest))
+        for chunk in tensor.chunks:
+            shared = chunk.box & stored
+            if shared is None:
+                continue
+            pairs = zip(shared.offset, chunk.box.offset, chunk.within.offset, strict=True)
+            within = Box(tuple(own - box + start for own, box, start in pairs), shared.shape)
+            box = Box((shared.offset[0] - each.here + each.there, *shared.offset[1:]), shared.shape)
+            chunks.append(Chunk(box, chunk.array, within, chunk.replica))
+    return tensor._replace(chunks=tuple(chunks))
+
+
+def run_text(hints: LoraHints, degrees: Mapping[str, int], gated: bool | None) -> bytes:
+    """`run_config.yaml` of an adapter: what says its scaling, and the ranks on which the order of its rows depends. JSON,
+    which is YAML."""
+    ranks = {name: degrees[dim] for name, dim in _DEGREES.items() if dim in degrees}
+    model = {**hints.model, **ranks, **({} if gated is None else {"gated_linear_unit": gated})}
+    said = {"peft": hints.peft, "model": model, "checkpoint": {"pretrained_checkpoint": hints.base or None}}
+    return (json.dumps(said, indent=2) + "\n").encode()
