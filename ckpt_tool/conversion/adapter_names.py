@@ -1,37 +1,37 @@
-"""Adapters between systems: the tensors of a LoRA or DoRA under PEFT's names or Megatron's, with the config of the other.
+"""Adapters between systems: a LoRA or DoRA under PEFT's names or Megatron's, with the config of the other.
 
-    megatron-dist of a LoRA run   ->  --to peft            names and rows by the family's equations (`families.low_rank`),
-                                                           adapter_config.json from the run's config
-    PEFT's folder                 ->  --to megatron-dist   the same equations backwards, run_config.yaml from PEFT's config
+    megatron-dist of a LoRA run -> --to peft             names and rows by the family's equations (`families.low_rank`),
+                                                         adapter_config.json from the run's config
+    PEFT's folder               -> --to megatron-dist    the same equations backwards, run_config.yaml from PEFT's
 
 Megatron has one A for all projections that a weight fuses, PEFT one for each. On the way to PEFT each is given it; on
 the way back they are read and compared: equal ones are written once, others as Megatron-Bridge's canonical LoRA, which
 keeps q, k, v, gate and up apart, and where that has no place for them either (experts, DoRA, ms-swift) nothing is
 written. Ranks are those of the tensors; alpha is the config's, so the scaling stays alpha / rank of each module.
 
-Cost: the A's of fused projections are read once more. What it does not do: optimizer states of an adapter's run, biases,
-embeddings and whole modules that were trained beside it (refused by name).
+Cost: the A's of fused projections are read once more. What it does not do: optimizer states of an adapter's run,
+biases, embeddings and whole modules that were trained beside it (refused by name).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tool.algebra.mapped import Made, Mapped
+from ckpt_tool.conversion.naming import SYSTEMS, holds_adapter, renamed
 from ckpt_tool.core.hints import Dialect, Hint
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, UsageError
+from ckpt_tool.families.base import HUB
 from ckpt_tool.families.low_rank import (
     CANONICAL,
-    HUB,
     MEGATRON,
     PEFT,
     SPELLINGS,
     SWIFT,
     adapter_family,
-    is_adapter,
     part_of,
 )
 from ckpt_tool.formats.megatron.adapter import LoraHints
@@ -44,17 +44,21 @@ if TYPE_CHECKING:
     from ckpt_tool.families.base import Family
 
 UNEQUAL, UNSAID, PARTS = "E1435", "E1436", "E1437"
-SYSTEMS = (HUB, MEGATRON)
 _CLASSES = {"LoRA": "lora.LoRA", "DoRA": "dora.DoRA", "CanonicalLoRA": "canonical_lora.CanonicalLoRA"}
-_OF_KEY = {"adapter_q": "linear_q", "adapter_k": "linear_k", "adapter_v": "linear_v",
-           "adapter_gate": "linear_fc1_gate", "adapter_up": "linear_fc1_up"}  # fmt: skip
+_OF_KEY = {
+    "adapter_q": "linear_q",
+    "adapter_k": "linear_k",
+    "adapter_v": "linear_v",
+    "adapter_gate": "linear_fc1_gate",
+    "adapter_up": "linear_fc1_up",
+}
 
 
 def adapters_named(chosen: Chosen, job: Conversion) -> Chosen:
     """An adapter under the names of the other system; any other source, and an adapter that is at home there, as it is.
 
-    Raises UsageError E1436 (what the other system can't hold), InputError E1435 (other A's of fused projections), Incomplete
-    E1437 (half an adapter), and what finding the family and `families.rewrite.mapping` raise."""
+    Raises UsageError E1436 (what the other system can't hold), InputError E1435 (other A's of fused projections),
+    Incomplete E1437 (half an adapter), and what finding the family and `families.rewrite.mapping` raise."""
     if job.dialect not in SYSTEMS or job.writing.aoa or not holds_adapter(chosen):
         return chosen
     source = _source(chosen)
@@ -62,11 +66,6 @@ def adapters_named(chosen: Chosen, job: Conversion) -> Chosen:
     if source == wanted or source != HUB and wanted == MEGATRON and job.writing.dialect is None:
         return chosen
     return under_names(chosen, job, wanted)
-
-
-def holds_adapter(chosen: Chosen) -> bool:
-    """Is it an adapter alone, under PEFT's names or Megatron's?"""
-    return is_adapter(chosen.model) or chosen.all_hints.get(PeftHints) is not None
 
 
 def under_names(chosen: Chosen, job: Conversion, wanted: str = HUB) -> Chosen:
@@ -80,12 +79,10 @@ def under_names(chosen: Chosen, job: Conversion, wanted: str = HUB) -> Chosen:
     if wanted == HUB:
         mapped = _mapping(family, source, HUB, chosen, config)
         hints: list[Hint] = [Dialect(HUB), PeftHints(_peft_config(mapped, settings, chosen))]
-        lines = []
+        lines = list[str]()
     else:
         dialect, mapped, lines = _to_megatron(family, source, wanted, chosen, config, settings)
         hints = [Dialect(MEGATRON), _lora_hints(mapped, dialect, settings)]
-    from ckpt_tool.conversion.naming import renamed
-
     by = f"the family {family.name}, {source} to {wanted}, of its adapters"
     out = renamed(chosen, mapped, job.writing, by, hints)
     return out.noted(f"names and structure: {by}", *lines)
@@ -165,8 +162,12 @@ def _family(chosen: Chosen, job: Conversion, source: str, config: Mapping[str, A
     parts = [part_of(name) for name in chosen.model]
     names = [f"{part.module}.weight" for part in parts if part is not None]
     try:
-        return find(config, one_of_each(dict.fromkeys(names)), stated=HUB if source == HUB else MEGATRON,
-                    family=job.reading.family).family  # fmt: skip
+        return find(
+            config,
+            one_of_each(dict.fromkeys(names)),
+            stated=HUB if source == HUB else MEGATRON,
+            family=job.reading.family,
+        ).family
     except (UsageError, InputError) as e:
         e.path = e.path or chosen.sources[0].path
         if not job.reading.config and job.reading.family is None:
@@ -211,9 +212,9 @@ def _to_megatron(
     config: Mapping[str, Any] | None,
     settings: Settings,
 ) -> tuple[str, Mapped, list[str]]:
-    """(the dialect that holds the adapter, the mapping, lines for the report): with one A where all that is fused has the
-    same, else apart."""
-    fault: CkptError | None = None
+    """(the dialect that holds the adapter, the mapping, lines for the report): with one A where all that is fused has
+    the same, else apart."""
+    faults: list[CkptError] = []
     tried: list[str] = []
     layouts = (SWIFT,) if wanted == SWIFT else (MEGATRON,) if settings.dora else (MEGATRON, CANONICAL)
     for dialect in layouts:
@@ -222,19 +223,12 @@ def _to_megatron(
         except InconsistentCheckpoint as e:
             if e.code != "E1371":
                 raise
-            fault = fault or _in_part(e, chosen)
+            faults.append(_in_part(e, chosen))
             continue
         mapped, unequal, shared = _one_a(mapped, chosen)
         if not unequal:
-            lines = (
-                [f"{shared} lora_A of fused projections are equal and written once for each weight"] if shared else []
-            )
-            if dialect == CANONICAL:
-                why = f"{tried[0]}" if tried else "projections that Megatron fuses are adapted in part"
-                lines.append(
-                    f"canonical LoRA (CanonicalLoRA of Megatron-Bridge), apart for q, k, v, gate and up: {why}"
-                )
-            return dialect, mapped, lines
+            lines = [f"{shared} lora_A of fused projections are equal: written once for each weight"] if shared else []
+            return dialect, mapped, [*lines, *_apart(mapped, dialect, tried)]
         tried = tried or unequal
         fault = InputError(
             f"{len(unequal)} weights that Megatron fuses are adapted with another lora_A for each part: {unequal[0]}",
@@ -243,8 +237,19 @@ def _to_megatron(
             faults=unequal[1:50],
             hint=_no_place(dialect, settings),
         )
-    assert fault is not None
-    raise fault
+        faults.append(fault)
+    raise faults[-1]
+
+
+def _apart(mapped: Mapped, dialect: str, unequal: Sequence[str]) -> Iterator[str]:
+    """What is to be said of an adapter that is written apart for each of the projections that a weight fuses."""
+    if dialect != CANONICAL:
+        return
+    why = f"lora_A differs between {unequal[0]}" if unequal else "projections that Megatron fuses are adapted in part"
+    yield f"written as canonical LoRA (CanonicalLoRA of Megatron-Bridge), apart for q, k, v, gate and up: {why}"
+    parts = [part_of(made.name) for made in mapped.made]
+    if any(part is not None and part.key in ("adapter_gate", "adapter_up") for part in parts):
+        yield "Megatron-Bridge loads gate and up of a canonical LoRA with the tensor ranks alone that saved it: --tp N"
 
 
 def _no_place(dialect: str, settings: Settings) -> str:
@@ -268,7 +273,8 @@ def _in_part(e: CkptError, chosen: Chosen) -> Incomplete:
 
 
 def _one_a(mapped: Mapped, chosen: Chosen) -> tuple[Mapped, list[str], int]:
-    """(the mapping with one source for each A, lines on weights whose A's differ, how many A's are not written again)."""
+    """(the mapping with one source for each A, lines on weights whose A's differ, how many A's are not written
+    again)."""
     made, unequal, again = list[Made](), list[str](), list[str]()
     for each in mapped.made:
         names = list(dict.fromkeys(piece.src.name for piece in each.pieces))
@@ -328,8 +334,8 @@ def _topk(config: Mapping[str, Any] | None) -> int:
 
 
 def _settings(chosen: Chosen, job: Conversion, config: Mapping[str, Any] | None) -> Settings:
-    """What the source's config says. Raises UsageError E1436 where it says nothing of the scaling, or one that the other
-    system has no word for."""
+    """What the source's config says. Raises UsageError E1436 where it says nothing of the scaling, or one that the
+    other system has no word for."""
     path = chosen.sources[0].path
     hints = chosen.all_hints
     peft, lora = hints.get(PeftHints), hints.get(LoraHints)
@@ -348,18 +354,16 @@ def _settings(chosen: Chosen, job: Conversion, config: Mapping[str, Any] | None)
             hint="put the run's run_config.yaml back beside the items",
         )
     dim, alpha = lora.peft.get("dim"), lora.peft.get("alpha")
-    if type(dim) is not int or type(alpha) not in (int, float):
+    if type(dim) is not int or not isinstance(alpha, int | float):
         raise UsageError(
             f"the run's config says rank {str(dim)[:40]} and alpha {str(alpha)[:40]}, want two numbers",
             code=UNSAID,
             path=path,
             hint="get run_config.yaml again",
         )
-    dropout = lora.peft.get("dropout")
+    dropout = _float(lora.peft.get("dropout"))
     rank = dim if dim in ranks.values() else common
-    return Settings(
-        rank, float(alpha), float(dropout) if type(dropout) in (int, float) else 0.0, dora, lora.base, lora.peft
-    )
+    return Settings(rank, float(alpha), dropout, dora, lora.base, lora.peft)
 
 
 def _of_peft(
@@ -384,8 +388,11 @@ def _of_peft(
     rank = Counter(dense).most_common(1)[0][0] if dense else common
     others = {each for module, each in ranks.items() if ".experts." in module}
     shared = others == {rank // topk} and rank % topk == 0 if topk else False
-    odd = [f"{module}: rank {each}" for module, each in ranks.items()
-           if each != rank and not (shared and ".experts." in module)]  # fmt: skip
+    odd = [
+        f"{module}: rank {each}"
+        for module, each in ranks.items()
+        if each != rank and not (shared and ".experts." in module)
+    ]
     if odd:
         raise UsageError(
             f"Megatron has one rank for all modules: most have {rank}, {odd[0]}",
@@ -394,9 +401,12 @@ def _of_peft(
             faults=odd[1:50],
             hint="ckpt merge BASE ADAPTER folds it into the base",
         )
-    dropout = config.get("lora_dropout")
-    own = float(dropout) if type(dropout) in (int, float) else 0.0
+    own = _float(config.get("lora_dropout"))
     return Settings(rank, alphas.pop(), own, said.dora, said.base, config, normalized=shared and others != {rank})
+
+
+def _float(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _number(value: float) -> int | float:
@@ -442,9 +452,7 @@ def _lora_hints(mapped: Mapped, dialect: str, settings: Settings) -> LoraHints:
     kind = "DoRA" if settings.dora else "CanonicalLoRA" if dialect == CANONICAL else "LoRA"
     peft: dict[str, Any] = {
         "_target_": f"megatron.bridge.peft.{_CLASSES[kind]}",
-        "target_modules": list(
-            dict.fromkeys(_OF_KEY.get(part.key) or part.module.rpartition(".")[2] for part in found)
-        ),
+        "target_modules": sorted({_OF_KEY.get(part.key) or part.module.rpartition(".")[2] for part in found}),
         "dim": settings.rank,
         "alpha": _number(settings.alpha),
         "dropout": settings.dropout,

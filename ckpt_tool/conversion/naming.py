@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.algebra.element_map import ElementMap
 from ckpt_tool.algebra.mapped import Made, Mapped
 from ckpt_tool.algebra.piece import PAD, Side
-from ckpt_tool.conversion.adapter_names import SYSTEMS, holds_adapter
 from ckpt_tool.conversion.groups import renamed_groups
 from ckpt_tool.conversion.tied_head import TIED, as_the_hub_has_it, refuse_to_lose_copies
 from ckpt_tool.conversion.vocabulary import without_padding
@@ -32,6 +31,7 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.hints import Dialect, Hint
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import Incomplete, InputError, UsageError, near_misses, wrap_os_error
+from ckpt_tool.formats.peft.lone import PeftHints
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import DIALECTS, VARIANTS, Writing
 from ckpt_tool.plan.moves import Stored
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 AOA_LIMIT = 16 << 20  # bytes of a file of statements: one for each tensor of the largest models has a few megabytes
 HUB = "hf"
+SYSTEMS = (HUB, "megatron")  # between which an adapter is named by a pass of its own
 NO_FAMILY, STRANGE = "E1372", "E1373"  # of `families.registry.find`
 _MEGATRON = frozenset(f"decoder.layers.0.self_attention.linear_{each}.weight" for each in ("qkv", "kv_down_proj"))
 _NLP = frozenset(
@@ -80,6 +81,13 @@ def named(chosen: Chosen, job: Conversion) -> Chosen:
         if target == "hf" and source in (None, "hf") and not _looks_foreign(row.tensor for row in chosen.stored):
             return chosen
     return _by_family(chosen, reading, writing, target, source)
+
+
+def holds_adapter(chosen: Chosen) -> bool:
+    """Is it an adapter alone, under PEFT's names or Megatron's?"""
+    from ckpt_tool.families.low_rank import is_adapter
+
+    return is_adapter(chosen.model) or chosen.all_hints.get(PeftHints) is not None
 
 
 def _looks_foreign(tensors: Iterable[LogicalTensor]) -> bool:

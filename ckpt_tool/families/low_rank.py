@@ -102,8 +102,7 @@ class AdapterFamily(Family):
 
     def table(self, dialect: str) -> Table:
         """The dialect's rules of adapters. Raises UsageError as the family's own table."""
-        assert self.base is not None
-        return _derived(self.base, dialect)
+        return _derived(self.base, dialect) if self.base is not None else Family.table(self, dialect)
 
 
 @lru_cache(maxsize=64)

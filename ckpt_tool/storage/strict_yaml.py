@@ -1,5 +1,5 @@
-"""YAML that comes from a stranger, as plain values: maps with text keys, lists (of sets too), text, numbers, true, false,
-null.
+"""YAML that comes from a stranger, as plain values: maps with text keys, lists (sets as such too), text, numbers, true,
+false, null.
 
     parse(b"a: [1, 2]")    {"a": [1, 2]}
 

@@ -46,6 +46,7 @@ from ckpt_tool.storage.source import Tree
 RUN_CONFIG = "run_config.yaml"  # megatron-bridge 0.6.2, `training/utils/checkpoint_utils.py` (`CONFIG_FILE`)
 UNREADABLE = "E2009"
 _LIMIT = 1 << 20  # bytes
+_SECTIONS = "peft model checkpoint".split()
 _OF_ADAPTER = re.compile(
     r".+(?:\.adapter(?:\.adapter_(?:q|k|v|gate|up))?\.(?:linear_in\.weight|linear_out\.weight|weight_magnitude)"
     r"|\.lora_(?:A|B)\.[^.]+\.weight)"
@@ -56,6 +57,7 @@ _DEGREES = {
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "etp",
 }
+_WORDS = {"gated_linear_unit": "swiglu", "num_moe_experts": "num_experts"}  # the provider's -> the arguments'
 _STRIPED = re.compile(r"(?:.+\.)?linear_fc1\.(?:adapter\.weight_magnitude|lora_B\.[^.]+\.weight)")
 _HALVED = re.compile(r".+\.linear_fc1\.adapter\.adapter_(?:gate|up)\.linear_out\.weight")
 
@@ -73,9 +75,10 @@ class LoraHints(Hint):
     @property
     def arguments(self) -> dict[str, Any]:
         """The base's fields as Megatron-LM's arguments: what the provider has another word for."""
-        gated = self.model.get("gated_linear_unit")
-        more = {"swiglu": gated} if isinstance(gated, bool) else {}
-        return {**self.model, **more, "group_query_attention": True} if self.model else {}
+        if not self.model:
+            return {}
+        said = {word: self.model[own] for own, word in _WORDS.items() if own in self.model}
+        return {**self.model, **said, "group_query_attention": True}
 
     @property
     def kind(self) -> str:
@@ -113,10 +116,14 @@ def run_config(tree: Tree, folder: str) -> Mapping[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
+def _section(document: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = document.get(key)
+    return found if isinstance(found, dict) else {}
+
+
 def hints_of(document: Mapping[str, Any]) -> LoraHints:
     """What a `run_config.yaml` says of the adapter and its base."""
-    sections = {key: document.get(key) for key in ("peft", "model", "checkpoint")}
-    peft, model, checkpoint = (each if isinstance(each, dict) else {} for each in sections.values())
+    peft, model, checkpoint = (_section(document, key) for key in _SECTIONS)
     plain = {key: value for key, value in model.items() if isinstance(value, int | float | str | bool | list)}
     stated = (model.get("hf_model_id"), checkpoint.get("pretrained_checkpoint"))
     return LoraHints(peft, plain, next((each for each in stated if isinstance(each, str) and each), ""))
@@ -135,7 +142,8 @@ def degrees_of_run(hints: LoraHints) -> dict[str, int]:
 
 
 class Stretch(NamedTuple):
-    """`rows` rows of a tensor from row `there` lie from row `here` on where it is stored, and tensor rank `rank` has them."""
+    """`rows` rows of a tensor from row `there` on, which lie from row `here` on where it is stored; tensor rank `rank`
+    has them."""
 
     there: int
     here: int
@@ -209,9 +217,10 @@ def _moved(tensor: LogicalTensor, rows: Iterable[Stretch]) -> LogicalTensor:
 
 
 def run_text(hints: LoraHints, degrees: Mapping[str, int], gated: bool | None) -> bytes:
-    """`run_config.yaml` of an adapter: what says its scaling, and the ranks on which the order of its rows depends. JSON,
-    which is YAML."""
+    """`run_config.yaml` of an adapter: what says its scaling, and the ranks on which the order of its rows depends.
+    JSON, which is YAML."""
     ranks = {name: degrees[dim] for name, dim in _DEGREES.items() if dim in degrees}
     model = {**hints.model, **ranks, **({} if gated is None else {"gated_linear_unit": gated})}
-    said = {"peft": hints.peft, "model": model, "checkpoint": {"pretrained_checkpoint": hints.base or None}}
+    sections = (hints.peft, model, {"pretrained_checkpoint": hints.base or None})
+    said = dict(zip(_SECTIONS, sections, strict=True))
     return (json.dumps(said, indent=2) + "\n").encode()

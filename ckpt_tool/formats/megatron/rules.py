@@ -202,8 +202,8 @@ def rule_of(
 
 def _of_adapter(base: Rule, part: str, *, apart: bool) -> Rule:
     """The rule of a part of a LoRA beside a weight that has the rule `base`. megatron-bridge 0.6.2 `peft/utils.py`
-    (`ParallelLinearAdapter`): A is cut as the inputs are, else its rank is; B always by outputs. apart: of one of several
-    that the weight fuses."""
+    (`ParallelLinearAdapter`): A is cut as the inputs are, else its rank is; B always by outputs. apart: of one of
+    several that the weight fuses."""
     if part in ("linear_in.weight", "lora_A"):
         return Rule(1 if base.dim == 1 else 0, axis=base.axis)
     cut = base.dim == 0

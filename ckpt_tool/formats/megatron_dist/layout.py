@@ -32,7 +32,7 @@ from ckpt_tool.core.window import stated_windows
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.containers.dcp_item_files import Placed
 from ckpt_tool.formats.megatron import names
-from ckpt_tool.formats.megatron.adapter import stretches
+from ckpt_tool.formats.megatron.adapter import Stretch, stretches
 from ckpt_tool.formats.megatron.args import facts_of
 from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron.job import Job, carved, check_experts
@@ -333,11 +333,9 @@ class DistLayout:
         if found is None:
             boxes = list(self._boxes(tensor))
             parts = self._sections(tensor)
-            rows = stretches(tensor.key.name, (*shape, 0)[0], self.degrees["tp"], gated=self.job.gated)
-            if rows:
-                own = [(Box((row.there, *(0,) * len(shape[1:])), (row.rows, *shape[1:])), row) for row in rows]
-                back = [(box, (row.here, *box.offset[1:]), row.rank) for box, row in own]
-                self._cuts[case] = found = [_Part("", shape, back)]
+            lying = stretches(tensor.key.name, (*shape, 0)[0], self.degrees["tp"], gated=self.job.gated)
+            if lying:
+                self._cuts[case] = found = [_stretched(shape, lying)]
                 return found
             found = [] if parts else [_Part("", shape, [(box, box.offset, rank) for box, rank in boxes])]
             for part, start, rows in parts:
@@ -383,6 +381,14 @@ class DistLayout:
         if stage is None:
             stage = self._stage_of[place] = next(self.job.homes(name))[0].pp
         return tp * cp * dp * stage + (0 if spot.expert is None else etp * (spot.expert // max(self.experts // ep, 1)))
+
+
+def _stretched(shape: Shape, rows: Iterable[Stretch]) -> _Part:
+    """A tensor whose rows lie in another order where it is stored."""
+    rest = (0,) * len(shape[1:])
+    return _Part(
+        "", shape, [(Box((row.there, *rest), (row.rows, *shape[1:])), (row.here, *rest), row.rank) for row in rows]
+    )
 
 
 def _count(numbers: Sequence[int], what: str) -> int:
