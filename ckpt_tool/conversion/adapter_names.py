@@ -21,20 +21,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tool.algebra.mapped import Made, Mapped
+from ckpt_tool.algebra.piece import PAD, Piece, Side
 from ckpt_tool.conversion.naming import SYSTEMS, holds_adapter, renamed
 from ckpt_tool.core.hints import Dialect, Hint
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, UsageError
 from ckpt_tool.families.base import HUB
 from ckpt_tool.families.low_rank import (
     CANONICAL,
+    GROUPS,
     MEGATRON,
     PEFT,
+    RANK,
     SPELLINGS,
     SWIFT,
     adapter_family,
     part_of,
 )
-from ckpt_tool.formats.megatron.adapter import LoraHints
+from ckpt_tool.formats.megatron.adapter import LoraHints, tensor_ranks
 from ckpt_tool.formats.peft.lone import PeftHints, without_config
 from ckpt_tool.options.writing import VARIANTS
 from ckpt_tool.sources.chosen import Chosen, Conversion
@@ -72,6 +75,8 @@ def under_names(chosen: Chosen, job: Conversion, wanted: str = HUB) -> Chosen:
     """The adapter under the names of dialect `wanted`. Raises as `adapters_named`."""
     source = _source(chosen)
     _refuse_others(chosen, source)
+    if wanted == HUB:
+        _refuse_ranks(chosen)
     chosen = _spelled(chosen, source)
     config, chosen = _config(chosen, job)
     family = _family(chosen, job, source, config)
@@ -124,6 +129,34 @@ def _refuse_others(chosen: Chosen, source: str) -> None:
             path=chosen.sources[0].path,
             faults=lacking[1:50],
             hint="save or fetch it again",
+        )
+
+
+def _refuse_ranks(chosen: Chosen) -> None:
+    """Raise UsageError E1436 for what several tensor ranks left in a form that is no adapter of the whole weight."""
+    from ckpt_tool.formats.megatron.rules import rule_of
+
+    run = chosen.all_hints.get(LoraHints)
+    ranks = (tensor_ranks(run.model) if run is not None else None) or 1
+    if ranks == 1:
+        return
+    faults = []
+    for name in chosen.model:
+        part = part_of(name)
+        if part is None:
+            continue
+        cut = rule_of(f"{part.module}.weight", 2, gated=False, down_shared=False).dim
+        if part.kind == "magnitude" and cut == 1:
+            faults.append(f"{part.module}: its magnitudes were trained against the norm of a share of each row")
+        elif part.kind == "b" and part.module.endswith(".in_proj"):
+            faults.append(f"{part.module}: the rows of its B lie rank by rank, in sections of each")
+    if faults:
+        raise UsageError(
+            f"the adapter of {ranks} tensor ranks is none of the whole weight: {faults[0]}",
+            code=UNSAID,
+            path=chosen.sources[0].path,
+            faults=faults[1:50],
+            hint="export it with Megatron-Bridge at as many tensor ranks, or leave it behind with --remove-keys",
         )
 
 
@@ -215,6 +248,7 @@ def _to_megatron(
     """(the dialect that holds the adapter, the mapping, lines for the report): with one A where all that is fused has
     the same, else apart."""
     faults: list[CkptError] = []
+    filled: list[str] = []
     tried: list[str] = []
     layouts = (SWIFT,) if wanted == SWIFT else (MEGATRON,) if settings.dora else (MEGATRON, CANONICAL)
     for dialect in layouts:
@@ -225,10 +259,12 @@ def _to_megatron(
                 raise
             faults.append(_in_part(e, chosen))
             continue
+        if dialect == CANONICAL:
+            mapped, filled = _filled(mapped, family, chosen, config)
         mapped, unequal, shared = _one_a(mapped, chosen)
         if not unequal:
             lines = [f"{shared} lora_A of fused projections are equal: written once for each weight"] if shared else []
-            return dialect, mapped, [*lines, *_apart(mapped, dialect, tried)]
+            return dialect, mapped, [*lines, *_apart(mapped, dialect, tried), *filled]
         tried = tried or unequal
         fault = InputError(
             f"{len(unequal)} weights that Megatron fuses are adapted with another lora_A for each part: {unequal[0]}",
@@ -241,8 +277,57 @@ def _to_megatron(
     raise faults[-1]
 
 
+def _filled(
+    mapped: Mapped, family: Family, chosen: Chosen, config: Mapping[str, Any] | None
+) -> tuple[Mapped, list[str]]:
+    """(the mapping with an adapter for each projection of a module that has one for some: A of another one, B of zeros,
+    lines for the report). megatron-bridge 0.6.2 neither saves nor loads a CanonicalLoRA that lacks one."""
+    held: dict[str, dict[str, dict[str, Made]]] = {}
+    for made in mapped.made:
+        part = part_of(made.name)
+        if part is not None and part.key:
+            held.setdefault(part.module, {}).setdefault(part.key, {})[part.kind] = made
+    more, modules = list[Made](), list[str]()
+    for module, keys in held.items():
+        group = next(each for each in GROUPS if next(iter(keys)) in each)
+        for key in (each for each in group if each not in keys):
+            a, b = (keys[next(iter(keys))][kind] for kind in ("a", "b"))
+            source = part_of(a.name)
+            other = f".{source.key}." if source is not None else ""
+            like, name = a.name.replace(other, f".{key}."), b.name.replace(other, f".{key}.")
+            moved = tuple(piece._replace(dst=piece.dst._replace(name=like)) for piece in a.pieces)
+            rows = _rows(name, family, chosen, config)
+            shape = (rows, b.shape[1])
+            zeros = Piece(shape, Side(PAD, 0, (b.shape[1], 1)), Side(name, 0, (b.shape[1], 1)))
+            more += [Made(like, a.shape, moved), Made(name, shape, (zeros,), like=b.pieces[0].src.name)]
+            modules.append(f"{module}.{key}")
+    if not more:
+        return mapped, []
+    line = f"{len(modules)} projections have no adapter and one that adds nothing (B of zeros): {modules[0]}"
+    return mapped._replace(made=(*mapped.made, *more)), [f"{line}: CanonicalLoRA wants all of a weight"]
+
+
+def _rows(name: str, family: Family, chosen: Chosen, config: Mapping[str, Any] | None) -> int:
+    """The outputs of a canonical B by the family's rule. Raises what `check_known` does where nothing says a size."""
+    from ckpt_tool.families.rewrite import sizes_of
+    from ckpt_tool.families.sizes import check_known
+    from ckpt_tool.families.table import form_of, instances
+    from ckpt_tool.plan.mapping import parameter_shapes
+
+    own, shapes = adapter_family(family), parameter_shapes(chosen.stored)
+    table = own.table(HUB)
+    facts = own.facts(config or {})
+    sizes, reasons = sizes_of(own, table, instances(table.left, shapes)[0], shapes, facts)
+    terms = [term for rule in own.table(CANONICAL).rules for term in rule.left]
+    pattern = next(term.pattern for term in terms if term.name and term.name.form == form_of(name)[0])
+    check_known(
+        {axis: name for axis in pattern.axes if axis != RANK and not axis.isdigit()}, sizes, reasons, family.name
+    )
+    return pattern.shape({**sizes, RANK: 1})[0]
+
+
 def _apart(mapped: Mapped, dialect: str, unequal: Sequence[str]) -> Iterator[str]:
-    """What is to be said of an adapter that is written apart for each of the projections that a weight fuses."""
+    """What is to be said of an adapter of several ranks, or that is written apart for each of what a weight fuses."""
     if dialect != CANONICAL:
         return
     why = f"lora_A differs between {unequal[0]}" if unequal else "projections that Megatron fuses are adapted in part"

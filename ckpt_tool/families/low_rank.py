@@ -51,6 +51,7 @@ MS_SWIFT = Spelling("", ".lora_A.default.weight", ".lora_B.default.weight", ".lo
 SPELLINGS: Mapping[str, Spelling] = {HUB: PEFT, MEGATRON: BRIDGE, CANONICAL: BRIDGE, SWIFT: MS_SWIFT}
 # megatron-bridge 0.6.2 `models/conversion/peft_bridge.py` (ADAPTER_NAME_MAP)
 APART: Mapping[str, str] = {f"{each}_proj": f"adapter_{each}" for each in ("q", "k", "v", "gate", "up")}
+GROUPS = (("adapter_q", "adapter_k", "adapter_v"), ("adapter_gate", "adapter_up"))  # what one module keeps apart
 _KEY = r"(?:\.(?P<key>adapter_(?:q|k|v|gate|up)))?"
 _BRIDGE = re.compile(rf"(?P<module>.+)\.adapter{_KEY}\.(?P<part>linear_in\.weight|linear_out\.weight|weight_magnitude)")
 _NAMED = re.compile(

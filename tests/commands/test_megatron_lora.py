@@ -119,6 +119,24 @@ def test_a_megatron_base_takes_a_megatron_adapter(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(held[name], weight)
 
 
+@pytest.mark.parametrize("kept", ["qv", "k"])
+def test_projections_without_an_adapter_get_one_that_adds_nothing(kept: str, tmp_path: Path) -> None:
+    def change(held: dict[str, Any]) -> None:
+        for name in [name for name in held if not any(f".{each}_proj." in name for each in kept)]:
+            del held[name]
+
+    source = changed("llama_tp2", tmp_path / "adapter", change, target_modules=[f"{each}_proj" for each in kept])
+    report = convert(str(source), str(tmp_path / "run"), to="megatron-dist", tp=2, config=base_of("llama_tp2"))
+    assert any("one that adds nothing" in note for note in report["notes"])
+    convert(str(tmp_path / "run"), str(tmp_path / "back"), to="peft", config=base_of("llama_tp2"))
+    made, held = tensors(tmp_path / "back"), tensors(source)
+    assert same({name: made[name] for name in held}, held)
+    assert len(made) == 12
+    added = [value for name, value in made.items() if name not in held and ".lora_B." in name]
+    assert added
+    assert not any(value.any() for value in added)
+
+
 GATE = "base_model.model.model.layers.1.mlp.experts.2.gate_proj.lora_A.weight"
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 

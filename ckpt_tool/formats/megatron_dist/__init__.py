@@ -21,7 +21,8 @@ def _may_be(tree: Tree) -> bool:
 ENTRY = Entry(
     "megatron-dist",
     order=60,
-    en="Megatron-Core's `torch_dist`, every optimizer sharding type, written as `fully_reshardable`",
-    zh="Megatron-Core 的 `torch_dist`，各种优化器分片类型，写出为 `fully_reshardable`",
+    en="Megatron-Core's `torch_dist`, every optimizer sharding type, written as `fully_reshardable`; adapters of "
+    "Megatron-Bridge",
+    zh="Megatron-Core 的 `torch_dist`，各种优化器分片类型，写出为 `fully_reshardable`；Megatron-Bridge 的适配器",
     may_be=_may_be,
 )

@@ -29,6 +29,7 @@ Specification (NVIDIA/Megatron-LM, core 0.16.1 where nothing else is stated; `me
   `dp_reshardable` (before 0.15: `fully_sharded_bucket_space`), the default: flat buckets without names
   (`megatron_dist.flat`); `dp_zero_gather_scatter` (core <= 0.14): the same in one object a rank. Hyperparameters lie in
   the common state, or with the flat buckets as objects a rank.
+* An adapter alone (a LoRA run of Megatron-Bridge): the same keys below `.adapter.`, see `formats.megatron.adapter`.
 * Steps stand in `param_groups`. RNG states are objects keyed by pipeline and tensor rank.
 
 Writing: `formats.megatron_dist.target`. Cost: 0.1 ms a box. What it does not do: zarr (core <= 0.15 can read it),

@@ -27,8 +27,9 @@ Example: a folder of rank 4 on q_proj of two layers is a catalog of 4 tensors of
 config in `hints["peft"]["config"]`, `sidefiles == ("README.md",)`.
 
 Written: `adapter_model.safetensors` and the config as PEFT writes it, from the source's own config: so the source must
-be an adapter. What the tensors mean is `adapters.fold`' (`ckpt merge --method lora`). Cost: as `safetensors`. Holds
-the model alone. A folder in which a whole model lies beside the adapter is the model's.
+be an adapter; one of Megatron's has its config from the run's (`conversion.adapter_names`). What the tensors mean is
+`adapters.fold`' (`ckpt merge --method lora`). Cost: as `safetensors`. Holds the model alone. A folder in which a whole
+model lies beside the adapter is the model's.
 """
 
 from __future__ import annotations
