@@ -392,7 +392,7 @@ def _equal(chosen: Chosen, one: str, other: str) -> bool:
 class Settings(NamedTuple):
     """rank: of most modules; alpha: of all, so that the scaling of each is alpha / its rank. base: where it comes from.
     plain: PEFT's config or the run's section, as the source has it. normalized: experts have rank / topk
-    (`normalize_moe_lora`)."""
+    (`normalize_moe_lora`). rslora: the scaling is alpha / sqrt(rank)."""
 
     rank: int
     alpha: float
@@ -401,6 +401,7 @@ class Settings(NamedTuple):
     base: str
     plain: Mapping[str, Any]
     normalized: bool = False
+    rslora: bool = False
 
 
 def _ranks(chosen: Chosen) -> dict[str, int]:
@@ -433,7 +434,7 @@ def _settings(chosen: Chosen, job: Conversion, config: Mapping[str, Any] | None)
         if _source(chosen) == HUB:
             raise without_config(chosen.sources[0].tree)
         raise UsageError(
-            "nothing says the adapter's scaling: its run_config.yaml is not there",
+            "nothing says the adapter's scaling: neither run_config.yaml nor ms-swift's arguments are there",
             code=UNSAID,
             path=path,
             hint="put the run's run_config.yaml back beside the items",
@@ -448,7 +449,8 @@ def _settings(chosen: Chosen, job: Conversion, config: Mapping[str, Any] | None)
         )
     dropout = _float(lora.peft.get("dropout"))
     rank = dim if dim in ranks.values() else common
-    return Settings(rank, float(alpha), dropout, dora, lora.base, lora.peft)
+    rslora = lora.peft.get("use_rslora") is True
+    return Settings(rank, float(alpha), dropout, dora, lora.base, lora.peft, rslora=rslora)
 
 
 def _of_peft(
@@ -523,7 +525,7 @@ def _peft_config(mapped: Mapped, settings: Settings, chosen: Chosen) -> dict[str
         "target_modules": _targets(ranks),
         "task_type": "CAUSAL_LM",
         "use_dora": settings.dora,
-        "use_rslora": False,
+        "use_rslora": settings.rslora,
     }
 
 

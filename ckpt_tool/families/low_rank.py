@@ -99,7 +99,7 @@ class AdapterFamily(Family):
     @property
     def known_dialects(self) -> tuple[str, ...]:
         own = self.base.known_dialects if self.base is not None else ()
-        return (*(each for each in (HUB, MEGATRON, SWIFT) if each in own), CANONICAL)
+        return (HUB, MEGATRON, SWIFT, CANONICAL) if MEGATRON in own else (HUB,)
 
     def table(self, dialect: str) -> Table:
         """The dialect's rules of adapters. Raises UsageError as the family's own table."""
@@ -119,7 +119,7 @@ def _derived(family: Family, dialect: str) -> Table:
     if dialect == HUB:
         return table_of("\n".join(_of_hub(family)))
     own = SPELLINGS[dialect]
-    source = family.table(MEGATRON if dialect == CANONICAL else dialect)
+    source = family.table(SWIFT if dialect == SWIFT and SWIFT in family.dialects else MEGATRON)  # most have one layout
     apart = [line for rule in source.rules for line in _canonical(rule)] if dialect in (MEGATRON, CANONICAL) else []
     fused = [line for rule in source.rules for line in _plain(rule, own)]
     return table_of("\n".join([*apart, *fused] if dialect == CANONICAL else [*fused, *apart]))

@@ -19,6 +19,7 @@ from ckpt_tool.options.reading import Reading
 HERE = Path(__file__).parents[2] / "fixtures/megatron-lora"
 BASE = {"moe_ep2": "qwen3_moe", "moe_shared": "qwen3_moe"}
 SAFE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+SWIFT = {"swift_tp2": "llama", "swift_ep2": "qwen3_moe"}
 CASES = ("llama_tp2", "canonical_tp2", "dora_tp2", "moe_ep2", "moe_shared")
 
 
@@ -68,6 +69,22 @@ def test_it_is_what_the_bridge_exports(case: str, tmp_path: Path) -> None:
     convert(str(tmp_path / "again"), str(tmp_path / "home"), to="peft", config=base_of(case))
     assert same(tensors(tmp_path / "home"), made)
     assert json.loads((tmp_path / "home" / CONFIG).read_text()) == mine
+
+
+@pytest.mark.parametrize("case", SWIFT)
+def test_it_is_what_ms_swift_exports(case: str, tmp_path: Path) -> None:
+    """B of a gated fc1 lies rank by rank there."""
+    config = str(HERE / SWIFT[case])
+    convert(str(HERE / case), str(tmp_path / "peft"), to="peft", config=config)
+    made = tensors(tmp_path / "peft")
+    assert same(made, tensors(HERE / f"{case}.hf"))
+    said = json.loads((tmp_path / "peft" / CONFIG).read_text())
+    assert (said["r"], said["lora_alpha"], said["lora_dropout"]) == (4, 6, 0.05)
+    there = tmp_path / "there"
+    convert(str(tmp_path / "peft"), str(there), to="megatron-dist", dialect="megatron-swift", tp=2, config=config)
+    convert(str(there), str(tmp_path / "bridge"), to="megatron-dist", dialect="megatron", config=config)
+    convert(str(tmp_path / "bridge"), str(tmp_path / "home"), to="peft", config=config)
+    assert same(tensors(tmp_path / "home"), made)
 
 
 def test_magnitudes_are_those_of_the_ranks(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class LoraHints(Hint):
         if not self.model:
             return {}
         said = {word: self.model[own] for own, word in _WORDS.items() if own in self.model}
-        return {**self.model, **said, "group_query_attention": True}
+        return {**self.model, **said, "group_query_attention": self.model.get("group_query_attention", True)}
 
     @property
     def kind(self) -> str:
@@ -170,34 +170,57 @@ def stretches(name: str, rows: int, ranks: int, *, gated: bool) -> list[Stretch]
 
 
 def read_adapter(
-    tree: Tree, folder: str, tensors: Mapping[TensorKey, LogicalTensor]
+    tree: Tree, folder: str, tensors: Mapping[TensorKey, LogicalTensor], args: Mapping[str, Any]
 ) -> tuple[Mapping[TensorKey, LogicalTensor], LoraHints | None, list[Note]]:
     """(the tensors with rows in the order of the whole, what the run says of its adapter, notes) of a checkpoint that
-    holds an adapter alone; any other as it is."""
-    if not is_adapter(key.name for key in tensors if key.state == MODEL):
+    holds an adapter alone; any other as it is. args: the job's arguments, {} for none."""
+    names = [key.name for key in tensors if key.state == MODEL]
+    if not is_adapter(names):
         return tensors, None, []
     document = run_config(tree, folder)
-    hints = hints_of(document)
+    hints = hints_of(document) if document or not args else hints_of_arguments(args)
     ranks, unknown = tensor_ranks(hints.model), False
-    out, gated = dict(tensors), bool(hints.arguments.get("swiglu"))
+    out, gated = dict(tensors), is_gated(hints, {key.name: tensor.shape for key, tensor in tensors.items()})
     for key, tensor in tensors.items():
         if tensor.shape:
             boxes = len({chunk.box.offset[0] for chunk in tensor.chunks})
             count = ranks or (boxes // 2 if _HALVED.fullmatch(key.name) else boxes)
-            rows = stretches(key.name, tensor.shape[0], count, gated=gated)
+            rows = stretches(key.name, tensor.shape[0], count, gated=gated is not False)
             unknown |= bool(rows) and ranks is None
             out[key] = _moved(tensor, rows) if rows else tensor
-    what = {"": "an adapter", "LoRA": "a LoRA"}.get(hints.kind, f"a {hints.kind}")
-    rank = hints.peft.get("dim")
-    if hints.peft:
-        line = f"{what} of Megatron-Bridge: rank {rank}, alpha {hints.peft.get('alpha')} by {RUN_CONFIG}"
+    if not hints.peft:
+        line = f"an adapter, and nothing says its scaling: neither {RUN_CONFIG} beside it nor a job's arguments"
     else:
-        line = f"an adapter, and nothing says its scaling: {RUN_CONFIG} of Megatron-Bridge is not beside it"
+        what = {"": "an adapter of ms-swift", "LoRA": "a LoRA of Megatron-Bridge"}
+        kind = what.get(hints.kind, f"a {hints.kind} of Megatron-Bridge")
+        line = f"{kind}: rank {hints.peft.get('dim')}, alpha {hints.peft.get('alpha')} by "
+        line += RUN_CONFIG if document else "the job's arguments"
     notes = [Note("N-adapter", line, folder + RUN_CONFIG)]
     if unknown:
-        line = "gate and up of a canonical LoRA lie as its tensor ranks had them; how many is told by their boxes"
+        line = "rows of fused projections lie as the tensor ranks had them; how many ranks is told by their boxes"
         notes.append(Note("N-adapter-order", line, folder))
     return out, hints, notes
+
+
+def hints_of_arguments(args: Mapping[str, Any]) -> LoraHints:
+    """What ms-swift's arguments say of the adapter (`lora_rank`, `lora_alpha`, ...). Its base is `model`."""
+    words = {"lora_rank": "dim", "lora_alpha": "alpha", "lora_dropout": "dropout", "use_rslora": "use_rslora"}
+    peft = {word: args[own] for own, word in words.items() if args.get(own) is not None}
+    plain = {key: value for key, value in args.items() if isinstance(value, int | float | str | bool)}
+    base = args.get("model")
+    return LoraHints(peft if "dim" in peft else {}, plain, base if isinstance(base, str) else "")
+
+
+def is_gated(hints: LoraHints, shapes: Mapping[str, tuple[int, ...]]) -> bool | None:
+    """Does fc1 hold gate and up: by what the run says, else by the adapters of fc1 and fc2; None where neither does."""
+    said = hints.arguments.get("swiglu")
+    if isinstance(said, bool):
+        return said
+    for name, shape in shapes.items():
+        other = shapes.get(name.replace(".linear_fc1.lora_B.", ".linear_fc2.lora_A."), ())
+        if ".linear_fc1.lora_B." in name and len(shape) == len(other) == 2:
+            return shape[0] == 2 * other[1]
+    return None
 
 
 def _moved(tensor: LogicalTensor, rows: Iterable[Stretch]) -> LogicalTensor:

@@ -74,7 +74,7 @@ from ckpt_tool.formats.containers.dcp_metadata import (
     read_listing,
 )
 from ckpt_tool.formats.hf import files as hf_files
-from ckpt_tool.formats.megatron.adapter import degrees_of_run, read_adapter
+from ckpt_tool.formats.megatron.adapter import degrees_of_run, is_adapter, read_adapter
 from ckpt_tool.formats.megatron.args import arguments, facts_of
 from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron.parts import HALF, Gathered
@@ -194,14 +194,17 @@ class _Reading:
             else:
                 self._entry(entry, own)
         tensors, degrees = self._tensors(), _degrees(objects)
-        if flat or objects.gathered:
+        if (flat or objects.gathered) and is_adapter(key.name for key in tensors if key.state == MODEL):
+            line = "optimizer states of the adapter's run are left out: they lie in flat buckets without names"
+            self.notes.append(Note("N-no-state", line, self.folder))
+        elif flat or objects.gathered:
             from ckpt_tool.formats.megatron_dist.flat import flat_states
 
             tensors |= flat_states(
                 flat, objects.gathered, tensors, arguments(objects.extras), degrees, self.tree.display(self.folder)
             )
         tensors |= self._of_common(objects, tensors)
-        read, lora, notes = read_adapter(self.tree, self.folder, tensors)
+        read, lora, notes = read_adapter(self.tree, self.folder, tensors, arguments(objects.extras))
         self.notes += notes
         if lora is not None and not arguments(objects.extras):
             degrees |= degrees_of_run(lora)
