@@ -62,13 +62,30 @@ def adapters_named(chosen: Chosen, job: Conversion) -> Chosen:
 
     Raises UsageError E1436 (what the other system can't hold), InputError E1435 (other A's of fused projections),
     Incomplete E1437 (half an adapter), and what finding the family and `families.rewrite.mapping` raise."""
-    if job.dialect not in SYSTEMS or job.writing.aoa or not holds_adapter(chosen):
+    if job.writing.aoa or not holds_adapter(chosen):
         return chosen
+    if job.dialect not in SYSTEMS:
+        lost = chosen.all_hints.get(LoraHints) is not None and not job.fmt.holds.run_config
+        return chosen.noted(f"{job.fmt.name} has no place for what says the adapter's scaling") if lost else chosen
     source = _source(chosen)
     wanted = job.writing.dialect if job.writing.dialect in VARIANTS else job.dialect
+    if source != HUB or wanted != HUB:
+        _refuse_to_lose_scaling(job)
     if source == wanted or source != HUB and wanted == MEGATRON and job.writing.dialect is None:
         return chosen
     return under_names(chosen, job, wanted)
+
+
+def _refuse_to_lose_scaling(job: Conversion) -> None:
+    """Raise UsageError E1436 for an output that has no place for what says the adapter's scaling."""
+    holds = job.fmt.holds
+    if not (holds.adapter or holds.run_config):
+        way = "peft" if job.dialect == HUB else "megatron-dist"
+        raise UsageError(
+            f"{job.fmt.name} has no place for the rank and the scaling of an adapter",
+            code=UNSAID,
+            hint=f"--to {way} keeps an adapter with its config; --dialect keep moves the tensors as they are",
+        )
 
 
 def under_names(chosen: Chosen, job: Conversion, wanted: str = HUB) -> Chosen:

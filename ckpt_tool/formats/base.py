@@ -68,6 +68,7 @@ class Holds(NamedTuple):
     the step's folder, of this format alone. config: the file in which it states the model's config. with_args: extras
     that its loader wants beside Megatron's arguments. lone_shards: one file of several is read as a checkpoint, so
     states without their parameters are no fault. all_experts: its ranks hold all, so a gap in their numbers is one.
+    run_config: it has a place for what a Megatron run says of its adapter.
     """
 
     all_states: bool = True
@@ -88,6 +89,7 @@ class Holds(NamedTuple):
     with_args: Mapping[str, Any] = MappingProxyType({})
     lone_shards: bool = False
     all_experts: bool = False
+    run_config: bool = False
 
     def has(self, group: str) -> bool:
         """Is there a place for this group of states: `model`, `optimizer`, `master`, `ema`?"""

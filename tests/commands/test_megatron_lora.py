@@ -186,6 +186,16 @@ def test_what_megatron_can_not_hold(change: Any, config: dict[str, Any], code: s
     assert fault.value.code == code
 
 
+@pytest.mark.parametrize(
+    ("case", "to"), [("llama_tp2.hf", "megatron"), ("llama_tp2", "megatron"), ("llama_tp2", "safetensors")]
+)
+def test_a_format_that_would_lose_the_scaling_is_refused(case: str, to: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as fault:
+        convert(str(HERE / case), str(tmp_path / "x"), to=to, config=base_of(case))
+    assert fault.value.code == "E1436"
+    assert not (tmp_path / "x").exists()
+
+
 def test_without_the_runs_config_there_is_no_scaling(tmp_path: Path) -> None:
     shutil.copytree(HERE / "llama_tp2", tmp_path / "run")
     (tmp_path / "run/iter_0000003/run_config.yaml").unlink()

@@ -111,6 +111,7 @@ class _MegatronDist:
         with_args={"checkpoint_version": 3.0, "iteration": 0},
         dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
         all_experts=True,
+        run_config=True,
     )
 
     hashed = staticmethod(megatron_dist_folder.hashed)
