@@ -57,6 +57,7 @@ _DEGREES = {
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "etp",
 }
+_MADE = ("canonical_mapping", "params_to_save")  # sets that the bridge makes itself
 _WORDS = {"gated_linear_unit": "swiglu", "num_moe_experts": "num_experts"}  # the provider's -> the arguments'
 _STRIPED = re.compile(r"(?:.+\.)?linear_fc1\.(?:adapter\.weight_magnitude|lora_B\.[^.]+\.weight)")
 _HALVED = re.compile(r".+\.linear_fc1\.adapter\.adapter_(?:gate|up)\.linear_out\.weight")
@@ -244,6 +245,7 @@ def run_text(hints: LoraHints, degrees: Mapping[str, int], gated: bool | None) -
     JSON, which is YAML."""
     ranks = {name: degrees[dim] for name, dim in _DEGREES.items() if dim in degrees}
     model = {**hints.model, **ranks, **({} if gated is None else {"gated_linear_unit": gated})}
-    sections = (hints.peft, model, {"pretrained_checkpoint": hints.base or None})
+    peft = {key: value for key, value in hints.peft.items() if key not in _MADE}
+    sections = (peft, model, {"pretrained_checkpoint": hints.base or None})
     said = dict(zip(_SECTIONS, sections, strict=True))
     return (json.dumps(said, indent=2) + "\n").encode()

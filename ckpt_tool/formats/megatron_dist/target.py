@@ -85,13 +85,16 @@ def dist_target(wanted: Wanted) -> Target:
     files += [*items.finished(), whole_file(folder + METADATA, pickled(items.entries.values(), folder, nested=False))]
     files.append(whole_file(folder + CONFIG, json.dumps(backends).encode()))
     lora = wanted.hints.get(LoraHints)
+    notes = state.notes
     if lora is not None and is_adapter(layout.names):
+        line = f"{RUN_CONFIG} says the adapter, its base and the ranks: other sections of a run's config stay behind"
+        notes = (*notes, line)
         files.append(whole_file(folder + RUN_CONFIG, run_text(lora, layout.degrees, layout.job.gated)))
     if own is not None and own.integrity:
         files.append(_integrity(folder, files))
     files.append(pointer_to(folder))
     copies = tuple(TargetFile(name, size, copy_of=name) for name, size in wanted.sidefiles)
-    return Target("megatron-dist", (*files, *copies), notes=state.notes)
+    return Target("megatron-dist", (*files, *copies), notes=notes)
 
 
 def _degrees(wished: Degrees) -> dict[str, int]:
