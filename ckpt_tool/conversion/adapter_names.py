@@ -105,6 +105,9 @@ def under_names(chosen: Chosen, job: Conversion, wanted: str = HUB) -> Chosen:
     else:
         dialect, mapped, lines = _to_megatron(family, source, wanted, chosen, config, settings)
         hints = [Dialect(MEGATRON), _lora_hints(mapped, dialect, settings)]
+        by_columns = (".linear_proj.adapter.weight_magnitude", ".linear_fc2.adapter.weight_magnitude")
+        if any(made.name.endswith(by_columns) for made in mapped.made):
+            lines.append("Megatron-Bridge takes the norm of a rank's share of linear_proj and linear_fc2: use one rank")
     by = f"the family {family.name}, {source} to {wanted}, of its adapters"
     out = renamed(chosen, mapped, job.writing, by, hints)
     return out.noted(f"names and structure: {by}", *lines)
