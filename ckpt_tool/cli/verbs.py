@@ -19,6 +19,7 @@ from ckpt_tool.errors import UsageError, near_misses
 from ckpt_tool.options.statement import KEYS, LAYOUT, PLAN, TO, TRAVEL, Option, Section, stated, taken, worded
 
 if TYPE_CHECKING:
+    from ckpt_tool.deltas.options import Making
     from ckpt_tool.merging.options import MergeOptions
     from ckpt_tool.options.reading import Inspection, Reading, Show
     from ckpt_tool.options.verbs import (
@@ -272,6 +273,67 @@ def merge(show: Show, paths: Sequence[str], writing: Writing, reading: Reading, 
         return command(sources, dst, reading, writing, options, progress)
 
     return _writer("merge", show, run, writing, sources, dst)
+
+
+def _making() -> tuple[type, ...]:
+    from ckpt_tool.deltas.options import Making
+    from ckpt_tool.options.reading import Reading
+
+    return Making, Reading
+
+
+@verb(
+    "what changed between two checkpoints, as slime and SGLang have it",
+    Argument("BASE", "The checkpoint as it was."),
+    Argument("NEW", "As it is, in any format and layout."),
+    DST,
+    takes=_making,
+    examples=("ckpt delta hf runs/7/iter_0000100 weight_v000001", "ckpt delta step_100 step_200 archive/200 --dedup"),
+)
+def delta(show: Show, base: str, new: str, dst: str, wanted: Making, reading: Reading) -> Job:
+    """What changed between two checkpoints, in any formats and layouts: a folder of compressed differences, as slime
+    publishes them and SGLang reads them. With --dedup the files of a step of training, byte for byte."""
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.delta import delta as command
+
+        return command(base, new, dst, reading, wanted, progress)
+
+    def page(document: Document, uncut: bool) -> Shown:
+        from ckpt_tool.report.delta import made
+
+        return made(document, everything=uncut)
+
+    return Job("delta", show, run, page, writes=True, sources=(base, new), outputs=(dst,))
+
+
+@verb(
+    "a base and deltas as one checkpoint",
+    Argument("BASE DELTA... DST", "The base, the deltas in their order, then the output.", "many"),
+    takes=_both,
+    examples=(
+        "ckpt patch hf weight_v000001 weight_v000002 out",
+        "ckpt patch step_100 archive/200 step_200",
+    ),
+)
+def patch(show: Show, paths: Sequence[str], reading: Reading, writing: Writing) -> Job:
+    """A base with a chain of deltas applied, in one pass. Nothing is written unless every tensor has the digest that
+    the chain states."""
+    if len(paths) < 3:
+        raise UsageError(
+            "patch needs a base, at least one delta, and an output",
+            code="E0282",
+            place="ckpt patch",
+            hint="ckpt patch BASE DELTA... DST",
+        )
+    base, *deltas, dst = paths
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.patch import patch as command
+
+        return command(base, deltas, dst, reading, writing, progress)
+
+    return _writer("patch", show, run, writing, (base, *deltas), dst)
 
 
 def _comparing() -> tuple[type, ...]:

@@ -40,9 +40,11 @@ def inspect(src: str, reading: Reading, wanted: Inspection = EVERYTHING, *, colu
     try:
         opened = open_source(src, reading)
     except (InputError, UnsafeInput) as fault:
-        if not wanted.security:
+        if wanted.security:
+            return _unread(src, reading, fault)
+        if (document := _of_delta(src, reading)) is None:
             raise
-        return _unread(src, reading, fault)
+        return document
     catalog = opened.catalog
     blocks = getattr(catalog.tensors, "blocks", None)
     rows: Sequence[dict[str, Any]]
@@ -136,6 +138,35 @@ def _unread(src: str, reading: Reading, fault: CkptError) -> dict[str, Any]:
         "extras": {},
         "notes": [f"not read: error[{fault.code}]: {fault.message}{where}"],
         "security": security,
+    }
+
+
+def _of_delta(src: str, reading: Reading) -> dict[str, Any] | None:
+    """The document of `inspect --json` for a delta: its frames as tensors of bytes. None for what is none."""
+    from ckpt_tool.deltas.folder import is_delta, read_delta
+    from ckpt_tool.storage.opening import open_tree
+
+    tree = open_tree(src, follow_symlinks=reading.follow_symlinks)
+    if not is_delta(tree):
+        return None
+    delta = read_delta(tree)
+    rows = [
+        {"name": name, "state": MODEL, "dtype": frame.dtype.name, "shape": list(frame.shape), "bytes": frame.nbytes}
+        for name, frame in delta.frames.items()
+    ]
+    nbytes = sum(frame.nbytes for frame in delta.frames.values())
+    return {
+        "schema_version": 1,
+        "format": "delta",
+        "path": src,
+        "resolved": "",
+        "mesh": {},
+        "total": {"tensors": len(rows), "bytes": nbytes, "parameters": 0},
+        "states": {MODEL: {"tensors": len(rows), "bytes": nbytes}} if rows else {},
+        "tensors": rows,
+        "extras": {},
+        "notes": [f"compressed changes, not a model: ckpt patch BASE {src} OUT applies them"],
+        "delta": delta.about(),
     }
 
 

@@ -97,7 +97,7 @@ def execute(
         progress=progress,
         check=check,
         movers=movers,
-        bucket=_bucket_of(plan),
+        bucket=bucket_of(plan),
         seal=seal,
     )
     try:
@@ -111,7 +111,7 @@ def execute(
     return result
 
 
-def _bucket_of(plan: Plan) -> OutputStore | None:
+def bucket_of(plan: Plan) -> OutputStore | None:
     """Where the plan writes to if not to this machine."""
     if scheme_of(plan.destination) is None:
         return None

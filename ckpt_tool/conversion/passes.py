@@ -11,6 +11,7 @@ source, name it as the hub or the adapter does, compute, and name the result as 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from ckpt_tool.conversion.adapter_names import adapters_named
@@ -75,3 +76,14 @@ def selected(opened: Opened, job: Conversion, passes: Iterable[Pass] = SELECTION
         first_replica=job.reading.replica_policy == "first",
     )
     return passed(nothing, job, passes)
+
+
+def in_wanted_names(chosen: Chosen, opened: Opened, job: Conversion) -> Chosen:
+    """`chosen`, of tensors under the hub's names, under those that the output wants; under those that its source
+    `opened` came with where it keeps names."""
+    writing = job.writing
+    home = opened.catalog.hints.dialect or opened.format.holds.dialect
+    renamed = chosen.all_hints.dialect != opened.catalog.hints.dialect
+    if renamed and writing.dialect in (None, "keep") and not writing.aoa and job.fmt.holds.dialect in ("keep", home):
+        writing = replace(writing, dialect=home if home != "keep" else None)
+    return passed(chosen, job._replace(writing=writing), NAMES)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from ckpt_tool.storage.destination import (
     sweep_leavings,
 )
 from ckpt_tool.storage.opening import scheme_of
+from ckpt_tool.storage.source import Tree
 
 
 def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict[str, Any]:
@@ -62,7 +64,7 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
     chosen = passed(chosen, job, FITTING)
     with gc_paused():
         plan, wanted = make_plan(chosen, destination, job.fmt, writing)
-    _check(destination, chosen, writing)
+    check_place(destination, [opened.tree for opened in chosen.sources], writing)
     trees = {tree.shown: tree for opened in chosen.sources for tree in (opened.tree, opened.outer) if tree is not None}
     seal = seal.over(plan, trees) if seal is not None else None
     moving = None if writing.plan_file or writing.dry_run else movers_of(writing, plan)
@@ -123,19 +125,16 @@ def _with_stores(document: dict[str, Any], plan: Plan, chosen: Chosen, destinati
     return {**document, "plan": {**shown, "peak_memory": shown["peak_memory"] + more}} if more else document
 
 
-def _check(destination: Place, chosen: Chosen, writing: Writing) -> None:
-    """What is wrong with the output's place before anything is written."""
+def check_place(destination: Place, trees: Iterable[Tree], writing: Writing) -> None:
+    """What is wrong with the output's place before anything is written. trees: of the sources."""
+    given = [*trees]
     if isinstance(destination, RemotePlace):
-        check_apart(destination, [opened.tree.shown for opened in chosen.sources if not opened.tree.local])
+        check_apart(destination, [tree.shown for tree in given if not tree.local])
         refuse_in_store(writing)
         if writing.force and not writing.dry_run:
             check_replaced(destination)
         return
-    locals_ = [
-        Path(opened.tree.root) if opened.tree.single is None else opened.tree.root / opened.tree.single
-        for opened in chosen.sources
-        if opened.tree.local
-    ]
+    locals_ = [Path(tree.root) if tree.single is None else tree.root / tree.single for tree in given if tree.local]
     try:
         check_destination(destination, locals_, force=writing.force or writing.dry_run or bool(writing.plan_file))
         if writing.force:

@@ -18,7 +18,7 @@ from math import inf
 from struct import pack, unpack
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tool.conversion.passes import NAMES, passed
+from ckpt_tool.conversion.passes import in_wanted_names
 from ckpt_tool.conversion.vocabulary import is_vocabulary
 from ckpt_tool.conversion.writing import write
 from ckpt_tool.core.catalog import Catalog
@@ -70,7 +70,7 @@ def merge_models(job: Job, dst: str, reading: Reading, writing: Writing, progres
     notes = [*job.notes, *check_models(models, sliced=job.sliced, any_tokenizer=job.any_tokenizer)]
     chosen = _chosen(job, models, writing, option, notes)
     to = Conversion.of(models[0].opened, reading, writing)
-    return write(_as_wanted(replace(chosen, inherits=to.inherits), models[0], to), dst, to, progress)
+    return write(in_wanted_names(replace(chosen, inherits=to.inherits), models[0].opened, to), dst, to, progress)
 
 
 def _grows(model: Model, size: int) -> bool:
@@ -78,16 +78,6 @@ def _grows(model: Model, size: int) -> bool:
         key.state == MODEL and is_vocabulary(key.name) and 0 < len(tensor.shape) and tensor.shape[0] < size
         for key, tensor in model.opened.catalog.tensors.items()
     )
-
-
-def _as_wanted(chosen: Chosen, donor: Model, to: Conversion) -> Chosen:
-    """Under the names that the output wants; those that the first model came with where it keeps names."""
-    writing = to.writing
-    home = donor.opened.catalog.hints.dialect or donor.opened.format.holds.dialect
-    renamed = donor.chosen.all_hints.dialect != donor.opened.catalog.hints.dialect
-    if renamed and writing.dialect in (None, "keep") and not writing.aoa and to.fmt.holds.dialect in ("keep", home):
-        writing = replace(writing, dialect=home if home != "keep" else None)
-    return passed(chosen, to._replace(writing=writing), NAMES)
 
 
 # -- what becomes of each tensor ---------------------------------------------------------------------------------------

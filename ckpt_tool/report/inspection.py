@@ -1,8 +1,8 @@
 """`ckpt inspect` as a page: what is there, its states and dtypes, and its tensors folded into a tree.
 
 Reads the document that `--json` prints: `format`, `path`, `mesh`, `total`, `states`, `tensors`, `extras`;
-`quantization`; `resolved` (why another folder than the given one was taken), `notes`, `security` ({unsafe: [...],
-globals: [...]}), a tensor's `chunks` (`--placement`) and `stats` (`--stats`).
+`quantization`; `delta`; `resolved` (why another folder than the given one was taken), `notes`, `security` ({unsafe:
+[...], globals: [...]}), a tensor's `chunks` (`--placement`) and `stats` (`--stats`).
 """
 
 from __future__ import annotations
@@ -74,6 +74,10 @@ def _head(document: Document) -> Facts:
     if total.get("parameters"):
         numbers.insert(1, f"{parameters(total['parameters'])} parameters")
     rows.append(("total", ", ".join(numbers)))
+    if document.get("delta"):
+        from ckpt_tool.report.delta import text_of
+
+        rows.append(("delta", text_of(document["delta"])))
     if document.get("quantization"):
         rows.append(("quantized", _quantised(document["quantization"])))
     return Facts(tuple(rows))

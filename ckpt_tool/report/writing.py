@@ -24,7 +24,7 @@ def before(document: Document, *, everything: bool = False) -> Page:
     """The plan: from where to where, how much, and what will not be as requested."""
     blocks: list[Block] = [Facts(tuple(_plan_rows(document)))]
     blocks += _travelling(document)
-    blocks += _warnings(document, everything=everything)
+    blocks += warnings_of(document, everything=everything)
     return Page("ckpt plan", tuple(blocks))
 
 
@@ -105,7 +105,8 @@ def _travelling(document: Document) -> list[Block]:
     ]
 
 
-def _warnings(document: Document, *, everything: bool) -> list[Block]:
+def warnings_of(document: Document, *, everything: bool) -> list[Block]:
+    """What is not as requested, stays behind, or is worth a line."""
     blocks: list[Block] = []
     fallbacks = document.get("fallbacks") or ()
     if fallbacks:

@@ -1,8 +1,9 @@
 """Computed tensors: values made while they are read, as one more source that the plan, the executor and the digests
 see.
 
-A recipe makes one tensor, F32, from tensors of other sources, range by range of its row-major line. `ComputedTree` is a
-tree whose files are such lines, so dequantising, folding an adapter and merging models are all "move this tensor":
+A recipe makes one tensor, most often F32, from tensors of other sources, range by range of its row-major line.
+`ComputedTree` is a tree whose files are such lines, so dequantising, folding an adapter and merging models are all
+"move this tensor":
 
     class Doubled(Recipe):                                  # its one input's values, twice as large
         def values(self, read, start, stop):
@@ -40,7 +41,7 @@ from ckpt_tool.run.blocks import Reader
 from ckpt_tool.run.checksum import Piece
 from ckpt_tool.run.compute import numpy_type
 from ckpt_tool.run.records import Checked, record_faults
-from ckpt_tool.run.scan import readable
+from ckpt_tool.run.scan import each_of, readable
 from ckpt_tool.storage.source import Identity, Tree
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -62,7 +63,8 @@ class Input(NamedTuple):
 class Recipe(ABC):
     """How one tensor is made. Subclasses add their parameters as fields and give `values`; they hold no state of a run.
 
-    key, shape: of the tensor that is made, F32. text: all that its values depend on but the inputs' bytes, in words.
+    key, shape: of the tensor that is made. text: all that its values depend on but the inputs' bytes, in words. One of
+    exact bytes has a `dtype` of its own and gives `line` in place of `values`.
     """
 
     key: TensorKey
@@ -88,8 +90,30 @@ class Recipe(ABC):
         return False
 
     @property
+    def dtype(self) -> DType:
+        """Of the values that are made."""
+        return _F32
+
+    def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
+        """Bytes [offset, offset + nbytes) of the made tensor's row-major line, little-endian: those of `values`."""
+        start, stop = offset // 4, -(-(offset + nbytes) // 4)
+        values = self.values(read, start, stop)
+        if values.dtype != np.float32 or values.shape != (stop - start,):
+            raise InternalError(f"{self.key}: {values.dtype} {values.shape} for {stop - start} elements")
+        line = np.ascontiguousarray(values, "<f4").view(np.uint8).data
+        return line if len(line) == nbytes else line[offset - 4 * start : offset - 4 * start + nbytes]
+
+    def late_faults(self, read: Read) -> Iterator[CkptError]:
+        """What is wrong with the tensor and shows only when all of it has been made."""
+        return iter(())
+
+    @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.nbytes(self.numel)
 
 
 class _Lines:
@@ -135,21 +159,21 @@ class ComputedTree(Tree):
         self._passed: dict[tuple[str, str], list[Piece]] = {}  # (tree, file) -> CRCs of what was read of it
         self._guard = threading.Lock()
         self.tensors = tuple(
-            simple_tensor(recipe.key, StoredArray(path, 0, _F32, recipe.shape))
+            simple_tensor(recipe.key, StoredArray(path, 0, recipe.dtype, recipe.shape))
             for path, recipe in self._recipes.items()
         )
 
     # -- what a plan asks ---------------------------------------------------------------------------------------------
 
     def listing(self) -> dict[str, int]:
-        return {path: 4 * recipe.numel for path, recipe in self._recipes.items()}
+        return {path: recipe.nbytes for path, recipe in self._recipes.items()}
 
     def display(self, path: str = "") -> str:
         recipe = self._recipes.get(path)
         return f"{self.shown}: {recipe.key}" if recipe else self.shown
 
     def size(self, path: str) -> int:
-        return 4 * self._recipes[path].numel
+        return self._recipes[path].nbytes
 
     def identity(self, path: str) -> Identity:
         """Of the inputs' files as they were at first sight: thousands of tensors lie in a few files."""
@@ -185,7 +209,7 @@ class ComputedTree(Tree):
                 found.update(of(each.tree, file).encode())
             found.update(b";")
         a, b, c = (int.from_bytes(found.digest()[k : k + 7], "big") for k in (0, 8, 16))
-        return Identity(0, a, 4 * recipe.numel, b, c)
+        return Identity(0, a, recipe.nbytes, b, c)
 
     def open(self, path: str) -> int:
         raise InternalError(f"{path} is computed: it has no descriptor")
@@ -206,8 +230,18 @@ class ComputedTree(Tree):
                 yield from each.tree.files_behind(file)
 
     def late_faults(self, paths: Iterable[str]) -> Iterator[CkptError]:
-        """Damaged records of the inputs of which the files `paths` are computed; what was not read of them is read
-        now."""
+        """What the recipes of the files `paths` find wrong, and damaged records of their inputs; what was not read of
+        them is read now."""
+        names, found = list(paths), list[CkptError]()
+
+        def settle(number: int) -> None:
+            recipe = self._recipes[names[number]]
+            found.extend(recipe.late_faults(self._lines_of(names[number], recipe).read))
+
+        if any(type(self._recipes[name]).late_faults is not Recipe.late_faults for name in names):
+            each_of(len(names), settle)
+        yield from sorted(found, key=lambda fault: fault.key or "")
+        paths = names
         self.close()
         wanted: dict[str, dict[int, Input]] = {}
         for path in paths:
@@ -234,22 +268,17 @@ class ComputedTree(Tree):
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Bytes of the made tensor's row-major line of little-endian fp32."""
+        """Bytes of the made tensor's row-major line, little-endian."""
         return bytes(self.view(path, offset, nbytes))
 
     def view(self, path: str, offset: int, nbytes: int) -> memoryview:
         """The same, without a copy of what the recipe gave."""
         recipe = self._recipes[path]
-        if offset < 0 or nbytes < 0 or offset + nbytes > 4 * recipe.numel:
-            raise InternalError(f"{path}: bytes {offset} to {offset + nbytes} of {4 * recipe.numel}")
+        if offset < 0 or nbytes < 0 or offset + nbytes > recipe.nbytes:
+            raise InternalError(f"{path}: bytes {offset} to {offset + nbytes} of {recipe.nbytes}")
         if not nbytes:
             return memoryview(b"")
-        start, stop = offset // 4, -(-(offset + nbytes) // 4)
-        values = recipe.values(self._lines_of(path, recipe).read, start, stop)
-        if values.dtype != np.float32 or values.shape != (stop - start,):
-            raise InternalError(f"{path}: {values.dtype} {values.shape} for {stop - start} elements")
-        line = np.ascontiguousarray(values, "<f4").view(np.uint8).data
-        return line if len(line) == nbytes else line[offset - 4 * start : offset - 4 * start + nbytes]
+        return recipe.line(self._lines_of(path, recipe).read, offset, nbytes)
 
     def rounded(self, path: str, start: int, dtype: DType, out: memoryview) -> bool:
         """See `Tree.rounded`."""

@@ -102,7 +102,12 @@ def raise_all(faults: Iterable[CkptError]) -> None:
     found = list(faults)
     if found:
         first = found[0]
-        first.faults = tuple(f"{fault.path} at byte {fault.offset}: {fault.message}" for fault in found[1:])
+        first.faults = tuple(
+            f"{fault.path} at byte {fault.offset}: {fault.message}"
+            if fault.offset is not None
+            else f"{fault.where()}: {fault.message}"
+            for fault in found[1:]
+        )
         raise first
 
 

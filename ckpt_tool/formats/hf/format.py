@@ -224,7 +224,7 @@ def _delta(tree: Tree, path: str) -> UnknownFormat:
         code=NOT_READ,
         path=tree.display(path),
         place=f"/metadata/{DELTA}",
-        hint="pass the base or a whole version; --from safetensors shows the compressed differences as they lie there",
+        hint=f"ckpt patch BASE {tree.display()} OUT applies it; pass the base or a whole version",
     )
 
 

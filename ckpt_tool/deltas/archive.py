@@ -1,0 +1,128 @@
+"""`--dedup`: every file of a step, byte for byte, as what changed since another step of the run.
+
+A step's files are cut into entries: each stored array that a tensor lies in, and of each file what is left (headers,
+pickles, padding). An array is called by what lies there, so it meets its counterpart of the other step wherever that
+lies, in whatever file of whatever layout:
+
+    exp_avg/decoder.layers.0.mlp.fc1.weight[0, 0]      rest/mp_rank_00/model_optim_rng.pt
+
+What has no counterpart of its size is kept whole (a change to zeros). Nothing is understood that need not be: objects
+that only a trainer can load, files that no format knows, side files, all are bytes, and none can be lost. What is not
+kept: links, empty folders, permissions. Files are rebuilt by the plan and the executor as any output is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from ckpt_tool.core.box import Box
+from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
+from ckpt_tool.deltas.folder import Archive, Piece
+from ckpt_tool.errors import UsageError
+from ckpt_tool.sources.opening import Opened
+from ckpt_tool.storage.inline_arrays import INLINE
+from ckpt_tool.storage.source import Tree
+
+_BYTE = DTYPES["U8"]
+NOT_A_FOLDER = "E2617"
+
+
+class Entry(NamedTuple):
+    """Bytes of a step under a name: as a tensor U8 [n], in the tree that it lies in."""
+
+    tensor: LogicalTensor
+    tree: Tree
+
+
+def entries_of(opened: Opened) -> dict[str, Entry]:
+    """Every byte of the step's files, each in one entry; in the order of the files.
+
+    Raises UsageError E2617 for what is no folder of this machine or a store, or has links that lead out of it."""
+    tree = opened.tree
+    if tree.single is not None or tree.odd_links:
+        raise UsageError(
+            "--dedup keeps a step's folder, and this is one file"
+            if tree.single is not None
+            else f"the step has links that are not followed: {next(iter(tree.odd_links))}",
+            code=NOT_A_FOLDER,
+            path=tree.display(),
+            hint="pass the folder of the step"
+            if tree.single is not None
+            else "--follow-symlinks keeps what they lead to",
+        )
+    found: dict[str, Entry] = {}
+    arrays = _arrays(opened)
+    for path, size in sorted(tree.listing().items()):
+        rest, at = list[tuple[int, int]](), 0
+        for offset, nbytes, name in arrays.get(path, ()):
+            if offset < at or offset + nbytes > size:  # shared with the one before, or not there at all
+                continue
+            if offset > at:
+                rest.append((at, offset))
+            found[name] = Entry(_tensor(name, path, size, [(offset, offset + nbytes)]), tree)
+            at = offset + nbytes
+        if at < size:
+            rest.append((at, size))
+        if rest:
+            name = f"rest/{path}"
+            found[name] = Entry(_tensor(name, path, size, rest), tree)
+    return found
+
+
+def _arrays(opened: Opened) -> dict[str, list[tuple[int, int, str]]]:
+    """File -> (offset, bytes, name) of the arrays that tensors lie in, in order; of those that begin together the
+    largest first."""
+    seen: dict[str, dict[tuple[int, int], str]] = {}
+    count = Counter[str]()
+    for key, tensor in opened.catalog.tensors.items():
+        for chunk in tensor.chunks:
+            array = chunk.array
+            if array.path.endswith(INLINE) or array.strides is not None or not array.numel:
+                continue
+            place = array.offset, array.dtype.nbytes(array.numel)
+            if place in (known := seen.setdefault(array.path, {})):
+                continue
+            name = f"{key.state}/{key.name}{list(chunk.box.offset)}"
+            count[name] += 1
+            known[place] = name if count[name] == 1 else f"{name}~{count[name]}"
+    return {
+        path: sorted(((at, size, name) for (at, size), name in found.items()), key=lambda row: (row[0], -row[1]))
+        for path, found in seen.items()
+    }
+
+
+def _tensor(name: str, path: str, size: int, spans: list[tuple[int, int]]) -> LogicalTensor:
+    """Bytes [start, stop) of a file, one behind the other."""
+    whole, chunks, at = StoredArray(path, 0, _BYTE, (size,)), [], 0
+    for start, stop in spans:
+        box = Box((at,), (stop - start,))
+        chunks.append(Chunk(box, whole.view(start, box.shape), Box((0,), box.shape)))
+        at += stop - start
+    return LogicalTensor(TensorKey(name), (at,), _BYTE, tuple(chunks))
+
+
+def paired(old: Mapping[str, Entry], new: Mapping[str, Entry]) -> Iterator[tuple[str, Entry | None, Entry]]:
+    """(name, its counterpart of the same size, the entry)."""
+    for name, entry in new.items():
+        other = old.get(name)
+        same = other is not None and other.tensor.shape == entry.tensor.shape
+        yield name, other if same else None, entry
+
+
+def laid_out(opened: Opened, entries: Mapping[str, Entry], whole: frozenset[str]) -> Archive:
+    """How the step's files are put together of entries; empty files of none."""
+    placed: dict[str, list[tuple[int, int, int, str]]] = {path: [] for path in opened.tree.listing()}
+    for name, entry in entries.items():
+        for chunk in entry.tensor.chunks:
+            placed[chunk.array.path].append((chunk.array.offset, chunk.box.numel, chunk.box.offset[0], name))
+    files = {
+        path: (
+            opened.tree.size(path),
+            tuple(Piece(at, nbytes, name, begin) for at, nbytes, begin, name in sorted(rows)),
+        )
+        for path, rows in placed.items()
+    }
+    return Archive(opened.catalog.format, files, whole)

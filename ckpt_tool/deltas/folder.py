@@ -1,0 +1,281 @@
+"""A delta on disk: a folder as slime publishes it (`weight_v000002`) and SGLang's `/pull_weights` applies it.
+
+Specification
+-------------
+`model-NNNNN-of-TTTTT.safetensors`, numbered from 00000, none where nothing changed, and `model.safetensors.index.json`:
+
+    {"metadata": {"version": "000002", "base_version": "000001", "delta_encoding": "xor",
+                  "compression_format": "zstd", "checksum_format": "xxh3-128"},
+     "weight_map": {"model.norm.weight": "model-00000-of-00001.safetensors"}}
+
+Each changed tensor is `U8 [n]` under its own name: one zstd frame (`encoding` says of what). Shape and dtype are the
+base's. `__metadata__` of its file: name -> digest of the bytes of the whole new tensor, in hex. A version is applied to
+its base version alone; version 0 is the model that a job began with.
+Source: slime 624b824a8 `utils/disk_delta.py`, `update_weight_from_disk_delta.py`; its patch of SGLang,
+`srt/weight_sync/local_checkpoint.py`, which reads every safetensors file of the folder, whatever the index says.
+
+What we add, and those readers pass over: `unchanged` beside `weight_map`, name -> digest of each tensor that is the
+base's own, so that a wrong base shows in any tensor; and `archive` (`Archive`), of a step's files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.bounds import numeral
+from ckpt_tool.core.tensor import LogicalTensor, TensorKey, simple_tensor
+from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, UsageError
+from ckpt_tool.formats.hf.files import INDEX_SUFFIX, STEM, SUFFIX
+from ckpt_tool.formats.hf.format import DELTA
+from ckpt_tool.formats.hf.index import read_value
+from ckpt_tool.storage.safetensors_file import read_header
+from ckpt_tool.storage.source import Tree
+
+INDEX = STEM + INDEX_SUFFIX
+ENCODINGS = ("xor", "overwrite")
+CHECKSUMS = {"xxh3-128": 32, "blake3": 64, "adler32": 8}  # name -> hex digits
+COMPRESSION = "zstd"
+INDEX_FAULT, CHAIN, NO_DELTA = "E2608", "E2609", "E2610"
+_DIGITS = frozenset("0123456789abcdef")
+
+
+class Piece(NamedTuple):
+    """Bytes [offset, offset + nbytes) of a step's file are those of the entry `name` from byte `begin` on."""
+
+    offset: int
+    nbytes: int
+    name: str
+    begin: int
+
+
+class Archive(NamedTuple):
+    """A step's files, kept byte for byte. files: path -> (size, its pieces in order, without gaps). whole: entries that
+    are kept whole: changes to as many zeros. format: what the step is. An entry is its pieces end to end."""
+
+    format: str
+    files: Mapping[str, tuple[int, tuple[Piece, ...]]]
+    whole: frozenset[str]
+
+    def to_json(self) -> dict[str, Any]:
+        files = {
+            path: [size, [[each.nbytes, each.name] for each in pieces]] for path, (size, pieces) in self.files.items()
+        }
+        return {"format": self.format, "files": files, "whole": sorted(self.whole)}
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One delta, from its headers. frames: name -> the compressed bytes as a tensor U8 [n]. digests: of the whole new
+    tensors, those that are the base's included."""
+
+    tree: Tree
+    version: int
+    base_version: int
+    encoding: str
+    checksum: str
+    frames: Mapping[str, LogicalTensor]
+    digests: Mapping[str, str]
+    archive: Archive | None = None
+
+    @property
+    def label(self) -> str:
+        return f"version {self.version} on version {self.base_version}"
+
+    def about(self) -> dict[str, Any]:
+        """For a document."""
+        return {
+            "version": self.version,
+            "base_version": self.base_version,
+            "encoding": self.encoding,
+            "compression": COMPRESSION,
+            "checksum": self.checksum,
+            "changed": len(self.frames),
+            "unchanged": len(self.digests) - len(self.frames),
+            **({"archive": self.archive.format} if self.archive else {}),
+        }
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def is_delta(tree: Tree) -> bool:
+    """Does the index say so? False for what is no index at all."""
+    if tree.single is not None or not tree.exists(INDEX):
+        return False
+    try:
+        value = read_value(tree, INDEX)
+    except CorruptFile:
+        return False
+    return isinstance(value.get("metadata"), Mapping) and DELTA in value["metadata"]
+
+
+def read_delta(tree: Tree) -> Delta:
+    """The delta in a folder, from its index and headers.
+
+    Raises UsageError E2610 for a folder that is none, CorruptFile E2608 and what reading a header raises.
+    """
+    if not is_delta(tree):
+        raise UsageError(
+            "no delta: there is no index that names an encoding",
+            code=NO_DELTA,
+            path=tree.display(),
+            hint="pass a folder that ckpt delta or slime wrote (weight_v000001); a whole version needs no patch",
+        )
+    value = read_value(tree, INDEX)
+    metadata: Mapping[str, Any] = value["metadata"]
+    encoding = _one_of(tree, metadata, DELTA, ENCODINGS)
+    checksum = _one_of(tree, metadata, "checksum_format", tuple(CHECKSUMS))
+    _one_of(tree, metadata, "compression_format", (COMPRESSION,))
+    version, base = (_version(tree, metadata, key) for key in ("version", "base_version"))
+    if base >= version:
+        raise _fault(tree, f"version {version} builds on version {base}", "metadata", "base_version")
+    frames, digests = _frames(tree, value["weight_map"], checksum)
+    unchanged = value.get("unchanged", {})
+    if type(unchanged) is not dict or any(name in frames for name in unchanged):
+        raise _fault(tree, "unchanged is no object, or names a tensor that has changed", "unchanged")
+    for name, text in unchanged.items():
+        digests[name] = _digest(tree, text, checksum, "unchanged", name)
+    archive = _archive(tree, value["archive"], digests) if "archive" in value else None
+    return Delta(tree, version, base, encoding, checksum, frames, digests, archive)
+
+
+def _frames(
+    tree: Tree, weight_map: Mapping[str, str], checksum: str
+) -> tuple[dict[str, LogicalTensor], dict[str, str]]:
+    files = dict.fromkeys(weight_map.values())
+    stray = [name for name in tree.listing() if name.endswith(SUFFIX) and "/" not in name and name not in files]
+    if stray:
+        raise _fault(
+            tree, f"{stray[0]} lies beside the files of the index, and SGLang would apply it too", "weight_map"
+        )
+    frames, digests = dict[str, LogicalTensor](), dict[str, str]()
+    for file in files:
+        header = read_header(tree, file)
+        for row, name in enumerate(header.names):
+            array = header.stored(row)
+            if weight_map.get(name) != file:
+                raise _fault(tree, f"{file} holds {name[:200]}, which the index does not lay there", "weight_map")
+            if array.dtype.name != "U8" or len(array.shape) != 1 or not array.numel:
+                raise _fault(
+                    tree, f"{name[:200]} is {array.dtype.name} {list(array.shape)}, want bytes: U8 [n]", "weight_map"
+                )
+            frames[name] = simple_tensor(TensorKey(name), array)
+            digests[name] = _digest(tree, header.metadata.get(name), checksum, "weight_map", name)
+    absent = [name for name in weight_map if name not in frames]
+    if absent:
+        raise _fault(tree, f"{weight_map[absent[0]]} does not hold {absent[0][:200]}", "weight_map")
+    return frames, digests
+
+
+def _archive(tree: Tree, value: Any, digests: Mapping[str, str]) -> Archive:
+    """The part of the index that says how a step's files are put together: a stranger's data, held against itself."""
+    try:
+        files = {
+            path: (int(size), tuple((int(nbytes), str(name)) for nbytes, name in pieces))
+            for path, (size, pieces) in value["files"].items()
+        }
+        kind, whole = str(value["format"]), frozenset(map(str, value["whole"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise _fault(tree, "it does not say how files are put together", "archive") from e
+    placed, sizes = dict[str, tuple[int, tuple[Piece, ...]]](), dict[str, int]()
+    for path, (size, pieces) in files.items():
+        bad, at, laid = "", 0, list[Piece]()
+        for nbytes, name in pieces:
+            if nbytes < 1 or name not in digests:
+                bad = bad or f"piece {name[:200]} of {nbytes} bytes"
+            laid.append(Piece(at, nbytes, name, sizes.get(name, 0)))
+            sizes[name] = sizes.get(name, 0) + nbytes
+            at += nbytes
+        if bad or at != size:
+            raise _fault(
+                tree, f"{path[:200]} can't be put together: {bad or f'{at} of {size} bytes'}", "archive", "files"
+            )
+        placed[path] = (size, tuple(laid))
+    if set(sizes) != set(digests) or not whole <= set(digests):
+        raise _fault(tree, "its files and the index name other entries", "archive")
+    return Archive(kind, placed, whole)
+
+
+def _one_of(tree: Tree, metadata: Mapping[str, Any], key: str, known: Sequence[str]) -> str:
+    if metadata.get(key) not in known:
+        raise _fault(tree, f"{key} is {str(metadata.get(key))[:100]!r}, want {' or '.join(known)}", "metadata", key)
+    return str(metadata[key])
+
+
+def _version(tree: Tree, metadata: Mapping[str, Any], key: str) -> int:
+    text = metadata.get(key)
+    if not isinstance(text, str) or not numeral(text):
+        raise _fault(tree, f"{key} is {str(text)[:100]!r}, want a number of six digits, as text", "metadata", key)
+    return int(text)
+
+
+def _digest(tree: Tree, text: Any, checksum: str, *place: str) -> str:
+    if not isinstance(text, str) or len(text) != CHECKSUMS[checksum] or not set(text) <= _DIGITS:
+        raise _fault(tree, f"{place[-1][:200]} has no {checksum} digest: {str(text)[:80]!r}", *place)
+    return text
+
+
+def _fault(tree: Tree, message: str, *place: str) -> CorruptFile:
+    return CorruptFile(
+        f"the delta can't be read: {message}",
+        code=INDEX_FAULT,
+        path=tree.display(INDEX),
+        place="/" + "/".join(each[:200] for each in place),
+        hint="copy the whole folder again from where it was published; it can't be mended",
+    )
+
+
+# -- chains -----------------------------------------------------------------------------------------------------------
+
+
+def check_chain(deltas: Sequence[Delta]) -> None:
+    """Raise InconsistentCheckpoint E2609 unless each builds on the one before it, and all are of one kind."""
+    for before, after in zip(deltas, deltas[1:], strict=False):
+        if after.base_version != before.version:
+            raise InconsistentCheckpoint(
+                f"{after.label} does not follow {before.label}",
+                code=CHAIN,
+                path=after.tree.display(),
+                hint="give every delta from the base's version on, in their order: ckpt inspect says which each is",
+            )
+        if (after.archive is None) != (before.archive is None):
+            raise InconsistentCheckpoint(
+                "one is a delta of a model, the other one of a step's files",
+                code=CHAIN,
+                path=after.tree.display(),
+                hint="a chain is of one kind: all made with --dedup, or none",
+            )
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def file_names(count: int) -> list[str]:
+    """Of `count` files, numbered from 0 as slime does."""
+    return [f"{STEM}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(count)]
+
+
+def index_of(
+    about: tuple[int, int, str, str],
+    weight_map: Mapping[str, str],
+    unchanged: Mapping[str, str],
+    archive: Archive | None = None,
+) -> bytes:
+    """The index. about: (version, base version, encoding, checksum)."""
+    version, base, encoding, checksum = about
+    metadata = {
+        "version": f"{version:06d}",
+        "base_version": f"{base:06d}",
+        DELTA: encoding,
+        "compression_format": COMPRESSION,
+        "checksum_format": checksum,
+    }
+    value: dict[str, Any] = {"metadata": metadata, "weight_map": dict(weight_map)}
+    if unchanged:
+        value["unchanged"] = dict(unchanged)
+    if archive is not None:
+        value["archive"] = archive.to_json()
+    return json.dumps(value, separators=(",", ":")).encode("ascii")

@@ -1,0 +1,374 @@
+"""`ckpt delta`: from two checkpoints to a folder of what changed.
+
+    BASE, NEW -> pairs of tensors -> frames in nameless spools -> files, index, one rename
+
+Both are read once, block by block, a tensor a thread; a frame's size is known only when it is made, so frames wait in
+a spool of each thread beside the output, and are copied into files in the tensors' order: the output is the same
+whatever the threads. Memory: some 4 MiB a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckpt_tool.conversion.carry_out import check_replaced
+from ckpt_tool.conversion.vocabulary import is_vocabulary, trim_vocabulary
+from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.progress import Progress
+from ckpt_tool.core.tensor import LogicalTensor
+from ckpt_tool.deltas.archive import entries_of, laid_out, paired
+from ckpt_tool.deltas.encoding import Bytes, Encoder, Made, Spool
+from ckpt_tool.deltas.folder import INDEX, Archive, file_names, index_of
+from ckpt_tool.deltas.options import Making
+from ckpt_tool.deltas.under_hub_names import hub_names
+from ckpt_tool.errors import InconsistentCheckpoint, UsageError
+from ckpt_tool.formats.hf.format import pack
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.plan.plan import Move
+from ckpt_tool.run.blocks import Reader
+from ckpt_tool.run.finish import sync_all, write_all
+from ckpt_tool.run.records import Checked
+from ckpt_tool.run.scan import Readable, Visit, readable, walk
+from ckpt_tool.run.walk import STRIDED_BLOCK
+from ckpt_tool.sources.chosen import Chosen
+from ckpt_tool.sources.opening import open_source
+from ckpt_tool.sources.steps import step_of
+from ckpt_tool.storage.destination import check_destination, local_path, sweep_leavings
+from ckpt_tool.storage.safetensors_file import build_header
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.staging import Staging
+
+UNLIKE, VERSION = "E2615", "E2616"
+_WEIGHTS = re.compile(r"weight_v(\d{1,18})")
+_PIECE = 1 << 20  # bytes of a spool that are copied at a time
+
+
+class Held(NamedTuple):
+    """A tensor and the tree that it lies in."""
+
+    tensor: LogicalTensor
+    tree: Tree
+
+
+class Pair(NamedTuple):
+    """A tensor as it was and as it is. old: None for as many zeros."""
+
+    name: str
+    old: Held | None
+    new: Held
+
+
+def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progress: Progress) -> dict[str, Any]:
+    """Write the delta; returns the document of `delta --json`.
+
+    Raises InconsistentCheckpoint E2615, UsageError E2616, and what opening, reading and writing raise."""
+    began, destination = time.monotonic(), local_path(dst)
+    old, fresh = open_source(base, reading), open_source(new, reading)
+    check_destination(
+        destination,
+        [place for each in (old, fresh) if each.tree.local for place in [Path(each.tree.display())]],
+        force=wanted.force or wanted.dry_run,
+    )
+    if wanted.force:
+        check_replaced(destination)
+    archive: Archive | None = None
+    notes: list[str] = [each.resolved for each in (old, fresh) if each.resolved]
+    dropped: Sequence[dict[str, Any]] = ()
+    if wanted.dedup:
+        entries = entries_of(fresh)
+        pairs = [Pair(name, held and Held(*held), Held(*each)) for name, held, each in paired(entries_of(old), entries)]
+        archive = laid_out(fresh, entries, frozenset(pair.name for pair in pairs if pair.old is None))
+        numbers = [_step(path) for path in (old.path, fresh.path)]
+    else:
+        pairs, dropped, more = _of_models(hub_names(old, reading), hub_names(fresh, reading), base, new)
+        notes += more
+        numbers = [None, None]
+    version, before = _versions(wanted, numbers, base, dst)
+    document = _document(base, new, destination, wanted, pairs, (version, before), notes, dropped)
+    progress.plan(document)
+    if wanted.dry_run:
+        return document
+    with Frames(str(destination.absolute().parent), wanted) as frames:
+        frames.fill(pairs, progress)
+        names = _write(frames, pairs, destination, (version, before, wanted.encoding, wanted.checksum), archive, wanted)
+        made = frames.made
+    sweep_leavings(destination)
+    changed = [each for each, _ in made.values() if each.frame is not None]
+    document["plan"] |= {"bytes_written": sum(names.values()), "files": len(names)}
+    document["target"]["files"] = [{"path": name, "bytes": size} for name, size in names.items()]
+    document["delta"] |= {
+        "changed": len(changed),
+        "unchanged": len(made) - len(changed),
+        "changed_bytes": sum(each.changed for each in changed),
+    }
+    document |= {"elapsed_s": round(time.monotonic() - began, 3), "digest_checked": True}
+    return document
+
+
+def _document(
+    base: str,
+    new: str,
+    destination: Path,
+    wanted: Making,
+    pairs: Sequence[Pair],
+    versions: tuple[int, int],
+    notes: Sequence[str],
+    dropped: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    read = sum(each.tensor.nbytes for pair in pairs for each in (pair.old, pair.new) if each is not None)
+    return {
+        "schema_version": 1,
+        "source": {"path": base, "paths": [base, new]},
+        "target": {"path": str(destination), "format": "delta", "files": []},
+        "delta": {
+            "version": versions[0],
+            "base_version": versions[1],
+            "encoding": wanted.encoding,
+            "compression": "zstd",
+            "checksum": wanted.checksum,
+            "tensors": len(pairs),
+            "bytes": sum(pair.new.tensor.nbytes for pair in pairs),
+        },
+        "plan": {"bytes_read": read, "bytes_written": None, "peak_memory": None, "files": None, "copies": 0},
+        "fallbacks": [],
+        "removed": [],
+        "removed_bytes": 0,
+        "dropped": list(dropped),
+        "notes": list(notes),
+    }
+
+
+def _step(path: str) -> int | None:
+    step = step_of(path.rstrip("/").rpartition("/")[2])
+    return step.number if step is not None else None
+
+
+def _versions(wanted: Making, numbers: Sequence[int | None], base: str, dst: str) -> tuple[int, int]:
+    """(version, base version): as asked, as two steps are numbered, or as slime calls its folders."""
+    old, new = numbers
+    if wanted.weight_version is not None:
+        if wanted.weight_version < 1:
+            raise UsageError("--weight-version 0 is the base", code=VERSION, hint="the first delta is version 1")
+        return wanted.weight_version, wanted.weight_version - 1
+    if old is not None and new is not None and old < new:
+        return new, old
+    for path, more in ((dst, 0), (base, 1)):
+        found = _WEIGHTS.fullmatch(path.rstrip("/").rpartition("/")[2])
+        if found and int(found[1]) + more:
+            return int(found[1]) + more, int(found[1]) + more - 1
+    return 1, 0
+
+
+# -- which tensors ----------------------------------------------------------------------------------------------------
+
+
+def _of_models(old: Chosen, new: Chosen, base: str, path: str) -> tuple[list[Pair], list[dict[str, Any]], list[str]]:
+    """(the pairs, what is left out, lines for the report). Raises InconsistentCheckpoint E2615 unless both hold the
+    same tensors in name, shape and dtype."""
+    mine, notes = old.model, [*old.notes, *new.notes]
+    dropped = [entry for entry in new.dropped if entry.get("tensors") or entry.get("names")]
+    rows = {
+        name: row.tensor.shape[0]
+        for name, row in new.model.items()
+        if is_vocabulary(name) and name in mine and row.tensor.shape and mine[name].tensor.shape
+    }
+    wanted = {mine[name].tensor.shape[0] for name, count in rows.items() if count > mine[name].tensor.shape[0]}
+    stored = new.stored
+    if len(wanted) == 1:
+        trimmed, gone = trim_vocabulary(new.stored, min(wanted))
+        stored, dropped = tuple(trimmed), [*dropped, *gone]
+    theirs = {row.tensor.key.name: row for row in stored}
+    faults = [f"{name}: in {base} alone" for name in mine if name not in theirs]
+    faults += [f"{name}: in {path} alone" for name in theirs if name not in mine]
+    hint = "a delta adds and removes no tensors: --tied-head, --dtype, --vocab-size of ckpt convert make two alike"
+    for name, row in theirs.items():
+        if name in mine and (said := _unlike(mine[name].tensor, row.tensor)):
+            faults.append(f"{name}: {said}")
+    if faults:
+        raise InconsistentCheckpoint(
+            f"the two do not hold the same tensors: {faults[0]}",
+            code=UNLIKE,
+            path=path,
+            faults=faults[1:200],
+            hint=hint,
+        )
+    pairs = [Pair(name, Held(*old.input(mine[name])), Held(*new.input(row))) for name, row in theirs.items()]
+    return pairs, dropped, list(dict.fromkeys(notes))
+
+
+def _unlike(one: LogicalTensor, other: LogicalTensor) -> str:
+    if one.dtype != other.dtype:
+        return f"{one.dtype.name} and {other.dtype.name}"
+    return f"{list(one.shape)} and {list(other.shape)}" if one.shape != other.shape else ""
+
+
+# -- their frames -----------------------------------------------------------------------------------------------------
+
+
+class Frames:
+    """Every pair, encoded. Use as a context manager: the spools go with it. folder: where they lie."""
+
+    def __init__(self, folder: str, wanted: Making) -> None:
+        self._folder, self._wanted = folder, wanted
+        self.made: dict[str, tuple[Made, Spool]] = {}
+        self._own, self._spools, self._lock = threading.local(), list[Spool](), threading.Lock()
+
+    def fill(self, pairs: Sequence[Pair], progress: Progress) -> None:
+        """Read and encode. Raises SourceChanged where a source is not what it was at the beginning."""
+        groups: dict[tuple[int, int], list[Pair]] = {}
+        for pair in pairs:
+            groups.setdefault((id(pair.old.tree) if pair.old else 0, id(pair.new.tree)), []).append(pair)
+        total = sum(held.tensor.nbytes for pair in pairs for held in (pair.old, pair.new) if held is not None)
+        progress.start(total, "comparing")
+        for group in groups.values():
+            new = readable([pair.new.tensor for pair in group], group[0].new.tree)
+            old = None
+            if group[0].old is not None:
+                old = readable([pair.old.tensor for pair in group if pair.old is not None], group[0].old.tree)
+            names = {id(move): pair.name for move, pair in zip(new.moves, group, strict=True)}
+            self._group(names, new, old, progress)
+            for source in (new, old):
+                if source is not None:
+                    source.files.check()
+        progress.finish()
+
+    def _group(self, names: Mapping[int, str], new: Readable, old: Readable | None, progress: Progress) -> None:
+        twins = {} if old is None else {id(a): b for a, b in zip(new.moves, old.moves, strict=True)}
+        beside = None if old is None else Checked(old.files, old.records)
+
+        def visit(move: Move) -> Visit:
+            name, twin = names[id(move)], twins.get(id(move))
+            encoding, checksum = self._wanted.encoding, self._wanted.checksum
+            encoder = Encoder(encoding, checksum, move.nbytes, self._spool(), name, always=old is None)
+            reader: Reader | None = None
+            room: Bytes = np.empty(STRIDED_BLOCK, np.uint8)
+            if beside is not None and twin is not None:
+                reader = beside.reader(16)
+                if (
+                    old is not None and old.files.trees.keys() != new.files.trees.keys()
+                ):  # it expects one thing at a time
+                    reader.expect([(twin, 0, twin.numel)])
+
+            def see(move: Move, at: int, data: Bytes) -> None:
+                before = None
+                if reader is not None and twin is not None:
+                    before = room[: len(data)]
+                    reader.fill(twin, before.data, at, at + len(data) // move.item)
+                    progress.advance(len(data))
+                encoder.feed(before, data)
+                if at + len(data) // move.item >= move.numel:
+                    self._keep(name, encoder.finish())
+                    if beside is not None and reader is not None:
+                        beside.done(reader)
+
+            if not move.numel:
+                self._keep(name, encoder.finish())
+            return see
+
+        walk(new, visit, threads=self._wanted.threads, progress=progress, beside=beside)
+
+    def _spool(self) -> Spool:
+        """This thread's."""
+        spool: Spool | None = getattr(self._own, "spool", None)
+        if spool is None:
+            spool = self._own.spool = Spool(self._folder)
+            with self._lock:
+                self._spools.append(spool)
+        return spool
+
+    def _keep(self, name: str, made: Made) -> None:
+        with self._lock:
+            self.made[name] = made, self._own.spool
+
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """A frame's bytes."""
+        made, spool = self.made[name]
+        offset, left = made.frame or (0, 0)
+        while left:
+            data = spool.read(offset, min(left, _PIECE))
+            yield data
+            offset, left = offset + len(data), left - len(data)
+
+    def __enter__(self) -> Frames:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for spool in self._spools:
+            spool.close()
+
+
+# -- the folder -------------------------------------------------------------------------------------------------------
+
+
+def _write(
+    frames: Frames,
+    pairs: Sequence[Pair],
+    destination: Path,
+    about: tuple[int, int, str, str],
+    archive: Archive | None,
+    wanted: Making,
+) -> dict[str, int]:
+    """Write and commit. Returns file -> bytes."""
+    sizes = {pair.name: made.frame[1] for pair in pairs if (made := frames.made[pair.name][0]).frame is not None}
+    digests = {pair.name: frames.made[pair.name][0].digest for pair in pairs}
+    names = list(sizes)
+    bins = [[names[row] for row in rows] for rows in pack(list(sizes.values()), wanted.max_shard_size) if rows]
+    files = file_names(len(bins))
+    weight_map = {name: file for file, held in zip(files, bins, strict=True) for name in held}
+    unchanged = {name: text for name, text in digests.items() if name not in sizes}
+    index = index_of(about, weight_map, unchanged, archive)
+    plan = blake2b(index, digest_size=16).hexdigest()
+    written = {}
+    with Staging(destination, plan, [*files, INDEX], resume=False, force=wanted.force) as staging:
+        try:
+            for file, held in zip(files, bins, strict=True):
+                written[file] = _file(staging, file, frames, held, {name: digests[name] for name in held}, sizes)
+            written[INDEX] = len(index)
+            _put(staging, INDEX, [(0, index)], len(index))
+            if wanted.fsync:
+                sync_all(staging, list(written))
+            staging.commit()
+        except BaseException:
+            staging.discard()
+            raise
+    return written
+
+
+def _file(
+    staging: Staging,
+    file: str,
+    frames: Frames,
+    names: Sequence[str],
+    digests: Mapping[str, str],
+    sizes: Mapping[str, int],
+) -> int:
+    """Write a file of frames. Returns its bytes."""
+    head, offsets, size = build_header([(name, DTYPES["U8"], (sizes[name],)) for name in names], digests)
+
+    def parts() -> Iterator[tuple[int, bytes]]:
+        yield 0, head
+        for name, at in zip(names, offsets, strict=True):
+            for data in frames.pieces(name):
+                yield at, data
+                at += len(data)
+
+    _put(staging, file, parts(), size)
+    return size
+
+
+def _put(staging: Staging, name: str, parts: Any, size: int) -> None:
+    fd = staging.create(name, size)
+    try:
+        for offset, data in parts:
+            write_all(fd, data, offset, name)
+    finally:
+        os.close(fd)

@@ -1,0 +1,173 @@
+"""A tensor of the base with a chain of changes, as a recipe (`run.computed`): all of the chain in one pass.
+
+Each range of the tensor's line is read from the base and every frame is applied to it in turn, on tiles that lie in
+cache; frames are read forward, by readers of the thread's own. The digest that the last delta states is taken of what
+passes by. What came out of order (a tensor of more than one unit, a strided output, a resumed run) is made once more
+at the end, so nothing is committed unless the digests of all tensors are the stated ones.
+
+Memory: 1.3 MiB a link and thread, 2.6 for `overwrite`, whatever the tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.deltas.encoding import READERS, Bytes, OverwriteReader, Passed, Place, XorReader, digest_of
+from ckpt_tool.deltas.folder import Delta
+from ckpt_tool.errors import CkptError, InconsistentCheckpoint, InternalError
+from ckpt_tool.run.computed import Floats, Input, Read, Recipe
+
+OTHER_VALUES = "E2614"
+_TILE = 1 << 20  # bytes
+
+
+class Link(NamedTuple):
+    """One change of a tensor. input: the number of its frame among the recipe's inputs, None where this version leaves
+    the tensor as it is."""
+
+    delta: Delta
+    input: int | None
+
+
+class _Open(NamedTuple):
+    read: Read
+    readers: list[tuple[int, XorReader | OverwriteReader]]
+
+
+class Cursors(threading.local):
+    """The readers that a thread has open: those of one tensor."""
+
+    now: _Open | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Patched(Recipe):
+    """A tensor after every link. Inputs: the base's tensor, unless it is `whole` (made of changes to zeros), then the
+    frames."""
+
+    kind: DType
+    links: tuple[Link, ...]
+    whole: bool
+    cursors: Cursors
+    passed: Passed
+
+    @classmethod
+    def of(
+        cls,
+        key: TensorKey,
+        shape: tuple[int, ...],
+        kind: DType,
+        base: Input | None,
+        chain: Sequence[Delta],
+        cursors: Cursors,
+    ) -> Patched:
+        """The tensor after those deltas of `chain` that name it."""
+        inputs = [] if base is None else [base]
+        links, name = [], key.name
+        for delta in chain:
+            if name in delta.frames:
+                links.append(Link(delta, len(inputs)))
+                inputs.append(Input(delta.frames[name], delta.tree))
+            elif name in delta.digests:
+                links.append(Link(delta, None))
+        nbytes = kind.nbytes(prod(shape))
+        text = f"patched {[(link.delta.version, link.delta.encoding, link.delta.digests[name]) for link in links]}"
+        passed = Passed(links[-1].delta.checksum, nbytes)
+        return cls(key, shape, tuple(inputs), text, kind, tuple(links), base is None, cursors, passed)
+
+    @property
+    def dtype(self) -> DType:
+        return self.kind
+
+    def values(self, read: Read, start: int, stop: int) -> Floats:
+        raise InternalError(f"{self.key} is made of bytes, and was asked for numbers")
+
+    def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
+        item = max(1, self.kind.bits // 8)
+        start, stop = offset // item * item, -(-(offset + nbytes) // item) * item
+        block = self._made(read, start, stop)
+        self.passed.feed(start, block)
+        return block.data[offset - start : offset - start + nbytes]
+
+    def late_faults(self, read: Read) -> Iterator[CkptError]:
+        """The tensor where its digest is another than the last delta states: with the link that went wrong."""
+        for at in range(self.passed.at, self.nbytes, _TILE):
+            stop = min(at + _TILE, self.nbytes)
+            self.passed.feed(at, self._made(read, at, stop))
+        last = self.links[-1].delta
+        have, want = self.passed.hexdigest(), last.digests[self.key.name]
+        if have != want:
+            yield self._blamed(read)
+
+    def _base(self, read: Read, start: int, stop: int) -> Bytes:
+        if self.whole:
+            return np.zeros(stop - start, np.uint8)
+        item = max(1, self.kind.bits // 8)
+        block: Bytes = read(0, start // item, stop // item).view(np.uint8)
+        return block
+
+    def _made(self, read: Read, start: int, stop: int) -> Bytes:
+        """Bytes [start, stop), which are whole elements."""
+        block = self._base(read, start, stop)
+        for reader in self._readers(read, start):
+            reader.apply(block, start)
+        return block
+
+    def _readers(self, read: Read, start: int) -> list[XorReader | OverwriteReader]:
+        """One of each frame, none of them beyond `start`."""
+        now = self.cursors.now
+        if now is None or now.read != read:
+            now = self.cursors.now = _Open(read, [])
+        if not now.readers or any(reader.at > start for _, reader in now.readers):
+            now.readers[:] = [(link.input, self._reader(read, link)) for link in self.links if link.input is not None]
+        return [reader for _, reader in now.readers]
+
+    def _reader(self, read: Read, link: Link) -> XorReader | OverwriteReader:
+        number = link.input
+        if number is None:
+            raise InternalError(f"{self.key}: no frame")
+        (chunk,) = self.inputs[number].tensor.chunks
+        place = Place(link.delta.tree.display(chunk.array.path), chunk.array.offset, chunk.array.numel, str(self.key))
+
+        def compressed(start: int, stop: int) -> bytes:
+            return read(number, start, stop).tobytes()
+
+        return READERS[link.delta.encoding](compressed, place, self.nbytes)
+
+    def _blamed(self, read: Read) -> CkptError:
+        """The first link after which the values are not as it states. Reads everything once more."""
+        digests = [digest_of(link.delta.checksum) for link in self.links]
+        readers = [None if link.input is None else self._reader(read, link) for link in self.links]
+        for at in range(0, self.nbytes, _TILE):
+            block = self._base(read, at, min(at + _TILE, self.nbytes))
+            for reader, digest in zip(readers, digests, strict=True):
+                if reader is not None:
+                    reader.apply(block, at)
+                digest.update(block.data)
+        for number, (link, digest) in enumerate(zip(self.links, digests, strict=True)):
+            want, have = link.delta.digests[self.key.name], digest.hexdigest()
+            if have == want:
+                continue
+            path = link.delta.tree.display()
+            if number:
+                hint = f"the delta of version {link.delta.version} is damaged: copy it again"
+            else:
+                hint = (
+                    f"is the base version {link.delta.base_version} of this very model? if it is, copy the delta again"
+                )
+            return InconsistentCheckpoint(
+                f"after version {link.delta.version} the values have the digest {have}, and the delta states {want}",
+                code=OTHER_VALUES,
+                path=path,
+                key=str(self.key),
+                hint=hint,
+            )
+        raise InternalError(f"{self.key}: every link is right, and the whole is not")

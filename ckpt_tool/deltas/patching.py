@@ -1,0 +1,258 @@
+"""`ckpt patch`: a base and a chain of deltas become a checkpoint, in one pass.
+
+    BASE under the hub's names -> its tensors as recipes (`patched`) -> planned and written as any conversion
+    BASE's files as entries    -> the same                            -> the files of the step   (`--dedup`)
+
+All of the writers' ways are there: any format and layout, resume, stores, signatures. Nothing is committed unless each
+tensor has the digest that the chain states for it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from ckpt_tool.conversion.carry_out import bucket_of
+from ckpt_tool.conversion.passes import in_wanted_names
+from ckpt_tool.conversion.planning import peak_memory
+from ckpt_tool.conversion.writing import check_place, write
+from ckpt_tool.core.box import Box
+from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.progress import Progress
+from ckpt_tool.core.target import Target, TargetArray, TargetFile, Wanted, WantedTensor
+from ckpt_tool.core.tensor import MODEL, TensorKey
+from ckpt_tool.deltas.archive import entries_of
+from ckpt_tool.deltas.folder import CHAIN, Delta, check_chain, read_delta
+from ckpt_tool.deltas.patched import Cursors, Patched
+from ckpt_tool.deltas.under_hub_names import hub_names
+from ckpt_tool.errors import InconsistentCheckpoint, UsageError, near_misses
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
+from ckpt_tool.plan.moves import Stored, count_copies
+from ckpt_tool.plan.plan import Plan, SourceFile
+from ckpt_tool.plan.schedule import build_moves
+from ckpt_tool.run.computed import ComputedTree, Input
+from ckpt_tool.run.executor import Executor
+from ckpt_tool.sources.chosen import Chosen, Conversion, with_computed
+from ckpt_tool.sources.opening import Opened, open_source
+from ckpt_tool.storage.destination import place_of
+from ckpt_tool.storage.opening import open_tree
+from ckpt_tool.storage.source import Tree
+
+UNLIKE, OPTION = "E2615", "E2618"
+_APPLIED = ".weight_sync/state.json"  # which version SGLang's copy of the model is
+_RUN = frozenset(
+    "force resume fsync dry_run memory threads verify command".split()
+)  # that an archive's rebuilding takes
+
+
+def patch(
+    base: str, deltas: Sequence[str], dst: str, reading: Reading, writing: Writing, progress: Progress
+) -> dict[str, Any]:
+    """Write `base` with all of `deltas` applied. Returns the writers' document.
+
+    Raises InconsistentCheckpoint E2609 (no chain), E2614 (other values than stated), E2615 (other tensors), UsageError
+    E2618, CorruptFile E2608, E2611, and what reading and writing raise."""
+    if writing.verify == "off":
+        raise UsageError(
+            "--verify off: a wrong base shows in the digests alone",
+            code=OPTION,
+            place="ckpt patch",
+            hint="leave it off",
+        )
+    chain = [read_delta(open_tree(path, follow_symlinks=reading.follow_symlinks)) for path in deltas]
+    check_chain(chain)
+    opened = open_source(base, reading)
+    _check_version(opened.tree, chain[0])
+    if chain[-1].archive is not None:
+        return _rebuild(opened, chain, dst, writing, progress)
+    if lost := [state for state in writing.states if state not in (MODEL, "all")]:
+        raise UsageError(
+            f"--state {lost[0]}: a delta is of the model alone",
+            code=OPTION,
+            hint="ckpt delta --dedup keeps whole steps",
+        )
+    chosen = _patched(hub_names(opened, reading), chain, writing)
+    to = Conversion.of(opened, reading, replace(writing, states=()))
+    chosen = in_wanted_names(replace(chosen, inherits=to.inherits), opened, to)
+    return write(chosen, dst, to, progress) | {"chain": [delta.about() for delta in chain]}
+
+
+def _check_version(tree: Tree, first: Delta) -> None:
+    """Where the base is the copy that SGLang keeps, it says which version it is."""
+    if tree.single is not None or not tree.exists(_APPLIED):
+        return
+    try:
+        version = int(json.loads(tree.read_whole(_APPLIED, limit=4096))["version"])
+    except (ValueError, KeyError, TypeError):
+        return  # the digests tell
+    if version != first.base_version:
+        raise InconsistentCheckpoint(
+            f"the base is version {version}, and the first delta is {first.label}",
+            code=CHAIN,
+            path=tree.display(_APPLIED),
+            hint=f"begin with the delta on version {version}",
+        )
+
+
+def _patched(chosen: Chosen, chain: Sequence[Delta], writing: Writing) -> Chosen:
+    """The model with every tensor that the chain names as a recipe."""
+    model = chosen.model
+    named = dict.fromkeys(name for delta in chain for name in delta.digests)
+    strange = [name for name in named if name not in model]
+    if strange:
+        raise InconsistentCheckpoint(
+            f"the base has no {strange[0][:200]}, which the deltas change"
+            + (f", and {len(strange) - 1} more" if strange[1:] else ""),
+            code=UNLIKE,
+            path=chosen.sources[0].path,
+            key=strange[0][:200],
+            faults=[name[:200] for name in strange[1:100]],
+            hint=near_misses(strange[0], model) or "is it of another model, or does a family not know it? see --family",
+        )
+    cursors = Cursors()
+    recipes = [
+        Patched.of(row.tensor.key, row.tensor.shape, row.tensor.dtype, chosen.input(row), chain, cursors)
+        for name, row in model.items()
+        if name in named
+    ]
+    last, left = chain[-1], len(model) - len(recipes)
+    line = f"version {last.version} from version {chain[0].base_version}: {len(chain)} deltas, {len(recipes)} tensors"
+    if left:
+        line += f"; {left} that no delta names are the base's, and nothing proves them"
+    shown = f"{chosen.sources[0].path} with {' and '.join(delta.tree.display() for delta in chain)}"
+    return with_computed(chosen, recipes, shown, writing, option="ckpt patch", dtypes={}, notes=(line,))
+
+
+# -- a step's files ---------------------------------------------------------------------------------------------------
+
+
+def _rebuild(opened: Opened, chain: Sequence[Delta], dst: str, writing: Writing, progress: Progress) -> dict[str, Any]:
+    """The files of the step that the last delta keeps."""
+    began, archive = time.monotonic(), chain[-1].archive
+    assert archive is not None
+    plain = Writing()
+    given = [each.name for each in fields(Writing) if getattr(writing, each.name) != getattr(plain, each.name)]
+    if wrong := [name for name in given if name not in _RUN]:
+        raise UsageError(
+            f"--{wrong[0].replace('_', '-')}: the files of a step are rebuilt as they were",
+            code=OPTION,
+            place="ckpt patch",
+            hint="rebuild the step, then ckpt convert or ckpt reshard it",
+        )
+    destination = place_of(dst)
+    check_place(destination, [opened.tree, *(delta.tree for delta in chain)], writing)
+    tree = ComputedTree(f"{opened.path} with {len(chain)} deltas", _entries(opened, chain, archive))
+    plan = _plan(tree, archive.files, archive.format, str(destination.absolute()), writing)
+    plan.report.update(_report(opened, chain, plan, tree, writing))
+    progress.plan(plan.report)
+    if writing.dry_run:
+        return plan.report
+    Executor(
+        plan,
+        {tree.shown: tree},
+        threads=writing.threads,
+        memory=writing.memory,
+        verify=writing.verify,
+        resume=writing.resume,
+        force=writing.force,
+        fsync=writing.fsync,
+        progress=progress,
+        bucket=bucket_of(plan),
+    ).run()
+    return plan.report | {"elapsed_s": round(time.monotonic() - began, 3), "digest_checked": True}
+
+
+def _entries(opened: Opened, chain: Sequence[Delta], archive: Any) -> list[Patched]:
+    """A recipe of each entry. Raises InconsistentCheckpoint E2615 for one that nothing in the chain has."""
+    base, cursors, sizes, faults = entries_of(opened), Cursors(), dict[str, int](), list[str]()
+    for _, pieces in archive.files.values():
+        for piece in pieces:
+            sizes[piece.name] = sizes.get(piece.name, 0) + piece.nbytes
+    recipes = []
+    for name, nbytes in sizes.items():
+        links: list[Delta] = []
+        own: Input | None = None
+        for delta in reversed(chain):
+            if name not in delta.digests:
+                break
+            links.insert(0, delta)
+            if delta.archive is not None and name in delta.archive.whole:
+                break
+        else:
+            found = base.get(name)
+            own = Input(found.tensor, found.tree) if found is not None and found.tensor.numel == nbytes else None
+            if own is None:
+                faults.append(name)
+                continue
+        if len(links) < len(chain) and not (links and links[0].archive and name in links[0].archive.whole):
+            faults.append(name)
+            continue
+        recipes.append(Patched.of(TensorKey(name), (nbytes,), DTYPES["U8"], own, links, cursors))
+    if faults:
+        raise InconsistentCheckpoint(
+            f"the base and the chain have nothing of this size for {faults[0][:200]}",
+            code=UNLIKE,
+            path=opened.path,
+            faults=[name[:200] for name in faults[1:100]],
+            hint=f"is the base step {chain[0].base_version} of this run, with the files that it had?",
+        )
+    return recipes
+
+
+def _plan(tree: ComputedTree, files: Any, kind: str, destination: str, writing: Writing) -> Plan:
+    rows = {tensor.key.name: row for row, tensor in enumerate(tree.tensors)}
+    target = Target(
+        kind,
+        tuple(
+            TargetFile(
+                path,
+                size,
+                (),
+                tuple(TargetArray(rows[p.name], Box((p.begin,), (p.nbytes,)), p.offset) for p in pieces),
+            )
+            for path, (size, pieces) in files.items()
+        ),
+    )
+    wanted = Wanted(tuple(WantedTensor(tensor.key, tensor.shape, tensor.dtype) for tensor in tree.tensors))
+    numbers: dict[str, int] = {}
+    moves, records, arrays = build_moves(
+        [Stored(0, tensor) for tensor in tree.tensors],
+        wanted,
+        target,
+        lambda _, path: numbers.setdefault(path, len(numbers)),
+    )
+    sources = tuple(SourceFile(tree.shown, path, tuple(tree.identity(path))) for path in numbers)
+    outputs = tuple(file._replace(arrays=()) for file in target.files)
+    return Plan(sources, records, outputs, arrays, moves, kind, None, destination, {"verify": writing.verify}, {})
+
+
+def _report(opened: Opened, chain: Sequence[Delta], plan: Plan, tree: ComputedTree, writing: Writing) -> dict[str, Any]:
+    last = chain[-1]
+    return {
+        "schema_version": 1,
+        "source": {"path": opened.path, "format": opened.catalog.format, "resolved": opened.resolved},
+        "target": {
+            "path": plan.destination,
+            "format": plan.format,
+            "files": [{"path": file.path, "bytes": file.size} for file in plan.outputs[:10_000]],
+        },
+        "plan": {
+            "bytes_read": sum(tree.bytes_of_inputs(path) for path in tree.listing()),
+            "bytes_written": plan.bytes_written,
+            "peak_memory": peak_memory(writing, turned=False),
+            "files": len(plan.outputs),
+            "copies": count_copies(plan.moves),
+        },
+        "chain": [delta.about() for delta in chain],
+        "fallbacks": [],
+        "removed": [],
+        "removed_bytes": 0,
+        "dropped": [],
+        "notes": [
+            f"the files of step {last.version} as they were, from step {chain[0].base_version}: {len(chain)} deltas"
+        ],
+    }

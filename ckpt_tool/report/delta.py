@@ -1,0 +1,44 @@
+"""What `ckpt delta` made, as a page: a document with `delta` beside the writers' keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tool.report.page import Block, Cell, Facts, Page, Verdict
+from ckpt_tool.report.text import count, duration, plural, size
+from ckpt_tool.report.writing import warnings_of
+
+
+def made(document: Mapping[str, Any], *, everything: bool = False) -> Page:
+    """The page of a run, or of a dry run."""
+    plan, delta = document["plan"], document["delta"]
+    rows: list[tuple[str, Cell]] = [
+        ("from", " to ".join(document["source"]["paths"])),
+        ("to", str(document["target"]["path"])),
+        ("delta", text_of(delta)),
+        ("reads", size(plan["bytes_read"])),
+    ]
+    if "elapsed_s" not in document:
+        blocks: list[Block] = [Facts(tuple(rows)), *warnings_of(document, everything=everything)]
+        what = f"dry run: {plural(delta['tensors'], 'tensor')} of {size(delta['bytes'])} would be compared"
+        return Page("ckpt delta", (*blocks, Verdict(None, what)))
+    rows.append(
+        (
+            "changed",
+            f"{count(delta['changed'])} of {plural(delta['tensors'], 'tensor')}, {size(delta['changed_bytes'])}",
+        )
+    )
+    share = f" ({100 * plan['bytes_written'] / delta['bytes']:.2f} % of NEW)" if delta["bytes"] else ""
+    done = (
+        f"wrote {size(plan['bytes_written'])}{share} in {plural(plan['files'], 'file')} to {document['target']['path']}"
+    )
+    verdict = Verdict(True, f"{done} in {duration(document['elapsed_s'])}")
+    return Page("ckpt delta", (Facts(tuple(rows)), *warnings_of(document, everything=everything), verdict))
+
+
+def text_of(delta: Mapping[str, Any]) -> str:
+    """`version 2 on version 1, xor, zstd, xxh3-128`."""
+    kind = f", the files of a {delta['archive']} step" if delta.get("archive") else ""
+    words = (delta["encoding"], delta["compression"], delta["checksum"])
+    return f"version {delta['version']} on version {delta['base_version']}, {', '.join(words)}{kind}"
