@@ -12,7 +12,10 @@ importing this package costs nothing.
 """
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "audit", "convert", "diff", "latest", "merge", "open", "prune", "reshard", "verify"]
+__all__ = [
+    *("__version__", "audit", "convert", "delta", "diff", "latest", "merge", "open", "patch", "prune", "reshard"),
+    "verify",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -78,6 +78,26 @@ def merge(sources: Sequence[StrPath], dst: StrPath, *, progress: Progress = SILE
 
 
 @_documented
+def delta(base: StrPath, new: StrPath, dst: StrPath, *, progress: Progress = SILENT, **options: Any) -> Document:
+    """What changed between two checkpoints, as slime and SGLang have it: `ckpt delta BASE NEW DST`."""
+    from ckpt_tool.commands.delta import delta as command
+
+    wanted, reading = _taken("delta", options)
+    return command(fspath(base), fspath(new), fspath(dst), reading, wanted, progress)
+
+
+@_documented
+def patch(
+    base: StrPath, deltas: Sequence[StrPath], dst: StrPath, *, progress: Progress = SILENT, **options: Any
+) -> Document:
+    """A base with a chain of deltas applied: `ckpt patch BASE DELTA... DST`."""
+    from ckpt_tool.commands.patch import patch as command
+
+    reading, writing = _taken("patch", options)
+    return command(fspath(base), [fspath(delta) for delta in deltas], fspath(dst), reading, writing, progress)
+
+
+@_documented
 def diff(a: StrPath, b: StrPath, *, progress: Progress = SILENT, **options: Any) -> Document:
     """Are two checkpoints equal in value? `ckpt diff A B`; look at `equal` in the result."""
     from ckpt_tool.commands.diff import diff as command

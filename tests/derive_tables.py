@@ -122,6 +122,8 @@ def stub() -> list[str]:
         api.reshard,
         api.convert,
         api.merge,
+        api.delta,
+        api.patch,
         api.diff,
         api.verify,
         api.audit,
