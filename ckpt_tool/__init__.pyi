@@ -203,7 +203,7 @@ def merge(
     on_conflict: str | None = ...,
 ) -> Document: ...
 def delta(
-    base: StrPath,
+    src: StrPath,
     new: StrPath,
     dst: StrPath,
     *,
@@ -227,7 +227,7 @@ def delta(
     config: str | PathLike[str] | None = ...,
 ) -> Document: ...
 def patch(
-    base: StrPath,
+    src: StrPath,
     deltas: Sequence[StrPath],
     dst: StrPath,
     *,

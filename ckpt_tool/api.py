@@ -78,23 +78,23 @@ def merge(sources: Sequence[StrPath], dst: StrPath, *, progress: Progress = SILE
 
 
 @_documented
-def delta(base: StrPath, new: StrPath, dst: StrPath, *, progress: Progress = SILENT, **options: Any) -> Document:
-    """What changed between two checkpoints, as slime and SGLang have it: `ckpt delta BASE NEW DST`."""
+def delta(src: StrPath, new: StrPath, dst: StrPath, *, progress: Progress = SILENT, **options: Any) -> Document:
+    """What changed between two checkpoints, as slime and SGLang have it: `ckpt delta BASE NEW DST`; src: the base."""
     from ckpt_tool.commands.delta import delta as command
 
     wanted, reading = _taken("delta", options)
-    return command(fspath(base), fspath(new), fspath(dst), reading, wanted, progress)
+    return command(fspath(src), fspath(new), fspath(dst), reading, wanted, progress)
 
 
 @_documented
 def patch(
-    base: StrPath, deltas: Sequence[StrPath], dst: StrPath, *, progress: Progress = SILENT, **options: Any
+    src: StrPath, deltas: Sequence[StrPath], dst: StrPath, *, progress: Progress = SILENT, **options: Any
 ) -> Document:
-    """A base with a chain of deltas applied: `ckpt patch BASE DELTA... DST`."""
+    """A base, src, with a chain of deltas applied: `ckpt patch BASE DELTA... DST`."""
     from ckpt_tool.commands.patch import patch as command
 
     reading, writing = _taken("patch", options)
-    return command(fspath(base), [fspath(delta) for delta in deltas], fspath(dst), reading, writing, progress)
+    return command(fspath(src), [fspath(delta) for delta in deltas], fspath(dst), reading, writing, progress)
 
 
 @_documented

@@ -392,7 +392,13 @@ def test_an_option_that_is_stated_twice_is_seen() -> None:
     assert options_restated(source, {"tp", "--tp"}) == ["tp", "--tp"]
 
 
-EXTRAS = ("torch", "remote", "ray", "sign")  # for verbs that not everybody runs: without them these say what to install
+EXTRAS = (
+    "torch",
+    "remote",
+    "ray",
+    "sign",
+    "delta",
+)  # for verbs that not everybody runs: without them these say what to install
 
 
 def test_every_library_is_a_dependency() -> None:

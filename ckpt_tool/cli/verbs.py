@@ -290,21 +290,21 @@ def _making() -> tuple[type, ...]:
     takes=_making,
     examples=("ckpt delta hf runs/7/iter_0000100 weight_v000001", "ckpt delta step_100 step_200 archive/200 --dedup"),
 )
-def delta(show: Show, base: str, new: str, dst: str, wanted: Making, reading: Reading) -> Job:
+def delta(show: Show, src: str, new: str, dst: str, wanted: Making, reading: Reading) -> Job:
     """What changed between two checkpoints, in any formats and layouts: a folder of compressed differences, as slime
     publishes them and SGLang reads them. With --dedup the files of a step of training, byte for byte."""
 
     def run(progress: Progress) -> Document:
         from ckpt_tool.commands.delta import delta as command
 
-        return command(base, new, dst, reading, wanted, progress)
+        return command(src, new, dst, reading, wanted, progress)
 
     def page(document: Document, uncut: bool) -> Shown:
         from ckpt_tool.report.delta import made
 
         return made(document, everything=uncut)
 
-    return Job("delta", show, run, page, writes=True, sources=(base, new), outputs=(dst,))
+    return Job("delta", show, run, page, writes=True, sources=(src, new), outputs=(dst,))
 
 
 @verb(
@@ -326,14 +326,14 @@ def patch(show: Show, paths: Sequence[str], reading: Reading, writing: Writing) 
             place="ckpt patch",
             hint="ckpt patch BASE DELTA... DST",
         )
-    base, *deltas, dst = paths
+    src, *deltas, dst = paths
 
     def run(progress: Progress) -> Document:
         from ckpt_tool.commands.patch import patch as command
 
-        return command(base, deltas, dst, reading, writing, progress)
+        return command(src, deltas, dst, reading, writing, progress)
 
-    return _writer("patch", show, run, writing, (base, *deltas), dst)
+    return _writer("patch", show, run, writing, (src, *deltas), dst)
 
 
 def _comparing() -> tuple[type, ...]:

@@ -25,7 +25,7 @@ from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.target import Target, TargetArray, TargetFile, Wanted, WantedTensor
 from ckpt_tool.core.tensor import MODEL, TensorKey
 from ckpt_tool.deltas.archive import entries_of
-from ckpt_tool.deltas.folder import CHAIN, Delta, check_chain, read_delta
+from ckpt_tool.deltas.folder import CHAIN, Archive, Delta, check_chain, read_delta
 from ckpt_tool.deltas.patched import Cursors, Patched
 from ckpt_tool.deltas.under_hub_names import hub_names
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError, near_misses
@@ -67,8 +67,8 @@ def patch(
     check_chain(chain)
     opened = open_source(base, reading)
     _check_version(opened.tree, chain[0])
-    if chain[-1].archive is not None:
-        return _rebuild(opened, chain, dst, writing, progress)
+    if (archive := chain[-1].archive) is not None:
+        return _rebuild(opened, chain, archive, dst, writing, progress)
     if lost := [state for state in writing.states if state not in (MODEL, "all")]:
         raise UsageError(
             f"--state {lost[0]}: a delta is of the model alone",
@@ -130,11 +130,11 @@ def _patched(chosen: Chosen, chain: Sequence[Delta], writing: Writing) -> Chosen
 # -- a step's files ---------------------------------------------------------------------------------------------------
 
 
-def _rebuild(opened: Opened, chain: Sequence[Delta], dst: str, writing: Writing, progress: Progress) -> dict[str, Any]:
+def _rebuild(
+    opened: Opened, chain: Sequence[Delta], archive: Archive, dst: str, writing: Writing, progress: Progress
+) -> dict[str, Any]:
     """The files of the step that the last delta keeps."""
-    began, archive = time.monotonic(), chain[-1].archive
-    assert archive is not None
-    plain = Writing()
+    began, plain = time.monotonic(), Writing()
     given = [each.name for each in fields(Writing) if getattr(writing, each.name) != getattr(plain, each.name)]
     if wrong := [name for name in given if name not in _RUN]:
         raise UsageError(
@@ -166,7 +166,7 @@ def _rebuild(opened: Opened, chain: Sequence[Delta], dst: str, writing: Writing,
     return plan.report | {"elapsed_s": round(time.monotonic() - began, 3), "digest_checked": True}
 
 
-def _entries(opened: Opened, chain: Sequence[Delta], archive: Any) -> list[Patched]:
+def _entries(opened: Opened, chain: Sequence[Delta], archive: Archive) -> list[Patched]:
     """A recipe of each entry. Raises InconsistentCheckpoint E2615 for one that nothing in the chain has."""
     base, cursors, sizes, faults = entries_of(opened), Cursors(), dict[str, int](), list[str]()
     for _, pieces in archive.files.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt_tool.report.inspection import delta_text
 from ckpt_tool.report.page import Block, Cell, Facts, Page, Verdict
 from ckpt_tool.report.text import count, duration, plural, size
 from ckpt_tool.report.writing import warnings_of
@@ -16,7 +17,7 @@ def made(document: Mapping[str, Any], *, everything: bool = False) -> Page:
     rows: list[tuple[str, Cell]] = [
         ("from", " to ".join(document["source"]["paths"])),
         ("to", str(document["target"]["path"])),
-        ("delta", text_of(delta)),
+        ("delta", delta_text(delta)),
         ("reads", size(plan["bytes_read"])),
     ]
     if "elapsed_s" not in document:
@@ -35,10 +36,3 @@ def made(document: Mapping[str, Any], *, everything: bool = False) -> Page:
     )
     verdict = Verdict(True, f"{done} in {duration(document['elapsed_s'])}")
     return Page("ckpt delta", (Facts(tuple(rows)), *warnings_of(document, everything=everything), verdict))
-
-
-def text_of(delta: Mapping[str, Any]) -> str:
-    """`version 2 on version 1, xor, zstd, xxh3-128`."""
-    kind = f", the files of a {delta['archive']} step" if delta.get("archive") else ""
-    words = (delta["encoding"], delta["compression"], delta["checksum"])
-    return f"version {delta['version']} on version {delta['base_version']}, {', '.join(words)}{kind}"

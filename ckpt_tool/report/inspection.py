@@ -55,6 +55,13 @@ def mesh_text(mesh: Mapping[str, int] | None) -> str:
     return " x ".join(dims) or "one rank"
 
 
+def delta_text(delta: Document) -> str:
+    """`version 2 on version 1, xor, zstd, xxh3-128`."""
+    kind = f", the files of a {delta['archive']} step" if delta.get("archive") else ""
+    words = (delta["encoding"], delta["compression"], delta["checksum"])
+    return f"version {delta['version']} on version {delta['base_version']}, {', '.join(words)}{kind}"
+
+
 def note_text(note: Any) -> str:
     """A note of the catalog or a plain line."""
     if not isinstance(note, Mapping):
@@ -75,9 +82,7 @@ def _head(document: Document) -> Facts:
         numbers.insert(1, f"{parameters(total['parameters'])} parameters")
     rows.append(("total", ", ".join(numbers)))
     if document.get("delta"):
-        from ckpt_tool.report.delta import text_of
-
-        rows.append(("delta", text_of(document["delta"])))
+        rows.append(("delta", delta_text(document["delta"])))
     if document.get("quantization"):
         rows.append(("quantized", _quantised(document["quantization"])))
     return Facts(tuple(rows))

@@ -224,9 +224,8 @@ def test_a_tensor_of_several_units_is_patched_and_proved(tmp_path, encoding, mon
 # -- a step's files ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "case", ["dcp/fsdp2_dp4", "deepspeed/z1_bf16_dp4", "megatron/dense_tp2pp2", "paddle-unified/*"]
-)
+@pytest.mark.share(2)
+@pytest.mark.parametrize("case", ["dcp/fsdp2_dp4", "deepspeed/z1_bf16_dp4", "megatron/*", "paddle-unified/*"])
 def test_the_files_of_a_step_come_back_byte_for_byte(tmp_path, case):
     from ckpt_tool.deltas.archive import entries_of
     from ckpt_tool.options.reading import Reading
