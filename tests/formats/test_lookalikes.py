@@ -127,7 +127,7 @@ def test_it_is_named_and_refused_by_every_verb(name: str, tmp_path: Path, capfd)
     source.mkdir()
     make(source)
     for verb in (
-        ["inspect", source],
+        *([["inspect", source]] if name != "slime" else []),  # of a delta it says what it is
         ["verify", source],
         ["reshard", source, out],
         ["convert", source, out, "--to", "dcp"],
