@@ -23,7 +23,7 @@ from ckpt_tool.plan.moves import LaterMoves, Stored, count_copies
 from ckpt_tool.plan.plan import Move, Plan, SourceFile
 from ckpt_tool.plan.schedule import build_moves
 from ckpt_tool.quantised.kept_whole import refuse_cut_blocks
-from ckpt_tool.sources.chosen import Chosen, more_than_computed
+from ckpt_tool.sources.chosen import Chosen, memory_of_computed, more_than_computed
 from ckpt_tool.sources.select import group_of, removed_rows
 from ckpt_tool.storage.destination import Place
 
@@ -159,7 +159,9 @@ def _report(
         "plan": {
             "bytes_read": plan.bytes_read + more_than_computed(chosen),
             "bytes_written": plan.bytes_written,
-            "peak_memory": peak_memory(writing, turned=_turned(plan.moves, chosen.stored)),
+            "peak_memory": peak_memory(
+                writing, turned=_turned(plan.moves, chosen.stored), more=memory_of_computed(chosen)
+            ),
             "files": len(plan.outputs),
             "copies": count_copies(plan.moves),
         },
@@ -173,9 +175,9 @@ def _report(
     }
 
 
-def peak_memory(writing: Writing, *, turned: bool) -> int:
+def peak_memory(writing: Writing, *, turned: bool, more: int = 0) -> int:
     """Bytes of buffers that the run will use at most: what each thread holds, times the threads. turned: are elements
-    put in another order? That takes a panel a thread (`run.transposed`)."""
+    put in another order? That takes a panel a thread (`run.transposed`). more: of each thread, beside its blocks."""
     import os
 
     per_thread = 4 << 20
@@ -184,7 +186,7 @@ def peak_memory(writing: Writing, *, turned: bool) -> int:
         from ckpt_tool.run.transposed import PANEL
 
         per_thread += min(PANEL, max(0, writing.memory // threads - per_thread))
-    return threads * per_thread
+    return threads * (per_thread + more)
 
 
 def _turned(moves: Sequence[Move], stored: Sequence[Stored]) -> bool:

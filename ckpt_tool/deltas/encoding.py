@@ -394,6 +394,7 @@ class OverwriteReader:
         self._left -= len(found)
 
 
+FRAME_MEMORY = {"xor": 1_400_000, "overwrite": 2_800_000}  # bytes of a reader: window, tile, what is read at a time
 READERS: dict[str, type[XorReader] | type[OverwriteReader]] = {"xor": XorReader, "overwrite": OverwriteReader}
 
 

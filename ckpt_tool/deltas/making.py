@@ -138,13 +138,18 @@ def _document(
             "tensors": len(pairs),
             "bytes": sum(pair.new.tensor.nbytes for pair in pairs),
         },
-        "plan": {"bytes_read": read, "bytes_written": None, "peak_memory": None, "files": None, "copies": 0},
+        "plan": {"bytes_read": read, "bytes_written": None, "peak_memory": _memory(wanted), "files": None, "copies": 0},
         "fallbacks": [],
         "removed": [],
         "removed_bytes": 0,
         "dropped": list(dropped),
         "notes": list(notes),
     }
+
+
+def _memory(wanted: Making) -> int:
+    """Bytes of buffers, at most: a block of both sides, a tile of zeros, a compressor, a spool's buffers."""
+    return 5 * STRIDED_BLOCK * (wanted.threads or min(os.cpu_count() or 1, 8))
 
 
 def _step(path: str) -> int | None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.deltas.encoding import READERS, Bytes, OverwriteReader, Passed, Place, XorReader, digest_of
+from ckpt_tool.deltas.encoding import FRAME_MEMORY, READERS, Bytes, OverwriteReader, Passed, Place, XorReader, digest_of
 from ckpt_tool.deltas.folder import Delta
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, InternalError
 from ckpt_tool.run.computed import Floats, Input, Read, Recipe
@@ -86,6 +86,10 @@ class Patched(Recipe):
     @property
     def dtype(self) -> DType:
         return self.kind
+
+    @property
+    def memory(self) -> int:
+        return sum(FRAME_MEMORY[link.delta.encoding] for link in self.links if link.input is not None)
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
         raise InternalError(f"{self.key} is made of bytes, and was asked for numbers")

@@ -10,6 +10,7 @@ tensor has the digest that the chain states for it.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -36,7 +37,7 @@ from ckpt_tool.plan.plan import Plan, SourceFile
 from ckpt_tool.plan.schedule import build_moves
 from ckpt_tool.run.computed import ComputedTree, Input
 from ckpt_tool.run.executor import Executor
-from ckpt_tool.sources.chosen import Chosen, Conversion, with_computed
+from ckpt_tool.sources.chosen import Chosen, Conversion, memory_of_computed, with_computed
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.storage.destination import place_of
 from ckpt_tool.storage.opening import open_tree
@@ -44,6 +45,7 @@ from ckpt_tool.storage.source import Tree
 
 UNLIKE, OPTION = "E2615", "E2618"
 _APPLIED = ".weight_sync/state.json"  # which version SGLang's copy of the model is
+_READERS = 64 << 20  # bytes of all threads' readers, where one thread's are not more
 _RUN = frozenset(
     "force resume fsync dry_run memory threads verify command".split()
 )  # that an archive's rebuilding takes
@@ -76,9 +78,15 @@ def patch(
             hint="ckpt delta --dedup keeps whole steps",
         )
     chosen = _patched(hub_names(opened, reading), chain, writing)
-    to = Conversion.of(opened, reading, replace(writing, states=()))
+    to = Conversion.of(opened, reading, replace(_within(writing, memory_of_computed(chosen)), states=()))
     chosen = in_wanted_names(replace(chosen, inherits=to.inherits), opened, to)
     return write(chosen, dst, to, progress) | {"chain": [delta.about() for delta in chain]}
+
+
+def _within(writing: Writing, memory: int) -> Writing:
+    """With as few threads as long chains leave. memory: of each thread's readers."""
+    most = max(1, _READERS // max(1, memory))
+    return replace(writing, threads=min(writing.threads or min(os.cpu_count() or 1, 8), most))
 
 
 def _check_version(tree: Tree, first: Delta) -> None:
@@ -146,6 +154,7 @@ def _rebuild(
     destination = place_of(dst)
     check_place(destination, [opened.tree, *(delta.tree for delta in chain)], writing)
     tree = ComputedTree(f"{opened.path} with {len(chain)} deltas", _entries(opened, chain, archive))
+    writing = _within(writing, tree.memory)
     plan = _plan(tree, archive.files, archive.format, str(destination.absolute()), writing)
     plan.report.update(_report(opened, chain, plan, tree, writing))
     progress.plan(plan.report)
@@ -243,7 +252,7 @@ def _report(opened: Opened, chain: Sequence[Delta], plan: Plan, tree: ComputedTr
         "plan": {
             "bytes_read": sum(tree.bytes_of_inputs(path) for path in tree.listing()),
             "bytes_written": plan.bytes_written,
-            "peak_memory": peak_memory(writing, turned=False),
+            "peak_memory": peak_memory(writing, turned=False, more=tree.memory),
             "files": len(plan.outputs),
             "copies": count_copies(plan.moves),
         },

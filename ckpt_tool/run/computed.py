@@ -115,6 +115,11 @@ class Recipe(ABC):
     def nbytes(self) -> int:
         return self.dtype.nbytes(self.numel)
 
+    @property
+    def memory(self) -> int:
+        """Bytes that a thread holds while it makes the tensor, beside its blocks."""
+        return 0
+
 
 class _Lines:
     """The inputs of the recipe of `path`, for one thread."""
@@ -264,6 +269,11 @@ class ComputedTree(Tree):
             else each.tensor.nbytes
             for each in self._recipes[path].inputs
         )
+
+    @property
+    def memory(self) -> int:
+        """Bytes that each thread holds for its recipe, at most."""
+        return max(recipe.memory for recipe in self._recipes.values())
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

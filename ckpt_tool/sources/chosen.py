@@ -173,6 +173,15 @@ def with_computed(
     )
 
 
+def memory_of_computed(chosen: Chosen) -> int:
+    """Bytes that each thread holds for what is computed, at most."""
+    if all(opened.catalog.tensors for opened in chosen.sources):
+        return 0
+    from ckpt_tool.run.computed import ComputedTree
+
+    return max((one.tree.memory for one in chosen.sources if isinstance(one.tree, ComputedTree)), default=0)
+
+
 def more_than_computed(chosen: Chosen) -> int:
     """Bytes that are read of the files for computed tensors, less those that the plan counts for them, as if they lay
     in files."""
