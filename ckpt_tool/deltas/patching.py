@@ -128,11 +128,15 @@ def _patched(chosen: Chosen, chain: Sequence[Delta], writing: Writing) -> Chosen
         if name in named
     ]
     last, left = chain[-1], len(model) - len(recipes)
-    line = f"version {last.version} from version {chain[0].base_version}: {len(chain)} deltas, {len(recipes)} tensors"
+    line = f"version {last.version} from version {chain[0].base_version}; {_applied(chain)}; tensors: {len(recipes)}"
     if left:
         line += f"; {left} that no delta names are the base's, and nothing proves them"
     shown = f"{chosen.sources[0].path} with {' and '.join(delta.tree.display() for delta in chain)}"
     return with_computed(chosen, recipes, shown, writing, option="ckpt patch", dtypes={}, notes=(line,))
+
+
+def _applied(chain: Sequence[Delta]) -> str:
+    return f"deltas applied: {len(chain)}"
 
 
 # -- a step's files ---------------------------------------------------------------------------------------------------
@@ -153,7 +157,7 @@ def _rebuild(
         )
     destination = place_of(dst)
     check_place(destination, [opened.tree, *(delta.tree for delta in chain)], writing)
-    tree = ComputedTree(f"{opened.path} with {len(chain)} deltas", _entries(opened, chain, archive))
+    tree = ComputedTree(f"{opened.path} ({_applied(chain)})", _entries(opened, chain, archive))
     writing = _within(writing, tree.memory)
     plan = _plan(tree, archive.files, archive.format, str(destination.absolute()), writing)
     plan.report.update(_report(opened, chain, plan, tree, writing))
@@ -262,6 +266,6 @@ def _report(opened: Opened, chain: Sequence[Delta], plan: Plan, tree: ComputedTr
         "removed_bytes": 0,
         "dropped": [],
         "notes": [
-            f"the files of step {last.version} as they were, from step {chain[0].base_version}: {len(chain)} deltas"
+            f"the files of step {last.version} as they were, from step {chain[0].base_version}; {_applied(chain)}"
         ],
     }
