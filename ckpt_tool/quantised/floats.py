@@ -66,11 +66,12 @@ SHAPE = "E1462"
 
 @dataclass(frozen=True, eq=False)
 class Weight(Recipe):
-    """One weight. codes: how its values are stored in input 0. zero: of packed integers. factor: (input, its dtype,
-    divides?) of one number for the whole tensor that the scales are multiplied by, or divided."""
+    """One weight. codes, packed: how its values are stored in input 0, and as which dtype. zero: of packed integers.
+    factor: (input, its dtype, divides?) of one number for the whole tensor that the scales are multiplied by, or
+    divided."""
 
     codes: str
-    dtype: DType
+    packed: DType
     bits: int
     scales: Grid
     zero: Grid | None = None
@@ -101,7 +102,7 @@ class Weight(Recipe):
         rows, count, columns = where.high - where.low, where.right - where.left, self.shape[-1] if self.shape else 1
         first, last = where.low * columns + where.left, (where.high - 1) * columns + where.right
         if self.codes == BYTES:
-            return looked_up(of_bytes(self.dtype), read(0, first, last).view(np.uint8)).reshape(rows, count)
+            return looked_up(of_bytes(self.packed), read(0, first, last).view(np.uint8)).reshape(rows, count)
         if self.codes == WORDS:
             wide = -(-columns * self.bits // 32)
             low = where.left * self.bits // 32 if rows == 1 else 0
