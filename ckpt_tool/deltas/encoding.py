@@ -263,12 +263,29 @@ class Place(NamedTuple):
         )
 
 
-class _Frame(io.RawIOBase):
-    """A frame as a file that is read forward; what it decompresses to, in pieces of a size that the caller says."""
+class _Source(io.RawIOBase):
+    """The bytes of a frame, read forward. Apart from what reads it: the two in a circle would stay in memory until
+    Python looks for circles."""
+
+    def __init__(self, compressed: Compressed, size: int) -> None:
+        super().__init__()
+        self._compressed, self._size, self.at = compressed, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        """For zstandard: the next compressed bytes."""
+        end = min(self.at + max(0, size), self._size)
+        data, self.at = self._compressed(self.at, end) if end > self.at else b"", end
+        return data
+
+
+class _Frame:
+    """What a frame decompresses to, read forward, in pieces of a size that the caller says."""
 
     def __init__(self, compressed: Compressed, place: Place) -> None:
-        super().__init__()
-        self._compressed, self.place, self._at = compressed, place, 0
+        self.place, self._source = place, _Source(compressed, place.size)
         library = _zstandard()
         head = compressed(0, min(place.size, 18))
         self._errors = library.ZstdError
@@ -283,17 +300,8 @@ class _Frame(io.RawIOBase):
         known = found.content_size not in (library.CONTENTSIZE_UNKNOWN, library.CONTENTSIZE_ERROR)
         self.size: int | None = found.content_size if known else None  # None: not stated
         self._reader: ZstdDecompressionReader = library.ZstdDecompressor(max_window_size=WINDOW).stream_reader(
-            self, read_size=_STEP, read_across_frames=True, closefd=False
+            self._source, read_size=_STEP, read_across_frames=True, closefd=False
         )
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        """For zstandard: the next compressed bytes."""
-        end = min(self._at + max(0, size), self.place.size)
-        data, self._at = self._compressed(self._at, end) if end > self._at else b"", end
-        return data
 
     def take(self, into: memoryview) -> None:
         """Fill `into` with the next decompressed bytes. Raises CorruptFile E2611 where they end before."""
@@ -320,7 +328,7 @@ class _Frame(io.RawIOBase):
             more = self._reader.read(1)
         except self._errors as e:
             raise self.place.fault(f"behind the last byte: {e}") from e
-        if more or self._at < self.place.size:
+        if more or self._source.at < self.place.size:
             raise self.place.fault("it holds more than the tensor takes")
 
 
