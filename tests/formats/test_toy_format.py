@@ -89,4 +89,4 @@ def test_it_keeps_the_laws_of_the_house():
 def test_it_passes_what_every_format_must(house):
     tests = ("tests/formats/test_conformance.py", "-k", "toy")
     code, text = python(house, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *tests)
-    assert code == 0 and int(text.rpartition(" passed")[0].split()[-1]) > 10, text[-5000:]
+    assert code == 0 and int(text.rpartition(" passed")[0].split()[-1]) > 5, text[-5000:]
