@@ -37,7 +37,7 @@ from ckpt_tool.families.low_rank import (
     adapter_family,
     part_of,
 )
-from ckpt_tool.formats.megatron.adapter import LoraHints, tensor_ranks
+from ckpt_tool.formats.megatron.adapter import LoraHints, is_swift, tensor_ranks
 from ckpt_tool.formats.peft.lone import PeftHints, without_config
 from ckpt_tool.options.writing import VARIANTS
 from ckpt_tool.sources.chosen import Chosen, Conversion
@@ -117,7 +117,7 @@ def _source(chosen: Chosen) -> str:
     names = list(chosen.model)
     if chosen.all_hints.get(PeftHints) is not None or any(name.startswith(PEFT.prefix) for name in names):
         return HUB
-    return SWIFT if any(".lora_A." in name for name in names) else MEGATRON
+    return SWIFT if is_swift(names) else MEGATRON
 
 
 def _refuse_others(chosen: Chosen, source: str) -> None:

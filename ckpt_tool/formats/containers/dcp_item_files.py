@@ -53,13 +53,11 @@ def torch_dtype(tensor: WantedTensor) -> DType:
 
 @dataclass(slots=True)
 class _File:
-    """A `.distcp` file in the making."""
+    """A `.distcp` file in the making. items: where each begins, and its literals from there."""
 
     path: str
     size: int = 0
-    items: list[tuple[int, Sequence[tuple[int, bytes]]]] = field(
-        default_factory=list
-    )  # where each begins, its literals
+    items: list[tuple[int, Sequence[tuple[int, bytes]]]] = field(default_factory=list)
     arrays: list[TargetArray] = field(default_factory=list)
     patches: list[Patch] = field(default_factory=list)
 

@@ -98,8 +98,15 @@ def is_swift(names: Iterable[str]) -> bool:
     return any(".lora_A." in name for name in names)
 
 
-def run_config(tree: Tree, folder: str) -> Mapping[str, Any]:
-    """`run_config.yaml` beside the items, {} without one. Raises InputError E2009 for what is no plain YAML."""
+_SCALING = "is {}, and it says what the adapter's scaling is"
+_AGAIN = "get the file again from where the job wrote it"
+
+
+def run_config(
+    tree: Tree, folder: str, *, code: str = UNREADABLE, fault: str = _SCALING, hint: str = _AGAIN
+) -> Mapping[str, Any]:
+    """`run_config.yaml` beside the items, {} without one. Raises InputError of `code` for what is no plain YAML; fault:
+    what that is, and what it means to who reads it."""
     path = folder + RUN_CONFIG
     if not tree.exists(path):
         return {}
@@ -107,12 +114,12 @@ def run_config(tree: Tree, folder: str) -> Mapping[str, Any]:
         document = strict_yaml.parse(tree.read_whole(path, limit=_LIMIT))
     except strict_yaml.NotPlain as e:
         raise InputError(
-            f"{RUN_CONFIG} is {e.what}, and it says what the adapter's scaling is",
-            code=UNREADABLE,
+            f"{RUN_CONFIG} {fault.format(e.what)}",
+            code=code,
             path=tree.display(path),
             place=e.place,
             offset=e.offset,
-            hint="get the file again from where the job wrote it",
+            hint=hint,
         ) from e
     return document if isinstance(document, dict) else {}
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from ckpt_tool.core.window import hub_windows, stated_windows
 from ckpt_tool.errors import CorruptFile, InputError
-from ckpt_tool.formats.megatron.adapter import RUN_CONFIG
+from ckpt_tool.formats.megatron.adapter import RUN_CONFIG, run_config
 from ckpt_tool.formats.megatron.args import arguments
-from ckpt_tool.storage import strict_json, strict_yaml
+from ckpt_tool.storage import strict_json
 from ckpt_tool.storage.source import Tree
 
 KINDS_UNKNOWN = "E2006"
@@ -45,21 +45,8 @@ def windows_of(tree: Tree, folder: str, extras: Mapping[str, Any], config: Mappi
 
 def _provider(tree: Tree, folder: str) -> Mapping[str, Any]:
     """The model's fields in `run_config.yaml`, {} without one."""
-    path = folder + RUN_CONFIG
-    if not tree.exists(path):
-        return {}
-    try:
-        document = strict_yaml.parse(tree.read_whole(path, limit=_LIMIT))
-    except strict_yaml.NotPlain as e:
-        raise InputError(
-            f"{RUN_CONFIG} is {e.what}",
-            code=KINDS_UNKNOWN,
-            path=tree.display(path),
-            place=e.place,
-            offset=e.offset,
-            hint="get the file again; without it --config FILE says which layers are windowed",
-        ) from e
-    model = document.get("model") if isinstance(document, dict) else None
+    hint = "get the file again; without it --config FILE says which layers are windowed"
+    model = run_config(tree, folder, code=KINDS_UNKNOWN, fault="is {}", hint=hint).get("model")
     return model if isinstance(model, dict) else {}
 
 
