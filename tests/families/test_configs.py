@@ -431,10 +431,7 @@ def test_junk_in_a_config_is_no_bug_of_ours(kind: str) -> None:
 
 
 def test_junk_in_arguments_is_no_bug_of_ours() -> None:
-    kinds = (
-        "glm4_moe deepseek_v3 mistral gpt2 smollm3 exaone4 qwen3_next nemotron_h mimo_v2_flash gemma4_text llama4_text"
-    )
-    for kind in (*kinds.split(), "minimax_m3_vl_text", "ernie4_5_vl_moe_text", "qwen4_exp_text"):
+    for kind in ("deepseek_v3", "gpt2", "qwen3_next", "nemotron_h", "gemma4_text", "minimax_m3_vl_text"):
         args, _ = megatron_args(config_of(kind, {"sliding_window": 4}))
         for name in (*args, "hybrid_override_pattern", "mtp_hybrid_override_pattern", "lightning_indexer_layers"):
             for junk in JUNK:
