@@ -47,6 +47,7 @@ HOST_FLAGS = (
     "-fno-strict-aliasing",
     "-ffp-contract=off",
     "-pthread",
+    "-U_FORTIFY_SOURCE",  # Ubuntu's g++ defines it: its longjmp ends a process that leaps between the stacks of fibers
 )
 STRICT = ("-g", "-Wall", "-Wextra", "-Werror")  # for our tests; a user's compiler may be of another mind
 CUDA_FLAGS = (

@@ -152,6 +152,18 @@ def test_barriers_and_shuffles_add_up(planted: Planted, flags: tuple[str, ...]) 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_fibers_leap_where_the_compiler_fortifies(
+    planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ubuntu's g++ does by itself: its longjmp ends a process that leaps to another stack."""
+    compiler = tmp_path / "g++"
+    compiler.write_text(f'#!/bin/sh\nexec "{shutil.which("g++")}" -D_FORTIFY_SOURCE=2 "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    done = run_under("", str(HERE / "run_probe.py"), str(probe(planted, FIRST, FIRST, ())))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     "barrier", [FIRST, pytest.param(SECOND, marks=pytest.mark.slow)], ids=["before reading", "before writing again"]
 )
