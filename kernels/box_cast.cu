@@ -22,7 +22,12 @@ namespace {
 
 constexpr uint32_t TILE = 8192; // elements; `casts.py` cuts by the same number
 constexpr int THREADS = 256;
-constexpr uint32_t WARP_ROW = 256; // elements: rows from here on are a warp's work
+#ifndef CK_CAST_LOADS // groups that a thread has in flight, and blocks that a multiprocessor holds; the bench builds others
+#define CK_CAST_LOADS 4
+#define CK_CAST_BLOCKS 3
+#endif
+constexpr uint32_t WARP_ROW = 256; // elements: rows from here on are the work of warps,
+constexpr uint32_t WARP_SPAN = 1024; // which take so many at a time: 8 of them share two rows of 4096
 
 template <class B> CK_DEVICE B load_anywhere(uint64_t address) {
     if (address % sizeof(B) == 0) return ck_load<B>(address);
@@ -45,7 +50,6 @@ template <class F> struct Whole {
     template <bool FIT> CK_MEMBER Bits one(uint64_t at) const { return FIT ? ck_load<Bits>(at) : load_anywhere<Bits>(at); }
     template <uint32_t N> CK_MEMBER Raw<N> load(uint64_t at) const { return ck_load<Raw<N>>(at); }
     template <uint32_t N> CK_MEMBER bool usual(const Raw<N>& raw) const { return type.template usual<N>(raw); }
-    template <uint32_t N> CK_MEMBER uint32_t quick_wide(const Raw<N>& raw, uint32_t k) const { return type.quick_wide(raw.v[k]); }
 };
 
 struct Halves {
@@ -57,9 +61,6 @@ struct Halves {
     template <bool FIT> CK_MEMBER uint8_t one(uint64_t at) const { return uint8_t(ck_load<uint8_t>(at / 2) >> (at % 2 * 4) & 15); }
     template <uint32_t N> CK_MEMBER Raw<N> load(uint64_t at) const { return ck_load<Raw<N>>(at / 2); }
     template <uint32_t N> CK_MEMBER bool usual(const Raw<N>&) const { return true; }
-    template <uint32_t N> CK_MEMBER uint32_t quick_wide(const Raw<N>& raw, uint32_t k) const {
-        return type.quick_wide(uint8_t(raw.v[k / 2] >> (k % 2 * 4)));
-    }
 };
 
 // -- scales: `Of` those of a box, `At` those of a row of it ---------------------------------------------------------------
@@ -77,6 +78,7 @@ struct Scaled {
     using Of = ck_scales;
     struct At {
         uint64_t row;
+        uint32_t shift; // log2 of a block's width where that is a power of two, else 32
     };
     static constexpr bool SCALED = true;
     const ck_scales* table;
@@ -84,14 +86,16 @@ struct Scaled {
     CK_MEMBER At at(const ck_desc& d, const Of& s, uint32_t row) const {
         const uint32_t upper = ck_div(row, d.div2), matrix = upper - ck_div(upper, d.div1) * d.ext[1];
         const uint32_t block = ck_div(s.row0 + (row - upper * d.ext[2]), s.div_height);
-        return {s.address + uint64_t(matrix * s.matrix_stride + block * s.row_stride)};
+        return {s.address + uint64_t(matrix * s.matrix_stride + block * s.row_stride),
+                ck_ones(s.width) == 1 ? ck_ones(s.width - 1) : 32};
     }
     CK_MEMBER float scale(const Of& s, const At& at, uint32_t column) const {
-        const uint32_t block = ck_div(s.column0 + column, s.div_width);
-        if (s.kind == CK_F32) return ck_float(ck_load_near<uint32_t>(at.row + uint64_t(block) * 4));
-        if (s.kind == CK_BF16) return ck_float(uint32_t(ck_load_near<uint16_t>(at.row + uint64_t(block) * 2)) << 16);
-        uint32_t lost = 0;
-        return ck_float(ck_e8m0().wide(ck_load_near<uint8_t>(at.row + block), lost));
+        const uint32_t block = at.shift < 32 ? (s.column0 + column) >> at.shift : ck_div(s.column0 + column, s.div_width);
+        uint32_t bits = 0, lost = 0; // three loads of which one is done: cheaper than three ways
+        if (s.kind == CK_F32) bits = ck_load_near<uint32_t>(at.row + uint64_t(block) * 4);
+        if (s.kind == CK_BF16) bits = uint32_t(ck_load_near<uint16_t>(at.row + uint64_t(block) * 2)) << 16;
+        if (s.kind == CK_E8M0) bits = ck_load_near<uint8_t>(at.row + block);
+        return ck_float(s.kind == CK_E8M0 ? ck_e8m0().wide(uint8_t(bits), lost) : bits);
     }
     // do groups of `n` that begin at `column` and every n further lie in one block each?
     CK_MEMBER bool grouped(const Of& s, uint32_t column, uint32_t n) const {
@@ -123,7 +127,7 @@ template <class S, class D, class Q> struct Job {
     using Out = typename D::Bits;
     using Of = typename Q::Of;
     using At = typename Q::At;
-    static constexpr bool HASTY = S::Type::HASTY && D::HASTY;
+    static constexpr bool HASTY = S::Type::HASTY && D::HASTY, SCALED = Q::SCALED;
     static constexpr uint32_t STEP = S::STEP, OUT = sizeof(Out), WIDER = S::STEP > OUT ? S::STEP : OUT, GROUP = 16 / WIDER;
     using Code = typename S::Bits;
     using Raw = typename S::template Raw<GROUP>;
@@ -152,9 +156,9 @@ template <class S, class D, class Q> struct Job {
         constexpr uint32_t most = ((D::LIMIT >> 23) - (Type::TOP >> 23) + 126) << 23;
         if (!source.template usual<GROUP>(raw) || (Q::SCALED && (ck_bits(scale) & ~CK_SIGN) >= most)) return false;
         uint32_t bits[GROUP], largest = 0;
+        source.type.template quick_wide<GROUP>(raw, bits);
         CK_UNROLL
         for (uint32_t k = 0; k < GROUP; ++k) {
-            bits[k] = source.template quick_wide<GROUP>(raw, k);
             if constexpr (Q::SCALED) bits[k] = ck_bits(ck_float(bits[k]) * scale);
             if constexpr (!Q::SCALED && !D::ANY && Type::TOP >= D::LIMIT)
                 largest = largest > (bits[k] & ~CK_SIGN) ? largest : bits[k] & ~CK_SIGN;
@@ -166,9 +170,14 @@ template <class S, class D, class Q> struct Job {
             CK_UNROLL
             for (uint32_t k = 0; k < GROUP / 2; ++k) words[k] = target.quick_pair(bits[2 * k], bits[2 * k + 1]);
             memcpy(&out, words, sizeof out);
-        } else {
+        } else if constexpr (OUT == 1) {
+            uint32_t words[GROUP / 4];
             CK_UNROLL
-            for (uint32_t k = 0; k < GROUP; ++k) out.v[k] = target.quick_narrow(bits[k]);
+            for (uint32_t k = 0; k < GROUP; k += 4)
+                words[k / 4] = target.quick_pair(bits[k], bits[k + 1]) | target.quick_pair(bits[k + 2], bits[k + 3]) << 16;
+            memcpy(&out, words, sizeof out);
+        } else {
+            memcpy(&out, bits, sizeof out);
         }
         ck_store<ck_group<Out, GROUP>>(to, out);
         return true;
@@ -201,11 +210,11 @@ CK_DEVICE void cast_groups(const J& job, const typename J::Of& of, uint32_t coun
     }
 }
 
-// `count` elements. FIT: both sides lie on the grid of their elements; then four are in flight.
+// `count` elements. FIT: both sides lie on the grid of their elements; then several are in flight.
 template <bool FIT, class J, class P>
 CK_DEVICE void cast_elements(const J& job, const typename J::Of& of, uint32_t count, uint32_t lane, uint32_t lanes, Tally& tally,
                              const P& place) {
-    constexpr uint32_t DEPTH = FIT && J::HASTY ? 4 : 1;
+    constexpr uint32_t DEPTH = !FIT || !J::HASTY ? 1 : J::SCALED ? 3 : 4; // as many as registers hold
     for (uint32_t k = lane; k < count; k += DEPTH * lanes) {
         typename J::Code code[DEPTH];
         float scale[DEPTH];
@@ -247,7 +256,7 @@ CK_DEVICE void cast_span(const J& job, const typename J::Of& of, const Place<typ
             const uint32_t groups = (count - before) / N;
             head = before;
             tail = before + groups * N;
-            cast_groups<4>(job, of, groups, lane, lanes, tally, [&](uint32_t k) { return element(head + k * N); });
+            cast_groups<CK_CAST_LOADS>(job, of, groups, lane, lanes, tally, [&](uint32_t k) { return element(head + k * N); });
         }
     }
     const bool fit = first.from % J::STEP == 0 && first.to % J::OUT == 0;
@@ -281,16 +290,19 @@ CK_DEVICE void cast_tile(const J& job, const ck_desc& d, uint64_t tile, Tally& t
     const uint32_t first = cut ? ck_div(uint32_t(tile), d.divr) : uint32_t(tile) * d.rows_per_tile;
     const uint32_t rows = cut ? 1 : d.rows - first < d.rows_per_tile ? d.rows - first : d.rows_per_tile;
     if (!cut && d.run < WARP_ROW) return cast_rows(job, d, first, rows, tally);
-    // a piece of a long row is the block's work, a row of a tile that has several is a warp's
-    const uint64_t begin = cut ? (tile - uint64_t(first) * d.tiles_per_row) * TILE : 0;
-    const uint32_t count = uint32_t(d.run - begin < TILE ? d.run - begin : TILE);
+    // a piece of a long row is the block's work; rows of a tile that has several are the work of its warps
+    const uint32_t run = uint32_t(d.run), spans = cut ? 1 : (run + WARP_SPAN - 1) / WARP_SPAN;
     const uint32_t party = cut ? ck_nt() : 32, lane = cut ? ck_tid() : ck_tid() & 31;
-    const typename J::Of of = job.scales.of(d);
-    for (uint32_t row = first + (cut ? 0 : ck_tid() >> 5); row < first + rows; row += cut ? 1 : ck_nt() >> 5) {
-        const Place<typename J::At> place{d.src + uint64_t(ck_row(d, d.sstr, row)) + begin * J::STEP,
-                                          d.dst + uint64_t(ck_row(d, d.dstr, row)) + begin * J::OUT, job.scales.at(d, of, row),
-                                          uint32_t(begin)};
-        cast_span(job, of, place, count, lane, party, tally);
+    for (uint32_t k = cut ? 0 : ck_tid() >> 5; k < rows * spans; k += cut ? 1 : ck_nt() >> 5) {
+        const typename J::Of of = job.scales.of(d);
+        const uint32_t down = cut ? 0 : k / spans, number = k - down * spans, row = first + down;
+        const uint64_t from = d.src + uint64_t(ck_row(d, d.sstr, row)), to = d.dst + uint64_t(ck_row(d, d.dstr, row));
+        // warps' spans are cut on the target's grid of groups, so that only the ends of a row are odd
+        const uint32_t skew = uint32_t(to) % (J::GROUP * J::OUT) / J::OUT;
+        const uint64_t begin = cut ? (tile - uint64_t(first) * d.tiles_per_row) * TILE : number ? number * WARP_SPAN - skew : 0;
+        const uint64_t end = cut ? (d.run - begin < TILE ? d.run : begin + TILE) : number + 1 < spans ? (number + 1) * WARP_SPAN - skew : run;
+        const Place<typename J::At> place{from + begin * J::STEP, to + begin * J::OUT, job.scales.at(d, of, row), uint32_t(begin)};
+        cast_span(job, of, place, uint32_t(end - begin), lane, party, tally);
     }
 }
 
@@ -300,7 +312,7 @@ CK_DEVICE void report(const Tally& tally, uint64_t* counts, uint32_t record) {
 }
 
 template <class S, class D, class Q>
-CK_KERNEL(THREADS, 3) void box_cast(Job<S, D, Q> job, const ck_desc* list, uint32_t count, uint64_t tiles, uint64_t* counts) {
+CK_KERNEL(THREADS, CK_CAST_BLOCKS) void box_cast(Job<S, D, Q> job, const ck_desc* list, uint32_t count, uint64_t tiles, uint64_t* counts) {
     uint64_t tile = tiles * ck_bid() / ck_nb();
     const uint64_t end = tiles * (ck_bid() + 1) / ck_nb();
     if (tile >= end) return;

@@ -30,7 +30,7 @@ template <bool FLAT> CK_DEVICE int64_t row_offset(const ck_desc& d, const int64_
 
 template <class V, bool FLAT> CK_DEVICE void copy_elements(const ck_desc& box, uint32_t first, uint32_t rows, uint32_t tid) {
     const ck_desc d = box; // in registers, as far as this path needs it
-    constexpr int AT_ONCE = FLAT ? LOADS : 2;
+    constexpr int AT_ONCE = !FLAT ? 2 : sizeof(V) == 16 ? LOADS : 8; // of narrow ones more
     const uint32_t width = uint32_t(d.run / sizeof(V)), count = rows * width, step = ck_fresh(ck_nt());
     for (uint32_t k = tid; k < count; k += AT_ONCE * step) {
         V v[AT_ONCE] = {};

@@ -4,7 +4,8 @@
 //     item at dst + b*dstr[0] + i*item + j*dstr[2] = item at src + b*sstr[0] + i*sstr[1] + j*item
 //     numpy: dst[b, j, i] = src[b, i, j]
 // Map: blocks share the tiles as in box_copy. A tile is a square of 128, 64, 64, 32 or 16 items, read row by row into shared
-// memory and written column by column, 16 bytes a thread on both sides: two buffers in turn, one barrier a tile. Within
+// memory and written column by column, 16 bytes a thread on both sides: two buffers in turn, one barrier a tile, and
+// the next tile of the box is on its way while one is written. Within
 // shared memory 16 bytes are left free after each 16/item rows, so that neither side meets itself in a bank.
 // vlog, flags: log2 of the width of the source and of the target side: 4 where its strides are multiples of 16, else op.
 // aux: items by which the grid of tiles begins before the box, columns | rows << 16, so that tiles lie on 16 bytes whatever
@@ -17,6 +18,10 @@
 namespace {
 
 constexpr int THREADS = 256;
+constexpr int SINGLES = 4;              // items that a thread has in flight where it moves them one by one
+#ifndef CK_TRANSPOSE_BLOCKS // that a multiprocessor holds; the bench builds others
+#define CK_TRANSPOSE_BLOCKS 4
+#endif
 constexpr uint32_t BUFFER = 16640 / 16; // vectors of the largest tile with what is left free
 
 template <class T> struct Shape {
@@ -24,7 +29,6 @@ template <class T> struct Shape {
     static constexpr uint32_t EDGE = ITEM == 1 ? 128 : ITEM <= 4 ? 64 : 256 / ITEM;
     static constexpr uint32_t ACROSS = EDGE / PER, VECTORS = EDGE * ACROSS; // vectors a row, and a tile
     static constexpr uint32_t PITCH = EDGE * ITEM;
-    static constexpr int LOADS = VECTORS / THREADS < 4 ? VECTORS / THREADS : 4;
 };
 
 struct Tile { // where a tile lies, and how much of it lies in the box: items [low, high) of rows and of columns
@@ -41,30 +45,53 @@ template <class T> CK_DEVICE uint32_t slot(uint32_t row, uint32_t column) {
     return row * Shape<T>::PITCH + row / Shape<T>::PER * 16 + column * Shape<T>::ITEM;
 }
 
-template <class T> CK_DEVICE void read_tile(const Tile& t, char* shared, uint32_t tid) {
+// The vectors of a tile that are a thread's, on their way from global memory: asked for while the tile before is written.
+template <class T> struct Ahead {
+    static constexpr int LOADS = int(Shape<T>::VECTORS / THREADS);
+    ck_v16 v[LOADS];
+};
+
+template <class T> CK_DEVICE void ask(const Tile& t, Ahead<T>& ahead, uint32_t tid, uint32_t nt) {
     using S = Shape<T>;
-    if (t.wide_source)
-        for (uint32_t k = tid; k < S::VECTORS; k += S::LOADS * ck_nt()) {
-            ck_v16 v[S::LOADS] = {};
-            bool whole[S::LOADS] = {};
-            CK_UNROLL
-            for (int u = 0; u < S::LOADS; ++u) {
-                const uint32_t id = k + u * ck_nt(), row = id / S::ACROSS, column = id % S::ACROSS * S::PER;
-                whole[u] = row >= t.row_low && row < t.row_high && within(column, S::PER, t.column_low, t.column_high);
-                if (whole[u]) v[u] = ck_load<ck_v16>(t.src + int64_t(row) * t.by_row + column * S::ITEM);
-            }
-            CK_UNROLL
-            for (int u = 0; u < S::LOADS; ++u) {
-                const uint32_t id = k + u * ck_nt();
-                if (whole[u]) *(ck_v16*)(shared + slot<T>(id / S::ACROSS, id % S::ACROSS * S::PER)) = v[u];
-            }
+    if (!t.wide_source || nt != THREADS) return;
+    CK_UNROLL
+    for (int u = 0; u < Ahead<T>::LOADS; ++u) {
+        const uint32_t id = tid + u * THREADS, row = id / S::ACROSS, column = id % S::ACROSS * S::PER;
+        if (row >= t.row_low && row < t.row_high && within(column, S::PER, t.column_low, t.column_high))
+            ahead.v[u] = ck_load<ck_v16>(t.src + int64_t(row) * t.by_row + column * S::ITEM);
+    }
+}
+
+template <class T> CK_DEVICE void read_tile(const Tile& t, const Ahead<T>& ahead, char* shared, uint32_t tid, uint32_t nt) {
+    using S = Shape<T>;
+    if (t.wide_source && nt == THREADS) { // they were asked for; what is none of the box's is put too, and never read
+        CK_UNROLL
+        for (int u = 0; u < Ahead<T>::LOADS; ++u) {
+            const uint32_t id = tid + u * THREADS, row = id / S::ACROSS, column = id % S::ACROSS * S::PER;
+            if (within(column, S::PER, t.column_low, t.column_high)) *(ck_v16*)(shared + slot<T>(row, column)) = ahead.v[u];
         }
+    } else if (t.wide_source) {
+        for (uint32_t id = tid; id < S::VECTORS; id += nt) {
+            const uint32_t row = id / S::ACROSS, column = id % S::ACROSS * S::PER;
+            if (row >= t.row_low && row < t.row_high && within(column, S::PER, t.column_low, t.column_high))
+                *(ck_v16*)(shared + slot<T>(row, column)) =
+                    ck_load<ck_v16>(t.src + int64_t(row) * t.by_row + column * S::ITEM);
+        }
+    }
     if (t.wide_source && within(0, S::EDGE, t.column_low, t.column_high)) return;
-    for (uint32_t id = tid; id < S::EDGE * S::EDGE; id += ck_nt()) {
-        const uint32_t row = id / S::EDGE, column = id % S::EDGE;
-        if (row < t.row_low || row >= t.row_high || column < t.column_low || column >= t.column_high) continue;
-        if (t.wide_source && within(column / S::PER * S::PER, S::PER, t.column_low, t.column_high)) continue;
-        *(T*)(shared + slot<T>(row, column)) = ck_load<T>(t.src + int64_t(row) * t.by_row + column * S::ITEM);
+    for (uint32_t k = tid; k < S::EDGE * S::EDGE; k += SINGLES * nt) {
+        T items[SINGLES] = {};
+        bool wanted[SINGLES] = {};
+        CK_UNROLL
+        for (int u = 0; u < SINGLES; ++u) {
+            const uint32_t id = k + u * nt, row = id / S::EDGE, column = id % S::EDGE;
+            wanted[u] = row >= t.row_low && row < t.row_high && column >= t.column_low && column < t.column_high &&
+                        !(t.wide_source && within(column / S::PER * S::PER, S::PER, t.column_low, t.column_high));
+            if (wanted[u]) items[u] = ck_load<T>(t.src + int64_t(row) * t.by_row + column * S::ITEM);
+        }
+        CK_UNROLL
+        for (int u = 0; u < SINGLES; ++u)
+            if (wanted[u]) *(T*)(shared + slot<T>((k + u * nt) / S::EDGE, (k + u * nt) % S::EDGE)) = items[u];
     }
 }
 
@@ -97,8 +124,7 @@ template <class T> CK_DEVICE void clip(uint32_t at, uint32_t skew, uint32_t exte
     high = left < Shape<T>::EDGE ? left : Shape<T>::EDGE;
 }
 
-template <class T> CK_DEVICE void transpose_tile(const ck_desc& box, uint32_t number, char* shared) {
-    const ck_desc d = box;
+template <class T> CK_DEVICE Tile tile_of(const ck_desc& d, uint32_t number) {
     const uint32_t upper = ck_div(number, d.div2), across = number - upper * d.tiles_per_row;
     const uint32_t batch = ck_div(upper, d.div1), down = upper - batch * d.rows_per_tile;
     const uint32_t column_skew = d.aux & 0xffff, row_skew = d.aux >> 16;
@@ -113,32 +139,48 @@ template <class T> CK_DEVICE void transpose_tile(const ck_desc& box, uint32_t nu
     t.dst = d.dst + int64_t(batch) * d.dstr[0] + first_row * int64_t(sizeof(T)) + first_column * t.by_column;
     t.wide_source = d.vlog == 4;
     t.wide_target = d.flags == 4;
-    const uint32_t tid = ck_fresh(ck_tid());
-    read_tile<T>(t, shared, tid);
-    ck_sync();
-    write_tile<T>(t, shared, tid);
+    return t;
 }
 
-CK_KERNEL(THREADS, 4) void box_transpose(const ck_desc* list, uint32_t count, uint64_t tiles, uint64_t each, uint32_t more) {
+// Tiles [from, to) of a box. The vectors of the next one are on their way while one is written. turn: which buffer is free.
+template <class T> CK_DEVICE uint32_t transpose_tiles(const ck_desc& d, uint32_t from, uint32_t to, ck_v16* buffers, uint32_t turn) {
+    const uint32_t nt = ck_nt();
+    Tile t = tile_of<T>(d, from);
+    Ahead<T> ahead = {};
+    ask<T>(t, ahead, ck_tid(), nt);
+    for (; from < to; turn ^= BUFFER) {
+        char* shared = (char*)(buffers + turn);
+        const uint32_t tid = ck_fresh(ck_tid());
+        read_tile<T>(t, ahead, shared, tid, nt);
+        ck_sync();
+        const Tile now = t;
+        if (++from < to) {
+            t = tile_of<T>(d, from);
+            ask<T>(t, ahead, tid, nt);
+        }
+        write_tile<T>(now, shared, tid);
+    }
+    return turn;
+}
+
+CK_KERNEL(THREADS, CK_TRANSPOSE_BLOCKS)
+void box_transpose(const ck_desc* list, uint32_t count, uint64_t tiles, uint64_t each, uint32_t more) {
     CK_SHARED(ck_v16, buffers, 2 * BUFFER);
     uint64_t tile = each * ck_bid() + (ck_bid() < more ? ck_bid() : more);
     const uint64_t end = tile + each + (ck_bid() < more);
     uint32_t number = ck_find(list, count, tile), turn = 0;
     while (tile < end) {
         const ck_desc& d = list[number++];
-        const uint64_t start = d.tile0, next = number < count ? list[number].tile0 : tiles;
-        const uint32_t stop = uint32_t((next < end ? next : end) - start);
-        for (uint32_t t = uint32_t(tile - start); t < stop; ++t, turn ^= BUFFER) {
-            char* shared = (char*)(buffers + turn);
-            switch (d.op) {
-            case 0: transpose_tile<uint8_t>(d, t, shared); break;
-            case 1: transpose_tile<uint16_t>(d, t, shared); break;
-            case 2: transpose_tile<uint32_t>(d, t, shared); break;
-            case 3: transpose_tile<uint64_t>(d, t, shared); break;
-            default: transpose_tile<ck_v16>(d, t, shared);
-            }
+        const uint64_t start = d.tile0, next = number < count ? list[number].tile0 : tiles, stop = next < end ? next : end;
+        const uint32_t from = uint32_t(tile - start), to = uint32_t(stop - start);
+        switch (d.op) {
+        case 0: turn = transpose_tiles<uint8_t>(d, from, to, buffers, turn); break;
+        case 1: turn = transpose_tiles<uint16_t>(d, from, to, buffers, turn); break;
+        case 2: turn = transpose_tiles<uint32_t>(d, from, to, buffers, turn); break;
+        case 3: turn = transpose_tiles<uint64_t>(d, from, to, buffers, turn); break;
+        default: turn = transpose_tiles<ck_v16>(d, from, to, buffers, turn);
         }
-        tile = start + stop;
+        tile = stop;
     }
 }
 

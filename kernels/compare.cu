@@ -21,6 +21,10 @@ namespace {
 
 constexpr uint32_t TILE = 32768; // bytes; `comparisons.py` cuts by the same number
 constexpr int THREADS = 256;
+#ifndef CK_COMPARE_LOADS // 16-byte loads of either side in flight, and blocks that a multiprocessor holds; the bench builds others
+#define CK_COMPARE_LOADS 4
+#define CK_COMPARE_BLOCKS 3
+#endif
 
 struct Found {
     uint64_t first = ~uint64_t(0), ulp = 0, gap = 0;
@@ -150,20 +154,17 @@ struct Rows {
     uint64_t start;                // the first of these bytes in the run
 };
 
-// v[u], without the array in memory.
-template <int N> CK_DEVICE ck_v16 picked(const ck_v16 (&v)[N], uint32_t u) {
-    const ck_v16 a = u & 1 ? v[1] : v[0], b = u & 1 ? v[N - 1] : v[N - 2];
-    return u & 2 ? b : a;
-}
-
-// The units of rows on the 16-byte grid, whole ones. FLAT: there is one row.
-template <int ITEM, bool FLAT> CK_DEVICE void compare_whole(const ck_desc& box, const Kind& kind, const Rows& rows, Found& found) {
-    constexpr int LOADS = FLAT ? 4 : 2; // of either side, in flight
+// The units of rows on the 16-byte grid, whole ones: those that are the same are counted; true where a thread has others, which are
+// `compare_each`'s work: what is rare must not hold registers here. FLAT: there is one row.
+template <int ITEM, bool FLAT> CK_DEVICE bool compare_whole(const ck_desc& box, const Kind& kind, const Rows& rows, Found& found) {
+    constexpr int LOADS = FLAT ? CK_COMPARE_LOADS : 1; // of either side, in flight; the strides of rows take the registers
     const ck_desc d = box;
     const bool both = !(d.flags & 1);
     const uint32_t units = rows.length / 16, count = FLAT ? units : rows.count * units, step = ck_nt();
     const uint64_t src = d.src + (FLAT ? ck_row(d, d.sstr, rows.first) : 0) + rows.start;
     const uint64_t dst = d.dst + (FLAT ? ck_row(d, d.dstr, rows.first) : 0) + rows.start;
+    uint32_t wrong = 0;
+    bool differ = false;
     for (uint32_t k = ck_tid(); k < count; k += LOADS * step) {
         ck_v16 x[LOADS] = {}, y[LOADS] = {};
         CK_UNROLL
@@ -174,44 +175,38 @@ template <int ITEM, bool FLAT> CK_DEVICE void compare_whole(const ck_desc& box, 
                 y[u] = x[u];
                 if (both) y[u] = ck_load<ck_v16>(dst + (FLAT ? 0 : ck_row(d, d.dstr, rows.first + row)) + at);
             }
-        uint32_t differ = 0;
         CK_UNROLL
         for (int u = 0; u < LOADS; ++u)
             if (k + u * step < count) {
-                const uint32_t left = bad<ITEM>(x[u], kind);
-                found.bad_left += left;
-                found.bad_right += left;
-                differ |= uint32_t(!same(x[u], y[u])) << u;
-            }
-        if (!differ) continue;
-        CK_ROLLED
-        for (uint32_t u = 0; u < LOADS; ++u)
-            if (differ >> u & 1) {
-                const uint32_t n = k + u * step, row = FLAT ? 0 : ck_div(n, d.divr), at = (n - row * units) * 16;
-                const ck_v16 a = picked(x, u), b = picked(y, u);
-                found.bad_right += bad<ITEM>(b, kind) - bad<ITEM>(a, kind);
-                measure<ITEM>(found, d.op, kind, a, b, (uint64_t(rows.first + row) * d.run + rows.start + at) / ITEM);
+                const bool equal = same(x[u], y[u]);
+                differ |= !equal;
+                if (equal) wrong += bad<ITEM>(x[u], kind);
             }
     }
+    found.bad_left += wrong;
+    found.bad_right += wrong;
+    return differ;
 }
 
-// Units that begin where they will or end early, from number `from` of each row on.
+// Units that lie where they will, numbers [from, end) of each row; those before number `counted` only where they differ.
 template <int ITEM>
-CK_DEVICE void compare_odd(const ck_desc& box, const Kind& kind, const Rows& rows, uint32_t from, Found& found) {
-    const ck_desc d = box;
-    const uint32_t units = (rows.length + 15) / 16 - from;
+CK_DEVICE void compare_each(const ck_desc& d, const Kind& kind, const Rows& rows, uint32_t from, uint32_t end, uint32_t counted,
+                            Found& found) {
+    const uint32_t units = end - from;
     for (uint32_t k = ck_tid(); k < rows.count * units; k += ck_nt()) {
-        const uint32_t row = rows.count == 1 ? 0 : d.vlog == 4 ? k : ck_div(k, d.divr);
-        const uint64_t at = rows.start + (from + k - row * units) * 16, src = d.src + ck_row(d, d.sstr, rows.first + row);
+        const uint32_t row = rows.count == 1 ? 0 : units == 1 ? k : ck_div(k, d.divr), unit = from + k - row * units;
+        const uint64_t at = rows.start + unit * 16, src = d.src + ck_row(d, d.sstr, rows.first + row);
         const ck_v16 x = span_take(src + at, src, src + d.run);
         ck_v16 y = x;
         if (!(d.flags & 1)) {
             const uint64_t dst = d.dst + ck_row(d, d.dstr, rows.first + row);
             y = span_take(dst + at, dst, dst + d.run);
         }
+        const bool equal = same(x, y);
+        if (equal && unit < counted) continue;
         found.bad_left += bad<ITEM>(x, kind);
         found.bad_right += bad<ITEM>(y, kind);
-        if (!same(x, y)) measure<ITEM>(found, d.op, kind, x, y, (uint64_t(rows.first + row) * d.run + at) / ITEM);
+        if (!equal) measure<ITEM>(found, d.op, kind, x, y, (uint64_t(rows.first + row) * d.run + at) / ITEM);
     }
 }
 
@@ -224,11 +219,16 @@ template <int ITEM> CK_DEVICE void compare_tile(const ck_desc& d, uint32_t tile,
     rows.start = cut ? uint64_t(tile - rows.first * d.tiles_per_row) * TILE : 0;
     rows.length = uint32_t(d.run - rows.start < TILE ? d.run - rows.start : TILE);
     const uint32_t whole = d.vlog == 4 ? rows.length / 16 : 0;
+    bool differ = false;
     if (whole && rows.count == 1)
-        compare_whole<ITEM, true>(d, kind, rows, found);
+        differ = compare_whole<ITEM, true>(d, kind, rows, found);
     else if (whole)
-        compare_whole<ITEM, false>(d, kind, rows, found);
-    if (whole * 16 < rows.length) compare_odd<ITEM>(d, kind, rows, whole, found);
+        differ = compare_whole<ITEM, false>(d, kind, rows, found);
+    CK_ROLLED
+    for (uint32_t rest = !differ; rest < 2; ++rest) { // whole units again where some differ, then what isn't whole
+        const uint32_t from = rest ? whole : 0, end = rest ? (rows.length + 15) / 16 : whole;
+        if (from < end) compare_each<ITEM>(d, kind, rows, from, end, whole, found);
+    }
 }
 
 CK_DEVICE int item_of(uint32_t op) {
@@ -285,7 +285,7 @@ CK_DEVICE void settle(const Found& found, ck_difference* record) {
     }
 }
 
-CK_KERNEL(THREADS, 2)
+CK_KERNEL(THREADS, CK_COMPARE_BLOCKS)
 void compare(const ck_desc* list, uint32_t count, uint64_t tiles, uint64_t each, uint32_t more, ck_difference* records) {
     uint64_t tile = each * ck_bid() + (ck_bid() < more ? ck_bid() : more);
     const uint64_t end = tile + each + (ck_bid() < more);
@@ -311,7 +311,7 @@ CK_API int ck_compare(const ck_desc* list, uint32_t count, uint64_t tiles, ck_di
                       void* stream) {
     if (tiles == 0) return cudaSuccess;
     if (count == 0 || threads < 0 || threads % 32 || threads > THREADS) return cudaErrorInvalidValue;
-    blocks = ck_fill_grid(blocks, 2, tiles);
+    blocks = ck_fill_grid(blocks, CK_COMPARE_BLOCKS, tiles);
     if (blocks == 0) return ck_last_error();
     return CK_LAUNCH_SYNC(compare, blocks, threads ? threads : THREADS, stream, list, count, tiles, tiles / uint64_t(blocks),
                           uint32_t(tiles % uint64_t(blocks)), records);

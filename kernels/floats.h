@@ -10,45 +10,11 @@
 // `lost` is what compute.cast counts: finite values that became infinite or NaN; for E4M3, which has no infinity and takes its
 // largest value, all (infinities too) that lie beyond 464, halfway to the first that is not there.
 //
-// `quick_wide` and `quick_narrow` are the same in fewer steps for values that are nothing special: codes that are finite
-// (`usual`, asked of a whole group at once; |value| <= TOP) and fp32 values below LIMIT; `quick_pair` makes two of 16 bits, the first in the
-// lower half. Types that have them are HASTY.
+// `quick_wide` and `quick_pair` are the same in fewer steps for groups of values that are nothing special: codes that are finite
+// (`usual`; |value| <= TOP), and fp32 values below LIMIT, two at a time, the first in the lower half. Types that have them are
+// HASTY. A code of 4 or 8 bits is widened by way of an f16 whose bits are its own, moved: a power of two less than what is wanted.
 #pragma once
 #include "portable.h"
-
-CK_DEVICE float ck_float(uint32_t bits) {
-    float f;
-    memcpy(&f, &bits, 4);
-    return f;
-}
-CK_DEVICE uint32_t ck_bits(float f) {
-    uint32_t bits;
-    memcpy(&bits, &f, 4);
-    return bits;
-}
-CK_DEVICE uint64_t ck_bits(double f) {
-    uint64_t bits;
-    memcpy(&bits, &f, 8);
-    return bits;
-}
-
-constexpr uint32_t CK_INF = 0x7F800000u, CK_NAN = 0x7FC00000u, CK_SIGN = 0x80000000u;
-
-// A float of `E` bits of exponent with this bias and `M` of mantissa, sign aside, below its infinities and NaNs: fp32 of it.
-// Below the normal ones, 1.m * 2^e - 1 * 2^e is 0.m * 2^e.
-template <int M, int BIAS> CK_DEVICE uint32_t ck_widen(uint32_t code) {
-    constexpr uint32_t least = uint32_t(128 - BIAS) << 23; // 2^(1 - bias)
-    if (code >> M) return (code << (23 - M)) + (uint32_t(127 - BIAS) << 23);
-    return ck_bits(ck_float(least | code << (23 - M)) - ck_float(least));
-}
-
-// Back: the code of a finite fp32 >= 0, rounded; as large as it comes out, for the caller to compare with what there is.
-// Below the normal ones the sum with 2^(24 - bias - M), whose last place is theirs, rounds.
-template <int M, int BIAS> CK_DEVICE uint32_t ck_narrow(uint32_t value) {
-    constexpr uint32_t least = uint32_t(128 - BIAS) << 23, magic = uint32_t(128 - BIAS + 23 - M) << 23;
-    if (value < least) return ck_bits(ck_float(value) + ck_float(magic)) - magic;
-    return ((value + ((1u << (22 - M)) - 1) + (value >> (23 - M) & 1)) >> (23 - M)) - (uint32_t(127 - BIAS) << M);
-}
 
 // -- one struct a type ----------------------------------------------------------------------------------------------------
 // Bits: what holds it. wide: its fp32. narrow: an fp32 as it; `lost` counts.
@@ -61,8 +27,10 @@ struct ck_f32 {
     static constexpr bool HASTY = true, ANY = true; // ANY: quick_narrow takes every value
     static constexpr uint32_t TOP = 0x7F7FFFFFu, LIMIT = CK_INF;
     template <uint32_t N> CK_MEMBER bool usual(const ck_group<uint32_t, N>&) const { return true; }
-    CK_MEMBER uint32_t quick_wide(uint32_t b) const { return b; }
-    CK_MEMBER uint32_t quick_narrow(uint32_t v) const { return v; }
+    template <uint32_t N> CK_MEMBER void quick_wide(const ck_group<uint32_t, N>& g, uint32_t (&bits)[N]) const {
+        CK_UNROLL
+        for (uint32_t k = 0; k < N; ++k) bits[k] = g.v[k];
+    }
     CK_MEMBER uint32_t wide(uint32_t b, uint32_t&) const { return b; }
     CK_MEMBER uint32_t narrow(uint32_t v, uint32_t&) const { return v; }
 };
@@ -72,16 +40,22 @@ struct ck_bf16 {
     static constexpr bool HASTY = true, ANY = false;
     static constexpr uint32_t TOP = 0x7F7F0000u, LIMIT = 0x7F7F8000u;
     template <uint32_t N> CK_MEMBER bool usual(const ck_group<uint16_t, N>&) const { return true; }
-    CK_MEMBER uint32_t quick_wide(uint16_t b) const { return uint32_t(b) << 16; }
-    CK_MEMBER uint32_t rounded(uint32_t v) const { return v + 0x7FFF + (v >> 16 & 1); } // in the upper half
-    CK_MEMBER uint16_t quick_narrow(uint32_t v) const { return uint16_t(rounded(v) >> 16); }
-    CK_MEMBER uint32_t quick_pair(uint32_t a, uint32_t b) const { return rounded(a) >> 16 | (rounded(b) & 0xFFFF0000u); }
+    template <uint32_t N> CK_MEMBER void quick_wide(const ck_group<uint16_t, N>& g, uint32_t (&bits)[N]) const {
+        uint32_t words[N / 2];
+        memcpy(words, &g, sizeof words);
+        CK_UNROLL
+        for (uint32_t k = 0; k < N / 2; ++k) {
+            bits[2 * k] = words[k] << 16;
+            bits[2 * k + 1] = words[k] & 0xFFFF0000u;
+        }
+    }
+    CK_MEMBER uint32_t quick_pair(uint32_t a, uint32_t b) const { return ck_pair_bf16(a, b); }
     CK_MEMBER uint32_t wide(uint16_t b, uint32_t&) const { return uint32_t(b) << 16; }
     CK_MEMBER uint16_t narrow(uint32_t v, uint32_t& lost) const {
         const uint32_t abs = v & ~CK_SIGN;
         if (abs > CK_INF) return uint16_t((v & CK_SIGN) >> 16 | CK_NAN >> 16);
         lost += abs < CK_INF && abs >= LIMIT;
-        return quick_narrow(v);
+        return uint16_t((v + 0x7FFF + (v >> 16 & 1)) >> 16);
     }
 };
 
@@ -96,13 +70,13 @@ struct ck_f16 {
         for (uint32_t k = 0; k < N / 2; ++k) full |= (words[k] & 0x7C007C00) + 0x04000400;
         return !(full & 0x80008000u);
     }
-    CK_MEMBER uint32_t quick_wide(uint16_t b) const {
-        return ck_bits(ck_float(uint32_t(int32_t(uint32_t(b) << 16) >> 3) & 0x8FFFE000u) * 0x1p112f);
+    template <uint32_t N> CK_MEMBER void quick_wide(const ck_group<uint16_t, N>& g, uint32_t (&bits)[N]) const {
+        uint32_t words[N / 2];
+        memcpy(words, &g, sizeof words);
+        CK_UNROLL
+        for (uint32_t k = 0; k < N / 2; ++k) ck_widen_f16(words[k], bits[2 * k], bits[2 * k + 1]);
     }
-    CK_MEMBER uint16_t quick_narrow(uint32_t v) const {
-        return uint16_t((v >> 16 & 0x8000) | ck_narrow<10, 15>(v & ~CK_SIGN));
-    }
-    CK_MEMBER uint32_t quick_pair(uint32_t a, uint32_t b) const { return quick_narrow(a) | uint32_t(quick_narrow(b)) << 16; }
+    CK_MEMBER uint32_t quick_pair(uint32_t a, uint32_t b) const { return ck_pair_f16(a, b); }
     CK_MEMBER uint32_t wide(uint16_t b, uint32_t&) const {
         const uint32_t sign = uint32_t(b & 0x8000) << 16, code = b & 0x7FFF;
         return sign | (code >= 0x7C00 ? CK_INF | (code & 0x3FF) << 13 : ck_widen<10, 15>(code));
@@ -130,10 +104,21 @@ struct ck_e4m3 {
         for (uint32_t k = 0; k < N / 4; ++k) full |= (words[k] & 0x7F7F7F7F) + 0x01010101;
         return !(full & 0x80808080u);
     }
-    CK_MEMBER uint32_t quick_wide(uint8_t b) const {
-        return ck_bits(ck_float(uint32_t(int32_t(uint32_t(b) << 24) >> 4) & 0x87F00000u) * 0x1p120f);
+    template <uint32_t N> CK_MEMBER void quick_wide(const ck_group<uint8_t, N>& g, uint32_t (&bits)[N]) const {
+        uint32_t words[N / 4];
+        memcpy(words, &g, sizeof words);
+        CK_UNROLL
+        for (uint32_t k = 0; k < N; k += 4)
+            CK_UNROLL
+            for (uint32_t odd = 0; odd < 2; ++odd) { // codes 0 and 2, then 1 and 3: in the upper bytes of halves
+                const uint32_t w = odd ? words[k / 4] : words[k / 4] << 8;
+                uint32_t a, b;
+                ck_widen_f16((w & 0x80008000u) | (w >> 1 & 0x3F803F80u), a, b);
+                bits[k + odd] = ck_bits(ck_float(a) * 0x1p8f);
+                bits[k + odd + 2] = ck_bits(ck_float(b) * 0x1p8f);
+            }
     }
-    CK_MEMBER uint8_t quick_narrow(uint32_t v) const { return uint8_t((v >> 24 & 0x80) | ck_narrow<3, 7>(v & ~CK_SIGN)); }
+    CK_MEMBER uint32_t quick_pair(uint32_t a, uint32_t b) const { return ck_pair_e4m3(a, b); }
     CK_MEMBER uint32_t wide(uint8_t b, uint32_t&) const {
         const uint32_t sign = uint32_t(b & 0x80) << 24, code = b & 0x7F;
         return sign | (code == 0x7F ? CK_NAN : ck_widen<3, 7>(code));
@@ -204,8 +189,22 @@ struct ck_i8 { // codes only
 struct ck_f4 {
     static constexpr bool HASTY = true;
     static constexpr uint32_t TOP = 0x40C00000u; // 6
-    CK_MEMBER uint32_t quick_wide(uint8_t b) const {
-        return ck_bits(ck_float(uint32_t(int32_t(uint32_t(b) << 28) >> 6) & 0x81C00000u) * 0x1p126f);
+    template <uint32_t N> CK_MEMBER void quick_wide(const ck_group<uint8_t, N / 2>& g, uint32_t (&bits)[N]) const {
+        constexpr uint32_t FEW = N < 8 ? N : 8, FAR = FEW / 2; // codes at a time; how far those of a pair are apart
+        CK_UNROLL
+        for (uint32_t k = 0; k < N; k += FEW) {
+            uint32_t word = 0;
+            memcpy(&word, g.v + k / 2, FEW / 2);
+            if (FEW == 4) word = (word & 0xFF) | word >> 8 << 16; // codes 0, 1 and 2, 3 in halves of their own
+            CK_UNROLL
+            for (uint32_t j = 0; j < FAR; ++j) { // codes j and j + FAR, at the top of halves
+                const uint32_t w = word << (12 - 4 * j);
+                uint32_t a, b;
+                ck_widen_f16((w & 0x80008000u) | (w >> 3 & 0x0E000E00u), a, b);
+                bits[k + j] = ck_bits(ck_float(a) * 0x1p14f);
+                bits[k + j + FAR] = ck_bits(ck_float(b) * 0x1p14f);
+            }
+        }
     }
     CK_MEMBER uint32_t wide(uint8_t b, uint32_t&) const {
         const uint32_t sign = uint32_t(b & 8) << 28, code = b & 7;

@@ -17,6 +17,9 @@
 //     ck_load_own<V>(address)             what the kernel itself writes later on; V of 4 or 16 bytes
 //     ck_prefetch(address)                what lies there will be read soon; may be any address of global memory
 //     ck_atomic_add / _min / _max / _or   on uint64_t and uint32_t in global or shared memory
+//     ck_pair_bf16(a, b), ck_pair_f16, ck_pair_e4m3    two fp32, by their bits and within what the type has, as that type: a in the
+//                                         lower half; by the instruction where the GPU has one
+//     ck_widen_f16(pair, a, b)            back, of finite ones
 //     CK_LAUNCH(kernel, blocks, threads, stream, args...)        a kernel without ck_sync, ck_warp_sync, ck_shfl_xor
 //     CK_LAUNCH_SYNC(kernel, blocks, threads, stream, args...)   a kernel with them
 // No other intrinsic, no inline PTX and no atomic stands outside this file.
@@ -94,6 +97,13 @@ template <class T> CK_DEVICE void ck_atomic_max(T* p, T v) {
         atomicMax((unsigned*)p, (unsigned)v);
 }
 
+#ifndef CK_LOAD_HINT // what loads and stores of 16 bytes tell the caches beside; the bench builds others
+#define CK_LOAD_HINT ""
+#endif
+#ifndef CK_STORE_HINT
+#define CK_STORE_HINT ""
+#endif
+
 // Loads that bypass L1 and stores, both told to be in global memory: an address made from an integer is generic otherwise,
 // and costs a slower instruction.
 template <class V> CK_DEVICE V ck_load(uint64_t address) {
@@ -101,7 +111,9 @@ template <class V> CK_DEVICE V ck_load(uint64_t address) {
     V v;
     if constexpr (sizeof(V) == 16) {
         ck_v16 r;
-        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(a));
+        asm volatile("ld.global.nc.L1::no_allocate" CK_LOAD_HINT ".v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+                     : "l"(a));
         memcpy(&v, &r, 16);
     } else if constexpr (sizeof(V) == 8) {
         ck_v8 r;
@@ -154,7 +166,7 @@ template <class V> CK_DEVICE void ck_store(uint64_t address, V v) {
     if constexpr (sizeof(V) == 16) {
         ck_v16 r;
         memcpy(&r, &v, 16);
-        asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(a), "r"(r.x), "r"(r.y), "r"(r.z), "r"(r.w) : "memory");
+        asm volatile("st.global" CK_STORE_HINT ".v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(a), "r"(r.x), "r"(r.y), "r"(r.z), "r"(r.w) : "memory");
     } else if constexpr (sizeof(V) == 8) {
         ck_v8 r;
         memcpy(&r, &v, 8);
@@ -269,6 +281,80 @@ static inline int ck_fill_grid(int blocks, int per, uint64_t work) {
 }
 static inline int ck_last_error() { return 0; }
 #endif
+
+// -- floats by their bits ---------------------------------------------------------------------------------------------
+CK_DEVICE float ck_float(uint32_t bits) {
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+CK_DEVICE uint32_t ck_bits(float f) {
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    return bits;
+}
+CK_DEVICE uint64_t ck_bits(double f) {
+    uint64_t bits;
+    memcpy(&bits, &f, 8);
+    return bits;
+}
+
+constexpr uint32_t CK_INF = 0x7F800000u, CK_NAN = 0x7FC00000u, CK_SIGN = 0x80000000u;
+
+// A float of `E` bits of exponent with this bias and `M` of mantissa, sign aside, below its infinities and NaNs: fp32 of it.
+// Below the normal ones, 1.m * 2^e - 1 * 2^e is 0.m * 2^e.
+template <int M, int BIAS> CK_DEVICE uint32_t ck_widen(uint32_t code) {
+    constexpr uint32_t least = uint32_t(128 - BIAS) << 23; // 2^(1 - bias)
+    if (code >> M) return (code << (23 - M)) + (uint32_t(127 - BIAS) << 23);
+    return ck_bits(ck_float(least | code << (23 - M)) - ck_float(least));
+}
+
+// Back: the code of a finite fp32 >= 0, rounded; as large as it comes out, for the caller to compare with what there is.
+// Below the normal ones the sum with 2^(24 - bias - M), whose last place is theirs, rounds.
+template <int M, int BIAS> CK_DEVICE uint32_t ck_narrow(uint32_t value) {
+    constexpr uint32_t least = uint32_t(128 - BIAS) << 23, magic = uint32_t(128 - BIAS + 23 - M) << 23;
+    if (value < least) return ck_bits(ck_float(value) + ck_float(magic)) - magic;
+    return ((value + ((1u << (22 - M)) - 1) + (value >> (23 - M) & 1)) >> (23 - M)) - (uint32_t(127 - BIAS) << M);
+}
+
+// Two at once, of finite values that the narrower type has without overflow: one instruction, or the same bits without it.
+CK_DEVICE uint32_t ck_pair_bf16(uint32_t a, uint32_t b) {
+#ifdef __CUDACC__
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(ck_float(b)), "f"(ck_float(a)));
+    return pair;
+#else
+    return (a + 0x7FFF + (a >> 16 & 1)) >> 16 | ((b + 0x7FFF + (b >> 16 & 1)) & 0xFFFF0000u);
+#endif
+}
+CK_DEVICE uint32_t ck_pair_f16(uint32_t a, uint32_t b) {
+#ifdef __CUDACC__
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(ck_float(b)), "f"(ck_float(a)));
+    return pair;
+#else
+    return (a >> 16 & 0x8000) | ck_narrow<10, 15>(a & ~CK_SIGN) | (b & CK_SIGN) | ck_narrow<10, 15>(b & ~CK_SIGN) << 16;
+#endif
+}
+CK_DEVICE uint32_t ck_pair_e4m3(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(ck_float(b)), "f"(ck_float(a)));
+    return pair;
+#else
+    return (a >> 24 & 0x80) | ck_narrow<3, 7>(a & ~CK_SIGN) | (b >> 16 & 0x8000) | ck_narrow<3, 7>(b & ~CK_SIGN) << 8;
+#endif
+}
+CK_DEVICE void ck_widen_f16(uint32_t pair, uint32_t& a, uint32_t& b) {
+#ifdef __CUDACC__
+    float low, high;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(low), "=f"(high) : "r"(pair));
+    a = ck_bits(low), b = ck_bits(high);
+#else
+    a = (pair & 0x8000) << 16 | ck_widen<10, 15>(pair & 0x7FFF);
+    b = (pair & CK_SIGN) | ck_widen<10, 15>(pair >> 16 & 0x7FFF);
+#endif
+}
 
 // -- walking a descriptor list ----------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ UNUSED = "a value that is not used: what would read it has nothing to do"
 TILES = "shows from 2^32 tiles on: lists of 64 TiB"
 
 EQUIVALENT = (
-    Alike("box_copy.cu", r"AT_ONCE = FLAT \? LOADS : 2", r"2 to ", SPEED),
+    Alike("box_copy.cu", r"AT_ONCE = !FLAT \? 2 :", r"[28] to |16 to ", SPEED),
     Alike("box_copy.cu", r"for \(uint32_t k = \w+; k < count; k \+= ", r"< to <=", AGAIN),
     Alike("box_copy.cu", r"uint64_t\(k \+ u \* lanes\) \* 16", r"uint64_t to", NARROW),
     Alike("box_copy.cu", r"ck_v16 a\[2\] = \{\}, b\[2\]", r"2 to 3", LARGER),
@@ -49,7 +49,7 @@ EQUIVALENT = (
         "any negative number is refused, any but 2 goes by one element",
     ),
     Alike("adamw_ema.cu", r"", r"uint64_t to uint32_t", "shows from 2^32 elements on: 64 GiB of state"),
-    Alike("box_transpose.cu", r"LOADS = VECTORS", r"4 to |/ to \* \(1\)", SPEED),
+    Alike("box_transpose.cu", r"SINGLES = 4", r"4 to ", SPEED),
     Alike(
         "box_transpose.cu",
         r"return at >= low && at \+ per <= high",
@@ -86,7 +86,7 @@ EQUIVALENT = (
         r"int64_t to int32_t \(1\)",
         "extents up to 2^31 and tiles that begin before the box keep it below 2^31",
     ),
-    Alike("box_transpose.cu", r"id < S::EDGE \* S::EDGE", r"< to <=", "the item after the last lies beyond the tile"),
+    Alike("box_transpose.cu", r"(id|k) < S::EDGE \* S::EDGE", r"< to <=", "the item after the last lies beyond the tile"),
     Alike("descriptors.py", r"^MOST_EXTENT", r"31 to 30", "a bound that is lower parts a box before it must"),
     Alike(
         "descriptors.py",
@@ -208,7 +208,7 @@ EQUIVALENT = (
         r"uint64_t to uint32_t",
         "shows from 2^31 boxes on: a list of 290 GB",
     ),
-    Alike("box_cast.cu", r"WARP_ROW = 256", r"256 to", SPEED),
+    Alike("box_cast.cu", r"WARP_(ROW|SPAN) = ", r" to", SPEED),
     Alike(
         "box_cast.cu",
         r"d\.[sd]str, first \+ row\)\) \+ uint64_t\(column\)",

@@ -50,12 +50,13 @@ SECONDS = 30  # a child's CPU time; the tests of a target take a tenth of it
 
 
 class Target(NamedTuple):
-    """A source and what judges it. after: only what follows this text in the source is mutated."""
+    """A source and what judges it. after, before: only what lies between these texts in the source is mutated."""
 
     file: str  # below the root
     kernels: tuple[str, ...]  # of kernel_cases.py: some of their cases come first, most mutants go no further
     tests: tuple[str, ...]  # patterns below tests/kernels/
     after: str = ""
+    before: str = ""
 
 
 COPY_TESTS = ("test_box_cases.py", "test_box_huge.py", "test_kernels_watched.py")
@@ -79,6 +80,13 @@ TARGETS = {
     ),
     "span": Target("kernels/span.h", ("digest", "compare"), ("test_device_digests.py", "test_device_comparisons.py")),
     "walking": Target("kernels/portable.h", ("box_copy",), COPY_TESTS, "// -- walking a descriptor list"),
+    "pairs": Target(
+        "kernels/portable.h",
+        ("box_cast", "box_dequantise"),
+        ("test_box_cast.py", "test_box_dequantise.py"),
+        "// -- floats by their bits",
+        "// -- walking a descriptor list",
+    ),
     "descriptors": Target(
         "ckpt_tool/device/descriptors.py",
         ("box_copy", "box_transpose"),
@@ -232,10 +240,13 @@ def tokens_of_python(source: str) -> Iterator[tuple[int, str, str]]:
 def mutants_of(target: Target) -> list[Mutant]:
     source = (ROOT / target.file).read_text()
     begin, lines = source.index(target.after), source.splitlines()
+    end = source.index(target.before) if target.before else len(source)
     tokens = tokens_of_python(source) if target.file.endswith(".py") else tokens_of_c(source, begin)
     seen: Counter[tuple[int, str]] = Counter()
     found = []
     for at, kind, text in tokens:
+        if at >= end:
+            break
         number = source.count("\n", 0, at) + 1
         line = lines[number - 1].strip()
         seen[number, text] += 1

@@ -350,7 +350,15 @@ def exchange(device: Device, arena: Arena, knobs: Knobs) -> Prepared:
 
     def call(slot: int) -> None:
         flat = flats[slot % arena.slots]
-        swap(device, flat.elements, flat.master, flat.ema, parameter=flat.parameter)
+        swap(
+            device,
+            flat.elements,
+            flat.master,
+            flat.ema,
+            parameter=flat.parameter,
+            blocks=knobs.blocks,
+            threads=knobs.threads,
+        )
 
     return Prepared(call, flats[0].elements * 18, 1, ())
 
