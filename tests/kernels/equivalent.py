@@ -86,7 +86,9 @@ EQUIVALENT = (
         r"int64_t to int32_t \(1\)",
         "extents up to 2^31 and tiles that begin before the box keep it below 2^31",
     ),
-    Alike("box_transpose.cu", r"(id|k) < S::EDGE \* S::EDGE", r"< to <=", "the item after the last lies beyond the tile"),
+    Alike(
+        "box_transpose.cu", r"(id|k) < S::EDGE \* S::EDGE", r"< to <=", "the item after the last lies beyond the tile"
+    ),
     Alike("descriptors.py", r"^MOST_EXTENT", r"31 to 30", "a bound that is lower parts a box before it must"),
     Alike(
         "descriptors.py",

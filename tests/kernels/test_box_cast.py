@@ -421,6 +421,27 @@ def test_short_rows_go_in_groups(shim: Device) -> None:
         assert {k for k, n in watched.loads.items() if n} == {16}
 
 
+@pytest.mark.parametrize("off", [0, 1])
+def test_warps_share_long_rows_on_the_grid_of_groups(shim: Device, off: int) -> None:
+    """Every element once, in groups but for the ends of a row, also where rows begin off the grid. off: elements."""
+    f32, bf16 = DTYPES["F32"], DTYPES["BF16"]
+    run, rows, pitch = 2500, 3, 2504
+    values = np.arange(rows * pitch, dtype=np.float32)
+    with shim.upload(values) as begin, shim.alloc(rows * pitch * 2) as end:
+        boxes = [Strided(begin.address + 4 * off, end.address + 2 * off, (rows,), (4 * pitch,), (2 * pitch,), run)]
+        within = (np.arange(rows * pitch) - off) % pitch < run
+        maps = [(begin.address, np.repeat(within, 4))], [(end.address, np.repeat(within, 2))]
+        with Watched(shim, *maps) as watched:
+            box_cast(shim, pack_casts(boxes, f32, bf16))
+        got = shim.download(end.address, rows * pitch * 2).view(np.uint16)
+    groups = (run - off * 3) // 4 * rows
+    single = run * rows - 4 * groups
+    assert not watched.fault() and {k: n for k, n in watched.stores.items() if n} == {8: groups} | (
+        {2: single} if single else {}
+    )
+    assert (got[within] == wanted(values.view(np.uint32), f32, bf16)[0][within]).all()
+
+
 def test_rows_are_cut_at_tiles() -> None:
     f32, bf16 = DTYPES["F32"], DTYPES["BF16"]
     runs = (CAST_TILE - 1, CAST_TILE, CAST_TILE + 1, 3 * CAST_TILE, 1)
