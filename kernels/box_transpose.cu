@@ -145,20 +145,16 @@ template <class T> CK_DEVICE Tile tile_of(const ck_desc& d, uint32_t number) {
 // Tiles [from, to) of a box. The vectors of the next one are on their way while one is written. turn: which buffer is free.
 template <class T> CK_DEVICE uint32_t transpose_tiles(const ck_desc& d, uint32_t from, uint32_t to, ck_v16* buffers, uint32_t turn) {
     const uint32_t nt = ck_nt();
-    Tile t = tile_of<T>(d, from);
     Ahead<T> ahead = {};
-    ask<T>(t, ahead, ck_tid(), nt);
-    for (; from < to; turn ^= BUFFER) {
+    ask<T>(tile_of<T>(d, from), ahead, ck_tid(), nt);
+    for (; from < to; ++from, turn ^= BUFFER) {
         char* shared = (char*)(buffers + turn);
         const uint32_t tid = ck_fresh(ck_tid());
+        const Tile t = tile_of<T>(d, ck_fresh(from)); // found anew: two of them do not fit the registers
         read_tile<T>(t, ahead, shared, tid, nt);
         ck_sync();
-        const Tile now = t;
-        if (++from < to) {
-            t = tile_of<T>(d, from);
-            ask<T>(t, ahead, tid, nt);
-        }
-        write_tile<T>(now, shared, tid);
+        if (from + 1 < to) ask<T>(tile_of<T>(d, from + 1), ahead, tid, nt);
+        write_tile<T>(t, shared, tid);
     }
     return turn;
 }

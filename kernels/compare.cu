@@ -22,7 +22,7 @@ namespace {
 constexpr uint32_t TILE = 32768; // bytes; `comparisons.py` cuts by the same number
 constexpr int THREADS = 256;
 #ifndef CK_COMPARE_LOADS // 16-byte loads of either side in flight, and blocks that a multiprocessor holds; the bench builds others
-#define CK_COMPARE_LOADS 4
+#define CK_COMPARE_LOADS 2
 #define CK_COMPARE_BLOCKS 3
 #endif
 
@@ -190,10 +190,12 @@ template <int ITEM, bool FLAT> CK_DEVICE bool compare_whole(const ck_desc& box, 
 
 // Units that lie where they will, numbers [from, end) of each row; those before number `counted` only where they differ.
 template <int ITEM>
-CK_DEVICE void compare_each(const ck_desc& d, const Kind& kind, const Rows& rows, uint32_t from, uint32_t end, uint32_t counted,
+CK_DEVICE void compare_each(const ck_desc& box, const Rows& rows, uint32_t from, uint32_t end, uint32_t counted,
                             Found& found) {
     const uint32_t units = end - from;
     for (uint32_t k = ck_tid(); k < rows.count * units; k += ck_nt()) {
+        const ck_desc& d = (&box)[ck_fresh(0)]; // read again for each, not held in registers
+        const Kind kind = kind_of(d.op);
         const uint32_t row = rows.count == 1 ? 0 : units == 1 ? k : ck_div(k, d.divr), unit = from + k - row * units;
         const uint64_t at = rows.start + unit * 16, src = d.src + ck_row(d, d.sstr, rows.first + row);
         const ck_v16 x = span_take(src + at, src, src + d.run);
@@ -227,7 +229,7 @@ template <int ITEM> CK_DEVICE void compare_tile(const ck_desc& d, uint32_t tile,
     CK_ROLLED
     for (uint32_t rest = !differ; rest < 2; ++rest) { // whole units again where some differ, then what isn't whole
         const uint32_t from = rest ? whole : 0, end = rest ? (rows.length + 15) / 16 : whole;
-        if (from < end) compare_each<ITEM>(d, kind, rows, from, end, whole, found);
+        if (from < end) compare_each<ITEM>(d, rows, from, end, whole, found);
     }
 }
 
