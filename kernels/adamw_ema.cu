@@ -117,7 +117,7 @@ CK_API int ck_adamw_ema(const ck_adamw* constants, uint64_t count, uint64_t grad
         return cudaErrorInvalidValue;
     if (threads == 0) threads = THREADS;
     const uint64_t vectors = aligned == 2 ? count / 4 : 0, work = vectors ? vectors : count;
-    blocks = ck_fill_grid(blocks, 6, (work + threads - 1) / threads);
+    blocks = ck_fill_grid(blocks, CK_EVERY, (work + threads - 1) / threads);
     if (blocks == 0) return ck_last_error();
     return CK_LAUNCH(adamw_ema, blocks, threads, stream, to, *constants, count, vectors);
 }
@@ -130,7 +130,7 @@ CK_API int ck_ema_swap(uint64_t count, uint64_t master, uint64_t ema, uint64_t p
     if (threads < 0 || threads % 32 || threads > THREADS || aligned < 0 || !known(parameter_kind)) return cudaErrorInvalidValue;
     if (threads == 0) threads = THREADS;
     const uint64_t vectors = aligned == 2 ? count / 4 : 0, work = vectors ? vectors : count;
-    blocks = ck_fill_grid(blocks, 6, (work + threads - 1) / threads);
+    blocks = ck_fill_grid(blocks, 48, (work + threads - 1) / threads);
     if (blocks == 0) return ck_last_error();
     return CK_LAUNCH(ema_swap, blocks, threads, stream, to, count, vectors);
 }

@@ -22,10 +22,6 @@ namespace {
 
 constexpr uint32_t TILE = 8192; // elements; `casts.py` cuts by the same number
 constexpr int THREADS = 256;
-#ifndef CK_CAST_LOADS // groups that a thread has in flight, and blocks that a multiprocessor holds; the bench builds others
-#define CK_CAST_LOADS 4
-#define CK_CAST_BLOCKS 3
-#endif
 constexpr uint32_t WARP_ROW = 256; // elements: rows from here on are the work of warps,
 constexpr uint32_t WARP_SPAN = 1024; // which take so many at a time: 8 of them share two rows of 4096
 
@@ -256,7 +252,7 @@ CK_DEVICE void cast_span(const J& job, const typename J::Of& of, const Place<typ
             const uint32_t groups = (count - before) / N;
             head = before;
             tail = before + groups * N;
-            cast_groups<CK_CAST_LOADS>(job, of, groups, lane, lanes, tally, [&](uint32_t k) { return element(head + k * N); });
+            cast_groups<4>(job, of, groups, lane, lanes, tally, [&](uint32_t k) { return element(head + k * N); });
         }
     }
     const bool fit = first.from % J::STEP == 0 && first.to % J::OUT == 0;
@@ -312,7 +308,7 @@ CK_DEVICE void report(const Tally& tally, uint64_t* counts, uint32_t record) {
 }
 
 template <class S, class D, class Q>
-CK_KERNEL(THREADS, CK_CAST_BLOCKS) void box_cast(Job<S, D, Q> job, const ck_desc* list, uint32_t count, uint64_t tiles, uint64_t* counts) {
+CK_KERNEL(THREADS, 3) void box_cast(Job<S, D, Q> job, const ck_desc* list, uint32_t count, uint64_t tiles, uint64_t* counts) {
     uint64_t tile = tiles * ck_bid() / ck_nb();
     const uint64_t end = tiles * (ck_bid() + 1) / ck_nb();
     if (tile >= end) return;
@@ -339,15 +335,18 @@ struct Call {
 };
 
 template <class S, class D, class Q> int launch(const Call& c, S source, D target, Q scales) {
-    const Job<S, D, Q> job{source, target, scales};
-    return CK_LAUNCH((box_cast<S, D, Q>), c.blocks, c.threads, c.stream, job, c.list, c.count, c.tiles, c.counts);
+    using J = Job<S, D, Q>;
+    const J job{source, target, scales};
+    // 3 run at once in 80 registers: four waves of them, more where less is computed
+    const int more = Q::SCALED ? 12 : J::STEP == 1 || J::OUT == 1 ? 96 : CK_EVERY;
+    const int blocks = ck_fill_grid(c.blocks, ck_long(c.tiles, c.count) ? more : 12, c.tiles);
+    if (blocks == 0) return ck_last_error();
+    return CK_LAUNCH((box_cast<S, D, Q>), blocks, c.threads, c.stream, job, c.list, c.count, c.tiles, c.counts);
 }
 template <class F, class D> int cast(const Call& c, F from, D to) { return launch(c, Whole<F>{from}, to, Unscaled{}); }
 
 int prepared(Call& c) {
     if (c.count == 0 || c.threads < 0 || c.threads % 32 || c.threads > THREADS) return cudaErrorInvalidValue;
-    c.blocks = ck_fill_grid(c.blocks, 12, c.tiles); // 3 run at once in 80 registers: four waves of them
-    if (c.blocks == 0) return ck_last_error();
     if (c.threads == 0) c.threads = THREADS;
     return cudaSuccess;
 }

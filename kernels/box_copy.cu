@@ -11,12 +11,13 @@
 // Boxes may not overlap where one is written: overlap.py refuses that. Nothing is read or written outside the runs. Fewer
 // than 2^32 rows and tiles a box; runs and strides of any size.
 // Bound: memory, 2 bytes moved a byte; GB/s by card in kernels/README.md.
+#define CK_STORE_HINT ".cs" // nobody reads it again here
 #include "portable.h"
 
 namespace {
 
 constexpr int THREADS = 256;
-#ifndef CK_COPY_LOADS // 16-byte loads that a thread has in flight; the bench builds others
+#ifndef CK_COPY_LOADS // loads that a thread has in flight; the bench builds others
 #define CK_COPY_LOADS 4
 #endif
 constexpr int LOADS = CK_COPY_LOADS;
@@ -181,7 +182,8 @@ CK_API int ck_box_copy(const ck_desc* list, uint32_t count, uint64_t tiles, int 
     if (tiles == 0) return cudaSuccess;
     if (count == 0 || threads < 0 || threads % 32 || threads > THREADS) return cudaErrorInvalidValue;
     if (threads == 0) threads = 128;
-    blocks = ck_fill_grid(blocks, 1536 / threads, tiles); // twice as many as a multiprocessor holds: no waiting for the last
+    // else twice as many as a multiprocessor holds: no waiting for the last
+    blocks = ck_fill_grid(blocks, ck_long(tiles, count) ? CK_EVERY : 1536 / threads, tiles);
     if (blocks == 0) return ck_last_error();
     return CK_LAUNCH(box_copy, blocks, threads, stream, list, count, tiles, tiles / uint64_t(blocks),
                      uint32_t(tiles % uint64_t(blocks)));

@@ -19,9 +19,6 @@ namespace {
 
 constexpr int THREADS = 256;
 constexpr int SINGLES = 4;              // items that a thread has in flight where it moves them one by one
-#ifndef CK_TRANSPOSE_BLOCKS // that a multiprocessor holds; the bench builds others
-#define CK_TRANSPOSE_BLOCKS 4
-#endif
 constexpr uint32_t BUFFER = 16640 / 16; // vectors of the largest tile with what is left free
 
 template <class T> struct Shape {
@@ -146,20 +143,24 @@ template <class T> CK_DEVICE Tile tile_of(const ck_desc& d, uint32_t number) {
 template <class T> CK_DEVICE uint32_t transpose_tiles(const ck_desc& d, uint32_t from, uint32_t to, ck_v16* buffers, uint32_t turn) {
     const uint32_t nt = ck_nt();
     Ahead<T> ahead = {};
-    ask<T>(tile_of<T>(d, from), ahead, ck_tid(), nt);
+    Tile next = tile_of<T>(d, from);
+    ask<T>(next, ahead, ck_tid(), nt);
     for (; from < to; ++from, turn ^= BUFFER) {
         char* shared = (char*)(buffers + turn);
         const uint32_t tid = ck_fresh(ck_tid());
-        const Tile t = tile_of<T>(d, ck_fresh(from)); // found anew: two of them do not fit the registers
+        const Tile t = CK_ROOMY ? next : tile_of<T>(d, ck_fresh(from)); // else found anew: two do not fit the registers
         read_tile<T>(t, ahead, shared, tid, nt);
         ck_sync();
-        if (from + 1 < to) ask<T>(tile_of<T>(d, from + 1), ahead, tid, nt);
+        if (from + 1 < to) {
+            next = tile_of<T>(d, from + 1);
+            ask<T>(next, ahead, tid, nt);
+        }
         write_tile<T>(t, shared, tid);
     }
     return turn;
 }
 
-CK_KERNEL(THREADS, CK_TRANSPOSE_BLOCKS)
+CK_KERNEL(THREADS, 4)
 void box_transpose(const ck_desc* list, uint32_t count, uint64_t tiles, uint64_t each, uint32_t more) {
     CK_SHARED(ck_v16, buffers, 2 * BUFFER);
     uint64_t tile = each * ck_bid() + (ck_bid() < more ? ck_bid() : more);
@@ -185,7 +186,7 @@ void box_transpose(const ck_desc* list, uint32_t count, uint64_t tiles, uint64_t
 CK_API int ck_box_transpose(const ck_desc* list, uint32_t count, uint64_t tiles, int blocks, int threads, void* stream) {
     if (tiles == 0) return cudaSuccess;
     if (count == 0 || threads < 0 || threads % 32 || threads > THREADS) return cudaErrorInvalidValue;
-    blocks = ck_fill_grid(blocks, 8, tiles);
+    blocks = ck_fill_grid(blocks, 64, tiles);
     if (blocks == 0) return ck_last_error();
     return CK_LAUNCH_SYNC(box_transpose, blocks, threads ? threads : THREADS, stream, list, count, tiles,
                           tiles / uint64_t(blocks), uint32_t(tiles % uint64_t(blocks)));

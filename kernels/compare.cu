@@ -21,10 +21,7 @@ namespace {
 
 constexpr uint32_t TILE = 32768; // bytes; `comparisons.py` cuts by the same number
 constexpr int THREADS = 256;
-#ifndef CK_COMPARE_LOADS // 16-byte loads of either side in flight, and blocks that a multiprocessor holds; the bench builds others
-#define CK_COMPARE_LOADS 2
-#define CK_COMPARE_BLOCKS 3
-#endif
+constexpr int HELD = 3; // blocks that a multiprocessor holds
 
 struct Found {
     uint64_t first = ~uint64_t(0), ulp = 0, gap = 0;
@@ -157,7 +154,7 @@ struct Rows {
 // The units of rows on the 16-byte grid, whole ones: those that are the same are counted; true where a thread has others, which are
 // `compare_each`'s work: what is rare must not hold registers here. FLAT: there is one row.
 template <int ITEM, bool FLAT> CK_DEVICE bool compare_whole(const ck_desc& box, const Kind& kind, const Rows& rows, Found& found) {
-    constexpr int LOADS = FLAT ? CK_COMPARE_LOADS : 1; // of either side, in flight; the strides of rows take the registers
+    constexpr int LOADS = !FLAT ? 1 : CK_ROOMY ? 4 : 2; // of either side, in flight; the strides of rows take the registers
     const ck_desc d = box;
     const bool both = !(d.flags & 1);
     const uint32_t units = rows.length / 16, count = FLAT ? units : rows.count * units, step = ck_nt();
@@ -287,7 +284,7 @@ CK_DEVICE void settle(const Found& found, ck_difference* record) {
     }
 }
 
-CK_KERNEL(THREADS, CK_COMPARE_BLOCKS)
+CK_KERNEL(THREADS, HELD)
 void compare(const ck_desc* list, uint32_t count, uint64_t tiles, uint64_t each, uint32_t more, ck_difference* records) {
     uint64_t tile = each * ck_bid() + (ck_bid() < more ? ck_bid() : more);
     const uint64_t end = tile + each + (ck_bid() < more);
@@ -313,7 +310,7 @@ CK_API int ck_compare(const ck_desc* list, uint32_t count, uint64_t tiles, ck_di
                       void* stream) {
     if (tiles == 0) return cudaSuccess;
     if (count == 0 || threads < 0 || threads % 32 || threads > THREADS) return cudaErrorInvalidValue;
-    blocks = ck_fill_grid(blocks, CK_COMPARE_BLOCKS, tiles);
+    blocks = ck_fill_grid(blocks, HELD, tiles);
     if (blocks == 0) return ck_last_error();
     return CK_LAUNCH_SYNC(compare, blocks, threads ? threads : THREADS, stream, list, count, tiles, tiles / uint64_t(blocks),
                           uint32_t(tiles % uint64_t(blocks)), records);

@@ -45,6 +45,18 @@ struct alignas(8) ck_v8 {
 // direct computation", 2019); the magic of 1 does not fit 64 bits and is 0.
 static inline uint64_t ck_magic(uint32_t d) { return d <= 1 ? 0 : UINT64_MAX / d + 1; }
 
+// Is there room in the registers for what is only kept for speed? Seen on sm_90; the compiler spills it on sm_80 and sm_100.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
+constexpr bool CK_ROOMY = true;
+#else
+constexpr bool CK_ROOMY = false;
+#endif
+
+// How the work is shared out: a block for each tile moves one window over the memory, which is what the memory likes best;
+// blocks that walk on through many small boxes need not find their first one so often.
+constexpr int CK_EVERY = 0x7fffffff;
+static inline bool ck_long(uint64_t tiles, uint32_t boxes) { return tiles / 64 >= boxes; } // tiles a box, on the average
+
 #ifdef __CUDACC__
 // ---- the device -----------------------------------------------------------------------------------------------------
 #include <cuda_runtime.h>
@@ -97,10 +109,7 @@ template <class T> CK_DEVICE void ck_atomic_max(T* p, T v) {
         atomicMax((unsigned*)p, (unsigned)v);
 }
 
-#ifndef CK_LOAD_HINT // what loads and stores of 16 bytes tell the caches beside; the bench builds others
-#define CK_LOAD_HINT ""
-#endif
-#ifndef CK_STORE_HINT
+#ifndef CK_STORE_HINT // what stores of 16 bytes tell the caches; ".cs" in kernels that gain by it
 #define CK_STORE_HINT ""
 #endif
 
@@ -111,7 +120,7 @@ template <class V> CK_DEVICE V ck_load(uint64_t address) {
     V v;
     if constexpr (sizeof(V) == 16) {
         ck_v16 r;
-        asm volatile("ld.global.nc.L1::no_allocate" CK_LOAD_HINT ".v4.u32 {%0,%1,%2,%3}, [%4];"
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                      : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
                      : "l"(a));
         memcpy(&v, &r, 16);
@@ -188,6 +197,7 @@ template <class V> CK_DEVICE void ck_store(uint64_t address, V v) {
 
 // Blocks that fill the device: `per` on each multiprocessor, never more than there is work for. 0 on error.
 static inline int ck_fill_grid(int blocks, int per, uint64_t work) {
+    if (blocks <= 0 && per == CK_EVERY) blocks = CK_EVERY;
     if (blocks <= 0) {
         int device = 0, count = 0;
         if (cudaGetDevice(&device) != cudaSuccess ||
@@ -276,7 +286,7 @@ template <class V> CK_DEVICE void ck_store(uint64_t address, V v) {
 }
 
 static inline int ck_fill_grid(int blocks, int per, uint64_t work) {
-    if (blocks <= 0) blocks = 4 * per; // a device of 4 multiprocessors: several blocks, whatever the machine
+    if (blocks <= 0) blocks = 4 * (per == CK_EVERY ? 64 : per); // a device of 4 multiprocessors: several blocks, whatever the machine
     return int(work < uint64_t(blocks) ? work : uint64_t(blocks));
 }
 static inline int ck_last_error() { return 0; }

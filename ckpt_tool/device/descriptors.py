@@ -28,7 +28,7 @@ from ckpt_tool.plan.copy import Copy
 
 TILE = 16384  # bytes that a block moves at a time
 ELEMENTS, SPANS, PIECES = range(3)  # the ways of box_copy.cu, `op`
-SPANS_FROM = (64, 64, 256)  # bytes of the shortest run that is moved as a span, by log2 of the width both sides allow
+SPANS_FROM = (64, 256, 256, 512)  # bytes of the shortest run that is a span, by log2 of the width both sides allow
 LEVELS = 3
 MOST_ROWS = (1 << 32) - 1
 MOST = (1 << 64) - 1

@@ -156,7 +156,7 @@ def sweep(device: Device, payload: int, repeats: int, until: float, folder: Path
     if not device.info.host:
         cores = device.info.multiprocessors
         plans += [Knobs(blocks=cores * n) for n in (2, 3, 4, 8, 12)]
-    plans += [Knobs(spans_from=spans) for spans in ((), (32, 32, 32, 32), (128, 128, 512), (64, 64, 64, 512))]
+    plans += [Knobs(spans_from=spans) for spans in ((), (32, 32, 32, 32), (64, 64, 256), (128, 512, 512, 1024))]
     works = [WORKS["box_copy", name] for name in SWEPT]
     for loads, library in ((4, None), *loaded(device, folder)):
         with_it = device if library is None else Device(library, device.number)

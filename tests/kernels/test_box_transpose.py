@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy_boxes
@@ -18,7 +19,6 @@ from ckpt_tool.plan.copy import Copy
 
 CASES = 900
 POISON = 0xA5
-WAYS: Counter[tuple[object, ...]] = Counter()
 
 
 def laid_out(rng: np.random.Generator, extents: Sequence[int], item: int) -> tuple[list[int], int]:
@@ -46,40 +46,55 @@ def ways(launch: Launch) -> Counter[tuple[object, ...]]:
     )
 
 
+class Turn(NamedTuple):
+    """A random transpose: `target` is what `copy` makes of `source` in a target full of POISON. rng: for more of it."""
+
+    item: int
+    copy: Copy
+    source: np.ndarray
+    target: np.ndarray
+    rng: np.random.Generator
+
+
+def random_turn(seed: int) -> Turn:
+    rng = np.random.default_rng((seed, 30))
+    item = int(rng.choice([1, 2, 4, 8, 16]))
+    extents = [int(n) for n in rng.integers(1, 5, rng.integers(2, 5))]
+    for axis in rng.permutation(len(extents))[:2]:
+        extents[axis] = int(rng.integers(1, 3 * EDGES[item]))
+    (by_source, from_bytes), (by_target, to_bytes) = (laid_out(rng, extents, item) for _ in range(2))
+    first, to = (item * int(n) for n in rng.integers(0, 16 // item + 2, 2))
+    source, target = rng.integers(0, 256, from_bytes + 32, np.uint8), np.full(to_bytes + 32, POISON, np.uint8)
+    there = np.ndarray(extents, f"V{item}", target.data, to, by_target)
+    there[...] = np.ndarray(extents, f"V{item}", source.data, first, by_source)
+    return Turn(item, Copy(0, first, tuple(by_source), 0, to, tuple(by_target), tuple(extents)), source, target, rng)
+
+
 @pytest.mark.parametrize("part", range(6))
 def test_random_transposes_equal_numpy(device: Device, part: int) -> None:
     for seed in range(part * CASES // 6, (part + 1) * CASES // 6):
-        rng = np.random.default_rng((seed, 30))
-        item = int(rng.choice([1, 2, 4, 8, 16]))
-        extents = [int(n) for n in rng.integers(1, 5, rng.integers(2, 5))]
-        for axis in rng.permutation(len(extents))[:2]:
-            extents[axis] = int(rng.integers(1, 3 * EDGES[item]))
-        (by_source, from_bytes), (by_target, to_bytes) = (laid_out(rng, extents, item) for _ in range(2))
-        first, to = (item * int(n) for n in rng.integers(0, 16 // item + 2, 2))
-        source, want = rng.integers(0, 256, from_bytes + 32, np.uint8), np.full(to_bytes + 32, POISON, np.uint8)
-        there = np.ndarray(extents, f"V{item}", want.data, to, by_target)
-        there[...] = np.ndarray(extents, f"V{item}", source.data, first, by_source)
-        copy = Copy(0, first, tuple(by_source), 0, to, tuple(by_target), tuple(extents))
+        item, copy, source, want, rng = random_turn(seed)
         with device.upload(source) as src, device.upload(np.full_like(want, POISON)) as dst:
             for launch in launches([(copy, item)], [src.address], [dst.address]):
                 blocks, threads = int(rng.choice([0, 1, 3, 40])), int(rng.choice([0, 32, 96, 256]))
                 kernels.launch(device, launch, blocks=blocks, threads=threads)
-                WAYS.update(ways(launch))
             got = device.download(dst.address, len(want))
         wrong = np.flatnonzero(got != want)
-        assert not len(wrong), f"case {seed}: byte {wrong[0]} of {len(want)}, {item=} {extents=} {copy}"
+        assert not len(wrong), f"case {seed}: byte {wrong[0]} of {len(want)}, {item=} {copy}"
 
 
-def test_every_way_through_the_kernel_was_taken() -> None:
-    if not WAYS:
-        pytest.skip("the random cases were not run")
+def test_the_random_transposes_take_every_way_through_the_kernel() -> None:
+    taken = Counter[tuple[object, ...]]()
+    for item, copy, *_ in map(random_turn, range(CASES)):
+        for launch in launches([(copy, item)], [1 << 20], [1 << 30]):
+            taken.update(ways(launch))
     for item in (1, 2, 4, 8):
         for wide_source in (True, False):
             for wide_target in (True, False):
-                found = sum(n for way, n in WAYS.items() if way[:3] == (item, wide_source, wide_target))
-                assert found >= 5, (item, wide_source, wide_target, WAYS)
-        assert sum(n for way, n in WAYS.items() if way[0] == item and way[3] and way[4]) >= 3, (item, WAYS)
-    assert sum(n for way, n in WAYS.items() if way[0] == 16) >= 20, WAYS
+                found = sum(n for way, n in taken.items() if way[:3] == (item, wide_source, wide_target))
+                assert found >= 5, (item, wide_source, wide_target, taken)
+        assert sum(n for way, n in taken.items() if way[0] == item and way[3] and way[4]) >= 3, (item, taken)
+    assert sum(n for way, n in taken.items() if way[0] == 16) >= 20, taken
 
 
 @pytest.mark.parametrize("dtype", ["<u1", "<u2", "<u4", "<u8"])

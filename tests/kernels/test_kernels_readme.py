@@ -38,15 +38,17 @@ def test_every_file_has_its_row() -> None:
     assert {f"{name}.cu" for name in (*build.KERNELS, "runtime")} == {name for name in files if name.endswith(".cu")}
 
 
-def test_no_figure_is_made_up() -> None:
-    """A cell of the table of speeds is either `not measured` or names a figure; in the latter case card, driver and
-    date stand in the head of its column."""
+def test_every_figure_says_where_it_comes_from() -> None:
+    """Cells of the table of speeds are `not measured` or figures; card, driver, toolkit and date stand above them."""
     section = README[README.index("## Speed") : README.index("## Building")]
+    head = section[: section.index("| kernel |")]
+    assert re.search(r"One \w+ \([^)]*driver [\d.]+\), nvcc [\d.]+, torch [\d.]+, \d+ \w+ 20\d\d", head)
     table = [line for line in section.splitlines() if line.startswith("| `")]
     assert len(table) >= 9 and all(len(line.split("|")) == 8 for line in table)
+    figure = r"(\*\*)?[01]\.\d{3}(\*\*)?"
     for line in table:
         for cell in line.split("|")[4:6]:
-            assert cell.strip() == "not measured" or re.fullmatch(r"\d\.\d\d( .*)?", cell.strip()), line
+            assert re.fullmatch(rf"not measured|{figure}(, {figure})*( ¹)?(; .*)?", cell.strip()), line
 
 
 def test_the_commands_exist() -> None:

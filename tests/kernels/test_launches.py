@@ -115,12 +115,14 @@ def test_a_kernel_without_a_stand_in_is_told() -> None:
 @pytest.mark.parametrize(
     ("run", "at", "op", "flags"),
     [
-        (62, 2, ELEMENTS, 0),
-        (64, 2, SPANS, 2),
+        (62, 3, ELEMENTS, 0),
         (64, 3, SPANS, 2),
+        (254, 2, ELEMENTS, 0),
+        (256, 2, SPANS, 4),
         (252, 4, ELEMENTS, 0),
         (260, 4, SPANS, 5),
-        (512, 8, ELEMENTS, 0),
+        (504, 8, ELEMENTS, 0),
+        (512, 8, SPANS, 5),
         (512, 16, ELEMENTS, 0),
         (TILE, 16, ELEMENTS, 0),
         (TILE + 16, 16, PIECES, 0),
