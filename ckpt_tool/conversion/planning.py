@@ -19,7 +19,7 @@ from ckpt_tool.core.witness import tell
 from ckpt_tool.formats.base import Format
 from ckpt_tool.options.writing import DEFAULT_SHARD_SIZE, Writing
 from ckpt_tool.plan.copy import is_transposed
-from ckpt_tool.plan.moves import LaterMoves, Stored, count_copies
+from ckpt_tool.plan.moves import LaterMoves, count_copies
 from ckpt_tool.plan.plan import Move, Plan, SourceFile
 from ckpt_tool.plan.schedule import build_moves
 from ckpt_tool.quantised.kept_whole import refuse_cut_blocks
@@ -52,6 +52,7 @@ def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing)
     wanted = replace(wanted, extras=extras)
     chosen = chosen.noted(*lines)
     layout, fallbacks = layout_of(chosen, wanted, fmt, writing)
+    counted = writing.dry_run and not writing.plan_file  # nobody looks at the moves
     if not fmt.holds.replicas:  # what ranks share is stored once
         fallbacks = [{**entry, "extra_bytes": 0} for entry in fallbacks]
     target = with_side_files(fmt.target(wanted, layout), chosen, fmt, wanted, writing)
@@ -62,6 +63,8 @@ def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing)
     def number_of(source: int, path: str) -> int:
         return numbers.setdefault((source, path), len(numbers))
 
+    if not counted and target.places is not None and target.places.listable:
+        target = target._replace(places=None)
     moves, records, arrays = build_moves(chosen.stored, wanted, target, number_of)
     for file in target.files:
         if file.copy_of is not None:
@@ -91,6 +94,8 @@ def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing)
         {},
     )
     plan.report.update(_report(chosen, plan, target, layout, fallbacks, writing))
+    if target.places is not None and target.places.listable:
+        target = target._replace(places=None)
     tell("rewriting", partial(_drawn, chosen, wanted, target, layout, fmt))
     return plan, wanted
 
@@ -159,9 +164,7 @@ def _report(
         "plan": {
             "bytes_read": plan.bytes_read + more_than_computed(chosen),
             "bytes_written": plan.bytes_written,
-            "peak_memory": peak_memory(
-                writing, turned=_turned(plan.moves, chosen.stored), more=memory_of_computed(chosen)
-            ),
+            "peak_memory": peak_memory(writing, turned=_turned(plan.moves), more=memory_of_computed(chosen)),
             "files": len(plan.outputs),
             "copies": count_copies(plan.moves),
         },
@@ -189,9 +192,8 @@ def peak_memory(writing: Writing, *, turned: bool, more: int = 0) -> int:
     return threads * (per_thread + more)
 
 
-def _turned(moves: Sequence[Move], stored: Sequence[Stored]) -> bool:
-    """Is a source or an output transposed against its line? The outputs of one tensor are all alike, and row-major
-    where moves are made when they are looked at."""
+def _turned(moves: Sequence[Move]) -> bool:
+    """Is a source or an output transposed against its line? The outputs of one tensor are all alike."""
     if isinstance(moves, LaterMoves):
-        return any(chunk.array.strides for row in stored for chunk in row.tensor.chunks[:1])
+        return moves.turned
     return any(map(is_transposed, (region for move in moves for region in (*move.sources, *move.outputs[:1]))))

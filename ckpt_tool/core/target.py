@@ -8,13 +8,15 @@ of each tensor goes. Numbers that only exist once the values have moved (a zip r
                arrays=(TargetArray(tensor=0, box=whole((2, 3)), offset=104),))
 
 Two million boxes on thousands of ranks are not listed to be counted: a format that knows sizes without making heads
-gives `Later`s in their place, and `Places`, which answer for one tensor at a time.
+gives `Later`s in their place, and `Places`, which answer for one tensor at a time. Where a run would look at them again
+and again they are `Kept`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
@@ -46,6 +48,13 @@ class Later(Sequence[T]):
     def __getitem__(self, index: slice) -> Sequence[T]: ...
     def __getitem__(self, index: int | slice) -> T | Sequence[T]:
         return self._make()[index]
+
+
+class Kept(Later[T]):
+    """A sequence that is made when it is first looked at, and kept from then on."""
+
+    def __init__(self, make: Callable[[], Sequence[T]]) -> None:
+        super().__init__(cache(make))
 
 
 class TargetArray(NamedTuple):
@@ -93,7 +102,12 @@ class TargetFile(NamedTuple):
 
 
 class Places(Protocol):
-    """Where the tensors of a large target lie. Tensors of one group have the same boxes."""
+    """Where the tensors of a target lie whose arrays are not listed. Tensors of one group have the same boxes."""
+
+    @property
+    def listable(self) -> bool:
+        """May the files' arrays be listed all the same, for a run? False: there are too many of them."""
+        ...
 
     def group(self, tensor: int) -> int:
         """The number of the group of wanted tensor number `tensor`."""

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import compress, repeat
 from math import prod
-from operator import attrgetter
+from operator import attrgetter, gt, ne, or_
 from typing import NamedTuple, overload
 
 from ckpt_tool.core.box import Box, contiguous_strides, whole
@@ -29,6 +30,7 @@ from ckpt_tool.plan.copy import (
     common_order,
     hull,
     intersect,
+    is_transposed,
     refuse_strides,
     source_region,
 )
@@ -36,6 +38,7 @@ from ckpt_tool.plan.plan import Move, Moves
 
 _BITS, _SHAPE = attrgetter("tensor.dtype.bits"), attrgetter("tensor.shape")  # of a Stored
 _STATE_BITS_SHAPE = tuple(map(attrgetter, ("key.state", "dtype.bits", "shape")))  # of a WantedTensor
+_, _ITEM_BITS, _ITEM_SHAPE = _STATE_BITS_SHAPE
 
 
 class Stored(NamedTuple):
@@ -195,6 +198,36 @@ class LaterMoves(Moves):
         move = move_of(self._stored[index], self._wanted.tensors[index], self._places.of(index), self._number)
         return move._replace(sources=tuple(r for r in move.sources if r.replica == 0)) if self._first else move
 
+    def _alike(self, index: int) -> Move:
+        """A move of the same elements to the same boxes, wherever they lie."""
+        boxes = [(0, TargetArray(index, box, 0)) for box in self._places.boxes(self._places.group(index))]
+        return move_of(self._stored[index], self._wanted.tensors[index], boxes, lambda source, path: 0)
+
+    def check(self) -> None:
+        """Raise what making any of the moves would raise."""
+        every, stored = self._wanted.tensors, self._stored
+        apart = map(ne, map(_SHAPE, stored), map(_ITEM_SHAPE, every))
+        small = map(gt, repeat(8), map(min, map(_BITS, stored), map(_ITEM_BITS, every)))
+        for number in compress(range(len(stored)), map(or_, apart, small)):
+            self._alike(number)
+
+    @cached_property
+    def turned(self) -> bool:
+        """Does any source lie transposed against its line? Outputs are row-major where moves are made when looked
+        at."""
+        known = set[tuple[object, ...]]()
+        for _, tensor in self._stored:
+            for chunk in tensor.chunks:
+                if chunk.array.strides is None or len(chunk.array.strides) < 2 or not chunk.box.numel:
+                    continue
+                kind = (tensor.shape, chunk.box, chunk.array.strides, chunk.within.shape, tensor.dtype.bits)
+                if kind in known:
+                    continue
+                known.add(kind)
+                if is_transposed(source_region(chunk, tensor.shape, 0)):
+                    return True
+        return False
+
     def _read(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         return [chunk for chunk in chunks if not (self._first and chunk.replica) and chunk.box.numel]
 
@@ -224,7 +257,7 @@ class LaterMoves(Moves):
             group, tensor = self._places.group(index), self._stored[index].tensor
             key = (group, *((chunk.box, chunk.replica) for chunk in tensor.chunks))
             if key not in known:
-                known[key] = count_copies([self._move(index)])
+                known[key] = count_copies([self._alike(index)])
             total += known[key] - sizes[group]
         return total
 

@@ -32,8 +32,9 @@ def build_moves(
 ) -> tuple[Sequence[Move], tuple[Record, ...], Sequence[Sequence[Extent]]]:
     """The moves, the checksum records they touch, and each output file's arrays.
 
-    stored: aligned with `wanted.tensors`: where each wanted tensor's values come from. Raises UnsafeInput E1600 for
-    files that would lie elsewhere than in the output.
+    stored: aligned with `wanted.tensors`: where each wanted tensor's values come from. Where the target answers for its
+    tensors (`Target.places`), nothing is listed. Raises UnsafeInput E1600 for files that would lie elsewhere than in
+    the output, InputError E0306, E1390 for elements of less than a byte that can't be moved.
     """
     _check_paths(target, wanted)
     if target.places is not None:
@@ -64,8 +65,7 @@ def build_moves(
 def _moves_by_group(
     stored: Sequence[Stored], wanted: Wanted, target: Target, places: Places, file_number: FileNumber
 ) -> tuple[Sequence[Move], tuple[Record, ...], Sequence[Sequence[Extent]]]:
-    """The same of a large target: nothing is made that nobody looks at. Groups are checked, and files when they are
-    made."""
+    """The same where nothing is made that nobody looks at. Groups are checked, and files when they are made."""
     for group, (_, tensor) in places.groups().items():
         _check_cover_of(wanted.tensors[tensor], [box for box in places.boxes(group) if box.numel], set())
     read = [
@@ -84,6 +84,7 @@ def _moves_by_group(
         return extents
 
     moves = LaterMoves(stored, wanted, places, file_number)
+    moves.check()
     return moves, tuple(records), [Later(partial(arrays, file)) for file in target.files]
 
 

@@ -105,9 +105,10 @@ def test_boxes_and_the_ranks_that_write_them() -> None:
     """tp 2, ep 2, dp 2, pp 2: 8 ranks; experts' tensor ranks are the dense ones (etp 2), expert 1 lies with ranks 2,
     3."""
     made = layout(EXPERTS | QKV, {"swiglu": True, "num_attention_heads": 2}, tp=2, ep=2, dp=2, pp=2)
-    shape, items = made.entries()["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
-    assert shape == (2, 2, 8, 4)
-    assert {(item.offset, item.shape[2:], item.rank) for item in items} == {
+    shape, shares = made.entries()["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    assert shape == (2, 2, 8, 4) and len({id(share.cut) for share in shares}) == 1
+    items = [(share, item) for share in shares for item in share.cut]
+    assert {((*share.lead, *item.offset), item.shape, share.first + item.rank) for share, item in items} == {
         ((layer, expert, half * 4 + rank * 2, 0), (2, 4), 4 * layer + 2 * expert + rank)
         for layer in range(2)
         for expert in range(2)
@@ -115,15 +116,15 @@ def test_boxes_and_the_ranks_that_write_them() -> None:
         for rank in range(2)
     }
     _, dense = made.entries()["decoder.layers.self_attention.linear_proj.weight"]
-    assert {(item.offset, item.rank) for item in dense} == {
+    assert {((*share.lead, *item.offset), share.first + item.rank) for share in dense for item in share.cut} == {
         ((i, 0, 2 * r), 4 * i + r) for i in range(2) for r in range(2)
     }
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
     odd = DENSE | {"embedding.word_embeddings.weight": (7, 4)}
-    _, items = layout(odd, {}, tp=2).entries()["embedding.word_embeddings.weight"]
-    assert [item.shape for item in items] == [(7, 4)]
+    _, shares = layout(odd, {}, tp=2).entries()["embedding.word_embeddings.weight"]
+    assert [item.shape for share in shares for item in share.cut] == [(7, 4)]
 
 
 def test_what_would_be_read_back_under_another_name_is_refused() -> None:

@@ -15,8 +15,10 @@ from ckpt_tool.core.layout import Layout, Placement, held
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
+from ckpt_tool.errors import InputError
+from ckpt_tool.formats.dcp.target import dcp_target
 from ckpt_tool.formats.sharded import target as sharded_target
-from ckpt_tool.plan.copy import box_region, intersect
+from ckpt_tool.plan.copy import box_region, intersect, is_transposed
 from ckpt_tool.plan.moves import LaterMoves, Stored, count_copies
 from ckpt_tool.plan.placing import Wishes, lay_out
 from ckpt_tool.plan.plan import Move, Plan
@@ -74,6 +76,42 @@ def test_a_large_plan_is_the_small_one(case: tuple[list[Stored], Wanted, Layout]
         by_state[move.key.state] = (tensors + 1, nbytes + move.numel * move.item_out)
     assert later.states == by_state
     assert large.to_json() == small.to_json()
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_what_a_dry_run_counts_of_item_files_is_what_a_run_lists(case: tuple[list[Stored], Wanted, Layout]) -> None:
+    stored, wanted, layout = case
+    target = dcp_target(wanted, layout)
+    assert target.places is not None and target.places.listable
+    numbers: dict[tuple[int, str], int] = {}
+    number = lambda source, path: numbers.setdefault((source, path), len(numbers))  # noqa: E731
+    later, *rest = build_moves(stored, wanted, target, number)
+    counted = dict(numbers)
+    numbers.clear()
+    moves, *listed = build_moves(stored, wanted, target._replace(places=None), number)
+    assert isinstance(later, LaterMoves) and list(later) == list(moves) and counted == numbers
+    assert [rest[0], [list(arrays) for arrays in rest[1]]] == [listed[0], [list(arrays) for arrays in listed[1]]]
+    assert later.copies == count_copies(moves)
+    assert later.bytes_read == sum(region.numel * move.item for move in moves for region in move.sources)
+    assert later.turned == any(is_transposed(region) for move in moves for region in move.sources)
+
+
+def test_a_count_refuses_what_a_list_would() -> None:
+    """Elements of half a byte, cut inside one: whether or not anybody makes the move."""
+    key, dtype = TensorKey("w"), DTYPES["F4"]
+    whole = StoredArray("f", 0, dtype, (2, 4))
+    tensor = LogicalTensor(key, (2, 4), dtype, (Chunk(Box((0, 0), (2, 4)), whole, Box((0, 0), (2, 4))),))
+
+    class Halves:
+        listable = True
+        groups = staticmethod(lambda: {0: (1, 0)})
+        group = staticmethod(lambda tensor: 0)
+        boxes = staticmethod(lambda group: [Box((0, 0), (2, 1)), Box((0, 1), (2, 3))])
+
+    wanted = Wanted((WantedTensor(key, (2, 4), dtype),))
+    with pytest.raises(InputError, match="inside a byte"):
+        build_moves([Stored(0, tensor)], wanted, Target("x", (), places=Halves()), lambda source, path: 0)  # type: ignore[arg-type]
 
 
 @given(cases())

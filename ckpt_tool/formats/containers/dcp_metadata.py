@@ -104,6 +104,12 @@ class TensorEntry:
             for piece, array in zip(self.pieces, arrays, strict=True)
         ]
 
+    def written(self) -> WrittenTensor:
+        """The same as it is written: all pieces as one band."""
+        tails = tuple([Tail(piece.offset, piece.shape, piece.length) for piece in self.pieces])
+        band = Band((), tails, tuple([piece.file for piece in self.pieces]), [piece.at for piece in self.pieces])
+        return WrittenTensor(self.fqn, self.path, self.dtype, self.shape, [band])
+
 
 @dataclass(slots=True)
 class Listing:
@@ -396,18 +402,48 @@ def check_files(tree: Tree, listings: Sequence[Listing], metadata: str) -> None:
 
 VERSION = "1.0.0"
 _NEW, _EMPTY, _BUILD = b")\x81", b"}(", b"ub"  # NEWOBJ of (); a dict opened; the dict closed and given to BUILD
-_Sizes = tuple[int, ...]
 
 
-def pickled(entries: Iterable[TensorEntry | ObjectEntry], folder: str = "", *, nested: bool = True) -> bytes:
+class Tail(NamedTuple):
+    """What pieces of one place in their bands have in common. offset: behind the band's lead. length: bytes."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    length: int
+
+
+class Band(NamedTuple):
+    """Pieces of a tensor, one behind the other in its list: their offsets begin with `lead`, and byte `at[i]` of file
+    `files[i]` is where the i-th lies. Bands that differ in `lead` and `at` alone have the same objects for the rest."""
+
+    lead: tuple[int, ...]
+    tails: tuple[Tail, ...]
+    files: tuple[str, ...]
+    at: Sequence[int]
+
+
+class WrittenTensor(NamedTuple):
+    """A tensor as the metadata will state it: `TensorEntry` by bands."""
+
+    fqn: str
+    path: Path
+    dtype: DType
+    shape: tuple[int, ...]
+    bands: Sequence[Band]
+
+
+def pickled(
+    entries: Iterable[WrittenTensor | TensorEntry | ObjectEntry], folder: str = "", *, nested: bool = True
+) -> bytes:
     """The `.metadata` of `folder` ("" or with a slash at its end) that lists `entries`, in this order. nested: are the
     entries' paths written (planner_data), or do keys not nest?"""
     memo = _Memo()
-    text, name, every = memo.text, memo.name, list(entries)
+    text, name = memo.text, memo.name
+    every = [entry.written() if isinstance(entry, TensorEntry) else entry for entry in entries]
     out = bytearray(b"\x80\x04" + name(_META, "Metadata") + _NEW + _EMPTY + text("state_dict_metadata") + _EMPTY)
     for entry in every:
         out += text(entry.fqn)
-        out += memo.tensor(entry) if isinstance(entry, TensorEntry) else name(_META, "BytesStorageMetadata") + _NEW
+        out += memo.tensor(entry) if isinstance(entry, WrittenTensor) else name(_META, "BytesStorageMetadata") + _NEW
     out += b"u" + text("planner_data") + (_EMPTY if nested else b"N")
     for entry in every if nested else ():
         steps = (text(step) if isinstance(step, str) else _integer(step) for step in entry.path)
@@ -415,7 +451,7 @@ def pickled(entries: Iterable[TensorEntry | ObjectEntry], folder: str = "", *, n
     out += (b"u" if nested else b"") + text("storage_data") + _EMPTY
     for entry in every:
         if isinstance(entry, ObjectEntry):
-            out += memo.item(entry.fqn, None, None, entry, folder)
+            out += memo.whole(entry, folder)
             continue
         out += memo.items(entry, folder)
     out += b"u" + text("storage_meta") + name(_META, "StorageMeta") + _NEW + _EMPTY
@@ -426,49 +462,62 @@ def pickled(entries: Iterable[TensorEntry | ObjectEntry], folder: str = "", *, n
 
 
 class _Memo:
-    """The opcodes of texts, names and sizes: in full when first met, fetched afterwards."""
+    """The opcodes of texts and names: in full when first met, fetched afterwards."""
 
     def __init__(self) -> None:
         self._fetched: dict[object, bytes] = {}
-        self._sizes: dict[_Sizes, bytes] = {}
 
-    def tensor(self, entry: TensorEntry) -> bytes:
+    def tensor(self, entry: WrittenTensor) -> bytes:
         out = bytearray(self.name(_META, "TensorStorageMetadata") + _NEW + _EMPTY)
         out += self.text("properties") + self.name(_META, "TensorProperties") + _NEW + b"("
         out += self.name("torch", entry.dtype.torch or "") + self.name("torch.serialization", "_get_layout")
         out += self.text("torch.strided") + b"\x85R\x89" + self.name(_META, "_MEM_FORMAT_ENCODING") + b"K\0\x85R\x89tb"
         out += self.text("size") + self.size(entry.shape) + self.text("chunks") + b"]("
-        for piece in entry.pieces[:1]:
-            out += self._chunk() + self.size(piece.offset) + self.text("sizes") + self.size(piece.shape) + _BUILD
-        size, known, front, sizes = self.size, self._sizes.get, self._chunk(), self.text("sizes")  # in the memo by now
-        rows: list[bytes] = []
-        behind: dict[_Sizes, bytes] = {}  # what follows an offset, by shape: boxes of a tensor are mostly alike
-        for offset, shape, _, _, _ in entry.pieces[1:]:
-            code, end = known(offset) or size(offset), behind.get(shape)
-            if end is None:
-                end = behind[shape] = sizes + size(shape) + _BUILD
-            rows += (front, code, end)
-        return bytes(out) + b"".join(rows) + b"e" + _BUILD
+        dims = len(entry.shape)
+        behind: dict[int, tuple[bytes, ...]] = {}  # what follows the lead in each chunk of a band, by its tails
+        for band in entry.bands:
+            tails = band.tails
+            if not behind:  # names and texts that are first met stand in full, and are fetched from here on
+                out += self._chunk() + self._opened(dims) + _codes(band.lead) + self._chunk_end(tails[0], dims)
+            ends = behind.get(id(tails))
+            if ends is None:
+                ends = (b"", *[self._chunk_end(tail, dims) for tail in tails])
+                front, behind[id(tails)] = self._chunk() + self._opened(dims), ends
+                ends = ends if len(behind) > 1 else (b"", *ends[2:])
+            out += (front + _codes(band.lead)).join(ends)
+        return bytes(out) + b"e" + _BUILD
 
     def _chunk(self) -> bytes:
         return self.name(_META, "ChunkStorageMetadata") + _NEW + _EMPTY + self.text("offsets")
 
-    def items(self, entry: TensorEntry, folder: str) -> bytes:
+    def _chunk_end(self, tail: Tail, dims: int) -> bytes:
+        return _codes(tail.offset) + _closed(dims) + self.text("sizes") + self.size(tail.shape) + _BUILD
+
+    def items(self, entry: WrittenTensor, folder: str) -> bytes:
         """The rows of storage_data of a tensor's pieces."""
-        rows = [self.item(entry.fqn, 0, piece.offset, piece, folder) for piece in entry.pieces[:1]]
-        size, known, front, offset = self.size, self._sizes.get, self._index(entry.fqn), self.text("offset")
-        info, length, cut = self._info(), self.text("length"), len(folder)
-        places: dict[str, bytes] = {}  # what stands before a box's place, by file
-        ends: dict[int, bytes] = {}  # what follows it, by length
-        for number, (start, _, file, at, nbytes) in enumerate(entry.pieces[1:], 1):
-            code, place, end = known(start) or size(start), places.get(file), ends.get(nbytes)
-            if place is None:
-                place = info + self.text(file[cut:]) + offset
-                places[file] = info + self.text(file[cut:]) + offset  # in the memo by now
-            if end is None:
-                end = ends[nbytes] = length + _integer(nbytes) + _BUILD
-            rows += (front, _integer(number), offset, code, place, _integer(at), end)
+        rows: list[bytes] = []  # no object is made for a piece
+        known: dict[tuple[int, int], list[tuple[bytes, bytes]]] = {}  # what follows the lead, and what the place
+        number, dims = 0, len(entry.shape)
+        front, opened = self._index(entry.fqn), self.text("offset") + self._opened(dims)
+        for lead, tails, files, at in entry.bands:
+            ends, start = known.get((id(tails), id(files))), opened + _codes(lead)
+            if ends is None:
+                met = len(self._fetched)
+                ends = [self._place(tail, file[len(folder) :], dims) for tail, file in zip(tails, files, strict=True)]
+                if len(self._fetched) == met:  # else texts stand in full here, which are fetched from now on
+                    known[id(tails), id(files)] = ends
+            for (middle, end), byte in zip(ends, at, strict=True):
+                rows += (front, _integer(number), start, middle, _integer(byte), end)
+                if not number:  # as above
+                    front, opened = self._index(entry.fqn), self.text("offset") + self._opened(dims)
+                    start = opened + _codes(lead)
+                number += 1
         return b"".join(rows)
+
+    def _place(self, tail: Tail, file: str, dims: int) -> tuple[bytes, bytes]:
+        """What stands in a row between the lead and the byte, and what behind it."""
+        middle = _codes(tail.offset) + _closed(dims) + self._info() + self.text(file) + self.text("offset")
+        return middle, self.text("length") + _integer(tail.length) + _BUILD
 
     def _index(self, fqn: str) -> bytes:
         index = self.name(_META, "MetadataIndex") + _NEW + _EMPTY + self.text("fqn") + self.text(fqn)
@@ -477,10 +526,9 @@ class _Memo:
     def _info(self) -> bytes:
         return _BUILD + self.name(_STORE, "_StorageInfo") + _NEW + _EMPTY + self.text("relative_path")
 
-    def item(self, fqn: str, number: int | None, offset: _Sizes | None, at: Piece | ObjectEntry, folder: str) -> bytes:
-        """A row of storage_data. number, offset: of a tensor's piece, None for an object."""
-        out = self._index(fqn) + (b"N" if number is None else _integer(number))
-        out += self.text("offset") + (b"N" if offset is None else self.size(offset))
+    def whole(self, at: ObjectEntry, folder: str) -> bytes:
+        """The row of storage_data of an object."""
+        out = self._index(at.fqn) + b"N" + self.text("offset") + b"N"
         out += self._info() + self.text(at.file[len(folder) :])
         return out + self.text("offset") + _integer(at.at) + self.text("length") + _integer(at.length) + _BUILD
 
@@ -503,17 +551,22 @@ class _Memo:
             return known
         return self._once((module, name), self.text(module) + self.text(name) + b"\x93")
 
-    def size(self, size: _Sizes) -> bytes:
-        """A torch.Size: a call, kept as bytes once its name stands in the memo."""
-        code = self._sizes.get(size)
-        if code is None:
-            known = self._fetched.get(("torch", "Size"))
-            body = b"".join([_SMALL[n] if n < 256 else _integer(n) for n in size])
-            numbers = body + (b")", b"\x85", b"\x86", b"\x87")[len(size)] if len(size) < 4 else b"(" + body + b"t"
-            code = (known or self.name("torch", "Size")) + numbers + b"\x85R"
-            if known is not None:
-                self._sizes[size] = code
-        return code
+    def size(self, size: tuple[int, ...]) -> bytes:
+        """A torch.Size: a call."""
+        return self._opened(len(size)) + _codes(size) + _closed(len(size))
+
+    def _opened(self, dims: int) -> bytes:
+        """A torch.Size of so many numbers up to the first of them."""
+        return self.name("torch", "Size") + (b"(" if dims > 3 else b"")
+
+
+def _codes(numbers: Iterable[int]) -> bytes:
+    return b"".join([_integer(n) for n in numbers])
+
+
+def _closed(dims: int) -> bytes:
+    """A torch.Size of so many numbers behind the last of them."""
+    return (b")", b"\x85", b"\x86", b"\x87", b"t")[min(dims, 4)] + b"\x85R"
 
 
 _SMALL = [b"K%c" % value for value in range(256)]

@@ -25,7 +25,7 @@ from ckpt_tool.core.layout import Layout, Placement
 from ckpt_tool.core.target import Target, TargetFile, Wanted, whole_file
 from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.containers.dcp_item_files import ItemFiles, Placed, torch_dtype
+from ckpt_tool.formats.containers.dcp_item_files import Item, ItemFiles, Share, torch_dtype
 from ckpt_tool.formats.containers.dcp_metadata import METADATA, pickled
 from ckpt_tool.formats.containers.dcp_state import Slot, flatten, stays
 from ckpt_tool.formats.dcp.folders import Folders, is_pair
@@ -60,7 +60,8 @@ def dcp_target(wanted: Wanted, layout: Layout) -> Target:
     copies = tuple(TargetFile(name, size, copy_of=name) for name, size in wanted.sidefiles)
     empty = list(_empty_dicts(nested.tree))
     lost = [f"empty dicts leave no trace in a DCP: {', '.join(empty[:20])}"] if empty else []
-    return Target("dcp", (*files, *copies), notes=(*nested.notes, *lost))
+    files, notes = [*files, *copies], (*nested.notes, *lost)
+    return Target("dcp", tuple(files), notes=notes, places=writer.files.places(files))
 
 
 def _empty_dicts(value: Any, path: Path = ()) -> Iterator[str]:
@@ -92,7 +93,7 @@ class _Writer:
         self.layout = layout
         self.folders = folders
         self.files = ItemFiles(wanted.tensors)
-        self._boxes: dict[tuple[Placement, tuple[int, ...]], list[tuple[int, Box]]] = {}
+        self._cuts: dict[tuple[Placement, tuple[int, ...]], tuple[Item, ...]] = {}
 
     def _folder(self, path: Path) -> str:
         return self.folders.get(str(path[0]), next(iter(self.folders.values()), ""))
@@ -120,19 +121,18 @@ class _Writer:
         empty tensor."""
         shape = self.wanted.tensors[index].shape
         known = (self.layout.placements[index], shape)
-        found = self._boxes.get(known)
+        found = self._cuts.get(known)
         if found is None:
             numbers = {tuple(coords.items()): rank for rank, coords in enumerate(self.layout.mesh.ranks())}
             boxes: dict[Box, int] = {}
             for held in self.layout.held(index, shape):
                 if held.replica == 0 and (held.box.numel or 0 in shape):
                     boxes.setdefault(held.box, numbers[tuple(held.coords.items())])
-            found = [(rank, box) for box, rank in boxes.items()]
             if 0 in shape:
-                found = [(found[0][0] if found else 0, whole(shape))]
-            self._boxes[known] = found
-        placed = (Placed(box.offset, box.shape, index, box, rank) for rank, box in found)
-        self.files.tensor(key, path, shape, placed, self._folder(path))
+                boxes = {whole(shape): next(iter(boxes.values()), 0)}
+            found = tuple([Item(box, box.offset, box.shape, rank) for box, rank in boxes.items()])
+            self._cuts[known] = found
+        self.files.tensor(key, path, shape, [Share(index, found)], self._folder(path))
 
     def finished(self, keys: Sequence[str]) -> list[TargetFile]:
         """The files. keys: in the order of the metadata."""

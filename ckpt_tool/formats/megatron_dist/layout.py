@@ -30,7 +30,7 @@ from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import EXTRAS, MASTER, MODEL
 from ckpt_tool.core.window import stated_windows
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.containers.dcp_item_files import Placed
+from ckpt_tool.formats.containers.dcp_item_files import Item, Share
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.adapter import Stretch, stretches
 from ckpt_tool.formats.megatron.args import facts_of
@@ -74,12 +74,11 @@ class _Spot(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What of a tensor is stored under one key ("": all, under the tensor's own). shape: the part's. boxes: (box of the
-    tensor, its offset in the part, rank that writes it, counted from the first that holds the tensor)."""
+    """What of a tensor is stored under one key ("": all, under the tensor's own). shape: the part's."""
 
     part: str
     shape: tuple[int, ...]
-    boxes: list[tuple[Box, tuple[int, ...], int]]
+    cut: tuple[Item, ...]
 
 
 class DistLayout:
@@ -304,26 +303,22 @@ class DistLayout:
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
-    def entries(self) -> dict[str, tuple[tuple[int, ...], list[Placed]]]:
-        """Every stored tensor: key -> (shape, boxes). Raises UsageError E2001 for a name that can't be kept."""
-        found: dict[str, tuple[tuple[int, ...], list[Placed]]] = {}
+    def entries(self) -> dict[str, tuple[tuple[int, ...], list[Share]]]:
+        """Every stored tensor: key -> (shape, shares); a share for each part that is stored under a key of its own.
+        Raises UsageError E2001 for a name that can't be kept."""
+        found: dict[str, tuple[tuple[int, ...], list[Share]]] = {}
         for number, tensor in self.tensors:
             key, at = self._key(tensor)
-            for fqn, shape, items in self._stored(number, tensor, key, at):
-                stack = self.spots[tensor.key.name].stack
-                lead = ((self._lead(stack, key.kind),) if key.layers else ()) + ((self.experts,) if key.experts else ())
-                found.setdefault(fqn, ((*lead, *shape), []))[1].extend(items)
+            fqn, first = self.fqn(key.state, key.key), self._first_rank(tensor.key.name)
+            for part, shape, cut in self._cut(tensor):
+                own = of_part(fqn, part) if part else fqn
+                row = found.get(own)
+                if row is None:
+                    stack = self.spots[tensor.key.name].stack
+                    lead = (self._lead(stack, key.kind),) if key.layers else ()
+                    row = found[own] = ((*lead, *((self.experts,) if key.experts else ()), *shape), [])
+                row[1].append(Share(number, cut, at, first))
         return found
-
-    def _stored(
-        self, number: int, tensor: WantedTensor, key: DistKey, at: tuple[int, ...]
-    ) -> Iterator[tuple[str, tuple[int, ...], list[Placed]]]:
-        """(stored key, shape without leading dims, items); one for each part that is stored under a key of its own."""
-        fqn, one = self.fqn(key.state, key.key), (1,) * len(at)
-        cut, first = self._cut(tensor), self._first_rank(tensor.key.name)
-        for part, shape, boxes in cut:
-            items = [Placed((*at, *back), (*one, *box.shape), number, box, first + rank) for box, back, rank in boxes]
-            yield of_part(fqn, part) if part else fqn, shape, items
 
     def _cut(self, tensor: WantedTensor) -> list[_Part]:
         """How a tensor is cut. Decided once for those of one shape in all layers, of all experts."""
@@ -337,12 +332,14 @@ class DistLayout:
             if lying:
                 self._cuts[case] = found = [_stretched(shape, lying)]
                 return found
-            found = [] if parts else [_Part("", shape, [(box, box.offset, rank) for box, rank in boxes])]
+            whole_ = tuple([Item(box, box.offset, box.shape, rank) for box, rank in boxes])
+            found = [] if parts else [_Part("", shape, whole_)]
             for part, start, rows in parts:
                 own = Box((start, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
                 inside = [(box & own, rank) for box, rank in boxes]
-                back = [(box, (box.offset[0] - start, *box.offset[1:]), rank) for box, rank in inside if box]
-                found.append(_Part(part, own.shape, back))
+                items = [(box, (box.offset[0] - start, *box.offset[1:]), rank) for box, rank in inside if box]
+                cut = tuple([Item(box, offset, box.shape, rank) for box, offset, rank in items])
+                found.append(_Part(part, own.shape, cut))
             self._cuts[case] = found
         return found
 
@@ -385,10 +382,11 @@ class DistLayout:
 
 def _stretched(shape: Shape, rows: Iterable[Stretch]) -> _Part:
     """A tensor whose rows lie in another order where it is stored."""
-    rest = (0,) * len(shape[1:])
-    return _Part(
-        "", shape, [(Box((row.there, *rest), (row.rows, *shape[1:])), (row.here, *rest), row.rank) for row in rows]
-    )
+    rest, items = (0,) * len(shape[1:]), list[Item]()
+    for row in rows:
+        box = Box((row.there, *rest), (row.rows, *shape[1:]))
+        items.append(Item(box, (row.here, *rest), box.shape, row.rank))
+    return _Part("", shape, tuple(items))
 
 
 def _count(numbers: Sequence[int], what: str) -> int:

@@ -60,8 +60,8 @@ def dist_target(wanted: Wanted) -> Target:
     own = wanted.hints.get(DistHints)
     as_file = own is None or own.common_file
     items = ItemFiles(wanted.tensors)
-    for fqn, (shape, placed) in layout.entries().items():
-        items.tensor(fqn, (fqn,), shape, placed, folder)
+    for fqn, (shape, shares) in layout.entries().items():
+        items.tensor(fqn, (fqn,), shape, shares, folder)
     common = TorchComposer()
     skeleton = _common(wanted, state.common, common)
     files = [common.file(folder + COMMON, skeleton)] if as_file else []
@@ -94,7 +94,7 @@ def dist_target(wanted: Wanted) -> Target:
         files.append(_integrity(folder, files))
     files.append(pointer_to(folder))
     copies = tuple(TargetFile(name, size, copy_of=name) for name, size in wanted.sidefiles)
-    return Target("megatron-dist", (*files, *copies), notes=notes)
+    return Target("megatron-dist", (*files, *copies), notes=notes, places=items.places((*files, *copies)))
 
 
 def _degrees(wished: Degrees) -> dict[str, int]:

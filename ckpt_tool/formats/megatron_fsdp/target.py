@@ -31,7 +31,7 @@ from ckpt_tool.core.layout import block
 from ckpt_tool.core.target import Target, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import EXTRAS, MODEL
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.containers.dcp_item_files import ItemFiles, Placed
+from ckpt_tool.formats.containers.dcp_item_files import Item, ItemFiles, Share
 from ckpt_tool.formats.containers.dcp_metadata import METADATA, pickled
 from ckpt_tool.formats.containers.dcp_state import Known, Slot, flatten
 from ckpt_tool.formats.megatron import names
@@ -85,6 +85,11 @@ def fsdp_target(wanted: Wanted) -> Target:
     """The whole output. Raises UsageError: E0237, E0273 (degrees that the model can't take), E0275 (sections that are
     not known), E2001 (what can't be held), E0242."""
     return _Writing(wanted).target()
+
+
+def _undivided(number: int, shape: tuple[int, ...]) -> Share:
+    """A tensor that rank 0 stores whole."""
+    return Share(number, (Item(whole(shape), (0,) * len(shape), shape, 0),))
 
 
 class _Writing:
@@ -196,7 +201,8 @@ class _Writing:
         files = [*self.items.finished(), whole_file(folder + METADATA, pickled(entries, folder))]
         files.append(pointer_to(folder))
         copies = (TargetFile(path, size, copy_of=path) for path, size in self.wanted.sidefiles)
-        return Target("megatron-fsdp", (*files, *copies), notes=tuple(dict.fromkeys(self.notes)))
+        files, notes = [*files, *copies], tuple(dict.fromkeys(self.notes))
+        return Target("megatron-fsdp", tuple(files), notes=notes, places=self.items.places(files))
 
     def _add(self, fqn: str) -> str:
         if fqn in self.items.entries:
@@ -209,8 +215,7 @@ class _Writing:
         fqn = self._add(dotted(path))
         if isinstance(value, Slot):
             shape = self.wanted.tensors[value.number].shape
-            placed = [Placed((0,) * len(shape), shape, value.number, whole(shape), 0)]
-            self.items.tensor(fqn, path, shape, placed, self.folder)
+            self.items.tensor(fqn, path, shape, [_undivided(value.number, shape)], self.folder)
         elif isinstance(value, Known):
             self.items.known(fqn, path, tuple(value.shape), value.dtype, value.data, self.folder)
         else:
@@ -232,10 +237,10 @@ class _Writing:
                 path = ("optimizer", "state", fqn.removeprefix(STATES).removesuffix(f".{state}"), state)
             self._check(fqn, tensor, stored.part, own=own)
             if own:  # each half has a step, and nothing else that is not its parameter's shape
-                placed = [Placed((0,) * len(tensor.shape), tensor.shape, number, whole(tensor.shape), 0)]
-                self.items.tensor(self._add(fqn), path, tensor.shape, placed, self.folder)
+                self.items.tensor(self._add(fqn), path, tensor.shape, [_undivided(number, tensor.shape)], self.folder)
             else:
-                self.items.tensor(self._add(fqn), path, stored.shape, self._placed(number, stored), self.folder)
+                share = Share(number, tuple(self._items(number, stored)))
+                self.items.tensor(self._add(fqn), path, stored.shape, [share], self.folder)
 
     def _check(self, fqn: str, tensor: WantedTensor, part: str, *, own: bool) -> None:
         """Raise UsageError E2001 for a name that would not be read back, or a state of a shape of its `own` that has to
@@ -281,7 +286,7 @@ class _Writing:
                 moves.append((piece.within.translate((rank * rows, *(0,) * (len(shape) - 1))), piece.box))
         yield _Stored("", shape, moves)
 
-    def _placed(self, number: int, stored: _Stored) -> Iterator[Placed]:
+    def _items(self, number: int, stored: _Stored) -> Iterator[Item]:
         """The boxes under one key: of tensor ranks, cut by rows between data ranks."""
         tp, ep, etp = self.degrees["tp"], self.degrees["ep"], self.degrees["etp"]
         data = self.degrees["dp"] * self.degrees["cp"]
@@ -301,9 +306,9 @@ class _Writing:
                     if shared := box & at:
                         inside = shared.translate(at.offset, sign=-1).translate(source.offset)
                         kept = inside & true or Box(true.offset, (0,) * len(true.shape))
-                        yield Placed(shared.offset, shared.shape, number, kept, first + rank + inner * shard)
+                        yield Item(kept, shared.offset, shared.shape, first + rank + inner * shard)
         if 0 in stored.shape:
-            yield Placed((0,) * len(stored.shape), stored.shape, number, stored.moves[0][1], first)
+            yield Item(stored.moves[0][1], (0,) * len(stored.shape), stored.shape, first)
 
     # -- everything else -----------------------------------------------------------------------------------------------
 

@@ -293,6 +293,8 @@ class GridPlaces:
     """`core.target.Places` of a grid. slots: the files in their order. identity: gives a hash of what decides the
     heads."""
 
+    listable = False
+
     def __init__(self, grid: Grid, slots: Sequence[Slot], identity: Callable[[], str]) -> None:
         self.grid, self.slots, self._identity = grid, slots, identity
         self._files = {(slot.state, slot.rank): number for number, slot in enumerate(slots)}
