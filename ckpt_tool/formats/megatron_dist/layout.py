@@ -20,8 +20,9 @@ Cost: about 10 us a box. What it does not do: bytes and files (`megatron_dist.ta
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
 
 from ckpt_tool.core.bounds import bounded
@@ -39,6 +40,7 @@ from ckpt_tool.formats.megatron.job import Job, carved, check_experts
 from ckpt_tool.formats.megatron.parts import HALF, of_part
 from ckpt_tool.formats.megatron.rules import pieces, section_names
 from ckpt_tool.formats.megatron.stages import NO_SPLIT, Stages, chosen_stages, from_counts
+from ckpt_tool.formats.megatron_dist.alike import Class, Member, Spot, classes, spot_of
 from ckpt_tool.formats.megatron_dist.keys import (
     APART,
     HALVES,
@@ -57,20 +59,9 @@ from ckpt_tool.formats.megatron_dist.keys import (
 Shape = tuple[int, ...]
 EXPERTS, UNHELD, NO_RULE = "E0237", "E2001", "E0275"
 CHUNKS = 1 << 16  # of all stages
+_NUMBER = itemgetter(0)  # of a share's tensor
 # norms of layers in Transformer Engine's spec: in the linear that follows, where there is one
 _BY_TE = frozenset(f"{how}:{norm}_layernorm." for how in ("fused", "plain") for norm in ("pre_mlp", "input"))
-_LAYER = re.compile(rf"({names.STACK})\.(\d{{1,9}})\.(.+)", re.DOTALL)
-_EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d{1,9})\.(.+)", re.DOTALL)
-
-
-class _Spot(NamedTuple):
-    """Where a tensor stands: template of its key, layer and expert (None: not in one). stack: whose layer it is, the
-    language model's or a tower's ("": in none)."""
-
-    template: str
-    stack: str
-    layer: int | None
-    expert: int | None
 
 
 class _Part(NamedTuple):
@@ -92,14 +83,16 @@ class DistLayout:
         self.notes: list[str] = []
         self.tensors = [(i, t) for i, t in enumerate(wanted.tensors) if t.key.state != EXTRAS]
         self.names = {t.key.name for _, t in self.tensors}
-        self.spots = {name: _spot(name) for name in self.names}
+        self.classes = classes(self.tensors)
+        self.examples = list(dict.fromkeys([each.name for each in self.classes]))  # what holds of these holds of all
         numbers: dict[str, list[int]] = {}
-        for spot in self.spots.values():
-            if spot.layer is not None:
-                numbers.setdefault(spot.stack, []).append(spot.layer)
+        for each in self.classes:
+            if each.spot.layer is not None:
+                numbers.setdefault(each.spot.stack, []).extend([m.layer for m in each.members if m.layer is not None])
         self.counts = {stack: _count(found, "layers") for stack, found in numbers.items()}
         self.layers = max((n for stack, n in self.counts.items() if not names.is_tower(f"{stack}.")), default=0)
-        self.experts = _count([s.expert for s in self.spots.values() if s.expert is not None], "experts")
+        experts = [m.expert for each in self.classes for m in each.members if m.expert is not None]
+        self.experts = _count(experts, "experts")
         self.degrees = carved(degrees, self.notes) if self.experts else dict(degrees)
         source = wanted.hints.get(DistHints) if wanted.source_format == "megatron-dist" else None
         own = source if spec is None else None
@@ -113,11 +106,10 @@ class DistLayout:
         gated = bool(self.facts.gated or HALVES in self.styles)
         self.shapes = {t.key.name: t.shape for _, t in self.tensors}
         job = Job(self.facts, self.degrees, self._stages(), self.experts, gated, not self.facts.te)
-        self.job = job.of_shapes(self.shapes, 1)
+        self.job = job.of_shapes(self._showing(), 1)
         alike: dict[tuple[str, str, Shape], str] = {}  # one of each kind: their rules are the same
-        for _, tensor in self.tensors:
-            spot = self.spots[tensor.key.name]
-            alike.setdefault((spot.stack, spot.template, tensor.shape), tensor.key.name)
+        for each in self.classes:
+            alike.setdefault((each.spot.stack, each.spot.template, each.shape), each.name)
         kinds = [(name, shape) for (_, _, shape), name in alike.items()]
         self._check_rules(kinds)
         self.notes += self.job.check(kinds)
@@ -128,7 +120,7 @@ class DistLayout:
         # what tensors have in common, found once
         self._keys: dict[tuple[str, str, str], DistKey] = {}
         self._cuts: dict[tuple[str, str, bool, Shape], list[_Part]] = {}
-        self._stage_of: dict[str | tuple[str, int], int] = {}
+        self._stage_of: dict[tuple[str, int | None], int] = {}
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -138,18 +130,20 @@ class DistLayout:
         several = [args.get("moe_layer_freq"), args.get("linear_attention_freq")]
         differing = any(isinstance(n, list) or type(n) is int and n > 1 for n in several)
         differing |= bool(args.get("hetereogenous_dist_checkpoint") or args.get("heterogeneous_layers_config_path"))
-        differing |= any(names.stem(name).startswith("decoder.final_norm.") for name in self.names)  # a hybrid model's
+        differing |= any(
+            names.stem(name).startswith("decoder.final_norm.") for name in self.examples
+        )  # a hybrid model's
         towers = [f"{stack}." for stack in self.counts if names.is_tower(f"{stack}.")]
         out = {stacked_style(tower[:-1]) for tower in towers if not names.is_foreign(tower)}  # the hub's own never do
         out |= set() if differing else {STACKED_LAYERS}
-        if any(name.endswith(f".{names.RESIDUAL}.weight") for name in self.names):  # no norm is fused there
+        if any(name.endswith(f".{names.RESIDUAL}.weight") for name in self.examples):  # no norm is fused there
             return out
-        if kind := names.gemma4_layer(self.names):
+        if kind := names.gemma4_layer(self.examples):
             return out | {APART} | (_BY_TE if kind == names.GEMMA4_SPARSE else set())
-        mla = any(".linear_kv_down_proj." in name for name in self.names)
+        mla = any(".linear_kv_down_proj." in name for name in self.examples)
         if self.facts.te:
             out |= {*_BY_TE, "fused:norm."}
-            sparse = any(f".{names.INDEXER}." in name for name in self.names)  # its norms stand apart
+            sparse = any(f".{names.INDEXER}." in name for name in self.examples)  # its norms stand apart
             if mla and not sparse:
                 out |= {"fused:self_attention.q_layernorm.", "fused:self_attention.kv_layernorm."}
                 out |= {"plain:self_attention.q_layernorm.", "plain:self_attention.kv_layernorm."}
@@ -171,11 +165,11 @@ class DistLayout:
         """Are attentions stored apart by what looks through a window?"""
         return APART in self.styles
 
-    def _kind(self, spot: _Spot) -> str:
+    def _kind(self, stack: str, layer: int | None) -> str:
         """Of which of `KINDS` the layer is; "" where kinds share keys."""
-        if spot.layer is None or not self.apart or names.is_tower(f"{spot.stack}."):
+        if layer is None or not self.apart or names.is_tower(f"{stack}."):
             return ""
-        return next(kind for kind, windowed in KINDS.items() if windowed == self.windows[spot.layer])
+        return next(kind for kind, windowed in KINDS.items() if windowed == self.windows[layer])
 
     def _lead(self, stack: str, kind: str) -> int:
         """How many layers share a key."""
@@ -185,7 +179,7 @@ class DistLayout:
         pp, vpp, layers = self.degrees["pp"], self.degrees["vpp"], self.layers
         if pp * vpp > CHUNKS:
             raise UsageError(f"--pp {pp} --vpp {vpp} are {pp * vpp} chunks", code=NO_SPLIT, hint="give smaller degrees")
-        mtp = names.mtp_count(self.names)
+        mtp = names.mtp_count(self.examples)
         wish = self.wanted.wish.pp_split
         if not layers and not wish:
             return from_counts([0] * (pp * vpp), pp, vpp, mtp=mtp)
@@ -204,65 +198,77 @@ class DistLayout:
                     hint=f"they follow from the module's other tensors, or from the arguments {rule.lacks}",
                 )
 
+    def _showing(self) -> dict[str, Shape]:
+        """The shapes that can show sections and norms: of all but experts, and one of these of each class."""
+        few = (each for each in self.classes if each.spot.expert is not None)
+        lone = (each for each in self.classes if each.spot.expert is None)
+        tensors = self.wanted.tensors
+        shown = {tensors[m.number].key.name: each.shape for each in lone for m in each.members}
+        return shown | {each.name: each.shape for each in few}
+
     def _uniform(self, stack: str) -> bool:
         """Have all layers of a stack the same tensors of the same shapes in every state?"""
-        seen: dict[tuple[str, str, str, int | None], dict[int, tuple[Any, ...]]] = {}
-        for _, tensor in self.tensors:
-            spot = self.spots[tensor.key.name]
-            if spot.layer is not None and spot.stack == stack:
-                apart = self._kind(spot) if of_kind(spot.template, "x") != spot.template else ""
-                kind = (tensor.key.state, spot.template, apart, spot.expert)
-                seen.setdefault(kind, {})[spot.layer] = (tensor.shape, tensor.dtype)
-        many = {kind: self._lead(stack, kind[2]) for kind in seen}
-        return all(len(each) == many[kind] and len(set(each.values())) == 1 for kind, each in seen.items())
+        seen: dict[tuple[str, str, str], Counter[int | None]] = {}  # how many layers have the tensor, by expert
+        for each in self.classes:
+            if each.spot.layer is None or each.spot.stack != stack:
+                continue
+            by_kind: dict[str, list[int | None]] = {}
+            apart = of_kind(each.spot.template, "x") != each.spot.template and self.apart
+            for _, layer, expert in each.members:
+                by_kind.setdefault(self._kind(stack, layer) if apart else "", []).append(expert)
+            for kind, experts in by_kind.items():
+                known = seen.setdefault((each.state, each.spot.template, kind), Counter())
+                if not known.keys().isdisjoint(experts):  # of another shape or dtype in other layers
+                    return False
+                known.update(experts)
+        return all(
+            n == many
+            for (_, _, kind), counts in seen.items()
+            for many in (self._lead(stack, kind),)
+            for n in counts.values()
+        )
 
-    def _grids(self) -> dict[tuple[str, str], bool]:
-        """Whether the experts under a template fill their grid, by (state, key with its layer)."""
-        seen: dict[tuple[str, str], dict[int, tuple[Any, ...]]] = {}
-        for _, tensor in self.tensors:
-            spot = self.spots[tensor.key.name]
-            if spot.expert is not None:
-                key = (tensor.key.state, self._with_layer(spot))
-                seen.setdefault(key, {})[spot.expert] = (tensor.shape, tensor.dtype)
+    def _grids(self) -> dict[tuple[str, str, int | None], bool]:
+        """Whether the experts under a template fill their grid, by state, template and what `_apart` says of layers."""
+        seen: dict[tuple[str, str, int | None], list[set[int]]] = {}  # the experts of each class
+        for each in self.classes:
+            if each.spot.expert is None:
+                continue
+            own: dict[int | None, set[int]] = {}
+            for _, layer, expert in each.members:
+                own.setdefault(self._apart(each.spot.stack, layer), set()).add(expert or 0)
+            for layer, experts in own.items():
+                seen.setdefault((each.state, each.spot.template, layer), []).append(experts)
         return {
-            key: not self.singletons and len(each) == self.experts and len(set(each.values())) == 1
-            for key, each in seen.items()
+            key: not self.singletons and len(found) == 1 and len(found[0]) == self.experts
+            for key, found in seen.items()
         }
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 
-    def _with_layer(self, spot: _Spot) -> str:
-        if spot.layer is None or spot.stack in self.stacked:
-            return spot.template
-        return f"{spot.stack}.{spot.layer}.{spot.template[len(spot.stack) + 1 :]}"
+    def _apart(self, stack: str, layer: int | None) -> int | None:
+        """The layer, where its tensors have keys of their own."""
+        return None if stack in self.stacked else layer
 
-    def _key(self, tensor: WantedTensor) -> tuple[DistKey, tuple[int, ...]]:
-        """(key, position) of a tensor. Raises UsageError (E2001) for a name that would not be read back."""
-        name, state = tensor.key.name, tensor.key.state
-        spot = self.spots[name]
-        key, at, kind = self._with_layer(spot), [], self._kind(spot)
-        layers, experts = spot.stack in self.stacked, False
-        if layers and spot.layer is not None:
-            at.append(spot.layer)
-        if spot.expert is not None:
-            experts = self.grids[state, key]
-            if experts:
-                at.append(spot.expert)
-            else:
-                key = key.replace(".experts.experts.", f".experts.experts.{spot.expert}.", 1)
+    def _placed(self, spot: Spot, *, grid: bool) -> str:
+        """The template with the numbers that stand in a key: of layers that are not stacked, of experts in no grid."""
+        return spot.placed(layer=spot.stack not in self.stacked, expert=not grid)
+
+    def _key(self, number: int, spot: Spot) -> DistKey | None:
+        """The key of a tensor; None where it would be read back under another name."""
+        tensor = self.wanted.tensors[number]
+        (name, state), kind = tensor.key, self._kind(spot.stack, spot.layer)
+        grid = spot.expert is None or self.grids[state, spot.template, self._apart(spot.stack, spot.layer)]
+        layers, key = spot.stack in self.stacked, self._placed(spot, grid=grid)
         made = self._keys.get((state, kind, key))
         if made is None:  # names of one key differ in its positions alone
             part = next(iter(self._sections(tensor)), ("",))[0]
             full = of_kind(stored(spelled(key, name, self.styles, self.names)), kind)
             made = parse(self.fqn(state, of_part(full, part) if part else full))
-            if made != DistKey(state, full, layers, experts, part):
-                self._refuse(tensor)
+            if made != DistKey(state, full, layers, spot.expert is not None and grid, part):
+                return None
             self._keys[state, kind, key] = made
-        if name_of(made, tuple(at)) != name:
-            self._refuse(tensor)
-        if layers and made.kind:
-            at[0] = self.windows[: at[0]].count(KINDS[made.kind])
-        return made._replace(part=""), tuple(at)
+        return made if name_of(made, _at(made, spot.layer, spot.expert)) == name else None
 
     def _refuse(self, tensor: WantedTensor) -> NoReturn:
         raise UsageError(
@@ -281,25 +287,33 @@ class DistLayout:
 
     def object_key(self, name: str) -> tuple[str, tuple[int, ...]]:
         """(key of a model tensor, shape of the positions under it) of what hangs on its module."""
-        spot = self.spots[name]
-        key = self._with_layer(spot)
-        full = of_kind(stored(spelled(key, name, self.styles, self.names)), self._kind(spot))
+        spot = spot_of(name)
+        grid = self.grids.get((MODEL, spot.template, self._apart(spot.stack, spot.layer)), False)
+        key = self._placed(spot, grid=True)
+        full = of_kind(stored(spelled(key, name, self.styles, self.names)), self._kind(spot.stack, spot.layer))
         shape = (self._lead(spot.stack, parse(full).kind),) if spot.stack in self.stacked else ()
         if spot.expert is not None:
-            if self.grids.get((MODEL, key)):
+            if grid:
                 shape = (*shape, self.experts)
             else:
                 full = full.replace(".experts.experts.", f".experts.experts.{spot.expert}.", 1)
         return full, shape or (1,)
 
     def one_of_each_key(self) -> list[str]:
-        """The first name of those that have one `object_key`: stacked layers and experts differ in positions alone."""
-        first: dict[tuple[str, str, object], str] = {}
-        for name in sorted(self.names):
-            spot = self.spots[name]
-            key = self._with_layer(spot)
-            first.setdefault((key, self._kind(spot), not self.grids.get((MODEL, key)) and spot.expert), name)
-        return list(first.values())
+        """The first name of those that have one `object_key`, sorted: stacked layers and experts differ in positions
+        alone."""
+        first: dict[tuple[object, ...], str] = {}
+        for each in self.classes:
+            (template, stack, *_), own = each.spot, dict[tuple[object, ...], list[int]]()
+            for number, layer, expert in each.members:
+                alone = self._apart(stack, layer)
+                grid = self.grids.get((MODEL, template, alone))
+                own.setdefault((alone, self._kind(stack, layer), not grid and expert), []).append(number)
+            for key, numbers in own.items():
+                least = min([self.wanted.tensors[number].key.name for number in numbers])
+                known = first.get((stack, template, *key), least)
+                first[stack, template, *key] = min(known, least)
+        return sorted(first.values())
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
@@ -307,22 +321,64 @@ class DistLayout:
         """Every stored tensor: key -> (shape, shares); a share for each part that is stored under a key of its own.
         Raises UsageError E2001 for a name that can't be kept."""
         found: dict[str, tuple[tuple[int, ...], list[Share]]] = {}
-        for number, tensor in self.tensors:
-            key, at = self._key(tensor)
-            fqn, first = self.fqn(key.state, key.key), self._first_rank(tensor.key.name)
-            for part, shape, cut in self._cut(tensor):
-                own = of_part(fqn, part) if part else fqn
-                row = found.get(own)
-                if row is None:
-                    stack = self.spots[tensor.key.name].stack
-                    lead = (self._lead(stack, key.kind),) if key.layers else ()
-                    row = found[own] = ((*lead, *((self.experts,) if key.experts else ()), *shape), [])
-                row[1].append(Share(number, cut, at, first))
-        return found
+        refused: list[int] = []
+        for each in self.classes:
+            cut = self._cut(each)
+            for members in self._by_key(each):
+                # positions are filled into one text: what the first and the last are called says it of all
+                ends = [
+                    self._key(m.number, each.spot._replace(layer=m.layer, expert=m.expert))
+                    for m in (members[0], members[-1])
+                ]
+                key = ends[0]
+                if key is None or ends[1] != key:
+                    refused.append(members[-1 if key else 0].number)
+                    continue
+                fqn, stack = self.fqn(key.state, key.key), each.spot.stack
+                lead = (self._lead(stack, key.kind),) if key.layers else ()
+                lead = (*lead, self.experts) if key.experts else lead
+                shares = self._shares(members, key, each)
+                for part, shape, items in cut:
+                    _, under = found.setdefault(of_part(fqn, part) if part else fqn, ((*lead, *shape), []))
+                    under += [Share(number, items, at, first) for number, at, first in shares]
+        if refused:
+            self._refuse(self.wanted.tensors[min(refused)])
+        for _, under in found.values():
+            under.sort(key=_NUMBER)
+        return dict(sorted(found.items(), key=lambda row: row[1][1][0].tensor))
 
-    def _cut(self, tensor: WantedTensor) -> list[_Part]:
-        """How a tensor is cut. Decided once for those of one shape in all layers, of all experts."""
-        spot, shape = self.spots[tensor.key.name], tensor.shape
+    def _by_key(self, each: Class) -> Iterable[list[Member]]:
+        """The members that have one key."""
+        template, stack, *_ = each.spot
+        if stack in self.stacked and not self.apart and self.grids.get((each.state, template, None), True):
+            return (each.members,)
+        own: dict[tuple[object, ...], list[Member]] = {}
+        for member in each.members:
+            alone = self._apart(stack, member.layer)
+            grid = self.grids.get((each.state, template, alone))
+            own.setdefault((alone, self._kind(stack, member.layer), not grid and member.expert), []).append(member)
+        return own.values()
+
+    def _shares(self, members: Iterable[Member], key: DistKey, each: Class) -> list[tuple[int, tuple[int, ...], int]]:
+        """(number, position, first of the global ranks that hold it) of tensors of one key."""
+        tp, ep, etp, dp, cp = (self.degrees[dim] for dim in ("tp", "ep", "etp", "dp", "cp"))
+        per, behind = max(self.experts // ep, 1), tp * cp * dp
+        stage, counted = self._stage_of, dict[int | None, int | None]()
+        out = []
+        for number, layer, expert in members:
+            place = (each.spot.stack if layer is not None else each.name, layer)
+            if place not in stage:
+                stage[place] = next(self.job.homes(self.wanted.tensors[number].key.name))[0].pp
+            if layer not in counted:  # among those of its kind
+                among = layer is not None and key.layers and key.kind
+                counted[layer] = self.windows[:layer].count(KINDS[key.kind]) if among else layer
+            first = behind * stage[place] + (0 if expert is None else etp * (expert // per))
+            out.append((number, _at(key, counted[layer], expert), first))
+        return out
+
+    def _cut(self, each: Class) -> list[_Part]:
+        """How tensors are cut. Decided once for those of one shape in all layers, of all experts."""
+        tensor, spot, shape = self.wanted.tensors[each.members[0].number], each.spot, each.shape
         case = (spot.stack, spot.template, spot.expert is None, shape)
         found = self._cuts.get(case)
         if found is None:
@@ -369,15 +425,11 @@ class DistLayout:
             for piece in pieces(rule, shape, rank, degree, apart=True):
                 yield piece.box, rank
 
-    def _first_rank(self, name: str) -> int:
-        """The first of the global ranks that hold the tensor."""
-        tp, ep, etp, dp, cp = (self.degrees[dim] for dim in ("tp", "ep", "etp", "dp", "cp"))
-        spot = self.spots[name]
-        place = name if spot.layer is None else (spot.stack, spot.layer)
-        stage = self._stage_of.get(place)
-        if stage is None:
-            stage = self._stage_of[place] = next(self.job.homes(name))[0].pp
-        return tp * cp * dp * stage + (0 if spot.expert is None else etp * (spot.expert // max(self.experts // ep, 1)))
+
+def _at(key: DistKey, layer: int | None, expert: int | None) -> tuple[int, ...]:
+    """The position under a key."""
+    at = (layer,) if key.layers and layer is not None else ()
+    return (*at, expert) if key.experts and expert is not None else at
 
 
 def _stretched(shape: Shape, rows: Iterable[Stretch]) -> _Part:
@@ -391,15 +443,3 @@ def _stretched(shape: Shape, rows: Iterable[Stretch]) -> _Part:
 
 def _count(numbers: Sequence[int], what: str) -> int:
     return bounded(max(numbers, default=-1) + 1, len(numbers), f"{what} by the tensors' names")
-
-
-def _spot(name: str) -> _Spot:
-    layer = expert = None
-    found = _LAYER.fullmatch(name)
-    stack, template = "", name
-    if found is not None and found[2] == str(int(found[2])):
-        stack, layer, template = found[1], int(found[2]), f"{found[1]}.{found[3]}"
-    inner = _EXPERT.fullmatch(template)
-    if inner is not None and inner[2] == str(int(inner[2])):
-        expert, template = int(inner[2]), f"{inner[1]}.experts.{inner[3]}"
-    return _Spot(template, stack, layer, expert)

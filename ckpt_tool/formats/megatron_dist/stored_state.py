@@ -204,7 +204,7 @@ def _grid(shape: Iterable[int]) -> Iterator[tuple[int, ...]]:
 def _modules(layout: DistLayout) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(key of the extra state, shape) of every linear module, and with Transformer Engine of norms and attention. A
     hybrid model (its last norm is `final_norm`) has one of its output layer, GPTModel takes that out."""
-    for name in layout.names:
+    for name in layout.examples:
         if names.stem(name).startswith("decoder.final_norm."):
             yield f"{names.root_of(name)}output_layer._extra_state", (1,)
     for name in layout.one_of_each_key():
