@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from operator import itemgetter
 
 from ckpt_tool.algebra.element_map import joined
 from ckpt_tool.algebra.piece import PAD, Piece, Side, SideName, aligned, compact, narrow
@@ -40,17 +41,25 @@ def compose(first: Iterable[Piece], second: Iterable[Piece]) -> list[Piece]:
         others = takers[name]
         if len(group) == len(others) == 1 and group[0].ext == others[0].ext and group[0].dst == others[0].src:
             # one and the same place, most often: nothing to look for, and nothing to count
-            out += [each for each in meetings(*group, *others) if each.src.name != PAD or each.dst.name != PAD]
+            ext, src, _, maps = group[0]
+            dst, more = others[0].dst, others[0].maps
+            if src.name != PAD or dst.name != PAD:
+                out.append(Piece(ext, src, dst, joined(maps, more) if maps or more else ()))
             continue
-        near = _Nearby(others, "src") if len(others) > 1 else None
         once = {(piece.ext, piece.src): piece for piece in others}  # a taker that stands twice makes copies
+        near = _Nearby(others, "src") if len(others) > 1 else None
+        rows = _Rows.of(group, near) if near else None
         moved = 0
-        for a in group:
+        for a in group if rows is None else ():
             for b in near.touching(a.span("dst")) if near else others:
                 for piece in meetings(a, b):
                     moved += piece.numel if once[b.ext, b.src] is b else 0
                     if piece.src.name != PAD or piece.dst.name != PAD:
                         out.append(piece)
+        for b, piece in rows.meetings(group, meetings) if rows else ():
+            moved += piece.numel if len(once) == len(others) or once[b.ext, b.src] is b else 0
+            if piece.src.name != PAD or piece.dst.name != PAD:
+                out.append(piece)
         made, taken = (sum(piece.numel for piece in some) for some in (group, once.values()))
         if not made == taken == moved:
             faults.append(f"{name}: {made} elements are made, {taken} are taken, {moved} are both")
@@ -64,14 +73,25 @@ def compose(first: Iterable[Piece], second: Iterable[Piece]) -> list[Piece]:
     return out + [piece for piece in second if piece.src.name == PAD]
 
 
+_SPAN = itemgetter(0, 1, 2)
+
+
 class _Nearby:
     """The pieces of one tensor on one side, sorted by their first element, to be found by range."""
 
     def __init__(self, pieces: Iterable[Piece], side: SideName) -> None:
-        spans = sorted(((piece.span(side), i, piece) for i, piece in enumerate(pieces)), key=lambda row: row[:2])
-        self.pieces = [piece for _, _, piece in spans]
-        self.starts = [span[0] for span, _, _ in spans]
-        self.stops = [span[1] for span, _, _ in spans]
+        reaches: dict[tuple[Sequence[int], Sequence[int]], int] = {}  # layers and experts repeat
+        spans: list[tuple[int, int, int, Piece]] = []
+        for i, piece in enumerate(pieces):
+            at = piece.src if side == "src" else piece.dst
+            reach = reaches.get((piece.ext, at.strides))
+            if reach is None:
+                reach = reaches[piece.ext, at.strides] = piece.span(side)[1] - at.offset
+            spans.append((at.offset, at.offset + reach, i, piece))
+        spans.sort(key=_SPAN)
+        self.pieces = [piece for _, _, _, piece in spans]
+        self.starts = [start for start, _, _, _ in spans]
+        self.stops = [stop for _, stop, _, _ in spans]
         self.furthest = list(accumulate(self.stops, max))  # the largest stop so far
 
     def touching(self, span: tuple[int, int]) -> Iterator[Piece]:
@@ -82,6 +102,51 @@ class _Nearby:
                 return
             if self.stops[i] > start:
                 yield self.pieces[i]
+
+
+class _Rows:
+    """Takers of a tensor that is made row by row, as the experts of a layer in one tensor are: each lies within one
+    row, and what it meets there is what its like meet in theirs, so many rows further.
+
+    starts: row and class of each of `pieces`; those of one class are one, shifted by whole rows."""
+
+    def __init__(self, pieces: Sequence[Piece], step: int) -> None:
+        self.pieces, self.step = pieces, step
+        numbers: dict[object, int] = {}
+        self.starts = []
+        for ext, src, dst, maps in pieces:
+            row, at = divmod(src.offset, step)
+            kind = ext, at, src.strides, dst.strides, maps, dst.name == PAD
+            self.starts.append((row, numbers.setdefault(kind, len(numbers))))
+
+    @staticmethod
+    def of(makers: Sequence[Piece], takers: _Nearby) -> _Rows | None:
+        """None where there are no such rows: where makers have others, or either side crosses them."""
+        step, count = max(zip(makers[0].dst.strides, makers[0].ext, strict=True), default=(0, 0))
+        first = makers[0].dst.offset // step if step else 0
+        if count < 2 or len(takers.pieces) < 2 * len(makers):
+            return None
+        for a in makers:
+            (start, stop), axes = a.span("dst"), sorted(zip(a.dst.strides, a.ext, strict=True))
+            if axes[-1] != (step, count) or start // step != first or stop - (count - 1) * step > (first + 1) * step:
+                return None
+        spans = zip(takers.starts, takers.stops, strict=True)
+        inside = all(first <= start // step == (stop - 1) // step < first + count for start, stop in spans)
+        return _Rows(takers.pieces, step) if inside else None
+
+    def meetings(self, makers: Sequence[Piece], meetings: _Meetings) -> Iterator[tuple[Piece, Piece]]:
+        """(taker, meeting) of all makers and takers, the takers from behind as `_Nearby` finds them."""
+        for a in makers:
+            along = a.src.strides[a.dst.strides.index(self.step)]
+            known: dict[int, tuple[int, int, tuple[Piece, ...]]] = {}
+            for b, (row, kind) in zip(self.pieces[::-1], self.starts[::-1], strict=True):
+                found = known.get(kind)
+                if found is None:
+                    found = known[kind] = row, b.dst.offset, tuple(meetings(a, b))
+                first, at, met = found
+                for ext, src, dst, maps in met:
+                    here = Side(src.name, src.offset + (row - first) * along, src.strides)
+                    yield b, Piece(ext, here, Side(b.dst.name, dst.offset + b.dst.offset - at, dst.strides), maps)
 
 
 def _by_tensor(pieces: Iterable[Piece], side: SideName) -> dict[str, list[Piece]]:

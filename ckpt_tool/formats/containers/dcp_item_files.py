@@ -159,34 +159,38 @@ class ItemFiles:
         self._zips: dict[tuple[DType, tuple[int, ...]], ZipPlan] = {}
         self._laid: list[_Shared | _Whole] = []
         self._unlisted = self._laid
+        self._lots: dict[tuple[int, DType, str, int, int], _Lot] = {}  # which keep their cuts
+        self._alike: dict[tuple[int, DType, int], tuple[tuple[Tail, ...], tuple[_Kind, ...]]] = {}
 
     def tensor(self, fqn: str, path: Path, shape: tuple[int, ...], shares: Iterable[Share], folder: str = "") -> None:
         """A stored tensor of `shape` and its shares, at least one: an item a box, in its rank's file. Raises UsageError
         E0242."""
         given, bands = list(shares), list[Band]()
         dtype = torch_dtype(self.tensors[given[0].tensor])
-        lots = dict[tuple[int, int], _Lot]()  # of this dtype and folder; cuts live as long as `given`
         for tensor, cut, lead, first in given:
-            lot = lots.get((id(cut), first))
+            key = id(cut), dtype, folder, first, len(lead)
+            lot = self._lots.get(key)
             if lot is None:
-                lot = lots[id(cut), first] = self._lot(cut, dtype, folder, first, len(lead))
+                lot = self._lots[key] = self._lot(cut, dtype, folder, first, len(lead))
             at = [file.append(kind.size) for file, kind in zip(lot.files, lot.kinds, strict=True)]
             self._laid.append(_Shared(lot, tensor, at))
             bands.append(Band(lead, lot.tails, lot.paths, at))
         self.entries[fqn] = WrittenTensor(fqn, path, dtype, shape, bands)
 
     def _lot(self, cut: tuple[Item, ...], dtype: DType, folder: str, first: int, leads: int) -> _Lot:
-        one = (1,) * leads
-        shapes = [(*one, *item.shape) for item in cut]
-        found: dict[tuple[object, ...], _Kind] = {}
-        for shape, item in zip(shapes, cut, strict=True):
-            if (shape, item.box.shape) not in found:
-                found[shape, item.box.shape] = _Kind(self._zip(dtype, shape), dtype, shape, item.box)
-        kinds = tuple([found[shape, item.box.shape] for shape, item in zip(shapes, cut, strict=True)])
         files = tuple([self._file(folder, first + item.rank) for item in cut])
-        rows = zip(shapes, cut, kinds, strict=True)
-        tails = tuple([Tail(item.offset, shape, kind.size) for shape, item, kind in rows])
-        return _Lot(tails, tuple([file.path for file in files]), files, kinds, cut)
+        alike = self._alike.get((id(cut), dtype, leads))
+        if alike is None:
+            one, found = (1,) * leads, dict[tuple[object, ...], _Kind]()
+            shapes = [(*one, *item.shape) for item in cut]
+            for shape, item in zip(shapes, cut, strict=True):
+                if (shape, item.box.shape) not in found:
+                    found[shape, item.box.shape] = _Kind(self._zip(dtype, shape), dtype, shape, item.box)
+            kinds = tuple([found[shape, item.box.shape] for shape, item in zip(shapes, cut, strict=True)])
+            rows = zip(shapes, cut, kinds, strict=True)
+            tails = tuple([Tail(item.offset, shape, kind.size) for shape, item, kind in rows])
+            alike = self._alike[id(cut), dtype, leads] = tails, kinds
+        return _Lot(alike[0], tuple([file.path for file in files]), files, alike[1], cut)
 
     def _zip(self, dtype: DType, shape: tuple[int, ...]) -> ZipPlan:
         plan = self._zips.get((dtype, shape))

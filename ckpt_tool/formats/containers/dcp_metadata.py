@@ -440,52 +440,57 @@ def pickled(
     memo = _Memo()
     text, name = memo.text, memo.name
     every = [entry.written() if isinstance(entry, TensorEntry) else entry for entry in entries]
-    out = bytearray(b"\x80\x04" + name(_META, "Metadata") + _NEW + _EMPTY + text("state_dict_metadata") + _EMPTY)
+    out = [b"\x80\x04" + name(_META, "Metadata") + _NEW + _EMPTY + text("state_dict_metadata") + _EMPTY]
     for entry in every:
-        out += text(entry.fqn)
-        out += memo.tensor(entry) if isinstance(entry, WrittenTensor) else name(_META, "BytesStorageMetadata") + _NEW
-    out += b"u" + text("planner_data") + (_EMPTY if nested else b"N")
+        out.append(text(entry.fqn))
+        if isinstance(entry, WrittenTensor):
+            memo.tensor(entry, out)
+        else:
+            out.append(name(_META, "BytesStorageMetadata") + _NEW)
+    out.append(b"u" + text("planner_data") + (_EMPTY if nested else b"N"))
     for entry in every if nested else ():
         steps = (text(step) if isinstance(step, str) else _integer(step) for step in entry.path)
-        out += text(entry.fqn) + b"(" + b"".join(steps) + b"t"
-    out += (b"u" if nested else b"") + text("storage_data") + _EMPTY
+        out.append(text(entry.fqn) + b"(" + b"".join(steps) + b"t")
+    out.append((b"u" if nested else b"") + text("storage_data") + _EMPTY)
     for entry in every:
         if isinstance(entry, ObjectEntry):
-            out += memo.whole(entry, folder)
-            continue
-        out += memo.items(entry, folder)
-    out += b"u" + text("storage_meta") + name(_META, "StorageMeta") + _NEW + _EMPTY
-    for field_ in ("checkpoint_id", "save_id", "load_id"):
-        out += text(field_) + b"N"
-    out += text("modules") + b"]" + _BUILD + text("version") + text(VERSION) + _BUILD + b"."
-    return bytes(out)
+            out.append(memo.whole(entry, folder))
+        else:
+            memo.items(entry, folder, out)
+    out.append(b"u" + text("storage_meta") + name(_META, "StorageMeta") + _NEW + _EMPTY)
+    out += [text(field_) + b"N" for field_ in ("checkpoint_id", "save_id", "load_id")]
+    out.append(text("modules") + b"]" + _BUILD + text("version") + text(VERSION) + _BUILD + b".")
+    return b"".join(out)
 
 
 class _Memo:
-    """The opcodes of texts and names: in full when first met, fetched afterwards."""
+    """The opcodes of texts and names: in full when first met, fetched afterwards. What bands of the same tails have in
+    common is kept as bytes once all of it is fetched."""
 
     def __init__(self) -> None:
         self._fetched: dict[object, bytes] = {}
+        self._ends: dict[tuple[int, int], tuple[bytes, ...]] = {}  # of chunks, by tails and dims
+        self._places: dict[tuple[int, int, int], list[tuple[bytes, bytes]]] = {}  # of rows, by tails, files and dims
+        self._numbers: list[bytes] = []
 
-    def tensor(self, entry: WrittenTensor) -> bytes:
-        out = bytearray(self.name(_META, "TensorStorageMetadata") + _NEW + _EMPTY)
-        out += self.text("properties") + self.name(_META, "TensorProperties") + _NEW + b"("
-        out += self.name("torch", entry.dtype.torch or "") + self.name("torch.serialization", "_get_layout")
-        out += self.text("torch.strided") + b"\x85R\x89" + self.name(_META, "_MEM_FORMAT_ENCODING") + b"K\0\x85R\x89tb"
-        out += self.text("size") + self.size(entry.shape) + self.text("chunks") + b"]("
+    def tensor(self, entry: WrittenTensor, out: list[bytes]) -> None:
+        """A tensor's entry of state_dict_metadata."""
         dims = len(entry.shape)
-        behind: dict[int, tuple[bytes, ...]] = {}  # what follows the lead in each chunk of a band, by its tails
-        for band in entry.bands:
-            tails = band.tails
-            if not behind:  # names and texts that are first met stand in full, and are fetched from here on
-                out += self._chunk() + self._opened(dims) + _codes(band.lead) + self._chunk_end(tails[0], dims)
-            ends = behind.get(id(tails))
+        out += (self.name(_META, "TensorStorageMetadata") + _NEW + _EMPTY, self.text("properties"))
+        out += (self.name(_META, "TensorProperties") + _NEW + b"(", self.name("torch", entry.dtype.torch or ""))
+        out += (self.name("torch.serialization", "_get_layout"), self.text("torch.strided"), b"\x85R\x89")
+        out += (self.name(_META, "_MEM_FORMAT_ENCODING"), b"K\0\x85R\x89tb", self.text("size"), self.size(entry.shape))
+        out.append(self.text("chunks") + b"](")
+        for lead, tails, _, _ in entry.bands:
+            skipped = not self._ends
+            if skipped:  # names and texts that are first met stand in full, and are fetched from here on
+                out.append(self._chunk() + self._opened(dims) + _codes(lead) + self._chunk_end(tails[0], dims))
+            ends = self._ends.get((id(tails), dims))
             if ends is None:
-                ends = (b"", *[self._chunk_end(tail, dims) for tail in tails])
-                front, behind[id(tails)] = self._chunk() + self._opened(dims), ends
-                ends = ends if len(behind) > 1 else (b"", *ends[2:])
-            out += (front + _codes(band.lead)).join(ends)
-        return bytes(out) + b"e" + _BUILD
+                ends = self._ends[id(tails), dims] = (b"", *[self._chunk_end(tail, dims) for tail in tails])
+            front = self._chunk() + self._opened(dims) + _codes(lead)
+            out.append(front.join((b"", *ends[2:]) if skipped else ends))
+        out.append(b"e" + _BUILD)
 
     def _chunk(self) -> bytes:
         return self.name(_META, "ChunkStorageMetadata") + _NEW + _EMPTY + self.text("offsets")
@@ -493,26 +498,25 @@ class _Memo:
     def _chunk_end(self, tail: Tail, dims: int) -> bytes:
         return _codes(tail.offset) + _closed(dims) + self.text("sizes") + self.size(tail.shape) + _BUILD
 
-    def items(self, entry: WrittenTensor, folder: str) -> bytes:
+    def items(self, entry: WrittenTensor, folder: str, out: list[bytes]) -> None:
         """The rows of storage_data of a tensor's pieces."""
-        rows: list[bytes] = []  # no object is made for a piece
-        known: dict[tuple[int, int], list[tuple[bytes, bytes]]] = {}  # what follows the lead, and what the place
-        number, dims = 0, len(entry.shape)
+        dims, number, numbers = len(entry.shape), 0, self._numbers
+        numbers += [_integer(n) for n in range(len(numbers), sum(len(band.at) for band in entry.bands))]
         front, opened = self._index(entry.fqn), self.text("offset") + self._opened(dims)
         for lead, tails, files, at in entry.bands:
-            ends, start = known.get((id(tails), id(files))), opened + _codes(lead)
+            known, start = (id(tails), id(files), dims), opened + _codes(lead)
+            ends = self._places.get(known)
             if ends is None:
                 met = len(self._fetched)
                 ends = [self._place(tail, file[len(folder) :], dims) for tail, file in zip(tails, files, strict=True)]
                 if len(self._fetched) == met:  # else texts stand in full here, which are fetched from now on
-                    known[id(tails), id(files)] = ends
+                    self._places[known] = ends
             for (middle, end), byte in zip(ends, at, strict=True):
-                rows += (front, _integer(number), start, middle, _integer(byte), end)
+                out += (front, numbers[number], start, middle, _integer(byte), end)
                 if not number:  # as above
                     front, opened = self._index(entry.fqn), self.text("offset") + self._opened(dims)
                     start = opened + _codes(lead)
                 number += 1
-        return b"".join(rows)
 
     def _place(self, tail: Tail, file: str, dims: int) -> tuple[bytes, bytes]:
         """What stands in a row between the lead and the byte, and what behind it."""
