@@ -14,8 +14,10 @@ read tensors.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any
 
 from ckpt_tool.conversion.tied_head import TIED
@@ -290,7 +292,8 @@ def torch_dtype(wanted: Wanted) -> str | None:
     """The dtype that most elements of the model have, as torch calls it; None where that is none that a model computes
     in."""
     sizes: dict[str, int] = {}
-    for tensor in wanted.tensors:
-        if tensor.key.state == MODEL and tensor.dtype.is_float:
-            sizes[tensor.dtype.name] = sizes.get(tensor.dtype.name, 0) + tensor.nbytes * 8 // max(tensor.dtype.bits, 1)
+    alike = Counter([(tensor.dtype, tensor.shape) for tensor in wanted.tensors if tensor.key.state == MODEL])
+    for (dtype, shape), count in alike.items():
+        if dtype.is_float:
+            sizes[dtype.name] = sizes.get(dtype.name, 0) + count * (dtype.nbytes(prod(shape)) * 8 // max(dtype.bits, 1))
     return _TORCH.get(max(sizes, key=lambda name: sizes[name])) if sizes else None

@@ -67,9 +67,10 @@ def apply_mapping(rows: Sequence[Stored], mapped: Mapped) -> Applied:
     faults: list[tuple[TensorKey, str]] = []
     for made in mapped.made:
         parts = _parts(made, shapes)
-        for name in dict.fromkeys(piece.src.name for piece in parts):
+        sources = list(dict.fromkeys([piece.src.name for piece in parts]))
+        for name in sources:
             used.setdefault(name, []).append(made.name)
-        for key, found in _states(made, parts, by_name, shapes, faults):
+        for key, found in _states(made, parts, sources, by_name, shapes, faults):
             stored.append(found)
             if not (len(parts) == 1 and parts[0].src.name == made.name and found is by_name[made.name][key.state]):
                 renewed.add(key)
@@ -117,12 +118,12 @@ def _parts(made: Made, shapes: Mapping[str, Shape]) -> list[Piece]:
 def _states(
     made: Made,
     pieces: Sequence[Piece],
+    sources: Sequence[str],
     by_name: Mapping[str, Mapping[str, Stored]],
     shapes: Mapping[str, Shape],
     faults: list[tuple[TensorKey, str]],
 ) -> Iterator[tuple[TensorKey, Stored]]:
-    """Each state of a made tensor that its sources have."""
-    sources = list(dict.fromkeys([piece.src.name for piece in pieces]))
+    """Each state of a made tensor that its `sources` have."""
     if len(sources) == 1 and all(row.tensor.shape == shapes[sources[0]] for row in by_name[sources[0]].values()):
         for state, (source, tensor) in by_name[sources[0]].items():
             key = TensorKey(made.name, state)
@@ -188,13 +189,12 @@ def _made(key: TensorKey, made: Made, pieces: Sequence[Piece], sources: Mapping[
             key=key.name,
             hint="--dialect keep, or dequantise it first",
         )
-    chunks = [
-        chunk
-        for piece in pieces
-        if 0 not in piece.ext
-        for stored in sources[piece.src.name].chunks
-        for chunk in _mapped_chunks(piece, sources[piece.src.name].shape, stored, made.shape)
-    ]
+    chunks: list[Chunk] = []
+    for piece in pieces:
+        if 0 not in piece.ext:
+            source = sources[piece.src.name]
+            for stored in source.chunks:
+                chunks += _mapped_chunks(piece, source.shape, stored, made.shape)
     return LogicalTensor(key, made.shape, tensor.dtype, tuple(chunks))
 
 
@@ -208,11 +208,13 @@ def _is_whole(piece: Piece, tensor: LogicalTensor) -> bool:
     )
 
 
-def _mapped_chunks(piece: Piece, shape: Shape, chunk: Chunk, made: Shape) -> Iterator[Chunk]:
+def _mapped_chunks(piece: Piece, shape: Shape, chunk: Chunk, made: Shape) -> list[Chunk]:
     """What of `piece` lies in a stored chunk of its source, as chunks of the tensor of shape `made`."""
-    ext, src, dst, _ = piece
-    for box, within, offset, strides in _boxes(ext, src[1:], dst[1:], shape, chunk.box, *chunk.region(), made):
-        yield Chunk(box, chunk.array.view(offset, box.shape, strides), within, chunk.replica)
+    (ext, src, dst, _), (own, array, _, replica) = piece, chunk
+    return [
+        Chunk(box, array.view(offset, box.shape, strides), within, replica)
+        for box, within, offset, strides in _boxes(ext, src[1:], dst[1:], shape, own, *chunk.region(), made)
+    ]
 
 
 _Place = tuple[int, Shape]  # a side of a piece without its tensor's name

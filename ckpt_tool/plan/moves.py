@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import compress, repeat
 from math import prod
-from operator import attrgetter, gt, ne, or_
+from operator import attrgetter, ge, gt, ne, or_
 from typing import NamedTuple, overload
 
 from ckpt_tool.core.box import Box, contiguous_strides, whole
@@ -215,21 +215,27 @@ class LaterMoves(Moves):
     def turned(self) -> bool:
         """Does any source lie transposed against its line? Outputs are row-major where moves are made when looked
         at."""
+        falls: dict[tuple[int, ...], bool] = {}  # whose strides can't be transposed, whatever dims have one element
         known = set[tuple[object, ...]]()
         for _, tensor in self._stored:
-            for chunk in tensor.chunks:
-                if chunk.array.strides is None or len(chunk.array.strides) < 2 or not chunk.box.numel:
+            for box, array, within, _ in tensor.chunks:
+                strides = array.strides
+                if strides is None:
                     continue
-                kind = (tensor.shape, chunk.box, chunk.array.strides, chunk.within.shape, tensor.dtype.bits)
-                if kind in known:
+                fall = falls.get(strides)
+                if fall is None:
+                    fall = falls[strides] = all(map(ge, strides, strides[1:]))
+                if fall or not box.numel:
                     continue
-                known.add(kind)
-                if is_transposed(source_region(chunk, tensor.shape, 0)):
-                    return True
+                kind = (tensor.shape, box, strides, within.shape, tensor.dtype.bits)
+                if kind not in known:
+                    known.add(kind)
+                    if is_transposed(source_region(Chunk(box, array, within), tensor.shape, 0)):
+                        return True
         return False
 
-    def _read(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        return [chunk for chunk in chunks if not (self._first and chunk.replica) and chunk.box.numel]
+    def _read(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        return [chunk for chunk in chunks if not chunk.replica] if self._first else chunks
 
     # -- sums ---------------------------------------------------------------------------------------------------------
 
@@ -242,11 +248,13 @@ class LaterMoves(Moves):
     def bytes_read(self) -> int:
         rows = Counter(zip(map(_BITS, self._stored), map(_SHAPE, self._stored), strict=True))
         total = sum(count * _nbytes(bits, shape) for (bits, shape), count in rows.items())
-        for index in self._several:
-            tensor = self._stored[index].tensor
-            total -= _nbytes(tensor.dtype.bits, tensor.shape)
-            total += sum(_nbytes(tensor.dtype.bits, chunk.box.shape) for chunk in self._read(tensor.chunks))
-        return total
+        several = [self._stored[index].tensor for index in self._several]
+        rows.clear()
+        rows.update([(tensor.dtype.bits, tensor.shape) for tensor in several])
+        total -= sum(count * _nbytes(bits, shape) for (bits, shape), count in rows.items())
+        rows.clear()
+        rows.update([(tensor.dtype.bits, chunk.box.shape) for tensor in several for chunk in self._read(tensor.chunks)])
+        return total + sum(count * _nbytes(bits, shape) for (bits, shape), count in rows.items())
 
     @cached_property
     def copies(self) -> int:

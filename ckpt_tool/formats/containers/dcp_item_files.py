@@ -15,10 +15,12 @@ Source: as in `containers.dcp_items`. Cost: 0.5 us a box, 2 us more where it is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from operator import add, sub
 from typing import NamedTuple
 
 from ckpt_tool.core.box import Box
@@ -132,13 +134,26 @@ class _Lot(NamedTuple):
     kinds: tuple[_Kind, ...]
     cut: tuple[Item, ...]
 
+    def begins(self, count: int) -> list[list[int]]:
+        """The bytes where the items begin of so many shares that now lie at the ends of the files. Each share lies as
+        far behind the one before as the second behind the first."""
+        pairs = [*zip(self.files, self.kinds, strict=True)]
+        rows = [[file.append(kind.size) for file, kind in pairs] for _ in range(min(count, 2))]
+        if count > 2:
+            steps = [*map(sub, rows[1], rows[0])]
+            for _ in range(count - 2):
+                rows.append([*map(add, rows[-1], steps)])
+            for (file, kind), base in zip(pairs, rows[-1], strict=True):
+                file.size = base + kind.size
+        return rows
 
-class _Shared(NamedTuple):
-    """A share in the files. at: the byte where each of its items begins."""
+
+class _Run(NamedTuple):
+    """Shares of one lot that follow one another. at: the bytes where the items of each begin."""
 
     lot: _Lot
-    tensor: int
-    at: Sequence[int]
+    tensors: list[int]
+    at: list[list[int]]
 
 
 class _Whole(NamedTuple):
@@ -157,7 +172,7 @@ class ItemFiles:
         self.entries: dict[str, WrittenTensor | ObjectEntry] = {}
         self._files: dict[tuple[str, int], _File] = {}
         self._zips: dict[tuple[DType, tuple[int, ...]], ZipPlan] = {}
-        self._laid: list[_Shared | _Whole] = []
+        self._laid: list[_Run | _Whole] = []
         self._unlisted = self._laid
         self._lots: dict[tuple[int, DType, str, int, int], _Lot] = {}  # which keep their cuts
         self._alike: dict[tuple[int, DType, int], tuple[tuple[Tail, ...], tuple[_Kind, ...]]] = {}
@@ -165,32 +180,46 @@ class ItemFiles:
     def tensor(self, fqn: str, path: Path, shape: tuple[int, ...], shares: Iterable[Share], folder: str = "") -> None:
         """A stored tensor of `shape` and its shares, at least one: an item a box, in its rank's file. Raises UsageError
         E0242."""
-        given, bands = list(shares), list[Band]()
+        given, bands, runs = list(shares), list[Band](), list[_Run]()
         dtype = torch_dtype(self.tensors[given[0].tensor])
+        lots = dict[tuple[int, int], _Lot]()  # of this dtype and folder
+        last = None
         for tensor, cut, lead, first in given:
-            key = id(cut), dtype, folder, first, len(lead)
-            lot = self._lots.get(key)
+            lot = lots.get((id(cut), first))
             if lot is None:
-                lot = self._lots[key] = self._lot(cut, dtype, folder, first, len(lead))
-            at = [file.append(kind.size) for file, kind in zip(lot.files, lot.kinds, strict=True)]
-            self._laid.append(_Shared(lot, tensor, at))
-            bands.append(Band(lead, lot.tails, lot.paths, at))
+                lot = lots[id(cut), first] = self._lot(cut, dtype, folder, first, len(lead))
+            if lot is not last:
+                runs.append(_Run(lot, [], []))
+                last = lot
+            runs[-1].tensors.append(tensor)
+        leads = iter(given)
+        for run in runs:
+            run.at.extend(run.lot.begins(len(run.tensors)))
+            tails, paths = run.lot.tails, run.lot.paths
+            bands += [Band(next(leads).lead, tails, paths, at) for at in run.at]
+        self._laid += runs
         self.entries[fqn] = WrittenTensor(fqn, path, dtype, shape, bands)
 
     def _lot(self, cut: tuple[Item, ...], dtype: DType, folder: str, first: int, leads: int) -> _Lot:
-        files = tuple([self._file(folder, first + item.rank) for item in cut])
-        alike = self._alike.get((id(cut), dtype, leads))
-        if alike is None:
-            one, found = (1,) * leads, dict[tuple[object, ...], _Kind]()
-            shapes = [(*one, *item.shape) for item in cut]
-            for shape, item in zip(shapes, cut, strict=True):
-                if (shape, item.box.shape) not in found:
-                    found[shape, item.box.shape] = _Kind(self._zip(dtype, shape), dtype, shape, item.box)
-            kinds = tuple([found[shape, item.box.shape] for shape, item in zip(shapes, cut, strict=True)])
-            rows = zip(shapes, cut, kinds, strict=True)
-            tails = tuple([Tail(item.offset, shape, kind.size) for shape, item, kind in rows])
-            alike = self._alike[id(cut), dtype, leads] = tails, kinds
-        return _Lot(alike[0], tuple([file.path for file in files]), files, alike[1], cut)
+        known = id(cut), dtype, folder, first, leads
+        lot = self._lots.get(known)
+        if lot is None:
+            alike = self._alike.get((id(cut), dtype, leads))
+            if alike is None:
+                alike = self._alike[id(cut), dtype, leads] = self._kinds(cut, dtype, leads)
+            files = tuple([self._file(folder, first + item.rank) for item in cut])
+            lot = self._lots[known] = _Lot(alike[0], tuple([file.path for file in files]), files, alike[1], cut)
+        return lot
+
+    def _kinds(self, cut: tuple[Item, ...], dtype: DType, leads: int) -> tuple[tuple[Tail, ...], tuple[_Kind, ...]]:
+        one, found = (1,) * leads, dict[tuple[object, ...], _Kind]()
+        shapes = [(*one, *item.shape) for item in cut]
+        for shape, item in zip(shapes, cut, strict=True):
+            if (shape, item.box.shape) not in found:
+                found[shape, item.box.shape] = _Kind(self._zip(dtype, shape), dtype, shape, item.box)
+        kinds = tuple([found[shape, item.box.shape] for shape, item in zip(shapes, cut, strict=True)])
+        rows = zip(shapes, cut, kinds, strict=True)
+        return tuple([Tail(item.offset, shape, kind.size) for shape, item, kind in rows]), kinds
 
     def _zip(self, dtype: DType, shape: tuple[int, ...]) -> ZipPlan:
         plan = self._zips.get((dtype, shape))
@@ -231,9 +260,10 @@ class ItemFiles:
             if isinstance(each, _Whole):
                 each.file.hold(each.at, each.made)
                 continue
-            (_, _, files, kinds, cut), tensor, at = each
-            for item, there, kind, base in zip(cut, files, kinds, at, strict=True):
-                kind.put(there, base, tensor, item.box)
+            (_, _, files, kinds, cut), tensors, rows = each
+            for tensor, at in zip(tensors, rows, strict=True):
+                for item, there, kind, base in zip(cut, files, kinds, at, strict=True):
+                    kind.put(there, base, tensor, item.box)
         return file
 
     def _file(self, folder: str, rank: int) -> _File:
@@ -245,16 +275,17 @@ class ItemFiles:
     def places(self, files: Sequence[TargetFile]) -> ItemPlaces:
         """Where the tensors lie. files: all of the target, the finished ones among them."""
         cuts: dict[int, tuple[tuple[Item, ...], ...]] = {}
-        whole = []
+        whole: dict[int, TargetFile] = {}
         for each in self._laid:
             if isinstance(each, _Whole):
-                whole.append(each.made)
-            else:
-                known = cuts.get(each.tensor)
-                cuts[each.tensor] = (each.lot.cut,) if known is None else (*known, each.lot.cut)
+                whole[id(each.made)] = each.made
+                continue
+            alone = (each.lot.cut,)
+            for tensor in each.tensors:
+                cuts[tensor] = (*cuts[tensor], *alone) if tensor in cuts else alone
         own = {file.path for file in self._files.values()}
         apart: dict[int, tuple[Box, ...]] = {}  # boxes in objects, and in files of other kinds
-        for made in (*whole, *(file for file in files if file.path not in own)):
+        for made in (*whole.values(), *(file for file in files if file.path not in own)):
             for array in made.arrays:
                 apart[array.tensor] = (*apart.get(array.tensor, ()), array.box)
         return ItemPlaces(self.tensors, files, cuts, apart)
@@ -276,15 +307,20 @@ class ItemPlaces:
         numbers: dict[tuple[object, ...], int] = {}
         self._groups: list[int] = []
         self._boxes: list[list[Box]] = []
-        self._members: dict[int, tuple[int, int]] = {}
+        known: dict[tuple[int, int], int] = {}  # by the cuts, which shares of one run have in common, and the shape
         for number, tensor in enumerate(tensors):
             mine, others = cuts.get(number, ()), apart.get(number, ())
-            key = (tensor.shape, others, *map(id, mine))
-            group = numbers.setdefault(key, len(numbers))
-            if group == len(self._boxes):
-                self._boxes.append([*(item.box for cut in mine for item in cut), *others])
+            group = None if others else known.get((id(mine), id(tensor.shape)))
+            if group is None:
+                key = (tensor.shape, others, *map(id, mine))
+                group = numbers.setdefault(key, len(numbers))
+                if group == len(self._boxes):
+                    self._boxes.append([*(item.box for cut in mine for item in cut), *others])
+                if not others:
+                    known[id(mine), id(tensor.shape)] = group
             self._groups.append(group)
-            self._members[group] = (self._members.get(group, (0, number))[0] + 1, number)
+        last = dict(zip(self._groups, range(len(tensors)), strict=True))
+        self._members = {group: (count, last[group]) for group, count in Counter(self._groups).items()}
 
     def group(self, tensor: int) -> int:
         return self._groups[tensor]

@@ -454,7 +454,7 @@ def pickled(
     out.append((b"u" if nested else b"") + text("storage_data") + _EMPTY)
     for entry in every:
         if isinstance(entry, ObjectEntry):
-            out.append(memo.whole(entry, folder))
+            memo.whole(entry, folder, out)
         else:
             memo.items(entry, folder, out)
     out.append(b"u" + text("storage_meta") + name(_META, "StorageMeta") + _NEW + _EMPTY)
@@ -472,6 +472,8 @@ class _Memo:
         self._ends: dict[tuple[int, int], tuple[bytes, ...]] = {}  # of chunks, by tails and dims
         self._places: dict[tuple[int, int, int], list[tuple[bytes, bytes]]] = {}  # of rows, by tails, files and dims
         self._numbers: list[bytes] = []
+        self._leads: dict[tuple[int, ...], bytes] = {}
+        self._objects: dict[tuple[str, int], tuple[bytes, bytes, bytes]] = {}  # of rows, by file and length
 
     def tensor(self, entry: WrittenTensor, out: list[bytes]) -> None:
         """A tensor's entry of state_dict_metadata."""
@@ -481,19 +483,26 @@ class _Memo:
         out += (self.name("torch.serialization", "_get_layout"), self.text("torch.strided"), b"\x85R\x89")
         out += (self.name(_META, "_MEM_FORMAT_ENCODING"), b"K\0\x85R\x89tb", self.text("size"), self.size(entry.shape))
         out.append(self.text("chunks") + b"](")
+        front = self._chunk() + self._opened(dims)
         for lead, tails, _, _ in entry.bands:
             skipped = not self._ends
             if skipped:  # names and texts that are first met stand in full, and are fetched from here on
-                out.append(self._chunk() + self._opened(dims) + _codes(lead) + self._chunk_end(tails[0], dims))
+                out.append(front + _codes(lead) + self._chunk_end(tails[0], dims))
+                front = self._chunk() + self._opened(dims)
             ends = self._ends.get((id(tails), dims))
             if ends is None:
                 ends = self._ends[id(tails), dims] = (b"", *[self._chunk_end(tail, dims) for tail in tails])
-            front = self._chunk() + self._opened(dims) + _codes(lead)
-            out.append(front.join((b"", *ends[2:]) if skipped else ends))
+            out.append((front + self._lead(lead)).join((b"", *ends[2:]) if skipped else ends))
         out.append(b"e" + _BUILD)
 
     def _chunk(self) -> bytes:
         return self.name(_META, "ChunkStorageMetadata") + _NEW + _EMPTY + self.text("offsets")
+
+    def _lead(self, lead: tuple[int, ...]) -> bytes:
+        found = self._leads.get(lead)
+        if found is None:
+            found = self._leads[lead] = _codes(lead)
+        return found
 
     def _chunk_end(self, tail: Tail, dims: int) -> bytes:
         return _codes(tail.offset) + _closed(dims) + self.text("sizes") + self.size(tail.shape) + _BUILD
@@ -504,7 +513,7 @@ class _Memo:
         numbers += [_integer(n) for n in range(len(numbers), sum(len(band.at) for band in entry.bands))]
         front, opened = self._index(entry.fqn), self.text("offset") + self._opened(dims)
         for lead, tails, files, at in entry.bands:
-            known, start = (id(tails), id(files), dims), opened + _codes(lead)
+            known, start = (id(tails), id(files), dims), opened + self._lead(lead)
             ends = self._places.get(known)
             if ends is None:
                 met = len(self._fetched)
@@ -512,10 +521,11 @@ class _Memo:
                 if len(self._fetched) == met:  # else texts stand in full here, which are fetched from now on
                     self._places[known] = ends
             for (middle, end), byte in zip(ends, at, strict=True):
-                out += (front, numbers[number], start, middle, _integer(byte), end)
+                place = b"J" + _I32(byte) if 65536 <= byte < 1 << 31 else _integer(byte)  # most often
+                out += (front, numbers[number], start, middle, place, end)
                 if not number:  # as above
                     front, opened = self._index(entry.fqn), self.text("offset") + self._opened(dims)
-                    start = opened + _codes(lead)
+                    start = opened + self._lead(lead)
                 number += 1
 
     def _place(self, tail: Tail, file: str, dims: int) -> tuple[bytes, bytes]:
@@ -530,11 +540,18 @@ class _Memo:
     def _info(self) -> bytes:
         return _BUILD + self.name(_STORE, "_StorageInfo") + _NEW + _EMPTY + self.text("relative_path")
 
-    def whole(self, at: ObjectEntry, folder: str) -> bytes:
+    def whole(self, at: ObjectEntry, folder: str, out: list[bytes]) -> None:
         """The row of storage_data of an object."""
-        out = self._index(at.fqn) + b"N" + self.text("offset") + b"N"
-        out += self._info() + self.text(at.file[len(folder) :])
-        return out + self.text("offset") + _integer(at.at) + self.text("length") + _integer(at.length) + _BUILD
+        found = self._objects.get((at.file, at.length))
+        if found is None:
+            met, index = len(self._fetched), self.name(_META, "MetadataIndex") + _NEW + _EMPTY + self.text("fqn")
+            middle = self.text("index") + b"N" + self.text("offset") + b"N" + self._info()
+            middle += self.text(at.file[len(folder) :]) + self.text("offset")
+            found = index, middle, self.text("length") + _integer(at.length) + _BUILD
+            if len(self._fetched) == met:
+                self._objects[at.file, at.length] = found
+        index, middle, end = found
+        out += (index, self.text(at.fqn), middle, _integer(at.at), end)
 
     def _once(self, key: object, code: bytes) -> bytes:
         number = len(self._fetched)

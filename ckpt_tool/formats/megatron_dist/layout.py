@@ -304,15 +304,10 @@ class DistLayout:
         alone."""
         first: dict[tuple[object, ...], str] = {}
         for each in self.classes:
-            (template, stack, *_), own = each.spot, dict[tuple[object, ...], list[int]]()
-            for number, layer, expert in each.members:
-                alone = self._apart(stack, layer)
-                grid = self.grids.get((MODEL, template, alone))
-                own.setdefault((alone, self._kind(stack, layer), not grid and expert), []).append(number)
-            for key, numbers in own.items():
-                least = min([self.wanted.tensors[number].key.name for number in numbers])
-                known = first.get((stack, template, *key), least)
-                first[stack, template, *key] = min(known, least)
+            for key, members in self._by_key(each, MODEL):
+                least = min([self.wanted.tensors[member.number].key.name for member in members])
+                known = first.get((each.spot.stack, each.spot.template, *key), least)
+                first[each.spot.stack, each.spot.template, *key] = min(known, least)
         return sorted(first.values())
 
     # -- entries ------------------------------------------------------------------------------------------------------
@@ -324,7 +319,7 @@ class DistLayout:
         refused: list[int] = []
         for each in self.classes:
             cut = self._cut(each)
-            for members in self._by_key(each):
+            for _, members in self._by_key(each, each.state):
                 # positions are filled into one text: what the first and the last are called says it of all
                 ends = [
                     self._key(m.number, each.spot._replace(layer=m.layer, expert=m.expert))
@@ -347,17 +342,18 @@ class DistLayout:
             under.sort(key=_NUMBER)
         return dict(sorted(found.items(), key=lambda row: row[1][1][0].tensor))
 
-    def _by_key(self, each: Class) -> Iterable[list[Member]]:
-        """The members that have one key."""
+    def _by_key(self, each: Class, state: str) -> Iterable[tuple[tuple[object, ...], list[Member]]]:
+        """The members that have one key, with what tells it from the others of the class. state: whose grids count."""
         template, stack, *_ = each.spot
-        if stack in self.stacked and not self.apart and self.grids.get((each.state, template, None), True):
-            return (each.members,)
+        if stack in self.stacked and not self.apart:
+            if each.spot.expert is None or self.grids.get((state, template, None)):
+                return [((None, "", False), each.members)]
         own: dict[tuple[object, ...], list[Member]] = {}
         for member in each.members:
             alone = self._apart(stack, member.layer)
-            grid = self.grids.get((each.state, template, alone))
+            grid = member.expert is None or self.grids.get((state, template, alone))
             own.setdefault((alone, self._kind(stack, member.layer), not grid and member.expert), []).append(member)
-        return own.values()
+        return own.items()
 
     def _shares(self, members: Iterable[Member], key: DistKey, each: Class) -> list[tuple[int, tuple[int, ...], int]]:
         """(number, position, first of the global ranks that hold it) of tensors of one key."""
