@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ckpt_tool.conversion.groups import without_removed
-from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, TensorKey
+from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.beside import UNREAD, optimizer_files
 from ckpt_tool.formats.soundness import check_sound
@@ -44,9 +45,13 @@ def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
     if extras and (not requested(EXTRAS) or unwanted(EXTRAS)):
         dropped.append(extras_left_behind(extras, "not asked for"))
         extras = {}
+    if removed or goes:
+        stays: Iterable[LogicalTensor] = [catalog.tensors[key] for key in kept if key.state not in goes]
+    else:
+        stays = catalog.tensors.values()
     return replace(
         chosen,
-        stored=tuple([Stored(0, catalog.tensors[key]) for key in kept if key.state not in goes]),
+        stored=tuple([Stored(0, tensor) for tensor in stays]),
         extras=without_removed(extras, {key.name for key in removed} - {key.name for key in kept}),
         removed=tuple(catalog.tensors[key] for key in removed),
         dropped=tuple(dropped),

@@ -86,8 +86,11 @@ def part_of(name: str) -> Part | None:
 
 def is_adapter(names: Iterable[str]) -> bool:
     """Are these the tensors of an adapter alone: pairs of A and B, and magnitudes?"""
-    parts = [part_of(name) for name in names]
-    return bool(parts) and None not in parts
+    known = None
+    for known in map(part_of, names):
+        if known is None:  # a model's first tensor says so
+            return False
+    return known is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
