@@ -52,7 +52,6 @@ def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing)
     wanted = replace(wanted, extras=extras)
     chosen = chosen.noted(*lines)
     layout, fallbacks = layout_of(chosen, wanted, fmt, writing)
-    counted = writing.dry_run and not writing.plan_file  # nobody looks at the moves
     if not fmt.holds.replicas:  # what ranks share is stored once
         fallbacks = [{**entry, "extra_bytes": 0} for entry in fallbacks]
     target = with_side_files(fmt.target(wanted, layout), chosen, fmt, wanted, writing)
@@ -63,9 +62,8 @@ def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing)
     def number_of(source: int, path: str) -> int:
         return numbers.setdefault((source, path), len(numbers))
 
-    if not counted and target.places is not None and target.places.listable:
-        target = target._replace(places=None)
-    moves, records, arrays = build_moves(chosen.stored, wanted, target, number_of)
+    counted = writing.dry_run and not writing.plan_file  # nobody looks at the moves
+    moves, records, arrays = build_moves(chosen.stored, wanted, target if counted else _listed(target), number_of)
     for file in target.files:
         if file.copy_of is not None:
             number_of(SIDE if (0, file.copy_of) not in numbers else 0, file.copy_of)
@@ -94,10 +92,13 @@ def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing)
         {},
     )
     plan.report.update(_report(chosen, plan, target, layout, fallbacks, writing))
-    if target.places is not None and target.places.listable:
-        target = target._replace(places=None)
-    tell("rewriting", partial(_drawn, chosen, wanted, target, layout, fmt))
+    tell("rewriting", partial(_drawn, chosen, wanted, _listed(target), layout, fmt))
     return plan, wanted
+
+
+def _listed(target: Target) -> Target:
+    """The target as a run wants it: one whose arrays are listed, where they may be."""
+    return target._replace(places=None) if target.places is not None and target.places.listable else target
 
 
 def _drawn(chosen: Chosen, wanted: Wanted, target: Target, layout: Layout, fmt: Format) -> Rewriting:

@@ -132,7 +132,8 @@ class Places(Protocol):
 
 class Target(NamedTuple):
     """Every file of the output. `single`: the output is one file of this name, not a folder. by_size: files end where
-    `Wanted.shard_size` says. places: given where the files' arrays are `Later`s: the same answers, tensor by tensor."""
+    `Wanted.shard_size` says. places: given where the files' arrays are `Later`s: the same answers, tensor by tensor. A
+    plan that nobody runs is then counted by its groups."""
 
     format: str
     files: tuple[TargetFile, ...]

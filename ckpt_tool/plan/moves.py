@@ -1,8 +1,8 @@
 """One tensor's move, and moves made when looked at: the plan of two million boxes as the rules that give them.
 
 A plan of 184,732 tensors on 2,048 ranks is shown, summed and saved far more often than it is run, and a run needs a
-move at a time. So the moves of a large target are not listed: each is made from its stored tensor and its places when
-asked for, and the sums that a report wants come from groups of tensors that lie alike:
+move at a time. So the moves of a large target, and those of a dry run, are not listed: each is made from its stored
+tensor and its places when asked for, and the sums that a report wants come from groups of tensors that lie alike:
 
     moves.copies    768 experts of stage 7 on rank 11, each from one stored chunk to 8 boxes: 6,144
 

@@ -11,7 +11,7 @@ import pytest
 from conversions import CONVERSIONS, random_sizes, tagged
 from tiling import check_tiling
 
-from ckpt_tool.algebra.compose import compose, meet
+from ckpt_tool.algebra.compose import _Rows, compose, meet
 from ckpt_tool.algebra.element_map import ElementMap, element_map
 from ckpt_tool.algebra.equation import equation
 from ckpt_tool.algebra.piece import PAD, Piece, Side, apply
@@ -237,3 +237,36 @@ def test_paddles_own_engine_changes_the_tp_size_of_fused_tensors_the_same() -> N
     )
     want = np.concatenate([stored["w"][:, column : column + 2] for _, column in OLD_QKV_TP2_TO_TP1], axis=1)
     np.testing.assert_array_equal(apply(pieces, stored, {"w": (8, 16)})["w"], want)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_rows_of_a_tensor_meet_as_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of one tensor, however it is stored and however each is taken: by rows, the pieces are those of each
+    taker alone; and what can't be taken by rows (copies of halves across two experts) is not."""
+    rng = random.Random(seed)
+    sizes = {"e": rng.randint(2, 5), "f": rng.randint(1, 4), "h": rng.randint(1, 3)}
+    made = rng.choice(
+        ["w : e h (f + f) = hub : e (f + f) h", "w : e (f + f) h = hub : e (f + f) h", "w : e f h = hub : e f h"]
+    )
+    halves = "f + f" in made
+    taken = ["hub : e (f + f) h = x.{e}.<gate|up> : f h, f h", "hub : e (f + f) h = x.{e} : h (f + f)"]
+    taken = taken if halves else ["hub : e f h = x.{e} : h f", "hub : e f h = x.{e} : f h"]
+    first, second = equation(made).pieces(sizes), equation(rng.choice(taken)).pieces(sizes)
+    rng.shuffle(second)
+    by_rows = []
+    of = _Rows.of
+    monkeypatch.setattr(_Rows, "of", lambda *given: by_rows.append(of(*given)) or by_rows[-1])
+    together = compose(first, second)
+    monkeypatch.setattr(_Rows, "of", lambda *given: None)
+    assert together == compose(first, second)
+    assert any(by_rows) or len(second) < 2 * len(first)
+    across = [
+        Piece((2, 1), Side("hub", 0, (2, 1)), Side("y", 0, (1, 1))),
+        Piece((2, 1), Side("hub", 1, (2, 1)), Side("z", 0, (1, 1))),
+    ]
+    maker = Piece((2, 2), Side("w", 0, (1, 2)), Side("hub", 0, (2, 1)))
+    monkeypatch.setattr(_Rows, "of", of)
+    assert {(piece.src, piece.dst.name) for piece in compose([maker], across)} == {
+        (Side("w", 0, (1,)), "y"),
+        (Side("w", 2, (1,)), "z"),
+    }

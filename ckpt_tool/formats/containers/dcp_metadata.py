@@ -19,7 +19,7 @@ is the only loss-free inverse of the flattening, its integers are list positions
 each rank writes `__{rank}.metadata` of its own items, which have to be merged: replicated boxes then appear once a
 rank.
 
-Cost: about 20 us a chunk to read, most of it the pickle's, and 1.5 KB while that is read; 3 us a box to write. What it
+Cost: about 20 us a chunk to read, most of it the pickle's, and 1.5 KB while that is read; 1 us a box to write. What it
 does not do: open the `.distcp` files.
 """
 

@@ -17,8 +17,8 @@ The one idea: everything of Megatron's is decided by `megatron_dist.layout` (key
 * Without an iteration the folder is `release`, which Megatron takes for weights without one.
 
 Source: NVIDIA/Megatron-LM core 0.16.1 `dist_checkpointing/serialization.py`, `strategies/torch.py`, training
-`checkpointing.py` (names of folders and pointer file). Cost: 20 us a box. What it does not do: `dp_reshardable`, async
-saves.
+`checkpointing.py` (names of folders and pointer file). Cost: 2 us a box, as much again where a run lists it. What it
+does not do: `dp_reshardable`, async saves.
 """
 
 from __future__ import annotations
