@@ -1,4 +1,4 @@
-"""Files of items: tensors that are cut alike lie as they would one by one, and nothing is listed before a look at it."""
+"""Files of items: tensors that are cut alike lie as they would one by one, and nothing is listed until it is read."""
 
 from __future__ import annotations
 
