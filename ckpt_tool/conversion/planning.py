@@ -25,7 +25,7 @@ from ckpt_tool.plan.schedule import build_moves
 from ckpt_tool.quantised.kept_whole import refuse_cut_blocks
 from ckpt_tool.sources.chosen import Chosen, memory_of_computed, more_than_computed
 from ckpt_tool.sources.select import group_of, removed_rows
-from ckpt_tool.storage.destination import Place
+from ckpt_tool.storage.destination import Place, RemotePlace
 
 if TYPE_CHECKING:
     from ckpt_tool.report.holdings import Rewriting
@@ -62,7 +62,8 @@ def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing)
     def number_of(source: int, path: str) -> int:
         return numbers.setdefault((source, path), len(numbers))
 
-    counted = writing.dry_run and not writing.plan_file  # nobody looks at the moves
+    # nobody looks at the moves: what an upload holds at once hangs on them
+    counted = writing.dry_run and not writing.plan_file and not isinstance(destination, RemotePlace)
     moves, records, arrays = build_moves(chosen.stored, wanted, target if counted else _listed(target), number_of)
     for file in target.files:
         if file.copy_of is not None:
