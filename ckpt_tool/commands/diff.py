@@ -14,7 +14,7 @@ from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Comparison
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.opening import Opened, open_source
-from ckpt_tool.sources.select import state_filter
+from ckpt_tool.sources.select import left_by_word, state_filter
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
 
@@ -33,7 +33,8 @@ def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, 
     |b|.
     """
     on = device_of(wanted.device)
-    left, right = open_source(a, reading).refuse_unsafe(), open_source(b, reading).refuse_unsafe()
+    left_out = left_by_word(wanted.states)
+    left, right = (open_source(path, reading).refuse_unsafe(left_out) for path in (a, b))
     left.catalog.check()
     right.catalog.check()
     names = _names(wanted.map_file) if wanted.map_file else {}

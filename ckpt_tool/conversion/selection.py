@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from ckpt_tool.conversion.groups import without_removed
+from ckpt_tool.core.catalog import Unread
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.beside import UNREAD, optimizer_files
@@ -15,13 +17,13 @@ from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.kept_whole import with_their_parts
 from ckpt_tool.sources.chosen import Chosen, Conversion, extras_left_behind, left_behind
 from ckpt_tool.sources.opening import Opened
-from ckpt_tool.sources.select import group_of, split_keys, state_filter
+from ckpt_tool.sources.select import group_of, left_by_word, split_keys, state_filter
 
 
 def sound(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen`, of a source whose headers make sense. Raises what is wrong with it, UnsafeInput first."""
     opened = chosen.sources[0]
-    opened.refuse_unsafe(job.writing.drop)
+    opened.refuse_unsafe(left_by_word(job.writing.states, job.writing.drop), lambda s: job.fmt.holds.has(group_of(s)))
     opened.catalog.check()
     if not job.reading.lenient:
         check_sound(opened.catalog, opened.format.holds, other_steps(opened.tree, opened.catalog))
@@ -41,6 +43,7 @@ def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
     kept, removed = with_their_parts(catalog, kept, removed, writing)
     goes = {state for state in present if not requested(state) or unwanted(state)}
     dropped = left_behind((catalog.tensors[key] for key in kept if key.state in goes), "not asked for", named=False)
+    dropped += _unread_left(catalog.unread)
     extras = catalog.extras
     if extras and (not requested(EXTRAS) or unwanted(EXTRAS)):
         dropped.append(extras_left_behind(extras, "not asked for"))
@@ -56,6 +59,18 @@ def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
         removed=tuple(catalog.tensors[key] for key in removed),
         dropped=tuple(dropped),
     )
+
+
+def _unread_left(unread: Iterable[Unread]) -> list[dict[str, Any]]:
+    """Entries of the report for tensors that no reader gives: they are here only where they are left behind."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for one in unread:
+        why = f"held by objects of class {one.kind}, never made" if one.kind else str(one.fault)
+        rows.setdefault((one.key.state, why), []).append(one.key.name)
+    return [
+        {"state": state, "tensors": len(names), "bytes": 0, "names": names[:50], "reason": f"not read: {why}"}
+        for (state, why), names in rows.items()
+    ]
 
 
 def refuse_left_optimizer(opened: Opened, job: Conversion) -> None:

@@ -42,6 +42,21 @@ class Note(NamedTuple):
     key: str | None = None
 
 
+class Unread(NamedTuple):
+    """A tensor that is there and that no reader gives: an object of a foreign class holds it, or its parts make no
+    whole.
+
+    shown: its dtype and shape, for people. kind: the full name of the object's class. line: that of `Catalog.unsafe`
+    that says so. fault: what is raised where it is asked for, if nothing asks for code.
+    """
+
+    key: TensorKey
+    shown: str
+    kind: str = ""
+    line: str = ""
+    fault: CkptError | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Catalog:
     """A whole checkpoint as values.
@@ -52,6 +67,8 @@ class Catalog:
     sidefiles: small files beside it (config.json, tokenizer) that a conversion copies as they are.
     unsafe: globals of tier 3 (see `storage.pickles`), as `module.name at FILE, opcode N`; `inspect` shows them,
         every other verb refuses.
+    unread: tensors of the states whose values no reader gives; `inspect` names them, and who leaves their states behind
+        can have the rest. Of what a format does not list here `unsafe` has lines alone.
     hints: what a format wants to remember for writing itself again (key prefixes, item style).
     digests: layout-free digests that the source recorded for its tensors.
     indexes: files that say which box lies in which file, where the format has them: what they leave out is in no file.
@@ -68,6 +85,7 @@ class Catalog:
     hints: Hints = Hints()
     digests: Mapping[TensorKey, str] = field(default_factory=dict)
     indexes: tuple[str, ...] = ()
+    unread: tuple[Unread, ...] = ()
 
     def rows(self) -> Iterator[Row]:
         """Every tensor as a row, without touching chunks where the table allows it."""

@@ -14,6 +14,7 @@ from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DTYPES, DType, from_name
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, Path, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UsageError
+from ckpt_tool.formats.state_dict.coded import part_of
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.kept_whole import found_in
@@ -40,7 +41,9 @@ def dequantized(chosen: Chosen, job: Conversion) -> Chosen:
         if any("@" in row.tensor.key.state for row in chosen.stored):
             from ckpt_tool.quantised.coded import refuse_codes
 
-            refuse_codes([row.tensor for row in chosen.stored])
+            if writing.states or job.fmt.holds.has("optimizer"):
+                refuse_codes([row.tensor for row in chosen.stored])
+            chosen = _without_codes(chosen, f"{job.fmt.name} has no place for them")
         return chosen
     refuse_saved_plan(writing, OPTION)
     from ckpt_tool.quantised.coded import coded_states
@@ -72,6 +75,13 @@ def dequantized(chosen: Chosen, job: Conversion) -> Chosen:
         )
         out = replace(out, stored=tuple(_where_codes_hung(row, torchao.paths) for row in out.stored))
     return out
+
+
+def _without_codes(chosen: Chosen, reason: str) -> Chosen:
+    """`chosen` less the states that torchao keeps as codes, which the report names."""
+    gone = [row.tensor for row in chosen.stored if part_of(row.tensor.key.state)]
+    kept = tuple(row for row in chosen.stored if not part_of(row.tensor.key.state))
+    return replace(chosen, stored=kept, dropped=(*chosen.dropped, *left_behind(gone, reason, named=False)))
 
 
 def _where_codes_hung(row: Stored, paths: Mapping[TensorKey, Path]) -> Stored:

@@ -12,14 +12,14 @@ Of a Hugging Face cache folder (`models--ORG--NAME`) one of the snapshots is tak
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.catalog import Catalog, Note, Unread
 from ckpt_tool.core.collector import gc_paused
-from ckpt_tool.core.tensor import EXTRAS
+from ckpt_tool.core.tensor import EXTRAS, MODEL
 from ckpt_tool.core.witness import tell
 from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import checksums, registry
@@ -29,7 +29,7 @@ from ckpt_tool.formats.peft.lone import is_adapter, note_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.config import read_config
 from ckpt_tool.sources.steps import POINTERS, pointed, steps_in
-from ckpt_tool.storage.pickle_globals import users_own
+from ckpt_tool.storage.pickle_globals import class_of, users_own
 from ckpt_tool.storage.source import Tree, safe_relative
 
 if TYPE_CHECKING:
@@ -39,6 +39,16 @@ FOLLOW = "--follow-symlinks follows links that leave it, where you trust them"
 LINKS = 20  # that are named one by one
 ROLES = ("actor", "critic", "reward")  # models of a step, each with a checkpoint of its own
 NAME_LIMIT = 4096  # characters; those of real checkpoints have some hundred
+
+
+def _none(state: str) -> bool:
+    """Of no state."""
+    return False
+
+
+def _all(state: str) -> bool:
+    """Of every state."""
+    return True
 
 
 class Opened(NamedTuple):
@@ -55,19 +65,36 @@ class Opened(NamedTuple):
     def path(self) -> str:
         return self.tree.shown
 
-    def refuse_unsafe(self, dropped: Collection[str] = ()) -> Opened:
-        """Itself, unless its pickles name code that only an unpickler would run: then UnsafeInput E0420. dropped: what
-        `--drop` names: without the extras, objects of the job's own classes are no hindrance."""
-        unsafe = self.catalog.unsafe
-        if EXTRAS in dropped:
-            unsafe = tuple(line for line in unsafe if not users_own(line))
+    def refuse_unsafe(self, leaves: Callable[[str], bool] = _none, held: Callable[[str], bool] = _all) -> Opened:
+        """Itself, unless its pickles name code that only an unpickler would run: then UnsafeInput E0420, or what keeps
+        tensors from being read.
+
+        Args:
+            leaves: is a state left behind by the owner's word (`sources.select.left_by_word`)? Without the extras,
+                objects of the job's own classes are no hindrance, as long as no tensor asked for hangs on one.
+            held: has the target a place for a state? Tensors that ask for no code are left behind where it has none.
+        """
+        unread = [one for one in self.catalog.unread if not leaves(one.key.state)]
+        wanted, lines = {one.kind for one in unread}, {one.line for one in unread}
+        gone = {one.line for one in self.catalog.unread if one.line} - lines
+        own = leaves(EXTRAS)
+        unsafe = [
+            line
+            for line in self.catalog.unsafe
+            if line not in gone and not (own and users_own(line) and class_of(line) not in wanted)
+        ]
         if unsafe:
-            raise _asks_for_code(self.path, unsafe)
+            raise _asks_for_code(self.path, unsafe, [one for one in self.catalog.unread if one.line])
+        faults = [one.fault for one in unread if one.fault is not None and held(one.key.state)]
+        if faults:
+            fault = faults[0]
+            fault.faults = (f"so {len(faults) - 1} more tensors, which ckpt inspect names",) if faults[1:] else ()
+            raise fault
         return self
 
     def own_objects(self) -> list[str]:
         """Lines for the report on objects of the job's own classes, where they are left behind."""
-        own = list(filter(users_own, self.catalog.unsafe))
+        own = _once_a_class(filter(users_own, self.catalog.unsafe))
         shown = ", ".join(own[:5]) + (f" and {len(own) - 5} more" if len(own) > 5 else "")
         return [f"objects of the job's own classes are left behind, and were never made: {shown}"] if own else []
 
@@ -152,20 +179,29 @@ def _refuse_code(tree: Tree, reading: Reading, fault: InputError) -> None:
         raise _asks_for_code(tree.display(), unsafe[:100]) from fault
 
 
-def _asks_for_code(path: str, unsafe: Sequence[str]) -> UnsafeInput:
-    """The error (E0420) for pickles that name code."""
+def _asks_for_code(path: str, unsafe: Sequence[str], unread: Sequence[Unread] = ()) -> UnsafeInput:
+    """The error (E0420) for pickles that name code. unread: the tensors that objects hold."""
+    shown = _once_a_class(unsafe)
+    lines = {one.line for one in unread}
+    hint = "nothing was run; look with ckpt inspect --security, and get the file from someone you trust"
+    if all(users_own(line) or line in lines for line in unsafe):
+        if not unread:
+            hint += "; classes of your own code: --drop extras leaves their objects behind"
+        elif not any(one.key.state == MODEL for one in unread):
+            hint += "; --state model leaves behind the tensors that objects hold"
     return UnsafeInput(
-        f"the checkpoint asks for code: {unsafe[0]}",
-        code="E0420",
-        path=path,
-        faults=unsafe[1:],
-        hint="nothing was run; look with ckpt inspect --security, and get the file from someone you trust"
-        + (
-            "; classes of your own code: --drop extras leaves their objects behind"
-            if all(map(users_own, unsafe))
-            else ""
-        ),
+        f"the checkpoint asks for code: {shown[0]}", code="E0420", path=path, faults=shown[1:], hint=hint
     )
+
+
+def _once_a_class(lines: Iterable[str]) -> list[str]:
+    """The lines, of many that name one class the first."""
+    places: dict[str, list[str]] = {}
+    for line in lines:
+        places.setdefault(class_of(line).partition(" (")[0], []).append(line)
+    return [
+        first[0] if len(first) == 1 else f"{first[0]}, and {len(first) - 1} more places" for first in places.values()
+    ]
 
 
 def no_tensors(tree: Tree, name: str) -> InputError:

@@ -40,6 +40,18 @@ def state_filter(requested: Sequence[str], present: Iterable[str]) -> Callable[[
     return lambda state: state in wanted or group_of(state) in wanted
 
 
+def left_by_word(requested: Sequence[str], dropped: Sequence[str] = ()) -> Callable[[str], bool]:
+    """Is a state left behind because `--state` asks for others, or `--drop` names it? What a format has no place for is
+    not: that is nobody's word."""
+    taken, gone = frozenset(requested or ("all",)), frozenset(dropped)
+
+    def left(state: str) -> bool:
+        names = {state, group_of(state), "all"}
+        return not names & taken or bool(names & gone)
+
+    return left
+
+
 def split_keys(
     keys: Iterable[TensorKey], *, remove: Sequence[str], keep: Sequence[str], model_only: bool = False
 ) -> tuple[list[TensorKey], list[TensorKey]]:

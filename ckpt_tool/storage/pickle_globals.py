@@ -502,6 +502,15 @@ def function_like(name: str) -> bool:
     return not last[:1].isupper()
 
 
+def class_of(line: str) -> str:
+    """What a line of `Catalog.unsafe` names, less where it stands.
+
+    >>> class_of("__main__.Config at a.pt, opcode 4")
+    '__main__.Config'
+    """
+    return line.partition(" at ")[0]
+
+
 def users_own(line: str) -> bool:
     """Is a line of `Catalog.unsafe` of a class that no library here is known to have: a dataclass or enum of the job's
     own code? Such an object may be left behind by its owner's word; a function, or anything of Python's own, may not.
@@ -509,7 +518,7 @@ def users_own(line: str) -> bool:
     >>> users_own("__main__.Config at a.pt, opcode 4"), users_own("os.PathLike at a.pt, opcode 4")
     (True, False)
     """
-    full, at, _ = line.partition(" at ")
+    full, at = class_of(line), " at " in line
     module = full.rpartition(".")[0]
     root = module.partition(".")[0]
     plain = all(part.isidentifier() for part in full.split("."))

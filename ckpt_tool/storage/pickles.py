@@ -199,16 +199,14 @@ def refuse_weight_bearing(value: Any, path: str, *, member: str | None = None, b
     if not found:
         return
     names = list(dict.fromkeys(item.name for item in found))
-    foreign = [
-        name for name in names if name not in UNSUPPORTED_TENSORS and not name.startswith("torch._utils._rebuild")
-    ]
-    if foreign:
+    strange = list(filter(_foreign, names))
+    if strange:
         raise UnsafeInput(
-            f"a tensor hangs on an object of class {shown(foreign[0])}: reading it would need that class's code",
+            held_by(strange[0]),
             code="E0421",
             path=path,
             place=member,
-            faults=map(shown, foreign[1:]),
+            faults=map(shown, strange[1:]),
             hint="save plain tensors (state_dict()) with the software that made the file",
         )
     what = UNSUPPORTED_TENSORS.get(names[0], "a tensor of a quantised, complex32 or lazily conjugated kind")
@@ -219,6 +217,20 @@ def refuse_weight_bearing(value: Any, path: str, *, member: str | None = None, b
         place=member,
         hint="convert it to a dense tensor (to_dense, dequantize, resolve_conj)",
     )
+
+
+def foreign(value: Any) -> bool:
+    """Is it an object that holds a tensor, of a class that we do not know?"""
+    return type(value) is Opaque and _foreign(value.name) and _holds_tensor(value)
+
+
+def _foreign(name: str) -> bool:
+    return name not in UNSUPPORTED_TENSORS and not name.startswith("torch._utils._rebuild")
+
+
+def held_by(name: str) -> str:
+    """What is said of a tensor that an object of class `name` holds."""
+    return f"a tensor hangs on an object of class {shown(name)}: reading it would need that class's code"
 
 
 # -- execution --------------------------------------------------------------------------------------------------------

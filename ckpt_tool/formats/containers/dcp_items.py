@@ -142,8 +142,9 @@ class Items:
     """Reads items of one checkpoint. unsafe, globals: of the pickles met so far.
 
     coded: parts of states that are kept as codes (`storage.coded_states`), by fqn and number of the piece. odd: what
-    else is no plain tensor, and why it can't be read; by fqn. Both are empty unless `every` is asked for: without it
-    such items are refused. `arrays` gives the codes of the first, and nothing of the second.
+    else is no plain tensor, as (class of the object that holds it, why it can't be read); by fqn. Both are empty unless
+    `every` is asked for: without it such items are refused. `arrays` gives the codes of the first, and nothing of the
+    second.
     """
 
     def __init__(self, tree: Tree, *, every: bool = False) -> None:
@@ -151,7 +152,7 @@ class Items:
         self.tree = cast(Tree, self._window)
         self._every = every
         self.coded: dict[str, dict[int, dict[str, StoredArray]]] = {}
-        self.odd: dict[str, str] = {}
+        self.odd: dict[str, tuple[str, str]] = {}
         self.unsafe: list[str] = []
         self.globals: dict[str, None] = {}
         self._known: dict[bytes, Pickled] = {}
@@ -185,11 +186,14 @@ class Items:
         read = self._in_safetensors if self._safetensors(file) else self._in_zip
         for _, fqn, number, tensor in items:
             try:
-                found[fqn][number] = read(tensor, number)
+                array = read(tensor, number)
             except UnsafeInput as e:
                 if not self._every or e.code not in _OBJECTS:
                     raise
-                self.odd.setdefault(fqn, f"{e.message} (item {fqn} of {e.path})")
+                self.odd.setdefault(fqn, ("", f"{e.message} (item {fqn} of {e.path})"))
+                continue
+            if array is not None:
+                found[fqn][number] = array
 
     def objects(self, entries: Sequence[ObjectEntry]) -> list[ReadObject]:
         """The object items, in the order in which they lie. Raises as `arrays`."""
@@ -223,7 +227,7 @@ class Items:
             self.unsafe += [f"{use} at {shown}, item {fqn}, opcode {use.position}" for use in pickled.unsafe]
         return zip_, pickled
 
-    def _in_zip(self, tensor: TensorEntry, number: int) -> StoredArray:
+    def _in_zip(self, tensor: TensorEntry, number: int) -> StoredArray | None:
         piece = tensor.pieces[number]
         kind = (tensor.dtype.name, piece.shape, piece.length)
         twin = self._twins.get(kind)
@@ -242,6 +246,10 @@ class Items:
             self.coded.setdefault(tensor.fqn, {})[number] = arrays
             return arrays[CODES]
         if not isinstance(ref, TensorRef):
+            if self._every and pickles.foreign(ref):
+                line = f"{pickles.held_by(ref.name)} (item {tensor.fqn} of {self.tree.display(piece.file)})"
+                self.odd.setdefault(tensor.fqn, (ref.name, line))
+                return None
             pickles.refuse_unsafe(pickled, self.tree.display(piece.file))
             pickles.refuse_weight_bearing(ref, self.tree.display(piece.file))
             raise self._mismatch(tensor, piece, f"the item holds {type(ref).__name__}, want a plain tensor")

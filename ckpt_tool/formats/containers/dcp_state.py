@@ -19,12 +19,12 @@ from ckpt_tool.core.catalog import Note, mark_replicas
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.faults import both, for_each
 from ckpt_tool.core.tensor import LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
-from ckpt_tool.errors import InputError, UnsafeInput
+from ckpt_tool.errors import InputError
 from ckpt_tool.formats.containers.dcp_items import DATA, Items, ReadObject
 from ckpt_tool.formats.containers.dcp_metadata import Listing, TensorEntry
 from ckpt_tool.formats.state_dict.coded import coded_note, joined
 from ckpt_tool.formats.state_dict.tree import SLOT, dotted, part, part_path
-from ckpt_tool.storage import pickles
+from ckpt_tool.formats.state_dict.unread import Hidden, hidden_in
 from ckpt_tool.storage.pickle_values import WrapperRef
 from ckpt_tool.storage.source import Tree
 
@@ -35,7 +35,8 @@ class State:
     """What the listings of one checkpoint hold.
 
     tensors: with the path of each, their keys empty. extras: the plain values. items, unsafe: of the pickles met.
-    coded: where states hang that are kept as codes; their parts are among the tensors. odd: tensors that can't be read.
+    coded: where states hang that are kept as codes; their parts are among the tensors. hidden: tensors that can't be
+    read; those that ask for code have lines in `unsafe` too.
     """
 
     def __init__(self, tree: Tree, listings: Sequence[Listing]) -> None:
@@ -44,20 +45,17 @@ class State:
         self.items = Items(tree, every=True)
         self.unsafe: list[str] = []
         self.coded: list[str] = []
-        self.odd: list[str] = []
+        self.hidden: list[Hidden] = []
         self.tensors: list[LogicalTensor] = []
         self.extras = Nested()
         for listing, (arrays, objects) in zip(listings, for_each(listings, self._items, file=id), strict=True):
             for fqn, entry in listing.tensors.items():
                 if fqn in self.items.odd:
-                    self.odd.append(f"{fqn} ({entry.dtype.name} {list(entry.shape)})")
-                    self.unsafe.append(self.items.odd[fqn])
+                    kind, line = self.items.odd[fqn]
+                    self.hidden += [Hidden(entry.path, entry.shape, entry.dtype.name, kind, line)]
+                    self.unsafe.append(line)
                 elif fqn in self.items.coded:
-                    boxes = [Box(piece.offset, piece.shape) for piece in entry.pieces]
-                    parts = [self.items.coded[fqn].get(number, {}) for number in range(len(boxes))]
-                    for name, tensor in joined(list(zip(boxes, parts, strict=True)), entry.shape, fqn).items():
-                        self._add(part_path(entry.path, name), tensor)
-                    self.coded.append(dotted(entry.path))
+                    self._coded(fqn, entry)
                 else:
                     self._add(entry.path, _logical(entry, arrays.get(fqn, [])))
             for fqn in listing.objects:
@@ -71,6 +69,20 @@ class State:
             lambda: {read.entry.fqn: read for read in items.objects(objects)},
         )
 
+    def _coded(self, fqn: str, entry: TensorEntry) -> None:
+        """A state that is kept as codes: its parts, where its pieces make a whole."""
+        boxes = [Box(piece.offset, piece.shape) for piece in entry.pieces]
+        parts = [self.items.coded[fqn].get(number, {}) for number in range(len(boxes))]
+        try:
+            made = joined(list(zip(boxes, parts, strict=True)), entry.shape, fqn)
+        except InputError as fault:
+            fault.path = fault.path or self.tree.display(entry.pieces[0].file)
+            self.hidden.append(Hidden(entry.path, entry.shape, entry.dtype.name, fault=fault))
+            return
+        for name, tensor in made.items():
+            self._add(part_path(entry.path, name), tensor)
+        self.coded.append(dotted(entry.path))
+
     def _add(self, path: Path, tensor: LogicalTensor) -> None:
         self.tensors.append(LogicalTensor(TensorKey(""), tensor.shape, tensor.dtype, tensor.chunks, path))
         self.extras.slot(path)
@@ -79,11 +91,10 @@ class State:
         """An object item: plain values into the extras; tensors inside it are tensors like others."""
         entry, value = read.entry, read.value
         shown = self.tree.display(entry.file)
-        try:
-            pickles.refuse_weight_bearing(value, shown, but_coded=True)
-        except UnsafeInput as e:
-            self.unsafe.append(f"{e.message} (item {entry.fqn} of {shown})")
         parted = part(value, entry.path)
+        lines, hidden = hidden_in(value, parted, shown, f"item {entry.fqn} of {shown}")
+        self.unsafe += lines
+        self.hidden += hidden
         self.unsafe += [f"{line} (item {entry.fqn} of {shown})" for line in parted.hanging]
         for path, ref in parted.leaves:
             if isinstance(ref, WrapperRef):
@@ -110,12 +121,9 @@ class State:
         return tuple(dict.fromkeys(lines))
 
     def notes(self) -> Iterator[Note]:
-        """Tensors that are kept as codes or can't be read, files that belong to nothing, objects of several ranks."""
+        """Tensors that are kept as codes, files that belong to nothing, objects of several ranks."""
         if self.coded:
             yield coded_note(self.coded)
-        if self.odd:
-            shown = ", ".join(self.odd[:10]) + (f" and {len(self.odd) - 10} more" if len(self.odd) > 10 else "")
-            yield Note("N-odd-tensors", f"{len(self.odd)} tensors hang on objects and are not read: {shown}")
         used, folders = set(self.files), [listing.folder for listing in self.listings]
         stray = [
             path

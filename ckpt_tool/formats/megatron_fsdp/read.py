@@ -13,6 +13,7 @@ from typing import Any
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.faults import together
 from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import EXTRAS, MODEL, Chunk, LogicalTensor, TensorKey, first_rows
@@ -76,6 +77,9 @@ class _Reading:
         self.listing = listing
         self.options = options
         self.state = State(tree, [listing])
+        faults = [one.fault for one in self.state.hidden if one.fault is not None]
+        if faults:
+            raise together(faults)
         self.found: dict[TensorKey, Gathered] = {}
         self.keys: list[FsdpKey] = []
         self.others: list[LogicalTensor] = []

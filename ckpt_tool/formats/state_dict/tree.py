@@ -38,13 +38,15 @@ class Parted:
     """A state taken apart.
 
     leaves: (path, TensorRef or WrapperRef), in the order in which they were met. extras: what is left.
-    hanging: a line for every set or record that holds a tensor. ordered: (path, attributes) of every OrderedDict that
+    hanging: a line for every set or record that holds a tensor. held: (path, object of a foreign class that holds one),
+    which stays among the extras. ordered: (path, attributes) of every OrderedDict that
     carried attributes of its own (`_metadata` of a torch module's state dict).
     """
 
     leaves: list[tuple[Path, Any]] = field(default_factory=list)
     extras: Any = None
     hanging: list[str] = field(default_factory=list)
+    held: list[tuple[Path, Opaque]] = field(default_factory=list)
     ordered: list[tuple[Path, Any]] = field(default_factory=list)
     visits: int = 0
 
@@ -92,6 +94,8 @@ def _part(value: Any, path: Path, out: Parted) -> Any:
     if isinstance(value, Record | set | frozenset) and holds_tensor(value):
         name = getattr(value, "name", type(value).__name__)
         out.hanging.append(f"a tensor hangs on a {name}, which is not understood, at {dotted(path)}")
+    elif type(value) is Opaque and holds_tensor(value):
+        out.held.append((path, value))
     return as_extras(value)
 
 

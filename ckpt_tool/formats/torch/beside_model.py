@@ -24,6 +24,9 @@ from ckpt_tool.formats.beside import SCHEDULER, UNREAD, lost_optimizer, optimize
 from ckpt_tool.formats.state_dict.optimizer_ids import numbers_of, shape_of
 from ckpt_tool.formats.state_dict.parameter_order import class_order, tree_order
 from ckpt_tool.formats.state_dict.paths import UNNAMED, Leaf, name_leaves
+from ckpt_tool.formats.state_dict.tree import dotted
+from ckpt_tool.formats.state_dict.unread import named as unread_of
+from ckpt_tool.formats.state_dict.unread import notes_of
 from ckpt_tool.formats.torch.content import TorchContent, read_content
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
@@ -49,7 +52,10 @@ def with_optimizer(tree: Tree, catalog: Catalog, *, in_order: bool) -> Catalog:
     try:
         content = read_content(tree, found[0])
         if content.unsafe:
-            return replace(catalog, unsafe=(*catalog.unsafe, *content.unsafe))
+            keys = [TensorKey(dotted(one.path), str(one.path[-1])) for one in content.hidden]
+            unread = unread_of(content.hidden, keys)
+            notes, unsafe = (*catalog.notes, *notes_of(unread)), (*catalog.unsafe, *content.unsafe)
+            return replace(catalog, notes=notes, unsafe=unsafe, unread=unread)
         return _with_scheduler(tree, _joined(tree, catalog, found[0], content, in_order=in_order))
     except CkptError as e:
         code = unsafe_names(tree, found)

@@ -11,14 +11,14 @@ format's own).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.tensor import Path, StoredArray
-from ckpt_tool.errors import InputError, UnsafeInput
+from ckpt_tool.errors import InputError
 from ckpt_tool.formats.state_dict.tree import SLOT, dotted, part
-from ckpt_tool.storage import pickles
+from ckpt_tool.formats.state_dict.unread import Hidden, hidden_in
 from ckpt_tool.storage.pickle_values import TensorRef, WrapperRef
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.torch_stream import TorchStream, is_stream, is_tar, refuse_tar
@@ -31,8 +31,8 @@ class TorchContent(NamedTuple):
     """One torch file, taken apart.
 
     leaves: (path, array), in the pickle's order. extras: what is left (`formats.state_dict.tree.part`). unsafe: uses of
-    names that only an unpickler would run. globals: every name that the pickle mentions. ordered: the attributes of
-    OrderedDicts.
+    names that only an unpickler would run. hidden: tensors that foreign objects hold, each with a line in unsafe.
+    globals: every name that the pickle mentions. ordered: the attributes of OrderedDicts.
     wrapped: the DTensors among the leaves, whose array is the rank's own part (`formats.torch.ranks` places it). find:
     where a tensor that hangs inside one (its mesh) lies.
     """
@@ -44,6 +44,7 @@ class TorchContent(NamedTuple):
     ordered: list[tuple[Path, Any]]
     wrapped: Mapping[Path, WrapperRef] = MappingProxyType({})
     find: Callable[[TensorRef], StoredArray] | None = None
+    hidden: Sequence[Hidden] = ()
 
 
 def read_content(tree: Tree, name: str, *, dtensors: bool = False) -> TorchContent:
@@ -61,12 +62,10 @@ def read_content(tree: Tree, name: str, *, dtensors: bool = False) -> TorchConte
         opened = TorchZip.open(tree, name)
         pickled = opened.pickled()
     unsafe = [f"{use} at {shown}, opcode {use.position}" for use in pickled.unsafe]
-    try:
-        pickles.refuse_weight_bearing(pickled.value, shown, but_coded=True)
-    except UnsafeInput as e:
-        unsafe.append(f"{e.message} ({shown})")
     value = pickled.value
     parted = part(value if isinstance(value, dict) else {"value": value})
+    lines, hidden = hidden_in(value, parted, shown, shown)
+    unsafe += lines
     leaves = []
     wrapped = {}
     for path, ref in parted.leaves:
@@ -85,5 +84,5 @@ def read_content(tree: Tree, name: str, *, dtensors: bool = False) -> TorchConte
     extras = {} if parted.extras in ({"value": SLOT}, SLOT) else parted.extras
     unsafe += [f"{line} ({shown})" for line in parted.hanging]
     return TorchContent(
-        leaves, extras, unsafe, [str(use) for use in pickled.globals], parted.ordered, wrapped, opened.array
+        leaves, extras, unsafe, [str(use) for use in pickled.globals], parted.ordered, wrapped, opened.array, hidden
     )
