@@ -7,6 +7,8 @@ starts one again that died, and what a lost one had claimed is taken over by the
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,6 +29,8 @@ Outcome = tuple[bool, dict[TensorKey, int], CkptError | None]
 _THREADS = 2  # of a worker, where nobody says
 _RETRIES = 3  # of a worker that died
 _LOOK = 0.5  # seconds between two looks at what is written
+_TRIES = ("RAY_NUM_REDIS_GET_RETRIES", "2")  # of 36 s each, where something answers that is no Ray; Ray's own is 20
+_KNOCK = 10.0  # seconds for an address to answer: a head node's port is open at once
 _SHARE = 20  # of the time that a look takes, at least: journals of large plans are long
 
 
@@ -54,6 +58,7 @@ def execute_on_ray(
     Raises UsageError E0271 without Ray, StorageError E0714 where workers were lost and none is left that could finish,
     else what the first failing worker raised; the same command goes on from there.
     """
+    os.environ.setdefault(*_TRIES)  # Ray reads it when it is imported
     try:
         import ray
     except ImportError as e:
@@ -108,8 +113,16 @@ def _join(ray: Any, address: str | None) -> None:
     if ray.is_initialized():
         return
     try:
+        _knock(address or "")
         ray.init(address=address, log_to_driver=False, logging_level="error")
-    except (ConnectionError, ValueError, RuntimeError) as e:
+    except (OSError, ValueError, RuntimeError) as e:
         raise UsageError(
             f"no Ray cluster at {address}: {e}", code="E0271", hint="start one with ray start --head, or --ray local"
         ) from e
+
+
+def _knock(address: str) -> None:
+    """Raise OSError where nothing listens at `HOST:PORT`: Ray itself would try for twelve minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK).close()

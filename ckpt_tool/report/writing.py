@@ -145,7 +145,10 @@ def fallback_text(fallback: Document) -> str:
     text += cut_text(str(fallback.get("reason")), used)
     if fallback.get("extra_bytes"):
         text += f"; {size(fallback['extra_bytes'])} more on disk"
-    return text + (f"; --on-indivisible best-subset would cut by {better}" if better else "")
+    if better:
+        return f"{text}; --on-indivisible best-subset would cut by {better}"
+    copied = fallback.get("reason") in ("replicated", "fallback")
+    return text + (f"; --on-indivisible dtensor would cut by {requested} into uneven parts" if copied else "")
 
 
 def cut_text(reason: str, used: str) -> str:

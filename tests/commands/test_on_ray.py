@@ -158,3 +158,20 @@ def test_without_ray_the_way_out_is_shown(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(UsageError, match="Ray is not installed") as caught:
         reshard(str(SOURCE), str(tmp_path / "out"), Reading(), Writing(ray="auto"), Silent())
     assert "pip install" in caught.value.hint and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "no-such-host.invalid:6379"])
+def test_an_address_where_nothing_listens_is_told_at_once(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray alone would try for twelve minutes."""
+    import sys
+    from types import SimpleNamespace
+
+    def never(**options: Any) -> None:
+        raise AssertionError("Ray was asked to join")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=never))
+    with pytest.raises(UsageError, match=f"no Ray cluster at {address}") as caught:
+        reshard(str(SOURCE), str(tmp_path / "out"), Reading(), Writing(ray=address), Silent())
+    assert caught.value.code == "E0271" and not list(tmp_path.iterdir())
