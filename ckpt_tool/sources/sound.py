@@ -62,10 +62,11 @@ def findings_at(path: str, reading: Reading, from_format: str | None = None) -> 
 
 def _refuse_twins(opened: Opened) -> None:
     """Raise UnsafeInput (E0415) for a safetensors file that another tool would open as a zip of its own."""
+    tree = opened.tree
     if opened.format.holds.safetensors:
-        for path in opened.catalog.files:
-            if not path.endswith(".json"):
-                refuse_twin(opened.tree, read_header(opened.tree, path, lenient=True))
+        for path in opened.catalog.files:  # a trainer's optimizer.pt beside the model is one of them
+            if not path.endswith(".json") and looks_like_header(tree.head(path, 9), tree.size(path)):
+                refuse_twin(tree, read_header(tree, path, lenient=True))
 
 
 def cut_short(tree: Tree, taken: Set[str]) -> Iterator[CkptError]:

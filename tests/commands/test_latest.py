@@ -21,6 +21,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 # kind -> (the checkpoint, names of two steps, a file of the step without which, or cut short, it is not whole)
 RUNS = {
     "transformers": ("safetensors/hf_llama_sharded", ("checkpoint-90", "checkpoint-100"), "model-00002-of"),
+    "trainer": ("safetensors/trainer_qwen3", ("checkpoint-90", "checkpoint-100"), "optimizer.pt"),
     "megatron": (
         "megatron/moe_tp2ep2etp1/iter_0000002",
         ("iter_0000090", "iter_0000100"),
