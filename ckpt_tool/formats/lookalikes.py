@@ -26,6 +26,7 @@ from ckpt_tool.storage.magic import HEAD, advice, what_is
 from ckpt_tool.storage.source import Tree
 
 LOOKED_AT = 40  # files
+NAMED = 20  # models of a cache
 _WEIGHTS = (".safetensors", "pytorch_model.bin", ".safetensors.index.json", ".bin.index.json")
 _PIPELINE, _MODULES = "model_index.json", "modules.json"
 _ORBAX = ("_CHECKPOINT_METADATA", "_METADATA")
@@ -117,6 +118,9 @@ def looks_like(tree: Tree, below: Sequence[str]) -> tuple[str, str]:
         head = tree.head(tree.single, HEAD)
         what = what_is(head)
         return (f"the file is {what}" if what else f"the file begins with {head[:8]!r}"), advice(head) or ""
+    cached = sorted({top for name in names if (top := name.partition("/")[0]).startswith("models--")})
+    if cached:
+        return "the folder is a cache of the hub", f"pass one of its models: {', '.join(cached[:NAMED])}"
     tensorflow = next(
         (
             name

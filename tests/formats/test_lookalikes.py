@@ -335,3 +335,10 @@ def test_one_file_of_a_distributed_checkpoint_is_called_that(name: str, capfd) -
     assert run(["inspect", str(FIXTURES / "dcp/fsdp2_dp4" / name)]) == 3
     error = capfd.readouterr().err
     assert "one file of a distributed checkpoint" in error and "pass the folder" in error
+
+
+def test_the_folder_of_all_caches_names_its_models(tmp_path: Path) -> None:
+    cache(tmp_path, "aa11", main="aa11")
+    with pytest.raises(CkptError) as e:
+        open_source(str(tmp_path), Reading())
+    assert e.value.code == "E0390" and e.value.hint == "pass one of its models: models--org--name"
