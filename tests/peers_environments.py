@@ -53,12 +53,17 @@ PEERS = {
     "mergekit": Peer(
         "CKPT_MERGEKIT_PYTHON", ("mergekit>=0.1.5,<0.2", "safetensors", "pyyaml", "pydantic"), "import mergekit.config"
     ),
+    "libraries": Peer(
+        "CKPT_LIBRARIES_PYTHON",
+        ("sentence-transformers>=6", "diffusers>=0.35", "transformers", "accelerate"),
+        "import sentence_transformers, diffusers",
+    ),
     "signing": Peer(
         "CKPT_SIGNING_PYTHON", ("model-signing>=1.1", "pyopenssl>=25"), "import model_signing", torch=False
     ),
 }
 # Imported by tests themselves, where they are installed: `pip install` them into the environment that runs pytest.
-BESIDE = ("compressed-tensors>=0.20", "sentence-transformers>=6", "ray>=2.30", "pre-commit>=4")
+BESIDE = ("compressed-tensors>=0.20", "ray>=2.30", "pre-commit>=4")
 
 
 def main() -> int:

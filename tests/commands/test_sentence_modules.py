@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from ckpt_tool.cli import run
 
@@ -69,40 +68,3 @@ def test_a_module_kept_as_a_pickle_and_a_path_that_leaves_are_not_taken_along(
     assert run(["convert", str(saved), str(tmp_path / "out"), "--to", "safetensors"]) == 0
     assert "not read: 1_Pooling/config.json" in capfd.readouterr().out
     assert not (tmp_path / "out" / "modules.json").exists()
-
-
-@pytest.mark.peers
-def test_the_library_loads_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
-    from transformers import BertConfig, BertModel, BertTokenizerFast
-
-    words = tmp_path / "words"
-    words.mkdir()
-    (words / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world"]))
-    BertTokenizerFast(vocab_file=str(words / "vocab.txt")).save_pretrained(words)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    BertModel(BertConfig(vocab_size=7, max_position_embeddings=64, **sizes)).save_pretrained(words)
-    models = library.models
-    parts = [models.Transformer(str(words)), models.Pooling(32), models.Dense(32, 16), models.Normalize()]
-    live = library.SentenceTransformer(modules=parts)
-    live.save(str(tmp_path / "saved"))
-    assert (
-        run(
-            [
-                "convert",
-                str(tmp_path / "saved"),
-                str(tmp_path / "out"),
-                "--to",
-                "safetensors",
-                "--max-shard-size",
-                "40kB",
-                "-q",
-            ]
-        )
-        == 0
-    )
-    loaded = library.SentenceTransformer(str(tmp_path / "out"))
-    assert [type(part) for part in loaded] == [type(part) for part in live]
-    assert np.array_equal(loaded.encode(["hello world"]), live.encode(["hello world"]))
-    assert load_file(tmp_path / "out" / DENSE)
