@@ -37,9 +37,9 @@ PEERS = {
         (
             "megatron-core>=0.17,<0.20; python_version >= '3.12'",
             "megatron-core>=0.16,<0.17; python_version < '3.12'",
-            *("safetensors", "six", "regex", "pyyaml", "pydantic", "triton", "transformers"),
+            *("safetensors", "six", "regex", "pyyaml", "pydantic", "triton", "psutil", "transformers"),
         ),
-        "import megatron.core.dist_checkpointing, six, regex",
+        "import megatron.core.dist_checkpointing, psutil, six, regex",
     ),
     "deepspeed": Peer(
         "CKPT_DEEPSPEED_PYTHON", ("deepspeed>=0.19,<0.20", "safetensors", "numpy"), "import deepspeed, safetensors"
