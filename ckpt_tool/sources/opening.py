@@ -71,18 +71,13 @@ class Opened(NamedTuple):
 
         Args:
             leaves: is a state left behind by the owner's word (`sources.select.left_by_word`)? Without the extras,
-                objects of the job's own classes are no hindrance, as long as no tensor asked for hangs on one.
+                objects of the job's own classes are no hindrance; a tensor that hangs on one has a line of its own.
             held: has the target a place for a state? Tensors that ask for no code are left behind where it has none.
         """
         unread = [one for one in self.catalog.unread if not leaves(one.key.state)]
-        wanted, lines = {one.kind for one in unread}, {one.line for one in unread}
-        gone = {one.line for one in self.catalog.unread if one.line} - lines
+        gone = {one.line for one in self.catalog.unread} - {one.line for one in unread}
         own = leaves(EXTRAS)
-        unsafe = [
-            line
-            for line in self.catalog.unsafe
-            if line not in gone and not (own and users_own(line) and class_of(line) not in wanted)
-        ]
+        unsafe = [line for line in self.catalog.unsafe if line not in gone and not (own and users_own(line))]
         if unsafe:
             raise _asks_for_code(self.path, unsafe, [one for one in self.catalog.unread if one.line])
         faults = [one.fault for one in unread if one.fault is not None and held(one.key.state)]
