@@ -113,3 +113,18 @@ def test_averages_of_lightning_are_not_the_model(tmp_path: Path) -> None:
         written = load_file(tmp_path / state / "model.safetensors")
         assert all(torch.equal(value, truth[f"{state}/{name}"]) for name, value in written.items())
     assert not torch.equal(truth["model/net.embed.weight"], truth["ema/net.embed.weight"])
+
+
+def test_a_rate_that_is_a_tensor_is_no_parameter(tmp_path: Path) -> None:
+    """As torchao's optimizers keep it in their groups."""
+    shapes = {"a.bias": (5,), "a.weight": (5, 3)}
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, saved / "model.safetensors")
+    moments = [{"exp_avg": torch.full(shapes[name], 2.0)} for name in ("a.weight", "a.bias")]
+    groups = [{"lr": torch.tensor(0.25), "params": [0, 1]}]
+    torch.save({"state": dict(enumerate(moments)), "param_groups": groups}, saved / "optimizer.bin")
+    assert run(["convert", str(saved), str(tmp_path / "out"), "--to", "sharded", "-q"]) == 0
+    assert {n: tuple(t.shape) for n, t in load_file(tmp_path / "out/exp_avg.safetensors").items()} == shapes
+    (rate,) = load_file(tmp_path / "out/extras.safetensors").values()
+    assert rate.item() == 0.25

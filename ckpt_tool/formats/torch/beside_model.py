@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.core.catalog import Catalog, Note
-from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey, simple_tensor
+from ckpt_tool.core.tensor import EXTRAS, MODEL, LogicalTensor, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.beside import SCHEDULER, UNREAD, lost_optimizer, optimizer_files
 from ckpt_tool.formats.state_dict.optimizer_ids import numbers_of, shape_of
@@ -81,7 +81,7 @@ def _joined(tree: Tree, catalog: Catalog, name: str, content: TorchContent, *, i
         return _unread(catalog, name, why)
     states: dict[TensorKey, LogicalTensor] = {}
     for key, (path, array) in zip(named.keys[len(order) :], content.leaves, strict=True):
-        if key.name not in shapes:
+        if key.name not in shapes and key.state != EXTRAS:  # (an lr that is a tensor, as torchao's optimizers have)
             return _unread(catalog, name, f"it has states of {key.name}, which the model does not have")
         states[key] = simple_tensor(key, array, (_ROOT, *path))
     return replace(
