@@ -28,6 +28,9 @@ settings.register_profile("quick", settings.get_profile("ckpt"), max_examples=25
 settings.load_profile("ckpt")
 
 
+PEERS_LIMIT = 1800  # seconds of one test: jobs of several ranks save and load in it
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """A shell that runs tests in the background (`&`, nohup) hands ignored signals down, and `ckpt` honours that. Tests
     that interrupt it need what a terminal gives."""
@@ -74,9 +77,11 @@ def errors_have_the_class_of_their_code() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
-    """`share(n)`: of the cases of a test one of n, the others are slow. `quick`: see tiers."""
+    """`share(n)`: of the cases of a test one of n, the others are slow. `quick`: see tiers. `peers`: more time."""
     shares: dict[int, list[pytest.Item]] = defaultdict(list)
     for item in items:
+        if item.get_closest_marker("peers") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(PEERS_LIMIT))
         share = item.get_closest_marker("share")
         if share is not None and item.get_closest_marker("slow") is None:
             shares[share.args[0]].append(item)
