@@ -1,7 +1,7 @@
 """Environments of the real systems that tests marked `peers` run: one each, with a CPU build of torch.
 
     python tests/peers_environments.py FOLDER megatron mergekit    # FOLDER/megatron and so on; without names: all
-    source FOLDER/variables.sh && python -m pytest -m peers tests/acceptance
+    source FOLDER/variables.sh && python -m pytest -m peers
 
 Every environment is made by `python -m venv` and pip, and asked for what it is for; those that were made stand in
 FOLDER/variables.sh. megatron-core 0.17 and newer need Python 3.12 (`--python python3.12`); with 3.11 it is 0.16.

@@ -362,6 +362,7 @@ def deepspeed(*words: str) -> None:
     assert ran.returncode == 0, ran.stderr[-2000:]
 
 
+@pytest.mark.peers
 @needs_deepspeed
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (1, 3), (2, 1), (3, 2)])
 def test_deepspeed_resumes_at_other_stages_and_ranks(stage: int, ranks: int, tmp_path: Path) -> None:
@@ -382,6 +383,7 @@ def test_deepspeed_resumes_at_other_stages_and_ranks(stage: int, ranks: int, tmp
             assert torch.equal(value, whole[key]), key
 
 
+@pytest.mark.peers
 @needs_deepspeed
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (3, 2)])
 def test_deepspeed_resumes_from_a_plain_training_state(stage: int, ranks: int, tmp_path: Path) -> None:
