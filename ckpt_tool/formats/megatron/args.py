@@ -69,6 +69,7 @@ class Facts(NamedTuple):
     kv_rank: int | None = None
     rope_dim: int | None = None
     distributed: bool | None = None
+    layer_wise: bool = False  # is one optimizer for matrices, whole, another distributed one for the rest?
     grad_fp32: bool = True
     overlap: bool = False
     bucket_size: int | None = None
@@ -153,6 +154,8 @@ def facts_of(args: Mapping[str, Any], spec: object = None) -> Facts:
         kv_rank=whole("kv_lora_rank"),
         rope_dim=whole("qk_pos_emb_head_dim", 0),
         distributed=bool(args["use_distributed_optimizer"]) if "use_distributed_optimizer" in args else None,
+        layer_wise=bool(args.get("use_layer_wise_distributed_optimizer"))
+        and args.get("use_layer_wise_param_layout") is not False,
         grad_fp32=bool(args.get("accumulate_allreduce_grads_in_fp32", True)),
         overlap=overlap,
         bucket_size=number("ddp_bucket_size"),

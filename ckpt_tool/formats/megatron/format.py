@@ -21,6 +21,8 @@ Specification (NVIDIA/Megatron-LM, core 0.5 to 0.19; 0.16.1 `training/checkpoint
 * Optimizer (`megatron.optimizer`): without the distributed one `{optimizer: {state, param_groups},
   fp32_from_fp16_params}`, or the inner dict alone for fp32 models; with it the groups alone, and `distrib_optim.pt`
   with flat buffers (`megatron.optimizer`). With parallel experts both are lists [dense, experts].
+* Muon and Lion are a chain of two optimizers, [matrices, rest]; a layer-wise one shares them out among data ranks, in
+  `layer_wise_optimizer_<data rank>.pt`, read and written as the plain chain (`megatron.chains`).
 * What Megatron has no place for (an EMA, states of a foreign optimizer) lies under a key of ours, `ckpt`, which
   Megatron does not look at: {"states": {chunk: {state: {the rank's name: tensor}}}, "tensors": {state: {name: tensor}},
   "extras": {...}, "vocab_rows": N, "vocab_tail": {state: {name: rows}}} (`megatron.wanted` says what the last two are
@@ -28,7 +30,8 @@ Specification (NVIDIA/Megatron-LM, core 0.5 to 0.19; 0.16.1 `training/checkpoint
 
 States: model, master (fp32), exp_avg, exp_avg_sq, step (a tensor a parameter, where torch's Adam wrote one).
 RNG states are extras, by folder, as bytes. Cost: a pickle a rank. What it does not do: names of the pre-core classes
-(`language_model.encoder...`), buckets of before February 2024, layer-wise optimizers.
+(`language_model.encoder...`), buckets of before February 2024; writing the files of
+a layer-wise optimizer.
 """
 
 from __future__ import annotations

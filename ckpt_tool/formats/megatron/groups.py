@@ -39,6 +39,13 @@ def key_of_param(local: str, shape: Sequence[int], facts: Facts) -> GroupKey:
     return GroupKey(decay, facts.decoupled_lr is not None and stem(local) in (EMBEDDING, TIED_HEAD))
 
 
+def is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Does Muon step the parameter of that logical name? It leaves embedding, output layer and all that is no matrix to
+    another optimizer of its chain (core 0.16.1 `core/optimizer/muon.py`, core 0.19 `layer_wise_optimizer.py`
+    `is_managed_by_layer_wise_optimizer`)."""
+    return len(shape) == 2 and stem(name) not in (EMBEDDING, TIED_HEAD)
+
+
 def key_of_group(group: Mapping[str, Any], facts: Facts) -> GroupKey:
     """A stored group's key, from its hyperparameters."""
     decoupled = bool(group.get("is_decoupled_lr"))

@@ -10,12 +10,13 @@ is an error, not a guess.
 
     distrib_optim.pt    {0: {(bf16, f32): {param, exp_avg, exp_avg_sq: f32 [10112]}}}     -> master, exp_avg, exp_avg_sq
     model_optim_rng.pt  optimizer.state {3: {exp_avg, exp_avg_sq, step}}, fp32_from_fp16_params [[...], [...]]
+    layer_wise_optimizer_0.pt    the same of what data rank 0 was dealt (`megatron.chains`)
 
 Before 2024-02-13 Megatron wrote buckets apart under a plain dtype, of another parameter order (0.16.1
 `load_parameter_state_from_dp_zero_legacy`): refused by name.
 
 Specification: `formats.megatron.format`. Cost: a pickle a rank, some us a parameter and state. What it does not do:
-read values, but for RNG states (some KiB a rank, for up to 64 ranks); layer-wise optimizers (Muon).
+read values, but for RNG states (some KiB a rank, for up to 64 ranks).
 """
 
 from __future__ import annotations
@@ -35,6 +36,15 @@ from ckpt_tool.core.tensor import EXTRAS, MASTER, MODEL, Chunk, LogicalTensor, P
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import arguments, differences, facts_of
+from ckpt_tool.formats.megatron.chains import (
+    Members,
+    chain_members,
+    dealt,
+    is_layer_wise,
+    is_share,
+    share_files,
+    shares_beside,
+)
 from ckpt_tool.formats.megatron.folders import (
     MISSING,
     MODEL_FILE,
@@ -43,7 +53,7 @@ from ckpt_tool.formats.megatron.folders import (
     rank_folders,
     refuse_renamed,
 )
-from ckpt_tool.formats.megatron.groups import chained, groups_of, is_expert_group, members_of
+from ckpt_tool.formats.megatron.groups import chained, groups_of
 from ckpt_tool.formats.megatron.hints import MegatronHints
 from ckpt_tool.formats.megatron.job import CONTRADICTION, Job, Rank, RankArray
 from ckpt_tool.formats.megatron.optimizer import Bucketing, Buffer, bucketing_of, lay_buffers
@@ -89,6 +99,7 @@ def read_ranks(tree: Tree) -> Catalog:
             hint="pass the folder of an iteration, or its parent with latest_checkpointed_iteration.txt",
         )
     optims = [file for path in folders if tree.exists(file := f"{path}/{OPTIM_FILE}")]
+    optims += share_files(tree, folders)
     contents = by_file((*(f"{path}/{MODEL_FILE}" for path in folders), *optims), lambda file: read_content(tree, file))
     ranks = [_open(tree, path, contents[f"{path}/{MODEL_FILE}"]) for path in folders]
     return _Reading(tree, folders, ranks, {file: contents[file] for file in optims}).catalog()
@@ -198,23 +209,15 @@ class _Optimizer:
         self.listed = isinstance(stored, list) or len(chained(stored)) > 1
         self.chain = chained(stored)
         self.params: list[list[RankArray]] = [list(params)]  # of each chained optimizer
-        if len(self.chain) == 1:
-            return
-        expert = [any(map(is_expert_group, groups_of(one))) for one in self.chain]
-        if len(self.chain) != 2 or expert[0]:
-            raise InputError(
-                f"{len(self.chain)} chained optimizers, want one, or [dense, experts]",
-                code=FORM,
-                path=path,
-                hint="an optimizer a model chunk (--overlap-param-gather-with-optimizer-step) or a layer-wise one "
-                "is not read: take the model with --state model, or save as torch_dist",
-            )
-        self.params = [[array for array in params if array.expert == part] for part in (False, True)]
+        if len(self.chain) > 1:
+            self.params = [[array for array in params if array.expert == part] for part in (False, True)]
+        self.every = list(params)
 
-    def numbered(self, leaves: Iterable[tuple[Path, StoredArray]]) -> None:
-        """The arrays of a non-distributed optimizer (paths below `optimizer`). Raises InconsistentCheckpoint E2004
-        where they do not fit the model."""
-        members = [self._members(groups_of(one), own) for one, own in zip(self.chain, self.params, strict=True)]
+    def numbered(self, leaves: Iterable[tuple[Path, StoredArray]], members: list[Members] | None = None) -> None:
+        """The arrays of a non-distributed optimizer (paths below `optimizer`). members: the parameters of each group of
+        each optimizer of the chain, where they are not all. Raises InconsistentCheckpoint E2004 where they do not fit
+        the model."""
+        members = self.counted(self.members() if members is None else members)
         numbers = [[array for group in groups for array in group] for groups in members]
         masters = [[[array for array in group if array.dtype.bits == 16] for group in groups] for groups in members]
         for path, array in leaves:
@@ -232,12 +235,30 @@ class _Optimizer:
                 case ("state", *_) | ("fp32_from_fp16_params", *_):
                     raise self._unfit(f"optimizer entry {'.'.join(map(str, path))} has no parameter in the model")
 
-    def _members(self, groups: Sequence[Mapping[str, Any]], own: Sequence[RankArray]) -> list[list[RankArray]]:
-        members = members_of(groups, own, self.job.facts)
-        counts = [len(group["params"]) for group in groups if isinstance(group.get("params"), list)]
-        if members is None or len(counts) != len(groups) or counts != [len(group) for group in members]:
-            have = [len(group) for group in members] if members is not None else []
-            raise self._unfit(f"the optimizer's groups hold {counts} parameters, the model's {have}")
+    def members(self) -> list[Members]:
+        """The parameters of each group of each optimizer of the chain. Raises InputError E0303 for a chain of another
+        kind, InconsistentCheckpoint E2004 for groups of another kind."""
+        found = chain_members(self.chain, self.every, self.job.facts)
+        if found is not None:
+            return found
+        if len(self.chain) > 1:
+            raise InputError(
+                f"{len(self.chain)} chained optimizers, want one, [dense, experts] or [matrices, rest]",
+                code=FORM,
+                path=self.path,
+                hint="an optimizer a model chunk (--overlap-param-gather-with-optimizer-step) is not read: take the "
+                "model with --state model, or save as torch_dist",
+            )
+        raise self._unfit("the optimizer's groups are not those that the model's parameters make")
+
+    def counted(self, members: list[Members]) -> list[Members]:
+        """`members`, as many as the file says. Raises InconsistentCheckpoint E2004."""
+        for one, own in zip(self.chain, members, strict=True):
+            groups = groups_of(one)
+            counts = [len(group["params"]) for group in groups if isinstance(group.get("params"), list)]
+            have = [len(group) for group in own]
+            if len(counts) != len(groups) or counts != have:
+                raise self._unfit(f"the optimizer's groups hold {counts} parameters, the model's {have}")
         return members
 
     def _put(self, own: RankArray, state: str, array: StoredArray) -> None:
@@ -550,6 +571,9 @@ class _Reading:
 
     def _optimizer(self, rank: _Rank, params: list[RankArray], out: Gathering) -> None:
         numbered = [pair for pair in rank.optimizer if pair[0][-1:] != ("scale",)]
+        if is_layer_wise(self.args) and numbered:
+            self._shares(rank, params, out)
+            return
         content = self.optims.get(f"{rank.path}/{OPTIM_FILE}")
         if not numbered and content is None:
             return
@@ -561,6 +585,19 @@ class _Reading:
             self.unsafe += content.unsafe
             self.globals.update(dict.fromkeys(content.globals))
             optimizer.flat(content.leaves)
+
+    def _shares(self, rank: _Rank, params: list[RankArray], out: Gathering) -> None:
+        """What the data ranks of a layer-wise optimizer wrote beside a rank's model, whose own optimizer is one of
+        their shares again."""
+        for share in shares_beside(rank.path, rank.where, self.degrees, self.optims, self.tree):
+            path = self.tree.display(share.file)
+            content = self.optims[share.file]
+            stored = content.extras.get("value", content.extras) if isinstance(content.extras, dict) else content.extras
+            optimizer = _Optimizer(self.job, rank.where, params, stored, path, out)
+            leaves = [(leaf[1:] if leaf[:1] == ("value",) else leaf, array) for leaf, array in content.leaves]
+            optimizer.numbered(leaves, dealt(optimizer.members(), optimizer.chain, share.dense, share.experts))
+            self.unsafe += content.unsafe
+            self.globals.update(dict.fromkeys(content.globals))
 
     def _steps(self) -> None:
         """Raise InconsistentCheckpoint E0379 when groups or ranks count other steps."""
@@ -621,7 +658,7 @@ class _Reading:
 
     def _files(self) -> tuple[str, ...]:
         every = [f"{rank.path}/{name}" for rank in self.ranks for name in (MODEL_FILE, OPTIM_FILE)]
-        return tuple(name for name in every if self.tree.exists(name))
+        return (*(name for name in every if self.tree.exists(name)), *(f for f in self.optims if is_share(f)))
 
     def _hints(self) -> Hints:
         states = {_template(key) for rank in self.ranks for key in _extra_states(rank)}

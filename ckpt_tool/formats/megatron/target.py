@@ -27,6 +27,7 @@ Specification: `formats.megatron.format`. Cost: some us a parameter, rank and st
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box, whole
@@ -37,8 +38,17 @@ from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import NAMESPACE, updated
+from ckpt_tool.formats.megatron.chains import is_layer_wise, matrices_at
 from ckpt_tool.formats.megatron.folders import MODEL_FILE, OPTIM_FILE, folder_name, pairs, stage_ranks
-from ckpt_tool.formats.megatron.groups import GroupKey, chained, groups_for, groups_of, key_of_param, members_of
+from ckpt_tool.formats.megatron.groups import (
+    GroupKey,
+    chained,
+    groups_for,
+    groups_of,
+    is_matrix,
+    key_of_param,
+    members_of,
+)
 from ckpt_tool.formats.megatron.job import Rank, RankArray, Ranks
 from ckpt_tool.formats.megatron.names import EMBEDDING, TIED_HEAD
 from ckpt_tool.formats.megatron.optimizer import bucketing_of, lay_buffers
@@ -81,6 +91,19 @@ class _Form(NamedTuple):
     none: bool
 
 
+class _Link(NamedTuple):
+    """An optimizer of the chain. experts: are its parameters experts' (None: both kinds)? matrices: those that Muon or
+    Lion steps, or the rest (None: all)? at: its number in the source's chain, None where that has no chain of two."""
+
+    experts: bool | None
+    matrices: bool | None = None
+    at: int | None = None
+
+    def holds(self, name: str, shape: Sequence[int], *, expert: bool) -> bool:
+        wanted = self.matrices is None or is_matrix(name, shape) == self.matrices
+        return wanted and (self.experts is None or expert == self.experts)
+
+
 class _States:
     """All states but the model's, by name; and the form that they take."""
 
@@ -100,7 +123,7 @@ class _States:
                 held.setdefault(state, set()).add(name)
             else:
                 whole.append(number)
-        flat = self._flat(held)
+        flat = self.flat_form = self._flat(held)
         masters = not flat and held.get(MASTER, set()) == self._half() != set()
         numbered = () if flat else tuple(state for state in held if state not in (MASTER, EMA))
         taken = {*FLAT} if flat else {*numbered, *([MASTER] if masters else [])}
@@ -145,10 +168,21 @@ class _States:
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
-    @property
-    def chains(self) -> tuple[bool | None, ...]:
-        """Of each chained optimizer: are its parameters experts'? None: both kinds."""
-        return (False, True) if self.decided.job.degrees["ep"] > 1 else (None,)
+    @cached_property
+    def chains(self) -> tuple[_Link, ...]:
+        """The chain. Raises UsageError E0274 for a chain of two whose experts are parallel."""
+        parallel = self.decided.job.degrees["ep"] > 1
+        first = matrices_at(chained(self.decided.wanted.extras.get("optimizer")), self.decided.job.facts)
+        if first is None or self.flat_form:
+            return (_Link(False), _Link(True)) if parallel else (_Link(None),)
+        if parallel:
+            raise UsageError(
+                "the optimizers of matrices and of the rest have experts' of their own where experts are parallel, in "
+                "an order that differs from version to version",
+                code="E0274",
+                hint="write with --ep 1, --to megatron-dist, or leave the optimizer behind with --state model",
+            )
+        return tuple(_Link(None, at == first, at) for at in (0, 1))
 
     @staticmethod
     def is_ours(optimizer: Any) -> bool:
@@ -156,18 +190,19 @@ class _States:
         return any("wd_mult" in group for one in chained(optimizer) for group in groups_of(one))
 
     def _groups(self) -> tuple[tuple[dict[str, Any], ...], ...]:
-        stored = [group for one in chained(self.decided.wanted.extras.get("optimizer")) for group in groups_of(one)]
-        stored = [group for group in stored if "wd_mult" in group]
-        facts = self.decided.job.facts
-        return tuple(
-            tuple(groups_for(stored, self._keys(experts), facts, experts=bool(experts))) for experts in self.chains
-        )
+        every = [groups_of(one) for one in chained(self.decided.wanted.extras.get("optimizer"))]
+        facts, out = self.decided.job.facts, list[tuple[dict[str, Any], ...]]()
+        for link in self.chains:
+            own = every if link.at is None else [every[link.at]]
+            stored = [group for groups in own for group in groups if "wd_mult" in group]
+            out.append(tuple(groups_for(stored, self._keys(link), facts, experts=bool(link.experts))))
+        return tuple(out)
 
-    def _keys(self, experts: bool | None) -> set[GroupKey]:
+    def _keys(self, link: _Link) -> set[GroupKey]:
         keys = set()
         for name in self.params:
             tensor = self.decided.tensor(self.decided.model[name])
-            if experts is None or (".experts." in name) == experts:
+            if link.holds(name, tensor.shape, expert=".experts." in name):
                 keys.add(key_of_param(name, tensor.shape, self.decided.job.facts))
         return keys
 
@@ -176,7 +211,7 @@ class _States:
     def _chained(self, arrays: Iterable[RankArray]) -> list[list[RankArray]]:
         """A rank's trainable parameters, by chained optimizer."""
         own = [array for array in arrays if not names.is_buffer(array.names[0])]
-        return [[array for array in own if experts is None or array.expert == experts] for experts in self.chains]
+        return [[a for a in own if link.holds(a.local, a.shape, expert=a.expert)] for link in self.chains]
 
     def parts(self, array: RankArray, state: str, at: int = 0) -> list[Part]:
         """Where the values of `state` come from. at: where the array begins in its storage, in elements."""
@@ -235,11 +270,11 @@ class _States:
         """The value of `distrib_optim.pt`: a chain's dict, or the list [dense, experts] with None where the file of
         another rank holds it. holds: which chains are this file's."""
         made: list[Any] = []
-        for experts, params, held in zip(self.chains, self._chained(arrays), holds, strict=True):
+        for link, params, held in zip(self.chains, self._chained(arrays), holds, strict=True):
             if not held:
                 made.append(None)
                 continue
-            buckets = bucketing_of(self.decided.job, experts=bool(experts))
+            buckets = bucketing_of(self.decided.job, experts=bool(link.experts))
             one: dict[Any, Any] = {"buckets_coalesced": True}
             for number, buffer in enumerate(lay_buffers(params, self.decided.job, rank.pp, buckets, F32)):
                 world: dict[str, Any] = {}
@@ -336,6 +371,10 @@ class _Writing:
             sizes["untie_embeddings_and_output_weights"] = not facts.tied
         if "use_distributed_optimizer" in decided.args and not self.states.form.none:
             sizes["use_distributed_optimizer"] = self.states.form.flat
+        if is_layer_wise(decided.args) and not self.states.form.none:
+            self.notes.append(WHOLE)
+            sizes |= {"optimizer": str(decided.args.get("optimizer")).removeprefix("dist_")}
+            sizes |= {key: False for key in ("use_layer_wise_distributed_optimizer",) if key in decided.args}
         if not decided.args:
             self.notes.append("the source has no Megatron arguments: degrees and sizes alone are written into args")
             return sizes | {
@@ -501,6 +540,10 @@ class _Writing:
         return out
 
 
+WHOLE = (
+    "the states that a layer-wise optimizer shares out among data ranks are written whole: a job with --optimizer muon "
+    "and without --use-distributed-optimizer loads them; for one with it, write --to megatron-dist"
+)
 ARGS_LEFT = "args without {}: values of classes that are not written"
 EXTRAS_LEFT = "extras left out, values of classes that are not written: {}"
 

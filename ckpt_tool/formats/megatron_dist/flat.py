@@ -13,6 +13,8 @@ whose ends are no chunk's ends is an error, never a guess.
 
 * dp group: the model-parallel rank, pipeline * TP + tensor; with a `chained_1.` in front it is the experts' optimizer,
   and the rank counts etp + ETP * (ep + EP * pipeline). Experts have their own buffers only where EP > 1.
+* A layer-wise optimizer (Muon, core >= 0.18) is `chained_0.`: it holds matrices whole, under their names, and the
+  buffers of `chained_1.` hold what it leaves. So a parameter with a state of its own key lies in no bucket.
 * gbuf: buffers of chunk 0 of a virtual pipeline, then of chunk 1, ...; one for each dtype of parameters.
 * bucket: as many parameters, backwards, as reach its length. Gaps hold what was in memory: they are not read.
 * An embedding that first and last stage share lies in both; the copies are replicas, cut at other places.
@@ -32,7 +34,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box
@@ -106,7 +108,8 @@ def flat_states(
     model's. args: Megatron's arguments. Raises InconsistentCheckpoint (E2004) when the model's parameters do not fill
     the buckets as the rule says.
     """
-    buckets, dtypes = _buckets(flat, degrees["ep"] > 1, shown)
+    apart = frozenset(key.name for key in tensors if key.state != MODEL)
+    buckets, dtypes = _buckets(flat, degrees["ep"] > 1 and not apart, shown)
     model = {
         key.name: tensor
         for key, tensor in tensors.items()
@@ -115,7 +118,7 @@ def flat_states(
     faults: list[str] = []
     for job in _readings(model, args, degrees):
         try:
-            ranks = _Buffers(job, model)
+            ranks = _Buffers(job, model, apart)
             found = _named(buckets, dtypes, ranks, shown)
             _coalesced(gathered, ranks, found, shown)
             return {key: _tensor(key, copies, model[key.name].shape, shown) for key, copies in found.items()}
@@ -154,10 +157,12 @@ def _readings(model: Mapping[str, LogicalTensor], args: Mapping[str, Any], degre
 
 
 class _Buffers:
-    """The flat buffers of every dp group, as one reading has them."""
+    """The flat buffers of every dp group, as one reading has them. apart: names that another optimizer of the chain
+    holds, in no bucket."""
 
-    def __init__(self, job: Job, model: Mapping[str, LogicalTensor]) -> None:
+    def __init__(self, job: Job, model: Mapping[str, LogicalTensor], apart: Set[str]) -> None:
         self.job = job
+        self.apart = apart
         self.ranks = Ranks(job, {name: (tensor.shape, tensor.dtype) for name, tensor in model.items()})
         self._known: dict[tuple[bool, int], list[Buffer]] = {}
 
@@ -178,7 +183,8 @@ class _Buffers:
             rank = Rank("", group % tp, group // tp, 0, group % tp % etp)
         if rank.pp >= self.job.stages.pp:
             return []
-        arrays = [array for array in self.ranks.arrays(rank) if (array.expert and ep > 1) == experts]
+        own = [array for array in self.ranks.arrays(rank) if self.apart.isdisjoint(array.names)]
+        arrays = [array for array in own if (array.expert and ep > 1 and not self.apart) == experts]
         return lay_buffers(arrays, self.job, rank.pp, bucketing_of(self.job, experts=experts), DTYPES["F32"])
 
 

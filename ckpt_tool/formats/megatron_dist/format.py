@@ -76,6 +76,7 @@ from ckpt_tool.formats.containers.dcp_metadata import (
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.megatron.adapter import degrees_of_run, is_adapter, read_adapter
 from ckpt_tool.formats.megatron.args import arguments, facts_of
+from ckpt_tool.formats.megatron.chains import held_by
 from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron.parts import HALF, Gathered
 from ckpt_tool.formats.megatron.pointer import misnamed
@@ -339,7 +340,10 @@ class _Reading:
         out: dict[TensorKey, LogicalTensor] = {}
         for path, array in objects.leaves:
             if path[-2:] == ("state", "common_step"):
-                stepping = dict.fromkeys(key.name for key in tensors if key.state not in (MODEL, MASTER))
+                at = next((key for key in path if type(key) is int), None)
+                holds = held_by(objects.extras.get("optimizer"), at, facts_of(arguments(objects.extras)))
+                own = (key for key, tensor in tensors.items() if holds(key.name, tensor.shape))
+                stepping = dict.fromkeys(key.name for key in own if key.state not in (MODEL, MASTER))
                 for key in (TensorKey(name, STEP) for name in stepping):
                     if key not in tensors:
                         out[key] = simple_tensor(key, array)

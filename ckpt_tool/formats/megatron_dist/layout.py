@@ -37,6 +37,7 @@ from ckpt_tool.formats.containers.dcp_item_files import Item, Share
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.adapter import Stretch, stretches
 from ckpt_tool.formats.megatron.args import facts_of
+from ckpt_tool.formats.megatron.groups import is_matrix
 from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron.job import Job, carved, check_experts
 from ckpt_tool.formats.megatron.parts import HALF, of_part
@@ -103,7 +104,7 @@ class DistLayout:
         self.styles = set(own.styles) if own is not None else self._styles()
         self._check_windows()
         self.singletons = SINGLETONS in self.styles
-        self.distributed = self.facts.distributed is not False
+        self.distributed = self.facts.distributed is not False or self.facts.layer_wise
         check_experts(self.degrees["ep"], self.experts, EXPERTS)
         gated = bool(self.facts.gated or HALVES in self.styles)
         self.shapes = {t.key.name: t.shape for _, t in self.tensors}
@@ -266,7 +267,7 @@ class DistLayout:
         if made is None:  # names of one key differ in its positions alone
             part = next(iter(self._sections(tensor)), ("",))[0]
             full = of_kind(stored(spelled(key, name, self.styles, self.names)), kind)
-            made = parse(self.fqn(state, of_part(full, part) if part else full))
+            made = parse(self.fqn(state, of_part(full, part) if part else full, name))
             if made != DistKey(state, full, layers, spot.expert is not None and grid, part):
                 return None
             self._keys[state, kind, key] = made
@@ -280,11 +281,13 @@ class DistLayout:
             hint="rename or remove it (--remove-keys), or choose another format",
         )
 
-    def fqn(self, state: str, key: str) -> str:
-        """The whole key. Masters are `param` with the distributed optimizer, `fp32_param` without one."""
+    def fqn(self, state: str, key: str, name: str) -> str:
+        """The whole key. Masters are `param` with the distributed optimizer, `fp32_param` without one and of matrices
+        that a layer-wise one holds beside it."""
         if state == MODEL:
             return key
-        plain = "param" if self.distributed else "fp32_param"
+        whole = self.facts.layer_wise and is_matrix(name, self.shapes.get(name, ()))
+        plain = "param" if self.distributed and not whole else "fp32_param"
         return f"optimizer.state.{plain if state == MASTER else state}.{key}"
 
     def object_key(self, name: str) -> tuple[str, tuple[int, ...]]:
@@ -331,7 +334,8 @@ class DistLayout:
                 if key is None or ends[1] != key:
                     refused.append(members[-1 if key else 0].number)
                     continue
-                fqn, stack = self.fqn(key.state, key.key), each.spot.stack
+                fqn = self.fqn(key.state, key.key, self.wanted.tensors[members[0].number].key.name)
+                stack = each.spot.stack
                 lead = (self._lead(stack, key.kind),) if key.layers else ()
                 lead = (*lead, self.experts) if key.experts else lead
                 shares = self._shares(members, key, each)

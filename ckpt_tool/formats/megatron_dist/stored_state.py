@@ -15,7 +15,7 @@ there (training `checkpointing.py`). What it does not do: files (`megatron_dist.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -23,11 +23,11 @@ from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.target import Wanted
-from ckpt_tool.core.tensor import MASTER, MODEL, STEP
+from ckpt_tool.core.tensor import EMA, MODEL, STEP
 from ckpt_tool.core.window import stated_windows
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import NAMESPACE, updated
-from ckpt_tool.formats.megatron.groups import groups_for, groups_of, key_of_param
+from ckpt_tool.formats.megatron.groups import groups_for, groups_of, is_expert_group, key_of_param
 from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron.rng import by_rank
 from ckpt_tool.formats.megatron.target import writable
@@ -35,6 +35,11 @@ from ckpt_tool.formats.megatron_dist.layout import DistLayout
 from ckpt_tool.formats.state_dict.tree import SLOT
 
 FULLY = "fully_reshardable"
+SHARDING = "param_state_sharding_type"  # of a distributed optimizer alone
+NO_EXPERTS_OF_CHAIN = (
+    "the optimizers of the chain have no group of experts, which are parallel now: Megatron does not load their "
+    "hyperparameters (write with --ep 1, or start with --no-load-optim)"
+)
 OURS = ("rng_state", "sharded_objects")  # extras that are objects here
 
 
@@ -66,7 +71,7 @@ def stored_state(wanted: Wanted, layout: DistLayout) -> Stored:
         args["window_attn_skip_freq"] = [int(windowed) for windowed in layout.windows]
     if not rng:
         args["no_save_rng"] = True
-    if not states & {MASTER, "exp_avg", "exp_avg_sq"}:
+    if not states - {EMA}:
         args["no_save_optim"] = True
     distributed = layout.distributed
     if distributed and states:
@@ -75,7 +80,7 @@ def stored_state(wanted: Wanted, layout: DistLayout) -> Stored:
     common.setdefault("checkpoint_version", 3.0)
     common["content_metadata"] = _content(extras, layout)
     if "optimizer" in common:
-        common["optimizer"] = _optimizers(common["optimizer"], layout, distributed=distributed)
+        common["optimizer"] = _optimizers(common["optimizer"], layout, notes, distributed=distributed)
     objects = [*_extra_states(wanted, layout), *rng, *_others(wanted, layout, notes)]
     return Stored(common, objects, tuple(notes))
 
@@ -94,21 +99,25 @@ def _content(extras: Mapping[str, Any], layout: DistLayout) -> dict[str, Any]:
 # -- the optimizers' hyperparameters -----------------------------------------------------------------------------------
 
 
-def _optimizers(value: Any, layout: DistLayout, *, distributed: bool) -> Any:
-    """The optimizer entry of the common state, for as many optimizers as these degrees make."""
+def _optimizers(value: Any, layout: DistLayout, notes: list[str], *, distributed: bool) -> Any:
+    """The optimizer entry of the common state, for as many optimizers as these degrees make: a chain's, such as Muon's
+    and Adam's, stay, the experts' come and go."""
     several = [_bare(one) for one in _listed(value)]
     if not several or not all(map(groups_of, several)):
         return value
-    want = 2 if layout.degrees["ep"] > 1 and layout.experts else 1
-    if len(several) == 1 and want == 2:
-        several.append(_experts_of(several[0], layout))
-    elif len(several) == 2 and want == 1:
-        several = several[:1]
-    for one in several:
-        if distributed:
-            one["param_state_sharding_type"] = FULLY
+    dense = [one for one in several if not all(map(is_expert_group, groups_of(one)))]
+    if not (layout.degrees["ep"] > 1 and layout.experts):
+        several = [_with_groups(one, [g for g in groups_of(one) if not is_expert_group(g)]) for one in dense] or several
+    elif not any(map(is_expert_group, chain.from_iterable(map(groups_of, several)))):
+        if len(several) == 1:
+            several.append(_experts_of(several[0], layout))
         else:
-            one.pop("param_state_sharding_type", None)
+            notes.append(NO_EXPERTS_OF_CHAIN)
+    for one in several:
+        if not distributed or layout.facts.layer_wise and not one.get(SHARDING) and one is not several[-1]:
+            one.pop(SHARDING, None)
+        else:
+            one[SHARDING] = FULLY
     return several[0] if len(several) == 1 else dict(enumerate(several))
 
 
@@ -145,7 +154,11 @@ def _experts_of(one: Mapping[Any, Any], layout: DistLayout) -> dict[Any, Any]:
     """The experts' optimizer, as Megatron would have made it beside the dense one `one`."""
     experts = [t.key.name for _, t in layout.tensors if t.key.state == MODEL and ".experts." in t.key.name]
     keys = {key_of_param(name, layout.shapes[name], layout.facts) for name in experts}
-    groups = groups_for(groups_of(one), keys, layout.facts, experts=True)
+    return _with_groups(one, groups_for(groups_of(one), keys, layout.facts, experts=True))
+
+
+def _with_groups(one: Mapping[Any, Any], groups: list[dict[str, Any]]) -> dict[Any, Any]:
+    """A copy of an optimizer's values with these groups."""
     inner = one.get("optimizer")
     if isinstance(inner, dict):
         return {**one, "optimizer": {**inner, "param_groups": groups}}

@@ -36,6 +36,7 @@ from ckpt_tool.formats.containers.dcp_item_files import ItemFiles
 from ckpt_tool.formats.containers.dcp_metadata import METADATA, pickled
 from ckpt_tool.formats.megatron.adapter import RUN_CONFIG, LoraHints, is_adapter, run_text
 from ckpt_tool.formats.megatron.args import DIMS, arguments, with_spec
+from ckpt_tool.formats.megatron.chains import held_by
 from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron.pointer import folder_of, pointer_to
 from ckpt_tool.formats.megatron.rng import tensors_of_rng
@@ -63,7 +64,7 @@ def dist_target(wanted: Wanted) -> Target:
     for fqn, (shape, shares) in layout.entries().items():
         items.tensor(fqn, (fqn,), shape, shares, folder)
     common = TorchComposer()
-    skeleton = _common(wanted, state.common, common)
+    skeleton = _common(wanted, state.common, layout, common)
     files = [common.file(folder + COMMON, skeleton)] if as_file else []
     objects = {} if as_file else {f"{COMMON_STATE}/shard_0_1": common.file("", [skeleton])}
     nothing = TorchComposer().file("", [None])  # an object lies in a list of one
@@ -104,8 +105,9 @@ def _degrees(wished: Degrees) -> dict[str, int]:
     return degrees
 
 
-def _common(wanted: Wanted, common: dict[Any, Any], composer: TorchComposer) -> Any:
-    """The common state with its tensors: the extras that are tensors, and the optimizer's one step."""
+def _common(wanted: Wanted, common: dict[Any, Any], layout: DistLayout, composer: TorchComposer) -> Any:
+    """The common state with its tensors: the extras that are tensors, and the one step of each optimizer that counts
+    any."""
     leaves = []
     step = None
     for number, tensor in enumerate(wanted.tensors):
@@ -115,7 +117,13 @@ def _common(wanted: Wanted, common: dict[Any, Any], composer: TorchComposer) -> 
         elif tensor.key.state == STEP and step is None and tensor.shape == ():
             step = composer.tensor((), tensor.dtype, [Part(number, Box((), ()), 0)])
     if step is not None:
-        leaves += [((*path, *_STEP_PATH), step) for path in _inner_optimizers(common.get("optimizer"))]
+        counted = [(t.key.name, t.key.name in layout.shapes) for t in wanted.tensors if t.key.state == STEP]
+        every = common.get("optimizer")
+        for path in _inner_optimizers(every):
+            at = next((key for key in path if type(key) is int), None)
+            holds = held_by(every, at, layout.facts)
+            if any(holds(name, layout.shapes[name]) for name, known in counted if known):
+                leaves.append(((*path, *_STEP_PATH), step))
     return join(common, leaves)
 
 
