@@ -82,6 +82,7 @@ from ckpt_tool.formats.megatron.parts import HALF, Gathered
 from ckpt_tool.formats.megatron.pointer import misnamed
 from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
 from ckpt_tool.formats.megatron_dist.keys import KINDS, DistKey, name_of, parse, styles_of
+from ckpt_tool.formats.megatron_dist.nemo import with_context
 from ckpt_tool.formats.megatron_dist.state import Objects, check_step, read_objects
 from ckpt_tool.formats.megatron_dist.windows import KINDS_UNKNOWN, windows_of
 from ckpt_tool.formats.state_dict.tree import dotted
@@ -186,6 +187,7 @@ class _Reading:
             lambda: read_objects(self.tree, self.folder, self.listing.objects, self.items),
             lambda: self.items.arrays(self.listing.tensors.values()),
         )
+        self.notes += with_context(self.tree, self.folder, objects.extras)
         flat = []
         if any(key.kind and key.layers for key in map(parse, self.listing.tensors)):
             self.windows = windows_of(self.tree, self.folder, objects.extras, self.config)
