@@ -21,7 +21,7 @@ _STARTS: tuple[tuple[bytes, str, str], ...] = (
     (b"PK\x03\x04", "a zip archive (a torch .pt/.bin file?)", "pass --from torch, or give the file its right name"),
     (b"PK\x05\x06", "an empty zip archive", "the file was saved empty: get it again"),
     (_LEGACY_TORCH, "a torch file of the old, pre-1.6 kind", "pass --from torch"),
-    (b"\x1f\x8b", "gzip-compressed", "decompress it first (gunzip)"),
+    (b"\x1f\x8b", "gzip-compressed", "decompress it first (gunzip; a .nemo: tar -xzf FILE -C FOLDER)"),
     (b"\x28\xb5\x2f\xfd", "zstd-compressed", "decompress it first (unzstd)"),
     (b"BZh", "bzip2-compressed", "decompress it first (bunzip2)"),
     (b"\xfd7zXZ\x00", "xz-compressed", "decompress it first (unxz)"),
@@ -52,7 +52,7 @@ def _recognise(head: bytes) -> tuple[str, str] | None:
     if head[257:262] == b"ustar":
         return (
             "a tar archive (a NeMo .nemo, or a torch file from before 0.1.10)",
-            "unpack it and pass the weights in it",
+            "unpack it (tar -xf FILE -C FOLDER) and pass the weights in it, of a .nemo FOLDER/model_weights",
         )
     for start, name, remedy in _STARTS:
         if head.startswith(start):

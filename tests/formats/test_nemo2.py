@@ -1,4 +1,4 @@
-"""NeMo 2's folder, saved by megatron-core as NeMo saves it (fixtures/make/nemo2.py says what is NeMo's and what not)."""
+"""NeMo 2's folder, saved by megatron-core as NeMo saves it: fixtures/make/nemo2.py says what is NeMo's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """NeMo 2's folder around a torch_dist checkpoint: the model's config where a Megatron job has its arguments.
 
-    NAME/weights/              torch_dist, `module.` in front of the keys, Lightning's dict as the common state: no `args`
+    NAME/weights/              torch_dist, `module.` in front of the keys; the common state is Lightning's, no `args`
          context/model.yaml    the model and its `config:` as data, each object a map with `_target_`
          context/io.json, ...  the run as a graph of objects to call, the tokenizer: not read
 
