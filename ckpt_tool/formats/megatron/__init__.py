@@ -18,7 +18,9 @@ def _may_be(tree: Tree) -> bool:
 ENTRY = Entry(
     "megatron",
     order=50,
-    en="Megatron-LM's legacy `mp_rank_*` folders, with `distrib_optim.pt` or without, every expert container",
-    zh="Megatron-LM 旧式 `mp_rank_*` 目录，含或不含 `distrib_optim.pt`，各种专家容器",
+    en="Megatron-LM's legacy `mp_rank_*` folders, with `distrib_optim.pt` or without, every expert container, "
+    "`layer_wise_optimizer_R.pt` (read)",
+    zh="Megatron-LM 旧式 `mp_rank_*` 目录，含或不含 `distrib_optim.pt`，各种专家容器，"
+    "`layer_wise_optimizer_R.pt`（只读）",
     may_be=_may_be,
 )
