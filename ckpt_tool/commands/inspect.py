@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.extras import display
-from ckpt_tool.core.hints import Globals
+from ckpt_tool.core.hints import Globals, Stated
 from ckpt_tool.core.listing import Listing
 from ckpt_tool.core.patterns import Names
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
@@ -85,8 +85,14 @@ def _document(opened: Opened, rows: Sequence[dict[str, Any]], tally: Tally) -> d
         "states": by_state,
         "tensors": rows,
         "extras": display(catalog.extras),
+        **({"metadata": _metadata(stated)} if (stated := catalog.hints.get(Stated)) else {}),
         "notes": [note.message for note in catalog.notes],
     }
+
+
+def _metadata(stated: Stated) -> dict[str, Any]:
+    """What the files state of the model, with the number of values in place of long lists."""
+    return {**stated.values, **{key: f"{count} values" for key, count in stated.long.items()}}
 
 
 def _security(opened: Opened, *, survey: bool) -> dict[str, Any]:
@@ -206,7 +212,7 @@ def _rows(catalog: Catalog, match: Sequence[str], states: Sequence[str]) -> Iter
     for name, state, dtype, shape, nbytes in catalog.rows():
         if wanted is not None and not wanted(state) or found is not None and name not in found:
             continue
-        yield {"name": name, "state": state, "dtype": dtype.name, "shape": list(shape), "bytes": nbytes}
+        yield {"name": name, "state": state, "dtype": dtype.name, "shape": list(dtype.elements(shape)), "bytes": nbytes}
 
 
 def _masters_alone(rows: Sequence[dict[str, Any]]) -> int:

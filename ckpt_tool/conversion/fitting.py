@@ -40,6 +40,7 @@ def refuse_idle(fmt: Format, writing: Writing) -> None:
         "zero": bool(writing.zero) or writing.zero is not None and "dp" in fmt.holds.mesh,
         "sharding": writing.sharding is not None,
         "spec": writing.spec is not None,
+        "gguf-type": writing.gguf_type is not None,
         "pp-split": bool(writing.pp_split),
         "layout": writing.layout is not None,
         "on-indivisible": writing.on_indivisible not in (None, "error"),
@@ -218,4 +219,5 @@ def wish_of(chosen: Chosen, fmt: Format, writing: Writing) -> LayoutWish:
         config,
         writing.vocab_size,
         frozenset(t.key for t in chosen.removed),
+        writing.gguf_type,
     )

@@ -16,10 +16,12 @@ from typing import NamedTuple
 
 from ckpt_tool.conversion.adapter_names import adapters_named
 from ckpt_tool.conversion.fitting import fitted, held
+from ckpt_tool.conversion.own_header import with_header
 from ckpt_tool.conversion.naming import named
 from ckpt_tool.conversion.selection import as_model, sound, wanted_tensors
 from ckpt_tool.conversion.tied_head import with_head
 from ckpt_tool.conversion.vocabulary import resized_vocabulary
+from ckpt_tool.quantised.as_blocks import as_blocks
 from ckpt_tool.quantised.dequantize import dequantized
 from ckpt_tool.quantised.kept_whole import as_they_are
 from ckpt_tool.sources.chosen import Chosen, Conversion
@@ -54,6 +56,8 @@ FITTING = (
     Pass("codes", "--dtype leaves codes and scales as they are", as_they_are),
     Pass("held", "what the format has no place for stays behind, by name", held),
     Pass("fitted", "states that the format keeps as other tensors (DeepSpeed's ZeRO stages)", fitted),
+    Pass("blocks", "--gguf-type: values as blocks of a quantised type", as_blocks),
+    Pass("header", "what the format's files state of the model in their own words (GGUF's metadata)", with_header),
 )
 PASSES = (*SELECTION, *NAMES, *FITTING)
 

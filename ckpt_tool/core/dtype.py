@@ -5,7 +5,8 @@
     >>> from_torch("bfloat16").name
     'BF16'
 
-Sub-byte types (F4, F6_*) count elements in shapes, as safetensors does; `nbytes` must come out whole.
+Sub-byte types (F4, F6_*) count elements in shapes, as safetensors does; `nbytes` must come out whole. Types of blocks
+(GGUF's Q4_K: 144 bytes for 256 elements of a row) count blocks: they are moved, and `elements` says what they stand for.
 Source of the names and widths: safetensors 0.8 `tensor.rs`; of the torch names: torch 2.13 `torch.storage`.
 """
 
@@ -19,6 +20,8 @@ from ckpt_tool.errors import InputError
 class DType(NamedTuple):
     """An element type. `bits` is the width of one element, `numpy` the NumPy name that holds its bits.
 
+    block: elements that one item of a type of blocks stands for, 0 where items are elements; `coded` are those types, and
+    items of another byte order (block 1).
     `numpy` names a type of the same width whose values are right where NumPy has the type (`exact`), or an
     unsigned integer that only carries the bits (BF16, FP8).
     """
@@ -28,6 +31,7 @@ class DType(NamedTuple):
     numpy: str
     exact: bool
     torch: str | None
+    block: int = 0
 
     def nbytes(self, numel: int) -> int:
         """Bytes of `numel` elements. Raises InputError when a sub-byte count does not fill whole bytes."""
@@ -38,7 +42,20 @@ class DType(NamedTuple):
 
     @property
     def is_float(self) -> bool:
-        return self.name[0] == "F" or self.name == "BF16"
+        return not self.block and (self.name[0] == "F" or self.name == "BF16")
+
+    @property
+    def coded(self) -> bool:
+        """Are items something else than elements of this machine: bytes to move, and to make floats of?"""
+        return self.block > 0
+
+    def elements(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in elements of a tensor that has this one in items.
+
+        >>> DType("Q8_0", 34 * 8, "V34", False, None, 32).elements((2, 3))
+        (2, 96)
+        """
+        return (*shape[:-1], shape[-1] * self.block) if self.block and shape else shape
 
 
 def _table() -> dict[str, DType]:

@@ -167,6 +167,17 @@ class Names(Hint):
         return cls(tuple(map(str, plain))) if isinstance(plain, list | tuple) else None
 
 
+@dataclass(frozen=True, slots=True)
+class Stated(Hint):
+    """What the header of a source's files states of the model, in the words of its format; `inspect` shows it. format:
+    whose words they are. values: plain ones. long: how many values a list has that is not kept."""
+
+    KEY: ClassVar[str] = "stated"
+    format: str
+    values: Mapping[str, Any]
+    long: Mapping[str, int] = field(default_factory=dict)
+
+
 class Globals(Names):
     """The globals that the pickles of a source name, `module.name`."""
 

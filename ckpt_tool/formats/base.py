@@ -68,7 +68,8 @@ class Holds(NamedTuple):
     the step's folder, of this format alone. config: the file in which it states the model's config. with_args: extras
     that its loader wants beside Megatron's arguments. lone_shards: one file of several is read as a checkpoint, so
     states without their parameters are no fault. all_experts: its ranks hold all, so a gap in their numbers is one.
-    run_config: it has a place for what a Megatron run says of its adapter.
+    run_config: it has a place for what a Megatron run says of its adapter. blocks: it holds GGUF's types of blocks.
+    own_header: its files state the model and its tokenizer themselves, in its own words, in place of side files.
     """
 
     all_states: bool = True
@@ -90,6 +91,8 @@ class Holds(NamedTuple):
     lone_shards: bool = False
     all_experts: bool = False
     run_config: bool = False
+    blocks: bool = False
+    own_header: bool = False
 
     def has(self, group: str) -> bool:
         """Is there a place for this group of states: `model`, `optimizer`, `master`, `ema`?"""

@@ -142,12 +142,13 @@ def sizes(value: int | str | tuple[int, int]) -> tuple[int, int]:
 def one_of(known: Iterable[str]) -> Callable[[Any], str]:
     """A parser of one name out of `known`; `_` counts as `-`, upper case as lower."""
     names = tuple(known)
+    spelled = {name.replace("_", "-"): name for name in names}
 
     def parse(value: str) -> str:
         name = text(value).lower().replace("_", "-")
-        if name not in names:
+        if name not in spelled:
             raise BadValue(f"found {value!r}, want one of {', '.join(names)}", hint=near_misses(name, names) or None)
-        return name
+        return spelled[name]
 
     return parse
 

@@ -29,8 +29,9 @@ from ckpt_tool.options.values import (
 SHARDINGS = ("v1", "v2")  # what Paddle calls its stages of sharding: whole tensors by owner, slices of fused buffers
 SPECS = ("local", "te")  # Megatron's layers: of its own modules, of Transformer Engine's
 VARIANTS = {"megatron-swift": "megatron"}  # of one system's names, by another tool for it -> whose names they are
-DIALECTS = ("hf", "megatron", *VARIANTS, "paddle", "meta", "keep")
+DIALECTS = ("hf", "megatron", *VARIANTS, "paddle", "meta", "gguf", "keep")
 EXPERTS = ("split", "fused")  # layouts of a layer's experts in the hub's files: one by one, stacked in one tensor
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "tq1_0", "tq2_0", "mxfp4")
 DEVICES = ("cpu", "cuda")
 ENGINES = ("slurm", "k8s", "ray")  # what job files are written for
 DEFAULT_POLICY = "largest-dim"
@@ -112,6 +113,9 @@ class Writing:
         default={},
     )
     dequantize: bool = TRAVEL.flag("Write quantised weights and states as floats.")
+    gguf_type: str | None = TRAVEL.choice(
+        f"GGUF: the type of matrices: {', '.join(GGUF_TYPES)}. Default: the source's.", GGUF_TYPES, "TYPE"
+    )
     vocab_size: int | None = TRAVEL.option(
         "Rows of the vocabulary: padding beyond it is cut off, rows of zeros are added up to it.",
         between(1, MOST_ROWS),

@@ -44,8 +44,14 @@ def dequantized(chosen: Chosen, job: Conversion) -> Chosen:
             if writing.states or job.fmt.holds.has("optimizer"):
                 refuse_codes([row.tensor for row in chosen.stored])
             chosen = _without_codes(chosen, f"{job.fmt.name} has no place for them")
+        if any(row.tensor.dtype.coded for row in chosen.stored):
+            from ckpt_tool.quantised.as_blocks import refuse_blocks
+
+            refuse_blocks(chosen, job)
         return chosen
     refuse_saved_plan(writing, OPTION)
+    if any(row.tensor.dtype.coded for row in chosen.stored):
+        return _of_blocks(chosen, writing)
     from ckpt_tool.quantised.coded import coded_states
     from ckpt_tool.quantised.floats import States, states
 
@@ -82,6 +88,27 @@ def _without_codes(chosen: Chosen, reason: str) -> Chosen:
     gone = [row.tensor for row in chosen.stored if part_of(row.tensor.key.state)]
     kept = tuple(row for row in chosen.stored if not part_of(row.tensor.key.state))
     return replace(chosen, stored=kept, dropped=(*chosen.dropped, *left_behind(gone, reason, named=False)))
+
+
+def _of_blocks(chosen: Chosen, writing: Writing) -> Chosen:
+    """GGUF's types of blocks as floats of the model's dtype; what is no block keeps its own."""
+    from ckpt_tool.quantised.as_blocks import floats_of_blocks
+
+    recipes = floats_of_blocks(chosen.stored, chosen)
+    dtype = _dtype(model_config(chosen))
+    plain = {row.tensor.key: row.tensor.dtype for row in chosen.stored if row.tensor.dtype.block == 1}
+    dtypes = {recipe.key: _plain(plain[recipe.key]) if recipe.key in plain else dtype for recipe in recipes}
+    kind = writing.dtypes.get(MODEL) or writing.dtypes.get("") or dtype.name
+    note = f"{len(recipes) - len(plain)} quantised tensors are written as {kind} ({OPTION})"
+    if plain:
+        note += f", {len(plain)} of big-endian numbers as they are"
+    shown = f"{chosen.sources[0].path} (dequantised)"
+    return with_computed(chosen, recipes, shown, writing, option=OPTION, dtypes=dtypes, notes=(note,))
+
+
+def _plain(dtype: DType) -> DType:
+    """The house's dtype of a big-endian one."""
+    return DTYPES[dtype.name.removesuffix("_BE")]
 
 
 def _where_codes_hung(row: Stored, paths: Mapping[TensorKey, Path]) -> Stored:

@@ -1,7 +1,7 @@
 """`ckpt inspect` as a page: what is there, its states and dtypes, and its tensors folded into a tree.
 
 Reads the document that `--json` prints: `format`, `path`, `mesh`, `total`, `states`, `tensors`, `extras`;
-`quantization`; `delta`; `resolved` (why another folder than the given one was taken), `notes`, `security` ({unsafe:
+`quantization`; `delta`; `metadata`; `resolved` (why another folder than the given one was taken), `notes`, `security` ({unsafe:
 [...], globals: [...]}), a tensor's `chunks` (`--placement`) and `stats` (`--stats`).
 """
 
@@ -18,6 +18,7 @@ from ckpt_tool.report.tree import Folding, Tree
 
 Document = Mapping[str, Any]
 EXTRAS_SHOWN = 16
+METADATA_SHOWN, TEXT_SHOWN = 32, 80
 FILES_SHOWN = 40
 STATS = ("min", "max", "mean", "std", "zeros", "nan", "inf")
 
@@ -42,6 +43,8 @@ def inspection(document: Document, *, depth: int | None = None, everything: bool
 
             blocks += grids(tensors, document.get("mesh") or {})
         blocks += _files(tensors, everything=everything)
+    if document.get("metadata"):
+        blocks.append(_metadata(document["metadata"], everything=everything))
     if document.get("extras"):
         blocks.append(_extras(document["extras"], everything=everything))
     if document.get("notes"):
@@ -263,6 +266,18 @@ def _files(tensors: Sequence[Document], *, everything: bool) -> Iterator[Table]:
         coords = " ".join(f"{dim} {at}" for dim, at in rank.items()) if isinstance(rank, Mapping) else str(rank)
         rows.append((name, coords, count(chunks), size(nbytes)))
     yield Table("", columns, tuple(rows), more=more(len(names) - len(listed), "file"))
+
+
+def _metadata(stated: Mapping[str, Any], *, everything: bool) -> Facts:
+    """What the files' header states; of long texts the beginning."""
+    names = list(stated) if everything else list(stated)[:METADATA_SHOWN]
+    rows: list[tuple[str, Cell]] = []
+    for name in names:
+        text = " ".join(_extra(stated[name]).split())
+        rows.append((name, text if len(text) <= TEXT_SHOWN else f"{text[:TEXT_SHOWN]}..."))
+    if len(stated) > len(names):
+        rows.append(("...", f"{len(stated) - len(names)} more; -v lists all"))
+    return Facts(tuple(rows), title="metadata")
 
 
 def _extras(extras: Mapping[str, Any], *, everything: bool) -> Facts:

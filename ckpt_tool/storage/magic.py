@@ -25,7 +25,7 @@ _STARTS: tuple[tuple[bytes, str, str], ...] = (
     (b"\x28\xb5\x2f\xfd", "zstd-compressed", "decompress it first (unzstd)"),
     (b"BZh", "bzip2-compressed", "decompress it first (bunzip2)"),
     (b"\xfd7zXZ\x00", "xz-compressed", "decompress it first (unxz)"),
-    (b"GGUF", "a GGUF file", "GGUF is an inference format that this tool does not read"),
+    (b"GGUF", "a GGUF file", "pass --from gguf, or give the file its right name"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file", "HDF5 is not read: save the model as safetensors"),
     (b"\x93NUMPY", "a NumPy .npy file", "save it as safetensors"),
     (b"Salted__", "encrypted with OpenSSL", "decrypt it first"),

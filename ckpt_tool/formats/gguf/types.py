@@ -1,0 +1,81 @@
+"""The types of tensors in GGUF files, as dtypes: those that the house has, and types of blocks.
+
+    of_number(12)   Q4_K: items of 144 bytes, each 256 elements of a row; `--dequantize` makes floats of them
+    of_number(1)    F16
+    of_number(0, big=True)   F32_BE: an fp32 whose bytes lie the other way round; `--dequantize` turns them
+
+Numbers, elements and bytes of a block: gguf 0.19.0 `constants.py` (`GGMLQuantizationType`, `GGML_QUANT_SIZES`) and
+llama.cpp of October 2026 `ggml.h`; 4, 5, 31 to 33 and 36 to 38 were given up. Cost: a look-up.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from ckpt_tool.core.dtype import DTYPES, DType
+
+
+class Kind(NamedTuple):
+    """number: in the file. elements, nbytes: of a block; 1 element where there are no blocks."""
+
+    number: int
+    name: str
+    elements: int
+    nbytes: int
+
+
+KINDS = tuple(
+    Kind(*row)
+    for row in (
+        (0, "F32", 1, 4), (1, "F16", 1, 2), (2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20), (6, "Q5_0", 32, 22),
+        (7, "Q5_1", 32, 24), (8, "Q8_0", 32, 34), (9, "Q8_1", 32, 36), (10, "Q2_K", 256, 84), (11, "Q3_K", 256, 110),
+        (12, "Q4_K", 256, 144), (13, "Q5_K", 256, 176), (14, "Q6_K", 256, 210), (15, "Q8_K", 256, 292),
+        (16, "IQ2_XXS", 256, 66), (17, "IQ2_XS", 256, 74), (18, "IQ3_XXS", 256, 98), (19, "IQ1_S", 256, 50),
+        (20, "IQ4_NL", 32, 18), (21, "IQ3_S", 256, 110), (22, "IQ2_S", 256, 82), (23, "IQ4_XS", 256, 136),
+        (24, "I8", 1, 1), (25, "I16", 1, 2), (26, "I32", 1, 4), (27, "I64", 1, 8), (28, "F64", 1, 8),
+        (29, "IQ1_M", 256, 56), (30, "BF16", 1, 2), (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66),
+        (39, "MXFP4", 32, 17), (40, "NVFP4", 64, 36), (41, "Q1_0", 128, 18), (42, "Q2_0", 64, 18),
+    )
+)  # fmt: skip
+# `general.file_type` of files that are mostly of a type (`LlamaFileType`)
+FILE_TYPES = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32, "TQ1_0": 36, "TQ2_0": 37,
+    "MXFP4": 38,
+}  # fmt: skip
+# What gguf 0.19.0 `quants.py` makes of floats; the plain ones are casts
+WRITTEN = tuple(FILE_TYPES)
+# What it makes no floats of: the first two never lie in files, llama.cpp alone reads the others
+NO_FLOATS = frozenset(("Q8_1", "Q8_K", "Q1_0", "Q2_0"))
+_BIG = "_BE"
+_BY_NUMBER = {kind.number: kind for kind in KINDS}
+_BY_NAME = {kind.name: kind for kind in KINDS}
+
+
+@cache
+def of_number(number: int, *, big: bool = False) -> DType | None:
+    """The dtype of a type's number, None for a number that is none. big: of a file of big-endian numbers."""
+    kind = _BY_NUMBER.get(number)
+    return None if kind is None else _dtype(kind, big=big)
+
+
+@cache
+def of_name(name: str) -> DType:
+    """The dtype of a type's name. Raises KeyError."""
+    return _dtype(_BY_NAME[name], big=False)
+
+
+def _dtype(kind: Kind, *, big: bool) -> DType:
+    if kind.elements == 1 and (not big or kind.nbytes == 1):
+        return DTYPES[kind.name]
+    return DType(kind.name + _BIG * big, 8 * kind.nbytes, f"V{kind.nbytes}", False, None, kind.elements)
+
+
+def kind_of(dtype: DType) -> Kind | None:
+    """The type that has this dtype, None where GGUF has none such."""
+    return _BY_NAME.get(dtype.name.removesuffix(_BIG))
+
+
+def is_big(dtype: DType) -> bool:
+    """Do its bytes lie the other way round?"""
+    return dtype.coded and dtype.name.endswith(_BIG)
