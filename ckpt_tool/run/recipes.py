@@ -34,6 +34,16 @@ class Plus(Recipe):
 
 
 @dataclass(frozen=True, eq=False)
+class Constant(Recipe):
+    """A few numbers that a config tells; the input is any tensor of the source, of which nothing is read."""
+
+    numbers: tuple[float, ...]
+
+    def values(self, read: Read, start: int, stop: int) -> Floats:
+        return np.array(self.numbers[start:stop], np.float32)
+
+
+@dataclass(frozen=True, eq=False)
 class Grown(Recipe):
     """The input with rows of zeros behind its own. shape: with them."""
 

@@ -4,6 +4,7 @@ In the hub's words it comes from `--config`, config.json, or Megatron's argument
 
     config.json beside the weights               as it is
     Meta's params.json, nothing beside           what it says (`families.config.meta`)
+    GGUF's metadata, nothing beside              what it says (`families.config.gguf`)
     Megatron's arguments, nothing beside         what they say (`families.config.translation`)
     both                                         config.json, with what the arguments say otherwise, noted
 
@@ -15,10 +16,13 @@ What it does not do: run anything, or write (`conversion.side_files`).
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckpt_tool.core.hints import Stated
+from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CorruptFile, InputError, UsageError, wrap_os_error
 from ckpt_tool.formats.hf.files import NESTED
 from ckpt_tool.options.reading import Reading
@@ -127,6 +131,8 @@ def config_of(opened: Opened, reading: Reading | None = None, family: str | None
     if not args:
         if config is None and (found := meta_config(opened)) is not None:
             return ModelConfig(found, origin="params.json")
+        if config is None and (found := stated_config(opened)) is not None:
+            return ModelConfig(found, origin="the metadata of its files")
         return ModelConfig(config, file=config is not None)
     if family is None and reading is not None and reading.family:
         family = reading.family.partition(":")[0]
@@ -166,6 +172,30 @@ def meta_config(opened: Opened) -> Mapping[str, Any] | None:
     from ckpt_tool.families.config.meta import hub_config
 
     return hub_config(own.params, {row.name: row.shape for row in opened.catalog.rows()})
+
+
+def stated_config(opened: Opened) -> Mapping[str, Any] | None:
+    """What the metadata of GGUF files says, None where the source has none, or its architecture is no family's.
+
+    Raises InputError E1712."""
+    own = opened.catalog.hints.get(Stated)
+    if own is None or own.format != "gguf":
+        return None
+    from ckpt_tool.families.config.gguf import hub_config
+
+    shapes = {row.name: row.dtype.elements(row.shape) for row in opened.catalog.rows()}
+    return hub_config(own.values, shapes, _rope_freqs(opened))
+
+
+def _rope_freqs(opened: Opened) -> tuple[float, ...]:
+    """The few numbers that llama.cpp keeps of Llama 3's rope, () where there are none."""
+    from ckpt_tool.families.config.gguf import ROPE_FREQS
+
+    tensor = opened.catalog.tensors.get(TensorKey(ROPE_FREQS))
+    if tensor is None or tensor.dtype.name != "F32" or tensor.numel > 4096 or len(tensor.chunks) != 1:
+        return ()
+    array = tensor.chunks[0].array
+    return struct.unpack(f"<{tensor.numel}f", opened.tree.read(array.path, array.offset, tensor.nbytes))
 
 
 def model_arguments(opened: Opened) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Paddle: PaddleFormers 1.2.0, transformers/deepseek_v3: nothing is fused. Megatron-Bridge 0.6.2, models/deepseek and kimi.
 """
 
-from ckpt_tool.families import hub, megatron
+from ckpt_tool.families import gguf, hub, megatron
 from ckpt_tool.families.base import FUSED_EXPERTS, LATENT, NLP_HEAD, Family, Variant
 from ckpt_tool.families.model_class import DEFAULTS, GATED, LATENT_FORMS, SIGMOID, ModelClass
 
@@ -39,12 +39,13 @@ FAMILY = Family(
                       "topk_method": "greedy", "norm_topk_prob": False, **_RANKS},
         ),
     ),
-    axes=LATENT,
+    axes={**LATENT, **gguf.LATENT_AXES},
     hub=hub.DEEPSEEK + hub.INV_FREQ + """
         model.layers.{i}.eh_proj.bias : h
     """,
     dialects={
         "megatron": Variant(of=megatron.LATENT, ahead=True),
+        "gguf": gguf.MODEL + gguf.NORMS + gguf.LATENT + gguf.MLP + gguf.ROUTER + gguf.EXPERTS,
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
         "paddle": """
             [model.embed_tokens|lm_head].weight : v h

@@ -3,7 +3,7 @@
 Megatron: plain layers with --apply-layernorm-1p (Megatron-Bridge, models/gemma/gemma_bridge.py); see gemma2 on the norms.
 """
 
-from ckpt_tool.families import hub, megatron
+from ckpt_tool.families import gguf, hub, megatron
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import GEMMA, ModelClass
 
@@ -24,5 +24,6 @@ FAMILY = Family(
     hub=hub.TIED + hub.NORMS + hub.ATTENTION + hub.MLP + hub.QKV_BIAS + hub.PROJ_BIAS + hub.INV_FREQ,
     dialects={
         "megatron": megatron.TIED + megatron.NORMS + megatron.ATTENTION + megatron.QKV_BIAS + megatron.PROJ_BIAS + megatron.MLP,
+        "gguf": gguf.centred(gguf.MODEL + gguf.NORMS) + gguf.ATTENTION + gguf.MLP,
     },
 )  # fmt: skip

@@ -4,7 +4,7 @@ Its norms multiply by 1 + weight, and so do Megatron's with --apply-layernorm-1p
 Gemma job has on: the stored weights are equal. Megatron: the layer of Megatron-Bridge, models/gemma/gemma2_bridge.py.
 """
 
-from ckpt_tool.families import hub, megatron
+from ckpt_tool.families import gguf, hub, megatron
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import GEMMA, ModelClass
 
@@ -25,5 +25,8 @@ FAMILY = Family(
     axes=DECODER,
     hub=hub.GEMMA,
     centred=True,
-    dialects={"megatron": megatron.GEMMA},
+    dialects={
+        "megatron": megatron.GEMMA,
+        "gguf": gguf.centred(gguf.MODEL + gguf.SANDWICH) + gguf.ATTENTION + gguf.MLP,
+    },
 )  # fmt: skip

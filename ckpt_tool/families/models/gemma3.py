@@ -4,7 +4,7 @@ their files and as transformers 5 in memory name it, for who wants that alone; w
 Paddle: PaddleFormers 1.2.0, transformers/gemma3_text. Norms and Megatron's layer: see gemma2; models/gemma/gemma3_bridge.py.
 """
 
-from ckpt_tool.families import hub, megatron
+from ckpt_tool.families import gguf, hub, megatron
 from ckpt_tool.families.base import DECODER, PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import GEMMA, GEMMA3_DEFAULTS, ModelClass
 
@@ -25,6 +25,7 @@ FAMILY = Family(
     centred=True,
     dialects={
         "megatron": megatron.GEMMA + megatron.QK_NORMS,
+        "gguf": gguf.centred(gguf.MODEL + gguf.SANDWICH + gguf.QK_NORMS) + gguf.ATTENTION + gguf.MLP,
         "hf-vl": Variant("hf", root="language_model.model.", over="language_model.lm_head.weight : v h = lm_head.weight : v h\n"),
         "hf-vl5": Variant("hf", root="model.language_model."),
         "paddle": Variant(apart=True, of=PADDLE_FUSED + """

@@ -1,6 +1,6 @@
 """Mixtral. Paddle: PaddleNLP 3.0.0b4, transformers/mixtral/modeling.py; PaddleFormers has none."""
 
-from ckpt_tool.families import hub, megatron, meta
+from ckpt_tool.families import gguf, hub, megatron, meta
 from ckpt_tool.families.base import DECODER, FUSED_MIXTRAL_EXPERTS, NLP_HEAD, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
@@ -23,6 +23,7 @@ FAMILY = Family(
     dialects={
         "megatron": megatron.MODEL + megatron.NORMS + megatron.ATTENTION + megatron.MIXTRAL_EXPERTS,
         "meta": meta.MODEL + meta.EXPERTS,
+        "gguf": gguf.MODEL + gguf.NORMS + gguf.ROTARY + gguf.MIXTRAL_EXPERTS,
         "hf-fused": Variant("hf", over=FUSED_MIXTRAL_EXPERTS),
         "paddle": Variant(of="""
             [model.embed_tokens|lm_head].weight : v h

@@ -46,17 +46,18 @@ def fitted(tensors: Sequence[LogicalTensor], wish: LayoutWish, *, renamed: bool)
     for tensor in tensors:
         if tensor.dtype.is_float:
             kind = _kind(tensor, asked)
-            if kind != tensor.dtype or asked is not None:
+            if kind is not None:
                 casts[tensor.key] = kind
     return Fitted(rows, casts)
 
 
-def _kind(tensor: LogicalTensor, asked: DType | None) -> DType:
+def _kind(tensor: LogicalTensor, asked: DType | None) -> DType | None:
+    """None where the tensor is written as it is, or as `--dtype` says."""
     name = tensor.key.name
     if len(tensor.shape) <= 1 or name.endswith("_norm.weight") or not name.endswith(".weight") or _ALWAYS.fullmatch(name):
         return DTYPES["F32"]
     if asked is None:
-        return tensor.dtype if tensor.dtype.name in _HELD else DTYPES["F32"]
+        return None if tensor.dtype.name in _HELD else DTYPES["F32"]
     if asked.coded and (tensor.shape[-1] % asked.block or asked.name.startswith("TQ") and name in _ENDS):
         return DTYPES["F16"]
     return asked

@@ -1,0 +1,363 @@
+"""The tokenizer in a GGUF file's metadata, from the files that lie beside a model.
+
+    tokenizer.json, tokenizer_config.json   ->   tokenizer.ggml.{model = gpt2, pre, tokens, token_type, merges, ...}
+    tokenizer.model (SentencePiece)         ->   tokenizer.ggml.{model = llama, tokens, scores, token_type, ...}
+
+llama.cpp's converter runs the tokenizer on one text and looks up the hash of its ids to name the pre-tokenizer; here it
+is the regular expressions in tokenizer.json that name it, which is what the name stands for. One that is not in the
+table leaves the tokenizer out, with a line: a wrong name would load, and split texts otherwise. A SentencePiece model
+is a protobuf of pieces (text, score, kind), of which nothing else is read.
+
+Sources: llama.cpp of October 2026 `conversion/base.py` (`get_vocab_base`, `_create_vocab_sentencepiece`), `phi.py`,
+`src/llama-vocab.cpp` (the expressions); gguf 0.19.0 `vocab.py` (`SpecialVocab`); sentencepiece 0.2.1
+`sentencepiece_model.proto`. Cost: 1 us a token. What it does not do: WordPiece and unigram vocabularies, BPE with bytes to
+fall back on without its tokenizer.model, tokens that a tokenizer would normalise.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ckpt_tool.errors import UsageError
+
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # `TokenType`; SentencePiece has the same numbers
+WRONG = "E1713"
+MOST = 1 << 24  # tokens
+_CASES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+)
+_SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _TAIL
+QWEN2 = _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL
+QWEN35 = (
+    _CASES + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = _WORDS % ("", "") + r"|\p{N}" + _SLASH
+GPT4O = _WORDS % (_CASES + "?", _CASES + "?") + r"|\p{N}{1,3}" + _SLASH
+_DEEPSEEK_WORDS = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+).replace(r"\r\n", "\r\n")  # there they are the characters themselves
+DEEPSEEK3 = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK_WORDS)
+# the expressions by which a text is split, in their order -> what llama.cpp calls that
+PRE: Mapping[tuple[str, ...], str] = {
+    (): "gpt-2", (LLAMA3,): "llama-bpe", (QWEN2,): "qwen2", (QWEN35,): "qwen35", (TEKKEN,): "tekken", (GPT4O,): "gpt-4o",
+    DEEPSEEK3: "deepseek-v3",
+}  # fmt: skip
+_WHOLE_WORDS = frozenset(("llama-bpe", "tekken"))  # a word that is a token is not merged (`ignore_merges`)
+_BPE_ALWAYS = frozenset(("qwen2moe", "qwen3moe", "deepseek2"))  # whose converter looks for no SentencePiece model
+_SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_IDS = {
+    "bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask", "eot": "eot",
+    "eom": "eom",
+}  # fmt: skip
+Pair = tuple[str, str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What lies beside a model. tokenizer, settings: tokenizer.json and tokenizer_config.json. pieces: tokenizer.model.
+    added: added_tokens.json. template: chat_template.jinja. config: the model's."""
+
+    tokenizer: Mapping[str, Any] | None = None
+    settings: Mapping[str, Any] | None = None
+    pieces: bytes | None = None
+    added: Mapping[str, Any] = field(default_factory=dict)
+    template: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+class _Vocabulary(NamedTuple):
+    tokens: list[str | bytes]
+    scores: list[float]
+    kinds: list[int]
+
+
+def tokenizer_pairs(files: Files, architecture: str) -> tuple[list[Pair], list[str]]:
+    """(key, type, value) of the tokenizer, lines about what is left out. Raises UsageError E1713."""
+    size = files.config.get("vocab_size")
+    if type(size) is not int or not 0 < size <= MOST:
+        return [], [_without("the config states no vocabulary")]
+    out: list[Pair] = []
+    if files.pieces is not None and architecture not in _BPE_ALWAYS and not _is_bpe(files, architecture):
+        found = _of_pieces(files, size, architecture)
+        space = (files.settings or {}).get("add_prefix_space")
+        if architecture == "llama" and isinstance(space, bool):
+            out.append(("tokenizer.ggml.add_space_prefix", "BOOL", space))
+        out += [("tokenizer.ggml.model", "STRING", "llama"), ("tokenizer.ggml.pre", "STRING", "default")]
+        out += [("tokenizer.ggml.tokens", "STRING", found.tokens), ("tokenizer.ggml.scores", "FLOAT32", found.scores)]
+        out += [("tokenizer.ggml.token_type", "INT32", found.kinds), *_special(files, size)]
+        if architecture.startswith("gemma"):
+            out += [("tokenizer.ggml.eot_token_id", "UINT32", 107)] if architecture == "gemma" else []
+            out.append(("tokenizer.ggml.add_space_prefix", "BOOL", False))
+        return out, []
+    model = (files.tokenizer or {}).get("model")
+    if not isinstance(model, Mapping):
+        return [], [_without("there is no tokenizer.json and no tokenizer.model")]
+    if model.get("type") != "BPE" or model.get("byte_fallback"):
+        return [], [_without(f"its vocabulary is {model.get('type')}, and there is no tokenizer.model")]
+    pre = _pre_tokenizer(files.tokenizer or {})
+    if pre is None:
+        return [], [_without("its pre-tokenizer splits texts by none of the expressions that are known here")]
+    found = _of_bpe(files, model, size)
+    out += [("tokenizer.ggml.model", "STRING", "gpt2"), ("tokenizer.ggml.pre", "STRING", pre)]
+    out += [("tokenizer.ggml.tokens", "STRING", found.tokens), ("tokenizer.ggml.token_type", "INT32", found.kinds)]
+    return [*out, ("tokenizer.ggml.merges", "STRING", _merges(model)), *_special(files, None)], []
+
+
+def _without(why: str) -> str:
+    return f"no tokenizer is written, and llama.cpp wants one: {why}"
+
+
+def _is_bpe(files: Files, architecture: str) -> bool:
+    """Phi-4 has both files, and its class says which one counts."""
+    return architecture == "phi3" and (files.settings or {}).get("tokenizer_class") == "GPT2Tokenizer"
+
+
+# -- byte-level BPE ----------------------------------------------------------------------------------------------------
+
+
+def _pre_tokenizer(tokenizer: Mapping[str, Any]) -> str | None:
+    """What llama.cpp calls it, None for one that is not in the table."""
+    stated = tokenizer.get("pre_tokenizer")
+    if not isinstance(stated, Mapping):
+        return None
+    steps = stated.get("pretokenizers") if stated.get("type") == "Sequence" else [stated]
+    if not isinstance(steps, list) or not steps or not all(isinstance(step, Mapping) for step in steps):
+        return None
+    *splits, last = steps
+    regexes = tuple(_regex(step) for step in splits)
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or None in regexes:
+        return None
+    if bool(last.get("use_regex", True)) != (not regexes):
+        return None
+    name = PRE.get(regexes)  # type: ignore[arg-type]
+    whole = bool(tokenizer["model"].get("ignore_merges"))
+    return name if name is None or whole == (name in _WHOLE_WORDS) else None
+
+
+def _regex(step: Mapping[str, Any]) -> str | None:
+    pattern = step.get("pattern")
+    plain = step.get("type") == "Split" and step.get("behavior") == "Isolated" and not step.get("invert")
+    regex = pattern.get("Regex") if plain and isinstance(pattern, Mapping) else None
+    return regex if isinstance(regex, str) else None
+
+
+def _of_bpe(files: Files, model: Mapping[str, Any], size: int) -> _Vocabulary:
+    tokens: list[str | bytes] = [f"[PAD{number}]" for number in range(size)]
+    kinds = [UNUSED] * size
+    vocab = model.get("vocab")
+    for text, number in vocab.items() if isinstance(vocab, Mapping) else ():
+        _at(number, size, text)
+        tokens[number], kinds[number] = text, NORMAL
+    for number, text, special in _added(files):
+        _at(number, size, text)
+        if special or looks_special(text):
+            tokens[number], kinds[number] = text, CONTROL
+        else:
+            tokens[number], kinds[number] = text.replace("\u2581", " "), USER
+    return _Vocabulary(tokens, [], kinds)
+
+
+def _added(files: Files) -> Iterator[tuple[int, str, bool]]:
+    """(number, text, special) of what was added to the vocabulary, by both files that say so."""
+    rows = {}
+    listed = (files.tokenizer or {}).get("added_tokens")
+    for entry in listed if isinstance(listed, list) else ():
+        if isinstance(entry, Mapping) and type(entry.get("id")) is int:
+            rows[entry["id"]] = entry
+    decoder = (files.settings or {}).get("added_tokens_decoder")
+    for number, entry in decoder.items() if isinstance(decoder, Mapping) else ():
+        if isinstance(entry, Mapping) and str(number).isdigit():
+            rows.setdefault(int(number), entry)
+    for number, entry in rows.items():
+        yield number, str(entry.get("content")), bool(entry.get("special"))
+
+
+def _merges(model: Mapping[str, Any]) -> list[str]:
+    """Both forms: `a b`, and pairs, whose spaces are spelled as byte-level BPE spells them."""
+    stated = model.get("merges")
+    rows = stated if isinstance(stated, list) else []
+    return [
+        row if isinstance(row, str) else " ".join(str(part).replace(" ", "\u0120") for part in row) for row in rows
+    ]
+
+
+def looks_special(text: str) -> bool:
+    """Some models do not mark what are control tokens (`does_token_look_special`)."""
+    ends = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
+    return text in ("<pad>", "<mask>", "<2mass>", "[@BOS@]") or any(
+        text.startswith(first) and text.endswith(last) for first, last in ends
+    )
+
+
+def _at(number: object, size: int, text: str) -> None:
+    if type(number) is not int or not 0 <= number < size:
+        raise UsageError(
+            f"the token {text[:60]!r} has number {str(number)[:40]}, the vocabulary has {size} rows",
+            code=WRONG,
+            hint="the tokenizer's files are another model's: fetch both again, or --vocab-size adds rows",
+        )
+
+
+# -- SentencePiece -----------------------------------------------------------------------------------------------------
+
+
+def _of_pieces(files: Files, size: int, architecture: str) -> _Vocabulary:
+    tokens: list[str | bytes] = [f"[PAD{number}]" for number in range(size)]
+    scores, kinds = [-10000.0] * size, [UNUSED] * size
+    for number, (text, score, kind) in enumerate(pieces_of(files.pieces or b"")):
+        if number >= size:
+            break
+        tokens[number], scores[number], kinds[number] = text, score, kind
+    for text, number in files.added.items():
+        if type(number) is int and 0 <= number < size:
+            tokens[number], scores[number], kinds[number] = text, -1000.0, USER
+    phi = architecture == "phi3"
+    rows = list(_added(Files(settings=files.settings)))
+    for number, text, special in [*rows, *(_added(Files(tokenizer=files.tokenizer)) if phi else ())]:
+        if 0 <= number < size:
+            control = special or not phi and looks_special(text)
+            kinds[number], scores[number] = CONTROL if control else USER, -1000.0
+            tokens[number] = text if control or phi else text.replace("\u2581", " ")
+    return _Vocabulary(tokens, scores, kinds)
+
+
+def pieces_of(raw: bytes) -> Iterator[tuple[bytes, float, int]]:
+    """(text, score, kind) of each piece of a SentencePiece model. Raises UsageError E1713."""
+    for number, value in _fields(raw):
+        if number == 1 and isinstance(value, bytes):
+            piece = dict(_fields(value))
+            text, score, kind = piece.get(1, b""), piece.get(2, bytes(4)), piece.get(3, NORMAL)
+            if not (isinstance(text, bytes) and isinstance(score, bytes) and len(score) == 4 and type(kind) is int):
+                raise _no_model("a piece is none")
+            yield text, struct.unpack("<f", score)[0], kind
+
+
+def _fields(raw: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a protobuf message: numbers as they are, all else as bytes."""
+    at = 0
+    while at < len(raw):
+        tag, at = _varint(raw, at)
+        kind = tag & 7
+        if kind == 0:
+            value, at = _varint(raw, at)
+            yield tag >> 3, value
+            continue
+        if kind == 2:
+            length, at = _varint(raw, at)
+        elif kind in (1, 5):
+            length = 8 if kind == 1 else 4
+        else:
+            raise _no_model(f"a field of kind {kind}")
+        if at + length > len(raw):
+            raise _no_model("it is cut short")
+        yield tag >> 3, raw[at : at + length]
+        at += length
+
+
+def _varint(raw: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < len(raw) and shift < 64:
+        byte = raw[at]
+        value, at, shift = value | (byte & 127) << shift, at + 1, shift + 7
+        if byte < 128:
+            return value, at
+    raise _no_model("it is cut short")
+
+
+def _no_model(why: str) -> UsageError:
+    return UsageError(
+        f"tokenizer.model is no SentencePiece model: {why}", code=WRONG, path="tokenizer.model", hint="fetch it again"
+    )
+
+
+# -- special tokens ----------------------------------------------------------------------------------------------------
+
+
+class _Special(NamedTuple):
+    adds: dict[str, bool]  # kind -> is it put before or behind a text?
+    words: dict[str, Any]  # KIND_token -> text
+
+
+def _special(files: Files, size: int | None) -> Iterator[Pair]:
+    """What `SpecialVocab` makes of the files. size: numbers beyond it are left out, None for no bound."""
+    kinds, ids, adds = _SPECIAL, dict[str, int](), dict[str, bool]()
+    if files.tokenizer is not None:
+        found = _by_template(files.tokenizer, dict(files.settings or {}))
+        adds, settings = found.adds, found.words
+        kinds = (*kinds, *(kind for kind in ("eot", "eom") if f"{kind}_token" in settings))
+    else:
+        settings = dict(files.settings or {})
+    texts = {}
+    for entry in (files.tokenizer or {}).get("added_tokens") or ():
+        if isinstance(entry, Mapping):
+            texts.setdefault(entry.get("content"), entry.get("id"))
+    for kind in kinds if files.settings is not None else ():
+        if isinstance(settings.get(f"add_{kind}_token"), bool):
+            adds.setdefault(kind, settings[f"add_{kind}_token"])
+        word = settings.get(f"{kind}_token")
+        text = word.get("content") if isinstance(word, Mapping) else word
+        if isinstance(text, str):
+            _note(ids, kind, texts.get(text), size)
+    for kind in kinds:
+        _note(ids, kind, files.config.get(f"{kind}_token_id"), size)
+    yield from ((f"tokenizer.ggml.{_IDS[kind]}_token_id", "UINT32", ids[kind]) for kind in ids if kind in _IDS)
+    yield from ((f"tokenizer.ggml.add_{kind}_token", "BOOL", adds[kind]) for kind in ("bos", "eos", "sep") if kind in adds)
+    template = settings.get("chat_template", files.template)
+    if isinstance(template, str) and files.settings is not None:
+        yield "tokenizer.chat_template", "STRING", template
+
+
+def _note(ids: dict[str, int], kind: str, number: object, size: int | None) -> None:
+    if type(number) is int and number >= 0 and (size is None or number < size):
+        ids.setdefault(kind, number)
+
+
+def _by_template(tokenizer: Mapping[str, Any], settings: dict[str, Any]) -> _Special:
+    """What the post-processor puts around a text."""
+    adds: dict[str, bool] = {}
+    for kind, other in (("bos", "cls"), ("eos", "sep")):
+        if settings and not settings.get(f"{kind}_token") and settings.get(f"{other}_token"):
+            settings[f"{kind}_token"] = settings[f"{other}_token"]
+    stated = tokenizer.get("post_processor")
+    steps = stated.get("processors", [stated]) if isinstance(stated, Mapping) else []
+    for step in steps if isinstance(steps, list) else ():
+        if not isinstance(step, Mapping):
+            continue
+        if step.get("type") == "ByteLevel":
+            adds.setdefault("bos", False)
+            adds.setdefault("eos", False)
+        single = step.get("single") if step.get("type") == "TemplateProcessing" else None
+        if isinstance(single, list) and len(single) > 1:
+            _around(single, settings, adds)
+    return _Special(adds, settings)
+
+
+def _around(single: Sequence[Any], settings: dict[str, Any], adds: dict[str, bool]) -> None:
+    first, last = (_token(single[at]) for at in (0, -1))
+    words = {kind: _text(settings.get(f"{kind}_token")) for kind in ("bos", "cls", "eos")}
+    if first is not None:
+        adds["bos"] = first in (words["bos"], words["cls"]) or not words["bos"] or not words["cls"]
+        if settings and first not in (words["bos"], words["cls"]):
+            settings |= {f"{kind}_token": first for kind in ("bos", "cls") if not words[kind]}
+    if last is not None:
+        if settings and last != words["eos"]:
+            settings |= {"eot_token": words["eos"], "eos_token": last}
+        adds["eos"] = True
+
+
+def _token(step: Any) -> str | None:
+    special = step.get("SpecialToken") if isinstance(step, Mapping) else None
+    text = special.get("id") if isinstance(special, Mapping) else None
+    return text if isinstance(text, str) and text else None
+
+
+def _text(word: Any) -> Any:
+    return word.get("content") if isinstance(word, Mapping) else word
