@@ -393,6 +393,7 @@ def test_an_option_that_is_stated_twice_is_seen() -> None:
 
 
 EXTRAS = (
+    "gguf",
     "torch",
     "remote",
     "ray",

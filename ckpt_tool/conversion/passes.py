@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from ckpt_tool.conversion.adapter_names import adapters_named
 from ckpt_tool.conversion.fitting import fitted, held
-from ckpt_tool.conversion.own_header import with_header
 from ckpt_tool.conversion.naming import named
+from ckpt_tool.conversion.own_header import with_header
 from ckpt_tool.conversion.selection import as_model, sound, wanted_tensors
 from ckpt_tool.conversion.tied_head import with_head
 from ckpt_tool.conversion.vocabulary import resized_vocabulary

@@ -6,7 +6,7 @@
     'BF16'
 
 Sub-byte types (F4, F6_*) count elements in shapes, as safetensors does; `nbytes` must come out whole. Types of blocks
-(GGUF's Q4_K: 144 bytes for 256 elements of a row) count blocks: they are moved, and `elements` says what they stand for.
+(GGUF's Q4_K: 144 bytes for 256 elements of a row) count blocks; `elements` says what these stand for.
 Source of the names and widths: safetensors 0.8 `tensor.rs`; of the torch names: torch 2.13 `torch.storage`.
 """
 
@@ -20,8 +20,8 @@ from ckpt_tool.errors import InputError
 class DType(NamedTuple):
     """An element type. `bits` is the width of one element, `numpy` the NumPy name that holds its bits.
 
-    block: elements that one item of a type of blocks stands for, 0 where items are elements; `coded` are those types, and
-    items of another byte order (block 1).
+    block: elements that one item of a type of blocks stands for, 0 where items are elements; 1 for numbers of another
+    byte order.
     `numpy` names a type of the same width whose values are right where NumPy has the type (`exact`), or an
     unsigned integer that only carries the bits (BF16, FP8).
     """

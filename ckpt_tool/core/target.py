@@ -169,7 +169,8 @@ class LayoutWish(NamedTuple):
 
     degrees: what is known of them. zero: the ZeRO stage, 0 to 3. pp_split: layers of each stage, () for even ones.
     sharding: how Paddle's ranks share states, `v1` or `v2`. spec: Megatron's layer spec, `te` or `local`. config: the
-    model's. removed: the keys that were removed by pattern. gguf_type: what GGUF's matrices shall be. None where nobody says.
+    model's. removed: the keys that were removed by pattern. gguf_type: what GGUF's matrices shall be. None where
+    nobody says.
     """
 
     degrees: Degrees = Degrees()

@@ -37,7 +37,12 @@ MEMORY = "hf-5"  # what transformers 5 has in memory, where names differ too
 BARE = "hf-bare"  # the hub's files of a model without a head (`Qwen3Model`): every name without its root
 _ROOT = re.compile(r"(?<![\w.])model\.")
 SHIFTED = "megatron-1p"  # Megatron's dialect where its norms are centred otherwise than the hub's
-SYSTEMS: Mapping[str, str] = {"megatron": "Megatron", "paddle": "Paddle", "meta": "Meta", "gguf": "llama.cpp"}  # by how dialects begin
+SYSTEMS: Mapping[str, str] = {
+    "megatron": "Megatron",
+    "paddle": "Paddle",
+    "meta": "Meta",
+    "gguf": "llama.cpp",
+}  # by how dialects begin
 # The axes of a decoder with grouped heads, as its config names their sizes
 DECODER: Mapping[str, str] = {
     "i": "num_hidden_layers",

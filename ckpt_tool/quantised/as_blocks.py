@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 LEFT, NO_WAY = "E1706", "E1707"
 
+
 def refuse_blocks(chosen: Chosen, job: Conversion) -> None:
     """Raise UsageError E1706 where tensors of blocks would travel to what has no such type, or under other names."""
     coded = [row.tensor for row in chosen.stored if row.tensor.dtype.coded]
@@ -30,7 +31,11 @@ def refuse_blocks(chosen: Chosen, job: Conversion) -> None:
         return
     first = coded[0]
     what = "of big-endian numbers" if big else f"quantised, {first.key.name} as {first.dtype.name}"
-    where = f"{job.fmt.name} has no such type" if not job.fmt.holds.blocks else "names and structure change with floats alone"
+    where = (
+        f"{job.fmt.name} has no such type"
+        if not job.fmt.holds.blocks
+        else "names and structure change with floats alone"
+    )
     if big and job.fmt.holds.blocks:
         where = "GGUF is written in little-endian numbers"
     raise UsageError(

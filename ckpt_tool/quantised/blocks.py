@@ -7,13 +7,14 @@ The arithmetic is the `gguf` package's, on tiles of whole blocks: no block needs
 `gguf.quants.dequantize` and `quantize` of a whole tensor. Big-endian values are turned first, as gguf's own
 `gguf_convert_endian.py` does: the half-precision scales of a block, of the types that it knows; plain numbers here.
 
-Source: gguf 0.19.0 `quants.py`, `scripts/gguf_convert_endian.py`. Cost: 3 ns an element of Q8_0, 5 to 12 of the K types,
-13 of Q4_0, 22 to 30 of most IQ types; to quantise 8 ns for Q8_0, 13 for Q4_0, 72 for MXFP4; 80 ms to import. Memory: some
-`_TILE` elements, at 40 bytes each, a thread.
+Source: gguf 0.19.0 `quants.py`, `scripts/gguf_convert_endian.py`. Cost: 3 ns an element of Q8_0, 5 to 12 of the K's,
+13 of Q4_0, 22 to 30 of most IQ types; to quantise 8 ns for Q8_0, 13 for Q4_0, 72 for MXFP4; 80 ms to import. Memory:
+some `_TILE` elements, at 40 bytes each, a thread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +30,15 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 NO_LIBRARY = "E1710"
 _TILE = 1 << 18  # elements that the library makes at once: its steps take some 40 bytes each
 # where a block has half-precision numbers, in bytes from its start
-_HALVES = {
-    "Q1_0": (0,), "Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,), "TQ2_0": (64,), "MXFP4": (), "NVFP4": (),
-}  # fmt: skip
+_HALVES: Mapping[str, tuple[int, ...]] = {
+    "Q4_0": (0,),
+    "Q8_0": (0,),
+    "Q4_K": (0, 2),
+    "Q6_K": (208,),
+    "TQ2_0": (64,),
+    "MXFP4": (),
+    "NVFP4": (),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +48,6 @@ class FloatsOfBlocks(Recipe):
     def values(self, read: Read, start: int, stop: int) -> Floats:
         dtype = self.inputs[0].tensor.dtype
         kind = kind_of(dtype)
-        assert kind is not None
         out = np.empty(stop - start, np.float32)
         step = max(_TILE // kind.elements, 1)
         low, high = start // kind.elements, -(-stop // kind.elements)
@@ -78,7 +84,6 @@ class BlocksOfFloats(Recipe):
 
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
         kind = kind_of(self.as_dtype)
-        assert kind is not None
         source = self.inputs[0].tensor
         low, high = offset // kind.nbytes, -(-(offset + nbytes) // kind.nbytes)
         step, parts = max(_TILE // kind.elements, 1), list[Bytes]()
@@ -142,6 +147,4 @@ def _number(kind: Kind) -> Any:
 def known(dtype: DType) -> bool:
     """Are there floats for its items?"""
     kind = kind_of(dtype)
-    if kind is None or kind.name in NO_FLOATS:
-        return False
-    return not is_big(dtype) or kind.elements == 1 or kind.name in _HALVES
+    return kind.name not in NO_FLOATS and (not is_big(dtype) or kind.elements == 1 or kind.name in _HALVES)

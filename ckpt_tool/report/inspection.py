@@ -1,8 +1,8 @@
 """`ckpt inspect` as a page: what is there, its states and dtypes, and its tensors folded into a tree.
 
 Reads the document that `--json` prints: `format`, `path`, `mesh`, `total`, `states`, `tensors`, `extras`;
-`quantization`; `delta`; `metadata`; `resolved` (why another folder than the given one was taken), `notes`, `security` ({unsafe:
-[...], globals: [...]}), a tensor's `chunks` (`--placement`) and `stats` (`--stats`).
+`quantization`; `metadata`; `delta`; `resolved` (why another folder than the given one was taken), `notes`, `security`
+({unsafe: [...], globals: [...]}), a tensor's `chunks` (`--placement`) and `stats` (`--stats`).
 """
 
 from __future__ import annotations

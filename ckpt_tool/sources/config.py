@@ -179,7 +179,7 @@ def stated_config(opened: Opened) -> Mapping[str, Any] | None:
 
     Raises InputError E1712."""
     own = opened.catalog.hints.get(Stated)
-    if own is None or own.format != "gguf":
+    if own is None:
         return None
     from ckpt_tool.families.config.gguf import hub_config
 

@@ -134,7 +134,9 @@ def test_there_and_back_through_every_format(name, path, other, tmp_path):
     left = {d["state"] for d in same["differences"]}
     holds_all = registry.by_name(other).holds.all_states
     kinds = {d["kind"] for d in same["differences"]}
-    if isinstance(registry.by_name(other), Fitting):  # it keeps some states with other tensors, and names the states
+    if (
+        isinstance(registry.by_name(other), Fitting) and holds_all
+    ):  # it keeps some states with other tensors, and names the states
         said = {entry["state"] for entry in done["dropped"]}
         made = {"missing_left", "missing_right", "dtype"}  # dtype: main weights are the model here, the master there
         assert left <= said and kinds <= made, (other, same["differences"][:3])

@@ -36,12 +36,11 @@ class Key(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """name: llama.cpp's. model_type, kind: the hub's, and its class. more: keys beside those of every decoder. head_dim:
-    has its config one? experts: the config's word for their number, where it has any. act: the activation."""
+    """name: llama.cpp's. model_type: the hub's. more: keys beside those of every decoder. experts: the config's word for
+    their number, where it has any. act: the activation. fixed: what it computes with, whatever a config says."""
 
     name: str
     model_type: str
-    kind: str
     more: tuple[Key, ...] = ()
     experts: str = ""
     act: str = "silu"
@@ -80,35 +79,35 @@ _LATENT = (
 ROPE_FREQS = "rope_freqs.weight"
 _GELU = "gelu_pytorch_tanh"
 ARCHITECTURES = (
-    Architecture("llama", "mixtral", "MixtralForCausalLM", (_USED, _HEAD), "num_local_experts"),
-    Architecture("llama", "llama", "LlamaForCausalLM", (_HEAD,)),
-    Architecture("llama", "mistral", "MistralForCausalLM", (_HEAD,)),
-    Architecture("qwen2", "qwen2", "Qwen2ForCausalLM"),
+    Architecture("llama", "mixtral", (_USED, _HEAD), "num_local_experts"),
+    Architecture("llama", "llama", (_HEAD,)),
+    Architecture("llama", "mistral", (_HEAD,)),
+    Architecture("qwen2", "qwen2"),
     Architecture(
-        "qwen2moe", "qwen2_moe", "Qwen2MoeForCausalLM",
+        "qwen2moe", "qwen2_moe",
         (_USED, _EXPERT_WIDTH, Key("expert_shared_feed_forward_length", "shared_expert_intermediate_size")),
         "num_experts", fixed={"norm_topk_prob": False},
     ),
-    Architecture("qwen3", "qwen3", "Qwen3ForCausalLM", (_HEAD,)),
+    Architecture("qwen3", "qwen3", (_HEAD,)),
     Architecture(
-        "qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM", (_USED, _EXPERT_WIDTH, _HEAD), "num_experts",
+        "qwen3moe", "qwen3_moe", (_USED, _EXPERT_WIDTH, _HEAD), "num_experts",
         fixed={"norm_topk_prob": True},
     ),
-    Architecture("gemma", "gemma", "GemmaForCausalLM", (_HEAD,), act=_GELU),
+    Architecture("gemma", "gemma", (_HEAD,), act=_GELU),
     Architecture(
-        "gemma2", "gemma2", "Gemma2ForCausalLM",
+        "gemma2", "gemma2",
         (_HEAD, Key("attn_logit_softcapping", "attn_logit_softcapping", FLOAT), _CAP, _WINDOW), act=_GELU,
     ),
-    Architecture("gemma3", "gemma3_text", "Gemma3ForCausalLM", (_HEAD, _CAP, _WINDOW), act=_GELU),
+    Architecture("gemma3", "gemma3_text", (_HEAD, _CAP, _WINDOW), act=_GELU),
     Architecture(
-        "deepseek2", "deepseek_v3", "DeepseekV3ForCausalLM", _LATENT, "n_routed_experts",
+        "deepseek2", "deepseek_v3", _LATENT, "n_routed_experts",
         fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ),
     Architecture(
-        "deepseek2", "deepseek_v2", "DeepseekV2ForCausalLM", _LATENT, "n_routed_experts",
+        "deepseek2", "deepseek_v2", _LATENT, "n_routed_experts",
         fixed={"scoring_func": "softmax", "norm_topk_prob": False},
     ),
-    Architecture("phi3", "phi3", "Phi3ForCausalLM", (_WINDOW,)),
+    Architecture("phi3", "phi3", (_WINDOW,)),
 )  # fmt: skip
 _DENSE_FIRST = frozenset(("deepseek_v2", "deepseek_v3"))
 _WITHOUT_ROPE = frozenset(("gemma", "gemma2"))  # whose bases llama.cpp takes for granted
@@ -154,10 +153,13 @@ def metadata(config: Config) -> tuple[list[Pair], list[str]]:
     experts = next((own[word] for word in (found.experts, *_EXPERTS) if own.get(word) is not None), None)
     if found.experts and experts is not None:
         out.append((f"{found.name}.expert_count", INT, experts))
-    out += [(f"{found.name}.{key}", kind, value) for key, kind, value in _of_kind(own, found)]
+    if not faults:
+        out += [(f"{found.name}.{key}", kind, value) for key, kind, value in _of_kind(own, found)]
     out += [(f"{found.name}.{key}", kind, value) for key, kind, value in _rope(config, found, faults)]
     if faults:
-        raise UsageError(faults[0], code=UNSAYABLE, faults=faults[1:], hint="llama.cpp has no words for it, or not here")
+        raise UsageError(
+            faults[0], code=UNSAYABLE, faults=faults[1:], hint="llama.cpp has no words for it, or not here"
+        )
     return [*out, ("general.quantization_version", INT, QUANTIZATION_VERSION)], list(_unsaid(config, found))
 
 
@@ -232,7 +234,7 @@ def _deepseek(config: Config) -> Config:
 
 def _of_kind(config: Config, found: Architecture) -> Iterable[Pair]:
     """Keys that are computed of several of the config's."""
-    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if found.name == "llama":
         yield "vocab_size", INT, config["vocab_size"]
         yield "rope.dimension_count", INT, config.get("head_dim") or hidden // heads
@@ -338,7 +340,10 @@ def hub_config(
     found = rows[0] if len(rows) == 1 else _by_tensors(rows, shapes)
     faults: list[str] = []
     own = {key.removeprefix(f"{name}."): value for key, value in stated.items() if key.startswith(f"{name}.")}
-    config: dict[str, Any] = {"architectures": [found.kind], "model_type": found.model_type}
+    from ckpt_tool.families.models import CLASSES
+
+    kind = CLASSES[found.model_type].architecture
+    config: dict[str, Any] = {"architectures": [kind], "model_type": found.model_type}
     for key in (*DECODER, *found.more):
         value = own.get(key.stated)
         if value is None:
@@ -356,10 +361,10 @@ def hub_config(
     if embedding:
         config["vocab_size"] = embedding[0]
         config["tie_word_embeddings"] = "output.weight" not in shapes
-    for key in ("bos", "eos", "pad"):
-        number = stated.get(f"tokenizer.ggml.{'padding' if key == 'pad' else key}_token_id")
+    for word, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        number = stated.get(f"tokenizer.ggml.{theirs}_token_id")
         if type(number) is int:
-            config[f"{key}_token_id"] = number
+            config[f"{word}_token_id"] = number
     biased = [end for end in ("attn_q.bias", "ffn_up.bias") if f"blk.0.{end}" in shapes]
     if name in ("llama", "qwen3", "qwen3moe"):
         config["attention_bias"] = "attn_q.bias" in biased
@@ -397,7 +402,9 @@ def _backwards(config: dict[str, Any], own: Config, found: Architecture, faults:
         if type(whole) is int and type(turned) is int:
             config["qk_nope_head_dim"] = whole - turned
         else:
-            faults.append("deepseek2.attention.key_length_mla is not there: a file from before latent attention was split")
+            faults.append(
+                "deepseek2.attention.key_length_mla is not there: a file from before latent attention was split"
+            )
         config.setdefault("q_lora_rank", None)
         config["num_nextn_predict_layers"] = 0
         if found.model_type == "deepseek_v2":
@@ -405,7 +412,11 @@ def _backwards(config: dict[str, Any], own: Config, found: Architecture, faults:
     if found.name == "phi3":
         if config.get("sliding_window") == 0:
             config["sliding_window"] = None
-        heads, hidden, turned = (config.get("num_attention_heads"), config.get("hidden_size"), own.get("rope.dimension_count"))
+        heads, hidden, turned = (
+            config.get("num_attention_heads"),
+            config.get("hidden_size"),
+            own.get("rope.dimension_count"),
+        )
         if type(turned) is int and type(heads) is int and type(hidden) is int and turned * heads != hidden:
             config["partial_rotary_factor"] = turned * heads / hidden
         if type(size := own.get("rope.scaling.original_context_length")) is int:

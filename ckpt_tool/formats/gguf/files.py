@@ -104,7 +104,9 @@ def check_split(tree: Tree, headers: list[Header]) -> None:
             continue
         wrong = next((key for key, value in stated.items() if value != wanted[key]), None)
         if wrong is not None or header.big != headers[0].big:
-            what = f"{wrong} is {str(stated[wrong])[:40]}, want {wanted[wrong]}" if wrong else "its byte order is another"
+            what = "its byte order is another"
+            if wrong:
+                what = f"{wrong} is {str(stated[wrong])[:40]}, want {wanted[wrong]}"
             raise InconsistentCheckpoint(
                 what,
                 code=MIXED,

@@ -54,7 +54,12 @@ def fitted(tensors: Sequence[LogicalTensor], wish: LayoutWish, *, renamed: bool)
 def _kind(tensor: LogicalTensor, asked: DType | None) -> DType | None:
     """None where the tensor is written as it is, or as `--dtype` says."""
     name = tensor.key.name
-    if len(tensor.shape) <= 1 or name.endswith("_norm.weight") or not name.endswith(".weight") or _ALWAYS.fullmatch(name):
+    if (
+        len(tensor.shape) <= 1
+        or name.endswith("_norm.weight")
+        or not name.endswith(".weight")
+        or _ALWAYS.fullmatch(name)
+    ):
         return DTYPES["F32"]
     if asked is None:
         return None if tensor.dtype.name in _HELD else DTYPES["F32"]

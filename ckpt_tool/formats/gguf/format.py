@@ -127,7 +127,7 @@ def _stated(headers: Sequence[Header]) -> Stated:
             if key in SPLIT_KEYS or key in values or key in long:
                 continue
             if entry.value is None:
-                long[key] = entry.count
+                long[key] = entry.length
             else:
                 values[key] = _plain(entry.value)
     return Stated("gguf", values, long)

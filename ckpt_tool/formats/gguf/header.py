@@ -38,22 +38,31 @@ SHOWN = 50
 STRING, ARRAY, BOOL = 8, 9, 7
 # type of a value -> (its name, struct's letter)
 SCALARS = {
-    0: ("UINT8", "B"), 1: ("INT8", "b"), 2: ("UINT16", "H"), 3: ("INT16", "h"), 4: ("UINT32", "I"), 5: ("INT32", "i"),
-    6: ("FLOAT32", "f"), 7: ("BOOL", "B"), 10: ("UINT64", "Q"), 11: ("INT64", "q"), 12: ("FLOAT64", "d"),
-}  # fmt: skip
+    0: ("UINT8", "B"),
+    1: ("INT8", "b"),
+    2: ("UINT16", "H"),
+    3: ("INT16", "h"),
+    4: ("UINT32", "I"),
+    5: ("INT32", "i"),
+    6: ("FLOAT32", "f"),
+    7: ("BOOL", "B"),
+    10: ("UINT64", "Q"),
+    11: ("INT64", "q"),
+    12: ("FLOAT64", "d"),
+}
 _AGAIN = "the file is damaged or cut short: fetch it again, and compare its size with the source"
 
 
 class Entry(NamedTuple):
     """A pair of the metadata. kind: the type of its value. start, stop: where type and value lie, bytes of the file.
-    value: None for an array that is longer than `SHORT`. count: of an array's values. inner: their type."""
+    value: None for an array that is longer than `SHORT`. length: of an array. inner: the type of its values."""
 
     key: str
     kind: int
     start: int
     stop: int
     value: Any = None
-    count: int = 0
+    length: int = 0
     inner: int = 0
 
 
@@ -92,9 +101,7 @@ class _Window:
 
     def fault(self, message: str, *, at: int | None = None, key: str | None = None) -> CorruptFile:
         where = self.at if at is None else at
-        return CorruptFile(
-            message, code=DAMAGED, path=self.tree.display(self.path), offset=where, key=key, hint=_AGAIN
-        )
+        return CorruptFile(message, code=DAMAGED, path=self.tree.display(self.path), offset=where, key=key, hint=_AGAIN)
 
     def need(self, nbytes: int, what: str) -> None:
         """Have `nbytes` more at hand. Raises CorruptFile where the file, or a header, has no room for them."""
@@ -230,7 +237,9 @@ def _array(window: _Window, key: str, depth: int) -> tuple[Any, int, int]:
             raise window.fault(f"{key} has values of type {inner}, which there is not", at=window.at - 12)
         least = struct.calcsize("<" + SCALARS[inner][1])
     if count * least > window.size - window.at:
-        raise window.fault(f"{key} is said to have {count} values, in {window.size - window.at} bytes", at=window.at - 8)
+        raise window.fault(
+            f"{key} is said to have {count} values, in {window.size - window.at} bytes", at=window.at - 8
+        )
     if inner == ARRAY:
         found = [_array(window, key, depth + 1)[0] for _ in range(count)]
         return found if count <= SHORT or window.whole else None, count, inner

@@ -18,7 +18,7 @@ from ckpt_tool.core.hints import Hint
 from ckpt_tool.core.target import Target, TargetArray, TargetFile, Wanted, WantedTensor
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.gguf.files import SPLIT_KEYS, SUFFIX, split_name
-from ckpt_tool.formats.gguf.header import ALIGNMENT, ARCHITECTURE, DEFAULT_ALIGNMENT, MAGIC, SCALARS, STRING
+from ckpt_tool.formats.gguf.header import ARCHITECTURE, DEFAULT_ALIGNMENT, MAGIC, SCALARS, STRING
 from ckpt_tool.formats.gguf.types import kind_of
 
 VERSION, STEM = 3, "model"
@@ -113,7 +113,6 @@ def _file(name: str, pairs: Mapping[str, bytes], tensors: Sequence[WantedTensor]
     for number in numbers:
         tensor = tensors[number]
         kind = kind_of(tensor.dtype)
-        assert kind is not None  # `holds` has said so
         dims = tensor.dtype.elements(tensor.shape)[::-1]
         head.append(_text(tensor.key.name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind.number, at))
         places.append((number, at))
@@ -122,6 +121,3 @@ def _file(name: str, pairs: Mapping[str, bytes], tensors: Sequence[WantedTensor]
     data = _padded(len(literal))
     arrays = [TargetArray(number, whole(tensors[number].shape), data + offset) for number, offset in places]
     return TargetFile(name, data + at, ((0, literal),), arrays)
-
-
-__all__ = ["ALIGNMENT", "Pairs", "gguf_target", "pair"]

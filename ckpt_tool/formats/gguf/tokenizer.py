@@ -10,8 +10,8 @@ is a protobuf of pieces (text, score, kind), of which nothing else is read.
 
 Sources: llama.cpp of October 2026 `conversion/base.py` (`get_vocab_base`, `_create_vocab_sentencepiece`), `phi.py`,
 `src/llama-vocab.cpp` (the expressions); gguf 0.19.0 `vocab.py` (`SpecialVocab`); sentencepiece 0.2.1
-`sentencepiece_model.proto`. Cost: 1 us a token. What it does not do: WordPiece and unigram vocabularies, BPE with bytes to
-fall back on without its tokenizer.model, tokens that a tokenizer would normalise.
+`sentencepiece_model.proto`. Cost: 1 us a token. What it does not do: WordPiece and unigram vocabularies, BPE
+with bytes to fall back on without its tokenizer.model, tokens that a tokenizer would normalise.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ _WORDS = (
 _SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _TAIL
 QWEN2 = _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL
-QWEN35 = (
-    _CASES + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+QWEN35 = _CASES + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 TEKKEN = _WORDS % ("", "") + r"|\p{N}" + _SLASH
 GPT4O = _WORDS % (_CASES + "?", _CASES + "?") + r"|\p{N}{1,3}" + _SLASH
 _DEEPSEEK_WORDS = (
@@ -47,16 +45,22 @@ _DEEPSEEK_WORDS = (
 DEEPSEEK3 = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK_WORDS)
 # the expressions by which a text is split, in their order -> what llama.cpp calls that
 PRE: Mapping[tuple[str, ...], str] = {
-    (): "gpt-2", (LLAMA3,): "llama-bpe", (QWEN2,): "qwen2", (QWEN35,): "qwen35", (TEKKEN,): "tekken", (GPT4O,): "gpt-4o",
+    (): "gpt-2",
+    (LLAMA3,): "llama-bpe",
+    (QWEN2,): "qwen2",
+    (QWEN35,): "qwen35",
+    (TEKKEN,): "tekken",
+    (GPT4O,): "gpt-4o",
     DEEPSEEK3: "deepseek-v3",
-}  # fmt: skip
+}
 _WHOLE_WORDS = frozenset(("llama-bpe", "tekken"))  # a word that is a token is not merged (`ignore_merges`)
 _BPE_ALWAYS = frozenset(("qwen2moe", "qwen3moe", "deepseek2"))  # whose converter looks for no SentencePiece model
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-_IDS = {
-    "bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask", "eot": "eot",
-    "eom": "eom",
-}  # fmt: skip
+_IDS = {kind: kind for kind in ("bos", "eos", "mask", "eot", "eom")} | {
+    "unk": "unknown",
+    "sep": "seperator",
+    "pad": "padding",
+}
 Pair = tuple[str, str, Any]
 
 
@@ -184,9 +188,7 @@ def _merges(model: Mapping[str, Any]) -> list[str]:
     """Both forms: `a b`, and pairs, whose spaces are spelled as byte-level BPE spells them."""
     stated = model.get("merges")
     rows = stated if isinstance(stated, list) else []
-    return [
-        row if isinstance(row, str) else " ".join(str(part).replace(" ", "\u0120") for part in row) for row in rows
-    ]
+    return [row if isinstance(row, str) else " ".join(str(part).replace(" ", "\u0120") for part in row) for row in rows]
 
 
 def looks_special(text: str) -> bool:
@@ -216,16 +218,16 @@ def _of_pieces(files: Files, size: int, architecture: str) -> _Vocabulary:
         if number >= size:
             break
         tokens[number], scores[number], kinds[number] = text, score, kind
-    for text, number in files.added.items():
-        if type(number) is int and 0 <= number < size:
-            tokens[number], scores[number], kinds[number] = text, -1000.0, USER
+    for word, place in files.added.items():
+        if type(place) is int and 0 <= place < size:
+            tokens[place], scores[place], kinds[place] = word, -1000.0, USER
     phi = architecture == "phi3"
     rows = list(_added(Files(settings=files.settings)))
-    for number, text, special in [*rows, *(_added(Files(tokenizer=files.tokenizer)) if phi else ())]:
-        if 0 <= number < size:
-            control = special or not phi and looks_special(text)
-            kinds[number], scores[number] = CONTROL if control else USER, -1000.0
-            tokens[number] = text if control or phi else text.replace("\u2581", " ")
+    for place, word, special in [*rows, *(_added(Files(tokenizer=files.tokenizer)) if phi else ())]:
+        if 0 <= place < size:
+            control = special or not phi and looks_special(word)
+            kinds[place], scores[place] = CONTROL if control else USER, -1000.0
+            tokens[place] = word if control or phi else word.replace("\u2581", " ")
     return _Vocabulary(tokens, scores, kinds)
 
 
@@ -288,14 +290,15 @@ class _Special(NamedTuple):
 
 def _special(files: Files, size: int | None) -> Iterator[Pair]:
     """What `SpecialVocab` makes of the files. size: numbers beyond it are left out, None for no bound."""
-    kinds, ids, adds = _SPECIAL, dict[str, int](), dict[str, bool]()
+    kinds: tuple[str, ...] = _SPECIAL
+    ids, adds = dict[str, int](), dict[str, bool]()
     if files.tokenizer is not None:
         found = _by_template(files.tokenizer, dict(files.settings or {}))
         adds, settings = found.adds, found.words
         kinds = (*kinds, *(kind for kind in ("eot", "eom") if f"{kind}_token" in settings))
     else:
         settings = dict(files.settings or {})
-    texts = {}
+    texts: dict[Any, Any] = {}
     for entry in (files.tokenizer or {}).get("added_tokens") or ():
         if isinstance(entry, Mapping):
             texts.setdefault(entry.get("content"), entry.get("id"))
@@ -309,7 +312,9 @@ def _special(files: Files, size: int | None) -> Iterator[Pair]:
     for kind in kinds:
         _note(ids, kind, files.config.get(f"{kind}_token_id"), size)
     yield from ((f"tokenizer.ggml.{_IDS[kind]}_token_id", "UINT32", ids[kind]) for kind in ids if kind in _IDS)
-    yield from ((f"tokenizer.ggml.add_{kind}_token", "BOOL", adds[kind]) for kind in ("bos", "eos", "sep") if kind in adds)
+    yield from (
+        (f"tokenizer.ggml.add_{kind}_token", "BOOL", adds[kind]) for kind in ("bos", "eos", "sep") if kind in adds
+    )
     template = settings.get("chat_template", files.template)
     if isinstance(template, str) and files.settings is not None:
         yield "tokenizer.chat_template", "STRING", template

@@ -25,26 +25,32 @@ class Kind(NamedTuple):
     nbytes: int
 
 
+_TABLE = """
+    0 F32 1 4, 1 F16 1 2, 2 Q4_0 32 18, 3 Q4_1 32 20, 6 Q5_0 32 22, 7 Q5_1 32 24, 8 Q8_0 32 34,
+    9 Q8_1 32 36, 10 Q2_K 256 84, 11 Q3_K 256 110, 12 Q4_K 256 144, 13 Q5_K 256 176, 14 Q6_K 256 210,
+    15 Q8_K 256 292, 16 IQ2_XXS 256 66, 17 IQ2_XS 256 74, 18 IQ3_XXS 256 98, 19 IQ1_S 256 50,
+    20 IQ4_NL 32 18, 21 IQ3_S 256 110, 22 IQ2_S 256 82, 23 IQ4_XS 256 136, 24 I8 1 1, 25 I16 1 2,
+    26 I32 1 4, 27 I64 1 8, 28 F64 1 8, 29 IQ1_M 256 56, 30 BF16 1 2, 34 TQ1_0 256 54, 35 TQ2_0 256 66,
+    39 MXFP4 32 17, 40 NVFP4 64 36, 41 Q1_0 128 18, 42 Q2_0 64 18
+"""  # number, name, elements and bytes of a block
 KINDS = tuple(
-    Kind(*row)
-    for row in (
-        (0, "F32", 1, 4), (1, "F16", 1, 2), (2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20), (6, "Q5_0", 32, 22),
-        (7, "Q5_1", 32, 24), (8, "Q8_0", 32, 34), (9, "Q8_1", 32, 36), (10, "Q2_K", 256, 84), (11, "Q3_K", 256, 110),
-        (12, "Q4_K", 256, 144), (13, "Q5_K", 256, 176), (14, "Q6_K", 256, 210), (15, "Q8_K", 256, 292),
-        (16, "IQ2_XXS", 256, 66), (17, "IQ2_XS", 256, 74), (18, "IQ3_XXS", 256, 98), (19, "IQ1_S", 256, 50),
-        (20, "IQ4_NL", 32, 18), (21, "IQ3_S", 256, 110), (22, "IQ2_S", 256, 82), (23, "IQ4_XS", 256, 136),
-        (24, "I8", 1, 1), (25, "I16", 1, 2), (26, "I32", 1, 4), (27, "I64", 1, 8), (28, "F64", 1, 8),
-        (29, "IQ1_M", 256, 56), (30, "BF16", 1, 2), (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66),
-        (39, "MXFP4", 32, 17), (40, "NVFP4", 64, 36), (41, "Q1_0", 128, 18), (42, "Q2_0", 64, 18),
-    )
-)  # fmt: skip
+    Kind(int(number), name, int(elements), int(nbytes))
+    for number, name, elements, nbytes in (row.split() for row in _TABLE.split(","))
+)
 # `general.file_type` of files that are mostly of a type (`LlamaFileType`)
 FILE_TYPES = {
-    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32, "TQ1_0": 36, "TQ2_0": 37,
+    "F32": 0,
+    "F16": 1,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q8_0": 7,
+    "Q5_0": 8,
+    "Q5_1": 9,
+    "BF16": 32,
+    "TQ1_0": 36,
+    "TQ2_0": 37,
     "MXFP4": 38,
-}  # fmt: skip
-# What gguf 0.19.0 `quants.py` makes of floats; the plain ones are casts
-WRITTEN = tuple(FILE_TYPES)
+}
 # What it makes no floats of: the first two never lie in files, llama.cpp alone reads the others
 NO_FLOATS = frozenset(("Q8_1", "Q8_K", "Q1_0", "Q2_0"))
 _BIG = "_BE"
@@ -71,9 +77,9 @@ def _dtype(kind: Kind, *, big: bool) -> DType:
     return DType(kind.name + _BIG * big, 8 * kind.nbytes, f"V{kind.nbytes}", False, None, kind.elements)
 
 
-def kind_of(dtype: DType) -> Kind | None:
-    """The type that has this dtype, None where GGUF has none such."""
-    return _BY_NAME.get(dtype.name.removesuffix(_BIG))
+def kind_of(dtype: DType) -> Kind:
+    """The type that has this dtype. Raises KeyError where GGUF has none such: `holds` says which."""
+    return _BY_NAME[dtype.name.removesuffix(_BIG)]
 
 
 def is_big(dtype: DType) -> bool:

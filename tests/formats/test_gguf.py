@@ -1,0 +1,177 @@
+"""GGUF: every type as the gguf package has it, both byte orders, splits; models of llama.cpp's own converter both ways.
+
+The goldens are `convert_hf_to_gguf.py`'s (fixtures/make/gguf_files.py), read here by our reader, which the hostile
+table and the conformance suite hold to gguf's.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from ckpt_tool.cli import run
+from ckpt_tool.commands.inspect import inspect
+from ckpt_tool.families.config.gguf import ARCHITECTURES, hub_config, metadata, rope_factors, shortest
+from ckpt_tool.families.models import FAMILIES, family_of
+from ckpt_tool.formats.gguf.header import read_header, value_of
+from ckpt_tool.formats.gguf.tokenizer import PRE, pieces_of
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.storage.source import Tree
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+MADE = FIXTURES / "gguf-made"
+MODELS = ("llama3", "qwen3_moe", "gemma3", "deepseek_v3")
+
+
+def golden(name):
+    return FIXTURES / "gguf" / f"{name}.gguf" if name == "llama3" else MADE / f"{name}.gguf"
+
+
+def call(*words):
+    return run([*map(str, words), "--json"])
+
+
+def contents(path):
+    """({tensor: (dtype, shape, bytes)}, {key: value})."""
+    tree = Tree(path)
+    header = read_header(tree, path.name)
+    tensors = {}
+    for info in header.tensors:
+        nbytes = info.dtype.nbytes(int(np.prod(info.shape)))
+        tensors[info.name] = (info.dtype.name, info.shape, tree.read(path.name, info.offset, nbytes))
+    return tensors, {key: value_of(tree, header, key) for key in header.entries}
+
+
+def test_every_type_is_listed_as_it_is() -> None:
+    document = inspect(str(MADE / "every_type.gguf"), Reading())
+    rows = {row["name"]: row for row in document["tensors"]}
+    assert rows["q4_k.weight"] | {"state": ""} == {
+        "name": "q4_k.weight", "state": "", "dtype": "Q4_K", "shape": [3, 512], "bytes": 3 * 2 * 144,
+    }  # fmt: skip
+    assert rows["mxfp4.weight"]["shape"] == [3, 64] and rows["f16.weight"]["dtype"] == "F16"
+    floats = load_file(MADE / "every_type.floats.safetensors")
+    assert document["total"]["parameters"] == sum(values.size for values in floats.values())
+    assert document["metadata"]["number.large"] == 1 << 40 and document["metadata"]["list.long"] == "100 values"
+
+
+@pytest.mark.parametrize("name", ["every_type", "big_endian"])
+def test_floats_are_those_of_the_library(name, tmp_path) -> None:
+    pytest.importorskip("gguf", reason="the gguf package makes them")
+    source, out = MADE / f"{name}.gguf", tmp_path / "out"
+    assert call("convert", source, out, "--to", "safetensors", "--dialect", "keep") == 2
+    assert (
+        call("convert", source, out, "--to", "safetensors", "--dialect", "keep", "--dequantize", "--dtype", "f32") == 0
+    )
+    want, have = load_file(source.with_suffix(".floats.safetensors")), load_file(out / "model.safetensors")
+    assert want.keys() == have.keys()
+    for key, values in want.items():
+        np.testing.assert_array_equal(have[key].view(np.uint32), values.astype("f4").view(np.uint32), err_msg=key)
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "tq2_0", "mxfp4"])
+def test_blocks_are_those_of_the_library(kind, tmp_path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the gguf package makes them")
+    source, out = tmp_path / "m.safetensors", tmp_path / "m.gguf"
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(0)
+    values = {
+        "blk.0.attn_q.weight": rng.standard_normal((600, 512)),
+        "blk.0.attn_norm.weight": rng.standard_normal(512),
+    }
+    values |= {"blk.0.ffn_up.weight": rng.standard_normal((4, 48))}  # rows that are no whole blocks
+    save_file({key: each.astype("f4") for key, each in values.items()}, source)
+    assert call("convert", source, out, "--to", "gguf", "--dialect", "keep", "--gguf-type", kind) == 0
+    tensors, _ = contents(out)
+    number = gguf.GGMLQuantizationType[kind.upper()]
+    want = gguf.quants.quantize(values["blk.0.attn_q.weight"].astype("f4"), number)
+    assert tensors["blk.0.attn_q.weight"][2] == want.tobytes()
+    kinds = {key: dtype for key, (dtype, _, _) in tensors.items()}
+    assert (kinds["blk.0.attn_norm.weight"], kinds["blk.0.ffn_up.weight"]) == ("F32", "F16")
+    assert call("convert", out, tmp_path / "again.gguf", "--to", "gguf", "--gguf-type", "q5_0") == 2  # E1708
+
+
+def test_a_split_is_what_the_whole_file_is(tmp_path) -> None:
+    whole, out, joined = golden("llama3"), tmp_path / "split", tmp_path / "joined.gguf"
+    assert call("convert", whole, out, "--to", "gguf", "--max-shard-size", 20_000) == 0
+    files = sorted(path.name for path in out.iterdir())
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.gguf"
+    assert call("convert", out / files[1], joined, "--to", "gguf") == 0  # one of them stands for all
+    assert contents(joined) == contents(whole)
+    (out / files[2]).unlink()
+    assert call("inspect", out) == 3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_what_the_converter_makes_of_it(name, tmp_path) -> None:
+    out = tmp_path / "m.gguf"
+    assert call("convert", MADE / name, out, "--to", "gguf") == 0
+    (tensors, pairs), (have, stated) = contents(golden(name)), contents(out)
+    assert have == tensors
+    assert {key: value for key, value in pairs.items() if key not in ("general.name", "general.size_label")} == stated
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_comes_back(name, tmp_path) -> None:
+    out = tmp_path / "out"
+    assert call("convert", golden(name), out, "--to", "safetensors", "--dtype", "bf16") == 0
+    assert call("diff", MADE / name, out) == 0
+    config, theirs = (json.loads((folder / "config.json").read_text()) for folder in (out, MADE / name))
+    words = (
+        "model_type",
+        "hidden_size",
+        "head_dim",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "kv_lora_rank",
+        "num_experts",
+    )
+    both = [word for word in words if word in config and word in theirs]
+    assert len(both) >= 4 and {word: config[word] for word in both} == {word: theirs[word] for word in both}
+
+
+def test_into_a_training_format_and_out_of_it(tmp_path) -> None:
+    job, out = tmp_path / "job", tmp_path / "m.gguf"
+    assert call("convert", golden("qwen3_moe"), job, "--to", "megatron-dist", "--tp", 2, "--dtype", "bf16") == 0
+    shutil.copy(MADE / "qwen3_moe" / "config.json", job)
+    assert call("convert", job, out, "--to", "gguf") == 0
+    assert contents(out)[0] == contents(golden("qwen3_moe"))[0]
+
+
+def test_what_has_no_words_is_refused(tmp_path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(MADE / "qwen3_moe", folder)
+    config = json.loads((folder / "config.json").read_text())
+    for change in ({"norm_topk_prob": False}, {"hidden_act": "relu"}, {"mlp_only_layers": [0]}):
+        (folder / "config.json").write_text(json.dumps(config | change))
+        assert call("convert", folder, tmp_path / "m.gguf", "--to", "gguf") == 2, change
+
+
+def test_architectures_are_of_families() -> None:
+    for each in ARCHITECTURES:
+        assert "gguf" in family_of(each.model_type).known_dialects
+    having = {model_type for family in FAMILIES if "gguf" in family.dialects for model_type in family.model_types}
+    assert having - {each.model_type for each in ARCHITECTURES} == {"kimi_k2", "ministral3"}  # E1711 says so
+
+
+def test_numbers_come_back_as_they_were_written() -> None:
+    assert [shortest(struct.unpack("<f", struct.pack("<f", n))[0]) for n in (1e-6, 1e-5, 500000.0, 0.1)] == [
+        1e-6, 1e-5, 500000.0, 0.1,
+    ]  # fmt: skip
+    config = json.loads((MADE / "llama3" / "config.json").read_text())
+    factors = tuple(struct.unpack("<f", struct.pack("<f", n))[0] for n in rope_factors(config))
+    pairs, _ = metadata(config)
+    found = hub_config({key: value for key, _, value in pairs}, {"token_embd.weight": (320, 32)}, factors)
+    assert found["rope_scaling"]["original_max_position_embeddings"] == 64 and found["rope_scaling"]["factor"] == 8.0
+
+
+def test_pieces_are_those_of_the_model() -> None:
+    pieces = list(pieces_of((MADE / "llama3" / "tokenizer.model").read_bytes()))
+    assert pieces[:3] == [(b"<unk>", 0.0, 2), (b"<s>", 0.0, 3), (b"</s>", 0.0, 3)]
+    assert pieces[3] == (b"<0x00>", 0.0, 6) and len(pieces) > 259 and len(PRE) == len(set(PRE.values()))
