@@ -149,7 +149,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     if "exit" not in before:
         return ["new"]
     found = [f"exit code {now['exit']}, was {before['exit']}"] if now["exit"] != before["exit"] else []
-    found += [now["error"]] if now.get("error") != before.get("error") else []
+    found += [now.get("error", "no error")] if now.get("error") != before.get("error") else []
     found += ["bytes, paths or permissions of the output"] if now.get("tree") != before.get("tree") else []
     here, there = now.get("report", {}), before.get("report", {})
     keys = [key for key in sorted(here.keys() | there.keys()) if here.get(key) != there.get(key)]
