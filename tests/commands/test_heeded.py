@@ -50,6 +50,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "pp-split": {"pp_split": (1, 1)},
     "layout": {"layout": "layout.toml"},
     "on-indivisible": {"on_indivisible": "replicate"},
+    "gguf-type": {"gguf_type": "q8_0"},
 }
 
 

@@ -20,8 +20,11 @@ from ckpt_tool.sources.opening import open_source
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 FOLLOW = Reading(follow_symlinks=True)
-# the folder of each format that has the most ranks and folders, else the first
-FOLDERS = {name: next(p.name for p in sorted((FIXTURES / name).iterdir()) if p.is_dir()) for name in registry.NAMES} | {
+# the folder of each format that has the most ranks and folders, else the first; GGUF's fixtures are files
+FIRST = {
+    p.parent.name: p.name for name in registry.NAMES for p in sorted((FIXTURES / name).iterdir())[::-1] if p.is_dir()
+}
+FOLDERS = FIRST | {
     "safetensors": "hf_llama_sharded",
     "torch": "ranks_tp2_dp2",
     "dcp": "titan",

@@ -21,8 +21,12 @@ from ckpt_tool.sources.opening import open_source
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 NO_HUB = ("dcp_uneven", "ranks_tp2_dp2", "llama2_tp2")  # forms that no hub's loader opens: they accompany nothing
-# A folder of each form that a format has, else the first; of a run with a pointer file the step's own folder.
-FOLDERS = {name: (next(p.name for p in sorted((FIXTURES / name).iterdir()) if p.is_dir()),) for name in registry.NAMES}
+# A folder of each form that a format has, else the first; of a run with a pointer file the step's own folder. GGUF's
+# fixtures are files.
+FIRST = {
+    p.parent.name: p.name for name in registry.NAMES for p in sorted((FIXTURES / name).iterdir())[::-1] if p.is_dir()
+}
+FOLDERS = {name: (folder,) for name, folder in FIRST.items()}
 FOLDERS |= {
     "safetensors": ("llama_one_file", "hf_llama_sharded", "dcp_uneven"),
     "torch": ("hf_bin", "ranks_tp2_dp2"),

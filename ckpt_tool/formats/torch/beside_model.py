@@ -81,7 +81,8 @@ def _joined(tree: Tree, catalog: Catalog, name: str, content: TorchContent, *, i
         return _unread(catalog, name, why)
     states: dict[TensorKey, LogicalTensor] = {}
     for key, (path, array) in zip(named.keys[len(order) :], content.leaves, strict=True):
-        if key.name not in shapes and key.state != EXTRAS:  # (an lr that is a tensor, as torchao's optimizers have)
+        is_rate = key.state == EXTRAS and path[:1] == ("param_groups",)  # an lr that is a tensor, as torchao's have
+        if key.name not in shapes and not is_rate:
             return _unread(catalog, name, f"it has states of {key.name}, which the model does not have")
         states[key] = simple_tensor(key, array, (_ROOT, *path))
     return replace(
