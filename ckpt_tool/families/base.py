@@ -127,7 +127,7 @@ class Variant(NamedTuple):
     `inner[1]` holds of a layer, its `inner[2:]` are one level down, under `inner[0]`. apart: what is fused may also are
     stored apart, under the hub's names, turned.
     like_hub: names that the hub has are laid out as in the hub. ahead: layers beyond the decoder's are Megatron's of
-        MTP.
+        MTP. short: they are left out.
     when: a condition on the config; where names and shapes fit two dialects, the one of which it holds is meant.
     """
 
@@ -139,6 +139,7 @@ class Variant(NamedTuple):
     apart: bool = False
     like_hub: bool = False
     ahead: bool = False
+    short: bool = False
     when: str = ""
     instead: str = ""
 
@@ -155,6 +156,8 @@ class Variant(NamedTuple):
             table = table.within(level, condition, modules)
         if self.ahead:
             table = table.ahead("i >= num_hidden_layers")
+        if self.short:
+            table = table.short("i >= num_hidden_layers", hub)
         return table.beside(hub) if self.like_hub else table
 
 

@@ -32,6 +32,7 @@ _LAST_NORMS = (
     ".final_layernorm.weight",
     ".final_norm.weight",
     ".embedding_norm.weight",
+    ".output_norm.weight",
 )
 _EMBEDDINGS = (
     "embed_tokens.weight",
@@ -39,7 +40,9 @@ _EMBEDDINGS = (
     ".embeddings.weight",
     "tok_embeddings.weight",
     "wte.weight",
+    "token_embd.weight",
 )
+_HEADS = ("lm_head.weight", "output_layer.weight", ".output.weight")
 _BLOCKS = (".layers.", ".blocks.")  # of a tower: alike, as a decoder's
 _SPELLED = 512  # numbers of a row that are named one by one
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -130,7 +133,7 @@ def _decoders(table: Table) -> set[str]:
         for form, spots in table.left.items()
         if "%d." in form and any(spot.axes[:1] == ("i",) for spot in spots)
     }
-    ends = (".layers.", ".h.", ".blocks.")
+    ends = (".layers.", ".h.", ".blocks.", ".blk.")
     return {front for front in fronts if f".{front}".endswith(ends) and "mtp" not in front.split(".")}
 
 
@@ -145,7 +148,7 @@ def _thinner(layers: Mapping[int, set[str]], count: int | None, table: Table, co
     for number, forms in layers.items():
         parts: dict[str, set[str]] = {"": set()}  # "": what is in the layer itself, its norms
         for form, words in ((form, split[form]) for form in forms):
-            parts.setdefault(words[0] if words[0] in deep else "", set()).add(form)
+            parts.setdefault(words[0] if words[0] in deep else _stem(words[0]), set()).add(form)
         for module, own in parts.items():
             modules[module][frozenset(own)].append(number)
     for kinds in modules.values():
@@ -163,6 +166,17 @@ def _thinner(layers: Mapping[int, set[str]], count: int | None, table: Table, co
                     for number, gone in lacking.items():
                         yield from (form.replace("%d", str(number), 1).replace("%d", "*") for form in gone)
                     left -= lacking.keys()
+
+
+def _stem(word: str) -> str:
+    """The module of a tensor that lies in the layer itself, where names tell it, as llama.cpp's do.
+
+    >>> _stem("attn_q"), _stem("ffn_gate_exps"), _stem("exp_probs_b"), _stem("ffn_norm")
+    ('attn', 'ffn', 'ffn', '')
+    """
+    if word.endswith("norm") or not word.startswith(("attn_", "ffn_", "exp_")):
+        return ""
+    return "attn" if word.startswith("attn_") else "ffn"
 
 
 def _expected(table: Table, form: str, number: int, config: Config) -> bool:
@@ -191,7 +205,11 @@ def _no_experts(front: str, layers: Mapping[int, set[str]], config: Config, coun
         pattern if isinstance(pattern, list) else [arguments.get("num_experts") and pattern == 1] * min(count, LAYERS)
     )
     for number in sorted(layers):
-        if number < len(sparse) and sparse[number] and not any("expert" in form for form in layers[number]):
+        if (
+            number < len(sparse)
+            and sparse[number]
+            and not any("expert" in form or "_exps." in form for form in layers[number])
+        ):
             yield f"{front}{number}.*experts*"
 
 
@@ -230,7 +248,7 @@ def _whole_model(family: Family, table: Table, names: Iterable[str], config: Con
     for ends, wanted in (
         (_EMBEDDINGS, True),
         (_LAST_NORMS, True),
-        (("lm_head.weight", "output_layer.weight"), causal and tied is False),
+        (_HEADS, causal and tied is False),
     ):
         known = [form for form in table.left if f".{form}".endswith(ends) and "%d" not in form]
         if ends == _LAST_NORMS:  # of the decoder: a tower has norms too

@@ -7,7 +7,8 @@ Rotations. ggml's plain rope turns neighbouring rows of a head, the hub row j of
 query and key rows of architecture `llama` are (c 2) where the hub has (2 c), c = d / 2. Architectures with ggml's NEOX
 rope have the hub's order. Experts lie stacked; norms of Gemma are stored as 1 + weight; latent attention has the two
 halves of kv_b apart, the keys' turned. `rope_freqs.weight` is made of the config (`conversion.own_header`) and has no
-twin on the hub; neither have layers of multi-token prediction of DeepSeek, which llama.cpp's converter leaves out.
+twin on the hub. Layers of multi-token prediction of DeepSeek are left out, as llama.cpp's converter does (`skip_mtp` in
+`conversion/deepseek.py`): `Variant.short`.
 
 Sources: llama.cpp of October 2026 `conversion/{base,llama,qwen,gemma,deepseek,phi}.py` (`modify_tensors`), gguf 0.19.0
 `tensor_mapping.py`. A family is here if the output of that converter for a real small model was equal to ours, byte for
@@ -123,6 +124,7 @@ LATENT_AXES = {"k": "num_attention_heads", "y": "qk_nope_head_dim", "z": "v_head
 
 DENSE = MODEL + NORMS + ATTENTION + MLP
 SPARSE = DENSE + ROUTER + EXPERTS
+DEEPSEEK = MODEL + NORMS + LATENT + MLP + ROUTER + EXPERTS
 
 
 def centred(text: str) -> str:
@@ -132,3 +134,9 @@ def centred(text: str) -> str:
     'output_norm.weight : h = model.norm.weight : h * add(1)'
     """
     return re.sub(r"(norm\.weight : \w+)(?=\s*$)", r"\1 * add(1)", text, flags=re.MULTILINE)
+
+
+# Gemma's, three generations
+GEMMA = centred(MODEL + NORMS) + ATTENTION + MLP
+GEMMA2 = centred(MODEL + SANDWICH) + ATTENTION + MLP
+GEMMA3 = GEMMA2 + centred(QK_NORMS)

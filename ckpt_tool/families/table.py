@@ -214,6 +214,17 @@ class Table:
                 made.append(rule)
         return replace(self, rules=tuple(made))
 
+    def short(self, condition: str, hub: Table) -> Table:
+        """The same without the layers for which the condition holds: there every rule of the hub is one that drops."""
+        gone, there = expression(condition), expression(f"not ({condition})")
+        layered = [rule for rule in self.rules if "i" in rule.indices]
+        made = [replace(rule, condition=there) if rule in layered else rule for rule in self.rules]
+        for rule in hub.rules:
+            if "i" in rule.indices and all(term.name for term in rule.right):
+                nowhere = tuple(replace(term, name=None) for term in rule.left)
+                made.append(replace(rule, left=nowhere, condition=gone, text=f"{rule.text} (left out)"))
+        return replace(self, rules=tuple(made))
+
     def shifted(self, by: int) -> Table:
         """The same, where each norm's weight is the hub's and `by`."""
         made = []

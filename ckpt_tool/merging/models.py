@@ -83,6 +83,8 @@ def open_models(paths: Sequence[str], reading: Reading, writing: Writing, comput
         states = (MODEL, "extras") if opened.catalog.extras else (MODEL,)
         requested = replace(bare, states=(*states, bare.as_model) if bare.as_model else states)
         job = Conversion(reading, requested, hub)
+        if computes and not requested.dequantize:  # before the job that names them, which knows nothing of the output
+            refuse_codes([each for each in opened.catalog.tensors.values() if each.dtype.coded], computes, opened.path)
         part = selected(opened, job)
         if computes:
             refuse_codes([row.tensor for row in part.stored], computes, opened.path)

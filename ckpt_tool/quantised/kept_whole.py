@@ -139,11 +139,12 @@ def refuse_cut_blocks(target: Target, wanted: Wanted, chosen: Chosen, fmt: Forma
 def refuse_codes(tensors: Sequence[LogicalTensor], option: str, path: str) -> None:
     """Raise UsageError E1465 where `option` is arithmetic on weights and some of `tensors` are codes."""
     scheme, found = found_in(model_kinds(tensors))
-    if found.weights or scheme is not None:
-        lead = next(iter(found.weights), "")
+    blocks = [tensor.key.name for tensor in tensors if tensor.dtype.block > 1]
+    if blocks or found.weights or scheme is not None:
+        lead = next(iter(blocks or found.weights), "")
         raise UsageError(
             f"{option} computes with weights, and those of {path} are quantised",
             code="E1465",
             key=lead or None,
-            hint="make floats of them first: ckpt convert SRC OUT --to safetensors --dequantize",
+            hint="make floats of them with --dequantize, or first: ckpt convert SRC OUT --to safetensors --dequantize",
         )

@@ -13,6 +13,8 @@ from ckpt_tool.families.models import FAMILIES
 from ckpt_tool.families.rewrite import mapping
 from ckpt_tool.families.table import instances
 
+LAST_NORMS = "norm|output_norm|ln_f|norm_f|final_layernorm|final_norm|embedding_norm"
+ALONE = (".0.mlp.", ".0.feed_forward.", "blk.0.ffn_", ".shared_expert")  # nothing like it
 CASES = [(family, dialect) for family in FAMILIES for dialect in family.known_dialects]
 
 
@@ -32,7 +34,7 @@ def test_whole_models_lack_nothing(family, dialect):  # type: ignore[no-untyped-
     norms = [
         name
         for name in names
-        if re.fullmatch(r"([a-z0-9_]+\.)*?(norm|ln_f|norm_f|final_layernorm|final_norm|embedding_norm)\.weight", name)
+        if re.fullmatch(rf"([a-z0-9_]+\.)*?({LAST_NORMS})\.weight", name)
         and not re.search(r"\.\d+\.", name)
         and instances(family.table(dialect).left, [name])[0]
         and _module(name) in {_module(f"{front}0") for front in _decoders(family.table(dialect))}
@@ -45,9 +47,7 @@ def test_whole_models_lack_nothing(family, dialect):  # type: ignore[no-untyped-
     table = family.table(dialect)
     alone = [name for name in instances(table.left, inside)[1] if not re.search(r"\.(blocks|layers)\.\d", name)]
     inside = sorted(set(inside) - set(alone))  # of a tower only its blocks are counted
-    inside = [
-        name for name in inside if not any(alone in name for alone in (".0.mlp.", ".0.feed_forward.", ".shared_expert"))
-    ]  # nothing like it
+    inside = [name for name in inside if not any(alone in name for alone in ALONE)]
     for gone in draw.sample(inside, 12):
         left = [name for name in names if name != gone]
         found = missing(family, dialect, left, config)

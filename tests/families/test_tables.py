@@ -31,7 +31,7 @@ NOT_MEGATRON = re.compile(r"model\.mtp_|model\.layers\.\d+\.(embed_tokens|shared
 
 def shapes_of(name: str, dialect: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The hub's tensors, MTP layers among them, that the dialect has."""
-    shapes = hub_shapes(name, config, mtp=name in AHEAD)
+    shapes = hub_shapes(name, config, mtp=name in AHEAD and dialect != "gguf")  # llama.cpp has none of DeepSeek's
     table = by_name(name).table(dialect)
     kept = {key for key in shapes if in_a_tower(name, key) and table.from_tower(key) is None}  # under their own names
     return {

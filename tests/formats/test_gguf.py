@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_torch
+from safetensors.torch import save_file as save_torch
 
 from ckpt_tool.cli import run
 from ckpt_tool.commands.inspect import inspect
@@ -142,6 +144,58 @@ def test_into_a_training_format_and_out_of_it(tmp_path) -> None:
     shutil.copy(MADE / "qwen3_moe" / "config.json", job)
     assert call("convert", job, out, "--to", "gguf") == 0
     assert contents(out)[0] == contents(golden("qwen3_moe"))[0]
+
+
+def test_a_merge_computes_with_floats_alone(tmp_path, capsys) -> None:
+    a, b = golden("qwen3_moe"), tmp_path / "b.gguf"
+    whole, less, merged = (tmp_path / each for each in ("a.gguf", "less.gguf", "m.gguf"))
+    for out in (whole, b):
+        assert call("convert", a, out, "--to", "gguf", "--gguf-type", "q8_0") == 0
+    capsys.readouterr()
+    assert call("merge", whole, b, merged, "--method", "linear", "--to", "gguf") == 2
+    error = json.loads(capsys.readouterr().err)["error"]
+    assert error["code"] == "E1465" and "--dequantize" in error["hint"]
+    assert call("merge", whole, b, merged, "--method", "linear", "--to", "gguf", "--dequantize") == 0
+    assert call("convert", whole, tmp_path / "hub", "--to", "safetensors", "--dequantize", "--dtype", "bf16") == 0
+    assert call("convert", merged, tmp_path / "back", "--to", "safetensors", "--dtype", "bf16") == 0
+    assert call("diff", tmp_path / "hub", tmp_path / "back") == 0  # the average of two alike is either
+    assert call("merge", whole, less, "--to", "gguf", "--remove-keys", "*token_embd*") == 0
+    (have, _), (kept, _) = contents(whole), contents(less)
+    assert kept == {key: value for key, value in have.items() if key != "token_embd.weight"}
+
+
+def test_layers_that_llama_cpp_leaves_out_are_reported(tmp_path, capsys) -> None:
+    """A layer of multi-token prediction, as DeepSeek publishes it: `conversion/deepseek.py` skips it whole."""
+    folder, out = tmp_path / "m", tmp_path / "m.gguf"
+    shutil.copytree(MADE / "deepseek_v3", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    last, hidden = config["num_hidden_layers"], config["hidden_size"]
+    tensors = load_torch(folder / "model.safetensors")
+    ahead = {k.replace(f".{last - 1}.", f".{last}.", 1): v for k, v in tensors.items() if f"layers.{last - 1}." in k}
+    root = f"model.layers.{last}"
+    ahead |= {f"{root}.{each}.weight": tensors["model.norm.weight"] for each in ("enorm", "hnorm", "shared_head.norm")}
+    ahead |= {f"{root}.embed_tokens.weight": tensors["model.embed_tokens.weight"]}
+    ahead |= {f"{root}.eh_proj.weight": tensors["model.embed_tokens.weight"][:hidden].repeat(1, 2)}
+    save_torch({key: each.clone() for key, each in (tensors | ahead).items()}, folder / "model.safetensors")
+    assert call("convert", folder, out, "--to", "gguf") == 0
+    (left,) = json.loads(capsys.readouterr().out)["dropped"]
+    assert left["tensors"] == len(ahead) and "deepseek_v3, hf to gguf" in left["reason"]
+    assert contents(out)[0] == contents(golden("deepseek_v3"))[0]
+
+
+def test_shards_of_a_training_job_and_fp8_become_blocks(tmp_path) -> None:
+    job, straight, out = tmp_path / "job", tmp_path / "s.gguf", tmp_path / "m.gguf"
+    assert call("convert", MADE / "qwen3_moe", straight, "--to", "gguf", "--gguf-type", "q8_0") == 0
+    assert call("convert", MADE / "qwen3_moe", job, "--to", "dcp", "--tp", 2) == 0
+    assert call("convert", job, out, "--to", "gguf", "--gguf-type", "q8_0") == 0
+    assert out.read_bytes() == straight.read_bytes()
+    fp8, back, floats = FIXTURES / "quantized" / "fp8_block", tmp_path / "back", tmp_path / "floats"
+    assert call("convert", fp8, tmp_path / "f.gguf", "--to", "gguf") == 3  # scales can't follow rotated rows
+    assert call("convert", fp8, tmp_path / "f.gguf", "--to", "gguf", "--dequantize") == 0
+    assert call("convert", tmp_path / "f.gguf", back, "--to", "safetensors", "--dtype", "bf16") == 0
+    assert call("convert", fp8, floats, "--to", "safetensors", "--dequantize") == 0
+    assert call("diff", back, floats) == 0
 
 
 def test_what_has_no_words_is_refused(tmp_path) -> None:

@@ -28,7 +28,13 @@ from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.remote import RemoteTree
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-CASES = ["dcp/tp2_dp2", "safetensors/hf_llama_sharded", "sharded/by_the_specification", "torch/training.pt"]
+CASES = [
+    "dcp/tp2_dp2",
+    "gguf/llama3.gguf",
+    "safetensors/hf_llama_sharded",
+    "sharded/by_the_specification",
+    "torch/training.pt",
+]
 
 
 class Noted(Silent):

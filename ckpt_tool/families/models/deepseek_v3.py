@@ -45,7 +45,7 @@ FAMILY = Family(
     """,
     dialects={
         "megatron": Variant(of=megatron.LATENT, ahead=True),
-        "gguf": gguf.MODEL + gguf.NORMS + gguf.LATENT + gguf.MLP + gguf.ROUTER + gguf.EXPERTS,
+        "gguf": Variant(of=gguf.DEEPSEEK, short=True),
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
         "paddle": """
             [model.embed_tokens|lm_head].weight : v h

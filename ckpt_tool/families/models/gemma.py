@@ -24,6 +24,6 @@ FAMILY = Family(
     hub=hub.TIED + hub.NORMS + hub.ATTENTION + hub.MLP + hub.QKV_BIAS + hub.PROJ_BIAS + hub.INV_FREQ,
     dialects={
         "megatron": megatron.TIED + megatron.NORMS + megatron.ATTENTION + megatron.QKV_BIAS + megatron.PROJ_BIAS + megatron.MLP,
-        "gguf": gguf.centred(gguf.MODEL + gguf.NORMS) + gguf.ATTENTION + gguf.MLP,
+        "gguf": gguf.GEMMA,
     },
 )  # fmt: skip

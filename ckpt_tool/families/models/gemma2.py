@@ -27,6 +27,6 @@ FAMILY = Family(
     centred=True,
     dialects={
         "megatron": megatron.GEMMA,
-        "gguf": gguf.centred(gguf.MODEL + gguf.SANDWICH) + gguf.ATTENTION + gguf.MLP,
+        "gguf": gguf.GEMMA2,
     },
 )  # fmt: skip

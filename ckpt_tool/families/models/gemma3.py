@@ -25,7 +25,7 @@ FAMILY = Family(
     centred=True,
     dialects={
         "megatron": megatron.GEMMA + megatron.QK_NORMS,
-        "gguf": gguf.centred(gguf.MODEL + gguf.SANDWICH + gguf.QK_NORMS) + gguf.ATTENTION + gguf.MLP,
+        "gguf": gguf.GEMMA3,
         "hf-vl": Variant("hf", root="language_model.model.", over="language_model.lm_head.weight : v h = lm_head.weight : v h\n"),
         "hf-vl5": Variant("hf", root="model.language_model."),
         "paddle": Variant(apart=True, of=PADDLE_FUSED + """
