@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from sys import intern
 from typing import Any, NamedTuple
 
 from ckpt_tool.algebra.element_map import ElementMap, inverse, joined
@@ -280,13 +281,13 @@ def _parsed(text: str) -> Table:
     return Table(equations, tuple(rule for rule in found if isinstance(rule, Alias)), tuple(towers))
 
 
-@lru_cache(maxsize=1 << 15)  # a conversion looks at each name of a model several times
+@lru_cache(maxsize=1 << 19)  # a conversion looks at all names of a model several times, in order: fewer would all be lost
 def form_of(name: str) -> tuple[str, tuple[int, ...]]:
     """`model.layers.3.w1` -> (`model.layers.%d.w1`, (3,))."""
     parts = _NUMBER.split(name.replace("%", "%%") if "%" in name else name)
     if len(parts) == 1:
         return name, ()
-    return "%d".join(parts[::2]), tuple(map(int, parts[1::2]))
+    return intern("%d".join(parts[::2])), tuple(map(int, parts[1::2]))  # one text for all names of a form
 
 
 def one_of_each(names: Iterable[str]) -> list[str]:
