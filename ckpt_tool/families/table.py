@@ -281,7 +281,9 @@ def _parsed(text: str) -> Table:
     return Table(equations, tuple(rule for rule in found if isinstance(rule, Alias)), tuple(towers))
 
 
-@lru_cache(maxsize=1 << 19)  # a conversion looks at all names of a model several times, in order: fewer would all be lost
+@lru_cache(
+    maxsize=1 << 19
+)  # a conversion looks at all names of a model several times, in order: fewer would all be lost
 def form_of(name: str) -> tuple[str, tuple[int, ...]]:
     """`model.layers.3.w1` -> (`model.layers.%d.w1`, (3,))."""
     parts = _NUMBER.split(name.replace("%", "%%") if "%" in name else name)
