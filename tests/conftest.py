@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,8 @@ def errors_have_the_class_of_their_code() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
-    """`share(n)`: of the cases of a test one of n, the others are slow. `quick`: see tiers. `peers`: more time."""
+    """`share(n)`: of the cases of a test one of n; of many that are left half; the others are slow. `quick`: see tiers.
+    `peers`: more time."""
     shares: dict[int, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("peers") is not None and item.get_closest_marker("timeout") is None:
@@ -90,6 +91,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
         for item in like:
             if item not in taken:
                 item.add_marker(pytest.mark.slow)
+    common = [item for item in items if not any(map(item.get_closest_marker, ("slow", "peers", "crash")))]
+    counts = Counter(item.nodeid.partition("[")[0] for item in common)
+    many = [(item.nodeid, item) for item in common if counts[item.nodeid.partition("[")[0]] > tiers.FEW]
+    half = set(tiers.chosen(many, 2))
+    for _, item in many:
+        if item not in half:
+            item.add_marker(pytest.mark.slow)
     if _is_quick(config):
         for item in tiers.chosen(((item.nodeid, item) for item in items if _may_be_quick(item)), tiers.ONE_OF):
             item.add_marker(pytest.mark.quick)

@@ -25,6 +25,7 @@ from typing import TypeVar
 
 TESTS = Path(__file__).resolve().parent
 ONE_OF = 32
+FEW = 4  # like cases that all run by default; of more, half
 SLOW_FOLDERS = frozenset({"acceptance", "bench", "faults", "harness", "kernels"})  # train, measure, kill, compile
 
 Case = TypeVar("Case")

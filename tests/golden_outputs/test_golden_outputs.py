@@ -24,7 +24,6 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> record.Room:
     return record.Room(tmp_path_factory.mktemp("golden") / "room", CASES)
 
 
-@pytest.mark.share(2)
 @pytest.mark.parametrize("name", CASES)
 def test_output_and_report_are_as_recorded(name: str, room: record.Room) -> None:
     if ".yaml" in CASES[name]["command"] and importlib.util.find_spec("yaml") is None:
