@@ -87,22 +87,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
         if share is not None and item.get_closest_marker("slow") is None:
             shares[share.args[0]].append(item)
     for one_of, like in shares.items():
-        taken = set(tiers.chosen(((item.nodeid, item) for item in like), one_of))
-        for item in like:
-            if item not in taken:
-                item.add_marker(pytest.mark.slow)
+        _leave(like, one_of)
     common = [item for item in items if not any(map(item.get_closest_marker, ("slow", "peers", "crash")))]
     counts = Counter(item.nodeid.partition("[")[0] for item in common)
-    many = [(item.nodeid, item) for item in common if counts[item.nodeid.partition("[")[0]] > tiers.FEW]
-    half = set(tiers.chosen(many, 2))
-    for _, item in many:
-        if item not in half:
-            item.add_marker(pytest.mark.slow)
+    _leave([item for item in common if counts[item.nodeid.partition("[")[0]] > tiers.FEW], 2)
     if _is_quick(config):
         for item in tiers.chosen(((item.nodeid, item) for item in items if _may_be_quick(item)), tiers.ONE_OF):
             item.add_marker(pytest.mark.quick)
     # the longest: nothing waits for it at the end
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
+
+
+def _leave(items: list[pytest.Item], one_of: int) -> None:
+    """Of the cases of each test one of so many; the others are slow."""
+    taken = set(tiers.chosen(((item.nodeid, item) for item in items), one_of))
+    for item in items:
+        if item not in taken:
+            item.add_marker(pytest.mark.slow)
 
 
 def _may_be_quick(item: pytest.Item) -> bool:

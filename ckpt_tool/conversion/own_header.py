@@ -1,122 +1,17 @@
-"""What a format's own files state of the model and its tokenizer, where they do (`Holds.own_header`): GGUF's metadata.
+"""What a format's own files state of the model, in words of the format (`Holds.own_header`).
 
-    gguf -> gguf          as the source has it, but for what it says of its split, and of the types that were asked for
-    hub, ... -> gguf      the config by the family (`families.config.gguf`), the tokenizer by the files beside the model
-
-What can't be derived is named in the report. Cost: the pairs of the source, or its config and tokenizer.
+GGUF alone has such files. What makes its metadata (`gguf_header`) is loaded for it alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
-
-from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.core.tensor import MODEL, TensorKey
-from ckpt_tool.families.config.gguf import ROPE_FREQS as ROPE
-from ckpt_tool.families.config.gguf import metadata, rope_factors
-from ckpt_tool.formats.gguf.files import SPLIT_KEYS, chosen_model
-from ckpt_tool.formats.gguf.header import ALIGNMENT, ARRAY, name_of, raw, read_header, value_of
-from ckpt_tool.formats.gguf.target import Pairs, pair
-from ckpt_tool.formats.gguf.tokenizer import Files, tokenizer_pairs
-from ckpt_tool.formats.gguf.types import FILE_TYPES
-from ckpt_tool.sources.chosen import Chosen, Conversion, with_computed
-from ckpt_tool.sources.opening import Opened
-from ckpt_tool.storage.strict_json import parse
-
-FILE_TYPE = "general.file_type"
-TOKENIZER_LIMIT = 128 << 20  # bytes: the largest have 40 MB
+from ckpt_tool.sources.chosen import Chosen, Conversion
 
 
 def with_header(chosen: Chosen, job: Conversion) -> Chosen:
-    """`chosen` with the metadata that its output has. Raises UsageError, InputError as readers do."""
+    """`chosen` with what its output's files state of the model, where the format has them do so."""
     if not job.fmt.holds.own_header:
         return chosen
-    notes: list[str] = []
-    if chosen.sources[0].catalog.format == job.fmt.name and chosen.hints is None:
-        found = _of_source(chosen)
-    elif chosen.all_hints.dialect == job.fmt.holds.dialect and chosen.config is not None:
-        found, notes = _of_config(chosen.config, chosen)
-        found |= {FILE_TYPE: b""}
-        chosen = _with_rope(chosen, job)
-    else:
-        return chosen
-    if FILE_TYPE in found and (job.writing.gguf_type or not found[FILE_TYPE]):
-        found[FILE_TYPE] = pair("UINT32", _file_type(chosen, job))
-    return replace(chosen, hints=chosen.all_hints.having(Pairs(found))).noted(*notes) if found else chosen
+    from ckpt_tool.conversion.gguf_header import with_metadata
 
-
-def _file_type(chosen: Chosen, job: Conversion) -> int:
-    """What most bytes of matrices are, as the label has it."""
-    if job.writing.gguf_type:
-        return FILE_TYPES[job.writing.gguf_type.upper()]
-    sizes: dict[str, int] = {}
-    for row in chosen.stored:
-        name = chosen.casts.get(row.tensor.key, row.tensor.dtype).name
-        asked = job.writing.dtypes.get(MODEL) or job.writing.dtypes.get("")
-        name = asked or name if row.tensor.key not in chosen.casts else name
-        if len(row.tensor.shape) > 1:
-            sizes[name] = sizes.get(name, 0) + row.tensor.numel
-    return FILE_TYPES.get(max(sizes, key=lambda name: sizes[name], default=""), 0)
-
-
-def _of_config(config: Mapping[str, Any], chosen: Chosen) -> tuple[dict[str, bytes], list[str]]:
-    pairs, notes = metadata(config)
-    more, lost = tokenizer_pairs(_tokenizer(config, chosen.sources[0]), pairs[0][2])
-    return {key: pair(kind, value) for key, kind, value in (*pairs, *more)}, [*notes, *lost]
-
-
-def _tokenizer(config: Mapping[str, Any], opened: Opened) -> Files:
-    """The tokenizer's files beside the model."""
-    from ckpt_tool.sources.config import tree_of
-
-    def raw(name: str) -> bytes | None:
-        tree = tree_of(opened, name)
-        return tree.read_whole(name, limit=TOKENIZER_LIMIT) if tree is not None and tree.single is None else None
-
-    def read(name: str) -> Mapping[str, Any] | None:
-        found = raw(name)
-        value = parse(found, path=name) if found is not None else None
-        return value if isinstance(value, Mapping) else None
-
-    template = raw("chat_template.jinja")
-    return Files(
-        read("tokenizer.json"),
-        read("tokenizer_config.json"),
-        raw("tokenizer.model"),
-        read("added_tokens.json") or {},
-        template.decode("utf-8", "replace") if template is not None else None,
-        config,
-    )
-
-
-def _with_rope(chosen: Chosen, job: Conversion) -> Chosen:
-    """`chosen` with the factors of Llama 3's rope, which llama.cpp reads as a tensor."""
-    factors = rope_factors(chosen.config or {})
-    if factors is None or ROPE in {row.tensor.key.name for row in chosen.stored}:
-        return chosen
-    from ckpt_tool.run.recipes import Constant
-
-    recipe = Constant(TensorKey(ROPE), (len(factors),), (chosen.input(chosen.stored[0]),), f"{factors}", tuple(factors))
-    shown = f"{chosen.sources[0].path} (rope)"
-    note = f"{ROPE} is made of the config's rope"
-    out = with_computed(chosen, [recipe], shown, job.writing, option="Llama 3's rope", dtypes={}, notes=(note,))
-    return replace(out, casts={**out.casts, TensorKey(ROPE): DTYPES["F32"]})
-
-
-def _of_source(chosen: Chosen) -> dict[str, bytes]:
-    """The pairs of a GGUF source as they lie there, but those of its split and alignment."""
-    tree = chosen.sources[0].tree
-    headers = [read_header(tree, path) for path in chosen_model(tree).files]
-    found = {}
-    for header in headers:
-        for key, entry in header.entries.items():
-            if key in SPLIT_KEYS or key == ALIGNMENT:
-                continue
-            if not header.big:
-                found[key] = raw(tree, header, key)
-            elif entry.inner != ARRAY:  # nobody writes arrays in arrays
-                kind = entry.inner if entry.kind == ARRAY else entry.kind
-                found[key] = pair(name_of(kind), value_of(tree, header, key))
-    return found
+    return with_metadata(chosen, job)

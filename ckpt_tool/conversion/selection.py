@@ -20,10 +20,15 @@ from ckpt_tool.sources.opening import Opened
 from ckpt_tool.sources.select import group_of, left_by_word, split_keys, state_filter
 
 
+def refuse_code(opened: Opened, job: Conversion) -> None:
+    """Raise UnsafeInput for what asks to be run, but in states that are left behind by option or by the format."""
+    opened.refuse_unsafe(left_by_word(job.writing.states, job.writing.drop), lambda s: job.fmt.holds.has(group_of(s)))
+
+
 def sound(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen`, of a source whose headers make sense. Raises what is wrong with it, UnsafeInput first."""
     opened = chosen.sources[0]
-    opened.refuse_unsafe(left_by_word(job.writing.states, job.writing.drop), lambda s: job.fmt.holds.has(group_of(s)))
+    refuse_code(opened, job)
     opened.catalog.check()
     if not job.reading.lenient:
         check_sound(opened.catalog, opened.format.holds, other_steps(opened.tree, opened.catalog))

@@ -19,6 +19,7 @@ from ckpt_tool.conversion.fitting import refuse_idle
 from ckpt_tool.conversion.on_device import movers_of, with_device
 from ckpt_tool.conversion.passes import FITTING, passed
 from ckpt_tool.conversion.planning import make_plan
+from ckpt_tool.conversion.selection import refuse_code
 from ckpt_tool.core.collector import gc_paused
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
@@ -27,7 +28,6 @@ from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.signing.seal import seal_of
 from ckpt_tool.sources.chosen import Chosen, Conversion
-from ckpt_tool.sources.select import group_of, left_by_word
 from ckpt_tool.storage.destination import (
     Place,
     RemotePlace,
@@ -61,7 +61,7 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
         )
         check_beside(writing.plan_file, "--plan", given, (dst,))
     for opened in chosen.sources:
-        opened.refuse_unsafe(left_by_word(writing.states, writing.drop), lambda s: job.fmt.holds.has(group_of(s)))
+        refuse_code(opened, job)
     chosen = passed(chosen, job, FITTING)
     with gc_paused():
         plan, wanted = make_plan(chosen, destination, job.fmt, writing)

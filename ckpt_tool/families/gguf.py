@@ -6,7 +6,7 @@
 Rotations. ggml's plain rope turns neighbouring rows of a head, the hub row j of its first half with row j of its second:
 query and key rows of architecture `llama` are (c 2) where the hub has (2 c), c = d / 2. Architectures with ggml's NEOX
 rope have the hub's order. Experts lie stacked; norms of Gemma are stored as 1 + weight; latent attention has the two
-halves of kv_b apart, the keys' turned. `rope_freqs.weight` is made of the config (`conversion.own_header`) and has no
+halves of kv_b apart, the keys' turned. `rope_freqs.weight` is made of the config (`conversion.gguf_header`) and has no
 twin on the hub. Layers of multi-token prediction of DeepSeek are left out, as llama.cpp's converter does (`skip_mtp` in
 `conversion/deepseek.py`): `Variant.short`.
 

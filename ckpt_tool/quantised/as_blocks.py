@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.gguf.types import is_big
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion, with_computed
 
@@ -25,6 +24,8 @@ LEFT, NO_WAY = "E1706", "E1707"
 
 def refuse_blocks(chosen: Chosen, job: Conversion) -> None:
     """Raise UsageError E1706 where tensors of blocks would travel to what has no such type, or under other names."""
+    from ckpt_tool.formats.gguf.types import is_big
+
     coded = [row.tensor for row in chosen.stored if row.tensor.dtype.coded]
     big = any(is_big(tensor.dtype) for tensor in coded)
     if not coded or job.fmt.holds.blocks and job.dialect in (chosen.home, "keep") and not big:

@@ -147,7 +147,7 @@ def main() -> int:
             say(f"building {source}")
             inner("build", work / "partial", given.parameters)
             (work / "partial").rename(source)
-        nbytes = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
+        nbytes = measure.bytes_below(source)
         say(f"{nbytes / 1e9:.2f} GB, ZeRO-2, 4 ranks; {measure.machine(work)}")
         columns = [
             "job",

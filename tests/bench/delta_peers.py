@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import Failed, Sample, run
+from measure import Failed, Sample, bytes_below, run
 
 PAIR = """
 import json, sys
@@ -52,12 +52,6 @@ def drop(folder: Path) -> None:
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
-
-
-def size(path: Path) -> int:
-    return (
-        sum(each.stat().st_size for each in path.rglob("*") if each.is_file()) if path.is_dir() else path.stat().st_size
-    )
 
 
 def main() -> None:
@@ -125,7 +119,7 @@ def main() -> None:
                     print(f"# {name} was not done after {given.patience} s", flush=True)
                     continue
                 if output:
-                    sizes[name] = size(work / output)
+                    sizes[name] = bytes_below(work / output)
         whole = file.stat().st_size
         print("contestant | wall s (least) | CPU s (least) | peak MiB | bytes | of the new")
         for name, samples in taken.items():

@@ -109,6 +109,12 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def bytes_below(path: Path) -> int:
+    """Bytes of a file, or of all files of a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
 def median(samples: Sequence[Sample], what: str) -> float:
     return statistics.median(getattr(sample, what) for sample in samples)
 

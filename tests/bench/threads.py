@@ -66,14 +66,9 @@ def measured(job: bench.Job, sources: bench.Sources, threads: Sequence[int], rou
     contestants += [Contestant(f"cp by {n}", parallel_cp(reference, out, n), out) for n in threads if n > 1]
     contestants += [Contestant(f"{n} threads", [*command, str(n)], out, same) for n in threads]
     try:
-        return Found(bytes_below(reference), in_turns(contestants, rounds))
+        return Found(measure.bytes_below(reference), in_turns(contestants, rounds))
     finally:
         measure.remove(scratch)
-
-
-def bytes_below(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def row(name: str, threads: int, found: Found) -> list[str]:
