@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.errors import UsageError, wrap_os_error
+from ckpt_tool.formats.megatron.pointer import POINTER, step_name
 
 if TYPE_CHECKING:
     from ckpt_tool.storage.source import Tree
 
-POINTERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
+POINTERS = (POINTER, "latest", "latest_universal")
 MIXED = "E1670"
 _SUFFIX = r"(?:\.(?:ckpt|pt|pth|bin|safetensors|pdparams))"  # of a step that is one file
 _WORDS = re.compile(
@@ -99,7 +100,7 @@ def pointed(text: str, there: Callable[[str], bool]) -> str:
     """The folder that a pointer file means: a number is Megatron's or veRL's step. there: is there such a folder?"""
     if not numeral(text):
         return text
-    names = (f"iter_{int(text):07d}", f"global_step_{int(text)}")
+    names = (step_name(int(text)), f"global_step_{int(text)}")
     return next((name for name in names if there(name)), names[0])
 
 

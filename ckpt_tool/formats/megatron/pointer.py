@@ -20,20 +20,25 @@ POINTER = "latest_checkpointed_iteration.txt"
 RELEASE = "release/"
 
 
+def step_name(iteration: int) -> str:
+    """The name of a step's folder."""
+    return f"iter_{iteration:07d}"
+
+
 def pointed(tree: Tree) -> list[str]:
     """The folder that the pointer file of a parent folder names, with its slash; [] without a sound one."""
     if not tree.exists(POINTER):
         return []
     text = tree.head(POINTER, 64).decode("utf-8", "replace").strip()
     if numeral(text):
-        return [f"iter_{int(text):07d}/"]
+        return [f"{step_name(int(text))}/"]
     return [RELEASE] if text == RELEASE.rstrip("/") else []
 
 
 def folder_of(iteration: Any) -> str:
     """The folder of a step, with its slash; without a number, `release/`."""
     if type(iteration) is int and 0 < iteration < 10**12:
-        return f"iter_{iteration:07d}/"
+        return f"{step_name(iteration)}/"
     return RELEASE
 
 

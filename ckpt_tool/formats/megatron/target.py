@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.extras import Opaque, Symbol
-from ckpt_tool.core.target import Target, TargetFile, Wanted, whole_file
+from ckpt_tool.core.target import Target, TargetFile, Wanted
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.megatron import names
@@ -52,7 +52,7 @@ from ckpt_tool.formats.megatron.groups import (
 from ckpt_tool.formats.megatron.job import Rank, RankArray, Ranks
 from ckpt_tool.formats.megatron.names import EMBEDDING, TIED_HEAD
 from ckpt_tool.formats.megatron.optimizer import bucketing_of, lay_buffers
-from ckpt_tool.formats.megatron.pointer import POINTER
+from ckpt_tool.formats.megatron.pointer import RELEASE, pointer_to, step_name
 from ckpt_tool.formats.megatron.rng import tensors_of_rng
 from ckpt_tool.formats.megatron.rules import is_vocabulary
 from ckpt_tool.formats.megatron.wanted import Decided, decide
@@ -304,7 +304,7 @@ class _Writing:
         self.ranks = Ranks(self.job, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
         self.states = _States(decided)
         self.iteration = self._iteration()
-        self.folder = "release" if self.iteration is None else f"iter_{self.iteration:07d}"
+        self.folder = RELEASE if self.iteration is None else f"{step_name(self.iteration)}/"
         self.args = self._args()
         self.rng = self._rng()
         self.common = self._common()
@@ -328,9 +328,8 @@ class _Writing:
                 if self.states.form.flat and any(holds):
                     composer = TorchComposer()
                     value = self.states.flat(rank, arrays, holds, composer)
-                    files.append(composer.file(f"{self.folder}/{rank.path}/{OPTIM_FILE}", value))
-        tracker = "release" if self.iteration is None else str(self.iteration)
-        files.append(whole_file(POINTER, tracker.encode("ascii")))
+                    files.append(composer.file(f"{self.folder}{rank.path}/{OPTIM_FILE}", value))
+        files.append(pointer_to(self.folder))
         files += [TargetFile(path, size, copy_of=path) for path, size in self.decided.wanted.sidefiles]
         return Target("megatron", tuple(files), None, tuple(dict.fromkeys(self.notes)))
 
@@ -449,7 +448,7 @@ class _Writing:
         ours = self._ours(arrays, composer, first=first)
         if ours:
             out[OURS] = ours
-        return composer.file(f"{self.folder}/{rank.path}/{MODEL_FILE}", out)
+        return composer.file(f"{self.folder}{rank.path}/{MODEL_FILE}", out)
 
     def _model(self, arrays: list[RankArray], composer: TorchComposer) -> OrderedMap:
         """The model's dict, extra states (None) behind the parameters of their modules."""
