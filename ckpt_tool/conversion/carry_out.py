@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
@@ -36,7 +36,7 @@ from ckpt_tool.storage.opening import open_store, open_tree, scheme_of
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:
-    from ckpt_tool.run.executor import Result
+    from ckpt_tool.run.executor import Executor, Result
     from ckpt_tool.run.upload import Upload
     from ckpt_tool.run.walk import Movers
     from ckpt_tool.signing.seal import Seal
@@ -63,7 +63,6 @@ def execute(
     plan_file: where the plan was read from; then an output that does not read back as the plan says is the plan's fault
     (SourceChanged E1605), not ours. seal: what is added to it, see `signing.seal`.
     """
-    from ckpt_tool.run.executor import Executor
 
     def check(staged: Path | Upload, digests: dict[TensorKey, str], source: dict[TensorKey, str]) -> None:
         _check_recorded(source, recorded or {})
@@ -82,24 +81,8 @@ def execute(
                 hint="the plan was not made by ckpt: make it again with --plan",
             ) from e
 
-    executor = Executor(
-        plan,
-        dict(trees),
-        threads=writing.threads,
-        memory=writing.memory,
-        verify=writing.verify,
-        resume=writing.resume,
-        force=writing.force,
-        fsync=writing.fsync,
-        allow_lossy=writing.allow_lossy,
-        part=part,
-        worker=worker,
-        progress=progress,
-        check=check,
-        movers=movers,
-        bucket=bucket_of(plan),
-        seal=seal,
-    )
+    more = {"part": part, "worker": worker, "check": check, "movers": movers, "seal": seal}
+    executor = executor_of(plan, trees, writing, progress, **more)
     try:
         result = executor.run()
     except BaseException:
@@ -111,7 +94,27 @@ def execute(
     return result
 
 
-def bucket_of(plan: Plan) -> OutputStore | None:
+def executor_of(plan: Plan, trees: Mapping[str, Tree], writing: Writing, progress: Progress, **more: Any) -> Executor:
+    """The executor of a plan, as the options of a run say. more: what no option says (`Executor`)."""
+    from ckpt_tool.run.executor import Executor
+
+    return Executor(
+        plan,
+        dict(trees),
+        threads=writing.threads,
+        memory=writing.memory,
+        verify=writing.verify,
+        resume=writing.resume,
+        force=writing.force,
+        fsync=writing.fsync,
+        allow_lossy=writing.allow_lossy,
+        progress=progress,
+        bucket=_bucket_of(plan),
+        **more,
+    )
+
+
+def _bucket_of(plan: Plan) -> OutputStore | None:
     """Where the plan writes to if not to this machine."""
     if scheme_of(plan.destination) is None:
         return None

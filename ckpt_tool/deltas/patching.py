@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from ckpt_tool.conversion.carry_out import bucket_of
+from ckpt_tool.conversion.carry_out import executor_of
 from ckpt_tool.conversion.passes import in_wanted_names
 from ckpt_tool.conversion.planning import peak_memory
 from ckpt_tool.conversion.writing import check_place, write
@@ -36,7 +36,6 @@ from ckpt_tool.plan.moves import Stored, count_copies
 from ckpt_tool.plan.plan import Plan, SourceFile
 from ckpt_tool.plan.schedule import build_moves
 from ckpt_tool.run.computed import ComputedTree, Input
-from ckpt_tool.run.executor import Executor
 from ckpt_tool.sources.chosen import Chosen, Conversion, memory_of_computed, with_computed
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.storage.destination import place_of
@@ -164,18 +163,7 @@ def _rebuild(
     progress.plan(plan.report)
     if writing.dry_run:
         return plan.report
-    Executor(
-        plan,
-        {tree.shown: tree},
-        threads=writing.threads,
-        memory=writing.memory,
-        verify=writing.verify,
-        resume=writing.resume,
-        force=writing.force,
-        fsync=writing.fsync,
-        progress=progress,
-        bucket=bucket_of(plan),
-    ).run()
+    executor_of(plan, {tree.shown: tree}, writing, progress).run()
     return plan.report | {"elapsed_s": round(time.monotonic() - began, 3), "digest_checked": True}
 
 
