@@ -92,7 +92,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     counts = Counter(item.nodeid.partition("[")[0] for item in common)
     _leave([item for item in common if counts[item.nodeid.partition("[")[0]] > tiers.FEW], 2)
     if _is_quick(config):
-        for item in tiers.chosen(((item.nodeid, item) for item in items if _may_be_quick(item)), tiers.ONE_OF):
+        some = tiers.chosen(((item.nodeid, item) for item in items if _may_be_quick(item)), tiers.ONE_OF)
+        for item in tiers.chosen(((item.nodeid, item) for item in some), tiers.ONE_OF_A_FILE, like="::"):
             item.add_marker(pytest.mark.quick)
     # the longest: nothing waits for it at the end
     items.sort(key=lambda item: item.get_closest_marker("first") is None)

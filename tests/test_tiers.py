@@ -30,6 +30,12 @@ def test_neither_order_nor_file_nor_folder_decides() -> None:
     assert set(tiers.chosen(((moved[name], name) for name in NAMES), 4)) == taken
 
 
+def test_of_each_file_as_many_tests_as_wanted() -> None:
+    files = [f"tests/test_{file}.py::test_{test}" for file in "ab" for test in range(10)]
+    taken = tiers.chosen(((name, name) for name in files), 3, like="::")
+    assert [sum(f"test_{file}.py" in name for name in taken) for file in "ab"] == [4, 4]
+
+
 def test_each_test_has_its_own_choice() -> None:
     taken = tiers.chosen(((name, name) for name in NAMES), 4)
     a, b = ({name.partition("[")[2] for name in taken if f"test_{test}[" in name} for test in "ab")

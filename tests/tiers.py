@@ -4,9 +4,9 @@ Like cases are those of one test function. Of them the ones are taken whose name
 wanted: the choice does not depend on the order of the cases, and there is always one.
 
 `python -m pytest -m quick` takes one of ONE_OF like cases of every test that is not marked slow, first, peers or crash,
-lies in none of the SLOW_FOLDERS, and imports nothing but Python, the tool, its dependencies and the extra `quick`. The
-last is read from the source before a module is imported: a module that needs more is not collected, and a test that
-imports more inside, or uses a function or fixture of its module that does, is left out.
+lies in none of the SLOW_FOLDERS, and imports nothing but Python, the tool, its dependencies and the extra `quick`; of
+what a file then has, one of ONE_OF_A_FILE. What a module imports is read from its source: a module that needs more is
+not collected, and a test that imports more inside, or uses a function or fixture of its module that does, is left out.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from pathlib import Path
 from typing import TypeVar
 
 TESTS = Path(__file__).resolve().parent
-ONE_OF = 32
+ONE_OF, ONE_OF_A_FILE = 32, 3
 FEW = 4  # like cases that all run by default; of more, half
 SLOW_FOLDERS = frozenset({"acceptance", "bench", "faults", "harness", "kernels"})  # train, measure, kill, compile
 
 Case = TypeVar("Case")
 
 
-def chosen(cases: Iterable[tuple[str, Case]], one_of: int) -> list[Case]:
-    """One of so many, rounded up, of the cases of each test. A case comes with its id, FILE::TEST[CASE]."""
+def chosen(cases: Iterable[tuple[str, Case]], one_of: int, *, like: str = "[") -> list[Case]:
+    """One of so many, rounded up, of the cases of each test. A case comes with its id, FILE::TEST[CASE]. like: what
+    ends the part of the id that like cases share; with "::" they are all of a file."""
     tests: dict[str, list[tuple[int, str, Case]]] = defaultdict(list)
     for node, case in cases:
         own = node.rpartition("/")[2].partition("::")[2]  # a test that moves to another file keeps its choice
-        tests[node.partition("[")[0]].append((zlib.crc32(own.encode()), own, case))
+        tests[node.partition(like)[0]].append((zlib.crc32(own.encode()), own, case))
     taken = (sorted(like, key=lambda each: each[:2])[: math.ceil(len(like) / one_of)] for like in tests.values())
     return [case for like in taken for _, _, case in like]
 
