@@ -17,12 +17,17 @@ from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.kept_whole import with_their_parts
 from ckpt_tool.sources.chosen import Chosen, Conversion, extras_left_behind, left_behind
 from ckpt_tool.sources.opening import Opened
-from ckpt_tool.sources.select import group_of, left_by_word, split_keys, state_filter
+from ckpt_tool.sources.select import group_of, left_by_word, removed_keys, split_keys, state_filter
 
 
 def refuse_code(opened: Opened, job: Conversion) -> None:
     """Raise UnsafeInput for what asks to be run, but in states that are left behind by option or by the format."""
-    opened.refuse_unsafe(left_by_word(job.writing.states, job.writing.drop), lambda s: job.fmt.holds.has(group_of(s)))
+    writing, unread = job.writing, [one.key for one in opened.catalog.unread]
+    opened.refuse_unsafe(
+        left_by_word(writing.states, writing.drop),
+        lambda state: job.fmt.holds.has(group_of(state)),
+        removed_keys(unread, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only),
+    )
 
 
 def sound(chosen: Chosen, job: Conversion) -> Chosen:
@@ -42,9 +47,11 @@ def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
     present = catalog.states()
     requested = state_filter(writing.states, [*present, *(["extras"] if catalog.extras else [])])
     unwanted = state_filter(writing.drop, [*present, EXTRAS]) if writing.drop else lambda state: False
-    kept, removed = split_keys(
-        catalog.tensors, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only
-    )
+    unread = [one.key for one in catalog.unread]  # these are left behind, but patterns may name them
+    keys = [*catalog.tensors, *unread] if unread else catalog.tensors
+    kept, removed = split_keys(keys, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only)
+    if unread:
+        kept, removed = ([key for key in part if key in catalog.tensors] for part in (kept, removed))
     kept, removed = with_their_parts(catalog, kept, removed, writing)
     goes = {state for state in present if not requested(state) or unwanted(state)}
     dropped = left_behind((catalog.tensors[key] for key in kept if key.state in goes), "not asked for", named=False)

@@ -46,14 +46,14 @@ class Unread(NamedTuple):
     """A tensor that is there and that no reader gives: an object of a foreign class holds it, or its parts make no
     whole.
 
-    shown: its dtype and shape, for people. kind: the full name of the object's class. line: that of `Catalog.unsafe`
-    that says so. fault: what is raised where it is asked for, if nothing asks for code.
+    shown: its dtype and shape, for people. kind: the full name of the object's class. lines: those of `Catalog.unsafe`
+    that say so, of each file that holds a part. fault: what is raised where it is asked for, if nothing asks for code.
     """
 
     key: TensorKey
     shown: str
     kind: str = ""
-    line: str = ""
+    lines: tuple[str, ...] = ()
     fault: CkptError | None = None
 
 

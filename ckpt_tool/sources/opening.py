@@ -12,14 +12,14 @@ Of a Hugging Face cache folder (`models--ORG--NAME`) one of the snapshots is tak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tool.core.catalog import Catalog, Note, Unread
 from ckpt_tool.core.collector import gc_paused
-from ckpt_tool.core.tensor import EXTRAS, MODEL
+from ckpt_tool.core.tensor import EXTRAS, MODEL, TensorKey
 from ckpt_tool.core.witness import tell
 from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import checksums, registry
@@ -65,7 +65,12 @@ class Opened(NamedTuple):
     def path(self) -> str:
         return self.tree.shown
 
-    def refuse_unsafe(self, leaves: Callable[[str], bool] = _none, held: Callable[[str], bool] = _all) -> Opened:
+    def refuse_unsafe(
+        self,
+        leaves: Callable[[str], bool] = _none,
+        held: Callable[[str], bool] = _all,
+        removed: Container[TensorKey] = (),
+    ) -> Opened:
         """Itself, unless its pickles name code that only an unpickler would run: then UnsafeInput E0420, or what keeps
         tensors from being read.
 
@@ -73,17 +78,20 @@ class Opened(NamedTuple):
             leaves: is a state left behind by the owner's word (`sources.select.left_by_word`)? Without the extras,
                 objects of the job's own classes are no hindrance; a tensor that hangs on one has a line of its own.
             held: has the target a place for a state? Tensors that ask for no code are left behind where it has none.
+            removed: what is left behind by name.
         """
-        unread = [one for one in self.catalog.unread if not leaves(one.key.state)]
-        gone = {one.line for one in self.catalog.unread} - {one.line for one in unread}
+        unread = [one for one in self.catalog.unread if not leaves(one.key.state) and one.key not in removed]
+        gone = {line for one in self.catalog.unread for line in one.lines} - {
+            line for one in unread for line in one.lines
+        }
         own = leaves(EXTRAS)
         unsafe = [line for line in self.catalog.unsafe if line not in gone and not (own and users_own(line))]
         if unsafe:
-            raise _asks_for_code(self.path, unsafe, [one for one in self.catalog.unread if one.line])
+            raise _asks_for_code(self.path, unsafe, [one for one in self.catalog.unread if one.lines])
         faults = [one.fault for one in unread if one.fault is not None and held(one.key.state)]
         if faults:
             fault = faults[0]
-            fault.faults = (f"so {len(faults) - 1} more tensors, which ckpt inspect names",) if faults[1:] else ()
+            fault.faults = (f"in {len(faults)} tensors, which ckpt inspect names",) if faults[1:] else ()
             raise fault
         return self
 
@@ -130,7 +138,7 @@ def _opened(given: Tree, reading: Reading) -> Opened:
         raise
     if not hasattr(catalog.tensors, "rows"):  # (tables of safetensors have asked)
         _check_names(catalog)
-    if not catalog.tensors and not catalog.unsafe:
+    if not catalog.tensors and not catalog.unsafe and not catalog.unread:
         raise no_tensors(tree, fmt.name)
     if not catalog.unsafe:  # code is refused first
         notes = look_for_copies(tree, catalog, lenient=reading.lenient)
@@ -177,7 +185,7 @@ def _refuse_code(tree: Tree, reading: Reading, fault: InputError) -> None:
 def _asks_for_code(path: str, unsafe: Sequence[str], unread: Sequence[Unread] = ()) -> UnsafeInput:
     """The error (E0420) for pickles that name code. unread: the tensors that objects hold."""
     shown = _once_a_class(unsafe)
-    lines = {one.line for one in unread}
+    lines = {line for one in unread for line in one.lines}
     hint = "nothing was run; look with ckpt inspect --security, and get the file from someone you trust"
     if all(users_own(line) or line in lines for line in unsafe):
         if not unread:

@@ -7,7 +7,7 @@ its optimizer, master and EMA twins along unless `model_only`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ckpt_tool.core.patterns import Names
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
@@ -63,10 +63,7 @@ def split_keys(
     keys = list(keys)
     if not remove and not keep:
         return keys, []
-    known = Names(key.name for key in keys)
-    names = known.names
-    (hits, misses), (kept_names, others) = known.matched(remove), known.matched(keep)
-    misses += others
+    hits, misses, names = _matched(keys, remove, keep)
     if misses:
         near = _near(misses[0], names)
         raise UsageError(
@@ -75,9 +72,7 @@ def split_keys(
             hint=near or f"the checkpoint has {len(names)} names, such as {', '.join(names[:3])}",
             faults=[f"the pattern {miss!r} matches no tensor" for miss in misses[1:]],
         )
-    if keep:
-        hits |= set(names) - kept_names
-    gone = [key for key in keys if key.name in hits and (not model_only or key.state == MODEL)]
+    gone = _gone(keys, hits, model_only=model_only)
     dropped = set(gone)
     kept = [key for key in keys if key not in dropped]
     weights = (MODEL,) if model_only else (MODEL, MASTER)  # a job may keep most weights as masters alone
@@ -88,6 +83,26 @@ def split_keys(
             hint="narrow the pattern; ckpt inspect --match PATTERN shows what it matches",
         )
     return kept, gone
+
+
+def removed_keys(
+    keys: Sequence[TensorKey], *, remove: Sequence[str], keep: Sequence[str], model_only: bool = False
+) -> list[TensorKey]:
+    """Those of `keys` that the patterns remove."""
+    return _gone(keys, _matched(keys, remove, keep)[0], model_only=model_only) if remove or keep else []
+
+
+def _gone(keys: Iterable[TensorKey], names: Collection[str], *, model_only: bool) -> list[TensorKey]:
+    return [key for key in keys if key.name in names and (not model_only or key.state == MODEL)]
+
+
+def _matched(
+    keys: Iterable[TensorKey], remove: Sequence[str], keep: Sequence[str]
+) -> tuple[Collection[str], list[str], Sequence[str]]:
+    """(names that the patterns remove, patterns that match nothing, all names)."""
+    known = Names(key.name for key in keys)
+    (hits, misses), (kept, others) = known.matched(remove), known.matched(keep)
+    return hits | (set(known.names) - kept if keep else set()), [*misses, *others], known.names
 
 
 def _near(pattern: str, names: Sequence[str]) -> str:

@@ -169,7 +169,7 @@ def _from_type(args: Args) -> Any:
     if type(made) is WrapperRef:
         fields = _fields(state)
         local, spec = fields.get("_local_tensor"), fields.get("_spec")
-        made.local = local if type(local) is TensorRef else None
+        made.local = local if type(local) in (TensorRef, Opaque) else None
         made.spec = spec
         made.state = {k: v for k, v in fields.items() if k not in ("_local_tensor", "_spec")} or None
         return made

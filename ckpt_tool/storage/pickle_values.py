@@ -92,8 +92,9 @@ class TensorRef(NamedTuple):
 class WrapperRef:
     """A tensor subclass that wraps a local tensor: `torch.distributed.tensor.DTensor`.
 
-    name: the class. shape, stride: the GLOBAL ones, in elements. local: what this file holds of it, None until its
-    state was read. spec: the DTensorSpec as a Record (mesh, placements, tensor_meta).
+    name: the class. shape, stride: the GLOBAL ones, in elements. local: what this file holds of it, an object where
+    that is of yet another class, None until its state was read. spec: the DTensorSpec as a Record (mesh, placements,
+    tensor_meta).
     """
 
     name: str
@@ -101,7 +102,7 @@ class WrapperRef:
     stride: tuple[int, ...]
     dtype: DType
     requires_grad: bool
-    local: TensorRef | None = None
+    local: TensorRef | Opaque | None = None
     spec: Record | None = None
     state: Any = None
 

@@ -76,6 +76,8 @@ OPCODE_LIMIT = 10_000_000  # of one pickle
 METADATA_OPCODES = 200_000_000  # for `.metadata` of large DCP and Paddle saves: about 80 opcodes a chunk
 DEPTH_LIMIT = 200  # of nested values
 _WINDOW = 1 << 20  # bytes read at a time by load_file
+OTHER_FORM = "E0374"
+_PARAMETER = "torch._utils._rebuild_parameter"
 
 
 def load(
@@ -209,13 +211,21 @@ def refuse_weight_bearing(value: Any, path: str, *, member: str | None = None, b
             faults=map(shown, strange[1:]),
             hint="save plain tensors (state_dict()) with the software that made the file",
         )
-    what = UNSUPPORTED_TENSORS.get(names[0], "a tensor of a quantised, complex32 or lazily conjugated kind")
-    raise InputError(
-        f"the file holds {what} ({names[0]}); only dense tensors with values of their own are read",
-        code="E0374",
+    raise other_form(found[0], path, member)
+
+
+def other_form(value: Opaque, path: str, member: str | None = None) -> InputError:
+    """The error (E0374) for a tensor that torch keeps in a form of its own."""
+    inner = value
+    while inner.name == _PARAMETER and type(inner.args[0]) is Opaque:
+        inner = inner.args[0]
+    what = UNSUPPORTED_TENSORS.get(inner.name, "a tensor of a quantised, complex32 or lazily conjugated kind")
+    return InputError(
+        f"the file holds {what} ({inner.name}); only dense tensors with values of their own are read",
+        code=OTHER_FORM,
         path=path,
         place=member,
-        hint="convert it to a dense tensor (to_dense, dequantize, resolve_conj)",
+        hint="convert it to a dense tensor (to_dense, dequantize, resolve_conj); --remove-keys NAME leaves it behind",
     )
 
 

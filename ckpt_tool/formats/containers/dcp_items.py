@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, cast
 
 from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.tensor import StoredArray
-from ckpt_tool.errors import CkptError, CorruptFile, InconsistentCheckpoint, UnsafeInput
+from ckpt_tool.errors import CkptError, CorruptFile, InconsistentCheckpoint, InputError, UnsafeInput
 from ckpt_tool.formats.containers.dcp_metadata import ObjectEntry, Piece, TensorEntry
 from ckpt_tool.storage import pickles, strict_json
 from ckpt_tool.storage.coded_states import CODES, coded
@@ -142,9 +142,9 @@ class Items:
     """Reads items of one checkpoint. unsafe, globals: of the pickles met so far.
 
     coded: parts of states that are kept as codes (`storage.coded_states`), by fqn and number of the piece. odd: what
-    else is no plain tensor, as (class of the object that holds it, why it can't be read); by fqn. Both are empty unless
-    `every` is asked for: without it such items are refused. `arrays` gives the codes of the first, and nothing of the
-    second.
+    else is no plain tensor, as (class of the object that holds it, the line that says why it can't be read, or the
+    fault of a tensor that torch keeps in a form of its own); by fqn. Both are empty unless `every` is asked for:
+    without it such items are refused. `arrays` gives the codes of the first, and nothing of the second.
     """
 
     def __init__(self, tree: Tree, *, every: bool = False) -> None:
@@ -152,7 +152,7 @@ class Items:
         self.tree = cast(Tree, self._window)
         self._every = every
         self.coded: dict[str, dict[int, dict[str, StoredArray]]] = {}
-        self.odd: dict[str, tuple[str, str]] = {}
+        self.odd: dict[str, tuple[str, str, InputError | None]] = {}
         self.unsafe: list[str] = []
         self.globals: dict[str, None] = {}
         self._known: dict[bytes, Pickled] = {}
@@ -190,7 +190,12 @@ class Items:
             except UnsafeInput as e:
                 if not self._every or e.code not in _OBJECTS:
                     raise
-                self.odd.setdefault(fqn, ("", f"{e.message} (item {fqn} of {e.path})"))
+                self.odd.setdefault(fqn, ("", f"{e.message} (item {fqn} of {e.path})", None))
+                continue
+            except InputError as e:
+                if not self._every or e.code != pickles.OTHER_FORM:
+                    raise
+                self.odd.setdefault(fqn, ("", "", e))
                 continue
             if array is not None:
                 found[fqn][number] = array
@@ -248,7 +253,7 @@ class Items:
         if not isinstance(ref, TensorRef):
             if self._every and pickles.foreign(ref):
                 line = f"{pickles.held_by(ref.name)} (item {tensor.fqn} of {self.tree.display(piece.file)})"
-                self.odd.setdefault(tensor.fqn, (ref.name, line))
+                self.odd.setdefault(tensor.fqn, (ref.name, line, None))
                 return None
             pickles.refuse_unsafe(pickled, self.tree.display(piece.file))
             pickles.refuse_weight_bearing(ref, self.tree.display(piece.file))

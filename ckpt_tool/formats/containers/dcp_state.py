@@ -35,8 +35,8 @@ class State:
     """What the listings of one checkpoint hold.
 
     tensors: with the path of each, their keys empty. extras: the plain values. items, unsafe: of the pickles met.
-    coded: where states hang that are kept as codes; their parts are among the tensors. hidden: tensors that can't be
-    read; those that ask for code have lines in `unsafe` too.
+    coded: where states hang that are kept as codes; their parts are among the tensors. So are tensors that can't be
+    read (`formats.state_dict.unread.set_apart`); those that ask for code have lines in `unsafe` too.
     """
 
     def __init__(self, tree: Tree, listings: Sequence[Listing]) -> None:
@@ -45,15 +45,16 @@ class State:
         self.items = Items(tree, every=True)
         self.unsafe: list[str] = []
         self.coded: list[str] = []
-        self.hidden: list[Hidden] = []
         self.tensors: list[LogicalTensor] = []
         self.extras = Nested()
         for listing, (arrays, objects) in zip(listings, for_each(listings, self._items, file=id), strict=True):
             for fqn, entry in listing.tensors.items():
                 if fqn in self.items.odd:
-                    kind, line = self.items.odd[fqn]
-                    self.hidden += [Hidden(entry.path, entry.shape, entry.dtype.name, kind, line)]
-                    self.unsafe.append(line)
+                    kind, line, fault = self.items.odd[fqn]
+                    self._hide(
+                        Hidden(entry.path, entry.shape, entry.dtype.name, kind, line, fault), entry.pieces[0].file
+                    )
+                    self.unsafe += [line] if line else []
                 elif fqn in self.items.coded:
                     self._coded(fqn, entry)
                 else:
@@ -77,7 +78,7 @@ class State:
             made = joined(list(zip(boxes, parts, strict=True)), entry.shape, fqn)
         except InputError as fault:
             fault.path = fault.path or self.tree.display(entry.pieces[0].file)
-            self.hidden.append(Hidden(entry.path, entry.shape, entry.dtype.name, fault=fault))
+            self._hide(Hidden(entry.path, entry.shape, entry.dtype.name, fault=fault), entry.pieces[0].file)
             return
         for name, tensor in made.items():
             self._add(part_path(entry.path, name), tensor)
@@ -87,6 +88,9 @@ class State:
         self.tensors.append(LogicalTensor(TensorKey(""), tensor.shape, tensor.dtype, tensor.chunks, path))
         self.extras.slot(path)
 
+    def _hide(self, hidden: Hidden, file: str) -> None:
+        self.tensors.append(simple_tensor(TensorKey(""), hidden.array(file), hidden.path))
+
     def _object(self, read: ReadObject) -> None:
         """An object item: plain values into the extras; tensors inside it are tensors like others."""
         entry, value = read.entry, read.value
@@ -94,7 +98,8 @@ class State:
         parted = part(value, entry.path)
         lines, hidden = hidden_in(value, parted, shown, f"item {entry.fqn} of {shown}")
         self.unsafe += lines
-        self.hidden += hidden
+        for one in hidden:
+            self._hide(one, entry.file)
         self.unsafe += [f"{line} (item {entry.fqn} of {shown})" for line in parted.hanging]
         for path, ref in parted.leaves:
             if isinstance(ref, WrapperRef):

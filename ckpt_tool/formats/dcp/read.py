@@ -19,8 +19,7 @@ from ckpt_tool.formats.dcp import folders as dcp_folders
 from ckpt_tool.formats.dcp.folders import Folders, Save
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
-from ckpt_tool.formats.state_dict.unread import named as unread_of
-from ckpt_tool.formats.state_dict.unread import notes_of
+from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.storage.source import Tree
 
 
@@ -62,13 +61,13 @@ class _Reading:
         state, listings = self.state, self.state.listings
         extras = state.extras.finished()
         leaves = [Leaf(tensor.path, tensor.shape) for tensor in state.tensors]
-        leaves += [one.leaf for one in state.hidden]
         named = name_leaves(leaves, extras, path=self.tree.display(self._metadata()[0]))
-        tensors = {
-            key: LogicalTensor(key, tensor.shape, tensor.dtype, tensor.chunks, tensor.path)
-            for key, tensor in zip(named.keys, state.tensors, strict=False)
-        }
-        unread = unread_of(state.hidden, named.keys[len(state.tensors) :])
+        tensors, unread = set_apart(
+            {
+                key: LogicalTensor(key, tensor.shape, tensor.dtype, tensor.chunks, tensor.path)
+                for key, tensor in zip(named.keys, state.tensors, strict=True)
+            }
+        )
         files = state.files
         mesh = _mesh(tensors.values())
         hints = Hints.of(

@@ -29,6 +29,7 @@ from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.tensor import Path, StoredArray
 from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats.state_dict.tree import SLOT, dotted
+from ckpt_tool.formats.state_dict.unread import is_shapeless
 from ckpt_tool.formats.torch.content import TorchContent, read_content
 from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
@@ -423,7 +424,9 @@ class _OptimizerParts:
     def _add(self, group: FlatTensor, number: int, state: str, array: StoredArray) -> None:
         """A moment, or a scalar of the whole group."""
         numel = group.master.numel
-        if array.numel == 1 and (not array.shape or numel > 1):
+        if is_shapeless(array):
+            group.states[state] = array._replace(shape=(numel,))
+        elif array.numel == 1 and (not array.shape or numel > 1):
             group.scalars[state], group.dtypes[state] = self._scalar(array, state), array.dtype.name
         elif len(array.shape) != 1 or array.strides is not None or array.numel < numel:
             raise InconsistentCheckpoint(

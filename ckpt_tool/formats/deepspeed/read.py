@@ -48,6 +48,7 @@ from ckpt_tool.formats.deepspeed.job import Config, FlatGroup, Job, RankArray, S
 from ckpt_tool.formats.deepspeed.module import Module
 from ckpt_tool.formats.deepspeed.names import expert_name_of, global_names
 from ckpt_tool.formats.deepspeed.plain_optimizer import Plain, of_experts, of_modules
+from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.storage.source import Tree
 
 FILES = 1 << 20  # ranks of one checkpoint
@@ -369,7 +370,7 @@ class Reader:
             options, tensors = plain.options, tensors | plain.tensors
             self.notes += plain.notes
             self.stages = plain.stages
-        tensors |= module.clients
+        tensors, unread = set_apart(tensors | module.clients)
         values = self.modules[min(self.modules)].values
         extras = {key: item for key, item in values.items() if key not in _OF_THE_JOB}
         if options is not None:
@@ -382,9 +383,10 @@ class Reader:
             extras,
             Mesh.of_degrees(degrees.stated()),
             files=self.files.all(),
-            notes=(*self.notes, *self._notes(module)),
+            notes=(*self.notes, *self._notes(module), *notes_of(unread)),
             unsafe=tuple(self.unsafe),
             hints=Hints.of(degrees, Globals.each(self.globals)),
+            unread=unread,
         )
 
     def _plain(self, module: Module) -> Plain:

@@ -49,6 +49,7 @@ from ckpt_tool.formats.deepspeed.job import Shape, shares
 from ckpt_tool.formats.deepspeed.read import COUNTERS, same
 from ckpt_tool.formats.deepspeed_universal.record import CUTS, KEY, OWN_KEYS, STATES, TENSORS, Recorded
 from ckpt_tool.formats.state_dict.tree import dotted
+from ckpt_tool.formats.state_dict.unread import is_shapeless, notes_of, set_apart
 from ckpt_tool.formats.torch.content import TorchContent, read_content
 from ckpt_tool.storage.source import Tree
 
@@ -96,15 +97,17 @@ class Reader:
         self._states(record)
         groups, steps = self._groups(state)
         extras = self._extras(state, record, groups, steps)
-        checked = checksums.missing(self.tree, self.tensors.values(), required=required)
+        tensors, unread = set_apart(self.tensors)
+        checked = checksums.missing(self.tree, tensors.values(), required=required)
         return Catalog(
             "deepspeed-universal",
-            self.tensors,
+            tensors,
             extras,
             files=tuple(self.files),
-            notes=(*self.notes, *checked),
+            notes=(*self.notes, *notes_of(unread), *checked),
             unsafe=tuple(dict.fromkeys(self.unsafe)),
             hints=Hints(record.hints if record else {}).having(Globals.each(self.globals)),
+            unread=unread,
         )
 
     # -- which files ---------------------------------------------------------------------------------------------------
@@ -264,7 +267,7 @@ class Reader:
 
     def _param(self, name: str, contents: Mapping[str, TorchContent], files: Mapping[str, str]) -> _Param:
         """A folder's files."""
-        out = _Param(states=set(files))
+        out, hidden = _Param(states=set(files)), dict[str, StoredArray]()
         for state, content in contents.items():
             shown = self.tree.display(files[state])
             extras = content.extras if isinstance(content.extras, dict) else {}
@@ -272,12 +275,16 @@ class Reader:
                 raise malformed(f"{len(content.leaves)} tensors, want one, under param", shown, name)
             if state == STEP:
                 out.step = self._step(content, extras, shown, name)
-            if content.leaves:
+            if content.leaves and not is_shapeless(content.leaves[0][1]):
                 out.arrays[state] = content.leaves[0][1]
+            elif content.leaves:
+                hidden[state] = content.leaves[0][1]
             elif state != STEP:
                 raise malformed("no tensor, want one, under param", shown, name)
             if state == "fp32" and content.leaves[0][0] == ("param",) and extras != {"cat_dim": 0}:
                 out.facts = dict(extras)
+        shape = next((array.shape for state, array in out.arrays.items() if state != STEP), ())
+        out.arrays |= {state: array._replace(shape=shape) for state, array in hidden.items()}
         return out
 
     def _step(self, content: TorchContent, extras: Mapping[str, Any], shown: str, name: str) -> float | int:

@@ -22,7 +22,7 @@ read values, but for RNG states (some KiB a rank, for up to 64 ranks).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tool.core.bounds import numeral
@@ -60,6 +60,7 @@ from ckpt_tool.formats.megatron.optimizer import Bucketing, Buffer, bucketing_of
 from ckpt_tool.formats.megatron.rules import gated
 from ckpt_tool.formats.megatron.stages import Stages, from_counts
 from ckpt_tool.formats.state_dict.tree import dotted, join
+from ckpt_tool.formats.state_dict.unread import Nowhere, is_shapeless, notes_of, set_apart
 from ckpt_tool.formats.torch.content import TorchContent, read_content
 from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
@@ -306,14 +307,16 @@ class _Optimizer:
     ) -> list[Buffer]:
         """The buffers as they lie, tried with what the arguments say about buckets, then with one bucket each."""
         stated = bucketing_of(self.job, experts=experts)
-        have = [[array.numel for array in stored[number].values()] for number in sorted(stored)]
+        have = [
+            [array.numel for array in stored[number].values() if not is_shapeless(array)] for number in sorted(stored)
+        ]
         tried: list[int] = []
         for bucketing in dict.fromkeys((stated, stated._replace(size=None), Bucketing(None, 1, False, False))):
             buffers = lay_buffers(own, self.job, self.rank.pp, bucketing, DTYPES["F32"])
             made = [buffer.flat.unpadded for buffer in buffers]
             tried = tried or made
             if sorted(stored) == list(range(len(buffers))) and all(
-                set(sizes) == {size} for sizes, size in zip(have, made, strict=True)
+                set(sizes) <= {size} for sizes, size in zip(have, made, strict=True)
             ):
                 return buffers
         raise self._unfit(
@@ -397,7 +400,8 @@ class _Reading:
             catalog.check()
         except Incomplete as e:
             raise self._without_optimizer() or e from None
-        return catalog
+        found, unread = set_apart(tensors)
+        return replace(catalog, tensors=found, unread=unread, notes=(*catalog.notes, *notes_of(unread)))
 
     def _without_optimizer(self) -> Incomplete | None:
         """What to say of an optimizer with gaps: the files that other ranks have, or None."""
@@ -486,7 +490,8 @@ class _Reading:
         return made
 
     def _job(self) -> Job:
-        shapes = {name: array.shape for rank in self.ranks for chunk in rank.chunks for name, array in chunk}
+        every = [pair for rank in self.ranks for chunk in rank.chunks for pair in chunk]
+        shapes = {name: array.shape for name, array in every if not is_shapeless(array)}
         own = names.experts_count(self.local)
         ep = self.degrees["ep"]
         if not own and self.experts and self.facts.experts:
@@ -537,6 +542,9 @@ class _Reading:
             for name, array in chunk:
                 if name.endswith("._extra_state"):
                     dropped.append(name)
+                    continue
+                if is_shapeless(array):
+                    out.plain(TensorKey(name), array)
                     continue
                 own = self.job.array(name, array.shape, array.dtype, rank.where, number)
                 out.add(MODEL, own, array)
@@ -646,7 +654,7 @@ class _Reading:
             values = []
             for leaf, array in rank.rng:
                 nbytes = array.dtype.nbytes(array.numel)
-                if nbytes > RNG_BYTES or array.strides is not None:
+                if nbytes > RNG_BYTES or array.strides is not None or isinstance(array.path, Nowhere):
                     self.notes.append(
                         Note("N0302", f"an RNG state of {nbytes} bytes is left unread", array.path, dotted(leaf))
                     )

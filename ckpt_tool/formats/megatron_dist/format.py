@@ -86,6 +86,7 @@ from ckpt_tool.formats.megatron_dist.nemo import with_context
 from ckpt_tool.formats.megatron_dist.state import Objects, check_step, read_objects
 from ckpt_tool.formats.megatron_dist.windows import KINDS_UNKNOWN, windows_of
 from ckpt_tool.formats.state_dict.tree import dotted
+from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:  # reading needs none of these
@@ -207,7 +208,7 @@ class _Reading:
             tensors |= flat_states(
                 flat, objects.gathered, tensors, arguments(objects.extras), degrees, self.tree.display(self.folder)
             )
-        tensors |= self._of_common(objects, tensors)
+        tensors, unread = set_apart(tensors | self._of_common(objects, tensors))
         read, lora, notes = read_adapter(self.tree, self.folder, tensors, arguments(objects.extras))
         self.notes += notes
         if lora is not None and not arguments(objects.extras):
@@ -222,10 +223,16 @@ class _Reading:
             Mesh.of_degrees(degrees),
             self._files(objects),
             hf_files.of_a_job(self.tree) if self.folder == megatron_dist_folder.JOB else (),
-            (*self.notes, *objects.notes, *checksums.missing(self.tree, tensors.values(), required=required)),
+            (
+                *self.notes,
+                *objects.notes,
+                *notes_of(unread),
+                *checksums.missing(self.tree, tensors.values(), required=required),
+            ),
             tuple(dict.fromkeys(unsafe)),
             self._hints(objects, degrees) if lora is None else self._hints(objects, degrees).having(lora),
             indexes=(self.folder + METADATA,),
+            unread=unread,
         )
 
     def _files(self, objects: Objects) -> tuple[str, ...]:

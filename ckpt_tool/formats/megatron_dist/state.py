@@ -42,6 +42,7 @@ from ckpt_tool.formats.megatron.rng import rank_name
 from ckpt_tool.formats.megatron_dist.folder import COMMON
 from ckpt_tool.formats.megatron_dist.keys import parse_object
 from ckpt_tool.formats.state_dict.tree import part
+from ckpt_tool.formats.state_dict.unread import hidden_in
 from ckpt_tool.formats.torch.content import read_content
 from ckpt_tool.storage import pickles
 from ckpt_tool.storage.pickle_values import NumpyArray, Record, TensorRef, WrapperRef, as_extras
@@ -159,7 +160,10 @@ def _common(tree: Tree, folder: str, stated: Mapping[str, ReadObject], out: Obje
     for at, ref in parted.leaves:
         if isinstance(ref, TensorRef):
             out.leaves.append((at, one.zip.array(ref)))
-    out.unsafe += [f"{line} (item {one.entry.fqn} of {shown})" for line in parted.hanging]
+    where = f"item {one.entry.fqn} of {shown}"
+    lines, hidden = hidden_in(one.value, parted, shown, where)
+    out.leaves += [(each.path, each.array(one.entry.file)) for each in hidden]
+    out.unsafe += [*lines, *(f"{line} ({where})" for line in parted.hanging)]
     out.extras = dict(parted.extras)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.catalog import Catalog, Note
-from ckpt_tool.core.faults import together
 from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import EXTRAS, MODEL, Chunk, LogicalTensor, TensorKey, first_rows
@@ -41,6 +40,7 @@ from ckpt_tool.formats.megatron.target import OURS
 from ckpt_tool.formats.megatron_fsdp import folder as fsdp_folder
 from ckpt_tool.formats.megatron_fsdp.keys import VOCAB_ROWS, WRAPPER, FsdpHints, FsdpKey, logical, parse, unwrapped
 from ckpt_tool.formats.state_dict.tree import dotted
+from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
@@ -77,9 +77,6 @@ class _Reading:
         self.listing = listing
         self.options = options
         self.state = State(tree, [listing])
-        faults = [one.fault for one in self.state.hidden if one.fault is not None]
-        if faults:
-            raise together(faults)
         self.found: dict[TensorKey, Gathered] = {}
         self.keys: list[FsdpKey] = []
         self.others: list[LogicalTensor] = []
@@ -100,7 +97,7 @@ class _Reading:
         tensors = _without_padding(tensors, extras.pop(OURS, None))
         apart = self._optimizer(extras, tensors)
         self._rng(extras, facts.degrees)
-        tensors |= {t.key: t for t in self.others}
+        tensors, unread = set_apart(tensors | {t.key: t for t in self.others})
         degrees = facts.degrees
         self.notes += [note for note in (misnamed(self.tree, self.folder, extras.get("iteration")),) if note]
         if half := half_of(extras, tensors.values()):
@@ -116,6 +113,7 @@ class _Reading:
             (
                 *self.notes,
                 *self.state.notes(),
+                *notes_of(unread),
                 *checksums.missing(self.tree, tensors.values(), required=self.options.require_checksums),
             ),
             self.state.all_unsafe(),
@@ -123,6 +121,7 @@ class _Reading:
                 Degrees(**degrees), self._hints(apart), Globals.each(self.listing.globals, self.state.items.globals)
             ),
             indexes=(self.folder + METADATA,),
+            unread=unread,
         )
 
     def _hints(self, apart: Mapping[str, int]) -> FsdpHints:

@@ -26,6 +26,7 @@ from ckpt_tool.formats.meta import files as meta_files
 from ckpt_tool.formats.meta.files import PARAMS
 from ckpt_tool.formats.meta.params import MetaHints, Sizes, read_params, sizes_of
 from ckpt_tool.formats.meta.rules import ALL, EITHER, EMBEDDING, cut_of, is_key_or_value, layer_of, shape_of
+from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.formats.torch.content import TorchContent, read_content
 from ckpt_tool.storage.source import Tree
 
@@ -85,6 +86,8 @@ def read_shards(tree: Tree, names: tuple[str, ...], *, lenient: bool, required: 
     if params is None:
         notes.append(Note("W-no-params", "params.json is missing: heads and sizes are not known"))
     sidefiles = tuple(name for name in tree.names() if hf_files.is_sidefile(name))
+    tensors, unread = set_apart(tensors)
+    notes += notes_of(unread)
     notes += checksums.missing(tree, tensors.values(), required=required)
     return Catalog(
         "meta",
@@ -97,6 +100,7 @@ def read_shards(tree: Tree, names: tuple[str, ...], *, lenient: bool, required: 
         hints=Hints.of(
             MetaHints(params, _embedding_dim(tensors), params is not None), Globals.each(*(f.globals for f in files))
         ),
+        unread=unread,
     )
 
 

@@ -39,7 +39,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.box import whole
-from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.catalog import Catalog, Note, Unread
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey, simple_tensor
 from ckpt_tool.errors import CorruptFile, Incomplete, InternalError, UnknownFormat, UsageError
@@ -93,12 +93,14 @@ class Peft:
         notes = hf_files.ignored((name for name in tree.seen(names) if name != CONFIG), (file, *sidefiles))
         tensors: Mapping[TensorKey, LogicalTensor]
         unsafe: tuple[str, ...] = ()
+        unread: tuple[Unread, ...] = ()
         if file == SAFE:
             header = read_header(tree, SAFE, lenient=options.lenient)
             notes += tuple(Note("W-header", warning, SAFE) for warning in header.warnings)
             tensors = HeaderTable([header])
         else:
-            tensors, unsafe = _from_pickle(tree)
+            tensors, unread, unsafe = _from_pickle(tree)
+            notes += _notes(unread)
         return Catalog(
             self.name,
             tensors,
@@ -107,6 +109,7 @@ class Peft:
             notes=notes,
             unsafe=unsafe,
             hints=Hints.of(PeftHints(config)),
+            unread=unread,
         )
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
@@ -136,9 +139,10 @@ def _config(tree: Tree) -> dict[str, Any]:
     return value
 
 
-def _from_pickle(tree: Tree) -> tuple[dict[TensorKey, LogicalTensor], tuple[str, ...]]:
-    """The tensors of `adapter_model.bin`, and what in it asks for code."""
+def _from_pickle(tree: Tree) -> tuple[dict[TensorKey, LogicalTensor], tuple[Unread, ...], tuple[str, ...]]:
+    """The tensors of `adapter_model.bin`, those that can't be read, and what in it asks for code."""
     from ckpt_tool.formats.state_dict.tree import dotted
+    from ckpt_tool.formats.state_dict.unread import set_apart
     from ckpt_tool.formats.torch.content import read_content
 
     content = read_content(tree, BIN)
@@ -156,7 +160,13 @@ def _from_pickle(tree: Tree) -> tuple[dict[TensorKey, LogicalTensor], tuple[str,
     for path, array in content.leaves:
         key = TensorKey(dotted(path))
         tensors[key] = simple_tensor(key, array)
-    return tensors, tuple(content.unsafe)
+    return *set_apart(tensors), tuple(content.unsafe)
+
+
+def _notes(unread: tuple[Unread, ...]) -> tuple[Note, ...]:
+    from ckpt_tool.formats.state_dict.unread import notes_of
+
+    return tuple(notes_of(unread))
 
 
 def _target(wanted: Wanted) -> Target:

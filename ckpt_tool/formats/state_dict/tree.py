@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.tensor import Path
@@ -33,20 +33,30 @@ _GONE = object()  # a dict of which nothing is left
 _TENSORS = (TensorRef, WrapperRef)
 
 
+class Held(NamedTuple):
+    """An object at `path` that holds a tensor. before: leaves that were met before it. whole: the distributed tensor
+    of which it is this file's part."""
+
+    path: Path
+    value: Opaque
+    before: int
+    whole: WrapperRef | None = None
+
+
 @dataclass(slots=True)
 class Parted:
     """A state taken apart.
 
     leaves: (path, TensorRef or WrapperRef), in the order in which they were met. extras: what is left.
-    hanging: a line for every set or record that holds a tensor. held: (path, object of a foreign class that holds one),
-    which stays among the extras. ordered: (path, attributes) of every OrderedDict that
-    carried attributes of its own (`_metadata` of a torch module's state dict).
+    hanging: a line for every set or record that holds a tensor. held: objects of foreign classes that hold one.
+    ordered: (path, attributes) of every OrderedDict that carried attributes of its own (`_metadata` of a torch module's
+    state dict).
     """
 
     leaves: list[tuple[Path, Any]] = field(default_factory=list)
     extras: Any = None
     hanging: list[str] = field(default_factory=list)
-    held: list[tuple[Path, Opaque]] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
     ordered: list[tuple[Path, Any]] = field(default_factory=list)
     visits: int = 0
 
@@ -69,6 +79,9 @@ def _part(value: Any, path: Path, out: Parted) -> Any:
             place=dotted(path[:8])[:200] + "...",
             hint="the file is damaged or made to harm: no trainer writes such a state",
         )
+    if isinstance(value, WrapperRef) and type(value.local) is Opaque and holds_tensor(value.local):
+        out.held.append(Held(path, value.local, len(out.leaves), value))
+        return SLOT
     if isinstance(value, _TENSORS):
         out.leaves.append((path, value))
         return SLOT
@@ -95,7 +108,8 @@ def _part(value: Any, path: Path, out: Parted) -> Any:
         name = getattr(value, "name", type(value).__name__)
         out.hanging.append(f"a tensor hangs on a {name}, which is not understood, at {dotted(path)}")
     elif type(value) is Opaque and holds_tensor(value):
-        out.held.append((path, value))
+        out.held.append(Held(path, value, len(out.leaves)))
+        return SLOT
     return as_extras(value)
 
 

@@ -3,35 +3,37 @@
     {"optimizer": {"state": {0: {"exp_avg": Opaque("lib.Codes", ...)}}}}
       ->  Hidden(("optimizer", "state", 0, "exp_avg"), (64, 64), "F32", "lib.Codes", "a tensor hangs on an object ...")
 
-What such a tensor is follows from where it hangs, as for any other (`formats.state_dict.paths`), and from its shape
-where the object tells one: a tensor subclass does (torch 2.13 `_tensor.py`, `_rebuild_from_type_v2`). Nothing is ever
-made of the object. Cost: one visit a value. What it does not do: decide whether the rest may be taken
-(`sources.opening`).
+What such a tensor is follows from where it hangs, as for any other, and from its shape where the object tells one: a
+tensor subclass does (torch 2.13 `_tensor.py`, `_rebuild_from_type_v2`), and so do torch's own sparse tensors. So a
+reader takes it for an array like the others (`Hidden.array`), which lies `Nowhere`, gives it the name that it has in
+its system, and in the end `set_apart` tells such tensors from the rest. Nothing is ever made of the object. Cost: one
+visit a value. What it does not do: decide whether the rest may be taken (`sources.opening`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.catalog import Note, Unread
-from ckpt_tool.core.dtype import from_torch
+from ckpt_tool.core.dtype import DTYPES, from_torch
 from ckpt_tool.core.extras import Opaque, Symbol
-from ckpt_tool.core.tensor import EXTRAS, MODEL, Path, TensorKey
-from ckpt_tool.errors import CkptError, UnsafeInput
-from ckpt_tool.formats.state_dict.paths import Leaf
-from ckpt_tool.formats.state_dict.tree import Parted
-from ckpt_tool.formats.state_dict.words import MODEL_ROOTS
+from ckpt_tool.core.tensor import EXTRAS, MODEL, LogicalTensor, Path, StoredArray, TensorKey
+from ckpt_tool.errors import CkptError
+from ckpt_tool.formats.state_dict.tree import Held, Parted, dotted
+from ckpt_tool.formats.state_dict.words import MODEL_ROOTS, SAME_SHAPE
 from ckpt_tool.storage import pickles
-from ckpt_tool.storage.pickle_values import TensorRef
+from ckpt_tool.storage.pickle_values import TensorRef, WrapperRef
 
-_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
+_WRAPPER, _PARAMETER = "torch._utils._rebuild_wrapper_subclass", "torch._utils._rebuild_parameter"
+_SPARSE = "torch._utils._rebuild_sparse"
 _SHOWN = 10
 
 
 class Hidden(NamedTuple):
-    """One of them, before it has a name. dtype: as `DType.name`, "" where the object does not tell. kind, line, fault:
-    those of `core.catalog.Unread`."""
+    """One of them, before it has a name. dtype: as `DType.name`, "" where the object does not tell. kind, fault: those
+    of `core.catalog.Unread`. line: that of `Catalog.unsafe`. at: leaves of the state that come before it."""
 
     path: Path
     shape: tuple[int, ...]
@@ -39,47 +41,98 @@ class Hidden(NamedTuple):
     kind: str = ""
     line: str = ""
     fault: CkptError | None = None
+    at: int = 0
 
-    @property
-    def leaf(self) -> Leaf:
-        """What `name_leaves` is to name."""
-        return Leaf(self.path, self.shape)
+    def array(self, file: str) -> StoredArray:
+        """It as an array of `file`, for readers to name and place like any other. What the object does not tell is a
+        single F32."""
+        return StoredArray(Nowhere.of(self, file), 0, DTYPES[self.dtype or "F32"], self.shape)
+
+
+class Nowhere(str):
+    """The path of an array that no reader gives: as messages show it, and what it is."""
+
+    hidden: Hidden
+
+    @classmethod
+    def of(cls, hidden: Hidden, file: str) -> Nowhere:
+        """That of `hidden`, a tensor of `file`. Two tensors have two."""
+        path = cls(f"{file} ({dotted(hidden.path)[:200]})")
+        path.hidden = hidden
+        return path
+
+
+def is_shapeless(array: StoredArray) -> bool:
+    """Does an array lie nowhere, and nothing tells its shape?"""
+    return isinstance(array.path, Nowhere) and not array.path.hidden.dtype
 
 
 def hidden_in(value: Any, parted: Parted, shown: str, where: str) -> tuple[list[str], list[Hidden]]:
-    """(lines for `Catalog.unsafe`, the tensors they are of) for a state `value` that was parted.
+    """(lines for `Catalog.unsafe`, the tensors that can't be read) for a state `value` that was parted.
 
     Args:
         shown: the file, for errors. where: the same for the lines, with the item.
 
-    Raises InputError E0374 for tensors that torch keeps in forms of its own. Of objects at places that have no path
-    (keys of dicts, the inside of others) there is a line alone.
+    Of objects at places that have no path (keys of dicts, the inside of others) there is a line alone; raises
+    InputError E0374 for tensors there that torch keeps in forms of its own.
     """
-    try:
-        pickles.refuse_weight_bearing(value, shown, but_coded=True)
-    except UnsafeInput:
-        lines = {
-            one.name: f"{pickles.held_by(one.name)} ({where})"
-            for one in pickles.weight_bearing(value, but_coded=True)
-            if pickles.foreign(one)
-        }
-        placed = {id(held) for _, held in parted.held}
-        if any(id(one) not in placed for one in pickles.weight_bearing(value, but_coded=True)):
-            return list(lines.values()), []
-        return list(lines.values()), [
-            Hidden(path, *_looks(held), held.name, lines[held.name]) for path, held in parted.held if held.name in lines
-        ]
-    return [], []
+    every = list(pickles.weight_bearing(value, but_coded=True))
+    placed = {id(held.value) for held in parted.held}
+    unplaced = [one for one in every if id(one) not in placed]
+    lines = {one.name: f"{pickles.held_by(one.name)} ({where})" for one in every if pickles.foreign(one)}
+    if unplaced and not lines:
+        raise pickles.other_form(unplaced[0], shown)
+    if unplaced:
+        return list(lines.values()), []
+    return list(lines.values()), [_hidden(held, lines, shown) for held in parted.held]
 
 
-def named(hidden: Sequence[Hidden], keys: Sequence[TensorKey]) -> tuple[Unread, ...]:
-    """Those tensors under their keys. An object where a model may hang is taken for the model's."""
+def _hidden(held: Held, lines: Mapping[str, str], shown: str) -> Hidden:
+    name, line = held.value.name, lines.get(held.value.name, "")
+    looks = _looks(held.value) if held.whole is None else (held.whole.shape, held.whole.dtype.name)
+    if line:
+        return Hidden(held.path, *looks, name, line, at=held.before)
+    fault = pickles.other_form(held.value, shown)
+    fault.key = dotted(held.path)[:200]
+    return Hidden(held.path, *looks, fault=fault, at=held.before)
+
+
+def with_shapes(
+    leaves: Sequence[tuple[Path, StoredArray]], wrapped: Mapping[Path, WrapperRef]
+) -> list[tuple[Path, StoredArray]]:
+    """The leaves with the shape of a state whose object tells none where another state of the parameter does. wrapped:
+    the distributed tensors among them."""
+    known = {
+        path[:-1]: wrapped[path].shape if path in wrapped else array.shape
+        for path, array in leaves
+        if path[-1] in SAME_SHAPE and not is_shapeless(array)
+    }
+    return [
+        (path, array._replace(shape=known[path[:-1]]))
+        if is_shapeless(array) and path[-1] in SAME_SHAPE and path[:-1] in known
+        else (path, array)
+        for path, array in leaves
+    ]
+
+
+def set_apart(
+    tensors: Mapping[TensorKey, LogicalTensor],
+) -> tuple[dict[TensorKey, LogicalTensor], tuple[Unread, ...]]:
+    """(the tensors that lie somewhere, those that do not) of all that a reader named. A tensor of which a part can't be
+    read is none that can. An object where a model may hang is taken for the model's."""
+    found: dict[TensorKey, LogicalTensor] = {}
     rows = []
-    for one, key in zip(hidden, keys, strict=True):
+    for key, tensor in tensors.items():
+        parts = [chunk.array.path.hidden for chunk in tensor.chunks if isinstance(chunk.array.path, Nowhere)]
+        if not parts:
+            found[key] = tensor
+            continue
+        one, lines = parts[0], dict.fromkeys(part.line for part in parts if part.line)
         if key.state == EXTRAS and str(one.path[-1]) in MODEL_ROOTS:
             key = TensorKey(key.name, MODEL)
-        rows.append(Unread(key, f"{one.dtype or 'an object'} {list(one.shape)}", one.kind, one.line, one.fault))
-    return tuple(rows)
+        shown = f"{one.dtype or 'an object'} {list(tensor.shape)}"
+        rows.append(Unread(key, shown, one.kind, tuple(lines), one.fault))
+    return found, tuple(rows)
 
 
 def notes_of(unread: Sequence[Unread]) -> list[Note]:
@@ -92,7 +145,13 @@ def notes_of(unread: Sequence[Unread]) -> list[Note]:
 
 
 def _looks(held: Opaque) -> tuple[tuple[int, ...], str]:
-    """(shape, dtype) of a tensor subclass, as far as its pickle tells."""
+    """(shape, dtype) of a tensor subclass or a sparse tensor, as far as its pickle tells."""
+    if held.name == _PARAMETER and type(held.args[0]) is Opaque:
+        return _looks(held.args[0])
+    if held.name.startswith(_SPARSE) and len(held.args) == 2 and type(held.args[1]) is tuple:
+        for values, size in pairwise(held.args[1]):  # (indices, values, size, ...)
+            if type(values) is TensorRef and type(size) is tuple and all(type(n) is int for n in size):
+                return size, values.dtype.name
     made = held.args[0] if len(held.args) == 1 else None
     if type(made) is TensorRef:
         return made.shape, made.dtype.name

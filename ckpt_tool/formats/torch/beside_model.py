@@ -24,9 +24,7 @@ from ckpt_tool.formats.beside import SCHEDULER, UNREAD, lost_optimizer, optimize
 from ckpt_tool.formats.state_dict.optimizer_ids import numbers_of, shape_of
 from ckpt_tool.formats.state_dict.parameter_order import class_order, tree_order
 from ckpt_tool.formats.state_dict.paths import UNNAMED, Leaf, name_leaves
-from ckpt_tool.formats.state_dict.tree import dotted
-from ckpt_tool.formats.state_dict.unread import named as unread_of
-from ckpt_tool.formats.state_dict.unread import notes_of
+from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.formats.torch.content import TorchContent, read_content
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
@@ -52,10 +50,7 @@ def with_optimizer(tree: Tree, catalog: Catalog, *, in_order: bool) -> Catalog:
     try:
         content = read_content(tree, found[0])
         if content.unsafe:
-            keys = [TensorKey(dotted(one.path), str(one.path[-1])) for one in content.hidden]
-            unread = unread_of(content.hidden, keys)
-            notes, unsafe = (*catalog.notes, *notes_of(unread)), (*catalog.unsafe, *content.unsafe)
-            return replace(catalog, notes=notes, unsafe=unsafe, unread=unread)
+            catalog = replace(catalog, unsafe=(*catalog.unsafe, *content.unsafe))
         return _with_scheduler(tree, _joined(tree, catalog, found[0], content, in_order=in_order))
     except CkptError as e:
         code = unsafe_names(tree, found)
@@ -85,13 +80,15 @@ def _joined(tree: Tree, catalog: Catalog, name: str, content: TorchContent, *, i
         if key.name not in shapes and not is_rate:
             return _unread(catalog, name, f"it has states of {key.name}, which the model does not have")
         states[key] = simple_tensor(key, array, (_ROOT, *path))
+    states, unread = set_apart(states)
     return replace(
         catalog,
         tensors={**catalog.tensors, **states},
         extras={**catalog.extras, _ROOT: beside},
         files=(*catalog.files, name),
-        notes=(*catalog.notes, *named.notes),
+        notes=(*catalog.notes, *named.notes, *notes_of(unread)),
         hints=catalog.hints.having(named.roots),
+        unread=(*catalog.unread, *unread),
     )
 
 

@@ -11,14 +11,14 @@ format's own).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.tensor import Path, StoredArray
 from ckpt_tool.errors import InputError
 from ckpt_tool.formats.state_dict.tree import SLOT, dotted, part
-from ckpt_tool.formats.state_dict.unread import Hidden, hidden_in
+from ckpt_tool.formats.state_dict.unread import hidden_in, with_shapes
 from ckpt_tool.storage.pickle_values import TensorRef, WrapperRef
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.torch_stream import TorchStream, is_stream, is_tar, refuse_tar
@@ -30,8 +30,9 @@ DTENSOR = "E0399"
 class TorchContent(NamedTuple):
     """One torch file, taken apart.
 
-    leaves: (path, array), in the pickle's order. extras: what is left (`formats.state_dict.tree.part`). unsafe: uses of
-    names that only an unpickler would run. hidden: tensors that foreign objects hold, each with a line in unsafe.
+    leaves: (path, array), in the pickle's order; tensors that foreign objects hold, or that are kept in other forms
+    than dense ones, lie `Nowhere` (`formats.state_dict.unread`). extras: what is left (`formats.state_dict.tree.part`).
+    unsafe: uses of names that only an unpickler would run, and on what such tensors hang.
     globals: every name that the pickle mentions. ordered: the attributes of OrderedDicts.
     wrapped: the DTensors among the leaves, whose array is the rank's own part (`formats.torch.ranks` places it). find:
     where a tensor that hangs inside one (its mesh) lies.
@@ -44,7 +45,6 @@ class TorchContent(NamedTuple):
     ordered: list[tuple[Path, Any]]
     wrapped: Mapping[Path, WrapperRef] = MappingProxyType({})
     find: Callable[[TensorRef], StoredArray] | None = None
-    hidden: Sequence[Hidden] = ()
 
 
 def read_content(tree: Tree, name: str, *, dtensors: bool = False) -> TorchContent:
@@ -69,20 +69,26 @@ def read_content(tree: Tree, name: str, *, dtensors: bool = False) -> TorchConte
     leaves = []
     wrapped = {}
     for path, ref in parted.leaves:
-        if isinstance(ref, WrapperRef):
-            if not dtensors or ref.local is None:
-                raise InputError(
-                    f"a {ref.name}: {'its part is no plain tensor' if dtensors else 'a part of a distributed state'}",
-                    code=DTENSOR,
-                    path=shown,
-                    key=dotted(path)[:200],
-                    hint="save with torch.distributed.checkpoint",
-                )
+        if not isinstance(ref, WrapperRef):
+            leaves.append((path, opened.array(ref)))
+        elif dtensors and isinstance(ref.local, TensorRef):
             wrapped[path] = ref
-            ref = ref.local
-        leaves.append((path, opened.array(ref)))
+            leaves.append((path, opened.array(ref.local)))
+        else:
+            what = "its part is no tensor" if dtensors else "a part of a distributed state"
+            raise InputError(
+                f"a {ref.name}: {what}",
+                code=DTENSOR,
+                path=shown,
+                key=dotted(path)[:200],
+                hint="save with torch.distributed.checkpoint",
+            )
+    for one in reversed(hidden):
+        leaves.insert(one.at, (one.path, one.array(name)))
+    if hidden:
+        leaves = with_shapes(leaves, wrapped)
     extras = {} if parted.extras in ({"value": SLOT}, SLOT) else parted.extras
     unsafe += [f"{line} ({shown})" for line in parted.hanging]
     return TorchContent(
-        leaves, extras, unsafe, [str(use) for use in pickled.globals], parted.ordered, wrapped, opened.array, hidden
+        leaves, extras, unsafe, [str(use) for use in pickled.globals], parted.ordered, wrapped, opened.array
     )

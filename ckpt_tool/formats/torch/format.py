@@ -49,8 +49,7 @@ from ckpt_tool.formats.state_dict.nesting import nest
 from ckpt_tool.formats.state_dict.paths import Leaf, Named, name_leaves
 from ckpt_tool.formats.state_dict.roots import Ordered, Roots
 from ckpt_tool.formats.state_dict.tree import dotted
-from ckpt_tool.formats.state_dict.unread import named as unread_of
-from ckpt_tool.formats.state_dict.unread import notes_of
+from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.formats.state_dict.words import clean
 from ckpt_tool.formats.torch import choice as torch_choice
 from ckpt_tool.formats.torch.beside_model import with_optimizer
@@ -210,16 +209,13 @@ def _catalog(
     for file in files.values():
         extras.update(file.extras if isinstance(file.extras, dict) else {"value": file.extras})
     leaves = [Leaf(path, array.shape, (array.path, array.offset, array.shape, array.strides)) for path, array in found]
-    hidden = [one for file in files.values() for one in file.hidden]
-    leaves += [one.leaf for one in hidden]
     if _is_hugging_face(chosen, leaves, extras):
         named = Named([TensorKey(clean(str(leaf.path[0]))) for leaf in leaves], [], Roots(model=()))
     else:
         named = name_leaves(leaves, extras, path=tree.display(next(iter(files), "")))
-    tensors: dict[TensorKey, LogicalTensor] = {}
-    for key, (path, array) in zip(named.keys, found, strict=False):
-        tensors[key] = simple_tensor(key, array, path)
-    unread = unread_of(hidden, named.keys[len(found) :])
+    tensors, unread = set_apart(
+        {key: simple_tensor(key, array, path) for key, (path, array) in zip(named.keys, found, strict=True)}
+    )
     hints = Hints.of(
         named.roots,
         Globals.each(*(file.globals for file in files.values())),

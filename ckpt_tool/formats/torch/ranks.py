@@ -39,6 +39,7 @@ from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
 from ckpt_tool.formats.state_dict.roots import Ordered
 from ckpt_tool.formats.state_dict.tree import dotted
+from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.formats.torch import dtensor_spec
 from ckpt_tool.formats.torch.choice import MISSING, MIXED, Chosen, RankFile
 from ckpt_tool.formats.torch.content import TorchContent, read_content
@@ -94,13 +95,12 @@ def read(tree: Tree, chosen: Chosen, *, required: bool) -> Catalog:
         tensors.append(tensor)
         leaves.append(Leaf(path, tensor.shape))
     named = name_leaves(leaves, state.extras, path=tree.display(chosen.ranks[0].name))
-    keyed = {
-        key: LogicalTensor(key, t.shape, t.dtype, t.chunks, t.path) for key, t in zip(named.keys, tensors, strict=True)
-    }
+    keyed, unread = set_apart({key: t._replace(key=key) for key, t in zip(named.keys, tensors, strict=True)})
     mesh = max((found.mesh() for found in state.meshes), key=lambda mesh: mesh.size, default=Mesh())
     notes = [
         *chosen.notes,
         *named.notes,
+        *notes_of(unread),
         *_own_notes(state),
         *checksums.missing(tree, keyed.values(), required=required),
     ]
@@ -116,6 +116,7 @@ def read(tree: Tree, chosen: Chosen, *, required: bool) -> Catalog:
         tuple(notes),
         tuple(state.unsafe),
         hints,
+        unread=unread,
     )
 
 
