@@ -12,6 +12,7 @@ build of torch, its own is taken. What it does not do: fetch Megatron-LM's sourc
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -23,12 +24,13 @@ TORCH = "torch==2.13.0"
 
 class Peer(NamedTuple):
     """packages: for pip, beside torch, with markers where a release needs a newer Python. asks: a line that it must
-    run."""
+    run. built: of the packages, one that pip compiles here, and the variables that ask for it."""
 
     variable: str
     packages: tuple[str, ...]
     asks: str
     torch: bool = True
+    built: tuple[str, dict[str, str]] | None = None
 
 
 PEERS = {
@@ -41,8 +43,13 @@ PEERS = {
         ),
         "import megatron.core.dist_checkpointing, psutil, six, regex",
     ),
+    # Without its shared-memory op DeepSpeed compiles it when the first test starts two ranks: minutes on two cores, past
+    # any limit of a test on a loaded machine, and again in the next; a killed build may leave a lock that all wait for.
     "deepspeed": Peer(
-        "CKPT_DEEPSPEED_PYTHON", ("deepspeed>=0.19,<0.20", "safetensors", "numpy"), "import deepspeed, safetensors"
+        "CKPT_DEEPSPEED_PYTHON",
+        ("safetensors", "numpy", "setuptools", "wheel", "ninja"),
+        "from deepspeed.git_version_info import installed_ops; assert installed_ops['deepspeed_shm_comm']",
+        built=("deepspeed>=0.19,<0.20", {"DS_BUILD_SHM_COMM": "1", "DS_ACCELERATOR": "cpu"}),
     ),
     "paddle": Peer(
         "CKPT_PADDLE_PYTHON",
@@ -88,8 +95,12 @@ def _made(folder: Path, name: str, peer: Peer, python: str) -> bool:
     steps = [[python, "-m", "venv", str(folder / name)], [*pip, *peer.packages], [own, "-c", peer.asks]]
     if peer.torch:
         steps[1:1] = [[*pip, f"{TORCH}+cpu"]]
+    environment = dict(os.environ)
+    if peer.built is not None:  # with the torch that is there; not a wheel that pip built before without the variables
+        environment |= peer.built[1]
+        steps[-1:-1] = [[*pip, "--no-build-isolation", "--no-cache-dir", peer.built[0]]]
     for step in steps:
-        if subprocess.run(step).returncode and not (
+        if subprocess.run(step, env=environment).returncode and not (
             step[-1] == f"{TORCH}+cpu" and subprocess.run([*pip, TORCH]).returncode == 0  # no index of CPU builds
         ):
             print(f"{name}: failed at {' '.join(step[1:])}")
@@ -108,7 +119,8 @@ def _note(file: Path, variable: str, value: str) -> None:
 
 def _versions(own: str, peer: Peer) -> str:
     """What was installed of what is pinned, as `megatron-core 0.16.1`."""
-    names = [re.split("[<>=;]", package)[0] for package in peer.packages if re.search("[<>=]", package)]
+    packages = (*peer.packages, *(peer.built[:1] if peer.built else ()))
+    names = [re.split("[<>=;]", package)[0] for package in packages if re.search("[<>=]", package)]
     code = "import sys, importlib.metadata as m; print(', '.join(f'{n} {m.version(n)}' for n in sys.argv[1:]))"
     return subprocess.run([own, "-c", code, *dict.fromkeys(names)], capture_output=True, text=True).stdout.strip()
 

@@ -16,31 +16,32 @@ number of data ranks or another ZeRO stage, a real engine of that shape loads it
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from peer_process import last_words
 from peers import ROOT, Runner, Tensors, assert_same
 from safetensors.torch import load_file
 
 PYTHON = os.environ.get("CKPT_DEEPSPEED_PYTHON", "")
 pytestmark = [
     pytest.mark.peers,
+    pytest.mark.timeout(900),  # of three jobs, each within LIMIT
     pytest.mark.skipif(not PYTHON, reason="set CKPT_DEEPSPEED_PYTHON (a Python with DeepSpeed 0.19)"),
 ]
+
+LIMIT = 250  # seconds
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 Made = Callable[[str], Path]
 Ran = Callable[[str, str, int, int], Tensors]
 
 
 def program(path: str, *args: object) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    command = [PYTHON, "-W", "ignore", str(ROOT / path), *map(str, args)]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
-    assert ran.returncode == 0, "\n".join((ran.stdout + ran.stderr).splitlines()[-25:])
+    last_words([PYTHON, "-W", "ignore", ROOT / path, *args], LIMIT, environment=ENVIRONMENT)
 
 
 @pytest.fixture(scope="session")
@@ -172,11 +173,7 @@ def test_a_universal_checkpoint_of_ours_does_what_deepspeeds_own_does(
     theirs = tmp_path / "theirs" / f"{tag}_universal"
     command = [PYTHON, "-W", "ignore", "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     command += ["--input_folder", str(source / tag), "--output_folder", str(theirs), "--num_extract_workers", "1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    ran = subprocess.run(
-        [*command, "--num_merge_workers", "1"], env=environment, capture_output=True, text=True, timeout=250
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    last_words([*command, "--num_merge_workers", "1"], LIMIT, environment=ENVIRONMENT)
     (tmp_path / "theirs" / "latest_universal").write_text(f"{tag}_universal")
     ckpt("convert", source, tmp_path / "ours", "--to", "deepspeed-universal")
     by_theirs = job(case, f"universal:{tmp_path / 'theirs'}", 2, stage)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import types
 from collections import OrderedDict
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peer_process import last_words
 from safetensors.torch import load_file, save_file
 from targets import FIXTURES, ramp
 
@@ -354,15 +354,16 @@ def test_moments_without_weights_are_refused(tmp_path: Path) -> None:
 
 PEER = os.environ.get("CKPT_DEEPSPEED_PYTHON", "")
 needs_deepspeed = pytest.mark.skipif(not PEER, reason="CKPT_DEEPSPEED_PYTHON names no Python with DeepSpeed")
+within = pytest.mark.timeout(600)  # of two jobs, each with a limit of its own
 
 
 def deepspeed(*words: str) -> None:
     maker = FIXTURES / "make" / "deepspeed_universal.py"
-    ran = subprocess.run([PEER, str(maker), *words], cwd=maker.parent, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    last_words([PEER, maker, *words], 250, cwd=maker.parent)
 
 
 @pytest.mark.peers
+@within
 @needs_deepspeed
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (1, 3), (2, 1), (3, 2)])
 def test_deepspeed_resumes_at_other_stages_and_ranks(stage: int, ranks: int, tmp_path: Path) -> None:
@@ -384,6 +385,7 @@ def test_deepspeed_resumes_at_other_stages_and_ranks(stage: int, ranks: int, tmp
 
 
 @pytest.mark.peers
+@within
 @needs_deepspeed
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (3, 2)])
 def test_deepspeed_resumes_from_a_plain_training_state(stage: int, ranks: int, tmp_path: Path) -> None:
