@@ -43,7 +43,7 @@ PEERS = {
         ),
         "import megatron.core.dist_checkpointing, psutil, six, regex",
     ),
-    # Without its shared-memory op DeepSpeed compiles it when the first test starts two ranks: minutes on two cores, past
+    # Without its shared-memory op DeepSpeed compiles it when a first test starts two ranks: minutes on two cores, past
     # any limit of a test on a loaded machine, and again in the next; a killed build may leave a lock that all wait for.
     "deepspeed": Peer(
         "CKPT_DEEPSPEED_PYTHON",

@@ -16,12 +16,13 @@ from dataclasses import replace
 
 from ckpt_tool.conversion.layout import degrees_of, split_of
 from ckpt_tool.core.target import LayoutWish, Target
-from ckpt_tool.core.tensor import EMA, MASTER, MODEL, TensorKey
+from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES, Fitting, Format
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
+from ckpt_tool.quantised.weights import CODES
 from ckpt_tool.sources.chosen import Chosen, Conversion, extras_left_behind, left_behind
 from ckpt_tool.sources.config import config_in
 from ckpt_tool.sources.select import group_of
@@ -129,12 +130,18 @@ def held(chosen: Chosen, job: Conversion) -> Chosen:
             f"{fmt.name} has no {unheld[0].dtype.name}",
             code="E0258",
             key=str(unheld[0].key),
-            hint="choose another format, or --remove-keys",
+            hint=_way_out(unheld[0]),
             faults=[str(tensor.key) for tensor in unheld[1:]],
         )
     if not stored:
         raise _nothing_left(chosen, masters=MASTER in homeless)
     return replace(chosen, stored=stored, dropped=tuple(dropped), extras=extras)
+
+
+def _way_out(unheld: LogicalTensor) -> str:
+    if unheld.key.state == MODEL and unheld.dtype.name in CODES:
+        return "--dequantize writes quantised weights as floats; else choose another format, or --remove-keys"
+    return "choose another format, or --remove-keys"
 
 
 def _nothing_left(chosen: Chosen, *, masters: bool) -> UsageError:

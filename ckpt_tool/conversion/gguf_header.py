@@ -8,12 +8,15 @@ What can't be derived is named in the report. Cost: the pairs of the source, or 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.hints import Stated
 from ckpt_tool.core.tensor import MODEL, TensorKey
+from ckpt_tool.errors import UsageError
 from ckpt_tool.families.config.gguf import ROPE_FREQS as ROPE
 from ckpt_tool.families.config.gguf import metadata, rope_factors
 from ckpt_tool.formats.gguf.files import SPLIT_KEYS, chosen_model
@@ -27,13 +30,14 @@ from ckpt_tool.storage.strict_json import parse
 
 FILE_TYPE = "general.file_type"
 TOKENIZER_LIMIT = 128 << 20  # bytes: the largest have 40 MB
+_LAYER = re.compile(r"(?:^|\.)(?:blk|layers|h|blocks)\.(\d{1,6})\.")
 
 
 def with_metadata(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen` with the metadata that its output has. Raises UsageError, InputError as readers do."""
     notes: list[str] = []
     if chosen.sources[0].catalog.format == job.fmt.name and chosen.hints is None:
-        found = _of_source(chosen)
+        found, notes = _of_source(chosen)
     elif chosen.all_hints.dialect == job.fmt.holds.dialect and chosen.config is not None:
         found, notes = _of_config(chosen.config, chosen)
         found |= {FILE_TYPE: b""}
@@ -62,7 +66,9 @@ def _file_type(chosen: Chosen, job: Conversion) -> int:
 def _of_config(config: Mapping[str, Any], chosen: Chosen) -> tuple[dict[str, bytes], list[str]]:
     pairs, notes = metadata(config)
     more, lost = tokenizer_pairs(_tokenizer(config, chosen.sources[0]), pairs[0][2])
-    return {key: pair(kind, value) for key, kind, value in (*pairs, *more)}, [*notes, *lost]
+    fewer = _fewer_layers(chosen, {key: value for key, _, value in pairs})
+    found = {key: pair(kind, _cut(key, value, fewer)) for key, kind, value in (*pairs, *more)}
+    return found, [*notes, *lost, *_said(fewer)]
 
 
 def _tokenizer(config: Mapping[str, Any], opened: Opened) -> Files:
@@ -103,18 +109,71 @@ def _with_rope(chosen: Chosen, job: Conversion) -> Chosen:
     return replace(out, casts={**out.casts, TensorKey(ROPE): DTYPES["F32"]})
 
 
-def _of_source(chosen: Chosen) -> dict[str, bytes]:
-    """The pairs of a GGUF source as they lie there, but those of its split and alignment."""
+def _of_source(chosen: Chosen) -> tuple[dict[str, bytes], list[str]]:
+    """The pairs of a GGUF source as they lie there, but those of its split and alignment, and of layers that go."""
     tree = chosen.sources[0].tree
     headers = [read_header(tree, path) for path in chosen_model(tree).files]
+    stated = chosen.sources[0].catalog.hints.get(Stated)
+    fewer = _fewer_layers(chosen, stated.values if stated is not None else {})
     found = {}
     for header in headers:
         for key, entry in header.entries.items():
             if key in SPLIT_KEYS or key == ALIGNMENT:
                 continue
-            if not header.big:
+            long = entry.length if entry.kind == ARRAY else 0
+            if not header.big and not (fewer and (key == fewer.key or fewer.of_layers(key, long))):
                 found[key] = raw(tree, header, key)
             elif entry.inner != ARRAY:  # nobody writes arrays in arrays
                 kind = entry.inner if entry.kind == ARRAY else entry.kind
-                found[key] = pair(name_of(kind), value_of(tree, header, key))
-    return found
+                found[key] = pair(name_of(kind), _cut(key, value_of(tree, header, key), fewer))
+    return found, _said(fewer)
+
+
+# -- layers that were removed ------------------------------------------------------------------------------------------
+
+
+class _Fewer(NamedTuple):
+    """key: where the metadata counts the layers. before, after: how many there were, and are."""
+
+    key: str
+    before: int
+    after: int
+
+    def of_layers(self, key: str, length: int) -> bool:
+        """Is a list of `length` values a value for each layer?"""
+        return length == self.before and key.partition(".")[0] == self.key.partition(".")[0]
+
+
+def _fewer_layers(chosen: Chosen, stated: Mapping[str, Any]) -> _Fewer | None:
+    """What `--remove-keys` leaves of the layers that the metadata counts, None where it leaves them all. Raises
+    UsageError E2820 where those that stay are not the first ones: llama.cpp numbers them without gaps."""
+    key = f"{stated.get('general.architecture')}.block_count"
+    have = _layers(row.tensor.key.name for row in chosen.stored)
+    gone, before = _layers(tensor.key.name for tensor in chosen.removed) - have, stated.get(key)
+    if not gone or type(before) is not int:
+        return None
+    if have != set(range(len(have))) or len(have) + len(gone) != before:
+        shown = ", ".join(map(str, sorted(gone)[:8]))
+        raise UsageError(
+            f"layers {shown} of {before} would be gone, and llama.cpp numbers layers from 0 without gaps",
+            code="E2820",
+            hint="remove the last layers only; slices of a merge's config (ckpt help merging) number what stays anew",
+        )
+    return _Fewer(key, before, len(have))
+
+
+def _layers(names: Iterable[str]) -> set[int]:
+    return {int(found[1]) for name in names if (found := _LAYER.search(name))}
+
+
+def _cut(key: str, value: Any, fewer: _Fewer | None) -> Any:
+    """A value of the metadata for the layers that stay."""
+    if fewer is None:
+        return value
+    if key == fewer.key:
+        return fewer.after
+    return value[: fewer.after] if isinstance(value, list | tuple) and fewer.of_layers(key, len(value)) else value
+
+
+def _said(fewer: _Fewer | None) -> list[str]:
+    return [f"{fewer.key} is {fewer.after}, not {fewer.before}: the last layers are removed"] if fewer else []

@@ -25,6 +25,7 @@ from ckpt_tool.formats.peft.lone import adapter_config
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
+from ckpt_tool.quantised.dequantize import NOTHING
 from ckpt_tool.quantised.kept_whole import refuse_codes
 from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.sources.config import config_of
@@ -72,12 +73,13 @@ class Model:
 def open_models(paths: Sequence[str], reading: Reading, writing: Writing, computes: str) -> list[Model]:
     """Every model, in order. computes: the option that computes with weights, "" for one that moves them.
 
-    Raises UsageError E1465 for quantised weights, and what opening and naming raise."""
+    Raises UsageError E1465 for quantised weights, E2403 for `--dequantize` where no model has any, and what opening and
+    naming raise."""
     bare = replace(
         writing, states=(MODEL, "extras"), drop=(), remove_keys=(), keep_keys=(), dialect=None, aoa=None, dtypes={}
     )
     hub = registry.of_dialect("hf")
-    out = []
+    out, plain = list[Model](), list[UsageError]()
     for path in paths:
         opened = open_source(path, reading)
         states = (MODEL, "extras") if opened.catalog.extras else (MODEL,)
@@ -85,13 +87,26 @@ def open_models(paths: Sequence[str], reading: Reading, writing: Writing, comput
         job = Conversion(reading, requested, hub)
         if computes and not requested.dequantize:  # before the job that names them, which knows nothing of the output
             refuse_codes([each for each in opened.catalog.tensors.values() if each.dtype.coded], computes, opened.path)
-        part = selected(opened, job)
+        part, fault = _floats(opened, job)
+        plain += [fault] if fault else []
         if computes:
             refuse_codes([row.tensor for row in part.stored], computes, opened.path)
         named = passed(part, job, NAMES)
         config = named.config or config_of(opened, reading).config
         out.append(Model(path, opened, named, config))
+    if plain and len(plain) == len(out):
+        raise plain[0]
     return out
+
+
+def _floats(opened: Opened, job: Conversion) -> tuple[Chosen, UsageError | None]:
+    """What `--dequantize` makes of one model; of one without quantised weights what it holds, and what says so."""
+    try:
+        return selected(opened, job), None
+    except UsageError as fault:
+        if fault.code != NOTHING:
+            raise
+        return selected(opened, job._replace(writing=replace(job.writing, dequantize=False))), fault
 
 
 def check_models(models: Sequence[Model], *, sliced: bool, any_tokenizer: bool) -> list[str]:

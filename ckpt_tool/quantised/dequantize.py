@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ckpt_tool.run.computed import Recipe
 
 OPTION = "--dequantize"
-LACKING, MISFIT, UNKNOWN = "E1460", "E1461", "E1464"
+LACKING, MISFIT, UNKNOWN, NOTHING = "E1460", "E1461", "E1464", "E2403"
 _CONFIGURED = ("dtype", "torch_dtype")
 
 
@@ -68,7 +68,7 @@ def dequantized(chosen: Chosen, job: Conversion) -> Chosen:
     if not moments.recipes and not found.weights:
         raise UsageError(
             f"{OPTION}: no quantised weight and no quantised state, there are none here",
-            code="E2403",
+            code=NOTHING,
             hint="leave it off; plain FP8 values without scales are cast with --dtype",
         )
     out = _with_floats(chosen, tensors, found, writing, config) if found.weights else chosen

@@ -28,6 +28,7 @@ from ckpt_tool.storage.source import Tree
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 MADE = FIXTURES / "gguf-made"
+_LABELS = ("general.name", "general.size_label")
 MODELS = ("llama3", "qwen3_moe", "gemma3", "deepseek_v3")
 
 
@@ -116,7 +117,7 @@ def test_a_model_is_what_the_converter_makes_of_it(name, tmp_path) -> None:
     assert call("convert", MADE / name, out, "--to", "gguf") == 0
     (tensors, pairs), (have, stated) = contents(golden(name)), contents(out)
     assert have == tensors
-    assert {key: value for key, value in pairs.items() if key not in ("general.name", "general.size_label")} == stated
+    assert {key: value for key, value in pairs.items() if key not in _LABELS} == stated
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -162,6 +163,35 @@ def test_a_merge_computes_with_floats_alone(tmp_path, capsys) -> None:
     assert call("merge", whole, less, "--to", "gguf", "--remove-keys", "*token_embd*") == 0
     (have, _), (kept, _) = contents(whole), contents(less)
     assert kept == {key: value for key, value in have.items() if key != "token_embd.weight"}
+
+
+def test_one_of_several_models_may_be_quantised(tmp_path) -> None:
+    plain, eight, merged = golden("qwen3_moe"), tmp_path / "a.gguf", tmp_path / "m.gguf"
+    assert call("convert", plain, eight, "--to", "gguf", "--gguf-type", "q8_0") == 0
+    words = ["--method", "linear", "--to", "gguf", "--dequantize"]
+    assert call("merge", eight, plain, merged, *words) == 0
+    (have, _), (floats, _) = contents(merged), contents(plain)
+    assert have.keys() == floats.keys() and "Q8_0" not in {dtype for dtype, _, _ in have.values()}
+    assert call("merge", plain, plain, tmp_path / "n.gguf", *words) == 2  # E2403: none is
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3_moe"])
+def test_the_metadata_counts_the_layers_that_stay(name, tmp_path, capsys) -> None:
+    tensors, pairs = contents(golden(name))
+    key = f"{pairs['general.architecture']}.block_count"
+    last = pairs[key] - 1
+    for number, (source, root) in enumerate(((golden(name), "blk"), (MADE / name, "model.layers"))):
+        out, words = tmp_path / f"{number}.gguf", ("--to", "gguf", "--remove-keys")
+        assert call("convert", source, out, *words, f"{root}.0.*") == 2
+        assert json.loads(capsys.readouterr().err)["error"]["code"] == "E2820" and not out.exists()
+        assert call("convert", source, out, *words, f"{root}.{last}.*") == 0
+        assert any(f"{key} is {last}" in note for note in json.loads(capsys.readouterr().out)["notes"])
+        have, counted = contents(out)
+        assert have == {each: value for each, value in tensors.items() if f"blk.{last}." not in each}
+        want = {**pairs, key: last}
+        assert {k: v for k, v in counted.items() if k not in _LABELS} == {
+            k: v for k, v in want.items() if k not in _LABELS
+        }
 
 
 def test_layers_that_llama_cpp_leaves_out_are_reported(tmp_path, capsys) -> None:
