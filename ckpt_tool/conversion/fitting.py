@@ -11,10 +11,11 @@ is one file) its target says (`Target.by_size`). Only what was given in words co
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ckpt_tool.conversion.layout import degrees_of, split_of
+from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.target import LayoutWish, Target
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
@@ -124,7 +125,9 @@ def held(chosen: Chosen, job: Conversion) -> Chosen:
             raise UsageError(f"--to {fmt.name} has no place for extras", code="E0257", hint="add --drop extras")
         dropped.append(extras_left_behind(extras, f"{fmt.name} has no place for them"))
         extras = {}
+    dtypes = dtypes_of(writing)
     unheld = [row.tensor for row in stored if row.tensor.dtype.name in fmt.holds.dtypes]
+    unheld = [tensor for tensor in unheld if dtype_of(tensor, dtypes, chosen.casts).name in fmt.holds.dtypes]
     if unheld:
         raise UsageError(
             f"{fmt.name} has no {unheld[0].dtype.name}",
@@ -136,6 +139,21 @@ def held(chosen: Chosen, job: Conversion) -> Chosen:
     if not stored:
         raise _nothing_left(chosen, masters=MASTER in homeless)
     return replace(chosen, stored=stored, dropped=tuple(dropped), extras=extras)
+
+
+def dtypes_of(writing: Writing) -> dict[str, DType]:
+    """`--dtype`: state ("" for all) -> what it is cast to."""
+    return {state: DTYPES[name] for state, name in writing.dtypes.items()}
+
+
+def dtype_of(tensor: LogicalTensor, dtypes: Mapping[str, DType], casts: Mapping[TensorKey, DType]) -> DType:
+    """The output's dtype: the most exact rule for its state; integers and `step` counters are never cast."""
+    if tensor.key in casts:
+        return casts[tensor.key]
+    if not dtypes or tensor.key.state in ("step", "extras") or not tensor.dtype.is_float or tensor.dtype.bits < 8:
+        return tensor.dtype
+    state = tensor.key.state
+    return dtypes.get(state) or dtypes.get(group_of(state)) or dtypes.get("") or tensor.dtype
 
 
 def _way_out(unheld: LogicalTensor) -> str:
@@ -227,4 +245,5 @@ def wish_of(chosen: Chosen, fmt: Format, writing: Writing) -> LayoutWish:
         writing.vocab_size,
         frozenset(t.key for t in chosen.removed),
         writing.gguf_type,
+        bool({MODEL, ""} & writing.dtypes.keys()),
     )

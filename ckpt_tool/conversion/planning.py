@@ -7,14 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tool.conversion.fitting import refuse_unsplit, single_name, wish_of
+from ckpt_tool.conversion.fitting import dtype_of, dtypes_of, refuse_unsplit, single_name, wish_of
 from ckpt_tool.conversion.layout import layout_of
 from ckpt_tool.conversion.megatron_arguments import with_arguments
 from ckpt_tool.conversion.side_files import refuse_lost_modules, side_files, source_of, with_side_files
-from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.target import LayoutWish, Target, Wanted, WantedTensor
-from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.core.witness import tell
 from ckpt_tool.formats.base import Format
 from ckpt_tool.options.writing import DEFAULT_SHARD_SIZE, Writing
@@ -24,7 +23,7 @@ from ckpt_tool.plan.plan import Move, Plan, SourceFile
 from ckpt_tool.plan.schedule import build_moves
 from ckpt_tool.quantised.kept_whole import refuse_cut_blocks
 from ckpt_tool.sources.chosen import Chosen, memory_of_computed, more_than_computed
-from ckpt_tool.sources.select import group_of, removed_rows
+from ckpt_tool.sources.select import removed_rows
 from ckpt_tool.storage.destination import Place, RemotePlace
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing)
     single = single_name(destination, fmt)
     refuse_lost_modules(chosen, fmt, single=single is not None)
     wanted = Wanted(
-        _wanted_tensors(chosen, {state: DTYPES[name] for state, name in writing.dtypes.items()}),
+        _wanted_tensors(chosen, dtypes_of(writing)),
         chosen.extras,
         chosen.all_hints,
         first.catalog.format,
@@ -115,22 +114,12 @@ def _wanted_tensors(chosen: Chosen, dtypes: Mapping[str, DType]) -> tuple[Wanted
             WantedTensor(
                 row.tensor.key,
                 row.tensor.shape,
-                _dtype(row.tensor, dtypes, chosen.casts) if changes else row.tensor.dtype,
+                dtype_of(row.tensor, dtypes, chosen.casts) if changes else row.tensor.dtype,
                 row.tensor.path,
             )
             for row in chosen.stored
         ]
     )
-
-
-def _dtype(tensor: LogicalTensor, dtypes: Mapping[str, DType], casts: Mapping[TensorKey, DType]) -> DType:
-    """The output's dtype: the most exact rule for its state; integers and `step` counters are never cast."""
-    if tensor.key in casts:
-        return casts[tensor.key]
-    if not dtypes or tensor.key.state in ("step", "extras") or not tensor.dtype.is_float or tensor.dtype.bits < 8:
-        return tensor.dtype
-    state = tensor.key.state
-    return dtypes.get(state) or dtypes.get(group_of(state)) or dtypes.get("") or tensor.dtype
 
 
 def _report(

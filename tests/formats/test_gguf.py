@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file as save_torch
@@ -226,6 +227,23 @@ def test_shards_of_a_training_job_and_fp8_become_blocks(tmp_path) -> None:
     assert call("convert", tmp_path / "f.gguf", back, "--to", "safetensors", "--dtype", "bf16") == 0
     assert call("convert", fp8, floats, "--to", "safetensors", "--dequantize") == 0
     assert call("diff", back, floats) == 0
+
+
+def test_fp8_values_want_an_option_that_the_error_names(tmp_path, capsys) -> None:
+    """In a family that rotates no rows: codes with their scale are dequantised, values without one are cast."""
+    name, folder, out = "model.layers.0.self_attn.o_proj.weight", tmp_path / "m", tmp_path / "m.gguf"
+    shutil.copytree(MADE / "qwen3_moe", folder)
+    tensors = load_torch(folder / "model.safetensors")
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_torch(tensors | {f"{name}_scale_inv": torch.ones(1, 1)}, folder / "model.safetensors")
+    assert call("convert", folder, out, "--to", "gguf") == 2
+    error = json.loads(capsys.readouterr().err)["error"]
+    assert error["code"] == "E0258" and "--dequantize" in error["hint"]
+    assert call("convert", folder, out, "--to", "gguf", "--dequantize") == 0
+    save_torch(tensors, folder / "model.safetensors")
+    assert call("convert", folder, out, "--to", "gguf", "--force") == 2
+    assert call("convert", folder, out, "--to", "gguf", "--force", "--dtype", "bf16") == 0
+    assert contents(out)[0]["blk.0.attn_output.weight"][0] == "BF16"
 
 
 def test_what_has_no_words_is_refused(tmp_path) -> None:

@@ -45,13 +45,13 @@ def fitted(tensors: Sequence[LogicalTensor], wish: LayoutWish, *, renamed: bool)
         )
     for tensor in tensors:
         if tensor.dtype.is_float:
-            kind = _kind(tensor, asked)
+            kind = _kind(tensor, asked, cast=wish.cast)
             if kind is not None:
                 casts[tensor.key] = kind
     return Fitted(rows, casts)
 
 
-def _kind(tensor: LogicalTensor, asked: DType | None) -> DType | None:
+def _kind(tensor: LogicalTensor, asked: DType | None, *, cast: bool) -> DType | None:
     """None where the tensor is written as it is, or as `--dtype` says."""
     name = tensor.key.name
     if (
@@ -62,7 +62,7 @@ def _kind(tensor: LogicalTensor, asked: DType | None) -> DType | None:
     ):
         return DTYPES["F32"]
     if asked is None:
-        return None if tensor.dtype.name in _HELD else DTYPES["F32"]
+        return None if cast or tensor.dtype.name in _HELD else DTYPES["F32"]
     if asked.coded and (tensor.shape[-1] % asked.block or asked.name.startswith("TQ") and name in _ENDS):
         return DTYPES["F16"]
     return asked
