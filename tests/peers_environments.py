@@ -6,7 +6,8 @@
 Every environment is made by `python -m venv` and pip, and asked for what it is for; those that were made stand in
 FOLDER/variables.sh. megatron-core 0.17 and newer need Python 3.12 (`--python python3.12`); with 3.11 it is 0.16.
 `tests/README.md` says which tests ask for which variable. PIP_* variables are honoured; where the index has no `+cpu`
-build of torch, its own is taken. What it does not do: fetch Megatron-LM's sources (MEGATRON_LM).
+build of torch for that Python, its own is taken (with CUDA's libraries 5 GB). What it does not do: fetch Megatron-LM's
+sources (MEGATRON_LM).
 """
 
 from __future__ import annotations
@@ -94,20 +95,27 @@ def _made(folder: Path, name: str, peer: Peer, python: str) -> bool:
     pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     steps = [[python, "-m", "venv", str(folder / name)], [*pip, *peer.packages], [own, "-c", peer.asks]]
     if peer.torch:
-        steps[1:1] = [[*pip, f"{TORCH}+cpu"]]
+        steps[1:1] = [[*pip, _torch_of(python)]]
     environment = dict(os.environ)
     if peer.built is not None:  # with the torch that is there; not a wheel that pip built before without the variables
         environment |= peer.built[1]
         steps[-1:-1] = [[*pip, "--no-build-isolation", "--no-cache-dir", peer.built[0]]]
     for step in steps:
-        if subprocess.run(step, env=environment).returncode and not (
-            step[-1] == f"{TORCH}+cpu" and subprocess.run([*pip, TORCH]).returncode == 0  # no index of CPU builds
-        ):
+        if subprocess.run(step, env=environment).returncode:
             print(f"{name}: failed at {' '.join(step[1:])}")
             return False
     _note(folder / "variables.sh", peer.variable, own)
     print(f"{name}: {peer.variable}={own}; {_versions(own, peer)}")
     return True
+
+
+def _torch_of(python: str) -> str:
+    """The CPU build of torch, where the index has one for this Python."""
+    asked = [python, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed", f"{TORCH}+cpu"]
+    found = subprocess.run(asked, capture_output=True).returncode == 0
+    if not found:
+        print(f"no {TORCH}+cpu for {python} in pip's index: its own build is taken")
+    return f"{TORCH}+cpu" if found else TORCH
 
 
 def _note(file: Path, variable: str, value: str) -> None:
