@@ -27,6 +27,7 @@ def reshard(
     replica_policy: str | None = ...,
     family: str | PathLike[str] | None = ...,
     config: str | PathLike[str] | None = ...,
+    lora_alpha: float | str | None = ...,
     to: str | None = ...,
     tp: int | str | None = ...,
     pp: int | str | None = ...,
@@ -39,6 +40,7 @@ def reshard(
     zero: int | str | None = ...,
     sharding: str | None = ...,
     spec: str | None = ...,
+    hybrid_layer_pattern: str | PathLike[str] | None = ...,
     layout: str | PathLike[str] | None = ...,
     on_indivisible: str | None = ...,
     strict_shard: bool = ...,
@@ -86,6 +88,7 @@ def convert(
     replica_policy: str | None = ...,
     family: str | PathLike[str] | None = ...,
     config: str | PathLike[str] | None = ...,
+    lora_alpha: float | str | None = ...,
     to: str | None = ...,
     tp: int | str | None = ...,
     pp: int | str | None = ...,
@@ -98,6 +101,7 @@ def convert(
     zero: int | str | None = ...,
     sharding: str | None = ...,
     spec: str | None = ...,
+    hybrid_layer_pattern: str | PathLike[str] | None = ...,
     layout: str | PathLike[str] | None = ...,
     on_indivisible: str | None = ...,
     strict_shard: bool = ...,
@@ -149,6 +153,7 @@ def merge(
     zero: int | str | None = ...,
     sharding: str | None = ...,
     spec: str | None = ...,
+    hybrid_layer_pattern: str | PathLike[str] | None = ...,
     layout: str | PathLike[str] | None = ...,
     on_indivisible: str | None = ...,
     strict_shard: bool = ...,
@@ -190,6 +195,7 @@ def merge(
     replica_policy: str | None = ...,
     family: str | PathLike[str] | None = ...,
     config: str | PathLike[str] | None = ...,
+    lora_alpha: float | str | None = ...,
     method: str | None = ...,
     weight: float | str | Iterable[float | str] | None = ...,
     base: str | PathLike[str] | None = ...,
@@ -228,6 +234,7 @@ def delta(
     replica_policy: str | None = ...,
     family: str | PathLike[str] | None = ...,
     config: str | PathLike[str] | None = ...,
+    lora_alpha: float | str | None = ...,
 ) -> Document: ...
 def patch(
     src: StrPath,
@@ -243,6 +250,7 @@ def patch(
     replica_policy: str | None = ...,
     family: str | PathLike[str] | None = ...,
     config: str | PathLike[str] | None = ...,
+    lora_alpha: float | str | None = ...,
     to: str | None = ...,
     tp: int | str | None = ...,
     pp: int | str | None = ...,
@@ -255,6 +263,7 @@ def patch(
     zero: int | str | None = ...,
     sharding: str | None = ...,
     spec: str | None = ...,
+    hybrid_layer_pattern: str | PathLike[str] | None = ...,
     layout: str | PathLike[str] | None = ...,
     on_indivisible: str | None = ...,
     strict_shard: bool = ...,
@@ -308,6 +317,7 @@ def diff(
     replica_policy: str | None = ...,
     family: str | PathLike[str] | None = ...,
     config: str | PathLike[str] | None = ...,
+    lora_alpha: float | str | None = ...,
 ) -> Document: ...
 def verify(
     path: StrPath,
@@ -325,6 +335,7 @@ def verify(
     replica_policy: str | None = ...,
     family: str | PathLike[str] | None = ...,
     config: str | PathLike[str] | None = ...,
+    lora_alpha: float | str | None = ...,
 ) -> Document: ...
 def audit(
     path: StrPath,
@@ -341,6 +352,7 @@ def audit(
     replica_policy: str | None = ...,
     family: str | PathLike[str] | None = ...,
     config: str | PathLike[str] | None = ...,
+    lora_alpha: float | str | None = ...,
 ) -> Document: ...
 def latest(
     run: StrPath,
@@ -354,6 +366,7 @@ def latest(
     replica_policy: str | None = ...,
     family: str | PathLike[str] | None = ...,
     config: str | PathLike[str] | None = ...,
+    lora_alpha: float | str | None = ...,
 ) -> Document: ...
 def prune(
     run: StrPath,
@@ -370,4 +383,5 @@ def prune(
     replica_policy: str | None = ...,
     family: str | PathLike[str] | None = ...,
     config: str | PathLike[str] | None = ...,
+    lora_alpha: float | str | None = ...,
 ) -> Document: ...

@@ -457,7 +457,7 @@ def _settings(chosen: Chosen, job: Conversion, config: Mapping[str, Any] | None)
             "nothing says the adapter's scaling: neither run_config.yaml nor ms-swift's arguments are there",
             code=UNSAID,
             path=path,
-            hint="put the run's run_config.yaml back beside the items",
+            hint="put the run's run_config.yaml back beside the items, or say the run's alpha with --lora-alpha N",
         )
     dim, alpha = lora.peft.get("dim"), lora.peft.get("alpha")
     if type(dim) is not int or not isinstance(alpha, int | float):

@@ -24,6 +24,7 @@ from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Format
+from ckpt_tool.formats.megatron import hybrid
 from ckpt_tool.formats.megatron.names import ROOT
 from ckpt_tool.sources.chosen import Chosen
 from ckpt_tool.sources.config import file_config, model_arguments
@@ -140,7 +141,8 @@ def _of_tensors(args: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
     out["transformer_impl"] = "transformer_engine" if te else "local"
     if out.get("num_experts"):
         out["moe_grouped_gemm"] = te
-    return out
+    letters = "" if hybrid.pattern_of(out) else hybrid.shown(model)
+    return hybrid.changed(out, letters, back=False) if letters else out
 
 
 def vocabulary_multiple(rows: int, tp: int) -> int:

@@ -31,6 +31,7 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.hints import Dialect, Hint
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import Incomplete, InputError, UsageError, near_misses, wrap_os_error
+from ckpt_tool.formats.megatron.hybrid import shown
 from ckpt_tool.formats.peft.lone import PeftHints
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import DIALECTS, VARIANTS, Writing
@@ -51,6 +52,7 @@ _MEGATRON = frozenset(f"decoder.layers.0.self_attention.linear_{each}.weight" fo
 _NLP = frozenset(
     f"{root}.embed_tokens.weight" for root in ("llama", "qwen2", "qwen2_moe", "mixtral", "deepseek_v3", "ernie")
 )
+_TRAINERS = frozenset(("layers.0.attn.output_proj.weight", "blocks.0.attention.w_out.weight"))  # torchtune, OLMo-core
 _INWARD = (".down_proj.weight", ".o_proj.weight")  # (hidden, inputs) in the hub
 _MATRICES = (
     *_INWARD,
@@ -97,7 +99,7 @@ def _looks_foreign(tensors: Iterable[LogicalTensor]) -> bool:
     shapes = {tensor.key.name: tensor.shape for tensor in tensors if tensor.key.state == MODEL}
     if any(".up_gate_proj." in name or ".gate_up_fused_proj." in name for name in shapes):
         return True
-    if any(name in _MEGATRON or name in _NLP for name in shapes):
+    if any(name in _MEGATRON or name in _NLP or name in _TRAINERS for name in shapes):
         return True
     hidden = next(
         (shape[0] for name, shape in shapes.items() if name.endswith("norm.weight") and len(shape) == 1), None
@@ -277,7 +279,9 @@ def _refuse_odd_models(
             code="E1484",
             key=lost[0],
             faults=lost[1:],
-            hint="fetch the checkpoint again; --lenient converts the part that is there",
+            hint="--hybrid-layer-pattern none takes this HybridModel of Megatron's for the GPTModel that it is"
+            if shown(shapes)
+            else "fetch the checkpoint again; --lenient converts the part that is there",
         )
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ckpt_tool.conversion.adapter_names import adapters_named
 from ckpt_tool.conversion.fitting import fitted, held
+from ckpt_tool.conversion.hybrid_layers import as_gpt, as_hybrid
 from ckpt_tool.conversion.naming import named
 from ckpt_tool.conversion.own_header import with_header
 from ckpt_tool.conversion.selection import as_model, sound, wanted_tensors
@@ -49,7 +50,9 @@ SELECTION = (
 NAMES = (
     Pass("head", "--tied-head: an output layer that is the embedding, once or twice", with_head),
     Pass("adapters", "a LoRA of Megatron's as PEFT's, and back; its config too", adapters_named),
+    Pass("layers", "--hybrid-layer-pattern none: a HybridModel of Megatron's as a GPTModel", as_gpt),
     Pass("names", "--aoa, --dialect, --family: names and structure, as strided pieces of the source", named),
+    Pass("pattern", "--hybrid-layer-pattern: a GPTModel as a HybridModel, by the letters of its layers", as_hybrid),
 )
 # As the format keeps them
 FITTING = (

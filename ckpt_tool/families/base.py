@@ -42,6 +42,8 @@ SYSTEMS: Mapping[str, str] = {
     "paddle": "Paddle",
     "meta": "Meta",
     "gguf": "llama.cpp",
+    "torchtune": "torchtune",
+    "olmo": "OLMo-core",
 }  # by how dialects begin
 # The axes of a decoder with grouped heads, as its config names their sizes
 DECODER: Mapping[str, str] = {

@@ -104,7 +104,8 @@ class ReadOptions(NamedTuple):
 
     lenient: faults that leave the values sound are notes. prefer: which of several kinds of files to read.
     require_checksums: an error for what no checksum covers. family, config: the model type and the config.json, where
-    the files hold none. forced: `--from` names the format, so nothing else was looked for.
+    the files hold none. forced: `--from` names the format, so nothing else was looked for. lora_alpha: of an adapter
+    whose files don't say it.
     """
 
     lenient: bool = False
@@ -113,6 +114,7 @@ class ReadOptions(NamedTuple):
     family: str | None = None
     config: Mapping[str, Any] | None = None
     forced: bool = False
+    lora_alpha: float | None = None
 
 
 AS_IS = ReadOptions()

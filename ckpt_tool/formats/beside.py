@@ -4,11 +4,16 @@
     transformers' Trainer:   model.safetensors, optimizer.pt, scheduler.pt, rng_state.pth
     PaddleFormers' Trainer:  model-00001-of-00002.safetensors, optimizer.pdopt
 
+    torchtune's recipes:     epoch_0/model-00001-of-00002.safetensors, recipe_state/recipe_state.pt above (the newest's)
+
 `optimizer.state_dict()` knows parameters by number, in the order in which they were given to the optimizer: groups,
 frozen weights and tied ones change it, and weights of one shape may stand for each other. Where one order alone fits
 (`formats.torch.beside_model`) the states are read; else nothing is guessed.
 
-Sources: accelerate 1.15.0 `checkpointing.py` (OPTIMIZER_NAME), transformers 5.23.0 `trainer.py`.
+torchtune's has torchtune's names, or numbers: read where it is passed itself, and converted.
+
+Sources: torchtune 0.6.1 `training/checkpointing/` (RECIPE_STATE_DIRNAME); accelerate 1.15.0 `checkpointing.py`
+(OPTIMIZER_NAME), transformers 5.23.0 `trainer.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +25,8 @@ from ckpt_tool.core.catalog import Note
 
 UNREAD = "N-optimizer-unread"  # the note on such a file
 SCHEDULER = re.compile(r"scheduler\.(?:bin|pt)")
-_OPTIMIZER = re.compile(r"optimizer(_\d{1,6})?\.(pt|pth|bin)|optimizer[\w.\-]*\.pdopt")
+RECIPE = "recipe_state.pt"
+_OPTIMIZER = re.compile(r"optimizer(_\d{1,6})?\.(pt|pth|bin)|optimizer[\w.\-]*\.pdopt|recipe_state\.pt")
 
 
 def optimizer_files(names: Iterable[str], taken: Iterable[str]) -> list[str]:
@@ -41,3 +47,9 @@ def lost_optimizer(names: Iterable[str]) -> tuple[Note, ...]:
     if left is None or optimizer_files(names, ()):
         return ()
     return (Note("N-no-optimizer", f"{left} lies beside the model, and no optimizer: the model alone is read", left),)
+
+
+def recipe_note(path: str) -> Note:
+    """The note on a recipe's state. path: where it is."""
+    line = f"{path} is not read: it holds torchtune's optimizer under torchtune's names"
+    return Note(UNREAD, f"{line}; ckpt convert it with --dialect hf, and ckpt merge the two", path)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ckpt_tool.core.progress import MODES
 from ckpt_tool.formats.entry import entries
 from ckpt_tool.options.statement import OPTIONS, READING, REPORTING
-from ckpt_tool.options.values import count, output, patterns, text, words
+from ckpt_tool.options.values import count, output, patterns, positive, text, words
 
 FORMATS = tuple(entries())
 
@@ -32,6 +32,7 @@ class Reading:
     )
     family: str | None = READING.option("The model family, where the files don't tell.", text, "NAME")
     config: str | None = READING.option("A config.json, where the files hold none.", text, "FILE")
+    lora_alpha: float | None = READING.option("The alpha of an adapter whose files don't say it.", positive, "ALPHA")
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,14 @@ def number(value: float | str) -> float:
     return found
 
 
+def positive(value: float | str) -> float:
+    """A number above 0."""
+    found = number(value)
+    if found <= 0:
+        raise BadValue(f"found {found:g}, want more than 0")
+    return found
+
+
 def tolerance(value: float | str) -> float:
     """A finite number, at least 0."""
     found = number(value)

@@ -29,7 +29,7 @@ from ckpt_tool.options.values import (
 SHARDINGS = ("v1", "v2")  # what Paddle calls its stages of sharding: whole tensors by owner, slices of fused buffers
 SPECS = ("local", "te")  # Megatron's layers: of its own modules, of Transformer Engine's
 VARIANTS = {"megatron-swift": "megatron"}  # of one system's names, by another tool for it -> whose names they are
-DIALECTS = ("hf", "megatron", *VARIANTS, "paddle", "meta", "gguf", "keep")
+DIALECTS = ("hf", "megatron", *VARIANTS, "paddle", "meta", "gguf", "torchtune", "olmo-core", "keep")
 EXPERTS = ("split", "fused")  # layouts of a layer's experts in the hub's files: one by one, stacked in one tensor
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "tq1_0", "tq2_0", "mxfp4")
 DEVICES = ("cpu", "cuda")
@@ -79,6 +79,9 @@ class Writing:
     )
     spec: str | None = LAYOUT.choice(
         "Megatron: layers of its own modules or of Transformer Engine's. Default the source's, or local.", SPECS
+    )
+    hybrid_layer_pattern: str | None = LAYOUT.option(
+        "Megatron: a GPTModel as a HybridModel of these layers (*-*-); none: the other way.", text, "PATTERN|none"
     )
     layout: str | None = LAYOUT.option("A mesh and placement rules by glob, in TOML.", text, "FILE")
     on_indivisible: str | None = LAYOUT.choice(

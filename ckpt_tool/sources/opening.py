@@ -24,6 +24,7 @@ from ckpt_tool.core.witness import tell
 from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import checksums, registry
 from ckpt_tool.formats.base import Format, ReadOptions, Specificity, ranks_of
+from ckpt_tool.formats.beside import RECIPE, recipe_note
 from ckpt_tool.formats.copies import look_for_copies
 from ckpt_tool.formats.peft.lone import is_adapter, note_of
 from ckpt_tool.options.reading import Reading
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 FOLLOW = "--follow-symlinks follows links that leave it, where you trust them"
 LINKS = 20  # that are named one by one
+RUNS = "checkpoints"  # of a run: its steps
 ROLES = ("actor", "critic", "reward")  # models of a step, each with a checkpoint of its own
 NAME_LIMIT = 4096  # characters; those of real checkpoints have some hundred
 
@@ -151,7 +153,16 @@ def _opened(given: Tree, reading: Reading) -> Opened:
     if given.odd_links or tree.odd_links:
         note = Note("W-links", f"not read: {'; '.join(_odd_links(given, tree))} ({FOLLOW})")
         catalog = replace(catalog, notes=(*catalog.notes, note))
-    return Opened(tree, fmt, catalog, resolved, None if tree is given else given)
+    outer = None if tree is given else given
+    if above := recipe_above(outer):
+        catalog = replace(catalog, notes=(*catalog.notes, recipe_note(above)))
+    return Opened(tree, fmt, catalog, resolved, outer)
+
+
+def recipe_above(outer: Tree | None) -> str:
+    """torchtune's `recipe_state/recipe_state.pt` in the folder whose step was taken, "" where there is none."""
+    path = f"recipe_state/{RECIPE}"
+    return path if outer is not None and outer.single is None and outer.exists(path) else ""
 
 
 def _read(fmt: Format, tree: Tree, reading: Reading) -> Catalog:
@@ -162,6 +173,7 @@ def _read(fmt: Format, tree: Tree, reading: Reading) -> Catalog:
         reading.family,
         read_config(reading.config) if reading.config else None,
         reading.from_format is not None,
+        reading.lora_alpha,
     )
     with gc_paused():
         return fmt.read(tree, options)
@@ -281,8 +293,8 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
         return inner, ", ".join(filter(None, (f"{pointer} points to {name}{other}", why)))
     steps = steps_in(tree)
     if not steps:
-        return _role(tree, reading)
-    if registry.claims(tree):
+        return _of_run(tree, reading) or _role(tree, reading)
+    if any(not _in_steps(claim, steps) for claim in registry.claims(tree)):
         return tree, ""
     if len(steps) == 1:
         below, only = tree.below(steps[0]), f"{steps[0]} is the only checkpoint in the folder"
@@ -297,6 +309,24 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
         hint=f"pass one of them: {', '.join(map(tree.display, steps[-3:]))}; "
         f"ckpt latest {tree.display()} prints the newest sound one",
     )
+
+
+def _in_steps(claim: registry.Claim, steps: Sequence[str]) -> bool:
+    """Is all that the claim is on in the steps' folders (DCP's is on whatever is nearest below)?"""
+    files = claim.evidence.files
+    return bool(files) and all(path.split("/")[0] in steps and "/" in path for path in files)
+
+
+def _of_run(tree: Tree, reading: Reading) -> tuple[Tree, str] | None:
+    """What `checkpoints/` of a run holds, as NeMo, Lightning, accelerate and prime-rl lay a run out; None where the
+    folder is no such run."""
+    if reading.from_format or not any(path.startswith(f"{RUNS}/") for path in tree.listing()):
+        return None
+    below = tree.below(RUNS)
+    if not steps_in(below) or any(not _in_steps(claim, (RUNS,)) for claim in registry.claims(tree)):
+        return None
+    inner, why = resolve(below, reading)
+    return inner, ", ".join(filter(None, (f"the run's steps are in {RUNS}", why)))
 
 
 def _role(tree: Tree, reading: Reading) -> tuple[Tree, str]:

@@ -52,7 +52,7 @@ def _recognise(head: bytes) -> tuple[str, str] | None:
     if head[257:262] == b"ustar":
         return (
             "a tar archive (a NeMo .nemo, or a torch file from before 0.1.10)",
-            "unpack it (tar -xf FILE -C FOLDER) and pass the weights in it, of a .nemo FOLDER/model_weights",
+            "pass a .nemo itself; unpack any other (tar -xf FILE -C FOLDER) and pass the weights",
         )
     for start, name, remedy in _STARTS:
         if head.startswith(start):

@@ -60,12 +60,21 @@ def open_tree(src: str | os.PathLike[str], *, follow_symlinks: bool = False) -> 
             hint=f"write {url}, as text and not as a Path",
         )
     if scheme is None:
-        return Tree(text, follow_symlinks=follow_symlinks)
+        return _looked_into(Tree(text, follow_symlinks=follow_symlinks))
     if scheme[1].lower() in ("file", "local") and scheme[0].endswith("//"):
-        return Tree(text[scheme.end() :], follow_symlinks=follow_symlinks)
+        return _looked_into(Tree(text[scheme.end() :], follow_symlinks=follow_symlinks))
     from ckpt_tool.storage.remote import RemoteTree
 
-    return RemoteTree(text, open_store(text))
+    return _looked_into(RemoteTree(text, open_store(text)))
+
+
+def _looked_into(tree: Tree) -> Tree:
+    """The members of an archive (`storage.archive`), where the tree is one; any other tree as it is."""
+    if tree.single is None or tree.size(tree.single) < 1024 or tree.read(tree.single, 257, 5) != b"ustar":
+        return tree
+    from ckpt_tool.storage.archive import unpacked
+
+    return unpacked(tree)
 
 
 def open_store(url: str) -> Store:

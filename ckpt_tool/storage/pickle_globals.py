@@ -121,6 +121,7 @@ RECORDS: dict[str, tuple[str, ...]] = {
     f"{_DCP}.metadata.StorageMeta": ("checkpoint_id", "save_id", "load_id", "modules"),
     f"{_DCP}.filesystem._StorageInfo": ("relative_path", "offset", "length", "transform_descriptors"),
     f"{_DCP}.filesystem._StoragePrefix": ("prefix",),
+    "olmo_core.distributed.checkpoint.filesystem._StorageInfo": ("relative_path", "offset", "length"),  # 2.4.0
     f"{_DCP}.planner.SavePlan": ("items", "storage_data", "planner_data", "usable"),
     f"{_DCP}.planner.WriteItem": ("index", "type", "bytes_io_data", "tensor_data"),
     f"{_DCP}.planner.TensorWriteData": ("chunk", "properties", "size"),

@@ -42,11 +42,11 @@ def is_tar(head: bytes) -> bool:
 def refuse_tar(path: str) -> None:
     """Raise for the oldest form. path: as messages show it."""
     raise CorruptFile(
-        "a tar archive, as torch wrote before 0.1.10 (or a .nemo); it is not supported",
+        "a tar archive, as torch wrote before 0.1.10; it is not supported",
         code="E0377",
         path=path,
         offset=0,
-        hint="load and save it again with torch between 1.0 and 2.5, or unpack the .nemo",
+        hint="load and save it again with torch between 1.0 and 2.5",
     )
 
 

@@ -104,7 +104,7 @@ CASES: dict[str, tuple[Maker, str, str, str]] = {
     "verl": (verl, "E0392", "2 models", "actor"),
     "loader": (loader, "E1642", "no tensor", "policy"),
     "tensorflow": (tensorflow, "E0390", "TensorFlow", "safetensors"),
-    "nemo": (holding("model.nemo", tar_of("model_config.yaml")), "E0390", "tar archive", "unpack"),
+    "tar": (holding("model.archive", tar_of("weights.bin")), "E0390", "tar archive", "unpack"),
     "npz": (holding("weights.npz", zip_of("w.npy")), "E0390", "NumPy .npz", "safetensors"),
     "flax": (holding("flax_model.msgpack", b"\x82\xa5model" + bytes(64)), "E0390", "MessagePack", "safetensors"),
     "onnx": (holding("model.onnx", b"\x08\x07\x12\x07pytorch" + bytes(64)), "E0390", "ONNX", "inference format"),

@@ -6,11 +6,14 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from ckpt_tool.api import latest
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.core.progress import Silent
+from ckpt_tool.errors import UnknownFormat
 from ckpt_tool.formats.megatron.args import arguments
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
@@ -60,3 +63,20 @@ def test_a_config_that_is_no_plain_yaml_is_named_and_nothing_is_made_of_it(tmp_p
     _, lazy = held(copy)
     assert not arguments(lazy.catalog.extras)
     assert any("sizes are not known" in note.message for note in lazy.catalog.notes)
+
+
+def test_a_run_opens_at_its_only_step_and_lists_several(tmp_path):
+    """`checkpoints/NAME--val_loss=...-step=N...`, as NeMo's callback calls them, `-last` for a copy of the newest."""
+    steps = tmp_path / "run" / "checkpoints"
+    first = steps / "gpt--val_loss=2.10-step=9-consumed_samples=80.0"
+    shutil.copytree(NEMO, first)
+    for path in (steps, steps.parent):
+        opened = open_source(str(path), Reading())
+        assert opened.tree.display() == str(first) and "only checkpoint" in opened.resolved
+        same(path)
+    shutil.copytree(NEMO, steps / "gpt--val_loss=1.90-step=19-consumed_samples=160.0-last")
+    for path in (steps, steps.parent):
+        with pytest.raises(UnknownFormat, match="holds 2 checkpoints") as caught:
+            open_source(str(path), Reading())
+        assert "step=19-consumed_samples=160.0-last" in str(caught.value.hint)
+    assert latest(str(steps))["path"].endswith("step=19-consumed_samples=160.0-last")

@@ -1,6 +1,6 @@
 """Llama 1 to 3, Mistral and the text of Ministral 3. Paddle: PaddleFormers 1.2.0 and PaddleNLP 3.0.0b4, transformers/llama/modeling.py."""
 
-from ckpt_tool.families import gguf, hub, megatron, meta
+from ckpt_tool.families import gguf, hub, megatron, meta, trainers
 from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
@@ -31,6 +31,7 @@ FAMILY = Family(
     dialects={
         "megatron": megatron.DENSE + megatron.BIASES,
         "meta": meta.MODEL + meta.MLP,
+        "torchtune": trainers.TUNE + trainers.TUNE_ROTARY,
         "gguf": gguf.MODEL + gguf.ROPE_FREQS + gguf.NORMS + gguf.ROTARY + gguf.ROTARY_BIAS + gguf.PROJ_BIAS + gguf.MLP + gguf.MLP_BIASES,
         "paddle": """
             [model.embed_tokens|lm_head].weight : v h

@@ -1,10 +1,10 @@
 """OLMo 2 and 3: norms after the two modules, and over all heads of q and k at once. transformers 5.23, models/olmo2, olmo3
 (which only sees through windows in most layers).
 
-No project maps them to Megatron or Paddle (Megatron-Core's q_layernorm is over one head): the hub dialect alone.
+No project maps them to Megatron or Paddle (Megatron-Core's q_layernorm is over one head).
 """
 
-from ckpt_tool.families import hub
+from ckpt_tool.families import hub, trainers
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import ModelClass
 
@@ -15,4 +15,5 @@ FAMILY = Family(
     hub=hub.MODEL + hub.ATTENTION + hub.QKV_BIAS + hub.PROJ_BIAS + hub.WIDE_QK_NORMS + hub.MLP + """
         model.layers.{i}.<post_attention|post_feedforward>_layernorm.weight : h
     """,
+    dialects={"olmo-core": trainers.OLMO},
 )  # fmt: skip

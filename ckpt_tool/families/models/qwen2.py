@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5. Paddle: PaddleFormers 1.2.0, transformers/qwen2; PaddleNLP fuses nothing."""
 
-from ckpt_tool.families import gguf, hub, megatron
+from ckpt_tool.families import gguf, hub, megatron, trainers
 from ckpt_tool.families.base import DECODER, NLP_HEAD, PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
@@ -19,6 +19,7 @@ FAMILY = Family(
     dialects={
         "megatron": megatron.DENSE + megatron.QKV_BIAS,
         "gguf": gguf.DENSE + gguf.QKV_BIAS,
+        "torchtune": trainers.TUNE + trainers.TUNE_HALVES,
         "paddle": Variant(apart=True, of=PADDLE_FUSED + """
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
             model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n

@@ -1,7 +1,7 @@
 """Qwen3, dense. Paddle: PaddleFormers 1.2.0, transformers/qwen3 (without paddlefleet). The layer of multi-token prediction that a
 job may add: Megatron-Bridge 0.6.2, models/qwen/qwen3_bridge.py, with Qwen3-Next's names on the hub."""
 
-from ckpt_tool.families import gguf, hub, megatron
+from ckpt_tool.families import gguf, hub, megatron, trainers
 from ckpt_tool.families.base import DECODER, PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
@@ -26,6 +26,7 @@ FAMILY = Family(
     dialects={
         "megatron": megatron.MODEL + _MEGATRON + megatron.QWEN_AHEAD + megatron.ahead(_MEGATRON),
         "gguf": gguf.DENSE + gguf.QKV_BIAS + gguf.PROJ_BIAS + gguf.QK_NORMS,
+        "torchtune": trainers.TUNE + trainers.TUNE_HALVES + trainers.TUNE_QK_NORMS,
         "paddle": Variant(apart=True, of=PADDLE_FUSED + """
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
             model.layers.{i}.self_attn.<q|k>_norm.weight : d

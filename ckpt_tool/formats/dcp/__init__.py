@@ -17,7 +17,9 @@ def _may_be(tree: Tree) -> bool:
 ENTRY = Entry(
     "dcp",
     order=30,
-    en="PyTorch distributed checkpoint: FSDP1, FSDP2, TP, torchtitan and accelerate key layouts",
-    zh="PyTorch 分布式检查点：FSDP1、FSDP2、TP，torchtitan 与 accelerate 的键布局",
+    en="PyTorch distributed checkpoint: FSDP1, FSDP2, TP; "
+    "key layouts of torchtitan, accelerate, OLMo-core, prime-rl, VeOmni, torchtune",
+    zh="PyTorch 分布式检查点：FSDP1、FSDP2、TP；"
+    "torchtitan、accelerate、OLMo-core、prime-rl、VeOmni 与 torchtune 的键布局",
     may_be=_may_be,
 )

@@ -22,6 +22,9 @@ from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
 from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.storage.source import Tree
 
+_OF_ACCELERATE = ("random_states", "scheduler", "sampler", "custom_checkpoint", "scaler")
+_PICKLES = (".pt", ".pth", ".pkl", ".bin")
+
 
 def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
     """The catalog; see `format` for options and errors."""
@@ -100,13 +103,18 @@ class _Reading:
         return tuple(save.folder + name for save in self.saves for name in save.metadata)
 
     def _beside(self) -> Iterable[Note]:
+        """What a trainer keeps beside its saves: pickles, at the root and in folders of their own (`train/rank0.pt`,
+        `dataloader/`, `extra_state/`)."""
+        taken = set(self.state.files)
         beside = [
             name
-            for name in self.tree.names()
-            if name.startswith(("random_states", "scheduler", "sampler", "custom_checkpoint", "scaler"))
+            for name in self.tree.listing()
+            if name not in taken and (name.endswith(_PICKLES) or "/" not in name and name.startswith(_OF_ACCELERATE))
         ]
         if beside:
-            yield Note("N-beside", f"beside the DCP folders, not read and not carried: {', '.join(beside[:20])}")
+            more = f" and {len(beside) - 20} more" if len(beside) > 20 else ""
+            shown = f"{', '.join(beside[:20])}{more}"
+            yield Note("N-beside", f"beside the DCP folders, not read and not carried: {shown}")
 
 
 def _mesh(tensors: Iterable[LogicalTensor]) -> Mesh:

@@ -19,8 +19,8 @@ ENTRY = Entry(
     "megatron",
     order=50,
     en="Megatron-LM's legacy `mp_rank_*` folders, with `distrib_optim.pt` or without, every expert container, "
-    "`layer_wise_optimizer_R.pt` (read)",
+    "`layer_wise_optimizer_R.pt` (read); veRL's adapters, a file a rank (read)",
     zh="Megatron-LM 旧式 `mp_rank_*` 目录，含或不含 `distrib_optim.pt`，各种专家容器，"
-    "`layer_wise_optimizer_R.pt`（只读）",
+    "`layer_wise_optimizer_R.pt`（只读）；veRL 每个 rank 一个文件的适配器（只读）",
     may_be=_may_be,
 )

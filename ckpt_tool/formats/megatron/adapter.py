@@ -31,20 +31,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.hints import Hint
 from ckpt_tool.core.tensor import MODEL, Chunk, LogicalTensor, TensorKey
-from ckpt_tool.errors import InputError
+from ckpt_tool.errors import InputError, UsageError
 from ckpt_tool.formats.megatron.args import facts_of
 from ckpt_tool.storage import strict_yaml
 from ckpt_tool.storage.source import Tree
 
 RUN_CONFIG = "run_config.yaml"  # megatron-bridge 0.6.2, `training/utils/checkpoint_utils.py` (`CONFIG_FILE`)
-UNREADABLE = "E2009"
+UNREADABLE, STATED = "E2009", "E2791"
 _LIMIT = 1 << 20  # bytes
 _SECTIONS = "peft model checkpoint".split()
 _OF_ADAPTER = re.compile(
@@ -177,11 +177,37 @@ def stretches(name: str, rows: int, ranks: int, *, gated: bool) -> list[Stretch]
     return [Stretch(there * half, here * half, half, rank) for there, here, rank in places]
 
 
+def with_alpha(hints: LoraHints, shapes: Mapping[str, tuple[int, ...]], alpha: float | None, path: str) -> LoraHints:
+    """The hints with the alpha that the user states (`--lora-alpha`), None for none; the class and the rank are what
+    names and shapes show. path: of the checkpoint. Raises UsageError E2791 where the run's config says another."""
+    if alpha is None or not shapes:
+        return hints
+    if hints.peft and hints.peft.get("alpha") != alpha:
+        raise UsageError(
+            f"--lora-alpha {alpha:g}, but the run's config says {str(hints.peft.get('alpha'))[:40]}",
+            code=STATED,
+            path=path,
+            hint="leave --lora-alpha off: what the run says counts",
+        )
+    if hints.peft:
+        return hints
+    ranks = [shape[0] for name, shape in shapes.items() if name.endswith((".linear_in.weight", ".lora_A.weight"))]
+    magnitudes = any(name.endswith("weight_magnitude") for name in shapes)
+    apart = any(".adapter.adapter_" in name for name in shapes)
+    kind = "dora.DoRA" if magnitudes else "canonical_lora.CanonicalLoRA" if apart else "lora.LoRA"
+    said = {"dim": max(set(ranks), key=ranks.count), "alpha": int(alpha) if alpha == int(alpha) else alpha}
+    return replace(hints, peft={"_target_": f"megatron.bridge.peft.{kind}", **said, "dropout": 0.0})
+
+
 def read_adapter(
-    tree: Tree, folder: str, tensors: Mapping[TensorKey, LogicalTensor], args: Mapping[str, Any]
+    tree: Tree,
+    folder: str,
+    tensors: Mapping[TensorKey, LogicalTensor],
+    args: Mapping[str, Any],
+    alpha: float | None = None,
 ) -> tuple[Mapping[TensorKey, LogicalTensor], LoraHints | None, list[Note]]:
     """(the tensors with rows in the order of the whole, what the run says of its adapter, notes) of a checkpoint that
-    holds an adapter alone; any other as it is. args: the job's arguments, {} for none."""
+    holds an adapter alone; any other as it is. args: the job's arguments, {} for none. alpha: what the user states."""
     names = [key.name for key in tensors if key.state == MODEL]
     if not is_adapter(names):
         return tensors, None, []
@@ -196,13 +222,15 @@ def read_adapter(
             rows = stretches(key.name, tensor.shape[0], count, gated=gated is not False)
             unknown |= bool(rows) and ranks is None
             out[key] = _moved(tensor, rows) if rows else tensor
+    shapes = {key.name: tensor.shape for key, tensor in tensors.items() if key.state == MODEL}
+    said, hints = bool(hints.peft), with_alpha(hints, shapes, alpha, tree.display())
     if not hints.peft:
         line = f"an adapter, and nothing says its scaling: neither {RUN_CONFIG} beside it nor a job's arguments"
     else:
         what = {"": "an adapter of ms-swift", "LoRA": "a LoRA of Megatron-Bridge"}
         kind = what.get(hints.kind, f"a {hints.kind} of Megatron-Bridge")
         line = f"{kind}: rank {hints.peft.get('dim')}, alpha {hints.peft.get('alpha')} by "
-        line += RUN_CONFIG if document else "the job's arguments"
+        line += "--lora-alpha" if not said else RUN_CONFIG if document else "the job's arguments"
     notes = [Note("N-adapter", line, folder + RUN_CONFIG)]
     if unknown:
         line = "rows of fused projections lie as the tensor ranks had them; how many ranks is told by their boxes"

@@ -23,6 +23,7 @@ Specification (NVIDIA/Megatron-LM, core 0.5 to 0.19; 0.16.1 `training/checkpoint
   with flat buffers (`megatron.optimizer`). With parallel experts both are lists [dense, experts].
 * Muon and Lion are a chain of two optimizers, [matrices, rest]; a layer-wise one shares them out among data ranks, in
   `layer_wise_optimizer_<data rank>.pt`, read and written as the plain chain (`megatron.chains`).
+* verl's adapters are files beside no folder, `mp_rank_TT[_PPP][_EEE]_adapter.pt` (`megatron.adapter_files`; read).
 * What Megatron has no place for (an EMA, states of a foreign optimizer) lies under a key of ours, `ckpt`, which
   Megatron does not look at: {"states": {chunk: {state: {the rank's name: tensor}}}, "tensors": {state: {name: tensor}},
   "extras": {...}, "vocab_rows": N, "vocab_tail": {state: {name: rows}}} (`megatron.wanted` says what the last two are
@@ -40,8 +41,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.catalog import Catalog
-from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions
-from ckpt_tool.formats.megatron.folders import rank_folders, rank_in
+from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions, Specificity
+from ckpt_tool.formats.megatron.folders import adapter_files, rank_folders, rank_in, states_beside
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:  # reading needs none of these
@@ -69,8 +70,11 @@ class _Megatron:
     )
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By the names of rank folders."""
-        folders = rank_folders(tree)
+        """By the names of rank folders, or of verl's files of adapters: what its `dist_ckpt/` holds is theirs then."""
+        folders, adapters = rank_folders(tree), adapter_files(tree)
+        if adapters and not folders:
+            why = f"{len(adapters)} files of adapters, {next(iter(adapters))} first"
+            return Evidence(why, Specificity.SIGNED, frozenset(adapters) | states_beside(tree))
         if not folders:
             return None
         return Evidence(
@@ -84,6 +88,10 @@ class _Megatron:
         """The catalog, from the pickles of every rank. Raises Incomplete (E0302 ranks, layers, experts; E0309 boxes),
         InconsistentCheckpoint (E0305 ranks that contradict each other, E2004 an optimizer that does not fit, E0379
         steps), UnmappedTensor E2003, InputError E0303 (forms of other versions), and what the containers raise."""
+        if not rank_folders(tree) and adapter_files(tree):
+            from ckpt_tool.formats.megatron.adapter_files import read_files
+
+            return read_files(tree, options.lora_alpha)
         from ckpt_tool.formats.megatron.read import read_ranks
 
         return read_ranks(tree)

@@ -22,7 +22,8 @@ ENTRY = Entry(
     "megatron-dist",
     order=60,
     en="Megatron-Core's `torch_dist`, every optimizer sharding type, written as `fully_reshardable`; adapters of "
-    "Megatron-Bridge",
-    zh="Megatron-Core 的 `torch_dist`，各种优化器分片类型，写出为 `fully_reshardable`；Megatron-Bridge 的适配器",
+    "Megatron-Bridge, NeMo 2's folders and `.nemo` archives",
+    zh="Megatron-Core 的 `torch_dist`，各种优化器分片类型，写出为 `fully_reshardable`；"
+    "Megatron-Bridge 的适配器，NeMo 2 目录与 `.nemo` 归档",
     may_be=_may_be,
 )

@@ -7,10 +7,10 @@
                  integrity.json  {"algorithm": "sha256", "files": {name: hex}}, optional, core >= 0.19, written after it
 
 The names show a finished save from a broken one: without metadata.json it was not finished. NeMo keeps the same files
-in `weights/`, verl in `dist_ckpt/`, without the job's arguments. Source: NVIDIA/Megatron-LM main of August 2026,
-`dist_checkpointing/core.py` (`CheckpointingConfig`), `serialization.py` (order of writing), `validation.py`
-(`save_integrity_manifest`: every file directly in the folder but itself, SHA-256 in lower-case hex); verl 2025
-`utils/checkpoint/megatron_checkpoint_manager.py`.
+in `weights/`, NeMo 1 in `model_weights/`, verl in `dist_ckpt/`, without the job's arguments. Source: NVIDIA/Megatron-LM
+main of August 2026, `dist_checkpointing/core.py` (`CheckpointingConfig`), `serialization.py` (order of writing),
+`validation.py` (`save_integrity_manifest`: every file directly in the folder but itself, SHA-256 in lower-case hex);
+verl 2025 `utils/checkpoint/megatron_checkpoint_manager.py`.
 
 Hashes: reading headers must not read 100 GB, so files up to `HASHED` bytes (.metadata, common.pt, small shards) are
 hashed when the folder is opened, the rest where all values are read anyway (`ckpt verify`): the note says how many are
@@ -38,7 +38,7 @@ HASHED = 16 << 20  # bytes of a file that is hashed when the folder is opened
 _CONFIG_LIMIT, _LIST_LIMIT = 4096, 64 << 20  # bytes
 _BLOCK = 4 << 20  # bytes of a read while hashing
 JOB = "dist_ckpt/"  # verl's, beside `huggingface/`, where the model's config is
-_FOLDERS = ("", "weights/", JOB)
+_FOLDERS = ("", "weights/", "model_weights/", JOB)
 _METADATA_HEAD = 24 << 10  # bytes of .metadata in which a key of Megatron's is looked for
 _STEP = re.compile(r"iter_\d{7,}/")
 _HEX = re.compile(r"[0-9a-fA-F]{64}")

@@ -141,7 +141,7 @@ class _MegatronDist:
         notes = megatron_dist_folder.check_integrity(tree, folder)
         listing = read_listing(tree, folder, (METADATA,))
         check_files(tree, [listing], folder + METADATA)
-        catalog = _Reading(tree, folder, listing, notes, options.config).catalog(required=options.require_checksums)
+        catalog = _Reading(tree, folder, listing, notes, options).catalog(required=options.require_checksums)
         catalog.check()
         return catalog
 
@@ -170,11 +170,9 @@ FORMAT = _MegatronDist()
 class _Reading:
     """One read: entries and objects, put into one catalog."""
 
-    def __init__(
-        self, tree: Tree, folder: str, listing: Listing, notes: Iterable[Note], config: Mapping[str, Any] | None
-    ) -> None:
+    def __init__(self, tree: Tree, folder: str, listing: Listing, notes: Iterable[Note], options: ReadOptions) -> None:
         self.tree = tree
-        self.config = config
+        self.options = options
         self.folder = folder
         self.listing = listing
         self.items = Items(tree)
@@ -191,7 +189,7 @@ class _Reading:
         self.notes += with_context(self.tree, self.folder, objects.extras)
         flat = []
         if any(key.kind and key.layers for key in map(parse, self.listing.tensors)):
-            self.windows = windows_of(self.tree, self.folder, objects.extras, self.config)
+            self.windows = windows_of(self.tree, self.folder, objects.extras, self.options.config)
         for entry in self.listing.tensors.values():
             own = arrays.get(entry.fqn, [])
             if FLAT in entry.fqn:
@@ -209,7 +207,9 @@ class _Reading:
                 flat, objects.gathered, tensors, arguments(objects.extras), degrees, self.tree.display(self.folder)
             )
         tensors, unread = set_apart(tensors | self._of_common(objects, tensors))
-        read, lora, notes = read_adapter(self.tree, self.folder, tensors, arguments(objects.extras))
+        read, lora, notes = read_adapter(
+            self.tree, self.folder, tensors, arguments(objects.extras), self.options.lora_alpha
+        )
         self.notes += notes
         if lora is not None and not arguments(objects.extras):
             degrees |= degrees_of_run(lora)

@@ -28,7 +28,8 @@ key), `transformer/moe/experts.py` and `extensions/transformer_engine.py` (`expe
 `multi_token_prediction.py`, `models/hybrid/hybrid_block.py` (no layer shares a key). megatron-bridge 0.6.2
 `models/qwen_vl/modelling_qwen3_vl/transformer_block.py` (a tower's layers and mergers),
 `models/gemma/modeling_gemma4.py` (`sharded_state_dict` of `Gemma4DenseSelfAttention`, `Gemma4SelfAttention`).
-mcore-bridge 1.6.5 `model/modules/gated_delta_net.py`. NeMo puts `module.` in front.
+mcore-bridge 1.6.5 `model/modules/gated_delta_net.py`. NeMo puts `module.` in front, NeMo 1
+`model.`.
 
 Cost: a few us a key. What it does not do: shapes, files; encoder-decoder models' own aliases.
 """
@@ -54,6 +55,7 @@ from ckpt_tool.formats.megatron.names import (
 from ckpt_tool.formats.megatron.parts import HALF, apart, parts_of
 
 _OPTIMIZER = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.state\.([^./]+)\.(.+)", re.DOTALL)
+_NEMO = re.compile(r"module\.|model\.(?=(?:embedding|decoder|output_layer)\.)")
 _STACKED = re.compile(rf"({STACK})\.(?!\d+\.)(.+)", re.DOTALL)
 _EXPERTS = ".experts.experts."
 KINDS: Mapping[str, bool] = {"sliding": True, "global": False}  # of attentions that are stored apart: through a window?
@@ -121,7 +123,7 @@ def parse(fqn: str) -> DistKey:
     found = _OPTIMIZER.fullmatch(fqn)
     if found is not None:
         state, key = MASTER if found[1] in _MASTERS else found[1], found[2]
-    key = key.removeprefix("module.")
+    key = _NEMO.sub("", key, count=1) if key.startswith("mod") else key
     key, part = apart(key)
     layers = _STACKED.fullmatch(key) is not None
     _, experts, rest = key.partition(_EXPERTS)

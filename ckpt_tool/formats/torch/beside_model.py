@@ -20,7 +20,7 @@ from typing import Any
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.tensor import EXTRAS, MODEL, LogicalTensor, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError
-from ckpt_tool.formats.beside import SCHEDULER, UNREAD, lost_optimizer, optimizer_files
+from ckpt_tool.formats.beside import RECIPE, SCHEDULER, UNREAD, lost_optimizer, optimizer_files, recipe_note
 from ckpt_tool.formats.state_dict.optimizer_ids import numbers_of, shape_of
 from ckpt_tool.formats.state_dict.parameter_order import class_order, tree_order
 from ckpt_tool.formats.state_dict.paths import UNNAMED, Leaf, name_leaves
@@ -45,6 +45,8 @@ def with_optimizer(tree: Tree, catalog: Catalog, *, in_order: bool) -> Catalog:
     if not found or any(key.state != MODEL for key in catalog.tensors):
         lost = lost_optimizer(tree.names()) if tree.single is None else ()
         return replace(catalog, notes=(*catalog.notes, *lost)) if lost else catalog
+    if found[0] == RECIPE:
+        return replace(catalog, notes=(*catalog.notes, recipe_note(RECIPE)))
     if len(found) > 1:
         return _unread(catalog, found[0], f"one of {len(found)} optimizers")
     try:

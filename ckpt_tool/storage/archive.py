@@ -1,0 +1,201 @@
+"""A tar archive as a tree: its members are read where they lie, nothing is unpacked.
+
+    model.nemo                       ./model_config.yaml   bytes [512, 2,560) of the file
+                                     ./model_weights/.metadata, ./model_weights/__0_0.distcp, ...
+
+What NeMo calls `.nemo` is such an archive: known by `model_config.yaml` or `model_weights` among its members, not by
+its name. A member is a range of one file, so an archive behind a URL is read by ranges too. `tarfile` reads the headers
+(GNU and PAX names); members that are no plain files, lie in several pieces or bear another's name are refused, names
+are held to the rules of every name that a file states.
+
+Source: NVIDIA-NeMo/NeMo 2.5.0rc0 `core/connectors/save_restore_connector.py` (`_make_nemo_file_from_folder`: `w:`, no
+compression; older ones are gzipped, which no range can be read of: refused with what to do). Cost: a read a member.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ckpt_tool.core.inner_path import FOLDERS
+from ckpt_tool.errors import CorruptFile, StorageError, UnsafeInput
+from ckpt_tool.storage.inline_arrays import INLINE, base_of
+from ckpt_tool.storage.records import past_the_end
+from ckpt_tool.storage.source import FILE_LIMIT, Identity, Tree, missing_file, safe_relative
+from ckpt_tool.storage.torch_stream import is_tar
+
+DAMAGED, ODD = "E2795", "E2796"
+_HEAD = 512  # bytes
+_HEADER_LIMIT = 1 << 20  # bytes of one read of a header: names have some hundred
+_PADDING = 1 << 16  # bytes behind the last member at most: a mark of the end, and zeros up to a record
+_OF_NEMO = ("model_config.yaml", "model_weights")
+
+
+class Member(NamedTuple):
+    """Where a member lies in the archive. start, size: bytes."""
+
+    start: int
+    size: int
+
+
+class _Headers(io.RawIOBase):
+    """The archive's bytes for `tarfile`, which seeks from header to header."""
+
+    def __init__(self, tree: Tree, path: str) -> None:
+        self._tree, self._path, self._at, self._size = tree, path, 0, tree.size(path)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        count = max(0, self._size - self._at) if size < 0 else min(size, max(0, self._size - self._at))
+        if count > _HEADER_LIMIT:
+            raise tarfile.ReadError(f"a header of {count} bytes")
+        data = self._tree.read(self._path, self._at, count) if count else b""
+        self._at += count
+        return data
+
+
+class ArchiveTree(Tree):
+    """The members of an archive as a folder. Thread-safe. `local` is False: members have no descriptors."""
+
+    local = False
+
+    def __init__(self, archive: Tree, members: dict[str, Member], shown: str) -> None:
+        """archive: the tree of that one file. members: by path, all of them or those below a folder."""
+        self._archive, self._file, self._members = archive, archive.single or "", members
+        self.shown, self.single, self.root = shown, None, archive.root
+        self._listing: dict[str, int] | None = None
+        self._links = False
+        self._lock = archive._lock
+        self.odd_links = {}
+
+    @property
+    def bytes_read(self) -> int:  # type: ignore[override]
+        """Those of the archive."""
+        return self._archive.bytes_read
+
+    def listing(self) -> dict[str, int]:
+        if self._listing is None:
+            found = {path: member.size for path, member in self._members.items()}
+            self._check_case(found)
+            self._listing = dict(sorted(found.items()))
+        return self._listing
+
+    def below(self, folder: str) -> Tree:
+        front = f"{folder}/"
+        inside = {path[len(front) :]: each for path, each in self._members.items() if path.startswith(front)}
+        return ArchiveTree(self._archive, inside, self.display(folder))
+
+    def _member(self, path: str) -> Member:
+        found = self._members.get(path)
+        if found is None:
+            raise missing_file(path, self.display(path))
+        return found
+
+    def open(self, path: str) -> int:
+        """Never gives a descriptor. Raises Incomplete for a missing member, StorageError E0710 else."""
+        self._member(path)
+        raise StorageError(
+            "a member of an archive has no descriptor",
+            code="E0710",
+            path=self.display(path),
+            hint="unpack the archive: tar -xf FILE -C FOLDER",
+        )
+
+    def fd(self, path: str) -> int:
+        return self.open(path)
+
+    def identity(self, path: str) -> Identity:
+        """The archive's, with the member's size."""
+        member = self._member(base_of(path))
+        return self._archive.identity(self._file)._replace(size=member.size)
+
+    def identity_by_name(self, path: str) -> Identity:
+        member = self._member(base_of(path))
+        return self._archive.identity_by_name(self._file)._replace(size=member.size)
+
+    def size(self, path: str) -> int:
+        return self._member(path).size
+
+    def expect(self, ranges: Iterable[tuple[str, int, int]], *, then: bool = False) -> None:
+        places = ((self._member(base_of(path)).start + at, nbytes) for path, at, nbytes in ranges)
+        self._archive.expect(((self._file, at, nbytes) for at, nbytes in places), then=then)
+
+    def view(self, path: str, offset: int, nbytes: int) -> bytes | memoryview:
+        if path.endswith(INLINE):
+            return self._read_view(base_of(path), offset, nbytes)
+        member = self._member(path)
+        if offset < 0 or nbytes < 0 or offset + nbytes > member.size:
+            raise past_the_end(self.display(path), offset, nbytes, member.size)
+        return self._archive.view(self._file, member.start + offset, nbytes)
+
+    def read(self, path: str, offset: int, nbytes: int) -> bytes:
+        """Exactly `nbytes` bytes from `offset` of the member. Raises CorruptFile when it ends before."""
+        return bytes(self.view(path, offset, nbytes))
+
+    def close(self) -> None:
+        self._archive.close()
+
+
+def unpacked(tree: Tree) -> Tree:
+    """The tree of the members where the tree is one file, an archive of NeMo's; any other as it is.
+
+    Raises CorruptFile E2795 (an archive that ends early or has damaged headers), UnsafeInput E2796 and
+    E0410 (members that are no plain files, names that lead elsewhere)."""
+    if tree.single is None or tree.size(tree.single) < 2 * _HEAD or not is_tar(tree.head(tree.single, _HEAD)):
+        return tree
+    members = _members(tree, tree.single)
+    if not any(path.split("/")[0].startswith(_OF_NEMO) for path in members):
+        return tree
+    return ArchiveTree(tree, members, tree.shown)
+
+
+def _members(tree: Tree, file: str) -> dict[str, Member]:
+    out: dict[str, Member] = {}
+    size, shown = tree.size(file), tree.display(file)
+    try:
+        with tarfile.open(fileobj=_Headers(tree, file), mode="r:", errorlevel=2) as archive:
+            for info in archive:
+                if info.isdir():
+                    continue
+                path = info.name.removeprefix("./")
+                safe_relative(path, named_in=shown, place=f"member {info.name[:80]}")
+                if not info.isreg() or info.issparse() or path in out or path.count("/") > FOLDERS:
+                    raise _odd(path, info, shown, twice=path in out)
+                if info.size < 0 or info.offset_data + info.size > size or len(out) >= FILE_LIMIT:
+                    raise tarfile.ReadError(f"member {path[:80]} of {info.size} bytes at {info.offset_data}")
+                out[path] = Member(info.offset_data, info.size)
+        end = max((each.start + -(-each.size // _HEAD) * _HEAD for each in out.values()), default=0)
+        if not end + _HEAD <= size <= end + _PADDING:
+            raise tarfile.ReadError(f"its last member ends at {end} of {size} bytes, want a mark of the end behind it")
+    except (tarfile.TarError, ValueError, OverflowError) as e:
+        raise CorruptFile(
+            f"the archive is damaged or cut short: {str(e)[:200]}",
+            code=DAMAGED,
+            path=shown,
+            hint="compare its size with the original, and fetch it again",
+        ) from e
+    return out
+
+
+def _odd(path: str, info: tarfile.TarInfo, shown: str, *, twice: bool) -> UnsafeInput:
+    what = "stands in it twice" if twice else "is a link" if info.islnk() or info.issym() else "is no plain file"
+    return UnsafeInput(
+        f"the archive's member {path[:200]} {what}",
+        code=ODD,
+        path=shown,
+        hint="unpack it where it can do no harm, look at it, and pass the folder",
+    )
