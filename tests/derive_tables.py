@@ -87,7 +87,7 @@ def families(group: int) -> list[str]:
             megatron = "(✓)"
         if "megatron-swift" in family.dialects:
             megatron = f"{megatron if isinstance(megatron, str) else '✓'} swift"
-        others = (system in family.dialects for system in ("paddle", "meta", "gguf"))
+        others = (system in family.dialects for system in ("paddle", "meta", "gguf", "maxtext"))
         cells = (", ".join(kinds), ", ".join(layouts) or False, megatron, *others)
         rows += [row(family.name, *cells)] if group_of(family) == group else []
     return rows

@@ -66,6 +66,12 @@ PEERS = {
         ("sentence-transformers>=6", "diffusers>=0.35", "transformers", "accelerate"),
         "import sentence_transformers, diffusers",
     ),
+    "orbax": Peer(
+        "CKPT_ORBAX_PYTHON",
+        ("orbax-checkpoint>=0.12,<0.13", "jax>=0.10,<0.11", "flax>=0.12", "optax>=0.2.8"),
+        "import orbax.checkpoint, flax, optax",
+        torch=False,
+    ),
     "signing": Peer(
         "CKPT_SIGNING_PYTHON", ("model-signing>=1.1", "pyopenssl>=25"), "import model_signing", torch=False
     ),

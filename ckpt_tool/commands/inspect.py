@@ -230,10 +230,10 @@ def _add_chunks(opened: Opened, rows: Sequence[dict[str, Any]]) -> None:
         tensor = catalog.tensors[TensorKey(row["name"], row["state"])]
         row["chunks"] = [
             {
-                "file": chunk.array.path,
+                "file": chunk.array.file,
                 "offset": list(chunk.box.offset),
                 "shape": list(chunk.box.shape),
-                "rank": dict(rank_of(chunk.array.path) or {}),
+                "rank": dict(rank_of(chunk.array.file) or {}),
             }
             for chunk in tensor.chunks
         ]

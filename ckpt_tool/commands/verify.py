@@ -166,7 +166,7 @@ def _files(
             if array.crc is not None and chunk.box.numel:
                 holders.setdefault((array.path, array.crc[0]), str(key))
             elif key in catalog.digests:
-                covered[array.path] = covered.get(array.path, 0) + array.dtype.nbytes(chunk.box.numel)
+                covered[array.file] = covered.get(array.file, 0) + array.dtype.nbytes(chunk.box.numel)
     read.update(
         (chunk.array.path, chunk.array.crc[0])
         for key in keys

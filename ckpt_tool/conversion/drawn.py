@@ -94,8 +94,8 @@ def _parts(row: Stored, source: str, in_files: bool) -> Parts:
     """The parts that are moved: a replica is compared with them, and moves nothing."""
     chunks = [chunk for chunk in row.tensor.chunks if chunk.replica == 0]
     if not source:
-        return [(chunk.array.path, chunk.box) for chunk in chunks]
-    return [(f"{source}/{chunk.array.path}" if in_files else source, chunk.box) for chunk in chunks]
+        return [(chunk.array.file, chunk.box) for chunk in chunks]
+    return [(f"{source}/{chunk.array.file}" if in_files else source, chunk.box) for chunk in chunks]
 
 
 def _fallbacks(layout: Layout) -> dict[int, str]:

@@ -52,7 +52,10 @@ _MEGATRON = frozenset(f"decoder.layers.0.self_attention.linear_{each}.weight" fo
 _NLP = frozenset(
     f"{root}.embed_tokens.weight" for root in ("llama", "qwen2", "qwen2_moe", "mixtral", "deepseek_v3", "ernie")
 )
-_TRAINERS = frozenset(("layers.0.attn.output_proj.weight", "blocks.0.attention.w_out.weight"))  # torchtune, OLMo-core
+# Names of torchtune, OLMo-core and MaxText alone
+_TRAINERS = frozenset(
+    ("layers.0.attn.output_proj.weight", "blocks.0.attention.w_out.weight", "token_embedder.embedding")
+)
 _INWARD = (".down_proj.weight", ".o_proj.weight")  # (hidden, inputs) in the hub
 _MATRICES = (
     *_INWARD,
@@ -93,9 +96,9 @@ def holds_adapter(chosen: Chosen) -> bool:
 
 
 def _looks_foreign(tensors: Iterable[LogicalTensor]) -> bool:
-    """Does what says nothing of itself, or says Hugging Face, look like Megatron's or Paddle's? A quick look that
-    spares the families: names that no hub model has, or a matrix stored (inputs, outputs). Paddle's trainers also write
-    folders that are Hugging Face's in all but the fused weights."""
+    """Does what says nothing of itself, or says Hugging Face, look like Megatron's, Paddle's or MaxText's? A quick look
+    that spares the families: names that no hub model has, or a matrix stored (inputs, outputs). Paddle's trainers also
+    write folders that are Hugging Face's in all but the fused weights."""
     shapes = {tensor.key.name: tensor.shape for tensor in tensors if tensor.key.state == MODEL}
     if any(".up_gate_proj." in name or ".gate_up_fused_proj." in name for name in shapes):
         return True
@@ -187,7 +190,7 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     lines += [
         f"where Megatron's tools differ, the layout is NVIDIA's; ms-swift's is --dialect {of}"
         for of, whose in VARIANTS.items()
-        if whose == home == target and of in found.family.dialects
+        if whose == home == target == "megatron" and of in found.family.dialects
     ]
     lines += [
         f"{n} tensors of {part[:-1]} have no place in Megatron: kept under their own names" for part, n in apart.items()

@@ -25,6 +25,7 @@ from ckpt_tool.quantised.kept_whole import refuse_cut_blocks
 from ckpt_tool.sources.chosen import Chosen, memory_of_computed, more_than_computed
 from ckpt_tool.sources.select import removed_rows
 from ckpt_tool.storage.destination import Place, RemotePlace
+from ckpt_tool.storage.views import memory_of
 
 if TYPE_CHECKING:
     from ckpt_tool.report.holdings import Rewriting
@@ -155,7 +156,12 @@ def _report(
         "plan": {
             "bytes_read": plan.bytes_read + more_than_computed(chosen),
             "bytes_written": plan.bytes_written,
-            "peak_memory": peak_memory(writing, turned=_turned(plan.moves), more=memory_of_computed(chosen)),
+            "peak_memory": peak_memory(
+                writing,
+                turned=_turned(plan.moves),
+                more=memory_of_computed(chosen),
+                paths=[file.path for file in plan.sources],
+            ),
             "files": len(plan.outputs),
             "copies": count_copies(plan.moves),
         },
@@ -169,9 +175,10 @@ def _report(
     }
 
 
-def peak_memory(writing: Writing, *, turned: bool, more: int = 0) -> int:
+def peak_memory(writing: Writing, *, turned: bool, more: int = 0, paths: Sequence[str] = ()) -> int:
     """Bytes of buffers that the run will use at most: what each thread holds, times the threads. turned: are elements
-    put in another order? That takes a panel a thread (`run.transposed`). more: of each thread, beside its blocks."""
+    put in another order? That takes a panel a thread (`run.transposed`). more: of each thread, beside its blocks.
+    paths: of the sources' files, of which views take memory of their own."""
     import os
 
     per_thread = 4 << 20
@@ -180,7 +187,7 @@ def peak_memory(writing: Writing, *, turned: bool, more: int = 0) -> int:
         from ckpt_tool.run.transposed import PANEL
 
         per_thread += min(PANEL, max(0, writing.memory // threads - per_thread))
-    return threads * (per_thread + more)
+    return threads * (per_thread + more) + memory_of(paths, threads)
 
 
 def _turned(moves: Sequence[Move]) -> bool:

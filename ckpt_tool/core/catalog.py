@@ -151,7 +151,7 @@ def _placed(
     if hole is None:
         return fault
     message = f"{fault.message}: the first is the box at {list(hole.offset)} of shape {list(hole.shape)}"
-    own = {chunk.array.path for chunk in tensor.chunks}
+    own = {chunk.array.file for chunk in tensor.chunks}
     path = None
     if indexes:
         near = min(own, default="")
@@ -194,7 +194,7 @@ def _parts(tensor: LogicalTensor) -> dict[tuple[Any, ...], str]:
         if chunk.box.numel:
             sides = zip(chunk.box.offset, chunk.box.end, tensor.shape, strict=True)
             shares = [(at // gcd(at, n), n // gcd(at, n)) for low, high, n in sides for at in (low, high)]
-            out[chunk.array.path, *shares] = chunk.array.path
+            out[chunk.array.file, *shares] = chunk.array.file
     return out
 
 
@@ -209,7 +209,7 @@ def _fault_of(tensor: LogicalTensor) -> CkptError | None:
                 f"a box at {list(chunk.box.offset)} of shape {list(chunk.box.shape)} leaves the tensor of shape "
                 f"{list(tensor.shape)}",
                 code="E0307",
-                path=chunk.array.path,
+                path=chunk.array.file,
                 key=name,
                 hint="the metadata contradicts itself: this save can't be trusted",
             )
@@ -218,9 +218,9 @@ def _fault_of(tensor: LogicalTensor) -> CkptError | None:
     if overlap is not None:
         a, b = (primary[i] for i in overlap)
         return InconsistentCheckpoint(
-            f"boxes at {list(a.box.offset)} ({a.array.path}) and {list(b.box.offset)} ({b.array.path}) overlap",
+            f"boxes at {list(a.box.offset)} ({a.array.file}) and {list(b.box.offset)} ({b.array.file}) overlap",
             code="E0308",
-            path=b.array.path,
+            path=b.array.file,
             key=name,
             hint="two files claim the same elements: was a newer save written over an older one?",
         )

@@ -25,6 +25,7 @@ JOURNAL = ".ckpt-journal"  # what the journals in a staging folder are called, o
 STAGED = ".ckpt-partial"  # what a staging folder's name ends with
 REMOVED = ".ckpt-removed"  # what the name of something ends with that is being deleted
 HIDDEN = (STAGED, REMOVED)
+VIEW = "//"  # parts a real file's path from what it is viewed as (`storage.views`)
 STORES = ("s3", "s3a", "az", "azure")  # schemes of the stores that outputs go to: there keys are the paths
 SHOWN = 20  # faults
 _WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9_.+-]{0,200}[A-Za-z0-9_+-])?"
@@ -32,6 +33,19 @@ _PLAIN = re.compile(
     rf"(?:{_WORD}/){{0,{FOLDERS}}}{_WORD}", re.ASCII
 )  # nearly all: what it takes, all rules below let pass
 _ODD = re.compile(r"[\\\x00-\x1f\x7f]")
+
+
+def is_view(path: str) -> bool:
+    return VIEW in path
+
+
+def base_of(path: str) -> str:
+    """The real file of a path that may be a view's.
+
+    >>> base_of("d/3f2a//zstd@0+900=5000"), base_of("d/3f2a")
+    ('d/3f2a', 'd/3f2a')
+    """
+    return path.partition(VIEW)[0]
 
 
 def unfit(path: str) -> str:

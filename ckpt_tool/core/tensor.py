@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.inner_path import base_of
 
 Path = tuple[str | int, ...]  # where a value hung in a nested state dict: ("optim", "state", "w", "exp_avg")
 
@@ -56,6 +57,11 @@ class StoredArray(NamedTuple):
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def file(self) -> str:
+        """The real file, where `path` is a view of one (`storage.views`)."""
+        return base_of(self.path)
 
     def view(
         self, start: int, shape: tuple[int, ...], strides: tuple[int, ...] | None = None, *, dtype: DType | None = None

@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.inner_path import is_view
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.deltas.folder import Archive, Piece
 from ckpt_tool.errors import UsageError
 from ckpt_tool.sources.opening import Opened
-from ckpt_tool.storage.inline_arrays import INLINE
 from ckpt_tool.storage.source import Tree
 
 _BYTE = DTYPES["U8"]
@@ -80,7 +80,7 @@ def _arrays(opened: Opened) -> dict[str, list[tuple[int, int, str]]]:
     for key, tensor in opened.catalog.tensors.items():
         for chunk in tensor.chunks:
             array = chunk.array
-            if array.path.endswith(INLINE) or array.strides is not None or not array.numel:
+            if is_view(array.path) or array.strides is not None or not array.numel:
                 continue
             place = array.offset, array.dtype.nbytes(array.numel)
             if place in (known := seen.setdefault(array.path, {})):

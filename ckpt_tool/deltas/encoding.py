@@ -6,9 +6,9 @@
 Both are of bytes, whatever the dtype. A frame is one zstd frame of level 1 that states its content's size (SGLang
 decodes `overwrite` by it). Tensors of 4 GiB have no positions, so they are `xor`. Source: see `folder`.
 
-Memory, whatever the tensor's size: a compressor has 1 MiB and a tile; a reader of a frame 1.3 MiB (its window is
-512 KiB at level 1; more than WINDOW is refused) and what it reads at a time. `overwrite` is read by two: one of the
-positions, one of the values, which lie behind all of them. Reading goes forward; back is from the beginning.
+Memory, whatever the tensor's size: a compressor has 1 MiB and a tile; a reader of a frame 1.3 MiB (its window is 512
+KiB at level 1; more than `zstd_frames.WINDOW` is refused) and what it reads at a time. `overwrite` is read by two: one
+of the positions, one of the values, which lie behind all of them. Reading goes forward; back is from the beginning.
 
 Figures (128 MiB of bf16 in L2-sized tiles, 2 % of the elements changed, one core of this machine, GB of tensor a
 second): XOR 6.2, XXH3 12, XOR and zstd 0.75, decompressing 1.8. zstd's fast levels (-1 to -5) are no faster here and
@@ -17,28 +17,25 @@ larger by 1.2 to 2.4 times.
 
 from __future__ import annotations
 
-import io
 import threading
 import zlib
-from collections.abc import Callable
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ckpt_tool.errors import CorruptFile, InternalError, UsageError, wrap_os_error
+from ckpt_tool.storage.zstd_frames import LIBRARY, Compressed, Frame, zstandard
 
 if TYPE_CHECKING:
-    from zstandard import ZstdCompressionObj, ZstdDecompressionReader
+    from zstandard import ZstdCompressionObj
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Compressed = Callable[[int, int], bytes]  # bytes [a, b) of a frame
 
 LEVEL = 1
-WINDOW = 8 << 20  # bytes a decoder must be able to take by RFC 8878; level 1 uses 512 KiB
 MOST_POSITIONS = 1 << 32  # bytes of a tensor
-FRAME, LIBRARY, TOO_LARGE = "E2611", "E2612", "E2613"
-_STEP = 64 << 10  # bytes of a frame that are read at a time, entries of positions
+FRAME, TOO_LARGE = "E2611", "E2613"
+_STEP = 64 << 10  # bytes of positions that are read at a time
 
 
 class Digest(Protocol):
@@ -230,15 +227,7 @@ class _Overwrite:
 
 def compressor() -> Any:
     """Of level 1. Raises UsageError E2612 without the library."""
-    return _zstandard().ZstdCompressor(level=LEVEL)
-
-
-def _zstandard() -> Any:
-    try:
-        import zstandard
-    except ImportError as e:
-        raise UsageError("deltas need the zstandard package", code=LIBRARY, hint="pip install zstandard") from e
-    return zstandard
+    return zstandard("deltas need").ZstdCompressor(level=LEVEL)
 
 
 # -- decoding ---------------------------------------------------------------------------------------------------------
@@ -263,80 +252,11 @@ class Place(NamedTuple):
         )
 
 
-class _Source(io.RawIOBase):
-    """The bytes of a frame, read forward. Apart from what reads it: the two in a circle would stay in memory until
-    Python looks for circles."""
-
-    def __init__(self, compressed: Compressed, size: int) -> None:
-        super().__init__()
-        self._compressed, self._size, self.at = compressed, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        """For zstandard: the next compressed bytes."""
-        end = min(self.at + max(0, size), self._size)
-        data, self.at = self._compressed(self.at, end) if end > self.at else b"", end
-        return data
-
-
-class _Frame:
-    """What a frame decompresses to, read forward, in pieces of a size that the caller says."""
-
-    def __init__(self, compressed: Compressed, place: Place) -> None:
-        self.place, self._source = place, _Source(compressed, place.size)
-        library = _zstandard()
-        head = compressed(0, min(place.size, 18))
-        self._errors = library.ZstdError
-        try:
-            found = library.get_frame_parameters(head)
-        except self._errors as e:
-            raise place.fault(f"no zstd frame ({e})") from e
-        if found.dict_id:
-            raise place.fault(f"it was compressed with dictionary {found.dict_id}")
-        if found.window_size > WINDOW:
-            raise place.fault(f"a window of {found.window_size} bytes, want at most {WINDOW}")
-        known = found.content_size not in (library.CONTENTSIZE_UNKNOWN, library.CONTENTSIZE_ERROR)
-        self.size: int | None = found.content_size if known else None  # None: not stated
-        self._reader: ZstdDecompressionReader = library.ZstdDecompressor(max_window_size=WINDOW).stream_reader(
-            self._source, read_size=_STEP, read_across_frames=True, closefd=False
-        )
-
-    def take(self, into: memoryview) -> None:
-        """Fill `into` with the next decompressed bytes. Raises CorruptFile E2611 where they end before."""
-        done = 0
-        try:
-            while done < len(into):
-                got = self._reader.readinto(into[done:])
-                if not got:
-                    raise self.place.fault(f"it ends {len(into) - done} bytes early")
-                done += got
-        except self._errors as e:
-            raise self.place.fault(str(e)) from e
-
-    def skip(self, nbytes: int) -> None:
-        room = memoryview(bytearray(min(nbytes, 256 << 10)))
-        while nbytes:
-            step = min(nbytes, len(room))
-            self.take(room[:step])
-            nbytes -= step
-
-    def end(self) -> None:
-        """Raise CorruptFile E2611 unless all is read."""
-        try:
-            more = self._reader.read(1)
-        except self._errors as e:
-            raise self.place.fault(f"behind the last byte: {e}") from e
-        if more or self._source.at < self.place.size:
-            raise self.place.fault("it holds more than the tensor takes")
-
-
 class XorReader:
     """Applies a frame of `xor` to ranges of a tensor of `nbytes`, in order."""
 
     def __init__(self, compressed: Compressed, place: Place, nbytes: int) -> None:
-        self._frame, self._nbytes, self.at = _Frame(compressed, place), nbytes, 0
+        self._frame, self._nbytes, self.at = Frame(compressed, place.size, place.fault), nbytes, 0
         if self._frame.size not in (None, nbytes):
             raise place.fault(f"it holds {self._frame.size} bytes, the tensor {nbytes}: is it of another model?")
         self._room = np.empty(0, np.uint8)
@@ -358,7 +278,12 @@ class OverwriteReader:
     """Applies a frame of `overwrite` to ranges of a tensor of `nbytes`, in order."""
 
     def __init__(self, compressed: Compressed, place: Place, nbytes: int) -> None:
-        self._positions, self._place, self._nbytes, self.at = _Frame(compressed, place), place, nbytes, 0
+        self._positions, self._place, self._nbytes, self.at = (
+            Frame(compressed, place.size, place.fault),
+            place,
+            nbytes,
+            0,
+        )
         head = bytearray(4)
         self._positions.take(memoryview(head))
         self._left = self._count = int.from_bytes(head, "little")  # positions not read yet
@@ -366,7 +291,7 @@ class OverwriteReader:
             raise place.fault(f"{self._count} positions in a tensor of {nbytes} bytes")
         if self._positions.size not in (None, 4 + 5 * self._count):
             raise place.fault(f"{self._count} positions and values in {self._positions.size} bytes")
-        self._values = _Frame(compressed, place)
+        self._values = Frame(compressed, place.size, place.fault)
         self._values.skip(4 + 4 * self._count)
         self._ahead = np.empty(0, np.int64)  # read, and not applied
         self._last = -1

@@ -44,6 +44,7 @@ SYSTEMS: Mapping[str, str] = {
     "gguf": "llama.cpp",
     "torchtune": "torchtune",
     "olmo": "OLMo-core",
+    "maxtext": "MaxText",
 }  # by how dialects begin
 # The axes of a decoder with grouped heads, as its config names their sizes
 DECODER: Mapping[str, str] = {

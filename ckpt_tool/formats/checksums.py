@@ -21,7 +21,7 @@ def missing(tree: Tree, tensors: Iterable[LogicalTensor], *, required: bool) -> 
     without = [t for t in tensors if t.numel and any(chunk.array.crc is None for chunk in t.chunks)]
     if not without:
         return []
-    path = next(chunk.array.path for chunk in without[0].chunks if chunk.array.crc is None)
+    path = next(chunk.array.file for chunk in without[0].chunks if chunk.array.crc is None)
     message = f"{len(without)} tensors have no checksum in their file"
     if required:
         raise CorruptFile(

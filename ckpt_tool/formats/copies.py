@@ -29,9 +29,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.inner_path import base_of
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint
-from ckpt_tool.storage.inline_arrays import base_of
 from ckpt_tool.storage.source import Tree
 
 COPIED = "E1630"

@@ -2,15 +2,14 @@
 
     model_index.json                             a diffusers pipeline: unet/, vae/, text_encoder/ are a checkpoint each
     modules.json, 0_Transformer/model.safetensors    a sentence-transformers model with no module at the root
-    _CHECKPOINT_METADATA, state/_METADATA        Orbax (JAX)
     saved_model.pb; model.ckpt-1.index           TensorFlow
     actor/, critic/                              nothing at the root, checkpoints below: veRL's global_step_N and others
 
-The first three put in a claim like a format's (`formats.registry`), so that a folder that a format would read in part
+The first two put in a claim like a format's (`formats.registry`), so that a folder that a format would read in part
 is refused by name instead; `--from` overrides them. The others are only looked for where no format claims the folder.
 
 Sources: diffusers `pipelines/pipeline_utils.py` (model_index.json), sentence-transformers `SentenceTransformer.py`
-(modules.json: [{"idx", "name", "path", "type"}]), orbax-checkpoint 0.12.8 `_src/`, veRL `trainer/ppo/ray_trainer.py`.
+(modules.json: [{"idx", "name", "path", "type"}]), veRL `trainer/ppo/ray_trainer.py`.
 Cost: the listing; of a folder that no format claims also the heads of `LOOKED_AT` files.
 """
 
@@ -29,7 +28,6 @@ LOOKED_AT = 40  # files
 NAMED = 20  # models of a cache
 _WEIGHTS = (".safetensors", "pytorch_model.bin", ".safetensors.index.json", ".bin.index.json")
 _PIPELINE, _MODULES = "model_index.json", "modules.json"
-_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA")
 
 
 class Lookalike(NamedTuple):
@@ -60,14 +58,6 @@ def _modules(tree: Tree) -> Evidence | None:
     return Evidence(why, Specificity.SIGNED, frozenset((_MODULES, *weights)))
 
 
-def _orbax(tree: Tree) -> Evidence | None:
-    """An item, a step with its items, or a manager's folder of steps."""
-    marked = [path for path in tree.listing() if path.rpartition("/")[2] in _ORBAX and path.count("/") < 3]
-    if not marked:
-        return None
-    return Evidence(marked[0], Specificity.OWN, frozenset(marked))
-
-
 def _components(tree: Tree, below: Sequence[str]) -> str:
     return (
         f"pass one of its folders, each a checkpoint: {', '.join(below)}"
@@ -85,14 +75,9 @@ def _root_or_modules(tree: Tree, below: Sequence[str]) -> str:
     return _components(tree, below) + root
 
 
-def _to_safetensors(tree: Tree, below: Sequence[str]) -> str:
-    return "restore it with Orbax, and save the arrays as safetensors"
-
-
 LOOKALIKES = (
     Lookalike("a diffusers pipeline", _pipeline, _components),
     Lookalike("a sentence-transformers model of several modules", _modules, _root_or_modules),
-    Lookalike("an Orbax checkpoint", _orbax, _to_safetensors),
 )
 
 

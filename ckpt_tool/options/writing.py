@@ -28,8 +28,9 @@ from ckpt_tool.options.values import (
 
 SHARDINGS = ("v1", "v2")  # what Paddle calls its stages of sharding: whole tensors by owner, slices of fused buffers
 SPECS = ("local", "te")  # Megatron's layers: of its own modules, of Transformer Engine's
-VARIANTS = {"megatron-swift": "megatron"}  # of one system's names, by another tool for it -> whose names they are
-DIALECTS = ("hf", "megatron", *VARIANTS, "paddle", "meta", "gguf", "torchtune", "olmo-core", "keep")
+# of one system's names, by another tool for it or for another form of the model -> whose names they are
+VARIANTS = {"megatron-swift": "megatron", "maxtext-unscanned": "maxtext"}
+DIALECTS = ("hf", "megatron", "paddle", "meta", "gguf", "torchtune", "olmo-core", "maxtext", *VARIANTS, "keep")
 EXPERTS = ("split", "fused")  # layouts of a layer's experts in the hub's files: one by one, stacked in one tensor
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "tq1_0", "tq2_0", "mxfp4")
 DEVICES = ("cpu", "cuda")

@@ -123,7 +123,7 @@ def of_catalog(catalog: Catalog, rank_of: RankOf = nobody) -> Holdings:
 
 
 def _parts(tensor: LogicalTensor) -> Parts:
-    return [(chunk.array.path, chunk.box) for chunk in tensor.chunks]
+    return [(chunk.array.file, chunk.box) for chunk in tensor.chunks]
 
 
 def of_target(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
+from ckpt_tool.core.inner_path import is_view
 from ckpt_tool.errors import REPLICAS_DIFFER, CkptError, ReplicasDiffer, SourceChanged, StorageError, wrap_os_error
 from ckpt_tool.plan.copy import Region, clip, hull, is_transposed
 from ckpt_tool.plan.plan import Move, SourceFile
@@ -24,7 +25,6 @@ from ckpt_tool.run.checksum import Pieces
 from ckpt_tool.run.digest import LEAF
 from ckpt_tool.run.transposed import PANEL, Strips, Transposed
 from ckpt_tool.storage.ahead import NEAR
-from ckpt_tool.storage.inline_arrays import INLINE
 from ckpt_tool.storage.source import Tree, identity_of
 from ckpt_tool.storage.staging import Staging
 
@@ -146,9 +146,9 @@ class Sources:
         return self.files[number].path
 
     def remote(self, number: int) -> Tree | None:
-        """The tree to read through where the file has no descriptor (a URL, a view of text arrays), else None."""
+        """The tree to read through where the file has no descriptor (a URL, a view), else None."""
         tree = self.trees[self.files[number].root]
-        return None if tree.local and not self.files[number].path.endswith(INLINE) else tree
+        return None if tree.local and not is_view(self.files[number].path) else tree
 
     def late_faults(self) -> Iterator[CkptError]:
         """What is wrong with the files and shows only when all has been read (`Tree.late_faults`)."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.inner_path import base_of
 from ckpt_tool.core.progress import Progress, working_on
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, InputError, StorageError
@@ -90,7 +91,7 @@ def walk(
         coming = _Coming(reader, source.moves, queue)
         for move in coming:
             if progress is not None and move.sources:
-                working_on(progress, source.files.path(move.sources[0].file))
+                working_on(progress, base_of(source.files.path(move.sources[0].file)))
             if not _read_one(reader, move, visit, block, advance, on_fault, lock, coming.left):
                 coming.again()
 

@@ -246,7 +246,7 @@ def _check_names(catalog: Catalog) -> None:
             raise CorruptFile(
                 f"a tensor's name has {len(key.name)} characters, want at most {NAME_LIMIT}",
                 code="E0323",
-                path=catalog.tensors[key].chunks[0].array.path if catalog.tensors[key].chunks else None,
+                path=catalog.tensors[key].chunks[0].array.file if catalog.tensors[key].chunks else None,
                 key=key.name[:80],
                 hint="no trainer writes such names: fetch the file again",
             )

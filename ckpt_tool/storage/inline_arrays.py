@@ -26,11 +26,6 @@ INLINE = "//arrays"  # no file of a checkpoint can be called so: `safe_relative`
 LIMIT = 256 << 20  # bytes of the file
 
 
-def base_of(path: str) -> str:
-    """The real file of a path that may be a view's."""
-    return path.removesuffix(INLINE)
-
-
 def inline_arrays(value: Any) -> Iterator[NumpyArray]:
     """The arrays of a pickle's value whose bytes are at hand, in the value's order, each once."""
     seen: set[int] = set()

@@ -23,13 +23,13 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 
-from ckpt_tool.core.inner_path import FOLDERS
+from ckpt_tool.core.inner_path import FOLDERS, base_of, is_view
 from ckpt_tool.errors import CorruptFile, SourceChanged, StorageError, UnsafeInput
 from ckpt_tool.storage.ahead import PIECE, Ahead, Fetchers, Range
-from ckpt_tool.storage.inline_arrays import INLINE, base_of
 from ckpt_tool.storage.records import past_the_end
 from ckpt_tool.storage.source import FILE_LIMIT, Identity, Tree, missing_file, safe_relative
 from ckpt_tool.storage.store import Changed, Entry, Store
+from ckpt_tool.storage.views import behind
 
 FIRST_FETCH = 64 << 10  # bytes
 LAST_FETCH = 2 << 20  # bytes
@@ -136,7 +136,7 @@ class RemoteTree(Tree):
         return [_identity(self.shown, name, now[name]) if name in now else None for name in names]
 
     def size(self, path: str) -> int:
-        return self._entry(path).size
+        return self.views.size(path) if is_view(path) else self._entry(path).size
 
     def _entry(self, path: str) -> Entry:
         entry = self._entries.get(path)
@@ -162,7 +162,8 @@ class RemoteTree(Tree):
     # -- reading --------------------------------------------------------------------------------------------------
 
     def expect(self, ranges: Iterable[Range], *, then: bool = False) -> None:
-        self._mine().ahead.expect(((base_of(path), at, nbytes) for path, at, nbytes in ranges), then=then)
+        found = (behind(*wanted) if is_view(wanted[0]) else wanted for wanted in ranges)
+        self._mine().ahead.expect((wanted for wanted in found if wanted[2]), then=then)
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """Exactly `nbytes` bytes from `offset`. Raises CorruptFile when the file ends before."""
@@ -170,8 +171,8 @@ class RemoteTree(Tree):
 
     def view(self, path: str, offset: int, nbytes: int) -> bytes | memoryview:
         """The same, without a copy where one request brought them all."""
-        if path.endswith(INLINE):
-            return self._read_view(base_of(path), offset, nbytes)
+        if is_view(path):
+            return self.views.read(path, offset, nbytes)
         size = self.size(path)
         if offset < 0 or nbytes < 0 or offset + nbytes > size:
             raise past_the_end(self.display(path), offset, nbytes, size)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.core.inner_path import FOLDERS, HIDDEN, leaves, unfit
+from ckpt_tool.core.inner_path import FOLDERS, HIDDEN, base_of, is_view, leaves, unfit
 from ckpt_tool.errors import (
     CkptError,
     CorruptFile,
@@ -33,9 +33,9 @@ from ckpt_tool.errors import (
     UnsafeInput,
     wrap_os_error,
 )
-from ckpt_tool.storage.inline_arrays import INLINE, base_of, view
 from ckpt_tool.storage.links import CIRCLE, LEAVES, NO_FILE, NOWHERE, Bounds, open_below
 from ckpt_tool.storage.records import Met, past_the_end
+from ckpt_tool.storage.views import Views
 
 FILE_LIMIT = 1_000_000  # entries of one tree
 
@@ -84,7 +84,6 @@ class Tree:
 
     local, computed = True, False
     odd_links: dict[str, str] = {}
-    _views: dict[str, bytes] | None = None  # by file: see `storage.inline_arrays`
 
     def __init__(
         self, path: str | os.PathLike[str], *, follow_symlinks: bool = False, bounds: Bounds | None = None
@@ -131,6 +130,11 @@ class Tree:
     def met(self) -> Met:
         """What readers met in the files so far."""
         return Met()
+
+    @cached_property
+    def views(self) -> Views:
+        """The views of its files."""
+        return Views(self)
 
     def rounded(self, path: str, start: int, dtype: DType, out: memoryview) -> bool:
         """Fill `out` with elements of a computed file's line from `start` on, rounded to `dtype`. False where there is
@@ -362,7 +366,7 @@ class Tree:
 
     def size(self, path: str) -> int:
         """Size in bytes."""
-        return os.fstat(self.fd(path)).st_size
+        return self.views.size(path) if is_view(path) else os.fstat(self.fd(path)).st_size
 
     def view(self, path: str, offset: int, nbytes: int) -> bytes | memoryview:
         """What `read` gives, for those who copy it at once; without a copy where a tree has it at hand."""
@@ -371,8 +375,8 @@ class Tree:
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """Exactly `nbytes` bytes from `offset`. Raises CorruptFile when the file ends before; checks first, so
         a lying length costs no memory."""
-        if path.endswith(INLINE):
-            return self._read_view(base_of(path), offset, nbytes)
+        if is_view(path):
+            return self.views.read(path, offset, nbytes)
         fd = self.fd(path)
         size = os.fstat(fd).st_size
         if offset < 0 or nbytes < 0 or offset + nbytes > size:
@@ -406,23 +410,6 @@ class Tree:
         with self._lock:
             self.bytes_read += len(data)
         return data
-
-    def _read_view(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Bytes of a file's view (`storage.inline_arrays`)."""
-        with self._lock:
-            known = (self._views or {}).get(path)
-        if known is None:
-            known = view(self, path)
-            with self._lock:
-                self._views = {path: known}  # one at a time: files are read one behind the other
-        if offset < 0 or nbytes < 0 or offset + nbytes > len(known):
-            raise CorruptFile(
-                f"want {nbytes} bytes at {offset} of its arrays, which have {len(known)}",
-                code="E0311",
-                path=self.display(path),
-                hint="the file changed: run again",
-            )
-        return known[offset : offset + nbytes]
 
     def size_within(self, path: str, *, limit: int) -> int:
         """Size in bytes, refused when larger than `limit`."""

@@ -22,7 +22,13 @@ from ckpt_tool.sources.opening import open_source
 
 fsspec = pytest.importorskip("fsspec")
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-CASES = ["dcp/tp2_dp2", "safetensors/hf_llama_sharded", "sharded/by_the_specification", "torch/training.pt"]
+CASES = [
+    "dcp/tp2_dp2",
+    "safetensors/hf_llama_sharded",
+    "sharded/by_the_specification",
+    "torch/training.pt",
+    "orbax/dtypes_ocdbt_zarr3",
+]
 
 
 @pytest.fixture

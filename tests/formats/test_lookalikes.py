@@ -69,12 +69,6 @@ def loader(folder: Path) -> None:
     shutil.copytree(FIXTURES / "torch/ranks_tp2_dp2", folder / "policy")
 
 
-def orbax_run(folder: Path) -> None:
-    for step in ("2", "3"):
-        shutil.copytree(KNOWN / "orbax", folder / step / "state")
-        (folder / step / "_CHECKPOINT_METADATA").write_text('{"item_handlers": {"state": "x"}}')
-
-
 def tar_of(name: str) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as packed:
@@ -96,8 +90,6 @@ def tensorflow(folder: Path) -> None:
 
 # name: (maker, code, words of the message, words of the hint)
 CASES: dict[str, tuple[Maker, str, str, str]] = {
-    "orbax": (fixture("orbax"), "E1640", "Orbax", "safetensors"),
-    "orbax-run": (orbax_run, "E1640", "Orbax", "safetensors"),
     "slime": (fixture("slime_delta"), "E1640", "changes since another version", "base"),
     "diffusers": (pipeline, "E1640", "diffusers pipeline", "unet, vae"),
     "sentence-transformers": (modules, "E1640", "2_Dense", "--from safetensors"),

@@ -90,14 +90,14 @@ class Files(source.Tree):
 
     def __init__(self, files, shown="input"):
         self.files, self.shown, self.single, self.bytes_read = dict(sorted(files.items())), shown, None, 0
-        self._views, self._lock = None, __import__("threading").Lock()
+        self._lock = __import__("threading").Lock()
         self.root = pathlib.Path(shown)
 
     def listing(self):
         return {path: len(data) for path, data in self.files.items()}
 
     def size(self, path):
-        return len(self._data(path))
+        return self.views.size(path) if source.is_view(path) else len(self._data(path))
 
     def fd(self, path):
         self._data(path)
@@ -111,8 +111,8 @@ class Files(source.Tree):
         return Files(inner, f"{self.shown}/{folder}")
 
     def read(self, path, offset, nbytes):
-        if path.endswith(source.INLINE):
-            return self._read_view(source.base_of(path), offset, nbytes)
+        if source.is_view(path):
+            return self.views.read(path, offset, nbytes)
         data = self._data(path)
         if offset < 0 or nbytes < 0 or offset + nbytes > len(data):
             raise source.CorruptFile(f"{nbytes} bytes at {offset} of {len(data)}", code="E0311", path=path, hint="-")

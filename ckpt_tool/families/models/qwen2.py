@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5. Paddle: PaddleFormers 1.2.0, transformers/qwen2; PaddleNLP fuses nothing."""
 
-from ckpt_tool.families import gguf, hub, megatron, trainers
+from ckpt_tool.families import gguf, hub, maxtext, megatron, trainers
 from ckpt_tool.families.base import DECODER, NLP_HEAD, PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
@@ -27,6 +27,7 @@ FAMILY = Family(
         """),
         "paddle-hf": Variant("paddle", like_hub=True),
         "paddle-nlp": Variant("paddle", root="qwen2.", over=NLP_HEAD),
+        **maxtext.both(maxtext.MODEL + maxtext.NORMS + maxtext.ATTENTION + maxtext.QKV_BIAS + maxtext.MLP),
     },
     tiny={"attention_bias": True},
 )  # fmt: skip

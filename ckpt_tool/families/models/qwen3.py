@@ -1,7 +1,7 @@
 """Qwen3, dense. Paddle: PaddleFormers 1.2.0, transformers/qwen3 (without paddlefleet). The layer of multi-token prediction that a
 job may add: Megatron-Bridge 0.6.2, models/qwen/qwen3_bridge.py, with Qwen3-Next's names on the hub."""
 
-from ckpt_tool.families import gguf, hub, megatron, trainers
+from ckpt_tool.families import gguf, hub, maxtext, megatron, trainers
 from ckpt_tool.families.base import DECODER, PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
@@ -33,5 +33,6 @@ FAMILY = Family(
             model.layers.{i}.self_attn.o_proj.bias : h
         """),
         "paddle-hf": Variant("paddle", like_hub=True),
+        **maxtext.both(maxtext.MODEL + maxtext.NORMS + maxtext.ATTENTION + maxtext.QKV_BIAS + maxtext.QK_NORMS + maxtext.MLP),
     },
 )  # fmt: skip

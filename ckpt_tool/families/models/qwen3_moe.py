@@ -1,6 +1,6 @@
 """Qwen3-MoE. Paddle: PaddleFormers 1.2.0, transformers/qwen3_moe (without paddlefleet and sonic_moe)."""
 
-from ckpt_tool.families import gguf, hub, megatron
+from ckpt_tool.families import gguf, hub, maxtext, megatron
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, EXPERT_DEFAULTS, GATED, ModelClass
 
@@ -33,6 +33,7 @@ FAMILY = Family(
             model.layers.{i}.mlp.experts.{e}.down_proj.weight : m h = : h m
         """),
         "paddle-hf": Variant("paddle", like_hub=True),
+        **maxtext.both(maxtext.MODEL + maxtext.NORMS + maxtext.ATTENTION + maxtext.QKV_BIAS + maxtext.QK_NORMS + maxtext.EXPERTS),
     },
     tiny={"num_experts": 3, "moe_intermediate_size": 5, "mlp_only_layers": [0]},
 )  # fmt: skip

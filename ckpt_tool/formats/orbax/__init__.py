@@ -1,0 +1,27 @@
+"""Orbax, the checkpoints of JAX: `format.py` is the specification."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt_tool.formats.entry import Entry
+
+if TYPE_CHECKING:
+    from ckpt_tool.storage.source import Tree
+
+
+def _may_be(tree: Tree) -> bool:
+    return tree.single is None and any(
+        path.rpartition("/")[2] == "_METADATA" or ".orbax-checkpoint-tmp" in path for path in tree.listing()
+    )
+
+
+ENTRY = Entry(
+    "orbax",
+    order=150,
+    en="JAX's checkpoints: an item, a step with its items, OCDBT or plain files, zarr 2 and 3, parameters and optax "
+    "states of any sharding; written as one OCDBT item that Orbax restores under any other",
+    zh="JAX 的检查点：单个 item、含多个 item 的 step，OCDBT 或普通文件，zarr 2 与 3，任意切分的参数与 optax 状态；"
+    "写为一个 OCDBT item，Orbax 可按任意其他切分恢复",
+    may_be=_may_be,
+)

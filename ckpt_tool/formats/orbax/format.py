@@ -1,0 +1,87 @@
+"""`orbax`: what orbax-checkpoint writes for JAX: trees of arrays in TensorStore's zarr, most often in an OCDBT
+database.
+
+    step/_METADATA, manifest.ocdbt, d/..., ocdbt.process_0/d/...
+      params.layer_0.q.kernel       -> layer_0.q.kernel F32 (8, 16): 8 chunks of (4, 4)
+      opt_state.0.mu.layer_0...     -> layer_0.q.kernel [exp_avg];  step -> extras {"step": 3}
+
+Specification (orbax-checkpoint 0.12.8 `_src/metadata/tree.py`, `_src/serialization/tensorstore_utils.py`,
+`type_handlers.py`; tensorstore 0.1.86):
+
+* Items, steps, runs and `_METADATA`: `formats.orbax.items`. Names and states: `formats.orbax.names`.
+* An array's name is its path joined by dots, which may be ambiguous, so the path is `_METADATA`'s. With
+  `manifest.ocdbt` the arrays are keys of the database (`storage.ocdbt`), whose B-tree leads into `ocdbt.process_N/d/`;
+  what these folders have of their own is left over. Without, an array is a folder of that name.
+* `use_zarr3` says which version of zarr (`storage.zarr`). Chunks are the shards of the job's devices, cut again for
+  what was replicated: any sharding is just a grid, so there is no mesh to read.
+* A chunk that is not there holds the fill value, unless `store_array_data_equal_to_fill_value`: then it is lost.
+* Value types: `jax.Array`, `np.ndarray`, `scalar` (rank 0) are arrays; `string` lies in `_strings.json`; `None`,
+  `Dict`, `List`, `Tuple`, `NamedTuple` are empty. Keys of PRNGs are arrays of U32.
+* JSON items beside the trees are extras under their names; so are `metrics` and `custom_metadata`.
+
+Compressed chunks are read through views (`storage.views`), others in place. Written: see `formats.orbax.target`.
+Cost: the B-tree whole, 3 us a chunk, and 40 us an array's header; indexes of zarr3's shards where chunks are wanted.
+What it does not do: run code, read `_sharding`; write plain folders, or compressed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions, Specificity
+from ckpt_tool.formats.orbax.items import TEMPORARY, files, steps
+from ckpt_tool.storage.source import Tree
+
+if TYPE_CHECKING:  # reading needs none of these
+    from ckpt_tool.core.hints import Hints
+    from ckpt_tool.core.layout import Layout
+    from ckpt_tool.core.target import LayoutWish, Target, Wanted
+    from ckpt_tool.core.tensor import LogicalTensor
+
+
+class _Orbax:
+    """The format. See the module."""
+
+    name = "orbax"
+    holds = Holds(
+        all_states=True,
+        extras=True,
+        dialect="keep",
+        heeds=frozenset({"max-shard-size"}),
+        dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
+    )
+
+    def detect(self, tree: Tree) -> Evidence | None:
+        """By `_METADATA`, which no other system has, or the name of a folder whose save did not finish."""
+        found = steps(tree)
+        if not found:
+            begun = [path for path in tree.listing() if TEMPORARY in path] if tree.single is None else []
+            return Evidence(begun[0], Specificity.OWN, frozenset(begun)) if begun else None
+        first = f"{found[0].folder}{found[0].items[0]}/_METADATA".replace("//", "/").lstrip("/")
+        return Evidence(first, Specificity.OWN, frozenset(files(tree, found)))
+
+    def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
+        """The catalog, from headers alone. Raises UnknownFormat E0393, E0392; Incomplete E2756, E0301, E0309, E0313;
+        CorruptFile E2751, E2753, E2755, E0311; InputError E2752, E2754; UnsafeInput E0410."""
+        from ckpt_tool.formats.orbax.read import read_tree
+
+        return read_tree(tree)
+
+    def fit(
+        self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish
+    ) -> Fitted:
+        """The tensors with one counter of steps; see `formats.orbax.target`."""
+        from ckpt_tool.formats.orbax.leaves import fitted
+
+        return fitted(tensors, extras, hints)
+
+    def target(self, wanted: Wanted, layout: Layout) -> Target:
+        """The whole output; see `formats.orbax.target`."""
+        from ckpt_tool.formats.orbax.target import orbax_target
+
+        return orbax_target(wanted)
+
+
+FORMAT = _Orbax()

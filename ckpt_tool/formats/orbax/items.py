@@ -1,0 +1,218 @@
+"""Where the trees of an Orbax checkpoint lie, and what `_METADATA` says of their leaves.
+
+    7/_CHECKPOINT_METADATA, 7/state/_METADATA, 7/config/metadata
+      -> step "7/", items [state], JSON {"config": {...}}; leaves ("params", "w") jax.Array, ("opt_state", 0) None
+
+A tree is an item: a folder with `_METADATA`. A step is a folder of items, or an item itself; a run is a folder of
+steps, named by a number or ending in one. Folders of saves that did not finish have `.orbax-checkpoint-tmp` in their
+names.
+
+Source: orbax-checkpoint 0.12.8 `_src/metadata/tree.py` (`InternalTreeMetadata`), `_src/path/step.py`,
+`_src/handlers/composite_checkpoint_handler.py`. Reads `_METADATA` and JSON items whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.bounds import numeral
+from ckpt_tool.core.tensor import Path
+from ckpt_tool.errors import CorruptFile, Incomplete, UnknownFormat
+from ckpt_tool.formats.hf.files import is_sidefile
+from ckpt_tool.storage import strict_json
+from ckpt_tool.storage.ocdbt import MANIFEST
+from ckpt_tool.storage.source import Tree
+
+METADATA, STEP_METADATA, STRINGS = "_METADATA", "_CHECKPOINT_METADATA", "_strings.json"
+JSON_ITEM, METRICS_ITEM = "metadata", "metrics"  # the file of a JSON item; that of the manager's metrics is another
+DAMAGED, UNFINISHED = "E2755", "E2756"
+TEMPORARY = ".orbax-checkpoint-tmp"
+_STEP = re.compile(r"(?:.*[_\-])?\d+")
+_LIMIT, _VALUES = 256 << 20, 20_000_000  # bytes, JSON values: a leaf has some 12
+_JSON_LIMIT = 16 << 20
+STRING = "string"
+EMPTY = ("None", "Dict", "List", "Tuple", "NamedTuple")  # value types of which nothing is stored
+SEQUENCE, DICT = 1, 2  # kinds of a key
+
+
+class Leaf(NamedTuple):
+    """A leaf of the tree. path: dict keys as text, places in sequences as numbers. kind: its value_type."""
+
+    path: Path
+    kind: str
+
+    @property
+    def stored(self) -> str:
+        """What its array is called in the store."""
+        return ".".join(map(str, self.path))
+
+
+class Item(NamedTuple):
+    """One tree. folder: below the tree of files, "" or with a slash. name: its item's, "" for one that is the step
+    itself. ocdbt: is there a database? fill: are chunks that are not there the fill value? custom: metadata of the
+    user's."""
+
+    folder: str
+    name: str
+    leaves: tuple[Leaf, ...]
+    ocdbt: bool
+    zarr3: bool
+    fill: bool
+    custom: Any
+
+
+class Step(NamedTuple):
+    """The folder of the items, "" or with a slash, and their names: [""] for a step that is its item itself."""
+
+    folder: str
+    items: tuple[str, ...]
+
+
+def steps(tree: Tree) -> list[Step]:
+    """The steps that lie here, by names alone; one for an item or a step."""
+    found: dict[str, list[str]] = {}
+    for path in tree.listing() if tree.single is None else ():
+        *above, last = path.split("/")
+        if last != METADATA or len(above) > 2 or TEMPORARY in path:
+            continue
+        if len(above) == 1 and not _STEP.fullmatch(above[0]):
+            found.setdefault("", []).append(above[0])
+        else:
+            found.setdefault("".join(f"{name}/" for name in above[:1]), []).append("".join(above[1:]))
+    if "" in found:
+        found = {"": [""] if "" in found[""] else found[""]}
+    return [Step(folder, tuple(names)) for folder, names in found.items()]
+
+
+def files(tree: Tree, found: Sequence[Step]) -> tuple[str, ...]:
+    """The files of these steps, without side files beside them."""
+    folders = tuple(f"{step.folder}{item}/" if item else step.folder for step in found for item in step.items)
+    above = tuple(f"{step.folder}{STEP_METADATA}" for step in found)
+    return tuple(
+        path
+        for path in tree.listing()
+        if path.startswith(folders) and not ("/" not in path and is_sidefile(path)) or path in above
+    )
+
+
+def chosen_step(tree: Tree) -> Step:
+    """The one step. Raises UnknownFormat E0393 for none, E0392 for several; Incomplete E2756 where the only save did
+    not finish."""
+    found = steps(tree)
+    if len(found) == 1:
+        return found[0]
+    if not found and any(TEMPORARY in path for path in tree.listing()):
+        raise Incomplete(
+            "the save did not finish: its folder still has a temporary name",
+            code=UNFINISHED,
+            path=tree.display(),
+            hint="pass another step; the job that wrote it was stopped on the way",
+        )
+    if not found:
+        raise UnknownFormat(
+            f"no {METADATA}: this is no Orbax checkpoint",
+            code="E0393",
+            path=tree.display(),
+            hint=f"pass the folder that holds {METADATA}, or the step that holds it",
+        )
+    names = sorted((step.folder.rstrip("/") for step in found), key=lambda name: (_number(name), name))
+    raise UnknownFormat(
+        f"the folder holds {len(found)} checkpoints and no pointer file",
+        code="E0392",
+        path=tree.display(),
+        hint=f"pass one of them: {', '.join(map(tree.display, names[-3:]))}; "
+        f"ckpt latest {tree.display()} prints the newest sound one",
+    )
+
+
+def _number(name: str) -> int:
+    last = re.split(r"[_\-]", name)[-1]
+    return int(last) if numeral(last) else -1
+
+
+def read_item(tree: Tree, step: Step, name: str) -> Item:
+    """The tree of an item. Raises CorruptFile E2755 for a `_METADATA` that is none."""
+    folder = f"{step.folder}{name}/" if name else step.folder
+    path = folder + METADATA
+    raw = strict_json.parse(tree.read_whole(path, limit=_LIMIT), path=tree.display(path), limit=_VALUES)
+    rows = raw.get("tree_metadata") if isinstance(raw, dict) else None
+    if not isinstance(rows, dict):
+        raise _damaged(tree, path, "it has no tree_metadata")
+    leaves = tuple(_leaf(tree, path, key, row) for key, row in rows.items())
+    seen = set[str]()
+    for name_ in (leaf.stored for leaf in leaves if leaf.kind not in EMPTY):
+        if name_ in seen:
+            raise _damaged(tree, path, f"two leaves are called {name_[:200]!r}")
+        seen.add(name_)
+    return Item(
+        folder,
+        name,
+        leaves,
+        tree.exists(folder + MANIFEST),
+        raw.get("use_zarr3") is True,
+        raw.get("store_array_data_equal_to_fill_value") is not True,
+        raw.get("custom_metadata"),
+    )
+
+
+def _leaf(tree: Tree, path: str, shown: str, row: Any) -> Leaf:
+    try:
+        keys = [(each["key"], each["key_type"]) for each in row["key_metadata"]]
+        kind = row["value_metadata"]["value_type"]
+    except (KeyError, TypeError):
+        raise _damaged(tree, path, f"the row of {shown[:200]} lacks a field") from None
+    steps_: list[str | int] = []
+    for key, key_type in keys:
+        if type(key) is not str or key_type not in (SEQUENCE, DICT) or key_type == SEQUENCE and not numeral(key):
+            raise _damaged(tree, path, f"a key of {shown[:200]} is none: {str(key)[:80]} of type {str(key_type)[:20]}")
+        steps_.append(int(key) if key_type == SEQUENCE else key)
+    if not steps_ or type(kind) is not str:
+        raise _damaged(tree, path, f"the row of {shown[:200]} names no leaf")
+    return Leaf(tuple(steps_), kind)
+
+
+def _damaged(tree: Tree, path: str, message: str) -> CorruptFile:
+    return CorruptFile(message, code=DAMAGED, path=tree.display(path), hint="fetch the checkpoint again")
+
+
+def strings(tree: Tree, item: Item) -> dict[str, str]:
+    """The texts of an item, by their leaves' names, of which slashes nest. Raises CorruptFile E2755."""
+    wanted = [leaf.stored for leaf in item.leaves if leaf.kind == STRING]
+    path = item.folder + STRINGS
+    if not wanted:
+        return {}
+    raw = strict_json.parse(tree.read_whole(path, limit=_JSON_LIMIT), path=tree.display(path))
+    found = {}
+    for name in wanted:
+        value = raw
+        for step in name.split("/"):
+            value = value.get(step) if isinstance(value, dict) else None
+        if not isinstance(value, str):
+            raise _damaged(tree, path, f"it has no text for {name[:200]}")
+        found[name] = value
+    return found
+
+
+def json_items(tree: Tree, step: Step) -> Iterator[tuple[str, Any]]:
+    """(name, value) of the items beside the trees that are JSON."""
+    if step.items == ("",):
+        return
+    for path in tree.listing():
+        if path.startswith(step.folder) and path.endswith((f"/{JSON_ITEM}", f"/{METRICS_ITEM}")):
+            name, _, rest = path[len(step.folder) :].partition("/")
+            if rest in (JSON_ITEM, METRICS_ITEM if name == METRICS_ITEM else "") and name not in step.items:
+                raw = tree.read_whole(path, limit=_JSON_LIMIT)
+                yield name, strict_json.parse(raw, path=tree.display(path))
+
+
+def step_metadata(tree: Tree, step: Step) -> Mapping[str, Any]:
+    """What `_CHECKPOINT_METADATA` says, {} where there is none."""
+    path = step.folder + STEP_METADATA
+    if not tree.exists(path):
+        return {}
+    raw = strict_json.parse(tree.read_whole(path, limit=_JSON_LIMIT), path=tree.display(path))
+    if not isinstance(raw, dict):
+        raise _damaged(tree, path, "it is no object")
+    return raw

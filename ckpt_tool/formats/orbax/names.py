@@ -1,0 +1,172 @@
+"""Where a leaf hangs in a tree of JAX <-> its logical name and state.
+
+    ("params", "layer_0", "q", "kernel")                      layer_0.q.kernel
+    ("params", "params", "decoder", "layers", "w")            decoder.layers.w                  MaxText's TrainState
+    ("opt_state", 1, 0, "mu", "layer_0", "q", "kernel")       layer_0.q.kernel [exp_avg]        optax, at any depth
+    ("opt_state", 1, 0, "count")                              a plain value: the step of all that hangs beside it
+    ("transformer/layer_0/attn", "w")                         transformer/layer_0/attn.w        a bare tree
+    ("step",), a scalar                                       a plain value
+
+Rules: 1. The model is what hangs below `params`, `model`, ... at the top, less a `params` that is all there is below.
+2. Below an optimizer's root, a key whose rest is a parameter's path is a state: `mu` `exp_avg`, `nu` `exp_avg_sq`,
+`trace` `momentum_buffer`, others under their own name. 3. What hangs below `ema_params`, `master_params` and the like
+is that state. 4. A tree without any of these roots is all model. 5. Of the rest, scalars and texts are plain values,
+arrays have the state `extras`. The path is always kept, so writing Orbax puts each leaf back where it hung.
+
+Source: optax 0.2.8 `_src/transform.py` (ScaleByAdamState, TraceState), flax 0.12 `training/train_state.py`, MaxText of
+2026 `train_utils`. Orbax keeps named tuples as dicts of their fields, so these names are all there is of their classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from ckpt_tool.core.bounds import numeral
+from ckpt_tool.core.catalog import Note
+from ckpt_tool.core.hints import Hint
+from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Path, TensorKey
+from ckpt_tool.formats.state_dict.words import EMA_ROOTS, MASTER_ROOTS, MODEL_ROOTS, OPTIMIZER_ROOTS
+
+STATES = {"mu": "exp_avg", "nu": "exp_avg_sq", "nu_max": "max_exp_avg_sq", "trace": "momentum_buffer"}
+_BY_STATE = {state: name for name, state in STATES.items()}
+COUNT = "count"
+_OPTIMIZERS = OPTIMIZER_ROOTS | {"opt_state"}
+_PARAMS = "params"
+
+
+@dataclass(frozen=True, slots=True)
+class Trees(Hint):
+    """The trees of a source, for writing them again. rows: of each leaf its path, value_type and dtype. model,
+    optimizer: where the parameters hang, and what hangs beside `mu`. items: the first steps of the paths that are
+    items. custom: what users have said in `_METADATA`, by item. step: what `_CHECKPOINT_METADATA` says."""
+
+    KEY: ClassVar[str] = "orbax"
+    rows: tuple[Any, ...]
+    model: tuple[Any, ...]
+    optimizer: tuple[Any, ...]
+    items: tuple[str, ...] = ()
+    json: tuple[str, ...] = ()
+    zarr3: bool = False
+    custom: Mapping[str, Any] | None = None
+
+    def path(self, key: TensorKey) -> Path:
+        """Where a tensor without a place of its own belongs."""
+        name = tuple(key.name.split("."))
+        if key.state == MODEL:
+            return (*self.model, *name)
+        if key.state in (EMA, MASTER):
+            return (f"{key.state}_params", *name)
+        if key.state == EXTRAS:
+            return name
+        return (*self.optimizer, _BY_STATE.get(key.state, key.state), *self.model[1:], *name)
+
+    @property
+    def count(self) -> Path:
+        """Where the steps of the optimizer are counted."""
+        return (*self.optimizer, COUNT)
+
+
+OPTAX = Trees((), (_PARAMS,), ("opt_state", 0))  # of a source that is no tree: flax's TrainState with `optax.adamw`
+
+MAXTEXT = Trees((), (_PARAMS, _PARAMS), ("opt_state", 0), ("items",))  # of MaxText's own TrainState, in its step's item
+
+
+class Named(NamedTuple):
+    """keys: of each leaf that is a tensor; None for a plain value. model, optimizer: where the parameters hang, and
+    what hangs beside `mu`, None where there is none."""
+
+    keys: list[TensorKey | None]
+    notes: list[Note]
+    model: Path
+    optimizer: Path | None
+
+
+def name_leaves(paths: Sequence[Path], plain: Sequence[bool]) -> Named:
+    """Keys for the leaves of one step. plain: is it a scalar that may as well be a plain value?"""
+    root = _model_root(paths)
+    model = {path[len(root) :]: i for i, path in enumerate(paths) if path[: len(root)] == root} if root else {}
+    side = [_rest(path, 0, root) for path in paths if len(path) > 1 and _side(path)]
+    names = {rest: _dotted(rest) for rest in (*model, *side)}
+    trained = bool(root or side) or any(str(path[0]).lower() in _OPTIMIZERS for path in paths)
+    keys: list[TensorKey | None] = []
+    optimizer: Path | None = None
+    for i, path in enumerate(paths):
+        found = _key(path, root, names)
+        if found is None:
+            bare = not trained and not (plain[i] and len(path) == 1)
+            found = (TensorKey(_dotted(path), MODEL if bare else EXTRAS), None)
+            if plain[i] and not bare:
+                keys.append(None)
+                continue
+        key, above = found
+        keys.append(key)
+        optimizer = above if optimizer is None else optimizer
+    notes = _distinct(keys, paths)
+    if not trained:
+        tops = ", ".join(list(dict.fromkeys(str(path[0]) for path in paths))[:4])
+        notes.append(
+            Note("N-bare-model", f"nothing is called params: all arrays are taken for the model, under {tops}")
+        )
+    return Named(keys, notes, root, optimizer)
+
+
+def _model_root(paths: Sequence[Path]) -> Path:
+    """Where the parameters hang, () for a bare tree."""
+    tops = {path[0] for path in paths if len(path) > 1}
+    top = next((name for name in (_PARAMS, *MODEL_ROOTS) if name in tops), None)
+    if top is None:
+        return ()
+    inner = {path[1] for path in paths if path[0] == top and len(path) > 1}
+    deep = inner == {_PARAMS} and all(len(path) > 2 for path in paths if path[0] == top)
+    return (top, _PARAMS) if deep else (top,)
+
+
+def _side(path: Path) -> str | None:
+    """The state of what hangs at a side root."""
+    top = str(path[0]).lower()
+    return EMA if top in EMA_ROOTS else MASTER if top in MASTER_ROOTS else None
+
+
+def _rest(path: Path, at: int, root: Path) -> Path:
+    """What follows step `at`, less what the model's root has below its first step."""
+    rest = path[at + 1 :]
+    return rest[len(root) - 1 :] if root and rest[: len(root) - 1] == root[1:] else rest
+
+
+def _key(path: Path, root: Path, names: Mapping[Path, str]) -> tuple[TensorKey, Path | None] | None:
+    """(the key, what hangs above an optimizer's state) of a leaf; None where no rule knows it."""
+    if root and path[: len(root)] == root:
+        return TensorKey(names[path[len(root) :]]), None
+    side = _side(path) if len(path) > 1 else None
+    if side is not None:
+        return TensorKey(_dotted(_rest(path, 0, root)), side), None
+    if str(path[0]).lower() not in _OPTIMIZERS:
+        return None
+    for at, step in enumerate(path[1:-1], start=1):
+        rest = _rest(path, at, root)
+        if rest in names and not numeral(step) or step in STATES and rest:
+            return TensorKey(_dotted(rest), STATES.get(str(step), str(step))), path[:at]
+    return None
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _distinct(keys: list[TensorKey | None], paths: Sequence[Path]) -> list[Note]:
+    """A second leaf of one key becomes an extra under its path."""
+    seen: dict[TensorKey, int] = {}
+    notes = []
+    for i, key in enumerate(keys):
+        if key is None:
+            continue
+        if key in seen:
+            own = TensorKey(_dotted(paths[i]), EXTRAS)
+            notes.append(
+                Note("N-same-name", f"two leaves claim one name: {own.name} is kept as an extra", key=str(key))
+            )
+            keys[i] = key = own
+        seen[key] = i
+    return notes

@@ -1,0 +1,189 @@
+"""Reading an Orbax step: its trees' leaves, put into one catalog. `formats.orbax.format` is the specification."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.catalog import Catalog, Row
+from ckpt_tool.core.faults import for_each, together
+from ckpt_tool.core.hints import Hints
+from ckpt_tool.core.tensor import LogicalTensor, Path, TensorKey
+from ckpt_tool.formats.hf.files import is_sidefile
+from ckpt_tool.formats.orbax import items as orbax_items
+from ckpt_tool.formats.orbax.items import EMPTY, STRING, Item, Leaf, Step
+from ckpt_tool.formats.orbax.names import OPTAX, Named, Trees, name_leaves
+from ckpt_tool.storage.ocdbt import read_keys
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.zarr import Array, Files, Store, read_array
+
+PLAIN = {
+    "BOOL": "?",
+    "I8": "b",
+    "U8": "B",
+    "I16": "<h",
+    "U16": "<H",
+    "I32": "<i",
+    "U32": "<I",
+    "I64": "<q",
+    "U64": "<Q",
+}
+PLAIN |= {"F16": "<e", "F32": "<f", "F64": "<d"}
+METRICS, CUSTOM = "metrics", "custom_metadata"
+
+
+class _Stored(NamedTuple):
+    """A leaf that is an array. path: with its item's name, where a step has several."""
+
+    path: Path
+    array: Array
+
+
+class _Tensors(Mapping[TensorKey, LogicalTensor]):
+    """Tensors whose chunks are looked for when they are wanted: indexes of shards take a read each."""
+
+    def __init__(self, found: Mapping[TensorKey, _Stored]) -> None:
+        self._found = found
+        self._made: dict[TensorKey, LogicalTensor] = {}
+
+    def rows(self) -> Iterator[Row]:
+        """Every tensor as `inspect` lists it."""
+        for key, (_, array) in self._found.items():
+            nbytes = array.dtype.nbytes(_numel(array.shape))
+            yield Row(key.name, key.state, array.dtype, array.shape, nbytes)
+
+    def parted(self) -> Iterator[LogicalTensor]:
+        """None: chunks are a grid, and what a grid lacks was found by its keys (`Array.missing`)."""
+        return iter(())
+
+    def __getitem__(self, key: TensorKey) -> LogicalTensor:
+        made = self._made.get(key)
+        if made is None:
+            path, array = self._found[key]
+            made = LogicalTensor(key, array.shape, array.dtype, tuple(array.chunks()), path)
+            self._made[key] = made
+        return made
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._found
+
+    def __iter__(self) -> Iterator[TensorKey]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count
+
+
+def read_tree(tree: Tree) -> Catalog:
+    """The catalog; see `format` for errors."""
+    step = orbax_items.chosen_step(tree)
+    trees = [orbax_items.read_item(tree, step, name) for name in step.items]
+    several = len(trees) > 1
+    extras: dict[Any, Any] = {}
+    stored: list[_Stored] = []
+    for item in trees:
+        prefix = (item.name,) if several else ()
+        arrays = _arrays(tree, item)
+        stored += [_Stored((*prefix, *leaf.path), array) for leaf, array in arrays]
+        texts = orbax_items.strings(tree, item)
+        for leaf in item.leaves:
+            if leaf.kind == STRING:
+                _put(extras, (*prefix, *leaf.path), texts[leaf.stored])
+    named = name_leaves(
+        [each.path for each in stored],
+        [each.array.shape == () and each.array.dtype.name in PLAIN for each in stored],
+    )
+    tensors = {key: each for each, key in zip(stored, named.keys, strict=True) if key is not None}
+    for each, key in zip(stored, named.keys, strict=True):
+        if key is None:
+            _put(extras, each.path, _value(tree, each.array))
+    extras = _as_lists(extras)
+    hint = _hint(tree, step, trees, named, extras, {each.path: each.array.dtype.name for each in stored})
+    return Catalog(
+        "orbax",
+        _Tensors(tensors),
+        extras,
+        files=orbax_items.files(tree, [step]),
+        sidefiles=tuple(name for name in tree.names() if is_sidefile(name) and tree.listing()[name] >= 0),
+        notes=tuple(named.notes),
+        hints=Hints.of(hint),
+    )
+
+
+def _arrays(tree: Tree, item: Item) -> list[tuple[Leaf, Array]]:
+    """The arrays of an item's leaves."""
+    keys = read_keys(tree, item.folder) if item.ocdbt else None
+    store: Store = Files(tree, item.folder) if keys is None else keys
+    leaves = [leaf for leaf in item.leaves if leaf.kind not in EMPTY and leaf.kind != STRING]
+    version = 3 if item.zarr3 else 2
+    arrays = for_each(
+        leaves, lambda leaf: read_array(tree, store, leaf.stored, version=version, holes=not item.fill), file=id
+    )
+    faults = [fault for array in arrays if (fault := array.missing()) is not None]
+    if faults:
+        raise together(faults)
+    return list(zip(leaves, arrays, strict=True))
+
+
+def _value(tree: Tree, array: Array) -> Any:
+    """The value of a scalar, None where it is lost."""
+    for chunk in array.chunks():
+        at = chunk.array
+        (value,) = struct.unpack(PLAIN[array.dtype.name], tree.read(at.path, at.offset, array.dtype.nbytes(1)))
+        return value
+    return None
+
+
+def _put(extras: dict[Any, Any], path: Path, value: Any) -> None:
+    """Nest a value. Where another one is in the way it stands under its dotted path."""
+    at = extras
+    for step in path[:-1]:
+        below = at.setdefault(step, {})
+        if not isinstance(below, dict):
+            extras[".".join(map(str, path))] = value
+            return
+        at = below
+    at[path[-1]] = value
+
+
+def _as_lists(value: Any) -> Any:
+    """Sequences of which every place is a plain value as lists; of others the places as text."""
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _as_lists(each) for key, each in value.items()}
+    if inner and all(isinstance(key, int) for key in inner) and sorted(inner) == [*range(len(inner))]:
+        return [inner[n] for n in range(len(inner))]
+    return {str(key): each for key, each in inner.items()}
+
+
+def _hint(
+    tree: Tree, step: Step, trees: list[Item], named: Named, extras: dict[str, Any], dtypes: Mapping[Path, str]
+) -> Trees:
+    """What a writer of Orbax must know; JSON items and what users have said go into the extras."""
+    several = len(trees) > 1
+    beside = dict(orbax_items.json_items(tree, step))
+    extras.update(beside)
+    said = orbax_items.step_metadata(tree, step)
+    for name in (METRICS, CUSTOM):
+        if said.get(name) and name not in extras:
+            extras[name] = said[name]
+    paths = [((*((item.name,) if several else ()), *leaf.path), leaf.kind) for item in trees for leaf in item.leaves]
+    rows = [[list(path), kind, dtypes.get(path, "")] for path, kind in paths]
+    custom = {item.name: item.custom for item in trees if item.custom is not None}
+    return Trees(
+        tuple(rows),
+        named.model,
+        named.optimizer or OPTAX.optimizer,
+        tuple(item.name for item in trees) if trees[0].name else (),
+        tuple(beside),
+        trees[0].zarr3,
+        custom or None,
+    )
