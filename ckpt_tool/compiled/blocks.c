@@ -230,6 +230,158 @@ API int ck_folded(const void *base, int kind_in, void *out, int kind_out, int64_
 }
 #endif
 
+/* -- codes: to nearest, ties to even (ckpt_tool/quantised/nearest.py) ---------------------------------------------- */
+
+enum { E4M3 = 0, I8 = 1, I4 = 2, E2M1 = 3 };
+enum { PER = 4, SUMS = 4 }; /* numbers of a vector that every processor has, vectors that are summed side by side */
+typedef float singles __attribute__((vector_size(4 * PER)));
+typedef double doubles __attribute__((vector_size(8 * PER)));
+
+typedef struct {
+    uint32_t most; /* bits of the largest distance */
+    doubles far[SUMS], of[SUMS];
+} ck_sums;
+
+/* out[r * pitch + block] = max(itself, the largest magnitude of the block), blocks of `width` columns. Where a value is
+   no finite number, so is what is found. */
+API void ck_largest(const void *in, int kind, int64_t rows, int64_t columns, int64_t width, int64_t pitch, float *out)
+{
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t at = 0, block = 0; at < columns; at += width, block++) {
+            const int64_t count = columns - at < width ? columns - at : width;
+            uint32_t *place = (uint32_t *)(void *)(out + r * pitch + block), most;
+            memcpy(&most, place, 4);
+            if (kind == BF16) {
+                const uint16_t *half = (const uint16_t *)in + r * columns + at;
+                uint16_t top = 0;
+                for (int64_t i = 0; i < count; i++) {
+                    const uint16_t size = half[i] & 0x7FFF;
+                    top = top > size ? top : size;
+                }
+                most = most > (uint32_t)top << 16 ? most : (uint32_t)top << 16;
+            } else {
+                const float *wide = (const float *)in + r * columns + at;
+                for (int64_t i = 0; i < count; i++) {
+                    const uint32_t size = bits_of(wide[i]) & 0x7FFFFFFF;
+                    most = most > size ? most : size;
+                }
+            }
+            memcpy(place, &most, 4);
+        }
+}
+
+INLINE float float_of(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* The code nearest to a quotient, and in `made` what it stands for. From `least` on the float's own fraction is rounded
+   away; below it steps are those of fp32 beside `step`. */
+INLINE uint8_t coded(float ratio, int to, float *made)
+{
+    if (to == I8 || to == I4) {
+        const float low = to == I8 ? -128.0f : -8.0f, high = to == I8 ? 127.0f : 7.0f;
+        float cut = ratio < low ? low : ratio;
+        cut = cut > high ? high : cut;
+        *made = (cut + 12582912.0f) - 12582912.0f;
+        return (uint8_t)(int32_t)*made;
+    }
+    const int away = to == E4M3 ? 20 : 22; /* bits of the fraction that go */
+    const float most = to == E4M3 ? 448.0f : 6.0f, least = to == E4M3 ? 0.015625f : 1.0f;
+    const float step = to == E4M3 ? 16384.0f : 4194304.0f;
+    const uint32_t bias = to == E4M3 ? 120 << 3 : 126 << 1;
+    if (to == E2M1)
+        ratio += 0.0f; /* a negative zero is none */
+    const uint32_t bits = bits_of(ratio), sign = bits & 0x80000000;
+    float size = float_of(bits & 0x7FFFFFFF);
+    size = size < most ? size : most;
+    const uint32_t own = bits_of(size), half = (1u << (away - 1)) - 1 + ((own >> away) & 1);
+    const uint32_t upper = (own + half) >> away;
+    const float beside = size + step;
+    const uint32_t lower = bits_of(beside) - bits_of(step);
+    const int small = size < least;
+    *made = float_of(bits_of(small ? beside - step : float_of(upper << away)) | sign);
+    return (uint8_t)((small ? lower : upper - bias) | sign >> (to == E4M3 ? 24 : 28));
+}
+
+/* Elements of one block: their codes, and how far the codes times `divisor` are from them. */
+INLINE void block_codes(const void *in, int kind, int64_t at, int64_t count, float divisor, int to, uint8_t *out,
+                        ck_sums *sums)
+{
+    for (int64_t begin = 0; begin < count; begin += CHUNK) {
+        const int few = count - begin < CHUNK ? (int)(count - begin) : CHUNK;
+        float values[CHUNK], far[CHUNK];
+        widen(in, kind, at + begin, few, values);
+        uint32_t top = sums->most;
+        for (int i = 0; i < few; i++) {
+            float made;
+            out[begin + i] = coded(values[i] / divisor, to, &made);
+            far[i] = values[i] - made * divisor;
+        }
+        for (int i = 0; i < few; i++) {
+            const uint32_t size = bits_of(far[i]) & 0x7FFFFFFF;
+            top = top > size ? top : size;
+        }
+        ck_sums own = *sums; /* in registers */
+        int i = 0;
+        for (; i + PER * SUMS <= few; i += PER * SUMS)
+            _Pragma("GCC unroll 4") for (int k = 0; k < SUMS; k++)
+            {
+                singles f, v;
+                memcpy(&f, far + i + PER * k, sizeof f);
+                memcpy(&v, values + i + PER * k, sizeof v);
+                const doubles df = __builtin_convertvector(f, doubles), dv = __builtin_convertvector(v, doubles);
+                own.far[k] += df * df;
+                own.of[k] += dv * dv;
+            }
+        for (; i < few; i++) {
+            own.far[0][0] += (double)far[i] * (double)far[i];
+            own.of[0][0] += (double)values[i] * (double)values[i];
+        }
+        own.most = top;
+        *sums = own;
+    }
+}
+
+INLINE void all_codes(const void *in, int kind, int64_t rows, int64_t columns, int64_t skip, int64_t width,
+                      const float *divisors, int64_t pitch, int to, uint8_t *out, double *error)
+{
+    ck_sums sums;
+    memset(&sums, 0, sizeof sums);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t at = 0, block = 0; at < columns; block++) {
+            const int64_t end = (block + 1) * width - skip < columns ? (block + 1) * width - skip : columns;
+            block_codes(in, kind, r * columns + at, end - at, divisors[r * pitch + block], to, out + r * columns + at,
+                        &sums);
+            at = end;
+        }
+    error[0] = (double)float_of(sums.most);
+    error[1] = error[2] = 0;
+    for (int k = 0; k < PER * SUMS; k++) {
+        error[1] += sums.far[k / PER][k % PER];
+        error[2] += sums.of[k / PER][k % PER];
+    }
+}
+
+/* The codes of (rows, columns) values, a byte each. The first column is number `skip` of its block; each row of
+   divisors lies `pitch` behind the one before. error: the largest distance, the sum of their squares, of the values'. */
+API void ck_codes(const void *in, int kind, int64_t rows, int64_t columns, int64_t skip, int64_t width,
+                  const float *divisors, int64_t pitch, int to, uint8_t *out, double *error)
+{
+#define TO(code)                                                                                                       \
+    if (to == code && kind == BF16)                                                                                    \
+        all_codes(in, BF16, rows, columns, skip, width, divisors, pitch, code, out, error);                            \
+    else if (to == code)                                                                                               \
+    all_codes(in, F32, rows, columns, skip, width, divisors, pitch, code, out, error)
+    TO(E4M3);
+    TO(I8);
+    TO(I4);
+    TO(E2M1);
+#undef TO
+}
+
 /* -- transposes: tiles of vectors, interleaved until rows are columns --------------------------------------------- */
 
 #if defined(__clang__) || __GNUC__ >= 12

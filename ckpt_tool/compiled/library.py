@@ -49,6 +49,7 @@ WORTH = 256 << 20  # bytes of work from which a compilation pays for itself with
 VARIABLE = "CKPT_COMPILED"
 _KINDS = {"F32": 0, "BF16": 1}
 KINDS = frozenset(_KINDS)  # dtypes that the calls know
+_CODES = {"F8_E4M3": 0, "I8": 1, "I32": 2, "U8": 3}  # by the dtype that holds them: the last two of four bits
 _SECONDS = 120
 _SLABS = 64  # of a turn with more than two dims at most: more are NumPy's
 
@@ -81,6 +82,8 @@ class Library:
             *(c_int64, c_void_p, c_int),
         ]
         self._c.ck_folded.argtypes = [c_void_p, c_int, c_void_p, c_int, *[c_int64] * 3, c_int, c_void_p]
+        self._c.ck_largest.argtypes = [c_void_p, c_int, *[c_int64] * 4, c_void_p]
+        self._c.ck_codes.argtypes = [c_void_p, c_int, *[c_int64] * 4, c_void_p, c_int64, c_int, c_void_p, c_void_p]
         self._c.ck_turn.argtypes = [c_int, c_void_p, c_int64, c_void_p, *[c_int64] * 3]
         self.pair = int(self._c.ck_pair())  # columns of a product that are made at a time, 0: none
 
@@ -136,6 +139,35 @@ class Library:
         return not self._c.ck_folded(
             base[0].ctypes.data, _KINDS[base[1]], out[0].ctypes.data, _KINDS[out[1]], *where, len(terms), rows
         )
+
+    def largest(self, values: tuple[Array, str], columns: int, width: int, out: Array) -> bool:
+        """out[r, b] = max(out[r, b], the largest magnitude of block b of row r), blocks of `width` columns; an `out` of
+        one row is all rows'. values: (1-d, dtype), whole rows. out: (rows, blocks), fp32. What is no finite number
+        stays none. False where the dtype is not known here."""
+        line, dtype = values
+        if dtype not in _KINDS:
+            return False
+        rows, pitch = len(line) // columns, out.shape[1] if len(out) > 1 else 0
+        self._c.ck_largest(line.ctypes.data, _KINDS[dtype], rows, columns, width, pitch, out.ctypes.data)
+        return True
+
+    def codes(
+        self, values: tuple[Array, str], where: tuple[int, int, int], divisors: Array, to: str, out: Array
+    ) -> tuple[float, float, float] | None:
+        """out = nearest code(values / divisors), as `quantised.nearest` has it; (the largest distance of what is made
+        of the codes, the sums of squares of the distances and of the values). where: (columns, columns of the first
+        block that lie before them, columns of a block). divisors: (rows, blocks) or one row for all, fp32. out: 1-d,
+        bytes. None where a dtype is not known here."""
+        line, dtype = values
+        if dtype not in _KINDS or to not in _CODES:
+            return None
+        error = (c_double * 3)()
+        rows, pitch = len(line) // where[0], divisors.shape[1] if len(divisors) > 1 else 0
+        self._c.ck_codes(
+            *(line.ctypes.data, _KINDS[dtype], rows, *where, divisors.ctypes.data, pitch),
+            *(_CODES[to], out.ctypes.data, error),
+        )
+        return error[0], error[1], error[2]
 
     def turned(self, source: Array, target: Array) -> bool:
         """target[...] = source, two views of one shape whose items lie side by side along one axis each, not the same.
@@ -306,7 +338,21 @@ def _trial(library: Library) -> str:
     half, made = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16), np.empty(1000, np.uint16)
     if not library.linear([(bits.view(np.float32), "F32")], [1.0], 1.0, made, "BF16") or not np.array_equal(made, half):
         return "sums in bf16"
-    return _products(library, rng)
+    return _products(library, rng) or _codes(library)
+
+
+def _codes(library: Library) -> str:
+    """Codes: every value of F8_E4M3, and the middle between it and the next, which goes to the even one."""
+    code = np.arange(127)
+    exact = np.ldexp((code % 8 + np.where(code < 8, 0, 8)) / 8.0, np.maximum(code >> 3, 1) - 7)
+    middle = (exact[:-1] + exact[1:]) / 2
+    values = np.concatenate((exact, middle, -exact)).astype(np.float32) * np.float32(3)
+    want = np.concatenate((code, code[:-1] + code[:-1] % 2, code + 128)).astype(np.uint8)
+    out, sizes = np.empty(len(values), np.uint8), np.zeros((1, 1), np.float32)
+    three = np.full((1, 1), 3, np.float32)
+    library.largest((values, "F32"), len(values), len(values), sizes)
+    library.codes((values, "F32"), (len(values), 0, len(values)), three, "F8_E4M3", out)
+    return "" if np.array_equal(out, want) and sizes[0, 0] == 1344 else "codes"
 
 
 def _products(library: Library, rng: np.random.Generator) -> str:

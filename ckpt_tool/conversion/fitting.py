@@ -11,11 +11,10 @@ is one file) its target says (`Target.by_size`). Only what was given in words co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ckpt_tool.conversion.layout import degrees_of, split_of
-from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.target import LayoutWish, Target
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
@@ -24,7 +23,7 @@ from ckpt_tool.formats.base import WEIGHT_SUFFIXES, Fitting, Format
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.weights import CODES
-from ckpt_tool.sources.chosen import Chosen, Conversion, extras_left_behind, left_behind
+from ckpt_tool.sources.chosen import Chosen, Conversion, dtypes_of, extras_left_behind, left_behind, written_as
 from ckpt_tool.sources.config import config_in
 from ckpt_tool.sources.select import group_of
 from ckpt_tool.storage.destination import Place
@@ -43,6 +42,7 @@ def refuse_idle(fmt: Format, writing: Writing) -> None:
         "sharding": writing.sharding is not None,
         "spec": writing.spec is not None,
         "gguf-type": writing.gguf_type is not None,
+        "quantize": writing.quantize is not None,
         "pp-split": bool(writing.pp_split),
         "layout": writing.layout is not None,
         "on-indivisible": writing.on_indivisible not in (None, "error"),
@@ -127,7 +127,7 @@ def held(chosen: Chosen, job: Conversion) -> Chosen:
         extras = {}
     dtypes = dtypes_of(writing)
     unheld = [row.tensor for row in stored if row.tensor.dtype.name in fmt.holds.dtypes]
-    unheld = [tensor for tensor in unheld if dtype_of(tensor, dtypes, chosen.casts).name in fmt.holds.dtypes]
+    unheld = [tensor for tensor in unheld if written_as(tensor, dtypes, chosen.casts).name in fmt.holds.dtypes]
     if unheld:
         raise UsageError(
             f"{fmt.name} has no {unheld[0].dtype.name}",
@@ -139,21 +139,6 @@ def held(chosen: Chosen, job: Conversion) -> Chosen:
     if not stored:
         raise _nothing_left(chosen, masters=MASTER in homeless)
     return replace(chosen, stored=stored, dropped=tuple(dropped), extras=extras)
-
-
-def dtypes_of(writing: Writing) -> dict[str, DType]:
-    """`--dtype`: state ("" for all) -> what it is cast to."""
-    return {state: DTYPES[name] for state, name in writing.dtypes.items()}
-
-
-def dtype_of(tensor: LogicalTensor, dtypes: Mapping[str, DType], casts: Mapping[TensorKey, DType]) -> DType:
-    """The output's dtype: the most exact rule for its state; integers and `step` counters are never cast."""
-    if tensor.key in casts:
-        return casts[tensor.key]
-    if not dtypes or tensor.key.state in ("step", "extras") or not tensor.dtype.is_float or tensor.dtype.bits < 8:
-        return tensor.dtype
-    state = tensor.key.state
-    return dtypes.get(state) or dtypes.get(group_of(state)) or dtypes.get("") or tensor.dtype
 
 
 def _way_out(unheld: LogicalTensor) -> str:

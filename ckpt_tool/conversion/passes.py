@@ -25,6 +25,7 @@ from ckpt_tool.conversion.vocabulary import resized_vocabulary
 from ckpt_tool.quantised.as_blocks import as_blocks
 from ckpt_tool.quantised.dequantize import dequantized
 from ckpt_tool.quantised.kept_whole import as_they_are
+from ckpt_tool.quantised.quantize import quantized
 from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.sources.config import read_config
 from ckpt_tool.sources.opening import Opened
@@ -60,6 +61,7 @@ FITTING = (
     Pass("held", "what the format has no place for stays behind, by name", held),
     Pass("fitted", "states that the format keeps as other tensors (DeepSpeed's ZeRO stages)", fitted),
     Pass("blocks", "--gguf-type: values as blocks of a quantised type", as_blocks),
+    Pass("quantised", "--quantize: weights as codes and scales", quantized),
     Pass("header", "what the format's files state of the model in their own words (GGUF's metadata)", with_header),
 )
 PASSES = (*SELECTION, *NAMES, *FITTING)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tool.conversion.fitting import dtype_of, dtypes_of, refuse_unsplit, single_name, wish_of
+from ckpt_tool.conversion.fitting import refuse_unsplit, single_name, wish_of
 from ckpt_tool.conversion.layout import layout_of
 from ckpt_tool.conversion.megatron_arguments import with_arguments
 from ckpt_tool.conversion.side_files import refuse_lost_modules, side_files, source_of, with_side_files
@@ -22,7 +22,7 @@ from ckpt_tool.plan.moves import LaterMoves, count_copies
 from ckpt_tool.plan.plan import Move, Plan, SourceFile
 from ckpt_tool.plan.schedule import build_moves
 from ckpt_tool.quantised.kept_whole import refuse_cut_blocks
-from ckpt_tool.sources.chosen import Chosen, memory_of_computed, more_than_computed
+from ckpt_tool.sources.chosen import Chosen, dtypes_of, memory_of_computed, more_than_computed, written_as
 from ckpt_tool.sources.select import removed_rows
 from ckpt_tool.storage.destination import Place, RemotePlace
 from ckpt_tool.storage.views import memory_of
@@ -115,7 +115,7 @@ def _wanted_tensors(chosen: Chosen, dtypes: Mapping[str, DType]) -> tuple[Wanted
             WantedTensor(
                 row.tensor.key,
                 row.tensor.shape,
-                dtype_of(row.tensor, dtypes, chosen.casts) if changes else row.tensor.dtype,
+                written_as(row.tensor, dtypes, chosen.casts) if changes else row.tensor.dtype,
                 row.tensor.path,
             )
             for row in chosen.stored

@@ -84,14 +84,23 @@ def dialect_of(chosen: Chosen, fmt: Format) -> str:
 def with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted, writing: Writing) -> Target:
     """The target with the config that belongs to it, and what is to be reported of its side files."""
     if target.single is not None:
+        _refuse_unsaid(chosen, "a single file has no config.json beside it", "name a folder as the output")
         return target
     target = _with_side_files(target, chosen, fmt, wanted, writing)
     hub = fmt.holds.dialect == "hf" and not fmt.holds.adapter
     if hub and not any(file.path == NAME for file in target.files):
+        _refuse_unsaid(chosen, f"there is no {NAME}", "--config FILE gives one")
         return target.noted(
             f"no {NAME} is written, and a library does not open the folder without: --config FILE gives one"
         )
     return target
+
+
+def _refuse_unsaid(chosen: Chosen, why: str, hint: str) -> None:
+    """Raise UsageError E2722 where the config of the output has to say how its weights are stored, and there is none:
+    no library would take the codes for weights."""
+    if chosen.stated:
+        raise UsageError(f"nothing would say how the weights are quantised: {why}", code="E2722", hint=hint)
 
 
 def _with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted, writing: Writing) -> Target:
@@ -146,6 +155,9 @@ def _belonging(
 
     dialect, notes = dialect_of(chosen, fmt), list[str]()
     config: Mapping[str, Any] = without(config_of_source, chosen.untrue) if chosen.untrue else config_of_source
+    if chosen.stated:
+        config, more = _with_stated(config, chosen.stated)
+        notes += more
     if fmt.holds.dialect == "keep":
         return config, notes
     foreign = is_paddle(config_of_source) or chosen.home == "paddle"
@@ -168,6 +180,12 @@ def _belonging(
         config, more = _settled(config, chosen, wanted, writing, as_it_was=as_it_was)
         notes += more
     return config, notes
+
+
+def _with_stated(config: Mapping[str, Any], stated: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The config with what the output states of itself; its dtype under whatever name the config has it."""
+    config, notes = corrected(config, rows=None, dtype=stated.get("dtype"), tied=None)
+    return {**config, **{key: value for key, value in stated.items() if key != "dtype"}}, notes
 
 
 def _settled(

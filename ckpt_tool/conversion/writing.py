@@ -70,6 +70,7 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
     seal = seal.over(plan, trees) if seal is not None else None
     moving = None if writing.plan_file or writing.dry_run else movers_of(writing, plan)
     document = _with_stores(with_device(plan.report, moving), plan, chosen, destination)
+    document |= chosen.reported.document(done=False) if chosen.reported else {}
     progress.plan(document)
     if writing.plan_file:
         _save(plan, document, writing, writing.plan_file)
@@ -86,6 +87,7 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
     else:
         with moving.movers if moving else nullcontext() as movers:
             overflows = execute(plan, trees, writing, progress, recorded=digests, movers=movers, seal=seal).overflows
+    document |= chosen.reported.document(done=True) if chosen.reported else {}
     document["elapsed_s"] = round(time.monotonic() - began, 3)
     document["digest_checked"] = writing.verify != "off"
     document |= seal.said if seal is not None else {}

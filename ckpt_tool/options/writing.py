@@ -25,6 +25,7 @@ from ckpt_tool.options.values import (
     with_file,
     words,
 )
+from ckpt_tool.quantised.schemes import SCHEMES
 
 SHARDINGS = ("v1", "v2")  # what Paddle calls its stages of sharding: whole tensors by owner, slices of fused buffers
 SPECS = ("local", "te")  # Megatron's layers: of its own modules, of Transformer Engine's
@@ -117,6 +118,15 @@ class Writing:
         default={},
     )
     dequantize: bool = TRAVEL.flag("Write quantised weights and states as floats.")
+    quantize: str | None = TRAVEL.choice(
+        f"Write the weights of layers as codes and scales, to nearest: {', '.join(SCHEMES)}.", tuple(SCHEMES), "SCHEME"
+    )
+    quantize_skip: tuple[str, ...] = TRAVEL.option(
+        "Leave these as they are too. Repeatable.", patterns, "PATTERN", kind="values", default=()
+    )
+    quantize_only: tuple[str, ...] = TRAVEL.option(
+        "Quantise these in place of what the rule says. Repeatable.", patterns, "PATTERN", kind="values", default=()
+    )
     gguf_type: str | None = TRAVEL.choice(
         f"GGUF: the type of matrices: {', '.join(GGUF_TYPES)}. Default: the source's.", GGUF_TYPES, "TYPE"
     )

@@ -47,7 +47,8 @@ CODES = frozenset(
 )  # dtypes that are codes, as it seems
 DTYPES = CODES | {"U8", "I32"}  # a checkpoint without any of these has nothing quantised
 WIDTH = 128  # codes of a block where nothing says another number
-_SCALES = ("_scale_inv", "_scale")
+SCALE_INV, SCALE, SCALES, PACKED, BLOCKS = "_scale_inv", "_scale", "_scales", "_packed", "_blocks"
+_SCALES = (SCALE_INV, SCALE)
 _OF_MODULE = (".scale", ".qscale_weight")
 _ROLES = {
     "_zero_point": "zero_point",
@@ -56,7 +57,8 @@ _ROLES = {
     "_scale_2": "scale_2",
     "_g_idx": "g_idx",
 }
-_PART = (*_SCALES, *_OF_MODULE, *_ROLES, "_scales", "_blocks", "_packed")
+ENDINGS = {role: ending for ending, role in _ROLES.items()}
+_PART = (*_SCALES, *_OF_MODULE, *_ROLES, SCALES, BLOCKS, PACKED)
 # what a quantised model keeps of its activations and its cache: nothing that a weight is made of
 _ACTIVATIONS = tuple(
     """
@@ -153,7 +155,7 @@ def find(tensors: Mapping[str, Kind], *, block: Sequence[int] = (), bits: Sequen
     for name, kind in tensors.items():
         if kind.dtype.name not in DTYPES:
             continue
-        found = _packed(name, kind, tensors, bits) if name.endswith(("_blocks", "_packed")) else None
+        found = _packed(name, kind, tensors, bits) if name.endswith((BLOCKS, PACKED)) else None
         if order and name.endswith(".qweight"):
             found = _matrix(name, kind, tensors, bits[0], order)
         found = found or _plain(name, kind, tensors, stated, roles)
@@ -259,8 +261,8 @@ def _plain(
 
 def _packed(name: str, kind: Kind, tensors: Mapping[str, Kind], bits: Sequence[int]) -> Quantised | Fault | None:
     """A weight whose codes have another name than its own."""
-    if name.endswith("_blocks") and kind.dtype.name == "U8":
-        made, scales = name.removesuffix("_blocks"), f"{name.removesuffix('_blocks')}_scales"
+    if name.endswith(BLOCKS) and kind.dtype.name == "U8":
+        made, scales = name.removesuffix(BLOCKS), f"{name.removesuffix(BLOCKS)}{SCALES}"
         if scales not in tensors:
             return Fault(name, f"MXFP4 blocks without {scales}", lacking=True) if len(kind.shape) > 3 else None
         if made in tensors:
@@ -273,10 +275,10 @@ def _packed(name: str, kind: Kind, tensors: Mapping[str, Kind], bits: Sequence[i
             )
         shape = (*kind.shape[:-2], kind.shape[-2] * 32)
         return Quantised(made, TURNED, name, {"scale": scales}, shape, (1, 32), 4)
-    if not name.endswith("_packed") or kind.dtype.name not in ("I32", "U8"):
+    if not name.endswith(PACKED) or kind.dtype.name not in ("I32", "U8"):
         return None
-    made = name.removesuffix("_packed")
-    scale = f"{made}_scale"
+    made = name.removesuffix(PACKED)
+    scale = f"{made}{SCALE}"
     if scale not in tensors:
         return Fault(name, f"packed codes without {scale}", lacking=True)
     if made in tensors:

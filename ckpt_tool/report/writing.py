@@ -2,8 +2,8 @@
 
 Reads the document of cli.md: `plan`, `fallbacks`, `removed`, `removed_bytes`, `dropped`, `elapsed_s`,
 `digest_checked`; and `overflows`, `source`, `target`, `states`, `layout_source`, `notes`, `plan_file`, `job_file`,
-`part`, `committed`. A run and a dry run show the same in the same order, on stdout: the plan (`before`, as soon as it
-is known), then what came of it (`after`).
+`part`, `committed`, `quantized`. A run and a dry run show the same in the same order, on stdout: the plan (`before`, as
+soon as it is known), then what came of it (`after`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ckpt_tool.report.text import count, duration, more, plural, ranges, shape, 
 
 Document = Mapping[str, Any]
 _SEALS = {"signed": "signature", "attested": "attestation"}  # word -> its key in the document
+WORST = 5  # quantised weights that are listed without -v
 LISTED = 12  # fallbacks, removed tensors and dropped names that are listed without -v
 
 
@@ -40,7 +41,20 @@ def after(document: Document, *, everything: bool = False, shown: bool = False) 
         if lossy
         else []
     )
-    return Page("ckpt", (*blocks, *lost, _done(document)))
+    return Page("ckpt", (*blocks, *_errors(document, everything=everything), *lost, _done(document)))
+
+
+def _errors(document: Document, *, everything: bool) -> list[Block]:
+    """How far quantised weights are from what they were, the worst first; all of them with -v."""
+    quantized = document.get("quantized") or {}
+    rows = sorted(quantized.get("errors") or (), key=lambda row: -float(row["relative_norm"]))
+    if not rows:
+        return []
+    listed = rows if everything else rows[:WORST]
+    columns = (Column("tensor"), Column("largest error", right=True), Column("relative norm", right=True))
+    cells = tuple((row["name"], f"{row['max_abs_error']:.3g}", f"{row['relative_norm']:.3g}") for row in listed)
+    title = f"quantised as {quantized['scheme']}, {plural(len(rows), 'weight')}"
+    return [Table(title if len(listed) == len(rows) else f"{title}, the worst", columns, cells)]
 
 
 def _unmoved(document: Document) -> str:
@@ -121,6 +135,10 @@ def warnings_of(document: Document, *, everything: bool) -> list[Block]:
     others = [f"{entry.get('state', '')}: {entry.get('reason', '')}" for entry in dropped if entry not in gone]
     if others:
         blocks.append(_listed("made anew", others, "entry", everything))
+    stays = (document.get("quantized") or {}).get("stays") or {}
+    if stays:
+        texts = [f"{plural(int(number), 'tensor')}: {why}" for why, number in stays.items()]
+        blocks.append(_listed("not quantised", texts, "reason", everything))
     if document.get("notes"):
         blocks.append(Lines("notes", tuple(note_text(note) for note in document["notes"])))
     return blocks

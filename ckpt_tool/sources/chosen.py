@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ckpt_tool.core.catalog import Catalog
-from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.tensor import EXTRAS, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
@@ -30,6 +30,12 @@ from ckpt_tool.sources.select import group_of
 
 if TYPE_CHECKING:
     from ckpt_tool.run.computed import Input, Recipe
+
+
+class Reported(Protocol):
+    """What a pass has to say in the report. done: the values have passed."""
+
+    def document(self, *, done: bool) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,8 @@ class Chosen:
     hints: Hints | None = None  # where they are not the first source's: its names are others now
     untrue: tuple[str, ...] = ()  # keys of config.json that the output is no longer: `quantization_config`
     stale: tuple[str, ...] = ()  # side files that are no longer true, and not copied
+    stated: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json that the output has
+    reported: Reported | None = None  # what the report says of values once they have passed
 
     @property
     def home(self) -> str:
@@ -106,6 +114,23 @@ class Conversion(NamedTuple):
         """Whose names the output shall have: `--dialect`, or what is at home in the format; a variant's system's."""
         asked = self.writing.dialect or self.fmt.holds.dialect
         return VARIANTS.get(asked, asked)
+
+
+def dtypes_of(writing: Writing) -> dict[str, DType]:
+    """`--dtype`: state ("" for all) -> what it is cast to."""
+    return {state: DTYPES[name] for state, name in writing.dtypes.items()}
+
+
+def written_as(tensor: LogicalTensor, dtypes: Mapping[str, DType], casts: Mapping[TensorKey, DType]) -> DType:
+    """The output's dtype: the most exact rule for its state; integers and `step` counters are never cast.
+
+    dtypes: of `dtypes_of`. casts: `Chosen.casts`."""
+    if tensor.key in casts:
+        return casts[tensor.key]
+    if not dtypes or tensor.key.state in ("step", "extras") or not tensor.dtype.is_float or tensor.dtype.bits < 8:
+        return tensor.dtype
+    state = tensor.key.state
+    return dtypes.get(state) or dtypes.get(group_of(state)) or dtypes.get("") or tensor.dtype
 
 
 def left_behind(tensors: Iterable[LogicalTensor], reason: str, *, named: bool = True) -> list[dict[str, Any]]:

@@ -64,14 +64,7 @@ def split_keys(
     if not remove and not keep:
         return keys, []
     hits, misses, names = _matched(keys, remove, keep)
-    if misses:
-        near = _near(misses[0], names)
-        raise UsageError(
-            f"the pattern {misses[0]!r} matches no tensor",
-            code="E0255",
-            hint=near or f"the checkpoint has {len(names)} names, such as {', '.join(names[:3])}",
-            faults=[f"the pattern {miss!r} matches no tensor" for miss in misses[1:]],
-        )
+    refuse_misses(misses, names)
     gone = _gone(keys, hits, model_only=model_only)
     dropped = set(gone)
     kept = [key for key in keys if key not in dropped]
@@ -103,6 +96,18 @@ def _matched(
     known = Names(key.name for key in keys)
     (hits, misses), (kept, others) = known.matched(remove), known.matched(keep)
     return hits | (set(known.names) - kept if keep else set()), [*misses, *others], known.names
+
+
+def refuse_misses(misses: Sequence[str], names: Sequence[str]) -> None:
+    """Raise UsageError E0255 for patterns that match none of the names, all at once, with near misses."""
+    if misses:
+        near = _near(misses[0], names)
+        raise UsageError(
+            f"the pattern {misses[0]!r} matches no tensor",
+            code="E0255",
+            hint=near or f"the checkpoint has {len(names)} names, such as {', '.join(names[:3])}",
+            faults=[f"the pattern {miss!r} matches no tensor" for miss in misses[1:]],
+        )
 
 
 def _near(pattern: str, names: Sequence[str]) -> str:

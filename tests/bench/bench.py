@@ -184,6 +184,14 @@ JOBS = (
         ("same-paddle", "{hf}", "{out}"),
         (Peer("safetensors, NumPy, pickle", ("to-paddle", "{src}", "{out}"), ("same-paddle", "{hf}", "{out}")),),
     ),
+    Job(  # every Linear twice read: for its scales, and for its codes
+        "bf16 -> fp8 blocks",
+        "hf",
+        ("convert", "{src}", "{out}", "--to", "safetensors", "--quantize", "fp8-block"),
+        ("same-fp8", "{hf}", "{out}"),
+        (Peer("torch by blocks, save_file", ("to-fp8", "{src}", "{out}"), ("same-fp8", "{hf}", "{out}")),),
+        copied=("hf",),
+    ),
     Job(  # rank 16 on every Linear
         "merge a LoRA",
         "hf",

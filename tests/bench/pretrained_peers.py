@@ -1,8 +1,10 @@
 """Peers and judges of the jobs that change names: the script that everyone writes, and plain torch to check with.
 
     to-megatron SRC OUT TP     load the safetensors, interleave QKV by group, chunk, torch.save a file a tensor rank
+    to-fp8 SRC OUT             load the safetensors, quantise every Linear by blocks of 128 x 128, save_file
     to-paddle SRC OUT          load the safetensors, transpose every Linear, pickle NumPy arrays as paddle.save does
     same-megatron HF OUT TP    the files of ranks hold what Megatron's layout makes of HF
+    same-fp8 HF OUT            codes and scales are those that `to-fp8` makes
     same-paddle HF OUT         the one .pdparams holds what Paddle's layout makes of HF
 
 Commands of `peers.py`. Nothing here imports ckpt_tool, and pickles are read for plain arrays alone.
@@ -20,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
 _LINEAR = re.compile(r"\.(q|k|v|o|gate|up|down)_proj\.weight$")
@@ -83,6 +85,42 @@ def to_paddle(src: str, out: str) -> None:
         pickle.dump(state, file, protocol=4)
 
 
+def blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales) of a matrix, as DeepSeek's `act_quant` has them, over blocks."""
+    rows, columns = tensor.shape
+    padded = torch.nn.functional.pad(tensor.float(), (0, -columns % 128, 0, -rows % 128))
+    tiles = padded.reshape(padded.shape[0] // 128, 128, -1, 128)
+    scales = tiles.abs().amax((1, 3)) / 448
+    scales = torch.where(scales == 0, 1, scales)
+    codes = (tiles / scales[:, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes.reshape(padded.shape)[:rows, :columns].contiguous(), scales
+
+
+def fp8(hf: Tensors) -> Tensors:
+    out: Tensors = {}
+    for name, tensor in hf.items():
+        if _LINEAR.search(name):
+            out[name], out[f"{name}_scale_inv"] = blocks(tensor)
+        else:
+            out[name] = tensor
+    return out
+
+
+def to_fp8(src: str, out: str) -> None:
+    os.makedirs(out)
+    save_file(fp8(load(src)), f"{out}/model.safetensors")
+
+
+def same_fp8(hf: str, out: str) -> None:
+    compared, wrong, have = 0, [], load(out)
+    for name, want in fp8(load(hf)).items():
+        found = have.pop(name, None)
+        compared += want.nbytes
+        if found is None or not torch.equal(found.view(torch.uint8), want.view(torch.uint8)):
+            wrong.append(name)
+    _verdict(compared, wrong + list(have))
+
+
 def same_megatron(hf: str, out: str, ranks: str) -> None:
     whole, tp = megatron(load(hf), json.loads(Path(hf, "config.json").read_text())), int(ranks)
     compared, wrong = 0, []
@@ -136,8 +174,10 @@ def _verdict(compared: int, wrong: list[str]) -> None:
 
 
 COMMANDS = {
+    "to-fp8": to_fp8,
     "to-megatron": to_megatron,
     "to-paddle": to_paddle,
+    "same-fp8": same_fp8,
     "same-megatron": same_megatron,
     "same-paddle": same_paddle,
 }

@@ -22,6 +22,9 @@ from ckpt_tool.compiled.library import Library, Term
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
 from ckpt_tool.merging.averages import Linear
+from ckpt_tool.quantised import nearest
+from ckpt_tool.quantised.nearest import Error, Place, Values, codes_of, largest
+from ckpt_tool.quantised.schemes import SCHEMES
 from ckpt_tool.run.compute import cast
 from ckpt_tool.run.computed import ComputedTree, Input
 from ckpt_tool.storage.source import Tree
@@ -270,3 +273,36 @@ def test_small_work_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CKPT_COMPILED", "off")
     made = compiled._Shelf()
     assert made.ready(compiled.WORTH) is None and not made._building
+
+
+def coded(
+    values: np.ndarray, dtype: str, scheme: str, block: tuple[int, int, int], divisors: np.ndarray
+) -> tuple[bytes, Error]:
+    line = Values(values.view(NUMPY[dtype]), DTYPES[dtype])
+    codes, error = codes_of(line, Place(*block), divisors, SCHEMES[scheme])
+    return codes.tobytes(), error
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", NUMPY)
+def test_codes(library: Library, monkeypatch: pytest.MonkeyPatch, dtype: str, scheme: str) -> None:
+    """Every bf16 but those that are no numbers, by divisors from the least to the largest; ragged blocks."""
+    every = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
+    values = np.concatenate((every[np.isfinite(every)], drawn(3, (1 << 12,), "F32", 3.0).view(np.float32)))
+    values = values[: len(values) // 120 * 120].astype(NUMPY[dtype])
+    few = np.array([2.0**-140, 2.0**-126, 1e-4, 0.3, 1.0, 2.0**100], np.float32)
+    divisors = few[np.arange(len(values) // 120 * 5) % len(few)].reshape(-1, 5)
+    want = coded(values, dtype, scheme, (120, 7, 30), divisors)
+    one = coded(values, dtype, scheme, (120, 0, 120), divisors[:1, 3:4])
+    sizes = [largest(Values(values, DTYPES[dtype]), 120, 32, of_all=both) for both in (False, True)]
+    monkeypatch.setattr(nearest, "ready", lambda nbytes: library)
+    for each, again in (
+        (want, coded(values, dtype, scheme, (120, 7, 30), divisors)),
+        (one, coded(values, dtype, scheme, (120, 0, 120), divisors[:1, 3:4])),
+    ):
+        assert each[0] == again[0] and each[1].most == again[1].most
+        assert np.allclose(each[1][1:], again[1][1:], rtol=1e-12)
+    for found, both in zip(sizes, (False, True), strict=True):
+        assert np.array_equal(found, largest(Values(values, DTYPES[dtype]), 120, 32, of_all=both))
+    values[17] = np.nan
+    assert not np.isfinite(largest(Values(values, DTYPES[dtype]), 120, 32)[0, 0])

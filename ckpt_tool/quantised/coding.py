@@ -1,0 +1,309 @@
+"""Recipes of quantised weights: codes and scales made of floats while these are read (`nearest` has the arithmetic).
+
+    Codes(key, ...)    F8_E4M3 (300, 256)        Scales(key, ...)   F32 (3, 2)        Numbers(key, ...)  I64 (2,)
+
+Scales of rows or of parts of rows want the values of their own block alone: any range of the line is made of the blocks
+that it touches. Blocks of several rows want a band of rows: its scales, and its values where they are few, stay with
+the thread that made them, because the next range most often lies in the same band. Each of the tensors reads the
+floats anew.
+Memory: `_TILE` elements, at 48 bytes each, and a band of at most `_BAND` bytes, a thread; of a turned matrix a panel
+of `_PANEL` bytes and as much again while it is turned.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.errors import InconsistentCheckpoint
+from ckpt_tool.quantised.codes import Array, Floats, Rectangle, rectangles
+from ckpt_tool.quantised.figures import GRAIN, Figures
+from ckpt_tool.quantised.nearest import (
+    Bytes,
+    Error,
+    Place,
+    Values,
+    codes_of,
+    divisors_of,
+    largest,
+    packed,
+    scales_of,
+    whole_of,
+)
+from ckpt_tool.quantised.schemes import Scheme
+from ckpt_tool.quantised.weights import TURNED
+from ckpt_tool.run.compute import cast, numpy_type
+from ckpt_tool.run.computed import Read, Recipe
+
+NOT_FINITE = "E2720"
+_TILE = 1 << 18  # elements that are worked on at once
+_BAND = 8 << 20  # bytes of a band that are kept
+_PANEL = 16 << 20  # bytes of a turned matrix that are turned at once
+
+
+class Whole:
+    """nvfp4: what the scales of a tensor are multiplied by, found once and shared by its recipes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: Floats | None = None
+
+    def found(self, largest: Callable[[], Floats]) -> Floats:
+        with self._lock:
+            if self._found is None:
+                self._found = whole_of(largest())
+            return self._found
+
+
+@dataclass(frozen=True, eq=False)
+class _OfFloats(Recipe):
+    """A tensor that is made of the floats of its one input.
+
+    floats: what they are rounded to first. scales: the dtype of the scales. whole: what these are multiplied by, where
+    there is such."""
+
+    scheme: Scheme
+    as_dtype: DType
+    floats: DType
+    scales: DType
+    whole: Whole | None
+    _kept: threading.local = field(
+        default_factory=threading.local, kw_only=True
+    )  # what a thread reads next, most often
+
+    @property
+    def dtype(self) -> DType:
+        return self.as_dtype
+
+    @property
+    def memory(self) -> int:
+        return 48 * _TILE + (2 * _PANEL if self.scheme.codes == TURNED else _BAND)
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """The shape of the values as they are coded."""
+        return self.scheme.matrix(self.inputs[0].tensor.shape)
+
+    @property
+    def columns(self) -> int:
+        return self.matrix[-1]
+
+    @property
+    def width(self) -> int:
+        """Columns of a block."""
+        return self.scheme.group(self.columns)
+
+    @property
+    def height(self) -> int:
+        """Rows of a block."""
+        return self.scheme.block[0]
+
+    def values(self, read: Read, start: int, stop: int) -> Floats:
+        raise NotImplementedError  # it gives bytes: `line`
+
+    def read_values(self, read: Read, start: int, stop: int) -> Values:
+        """Elements [start, stop) of the line, rounded as they are to be first."""
+        line, tensor = self._line(read, start, stop), self.inputs[0].tensor
+        if self.floats == tensor.dtype:
+            return Values(line, tensor.dtype)
+        rounded, _ = cast(line.view(np.uint8).data, tensor.dtype, self.floats)
+        return Values(np.frombuffer(rounded, numpy_type(self.floats)), self.floats)
+
+    def _line(self, read: Read, start: int, stop: int) -> Array:
+        """The same as they are stored; of a turned matrix out of panels, rows of it that are turned together."""
+        if self.scheme.codes != TURNED:
+            return read(0, start, stop)
+        parts, (*_, rows, columns) = list[Array](), self.matrix
+        each = min(max(_PANEL * 8 // self.inputs[0].tensor.dtype.bits // columns, 1), rows)
+        while start < stop:
+            matrix, row = divmod(start // columns, rows)
+            first = row // each * each
+            last, base = min(first + each, rows), (matrix * rows + first) * columns
+            panel = self._panel(read, matrix, first, last)
+            parts.append(panel[start - base : min(stop - base, len(panel))])
+            start += len(parts[-1])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _panel(self, read: Read, matrix: int, first: int, last: int) -> Array:
+        """Rows [first, last) of a turned matrix: columns of the stored one."""
+        kept: tuple[tuple[int, int], Array] | None = getattr(self._kept, "panel", None)
+        if kept is None or kept[0] != (matrix, first):
+            rows, columns = self.matrix[-2:]
+            base = matrix * rows * columns
+            if last - first == rows:
+                wide = read(0, base, base + rows * columns)
+            else:
+                ends = range(base, base + rows * columns, rows)
+                wide = np.concatenate([read(0, at + first, at + last) for at in ends])
+            turned = np.ascontiguousarray(wide.reshape(columns, last - first).T).reshape(-1)
+            kept = self._kept.panel = ((matrix, first), turned)
+        return kept[1]
+
+    def sizes(self, values: Values, start: int) -> Floats:
+        """The largest magnitudes of the blocks of a line of whole blocks, which begins with element `start`."""
+        return self.checked(largest(values, self.width, self.width), values, start).reshape(-1)
+
+    def checked(self, sizes: Floats, values: Values, start: int) -> Floats:
+        """`sizes`. Raises InconsistentCheckpoint E2720 where one is no number: values begin with element `start`."""
+        if np.isfinite(sizes).all():
+            return sizes
+        at = start + int(np.flatnonzero(~np.isfinite(values.wide))[0])
+        index = [int(i) for i in self.scheme.matrix(np.unravel_index(at, self.matrix))]
+        raise InconsistentCheckpoint(
+            f"element {index} is no finite number, and a block with it has no scale",
+            code=NOT_FINITE,
+            key=str(self.inputs[0].tensor.key),
+            hint="ckpt verify lists such tensors; --quantize-skip leaves this one as it is",
+        )
+
+    def band_sizes(self, read: Read, band: int) -> tuple[Floats, Values | None]:
+        """(the largest magnitudes of the blocks of a band, its values where they are few)."""
+        columns, (start, stop) = self.columns, self.band(band)
+        few = (stop - start) * self.floats.bits // 8 <= _BAND
+        step = stop - start if few else max(_TILE // columns, 1) * columns
+        parts, values = list[Floats](), None
+        for at in range(start, stop, step):
+            values = self.read_values(read, at, min(at + step, stop))
+            parts.append(self.checked(largest(values, columns, self.width, of_all=True), values, at)[0])
+        return np.maximum.reduce(parts), values if few else None
+
+    def band(self, number: int) -> tuple[int, int]:
+        """The elements of a band."""
+        rows = self.matrix[-2]
+        each = -(-rows // self.height)
+        matrix, here = divmod(number, each)
+        low = matrix * rows + here * self.height
+        return low * self.columns, min(low + self.height, (matrix + 1) * rows) * self.columns
+
+    def divisors(self, read: Read, sizes: Floats) -> Floats:
+        """What values are divided by."""
+        whole = self.factor(read)
+        scales = scales_of(sizes, self.scheme, self.scales, whole)
+        return divisors_of(scales, self.scales, str(self.key), whole)
+
+    def factor(self, read: Read) -> Floats | None:
+        """What all scales of the tensor are multiplied by, where there is such."""
+        return self.whole.found(lambda: self._largest(read)) if self.whole else None
+
+    def _largest(self, read: Read) -> Floats:
+        """The largest magnitude of the whole tensor."""
+        numel, step = self.inputs[0].tensor.numel, max(_TILE // self.width, 1) * self.width
+        tiles = ((at, min(at + step, numel)) for at in range(0, numel, step))
+        sizes = [self.sizes(self.read_values(read, *tile), tile[0]).max(keepdims=True) for tile in tiles]
+        return np.maximum.reduce(sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class Scales(_OfFloats):
+    """The scales of all blocks."""
+
+    def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
+        item = self.as_dtype.bits // 8
+        first, last = offset // item, -(-(offset + nbytes) // item)
+        sizes = np.concatenate([*self._sizes(read, first, last)])
+        scales = scales_of(sizes, self.scheme, self.scales, self.factor(read))
+        made = np.ascontiguousarray(scales).view(np.uint8)
+        return made[offset - first * item :][:nbytes].data
+
+    def _sizes(self, read: Read, first: int, last: int) -> Iterator[Floats]:
+        """The largest magnitudes of blocks [first, last), in their order."""
+        if self.height > 1:
+            across = self.shape[-1]
+            for band in range(first // across, -(-last // across)):
+                sizes, _ = self.band_sizes(read, band)
+                yield sizes[max(first - band * across, 0) : last - band * across]
+            return
+        step = max(_TILE // self.width, 1)
+        for at in range(first, last, step):
+            start = at * self.width
+            yield self.sizes(self.read_values(read, start, min(at + step, last) * self.width), start)
+
+
+@dataclass(frozen=True, eq=False)
+class Codes(_OfFloats):
+    """The codes of all values. figures: where the errors are noted."""
+
+    figures: Figures
+
+    def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
+        per_byte = 8 // self.scheme.bits
+        step = per_byte * (self.as_dtype.bits // 8)  # elements of an item
+        start, stop = offset * per_byte // step * step, -(-(offset + nbytes) * per_byte // step) * step
+        parts = [packed(self._piece(read, low, high), self.scheme) for low, high in self._pieces(start, stop)]
+        found = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return found[offset - start // per_byte :][:nbytes].data
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Parts of a range that end where grains do."""
+        while start < stop:
+            end = min((start // GRAIN + 1) * GRAIN, stop)
+            yield start, end
+            start = end
+
+    def _piece(self, read: Read, start: int, stop: int) -> Bytes:
+        """The codes of elements [start, stop), within one grain; their error is noted where they are all of it."""
+        codes, error = self._of_bands(read, start, stop) if self.height > 1 else self._of_groups(read, start, stop)
+        self.figures.note(start, stop, error)
+        return codes
+
+    def _of_groups(self, read: Read, start: int, stop: int) -> tuple[Bytes, Error]:
+        """Blocks are parts of the line: it is seen as rows of one block each."""
+        width, found = self.width, list[tuple[Bytes, Error]]()
+        low, high = start // width, -(-stop // width)
+        values = self.read_values(read, low * width, high * width)
+        divisors = self.divisors(read, self.sizes(values, low * width)).reshape(-1, 1)
+        for where in rectangles(start - low * width, stop - low * width, width):
+            place = Place(where.right - where.left, where.left, width)
+            part = values.part(where.low * width + where.left, (where.high - 1) * width + where.right)
+            found.append(codes_of(part, place, divisors[where.low : where.high], self.scheme))
+        return _joined(found)
+
+    def _of_bands(self, read: Read, start: int, stop: int) -> tuple[Bytes, Error]:
+        """Blocks are of several rows: rectangle by rectangle of each band."""
+        found, rows = list[tuple[Bytes, Error]](), self.matrix[-2]
+        each = -(-rows // self.height)
+        while start < stop:
+            matrix, row = divmod(start // self.columns, rows)
+            band = matrix * each + row // self.height
+            end = min(self.band(band)[1], stop)
+            found += [self._rectangle(read, band, where) for where in rectangles(start, end, self.columns)]
+            start = end
+        return _joined(found)
+
+    def _rectangle(self, read: Read, band: int, where: Rectangle) -> tuple[Bytes, Error]:
+        """The codes of a rectangle of a band."""
+        divisors, values = self._band(read, band)
+        first, last = where.low * self.columns + where.left, (where.high - 1) * self.columns + where.right
+        base = self.band(band)[0]
+        values = values.part(first - base, last - base) if values else self.read_values(read, first, last)
+        left = where.left // self.width
+        place = Place(where.right - where.left, where.left - left * self.width, self.width)
+        return codes_of(values, place, divisors[None, left : -(-where.right // self.width)], self.scheme)
+
+    def _band(self, read: Read, number: int) -> tuple[Floats, Values | None]:
+        """(what the values of its blocks are divided by, those values where they are few)."""
+        kept: tuple[int, Floats, Values | None] | None = getattr(self._kept, "band", None)
+        if kept is None or kept[0] != number:
+            sizes, values = self.band_sizes(read, number)
+            kept = self._kept.band = (number, self.divisors(read, sizes), values)
+        return kept[1:]
+
+
+def _joined(parts: list[tuple[Bytes, Error]]) -> tuple[Bytes, Error]:
+    codes, errors = zip(*parts, strict=True)
+    return codes[0] if len(codes) == 1 else np.concatenate(codes), sum(errors, Error())
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers(_OfFloats):
+    """What is stated of a whole weight: the shape of one whose codes are packed, the factor of its scales."""
+
+    def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
+        factor = self.factor(read)
+        stated = self.inputs[0].tensor.shape if factor is None else factor
+        made = np.array(stated, numpy_type(self.as_dtype)).view(np.uint8)
+        return made[offset : offset + nbytes].data

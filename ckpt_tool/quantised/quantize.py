@@ -1,0 +1,240 @@
+"""`--quantize SCHEME`: floats as codes and scales, to nearest, without data, made while they are read.
+
+    m.weight BF16 [300, 256], --quantize fp8-block   ->   m.weight F8_E4M3 [300, 256], m.weight_scale_inv F32 [3, 2]
+
+The last thing that is done to a model's tensors, under the names and in the layout of the output. What is quantised is
+what would be written without the option: values that `--dequantize` makes, or that `--dtype` rounds, are rounded first,
+so that one run and two give the same bytes. `which` says what stays; so do weights whose rows the groups of a scheme do
+not divide. The config of the output says the scheme (`schemes.config_of`), and every weight is found again by what
+reads such folders, or it is a bug of ours.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.patterns import Names
+from ckpt_tool.core.tensor import MODEL, TensorKey
+from ckpt_tool.errors import InternalError, UsageError
+from ckpt_tool.plan.moves import Stored
+from ckpt_tool.quantised.dequantize import model_config
+from ckpt_tool.quantised.kept_whole import found_in, refuse_codes
+from ckpt_tool.quantised.schemes import Scheme, config_of, laid_out, scheme_of
+from ckpt_tool.quantised.weights import TURNED, Kind, Shape
+from ckpt_tool.quantised.which import EXPERTS, module_of, why_not
+from ckpt_tool.sources.chosen import Chosen, Conversion, dtypes_of, with_computed, written_as
+from ckpt_tool.sources.select import refuse_misses
+
+if TYPE_CHECKING:
+    from ckpt_tool.quantised.figures import Figures
+    from ckpt_tool.run.computed import ComputedTree, Recipe
+
+OPTION = "--quantize"
+_HEAD = "lm_head"
+NOTHING, STACKED = "E2721", "E2723"
+INDIVISIBLE = "rows that the groups of the scheme do not divide"
+
+
+def quantized(chosen: Chosen, job: Conversion) -> Chosen:
+    """`chosen` whose weights are codes and scales. Raises UsageError E1465 for weights that are codes already, E2721
+    where there is nothing to quantise, E2723 for stacked experts that a scheme has
+    no place for, E0264 with --plan and --ray; InconsistentCheckpoint E2720 while reading for values that are no finite
+    numbers."""
+    writing = job.writing
+    if writing.quantize is None:
+        return chosen
+    scheme = scheme_of(writing.quantize, model_config(chosen))
+    rows = {row.tensor.key.name: row for row in chosen.stored if row.tensor.key.state == MODEL}
+    refuse_codes([row.tensor for row in rows.values()], OPTION, chosen.sources[0].path)
+    stays = _staying(rows, scheme, writing.quantize_skip, writing.quantize_only)
+    taken = [name for name in rows if name not in stays]
+    if not taken:
+        raise UsageError(
+            f"{OPTION} {scheme.name}: no weight is to be quantised",
+            code=NOTHING,
+            hint="matrices of layers under the hub's names are; --quantize-only PATTERN names others",
+        )
+    _refuse_stacked(taken, scheme)
+    dtypes = dtypes_of(writing)
+    floats = {name: written_as(rows[name].tensor, dtypes, chosen.casts) for name in taken}
+    made = {name: laid_out(scheme, name, rows[name].tensor.shape, _narrow(floats[name])) for name in taken}
+    stated = config_of(scheme, _modules(rows, stays))
+    _check_found(made, stated)
+    recipes: list[Recipe] = []
+    figures: list[Figures] = []
+    for name in taken:
+        mine, figure = _recipes(chosen, rows[name], scheme, made[name], floats[name])
+        recipes += mine
+        figures.append(figure)
+    out = with_computed(
+        replace(chosen, stored=_in_places(chosen.stored, made)),
+        recipes,
+        f"{chosen.sources[0].path} (quantised)",
+        writing,
+        option=OPTION,
+        dtypes={},
+        notes=_notes({name: rows[name].tensor.shape for name in taken}, stays, scheme),
+    )
+    own = {recipe.key: recipe.dtype for recipe in recipes}  # --dtype is for what stays
+    tree: Any = out.sources[-1].tree
+    names = {name: tuple(tensor for tensor, _ in parts.values()) for name, parts in made.items()}
+    return replace(
+        out,
+        casts={**out.casts, **own},
+        names={**out.names, **names},
+        stated={**out.stated, **stated, "dtype": _torch_name(floats.values())},
+        reported=Errors(scheme, tuple(figures), tree, dict(Counter(stays.values()))),
+    )
+
+
+def _staying(rows: Mapping[str, Stored], scheme: Scheme, skip: Sequence[str], only: Sequence[str]) -> dict[str, str]:
+    """Name -> why it stays as it is. Raises UsageError E0255 for patterns that match nothing."""
+    known = Names(rows)
+    (skipped, misses), (named, others) = known.matched(skip), known.matched(only)
+    refuse_misses([*misses, *others], known.names)
+    found: dict[str, str] = {}
+    for name, row in rows.items():
+        shape, dtype = row.tensor.shape, row.tensor.dtype
+        if name in skipped:
+            found[name] = "--quantize-skip"
+        elif only and name not in named:
+            found[name] = "not in --quantize-only"
+        elif scheme.codes == TURNED and (len(shape) != 3 or EXPERTS not in name):
+            found[name] = "no stacked experts, which this family's releases quantise alone"
+        elif not only and (why := why_not(row.tensor)):
+            found[name] = why
+        elif len(shape) < 2 or not dtype.is_float or dtype.bits < 16:
+            found[name] = "no matrix of floats"
+        elif not scheme.fits(shape):
+            found[name] = INDIVISIBLE
+    return found
+
+
+def _refuse_stacked(taken: Iterable[str], scheme: Scheme) -> None:
+    stacked = [name for name in taken if EXPERTS in name and not name.endswith(".weight")]
+    if scheme.form and stacked:
+        raise UsageError(
+            f"{OPTION} {scheme.name}: compressed-tensors has no place for experts that are stacked in one tensor",
+            code=STACKED,
+            key=stacked[0],
+            faults=stacked[1:],
+            hint="write them one by one with --experts split, or leave them out with --quantize-skip",
+        )
+
+
+def _torch_name(dtypes: Iterable[DType]) -> str | None:
+    """What a config calls the dtype that most of the weights had."""
+    ((dtype, _),) = Counter(dtypes).most_common(1)
+    return dtype.torch
+
+
+def _narrow(dtype: DType) -> DType:
+    """The dtype of scales beside such weights: 64 bits are more than anything computes in."""
+    return DTYPES["F32"] if dtype.name == "F64" else dtype
+
+
+def _modules(rows: Mapping[str, Stored], stays: Mapping[str, str]) -> list[str]:
+    """The modules that a config says are not quantised: every matrix that stays, and the head, which may be tied."""
+    kept = [module_of(name) for name in stays if name.endswith(".weight") and len(rows[name].tensor.shape) > 1]
+    kept = [name for name in kept if "embed" not in name.rpartition(".")[2]]
+    head = () if any(module_of(name) == _HEAD for name in rows.keys() - stays.keys()) else (_HEAD,)
+    return list(dict.fromkeys((*kept, *head)))
+
+
+def _recipes(
+    chosen: Chosen, row: Stored, scheme: Scheme, made: Mapping[str, tuple[str, Kind]], floats: DType
+) -> tuple[list[Recipe], Figures]:
+    from ckpt_tool.quantised.coding import Codes, Numbers, Scales, Whole
+    from ckpt_tool.quantised.figures import Figures
+
+    tensor, inputs = row.tensor, (chosen.input(row),)
+    figure = Figures(tensor.key.name, made["codes"][0], tensor.numel)
+    found: list[Recipe] = []
+    scales = made["scale"][1].dtype
+    whole = Whole() if "global_scale" in made else None
+    for role, (name, kind) in made.items():
+        text = f"{role} of {scheme.name}, of {floats.name}"
+        common = (TensorKey(name), kind.shape, inputs, text, scheme, kind.dtype, floats, scales, whole)
+        if role == "codes":
+            found.append(Codes(*common, figure))
+        else:
+            found.append(Scales(*common) if role == "scale" else Numbers(*common))
+    return found, figure
+
+
+def _in_places(stored: Iterable[Stored], made: Mapping[str, Mapping[str, tuple[str, Kind]]]) -> tuple[Stored, ...]:
+    """The tensors with those that a weight becomes in its place. They are still the weight's own: what computes takes
+    over by key."""
+    out: list[Stored] = []
+    for row in stored:
+        parts = made.get(row.tensor.key.name) if row.tensor.key.state == MODEL else None
+        if parts is None:
+            out.append(row)
+            continue
+        for name, _ in parts.values():
+            out.append(row._replace(tensor=row.tensor._replace(key=TensorKey(name), path=())))
+    return tuple(out)
+
+
+def _check_found(made: Mapping[str, Mapping[str, tuple[str, Kind]]], config: Mapping[str, Any]) -> None:
+    """Is every weight found by the rules that such folders are read by?"""
+    kinds = {name: kind for parts in made.values() for name, kind in parts.values()}
+    scheme, found = found_in(kinds, config)
+    seen = {weight.made for weight in found.weights.values()}
+    if scheme is None or not scheme.known or found.faults or seen != made.keys():
+        raise InternalError(f"{OPTION}: what is laid out is not read back: {found.faults[:1]}")
+
+
+def _notes(taken: Mapping[str, Shape], stays: Mapping[str, str], scheme: Scheme) -> tuple[str, ...]:
+    notes = [f"{len(taken)} weights are quantised as {scheme.name} ({OPTION})"]
+    lost = [name for name, why in stays.items() if why == INDIVISIBLE]
+    if lost:
+        notes.append(f"{len(lost)} weights stay, with {INDIVISIBLE}: {_few(lost)}")
+    height, width = scheme.block
+    short = [name for name, shape in taken.items() if shape[-2] % height or shape[-1] % width] if height > 1 else ()
+    if short:
+        notes.append(
+            f"{len(short)} weights end in short blocks, as DeepSeek's do, which transformers 5.23 misreads where it makes "
+            f"floats of them; --quantize-skip leaves them as they are: {_few(short)}"
+        )
+    return tuple(notes)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+@dataclass(frozen=True)
+class Errors:
+    """What the report says of quantised weights (`sources.chosen.Reported`). stays: why tensors stay -> how many."""
+
+    scheme: Scheme
+    figures: tuple[Figures, ...]
+    tree: ComputedTree
+    stays: Mapping[str, int]
+
+    def document(self, *, done: bool) -> dict[str, Any]:
+        rows = list[dict[str, object]]()
+        if done:
+            for figure in self.figures:
+                self._completed(figure)
+                rows.append(figure.document())
+            self.tree.close()
+        return {
+            "quantized": {
+                "scheme": self.scheme.name,
+                "weights": len(self.figures),
+                "stays": dict(self.stays),
+                "errors": rows,
+            }
+        }
+
+    def _completed(self, figure: Figures) -> None:
+        """Quantise again what no thread had whole, or what the run before had done."""
+        bits = self.scheme.bits
+        for start, stop in [*figure.missing()]:
+            self.tree.view(f"{MODEL}/{figure.lead}", start * bits // 8, (stop - start) * bits // 8)

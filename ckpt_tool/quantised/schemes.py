@@ -1,0 +1,184 @@
+"""Schemes that `--quantize` writes: how each stores a weight, and what the model's config says of it then.
+
+    name         codes                    scales, one for                        config
+    fp8-block    X F8_E4M3                X_scale_inv F32, 128 rows x 128        quant_method fp8
+    fp8-channel  X F8_E4M3                X_scale, a row                         compressed-tensors float-quantized
+    int8         X I8                     X_scale, a row                         compressed-tensors int-quantized
+    int4-g128    X_packed I32, X_shape    X_scale, 128 of a row                  compressed-tensors pack-quantized
+    mxfp8        X F8_E4M3                X_scale U8, 32 of a row                compressed-tensors mxfp8-quantized
+    mxfp4        X_packed U8              X_scale U8, 32 of a row                compressed-tensors mxfp4-pack-quantized
+      gpt-oss    X_blocks U8, turned      X_scales U8, 32 of a row               quant_method mxfp4
+    nvfp4        X_packed U8              X_scale F8_E4M3, 16 of a row,          compressed-tensors nvfp4-pack-quantized
+                                          X_global_scale F32, all
+
+Names, codes and shapes are what `weights.find` recognises, by its own endings: what is laid out here is found there
+(`tests/core/test_schemes.py`). A scale without a dtype has that of the weights. Blocks of fp8-block may be short at the
+ends of both dims; groups of the others divide a row.
+Sources: the configs of deepseek-ai/DeepSeek-V3 and Qwen/Qwen3-8B-FP8, transformers 5.23
+(`quantizers/quantizer_finegrained_fp8.py`); compressed-tensors 0.20 (`quantization/quant_scheme.py`, its presets).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.quantised.scheme import KEYS
+from ckpt_tool.quantised.weights import (
+    BLOCKS,
+    BYTES,
+    ENDINGS,
+    NIBBLES,
+    PACKED,
+    SCALE,
+    SCALE_INV,
+    SCALES,
+    TURNED,
+    WORDS,
+    Kind,
+    Shape,
+)
+
+
+class Scheme(NamedTuple):
+    """How a weight is stored.
+
+    codes: one of `weights`'. dtype: of the tensor that holds them. block: codes that share a scale, (rows, columns), 0
+    for a whole row; of TURNED codes rows are those of the turned matrix. scale: what the name of the scales ends in.
+    scales: their dtype, "" for that of the weights. method: what a config calls it. form, weights, activations: what
+    compressed-tensors' config says, where that is its own.
+    """
+
+    name: str
+    codes: str
+    dtype: str
+    bits: int
+    block: tuple[int, int]
+    scale: str
+    scales: str
+    method: str
+    form: str = ""
+    weights: Mapping[str, Any] = {}
+    activations: Mapping[str, Any] | None = None
+
+    def matrix(self, shape: Shape) -> Shape:
+        """The values of a weight of `shape` as they are coded: (..., rows, columns)."""
+        return (*shape[:-2], shape[-1], shape[-2]) if self.codes == TURNED else shape
+
+    def group(self, columns: int) -> int:
+        """Codes of a row that share a scale."""
+        return self.block[1] or columns
+
+    def fits(self, shape: Shape) -> bool:
+        """Do its groups divide a row of a matrix of this shape? Blocks of rows may be short."""
+        columns = self.matrix(shape)[-1]
+        return bool(prod(shape)) and (self.block[0] > 1 or not columns % self.group(columns))
+
+
+def _stated(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
+    """What compressed-tensors says of values, as far as it is not its default."""
+    return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False, **more}
+
+
+_CT = "compressed-tensors"
+_OF_TOKENS = {"dynamic": True}
+_E4M3 = "torch.float8_e4m3fn"
+_ROWS = (
+    Scheme("fp8-block", BYTES, "F8_E4M3", 8, (128, 128), SCALE_INV, "F32", "fp8"),
+    Scheme(
+        *("fp8-channel", BYTES, "F8_E4M3", 8, (1, 0), SCALE, "", _CT, "float-quantized"),
+        _stated(8, "float", "channel"),
+        _stated(8, "float", "token", **_OF_TOKENS),
+    ),
+    Scheme(
+        *("int8", BYTES, "I8", 8, (1, 0), SCALE, "", _CT, "int-quantized"),
+        _stated(8, "int", "channel"),
+        _stated(8, "int", "token", **_OF_TOKENS),
+    ),
+    Scheme(
+        *("int4-g128", WORDS, "I32", 4, (1, 128), SCALE, "", _CT, "pack-quantized"),
+        _stated(4, "int", "group", group_size=128),
+    ),
+    Scheme(
+        *("mxfp8", BYTES, "F8_E4M3", 8, (1, 32), SCALE, "U8", _CT, "mxfp8-quantized"),
+        _stated(8, "float", "group", group_size=32, scale_dtype="torch.uint8", zp_dtype="torch.uint8"),
+    ),
+    Scheme(
+        *("mxfp4", NIBBLES, "U8", 4, (1, 32), SCALE, "U8", _CT, "mxfp4-pack-quantized"),
+        _stated(4, "float", "group", group_size=32, scale_dtype="torch.uint8", zp_dtype="torch.uint8"),
+    ),
+    Scheme(
+        *("nvfp4", NIBBLES, "U8", 4, (1, 16), SCALE, "F8_E4M3", _CT, "nvfp4-pack-quantized"),
+        _stated(4, "float", "tensor_group", group_size=16, scale_dtype=_E4M3, zp_dtype=_E4M3),
+    ),
+)
+SCHEMES: Mapping[str, Scheme] = {row.name: row for row in _ROWS}
+# (scheme, model type) -> as the family's own releases have it: stacked experts, and nothing else
+_OWN = {("mxfp4", "gpt_oss"): Scheme("mxfp4", TURNED, "U8", 4, (1, 32), SCALES, "U8", "mxfp4")}
+
+
+def scheme_of(name: str, config: Mapping[str, Any] | None) -> Scheme:
+    """The scheme `name` as it is for the model that `config` describes."""
+    return _OWN.get((name, str((config or {}).get("model_type"))), SCHEMES[name])
+
+
+def laid_out(scheme: Scheme, name: str, shape: Shape, floats: DType) -> dict[str, tuple[str, Kind]]:
+    """Role -> the tensor that a weight of `shape` becomes, its codes first. floats: its dtype.
+
+    >>> laid_out(SCHEMES["fp8-block"], "m.weight", (300, 256), DTYPES["BF16"])["scale"][1].shape
+    (3, 2)
+    """
+    *before, rows, columns = scheme.matrix(shape)
+    group = scheme.group(columns)
+    scales = Kind(
+        DTYPES[scheme.scales] if scheme.scales else floats, (*before, -(-rows // scheme.block[0]), -(-columns // group))
+    )
+    stored = columns * scheme.bits // DTYPES[scheme.dtype].bits
+    if scheme.codes == TURNED:
+        pairs = Kind(DTYPES[scheme.dtype], (*before, rows, columns // group, group // 2))
+        return {"codes": (f"{name}{BLOCKS}", pairs), "scale": (f"{name}{scheme.scale}", scales)}
+    lead = name if scheme.codes == BYTES else f"{name}{PACKED}"
+    found = {
+        "codes": (lead, Kind(DTYPES[scheme.dtype], (*shape[:-1], stored))),
+        "scale": (f"{name}{scheme.scale}", scales),
+    }
+    if scheme.codes == WORDS:
+        found["shape"] = (f"{name}{ENDINGS['shape']}", Kind(DTYPES["I64"], (len(shape),)))
+    if scheme.codes == NIBBLES and scheme.scales == "F8_E4M3":
+        found["global_scale"] = (f"{name}{ENDINGS['global_scale']}", Kind(DTYPES["F32"], (1,)))
+    return found
+
+
+def config_of(scheme: Scheme, kept: Sequence[str]) -> dict[str, Any]:
+    """What a config says of a model that is quantised so (`scheme.KEYS`). kept: modules that are not."""
+    if scheme.method == "mxfp4":
+        return {KEYS[0]: {"modules_to_not_convert": list(kept), "quant_method": scheme.method}}
+    if scheme.method == "fp8":
+        return {
+            KEYS[0]: {
+                "activation_scheme": "dynamic",
+                "fmt": "e4m3",
+                "modules_to_not_convert": list(kept),
+                "quant_method": scheme.method,
+                "weight_block_size": list(scheme.block),
+            }
+        }
+    group = {
+        "targets": ["Linear"],
+        "weights": dict(scheme.weights),
+        "input_activations": dict(scheme.activations) if scheme.activations else None,
+        "output_activations": None,
+        "format": scheme.form,
+    }
+    return {
+        KEYS[0]: {
+            "config_groups": {"group_0": group},
+            "format": scheme.form,
+            "ignore": list(kept),
+            "kv_cache_scheme": None,
+            "quant_method": scheme.method,
+            "quantization_status": "compressed",
+        }
+    }

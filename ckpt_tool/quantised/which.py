@@ -1,0 +1,59 @@
+"""Which weights `--quantize` quantises, by their hub names: the matrices of a model's layers.
+
+    quantised    matrices of layers ("...layers.3.self_attn.q_proj.weight"), experts stacked in one tensor
+    stays        vectors (norms, biases); what lies outside the layers (embeddings, heads, final projections);
+                 routers and gates; norms and embeddings inside layers; towers of images and sound, and what joins them
+                 to the language model; what is no float, or no `.weight`
+
+The rule leans to what may stay: a layer too few costs bytes, one too many an answer. `--quantize-skip PATTERN` leaves
+more as they are, `--quantize-only PATTERN` says itself which are quantised.
+Sources: what deepseek-ai/DeepSeek-V3, Qwen/Qwen3-30B-A3B-FP8 and openai/gpt-oss-20b leave in bf16, and llm-compressor's
+examples (`ignore`); `tests/families/test_quantised_rule.py` holds it against the `nn.Linear` of the real classes.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ckpt_tool.core.tensor import LogicalTensor
+
+_TOWER = re.compile(
+    r"vision|visual|audio|tower|image|video|speech|project(or|ion)s?$|multi_modal|connector|aligner|patch"
+)
+_ASIDE = re.compile(r"norm|embed|router|lora|compressor|indexer|rel_pos")  # a module of a layer, and all inside it
+_LAST = re.compile(  # a module that decides where tokens go, or how much passes
+    r"^(gate|wg|\w+_gate|weights_proj|eh_proj|head|conv\w*|in_proj_(ba|a|b)|[bf]_proj|f_[ab]_proj)$"
+)
+_TURNED = re.compile(r"(^|\.)h\.\d+\.\w+\.(c_attn|c_fc|c_proj)\.weight$")  # GPT-2's, which are no nn.Linear
+EXPERTS = ".experts."
+SHORT, OUTSIDE, TOWERS, SMALL, OTHER = (
+    "vectors (norms, biases)",
+    "outside the layers (embeddings, heads)",
+    "of a tower of images or sound",
+    "routers, gates, norms and the like inside layers",
+    "no weight of a projection",
+)
+
+
+def why_not(tensor: LogicalTensor) -> str:
+    """Why a tensor stays as it is, "" for one that is quantised."""
+    name, dtype = tensor.key.name, tensor.dtype
+    parts = name.split(".")
+    if len(tensor.shape) < 2 or not all(tensor.shape):
+        return SHORT
+    if not dtype.is_float or dtype.bits < 16:
+        return OTHER
+    if any(map(_TOWER.search, parts)):
+        return TOWERS
+    if not any(part.isdigit() for part in parts):
+        return OUTSIDE
+    stacked = EXPERTS in name and len(tensor.shape) == 3
+    modules = parts[:-1] if parts[-1] == "weight" else parts
+    if any(map(_ASIDE.search, modules)) or _TURNED.search(name) or _LAST.search(modules[-1]):
+        return SMALL
+    return "" if stacked or len(tensor.shape) == 2 and parts[-1] == "weight" else OTHER
+
+
+def module_of(name: str) -> str:
+    """The module whose weight a tensor is."""
+    return name.removesuffix(".weight")
