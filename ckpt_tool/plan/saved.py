@@ -28,7 +28,8 @@ from ckpt_tool.plan.checking import check
 from ckpt_tool.plan.copy import Region
 from ckpt_tool.plan.plan import PLAN_VERSION, Extent, Move, Plan, Record, SourceFile
 
-NUMBER = 1 << 62  # of any number in a plan, exclusive: sums of two stay in 63 bits
+NUMBER = 1 << 62  # of any number in a plan that is reckoned with, exclusive: sums of two stay in 63 bits
+IDENTITY = 1 << 64  # of those that say which file it was: inodes of some networks' file systems use all bits
 RANK = 64  # dims
 _SEAL = "seal"
 _OPTIONS: Mapping[str, type] = {"verify": str, "max_shard_size": int, "unlisted": list}
@@ -86,7 +87,7 @@ def _plan(document: Any) -> Plan:
         raise ValueError(f"plan version {version!r:.40}, want {PLAN_VERSION}")
     files = [_mapping(file) for file in _rows(document["outputs"])]
     return Plan(
-        tuple(SourceFile(_path(root), _path(at), _numbers(seen, 5)) for root, at, seen in _rows(document["sources"])),
+        tuple(SourceFile(_path(root), _path(at), _identity(seen)) for root, at, seen in _rows(document["sources"])),
         tuple(Record(*_numbers(record, 4)) for record in _rows(document["records"])),
         tuple(map(_file, files)),
         tuple(tuple(Extent(*_numbers(row, 3, low=-1)) for row in _rows(file["arrays"])) for file in files),
@@ -192,13 +193,18 @@ def _number(value: Any) -> int:
     return value
 
 
-def _numbers(values: Any, count: int | None = None, *, low: int = 0) -> tuple[int, ...]:
-    """Integers of `low` up to NUMBER, `count` of them where that is known, RANK at most."""
+def _identity(values: Any) -> tuple[int, ...]:
+    """A file's identity (`storage.source.Identity`, or a store's as hashes): compared, and nothing else."""
+    return _numbers(values, 5, low=-NUMBER, below=IDENTITY)  # times before 1970 are below 0
+
+
+def _numbers(values: Any, count: int | None = None, *, low: int = 0, below: int = NUMBER) -> tuple[int, ...]:
+    """Integers of `low` up to `below`, `count` of them where that is known, RANK at most."""
     numbers = tuple(_rows(values))
     if not set(map(type, numbers)) <= {int}:
         raise ValueError(f"expected whole numbers, got {values!r:.80}")
-    if numbers and not (low <= min(numbers) and max(numbers) < NUMBER):
-        raise ValueError(f"expected numbers of {low} to {NUMBER}, got {values!r:.80}")
+    if numbers and not (low <= min(numbers) and max(numbers) < below):
+        raise ValueError(f"expected numbers of {low} to {below}, got {values!r:.80}")
     if len(numbers) != count if count is not None else len(numbers) > RANK:
         raise ValueError(f"expected {count if count is not None else f'at most {RANK}'} numbers, got {len(numbers)}")
     return numbers

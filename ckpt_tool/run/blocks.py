@@ -150,6 +150,11 @@ class Sources:
         tree = self.trees[self.files[number].root]
         return None if tree.local and not is_view(self.files[number].path) else tree
 
+    @property
+    def far(self) -> bool:
+        """Do some of the files lie behind a URL?"""
+        return any(not tree.local and not tree.computed for tree in self.trees.values())
+
     def late_faults(self) -> Iterator[CkptError]:
         """What is wrong with the files and shows only when all has been read (`Tree.late_faults`)."""
         for root, tree in self.trees.items():
@@ -246,21 +251,24 @@ class Reader:
         for part in copies:
             self._compare(move, part, block, start, count=count)
 
-    def lent(self, move: Move, start: int, stop: int) -> memoryview | None:
-        """Elements [start, stop) of the move's line as they lie in what a store has sent, to be looked at; None where
-        they must be read into a block: from a local file, from several places, beside replicas."""
+    def lent(self, move: Move, start: int, stop: int) -> list[memoryview] | None:
+        """Elements [start, stop) of the move's line as they lie in what a store has sent, to be looked at, in parts
+        that may end within an element; None where they must be read into a block: from a local file, from several
+        places, beside replicas."""
         if not move.sources or self._files.remote(move.sources[0].file) is None or self.turned(move) is not None:
             return None
-        parts = self._spans.parts(start, stop)
-        if len(parts) != 1 or len(parts[0].extents) > 1 or parts[0].numel != stop - start:
+        found = self._spans.parts(start, stop)
+        if len(found) != 1 or len(found[0].extents) > 1 or found[0].numel != stop - start:
             return None
-        (part,) = parts
-        tree = self._files.remote(part.file)
-        if tree is None or not in_runs(part, move.item):
+        (only,) = found
+        tree = self._files.remote(only.file)
+        if tree is None or not in_runs(only, move.item):
             return None
-        view = memoryview(tree.view(self._files.path(part.file), part.offset, (stop - start) * move.item))
-        self._count(part.file, part.offset, view)
-        return view
+        parts, at = tree.parts(self._files.path(only.file), only.offset, (stop - start) * move.item), only.offset
+        for part in parts:
+            self._count(only.file, at, part)
+            at += len(part)
+        return parts
 
     def expect(self, items: Iterable[tuple[Move, int, int]], *, then: bool = False) -> None:
         """Elements [start, stop) of these moves' lines will be filled next, in this order: files of stores are fetched
@@ -361,7 +369,7 @@ class Reader:
         if tree is None:
             self._pread_local(self._fds[file], file, offset, view)
         else:
-            view[:] = tree.view(self._files.path(file), offset, len(view))
+            tree.fill(self._files.path(file), offset, view)
         if count:
             self._count(file, offset, view)
 

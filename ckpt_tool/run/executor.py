@@ -44,6 +44,7 @@ from ckpt_tool.plan.schedule import Unit, units
 from ckpt_tool.run import replicas
 from ckpt_tool.run.blocks import Reader, Sources, StagedFiles, Writer
 from ckpt_tool.run.checksum import Piece
+from ckpt_tool.run.coming import Coming
 from ckpt_tool.run.digest import root
 from ckpt_tool.run.finish import check_records, copy_sidefiles, fill_patches, sync_all, write_all
 from ckpt_tool.run.hashes import FileHashes
@@ -569,15 +570,17 @@ class Executor:
     ) -> None:
         reader, writer = Reader(self.sources, room, self._record_starts, panel=self._panel), new_writer()
         block, scratch = memoryview(bytearray(ROOM)), memoryview(bytearray(STRIDED_BLOCK))
-        job = Job(reader, writer, block, scratch, self.hashing, lambda: state.stop, self._advance)
         me, mover = threading.get_ident(), None
+        coming = self._coming(state, reader, me)
+
+        def advance(nbytes: int) -> None:
+            self._advance(nbytes)
+            coming.passed(nbytes)
+
+        job = Job(reader, writer, block, scratch, self.hashing, lambda: state.stop, advance)
         try:
             mover = Walks(job, self.plan.moves) if self._movers is None else self._movers.open(job, self.plan.moves)
-            while not state.stop:
-                with state.lock:
-                    taken = self._next(state, me)
-                if taken is None:
-                    break
+            for taken in coming:
                 working_on(self.progress, self._names[min(taken[1].files, default=0)])
                 line = self._unit(taken, mover, state)
                 if line is not None:
@@ -602,6 +605,21 @@ class Executor:
             except (OSError, CkptError) as e:
                 with state.lock:
                     state.error = state.error or e
+
+    def _coming(self, state: _State, reader: Reader, me: int) -> Coming[tuple[int, Unit]]:
+        """A thread's units. Of a store the next one's bytes are asked for before one is over; a card reads in its own
+        way."""
+        moves, far = self.plan.moves, self._movers is None and self.sources.far
+
+        def take() -> tuple[int, Unit] | None:
+            with state.lock:
+                return None if state.stop else self._next(state, me)
+
+        def expect(taken: tuple[int, Unit], then: bool) -> None:
+            if far:
+                reader.expect(((moves[index], start, stop) for index, start, stop in taken[1].items), then=then)
+
+        return Coming(take, expect, lambda taken: taken[1].nbytes, early=far)
 
     def _next(self, state: _State, me: int) -> tuple[int, Unit] | None:
         """A unit whose output files no other thread is writing, of those the one for the file with the most to come, so

@@ -24,14 +24,13 @@ from ckpt_tool.errors import CkptError, InputError, StorageError
 from ckpt_tool.plan.copy import source_region
 from ckpt_tool.plan.plan import Move, Record, SourceFile
 from ckpt_tool.run.blocks import Reader, Sources
+from ckpt_tool.run.coming import Coming
 from ckpt_tool.run.compute import Bytes
 from ckpt_tool.run.digest import LeafStream, root
 from ckpt_tool.run.records import Checked, raise_all
 from ckpt_tool.run.threads import Workers
 from ckpt_tool.run.walk import STRIDED_BLOCK
 from ckpt_tool.storage.source import Tree
-
-SOON = 16 << 20  # bytes of a tensor that are left when the next is asked for
 
 
 class Readable(NamedTuple):
@@ -77,22 +76,38 @@ def walk(
     on_fault: Callable[[CkptError], None] | None = None,
     beside: Checked | None = None,
     progress: Progress | None = None,
+    bytewise: bool = False,
 ) -> None:
     """Read every tensor, block by block, by a few threads; `visit(move)` gives the function that sees its blocks.
 
     on_fault: takes faults of the input (replicas that differ, a CRC) and goes on; without it they are raised.
-    beside: records of what `visit` reads itself. progress: is told how far that is, and in which file.
+    beside: records of what `visit` reads itself. progress: is told how far that is, and in which file. bytewise: what
+    `visit` gives counts in bytes, and is given them as a store has sent them, cut anywhere: that spares a copy.
     """
 
-    lock, advance = threading.Lock(), None if progress is None else progress.advance
+    lock = threading.Lock()
 
     def read(reader: Reader, queue: Queue) -> None:
         block: Bytes = np.empty(STRIDED_BLOCK, np.uint8)
-        coming = _Coming(reader, source.moves, queue)
+
+        def take() -> Move | None:
+            index = next(queue, None)
+            return None if index is None else source.moves[index]
+
+        def expect(move: Move, then: bool) -> None:
+            if move.nbytes > STRIDED_BLOCK:
+                reader.expect([(move, 0, move.numel)], then=then)
+
+        def passed(nbytes: int) -> None:
+            coming.passed(nbytes)
+            if progress is not None:
+                progress.advance(nbytes)
+
+        coming = Coming(take, expect, lambda move: move.nbytes)
         for move in coming:
             if progress is not None and move.sources:
                 working_on(progress, base_of(source.files.path(move.sources[0].file)))
-            if not _read_one(reader, move, visit, block, advance, on_fault, lock, coming.left):
+            if not _read_one(reader, move, visit(move), block, passed, on_fault, lock, bytewise=bytewise):
                 coming.again()
 
     share_out(source, read, threads=threads, on_fault=on_fault, beside=beside)
@@ -174,71 +189,40 @@ def each_of(count: int, do: Callable[[int], None]) -> None:
         raise queue.errors[0]
 
 
-class _Coming:
-    """The moves that one thread reads. The next is taken, and its bytes are expected, when little of one is left: else
-    a store would stand idle at the end of each, for as long as it takes to answer."""
-
-    def __init__(self, reader: Reader, moves: Sequence[Move], queue: Queue) -> None:
-        self._reader, self._moves, self._queue = reader, moves, queue
-        self._next: Move | None = None
-
-    def __iter__(self) -> _Coming:
-        return self
-
-    def __next__(self) -> Move:
-        move, self._next = self._next, None
-        if move is None:
-            move = self._moves[next(self._queue)]
-            self._expect(move)
-        return move
-
-    def left(self, nbytes: int) -> None:
-        """So many bytes of the move that is read are still to come."""
-        if self._next is None and nbytes <= SOON and (index := next(self._queue, None)) is not None:
-            self._next = self._moves[index]
-            self._expect(self._next, then=True)
-
-    def again(self) -> None:
-        """What was left of the move will not be read."""
-        if self._next is not None:
-            self._expect(self._next)
-
-    def _expect(self, move: Move, *, then: bool = False) -> None:
-        if move.nbytes > STRIDED_BLOCK:
-            self._reader.expect([(move, 0, move.numel)], then=then)
-
-
 def _read_one(
     reader: Reader,
     move: Move,
-    visit: Callable[[Move], Visit],
+    see: Visit,
     block: Bytes,
-    advance: Callable[[int], None] | None,
+    passed: Callable[[int], None],
     on_fault: Callable[[CkptError], None] | None,
     lock: threading.Lock,
-    left: Callable[[int], None],
+    *,
+    bytewise: bool,
 ) -> bool:
-    """Was all of it read? left: is told before each block how many bytes are to come."""
-    see, step = visit(move), STRIDED_BLOCK // move.item
+    """Was all of it read? passed: is called with the bytes of each block."""
+    step, unit = STRIDED_BLOCK // move.item, move.item if bytewise else 1
     for at in range(0, move.numel, step):
         end = min(at + step, move.numel)
-        left((move.numel - at) * move.item)
-        part = block[: (end - at) * move.item]
+        nbytes = (end - at) * move.item
         try:
-            lent = reader.lent(move, at, end)
+            lent = reader.lent(move, at, end) if bytewise else None
             if lent is None:
-                reader.fill(move, part.data, at, end)
-            else:
-                part = np.frombuffer(lent, np.uint8)
+                reader.fill(move, block[:nbytes].data, at, end)
         except (InputError, StorageError) as e:
             if on_fault is None:
                 raise
             with lock:
                 on_fault(e)
             return False
-        see(move, at, part)
-        if advance:
-            advance(len(part))
+        if lent is None:
+            see(move, at * unit, block[:nbytes])
+        else:
+            first = at * unit
+            for part in lent:
+                see(move, first, np.frombuffer(part, np.uint8))
+                first += len(part)
+        passed(nbytes)
     return True
 
 
@@ -269,7 +253,7 @@ def digests_of(
         other = also(move) if also is not None else None
 
         def see(move: Move, at: int, data: Bytes) -> None:
-            stream.feed(at * move.item, data.data)
+            stream.feed(at if other is None else at * move.item, data.data)
             if other is not None:
                 other(move, at, data)
 
@@ -282,7 +266,7 @@ def digests_of(
         if on_fault is not None:
             on_fault(fault)
 
-    walk(source, visit, threads=threads, progress=progress, on_fault=note if on_fault else None)
+    walk(source, visit, threads=threads, progress=progress, on_fault=note if on_fault else None, bytewise=also is None)
     broken = {fault.key for fault in bad if fault.key}
     out = {}
     for move in source.moves:

@@ -35,7 +35,7 @@ from ckpt_tool.run.objects import Hole, Object, Part, fill, objects_of, within
 from ckpt_tool.run.parts import in_order_of_files
 from ckpt_tool.storage.multipart import CONNECTIONS, Pending, Sent, md5
 from ckpt_tool.storage.output_store import OutputStore
-from ckpt_tool.storage.store import Entry, Store
+from ckpt_tool.storage.store import Entry, Parts, Store
 
 QUEUE = 25 << 20  # bytes whole and not sent yet
 PLAN = "ckpt-plan"  # what is noted on our objects
@@ -504,9 +504,11 @@ class Seen:
         item = self._coming.get(key)
         return self._entry(item) if item else self._store.look(key)
 
-    def get(self, key: str, start: int, stop: int, pinned: Entry) -> memoryview:
+    def get(self, key: str, start: int, stop: int, pinned: Entry) -> Parts:
         item = self._coming.get(key)
-        return memoryview(self._upload.known(item, start, stop)) if item else self._store.get(key, start, stop, pinned)
+        if item is None:
+            return self._store.get(key, start, stop, pinned)
+        return [memoryview(self._upload.known(item, start, stop))]
 
     def _entry(self, item: Object) -> Entry:
         return Entry(item.size, "coming")

@@ -75,7 +75,6 @@ class Walks:
     def unit(self, items: Sequence[Item]) -> list[Walked] | None:
         """Move a unit."""
         walked: list[Walked] = []
-        self._job.reader.expect((self._moves[index], start, stop) for index, start, stop in items)
         for index, start, stop in items:
             if self._job.stopped():
                 return None

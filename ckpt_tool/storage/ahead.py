@@ -1,12 +1,13 @@
 """Bytes of a store that a thread will want, fetched before it asks for them, many requests at once.
 
     ahead.expect([("model-1.safetensors", 8 << 20, 64 << 20), ...])     # in the order in which they will be read
-    ahead.take("model-1.safetensors", at, end)                          # waits for the piece that holds `at`
+    ahead.take("model-1.safetensors", at, end)           # waits for the piece that holds `at`; in parts, as it came
 
 Ranges of one file that lie near each other become one request, long ones requests of 4 MiB, cut where objects have
 multiples of that. Requests are begun in the order that was told, as long as what is under way or unread stays below
 `WINDOW` of all threads or `SHARE` of this one; one that is wanted out of turn is begun at once. What lies before a
-file's last read is forgotten, and so is everything when new ranges are expected, unless they come after those (`then`).
+file's last read is forgotten, and so is everything when new ranges are expected; what comes after those (`then`) is
+kept apart, since it may lie before them in the same file.
 Memory: `WINDOW`, or `SHARE` a thread where that is more, and what the last reads hold.
 """
 
@@ -18,46 +19,65 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 
+from ckpt_tool.storage.store import Parts
+
 PIECE = 4 << 20  # bytes of one request, at most
 NEAR = 512 << 10  # bytes: ranges closer than this are one request
-WINDOW, SHARE = 24 << 20, 8 << 20  # bytes under way or unread, of all threads and of one
+WINDOW, SHARE = 32 << 20, 8 << 20  # bytes under way or unread, of all threads and of one
 CONNECTIONS = 16  # requests at once, of one tree
 IDLE = 10.0  # seconds
 
+Fetch = Callable[[str, int, int], Parts]  # path, first byte, number of bytes -> them, in order
 Range = tuple[str, int, int]  # path, first byte, number of bytes
 
 
 class Piece:
     """Bytes [start, stop) of a file: to come, coming, here, or failed."""
 
-    __slots__ = ("_data", "_error", "_here", "begun", "path", "start", "stop")
+    __slots__ = ("_error", "_here", "_parts", "begun", "path", "start", "stop")
 
     def __init__(self, path: str, start: int, stop: int) -> None:
         self.path, self.start, self.stop = path, start, stop
         self.begun = False
         self._here = threading.Event()
-        self._data = memoryview(b"")
+        self._parts: Parts = ()
         self._error: BaseException | None = None
 
-    def fill(self, fetch: Callable[[str, int, int], memoryview]) -> None:
+    def fill(self, fetch: Fetch) -> None:
         try:
-            self._data = fetch(self.path, self.start, self.stop - self.start)
+            self._parts = fetch(self.path, self.start, self.stop - self.start)
         except BaseException as e:  # raised in the thread that reads it
             self._error = e
         self._here.set()
 
-    def data(self) -> memoryview:
+    def take(self, at: int, end: int) -> list[memoryview]:
+        """What it holds of bytes [at, end), in parts; waits until it is here."""
         while not self._here.wait(0.5):  # in turns, so that an interruption is heard
             continue
         if self._error is not None:
             raise self._error
-        return self._data
+        return cut(self._parts, at - self.start, end - self.start)
+
+
+def cut(parts: Parts, at: int, end: int) -> list[memoryview]:
+    """Bytes [at, end) of parts that follow each other.
+
+    >>> [bytes(part) for part in cut([memoryview(b"abc"), memoryview(b"def"), memoryview(b"ghi")], 1, 5)]
+    [b'bc', b'de']
+    """
+    found, start = [], 0
+    for part in parts:
+        stop = start + len(part)
+        if stop > at and start < end:
+            found.append(part if at <= start and stop <= end else part[max(0, at - start) : end - start])
+        start = stop
+    return found
 
 
 class Fetchers:
     """The threads that fetch for all readers of a tree; they end when there was nothing to fetch for a while."""
 
-    def __init__(self, fetch: Callable[[str, int, int], memoryview]) -> None:
+    def __init__(self, fetch: Fetch) -> None:
         self._fetch, self._wanted, self._threads = fetch, SimpleQueue[Piece](), 0
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
@@ -97,39 +117,48 @@ class Ahead:
     def __init__(self, fetchers: Fetchers) -> None:
         self._fetchers = fetchers
         self._coming = deque[Piece]()  # not begun, in order
-        self._by_file: dict[str, list[Piece]] = {}
+        self._expected = deque[dict[str, list[Piece]]]()  # by file; what is read now, and what comes then
         self._held = 0  # bytes begun and not forgotten, of those
 
     def expect(self, ranges: Iterable[Range], *, then: bool = False) -> None:
-        """Forget what was expected, begin what is expected now. then: after what was expected, which stays."""
-        if not then:
-            self._hold(-self._held)
-            self._coming, self._by_file = deque(), {}
-        more = pieces_of(ranges)
-        self._coming.extend(more)
+        """Forget what was expected, begin what is expected now. then: after what was expected last, which stays."""
+        while self._expected and not (then and len(self._expected) == 1):
+            self._forget_first()
+        more, by_file = pieces_of(ranges), dict[str, list[Piece]]()
         for piece in more:
-            self._by_file.setdefault(piece.path, []).append(piece)
-        for path in {piece.path for piece in more}:
-            self._by_file[path].sort(key=lambda piece: piece.start)
+            by_file.setdefault(piece.path, []).append(piece)
+        for pieces in by_file.values():
+            pieces.sort(key=lambda piece: piece.start)
+        self._expected.append(by_file)
+        self._coming.extend(more)
         self._begin_more()
 
-    def take(self, path: str, at: int, end: int) -> memoryview:
-        """What was expected of [at, end), from `at` on; empty where nothing was."""
-        pieces = self._by_file.get(path)
-        if not pieces:
-            return memoryview(b"")
-        found = bisect_right(pieces, at, key=lambda piece: piece.start) - 1
-        if found < 0 or at >= pieces[found].stop:
-            return memoryview(b"")
+    def take(self, path: str, at: int, end: int) -> list[memoryview]:
+        """What was expected of [at, end), from `at` on, in parts; none where nothing was."""
+        for number, by_file in enumerate(self._expected):
+            pieces = by_file.get(path, [])
+            found = bisect_right(pieces, at, key=lambda piece: piece.start) - 1
+            if found < 0 or at >= pieces[found].stop:
+                continue
+            if number:  # what came before it is over
+                self._forget_first()
+            return self._take(pieces, found, at, end)
+        return []
+
+    def _take(self, pieces: list[Piece], found: int, at: int, end: int) -> list[memoryview]:
         piece = pieces[found]
         self._forget(pieces, found)
         if not piece.begun:
             self._begin(piece)
-        data = piece.data()
+        parts = piece.take(at, end)
         if end >= piece.stop:
             self._forget(pieces, 1)
         self._begin_more()
-        return data[at - piece.start : end - piece.start]
+        return parts
+
+    def _forget_first(self) -> None:
+        for pieces in self._expected.popleft().values():
+            self._forget(pieces, len(pieces))
 
     def _forget(self, pieces: list[Piece], count: int) -> None:
         for piece in pieces[:count]:

@@ -19,12 +19,12 @@ import tarfile
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ckpt_tool.core.inner_path import FOLDERS
+from ckpt_tool.core.inner_path import FOLDERS, base_of, is_view
 from ckpt_tool.errors import CorruptFile, StorageError, UnsafeInput
-from ckpt_tool.storage.inline_arrays import INLINE, base_of
 from ckpt_tool.storage.records import past_the_end
 from ckpt_tool.storage.source import FILE_LIMIT, Identity, Tree, missing_file, safe_relative
 from ckpt_tool.storage.torch_stream import is_tar
+from ckpt_tool.storage.views import behind
 
 DAMAGED, ODD = "E2795", "E2796"
 _HEAD = 512  # bytes
@@ -128,15 +128,16 @@ class ArchiveTree(Tree):
         return self._archive.identity_by_name(self._file)._replace(size=member.size)
 
     def size(self, path: str) -> int:
-        return self._member(path).size
+        return self.views.size(path) if is_view(path) else self._member(path).size
 
     def expect(self, ranges: Iterable[tuple[str, int, int]], *, then: bool = False) -> None:
-        places = ((self._member(base_of(path)).start + at, nbytes) for path, at, nbytes in ranges)
+        found = (behind(*wanted) if is_view(wanted[0]) else wanted for wanted in ranges)
+        places = ((self._member(path).start + at, nbytes) for path, at, nbytes in found)
         self._archive.expect(((self._file, at, nbytes) for at, nbytes in places), then=then)
 
     def view(self, path: str, offset: int, nbytes: int) -> bytes | memoryview:
-        if path.endswith(INLINE):
-            return self._read_view(base_of(path), offset, nbytes)
+        if is_view(path):
+            return self.views.read(path, offset, nbytes)
         member = self._member(path)
         if offset < 0 or nbytes < 0 or offset + nbytes > member.size:
             raise past_the_end(self.display(path), offset, nbytes, member.size)

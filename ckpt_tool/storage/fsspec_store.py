@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ckpt_tool.core.inner_path import FOLDERS
 from ckpt_tool.errors import CkptError, StorageError, UsageError, near_misses
-from ckpt_tool.storage.store import Changed, Entry
+from ckpt_tool.storage.store import Changed, Entry, Parts
 
 INSTALL = "pip install 'ckpt-tool[remote]'"
 _MARKS = (
@@ -88,7 +88,7 @@ class FsspecStore:
         self._fs.invalidate_cache()
         return _entry(self._info(key))
 
-    def get(self, key: str, start: int, stop: int, pinned: Entry) -> memoryview:
+    def get(self, key: str, start: int, stop: int, pinned: Entry) -> Parts:
         try:
             data: bytes = self._fs.cat_file(f"{self._base}/{key}", start=start, end=stop)
         except FileNotFoundError:
@@ -97,7 +97,7 @@ class FsspecStore:
             self._fail(e, key, "reading", start)
         if len(data) != stop - start and self.look(key) != pinned:
             raise Changed
-        return memoryview(data)
+        return [memoryview(data)]
 
     def parent(self) -> FsspecStore:
         return FsspecStore(self._fs, self._base.rpartition("/")[0], self._shown.rpartition("/")[0])

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from ckpt_tool.errors import StorageError, UsageError
 from ckpt_tool.storage.fsspec_store import INSTALL
-from ckpt_tool.storage.store import Again, Changed, Entry, patiently
+from ckpt_tool.storage.store import Again, Changed, Entry, Parts, patiently
 
 T = TypeVar("T")
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 CONNECT, STALL = timedelta(seconds=5), timedelta(seconds=15)  # a connection, a body that stands still
+SOME = 256 << 10  # bytes of an answer that are taken over at once: of whole answers malloc makes the pages anew
 _FILE = re.compile(r"\.(safetensors|pt|pth|bin|ckpt|distcp|pdparams|pdopt|json|index|gguf|zip)$")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -122,18 +123,18 @@ class ObjectStore:
 
         return self._request(lambda: _entry(obstore.head(self._store, self._key(key))), key, "looking at")
 
-    def get(self, key: str, start: int, stop: int, pinned: Entry) -> memoryview:
+    def get(self, key: str, start: int, stop: int, pinned: Entry) -> Parts:
         import obstore
 
         options: dict[str, Any] = {"range": (start, stop)}
         if pinned.mark:
             options["if_match"] = f'"{pinned.mark}"'
 
-        def ask() -> memoryview:
+        def ask() -> Parts:
             result = obstore.get(self._store, self._key(key), options=options)
             if _entry(result.meta) != pinned:
                 raise Changed
-            return memoryview(result.bytes())
+            return [memoryview(some) for some in result.stream(min_chunk_size=SOME)]
 
         return self._request(ask, key, "reading", start)
 

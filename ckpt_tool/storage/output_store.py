@@ -32,8 +32,8 @@ class OutputStore(Protocol):
         ...
 
     def create(self, key: str, data: bytes) -> bool:
-        """A small object where there is none. False where there is one, be it by a request of ours whose answer was
-        lost."""
+        """A small object where there is none. False where there is one, other than by a request of ours whose answer
+        was lost."""
         ...
 
     def read(self, key: str, nbytes: int) -> Iterator[bytes]:

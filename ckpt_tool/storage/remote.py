@@ -20,15 +20,15 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckpt_tool.core.inner_path import FOLDERS, base_of, is_view
 from ckpt_tool.errors import CorruptFile, SourceChanged, StorageError, UnsafeInput
-from ckpt_tool.storage.ahead import PIECE, Ahead, Fetchers, Range
+from ckpt_tool.storage.ahead import PIECE, Ahead, Fetchers, Range, cut
 from ckpt_tool.storage.records import past_the_end
 from ckpt_tool.storage.source import FILE_LIMIT, Identity, Tree, missing_file, safe_relative
-from ckpt_tool.storage.store import Changed, Entry, Store
+from ckpt_tool.storage.store import Changed, Entry, Parts, Store
 from ckpt_tool.storage.views import behind
 
 FIRST_FETCH = 64 << 10  # bytes
@@ -170,31 +170,47 @@ class RemoteTree(Tree):
         return bytes(self.view(path, offset, nbytes))
 
     def view(self, path: str, offset: int, nbytes: int) -> bytes | memoryview:
-        """The same, without a copy where one request brought them all."""
+        """The same, without a copy where it lies in one part of what was fetched."""
+        if nbytes > PIECE and not is_view(path):
+            self._check(path, offset, nbytes)
+            whole = memoryview(bytearray(nbytes))
+            self.fill(path, offset, whole)
+            return whole
+        parts = self.parts(path, offset, nbytes)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def fill(self, path: str, offset: int, view: memoryview) -> None:
+        at = 0
+        for part in self._parts(path, offset, len(view)):
+            view[at : at + len(part)] = part
+            at += len(part)
+
+    def parts(self, path: str, offset: int, nbytes: int) -> list[memoryview]:
+        return list(self._parts(path, offset, nbytes))
+
+    def _parts(self, path: str, offset: int, nbytes: int) -> Iterator[memoryview]:
         if is_view(path):
-            return self.views.read(path, offset, nbytes)
+            yield memoryview(self.views.read(path, offset, nbytes))
+            return
+        size = self._check(path, offset, nbytes)
+        mine, at, end = self._mine(), offset, offset + nbytes
+        while at < end:
+            parts = mine.ahead.take(path, at, end) or mine.take(path, at, end)
+            if not parts and end - at > PIECE:  # long, and not expected by anybody: many requests at once
+                mine.ahead.expect([(path, at, end - at)])
+            elif not parts:
+                length = min(max(end - at, mine.next_fetch(path, at)), LAST_FETCH, size - at)
+                mine.keep(path, at, length, self._fetch(path, at, length))
+            for part in parts:
+                yield part
+                at += len(part)
+
+    def _check(self, path: str, offset: int, nbytes: int) -> int:
+        """The file's size. Raises CorruptFile for bytes that it does not have."""
         size = self.size(path)
         if offset < 0 or nbytes < 0 or offset + nbytes > size:
             raise past_the_end(self.display(path), offset, nbytes, size)
-        mine, parts = self._mine(), list[memoryview]()
-        at, end, whole = offset, offset + nbytes, bytearray(nbytes if nbytes > PIECE else 0)
-        while at < end:
-            part = mine.ahead.take(path, at, end) or mine.take(path, at, end)
-            if not part and whole:  # long, and not expected by anybody: many requests at once
-                mine.ahead.expect([(path, at, end - at)])
-                continue
-            if not part:
-                length = min(max(end - at, mine.next_fetch(path, at)), LAST_FETCH, size - at)
-                mine.keep(path, at, self._fetch(path, at, length))
-                continue
-            if whole:
-                whole[at - offset : at - offset + len(part)] = part
-            else:
-                parts.append(part)
-            at += len(part)
-        if whole:
-            return memoryview(whole)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return size
 
     def _mine(self) -> _Pieces:
         pieces: _Pieces | None = getattr(self._local, "pieces", None)
@@ -202,7 +218,7 @@ class RemoteTree(Tree):
             pieces = self._local.pieces = _Pieces(Ahead(self._fetchers))
         return pieces
 
-    def _fetch(self, path: str, at: int, nbytes: int) -> memoryview:
+    def _fetch(self, path: str, at: int, nbytes: int) -> Parts:
         try:
             data = self._store.get(path, at, at + nbytes, self._entry(path))
         except (FileNotFoundError, Changed) as e:
@@ -213,12 +229,13 @@ class RemoteTree(Tree):
                 offset=at,
                 hint="run again when nothing writes to it any more",
             ) from e
+        got = sum(map(len, data))
         with self._lock:
-            self.bytes_read += len(data)
+            self.bytes_read += got
             self.requests += 1
-        if len(data) != nbytes:
+        if got != nbytes:
             raise StorageError(
-                f"the store gave {len(data)} bytes where {nbytes} were asked for",
+                f"the store gave {got} bytes where {nbytes} were asked for",
                 code="E0703",
                 path=self.display(path),
                 offset=at,
@@ -236,25 +253,25 @@ class _Pieces:
 
     def __init__(self, ahead: Ahead) -> None:
         self.ahead = ahead
-        self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int], tuple[int, Parts]] = OrderedDict()
         self._last: dict[str, tuple[int, int]] = {}  # path -> (end of the last fetch, its length)
 
-    def take(self, path: str, at: int, end: int) -> memoryview:
-        """What is kept of [at, end), from `at` on; empty when nothing."""
-        for (name, start), data in self._kept.items():
-            if name == path and start <= at < start + len(data):
+    def take(self, path: str, at: int, end: int) -> list[memoryview]:
+        """What is kept of [at, end), from `at` on, in parts; none when nothing."""
+        for (name, start), (length, parts) in self._kept.items():
+            if name == path and start <= at < start + length:
                 self._kept.move_to_end((name, start))
-                return data[at - start : end - start]
-        return memoryview(b"")
+                return cut(parts, at - start, end - start)
+        return []
 
     def next_fetch(self, path: str, at: int) -> int:
         """How many bytes to fetch at least: more for a file that is read on from where its last fetch ended."""
         end, length = self._last.get(path, (-1, 0))
         return min(2 * length, LAST_FETCH) if at == end else FIRST_FETCH
 
-    def keep(self, path: str, at: int, data: memoryview) -> None:
-        self._last[path] = (at + len(data), len(data))
-        self._kept[path, at] = data
+    def keep(self, path: str, at: int, length: int, parts: Parts) -> None:
+        self._last[path] = (at + length, length)
+        self._kept[path, at] = length, parts
         while len(self._kept) > PIECES:
             self._kept.popitem(last=False)
 

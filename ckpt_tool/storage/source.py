@@ -368,6 +368,14 @@ class Tree:
         """Size in bytes."""
         return self.views.size(path) if is_view(path) else os.fstat(self.fd(path)).st_size
 
+    def parts(self, path: str, offset: int, nbytes: int) -> list[memoryview]:
+        """What `read` gives, without a copy where a tree has it at hand in parts."""
+        return [memoryview(self.view(path, offset, nbytes))]
+
+    def fill(self, path: str, offset: int, view: memoryview) -> None:
+        """Read all of `view` from byte `offset`."""
+        view[:] = self.view(path, offset, len(view))
+
     def view(self, path: str, offset: int, nbytes: int) -> bytes | memoryview:
         """What `read` gives, for those who copy it at once; without a copy where a tree has it at hand."""
         return self.read(path, offset, nbytes)

@@ -15,12 +15,13 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from ckpt_tool.core.progress import aside
 
 T = TypeVar("T")
+Parts = Sequence[memoryview]  # bytes that follow each other
 FIRST_WAIT, LONGEST_WAIT = 0.2, 8.0  # seconds
 UNANSWERED, THROTTLED = 30.0, 120.0  # seconds in all
 _said_at = 0.0
@@ -56,8 +57,8 @@ class Store(Protocol):
         """The object as it is now."""
         ...
 
-    def get(self, key: str, start: int, stop: int, pinned: Entry) -> memoryview:
-        """Bytes [start, stop) of the object, fewer where it ends. Raises Changed."""
+    def get(self, key: str, start: int, stop: int, pinned: Entry) -> Parts:
+        """Bytes [start, stop) of the object in parts, in order, fewer where it ends. Raises Changed."""
         ...
 
     def parent(self) -> Store:
@@ -84,8 +85,10 @@ def patiently(
     faults: tuple[type[Exception], ...],
     judge: Callable[[Exception], Again | None],
 ) -> T:
-    """What `ask` gives; tried again after one of `faults` that `judge` finds worth it. The last failure is raised."""
+    """What `ask` gives; tried again after one of `faults` that `judge` finds worth it. The last failure is raised, from
+    the one before it where it was not the first."""
     began, wait = time.monotonic(), FIRST_WAIT
+    before: Exception | None = None
     while True:
         try:
             return ask()
@@ -94,7 +97,10 @@ def patiently(
             limit = THROTTLED if again and again.throttled else UNANSWERED
             left = limit - (time.monotonic() - began)
             if again is None or max(wait, again.wait) >= left:
-                raise
+                if before is None:
+                    raise
+                raise e from before
+            before = e
             pause = max(wait * random.uniform(0.5, 1.0), again.wait)
             _say(f"{shown}: {again.reason}, trying again in {pause:.1f} s, for {left:.0f} s more at most")
         time.sleep(pause)

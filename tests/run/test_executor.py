@@ -420,6 +420,15 @@ def test_a_second_run_is_told_who_writes(tmp_path):
         case.run()
 
 
+def test_what_file_it_was_may_be_any_64_bits(tmp_path):
+    """Hashes of a store's ETags, inodes of networks' file systems, times before 1970."""
+    plan = Case(tmp_path, np.random.default_rng(10), shapes=[(5,)]).plan
+    seen = ((1 << 64) - 1, 1 << 63, (1 << 62) - 1, -1, 0)
+    plan = replace(plan, sources=tuple(source._replace(identity=seen) for source in plan.sources))
+    again = read_plan(json.loads(json.dumps(plan.to_json())), "plan.json")
+    assert again.sources == plan.sources and again.identifier() == plan.identifier()
+
+
 def test_a_plan_survives_json(tmp_path):
     case = Case(tmp_path, np.random.default_rng(10), shapes=[(30, 70), (5,)], crc=True)
     document = json.loads(json.dumps(case.plan.to_json()))

@@ -6,12 +6,14 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.numpy
 from s3_server import BUCKET, S3, Answer, Asked, Proxy, refusal
 
+from ckpt_tool.cli import run
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
 from ckpt_tool.commands.inspect import inspect
@@ -20,7 +22,9 @@ from ckpt_tool.core.progress import Silent, listening
 from ckpt_tool.errors import CkptError, SourceChanged, StorageError, UsageError
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
+from ckpt_tool.plan import schedule
 from ckpt_tool.plan.plan import Move
+from ckpt_tool.run import executor
 from ckpt_tool.run.scan import Visit, digests_of
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage import ahead, object_store, store
@@ -316,10 +320,20 @@ class Bytes:
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []
 
-    def __call__(self, path: str, at: int, nbytes: int) -> memoryview:
+    def __call__(self, path: str, at: int, nbytes: int) -> list[memoryview]:
         self.asked.append((at, nbytes))
         time.sleep(0.005)
-        return memoryview(bytes(i % 251 for i in range(at, at + nbytes)))
+        data = memoryview(bytes(i % 251 for i in range(at, at + nbytes)))
+        return [data[:77], data[77:]]
+
+
+def taken(mine: ahead.Ahead, path: str, at: int, nbytes: int) -> None:
+    """All of it is there, in parts, and right."""
+    end = at + nbytes
+    while at < end:
+        part = b"".join(mine.take(path, at, end))
+        assert part and part == bytes(i % 251 for i in range(at, at + len(part)))
+        at += len(part)
 
 
 def test_what_is_ahead_is_bounded_and_right_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,11 +349,11 @@ def test_what_is_ahead_is_bounded_and_right_in_any_order(monkeypatch: pytest.Mon
     for at in (0, 14_000, 3_500, 20_500, 9_999, 20_900):
         want = at
         while want < min(at + 600, 20_990):
-            part = mine.take("f", want, min(at + 600, 20_990))
+            part = b"".join(mine.take("f", want, min(at + 600, 20_990)))
             if not part:
                 assert want < passed, "what was not passed by is there"
                 break
-            assert bytes(part) == bytes(i % 251 for i in range(want, want + len(part)))
+            assert part == bytes(i % 251 for i in range(want, want + len(part)))
             want += len(part)
             passed = max(passed, want)
             held.append(fetchers.held)
@@ -359,8 +373,58 @@ def test_what_comes_then_is_begun_before_and_nothing_is_fetched_twice(monkeypatc
     assert fetchers.held == 8000, "all of it is on its way"
     for path, length in (("f", 6000), ("g", 2000)):
         for at in range(0, length, 500):
-            assert bytes(mine.take(path, at, at + 500)) == bytes(i % 251 for i in range(at, at + 500))
+            taken(mine, path, at, 500)
     assert sum(nbytes for _, nbytes in bytes_.asked) == 8000 and fetchers.held == 0
+
+
+def test_what_comes_then_may_lie_before_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one file, as units of a plan do; the third that is expected ends the first."""
+    monkeypatch.setattr(ahead, "PIECE", 1000)
+    bytes_ = Bytes()
+    fetchers = ahead.Fetchers(bytes_)
+    mine = ahead.Ahead(fetchers)
+    mine.expect([("f", 3000, 3000)])
+    mine.expect([("f", 0, 3000)], then=True)
+    for first in (3000, 0):
+        for at in range(first, first + 3000, 500):
+            taken(mine, "f", at, 500)
+        if first:
+            assert fetchers.held == 3000, "what comes then is still there"
+    assert sum(nbytes for _, nbytes in bytes_.asked) == 6000 and fetchers.held == 0
+    mine.expect([("f", 0, 1000)])
+    mine.expect([("f", 1000, 1000)], then=True)
+    mine.expect([("f", 2000, 1000)], then=True)
+    assert fetchers.held == 2000 and not mine.take("f", 0, 10)
+
+
+def test_the_next_unit_is_asked_for_before_one_is_written(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversion keeps the store at work from unit to unit; what lies on a disk is taken when its turn comes."""
+    size, taken = 3 << 20, list[int]()
+    safetensors.numpy.save_file({name: np.zeros(size, np.uint8) for name in "ab"}, tmp_path / "x.safetensors")
+    monkeypatch.setattr(executor, "units", lambda moves: schedule.units(moves, size=size))
+    next_, unit = executor.Executor._next, executor.Executor._unit
+
+    def noted(self: Any, *given: Any) -> Any:
+        found = next_(self, *given)
+        taken.extend([1] if found else [])
+        return found
+
+    def moved(self: Any, *given: Any) -> Any:
+        line = unit(self, *given)
+        taken.append(0)
+        return line
+
+    monkeypatch.setattr(executor.Executor, "_next", noted)
+    monkeypatch.setattr(executor.Executor, "_unit", moved)
+    for number, source in enumerate((s3.upload(tmp_path / "x.safetensors"), str(tmp_path / "x.safetensors"))):
+        line = ["convert", source, str(tmp_path / f"out{number}"), "--to", "dcp", "--threads", "1", "-q"]
+        assert run(line) == 0
+        assert taken == [[1, 1, 0, 0], [1, 0, 1, 0]][number]
+        taken.clear()
+    ranges = [each.range for each in s3.proxy.asked if each.range]
+    assert len(ranges) == len(set(ranges)), "nothing is fetched twice"
 
 
 def test_the_next_tensor_is_asked_for_before_one_is_read(s3: S3, tmp_path: Path) -> None:
@@ -384,7 +448,7 @@ def test_the_next_tensor_is_asked_for_before_one_is_read(s3: S3, tmp_path: Path)
 
 
 def test_a_failure_to_fetch_is_raised_where_it_is_read() -> None:
-    def fail(path: str, at: int, nbytes: int) -> memoryview:
+    def fail(path: str, at: int, nbytes: int) -> list[memoryview]:
         raise StorageError("no", code="E0700")
 
     mine = ahead.Ahead(ahead.Fetchers(fail))
