@@ -425,3 +425,51 @@ SWIFT_GLM5 = (
     _ : v h = model.layers.{i}.shared_head.head.weight : v h
 """
 )
+# DeepSeek V4 in Megatron-Core's dev of 2026-08-21 (`dsv4_hybrid`), as Megatron-Bridge 0.6.2 maps it: an attention with one
+# key and value for all heads, each module inside hyper-connections, whose `scale` is three tensors
+_V4_LAYER = """
+    decoder.layers.{i}.<input_layernorm|pre_mlp_layernorm>.weight : h = layers.{i}.<attn_norm|ffn_norm>.weight : h
+    decoder.layers.{i}.self_attention_hyper_connection.<mapping_proj.weight|bias> : z y, z
+        = layers.{i}.hc_attn_<fn|base> : z y, z
+    decoder.layers.{i}.self_attention_hyper_connection.<alpha_pre|alpha_post|alpha_res> : 1
+        = layers.{i}.hc_attn_scale : (1 + 1 + 1)
+    decoder.layers.{i}.mlp_hyper_connection.<mapping_proj.weight|bias> : z y, z = layers.{i}.hc_ffn_<fn|base> : z y, z
+    decoder.layers.{i}.mlp_hyper_connection.<alpha_pre|alpha_post|alpha_res> : 1 = layers.{i}.hc_ffn_scale : (1 + 1 + 1)
+    decoder.layers.{i}.self_attention.<linear_q_down_proj|q_layernorm|linear_q_up_proj>.weight : q h, q, a q
+        = layers.{i}.attn.<wq_a|q_norm|wq_b>.weight : q h, q, a q
+    decoder.layers.{i}.self_attention.<linear_kv_proj|kv_layernorm>.weight : d h, d
+        = layers.{i}.attn.<wkv|kv_norm>.weight : d h, d
+    decoder.layers.{i}.self_attention.<linear_o_group_proj|linear_proj.weight> : u w, h u
+        = layers.{i}.attn.<wo_a|wo_b>.weight : u w, h u
+    decoder.layers.{i}.self_attention.core_attention.attn_sink : n = layers.{i}.attn.attn_sink : n
+    decoder.layers.{i}.mlp.router.weight : e h = layers.{i}.ffn.gate.weight : e h
+    decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc1.weight : ((1 + 1) m) h
+        = layers.{i}.ffn.experts.{e}.<w1|w3>.weight : m h
+    decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc2.weight : h m
+        = layers.{i}.ffn.experts.{e}.w2.weight : h m
+    decoder.layers.{i}.mlp.shared_experts.linear_fc1.weight : ((1 + 1) s) h
+        = layers.{i}.ffn.shared_experts.<w1|w3>.weight : s h
+    decoder.layers.{i}.mlp.shared_experts.linear_fc2.weight : h s = layers.{i}.ffn.shared_experts.w2.weight : h s
+"""
+DEEPSEEK_V4 = (
+    _V4_LAYER
+    + _V4_LAYER.replace("decoder.layers.{i}", "mtp.layers.{t}.transformer_layer").replace("= layers.{i}", "= mtp.{t}")
+    + """
+    embedding.word_embeddings.weight : v h = embed.weight : v h
+    output_layer.weight : v h = head.weight : v h
+    decoder.final_layernorm.weight : h = norm.weight : h
+    decoder.hc_head_<fn|base|scale> : x y, x, 1 = hc_head_<fn|base|scale> : x y, x, 1
+    mtp.layers.{t}.hc_head_<fn|base|scale> : x y, x, 1 = mtp.{t}.hc_head_<fn|base|scale> : x y, x, 1
+    decoder.layers.{i}.self_attention.core_attention.compressor.<ape|linear_wkv.weight|linear_wgate.weight|norm.weight> : ca cb, cb h, cb h, d
+        = layers.{i}.attn.compressor.<ape|wkv.weight|wgate.weight|norm.weight> : ca cb, cb h, cb h, d if compressed
+    decoder.layers.{i}.self_attention.core_attention.indexer.compressor.<ape|linear_wkv.weight|linear_wgate.weight|norm.weight> : cc cd, cd h, cd h, p
+        = layers.{i}.attn.indexer.compressor.<ape|wkv.weight|wgate.weight|norm.weight> : cc cd, cd h, cd h, p if sparse
+    decoder.layers.{i}.self_attention.core_attention.indexer.<linear_wq_b|linear_weights_proj>.weight : b q, c h
+        = layers.{i}.attn.indexer.<wq_b|weights_proj>.weight : b q, c h if sparse
+    decoder.layers.{i}.mlp.router.tid2eid : v k = layers.{i}.ffn.gate.tid2eid : v k if hashed
+    decoder.layers.{i}.mlp.router.expert_bias : e = layers.{i}.ffn.gate.bias : e if not hashed
+    mtp.layers.{t}.transformer_layer.mlp.router.expert_bias : e = mtp.{t}.ffn.gate.bias : e
+    mtp.layers.{t}.<enorm|hnorm|final_layernorm|e_proj|h_proj>.weight : h, h, h, h j, h j
+        = mtp.{t}.<enorm|hnorm|norm|e_proj|h_proj>.weight : h, h, h, h j, h j
+"""
+)

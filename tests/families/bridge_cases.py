@@ -134,6 +134,25 @@ def qwen4(shapes: Shapes, _: Again) -> Shapes:
     return packed({**shapes, **inner, **mixer, **{f"mtp.{name}.weight": shape for name, shape in joined.items()}})
 
 
+def deepseek_v4(shapes: Shapes, _: Again) -> Shapes:
+    """The released names, which transformers does not save, and `mtp.0`: a layer as the first of the decoder's, which
+    sees through a window, but with experts chosen by their bias, and what joins it."""
+    renamed = (("model.embed_tokens.", "embed."), ("lm_head.", "head."), ("model.hc_head.hc_", "hc_head_"),
+               (".attn.norm.", ".attn.kv_norm."), ("model.", ""))  # fmt: skip
+    made: Shapes = {}
+    for name, shape in shapes.items():
+        for old, new in renamed:
+            name = name.replace(old, new)
+        made[name] = shape
+    h = made["norm.weight"][0]
+    layer = {name.replace("layers.0.", "mtp.0."): shape for name, shape in made.items() if name.startswith("layers.0.")}
+    bias = {"mtp.0.ffn.gate.bias": layer.pop("mtp.0.ffn.gate.tid2eid")[:0] + made["layers.1.ffn.gate.bias"]}
+    joined = {f"mtp.0.{name}.weight": (h,) for name in ("enorm", "hnorm", "norm")}
+    joined |= {f"mtp.0.{name}.weight": (h, h) for name in ("e_proj", "h_proj")}
+    heads = {f"mtp.0.{name}": shape for name, shape in made.items() if name.startswith("hc_head_")}
+    return {**made, **layer, **bias, **joined, **heads}
+
+
 def kimi() -> None:
     """Its config class lies with its files; it is DeepSeek's."""
     import transformers
@@ -249,6 +268,8 @@ GEMMA4 = {**SIZES, "tie_word_embeddings": True, "num_key_value_heads": 4, "num_g
 # The bridge reads the config's classes of transformers before 5.13 here, which say what the released config says
 BEFORE = "megatron-bridge 0.6.2, megatron-core 0.19.2, transformers 5.12.1"
 
+# core 0.19.2 has no `dsv4_hybrid`
+AFTER = "megatron-bridge 0.6.2, megatron-core of Megatron-LM's dev d48bd6be (2026-08-21), transformers 5.23.0"
 SWIFT = "mcore-bridge 1.6.5, megatron-core 0.19.2, transformers 5.23.0"
 QWEN4: dict[str, Any] = {
     "text_config": {**without(SIZES, "intermediate_size"), **DELTA, **SPARSE, "num_hidden_layers": 4,
@@ -307,6 +328,18 @@ CASES = [
          "index_n_heads": 3, "index_topk": 2},
         more=ahead, stated={**MTP, "indexer_rope_interleave": True}, provider={**NO_OVERLAP, "mtp_num_layers": 1},
         posing={"model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"]},  # the bridge has it so alone
+    ),
+    Case(
+        "deepseek_v4", "deepseek_v4", "DeepseekV4ForCausalLM",
+        {**without(SIZES, "intermediate_size"), "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 6,
+         "qk_rope_head_dim": 2, "q_lora_rank": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 8, "o_groups": 2, "o_lora_rank": 3, "index_n_heads": 2, "index_head_dim": 10, "hc_mult": 2,
+         "num_hash_layers": 1, "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+         "layer_types": ["sliding_attention", "heavily_compressed_attention", *2 * ["compressed_sparse_attention"]]},
+        more=deepseek_v4, tp2=False, versions=AFTER,  # where its TP has to be one
+        provider={**NO_OVERLAP, "apply_rope_fusion": False},
+        posing={"rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536}},
+        stated={**MTP, "rope_theta": 10000.0, "compress_rope_theta": 160000.0},
     ),
     Case(
         "qwen3_next", "qwen3_next", "Qwen3NextForCausalLM",
@@ -606,7 +639,6 @@ CASES = [
 _CORE = "neither bridge has it: core's standard modules"
 UNRUN: dict[str, str] = {
     "bailing_hybrid": "mcore-bridge maps Ling 2.5, an older model under the same model_type, with other names",
-    "deepseek_v4": "both bridges want core's `dsv4_hybrid`, which 0.19.2 has not, nor main of 2026-08-22",
     "falcon": "neither bridge has it: the layer is NeMo 1's",
     "glm5_next": "mcore-bridge wants Megatron-LM's dev of after 2026-08-22 (`ssm/gated_delta_net/kda.py`) and a "
     "patch of its own for it (`require_glm5_hybrid`); our rules are read from its code",

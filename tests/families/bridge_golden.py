@@ -104,7 +104,8 @@ def hub_model(case: Case, folder: Path) -> Shapes:
 
 def changed(config: dict[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
     """The config with other values, parts of it key by key."""
-    return config | {key: {**config[key], **new} if isinstance(new, dict) else new for key, new in by.items()}
+    parts = {key: {**(config.get(key) or {}), **new} for key, new in by.items() if isinstance(new, dict)}
+    return config | {**by, **parts}
 
 
 def nvidia(case: Case, folder: Path, tp: int) -> tuple[torch.nn.Module, Callable[[], object]]:

@@ -80,6 +80,7 @@ def random_config(family: str, seed: int, **change: Any) -> dict[str, Any]:
     """Odd sizes that the real class takes: heads divide the hidden size, and rotary halves a head."""
     rng = random.Random(seed)
     groups, repeats = rng.randint(1, 3), rng.randint(1, 3)
+    repeats *= 2 if any("2 * g" in size for size in by_name(family).axes.values()) else 1  # layers of twice the groups
     sizes = {
         "hidden_size": groups * repeats * rng.randint(1, 3),
         "intermediate_size": rng.randint(1, 9),

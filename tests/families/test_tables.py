@@ -82,13 +82,16 @@ def test_there_and_back(name: str, dialect: str, seed: int) -> None:
     arrays = counted(shapes)
     there = mapping(by_name(name), "hf", dialect, shapes, config)
     made = {each.name: each.shape for each in there.made}
-    check_tiling([piece for each in there.made for piece in each.pieces], shapes, "src")
-    check_tiling([piece for each in there.made for piece in each.pieces], made, "dst")
+    pieces = [piece for each in there.made for piece in each.pieces]
+    check_tiling(pieces, made, "dst")
+    twice = any(len(set(map(str, rule.right))) < len(rule.right) for rule in by_name(name).table(dialect).rules)
+    if twice:  # keys that are values too: of the places of an element one counts
+        pieces = list({(piece.src, piece.ext): piece for piece in pieces}.values())
+    check_tiling(pieces, shapes, "src")
     there_arrays = moved(there, arrays)
     plain = [made._replace(pieces=tuple(each._replace(maps=()) for each in made.pieces)) for made in there.made]
-    assert sorted(np.concatenate([a.reshape(-1) for a in moved(Mapped(tuple(plain)), arrays).values()])) == list(
-        range(sum(a.size for a in arrays.values()))
-    )
+    values = np.concatenate([a.reshape(-1) for a in moved(Mapped(tuple(plain)), arrays).values()])
+    assert sorted(set(values) if twice else values) == list(range(sum(a.size for a in arrays.values())))
     back = mapping(by_name(name), dialect, "hf", made, config)
     found = moved(back, there_arrays)
     assert found.keys() == arrays.keys()

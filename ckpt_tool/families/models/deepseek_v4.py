@@ -2,9 +2,11 @@
 
 The released names are DeepSeek's own, without a root (Megatron-Bridge 0.6.2, models/deepseek/deepseek_v4_bridge.py).
 transformers 5.23, models/deepseek_v4 and conversion_mapping.py: `hf-5` is what it has in memory, `hf-saved` what it saves, which is
-neither. It leaves the layers of multi-token prediction unread. Megatron-Core 0.19.2 has no such model: the hub dialects alone.
+neither. It leaves the layers of multi-token prediction unread. Megatron: Megatron-Bridge 0.6.2 with `dsv4_hybrid` of Megatron-Core,
+which its dev of 2026-08-21 has, on one tensor-parallel rank, and 0.19.2 has not.
 """
 
+from ckpt_tool.families import megatron
 from ckpt_tool.families.base import Family, Variant
 from ckpt_tool.families.model_class import ModelClass
 
@@ -73,6 +75,7 @@ FAMILY = Family(
         mtp.{t}.hc_head_<fn|base|scale> : x y, x, 1
     """,
     dialects={
+        "megatron": megatron.DEEPSEEK_V4,
         "hf-5": _IN_MEMORY,
         "hf-saved": Variant("hf", instead="layers.", root="model.layers.", over="""
             model.embed_tokens.weight : v h = embed.weight : v h
@@ -82,7 +85,6 @@ FAMILY = Family(
         """),
     },
     saved="hf-saved",
-    unmapped="Megatron-Bridge and mcore-bridge map it to `dsv4_hybrid` of a Megatron-Core of after 0.19.2, which main of 2026-08-22 is not",
     tiny={"num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 8, "qk_rope_head_dim": 4, "q_lora_rank": 7,
           "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 5, "o_groups": 2, "o_lora_rank": 3,
           "index_n_heads": 2, "index_head_dim": 10, "hc_mult": 3, "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],

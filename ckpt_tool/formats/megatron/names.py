@@ -36,7 +36,7 @@ Cost: a few us a name. What it does not do: shapes, boxes (`megatron.rules`), fi
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt_tool.core.bounds import bounded, numeral
@@ -81,13 +81,18 @@ PLAIN_NORMS = frozenset(
     "self_attention_res_norm mlp_res_norm output_attn_res_norm routed_expert_norm o_norm q_a_layernorm "
     "kv_a_layernorm".split()
 )
-INDEXER = "self_attention.core_attention.indexer"
+DEEPSEEK_V4 = "self_attention.linear_kv_proj"  # of its attention: one key and value for all heads
+# Linears of an attention that takes what is normed, so that no norm of it is fused
+NORMED_BEFORE = ("self_attention.core_attention.indexer.linear_wq_b", DEEPSEEK_V4)
 RESIDUAL = "mlp_res_norm"  # of a layer with attention residuals
 # Layers of Megatron-Bridge's Gemma 4, by what they have beside core's: without experts its own modules, where no norm
 # is fused, with experts Transformer Engine's. ms-swift's have neither norm
 GEMMA4, GEMMA4_DENSE, GEMMA4_SPARSE = "layer_scalar", "post_self_attn_layernorm.weight", "post_ffn_layernorm.weight"
 # Leaves that are buffers: in the model's state, in no optimizer.
-BUFFERS = frozenset({"expert_bias", "local_tokens_per_expert", "global_tokens_per_expert", "inv_freq"})
+BUFFERS = frozenset(
+    "expert_bias tid2eid local_tokens_per_expert global_tokens_per_expert inv_freq layer_multipliers "
+    "ngram_heads_vocab_sizes ngram_heads_offsets".split()
+)
 
 
 class ExpertName(NamedTuple):
@@ -225,7 +230,8 @@ def fused_norm(name: str, every: Container[str]) -> str:
     place = norm_place(name, every)
     if place is None or not place.there:
         return name
-    if place.plain.startswith("self_attention.") and f"{place.front}{INDEXER}.linear_wq_b.weight" in every:
+    before = (f"{place.front}{each}.weight" for each in NORMED_BEFORE)
+    if place.plain.startswith("self_attention.") and any(each in every for each in before):
         return name
     return f"{place.front}{place.fused}{place.rest}"
 
@@ -288,24 +294,47 @@ def in_container(name: ExpertName, container: str) -> str:
 
 _FIRST = (
     "embedding word_embeddings position_embeddings tokentype_embeddings encoder decoder layers "
-    # a layer
-    "input_layernorm self_attention pre_cross_attn_layernorm cross_attention pre_mlp_layernorm mlp "
-    # Mamba (its layer's norm stands behind it, its own before out_proj), gated delta net
-    "mixer mamba_mixer in_proj conv1d norm out_norm out_proj "
-    # attention
+    # embeddings of n-grams; a layer of Mamba, whose norm stands behind it and its own before out_proj; a gated delta
+    # net; falcon_h1's layer
+    "ple_embedding key_proj value_proj norm_key norm_query norm_conv "
+    "input_layernorm mixer in_proj conv1d linear_wkv linear_wgate norm out_norm out_proj in_proj_qkvz in_proj_ba "
+    "mamba_mixer self_attention pre_cross_attn_layernorm cross_attention pre_mlp_layernorm mlp experts_mlp "
+    # attention, what chooses for a sparse one
     "core_attention linear_proj linear_qkv linear_q linear_kv linear_q_proj linear_q_down_proj linear_q_up_proj "
-    "linear_kv_down_proj linear_kv_up_proj q_layernorm k_layernorm kv_layernorm "
+    "linear_kv_proj linear_kv_down_proj linear_kv_up_proj linear_wq_b linear_wk index_qk_proj q_norm k_norm "
+    "linear_weights_proj q_layernorm k_layernorm kv_layernorm compressor indexer "
+    # Kimi K3's
+    "q_a_proj q_a_layernorm q_b_proj kv_a_proj_with_mqa kv_a_layernorm kv_b_proj q_proj k_proj v_proj "
+    "q_conv1d k_conv1d v_conv1d f_a_proj f_b_proj b_proj g_proj o_norm o_proj "
     # experts
-    "router experts local_experts shared_experts linear_fc1 linear_fc2 "
+    "router fc1_latent_proj fc2_latent_proj experts local_experts text_moe_layer vision_moe_layer shared_experts "
+    "linear_fc1 linear_fc2 routed_expert_norm post_moe_layernorm post_shared_expert_layernorm "
+    # what a layer has behind its modules
+    "ple self_attention_hyper_connection attn_hyper_connection mlp_hyper_connection hc_norm input_mix_weight_down "
+    "input_mix_weight_up block_inject_weight self_attention_res_norm self_attention_res_proj mlp_res_norm mlp_res_proj "
+    "output_attn_res_norm output_attn_res_proj "
+    "pre_feedforward_layernorm_2 post_self_attn_layernorm post_attention_layernorm post_mlp_layernorm "
+    "post_feedforward_layernorm post_feedforward_layernorm_1 post_feedforward_layernorm_2 "
+    "pre_shared_expert_layernorm post_ffn_layernorm "
+    "per_layer_input_gate per_layer_projection post_per_layer_input_norm "
     # MTP
-    "enorm hnorm eh_proj transformer_layer mtp_model_layer final_layernorm final_norm mtp output_layer"
+    "enorm hnorm eh_proj e_proj h_proj transformer_layer mtp_model_layer hyper_connection_mixer "
+    "final_layernorm final_norm per_layer_embedding per_layer_model_proj per_layer_proj_norm "
+    "embed_tokens_per_layer per_layer_model_projection per_layer_projection_norm mtp output_layer"
 ).split()
 _RANK = {word: i for i, word in enumerate(_FIRST)}
 _RECURRENT = frozenset("mixer mamba_mixer in_proj conv1d norm out_norm out_proj".split())  # such words only in layers
 _LEAF_ORDER = (
+    "hc_head_fn hc_head_base hc_head_scale linear_o_group_proj attn_sink ape alpha_pre alpha_post alpha_res "
     "softmax_offset conv1d_weight conv1d_bias dt_bias A_log D gate_weight layer_norm_weight layer_norm_bias weight "
-    "weight1 weight2 bias expert_bias"
+    "weight1 weight2 bias expert_bias per_expert_scale scale"
 )
+# Kimi K3's and DeepSeek V4's own modules have two of these the other way round, and so has ms-swift's Gemma 4
+_TURNED = {
+    ".q_conv1d.": ("A_log", "dt_bias"),
+    f".{DEEPSEEK_V4}.": ("q_layernorm", "kv_layernorm"),
+    ".experts_mlp.": ("scale", "per_expert_scale"),
+}
 _LEAVES = {word: i for i, word in enumerate(_LEAF_ORDER.split())}
 _NUMBERED = re.compile(r"(weight|bias)(\d{1,9})")
 
@@ -320,11 +349,14 @@ def registration_order(names: Sequence[str]) -> list[int]:
     for name in names:
         for word in name.split("."):
             seen.setdefault(word, len(seen))
-    keys = [_order_key(name, seen) for name in names]
+    turned = dict[str, str]()
+    for sign, (one, other) in _TURNED.items():
+        turned |= {one: other, other: one} if any(sign in name for name in names) else {}
+    keys = [_order_key(name, seen, turned) for name in names]
     return sorted(range(len(names)), key=keys.__getitem__)
 
 
-def _order_key(name: str, seen: dict[str, int]) -> tuple[tuple[int, int, int], ...]:
+def _order_key(name: str, seen: dict[str, int], turned: Mapping[str, str]) -> tuple[tuple[int, int, int], ...]:
     *modules, leaf = name.split(".")
     key: list[tuple[int, int, int]] = []
     if is_tower(name):  # its order is the one that is given
@@ -335,12 +367,12 @@ def _order_key(name: str, seen: dict[str, int]) -> tuple[tuple[int, int, int], .
         if numeral(word):
             key.append((1, int(word), 0))
         else:
-            rank = _RANK.get(word) if inside or word not in _RECURRENT else None
+            rank = _RANK.get(turned.get(word, word)) if inside or word not in _RECURRENT else None
             key.append((1, rank, 0) if rank is not None else (1, len(_RANK), seen[word]))
     if grouped:
         key.append((0, int(grouped[2]), grouped[1] == "bias"))
     else:
-        rank = _LEAVES.get(leaf)
+        rank = _LEAVES.get(turned.get(leaf, leaf))
         key.append((0, rank, 0) if rank is not None else (0, len(_LEAVES), seen[leaf]))
     return tuple(key)
 

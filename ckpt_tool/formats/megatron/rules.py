@@ -23,6 +23,7 @@ rule follow the boxes of a rank, both ways:
                                          rows; out_proj: columns; out_norm: a copy each
     Kimi's delta attention               the same, and beta_proj, f_b_proj, g_b_proj: rows; f_a_proj, g_a_proj: a copy
     indexer of sparse attention          a copy each
+    DeepSeek V4's attention              one rank alone, as core has it: its key and value are all heads'
     norms, routers, positions            a copy each
     q and k norms over all heads         rows (`norms_span`)
     towers of Megatron's modules         as above; of others (`visual.`, `vision_tower.`): a copy each
@@ -33,7 +34,9 @@ counts is their proportion; where these are not there, from the arguments (`sect
 Sources (NVIDIA/Megatron-LM core 0.16.1): `core/tensor_parallel/layers.py`, `core/transformer/attention.py`, `mlp.py`,
 `multi_latent_attention.py` (`parallel_mode="duplicated"` for TE), `moe/experts.py`, `moe/shared_experts.py`,
 `multi_token_prediction.py`, `dot_product_attention.py` (`softmax_offset`); 0.19.2 `ssm/mamba_mixer.py`,
-`ssm/gated_delta_net/`, `transformer/experimental_attention_variant/dsa.py`, `models/vision/`. megatron-bridge 0.6.2
+`ssm/gated_delta_net/`, `transformer/experimental_attention_variant/dsa.py`, `models/vision/`; dev of 2026-08-21
+`transformer/experimental_attention_variant/deepseek_v4_hybrid_attention.py`, `csa.py`, `hyper_connection.py`.
+megatron-bridge 0.6.2
 `models/minimax_m2/minimax_m2_provider.py`, `models/olmoe/` (norms over all heads), `models/gemma/modeling_gemma4.py`
 (embeddings of each layer), `models/*/modeling_*.py` (towers); of August 2026 `models/kimi/kimi_k3_layers.py`.
 
@@ -87,7 +90,7 @@ class Piece(NamedTuple):
 
 
 _ROWS = frozenset(
-    "word_embeddings output_layer linear_qkv linear_q linear_kv linear_q_proj linear_q_up_proj "
+    "word_embeddings output_layer linear_qkv linear_q linear_kv linear_q_proj linear_q_up_proj linear_kv_proj "
     "linear_kv_up_proj eh_proj e_proj h_proj per_layer_embedding per_layer_model_proj "
     "embed_tokens_per_layer per_layer_model_projection ngram_embedding beta_proj "
     "q_proj k_proj v_proj g_proj b_proj f_b_proj g_b_proj q_b_proj kv_b_proj q_conv1d k_conv1d v_conv1d".split()
@@ -104,12 +107,17 @@ _BY_HEAD = frozenset(
 )
 _CUT_THERE = {"per_layer_input_gate": 0, "per_layer_projection": 1}  # by mcore-bridge alone
 _WHOLE = frozenset(  # copies
-    "indexer ple hyper_connection attn_hyper_connection mlp_hyper_connection hyper_connection_mixer".split()
+    "indexer compressor ple hyper_connection attn_hyper_connection self_attention_hyper_connection "
+    "mlp_hyper_connection hyper_connection_mixer".split()
 )
 _OF_DELTA = ("in_proj", "in_proj_qkvz", "in_proj_ba", "conv1d", "out_norm", "out_proj", "A_log", "D", "dt_bias")
 _MIXER = ("mixer", "mamba_mixer")  # Mamba's module, core's and Bridge's falcon_h1's
 _HEADS = frozenset("A_log D dt_bias".split())  # one element a head
-_OWN = frozenset("gate_weight layer_norm_weight layer_norm_bias layer_scalar".split())  # a copy each
+_OWN = frozenset(  # a copy each
+    "gate_weight layer_norm_weight layer_norm_bias layer_scalar linear_o_group_proj "
+    "hc_head_fn hc_head_base hc_head_scale".split()
+)
+_SINKS = ("softmax_offset", "attn_sink")  # core's; that of DeepSeek V4's attention
 _ADAPTER = re.compile(
     r"(.+?)\.(?:adapter(\.adapter_(?:q|k|v|gate|up))?\.)?"
     r"(linear_in\.weight|linear_out\.weight|weight_magnitude|lora_A|lora_B)(?:(?<=lora_[AB])\.[^.]+\.weight)?"
@@ -185,7 +193,7 @@ def rule_of(
         return Rule(0 if spanning else None, known=spanning is not None)
     if module in _COPIES or _NORM.fullmatch(module) or leaf in _OWN:
         return Rule(None, axis=axis)
-    if module == "core_attention" and leaf == "softmax_offset":
+    if module == "core_attention" and leaf in _SINKS:
         return Rule(0)
     if leaf not in ("weight", "bias"):
         return Rule(None, axis=axis, known=False)
@@ -410,6 +418,8 @@ def units_of(name: str, rule: Rule, shape: Sequence[int], facts: Facts) -> Units
     if not own:
         what = f"rows that are no {len(rule.parts)} parts of {', '.join(map(str, rule.parts))} ({shape[rule.dim]})"
         return Units(1, what if len(rule.parts) != 2 else f"rows that are no two halves ({shape[rule.dim]})", name)
+    if module == "linear_kv_proj":
+        return Units(1, "key and value that all heads share", name)
     extent = gcd(*own)
     kind = "" if is_tower(name) else _recurrent(words)
     if kind and len(own) > 1:

@@ -136,6 +136,8 @@ class DistLayout:
         differing |= any(
             names.stem(name).startswith("decoder.final_norm.") for name in self.examples
         )  # a hybrid model's
+        v4 = any(f".{names.DEEPSEEK_V4}." in name for name in self.examples)  # core makes each layer's keys its own
+        differing |= v4
         towers = [f"{stack}." for stack in self.counts if names.is_tower(f"{stack}.")]
         out = {stacked_style(tower[:-1]) for tower in towers if not names.is_foreign(tower)}  # the hub's own never do
         out |= set() if differing else {STACKED_LAYERS}
@@ -143,11 +145,11 @@ class DistLayout:
             return out
         if kind := names.gemma4_layer(self.examples):
             return out | {APART} | (_BY_TE if kind == names.GEMMA4_SPARSE else set())
-        mla = any(".linear_kv_down_proj." in name for name in self.examples)
+        mla = v4 or any(".linear_kv_down_proj." in name for name in self.examples)
         if self.facts.te:
             out |= {*_BY_TE, "fused:norm."}
-            sparse = any(f".{names.INDEXER}." in name for name in self.examples)  # its norms stand apart
-            if mla and not sparse:
+            before = [f".{each}." for each in names.NORMED_BEFORE]
+            if mla and not any(each in name for each in before for name in self.examples):
                 out |= {"fused:self_attention.q_layernorm.", "fused:self_attention.kv_layernorm."}
                 out |= {"plain:self_attention.q_layernorm.", "plain:self_attention.kv_layernorm."}
         elif not mla:
