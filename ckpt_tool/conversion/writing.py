@@ -138,6 +138,7 @@ def check_place(destination: Place, trees: Iterable[Tree], writing: Writing) -> 
             check_replaced(destination)
         return
     locals_ = [Path(tree.root) if tree.single is None else tree.root / tree.single for tree in given if tree.local]
+    locals_ += [tree.packed_in for tree in given if tree.packed_in is not None]
     try:
         check_destination(destination, locals_, force=writing.force or writing.dry_run or bool(writing.plan_file))
         if writing.force:

@@ -75,7 +75,11 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
     old, fresh = open_source(base, reading), open_source(new, reading)
     check_destination(
         destination,
-        [place for each in (old, fresh) if each.tree.local for place in [Path(each.tree.display())]],
+        [
+            each.tree.packed_in or Path(each.tree.display())
+            for each in (old, fresh)
+            if each.tree.local or each.tree.packed_in
+        ],
         force=wanted.force or wanted.dry_run,
     )
     if wanted.force:

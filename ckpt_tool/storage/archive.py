@@ -77,6 +77,7 @@ class ArchiveTree(Tree):
         """archive: the tree of that one file. members: by path, all of them or those below a folder."""
         self._archive, self._file, self._members = archive, archive.single or "", members
         self.shown, self.single, self.root = shown, None, archive.root
+        self.packed_in = archive.root / self._file if archive.local else None
         self._listing: dict[str, int] | None = None
         self._links = False
         self._lock = archive._lock

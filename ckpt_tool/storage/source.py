@@ -78,11 +78,13 @@ class Tree:
     """The files below `root`. `single`: the name of the one file that the user gave, None for a folder.
 
     Thread-safe for reading. `shown` is what messages call the root. `local`: its files have descriptors (a tree behind
-    a URL, `storage.remote`, has none). computed: its values are made while they are read, so nobody has stated a digest
-    of them. odd_links: links that were listed and are not followed -> what they are.
+    a URL, `storage.remote`, has none). packed_in: the local archive whose members they are (`storage.archive`).
+    computed: its values are made while they are read, so nobody has stated a digest of them. odd_links: links that were
+    listed and are not followed -> what they are.
     """
 
     local, computed = True, False
+    packed_in: Path | None = None
     odd_links: dict[str, str] = {}
 
     def __init__(

@@ -75,6 +75,16 @@ def test_the_unpacked_folder_is_the_same_and_a_plan_reads_the_archive(tmp_path: 
         apply(str(tmp_path / "b.plan"), Share(), Writing(), Silent())
 
 
+def test_an_output_never_takes_the_place_of_its_archive(tmp_path: Path) -> None:
+    copy = tmp_path / "copy.nemo"
+    copy.write_bytes(NEMO.read_bytes())
+    for force in (False, True):
+        with pytest.raises(CkptError) as caught:
+            convert(str(copy), str(copy), to="dcp", force=force)
+        assert caught.value.exit_code == 5
+    assert copy.read_bytes() == NEMO.read_bytes()
+
+
 def test_an_archive_with_one_torch_file_is_that_file(tmp_path: Path) -> None:
     """NeMo's models of speech: `model_weights.ckpt` beside the config."""
     weights = io.BytesIO()
