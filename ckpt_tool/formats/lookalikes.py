@@ -2,19 +2,22 @@
 
     model_index.json                             a diffusers pipeline: unet/, vae/, text_encoder/ are a checkpoint each
     modules.json, 0_Transformer/model.safetensors    a sentence-transformers model with no module at the root
+    model_config.yaml, tp_rank_00_pp_rank_000/model_weights.ckpt    NeMo 1, a file a rank (in a .nemo or beside it)
     saved_model.pb; model.ckpt-1.index           TensorFlow
     actor/, critic/                              nothing at the root, checkpoints below: veRL's global_step_N and others
 
-The first two put in a claim like a format's (`formats.registry`), so that a folder that a format would read in part
+The first three put in a claim like a format's (`formats.registry`), so that a folder that a format would read in part
 is refused by name instead; `--from` overrides them. The others are only looked for where no format claims the folder.
 
 Sources: diffusers `pipelines/pipeline_utils.py` (model_index.json), sentence-transformers `SentenceTransformer.py`
-(modules.json: [{"idx", "name", "path", "type"}]), veRL `trainer/ppo/ray_trainer.py`.
-Cost: the listing; of a folder that no format claims also the heads of `LOOKED_AT` files.
+(modules.json: [{"idx", "name", "path", "type"}]), NeMo of 2025 `collections/nlp/parts/nlp_overrides.py`,
+veRL `trainer/ppo/ray_trainer.py`. Cost: the listing; of a folder that no format claims
+also the heads of `LOOKED_AT` files.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -28,6 +31,7 @@ LOOKED_AT = 40  # files
 NAMED = 20  # models of a cache
 _WEIGHTS = (".safetensors", "pytorch_model.bin", ".safetensors.index.json", ".bin.index.json")
 _PIPELINE, _MODULES = "model_index.json", "modules.json"
+_NEMO_RANK = re.compile(r"(?:mp_rank_\d+|tp_rank_\d+_pp_rank_\d+)/model_weights\.ckpt")
 
 
 class Lookalike(NamedTuple):
@@ -58,6 +62,18 @@ def _modules(tree: Tree) -> Evidence | None:
     return Evidence(why, Specificity.SIGNED, frozenset((_MODULES, *weights)))
 
 
+def _nemo_ranks(tree: Tree) -> Evidence | None:
+    """Weights of NeMo 1 that each rank saved for itself (`NLPSaveRestoreConnector`)."""
+    ranks = [path for path in tree.listing() if _NEMO_RANK.fullmatch(path)]
+    if not ranks or not tree.exists("model_config.yaml"):
+        return None
+    return Evidence(f"{len(ranks)} files such as {ranks[0]}", Specificity.SIGNED, frozenset(ranks))
+
+
+def _to_torch_dist(tree: Tree, below: Sequence[str]) -> str:
+    return "restore it with NeMo and save it as a distributed checkpoint (dist_ckpt_format: torch_dist)"
+
+
 def _components(tree: Tree, below: Sequence[str]) -> str:
     return (
         f"pass one of its folders, each a checkpoint: {', '.join(below)}"
@@ -78,6 +94,7 @@ def _root_or_modules(tree: Tree, below: Sequence[str]) -> str:
 LOOKALIKES = (
     Lookalike("a diffusers pipeline", _pipeline, _components),
     Lookalike("a sentence-transformers model of several modules", _modules, _root_or_modules),
+    Lookalike("weights of NeMo 1, a file a rank", _nemo_ranks, _to_torch_dist),
 )
 
 

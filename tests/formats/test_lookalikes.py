@@ -69,6 +69,14 @@ def loader(folder: Path) -> None:
     shutil.copytree(FIXTURES / "torch/ranks_tp2_dp2", folder / "policy")
 
 
+def nemo_ranks(folder: Path) -> None:
+    """What NeMo 1 packs of a job whose ranks saved apart, unpacked."""
+    (folder / "model_config.yaml").write_text("mcore_gpt: false\n")
+    for rank in (0, 1):
+        (folder / f"tp_rank_0{rank}_pp_rank_000").mkdir()
+        torch.save({"model.w": torch.zeros(2)}, folder / f"tp_rank_0{rank}_pp_rank_000/model_weights.ckpt")
+
+
 def tar_of(name: str) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as packed:
@@ -96,6 +104,7 @@ CASES: dict[str, tuple[Maker, str, str, str]] = {
     "verl": (verl, "E0392", "2 models", "actor"),
     "loader": (loader, "E1642", "no tensor", "policy"),
     "tensorflow": (tensorflow, "E0390", "TensorFlow", "safetensors"),
+    "nemo-ranks": (nemo_ranks, "E1640", "a file a rank", "torch_dist"),
     "tar": (holding("model.archive", tar_of("weights.bin")), "E0390", "tar archive", "unpack"),
     "npz": (holding("weights.npz", zip_of("w.npy")), "E0390", "NumPy .npz", "safetensors"),
     "flax": (holding("flax_model.msgpack", b"\x82\xa5model" + bytes(64)), "E0390", "MessagePack", "safetensors"),
