@@ -19,7 +19,7 @@ import tarfile
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ckpt_tool.core.inner_path import FOLDERS, base_of, is_view
+from ckpt_tool.core.inner_path import base_of, is_view
 from ckpt_tool.errors import CorruptFile, StorageError, UnsafeInput
 from ckpt_tool.storage.records import past_the_end
 from ckpt_tool.storage.source import FILE_LIMIT, Identity, Tree, missing_file, safe_relative
@@ -175,7 +175,7 @@ def _members(tree: Tree, file: str) -> dict[str, Member]:
                     continue
                 path = info.name.removeprefix("./")
                 safe_relative(path, named_in=shown, place=f"member {info.name[:80]}")
-                if not info.isreg() or info.issparse() or path in out or path.count("/") > FOLDERS:
+                if not info.isreg() or info.issparse() or path in out:
                     raise _odd(path, info, shown, twice=path in out)
                 if info.size < 0 or info.offset_data + info.size > size or len(out) >= FILE_LIMIT:
                     raise tarfile.ReadError(f"member {path[:80]} of {info.size} bytes at {info.offset_data}")

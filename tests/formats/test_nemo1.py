@@ -17,6 +17,7 @@ import ckpt_tool as ckpt
 from ckpt_tool.api import convert, diff, verify
 from ckpt_tool.commands.apply import apply
 from ckpt_tool.commands.inspect import inspect
+from ckpt_tool.core.inner_path import FOLDERS
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError, CorruptFile, SourceChanged, UnknownFormat, UnsafeInput
 from ckpt_tool.formats.megatron.args import arguments
@@ -121,7 +122,7 @@ HOSTILE = {
     "absolute": ({**CONFIG, "/etc/w": b"1"}, {}, "E0410"),
     "twice": ({**CONFIG, "./model_config.yaml": b"y"}, {}, "E2796"),
     "case": ({**CONFIG, "MODEL_config.yaml": b"y"}, {}, "E0387"),
-    "deep": ({**CONFIG, "a/" * 80 + "w": b"y"}, {}, "E2796"),
+    "deep": ({**CONFIG, "a/" * (FOLDERS + 1) + "w": b"y"}, {}, "E0410"),
 }
 
 
