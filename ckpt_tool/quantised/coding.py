@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.quantised.codes import Array, Floats, Rectangle, rectangles
 from ckpt_tool.quantised.figures import GRAIN, Figures
@@ -45,6 +46,14 @@ _BAND = 8 << 20  # bytes of a band that are kept
 _PANEL = 16 << 20  # bytes of a turned matrix that are turned at once
 
 
+class Kept(threading.local):
+    """What a thread had last, because it asks for it next, most often: of one tensor at a time. band: (tensor, number),
+    what its values are divided by, they themselves. panel: (tensor, matrix, first row), its line."""
+
+    band: tuple[tuple[TensorKey, int], Floats, Values | None] | None = None
+    panel: tuple[tuple[TensorKey, int, int], Array] | None = None
+
+
 class Whole:
     """nvfp4: what the scales of a tensor are multiplied by, found once and shared by its recipes."""
 
@@ -64,16 +73,14 @@ class _OfFloats(Recipe):
     """A tensor that is made of the floats of its one input.
 
     floats: what they are rounded to first. scales: the dtype of the scales. whole: what these are multiplied by, where
-    there is such."""
+    there is such. kept: shared by all recipes of a run."""
 
     scheme: Scheme
     as_dtype: DType
     floats: DType
     scales: DType
     whole: Whole | None
-    _kept: threading.local = field(
-        default_factory=threading.local, kw_only=True
-    )  # what a thread reads next, most often
+    kept: Kept
 
     @property
     def dtype(self) -> DType:
@@ -130,8 +137,8 @@ class _OfFloats(Recipe):
 
     def _panel(self, read: Read, matrix: int, first: int, last: int) -> Array:
         """Rows [first, last) of a turned matrix: columns of the stored one."""
-        kept: tuple[tuple[int, int], Array] | None = getattr(self._kept, "panel", None)
-        if kept is None or kept[0] != (matrix, first):
+        place, kept = (self.key, matrix, first), self.kept.panel
+        if kept is None or kept[0] != place:
             rows, columns = self.matrix[-2:]
             base = matrix * rows * columns
             if last - first == rows:
@@ -140,7 +147,7 @@ class _OfFloats(Recipe):
                 ends = range(base, base + rows * columns, rows)
                 wide = np.concatenate([read(0, at + first, at + last) for at in ends])
             turned = np.ascontiguousarray(wide.reshape(columns, last - first).T).reshape(-1)
-            kept = self._kept.panel = ((matrix, first), turned)
+            kept = self.kept.panel = (place, turned)
         return kept[1]
 
     def sizes(self, values: Values, start: int) -> Floats:
@@ -152,7 +159,7 @@ class _OfFloats(Recipe):
         if np.isfinite(sizes).all():
             return sizes
         at = start + int(np.flatnonzero(~np.isfinite(values.wide))[0])
-        index = [int(i) for i in self.scheme.matrix(np.unravel_index(at, self.matrix))]
+        index = [*self.scheme.matrix(tuple(int(i) for i in np.unravel_index(at, self.matrix)))]
         raise InconsistentCheckpoint(
             f"element {index} is no finite number, and a block with it has no scale",
             code=NOT_FINITE,
@@ -194,7 +201,8 @@ class _OfFloats(Recipe):
         numel, step = self.inputs[0].tensor.numel, max(_TILE // self.width, 1) * self.width
         tiles = ((at, min(at + step, numel)) for at in range(0, numel, step))
         sizes = [self.sizes(self.read_values(read, *tile), tile[0]).max(keepdims=True) for tile in tiles]
-        return np.maximum.reduce(sizes)
+        found: Floats = np.maximum.reduce(sizes)
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,10 +294,10 @@ class Codes(_OfFloats):
 
     def _band(self, read: Read, number: int) -> tuple[Floats, Values | None]:
         """(what the values of its blocks are divided by, those values where they are few)."""
-        kept: tuple[int, Floats, Values | None] | None = getattr(self._kept, "band", None)
-        if kept is None or kept[0] != number:
+        place, kept = (self.key, number), self.kept.band
+        if kept is None or kept[0] != place:
             sizes, values = self.band_sizes(read, number)
-            kept = self._kept.band = (number, self.divisors(read, sizes), values)
+            kept = self.kept.band = (place, self.divisors(read, sizes), values)
         return kept[1:]
 
 

@@ -11,7 +11,8 @@ The scale is rounded to the dtype that it is stored in first: values are divided
 scale that would be zero (a block of zeros, or of values too small for it) is 1 in fp8-block, as transformers has it,
 and elsewhere the epsilon of its dtype, as compressed-tensors has it. Integers are rounded to even after they are cut to
 the range; four-bit floats have no code for a zero that is negative before it is rounded. `whole` is at most the largest
-fp32: for a tensor of zeros compressed-tensors makes it infinite, and NaN of every scale.
+fp32: for a tensor of zeros compressed-tensors makes it infinite, and NaN of every scale; e is at most 127, where it
+makes 2^128 of the largest numbers, which is infinite.
 
 Bit for bit what compressed-tensors' `calculate_qparams` and `quantize` give for the weights as fp32 and the scales as
 stored, which is how its kernels for GPUs divide; on a CPU it divides bf16 weights in bf16, which rounds a quotient
@@ -81,7 +82,8 @@ def largest(values: Values, columns: int, width: int, *, of_all: bool = False) -
     if of_all:  # whole columns first: NumPy is quick along them
         sizes = sizes.max(axis=0, keepdims=True)
     if columns % width:
-        return np.maximum.reduceat(sizes, range(0, columns, width), axis=1)
+        ragged: Floats = np.maximum.reduceat(sizes, range(0, columns, width), axis=1)
+        return ragged
     found: Floats = sizes.reshape(len(sizes), -1, width).max(axis=2)
     return found
 
@@ -89,14 +91,18 @@ def largest(values: Values, columns: int, width: int, *, of_all: bool = False) -
 def whole_of(size: Floats) -> Floats:
     """nvfp4: what all scales of a tensor are multiplied by, one fp32. size: its largest magnitude."""
     with np.errstate(over="ignore", divide="ignore"):
-        return np.minimum(np.float32(_WHOLE) / size, np.finfo(np.float32).max)
+        found: Floats = np.minimum(np.float32(_WHOLE) / size, np.finfo(np.float32).max)
+    return found
 
 
 def scales_of(sizes: Floats, scheme: Scheme, dtype: DType, whole: Floats | None = None) -> Array:
     """The scales of blocks whose largest magnitudes are `sizes`, as they are stored."""
     if dtype.name == "U8":
         exponents = (sizes.view(np.uint32) + np.uint32(1 << 21) >> np.uint32(23)).astype(np.int16)
-        return np.maximum(exponents - _EXPONENT[scheme.dtype], 0).astype(np.uint8)
+        exponents = (
+            np.minimum(exponents, 254) - _EXPONENT[scheme.dtype]
+        )  # 255 is no fp32's: its codes would be infinite
+        return np.maximum(exponents, 0).astype(np.uint8)
     wide = sizes / np.float32(_LARGEST[scheme.dtype])
     if whole is not None:
         wide = whole * wide

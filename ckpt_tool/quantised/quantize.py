@@ -20,6 +20,8 @@ from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.patterns import Names
 from ckpt_tool.core.tensor import MODEL, TensorKey
 from ckpt_tool.errors import InternalError, UsageError
+from ckpt_tool.families.base import HUB
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.dequantize import model_config
 from ckpt_tool.quantised.kept_whole import found_in, refuse_codes
@@ -40,13 +42,16 @@ INDIVISIBLE = "rows that the groups of the scheme do not divide"
 
 
 def quantized(chosen: Chosen, job: Conversion) -> Chosen:
-    """`chosen` whose weights are codes and scales. Raises UsageError E1465 for weights that are codes already, E2721
-    where there is nothing to quantise, E2723 for stacked experts that a scheme has
-    no place for, E0264 with --plan and --ray; InconsistentCheckpoint E2720 while reading for values that are no finite
-    numbers."""
+    """`chosen` whose weights are codes and scales.
+
+    Raises UsageError E1465 for weights that are codes already, E2721 where there is nothing to quantise, E2723 for
+    stacked experts that a scheme has no place for, E2724 for patterns without the option, E2725 for names that are not
+    the hub's, E0264 with --plan and --ray; InconsistentCheckpoint E2720 while reading for what is no finite number."""
     writing = job.writing
     if writing.quantize is None:
+        _refuse_lone(writing)
         return chosen
+    _refuse_names(chosen, job)
     scheme = scheme_of(writing.quantize, model_config(chosen))
     rows = {row.tensor.key.name: row for row in chosen.stored if row.tensor.key.state == MODEL}
     refuse_codes([row.tensor for row in rows.values()], OPTION, chosen.sources[0].path)
@@ -56,6 +61,7 @@ def quantized(chosen: Chosen, job: Conversion) -> Chosen:
         raise UsageError(
             f"{OPTION} {scheme.name}: no weight is to be quantised",
             code=NOTHING,
+            faults=[f"{number} stay: {why}" for why, number in Counter(stays.values()).most_common()],
             hint="matrices of layers under the hub's names are; --quantize-only PATTERN names others",
         )
     _refuse_stacked(taken, scheme)
@@ -64,12 +70,8 @@ def quantized(chosen: Chosen, job: Conversion) -> Chosen:
     made = {name: laid_out(scheme, name, rows[name].tensor.shape, _narrow(floats[name])) for name in taken}
     stated = config_of(scheme, _modules(rows, stays))
     _check_found(made, stated)
-    recipes: list[Recipe] = []
-    figures: list[Figures] = []
-    for name in taken:
-        mine, figure = _recipes(chosen, rows[name], scheme, made[name], floats[name])
-        recipes += mine
-        figures.append(figure)
+    pairs = _recipes(chosen, [rows[name] for name in taken], scheme, made, floats)
+    recipes = [recipe for mine, _ in pairs for recipe in mine]
     out = with_computed(
         replace(chosen, stored=_in_places(chosen.stored, made)),
         recipes,
@@ -87,8 +89,29 @@ def quantized(chosen: Chosen, job: Conversion) -> Chosen:
         casts={**out.casts, **own},
         names={**out.names, **names},
         stated={**out.stated, **stated, "dtype": _torch_name(floats.values())},
-        reported=Errors(scheme, tuple(figures), tree, dict(Counter(stays.values()))),
+        reported=Errors(scheme, tuple(figure for _, figure in pairs), tree, dict(Counter(stays.values()))),
     )
+
+
+def _refuse_names(chosen: Chosen, job: Conversion) -> None:
+    """Raise UsageError E2725 for an output under another system's names: no library quantises by those."""
+    names = chosen.all_hints.dialect or chosen.home if job.dialect == "keep" else job.dialect
+    if names not in (HUB, "keep"):
+        raise UsageError(
+            f"{OPTION}: the output is to have {names}'s names, and quantised folders have the hub's",
+            code="E2725",
+            hint="leave --dialect off",
+        )
+
+
+def _refuse_lone(writing: Writing) -> None:
+    lone = [name for name, given in (("skip", writing.quantize_skip), ("only", writing.quantize_only)) if given]
+    if lone:
+        raise UsageError(
+            f"{OPTION}-{lone[0]} says which weights are quantised, and nothing asks for that",
+            code="E2724",
+            hint=f"add {OPTION} SCHEME, or leave it off",
+        )
 
 
 def _staying(rows: Mapping[str, Stored], scheme: Scheme, skip: Sequence[str], only: Sequence[str]) -> dict[str, str]:
@@ -146,24 +169,34 @@ def _modules(rows: Mapping[str, Stored], stays: Mapping[str, str]) -> list[str]:
 
 
 def _recipes(
-    chosen: Chosen, row: Stored, scheme: Scheme, made: Mapping[str, tuple[str, Kind]], floats: DType
-) -> tuple[list[Recipe], Figures]:
-    from ckpt_tool.quantised.coding import Codes, Numbers, Scales, Whole
+    chosen: Chosen,
+    rows: Sequence[Stored],
+    scheme: Scheme,
+    made: Mapping[str, Mapping[str, tuple[str, Kind]]],
+    floats: Mapping[str, DType],
+) -> list[tuple[list[Recipe], Figures]]:
+    """Of each weight, how the tensors that it becomes are made, and its errors. made, floats: by its name."""
+    from ckpt_tool.quantised.coding import Codes, Kept, Numbers, Scales, Whole
     from ckpt_tool.quantised.figures import Figures
 
-    tensor, inputs = row.tensor, (chosen.input(row),)
-    figure = Figures(tensor.key.name, made["codes"][0], tensor.numel)
-    found: list[Recipe] = []
-    scales = made["scale"][1].dtype
-    whole = Whole() if "global_scale" in made else None
-    for role, (name, kind) in made.items():
-        text = f"{role} of {scheme.name}, of {floats.name}"
-        common = (TensorKey(name), kind.shape, inputs, text, scheme, kind.dtype, floats, scales, whole)
-        if role == "codes":
-            found.append(Codes(*common, figure))
-        else:
-            found.append(Scales(*common) if role == "scale" else Numbers(*common))
-    return found, figure
+    kept = Kept()
+    out: list[tuple[list[Recipe], Figures]] = []
+    for row in rows:
+        tensor, parts = row.tensor, made[row.tensor.key.name]
+        rounded, scales = floats[tensor.key.name], parts["scale"][1].dtype
+        figure = Figures(tensor.key.name, parts["codes"][0], tensor.numel)
+        whole = Whole() if "global_scale" in parts else None
+        found: list[Recipe] = []
+        for role, (name, kind) in parts.items():
+            text = f"{role} of {scheme.name}, of {rounded.name}"
+            own = (TensorKey(name), kind.shape, (chosen.input(row),), text)
+            common = (*own, scheme, kind.dtype, rounded, scales, whole, kept)
+            if role == "codes":
+                found.append(Codes(*common, figure))
+            else:
+                found.append(Scales(*common) if role == "scale" else Numbers(*common))
+        out.append((found, figure))
+    return out
 
 
 def _in_places(stored: Iterable[Stored], made: Mapping[str, Mapping[str, tuple[str, Kind]]]) -> tuple[Stored, ...]:
@@ -194,12 +227,11 @@ def _notes(taken: Mapping[str, Shape], stays: Mapping[str, str], scheme: Scheme)
     lost = [name for name, why in stays.items() if why == INDIVISIBLE]
     if lost:
         notes.append(f"{len(lost)} weights stay, with {INDIVISIBLE}: {_few(lost)}")
-    height, width = scheme.block
-    short = [name for name, shape in taken.items() if shape[-2] % height or shape[-1] % width] if height > 1 else ()
+    short = [name for name, shape in taken.items() if scheme.is_short(shape)]
     if short:
         notes.append(
-            f"{len(short)} weights end in short blocks, as DeepSeek's do, which transformers 5.23 misreads where it makes "
-            f"floats of them; --quantize-skip leaves them as they are: {_few(short)}"
+            f"{len(short)} weights end in short blocks, as DeepSeek's do; where transformers 5.23 makes floats of them "
+            f"it misreads them, and --quantize-skip leaves them as they are: {_few(short)}"
         )
     return tuple(notes)
 

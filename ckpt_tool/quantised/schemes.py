@@ -76,6 +76,10 @@ class Scheme(NamedTuple):
         columns = self.matrix(shape)[-1]
         return bool(prod(shape)) and (self.block[0] > 1 or not columns % self.group(columns))
 
+    def is_short(self, shape: Shape) -> bool:
+        """Has a matrix of this shape blocks of several rows, and a last one that is shorter than those before?"""
+        return self.block[0] > 1 and any(size > n and size % n for n, size in zip(self.block, shape[-2:], strict=True))
+
 
 def _stated(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
     """What compressed-tensors says of values, as far as it is not its default."""

@@ -226,6 +226,10 @@ def test_what_stays_and_what_the_patterns_say(tmp_path: Path) -> None:
     assert scales_of("only", quantize_only=("lm_head.weight", "*.q_proj.*")) == {"lm_head.weight", q}
     config = json.loads((tmp_path / "only" / "config.json").read_text())["quantization_config"]
     assert "lm_head" not in config["modules_to_not_convert"] and "model.layers.0.mlp.up_proj" in str(config)
+    for lone in ("quantize_skip", "quantize_only"):
+        with pytest.raises(UsageError) as caught:
+            run(source, tmp_path / "no", **{lone: ("*",)})
+        assert caught.value.code == "E2724"
     for given, code in (({"quantize_skip": ("*.kk_proj.*",)}, "E0255"), ({"quantize_skip": ("*",)}, "E2721")):
         with pytest.raises(UsageError) as caught:
             run(source, tmp_path / "no", quantize="fp8-block", **given)
@@ -354,6 +358,30 @@ def test_the_report_names_the_worst(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert cli(["inspect", str(tmp_path / "o")]) == 0
     assert "mxfp4-pack-quantized" in capsys.readouterr().out
     assert cli(["verify", str(tmp_path / "o")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "dialect"),
+    [("megatron-dist/llama_tp2", "keep"), ("megatron-dist/llama_tp2", "megatron"), ("convert/llama/hf", "megatron")],
+)
+def test_names_are_the_hubs(source: str, dialect: str, tmp_path: Path) -> None:
+    writing = Writing(to="safetensors", dialect=dialect, states=("model",), quantize="fp8-block")
+    with pytest.raises(UsageError) as caught:
+        convert(str(FIXTURES / source), str(tmp_path / "o"), Reading(), writing, Silent())
+    assert caught.value.code == "E2725"
+
+
+def test_a_merge_is_quantised_on_the_way(tmp_path: Path) -> None:
+    sources = [
+        model_of(tmp_path / name, {NAME: torch.randn(130, 256, generator=torch.Generator().manual_seed(n)).bfloat16()})
+        for n, name in enumerate("ab")
+    ]
+    lines = ["merge", *map(str, sources)]
+    way = ["--method", "linear", "--weight", "0.3", "--weight", "0.7"]
+    assert cli([*lines, str(tmp_path / "hop"), *way, "--quantize", "int8"]) == 0
+    assert cli([*lines, str(tmp_path / "plain"), *way]) == 0
+    run(tmp_path / "plain", tmp_path / "two", quantize="int8")
+    assert (tmp_path / "hop/model.safetensors").read_bytes() == (tmp_path / "two/model.safetensors").read_bytes()
 
 
 # -- experts of gpt-oss ------------------------------------------------------------------------------------------------

@@ -37,4 +37,8 @@ def test_the_reader_finds_what_the_writer_lays_out(name: str, floats: str) -> No
 def test_groups_that_do_not_divide_a_row_do_not_fit() -> None:
     assert SCHEMES["fp8-block"].fits((3, 5)) and SCHEMES["int8"].fits((3, 5))
     assert not SCHEMES["int4-g128"].fits((4, 130)) and SCHEMES["nvfp4"].fits((4, 144))
+    short = {
+        shape: SCHEMES["fp8-block"].is_short(shape) for shape in ((24, 52), (256, 128), (576, 7168), (2, 128, 130))
+    }
+    assert [*short.values()] == [False, False, True, True] and not SCHEMES["int8"].is_short((576, 130))
     assert not any(scheme.fits((0, 128)) for scheme in SCHEMES.values())
