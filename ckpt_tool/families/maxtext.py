@@ -4,11 +4,12 @@
 
 Kernels are (inputs, outputs), those of the attention with the heads and their size apart: (hidden, heads, size) of q, k
 and v, (heads, size, hidden) of the output. `scan_layers` (its default) stacks the layers of a decoder on axis 1
-(`param_scan_axis`), of experts behind the experts; without it each layer has its number, `decoder.layers_0`. Elements
+(`param_scan_axis`), of experts behind the experts; without it each layer has its number, `decoder.layers_0`. DeepSeek's
+dense layers and those of experts are apart, each kind numbered from 0; layers of multi-token prediction it has none. Elements
 are those of the hub, only turned: families whose values MaxText changes on the way (Llama and Mixtral, whose queries it
 divides by the root of the heads' size; Gemma, whose norms and embedding) are not here.
 
-Source: MaxText of August 2026 `checkpoint_conversion/utils/param_mapping.py` (QWEN_*, `reshape_kernel`,
+Source: MaxText of August 2026 `checkpoint_conversion/utils/param_mapping.py` (QWEN_*, DEEPSEEK_*, `reshape_kernel`,
 `reshape_expert_kernel`, `reshape_bias`), `to_maxtext.py`. A family is here if what these functions made of a small
 model was equal to ours, byte for byte (`fixtures/make/maxtext_trees.py`).
 """
@@ -49,6 +50,50 @@ EXPERTS = """
     decoder.layers.moe_block.<wi_0|wi_1|wo> : e {} h m, e {} h m, e {} m h
         = model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
 """
+# Of DeepSeek: rules of every layer, and of those with experts
+LATENT = """
+    decoder.layers.<pre|post>_self_attention_layer_norm.scale : h {}
+        = model.layers.{i}.<input|post_attention>_layernorm.weight : h
+    decoder.layers.self_attention.<wq_a|wkv_a>.kernel : h {} q, h {} b
+        = model.layers.{i}.self_attn.<q_a_proj|kv_a_proj_with_mqa>.weight : q h, b h
+    decoder.layers.self_attention.<q|kv>_norm.scale : q {}, l {}
+        = model.layers.{i}.self_attn.<q|kv>_a_layernorm.weight : q, l
+    decoder.layers.self_attention.wq_b.kernel : q {} k j = model.layers.{i}.self_attn.q_b_proj.weight : (k j) q
+    decoder.layers.self_attention.query.kernel : h {} k j = model.layers.{i}.self_attn.q_proj.weight : (k j) h
+    decoder.layers.self_attention.wkv_b.kernel : l {} k (y + z)
+        = model.layers.{i}.self_attn.kv_b_proj.weight : (k (y + z)) l
+    decoder.layers.self_attention.out.kernel : k {} z h = model.layers.{i}.self_attn.o_proj.weight : h (k z)
+"""
+DEEPSEEK_EXPERTS = """
+    decoder.layers.DeepSeekMoeBlock_0.shared_experts.<wi_0|wi_1|wo>.kernel : h {} s, h {} s, s {} h
+        = model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.weight : s h, s h, h s
+    decoder.layers.DeepSeekMoeBlock_0.MoeBlock_0.gate.kernel : h {} e = model.layers.{i}.mlp.gate.weight : e h
+    decoder.layers.DeepSeekMoeBlock_0.MoeBlock_0.gate.bias : e {}
+        = model.layers.{i}.mlp.gate.e_score_correction_bias : e
+    decoder.layers.DeepSeekMoeBlock_0.MoeBlock_0.<wi_0|wi_1|wo> : e {} h m, e {} h m, e {} m h
+        = model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
+"""
+DEEPSEEK_AXES = {
+    "j": "qk_nope_head_dim + qk_rope_head_dim",
+    "o": "first_k_dense_replace",
+    "p": "num_hidden_layers - first_k_dense_replace",
+}
+
+
+def deepseek() -> dict[str, str]:
+    """The tables of both dialects of DeepSeek's decoder, whose dense layers and layers of experts are apart, each
+    numbered from 0."""
+    kinds = (
+        ("dense", "o", "{o}", LATENT + MLP),
+        ("moe", "p", "{p + first_k_dense_replace}", LATENT + DEEPSEEK_EXPERTS),
+    )
+    out = {SCANNED: MODEL, UNSCANNED: MODEL}
+    for kind, axis, number, text in kinds:
+        text = text.replace("model.layers.{i}.", f"model.layers.{number}.")
+        apart = re.sub(r" \{\}(?=[ ,\n])", "", text)
+        out[SCANNED] += text.replace("decoder.layers.", f"decoder.{kind}_layers.").replace("{}", axis)
+        out[UNSCANNED] += apart.replace("decoder.layers.", f"decoder.{kind}_layers_{{{axis}}}.")
+    return out
 
 
 def both(text: str) -> dict[str, str]:

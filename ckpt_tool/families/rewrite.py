@@ -29,7 +29,7 @@ from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.families.base import HUB, Config, Family, Shape
 from ckpt_tool.families.quantised import followers, is_halved
 from ckpt_tool.families.sizes import check_known, configured, fits, settled, shape_of
-from ckpt_tool.families.table import Instances, Table, form_of, instances
+from ckpt_tool.families.table import Instances, Spot, Table, form_of, instances
 
 _BLOCKS = ("_blocks", "_scales")  # MXFP4
 _HALVED = "codes of a quantised weight, two a byte, which no rule can lay out otherwise"
@@ -433,16 +433,19 @@ def _chosen(
         ]
         for numbers in group.values:
             name = group.form % numbers
-            for spot, read, holds in readers:
-                values = read(numbers)
-                if values is not None and holds(values):
-                    rule = table.rules[spot.rule]
-                    found, names = rules.setdefault(spot.rule, (Found(rule, spot.axes, set(), name), set()))
-                    found.rows.update(_in_order((values,), spot.axes, found.axes))
-                    names.add(name)
-                    break
-            else:
+            fitting = [
+                (spot, values)
+                for spot, read, holds in readers
+                if (values := read(numbers)) is not None and holds(values)
+            ]
+            if not fitting:
                 orphans.append(name)
+                continue
+            spot, values = next((each for each in fitting if _within(*each, facts)), fitting[0])
+            rule = table.rules[spot.rule]
+            found, names = rules.setdefault(spot.rule, (Found(rule, spot.axes, set(), name), set()))
+            found.rows.update(_in_order((values,), spot.axes, found.axes))
+            names.add(name)
     aliases = {name: of for alias in family.table(HUB).aliases for name, of in alias.pairs(sizes, config).items()}
     tied = {name for name in orphans if aliases.get(name) in hub.made}
     for name in orphans:
@@ -453,6 +456,11 @@ def _chosen(
                 Fault("E1374", hub.made[name][0], what, f"{way}, or keep the source's names with --dialect keep")
             )
     return [rules[number] for number in sorted(rules)], tied
+
+
+def _within(spot: Spot, values: Sequence[int], sizes: Mapping[str, Any]) -> bool:
+    """Is each number below its axis's size? Of rules that number parts of one line of layers that tells whose it is."""
+    return all(value < sizes.get(axis, value + 1) for axis, value in zip(spot.axes, values, strict=True))
 
 
 def _from_hub(

@@ -3,7 +3,7 @@
 Paddle: PaddleFormers 1.2.0, transformers/deepseek_v3: nothing is fused. Megatron-Bridge 0.6.2, models/deepseek and kimi.
 """
 
-from ckpt_tool.families import gguf, hub, megatron
+from ckpt_tool.families import gguf, hub, maxtext, megatron
 from ckpt_tool.families.base import FUSED_EXPERTS, LATENT, NLP_HEAD, Family, Variant
 from ckpt_tool.families.model_class import DEFAULTS, GATED, LATENT_FORMS, SIGMOID, ModelClass
 
@@ -39,7 +39,7 @@ FAMILY = Family(
                       "topk_method": "greedy", "norm_topk_prob": False, **_RANKS},
         ),
     ),
-    axes={**LATENT, **gguf.LATENT_AXES},
+    axes={**LATENT, **gguf.LATENT_AXES, **maxtext.DEEPSEEK_AXES},
     hub=hub.DEEPSEEK + hub.INV_FREQ + """
         model.layers.{i}.eh_proj.bias : h
     """,
@@ -67,6 +67,7 @@ FAMILY = Family(
             model.layers.{i}.eh_proj.<weight|bias> : w h, h = : h w, h
         """,
         "paddle-nlp": Variant("paddle", root="deepseek_v3.", over=NLP_HEAD),
+        **maxtext.deepseek(),
     },
     tiny={"n_routed_experts": 4, "moe_intermediate_size": 5, "n_shared_experts": 2, "first_k_dense_replace": 1,
           "q_lora_rank": 7, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
