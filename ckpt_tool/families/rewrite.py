@@ -458,8 +458,8 @@ def _chosen(
     return [rules[number] for number in sorted(rules)], tied
 
 
-def _within(spot: Spot, values: Sequence[int], sizes: Mapping[str, Any]) -> bool:
-    """Is each number below its axis's size? Of rules that number parts of one line of layers that tells whose it is."""
+def _within(spot: Spot, values: Sequence[int], sizes: Config) -> bool:
+    """Is each number below its axis's size? Where rules number parts of one line of layers, that says whose it is."""
     return all(value < sizes.get(axis, value + 1) for axis, value in zip(spot.axes, values, strict=True))
 
 

@@ -14,8 +14,9 @@ from safetensors.numpy import load_file, save_file
 from ckpt_tool.cli import run
 from ckpt_tool.families.maxtext import both
 
-MADE = Path(__file__).parents[2] / "fixtures" / "maxtext" CASES = [(name, layout) for name in ("qwen2", "qwen3",
-"qwen3_moe", "deepseek_v3") for layout in ("scanned", "unscanned")]
+MADE = Path(__file__).parents[2] / "fixtures" / "maxtext"
+NAMES = ("qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
+CASES = [(name, layout) for name in NAMES for layout in ("scanned", "unscanned")]
 
 
 def same(a, b):
