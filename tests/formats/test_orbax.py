@@ -154,6 +154,18 @@ def test_a_chunk_that_nobody_stored_holds_the_fill_value(tmp_path):
     assert run(["diff", str(folder), str(tmp_path / "out"), "-q", "--state", "model"]) == 0
 
 
+def test_keys_of_prngs_are_named(tmp_path):
+    shutil.copytree(CASES / "files_zarr2", tmp_path / "in")
+    path = tmp_path / "in/array_metadatas/process_0"
+    rows = [{"param_name": "rng.ids", "ext_metadata": {"random_key_impl": "threefry2x32"}}]
+    path.write_text(json.dumps({"array_metadatas": [{"array_metadata": row} for row in rows]}))
+    (note,) = opened(tmp_path / "in").catalog.notes
+    assert "1 arrays are keys of a PRNG, such as rng.ids (threefry2x32)" in note.message
+    path.write_text('{"array_metadatas": ["random_key_impl"]}')
+    with pytest.raises(CkptError, match="lacks a field"):
+        opened(tmp_path / "in")
+
+
 def test_metrics_of_a_manager(tmp_path):
     shutil.copytree(CASES / "manager/checkpoint_00000003", tmp_path / "in")
     (tmp_path / "in/metrics").mkdir()

@@ -32,7 +32,7 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"(?:.*[_\-])?\d+")
 _LIMIT, _VALUES = 256 << 20, 20_000_000  # bytes, JSON values: a leaf has some 12
 _JSON_LIMIT = 16 << 20
-STRING = "string"
+STRING, _KEY = "string", "random_key_impl"
 EMPTY = ("None", "Dict", "List", "Tuple", "NamedTuple")  # value types of which nothing is stored
 SEQUENCE, DICT = 1, 2  # kinds of a key
 
@@ -193,6 +193,22 @@ def strings(tree: Tree, item: Item) -> dict[str, str]:
             raise _damaged(tree, path, f"it has no text for {name[:200]}")
         found[name] = value
     return found
+
+
+def keys_of_prngs(tree: Tree, item: Item) -> dict[str, str]:
+    """The arrays that are keys of a PRNG, by name: its kind, as `array_metadatas` says. The first process knows all."""
+    path = f"{item.folder}array_metadatas/process_0"
+    if not tree.exists(path) or not 0 < tree.size(path) <= _JSON_LIMIT:
+        return {}
+    raw = tree.read_whole(path, limit=_JSON_LIMIT)
+    if _KEY.encode() not in raw:
+        return {}
+    try:
+        rows = [row["array_metadata"] for row in strict_json.parse(raw, path=tree.display(path))["array_metadatas"]]
+        found = {row["param_name"]: row["ext_metadata"][_KEY] for row in rows if _KEY in (row["ext_metadata"] or {})}
+    except (KeyError, TypeError):
+        raise _damaged(tree, path, "a row of it lacks a field") from None
+    return {str(name): str(kind) for name, kind in found.items()}
 
 
 def json_items(tree: Tree, step: Step) -> Iterator[tuple[str, Any]]:

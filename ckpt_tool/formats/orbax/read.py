@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ckpt_tool.core.catalog import Catalog, Row
+from ckpt_tool.core.catalog import Catalog, Note, Row
 from ckpt_tool.core.faults import for_each, together
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.tensor import LogicalTensor, Path, TensorKey
@@ -106,6 +106,12 @@ def read_tree(tree: Tree) -> Catalog:
         if key is None:
             _put(extras, each.path, _value(tree, each.array))
     extras = _as_lists(extras)
+    notes = list(named.notes)
+    for item in trees:
+        if keys := orbax_items.keys_of_prngs(tree, item):
+            first = next(iter(keys))
+            what = f"{len(keys)} arrays are keys of a PRNG, such as {first} ({keys[first]})"
+            notes.append(Note("N-keys", f"{what}: they are read, and written, as integers: jax.random.wrap_key_data"))
     hint = _hint(tree, step, trees, named, extras, {each.path: each.array.dtype.name for each in stored})
     return Catalog(
         "orbax",
@@ -113,7 +119,7 @@ def read_tree(tree: Tree) -> Catalog:
         extras,
         files=orbax_items.files(tree, [step]),
         sidefiles=tuple(name for name in tree.names() if is_sidefile(name) and tree.listing()[name] >= 0),
-        notes=tuple(named.notes),
+        notes=tuple(notes),
         hints=Hints.of(hint),
     )
 
