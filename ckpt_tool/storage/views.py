@@ -16,6 +16,7 @@ half is forgotten, and decompressed again when it is wanted. Memory: `KEPT`, and
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import threading
@@ -206,12 +207,15 @@ class Views:
 
     def _place(self, path: str, size: int) -> _Held:
         """Room for a view in the newer file, in a new one where that is full."""
-        if not self._halves or self._end and self._end + size > self._most:
-            try:
+        try:
+            free = disk_usage(gettempdir()).free
+            if size > free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if not self._halves or self._end and self._end + size > self._most:
                 self._halves = [*self._halves[-1:], (TemporaryFile(), {})]  # who still reads the older holds it open
-                self._end, self._most = 0, disk_usage(gettempdir()).free // 4
-            except OSError as e:
-                raise wrap_os_error(e, gettempdir(), "creating a temporary file") from e
+                self._end, self._most = 0, free // 4
+        except OSError as e:
+            raise wrap_os_error(e, gettempdir(), f"decompressing {size} bytes into") from e
         file, own = self._halves[-1]
         held = own[path] = _Held(file, self._end)
         self._end += size

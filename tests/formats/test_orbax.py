@@ -287,6 +287,30 @@ def test_small_views_are_kept_within_bounds(tmp_path, monkeypatch):
     assert len(tree.views._small) == 3 and tree.views._kept == 3000
 
 
+def test_a_view_beyond_the_disk_is_refused_before_it_is_made(tmp_path):
+    (tmp_path / "f").write_bytes(bytes(100))
+    with pytest.raises(CkptError) as fault:
+        Tree(tmp_path).read(Compressed("f", 0, 100, 10**17).view, 0, 4)
+    assert fault.value.exit_code == 7 and "decompressing" in fault.value.message
+
+
+def test_large_views_are_forgotten_by_halves(tmp_path, monkeypatch):
+    import zstandard
+
+    from ckpt_tool.storage import views
+
+    monkeypatch.setattr(views, "SMALL", 10)
+    packed = [zstandard.ZstdCompressor().compress(bytes([n]) * 1000) for n in range(9)]
+    (tmp_path / "f").write_bytes(b"".join(packed))
+    tree, starts = Tree(tmp_path), [sum(map(len, packed[:n])) for n in range(9)]
+    for n in (*range(9), *range(9)):
+        if tree.views._halves:
+            tree.views._most = 2500
+        path = Compressed("f", starts[n], len(packed[n]), 1000).view
+        assert tree.read(path, 10, 20) == bytes([n]) * 20
+        assert len(tree.views._halves) <= 2 and sum(len(own) for _, own in tree.views._halves) <= 4
+
+
 def test_crc32c_of_the_rfc():
     assert crc32c(bytes(32)) == 0x8A9136AA and crc32c(bytes([255]) * 32) == 0x62A8AB43
     assert crc32c(bytes(range(32))) == 0x46DD794E
