@@ -25,6 +25,7 @@ from ckpt_tool.families.sizes import configured
 from ckpt_tool.families.table import Table, form_of, instances
 from ckpt_tool.quantised.weights import part_of
 
+_MAXTEXT = ".decoder_norm.scale"  # a name that no tower has: layers may be an axis, beside which nothing is counted
 _LAST_NORMS = (
     ".norm.weight",
     ".ln_f.weight",
@@ -33,6 +34,7 @@ _LAST_NORMS = (
     ".final_norm.weight",
     ".embedding_norm.weight",
     ".output_norm.weight",
+    _MAXTEXT,
 )
 _EMBEDDINGS = (
     "embed_tokens.weight",
@@ -41,8 +43,10 @@ _EMBEDDINGS = (
     "tok_embeddings.weight",
     "wte.weight",
     "token_embd.weight",
+    "token_embedder.embedding",
 )
-_HEADS = ("lm_head.weight", "output_layer.weight", ".output.weight")
+_HEADS = ("lm_head.weight", "output_layer.weight", ".output.weight", ".logits_dense.kernel")
+_EXPERTS = ("expert", "_exps.", ".moe_block.")  # in names of what holds them
 _BLOCKS = (".layers.", ".blocks.")  # of a tower: alike, as a decoder's
 _SPELLED = 512  # numbers of a row that are named one by one
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -133,7 +137,7 @@ def _decoders(table: Table) -> set[str]:
         for form, spots in table.left.items()
         if "%d." in form and any(spot.axes[:1] == ("i",) for spot in spots)
     }
-    ends = (".layers.", ".h.", ".blocks.", ".blk.")
+    ends = (".layers.", ".layers_", ".h.", ".blocks.", ".blk.")
     return {front for front in fronts if f".{front}".endswith(ends) and "mtp" not in front.split(".")}
 
 
@@ -208,7 +212,7 @@ def _no_experts(front: str, layers: Mapping[int, set[str]], config: Config, coun
         if (
             number < len(sparse)
             and sparse[number]
-            and not any("expert" in form or "_exps." in form for form in layers[number])
+            and not any(word in form for word in _EXPERTS for form in layers[number])
         ):
             yield f"{front}{number}.*experts*"
 
@@ -252,7 +256,7 @@ def _whole_model(family: Family, table: Table, names: Iterable[str], config: Con
     ):
         known = [form for form in table.left if f".{form}".endswith(ends) and "%d" not in form]
         if ends == _LAST_NORMS:  # of the decoder: a tower has norms too
-            known = [form for form in known if _beside(form) in beside]
+            known = [form for form in known if _beside(form) in beside or form.endswith(_MAXTEXT)]
         if wanted and known and not have & set(known):
             yield known[0]
 

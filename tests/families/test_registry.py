@@ -32,6 +32,8 @@ TWO_LAYOUTS = [  # of a gated delta net
 
 def shapes_in(name: str, dialect: str) -> dict[str, tuple[int, ...]]:
     config = config_of(name)
+    if dialect.startswith("maxtext"):  # whose layers of experts are all alike
+        config |= {"mlp_only_layers": []}
     shapes = hub_shapes(name, config)
     if dialect == "hf":
         return shapes
