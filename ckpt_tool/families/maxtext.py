@@ -80,7 +80,7 @@ DEEPSEEK_AXES = {
 }
 
 
-def deepseek() -> dict[str, str]:
+def _deepseek() -> dict[str, str]:
     """The tables of both dialects of DeepSeek's decoder, whose dense layers and layers of experts are apart, each
     numbered from 0."""
     kinds = (
@@ -104,3 +104,6 @@ def both(text: str) -> dict[str, str]:
     """
     apart = re.sub(r" \{\}(?=[ ,\n])", "", text).replace("decoder.layers.", "decoder.layers_{i}.")
     return {SCANNED: text.replace("{}", "i"), UNSCANNED: apart}
+
+
+DEEPSEEK = _deepseek()
