@@ -225,4 +225,5 @@ CASES = [
     ("X54 a shard's checksum", sharded((0, 16), crc=7), LATE, "CRC-32C"),
     ("X55 a chunk of nothing", chunked({}, b""), LATE, "want 16"),
     ("X56 a save that did not finish", unfinished, 3, "did not finish"),
+    ("X57 a path without end", item(metadata=described({"a": (("x", 2),) * 100_000})), 3, "names no leaf"),
 ]  # fmt: skip

@@ -72,7 +72,7 @@ class _Orbax:
     def fit(
         self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish
     ) -> Fitted:
-        """The tensors with one counter of steps; see `formats.orbax.target`."""
+        """The tensors with one counter of steps; see `formats.orbax.leaves`."""
         from ckpt_tool.formats.orbax.leaves import fitted
 
         return fitted(tensors, extras, hints)

@@ -35,6 +35,7 @@ _JSON_LIMIT = 16 << 20
 STRING, _KEY = "string", "random_key_impl"
 EMPTY = ("None", "Dict", "List", "Tuple", "NamedTuple")  # value types of which nothing is stored
 SEQUENCE, DICT = 1, 2  # kinds of a key
+DEEPEST = 64  # keys of a path
 
 
 class Leaf(NamedTuple):
@@ -142,10 +143,10 @@ def read_item(tree: Tree, step: Step, name: str) -> Item:
         raise _damaged(tree, path, "it has no tree_metadata")
     leaves = tuple(_leaf(tree, path, key, row) for key, row in rows.items())
     seen = set[str]()
-    for name_ in (leaf.stored for leaf in leaves if leaf.kind not in EMPTY):
-        if name_ in seen:
-            raise _damaged(tree, path, f"two leaves are called {name_[:200]!r}")
-        seen.add(name_)
+    for stored in (leaf.stored for leaf in leaves if leaf.kind not in EMPTY):
+        if stored in seen:
+            raise _damaged(tree, path, f"two leaves are called {stored[:200]!r}")
+        seen.add(stored)
     return Item(
         folder,
         name,
@@ -163,14 +164,14 @@ def _leaf(tree: Tree, path: str, shown: str, row: Any) -> Leaf:
         kind = row["value_metadata"]["value_type"]
     except (KeyError, TypeError):
         raise _damaged(tree, path, f"the row of {shown[:200]} lacks a field") from None
-    steps_: list[str | int] = []
+    path_keys: list[str | int] = []
     for key, key_type in keys:
         if type(key) is not str or key_type not in (SEQUENCE, DICT) or key_type == SEQUENCE and not numeral(key):
             raise _damaged(tree, path, f"a key of {shown[:200]} is none: {str(key)[:80]} of type {str(key_type)[:20]}")
-        steps_.append(int(key) if key_type == SEQUENCE else key)
-    if not steps_ or type(kind) is not str:
+        path_keys.append(int(key) if key_type == SEQUENCE else key)
+    if not 0 < len(path_keys) <= DEEPEST or type(kind) is not str:
         raise _damaged(tree, path, f"the row of {shown[:200]} names no leaf")
-    return Leaf(tuple(steps_), kind)
+    return Leaf(tuple(path_keys), kind)
 
 
 def _damaged(tree: Tree, path: str, message: str) -> CorruptFile:

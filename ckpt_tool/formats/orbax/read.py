@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.catalog import Catalog, Note, Row
@@ -50,7 +51,7 @@ class _Tensors(Mapping[TensorKey, LogicalTensor]):
     def rows(self) -> Iterator[Row]:
         """Every tensor as `inspect` lists it."""
         for key, (_, array) in self._found.items():
-            nbytes = array.dtype.nbytes(_numel(array.shape))
+            nbytes = array.dtype.nbytes(prod(array.shape))
             yield Row(key.name, key.state, array.dtype, array.shape, nbytes)
 
     def parted(self) -> Iterator[LogicalTensor]:
@@ -73,13 +74,6 @@ class _Tensors(Mapping[TensorKey, LogicalTensor]):
 
     def __len__(self) -> int:
         return len(self._found)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
 
 
 def read_tree(tree: Tree) -> Catalog:
