@@ -161,8 +161,9 @@ class Views:
         """Bytes of a view. Raises CorruptFile E0311 where it has not so many, E2750 for what does not decompress."""
         size = self.size(path)
         if offset < 0 or nbytes < 0 or offset + nbytes > size:
+            what = "its arrays" if path.endswith(INLINE) else f"its view {path.rpartition(VIEW)[2]}"
             raise CorruptFile(
-                f"want {nbytes} bytes at {offset} of {path.rpartition(VIEW)[2]}, which has {size}",
+                f"want {nbytes} bytes at {offset} of {what}, but there are {size}",
                 code="E0311",
                 path=self._tree.display(path),
                 hint="the file changed: run again",

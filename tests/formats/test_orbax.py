@@ -267,7 +267,7 @@ def test_views_of_files(tmp_path):
         assert behind(path, 0, 50) == (codec, 4, len(packed)) and behind(path, 8, 50)[2] == behind(inner, 8, 50)[2] == 0
         with pytest.raises(CkptError, match="do not decompress"):
             tree.read(inner, 0, 4)
-        with pytest.raises(CkptError, match="which has"):
+        with pytest.raises(CkptError, match="of its view zstd@|of its view gzip@"):
             tree.read(path, len(data), 1)
     assert tree.read(fill_view("zstd", b"\x00\x3f"), 0, 2) == b"\x00\x3f"
 
