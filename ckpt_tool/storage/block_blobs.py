@@ -99,11 +99,11 @@ class Container(PutsWhole):
             files = (blob for blob in listed if (blob.metadata or {}).get("hdi_isfolder") != "true")
             return {blob.name.removeprefix(self._base): blob for blob in files}
 
-        found = self._request(ask, "", "list blobs")
+        found = self._request(ask, "", "listing")
         return {name.lstrip("/"): blob for name, blob in found.items() if name == "" or name[0] == "/" and name[1:]}
 
     def note(self, key: str, name: str) -> str | None:
-        metadata = self._request(lambda: self._blob(key).get_blob_properties().metadata, key, "look at blob")
+        metadata = self._request(lambda: self._blob(key).get_blob_properties().metadata, key, "looking at")
         value: str | None = metadata.get(_word(name))
         return value
 
@@ -116,11 +116,11 @@ class Container(PutsWhole):
             metadata=_metadata(notes),
             headers={"Content-MD5": _text(md5(body))},
         )
-        self._request(ask, key, "put blob")
+        self._request(ask, key, "writing")
 
     def _holds(self, key: str, data: bytes | bytearray) -> bool:
         try:
-            blob = self._request(self._blob(key).get_blob_properties, key, "look at blob")
+            blob = self._request(self._blob(key).get_blob_properties, key, "looking at")
         except StorageError:
             return False
         return bytes(blob.content_settings.content_md5 or b"") == md5(data)
@@ -128,7 +128,7 @@ class Container(PutsWhole):
     def read(self, key: str, nbytes: int) -> Iterator[bytes]:
         for at in range(0, nbytes, LEAST):
             ask = partial(self._piece, key, at, min(LEAST, nbytes - at))
-            yield self._request(ask, key, "get blob")
+            yield self._request(ask, key, "reading")
 
     def _piece(self, key: str, offset: int, nbytes: int) -> bytes:
         data: bytes = self._blob(key).download_blob(offset, nbytes).readall()
@@ -136,7 +136,7 @@ class Container(PutsWhole):
 
     def get(self, key: str) -> bytes | None:
         try:
-            data: bytes = self._request(lambda: self._blob(key).download_blob().readall(), key, "get blob")
+            data: bytes = self._request(lambda: self._blob(key).download_blob().readall(), key, "reading")
         except StorageError as e:
             if e.code != NOT_THERE:
                 raise
@@ -148,7 +148,7 @@ class Container(PutsWhole):
 
         condition = {"etag": f'"{etag}"', "match_condition": MatchConditions.IfNotModified} if etag else {}
         try:
-            self._request(partial(self._blob(key).delete_blob, **condition), key, "delete blob")
+            self._request(partial(self._blob(key).delete_blob, **condition), key, "removing")
         except StorageError as e:
             if e.code != NOT_THERE:
                 raise
@@ -168,7 +168,7 @@ class Container(PutsWhole):
                 _block(number, digest), PartBody(data), length=len(data), headers={"Content-MD5": _text(digest)}
             )
 
-        self._request(ask, key, "put block")
+        self._request(ask, key, "sending a part")
         return digest.hex()
 
     def complete(self, key: str, upload: str, etags: Mapping[int, str], notes: Mapping[str, str], *, new: bool) -> None:
@@ -184,7 +184,7 @@ class Container(PutsWhole):
             **condition,
         )
         try:
-            self._request(ask, key, "put block list")
+            self._request(ask, key, "completing a blob")
         except (OutputExists, StorageError) as e:
             if e.code not in ("E0501", NO_BLOCKS) or self._blocks(key, "committed") != names:
                 raise
@@ -198,7 +198,7 @@ class Container(PutsWhole):
             self._request(
                 partial(self._blob(key).commit_block_list, [], match_condition=MatchConditions.IfMissing),
                 key,
-                "put block list",
+                "removing blocks",
             )
         except OutputExists:
             return
@@ -227,7 +227,7 @@ class Container(PutsWhole):
     def _sizes(self, key: str, kind: str) -> dict[str, int]:
         """Name -> bytes of the blocks of a blob, in its order."""
         try:
-            committed, waiting = self._request(partial(self._blob(key).get_block_list, "all"), key, "get block list")
+            committed, waiting = self._request(partial(self._blob(key).get_block_list, "all"), key, "listing parts")
         except StorageError as e:
             if e.code != NOT_THERE:
                 raise

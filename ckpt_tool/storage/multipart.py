@@ -222,7 +222,7 @@ class Bucket(PutsWhole):
         """An object's bytes in order, in pieces."""
         for at in range(0, nbytes, LEAST):
             end = min(at + LEAST, nbytes)
-            with self._faults("get object", key):
+            with self._faults("get_object", key):
                 yield self._patiently(partial(self._get, key, f"bytes={at}-{end - 1}"), key)
 
     def _get(self, key: str, piece: str) -> bytes:
@@ -241,7 +241,7 @@ class Bucket(PutsWhole):
                 raise
             return body
 
-        with self._faults("get object", key):
+        with self._faults("get_object", key):
             return self._patiently(ask, key)
 
     def remove(self, key: str, *, etag: str = "") -> None:
@@ -388,7 +388,7 @@ class Bucket(PutsWhole):
         try:
             yield
         except (BotoCoreError, ClientError, OSError) as e:
-            self._fail(e, operation.replace("_", " "), key)
+            self._fail(e, _DOING[operation], key)
 
     def _fail(self, error: Exception, doing: str, key: str) -> NoReturn:
         status, code, text = _said(error)
@@ -445,6 +445,19 @@ def object_exists(shown: str) -> OutputExists:
 
 
 NO_UPLOAD = "E2509"
+_DOING = {  # as errors say it
+    "list_objects_v2": "listing",
+    "head_object": "looking at",
+    "get_object": "reading",
+    "put_object": "writing",
+    "delete_object": "removing",
+    "create_multipart_upload": "beginning an upload",
+    "upload_part": "sending a part",
+    "complete_multipart_upload": "completing an upload",
+    "abort_multipart_upload": "aborting an upload",
+    "list_multipart_uploads": "listing uploads",
+    "list_parts": "listing parts",
+}
 _GOES_ON = {  # what a page says of the next one -> how that is asked for
     "list_objects_v2": {"NextContinuationToken": "ContinuationToken"},
     "list_multipart_uploads": {"NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker"},

@@ -68,6 +68,10 @@ class Nodes:
     def kill(self) -> None:
         self._cluster.remove_node(self._nodes.popleft(), allow_graceful=False)
 
+    def close(self) -> None:
+        ray.shutdown()
+        self._cluster.shutdown()
+
     def renew(self) -> None:
         self._nodes.append(self._cluster.add_node(num_cpus=1))
         self._cluster.wait_for_nodes()
@@ -91,6 +95,8 @@ def main() -> int:
         safetensors.numpy.save_file(tensors, root / "in.safetensors")
         _convert(root, root / "alone", Silent(), on=None)
         held = sum(_round(number, root, nodes) for number in range(asked.rounds))
+    if nodes:
+        nodes.close()
     print(f"{held} of {asked.rounds} rounds: no hang, equal bytes")
     return 0 if held == asked.rounds else 1
 
