@@ -16,13 +16,14 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from queue import Empty, SimpleQueue
 
 from ckpt_tool.storage.store import Parts
 
 PIECE = 4 << 20  # bytes of one request, at most
 NEAR = 512 << 10  # bytes: ranges closer than this are one request
+SHORT = 512 << 10  # bytes: no request of its own beside a longer one
 WINDOW, SHARE = 32 << 20, 8 << 20  # bytes under way or unread, of all threads and of one
 CONNECTIONS = 16  # requests at once, of one tree
 IDLE = 10.0  # seconds
@@ -187,22 +188,30 @@ class Ahead:
 
 def pieces_of(ranges: Iterable[Range]) -> list[Piece]:
     """Requests for the ranges, in their order: neighbours in one, cut where multiples of `PIECE` lie, as stores cut
-    objects themselves.
+    objects themselves; what is left before or after those and is short goes with its neighbour.
 
     >>> [(p.start, p.stop) for p in pieces_of([("f", 0, 10), ("f", 100, 10), ("f", 5 << 20, 4 << 20)])]
     [(0, 110), (5242880, 8388608), (8388608, 9437184)]
+    >>> [(p.start, p.stop) for p in pieces_of([("f", 99, (8 << 20) + 1)])]
+    [(99, 4194304), (4194304, 8388708)]
     """
-    found: list[Piece] = []
+    runs: list[tuple[str, int, int]] = []
     for path, offset, nbytes in ranges:
-        last = found[-1] if found else None
-        if last is not None and last.path == path and last.start <= offset <= last.stop + NEAR:
-            offset, nbytes = last.stop, offset + nbytes - last.stop
-            more = min(nbytes, -last.stop % PIECE)
-            if more > 0:
-                last.stop += more
-                offset, nbytes = offset + more, nbytes - more
-        while nbytes > 0:
-            some = min(nbytes, PIECE - offset % PIECE)
-            found.append(Piece(path, offset, offset + some))
-            offset, nbytes = offset + some, nbytes - some
-    return found
+        if runs:
+            last, start, stop = runs[-1]
+            if last == path and max(start, (stop - 1) // PIECE * PIECE) <= offset <= stop + NEAR:
+                runs[-1] = path, start, max(stop, offset + nbytes)
+                continue
+        if nbytes > 0:
+            runs.append((path, offset, offset + nbytes))
+    return [Piece(path, at, end) for path, start, stop in runs for at, end in _cuts(start, stop)]
+
+
+def _cuts(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    while start < stop:
+        end = (start // PIECE + 1) * PIECE
+        end += PIECE if end - start < SHORT else 0
+        if stop - end < SHORT:
+            end = stop
+        yield start, end
+        start = end

@@ -44,7 +44,9 @@ def s3(moto: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[S
     with behind_a_proxy(moto, monkeypatch, tmp_path) as found:
         found.client.create_bucket(Bucket=BUCKET)
         yield found
-        http.client.HTTPConnection("127.0.0.1", moto).request("POST", "/moto-api/reset")
+        reset = http.client.HTTPConnection("127.0.0.1", moto)
+        reset.request("POST", "/moto-api/reset")
+        reset.getresponse().read()  # else the bucket of the next test may go
 
 
 @pytest.fixture

@@ -338,6 +338,7 @@ def taken(mine: ahead.Ahead, path: str, at: int, nbytes: int) -> None:
 
 def test_what_is_ahead_is_bounded_and_right_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "PIECE", 1000)
+    monkeypatch.setattr(ahead, "SHORT", 10)
     monkeypatch.setattr(ahead, "NEAR", 10)
     monkeypatch.setattr(ahead, "WINDOW", 4000)
     monkeypatch.setattr(ahead, "SHARE", 2000)
@@ -365,6 +366,7 @@ def test_what_is_ahead_is_bounded_and_right_in_any_order(monkeypatch: pytest.Mon
 
 def test_what_comes_then_is_begun_before_and_nothing_is_fetched_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "PIECE", 1000)
+    monkeypatch.setattr(ahead, "SHORT", 10)
     bytes_ = Bytes()
     fetchers = ahead.Fetchers(bytes_)
     mine = ahead.Ahead(fetchers)
@@ -380,6 +382,7 @@ def test_what_comes_then_is_begun_before_and_nothing_is_fetched_twice(monkeypatc
 def test_what_comes_then_may_lie_before_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one file, as units of a plan do; the third that is expected ends the first."""
     monkeypatch.setattr(ahead, "PIECE", 1000)
+    monkeypatch.setattr(ahead, "SHORT", 10)
     bytes_ = Bytes()
     fetchers = ahead.Fetchers(bytes_)
     mine = ahead.Ahead(fetchers)
