@@ -333,8 +333,8 @@ CASES = [
         "deepseek_v4", "deepseek_v4", "DeepseekV4ForCausalLM",
         {**without(SIZES, "intermediate_size"), "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 6,
          "qk_rope_head_dim": 2, "q_lora_rank": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
-         "moe_intermediate_size": 8, "o_groups": 2, "o_lora_rank": 3, "index_n_heads": 2, "index_head_dim": 10, "hc_mult": 2,
-         "num_hash_layers": 1, "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+         "moe_intermediate_size": 8, "o_groups": 2, "o_lora_rank": 3, "index_n_heads": 2, "index_head_dim": 10,
+         "hc_mult": 2, "num_hash_layers": 1, "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
          "layer_types": ["sliding_attention", "heavily_compressed_attention", *2 * ["compressed_sparse_attention"]]},
         more=deepseek_v4, tp2=False, versions=AFTER,  # where its TP has to be one
         provider={**NO_OVERLAP, "apply_rope_fusion": False},
