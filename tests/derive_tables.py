@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -19,12 +20,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this tree, not what is installed
+sys.path.append(str(ROOT / "tests" / "families"))
+
+import bridge_open  # noqa: E402
 
 from ckpt_tool import api  # noqa: E402
 from ckpt_tool.families.base import Family  # noqa: E402
 from ckpt_tool.families.config.translation import language_model  # noqa: E402
 from ckpt_tool.families.experts import expert_layouts  # noqa: E402
 from ckpt_tool.families.models import FAMILIES  # noqa: E402
+from ckpt_tool.families.registry import find  # noqa: E402
 from ckpt_tool.formats.entry import entries, load  # noqa: E402
 
 # language -> (README, how the heads of the tables of formats begin, those of the tables of families by `group_of`)
@@ -93,6 +98,34 @@ def families(group: int) -> list[str]:
     return rows
 
 
+def bridges() -> list[str]:
+    """Columns: the golden files of Megatron-Bridge and of mcore-bridge, what the latter makes too, and what was not run
+    and why. Rows: families with a mapping to Megatron."""
+    made: dict[str, tuple[list[str], list[str]]] = {}
+    for file in sorted((ROOT / "fixtures" / "bridge").glob("*.config.json")):
+        case = file.name.removesuffix(".config.json")
+        document, config = json.loads(file.with_name(f"{case}.json").read_text()), json.loads(file.read_text())
+        family = find(config, {name: tuple(shape) for name, shape in document["hub"].items()}).family.name
+        made.setdefault(family, ([], []))[document["versions"].startswith("mcore")].append(case)
+    rows = []
+    for family in sorted({*made, *bridge_open.UNRUN}):
+        nvidia, swift = made.get(family, ([], []))
+        too = [
+            f"`{case}` too{f': {but}' * bool(but)}"
+            for case in nvidia
+            if (but := bridge_open.ALIKE.get(case)) is not None
+        ]
+        why = bridge_open.UNRUN.get(family) or bridge_open.SWIFT_UNRUN.get(family, "")
+        why = f"mcore-bridge: {why}" if family in bridge_open.SWIFT_UNRUN else why
+        cells = [", ".join(f"`{case}`" for case in cases) for cases in (nvidia, swift)]
+        rows.append(
+            row(
+                family, cells[0] or False, "; ".join([each for each in (cells[1], *too) if each]) or False, why or False
+            )
+        )
+    return rows
+
+
 def listing(lines: list[str], file: str) -> list[str]:
     """A page with the text of a file in the block of Python that begins as the file does."""
     text = (ROOT / file).read_text(encoding="utf-8").splitlines()
@@ -148,6 +181,7 @@ def tables() -> Iterator[tuple[str, str, list[str]]]:
         yield f"ckpt_tool/guide/{language}/formats.md", capability, capabilities()
         for group, head in enumerate(groups):
             yield f"ckpt_tool/guide/{language}/families.md", head, families(group)
+    yield "fixtures/README.md", "| family | Megatron-Bridge |", bridges()
 
 
 def derived(lines: list[str], head: str, rows: list[str]) -> list[str]:

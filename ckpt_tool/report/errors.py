@@ -4,7 +4,8 @@
       at: model.safetensors, byte 0
       hint: the download may be cut short: compare the file size with the source
 
-Further faults of the same pass follow the first line, one each. Under `--json` it is one JSON object instead. Names
+Further faults of the same pass follow the first line, one each; a terminal's width breaks lines, not paths.
+Under `--json` it is one JSON object instead. Names
 are escaped here: an error may quote the file that caused it.
 """
 
@@ -14,8 +15,9 @@ import json
 import traceback
 
 from ckpt_tool.errors import CkptError
-from ckpt_tool.report.plain import Look
-from ckpt_tool.report.text import count, shown
+from ckpt_tool.report.page import Style
+from ckpt_tool.report.plain import Look, wrapped
+from ckpt_tool.report.text import cells, count, shown
 
 FAULTS_SHOWN = 200
 MESSAGE_LIMIT = 2000
@@ -36,22 +38,27 @@ _HINTS = {
 def as_text(error: CkptError, look: Look, *, everything: bool = False, trace: BaseException | None = None) -> str:
     """The error as lines. everything: all faults, not the first 200. trace: print this exception's traceback too."""
     hint = hint_of(error)
-    lines = [
-        look.paint(f"error[{error.code}]:", "bad") + " " + look.paint(shown(error.message, MESSAGE_LIMIT), "strong")
-    ]
+    lines = _line("", f"error[{error.code}]:", "bad", error.message, look, "strong")
     listed = error.faults if everything else error.faults[:FAULTS_SHOWN]
-    lines += [f"  also: {shown(fault, MESSAGE_LIMIT)}" for fault in listed]
+    lines += [line for fault in listed for line in _line("  ", "also:", "plain", fault, look)]
     if len(error.faults) > len(listed):
         lines.append(f"  also: {count(len(error.faults) - len(listed))} more; -v lists all")
     if error.where():
         lines.append(f"  {look.paint('at:', 'dim')} {shown(error.where(), MESSAGE_LIMIT)}")
     if hint:
-        lines.append(f"  {look.paint('hint:', 'name')} {shown(hint, MESSAGE_LIMIT)}")
+        lines += _line("  ", "hint:", "name", hint, look)
     text = "\n".join(lines) + "\n"
     if trace is not None:
         raw = "".join(traceback.format_exception(trace))
         text = "".join(f"{shown(line, MESSAGE_LIMIT)}\n" for line in raw.splitlines()) + text
     return text
+
+
+def _line(indent: str, label: str, style: Style, text: str, look: Look, text_style: Style = "plain") -> list[str]:
+    """A label and what it says; on a terminal broken between words, below the label's end."""
+    start = indent + label + " "
+    first, *rest = wrapped(shown(text, MESSAGE_LIMIT), look, text_style, first=" " * cells(start), rest="    ")
+    return [indent + look.paint(label, style) + first[len(start) - 1 :], *rest]
 
 
 def as_json(error: CkptError) -> str:

@@ -89,16 +89,16 @@ def _block(block: Block, look: Look) -> Iterator[str]:
         if block.title:
             yield look.paint(shown(block.title), "strong")
         for line in filter(text_of, block.lines):
-            yield from _wrapped(shown(text_of(line), 2000), look, style_of(line), first="  ", rest="    ")
+            yield from wrapped(shown(text_of(line), 2000), look, style_of(line), first="  ", rest="    ")
     elif isinstance(block, Ranks) and look.terminal:
         yield from _ranks(block, look)
     elif isinstance(block, Verdict):  # curves and tiles are HTML's: what they show stands in tables too
         style: Style = "plain" if block.ok is None else "good" if block.ok else "bad"
-        for line in _wrapped(shown(block.text, 2000), look, style):
+        for line in wrapped(shown(block.text, 2000), look, style):
             yield line
 
 
-def _wrapped(text: str, look: Look, style: Style, *, first: str = "", rest: str = "  ") -> Iterator[str]:
+def wrapped(text: str, look: Look, style: Style, *, first: str = "", rest: str = "  ") -> Iterator[str]:
     """Lines of at most the window's width, broken at spaces, at any place where there are none."""
     start = first
     while cells(text) > (limit := max(look_width(look) - cells(start), LEAST_TEXT)):
@@ -132,12 +132,12 @@ def _facts(facts: Facts, look: Look) -> Iterator[str]:
     pad = min(max(map(cells, labels), default=0), max(look_width(look) // 3, LEAST_TEXT))
     hang = " " * (len(indent) + pad + GUTTER)
     for label, (_, value) in zip(labels, facts.rows, strict=True):
-        lines = list(_wrapped(shown(text_of(value), 1000), look, style_of(value), first=hang, rest=hang))
+        lines = list(wrapped(shown(text_of(value), 1000), look, style_of(value), first=hang, rest=hang))
         if cells(label) <= pad:
             space = " " * (pad - cells(label) + GUTTER)
             yield indent + look.paint(label, "dim") + space + lines.pop(0)[len(hang) :]
         else:  # a label as long as a sentence stands above its value
-            yield from _wrapped(label, look, "dim", first=indent, rest=indent)
+            yield from wrapped(label, look, "dim", first=indent, rest=indent)
         yield from lines
 
 
@@ -148,7 +148,7 @@ def _ranks(block: Ranks, look: Look) -> Iterator[str]:
     side = max((len(text) for label, _ in block.rows for text in label), default=0)
     label = side + GUTTER if side else 0
     fit = max(1, (look_width(look) - label - 1) // (cell + 3))
-    yield from _wrapped(shown(block.title), look, "strong")
+    yield from wrapped(shown(block.title), look, "strong")
     for start in range(0, len(block.across), fit):
         heads = (head.center(cell) for head in block.across[start : start + fit])
         yield " " * label + "".join(f"  {look.paint(head, 'dim')} " for head in heads).rstrip()
@@ -213,13 +213,13 @@ def _table(table: Table, look: Look) -> Iterator[str]:
         yield " " * base + _row(titles, ["dim"] * len(titles), 0, grid.columns, widths, look)
     for texts, styles, indent in zip(grid.texts, grid.styles, grid.indents, strict=True):
         if cells(texts[0]) + indent > widths[0] and len(texts) > 1:
-            yield from _wrapped(texts[0], look, styles[0], first=" " * (base + indent), rest=" " * (base + indent + 2))
+            yield from wrapped(texts[0], look, styles[0], first=" " * (base + indent), rest=" " * (base + indent + 2))
             texts, styles, indent = ["", *texts[1:]], styles, 0
             if not any(texts):
                 continue
         yield " " * base + _row(texts, styles, indent, grid.columns, widths, look)
     if table.more:
-        yield from _wrapped(shown(table.more), look, "dim", first=" " * base, rest=" " * base)
+        yield from wrapped(shown(table.more), look, "dim", first=" " * base, rest=" " * base)
 
 
 def _narrowed(grid: _Grid, room: int) -> tuple[_Grid, list[int]]:

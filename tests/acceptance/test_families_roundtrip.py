@@ -29,13 +29,19 @@ from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Comparison
 from ckpt_tool.options.writing import Writing
 
-pytest.importorskip("transformers", minversion="5")
+transformers = pytest.importorskip("transformers", minversion="5")
 NAMES = [family.name for family in FAMILIES if "megatron" in family.dialects]
 HUB_ALONE = [family.name for family in FAMILIES if "megatron" not in family.dialects]
 # What transformers has no class of: their own names and shapes, drawn values
 DRAWN = [family.name for family in FAMILIES if family.classes[0].architecture in REMOTE or family.classes[0].like]
 ONE_RANK = ("deepseek_v4",)  # core has it on one tensor-parallel rank alone
 OWN_SIZES = {"longcat_flash": {"qk_rope_head_dim": 64}}  # what its class turns, whatever its config says of heads
+OTHER_CLASSES = [  # parts of a model with a tower are tested as that
+    (family.name, each.model_type, each.architecture)
+    for family in FAMILIES
+    for each in family.classes[1:]
+    if not each.part and not each.like and each.model_type in transformers.CONFIG_MAPPING
+]
 ROUTES: list[tuple[str, str | None]] = [
     ("megatron-dist", None),
     ("megatron", None),
@@ -168,6 +174,26 @@ def test_transformers_takes_what_came_back(family: str, saved: Saved, tmp_path: 
         assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
     mine, theirs = (getattr(each, "thinker", each) for each in (found.eval(), model))
     assert torch.equal(logits(mine), logits(theirs))
+
+
+@pytest.mark.share(3)
+@pytest.mark.parametrize(("family", "kind", "architecture"), OTHER_CLASSES)
+def test_every_class_of_a_family_comes_back(family: str, kind: str, architecture: str, tmp_path: Path) -> None:
+    """Classes beside the first, whose tensors are the family's too: over Megatron, or where nothing maps them over
+    DCP."""
+    if kind == "gemma3n":
+        pytest.importorskip("timm", reason="its tower is timm's")
+    model, source = tiny_model(family, classes=(kind, architecture)), tmp_path / "hub"
+    model.save_pretrained(source)
+    ranks = {"tp": 2, "pp": 2, **({"ep": 2} if family in EXPERTS else {})}
+    to, degrees = ("dcp", {"dp": 3}) if family in HUB_ALONE else ("megatron-dist", ranks)
+    hop(source, tmp_path / "there", to, degrees=degrees)
+    hop(tmp_path / "there", tmp_path / "back", "safetensors")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == kind
+    assert_same(tmp_path / "back", source)
+    pair = str(source), str(tmp_path / "there")
+    assert diff(*pair, Reading(), Comparison(dialect="hf"), progress=Silent())["equal"]
+    assert torch.equal(logits(type(model).from_pretrained(tmp_path / "back").eval()), logits(model))
 
 
 @pytest.mark.share(9)

@@ -635,28 +635,10 @@ CASES = [
          "enable_audio_output": False},
     ),
 ]  # fmt: skip
-# Families with a mapping to Megatron, ours or a bridge's, of which no golden file is here, each with why
-_CORE = "neither bridge has it: core's standard modules"
-UNRUN: dict[str, str] = {
-    "bailing_hybrid": "mcore-bridge maps Ling 2.5, an older model under the same model_type, with other names",
-    "falcon": "neither bridge has it: the layer is NeMo 1's",
-    "glm5_next": "mcore-bridge wants Megatron-LM's dev of after 2026-08-22 (`ssm/gated_delta_net/kda.py`) and a "
-    "patch of its own for it (`require_glm5_hybrid`); our rules are read from its code",
-    "gpt2": _CORE,
-    "kimi_k25": "the bridge builds the tower of code that lies with the model's files; the language model is Kimi K2's",
-    "minimax_m3_vl": "the bridge's model was not built here; its fields are held against our arguments",
-    "mixtral": _CORE,
-    "phi3": _CORE,
-    "qwen3_5_moe_text": "the language model of qwen3_5_moe, without the root of its names",
-    "seed_oss": _CORE,
-    "smollm3": _CORE,
-    "starcoder2": _CORE,
-    "step3p5": "the bridge repeats a gate's row for each element of a head where core has no `head_wise_attn_gate`, as "
-    "neither 0.19.2 has nor main of 2026-08-22: no rule brings the rows back once a job has trained them",
-}
 # Where mcore-bridge lays the same models otherwise: the dialect `megatron-swift`
 OTHERWISE = (
-    "qwen2_5_vl glm4v_moe qwen3_next qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe_released olmoe gemma4_vl gemma4_vl_moe"
+    "qwen2_5_vl glm4v_moe qwen3_next qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe_released olmoe qwen3_omni_moe "
+    "qwen2_5_omni gemma4_vl gemma4_vl_moe"
 ).split()
 
 CASES += [

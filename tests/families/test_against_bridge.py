@@ -118,14 +118,15 @@ def test_what_is_listed_is_there() -> None:
 
 def test_what_no_bridge_was_run_for_is_listed() -> None:
     """Every family that a project maps to Megatron has a golden file, or a reason why not."""
-    pytest.importorskip("torch")
-    from bridge_cases import UNRUN
+    from bridge_open import ALIKE, SWIFT_UNRUN, UNRUN
 
     run = {find(config_of(case), golden(case)["hub"]).family.name for case in CASES}
     mapped = {family.name for family in FAMILIES if "megatron" in family.dialects or family.unmapped}
     assert mapped - run == UNRUN.keys()
     swift = {find(config_of(case), golden(case)["hub"]).family.name for case in CASES if case.startswith("swift_")}
     assert swift == {family.name for family in FAMILIES if "megatron-swift" in family.dialects}
+    assert ALIKE.keys() <= {case for case in CASES if golden(case)["versions"].startswith("megatron-bridge")}
+    assert SWIFT_UNRUN.keys() <= run and not SWIFT_UNRUN.keys() & swift
 
 
 @pytest.mark.parametrize("case", CASES)

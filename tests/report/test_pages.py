@@ -403,6 +403,16 @@ def test_an_error_is_three_lines() -> None:
     ]
 
 
+def test_a_narrow_terminal_breaks_an_error_between_words() -> None:
+    message = "the nearest, qwen3, knows 12 of 15 kinds of tensors"
+    error = CorruptFile(message, code="E0311", path="a/very/long/path/of/one/model.safetensors", faults=[message])
+    lines = errors.as_text(error, Look(width=30)).splitlines()
+    assert lines[:3] == ["error[E0311]: the nearest,", "    qwen3, knows 12 of 15", "    kinds of tensors"]
+    assert lines[3:6] == ["  also: the nearest, qwen3,", "    knows 12 of 15 kinds of", "    tensors"]
+    assert lines[6] == "  at: a/very/long/path/of/one/model.safetensors" and lines[7].startswith("  hint: ")
+    assert "\x1b[1;31merror[E0311]:\x1b[0m \x1b[1mthe nearest,\x1b[0m\n" in errors.as_text(error, Look(True, 30))
+
+
 def test_all_faults_are_told_and_a_hint_is_never_missing() -> None:
     error = CorruptFile("first", path="p", faults=[f"fault {i}" for i in range(300)])
     shown = errors.as_text(error, Look())

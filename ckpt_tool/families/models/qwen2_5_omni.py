@@ -1,6 +1,7 @@
 """Qwen2.5-Omni: a thinker (Qwen2, eyes and ears), a talker, a decoder of sound. `hf-5` is what transformers 5 has in memory.
 Megatron: Megatron-Bridge 0.6.2, models/qwen_omni/qwen25_omni_bridge.py: the thinker, whose towers are the hub's own modules. The
-talker and the decoder of sound have no place there: they travel under their own names."""
+talker and the decoder of sound have no place there: they travel under their own names. `megatron-swift`: mcore-bridge 1.6.5,
+mm_gpts/qwen.py, without `thinker.` and with both towers under `visual.`."""
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, Family, Variant
@@ -31,6 +32,12 @@ FAMILY = Family(
         "megatron": megatron.inside(megatron.DENSE + megatron.QKV_BIAS, "thinker.model.", "thinker.lm_head", "thinker.language_model.") + """
             thinker.visual.**
             thinker.audio_model.** = thinker.audio_tower.**
+            talker.**
+            token2wav.**
+        """,
+        "megatron-swift": megatron.inside(megatron.DENSE + megatron.QKV_BIAS, "thinker.model.", "thinker.lm_head") + """
+            visual.visual.** = thinker.visual.**
+            visual.audio_tower.** = thinker.audio_tower.**
             talker.**
             token2wav.**
         """,

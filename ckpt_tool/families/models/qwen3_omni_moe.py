@@ -1,6 +1,7 @@
 """Qwen3-Omni: a thinker (Qwen3-MoE, eyes and ears), a talker with experts of its own, a decoder of sound. `hf-5` is what transformers
 5 has in memory. Megatron: Megatron-Bridge 0.6.2, models/qwen_omni/qwen3_omni_bridge.py: the thinker, whose towers are the hub's own
-modules. The talker and the decoder of sound have no place there: they travel under their own names."""
+modules. The talker and the decoder of sound have no place there: they travel under their own names. `megatron-swift`: mcore-bridge
+1.6.5, mm_gpts/qwen3_omni.py, without `thinker.` and with both towers under `visual.`."""
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, Family, Variant
@@ -38,6 +39,13 @@ FAMILY = Family(
         "megatron": megatron.inside(megatron.SPARSE + megatron.QK_NORMS, "thinker.model.", "thinker.lm_head", "thinker.language_model.") + """
             thinker.visual.**
             thinker.audio_model.** = thinker.audio_tower.**
+            talker.**
+            code2wav.**
+            talker.model.layers.{ti}.mlp.experts.{te}.<gate|up|down>_proj.weight : tm th, tm th, th tm
+        """,
+        "megatron-swift": megatron.inside(megatron.SPARSE + megatron.QK_NORMS, "thinker.model.", "thinker.lm_head") + """
+            visual.visual.** = thinker.visual.**
+            visual.audio_tower.** = thinker.audio_tower.**
             talker.**
             code2wav.**
             talker.model.layers.{ti}.mlp.experts.{te}.<gate|up|down>_proj.weight : tm th, tm th, th tm
