@@ -323,7 +323,15 @@ _FIRST = (
     "embed_tokens_per_layer per_layer_model_projection per_layer_projection_norm mtp output_layer"
 ).split()
 _RANK = {word: i for i, word in enumerate(_FIRST)}
-_RECURRENT = frozenset("mixer mamba_mixer in_proj conv1d norm out_norm out_proj".split())  # such words only in layers
+# such words only in layers: the hub's models have them too
+_IN_LAYERS = frozenset(
+    "mixer mamba_mixer in_proj conv1d norm out_norm out_proj key_proj value_proj q_norm k_norm indexer "
+    "q_a_proj q_a_layernorm q_b_proj kv_a_proj_with_mqa kv_a_layernorm kv_b_proj q_proj k_proj v_proj "
+    "q_conv1d k_conv1d v_conv1d f_a_proj f_b_proj b_proj g_proj o_norm o_proj pre_feedforward_layernorm_2 "
+    "post_self_attn_layernorm post_attention_layernorm post_mlp_layernorm post_feedforward_layernorm "
+    "post_feedforward_layernorm_1 post_feedforward_layernorm_2 per_layer_input_gate per_layer_projection "
+    "post_per_layer_input_norm".split()
+)
 _LEAF_ORDER = (
     "hc_head_fn hc_head_base hc_head_scale linear_o_group_proj attn_sink ape alpha_pre alpha_post alpha_res "
     "softmax_offset conv1d_weight conv1d_bias dt_bias A_log D gate_weight layer_norm_weight layer_norm_bias weight "
@@ -367,7 +375,7 @@ def _order_key(name: str, seen: dict[str, int], turned: Mapping[str, str]) -> tu
         if numeral(word):
             key.append((1, int(word), 0))
         else:
-            rank = _RANK.get(turned.get(word, word)) if inside or word not in _RECURRENT else None
+            rank = _RANK.get(turned.get(word, word)) if inside or word not in _IN_LAYERS else None
             key.append((1, rank, 0) if rank is not None else (1, len(_RANK), seen[word]))
     if grouped:
         key.append((0, int(grouped[2]), grouped[1] == "bias"))
