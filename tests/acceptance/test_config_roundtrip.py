@@ -17,7 +17,7 @@ from test_use_checkpoint_args import CASES, KINDS, saved
 
 # phi3: the same with matrices apart (other sums), and stands first. deepseek_v3: of sizes this small nothing tells it
 # from GLM-4.7-Flash, which computes the same
-SAME = {"phi3": "llama", "deepseek_v3": "glm4_moe_lite"}
+SAME = {"phi3": "llama", "deepseek_v3": "glm4_moe_lite", "deepseek_v3_groups": "glm4_moe_lite"}
 QUICK = ("qwen3_moe", "deepseek_v3", "llama_tied_rope3")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*CASES, "ernie4_5_moe")]
 
