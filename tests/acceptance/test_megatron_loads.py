@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from peer_process import last_words
 from peers import ROOT, Runner, assert_same, load_sharded
 from safetensors.torch import load_file
 
 PYTHON, SOURCE = os.environ.get("CKPT_MEGATRON_PYTHON", ""), os.environ.get("MEGATRON_LM", "")
 pytestmark = [
     pytest.mark.peers,
+    pytest.mark.timeout(2000),  # of two jobs
     pytest.mark.skipif(
         not (PYTHON and SOURCE),
         reason="set CKPT_MEGATRON_PYTHON (a Python with megatron-core) and MEGATRON_LM (a checkout of Megatron-LM)",
@@ -37,10 +39,8 @@ Made = Callable[[str], Path]
 
 def program(path: str, *args: object, adam: str = "torch") -> None:
     """Run a program of ours with Megatron's Python; its last words are the reason of a failure."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ADAM": adam}
-    command = [PYTHON, "-W", "ignore", str(ROOT / path), *map(str, args)]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert ran.returncode == 0, "\n".join((ran.stdout + ran.stderr).splitlines()[-25:])
+    environment = {"OMP_NUM_THREADS": "1", "ADAM": adam}
+    last_words([PYTHON, "-W", "ignore", ROOT / path, *args], 900, environment=environment)
 
 
 @pytest.fixture(scope="session")

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peer_process import last_words
 from peers import ROOT, Runner
 from safetensors.torch import load_file, save_file
 from tiny_models import hub_shapes, logits, tiny_model, tokens
@@ -26,6 +26,7 @@ from tiny_models import hub_shapes, logits, tiny_model, tokens
 PYTHON = os.environ.get("CKPT_MEGATRON_PYTHON", "")
 pytestmark = [
     pytest.mark.peers,
+    pytest.mark.timeout(1000),
     pytest.mark.skipif(not PYTHON, reason="set CKPT_MEGATRON_PYTHON (a Python with megatron-core)"),
 ]
 ONE = ["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "ernie4_5"]
@@ -38,14 +39,7 @@ def computed(hub: Path, tp: int, ep: int, ckpt: Runner, tmp_path: Path, *options
     ckpt("convert", hub, tmp_path / "there", *(options or DIST))
     where = [tmp_path / "there" / "release", hub / "config.json", tmp_path / "tokens.safetensors"]
     command = [PYTHON, "-W", "ignore", ROOT / "tests" / "acceptance" / "megatron_logits.py", *where]
-    ran = subprocess.run(
-        [*map(str, command), str(tmp_path / "out.safetensors"), str(tp), str(ep)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert ran.returncode == 0, "\n".join((ran.stdout + ran.stderr).splitlines()[-25:])
+    last_words([*command, tmp_path / "out.safetensors", tp, ep], 900, environment={"OMP_NUM_THREADS": "1"})
     return load_file(tmp_path / "out.safetensors")
 
 

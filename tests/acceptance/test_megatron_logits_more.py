@@ -9,12 +9,12 @@ its attention.
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peer_process import last_words
 from peers import ROOT, Runner
 from safetensors.torch import load_file, save_file
 from tiny_models import logits, tiny_config, tiny_model, tokens
@@ -22,6 +22,7 @@ from tiny_models import logits, tiny_config, tiny_model, tokens
 PYTHON = os.environ.get("CKPT_MEGATRON_PYTHON", "")
 pytestmark = [
     pytest.mark.peers,
+    pytest.mark.timeout(1000),
     pytest.mark.skipif(not PYTHON, reason="set CKPT_MEGATRON_PYTHON (a Python with megatron-core)"),
 ]
 TOLERANCE = 4e-6  # absolute, on logits of size 1
@@ -73,14 +74,8 @@ def test_its_logits_are_transformers(kind: str, tp: int, ep: int, ckpt: Runner, 
     ckpt("convert", tmp_path / "hf", tmp_path / "there", "--to", "megatron-dist", "--tp", "2", "--pp", "2")
     where = [tmp_path / "there" / "release", tmp_path / "hf" / "config.json", tmp_path / "tokens.safetensors"]
     command = [PYTHON, "-W", "ignore", ROOT / "tests" / "acceptance" / "megatron_logits_more.py", *where]
-    ran = subprocess.run(
-        [*map(str, command), str(tmp_path / "out.safetensors"), str(tp), str(ep)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert ran.returncode == 0, "\n".join((ran.stdout + ran.stderr).splitlines()[-25:])
+    environment = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    last_words([*command, tmp_path / "out.safetensors", tp, ep], 900, environment=environment)
     found, want = load_file(tmp_path / "out.safetensors")["logits"], logits(model)
     assert found.shape == want.shape and want.std() > 0.1
     torch.testing.assert_close(found, want, rtol=0, atol=TOLERANCE)

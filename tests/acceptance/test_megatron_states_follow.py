@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peer_process import last_words
 from peers import ROOT
 from safetensors.torch import load_file
 
@@ -105,14 +105,13 @@ JOBS: list[Any] = [
 
 
 @pytest.mark.peers
+@pytest.mark.timeout(1000)
 @pytest.mark.skipif(
     not (PYTHON and SOURCE),
     reason="set CKPT_MEGATRON_PYTHON (a Python with megatron-core) and MEGATRON_LM (a checkout of Megatron-LM)",
 )
 @pytest.mark.parametrize(("case", "family", "groups"), JOBS)
 def test_states_of_real_jobs(case: str, family: str, groups: int, tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ADAM": "torch"}
-    command = [PYTHON, "-W", "ignore", str(FIXTURES / "make" / "megatron_lm.py"), str(tmp_path), case]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-2000:]
+    command = [PYTHON, "-W", "ignore", FIXTURES / "make" / "megatron_lm.py", tmp_path, case]
+    last_words(command, 900, environment={"OMP_NUM_THREADS": "1", "ADAM": "torch"})
     assert_follows(tmp_path / case, Reading(family=family), tmp_path, groups)
