@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,22 @@ class Opaque:
     name: str  # module.qualname
     args: tuple[Any, ...] = ()
     state: Any = None
+
+
+def names_in(value: Any) -> Iterator[str]:
+    """The names of all constants and records in a value.
+
+    >>> list(names_in({"dtype": [Symbol("torch.float32")], "run": Opaque("lib.Run", (), {"kind": Symbol("lib.Kind")})}))
+    ['torch.float32', 'lib.Run', 'lib.Kind']
+    """
+    if isinstance(value, Symbol | Opaque):
+        yield value.name
+        value = (value.args, getattr(value, "state", None))
+    if isinstance(value, Mapping):
+        value = (*value, *value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from names_in(item)
 
 
 def to_json(value: Any) -> Any:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tool.core.catalog import Catalog, Note, Unread
 from ckpt_tool.core.collector import gc_paused
+from ckpt_tool.core.extras import names_in
 from ckpt_tool.core.tensor import EXTRAS, MODEL, TensorKey
 from ckpt_tool.core.witness import tell
 from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput
@@ -78,7 +79,8 @@ class Opened(NamedTuple):
 
         Args:
             leaves: is a state left behind by the owner's word (`sources.select.left_by_word`)? Without the extras,
-                objects of the job's own classes are no hindrance; a tensor that hangs on one has a line of its own.
+                objects of the job's own classes are no hindrance, nor are those of a class that nothing else is of than
+                what stays behind; a tensor that hangs on one has a line of its own.
             held: has the target a place for a state? Tensors that ask for no code are left behind where it has none.
             removed: what is left behind by name.
         """
@@ -87,7 +89,12 @@ class Opened(NamedTuple):
             line for one in unread for line in one.lines
         }
         own = leaves(EXTRAS)
-        unsafe = [line for line in self.catalog.unsafe if line not in gone and not (own and users_own(line))]
+        left = self._left_with(unread) if gone and not own else frozenset()
+        unsafe = [
+            line
+            for line in self.catalog.unsafe
+            if line not in gone and not (users_own(line) and (own or class_of(line) in left))
+        ]
         if unsafe:
             raise _asks_for_code(self.path, unsafe, [one for one in self.catalog.unread if one.lines])
         faults = [one.fault for one in unread if one.fault is not None and held(one.key.state)]
@@ -96,6 +103,11 @@ class Opened(NamedTuple):
             fault.faults = (f"in {len(faults)} tensors, which ckpt inspect names",) if faults[1:] else ()
             raise fault
         return self
+
+    def _left_with(self, unread: Sequence[Unread]) -> frozenset[str]:
+        """The classes of objects that hold tensors, but of `unread` and of what is among the extras."""
+        kinds = {one.kind for one in self.catalog.unread} - {one.kind for one in unread}
+        return frozenset(kinds.difference(names_in(self.catalog.extras)))
 
     def own_objects(self) -> list[str]:
         """Lines for the report on objects of the job's own classes, where they are left behind."""

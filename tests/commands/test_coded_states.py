@@ -69,7 +69,7 @@ def test_codes_cut_by_columns_are_listed_and_the_model_converts(
     moved.offsets = torch.Size((0, 64))
     (source / ".metadata").write_bytes(pickle.dumps(metadata))
     assert run(["inspect", str(source)]) == 0
-    assert "1 tensors are not read: 0.weight [exp_avg] (F32 [64, 128])" in " ".join(capfd.readouterr().out.split())
+    assert "1 tensor is not read: 0.weight [exp_avg] (F32 [64, 128])" in " ".join(capfd.readouterr().out.split())
     assert run(["convert", str(source), out, "--to", "sharded", "--dequantize"]) == 3
     error = capfd.readouterr().err
     assert "E1379" in error and "--drop optimizer" in error and not Path(out).exists()

@@ -149,7 +149,7 @@ def test_moments_on_objects_are_named_and_stay_behind_by_word(
         error = capfd.readouterr().err
         assert CLASSES[kind] in error and "--state model leaves behind" in error and not (tmp_path / "out").exists()
     weights = ["--state", "model", *(["--state", "master"] if source.match("*z3*") else [])]
-    for number, words in enumerate((weights, ["--drop", "optimizer", "--drop", "extras"])):
+    for number, words in enumerate((weights, ["--drop", "optimizer"])):
         out = tmp_path / f"out{number}"
         assert run(["convert", str(source), str(out), "--to", "sharded", *words]) == 0
         report = " ".join(capfd.readouterr().out.split())
@@ -221,3 +221,13 @@ def test_a_sparse_tensor_alone_is_listed(tmp_path: Path) -> None:
     torch.save({"table": torch.eye(3).to_sparse()}, tmp_path / "a.pt")
     assert run(["inspect", str(tmp_path / "a.pt")]) == 0
     assert run(["convert", str(tmp_path / "a.pt"), str(tmp_path / "out"), "--to", "safetensors"]) == 3
+
+
+def test_a_class_that_extras_have_too_is_refused(tmp_path: Path) -> None:
+    """What stays behind with its state takes along the lines of its class, unless another object is of that class."""
+    state = {"model": {"w": torch.ones(6)}, "optimizer": {"state": {0: {MOMENT: Holder(torch.ones(6))}}}}
+    words = ["convert", str(tmp_path / "a.pt"), str(tmp_path / "out"), "--to", "dcp", "--drop", "optimizer"]
+    torch.save({**state, "other": {"held": Holder(3)}}, tmp_path / "a.pt")
+    assert run(words) == 4
+    torch.save(state, tmp_path / "a.pt")
+    assert run(words) == 0

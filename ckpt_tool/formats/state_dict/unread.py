@@ -140,7 +140,8 @@ def notes_of(unread: Sequence[Unread]) -> list[Note]:
     shown = [f"{one.key} ({one.shown})" for one in unread[:_SHOWN]]
     shown += [f"and {len(unread) - _SHOWN} more"] if len(unread) > _SHOWN else []
     why = dict.fromkeys(f"held by objects of class {one.kind}" if one.kind else str(one.fault) for one in unread)
-    text = f"{len(unread)} tensors are not read: {', '.join(shown)}; {'; '.join(list(why)[:_SHOWN])}"
+    count = f"{len(unread)} tensors are" if len(unread) > 1 else "1 tensor is"
+    text = f"{count} not read: {', '.join(shown)}; {'; '.join(list(why)[:_SHOWN])}"
     return [Note("N-unread-tensors", text)] if unread else []
 
 
