@@ -42,6 +42,8 @@ def test_inspect_lists_and_the_model_converts(tmp_path: Path, capfd: pytest.Capt
     assert run(["inspect", source]) == 0
     shown = " ".join(capfd.readouterr().out.split())
     assert "exp_avg@codes" in shown and "--dequantize writes them as F32" in shown
+    assert run(["inspect", str(FIXTURES / "adamw4bit.pt")]) == 0
+    assert "--dequantize writes them as F32" in " ".join(capfd.readouterr().out.split())
     assert run(["convert", source, str(tmp_path / "a"), "--to", "dcp"]) == 2
     error = capfd.readouterr().err
     assert "E1469" in error and "--drop optimizer" in error and not (tmp_path / "a").exists()

@@ -11,13 +11,14 @@ what a piece holds. What it does not do: pieces of which some are plain.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Note, mark_replicas
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import InputError
+from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.storage.coded_states import CODES, PARTS, QMAP, SCALE
 
 MIXED = "E1379"
@@ -70,6 +71,12 @@ def shape_of_codes(codes: tuple[int, ...], qmap: tuple[int, ...] | None) -> tupl
     ((128, 64), (128, 32), (128, 32))
     """
     return (*codes[:-1], 2 * codes[-1]) if qmap == (16,) else codes
+
+
+def coded_notes(tensors: Iterable[LogicalTensor]) -> list[Note]:
+    """The line for the report on states that are kept as codes among `tensors`, where there are any."""
+    where = [dotted(tensor.path).rpartition("@")[0] for tensor in tensors if tensor.key.state.endswith(f"@{CODES}")]
+    return [coded_note(where)] if where else []
 
 
 def coded_note(where: Sequence[str]) -> Note:

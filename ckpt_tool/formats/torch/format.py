@@ -45,6 +45,7 @@ from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.hf.format import pack
 from ckpt_tool.formats.hf.index import read_index, write_index
 from ckpt_tool.formats.hf.modules import module_files
+from ckpt_tool.formats.state_dict.coded import coded_notes
 from ckpt_tool.formats.state_dict.nesting import nest
 from ckpt_tool.formats.state_dict.paths import Leaf, Named, name_leaves
 from ckpt_tool.formats.state_dict.roots import Ordered, Roots
@@ -227,6 +228,7 @@ def _catalog(
     notes += [
         *named.notes,
         *notes_of(unread),
+        *coded_notes(tensors.values()),
         *_sharing(tensors),
         *checksums.missing(tree, tensors.values(), required=required),
     ]

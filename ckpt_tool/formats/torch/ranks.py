@@ -36,6 +36,7 @@ from ckpt_tool.core.tensor import Chunk, LogicalTensor, Path, StoredArray, Tenso
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.hf import files as hf_files
+from ckpt_tool.formats.state_dict.coded import coded_notes
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
 from ckpt_tool.formats.state_dict.roots import Ordered
 from ckpt_tool.formats.state_dict.tree import dotted
@@ -101,6 +102,7 @@ def read(tree: Tree, chosen: Chosen, *, required: bool) -> Catalog:
         *chosen.notes,
         *named.notes,
         *notes_of(unread),
+        *coded_notes(keyed.values()),
         *_own_notes(state),
         *checksums.missing(tree, keyed.values(), required=required),
     ]
