@@ -67,7 +67,7 @@ def test_it_is_written_detected_and_read(house):
 
 
 def test_it_is_listed_wherever_formats_are(house):
-    assert "gguf, toy" in " ".join(ckpt(house, "convert", "--help").replace("│", " ").split())
+    assert "orbax, toy" in " ".join(ckpt(house, "convert", "--help").replace("│", " ").split())
     line = {"_CKPT_COMPLETE": "complete_bash", "COMP_WORDS": "ckpt convert --to to", "COMP_CWORD": "3"}
     assert python(house, "-m", "ckpt_tool", **line)[1].split() == ["torch", "toy"]
     code, diff = python(house, "tests/derive_tables.py", "--check")
