@@ -170,8 +170,8 @@ def test_tensors_that_lie_alike_in_both_are_no_question() -> None:
 FAULTS = {
     "no family": (lambda: find(None, ["x"], family="lama"), UsageError, "E1230", "did you mean llama"),
     "nobody's": (lambda: by_name("olmo2").table("megatron"), UsageError, "E1231", "no project that ckpt knows maps it"),
-    "nobody's in Paddle": (lambda: by_name("deepseek_v4").table("paddle"), UsageError, "E1231", "maps it to Paddle"),
-    "a later core's": (lambda: by_name("deepseek_v4").table("megatron"), UsageError, "E1231", "of after 0.19.2"),
+    "nobody's in Paddle": (lambda: by_name("mistral4").table("paddle"), UsageError, "E1231", "maps it to Paddle"),
+    "another core's": (lambda: by_name("step3p5").table("megatron"), UsageError, "E1231", "no gate a head"),
     "no dialect": (lambda: find(None, ["x"], family="llama:padle"), UsageError, "E1231", "did you mean paddle"),
     "a told dialect": (lambda: find(config_of("llama"), ["x"], stated="onnx"), UsageError, "E1231", "it has hf"),
     "no such names": (lambda: find(config_of("llama"), ["x.y"]), InputError, "E1373", "right family"),
