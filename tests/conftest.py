@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parent))
 import tiers
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run a process a core already
+os.environ.pop("COLUMNS", None)  # xdist states one to its workers, and pipes would be as narrow
 os.environ.setdefault("CKPT_COMPILED", "off")  # tests of compiled blocks ask for them; all others see NumPy alone
 
 settings.register_profile("ckpt", deadline=None, suppress_health_check=[HealthCheck.too_slow])

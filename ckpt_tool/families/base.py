@@ -264,9 +264,9 @@ def _table(family: Family, dialect: str) -> Table:
         return Variant(HUB, root="").changed(family.table(HUB), family.table(HUB), family.kinds)
     if dialect not in family.dialects:
         known, system = family.known_dialects, SYSTEMS.get(dialect.partition("-")[0])
-        alone = all(name.partition("-")[0] == HUB for name in known)
+        other = not any(SYSTEMS.get(name.partition("-")[0]) == system for name in known)
         own = family.unmapped if system == SYSTEMS["megatron"] else ""
-        why = f": {own or f'no project that ckpt knows maps it to {system}'}" if system and alone else ""
+        why = f": {own or f'no project that ckpt knows maps it to {system}'}" if system and other else ""
         way = near_misses(dialect, known) or ("--dialect keep keeps the source's names" if system else "")
         raise UsageError(
             f"family {family.name} has no dialect {dialect!r}{why}",

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 TEMPLATE = ROOT / "tests/formats/template_format"
 SOURCE = ROOT / "fixtures/dcp/fsdp2_dp4"
 TABLES = ["README.md", "README_zh.md", "ckpt_tool/guide/en/formats.md", "ckpt_tool/guide/zh/formats.md"]
-TESTS = ["conftest.py", "tiers.py", "derive_tables.py", "formats/test_conformance.py"]
+TESTS = ["conftest.py", "tiers.py", "derive_tables.py", "families/bridge_open.py", "formats/test_conformance.py"]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ import zipfile
 from functools import lru_cache
 from typing import NamedTuple
 
-_JSON = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?')
+_JSON = re.compile(rb'"(?:[^"\\]|\\.)*"|(?<!\d)-?(?:0|[1-9]\d*)(?!\d)(?:\.\d+)?(?:[eE][+-]?\d+)?')
 _FLAGS = {"NEWTRUE": True, "NEWFALSE": False}
 _NUMBERS = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "INT", "LONG", "BINFLOAT"}
 _TEXTS = {op.name for op in pickletools.opcodes if "UNICODE" in op.name}

@@ -17,6 +17,7 @@ from ckpt_tool.plan.plan import Move
 from ckpt_tool.run import transposed
 from ckpt_tool.run.blocks import Reader
 from ckpt_tool.run.transposed import Dim, cut_group, cut_strip, is_transposed, strip_of
+from ckpt_tool.storage.source import Tree
 
 KINDS = {"u1": "U8", "u2": "BF16", "f4": "F32", "f8": "F64", "c16": "C128"}
 
@@ -46,6 +47,8 @@ class Files:
         with open(path, "rb") as f:
             f.seek(offset)
             return f.read(nbytes)
+
+    fill = Tree.fill
 
 
 class Case:
