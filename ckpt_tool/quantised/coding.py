@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -90,21 +91,21 @@ class _OfFloats(Recipe):
     def memory(self) -> int:
         return 48 * _TILE + (2 * _PANEL if self.scheme.codes == TURNED else _BAND)
 
-    @property
+    @cached_property
     def matrix(self) -> tuple[int, ...]:
         """The shape of the values as they are coded."""
         return self.scheme.matrix(self.inputs[0].tensor.shape)
 
-    @property
+    @cached_property
     def columns(self) -> int:
         return self.matrix[-1]
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Columns of a block."""
         return self.scheme.group(self.columns)
 
-    @property
+    @cached_property
     def height(self) -> int:
         """Rows of a block."""
         return self.scheme.block[0]
