@@ -25,7 +25,8 @@ from ckpt_tool.families.sizes import configured
 from ckpt_tool.families.table import Table, form_of, instances
 from ckpt_tool.quantised.weights import part_of
 
-_MAXTEXT = ".decoder_norm.scale"  # a name that no tower has: layers may be an axis, beside which nothing is counted
+# MaxText's and OLMo-core's, which do not lie beside the layers; no tower has such names
+_NORMS_ELSEWHERE = (".decoder_norm.scale", ".lm_head.norm.weight")
 _LAST_NORMS = (
     ".norm.weight",
     ".ln_f.weight",
@@ -34,7 +35,8 @@ _LAST_NORMS = (
     ".final_norm.weight",
     ".embedding_norm.weight",
     ".output_norm.weight",
-    _MAXTEXT,
+    ".norm.scale",
+    *_NORMS_ELSEWHERE,
 )
 _EMBEDDINGS = (
     "embed_tokens.weight",
@@ -45,7 +47,7 @@ _EMBEDDINGS = (
     "token_embd.weight",
     "token_embedder.embedding",
 )
-_HEADS = ("lm_head.weight", "output_layer.weight", ".output.weight", ".logits_dense.kernel")
+_HEADS = ("lm_head.weight", "output_layer.weight", ".output.weight", ".logits_dense.kernel", "lm_head.w_out.weight")
 _EXPERTS = ("expert", "_exps.", ".moe_block.")  # in names of what holds them
 _BLOCKS = (".layers.", ".blocks.")  # of a tower: alike, as a decoder's
 _SPELLED = 512  # numbers of a row that are named one by one
@@ -256,7 +258,7 @@ def _whole_model(family: Family, table: Table, names: Iterable[str], config: Con
     ):
         known = [form for form in table.left if f".{form}".endswith(ends) and "%d" not in form]
         if ends == _LAST_NORMS:  # of the decoder: a tower has norms too
-            known = [form for form in known if _beside(form) in beside or form.endswith(_MAXTEXT)]
+            known = [form for form in known if _beside(form) in beside or f".{form}".endswith(_NORMS_ELSEWHERE)]
         if wanted and known and not have & set(known):
             yield known[0]
 

@@ -23,6 +23,7 @@ from ckpt_tool.families.rewrite import Unfitting, unfitting
 from ckpt_tool.families.table import form_of
 
 _EXAMPLES = 3  # of a list in a message
+_BY_CHANCE = 0.6  # of how alike two words are; `difflib.get_close_matches` has the same
 
 
 class Near(NamedTuple):
@@ -105,9 +106,15 @@ def nearest(
     found = [_lacking(near, kinds, config) for near in found if (near.known, -len(near.strange)) == most]
     fewest = min(len(near.lacking) for near in found)
     found = [near for near in found if len(near.lacking) == fewest]
-    found.sort(key=lambda near: (-_alike(near.family, kind), near.dialect != HUB))  # stable: in order of names
+    found.sort(key=lambda near: _rank(near, kind))  # stable: in order of names
     also = dict.fromkeys(near.family.name for near in found if near.family is not found[0].family)
     return found[0]._replace(also=tuple(also)[:_EXAMPLES])
+
+
+def _rank(near: Near, kind: str) -> tuple[int, bool, bool, int]:
+    """Of families that are as near the first is called alike, reads the hub's names, keeps norms as they are, and is
+    that of most models."""
+    return -_alike(near.family, kind), near.dialect != HUB, near.family.centred, -len(near.family.classes)
 
 
 def _near(family: Family, dialect: str, kinds: Mapping[str, str], shapes: Mapping[str, Shape], config: Config) -> Near:
@@ -159,10 +166,11 @@ def _holds(condition: Expression, config: Config) -> bool:
 
 
 def _alike(family: Family, kind: str) -> float:
-    """How alike the model types are written, 0 to 1."""
+    """How alike the model types are written, 0 to 1; 0 for what any two words have in common."""
     from difflib import SequenceMatcher
 
-    return max(SequenceMatcher(None, kind, known).ratio() for known in (family.name, *family.model_types))
+    most = max(SequenceMatcher(None, kind, known).ratio() for known in (family.name, *family.model_types))
+    return most if most > _BY_CHANCE else 0
 
 
 def _unfit(found: Unfitting) -> str:

@@ -7,8 +7,8 @@ together of.
 A norm of torchtune's has a `scale`. Meta's order of rotated rows: `families.meta`. A tied head has no tensor there.
 
 Sources: torchtune 0.6.1 `models/convert_weights.py` (`tune_to_hf`), `models/qwen2/_convert_weights.py`,
-`models/qwen3/_convert_weights.py`; ai2-olmo-core 2.4.0 `nn/hf/convert.py`. What it does not do: Gemma, Phi, Llama 4 of
-torchtune; Llama, Gemma and experts of OLMo-core.
+`models/qwen3/_convert_weights.py`; ai2-olmo-core 2.4.0 `nn/hf/convert.py`, and `nn/attention` for biases, which the
+converter leaves out. What it does not do: Gemma, Phi, Llama 4 of torchtune; Llama, Gemma and experts of OLMo-core.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ OLMO = """
     lm_head.norm.weight : h = model.norm.weight : h
     blocks.{i}.attention.<w_q|w_k|w_v>.weight : (g r d) h, (g d) h, (g d) h
         = model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-    blocks.{i}.attention.w_out.weight : h (g r d) = model.layers.{i}.self_attn.o_proj.weight : h (g r d)
+    blocks.{i}.attention.<w_q|w_k|w_v>.bias : (g r d), (g d), (g d)
+        = model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
+    blocks.{i}.attention.w_out.<weight|bias> : h (g r d), h = model.layers.{i}.self_attn.o_proj.<weight|bias> : h (g r d), h
     blocks.{i}.attention.<q|k>_norm.weight : (g r d), (g d)
         = model.layers.{i}.self_attn.<q|k>_norm.weight : (g r d), (g d)
     blocks.{i}.<attention|feed_forward>_norm.weight : h

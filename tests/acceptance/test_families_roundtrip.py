@@ -40,7 +40,8 @@ OTHER_CLASSES = [  # parts of a model with a tower are tested as that
     (family.name, each.model_type, each.architecture)
     for family in FAMILIES
     for each in family.classes[1:]
-    if not each.part and not each.like and hasattr(transformers, each.architecture)
+    if not each.part and not each.like and each.model_type in transformers.CONFIG_MAPPING
+    if hasattr(transformers, each.architecture)
 ]
 ROUTES: list[tuple[str, str | None]] = [
     ("megatron-dist", None),

@@ -40,10 +40,10 @@ def test_whole_models_lack_nothing(family, dialect):  # type: ignore[no-untyped-
     norms = [
         name
         for name in names
-        if re.fullmatch(rf"([a-z0-9_]+\.)*?({LAST_NORMS})\.weight", name)
+        if re.fullmatch(rf"([a-z0-9_]+\.)*?({LAST_NORMS})\.(weight|scale)", name)
         and not re.search(r"\.\d+\.", name)
         and instances(family.table(dialect).left, [name])[0]
-        and _module(name) in {_module(f"{front}0") for front in _decoders(family.table(dialect))}
+        and _module(name) in {_module(f"{front}0") for front in _decoders(family.table(dialect))} | {"lm_head."}
     ]
     if family.name != "qwen4_exp":  # hyper-connections end there in a mixer
         (norm,) = norms
