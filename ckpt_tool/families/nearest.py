@@ -111,7 +111,7 @@ def nearest(
     return found[0]._replace(also=tuple(also)[:_EXAMPLES])
 
 
-def _rank(near: Near, kind: str) -> tuple[int, bool, bool, int]:
+def _rank(near: Near, kind: str) -> tuple[float, bool, bool, int]:
     """Of families that are as near the first is called alike, reads the hub's names, keeps norms as they are, and is
     that of most models."""
     return -_alike(near.family, kind), near.dialect != HUB, near.family.centred, -len(near.family.classes)
