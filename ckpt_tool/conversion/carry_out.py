@@ -81,8 +81,9 @@ def execute(
                 hint="the plan was not made by ckpt: make it again with --plan",
             ) from e
 
-    more = {"part": part, "worker": worker, "check": check, "movers": movers, "seal": seal}
-    executor = executor_of(plan, trees, writing, progress, **more)
+    executor = executor_of(
+        plan, trees, writing, progress, part=part, worker=worker, check=check, movers=movers, seal=seal
+    )
     try:
         result = executor.run()
     except BaseException:

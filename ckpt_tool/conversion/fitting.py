@@ -126,8 +126,12 @@ def held(chosen: Chosen, job: Conversion) -> Chosen:
         dropped.append(extras_left_behind(extras, f"{fmt.name} has no place for them"))
         extras = {}
     dtypes = dtypes_of(writing)
-    unheld = [row.tensor for row in stored if row.tensor.dtype.name in fmt.holds.dtypes]
-    unheld = [tensor for tensor in unheld if written_as(tensor, dtypes, chosen.casts).name in fmt.holds.dtypes]
+    unheld = [
+        row.tensor
+        for row in stored
+        if row.tensor.dtype.name in fmt.holds.dtypes
+        and written_as(row.tensor, dtypes, chosen.casts).name in fmt.holds.dtypes
+    ]
     if unheld:
         raise UsageError(
             f"{fmt.name} has no {unheld[0].dtype.name}",

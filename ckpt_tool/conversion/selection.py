@@ -99,8 +99,8 @@ def refuse_left_optimizer(opened: Opened, job: Conversion) -> None:
         tree, left = opened.outer, [above]
     if left:
         why = next((note.message for note in opened.catalog.notes if note.code == UNREAD), "")
-        reason = "by parameter number, and nothing tells whose each is, so it"
-        reason = "that" if left[0].endswith(RECIPE) else reason
+        numbered = "by parameter number, and nothing tells whose each is, so it"
+        reason = "that" if left[0].endswith(RECIPE) else numbered
         raise UsageError(
             f"{left[0]} holds an optimizer's state {reason} can't be taken along{f' ({why})' if why else ''}",
             code="E1643",

@@ -14,7 +14,6 @@ compression; older ones are gzipped, which no range can be read of: refused with
 
 from __future__ import annotations
 
-import io
 import tarfile
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from typing import NamedTuple
 from ckpt_tool.core.inner_path import base_of, is_view
 from ckpt_tool.errors import CorruptFile, StorageError, UnsafeInput
 from ckpt_tool.storage.records import past_the_end
+from ckpt_tool.storage.seekable import Seekable
 from ckpt_tool.storage.source import FILE_LIMIT, Identity, Tree, missing_file, safe_relative
 from ckpt_tool.storage.torch_stream import is_tar
 from ckpt_tool.storage.views import behind
@@ -40,24 +40,12 @@ class Member(NamedTuple):
     size: int
 
 
-class _Headers(io.RawIOBase):
+class _Headers(Seekable):
     """The archive's bytes for `tarfile`, which seeks from header to header."""
 
     def __init__(self, tree: Tree, path: str) -> None:
-        self._tree, self._path, self._at, self._size = tree, path, 0, tree.size(path)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
+        super().__init__(tree.size(path))
+        self._tree, self._path = tree, path
 
     def read(self, size: int = -1) -> bytes:
         count = max(0, self._size - self._at) if size < 0 else min(size, max(0, self._size - self._at))

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +30,7 @@ from ckpt_tool.errors import OutputExists, StorageError, UsageError
 from ckpt_tool.storage.crc import crc32
 from ckpt_tool.storage.fsspec_store import INSTALL
 from ckpt_tool.storage.object_store import S3, Cloud, fault, passing
+from ckpt_tool.storage.seekable import Seekable
 from ckpt_tool.storage.store import Again, patiently
 
 T = TypeVar("T")
@@ -89,25 +89,13 @@ class Listing(NamedTuple):
     objects: dict[str, Listed]
 
 
-class PartBody(io.RawIOBase):
+class PartBody(Seekable):
     """A part as a file that boto3 reads: of plain bytes it would make a copy for every thread that sends, and a file it
     would send in pieces of 16 KiB."""
 
     def __init__(self, data: bytearray) -> None:
-        self._data, self._at = memoryview(data), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
-        return self._at
+        super().__init__(len(data))
+        self._data = memoryview(data)
 
     def read(self, size: int = -1) -> Any:
         """The bytes where they lie, more than are asked for: who sends takes what comes."""
