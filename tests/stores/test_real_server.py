@@ -207,8 +207,8 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.share(50)
-@pytest.mark.parametrize("killed", ["worker"])
+@pytest.mark.share(33)
+@pytest.mark.parametrize("killed", ["worker", "server"])
 @pytest.mark.parametrize("point", range(50))
 def test_a_kill_of_either_side(
     real: S3, seaweed: Seaweed, training: Path, tmp_path: Path, killed: str, point: int
