@@ -25,17 +25,6 @@ constexpr int THREADS = 256;
 constexpr uint32_t WARP_ROW = 256; // elements: rows from here on are the work of warps,
 constexpr uint32_t WARP_SPAN = 1024; // which take so many at a time: 8 of them share two rows of 4096
 
-template <class B> CK_DEVICE B load_anywhere(uint64_t address) {
-    if (address % sizeof(B) == 0) return ck_load<B>(address);
-    B value = 0;
-    for (uint32_t k = 0; k < sizeof(B); ++k) value = B(value | B(ck_load<uint8_t>(address + k)) << (8 * k));
-    return value;
-}
-template <class B> CK_DEVICE void store_anywhere(uint64_t address, B value) {
-    if (address % sizeof(B) == 0) return ck_store<B>(address, value);
-    for (uint32_t k = 0; k < sizeof(B); ++k) ck_store<uint8_t>(address + k, uint8_t(value >> (8 * k)));
-}
-
 // -- sources: STEP is what an element adds to an address; loads of a group want it on its grid ----------------------------
 template <class F> struct Whole {
     using Type = F;
@@ -43,7 +32,7 @@ template <class F> struct Whole {
     static constexpr uint32_t STEP = sizeof(Bits);
     template <uint32_t N> using Raw = ck_group<Bits, N>;
     F type;
-    template <bool FIT> CK_MEMBER Bits one(uint64_t at) const { return FIT ? ck_load<Bits>(at) : load_anywhere<Bits>(at); }
+    template <bool FIT> CK_MEMBER Bits one(uint64_t at) const { return FIT ? ck_load<Bits>(at) : ck_load_anywhere<Bits>(at); }
     template <uint32_t N> CK_MEMBER Raw<N> load(uint64_t at) const { return ck_load<Raw<N>>(at); }
     template <uint32_t N> CK_MEMBER bool usual(const Raw<N>& raw) const { return type.template usual<N>(raw); }
 };
@@ -142,7 +131,7 @@ template <class S, class D, class Q> struct Job {
         if constexpr (FIT)
             ck_store<Out>(to, out);
         else
-            store_anywhere<Out>(to, out);
+            ck_store_anywhere<Out>(to, out);
     }
 
     // Stores a group without anything special in it; false where there is.

@@ -18,7 +18,7 @@
 
 // One box: `rows` rows of `run`, row (i0, i1, i2) at src + i0*sstr[0] + i1*sstr[1] + i2*sstr[2], and so for dst.
 //
-// run: bytes for box_copy, digest and compare, elements for box_cast and box_dequantise; see each .cu for what it adds.
+// run: bytes for box_copy, digest and compare, elements for box_cast, box_dequantise and box_quantise; see each .cu for what it adds.
 // tile0: the number of this box's first tile: the sum of the tiles of the boxes before it in the list.
 // Either a row is cut into `tiles_per_row` tiles (then rows_per_tile is 1), or a tile has `rows_per_tile` whole rows.
 // div1, div2: ck_magic(ext[1]), ck_magic(ext[2]); divr: ck_magic of what the kernel divides by within a tile.
@@ -51,6 +51,21 @@ struct ck_scales {
     uint64_t div_height, div_width;     // ck_magic of them
     uint32_t row0, column0, width;      // row0 + row and column0 + column stay below 2^32
     uint32_t kind, unused[2];           // ck_kind of a scale: F32, BF16 or E8M0, on its own grid
+};
+
+// The schemes of box_quantise, as `quantised/schemes.py` lists them.
+enum ck_scheme { CK_FP8_BLOCK, CK_FP8_CHANNEL, CK_INT8, CK_INT4_G128, CK_MXFP8, CK_MXFP4, CK_NVFP4 };
+
+// Where the scales of one box of floats go: that of block (row, column) of matrix i to
+//     scales + i * matrix_stride + row * row_stride + column * bytes of a scale
+struct ck_quantised {
+    uint64_t scales;                   // on the grid of a scale, as the strides are
+    int64_t matrix_stride, row_stride; // bytes
+    uint64_t div_down;                 // ck_magic of `down`
+    uint32_t down;                     // blocks of a matrix below each other
+    uint32_t kind;                     // ck_kind of a scale where the scheme leaves it open: F32, BF16 or F16
+    float whole;                       // NVFP4: what the scales of the tensor are multiplied by
+    uint32_t unused;
 };
 
 struct ck_device_info {
@@ -98,6 +113,10 @@ CK_API int ck_box_cast(const ck_desc* list, uint32_t count, uint64_t tiles, uint
 // scale is NaN. For F4 src and sstr count half bytes.
 CK_API int ck_box_dequantise(const ck_desc* list, uint32_t count, uint64_t tiles, uint32_t codes, uint32_t target,
                              const ck_scales* scales, uint64_t* counts, int blocks, int threads, void* stream);
+// Floats (F32, BF16 or F16) as codes and scales. scheme: ck_scheme. table: a record for each number in `aux`. counts: one for each,
+// added to: blocks with what is no finite number.
+CK_API int ck_box_quantise(const ck_desc* list, uint32_t count, uint64_t tiles, uint32_t source, uint32_t scheme,
+                           const ck_quantised* table, uint64_t* counts, int blocks, int threads, void* stream);
 // lanes: threads a leaf, 4, 8, 16, 32, or 0 for the kernel's own choice. dst: 16 bytes a leaf, on 16 bytes. tiles: leaves.
 CK_API int ck_digest(const ck_desc* list, uint32_t count, uint64_t tiles, int lanes, int blocks, int threads, void* stream);
 // What compare found in one box; begun with `first` ~0 and zeros, and added to. gap: the bits of a double.

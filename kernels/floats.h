@@ -16,6 +16,18 @@
 #pragma once
 #include "portable.h"
 
+// An element that may lie off its own grid: byte by byte there.
+template <class B> CK_DEVICE B ck_load_anywhere(uint64_t address) {
+    if (address % sizeof(B) == 0) return ck_load<B>(address);
+    B value = 0;
+    for (uint32_t k = 0; k < sizeof(B); ++k) value = B(value | B(ck_load<uint8_t>(address + k)) << (8 * k));
+    return value;
+}
+template <class B> CK_DEVICE void ck_store_anywhere(uint64_t address, B value) {
+    if (address % sizeof(B) == 0) return ck_store<B>(address, value);
+    for (uint32_t k = 0; k < sizeof(B); ++k) ck_store<uint8_t>(address + k, uint8_t(value >> (8 * k)));
+}
+
 // -- one struct a type ----------------------------------------------------------------------------------------------------
 // Bits: what holds it. wide: its fp32. narrow: an fp32 as it; `lost` counts.
 template <class B, uint32_t N> struct alignas(sizeof(B) * N) ck_group {

@@ -7,6 +7,7 @@
 //                                         loop, where it would sit in registers
 //     CK_SHARED(type, name, count)        an array in shared memory
 //     CK_CONSTANT type name[] = {...}     a table that never changes
+//     ck_fma(a, b, c)                     a * b + c in fp32, rounded once
 //     ck_mul_high(a, b), ck_ones(v)       the upper 64 bits of a product; how many bits are set
 //     ck_sync()                           __syncthreads()
 //     ck_warp_sync(), ck_shfl_xor(v, m)   among the 32 threads of a warp, all of which must take part
@@ -87,6 +88,7 @@ CK_DEVICE uint64_t ck_shfl_xor(uint64_t v, unsigned m) { return __shfl_xor_sync(
 CK_DEVICE uint32_t ck_div(uint32_t n, uint64_t magic) { return magic ? uint32_t(__umul64hi(magic, n)) : n; }
 CK_DEVICE uint64_t ck_mul_high(uint64_t a, uint64_t b) { return __umul64hi(a, b); }
 CK_DEVICE uint32_t ck_ones(uint32_t v) { return __popc(v); }
+CK_DEVICE float ck_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 // the 4 bytes that begin `bytes` (0..3) bytes into lo, taken from lo and hi
 CK_DEVICE uint32_t ck_funnel(uint32_t lo, uint32_t hi, unsigned bytes) { return __funnelshift_r(lo, hi, bytes * 8); }
 
@@ -255,6 +257,7 @@ CK_DEVICE uint32_t ck_div(uint32_t n, uint64_t magic) {
 }
 CK_DEVICE uint64_t ck_mul_high(uint64_t a, uint64_t b) { return uint64_t((unsigned __int128)a * b >> 64); }
 CK_DEVICE uint32_t ck_ones(uint32_t v) { return uint32_t(__builtin_popcount(v)); }
+CK_DEVICE float ck_fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 CK_DEVICE uint32_t ck_funnel(uint32_t lo, uint32_t hi, unsigned bytes) {
     return uint32_t(((uint64_t)hi << 32 | lo) >> (bytes * 8));
 }

@@ -1,7 +1,7 @@
 """The reshard kernels at work: a plan's copies on a GPU, or, for tests, on the CPU by the same sources.
 
 What a kernel reads, made of copies
-    descriptors.py casts.py digests.py comparisons.py
+    descriptors.py casts.py quantising.py digests.py comparisons.py
           a packed list for each kernel; which kernel moves which copy; boxes that meet are refused
 
 Kernels

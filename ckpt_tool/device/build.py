@@ -30,7 +30,7 @@ from ckpt_tool.device.descriptors import DESC
 from ckpt_tool.device.library import ABI_VERSION
 from ckpt_tool.errors import StorageError, UsageError, wrap_os_error
 
-KERNELS = ("box_copy", "box_cast", "box_transpose", "digest", "compare", "adamw_ema")
+KERNELS = ("box_copy", "box_cast", "box_quantise", "box_transpose", "digest", "compare", "adamw_ema")
 ARCHITECTURES = (80, 90, 100)  # A100, H100 and H200, B200; PTX of the last serves what comes after
 PACKAGE = Path(__file__).resolve().parents[1]
 COMPILE_SECONDS, LOCK_SECONDS = 900, 1200

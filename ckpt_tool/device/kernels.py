@@ -11,6 +11,7 @@ import numpy as np
 from ckpt_tool.device.casts import Casts, CodeList, Counted
 from ckpt_tool.device.descriptors import Descriptors, Launch
 from ckpt_tool.device.library import Device
+from ckpt_tool.device.quantising import FloatList
 
 
 def box_copy(device: Device, boxes: Descriptors, *, blocks: int = 0, threads: int = 0, stream: int = 0) -> None:
@@ -89,6 +90,36 @@ def box_dequantise(
             counts = device.download(counted.address, counts.nbytes, stream).view(np.uint64).reshape(counts.shape)
         np.add.at(out, np.array(codes.records), counts)
     return [Counted(int(lost), int(nans)) for lost, nans in out]
+
+
+def box_quantise(device: Device, floats: FloatList, *, blocks: int = 0, threads: int = 0, stream: int = 0) -> list[int]:
+    """Make codes and scales of all floats (`quantising.pack_floats`) and wait. Returns, by box of the caller, how many
+    of its blocks have what is no finite number: the CPU refuses those (E2720)."""
+    counts = np.zeros(len(floats.table), np.uint64)
+    listed, tiles = floats.boxes.packed, floats.boxes.tiles
+    out = np.zeros(floats.given, np.uint64)
+    if tiles:
+        with (
+            device.upload(listed, stream) as packed,
+            device.upload(floats.table, stream) as table,
+            device.upload(counts, stream) as counted,
+        ):
+            device.library.call(
+                "box_quantise",
+                packed.address,
+                len(listed),
+                tiles,
+                floats.source,
+                floats.scheme,
+                table.address,
+                counted.address,
+                blocks,
+                threads or floats.threads,
+                stream,
+            )
+            counts = device.download(counted.address, counts.nbytes, stream).view(np.uint64)
+        np.add.at(out, np.array(floats.records), counts)
+    return [int(n) for n in out]
 
 
 def digest(

@@ -82,6 +82,14 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
         ADDRESS,
         *LISTED[3:],
     ),  # codes, target, scales, counts
+    "ck_box_quantise": (
+        *LISTED[:3],
+        c_uint32,
+        c_uint32,
+        ADDRESS,
+        ADDRESS,
+        *LISTED[3:],
+    ),  # source, scheme, table, counts
     "ck_box_transpose": LISTED,
     "ck_adamw_ema": (
         ADDRESS,

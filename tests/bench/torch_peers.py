@@ -18,6 +18,7 @@ import torch
 from ckpt_tool.device.library import Device
 from ckpt_tool.device.trial import workloads
 from ckpt_tool.device.trial.workloads import Arena, Lists
+from ckpt_tool.quantised.schemes import SCHEMES
 
 Call = Callable[[int], object]
 T = torch.Tensor
@@ -242,6 +243,62 @@ def mxfp4(buffers: Buffers) -> Call:
     return buffers.each(of_slot)
 
 
+E2M1_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # halfway from each code to the next
+
+
+def e2m1(ratio: T) -> T:
+    """Codes of four bits, two a byte: how many halfway points lie below, of ties the even code."""
+    size = ratio.abs()
+    code = sum((size > tie if k % 2 == 0 else size >= tie).to(torch.uint8) for k, tie in enumerate(E2M1_TIES))
+    code = code | (ratio < 0).to(torch.uint8) << 3
+    return code[..., 0::2] | code[..., 1::2] << 4
+
+
+def quantised(source: str, name: str) -> Callable[[Buffers], Call]:
+    """As model code does it: the largest of a view, a division, a cast."""
+    scheme, dtype = SCHEMES[name], DTYPES[source]
+    (high, wide), most = scheme.block, {"F8_E4M3": 448.0, "I8": 127.5, "I32": 7.5, "U8": 6.0}[scheme.dtype]
+
+    def make(buffers: Buffers) -> Call:
+        rows, columns = workloads.code_shape(buffers.arena.payload, dtype.itemsize)
+        width = wide or columns
+        shape = (rows // high, high, columns // width, width)
+
+        def of_slot(source: T, target: T) -> Call:
+            given = source[: rows * columns * dtype.itemsize].view(dtype).view(shape)
+            wanted = target[: rows * columns * scheme.bits // 8]
+
+            def call(_: int) -> T:
+                sizes = given.abs().amax((1, 3), keepdim=True).to(torch.float32)
+                if scheme.scales == "U8":
+                    exponents = (sizes.view(torch.int32) + (1 << 21) >> 23) - (8 if scheme.bits == 8 else 2)
+                    scales: T = exponents.to(torch.uint8)
+                    divisors = (exponents << 23).view(torch.float32)
+                elif scheme.name == "nvfp4":
+                    scales = (sizes / most * workloads.WHOLE).to(torch.float8_e4m3fn)
+                    divisors = scales.to(torch.float32) / workloads.WHOLE
+                else:
+                    scales = (sizes / most).to(torch.float32 if scheme.scales else dtype)
+                    divisors = scales.to(torch.float32)
+                ratio = given.to(torch.float32) / divisors
+                if scheme.dtype == "F8_E4M3":
+                    wanted.view(torch.float8_e4m3fn).view(shape).copy_(ratio)
+                elif scheme.dtype == "I8":
+                    wanted.view(torch.int8).view(shape).copy_(ratio.clamp(-128, 127).round())
+                elif scheme.dtype == "I32":
+                    codes = (ratio.clamp(-8, 7).round() + 8).to(torch.uint8)
+                    wanted.view(*shape[:3], width // 2).copy_(codes[..., 0::2] | codes[..., 1::2] << 4)
+                else:
+                    wanted.view(*shape[:3], width // 2).copy_(e2m1(ratio))
+                return scales
+
+            return call
+
+        return buffers.each(of_slot)
+
+    return make
+
+
 def equal(dtype: torch.dtype, *, gap: bool) -> Callable[[Buffers], Call]:
     """`torch.equal`, or the greatest difference: both read the two sides, and answer less than the kernel does."""
 
@@ -338,6 +395,8 @@ def peers(
     yield small, "torch loop", True, cast("F32", "BF16", 16384, loop=True)
     yield ("box_dequantise", "F8_E4M3, 128 x 128, to BF16"), "torch, 3 passes", True, fp8_blocks
     yield ("box_dequantise", "F4, 1 x 32, to BF16"), "torch, table and ldexp", True, mxfp4
+    for source, name in workloads.QUANTISED:
+        yield ("box_quantise", f"{source} to {name}"), "torch, amax and divide", True, quantised(source, name)
     for name, dtype in (("BF16", torch.bfloat16), ("F32", torch.float32)):
         yield ("compare", name), "torch.equal", False, equal(dtype, gap=False)
         yield ("compare", name), "(a-b).abs().max()", False, equal(dtype, gap=True)

@@ -28,8 +28,11 @@ from ckpt_tool.device.comparisons import compare
 from ckpt_tool.device.descriptors import Strided, launches
 from ckpt_tool.device.digests import Line, pack_lines
 from ckpt_tool.device.library import Device
+from ckpt_tool.device.quantising import FloatBox, pack_floats
+from ckpt_tool.device.trial.check import by_cpu
 from ckpt_tool.plan.copy import Copy
-from ckpt_tool.run.compute import cast
+from ckpt_tool.quantised.schemes import SCHEMES
+from ckpt_tool.run.compute import cast, numpy_type
 from ckpt_tool.run.digest import LEAF
 
 BLOCKS, THREADS = (0, 1, 2, 5), (0, 32, 96, 256)
@@ -161,6 +164,61 @@ def box_dequantise(device: Device, seed: int) -> str:
             kernels.box_dequantise(device, pack_codes([box], DTYPES["F8_E4M3"], DTYPES["F32"]), **grid_of(rng))
         got = device.download(dst.address, len(want))
     return first_fault(got, want, watched, (extents, block, row, column))
+
+
+def box_quantise(device: Device, seed: int) -> str:
+    """Matrices in rows with gaps, anywhere, their codes and scales elsewhere, of values of any size."""
+    rng = np.random.default_rng((seed, 26))
+    scheme, source = SCHEMES[str(rng.choice([*SCHEMES]))], DTYPES[str(rng.choice(["F32", "BF16", "F16"]))]
+    high, wide = scheme.block
+    rows = int(rng.choice([1, 3, 129, 200])) if high > 1 else int(rng.integers(1, 12))
+    columns = wide * int(rng.integers(1, 9)) if high == 1 and wide else int(rng.choice([1, 9, 64, 130, 300, 2100]))
+    matrices, item = int(rng.integers(1, 3)), source.bits // 8
+    wide_values = rng.standard_normal((matrices, rows, columns), np.float32) * 10.0 ** rng.integers(-42, 39)
+    with np.errstate(over="ignore"):
+        values = np.where(rng.random(wide_values.shape) < 0.9, wide_values, -0.0).astype(np.float32)
+    line = np.frombuffer(cast(values.reshape(-1).view(np.uint8).data, DTYPES["F32"], source)[0], numpy_type(source))
+    if not np.isfinite(line.astype(np.float32)).all():
+        line = np.where(np.isfinite(line.astype(np.float32)), line, line.dtype.type(1))
+    want = by_cpu(line, (matrices, rows, columns), source, scheme)
+    size, step, plain = want.scales.itemsize, columns * scheme.bits // 8, [0, 1, 2]
+    by_source, begin, room = laid_out(rng, [matrices, rows, columns], item, plain)
+    by_codes, to, codes_room = laid_out(rng, [matrices, rows, step], 1, plain)
+    by_scales, first, scales_room = laid_out(rng, [*want.scales.shape], size, plain)
+    data, codes, scales = (np.full(n, POISON, np.uint8) for n in (room, codes_room, scales_room))
+    shape = [matrices, rows, columns]
+    view(data, f"V{item}", shape, begin, by_source)[...] = line.view(f"V{item}").reshape(shape)
+    view(codes, "u1", [matrices, rows, step], to, by_codes)[...] = want.codes.reshape(matrices, rows, step)
+    raw = np.frombuffer(want.scales.tobytes(), f"V{size}").reshape(want.scales.shape)
+    view(scales, f"V{size}", [*raw.shape], first, by_scales)[...] = raw
+    with (
+        device.upload(data) as src,
+        device.upload(np.full_like(codes, POISON)) as dst,
+        device.upload(np.full_like(scales, POISON)) as by,
+    ):
+        box = FloatBox(
+            src.address + begin,
+            dst.address + to,
+            (matrices, rows, columns),
+            (by_source[0], by_source[1]),
+            (by_codes[0], by_codes[1]),
+            by.address + first,
+            (by_scales[0], by_scales[1]),
+            want.whole,
+        )
+        reads = marked(room, item, shape, begin, by_source)
+        # what does not fit the registers, or is not quick, is read again
+        writes = [
+            (dst.address, marked(codes_room, 1, [matrices, rows, step], to, by_codes)),
+            (by.address, marked(scales_room, size, [*raw.shape], first, by_scales)),
+        ]
+        with Watched(device, [(src.address, reads)], writes) as watched:
+            bad = kernels.box_quantise(device, pack_floats([box], source, scheme), **grid_of(rng))
+        got = [device.download(memory.address, memory.nbytes) for memory in (dst, by)]
+    about = (scheme.name, source.name, shape, box)
+    return first_fault(np.concatenate(got), np.concatenate([codes, scales]), watched, about) or (
+        "" if bad == [0] else f"{bad} blocks are not finite, want none; {about}"
+    )
 
 
 def digest(device: Device, seed: int) -> str:
@@ -321,6 +379,7 @@ KERNELS: dict[str, Callable[[Device, int], str]] = {
     "box_transpose": box_transpose,
     "box_cast": box_cast,
     "box_dequantise": box_dequantise,
+    "box_quantise": box_quantise,
     "digest": digest,
     "compare": compared,
     "adamw_ema": stepped,

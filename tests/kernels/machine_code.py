@@ -39,6 +39,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "box_copy": ("LDG", "STG"),
     "box_transpose": ("LDG", "STG"),
     "box_cast": ("LDG|STG",),  # the side of the wider elements
+    "box_quantise": ("LDG",),  # codes are narrower
     "digest": ("LDG",),  # a leaf in, 16 bytes out
     "compare": ("LDG",),
     "adamw_ema": ("LDG", "STG"),

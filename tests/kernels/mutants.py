@@ -70,6 +70,7 @@ TARGETS = {
         ("box_cast", "box_dequantise"),
         ("test_box_cast.py", "test_box_dequantise.py", "test_values_huge.py"),
     ),
+    "box_quantise": Target("kernels/box_quantise.cu", ("box_quantise",), ("test_box_quantise.py",)),
     "adamw_ema": Target("kernels/adamw_ema.cu", ("adamw_ema",), ("test_device_adamw.py",)),
     "digest": Target("kernels/digest.cu", ("digest",), ("test_device_digests.py", "test_values_huge.py")),
     "compare": Target("kernels/compare.cu", ("compare",), ("test_device_comparisons.py", "test_values_huge.py")),
@@ -112,6 +113,7 @@ UNITS = {
     "compare": ("compare.cu",),
     "box_cast": ("box_cast.cu",),
     "box_dequantise": ("box_cast.cu",),
+    "box_quantise": ("box_quantise.cu",),
     "adamw_ema": ("adamw_ema.cu",),
 }
 

@@ -27,7 +27,8 @@ def run(device: Device, tmp_path: Path, *words: str) -> tuple[int, dict[str, obj
 
 
 def test_a_table_with_its_peers(device: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, document = run(device, tmp_path, "--kernel", "box_cast", "--kernel", "box_dequantise")
+    wanted = ("box_cast", "box_dequantise", "box_quantise")
+    status, document = run(device, tmp_path, *(word for name in wanted for word in ("--kernel", name)))
     assert (status, document["faults"], document["missing"]) == (0, [], [])
     found = {(row["kernel"], row["work"], row["who"]) for row in document["rows"]}  # type: ignore[attr-defined]
     assert ("box_cast", "F32 to BF16 by 16,384", "_foreach_copy_") in found and (
@@ -36,7 +37,7 @@ def test_a_table_with_its_peers(device: Device, tmp_path: Path, capsys: pytest.C
         "cudaMemcpyAsync",
     ) in found
     assert {(kernel, work) for kernel, work, who in found if who == "ckpt"} == {
-        key for key in WORKS if key[0] in ("box_cast", "box_dequantise")
+        key for key in WORKS if key[0] in wanted
     }
     said = capsys.readouterr().out
     assert said.startswith((tmp_path / "kernels.md").read_text()) and "| box_cast: F32 to BF16 " in said

@@ -55,9 +55,10 @@ SOURCES = {
     "compare": ("compare",),
     "box_cast": ("box_cast",),
     "box_dequantise": ("box_cast",),
+    "box_quantise": ("box_quantise",),
     "adamw_ema": ("adamw_ema",),
 }
-BARRIERS = ("box_transpose", "digest", "compare")
+BARRIERS = ("box_transpose", "box_quantise", "digest", "compare")
 
 
 def cases(library: Path, count: int, first: int = 0) -> subprocess.CompletedProcess[str]:

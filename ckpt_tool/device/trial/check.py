@@ -29,8 +29,12 @@ from ckpt_tool.device.casts import CodeBox, Scales, line, pack_casts, pack_codes
 from ckpt_tool.device.descriptors import Strided, Turned, as_strided, pack, pack_turned
 from ckpt_tool.device.digests import Line, leaf_hashes
 from ckpt_tool.device.library import Device
+from ckpt_tool.device.quantising import FLOATS as FLOATS_TO_QUANTISE
+from ckpt_tool.device.quantising import FloatBox, pack_floats
 from ckpt_tool.errors import StorageError
+from ckpt_tool.quantised import nearest
 from ckpt_tool.quantised.codes import of_bytes
+from ckpt_tool.quantised.schemes import SCHEMES, Scheme
 from ckpt_tool.run import compute
 from ckpt_tool.run.compare import Worst, differ
 from ckpt_tool.run.digest import LEAF
@@ -268,6 +272,81 @@ def _decoded(stored: Bytes, codes: DType) -> npt.NDArray[np.float32]:
     return table[np.stack([stored & 15, stored >> 4], 1).reshape(-1)]
 
 
+def box_quantise(device: Device, rng: np.random.Generator) -> tuple[int, str]:
+    """Matrices of any scheme, of values of many sizes, with rows that run on or have gaps, codes and scales alike."""
+    scheme, source = SCHEMES[str(rng.choice([*SCHEMES]))], DTYPES[str(rng.choice(FLOATS_TO_QUANTISE))]
+    wide = scheme.block[1] if scheme.block[0] == 1 else 0
+    matrices, rows, columns = (int(rng.integers(1, n)) for n in (3, 300 if scheme.block[0] > 1 else 40, 9))
+    columns = columns * wide if wide else int(rng.choice((1, 8, 100, 128, 384, 1000)))
+    values = rng.standard_normal((matrices, rows, columns), np.float32)
+    values *= np.float32(10.0) ** rng.integers(-4, 4, (matrices, rows, 1))
+    values[rng.random(values.shape) < 0.1] = -0.0
+    values[:, : int(rng.integers(0, rows))] *= bool(rng.integers(0, 4))  # now and then zeros
+    given = np.frombuffer(compute.cast(values.reshape(-1).view(np.uint8).data, DTYPES["F32"], source)[0], np.uint8)
+    item, gap = source.bits // 8, int(rng.choice((0, 1, 16))) * source.bits // 8
+    pitch = columns * item + gap
+    stored = np.zeros((matrices, rows, pitch), np.uint8)
+    stored[..., : columns * item] = given.reshape(matrices, rows, -1)
+    wanted = by_cpu(given.view(compute.numpy_type(source)), (matrices, rows, columns), source, scheme)
+    across, down = wanted.scales.shape[-2:][::-1]
+    size, step = wanted.scales.itemsize, columns * scheme.bits // 8
+    poison = np.full(wanted.codes.nbytes + 64, POISON, np.uint8)
+    around = np.full(wanted.scales.nbytes + 64, POISON, np.uint8)
+    with device.upload(stored) as read, device.upload(poison) as coded, device.upload(around) as scaled:
+        box = FloatBox(
+            read.address,
+            coded.address,
+            (matrices, rows, columns),
+            (rows * pitch, pitch),
+            (rows * step, step),
+            scaled.address,
+            (down * across * size, across * size),
+            wanted.whole,
+        )
+        bad = kernels.box_quantise(device, pack_floats([box], source, scheme))
+        codes, scales = (device.download(memory.address, memory.nbytes) for memory in (coded, scaled))
+    poison[: wanted.codes.nbytes] = wanted.codes
+    around[: wanted.scales.nbytes] = np.frombuffer(wanted.scales.tobytes(), np.uint8)
+    wrong = difference(codes, poison) or (said := difference(scales, around)) and f"scales: {said}"
+    wrong = wrong or (f"{bad[0]} blocks are not finite, want 0" if bad != [0] else "")
+    about = f"{scheme.name} of {source.name} {matrices, rows, columns}"
+    return stored.nbytes + codes.nbytes + scales.nbytes, f"{about}: {wrong}" if wrong else ""
+
+
+class Quantised(NamedTuple):
+    """What the CPU makes: codes as bytes, scales as (matrices, rows, columns) of blocks, nvfp4's factor or 1."""
+
+    codes: Bytes
+    scales: npt.NDArray[np.generic]
+    whole: float
+
+
+def by_cpu(values: npt.NDArray[np.generic], shape: tuple[int, int, int], source: DType, scheme: Scheme) -> Quantised:
+    """The same by `quantised.nearest`, matrix by matrix and band by band."""
+    (matrices, rows, columns), (high, _) = shape, scheme.block
+    width = scheme.group(columns)
+    of = DTYPES[scheme.scales] if scheme.scales else source
+    whole = None
+    if scheme.name == "nvfp4":
+        size = nearest.largest(nearest.Values(values, source), columns, columns, of_all=True)
+        whole = nearest.whole_of(size.reshape(1))
+    codes, scales = [], []
+    for matrix in values.reshape(matrices, rows * columns):
+        for row in range(0, rows, high):
+            band = nearest.Values(matrix[row * columns : min(row + high, rows) * columns], source)
+            made = nearest.scales_of(nearest.largest(band, columns, width, of_all=high > 1), scheme, of, whole)
+            divisors = nearest.divisors_of(made, of, "", whole)
+            scales.append(made.reshape(1, -1))
+            with np.errstate(over="ignore"):  # in the error figures, which nobody asks for here
+                codes.append(nearest.codes_of(band, nearest.Place(columns, 0, width), divisors, scheme)[0])
+    found = nearest.packed(np.concatenate(codes), scheme)
+    return Quantised(
+        found,
+        np.concatenate(scales).reshape(matrices, -(-rows // high), -1),
+        float(whole[0]) if whole is not None else 1.0,
+    )
+
+
 def digest(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     """The hashes of the leaves of lines that begin anywhere, by xxhash."""
     lines = [
@@ -351,6 +430,7 @@ TRIALS: dict[str, Trial] = {
     "box_transpose": box_transpose,
     "box_cast": box_cast,
     "box_dequantise": box_dequantise,
+    "box_quantise": box_quantise,
     "digest": digest,
     "compare": compare,
     "adamw_ema": adamw_ema,

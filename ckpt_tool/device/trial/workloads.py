@@ -25,7 +25,11 @@ from ckpt_tool.device.comparisons import RECORD, pack_pairs
 from ckpt_tool.device.descriptors import SPANS_FROM, TILE, Descriptors, Strided, Turned, pack, pack_turned
 from ckpt_tool.device.digests import Line, pack_lines
 from ckpt_tool.device.library import Device, Memory
+from ckpt_tool.device.quantising import FloatBox, pack_floats
+from ckpt_tool.quantised.schemes import SCHEMES
 
+WHOLE = 512.0  # nvfp4's factor, of normal values
+QUANTISED = (("F32", "fp8-block"), *(("BF16", name) for name in SCHEMES))
 PAD = 4096  # bytes after each slot, for what begins a little off
 
 
@@ -220,10 +224,11 @@ def cast(source: str, target: str, pieces_of: int = 0) -> Callable[[Device, Aren
     return prepare
 
 
-def code_shape(payload: int) -> tuple[int, int]:
-    """Rows and columns of a matrix of bfloat16 of that many bytes, whole blocks of 128 both."""
-    wide = min(4096, isqrt(payload // 2) // 128 * 128)
-    return payload // 2 // wide // 128 * 128, wide
+def code_shape(payload: int, item: int = 2) -> tuple[int, int]:
+    """Rows and columns of a matrix of bfloat16, or of items of other sizes, of that many bytes, whole blocks of 128
+    both."""
+    wide = min(4096, isqrt(payload // item) // 128 * 128)
+    return payload // item // wide // 128 * 128, wide
 
 
 def code_scales(rows: int, wide: int, block: tuple[int, int], scale: str) -> npt.NDArray[np.generic]:
@@ -271,6 +276,47 @@ def codes(kind: str, block: tuple[int, int], scale: str) -> Callable[[Device, Ar
             )
 
         return Prepared(call, rows * wide * (given.bits + 16) // 8 + values.nbytes, len(lists[0].boxes.packed), held)
+
+    return prepare
+
+
+def quantised(source: str, name: str) -> Callable[[Device, Arena, Knobs], Prepared]:
+    """A matrix of floats, which are the payload, as codes in the target and scales beside it."""
+    floats, scheme = DTYPES[source], SCHEMES[name]
+
+    def prepare(device: Device, arena: Arena, knobs: Knobs) -> Prepared:
+        rows, wide = code_shape(arena.payload, floats.bits // 8)
+        of, across = DTYPES[scheme.scales] if scheme.scales else floats, wide // scheme.group(wide)
+        size, pitch = rows // scheme.block[0] * across * of.bits // 8, wide * scheme.bits // 8
+        beside = device.alloc(size)
+        steps = ((0, wide * floats.bits // 8), (0, pitch), (0, across * of.bits // 8))
+        lists = []
+        for k in range(arena.slots):
+            at, to = arena.at(k)
+            box = FloatBox(at, to, (1, rows, wide), steps[0], steps[1], beside.address, steps[2], whole=WHOLE)
+            lists.append(pack_floats([box], floats, scheme))
+        counts = device.upload(np.zeros(1, np.uint64))
+        tables = [device.upload(made.table) for made in lists]
+        held = (beside, counts, *tables, *(device.upload(made.boxes.packed) for made in lists))
+
+        def call(slot: int) -> None:
+            k = slot % arena.slots
+            made, packed = lists[k], held[2 + arena.slots + k]
+            device.library.call(
+                "box_quantise",
+                packed.address,
+                len(made.boxes.packed),
+                made.boxes.tiles,
+                made.source,
+                made.scheme,
+                tables[k].address,
+                counts.address,
+                knobs.blocks,
+                knobs.threads or made.threads,
+                0,
+            )
+
+        return Prepared(call, rows * (wide * floats.bits // 8 + pitch) + size, len(lists[0].boxes.packed), held)
 
     return prepare
 
@@ -391,6 +437,8 @@ def _all() -> Iterable[Work]:
     yield Work("F32 to BF16 by 16,384", "box_cast", "F32", cast("F32", "BF16", 16384))
     yield Work("F8_E4M3, 128 x 128, to BF16", "box_dequantise", "F8_E4M3", codes("F8_E4M3", (128, 128), "F32"))
     yield Work("F4, 1 x 32, to BF16", "box_dequantise", "bytes", codes("F4", (1, 32), "F8_E8M0"))
+    for source, scheme in QUANTISED:
+        yield Work(f"{source} to {scheme}", "box_quantise", source, quantised(source, scheme))
     yield Work("leaves of 256 KiB", "digest", "bytes", digest)
     yield Work("BF16", "compare", "BF16", compare("BF16"))
     yield Work("F32", "compare", "F32", compare("F32"))
