@@ -265,6 +265,8 @@ def quantised(source: str, name: str) -> Callable[[Buffers], Call]:
         shape = (rows // high, high, columns // width, width)
 
         def of_slot(source: T, target: T) -> Call:
+            # by a number torch multiplies with its reciprocal on a GPU, by a tensor it divides
+            full, unit = (torch.tensor(value, device=target.device) for value in (most, workloads.WHOLE))
             given = source[: rows * columns * dtype.itemsize].view(dtype).view(shape)
             wanted = target[: rows * columns * scheme.bits // 8]
 
@@ -275,10 +277,10 @@ def quantised(source: str, name: str) -> Callable[[Buffers], Call]:
                     scales: T = exponents.to(torch.uint8)
                     divisors = (exponents << 23).view(torch.float32)
                 elif scheme.name == "nvfp4":
-                    scales = (sizes / most * workloads.WHOLE).to(torch.float8_e4m3fn)
-                    divisors = scales.to(torch.float32) / workloads.WHOLE
+                    scales = (sizes / full * unit).to(torch.float8_e4m3fn)
+                    divisors = scales.to(torch.float32) / unit
                 else:
-                    scales = (sizes / most).to(torch.float32 if scheme.scales else dtype)
+                    scales = (sizes / full).to(torch.float32 if scheme.scales else dtype)
                     divisors = scales.to(torch.float32)
                 ratio = given.to(torch.float32) / divisors
                 if scheme.dtype == "F8_E4M3":
