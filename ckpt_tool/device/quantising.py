@@ -92,7 +92,7 @@ def pack_floats(boxes: Iterable[FloatBox], source: DType, scheme: Scheme, scales
     nbytes = int((out["rows"] * out["run"]).sum()) * item
     of_scheme, threads = list(SCHEMES).index(scheme.name), 0
     if scheme.block[1] == 0:
-        threads = min(-(-int(out["run"].max(initial=1)) * item // 512) * 32, MOST_THREADS)
+        threads = min(-(-int(out["run"].max(initial=1)) * item // 4096) * 32, MOST_THREADS)
     boxes_ = Descriptors(out, tiles, nbytes)
     return FloatList(boxes_, np.array(table, TABLE), kind(source), of_scheme, tuple(records), number + 1, threads)
 
