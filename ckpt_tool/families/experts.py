@@ -40,6 +40,17 @@ def expert_layouts(family: Family) -> dict[str, str]:
     return out
 
 
+def memory_dialect(family: Family) -> str:
+    """The dialect that transformers 5 has in memory, whatever it reads or saves: by name where names differ, else that
+    with fused experts, where the family has any.
+
+    >>> from ckpt_tool.families.registry import by_name
+    >>> [memory_dialect(by_name(name)) for name in ("llama", "qwen3_moe", "phimoe", "gpt_oss")]
+    ['hf', 'hf-fused', 'hf-5', 'hf']
+    """
+    return MEMORY if MEMORY in family.dialects else expert_layouts(family).get(FUSED, HUB)
+
+
 def _layouts(family: Family, dialect: str) -> tuple[set[str], set[str]]:
     """Layouts in which the dialect has experts of the decoder's layers, and all experts: by the first rule of each of the
     hub's tensors, the one that is written."""

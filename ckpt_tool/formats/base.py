@@ -99,13 +99,28 @@ class Holds(NamedTuple):
         return group == "model" or self.all_states and group not in self.lacks
 
 
+class Walked(NamedTuple):
+    """A model's parameters as the trainer had them, where it saves them under other names or in other tensors.
+
+    shapes: {parameter: elements}. stored: the tensors of an optimizer under these names as those of the parameters that
+    lie in the files, and which these are of each: {parameter: what is stored of it}. Raises InputError.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    stored: Callable[[Sequence[LogicalTensor]], tuple[list[LogicalTensor], Mapping[str, tuple[str, ...]]]]
+
+
+def _as_stored(config: object, shapes: object) -> None:
+    """Of a model that the trainer had under the names of its files."""
+
+
 class ReadOptions(NamedTuple):
-    """What a user may say of a source beside its path.
+    """What a user may say of a source beside its path, and what formats, which know no families, are told.
 
     lenient: faults that leave the values sound are notes. prefer: which of several kinds of files to read.
     require_checksums: an error for what no checksum covers. family, config: the model type and the config.json, where
     the files hold none. forced: `--from` names the format, so nothing else was looked for. lora_alpha: of an adapter
-    whose files don't say it.
+    whose files don't say it. walked: a model of that config.json and those shapes as its trainer had it.
     """
 
     lenient: bool = False
@@ -115,6 +130,7 @@ class ReadOptions(NamedTuple):
     config: Mapping[str, Any] | None = None
     forced: bool = False
     lora_alpha: float | None = None
+    walked: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], Walked | None] = _as_stored
 
 
 AS_IS = ReadOptions()

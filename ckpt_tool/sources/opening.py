@@ -27,10 +27,12 @@ from ckpt_tool.formats import checksums, registry
 from ckpt_tool.formats.base import Format, ReadOptions, Specificity, ranks_of
 from ckpt_tool.formats.beside import RECIPE, recipe_note
 from ckpt_tool.formats.copies import look_for_copies
+from ckpt_tool.formats.lookalikes import part_of
 from ckpt_tool.formats.peft.lone import is_adapter, note_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.config import read_config
-from ckpt_tool.sources.steps import POINTERS, pointed, steps_in
+from ckpt_tool.sources.in_memory import in_memory
+from ckpt_tool.sources.steps import POINTERS, pointed, runs_in, steps_in
 from ckpt_tool.storage.pickle_globals import class_of, users_own
 from ckpt_tool.storage.source import Tree, safe_relative
 
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
 
 FOLLOW = "--follow-symlinks follows links that leave it, where you trust them"
 LINKS = 20  # that are named one by one
-RUNS = "checkpoints"  # of a run: its steps
 ROLES = ("actor", "critic", "reward")  # models of a step, each with a checkpoint of its own
 NAME_LIMIT = 4096  # characters; those of real checkpoints have some hundred
 
@@ -186,6 +187,7 @@ def _read(fmt: Format, tree: Tree, reading: Reading) -> Catalog:
         read_config(reading.config) if reading.config else None,
         reading.from_format is not None,
         reading.lora_alpha,
+        in_memory,
     )
     with gc_paused():
         return fmt.read(tree, options)
@@ -193,9 +195,12 @@ def _read(fmt: Format, tree: Tree, reading: Reading) -> Catalog:
 
 def _refuse_code(tree: Tree, reading: Reading, fault: InputError) -> None:
     """Raise UnsafeInput E0420 in place of `fault` where a pickle of the checkpoint names code: of two faults of a file
-    that is the one to know of. Looks at the files that formats claim, and at a single file."""
+    that is the one to know of. Looks at the files that formats claim, and at a single file; not at one of a checkpoint
+    that is read whole: what it names its folder tells, and what can be left behind there."""
     from ckpt_tool.storage.survey import unsafe_names
 
+    if tree.single is not None and part_of(tree.single) and reading.from_format is None:
+        return
     if reading.from_format is None:
         evidence = [claim.evidence for claim in registry.claims(tree)]
     else:
@@ -330,15 +335,12 @@ def _in_steps(claim: registry.Claim, steps: Sequence[str]) -> bool:
 
 
 def _of_run(tree: Tree, reading: Reading) -> tuple[Tree, str] | None:
-    """What `checkpoints/` of a run holds, as NeMo, Lightning, accelerate and prime-rl lay a run out; None where the
-    folder is no such run."""
-    if reading.from_format or not any(path.startswith(f"{RUNS}/") for path in tree.listing()):
+    """What the folder of a run in which its steps are holds (`sources.steps`); None where the folder is no such run."""
+    held = [] if reading.from_format else [name for name in runs_in(tree) if steps_in(tree.below(name))]
+    if len(held) != 1 or any(not _in_steps(claim, held) for claim in registry.claims(tree)):
         return None
-    below = tree.below(RUNS)
-    if not steps_in(below) or any(not _in_steps(claim, (RUNS,)) for claim in registry.claims(tree)):
-        return None
-    inner, why = resolve(below, reading)
-    return inner, ", ".join(filter(None, (f"the run's steps are in {RUNS}", why)))
+    inner, why = resolve(tree.below(held[0]), reading)
+    return inner, ", ".join(filter(None, (f"the run's steps are in {held[0]}", why)))
 
 
 def _role(tree: Tree, reading: Reading) -> tuple[Tree, str]:

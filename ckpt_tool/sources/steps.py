@@ -6,9 +6,13 @@
     100                     Orbax, speculators        NAME--val_loss=2.1-step=100-last  NeMo
     whatever `latest` names, if it has no number (DeepSpeed's tags, Megatron's `release`): the newest
 
+A run's folder may keep them one folder down: NeMo, Lightning, accelerate and prime-rl in `checkpoints/`, torchtitan in
+`checkpoint/`.
+
 Sources: the formats' own; vllm-project/speculators `train/checkpointer.py` (numbers as names), NeMo
-`nemo/lightning/pytorch/callbacks/model_checkpoint.py` (`-unfinished`). Cost: one listing. What it does not do: look
-for steps deeper, or into them (`sources.judging`).
+`nemo/lightning/pytorch/callbacks/model_checkpoint.py` (`-unfinished`), torchtitan
+`components/checkpoint.py` (`folder`). Cost: a listing. What it does not do: look for steps deeper, or into them
+(`sources.judging`).
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from ckpt_tool.formats.megatron.pointer import POINTER, step_name
 if TYPE_CHECKING:
     from ckpt_tool.storage.source import Tree
 
+RUNS = ("checkpoints", "checkpoint")  # where a run's folder keeps its steps, if not in itself
 POINTERS = (POINTER, "latest", "latest_universal")
 MIXED = "E1670"
 _SUFFIX = r"(?:\.(?:ckpt|pt|pth|bin|safetensors|pdparams))"  # of a step that is one file
@@ -96,6 +101,11 @@ def steps_in(tree: Tree) -> list[str]:
     return [step.name for step in sorted(filter(None, map(step_of, names)), key=lambda step: (step.order, step.name))]
 
 
+def runs_in(tree: Tree) -> list[str]:
+    """The folders of a run in which its steps may lie."""
+    return [name for name in RUNS if any(path.startswith(f"{name}/") for path in tree.listing())]
+
+
 def pointed(text: str, there: Callable[[str], bool]) -> str:
     """The folder that a pointer file means: a number is Megatron's or veRL's step. there: is there such a folder?"""
     if not numeral(text):
@@ -105,7 +115,8 @@ def pointed(text: str, there: Callable[[str], bool]) -> str:
 
 
 def run_at(src: str, *, follow_symlinks: bool = False) -> Run:
-    """The run at `src`, a folder or a URL. Raises StorageError, UsageError E1670 for steps that have no order."""
+    """The run at `src`, a folder or a URL, or in one folder of it (`RUNS`). Raises StorageError, UsageError E1670 for
+    steps that have no order."""
     from ckpt_tool.storage.opening import open_tree
 
     tree = open_tree(src, follow_symlinks=follow_symlinks)
@@ -121,6 +132,10 @@ def run_at(src: str, *, follow_symlinks: bool = False) -> Run:
     for _, name in pointers:
         if entries.get(name) and name not in found:
             found[name] = Step(name, None)
+    if not found and not pointers:
+        inner = [run_at(f"{src.rstrip('/')}/{name}", follow_symlinks=follow_symlinks) for name in runs_in(tree)]
+        if len(held := [run for run in inner if run.steps]) == 1:
+            return held[0]
     steps = sorted(found.values(), key=lambda step: (step.order, step.name))
     words = {step.word: step.name for step in steps if step.number is not None}
     if len(words) > 1:

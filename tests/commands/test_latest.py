@@ -73,6 +73,20 @@ def test_the_newest_is_taken_and_a_broken_one_is_not(kind: str, tmp_path: Path, 
     assert out == f"{older}\n" and f"passed over {newer.name}: " in err
 
 
+@pytest.mark.parametrize(("folder", "kind"), [("checkpoint", "torchtitan"), ("checkpoints", "lightning")])
+def test_steps_one_folder_down_are_the_runs(folder: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    older, newer, _ = laid(tmp_path / "run" / folder, kind)
+    (tmp_path / "run/log.txt").write_text("")
+    assert ckpt.latest(str(tmp_path / "run"))["path"] == str(newer)
+    shutil.rmtree(newer) if newer.is_dir() else newer.unlink()
+    assert ckpt.latest(str(tmp_path / "run"))["path"] == str(older)
+    if older.is_dir():
+        assert ckpt.open(str(tmp_path / "run")).catalog.tensors.keys() == ckpt.open(str(older)).catalog.tensors.keys()
+    laid(tmp_path / "run" / ("checkpoint" if folder == "checkpoints" else "checkpoints"), "dcp")
+    assert ckpt.latest(str(tmp_path / "run"))["path"] is None, "two folders of steps: none of them is taken"
+
+
 def test_none_is_exit_1_with_nothing_on_stdout(tmp_path: Path, capfd: Any) -> None:
     (tmp_path / "checkpoint-5").mkdir()
     (tmp_path / "logs").mkdir()

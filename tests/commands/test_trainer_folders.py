@@ -44,17 +44,24 @@ def test_a_run_opens_at_its_step_with_its_optimizer(case: str, step: str, rest: 
         assert any(note.endswith(rest) for note in document["notes"])
 
 
-def test_olmo_core_is_read_and_mapped_as_its_own_converter_maps_it(tmp_path: Path) -> None:
-    """Its `.metadata` names a record of its own, which is data like torch's."""
-    assert any("train/rank0.pt" in note for note in inspect(str(HERE / "olmo_core"), Reading())["notes"])
-    config = str(HERE / "olmo2")
-    convert(str(HERE / "olmo_core"), str(tmp_path / "dcp"), to="dcp", dialect="hf", config=config)
-    holds(tmp_path / "dcp", "olmo_core")
-    convert(str(HERE / "olmo_core"), str(tmp_path / "hub"), to="safetensors", config=config)
-    holds(tmp_path / "hub", "olmo_core", ("model",))
+@pytest.mark.parametrize(
+    ("case", "hub"),
+    [("olmo_core", "olmo2"), ("olmo_core_moe", "olmo_core_moe_hub"), ("olmo_core_llama", "olmo_core_llama_hub")],
+)
+def test_olmo_core_is_read_and_mapped_as_its_own_converter_maps_it(case: str, hub: str, tmp_path: Path) -> None:
+    """Its `.metadata` names a record of its own, which is data like torch's. A layer's experts are one matrix there."""
+    assert any("train/rank0.pt" in note for note in inspect(str(HERE / case), Reading())["notes"])
+    config = str(HERE / hub)
+    convert(str(HERE / case), str(tmp_path / "dcp"), to="dcp", dialect="hf", config=config)
+    holds(tmp_path / "dcp", case)
+    convert(str(HERE / case), str(tmp_path / "hub"), to="safetensors", config=config)
+    holds(tmp_path / "hub", case, ("model",))
     convert(str(tmp_path / "dcp"), str(tmp_path / "back"), to="dcp", dialect="olmo-core", config=config)
-    made, own = (ckpt.open(str(path)).catalog.tensors for path in (tmp_path / "back", HERE / "olmo_core"))
-    assert made.keys() == own.keys()
+    made, own = ckpt.open(str(tmp_path / "back")), ckpt.open(str(HERE / case))
+    assert made.catalog.tensors.keys() == own.catalog.tensors.keys()
+    for state in ("model", "exp_avg"):
+        for name in own.state(state):
+            np.testing.assert_array_equal(made.state(state)[name].numpy(), own.state(state)[name].numpy(), err_msg=name)
 
 
 def test_torchtunes_own_names_are_mapped_with_the_moments(tmp_path: Path) -> None:

@@ -19,13 +19,14 @@ from ckpt_tool.cli import run
 from ckpt_tool.formats.beside import UNREAD
 from ckpt_tool.formats.state_dict.parameter_order import class_order, tree_order
 from ckpt_tool.options.reading import Reading
+from ckpt_tool.sources.in_memory import in_memory
 from ckpt_tool.sources.opening import open_source
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 
 
 def test_a_class_or_a_name_that_is_not_known_has_no_order() -> None:
-    assert class_order(["model.norm.weight"], "mixtral") is None
+    assert class_order(["model.norm.weight"], "bloom") is None
     assert class_order(["model.norm.weight", "model.odd.weight"], "llama") is None
 
 
@@ -128,3 +129,78 @@ def test_a_rate_that_is_a_tensor_is_no_parameter(tmp_path: Path) -> None:
     assert {n: tuple(t.shape) for n, t in load_file(tmp_path / "out/exp_avg.safetensors").items()} == shapes
     (rate,) = load_file(tmp_path / "out/extras.safetensors").values()
     assert rate.item() == 0.25
+
+
+FUSED = ("trainer_qwen3_moe", "trainer_mixtral", "trainer_deepseek_v3")
+
+
+def fused_states(case: str, tmp_path: Path) -> dict[int, dict[str, torch.Tensor]]:
+    """A copy of a Trainer's folder, and the states of its optimizer, to be changed and saved again."""
+    shutil.copytree(FIXTURES / "safetensors" / case, tmp_path / "run")
+    return torch.load(tmp_path / "run/optimizer.pt")
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_moments_of_fused_experts_go_to_the_experts(case: str, tmp_path: Path) -> None:
+    """Written as torch has them by name: one number of the trainer's is of several experts."""
+    source = FIXTURES / "safetensors" / case
+    truth = load_file(f"{source}.truth.safetensors")
+    assert run(["convert", str(source), str(tmp_path / "all.pt"), "--to", "torch", "-q"]) == 0
+    saved = torch.load(tmp_path / "all.pt")["optimizer"]
+    for key in (key for key in truth if key.startswith(("exp_avg", "step/"))):
+        state, _, name = key.partition("/")
+        assert torch.equal(saved["state"][name][state], truth[key]), key
+    listed = [name for group in saved["param_groups"] for name in group["params"]]
+    assert sorted(listed) == sorted(key.removeprefix("exp_avg/") for key in truth if key.startswith("exp_avg/"))
+    opened = open_source(str(tmp_path / "all.pt"), Reading())
+    assert {f"{key.state}/{key.name}" for key in opened.catalog.tensors if key.state != "model"} == {
+        key for key in truth if not key.startswith("model/")
+    }
+
+
+@pytest.mark.parametrize("wrong", ["order", "split", "factors", "short"])
+def test_states_of_experts_that_do_not_fit_are_left(
+    wrong: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In another order; one by one, as transformers 4 numbered them; as factors of Adafactor's; of an unknown shape."""
+    saved = fused_states("trainer_mixtral", tmp_path)
+    states = saved["state"]
+    fused = next(n for n, own in states.items() if own["exp_avg"].dim() == 3)
+    if wrong == "order":
+        states[fused], states[fused + 1] = states[fused + 1], states[fused]
+    elif wrong == "split":
+        own = states.pop(fused)
+        numbers = saved["param_groups"][0]["params"]
+        for k, moment in enumerate(own["exp_avg"].reshape(6, 20, 12)):
+            states[100 + k] = {"step": own["step"], "exp_avg": moment, "exp_avg_sq": moment}
+        numbers[numbers.index(fused) : numbers.index(fused) + 1] = range(100, 106)
+    elif wrong == "factors":
+        for own in states.values():
+            own["exp_avg_sq_row"] = own.pop("exp_avg_sq")[..., 0].clone()
+            del own["exp_avg"]
+        model = {name: value.shape for name, value in load_file(tmp_path / "run/model.safetensors").items()}
+        walked = in_memory(json.loads((tmp_path / "run/config.json").read_text()), model)
+        assert walked is not None
+        order = class_order(walked.shapes, "mixtral") or []
+        for group, norms in zip(saved["param_groups"], (False, True), strict=True):  # decayed, and not
+            group["param_names"] = [name for name in order if ("norm" in name) == norms]
+    else:
+        del states[fused]["exp_avg"], states[fused]["exp_avg_sq"]
+        states[fused]["odd"] = torch.zeros(2, 2)
+    torch.save(saved, tmp_path / "run/optimizer.pt")
+    opened = open_source(str(tmp_path / "run"), Reading())
+    assert opened.catalog.states() == ("model",)
+    said = next(note.message for note in opened.catalog.notes if note.code == UNREAD)
+    assert ("is not its parameter's" in said) == (wrong == "factors")
+    assert run(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--to", "dcp", "--json"]) == 2
+    assert json.loads(capfd.readouterr().err)["error"]["code"] == "E1643"
+
+
+def test_what_is_saved_as_in_memory_takes_its_class_from_the_config(tmp_path: Path) -> None:
+    """accelerate saves no config: norms alike are told apart by the one that `--config` gives."""
+    shutil.copytree(FIXTURES / "safetensors/accelerate_qwen2_moe", tmp_path / "run")
+    shutil.move(tmp_path / "run/config.json", tmp_path / "config.json")
+    assert open_source(str(tmp_path / "run"), Reading()).catalog.states() == ("model",)
+    opened = open_source(str(tmp_path / "run"), Reading(config=str(tmp_path / "config.json")))
+    truth = load_file(FIXTURES / "safetensors/accelerate_qwen2_moe.truth.safetensors")
+    assert {f"{key.state}/{key.name}" for key in opened.catalog.tensors} == truth.keys()

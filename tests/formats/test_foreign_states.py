@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch.distributed.tensor import DTensor
 
 from ckpt_tool.cli import run
@@ -231,3 +232,13 @@ def test_a_class_that_extras_have_too_is_refused(tmp_path: Path) -> None:
     assert run(words) == 4
     torch.save(state, tmp_path / "a.pt")
     assert run(words) == 0
+
+
+def test_one_file_of_a_dcp_leads_to_its_folder_whatever_it_holds(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.distributed.checkpoint.save({"w": torch.ones(3).as_subclass(Subclass)}, checkpoint_id=tmp_path, no_dist=True)
+    assert run(["inspect", str(tmp_path / "__0_0.distcp")]) == 3
+    assert "E0390" in (said := capfd.readouterr().err) and "pass the folder" in said
+    for words in ([str(tmp_path)], [str(tmp_path / "__0_0.distcp"), "--from", "torch"]):
+        assert run(["inspect", *words]) == 0 and "Subclass" in capfd.readouterr().out

@@ -3,7 +3,7 @@
 Megatron: plain layers with --apply-layernorm-1p (Megatron-Bridge, models/gemma/gemma_bridge.py); see gemma2 on the norms.
 """
 
-from ckpt_tool.families import gguf, hub, megatron
+from ckpt_tool.families import gguf, hub, megatron, trainers
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import GEMMA, ModelClass
 
@@ -20,10 +20,11 @@ FAMILY = Family(
                       "head_dim": 256, "num_key_value_heads": 16},
         ),
     ),
-    axes=DECODER, centred=True,
+    axes={**DECODER, "c": "d // 2"}, centred=True,
     hub=hub.TIED + hub.NORMS + hub.ATTENTION + hub.MLP + hub.QKV_BIAS + hub.PROJ_BIAS + hub.INV_FREQ,
     dialects={
         "megatron": megatron.TIED + megatron.NORMS + megatron.ATTENTION + megatron.QKV_BIAS + megatron.PROJ_BIAS + megatron.MLP,
         "gguf": gguf.GEMMA,
+        "torchtune": trainers.TUNE + trainers.TUNE_ROTARY,
     },
 )  # fmt: skip

@@ -4,8 +4,8 @@ Its norms multiply by 1 + weight, and so do Megatron's with --apply-layernorm-1p
 Gemma job has on: the stored weights are equal. Megatron: the layer of Megatron-Bridge, models/gemma/gemma2_bridge.py.
 """
 
-from ckpt_tool.families import gguf, hub, megatron
-from ckpt_tool.families.base import DECODER, Family
+from ckpt_tool.families import gguf, hub, megatron, trainers
+from ckpt_tool.families.base import DECODER, Family, Variant
 from ckpt_tool.families.model_class import GEMMA, ModelClass
 
 FAMILY = Family(
@@ -22,11 +22,13 @@ FAMILY = Family(
                       "query_pre_attn_scalar": 256},
         ),
     ),
-    axes=DECODER,
+    axes={**DECODER, "c": "d // 2"},
     hub=hub.GEMMA,
     centred=True,
     dialects={
         "megatron": megatron.GEMMA,
         "gguf": gguf.GEMMA2,
+        "torchtune": trainers.TUNE_GEMMA2,
+        "torchtune-0.6": Variant("torchtune", swap=("mlp_norm|mlp_scale", "mlp_scale|mlp_norm")),
     },
 )  # fmt: skip

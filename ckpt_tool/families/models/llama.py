@@ -32,6 +32,7 @@ FAMILY = Family(
         "megatron": megatron.DENSE + megatron.BIASES,
         "meta": meta.MODEL + meta.MLP,
         "torchtune": trainers.TUNE + trainers.TUNE_ROTARY,
+        "olmo-core": trainers.OLMO_MODEL + trainers.OLMO_LLAMA_NORMS + trainers.OLMO_MLP,
         "gguf": gguf.MODEL + gguf.ROPE_FREQS + gguf.NORMS + gguf.ROTARY + gguf.ROTARY_BIAS + gguf.PROJ_BIAS + gguf.MLP + gguf.MLP_BIASES,
         "paddle": """
             [model.embed_tokens|lm_head].weight : v h

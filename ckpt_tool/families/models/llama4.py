@@ -2,7 +2,7 @@
 of q and k have no weights. Megatron: mcore-bridge 1.6.5, mm_gpts/llama4.py, which keeps the hub's tower and projector in its
 `visual`; Megatron-Bridge 0.6.2 has none. RoPE is interleaved in both."""
 
-from ckpt_tool.families import hub, megatron
+from ckpt_tool.families import hub, megatron, trainers
 from ckpt_tool.families.base import DECODER, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
@@ -52,6 +52,7 @@ FAMILY = Family(
             visual.vision_model.** = vision_model.**
             visual.multi_modal_projector.** = multi_modal_projector.**
         """,
+        "torchtune": hub.inside(trainers.TUNE4, "language_model.model.", "language_model.lm_head"),
         "hf-split": Variant("hf", over="""
             language_model.model.layers.{i}.feed_forward.experts.{e}.<gate|up>_proj.weight : m h
                 = language_model.model.layers.{i}.feed_forward.experts.gate_up_proj : e h ((1 + 1) m)

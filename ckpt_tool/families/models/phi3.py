@@ -3,7 +3,7 @@
 Paddle: PaddleFormers 1.2.0, transformers/phi3: the same, turned. Megatron-Bridge has none; plain Megatron-Core runs it.
 """
 
-from ckpt_tool.families import gguf, hub, megatron
+from ckpt_tool.families import gguf, hub, megatron, trainers
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
@@ -28,6 +28,7 @@ FAMILY = Family(
             decoder.layers.{i}.self_attention.linear_proj.weight : h (g r d) = model.layers.{i}.self_attn.o_proj.weight : h (g r d)
         """,
         "gguf": gguf.MODEL + gguf.NORMS + gguf.FUSED_ATTENTION + gguf.FUSED_MLP,
+        "torchtune": trainers.TUNE_PHI,
         "paddle": """
             [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h

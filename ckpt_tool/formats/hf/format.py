@@ -112,7 +112,7 @@ class HfSafetensors:
         if tree.single is None and of_a_trainer(tree.names()):
             from ckpt_tool.formats.torch.beside_model import with_optimizer
 
-            catalog = with_optimizer(tree, catalog, in_order=False)
+            catalog = with_optimizer(tree, catalog, options, in_order=False)
         return _with_ignored(tree, catalog)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:

@@ -27,21 +27,41 @@ from ckpt_tool.core.bounds import numeral
 STEPS = 200_000
 MODEL_TYPES = frozenset(
     """
-    cohere cohere2 ernie4_5 exaone4 falcon falcon_h1 gemma gemma2 gemma3_text glm glm4 gpt2 gpt_oss granite
-    llama mimo ministral3 mistral nemotron olmo2 olmo3 phi3 qwen2 qwen3 qwen3_vl seed_oss smollm3 starcoder2
+    cohere cohere2 deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon
+    falcon_h1 flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_oss granite
+    granitemoe granitemoeshared kimi_k2 lfm2 lfm2_moe llama mimo mimo_v2_flash minimax_m2 ministral3 mistral
+    mistral4 mixtral nemotron olmo2 olmo3 olmoe phi3 phimoe qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5
+    qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe seed_oss smollm3
+    starcoder2
     """.split()
 )
-# Parts of names, each before all later ones that stand beside it
+# Parts of names, each before all later ones that stand beside it; with `!` of the classes that have it early
 _SIBLINGS = """
-    c_attn c_fc c_proj dense_h_to_4h dense_4h_to_h dt_bias A_log D conv1d embed_tokens feed_forward gate_up_proj
-    gate_up_proj_bias in_proj layers final_layernorm ln_1 mamba model norm linear_fc1 linear_fc2 norm1 norm2 attn
-    ln_2 patch_embed pos_embed blocks merger deepstack_merger_list qkv proj gate_proj query_key_value dense router
-    experts self_attention self_attn mlp input_layernorm ln_attn ln_mlp post_attention_layernorm
+    c_attn c_fc c_proj dense_h_to_4h dense_4h_to_h dt_bias A_log D conv1d embed_tokens gate_up_proj
+    gate_up_proj_bias layers final_layernorm ln_1 model norm1 norm2 attn ln_2 patch_embed pos_embed blocks
+    merger deepstack_merger_list qkv proj gate_proj query_key_value dense router self_attention sinks q_proj
+    k_proj transformer lm_head up_proj down_proj down_proj_bias v_proj visual language_model weight bias
+    word_embeddings wte wpe h ln_f conv in_proj e_score_correction_bias embedding_norm experts! fc1 fc2 gate
+    experts in_proj_qkvz in_proj_ba norm linear_fc1 linear_fc2 out_proj in_proj_qkv in_proj_z in_proj_b
+    in_proj_a input_linear linear_attn ln_q moe_statics output_linear q_a_proj q_a_layernorm q_b_proj
+    kv_a_proj_with_mqa kv_a_layernorm kv_b_proj o_proj q_norm qkv_proj indexer q_layernorm k_layernorm
+    self_attn! feed_forward mamba self_attn mlp input_layernorm ln_attn ln_mlp post_attention_layernorm
     post_self_attn_layernorm post_mlp_layernorm pre_feedforward_layernorm post_feedforward_layernorm
-    pre_ff_layernorm sinks q_proj k_proj transformer lm_head up_proj down_proj down_proj_bias v_proj o_proj out_proj
-    q_norm k_norm qkv_proj visual language_model weight bias word_embeddings wte wpe h ln_f
+    pre_ff_layernorm block_sparse_moe operator_norm ffn_norm shared_expert shared_expert_gate shared_experts
+    shared_mlp w1 w3 w2 wq_b wk k_norm weights_proj expert_bias
 """.split()
 _RANKS = {word: rank for rank, word in enumerate(_SIBLINGS)}
+# Classes that make a module before others which it comes after elsewhere: experts before their router, attention before
+# what follows it
+_EARLY: Mapping[str, frozenset[str]] = {
+    "experts": frozenset(
+        """
+        deepseek_v2 deepseek_v3 deepseek_v32 dots1 exaone_moe glm4_moe glm4_moe_lite glm_moe_dsa kimi_k2
+        lfm2_moe mimo_v2_flash mistral4 qwen3_moe qwen3_vl_moe
+        """.split()
+    ),
+    "self_attn": frozenset(("lfm2", "lfm2_moe")),
+}
 
 Shape = tuple[int, ...]
 _Orders = Mapping[tuple[str, ...], tuple[str, ...]]  # of the siblings in modules that are alike, as far as is settled
@@ -55,7 +75,11 @@ def class_order(names: Iterable[str], model_type: object) -> list[str] | None:
     """
     if model_type not in MODEL_TYPES:
         return None
-    keys = {name: [int(part) if numeral(part) else _RANKS.get(part, -1) for part in name.split(".")] for name in names}
+    early = {word: f"{word}!" for word, types in _EARLY.items() if model_type in types}
+    keys = {
+        name: [int(part) if numeral(part) else _RANKS.get(early.get(part, part), -1) for part in name.split(".")]
+        for name in names
+    }
     if any(-1 in key for key in keys.values()):
         return None
     return sorted(keys, key=lambda name: keys[name])

@@ -6,6 +6,8 @@
 `optimizer.state_dict()` knows parameters by number (`formats.state_dict.optimizer_ids`). Whose each is follows from the
 order in which the model has them: that of a `.bin` file, else what `formats.state_dict.parameter_order` derives. Where
 nothing tells it the file stays unread, and a note says why: `conversion.selection` refuses to leave it behind unasked.
+transformers 5 has other parameters in memory than in its files (experts are fused), and it is these that are numbered:
+`ReadOptions.walked`.
 
 Sources: accelerate 1.15.0 `checkpointing.py`, transformers 5.23.0 `trainer.py`. Cost: the pickles of two small files'
 heads. What it does not do: several models or optimizers (`model_1.safetensors`), 8-bit states, RNG states.
@@ -13,16 +15,17 @@ heads. What it does not do: several models or optimizers (`model_1.safetensors`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.tensor import EXTRAS, MODEL, LogicalTensor, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError
+from ckpt_tool.formats.base import ReadOptions, Walked
 from ckpt_tool.formats.beside import RECIPE, SCHEDULER, UNREAD, lost_optimizer, optimizer_files, recipe_note
 from ckpt_tool.formats.state_dict.optimizer_ids import numbers_of, shape_of
-from ckpt_tool.formats.state_dict.parameter_order import class_order, tree_order
+from ckpt_tool.formats.state_dict.parameter_order import Shape, class_order, tree_order
 from ckpt_tool.formats.state_dict.paths import UNNAMED, Leaf, name_leaves
 from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.formats.torch.content import TorchContent, read_content
@@ -32,9 +35,10 @@ from ckpt_tool.storage.survey import unsafe_names
 
 _ROOT = "optimizer"
 _CONFIG, _LIMIT = "config.json", 16 << 20
+_Walk = Callable[[Mapping[str, Any], Mapping[str, Shape]], Walked | None]
 
 
-def with_optimizer(tree: Tree, catalog: Catalog, *, in_order: bool) -> Catalog:
+def with_optimizer(tree: Tree, catalog: Catalog, options: ReadOptions, *, in_order: bool) -> Catalog:
     """The catalog with the states of the optimizer beside its model, where there is one whose parameters can be named.
     in_order: are the tensors as the model has them?"""
     found = [
@@ -53,7 +57,9 @@ def with_optimizer(tree: Tree, catalog: Catalog, *, in_order: bool) -> Catalog:
         content = read_content(tree, found[0])
         if content.unsafe:
             catalog = replace(catalog, unsafe=(*catalog.unsafe, *content.unsafe))
-        return _with_scheduler(tree, _joined(tree, catalog, found[0], content, in_order=in_order))
+        config = _config(tree) if options.config is None else options.config
+        ways = _ways(catalog, content, config, options.walked, in_order=in_order)
+        return _with_scheduler(tree, _joined(tree, catalog, found[0], content, ways))
     except CkptError as e:
         code = unsafe_names(tree, found)
         return replace(_unread(catalog, found[0], e.message), unsafe=(*catalog.unsafe, *code))
@@ -64,17 +70,42 @@ def _unread(catalog: Catalog, name: str, why: str) -> Catalog:
     return replace(catalog, notes=(*catalog.notes, note))
 
 
-def _joined(tree: Tree, catalog: Catalog, name: str, content: TorchContent, *, in_order: bool) -> Catalog:
-    shapes = {key.name: tensor.shape for key, tensor in catalog.tensors.items()}
-    order = list(shapes) if in_order else _order(tree, shapes, content)
-    if order is None:
-        return _unread(catalog, name, "it numbers its parameters, and nothing tells in which order the model has them")
+class _Way(NamedTuple):
+    """How the trainer may have had the model. shapes: {parameter: elements}; order: of its parameters; walked: how its
+    names become those in the files, None where they are the same."""
+
+    shapes: Mapping[str, Shape]
+    order: Sequence[str]
+    walked: Walked | None
+
+
+def _ways(
+    catalog: Catalog, content: TorchContent, config: Mapping[str, Any], walk: _Walk, *, in_order: bool
+) -> list[_Way]:
+    """The ways in which the model's parameters may be numbered, the likeliest first: as the class has them in memory,
+    then as the files have them."""
+    stored = {key.name: tensor.shape for key, tensor in catalog.tensors.items()}
+    if in_order:
+        return [_Way(stored, list(stored), None)]
+    walked, found = walk(config, stored), []
+    for shapes, each in ((walked.shapes, walked), (stored, None)) if walked else ((stored, None),):
+        order = _order(shapes, config.get("model_type"), content)
+        found += [] if order is None else [_Way(shapes, order, each)]
+    return found
+
+
+def _joined(tree: Tree, catalog: Catalog, name: str, content: TorchContent, ways: Sequence[_Way]) -> Catalog:
+    why = "it numbers its parameters, and nothing tells in which order the model has them"
     beside = content.extras if isinstance(content.extras, dict) else {}
-    leaves = [Leaf(("model", each), shapes[each], _place(catalog, each)) for each in order]
-    leaves += [Leaf((_ROOT, *path), array.shape) for path, array in content.leaves]
-    named = name_leaves(leaves, {_ROOT: beside}, path=tree.display(name))
-    why = next((note.message for note in named.notes if note.code == UNNAMED), None)
-    if why is not None:
+    for shapes, order, walked in ways:
+        leaves = [Leaf(("model", each), shapes[each], _place(catalog, each, walked)) for each in order]
+        leaves += [Leaf((_ROOT, *path), array.shape) for path, array in content.leaves]
+        named = name_leaves(leaves, {_ROOT: beside}, path=tree.display(name))
+        unnamed = next((note.message for note in named.notes if note.code == UNNAMED), None)
+        if unnamed is None:
+            break
+        why = unnamed
+    else:
         return _unread(catalog, name, why)
     states: dict[TensorKey, LogicalTensor] = {}
     for key, (path, array) in zip(named.keys[len(order) :], content.leaves, strict=True):
@@ -83,15 +114,34 @@ def _joined(tree: Tree, catalog: Catalog, name: str, content: TorchContent, *, i
             return _unread(catalog, name, f"it has states of {key.name}, which the model does not have")
         states[key] = simple_tensor(key, array, (_ROOT, *path))
     states, unread = set_apart(states)
+    roots = named.roots
+    if walked is not None:
+        rates = {key: tensor for key, tensor in states.items() if key.state == EXTRAS}
+        moved, names = walked.stored([tensor for key, tensor in states.items() if key not in rates])
+        states = {tensor.key: tensor._replace(path=()) for tensor in moved} | rates
+        beside = {**beside, "param_groups": _by_name(beside.get("param_groups"), roots.ids.get((_ROOT,), {}), names)}
+        roots = replace(roots, ids={})
     return replace(
         catalog,
         tensors={**catalog.tensors, **states},
         extras={**catalog.extras, _ROOT: beside},
         files=(*catalog.files, name),
         notes=(*catalog.notes, *named.notes, *notes_of(unread)),
-        hints=catalog.hints.having(named.roots),
+        hints=catalog.hints.having(roots),
         unread=(*catalog.unread, *unread),
     )
+
+
+def _by_name(groups: Any, ids: Mapping[str, str], names: Mapping[str, tuple[str, ...]]) -> Any:
+    """Groups that list parameters as the files name them in place of their numbers: one number may be of several."""
+    if not isinstance(groups, list):
+        return groups
+    listed = [[ids.get(str(number), str(number)) for number in group["params"]] for group in groups]
+    return [
+        {key: value for key, value in group.items() if key != "param_names"}
+        | {"params": list(dict.fromkeys(to for each in own for to in names.get(each, (each,))))}
+        for group, own in zip(groups, listed, strict=True)
+    ]
 
 
 def _with_scheduler(tree: Tree, catalog: Catalog) -> Catalog:
@@ -109,15 +159,17 @@ def _with_scheduler(tree: Tree, catalog: Catalog) -> Catalog:
     return catalog
 
 
-def _place(catalog: Catalog, name: str) -> tuple[object, ...]:
-    """Equal for tied weights, which an optimizer counts once."""
+def _place(catalog: Catalog, name: str, walked: Walked | None) -> tuple[object, ...] | None:
+    """Equal for tied weights, which an optimizer counts once; None for what may be made of several."""
+    if walked is not None:
+        return None
     array = catalog.tensors[TensorKey(name)].chunks[0].array
     return array.path, array.offset, array.shape, array.strides
 
 
-def _order(tree: Tree, shapes: Mapping[str, tuple[int, ...]], content: TorchContent) -> list[str] | None:
+def _order(shapes: Mapping[str, Shape], model_type: object, content: TorchContent) -> list[str] | None:
     """The names of the model in the order of its parameters."""
-    by_class = class_order(shapes, _model_type(tree))
+    by_class = class_order(shapes, model_type)
     groups = content.extras.get("param_groups") if isinstance(content.extras, dict) else None
     numbers = numbers_of(groups if isinstance(groups, list) else [])
     if by_class is not None or numbers is None:
@@ -140,8 +192,8 @@ def _filled(shapes: Mapping[str, Any], order: list[str] | None) -> list[str] | N
     return None if order is None else [*order, *(name for name in shapes if name not in set(order))]
 
 
-def _model_type(tree: Tree) -> object:
+def _config(tree: Tree) -> Mapping[str, Any]:
     if not tree.exists(_CONFIG):
-        return None
+        return {}
     config = parse(tree.read_whole(_CONFIG, limit=_LIMIT), path=tree.display(_CONFIG))
-    return config.get("model_type") if isinstance(config, dict) else None
+    return config if isinstance(config, dict) else {}

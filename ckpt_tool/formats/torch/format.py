@@ -130,7 +130,7 @@ def _read(tree: Tree, chosen: Chosen, options: ReadOptions) -> Catalog:
         own = [(torch_choice.rank_files([n]) or (RankFile(n, "", None, None),))[0]._replace(name=n) for n in files]
         return torch_ranks.read(tree, replace(chosen, ranks=tuple(own)), required=required)
     notes = [*chosen.notes, *_hold_against(tree, expected, files, lenient=options.lenient)]
-    return with_optimizer(tree, _catalog(tree, chosen, files, notes, required=required), in_order=True)
+    return with_optimizer(tree, _catalog(tree, chosen, files, notes, required=required), options, in_order=True)
 
 
 def _expected(tree: Tree, index: str) -> dict[str, Any]:

@@ -1,0 +1,71 @@
+"""A model as the trainer had it in memory, where what it saved has other names: what an optimizer's states are told by.
+
+    Trainer, transformers 5:  model.safetensors has experts one by one, the optimizer moments of (experts, 2 m, h)
+
+Which dialect that is the family says (`families.experts.memory_dialect`), and its equations take the states from there
+to the names in the files, as strided pieces of what is stored. Cost: nothing unless an optimizer lies beside the model;
+then a mapping each way, some 45 us a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tool.core.tensor import LogicalTensor
+from ckpt_tool.errors import InconsistentCheckpoint, InputError, UsageError
+from ckpt_tool.formats.base import Walked
+
+if TYPE_CHECKING:
+    from ckpt_tool.algebra.mapped import Mapped
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def in_memory(config: Mapping[str, Any], shapes: Shapes) -> Walked | None:
+    """The model in the dialect that transformers 5 has in memory; None where the files are in that, or where no family
+    takes them for its own. config: its config.json. shapes: of what is stored."""
+    from ckpt_tool.families.experts import memory_dialect
+    from ckpt_tool.families.registry import find
+    from ckpt_tool.families.rewrite import mapping
+
+    try:
+        family, dialect = find(config, shapes)
+        memory = memory_dialect(family)
+        if memory == dialect:
+            return None
+        there = mapping(family, dialect, memory, shapes, config)
+    except (InputError, UsageError):  # of no family, or not whole: the names in the files are all that there is
+        return None
+    known = {piece.src.name for made in there.made for piece in made.pieces}.union(there.dropped)
+    walked = {name: shape for name, shape in shapes.items() if name not in known}
+    walked |= {made.name: made.shape for made in there.made}
+    back = mapping(family, memory, dialect, walked, config)
+    return Walked(walked, lambda tensors: _under(back, walked, tensors))
+
+
+def _under(
+    mapped: Mapped, shapes: Shapes, tensors: Sequence[LogicalTensor]
+) -> tuple[list[LogicalTensor], dict[str, tuple[str, ...]]]:
+    """The tensors under the mapping's names, and {parameter: what is made of it}. shapes: of the parameters. Raises
+    InconsistentCheckpoint E2303 for a state that has neither its parameter's shape nor one element (factors of
+    Adafactor's)."""
+    from ckpt_tool.plan.mapping import apply_mapping
+    from ckpt_tool.plan.moves import Stored
+
+    for tensor in tensors:
+        if tensor.numel != 1 and tensor.shape != shapes[tensor.key.name]:
+            raise InconsistentCheckpoint(
+                f"{tensor.key}: its shape {list(tensor.shape)} is not its parameter's {list(shapes[tensor.key.name])}",
+                code="E2303",
+                key=tensor.key.name,
+                hint="--state model writes the model alone",
+            )
+    names: dict[str, tuple[str, ...]] = {}
+    for made in mapped.made:
+        for source in dict.fromkeys(piece.src.name for piece in made.pieces):
+            names[source] = (*names.get(source, ()), made.name)
+    held = {tensor.key.name for tensor in tensors}
+    mapped = mapped._replace(made=tuple(each for each in mapped.made if held & {p.src.name for p in each.pieces}))
+    applied = apply_mapping([Stored(0, tensor) for tensor in tensors], mapped)
+    return [row.tensor for row in applied.stored], names
