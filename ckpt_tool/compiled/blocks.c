@@ -1,4 +1,5 @@
-/* Work on blocks that lie in L2, in one pass where NumPy takes several: sums of models, thin products, transposes.
+/* Work on blocks that lie in L2, in one pass where NumPy takes several: sums of models, thin products,
+   codes and scales, blocks of GGUF, transposes.
 
    The arithmetic is stated operation by operation, so that the bits are those of the NumPy road beside each call
    (ckpt_tool/compiled/library.py says which): no fast-math, no contraction (-ffp-contract=off), fused multiply-adds
@@ -277,49 +278,57 @@ INLINE float float_of(uint32_t bits)
     return value;
 }
 
-/* The code nearest to a quotient, and in `made` what it stands for. From `least` on the float's own fraction is rounded
-   away; below it steps are those of fp32 beside `step`. */
-INLINE uint8_t coded(float ratio, int to, float *made)
+/* The code nearest to a quotient, and in `made` what it stands for. A float's last bits that are kept have the weight
+   that the last bit of fp32 has beside a larger power of two: adding that power rounds, and its own bits count steps. */
+INLINE uint32_t coded(float ratio, int to, float *made)
 {
     if (to == I8 || to == I4) {
         const float low = to == I8 ? -128.0f : -8.0f, high = to == I8 ? 127.0f : 7.0f;
         float cut = ratio < low ? low : ratio;
         cut = cut > high ? high : cut;
         *made = (cut + 12582912.0f) - 12582912.0f;
-        return (uint8_t)(int32_t)*made;
+        return (uint32_t)(int32_t)*made;
     }
-    const int away = to == E4M3 ? 20 : 22; /* bits of the fraction that go */
-    const float most = to == E4M3 ? 448.0f : 6.0f, least = to == E4M3 ? 0.015625f : 1.0f;
-    const float step = to == E4M3 ? 16384.0f : 4194304.0f;
-    const uint32_t bias = to == E4M3 ? 120 << 3 : 126 << 1;
+    const int kept = to == E4M3 ? 3 : 1; /* bits of the fraction */
+    const float most = to == E4M3 ? 448.0f : 6.0f;
+    const uint32_t least = (to == E4M3 ? 121u : 127u) << 23; /* the exponent below which steps grow no smaller */
     if (to == E2M1)
         ratio += 0.0f; /* a negative zero is none */
-    const uint32_t bits = bits_of(ratio), sign = bits & 0x80000000;
+    const uint32_t bits = bits_of(ratio);
     float size = float_of(bits & 0x7FFFFFFF);
     size = size < most ? size : most;
-    const uint32_t own = bits_of(size), half = (1u << (away - 1)) - 1 + ((own >> away) & 1);
-    const uint32_t upper = (own + half) >> away;
-    const float beside = size + step;
-    const uint32_t lower = bits_of(beside) - bits_of(step);
-    const int small = size < least;
-    *made = float_of(bits_of(small ? beside - step : float_of(upper << away)) | sign);
-    return (uint8_t)((small ? lower : upper - bias) | sign >> (to == E4M3 ? 24 : 28));
+    uint32_t power = bits_of(size) & 0x7F800000;
+    power = power > least ? power : least;
+    const uint32_t beside = power + ((23u - kept) << 23);
+    const float sum = size + float_of(beside);
+    *made = float_of(bits_of(sum - float_of(beside)) | (bits & 0x80000000));
+    return (bits_of(sum) - beside + ((power - least) >> (23 - kept))) | bits >> 31 << (to == E4M3 ? 7 : 3);
 }
 
-/* Elements of one block: their codes, and how far the codes times `divisor` are from them. */
+/* GCC 12 makes two halves of a vector of __builtin_convertvector, which takes three times as long. */
+#if defined(__AVX__) && !defined(__clang__)
+#define WIDE(x) __builtin_ia32_cvtps2pd256(x)
+#else
+#define WIDE(x) __builtin_convertvector(x, doubles)
+#endif
+
+/* Elements of one block: their codes, and how far the codes times `divisor` are from them. Loop by loop, so that each
+   has what it needs in registers. */
 INLINE void block_codes(const void *in, int kind, int64_t at, int64_t count, float divisor, int to, uint8_t *out,
                         ck_sums *sums)
 {
     for (int64_t begin = 0; begin < count; begin += CHUNK) {
         const int few = count - begin < CHUNK ? (int)(count - begin) : CHUNK;
         float values[CHUNK], far[CHUNK];
+        uint32_t codes[CHUNK], top = sums->most;
         widen(in, kind, at + begin, few, values);
-        uint32_t top = sums->most;
         for (int i = 0; i < few; i++) {
             float made;
-            out[begin + i] = coded(values[i] / divisor, to, &made);
+            codes[i] = coded(values[i] / divisor, to, &made);
             far[i] = values[i] - made * divisor;
         }
+        for (int i = 0; i < few; i++)
+            out[begin + i] = (uint8_t)codes[i];
         for (int i = 0; i < few; i++) {
             const uint32_t size = bits_of(far[i]) & 0x7FFFFFFF;
             top = top > size ? top : size;
@@ -332,7 +341,7 @@ INLINE void block_codes(const void *in, int kind, int64_t at, int64_t count, flo
                 singles f, v;
                 memcpy(&f, far + i + PER * k, sizeof f);
                 memcpy(&v, values + i + PER * k, sizeof v);
-                const doubles df = __builtin_convertvector(f, doubles), dv = __builtin_convertvector(v, doubles);
+                const doubles df = WIDE(f), dv = WIDE(v);
                 own.far[k] += df * df;
                 own.of[k] += dv * dv;
             }
@@ -380,6 +389,137 @@ API void ck_codes(const void *in, int kind, int64_t rows, int64_t columns, int64
     TO(I4);
     TO(E2M1);
 #undef TO
+}
+
+/* -- GGUF's types of blocks: 32 elements, the steps of gguf's quants.py (ckpt_tool/quantised/blocks.py) -------------- */
+
+enum { Q4_0 = 0, Q4_1 = 1, Q5_0 = 2, Q5_1 = 3, Q8_0 = 4, MXFP4 = 5 };
+enum { BLOCK = 32 };
+
+/* The fp16 nearest to a finite number, ties to even. */
+INLINE uint16_t half_of(float value)
+{
+    const uint32_t bits = bits_of(value), size = bits & 0x7FFFFFFF;
+    uint32_t half = 0x7C00;
+    if (size < 0x38800000) /* below 2^-14 steps are those of fp32 beside 1/2 */
+        half = bits_of(float_of(size) + 0.5f) - bits_of(0.5f);
+    else if (size < 0x47800000)
+        half = (size - (112u << 23) + 0xFFF + (size >> 13 & 1)) >> 13;
+    return (uint16_t)(half | bits >> 31 << 15);
+}
+
+/* One block. Returns 1 where it holds what gguf's steps make nothing certain of: no finite numbers, scales whose
+   reciprocals are none, zeros of both signs as the least value, a logarithm that may be rounded up. */
+INLINE int gguf_block(const float *values, int to, uint8_t *out)
+{
+    const int based = to == Q4_1 || to == Q5_1, bits = to == Q5_0 || to == Q5_1 ? 5 : 4;
+    uint32_t top = 0, codes[BLOCK];
+    for (int i = 0; i < BLOCK; i++) {
+        const uint32_t size = bits_of(values[i]) & 0x7FFFFFFF;
+        top = top > size ? top : size;
+    }
+    if (top >= 0x7F800000)
+        return 1;
+    if (to == MXFP4) {
+        if (top && (top < 4u << 23 || (top & 0x7FFFFF) > 0x7FFF00))
+            return 1;
+        const uint32_t power = top ? (top >> 23) - 2 : 0;
+        const float inverse = top ? float_of((255 - power) << 23) : 0;
+        for (int i = 0; i < BLOCK; i++) {
+            const float size = float_of(bits_of(values[i]) & 0x7FFFFFFF) * inverse;
+            const uint32_t code = (size > 0.5f) + (size > 1.5f) + (size > 2.5f) + (size > 3.5f) + (size > 5.0f) +
+                                  (size > 7.0f) + (size > 10.0f);
+            codes[i] = code | (code ? bits_of(values[i]) >> 31 << 3 : 0);
+        }
+        *out++ = (uint8_t)power;
+    } else {
+        float scale, least = 0;
+        if (based) {
+            float most = least = values[0];
+            uint32_t signs = 0;
+            for (int i = 0; i < BLOCK; i++) {
+                least = values[i] < least ? values[i] : least;
+                most = values[i] > most ? values[i] : most;
+                signs |= bits_of(values[i]);
+            }
+            if (least == 0 && signs >> 31)
+                return 1;
+            scale = (most - least) / (to == Q4_1 ? 15.0f : 31.0f);
+        } else if (to == Q8_0) {
+            scale = float_of(top) / 127.0f;
+        } else {
+            int first = BLOCK;
+            for (int i = 0; i < BLOCK; i++) {
+                const int here = (bits_of(values[i]) & 0x7FFFFFFF) == top ? i : BLOCK;
+                first = first < here ? first : here;
+            }
+            scale = values[first] / (to == Q4_0 ? -8.0f : -16.0f);
+        }
+        const uint32_t size = bits_of(scale) & 0x7FFFFFFF;
+        if (size && (size < 27u << 23 || size > 227u << 23)) /* 2^-100, 2^100 */
+            return 1;
+        const float inverse = size ? 1.0f / scale : 0.0f;
+        const uint16_t parts[2] = {half_of(scale), half_of(least)};
+        memcpy(out, parts, based ? 4 : 2);
+        out += based ? 4 : 2;
+        if (to == Q8_0) { /* half away from zero */
+            for (int i = 0; i < BLOCK; i++) {
+                const float ratio = values[i] * inverse;
+                const int32_t whole = (int32_t)ratio;
+                const float rest = ratio - (float)whole;
+                codes[i] = (uint32_t)(whole + (rest >= 0.5f) - (rest <= -0.5f));
+            }
+            for (int i = 0; i < BLOCK; i++)
+                out[i] = (uint8_t)codes[i];
+            return 0;
+        }
+        const float add = based ? 0.5f : bits == 4 ? 8.5f : 16.5f;
+        const int32_t last = (1 << bits) - 1;
+        for (int i = 0; i < BLOCK; i++) {
+            const int32_t code = (int32_t)((based ? values[i] - least : values[i]) * inverse + add);
+            codes[i] = (uint32_t)(code < last ? code : last);
+        }
+        if (bits == 5) {
+            uint32_t fifth = 0;
+            for (int i = 0; i < BLOCK; i++)
+                fifth |= codes[i] >> 4 << i;
+            memcpy(out, &fifth, 4);
+            out += 4;
+        }
+    }
+    for (int i = 0; i < BLOCK / 2; i++)
+        out[i] = (uint8_t)((codes[i] & 15) | codes[i + BLOCK / 2] << 4);
+    return 0;
+}
+
+INLINE int gguf_blocks(const void *in, int kind, int64_t blocks, int to, int nbytes, uint8_t *out)
+{
+    int odd = 0;
+    for (int64_t at = 0; at < blocks; at += CHUNK / BLOCK) {
+        const int few = blocks - at < CHUNK / BLOCK ? (int)(blocks - at) : CHUNK / BLOCK;
+        float values[CHUNK];
+        widen(in, kind, at * BLOCK, few * BLOCK, values);
+        for (int b = 0; b < few; b++)
+            odd |= gguf_block(values + b * BLOCK, to, out + (at + b) * nbytes);
+    }
+    return odd;
+}
+
+/* Blocks of a type, one behind the other. Returns 1 where one of them is not known here, and `out` is void. */
+API int ck_gguf(const void *in, int kind, int64_t blocks, int to, uint8_t *out)
+{
+#define TO(type, nbytes)                                                                                               \
+    if (to == type)                                                                                                    \
+    return kind == BF16 ? gguf_blocks(in, BF16, blocks, type, nbytes, out)                                             \
+                        : gguf_blocks(in, F32, blocks, type, nbytes, out)
+    TO(Q4_0, 18);
+    TO(Q4_1, 20);
+    TO(Q5_0, 22);
+    TO(Q5_1, 24);
+    TO(Q8_0, 34);
+    TO(MXFP4, 17);
+#undef TO
+    return 1;
 }
 
 /* -- transposes: tiles of vectors, interleaved until rows are columns --------------------------------------------- */

@@ -50,6 +50,8 @@ VARIABLE = "CKPT_COMPILED"
 _KINDS = {"F32": 0, "BF16": 1}
 KINDS = frozenset(_KINDS)  # dtypes that the calls know
 _CODES = {"F8_E4M3": 0, "I8": 1, "I32": 2, "U8": 3}  # by the dtype that holds them: the last two of four bits
+_GGUF = {"Q4_0": 0, "Q4_1": 1, "Q5_0": 2, "Q5_1": 3, "Q8_0": 4, "MXFP4": 5}
+BLOCKS = frozenset(_GGUF)  # types of GGUF that the calls know
 _SECONDS = 120
 _SLABS = 64  # of a turn with more than two dims at most: more are NumPy's
 
@@ -84,6 +86,7 @@ class Library:
         self._c.ck_folded.argtypes = [c_void_p, c_int, c_void_p, c_int, *[c_int64] * 3, c_int, c_void_p]
         self._c.ck_largest.argtypes = [c_void_p, c_int, *[c_int64] * 4, c_void_p]
         self._c.ck_codes.argtypes = [c_void_p, c_int, *[c_int64] * 4, c_void_p, c_int64, c_int, c_void_p, c_void_p]
+        self._c.ck_gguf.argtypes = [c_void_p, c_int, c_int64, c_int, c_void_p]
         self._c.ck_turn.argtypes = [c_int, c_void_p, c_int64, c_void_p, *[c_int64] * 3]
         self.pair = int(self._c.ck_pair())  # columns of a product that are made at a time, 0: none
 
@@ -168,6 +171,16 @@ class Library:
             *(_CODES[to], out.ctypes.data, error),
         )
         return error[0], error[1], error[2]
+
+    def blocks(self, values: tuple[Array, str], to: str, out: Array) -> bool:
+        """out = the blocks of GGUF's type `to` that gguf's `quantize` makes of values. out: (blocks, bytes of one).
+
+        False, and `out` is void, where a type is not known here, or gguf's steps leave fp32 for a block (infinite
+        scales, values that are no numbers)."""
+        line, dtype = values
+        if dtype not in _KINDS or to not in _GGUF:
+            return False
+        return not self._c.ck_gguf(line.ctypes.data, _KINDS[dtype], len(out), _GGUF[to], out.ctypes.data)
 
     def turned(self, source: Array, target: Array) -> bool:
         """target[...] = source, two views of one shape whose items lie side by side along one axis each, not the same.
@@ -342,7 +355,7 @@ def _trial(library: Library) -> str:
 
 
 def _codes(library: Library) -> str:
-    """Codes: every value of F8_E4M3, and the middle between it and the next, which goes to the even one."""
+    """Codes: every value of F8_E4M3, and the middle between it and the next, which goes to the even one; GGUF's."""
     code = np.arange(127)
     exact = np.ldexp((code % 8 + np.where(code < 8, 0, 8)) / 8.0, np.maximum(code >> 3, 1) - 7)
     middle = (exact[:-1] + exact[1:]) / 2
@@ -352,7 +365,16 @@ def _codes(library: Library) -> str:
     three = np.full((1, 1), 3, np.float32)
     library.largest((values, "F32"), len(values), len(values), sizes)
     library.codes((values, "F32"), (len(values), 0, len(values)), three, "F8_E4M3", out)
-    return "" if np.array_equal(out, want) and sizes[0, 0] == 1344 else "codes"
+    if not np.array_equal(out, want) or sizes[0, 0] != 1344:
+        return "codes"
+    steps = np.concatenate(([-8.0], np.arange(31) % 16 - 8)).astype(np.float32)  # a scale of 1
+    four, eight = np.empty((1, 18), np.uint8), np.empty((1, 34), np.uint8)
+    library.blocks((steps, "F32"), "Q4_0", four)
+    library.blocks((np.append(steps[1:] + np.float32(0.5), np.float32(127)), "F32"), "Q8_0", eight)  # away from zero
+    low, away = steps.astype(np.int8) + 8, np.append(steps[1:] + (steps[1:] >= 0), 127).astype(np.int8)
+    one = np.float16(1).tobytes()
+    want_blocks = one + (low[:16] | low[16:] << 4).astype(np.uint8).tobytes() + one + away.tobytes()
+    return "" if four.tobytes() + eight.tobytes() == want_blocks else "blocks of GGUF"
 
 
 def _products(library: Library, rng: np.random.Generator) -> str:

@@ -4,10 +4,10 @@
 
 Scales of rows or of parts of rows want the values of their own block alone: any range of the line is made of the blocks
 that it touches. Blocks of several rows want a band of rows: its scales, and its values where they are few, stay with
-the thread that made them, because the next range most often lies in the same band. Each of the tensors reads the
-floats anew.
+the thread that made them, because the next range most often lies in the same band. What the codes found of a block
+is noted (`Sizes`), so that the scales, which lie behind them in the output, read the floats of the others alone.
 Memory: `_TILE` elements, at 48 bytes each, and a band of at most `_BAND` bytes, a thread; of a turned matrix a panel
-of `_PANEL` bytes and as much again while it is turned.
+of `_PANEL` bytes and as much again while it is turned; `_NOTED` bytes of sizes for all threads.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
@@ -45,6 +46,7 @@ NOT_FINITE = "E2720"
 _TILE = 1 << 18  # elements that are worked on at once
 _BAND = 8 << 20  # bytes of a band that are kept
 _PANEL = 16 << 20  # bytes of a turned matrix that are turned at once
+_NOTED = 8 << 20  # bytes of sizes that are noted: of 2^31 elements in blocks of 128 x 128, of 2^26 in groups of 32
 
 
 class Kept(threading.local):
@@ -53,6 +55,33 @@ class Kept(threading.local):
 
     band: tuple[tuple[TensorKey, int], Floats, Values | None] | None = None
     panel: tuple[tuple[TensorKey, int, int], Array] | None = None
+
+
+class Sizes:
+    """The largest magnitudes of blocks that somebody has found already, of the weights that came last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of: dict[TensorKey, Floats] = {}  # NaN: not found yet
+
+    def note(self, key: TensorKey, first: int, found: Floats, total: int) -> None:
+        """Of blocks [first, first + len(found)) of `total` of the weight `key`."""
+        if 4 * total > _NOTED:
+            return
+        with self._lock:
+            if key not in self._of:
+                held = sum(sizes.nbytes for sizes in self._of.values())
+                while held + 4 * total > _NOTED:
+                    held -= self._of.pop(next(iter(self._of))).nbytes
+                self._of[key] = np.full(total, np.nan, np.float32)
+            self._of[key][first : first + len(found)] = found
+
+    def found(self, key: TensorKey, first: int, last: int) -> Floats | None:
+        """Of blocks [first, last), None where one is not known."""
+        with self._lock:
+            sizes = self._of.get(key)
+            some = None if sizes is None else sizes[first:last].copy()
+        return None if some is None or np.isnan(some).any() else some
 
 
 class Whole:
@@ -74,7 +103,7 @@ class _OfFloats(Recipe):
     """A tensor that is made of the floats of its one input.
 
     floats: what they are rounded to first. scales: the dtype of the scales. whole: what these are multiplied by, where
-    there is such. kept: shared by all recipes of a run."""
+    there is such. kept, noted: shared by all recipes of a run."""
 
     scheme: Scheme
     as_dtype: DType
@@ -82,6 +111,7 @@ class _OfFloats(Recipe):
     scales: DType
     whole: Whole | None
     kept: Kept
+    noted: Sizes
 
     @property
     def dtype(self) -> DType:
@@ -153,7 +183,9 @@ class _OfFloats(Recipe):
 
     def sizes(self, values: Values, start: int) -> Floats:
         """The largest magnitudes of the blocks of a line of whole blocks, which begins with element `start`."""
-        return self.checked(largest(values, self.width, self.width), values, start).reshape(-1)
+        found = self.checked(largest(values, self.width, self.width), values, start).reshape(-1)
+        self.noted.note(self.inputs[0].tensor.key, start // self.width, found, self.blocks)
+        return found
 
     def checked(self, sizes: Floats, values: Values, start: int) -> Floats:
         """`sizes`. Raises InconsistentCheckpoint E2720 where one is no number: values begin with element `start`."""
@@ -177,7 +209,15 @@ class _OfFloats(Recipe):
         for at in range(start, stop, step):
             values = self.read_values(read, at, min(at + step, stop))
             parts.append(self.checked(largest(values, columns, self.width, of_all=True), values, at)[0])
-        return np.maximum.reduce(parts), values if few else None
+        found = parts[0] if len(parts) == 1 else np.maximum.reduce(parts)
+        self.noted.note(self.inputs[0].tensor.key, band * len(found), found, self.blocks)
+        return found, values if few else None
+
+    @cached_property
+    def blocks(self) -> int:
+        """Of the whole tensor."""
+        *before, rows, columns = self.matrix
+        return prod(before) * -(-rows // self.height) * -(-columns // self.width)
 
     def band(self, number: int) -> tuple[int, int]:
         """The elements of a band."""
@@ -220,16 +260,18 @@ class Scales(_OfFloats):
 
     def _sizes(self, read: Read, first: int, last: int) -> Iterator[Floats]:
         """The largest magnitudes of blocks [first, last), in their order."""
-        if self.height > 1:
-            across = self.shape[-1]
-            for band in range(first // across, -(-last // across)):
-                sizes, _ = self.band_sizes(read, band)
-                yield sizes[max(first - band * across, 0) : last - band * across]
-            return
-        step = max(_TILE // self.width, 1)
-        for at in range(first, last, step):
-            start = at * self.width
-            yield self.sizes(self.read_values(read, start, min(at + step, last) * self.width), start)
+        step = self.shape[-1] if self.height > 1 else max(_TILE // self.width, 1)
+        while first < last:
+            end = min((first // step + 1) * step, last)
+            found = self.noted.found(self.inputs[0].tensor.key, first, end)
+            if found is None and self.height > 1:
+                band = first // step
+                found = self.band_sizes(read, band)[0][first - band * step : end - band * step]
+            elif found is None:
+                start = first * self.width
+                found = self.sizes(self.read_values(read, start, end * self.width), start)
+            yield found
+            first = end
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ stored, which is how its kernels for GPUs divide; on a CPU it divides bf16 weigh
 twice. fp8-block is DeepSeek's `act_quant`, over blocks of 128 x 128.
 Sources: compressed-tensors 0.20 (`quantization/utils/`, `quantization/lifecycle/forward_helpers.py`), DeepSeek-V3
 `inference/kernel.py`, transformers 5.23 `integrations/finegrained_fp8.py`.
-Cost: 1 ns an element in compiled code (`compiled/blocks.c`, the same bits), 7 in NumPy.
+Cost: 0.8 ns an element in compiled code (`compiled/blocks.c`, the same bits), 7 in NumPy.
 """
 
 from __future__ import annotations
@@ -106,9 +106,12 @@ def scales_of(sizes: Floats, scheme: Scheme, dtype: DType, whole: Floats | None 
     wide = sizes / np.float32(_LARGEST[scheme.dtype])
     if whole is not None:
         wide = whole * wide
-    scales = np.frombuffer(cast(np.ascontiguousarray(wide).view(np.uint8).data, _F32, dtype)[0], numpy_type(dtype))
+    scales = wide
+    if dtype != _F32:
+        rounded, _ = cast(np.ascontiguousarray(wide).view(np.uint8).data, _F32, dtype)
+        scales = np.frombuffer(rounded, numpy_type(dtype)).reshape(sizes.shape)
     least = 1.0 if scheme.block[0] > 1 else _LEAST[dtype.name]
-    return np.where(scales == 0, numpy_type(dtype).type(least), scales).reshape(sizes.shape)
+    return np.where(scales == 0, numpy_type(dtype).type(least), scales)
 
 
 def divisors_of(scales: Array, dtype: DType, name: str, whole: Floats | None = None) -> Floats:

@@ -176,10 +176,10 @@ def _recipes(
     floats: Mapping[str, DType],
 ) -> list[tuple[list[Recipe], Figures]]:
     """Of each weight, how the tensors that it becomes are made, and its errors. made, floats: by its name."""
-    from ckpt_tool.quantised.coding import Codes, Kept, Numbers, Scales, Whole
+    from ckpt_tool.quantised.coding import Codes, Kept, Numbers, Scales, Sizes, Whole
     from ckpt_tool.quantised.figures import Figures
 
-    kept = Kept()
+    kept, noted = Kept(), Sizes()
     out: list[tuple[list[Recipe], Figures]] = []
     for row in rows:
         tensor, parts = row.tensor, made[row.tensor.key.name]
@@ -190,7 +190,7 @@ def _recipes(
         for role, (name, kind) in parts.items():
             text = f"{role} of {scheme.name}, of {rounded.name}"
             own = (TensorKey(name), kind.shape, (chosen.input(row),), text)
-            common = (*own, scheme, kind.dtype, rounded, scales, whole, kept)
+            common = (*own, scheme, kind.dtype, rounded, scales, whole, kept, noted)
             if role == "codes":
                 found.append(Codes(*common, figure))
             else:

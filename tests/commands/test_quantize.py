@@ -306,8 +306,38 @@ def test_any_threads_and_any_blocks_give_the_same_bytes_and_figures(
         with monkeypatch.context() as patch:
             patch.setattr(Figures, "note", but(lost))
             patch.setattr(coding, "_BAND", 1000)
+            patch.setattr(coding, "_NOTED", 0)
             assert made(f"{scheme}-lost", scheme) == want
         assert not lost
+
+
+@pytest.mark.parametrize("scheme", ["fp8-block", "mxfp8"])
+@pytest.mark.parametrize("room", [2 * 600 * 300, 0])
+def test_scales_read_what_the_codes_have_not(
+    scheme: str, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = model_of(tmp_path / "m", {NAME.replace("0", str(n)): torch.randn(600, 320) for n in range(3)})
+    readers, read_values = list[str](), coding.Codes.read_values
+
+    def read(self: Any, *where: Any) -> Any:
+        readers.append(type(self).__name__)
+        return read_values(self, *where)
+
+    monkeypatch.setattr(coding._OfFloats, "read_values", read)
+    monkeypatch.setattr(coding, "_NOTED", room)
+    run(source, tmp_path / "o", quantize=scheme, threads=1)
+    assert ("Scales" in readers) == (not room)
+
+
+def test_sizes_of_the_weights_that_came_last_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coding, "_NOTED", 40)
+    sizes, (a, b, c) = coding.Sizes(), (coding.TensorKey(name) for name in "abc")
+    for key, total in ((a, 4), (b, 4), (c, 11)):
+        sizes.note(key, 1, np.ones(2, np.float32), total)
+    assert list(sizes.found(b, 1, 3)) == [1, 1]
+    assert sizes.found(b, 0, 2) is None and sizes.found(c, 1, 3) is None
+    sizes.note(c, 0, np.zeros(5, np.float32), 5)
+    assert sizes.found(a, 1, 3) is None and list(sizes.found(c, 0, 5)) == [0] * 5
 
 
 def but(lost: set[int]) -> Any:

@@ -21,8 +21,11 @@ from ckpt_tool.compiled import notes
 from ckpt_tool.compiled.library import Library, Term
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
+from ckpt_tool.formats.gguf.types import of_name
 from ckpt_tool.merging.averages import Linear
+from ckpt_tool.quantised import blocks as gguf_blocks
 from ckpt_tool.quantised import nearest
+from ckpt_tool.quantised.blocks import BlocksOfFloats
 from ckpt_tool.quantised.nearest import Error, Place, Values, codes_of, largest
 from ckpt_tool.quantised.schemes import SCHEMES
 from ckpt_tool.run.compute import cast
@@ -275,6 +278,9 @@ def test_small_work_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert made.ready(compiled.WORTH) is None and not made._building
 
 
+# -- codes -------------------------------------------------------------------------------------------------------------
+
+
 def coded(
     values: np.ndarray, dtype: str, scheme: str, block: tuple[int, int, int], divisors: np.ndarray
 ) -> tuple[bytes, Error]:
@@ -306,3 +312,55 @@ def test_codes(library: Library, monkeypatch: pytest.MonkeyPatch, dtype: str, sc
         assert np.array_equal(found, largest(Values(values, DTYPES[dtype]), 120, 32, of_all=both))
     values[17] = np.nan
     assert not np.isfinite(largest(Values(values, DTYPES[dtype]), 120, 32)[0, 0])
+
+
+# -- blocks of GGUF ----------------------------------------------------------------------------------------------------
+
+
+def hard(seed: int) -> np.ndarray:
+    """A block: ties, magnitudes from the least to the largest, zeros of both signs, any bits at all, mostly zeros."""
+    rng = np.random.default_rng(seed)
+    made = [
+        rng.integers(-20, 21, 32) * 2.0 ** rng.integers(-30, 30),
+        rng.standard_normal(32) * 2.0 ** rng.uniform(-150, 128),
+        rng.choice([0.0, -0.0, 1.0, -1.0, 0.5, -0.5], 32),
+        rng.integers(0, 1 << 32, 32, dtype=np.uint64).astype(np.uint32).view(np.float32),
+        np.abs(rng.standard_normal(32)) * rng.choice([0, 1], 32),
+        np.append(rng.uniform(-1, 1, 31), 1) * np.nextafter(np.float32(2.0) ** rng.integers(-60, 60), np.float32(0)),
+    ][seed % 6]
+    with np.errstate(all="ignore"):
+        return made.astype(np.float32)
+
+
+@pytest.mark.parametrize("name", sorted(compiled.BLOCKS))
+@pytest.mark.parametrize("dtype", NUMPY)
+def test_blocks_of_gguf(
+    shelf: compiled._Shelf, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, name: str
+) -> None:
+    """By themselves where the call takes them, and as a recipe makes them, with blocks that it does not take."""
+    gguf = pytest.importorskip("gguf")
+    number = gguf.GGMLQuantizationType[name]
+
+    def judged(values: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            line = gguf.quants.quantize(values.astype(np.float32).reshape(1, -1), number)
+        return line.reshape(values.size // 32, -1)
+
+    calm = drawn(1, (1 << 16,), dtype)
+    with np.errstate(all="ignore"):
+        blocks = [hard(seed).astype(NUMPY[dtype]) for seed in range(300)]
+    made, taken = np.empty(judged(calm).shape, np.uint8), 0
+    assert library.blocks((calm, dtype), name, made) and np.array_equal(made, judged(calm))
+    for seed, values in enumerate(blocks):
+        if library.blocks((values, dtype), name, made[:1]):
+            taken += 1
+            np.testing.assert_array_equal(made[:1], judged(values), err_msg=f"{seed=}")
+    assert taken > 150
+    whole = np.concatenate([calm, *(values for values in blocks if not np.isnan(values.astype("f4")).any())])
+    recipe = BlocksOfFloats(
+        *(TensorKey("w"), (whole.size // 32,), (stored(tmp_path, "w", whole, dtype),), "", of_name(name))
+    )
+    tree, want = ComputedTree("made", [recipe]), judged(whole).tobytes()
+    monkeypatch.setattr(gguf_blocks, "_FEW", 3)
+    for low, high in ((0, len(want)), (1000, 30001)):
+        assert bytes(tree.view("model/w", low, high - low)) == want[low:high]
