@@ -1,11 +1,14 @@
 """Element maps: the closed set of invertible changes of value that an equation may ask for.
 
     decoder.final_layernorm.weight : h = model.norm.weight : h * add(1)
+    decoder.layers_{i}.self_attention.query.kernel : h g d
+        = model.layers.{i}.self_attn.q_proj.weight : (g d) h * over_root(d)
 
-says that Megatron's norm is Hugging Face's plus one (zero-centred against plain gamma). Each map has an exact inverse
+says that Megatron's norm is Hugging Face's plus one (zero-centred against plain gamma), and MaxText's query Hugging
+Face's times fp32(1 / sqrt(d)), in fp32. An argument is a number, or an axis: its size. Each map has an exact inverse
 as a formula; in floating point `x + 1 - 1` may round, which is why a rule without maps moves bits and one with maps is
-named in the report. `add` changes values, not gradients: the plan applies it to the states that hold the parameter
-itself (`model`, `master`, `ema`) and carries moments as they are.
+named in the report. A map changes values, not gradients: the plan applies it to the states that hold the parameter
+itself (`model`, `master`, `ema`). Moments go with `add` as they are, and with no other.
 
 A new map is one row of `_KINDS`. What it does not do: dequantise (one-way, elsewhere), or act on anything but a value.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterable
+from math import sqrt
 from typing import Any, NamedTuple
 
 from ckpt_tool.errors import UsageError, near_misses
@@ -23,21 +27,35 @@ Number = int | float
 
 
 class _Kind(NamedTuple):
-    act: Callable[[Any, Number], Any]
-    inverse: Callable[[Number], Number]
-    join: Callable[[Number, Number], Number]  # two in a row as one
-    nothing: Number  # the argument that changes nothing
+    """undone: the map that undoes the one of an argument. moments: do they go with it as they are?"""
+
+    act: Callable[[Any, Any], Any]
+    undone: Callable[[Any], tuple[str, Any]]
+    says: str
+    moments: bool = False
 
 
-_KINDS = {"add": _Kind(operator.add, operator.neg, operator.add, 0)}
-_CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*\(\s*(-?[0-9]+(?:\.[0-9]+)?)\s*\)\s*")
+_KINDS = {
+    "add": _Kind(operator.add, lambda by: ("add", -by), "a number is added to {n} tensors", moments=True),
+    "over_root": _Kind(
+        lambda value, by: value * (1 / sqrt(by)),  # NumPy rounds a float to its array's dtype first
+        lambda by: ("times_root", by),
+        "{n} tensors are divided by a square root, in fp32",
+    ),
+    "times_root": _Kind(
+        lambda value, by: value * sqrt(by),
+        lambda by: ("over_root", by),
+        "{n} tensors are multiplied by a square root, in fp32",
+    ),
+}
+_CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*\(\s*(-?[0-9]+(?:\.[0-9]+)?|[A-Za-z_]\w*)\s*\)\s*")
 
 
 class ElementMap(NamedTuple):
-    """`add(1)`: kind and argument."""
+    """`add(1)`: kind and argument. by: a number, or the axis whose size it is."""
 
     kind: str
-    by: Number
+    by: Number | str
 
     def __call__(self, value: Any) -> Any:
         """The mapped value; any number or array."""
@@ -45,6 +63,24 @@ class ElementMap(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}({self.by})"
+
+    @property
+    def undone(self) -> ElementMap:
+        """The map that undoes it."""
+        return ElementMap(*_KINDS[self.kind].undone(self.by))
+
+    def says(self, n: int) -> str:
+        """What happens to `n` tensors, in words."""
+        return _KINDS[self.kind].says.format(n=n)
+
+    @property
+    def moments(self) -> bool:
+        """Do an optimizer's moments go with it as they are?"""
+        return _KINDS[self.kind].moments
+
+    def at(self, size: Callable[[str], int]) -> ElementMap:
+        """The same with an axis's size for the axis."""
+        return ElementMap(self.kind, size(self.by)) if isinstance(self.by, str) else self
 
 
 def element_map(text: str) -> ElementMap:
@@ -55,22 +91,29 @@ def element_map(text: str) -> ElementMap:
         raise UsageError(
             f"`{text.strip()}` is no element map",
             code="E0229",
-            hint=hint or f"the maps are {', '.join(_KINDS)}(NUMBER)",
+            hint=hint or f"the maps are {', '.join(_KINDS)} of (NUMBER) or (AXIS)",
         )
-    return ElementMap(match[1], float(match[2]) if "." in match[2] else int(match[2]))
+    by = match[2]
+    return ElementMap(match[1], by if by.isidentifier() else float(by) if "." in by else int(by))
 
 
 def inverse(maps: Iterable[ElementMap]) -> tuple[ElementMap, ...]:
     """The maps that undo `maps`, last first."""
-    return tuple(ElementMap(m.kind, _KINDS[m.kind].inverse(m.by)) for m in reversed(tuple(maps)))
+    return tuple(each.undone for each in reversed(tuple(maps)))
 
 
 def joined(*chains: Iterable[ElementMap]) -> tuple[ElementMap, ...]:
-    """Chains one after the other, neighbours of a kind as one, those that change nothing left out."""
+    """Chains one after the other; what is undone at once is left out, and numbers added in a row are one.
+
+    >>> joined([ElementMap("over_root", 8)], [ElementMap("times_root", 8), ElementMap("add", 1), ElementMap("add", 2)])
+    (ElementMap(kind='add', by=3),)
+    """
     out: list[ElementMap] = []
     for step in (m for chain in chains for m in chain):
-        if out and out[-1].kind == step.kind:
-            step = ElementMap(step.kind, _KINDS[step.kind].join(out.pop().by, step.by))
-        if step.by != _KINDS[step.kind].nothing:
+        if out and out[-1].undone == step:
+            out.pop()
+        elif out and out[-1].kind == step.kind == "add":
+            out[-1] = ElementMap("add", operator.add(out[-1].by, step.by))
+        elif step != ElementMap("add", 0):
             out.append(step)
     return tuple(out)

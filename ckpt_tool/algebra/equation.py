@@ -132,7 +132,8 @@ class Equation:
                 continue
             a_strides = tuple(a.strides[axis] for axis, n in axes if n != 1)
             b_strides = tuple(b.strides[axis] for axis, n in axes if n != 1)
-            maps = joined(left.maps, inverse(right.maps)) if left.maps or right.maps else ()
+            changes = joined(left.maps, inverse(right.maps)) if left.maps or right.maps else ()
+            maps = tuple(each.at(lambda axis: size_of(axis, sizes)) for each in changes)
             rows = self._rows(indices, sizes, names)
             places = zip(
                 _named(left, indices, rows, names),

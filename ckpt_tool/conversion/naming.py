@@ -29,7 +29,7 @@ from ckpt_tool.conversion.vocabulary import without_padding
 from ckpt_tool.core.box import contiguous_strides
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.hints import Dialect, Hint
-from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, TensorKey
+from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, LogicalTensor, TensorKey
 from ckpt_tool.errors import Incomplete, InputError, UsageError, near_misses, wrap_os_error
 from ckpt_tool.formats.megatron.hybrid import shown
 from ckpt_tool.formats.peft.lone import PeftHints
@@ -52,9 +52,15 @@ _MEGATRON = frozenset(f"decoder.layers.0.self_attention.linear_{each}.weight" fo
 _NLP = frozenset(
     f"{root}.embed_tokens.weight" for root in ("llama", "qwen2", "qwen2_moe", "mixtral", "deepseek_v3", "ernie")
 )
-# Names of torchtune, OLMo-core and MaxText alone
+# Names of torchtune, OLMo-core, MaxText and Gemma's library alone
 _TRAINERS = frozenset(
-    ("layers.0.attn.output_proj.weight", "blocks.0.attention.w_out.weight", "token_embedder.embedding")
+    (
+        "layers.0.attn.output_proj.weight",
+        "blocks.0.attention.w_out.weight",
+        "token_embedder.embedding",
+        "transformer/layer_0/attn/attn_vec_einsum.w",
+        "layer_0.attn.attn_vec_einsum.w",
+    )
 )
 _INWARD = (".down_proj.weight", ".o_proj.weight")  # (hidden, inputs) in the hub
 _MATRICES = (
@@ -96,9 +102,9 @@ def holds_adapter(chosen: Chosen) -> bool:
 
 
 def _looks_foreign(tensors: Iterable[LogicalTensor]) -> bool:
-    """Does what says nothing of itself, or says Hugging Face, look like Megatron's, Paddle's or MaxText's? A quick look
-    that spares the families: names that no hub model has, or a matrix stored (inputs, outputs). Paddle's trainers also
-    write folders that are Hugging Face's in all but the fused weights."""
+    """Does what says nothing of itself, or says Hugging Face, look like Megatron's, Paddle's or a trainer's? A quick
+    look that spares the families: names that no hub model has, or a matrix stored (inputs, outputs). Paddle's trainers
+    also write folders that are Hugging Face's in all but the fused weights."""
     shapes = {tensor.key.name: tensor.shape for tensor in tensors if tensor.key.state == MODEL}
     if any(".up_gate_proj." in name or ".gate_up_fused_proj." in name for name in shapes):
         return True
@@ -495,26 +501,37 @@ def _changed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str) -> tuple
             wanted.setdefault(piece.src.name, set()).add(piece.maps)
     changes = {name: maps for name, maps in wanted.items() if maps != {()} and name != PAD}
     for name, maps in changes.items():
-        if len(maps) > 1 or any(each.kind != "add" for each in next(iter(maps))):
+        if len(maps) > 1:
             raise UsageError(
                 f"{by} changes the values of {name} in more than one way",
                 code="E1280",
                 key=name,
                 hint="keep the source's names with --dialect keep",
             )
-    from ckpt_tool.run.recipes import Plus
+    from ckpt_tool.run.recipes import Changed
 
     recipes, dtypes = [], dict[TensorKey, DType]()
     for row in chosen.stored:
         key, tensor = row.tensor.key, row.tensor
-        if key.name in changes and key.state in _VALUES and tensor.dtype.is_float:
-            (steps,) = changes[key.name]
-            number = float(sum(step.by for step in steps))
-            recipes.append(Plus(key, tensor.shape, (chosen.input(row),), f"add {number}", number))
+        (steps,) = changes.get(key.name, ((),))
+        if steps and key.state in _VALUES and tensor.dtype.is_float:
+            what = ", ".join(map(str, steps))
+            recipes.append(Changed(key, tensor.shape, (chosen.input(row),), what, steps))
             dtypes[key] = chosen.casts.get(key, tensor.dtype)
-    line = f"{by}: a number is added to {len(changes)} tensors, rounded once: {', '.join(list(changes)[:3])}"
+        elif steps and key.state not in (*_VALUES, STEP, EXTRAS) and not all(step.moments for step in steps):
+            raise UsageError(
+                f"{by} changes the scale of {key.name}, and moments of the one scale are none of the other",
+                code="E1285",
+                key=key.name,
+                hint="leave the optimizer behind with --drop optimizer, or keep the source's names with --dialect keep",
+            )
+    alike: dict[str, tuple[ElementMap, list[str]]] = {}
+    for name, maps in changes.items():
+        for step in next(iter(maps)):
+            alike.setdefault(step.kind, (step, []))[1].append(name)
+    lines = [f"{by}: {step.says(len(names))}, rounded once: {', '.join(names[:3])}" for step, names in alike.values()]
     shown = f"{chosen.sources[0].path} (values changed)"
-    chosen = with_computed(chosen, recipes, shown, writing, option="this change of names", dtypes=dtypes, notes=(line,))
+    chosen = with_computed(chosen, recipes, shown, writing, option="this change of names", dtypes=dtypes, notes=lines)
     plain = tuple(made._replace(pieces=tuple(piece._replace(maps=()) for piece in made.pieces)) for made in mapped.made)
     return chosen, mapped._replace(made=plain)
 

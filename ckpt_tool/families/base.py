@@ -45,6 +45,7 @@ SYSTEMS: Mapping[str, str] = {
     "torchtune": "torchtune",
     "olmo": "OLMo-core",
     "maxtext": "MaxText",
+    "gemma": "Gemma's library for JAX",
 }  # by how dialects begin
 # The axes of a decoder with grouped heads, as its config names their sizes
 DECODER: Mapping[str, str] = {
@@ -181,7 +182,7 @@ class Family:
     language: where config.json keeps the language model's part (`text_config`, `thinker_config.text_config`), if it
         may be a part; axes and conditions read it as if it were all (`facts`).
     parts: classes of other families that the part may be: {model_type: what Megatron's arguments fix otherwise there}.
-    unmapped: why it has the hub's dialects alone, where a project maps it to Megatron all the same.
+    unmapped: {system, as its dialects begin: why it has none, where a project maps it all the same}.
     saved: the dialect in which transformers 5 saves, where the released files are of another, `hf`.
     tiny: what the config of a small model has beside the sizes that every decoder's has (tests build the first class
         from it).
@@ -198,7 +199,7 @@ class Family:
     apart: tuple[str, ...] = ()
     language: str = ""
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    unmapped: str = ""
+    unmapped: Mapping[str, str] = field(default_factory=dict)
     saved: str = HUB
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
@@ -263,9 +264,10 @@ def _table(family: Family, dialect: str) -> Table:
     if dialect == BARE and dialect not in family.dialects and dialect in family.known_dialects:
         return Variant(HUB, root="").changed(family.table(HUB), family.table(HUB), family.kinds)
     if dialect not in family.dialects:
-        known, system = family.known_dialects, SYSTEMS.get(dialect.partition("-")[0])
-        other = not any(SYSTEMS.get(name.partition("-")[0]) == system for name in known)
-        own = family.unmapped if system == SYSTEMS["megatron"] else ""
+        known, begins = family.known_dialects, dialect.partition("-")[0]
+        system = SYSTEMS.get(begins)
+        other = not any(name.partition("-")[0] == begins for name in known)
+        own = family.unmapped.get(begins)
         why = f": {own or f'no project that ckpt knows maps it to {system}'}" if system and other else ""
         way = near_misses(dialect, known) or ("--dialect keep keeps the source's names" if system else "")
         raise UsageError(

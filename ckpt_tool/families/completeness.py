@@ -14,6 +14,7 @@ not do: look at shapes, or find what the only layer of its kind lacks.
 
 from __future__ import annotations
 
+import re
 from collections import ChainMap, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -25,8 +26,8 @@ from ckpt_tool.families.sizes import configured
 from ckpt_tool.families.table import Table, form_of, instances
 from ckpt_tool.quantised.weights import part_of
 
-# MaxText's and OLMo-core's, which do not lie beside the layers; no tower has such names
-_NORMS_ELSEWHERE = (".decoder_norm.scale", ".lm_head.norm.weight")
+# MaxText's, OLMo-core's and Gemma's, which do not lie beside the layers; no tower has such names
+_NORMS_ELSEWHERE = (".decoder_norm.scale", ".lm_head.norm.weight", "final_norm.scale")
 _LAST_NORMS = (
     ".norm.weight",
     ".ln_f.weight",
@@ -46,10 +47,12 @@ _EMBEDDINGS = (
     "wte.weight",
     "token_embd.weight",
     "token_embedder.embedding",
+    "embedder.input_embedding",
 )
 _HEADS = ("lm_head.weight", "output_layer.weight", ".output.weight", ".logits_dense.kernel", "lm_head.w_out.weight")
-_EXPERTS = ("expert", "_exps.", ".moe_block.")  # in names of what holds them
+_EXPERTS = ("expert", "_exps.", ".moe_block.", ".MoeBlock_0.")  # in names of what holds them
 _BLOCKS = (".layers.", ".blocks.")  # of a tower: alike, as a decoder's
+_NUMBERED = re.compile(r"%d[./]")  # a layer's number in a form
 _SPELLED = 512  # numbers of a row that are named one by one
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
@@ -58,7 +61,7 @@ def strange(family: Family, dialect: str, names: Iterable[str]) -> list[str]:
     """The names that are in a layer of the model and that no rule knows, but for the scales and codes of quantised
     weights."""
     table = family.table(dialect)
-    fronts = {form[: form.index("%d.") + 3] for form in table.left if "%d." in form}
+    fronts = {form[: found.end()] for form in table.left if (found := _NUMBERED.search(form))}
     return [
         name
         for name in instances(table.left, names)[1]
@@ -74,8 +77,8 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
     experts: dict[tuple[str, int], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     named, unknown = instances(table.left, names)
     for group in named:
-        front, found, rest = group.form.partition("%d.")
-        if not found:
+        front, rest = _in_layer(group.form)
+        if not rest:
             continue
         several = "%d" in rest.replace("experts.%d", "")  # modules of one layer, as many in each
         for numbers in group.values:
@@ -84,7 +87,7 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
                 experts[group.form, numbers[0]][0].add(numbers[1])
     for name in unknown if table.towers else ():
         form, row = form_of(name)
-        front = form.partition("%d.")[0]
+        front = _in_layer(form)[0]
         if row and f".{front}".endswith(_BLOCKS) and table.in_tower(name) is not None:
             layers[front][row[0]].add(form)
     lost = list(_whole_model(family, table, names, config))
@@ -97,6 +100,16 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
         lost += _thinner(found_layers, count, table, sized)
         lost += _no_experts(front, found_layers, config, count or 0) if decoder and count == whole else []
     return lost + list(_lone_experts(experts))
+
+
+def _in_layer(form: str) -> tuple[str, str]:
+    """What stands before and behind a layer's number, twice "" where there is none.
+
+    >>> _in_layer("model.layers.%d.mlp.w"), _in_layer("transformer/layer_%d/mlp.w"), _in_layer("model.norm.weight")
+    (('model.layers.', 'mlp.w'), ('transformer/layer_', 'mlp.w'), ('', ''))
+    """
+    found = _NUMBERED.search(form)
+    return (form[: found.start()], form[found.end() :]) if found else ("", "")
 
 
 def _of_module(form: str, numbers: Iterable[int]) -> str:
@@ -135,11 +148,11 @@ def _decoders(table: Table) -> set[str]:
     """What stands before the number of a decoder's layer, `{i}` in its rules; the layers of MTP and of towers are not
     counted."""
     fronts = {
-        form.partition("%d.")[0]
+        _in_layer(form)[0]
         for form, spots in table.left.items()
-        if "%d." in form and any(spot.axes[:1] == ("i",) for spot in spots)
+        if _in_layer(form)[1] and any(spot.axes[:1] == ("i",) for spot in spots)
     }
-    ends = (".layers.", ".layers_", ".h.", ".blocks.", ".blk.")
+    ends = (".layers.", ".layers_", ".layer_", "/layer_", ".h.", ".blocks.", ".blk.")
     return {front for front in fronts if f".{front}".endswith(ends) and "mtp" not in front.split(".")}
 
 
@@ -147,7 +160,7 @@ def _thinner(layers: Mapping[int, set[str]], count: int | None, table: Table, co
     """What modules of a layer lack that are like the same modules of others but for it, and that a layer of that number
     has by the table's conditions."""
     modules: dict[str, dict[frozenset[str], list[int]]] = defaultdict(lambda: defaultdict(list))
-    split = {form: form.partition("%d.")[2].split(".") for forms in layers.values() for form in forms}
+    split = {form: re.split("[./]", _in_layer(form)[1]) for forms in layers.values() for form in forms}
     deep = {
         words[0] for words in split.values() if len(words) > 2
     }  # `mamba.A_log` is of the module that has `mamba.norm`

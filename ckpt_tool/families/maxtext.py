@@ -6,11 +6,16 @@ Kernels are (inputs, outputs), those of the attention with the heads and their s
 and v, (heads, size, hidden) of the output. `scan_layers` (its default) stacks the layers of a decoder on axis 1
 (`param_scan_axis`), of experts behind the experts; without it each layer has its number, `decoder.layers_0`. DeepSeek's
 dense layers and those of experts are apart, each kind numbered from 0; layers of multi-token prediction it has none. Elements
-are those of the hub, only turned: families whose values MaxText changes on the way (Llama and Mixtral, whose queries it
-divides by the root of the heads' size; Gemma, whose norms and embedding) are not here.
+are those of the hub, only turned, but for Llama's and Mixtral's queries: times fp32(1 / sqrt(d)), in fp32 and rounded
+once to what they are stored as; back, times fp32(sqrt(d)), which is the same number only where d is a power of 4. Llama
+whose rotations are scaled as Llama 3.1's are has neighbouring elements of a head turned, as Meta's files have them.
 
-Source: MaxText of August 2026 `checkpoint_conversion/utils/param_mapping.py` (QWEN_*, DEEPSEEK_*, `reshape_kernel`,
-`reshape_expert_kernel`, `reshape_bias`), `to_maxtext.py`. A family is here if what these functions made of a small
+Not here: Gemma, whose embedding is multiplied by the root of the hidden size and cut or filled up to the vocabulary of
+MaxText's own config; its decoders are stacked by kinds of attention. Mistral is Llama without a scaled rotation.
+
+Source: MaxText of August 2026 `checkpoint_conversion/utils/param_mapping.py` (QWEN_*, DEEPSEEK_*, LLAMA31_*, MIXTRAL_*,
+`reshape_kernel`, `adjust_rope`, `scale_query_layer`), `to_maxtext.py`; `standalone_scripts/llama_or_mistral_ckpt.py` for
+Llama 2 and 3 and Mistral, whose rotations it turns to halves. A family is here if what these functions made of a small
 model was equal to ours, byte for byte (`fixtures/make/maxtext_trees.py`).
 """
 
@@ -40,6 +45,30 @@ QKV_BIAS = """
 """
 QK_NORMS = """
     decoder.layers.self_attention.<query|key>_norm.scale : d {} = model.layers.{i}.self_attn.<q|k>_norm.weight : d
+"""
+# Llama's: queries divided by the root of a head's size; with the scaled rotations of Llama 3.1 MaxText turns neighbouring
+# elements of a head, else the halves, as the hub does
+_SCALED = "(rope_scaling.rope_type? or rope_scaling.type? or rope_parameters.rope_type?) == 'llama3'"
+LLAMA = f"""
+    decoder.layers.self_attention.query.kernel : h {{}} (g r) (c 2)
+        = model.layers.{{i}}.self_attn.q_proj.weight : (g r 2 c) h * over_root(d) if {_SCALED}
+    decoder.layers.self_attention.key.kernel : h {{}} g (c 2) = model.layers.{{i}}.self_attn.k_proj.weight : (g 2 c) h if {_SCALED}
+    decoder.layers.self_attention.query.kernel : h {{}} (g r) d
+        = model.layers.{{i}}.self_attn.q_proj.weight : (g r d) h * over_root(d) if not ({_SCALED})
+    decoder.layers.self_attention.key.kernel : h {{}} g d
+        = model.layers.{{i}}.self_attn.k_proj.weight : (g d) h if not ({_SCALED})
+    decoder.layers.self_attention.value.kernel : h {{}} g d = model.layers.{{i}}.self_attn.v_proj.weight : (g d) h
+    decoder.layers.self_attention.out.kernel : (g r) {{}} d h = model.layers.{{i}}.self_attn.o_proj.weight : h (g r d)
+"""
+MIXTRAL = """
+    decoder.layers.self_attention.query.kernel : h {} (g r) d
+        = model.layers.{i}.self_attn.q_proj.weight : (g r d) h * over_root(d)
+    decoder.layers.self_attention.<key|value>.kernel : h {} g d
+        = model.layers.{i}.self_attn.<k|v>_proj.weight : (g d) h
+    decoder.layers.self_attention.out.kernel : (g r) {} d h = model.layers.{i}.self_attn.o_proj.weight : h (g r d)
+    decoder.layers.MoeBlock_0.gate.kernel : h {} e = model.layers.{i}.block_sparse_moe.gate.weight : e h
+    decoder.layers.MoeBlock_0.<wi_0|wi_1|wo> : e {} h f, e {} h f, e {} f h
+        = model.layers.{i}.block_sparse_moe.experts.{e}.<w1|w3|w2>.weight : f h, f h, h f
 """
 MLP = """
     decoder.layers.mlp.<wi_0|wi_1|wo>.kernel : h {} f, h {} f, f {} h

@@ -32,8 +32,9 @@ from ckpt_tool.algebra.pattern import Pattern, pattern
 from ckpt_tool.algebra.term import Name, Term
 from ckpt_tool.errors import UsageError
 
-# a whole part between dots, as `%d` would print it, or the number of a shard (`embedding.shard_3.weight`) or of MaxText's layer (`layers_3`)
-_NUMBER = re.compile(r"(?:(?<![^.])|(?<=\.shard_)|(?<=layers_))(0|[1-9][0-9]{0,17})(?![^.])")
+# a whole part between dots, as `%d` would print it, or the number of a shard (`embedding.shard_3.weight`), of MaxText's layer (`layers_3`)
+# or of Gemma's (`transformer/layer_3/attn`)
+_NUMBER = re.compile(r"(?:(?<![^.])|(?<=\.shard_)|(?<=layers_)|(?<=layer_))(0|[1-9][0-9]{0,17})(?![^./])")
 _EACH = re.compile(r"\[([^\[\]]*\|[^\[\]]*)\]")
 _LAYER = re.compile(r"layers\.[^.]*\.")
 _ROOT = re.compile(r"(?<![\w.])(?:model|transformer)\.")

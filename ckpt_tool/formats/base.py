@@ -158,10 +158,10 @@ class Format(Protocol):
 
 @runtime_checkable
 class Hashing(Protocol):
-    """A format with a file that states the hashes of others, of which large ones are left to `ckpt verify`."""
+    """A format whose files state hashes, of others or their own, of which some are left to `ckpt verify`."""
 
     def hashed(self, tree: Tree) -> frozenset[str]:
-        """The files whose hash is stated."""
+        """The files whose hash is stated and covers all of them."""
         ...
 
     def late_faults(self, tree: Tree) -> Iterator[CkptError]:

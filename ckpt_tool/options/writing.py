@@ -31,7 +31,7 @@ SHARDINGS = ("v1", "v2")  # what Paddle calls its stages of sharding: whole tens
 SPECS = ("local", "te")  # Megatron's layers: of its own modules, of Transformer Engine's
 # of one system's names, by another tool for it or for another form of the model -> whose names they are
 VARIANTS = {"megatron-swift": "megatron", "maxtext-unscanned": "maxtext", "torchtune-0.6": "torchtune"}
-DIALECTS = ("hf", "megatron", "paddle", "meta", "gguf", "torchtune", "olmo-core", "maxtext", *VARIANTS, "keep")
+DIALECTS = ("hf", "megatron", "paddle", "meta", "gguf", "torchtune", "olmo-core", "maxtext", "gemma", *VARIANTS, "keep")
 EXPERTS = ("split", "fused")  # layouts of a layer's experts in the hub's files: one by one, stacked in one tensor
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "tq1_0", "tq2_0", "mxfp4")
 DEVICES = ("cpu", "cuda")

@@ -1,6 +1,6 @@
-"""Recipes of one input: the same values, a number added, rows of zeros behind.
+"""Recipes of one input: the same values, each value changed, rows of zeros behind.
 
-    Plus(key, (4096,), (Input(norm, tree),), "add 1", 1.0)      zero-centred norms as plain ones
+    Changed(key, (4096,), (Input(norm, tree),), "add(1)", (ElementMap("add", 1),))      zero-centred norms as plain ones
     Grown(key, (128, 8), (Input(embedding, tree),), "to 128 rows")   a vocabulary of 100 rows in 128
 
 All in fp32: bf16 and fp16 values go through it and back without a change. See `run.computed`.
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ckpt_tool.algebra.element_map import ElementMap
 from ckpt_tool.run.computed import Floats, Read, Recipe
 
 
@@ -24,13 +25,16 @@ class Unchanged(Recipe):
 
 
 @dataclass(frozen=True, eq=False)
-class Plus(Recipe):
-    """The input's values and a number, added in fp32."""
+class Changed(Recipe):
+    """The input's values, each one through the maps, in fp32."""
 
-    by: float
+    maps: tuple[ElementMap, ...]
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
-        return read(0, start, stop).astype(np.float32) + np.float32(self.by)
+        out: Floats = read(0, start, stop).astype(np.float32)
+        for each in self.maps:
+            out = each(out)
+        return out
 
 
 @dataclass(frozen=True, eq=False)

@@ -76,6 +76,16 @@ def config_of(family: str, **change: Any) -> dict[str, Any]:
     return {**named, **whole}
 
 
+def as_it_has_them(dialect: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a model that the dialect's system has: MaxText's layers of experts are all alike, and without those
+    of multi-token prediction; Gemma's library has no head."""
+    if dialect.startswith("maxtext"):
+        return {**config, "mlp_only_layers": [], "num_nextn_predict_layers": 0}
+    if dialect != "gemma":
+        return config
+    return {**config, "tie_word_embeddings": True}
+
+
 def random_config(family: str, seed: int, **change: Any) -> dict[str, Any]:
     """Odd sizes that the real class takes: heads divide the hidden size, and rotary halves a head."""
     rng = random.Random(seed)

@@ -6,7 +6,7 @@ import random
 import re
 
 import pytest
-from family_models import config_of, hub_shapes
+from family_models import as_it_has_them, config_of, hub_shapes
 
 from ckpt_tool.families.completeness import _decoders, missing, strange
 from ckpt_tool.families.models import FAMILIES
@@ -28,8 +28,7 @@ def names_in(family, dialect, config):  # type: ignore[no-untyped-def]
 def test_whole_models_lack_nothing(family, dialect):  # type: ignore[no-untyped-def]
     tiny = family.part(family.tiny) or family.tiny
     config = config_of(family.name, num_hidden_layers=max(4, tiny.get("num_hidden_layers", 4)))
-    if dialect.startswith("maxtext"):  # whose layers of experts are all alike, and without those of prediction
-        config |= {"mlp_only_layers": [], "num_nextn_predict_layers": 0}
+    config = as_it_has_them(dialect, config)
     names = names_in(family, dialect, config)
     assert missing(family, dialect, names, config) == [] and strange(family, dialect, names) == []
     assert missing(family, dialect, names, None) == []
@@ -40,7 +39,7 @@ def test_whole_models_lack_nothing(family, dialect):  # type: ignore[no-untyped-
     norms = [
         name
         for name in names
-        if re.fullmatch(rf"([a-z0-9_]+\.)*?({LAST_NORMS})\.(weight|scale)", name)
+        if re.fullmatch(rf"([a-z0-9_]+[./])*?({LAST_NORMS})\.(weight|scale)", name)
         and not re.search(r"\.\d+\.", name)
         and instances(family.table(dialect).left, [name])[0]
         and _module(name) in {_module(f"{front}0") for front in _decoders(family.table(dialect))} | {"lm_head."}

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from family_models import NAMES, config_of, hub_shapes
+from family_models import NAMES, as_it_has_them, config_of, hub_shapes
 
 from ckpt_tool.errors import CkptError, InputError, UsageError
 from ckpt_tool.families.models import FAMILIES, family_of, family_of_class, known_family
@@ -31,9 +31,7 @@ TWO_LAYOUTS = [  # of a gated delta net
 
 
 def shapes_in(name: str, dialect: str) -> dict[str, tuple[int, ...]]:
-    config = config_of(name)
-    if dialect.startswith("maxtext"):  # whose layers of experts are all alike
-        config |= {"mlp_only_layers": []}
+    config = as_it_has_them(dialect, config_of(name))
     shapes = hub_shapes(name, config)
     if dialect == "hf":
         return shapes

@@ -166,6 +166,23 @@ def test_keys_of_prngs_are_named(tmp_path):
         opened(tmp_path / "in")
 
 
+@pytest.mark.parametrize("name", ["adamw_ocdbt_zarr2", "manager"])
+def test_what_a_process_left_is_looked_at_by_verify(name, tmp_path, capsys):
+    """Nothing reads the manifest of one process once there is that of all: damage of it is no loss, but a sign."""
+    out = tmp_path / "tree"
+    shutil.copytree(CASES / name, out)
+    assert run(["verify", str(out), "-q"]) == 0
+    (left,) = out.rglob("ocdbt.process_0/manifest.ocdbt")
+    raw = bytearray(left.read_bytes())
+    raw[-9] ^= 1
+    left.write_bytes(raw)
+    capsys.readouterr()
+    assert run(["verify", str(out)]) == 1
+    said = "".join(capsys.readouterr())
+    assert "E2751" in said and "the stored CRC-32C is" in said
+    assert run(["convert", str(out), str(tmp_path / "read"), "--to", "sharded", "-q"]) == 0
+
+
 def test_metrics_of_a_manager(tmp_path):
     shutil.copytree(CASES / "manager/checkpoint_00000003", tmp_path / "in")
     (tmp_path / "in/metrics").mkdir()

@@ -61,7 +61,7 @@ FAMILY = Family(
                 = model.layers.{i}.attention.<kv_a_proj_with_mqa|dense>.bias : b, h if not linear
         """,
     },
-    unmapped="mcore-bridge maps an older model of this name, Ling 2.5",
+    unmapped={"megatron": "mcore-bridge maps an older model of this name, Ling 2.5"},
     tiny={"num_key_value_heads": 6, "num_experts": 4, "moe_intermediate_size": 5, "num_shared_experts": 2, "layer_group_size": 2,
           "first_k_dense_replace": 1, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
           "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "pad_token_id": None, "eos_token_id": None},

@@ -3,7 +3,7 @@
 Megatron: plain layers with --apply-layernorm-1p (Megatron-Bridge, models/gemma/gemma_bridge.py); see gemma2 on the norms.
 """
 
-from ckpt_tool.families import gguf, hub, megatron, trainers
+from ckpt_tool.families import gemma_library, gguf, hub, megatron, trainers
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import GEMMA, ModelClass
 
@@ -26,5 +26,6 @@ FAMILY = Family(
         "megatron": megatron.TIED + megatron.NORMS + megatron.ATTENTION + megatron.QKV_BIAS + megatron.PROJ_BIAS + megatron.MLP,
         "gguf": gguf.GEMMA,
         "torchtune": trainers.TUNE + trainers.TUNE_ROTARY,
+        "gemma": gemma_library.GEMMA,
     },
 )  # fmt: skip

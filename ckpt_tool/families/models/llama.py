@@ -1,6 +1,6 @@
 """Llama 1 to 3, Mistral and the text of Ministral 3. Paddle: PaddleFormers 1.2.0 and PaddleNLP 3.0.0b4, transformers/llama/modeling.py."""
 
-from ckpt_tool.families import gguf, hub, megatron, meta, trainers
+from ckpt_tool.families import gguf, hub, maxtext, megatron, meta, trainers
 from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
@@ -51,5 +51,6 @@ FAMILY = Family(
             model.layers.{i}.mlp.gate_up_fused_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
         """,
         "paddle-nlp": Variant("paddle", root="llama.", over=NLP_HEAD),
+        **maxtext.both(maxtext.MODEL + maxtext.NORMS + maxtext.LLAMA + maxtext.MLP),
     },
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Mixtral. Paddle: PaddleNLP 3.0.0b4, transformers/mixtral/modeling.py; PaddleFormers has none."""
 
-from ckpt_tool.families import gguf, hub, megatron, meta
+from ckpt_tool.families import gguf, hub, maxtext, megatron, meta
 from ckpt_tool.families.base import DECODER, FUSED_MIXTRAL_EXPERTS, NLP_HEAD, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
@@ -36,6 +36,7 @@ FAMILY = Family(
             model.layers.{i}.block_sparse_moe.experts.{e}.<w1|w3>.weight : h f = : f h
             model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : f h = : h f
         """, root="mixtral.", over=NLP_HEAD),
+        **maxtext.both(maxtext.MODEL + maxtext.NORMS + maxtext.MIXTRAL),
     },
     tiny={"num_local_experts": 3},
 )  # fmt: skip

@@ -71,8 +71,8 @@ FAMILY = Family(
                 = model.layers.{i}.share_expert.<gate|up|down>_proj.weight : s h, s h, h s
         """),
     },
-    unmapped="Megatron-Bridge repeats its gates' rows where Megatron-Core has no gate a head (0.19.2, main of 2026-08-22),"
-             " which no way back undoes once a job has trained them",
+    unmapped={"megatron": "Megatron-Bridge repeats its gates' rows where Megatron-Core has no gate a head (0.19.2, main of 2026-08-22),"
+             " which no way back undoes once a job has trained them"},
     tiny={"text_config": {"n_routed_experts": 4, "moe_intermediate_size": 5, "share_expert_dim": 7, "num_experts_per_tok": 2,
                           "num_sliding_attention_heads": 8, "sliding_window": 4, "pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 1,
                           "moe_layers_enum": "1,3", "attention_bias": False},

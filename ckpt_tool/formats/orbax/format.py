@@ -11,7 +11,8 @@ Specification (orbax-checkpoint 0.12.8 `_src/metadata/tree.py`, `_src/serializat
 * Items, steps, runs and `_METADATA`: `formats.orbax.items`. Names and states: `formats.orbax.names`.
 * An array's name is its path joined by dots, which may be ambiguous, so the path is `_METADATA`'s. With
   `manifest.ocdbt` the arrays are keys of the database (`storage.ocdbt`), whose B-tree leads into `ocdbt.process_N/d/`;
-  what these folders have of their own is left over. Without, an array is a folder of that name.
+  what these folders have of their own is left over, and `ckpt verify` alone looks at it. Without, an array is a folder
+  of that name.
 * `use_zarr3` says which version of zarr (`storage.zarr`). Chunks are the shards of the job's devices, cut again for
   what was replicated: any sharding is just a grid, so there is no mesh to read.
 * A chunk that is not there holds the fill value, unless `store_array_data_equal_to_fill_value`: then it is lost.
@@ -26,12 +27,14 @@ What it does not do: run code, read `_sharding`; write plain folders, or compres
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions, Specificity
-from ckpt_tool.formats.orbax.items import TEMPORARY, files, steps
+from ckpt_tool.formats.orbax.items import TEMPORARY, files, processes, steps
+from ckpt_tool.storage.ocdbt import MANIFEST, read_keys
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:  # reading needs none of these
@@ -68,6 +71,19 @@ class _Orbax:
         from ckpt_tool.formats.orbax.read import read_tree
 
         return read_tree(tree)
+
+    def hashed(self, tree: Tree) -> frozenset[str]:
+        """The manifests of processes, which hold a CRC-32C of themselves."""
+        return frozenset(f"{folder}{MANIFEST}" for folder in processes(tree, steps(tree)))
+
+    def late_faults(self, tree: Tree) -> Iterator[CkptError]:
+        """What is damaged in databases of processes (CorruptFile E2751, Incomplete), of which nothing else reads the
+        manifest and the nodes."""
+        for folder in processes(tree, steps(tree)):
+            try:
+                read_keys(tree, folder)
+            except CkptError as fault:
+                yield fault
 
     def fit(
         self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish

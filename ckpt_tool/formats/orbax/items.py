@@ -29,6 +29,7 @@ METADATA, STEP_METADATA, STRINGS = "_METADATA", "_CHECKPOINT_METADATA", "_string
 JSON_ITEM, METRICS_ITEM = "metadata", "metrics"  # the file of a JSON item; that of the manager's metrics is another
 DAMAGED, UNFINISHED = "E2755", "E2756"
 TEMPORARY = ".orbax-checkpoint-tmp"
+_PROCESS = re.compile(rf"ocdbt\.process_\d+/{re.escape(MANIFEST)}")
 _STEP = re.compile(r"(?:.*[_\-])?\d+")
 _LIMIT, _VALUES = 256 << 20, 20_000_000  # bytes, JSON values: a leaf has some 12
 _JSON_LIMIT = 16 << 20
@@ -96,6 +97,17 @@ def files(tree: Tree, found: Sequence[Step]) -> tuple[str, ...]:
         for path in tree.listing()
         if path.startswith(folders) and not ("/" not in path and is_sidefile(path)) or path in above
     )
+
+
+def processes(tree: Tree, found: Sequence[Step]) -> list[str]:
+    """The folders in which processes of the job had a database each, before the one above them was made of all."""
+    folders = [f"{step.folder}{item}/" if item else step.folder for step in found for item in step.items]
+    return [
+        path.removesuffix(MANIFEST)
+        for path in tree.listing()
+        for folder in folders
+        if _PROCESS.fullmatch(path.removeprefix(folder)) and path.startswith(folder)
+    ]
 
 
 def chosen_step(tree: Tree) -> Step:

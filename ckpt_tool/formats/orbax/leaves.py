@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.target import Wanted
-from ckpt_tool.core.tensor import EXTRAS, STEP, Chunk, LogicalTensor, Path, TensorKey
+from ckpt_tool.core.tensor import EXTRAS, MODEL, STEP, Chunk, LogicalTensor, Path, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import Fitted
 from ckpt_tool.formats.orbax.items import EMPTY, STRING
-from ckpt_tool.formats.orbax.names import MAXTEXT, OPTAX, Trees, name_leaves
+from ckpt_tool.formats.orbax.names import BARE, MAXTEXT, OPTAX, Trees, name_leaves
 from ckpt_tool.formats.orbax.read import CUSTOM, METRICS, PLAIN
 
 CLASH, UNLIKE_STEPS = "E2757", "E2758"
@@ -111,7 +111,7 @@ def _is_scalar(shape: tuple[int, ...], dtype: DType) -> bool:
 def laid_out(wanted: Wanted) -> Laid:
     """Every leaf of the output. Raises UsageError E2757 where two want one place."""
     hint = wanted.hints.get(Trees)
-    laid = Laid(hint or (MAXTEXT if (wanted.hints.dialect or "").startswith("maxtext") else OPTAX))
+    laid = Laid(hint or _at_home(wanted))
     extras: dict[str, Any] = dict(wanted.extras)
     if hint is not None:
         laid.json = {name: extras.pop(name) for name in hint.json if name in extras and hint.items}
@@ -129,6 +129,14 @@ def laid_out(wanted: Wanted) -> Laid:
     if left_out:
         laid.notes = (f"left out, because no leaf of a tree holds it: {', '.join(left_out[:20])}",)
     return laid
+
+
+def _at_home(wanted: Wanted) -> Trees:
+    """Where the system whose names they are hangs its leaves."""
+    system = (wanted.hints.dialect or "").partition("-")[0]
+    if system == "gemma" and all(tensor.key.state == MODEL for tensor in wanted.tensors):
+        return BARE
+    return MAXTEXT if system == "maxtext" else OPTAX
 
 
 def _rows(wanted: Wanted, hint: Trees, extras: Mapping[str, Any], *, known: bool) -> tuple[list[Row], list[str]]:

@@ -71,6 +71,7 @@ class Trees(Hint):
 OPTAX = Trees((), (_PARAMS,), ("opt_state", 0))  # of a source that is no tree: flax's TrainState with `optax.adamw`
 
 MAXTEXT = Trees((), (_PARAMS, _PARAMS), ("opt_state", 0), ("items",))  # of MaxText's own TrainState, in its step's item
+BARE = Trees((), (), ("opt_state", 0))  # of weights alone, as Gemma's library has them
 
 
 class Named(NamedTuple):
