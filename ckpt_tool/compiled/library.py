@@ -29,7 +29,7 @@ import threading
 from collections.abc import Sequence
 from ctypes import c_double, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from ckpt_tool.compiled import cache
 from ckpt_tool.errors import CkptError
 
 Array = np.ndarray[Any, np.dtype[Any]]
+T = TypeVar("T")
 
 SOURCE = Path(__file__).with_name("blocks.c")
 # No fast-math, no contraction: the bits are stated in the source.
@@ -45,8 +46,7 @@ FLAGS = (
     *("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
-WORTH = 256 << 20  # bytes of work from which a compilation pays for itself within the run
-VARIABLE = "CKPT_COMPILED"
+WORTH = 256 << 20  # bytes of work
 _KINDS = {"F32": 0, "BF16": 1}
 KINDS = frozenset(_KINDS)  # dtypes that the calls know
 _CODES = {"F8_E4M3": 0, "I8": 1, "I32": 2, "U8": 3}  # by the dtype that holds them: the last two of four bits
@@ -210,37 +210,50 @@ class Library:
 # -- one for a process -------------------------------------------------------------------------------------------------
 
 
-class _Shelf:
-    """The process's library, and how it came to it."""
+class Shelf(Generic[T]):
+    """The process's library of one source, and how it came to it."""
+
+    source: Path
+    worth: int  # bytes of work from which a compilation pays for itself within the run
 
     def __init__(self) -> None:
-        self.library: Library | None = None
+        self.library: T | None = None
         self._asked = 0
         self._looked = self._building = False
         self._lock = threading.Lock()
 
-    def ready(self, nbytes: int) -> Library | None:
+    def load(self, path: Path) -> T:
+        """The calls. Raises OSError where the loader refuses."""
+        raise NotImplementedError
+
+    def trial(self, library: T) -> str:
+        """What it makes otherwise than the road beside it, in words, "" for nothing."""
+        raise NotImplementedError
+
+    def ready(self, nbytes: int, *, wait: bool = False) -> T | None:
+        """The library, None while there is none. nbytes: of work that the caller is about to do. wait: until it is
+        compiled, where that pays."""
         if self.library is not None or self._building:
             return self.library
         with self._lock:
             if not self._looked:
-                self._looked, self._choice = True, os.environ.get(VARIABLE, "")
+                self._looked, self._choice = True, os.environ.get(compiled.VARIABLE, "")
                 if self._choice != "off":
                     self._look()
             self._asked += nbytes
-            due = self._choice == "on" or self._asked >= WORTH and self._choice != "off"
+            due = self._choice == "on" or self._asked >= self.worth and self._choice != "off"
             if self.library is not None or self._building or not due:
                 return self.library
             self._building = True
             worker = threading.Thread(target=self._build, name="ckpt-compile")  # a run that ends first waits for it
             worker.start()
-        if self._choice == "on":
+        if wait or self._choice == "on":
             worker.join()
         return self.library
 
     def _look(self) -> None:
         try:
-            kept = cache.look_up(cache.folder(), key(SOURCE.read_bytes()))
+            kept = cache.look_up(cache.folder(), key(self.source.read_bytes()))
             if kept is not None:
                 self._load(kept)
         except (CkptError, OSError, cache.Refused) as e:
@@ -248,20 +261,31 @@ class _Shelf:
 
     def _build(self) -> None:
         try:
-            self._load(built())
+            self._load(built(self.source))
         except (CkptError, OSError, subprocess.SubprocessError) as e:
             self._refuse(str(e))
 
     def _load(self, kept: cache.Kept) -> None:
-        library = Library(kept.through())
-        if wrong := _trial(library):
+        library = self.load(kept.through())
+        if wrong := self.trial(library):
             self._building = True  # and not built again
-            self._refuse(f"on this machine {wrong} differ from NumPy's")
+            self._refuse(f"on this machine {wrong}")
         else:
             self.library = library
 
     def _refuse(self, why: str) -> None:
         compiled.notes[:] = [f"compiled blocks are not used: {why}"]
+
+
+class _Shelf(Shelf[Library]):
+    source, worth = SOURCE, WORTH
+
+    def load(self, path: Path) -> Library:
+        return Library(path)
+
+    def trial(self, library: Library) -> str:
+        wrong = _trial(library)
+        return f"{wrong} differ from NumPy's" if wrong else ""
 
 
 _shelf = _Shelf()
@@ -293,12 +317,13 @@ def _features() -> str:
     return "\n".join(line for line in text.splitlines() if line.split(":")[0].strip() in names)
 
 
-def built() -> cache.Kept:
-    """The library, compiled into the cache unless it is there. Raises CkptError, OSError, SubprocessError."""
+def built(path: Path = SOURCE) -> cache.Kept:
+    """The library of a source, compiled into the cache unless it is there. Raises CkptError, OSError,
+    SubprocessError."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))), None)
     if compiler is None:
         raise FileNotFoundError("no C compiler on the PATH")
-    source = SOURCE.read_bytes()  # once: an upgrade may replace it meanwhile
+    source = path.read_bytes()  # once: an upgrade may replace it meanwhile
     (place, _), name = cache.place_to_build(), key(source)
     with cache.lock(place, name, _SECONDS):
         try:

@@ -200,7 +200,7 @@ def _parts(tensor: LogicalTensor) -> dict[tuple[Any, ...], str]:
 
 def _fault_of(tensor: LogicalTensor) -> CkptError | None:
     chunks = tensor.chunks
-    if len(chunks) == 1 and chunks[0].box.shape == tensor.shape and not any(chunks[0].box.offset):
+    if len(chunks) == 1 and chunks[0].box.shape == tensor.shape and not any(chunks[0].box.offset) or _in_bands(tensor):
         return None
     name = str(tensor.key)
     for chunk in chunks:
@@ -233,6 +233,20 @@ def _fault_of(tensor: LogicalTensor) -> CkptError | None:
             hint="a rank's file is missing or the save was cut short",
         )
     return None
+
+
+def _in_bands(tensor: LogicalTensor) -> bool:
+    """Do the chunks follow one another along dim 0, each as wide as the tensor, up to its end? Such tile it, and are
+    what most tensors of many ranks consist of."""
+    if not tensor.shape:
+        return False
+    at, corner, width = 0, (0,) * (len(tensor.shape) - 1), tensor.shape[1:]
+    for box, _, _, replica in tensor.chunks:
+        offset, shape = box
+        if replica or offset[:1] != (at,) or offset[1:] != corner or shape[1:] != width or shape[:1] <= (0,):
+            return False
+        at += shape[0]
+    return at == tensor.shape[0]
 
 
 def mark_replicas(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.storage.pickle_builders import BUILDERS
@@ -28,6 +28,11 @@ from ckpt_tool.storage.pickle_calls import build_state, call, dict_of, list_of
 from ckpt_tool.storage.pickle_globals import BACK_REFERENCES, GETATTR, RECORDS, canonical, full_name, tier
 from ckpt_tool.storage.pickle_opcodes import HANDLERS
 from ckpt_tool.storage.pickle_values import GlobalUse, Misuse, MoreWanted, Record, StorageRef, safe_key
+
+if TYPE_CHECKING:
+    from collections.abc import Set
+
+    from ckpt_tool.storage.pickle_rows import Rows
 
 MARK_LIMIT = 1000
 NAME_LIMIT = 10_000  # distinct globals of one pickle
@@ -42,7 +47,7 @@ class Machine:
 
     data: the stream, or a window of it that `refill(offset, nbytes)` replaces. origin: offset (bytes, in the file) of
     data[0]. end: offset (bytes, in the file) where the stream may end at most. span_from: byte strings at least this
-    long become Spans; 0: none do. places: shorter ones become Placed.
+    long become Spans; 0: none do. places: shorter ones become Placed. rows: what takes rows as columns (`pickle_rows`).
     """
 
     __slots__ = (
@@ -53,16 +58,19 @@ class Machine:
         "data",
         "end",
         "good_getattr",
+        "handlers",
         "items",
         "longest",
         "memo",
         "meta",
+        "odd",
         "opcodes",
         "origin",
         "places",
         "pos",
         "protocol",
         "refill",
+        "rows",
         "size",
         "span_from",
         "stack",
@@ -84,6 +92,7 @@ class Machine:
         span_from: int = 0,
         refill: Callable[[int, int], bytes] | None = None,
         places: bool = False,
+        rows: Rows | None = None,
     ) -> None:
         self.data = data
         self.places = places
@@ -101,7 +110,12 @@ class Machine:
         self.stopped = False
         self.stack: list[Any] = []
         self.meta: list[list[Any]] = []
-        self.memo: list[Any] = []
+        self.rows = rows
+        self.memo: Any = [] if rows is None else rows.memo
+        self.handlers = HANDLERS if rows is None else rows.handlers
+        self.odd: Set[str] = (
+            BACK_REFERENCES.keys() if rows is None else rows.watched
+        )  # classes whose BUILD is no plain one
         self.symbols: dict[tuple[str, str], Symbol] = {}
         self.storages: dict[str, StorageRef] = {}  # by key
         self.size: Symbol | None = None  # the symbol of torch.Size
@@ -154,6 +168,7 @@ class Machine:
         count, at = self.count, self.at
         extra = 0  # opcodes beyond one a turn, where a common run of them is taken in one step
         starts = data.startswith
+        rows, handlers, odd = self.rows, self.handlers, self.odd
         try:
             for count in range(self.count, self.opcodes):
                 at = pos
@@ -237,10 +252,13 @@ class Machine:
                     state = stack.pop()
                     made = stack[-1]
                     plain = type(made) is Record and made.state is None and type(state) is dict
-                    if plain and made.name not in BACK_REFERENCES:
+                    if plain and made.name not in odd:
                         made.state = state
-                    else:
-                        build_state(self, made, state)
+                        continue
+                    build_state(self, made, state)
+                    if rows is not None and type(made) is Record:
+                        self.stack, self.pos, self.count = stack, pos, count + extra
+                        extra, pos = extra + rows.take(self), self.pos
                     continue
                 elif op == 0x75:  # SETITEMS
                     items = stack
@@ -302,7 +320,7 @@ class Machine:
                     pos += 4
                     continue
                 self.stack, self.at, self.count = stack, at, count + extra
-                pos = HANDLERS[op](self, pos)
+                pos = handlers[op](self, pos)
                 if self.stopped:
                     return
                 stack = self.stack

@@ -113,6 +113,21 @@ class MissingField(CorruptFile, AttributeError):
     default_code = "E0378"
 
 
+class Irregular(Exception):
+    """A pickle does something with its rows that columns have no answer to: read it without."""
+
+
+class Run:
+    """Rows that were taken as columns (`pickle_rows`), in place of one of their objects. columns: by name, a value a
+    row."""
+
+    __slots__ = ("columns", "rows")
+
+    def __init__(self, rows: int, columns: dict[str, list[Any]]) -> None:
+        self.rows = rows
+        self.columns = columns
+
+
 class Record:
     """An object of a known class: `name` (module.class), `args`, `state`, and its fields as attributes.
 
@@ -301,7 +316,7 @@ def _safe_part(key: Any, room: list[int]) -> Any:
         if len(key) > KEY_LIMIT:
             raise Misuse(f"a dict key of {len(key)} characters, want at most {KEY_LIMIT}", "E0369")
         return key
-    if kind in SCALARS or kind is Record or kind is Symbol or kind is frozenset:
+    if kind in SCALARS or kind is Record or kind is Symbol or kind is frozenset or kind is Run:
         return key
     if kind is tuple:
         return tuple(_safe_part(item, room) for item in key)

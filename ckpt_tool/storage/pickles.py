@@ -34,6 +34,7 @@ from ckpt_tool.storage.pickle_machine import LONG_TEXT, Machine
 from ckpt_tool.storage.pickle_values import (
     UNSAFE,
     GlobalUse,
+    Irregular,
     MissingField,
     Misuse,
     NumpyArray,
@@ -48,6 +49,7 @@ from ckpt_tool.storage.pickle_values import (
 )
 
 if TYPE_CHECKING:
+    from ckpt_tool.storage.pickle_rows import Rows
     from ckpt_tool.storage.source import Tree
 
 __all__ = [
@@ -113,12 +115,14 @@ def load_file(
     span_from: int = 4096,
     opcodes: int = OPCODE_LIMIT,
     places: bool = False,
+    rows: Rows | None = None,
 ) -> Pickled:
     """Read one pickle from bytes [start, start + nbytes) of a file without reading its large byte strings.
 
     A byte string of `span_from` bytes or more becomes `Span(offset in the file, nbytes)` and is never read (a window
     of up to 1 MiB may touch its ends), so that a `.pdparams` of many GB costs a few KiB a tensor; 0 reads them all.
     places: shorter ones remember where they lie, so that every NumPy array's data is a Span.
+    rows: what takes rows as columns; a pickle too odd for it raises Irregular.
     path: relative to the tree. Raises as `load` does.
     """
     size = tree.size(path)
@@ -131,7 +135,9 @@ def load_file(
             offset=min(max(start, 0), size),
             hint="the file is cut short: compare its size with the source",
         )
-    machine = machine_of(tree, path, start=start, end=end, span_from=span_from, opcodes=opcodes, places=places)
+    machine = machine_of(
+        tree, path, start=start, end=end, span_from=span_from, opcodes=opcodes, places=places, rows=rows
+    )
     return _execute(machine, tree.display(path), None, multi=multi)
 
 
@@ -144,6 +150,7 @@ def machine_of(
     span_from: int = 4096,
     opcodes: int = OPCODE_LIMIT,
     places: bool = False,
+    rows: Rows | None = None,
 ) -> Machine:
     """The machine over bytes [start, end) of a file, a window at a time."""
     window = [4096]
@@ -156,7 +163,9 @@ def machine_of(
         return tree.read(path, offset, min(max(wanted, window[0]), end - offset))
 
     first = tree.read(path, start, min(1 << 16, end - start))
-    return Machine(first, origin=start, end=end, opcodes=opcodes, span_from=span_from, refill=refill, places=places)
+    return Machine(
+        first, origin=start, end=end, opcodes=opcodes, span_from=span_from, refill=refill, places=places, rows=rows
+    )
 
 
 def load_many(tree: Tree, path: str, count: int, *, start: int = 0) -> list[Pickled]:
@@ -251,7 +260,10 @@ def _execute(machine: Machine, path: str, member: str | None, *, multi: bool) ->
     try:
         value = machine.run()
         stream = machine.origin + machine.pos - machine.start
-        _check_shape(value, machine.count + 1, stream, texts=machine.longest > LONG_TEXT)
+        if not _is_slight(value, machine.count + 1, texts=machine.longest > LONG_TEXT):
+            if machine.rows is not None:
+                raise Irregular
+            _check_shared(value, 100_000 + 16 * (machine.count + 1), (1 << 22) + 16 * stream)
     except Misuse as e:
         raise _fault(e, machine, path, member) from e
     uses = machine.verdicts()
@@ -345,12 +357,13 @@ def _holds_tensor(value: Any) -> bool:
     return False
 
 
-def _check_shape(value: Any, opcodes: int, nbytes: int, *, texts: bool) -> None:
-    """Raise Misuse E0370 when the value holds itself, nests too deep or would be huge written out.
+def _is_slight(value: Any, opcodes: int, *, texts: bool) -> bool:
+    """Is it clear at a glance that the value does not hold itself, nests no deeper than it may and is not huge written
+    out? Else `_check_shared` finds out.
 
-    opcodes, nbytes: of the stream. texts: does it hold strings long enough to matter?
+    opcodes: of the stream. texts: does it hold strings long enough to matter?
     Level by level through containers alone. A value without sharing has no more parts than opcodes; one that shares
-    gets the exact count instead.
+    gets the exact count instead. Runs have no parts here: each has fewer than its rows' opcodes.
     """
     budget = 2 * opcodes + 1000
     level, depth = ([value] if type(value) in _INSIDE else []), 0
@@ -376,12 +389,12 @@ def _check_shape(value: Any, opcodes: int, nbytes: int, *, texts: bool) -> None:
             if budget < 0:
                 break
         level = below
-    if level or budget < 0:
-        _check_shared(value, 100_000 + 16 * opcodes, (1 << 22) + 16 * nbytes)
+    return not level and budget >= 0
 
 
 def _check_shared(value: Any, most_parts: int, most_text: int) -> None:
-    """The exact check, each container once: depth, parts and characters of the value written out, cycles included."""
+    """Raise Misuse E0370 when the value holds itself, nests too deep or would be huge written out: each container
+    once."""
     depth: dict[int, int] = {}
     size: dict[int, int] = {}
     text: dict[int, int] = {}

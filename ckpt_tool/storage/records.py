@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections.abc import Iterable
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,6 +48,11 @@ class Met:
         """A zip lies in bytes [start, start + nbytes) of file `path`."""
         with self._lock:
             self._zips.setdefault(path, {})[Extent(start, nbytes)] = None
+
+    def several(self, path: str, zips: Iterable[Extent]) -> None:
+        """The same of many."""
+        with self._lock:
+            self._zips.setdefault(path, {}).update(dict.fromkeys(zips))
 
     def zips(self, path: str) -> list[Extent]:
         """The zips in a file, in the order in which they lie."""

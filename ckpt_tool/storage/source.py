@@ -417,9 +417,13 @@ class Tree:
             nbytes -= len(part)
             at += len(part)
         data = parts[0] if len(parts) == 1 else b"".join(parts)
-        with self._lock:
-            self.bytes_read += len(data)
+        self.count(len(data))
         return data
+
+    def count(self, nbytes: int) -> None:
+        """So many bytes were read through a descriptor."""
+        with self._lock:
+            self.bytes_read += nbytes
 
     def size_within(self, path: str, *, limit: int) -> int:
         """Size in bytes, refused when larger than `limit`."""

@@ -254,7 +254,6 @@ def test_a_library_with_other_bits_is_not_used(
     monkeypatch.setenv("CKPT_COMPILED", "on")
     monkeypatch.setattr(compiled, "_trial", lambda found: "sums")
     made = compiled._Shelf()
-    monkeypatch.setattr(compiled, "built", lambda: None)
     monkeypatch.setattr(made, "_look", lambda: None)
     monkeypatch.setattr(compiled, "Library", lambda path: library)
 
@@ -262,7 +261,7 @@ def test_a_library_with_other_bits_is_not_used(
         def through(self) -> Path:
             return tmp_path
 
-    monkeypatch.setattr(compiled, "built", Kept)
+    monkeypatch.setattr(compiled, "built", lambda source: Kept())
     assert made.ready(1) is None and "sums differ from NumPy's" in notes[0]
 
 

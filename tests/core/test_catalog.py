@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
+from ckpt_tool.core import catalog as catalog_module
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Catalog, Row, faults_of, mark_replicas
 from ckpt_tool.core.dtype import DTYPES
@@ -188,3 +189,28 @@ def test_a_grid_of_thousands_of_ranks_is_checked_quickly() -> None:
     boxes = [Box((4 * i, 8 * j), (4, 8)) for i in range(64) for j in range(64)]
     random.Random(1).shuffle(boxes)
     catalog(tensor("w", (256, 512), boxes)).check()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bands_are_judged_as_all_other_boxes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bands along dim 0 that tile a tensor, and what is left of them after a box was moved, cut, left out or copied."""
+    rng = random.Random(seed)
+    dims = rng.randrange(1, 4)
+    width, heights = tuple(rng.randrange(3) for _ in range(dims - 1)), [rng.randrange(1, 4) for _ in range(5)]
+    boxes = [Box((sum(heights[:i]), *(0,) * (dims - 1)), (n, *width)) for i, n in enumerate(heights)]
+    shape = (sum(heights), *width)
+    assert catalog_module._in_bands(tensor("w", shape, boxes))
+    for _ in range(40):
+        some = list(boxes)
+        at, d = rng.randrange(5), rng.randrange(dims)
+        offset, extent = list(some[at].offset), list(some[at].shape)
+        offset[d], extent[d] = offset[d] + rng.choice([0, 0, 1, -1]), extent[d] + rng.choice([0, 0, 1, -1])
+        some[at] = Box(tuple(offset), tuple(extent))
+        change = rng.randrange(5)
+        some = {0: some[:at] + some[at + 1 :], 1: [*some, some[at]], 2: some[::-1], 3: some[:at]}.get(change, some)
+        chunks = mark_replicas(chunk(box, f"{i}.pt") for i, box in enumerate(some))
+        judged = LogicalTensor(TensorKey("w"), shape, F32, chunks)
+        found = [(fault.code, fault.message) for fault in faults_of([judged])]
+        with monkeypatch.context() as patch:
+            patch.setattr(catalog_module, "_in_bands", lambda tensor: False)
+            assert found == [(fault.code, fault.message) for fault in faults_of([judged])]

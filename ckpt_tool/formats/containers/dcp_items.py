@@ -17,27 +17,35 @@ directory) and torch's serialization id with its own. A comparison accepts nothi
     end   [crc][version][id 40 digits][crc][directory: ... crc ... crc ...][end records]    equal outside the brackets
 
 Source: torch 2.13 `distributed/checkpoint/filesystem.py` (`_write_item`, `_write_files_from_queue`), `hf_utils`
-constants of `DCP_SHARDING_INFO`. Cost: one pread of about 1.3 KB and 60 us an item, 10 us for a twin.
+constants of `DCP_SHARDING_INFO`. Cost: one pread of about 1.3 KB and 60 us an item, 10 us for a twin, 4 where
+all twins of a file are compared by compiled code (`compiled.twins`).
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from ckpt_tool import compiled
 from ckpt_tool.core.faults import for_each
+from ckpt_tool.core.inner_path import is_view
 from ckpt_tool.core.tensor import StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, InconsistentCheckpoint, InputError, UnsafeInput
 from ckpt_tool.formats.containers.dcp_metadata import ObjectEntry, Piece, TensorEntry
 from ckpt_tool.storage import pickles, strict_json
 from ckpt_tool.storage.coded_states import CODES, coded
 from ckpt_tool.storage.pickle_values import Pickled, TensorRef
+from ckpt_tool.storage.records import Extent
 from ckpt_tool.storage.safetensors_file import Header, looks_like_header, read_header
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.torchzip import TorchZip, ZipRecord
+
+if TYPE_CHECKING:
+    from ckpt_tool.compiled.twins import Compare, Kind
 
 MISMATCH = "E0394"
 _OBJECTS = ("E0420", "E0421")  # a name that only an unpickler would run; a tensor that hangs on an object
@@ -48,6 +56,9 @@ _DESCRIPTOR, _CENTRAL = b"PK\x07\x08", b"PK\x01\x02"
 _CENTRAL_SIZE, _CRC_IN_CENTRAL = 46, 16  # bytes (APPNOTE 4.3.12)
 _DESCRIPTOR_SIZE, _LOCAL_SIZE = 16, 30  # bytes (4.3.9, 4.3.7)
 
+
+LARGEST = 1 << 20  # bytes of a head or an end that are compared with others in one call
+MANY = 10_000  # items: few are compared one by one before a library is loaded
 
 _Item = tuple[int, str, int, TensorEntry]  # first byte, fqn, number of the piece, its tensor
 
@@ -138,6 +149,16 @@ class _Window:
         return first, end[:nbytes]
 
 
+def _comparing(tree: Tree, items: int) -> Compare | None:
+    """What compares all items of a file in one call; None: for few items, files without descriptors, or without a
+    compiler."""
+    if not tree.local or items < MANY and os.environ.get(compiled.VARIABLE) != "on":
+        return None
+    from ckpt_tool.compiled.twins import ready
+
+    return ready(items)
+
+
 class Items:
     """Reads items of one checkpoint. unsafe, globals: of the pickles met so far.
 
@@ -158,6 +179,7 @@ class Items:
         self._known: dict[bytes, Pickled] = {}
         self._twins: dict[tuple[str, tuple[int, ...], int], Twin | None] = {}
         self._seen: dict[tuple[str, tuple[int, ...], int], int] = {}
+        self._compare: Compare | None = None
         self._tails: dict[int, int] = {}
         self._headers: dict[str, tuple[Header, dict[str, int], dict[str, list[int]]] | None] = {}
 
@@ -171,6 +193,7 @@ class Items:
         for tensor in tensors:
             for number, piece in enumerate(tensor.pieces):
                 files[piece.file].append((piece.at, tensor.fqn, number, tensor))
+        self._compare = _comparing(self.tree, sum(map(len, files.values())))
         found: defaultdict[str, dict[int, StoredArray]] = defaultdict(dict)
         for_each(sorted(files), lambda file: self._in_file(file, files.pop(file), found))
         return {
@@ -183,8 +206,13 @@ class Items:
         """Put the arrays of a file's items into `found`: fqn -> number of the piece -> array."""
         items.sort(key=itemgetter(0, 1, 2))
         self._window.expect(file, {item[0]: item[3].pieces[item[2]].length for item in items})
-        read = self._in_safetensors if self._safetensors(file) else self._in_zip
-        for _, fqn, number, tensor in items:
+        safetensors = self._safetensors(file)
+        read = self._in_safetensors if safetensors else self._in_zip
+        twins = {} if safetensors or self._compare is None or is_view(file) else self._compared(file, items)
+        for row, (_, fqn, number, tensor) in enumerate(items):
+            if row in twins:
+                found[fqn][number] = twins[row]
+                continue
             try:
                 array = read(tensor, number)
             except UnsafeInput as e:
@@ -199,6 +227,32 @@ class Items:
                 continue
             if array is not None:
                 found[fqn][number] = array
+
+    def _compared(self, file: str, items: Sequence[_Item]) -> dict[int, StoredArray]:
+        """The arrays of those items of a file that are twins, by number, in one call; what is none is read as any
+        other."""
+        kinds: dict[int, Twin] = {}  # by id
+        rows: list[tuple[int, int, int]] = []  # number of an item, its first byte, its kind
+        size = self._window.size(file)
+        for row, (at, _, number, tensor) in enumerate(items):
+            piece = tensor.pieces[number]
+            twin = self._twins.get((tensor.dtype.name, piece.shape, piece.length))
+            if twin is not None and at + piece.length <= size and max(len(twin.head), twin.end) <= LARGEST:
+                kinds[id(twin)] = twin
+                rows.append((row, at, id(twin)))
+        if not rows or self._compare is None:
+            return {}
+        numbers = {key: number for number, key in enumerate(kinds)}
+        crcs, nbytes = self._compare(
+            self.tree.fd(file),
+            [at for _, at, _ in rows],
+            [numbers[kind] for _, _, kind in rows],
+            [twin.kind() for twin in kinds.values()],
+        )
+        self.tree.count(nbytes)
+        same = [(row, at, kinds[kind], crc) for (row, at, kind), crc in zip(rows, crcs, strict=True) if crc >= 0]
+        self._window.met.several(file, (Extent(at, twin.length) for _, at, twin, _ in same))
+        return {row: twin.at(file, at, crc) for row, at, twin, crc in same}
 
     def objects(self, entries: Sequence[ObjectEntry]) -> list[ReadObject]:
         """The object items, in the order in which they lie. Raises as `arrays`."""
@@ -351,12 +405,29 @@ class Twin(NamedTuple):
         value = end[a : a + 4]
         if value != end[b : b + 4] or end[c : c + 4] != end[d : d + 4]:
             return None
-        crc = int.from_bytes(value, "little")
-        start = at + self.data
-        first = self.array
+        return self.at(path, at, int.from_bytes(value, "little"))
+
+    def at(self, path: str, at: int, crc: int) -> StoredArray:
+        """The array of the item at byte `at` of `path`, whose tensor has that CRC-32."""
+        start, first = at + self.data, self.array
         return StoredArray(
             path, start, first.dtype, first.shape, first.strides, (start, self.nbytes, crc) if crc else None
         )
+
+    @property
+    def length(self) -> int:
+        """Bytes of an item."""
+        return self.data + self.nbytes + self.end
+
+    def kind(self) -> Kind:
+        """The same for a call that compares many."""
+        from ckpt_tool.compiled.twins import Kind
+
+        end, fixed = bytearray(self.end), bytearray(self.end)
+        for offset, piece in self.fixed:
+            end[offset : offset + len(piece)] = piece
+            fixed[offset : offset + len(piece)] = b"\xff" * len(piece)
+        return Kind(self.head, self.data + self.nbytes, bytes(end), bytes(fixed), self.crc, self.id_crc)
 
 
 def twin_of(opened: TorchZip, array: StoredArray) -> Twin | None:

@@ -27,11 +27,12 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
-from operator import add, gt
-from typing import Any, NamedTuple
+from operator import gt, sub
+from typing import Any, NamedTuple, cast
 
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.dtype import DType, from_torch
@@ -40,7 +41,8 @@ from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.tensor import Chunk, Path, StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.storage import pickles
-from ckpt_tool.storage.pickle_values import Pickled, Record
+from ckpt_tool.storage.pickle_rows import Rows, rows_of
+from ckpt_tool.storage.pickle_values import Irregular, Pickled, Record, Run
 from ckpt_tool.storage.source import Tree, safe_relative
 
 SIZE_LIMIT = 4 << 30  # bytes of one .metadata; 100,000 chunks take 20 MB
@@ -61,6 +63,20 @@ _METADATA, _TENSOR, _BYTES = f"{_META}.Metadata", f"{_META}.TensorStorageMetadat
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"  # core 0.15's subclass of Metadata
 
 
+# The rows that repeat: a box of a tensor's list; the key and the value of an item.
+_ROWS = (
+    ((frozenset((f"{_META}.ChunkStorageMetadata",)), {"offsets": ("size", "offset"), "sizes": ("size", "extent")}),),
+    (
+        (
+            frozenset((f"{_META}.MetadataIndex",)),
+            {"fqn": ("text", "fqn"), "offset": ("size", "corner"), "index": ("skip", "")},
+        ),
+        (
+            frozenset((f"{_STORE}._StorageInfo", "olmo_core.distributed.checkpoint.filesystem._StorageInfo")),
+            {"relative_path": ("text", "file"), "offset": ("int", "at"), "length": ("int", "length")},
+        ),
+    ),
+)
 _INTEGERS = frozenset({int})
 _Offset = tuple[int, ...] | None  # of a box in its tensor, in elements; None: of an object
 _Where = tuple[str, int, int]  # file, byte, length in bytes
@@ -136,14 +152,25 @@ def read_listing(tree: Tree, folder: str, metadata_files: Iterable[str]) -> List
     items), E0396 (planner_data); UnsafeInput E0410 for a file name that leaves the folder, E0420 for a pickle that is
     nothing but a call.
     """
+    names = [*metadata_files]
+    if len(names) == 1:
+        with suppress(CkptError, Irregular):  # what is wrong with it is said by the road without columns
+            rows = rows_of(tree.size_within(folder + names[0], limit=SIZE_LIMIT), _ROWS)
+            if rows is not None:
+                return _listing(tree, folder, names, rows)
+    return _listing(tree, folder, names, None)
+
+
+def _listing(tree: Tree, folder: str, names: Sequence[str], rows: Rows | None) -> Listing:
+    """The listing. rows: take the rows of the one file as columns; raises Irregular where that won't do."""
     listing = Listing(folder)
 
     def load(name: str) -> Pickled:
         size = tree.size_within(folder + name, limit=SIZE_LIMIT)
         tree.expect([(folder + name, 0, size)])
-        return pickles.load_file(tree, folder + name, span_from=0, opcodes=pickles.METADATA_OPCODES)
+        return pickles.load_file(tree, folder + name, span_from=0, opcodes=pickles.METADATA_OPCODES, rows=rows)
 
-    for name, pickled in by_file(metadata_files, load).items():
+    for name, pickled in by_file(names, load).items():
         shown = tree.display(folder + name)
         value = pickled.value
         if isinstance(value, Opaque) and value.name == _MEGATRON and isinstance(value.state, dict):
@@ -160,7 +187,10 @@ def read_listing(tree: Tree, folder: str, metadata_files: Iterable[str]) -> List
         listing.unsafe += [f"{use} at {shown}, opcode {use.position}" for use in pickled.unsafe]
         listing.globals.update(dict.fromkeys(map(str, pickled.globals)))
         try:
-            _Reading(listing, shown).metadata(value)
+            reading = _Reading(listing, shown)
+            reading.metadata(value)
+            if rows is not None and reading.rows != rows.taken:
+                raise Irregular  # some stand where nobody looks for them
         except CkptError as e:
             pickles.refuse_unsafe(pickled, shown)  # what is wrong may be the doing of a name that asks for code
             e.path = e.path or shown
@@ -178,6 +208,7 @@ class _Reading:
         self.shown = shown
         self.safe: dict[str, str] = {}
         self.faults: list[str] = []
+        self.rows = 0  # of the Runs met
 
     def metadata(self, value: Record) -> None:
         states = value.get("state_dict_metadata", dict)
@@ -239,6 +270,9 @@ class _Reading:
         """Where the items of each fqn lie, by offset; `storage` is empty then (it takes more memory than all else)."""
         out: defaultdict[str, dict[_Offset, _Where]] = defaultdict(dict)
         for index, info in storage.items():
+            if isinstance(index, Run):
+                self.run_of_items(index, info, out)
+                continue
             if (
                 not isinstance(index, Record)
                 or not isinstance(info, Record)
@@ -263,15 +297,28 @@ class _Reading:
             if type(at) is not int or type(length) is not int or at < 0 or length < 0:
                 self.faults.append(f"{fqn}: an item of {length!r} bytes at byte {at!r} of {file}")
                 continue
-            safe = self.safe.get(file)
-            if safe is None:
-                safe = safe_relative(file, named_in=self.shown, place=f"storage_data of {fqn}"[:300])
-                safe = self.safe[file] = self.listing.folder + safe
-                self.listing.files[safe] = None
+            safe = self.safe.get(file) or self.file(file, fqn)
             corner = tuple(offset) if isinstance(offset, list) else offset
             out[fqn][None if corner is None else _size(corner, fqn)] = (safe, at, length)
         storage.clear()
         return out
+
+    def run_of_items(self, run: Run, info: Any, out: dict[str, dict[_Offset, _Where]]) -> None:
+        """The same of rows that were taken as columns, whose numbers and sizes are known to be such."""
+        fields = [run.columns.get(name) for name in ("fqn", "corner", "file", "at", "length")]
+        if info is not run or None in fields:
+            raise Irregular
+        self.rows += run.rows
+        safe = self.safe
+        for fqn, corner, file, at, length in zip(*cast(list[list[Any]], fields), strict=True):
+            out[fqn][corner] = (safe.get(file) or self.file(file, fqn), at, length)
+
+    def file(self, file: str, fqn: str) -> str:
+        """A file that an item names, as the tree has it."""
+        safe = safe_relative(file, named_in=self.shown, place=f"storage_data of {fqn}"[:300])
+        self.safe[file] = self.listing.folder + safe
+        self.listing.files[self.safe[file]] = None
+        return self.safe[file]
 
     def paths(self, planner: Any, states: dict[Any, Any]) -> dict[str, Path]:
         if planner is None:
@@ -310,27 +357,39 @@ class _Reading:
         dtype = self.dtype(entry.get("properties", Record), fqn)
         chunks = entry.get("chunks", list)
         pieces: dict[tuple[Any, Any], Piece] = {}
-        volume = 0
-        numel = prod(shape)
-        for chunk in chunks:
-            if not isinstance(chunk, Record):
-                raise CorruptFile(f"a chunk is {_what(chunk)}", code="E2603", key=fqn, hint="the metadata is damaged")
-            offset, extent = _size(chunk.get("offsets"), fqn), _size(chunk.get("sizes"), fqn)
-            if not len(offset) == len(extent) == len(shape) or any(map(gt, map(add, offset, extent), shape)):
+        numel, dims = prod(shape), len(shape)
+        known: tuple[int, ...] | None = None
+        count, room = 0, shape  # of the last extent: its elements, and how far its box may begin
+        for offset, extent in self.boxes(chunks, fqn):
+            if extent != known:
+                known, count, room = extent, prod(extent), tuple(map(sub, shape, extent))
+            if not len(offset) == len(extent) == dims or any(map(gt, offset, room)):
                 self.faults.append(
                     f"{fqn}: a box at {list(offset)} of shape {list(extent)} leaves the tensor of shape {list(shape)}"
                 )
                 continue
-            count = prod(extent)
             if (numel and not count) or (offset, extent) in pieces:
                 continue  # a rank whose shard is empty; a box listed twice for one item
             where = items.get(offset)
             if where is None:
                 missing.append(f"{fqn} at {list(offset)}")
                 continue
-            volume += count
-            pieces[offset, extent] = Piece(offset, extent, *where)
+            pieces[offset, known] = Piece(offset, known, *where)
         self.merge(fqn, path, dtype, shape, list(pieces.values()))
+
+    def boxes(self, chunks: Iterable[Any], fqn: str) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(offset, shape) of each box of a tensor's list."""
+        for chunk in chunks:
+            if isinstance(chunk, Run):
+                offsets, extents = chunk.columns.get("offset"), chunk.columns.get("extent")
+                if offsets is None or extents is None:
+                    raise Irregular
+                self.rows += chunk.rows
+                yield from zip(offsets, extents, strict=True)
+                continue
+            if not isinstance(chunk, Record):
+                raise CorruptFile(f"a chunk is {_what(chunk)}", code="E2603", key=fqn, hint="the metadata is damaged")
+            yield _size(chunk.get("offsets"), fqn), _size(chunk.get("sizes"), fqn)
 
     def merge(self, fqn: str, path: Path, dtype: DType, shape: tuple[int, ...], pieces: list[Piece]) -> None:
         known = self.listing.tensors.get(fqn)
