@@ -95,7 +95,15 @@ def _cases(wanted: Validating) -> Sequence[Case | RoundTrip]:
         )
     if wanted.source is not None and wanted.matrix is not None:
         raise UsageError("a pair or a matrix, not both", code="E1541", place="--matrix", hint="leave the layouts out")
+    muon = wanted.optimizer == "muon"
     if wanted.matrix == "round-trip":
+        if muon:
+            raise UsageError(
+                "round trips are of AdamW's states",
+                code="E1541",
+                place="--optimizer muon",
+                hint="--matrix quick or full has its states come and go too",
+            )
         return roundtrip.cases(fmt=wanted.fmt, seed=wanted.seed)
     machine = Machine(wanted.backend, wanted.device)  # type: ignore[arg-type]  # checked by the command line
     planted = all_faults() if not wanted.no_controls and wanted.mode == "canonical" else ()
@@ -108,6 +116,7 @@ def _cases(wanted: Validating) -> Sequence[Case | RoundTrip]:
             seed=wanted.seed,
             machine=machine,
             planted=planted,
+            muon=muon,
         )
     return [
         Case(
@@ -120,6 +129,7 @@ def _cases(wanted: Validating) -> Sequence[Case | RoundTrip]:
             seed=wanted.seed,
             machine=machine,
             planted=planted,
+            muon=muon,
         )
     ]
 

@@ -33,7 +33,8 @@ from ckpt_tool.harness import faults, runs
 from ckpt_tool.harness.launch import run_ranks
 from ckpt_tool.harness.layout import Layout
 from ckpt_tool.harness.loading import prepared, run_tool
-from ckpt_tool.harness.pieces import STATES
+from ckpt_tool.harness.optimizer import Muon
+from ckpt_tool.harness.pieces import MUON_STATES, STATES
 from ckpt_tool.harness.runs import Machine, Saving
 from ckpt_tool.harness.saving import formats
 from ckpt_tool.harness.shape import ModelShape
@@ -51,7 +52,7 @@ Document = dict[str, Any]
 class Case:
     """One pair. before, after: steps until the save, and after the resume; after 0 only asks whether the target can
     hold the state (three data ranks can't share eight microbatches). planted: faults of the negative controls.
-    reference: the layout of the run without a break, None for the source's."""
+    reference: the layout of the run without a break, None for the source's. muon: does it step the matrices?"""
 
     source: Layout
     target: Layout
@@ -64,6 +65,7 @@ class Case:
     machine: Machine = Machine()
     planted: tuple[str, ...] = ()
     reference: Layout | None = None
+    muon: bool = False
 
     @property
     def model(self) -> ModelShape:
@@ -79,17 +81,22 @@ class Case:
         return rounded | formats.WRITERS[self.fmt].unkept
 
     def job(self, layout: Layout) -> Job:
-        return Job(self.model, layout, seed=self.seed, canonical=self.canonical)
+        return Job(self.model, layout, seed=self.seed, canonical=self.canonical, muon=Muon() if self.muon else None)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The states that the job has."""
+        return tuple(dict.fromkeys((*STATES, *(MUON_STATES if self.muon else ()))))
 
 
 def check(case: Case) -> None:
     """Raise UsageError (E1501, E1534, E1535) for what the model or the format can't take, before anything runs."""
     for layout in (case.source, case.reference or case.source):
-        layout.check(case.model, canonical=case.canonical)
-    case.target.check(case.model, canonical=case.canonical, steps=case.after > 0)
+        layout.check(case.model, canonical=case.canonical, muon=case.muon)
+    case.target.check(case.model, canonical=case.canonical, steps=case.after > 0, muon=case.muon)
     case.machine.check(max(case.source.world, case.target.world))
-    formats.check(case.fmt, case.source, case.model)
-    formats.check(case.fmt, case.target, case.model)
+    formats.check(case.fmt, case.source, case.model, muon=case.muon)
+    formats.check(case.fmt, case.target, case.model, muon=case.muon)
 
 
 def gather(case: Case, folder: Path, *, say: Say = lambda line: None) -> Document:
@@ -109,20 +116,24 @@ def gather(case: Case, folder: Path, *, say: Say = lambda line: None) -> Documen
     command = _reshard(case, good.path, folder / "resharded", case.target)
     moved = run_tool(*command)
     here = prepared(folder / "resharded", folder / "hub")
-    states = [_digest_check("reshard", _digests(case, good.path), _digests(case, folder / "resharded"), case.unkept)]
+    states = [
+        _digest_check(case, "reshard", _digests(case, good.path), _digests(case, folder / "resharded"), case.unkept)
+    ]
     announce(f"resume: {case.after} steps as {case.target}")
     ends = Saving(folder / "resumed", "sharded", (case.before + case.after,))
     got = runs.run(case.job(case.target), case.after, start=here, saving=ends, machine=case.machine)
     curve = _curve(want, got, case)
     states.append(
-        _digest_check("end of the run", _digests(case, latest(final.root).path), _digests(case, latest(ends.root).path))
+        _digest_check(
+            case, "end of the run", _digests(case, latest(final.root).path), _digests(case, latest(ends.root).path)
+        )
     )
     if not case.canonical:
         states[-1]["counted"] = False  # other layouts round otherwise: the curve is what counts
     announce(f"back: {case.target} -> {case.source}")
     run_tool(*_reshard(case, folder / "resharded", folder / "back", case.source))
     states.append(
-        _digest_check("there and back", _digests(case, good.path), _digests(case, folder / "back"), case.unkept)
+        _digest_check(case, "there and back", _digests(case, good.path), _digests(case, folder / "back"), case.unkept)
     )
     controls = _controls(case, here, folder, want, announce) if case.planted and case.after else []
     noise = _noise(case, want, folder, announce) if not case.canonical and case.after else None
@@ -177,6 +188,7 @@ def _digests(case: Case, path: Path) -> dict[str, dict[str, str]]:
 
 
 def _digest_check(
+    case: Case,
     what: str,
     left: Mapping[str, Mapping[str, str]],
     right: Mapping[str, Mapping[str, str]],
@@ -194,7 +206,7 @@ def _digest_check(
         equal = sum(mine.get(name) == theirs.get(name) for name in names)
         differ += [f"{name} [{state}]" for name in names if mine.get(name) != theirs.get(name)]
         rows.append({"state": state, "tensors": len(names), "equal": equal})
-    missing = [state for state in STATES if state not in left and state not in skipped]
+    missing = [state for state in case.states if state not in left and state not in skipped]
     ok = not differ and not missing and "findings" not in left
     return {"what": what, "ok": ok, "states": rows, "differ": differ[:20], "missing": missing, "counted": True}
 
@@ -377,6 +389,7 @@ def _what_was_run(case: Case) -> Document:
         "device": case.machine.device,
         "seed": case.seed,
         "model": str(case.model),
+        "optimizer": "muon" if case.muon else "adamw",
         "before": case.before,
         "after": case.after,
     }

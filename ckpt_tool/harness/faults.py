@@ -22,13 +22,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ckpt_tool.errors import Incomplete
-from ckpt_tool.harness.pieces import STATES
+from ckpt_tool.harness.pieces import MUON_STATES, STATES
 from ckpt_tool.harness.saving.sharded import canonical, digits
 from ckpt_tool.harness.saving.whole import HARNESS
 
 Tensors = MutableMapping[tuple[str, str], torch.Tensor]  # (state, name) -> values
 Scalars = MutableMapping[str, Any]
 INDEX = "ckpt.index.json"
+_EVERY = tuple(dict.fromkeys((*STATES, *MUON_STATES)))
+_FIRST = ("exp_avg", "momentum_buffer")
 
 
 class Fault(NamedTuple):
@@ -38,9 +40,9 @@ class Fault(NamedTuple):
     apply: Callable[[Tensors, Scalars], None]
 
 
-def _zeroed(state: str, pattern: str) -> Callable[[Tensors, Scalars], None]:
+def _zeroed(states: tuple[str, ...], pattern: str) -> Callable[[Tensors, Scalars], None]:
     def apply(tensors: Tensors, scalars: Scalars) -> None:
-        for key in _keys(tensors, state, pattern):
+        for key in _keys(tensors, states, pattern):
             tensors[key] = torch.zeros_like(tensors[key])
 
     return apply
@@ -50,22 +52,20 @@ def _blocks_swapped(states: tuple[str, ...], pattern: str, dim: int = 0) -> Call
     """The first two quarters of a dim change places."""
 
     def apply(tensors: Tensors, scalars: Scalars) -> None:
-        for state in states:
-            for key in _keys(tensors, state, pattern):
-                first, second, *rest = tensors[key].chunk(4, dim)
-                tensors[key] = torch.cat([second, first, *rest], dim)
+        for key in _keys(tensors, states, pattern):
+            first, second, *rest = tensors[key].chunk(4, dim)
+            tensors[key] = torch.cat([second, first, *rest], dim)
 
     return apply
 
 
-def _names_swapped(one: str, other: str, states: tuple[str, ...] = STATES) -> Callable[[Tensors, Scalars], None]:
+def _names_swapped(one: str, other: str, states: tuple[str, ...] = _EVERY) -> Callable[[Tensors, Scalars], None]:
     """Tensors whose names differ in `one` and `other` alone change places."""
 
     def apply(tensors: Tensors, scalars: Scalars) -> None:
-        for state in states:
-            for key in _keys(tensors, state, re.escape(one)):
-                twin = (state, key[1].replace(one, other))
-                tensors[key], tensors[twin] = tensors[twin], tensors[key]
+        for key in _keys(tensors, states, re.escape(one)):
+            twin = (key[0], key[1].replace(one, other))
+            tensors[key], tensors[twin] = tensors[twin], tensors[key]
 
     return apply
 
@@ -74,8 +74,8 @@ def _heads_swapped(tensors: Tensors, scalars: Scalars) -> None:
     """Query heads 0 and 1 of a layer with their columns of o_proj: the same function, but the moments stay where they
     were."""
     for state in ("model", "master", "ema"):
-        (query,) = _keys(tensors, state, r"layers\.0\.self_attn\.q_proj")
-        (out,) = _keys(tensors, state, r"layers\.0\.self_attn\.o_proj")
+        (query,) = _keys(tensors, (state,), r"layers\.0\.self_attn\.q_proj")
+        (out,) = _keys(tensors, (state,), r"layers\.0\.self_attn\.o_proj")
         first, second, *rest = tensors[query].chunk(8, 0)
         tensors[query] = torch.cat([second, first, *rest], 0)
         first, second, *rest = tensors[out].chunk(8, 1)
@@ -83,19 +83,19 @@ def _heads_swapped(tensors: Tensors, scalars: Scalars) -> None:
 
 
 def _rounded_master(tensors: Tensors, scalars: Scalars) -> None:
-    for key in _keys(tensors, "master", ""):
+    for key in _keys(tensors, ("master",), ""):
         tensors[key] = tensors[key].bfloat16().float()
 
 
 def _one_ulp(tensors: Tensors, scalars: Scalars) -> None:
-    (key,) = _keys(tensors, "master", r"layers\.0\.self_attn\.v_proj")
+    (key,) = _keys(tensors, ("master",), r"layers\.0\.self_attn\.v_proj")
     values = tensors[key].clone()
     values.view(torch.int32).view(-1)[5] ^= 1
     tensors[key] = values
 
 
 def _ema_reset(tensors: Tensors, scalars: Scalars) -> None:
-    for key in _keys(tensors, "ema", ""):
+    for key in _keys(tensors, ("ema",), ""):
         twin = ("master", key[1])  # what is fp32 itself may have none
         tensors[key] = (tensors[twin] if twin in tensors else tensors["model", key[1]].float()).clone()
 
@@ -114,16 +114,19 @@ def _other_seed(tensors: Tensors, scalars: Scalars) -> None:
 
 _EXPERTS = ("mlp.experts.0.", "mlp.experts.1.")
 FAULTS: Mapping[str, Fault] = {
-    "m-zeroed": Fault("first moments zeroed", _zeroed("exp_avg", "")),
-    "v-of-expert": Fault("second moments of one expert zeroed", _zeroed("exp_avg_sq", r"layers\.1\.mlp\.experts\.1\.")),
-    "tp-blocks": Fault("two TP blocks of q_proj swapped", _blocks_swapped(STATES, r"layers\.0\.self_attn\.q_proj")),
+    "m-zeroed": Fault("first moments zeroed", _zeroed(_FIRST, "")),
+    "v-of-expert": Fault(
+        "second moments of one expert zeroed, Muon's momentum where it steps it",
+        _zeroed(("exp_avg_sq", "momentum_buffer"), r"layers\.1\.mlp\.experts\.1\."),
+    ),
+    "tp-blocks": Fault("two TP blocks of q_proj swapped", _blocks_swapped(_EVERY, r"layers\.0\.self_attn\.q_proj")),
     "heads": Fault("two heads swapped in q and o together, moments not", _heads_swapped),
     "gate-up": Fault(
         "gate and up of one expert swapped",
         _names_swapped("layers.1.mlp.experts.1.gate_proj", "layers.1.mlp.experts.1.up_proj"),
     ),
     "experts": Fault("two experts swapped, the router not", _names_swapped(*_EXPERTS)),
-    "experts-moments": Fault("moments of two experts swapped", _names_swapped(*_EXPERTS, ("exp_avg", "exp_avg_sq"))),
+    "experts-moments": Fault("moments of two experts swapped", _names_swapped(*_EXPERTS, (*_FIRST, "exp_avg_sq"))),
     "master-rounded": Fault("fp32 master weights rounded to bf16", _rounded_master),
     "ema-reset": Fault("EMA reset to the master weights", _ema_reset),
     "one-ulp": Fault("one master weight off by one ulp", _one_ulp),
@@ -141,7 +144,7 @@ def plant(fault: Fault, folder: Path) -> None:
     scalars = (extras if HARNESS in extras else extras["scheduler"])[HARNESS]  # where `loading.scalars_of` looks
     tensors: dict[tuple[str, str], torch.Tensor] = {}
     marks: dict[str, dict[str, str]] = {}
-    stored = [state for state in STATES if (folder / f"{state}.safetensors").is_file()]
+    stored = [state for state in _EVERY if (folder / f"{state}.safetensors").is_file()]
     for state in stored:
         marks[state] = _marks(folder / f"{state}.safetensors")
         with safe_open(folder / f"{state}.safetensors", "pt") as file:
@@ -160,7 +163,7 @@ def plant(fault: Fault, folder: Path) -> None:
     index["save"] = digits(canonical([index["mesh"], index["extras"], boxes]))
     for path in boxes:  # a format may have brought states of its own along (`step`): they keep their values
         state = path.removesuffix(".safetensors")
-        if state in STATES:
+        if state in _EVERY:
             source = weights if state == "model" else state
             held = {name: values.contiguous().clone() for (of, name), values in tensors.items() if of == source}
         else:
@@ -174,8 +177,11 @@ def _marks(path: Path) -> dict[str, str]:
         return dict(file.metadata() or {})
 
 
-def _keys(tensors: Tensors, state: str, pattern: str) -> list[tuple[str, str]]:
-    found = [key for key in tensors if key[0] == state and re.search(pattern, key[1])]
+def _keys(tensors: Tensors, states: tuple[str, ...], pattern: str) -> list[tuple[str, str]]:
+    """The tensors of any of the states; raises Incomplete E1508 where there is none."""
+    found = [key for key in tensors if key[0] in states and re.search(pattern, key[1])]
     if not found:
-        raise Incomplete(f"no tensor [{state}] matches {pattern!r}", code="E1508", hint="the fault needs another model")
+        raise Incomplete(
+            f"no tensor [{', '.join(states)}] matches {pattern!r}", code="E1508", hint="the fault needs another model"
+        )
     return found

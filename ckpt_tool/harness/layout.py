@@ -137,7 +137,7 @@ class Layout:
 
     # -- whether the model can take it --------------------------------------------------------------------------------
 
-    def faults(self, shape: ModelShape, *, canonical: bool = True, steps: bool = True) -> list[str]:
+    def faults(self, shape: ModelShape, *, canonical: bool = True, steps: bool = True, muon: bool = False) -> list[str]:
         """What doesn't fit, as lines; `steps` False asks only whether the state can be held, not whether it can
         train."""
         sizes = {name: getattr(self, name) for name in ("tp", "pp", "dp", "ep", "vpp")}
@@ -154,6 +154,8 @@ class Layout:
             )
         if not 0 <= self.zero <= 3:
             found.append(f"zero is {self.zero}, wanted 0, 1, 2 or 3")
+        if muon and self.zero == 3 and self.dp > 1:
+            found.append("zero is 3, but Muon steps whole matrices, so zero must be 0, 1 or 2")
         if self.split and (len(self.split) != self.stages or sum(self.split) != shape.layers or min(self.split) < 1):
             text = "-".join(map(str, self.split))
             found.append(f"split {text} is not {self.stages} numbers from 1 that add up to {shape.layers} layers")
@@ -171,11 +173,11 @@ class Layout:
             )
         return found
 
-    def check(self, shape: ModelShape, *, canonical: bool = True, steps: bool = True) -> None:
+    def check(self, shape: ModelShape, *, canonical: bool = True, steps: bool = True, muon: bool = False) -> None:
         """Raise UsageError (E1501) naming all that doesn't fit, and the nearest layout that does."""
-        faults = self.faults(shape, canonical=canonical, steps=steps)
+        faults = self.faults(shape, canonical=canonical, steps=steps, muon=muon)
         if faults:
-            near = self.nearest(shape, canonical=canonical, steps=steps)
+            near = self.nearest(shape, canonical=canonical, steps=steps, muon=muon)
             raise UsageError(
                 f"the model can't be laid out as {self}: {faults[0]}",
                 code="E1501",
@@ -183,15 +185,17 @@ class Layout:
                 faults=faults[1:],
             )
 
-    def nearest(self, shape: ModelShape, *, canonical: bool = True, steps: bool = True) -> Layout:
+    def nearest(self, shape: ModelShape, *, canonical: bool = True, steps: bool = True, muon: bool = False) -> Layout:
         """The layout closest in all degrees (by ratios) that fits, of at most 64 ranks."""
-        zero = min(max(self.zero, 0), 3)
+        zero = min(max(self.zero, 0), 2 if muon else 3)
         degrees = itertools.product((1, 2, 4), range(1, 17), range(1, 17), range(1, 17), range(1, 5))
         fitting = (
             layout
             for tp, pp, dp, ep, vpp in degrees
             if tp * pp * dp <= 64
-            and not (layout := Layout(tp, pp, dp, ep, vpp, zero)).faults(shape, canonical=canonical, steps=steps)
+            and not (layout := Layout(tp, pp, dp, ep, vpp, zero)).faults(
+                shape, canonical=canonical, steps=steps, muon=muon
+            )
         )
 
         def distance(other: Layout) -> float:
@@ -200,7 +204,7 @@ class Layout:
 
         found = min(fitting, key=distance)
         keeps_split = replace(found, split=self.split)
-        return found if keeps_split.faults(shape, canonical=canonical, steps=steps) else keeps_split
+        return found if keeps_split.faults(shape, canonical=canonical, steps=steps, muon=muon) else keeps_split
 
     def _degrees(self) -> tuple[int, ...]:
         return self.tp, self.pp, self.dp, self.ep, self.vpp

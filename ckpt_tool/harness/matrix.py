@@ -19,13 +19,14 @@ from ckpt_tool.harness.shape import ModelShape
 
 class Pair(NamedTuple):
     """From one layout to another. model: "" for the matrix's own. fmt: None to take turns. trains: False where the
-    target can only hold the state."""
+    target can only hold the state. muon: does it step the matrices?"""
 
     source: str
     target: str
     model: str = ""
     fmt: str | None = None
     trains: bool = True
+    muon: bool = False
 
 
 MODELS = {
@@ -87,6 +88,14 @@ CROSS = (
     Pair("tp2,dp4,ep2", "tp2,dp3,zero3", fmt="dcp", trains=False),
     Pair("dp4,zero2", "dp3,zero3", fmt="deepspeed", trains=False),
 )
+# Muon's whole matrices on single data ranks (layer-wise), on all of them, cut by tensor ranks, of parallel experts.
+MUON = (
+    Pair("tp2,pp2,dp2,ep2", "dp4,ep2", fmt="megatron-dist", muon=True),
+    Pair("dp4,zero0", "tp4,pp2", fmt="megatron-dist", muon=True),
+    Pair("tp2,dp2,zero0", "pp2", fmt="megatron", muon=True),
+    Pair("tp2,pp2,dp2", "dp4,ep4,zero2", "indivisible", "dcp", muon=True),
+    Pair("dp4,ep4", "tp2,pp2,dp2", "tied", "sharded", muon=True),
+)
 
 
 def cases(
@@ -98,8 +107,10 @@ def cases(
     seed: int = 1234,
     machine: Machine | None = None,
     planted: tuple[str, ...] = (),
+    muon: bool = False,
 ) -> list[Case]:
     """The cases of a matrix, "quick" or "full". fmt: for all pairs, else they take turns. planted: in the first case.
+    muon: in all pairs; else in those of its own in the full one.
 
     Raises UsageError E1541 for another name, E1535 where `fmt` has no place for a layout.
     """
@@ -107,7 +118,7 @@ def cases(
         pairs: tuple[Pair, ...] = QUICK
     elif which == "full":
         both = [pair for text in ALONE for pair in (Pair("tp1", text), Pair(text, "tp1"))]
-        pairs = (*both, *CROSS)
+        pairs = (*both, *CROSS, *MUON)
     else:
         raise UsageError(f"no matrix is called {which!r}", code="E1541", place="--matrix", hint="want quick or full")
     turns = cycle(formats.WRITERS)
@@ -115,11 +126,12 @@ def cases(
     for number, pair in enumerate(pairs):
         shape = MODELS[pair.model or which]
         left, right = Layout.parse(pair.source), Layout.parse(pair.target)
+        by_muon = muon or pair.muon
         found.append(
             Case(
                 left,
                 right,
-                fmt or pair.fmt or _fitting(left, right, shape, turns),
+                fmt or pair.fmt or _fitting(left, right, shape, turns, muon=by_muon),
                 shape,
                 canonical,
                 before=steps,
@@ -127,18 +139,19 @@ def cases(
                 seed=seed,
                 machine=machine or Machine(),
                 planted=planted if number == 0 else (),
+                muon=by_muon,
             )
         )
     return found
 
 
-def _fitting(source: Layout, target: Layout, shape: ModelShape, turns: cycle[str]) -> str:
+def _fitting(source: Layout, target: Layout, shape: ModelShape, turns: cycle[str], *, muon: bool) -> str:
     """The next format that has a place for both."""
     for _ in formats.WRITERS:
         fmt = next(turns)
         try:
-            formats.check(fmt, source, shape)
-            formats.check(fmt, target, shape)
+            formats.check(fmt, source, shape, muon=muon)
+            formats.check(fmt, target, shape, muon=muon)
         except UsageError:
             continue
         return fmt

@@ -1,4 +1,4 @@
-"""AdamW with an exponential moving average, on any slice of a parameter's line.
+"""AdamW with an exponential moving average, on any slice of a parameter's line; Muon for matrices.
 
 The one idea: every operation is one multiplication, addition, division or square root of an element, never a fused
 pair, so the bits of an element don't depend on the slice it is in. Formulas as in torch's AdamW: decoupled decay
@@ -7,6 +7,13 @@ pair, so the bits of an element don't depend on the slice it is in. Formulas as 
 On a GPU the step is the kernel `adamw_ema`, one pass over the buffers, by this formula to the bit. torch's operations
 are that on a CPU alone, and with the square root taken in fp64: its fp32 one is a bit off in places, and on a GPU it
 divides by a number by multiplying with the reciprocal.
+
+Muon keeps one momentum and steps by the nearest orthogonal matrix to it, which only the whole matrix has: a job gathers
+it first, and every rank computes it by the same products of the same shapes, so that all layouts have the same bits.
+Source: NVIDIA-NeMo/Emerging-Optimizers 0.3.0 `orthogonalized_optimizers/` (`orthogonalized_optimizer.py` `step`,
+`muon.py` `get_muon_scale_factor`, `muon_utils.py` `newton_schulz`), NVIDIA/Megatron-LM
+`core/optimizer/emerging_optimizers.py` (`TensorParallelMuon`, `tp_mode` "duplicated"; q, k and v each by itself, as its
+`split_qkv`). What it does not do: gate and up as one matrix, which Megatron's fused weight is to its Muon.
 """
 
 from __future__ import annotations
@@ -100,6 +107,48 @@ class AdamW:
             adamw.step(device, constants, flat, stream=stream)
 
 
+@dataclass(frozen=True, slots=True)
+class Muon:
+    """Constants of Muon's update; learning rate, decay of weights and of the average are the job's AdamW's.
+
+    coefficients: of the five Newton-Schulz iterations ("quintic"). scale: beside the root of the longer side, so that
+    steps are as long as AdamW's.
+    """
+
+    momentum: float = 0.95
+    scale: float = 0.2
+    coefficients: tuple[tuple[float, float, float], ...] = (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    )
+
+    def scalars(self) -> dict[str, float]:
+        return {"momentum": self.momentum, "scale": self.scale}
+
+    def ahead(self, slices: MuonSlices, gradient: torch.Tensor) -> torch.Tensor:
+        """The momentum takes the gradient in; returns what Nesterov's looks ahead to, of the slice's length."""
+        slices.momentum_buffer.mul_(self.momentum).add_(gradient * (1 - self.momentum))
+        return gradient * (1 - self.momentum) + slices.momentum_buffer * self.momentum
+
+    def orthogonal(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Near the orthogonal matrix that is nearest to it, scaled. matrix: fp32 (rows, columns), whole."""
+        rows, columns = matrix.shape
+        x = (matrix.mT if rows > columns else matrix).contiguous()
+        x = x / x.square().sum().sqrt().clamp_min(1e-7)
+        for a, b, c in self.coefficients:
+            square = x @ x.mT
+            x = x * a + (square * b + (square @ square) * c) @ x
+        return (x.mT if rows > columns else x) * (math.sqrt(max(rows, columns)) * self.scale)
+
+    def update(self, slices: MuonSlices, direction: torch.Tensor, adam: AdamW, *, rate: float) -> None:
+        """One step in place along `direction`, the slice's part of what `orthogonal` gave."""
+        slices.master.mul_(1 - rate * adam.weight_decay).sub_(direction * rate)
+        slices.ema.mul_(adam.ema).add_(slices.master * (1 - adam.ema))
+
+
 def kernels_for(device: torch.device) -> Device | None:
     """The kernels for tensors on `device`: the GPU's, where they can be had; on a CPU none, or their host shim where
     CKPT_KERNELS asks for it (for tests: the same bits, slower)."""
@@ -122,3 +171,17 @@ class Slices:
     def fresh(cls, master: torch.Tensor) -> Slices:
         """The state before the first step."""
         return cls(master.clone(), torch.zeros_like(master), torch.zeros_like(master), master.clone())
+
+
+@dataclass(frozen=True, slots=True)
+class MuonSlices:
+    """The same of a matrix that Muon steps: three."""
+
+    master: torch.Tensor
+    momentum_buffer: torch.Tensor
+    ema: torch.Tensor
+
+    @classmethod
+    def fresh(cls, master: torch.Tensor) -> MuonSlices:
+        """The state before the first step."""
+        return cls(master.clone(), torch.zeros_like(master), master.clone())

@@ -20,12 +20,18 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-State = Literal["model", "master", "exp_avg", "exp_avg_sq", "ema"]
-STATES: tuple[State, ...] = ("model", "master", "exp_avg", "exp_avg_sq", "ema")
+State = Literal["model", "master", "exp_avg", "exp_avg_sq", "ema", "momentum_buffer"]
+STATES: tuple[State, ...] = ("model", "master", "exp_avg", "exp_avg_sq", "ema")  # of AdamW
+MUON_STATES: tuple[State, ...] = ("model", "master", "momentum_buffer", "ema")
 
 # read(name, state, offset, shape) -> the values of that box of the logical tensor, in any float dtype that holds them
 # exactly
 Read = Callable[[str, State, tuple[int, ...], tuple[int, ...]], torch.Tensor]
+
+
+def states_of(param: Any, *, muon: bool) -> tuple[State, ...]:
+    """The states of a parameter (`harness.shape.Param`), in a job where Muon steps the matrices or in one without."""
+    return MUON_STATES if muon and param.is_matrix else STATES
 
 
 class Piece(NamedTuple):
@@ -67,7 +73,8 @@ class RankState:
 
     `scalars`: step (int, optimizer steps done), consumed (int, samples), seed (int), lr (float, of the last step),
     scheduler ({"warmup": int, "total": int, "peak": float, "floor": float}), optimizer ({"beta1", "beta2", "eps",
-    "weight_decay", "clip", "ema"}). Plain JSON values; equal on all ranks.
+    "weight_decay", "clip", "ema"}), muon (`harness.optimizer.Muon`'s constants; only where it steps the matrices).
+    Plain JSON values; equal on all ranks.
     """
 
     layout: Any
@@ -75,3 +82,7 @@ class RankState:
     at: Coordinates
     pieces: list[Piece]
     scalars: dict[str, Any] = field(default_factory=dict)
+
+    def states(self) -> dict[str, tuple[State, ...]]:
+        """Name of each parameter of the model -> its states."""
+        return {param.name: states_of(param, muon="muon" in self.scalars) for param in self.shape.parameters()}

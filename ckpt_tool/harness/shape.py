@@ -45,6 +45,11 @@ class Param(NamedTuple):
         """Whether weight decay touches it: matrices, not norms."""
         return len(self.shape) > 1
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether Muon steps it: a matrix of a layer, no embedding and no head."""
+        return len(self.shape) == 2 and self.room.isdigit()
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:

@@ -4,6 +4,9 @@
     ZeRO 1, 2  the rank's parameters end to end on one line, padded, cut into equal parts: one may be on several ranks
     ZeRO 3     each parameter's line by itself, padded, cut into equal parts; the model's values are cut too
 
+Matrices that Muon steps are whole on one rank each, as Megatron's layer-wise optimizer has them
+(`layer_wise_optimizer.py` `_shard_params_ping_pong`): sorted by size, dealt to and fro. The rest is on the line.
+
 Dense parameters are cut over all data ranks, experts over those that hold the same ones, each kind on its own line. A
 part is (start, stop) on the row-major line of the parameter's TP-local box.
 """
@@ -11,7 +14,7 @@ part is (start, stop) on the row-major line of the parameter's TP-local box.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckpt_tool.harness.layout import Layout
@@ -60,24 +63,29 @@ def local_box(param: Param, tp: int, index: int) -> tuple[tuple[int, ...], tuple
     return tuple(offset), tuple(box)
 
 
-def parts(params: Sequence[Held], zero: int, size: int, index: int) -> dict[str, tuple[int, int]]:
-    """(start, stop) of what member `index` of `size` updates, for parameters of one kind."""
+def parts(
+    params: Sequence[Held], zero: int, size: int, index: int, *, muon: bool = False
+) -> dict[str, tuple[int, int]]:
+    """(start, stop) of what member `index` of `size` updates, for parameters of one kind. muon: does it step the
+    matrices?"""
     if zero == 0:
         return {item.param.name: (0, item.numel) for item in params}
     if zero == 3:
         return {item.param.name: _band(item.numel, math.ceil(item.numel / size), index) for item in params}
-    share = line_share(params, size)
-    low, found, start = index * share, {}, 0
-    for item in params:
+    dealt = sorted((item for item in params if muon and item.param.is_matrix), key=lambda item: item.numel)
+    found = {}
+    for number, item in enumerate(dealt):
+        turn = number % (2 * size)
+        mine = index == min(turn, 2 * size - 1 - turn)
+        found[item.param.name] = (0, item.numel if mine else 0)
+    line = [item for item in params if item.param.name not in found]
+    share = math.ceil(sum(item.numel for item in line) / size)
+    low, start = index * share, 0
+    for item in line:
         cut = [min(max(edge - start, 0), item.numel) for edge in (low, low + share)]
         found[item.param.name] = (cut[0], cut[1])
         start += item.numel
     return found
-
-
-def line_share(params: Iterable[Held], size: int) -> int:
-    """Elements of each member's part of the padded line (ZeRO 1 and 2)."""
-    return math.ceil(sum(item.numel for item in params) / size)
 
 
 def _band(numel: int, share: int, index: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from ckpt_tool.errors import Incomplete
 from ckpt_tool.harness.comm import Comm
 from ckpt_tool.harness.layout import Group, Layout
 from ckpt_tool.harness.model import Model, Moment
-from ckpt_tool.harness.optimizer import AdamW, Schedule, kernels_for
+from ckpt_tool.harness.optimizer import AdamW, Muon, MuonSlices, Schedule, kernels_for
 from ckpt_tool.harness.pieces import RankState, Read
 from ckpt_tool.harness.randomness import sample
 from ckpt_tool.harness.shape import VIRTUAL, ModelShape
@@ -36,13 +36,15 @@ _HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is trained and how. `canonical`: bitwise over layouts; False is native mode, with all-reduces."""
+    """What is trained and how. `canonical`: bitwise over layouts; False is native mode, with all-reduces. muon: steps
+    the matrices of the layers, AdamW the rest; None: AdamW everything."""
 
     shape: ModelShape
     layout: Layout
     seed: int = 1234
     canonical: bool = True
     adam: AdamW = AdamW()
+    muon: Muon | None = None
     schedule: Schedule = Schedule()
 
 
@@ -68,7 +70,7 @@ class Trainer:
     """One rank. Raises UsageError E1501 if the model can't be laid out so; `steps` False: only to hold a state."""
 
     def __init__(self, job: Job, comm: Comm, *, steps: bool = True) -> None:
-        job.layout.check(job.shape, canonical=job.canonical, steps=steps)
+        job.layout.check(job.shape, canonical=job.canonical, steps=steps, muon=job.muon is not None)
         self.job, self.comm = job, comm
         self.at = job.layout.at(comm.rank, job.shape)
         self.step, self.consumed, self.seed = 0, 0, job.seed
@@ -79,7 +81,8 @@ class Trainer:
     def _build(self) -> None:
         job = self.job
         self._model = Model(job.shape, job.layout, self.at, self.comm, self.seed, canonical=job.canonical)
-        self.weights = RankWeights(job.shape, job.layout, self.at, self.comm, self.seed, self._model.shards)
+        muon = job.muon is not None
+        self.weights = RankWeights(job.shape, job.layout, self.at, self.comm, self.seed, self._model.shards, muon=muon)
         self._sums = GradientSums(canonical=job.canonical)
         self._flights: dict[tuple[int, int], _Flight] = {}
 
@@ -233,8 +236,23 @@ class Trainer:
         for name, item in self.weights.params.items():
             gradient = gradients.pop(name).mul_(scale)
             slices, decays = self.weights.slices[name], item.param.decays
-            adam.update(slices, gradient, step=self.step, rate=rate, decays=decays, device=self._kernels)
+            if isinstance(slices, MuonSlices):
+                self._muon_step(item, slices, gradient, rate)
+            else:
+                adam.update(slices, gradient, step=self.step, rate=rate, decays=decays, device=self._kernels)
         self.weights.rebuild()
+
+    def _muon_step(self, item: Held, slices: MuonSlices, gradient: torch.Tensor, rate: float) -> None:
+        """By the whole matrix, whose parts the tensor ranks have; the data ranks that weren't dealt it do nothing."""
+        muon, dim = self.job.muon, item.param.cut
+        if muon is None or not gradient.numel():
+            return
+        own = muon.ahead(slices, gradient).view(item.box)
+        whole = own if dim is None else torch.cat(self.comm.all_gather(self._tp, own), dim)
+        step = muon.orthogonal(whole)
+        if dim is not None:
+            step = step.narrow(dim, item.offset[dim], item.box[dim])
+        muon.update(slices, step.reshape(-1), self.job.adam, rate=rate)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -247,6 +265,7 @@ class Trainer:
             "lr": self.job.schedule.rate(self.step) if self.step else 0.0,
             "scheduler": asdict(self.job.schedule),
             "optimizer": self.job.adam.scalars(),
+            **({} if self.job.muon is None else {"muon": self.job.muon.scalars()}),
         }
         return RankState(self.job.layout, self.job.shape, self.at, self.weights.pieces(), scalars)
 

@@ -11,33 +11,47 @@ A tied head is the embedding under another name; with a pipeline the last stage 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from ckpt_tool.harness.comm import Comm
 from ckpt_tool.harness.layout import Group, Layout
-from ckpt_tool.harness.optimizer import Slices
-from ckpt_tool.harness.pieces import STATES, Coordinates, Piece, Read, State
+from ckpt_tool.harness.optimizer import MuonSlices, Slices
+from ckpt_tool.harness.pieces import Coordinates, Piece, Read, State, states_of
 from ckpt_tool.harness.randomness import initial
 from ckpt_tool.harness.shape import ModelShape
-from ckpt_tool.harness.sharding import Held, held, line_share, parts
+from ckpt_tool.harness.sharding import Held, held, parts
 from ckpt_tool.harness.tape import Ref
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class RankWeights:
-    """Parameters of a rank. `shards`: how many virtual shards of a cut parameter are its own."""
+    """Parameters of a rank. `shards`: how many virtual shards of a cut parameter are its own. `muon`: does it step the
+    matrices?"""
 
-    def __init__(self, shape: ModelShape, layout: Layout, at: Coordinates, comm: Comm, seed: int, shards: int) -> None:
-        self._layout, self._at, self._comm, self.shards = layout, at, comm, shards
+    def __init__(
+        self,
+        shape: ModelShape,
+        layout: Layout,
+        at: Coordinates,
+        comm: Comm,
+        seed: int,
+        shards: int,
+        *,
+        muon: bool = False,
+    ) -> None:
+        self._layout, self._at, self._comm, self.shards, self._muon = layout, at, comm, shards, muon
         self.params: dict[str, Held] = {item.param.name: item for item in held(shape, layout, at)}
         self._tied = shape.tied
+        self._shares: list[list[dict[str, tuple[int, int]]]] = []  # by kind, what each member of its group updates
         self._parts: dict[str, tuple[int, int]] = {}
         for group, items in self.kinds():
-            self._parts |= parts(items, layout.zero, len(group), group.index(at.rank))
-        self.slices: dict[str, Slices] = {}
+            every = [parts(items, layout.zero, len(group), index, muon=muon) for index in range(len(group))]
+            self._shares.append(every)
+            self._parts |= every[group.index(at.rank)]
+        self.slices: dict[str, Slices | MuonSlices] = {}
         self._values: dict[str, torch.Tensor] = {}  # whole boxes; with ZeRO 3 only while gathered
         self._own: dict[str, torch.Tensor] = {}  # ZeRO 3: the rank's part of the model's values
         for name, item in self.params.items():
@@ -46,7 +60,10 @@ class RankWeights:
             # a master begins as the rounded value: bf16 is all that a model file could have said
             line = box.to(_DTYPES[item.param.dtype]).float().reshape(-1)
             start, stop = self._parts[name]
-            self.slices[name] = Slices.fresh(line[start:stop])
+            self.slices[name] = self._kind(item).fresh(line[start:stop])
+
+    def _kind(self, item: Held) -> type[Slices | MuonSlices]:
+        return MuonSlices if self._muon and item.param.is_matrix else Slices
 
     def kinds(self) -> list[tuple[Group, list[Held]]]:
         """Dense parameters and experts with the data ranks that hold the same; kinds without parameters are left
@@ -122,9 +139,9 @@ class RankWeights:
 
     def rebuild(self) -> None:
         """Model values from the masters: rounded copies, exchanged between the data ranks where each has a part."""
-        for group, items in self.kinds():
+        for (group, items), shares in zip(self.kinds(), self._shares, strict=True):
             if self._layout.zero in (1, 2):
-                self._rebuild_line(group, items)
+                self._rebuild_line(group, items, shares)
                 continue
             for item in items:
                 name, dtype = item.param.name, _DTYPES[item.param.dtype]
@@ -134,14 +151,21 @@ class RankWeights:
                 else:
                     self._values[name] = rounded.clone().view(item.box)
 
-    def _rebuild_line(self, group: Group, items: Sequence[Held]) -> None:
+    def _rebuild_line(
+        self, group: Group, items: Sequence[Held], shares: Sequence[Mapping[str, tuple[int, int]]]
+    ) -> None:
         own = torch.cat([self.slices[item.param.name].master for item in items])
-        share = line_share(items, len(group))
-        line, start = torch.cat(self._comm.all_gather(group, _padded(own, share))), 0
+        sizes = [sum(stop - start for start, stop in share.values()) for share in shares]
+        lines = self._comm.all_gather(group, _padded(own, max(sizes)))
+        places = [0] * len(group)
         for item in items:
-            box = line[start : start + item.numel].view(item.box)
+            found = []
+            for member, share in enumerate(shares):
+                start, stop = share[item.param.name]
+                found.append(lines[member][places[member] : places[member] + stop - start])
+                places[member] += stop - start
+            box = torch.cat(found).view(item.box)
             self._values[item.param.name] = box.to(_DTYPES[item.param.dtype], copy=True)
-            start += item.numel
 
     # -- saving and loading -------------------------------------------------------------------------------------------
 
@@ -151,7 +175,7 @@ class RankWeights:
 
     def _pieces_of(self, item: Held) -> Iterator[Piece]:
         name, slices, zero = item.param.name, self.slices[item.param.name], self._layout.zero
-        for state in STATES:
+        for state in states_of(item.param, muon=self._muon):
             cut = zero > 0 if state != "model" else zero == 3
             if state != "model":
                 tensor: torch.Tensor = getattr(slices, state)
@@ -183,8 +207,9 @@ class RankWeights:
             else:
                 box = read(name, "model", item.offset, item.box)
                 self._values[name] = box.to(self._comm.device, dtype).reshape(item.box).contiguous()
-            lines = {state: self._line(read, item, state).float() for state in STATES if state != "model"}
-            self.slices[name] = Slices(**lines)
+            states = states_of(item.param, muon=self._muon)
+            lines = {state: self._line(read, item, state).float() for state in states if state != "model"}
+            self.slices[name] = self._kind(item)(**lines)
 
     def _line(self, read: Read, item: Held, state: State) -> torch.Tensor:
         """The rank's part of a parameter's line, a new 1-d tensor."""

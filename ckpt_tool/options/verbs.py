@@ -125,6 +125,9 @@ class Validating:
         ("canonical", "native"),
         default="canonical",
     )
+    optimizer: str = OPTIONS.choice(
+        "adamw; or muon for the layers' matrices, as Megatron chains it with Adam.", ("adamw", "muon"), default="adamw"
+    )
     device: str = OPTIONS.choice("Where the ranks train. Default cpu.", DEVICES, default="cpu")
     backend: str = OPTIONS.choice("How the ranks talk. Default gloo.", ("gloo", "nccl", "sim"), default="gloo")
     steps: int = OPTIONS.option("Steps before the save, and after the resume. Default 3.", count, "N", default=3)

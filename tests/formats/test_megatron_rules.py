@@ -188,6 +188,16 @@ def test_missing_folders_are_named_all_at_once():
         coordinates(have, degrees, {}, experts=False)
 
 
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    "dims", [{"tp": 10**9}, {"pp": 10**12}, {"ep": 10**9, "dp": 10**12}, {"tp": 30011, "ep": 30013}], ids=str
+)
+def test_absurd_degrees_are_refused_at_once(dims):
+    with pytest.raises(Incomplete, match="no job|rank folders") as e:
+        coordinates({"mp_rank_00": (0,)}, DEGREES | dims, {}, experts=True)
+    assert e.value.code == "E0302" and "damaged" in e.value.hint
+
+
 def test_data_ranks_grow_with_the_experts():
     degrees, notes = fit({"tp": 2, "ep": 4, "etp": 1}, 8)
     assert degrees["dp"] == 2 and "raised from 1 to 2" in notes[0]

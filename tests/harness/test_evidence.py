@@ -22,6 +22,7 @@ from ckpt_tool.harness.evidence import Case, check, gather  # noqa: E402
 from ckpt_tool.harness.faults import FAULTS, plant  # noqa: E402
 from ckpt_tool.harness.layout import Layout  # noqa: E402
 from ckpt_tool.harness.runs import Saving  # noqa: E402
+from ckpt_tool.harness.saving.formats import WRITERS  # noqa: E402
 from ckpt_tool.harness.shape import ModelShape  # noqa: E402
 from ckpt_tool.harness.train import Job  # noqa: E402
 
@@ -103,6 +104,40 @@ def test_a_broken_reshard_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert any("experts.0" in name and "[exp_avg]" in name for name in reshard["differ"])
 
 
+@pytest.mark.share(4)
+@pytest.mark.parametrize(
+    ("source", "target", "fmt"),
+    [
+        ("tp2,pp2,dp2,ep2", "dp4,ep2", "megatron-dist"),
+        ("dp2,zero0", "tp2", "megatron-dist"),
+        ("tp2,dp2,zero0", "pp2", "megatron"),
+        ("tp2,dp2", "dp4,ep4,zero2", "dcp"),
+    ],
+)
+def test_muon_goes_on_after_a_reshard(source: str, target: str, fmt: str, tmp_path: Path) -> None:
+    """Layer-wise, plain and flat jobs; and with momentum zeroed on the way everything is red."""
+    faults = ("m-zeroed", "v-of-expert", "experts-moments")
+    document = gather(case(source, target, fmt, muon=True, planted=faults), tmp_path)
+    assert document["ok"] and document["optimizer"] == "muon"
+    reshard = next(state for state in document["states"] if state["what"] == "reshard")
+    assert {"momentum_buffer", "exp_avg"} <= {row["state"] for row in reshard["states"]}
+    rows = {row["fault"]: row["seen_by"] for row in document["controls"]}
+    assert all(all(rows[name][check] for check in ("digests", "curve", "end")) for name in faults)
+
+
+def test_a_lost_momentum_is_a_missing_state() -> None:
+    held = {
+        "model": {"a": "1"},
+        "master": {"a": "1"},
+        "exp_avg": {"b": "1"},
+        "exp_avg_sq": {"b": "1"},
+        "ema": {"a": "1"},
+    }
+    assert evidence._digest_check(case("tp1", "tp2"), "reshard", held, held)["ok"]
+    found = evidence._digest_check(case("tp1", "tp2", muon=True), "reshard", held, held)
+    assert not found["ok"] and found["missing"] == ["momentum_buffer"]
+
+
 @pytest.mark.slow
 def test_native_mode_is_held_to_a_tolerance(tmp_path: Path) -> None:
     document = gather(case("tp2", "dp2", canonical=False), tmp_path)
@@ -140,6 +175,9 @@ def test_what_cannot_be_had_is_said_before_anything_runs() -> None:
         (case("tp3", "dp2"), "E1501"),
         (case("tp2", "dp3"), "E1501"),
         (case("tp2", "dp2", "deepspeed"), "E1535"),
+        (case("tp2", "dp2,zero3", "dcp", muon=True), "E1501"),
+        (case("tp2", "dp2", "megatron-fsdp", muon=True), "E1535"),
+        (case("dp2,zero0", "dp2,ep2,zero0", "megatron", muon=True), "E1535"),
     ):
         with pytest.raises(UsageError) as e:
             check(bad)
@@ -156,6 +194,7 @@ def test_the_matrix_has_what_the_issue_names() -> None:
     assert all((b, a) in pairs for a, b in pairs if a == "tp1")
     assert any(one.source.vpp == 2 for one in full) and any(one.target.vpp == 2 for one in full)
     assert any(one.model.tied for one in full) and any(one.model.rows == one.model.vocab for one in full)
+    assert {one.fmt for one in full if one.muon} == {name for name, writer in WRITERS.items() if writer.muon}
     assert {one.after for one in full} == {3, 0} and [one.planted for one in full].count(("step",)) == 1
     with pytest.raises(UsageError, match="no matrix is called"):
         matrix.cases("half")

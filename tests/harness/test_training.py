@@ -24,7 +24,7 @@ from ckpt_tool.errors import Incomplete  # noqa: E402
 from ckpt_tool.harness.launch import run_ranks  # noqa: E402
 from ckpt_tool.harness.layout import Layout  # noqa: E402
 from ckpt_tool.harness.model import attention, gated, norm  # noqa: E402
-from ckpt_tool.harness.optimizer import AdamW, Schedule, Slices, kernels_for  # noqa: E402
+from ckpt_tool.harness.optimizer import AdamW, Muon, MuonSlices, Schedule, Slices, kernels_for  # noqa: E402
 from ckpt_tool.harness.pieces import STATES  # noqa: E402
 from ckpt_tool.harness.randomness import sample  # noqa: E402
 from ckpt_tool.harness.shape import ModelShape  # noqa: E402
@@ -45,14 +45,14 @@ SHAPES = {
 STEPS = 2
 
 
-def job(text: str, shape: str = "quick", *, canonical: bool = True) -> Job:
-    return Job(SHAPES[shape], Layout.parse(text), canonical=canonical)
+def job(text: str, shape: str = "quick", *, canonical: bool = True, muon: bool = False) -> Job:
+    return Job(SHAPES[shape], Layout.parse(text), canonical=canonical, muon=Muon() if muon else None)
 
 
 @cache
-def alone(shape: str, canonical: bool, steps: int, folder: Path) -> Run:
+def alone(shape: str, canonical: bool, steps: int, folder: Path, muon: bool = False) -> Run:
     """One rank's run."""
-    return trained_states.run(job("tp1", shape, canonical=canonical), steps, folder)
+    return trained_states.run(job("tp1", shape, canonical=canonical, muon=muon), steps, folder)
 
 
 @pytest.fixture(scope="session")
@@ -60,9 +60,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-def assert_same_bits(shape: str, text: str, backend: str, folder: Path, tmp_path: Path) -> None:
-    want = alone(shape, True, STEPS, folder)
-    got = trained_states.run(job(text, shape), STEPS, tmp_path, backend=backend)
+def assert_same_bits(shape: str, text: str, backend: str, folder: Path, tmp_path: Path, *, muon: bool = False) -> None:
+    want = alone(shape, True, STEPS, folder, muon)
+    got = trained_states.run(job(text, shape, muon=muon), STEPS, tmp_path, backend=backend)
     assert got.steps == want.steps, "loss and gradient norm"
     assert got.scalars == want.scalars
     assert not differing(got.whole, want.whole)
@@ -89,6 +89,27 @@ def assert_same_bits(shape: str, text: str, backend: str, folder: Path, tmp_path
 )
 def test_threads_give_the_bits_of_one_rank(text: str, folder: Path, tmp_path: Path) -> None:
     assert_same_bits("quick", text, "sim", folder, tmp_path)
+
+
+@pytest.mark.share(4)
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        ("quick", "tp4"),
+        ("quick", "dp4,ep4,zero2"),
+        ("quick", "dp2,zero0"),
+        ("quick", "tp2,pp2,dp2,ep2"),
+        ("tied", "tp2,pp2,dp2"),
+        ("indivisible", "tp2,dp4,ep2"),
+    ],
+)
+def test_muon_gives_the_bits_of_one_rank(shape: str, text: str, folder: Path, tmp_path: Path) -> None:
+    """Whole matrices on single data ranks, parts of them on tensor ranks: the same products everywhere."""
+    assert_same_bits(shape, text, "sim", folder, tmp_path, muon=True)
+    want = alone(shape, True, STEPS, folder, True).whole
+    matrices = {name for name, state in want if state == "momentum_buffer"}
+    assert matrices and not matrices & {name for name, state in want if state == "exp_avg"}
+    assert "model.layers.0.self_attn.q_proj.weight" in matrices and "lm_head.weight" not in matrices
 
 
 @pytest.mark.share(3)
@@ -357,6 +378,30 @@ def test_the_update_is_torchs(tmp_path: Path) -> None:
     torch.testing.assert_close(whole.master, leaf.data)
     for state in STATES[1:]:
         assert torch.equal(torch.cat([getattr(half, state) for half in halves]), getattr(whole, state))
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (128, 64), (8, 64)])
+def test_muon_steps_along_the_nearest_orthogonal_matrix(shape: tuple[int, int]) -> None:
+    """Against the singular value decomposition, and the momentum against torch's SGD; a part of the line has the same
+    bits."""
+    muon, adam, gradients = Muon(), AdamW(weight_decay=0.0), torch.randn(4, *shape)
+    slices = MuonSlices.fresh(torch.zeros(gradients[0].numel()))
+    half = MuonSlices.fresh(torch.zeros(gradients[0].numel() // 2))
+    want = torch.zeros(shape)
+    for gradient in gradients:
+        want = 0.95 * want + 0.05 * gradient
+        ahead = muon.ahead(slices, gradient.reshape(-1))
+        torch.testing.assert_close(ahead.view(shape), 0.95 * want + 0.05 * gradient)
+        part = muon.ahead(half, gradient.reshape(-1)[: half.master.numel()])
+        assert torch.equal(part, ahead[: part.numel()])
+    torch.testing.assert_close(slices.momentum_buffer.view(shape), want)
+    step = muon.orthogonal(ahead.view(shape))
+    left, _, right = torch.linalg.svd(ahead.view(shape), full_matrices=False)
+    near = left.mT @ (step / (max(shape) ** 0.5 * muon.scale)) @ right.mT
+    values, off = near.diagonal(), near - near.diagonal().diag()
+    assert off.abs().max() < 1e-2 and values[:-2].sub(1).abs().max() < 0.3, "the smallest values converge last"
+    muon.update(slices, step.reshape(-1), adam, rate=0.5)
+    assert torch.equal(slices.master, -step.reshape(-1) * 0.5)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the host shim of the kernels is built by g++")

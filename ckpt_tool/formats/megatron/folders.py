@@ -31,6 +31,7 @@ from ckpt_tool.formats.megatron.stages import nearest
 from ckpt_tool.storage.source import Tree
 
 MISSING, DEGREES = "E0302", "E0274"
+MOST_FOLDERS = 1 << 14  # that are counted though they are not there
 MODEL_FILE, OPTIM_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 ADAPTERS, STATES = "adapter_checkpoint/", "dist_ckpt/"  # verl's, in the folder of a model
 _ADAPTER = re.compile(rf"(?:{ADAPTERS})?mp_rank_(\d{{2,4}})(?:_(\d{{3,4}}))?(?:_(\d{{3,4}}))?_adapter\.pt", re.ASCII)
@@ -100,7 +101,7 @@ def pairs(degrees: Mapping[str, int]) -> dict[tuple[int, int], int]:
 def expert_tensor_rank(tp_rank: int, ep_rank: int, degrees: Mapping[str, int], rank: int | None) -> int | None:
     """The experts' tensor rank of a folder; None when its name leaves it open. rank: the writer's own, if known."""
     tp, ep, etp = degrees["tp"], degrees["ep"], degrees["etp"]
-    fits = {r % etp for r in range(lcm(tp, etp * ep)) if r % tp == tp_rank and r // etp % ep == ep_rank}
+    fits = {r % etp for r in range(tp_rank, lcm(tp, etp * ep), tp) if r // etp % ep == ep_rank}
     if len(fits) == 1:
         return fits.pop()
     if rank is None:
@@ -120,6 +121,7 @@ def coordinates(
 
     Raises Incomplete E0302 naming every missing folder, InconsistentCheckpoint E0305 for folders beyond the degrees.
     """
+    _possible(len(folders), degrees)
     out, beyond = [], []
     for path, numbers in folders.items():
         tp, pp, ep = numbers[0], 0, 0
@@ -151,6 +153,19 @@ def coordinates(
         )
     _whole(out, degrees, experts=experts)
     return out
+
+
+def _possible(found: int, degrees: Mapping[str, int]) -> None:
+    """Raise Incomplete E0302 at once for degrees of more folders than a job has, and than there are: every one would be
+    counted and named."""
+    wanted = degrees["pp"] * max(degrees["tp"], degrees["ep"] * degrees["etp"])
+    if wanted > max(found, MOST_FOLDERS):
+        stated = ", ".join(f"{name} {degrees[name]}" for name in ("tp", "pp", "ep", "etp"))
+        raise Incomplete(
+            f"the arguments state degrees ({stated}) of {wanted} rank folders, and there are {found}",
+            code=MISSING,
+            hint="no job is that large: the arguments are damaged",
+        )
 
 
 def _whole(ranks: Iterable[Rank], degrees: Mapping[str, int], *, experts: bool) -> None:

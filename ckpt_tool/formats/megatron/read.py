@@ -45,6 +45,7 @@ from ckpt_tool.formats.megatron.chains import (
     share_files,
     shares_beside,
 )
+from ckpt_tool.formats.megatron.extra_states import EXTRA_STATES, WITHOUT, holds_scales, is_empty, is_extra_state
 from ckpt_tool.formats.megatron.folders import (
     MISSING,
     MODEL_FILE,
@@ -69,6 +70,7 @@ OURS = "ckpt"  # the key of what Megatron has no place for
 STEPS, FORM, UNFIT = "E0379", "E0303", "E2004"
 RNG_RANKS = 64  # beyond so many ranks their RNG states are left unread
 RNG_BYTES = 1 << 16  # of one state
+EXTRA_BYTES = 1 << 26  # of an extra state: 1024 steps of amax of a thousand tensors are 4 MiB
 
 
 @dataclass(slots=True)
@@ -350,6 +352,7 @@ class _Reading:
         self.ranks = ranks
         self.first = ranks[0]
         self.notes: list[Note] = []
+        self.scales: dict[str, Any] = {}  # extra states with FP8 scales: folder -> chunk -> name -> value
         self.unsafe = [line for rank in ranks for line in rank.content.unsafe]
         self.globals = dict.fromkeys(line for rank in ranks for line in rank.content.globals)
         self.args = arguments(self.first.extras)
@@ -537,11 +540,20 @@ class _Reading:
     def _model(self, rank: _Rank, out: Gathering) -> list[RankArray]:
         """The rank's trainable parameters, in order; all that its model holds goes to `out`."""
         params = []
-        dropped = [name for name, value in _plain_entries(rank) if value is not None]
+        dropped = [name for name, value in _plain_entries(rank) if value is not None and not is_extra_state(name)]
+        scales, without = self.scales.setdefault(rank.path.rpartition("/")[2], {}), []
+        for number, name, value in self._extra_states(rank):
+            if value is None:
+                dropped.append(name)
+            elif holds_scales(value):
+                scales.setdefault(str(number), {})[name] = value
+            else:
+                without.append(name)
+        if without:
+            self.notes.append(Note("N0301", f"{len(without)} {WITHOUT}", rank.path, without[0]))
         for number, chunk in enumerate(rank.chunks):
             for name, array in chunk:
-                if name.endswith("._extra_state"):
-                    dropped.append(name)
+                if is_extra_state(name):
                     continue
                 if is_shapeless(array):
                     out.plain(TensorKey(name), array)
@@ -551,12 +563,21 @@ class _Reading:
                 if not names.is_buffer(name):
                     params.append(own)
         if dropped:
-            what = (
-                f"{len(dropped)} extra states (FP8 scales of Transformer Engine) and plain values of the model "
-                "stay behind"
-            )
+            what = f"{len(dropped)} plain values of the model stay behind"
             self.notes.append(Note("N0301", what, rank.path, dropped[0]))
         return params
+
+    def _extra_states(self, rank: _Rank) -> Iterator[tuple[int, str, Any]]:
+        """(chunk, name, value) of the extra states that are not empty; a uint8 tensor as bytes, another as None."""
+        plain = [chunk for name, chunk in rank.extras.items() if _is_chunk(name) and isinstance(chunk, dict)]
+        for number, chunk in enumerate(plain):
+            yield from ((number, str(k), v) for k, v in chunk.items() if is_extra_state(str(k)) and not is_empty(v))
+        for number, arrays in enumerate(rank.chunks):
+            for name, array in arrays:
+                if is_extra_state(name) and array.numel:
+                    known = array.dtype.name == "U8" and array.strides is None and not isinstance(array.path, Nowhere)
+                    small = array.numel <= EXTRA_BYTES
+                    yield number, name, read_array(self.tree, array) if known and small else None
 
     def _ours(self, rank: _Rank, out: Gathering) -> None:
         """What lies under `ckpt`: further states by the rank's names, and tensors that are whole."""
@@ -637,6 +658,8 @@ class _Reading:
         out.pop("rng_state", None)
         if rng:
             out["rng_state"] = rng
+        if scales := {folder: held for folder, held in self.scales.items() if held}:
+            out[EXTRA_STATES] = scales
         ours = self.first.extras.get(OURS)
         if isinstance(ours, dict) and isinstance(ours.get("extras"), dict):
             out |= ours["extras"]

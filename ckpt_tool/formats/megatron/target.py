@@ -39,6 +39,7 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import NAMESPACE, updated
 from ckpt_tool.formats.megatron.chains import is_layer_wise, matrices_at
+from ckpt_tool.formats.megatron.extra_states import EXTRA_STATES, LEFT, NAME
 from ckpt_tool.formats.megatron.folders import MODEL_FILE, OPTIM_FILE, folder_name, pairs, stage_ranks
 from ckpt_tool.formats.megatron.groups import (
     GroupKey,
@@ -49,6 +50,7 @@ from ckpt_tool.formats.megatron.groups import (
     key_of_param,
     members_of,
 )
+from ckpt_tool.formats.megatron.hints import MegatronHints
 from ckpt_tool.formats.megatron.job import Rank, RankArray, Ranks
 from ckpt_tool.formats.megatron.names import EMBEDDING, TIED_HEAD
 from ckpt_tool.formats.megatron.optimizer import bucketing_of, lay_buffers
@@ -64,7 +66,17 @@ from ckpt_tool.storage.pickle_writer import dumps
 OURS = "ckpt"
 MOST = 1 << 62  # an iteration: more is no number of steps, and would be a long name
 _OWN = frozenset(
-    {"args", "checkpoint_version", "iteration", "model", "optimizer", "rng_state", OURS, "ckpt_vocab_rows"}
+    {
+        "args",
+        "checkpoint_version",
+        "iteration",
+        "model",
+        "optimizer",
+        "rng_state",
+        OURS,
+        "ckpt_vocab_rows",
+        EXTRA_STATES,
+    }
 )
 _SCALE = ("grad_scaler", "scale")
 FLAT = (MASTER, "exp_avg", "exp_avg_sq")
@@ -307,6 +319,7 @@ class _Writing:
         self.folder = RELEASE if self.iteration is None else f"{step_name(self.iteration)}/"
         self.args = self._args()
         self.rng = self._rng()
+        self.scales = self._scales()
         self.common = self._common()
         self.scale, self.placed, self.kept = self._extra_tensors()
         if self.states.form.none and _States.is_ours(self.extras.get("optimizer")):
@@ -401,6 +414,18 @@ class _Writing:
             return {}
         return stored
 
+    def _scales(self) -> Mapping[str, Any]:
+        """Extra states with FP8 scales by folder, when they are of these very ranks."""
+        stored = self.extras.get(EXTRA_STATES)
+        if not isinstance(stored, Mapping) or not stored:
+            return {}
+        own = self.decided.wanted.hints.get(MegatronHints)
+        if own is not None and own.counts == tuple(self.job.stages.counts) and self.decided.same_ranks:
+            return stored
+        first = next(iter(stored))
+        self.notes.append(f"the {LEFT} those of {first}: they belong to the ranks of another layout, or of torch_dist")
+        return {}
+
     def _common(self) -> dict[str, Any]:
         """Extras that stand beside the model in every file; what can't be written is named."""
         own = {key: value for key, value in self.extras.items() if key not in _OWN and not str(key).startswith("model")}
@@ -436,7 +461,8 @@ class _Writing:
         out["iteration"] = self.iteration or 0
         for chunk in range(self.job.stages.vpp):
             key = "model" if self.job.stages.vpp == 1 else f"model{chunk}"
-            model = out[key] = self._model([array for array in arrays if array.chunk == chunk], composer)
+            scales = self.scales.get(rank.path, {}).get(str(chunk), {})
+            model = out[key] = self._model([array for array in arrays if array.chunk == chunk], scales, composer)
             if self.job.facts.tied and self.job.stages.of(rank.pp, chunk).head:
                 model.setdefault("output_layer._extra_state", None)  # the layer is there, its weight is the embedding's
         if not self.states.form.none:
@@ -450,8 +476,8 @@ class _Writing:
             out[OURS] = ours
         return composer.file(f"{self.folder}{rank.path}/{MODEL_FILE}", out)
 
-    def _model(self, arrays: list[RankArray], composer: TorchComposer) -> OrderedMap:
-        """The model's dict, extra states (None) behind the parameters of their modules."""
+    def _model(self, arrays: list[RankArray], scales: Mapping[str, Any], composer: TorchComposer) -> OrderedMap:
+        """The model's dict, extra states (None, or the source's scales) behind the parameters of their modules."""
         out = OrderedMap()
         last: dict[str, str] = {}
         for array in arrays:
@@ -460,7 +486,9 @@ class _Writing:
         for array in arrays:
             out[array.local] = composer.tensor(array.shape, array.dtype, self.states.parts(array, MODEL))
             if array.local in behind:
-                out[f"{behind[array.local]}._extra_state"] = None
+                name = f"{behind[array.local]}.{NAME}"
+                value = scales.get(name)
+                out[name] = tensors_of_rng(value, composer.value, inside=isinstance(value, bytes))
         return out
 
     def _has_extra_state(self, module: str) -> bool:

@@ -57,6 +57,12 @@ class Decided(NamedTuple):
         return self.wanted.tensors[number]
 
     @property
+    def same_ranks(self) -> bool:
+        """Are the model's ranks the source's own, however many data ranks there are?"""
+        own = facts_of(self.args).degrees
+        return bool(self.args) and all(own[dim] == n for dim, n in self.job.degrees.items() if dim != "dp")
+
+    @property
     def same_layout(self) -> bool:
         """Is the layout the source's own?"""
         return bool(self.args) and facts_of(self.args).degrees == dict(self.job.degrees)

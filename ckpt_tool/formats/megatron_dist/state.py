@@ -8,7 +8,7 @@ plain values in the extras, where a legacy checkpoint has them:
           -> extras["optimizer"]["optimizer"]
     chained_1.optimizer.distributed...   the experts' optimizer         -> extras["optimizer"][1]["optimizer"]
     rng_state/shard_0.1_2.2           pipeline stage 0, tensor rank 1           -> extras["rng_state"]["mp_rank_01_000"]
-    decoder.layers.mlp.linear_fc1._extra_state/shard_3_4   None, or FP8 scales         -> nothing, or a note
+    decoder.layers.mlp.linear_fc1._extra_state/shard_3_4   None, or FP8 scales   -> nothing, extras["extra_states"][KEY]
     anything else                                                                      -> extras["sharded_objects"][KEY]
 
 Small tensors inside objects become bytes (RNG states: 5056 of them) or NumPy arrays in the extras, values like others.
@@ -37,6 +37,7 @@ from ckpt_tool.core.tensor import Path, StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError, UnsafeInput
 from ckpt_tool.formats.containers.dcp_items import Items, ReadObject
 from ckpt_tool.formats.containers.dcp_metadata import ObjectEntry
+from ckpt_tool.formats.megatron.extra_states import EXTRA_STATES, WITHOUT, holds_scales, is_empty, is_extra_state
 from ckpt_tool.formats.megatron.groups import groups_of
 from ckpt_tool.formats.megatron.rng import rank_name
 from ckpt_tool.formats.megatron_dist.folder import COMMON
@@ -51,7 +52,6 @@ from ckpt_tool.storage.source import Tree
 
 COMMON_STATE = "common_state"
 MISSING, STEPS = "E0301", "E0379"
-EXTRA_STATE = "_extra_state"
 _DISTRIBUTED = re.compile(r"(?:chained_(\d{1,4})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,9})\.(\w+)")
 _BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded")
 _TENSOR_LIMIT = 1 << 20  # bytes of a tensor inside an object that becomes a value
@@ -64,7 +64,7 @@ _SMALL = 4096  # bytes of an object item that is compared whole
 @dataclass(slots=True)
 class Objects:
     """What was found. extras: as the catalog has them. leaves: tensors of the common state. extra_states: base key of
-    each extra state -> its shape. filled: extra states that hold something."""
+    each extra state -> its shape."""
 
     extras: dict[str, Any] = field(default_factory=dict)
     leaves: list[tuple[Path, StoredArray]] = field(default_factory=list)
@@ -72,7 +72,6 @@ class Objects:
     unsafe: list[str] = field(default_factory=list)
     globals: dict[str, None] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
-    filled: list[str] = field(default_factory=list)
     gathered: list[tuple[int, int, int, str, dict[str, StoredArray]]] = field(default_factory=list)
     rng_shape: tuple[int, ...] = ()
     common_file: bool = False
@@ -91,10 +90,9 @@ def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], it
             counts[key.base, key.shape] = counts.get((key.base, key.shape), 0) + 1
     out.extra_states |= {base: shape for (base, shape), count in counts.items() if count == prod(shape)}
     filled, others = both(
-        lambda: _filled(tree, states, items),
+        lambda: _filled(tree, states, items, out),
         lambda: items.objects([entry for fqn, entry in entries.items() if not _is_extra(shards[fqn])]),
     )
-    out.filled += filled
     read = {one.entry.fqn: one for one in others}
     _common(tree, folder, {f: r for f, r in read.items() if _base(shards[f]) == COMMON_STATE}, out)
     groups: dict[int, dict[int, dict[str, Any]]] = {}
@@ -115,18 +113,16 @@ def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], it
         elif found is None:
             out.extras.setdefault("sharded_objects", {})[fqn] = value
     _hyperparameters(tree, groups, out)
-    if out.filled:
-        out.notes.append(
-            Note(
-                "N-extra-state",
-                f"{len(out.filled)} extra states hold FP8 scales or the like and are left out, such as {out.filled[0]}",
-            )
-        )
+    scales = {fqn: value for fqn, value in filled.items() if holds_scales(value)}
+    if scales:
+        out.extras[EXTRA_STATES] = scales
+    if recipes := [fqn for fqn in filled if fqn not in scales]:
+        out.notes.append(Note("N-extra-state", f"{len(recipes)} {WITHOUT}", key=recipes[0]))
     return out
 
 
 def _is_extra(key: Any) -> bool:
-    return key is not None and (key.base == EXTRA_STATE or key.base.endswith("." + EXTRA_STATE))
+    return key is not None and is_extra_state(key.base)
 
 
 def _base(key: Any) -> str:
@@ -242,32 +238,32 @@ def _array(tree: Tree, read: ReadObject, ref: TensorRef | WrapperRef) -> Any:
     return as_extras(NumpyArray(kind, ref.shape, False, data))
 
 
-def _filled(tree: Tree, entries: list[ObjectEntry], items: Items) -> list[str]:
-    """The extra states that hold something. They repeat: of a length that is known to hold None, the pickle is
+def _filled(tree: Tree, entries: list[ObjectEntry], items: Items, out: Objects) -> dict[str, Any]:
+    """The extra states that hold something. They repeat: of a length that is known to hold nothing, the pickle is
     compared."""
     known: dict[int, tuple[int, bytes]] = {}  # length of the item -> (where its pickle lies in it, the pickle)
 
-    def holds(entry: ObjectEntry) -> bool:
+    def held(entry: ObjectEntry) -> Any:
         same = known.get(entry.length)
         if same is not None and entry.length <= _SMALL:
             offset, data = same
             if tree.read(entry.file, entry.at + offset, len(data)) == data:
                 tree.met.zip(entry.file, entry.at, entry.length)
-                return False
+                return None
         try:
             (one,) = items.objects([entry])
-            value = _only(one, tree)
+            value = _value(tree, one, out)
         except CkptError as e:
             e.key = e.key or entry.fqn
             raise
-        if value is None:
+        if is_empty(value):
             record = one.zip.records["data.pkl"]
             known[entry.length] = (record.offset - entry.at, one.zip.read("data.pkl"))
-        return value is not None
+        return value
 
     order = sorted(entries, key=lambda e: (e.file, e.at))
-    flags = for_each(order, holds, file=lambda entry: entry.file)
-    return [entry.fqn for entry, filled in zip(order, flags, strict=True) if filled]
+    values = for_each(order, held, file=lambda entry: entry.file)
+    return {entry.fqn: value for entry, value in zip(order, values, strict=True) if not is_empty(value)}
 
 
 def _gathered(

@@ -27,6 +27,7 @@ from ckpt_tool.core.tensor import EMA, MODEL, STEP
 from ckpt_tool.core.window import stated_windows
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import NAMESPACE, updated
+from ckpt_tool.formats.megatron.extra_states import EXTRA_STATES, LEFT
 from ckpt_tool.formats.megatron.groups import groups_for, groups_of, is_expert_group, key_of_param
 from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron.rng import by_rank
@@ -40,7 +41,7 @@ NO_EXPERTS_OF_CHAIN = (
     "the optimizers of the chain have no group of experts, which are parallel now: Megatron does not load their "
     "hyperparameters (write with --ep 1, or start with --no-load-optim)"
 )
-OURS = ("rng_state", "sharded_objects")  # extras that are objects here
+OURS = ("rng_state", "sharded_objects", EXTRA_STATES)  # extras that are objects here
 
 
 class Stored(NamedTuple):
@@ -81,7 +82,7 @@ def stored_state(wanted: Wanted, layout: DistLayout) -> Stored:
     common["content_metadata"] = _content(extras, layout)
     if "optimizer" in common:
         common["optimizer"] = _optimizers(common["optimizer"], layout, notes, distributed=distributed)
-    objects = [*_extra_states(wanted, layout), *rng, *_others(wanted, layout, notes)]
+    objects = [*_extra_states(wanted, layout, notes), *rng, *_others(wanted, layout, notes)]
     return Stored(common, objects, tuple(notes))
 
 
@@ -202,12 +203,20 @@ def _others(wanted: Wanted, layout: DistLayout, notes: list[str]) -> Iterator[tu
         notes.append(f"{len(objects)} objects of single ranks are left out, such as {next(iter(objects), '')}")
 
 
-def _extra_states(wanted: Wanted, layout: DistLayout) -> Iterator[tuple[str, Any]]:
-    """The extra states, all None: those of the source, or those that Megatron's modules look for."""
+def _extra_states(wanted: Wanted, layout: DistLayout, notes: list[str]) -> Iterator[tuple[str, Any]]:
+    """The extra states of the source, or those that Megatron's modules look for: with the FP8 scales that the source
+    has under the same key, else None."""
     own = wanted.hints.get(DistHints) if layout.as_source else None
     bases = own.extra_states if own else dict(_modules(layout))
+    stored = wanted.extras.get(EXTRA_STATES)
+    scales = {key: value for key, value in stored.items() if writable(value)} if isinstance(stored, dict) else {}
     for base, shape in bases.items():
-        yield from ((f"{base}/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, shape))}", None) for at in _grid(shape))
+        for at in _grid(shape):
+            key = f"{base}/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, shape))}"
+            yield key, scales.pop(key, None)
+    left = [key for key in stored if key in scales or not writable(stored[key])] if isinstance(stored, dict) else []
+    if left:
+        notes.append(f"{len(left)} {LEFT} {left[0]}: no module that is written looks for them there")
 
 
 def _grid(shape: Iterable[int]) -> Iterator[tuple[int, ...]]:

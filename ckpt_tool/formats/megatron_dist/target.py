@@ -77,7 +77,7 @@ def dist_target(wanted: Wanted) -> Target:
             objects[fqn] = nothing
         else:
             composer = TorchComposer()
-            objects[fqn] = composer.file("", [tensors_of_rng(value, composer.value)])
+            objects[fqn] = composer.file("", [tensors_of_rng(value, composer.value, inside=isinstance(value, bytes))])
     for fqn, made in objects.items():
         items.object(fqn, (fqn,), made, folder)
     backends: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

@@ -36,6 +36,7 @@ from ckpt_tool.formats.containers.dcp_metadata import METADATA, pickled
 from ckpt_tool.formats.containers.dcp_state import Known, Slot, flatten
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import DIMS, NAMESPACE, arguments, facts_of, updated, with_spec
+from ckpt_tool.formats.megatron.extra_states import EXTRA_STATES, LEFT
 from ckpt_tool.formats.megatron.groups import (
     GroupKey,
     chained,
@@ -69,7 +70,7 @@ from ckpt_tool.formats.torch.composer import TorchComposer
 
 EXPERTS, UNHELD, NO_RULE = "E0237", "E2001", "E0275"
 _OWN = ("args", "model", "optimizer", "rng_state", OURS)  # keys that are laid out here
-_FOREIGN = ("content_metadata", "sharded_objects")  # what torch_dist says of its own files
+_FOREIGN = ("content_metadata", "sharded_objects", EXTRA_STATES)  # what torch_dist says of its own files
 
 
 class _Stored(NamedTuple):
@@ -320,6 +321,8 @@ class _Writing:
         out |= written_of(carried, EXTRAS_LEFT, self.notes)
         if self.wanted.extras.get("sharded_objects"):
             self.notes.append("objects of single ranks are left out: Megatron-FSDP has none")
+        if scales := self.wanted.extras.get(EXTRA_STATES):
+            self.notes.append(f"{len(scales)} {LEFT} {next(iter(scales))}: Megatron-FSDP keeps none")
         leaves = [
             (tensor.path or (tensor.key.name,), Slot(number))
             for number, tensor in enumerate(self.wanted.tensors)

@@ -1,6 +1,7 @@
 """`dcp`: the nested state dict of a plain torch job, each rank's boxes as it holds them.
 
     {"model": {NAME: ...}, "optim": {"state": {NAME: {"step", "exp_avg", "exp_avg_sq"}}, "param_groups": [...]},
+     (of matrices that Muon steps: {"momentum_buffer"}, and a parameter group of their own)
      "master_weights": {NAME: ...}, "ema": {NAME: ...}, "harness": {"step": 7, ...}}
 
 The one idea: what a job keeps beside torch's optimizer hangs in the same state dict, and DCP saves it all. Cost: as
@@ -18,7 +19,7 @@ import torch
 
 from ckpt_tool.harness.saving import torch_dcp
 from ckpt_tool.harness.saving.torch_dcp import Part
-from ckpt_tool.harness.saving.whole import HARNESS, Whole, adam_group, first_holders
+from ckpt_tool.harness.saving.whole import HARNESS, Whole, adam_group, first_holders, muon_group
 
 _ROOTS = {"model": ("model",), "master": ("master_weights",), "ema": ("ema",)}
 
@@ -46,7 +47,9 @@ def write(whole: Whole, folder: Path) -> None:
 def _objects(whole: Whole, paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     """Plain values, flattened as torch flattens them: dicts and lists of dicts by their keys, other lists whole."""
     objects: dict[str, Any] = {}
-    group = {"params": list(whole.state("model")), **adam_group(whole.scalars)}
+    groups = [{"params": list(whole.state("exp_avg")), **adam_group(whole.scalars)}]
+    if whole.muon is not None:
+        groups.insert(0, {"params": list(whole.state("momentum_buffer")), **muon_group(whole.scalars)})
 
     def put(path: tuple[Any, ...], value: Any) -> None:
         if isinstance(value, dict) and value:
@@ -56,6 +59,7 @@ def _objects(whole: Whole, paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
         key = ".".join(map(str, path))
         paths[key], objects[key] = path, value
 
-    put(("optim", "param_groups", 0), group)
+    for number, group in enumerate(groups):
+        put(("optim", "param_groups", number), group)
     put((HARNESS,), dict(whole.scalars))
     return objects

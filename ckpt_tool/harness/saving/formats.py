@@ -35,7 +35,8 @@ class Writer:
     """write: into an empty folder. takes: degrees above 1 that a job of the system can have. dims: those that the tool
     is requested. zero: the stages; says_zero: is one requested of the tool? cuts: does the system cut every matrix but
     the router's over its tensor ranks, so that it has no weight which they all hold? unkept: states that it does not
-    store, since another one is their twin."""
+    store, since another one is their twin. muon: the ZeRO stages of a job whose matrices Muon steps; none where the
+    system has no such job. muon_ep: can the experts of such a job be parallel?"""
 
     write: Callable[[Whole, Path], None]
     takes: tuple[str, ...] = ("tp", "pp", "ep", "dp", "vpp")
@@ -44,16 +45,19 @@ class Writer:
     says_zero: bool = False
     cuts: bool = False
     unkept: frozenset[str] = frozenset()
+    muon: tuple[int, ...] = ()
+    muon_ep: bool = True
 
 
+_MEGATRON = ("tp", "pp", "ep", "dp", "vpp")
 WRITERS: Mapping[str, Writer] = {
-    "sharded": Writer(sharded.write, says_zero=True),
-    "dcp": Writer(dcp.write, says_zero=True),
+    "sharded": Writer(sharded.write, says_zero=True, muon=(0, 1, 2)),
+    "dcp": Writer(dcp.write, says_zero=True, muon=(0, 1, 2)),
     "deepspeed": Writer(deepspeed.write, ("dp",), ("dp",), (1, 2, 3), says_zero=True),
     "paddle-flex": Writer(paddle_flex.write, cuts=True),
     "paddle-unified": Writer(paddle_unified.write, dims=()),
-    "megatron": Writer(megatron.write, dims=("tp", "pp", "ep", "dp", "vpp"), zero=(0, 1), cuts=True),
-    "megatron-dist": Writer(megatron_dist.write, dims=("tp", "pp", "ep", "dp", "vpp"), zero=(0, 1), cuts=True),
+    "megatron": Writer(megatron.write, dims=_MEGATRON, zero=(0, 1), cuts=True, muon=(0,), muon_ep=False),
+    "megatron-dist": Writer(megatron_dist.write, dims=_MEGATRON, zero=(0, 1), cuts=True, muon=(0, 1)),
     "megatron-fsdp": Writer(
         megatron_fsdp.write, ("tp", "ep", "dp"), ("tp", "ep", "dp"), cuts=True, unkept=frozenset({"master"})
     ),
@@ -70,18 +74,26 @@ def check_name(fmt: str) -> None:
         )
 
 
-def check(fmt: str, layout: Any, shape: Any = None) -> None:
+def check(fmt: str, layout: Any, shape: Any = None, *, muon: bool = False) -> None:
     """Raise UsageError E1534 as `check_name`, E1535 for a layout that the format's files can't express, of a model of
-    `shape`."""
+    `shape`. muon: of a job where it steps the matrices."""
     check_name(fmt)
     writer = WRITERS[fmt]
-    wrong = [dim for dim in ("tp", "pp", "ep", "vpp") if getattr(layout, dim) > 1 and dim not in writer.takes]
-    stage = layout.zero if layout.dp > 1 else 1  # ZeRO over one rank is none
-    if wrong or stage not in writer.zero:
+    if muon and not writer.muon:
+        raise UsageError(
+            f"{fmt} has no place for Muon's momentum",
+            code=LAYOUT,
+            hint=f"the formats that have: {', '.join(name for name, writer in WRITERS.items() if writer.muon)}",
+        )
+    stages = writer.muon if muon else writer.zero
+    takes = [dim for dim in writer.takes if dim != "ep" or writer.muon_ep or not muon]
+    wrong = [dim for dim in ("tp", "pp", "ep", "vpp") if getattr(layout, dim) > 1 and dim not in takes]
+    stage = layout.zero if layout.dp > 1 else stages[-1]  # ZeRO over one rank is none
+    if wrong or stage not in stages:
         unfit = [f"{dim}{getattr(layout, dim)}" for dim in wrong]
-        unfit += [] if stage in writer.zero else [f"zero{layout.zero}"]
-        keeps = [f"{dim}{getattr(layout, dim)}" for dim in writer.takes if getattr(layout, dim) > 1]
-        zero = min(writer.zero, key=lambda stage: abs(stage - layout.zero))
+        unfit += [] if stage in stages else [f"zero{layout.zero}"]
+        keeps = [f"{dim}{getattr(layout, dim)}" for dim in takes if getattr(layout, dim) > 1]
+        zero = min(stages, key=lambda stage: abs(stage - layout.zero))
         raise UsageError(
             f"{fmt} has no place for {', '.join(unfit)}",
             code=LAYOUT,
@@ -103,7 +115,7 @@ def check(fmt: str, layout: Any, shape: Any = None) -> None:
 
 def write(fmt: str, whole: Whole, folder: Path) -> None:
     """The checkpoint into `folder`, which is there and empty. Raises what `check` raises."""
-    check(fmt, whole.layout)
+    check(fmt, whole.layout, muon=whole.muon is not None)
     WRITERS[fmt].write(whole, folder)
 
 

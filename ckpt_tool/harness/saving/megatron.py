@@ -11,6 +11,8 @@ its order is the model's. Flat buffers are filled backwards, every parameter at 
 embedding that two stages share has a bucket of its own. Parallel experts have an optimizer of their own: then all of it
 is a list of two.
 
+Where Muon steps the matrices, the chain is Muon's optimizer, then Adam's for the rest, neither a distributed one.
+
 EMA is under a key of ours, `ckpt`, which Megatron does not look at (the tool's `formats.megatron` says its form).
 Source: NVIDIA/Megatron-LM core 0.16.1 `training/checkpointing.py`, `core/optimizer/distrib_optimizer.py`,
 `core/distributed/param_and_grad_buffer.py`, and files that it wrote. What it does not do: RNG states (a harness job has
@@ -130,7 +132,10 @@ def _rank_file(whole: Whole, rank: RankState, params: Sequence[Local]) -> dict[s
 
 
 def _parts(whole: Whole, params: Sequence[Local]) -> list[list[Local]]:
-    """The parameters of each optimizer: all, or dense and expert ones where experts are parallel."""
+    """The parameters of each optimizer: all, or dense and expert ones where experts are parallel; Muon's, then the
+    rest."""
+    if whole.muon is not None:
+        return [[p for p in params if p.module.is_matrix is matrix] for matrix in (True, False)]
     if whole.layout.ep == 1:
         return [list(params)]
     return [[p for p in params if (p.module.expert is not None) is expert] for expert in (False, True)]
@@ -138,27 +143,31 @@ def _parts(whole: Whole, params: Sequence[Local]) -> list[list[Local]]:
 
 def _optimizer(whole: Whole, rank: RankState, params: Sequence[Local]) -> Any:
     """What `model_optim_rng.pt` says of it: groups alone with the distributed optimizer, else everything."""
-    parts = _parts(whole, params)
-    made = [_one(whole, rank, part, expert=number == 1) for number, part in enumerate(parts)]
+    parts, muon = _parts(whole, params), whole.muon is not None
+    made = [
+        _one(whole, rank, part, expert=number == 1 and not muon, muon=number == 0 and muon)
+        for number, part in enumerate(parts)
+    ]
     return made if len(made) > 1 else made[0]
 
 
-def _one(whole: Whole, rank: RankState, params: Sequence[Local], *, expert: bool) -> dict[str, Any]:
+def _one(whole: Whole, rank: RankState, params: Sequence[Local], *, expert: bool, muon: bool) -> dict[str, Any]:
     groups = [[p for p in params if _decays(p) is decays] for decays in (True, False)]
     state: dict[int, Any] = {}
     described, masters = [], []
     for decays, group in zip((True, False), groups, strict=True):
         if not group:
             continue
-        about = hyperparameters(whole.scalars, decays=decays, expert=expert)
-        if not whole.layout.zero:  # torch's AdamW counts steps a parameter
-            about.pop("step")
+        about = hyperparameters(whole.scalars, decays=decays, expert=expert, muon=muon)
+        if not whole.layout.zero:  # torch's AdamW counts steps a parameter, Muon none
+            about.pop("step", None)
             about["params"] = list(range(len(state), len(state) + len(group)))
         described.append(about)
         masters.append([_value(whole, rank, p, "master") for p in group if not _is_fp32(whole, p)])
         for param in group:
-            moments = {name: _value(whole, rank, param, name) for name in ("exp_avg", "exp_avg_sq")}
-            state[len(state)] = {"step": torch.tensor(float(whole.scalars["step"])), **moments}
+            held = ("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq")
+            moments = {name: _value(whole, rank, param, name) for name in held}
+            state[len(state)] = moments if muon else {"step": torch.tensor(float(whole.scalars["step"])), **moments}
     if whole.layout.zero:
         return {"optimizer": {"param_groups": described}}
     return {"optimizer": {"state": state, "param_groups": described}, "fp32_from_fp16_params": masters}

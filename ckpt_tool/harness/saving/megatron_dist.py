@@ -6,6 +6,9 @@ The one idea: Megatron's planner hands boxes to torch's writer; so does this one
 each has keys of its own; a layer's experts are stacked; gate and up are two boxes; norms stand under the linear that
 follows. The optimizer is `fully_reshardable`: whole model-shaped tensors, written by the first data rank of each box.
 
+Where Muon steps the matrices, their masters are `fp32_param` (its optimizer is no distributed one), and the common
+state is the chain: Muon's groups, then Adam's.
+
 EMA, for which Megatron has no place, is under `optimizer.state.ema.KEY`, which it does not look at.
 Source: NVIDIA/Megatron-LM core 0.16.1 `dist_checkpointing/`, `core/transformer/transformer_block.py`
 (`sharded_state_dict`, `non_homogeneous_layers`), local layer spec (`sharded_state_dict_keys_map`). What it does not do:
@@ -21,6 +24,7 @@ from typing import Any
 
 import torch
 
+from ckpt_tool.harness.pieces import MUON_STATES, STATES
 from ckpt_tool.harness.saving import torch_dcp
 from ckpt_tool.harness.saving.megatron_model import (
     Module,
@@ -48,17 +52,15 @@ def write(whole: Whole, folder: Path) -> None:
     inner.mkdir()
     parts: list[list[Part]] = [[] for _ in whole.ranks]
     objects: list[dict[str, Any]] = [{} for _ in whole.ranks]
-    master = "param" if whole.layout.zero else "fp32_param"
-    prefix = {
-        "model": "",
-        "master": f"optimizer.state.{master}.",
-        "exp_avg": "optimizer.state.exp_avg.",
-        "exp_avg_sq": "optimizer.state.exp_avg_sq.",
-        "ema": "optimizer.state.ema.",
-    }
     for module in modules(whole.config):
         key, position, count = _key(module, whole)
-        tensors = {state: joined(module, state, whole) for state in prefix}
+        muon = whole.muon is not None and module.is_matrix
+        states = {
+            "model": "",
+            "master": "optimizer.state.param." if whole.layout.zero and not muon else "optimizer.state.fp32_param.",
+            **{state: f"optimizer.state.{state}." for state in (MUON_STATES if muon else STATES)[2:]},
+        }
+        tensors = {state: joined(module, state, whole) for state in states}
         seen = set()
         for number, rank in enumerate(whole.ranks):
             for box in share_of(module, rank):
@@ -69,7 +71,7 @@ def write(whole: Whole, folder: Path) -> None:
                     values, offset, shape = tensor[region(box)], box.offset, tuple(tensor.shape)
                     if position is not None:
                         values, offset, shape = values[None], (position, *offset), (count, *shape)
-                    parts[number].append(Part(prefix[state] + key, offset, values.contiguous(), shape))
+                    parts[number].append(Part(states[state] + key, offset, values.contiguous(), shape))
                 if linear := _LINEAR.fullmatch(key):
                     objects[number][f"{linear[1]}._extra_state/shard_{position or 0}_{count}"] = [None]
     ranks = [torch_dcp.Rank(mine, found) for mine, found in zip(parts, objects, strict=True)]
@@ -98,12 +100,18 @@ def _common(whole: Whole) -> dict[str, Any]:
     """The common state: what is the same on all ranks."""
     dense = {"optimizer": {"param_groups": [_group(whole, decays, expert=False) for decays in (True, False)]}}
     experts = {"optimizer": {"param_groups": [_group(whole, True, expert=True)]}}
+    parallel = whole.layout.ep > 1
+    chain: Any = {0: dense, 1: experts} if parallel else dense
+    if whole.muon is not None:
+        kinds = (False, True) if parallel else (False,)
+        groups = [hyperparameters(whole.scalars, decays=True, expert=expert, muon=True) for expert in kinds]
+        chain = {0: {"optimizer": {"param_groups": groups}}, 1: dense}
     return {
         "args": namespace(whole),
         "checkpoint_version": 3.0,
         "iteration": int(whole.scalars["step"]),
         "num_floating_point_operations_so_far": 0,
-        "optimizer": {0: dense, 1: experts} if whole.layout.ep > 1 else dense,
+        "optimizer": chain,
         "opt_param_scheduler": scheduler(whole),
         "content_metadata": {
             "singleton_local_shards": False,

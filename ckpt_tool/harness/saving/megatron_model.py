@@ -40,6 +40,12 @@ class Module(NamedTuple):
     layer: int | None = None
     expert: int | None = None
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether Muon steps it in a job that has it: core 0.19 `core/optimizer/emerging_optimizers.py`
+        (`_is_nonlinear_or_embedding`)."""
+        return self.layer is not None and not self.name.endswith("layernorm.weight")
+
 
 def modules(config: Mapping[str, Any]) -> list[Module]:
     """Every weight, in the order of registration."""
@@ -185,7 +191,8 @@ def namespace(whole: Whole) -> argparse.Namespace:
         "consumed_train_samples": whole.scalars["consumed"],
         "seed": whole.scalars["seed"],
         "lr": whole.scalars["scheduler"].get("peak"),
-        "optimizer": "adam",
+        "optimizer": "adam" if whole.muon is None else "muon",
+        "use_layer_wise_distributed_optimizer": whole.muon is not None and layout.zero > 0,
         "adam_beta1": settings["beta1"],
         "adam_beta2": settings["beta2"],
         "adam_eps": settings["eps"],
@@ -224,9 +231,16 @@ def scheduler(whole: Whole) -> dict[str, Any]:
     }
 
 
-def hyperparameters(scalars: Mapping[str, Any], *, decays: bool, expert: bool) -> dict[str, Any]:
-    """A parameter group of Megatron's optimizer, without its parameters; the step counter is the group's."""
+def hyperparameters(scalars: Mapping[str, Any], *, decays: bool, expert: bool, muon: bool = False) -> dict[str, Any]:
+    """A parameter group of Megatron's optimizer, without its parameters; the step counter is the group's. muon: is it
+    of the matrices that Muon steps? It counts no steps."""
     settings = scalars["optimizer"]
+    own = {
+        "betas": (settings["beta1"], settings["beta2"]),
+        "eps": settings["eps"],
+        "bias_correction": True,
+        "step": int(scalars["step"]),
+    }
     return {
         "is_expert_parallel": expert,
         "default_config": True,
@@ -236,9 +250,6 @@ def hyperparameters(scalars: Mapping[str, Any], *, decays: bool, expert: bool) -
         "max_lr": scalars["scheduler"].get("peak", scalars["lr"]),
         "min_lr": scalars["scheduler"].get("floor", 0.0),
         "lr": scalars["lr"],
-        "betas": (settings["beta1"], settings["beta2"]),
-        "eps": settings["eps"],
         "weight_decay": settings["weight_decay"] if decays else 0.0,
-        "bias_correction": True,
-        "step": int(scalars["step"]),
+        **({"momentum": scalars["muon"]["momentum"]} if muon else own),
     }

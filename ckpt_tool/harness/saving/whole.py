@@ -20,7 +20,7 @@ import torch
 
 from ckpt_tool.core.box import Box, flat_boxes
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
-from ckpt_tool.harness.pieces import STATES, Piece, RankState
+from ckpt_tool.harness.pieces import MUON_STATES, STATES, Piece, RankState
 
 DRIFT, HOLES, FOREIGN = "E1520", "E1521", "E1522"
 HARNESS = "harness"  # the key under which the job's scalars are stored, in any format
@@ -43,6 +43,11 @@ class Whole:
     def layout(self) -> Any:
         """The `harness.layout.Layout` of the job."""
         return self.ranks[0].layout
+
+    @property
+    def muon(self) -> Mapping[str, Any] | None:
+        """Muon's constants in a job where it steps the matrices."""
+        return self.scalars.get("muon")
 
     def state(self, state: str) -> dict[str, torch.Tensor]:
         """Name -> tensor of one state."""
@@ -67,8 +72,9 @@ def assemble(states: Sequence[RankState]) -> Whole:
                 tensors[key] = torch.zeros(piece.shape, dtype=piece.tensor.dtype)
                 covered[key] = torch.zeros(piece.shape, dtype=torch.bool)
             _lay(piece, tensors[key], covered[key], state.at.rank)
-    names = [param.name for param in ranks[0].shape.parameters()]
-    holes = [f"{name} [{state}]" for state in STATES for name in names if (state, name) not in tensors]
+    wanted = [(state, name) for name, states in ranks[0].states().items() for state in states]
+    wanted.sort(key=lambda key: (*STATES, *MUON_STATES).index(key[0]))  # state by state; names as they are registered
+    holes = [f"{name} [{state}]" for state, name in wanted if (state, name) not in tensors]
     holes += [f"{name} [{state}]" for (state, name), mask in covered.items() if not bool(mask.all())]
     if holes:
         raise Incomplete(
@@ -78,7 +84,7 @@ def assemble(states: Sequence[RankState]) -> Whole:
             faults=holes[5:100],
             hint="a rank's state is missing, or the trainer lost a piece",
         )
-    ordered: dict[Key, torch.Tensor] = {(state, name): tensors[state, name] for state in STATES for name in names}
+    ordered: dict[Key, torch.Tensor] = {key: tensors[key] for key in wanted}
     return Whole(ordered, ranks, dict(ranks[0].shape.config()), ranks[0].scalars)
 
 
@@ -126,6 +132,16 @@ def adam_group(scalars: Mapping[str, Any]) -> dict[str, Any]:
         "differentiable": False,
         "fused": None,
         "decoupled_weight_decay": True,
+    }
+
+
+def muon_group(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """The scalars of the matrices' group in the words of torch's Muon."""
+    return {
+        "lr": scalars["lr"],
+        "weight_decay": scalars["optimizer"]["weight_decay"],
+        "momentum": scalars["muon"]["momentum"],
+        "nesterov": True,
     }
 
 
