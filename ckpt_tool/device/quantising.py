@@ -23,7 +23,7 @@ from ckpt_tool.device.descriptors import MOST_ROWS, Descriptors, Strided, filled
 from ckpt_tool.errors import InternalError
 from ckpt_tool.quantised.schemes import SCHEMES, Scheme
 
-MOST_THREADS = 256  # as in box_quantise.cu
+MOST_THREADS, HELD = 256, 64  # as in box_quantise.cu: of a block, and values of a row that a thread has in registers
 FLOATS = ("F32", "BF16", "F16")
 TABLE = np.dtype(
     {
@@ -52,7 +52,8 @@ class FloatBox(NamedTuple):
 
 class FloatList(NamedTuple):
     """A packed list of floats and the table of its boxes. Packed box k is part of box `records[k]` of the `given`
-    ones. threads: of a block, as many as its longest row has work for, 0 for the kernel's own choice."""
+    ones. threads: of a block, as few as hold the longest row, so that many rows are in flight; 0 for the kernel's
+    own choice."""
 
     boxes: Descriptors
     table: npt.NDArray[np.void]
@@ -92,7 +93,7 @@ def pack_floats(boxes: Iterable[FloatBox], source: DType, scheme: Scheme, scales
     nbytes = int((out["rows"] * out["run"]).sum()) * item
     of_scheme, threads = list(SCHEMES).index(scheme.name), 0
     if scheme.block[1] == 0:
-        threads = min(-(-int(out["run"].max(initial=1)) * item // 4096) * 32, MOST_THREADS)
+        threads = min(-(-int(out["run"].max(initial=1)) // (32 * HELD)) * 32, MOST_THREADS)
     boxes_ = Descriptors(out, tiles, nbytes)
     return FloatList(boxes_, np.array(table, TABLE), kind(source), of_scheme, tuple(records), number + 1, threads)
 

@@ -1,8 +1,9 @@
 """Modules that are alike: 92,000 tensors of a mixture of experts are judged as a dozen.
 
 The one idea: what `quantised.weights.find` says of a tensor hangs on its module alone, the part of its name before the
-last dot, since a weight and all that lies beside it have one module. So modules whose tensors have the same endings,
-dtypes and shapes are one class; one of each is judged, and counts as often as there are modules.
+last dot, since a weight and all that lies beside it have one module (bitsandbytes' `m.weight.absmax` is of m). So
+modules whose tensors have the same endings, dtypes and shapes are one class; one of each is judged, and counts as often
+as there are modules.
 
     m.0.weight F8 [256, 512], m.0.weight_scale_inv F32 [2, 4]      one class, counted twice
     m.1.weight F8 [256, 512], m.1.weight_scale_inv F32 [2, 4]
@@ -37,8 +38,10 @@ class Alike:
         self._classes: dict[bytes, int] = {}  # module -> its class
         steps: dict[Step, int] = {}
         classes = self._classes
+        below = any(name.endswith(b".absmax") for names, _ in self._columns() for name in names)
+        self._parted = _above_weight if below else bytes.rpartition
         for names, numbers in self._columns():
-            for (module, dot, ending), number in zip(map(bytes.rpartition, names, repeat(b".")), numbers, strict=True):
+            for (module, dot, ending), number in zip(map(self._parted, names, repeat(b".")), numbers, strict=True):
                 classes[module] = steps.setdefault((classes.get(module, 0), dot, ending, number), len(steps) + 1)
         self._steps = list(steps)  # class n is what step n - 1 leads to
         self._modules = Counter(classes.values())
@@ -80,7 +83,7 @@ class Alike:
             _text(name): kinds[number]
             for column, numbers in self._columns()
             for name, number in zip(column, numbers, strict=True)
-            if classes[name.rpartition(b".")[0]] in wanted
+            if classes[self._parted(name, b".")[0]] in wanted
         }
 
     def count(self, name: str) -> int:
@@ -90,7 +93,7 @@ class Alike:
 
     def _place(self, name: str) -> tuple[int, Tail]:
         """(class, tail) of a tensor."""
-        module, dot, ending = name.encode("utf-8", "surrogatepass").rpartition(b".")
+        module, dot, ending = self._parted(name.encode("utf-8", "surrogatepass"), b".")
         return self._classes[module], (dot, ending)
 
     def _tensors(self, number: int) -> list[tuple[bytes, bytes, int]]:
@@ -100,6 +103,12 @@ class Alike:
             number, dot, ending, kind = self._steps[number - 1]
             found.append((dot, ending, kind))
         return found[::-1]
+
+
+def _above_weight(name: bytes, dot: bytes) -> tuple[bytes, bytes, bytes]:
+    """(module, dot, the rest) where tensors hang below a weight's own name."""
+    module, found, ending = name.rpartition(b".weight.")
+    return (module, dot, found[1:] + ending) if found else name.rpartition(dot)
 
 
 def _text(name: bytes) -> str:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 OPTION = "--dequantize"
 LACKING, MISFIT, UNKNOWN, NOTHING = "E1460", "E1461", "E1464", "E2403"
+_MOST_TEXT = 4096  # bytes; bitsandbytes writes 80 to 300
 _CONFIGURED = ("dtype", "torch_dtype")
 
 
@@ -173,11 +174,11 @@ def _with_floats(
 
 
 def _numbers(source: Any) -> Sequence[int]:
-    """The integers of a small tensor (`X_shape`)."""
+    """The integers of a small tensor: `X_shape`, or bytes that are a text."""
     from ckpt_tool.run.lazy import OpenCatalog
 
     tensor = source.tensor
-    if tensor.numel > 8 or not tensor.dtype.name.startswith(("I", "U")):
+    if tensor.numel > (_MOST_TEXT if tensor.dtype.name == "U8" else 8) or not tensor.dtype.name.startswith(("I", "U")):
         raise InconsistentCheckpoint(
             f"a shape is stated by {tensor.dtype.name} {list(tensor.shape)}",
             code=MISFIT,

@@ -56,7 +56,7 @@ from ckpt_tool.quantised.codes import (
     scale,
     unpacked,
 )
-from ckpt_tool.quantised.weights import BYTES, MATRIX, WORDS, Kind, Quantised
+from ckpt_tool.quantised.weights import BYTES, MATRIX, OF_127, STREAM, TABLED, WORDS, Kind, Quantised
 from ckpt_tool.run.compute import looked_up
 from ckpt_tool.run.computed import Input, Read, Recipe
 from ckpt_tool.storage.source import Tree
@@ -139,12 +139,21 @@ def recipe(
     """How the floats of a weight are made, of shape `weight.shape`.
 
     key: of the floats. of: name -> the tensor, of every name of the weight. numbers: reads a small tensor of integers
-    (`X_shape`). Raises InconsistentCheckpoint E1462 for parts whose shapes or dtypes do not belong together.
+    (`X_shape`, bitsandbytes' states). Raises InconsistentCheckpoint E1462 for parts whose shapes or dtypes do not
+    belong together.
     """
     if weight.codes == MATRIX:
         from ckpt_tool.quantised.matrix import matrix
 
         return matrix(weight, key, of)
+    if weight.codes == STREAM:
+        from ckpt_tool.quantised.affine import affine
+
+        return affine(weight, key, of)
+    if weight.codes in (TABLED, OF_127):
+        from ckpt_tool.quantised.tabled import bytes_127, tabled
+
+        return (tabled if weight.codes == TABLED else bytes_127)(weight, key, of, numbers)
     lead, dtype = of[weight.lead], of[weight.lead].tensor.dtype
     inputs, shape = [lead], weight.shape
 

@@ -4,7 +4,7 @@
       -> Quantisation("fp8", block=(128, 128), ...)
 
 `known` schemes are those whose floats `dequantize` makes. Everything else is moved as it is, and named when somebody
-asks for floats: bitsandbytes, GGUF-like and others keep codes in orders that need their own kernels' tables.
+asks for floats: HQQ, AQLM and others keep codes in orders that need their own kernels' tables.
 
 Source of the keys: transformers 5.23 `utils/quantization_config.py`, compressed-tensors 0.20
 `quantization/quant_config.py`.
@@ -13,12 +13,11 @@ Source of the keys: transformers 5.23 `utils/quantization_config.py`, compressed
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-KEYS = (
-    "quantization_config",
-    "compression_config",
-)  # where configs keep it; the second is compressed-tensors' old name
+# where configs keep it; the second is compressed-tensors' old name, the third MLX's
+KEYS = ("quantization_config", "compression_config", "quantization")
 FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # what some tools write beside a config
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 _PACKED = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
@@ -31,7 +30,7 @@ _FORMATS = (
     "mixed-precision",
     "dense",
 )
-_METHODS = ("fp8", "mxfp8", "mxfp4", "fbgemm_fp8", "modelopt", "modelopt_fp4")
+_METHODS = ("fp8", "mxfp8", "mxfp4", "fbgemm_fp8", "modelopt", "modelopt_fp4", "bitsandbytes")
 # endings of names that only one scheme has
 _BY_NAME = {
     ".qweight": "GPTQ or AWQ",
@@ -39,6 +38,7 @@ _BY_NAME = {
     ".quant_map": "bitsandbytes",
     ".absmax": "bitsandbytes",
     ".SCB": "bitsandbytes",
+    ".biases": "MLX without its config",
     ".quant_state.bitsandbytes__nf4": "bitsandbytes",
     ".quant_state.bitsandbytes__fp4": "bitsandbytes",
     ".weight_format": "bitsandbytes",
@@ -61,6 +61,7 @@ class Quantisation(NamedTuple):
     bits: tuple[int, ...] = ()
     why: str = ""
     order: str = ""
+    apart: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
     @property
     def known(self) -> bool:
@@ -69,7 +70,7 @@ class Quantisation(NamedTuple):
     @property
     def found_by(self) -> dict[str, Any]:
         """What `weights.find` wants to know of it."""
-        return {"block": self.block, "bits": self.bits, "order": self.order}
+        return {"block": self.block, "bits": self.bits, "order": self.order, "apart": self.apart}
 
 
 def quantisation(config: Mapping[str, Any] | None, names: Iterable[str] = ()) -> Quantisation | None:
@@ -87,6 +88,8 @@ def quantisation(config: Mapping[str, Any] | None, names: Iterable[str] = ()) ->
         return Quantisation(method, sizes if len(sizes) == 2 and min(sizes) > 0 else ())
     if method in ("gptq", "awq"):
         return _of_matrices(method, stated)
+    if not method and {"group_size", "bits"} <= stated.keys():
+        return _of_mlx(stated)
     return Quantisation(method or "without a name", why=f"quant_method {method or 'is not stated'}")
 
 
@@ -99,6 +102,20 @@ def _of_matrices(method: str, stated: Mapping[str, Any]) -> Quantisation:
     if bits not in ((4,) if method == "awq" else (2, 3, 4, 8)):
         why = f"codes of {bits!r} bits"
     return Quantisation(method, bits=(bits,) if not why else (), why=why, order=order if not why else "")
+
+
+def _of_mlx(stated: Mapping[str, Any]) -> Quantisation:
+    """MLX: what holds for all modules, and for those that are named apart."""
+    named = {name: each for name, each in stated.items() if isinstance(each, dict)}
+    for each in (stated, *named.values()):
+        group, bits, mode = (each.get(key, stated.get(key)) for key in ("group_size", "bits", "mode"))
+        if mode not in (None, "affine"):
+            return Quantisation("mlx", why=f"its mode {mode}")
+        if type(group) is not int or group < 1 or bits not in (2, 3, 4, 5, 6, 8):
+            return Quantisation("mlx", why=f"groups of {group!r} codes of {bits!r} bits")
+    whole = stated["group_size"], stated["bits"]
+    apart = {name: (each.get("group_size", whole[0]), each.get("bits", whole[1])) for name, each in named.items()}
+    return Quantisation("mlx", (1, whole[0]), (whole[1],), order="mlx", apart=apart)
 
 
 def section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -158,5 +175,5 @@ def _by_name(names: Iterable[str]) -> Quantisation | None:
         dot = name.rfind(".")
         found = _BY_NAME.get(name[dot:]) or _BY_NAME.get(name[name.rfind(".", 0, dot) :])
         if found:
-            return Quantisation(found, why=f"tensors such as {name}")
+            return Quantisation(found, why="" if found in _METHODS else f"tensors such as {name}")
     return None

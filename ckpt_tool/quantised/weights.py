@@ -20,6 +20,10 @@ What is recognised (the arithmetic is in `quantised.floats`):
     X_packed U8      X_scale F8_E4M3, X_global_scale    compressed-tensors nvfp4-pack-quantized, groups of 16
     X_packed U8      X_scale U8                         compressed-tensors mxfp4-pack-quantized, groups of 32
     X    U8          X_scale F8_E4M3, X_scale_2         NVFP4 of NVIDIA's ModelOpt, groups of 16
+    X [n / 2, 1]     X.absmax, X.quant_map,             bitsandbytes, 4 bits, the shape in a value; absmax U8 with
+                     X.quant_state.bitsandbytes__nf4    X.nested_absmax and X.nested_quant_map
+    m.weight I8      m.SCB [, m.weight_format]          bitsandbytes, 8 bits
+    m.weight U32     m.scales, m.biases                 MLX [out, in * bits / 32], as the config says
     m.qweight I32    m.scales, m.qzeros [, m.g_idx]     GPTQ [in * bits / 32, out], AWQ [in, out / 8]: (in, out)
 
 Scales are over the last two dims: one number, one a row ([rows] or [rows, 1]), or a grid whose last blocks may be short
@@ -35,21 +39,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ckpt_tool.core.dtype import DType
 
 Shape = tuple[int, ...]
 BYTES, NIBBLES, WORDS, TURNED, MATRIX = "bytes", "nibbles", "words", "turned nibbles", "words of a turned matrix"
-ORDERS = ("gptq", "gptq_v2", "awq")  # of a MATRIX's codes, as `scheme` finds it in the config
+TABLED, OF_127 = "numbers of a table", "bytes of which 127 is the largest"  # bitsandbytes: 4 bits, 8 bits
+STREAM = "a stream of bits"  # MLX
+ORDERS = ("gptq", "gptq_v2", "awq", "mlx")  # of a MATRIX's codes and of a STREAM, as `scheme` finds it in the config
 CODES = frozenset(
     {"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "F4"}
 )  # dtypes that are codes, as it seems
-DTYPES = CODES | {"U8", "I32"}  # a checkpoint without any of these has nothing quantised
+DTYPES = CODES | {"U8", "I32", "U32"}  # a checkpoint without any of these has nothing quantised
 WIDTH = 128  # codes of a block where nothing says another number
 SCALE_INV, SCALE, SCALES, PACKED, BLOCKS = "_scale_inv", "_scale", "_scales", "_packed", "_blocks"
 _SCALES = (SCALE_INV, SCALE)
-_OF_MODULE = (".scale", ".qscale_weight")
+_OF_MODULE, _SCB, _FORMAT = (".scale", ".qscale_weight"), ".SCB", ".weight_format"
+_ABSMAX = ".absmax"
+_OF_TABLE = {  # role -> ending, of a TABLED weight's parts
+    "quant_map": ".quant_map",
+    "nested_absmax": ".nested_absmax",
+    "nested_quant_map": ".nested_quant_map",
+}
+_STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 _ROLES = {
     "_zero_point": "zero_point",
     "_shape": "shape",
@@ -58,7 +72,8 @@ _ROLES = {
     "_g_idx": "g_idx",
 }
 ENDINGS = {role: ending for ending, role in _ROLES.items()}
-_PART = (*_SCALES, *_OF_MODULE, *_ROLES, SCALES, BLOCKS, PACKED)
+_PART = (*_SCALES, *_OF_MODULE, *_ROLES, SCALES, BLOCKS, PACKED, _SCB, _FORMAT)
+_TABLES = (_ABSMAX, *_OF_TABLE.values(), *_STATES)
 # what a quantised model keeps of its activations and its cache: nothing that a weight is made of
 _ACTIVATIONS = tuple(
     """
@@ -141,9 +156,17 @@ class Found(NamedTuple):
         return frozenset(name for weight in self.weights.values() for name in weight.names)
 
 
-def find(tensors: Mapping[str, Kind], *, block: Sequence[int] = (), bits: Sequence[int] = (), order: str = "") -> Found:
+def find(
+    tensors: Mapping[str, Kind],
+    *,
+    block: Sequence[int] = (),
+    bits: Sequence[int] = (),
+    order: str = "",
+    apart: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+) -> Found:
     """What is quantised among `tensors`. block: (rows, cols) that the config says share a scale; bits: of packed codes;
-    order: of those of matrices, where the config says that they are such.
+    order: of those of matrices, where the config says that they are such; apart: of MLX, (columns that share a scale,
+    bits) of modules that have their own.
 
     >>> from ckpt_tool.core.dtype import DTYPES
     >>> found = find({"w": Kind(DTYPES["F8_E4M3"], (300, 256)), "w_scale_inv": Kind(DTYPES["F32"], (3, 2))})
@@ -152,11 +175,16 @@ def find(tensors: Mapping[str, Kind], *, block: Sequence[int] = (), bits: Sequen
     """
     weights, wrong, taken = {}, list[Fault](), set[str]()
     stated, roles = tuple(block), _roles_among(tensors)
+    tables = {name.removesuffix(_ABSMAX) for name in tensors if name.endswith(_ABSMAX)}
     for name, kind in tensors.items():
-        if kind.dtype.name not in DTYPES:
+        if name not in tables and kind.dtype.name not in DTYPES:
             continue
         found = _packed(name, kind, tensors, bits) if name.endswith((BLOCKS, PACKED)) else None
-        if order and name.endswith(".qweight"):
+        if name in tables:
+            found = _tabled(name, kind, tensors)
+        elif order == "mlx" and kind.dtype.name == "U32" and name.endswith(".weight"):
+            found = _stream(name, kind, tensors, apart.get(name.removesuffix(".weight"), (block[1], bits[0])))
+        elif order and name.endswith(".qweight"):
             found = _matrix(name, kind, tensors, bits[0], order)
         found = found or _plain(name, kind, tensors, stated, roles)
         if isinstance(found, Quantised):
@@ -183,7 +211,8 @@ def units(weight: Quantised, tensors: Mapping[str, Kind]) -> dict[str, Units]:
     >>> [unit.mine for unit in units(find(tensors).weights["w"], tensors).values()]
     [(2, 5), (2, 5)]
     """
-    if weight.codes == MATRIX:  # groups may lie in the order of activations
+    # groups may lie in the order of activations, or a shape be unknown
+    if weight.codes in (MATRIX, TABLED, STREAM):
         pieces = {name: (1,) * len(tensors[name].shape) for name in weight.names}
         return {name: Units(weight.lead, weight.made, pieces[weight.lead], mine) for name, mine in pieces.items()}
     rows, columns = weight.shape[-2:] if len(weight.shape) > 1 else (1, prod(weight.shape))
@@ -220,10 +249,11 @@ def part_of(name: str) -> str | None:
     >>> part_of("m.weight_scale_inv"), part_of("m.weight_packed"), part_of("m.qscale_weight"), part_of("m.weight")
     ('m.weight', 'm.weight', 'm.weight', None)
     """
-    ending = next((ending for ending in _PART if name.endswith(ending)), None)
+    ending = next((ending for ending in (*_PART, *_TABLES) if name.endswith(ending)), None)
     if ending is None:
         return None
-    return f"{name.removesuffix(ending)}.weight" if ending in _OF_MODULE else name.removesuffix(ending)
+    stem = name.removesuffix(ending)
+    return f"{stem}.weight" if ending in (*_OF_MODULE, _SCB, _FORMAT) else stem
 
 
 def _plain(
@@ -238,7 +268,10 @@ def _plain(
     if scale not in tensors:
         names = [f"{name}{_SCALES[1]}"]
         if name.endswith(".weight"):
-            names += [f"{name.removesuffix('.weight')}{ending}" for ending in _OF_MODULE]
+            module = name.removesuffix(".weight")
+            if kind.dtype.name == "I8" and f"{module}{_SCB}" in tensors:
+                return _of_127(name, module, kind, tensors)
+            names += [f"{module}{ending}" for ending in _OF_MODULE]
         there = next((each for each in names if each in tensors), None)
         if there is None and kind.dtype.name in ("I8", "F4"):  # integers that nothing says are codes
             return None
@@ -286,6 +319,59 @@ def _packed(name: str, kind: Kind, tensors: Mapping[str, Kind], bits: Sequence[i
     if kind.dtype.name == "U8":
         return _nibbles(made, name, kind, scale, tensors)
     return _words(made, name, kind, scale, tensors, bits)
+
+
+def _tabled(name: str, kind: Kind, tensors: Mapping[str, Kind]) -> Quantised | Fault:
+    """Codes of 4 bits of a line, two a byte, whatever dtype these are declared as."""
+    parts = {"scale": f"{name}{_ABSMAX}"}
+    state = next((f"{name}{ending}" for ending in _STATES if f"{name}{ending}" in tensors), f"{name}{_STATES[0]}")
+    scales, nested = tensors[parts["scale"]], tensors[parts["scale"]].dtype.name == "U8"
+    parts |= {role: f"{name}{ending}" for role, ending in _OF_TABLE.items() if nested or role == "quant_map"}
+    parts["state"] = state
+    lacking = next((part for part in parts.values() if part not in tensors), None)
+    if lacking is not None:
+        return Fault(name, f"codes of a table without {lacking}", lacking=True)
+    sizes = {"quant_map": (16,), "nested_quant_map": (256,)}
+    for role, part in parts.items():
+        told = tensors[part]
+        dtype = "U8" if role == "state" or nested and role == "scale" else "F32"
+        if (told.dtype.name, len(told.shape)) != (dtype, 1) or told.shape != sizes.get(role, told.shape):
+            return Fault(part, f"{told.dtype.name} {list(told.shape)} beside codes of a table", lacking=False)
+    numel = prod(kind.shape) * kind.dtype.bits // 4
+    if not numel or not scales.shape[0] or kind.dtype.bits % 8:
+        return _misfit(parts["scale"], tensors, kind.shape)
+    return Quantised(name, TABLED, name, parts, (numel,), (1, -(-numel // scales.shape[0])), 4)
+
+
+def _stream(name: str, kind: Kind, tensors: Mapping[str, Kind], stated: tuple[int, int]) -> Quantised | Fault | None:
+    """Words full of codes, a stream a row, with scales and biases of groups."""
+    module, (group, bits) = name.removesuffix(".weight"), stated
+    parts = {"scale": f"{module}.scales", "bias": f"{module}.biases"}
+    there = [part for part in parts.values() if part in tensors]
+    if len(there) < 2:  # integers of its own where nothing is beside them
+        return Fault(name, f"codes without {(set(parts.values()) - {*there}).pop()}", lacking=True) if there else None
+    scales = tensors[parts["scale"]]
+    columns = 32 * kind.shape[-1] // bits if kind.shape else 0
+    if (
+        len(kind.shape) < 2
+        or not all(kind.shape)
+        or scales != tensors[parts["bias"]]
+        or columns * bits != 32 * kind.shape[-1]
+        or scales.shape[:-1] != kind.shape[:-1]
+        or scales.shape[-1] * group != columns
+    ):
+        return _misfit(parts["scale"], tensors, (*kind.shape[:-1], columns))
+    return Quantised(name, STREAM, name, parts, (*kind.shape[:-1], columns), (1, group), bits, "mlx")
+
+
+def _of_127(name: str, module: str, kind: Kind, tensors: Mapping[str, Kind]) -> Quantised | Fault:
+    """Bytes with the largest magnitude of each row beside them."""
+    parts = {"scale": f"{module}{_SCB}"}
+    if f"{module}{_FORMAT}" in tensors:
+        parts["weight_format"] = f"{module}{_FORMAT}"
+    if len(kind.shape) != 2 or not all(kind.shape) or tensors[parts["scale"]].shape != kind.shape[:1]:
+        return _misfit(parts["scale"], tensors, kind.shape)
+    return Quantised(name, OF_127, name, parts, kind.shape, (1, kind.shape[1]), 8)
 
 
 def _matrix(name: str, kind: Kind, tensors: Mapping[str, Kind], bits: int, order: str) -> Quantised | Fault:

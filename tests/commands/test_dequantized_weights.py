@@ -167,12 +167,8 @@ def test_what_does_not_fit_is_said(case: str, change: Any, kind: type[CkptError]
             "gptq",
         ),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, ["qweight", "qzeros", "scales"], "awq"),
-        (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            ["weight", "weight.absmax", "weight.quant_map"],
-            "bitsandbytes",
-        ),
-        (None, ["weight", "weight.absmax", "weight.quant_map"], "bitsandbytes"),
+        ({"quant_method": "hqq"}, ["W_q", "meta"], "hqq"),
+        (None, ["W_q", "meta"], "HQQ"),
         (None, ["qweight", "qzeros", "scales"], "GPTQ or AWQ"),
         ({"quant_method": "gguf"}, ["weight"], "gguf"),
         (

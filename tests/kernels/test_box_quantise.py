@@ -82,7 +82,7 @@ def test_quotients_beside_ties(device: Device, scheme: Scheme) -> None:
     """fp32 that are a few ulp from halfway between two codes, in blocks whose largest is any."""
     rng = np.random.default_rng(5)
     most = {"F8_E4M3": 448.0, "I8": 127.5, "I32": 7.5, "U8": 6.0}[scheme.dtype]
-    top = rng.uniform(0.5, 1, (1, 24, 1)).astype(np.float32) * np.float32(2.0) ** rng.integers(-70, 60, (1, 24, 1))
+    top = rng.uniform(0.5, 1, (1, 24, 1)).astype(np.float32) * np.float32(2.0) ** rng.integers(-120, 60, (1, 24, 1))
     few = (rng.integers(0, 32, (1, 24, 512)) / 16) * 2.0 ** rng.integers(-10, 9, (1, 24, 512))
     halves = np.where(rng.random(few.shape) < 0.5, few, np.round(few) + 0.5)
     values = (np.minimum(halves, most) * (top / np.float32(most)).astype(np.float64)).astype(np.float32)
@@ -158,3 +158,12 @@ def test_what_no_kernel_makes_is_refused() -> None:
     with pytest.raises(InternalError, match="scales at 0x2"):
         pack_floats([box._replace(scales=2)], DTYPES["BF16"], SCHEMES["fp8-block"])
     assert TABLE.itemsize == 48
+
+
+def test_a_row_has_as_many_threads_as_hold_it() -> None:
+    box = FloatBox(0, 0, (1, 4, 4096), (0, 8192), (0, 4096), 0, (0, 2))
+    widths = {1: 32, 2048: 32, 2049: 64, 4096: 64, 16384: 256, 1 << 20: 256}
+    for columns, threads in widths.items():
+        boxes = [box._replace(shape=(1, 4, columns))]
+        assert pack_floats(boxes, DTYPES["BF16"], SCHEMES["fp8-channel"]).threads == threads
+    assert pack_floats([box], DTYPES["BF16"], SCHEMES["mxfp8"]).threads == 0
