@@ -278,14 +278,14 @@ static int fetched(Cursor *c, int op, int64_t *index)
     return 1;
 }
 
-/* A GET of the name or text `id`. last: the memo index that was it before. */
+/* A GET of the name or text `id`, which there may have been no room for. last: the memo index that was it before. */
 static int name(Rows *r, Cursor *c, int64_t id, int64_t *last)
 {
     int64_t index;
     if (!fetched(c, opcode(c), &index))
         return 0;
     if (index != *last) {
-        if (index >= c->memo || ck_rows_recall(r, index) != id)
+        if (id == NONE || index >= c->memo || ck_rows_recall(r, index) != id)
             return 0;
         *last = index;
     }
