@@ -75,13 +75,14 @@ def apply_mapping(rows: Sequence[Stored], mapped: Mapped) -> Applied:
             if not (len(parts) == 1 and parts[0].src.name == made.name and found is by_name[made.name][key.state]):
                 renewed.add(key)
     if faults:
-        key, fault = faults[0]
+        (key, fault), states = faults[0], dict.fromkeys(key.state for key, _ in faults)
         raise InconsistentCheckpoint(
             f"{key}: {fault}",
             code="E2303",
             key=key.name,
             faults=[f"{key}: {fault}" for key, fault in faults[1:]],
-            hint=f"leave the state behind with --drop {key.state}, or keep the source's names with --dialect keep",
+            hint=f"leave behind what has no place with --drop {','.join(states)}, or keep the source's names with "
+            "--dialect keep",
         )
     dropped = set(mapped.dropped)
     kept = [name for name in by_name if name not in used and name not in dropped]

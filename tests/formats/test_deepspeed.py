@@ -491,3 +491,22 @@ def test_a_removed_weight_is_not_made_again_from_its_master(tmp_path: Path) -> N
     with pytest.raises(UsageError, match="can't leave the module alone"):
         reshard(str(HERE / "z1_bf16_dp4"), str(tmp_path / "out"), Reading(), writing, Silent())
     assert not (tmp_path / "out").exists()
+
+
+def test_factors_of_an_optimizer_have_no_place(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 16))
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
+    writing = Writing(to="deepspeed")
+    with pytest.raises(UsageError, match="row_var.* has not its parameter's shape") as caught:
+        convert(str(tmp_path / "in.pt"), str(tmp_path / "out"), Reading(), writing, Silent())
+    assert caught.value.code == "E0286" and "--drop row_var,col_var" in caught.value.hint
+    convert(
+        str(tmp_path / "in.pt"),
+        str(tmp_path / "out"),
+        Reading(),
+        Writing(to="deepspeed", drop=("row_var", "col_var")),
+        Silent(),
+    )

@@ -74,12 +74,29 @@ def stage_of(states: Sequence[str], described: Described | None, wished: int | N
     return 1 if has_master else 0
 
 
+def _parameters_shapes(tensors: Sequence[LogicalTensor]) -> None:
+    """Raise UsageError E0286 for factors (Adafactor's): the reader knows parameters by the shape of their states."""
+    shapes = {tensor.key.name: tensor.shape for tensor in tensors if tensor.key.state == MODEL}
+    other = [
+        tensor.key
+        for tensor in tensors
+        if tensor.key.state not in _NO_OPTIMIZER
+        and tensor.numel != 1
+        and tensor.shape != shapes.get(tensor.key.name, tensor.shape)
+    ]
+    if other:
+        states = ",".join(dict.fromkeys(key.state for key in other))
+        what = f"{other[0]} has not its parameter's shape"
+        raise _unfit(what, f"--drop {states} leaves behind what has not", other[0].name, list(map(str, other[1:])))
+
+
 def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], wish: LayoutWish) -> Fitted:
     """The tensors that the stage keeps. Raises UsageError E0286 where the optimizer's states can't be kept exactly."""
     described = Described.from_extras(extras)
     states = list(dict.fromkeys(tensor.key.state for tensor in tensors))
     stage = stage_of(states, described, wish.zero)
     if stage == 0:
+        _parameters_shapes(tensors)
         return Fitted(tuple(enumerate(tensors)))
     fitting = _Fitting(list(enumerate(tensors)), extras, described or Described())
     fitting.add_masters()
