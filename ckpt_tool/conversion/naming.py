@@ -30,7 +30,7 @@ from ckpt_tool.core.box import contiguous_strides
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.hints import Dialect, Hint
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, LogicalTensor, TensorKey
-from ckpt_tool.errors import Incomplete, InputError, UsageError, near_misses, wrap_os_error
+from ckpt_tool.errors import CkptError, Incomplete, InputError, UsageError, near_misses, wrap_os_error
 from ckpt_tool.formats.megatron.hybrid import shown
 from ckpt_tool.formats.peft.lone import PeftHints
 from ckpt_tool.options.reading import Reading
@@ -133,7 +133,6 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     in words, what can't be derived is kept as it is, with a line, unless the source says that its names are foreign."""
     from ckpt_tool.families.base import SHIFTED
     from ckpt_tool.families.registry import find
-    from ckpt_tool.families.rewrite import mapping
     from ckpt_tool.families.table import one_of_each
     from ckpt_tool.plan.mapping import parameter_shapes
 
@@ -183,8 +182,7 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
         shapes = parameter_shapes(chosen.stored)
     if not reading.lenient:
         _refuse_odd_models(found, shapes, config, whole=not chosen.removed)
-    both = {**config, TIED: False} if target == "meta" and config is not None else config  # as `with_head` wrote them
-    mapped = mapping(found.family, found.dialect, target, shapes, both)
+    mapped = _mapped(found, target, shapes, config, dequantised=writing.dequantize)
     refuse_to_lose_copies(chosen, mapped.dropped)
     by = f"the family {found.family.name}, {found.dialect} to {target}"
     out = renamed(chosen, mapped, writing, by, hints)
@@ -311,6 +309,29 @@ def _refuse_codes(odd: Sequence[str], config: Mapping[str, Any] | None, family: 
         key=odd[0],
         hint=f"{way}; --to safetensors, dcp or torch moves it as it is",
     )
+
+
+def _mapped(
+    found: Found,
+    target: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    config: Mapping[str, Any] | None,
+    *,
+    dequantised: bool,
+) -> Mapped:
+    """The mapping. Of a quantised release codes may lie in a shape of their own: an error's hint says what helps."""
+    from ckpt_tool.families.rewrite import mapping
+    from ckpt_tool.quantised.scheme import quantisation
+
+    both = {**config, TIED: False} if target == "meta" and config is not None else config  # as `with_head` wrote them
+    try:
+        return mapping(found.family, found.dialect, target, shapes, both)
+    except CkptError as e:
+        scheme = None if dequantised else quantisation(config)
+        if scheme is not None and scheme.known and "--dequantize" not in (e.hint or ""):
+            what = f"the weights are quantised by {scheme.scheme}: --dequantize makes floats"
+            e.hint = "; ".join(filter(None, (what, e.hint)))
+        raise
 
 
 def _hints(target: str, config: Mapping[str, Any] | None, *, renamed: bool) -> tuple[list[Hint], list[str]]:

@@ -130,3 +130,9 @@ def test_names_alone_tell_it(tmp_path: Path) -> None:
     for source, out in ((plain, "a"), (FIXTURES / "bnb_nf4", "b")):
         assert run(["convert", str(source), str(tmp_path / out), "--to", "safetensors", "--dequantize", "-q"]) == 0
     assert run(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "-q"]) == 0
+
+
+def test_other_names_want_floats(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    line = ["convert", str(FIXTURES / "bnb_nf4"), str(tmp_path / "out"), "--to", "megatron"]
+    assert run(line) == 3 and "--dequantize makes floats" in capfd.readouterr().err
+    assert run([*line, "--dequantize"]) == 0
