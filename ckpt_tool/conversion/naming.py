@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 AOA_LIMIT = 16 << 20  # bytes of a file of statements: one for each tensor of the largest models has a few megabytes
 HUB = "hf"
 SYSTEMS = (HUB, "megatron")  # between which an adapter is named by a pass of its own
+DEQUANTIZE = "--dequantize makes floats of it on the way"
 NO_FAMILY, STRANGE = "E1372", "E1373"  # of `families.registry.find`
 _MEGATRON = frozenset(f"decoder.layers.0.self_attention.linear_{each}.weight" for each in ("qkv", "kv_down_proj"))
 _NLP = frozenset(
@@ -299,9 +300,7 @@ def _refuse_codes(odd: Sequence[str], config: Mapping[str, Any] | None, family: 
     scheme = quantisation(config, odd)
     if scheme is None:
         return
-    way = (
-        "--dequantize makes floats of it on the way" if scheme.known else "make floats of it with its own library first"
-    )
+    way = DEQUANTIZE if scheme.known else "make floats of it with its own library first"
     raise InputError(
         f"the weights are quantised by {scheme.scheme}: {len(odd)} tensors are its codes and scales, which no rule of "
         f"{family} maps, such as {odd[0]}",
@@ -329,7 +328,7 @@ def _mapped(
     except CkptError as e:
         scheme = None if dequantised else quantisation(config)
         if scheme is not None and scheme.known and "--dequantize" not in (e.hint or ""):
-            what = f"the weights are quantised by {scheme.scheme}: --dequantize makes floats"
+            what = f"the weights are quantised by {scheme.scheme}: {DEQUANTIZE}"
             e.hint = "; ".join(filter(None, (what, e.hint)))
         raise
 

@@ -6,7 +6,10 @@ blocks, threads: 0 for the kernel's own choice. Calls return when the work is qu
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import numpy as np
+import numpy.typing as npt
 
 from ckpt_tool.device.casts import Casts, CodeList, Counted
 from ckpt_tool.device.descriptors import Descriptors, Launch
@@ -38,26 +41,35 @@ def launch(device: Device, what: Launch, *, blocks: int = 0, threads: int = 0, s
     run(device, what.boxes, blocks=blocks, threads=threads, stream=stream)
 
 
+def _counts(
+    device: Device,
+    kernel: str,
+    boxes: Descriptors,
+    kinds: tuple[int, int],
+    counts: npt.NDArray[np.uint64],
+    *beside: npt.NDArray[np.void],
+    blocks: int,
+    threads: int,
+    stream: int,
+) -> npt.NDArray[np.uint64]:
+    """Run a kernel that counts, and wait; `counts` as it leaves them. kinds: the two numbers that tell it what to make
+    of what. beside: the tables that its boxes point into."""
+    if not boxes.tiles:
+        return counts
+    with ExitStack() as held:
+        packed, *tables, counted = (
+            held.enter_context(device.upload(each, stream)).address for each in (boxes.packed, *beside, counts)
+        )
+        work = (packed, len(boxes.packed), boxes.tiles, *kinds, *tables, counted)
+        device.library.call(kernel, *work, blocks, threads, stream)
+        return device.download(counted, counts.nbytes, stream).view(np.uint64).reshape(counts.shape)
+
+
 def box_cast(device: Device, casts: Casts, *, blocks: int = 0, threads: int = 0, stream: int = 0) -> list[int]:
     """Cast all boxes (`casts.pack_casts`) and wait. Returns, by record, how many values were beyond the target's
     range."""
-    counts = np.zeros((casts.records, 2), np.uint64)
-    listed, tiles = casts.boxes.packed, casts.boxes.tiles
-    if tiles:
-        with device.upload(listed, stream) as packed, device.upload(counts, stream) as counted:
-            device.library.call(
-                "box_cast",
-                packed.address,
-                len(listed),
-                tiles,
-                casts.source,
-                casts.target,
-                counted.address,
-                blocks,
-                threads,
-                stream,
-            )
-            counts = device.download(counted.address, counts.nbytes, stream).view(np.uint64).reshape(counts.shape)
+    counts, kinds = np.zeros((casts.records, 2), np.uint64), (casts.source, casts.target)
+    counts = _counts(device, "box_cast", casts.boxes, kinds, counts, blocks=blocks, threads=threads, stream=stream)
     return [int(n) for n in counts[:, 0]]
 
 
@@ -65,60 +77,33 @@ def box_dequantise(
     device: Device, codes: CodeList, *, blocks: int = 0, threads: int = 0, stream: int = 0
 ) -> list[Counted]:
     """Make floats of all codes (`casts.pack_codes`) and wait. Returns what was counted, by box of the caller."""
-    counts = np.zeros((len(codes.scales), 2), np.uint64)
-    listed, tiles = codes.boxes.packed, codes.boxes.tiles
+    counts, kinds = np.zeros((len(codes.scales), 2), np.uint64), (codes.source, codes.target)
+    counts = _counts(
+        device,
+        "box_dequantise",
+        codes.boxes,
+        kinds,
+        counts,
+        codes.scales,
+        blocks=blocks,
+        threads=threads,
+        stream=stream,
+    )
     out = np.zeros((codes.given, 2), np.uint64)
-    if tiles:
-        with (
-            device.upload(listed, stream) as packed,
-            device.upload(codes.scales, stream) as scales,
-            device.upload(counts, stream) as counted,
-        ):
-            device.library.call(
-                "box_dequantise",
-                packed.address,
-                len(listed),
-                tiles,
-                codes.source,
-                codes.target,
-                scales.address,
-                counted.address,
-                blocks,
-                threads,
-                stream,
-            )
-            counts = device.download(counted.address, counts.nbytes, stream).view(np.uint64).reshape(counts.shape)
-        np.add.at(out, np.array(codes.records), counts)
+    np.add.at(out, np.array(codes.records, np.intp), counts)
     return [Counted(int(lost), int(nans)) for lost, nans in out]
 
 
 def box_quantise(device: Device, floats: FloatList, *, blocks: int = 0, threads: int = 0, stream: int = 0) -> list[int]:
     """Make codes and scales of all floats (`quantising.pack_floats`) and wait. Returns, by box of the caller, how many
     of its blocks have what is no finite number: the CPU refuses those (E2720)."""
-    counts = np.zeros(len(floats.table), np.uint64)
-    listed, tiles = floats.boxes.packed, floats.boxes.tiles
+    counts, kinds = np.zeros(len(floats.table), np.uint64), (floats.source, floats.scheme)
+    threads = threads or floats.threads
+    counts = _counts(
+        device, "box_quantise", floats.boxes, kinds, counts, floats.table, blocks=blocks, threads=threads, stream=stream
+    )
     out = np.zeros(floats.given, np.uint64)
-    if tiles:
-        with (
-            device.upload(listed, stream) as packed,
-            device.upload(floats.table, stream) as table,
-            device.upload(counts, stream) as counted,
-        ):
-            device.library.call(
-                "box_quantise",
-                packed.address,
-                len(listed),
-                tiles,
-                floats.source,
-                floats.scheme,
-                table.address,
-                counted.address,
-                blocks,
-                threads or floats.threads,
-                stream,
-            )
-            counts = device.download(counted.address, counts.nbytes, stream).view(np.uint64)
-        np.add.at(out, np.array(floats.records), counts)
+    np.add.at(out, np.array(floats.records, np.intp), counts)
     return [int(n) for n in out]
 
 

@@ -34,7 +34,7 @@ from ckpt_tool.harness.launch import run_ranks
 from ckpt_tool.harness.layout import Layout
 from ckpt_tool.harness.loading import prepared, run_tool
 from ckpt_tool.harness.optimizer import Muon
-from ckpt_tool.harness.pieces import MUON_STATES, STATES
+from ckpt_tool.harness.pieces import EVERY_STATE, STATES
 from ckpt_tool.harness.runs import Machine, Saving
 from ckpt_tool.harness.saving import formats
 from ckpt_tool.harness.shape import ModelShape
@@ -86,7 +86,7 @@ class Case:
     @property
     def states(self) -> tuple[str, ...]:
         """The states that the job has."""
-        return tuple(dict.fromkeys((*STATES, *(MUON_STATES if self.muon else ()))))
+        return EVERY_STATE if self.muon else STATES
 
 
 def check(case: Case) -> None:

@@ -22,14 +22,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ckpt_tool.errors import Incomplete
-from ckpt_tool.harness.pieces import MUON_STATES, STATES
+from ckpt_tool.harness.pieces import EVERY_STATE
 from ckpt_tool.harness.saving.sharded import canonical, digits
 from ckpt_tool.harness.saving.whole import HARNESS
 
 Tensors = MutableMapping[tuple[str, str], torch.Tensor]  # (state, name) -> values
 Scalars = MutableMapping[str, Any]
 INDEX = "ckpt.index.json"
-_EVERY = tuple(dict.fromkeys((*STATES, *MUON_STATES)))
 _FIRST = ("exp_avg", "momentum_buffer")
 
 
@@ -59,7 +58,7 @@ def _blocks_swapped(states: tuple[str, ...], pattern: str, dim: int = 0) -> Call
     return apply
 
 
-def _names_swapped(one: str, other: str, states: tuple[str, ...] = _EVERY) -> Callable[[Tensors, Scalars], None]:
+def _names_swapped(one: str, other: str, states: tuple[str, ...] = EVERY_STATE) -> Callable[[Tensors, Scalars], None]:
     """Tensors whose names differ in `one` and `other` alone change places."""
 
     def apply(tensors: Tensors, scalars: Scalars) -> None:
@@ -119,7 +118,9 @@ FAULTS: Mapping[str, Fault] = {
         "second moments of one expert zeroed, Muon's momentum where it steps it",
         _zeroed(("exp_avg_sq", "momentum_buffer"), r"layers\.1\.mlp\.experts\.1\."),
     ),
-    "tp-blocks": Fault("two TP blocks of q_proj swapped", _blocks_swapped(_EVERY, r"layers\.0\.self_attn\.q_proj")),
+    "tp-blocks": Fault(
+        "two TP blocks of q_proj swapped", _blocks_swapped(EVERY_STATE, r"layers\.0\.self_attn\.q_proj")
+    ),
     "heads": Fault("two heads swapped in q and o together, moments not", _heads_swapped),
     "gate-up": Fault(
         "gate and up of one expert swapped",
@@ -144,7 +145,7 @@ def plant(fault: Fault, folder: Path) -> None:
     scalars = (extras if HARNESS in extras else extras["scheduler"])[HARNESS]  # where `loading.scalars_of` looks
     tensors: dict[tuple[str, str], torch.Tensor] = {}
     marks: dict[str, dict[str, str]] = {}
-    stored = [state for state in _EVERY if (folder / f"{state}.safetensors").is_file()]
+    stored = [state for state in EVERY_STATE if (folder / f"{state}.safetensors").is_file()]
     for state in stored:
         marks[state] = _marks(folder / f"{state}.safetensors")
         with safe_open(folder / f"{state}.safetensors", "pt") as file:
@@ -163,7 +164,7 @@ def plant(fault: Fault, folder: Path) -> None:
     index["save"] = digits(canonical([index["mesh"], index["extras"], boxes]))
     for path in boxes:  # a format may have brought states of its own along (`step`): they keep their values
         state = path.removesuffix(".safetensors")
-        if state in _EVERY:
+        if state in EVERY_STATE:
             source = weights if state == "model" else state
             held = {name: values.contiguous().clone() for (of, name), values in tensors.items() if of == source}
         else:

@@ -23,6 +23,7 @@ import torch
 State = Literal["model", "master", "exp_avg", "exp_avg_sq", "ema", "momentum_buffer"]
 STATES: tuple[State, ...] = ("model", "master", "exp_avg", "exp_avg_sq", "ema")  # of AdamW
 MUON_STATES: tuple[State, ...] = ("model", "master", "momentum_buffer", "ema")
+EVERY_STATE = tuple(dict.fromkeys((*STATES, *MUON_STATES)))  # of a job whose matrices Muon steps
 
 # read(name, state, offset, shape) -> the values of that box of the logical tensor, in any float dtype that holds them
 # exactly

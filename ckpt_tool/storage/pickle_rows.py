@@ -17,7 +17,6 @@ beyond 2^63, which the machine executes one by one.
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -44,7 +43,7 @@ Kind = Sequence[tuple[frozenset[str], Fields]]  # the objects of a row: names of
 
 def rows_of(nbytes: int, kinds: Iterable[Kind]) -> Rows | None:
     """What takes the rows of a pickle of `nbytes`, None where that does not pay or can't be had."""
-    if nbytes < LEAST and os.environ.get(compiled.VARIABLE) != "on":
+    if not compiled.worth_a_look(nbytes, LEAST):
         return None
     from ckpt_tool.compiled.rows import ready
 

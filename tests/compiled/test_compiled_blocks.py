@@ -4,7 +4,6 @@ Needs a C compiler; one build serves all processes of a run."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -38,13 +37,9 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C com
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    if shutil.which("cc") is None:
-        pytest.skip("no C compiler")
-    shared = tmp_path_factory.getbasetemp()
-    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+def library(compiled_cache: Path) -> Library:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CKPT_CACHE", str(shared / "compiled"))
+        patch.setenv("CKPT_CACHE", str(compiled_cache))
         found = Library(compiled.built().through())
     assert compiled._trial(found) == ""
     return found

@@ -4,10 +4,8 @@ Needs a C compiler; one build serves all processes of a run."""
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,14 +26,10 @@ SAVES = sorted(path.parent for path in FIXTURES.rglob("*.metadata") if path.is_f
 
 
 @pytest.fixture(scope="module", autouse=True)
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def shelf(compiled_cache: Path) -> Iterator[None]:
     """The process has the library."""
-    if shutil.which("cc") is None:
-        pytest.skip("no C compiler")
-    shared = tmp_path_factory.getbasetemp()
-    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CKPT_CACHE", str(shared / "compiled"))
+        patch.setenv("CKPT_CACHE", str(compiled_cache))
         made = rows._Shelf()
         made.library = rows.Calls(library.built(made.source).through())
         assert made.trial(made.library) == ""

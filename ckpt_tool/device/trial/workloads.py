@@ -86,6 +86,33 @@ class Work(NamedTuple):
     prepare: Callable[[Device, Arena, Knobs], Prepared]
 
 
+def _counting(
+    device: Device,
+    kernel: str,
+    lists: Sequence[Descriptors],
+    kinds: tuple[int, int],
+    counts: npt.NDArray[np.uint64],
+    moved: int,
+    knobs: Knobs,
+    *,
+    tables: Sequence[npt.NDArray[np.void]] = (),
+    beside: Memory | None = None,
+) -> Prepared:
+    """A work of a kernel that counts. lists: by slot; kinds, tables: as `kernels` gives them to it. beside: what the
+    boxes point to."""
+    counted, stored = device.upload(counts), [device.upload(each) for each in tables]
+    packed = [device.upload(each.packed) for each in lists]
+
+    def call(slot: int) -> None:
+        k = slot % len(lists)
+        addresses = [each.address for each in (*stored[k : k + 1], counted)]
+        work = (packed[k].address, len(lists[k].packed), lists[k].tiles, *kinds, *addresses)
+        device.library.call(kernel, *work, knobs.blocks, knobs.threads, 0)
+
+    held = (*([] if beside is None else [beside]), counted, *stored, *packed)
+    return Prepared(call, moved, len(lists[0].packed), held)
+
+
 Lists = Callable[[int, int, int], Iterable[Strided]]  # source, target, payload
 
 
@@ -200,26 +227,16 @@ def cast(source: str, target: str, pieces_of: int = 0) -> Callable[[Device, Aren
                 for box in line(begin + at * given.bits // 8, to + at * wanted.bits // 8, min(each, count - at))
             ]
             slots.append(pack_casts(boxes, given, wanted))
-        counts = device.upload(np.zeros(2, np.uint64))
-        held = (counts, *(device.upload(casts.boxes.packed) for casts in slots))
-
-        def call(slot: int) -> None:
-            k = slot % arena.slots
-            casts = slots[k]
-            device.library.call(
-                "box_cast",
-                held[1 + k].address,
-                len(casts.boxes.packed),
-                casts.boxes.tiles,
-                casts.source,
-                casts.target,
-                counts.address,
-                knobs.blocks,
-                knobs.threads,
-                0,
-            )
-
-        return Prepared(call, count * (given.bits + wanted.bits) // 8, len(slots[0].boxes.packed), held)
+        nbytes, counts = count * (given.bits + wanted.bits) // 8, np.zeros(2, np.uint64)
+        return _counting(
+            device,
+            "box_cast",
+            [made.boxes for made in slots],
+            (slots[0].source, slots[0].target),
+            counts,
+            nbytes,
+            knobs,
+        )
 
     return prepare
 
@@ -254,28 +271,18 @@ def codes(kind: str, block: tuple[int, int], scale: str) -> Callable[[Device, Ar
             first = 2 * source if given.bits == 4 else source
             box = CodeBox(first, target, (1, rows, wide), (0, pitch), (0, wide * 2), about)
             lists.append(pack_codes([box], given, DTYPES["BF16"]))
-        counts = device.upload(np.zeros((max(len(made.scales) for made in lists), 2), np.uint64))
-        records = [device.upload(made.scales) for made in lists]
-        held = (beside, counts, *records, *(device.upload(made.boxes.packed) for made in lists))
-
-        def call(slot: int) -> None:
-            k = slot % arena.slots
-            made, packed = lists[k], held[2 + arena.slots + k]
-            device.library.call(
-                "box_dequantise",
-                packed.address,
-                len(made.boxes.packed),
-                made.boxes.tiles,
-                made.source,
-                made.target,
-                records[k].address,
-                counts.address,
-                knobs.blocks,
-                knobs.threads,
-                0,
-            )
-
-        return Prepared(call, rows * wide * (given.bits + 16) // 8 + values.nbytes, len(lists[0].boxes.packed), held)
+        counts = np.zeros((max(len(made.scales) for made in lists), 2), np.uint64)
+        return _counting(
+            device,
+            "box_dequantise",
+            [made.boxes for made in lists],
+            (lists[0].source, lists[0].target),
+            counts,
+            rows * wide * (given.bits + 16) // 8 + values.nbytes,
+            knobs,
+            tables=[made.scales for made in lists],
+            beside=beside,
+        )
 
     return prepare
 
@@ -295,28 +302,17 @@ def quantised(source: str, name: str) -> Callable[[Device, Arena, Knobs], Prepar
             at, to = arena.at(k)
             box = FloatBox(at, to, (1, rows, wide), steps[0], steps[1], beside.address, steps[2], whole=WHOLE)
             lists.append(pack_floats([box], floats, scheme))
-        counts = device.upload(np.zeros(1, np.uint64))
-        tables = [device.upload(made.table) for made in lists]
-        held = (beside, counts, *tables, *(device.upload(made.boxes.packed) for made in lists))
-
-        def call(slot: int) -> None:
-            k = slot % arena.slots
-            made, packed = lists[k], held[2 + arena.slots + k]
-            device.library.call(
-                "box_quantise",
-                packed.address,
-                len(made.boxes.packed),
-                made.boxes.tiles,
-                made.source,
-                made.scheme,
-                tables[k].address,
-                counts.address,
-                knobs.blocks,
-                knobs.threads or made.threads,
-                0,
-            )
-
-        return Prepared(call, rows * (wide * floats.bits // 8 + pitch) + size, len(lists[0].boxes.packed), held)
+        return _counting(
+            device,
+            "box_quantise",
+            [made.boxes for made in lists],
+            (lists[0].source, lists[0].scheme),
+            np.zeros(1, np.uint64),
+            rows * (wide * floats.bits // 8 + pitch) + size,
+            knobs._replace(threads=knobs.threads or lists[0].threads),
+            tables=[made.table for made in lists],
+            beside=beside,
+        )
 
     return prepare
 

@@ -23,7 +23,6 @@ all twins of a file are compared by compiled code (`compiled.twins`).
 
 from __future__ import annotations
 
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -152,7 +151,7 @@ class _Window:
 def _comparing(tree: Tree, items: int) -> Compare | None:
     """What compares all items of a file in one call; None: for few items, files without descriptors, or without a
     compiler."""
-    if not tree.local or items < MANY and os.environ.get(compiled.VARIABLE) != "on":
+    if not tree.local or not compiled.worth_a_look(items, MANY):
         return None
     from ckpt_tool.compiled.twins import ready
 

@@ -209,14 +209,13 @@ def _extra_states(wanted: Wanted, layout: DistLayout, notes: list[str]) -> Itera
     own = wanted.hints.get(DistHints) if layout.as_source else None
     bases = own.extra_states if own else dict(_modules(layout))
     stored = wanted.extras.get(EXTRA_STATES)
-    scales = {key: value for key, value in stored.items() if writable(value)} if isinstance(stored, dict) else {}
+    left = {**stored} if isinstance(stored, dict) else {}
     for base, shape in bases.items():
         for at in _grid(shape):
             key = f"{base}/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, shape))}"
-            yield key, scales.pop(key, None)
-    left = [key for key in stored if key in scales or not writable(stored[key])] if isinstance(stored, dict) else []
+            yield key, left.pop(key) if key in left and writable(left[key]) else None
     if left:
-        notes.append(f"{len(left)} {LEFT} {left[0]}: no module that is written looks for them there")
+        notes.append(f"{len(left)} {LEFT} {next(iter(left))}: no module that is written looks for them there")
 
 
 def _grid(shape: Iterable[int]) -> Iterator[tuple[int, ...]]:
