@@ -53,16 +53,8 @@ _MEGATRON = frozenset(f"decoder.layers.0.self_attention.linear_{each}.weight" fo
 _NLP = frozenset(
     f"{root}.embed_tokens.weight" for root in ("llama", "qwen2", "qwen2_moe", "mixtral", "deepseek_v3", "ernie")
 )
-# Names of torchtune, OLMo-core, MaxText and Gemma's library alone
-_TRAINERS = frozenset(
-    (
-        "layers.0.attn.output_proj.weight",
-        "blocks.0.attention.w_out.weight",
-        "token_embedder.embedding",
-        "transformer/layer_0/attn/attn_vec_einsum.w",
-        "layer_0.attn.attn_vec_einsum.w",
-    )
-)
+_TRAINERS = frozenset(("layers.0.attn.output_proj.weight", "blocks.0.attention.w_out.weight"))  # torchtune, OLMo-core
+_FLAX = (".kernel", "_einsum.w")  # ends of MaxText's names and of Gemma's library
 _INWARD = (".down_proj.weight", ".o_proj.weight")  # (hidden, inputs) in the hub
 _MATRICES = (
     *_INWARD,
@@ -109,7 +101,7 @@ def _looks_foreign(tensors: Iterable[LogicalTensor]) -> bool:
     shapes = {tensor.key.name: tensor.shape for tensor in tensors if tensor.key.state == MODEL}
     if any(".up_gate_proj." in name or ".gate_up_fused_proj." in name for name in shapes):
         return True
-    if any(name in _MEGATRON or name in _NLP or name in _TRAINERS for name in shapes):
+    if any(name in _MEGATRON or name in _NLP or name in _TRAINERS or name.endswith(_FLAX) for name in shapes):
         return True
     hidden = next(
         (shape[0] for name, shape in shapes.items() if name.endswith("norm.weight") and len(shape) == 1), None

@@ -26,8 +26,8 @@ from ckpt_tool.families.sizes import configured
 from ckpt_tool.families.table import Table, form_of, instances
 from ckpt_tool.quantised.weights import part_of
 
-# MaxText's, OLMo-core's and Gemma's, which do not lie beside the layers; no tower has such names
-_NORMS_ELSEWHERE = (".decoder_norm.scale", ".lm_head.norm.weight", "final_norm.scale")
+# MaxText's, OLMo-core's, Gemma's and torchtune's of Gemma, which do not lie beside the layers; no tower has such names
+_NORMS_ELSEWHERE = (".decoder_norm.scale", ".lm_head.norm.weight", "final_norm.scale", ".norm.rms_norm.scale")
 _LAST_NORMS = (
     ".norm.weight",
     ".ln_f.weight",
@@ -87,13 +87,15 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
                 experts[group.form, numbers[0]][0].add(numbers[1])
     for name in unknown if table.towers else ():
         form, row = form_of(name)
-        front = _in_layer(form)[0]
+        front, rest = _in_layer(form)
         if row and f".{front}".endswith(_BLOCKS) and table.in_tower(name) is not None:
-            layers[front][row[0]].add(form)
+            layers[front][row[0]].add(f"{front}%d.{_of_module(rest, row[1:])}")
     lost = list(_whole_model(family, table, names, config))
-    whole = _layer_count(family, config)
+    whole, decoders = _layer_count(family, config), _decoders(table)
+    if whole and decoders and not decoders & layers.keys():
+        lost.append(f"{min(decoders)}*")
     for front, found_layers in layers.items():
-        decoder = front in _decoders(table)
+        decoder = front in decoders
         count = _numbered(table, front, whole, sized) if decoder and whole else whole
         if count and decoder:
             lost += [f"{front}{numbers}.*" for numbers in _gaps(found_layers, count)]

@@ -39,16 +39,17 @@ def test_whole_models_lack_nothing(family, dialect):  # type: ignore[no-untyped-
     norms = [
         name
         for name in names
-        if re.fullmatch(rf"([a-z0-9_]+[./])*?({LAST_NORMS})\.(weight|scale)", name)
+        if re.fullmatch(rf"([a-z0-9_]+[./])*?({LAST_NORMS})(\.rms_norm)?\.(weight|scale)", name)
         and not re.search(r"\.\d+\.", name)
         and instances(family.table(dialect).left, [name])[0]
-        and _module(name) in {_module(f"{front}0") for front in _decoders(family.table(dialect))} | {"lm_head."}
+        and _module(name)
+        in {_module(f"{front}0") for front in _decoders(family.table(dialect))} | {"lm_head.", "norm."}
     ]
     if family.name != "qwen4_exp":  # hyper-connections end there in a mixer
         (norm,) = norms
         assert missing(family, dialect, [name for name in names if name != norm], config) == [norm]
     draw = random.Random(7)
-    inside = [name for name in names if any(part.isdigit() for part in name.split("."))]
+    inside = [name for name in names if re.search(r"(^|[._])\d+[./]", name)]
     table = family.table(dialect)
     alone = [name for name in instances(table.left, inside)[1] if not re.search(r"\.(blocks|layers)\.\d", name)]
     inside = sorted(set(inside) - set(alone))  # of a tower only its blocks are counted
@@ -78,6 +79,7 @@ def test_a_layer_that_is_not_there_and_what_no_rule_knows() -> None:
     names = names_in(llama, "hf", config)
     left = [name for name in names if ".layers.1." not in name]
     assert missing(llama, "hf", left, config) == ["model.layers.1.*"]
+    assert missing(llama, "hf", [name for name in names if ".layers." not in name], config) == ["model.layers.*"]
     assert missing(llama, "hf", [name for name in names if "embed_tokens" not in name], config) == [
         "model.embed_tokens.weight"
     ]

@@ -98,3 +98,14 @@ def test_a_layer_that_is_missing_is_named(tmp_path, capsys):
     (tmp_path / "in/config.json").write_bytes((hub / "config.json").read_bytes())
     words = ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--to", "orbax", "--dialect", "maxtext"]
     assert run(words) == 3 and "model.layers.1.mlp.gate_proj.weight" in capsys.readouterr().err
+
+
+def test_a_part_of_a_tree_is_known_and_not_whole(tmp_path, capsys):
+    """By what is left: names that end as Flax's do."""
+    tree, config = str(MADE / "qwen3/scanned"), ["--config", str(MADE / "qwen3/hub/config.json")]
+    words = ["merge", tree, str(tmp_path / "part"), "--to", "orbax", "--remove-keys", "token_embedder.*", "-q"]
+    assert run(words) == 0
+    words = ["convert", str(tmp_path / "part"), str(tmp_path / "out"), "--to", "safetensors", *config]
+    assert run(words) == 3 and "token_embedder" in capsys.readouterr().err
+    assert run([*words, "--lenient", "-q"]) == 0
+    assert all(name.startswith(("model.", "lm_head.")) for name in load_file(tmp_path / "out/model.safetensors"))
