@@ -8,7 +8,7 @@ What makes floats of blocks, and them of floats, is in `quantised.blocks`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -79,7 +79,14 @@ def floats_of_blocks(rows: Iterable[Stored], chosen: Chosen) -> list[Recipe]:
 def as_blocks(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen` whose tensors are the blocks that the format wants them to be (`Fitted.casts`). Raises UsageError E1710,
     E0264 with --plan and --ray."""
+    if job.writing.gguf_type is None:
+        return chosen
+    from ckpt_tool.formats.gguf.types import of_name
+
+    kind = of_name(job.writing.gguf_type.upper())
     wanted = {key: dtype for key, dtype in chosen.casts.items() if dtype.coded}
+    if kind.coded:
+        chosen = chosen.noted(*_left_out(chosen, kind.name, some=bool(wanted)))
     if not wanted:
         return chosen
     from ckpt_tool.quantised.blocks import BlocksOfFloats, library
@@ -93,7 +100,16 @@ def as_blocks(chosen: Chosen, job: Conversion) -> Chosen:
         items = (*shape[:-1], shape[-1] // dtype.block)
         recipes.append(BlocksOfFloats(key, items, (chosen.input(row),), f"GGUF {dtype.name}", dtype))
     casts = {key: dtype for key, dtype in chosen.casts.items() if key not in wanted}
-    note = f"{len(rows)} tensors are quantised as {next(iter(wanted.values())).name} (--gguf-type)"
+    note = f"{len(rows)} tensors are quantised as {kind.name} (--gguf-type)"
     shown = f"{chosen.sources[0].path} (quantised)"
     out = replace(chosen, casts=casts)
     return with_computed(out, recipes, shown, job.writing, option="--gguf-type", dtypes={}, notes=(note,))
+
+
+def _left_out(chosen: Chosen, asked: str, *, some: bool) -> Iterator[str]:
+    """Lines on matrices that are F16 in place of the type that was asked for, and on one that no tensor gets."""
+    halves = [key.name for key, dtype in chosen.casts.items() if dtype.name == "F16"]
+    if halves:
+        yield f"{len(halves)} tensors are F16, as their rows are no whole blocks of {asked}: {', '.join(halves[:3])}"
+    if not some and not any(row.tensor.dtype.name == asked for row in chosen.stored):
+        yield f"--gguf-type {asked.lower()}: no matrix here can have that type"

@@ -24,7 +24,7 @@ from ckpt_tool.compiled.library import BLOCKS, KINDS, ready
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.gguf.types import NO_FLOATS, Kind, is_big, kind_of
-from ckpt_tool.quantised.codes import Array, Floats, as_floats
+from ckpt_tool.quantised.codes import Array, Floats, not_finite, widened
 from ckpt_tool.run.computed import Read, Recipe
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -90,11 +90,14 @@ class BlocksOfFloats(Recipe):
         step, found = max(_TILE // kind.elements, 1), np.empty((high - low, kind.nbytes), np.uint8)
         for first in range(low, high, step):
             last = min(first + step, high)
-            self._make(kind, read(0, first * kind.elements, last * kind.elements), found[first - low : last - low])
+            self._make(
+                kind, read(0, first * kind.elements, last * kind.elements), first, found[first - low : last - low]
+            )
         return found.reshape(-1)[offset - low * kind.nbytes :][:nbytes].data
 
-    def _make(self, kind: Kind, line: Array, out: Bytes) -> None:
-        """out: (blocks, bytes of one). What compiled code leaves to the library goes there with few neighbours."""
+    def _make(self, kind: Kind, line: Array, block: int, out: Bytes) -> None:
+        """out: (blocks, bytes of one), from number `block` on. What compiled code leaves to the library goes there with
+        few neighbours. Raises InconsistentCheckpoint E2720 for a value that is no finite number."""
         dtype, step = self.inputs[0].tensor.dtype, len(out)
         library = ready(line.nbytes) if dtype.name in KINDS and kind.name in BLOCKS else None
         if library is not None:
@@ -104,7 +107,13 @@ class BlocksOfFloats(Recipe):
         for first in range(0, len(out), step):
             some, part = out[first : first + step], line[first * kind.elements : (first + step) * kind.elements]
             if library is None or not library.blocks((part, dtype.name), kind.name, some):
-                some[...] = _blocks(kind, as_floats(part, dtype, str(self.key))).reshape(some.shape)
+                floats = widened(part, dtype)
+                finite = np.isfinite(floats)
+                if not finite.all():
+                    at, tensor = (block + first) * kind.elements + int(np.argmin(finite)), self.inputs[0].tensor
+                    index = [int(i) for i in np.unravel_index(at, tensor.shape)]
+                    raise not_finite(str(tensor.key), index, "--gguf-type bf16 keeps it")
+                some[...] = _blocks(kind, floats).reshape(some.shape)
 
 
 def _floats(kind: Kind, items: Bytes) -> Floats:

@@ -20,7 +20,7 @@ row 0 of the scales, 256..299 row 2, 300..427 row 3: blocks start anew with ever
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -88,7 +88,7 @@ def unpacked(words: np.ndarray[Any, np.dtype[np.uint8]], bits: int, skip: int, c
 # -- scales ------------------------------------------------------------------------------------------------------------
 
 
-NAN = "E1463"
+NAN, NOT_FINITE = "E1463", "E2720"
 Numbers = np.ndarray[Any, np.dtype[np.intp]]
 
 
@@ -155,9 +155,14 @@ class Grid:
         return scales, taken - low
 
 
+def widened(stored: np.ndarray[Any, np.dtype[Any]], dtype: DType) -> Floats:
+    """Floats of a dtype as fp32."""
+    return of_bytes(dtype)[stored.view(np.uint8)] if dtype.bits == 8 else stored.astype(np.float32)
+
+
 def as_floats(stored: np.ndarray[Any, np.dtype[Any]], dtype: DType, name: str) -> Floats:
     """Scales as fp32. Raises InconsistentCheckpoint E1463 for a scale that is NaN."""
-    floats = of_bytes(dtype)[stored.view(np.uint8)] if dtype.bits == 8 else stored.astype(np.float32)
+    floats = widened(stored, dtype)
     if np.isnan(floats).any():
         raise InconsistentCheckpoint(
             "a scale is NaN" + (" (byte 255 of F8_E8M0)" if dtype.name in ("U8", "F8_E8M0") else ""),
@@ -166,6 +171,16 @@ def as_floats(stored: np.ndarray[Any, np.dtype[Any]], dtype: DType, name: str) -
             hint="the quantiser failed on this weight: fetch the checkpoint again, or quantise it anew",
         )
     return floats
+
+
+def not_finite(key: str, index: Sequence[int], hint: str) -> InconsistentCheckpoint:
+    """E2720: a value that is to be quantised is NaN or infinite. index: of the element in its tensor."""
+    return InconsistentCheckpoint(
+        f"element {list(index)} is no finite number, and a block with it has no scale",
+        code=NOT_FINITE,
+        key=key,
+        hint=f"ckpt verify lists such tensors; {hint}",
+    )
 
 
 def scale(values: Floats, scales: Floats, taken: Numbers, operation: np.ufunc = np.multiply) -> None:

@@ -22,8 +22,7 @@ import numpy as np
 
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.errors import InconsistentCheckpoint
-from ckpt_tool.quantised.codes import Array, Floats, Rectangle, rectangles
+from ckpt_tool.quantised.codes import Array, Floats, Rectangle, not_finite, rectangles
 from ckpt_tool.quantised.figures import GRAIN, Figures
 from ckpt_tool.quantised.nearest import (
     Bytes,
@@ -42,7 +41,6 @@ from ckpt_tool.quantised.weights import TURNED
 from ckpt_tool.run.compute import cast, numpy_type
 from ckpt_tool.run.computed import Read, Recipe
 
-NOT_FINITE = "E2720"
 _TILE = 1 << 18  # elements that are worked on at once
 _BAND = 8 << 20  # bytes of a band that are kept
 _PANEL = 16 << 20  # bytes of a turned matrix that are turned at once
@@ -193,12 +191,7 @@ class _OfFloats(Recipe):
             return sizes
         at = start + int(np.flatnonzero(~np.isfinite(values.wide))[0])
         index = [*self.scheme.matrix(tuple(int(i) for i in np.unravel_index(at, self.matrix)))]
-        raise InconsistentCheckpoint(
-            f"element {index} is no finite number, and a block with it has no scale",
-            code=NOT_FINITE,
-            key=str(self.inputs[0].tensor.key),
-            hint="ckpt verify lists such tensors; --quantize-skip leaves this one as it is",
-        )
+        raise not_finite(str(self.inputs[0].tensor.key), index, "--quantize-skip leaves this one as it is")
 
     def band_sizes(self, read: Read, band: int) -> tuple[Floats, Values | None]:
         """(the largest magnitudes of the blocks of a band, its values where they are few)."""

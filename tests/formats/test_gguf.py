@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file as save_torch
 
@@ -82,8 +82,6 @@ def test_floats_are_those_of_the_library(name, tmp_path) -> None:
 def test_blocks_are_those_of_the_library(kind, tmp_path) -> None:
     gguf = pytest.importorskip("gguf", reason="the gguf package makes them")
     source, out = tmp_path / "m.safetensors", tmp_path / "m.gguf"
-    from safetensors.numpy import save_file
-
     rng = np.random.default_rng(0)
     values = {
         "blk.0.attn_q.weight": rng.standard_normal((600, 512)),
@@ -99,6 +97,28 @@ def test_blocks_are_those_of_the_library(kind, tmp_path) -> None:
     kinds = {key: dtype for key, (dtype, _, _) in tensors.items()}
     assert (kinds["blk.0.attn_norm.weight"], kinds["blk.0.ffn_up.weight"]) == ("F32", "F16")
     assert call("convert", out, tmp_path / "again.gguf", "--to", "gguf", "--gguf-type", "q5_0") == 2  # E1708
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+@pytest.mark.parametrize("rows", [8, 2048])  # by the package; by compiled code, where there is some
+def test_what_is_no_finite_number_is_named(odd, rows, tmp_path, capsys) -> None:
+    pytest.importorskip("gguf", reason="the gguf package makes them")
+    values = np.random.default_rng(0).standard_normal((rows, 512)).astype("f4")
+    values[rows - 3, 70] = odd
+    save_file({"blk.0.attn_q.weight": values}, tmp_path / "m.safetensors")
+    line = ["convert", tmp_path / "m.safetensors", tmp_path / "m.gguf", "--to", "gguf", "--dialect", "keep"]
+    assert call(*line, "--gguf-type", "q8_0") == 3
+    error = json.loads(capsys.readouterr().err)["error"]
+    assert error["code"] == "E2720" and f"[{rows - 3}, 70]" in error["message"]
+
+
+def test_matrices_that_do_not_get_the_type_are_named(tmp_path, capsys) -> None:
+    save_file({"blk.0.ffn_up.weight": np.ones((4, 48), "f4")}, tmp_path / "m.safetensors")
+    line = ["convert", tmp_path / "m.safetensors", tmp_path / "m.gguf", "--to", "gguf", "--dialect", "keep"]
+    assert call(*line, "--gguf-type", "q8_0") == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert "1 tensors are F16, as their rows are no whole blocks of Q8_0: blk.0.ffn_up.weight" in notes
+    assert "--gguf-type q8_0: no matrix here can have that type" in notes
 
 
 def test_a_split_is_what_the_whole_file_is(tmp_path) -> None:
