@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tool.core.bounds import numeral
-from ckpt_tool.errors import UsageError, wrap_os_error
+from ckpt_tool.errors import UnknownFormat, UsageError, wrap_os_error
 from ckpt_tool.formats.megatron.pointer import POINTER, step_name
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def pointed(text: str, there: Callable[[str], bool]) -> str:
 
 def run_at(src: str, *, follow_symlinks: bool = False) -> Run:
     """The run at `src`, a folder or a URL, or in one folder of it (`RUNS`). Raises StorageError, UsageError E1670 for
-    steps that have no order."""
+    steps that have no order, UnknownFormat E0392 for several such folders."""
     from ckpt_tool.storage.opening import open_tree
 
     tree = open_tree(src, follow_symlinks=follow_symlinks)
@@ -134,7 +134,15 @@ def run_at(src: str, *, follow_symlinks: bool = False) -> Run:
             found[name] = Step(name, None)
     if not found and not pointers:
         inner = [run_at(f"{src.rstrip('/')}/{name}", follow_symlinks=follow_symlinks) for name in runs_in(tree)]
-        if len(held := [run for run in inner if run.steps]) == 1:
+        held = [run for run in inner if run.steps]
+        if len(held) > 1:
+            raise UnknownFormat(
+                f"the run keeps steps in {len(held)} folders: {', '.join(RUNS)}",
+                code="E0392",
+                path=tree.display(),
+                hint=f"pass one of them: {', '.join(run.path for run in held)}",
+            )
+        if held:
             return held[0]
     steps = sorted(found.values(), key=lambda step: (step.order, step.name))
     words = {step.word: step.name for step in steps if step.number is not None}

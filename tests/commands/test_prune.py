@@ -14,7 +14,7 @@ import pytest
 
 import ckpt_tool as ckpt
 from ckpt_tool.cli import run
-from ckpt_tool.errors import StorageError, UsageError
+from ckpt_tool.errors import StorageError, UnknownFormat, UsageError
 from ckpt_tool.storage import retiring
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -70,6 +70,19 @@ def test_the_last_n_and_every_k_stay(tmp_path: Path, capfd: Any) -> None:
     assert document["freed_bytes"] == 7 * sum(file.stat().st_size for file in ONE.iterdir())
     assert ckpt.latest(tmp_path)["path"] == document["last_sound"] == str(tmp_path / "checkpoint-1000")
     assert ckpt.prune(tmp_path, keep_last=2, keep_every=500)["remove"] == []
+
+
+def test_steps_one_folder_down_are_the_run_s(tmp_path: Path) -> None:
+    """As `ckpt latest` has it; beside another folder that holds steps nobody can tell which are meant."""
+    (tmp_path / "config.json").write_text("{}")
+    laid(tmp_path / "checkpoints", (100, 200, 300))
+    found = ckpt.prune(tmp_path, keep_last=1)
+    assert found["last_sound"] == str(tmp_path / "checkpoints/checkpoint-300")
+    assert names(tmp_path) == ["checkpoints", "config.json"] and names(tmp_path / "checkpoints") == ["checkpoint-300"]
+    laid(tmp_path / "checkpoint", (400, 500))
+    with pytest.raises(UnknownFormat, match="in 2 folders"):
+        ckpt.prune(tmp_path, keep_last=1)
+    assert names(tmp_path / "checkpoint") == ["checkpoint-400", "checkpoint-500"]
 
 
 def test_the_last_sound_one_stays_and_what_is_broken_is_not_counted(tmp_path: Path) -> None:
