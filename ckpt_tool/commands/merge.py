@@ -141,7 +141,8 @@ def _union(opened: list[Opened], job: Conversion, on_conflict: str) -> Chosen:
             faults=conflicts[1:],
         )
     kept, removed = split_keys(found, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only)
-    kept, removed = with_their_parts({key: row.tensor for key, row in found.items()}, kept, removed, writing)
+    tensors = {key: row.tensor for key, row in found.items()}
+    kept, removed = with_their_parts(tensors, kept, removed, writing, opened[0], job.reading)
     gone: tuple[LogicalTensor, ...] = tuple(found[key].tensor for key in removed)
     return Chosen(
         tuple(opened),

@@ -43,6 +43,7 @@ def refuse_idle(fmt: Format, writing: Writing) -> None:
         "spec": writing.spec is not None,
         "gguf-type": writing.gguf_type is not None,
         "quantize": writing.quantize is not None,
+        "repack": writing.repack is not None,
         "pp-split": bool(writing.pp_split),
         "layout": writing.layout is not None,
         "on-indivisible": writing.on_indivisible not in (None, "error"),

@@ -26,6 +26,7 @@ from ckpt_tool.quantised.as_blocks import as_blocks
 from ckpt_tool.quantised.dequantize import dequantized
 from ckpt_tool.quantised.kept_whole import as_they_are
 from ckpt_tool.quantised.quantize import quantized
+from ckpt_tool.quantised.repack import repacked
 from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.sources.config import read_config
 from ckpt_tool.sources.opening import Opened
@@ -57,6 +58,7 @@ NAMES = (
 )
 # As the format keeps them
 FITTING = (
+    Pass("repacked", "--repack: weights of GPTQ and AWQ as compressed-tensors stores them", repacked),
     Pass("codes", "--dtype leaves codes and scales as they are", as_they_are),
     Pass("held", "what the format has no place for stays behind, by name", held),
     Pass("fitted", "states that the format keeps as other tensors (DeepSpeed's ZeRO stages)", fitted),

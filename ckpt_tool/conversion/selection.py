@@ -52,7 +52,7 @@ def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
     kept, removed = split_keys(keys, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only)
     if unread:
         kept, removed = ([key for key in part if key in catalog.tensors] for part in (kept, removed))
-    kept, removed = with_their_parts(catalog, kept, removed, writing)
+    kept, removed = with_their_parts(catalog, kept, removed, writing, chosen.sources[0], job.reading)
     goes = {state for state in present if not requested(state) or unwanted(state)}
     dropped = left_behind((catalog.tensors[key] for key in kept if key.state in goes), "not asked for", named=False)
     dropped += _unread_left(catalog.unread)

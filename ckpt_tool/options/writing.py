@@ -34,6 +34,7 @@ VARIANTS = {"megatron-swift": "megatron", "maxtext-unscanned": "maxtext", "torch
 DIALECTS = ("hf", "megatron", "paddle", "meta", "gguf", "torchtune", "olmo-core", "maxtext", "gemma", *VARIANTS, "keep")
 EXPERTS = ("split", "fused")  # layouts of a layer's experts in the hub's files: one by one, stacked in one tensor
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "tq1_0", "tq2_0", "mxfp4")
+REPACKS = ("compressed-tensors",)
 DEVICES = ("cpu", "cuda")
 ENGINES = ("slurm", "k8s", "ray")  # what job files are written for
 DEFAULT_POLICY = "largest-dim"
@@ -126,6 +127,9 @@ class Writing:
     )
     quantize_only: tuple[str, ...] = TRAVEL.option(
         "Quantise these in place of what the rule says. Repeatable.", patterns, "PATTERN", kind="values", default=()
+    )
+    repack: str | None = TRAVEL.choice(
+        "Write the weights of GPTQ and AWQ as another library stores the same values: compressed-tensors.", REPACKS
     )
     gguf_type: str | None = TRAVEL.choice(
         f"GGUF: the type of matrices: {', '.join(GGUF_TYPES)}. Default: the source's.", GGUF_TYPES, "TYPE"

@@ -65,7 +65,7 @@ def dequantized(chosen: Chosen, job: Conversion) -> Chosen:
     kinds = {name: Kind(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     scheme, found = found_in(kinds, config)
     _refuse_unknown(scheme)
-    _refuse_misfits(found)
+    refuse_misfits(found)
     if not moments.recipes and not found.weights:
         raise UsageError(
             f"{OPTION}: no quantised weight and no quantised state, there are none here",
@@ -224,7 +224,7 @@ def _refuse_unknown(scheme: Quantisation | None) -> None:
         )
 
 
-def _refuse_misfits(found: Found) -> None:
+def refuse_misfits(found: Found) -> None:
     """Raise for what does not fit, all at once."""
     if not found.faults:
         return

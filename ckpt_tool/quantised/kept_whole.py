@@ -22,6 +22,7 @@ from ckpt_tool.quantised.scheme import Quantisation, quantisation
 from ckpt_tool.quantised.summary import config_of
 from ckpt_tool.quantised.weights import DTYPES, Found, Kind, Units, find, has_integers, units
 from ckpt_tool.sources.chosen import Chosen, Conversion
+from ckpt_tool.sources.opening import Opened
 
 
 def found_in(tensors: Mapping[str, Kind], config: Mapping[str, Any] | None = None) -> tuple[Quantisation | None, Found]:
@@ -41,12 +42,15 @@ def with_their_parts(
     kept: list[TensorKey],
     removed: list[TensorKey],
     writing: Writing,
+    source: Opened,
+    reading: Reading,
 ) -> tuple[list[TensorKey], list[TensorKey]]:
-    """(kept, removed) where the scales of a weight share its lot, unless a pattern names them."""
+    """(kept, removed) where the scales of a weight share its lot, unless a pattern names them. source: whose config
+    says how weights are quantised."""
     if not removed:
         return kept, removed
     tensors = catalog.tensors if isinstance(catalog, Catalog) else catalog
-    _, found = found_in(model_kinds(tensors[key] for key in (*kept, *removed)))
+    _, found = found_in(model_kinds(tensors[key] for key in (*kept, *removed)), config_of(source, reading))
     if not found.weights:
         return kept, removed
     parts = (part for weight in found.weights.values() for part in weight.parts.values())
@@ -66,7 +70,8 @@ def as_they_are(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen` whose codes and scales `--dtype` leaves alone."""
     if not any(state in ("", MODEL) for state in job.writing.dtypes):
         return chosen
-    _, found = found_in(model_kinds(row.tensor for row in chosen.stored))
+    config = chosen.config if chosen.config is not None else config_of(chosen.sources[0], Reading())
+    _, found = found_in(model_kinds(row.tensor for row in chosen.stored), config)
     if not found.weights:
         return chosen
     names = found.names

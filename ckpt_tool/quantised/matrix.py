@@ -9,8 +9,10 @@
                  in the order 0 2 4 6 1 3 5 7
 
 A stream is little-endian: code k is in bits [k n, (k + 1) n), so 32 codes of 3 bits are in 3 words. Zero points that
-are one less than meant are so modulo 2^n. The floats are the matrix turned, (outputs, inputs), as `torch.nn.Linear` has
-it; the product is rounded once more, to the dtype that is written: what the libraries' fp16 kernels come to.
+are one less than meant are so by words (2, 4, 8 bits): a 0 borrows of the next one in its word, and GPTQModel adds by
+words too; those of 3 bits are so each, modulo 8. The floats are the matrix turned, (outputs, inputs), as
+`torch.nn.Linear` has it; the product is rounded once more, to the dtype that is written: what the libraries' fp16
+kernels come to.
 
 Sources: GPTQModel 7.7.0 `nn_modules/qlinear/` (`PackableQuantLinear.pack`, `dequantize_weight`), `utils/model.py`
 (`convert_gptq_v1_to_v2_format`); AutoAWQ 0.2.9 `utils/packing_utils.py` (`AWQ_ORDER`), `modules/linear/gemm.py`.
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +33,7 @@ from ckpt_tool.quantised.codes import Array, Floats, Rectangle, as_floats, recta
 from ckpt_tool.quantised.weights import Quantised
 from ckpt_tool.run.computed import Input, Read, Recipe
 
+Words = np.ndarray[Any, np.dtype[np.uint32]]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of a word that each of its nibbles is
 GROUP = "E1468"
 
@@ -93,9 +97,8 @@ class Matrix(Recipe):
             return self._nibbles(read, 2, low, high)
         bits, columns = self.bits, self.shape[1]
         wide = columns * bits // 32
-        words = read(2, low * wide, high * wide).reshape(high - low, wide)
-        zeros = unpacked(np.ascontiguousarray(words).view(np.uint8), bits, 0, columns) + np.float32(1 << (bits - 1))
-        return (zeros + 1) % np.float32(1 << bits) if self.order == "gptq" else zeros
+        words = as_meant(read(2, low * wide, high * wide).view(np.uint32), bits, self.order).reshape(high - low, wide)
+        return unpacked(np.ascontiguousarray(words).view(np.uint8), bits, 0, columns) + np.float32(1 << (bits - 1))
 
     def _nibbles(self, read: Read, number: int, low: int, high: int) -> Floats:
         """AWQ's words of rows [low, high) of an input."""
@@ -105,6 +108,31 @@ class Matrix(Recipe):
         found = np.empty_like(each)
         found[:, :, AWQ_ORDER] = each
         return found.reshape(high - low, self.shape[1])
+
+
+def as_meant(words: Words, bits: int, order: str) -> Words:
+    """GPTQ's words of zero points, with what its first version takes off each put back. words: a multiple of 3 of
+    codes of 3 bits."""
+    if order != "gptq":
+        return words
+    if 32 % bits == 0:
+        return words + np.uint32(0xFFFFFFFF // ((1 << bits) - 1))  # a 1 in every code; what is carried over is lost
+    return _packed((_codes(words, bits) + 1) % (1 << bits), bits).reshape(words.shape)
+
+
+def middle(bits: int) -> Words:
+    """Words full of the zero point of a symmetric quantiser."""
+    return _packed(np.full(32 // bits if 32 % bits == 0 else 32, 1 << (bits - 1)), bits)
+
+
+def _codes(words: Words, bits: int) -> Array:
+    each = np.unpackbits(np.ascontiguousarray(words).view(np.uint8).reshape(-1), bitorder="little").reshape(-1, bits)
+    codes: Array = each @ (1 << np.arange(bits))
+    return codes
+
+
+def _packed(codes: Array, bits: int) -> Words:
+    return np.packbits((codes[:, None] >> np.arange(bits) & 1).astype(np.uint8), bitorder="little").view(np.uint32)
 
 
 def matrix(weight: Quantised, key: TensorKey, of: Mapping[str, Input]) -> Matrix:

@@ -51,7 +51,7 @@ def quantized(chosen: Chosen, job: Conversion) -> Chosen:
     if writing.quantize is None:
         _refuse_lone(writing)
         return chosen
-    _refuse_names(chosen, job)
+    refuse_names(chosen, job, OPTION)
     scheme = scheme_of(writing.quantize, model_config(chosen))
     rows = {row.tensor.key.name: row for row in chosen.stored if row.tensor.key.state == MODEL}
     refuse_codes([row.tensor for row in rows.values()], OPTION, chosen.sources[0].path)
@@ -68,8 +68,8 @@ def quantized(chosen: Chosen, job: Conversion) -> Chosen:
     dtypes = dtypes_of(writing)
     floats = {name: written_as(rows[name].tensor, dtypes, chosen.casts) for name in taken}
     made = {name: laid_out(scheme, name, rows[name].tensor.shape, _narrow(floats[name])) for name in taken}
-    stated = config_of(scheme, _modules(rows, stays))
-    _check_found(made, stated)
+    stated = config_of(scheme, modules_that_stay({name: rows[name].tensor.shape for name in stays}, taken))
+    check_found(made, stated, OPTION)
     pairs = _recipes(chosen, [rows[name] for name in taken], scheme, made, floats)
     recipes = [recipe for mine, _ in pairs for recipe in mine]
     out = with_computed(
@@ -93,12 +93,12 @@ def quantized(chosen: Chosen, job: Conversion) -> Chosen:
     )
 
 
-def _refuse_names(chosen: Chosen, job: Conversion) -> None:
+def refuse_names(chosen: Chosen, job: Conversion, option: str) -> None:
     """Raise UsageError E2725 for an output under another system's names: no library quantises by those."""
     names = chosen.all_hints.dialect or chosen.home if job.dialect == "keep" else job.dialect
     if names not in (HUB, "keep"):
         raise UsageError(
-            f"{OPTION}: the output is to have {names}'s names, and quantised folders have the hub's",
+            f"{option}: the output is to have {names}'s names, and quantised folders have the hub's",
             code="E2725",
             hint="leave --dialect off",
         )
@@ -160,11 +160,12 @@ def _narrow(dtype: DType) -> DType:
     return DTYPES["F32"] if dtype.name == "F64" else dtype
 
 
-def _modules(rows: Mapping[str, Stored], stays: Mapping[str, str]) -> list[str]:
-    """The modules that a config says are not quantised: every matrix that stays, and the head, which may be tied."""
-    kept = [module_of(name) for name in stays if name.endswith(".weight") and len(rows[name].tensor.shape) > 1]
+def modules_that_stay(stays: Mapping[str, Shape], taken: Iterable[str]) -> list[str]:
+    """The modules that a config says are not quantised: every matrix that stays, and the head, which may be tied.
+    stays: name -> shape; taken: names of the weights that are quantised."""
+    kept = [module_of(name) for name, shape in stays.items() if name.endswith(".weight") and len(shape) > 1]
     kept = [name for name in kept if "embed" not in name.rpartition(".")[2]]
-    head = () if any(module_of(name) == _HEAD for name in rows.keys() - stays.keys()) else (_HEAD,)
+    head = () if any(module_of(name) == _HEAD for name in taken) else (_HEAD,)
     return list(dict.fromkeys((*kept, *head)))
 
 
@@ -213,13 +214,13 @@ def _in_places(stored: Iterable[Stored], made: Mapping[str, Mapping[str, tuple[s
     return tuple(out)
 
 
-def _check_found(made: Mapping[str, Mapping[str, tuple[str, Kind]]], config: Mapping[str, Any]) -> None:
+def check_found(made: Mapping[str, Mapping[str, tuple[str, Kind]]], config: Mapping[str, Any], option: str) -> None:
     """Is every weight found by the rules that such folders are read by?"""
     kinds = {name: kind for parts in made.values() for name, kind in parts.values()}
     scheme, found = found_in(kinds, config)
     seen = {weight.made for weight in found.weights.values()}
     if scheme is None or not scheme.known or found.faults or seen != made.keys():
-        raise InternalError(f"{OPTION}: what is laid out is not read back: {found.faults[:1]}")
+        raise InternalError(f"{option}: what is laid out is not read back: {found.faults[:1]}")
 
 
 def _notes(taken: Mapping[str, Shape], stays: Mapping[str, str], scheme: Scheme) -> tuple[str, ...]:

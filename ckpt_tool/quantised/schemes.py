@@ -83,7 +83,7 @@ class Scheme(NamedTuple):
 
 def _stated(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
     """What compressed-tensors says of values, as far as it is not its default."""
-    return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False, **more}
+    return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False} | more
 
 
 _CT = "compressed-tensors"
@@ -169,20 +169,75 @@ def config_of(scheme: Scheme, kept: Sequence[str]) -> dict[str, Any]:
                 "weight_block_size": list(scheme.block),
             }
         }
-    group = {
-        "targets": ["Linear"],
-        "weights": dict(scheme.weights),
-        "input_activations": dict(scheme.activations) if scheme.activations else None,
-        "output_activations": None,
-        "format": scheme.form,
-    }
+    return _compressed_config(
+        scheme.form, {("Linear",): (scheme.weights, dict(scheme.activations) if scheme.activations else None)}, kept
+    )
+
+
+def _compressed_config(
+    form: str, groups: Mapping[tuple[str, ...], tuple[Mapping[str, Any], Mapping[str, Any] | None]], kept: Sequence[str]
+) -> dict[str, Any]:
+    """compressed-tensors' config. groups: the modules that each is for -> what it says of (weights, activations)."""
     return {
         KEYS[0]: {
-            "config_groups": {"group_0": group},
-            "format": scheme.form,
+            "config_groups": {
+                f"group_{number}": {
+                    "targets": list(targets),
+                    "weights": dict(weights),
+                    "input_activations": activations,
+                    "output_activations": None,
+                    "format": form,
+                }
+                for number, (targets, (weights, activations)) in enumerate(groups.items())
+            },
+            "format": form,
             "ignore": list(kept),
             "kv_cache_scheme": None,
-            "quant_method": scheme.method,
+            "quant_method": _CT,
             "quantization_status": "compressed",
         }
     }
+
+
+# -- integers that another library made --------------------------------------------------------------------------------
+
+
+class Packing(NamedTuple):
+    """How compressed-tensors packs integers (`pack-quantized`). group: codes of a row that share a scale; channel: all
+    of a row do. symmetric: the zero point is the middle, and not stored."""
+
+    bits: int
+    group: int
+    symmetric: bool
+    channel: bool
+
+
+def packed_parts(packing: Packing, name: str, shape: tuple[int, ...], scales: DType) -> dict[str, tuple[str, Kind]]:
+    """Role -> the tensor that a weight of `shape` becomes, as `laid_out`. scales: their dtype.
+
+    >>> packed_parts(Packing(4, 32, False, False), "m.weight", (64, 96), DTYPES["F16"])["zero_point"]
+    ('m.weight_zero_point', Kind(dtype=DType('I32'), shape=(8, 3)))
+    """
+    (rows, columns), bits = shape, packing.bits
+    groups = columns // packing.group
+    found = {
+        "codes": (f"{name}{PACKED}", Kind(DTYPES["I32"], (rows, columns * bits // 32))),
+        "scale": (f"{name}{SCALE}", Kind(scales, (rows, groups))),
+        "zero_point": (f"{name}{ENDINGS['zero_point']}", Kind(DTYPES["I32"], (rows * bits // 32, groups))),
+        "shape": (f"{name}{ENDINGS['shape']}", Kind(DTYPES["I64"], (2,))),
+    }
+    if packing.symmetric:
+        del found["zero_point"]
+    return found
+
+
+def packed_config(weights: Mapping[str, Packing], kept: Sequence[str]) -> dict[str, Any]:
+    """What a config says of weights that are packed so: of all linear modules, or of each by its name where they
+    differ. kept: modules that are not."""
+    alike: dict[tuple[tuple[str, Any], ...], list[str]] = {}
+    for name, each in weights.items():
+        group = {} if each.channel else {"group_size": each.group}
+        stated = _stated(each.bits, "int", "channel" if each.channel else "group", symmetric=each.symmetric, **group)
+        alike.setdefault(tuple(stated.items()), []).append(name.removesuffix(".weight"))
+    targets = {row: ("Linear",) if len(alike) == 1 else tuple(names) for row, names in alike.items()}
+    return _compressed_config("pack-quantized", {targets[row]: (dict(row), None) for row in alike}, kept)

@@ -76,7 +76,7 @@ class HfSafetensors:
         single=(".safetensors",),
         dialect="hf",
         dtypes=frozenset({"C128"}),
-        heeds=frozenset({"max-shard-size", "quantize"}),
+        heeds=frozenset({"max-shard-size", "quantize", "repack"}),
         safetensors=True,
         lone_shards=True,
     )

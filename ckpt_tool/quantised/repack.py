@@ -1,0 +1,196 @@
+"""`--repack compressed-tensors`: weights of GPTQ and AWQ as compressed-tensors' `pack-quantized`, the same integers,
+scales and zero points (`repacked` has the layouts), under a config that says so.
+
+    m.qweight, m.scales, m.qzeros, m.g_idx   ->   m.weight_packed, m.weight_scale, m.weight_zero_point, m.weight_shape
+
+What compressed-tensors makes of them is, bit for bit, what the library that wrote them does in the dtype of the scales.
+Where that can't be, it is an error that says why: groups in the order of activations, groups that do not divide the
+inputs, and the arithmetic of bitsandbytes and MLX. Every other tensor stays as it is; modules that are not quantised
+are in `ignore`. Every weight is found again by what reads such folders, or it is a bug of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckpt_tool.core.tensor import MODEL, TensorKey
+from ckpt_tool.errors import UsageError
+from ckpt_tool.plan.moves import Stored
+from ckpt_tool.quantised.dequantize import model_config, refuse_misfits
+from ckpt_tool.quantised.kept_whole import found_in
+from ckpt_tool.quantised.quantize import check_found, modules_that_stay, refuse_names
+from ckpt_tool.quantised.scheme import FILES, KEYS, Quantisation, section
+from ckpt_tool.quantised.schemes import Packing, packed_config, packed_parts
+from ckpt_tool.quantised.weights import MATRIX, Found, Kind, Quantised
+from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, with_computed
+
+if TYPE_CHECKING:
+    from ckpt_tool.run.computed import Input, Recipe
+
+OPTION = "--repack"
+INEXACT, NOTHING = "E1471", "E1473"
+# why the weights of other libraries have no like
+_WHY = {
+    "bitsandbytes": "its floats are numbers of a table, or products of three factors that are rounded twice",
+    "mlx": "its groups have a bias that is no multiple of their scale, and are rounded twice",
+}
+
+
+class _Weight(NamedTuple):
+    """One weight on its way. parts: role -> the tensor that is made, as `schemes.packed_parts` has it."""
+
+    weight: Quantised
+    packing: Packing
+    parts: Mapping[str, tuple[str, Kind]]
+
+
+def repacked(chosen: Chosen, job: Conversion) -> Chosen:
+    """`chosen` whose weights of GPTQ and AWQ are compressed-tensors'.
+
+    Raises UsageError E1471 for what has no exact like there, also while reading; E1473 where there is nothing to
+    repack; E2725 for names that are not the hub's; E0264 with --plan and --ray; InconsistentCheckpoint E1472 while
+    reading for zero points that contradict the config; Incomplete E1460, InconsistentCheckpoint E1461 for parts that
+    are missing or do not fit."""
+    writing = job.writing
+    if writing.repack is None:
+        return chosen
+    refuse_names(chosen, job, OPTION)
+    config, rows = (
+        model_config(chosen),
+        {row.tensor.key.name: row for row in chosen.stored if row.tensor.key.state == MODEL},
+    )
+    scheme, found = found_in({name: Kind(row.tensor.dtype, row.tensor.shape) for name, row in rows.items()}, config)
+    _refuse_others(scheme, found)
+    refuse_misfits(found)
+    symmetric = bool((section(config or {}) or {}).get("sym"))
+    made = [_laid_out(weight, rows, symmetric=symmetric) for weight in found.weights.values()]
+    recipes = [
+        recipe
+        for each in made
+        for recipe in _recipes(each, {name: chosen.input(rows[name]) for name in each.weight.names})
+    ]
+    kinds = {each.weight.made: each.parts for each in made}
+    shapes = {name: row.tensor.shape for name, row in rows.items() if name not in found.names}
+    stated = packed_config({each.weight.made: each.packing for each in made}, modules_that_stay(shapes, taken=kinds))
+    check_found(kinds, stated, OPTION)
+    out = with_computed(
+        replace(chosen, stored=tuple(_in_places(chosen.stored, made))),
+        recipes,
+        f"{chosen.sources[0].path} (repacked)",
+        writing,
+        option=OPTION,
+        dtypes={},
+        notes=(f"{len(made)} weights are repacked as {writing.repack} stores them, the same values ({OPTION})",),
+    )
+    flips = {TensorKey(name) for parts in kinds.values() for role, (name, _) in parts.items() if role != "shape"}
+    from ckpt_tool.quantised.floats import turned
+
+    gone = [rows[name].tensor for each in made for name in _left_out(each)]
+    return replace(
+        out,
+        stored=tuple(row._replace(tensor=turned(row.tensor)) if row.tensor.key in flips else row for row in out.stored),
+        casts={**out.casts, **{recipe.key: recipe.dtype for recipe in recipes}},
+        names={
+            **out.names,
+            **{name: tuple(new for new, _ in each.parts.values()) for each in made for name in each.weight.names},
+        },
+        untrue=(*out.untrue, *KEYS),
+        stale=(*out.stale, *FILES),
+        stated={**out.stated, **stated},
+        dropped=(
+            *out.dropped,
+            *left_behind(gone, f"{OPTION}: groups are in the order of the inputs, zero points the middle"),
+        ),
+    )
+
+
+def _refuse_others(scheme: Quantisation | None, found: Found) -> None:
+    """Raise UsageError E1471 for weights of another library, E1473 where there are none of GPTQ's or AWQ's."""
+    named = scheme.scheme if scheme is not None else ""
+    others = [weight.made for weight in found.weights.values() if weight.codes != MATRIX]
+    if named in _WHY or scheme is not None and not scheme.known:
+        why = _WHY.get(named) or (scheme.why if scheme is not None else "")
+        raise UsageError(
+            f"{OPTION}: weights of {named} can't be repacked as they are: {why}",
+            code=INEXACT,
+            hint="--dequantize writes them as floats; with --quantize SCHEME they are quantised anew",
+        )
+    if others or not found.weights and not found.faults:
+        raise UsageError(
+            f"{OPTION}: there are no weights of GPTQ or AWQ here" + (f", they are of {named}" if named else ""),
+            code=NOTHING,
+            key=others[0] if others else None,
+            hint="leave it off: what compressed-tensors or transformers wrote is read by them as it is",
+        )
+
+
+def _laid_out(weight: Quantised, rows: Mapping[str, Stored], *, symmetric: bool) -> _Weight:
+    """What a weight becomes. Raises UsageError E1471 where its groups have no like."""
+    inputs, _ = weight.shape
+    scales = rows[weight.parts["scale"]].tensor
+    if inputs % scales.shape[0] or inputs * weight.bits % 32:
+        raise UsageError(
+            f"{weight.made}: {scales.shape[0]} groups of {inputs} inputs, and compressed-tensors has groups of one "
+            "size, and whole words of inputs",
+            code=INEXACT,
+            key=weight.lead,
+            hint="--dequantize writes the weights as floats",
+        )
+    packing = Packing(weight.bits, inputs // scales.shape[0], symmetric, channel=scales.shape[0] == 1)
+    return _Weight(weight, packing, packed_parts(packing, weight.made, weight.floats, scales.dtype))
+
+
+def _recipes(each: _Weight, of: Mapping[str, Input]) -> Iterator[Recipe]:
+    """How the tensors of a weight are made. of: its tensors by name."""
+    from ckpt_tool.quantised.repacked import Packed, Scales, Shape, ZeroPoints
+
+    weight, (outputs, inputs) = each.weight, each.weight.floats
+    parts, bits, order = weight.parts, weight.bits, weight.order
+
+    def own(role: str) -> tuple[TensorKey, tuple[int, ...]]:
+        name, kind = each.parts[role]
+        return TensorKey(name), tuple(reversed(kind.shape))  # shown turned
+
+    text = f"repacked {order} {bits} {each.packing}"
+    codes, scales = of[weight.lead], [of[parts["scale"]]]
+    yield Packed(*own("codes"), (codes,), text, bits, order)
+    checks: dict[str, int] = {}
+    for role, is_checked in (("g_idx", "g_idx" in parts), ("zero_point", each.packing.symmetric)):
+        if is_checked:
+            checks[role] = len(scales)
+            scales.append(of[parts[role]])
+    yield Scales(
+        *own("scale"),
+        tuple(scales),
+        text,
+        bits,
+        order,
+        each.packing.group,
+        checks.get("g_idx"),
+        checks.get("zero_point"),
+    )
+    if not each.packing.symmetric:
+        yield ZeroPoints(*own("zero_point"), (of[parts["zero_point"]],), text, bits, order)
+    yield Shape(TensorKey(each.parts["shape"][0]), (2,), (codes,), text, (outputs, inputs))
+
+
+def _left_out(each: _Weight) -> Iterator[str]:
+    """Tensors of a weight that are not written: what they say is what compressed-tensors takes without them."""
+    for role, name in each.weight.parts.items():
+        if role == "g_idx" or role == "zero_point" and each.packing.symmetric:
+            yield name
+
+
+def _in_places(stored: Sequence[Stored], made: Sequence[_Weight]) -> Iterator[Stored]:
+    """The tensors, with those that a weight becomes in the place of its codes."""
+    leads = {each.weight.lead: each for each in made}
+    parts = {name for each in made for name in each.weight.parts.values()}
+    for row in stored:
+        name = row.tensor.key.name if row.tensor.key.state == MODEL else ""
+        if name in leads:
+            for new, _ in leads[name].parts.values():
+                yield row._replace(tensor=row.tensor._replace(key=TensorKey(new), path=()))
+        elif name not in parts:
+            yield row
