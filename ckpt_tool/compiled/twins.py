@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import ctypes
 import tempfile
-from array import array
 from collections.abc import Callable, Sequence
 from ctypes import Structure, c_char_p, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_tool.compiled.library import Shelf
+import numpy as np
+
+from ckpt_tool.compiled.library import Array, Shelf
 
 WORTH = 50_000  # items: half a second of the road without
-Compare = Callable[[int, Sequence[int], Sequence[int], Sequence["Kind"]], tuple[list[int], int]]
+Compare = Callable[[int, "Array | Sequence[int]", "Array | Sequence[int]", Sequence["Kind"]], tuple["Array", int]]
 
 
 class Kind(NamedTuple):
@@ -51,7 +52,9 @@ def compare_of(path: Path) -> Compare:
     call.argtypes = [c_int, c_void_p, c_int64, *[c_void_p] * 5]
     call.restype = c_int64
 
-    def compare(fd: int, at: Sequence[int], kinds_of: Sequence[int], kinds: Sequence[Kind]) -> tuple[list[int], int]:
+    def compare(
+        fd: int, at: Array | Sequence[int], kinds_of: Array | Sequence[int], kinds: Sequence[Kind]
+    ) -> tuple[Array, int]:
         """(CRC-32 of each item's tensor, -1 where it is no twin; bytes that were read). at: first bytes. kinds_of: by
         number in `kinds`."""
         table = (_Kind * len(kinds))(
@@ -61,11 +64,12 @@ def compare_of(path: Path) -> Compare:
             )
         )
         heads, ends = max(len(k.head) for k in kinds), max(len(k.end) for k in kinds)
-        starts, numbers, crcs = array("q", at), array("i", kinds_of), array("q", bytes(8 * len(at)))
+        starts, numbers = np.ascontiguousarray(at, np.int64), np.ascontiguousarray(kinds_of, np.int32)
+        crcs = np.full(len(starts), -1, np.int64)
         head, tail = ctypes.create_string_buffer(heads), ctypes.create_string_buffer(heads + ends)
-        lists = (starts.buffer_info()[0], numbers.buffer_info()[0], head, tail, crcs.buffer_info()[0])
-        nbytes: int = call(fd, ctypes.addressof(table), len(at), *lists)
-        return crcs.tolist(), nbytes
+        lists = (starts.ctypes.data, numbers.ctypes.data, head, tail, crcs.ctypes.data)
+        nbytes: int = call(fd, ctypes.addressof(table), len(starts), *lists)
+        return crcs, nbytes
 
     return compare
 
@@ -84,7 +88,7 @@ class _Shelf(Shelf[Compare]):
             file.flush()
             found, nbytes = library(file.fileno(), [0, 31, 63, 94], [0] * 4, [kind])
         right = [int.from_bytes(b"abcd", "little"), -1]
-        return "" if found == right * 2 and nbytes == 4 * 31 - 1 else "twins differ from Python's"
+        return "" if found.tolist() == right * 2 and nbytes == 4 * (4 + 21) - 1 else "twins differ from Python's"
 
 
 _shelf = _Shelf()

@@ -17,7 +17,7 @@ from ckpt_tool.core.box import first_hole, first_overlap
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.mesh import Mesh
-from ckpt_tool.core.tensor import Chunk, LogicalTensor, TensorKey
+from ckpt_tool.core.tensor import Chunk, LogicalTensor, TensorKey, plainly_tile
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
 
 PEERS = 4096  # tensors that are looked at to find out which file lacks a part of another
@@ -200,7 +200,8 @@ def _parts(tensor: LogicalTensor) -> dict[tuple[Any, ...], str]:
 
 def _fault_of(tensor: LogicalTensor) -> CkptError | None:
     chunks = tensor.chunks
-    if len(chunks) == 1 and chunks[0].box.shape == tensor.shape and not any(chunks[0].box.offset) or _in_bands(tensor):
+    alone = len(chunks) == 1 and chunks[0].box.shape == tensor.shape and not any(chunks[0].box.offset)
+    if alone or plainly_tile(chunks, tensor.shape):
         return None
     name = str(tensor.key)
     for chunk in chunks:
@@ -233,20 +234,6 @@ def _fault_of(tensor: LogicalTensor) -> CkptError | None:
             hint="a rank's file is missing or the save was cut short",
         )
     return None
-
-
-def _in_bands(tensor: LogicalTensor) -> bool:
-    """Do the chunks follow one another along dim 0, each as wide as the tensor, up to its end? Such tile it, and are
-    what most tensors of many ranks consist of."""
-    if not tensor.shape:
-        return False
-    at, corner, width = 0, (0,) * (len(tensor.shape) - 1), tensor.shape[1:]
-    for box, _, _, replica in tensor.chunks:
-        offset, shape = box
-        if replica or offset[:1] != (at,) or offset[1:] != corner or shape[1:] != width or shape[:1] <= (0,):
-            return False
-        at += shape[0]
-    return at == tensor.shape[0]
 
 
 def mark_replicas(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:

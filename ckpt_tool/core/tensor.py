@@ -11,9 +11,11 @@ A flat ZeRO slice is a 1-d array whose `within` has as many elements as the n-d 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from math import prod
 from operator import mul
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.dtype import DType
@@ -101,6 +103,93 @@ class Chunk(NamedTuple):
         return start, tuple(step * s for s in contiguous_strides(self.box.shape))
 
 
+class ChunkColumns(Sequence[Chunk], ABC):
+    """The chunks of a tensor, kept as columns: a chunk is made when it is looked at, and all are kept once all were.
+    They equal the tuple of the chunks. No box lies twice (every replica is 0), and every path is a file's own.
+
+    What is asked of a tensor of a million chunks without looking at them is a method here; `starts_of` and others below
+    ask it of any chunks.
+    """
+
+    __slots__ = ("_made",)
+
+    def __init__(self) -> None:
+        self._made: tuple[Chunk, ...] | None = None
+
+    @abstractmethod
+    def make(self, rows: slice) -> Iterator[Chunk]:
+        """The chunks of those rows."""
+
+    @abstractmethod
+    def starts(self) -> list[int]:
+        """How many different starts the boxes have along each dim."""
+
+    @abstractmethod
+    def lacks_crc(self) -> bool:
+        """Is there one without a CRC?"""
+
+    @abstractmethod
+    def plainly_tile(self, shape: tuple[int, ...]) -> bool:
+        """As `plainly_tile` below: are the boxes a grid?"""
+
+    def _all(self) -> tuple[Chunk, ...]:
+        if self._made is None:
+            self._made = tuple(self.make(slice(None)))
+        return self._made
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Chunk, ...]: ...
+    def __getitem__(self, index: int | slice) -> Chunk | tuple[Chunk, ...]:
+        if isinstance(index, slice):
+            return tuple(self.make(index))
+        at = range(len(self))[index]
+        return next(self.make(slice(at, at + 1)))
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return iter(self._all())
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or isinstance(other, tuple | ChunkColumns) and self._all() == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._all())
+
+    def __repr__(self) -> str:
+        return repr(self._all())
+
+
+def starts_of(chunks: Sequence[Chunk], dims: int) -> list[int]:
+    """How many different starts the boxes have along each of `dims` dims."""
+    if isinstance(chunks, ChunkColumns):
+        return chunks.starts()
+    return [len({chunk.box.offset[d] for chunk in chunks}) for d in range(dims)]
+
+
+def lacks_crc(chunks: Sequence[Chunk]) -> bool:
+    """Is there one without a CRC?"""
+    if isinstance(chunks, ChunkColumns):
+        return chunks.lacks_crc()
+    return any(chunk.array.crc is None for chunk in chunks)
+
+
+def plainly_tile(chunks: Sequence[Chunk], shape: tuple[int, ...]) -> bool:
+    """Do the chunks follow one another along dim 0, each as wide as the tensor of `shape`, up to its end? Such tile it,
+    and are what most tensors of many ranks consist of. False says nothing."""
+    if not shape:
+        return False
+    if isinstance(chunks, ChunkColumns):
+        return chunks.plainly_tile(shape)
+    at, corner, width = 0, (0,) * (len(shape) - 1), shape[1:]
+    for box, _, _, replica in chunks:
+        offset, extent = box
+        if replica or offset[:1] != (at,) or offset[1:] != corner or extent[1:] != width or extent[:1] <= (0,):
+            return False
+        at += extent[0]
+    return at == shape[0]
+
+
 class LogicalTensor(NamedTuple):
     """Above this line TP, PP, EP and DP do not exist.
 
@@ -111,7 +200,7 @@ class LogicalTensor(NamedTuple):
     key: TensorKey
     shape: tuple[int, ...]
     dtype: DType
-    chunks: tuple[Chunk, ...]
+    chunks: Sequence[Chunk]
     path: Path = ()
 
     @property

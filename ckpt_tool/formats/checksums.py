@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckpt_tool.core.catalog import Note
-from ckpt_tool.core.tensor import LogicalTensor
+from ckpt_tool.core.tensor import LogicalTensor, lacks_crc
 from ckpt_tool.errors import CorruptFile
 from ckpt_tool.storage.source import Tree
 
@@ -18,7 +18,7 @@ NO_CHECKSUM = "E0397"
 
 def missing(tree: Tree, tensors: Iterable[LogicalTensor], *, required: bool) -> list[Note]:
     """A note about tensors without a CRC. Raises CorruptFile (E0397) when `required`."""
-    without = [t for t in tensors if t.numel and any(chunk.array.crc is None for chunk in t.chunks)]
+    without = [t for t in tensors if t.numel and lacks_crc(t.chunks)]
     if not without:
         return []
     path = next(chunk.array.file for chunk in without[0].chunks if chunk.array.crc is None)

@@ -26,13 +26,28 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.inner_path import base_of
-from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, Chunk, LogicalTensor, StoredArray, TensorKey
+from ckpt_tool.core.tensor import (
+    EMA,
+    EXTRAS,
+    MASTER,
+    MODEL,
+    STEP,
+    Chunk,
+    ChunkColumns,
+    LogicalTensor,
+    StoredArray,
+    TensorKey,
+    lacks_crc,
+)
 from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.storage.source import Tree
+
+if TYPE_CHECKING:
+    from ckpt_tool.formats.copied_columns import Copied, Stands
 
 COPIED = "E1630"
 PROBE = 4096  # bytes of an array, or in the middle of a file
@@ -99,9 +114,9 @@ def _line(path: str, other: str, mine: _Part, theirs: _Part) -> str:
 def _pairs(tree: Tree, tensors: Sequence[LogicalTensor]) -> Iterator[tuple[str, str]]:
     """Files that are equal as far as was looked, and that stand for different parts: each with the first of its
     like."""
-    again, plain = _records_met_again(tensors)
-    groups = [*_by_crc(tree, tensors, again)] if again else []
-    for group in (*groups, *(_by_size(tree, tensors) if plain else ())):
+    copied = _copied(tensors)
+    groups = [*_by_crc(tree, copied)] if copied.again else []
+    for group in (*groups, *(_by_size(tree, tensors) if copied.plain else ())):
         for alike in _split(group, lambda path: _middle(tree, path)):
             for equal in _split(alike, lambda path: _ends(tree, path)):
                 first = next(iter(equal))
@@ -132,32 +147,49 @@ def _ends(tree: Tree, path: str) -> int:
     return hash((tree.read(path, 0, ends), tree.read(path, size - ends, ends)))
 
 
-def _records_met_again(tensors: Sequence[LogicalTensor]) -> tuple[set[int], bool]:
-    """(size << 32 | CRC of the records that several files hold; are there arrays without a record?)"""
-    first: dict[int, str] = {}
-    again: set[int] = set()
-    plain = False
-    for tensor in tensors:
-        for chunk in tensor.chunks:
-            crc, path = chunk.array.crc, chunk.array.path
-            if crc is None:
-                plain = True
-            elif first.setdefault(record := crc[1] << 32 | crc[2], path) != path:
-                again.add(record)
-    return again, plain
+def _copied(tensors: Sequence[LogicalTensor]) -> _Copied | Copied:
+    """What several files hold, by the road that the chunks are for."""
+    if not any(isinstance(tensor.chunks, ChunkColumns) for tensor in tensors):
+        return _Copied(tensors)
+    from ckpt_tool.formats.copied_columns import Copied
+
+    return Copied(tensors)
 
 
-def _by_crc(tree: Tree, tensors: Sequence[LogicalTensor], again: Set[int]) -> Iterator[dict[str, int]]:
+class _Copied:
+    """again: size << 32 | CRC of the records that several files hold; plain: are there arrays without a record?"""
+
+    def __init__(self, tensors: Sequence[LogicalTensor]) -> None:
+        first: dict[int, str] = {}
+        self._tensors = tensors
+        self.again: set[int] = set()
+        self.plain = False
+        for tensor in tensors:
+            for chunk in tensor.chunks:
+                crc, path = chunk.array.crc, chunk.array.path
+                if crc is None:
+                    self.plain = True
+                elif first.setdefault(record := crc[1] << 32 | crc[2], path) != path:
+                    self.again.add(record)
+
+    def stands(self, hash_of: Callable[[TensorKey, Chunk, int], int]) -> tuple[Stands, dict[int, StoredArray]]:
+        """(what each of the records stands for in each of its files, an array of each). hash_of: of a chunk and the
+        byte at which its record begins."""
+        stands: Stands = {record: {} for record in self.again}
+        sample: dict[int, StoredArray] = {}
+        for tensor in self._tensors:
+            for chunk in tensor.chunks:
+                crc = chunk.array.crc
+                if crc is not None and (record := crc[1] << 32 | crc[2]) in self.again:
+                    sample.setdefault(record, chunk.array)
+                    mine = stands[record]
+                    mine[chunk.array.path] = mine.get(chunk.array.path, 0) ^ hash_of(tensor.key, chunk, crc[0])
+        return stands, sample
+
+
+def _by_crc(tree: Tree, copied: _Copied | Copied) -> Iterator[dict[str, int]]:
     """Files that share a record of changing bytes, but not what it stands for. Path -> a hash of the latter."""
-    stands: dict[int, dict[str, int]] = {record: {} for record in again}
-    sample: dict[int, StoredArray] = {}
-    for tensor in tensors:
-        for chunk in tensor.chunks:
-            crc = chunk.array.crc
-            if crc is not None and (record := crc[1] << 32 | crc[2]) in again:
-                sample.setdefault(record, chunk.array)
-                mine = stands[record]
-                mine[chunk.array.path] = mine.get(chunk.array.path, 0) ^ _hash(tensor.key, chunk, crc[0])
+    stands, sample = copied.stands(_hash)
     reported: set[frozenset[str]] = set()
     for record, files in stands.items():
         if len(set(files.values())) > 1 and frozenset(files) not in reported:
@@ -171,7 +203,7 @@ def _by_size(tree: Tree, tensors: Sequence[LogicalTensor]) -> Iterator[dict[str,
     """Files of one size whose arrays have no CRCs and stand for different parts."""
     stands: dict[str, int] = {}
     for tensor in tensors:
-        for chunk in tensor.chunks:
+        for chunk in tensor.chunks if lacks_crc(tensor.chunks) else ():
             if chunk.array.crc is None and chunk.box.numel:
                 stands[chunk.array.path] = stands.get(chunk.array.path, 0) ^ _hash(tensor.key, chunk, 0)
     sizes: dict[int, dict[str, int]] = defaultdict(dict)

@@ -28,7 +28,6 @@ from ckpt_tool.storage.pickle_opcodes import HANDLERS, Handler
 from ckpt_tool.storage.pickle_values import Irregular, Record, Run
 
 if TYPE_CHECKING:
-    from ckpt_tool.compiled.rows import Columns as Taken
     from ckpt_tool.compiled.rows import Reader, Step
     from ckpt_tool.storage.pickle_machine import Machine
 
@@ -64,7 +63,9 @@ class Rows:
         self._kinds = {name: kind for kind in kinds for name in kind[-1][0]}
         self.watched = frozenset((*BACK_REFERENCES, *self._kinds))
         self._steps = {"text": Step.TEXT, "int": Step.INT, "size": Step.SIZE, "skip": Step.SKIP}
-        self._programs: dict[tuple[object, ...], tuple[Sequence[tuple[Step, int]], Sequence[tuple[str, str]]]] = {}
+        self._programs: dict[
+            tuple[object, ...], tuple[Sequence[tuple[Step, int]], Mapping[str, tuple[str, int, int]]]
+        ] = {}
         self._texts: dict[int, str] = {}
         self._wait = self._left = 0
 
@@ -93,15 +94,23 @@ class Rows:
         self.taken += taken.rows
         for number in {*taken.ids} - self._texts.keys():
             self._texts[number] = self._reader.text(number).decode()
-        run = Run(taken.rows, _columns(taken, columns, self._texts))
+        run = Run(taken, columns, self._texts)
         stack += [run] * len(kind)
         return taken.opcodes
 
+    def number(self, text: str) -> int:
+        """The id that stands for a text in the columns. Raises Irregular for what is none, or where there is no
+        room."""
+        found = self._reader.intern(text.encode("utf-8", "surrogatepass")) if type(text) is str else -1
+        if found < 0:
+            raise Irregular
+        self._texts[found] = text
+        return found
+
     def _program(
         self, kind: Kind, row: Sequence[Any]
-    ) -> tuple[Sequence[tuple[Step, int]], Sequence[tuple[str, str]]] | None:
-        """What rows like this one consist of, and what their columns hold and are called; None where it is not of the
-        kind."""
+    ) -> tuple[Sequence[tuple[Step, int]], Mapping[str, tuple[str, int, int]]] | None:
+        """What rows like this one consist of, and `Run.columns` of them; None where it is not of the kind."""
         key: tuple[object, ...] = ()
         for made, (names, fields) in zip(row, kind, strict=True):
             if type(made) is not Record or made.name not in names or made.args or not made.state:
@@ -121,30 +130,18 @@ class Rows:
                     program += [(Step.NAME, intern(field.encode())), (step, size if step is Step.SIZE else 0)]
                     columns.append(fields[field])
                 program.append((Step.CLOSE, 0))
-            self._programs[key] = program, columns
+            self._programs[key] = program, _placed(columns)
         return self._programs[key]
 
 
-def _columns(taken: Taken, columns: Sequence[tuple[str, str]], texts: Mapping[int, str]) -> dict[str, list[Any]]:
-    """The columns by their names."""
+def _placed(columns: Sequence[tuple[str, str]]) -> dict[str, tuple[str, int, int]]:
+    """`Run.columns` of columns of which each is (kind, name)."""
     kinds = [kind for kind, _ in columns]
-    ids, ints, sizes = [texts[number] for number in taken.ids], taken.ints.tolist(), _sizes(taken.dims, taken.sizes)
-    every: dict[str, list[Any]] = {"text": ids, "int": ints, "size": sizes}
-    made: dict[str, list[Any]] = {}
-    met = dict.fromkeys(every, 0)
-    for kind, name in columns:
-        if kind in every:
-            made[name] = every[kind][met[kind] :: kinds.count(kind)]
-            met[kind] += 1
-    return made
-
-
-def _sizes(dims: bytes, numbers: Iterable[int]) -> list[tuple[int, ...]]:
-    """Sizes of so many dims, out of all their numbers. Sizes of one Run are most often of one rank."""
-    if dims and dims[0] and dims.count(dims[0]) == len(dims):
-        return list(zip(*[iter(numbers)] * dims[0], strict=True))
-    each = iter(numbers)
-    return [tuple([next(each) for _ in range(count)]) for count in dims]
+    return {
+        name: (kind, kinds[:place].count(kind), kinds.count(kind))
+        for place, (kind, name) in enumerate(columns)
+        if kind != "skip"
+    }
 
 
 class Memo:

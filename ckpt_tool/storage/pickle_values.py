@@ -20,13 +20,16 @@ state); afterwards they are values. Records compare by identity: index DCP's `st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.errors import CorruptFile
+
+if TYPE_CHECKING:
+    from ckpt_tool.compiled.rows import Columns as Taken
 
 
 class Span(NamedTuple):
@@ -118,14 +121,18 @@ class Irregular(Exception):
 
 
 class Run:
-    """Rows that were taken as columns (`pickle_rows`), in place of one of their objects. columns: by name, a value a
-    row."""
+    """Rows that were taken as columns (`pickle_rows`), in place of one of their objects.
 
-    __slots__ = ("columns", "rows")
+    taken: all values of the rows. columns: name -> (kind of value, which of the row's values of that kind, how many a
+    row has). texts: by the ids that stand for them, of all runs so far.
+    """
 
-    def __init__(self, rows: int, columns: dict[str, list[Any]]) -> None:
-        self.rows = rows
+    __slots__ = ("columns", "taken", "texts")
+
+    def __init__(self, taken: Taken, columns: Mapping[str, tuple[str, int, int]], texts: Mapping[int, str]) -> None:
+        self.taken = taken
         self.columns = columns
+        self.texts = texts
 
 
 class Record:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterable
+from array import array
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,6 +41,7 @@ class Met:
 
     def __init__(self) -> None:
         self._zips: dict[str, dict[Extent, None]] = {}
+        self._many: dict[str, list[tuple[array[int], array[int]]]] = {}  # the same: starts and bytes
         self._sound: set[tuple[str, tuple[int, int, int]]] = set()
         self._lock = threading.Lock()
 
@@ -49,15 +50,16 @@ class Met:
         with self._lock:
             self._zips.setdefault(path, {})[Extent(start, nbytes)] = None
 
-    def several(self, path: str, zips: Iterable[Extent]) -> None:
+    def several(self, path: str, starts: array[int], nbytes: array[int]) -> None:
         """The same of many."""
         with self._lock:
-            self._zips.setdefault(path, {}).update(dict.fromkeys(zips))
+            self._many.setdefault(path, []).append((starts, nbytes))
 
     def zips(self, path: str) -> list[Extent]:
         """The zips in a file, in the order in which they lie."""
         with self._lock:
-            return sorted(self._zips.get(path, ()))
+            many = [Extent(*zip_) for columns in self._many.get(path, ()) for zip_ in zip(*columns, strict=True)]
+            return sorted({*self._zips.get(path, ()), *many})
 
     def is_sound(self, path: str, crc: tuple[int, int, int]) -> bool:
         with self._lock:

@@ -17,7 +17,8 @@ from ckpt_tool.compiled import VARIABLE, library, rows
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.containers import dcp_metadata
-from ckpt_tool.formats.containers.dcp_metadata import ObjectEntry, Piece, TensorEntry, pickled, read_listing
+from ckpt_tool.formats.containers.dcp_metadata import ObjectEntry, TensorEntry, pickled, read_listing
+from ckpt_tool.formats.containers.dcp_pieces import Piece
 from ckpt_tool.storage import pickle_rows
 from ckpt_tool.storage.source import Tree
 

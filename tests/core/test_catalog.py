@@ -11,7 +11,7 @@ from ckpt_tool.core import catalog as catalog_module
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Catalog, Row, faults_of, mark_replicas
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey, simple_tensor
+from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey, plainly_tile, simple_tensor
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
 
 F32 = DTYPES["F32"]
@@ -199,7 +199,7 @@ def test_bands_are_judged_as_all_other_boxes(seed: int, monkeypatch: pytest.Monk
     width, heights = tuple(rng.randrange(3) for _ in range(dims - 1)), [rng.randrange(1, 4) for _ in range(5)]
     boxes = [Box((sum(heights[:i]), *(0,) * (dims - 1)), (n, *width)) for i, n in enumerate(heights)]
     shape = (sum(heights), *width)
-    assert catalog_module._in_bands(tensor("w", shape, boxes))
+    assert plainly_tile(tensor("w", shape, boxes).chunks, shape)
     for _ in range(40):
         some = list(boxes)
         at, d = rng.randrange(5), rng.randrange(dims)
@@ -212,5 +212,5 @@ def test_bands_are_judged_as_all_other_boxes(seed: int, monkeypatch: pytest.Monk
         judged = LogicalTensor(TensorKey("w"), shape, F32, chunks)
         found = [(fault.code, fault.message) for fault in faults_of([judged])]
         with monkeypatch.context() as patch:
-            patch.setattr(catalog_module, "_in_bands", lambda tensor: False)
+            patch.setattr(catalog_module, "plainly_tile", lambda chunks, shape: False)
             assert found == [(fault.code, fault.message) for fault in faults_of([judged])]

@@ -35,7 +35,8 @@ from ckpt_tool.core.target import LayoutWish
 from ckpt_tool.core.tensor import Chunk, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats import registry
-from ckpt_tool.formats.containers.dcp_metadata import Piece, TensorEntry
+from ckpt_tool.formats.containers.dcp_metadata import TensorEntry
+from ckpt_tool.formats.containers.dcp_pieces import Piece
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import Facts
 from ckpt_tool.formats.megatron.hints import DistHints

@@ -17,28 +17,28 @@ directory) and torch's serialization id with its own. A comparison accepts nothi
     end   [crc][version][id 40 digits][crc][directory: ... crc ... crc ...][end records]    equal outside the brackets
 
 Source: torch 2.13 `distributed/checkpoint/filesystem.py` (`_write_item`, `_write_files_from_queue`), `hf_utils`
-constants of `DCP_SHARDING_INFO`. Cost: one pread of about 1.3 KB and 60 us an item, 10 us for a twin, 4 where
-all twins of a file are compared by compiled code (`compiled.twins`).
+constants of `DCP_SHARDING_INFO`. Cost: one pread of about 1.3 KB and 60 us an item, 10 us for a twin, 2 where
+all twins of a file are compared by compiled code (`dcp_compared`).
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ckpt_tool import compiled
+from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.faults import for_each
-from ckpt_tool.core.inner_path import is_view
 from ckpt_tool.core.tensor import StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, InconsistentCheckpoint, InputError, UnsafeInput
-from ckpt_tool.formats.containers.dcp_metadata import ObjectEntry, Piece, TensorEntry
+from ckpt_tool.formats.containers.dcp_metadata import ObjectEntry, TensorEntry
+from ckpt_tool.formats.containers.dcp_pieces import Item, Piece
 from ckpt_tool.storage import pickles, strict_json
 from ckpt_tool.storage.coded_states import CODES, coded
 from ckpt_tool.storage.pickle_values import Pickled, TensorRef
-from ckpt_tool.storage.records import Extent
 from ckpt_tool.storage.safetensors_file import Header, looks_like_header, read_header
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.torchzip import TorchZip, ZipRecord
@@ -56,10 +56,7 @@ _CENTRAL_SIZE, _CRC_IN_CENTRAL = 46, 16  # bytes (APPNOTE 4.3.12)
 _DESCRIPTOR_SIZE, _LOCAL_SIZE = 16, 30  # bytes (4.3.9, 4.3.7)
 
 
-LARGEST = 1 << 20  # bytes of a head or an end that are compared with others in one call
 MANY = 10_000  # items: few are compared one by one before a library is loaded
-
-_Item = tuple[int, str, int, TensorEntry]  # first byte, fqn, number of the piece, its tensor
 
 
 def rank_of(path: str) -> dict[str, int] | None:
@@ -178,80 +175,62 @@ class Items:
         self._known: dict[bytes, Pickled] = {}
         self._twins: dict[tuple[str, tuple[int, ...], int], Twin | None] = {}
         self._seen: dict[tuple[str, tuple[int, ...], int], int] = {}
-        self._compare: Compare | None = None
         self._tails: dict[int, int] = {}
         self._headers: dict[str, tuple[Header, dict[str, int], dict[str, list[int]]] | None] = {}
 
-    def arrays(self, tensors: Iterable[TensorEntry]) -> dict[str, list[StoredArray]]:
+    def arrays(self, tensors: Iterable[TensorEntry]) -> Mapping[str, Sequence[StoredArray]]:
         """Where the bytes of each tensor's pieces lie, in the pieces' order; by fqn.
 
         Items are read in the order in which they lie. Raises CorruptFile and UnsafeInput of the containers;
         InconsistentCheckpoint (E0394) when an item is not what the metadata says.
         """
-        files: defaultdict[str, list[_Item]] = defaultdict(list)
-        for tensor in tensors:
+        every = list(tensors)
+        compare = _comparing(self.tree, sum(len(tensor.pieces) for tensor in every))
+        if compare is not None and every:
+            from ckpt_tool.formats.containers.dcp_compared import compared
+
+            return compared(self, every, compare)
+        files: defaultdict[str, list[Item]] = defaultdict(list)
+        for tensor in every:
+            tensor.pieces = list(tensor.pieces)  # each is looked at several times
             for number, piece in enumerate(tensor.pieces):
-                files[piece.file].append((piece.at, tensor.fqn, number, tensor))
-        self._compare = _comparing(self.tree, sum(map(len, files.values())))
+                files[piece.file].append(Item(piece.at, tensor.fqn, number, tensor, piece.length))
         found: defaultdict[str, dict[int, StoredArray]] = defaultdict(dict)
-        for_each(sorted(files), lambda file: self._in_file(file, files.pop(file), found))
+
+        def read(file: str) -> None:
+            for item, array in self.in_file(file, sorted(files.pop(file), key=itemgetter(0, 1, 2))):
+                found[item.fqn][item.number] = array
+
+        for_each(sorted(files), read)
         return {
             fqn: [arrays[number] for number in range(len(arrays))]
             for fqn, arrays in found.items()
             if fqn not in self.odd
         }
 
-    def _in_file(self, file: str, items: list[_Item], found: Mapping[str, dict[int, StoredArray]]) -> None:
-        """Put the arrays of a file's items into `found`: fqn -> number of the piece -> array."""
-        items.sort(key=itemgetter(0, 1, 2))
-        self._window.expect(file, {item[0]: item[3].pieces[item[2]].length for item in items})
-        safetensors = self._safetensors(file)
-        read = self._in_safetensors if safetensors else self._in_zip
-        twins = {} if safetensors or self._compare is None or is_view(file) else self._compared(file, items)
-        for row, (_, fqn, number, tensor) in enumerate(items):
-            if row in twins:
-                found[fqn][number] = twins[row]
-                continue
+    def in_file(self, file: str, items: Sequence[Item]) -> Iterator[tuple[Item, StoredArray]]:
+        """The arrays of a file's items, which are in order; none of one that is odd."""
+        self._window.expect(file, {item.at: item.length for item in items})
+        read = self._in_safetensors if self.in_safetensors(file) else self._in_zip
+        for item in items:
             try:
-                array = read(tensor, number)
+                array = read(item.tensor, item.number)
             except UnsafeInput as e:
                 if not self._every or e.code not in _OBJECTS:
                     raise
-                self.odd.setdefault(fqn, ("", f"{e.message} (item {fqn} of {e.path})", None))
+                self.odd.setdefault(item.fqn, ("", f"{e.message} (item {item.fqn} of {e.path})", None))
                 continue
             except InputError as e:
                 if not self._every or e.code != pickles.OTHER_FORM:
                     raise
-                self.odd.setdefault(fqn, ("", "", e))
+                self.odd.setdefault(item.fqn, ("", "", e))
                 continue
             if array is not None:
-                found[fqn][number] = array
+                yield item, array
 
-    def _compared(self, file: str, items: Sequence[_Item]) -> dict[int, StoredArray]:
-        """The arrays of those items of a file that are twins, by number, in one call; what is none is read as any
-        other."""
-        kinds: dict[int, Twin] = {}  # by id
-        rows: list[tuple[int, int, int]] = []  # number of an item, its first byte, its kind
-        size = self._window.size(file)
-        for row, (at, _, number, tensor) in enumerate(items):
-            piece = tensor.pieces[number]
-            twin = self._twins.get((tensor.dtype.name, piece.shape, piece.length))
-            if twin is not None and at + piece.length <= size and max(len(twin.head), twin.end) <= LARGEST:
-                kinds[id(twin)] = twin
-                rows.append((row, at, id(twin)))
-        if not rows or self._compare is None:
-            return {}
-        numbers = {key: number for number, key in enumerate(kinds)}
-        crcs, nbytes = self._compare(
-            self.tree.fd(file),
-            [at for _, at, _ in rows],
-            [numbers[kind] for _, _, kind in rows],
-            [twin.kind() for twin in kinds.values()],
-        )
-        self.tree.count(nbytes)
-        same = [(row, at, kinds[kind], crc) for (row, at, kind), crc in zip(rows, crcs, strict=True) if crc >= 0]
-        self._window.met.several(file, (Extent(at, twin.length) for _, at, twin, _ in same))
-        return {row: twin.at(file, at, crc) for row, at, twin, crc in same}
+    def twin(self, dtype: DType, shape: tuple[int, ...], length: int) -> Twin | None:
+        """What items of a kind are compared with, once two were read."""
+        return self._twins.get((dtype.name, shape, length))
 
     def objects(self, entries: Sequence[ObjectEntry]) -> list[ReadObject]:
         """The object items, in the order in which they lie. Raises as `arrays`."""
@@ -336,7 +315,8 @@ class Items:
 
     # -- safetensors inside -----------------------------------------------------------------------------------------
 
-    def _safetensors(self, file: str) -> bool:
+    def in_safetensors(self, file: str) -> bool:
+        """Is the file one safetensors file?"""
         if file not in self._headers:
             head = self.tree.head(file, 9)
             self._headers[file] = self._header(file) if looks_like_header(head, self.tree.size(file)) else None

@@ -23,8 +23,8 @@ Specification (torch 2.13, `torch/distributed/checkpoint/`):
 * Replicated objects (`param_groups`) lie once, on some rank. Without collectives every rank writes its own.
 
 Names and states: `formats.state_dict.paths`. Reading: `formats.dcp.read`; writing: `formats.dcp.target`.
-Cost: about 0.1 ms a box. What it does not do: read streams behind extensions (zstd), ByteCheckpoint's and Megatron's
-variants.
+Cost: about 0.1 ms a box, 4 us where there are very many. What it does not do: read streams behind extensions (zstd),
+ByteCheckpoint's and Megatron's variants.
 """
 
 from __future__ import annotations

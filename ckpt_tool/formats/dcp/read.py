@@ -8,7 +8,7 @@ from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.hints import FileRanks, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
-from ckpt_tool.core.tensor import LogicalTensor
+from ckpt_tool.core.tensor import LogicalTensor, starts_of
 from ckpt_tool.errors import UnknownFormat
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import ReadOptions
@@ -124,7 +124,7 @@ def _mesh(tensors: Iterable[LogicalTensor]) -> Mesh:
     for tensor in tensors:
         if len(tensor.chunks) < 2 or not tensor.shape:
             continue
-        cuts = [len({chunk.box.offset[d] for chunk in tensor.chunks}) for d in range(len(tensor.shape))]
+        cuts = starts_of(tensor.chunks, len(tensor.shape))
         inner = max(cuts[1:], default=1)
         rows, columns = max(rows, cuts[0]), max(columns, inner)
         if inner > 1:

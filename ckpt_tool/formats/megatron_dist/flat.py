@@ -95,7 +95,7 @@ _Found = dict[TensorKey, dict[tuple[Box, ...], list[list[Chunk]]]]
 
 
 def flat_states(
-    flat: Sequence[tuple[TensorEntry, list[StoredArray]]],
+    flat: Sequence[tuple[TensorEntry, Sequence[StoredArray]]],
     gathered: Sequence[tuple[int, int, int, str, dict[str, StoredArray]]],
     tensors: Mapping[TensorKey, LogicalTensor],
     args: Mapping[str, Any],
@@ -189,7 +189,7 @@ class _Buffers:
 
 
 def _buckets(
-    flat: Sequence[tuple[TensorEntry, list[StoredArray]]], parallel: bool, shown: str
+    flat: Sequence[tuple[TensorEntry, Sequence[StoredArray]]], parallel: bool, shown: str
 ) -> tuple[_Buckets, dict[_Where, str]]:
     """The lines, by buffer, bucket and state; and the parameters' dtype of each buffer."""
     out: _Buckets = {}

@@ -68,11 +68,11 @@ from ckpt_tool.formats.containers.dcp_metadata import (
     CONTRADICTION,
     METADATA,
     Listing,
-    Piece,
     TensorEntry,
     check_files,
     read_listing,
 )
+from ckpt_tool.formats.containers.dcp_pieces import Piece
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.megatron.adapter import degrees_of_run, is_adapter, read_adapter
 from ckpt_tool.formats.megatron.args import arguments, facts_of
@@ -258,7 +258,7 @@ class _Reading:
 
     # -- tensors -------------------------------------------------------------------------------------------------------
 
-    def _entry(self, entry: TensorEntry, arrays: list[StoredArray]) -> None:
+    def _entry(self, entry: TensorEntry, arrays: Sequence[StoredArray]) -> None:
         """One stored tensor: its chunks go to the parameters that lie in it."""
         key = parse(entry.fqn)
         shape = self.listing.reformed.get(entry.fqn, entry.shape)

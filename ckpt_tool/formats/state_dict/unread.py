@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.catalog import Note, Unread
 from ckpt_tool.core.dtype import DTYPES, from_torch
 from ckpt_tool.core.extras import Opaque, Symbol
-from ckpt_tool.core.tensor import EXTRAS, MODEL, LogicalTensor, Path, StoredArray, TensorKey
+from ckpt_tool.core.tensor import EXTRAS, MODEL, ChunkColumns, LogicalTensor, Path, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.state_dict.tree import Held, Parted, dotted
 from ckpt_tool.formats.state_dict.words import MODEL_ROOTS, SAME_SHAPE
@@ -123,6 +123,9 @@ def set_apart(
     found: dict[TensorKey, LogicalTensor] = {}
     rows = []
     for key, tensor in tensors.items():
+        if isinstance(tensor.chunks, ChunkColumns):  # all of them lie somewhere
+            found[key] = tensor
+            continue
         parts = [chunk.array.path.hidden for chunk in tensor.chunks if isinstance(chunk.array.path, Nowhere)]
         if not parts:
             found[key] = tensor

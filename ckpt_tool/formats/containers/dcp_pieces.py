@@ -1,0 +1,30 @@
+"""A piece of a DCP tensor: what `.metadata` says of a box, as an object. `dcp_columns` has many of them as columns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from ckpt_tool.formats.containers.dcp_metadata import TensorEntry
+
+RANK_LIMIT = 64
+
+
+class Piece(NamedTuple):
+    """A box of a tensor and where its item lies. offset, shape: elements; at, length: bytes in `file`."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    at: int
+    length: int
+
+
+class Item(NamedTuple):
+    """A piece of a tensor, by where it lies. at, length: bytes in its file. number: of the piece."""
+
+    at: int
+    fqn: str
+    number: int
+    tensor: TensorEntry
+    length: int

@@ -1,0 +1,125 @@
+"""What `copies` asks of the chunks of a checkpoint, where those of some tensors are columns.
+
+The same answers, in the same order. Cost: 0.3 us a chunk. NumPy is loaded for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
+from ckpt_tool.formats.containers.dcp_columns import Columns, Ints
+
+Stands = dict[int, dict[str, int]]  # size << 32 | CRC of a record -> path -> a hash of what it stands for there
+_Hash = Callable[[TensorKey, Chunk, int], int]
+_MASK, _MIX, _SHIFT = np.uint64((1 << 64) - 1), np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
+
+
+class _Every(NamedTuple):
+    """The records of all chunks, tensor behind tensor: numbers of their sizes << 32 | CRC, -1 without one; numbers of
+    the paths."""
+
+    records: Ints
+    paths: Ints
+    sizes: list[int]
+    names: list[str]
+    starts: Ints  # of each tensor's, and the end
+
+    def record(self, coded: int) -> int:
+        return self.sizes[coded >> 32] << 32 | coded & 0xFFFFFFFF
+
+
+def _every(tensors: Sequence[LogicalTensor]) -> _Every:
+    sizes, names = dict[int, int](), dict[str, int]()
+    records, paths, known = list[Ints](), list[Ints](), dict[int, Ints]()  # known: numbers of a save's paths
+    for tensor in tensors:
+        nbytes, crcs, files, of = _rows(tensor)
+        different, inverse = np.unique(nbytes, return_inverse=True)
+        numbers = [sizes.setdefault(size, len(sizes)) if size >= 0 else 0 for size in different.tolist()]
+        coded = np.array(numbers, np.int64)[inverse.reshape(-1)] << 32 | crcs
+        records.append(np.where(nbytes < 0, -1, coded))
+        numbering = known.get(id(of))
+        if numbering is None:
+            numbering = np.array([names.setdefault(path, len(names)) for path in of], np.int32)
+            if isinstance(tensor.chunks, Columns):
+                known[id(of)] = numbering
+        paths.append(numbering[files])
+    starts = np.cumsum([0, *map(len, records)])
+    return _Every(np.concatenate(records), np.concatenate(paths), [*sizes], [*names], starts)
+
+
+def _rows(tensor: LogicalTensor) -> tuple[Ints, Ints, Ints, Sequence[str]]:
+    """(bytes of each chunk's record or -1, its CRC, its path's number, the paths)."""
+    if isinstance(tensor.chunks, Columns):
+        rows = tensor.chunks.records()
+        return rows.nbytes, rows.crcs, rows.files, rows.names
+    crcs = [chunk.array.crc or (0, -1, 0) for chunk in tensor.chunks]
+    both = np.array([crc[1:] for crc in crcs], np.int64).reshape(len(crcs), 2)
+    return both[:, 0], both[:, 1], np.arange(len(crcs)), [chunk.array.path for chunk in tensor.chunks]
+
+
+def _met_again(every: _Every) -> tuple[Ints, bool]:
+    """(the records that several files hold, in the order in which that is seen; are there arrays without one?)"""
+    order = np.argsort(every.records, kind="stable")
+    records, paths = every.records[order], every.paths[order]
+    firsts = np.flatnonzero(np.concatenate(([True], records[1:] != records[:-1]))[: len(records)])
+    counts = np.diff(np.append(firsts, len(records)))
+    apart = np.flatnonzero((paths != np.repeat(paths[firsts], counts)) & (records >= 0))
+    again, seen = np.unique(records[apart], return_index=True)
+    return again[np.argsort(order[apart[seen]])], bool(len(records) and records[0] < 0)
+
+
+class Copied:
+    """What several files hold. again: the records, as `copies` numbers them; plain: are there arrays without one?"""
+
+    def __init__(self, tensors: Sequence[LogicalTensor]) -> None:
+        self._tensors = tensors
+        self._every = every = _every(tensors)
+        self._again, self.plain = _met_again(every)
+        self.again = set[int]()
+        for coded in self._again.tolist():
+            self.again.add(every.record(coded))
+
+    def stands(self, hash_of: _Hash) -> tuple[Stands, dict[int, StoredArray]]:
+        """(what each of the records stands for in each of its files, an array of each). hash_of: of a chunk and the
+        byte at which its record begins."""
+        every, stands, sample = self._every, Stands(), dict[int, StoredArray]()
+        stands.update({record: {} for record in self.again})
+        ascending = np.sort(self._again)
+        rows = np.flatnonzero(np.isin(every.records, ascending))
+        if not len(rows):
+            return stands, sample
+        values = np.concatenate([*self._hashes(rows, hash_of)])
+        record, path = np.searchsorted(ascending, every.records[rows]), every.paths[rows]
+        pairs = record * len(every.names) + path
+        order = np.argsort(pairs, kind="stable")
+        starts = np.flatnonzero(np.concatenate(([True], pairs[order][1:] != pairs[order][:-1])))
+        sums, firsts = np.bitwise_xor.reduceat(values[order], starts), order[starts]
+        for at in np.argsort(firsts).tolist():
+            first = int(firsts[at])
+            number = every.record(int(ascending[record[first]]))
+            stands[number][every.names[path[first]]] = int(sums[at])
+            if number not in sample:
+                row = int(rows[first])
+                tensor = int(np.searchsorted(every.starts, row, side="right")) - 1
+                sample[number] = self._tensors[tensor].chunks[row - int(every.starts[tensor])].array
+        return stands, sample
+
+    def _hashes(self, rows: Ints, hash_of: _Hash) -> Iterator[np.ndarray[Any, np.dtype[np.uint64]]]:
+        """Of the chunks in those rows, tensor by tensor."""
+        stops = np.searchsorted(rows, self._every.starts)
+        for number, tensor in enumerate(self._tensors):
+            mine = rows[stops[number] : stops[number + 1]] - self._every.starts[number]
+            if isinstance(tensor.chunks, Columns):
+                value = np.full(len(mine), hash(tensor.key) & int(_MASK), np.uint64)
+                for column in (tensor.chunks.records().within, *tensor.chunks.pieces.offsets.T) if len(mine) else ():
+                    value = (value ^ column[mine].astype(np.uint64)) * _MIX
+                    value ^= value >> _SHIFT
+                yield value
+            else:
+                chunks = [tensor.chunks[row] for row in mine.tolist()]
+                hashes = [hash_of(tensor.key, c, c.array.crc[0] if c.array.crc else 0) & int(_MASK) for c in chunks]
+                yield np.array(hashes, np.uint64)

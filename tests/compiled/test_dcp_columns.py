@@ -1,0 +1,297 @@
+"""A DCP save whose boxes stay columns gives the catalog, the notes and the errors of the road by objects.
+
+Needs torch, which makes the saves, and a C compiler; one build serves all processes of a run."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpt_tool.compiled import VARIABLE, library, rows, twins
+from ckpt_tool.core import tensor as core
+from ckpt_tool.core.catalog import Catalog, faults_of
+from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.tensor import ChunkColumns, plainly_tile
+from ckpt_tool.errors import CkptError
+from ckpt_tool.formats import copies
+from ckpt_tool.formats.containers.dcp_columns import Arrays, Columns, Pieces, Table
+from ckpt_tool.formats.copies import look_for_copies
+from ckpt_tool.formats.dcp.format import FORMAT
+from ckpt_tool.storage.source import Tree
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: E402
+from torch.distributed.checkpoint.metadata import (  # noqa: E402
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+RANKS = 6
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shelves(compiled_cache: Path) -> Iterator[None]:
+    """The process has both libraries."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CKPT_CACHE", str(compiled_cache))
+        for module in (rows, twins):
+            made: Any = module._Shelf()
+            made.library = made.load(library.built(made.source).through())
+            assert made.trial(made.library) == "", "it would never be used"
+            patch.setattr(module, "_shelf", made)
+        yield
+
+
+def cut(shape: tuple[int, ...], grid: tuple[int, ...]) -> list[Box]:
+    """The boxes of a grid, the last ones short or empty."""
+    boxes: list[Box] = [((), ())]
+    for n, parts in zip(shape, grid, strict=True):
+        size = -(-n // parts)
+        sides = [(min(i * size, n), min((i + 1) * size, n) - min(i * size, n)) for i in range(parts)]
+        boxes = [((*offset, at), (*extent, n)) for offset, extent in boxes for at, n in sides]
+    return boxes
+
+
+# name -> (shape, its boxes, seed of the values, None for zeros)
+STATE: dict[str, tuple[tuple[int, ...], list[Box], int | None]] = {
+    "model.rows": ((12, 3), cut((12, 3), (RANKS, 1)), 1),
+    "model.more": ((12, 3), cut((12, 3), (RANKS, 1)), 2),
+    "model.grid": ((6, 4), cut((6, 4), (3, 2)), 3),
+    "model.norm": ((24,), cut((24,), (RANKS,)), 4),
+    "model.short": ((10, 2), cut((10, 2), (4, 1)), 5),  # 3 3 3 1
+    "model.empty": ((4, 2), cut((4, 2), (RANKS, 1)), 6),  # two ranks have nothing
+    "model.one": ((), [((), ())], 7),
+    "optim.state.rows.exp_avg": ((12, 3), cut((12, 3), (RANKS, 1)), None),
+    "optim.state.more.exp_avg": ((12, 3), cut((12, 3), (RANKS, 1)), None),
+}
+
+
+def save(folder: Path, change: Callable[[Any, dict[str, Any]], None] = lambda metadata, tensors: None) -> Path:
+    """The state as torch lays it out, rank by rank, and its `.metadata` after `change`."""
+    folder.mkdir()
+    stored: dict[Any, Any] = {}
+    for rank in range(RANKS):
+        with open(folder / f"__{rank}_0.distcp", "wb") as file:
+            for name, (_, boxes, seed) in STATE.items():
+                if rank < len(boxes) and prod(boxes[rank][1]):
+                    offset, shape = boxes[rank]
+                    made = io.BytesIO()
+                    generator = torch.Generator().manual_seed(1000 * (seed or 0) + rank)
+                    torch.save(torch.randn(shape, generator=generator) if seed else torch.zeros(shape), made)
+                    index = MetadataIndex(name, torch.Size(offset), rank)
+                    stored[index] = _StorageInfo(f"__{rank}_0.distcp", file.tell(), len(made.getvalue()))
+                    file.write(made.getvalue())
+    tensors = {
+        name: TensorStorageMetadata(
+            TensorProperties(dtype=torch.float32),
+            torch.Size(shape),
+            [ChunkStorageMetadata(torch.Size(offset), torch.Size(extent)) for offset, extent in boxes],
+        )
+        for name, (shape, boxes, _) in STATE.items()
+    }
+    metadata = Metadata(tensors, {name: tuple(name.split(".")) for name in STATE}, stored)
+    change(metadata, tensors)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    return folder
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """What a folder gives, the same by both roads: (the catalog by columns, its notes), or an error's facts."""
+
+    def read(folder: Path, road: str, lenient: bool) -> Any:
+        monkeypatch.setenv(VARIABLE, road)
+        tree = Tree(folder)
+        try:
+            catalog = FORMAT.read(tree)
+            return catalog, look_for_copies(tree, catalog, lenient=lenient)
+        except CkptError as e:
+            return e.code, e.exit_code, e.message, e.path, e.offset, e.key, e.place, e.faults, e.hint
+
+    def run(folder: Path, *, lenient: bool = False) -> Any:
+        columns, objects = read(folder, "on", lenient), read(folder, "off", lenient)
+        if isinstance(objects[0], Catalog):
+            assert [*columns[0].tensors] == [*objects[0].tensors]
+            assert not any(isinstance(t.chunks, ChunkColumns) for t in objects[0].tensors.values())
+        assert columns == objects
+        return columns
+
+    return run
+
+
+def test_a_save(both: Any, tmp_path: Path) -> None:
+    catalog, notes = both(save(tmp_path / "save"))
+    assert catalog.mesh.to_json() == {"tp": 2, "dp": 3} and not notes
+    assert all(isinstance(tensor.chunks, ChunkColumns) for tensor in catalog.tensors.values())
+
+
+def test_columns_answer_as_their_chunks(both: Any, tmp_path: Path) -> None:
+    catalog, _ = both(save(tmp_path / "save"))
+    for tensor in catalog.tensors.values():
+        chunks, made = tensor.chunks, tuple(tensor.chunks)
+        assert len(chunks) == len(made) and chunks[-1] == made[-1] and chunks[1:3] == made[1:3]
+        assert chunks == made and made == chunks and hash(chunks) == hash(made) and repr(chunks) == repr(made)
+        assert chunks != made[1:]
+        assert core.starts_of(chunks, len(tensor.shape)) == core.starts_of(made, len(tensor.shape))
+        assert plainly_tile(chunks, tensor.shape) == (len(tensor.shape) > 0)  # `one` is looked at
+        assert not core.lacks_crc(chunks)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_plainly_tiles_has_no_fault(seed: int) -> None:
+    """Boxes of a grid, and what is left of them after one was moved, cut or left out."""
+    rng = random.Random(seed)
+    shape = tuple(rng.randrange(1, 5) * 2 for _ in range(rng.randrange(1, 4)))
+    boxes = [box for box in cut(shape, tuple(rng.randrange(1, 4) for _ in shape)) if prod(box[1])]
+    judged = set()
+    for change in range(60):
+        some = [(list(offset), list(extent)) for offset, extent in boxes]
+        at, d = rng.randrange(len(some)), rng.randrange(len(shape))
+        if change % 3 == 1 and len(some) > 1:
+            del some[at]
+        elif change % 3 == 2:
+            some[at][rng.randrange(2)][d] += rng.choice((1, -1))
+        if any(o < 0 or e < 0 or o + e > n for off, ext in some for o, e, n in zip(off, ext, shape, strict=True)):
+            continue  # refused before
+        if len({tuple(offset) for offset, _ in some}) < len(some):
+            continue  # read by objects
+        offsets, extents = (np.array([box[i] for box in some], np.int64) for i in (0, 1))
+        table = Table(*(np.zeros(len(some), np.int64) for _ in range(3)), np.full(len(some), -1))
+        array = core.StoredArray("f", 0, DTYPES["F32"], ())
+        pieces = Pieces(offsets, extents, np.zeros((len(some), 3), np.int64), {0: "f"})
+        chunks = Columns(pieces, Arrays(table, ["f"], [], dict.fromkeys(range(len(some)), array)))
+        tensor = core.LogicalTensor(core.TensorKey("w"), shape, DTYPES["F32"], tuple(chunks))
+        judged.add(plain := plainly_tile(chunks, shape))
+        assert not plain or not [*faults_of([tensor])]
+        assert plain or change % 3, "what was not changed is a grid"
+    assert True in judged and (False in judged or len(boxes) == 1)
+
+
+def test_copies_are_seen_alike(both: Any, tmp_path: Path) -> None:
+    """Zeros are met again and are no fault; a file over another's is one."""
+    catalog, _ = both(save(tmp_path / "save"))
+    tensors = [*catalog.tensors.values()]
+    whole = [tensor._replace(chunks=tuple(tensor.chunks)) for tensor in tensors]
+    columns, objects = copies._copied(tensors), copies._copied(whole)
+    assert type(columns) is not type(objects) and columns.again and not columns.plain
+    assert [*columns.again] == [*objects.again] and columns.plain == objects.plain
+    (mine, samples), (theirs, other_samples) = (each.stands(copies._hash) for each in (columns, objects))
+    assert samples == other_samples and [*mine] == [*theirs]
+    for record, files in mine.items():
+        assert [*files] == [*theirs[record]]
+        assert len({*zip(files.values(), theirs[record].values(), strict=True)}) == len({*files.values()})
+    shutil.copy(tmp_path / "save" / "__1_0.distcp", tmp_path / "save" / "__2_0.distcp")
+    assert both(tmp_path / "save")[0] == "E1630"
+    assert both(tmp_path / "save", lenient=True)[1]
+
+
+def shuffled(metadata: Any, tensors: Any) -> None:
+    """Items in another order than boxes, as an older torch gathers them."""
+    rng = random.Random(1)
+    items = [*metadata.storage_data.items()]
+    rng.shuffle(items)
+    metadata.storage_data = dict(items)
+    rng.shuffle(tensors["model.rows"].chunks)
+
+
+def listed_twice(metadata: Any, tensors: Any) -> None:
+    tensors["model.rows"].chunks.append(tensors["model.rows"].chunks[2])
+
+
+def without_item(metadata: Any, tensors: Any) -> None:
+    del metadata.storage_data[MetadataIndex("model.more", torch.Size((4, 0)))]
+
+
+def without_box(metadata: Any, tensors: Any) -> None:
+    del tensors["model.grid"].chunks[3]
+
+
+def moved(metadata: Any, tensors: Any) -> None:
+    tensors["model.rows"].chunks[3].offsets = torch.Size((5, 0))
+    index = MetadataIndex("model.rows", torch.Size((6, 0)))
+    metadata.storage_data[MetadataIndex("model.rows", torch.Size((5, 0)))] = metadata.storage_data.pop(index)
+
+
+def outside(metadata: Any, tensors: Any) -> None:
+    tensors["model.norm"].chunks[5].offsets = torch.Size((21,))
+
+
+def of_other_dims(metadata: Any, tensors: Any) -> None:
+    tensors["model.norm"].chunks[4] = ChunkStorageMetadata(torch.Size((16, 0)), torch.Size((4, 1)))
+
+
+def of_another_shape(metadata: Any, tensors: Any) -> None:
+    for chunk in tensors["model.rows"].chunks:
+        chunk.sizes = torch.Size((1, 3))
+
+
+def swapped(metadata: Any, tensors: Any) -> None:
+    """Items of two kinds change places: each is then no twin of its kind, and not what the metadata says."""
+    a, b = MetadataIndex("model.rows", torch.Size((4, 0))), MetadataIndex("model.norm", torch.Size((8,)))
+    items = metadata.storage_data
+    items[a], items[b] = items[b], items[a]
+
+
+def beyond(metadata: Any, tensors: Any) -> None:
+    info = metadata.storage_data[MetadataIndex("model.more", torch.Size((10, 0)))]
+    info.offset = 1 << 40
+
+
+def beyond_any_number(metadata: Any, tensors: Any) -> None:
+    metadata.storage_data[MetadataIndex("model.more", torch.Size((10, 0)))].offset = 1 << 70
+
+
+def under_a_number(metadata: Any, tensors: Any) -> None:
+    metadata.state_dict_metadata[7] = tensors["model.rows"]
+
+
+def out_of_the_folder(metadata: Any, tensors: Any) -> None:
+    metadata.storage_data[MetadataIndex("model.more", torch.Size((10, 0)))].relative_path = "../__5_0.distcp"
+
+
+READ = (shuffled, listed_twice)
+REFUSED = (
+    *((without_item, "E0309"), (without_box, "E0309"), (moved, "E0308"), (outside, "E0389")),
+    *((of_other_dims, "E0389"), (of_another_shape, "E0394"), (swapped, "E0394")),
+    *((beyond, "E0340"), (beyond_any_number, "E0340"), (under_a_number, "E0309"), (out_of_the_folder, "E0410")),
+)
+
+
+@pytest.mark.parametrize("change", READ)
+def test_other_forms(both: Any, tmp_path: Path, change: Any) -> None:
+    assert isinstance(both(save(tmp_path / "save", change))[0], Catalog)
+
+
+@pytest.mark.parametrize(("change", "code"), REFUSED)
+def test_what_contradicts_itself(both: Any, tmp_path: Path, change: Any, code: str) -> None:
+    assert both(save(tmp_path / "save", change))[0] == code
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_damaged_files(both: Any, tmp_path: Path, seed: int) -> None:
+    """Bytes changed anywhere in the files, and a file that is cut short."""
+    rng = random.Random(seed)
+    folder = save(tmp_path / "save")
+    for round_ in range(6):
+        file = folder / f"__{rng.randrange(RANKS)}_0.distcp"
+        raw = file.read_bytes()
+        bad = bytearray(raw)
+        for _ in range(3):
+            bad[rng.randrange(len(bad))] ^= 1 + rng.randrange(255)
+        file.write_bytes(bad[: len(raw) // 2] if round_ == 5 else bad)
+        both(folder)
+        file.write_bytes(raw)

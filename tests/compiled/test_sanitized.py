@@ -1,0 +1,107 @@
+"""The compiled readers of a pickle's rows and of twins under ASan and UBSan: clean on damaged bytes, red where a
+fault is planted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_tool.compiled import library, rows, twins
+
+ROOT = Path(__file__).resolve().parents[2]
+REPORT = 66  # the exit code of a sanitizer that found something
+FLAGS = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+
+# Rows that are cut anywhere and changed anywhere: the window ends where its allocation does.
+ROWS = """
+import random, sys
+from pathlib import Path
+from ckpt_tool.compiled import rows
+from ckpt_tool.compiled.rows import SYMBOL, Step
+shelf = rows._Shelf()
+calls = shelf.load(Path(sys.argv[1]))
+assert shelf.trial(calls) == ""
+rng = random.Random(1)
+row = b"h\\0)\\x81\\x94}\\x94(h\\2h\\1K\\7M\\1\\2\\x86\\x94\\x85\\x94R\\x94\\x8c\\1a\\x94\\x8a\\5\\1\\0\\0\\1\\0ub"
+for case in range(600):
+    reader = rows.Reader(calls)
+    keys = [reader.intern(text) for text in (SYMBOL + b"Row", SYMBOL + b"Size", b"where")]
+    for index, key in enumerate(keys):
+        reader.remember(index, key)
+    program = [(Step.NAME, keys[0]), (Step.OPEN, 0), (Step.NAME, keys[2]), (Step.SIZE, keys[1])]
+    program += [(Step.TEXT, 0), (Step.INT, 0), (Step.CLOSE, 0)]
+    window = bytearray(row * rng.randrange(1, 40))
+    for _ in range(rng.randrange(3)):
+        window[rng.randrange(len(window))] = rng.choice([*b"(tKMJhjR", 0x8A, 0x8C, 0x94, 0x95, rng.randrange(256)])
+    raw = bytes(window[: rng.randrange(len(window)) + 1])
+    reader.take(raw, 0, len(raw), 3, 10000, program)
+"""
+
+# Items at any byte of a short file, beyond its end too.
+TWINS = """
+import random, sys, tempfile
+from pathlib import Path
+from ckpt_tool.compiled import twins
+shelf = twins._Shelf()
+compare = shelf.load(Path(sys.argv[1]))
+assert shelf.trial(compare) == ""
+rng = random.Random(1)
+kind = lambda n, m: twins.Kind(b"h" * n, n + 5, b"e" * m, bytes(m), (0, m - 4), (m - 4, 0))
+with tempfile.TemporaryFile() as file:
+    file.write(b"hhhh.....eeeeeeee" * 20)
+    file.flush()
+    for case in range(1000):
+        kinds = [kind(rng.randrange(1, 40), rng.randrange(4, 40)) for _ in range(3)]
+        at = sorted(rng.randrange(400) for _ in range(9))
+        compare(file.fileno(), at, [rng.randrange(3) for _ in at], kinds)
+"""
+CASES = {"rows": (rows._Shelf.source, ROWS), "twins": (twins._Shelf.source, TWINS)}
+FAULTS = {
+    "rows": ("if (c->size - c->at < n)", "if (c->size - c->at < n - 8)"),
+    "twins": ("size += kinds[kind[i + 1]].head_size;", "size += 2 * kinds[kind[i + 1]].head_size;"),
+}
+
+
+def under_sanitizers(folder: Path, name: str, old: str = "", new: str = "") -> subprocess.CompletedProcess[str]:
+    """The cases over a library of the source in which `old` is `new`."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc: no sanitizers")
+    source, cases = CASES[name]
+    text = source.read_text()
+    assert old in text, "plant the fault elsewhere"
+    (folder / source.name).write_text(text.replace(old, new, 1))
+    plain = [flag for flag in library.FLAGS if flag not in ("-O3", "-march=native")]
+    command = ["gcc", *plain, *FLAGS, str(folder / source.name), "-o", str(folder / "lib.so")]
+    subprocess.run(command, check=True, timeout=120)
+    found = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    environment = os.environ | {
+        "LD_PRELOAD": found.stdout.strip(),
+        "ASAN_OPTIONS": f"exitcode={REPORT}:detect_leaks=0",
+        "UBSAN_OPTIONS": f"exitcode={REPORT}",
+        "PYTHONMALLOC": "malloc",  # else the bytes that are read lie in an arena of Python's
+        "PYTHONPATH": str(ROOT),
+    }
+    return subprocess.run(
+        [sys.executable, "-c", cases, str(folder / "lib.so")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_damaged_bytes_are_read_within_bounds(tmp_path: Path, name: str) -> None:
+    done = under_sanitizers(tmp_path, name)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_planted_fault_is_seen(tmp_path: Path, name: str) -> None:
+    done = under_sanitizers(tmp_path, name, *FAULTS[name])
+    assert done.returncode == REPORT, done.stdout + done.stderr
