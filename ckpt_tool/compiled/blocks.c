@@ -235,11 +235,12 @@ API int ck_folded(const void *base, int kind_in, void *out, int kind_out, int64_
 
 enum { E4M3 = 0, I8 = 1, I4 = 2, E2M1 = 3 };
 enum { PER = 4, SUMS = 4 }; /* numbers of a vector that every processor has, vectors that are summed side by side */
+enum { FULL = 128 };        /* elements of a block that are coded in loops of a length that the compiler knows */
 typedef float singles __attribute__((vector_size(4 * PER)));
 typedef double doubles __attribute__((vector_size(8 * PER)));
 
 typedef struct {
-    uint32_t most; /* bits of the largest distance */
+    uint32_t most[PER * SUMS]; /* bits of the largest distances, side by side too */
     doubles far[SUMS], of[SUMS];
 } ck_sums;
 
@@ -312,46 +313,54 @@ INLINE uint32_t coded(float ratio, int to, float *made)
 #define WIDE(x) __builtin_convertvector(x, doubles)
 #endif
 
-/* Elements of one block: their codes, and how far the codes times `divisor` are from them. Loop by loop, so that each
-   has what it needs in registers. */
+/* At most FULL elements of one block: their codes, and how far the codes times `divisor` are from them. Loop by loop, so
+   that each has what it needs in registers. */
+INLINE void few_codes(const void *in, int kind, int64_t at, int few, float divisor, int to, uint8_t *out, ck_sums *sums)
+{
+    float values[FULL], far[FULL];
+    uint32_t codes[FULL];
+    widen(in, kind, at, few, values);
+    for (int i = 0; i < few; i++) {
+        float made;
+        codes[i] = coded(values[i] / divisor, to, &made);
+        far[i] = values[i] - made * divisor;
+    }
+    for (int i = 0; i < few; i++)
+        out[i] = (uint8_t)codes[i];
+    ck_sums own = *sums; /* in registers */
+    const int even = few / (PER * SUMS) * (PER * SUMS);
+    for (int i = 0; i < even; i += PER * SUMS)
+        for (int k = 0; k < PER * SUMS; k++) {
+            const uint32_t size = bits_of(far[i + k]) & 0x7FFFFFFF;
+            own.most[k] = own.most[k] > size ? own.most[k] : size;
+        }
+    for (int i = 0; i < even; i += PER * SUMS)
+        _Pragma("GCC unroll 4") for (int k = 0; k < SUMS; k++)
+        {
+            singles f, v;
+            memcpy(&f, far + i + PER * k, sizeof f);
+            memcpy(&v, values + i + PER * k, sizeof v);
+            const doubles df = WIDE(f), dv = WIDE(v);
+            own.far[k] += df * df;
+            own.of[k] += dv * dv;
+        }
+    for (int i = even; i < few; i++) {
+        const uint32_t size = bits_of(far[i]) & 0x7FFFFFFF;
+        own.most[0] = own.most[0] > size ? own.most[0] : size;
+        own.far[0][0] += (double)far[i] * (double)far[i];
+        own.of[0][0] += (double)values[i] * (double)values[i];
+    }
+    *sums = own;
+}
+
 INLINE void block_codes(const void *in, int kind, int64_t at, int64_t count, float divisor, int to, uint8_t *out,
                         ck_sums *sums)
 {
-    for (int64_t begin = 0; begin < count; begin += CHUNK) {
-        const int few = count - begin < CHUNK ? (int)(count - begin) : CHUNK;
-        float values[CHUNK], far[CHUNK];
-        uint32_t codes[CHUNK], top = sums->most;
-        widen(in, kind, at + begin, few, values);
-        for (int i = 0; i < few; i++) {
-            float made;
-            codes[i] = coded(values[i] / divisor, to, &made);
-            far[i] = values[i] - made * divisor;
-        }
-        for (int i = 0; i < few; i++)
-            out[begin + i] = (uint8_t)codes[i];
-        for (int i = 0; i < few; i++) {
-            const uint32_t size = bits_of(far[i]) & 0x7FFFFFFF;
-            top = top > size ? top : size;
-        }
-        ck_sums own = *sums; /* in registers */
-        int i = 0;
-        for (; i + PER * SUMS <= few; i += PER * SUMS)
-            _Pragma("GCC unroll 4") for (int k = 0; k < SUMS; k++)
-            {
-                singles f, v;
-                memcpy(&f, far + i + PER * k, sizeof f);
-                memcpy(&v, values + i + PER * k, sizeof v);
-                const doubles df = WIDE(f), dv = WIDE(v);
-                own.far[k] += df * df;
-                own.of[k] += dv * dv;
-            }
-        for (; i < few; i++) {
-            own.far[0][0] += (double)far[i] * (double)far[i];
-            own.of[0][0] += (double)values[i] * (double)values[i];
-        }
-        own.most = top;
-        *sums = own;
-    }
+    int64_t begin = 0;
+    for (; begin + FULL <= count; begin += FULL)
+        few_codes(in, kind, at + begin, FULL, divisor, to, out + begin, sums);
+    if (begin < count)
+        few_codes(in, kind, at + begin, (int)(count - begin), divisor, to, out + begin, sums);
 }
 
 INLINE void all_codes(const void *in, int kind, int64_t rows, int64_t columns, int64_t skip, int64_t width,
@@ -366,12 +375,14 @@ INLINE void all_codes(const void *in, int kind, int64_t rows, int64_t columns, i
                         &sums);
             at = end;
         }
-    error[0] = (double)float_of(sums.most);
+    uint32_t most = 0;
     error[1] = error[2] = 0;
     for (int k = 0; k < PER * SUMS; k++) {
+        most = most > sums.most[k] ? most : sums.most[k];
         error[1] += sums.far[k / PER][k % PER];
         error[2] += sums.of[k / PER][k % PER];
     }
+    error[0] = (double)float_of(most);
 }
 
 /* The codes of (rows, columns) values, a byte each. The first column is number `skip` of its block; each row of

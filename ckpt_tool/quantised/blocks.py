@@ -87,13 +87,21 @@ class BlocksOfFloats(Recipe):
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
         kind = kind_of(self.as_dtype)
         low, high = offset // kind.nbytes, -(-(offset + nbytes) // kind.nbytes)
-        step, found = max(_TILE // kind.elements, 1), np.empty((high - low, kind.nbytes), np.uint8)
-        for first in range(low, high, step):
-            last = min(first + step, high)
-            self._make(
-                kind, read(0, first * kind.elements, last * kind.elements), first, found[first - low : last - low]
-            )
-        return found.reshape(-1)[offset - low * kind.nbytes :][:nbytes].data
+        found = np.empty((high - low) * kind.nbytes, np.uint8).data
+        self.fill(read, low * kind.nbytes, found)
+        return found[offset - low * kind.nbytes :][:nbytes]
+
+    def fill(self, read: Read, offset: int, out: memoryview) -> None:
+        kind = kind_of(self.as_dtype)
+        if offset % kind.nbytes or len(out) % kind.nbytes:
+            super().fill(read, offset, out)
+            return
+        low, found = offset // kind.nbytes, np.frombuffer(out, np.uint8).reshape(-1, kind.nbytes)
+        step = max(_TILE // kind.elements, 1)
+        for at in range(0, len(found), step):
+            some = found[at : at + step]
+            values = read(0, (low + at) * kind.elements, (low + at + len(some)) * kind.elements)
+            self._make(kind, values, low + at, some)
 
     def _make(self, kind: Kind, line: Array, block: int, out: Bytes) -> None:
         """out: (blocks, bytes of one), from number `block` on. What compiled code leaves to the library goes there with

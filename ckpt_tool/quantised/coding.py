@@ -277,9 +277,22 @@ class Codes(_OfFloats):
         per_byte = 8 // self.scheme.bits
         step = per_byte * (self.as_dtype.bits // 8)  # elements of an item
         start, stop = offset * per_byte // step * step, -(-(offset + nbytes) * per_byte // step) * step
-        parts = [packed(self._piece(read, low, high), self.scheme) for low, high in self._pieces(start, stop)]
-        found = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return found[offset - start // per_byte :][:nbytes].data
+        codes = np.empty(stop - start, np.uint8)
+        self._make(read, start, codes)
+        return packed(codes, self.scheme)[offset - start // per_byte :][:nbytes].data
+
+    def fill(self, read: Read, offset: int, out: memoryview) -> None:
+        if self.scheme.bits == 8:
+            self._make(read, offset, np.frombuffer(out, np.uint8))
+        else:
+            super().fill(read, offset, out)
+
+    def _make(self, read: Read, start: int, out: Bytes) -> None:
+        """The codes of elements [start, start + len(out)), a byte each; their error is noted where a grain is whole."""
+        for low, high in self._pieces(start, start + len(out)):
+            part = out[low - start : high - start]
+            error = (self._of_bands if self.height > 1 else self._of_groups)(read, low, high, part)
+            self.figures.note(low, high, error)
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Parts of a range that end where grains do."""
@@ -288,45 +301,43 @@ class Codes(_OfFloats):
             yield start, end
             start = end
 
-    def _piece(self, read: Read, start: int, stop: int) -> Bytes:
-        """The codes of elements [start, stop), within one grain; their error is noted where they are all of it."""
-        codes, error = self._of_bands(read, start, stop) if self.height > 1 else self._of_groups(read, start, stop)
-        self.figures.note(start, stop, error)
-        return codes
-
-    def _of_groups(self, read: Read, start: int, stop: int) -> tuple[Bytes, Error]:
+    def _of_groups(self, read: Read, start: int, stop: int, out: Bytes) -> Error:
         """Blocks are parts of the line: it is seen as rows of one block each."""
-        width, found = self.width, list[tuple[Bytes, Error]]()
+        width, error = self.width, Error()
         low, high = start // width, -(-stop // width)
         values = self.read_values(read, low * width, high * width)
         divisors = self.divisors(read, self.sizes(values, low * width)).reshape(-1, 1)
         for where in rectangles(start - low * width, stop - low * width, width):
             place = Place(where.right - where.left, where.left, width)
-            part = values.part(where.low * width + where.left, (where.high - 1) * width + where.right)
-            found.append(codes_of(part, place, divisors[where.low : where.high], self.scheme))
-        return _joined(found)
+            first, last = where.low * width + where.left, (where.high - 1) * width + where.right
+            some, at = divisors[where.low : where.high], low * width - start
+            error += codes_of(values.part(first, last), place, some, self.scheme, out[at + first : at + last])
+        return error
 
-    def _of_bands(self, read: Read, start: int, stop: int) -> tuple[Bytes, Error]:
+    def _of_bands(self, read: Read, start: int, stop: int, out: Bytes) -> Error:
         """Blocks are of several rows: rectangle by rectangle of each band."""
-        found, rows = list[tuple[Bytes, Error]](), self.matrix[-2]
+        error, rows, begin = Error(), self.matrix[-2], start
         each = -(-rows // self.height)
         while start < stop:
             matrix, row = divmod(start // self.columns, rows)
             band = matrix * each + row // self.height
             end = min(self.band(band)[1], stop)
-            found += [self._rectangle(read, band, where) for where in rectangles(start, end, self.columns)]
+            for where in rectangles(start, end, self.columns):
+                first, last = where.low * self.columns + where.left, (where.high - 1) * self.columns + where.right
+                error += self._rectangle(read, band, where, out[first - begin : last - begin])
             start = end
-        return _joined(found)
+        return error
 
-    def _rectangle(self, read: Read, band: int, where: Rectangle) -> tuple[Bytes, Error]:
+    def _rectangle(self, read: Read, band: int, where: Rectangle, out: Bytes) -> Error:
         """The codes of a rectangle of a band."""
         divisors, values = self._band(read, band)
-        first, last = where.low * self.columns + where.left, (where.high - 1) * self.columns + where.right
+        first = where.low * self.columns + where.left
+        last = first + len(out)
         base = self.band(band)[0]
         values = values.part(first - base, last - base) if values else self.read_values(read, first, last)
         left = where.left // self.width
         place = Place(where.right - where.left, where.left - left * self.width, self.width)
-        return codes_of(values, place, divisors[None, left : -(-where.right // self.width)], self.scheme)
+        return codes_of(values, place, divisors[None, left : -(-where.right // self.width)], self.scheme, out)
 
     def _band(self, read: Read, number: int) -> tuple[Floats, Values | None]:
         """(what the values of its blocks are divided by, those values where they are few)."""
@@ -335,11 +346,6 @@ class Codes(_OfFloats):
             sizes, values = self.band_sizes(read, number)
             kept = self.kept.band = (place, self.divisors(read, sizes), values)
         return kept[1:]
-
-
-def _joined(parts: list[tuple[Bytes, Error]]) -> tuple[Bytes, Error]:
-    codes, errors = zip(*parts, strict=True)
-    return codes[0] if len(codes) == 1 else np.concatenate(codes), sum(errors, Error())
 
 
 @dataclass(frozen=True, eq=False)

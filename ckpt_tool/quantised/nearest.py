@@ -129,20 +129,20 @@ class Place(NamedTuple):
     width: int
 
 
-def codes_of(values: Values, place: Place, divisors: Floats, scheme: Scheme) -> tuple[Bytes, Error]:
-    """(the codes, a byte each; their error). divisors: (rows, blocks), or one row for all."""
+def codes_of(values: Values, place: Place, divisors: Floats, scheme: Scheme, out: Bytes) -> Error:
+    """Make the codes, a byte each; returns their error. divisors: (rows, blocks), or one row for all."""
     library = ready(values.line.nbytes) if values.dtype.name in KINDS else None
     if library is not None:
-        out = np.empty(len(values.line), np.uint8)
         each = np.ascontiguousarray(divisors)
         error = library.codes((values.line, values.dtype.name), place, each, scheme.dtype, out)
         if error is not None:
-            return out, Error(*error)
+            return Error(*error)
     wide = values.wide.reshape(-1, place.columns)
     if divisors.shape[1] > 1:
         divisors = np.repeat(divisors, place.width, axis=1)[:, place.skip : place.skip + place.columns]
     codes, made = _codes(wide, divisors, scheme)
-    return codes.reshape(-1), _error(wide, made * divisors)
+    out[...] = codes.reshape(-1)
+    return _error(wide, made * divisors)
 
 
 def _codes(values: Floats, divisors: Floats, scheme: Scheme) -> tuple[Bytes, Floats]:

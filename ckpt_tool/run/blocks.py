@@ -350,8 +350,8 @@ class Reader:
                 some = part._replace(offset=first.offset, at=first.at, extents=(rows, *extents[1:]))
                 self._spread(some, block, start, item, count=count)
         else:
-            for i in range(extents[0]):
-                self._spread(part.row(i), block, start, item, count=count)
+            for i in range(extents[0]):  # one of them may be a run
+                self._read(part.row(i), block, start, item, count=count)
 
     def fd(self, file: int) -> int:
         """A descriptor of a source file, good until another file's is asked for."""

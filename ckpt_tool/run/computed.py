@@ -103,6 +103,10 @@ class Recipe(ABC):
         line = np.ascontiguousarray(values, "<f4").view(np.uint8).data
         return line if len(line) == nbytes else line[offset - 4 * start : offset - 4 * start + nbytes]
 
+    def fill(self, read: Read, offset: int, out: memoryview) -> None:
+        """All of `out` from byte `offset` of the line; a recipe that can makes the bytes where they are wanted."""
+        out[:] = self.line(read, offset, len(out))
+
     def late_faults(self, read: Read) -> Iterator[CkptError]:
         """What is wrong with the tensor and shows only when all of it has been made."""
         return iter(())
@@ -283,12 +287,20 @@ class ComputedTree(Tree):
 
     def view(self, path: str, offset: int, nbytes: int) -> memoryview:
         """The same, without a copy of what the recipe gave."""
+        recipe = self._recipe(path, offset, nbytes)
+        return recipe.line(self._lines_of(path, recipe).read, offset, nbytes) if nbytes else memoryview(b"")
+
+    def fill(self, path: str, offset: int, view: memoryview) -> None:
+        recipe = self._recipe(path, offset, len(view))
+        if view:
+            recipe.fill(self._lines_of(path, recipe).read, offset, view)
+
+    def _recipe(self, path: str, offset: int, nbytes: int) -> Recipe:
+        """The one of those bytes."""
         recipe = self._recipes[path]
         if offset < 0 or nbytes < 0 or offset + nbytes > recipe.nbytes:
             raise InternalError(f"{path}: bytes {offset} to {offset + nbytes} of {recipe.nbytes}")
-        if not nbytes:
-            return memoryview(b"")
-        return recipe.line(self._lines_of(path, recipe).read, offset, nbytes)
+        return recipe
 
     def rounded(self, path: str, start: int, dtype: DType, out: memoryview) -> bool:
         """See `Tree.rounded`."""

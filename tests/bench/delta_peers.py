@@ -3,9 +3,10 @@
     python tests/bench/delta_peers.py [--gb 2] [--rounds 3] [--changed 0.02]
 
 A pair of bf16 models of which that share of the elements differs by one unit in the last place, as a step of
-reinforcement learning leaves them. `read both` is `cat`, with nothing in the page cache, as are the contestants named
-cold; the others are warm. xdelta3 (`apt install xdelta3`) and zstd are left out, with a line, where they are not there;
-xdelta3 runs once, and takes minutes.
+reinforcement learning leaves them. `read both` is `cat` of one file and then of the other, which is all that it does;
+what is named cold begins with nothing in the page cache, the others are warm. Each delta is given beside `read both` of
+its own round. xdelta3 (`apt install xdelta3`) and zstd are left out, with a line, where they are not there; xdelta3
+runs once, and takes minutes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from measure import Failed, Sample, bytes_below, run
 
+READ, ENCODINGS = "read both", ("xor", "overwrite")
 PAIR = """
 import json, sys
 import numpy as np
@@ -67,16 +69,19 @@ def main() -> None:
     new.mkdir()
     subprocess.run([sys.executable, "-c", PAIR, str(work), str(given.gb), str(given.changed)], check=True)
     old, file = base / "model.safetensors", new / "model.safetensors"
-    quiet = ["--no-fsync", "-q"]
+    quiet, delta = ["--no-fsync", "-q"], [*ckpt, "delta", str(base), str(new)]
     rows: dict[str, tuple[list[str], str | None]] = {
-        "read both, cold": (["sh", "-c", f"cat {old} >/dev/null; cat {file} >/dev/null"], None),
-        "ckpt delta xor, cold": ([*ckpt, "delta", str(base), str(new), str(work / "xor"), *quiet], "xor"),
-        "ckpt delta xor": ([*ckpt, "delta", str(base), str(new), str(work / "xor"), *quiet], "xor"),
-        "ckpt delta overwrite": (
-            [*ckpt, "delta", str(base), str(new), str(work / "over"), "--encoding", "overwrite", *quiet],
-            "over",
-        ),
-        "ckpt patch xor": ([*ckpt, "patch", str(base), str(work / "kept"), str(work / "out"), *quiet], "out"),
+        f"{READ}, cold": (["cat", str(old), str(file)], None),
+        **{f"ckpt delta {way}, cold": ([*delta, str(work / way), "--encoding", way, *quiet], way) for way in ENCODINGS},
+        READ: (["cat", str(old), str(file)], None),
+        **{f"ckpt delta {way}": ([*delta, str(work / way), "--encoding", way, *quiet], way) for way in ENCODINGS},
+        **{
+            f"ckpt patch {way}": (
+                [*ckpt, "patch", str(base), str(work / f"kept-{way}"), str(work / "out"), *quiet],
+                "out",
+            )
+            for way in ENCODINGS
+        },
         "cp of the new": (["cp", str(file), str(work / "copy")], "copy"),
         "zstd -1 -T2 of the new": (["zstd", "-1", "-T2", "-q", "-f", str(file), "-o", str(work / "zst")], "zst"),
         "xdelta3 -1": (
@@ -95,7 +100,8 @@ def main() -> None:
             "vcdiff",
         ),
     }
-    subprocess.run([*ckpt, "delta", str(base), str(new), str(work / "kept"), *quiet], check=True)
+    for way in ENCODINGS:
+        subprocess.run([*delta, str(work / f"kept-{way}"), "--encoding", way, *quiet], check=True)
     taken: dict[str, list[Sample]] = {name: [] for name in rows}
     sizes: dict[str, int] = {}
     try:
@@ -129,9 +135,13 @@ def main() -> None:
                 )
                 share = f"{sizes[name]} | {100 * sizes[name] / whole:.2f} %" if name in sizes else "- | -"
                 print(f"{name} | {wall:.2f} | {cpu:.2f} | {peak / 2**20:.0f} | {share}")
-        reads = taken["read both, cold"]
-        pairs = [a.wall / b.wall for a, b in zip(taken["ckpt delta xor, cold"], reads, strict=True)]
-        print(f"delta over reading both, cold, each round: {', '.join(f'{ratio:.2f}' for ratio in pairs)}")
+        for way in ENCODINGS:
+            for cold in (", cold", ""):
+                pairs = [*zip(taken[f"ckpt delta {way}{cold}"], taken[READ + cold], strict=True)]
+                for what in ("wall", "cpu"):
+                    ratios = ", ".join(f"{getattr(a, what) / getattr(b, what):.2f}" for a, b in pairs)
+                    print(f"{way}{cold} beside {READ}{cold}, {what}, each round: {ratios}")
+        reads = taken[READ]
         print(f"load {reads[0].load:.1f} to {reads[-1].load:.1f}")
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -338,7 +338,8 @@ def by_cpu(values: npt.NDArray[np.generic], shape: tuple[int, int, int], source:
             divisors = nearest.divisors_of(made, of, "", whole)
             scales.append(made.reshape(1, -1))
             with np.errstate(over="ignore"):  # in the error figures, which nobody asks for here
-                codes.append(nearest.codes_of(band, nearest.Place(columns, 0, width), divisors, scheme)[0])
+                codes.append(np.empty(len(band.line), np.uint8))
+                nearest.codes_of(band, nearest.Place(columns, 0, width), divisors, scheme, codes[-1])
     found = nearest.packed(np.concatenate(codes), scheme)
     return Quantised(
         found,
