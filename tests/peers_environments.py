@@ -40,6 +40,7 @@ PEERS = {
         (
             "megatron-core>=0.17,<0.20; python_version >= '3.12'",
             "megatron-core>=0.16,<0.17; python_version < '3.12'",
+            "emerging-optimizers>=0.3,<0.4; python_version >= '3.12'",
             *("safetensors", "six", "regex", "pyyaml", "pydantic", "triton", "psutil", "transformers"),
         ),
         "import megatron.core.dist_checkpointing, psutil, six, regex",

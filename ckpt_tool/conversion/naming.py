@@ -397,10 +397,12 @@ def _bands(chosen: Chosen) -> dict[str, int]:
 
 def renamed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str, hints: Sequence[Hint]) -> Chosen:
     """`chosen` under the names of `mapped`; what the mapping leaves out is reported as dropped."""
-    from ckpt_tool.plan.mapping import apply_mapping
+    from ckpt_tool.plan.mapping import apply_mapping, shaped_otherwise
 
     chosen, mapped = ready(chosen, mapped, writing, by)
-    applied = apply_mapping(chosen.stored, mapped)
+    catalogs = [source.catalog for source in chosen.sources if source.catalog.states() != (MODEL,)]
+    every = [Stored(i, tensor) for i, catalog in enumerate(catalogs) for tensor in catalog.tensors.values()]
+    applied = apply_mapping(chosen.stored, mapped, shaped_otherwise(every))
     casts = {TensorKey(made.name): made.dtype for made in mapped.made if made.dtype is not None}
     lines = [f"{by}: {name} has no source and is not written" for name in mapped.unfilled]
     lines += [f"{by}: {line}" for line in _counted(_left_over(chosen, mapped), "left out")]

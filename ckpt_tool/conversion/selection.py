@@ -44,7 +44,7 @@ def sound(chosen: Chosen, job: Conversion) -> Chosen:
 def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
     """The tensors and extras of the source that `--state`, `--drop`, `--keep-keys` and `--remove-keys` ask for."""
     catalog, writing = chosen.sources[0].catalog, job.writing
-    present = catalog.states()
+    present = dict.fromkeys([*catalog.states(), *(one.key.state for one in catalog.unread)])
     requested = state_filter(writing.states, [*present, *(["extras"] if catalog.extras else [])])
     unwanted = state_filter(writing.drop, [*present, EXTRAS]) if writing.drop else lambda state: False
     unread = [one.key for one in catalog.unread]  # these are left behind, but patterns may name them

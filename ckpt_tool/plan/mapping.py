@@ -9,12 +9,14 @@ for any other tensor. Paddle's grouped `qkv_proj` of 2 groups, (in, out), as the
 
 States follow their parameter: master, moments and EMA have its shape and its pieces; a counter of one element (`step`,
 `beta1_pow_acc`) is taken from every source and must be the same in all of them, which the run compares. A state of any
-other shape can't follow and is an error. Cost: some 20 us a piece and chunk. What it does not do: change values.
+other shape can't follow and is an error, of a square matrix too, whose preconditioners (SOAP's `GG`, `Q`) have its
+shape by chance: the others' show what they are (`shaped_otherwise`). Cost: some 20 us a piece and chunk. What it does
+not do: change values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -23,7 +25,7 @@ from ckpt_tool.algebra.mapped import Made, Mapped
 from ckpt_tool.algebra.piece import PAD, Piece, Side, compact, narrow
 from ckpt_tool.core.box import Box, contiguous_strides, whole
 from ckpt_tool.core.catalog import mark_replicas
-from ckpt_tool.core.tensor import MASTER, MODEL, Chunk, LogicalTensor, TensorKey
+from ckpt_tool.core.tensor import EMA, MASTER, MODEL, Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.plan.moves import Stored
 
@@ -53,10 +55,22 @@ def parameter_shapes(rows: Iterable[Stored]) -> dict[str, Shape]:
     return {name: shape for name, (_, shape) in shapes.items()}
 
 
-def apply_mapping(rows: Sequence[Stored], mapped: Mapped) -> Applied:
-    """The tensors under the mapping's names. Raises InconsistentCheckpoint E2303 for a state that some sources of a
-    tensor have and others lack, whose shape is neither the parameter's nor a single element, or whose dtypes differ,
-    all at once."""
+def shaped_otherwise(rows: Sequence[Stored]) -> frozenset[str]:
+    """The optimizer's states of which some tensor has neither its parameter's shape nor a single element."""
+    shapes = parameter_shapes(rows)
+    return frozenset(
+        row.tensor.key.state
+        for row in rows
+        if row.tensor.key.state not in (MODEL, MASTER, EMA)
+        and row.tensor.shape != shapes[row.tensor.key.name]
+        and row.tensor.numel != 1
+    )
+
+
+def apply_mapping(rows: Sequence[Stored], mapped: Mapped, otherwise: Set[str] = frozenset()) -> Applied:
+    """The tensors under the mapping's names. otherwise: `shaped_otherwise` of all that the sources have. Raises
+    InconsistentCheckpoint E2303 for a state that some sources of a tensor have and others lack, whose shape is neither
+    the parameter's nor a single element, or whose dtypes differ, all at once."""
     shapes = parameter_shapes(rows)
     by_name: dict[str, dict[str, Stored]] = {}
     for row in rows:
@@ -71,6 +85,8 @@ def apply_mapping(rows: Sequence[Stored], mapped: Mapped) -> Applied:
         for name in sources:
             used.setdefault(name, []).append(made.name)
         for key, found in _states(made, parts, sources, by_name, shapes, faults):
+            if key.state in otherwise and found.tensor.numel != 1:
+                faults.append((key, f"{key.state} has not the shape of every parameter that has it"))
             stored.append(found)
             if not (len(parts) == 1 and parts[0].src.name == made.name and found is by_name[made.name][key.state]):
                 renewed.add(key)

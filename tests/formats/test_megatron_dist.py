@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import re
 import shutil
 import warnings
@@ -22,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from targets import FIXTURES, bits, gather, ramp, wanted_of, write
 
-from ckpt_tool.commands.convert import reshard
+from ckpt_tool.commands.convert import convert, reshard
 from ckpt_tool.commands.verify import verify
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES
@@ -423,8 +424,6 @@ def test_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
 
 def edited(folder: Path, change: Any) -> CkptError:
     """What reading says after `change(metadata)`."""
-    import pickle
-
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     change(metadata)
@@ -482,8 +481,16 @@ def test_steps_that_differ_between_groups_are_told(llama: Path) -> None:
 def test_flat_buckets_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     """Arguments that tell another order: the chunks don't agree, and nothing is guessed."""
     folder = Path(shutil.copytree(iteration(HOME / "tied_pp2_flat"), tmp_path / "iter_0000002"))
-    fault = edited(folder, lambda metadata: metadata.state_dict_metadata.pop("decoder.final_layernorm.weight"))
-    assert fault.code == "E2004" and fault.exit_code == 3 and "fully-reshardable" in (fault.hint or "")
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.state_dict_metadata.pop("decoder.final_layernorm.weight")
+    path.write_bytes(pickle.dumps(metadata))
+    unread = FORMAT.read(Tree(folder)).unread
+    fault = unread[0].fault
+    assert fault is not None and fault.code == "E2004" and fault.exit_code == 3
+    assert "fully-reshardable" in (fault.hint or "") and {row.key.state for row in unread} >= {"master", "exp_avg"}
+    with pytest.raises(InconsistentCheckpoint, match="do not fill"):
+        convert(str(folder), str(tmp_path / "out"), Reading(), Writing(to="dcp"), Silent())
 
 
 # -- the optimizers' hyperparameters between degrees -------------------------------------------------------------------

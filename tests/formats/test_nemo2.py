@@ -12,16 +12,21 @@ from safetensors.torch import load_file
 
 from ckpt_tool.api import latest
 from ckpt_tool.commands.convert import convert
+from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.progress import Silent
-from ckpt_tool.errors import UnknownFormat
+from ckpt_tool.errors import InconsistentCheckpoint, UnknownFormat
+from ckpt_tool.formats.containers.dcp_metadata import TensorEntry
 from ckpt_tool.formats.megatron.args import arguments
+from ckpt_tool.formats.megatron.names import EMBEDDING
+from ckpt_tool.formats.megatron_dist import nemo
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.sources.opening import open_source
 
 NEMO = Path(__file__).parents[2] / "fixtures" / "nemo2" / "llama_tp2"
-TRUTH = NEMO.with_name("llama_tp2.truth.safetensors")
+GATHERED = NEMO.with_name("gathered_tp2pp2")
 
 
 def held(path: Path) -> tuple[dict[str, torch.Tensor], OpenCatalog]:
@@ -31,8 +36,8 @@ def held(path: Path) -> tuple[dict[str, torch.Tensor], OpenCatalog]:
     return {f"{key.state}/{key.name}": lazy.state(key.state)[key.name].torch() for key in names}, lazy
 
 
-def same(path: Path) -> OpenCatalog:
-    truth, (found, lazy) = load_file(TRUTH), held(path)
+def same(path: Path, of: Path = NEMO) -> OpenCatalog:
+    truth, (found, lazy) = load_file(f"{of}.truth.safetensors"), held(path)
     assert found.keys() == truth.keys()
     assert not [key for key, value in truth.items() if not torch.equal(found[key], value)]
     return lazy
@@ -42,7 +47,7 @@ def test_it_opens_from_its_root_with_the_sizes_of_its_config_and_from_its_weight
     lazy = same(NEMO)
     args = arguments(lazy.catalog.extras)
     assert (args["swiglu"], args["untie_embeddings_and_output_weights"]) == (True, True)
-    assert "tensor_model_parallel_size" not in args and "activation_func" not in args
+    assert "activation_func" not in args and lazy.catalog.mesh == Mesh.of(tp=2)
     notes = [note.message for note in lazy.catalog.notes]
     assert any("context/io.json" in note for note in notes)
     assert not arguments(same(NEMO / "weights").catalog.extras)
@@ -80,3 +85,71 @@ def test_a_run_opens_at_its_only_step_and_lists_several(tmp_path):
             open_source(str(path), Reading())
         assert "step=19-consumed_samples=160.0-last" in str(caught.value.hint)
     assert latest(str(steps))["path"].endswith("step=19-consumed_samples=160.0-last")
+
+
+def test_flat_buffers_of_several_ranks_have_the_names_that_the_config_s_degrees_give_them(tmp_path):
+    """`ckpt_parallel_save_optim=False`: a gathered buffer for each of four model-parallel ranks."""
+    lazy = same(GATHERED, GATHERED)
+    assert lazy.catalog.mesh == Mesh.of(tp=2, pp=2) and not lazy.catalog.unread
+    out = tmp_path / "out"
+    convert(str(GATHERED), str(out), Reading(), Writing(to="megatron-dist", degrees={"tp": 1, "dp": 2}), Silent())
+    same(out, GATHERED)
+
+
+def another_run_s(copy: Path) -> None:
+    config = copy / "context" / "model.yaml"
+    config.write_text(config.read_text().replace("tensor_model_parallel_size: 2", "tensor_model_parallel_size: 1"))
+
+
+def other_stages(copy: Path) -> None:
+    config = copy / "context" / "model.yaml"
+    config.write_text(
+        config.read_text().replace("  num_layers: 2", "  num_layers_in_first_pipeline_stage: 2\n  num_layers: 2")
+    )
+
+
+def no_context(copy: Path) -> None:
+    shutil.rmtree(copy / "context")
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "note"),
+    [
+        (
+            another_run_s,
+            "1888 elements|1008 elements",
+            "1 tensor ranks, but embedding.word_embeddings.weight is cut in 2",
+        ),
+        (other_stages, "1 parameters are left over|elements: the parameters", ""),
+        (no_context, "nothing says in which order", ""),
+    ],
+)
+def test_buffers_whose_order_nothing_proves_stay_unread_and_the_rest_can_be_had(change, message, note, tmp_path):
+    copy = Path(shutil.copytree(GATHERED, tmp_path / "copy"))
+    change(copy)
+    opened = open_source(str(copy), Reading())
+    assert {(row.key.state, row.shown) for row in opened.catalog.unread} >= {("exp_avg", "F32 [1008]")}
+    assert not note or any(note in one.message for one in opened.catalog.notes)
+    with pytest.raises(InconsistentCheckpoint, match=message) as caught:
+        convert(str(copy), str(tmp_path / "out"), Reading(), Writing(to="dcp"), Silent())
+    assert caught.value.code == "E2004" and "ckpt_parallel_save_optim=True" in str(caught.value.hint)
+    for number, writing in enumerate(
+        (Writing(to="dcp", drop=["master", "optimizer"]), Writing(to="dcp", states=["model"]))
+    ):
+        convert(str(copy), str(tmp_path / f"out{number}"), Reading(), writing, Silent())
+        found, _ = held(tmp_path / f"out{number}")
+        truth = load_file(f"{GATHERED}.truth.safetensors")
+        assert all(torch.equal(found[key], truth[key]) for key in truth if key.startswith("model/"))
+
+
+def test_layers_of_transformer_engine_are_told_by_their_states_since_their_norms_stand_elsewhere_in_a_buffer():
+    entry = TensorEntry(EMBEDDING, (EMBEDDING,), DTYPES["BF16"], (8, 2), [])
+    for keys, want in (
+        (["decoder.layers.mlp.linear_fc1._extra_state"], "local"),
+        (["decoder.layers.mlp.linear_fc1._extra_state", "decoder.final_layernorm._extra_state"], "transformer_engine"),
+        (["module.decoder.layers.self_attention.core_attention._extra_state"], "transformer_engine"),
+        ([], None),
+    ):
+        found: dict[str, object] = {}
+        nemo._run(found, {EMBEDDING: entry}, keys, "model.yaml")
+        assert found.get("transformer_impl") == want

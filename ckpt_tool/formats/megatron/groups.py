@@ -76,6 +76,9 @@ def is_expert_group(group: Any) -> bool:
     return isinstance(group, Mapping) and bool(group.get("is_expert_parallel"))
 
 
+VALUES = "parameter_values"  # extras: {parameter: {state: number}}, what an optimizer keeps of each that is no tensor
+
+
 def chained(optimizer: Any) -> list[Any]:
     """The optimizers of a stored state: a list's elements, a dict of numbers' values, or the one that there is."""
     if isinstance(optimizer, list):

@@ -33,7 +33,7 @@ from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import EXTRAS, MASTER, MODEL, Chunk, LogicalTensor, Path, StoredArray, TensorKey
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
+from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import arguments, differences, facts_of
 from ckpt_tool.formats.megatron.chains import (
@@ -54,14 +54,15 @@ from ckpt_tool.formats.megatron.folders import (
     rank_folders,
     refuse_renamed,
 )
-from ckpt_tool.formats.megatron.groups import chained, groups_of
+from ckpt_tool.formats.megatron.groups import VALUES, chained, groups_of
 from ckpt_tool.formats.megatron.hints import MegatronHints
 from ckpt_tool.formats.megatron.job import CONTRADICTION, Job, Rank, RankArray
 from ckpt_tool.formats.megatron.optimizer import Bucketing, Buffer, bucketing_of, lay_buffers
 from ckpt_tool.formats.megatron.rules import gated
 from ckpt_tool.formats.megatron.stages import Stages, from_counts
 from ckpt_tool.formats.state_dict.tree import dotted, join
-from ckpt_tool.formats.state_dict.unread import Nowhere, is_shapeless, notes_of, set_apart
+from ckpt_tool.formats.state_dict.unread import Hidden, Nowhere, is_shapeless, notes_of, set_apart
+from ckpt_tool.formats.state_dict.words import SAME_SHAPE
 from ckpt_tool.formats.torch.content import TorchContent, read_content
 from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
@@ -146,6 +147,7 @@ class Gathering:
 
     def __init__(self) -> None:
         self._found: dict[TensorKey, tuple[tuple[int, ...], DType, list[Chunk]]] = {}
+        self.values: dict[str, dict[str, Any]] = {}  # parameter -> its states that are numbers, not tensors
 
     def add(self, state: str, own: RankArray, array: StoredArray) -> None:
         """`array` holds `own` for `state`. Raises InconsistentCheckpoint E0305 when two ranks have different shapes or
@@ -167,6 +169,12 @@ class Gathering:
         """A tensor that every rank keeps whole (a step counter)."""
         box = Box((0,) * len(array.shape), array.shape)
         self._found.setdefault(key, (array.shape, array.dtype, []))[2].append(Chunk(box, array, box))
+
+    def hide(self, key: TensorKey, path: Path, array: StoredArray, fault: CkptError) -> None:
+        """A rank's part of a tensor whose parts make no whole."""
+        hidden = Hidden(path, array.shape, array.dtype.name, fault=fault)
+        self._found.setdefault(key, (array.shape, array.dtype, []))
+        self._found[key][2][:] = [Chunk(whole(array.shape), hidden.array(array.path), whole(array.shape))]
 
     def append(self, key: TensorKey, array: StoredArray) -> None:
         """`array` holds further rows of a tensor that is gathered already."""
@@ -223,6 +231,8 @@ class _Optimizer:
         members = self.counted(self.members() if members is None else members)
         numbers = [[array for group in groups for array in group] for groups in members]
         masters = [[[array for array in group if array.dtype.bits == 16] for group in groups] for groups in members]
+        self._values(numbers)
+        placed = list[tuple[RankArray, str, Path, StoredArray]]()
         for path, array in leaves:
             part, inner = (path[0], path[1:]) if self.listed else (0, path)
             if not isinstance(part, int) or part >= len(members):
@@ -230,13 +240,23 @@ class _Optimizer:
             inner = inner[1:] if inner[:2] == ("optimizer", "state") else inner
             match inner:
                 case ("state", int(number), str(state)) if number < len(numbers[part]):
-                    self._put(numbers[part][number], state, array)
+                    placed.append((numbers[part][number], state, path, array))
                 case ("fp32_from_fp16_params", int(group), int(at)) if group < len(masters[part]) and at < len(
                     masters[part][group]
                 ):
-                    self._put(masters[part][group][at], MASTER, array)
+                    placed.append((masters[part][group][at], MASTER, path, array))
                 case ("state", *_) | ("fp32_from_fp16_params", *_):
                     raise self._unfit(f"optimizer entry {'.'.join(map(str, path))} has no parameter in the model")
+        otherwise = {
+            state: None
+            for own, state, _, array in placed
+            if state not in SAME_SHAPE and array.shape != own.shape and array.numel != 1
+        }
+        for own, state, path, array in placed:
+            if state in otherwise and array.numel != 1:
+                self._whole(own, state, path, array, otherwise)
+            else:
+                self._put(own, state, array)
 
     def members(self) -> list[Members]:
         """The parameters of each group of each optimizer of the chain. Raises InputError E0303 for a chain of another
@@ -278,6 +298,44 @@ class _Optimizer:
                 key=f"{own.names[0]} [{state}]",
                 hint="the optimizer is of another model than the weights",
             )
+
+    def _values(self, numbers: Sequence[Sequence[RankArray]]) -> None:
+        """The states that are plain numbers (the `step` of Emerging-Optimizers). Raises InconsistentCheckpoint E0379
+        where another rank has others."""
+        for one, params in zip(self.chain, numbers, strict=True):
+            inner = one.get("optimizer", one) if isinstance(one, dict) else {}
+            state = inner.get("state") if isinstance(inner, dict) else None
+            for number, values in state.items() if isinstance(state, dict) else ():
+                held = values.items() if isinstance(values, dict) else ()
+                plain = {key: value for key, value in held if isinstance(value, int | float)}
+                if not plain or number not in range(len(params)):
+                    continue
+                for name in params[number].names:
+                    if self.out.values.setdefault(name, plain) != plain:
+                        raise InconsistentCheckpoint(
+                            f"{name} has {plain} on one rank, {self.out.values[name]} on another",
+                            code=STEPS,
+                            path=self.path,
+                            key=name,
+                            hint="files of two saves are mixed: get all of them from one",
+                        )
+
+    def _whole(self, own: RankArray, state: str, path: Path, array: StoredArray, otherwise: Iterable[str]) -> None:
+        """A state that has not its parameters' shapes, one of `otherwise` (SOAP's preconditioners): the parameter's,
+        where the rank has all of that; else the rank's alone, and no reader can join them."""
+        key = TensorKey(own.names[0], state)
+        if len(own.slots) == 1 and own.slots[0].box.shape == own.slots[0].shape:
+            self.out.plain(key, array)
+            return
+        fault = InconsistentCheckpoint(
+            f"{state} of shape {list(array.shape)} belongs to one rank's part {list(own.shape)} of a parameter that "
+            "tensor ranks share",
+            code=UNFIT,
+            path=array.path,
+            key=str(key),
+            hint=f"no rule joins them: leave them behind with --drop {','.join(otherwise)}",
+        )
+        self.out.hide(key, ("optimizer", *path), array, fault)
 
     def flat(self, leaves: Iterable[tuple[Path, StoredArray]]) -> None:
         """The arrays of `distrib_optim.pt`. Raises InconsistentCheckpoint E2004 when a buffer is not as long as the
@@ -391,7 +449,7 @@ class _Reading:
         catalog = Catalog(
             "megatron",
             tensors,
-            self._extras(),
+            self._extras() | ({VALUES: out.values} if out.values else {}),
             Mesh.of_degrees(self.degrees),
             self._files(),
             (),

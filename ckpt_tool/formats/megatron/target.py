@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box, whole
@@ -42,6 +43,7 @@ from ckpt_tool.formats.megatron.chains import is_layer_wise, matrices_at
 from ckpt_tool.formats.megatron.extra_states import EXTRA_STATES, LEFT, NAME
 from ckpt_tool.formats.megatron.folders import MODEL_FILE, OPTIM_FILE, folder_name, pairs, stage_ranks
 from ckpt_tool.formats.megatron.groups import (
+    VALUES,
     GroupKey,
     chained,
     groups_for,
@@ -76,6 +78,7 @@ _OWN = frozenset(
         OURS,
         "ckpt_vocab_rows",
         EXTRA_STATES,
+        VALUES,
     }
 )
 _SCALE = ("grad_scaler", "scale")
@@ -123,6 +126,7 @@ class _States:
         self.decided = decided
         self.at = {(t.key.state, t.key.name): i for i, t in enumerate(decided.wanted.tensors)}
         self.params = {name for name in decided.model if not names.is_buffer(name)}
+        self.values: Mapping[str, Mapping[str, Any]] = decided.wanted.extras.get(VALUES, {})
         self.form = self._form()
 
     def _form(self) -> _Form:
@@ -135,6 +139,7 @@ class _States:
                 held.setdefault(state, set()).add(name)
             else:
                 whole.append(number)
+        self._check_shapes()
         flat = self.flat_form = self._flat(held)
         masters = not flat and held.get(MASTER, set()) == self._half() != set()
         numbered = () if flat else tuple(state for state in held if state not in (MASTER, EMA))
@@ -162,7 +167,30 @@ class _States:
     def _fits(self, state: str, name: str, number: int) -> bool:
         """Can the state be cut like its parameter, or is it a counter of it?"""
         own, model = self.decided.tensor(number), self.decided.tensor(self.decided.model[name])
-        return own.shape == model.shape or state == STEP and len(own.shape) == 0
+        uncut = self._uncut() and state not in (MASTER, EMA) and prod(own.shape) != 1
+        return own.shape == model.shape or state == STEP and len(own.shape) == 0 or uncut
+
+    def _uncut(self) -> bool:
+        """Is every parameter whole on its rank, under its own name?"""
+        job = self.decided.job
+        return job.degrees["tp"] == job.degrees["etp"] == 1 and job.container != names.GROUPED
+
+    def _check_shapes(self) -> None:
+        """Raise UsageError E0275 for states that have not their parameters' shapes, where these are cut: that of a
+        square matrix would be cut like it."""
+        if self._uncut():
+            return
+        for state, name in self.at:
+            if state in (MODEL, MASTER, EMA, EXTRAS, STEP) or name not in self.params:
+                continue
+            if self._scalar(state, name) and prod(self.decided.tensor(self.at[state, name]).shape) != 1:
+                raise UsageError(
+                    f"--tp {self.decided.job.degrees['tp']}: no rule says how tensor ranks share {name} [{state}], "
+                    "which has not its parameter's shape",
+                    code="E0275",
+                    key=f"{name} [{state}]",
+                    hint=f"write with --tp 1, or leave it behind with --drop {state}",
+                )
 
     def _scalar(self, state: str, name: str) -> bool:
         return self.decided.tensor(self.at[state, name]).shape != self.decided.tensor(self.decided.model[name]).shape
@@ -246,8 +274,9 @@ class _States:
                 listed.append({**group, "params": list(range(number, number + len(own)))})
                 for array in own:
                     states = [state for state in self.form.states if (state, array.names[0]) in self.at]
-                    if states:
-                        entries[number] = {state: self._array(array, state, composer) for state in states}
+                    values = self.values.get(array.names[0], {})
+                    if states or values:
+                        entries[number] = {**values, **{state: self._array(array, state, composer) for state in states}}
                     number += 1
             inner = {"state": entries, "param_groups": listed}
             if self.form.inner:

@@ -20,7 +20,9 @@ whose ends are no chunk's ends is an error, never a guess.
 * An embedding that first and last stage share lies in both; the copies are replicas, cut at other places.
 * GroupedMLP (until core 0.16) has one parameter for all its experts, stored transposed.
 * `dp_zero_gather_scatter` (core <= 0.14) has the same buffers as one object a dp group, bucket after bucket without the
-  padding at their ends; nothing but the whole length proves the order there.
+  padding at their ends. Nothing but the whole length proves the order there, so only the arguments' reading counts, and
+  they must say how layers are built (it changes the order, not the length). Of buckets the length is proof enough: read
+  as one bucket, it is the right one only if no bucket but the last ends in a gap, and then they all lie as in one.
 
 The local shapes are those of the model's own chunks: the r-th box is tensor rank r's. What can't be known for sure is
 tried: the arguments' reading first, then the others; the chunks of the buckets decide.
@@ -38,10 +40,11 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box
+from ckpt_tool.core.catalog import Unread
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.flat_line import FlatLine, Place
 from ckpt_tool.core.tensor import MASTER, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.errors import InconsistentCheckpoint, InputError
+from ckpt_tool.errors import CkptError, InconsistentCheckpoint, InputError
 from ckpt_tool.formats.containers.dcp_metadata import TensorEntry
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import facts_of
@@ -90,13 +93,14 @@ class _Of(NamedTuple):
     transposed: bool
 
 
+Gathered = Sequence[tuple[int, int, int, str, dict[str, StoredArray]]]  # as `Objects` has them
 _Buckets = dict[_Where, dict[int, dict[str, Line]]]
 _Found = dict[TensorKey, dict[tuple[Box, ...], list[list[Chunk]]]]
 
 
 def flat_states(
     flat: Sequence[tuple[TensorEntry, Sequence[StoredArray]]],
-    gathered: Sequence[tuple[int, int, int, str, dict[str, StoredArray]]],
+    gathered: Gathered,
     tensors: Mapping[TensorKey, LogicalTensor],
     args: Mapping[str, Any],
     degrees: Mapping[str, int],
@@ -116,7 +120,10 @@ def flat_states(
         if key.state == MODEL and tensor.chunks and not names.is_buffer(key.name)
     }
     faults: list[str] = []
-    for job in _readings(model, args, degrees):
+    readings = list(_readings(model, args, degrees))
+    if gathered:
+        readings = readings[:1] if "transformer_impl" in args else []
+    for job in readings:
         try:
             ranks = _Buffers(job, model, apart)
             found = _named(buckets, dtypes, ranks, shown)
@@ -124,14 +131,35 @@ def flat_states(
             return {key: _tensor(key, copies, model[key.name].shape, shown) for key, copies in found.items()}
         except InconsistentCheckpoint as e:
             faults.append(e.message)
-    first = faults[0] if faults else f"the arguments say {degrees['pp']} stages of {degrees['vpp']} chunks"
+    if gathered and "transformer_impl" not in args:
+        what = "nothing says in which order the parameters lie in the optimizer's gathered buffers"
+        why = "open the folder that holds weights/ and context/, if NeMo wrote it"
+    else:
+        first = faults[0] if faults else f"the arguments say {degrees['pp']} stages of {degrees['vpp']} chunks"
+        what = f"the model's parameters do not fill the optimizer's flat buckets: {first}"
+        why = "the arguments in the checkpoint are not those of the run, or parameters were frozen"
+        why += ", or buckets of a size that they do not state were filled" if gathered else ""
     raise InconsistentCheckpoint(
-        f"the model's parameters do not fill the optimizer's flat buckets: {first}",
+        what,
         code=MISFIT,
         path=shown,
-        hint="the arguments in the checkpoint are not those of the run, or parameters were frozen: save once with "
-        "--dist-ckpt-optim-fully-reshardable",
+        hint=f"{why}; else save once with --dist-ckpt-optim-fully-reshardable (NeMo: with the strategy's "
+        "ckpt_parallel_save_optim=True), or leave those states behind with --drop master,optimizer",
         faults=faults[1:],
+    )
+
+
+def nameless(
+    flat: Sequence[tuple[TensorEntry, Sequence[StoredArray]]], gathered: Gathered, why: CkptError
+) -> tuple[Unread, ...]:
+    """The buckets and buffers as they lie, for who leaves them behind."""
+    rows = [(entry.fqn.rpartition("."), entry.dtype, entry.shape) for entry, _ in flat]
+    for chained, group, number, dtype, arrays in gathered:
+        front = f"chained_{chained}.optimizer.distributed.dp_group_idx_{group}.gbuf_idx_{number}.{dtype}"
+        rows += [((front, ".", state), stored.dtype, stored.shape) for state, stored in arrays.items()]
+    return tuple(
+        Unread(TensorKey(front, _state(state)), f"{dtype.name} {list(shape)}", fault=why)
+        for (front, _, state), dtype, shape in rows
     )
 
 
@@ -236,9 +264,7 @@ def _named(buckets: _Buckets, dtypes: Mapping[_Where, str], ranks: _Buffers, sho
     return out
 
 
-def _coalesced(
-    gathered: Sequence[tuple[int, int, int, str, dict[str, StoredArray]]], ranks: _Buffers, out: _Found, shown: str
-) -> None:
+def _coalesced(gathered: Gathered, ranks: _Buffers, out: _Found, shown: str) -> None:
     """The chunks of gathered buffers, under their names."""
     for chained, group, number, dtype, arrays in gathered:
         buffer = ranks.of(_Where(ranks.job.degrees["ep"] > 1 and chained == 1, group, number), dtype)

@@ -44,7 +44,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.box import Box, contiguous_strides, whole
-from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.catalog import Catalog, Note, Unread
 from ckpt_tool.core.faults import both
 from ckpt_tool.core.flat_line import FlatLine
 from ckpt_tool.core.hints import Degrees, Globals, Hints
@@ -132,8 +132,8 @@ class _MegatronDist:
         `require_checksums` (bool) refuses files without CRCs (E0397).
 
         Raises Incomplete (E0385 not finished, E0301 files missing, E0309 boxes),
-        InconsistentCheckpoint (E0308 overlap, E2004 flat buckets that do not fit, E0379 steps, E0389), CorruptFile
-        (E2005 `integrity.json`), InputError (E0303 zarr), and what the containers raise.
+        InconsistentCheckpoint (E0308 overlap, E0379 steps, E0389), CorruptFile (E2005 `integrity.json`), InputError
+        (E0303 zarr), and what the containers raise. Flat buckets that do not fit are `unread` (E2004).
         """
         found = megatron_dist_folder.find(tree)
         folder = found[0] if found else ""
@@ -186,7 +186,7 @@ class _Reading:
             lambda: read_objects(self.tree, self.folder, self.listing.objects, self.items),
             lambda: self.items.arrays(self.listing.tensors.values()),
         )
-        self.notes += with_context(self.tree, self.folder, objects.extras)
+        self.notes += with_context(self.tree, self.folder, objects.extras, self.listing.tensors, objects.extra_states)
         flat = []
         if any(key.kind and key.layers for key in map(parse, self.listing.tensors)):
             self.windows = windows_of(self.tree, self.folder, objects.extras, self.options.config)
@@ -197,16 +197,23 @@ class _Reading:
             else:
                 self._entry(entry, own)
         tensors, degrees = self._tensors(), _degrees(objects)
+        misfits: tuple[Unread, ...] = ()
         if (flat or objects.gathered) and is_adapter(key.name for key in tensors if key.state == MODEL):
             line = "optimizer states of the adapter's run are left out: they lie in flat buckets without names"
             self.notes.append(Note("N-no-state", line, self.folder))
         elif flat or objects.gathered:
-            from ckpt_tool.formats.megatron_dist.flat import flat_states
+            from ckpt_tool.formats.megatron_dist.flat import MISFIT, flat_states, nameless
 
-            tensors |= flat_states(
-                flat, objects.gathered, tensors, arguments(objects.extras), degrees, self.tree.display(self.folder)
-            )
+            try:
+                tensors |= flat_states(
+                    flat, objects.gathered, tensors, arguments(objects.extras), degrees, self.tree.display(self.folder)
+                )
+            except InconsistentCheckpoint as e:
+                if e.code != MISFIT:
+                    raise
+                misfits = nameless(flat, objects.gathered, e)
         tensors, unread = set_apart(tensors | self._of_common(objects, tensors))
+        unread += misfits
         read, lora, notes = read_adapter(
             self.tree, self.folder, tensors, arguments(objects.extras), self.options.lora_alpha
         )

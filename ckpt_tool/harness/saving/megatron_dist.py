@@ -38,6 +38,7 @@ from ckpt_tool.harness.saving.megatron_model import (
 from ckpt_tool.harness.saving.torch_dcp import Part
 from ckpt_tool.harness.saving.whole import HARNESS, Whole, region
 
+SHARDING = "fully_reshardable"
 _NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -97,9 +98,10 @@ def _key(module: Module, whole: Whole) -> tuple[str, int | None, int]:
 
 
 def _common(whole: Whole) -> dict[str, Any]:
-    """The common state: what is the same on all ranks."""
-    dense = {"optimizer": {"param_groups": [_group(whole, decays, expert=False) for decays in (True, False)]}}
-    experts = {"optimizer": {"param_groups": [_group(whole, True, expert=True)]}}
+    """The common state: what is the same on all ranks. A distributed optimizer says how its states lie."""
+    lies = {"param_state_sharding_type": SHARDING} if whole.layout.zero else {}
+    dense = {"optimizer": {"param_groups": [_group(whole, decays, expert=False) for decays in (True, False)]}} | lies
+    experts = {"optimizer": {"param_groups": [_group(whole, True, expert=True)]}} | lies
     parallel = whole.layout.ep > 1
     chain: Any = {0: dense, 1: experts} if parallel else dense
     if whole.muon is not None:
@@ -116,7 +118,7 @@ def _common(whole: Whole) -> dict[str, Any]:
         "content_metadata": {
             "singleton_local_shards": False,
             "chained_optim_avoid_prefix": True,
-            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_sharding_type": SHARDING,
             "distrib_optim_fully_reshardable_mem_efficient": False,
         },
         HARNESS: dict(whole.scalars),

@@ -233,9 +233,11 @@ def scheduler(whole: Whole) -> dict[str, Any]:
 
 def hyperparameters(scalars: Mapping[str, Any], *, decays: bool, expert: bool, muon: bool = False) -> dict[str, Any]:
     """A parameter group of Megatron's optimizer, without its parameters; the step counter is the group's. muon: is it
-    of the matrices that Muon steps? It counts no steps."""
+    of the matrices that Muon steps? It counts no steps. Beside them Adam's groups say so: core 0.18 and newer find a
+    group by that too (`core/optimizer/optimizer.py`, `param_group_identifier_keys`)."""
     settings = scalars["optimizer"]
     own = {
+        **({"optimizer": "adam"} if "muon" in scalars else {}),
         "betas": (settings["beta1"], settings["beta2"]),
         "eps": settings["eps"],
         "bias_correction": True,
