@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tool.conversion.on_device import MEMORY, device_of, threads_of
+from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.progress import Progress
-from ckpt_tool.core.tensor import LogicalTensor, TensorKey, first_replica
+from ckpt_tool.core.tensor import STEP, LogicalTensor, TensorKey, first_replica
 from ckpt_tool.errors import CorruptFile, ReplicasDiffer, UsageError, wrap_os_error
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Comparison
@@ -48,8 +49,14 @@ def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, 
     found: list[dict[str, Any]] = []
     pairs: list[tuple[_Side, _Side]] = []
     first = reading.replica_policy == "first"
+    counted = dict[TensorKey, tuple[Opened, _Side]]()
     for key in {**here, **there}:
         base = {"name": key.name, "state": key.state}
+        if key.state == STEP and (key in here) != (key in there):
+            lacking, side = (right, here[key]) if key in here else (left, there[key])
+            if lacking.catalog.count is not None:
+                counted[key] = lacking, side
+                continue
         if key not in here or key not in there:
             found.append({**base, "kind": "missing_left" if key not in here else "missing_right"})
             continue
@@ -72,11 +79,12 @@ def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, 
             held_in.setdefault(id(side.tree), ([], side.tree))[0].append(side.tensor)
         apart = replicas.among(held_in.values())
         raise replicas.error_of(apart) if apart else e from e
+    found += _other_steps(counted)
     extras = _extras_differ(left.catalog.extras, right.catalog.extras) if not wanted.states else []
     return {
         "schema_version": 1,
         "equal": not found,
-        "compared": len(pairs),
+        "compared": len(pairs) + len(counted),
         "differences": found,
         "left": left.path,
         "right": right.path,
@@ -101,6 +109,25 @@ def _sides(opened: Opened, reading: Reading, dialect: str | None) -> dict[Tensor
     job = Conversion(reading, Writing(to=opened.catalog.format, dialect=dialect), opened.format)
     chosen = selected(opened, job, (*SELECTION, *NAMES))
     return {row.tensor.key: _Side(row.tensor, chosen.sources[row.source].tree) for row in chosen.stored}
+
+
+def _other_steps(counted: Mapping[TensorKey, tuple[Opened, _Side]]) -> Iterator[dict[str, Any]]:
+    """An entry for each step of a parameter that is not the one count of the other side's optimizer."""
+    counts: dict[int, Any] = {}
+    for key, (opened, side) in counted.items():
+        if id(opened) not in counts and opened.catalog.count is not None:
+            counts[id(opened)] = _number(_Side(opened.catalog.count, opened.tree))
+        if side.tensor.numel != 1:
+            yield {"name": key.name, "state": key.state, "kind": "shape", "left": list(side.tensor.shape), "right": []}
+        elif _number(side) != counts[id(opened)]:
+            yield {"name": key.name, "state": key.state, "kind": "value", "elements": 1}
+
+
+def _number(side: _Side) -> Any:
+    from ckpt_tool.run.lazy import OpenCatalog
+
+    key = side.tensor.key
+    return OpenCatalog(side.tree, Catalog("", {key: side.tensor}), key.state)[key.name].numpy().item()
 
 
 def _compared(

@@ -2,6 +2,7 @@
 
     gguf -> gguf          as the source has it, but for what it says of its split, and of the types that were asked for
     hub, ... -> gguf      the config by the family (`families.config.gguf`), the tokenizer by the files beside the model
+    gguf -> hub, ...      the tokenizer's files (`formats.gguf.tokenizer_files`)
 
 What can't be derived is named in the report. Cost: the pairs of the source, or its config and tokenizer.
 """
@@ -23,6 +24,7 @@ from ckpt_tool.formats.gguf.files import SPLIT_KEYS, chosen_model
 from ckpt_tool.formats.gguf.header import ALIGNMENT, ARRAY, name_of, raw, read_header, value_of
 from ckpt_tool.formats.gguf.target import Pairs, pair
 from ckpt_tool.formats.gguf.tokenizer import Files, tokenizer_pairs
+from ckpt_tool.formats.gguf.tokenizer_files import PREFIX, tokenizer_files
 from ckpt_tool.formats.gguf.types import FILE_TYPES
 from ckpt_tool.sources.chosen import Chosen, Conversion, with_computed
 from ckpt_tool.sources.opening import Opened
@@ -93,6 +95,17 @@ def _tokenizer(config: Mapping[str, Any], opened: Opened) -> Files:
         template.decode("utf-8", "replace") if template is not None else None,
         config,
     )
+
+
+def hub_tokenizer(opened: Opened) -> tuple[dict[str, bytes], list[str]]:
+    """(name -> bytes of the files that a GGUF's tokenizer is, lines for the report)."""
+    found: dict[str, Any] = {}
+    for path in chosen_model(opened.tree).files:
+        header = read_header(opened.tree, path)
+        for key in header.entries:
+            if key.startswith(PREFIX):
+                found.setdefault(key, value_of(opened.tree, header, key))
+    return tokenizer_files(found)
 
 
 def _with_rope(chosen: Chosen, job: Conversion) -> Chosen:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ckpt_tool.conversion.adapter_names import adapters_named
+from ckpt_tool.conversion.counted import counted
 from ckpt_tool.conversion.fitting import fitted, held
 from ckpt_tool.conversion.hybrid_layers import as_gpt, as_hybrid
 from ckpt_tool.conversion.naming import named
@@ -60,6 +61,7 @@ NAMES = (
 FITTING = (
     Pass("repacked", "--repack: weights of GPTQ and AWQ as compressed-tensors stores them", repacked),
     Pass("codes", "--dtype leaves codes and scales as they are", as_they_are),
+    Pass("counted", "one count of an optimizer's steps is each parameter's step in a format that keeps it so", counted),
     Pass("held", "what the format has no place for stays behind, by name", held),
     Pass("fitted", "states that the format keeps as other tensors (DeepSpeed's ZeRO stages)", fitted),
     Pass("blocks", "--gguf-type: values as blocks of a quantised type", as_blocks),

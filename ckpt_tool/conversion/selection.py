@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_tool.conversion.groups import without_removed
 from ckpt_tool.core.catalog import Unread
-from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
+from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.beside import RECIPE, UNREAD, optimizer_files
 from ckpt_tool.formats.soundness import check_sound
@@ -44,7 +44,8 @@ def sound(chosen: Chosen, job: Conversion) -> Chosen:
 def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
     """The tensors and extras of the source that `--state`, `--drop`, `--keep-keys` and `--remove-keys` ask for."""
     catalog, writing = chosen.sources[0].catalog, job.writing
-    present = dict.fromkeys([*catalog.states(), *(one.key.state for one in catalog.unread)])
+    count = [STEP] if catalog.count is not None else []
+    present = dict.fromkeys([*catalog.states(), *(one.key.state for one in catalog.unread), *count])
     requested = state_filter(writing.states, [*present, *(["extras"] if catalog.extras else [])])
     unwanted = state_filter(writing.drop, [*present, EXTRAS]) if writing.drop else lambda state: False
     unread = [one.key for one in catalog.unread]  # these are left behind, but patterns may name them

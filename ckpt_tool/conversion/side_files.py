@@ -4,6 +4,7 @@
     hf -> megatron-dist               all of them at the top of the folder, config.json as it was: the way back is exact
     megatron-dist -> safetensors      config.json from Megatron's arguments (`sources.config`)
     hf -> paddle                      config.json in Paddle's words (`families.config.paddle`)
+    gguf -> safetensors               config.json and the tokenizer's files of the metadata
 
 The one idea: a name is on the list or it is not copied: indexes, optimizers and a job's pickles of another save would
 only mislead. A config.json in which nothing is untrue is copied as it is. Files of code are copied as text, with a
@@ -22,6 +23,7 @@ from typing import Any
 
 from ckpt_tool.conversion.tied_head import TIED
 from ckpt_tool.conversion.vocabulary import EMBEDDINGS
+from ckpt_tool.core.hints import Stated
 from ckpt_tool.core.target import Target, Wanted, whole_file
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
@@ -86,7 +88,7 @@ def with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted,
     if target.single is not None:
         _refuse_unsaid(chosen, "a single file has no config.json beside it", "name a folder as the output")
         return target
-    target = _with_side_files(target, chosen, fmt, wanted, writing)
+    target = _with_tokenizer(_with_side_files(target, chosen, fmt, wanted, writing), chosen, fmt)
     hub = fmt.holds.dialect == "hf" and not fmt.holds.adapter
     if hub and not any(file.path == NAME for file in target.files):
         _refuse_unsaid(chosen, f"there is no {NAME}", "--config FILE gives one")
@@ -126,6 +128,22 @@ def _with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted
         if before is None:
             target = target.noted(f"{NAME} is derived from {chosen.config_from}")
     return target
+
+
+def _with_tokenizer(target: Target, chosen: Chosen, fmt: Format) -> Target:
+    """The target with the files of the tokenizer that the source's own header states, where it has none beside it."""
+    if (
+        chosen.sources[0].catalog.hints.get(Stated) is None
+        or not _makes_one(chosen, fmt)
+        or fmt.holds.adapter
+        or any(fnmatchcase(file.path, "tokenizer*") for file in target.files)
+    ):
+        return target
+    from ckpt_tool.conversion.gguf_header import hub_tokenizer
+
+    files, notes = hub_tokenizer(chosen.sources[0])
+    whole = tuple(whole_file(name, data) for name, data in files.items())
+    return target._replace(files=(*target.files, *whole)).noted(*notes)
 
 
 def _makes_one(chosen: Chosen, fmt: Format) -> bool:

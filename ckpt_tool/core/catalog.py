@@ -72,6 +72,8 @@ class Catalog:
     hints: what a format wants to remember for writing itself again (key prefixes, item style).
     digests: layout-free digests that the source recorded for its tensors.
     indexes: files that say which box lies in which file, where the format has them: what they leave out is in no file.
+    count: the one number of steps of an optimizer whose parameters have none of their own, which the extras have at its
+        path.
     """
 
     format: str
@@ -86,6 +88,7 @@ class Catalog:
     digests: Mapping[TensorKey, str] = field(default_factory=dict)
     indexes: tuple[str, ...] = ()
     unread: tuple[Unread, ...] = ()
+    count: LogicalTensor | None = None
 
     def rows(self) -> Iterator[Row]:
         """Every tensor as a row, without touching chunks where the table allows it."""

@@ -147,9 +147,9 @@ def recipe(
 
         return matrix(weight, key, of)
     if weight.codes == STREAM:
-        from ckpt_tool.quantised.affine import affine
+        from ckpt_tool.quantised.groups import of_groups
 
-        return affine(weight, key, of)
+        return of_groups(weight, key, of)
     if weight.codes in (TABLED, OF_127):
         from ckpt_tool.quantised.tabled import bytes_127, tabled
 

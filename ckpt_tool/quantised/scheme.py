@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ckpt_tool.quantised.weights import AFFINE, MODES
+
 # where configs keep it; the second is compressed-tensors' old name, the third MLX's
 KEYS = ("quantization_config", "compression_config", "quantization")
 FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # what some tools write beside a config
@@ -54,14 +56,15 @@ _BY_NAME = {
 class Quantisation(NamedTuple):
     """scheme: in words. block: (rows, cols) that share a scale, () where it is not stated. bits: of packed codes, each
     number that the config names. known: can floats be made of it? why: why not, "" where they can. order: of codes that
-    are packed along their inputs or outputs, `weights.ORDERS`."""
+    are packed along their inputs or outputs, `weights.ORDERS`, or in a stream, `weights.MODES`. apart: of modules that
+    say it for themselves (columns that share a scale, bits, mode)."""
 
     scheme: str
     block: tuple[int, ...] = ()
     bits: tuple[int, ...] = ()
     why: str = ""
     order: str = ""
-    apart: Mapping[str, tuple[int, int]] = MappingProxyType({})
+    apart: Mapping[str, tuple[int, int, str]] = MappingProxyType({})
 
     @property
     def known(self) -> bool:
@@ -107,15 +110,20 @@ def _of_matrices(method: str, stated: Mapping[str, Any]) -> Quantisation:
 def _of_mlx(stated: Mapping[str, Any]) -> Quantisation:
     """MLX: what holds for all modules, and for those that are named apart."""
     named = {name: each for name, each in stated.items() if isinstance(each, dict)}
-    for each in (stated, *named.values()):
-        group, bits, mode = (each.get(key, stated.get(key)) for key in ("group_size", "bits", "mode"))
-        if mode not in (None, "affine"):
+    whole = stated["group_size"], stated["bits"], stated.get("mode", AFFINE)
+    apart = {  # a module's mode is not that of all others: mlx-lm hands on what stands there alone
+        name: (each.get("group_size", whole[0]), each.get("bits", whole[1]), each.get("mode", AFFINE))
+        for name, each in named.items()
+    }
+    for group, bits, mode in (whole, *apart.values()):
+        if not isinstance(mode, str) or mode not in MODES:
             return Quantisation("mlx", why=f"its mode {mode}")
-        if type(group) is not int or group < 1 or bits not in (2, 3, 4, 5, 6, 8):
-            return Quantisation("mlx", why=f"groups of {group!r} codes of {bits!r} bits")
-    whole = stated["group_size"], stated["bits"]
-    apart = {name: (each.get("group_size", whole[0]), each.get("bits", whole[1])) for name, each in named.items()}
-    return Quantisation("mlx", (1, whole[0]), (whole[1],), order="mlx", apart=apart)
+        only = MODES[mode]
+        if type(group) is not int or group < 1 or bits not in (2, 3, 4, 5, 6, 8) or only not in (None, (group, bits)):
+            return Quantisation("mlx", why=f"groups of {group!r} codes of {bits!r} bits, mode {mode}")
+    if any(each.get("global_scale") for each in (stated, *named.values())):
+        return Quantisation("mlx", why="its global_scale")
+    return Quantisation("mlx", (1, whole[0]), (whole[1],), order=whole[2], apart=apart)
 
 
 def section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

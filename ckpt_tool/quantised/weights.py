@@ -24,6 +24,7 @@ What is recognised (the arithmetic is in `quantised.floats`):
                      X.quant_state.bitsandbytes__nf4    X.nested_absmax and X.nested_quant_map
     m.weight I8      m.SCB [, m.weight_format]          bitsandbytes, 8 bits
     m.weight U32     m.scales, m.biases                 MLX [out, in * bits / 32], as the config says
+    m.weight U32     m.scales U8                        MLX's modes mxfp4, mxfp8 and nvfp4, which the config names
     m.qweight I32    m.scales, m.qzeros [, m.g_idx]     GPTQ [in * bits / 32, out], AWQ [in, out / 8]: (in, out)
 
 Scales are over the last two dims: one number, one a row ([rows] or [rows, 1]), or a grid whose last blocks may be short
@@ -48,7 +49,9 @@ Shape = tuple[int, ...]
 BYTES, NIBBLES, WORDS, TURNED, MATRIX = "bytes", "nibbles", "words", "turned nibbles", "words of a turned matrix"
 TABLED, OF_127 = "numbers of a table", "bytes of which 127 is the largest"  # bitsandbytes: 4 bits, 8 bits
 STREAM = "a stream of bits"  # MLX
-ORDERS = ("gptq", "gptq_v2", "awq", "mlx")  # of a MATRIX's codes and of a STREAM, as `scheme` finds it in the config
+ORDERS = ("gptq", "gptq_v2", "awq")  # of a MATRIX's codes, as `scheme` finds it in the config
+AFFINE = "affine"
+MODES = {AFFINE: None, "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}  # of a STREAM: its only (columns, bits)
 CODES = frozenset(
     {"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "F4"}
 )  # dtypes that are codes, as it seems
@@ -96,7 +99,7 @@ class Quantised(NamedTuple):
     made: what it is called when it is floats. codes: how its values are stored in `lead`. parts: role -> tensor beside
     it. shape: of the values as stored, in elements; codes TURNED and MATRIX are floats of shape (..., cols, rows) when
     made. block: codes that share a scale along each of the last two dims of `shape`, (rows, cols). bits: of a code.
-    order: of a MATRIX, one of ORDERS.
+    order: of a MATRIX, one of ORDERS; of a STREAM, one of MODES.
     """
 
     made: str
@@ -162,11 +165,11 @@ def find(
     block: Sequence[int] = (),
     bits: Sequence[int] = (),
     order: str = "",
-    apart: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+    apart: Mapping[str, tuple[int, int, str]] = MappingProxyType({}),
 ) -> Found:
     """What is quantised among `tensors`. block: (rows, cols) that the config says share a scale; bits: of packed codes;
-    order: of those of matrices, where the config says that they are such; apart: of MLX, (columns that share a scale,
-    bits) of modules that have their own.
+    order: of those of matrices and of streams, where the config says that they are such; apart: of MLX, (columns that
+    share a scale, bits, mode) of modules that have their own.
 
     >>> from ckpt_tool.core.dtype import DTYPES
     >>> found = find({"w": Kind(DTYPES["F8_E4M3"], (300, 256)), "w_scale_inv": Kind(DTYPES["F32"], (3, 2))})
@@ -182,8 +185,8 @@ def find(
         found = _packed(name, kind, tensors, bits) if name.endswith((BLOCKS, PACKED)) else None
         if name in tables:
             found = _tabled(name, kind, tensors)
-        elif order == "mlx" and kind.dtype.name == "U32" and name.endswith(".weight"):
-            found = _stream(name, kind, tensors, apart.get(name.removesuffix(".weight"), (block[1], bits[0])))
+        elif order in MODES and kind.dtype.name == "U32" and name.endswith(".weight"):
+            found = _stream(name, kind, tensors, apart.get(name.removesuffix(".weight"), (block[1], bits[0], order)))
         elif order and name.endswith(".qweight"):
             found = _matrix(name, kind, tensors, bits[0], order)
         found = found or _plain(name, kind, tensors, stated, roles)
@@ -343,25 +346,34 @@ def _tabled(name: str, kind: Kind, tensors: Mapping[str, Kind]) -> Quantised | F
     return Quantised(name, TABLED, name, parts, (numel,), (1, -(-numel // scales.shape[0])), 4)
 
 
-def _stream(name: str, kind: Kind, tensors: Mapping[str, Kind], stated: tuple[int, int]) -> Quantised | Fault | None:
-    """Words full of codes, a stream a row, with scales and biases of groups."""
-    module, (group, bits) = name.removesuffix(".weight"), stated
-    parts = {"scale": f"{module}.scales", "bias": f"{module}.biases"}
-    there = [part for part in parts.values() if part in tensors]
-    if len(there) < 2:  # integers of its own where nothing is beside them
-        return Fault(name, f"codes without {(set(parts.values()) - {*there}).pop()}", lacking=True) if there else None
+def _stream(
+    name: str, kind: Kind, tensors: Mapping[str, Kind], stated: tuple[int, int, str]
+) -> Quantised | Fault | None:
+    """Words full of codes, a stream a row, with scales of groups; where codes are integers, biases too."""
+    module, (group, bits, mode) = name.removesuffix(".weight"), stated
+    parts = {"scale": f"{module}.scales"} | ({"bias": f"{module}.biases"} if mode == AFFINE else {})
+    lacking = [part for part in parts.values() if part not in tensors]
+    if lacking:  # integers of its own, of affine codes, where nothing is beside them
+        beside = mode != AFFINE or len(lacking) < len(parts)
+        return Fault(name, f"codes without {lacking[0]}", lacking=True) if beside else None
+    if mode != AFFINE and f"{module}.biases" in tensors:
+        return Fault(name, f"codes of {mode} beside {module}.biases", lacking=False)
+    if f"{module}.global_scale" in tensors:
+        return Fault(name, f"a scale of the whole tensor, {module}.global_scale", lacking=False)
     scales = tensors[parts["scale"]]
     columns = 32 * kind.shape[-1] // bits if kind.shape else 0
     if (
         len(kind.shape) < 2
         or not all(kind.shape)
-        or scales != tensors[parts["bias"]]
+        or any(tensors[part] != scales for part in parts.values())
+        or mode != AFFINE
+        and scales.dtype.name != "U8"
         or columns * bits != 32 * kind.shape[-1]
         or scales.shape[:-1] != kind.shape[:-1]
         or scales.shape[-1] * group != columns
     ):
         return _misfit(parts["scale"], tensors, (*kind.shape[:-1], columns))
-    return Quantised(name, STREAM, name, parts, (*kind.shape[:-1], columns), (1, group), bits, "mlx")
+    return Quantised(name, STREAM, name, parts, (*kind.shape[:-1], columns), (1, group), bits, mode)
 
 
 def _of_127(name: str, module: str, kind: Kind, tensors: Mapping[str, Kind]) -> Quantised | Fault:

@@ -50,6 +50,28 @@ def test_a_state_that_came_through_dcp_is_restored(tmp_path: Path) -> None:
     assert all(not call["wrong"] for call in restored(source, out))
 
 
+COUNT_ON = """
+import sys, jax, jax.numpy as jnp, optax, orbax.checkpoint as ocp
+params = ocp.PyTreeCheckpointer().restore(sys.argv[1])["params"]
+optimizer = optax.adamw(1e-3)
+item = {"params": params, "opt_state": optimizer.init(params)}
+args = ocp.args.PyTreeRestore(item=item, partial_restore=True)
+state = ocp.PyTreeCheckpointer().restore(sys.argv[1], args=args)["opt_state"]
+_, after = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params)
+print(state[0].count, state[0].count.dtype, after[0].count)
+"""
+
+
+def test_optax_counts_on_from_the_steps_that_torch_left(tmp_path: Path) -> None:
+    source, through, out = FIXTURES / "orbax/adamw_ocdbt_zarr2", tmp_path / "dcp", tmp_path / "out"
+    assert run(["convert", str(source), str(through), "--to", "dcp", "--drop", "extras", "-q"]) == 0
+    assert run(["convert", str(through), str(out), "--to", "orbax", "-q"]) == 0
+    words = [str(PYTHON), "-c", COUNT_ON, str(out)]
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["3", "int32", "4"]
+
+
 def test_maxtext_s_own_tree_is_restored_for_ours(tmp_path: Path) -> None:
     made, out = FIXTURES / "maxtext/qwen3_moe", tmp_path / "out"
     assert run(["convert", str(made / "hub"), str(out), "--to", "orbax", "--dialect", "maxtext", "-q"]) == 0

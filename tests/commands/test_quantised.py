@@ -51,7 +51,7 @@ def test_parameters_are_those_of_the_model_and_bytes_those_of_the_file(case: str
         [
             name
             for name in tensors
-            if ("_proj" in name or f"{name.removesuffix('.weight')}.biases" in tensors)
+            if ("_proj" in name or f"{name.removesuffix('.weight')}.scales" in tensors)
             and not name.endswith(("bias", ".biases", ".SCB", "_format"))
             and ".weight." not in name
             and (tensors[name].element_size() != 2 or f"{name}.absmax" in tensors)

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from safetensors.numpy import save_file
 
 from ckpt_tool.cli import run
 from ckpt_tool.commands.inspect import inspect
+from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.errors import CkptError
+from ckpt_tool.formats.orbax import read as orbax_read
 from ckpt_tool.formats.orbax.names import name_leaves
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.run.lazy import OpenCatalog
@@ -102,7 +105,106 @@ def test_steps_of_parameters_become_one_count(tmp_path):
         torch.save({"model": model.state_dict(), "optim": {"state": state, "param_groups": []}}, source)
         assert run(["convert", str(source), str(out), "--to", "orbax", "-q"]) == code
     extras = opened(tmp_path / "out2").catalog.extras
-    assert extras["opt_state"] == [{"count": 2.0}]
+    assert extras["opt_state"] == [{"count": 2}] and type(extras["opt_state"][0]["count"]) is int
+
+
+def steps_of(path):
+    """{parameter: (its step, the dtype)}."""
+    o = opened(path)
+    state = OpenCatalog(o.tree, o.catalog).state("step")
+    return {name: (float(state[name].numpy()), state[name].dtype) for name in state}
+
+
+@pytest.mark.parametrize("fmt", ["dcp", "torch", "sharded"])
+def test_the_one_count_is_the_step_of_each_parameter_and_back(fmt, tmp_path, capsys):
+    source, there, back = CASES / "manager", tmp_path / ("m.pt" if fmt == "torch" else "out"), tmp_path / "back"
+    assert run(["convert", str(source), str(there), "--to", fmt, "--json"]) == 0
+    line = "opt_state.1.0.count, the one count of the optimizer, is the step of 6 parameters, in F32"
+    assert line in json.loads(capsys.readouterr().out)["notes"]
+    moments = {key.name for key in opened(source).catalog.tensors if key.state == "exp_avg"}
+    assert steps_of(there) == dict.fromkeys(moments, (3.0, "F32")) and len(moments) == 6
+    extras = opened(there).catalog.extras
+    assert extras["opt_state"] == {"1": {"2": {"count": 3}}} and extras["step"] == 3  # the schedule's own stays
+    assert run(["convert", str(there), str(back), "--to", "orbax", "-q"]) == 0
+    o = opened(back)
+    where = ("opt_state", 1, 0) if fmt == "sharded" else ("opt_state", 0)  # it keeps where leaves hung
+    assert o.catalog.count.path == (*where, "count")
+    assert o.catalog.count.dtype.name == "I32"
+    made = o.catalog.extras["opt_state"]
+    for step in where[1:]:
+        made = made[step] if isinstance(made, list) else made[str(step)]
+    assert made["count"] == 3
+    assert run(["diff", str(source), str(back), "-q"]) == 0
+    assert run(["diff", str(source), str(there), "-q"]) == run(["diff", str(there), str(source), "-q"]) == 0
+
+
+def test_steps_that_are_not_the_count_differ(tmp_path, capsys):
+    torch = pytest.importorskip("torch")
+    source = tmp_path / "m.pt"
+    assert run(["convert", str(CASES / "adamw_ocdbt_zarr2"), str(source), "--to", "torch", "-q"]) == 0
+    o, states = opened(source), ("exp_avg", "exp_avg_sq", "step")
+    held = {state: OpenCatalog(o.tree, o.catalog).state(state) for state in states}
+    state = {name: {each: held[each][name].torch() for each in states} for name in held["step"]}
+    state["layer_0.norm.scale"]["step"] += 1
+    model = {name: value.torch() for name, value in OpenCatalog(o.tree, o.catalog).items()}
+    torch.save({"model": model, "optimizer": {"state": state, "param_groups": []}}, source)
+    assert run(["diff", str(CASES / "adamw_ocdbt_zarr2"), str(source), "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["differences"] == [{"name": "layer_0.norm.scale", "state": "step", "kind": "value", "elements": 1}]
+    assert document["compared"] == 24
+
+
+def test_a_plan_of_steps_can_be_saved(tmp_path):
+    plan, out = tmp_path / "plan.json", tmp_path / "out"
+    words = ["convert", str(CASES / "adamw_ocdbt_zarr2"), str(out), "--to", "dcp", "--dp", "2", "--plan", str(plan)]
+    assert run([*words, "-q"]) == 0 and run(["apply", str(plan), "-q"]) == 0
+    count = opened(CASES / "adamw_ocdbt_zarr2").catalog.extras["opt_state"]["1"]["0"]["count"]
+    assert count > 0 and set(steps_of(out).values()) == {(float(count), "F32")}
+
+
+@pytest.mark.parametrize(
+    ("words", "stays"),
+    [(["--drop", "step"], True), (["--state", "model"], None), (["--state", "model", "--state", "exp_avg"], None),
+     (["--drop", "optimizer"], True), (["--drop", "extras"], None)],
+)  # fmt: skip
+def test_steps_are_left_out_where_nobody_asks_for_them(words, stays, tmp_path):
+    out = tmp_path / "out"
+    assert run(["convert", str(CASES / "adamw_ocdbt_zarr2"), str(out), "--to", "dcp", *words, "-q"]) == 0
+    assert bool(steps_of(out)) == (words == ["--drop", "extras"])
+    assert ("opt_state" in opened(out).catalog.extras) == bool(stays)
+
+
+def test_a_trainer_counts_on_and_an_optimizer_of_torch_takes_it(tmp_path):
+    torch = pytest.importorskip("torch")
+    assert run(["convert", str(CASES / "adamw_ocdbt_zarr2"), str(tmp_path / "m.pt"), "--to", "torch", "-q"]) == 0
+    o = opened(tmp_path / "m.pt")
+    lazy = OpenCatalog(o.tree, o.catalog)
+    name = "layer_0.mlp.kernel"
+    parameter = torch.nn.Parameter(lazy[name].torch())
+    optimizer = torch.optim.AdamW([parameter])
+    parts = {state: lazy.state(state)[name].torch() for state in ("exp_avg", "exp_avg_sq", "step")}
+    optimizer.load_state_dict({"state": {0: parts}, "param_groups": optimizer.state_dict()["param_groups"]})
+    parameter.grad = torch.ones_like(parameter)
+    before = float(optimizer.state[parameter]["step"])
+    optimizer.step()
+    step = optimizer.state[parameter]["step"]
+    assert step.dtype == torch.float32 and float(step) == before + 1 > 1
+
+
+def test_several_counts_are_nobody_s():
+    def leaf(*path):
+        return orbax_read._Stored(path, SimpleNamespace(shape=(), dtype=DTYPES["I32"], chunks=lambda: [object()]))
+
+    paths = [("params", "a"), ("params", "b")]
+    paths += [("opt_state", n, name, part) for n, part in enumerate("ab") for name in ("mu", "nu")]
+    counts = [("opt_state", n, "count") for n in range(2)]
+    for many in (2, 1, 0):
+        stored = [leaf(*path) for path in (*paths, *counts[:many], ("opt_state", 9, "count"))]
+        named = name_leaves([each.path for each in stored], [each.path[-1] == "count" for each in stored])
+        tensors = {key: each for key, each in zip(named.keys, stored, strict=True) if key is not None}
+        notes = []
+        found = orbax_read._count(stored, named, tensors, notes)
+        assert (found.path if found else None, len(notes)) == ((counts[0], 0) if many == 1 else (None, many // 2))
 
 
 def test_names_that_begin_others_are_one_key(tmp_path):

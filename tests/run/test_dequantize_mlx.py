@@ -15,7 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from ckpt_tool.cli import run
 
-FIXTURE = Path(__file__).parents[2] / "fixtures/quantized/mlx_4bit"
+FIXTURES = Path(__file__).parents[2] / "fixtures/quantized"
+FIXTURE = FIXTURES / "mlx_4bit"
 MODULE = "model.layers.0.mlp.down_proj"
 Tensors = dict[str, np.ndarray[Any, np.dtype[Any]]]
 Change = Callable[[Tensors, dict[str, Any]], object]
@@ -48,19 +49,44 @@ HOSTILE: list[tuple[Change, str, int]] = [
     (stated(bits="4"), "E1464", 2),
     (stated(group_size=0), "E1464", 2),
     (stated(group_size=True), "E1464", 2),
-    (stated(mode="mxfp4"), "E1464", 2),
+    (stated(mode="mxfp4"), "E1461", 3),
+    (stated(mode="mxfp4", group_size=64), "E1464", 2),
+    (stated(mode="nvfp4"), "E1464", 2),
+    (stated(mode="mxfp6"), "E1464", 2),
+    (stated(mode=["affine"]), "E1464", 2),
+    (stated(global_scale=True), "E1464", 2),
     (stated(**{MODULE: {"mode": "nvfp4"}}), "E1464", 2),
+    (stated(**{MODULE: {"mode": "nvfp4", "group_size": 16, "bits": 4}}), "E1461", 3),
     (stated(**{MODULE: {"bits": 0}}), "E1464", 2),
     (stated(**{MODULE: {"bits": 8, "group_size": 64}}), "E1461", 3),
     (lambda tensors, config: config.clear(), "E1464", 2),
 ]
 
+NUMBER = np.array([1], np.float32)
+OF_MODES: list[tuple[str, Change, str, int]] = [
+    ("mxfp8", lambda tensors, config: tensors.pop(f"{MODULE}.scales"), "E1460", 3),
+    ("mxfp8", lambda tensors, config: tensors.update({f"{MODULE}.biases": NUMBER}), "E1461", 3),
+    ("nvfp4", lambda tensors, config: tensors.update({f"{MODULE}.global_scale": NUMBER}), "E1461", 3),
+    ("mxfp8", part("scales", lambda a: a[:, :-1]), "E1461", 3),
+    ("mxfp8", part("scales", lambda a: a.astype(np.float16)), "E1461", 3),
+    ("mxfp8", part("scales", lambda a: a | np.uint8(255)), "E1463", 3),
+    ("nvfp4", part("scales", lambda a: a | np.uint8(127)), "E1463", 3),
+    ("nvfp4", part("weight", lambda a: a[:, :-1]), "E1461", 3),
+    ("nvfp4", part("weight", lambda a: a.reshape(-1)), "E1461", 3),
+    ("mxfp8", stated(mode="affine"), "E1460", 3),
+    ("mxfp8", stated(mode="mxfp4", bits=4), "E1461", 3),
+    ("mxfp4", stated(bits=8), "E1464", 2),
+    ("mxfp4", stated(**{MODULE: {"mode": "mxfp4", "bits": 8}}), "E1464", 2),
+]
+ROWS = [*(("4bit", *row) for row in HOSTILE), *OF_MODES]
 
-@pytest.mark.parametrize(("change", "code", "status"), HOSTILE, ids=[str(n) for n in range(len(HOSTILE))])
+
+@pytest.mark.parametrize(("name", "change", "code", "status"), ROWS, ids=[str(n) for n in range(len(ROWS))])
 def test_what_does_not_fit_is_an_error(
-    change: Change, code: str, status: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str, change: Change, code: str, status: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tensors, config = load_file(FIXTURE / "model.safetensors"), json.loads((FIXTURE / "config.json").read_text())
+    fixture = FIXTURES / f"mlx_{name}"
+    tensors, config = load_file(fixture / "model.safetensors"), json.loads((fixture / "config.json").read_text())
     del config["quantization_config"]  # as mlx-lm wrote it at first
     change(tensors, config)
     (tmp_path / "in").mkdir()

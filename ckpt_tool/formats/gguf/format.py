@@ -20,7 +20,7 @@ are llama.cpp's (dialect `gguf` of the families); what the metadata says of the 
 
 Written: version 3, alignment 32, gguf-py's own order and padding; what stays F32 is llama.cpp's rule (`fit`). Cost: the
 header, some 60 ms where the vocabulary has 128,000 tokens. What it does not do: GGUF's adapters and `mmproj` files
-under the hub's names, a tokenizer's files out of the metadata.
+under the hub's names.
 """
 
 from __future__ import annotations

@@ -2,20 +2,28 @@
 
     tokenizer.json, tokenizer_config.json   ->   tokenizer.ggml.{model = gpt2, pre, tokens, token_type, merges, ...}
     tokenizer.model (SentencePiece)         ->   tokenizer.ggml.{model = llama, tokens, scores, token_type, ...}
+    tokenizer.json, BPE with byte_fallback  ->   the same, with scores that give its merges
 
 llama.cpp's converter runs the tokenizer on one text and looks up the hash of its ids to name the pre-tokenizer; here it
 is the regular expressions in tokenizer.json that name it, which is what the name stands for. One that is not in the
 table leaves the tokenizer out, with a line: a wrong name would load, and split texts otherwise. A SentencePiece model
-is a protobuf of pieces (text, score, kind), of which nothing else is read.
+is a protobuf of pieces (text, score, kind), of which nothing else is read but whether it is one of unigrams.
+
+Llama's tokenizer.json alone (BPE that falls back on bytes) is SentencePiece to llama.cpp, which merges what makes the
+piece of the highest score. Its converter writes -1000 for all, so that texts are merged from the left; here a piece's
+score is the place of its merges, if every way to make it is a merge and they stand together, as transformers writes
+them (`generate_merges`). Merges of another order are left out, with a line.
 
 Sources: llama.cpp of October 2026 `conversion/base.py` (`get_vocab_base`, `_create_vocab_sentencepiece`), `phi.py`,
-`src/llama-vocab.cpp` (the expressions); gguf 0.19.0 `vocab.py` (`SpecialVocab`); sentencepiece 0.2.1
-`sentencepiece_model.proto`. Cost: 1 us a token. What it does not do: WordPiece and unigram vocabularies, BPE
-with bytes to fall back on without its tokenizer.model, tokens that a tokenizer would normalise.
+`src/llama-vocab.cpp` (the expressions, `llm_tokenizer_spm`); its gguf-py `vocab.py` (`SpecialVocab`, `LlamaHfVocab`);
+sentencepiece 0.2.1 `sentencepiece_model.proto`; transformers 5.23.0 `tokenization_utils_tokenizers.py`. Cost: 1 us a
+token, 7 us a piece of merges. What it does not do: WordPiece and unigram vocabularies, which no converter has for the
+architectures here; tokens that a tokenizer would normalise.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +61,7 @@ PRE: Mapping[tuple[str, ...], str] = {
     (GPT4O,): "gpt-4o",
     DEEPSEEK3: "deepseek-v3",
 }
-_WHOLE_WORDS = frozenset(("llama-bpe", "tekken"))  # a word that is a token is not merged (`ignore_merges`)
+WHOLE_WORDS = frozenset(("llama-bpe", "tekken"))  # a word that is a token is not merged (`ignore_merges`)
 _BPE_ALWAYS = frozenset(("qwen2moe", "qwen3moe", "deepseek2"))  # whose converter looks for no SentencePiece model
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _IDS = {kind: kind for kind in ("bos", "eos", "mask", "eot", "eom")} | {
@@ -61,6 +69,10 @@ _IDS = {kind: kind for kind in ("bos", "eos", "mask", "eot", "eom")} | {
     "sep": "seperator",
     "pad": "padding",
 }
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+_UNIGRAM = 1  # `TrainerSpec.model_type`, and what it is where nothing is said
+SPACE = "\u2581"  # what SentencePiece writes for a space
+LONGEST = 128  # characters of a piece that is merged
 Pair = tuple[str, str, Any]
 
 
@@ -100,10 +112,12 @@ def tokenizer_pairs(files: Files, architecture: str) -> tuple[list[Pair], list[s
         if architecture.startswith("gemma"):
             out += [("tokenizer.ggml.eot_token_id", "UINT32", 107)] if architecture == "gemma" else []
             out.append(("tokenizer.ggml.add_space_prefix", "BOOL", False))
-        return out, []
+        return out, [_UNIGRAMS] if _is_unigram(files.pieces) else []
     model = (files.tokenizer or {}).get("model")
     if not isinstance(model, Mapping):
         return [], [_without("there is no tokenizer.json and no tokenizer.model")]
+    if architecture == "llama" and model.get("type") == "BPE" and model.get("byte_fallback"):
+        return _like_pieces(files, model, size)
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         return [], [_without(f"its vocabulary is {model.get('type')}, and there is no tokenizer.model")]
     pre = _pre_tokenizer(files.tokenizer or {})
@@ -117,6 +131,12 @@ def tokenizer_pairs(files: Files, architecture: str) -> tuple[list[Pair], list[s
 
 def _without(why: str) -> str:
     return f"no tokenizer is written, and llama.cpp wants one: {why}"
+
+
+_UNIGRAMS = (
+    "tokenizer.model is a model of unigrams: its scores are written as they are, and llama.cpp merges by them, as it "
+    "does for BPE, so texts may be split otherwise"
+)
 
 
 def _is_bpe(files: Files, architecture: str) -> bool:
@@ -143,7 +163,7 @@ def _pre_tokenizer(tokenizer: Mapping[str, Any]) -> str | None:
         return None
     name = PRE.get(regexes)  # type: ignore[arg-type]
     whole = bool(tokenizer["model"].get("ignore_merges"))
-    return name if name is None or whole == (name in _WHOLE_WORDS) else None
+    return name if name is None or whole == (name in WHOLE_WORDS) else None
 
 
 def _regex(step: Mapping[str, Any]) -> str | None:
@@ -242,6 +262,12 @@ def pieces_of(raw: bytes) -> Iterator[tuple[bytes, float, int]]:
             yield text, struct.unpack("<f", score)[0], kind
 
 
+def _is_unigram(raw: bytes) -> bool:
+    """Is it a SentencePiece model whose pieces are chosen by the sum of their scores?"""
+    trained = [value for number, value in _fields(raw) if number == 2 and isinstance(value, bytes)]
+    return bool(trained) and dict(_fields(b"".join(trained))).get(3, _UNIGRAM) == _UNIGRAM
+
+
 def _fields(raw: bytes) -> Iterator[tuple[int, int | bytes]]:
     """The fields of a protobuf message: numbers as they are, all else as bytes."""
     at = 0
@@ -278,6 +304,93 @@ def _no_model(why: str) -> UsageError:
     return UsageError(
         f"tokenizer.model is no SentencePiece model: {why}", code=WRONG, path="tokenizer.model", hint="fetch it again"
     )
+
+
+# -- BPE that falls back on bytes --------------------------------------------------------------------------------------
+
+
+def _like_pieces(files: Files, model: Mapping[str, Any], size: int) -> tuple[list[Pair], list[str]]:
+    """The pairs of a tokenizer.json that SentencePiece's was turned into, lines about what is left out."""
+    stated, vocab = files.tokenizer or {}, model.get("vocab")
+    if not isinstance(vocab, Mapping) or not _one_line(stated.get("pre_tokenizer")):
+        return [], [_without("tokenizer.json splits texts before it merges, and there is no tokenizer.model")]
+    merged = _scores(vocab, model.get("merges"))
+    if merged is None:
+        return [], [_without("the merges of tokenizer.json are in no order of scores, and there is no tokenizer.model")]
+    tokens: list[str | bytes] = [f"[PAD{number}]" for number in range(size)]
+    scores, kinds = [-1000.0] * size, [UNUSED] * size
+    special = _named_special(files.settings or {})
+    for text, number in vocab.items():
+        _at(number, size, text)
+        kind = BYTE if _BYTE.fullmatch(text) else CONTROL if text in special else NORMAL
+        tokens[number], scores[number], kinds[number] = text, merged.get(text, -1000.0), kind
+    for number, text, _ in _added(files):
+        _at(number, size, text)
+        if text not in vocab:
+            tokens[number], kinds[number] = text, CONTROL if text in special else USER
+    out: list[Pair] = []
+    space = (files.settings or {}).get("add_prefix_space")
+    if not isinstance(space, bool):
+        space = _prepends(stated.get("normalizer")) or _prepends(stated.get("pre_tokenizer"))
+        space = None if space else False  # llama.cpp puts one before a text unless it is said not to
+    if isinstance(space, bool):
+        out.append(("tokenizer.ggml.add_space_prefix", "BOOL", space))
+    out += [("tokenizer.ggml.model", "STRING", "llama"), ("tokenizer.ggml.pre", "STRING", "default")]
+    out += [("tokenizer.ggml.tokens", "STRING", tokens), ("tokenizer.ggml.scores", "FLOAT32", scores)]
+    return [*out, ("tokenizer.ggml.token_type", "INT32", kinds), *_special(files, size)], []
+
+
+def _scores(vocab: Mapping[str, Any], merges: Any) -> dict[str, float] | None:
+    """piece -> the place of its merges, less than 0, so that pieces merged by it are merged as by `merges`; None where
+    no scores are: a piece has merges apart from one another, or may be made in a way that is no merge."""
+    ways: dict[str, int] = {}
+    last, rows = "", merges if isinstance(merges, list) else []
+    for row in rows:
+        parts = row.split(" ") if isinstance(row, str) else row
+        if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(part, str) for part in parts):
+            return None
+        made = "".join(parts)
+        if made != last and made in ways or made not in vocab:
+            return None
+        ways[made], last = ways.get(made, 0) + 1, made
+    for text in vocab:
+        if len(text) > 1 and ways.get(text, 0) != len(list(ways_to_make(text, vocab))):
+            return None
+    return {made: -float(place) for place, made in enumerate(ways)}
+
+
+def ways_to_make(text: str, vocab: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The two tokens that `text` is, for each place where it may be cut into such; none where it is too long to be a
+    piece of words (`LONGEST`)."""
+    for at in range(1, len(text) if len(text) <= LONGEST else 0):
+        if text[:at] in vocab and text[at:] in vocab:
+            yield text[:at], text[at:]
+
+
+def _one_line(step: Any) -> bool:
+    """Does a pre-tokenizer leave a text whole?"""
+    if isinstance(step, Mapping) and step.get("type") == "Sequence":
+        inner = step.get("pretokenizers")
+        return isinstance(inner, list) and all(map(_one_line, inner))
+    return step is None or isinstance(step, Mapping) and step.get("type") == "Metaspace" and step.get("split") is False
+
+
+def _prepends(step: Any) -> bool:
+    """Does a normalizer or a pre-tokenizer put a space before a text?"""
+    if not isinstance(step, Mapping):
+        return False
+    inner = step.get("normalizers", step.get("pretokenizers"))
+    metaspace = step.get("type") == "Metaspace" and step.get("prepend_scheme", "always") != "never"
+    return metaspace or step.get("type") == "Prepend" or isinstance(inner, list) and any(map(_prepends, inner))
+
+
+def _named_special(settings: Mapping[str, Any]) -> set[Any]:
+    """The texts of the tokens that the settings call special."""
+    named = [value for key, value in settings.items() if key.endswith("_token")]
+    for key in ("extra_special_tokens", "additional_special_tokens"):
+        more = settings.get(key)
+        named += more if isinstance(more, list) else more.values() if isinstance(more, Mapping) else ()
+    return {text for word in named if isinstance(text := _text(word), str)}
 
 
 # -- special tokens ----------------------------------------------------------------------------------------------------
@@ -341,11 +454,11 @@ def _by_template(tokenizer: Mapping[str, Any], settings: dict[str, Any]) -> _Spe
             adds.setdefault("eos", False)
         single = step.get("single") if step.get("type") == "TemplateProcessing" else None
         if isinstance(single, list) and len(single) > 1:
-            _around(single, settings, adds)
+            _around(single, step.get("pair"), settings, adds)
     return _Special(adds, settings)
 
 
-def _around(single: Sequence[Any], settings: dict[str, Any], adds: dict[str, bool]) -> None:
+def _around(single: Sequence[Any], pair: Any, settings: dict[str, Any], adds: dict[str, bool]) -> None:
     first, last = (_token(single[at]) for at in (0, -1))
     words = {kind: _text(settings.get(f"{kind}_token")) for kind in ("bos", "cls", "eos")}
     if first is not None:
@@ -356,6 +469,30 @@ def _around(single: Sequence[Any], settings: dict[str, Any], adds: dict[str, boo
         if settings and last != words["eos"]:
             settings |= {"eot_token": words["eos"], "eos_token": last}
         adds["eos"] = True
+    if isinstance(pair, list):
+        _between(pair, first, last, settings, adds)
+
+
+def _between(
+    pair: list[Any], first: str | None, last: str | None, settings: dict[str, Any], adds: dict[str, bool]
+) -> None:
+    """What stands between two texts: is it the token that separates them?"""
+    inner = pair[first is not None and bool(pair) and _token(pair[0]) == first :]
+    inner = inner[:-1] if last is not None and inner and _token(inner[-1]) == last else inner
+    ends = [_sequence(inner[at]) for at in (0, -1)] if inner else []
+    middle = [_token(step) for step in inner[1:-1]]
+    if ends != ["A", "B"] or not middle:
+        return
+    words = [_text(settings.get(f"{kind}_token")) for kind in ("sep", "eos")]
+    adds["sep"] = middle[0] in words and last is None or len(middle) == 2 and middle[1] in words
+    adds["sep"] &= None not in middle[:2]
+    if adds["sep"] and settings and not words[0]:
+        settings["sep_token"] = words[1]
+
+
+def _sequence(step: Any) -> Any:
+    found = step.get("Sequence") if isinstance(step, Mapping) else None
+    return found.get("id") if isinstance(found, Mapping) else None
 
 
 def _token(step: Any) -> str | None:

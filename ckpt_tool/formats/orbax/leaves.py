@@ -100,7 +100,8 @@ def fitted(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: H
     made = LogicalTensor(key, first.shape, first.dtype, tuple(of_each), count)
     reason = "one count of the optimizer for all parameters; they are compared while they are read"
     dropped.append({**entry, "reason": reason})
-    return Fitted((*rest, (index, made)), dropped=tuple(dropped), unlisted=(*unlisted, key))
+    casts = {key: DTYPES["I32"]} if first.dtype.is_float else {}  # in which optax counts
+    return Fitted((*rest, (index, made)), casts, tuple(dropped), (*unlisted, key))
 
 
 def _is_scalar(shape: tuple[int, ...], dtype: DType) -> bool:

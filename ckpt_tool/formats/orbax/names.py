@@ -4,6 +4,7 @@
     ("params", "params", "decoder", "layers", "w")            decoder.layers.w                  MaxText's TrainState
     ("opt_state", 1, 0, "mu", "layer_0", "q", "kernel")       layer_0.q.kernel [exp_avg]        optax, at any depth
     ("opt_state", 1, 0, "count")                              a plain value: the step of all that hangs beside it
+                                                              (`Catalog.count`, where it is the only one)
     ("transformer/layer_0/attn", "w")                         transformer/layer_0/attn.w        a bare tree
     ("step",), a scalar                                       a plain value
 
@@ -31,7 +32,7 @@ from ckpt_tool.formats.state_dict.words import EMA_ROOTS, MASTER_ROOTS, MODEL_RO
 
 STATES = {"mu": "exp_avg", "nu": "exp_avg_sq", "nu_max": "max_exp_avg_sq", "trace": "momentum_buffer"}
 _BY_STATE = {state: name for name, state in STATES.items()}
-COUNT = "count"
+COUNT, COUNTED = "count", ("mu", "nu", "nu_max")  # the steps, and what hangs beside them
 _OPTIMIZERS = OPTIMIZER_ROOTS | {"opt_state"}
 _PARAMS = "params"
 

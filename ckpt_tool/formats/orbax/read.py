@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.catalog import Catalog, Note, Row
 from ckpt_tool.core.faults import for_each, together
 from ckpt_tool.core.hints import Hints
-from ckpt_tool.core.tensor import LogicalTensor, Path, TensorKey
+from ckpt_tool.core.tensor import STEP, LogicalTensor, Path, TensorKey
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.orbax import items as orbax_items
 from ckpt_tool.formats.orbax.items import EMPTY, STRING, Item, Leaf, Step
-from ckpt_tool.formats.orbax.names import OPTAX, Named, Trees, name_leaves
+from ckpt_tool.formats.orbax.names import COUNT, COUNTED, OPTAX, STATES, Named, Trees, name_leaves
 from ckpt_tool.storage.ocdbt import read_keys
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.zarr import Array, Files, Store, read_array
@@ -31,6 +31,7 @@ PLAIN = {
     "U64": "<Q",
 }
 PLAIN |= {"F16": "<e", "F32": "<f", "F64": "<d"}
+_COUNTS = ("I32", "I64", "U32")
 METRICS, CUSTOM = "metrics", "custom_metadata"
 
 
@@ -107,6 +108,7 @@ def read_tree(tree: Tree) -> Catalog:
             what = f"{len(keys)} arrays are keys of a PRNG, such as {first} ({keys[first]})"
             notes.append(Note("N-keys", f"{what}: they are read, and written, as integers: jax.random.wrap_key_data"))
     hint = _hint(tree, step, trees, named, extras, {each.path: each.array.dtype.name for each in stored})
+    count = _count(stored, named, tensors, notes)
     return Catalog(
         "orbax",
         _Tensors(tensors),
@@ -115,7 +117,29 @@ def read_tree(tree: Tree) -> Catalog:
         sidefiles=tuple(name for name in tree.names() if is_sidefile(name) and tree.listing()[name] >= 0),
         notes=tuple(notes),
         hints=Hints.of(hint),
+        count=count,
     )
+
+
+def _count(
+    stored: Sequence[_Stored], named: Named, tensors: Mapping[TensorKey, _Stored], notes: list[Note]
+) -> LogicalTensor | None:
+    """The one count of the optimizer's steps, None where there is none, or several are beside moments."""
+    moments = [each.path for key, each in tensors.items() if key.state in (STATES[word] for word in COUNTED)]
+    beside = {path[:at] for path in moments for at, step in enumerate(path) if step in COUNTED}
+    found = [
+        each
+        for each, key in zip(stored, named.keys, strict=True)
+        if key is None and each.path[-1] == COUNT and each.path[:-1] in beside and each.array.dtype.name in _COUNTS
+    ]
+    if len(found) > 1:
+        names = ", ".join(".".join(map(str, each.path)) for each in found[:3])
+        notes.append(Note("N-counts", f"{len(found)} counts of steps, each of some parameters: {names}"))
+    if len(found) != 1:
+        return None
+    path, array = found[0]
+    chunks = tuple(array.chunks())
+    return LogicalTensor(TensorKey(".".join(map(str, path)), STEP), (), array.dtype, chunks, path) if chunks else None
 
 
 def _arrays(tree: Tree, item: Item) -> list[tuple[Leaf, Array]]:
