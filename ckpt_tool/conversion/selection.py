@@ -16,7 +16,8 @@ from ckpt_tool.formats.steps import other_steps
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.kept_whole import with_their_parts
 from ckpt_tool.sources.chosen import Chosen, Conversion, extras_left_behind, left_behind
-from ckpt_tool.sources.opening import Opened, recipe_above
+from ckpt_tool.sources.opening import Opened
+from ckpt_tool.sources.recipe import recipe_above
 from ckpt_tool.sources.select import group_of, left_by_word, removed_keys, split_keys, state_filter
 
 

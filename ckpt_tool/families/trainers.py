@@ -15,6 +15,9 @@ Llama 3.2 and 4; dropless experts of OLMo-core, shared ones, and blocks with bot
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+
+from ckpt_tool.core.bounds import numeral
 
 TUNE_MODEL = """
     tok_embeddings.weight : v h = model.embed_tokens.weight : v h
@@ -86,6 +89,25 @@ TUNE4 = (
     decoder.layers.{i}.mlp.experts.down_proj : e m h = model.layers.{i}.feed_forward.experts.down_proj : e m h
 """
 ).replace(".mlp.<gate|up|down>_proj.weight", ".feed_forward.<gate|up|down>_proj.weight")
+# Parts of torchtune's names in the order in which its modules make them (0.6.1 `modules/{transformer,attention,
+# feed_forward}.py`); a Linear has its weight before its bias
+_TUNE_ORDER = """
+    tok_embeddings layers norm output attn q_proj k_proj v_proj output_proj q_norm k_norm mlp w1 w2 w3 sa_norm mlp_norm
+    sa_scale mlp_scale rms_norm weight bias scale
+""".split()
+
+
+def tune_order(names: Iterable[str]) -> list[str] | None:
+    """The names as torchtune's model yields its parameters; None where one is not known to be a decoder's.
+
+    >>> tune_order(["output.weight", "layers.0.sa_norm.scale", "layers.0.attn.k_proj.weight"])
+    ['layers.0.attn.k_proj.weight', 'layers.0.sa_norm.scale', 'output.weight']
+    """
+    ranks = {part: rank for rank, part in enumerate(_TUNE_ORDER)}
+    keys = {name: [int(part) if numeral(part) else ranks.get(part, -1) for part in name.split(".")] for name in names}
+    return None if any(-1 in key for key in keys.values()) else sorted(keys, key=lambda name: keys[name])
+
+
 OLMO_MODEL = """
     embeddings.weight : v h = model.embed_tokens.weight : v h
     lm_head.w_out.weight : v h = lm_head.weight : v h

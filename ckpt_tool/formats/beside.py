@@ -10,7 +10,7 @@
 frozen weights and tied ones change it, and weights of one shape may stand for each other. Where one order alone fits
 (`formats.torch.beside_model`) the states are read; else nothing is guessed.
 
-torchtune's has torchtune's names, or numbers: read where it is passed itself, and converted.
+torchtune's has torchtune's names, or numbers, and is above the model: `sources.recipe` joins it.
 
 Sources: torchtune 0.6.1 `training/checkpointing/` (RECIPE_STATE_DIRNAME); accelerate 1.15.0 `checkpointing.py`
 (OPTIMIZER_NAME), transformers 5.23.0 `trainer.py`.
@@ -49,7 +49,6 @@ def lost_optimizer(names: Iterable[str]) -> tuple[Note, ...]:
     return (Note("N-no-optimizer", f"{left} lies beside the model, and no optimizer: the model alone is read", left),)
 
 
-def recipe_note(path: str) -> Note:
-    """The note on a recipe's state. path: where it is."""
-    line = f"{path} is not read: it holds torchtune's optimizer under torchtune's names"
-    return Note(UNREAD, f"{line}; ckpt convert it with --dialect hf, and ckpt merge the two", path)
+def recipe_note(path: str, why: str) -> Note:
+    """The note on the state of torchtune's recipe that is not joined to its model. path: where it is."""
+    return Note(UNREAD, f"{path} is not read: it holds torchtune's optimizer: {why}", path)

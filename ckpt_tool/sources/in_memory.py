@@ -1,6 +1,7 @@
 """A model as the trainer had it in memory, where what it saved has other names: what an optimizer's states are told by.
 
     Trainer, transformers 5:  model.safetensors has experts one by one, the optimizer moments of (experts, 2 m, h)
+    torchtune:                the hub's names and rows, the optimizer's are torchtune's
 
 Which dialect that is the family says (`families.experts.memory_dialect`), and its equations take the states from there
 to the names in the files, as strided pieces of what is stored. Cost: nothing unless an optimizer lies beside the model;
@@ -18,6 +19,7 @@ from ckpt_tool.formats.base import Walked
 
 if TYPE_CHECKING:
     from ckpt_tool.algebra.mapped import Mapped
+    from ckpt_tool.families.base import Family
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -27,16 +29,43 @@ def in_memory(config: Mapping[str, Any], shapes: Shapes) -> Walked | None:
     takes them for its own. config: its config.json. shapes: of what is stored."""
     from ckpt_tool.families.experts import memory_dialect
     from ckpt_tool.families.registry import find
-    from ckpt_tool.families.rewrite import mapping
 
     try:
         family, dialect = find(config, shapes)
         memory = memory_dialect(family)
-        if memory == dialect:
-            return None
-        there = mapping(family, dialect, memory, shapes, config)
+        return None if memory == dialect else _walked(family, dialect, memory, shapes, config)
     except (InputError, UsageError):  # of no family, or not whole: the names in the files are all that there is
         return None
+
+
+def in_torchtune(config: Mapping[str, Any], shapes: Shapes, stated: str | None) -> Walked | None:
+    """The model in torchtune's names and tensors; None where the files are in those. stated: `--family`, which says
+    which of its versions' names are meant where they differ.
+
+    Raises InputError, UsageError: those of `families.registry.find` (E1233 also where two versions of torchtune have
+    names that mean other tensors), E1231 where torchtune's names for the family are not known here."""
+    from ckpt_tool.families.registry import find
+
+    name, _, own = (stated or "").partition(":")
+    family, dialect = find(config, shapes, family=name or None)
+    theirs = [each for each in family.dialects if each.partition("-")[0] == "torchtune"]
+    if dialect in theirs:
+        return None
+    if own not in theirs and len(theirs) > 1:
+        raise UsageError(
+            f"{' and '.join(theirs)} mean other tensors of {family.name} by the same names: nothing says which it is",
+            code="E1233",
+            hint=f"say which with {' or '.join(f'--family {family.name}:{each}' for each in theirs)}",
+        )
+    there = own if own in theirs else "torchtune"
+    return _walked(family, dialect, there, shapes, config)
+
+
+def _walked(family: Family, dialect: str, memory: str, shapes: Shapes, config: Mapping[str, Any]) -> Walked:
+    """A model of the files in the dialect of memory. Raises InputError, UsageError of `families.rewrite.mapping`."""
+    from ckpt_tool.families.rewrite import mapping
+
+    there = mapping(family, dialect, memory, shapes, config)
     known = {piece.src.name for made in there.made for piece in made.pieces}.union(there.dropped)
     walked = {name: shape for name, shape in shapes.items() if name not in known}
     walked |= {made.name: made.shape for made in there.made}

@@ -25,13 +25,14 @@ from ckpt_tool.core.witness import tell
 from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import checksums, registry
 from ckpt_tool.formats.base import Format, ReadOptions, Specificity, ranks_of
-from ckpt_tool.formats.beside import RECIPE, recipe_note
 from ckpt_tool.formats.copies import look_for_copies
 from ckpt_tool.formats.lookalikes import part_of
 from ckpt_tool.formats.peft.lone import is_adapter, note_of
 from ckpt_tool.options.reading import Reading
+from ckpt_tool.sources.adapter_states import with_states
 from ckpt_tool.sources.config import read_config
 from ckpt_tool.sources.in_memory import in_memory
+from ckpt_tool.sources.recipe import PATH, newest_with_recipe, recipe_above, with_recipe
 from ckpt_tool.sources.steps import POINTERS, pointed, runs_in, steps_in
 from ckpt_tool.storage.pickle_globals import class_of, users_own
 from ckpt_tool.storage.source import Tree, safe_relative
@@ -57,7 +58,8 @@ def _all(state: str) -> bool:
 
 class Opened(NamedTuple):
     """An open source. resolved: why another folder than the given one was taken, "" where it was not. outer: the given
-    folder then, whose side files are beside its pointer file."""
+    folder then, whose side files are beside its pointer file; where the checkpoint lies in both, the one that was
+    taken."""
 
     tree: Tree
     format: Format
@@ -166,16 +168,11 @@ def _opened(given: Tree, reading: Reading) -> Opened:
     if given.odd_links or tree.odd_links:
         note = Note("W-links", f"not read: {'; '.join(_odd_links(given, tree))} ({FOLLOW})")
         catalog = replace(catalog, notes=(*catalog.notes, note))
-    outer = None if tree is given else given
-    if above := recipe_above(outer):
-        catalog = replace(catalog, notes=(*catalog.notes, recipe_note(above)))
-    return Opened(tree, fmt, catalog, resolved, outer)
-
-
-def recipe_above(outer: Tree | None) -> str:
-    """torchtune's `recipe_state/recipe_state.pt` in the folder whose step was taken, "" where there is none."""
-    path = f"recipe_state/{RECIPE}"
-    return path if outer is not None and outer.single is None and outer.exists(path) else ""
+    if recipe_above(None if tree is given else given):
+        catalog, whole = with_recipe(given, tree, catalog, reading)
+        if whole:
+            return Opened(given, fmt, catalog, resolved, tree)
+    return Opened(tree, fmt, catalog, resolved, None if tree is given else given)
 
 
 def _read(fmt: Format, tree: Tree, reading: Reading) -> Catalog:
@@ -190,7 +187,7 @@ def _read(fmt: Format, tree: Tree, reading: Reading) -> Catalog:
         in_memory,
     )
     with gc_paused():
-        return fmt.read(tree, options)
+        return with_states(tree, fmt.read(tree, options), options)
 
 
 def _refuse_code(tree: Tree, reading: Reading, fault: InputError) -> None:
@@ -319,6 +316,8 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
             inner, why = resolve(below, reading)
             return inner, f"{only}, {why}"
         return below, only
+    if newest := newest_with_recipe(tree, steps):
+        return tree.below(newest), f"{PATH} goes on from {newest}"
     raise UnknownFormat(
         f"the folder holds {len(steps)} checkpoints and no pointer file",
         code="E0392",

@@ -12,7 +12,6 @@ from safetensors.numpy import load_file
 import ckpt_tool as ckpt
 from ckpt_tool.api import convert, merge
 from ckpt_tool.commands.inspect import inspect
-from ckpt_tool.errors import UsageError
 from ckpt_tool.options.reading import Reading
 
 HERE = Path(__file__).parents[2] / "fixtures/trainers"
@@ -76,19 +75,16 @@ def test_torchtunes_own_names_are_mapped_with_the_moments(tmp_path: Path) -> Non
         np.testing.assert_array_equal(made.state("exp_avg")[name].numpy(), own.state("exp_avg")[name].numpy())
 
 
-def test_a_recipes_optimizer_joins_its_model_by_two_commands(tmp_path: Path) -> None:
+def test_a_recipes_optimizer_joins_a_step_that_is_passed_itself_by_two_commands(tmp_path: Path) -> None:
+    """What lies above a folder that was passed is not looked at."""
     run, config = HERE / "torchtune_full", str(HERE / "torchtune_full/epoch_0")
-    holds(run, "torchtune_full", ("model",))
-    for source in (run, run / "epoch_0"):
-        document = inspect(str(source), Reading())
-        assert any(RECIPE in note for note in document["notes"]) == (source is run)
-    with pytest.raises(UsageError, match="torchtune's optimizer") as caught:
-        convert(str(run), str(tmp_path / "no"), to="dcp")
-    assert caught.value.code == "E1643"
-    assert str(caught.value.path) == str(run / RECIPE)
+    holds(run, "torchtune_full")
+    holds(run / "epoch_0", "torchtune_full", ("model",))
     convert(str(run / RECIPE), str(tmp_path / "optimizer"), to="dcp", dialect="hf", config=config)
     merge([config, str(tmp_path / "optimizer")], str(tmp_path / "whole"), to="dcp")
     holds(tmp_path / "whole", "torchtune_full")
+    convert(str(run), str(tmp_path / "joined"), to="dcp")
+    holds(tmp_path / "joined", "torchtune_full")
 
 
 def test_its_lora_opens_as_pefts() -> None:

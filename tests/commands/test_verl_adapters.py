@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+import ckpt_tool as ckpt
 from ckpt_tool.api import convert, merge
 from ckpt_tool.commands.inspect import inspect
 from ckpt_tool.errors import Incomplete, InputError, UnknownFormat, UsageError
@@ -120,9 +121,8 @@ def test_what_is_missing_or_of_another_job_is_named(tmp_path: Path) -> None:
     (copy / "adapter_checkpoint/mp_rank_01_001_adapter.pt").unlink()
     with pytest.raises(Incomplete, match="mp_rank_01_001"):
         inspect(str(copy), Reading())
-    with pytest.raises(Incomplete, match="adapters of 2 layers, transformer_config.json says 4") as caught:
-        inspect(str(edited("lora_tp2pp2", tmp_path / "vpp", num_layers=4)), Reading())
-    assert "virtual pipeline" in str(caught.value.hint)
+    with pytest.raises(Incomplete, match="adapters of 2 layers, transformer_config.json says 4"):
+        inspect(str(edited("lora_tp2pp2", tmp_path / "fewer", num_layers=4)), Reading())
     with pytest.raises(Incomplete, match="says 6 in all"):
         inspect(str(edited("moe_apart_ep2", tmp_path / "experts", num_moe_experts=6)), Reading())
     for number, said in enumerate(({"tensor_model_parallel_size": 1 << 19, "pipeline_model_parallel_size": 1 << 19},
@@ -145,3 +145,76 @@ def test_files_of_another_content_are_refused(tmp_path: Path) -> None:
     (folder / "mp_rank_00_adapter.pt").write_bytes(b"")
     with pytest.raises((InputError, UnknownFormat)):
         inspect(str(folder), Reading())
+
+
+def whole(name: str, parts: list[np.ndarray]) -> np.ndarray:
+    """A tensor of the whole model, of two tensor ranks' parts: A of row-parallel weights is cut by columns, all others
+    by rows; B of fc1 is [gate; up] on each."""
+    if name.endswith(("linear_proj.adapter.linear_in.weight", "linear_fc2.adapter.linear_in.weight")):
+        return np.concatenate(parts, 1)
+    if name.endswith("linear_fc1.adapter.linear_out.weight"):
+        halves = [np.split(part, 2) for part in parts]
+        return np.concatenate([halves[0][0], halves[1][0], halves[0][1], halves[1][1]])
+    return np.concatenate(parts)
+
+
+def test_the_optimizer_of_an_adapter_comes_along(tmp_path: Path) -> None:
+    """Element by element what the live optimizer of each rank had, and the main weights round to the adapter."""
+    case = HERE / "states_tp2pp2"
+    convert(str(case), str(tmp_path / "dist"), to="megatron-dist", lora_alpha=8)
+    ranks = [load_file(HERE / f"states_tp2pp2.rank{rank}.safetensors") for rank in range(4)]
+    for path in (case, tmp_path / "dist"):
+        opened = ckpt.open(str(path))
+        states = {key.state for key in opened.catalog.tensors}
+        assert states == {"model", "master", "exp_avg", "exp_avg_sq", "step"}
+        for state in states - {"step", "model"}:
+            assert opened.state(state).keys() == opened.state("model").keys()
+            for stage in (0, 1):
+                for key in (key for key in ranks[2 * stage] if key.startswith(f"{state}/")):
+                    name = key.partition("/0.")[2]
+                    mine = opened.state(state)[name.replace("layers.0.", f"layers.{stage}.")].numpy()
+                    np.testing.assert_array_equal(mine, whole(name, [r[key] for r in ranks[2 * stage :][:2]]), key)
+        for name, held in opened.state("model").items():
+            assert torch.equal(torch.from_numpy(opened.state("master")[name].numpy()).bfloat16(), held.torch())
+
+
+def test_an_optimizer_that_is_not_the_adapters_stays_behind(tmp_path: Path) -> None:
+    actor = step(tmp_path)  # a whole model's beside the adapter
+    (note,) = [note for note in inspect(str(actor), Reading())["notes"] if "not read" in note]
+    assert "it has states of" in note
+    other = tmp_path / "other"
+    shutil.copytree(HERE / "canonical_tp2", other)
+    shutil.copytree(HERE / "states_tp2pp2/dist_ckpt", other / "dist_ckpt")
+    assert any("the optimizer of the adapter's run" in note for note in inspect(str(other), Reading())["notes"])
+    assert inspect(str(other), Reading())["states"].keys() == {"model"}
+    (other / "dist_ckpt/.metadata").write_bytes(b"")
+    assert any("not read" in note for note in inspect(str(other), Reading())["notes"])
+
+
+def test_chunks_that_verl_leaves_out_are_named_with_where_they_are(tmp_path: Path) -> None:
+    """The two commands that the error leads to make what the bridge exports of all layers."""
+    actor = HERE / "vpp2"
+    with pytest.raises(Incomplete, match="the first of 2 model chunks of each stage alone") as caught:
+        inspect(str(actor), Reading())
+    assert "--from megatron-dist --keep-keys '*.adapter.*' --to megatron-dist" in str(caught.value.hint)
+    convert(str(actor), str(tmp_path / "a"), from_format="megatron-dist", keep_keys=["*.adapter.*"], to="megatron-dist")
+    config = str(actor / "huggingface")
+    convert(str(tmp_path / "a"), str(tmp_path / "peft"), to="peft", lora_alpha=8, config=config)
+    assert same(load_file(tmp_path / "peft" / SAFE), load_file(HERE / "vpp2.hf" / SAFE))
+    assert inspect(str(tmp_path / "a"), Reading())["states"].keys() == {"model", "exp_avg", "exp_avg_sq", "step"}
+    alone = shutil.copytree(actor, tmp_path / "alone", ignore=shutil.ignore_patterns("dist_ckpt"))
+    with pytest.raises(Incomplete, match="in no file of it") as caught:
+        inspect(str(alone), Reading())
+    assert "export the adapter from the job" in str(caught.value.hint)
+
+
+def test_stages_without_a_config_may_have_more_chunks(tmp_path: Path) -> None:
+    """Three numbers say the stage, and not whether its first chunk is all of it."""
+    folder = tmp_path / "adapter_checkpoint"
+    folder.mkdir()
+    for stage in (0, 1):
+        own = HERE / f"vpp2/adapter_checkpoint/mp_rank_00_00{stage}_adapter.pt"
+        shutil.copy(own, folder / f"mp_rank_00_00{stage}_000_adapter.pt")
+    with pytest.raises(InputError, match="or whether the stages have more chunks") as caught:
+        inspect(str(folder), Reading())
+    assert caught.value.code == "E2790"

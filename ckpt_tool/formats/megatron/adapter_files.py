@@ -2,7 +2,7 @@
 
     actor/adapter_checkpoint/mp_rank_TT[_PPP][_EEE]_adapter.pt   {"adapter_state_dict": {name: tensor}}
           transformer_config.json     the model's config and the job's degrees, as data (with `extra` in save_contents)
-          dist_ckpt/                  the optimizer of the adapter, scheduler and RNG states: not read here
+          dist_ckpt/                  the optimizer of the adapter, scheduler and RNG states (`sources.adapter_states`)
           huggingface/                config.json of the base, tokenizer
 
 A file holds what the rank's first model chunk has with `.adapter.` in its name: layers and experts under local numbers.
@@ -13,14 +13,14 @@ of the rank (r, in), which each of them is given, or one for each (experts, r, i
 Nothing that verl writes states alpha: `--lora-alpha` does (`actor_rollout_ref.model.lora.alpha` of the run).
 
 Source: volcengine/verl b178a3cd, `utils/megatron_peft_utils.py` (`save_adapter_checkpoint`: `models[0]` alone, so the
-further chunks of a virtual pipeline are in no file), `utils/checkpoint/megatron_checkpoint_manager.py`;
+further chunks of a virtual pipeline are in `dist_ckpt/` alone), `utils/checkpoint/megatron_checkpoint_manager.py`;
 megatron-bridge 0.6.2 `peft/{lora,utils}.py`. Cost: a pickle a rank. What it does not do: write such files.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -144,9 +144,13 @@ def _degrees(tree: Tree, files: Mapping[str, tuple[int, ...]], facts: Facts, *, 
         degrees = dict(facts.degrees)
         return degrees | {"dp": max(degrees["dp"], degrees["ep"]), "vpp": 1}
     numbers = list(files.values())
-    if any(len(found) == 2 for found in numbers):
+    several = any(len(found) > 2 and found[1] for found in numbers)
+    if several or any(len(found) == 2 for found in numbers):
         raise InputError(
-            f"nothing says whether the second number of {next(iter(files))} is the stage's or the experts'",
+            f"nothing says whether the second number of {next(iter(files))} is the stage's or the experts'"
+            if not several
+            else f"the files are of several pipeline stages ({list(files)[-1]}), and nothing says how many layers the "
+            "model has, or whether the stages have more chunks than the first, which verl saves alone",
             code=NUMBERS,
             path=tree.display(next(iter(files))),
             hint=f"pass the folder that holds {ADAPTERS} and {CONFIG}, which says the job's degrees",
@@ -163,7 +167,7 @@ Held = list[tuple[Rank, list[tuple[str, StoredArray]]]]
 
 def _job(tree: Tree, held: Held, facts: Facts, degrees: dict[str, int], hints: LoraHints) -> Job:
     local = [name for _, arrays in held for name, _ in arrays]
-    stages = _stages(tree, held, facts, degrees)
+    stages = _stages(tree, held, facts, degrees, local)
     shapes = {name: array.shape for _, arrays in held for name, array in arrays}
     grouped = [array.shape[0] for _, arrays in held for name, array in arrays if _is_stack(name, array)]
     own = max([names.experts_count(local), *grouped]) or (facts.experts or 0) // degrees["ep"]
@@ -178,8 +182,11 @@ def _job(tree: Tree, held: Held, facts: Facts, degrees: dict[str, int], hints: L
     return Job(facts, degrees, stages, own * degrees["ep"], gated=gated is not False, down_shared=False)
 
 
-def _stages(tree: Tree, held: Held, facts: Facts, degrees: Mapping[str, int]) -> Stages:
-    """Layers of each stage, as the files show them. Raises Incomplete E0302 where they are not all of the model's."""
+def _stages(tree: Tree, held: Held, facts: Facts, degrees: Mapping[str, int], local: Iterable[str]) -> Stages:
+    """Layers of each stage, as the files show them. Raises Incomplete E0302 where they are not all of the model's: of a
+    virtual pipeline they never are."""
+    if facts.vpp > 1:
+        raise _first_chunks(tree, facts, local)
     counts = [0] * degrees["pp"]
     for rank, arrays in held:
         counts[rank.pp] = max(counts[rank.pp], names.layers_count(name for name, _ in arrays))
@@ -189,10 +196,29 @@ def _stages(tree: Tree, held: Held, facts: Facts, degrees: Mapping[str, int]) ->
             code=MISSING,
             path=tree.display(next(rank.path for rank, _ in held)),
             faults=[f"stage {stage}: {count} layers" for stage, count in enumerate(counts)],
-            hint="of a virtual pipeline verl saves the first chunk alone, and where some layers have no adapter their "
-            "numbers can't be told: export the adapter from the job",
+            hint="where some layers have no adapter their numbers can't be told: export the adapter from the job",
         )
     return from_counts(counts, degrees["pp"])
+
+
+def _first_chunks(tree: Tree, facts: Facts, local: Iterable[str]) -> Incomplete:
+    """The error (E0302) for a virtual pipeline. `save_adapter_checkpoint` takes `models[0]`, but the manager leaves all
+    chunks (`model0`, `model1`, ...) in what it saves of the optimizer: `generate_state_dict` takes out `model` alone.
+    local: names in the files; some have rows in an order of the tensor ranks, which beside a base nothing undoes."""
+    ordered = facts.degrees["tp"] > 1 and any(".adapter.adapter_" in n or n.endswith("_magnitude") for n in local)
+    hint = "export the adapter from the job, or train on without a virtual pipeline and save again"
+    if states_beside(tree) and not ordered:
+        hint = (
+            f"verl leaves all chunks in {STATES}: ckpt convert {tree.display()} OUT --from megatron-dist "
+            "--keep-keys '*.adapter.*' --to megatron-dist makes the whole adapter of them, with its optimizer"
+        )
+    return Incomplete(
+        f"verl has saved the adapters of the first of {facts.vpp} model chunks of each stage alone ({CONFIG} says "
+        f"virtual_pipeline_model_parallel_size {facts.vpp}): those of the other layers are in no file of it",
+        code=MISSING,
+        path=tree.display(CONFIG),
+        hint=hint,
+    )
 
 
 def _is_stack(name: str, array: StoredArray) -> bool:
@@ -227,6 +253,3 @@ def _notes(tree: Tree, hints: LoraHints, *, known: bool) -> Iterator[Note]:
     yield Note("N-adapter", f"an adapter of Megatron-Bridge, a file a rank, as verl saves it: {line}")
     if not known:
         yield Note("N-adapter", f"there is no {CONFIG} beside: degrees are those of the files' names")
-    if states_beside(tree):
-        line = "not read: the optimizer of the adapter's run, its scheduler and random states"
-        yield Note("N-no-state", line, STATES)

@@ -34,6 +34,7 @@ from ckpt_tool.storage.strict_json import parse
 from ckpt_tool.storage.survey import unsafe_names
 
 _ROOT = "optimizer"
+_BESIDE = "where it has names, ckpt convert it with --dialect hf, and ckpt merge the two"
 _CONFIG, _LIMIT = "config.json", 16 << 20
 _Walk = Callable[[Mapping[str, Any], Mapping[str, Shape]], Walked | None]
 
@@ -50,7 +51,7 @@ def with_optimizer(tree: Tree, catalog: Catalog, options: ReadOptions, *, in_ord
         lost = lost_optimizer(tree.names()) if tree.single is None else ()
         return replace(catalog, notes=(*catalog.notes, *lost)) if lost else catalog
     if found[0] == RECIPE:
-        return replace(catalog, notes=(*catalog.notes, recipe_note(RECIPE)))
+        return replace(catalog, notes=(*catalog.notes, recipe_note(RECIPE, _BESIDE)))
     if len(found) > 1:
         return _unread(catalog, found[0], f"one of {len(found)} optimizers")
     try:
@@ -59,7 +60,7 @@ def with_optimizer(tree: Tree, catalog: Catalog, options: ReadOptions, *, in_ord
             catalog = replace(catalog, unsafe=(*catalog.unsafe, *content.unsafe))
         config = _config(tree) if options.config is None else options.config
         ways = _ways(catalog, content, config, options.walked, in_order=in_order)
-        return _with_scheduler(tree, _joined(tree, catalog, found[0], content, ways))
+        return _with_scheduler(tree, joined(tree.display(found[0]), catalog, found[0], content, ways))
     except CkptError as e:
         code = unsafe_names(tree, found)
         return replace(_unread(catalog, found[0], e.message), unsafe=(*catalog.unsafe, *code))
@@ -70,7 +71,7 @@ def _unread(catalog: Catalog, name: str, why: str) -> Catalog:
     return replace(catalog, notes=(*catalog.notes, note))
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
     """How the trainer may have had the model. shapes: {parameter: elements}; order: of its parameters; walked: how its
     names become those in the files, None where they are the same."""
 
@@ -81,26 +82,28 @@ class _Way(NamedTuple):
 
 def _ways(
     catalog: Catalog, content: TorchContent, config: Mapping[str, Any], walk: _Walk, *, in_order: bool
-) -> list[_Way]:
+) -> list[Way]:
     """The ways in which the model's parameters may be numbered, the likeliest first: as the class has them in memory,
     then as the files have them."""
     stored = {key.name: tensor.shape for key, tensor in catalog.tensors.items()}
     if in_order:
-        return [_Way(stored, list(stored), None)]
+        return [Way(stored, list(stored), None)]
     walked, found = walk(config, stored), []
     for shapes, each in ((walked.shapes, walked), (stored, None)) if walked else ((stored, None),):
         order = _order(shapes, config.get("model_type"), content)
-        found += [] if order is None else [_Way(shapes, order, each)]
+        found += [] if order is None else [Way(shapes, order, each)]
     return found
 
 
-def _joined(tree: Tree, catalog: Catalog, name: str, content: TorchContent, ways: Sequence[_Way]) -> Catalog:
+def joined(shown: str, catalog: Catalog, name: str, content: TorchContent, ways: Sequence[Way]) -> Catalog:
+    """The catalog with the states of an optimizer's file, by the first way that fits; with a note where none does.
+    shown: the file in messages, name: in the tree."""
     why = "it numbers its parameters, and nothing tells in which order the model has them"
     beside = content.extras if isinstance(content.extras, dict) else {}
     for shapes, order, walked in ways:
         leaves = [Leaf(("model", each), shapes[each], _place(catalog, each, walked)) for each in order]
         leaves += [Leaf((_ROOT, *path), array.shape) for path, array in content.leaves]
-        named = name_leaves(leaves, {_ROOT: beside}, path=tree.display(name))
+        named = name_leaves(leaves, {_ROOT: beside}, path=shown)
         unnamed = next((note.message for note in named.notes if note.code == UNNAMED), None)
         if unnamed is None:
             break

@@ -1,0 +1,83 @@
+"""The optimizer of an adapter that verl trained in Megatron: in `dist_ckpt/` beside the adapter's files.
+
+    actor/adapter_checkpoint/mp_rank_TT[_PPP][_EEE]_adapter.pt    the adapter (`formats.megatron.adapter_files`)
+    actor/dist_ckpt/    optimizer.state.exp_avg.decoder.layers.self_attention.linear_proj.adapter.linear_in.weight, ...
+
+`MegatronCheckpointManager.generate_state_dict` hands Megatron's optimizer the model's sharded state dict, so its states
+have the model's keys, as a torch_dist has them (`formats.megatron_dist`): an adapter's are called as its tensors are.
+They are joined where every name and shape is the adapter's and no rows lie in an order of the tensor ranks
+(`formats.megatron.adapter.stretches`); else they stay behind, and a note says why.
+
+Source: volcengine/verl b178a3cd `utils/checkpoint/megatron_checkpoint_manager.py`,
+`utils/megatron/dist_checkpointing.py`.
+Megatron's distributed optimizer is saved so by core <= 0.15 alone: later ones refuse (flattened ranges). Cost: reading
+that folder's `.metadata`. What it does not do: schedules and RNG states, adapters of experts, which the files give to
+each expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.tensor import EXTRAS, MODEL, LogicalTensor
+from ckpt_tool.errors import CkptError
+from ckpt_tool.formats import registry
+from ckpt_tool.formats.base import ReadOptions
+from ckpt_tool.formats.megatron.adapter import LoraHints, is_gated, stretches
+from ckpt_tool.formats.megatron.folders import STATES, adapter_files, states_beside
+from ckpt_tool.sources.moved import moved
+from ckpt_tool.storage.source import Tree
+
+_FOLDER = STATES.rstrip("/")
+
+
+def with_states(tree: Tree, catalog: Catalog, options: ReadOptions) -> Catalog:
+    """The catalog of an adapter's files with the optimizer's states beside them; any other as it is. Raises nothing: a
+    fault of that folder is in the note."""
+    lora = catalog.hints.get(LoraHints)
+    if lora is None or not states_beside(tree) or not adapter_files(tree).keys() & {*catalog.files}:
+        return catalog
+    below = tree.below(_FOLDER)
+    try:
+        found = moved(tree, below, _FOLDER, registry.detect(below)[0].read(below, options))
+    except CkptError as e:
+        return _left(catalog, e.message)
+    states = {key: tensor for key, tensor in found.tensors.items() if key.state not in (MODEL, EXTRAS)}
+    joined = replace(catalog, unsafe=(*catalog.unsafe, *found.unsafe))
+    if len(states) < len(found.tensors):
+        line = f"{STATES} holds a model or other tensors too: --from megatron-dist opens it"
+        joined = replace(joined, notes=(*joined.notes, Note("N-no-state", line, STATES)))
+    why = next(_unlike(catalog, states.values(), lora), "") if states else "it holds no states"
+    if why:
+        return _left(joined, why)
+    return replace(
+        joined,
+        tensors={**catalog.tensors, **states},
+        extras={**catalog.extras, **found.extras},
+        files=(*catalog.files, *found.files),
+        indexes=(*catalog.indexes, *found.indexes),
+    )
+
+
+def _left(catalog: Catalog, why: str) -> Catalog:
+    line = f"not read: the optimizer of the adapter's run, its scheduler and random states: {why}"
+    return replace(catalog, notes=(*catalog.notes, Note("N-no-state", line, STATES)))
+
+
+def _unlike(catalog: Catalog, states: Collection[LogicalTensor], lora: LoraHints) -> Iterator[str]:
+    """What keeps states from being those of the adapter."""
+    shapes = {key.name: tensor.shape for key, tensor in catalog.tensors.items()}
+    ranks, gated = catalog.mesh.to_json().get("tp", 1), is_gated(lora, shapes) is not False
+    for tensor in states:
+        name, shape = tensor.key.name, shapes.get(tensor.key.name)
+        if shape is None:
+            yield f"it has states of {name}, which the adapter's files do not have"
+        elif tensor.numel != 1 and tensor.shape != shape:
+            yield f"{tensor.key} has shape {list(tensor.shape)}, the adapter's tensor {list(shape)}"
+        elif tensor.shape and stretches(name, shape[0], ranks, gated=gated):
+            yield f"rows of {name} lie in it as {ranks} tensor ranks had them"
+    held = {tensor.key.name for tensor in states}
+    if missing := next((name for name in shapes if name not in held), ""):
+        yield f"it has no state of {missing}"
