@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from ckpt_tool.api import convert, merge, reshard
+from ckpt_tool.api import convert, diff, merge, reshard
 from ckpt_tool.commands.inspect import inspect
 from ckpt_tool.errors import Incomplete, InputError, UsageError
 from ckpt_tool.options.reading import Reading
@@ -202,3 +202,18 @@ def test_without_the_runs_config_there_is_no_scaling(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as fault:
         convert(str(tmp_path / "run"), str(tmp_path / "x"), to="peft", config=base_of("llama_tp2"))
     assert fault.value.code == "E1436"
+
+
+def test_an_adapter_beside_its_base_has_its_rows_where_the_ranks_had_them(tmp_path: Path) -> None:
+    """Canonical gate and up and DoRA's magnitudes: written by two ranks, then by four, and read as they were."""
+    fc1, rng = "decoder.layers.0.mlp.linear_fc1.", np.random.default_rng(0)
+    shapes = {"to_wrap.weight": (32, 16), "adapter.weight_magnitude": (32,), "adapter.linear_out.weight": (32, 4)}
+    shapes |= {f"adapter.adapter_{part}.linear_out.weight": (16, 4) for part in ("gate", "up")}
+    values = {fc1 + name: rng.standard_normal(shape).astype("f4") for name, shape in shapes.items()}
+    save_file(values, tmp_path / "in.safetensors")
+    where = str(tmp_path / "in.safetensors")
+    for ranks in (2, 4):
+        out = str(tmp_path / f"tp{ranks}")
+        convert(where, out, to="megatron-dist", dialect="keep", tp=ranks)
+        assert diff(str(tmp_path / "in.safetensors"), out)["equal"]
+        where = out

@@ -206,22 +206,28 @@ def read_adapter(
     args: Mapping[str, Any],
     alpha: float | None = None,
 ) -> tuple[Mapping[TensorKey, LogicalTensor], LoraHints | None, list[Note]]:
-    """(the tensors with rows in the order of the whole, what the run says of its adapter, notes) of a checkpoint that
-    holds an adapter alone; any other as it is. args: the job's arguments, {} for none. alpha: what the user states."""
-    names = [key.name for key in tensors if key.state == MODEL]
-    if not is_adapter(names):
+    """(the tensors with rows in the order of the whole, what the run says of its adapter, notes). Beside its base an
+    adapter says nothing of the run: None. args: the job's arguments, {} for none. alpha: what the user states."""
+    own = {key: tensor for key, tensor in tensors.items() if _OF_ADAPTER.fullmatch(key.name)}
+    if not own:
         return tensors, None, []
     document = run_config(tree, folder)
     hints = hints_of(document) if document or not args else hints_of_arguments(args)
-    ranks, unknown = tensor_ranks(hints.model), False
-    out, gated = dict(tensors), is_gated(hints, {key.name: tensor.shape for key, tensor in tensors.items()})
-    for key, tensor in tensors.items():
+    alone = not any(key.state == MODEL for key in tensors.keys() - own.keys())
+    ranks, unknown, out = tensor_ranks(hints.model), False, dict(tensors)
+    gated = is_gated(hints, {key.name: tensor.shape for key, tensor in own.items()})
+    gated = gated is not False if alone else gated is True  # as the writer takes a whole model that does not say it
+    for key, tensor in own.items():
         if tensor.shape:
             boxes = len({chunk.box.offset[0] for chunk in tensor.chunks})
             count = ranks or (boxes // 2 if _HALVED.fullmatch(key.name) else boxes)
-            rows = stretches(key.name, tensor.shape[0], count, gated=gated is not False)
+            rows = stretches(key.name, tensor.shape[0], count, gated=gated)
             unknown |= bool(rows) and ranks is None
             out[key] = _moved(tensor, rows) if rows else tensor
+    line = "rows of fused projections lie as the tensor ranks had them; how many ranks is told by their boxes"
+    notes = [Note("N-adapter-order", line, folder)] if unknown else []
+    if not alone:
+        return out, None, notes
     shapes = {key.name: tensor.shape for key, tensor in tensors.items() if key.state == MODEL}
     said, hints = bool(hints.peft), with_alpha(hints, shapes, alpha, tree.display())
     if not hints.peft:
@@ -231,11 +237,7 @@ def read_adapter(
         kind = what.get(hints.kind, f"a {hints.kind} of Megatron-Bridge")
         line = f"{kind}: rank {hints.peft.get('dim')}, alpha {hints.peft.get('alpha')} by "
         line += "--lora-alpha" if not said else RUN_CONFIG if document else "the job's arguments"
-    notes = [Note("N-adapter", line, folder + RUN_CONFIG)]
-    if unknown:
-        line = "rows of fused projections lie as the tensor ranks had them; how many ranks is told by their boxes"
-        notes.append(Note("N-adapter-order", line, folder))
-    return out, hints, notes
+    return out, hints, [Note("N-adapter", line, folder + RUN_CONFIG), *notes]
 
 
 def hints_of_arguments(args: Mapping[str, Any]) -> LoraHints:
