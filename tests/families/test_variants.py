@@ -107,7 +107,7 @@ def test_a_variant_is_known_whole_and_comes_back(family: str, change: dict[str, 
     config |= {key: {**config[key], **own} if isinstance(config.get(key), dict) else own for key, own in change.items()}
     known, shapes = by_name(family), hub_shapes(family, config)
     shapes = {name: shape for name, shape in shapes.items() if not in_a_tower(family, name)}
-    arrays = counted(shapes)
+    arrays = {name: array.astype(np.float64) for name, array in counted(shapes).items()}  # MaxText's queries are divided
     for dialect in known.known_dialects:
         there = mapping(known, "hf", dialect, shapes, config)
         assert not there.dropped or dialect == "megatron" and change.get("tie_word_embeddings")
@@ -118,7 +118,7 @@ def test_a_variant_is_known_whole_and_comes_back(family: str, change: dict[str, 
         found = apply([p for each in back.made for p in each.pieces], moved, {e.name: e.shape for e in back.made})
         assert found.keys() == shapes.keys() - ({"lm_head.weight"} if there.dropped else set())
         for name, array in found.items():
-            np.testing.assert_array_equal(array, arrays[name], err_msg=f"{dialect} {name}")
+            np.testing.assert_array_equal(np.rint(array), arrays[name], err_msg=f"{dialect} {name}")
 
 
 def test_the_released_config_of_mimo_states_heads_and_kinds() -> None:
