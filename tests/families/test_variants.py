@@ -107,7 +107,7 @@ def test_a_variant_is_known_whole_and_comes_back(family: str, change: dict[str, 
     config |= {key: {**config[key], **own} if isinstance(config.get(key), dict) else own for key, own in change.items()}
     known, shapes = by_name(family), hub_shapes(family, config)
     shapes = {name: shape for name, shape in shapes.items() if not in_a_tower(family, name)}
-    arrays = {name: array.astype(np.float64) for name, array in counted(shapes).items()}  # MaxText's queries are divided
+    arrays = {name: array.astype(np.float64) for name, array in counted(shapes).items()}  # some dialects divide
     for dialect in known.known_dialects:
         there = mapping(known, "hf", dialect, shapes, config)
         assert not there.dropped or dialect == "megatron" and change.get("tie_word_embeddings")
