@@ -37,7 +37,7 @@ from ckpt_tool.storage.multipart import CONNECTIONS, Pending, Sent, md5
 from ckpt_tool.storage.output_store import OutputStore
 from ckpt_tool.storage.store import Entry, Parts, Store
 
-QUEUE = 25 << 20  # bytes whole and not sent yet
+QUEUE = 20 << 20  # bytes whole and not sent yet
 PLAN = "ckpt-plan"  # what is noted on our objects
 
 
