@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from math import prod
 from operator import mul
-from typing import NamedTuple, overload
+from typing import NamedTuple, TypeVar, overload
 
 from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.dtype import DType
@@ -103,7 +103,33 @@ class Chunk(NamedTuple):
         return start, tuple(step * s for s in contiguous_strides(self.box.shape))
 
 
-class ChunkColumns(Sequence[Chunk], ABC):
+T = TypeVar("T")
+
+
+class OnDemand(Sequence[T], ABC):
+    """A sequence whose items are made when they are looked at, each time anew."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def make(self, rows: slice) -> Iterator[T]:
+        """The items of those rows."""
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[T, ...]: ...
+    def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
+        if isinstance(index, slice):
+            return tuple(self.make(index))
+        at = range(len(self))[index]
+        return next(self.make(slice(at, at + 1)))
+
+    def __iter__(self) -> Iterator[T]:
+        return self.make(slice(None))
+
+
+class ChunkColumns(OnDemand[Chunk]):
     """The chunks of a tensor, kept as columns: a chunk is made when it is looked at, and all are kept once all were.
     They equal the tuple of the chunks. No box lies twice (every replica is 0), and every path is a file's own.
 
@@ -115,10 +141,6 @@ class ChunkColumns(Sequence[Chunk], ABC):
 
     def __init__(self) -> None:
         self._made: tuple[Chunk, ...] | None = None
-
-    @abstractmethod
-    def make(self, rows: slice) -> Iterator[Chunk]:
-        """The chunks of those rows."""
 
     @abstractmethod
     def starts(self) -> list[int]:
@@ -136,16 +158,6 @@ class ChunkColumns(Sequence[Chunk], ABC):
         if self._made is None:
             self._made = tuple(self.make(slice(None)))
         return self._made
-
-    @overload
-    def __getitem__(self, index: int) -> Chunk: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Chunk, ...]: ...
-    def __getitem__(self, index: int | slice) -> Chunk | tuple[Chunk, ...]:
-        if isinstance(index, slice):
-            return tuple(self.make(index))
-        at = range(len(self))[index]
-        return next(self.make(slice(at, at + 1)))
 
     def __iter__(self) -> Iterator[Chunk]:
         return iter(self._all())

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ckpt_tool.core.box import Box, whole
-from ckpt_tool.core.tensor import Chunk, ChunkColumns, StoredArray
+from ckpt_tool.core.tensor import Chunk, ChunkColumns, OnDemand, StoredArray
 from ckpt_tool.formats.containers.dcp_pieces import RANK_LIMIT, Piece
 from ckpt_tool.storage.pickle_values import Irregular, Run
 
@@ -209,7 +209,7 @@ def sizes_of(run: Run) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
 # -- sequences ---------------------------------------------------------------------------------------------------------
 
 
-class Pieces(Sequence[Piece]):
+class Pieces(OnDemand[Piece]):
     """The pieces of a tensor. offsets, extents: (pieces, dims). table: (pieces, 3), as Piece has them: file, whose path
     is in `paths`, byte, length. No box stands twice."""
 
@@ -221,25 +221,12 @@ class Pieces(Sequence[Piece]):
     def __len__(self) -> int:
         return len(self.table)
 
-    def _made(self, rows: slice) -> Iterator[Piece]:
+    def make(self, rows: slice) -> Iterator[Piece]:
         known: dict[tuple[int, ...], tuple[int, ...]] = {}
         columns = (column[rows].tolist() for column in (self.offsets, self.extents, self.table))
         for offset, extent, (file, at, length) in zip(*columns, strict=True):
             shape = tuple(extent)
             yield Piece(tuple(offset), known.setdefault(shape, shape), self.paths[file], at, length)
-
-    @overload
-    def __getitem__(self, index: int) -> Piece: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Piece]: ...
-    def __getitem__(self, index: int | slice) -> Piece | list[Piece]:
-        if isinstance(index, slice):
-            return list(self._made(index))
-        at = range(len(self))[index]
-        return next(self._made(slice(at, at + 1)))
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self._made(slice(None))
 
     def __eq__(self, other: object) -> bool:
         return self is other or isinstance(other, list | Pieces) and list(self) == list(other)
@@ -256,7 +243,7 @@ class Table(NamedTuple):
     twins: Ints
 
 
-class Arrays(Sequence[StoredArray]):
+class Arrays(OnDemand[StoredArray]):
     """Where the bytes of a tensor's pieces lie. names: of files; twins: by their numbers; others: the arrays of pieces
     without a twin, by the number of the piece."""
 
@@ -270,25 +257,11 @@ class Arrays(Sequence[StoredArray]):
     def __len__(self) -> int:
         return len(self.table.twins)
 
-    def made(self, rows: slice) -> Iterator[StoredArray]:
-        """The arrays of those pieces."""
+    def make(self, rows: slice) -> Iterator[StoredArray]:
         numbers = range(len(self))[rows]
         columns = (column[rows].tolist() for column in self.table)
         for number, file, at, crc, twin in zip(numbers, *columns, strict=True):
             yield self.twins[twin].at(self.names[file], at, crc) if twin >= 0 else self.others[number]
-
-    @overload
-    def __getitem__(self, index: int) -> StoredArray: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[StoredArray]: ...
-    def __getitem__(self, index: int | slice) -> StoredArray | list[StoredArray]:
-        if isinstance(index, slice):
-            return list(self.made(index))
-        at = range(len(self))[index]
-        return next(self.made(slice(at, at + 1)))
-
-    def __iter__(self) -> Iterator[StoredArray]:
-        return self.made(slice(None))
 
     def __eq__(self, other: object) -> bool:
         return self is other or isinstance(other, list | Arrays) and list(self) == list(other)
@@ -311,7 +284,7 @@ class Columns(ChunkColumns):
     def make(self, rows: slice) -> Iterator[Chunk]:
         within: dict[tuple[int, ...], Box] = {}
         columns = (column[rows].tolist() for column in (self.pieces.offsets, self.pieces.extents))
-        for offset, extent, array in zip(*columns, self.arrays.made(rows), strict=True):
+        for offset, extent, array in zip(*columns, self.arrays.make(rows), strict=True):
             shape = tuple(extent)
             inner = within.get(shape) or within.setdefault(shape, whole(shape))
             yield Chunk(Box(tuple(offset), inner.shape), array, inner)
