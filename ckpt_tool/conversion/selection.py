@@ -10,14 +10,13 @@ from ckpt_tool.conversion.groups import without_removed
 from ckpt_tool.core.catalog import Unread
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.beside import RECIPE, UNREAD, optimizer_files
+from ckpt_tool.formats.beside import RECIPE, RECIPE_OF_RUN, UNREAD, has_recipe, optimizer_files
 from ckpt_tool.formats.soundness import check_sound
 from ckpt_tool.formats.steps import other_steps
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.kept_whole import with_their_parts
 from ckpt_tool.sources.chosen import Chosen, Conversion, extras_left_behind, left_behind
 from ckpt_tool.sources.opening import Opened
-from ckpt_tool.sources.recipe import recipe_above
 from ckpt_tool.sources.select import group_of, left_by_word, removed_keys, split_keys, state_filter
 
 
@@ -96,9 +95,8 @@ def refuse_left_optimizer(opened: Opened, job: Conversion) -> None:
         return
     tree = opened.tree
     left = optimizer_files(tree.names() if tree.single is None else (), opened.catalog.files)
-    above = recipe_above(opened.outer)
-    if above and opened.outer is not None and not left:
-        tree, left = opened.outer, [above]
+    if not left and opened.outer is not None and has_recipe(opened.outer):
+        tree, left = opened.outer, [RECIPE_OF_RUN]
     if left:
         why = next((note.message for note in opened.catalog.notes if note.code == UNREAD), "")
         numbered = "by parameter number, and nothing tells whose each is, so it"

@@ -20,12 +20,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from ckpt_tool.core.catalog import Note
+
+if TYPE_CHECKING:
+    from ckpt_tool.storage.source import Tree
 
 UNREAD = "N-optimizer-unread"  # the note on such a file
 SCHEDULER = re.compile(r"scheduler\.(?:bin|pt)")
 RECIPE = "recipe_state.pt"
+RECIPE_OF_RUN = f"recipe_state/{RECIPE}"  # in the folder of a run, beside its steps
 _OPTIMIZER = re.compile(r"optimizer(_\d{1,6})?\.(pt|pth|bin)|optimizer[\w.\-]*\.pdopt|recipe_state\.pt")
 
 
@@ -47,6 +52,11 @@ def lost_optimizer(names: Iterable[str]) -> tuple[Note, ...]:
     if left is None or optimizer_files(names, ()):
         return ()
     return (Note("N-no-optimizer", f"{left} lies beside the model, and no optimizer: the model alone is read", left),)
+
+
+def has_recipe(run: Tree) -> bool:
+    """Is torchtune's recipe state beside the steps of a run?"""
+    return run.single is None and run.exists(RECIPE_OF_RUN)
 
 
 def recipe_note(path: str, why: str) -> Note:

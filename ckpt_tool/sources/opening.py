@@ -25,6 +25,7 @@ from ckpt_tool.core.witness import tell
 from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import checksums, registry
 from ckpt_tool.formats.base import Format, ReadOptions, Specificity, ranks_of
+from ckpt_tool.formats.beside import RECIPE_OF_RUN, has_recipe
 from ckpt_tool.formats.copies import look_for_copies
 from ckpt_tool.formats.lookalikes import part_of
 from ckpt_tool.formats.peft.lone import is_adapter, note_of
@@ -32,7 +33,6 @@ from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.adapter_states import with_states
 from ckpt_tool.sources.config import read_config
 from ckpt_tool.sources.in_memory import in_memory
-from ckpt_tool.sources.recipe import PATH, newest_with_recipe, recipe_above, with_recipe
 from ckpt_tool.sources.steps import POINTERS, pointed, runs_in, steps_in
 from ckpt_tool.storage.pickle_globals import class_of, users_own
 from ckpt_tool.storage.source import Tree, safe_relative
@@ -168,7 +168,9 @@ def _opened(given: Tree, reading: Reading) -> Opened:
     if given.odd_links or tree.odd_links:
         note = Note("W-links", f"not read: {'; '.join(_odd_links(given, tree))} ({FOLLOW})")
         catalog = replace(catalog, notes=(*catalog.notes, note))
-    if recipe_above(None if tree is given else given):
+    if tree is not given and has_recipe(given):  # what reads it reads pickles
+        from ckpt_tool.sources.recipe import with_recipe
+
         catalog, whole = with_recipe(given, tree, catalog, reading)
         if whole:
             return Opened(given, fmt, catalog, resolved, tree)
@@ -316,8 +318,11 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
             inner, why = resolve(below, reading)
             return inner, f"{only}, {why}"
         return below, only
-    if newest := newest_with_recipe(tree, steps):
-        return tree.below(newest), f"{PATH} goes on from {newest}"
+    if has_recipe(tree):
+        from ckpt_tool.sources.recipe import newest_with_recipe
+
+        if newest := newest_with_recipe(tree, steps):
+            return tree.below(newest), f"{RECIPE_OF_RUN} goes on from {newest}"
     raise UnknownFormat(
         f"the folder holds {len(steps)} checkpoints and no pointer file",
         code="E0392",

@@ -30,7 +30,7 @@ from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.tensor import EXTRAS, MODEL, Path, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError
 from ckpt_tool.families.trainers import tune_order
-from ckpt_tool.formats.beside import RECIPE, UNREAD, recipe_note
+from ckpt_tool.formats.beside import RECIPE_OF_RUN, UNREAD, recipe_note
 from ckpt_tool.formats.state_dict.optimizer_ids import numbers_of
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.formats.torch.beside_model import Way, joined
@@ -42,7 +42,6 @@ from ckpt_tool.sources.moved import moved
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.survey import unsafe_names
 
-PATH = f"recipe_state/{RECIPE}"
 _EPOCH = re.compile(r"epoch_(\d{1,18})")
 _OPTIMIZER = "optimizer"
 
@@ -51,18 +50,11 @@ class _Unfit(Exception):
     """The optimizer is not this model's, or nothing tells that it is. The text says why."""
 
 
-def recipe_above(outer: Tree | None) -> str:
-    """The recipe's state in the folder whose step was taken, "" where there is none."""
-    return PATH if outer is not None and outer.single is None and outer.exists(PATH) else ""
-
-
 def newest_with_recipe(run: Tree, steps: Sequence[str]) -> str:
     """The newest of several steps where the recipe's state goes on from it, as torchtune's own resuming takes it; ""
-    where there is none, or it is of another."""
-    if not recipe_above(run):
-        return ""
+    where it goes on from another."""
     try:
-        return steps[-1] if _step(read_content(run, PATH)) == steps[-1] else ""
+        return steps[-1] if _step(read_content(run, RECIPE_OF_RUN)) == steps[-1] else ""
     except (CkptError, _Unfit):  # its reader will say what is wrong
         return ""
 
@@ -72,14 +64,14 @@ def with_recipe(run: Tree, below: Tree, catalog: Catalog, reading: Reading) -> t
     own with a note. below: the step's tree. Raises nothing: a fault of the recipe's state is in the note."""
     step = next(iter({path.split("/")[0] for path in run.listing() if _leads_to(run, path, below)}), "")
     try:
-        content = read_content(run, PATH)
+        content = read_content(run, RECIPE_OF_RUN)
         catalog = replace(catalog, unsafe=(*catalog.unsafe, *content.unsafe))
         if _step(content) != step:
             raise _Unfit(f"it goes on from {_step(content)}, and this is {step}")
         found = _with_states(run, moved(run, below, step, catalog), config_in(below), content, reading)
     except (CkptError, _Unfit) as e:
         why = "; ".join(filter(None, (e.message, e.hint))) if isinstance(e, CkptError) else str(e)
-        note, code = recipe_note(PATH, why), unsafe_names(run, (PATH,))
+        note, code = recipe_note(RECIPE_OF_RUN, why), unsafe_names(run, (RECIPE_OF_RUN,))
         unsafe = tuple(dict.fromkeys((*catalog.unsafe, *code)))
         return replace(catalog, notes=(*catalog.notes, note), unsafe=unsafe), False
     if found.notes and found.notes[-1].code == UNREAD:
@@ -119,7 +111,7 @@ def _with_states(
         leaves, beside = _together(leaves, beside)
     _check_numbers(beside, order)
     own = content._replace(leaves=leaves, extras=beside, unsafe=[])
-    found = joined(run.display(PATH), catalog, PATH, own, [Way(shapes, order, walked)])
+    found = joined(run.display(RECIPE_OF_RUN), catalog, RECIPE_OF_RUN, own, [Way(shapes, order, walked)])
     rest = {TensorKey(dotted(path), EXTRAS): array for path, array in content.leaves if path[0] != _OPTIMIZER}
     tensors = {key: simple_tensor(key, array) for key, array in rest.items()}
     others = {key: value for key, value in content.extras.items() if key != _OPTIMIZER}
