@@ -52,6 +52,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "on-indivisible": {"on_indivisible": "replicate"},
     "gguf-type": {"gguf_type": "q8_0"},
     "quantize": {"quantize": "int8"},
+    "repack": {"repack": "compressed-tensors"},
 }
 
 
