@@ -34,7 +34,7 @@ INEXACT, NOTHING = "E1471", "E1473"
 # why the weights of other libraries have no like
 _WHY = {
     "bitsandbytes": "its floats are numbers of a table, or products of three factors that are rounded twice",
-    "mlx": "its groups have a bias that is no multiple of their scale and are rounded twice, or codes in an order of its own",
+    "mlx": "its groups have a bias that is no multiple of their scale, or codes in an order of their own",
 }
 
 
