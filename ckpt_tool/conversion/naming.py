@@ -400,8 +400,12 @@ def renamed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str, hints: Se
     from ckpt_tool.plan.mapping import apply_mapping, shaped_otherwise
 
     chosen, mapped = ready(chosen, mapped, writing, by)
-    catalogs = [source.catalog for source in chosen.sources if source.catalog.states() != (MODEL,)]
-    every = [Stored(i, tensor) for i, catalog in enumerate(catalogs) for tensor in catalog.tensors.values()]
+    every = [
+        Stored(number, tensor)
+        for number, source in enumerate(chosen.sources)
+        if source.catalog.states() != (MODEL,)
+        for tensor in source.catalog.tensors.values()
+    ]
     applied = apply_mapping(chosen.stored, mapped, shaped_otherwise(every))
     casts = {TensorKey(made.name): made.dtype for made in mapped.made if made.dtype is not None}
     lines = [f"{by}: {name} has no source and is not written" for name in mapped.unfilled]

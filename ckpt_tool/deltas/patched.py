@@ -23,7 +23,7 @@ from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.deltas.encoding import FRAME_MEMORY, READERS, Bytes, OverwriteReader, Passed, Place, XorReader, digest_of
 from ckpt_tool.deltas.folder import Delta
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, InternalError
-from ckpt_tool.run.computed import Floats, Input, Read, Recipe
+from ckpt_tool.run.computed import ExactRecipe, Input, Read
 
 OTHER_VALUES = "E2614"
 _TILE = 1 << 20  # bytes
@@ -49,7 +49,7 @@ class Cursors(threading.local):
 
 
 @dataclass(frozen=True, eq=False)
-class Patched(Recipe):
+class Patched(ExactRecipe):
     """A tensor after every link. Inputs: the base's tensor, unless it is `whole` (made of changes to zeros), then the
     frames."""
 
@@ -90,9 +90,6 @@ class Patched(Recipe):
     @property
     def memory(self) -> int:
         return sum(FRAME_MEMORY[link.delta.encoding] for link in self.links if link.input is not None)
-
-    def values(self, read: Read, start: int, stop: int) -> Floats:
-        raise InternalError(f"{self.key} is made of bytes, and was asked for numbers")
 
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
         item = max(1, self.kind.bits // 8)

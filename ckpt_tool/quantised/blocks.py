@@ -25,7 +25,7 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.gguf.types import NO_FLOATS, Kind, is_big, kind_of
 from ckpt_tool.quantised.codes import Array, Floats, not_finite, widened
-from ckpt_tool.run.computed import Read, Recipe
+from ckpt_tool.run.computed import ExactRecipe, Read, Recipe
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 NO_LIBRARY = "E1710"
@@ -68,7 +68,7 @@ class FloatsOfBlocks(Recipe):
 
 
 @dataclass(frozen=True, eq=False)
-class BlocksOfFloats(Recipe):
+class BlocksOfFloats(ExactRecipe):
     """The blocks that stand for the values of its one input. kind: their type, `as_dtype` as a dtype."""
 
     as_dtype: DType
@@ -80,9 +80,6 @@ class BlocksOfFloats(Recipe):
     @property
     def memory(self) -> int:
         return 40 * _TILE
-
-    def values(self, read: Read, start: int, stop: int) -> Floats:
-        raise NotImplementedError  # it gives bytes: `line`
 
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
         kind = kind_of(self.as_dtype)

@@ -39,7 +39,7 @@ from ckpt_tool.quantised.nearest import (
 from ckpt_tool.quantised.schemes import Scheme
 from ckpt_tool.quantised.weights import TURNED
 from ckpt_tool.run.compute import cast, numpy_type
-from ckpt_tool.run.computed import Read, Recipe
+from ckpt_tool.run.computed import ExactRecipe, Read
 
 _TILE = 1 << 18  # elements that are worked on at once
 _BAND = 8 << 20  # bytes of a band that are kept
@@ -97,7 +97,7 @@ class Whole:
 
 
 @dataclass(frozen=True, eq=False)
-class _OfFloats(Recipe):
+class _OfFloats(ExactRecipe):
     """A tensor that is made of the floats of its one input.
 
     floats: what they are rounded to first. scales: the dtype of the scales. whole: what these are multiplied by, where
@@ -137,9 +137,6 @@ class _OfFloats(Recipe):
     def height(self) -> int:
         """Rows of a block."""
         return self.scheme.block[0]
-
-    def values(self, read: Read, start: int, stop: int) -> Floats:
-        raise NotImplementedError  # it gives bytes: `line`
 
     def read_values(self, read: Read, start: int, stop: int) -> Values:
         """Elements [start, stop) of the line, rounded as they are to be first."""

@@ -57,10 +57,8 @@ def repacked(chosen: Chosen, job: Conversion) -> Chosen:
     if writing.repack is None:
         return chosen
     refuse_names(chosen, job, OPTION)
-    config, rows = (
-        model_config(chosen),
-        {row.tensor.key.name: row for row in chosen.stored if row.tensor.key.state == MODEL},
-    )
+    config = model_config(chosen)
+    rows = {row.tensor.key.name: row for row in chosen.stored if row.tensor.key.state == MODEL}
     scheme, found = found_in({name: Kind(row.tensor.dtype, row.tensor.shape) for name, row in rows.items()}, config)
     _refuse_others(scheme, found)
     refuse_misfits(found)

@@ -26,23 +26,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckpt_tool.core.dtype import DTYPES, DType
-from ckpt_tool.errors import InconsistentCheckpoint, InternalError, UsageError
-from ckpt_tool.quantised.codes import Array, Floats, Rectangle, rectangles
+from ckpt_tool.errors import InconsistentCheckpoint, UsageError
+from ckpt_tool.quantised.codes import Array, Rectangle, rectangles
 from ckpt_tool.quantised.matrix import AWQ_ORDER, Words, as_meant, middle
-from ckpt_tool.run.computed import Read, Recipe
+from ckpt_tool.run.computed import ExactRecipe, Read
 
 INEXACT, ASYMMETRIC = "E1471", "E1472"
 
 
 @dataclass(frozen=True, eq=False)
-class _Exact(Recipe):
+class _Exact(ExactRecipe):
     """A matrix whose items are made rectangle by rectangle."""
 
     bits: int
     order: str
-
-    def values(self, read: Read, start: int, stop: int) -> Floats:
-        raise InternalError(f"{self.key}: codes and scales are bytes")
 
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
         item = self.dtype.bits // 8
@@ -141,13 +138,10 @@ class Scales(_Exact):
 
 
 @dataclass(frozen=True, eq=False)
-class Shape(Recipe):
+class Shape(ExactRecipe):
     """The shape of the weight, (outputs, inputs), as numbers. stated: that shape."""
 
     stated: tuple[int, int]
-
-    def values(self, read: Read, start: int, stop: int) -> Floats:
-        raise InternalError(f"{self.key}: numbers are integers")
 
     @property
     def dtype(self) -> DType:

@@ -63,8 +63,7 @@ class Input(NamedTuple):
 class Recipe(ABC):
     """How one tensor is made. Subclasses add their parameters as fields and give `values`; they hold no state of a run.
 
-    key, shape: of the tensor that is made. text: all that its values depend on but the inputs' bytes, in words. One of
-    exact bytes has a `dtype` of its own and gives `line` in place of `values`.
+    key, shape: of the tensor that is made. text: all that its values depend on but the inputs' bytes, in words.
     """
 
     key: TensorKey
@@ -123,6 +122,18 @@ class Recipe(ABC):
     def memory(self) -> int:
         """Bytes that a thread holds while it makes the tensor, beside its blocks."""
         return 0
+
+
+@dataclass(frozen=True, eq=False)
+class ExactRecipe(Recipe):
+    """How a tensor of exact bytes is made. Subclasses have a `dtype` of their own and give `line`."""
+
+    def values(self, read: Read, start: int, stop: int) -> Floats:
+        raise InternalError(f"{self.key} is made of bytes, and was asked for numbers")
+
+    @abstractmethod
+    def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
+        """As `Recipe.line`."""
 
 
 class _Lines:

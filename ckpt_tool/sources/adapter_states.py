@@ -19,16 +19,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.tensor import EXTRAS, MODEL, LogicalTensor
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import ReadOptions
-from ckpt_tool.formats.megatron.adapter import LoraHints, is_gated, stretches
-from ckpt_tool.formats.megatron.folders import STATES, adapter_files, states_beside
+from ckpt_tool.formats.megatron.verl_files import STATES, adapter_files, states_beside
 from ckpt_tool.sources.moved import moved
 from ckpt_tool.storage.source import Tree
+
+if TYPE_CHECKING:
+    from ckpt_tool.formats.megatron.adapter import LoraHints
 
 _FOLDER = STATES.rstrip("/")
 
@@ -36,8 +39,12 @@ _FOLDER = STATES.rstrip("/")
 def with_states(tree: Tree, catalog: Catalog, options: ReadOptions) -> Catalog:
     """The catalog of an adapter's files with the optimizer's states beside them; any other as it is. Raises nothing: a
     fault of that folder is in the note."""
+    if not states_beside(tree) or not adapter_files(tree).keys() & {*catalog.files}:
+        return catalog
+    from ckpt_tool.formats.megatron.adapter import LoraHints
+
     lora = catalog.hints.get(LoraHints)
-    if lora is None or not states_beside(tree) or not adapter_files(tree).keys() & {*catalog.files}:
+    if lora is None:
         return catalog
     below = tree.below(_FOLDER)
     try:
@@ -68,6 +75,8 @@ def _left(catalog: Catalog, why: str) -> Catalog:
 
 def _unlike(catalog: Catalog, states: Collection[LogicalTensor], lora: LoraHints) -> Iterator[str]:
     """What keeps states from being those of the adapter."""
+    from ckpt_tool.formats.megatron.adapter import is_gated, stretches
+
     shapes = {key.name: tensor.shape for key, tensor in catalog.tensors.items()}
     ranks, gated = catalog.mesh.to_json().get("tp", 1), is_gated(lora, shapes) is not False
     for tensor in states:

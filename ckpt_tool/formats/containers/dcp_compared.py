@@ -45,7 +45,7 @@ def compared(items: Items, tensors: Sequence[TensorEntry], compare: Compare) -> 
 class _Comparing:
     """files, at, lengths, of: of each row its file, bytes in it and kind, by number. starts: of each tensor's rows, and
     the end. crcs, twins: what was found of each row, twins -1 where it is none; others: the arrays of those, by tensor
-    and number of the piece."""
+    and number of the piece. numbers: of tensors, by id."""
 
     def __init__(self, items: Items, tensors: Sequence[TensorEntry], compare: Compare) -> None:
         self.items, self.tensors, self.compare = items, tensors, compare
@@ -54,6 +54,7 @@ class _Comparing:
         self.compared: list[Kind] = []  # the same for a call
         self.twin_of: dict[int, int] = {}  # number of a kind -> number of its twin
         self.others: list[dict[int, StoredArray]] = [{} for _ in tensors]
+        self.numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         met = _Names()
         parts = [_columns(tensor, met) for tensor in tensors]
         self.names = sorted(met.numbers)
@@ -102,14 +103,13 @@ class _Comparing:
         if not len(left):
             return
         tensors = np.searchsorted(self.starts, left, side="right") - 1
-        numbers = {id(tensor): number for number, tensor in enumerate(self.tensors)}
         columns = (each.tolist() for each in (self.at[left], tensors, left - self.starts[tensors], self.lengths[left]))
         items = [
             Item(at, self.tensors[tensor].fqn, number, self.tensors[tensor], length)
             for at, tensor, number, length in zip(*columns, strict=True)
         ]
         for item, found in self.items.in_file(file, items):
-            self.others[numbers[id(item.tensor)]][item.number] = found
+            self.others[self.numbers[id(item.tensor)]][item.number] = found
 
     def _compared(self, file: str, rows: Ints) -> Ints:
         """Which of the rows are twins: their CRCs are known then."""

@@ -34,10 +34,11 @@ from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.adapter import LoraHints, is_adapter, is_gated, with_alpha
 from ckpt_tool.formats.megatron.args import Facts, facts_of
-from ckpt_tool.formats.megatron.folders import ADAPTERS, MISSING, STATES, adapter_files, coordinates, states_beside
+from ckpt_tool.formats.megatron.folders import MISSING, coordinates
 from ckpt_tool.formats.megatron.job import CONTRADICTION, Job, Rank, RankArray
 from ckpt_tool.formats.megatron.read import Gathering
 from ckpt_tool.formats.megatron.stages import Stages, from_counts
+from ckpt_tool.formats.megatron.verl_files import ADAPTERS, STATES, adapter_files, states_beside
 from ckpt_tool.formats.torch.content import TorchContent, read_content
 from ckpt_tool.storage import strict_json
 from ckpt_tool.storage.source import Tree

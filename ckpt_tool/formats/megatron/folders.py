@@ -33,8 +33,6 @@ from ckpt_tool.storage.source import Tree
 MISSING, DEGREES = "E0302", "E0274"
 MOST_FOLDERS = 1 << 14  # that are counted though they are not there
 MODEL_FILE, OPTIM_FILE = "model_optim_rng.pt", "distrib_optim.pt"
-ADAPTERS, STATES = "adapter_checkpoint/", "dist_ckpt/"  # verl's, in the folder of a model
-_ADAPTER = re.compile(rf"(?:{ADAPTERS})?mp_rank_(\d{{2,4}})(?:_(\d{{3,4}}))?(?:_(\d{{3,4}}))?_adapter\.pt", re.ASCII)
 _FOLDER = re.compile(r"((?:iter_\d{7,}/|release/)?)(mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?)/(.+)", re.ASCII)
 
 
@@ -49,20 +47,6 @@ def rank_folders(tree: Tree) -> dict[str, tuple[int, ...]]:
         if match and match[6] == MODEL_FILE:
             found[match[1] + match[2]] = tuple(int(n) for n in match.group(3, 4, 5) if n is not None)
     return found
-
-
-def adapter_files(tree: Tree) -> dict[str, tuple[int, ...]]:
-    """Every rank's file of an adapter, as verl calls them -> the numbers of its name, in the order of names; {} where
-    there is none."""
-    if tree.single is not None:
-        return {}
-    found = ((path, _ADAPTER.fullmatch(path)) for path in sorted(tree.listing()))
-    return {path: tuple(int(n) for n in match.groups() if n is not None) for path, match in found if match}
-
-
-def states_beside(tree: Tree) -> frozenset[str]:
-    """What the job saved of the adapter's optimizer beside its files."""
-    return frozenset(path for path in tree.listing() if path.startswith(STATES))
 
 
 def rank_in(path: str, mesh: Mapping[str, int]) -> dict[str, int] | None:

@@ -42,7 +42,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions, Specificity
-from ckpt_tool.formats.megatron.folders import adapter_files, rank_folders, rank_in, states_beside
+from ckpt_tool.formats.megatron.folders import rank_folders, rank_in
+from ckpt_tool.formats.megatron.verl_files import adapter_files, states_beside
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:  # reading needs none of these

@@ -1,0 +1,25 @@
+"""verl's files of an adapter that was trained in Megatron, by their names. Whoever opens a checkpoint asks for them, so
+nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import re
+
+from ckpt_tool.storage.source import Tree
+
+ADAPTERS, STATES = "adapter_checkpoint/", "dist_ckpt/"  # verl's, in the folder of a model
+_ADAPTER = re.compile(rf"(?:{ADAPTERS})?mp_rank_(\d{{2,4}})(?:_(\d{{3,4}}))?(?:_(\d{{3,4}}))?_adapter\.pt", re.ASCII)
+
+
+def adapter_files(tree: Tree) -> dict[str, tuple[int, ...]]:
+    """Every rank's file of an adapter, as verl calls them -> the numbers of its name, in the order of names; {} where
+    there is none."""
+    if tree.single is not None:
+        return {}
+    found = ((path, _ADAPTER.fullmatch(path)) for path in sorted(tree.listing()))
+    return {path: tuple(int(n) for n in match.groups() if n is not None) for path, match in found if match}
+
+
+def states_beside(tree: Tree) -> frozenset[str]:
+    """What the job saved of the adapter's optimizer beside its files."""
+    return frozenset(path for path in tree.listing() if path.startswith(STATES))
