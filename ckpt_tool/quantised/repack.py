@@ -108,12 +108,12 @@ def _refuse_others(scheme: Quantisation | None, found: Found) -> None:
     """Raise UsageError E1471 for weights of another library, E1473 where there are none of GPTQ's or AWQ's."""
     named = scheme.scheme if scheme is not None else ""
     others = [weight.made for weight in found.weights.values() if weight.codes != MATRIX]
-    if named in _WHY or scheme is not None and not scheme.known:
-        why = _WHY.get(named) or (scheme.why if scheme is not None else "")
+    if scheme is not None and (named in _WHY or not scheme.known):
+        floats = "--dequantize writes them as floats; with --quantize SCHEME they are quantised anew"
         raise UsageError(
-            f"{OPTION}: weights of {named} can't be repacked as they are: {why}",
+            f"{OPTION}: weights of {named} can't be repacked as they are: {scheme.why or _WHY[named]}",
             code=INEXACT,
-            hint="--dequantize writes them as floats; with --quantize SCHEME they are quantised anew",
+            hint=floats if scheme.known else "make floats of them with their own library first",
         )
     if others or not found.weights and not found.faults:
         raise UsageError(
