@@ -78,7 +78,7 @@ PEERS = {
     ),
 }
 # Imported by tests themselves, where they are installed: `pip install` them into the environment that runs pytest.
-BESIDE = ("compressed-tensors>=0.20", "ray>=2.30", "pre-commit>=4")
+BESIDE = ("compressed-tensors>=0.20", "torchao>=0.18", "ray>=2.30", "pre-commit>=4")
 
 
 def main() -> int:

@@ -28,6 +28,7 @@ from ckpt_tool.quantised.dequantize import dequantized
 from ckpt_tool.quantised.kept_whole import as_they_are
 from ckpt_tool.quantised.quantize import quantized
 from ckpt_tool.quantised.repack import repacked
+from ckpt_tool.quantised.subclasses import with_stated
 from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.sources.config import read_config
 from ckpt_tool.sources.opening import Opened
@@ -62,6 +63,7 @@ FITTING = (
     Pass("repacked", "--repack: weights of GPTQ and AWQ as compressed-tensors stores them", repacked),
     Pass("codes", "--dtype leaves codes and scales as they are", as_they_are),
     Pass("counted", "one count of an optimizer's steps is each parameter's step in a format that keeps it so", counted),
+    Pass("stated", "what headers state of torchao's tensors stays with them", with_stated),
     Pass("held", "what the format has no place for stays behind, by name", held),
     Pass("fitted", "states that the format keeps as other tensors (DeepSpeed's ZeRO stages)", fitted),
     Pass("blocks", "--gguf-type: values as blocks of a quantised type", as_blocks),

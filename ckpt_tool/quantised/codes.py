@@ -29,6 +29,7 @@ import numpy as np
 
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.errors import InconsistentCheckpoint
+from ckpt_tool.quantised.weights import TILE
 from ckpt_tool.run.compute import looked_up, numpy_type
 from ckpt_tool.run.computed import Read
 
@@ -123,6 +124,7 @@ class Grid:
 
     rows: of each matrix of the tensor. step: rows of scales of each matrix, 0 where all matrices share them. columns:
     of the scales. block: (rows, columns) of the tensor that share one. dtype: of the scales; U8 are powers of two.
+    tiles: they lie tile by tile (`weights.TILE`), not row by row.
     """
 
     input: int
@@ -132,6 +134,7 @@ class Grid:
     columns: int
     block: tuple[int, int]
     name: str
+    tiles: bool = False
 
     def over(self, read: Read, where: Rectangle) -> tuple[Floats, Numbers]:
         """(scales of rows of blocks, one a column of the rectangle; which of those rows each row of it takes).
@@ -142,7 +145,9 @@ class Grid:
         taken = rows // self.rows * self.step + rows % self.rows // height
         low, high = int(taken[0]), int(taken[-1]) + 1
         first, last = where.left // width, -(-where.right // width)
-        if high - low == 1:
+        if self.tiles:
+            stored = self._of_tiles(read, low, high)[:, first:last]
+        elif high - low == 1:
             stored = read(self.input, low * self.columns + first, low * self.columns + last).reshape(1, -1)
         else:
             stored = read(self.input, low * self.columns, high * self.columns).reshape(high - low, self.columns)
@@ -153,6 +158,15 @@ class Grid:
         elif scales.shape[1] > 1:
             scales = scales[:, : where.right - where.left]
         return scales, taken - low
+
+    def _of_tiles(self, read: Read, low: int, high: int) -> np.ndarray[Any, np.dtype[Any]]:
+        """Rows [low, high) of scales that lie in tiles: (32, 4, 4) of row mod 32, row div 32, column."""
+        (height, width), across = TILE, -(-self.columns // TILE[1])
+        first, last = low // height, -(-high // height)
+        size = across * height * width
+        tiles = read(self.input, first * size, last * size).reshape(last - first, across, 32, height // 32, width)
+        rows = tiles.transpose(0, 3, 2, 1, 4).reshape((last - first) * height, across * width)
+        return rows[low - first * height : high - first * height, : self.columns]
 
 
 def widened(stored: np.ndarray[Any, np.dtype[Any]], dtype: DType) -> Floats:

@@ -2,7 +2,8 @@
 
     w = code * scale                        FP8, INT8, MXFP4: transformers' `Fp8Dequantize`, DeepSeek's `weight_dequant`
     w = (code - zero_point) * scale         packed integers of compressed-tensors
-    w = code * (scale / global_scale)       NVFP4 of compressed-tensors; ModelOpt's `scale * scale_2`, without a -0
+    w = code * (scale / global_scale)       NVFP4 of compressed-tensors; ModelOpt's `scale * scale_2`, without a -0;
+                                            torchao's `scale * per_tensor_scale`
 
 `weights` says what is stored where. The product is rounded once more, to the dtype that is written. So are the peers'
 in fp32; compressed-tensors computes in the dtype of the scales, which comes to the same wherever that is bf16 or fp32:
@@ -56,7 +57,7 @@ from ckpt_tool.quantised.codes import (
     scale,
     unpacked,
 )
-from ckpt_tool.quantised.weights import BYTES, MATRIX, OF_127, STREAM, TABLED, WORDS, Kind, Quantised
+from ckpt_tool.quantised.weights import BYTES, MATRIX, OF_127, STREAM, TABLED, TILED, WORDS, Kind, Quantised
 from ckpt_tool.run.compute import looked_up
 from ckpt_tool.run.computed import Input, Read, Recipe
 from ckpt_tool.storage.source import Tree
@@ -68,7 +69,7 @@ SHAPE = "E1462"
 class Weight(Recipe):
     """One weight. codes, packed: how its values are stored in input 0, and as which dtype. zero: of packed integers.
     factor: (input, its dtype, divides?) of one number for the whole tensor that the scales are multiplied by, or
-    divided."""
+    divided. fours: what a code of four bits stands for."""
 
     codes: str
     packed: DType
@@ -77,6 +78,7 @@ class Weight(Recipe):
     zero: Grid | None = None
     packed_zero: int = 0  # words a column of zero points, where those are packed along the rows
     factor: tuple[int, DType, bool] | None = None
+    fours: tuple[float, ...] = FP4
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
         columns = self.shape[-1] if self.shape else 1
@@ -110,8 +112,7 @@ class Weight(Recipe):
             words = read(0, where.low * wide + low, (where.high - 1) * wide + high).view(np.uint8).reshape(rows, -1)
             return unpacked(words, self.bits, where.left * self.bits - 32 * low, count)
         low = first // 2
-        modelopt = self.factor is not None and not self.factor[2]
-        pairs = halves(FP4_MODELOPT if modelopt else FP4, read(0, low, -(-last // 2)).view(np.uint8))
+        pairs = halves(self.fours, read(0, low, -(-last // 2)).view(np.uint8))
         return pairs[first - 2 * low : last - 2 * low].reshape(rows, count)
 
     def _zeros(self, read: Read, where: Rectangle, grid: Grid) -> tuple[Floats, Numbers]:
@@ -170,14 +171,15 @@ def recipe(
         tensor = of[weight.parts["zero_point"]].tensor
         zero, packed_zero = _zero(input_of("zero_point"), tensor, shape, bits, scales, weight)
     factor = None
-    for role, divides in (("global_scale", True), ("scale_2", False)):
+    for role, divides in (("global_scale", True), ("scale_2", False), ("per_tensor_scale", False)):
         if role in weight.parts:
             tensor = of[weight.parts[role]].tensor
             if tensor.numel != 1:
                 raise _fault(weight.parts[role], f"{tensor.numel} numbers where one serves the whole tensor")
             factor = (input_of(role), tensor.dtype, divides)
     text = f"dequantised {weight.codes} {bits} {block} {dtype.name} {shape}"
-    return Weight(key, shape, tuple(inputs), text, weight.codes, dtype, bits, scales, zero, packed_zero, factor)
+    fours = FP4_MODELOPT if "scale_2" in weight.parts else FP4
+    return Weight(key, shape, tuple(inputs), text, weight.codes, dtype, bits, scales, zero, packed_zero, factor, fours)
 
 
 def _stated(
@@ -220,6 +222,8 @@ def _grid(
         raise _fault(tensor.key.name, f"{tensor.numel} scales for a vector")
     matrices = prod(shape[:-2])
     across, down = -(-columns // block[1]), -(-rows // block[0])
+    if weight.order == TILED:
+        return Grid(number, tensor.dtype, rows, down, across, block, tensor.key.name, tiles=True)
     own = tensor.numel == matrices * down * across  # each matrix has scales of its own, or one serves all
     if not own and not tensor.numel == down * across == 1:
         raise _fault(tensor.key.name, f"scales of shape {list(tensor.shape)} for {weight.lead} of {list(shape)}")

@@ -21,11 +21,12 @@ from ckpt_tool.core.patterns import Names
 from ckpt_tool.core.tensor import MODEL, TensorKey
 from ckpt_tool.errors import InternalError, UsageError
 from ckpt_tool.families.base import HUB
+from ckpt_tool.formats.hf.subclasses import Subclasses
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.dequantize import model_config
 from ckpt_tool.quantised.kept_whole import found_in, refuse_codes
-from ckpt_tool.quantised.schemes import Scheme, config_of, laid_out, scheme_of
+from ckpt_tool.quantised.schemes import Scheme, config_of, laid_out, scheme_of, stated_of
 from ckpt_tool.quantised.weights import TURNED, Kind, Shape
 from ckpt_tool.quantised.which import EXPERTS, module_of, why_not
 from ckpt_tool.sources.chosen import Chosen, Conversion, dtypes_of, with_computed, written_as
@@ -39,6 +40,7 @@ OPTION = "--quantize"
 _HEAD = "lm_head"
 NOTHING, STACKED = "E2721", "E2723"
 INDIVISIBLE = "rows that the groups of the scheme do not divide"
+UNEVEN = "sizes that are no multiples of {}, which its library's product wants"
 
 
 def quantized(chosen: Chosen, job: Conversion) -> Chosen:
@@ -81,6 +83,9 @@ def quantized(chosen: Chosen, job: Conversion) -> Chosen:
         dtypes={},
         notes=_notes({name: rows[name].tensor.shape for name in taken}, stays, scheme),
     )
+    if scheme.subclass:
+        texts = {name: stated_of(scheme, rows[name].tensor.shape, floats[name]) for name in taken}
+        out = replace(out, hints=out.all_hints.having(Subclasses(texts)))
     own = {recipe.key: recipe.dtype for recipe in recipes}  # --dtype is for what stays
     tree: Any = out.sources[-1].tree
     names = {name: tuple(tensor for tensor, _ in parts.values()) for name, parts in made.items()}
@@ -134,6 +139,8 @@ def _staying(rows: Mapping[str, Stored], scheme: Scheme, skip: Sequence[str], on
             found[name] = "no matrix of floats"
         elif not scheme.fits(shape):
             found[name] = INDIVISIBLE
+        elif any(size % scheme.multiple for size in shape[-2:]):
+            found[name] = UNEVEN.format(scheme.multiple)
     return found
 
 
@@ -141,7 +148,7 @@ def _refuse_stacked(taken: Iterable[str], scheme: Scheme) -> None:
     stacked = [name for name in taken if EXPERTS in name and not name.endswith(".weight")]
     if scheme.form and stacked:
         raise UsageError(
-            f"{OPTION} {scheme.name}: compressed-tensors has no place for experts that are stacked in one tensor",
+            f"{OPTION} {scheme.name}: {scheme.method} has no place for experts that are stacked in one tensor",
             code=STACKED,
             key=stacked[0],
             faults=stacked[1:],

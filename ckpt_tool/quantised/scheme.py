@@ -33,6 +33,16 @@ _FORMATS = (
     "dense",
 )
 _METHODS = ("fp8", "mxfp8", "mxfp4", "fbgemm_fp8", "modelopt", "modelopt_fp4", "bitsandbytes")
+# torchao's configs whose tensors say by names, dtypes and shapes what they are; others' codes only their kernels read
+_TORCHAO = frozenset(
+    """
+    Float8WeightOnlyConfig Float8DynamicActivationFloat8WeightConfig Float8StaticActivationFloat8WeightConfig
+    Int8WeightOnlyConfig Int8DynamicActivationInt8WeightConfig Int8StaticActivationInt8WeightConfig
+    IntxWeightOnlyConfig Int8DynamicActivationIntxWeightConfig
+    MXDynamicActivationMXWeightConfig NVFP4DynamicActivationNVFP4WeightConfig NVFP4WeightOnlyConfig
+    """.split()
+)
+_OF_MODULES = ("fqn_to_config", "module_fqn_to_config")
 # endings of names that only one scheme has
 _BY_NAME = {
     ".qweight": "GPTQ or AWQ",
@@ -89,6 +99,8 @@ def quantisation(config: Mapping[str, Any] | None, names: Iterable[str] = ()) ->
     sizes = tuple(int(n) for n in block if isinstance(n, int)) if isinstance(block, list | tuple) else ()
     if method in _METHODS:
         return Quantisation(method, sizes if len(sizes) == 2 and min(sizes) > 0 else ())
+    if method == "torchao":
+        return _of_torchao(stated)
     if method in ("gptq", "awq"):
         return _of_matrices(method, stated)
     if not method and {"group_size", "bits"} <= stated.keys():
@@ -105,6 +117,21 @@ def _of_matrices(method: str, stated: Mapping[str, Any]) -> Quantisation:
     if bits not in ((4,) if method == "awq" else (2, 3, 4, 8)):
         why = f"codes of {bits!r} bits"
     return Quantisation(method, bits=(bits,) if not why else (), why=why, order=order if not why else "")
+
+
+def _of_torchao(stated: Mapping[str, Any]) -> Quantisation:
+    """torchao: one config for all modules, or one for each name or pattern."""
+    kind = stated.get("quant_type")
+    whole = kind.get("default") if isinstance(kind, dict) else None
+    data = whole.get("_data") if isinstance(whole, dict) else None
+    apart = next((data[key] for key in _OF_MODULES if isinstance(data.get(key), dict)), None) if data else None
+    each = [*apart.values()] if apart else [whole]
+    names = dict.fromkeys(
+        str(one.get("_type") if isinstance(one, dict) else kind) for one in each if one is not None or not apart
+    )
+    strange = [name for name in names if name not in _TORCHAO]
+    shown = ", ".join(name.removesuffix("Config") for name in names)
+    return Quantisation(f"torchao ({shown})"[:200], why=f"its {strange[0]}"[:100] if strange else "")
 
 
 def _of_mlx(stated: Mapping[str, Any]) -> Quantisation:

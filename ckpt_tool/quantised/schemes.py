@@ -10,16 +10,20 @@
       gpt-oss    X_blocks U8, turned      X_scales U8, 32 of a row               quant_method mxfp4
     nvfp4        X_packed U8              X_scale F8_E4M3, 16 of a row,          compressed-tensors nvfp4-pack-quantized
                                           X_global_scale F32, all
+    fp8-channel:torchao, int8:torchao     m._w_qdata, m._w_scale F32, a row      quant_method torchao
 
 Names, codes and shapes are what `weights.find` recognises, by its own endings: what is laid out here is found there
 (`tests/core/test_schemes.py`). A scale without a dtype has that of the weights. Blocks of fp8-block may be short at the
 ends of both dims; groups of the others divide a row.
+torchao's weights are tensor subclasses, whose class and attributes stand in the header of every file (`stated_of`).
 Sources: the configs of deepseek-ai/DeepSeek-V3 and Qwen/Qwen3-8B-FP8, transformers 5.23
-(`quantizers/quantizer_finegrained_fp8.py`); compressed-tensors 0.20 (`quantization/quant_scheme.py`, its presets).
+(`quantizers/quantizer_finegrained_fp8.py`); compressed-tensors 0.20 (`quantization/quant_scheme.py`, its presets);
+torchao 0.18 (`quantization/quant_api.py`, `quantization/quantize_/workflows/`).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -39,6 +43,7 @@ from ckpt_tool.quantised.weights import (
     WORDS,
     Kind,
     Shape,
+    subclass_part,
 )
 
 
@@ -48,7 +53,8 @@ class Scheme(NamedTuple):
     codes: one of `weights`'. dtype: of the tensor that holds them. block: codes that share a scale, (rows, columns), 0
     for a whole row; of TURNED codes rows are those of the turned matrix. scale: what the name of the scales ends in.
     scales: their dtype, "" for that of the weights. method: what a config calls it. form, weights, activations: what
-    compressed-tensors' config says, where that is its own.
+    compressed-tensors' config says, or torchao's (its class, its values). subclass, attributes: torchao's class of a
+    weight, and what all weights have alike. multiple: of both sizes, what the product of its library takes.
     """
 
     name: str
@@ -62,6 +68,9 @@ class Scheme(NamedTuple):
     form: str = ""
     weights: Mapping[str, Any] = {}
     activations: Mapping[str, Any] | None = None
+    subclass: str = ""
+    attributes: Mapping[str, Any] = {}
+    multiple: int = 1
 
     def matrix(self, shape: Shape) -> Shape:
         """The values of a weight of `shape` as they are coded: (..., rows, columns)."""
@@ -86,7 +95,16 @@ def _stated(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
     return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False} | more
 
 
-_CT = "compressed-tensors"
+def _plain(kind: str, data: Any) -> dict[str, Any]:
+    """A value of one of torchao's classes, or of torch's, as torchao writes it in JSON."""
+    return {"_type": kind, "_data": data}
+
+
+_CT, _TORCHAO = "compressed-tensors", "torchao"
+_AO_E4M3, _AO_AUTO = _plain("torch.dtype", "float8_e4m3fn"), _plain("KernelPreference", "AUTO")
+_AO_ROW, _AO_SYMMETRIC = _plain("PerRow", {"dim": -1}), _plain("MappingType", "SYMMETRIC")
+_AO_PRODUCT = _plain("Float8MMConfig", {"emulate": False, "use_fast_accum": True, "pad_inner_dim": False})
+_AO_BOUNDS = dict.fromkeys(("hp_value_lb", "hp_value_ub"))
 _OF_TOKENS = {"dynamic": True}
 _E4M3 = "torch.float8_e4m3fn"
 _ROWS = (
@@ -117,6 +135,40 @@ _ROWS = (
         *("nvfp4", NIBBLES, "U8", 4, (1, 16), SCALE, "F8_E4M3", _CT, "nvfp4-pack-quantized"),
         _stated(4, "float", "tensor_group", group_size=16, scale_dtype=_E4M3, zp_dtype=_E4M3),
     ),
+    Scheme(
+        *("fp8-channel:torchao", BYTES, "F8_E4M3", 8, (1, 0), SCALE, "F32", _TORCHAO),
+        "Float8DynamicActivationFloat8WeightConfig",
+        {"granularity": [_AO_ROW | {"_version": 1}] * 2, "mm_config": _AO_PRODUCT | {"_version": 1}},
+        subclass="Float8Tensor",
+        attributes={
+            "mm_config": _AO_PRODUCT,
+            "act_quant_kwargs": _plain(
+                "QuantizeTensorToFloat8Kwargs",
+                {
+                    "float8_dtype": _AO_E4M3,
+                    "granularity": _AO_ROW,
+                    "mm_config": None,
+                    **_AO_BOUNDS,
+                    "kernel_preference": _AO_AUTO,
+                },
+            ),
+            "kernel_preference": _AO_AUTO,
+        },
+        multiple=16,
+    ),
+    Scheme(
+        *("int8:torchao", BYTES, "I8", 8, (1, 0), SCALE, "F32", _TORCHAO),
+        "Int8DynamicActivationInt8WeightConfig",
+        {"granularity": _AO_ROW | {"_version": 1}, "act_mapping_type": _AO_SYMMETRIC, "reduce_range": False},
+        subclass="Int8Tensor",
+        attributes={
+            "act_quant_kwargs": _plain(
+                "QuantizeTensorToInt8Kwargs",
+                {"granularity": _AO_ROW, "mapping_type": _AO_SYMMETRIC, "reduce_range": False},
+            ),
+            "reduce_range": False,
+        },
+    ),
 )
 SCHEMES: Mapping[str, Scheme] = {row.name: row for row in _ROWS}
 # (scheme, model type) -> as the family's own releases have it: stacked experts, and nothing else
@@ -140,6 +192,9 @@ def laid_out(scheme: Scheme, name: str, shape: Shape, floats: DType) -> dict[str
         DTYPES[scheme.scales] if scheme.scales else floats, (*before, -(-rows // scheme.block[0]), -(-columns // group))
     )
     stored = columns * scheme.bits // DTYPES[scheme.dtype].bits
+    if scheme.subclass:
+        codes = Kind(DTYPES[scheme.dtype], (*shape[:-1], stored))
+        return {"codes": (subclass_part(name, "qdata"), codes), "scale": (subclass_part(name, "scale"), scales)}
     if scheme.codes == TURNED:
         pairs = Kind(DTYPES[scheme.dtype], (*before, rows, columns // group, group // 2))
         return {"codes": (f"{name}{BLOCKS}", pairs), "scale": (f"{name}{scheme.scale}", scales)}
@@ -153,6 +208,18 @@ def laid_out(scheme: Scheme, name: str, shape: Shape, floats: DType) -> dict[str
     if scheme.codes == NIBBLES and scheme.scales == "F8_E4M3":
         found["global_scale"] = (f"{name}{ENDINGS['global_scale']}", Kind(DTYPES["F32"], (1,)))
     return found
+
+
+def stated_of(scheme: Scheme, shape: Shape, floats: DType) -> str:
+    """What the header of a file says of a weight that torchao builds. floats: the dtype that it is made floats of.
+
+    >>> json.loads(stated_of(SCHEMES["int8:torchao"], (64, 32), DTYPES["BF16"]))["_data"]["block_size"]
+    [1, 32]
+    """
+    own = {"block_size": [1] * (len(shape) - 1) + [shape[-1]], "dtype": _plain("torch.dtype", floats.torch)}
+    return json.dumps(
+        {**_plain(scheme.subclass, {**scheme.attributes, **own}), "_tensor_data_names": ["qdata", "scale"]}
+    )
 
 
 def config_of(scheme: Scheme, kept: Sequence[str]) -> dict[str, Any]:
@@ -169,6 +236,10 @@ def config_of(scheme: Scheme, kept: Sequence[str]) -> dict[str, Any]:
                 "weight_block_size": list(scheme.block),
             }
         }
+    if scheme.method == _TORCHAO:
+        default = {**_plain(scheme.form, dict(scheme.weights)), "_version": 2}
+        stays = {"modules_to_not_convert": list(kept), "include_input_output_embeddings": False}
+        return {KEYS[0]: {**stays, "quant_method": _TORCHAO, "quant_type": {"default": default}}}
     return _compressed_config(
         scheme.form, {("Linear",): (scheme.weights, dict(scheme.activations) if scheme.activations else None)}, kept
     )

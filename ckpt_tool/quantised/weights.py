@@ -26,12 +26,15 @@ What is recognised (the arithmetic is in `quantised.floats`):
     m.weight U32     m.scales, m.biases                 MLX [out, in * bits / 32], as the config says
     m.weight U32     m.scales U8                        MLX's modes mxfp4, mxfp8 and nvfp4, which the config names
     m.qweight I32    m.scales, m.qzeros [, m.g_idx]     GPTQ [in * bits / 32, out], AWQ [in, out / 8]: (in, out)
+    m._w_qdata F8_*  m._w_scale                         torchao's Float8Tensor; MXTensor of scales of 32 codes
+    m._w_qdata I8    m._w_scale [, m._w_zero_point]     torchao's Int8Tensor and IntxUnpackedToInt8Tensor
+    m._w_qdata U8    m._w_scale [, _per_tensor_scale]   torchao's MXTensor of 4 bits and NVFP4Tensor
 
 Scales are over the last two dims: one number, one a row ([rows] or [rows, 1]), or a grid whose last blocks may be short
 ([ceil(rows / a), ceil(cols / b)]); leading dims (experts) are the codes' own. F8_E8M0 and U8 scales are powers of two,
-2^(byte - 127), and byte 255 is NaN.
+2^(byte - 127), and byte 255 is NaN. Scales of torchao's MXTensor and NVFP4Tensor may lie in tiles (`tiled`).
 Sources: transformers 5.23 (`integrations/finegrained_fp8.py`, `integrations/mxfp4.py`), compressed-tensors 0.20
-(`compressors/`), DeepSeek-V3 `inference/fp8_cast_bf16.py`.
+(`compressors/`), DeepSeek-V3 `inference/fp8_cast_bf16.py`, torchao 0.18 (`prototype/safetensors/`).
 Cost: some us a name. What it does not do: read a value, a file or a config (`quantised.scheme`).
 """
 
@@ -50,6 +53,7 @@ BYTES, NIBBLES, WORDS, TURNED, MATRIX = "bytes", "nibbles", "words", "turned nib
 TABLED, OF_127 = "numbers of a table", "bytes of which 127 is the largest"  # bitsandbytes: 4 bits, 8 bits
 STREAM = "a stream of bits"  # MLX
 ORDERS = ("gptq", "gptq_v2", "awq")  # of a MATRIX's codes, as `scheme` finds it in the config
+TILED = "scales in tiles"  # an order too: what its scales are in
 AFFINE = "affine"
 MODES = {AFFINE: None, "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}  # of a STREAM: its only (columns, bits)
 CODES = frozenset(
@@ -75,6 +79,14 @@ _ROLES = {
     "_g_idx": "g_idx",
 }
 ENDINGS = {role: ending for ending, role in _ROLES.items()}
+_QDATA = "_qdata"
+_OF_SUBCLASS = ("scale", "zero_point", "per_tensor_scale")  # roles of a torchao weight's parts, as these are called
+_PRE_SCALE = "act_pre_scale"
+_SUBCLASS_ROLES = (  # of torchao's, the longer before what they end in
+    *("qdata", "act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale", _PRE_SCALE),
+    *("per_tensor_scale", "zero_point", "scale"),
+)
+TILE = (128, 4)  # scales of a tile, which lie as (32, 4, 4): row mod 32, row div 32, column
 _PART = (*_SCALES, *_OF_MODULE, *_ROLES, SCALES, BLOCKS, PACKED, _SCB, _FORMAT)
 _TABLES = (_ABSMAX, *_OF_TABLE.values(), *_STATES)
 # what a quantised model keeps of its activations and its cache: nothing that a weight is made of
@@ -82,6 +94,7 @@ _ACTIVATIONS = tuple(
     """
     input_scale output_scale activation_scale input_zero_point output_zero_point input_global_scale
     output_global_scale k_scale v_scale q_scale k_zero_point v_zero_point q_zero_point
+    _act_quant_scale _act_quant_zero_point _act_per_tensor_scale
     """.split()
 )
 
@@ -99,7 +112,7 @@ class Quantised(NamedTuple):
     made: what it is called when it is floats. codes: how its values are stored in `lead`. parts: role -> tensor beside
     it. shape: of the values as stored, in elements; codes TURNED and MATRIX are floats of shape (..., cols, rows) when
     made. block: codes that share a scale along each of the last two dims of `shape`, (rows, cols). bits: of a code.
-    order: of a MATRIX, one of ORDERS; of a STREAM, one of MODES.
+    order: of a MATRIX, one of ORDERS; of a STREAM, one of MODES; of others TILED or "".
     """
 
     made: str
@@ -189,6 +202,8 @@ def find(
             found = _stream(name, kind, tensors, apart.get(name.removesuffix(".weight"), (block[1], bits[0], order)))
         elif order and name.endswith(".qweight"):
             found = _matrix(name, kind, tensors, bits[0], order)
+        elif name.endswith(_QDATA) and (weight := subclass_of(name)):
+            found = _subclass(name, weight, kind, tensors)
         found = found or _plain(name, kind, tensors, stated, roles)
         if isinstance(found, Quantised):
             weights[name] = found
@@ -214,8 +229,8 @@ def units(weight: Quantised, tensors: Mapping[str, Kind]) -> dict[str, Units]:
     >>> [unit.mine for unit in units(find(tensors).weights["w"], tensors).values()]
     [(2, 5), (2, 5)]
     """
-    # groups may lie in the order of activations, or a shape be unknown
-    if weight.codes in (MATRIX, TABLED, STREAM):
+    # groups may lie in the order of activations or in tiles, or a shape be unknown
+    if weight.codes in (MATRIX, TABLED, STREAM) or weight.order == TILED:
         pieces = {name: (1,) * len(tensors[name].shape) for name in weight.names}
         return {name: Units(weight.lead, weight.made, pieces[weight.lead], mine) for name, mine in pieces.items()}
     rows, columns = weight.shape[-2:] if len(weight.shape) > 1 else (1, prod(weight.shape))
@@ -251,7 +266,11 @@ def part_of(name: str) -> str | None:
 
     >>> part_of("m.weight_scale_inv"), part_of("m.weight_packed"), part_of("m.qscale_weight"), part_of("m.weight")
     ('m.weight', 'm.weight', 'm.weight', None)
+    >>> part_of("m._weight_zero_point")
+    'm.weight'
     """
+    if "._" in name and (weight := subclass_of(name)):
+        return weight
     ending = next((ending for ending in (*_PART, *_TABLES) if name.endswith(ending)), None)
     if ending is None:
         return None
@@ -386,6 +405,74 @@ def _of_127(name: str, module: str, kind: Kind, tensors: Mapping[str, Kind]) -> 
     return Quantised(name, OF_127, name, parts, kind.shape, (1, kind.shape[1]), 8)
 
 
+def subclass_part(weight: str, role: str) -> str:
+    """What torchao's safetensors files call a part of a weight.
+
+    >>> subclass_part("m.weight", "qdata")
+    'm._weight_qdata'
+    """
+    module, _, parameter = weight.rpartition(".")
+    return f"{module}._{parameter}_{role}"
+
+
+def subclass_of(part: str) -> str | None:
+    """The weight whose part torchao calls so, None for other names.
+
+    >>> subclass_of("m._weight_zero_point"), subclass_of("m._weight_act_quant_scale"), subclass_of("m.weight_scale")
+    ('m.weight', 'm.weight', None)
+    """
+    module, _, last = part.rpartition(".")
+    role = next((role for role in _SUBCLASS_ROLES if last.endswith(f"_{role}")), None)
+    parameter = last[1:].removesuffix(f"_{role}") if role and last[0] == "_" else ""
+    return f"{module}.{parameter}" if module and parameter else None
+
+
+def tiled(rows: int, columns: int) -> Shape:
+    """The shape that torchao stores scales (rows, columns) in whose tiles are whole, each a run of 512 bytes: as
+    cuBLAS reads them. No shape of scales that lie in rows is one.
+
+    >>> tiled(200, 12)
+    (64, 48)
+    """
+    return 32 * -(-rows // TILE[0]), 16 * -(-columns // TILE[1])
+
+
+def _subclass(name: str, weight: str, kind: Kind, tensors: Mapping[str, Kind]) -> Quantised | Fault:
+    """A tensor subclass of torchao's in its parts."""
+    named = {role: subclass_part(weight, role) for role in _OF_SUBCLASS}
+    parts = {role: part for role, part in named.items() if part in tensors}
+    if "scale" not in parts:
+        return Fault(name, f"codes without {named['scale']}", lacking=True)
+    if weight in tensors:
+        return Fault(name, f"codes beside {weight} itself", lacking=False)
+    if subclass_part(weight, _PRE_SCALE) in tensors:
+        what = (
+            f"{subclass_part(weight, _PRE_SCALE)} scales what it is multiplied with, so floats of it are another weight"
+        )
+        return Fault(name, what, lacking=False)
+    scales = tensors[parts["scale"]]
+    halved = kind.dtype.name == "U8"
+    shape = (*kind.shape[:-1], 2 * kind.shape[-1]) if halved and kind.shape else kind.shape
+    if kind.dtype.name not in CODES | {"U8"} or halved and scales.dtype.bits > 8 or len(shape) < 2 or not prod(shape):
+        return Fault(name, f"{kind.dtype.name} codes {list(kind.shape)} with {scales.dtype.name} scales", lacking=False)
+    group = {"F8_E8M0": 32, "U8": 32, "F8_E4M3": 16}.get(scales.dtype.name)  # of MXTensor, of NVFP4Tensor
+    order = ""
+    block: tuple[int, int] | None
+    if group and len(shape) == 2 and not shape[1] % group and scales.shape == tiled(shape[0], shape[1] // group):
+        block, order = (1, group), TILED
+    elif group:
+        fits = scales.shape == (*shape[:-1], shape[-1] // group) and not shape[-1] % group
+        block = (1, group) if fits else None
+    else:
+        block = block_of(shape, scales.shape)
+    zeros = tensors.get(parts.get("zero_point", ""), scales)
+    if block is None or zeros.shape != scales.shape:
+        return _misfit(parts["scale"], tensors, shape)
+    if zeros is not scales and zeros.dtype.name != "I8":  # of HQQ's kind: torchao rounds the difference too
+        return Fault(parts["zero_point"], f"zero points of {zeros.dtype.name}, want I8", lacking=False)
+    return Quantised(weight, NIBBLES if halved else BYTES, name, parts, shape, block, 4 if halved else 8, order)
+
+
 def _matrix(name: str, kind: Kind, tensors: Mapping[str, Kind], bits: int, order: str) -> Quantised | Fault:
     """The codes of a matrix (inputs, outputs), packed along its inputs (GPTQ) or its outputs (AWQ)."""
     module = name.removesuffix(".qweight")
@@ -511,5 +598,5 @@ def _misfit(scale: str, tensors: Mapping[str, Kind], shape: Shape) -> Fault:
 def _alone(tensors: Mapping[str, Kind], taken: set[str]) -> Iterator[Fault]:
     """Scales of nothing."""
     for name in tensors:
-        if name not in taken and name.endswith(("_scale_inv", ".weight_scale")):
+        if name not in taken and name.endswith(("_scale_inv", ".weight_scale", "._weight_scale")):
             yield Fault(name, "a scale without its codes", lacking=True)

@@ -102,9 +102,8 @@ def test_vllm_allocates_what_is_repacked(case: str, bits: int, group: int, symme
 @pytest.mark.peers
 @pytest.mark.parametrize("scheme", ["fp8-channel", "int8"])
 def test_torchao_has_a_place_for_the_same_codes_and_scales(scheme: str, tmp_path: Path) -> None:
-    """torchao reads tensors of its own names under metadata of its own, which `--quantize` does not write. Its tensors,
-    made of our codes and scales, are our floats, and its own quantising gives them, but for a few codes of int8 that
-    are next to ours."""
+    """torchao's tensors, made of the codes and scales of compressed-tensors' schemes, are our floats, and its own
+    quantising gives them, but for a few codes of int8 next to ours. Its own folders: `test_torchao_weights`."""
     quantization = pytest.importorskip("torchao.quantization")
     (tmp_path / "m").mkdir()
     weight = torch.randn((OUT, IN), generator=torch.Generator().manual_seed(2)).to(FLOATS)

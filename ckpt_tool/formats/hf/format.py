@@ -5,7 +5,8 @@ Specification
 One file: `model.safetensors`; its bytes are specified in `storage.safetensors_file`.
 Many files: `model-00001-of-00003.safetensors`, ... and `model.safetensors.index.json` (see `formats.hf.index`); any
 stem is read (`diffusion_pytorch_model`, ...). A tensor lies whole in one file. Each file's `__metadata__` is
-`{"format": "pt"}`, without which transformers refuses to load it.
+`{"format": "pt"}`, without which transformers refuses to load it; torchao states its tensors there
+(`formats.hf.subclasses`).
 Packing: tensors in the model's order; a file is closed when the next tensor would push it over the limit; a tensor
 larger than the limit gets a file of its own, and the file that was open stays open (so it is numbered after it).
 With tied embeddings the alias is not on disk.
@@ -404,21 +405,23 @@ def _sidefiles(tree: Tree, chosen: FileSet) -> tuple[str, ...]:
 
 def _target(wanted: Wanted) -> Target:
     from ckpt_tool.core.target import Target, TargetFile, whole_file
+    from ckpt_tool.formats.hf.subclasses import Subclasses, header_of
 
     if any(tensor.key.state != "model" for tensor in wanted.tensors):
         raise InternalError("a model-only format was asked for training state")
+    said = METADATA | header_of(wanted.hints.get(Subclasses), (tensor.key.name for tensor in wanted.tensors))
     if wanted.single is not None:
         everything = range(len(wanted.tensors))
-        return Target(FORMAT.name, (_file(wanted.single, wanted.tensors, everything),), single=wanted.single)
+        return Target(FORMAT.name, (_file(wanted.single, wanted.tensors, everything, said),), single=wanted.single)
     own = wanted.hints.get(Stem)
     stem = own.name if own is not None and own.name in STEMS else STEM
     bins = pack([tensor.nbytes for tensor in wanted.tensors], wanted.shard_size)
     copies = tuple(TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles)
     if len(bins) < 2:
         one = bins[0] if bins else ()
-        return Target(FORMAT.name, (_file(stem + SUFFIX, wanted.tensors, one), *copies), by_size=True)
+        return Target(FORMAT.name, (_file(stem + SUFFIX, wanted.tensors, one, said), *copies), by_size=True)
     names = [f"{stem}-{number:05d}-of-{len(bins):05d}{SUFFIX}" for number in range(1, len(bins) + 1)]
-    files = tuple(_file(name, wanted.tensors, rows) for name, rows in zip(names, bins, strict=True))
+    files = tuple(_file(name, wanted.tensors, rows, said) for name, rows in zip(names, bins, strict=True))
     weight_map = {wanted.tensors[row].key.name: name for name, rows in zip(names, bins, strict=True) for row in rows}
     index = write_index(
         weight_map,
@@ -451,11 +454,11 @@ def pack(sizes: Sequence[int], limit: int) -> list[list[int]]:
     return done
 
 
-def _file(path: str, tensors: Sequence[WantedTensor], rows: Sequence[int]) -> TargetFile:
+def _file(path: str, tensors: Sequence[WantedTensor], rows: Sequence[int], metadata: Mapping[str, str]) -> TargetFile:
     from ckpt_tool.core.target import TargetArray, TargetFile
 
     chosen = [tensors[row] for row in rows]
-    head, offsets, size = build_header([(each.key.name, each.dtype, each.shape) for each in chosen], METADATA)
+    head, offsets, size = build_header([(each.key.name, each.dtype, each.shape) for each in chosen], metadata)
     arrays = (
         TargetArray(row, whole(each.shape), offset) for row, each, offset in zip(rows, chosen, offsets, strict=True)
     )

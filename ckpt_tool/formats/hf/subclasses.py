@@ -1,0 +1,92 @@
+"""What torchao states of its tensors in the header of each safetensors file, without which no library builds them.
+
+A tensor subclass lies as its parts (`quantised.weights.subclass_part`); `__metadata__` has for each tensor of the whole
+model, in every file, a JSON text, and the list of them all:
+
+    "m.weight": {"_type": "Int8Tensor", "_data": {"block_size": [1, 64], ...}, "_tensor_data_names": ["qdata", "scale"]}
+    "m.bias": {"_type": "Tensor"}
+    "tensor_names": ["m.weight", "m.bias"]
+
+transformers 5.23 joins the headers of all files and takes the list of the last one; vLLM reads a file at a time. So
+every file states every tensor, as torchao does. Nothing is looked up or called by these texts: a reader finds weights
+by names, dtypes and shapes (`quantised.weights`), and a text is written again as it is.
+
+Source: torchao 0.18 `prototype/safetensors/safetensors_support.py`; transformers 5.23
+`quantizers/quantizer_torchao.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ckpt_tool.core.hints import Hint
+from ckpt_tool.quantised.weights import subclass_part
+
+NAMES = "tensor_names"
+_PLAIN = json.dumps({"_type": "Tensor"})
+_PARTS = "_tensor_data_names"
+
+
+@dataclass(frozen=True, slots=True)
+class Subclasses(Hint):
+    """stated: weight -> the text that its file's header has of it; weights whose parts are not written have none."""
+
+    KEY: ClassVar[str] = "torchao"
+    stated: Mapping[str, str]
+
+
+def stated_in(metadata: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Tensor -> its text, of headers as `__metadata__` has them, {} where none is torchao's or one is unsound."""
+    found: dict[str, str] = {}
+    for each in metadata:
+        if NAMES not in each:
+            continue
+        names = _parsed(each[NAMES])
+        if not isinstance(names, list) or not all(isinstance(name, str) and name in each for name in names):
+            return {}
+        found |= {name: each[name] for name in names}
+    return found if all(parts_of(text) is not None for text in found.values()) else {}
+
+
+def parts_of(text: object) -> tuple[str, ...] | None:
+    """The parts that a tensor's text names, () of a plain tensor; None for what is no such text.
+
+    >>> parts_of('{"_type": "Int8Tensor", "_data": {}, "_tensor_data_names": ["qdata", "scale"]}')
+    ('qdata', 'scale')
+    """
+    value = _parsed(text)
+    if not isinstance(value, dict) or not isinstance(value.get("_type"), str):
+        return None
+    parts = value.get(_PARTS, [])
+    sound = isinstance(parts, list) and all(isinstance(part, str) for part in parts)
+    return tuple(parts) if sound and bool(parts) == (value["_type"] != "Tensor") else None
+
+
+def present(stated: Mapping[str, str], tensors: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """(the texts of weights of which a part is among `tensors`, the parts of those that are not). stated: of plain
+    tensors too."""
+    parts = {weight: [subclass_part(weight, part) for part in parts_of(text) or ()] for weight, text in stated.items()}
+    there = {weight: each for weight, each in parts.items() if any(part in tensors for part in each)}
+    return {weight: stated[weight] for weight in there}, [
+        part for each in there.values() for part in each if part not in tensors
+    ]
+
+
+def header_of(subclasses: Subclasses | None, tensors: Iterable[str]) -> dict[str, str]:
+    """What every file states, {} where nothing is torchao's. tensors: all that are written, in order."""
+    if subclasses is None:
+        return {}
+    stated = subclasses.stated
+    owners = {subclass_part(weight, part): weight for weight in stated for part in parts_of(stated[weight]) or ()}
+    names = dict.fromkeys(owners.get(name, name) for name in tensors)
+    return {NAMES: json.dumps(list(names)), **{name: stated.get(name, _PLAIN) for name in names}}
+
+
+def _parsed(text: object) -> Any:
+    try:
+        return json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,63 @@
+"""What the headers of a source state of torchao's tensors: it travels with them, in whatever format they are written.
+
+It is among the extras of a folder of safetensors files. Into such a folder it goes as what every file states; a format
+with a place for extras keeps it there, and gives it back; elsewhere it is left behind with the extras, by name. Of
+weights that are floats now, or are removed, nothing is left to be stated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckpt_tool.errors import Incomplete
+from ckpt_tool.formats.hf.subclasses import NAMES, Subclasses, present, stated_in
+from ckpt_tool.sources.chosen import Chosen, Conversion
+
+LACKING = "E1460"
+_COMMON, _BY_FILE = "metadata", "metadata_by_file"
+
+
+def with_stated(chosen: Chosen, job: Conversion) -> Chosen:
+    """`chosen` with what its files state of torchao's tensors. Raises Incomplete E1460 for weights of which a part is
+    not there."""
+    stated = stated_in(_headers(chosen.sources[0].catalog.extras))
+    if not stated:
+        return chosen
+    texts, lacking = present(stated, chosen.model)
+    if lacking:
+        raise Incomplete(
+            f"{len(lacking)} parts of torchao's tensors are not there: {lacking[0]}",
+            code=LACKING,
+            key=lacking[0],
+            faults=lacking[1:],
+            hint="fetch the checkpoint again; --remove-keys wants a pattern that takes all parts of a weight",
+        )
+    if texts and "quantize" not in job.fmt.holds.heeds:
+        return chosen
+    hints = chosen.all_hints.having(Subclasses(texts)) if texts else chosen.hints
+    return replace(chosen, extras=_without(chosen.extras, {NAMES, *stated}), hints=hints)
+
+
+def _headers(extras: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """`__metadata__` of each file, as the extras have it: what all agree on, and what is of one file."""
+    common = _mapping(extras.get(_COMMON))
+    by_file = [_mapping(each) for each in _mapping(extras.get(_BY_FILE)).values()]
+    return [{**common, **each} for each in by_file or [{}]]
+
+
+def _without(extras: Mapping[str, Any], gone: Collection[str]) -> dict[str, Any]:
+    """The extras less these keys of headers, and less what holds nothing then."""
+    rest = {key: value for key, value in extras.items() if key not in (_COMMON, _BY_FILE)}
+    common = {key: value for key, value in _mapping(extras.get(_COMMON)).items() if key not in gone}
+    by_file = {
+        path: kept
+        for path, each in _mapping(extras.get(_BY_FILE)).items()
+        if (kept := {key: value for key, value in _mapping(each).items() if key not in gone})
+    }
+    return {**rest, **({_COMMON: common} if common else {}), **({_BY_FILE: by_file} if by_file else {})}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
