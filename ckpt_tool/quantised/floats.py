@@ -118,7 +118,10 @@ class Weight(Recipe):
     def _zeros(self, read: Read, where: Rectangle, grid: Grid) -> tuple[Floats, Numbers]:
         """Zero points as `Grid.over` gives scales; packed ones are along the rows, each column a stream of its own."""
         if not self.packed_zero:
-            return grid.over(read, where)
+            zeros, taken = grid.over(read, where)
+            if grid.dtype.is_float and (zeros != np.rint(zeros)).any():
+                raise _fault(grid.name, "zero points that are no integers")
+            return zeros, taken
         rows = np.arange(where.low, where.high)
         bits, columns, here = self.bits, grid.columns, rows % grid.rows
         found: list[Floats] = []

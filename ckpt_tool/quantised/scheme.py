@@ -38,7 +38,7 @@ _TORCHAO = frozenset(
     """
     Float8WeightOnlyConfig Float8DynamicActivationFloat8WeightConfig Float8StaticActivationFloat8WeightConfig
     Int8WeightOnlyConfig Int8DynamicActivationInt8WeightConfig Int8StaticActivationInt8WeightConfig
-    IntxWeightOnlyConfig Int8DynamicActivationIntxWeightConfig
+    IntxWeightOnlyConfig Int8DynamicActivationIntxWeightConfig Int8DynamicActivationInt4WeightConfig
     MXDynamicActivationMXWeightConfig NVFP4DynamicActivationNVFP4WeightConfig NVFP4WeightOnlyConfig
     """.split()
 )
@@ -127,11 +127,22 @@ def _of_torchao(stated: Mapping[str, Any]) -> Quantisation:
     apart = next((data[key] for key in _OF_MODULES if isinstance(data.get(key), dict)), None) if data else None
     each = [*apart.values()] if apart else [whole]
     names = dict.fromkeys(
-        str(one.get("_type") if isinstance(one, dict) else kind) for one in each if one is not None or not apart
+        str(one.get("_type")) if isinstance(one, dict) else _config_named(str(kind))
+        for one in each
+        if one is not None or not apart
     )
     strange = [name for name in names if name not in _TORCHAO]
     shown = ", ".join(name.removesuffix("Config") for name in names)
     return Quantisation(f"torchao ({shown})"[:200], why=f"its {strange[0]}"[:100] if strange else "")
+
+
+def _config_named(words: str) -> str:
+    """torchao's config of what configs called it before.
+
+    >>> _config_named("int8_dynamic_activation_int8_weight")
+    'Int8DynamicActivationInt8WeightConfig'
+    """
+    return "".join(word.capitalize() for word in words.split("_")) + "Config"
 
 
 def _of_mlx(stated: Mapping[str, Any]) -> Quantisation:

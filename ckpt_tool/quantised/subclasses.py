@@ -2,7 +2,8 @@
 
 It is among the extras of a folder of safetensors files. Into such a folder it goes as what every file states; a format
 with a place for extras keeps it there, and gives it back; elsewhere it is left behind with the extras, by name. Of
-weights that are floats now, or are removed, nothing is left to be stated.
+weights that are floats now, or are removed, nothing is left to be stated. Tensors that come from pickles are stated
+nowhere: what they say of themselves is objects of torchao's classes.
 """
 
 from __future__ import annotations
@@ -11,18 +12,30 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tool.errors import Incomplete
+from ckpt_tool.core.tensor import MODEL
+from ckpt_tool.errors import Incomplete, UsageError
 from ckpt_tool.formats.hf.subclasses import NAMES, Subclasses, present, stated_in
+from ckpt_tool.quantised.weights import subclasses_in
 from ckpt_tool.sources.chosen import Chosen, Conversion
 
-LACKING = "E1460"
+LACKING, UNSTATED = "E1460", "E1474"
 _COMMON, _BY_FILE = "metadata", "metadata_by_file"
 
 
 def with_stated(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen` with what its files state of torchao's tensors. Raises Incomplete E1460 for weights of which a part is
-    not there."""
+    not there; UsageError E1474 for weights of which nothing is stated."""
     stated = stated_in(_headers(chosen.sources[0].catalog.extras))
+    names = (row.tensor.key.name for row in chosen.stored if row.tensor.key.state == MODEL)
+    unstated = [weight for weight in subclasses_in(names) if weight not in stated]
+    if unstated:
+        raise UsageError(
+            f"{len(unstated)} weights are torchao's codes, and no header states what they are",
+            code=UNSTATED,
+            key=unstated[0],
+            faults=unstated[1:],
+            hint="--dequantize writes them as floats; --quantize int8:torchao beside it quantises them anew",
+        )
     if not stated:
         return chosen
     texts, lacking = present(stated, chosen.model)

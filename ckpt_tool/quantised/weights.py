@@ -82,7 +82,7 @@ ENDINGS = {role: ending for ending, role in _ROLES.items()}
 _QDATA = "_qdata"
 _OF_SUBCLASS = ("scale", "zero_point", "per_tensor_scale")  # roles of a torchao weight's parts, as these are called
 _PRE_SCALE = "act_pre_scale"
-_SUBCLASS_ROLES = (  # of torchao's, the longer before what they end in
+SUBCLASS_ROLES = (  # of torchao's, the longer before what they end in
     *("qdata", "act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale", _PRE_SCALE),
     *("per_tensor_scale", "zero_point", "scale"),
 )
@@ -411,8 +411,8 @@ def subclass_part(weight: str, role: str) -> str:
     >>> subclass_part("m.weight", "qdata")
     'm._weight_qdata'
     """
-    module, _, parameter = weight.rpartition(".")
-    return f"{module}._{parameter}_{role}"
+    module, dot, parameter = weight.rpartition(".")
+    return f"{module}{dot}_{parameter}_{role}"
 
 
 def subclass_of(part: str) -> str | None:
@@ -422,9 +422,18 @@ def subclass_of(part: str) -> str | None:
     ('m.weight', 'm.weight', None)
     """
     module, _, last = part.rpartition(".")
-    role = next((role for role in _SUBCLASS_ROLES if last.endswith(f"_{role}")), None)
+    role = next((role for role in SUBCLASS_ROLES if last.endswith(f"_{role}")), None)
     parameter = last[1:].removesuffix(f"_{role}") if role and last[0] == "_" else ""
     return f"{module}.{parameter}" if module and parameter else None
+
+
+def subclasses_in(names: Iterable[str]) -> list[str]:
+    """The weights among the names of tensors whose codes torchao keeps.
+
+    >>> subclasses_in(["m.bias", "m._weight_qdata", "m._weight_scale"])
+    ['m.weight']
+    """
+    return [weight for name in names if name.endswith(_QDATA) and (weight := subclass_of(name))]
 
 
 def tiled(rows: int, columns: int) -> Shape:
@@ -468,8 +477,6 @@ def _subclass(name: str, weight: str, kind: Kind, tensors: Mapping[str, Kind]) -
     zeros = tensors.get(parts.get("zero_point", ""), scales)
     if block is None or zeros.shape != scales.shape:
         return _misfit(parts["scale"], tensors, shape)
-    if zeros is not scales and zeros.dtype.name != "I8":  # of HQQ's kind: torchao rounds the difference too
-        return Fault(parts["zero_point"], f"zero points of {zeros.dtype.name}, want I8", lacking=False)
     return Quantised(weight, NIBBLES if halved else BYTES, name, parts, shape, block, 4 if halved else 8, order)
 
 

@@ -193,6 +193,47 @@ CODED_STATES = frozenset(
     for module, name in (("8bit", "OptimState8bit"), ("4bit", "OptimState4bit"), ("fp8", "OptimStateFp8"))
 )
 
+# Weights that torchao keeps as codes, the same (`coded_weights`), and what says of them how they are multiplied.
+CODED_WEIGHTS = frozenset(
+    f"torchao.{module}.{name}"
+    for name, modules in {
+        "Float8Tensor": ("quantization", "quantization.quantize_.workflows.float8.float8_tensor"),
+        "Int8Tensor": ("quantization", "quantization.quantize_.workflows.int8.int8_tensor"),
+        "IntxUnpackedToInt8Tensor": (
+            "quantization",
+            "quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor",
+        ),
+        "MXTensor": ("prototype.mx_formats.mx_tensor",),
+        "NVFP4Tensor": ("prototype.mx_formats.nvfp4_tensor",),
+        "AffineQuantizedTensor": ("dtypes.affine_quantized_tensor",),
+        "PlainAQTTensorImpl": ("dtypes.uintx.plain_layout",),
+        "QDQTensorImpl": ("dtypes.uintx.q_dq_layout",),
+        "Float8AQTTensorImpl": ("dtypes.floatx.float8_layout",),
+        "LinearActivationQuantizedTensor": ("quantization.linear_activation_quantized_tensor",),
+    }.items()
+    for module in modules
+)
+_OF_CODED_WEIGHTS = frozenset(
+    f"torchao.{name}"
+    for name in """
+    dtypes.floatx.float8_layout.Float8Layout
+    dtypes.uintx.q_dq_layout.QDQLayout
+    dtypes.utils.PlainLayout
+    quantization.quant_api._input_activation_quant_func_fp8
+    quantization.quant_api._int8_asymm_per_token_quant
+    quantization.quant_api._int8_symm_per_token_reduced_range_quant
+    float8.inference.Float8MMConfig
+    prototype.mx_formats.mx_tensor.QuantizeTensorToMXKwargs
+    prototype.mx_formats.nvfp4_tensor.QuantizeTensorToNVFP4Kwargs
+    quantization.granularity.PerRow
+    quantization.granularity.PerTensor
+    quantization.granularity.PerGroup
+    quantization.granularity.PerBlock
+    quantization.quantize_.workflows.float8.float8_tensor.QuantizeTensorToFloat8Kwargs
+    quantization.quantize_.workflows.int8.int8_tensor.QuantizeTensorToInt8Kwargs
+    """.split()
+)
+
 # Enums, read as Symbol(name, (value,)); the members map names to values where old pickles hold the name.
 ENUMS: dict[str, dict[str, int]] = {
     f"{_DCP}.metadata._MEM_FORMAT_ENCODING": {
@@ -219,6 +260,10 @@ ENUMS: dict[str, dict[str, int]] = {
     "megatron.core.transformer.enums.InferenceCudaGraphScope": {},
     "megatron.core.transformer.enums.LayerType": {},
     "megatron.core.transformer.enums.ModelType": {},
+    "torchao.prototype.mx_formats.config.ScaleCalculationMode": {},
+    "torchao.quantization.quant_primitives.MappingType": {},
+    "torchao.quantization.quant_primitives.ZeroPointDomain": {"INT": 1, "FLOAT": 2, "NONE": 3},
+    "torchao.quantization.quantize_.common.kernel_preference.KernelPreference": {},
     "signal.Signals": {},
     "signal.Handlers": {},
 }
@@ -361,6 +406,8 @@ KNOWN = frozenset().union(
     WRAPPERS,
     PLAIN_TENSORS,
     CODED_STATES,
+    CODED_WEIGHTS,
+    _OF_CODED_WEIGHTS,
     ENUMS,
     PLAIN_OBJECTS,
     _BUILT,

@@ -29,6 +29,7 @@ from ckpt_tool.core.collector import gc_paused
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.errors import CkptError, CorruptFile, InputError, UnsafeInput
 from ckpt_tool.storage.coded_states import coded
+from ckpt_tool.storage.coded_weights import coded_weight
 from ckpt_tool.storage.pickle_globals import UNSUPPORTED_TENSORS
 from ckpt_tool.storage.pickle_machine import LONG_TEXT, Machine
 from ckpt_tool.storage.pickle_values import (
@@ -186,7 +187,7 @@ def refuse_unsafe(pickled: Pickled, path: str, *, member: str | None = None) -> 
 
 def weight_bearing(value: Any, *, but_coded: bool = False) -> Iterator[Opaque]:
     """The outermost Opaques inside `value` that hold a tensor or a storage: weights that we can't read. but_coded:
-    leave out states that `coded_states` reads."""
+    leave out what `coded_states` and `coded_weights` read."""
     seen: set[int] = set()
     todo = [value]
     while todo:
@@ -196,7 +197,7 @@ def weight_bearing(value: Any, *, but_coded: bool = False) -> Iterator[Opaque]:
         if type(item) in _INSIDE:
             seen.add(id(item))
         if type(item) is Opaque:
-            if _holds_tensor(item) and not (but_coded and coded(item)):
+            if _holds_tensor(item) and not (but_coded and (coded(item) or coded_weight(item))):
                 yield item
             continue
         todo.extend(_parts(item))

@@ -133,7 +133,7 @@ def with_another_grid(tensors: dict[str, torch.Tensor], config: dict[str, Any]) 
 
 
 def with_zero_points_of_floats(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    tensors[f"{VALUE}zero_point"] = tensors[f"{VALUE}zero_point"].float()
+    tensors[f"{VALUE}zero_point"] = tensors[f"{VALUE}zero_point"].float() + 0.5
 
 
 def as_int4(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
@@ -150,9 +150,9 @@ def of_another_age(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> 
         (without_a_scale, Incomplete, "E1460", "_weight_scale"),
         (with_a_pre_scale, InconsistentCheckpoint, "E1461", "act_pre_scale"),
         (with_another_grid, InconsistentCheckpoint, "E1461", "scales of shape [32, 3]"),
-        (with_zero_points_of_floats, InconsistentCheckpoint, "E1461", "zero points of F32"),
+        (with_zero_points_of_floats, InconsistentCheckpoint, "E1462", "no integers"),
         (as_int4, UsageError, "E1464", "Int4WeightOnlyConfig"),
-        (of_another_age, UsageError, "E1464", "int4_weight_only"),
+        (of_another_age, UsageError, "E1464", "Int4WeightOnlyConfig"),
     ],
 )
 def test_what_has_no_floats_says_why(change: Any, kind: type[CkptError], code: str, says: str, tmp_path: Path) -> None:
@@ -170,14 +170,15 @@ def test_a_folder_that_lacks_a_part_of_a_weight_is_not_written_anew(tmp_path: Pa
     assert error.value.code == "E1460" and error.value.key == f"{QUERY}scale"
 
 
-def test_headers_that_are_none_of_torchaos_are_left_as_they_are(tmp_path: Path) -> None:
+def test_without_a_sound_header_codes_are_not_written(tmp_path: Path) -> None:
     tensors, (metadata,) = load_file(MIXED / "model.safetensors"), headers(MIXED)
     (tmp_path / "in").mkdir()
     for broken in ("[", '["nothing"]', '"text"', "[1]"):
         save_file(tensors, tmp_path / "in/model.safetensors", {**metadata, "tensor_names": broken})
-        report = run(tmp_path / "in", tmp_path / "out", force=True)
-        assert headers(tmp_path / "out") == [{"format": "pt"}]
-        assert [entry["names"] for entry in report["dropped"]] == [["metadata"]]
+        with pytest.raises(UsageError) as error:
+            run(tmp_path / "in", tmp_path / "out")
+        assert error.value.code == "E1474" and not (tmp_path / "out").exists()
+    run(tmp_path / "in", tmp_path / "floats", dequantize=True)
 
 
 @pytest.mark.parametrize("scheme", WRITTEN)

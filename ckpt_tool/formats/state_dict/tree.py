@@ -7,7 +7,7 @@ a dict that held nothing but tensors vanishes (the paths bring it back), while a
 tensor (or a dict of nothing but tensors) stood, because positions matter there. `join` is the inverse.
 
 A state that torchao keeps as codes (`storage.coded_states`) parts into its plain tensors: `exp_avg@codes`,
-`exp_avg@scale`, `exp_avg@qmap`.
+`exp_avg@scale`, `exp_avg@qmap`; a weight that it does (`storage.coded_weights`): `m._weight_qdata`, `m._weight_scale`.
 
 Cost: one visit a value. What this module does not do: know names, states or files; look into objects of unknown
 classes (`storage.pickles.refuse_weight_bearing` judges what hangs in those).
@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import CorruptFile
+from ckpt_tool.quantised.weights import subclass_part
 from ckpt_tool.storage.coded_states import coded
+from ckpt_tool.storage.coded_weights import coded_weight
 from ckpt_tool.storage.pickle_values import NumpyArray, Record, TensorRef, WrapperRef, as_extras
 
 SLOT = Symbol("ckpt.tensor")  # stands in a list or tuple of the extras where a tensor was
@@ -88,6 +90,10 @@ def _part(value: Any, path: Path, out: Parted) -> Any:
     parts = coded(value)
     if parts is not None:
         out.leaves += [(part_path(path, name), ref) for name, ref in parts.items()]
+        return SLOT
+    weight = coded_weight(value)
+    if weight is not None and path:
+        out.leaves += [((*path[:-1], subclass_part(str(path[-1]), role)), ref) for role, ref in weight.items()]
         return SLOT
     if isinstance(value, dict):
         attributes = getattr(value, "attributes", None)
