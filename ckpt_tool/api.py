@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt_tool.cli.verbs import VERBS
 from ckpt_tool.core.progress import SILENT, Progress
-from ckpt_tool.options.statement import stated
+from ckpt_tool.options.statement import options_of
 
 if TYPE_CHECKING:
     from ckpt_tool.run.lazy import OpenCatalog
@@ -38,7 +38,7 @@ def open(path: StrPath, from_format: str | None = None) -> OpenCatalog:
 
 def _documented(function: F) -> F:
     """A function with its verb's options in its signature and its docstring, in the place of `**options`."""
-    own, options = inspect.signature(function), stated(*VERBS[function.__name__].takes())
+    own, options = inspect.signature(function), options_of(*VERBS[function.__name__].takes())
     named = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     named += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option.accepts())

@@ -1,4 +1,4 @@
-"""What the house weighs, room by room, as the Markdown table that DESIGN.md has before and after a rebuilding.
+"""What the house weighs, room by room, as a Markdown table to compare two revisions by.
 
     python tests/house_figures.py            the rooms of ckpt_tool/
     python tests/house_figures.py --deep     their folders too

@@ -40,7 +40,7 @@ from ckpt_tool.errors import (
 )
 from ckpt_tool.merging.options import MergeOptions
 from ckpt_tool.options.reading import Inspection, Reading, Show
-from ckpt_tool.options.statement import LAYOUT, stated
+from ckpt_tool.options.statement import LAYOUT, options_of
 from ckpt_tool.options.verbs import Comparison, Share, Verification
 from ckpt_tool.options.writing import Writing
 
@@ -306,7 +306,7 @@ def test_python_shows_its_options(name: str) -> None:
     function = getattr(ckpt_tool, name)
     options = VERBS[name].options()
     keywords = set(signature(function).parameters)
-    assert {one for one in options if one not in stated(Show)} <= keywords
+    assert {one for one in options if one not in options_of(Show)} <= keywords
     assert all(f"    {one}: {options[one].help}" in function.__doc__ for one in keywords & set(options) - {"progress"})
 
 

@@ -380,9 +380,11 @@ def test_an_option_is_stated_once(file: str) -> None:
     """A field of its group; the command line and the Python functions are made from that and name none themselves."""
     from ckpt_tool.cli.verbs import VERBS
     from ckpt_tool.options.reading import Show
-    from ckpt_tool.options.statement import stated
+    from ckpt_tool.options.statement import options_of
 
-    options = {name: one for verb in VERBS.values() for name, one in verb.options().items() if name not in stated(Show)}
+    options = {
+        name: one for verb in VERBS.values() for name, one in verb.options().items() if name not in options_of(Show)
+    }
     known = {*options, *(spelled for option in options.values() for spelled in option.names)}
     assert options_restated(MODULES[file], known) == {"api.py": ["from_format"]}.get(file, [])  # of `open`
 

@@ -64,7 +64,7 @@ def open_adapter(src: str, reading: Reading, weight: float, config: Mapping[str,
         raise without_config(opened.tree)
     if not holds.adapter and not (paddle and holds.dialect == "paddle"):
         raise UsageError(
-            f"{src} is no adapter but {catalog.format}",
+            f"{src} is not an adapter but {catalog.format}",
             code=USAGE,
             path=opened.path,
             hint=f"pass the folder that holds {CONFIG}, behind the base",

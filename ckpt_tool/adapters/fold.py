@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.adapters.adapter import Adapter, open_adapter
-from ckpt_tool.adapters.changed import changed
+from ckpt_tool.adapters.changed_base import changed
 from ckpt_tool.adapters.targets import Matched, Tokens, match
 from ckpt_tool.conversion.passes import NAMES, passed, selected
 from ckpt_tool.conversion.tied_head import TIED as TIE
@@ -73,7 +73,9 @@ def fold(
             hint="leave --state off",
         )
     if beyond := [weight for weight in weights if abs(weight) > LARGEST]:
-        raise UsageError(f"--weight {beyond[0]:g} is beyond fp32", code=WEIGHTS, hint="adapters are folded in fp32")
+        raise UsageError(
+            f"--weight {beyond[0]:g} exceeds the range of fp32", code=WEIGHTS, hint="adapters are folded in fp32"
+        )
     if weights and len(weights) != len(sources) - 1:
         raise UsageError(
             f"{len(weights)} weights for {len(sources) - 1} adapters",

@@ -64,16 +64,22 @@ class Low(NamedTuple):
 
 
 class Bias(NamedTuple):
+    """A trained bias: `added` times `scaling` is added to the base."""
+
     added: LogicalTensor
     scaling: float
 
 
 class Tokens(NamedTuple):
+    """Rows of an embedding that an adapter replaces. rows: their numbers; values: (len(rows), width)."""
+
     rows: tuple[int, ...]
     values: LogicalTensor
 
 
 class Whole(NamedTuple):
+    """A tensor that takes the place of the base's."""
+
     tensor: LogicalTensor
 
 

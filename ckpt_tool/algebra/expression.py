@@ -95,7 +95,7 @@ def extent(text: str, names: Mapping[str, Any]) -> Extent:
         entries = expression(text.removeprefix(_COUNT)).value(names)
         if entries and (isinstance(entries, str) or isinstance(entries, list) and _texts(entries)):
             return len(entries)
-        raise UsageError(f"`{text}` is {entries!r}: want a text or a list of texts", code="E0231")
+        raise UsageError(f"`{text}` is {entries!r}: want text or a list of texts", code="E0231")
     parts = [expression(part).value(names) for part in text.split(":")]
     whole = all(isinstance(part, int) and not isinstance(part, bool) for part in parts)
     if len(parts) == 1 and isinstance(parts[0], list | tuple):

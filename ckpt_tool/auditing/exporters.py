@@ -1,4 +1,4 @@
-"""Exporters that are known to have broken checkpoints in silence, told by what they leave.
+"""Exporters that are known to have broken checkpoints in silence, recognised by what they leave.
 
 Megatron-Bridge and mbridge write a file of the reference model once every tensor of it has come. A file of which one
 tensor never comes is left out whole, with all that has come, and the index is made of the files that were written: it

@@ -74,4 +74,5 @@ def rows_of(findings: Iterable[Finding]) -> list[dict[str, Any]]:
 
 
 def severity_of(code: str) -> Severity:
+    """How grave a finding of this code is; `error` unless it is listed as less."""
     return _SEVERITIES.get(code, "error")

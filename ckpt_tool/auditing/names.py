@@ -33,6 +33,7 @@ _SHOWN = 200  # findings of one code
 
 
 def findings(subject: Subject) -> Iterator[Finding]:
+    """What names, shapes and the index show. Headers alone."""
     if subject.whole:
         yield from _config(subject)
         yield from _limited(_missing(subject))

@@ -1,7 +1,7 @@
 """What is audited: an open checkpoint, its config, and the family whose rules it is held against.
 
 The parameters are those of the model, or the fp32 masters where a job keeps no others (ZeRO 3). Where no family is
-told by config and names, the rules are left out, and the report says so.
+known by config and names, the rules are left out, and the report says so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 
 class Subject(NamedTuple):
-    """kinds: dtype and shape of each parameter. state: which state they are of. found: None where no family is told,
+    """kinds: dtype and shape of each parameter. state: which state they are of. found: None where no family is known,
     why says so. arguments: the config in Megatron's words, {} where it says too little. asked: by --family."""
 
     opened: Opened
@@ -41,13 +41,13 @@ class Subject(NamedTuple):
     @property
     def sure(self) -> bool:
         """Does a config of the model itself, or the user, say which family it is? What is made of a job's arguments, or
-        told by names alone, may be another that is near."""
+        known by names alone, may be another that is near."""
         return self.found is not None and (
             self.asked or self.model.config is not None and self.model.origin != ARGUMENTS
         )
 
     def ruled(self, name: str) -> bool:
-        """Does a rule of the family name it? True where no family is told."""
+        """Does a rule of the family name it? True where no family is known."""
         return self.found is None or self.found.family.table(self.found.dialect).knows(name)
 
     @property

@@ -43,7 +43,7 @@ def head_differs(subject: Subject) -> Iterator[Finding]:
     head, embedding = (subject.kinds[name] for name in pair)
     if head.shape != embedding.shape or head.dtype != embedding.dtype or len(head.shape) != 2 or not head.shape[0]:
         return
-    from ckpt_tool.run.rows import equal_rows
+    from ckpt_tool.run.row_norms import equal_rows
 
     keys = (TensorKey(pair[0], subject.state), TensorKey(pair[1], subject.state))
     if not equal_rows(subject.opened.catalog, subject.opened.tree, *keys):
@@ -52,6 +52,7 @@ def head_differs(subject: Subject) -> Iterator[Finding]:
 
 
 def findings(subject: Subject, progress: Progress) -> Iterator[Finding]:
+    """What the values show: copies, zeros, constants, NaN and Inf, tied heads. One read of the tensors."""
     from ckpt_tool.run.scan import digests_of
     from ckpt_tool.run.stats import Statistics
 

@@ -1,4 +1,4 @@
-"""The rim: parse -> command -> report -> exit code. The only place that catches what nobody expected.
+"""The entry point: parse -> command -> report -> exit code. The only place that catches what nobody expected.
 
 `run` never raises and never shows a traceback unasked (-vv). Results go to stdout, all else to stderr; under --json
 each of them is one JSON document. Signals become exceptions in the main thread, once: a second one ends at once, and
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ckpt_tool.cli.plain import plain_job
 from ckpt_tool.core.progress import SILENT, Checking, listening
-from ckpt_tool.core.witness import Seen, witnessing
+from ckpt_tool.core.report_data import ReportData, collected
 from ckpt_tool.errors import CkptError, InternalError, Interrupted, StorageError, wrap_os_error
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _run(job: Job) -> int:
     if show.report:  # of `apply` and of a merge's config only the plan says what is read
         progress = Checking(progress, partial(_check_report, show.report, job))
     try:
-        with listening(progress), witnessing(bool(show.report)) as seen:
+        with listening(progress), collected(bool(show.report)) as seen:
             document = job.run(progress)
     finally:
         progress.finish()  # whatever happens, the bar goes before anything else is printed
@@ -128,7 +128,7 @@ class _Shown:
         text = render(before(document, everything=self._show.verbose > 0), look_of(sys.stdout, self._show.color))
         try:
             _result([f"{text}\n"])
-        except (OSError, StorageError):  # a reader that has gone, a full disk: the end of the run tells
+        except (OSError, StorageError):  # a reader that has gone, a full disk: the end of the run says so
             return
 
 
@@ -191,7 +191,7 @@ def _check_report(path: str, job: Job, document: Mapping[str, Any]) -> None:
     check_beside(path, "--report", (*job.sources, *filter(None, read)), (*job.outputs, target.get("path")))
 
 
-def _save_report(job: Job, document: dict[str, Any], seen: Seen, path: str) -> None:
+def _save_report(job: Job, document: dict[str, Any], seen: ReportData, path: str) -> None:
     from ckpt_tool import __version__
     from ckpt_tool.report import html
     from ckpt_tool.report.picture import picture

@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ckpt_tool.cli.verbs import VERBS, Argument, Job, Verb
 from ckpt_tool.errors import UsageError, near_misses
-from ckpt_tool.options.statement import SECTIONS, Option, stated
+from ckpt_tool.options.statement import SECTIONS, Option, options_of
 
 _ABOUT = """Read sharded training checkpoints of any format, lay them out anew, prove every value.
 Nothing in a checkpoint is ever run."""
@@ -222,7 +222,7 @@ def _verb_first(arguments: list[str]) -> list[str]:
         return arguments
     from ckpt_tool.options.reading import Show
 
-    options = {name: option for option in stated(Show).values() for name in option.names}
+    options = {name: option for option in options_of(Show).values() for name in option.names}
     moved, rest = [], arguments
     while rest:
         name, joined, _ = rest[0].partition("=")

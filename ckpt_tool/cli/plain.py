@@ -2,7 +2,7 @@
 
     ckpt inspect runs/7                                   plain
     ckpt reshard runs/7 out --tp 2 -q --no-fsync          plain
-    ckpt reshard runs/7 out --tp two                      not: typer's road says what is wrong
+    ckpt reshard runs/7 out --tp two                      not: typer says what is wrong
 
 A line is plain when its verb is one that scripts run in loops, and it holds the verb's arguments and options spelled in
 full. Whatever else it holds (help, an unknown option, a value that is missing, bad or begins with a dash) is left to

@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import UsageError, near_misses
-from ckpt_tool.options.statement import KEYS, LAYOUT, PLAN, TO, TRAVEL, Option, Section, stated, taken, worded
+from ckpt_tool.options.statement import (
+    KEYS,
+    LAYOUT,
+    PLAN,
+    TO,
+    TRAVEL,
+    Option,
+    Section,
+    options_of,
+    values_of,
+    words_given,
+)
 
 if TYPE_CHECKING:
     from ckpt_tool.deltas.options import Making
@@ -87,7 +98,7 @@ class Verb(NamedTuple):
         """Keyword -> option, as the command line has them."""
         from ckpt_tool.options.reading import Show
 
-        return {name: one for name, one in stated(*self.takes(), Show).items() if one.section not in self.but}
+        return {name: one for name, one in options_of(*self.takes(), Show).items() if one.section not in self.but}
 
     def job(self, arguments: Sequence[Any], given: Mapping[str, Any]) -> Job:
         """What a line comes to. given: options by keyword, as text. Raises UsageError with all that is wrong."""
@@ -98,9 +109,9 @@ class Verb(NamedTuple):
 
     def groups(self, given: Mapping[str, Any], *more: type, arguments: Sequence[Any] = ()) -> list[Any]:
         """A value of each of its groups, `more` before them. Raises UsageError with all that is wrong."""
-        found: list[Any] = taken(given, *more, *self.takes())
+        found: list[Any] = values_of(given, *more, *self.takes())
         paths = (path for each in arguments for path in ([each] if isinstance(each, str) else each or ()))
-        words = (self.name, *paths, *worded(given, stated(*self.takes())))
+        words = (self.name, *paths, *words_given(given, options_of(*self.takes())))
         return [replace(group, command=words) if hasattr(group, "command") else group for group in found]
 
 
@@ -626,7 +637,7 @@ def _check_action(word: str, wanted: Kernels) -> None:
             place="ckpt kernels",
             hint=near_misses(word, actions) or f"there are {', '.join(actions)}",
         )
-    for option in stated(*_of_kernels()).values():
+    for option in options_of(*_of_kernels()).values():
         action, value = option.help.partition(":")[0], getattr(wanted, option.field)
         if action != word and value is not False and value not in (None, ()):
             raise UsageError(

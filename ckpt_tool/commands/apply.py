@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tool.conversion.carry_out import check_replaced, execute, refuse_in_store
 from ckpt_tool.conversion.on_device import movers_of, with_device
+from ckpt_tool.conversion.output_state import is_committed, output_state
 from ckpt_tool.conversion.plan_file import load_plan
-from ckpt_tool.conversion.standing import is_committed, standing
 from ckpt_tool.core.progress import Progress
-from ckpt_tool.core.witness import tell
+from ckpt_tool.core.report_data import for_report
 from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, UsageError
 from ckpt_tool.options.values import AUTO
 from ckpt_tool.options.verbs import Share
@@ -22,13 +22,15 @@ from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.signing.seal import seal_of
 from ckpt_tool.storage import journal
-from ckpt_tool.storage.destination import RemotePlace, check_apart, check_destination, check_space, place_of
+from ckpt_tool.storage.destination import Place, RemotePlace, check_apart, check_destination, check_space, place_of
 from ckpt_tool.storage.opening import open_tree, scheme_of, short_url
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.staging import new_worker
 
 if TYPE_CHECKING:
+    from ckpt_tool.core.tensor import TensorKey
     from ckpt_tool.report.holdings import Rewriting
+    from ckpt_tool.signing.seal import Seal
 
 NOTHING_THERE = "E0702"
 
@@ -40,9 +42,9 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
     """
     began = time.monotonic()
     if scheme_of(plan_file) or short_url(plan_file):
-        raise UsageError("a plan is a file of this machine", code="E2502", path=plan_file, hint="copy it here first")
+        raise UsageError("a plan must be a local file", code="E2502", path=plan_file, hint="copy it here first")
     plan = load_plan(plan_file)
-    tell("rewriting", partial(_drawn, plan))
+    for_report("rewriting", partial(_rewriting, plan))
     destination = place_of(plan.destination)
     seal = seal_of(writing, destination, part="--claim" if share.claim else "--part" if share.part else "")
     if writing.emit:
@@ -50,25 +52,15 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
 
         progress.plan(plan.report)
         return {**plan.report, "job_file": write_job(plan, plan_file, share, writing, writing.emit)}
-    part = _part(share, writing, progress)
-    worker = new_worker() if share.claim else None
+    job = _Job(
+        plan, plan_file, destination, _part(share, writing, progress), new_worker() if share.claim else None, writing
+    )
     if isinstance(destination, RemotePlace):
         refuse_in_store(writing)
-    if (part or worker) and is_committed(plan):
-        return _committed_already(plan, part, progress)
+    if job.shared and is_committed(plan):
+        return _committed_already(job, progress)
     trees = _opened(plan)
-    if isinstance(destination, RemotePlace):
-        check_apart(destination, [root for root, tree in trees.items() if not tree.local])
-    else:
-        check_destination(
-            destination,
-            [tree.root if tree.single is None else tree.root / tree.single for tree in trees.values() if tree.local],
-            force=writing.force,
-        )
-        check_space(destination.parent, 0 if part else plan.bytes_written, len(plan.outputs))
-    shared = isinstance(destination, RemotePlace) and (part or worker) and standing(destination).of
-    if writing.force and not shared:  # else the first worker has looked, and the last may be replacing it right now
-        check_replaced(destination)
+    _check_output(job, trees)
     seal = seal.over(plan, trees) if seal is not None else None
     if writing.dry_run:
         progress.plan(plan.report)
@@ -77,48 +69,87 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
         from ckpt_tool.conversion.on_ray import execute_on_ray
 
         progress.plan(plan.report)
-        document = plan.report
+        document = {**plan.report, "committed": True}
         overflows = execute_on_ray(plan, writing, progress, recorded={})
-        document["committed"] = True
     else:
-        moving = movers_of(writing, plan)
-        document = with_device(plan.report, moving)
-        progress.plan(document)
         try:
-            with moving.movers if moving else nullcontext() as movers:
-                result = execute(
-                    plan,
-                    trees,
-                    writing,
-                    progress,
-                    part=part,
-                    worker=worker,
-                    movers=movers,
-                    plan_file=plan_file,
-                    seal=seal,
-                )
+            document, overflows = _carried_out(job, trees, seal, progress)
         except OutputExists as e:
-            if not (part or worker) or e.code != "E0501" or not is_committed(plan):
+            if not job.shared or e.code != "E0501" or not is_committed(plan):
                 raise
-            return _committed_already(plan, part, progress)  # while this one was starting
-        overflows = result.overflows
-        document["committed"] = result.committed or worker is not None and is_committed(plan)
-        if not result.committed and part is not None:
-            document["parts"] = _states(result.parts, part)
+            return _committed_already(job, progress)  # while this one was starting
     document["elapsed_s"] = round(time.monotonic() - began, 3)
     document["digest_checked"] = writing.verify != "off"
     document |= seal.said if seal is not None else {}
     if overflows:
         document["overflows"] = {str(key): count for key, count in overflows.items()}
-    if part is not None:
-        document["part"] = list(part)
+    if job.part is not None:
+        document["part"] = list(job.part)
     return document
 
 
-def _drawn(plan: Plan) -> Rewriting:
-    from ckpt_tool.conversion.drawn import drawn_plan
+class _Job(NamedTuple):
+    """What this process is to do of a plan. part: (i, n), from 1, for one share of it. worker: its name, where it
+    claims what it does. Both None: all of it."""
 
-    return drawn_plan(plan)
+    plan: Plan
+    plan_file: str
+    destination: Place
+    part: tuple[int, int] | None
+    worker: str | None
+    writing: Writing
+
+    @property
+    def shared(self) -> bool:
+        """Do other processes carry out the rest?"""
+        return self.part is not None or self.worker is not None
+
+
+def _check_output(job: _Job, trees: Mapping[str, Tree]) -> None:
+    """Raise what is wrong with the output's place before anything is written."""
+    destination, force = job.destination, job.writing.force
+    if isinstance(destination, RemotePlace):
+        check_apart(destination, [root for root, tree in trees.items() if not tree.local])
+    else:
+        local = [tree for tree in trees.values() if tree.local]
+        roots = [tree.root if tree.single is None else tree.root / tree.single for tree in local]
+        check_destination(destination, roots, force=force)
+        check_space(destination.parent, 0 if job.part else job.plan.bytes_written, len(job.plan.outputs))
+    begun = isinstance(destination, RemotePlace) and job.shared and output_state(destination).of
+    if force and not begun:  # else the first worker has looked, and the last may be replacing it right now
+        check_replaced(destination)
+
+
+def _carried_out(
+    job: _Job, trees: Mapping[str, Tree], seal: Seal | None, progress: Progress
+) -> tuple[dict[str, Any], dict[TensorKey, int]]:
+    """(the document, overflows of lossy casts) after this process's work. Raises as `carry_out.execute`."""
+    plan, part, worker = job.plan, job.part, job.worker
+    moving = movers_of(job.writing, plan)
+    document = with_device(plan.report, moving)
+    progress.plan(document)
+    with moving.movers if moving else nullcontext() as movers:
+        result = execute(
+            plan,
+            trees,
+            job.writing,
+            progress,
+            part=part,
+            worker=worker,
+            movers=movers,
+            plan_file=job.plan_file,
+            seal=seal,
+        )
+    document["committed"] = result.committed or worker is not None and is_committed(plan)
+    if not result.committed and part is not None:
+        document["parts"] = _states(result.parts, part)
+    return document, result.overflows
+
+
+def _rewriting(plan: Plan) -> Rewriting:
+    from ckpt_tool.conversion.rewriting import rewriting_of_plan
+
+    return rewriting_of_plan(plan)
 
 
 def _opened(plan: Plan) -> dict[str, Tree]:
@@ -151,17 +182,18 @@ def _part(share: Share, writing: Writing, progress: Progress) -> tuple[int, int]
         return None
     if share.part != AUTO:
         return share.part
-    from ckpt_tool.conversion.part import part_of_environment
+    from ckpt_tool.conversion.launcher import part_of_environment
 
     found = part_of_environment(os.environ)
     progress.note(f"part {found.part[0]} of {found.part[1]}, by {found.by}")
     return found.part
 
 
-def _committed_already(plan: Plan, part: tuple[int, int] | None, progress: Progress) -> dict[str, Any]:
-    progress.plan(plan.report)
+def _committed_already(job: _Job, progress: Progress) -> dict[str, Any]:
+    """The document of a share that had nothing to do: the others have committed."""
+    progress.plan(job.plan.report)
     said = {"elapsed_s": 0.0, "digest_checked": False, "committed": True, "already_committed": True}
-    return {**plan.report, **said, **({"part": list(part)} if part else {})}
+    return {**job.plan.report, **said, **({"part": list(job.part)} if job.part else {})}
 
 
 def _states(statuses: Sequence[journal.PartStatus], part: tuple[int, int]) -> dict[str, list[int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ckpt_tool.auditing import exporters, fused, meaning, names, values
+from ckpt_tool.auditing import config_match, exporters, fused, names, values
 from ckpt_tool.auditing.findings import NOTHING, Finding, rows_of
 from ckpt_tool.auditing.subject import Subject, subject_of
 from ckpt_tool.core.progress import Progress
@@ -84,7 +84,7 @@ def _of_headers(subject: Subject) -> Iterator[Finding]:
     for fault in cut_short(opened.tree, {opened.tree.display(file) for file in opened.catalog.files}):
         yield _of_error(fault)
     yield from names.findings(subject)
-    yield from meaning.findings(subject)
+    yield from config_match.findings(subject)
     yield from values.head_differs(subject)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ckpt_tool.core.inner_path import HIDDEN, STAGED
 from ckpt_tool.errors import wrap_os_error
 from ckpt_tool.storage.destination import RemotePlace, place_of
-from ckpt_tool.storage.retiring import erase, is_locked
+from ckpt_tool.storage.removal import erase, is_locked
 
 
 def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:

@@ -46,39 +46,11 @@ def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, 
         if listed(key.state)
     }
     there = {key: side for key, side in _sides(right, reading, wanted.dialect).items() if listed(key.state)}
-    found: list[dict[str, Any]] = []
-    pairs: list[tuple[_Side, _Side]] = []
-    first = reading.replica_policy == "first"
-    counted = dict[TensorKey, tuple[Opened, _Side]]()
-    for key in {**here, **there}:
-        base = {"name": key.name, "state": key.state}
-        if key.state == STEP and (key in here) != (key in there):
-            lacking, side = (right, here[key]) if key in here else (left, there[key])
-            if lacking.catalog.count is not None:
-                counted[key] = lacking, side
-                continue
-        if key not in here or key not in there:
-            found.append({**base, "kind": "missing_left" if key not in here else "missing_right"})
-            continue
-        (mine, tree), (theirs, other) = here[key], there[key]
-        if mine.shape != theirs.shape:
-            found.append({**base, "kind": "shape", "left": list(mine.shape), "right": list(theirs.shape)})
-        elif mine.dtype != theirs.dtype and not (wanted.rtol or wanted.atol):
-            found.append({**base, "kind": "dtype", "left": mine.dtype.name, "right": theirs.dtype.name})
-        else:
-            if first:
-                mine, theirs = first_replica(mine), first_replica(theirs)
-            pairs.append((_Side(mine, tree), _Side(theirs, other)))
+    found, pairs, counted = _paired(here, there, (left, right), wanted, first=reading.replica_policy == "first")
     try:
         found += _compared(pairs, wanted, on, progress)
-    except ReplicasDiffer as e:  # the first that was met: say all
-        from ckpt_tool.run import replicas
-
-        held_in: dict[int, tuple[list[LogicalTensor], Tree]] = {}
-        for side in (each for pair in pairs for each in pair):
-            held_in.setdefault(id(side.tree), ([], side.tree))[0].append(side.tensor)
-        apart = replicas.among(held_in.values())
-        raise replicas.error_of(apart) if apart else e from e
+    except ReplicasDiffer as e:
+        raise _replicas_error(pairs) or e from e
     found += _other_steps(counted)
     extras = _extras_differ(left.catalog.extras, right.catalog.extras) if not wanted.states else []
     return {
@@ -97,6 +69,52 @@ class _Side(NamedTuple):
 
     tensor: LogicalTensor
     tree: Tree
+
+
+_Counted = dict[TensorKey, tuple[Opened, _Side]]
+
+
+def _paired(
+    here: Mapping[TensorKey, _Side],
+    there: Mapping[TensorKey, _Side],
+    opened: tuple[Opened, Opened],
+    wanted: Comparison,
+    *,
+    first: bool,
+) -> tuple[list[dict[str, Any]], list[tuple[_Side, _Side]], _Counted]:
+    """(an entry for each tensor that headers show to differ, the pairs whose values are to be compared, steps of one
+    side where the optimizer of the other has one count). first: compare first replicas alone."""
+    found, pairs, counted = list[dict[str, Any]](), list[tuple[_Side, _Side]](), _Counted()
+    for key in {**here, **there}:
+        base = {"name": key.name, "state": key.state}
+        mine, theirs = here.get(key), there.get(key)
+        if mine is None or theirs is None:
+            lacking, side = (opened[0], theirs) if mine is None else (opened[1], mine)
+            if key.state == STEP and side is not None and lacking.catalog.count is not None:
+                counted[key] = lacking, side
+            else:
+                found.append({**base, "kind": "missing_left" if mine is None else "missing_right"})
+            continue
+        (a, tree), (b, other) = mine, theirs
+        if a.shape != b.shape:
+            found.append({**base, "kind": "shape", "left": list(a.shape), "right": list(b.shape)})
+        elif a.dtype != b.dtype and not (wanted.rtol or wanted.atol):
+            found.append({**base, "kind": "dtype", "left": a.dtype.name, "right": b.dtype.name})
+        else:
+            a, b = (first_replica(a), first_replica(b)) if first else (a, b)
+            pairs.append((_Side(a, tree), _Side(b, other)))
+    return found, pairs, counted
+
+
+def _replicas_error(pairs: Sequence[tuple[_Side, _Side]]) -> ReplicasDiffer | None:
+    """The error that names every tensor whose replicas differ, not only the one that was met first."""
+    from ckpt_tool.run import replicas
+
+    held_in: dict[int, tuple[list[LogicalTensor], Tree]] = {}
+    for side in (each for pair in pairs for each in pair):
+        held_in.setdefault(id(side.tree), ([], side.tree))[0].append(side.tensor)
+    apart = replicas.among(held_in.values())
+    return replicas.error_of(apart) if apart else None
 
 
 def _sides(opened: Opened, reading: Reading, dialect: str | None) -> dict[TensorKey, _Side]:

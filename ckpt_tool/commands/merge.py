@@ -6,15 +6,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tool.conversion.groups import without_removed
 from ckpt_tool.conversion.naming import refuse_experts
+from ckpt_tool.conversion.optimizer_groups import without_removed
 from ckpt_tool.conversion.passes import selected
 from ckpt_tool.conversion.writing import write
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.merging.job import Job, job_of, last_of
-from ckpt_tool.merging.merged import merge_models
+from ckpt_tool.merging.merge import merge_models
 from ckpt_tool.merging.mergekit import read_config
 from ckpt_tool.merging.options import LORA, UNION, MergeOptions
 from ckpt_tool.options.reading import Reading
@@ -36,7 +36,7 @@ def merge(
     refuse_experts(writing, "merge leaves experts as they are")
     if options.on_conflict != "error" and (options.config is not None or options.name != UNION):
         raise UsageError(
-            "--on-conflict is of union alone",
+            "--on-conflict only applies to --method union",
             code="E1442",
             place="ckpt merge",
             hint="adapters and arithmetic have no conflicts",
@@ -56,7 +56,7 @@ def merge(
     adapters = [one.path for one in opened if one.format.holds.adapter]
     if options.method is None and adapters and len(adapters) < len(opened):
         raise UsageError(
-            f"{adapters[0]} is an adapter: is it to be folded into the model, or to lie beside it?",
+            f"{adapters[0]} is an adapter, which can be folded into the model or be written beside it",
             code="E1442",
             place="ckpt merge",
             hint="--method lora folds it, --method union joins the tensors as they are",
@@ -92,7 +92,7 @@ def _refuse(options: MergeOptions, *, but: tuple[str, ...], of: str = "") -> Non
     wrong += ["--seed"] if options.seed is not None and not of else []
     if wrong:
         raise UsageError(
-            f"{', '.join(wrong)}: no option of {of or f'merge --method {options.name}'}",
+            f"{', '.join(wrong)}: no effect with {of or f'merge --method {options.name}'}",
             code="E1442",
             hint="name the method with --method" if options.name == UNION and not of else "leave it off",
         )

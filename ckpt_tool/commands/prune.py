@@ -30,7 +30,7 @@ from ckpt_tool.sources.judging import Judge, best_of, is_checkpoint
 from ckpt_tool.sources.steps import Run, Step, run_at
 from ckpt_tool.storage.destination import local_path, staging_path
 from ckpt_tool.storage.opening import scheme_of
-from ckpt_tool.storage.retiring import Held, erase, freed, is_locked, measure, retire
+from ckpt_tool.storage.removal import Held, erase, freed, is_locked, measure, retire
 
 RECENT = 3600  # seconds: a broken step that was changed later may be being written
 APART = 60  # seconds between files of two steps that tell which was written first
@@ -52,7 +52,7 @@ def prune(src: str, reading: Reading, wanted: Retention, *, progress: Progress) 
     are gone then."""
     if scheme_of(src) is not None:
         raise UsageError(
-            "a store's folder can't be taken away in one step, so nothing is pruned there",
+            "prune works on disks alone: in a store a folder can't be removed in one step",
             code=NO_STORE,
             path=src,
             hint="use the store's own lifecycle rules; ckpt latest works there",
@@ -78,7 +78,7 @@ def prune(src: str, reading: Reading, wanted: Retention, *, progress: Progress) 
             f"{len(failed)} of {len(going)} steps could not be removed; the first: {first.message}",
             code=FAILED,
             path=first.path,
-            hint="what is no step any more lies under a hidden name: ckpt clean",
+            hint="what was taken away is under hidden names: ckpt clean deletes it",
             faults=[f"{each.message} ({each.where()})" for each in failed[1:]],
         )
     return {

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from ckpt_tool.conversion.output_state import output_state
 from ckpt_tool.conversion.plan_file import load_plan
-from ckpt_tool.conversion.standing import standing
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.storage.destination import Place, RemotePlace, place_of, staging_path
@@ -65,7 +65,7 @@ def _destination(target: str) -> tuple[Place, int]:
 
 
 def _looked_at(destination: Place, whole: int) -> dict[str, Any]:
-    stands = standing(destination)
+    stands = output_state(destination)
     parts, whole = stands.parts, stands.of or whole
     of = max((part.part[1] for part in parts if part.part), default=1)
     begun = {part.part[0] for part in parts if part.part}

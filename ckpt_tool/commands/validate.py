@@ -99,7 +99,7 @@ def _cases(wanted: Validating) -> Sequence[Case | RoundTrip]:
     if wanted.matrix == "round-trip":
         if muon:
             raise UsageError(
-                "round trips are of AdamW's states",
+                "round trips take AdamW's states only",
                 code="E1541",
                 place="--optimizer muon",
                 hint="--matrix quick or full has its states come and go too",

@@ -8,8 +8,9 @@ opened the files are held against what was signed and attested of them (`signing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.conversion.on_device import MEMORY, device_of, threads_of
@@ -43,49 +44,63 @@ def verify(src: str, reading: Reading, wanted: Verification = FULL, *, progress:
             raise
         return _unopened(src, wanted, sealed, e)
     catalog, (findings, broken) = opened.catalog, findings_of(opened)
-    findings = [*map(finding, sealed.faults), *findings]
-    records = list[CkptError]()
+    read = _Read([*map(finding, sealed.faults), *findings], dict(catalog.digests))
+    if wanted.mode == "full":
+        _read_all(opened, broken, on, progress, read)
+    return {
+        "schema_version": 1,
+        "ok": not read.findings,
+        "path": opened.path,
+        "format": catalog.format,
+        "mode": wanted.mode,
+        "findings": read.findings,
+        "digests": _by_state(read.digests),
+        **sealed.said,
+        "uncovered": read.uncovered,
+        "nonfinite": {key: count for key, count in read.nonfinite.items() if not key.startswith("bool:")},
+        "notes": [line.message for line in catalog.notes if line.code not in UNSOUND],
+    }
+
+
+@dataclass(slots=True)
+class _Read:
+    """What is known of the values: what the headers say, and more once `_read_all` has read them. uncovered: files with
+    bytes that no checksum covers, None where nobody looked."""
+
+    findings: list[dict[str, Any]]
+    digests: dict[TensorKey, str]
+    nonfinite: dict[str, int] = field(default_factory=dict)
+    uncovered: list[dict[str, Any]] | None = None
+
+
+def _read_all(
+    opened: Opened, broken: Container[str | None], on: Device | None, progress: Progress, read: _Read
+) -> None:
+    """Read every tensor that is not in `broken`, and every record; what is found goes to `read`."""
+    catalog, records = opened.catalog, list[CkptError]()
 
     def note(fault: CkptError) -> None:
         if fault.code == DAMAGED:
             records.append(fault)
         else:
-            findings.append(finding(fault))
+            read.findings.append(finding(fault))
 
-    digests = dict(catalog.digests)
-    nonfinite: dict[str, int] = {}
-    uncovered: list[dict[str, Any]] | None = None
-    if wanted.mode == "full":
-        keys = [key for key in catalog.tensors if str(key) not in broken]
-        total = sum(catalog.tensors[key].nbytes for key in keys)
-        progress.start(total, "verifying")
-        if isinstance(opened.format, Hashing):
-            for fault in opened.format.late_faults(opened.tree):
-                note(fault)
-        digests, nonfinite = _read(opened, keys, on, progress, note)
-        damage, uncovered = _files(opened, keys, records)
-        findings += damage
-        for key, want in catalog.digests.items():
-            if digests.get(key, want) != want:
-                why = f"the values have digest {digests[key]}, recorded was {want}"
-                findings.append(row("E0352", why, str(key)))
-        progress.finish()
-        _say_how_far(findings, opened)
-        findings += _boolean_findings(nonfinite)
-        findings += _drift_findings(catalog, opened, {each["tensor"] for each in findings}, on)
-    return {
-        "schema_version": 1,
-        "ok": not findings,
-        "path": opened.path,
-        "format": catalog.format,
-        "mode": wanted.mode,
-        "findings": findings,
-        "digests": _by_state(digests),
-        **sealed.said,
-        "uncovered": uncovered,
-        "nonfinite": {key: count for key, count in nonfinite.items() if not key.startswith("bool:")},
-        "notes": [line.message for line in catalog.notes if line.code not in UNSOUND],
-    }
+    keys = [key for key in catalog.tensors if str(key) not in broken]
+    progress.start(sum(catalog.tensors[key].nbytes for key in keys), "verifying")
+    if isinstance(opened.format, Hashing):
+        for fault in opened.format.late_faults(opened.tree):
+            note(fault)
+    read.digests, read.nonfinite = _digested(opened, keys, on, progress, note)
+    damage, read.uncovered = _files(opened, keys, records)
+    read.findings += damage
+    for key, want in catalog.digests.items():
+        if read.digests.get(key, want) != want:
+            why = f"the values have digest {read.digests[key]}, recorded was {want}"
+            read.findings.append(row("E0352", why, str(key)))
+    progress.finish()
+    _say_how_far(read.findings, opened)
+    read.findings += _boolean_findings(read.nonfinite)
+    read.findings += _drift_findings(catalog, opened, {each["tensor"] for each in read.findings}, on)
 
 
 def _sealed(src: str, reading: Reading, wanted: Verification, progress: Progress) -> Checked:
@@ -121,7 +136,7 @@ def _unopened(src: str, wanted: Verification, sealed: Checked, fault: CkptError)
     }
 
 
-def _read(
+def _digested(
     opened: Opened, keys: Sequence[TensorKey], on: Device | None, progress: Progress, note: Callable[[CkptError], None]
 ) -> tuple[dict[TensorKey, str], dict[str, int]]:
     """(digests, values that are not finite) of all that can be read; faults go to `note`."""
@@ -152,7 +167,7 @@ def _files(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(findings: damaged records of all files, uncovered: files with bytes that no checksum covers). keys: the tensors
     that were read; damaged: the records that were found damaged then."""
-    from ckpt_tool.run.cover import look
+    from ckpt_tool.run.checksum_cover import look
 
     catalog, tree = opened.catalog, opened.tree
     there = tree.listing()

@@ -172,7 +172,7 @@ def _refuse_ranks(chosen: Chosen) -> None:
             faults.append(f"{part.module}: the rows of its B lie rank by rank, in sections of each")
     if faults:
         raise UsageError(
-            f"the adapter of {ranks} tensor ranks is none of the whole weight: {faults[0]}",
+            f"the adapter of {ranks} tensor ranks can't be made one of the whole weight: {faults[0]}",
             code=UNSAID,
             path=chosen.sources[0].path,
             faults=faults[1:50],

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from ckpt_tool.run.upload import Upload
     from ckpt_tool.run.walk import Movers
     from ckpt_tool.signing.seal import Seal
-    from ckpt_tool.storage.output_store import OutputStore
 
 
 def execute(
@@ -73,7 +72,7 @@ def execute(
             if plan_file is None:
                 raise
             raise SourceChanged(
-                f"what the plan makes is no {plan.format} checkpoint of the tensors that it names: {e.message}",
+                f"the output of the plan is not a {plan.format} checkpoint of the tensors that it names: {e.message}",
                 code="E1605",
                 path=plan_file,
                 key=e.key,
@@ -97,11 +96,9 @@ def execute(
 
 def executor_of(plan: Plan, trees: Mapping[str, Tree], writing: Writing, progress: Progress, **more: Any) -> Executor:
     """The executor of a plan, as the options of a run say. more: what no option says (`Executor`)."""
-    from ckpt_tool.run.executor import Executor
+    from ckpt_tool.run.executor import Executor, RunOptions
 
-    return Executor(
-        plan,
-        dict(trees),
+    options = RunOptions(
         threads=writing.threads,
         memory=writing.memory,
         verify=writing.verify,
@@ -109,19 +106,13 @@ def executor_of(plan: Plan, trees: Mapping[str, Tree], writing: Writing, progres
         force=writing.force,
         fsync=writing.fsync,
         allow_lossy=writing.allow_lossy,
-        progress=progress,
-        bucket=_bucket_of(plan),
-        **more,
     )
-
-
-def _bucket_of(plan: Plan) -> OutputStore | None:
-    """Where the plan writes to if not to this machine."""
     if scheme_of(plan.destination) is None:
-        return None
+        return Executor(plan, trees, options, progress=progress, **more)
+    from ckpt_tool.run.store_executor import StoreExecutor
     from ckpt_tool.storage.output_store import output_store
 
-    return output_store(plan.destination)
+    return StoreExecutor(output_store(plan.destination), plan, trees, options, progress=progress, **more)
 
 
 def refuse_in_store(writing: Writing) -> None:

@@ -4,9 +4,10 @@
     --to torch OUT.ckpt                one file: `Holds.single` has the suffix
     --to safetensors OUT.ckpt          E1611: named like a weights file of another format
 
-What a format heeds it says itself (`Holds.heeds`); what it is made to say by what travels (`torch` with training state
-is one file) its target says (`Target.by_size`). Only what was given in words counts, and what holds anyway is no fault:
-`--zero 0` where there are no data ranks, `--on-indivisible error` where nothing falls back, a degree of 1.
+Which options a format uses it says itself (`Holds.uses_options`); what follows from what is written (`torch` with
+training state is one file) its target says (`Target.by_size`). Only what was given explicitly counts, and what holds
+anyway is no fault: `--zero 0` where there are no data ranks, `--on-indivisible error` where nothing falls back, a
+degree of 1.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def refuse_idle(fmt: Format, writing: Writing) -> None:
         "layout": writing.layout is not None,
         "on-indivisible": writing.on_indivisible not in (None, "error"),
     }
-    idle = [name for name, was_given in given.items() if was_given and name not in fmt.holds.heeds]
+    idle = [name for name, was_given in given.items() if was_given and name not in fmt.holds.uses_options]
     if idle:
         faults = [f"--{name} has no meaning for {fmt.name}: {_whose(name)}" for name in idle]
         raise UsageError(
@@ -93,7 +94,7 @@ def single_name(destination: Place, fmt: Format) -> str | None:
 
 def _whose(option: str) -> str:
     """`it belongs to dcp and sharded`."""
-    *most, last = (name for name in registry.NAMES if option in registry.by_name(name).holds.heeds)
+    *most, last = (name for name in registry.NAMES if option in registry.by_name(name).holds.uses_options)
     return f"it belongs to {', '.join(most)} and {last}" if most else f"it belongs to {last}"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tool.conversion.groups import renamed_groups
+from ckpt_tool.conversion.optimizer_groups import renamed_groups
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.core.tensor import EXTRAS, TensorKey
 from ckpt_tool.errors import UsageError

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from ckpt_tool.conversion.carry_out import refuse_in_store
 from ckpt_tool.conversion.plan_file import write_new
 from ckpt_tool.errors import UsageError
-from ckpt_tool.options.statement import RUN, typed
+from ckpt_tool.options.statement import RUN, words_of
 from ckpt_tool.options.values import AUTO
 from ckpt_tool.options.verbs import Share
 from ckpt_tool.options.writing import ENGINES, Writing
@@ -86,7 +86,7 @@ def _way(engine: str, share: Share, writing: Writing) -> list[str]:
 
 def _work_of(plan: Plan, plan_file: str, way: Sequence[str], writing: Writing) -> _Work:
     threads = writing.threads or THREADS
-    words = typed(replace(writing, threads=threads, dry_run=False, ray=None, emit=None, plan_file=None), RUN)
+    words = words_of(replace(writing, threads=threads, dry_run=False, ray=None, emit=None, plan_file=None), RUN)
     roots = dict.fromkeys([*(file.root for file in plan.sources), plan.destination])
     here = [root for root in roots if scheme_of(root) is None]
     buffers = min(plan.report["plan"]["peak_memory"] * threads, writing.memory) + sum(writing.pinned)

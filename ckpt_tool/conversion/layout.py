@@ -72,7 +72,7 @@ def refuse_idle_ranks(degrees: Mapping[str, int], shapes: Iterable[tuple[int, ..
                 f"--{name} {_shown(size)}: no tensor has so many "
                 f"{'elements' if name == 'dp' else 'rows or columns'} to share"
                 if size > most[name]
-                else f"--{name} {_shown(size)}: more ranks than a plan is made for",
+                else f"--{name} {_shown(size)}: more ranks than a plan can have",
                 code="E1651",
                 hint=f"the nearest that it takes is --{name} {min(most[name], RANKS)}",
             )
@@ -80,7 +80,7 @@ def refuse_idle_ranks(degrees: Mapping[str, int], shapes: Iterable[tuple[int, ..
         shown = " x ".join(f"{name} {_shown(size)}" for name, size in degrees.items() if size > 1)
         largest = max(degrees, key=lambda name: degrees[name])
         raise UsageError(
-            f"{shown} are more ranks than a plan is made for, {RANKS} at most",
+            f"{shown} are more ranks than a plan can have, {RANKS} at most",
             code="E1651",
             hint=f"the nearest that it takes is --{largest} {max(RANKS * degrees[largest] // ranks, 1)}",
         )

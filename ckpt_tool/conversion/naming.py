@@ -1,14 +1,9 @@
 """Naming: the chosen tensors under the names and the structure that the output shall have.
 
-Three roads, and the report says which was taken: AOA statements (`--aoa FILE`), the families' equations where the
+Three ways, and the report says which was taken: AOA statements (`--aoa FILE`), the families' equations where the
 source's dialect is known and is not the target's, or none: names are kept. The mapping is applied to where the elements
-are stored (`plan.mapping`), so nothing has moved yet and every later step is the same.
-
-Chosen tensors ready for a mapping: values that it changes are computed, and what it joins is in one source.
-
-A mapping moves elements (`plan.mapping`). Two things it asks for are not moves: a number added on the way (`* add(1)`
-of a table: zero-centred norms), and one tensor made of several of different sources (q_proj that an adapter changed
-beside k_proj as it was, for a fused QKV). Both become computed tensors first, and the mapping moves those.
+are stored (`plan.mapping`), so nothing has moved yet and every later step is the same. What a mapping asks for and is
+no move is computed before (`mapping_inputs`).
 """
 
 from __future__ import annotations
@@ -16,28 +11,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tool.algebra.element_map import ElementMap
-from ckpt_tool.algebra.mapped import Made, Mapped
-from ckpt_tool.algebra.piece import PAD, Side
-from ckpt_tool.conversion.groups import renamed_groups
+from ckpt_tool.algebra.mapped import Mapped
+from ckpt_tool.conversion.mapping_inputs import lines_alike, moves_alone
+from ckpt_tool.conversion.optimizer_groups import renamed_groups
 from ckpt_tool.conversion.tied_head import TIED, as_the_hub_has_it, refuse_to_lose_copies
 from ckpt_tool.conversion.vocabulary import without_padding
-from ckpt_tool.core.box import contiguous_strides
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.hints import Dialect, Hint
-from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, LogicalTensor, TensorKey
+from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InputError, UsageError, near_misses, wrap_os_error
 from ckpt_tool.formats.megatron.hybrid import shown
 from ckpt_tool.formats.peft.lone import PeftHints
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import DIALECTS, VARIANTS, Writing
 from ckpt_tool.plan.moves import Stored
-from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, with_computed
-from ckpt_tool.sources.config import ARGUMENTS, centred_norms, check_config, config_of
+from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind
+from ckpt_tool.sources.config import ARGUMENTS, ModelConfig, centred_norms, check_config, config_of
 
 if TYPE_CHECKING:
     from ckpt_tool.families.base import Family
@@ -84,7 +76,7 @@ def named(chosen: Chosen, job: Conversion) -> Chosen:
             return chosen
         if target == "hf" and source in (None, "hf") and not _looks_foreign(row.tensor for row in chosen.stored):
             return chosen
-    return _by_family(chosen, reading, writing, target, source)
+    return _by_family(chosen, job, source)
 
 
 def holds_adapter(chosen: Chosen) -> bool:
@@ -121,41 +113,27 @@ def _dialect_of(chosen: Chosen) -> str | None:
     return None if chosen.home == "keep" else chosen.home
 
 
-def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, source: str | None) -> Chosen:
-    """By the equations of the family that the config, the names or `--family` tell. Where the user does not ask for it
-    in words, what can't be derived is kept as it is, with a line, unless the source says that its names are foreign."""
-    from ckpt_tool.families.base import SHIFTED
-    from ckpt_tool.families.registry import find
-    from ckpt_tool.families.table import one_of_each
-    from ckpt_tool.plan.mapping import parameter_shapes
+def _by_family(chosen: Chosen, job: Conversion, source: str | None) -> Chosen:
+    """By the equations of the family that the config, the names or `--family` say. Where the user does not ask for it
+    explicitly, what can't be derived is kept as it is, with a line, unless the source says that its names are foreign.
 
-    requested = writing.dialect is not None or reading.family is not None or writing.experts is not None
+    source: the dialect that the source states."""
+    reading, writing, home = job.reading, job.writing, job.dialect
     opened = chosen.sources[0]
     model = config_of(opened, reading)
     config = _as_asked(model.config if chosen.config is None else chosen.config, writing)
-    shapes = parameter_shapes(chosen.stored)
-    stated = None if source == "hf" else source
     try:
-        alike = {name: shapes[name] for name in one_of_each(shapes)}
-        try:
-            found = find(config, alike, stated=stated, family=reading.family)
-        except InputError as e:
-            derived = model.origin == ARGUMENTS and chosen.config is None and reading.family is None
-            if e.code != STRANGE or not derived:
-                raise
-            # arguments say what a model computes, names whose part it is: of a model that sees or hears
-            found = find(None, alike, stated=stated)
-            model = config_of(opened, reading, found.family.name)
-            config = _as_asked(model.config, writing)
-        if target not in found.family.known_dialects:
-            found.family.table(target)
+        found, model, config = _found(chosen, job, source, model, config)
+        if home not in found.family.known_dialects:
+            found.family.table(home)
     except (UsageError, InputError) as e:
+        requested = writing.dialect is not None or reading.family is not None or writing.experts is not None
         nobody_knows = e.code == NO_FAMILY and not (config or {}).get("model_type")
-        if requested or source not in (None, target) and not nobody_knows:
+        if requested or source not in (None, home) and not nobody_knows:
             e.faults, e.path = (*e.faults, *model.notes), e.path or opened.path
             raise
         return chosen.noted(f"names and structure are kept as they are: {e.message}")
-    home, target = target, _variant(found.family, writing) or target
+    target = _variant(found.family, writing) or home
     if config is not None and "model_type" not in config and not model.file:
         model = config_of(opened, reading, found.family.name)
         config = _as_asked(model.config if chosen.config is None else chosen.config, writing)
@@ -168,37 +146,70 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     chosen = chosen.noted(*lost)
     if found.dialect == target:
         return replace(chosen, hints=chosen.all_hints.having(Dialect(home)))
-    if found.dialect == "megatron" and centred_norms(opened) == (not found.family.centred):
+    return _translated(chosen, found, target, job, hints)
+
+
+def _found(
+    chosen: Chosen, job: Conversion, source: str | None, model: ModelConfig, config: Mapping[str, Any] | None
+) -> tuple[Found, ModelConfig, Mapping[str, Any] | None]:
+    """(the family and the dialect of the names, the config, that as the options change it). Raises what
+    `families.registry.find` raises."""
+    from ckpt_tool.families.registry import find
+    from ckpt_tool.families.table import one_of_each
+    from ckpt_tool.plan.mapping import parameter_shapes
+
+    shapes = parameter_shapes(chosen.stored)
+    alike = {name: shapes[name] for name in one_of_each(shapes)}
+    stated = None if source == HUB else source
+    try:
+        return find(config, alike, stated=stated, family=job.reading.family), model, config
+    except InputError as e:
+        derived = model.origin == ARGUMENTS and chosen.config is None and job.reading.family is None
+        if e.code != STRANGE or not derived:
+            raise
+    # arguments say what a model computes, names which model it is a part of: one of images or sound
+    found = find(None, alike, stated=stated)
+    model = config_of(chosen.sources[0], job.reading, found.family.name)
+    return found, model, _as_asked(model.config, job.writing)
+
+
+def _translated(chosen: Chosen, found: Found, target: str, job: Conversion, hints: Sequence[Hint]) -> Chosen:
+    """`chosen`, whose names are those of `found`, under those of dialect `target`; what happened is in its notes."""
+    from ckpt_tool.families.base import SHIFTED
+    from ckpt_tool.plan.mapping import parameter_shapes
+
+    config, home = chosen.config, job.dialect
+    if found.dialect == "megatron" and centred_norms(chosen.sources[0]) == (not found.family.centred):
         found = found._replace(dialect=SHIFTED)
     if found.dialect.startswith("megatron"):
         chosen = without_padding(chosen, config)
-        shapes = parameter_shapes(chosen.stored)
-    if not reading.lenient:
+    shapes = parameter_shapes(chosen.stored)
+    if not job.reading.lenient:
         _refuse_odd_models(found, shapes, config, whole=not chosen.removed)
-    mapped = _mapped(found, target, shapes, config, dequantised=writing.dequantize)
+    mapped = _mapped(found, target, shapes, config, dequantised=job.writing.dequantize)
     refuse_to_lose_copies(chosen, mapped.dropped)
     by = f"the family {found.family.name}, {found.dialect} to {target}"
-    out = renamed(chosen, mapped, writing, by, hints)
-    known = {name for names in out.names.values() for name in names}
-    every = dict.fromkeys(row.tensor.key.name for row in out.stored)
-    apart = _apart(found.family, every) if any(each.startswith("megatron") for each in (found.dialect, target)) else {}
-    kept = [name for name in every if name not in known and not name.startswith(tuple(apart))]
-    lines = [f"names and structure: {by}"]
-    lines += [
-        f"where Megatron's tools differ, the layout is NVIDIA's; ms-swift's is --dialect {of}"
-        for of, whose in VARIANTS.items()
-        if whose == home == target == "megatron" and of in found.family.dialects
-    ]
-    lines += [
-        f"{n} tensors of {part[:-1]} have no place in Megatron: kept under their own names" for part, n in apart.items()
-    ]
-    if kept:
-        shown = ", ".join(kept[:3]) + (", ..." if len(kept) > 3 else "")
-        lines.append(f"{len(kept)} tensors are in no rule of {found.family.name} and kept as they are: {shown}")
-    out = out.noted(*lines)
+    out = renamed(chosen, mapped, job.writing, by, hints)
+    out = out.noted(f"names and structure: {by}", *_of_translation(out, found, home, target))
     if home != HUB:
         return out
-    return as_the_hub_has_it(out, found.dialect, config, writing.tied_head, found.family.table(HUB))
+    return as_the_hub_has_it(out, found.dialect, config, job.writing.tied_head, found.family.table(HUB))
+
+
+def _of_translation(out: Chosen, found: Found, home: str, target: str) -> Iterator[str]:
+    """Lines about what a translation could be read otherwise, and about the names that it kept."""
+    for variant, of in VARIANTS.items():
+        if of == home == target == "megatron" and variant in found.family.dialects:
+            yield f"where Megatron's tools differ, the layout is NVIDIA's; ms-swift's is --dialect {variant}"
+    translated = {name for names in out.names.values() for name in names}
+    every = dict.fromkeys(row.tensor.key.name for row in out.stored)
+    apart = _apart(found.family, every) if any(each.startswith("megatron") for each in (found.dialect, target)) else {}
+    for part, n in apart.items():
+        yield f"{n} tensors of {part[:-1]} have no place in Megatron: kept under their own names"
+    kept = [name for name in every if name not in translated and not name.startswith(tuple(apart))]
+    if kept:
+        shown = ", ".join(kept[:3]) + (", ..." if len(kept) > 3 else "")
+        yield f"{len(kept)} tensors are in no rule of {found.family.name} and kept as they are: {shown}"
 
 
 def _apart(family: Family, names: Iterable[str]) -> dict[str, int]:
@@ -399,7 +410,7 @@ def renamed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str, hints: Se
     """`chosen` under the names of `mapped`; what the mapping leaves out is reported as dropped."""
     from ckpt_tool.plan.mapping import apply_mapping, shaped_otherwise
 
-    chosen, mapped = ready(chosen, mapped, writing, by)
+    chosen, mapped = moves_alone(chosen, mapped, writing, by)
     every = [
         Stored(number, tensor)
         for number, source in enumerate(chosen.sources)
@@ -409,7 +420,7 @@ def renamed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str, hints: Se
     applied = apply_mapping(chosen.stored, mapped, shaped_otherwise(every))
     casts = {TensorKey(made.name): made.dtype for made in mapped.made if made.dtype is not None}
     lines = [f"{by}: {name} has no source and is not written" for name in mapped.unfilled]
-    lines += [f"{by}: {line}" for line in _counted(_left_over(chosen, mapped), "left out")]
+    lines += [f"{by}: {line}" for line in lines_alike(_left_over(chosen, mapped), "left out")]
     return replace(
         chosen,
         stored=applied.stored,
@@ -430,22 +441,6 @@ def _followed(casts: Mapping[TensorKey, DType], names: Mapping[str, tuple[str, .
     }
 
 
-def _counted(rows: Iterable[tuple[str, int, int]], what: str) -> Iterator[str]:
-    """Lines about (tensor, so many of its elements, all), one for all layers that are alike.
-
-    >>> list(_counted([("layers.0.A_log", 2, 6), ("layers.1.A_log", 2, 6)], "zeros"))
-    ['2 of 6 elements of layers.0.A_log are zeros, and of 1 more like it']
-    """
-    from ckpt_tool.families.table import form_of
-
-    alike: dict[tuple[str, int, int], list[str]] = {}
-    for name, part, whole in rows:
-        alike.setdefault((form_of(name)[0], part, whole), []).append(name)
-    for (_, part, whole), names in alike.items():
-        more = f", and of {len(names) - 1} more like it" if len(names) > 1 else ""
-        yield f"{part} of {whole} elements of {names[0]} are {what}{more}"
-
-
 def _left_over(chosen: Chosen, mapped: Mapped) -> Iterator[tuple[str, int, int]]:
     """(source, elements that nothing is made of, all) of sources that are taken in part."""
     taken: Counter[str] = Counter()
@@ -454,132 +449,3 @@ def _left_over(chosen: Chosen, mapped: Mapped) -> Iterator[tuple[str, int, int]]
             taken[piece.src.name] += piece.numel
     whole = {name: row.tensor.numel for name, row in chosen.model.items()}
     yield from ((name, whole[name] - n, whole[name]) for name, n in taken.items() if n < whole.get(name, 0))
-
-
-# -- what a mapping can't move: values that change, sources that differ ------------------------------------------------
-
-
-_VALUES = (MODEL, MASTER, EMA)  # states that hold the parameter itself; gradients' moments don't change with it
-
-
-def ready(chosen: Chosen, mapped: Mapped, writing: Writing, by: str) -> tuple[Chosen, Mapped]:
-    """(`chosen` with what has to be computed, the mapping as moves alone). by: what the mapping is called in messages.
-
-    Raises UsageError: E1280 where one source goes into tensors with another change each, E0264 with --plan and
-    --ray."""
-    chosen, mapped = _changed(chosen, mapped, writing, by)
-    chosen, mapped = _filled(chosen, mapped, writing, by)
-    return _joined(chosen, mapped, writing), mapped
-
-
-def _filled(chosen: Chosen, mapped: Mapped, writing: Writing, by: str) -> tuple[Chosen, Mapped]:
-    """What is made of zeros in part: of rows of zeros behind those of a tensor that it is made of too."""
-    if not any(piece.src.name == PAD for made in mapped.made for piece in made.pieces):
-        return chosen, mapped
-    from ckpt_tool.plan.mapping import parameter_shapes
-
-    shapes, zeros, out = parameter_shapes(chosen.stored), dict[str, int](), list[Made]()
-    filled = list[tuple[str, int, int]]()
-    for made in mapped.made:
-        empty = [piece for piece in made.pieces if piece.src.name == PAD and piece.numel]
-        name = next((piece.src.name for piece in made.pieces if piece.src.name != PAD), made.like or None)
-        if empty and name is not None:
-            start, pieces = prod(shapes[name]), [piece for piece in made.pieces if piece.src.name != PAD]
-            for piece in empty:
-                pieces.append(piece._replace(src=Side(name, start, contiguous_strides(piece.ext))))
-                start += piece.numel
-            count = sum(piece.numel for piece in empty)
-            zeros[name] = max(count, zeros.get(name, 0))
-            filled.append((made.name, count, prod(made.shape)))
-            made = made._replace(pieces=tuple(pieces))
-        out.append(made)
-    if not filled:
-        return chosen, mapped
-    from ckpt_tool.run.recipes import Grown
-
-    recipes, dtypes = [], dict[TensorKey, DType]()
-    for row in chosen.stored:
-        key, shape = row.tensor.key, row.tensor.shape
-        if key.name in zeros and shape == shapes[key.name] and row.tensor.dtype.is_float:
-            rows = -(-zeros[key.name] // max(prod(shape[1:]), 1))
-            recipes.append(Grown(key, (shape[0] + rows, *shape[1:]), (chosen.input(row),), f"{rows} rows of zeros"))
-            dtypes[key] = chosen.casts.get(key, row.tensor.dtype)
-    lines = [f"{by}: {line}" for line in _counted(filled, "zeros")]
-    shown = f"{chosen.sources[0].path} (zeros behind)"
-    chosen = with_computed(chosen, recipes, shown, writing, option="this change of names", dtypes=dtypes, notes=lines)
-    return chosen, mapped._replace(made=tuple(out))
-
-
-def _changed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str) -> tuple[Chosen, Mapped]:
-    if not any(piece.maps for made in mapped.made for piece in made.pieces):
-        return chosen, mapped
-    wanted: dict[str, set[tuple[ElementMap, ...]]] = {}
-    for made in mapped.made:
-        for piece in made.pieces:
-            wanted.setdefault(piece.src.name, set()).add(piece.maps)
-    changes = {name: maps for name, maps in wanted.items() if maps != {()} and name != PAD}
-    for name, maps in changes.items():
-        if len(maps) > 1:
-            raise UsageError(
-                f"{by} changes the values of {name} in more than one way",
-                code="E1280",
-                key=name,
-                hint="keep the source's names with --dialect keep",
-            )
-    from ckpt_tool.run.recipes import Changed
-
-    recipes, dtypes = [], dict[TensorKey, DType]()
-    for row in chosen.stored:
-        key, tensor = row.tensor.key, row.tensor
-        (steps,) = changes.get(key.name, ((),))
-        if steps and key.state in _VALUES and tensor.dtype.is_float:
-            what = ", ".join(map(str, steps))
-            recipes.append(Changed(key, tensor.shape, (chosen.input(row),), what, steps))
-            dtypes[key] = chosen.casts.get(key, tensor.dtype)
-        elif steps and key.state not in (*_VALUES, STEP, EXTRAS) and not all(step.moments for step in steps):
-            raise UsageError(
-                f"{by} changes the scale of {key.name}, and moments of the one scale are none of the other",
-                code="E1285",
-                key=key.name,
-                hint="leave the optimizer behind with --drop optimizer, or keep the source's names with --dialect keep",
-            )
-    alike: dict[str, tuple[ElementMap, list[str]]] = {}
-    for name, maps in changes.items():
-        for step in next(iter(maps)):
-            alike.setdefault(step.kind, (step, []))[1].append(name)
-    lines = [f"{by}: {step.says(len(names))}, rounded once: {', '.join(names[:3])}" for step, names in alike.values()]
-    shown = f"{chosen.sources[0].path} (values changed)"
-    chosen = with_computed(chosen, recipes, shown, writing, option="this change of names", dtypes=dtypes, notes=lines)
-    plain = tuple(made._replace(pieces=tuple(piece._replace(maps=()) for piece in made.pieces)) for made in mapped.made)
-    return chosen, mapped._replace(made=plain)
-
-
-def _joined(chosen: Chosen, mapped: Mapped, writing: Writing) -> Chosen:
-    """What one tensor is made of, where several sources hold it, as computed tensors of one."""
-    sources = {row.source for row in chosen.stored}
-    if len(sources) == 1:
-        return chosen
-    rows = {row.tensor.key: row for row in chosen.stored}
-    states: dict[str, list[str]] = {}
-    for name, state in rows:
-        states.setdefault(name, []).append(state)
-    apart: dict[TensorKey, Stored] = {}
-    for group in _groups(mapped.made):
-        for state in dict.fromkeys(state for name in group for state in states.get(name, ())):
-            held = [rows[key] for name in group if (key := TensorKey(name, state)) in rows]
-            if len({row.source for row in held}) > 1 and all(row.tensor.dtype.is_float for row in held):
-                apart.update((row.tensor.key, row) for row in held)
-    if not apart:
-        return chosen
-    from ckpt_tool.run.recipes import Unchanged
-
-    recipes = [Unchanged(key, row.tensor.shape, (chosen.input(row),), "") for key, row in apart.items()]
-    dtypes = {key: chosen.casts.get(key, row.tensor.dtype) for key, row in apart.items()}
-    shown = f"{chosen.sources[0].path} (joined)"
-    return with_computed(chosen, recipes, shown, writing, option="this change of names", dtypes=dtypes)
-
-
-def _groups(made: Iterable[Made]) -> list[list[str]]:
-    """The sources of each made tensor that has several."""
-    groups = (list(dict.fromkeys(piece.src.name for piece in each.pieces)) for each in made)
-    return [group for group in groups if len(group) > 1]

@@ -12,10 +12,10 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tool.conversion.carry_out import execute
-from ckpt_tool.conversion.standing import is_committed, standing
+from ckpt_tool.conversion.output_state import is_committed, output_state
 from ckpt_tool.core.progress import Progress, Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, OutputExists, StorageError, UsageError
@@ -74,18 +74,42 @@ def execute_on_ray(
     waiting = [remote.remote(document, sent, dict(recorded)) for _ in range(count)]
     nodes = len([node for node in ray.nodes() if node.get("Alive")])
     progress.start(sum(move.nbytes for move in plan.moves), f"writing, {count} workers on {nodes} nodes")
-    found: list[dict[TensorKey, int]] = []
-    lost: list[str] = []
-    failure: CkptError | None = None
+    ended = _ended(ray, waiting, plan, progress)
+    progress.finish()
+    if ended.found:
+        return max(ended.found, key=len)
+    if ended.failure is not None:
+        raise ended.failure
+    raise StorageError(
+        f"{len(ended.lost)} of {count} workers were lost, and none is left",
+        code="E0714",
+        path=plan.destination,
+        faults=ended.lost,
+        hint="run the same command again: it goes on from what is written (ckpt status shows it)",
+    )
+
+
+class _Ended(NamedTuple):
+    """How the workers ended. found: the overflows of each that committed. lost: why, of those that Ray lost. failure:
+    the first error of the others."""
+
+    found: list[dict[TensorKey, int]]
+    lost: list[str]
+    failure: CkptError | None
+
+
+def _ended(ray: Any, waiting: list[Any], plan: Plan, progress: Progress) -> _Ended:
+    """Wait for the workers, and show how far the output is meanwhile."""
+    found, lost, failure = list[dict[TensorKey, int]](), list[str](), None
     shown, due = 0, 0.0
     while waiting:
         done, waiting = ray.wait(waiting, num_returns=1, timeout=_LOOK)
         if time.monotonic() >= due:
             began = time.monotonic()
-            seen = standing(place_of(plan.destination)).moved
+            moved = output_state(place_of(plan.destination)).moved
             due = time.monotonic() + max(_LOOK, _SHARE * (time.monotonic() - began))
-            progress.advance(max(0, seen - shown))
-            shown = max(shown, seen)
+            progress.advance(max(0, moved - shown))
+            shown = max(shown, moved)
         for one in done:
             try:
                 committed, overflows, error = ray.get(one)
@@ -95,18 +119,7 @@ def execute_on_ray(
                 continue
             failure = failure or error
             found += [overflows] if committed else []
-    progress.finish()
-    if found:
-        return max(found, key=len)
-    if failure is not None:
-        raise failure
-    raise StorageError(
-        f"{len(lost)} of {count} workers were lost, and none is left",
-        code="E0714",
-        path=plan.destination,
-        faults=lost,
-        hint="run the same command again: it goes on from what is written (ckpt status shows it)",
-    )
+    return _Ended(found, lost, failure)
 
 
 def _join(ray: Any, address: str | None) -> None:

@@ -15,12 +15,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ckpt_tool.conversion.adapter_names import adapters_named
-from ckpt_tool.conversion.counted import counted
 from ckpt_tool.conversion.fitting import fitted, held
 from ckpt_tool.conversion.hybrid_layers import as_gpt, as_hybrid
 from ckpt_tool.conversion.naming import named
 from ckpt_tool.conversion.own_header import with_header
 from ckpt_tool.conversion.selection import as_model, sound, wanted_tensors
+from ckpt_tool.conversion.step_count import steps_of_count
 from ckpt_tool.conversion.tied_head import with_head
 from ckpt_tool.conversion.vocabulary import resized_vocabulary
 from ckpt_tool.quantised.as_blocks import as_blocks
@@ -62,7 +62,11 @@ NAMES = (
 FITTING = (
     Pass("repacked", "--repack: weights of GPTQ and AWQ as compressed-tensors stores them", repacked),
     Pass("codes", "--dtype leaves codes and scales as they are", as_they_are),
-    Pass("counted", "one count of an optimizer's steps is each parameter's step in a format that keeps it so", counted),
+    Pass(
+        "counted",
+        "one count of an optimizer's steps is each parameter's step in a format that keeps it so",
+        steps_of_count,
+    ),
     Pass("stated", "what headers state of torchao's tensors stays with them", with_stated),
     Pass("held", "what the format has no place for stays behind, by name", held),
     Pass("fitted", "states that the format keeps as other tensors (DeepSpeed's ZeRO stages)", fitted),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt_tool.core.collector import gc_paused
+from ckpt_tool.core.gc_pause import gc_paused
 from ckpt_tool.errors import OutputExists, SourceChanged, wrap_os_error
 from ckpt_tool.formats import registry
 from ckpt_tool.plan.plan import Plan
@@ -79,7 +79,7 @@ def load_plan(plan_file: str) -> Plan:
         faults.insert(0, f"format: expected one of {', '.join(registry.NAMES)}, got {plan.format[:40]!r}")
     if faults:
         raise SourceChanged(
-            f"the plan file does not read as a plan: {faults[0]}",
+            f"the plan file is not a valid plan: {faults[0]}",
             code="E0610",
             path=path,
             hint="make it again with --plan",

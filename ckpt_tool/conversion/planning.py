@@ -13,13 +13,13 @@ from ckpt_tool.conversion.megatron_arguments import with_arguments
 from ckpt_tool.conversion.side_files import refuse_lost_modules, side_files, source_of, with_side_files
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.layout import Layout
+from ckpt_tool.core.report_data import for_report
 from ckpt_tool.core.target import LayoutWish, Target, Wanted, WantedTensor
-from ckpt_tool.core.witness import tell
 from ckpt_tool.formats.base import Format
 from ckpt_tool.options.writing import DEFAULT_SHARD_SIZE, Writing
 from ckpt_tool.plan.copy import is_transposed
 from ckpt_tool.plan.moves import LaterMoves, count_copies
-from ckpt_tool.plan.plan import Move, Plan, SourceFile
+from ckpt_tool.plan.plan import Extent, Move, Plan, Record, SourceFile
 from ckpt_tool.plan.schedule import build_moves
 from ckpt_tool.quantised.kept_whole import refuse_cut_blocks
 from ckpt_tool.sources.chosen import Chosen, dtypes_of, memory_of_computed, more_than_computed, written_as
@@ -57,25 +57,9 @@ def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing)
     target = with_side_files(fmt.target(wanted, layout), chosen, fmt, wanted, writing)
     refuse_unsplit(target, fmt, writing)
     refuse_cut_blocks(target, wanted, chosen, fmt)
-    numbers: dict[tuple[int, str], int] = {}
-
-    def number_of(source: int, path: str) -> int:
-        return numbers.setdefault((source, path), len(numbers))
-
-    # nobody looks at the moves: what an upload holds at once hangs on them
+    # a dry run on a disk only counts its moves; into a store, what an upload holds at once depends on each of them
     counted = writing.dry_run and not writing.plan_file and not isinstance(destination, RemotePlace)
-    moves, records, arrays = build_moves(chosen.stored, wanted, target if counted else _listed(target), number_of)
-    for file in target.files:
-        if file.copy_of is not None:
-            number_of(SIDE if (0, file.copy_of) not in numbers else 0, file.copy_of)
-    if chosen.first_replica:
-        moves = (
-            moves.first_replicas()
-            if isinstance(moves, LaterMoves)
-            else tuple(m._replace(sources=tuple(r for r in m.sources if r.replica == 0)) for m in moves)
-        )
-    trees = ((source_of(chosen, path) if i == SIDE else chosen.sources[i].tree, path) for i, path in numbers)
-    sources = tuple(SourceFile(tree.shown, path, tuple(tree.identity(path))) for tree, path in trees)
+    sources, moves, records, arrays = _moved(chosen, wanted, target if counted else _listed(target))
     plan = Plan(
         sources,
         records,
@@ -93,8 +77,33 @@ def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing)
         {},
     )
     plan.report.update(_report(chosen, plan, target, layout, fallbacks, writing))
-    tell("rewriting", partial(_drawn, chosen, wanted, _listed(target), layout, fmt))
+    for_report("rewriting", partial(_rewriting, chosen, wanted, _listed(target), layout, fmt))
     return plan, wanted
+
+
+def _moved(
+    chosen: Chosen, wanted: Wanted, target: Target
+) -> tuple[tuple[SourceFile, ...], Sequence[Move], tuple[Record, ...], Sequence[Sequence[Extent]]]:
+    """(the source files by number, the moves, the checksummed records that they read, the arrays of each output file).
+    Side files that are copied have their numbers behind those that moves read."""
+    numbers: dict[tuple[int, str], int] = {}
+
+    def number_of(source: int, path: str) -> int:
+        return numbers.setdefault((source, path), len(numbers))
+
+    moves, records, arrays = build_moves(chosen.stored, wanted, target, number_of)
+    for file in target.files:
+        if file.copy_of is not None:
+            number_of(SIDE if (0, file.copy_of) not in numbers else 0, file.copy_of)
+    if chosen.first_replica:
+        moves = (
+            moves.first_replicas()
+            if isinstance(moves, LaterMoves)
+            else tuple(m._replace(sources=tuple(r for r in m.sources if r.replica == 0)) for m in moves)
+        )
+    trees = ((source_of(chosen, path) if i == SIDE else chosen.sources[i].tree, path) for i, path in numbers)
+    sources = tuple(SourceFile(tree.shown, path, tuple(tree.identity(path))) for tree, path in trees)
+    return sources, moves, records, arrays
 
 
 def _listed(target: Target) -> Target:
@@ -102,10 +111,10 @@ def _listed(target: Target) -> Target:
     return target._replace(places=None) if target.places is not None and target.places.listable else target
 
 
-def _drawn(chosen: Chosen, wanted: Wanted, target: Target, layout: Layout, fmt: Format) -> Rewriting:
-    from ckpt_tool.conversion.drawn import drawn
+def _rewriting(chosen: Chosen, wanted: Wanted, target: Target, layout: Layout, fmt: Format) -> Rewriting:
+    from ckpt_tool.conversion.rewriting import rewriting_of
 
-    return drawn(chosen, wanted, target, layout, fmt)
+    return rewriting_of(chosen, wanted, target, layout, fmt)
 
 
 def _wanted_tensors(chosen: Chosen, dtypes: Mapping[str, DType]) -> tuple[WantedTensor, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tool.conversion.groups import without_removed
+from ckpt_tool.conversion.optimizer_groups import without_removed
 from ckpt_tool.core.catalog import Unread
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
@@ -99,7 +99,7 @@ def refuse_left_optimizer(opened: Opened, job: Conversion) -> None:
         tree, left = opened.outer, [RECIPE_OF_RUN]
     if left:
         why = next((note.message for note in opened.catalog.notes if note.code == UNREAD), "")
-        numbered = "by parameter number, and nothing tells whose each is, so it"
+        numbered = "by parameter number, and nothing says which parameter each is, so it"
         reason = "that" if left[0].endswith(RECIPE) else numbered
         raise UsageError(
             f"{left[0]} holds an optimizer's state {reason} can't be taken along{f' ({why})' if why else ''}",

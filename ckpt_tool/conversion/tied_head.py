@@ -60,7 +60,7 @@ def with_head(chosen: Chosen, job: Conversion) -> Chosen:
     pair = pair_of(names)
     if pair is None:
         raise UsageError(
-            f"--tied-head {policy}: no embedding here has a name that is known",
+            f"--tied-head {policy}: no embedding here has a known name",
             code="E1480",
             hint=f"such as {', '.join(each[0] for each in _PAIRS.values())}; leave the option off",
         )
@@ -181,10 +181,10 @@ def _difference(chosen: Chosen, head: str, embedding: str) -> str:
     rows = chosen.model
     (one, a), (other, b) = rows[head], rows[embedding]
     if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return f"{_told(a)} and {_told(b)}"
+        return f"{_described(a)} and {_described(b)}"
     (found,) = compare([(a, b)], chosen.sources[one].tree, chosen.sources[other].tree)
     return f"they differ at {found['first_index']}" if found else ""
 
 
-def _told(tensor: LogicalTensor) -> str:
+def _described(tensor: LogicalTensor) -> str:
     return f"{tensor.dtype.name} {list(tensor.shape)}"

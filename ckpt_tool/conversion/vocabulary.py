@@ -1,20 +1,17 @@
-"""`--vocab-size`: rows that pad a vocabulary to what its trainer's kernels like are cut off, or added, in every state.
+"""Rows of a vocabulary that are no tokens: cut off or added by `--vocab-size`, and Megatron's padding left behind.
 
     112 rows, --vocab-size 100   ->   100 rows of the embedding, of the output layer and of their moments
     100 rows, --vocab-size 112   ->   112 rows, the last 12 of zeros, counted in the report
+    101 words, make_vocab_size_divisible_by 4, 2 tensor ranks: 104 rows   ->   the hub's embedding has the 101
 
 Trainers pad embeddings to a multiple that depends on the tensor parallel degree (Megatron-LM 0.16
 `vocab_utils.calculate_padded_vocab_size`), so the rows beyond the tokenizer's are of no use to anybody else. Which
 tensors are vocabularies is derived from their names; a name that is not on the list keeps its rows.
 
-The rows that Megatron pads a vocabulary with, left behind on the way to a system that has none.
-
-    101 words, make_vocab_size_divisible_by 4, 2 tensor ranks   ->   104 rows; the hub's embedding has the 101
-
-Megatron's arguments state the padded size, and where its tokenizer is known the real one; rows are cut only where they
-say that the rows beyond the config's vocabulary are padding. Otherwise nothing is cut, and the mapping reports that
-config and shapes contradict each other. (Megatron-LM 0.16.1 `training/tokenizer/tokenizer.py`,
-`_vocab_size_with_padding`.)
+Without the option Megatron's padding is left behind on the way to a system that has none. Its arguments state the
+padded size, and where its tokenizer is known the real one; rows are cut only where they say that the rows beyond the
+config's vocabulary are padding. Otherwise nothing is cut, and the mapping reports that config and shapes contradict
+each other. (Megatron-LM 0.16.1 `training/tokenizer/tokenizer.py`, `_vocab_size_with_padding`.)
 """
 
 from __future__ import annotations

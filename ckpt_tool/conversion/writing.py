@@ -20,7 +20,7 @@ from ckpt_tool.conversion.on_device import movers_of, with_device
 from ckpt_tool.conversion.passes import FITTING, passed
 from ckpt_tool.conversion.planning import make_plan
 from ckpt_tool.conversion.selection import refuse_code
-from ckpt_tool.core.collector import gc_paused
+from ckpt_tool.core.gc_pause import gc_paused
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, UsageError
@@ -117,7 +117,7 @@ def _with_stores(document: dict[str, Any], plan: Plan, chosen: Chosen, destinati
     """The document with the memory that stores on both sides take."""
     more = 0
     if any(scheme_of(opened.tree.shown) for opened in chosen.sources if not opened.tree.local):  # others are computed
-        from ckpt_tool.storage.ahead import WINDOW
+        from ckpt_tool.storage.read_ahead import WINDOW
 
         more += 2 * WINDOW  # what has come, and what is put together
     if isinstance(destination, RemotePlace):

@@ -36,6 +36,7 @@ _ODD = re.compile(r"[\\\x00-\x1f\x7f]")
 
 
 def is_view(path: str) -> bool:
+    """Does the path name a view (`storage.views`) and no file?"""
     return VIEW in path
 
 

@@ -1,4 +1,4 @@
-"""Progress: what a long run tells a person while it goes, as a Protocol given to the executor.
+"""Progress: what a long run shows a person while it goes, as a Protocol given to the executor.
 
 A command never prints. It calls these five, from any thread; `report.progress` draws them (a bar, lines, JSON) and
 `SILENT` swallows them:
@@ -10,8 +10,8 @@ A command never prints. It calls these five, from any thread; `report.progress` 
     progress.finish()
 
 `start` may be called again after `finish` for a second phase (write, then verify). One that also has a method
-`at(file)` is told which file is being worked on (`working_on`): it is no part of the Protocol, so that a caller's own
-progress need not have it.
+`at(file)` is called with the file that is being worked on (`working_on`): it is no part of the Protocol, so that a
+caller's own progress need not have it.
 """
 
 from __future__ import annotations

@@ -40,6 +40,8 @@ _STEP = 64 << 10  # bytes of positions that are read at a time
 
 
 class Digest(Protocol):
+    """What of hashlib is used."""
+
     def update(self, data: Any, /) -> object: ...
     def hexdigest(self) -> str: ...
 
@@ -248,6 +250,7 @@ class Place(NamedTuple):
     key: str
 
     def fault(self, message: str) -> CorruptFile:
+        """The error for a change that can't be decoded, at this place."""
         return CorruptFile(
             f"the change can't be decoded: {message}",
             code=FRAME,
@@ -346,6 +349,7 @@ class Passed:
         self._lock = threading.Lock()
 
     def feed(self, offset: int, data: Bytes) -> None:
+        """Take bytes from `offset` on; a piece that is not the next one, or meets another thread, is passed over."""
         if offset > self.at or offset + len(data) <= self.at or not self._lock.acquire(blocking=False):
             return
         try:

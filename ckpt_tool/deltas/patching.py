@@ -27,7 +27,7 @@ from ckpt_tool.core.target import Target, TargetArray, TargetFile, Wanted, Wante
 from ckpt_tool.core.tensor import MODEL, TensorKey
 from ckpt_tool.deltas.archive import entries_of
 from ckpt_tool.deltas.folder import CHAIN, Archive, Delta, check_chain, read_delta
-from ckpt_tool.deltas.patched import Cursors, Patched
+from ckpt_tool.deltas.patched_tensor import Cursors, Patched
 from ckpt_tool.deltas.under_hub_names import hub_names
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError, near_misses
 from ckpt_tool.options.reading import Reading
@@ -59,7 +59,7 @@ def patch(
     E2618, CorruptFile E2608, E2611, and what reading and writing raise."""
     if writing.verify == "off":
         raise UsageError(
-            "--verify off: a wrong base shows in the digests alone",
+            "--verify off: only the digests would show a wrong base",
             code=OPTION,
             place="ckpt patch",
             hint="leave it off",
@@ -72,7 +72,7 @@ def patch(
         return _rebuild(opened, chain, archive, dst, writing, progress)
     if lost := [state for state in writing.states if state not in (MODEL, "all")]:
         raise UsageError(
-            f"--state {lost[0]}: a delta is of the model alone",
+            f"--state {lost[0]}: a delta holds the model alone",
             code=OPTION,
             hint="ckpt delta --dedup keeps whole steps",
         )
@@ -95,7 +95,7 @@ def _check_version(tree: Tree, first: Delta) -> None:
     try:
         version = int(json.loads(tree.read_whole(_APPLIED, limit=4096))["version"])
     except (ValueError, KeyError, TypeError):
-        return  # the digests tell
+        return  # the digests show it
     if version != first.base_version:
         raise InconsistentCheckpoint(
             f"the base is version {version}, and the first delta is {first.label}",

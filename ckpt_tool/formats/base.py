@@ -60,7 +60,7 @@ class Holds(NamedTuple):
     place although others have. extras: a place for plain values. mesh: the mesh dims whose ranks it lays out in files
     (() for formats that hold whole tensors). replicas: does each rank keep its own copy of what is replicated (else
     only replica 0 is written)? zero: how DP shards by default (0-3). single: the suffixes under which the output may be
-    one file, () for folders alone. heeds: of the options that only some formats can heed (max-shard-size, zero,
+    one file, () for folders alone. uses_options: of the options that only some formats can use (max-shard-size, zero,
     sharding, spec, pp-split, layout, on-indivisible) those that change what is written.
     dialect: the names that are at home here. own_layout: the system itself fixes which rank holds what (Megatron,
     DeepSpeed): `target` gets a Layout without placements and takes degrees and wishes from `Wanted.wish`.
@@ -78,7 +78,7 @@ class Holds(NamedTuple):
     replicas: bool = False
     zero: int = 0
     single: tuple[str, ...] = ()
-    heeds: frozenset[str] = frozenset()
+    uses_options: frozenset[str] = frozenset()
     dialect: str = "keep"
     own_layout: bool = False
     dtypes: frozenset[str] = frozenset()  # names it can't hold

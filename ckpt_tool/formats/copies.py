@@ -148,7 +148,7 @@ def _ends(tree: Tree, path: str) -> int:
 
 
 def _copied(tensors: Sequence[LogicalTensor]) -> _Copied | Copied:
-    """What several files hold, by the road that the chunks are for."""
+    """What several files hold, in the way that the chunks are for."""
     if not any(isinstance(tensor.chunks, ChunkColumns) for tensor in tensors):
         return _Copied(tensors)
     from ckpt_tool.formats.copied_columns import Copied

@@ -128,6 +128,7 @@ class SimComm(Comm):
     def exchange(
         self, group: Group, parts: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]
     ) -> list[torch.Tensor]:
+        """As `Comm.exchange`."""
         if len(group) == 1:
             return [parts[0]]
         key, here = self._turn("exchange", group), group.index(self.rank)
@@ -205,6 +206,7 @@ class ProcessComm(Comm):
     def exchange(
         self, group: Group, parts: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]
     ) -> list[torch.Tensor]:
+        """As `Comm.exchange`."""
         found: list[torch.Tensor] = []
         waiting: list[tuple[dist.Work, torch.Tensor]] = []
         raws: list[torch.Tensor | None] = []

@@ -33,11 +33,15 @@ class Ref(NamedTuple):
 
 
 class Weights(Protocol):
+    """What a forward pass reads: the shards of this rank."""
+
     def block(self, ref: Ref) -> torch.Tensor:
         """The shard's values, contiguous."""
 
 
 class Sink(Protocol):
+    """What a backward pass gives its gradients to."""
+
     def add(self, ref: Ref, microbatch: int, gradient: torch.Tensor) -> None:
         """Take the fp32 gradient of a shard from one global microbatch."""
 
@@ -207,6 +211,7 @@ class GradientSums:
         self._trees: dict[Ref, dict[tuple[int, int], torch.Tensor]] = {}
 
     def add(self, ref: Ref, microbatch: int, gradient: torch.Tensor) -> None:
+        """Add a microbatch's gradient: in the order of the tree of sums where they are canonical, else as it comes."""
         tree = self._trees.setdefault(ref, {})
         if not self._canonical:
             tree[0, 0] = tree[0, 0] + gradient if (0, 0) in tree else gradient

@@ -6,7 +6,7 @@
     other.load(read, state.scalars)               the values by box, from anywhere
 
 A step: the pipeline's schedule runs forwards and backwards, a tape a layer; gradients are joined bucket by bucket and
-cut to the rank's part at once; one exchange tells all losses and square sums; the update is local; model values are
+cut to the rank's part at once; one exchange shares all losses and square sums; the update is local; model values are
 rebuilt. In canonical mode loss, norm and state are the same bits for every layout. All ranks return the same reports.
 """
 

@@ -144,7 +144,7 @@ def _checked(name: str, parameter: Parameter, value: Value) -> Value:
     if parameter.kind == "flag":
         return value
     if abs(value) > LARGEST:
-        raise ValueError(f"{name} is {value:g}, beyond fp32, which merges compute in")
+        raise ValueError(f"{name} is {value:g}, beyond the range of fp32, in which merges compute")
     if value < parameter.low or value > parameter.high or parameter.above and value <= parameter.low:
         bounds = f"{'above' if parameter.above else 'from'} {parameter.low:g} to {parameter.high:g}"
         raise ValueError(f"{name} is {value:g}, want {bounds}")
@@ -352,7 +352,7 @@ def _notes(options: MergeOptions, method: Method) -> tuple[str, ...]:
     if method.trim and not options.density:
         notes.append(f"{method.name} without --density keeps task vectors whole")
     if options.decay is not None and options.name != EMA:
-        raise UsageError("--decay is of --method ema alone", code="E1442", place="ckpt merge")
+        raise UsageError("--decay only applies to --method ema", code="E1442", place="ckpt merge")
     return tuple(notes)
 
 

@@ -71,7 +71,9 @@ def read_config(path: str, *, seed: int | None = None, tokenizer: str | None = N
     """
     data, faults = read_yaml(path), _Faults()
     if not isinstance(data, dict):
-        raise UsageError("the config is no mapping", code="E1444", path=path, hint="it begins with merge_method: NAME")
+        raise UsageError(
+            "the config is not a mapping", code="E1444", path=path, hint="it begins with merge_method: NAME"
+        )
     faults.unknown("", data, _KEYS)
     name = data.get("merge_method")
     method = _tried(lambda: method_of(name), faults) if isinstance(name, str) else None

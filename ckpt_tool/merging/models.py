@@ -177,7 +177,7 @@ def sliced_config(
     by_number = [key for key in _BY_NUMBER if config.get(key) not in (None, [], 0, 1)]
     if by_number:
         raise UsageError(
-            f"slices: the config tells kinds of layers by their number ({', '.join(by_number)}), and they get others",
+            f"slices: the config states kinds of layers by number ({', '.join(by_number)}), and slices renumber them",
             code="E1451",
             path=models[0].path,
             hint="merge whole models; layers of such a model can't be renumbered",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckpt_tool.merging.methods import METHODS
-from ckpt_tool.options.statement import OPTIONS, stated
+from ckpt_tool.options.statement import OPTIONS, options_of
 from ckpt_tool.options.values import count, integer, number, numbers, text
 
 UNION, LORA, EMA = "union", "lora", "ema"  # beside the methods of arithmetic: tensors as they are, adapters folded
@@ -68,6 +68,6 @@ class MergeOptions:
         others = ("method", "seed", "config", "on_conflict")
         return [
             option.names[0]
-            for option in stated(MergeOptions).values()
+            for option in options_of(MergeOptions).values()
             if option.field not in others and getattr(self, option.field) not in (None, ())
         ]

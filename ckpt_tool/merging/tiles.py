@@ -74,6 +74,7 @@ class Tiled(Recipe):
     row = 1  # elements that must be made together: a row of the last axis where a method looks at whole rows
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
+        """As `Recipe.values`, tile by tile."""
         out: Floats = np.empty(stop - start, np.float32)
         make = self.tile(read)
         for low, high in tiles(start, stop, self.row):

@@ -30,7 +30,7 @@ class Reading:
     replica_policy: str | None = READING.choice(
         "Replicas that differ: an error, or take the first. Default error.", ("error", "first")
     )
-    family: str | None = READING.option("The model family, where the files don't tell.", text, "NAME")
+    family: str | None = READING.option("The model family, where the files don't say.", text, "NAME")
     config: str | None = READING.option("A config.json, where the files hold none.", text, "FILE")
     lora_alpha: float | None = READING.option("The alpha of an adapter whose files don't say it.", positive, "ALPHA")
 

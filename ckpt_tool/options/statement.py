@@ -6,9 +6,10 @@
         prefer: str | None = READING.option("Which of two sets of files in one folder.", text, "WHICH")
 
 All else follows from the field: the option of the command line, its line in the help and its completion (`cli`), the
-keyword of the Python functions and its type (`api`), its value and the message that names it when it is bad (`taken`).
+keyword of the Python functions and its type (`api`), its value and the message that names it when it is bad
+(`values_of`).
 
-    >>> taken({"lenient": True, "prefer": None}, Reading)
+    >>> values_of({"lenient": True, "prefer": None}, Reading)
     [Reading(lenient=True, prefer=None)]
 """
 
@@ -147,7 +148,7 @@ def _field(default: Any, *options: Option) -> Any:
     return field(default=default, metadata={"options": options})
 
 
-def stated(*groups: type) -> dict[str, Option]:
+def options_of(*groups: type) -> dict[str, Option]:
     """Keyword -> option of some groups. Where two have one keyword, it is the later group's."""
     return {option.keyword: option for group in groups for option in _of_group(group)}
 
@@ -156,7 +157,7 @@ def _of_group(group: Any) -> Iterable[Option]:
     return (option.of(each.name) for each in fields(group) for option in each.metadata["options"])
 
 
-def typed(value: Any, section: Section) -> list[str]:
+def words_of(value: Any, section: Section) -> list[str]:
     """The words of a line that gives the options of one section what a group's value has. What has its default is left
     out."""
     words: list[str] = []
@@ -173,7 +174,7 @@ def typed(value: Any, section: Section) -> list[str]:
     return words
 
 
-def worded(given: Mapping[str, Any], options: Mapping[str, Option]) -> list[str]:
+def words_given(given: Mapping[str, Any], options: Mapping[str, Option]) -> list[str]:
     """The words of a line for what was given by keyword, of the options that are stated."""
     words: list[str] = []
     for keyword, value in given.items():
@@ -191,7 +192,7 @@ def worded(given: Mapping[str, Any], options: Mapping[str, Option]) -> list[str]
     return words
 
 
-def taken(given: Mapping[str, Any], *groups: type[G]) -> list[G]:
+def values_of(given: Mapping[str, Any], *groups: type[G]) -> list[G]:
     """A value of each group from keywords; what is missing or None has its default.
 
     Raises one UsageError (E0280) with every fault: unknown keywords, bad values, options that contradict each other.
@@ -225,6 +226,6 @@ def taken(given: Mapping[str, Any], *groups: type[G]) -> list[G]:
     return [group(**found) for group, found in zip(groups, values, strict=True)]
 
 
-def one(given: Mapping[str, Any], group: type[G]) -> G:
-    """The value of one group. Raises UsageError as `taken`."""
-    return taken(given, group)[0]
+def value_of(given: Mapping[str, Any], group: type[G]) -> G:
+    """The value of one group. Raises UsageError as `values_of`."""
+    return values_of(given, group)[0]

@@ -46,7 +46,7 @@ def text(value: str | PathLike[str]) -> str:
     if not isinstance(value, str) and hasattr(value, "__fspath__"):
         value = value.__fspath__()
     if not isinstance(value, str) or not value:
-        raise BadValue(f"found {value!r}, want a text")
+        raise BadValue(f"found {value!r}, want text")
     return value
 
 

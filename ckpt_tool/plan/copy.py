@@ -104,7 +104,7 @@ def byte_view(shape: Sequence[int], box: Box, dtype: DType) -> tuple[tuple[int, 
 def refuse_strides(dtype: DType, what: str) -> None:
     """Raise InputError E1390: elements of less than a byte can't be moved one by one."""
     raise InputError(
-        f"{what} holds {dtype.name}, {dtype.bits} bits an element, and lies otherwise than row by row: its "
+        f"{what} holds {dtype.name}, {dtype.bits} bits an element, and is not stored row by row: its "
         "elements can't "
         "be moved one by one",
         code="E1390",

@@ -151,6 +151,7 @@ class Plan:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
+        """The plan as JSON values, which `plan.saved.read_plan` reads back; moves made when looked at are listed."""
         from base64 import b64encode
 
         return {

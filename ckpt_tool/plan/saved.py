@@ -73,7 +73,7 @@ def read_plan(document: Any, path: str) -> Plan:
 
 def _unreadable(words: str, path: str, faults: Sequence[str] = ()) -> SourceChanged:
     return SourceChanged(
-        f"the plan file does not read as a plan: {words}",
+        f"the plan file is not a valid plan: {words}",
         code="E0610",
         path=path,
         hint="make it again with --plan",

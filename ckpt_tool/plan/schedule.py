@@ -3,7 +3,7 @@
 `build_moves` is pure and checks what the house promises: every element of the output is written by exactly one box (and
 its replicas), no two arrays of a file overlap, every source box is used. `units` cuts the moves into shares of about
 64 MiB, at the places where the set of output files changes: one thread works on a unit, so that two threads seldom
-write one file (the inode lock makes that cost double; see performance rules in DESIGN.md).
+write one file (the kernel's lock of a file makes that cost double).
 """
 
 from __future__ import annotations

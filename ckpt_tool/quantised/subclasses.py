@@ -47,7 +47,7 @@ def with_stated(chosen: Chosen, job: Conversion) -> Chosen:
             faults=lacking[1:],
             hint="fetch the checkpoint again; --remove-keys wants a pattern that takes all parts of a weight",
         )
-    if texts and "quantize" not in job.fmt.holds.heeds:
+    if texts and "quantize" not in job.fmt.holds.uses_options:
         return chosen
     hints = chosen.all_hints.having(Subclasses(texts)) if texts else chosen.hints
     return replace(chosen, extras=_without(chosen.extras, {NAMES, *stated}), hints=hints)

@@ -1,4 +1,4 @@
-"""Picture: the data of a report's figures, from what a command told on its way and from the document it returned.
+"""Picture: the data of a report's figures, from what a command gave on its way and from the document it returned.
 
     picture("inspect", document, seen)    {"rows": "0.3.17 1.3.17 ...", "templates": [["model.layers.", ...], ...], ...}
 
@@ -17,8 +17,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box
+from ckpt_tool.core.report_data import ReportData
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.core.witness import Seen
 from ckpt_tool.report.holdings import Checkpoint, Cut, Holdings, Rewriting, Tensor, of_catalog
 from ckpt_tool.report.text import shown
 
@@ -41,7 +41,7 @@ class Side(NamedTuple):
     cuts: Sequence[int]
 
 
-def picture(verb: str, document: Document, seen: Seen) -> dict[str, Any]:
+def picture(verb: str, document: Document, seen: ReportData) -> dict[str, Any]:
     """The data of the figures; {} for a verb that looks at no tensors."""
     if verb in _WRITERS and seen.get("rewriting"):
         return _of_rewriting(document, seen["rewriting"][-1])

@@ -43,7 +43,7 @@ class Tree:
     """The folded tree of (name, what, nbytes) triples; `what` is all that must be equal for tensors to be one line."""
 
     def __init__(self, tensors: Iterable[tuple[str, Hashable, int]] | Folding) -> None:
-        """tensors: rows, or a folding that has taken its columns (the road for very many)."""
+        """tensors: rows, or a folding that has taken its columns (the way for very many)."""
         folding = tensors if isinstance(tensors, Folding) else _folding(tensors)
         self._root = folding.fold()
         self._whats, self._sizes, self._subtrees = folding.whats, folding.sizes, folding.subtrees

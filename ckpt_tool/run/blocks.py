@@ -24,7 +24,7 @@ from ckpt_tool.plan.plan import Move, SourceFile
 from ckpt_tool.run.checksum import Pieces
 from ckpt_tool.run.digest import LEAF
 from ckpt_tool.run.transposed import PANEL, Strips, Transposed
-from ckpt_tool.storage.ahead import NEAR
+from ckpt_tool.storage.read_ahead import NEAR
 from ckpt_tool.storage.source import Tree, identity_of
 from ckpt_tool.storage.staging import Staging
 
@@ -109,7 +109,7 @@ class FdCache:
         return fd
 
     def close(self) -> None:
-        """Close them all; then raise the first failure: a network file system may tell of a lost write only here."""
+        """Close them all; then raise the first failure: a network file system may report a lost write only here."""
         failed: OSError | None = None
         while self._fds:
             fd = self._fds.popitem()[1]
@@ -478,7 +478,7 @@ class Writer:
                 n = os.pwrite(fd, view[done:], offset + done)
                 if n == 0:
                     raise StorageError(
-                        "the device takes no more bytes", code="E0700", path=self._names[file], offset=offset + done
+                        "the device accepts no more bytes", code="E0700", path=self._names[file], offset=offset + done
                     )
                 done += n
         except OSError as e:

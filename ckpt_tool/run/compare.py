@@ -97,6 +97,9 @@ def compare(
 
 
 def differ(worst: Worst, at: int, a: Bytes, b: Bytes, kind: DType, other: DType, rtol: float, atol: float) -> None:
+    """Add to `worst` what differs between two blocks of values, whose first element is `at`. kind, other: their dtypes.
+
+    Values are equal where their bits are; with tolerances where |a - b| <= atol + rtol |b|."""
     if kind.bits < 8:
         where = a != b
         worst.add(at, where, 0, 0.0)

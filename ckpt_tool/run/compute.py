@@ -54,7 +54,7 @@ def numpy_type(dtype: DType) -> np.dtype[Any]:
     """The NumPy type whose arithmetic is right for `dtype`; ml_dtypes for bf16 and fp8. UsageError for F4 and F6."""
     if dtype.bits < 8:
         raise UsageError(
-            f"{dtype.name} values are only moved, not computed with", code="E0250", hint="leave --dtype off"
+            f"{dtype.name} values can be moved but not computed with", code="E0250", hint="leave --dtype off"
         )
     if dtype.name in _ML:
         import ml_dtypes

@@ -200,15 +200,16 @@ class ComputedTree(Tree):
 
         def seen(tree: Tree, file: str) -> str:
             if (known := self._first_sight.get((tree.shown, file))) is None:
-                known = self._first_sight[tree.shown, file] = _told(tree, file, tree.identity(file))
+                known = self._first_sight[tree.shown, file] = _described(tree, file, tree.identity(file))
             return known
 
         return self._identity(path, seen)
 
     def identity_by_name(self, path: str) -> Identity:
-        return self._identity(path, lambda tree, file: _told(tree, file, tree.identity_by_name(file)))
+        return self._identity(path, lambda tree, file: _described(tree, file, tree.identity_by_name(file)))
 
     def identities_by_name(self, paths: Iterable[str]) -> list[Identity | None]:
+        """As `Tree.identities_by_name`: each file of the inputs is looked at once."""
         now: dict[tuple[str, str], str] = {}
         files: dict[str, tuple[Tree, dict[str, None]]] = {}
         names = list(paths)
@@ -218,7 +219,7 @@ class ComputedTree(Tree):
                 wanted.update(dict.fromkeys(chunk.array.path for chunk in each.tensor.chunks))
         for shown, (tree, wanted) in files.items():
             for file, identity in zip(wanted, tree.identities_by_name(wanted), strict=True):
-                now[shown, file] = "" if identity is None else _told(tree, file, identity)
+                now[shown, file] = "" if identity is None else _described(tree, file, identity)
         return [self._identity(name, lambda tree, file: now[tree.shown, file]) for name in names]
 
     def _identity(self, path: str, of: Callable[[Tree, str], str]) -> Identity:
@@ -350,5 +351,5 @@ class ComputedTree(Tree):
         reader.close()
 
 
-def _told(tree: Tree, file: str, identity: Identity) -> str:
+def _described(tree: Tree, file: str, identity: Identity) -> str:
     return repr((tree.shown, file, tuple(identity)))

@@ -33,10 +33,8 @@ from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import (
     CkptError,
     InputError,
-    OutputExists,
     ReplicasDiffer,
     SourceChanged,
-    StorageError,
     UnsafeInput,
 )
 from ckpt_tool.plan.plan import Move, Plan
@@ -44,31 +42,26 @@ from ckpt_tool.plan.schedule import Unit, units
 from ckpt_tool.run import replicas
 from ckpt_tool.run.blocks import Reader, Sources, StagedFiles, Writer
 from ckpt_tool.run.checksum import Piece
-from ckpt_tool.run.coming import Coming
 from ckpt_tool.run.digest import root
+from ckpt_tool.run.file_parts import in_order_of_files
 from ckpt_tool.run.finish import check_records, copy_sidefiles, fill_patches, sync_all, write_all
 from ckpt_tool.run.hashes import FileHashes
-from ckpt_tool.run.parts import in_order_of_files
+from ckpt_tool.run.prefetch import Prefetch
 from ckpt_tool.run.shares import of_part
 from ckpt_tool.run.staged import Gaps, Line, intact
 from ckpt_tool.run.threads import Workers
 from ckpt_tool.run.transposed import PANEL
 from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Job, Mover, Movers, Walks, is_made
-from ckpt_tool.storage.claims import Taken
 from ckpt_tool.storage.journal import PartStatus
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.staging import Staging
 
 if TYPE_CHECKING:
-    from ckpt_tool.run.share_upload import ShareUpload
     from ckpt_tool.run.upload import Upload
-    from ckpt_tool.storage.output_store import OutputStore
-    from ckpt_tool.storage.store_claims import StoreClaims
 
 WRITING = "writing"  # the phase in which values move
 _SHARES = 4096  # that workers claim, at most
 _PAUSE = 0.5  # seconds between two looks at others
-_LONGEST = 15.0  # where a look costs requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +94,7 @@ class Seal(Protocol):
 
 
 @dataclass(slots=True)
-class _State:
+class State:
     """What the threads share."""
 
     queue: list[tuple[int, Unit]]
@@ -118,51 +111,62 @@ class _State:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a plan is carried out.
+
+    threads, memory: bounds (memory in bytes); threads are lowered until the buffers fit. verify: `off`, `quick` or
+    `full`; digests are computed unless `off`. resume: go on from what an earlier run has staged. force: replace what
+    is there. fsync: wait for the disk before the commit. allow_lossy: casts may overflow, and are counted.
+    """
+
+    threads: int | None = None
+    memory: int = 1 << 30
+    verify: str = "quick"
+    resume: bool = True
+    force: bool = False
+    fsync: bool = True
+    allow_lossy: bool = False
+
+
 class Executor:
-    """One run of one plan.
+    """One run of one plan, whose output grows in a staging folder. `StoreExecutor` has those that grow in a store.
 
     Args:
         trees: the sources by the root that the plan names.
-        threads, memory: bounds (bytes); threads are lowered until the buffers fit.
-        verify: `off`, `quick` or `full`; digests are computed unless `off`.
-        check: called with the staged folder and the written digests before the commit; raises to refuse it.
+        part: (i, n) where this run moves share i of n, from 1.
+        worker: its name, where it is one of any number that claim what they move.
+        check: called with the staged output and the written digests before the commit; raises to refuse it.
         movers: who moves the units (`device/walk.py`), the CPU if None.
-        bucket: where the output grows if not in a staging folder (`run/upload.py`); `check` gets the `Upload` then.
         seal: what is added to a whole output in a folder; then every file is hashed on the way.
     """
+
+    in_order = False  # are units moved in their order, whatever files other threads are writing?
 
     def __init__(
         self,
         plan: Plan,
-        trees: dict[str, Tree],
+        trees: Mapping[str, Tree],
+        options: RunOptions = RunOptions(),  # frozen
         *,
-        threads: int | None = None,
-        memory: int = 1 << 30,
-        verify: str = "quick",
-        resume: bool = True,
-        force: bool = False,
-        fsync: bool = True,
-        allow_lossy: bool = False,
         part: tuple[int, int] | None = None,
         worker: str | None = None,
         progress: Progress | None = None,
         check: Check | None = None,
         movers: Movers | None = None,
-        bucket: OutputStore | None = None,
         seal: Seal | None = None,
     ) -> None:
-        self.plan, self.part, self.worker, self.progress, self.check = plan, part, worker, progress, check
-        self.sources = Sources(plan.sources, trees)
-        self.hashing, self._whole = verify != "off", verify == "full"
-        self._fsync, self._lossy = fsync, allow_lossy
-        self._resume, self._force, self._bucket, self._memory = resume, force, bucket, memory
+        self.plan, self.options, self.part, self.worker = plan, options, part, worker
+        self.progress, self.check = progress, check
+        self.sources = Sources(plan.sources, dict(trees))
+        self.hashing, self.full = options.verify != "off", options.verify == "full"
         per_thread = 4 * STRIDED_BLOCK
-        wanted = threads or min(os.cpu_count() or 1, 8)
-        self.threads = max(1, min(wanted, memory // per_thread))
+        wanted = options.threads or min(os.cpu_count() or 1, 8)
+        self.threads = max(1, min(wanted, options.memory // per_thread))
         if movers is not None:
             self.threads = max(1, min(self.threads, movers.threads))
         self._movers, self._seal = movers, seal
-        self._panel = max(STRIDED_BLOCK, min(PANEL, memory // self.threads - per_thread))
+        self._panel = max(STRIDED_BLOCK, min(PANEL, options.memory // self.threads - per_thread))
         self.units = units(plan.moves)
         self._names = [file.path for file in plan.outputs]
         self._record_starts: dict[int, set[int]] = {}
@@ -178,18 +182,19 @@ class Executor:
 
     def run(self) -> Result:
         """Carry the plan out and commit. With a part, only the last one to finish commits (`committed` says)."""
-        plan = self.plan
         if not self.worker and (self.part is None or self.part[0] == 1):
-            replicas.look_ahead(plan.moves, self.sources, whole=self._whole, threads=self.threads)
-        if self._bucket is not None:
-            return self._send_shares(self._bucket) if self.part or self.worker else self._send(self._bucket)
+            replicas.look_ahead(self.plan.moves, self.sources, whole=self.full, threads=self.threads)
+        return self._carry_out()
+
+    def _carry_out(self) -> Result:
+        plan = self.plan
         sealed = self._seal.names if self._seal else ()
         staging = Staging(
             Path(plan.destination),
             "+".join((plan.identifier(), *sealed)),  # what another seal has left there is not this run's
             [*self._names, *sealed],
-            resume=self._resume,
-            force=self._force,
+            resume=self.options.resume,
+            force=self.options.force,
             part=self.part or self.worker,
         )
         with staging:
@@ -206,183 +211,10 @@ class Executor:
                     staging.discard()
                 raise
 
-    def _send(self, bucket: OutputStore) -> Result:
-        """The same into a store."""
-        from ckpt_tool.run.upload import Upload
-        from ckpt_tool.storage.output_store import staging_url
-        from ckpt_tool.storage.store_claims import refuse_held
-
-        records = bucket.at_url(staging_url(self.plan.destination))
-        refuse_held(records, self.plan.destination)
-        upload = Upload(self.plan, bucket, self.sources, memory=self._memory, force=self._force, resume=self._resume)
-        state = _State(in_order_of_files(self.plan, list(enumerate(self.units))))
-        try:
-            upload.begin([unit for _, unit in state.queue])
-            if self.progress:
-                self.progress.start(sum(unit.nbytes for _, unit in state.queue), WRITING)
-            self._work(lambda room: upload.writer(), lambda line: None, state)
-            self.sources.check()
-            result = self._complete(upload, state)
-        except (InputError, SourceChanged, UnsafeInput) as e:
-            upload.discard()
-            if isinstance(e, ReplicasDiffer):
-                raise replicas.all_of_them(self.plan.moves, self.sources, e, threads=self.threads) from e
-            raise
-        finally:
-            upload.close()
-        if self.progress:
-            self.progress.finish()
-            if upload.spared:
-                self.progress.note(f"{upload.spared} bytes were sent by an earlier run and are as they should be")
-        return result
-
-    def _complete(self, upload: Upload, state: _State) -> Result:
-        """All values are sent: make the output visible."""
-        digests, digests_out, overflows = self._digests(state)
-        sums = (digests_out, digests) if self.hashing else ({}, {})
-
-        def check(upload: Upload) -> None:
-            self.sources.check()
-            if self.check is not None:
-                self.check(upload, *sums)
-
-        blind = upload.blind
-        upload.finish(list(digests_out.values()) if self.hashing else None, check)
-        if blind and self._whole:
-            try:
-                check(upload)
-            except CkptError:
-                upload.withdraw()
-                raise
-        return Result(*sums[::-1], overflows, committed=True)
-
-    def _send_shares(self, bucket: OutputStore) -> Result:
-        """As one of those that write into a store and share no disk: shares are claimed, or a part's; who finds that
-        all are done commits."""
-        from ckpt_tool.run.share_upload import GONE, ShareUpload
-        from ckpt_tool.storage.output_store import staging_url
-        from ckpt_tool.storage.store_claims import StoreClaims
-
-        records = bucket.at_url(staging_url(self.plan.destination))
-        order = in_order_of_files(self.plan, list(enumerate(self.units)))
-        upload = ShareUpload(self.plan, bucket, records, self.sources, order, memory=self._memory, force=self._force)
-        sizes = [share.nbytes for share in upload.shares]
-        mine = None if self.part is None else of_part(sizes, self.part)
-        claims = StoreClaims(records, self.plan.identifier(), self.part or self.worker, sizes, mine)
-        upload.sole, upload.nearly, claims.moving = claims.commits_still, claims.ahead, lambda: upload.gathered
-        result = Result({}, {}, {}, committed=False)
-        try:
-            with claims:
-                if claims.first:
-                    try:
-                        upload.check_there()
-                    except OutputExists:
-                        claims.clear()
-                        raise
-                upload.start()
-                result = self._claim_shares(upload, claims)
-        except ReplicasDiffer as e:
-            raise replicas.all_of_them(self.plan.moves, self.sources, e, threads=self.threads) from e
-        except (OutputExists, StorageError):  # of what another has ended while this one was at work
-            if not upload.committed():
-                raise
-        finally:
-            upload.close()
-        if not result.committed:
-            upload.sweep()
-            if claims.gone and not upload.committed():
-                raise StorageError(
-                    "the records of the run are gone, and the output is not there",
-                    code=GONE,
-                    path=records.shown,
-                    hint="the worker that was to commit has given up, and said why; or someone has cleaned up",
-                )
-        return result
-
-    def _claim_shares(self, upload: ShareUpload, claims: StoreClaims) -> Result:
-        waits, own, seen = _Waits(self.progress), set[int](), set[int]()
-        sizes = {number: upload.shares[number].nbytes for number in claims.mine}
-        moved = sum(unit.nbytes for unit in self.units) / max(1, sum(share.nbytes for share in upload.shares))
-        if self.progress:
-            self.progress.start(int(moved * sum(sizes.values())), WRITING)
-        while True:
-            taken = claims.take()
-            if claims.gone:
-                break
-            others = claims.done - seen - own
-            seen |= others
-            self._advance(int(moved * sum(sizes.get(number, 0) for number in others)))
-            if taken is not None:
-                own.add(taken.number)
-                claims.finish(taken.number, self._send_share(upload, taken))
-            elif not claims.left() and claims.take_commit():
-                return self._commit_shares(upload, claims)
-            elif self.part is not None:
-                return Result({}, {}, {}, committed=False, parts=tuple(claims.end(done=True)))
-            else:
-                what = "what other workers have claimed" if claims.left() else "the worker that commits"
-                waits.a_while(f"waiting for {what}", longest=_LONGEST)
-        return Result({}, {}, {}, committed=False)
-
-    def _send_share(self, upload: ShareUpload, taken: Taken) -> dict[str, Any]:
-        """Fill the parts of a share. Returns what the one that commits has to know of it."""
-        works = list(upload.shares.work(taken.number))
-        state = _State([(number, work.unit) for number, work in enumerate(works)])
-        leaves, lost = list[Any](), Counter[str]()
-
-        def record(line: dict[str, Any]) -> None:
-            with state.lock:
-                leaves.extend(line["leaves"])
-                lost.update(line["overflows"] if works[line["unit"]].counts else {})
-
-        upload.begin_share(taken.number, [work.unit for work in works], over=taken.over)
-        self._work(lambda room: upload.writer(), record, state)
-        sent = upload.end_share()
-        self.sources.check()
-        read = [[file, *piece] for file, pieces in state.source_pieces.items() for piece in pieces]
-        return {"plan": self.plan.identifier(), **sent, "leaves": leaves, "overflows": lost, "sources": read}
-
-    def _commit_shares(self, upload: ShareUpload, claims: StoreClaims) -> Result:
-        """What all have sent becomes the output. Safe to do twice."""
-        result = Result({}, {}, {}, committed=True)
-        if not upload.committed():  # else who did it died before it had cleaned up
-            while True:
-                state, missing = self._take_records(upload, claims)
-                if not missing:
-                    break
-                if self.progress:
-                    self.progress.note(f"{len(missing)} shares are not in the store as they were sent: sent again")
-                for number in sorted(missing):
-                    claims.finish(number, self._send_share(upload, Taken(number, over=True)))
-            try:
-                result = self._complete(upload, state)
-            except (InputError, SourceChanged, UnsafeInput):
-                upload.discard()
-                claims.clear()
-                raise
-        claims.clear()
-        if self.progress:
-            self.progress.finish()
-        return result
-
-    def _take_records(self, upload: ShareUpload, claims: StoreClaims) -> tuple[_State, set[int]]:
-        """What the workers' records say, and the shares of which they say nothing, or nothing that is so."""
-        state, missing = _State([]), set[int]()
-        upload.begin_commit()
-        for number, record in enumerate(claims.records()):
-            if not record:
-                missing.add(number)
-                continue
-            upload.take(record)
-            self._gather_leaves([record], state)
-            for file, *piece in record["sources"]:
-                state.source_pieces.setdefault(file, []).append(Piece(*piece))
-        return state, missing | upload.lost()
-
     def _run(self, staging: Staging) -> Result:
         self._prepare(staging)
         mine = self._mine()
-        state = _State(list(mine))
+        state = State(list(mine))
         done = self._take_up(staging, state)
         if self._seal is not None:
             self._hash_on_the_way(staging, state, mine)
@@ -407,23 +239,23 @@ class Executor:
     def _run_claims(self, staging: Staging) -> Result:
         """As one of any number of workers: what is claimed is done, until all is; one of them commits."""
         self._prepare(staging, heads=False)
-        shares, state, mine = _shared_out(self.units), _State([]), set[int]()
+        shares, state, mine = _shared_out(self.units), State([]), set[int]()
         total = sum(unit.nbytes for unit in self.units)
         staging.begin(len(self.units), total)
         if self.progress:
             self.progress.start(total, WRITING)
-        waits, seen = _Waits(self.progress), set[int]()
+        waits, seen = Waits(self.progress), set[int]()
         with staging.claims(len(shares)) as claims:
             while not staging.gone:
                 others = claims.done() - seen
                 seen |= others
-                self._advance(sum(unit.nbytes for number in others for _, unit in shares[number]))
+                self.advance(sum(unit.nbytes for number in others for _, unit in shares[number]))
                 taken = claims.take(self.threads)
                 if taken:
                     state.queue[:] = [pair for share in taken for pair in shares[share.number]]
                     mine |= {number for number, _ in state.queue}
                     if any(share.over for share in taken) and self.hashing:
-                        self._advance(self._sift(staging, state, staging.lines()))
+                        self.advance(self._sift(staging, state, staging.lines()))
                     self._move(staging, state)
                     self.sources.check()
                     for share in taken:
@@ -441,7 +273,7 @@ class Executor:
                     waits.a_while("waiting for the worker that commits")
         return Result({}, {}, {}, committed=False)
 
-    def _hash_on_the_way(self, staging: Staging, state: _State, mine: Sequence[tuple[int, Unit]]) -> None:
+    def _hash_on_the_way(self, staging: Staging, state: State, mine: Sequence[tuple[int, Unit]]) -> None:
         """Take the files' hashes while the queue is moved, in the order in which that goes best."""
         state.hashes, waiting = FileHashes(self.plan, staging, self.threads), {number for number, _ in state.queue}
         for number, unit in mine:
@@ -468,7 +300,7 @@ class Executor:
 
     # -- going on from a journal ----------------------------------------------------------------------------------
 
-    def _take_up(self, staging: Staging, state: _State) -> int:
+    def _take_up(self, staging: Staging, state: State) -> int:
         """Take units off the queue that an earlier run finished, after hashing what it wrote. Returns their bytes."""
         if self.part is None and staging.went_on:
             self._clear_gaps(staging)
@@ -476,13 +308,13 @@ class Executor:
             return 0
         if self.progress:
             self.progress.start(0, "checking what an earlier run wrote")
-        done = self._sift(staging, state, staging.resumed, self._advance)
+        done = self._sift(staging, state, staging.resumed, self.advance)
         if self.progress:
             self.progress.finish()
             self.progress.note(f"{done} bytes were written by an earlier run and are as they should be")
         return done
 
-    def _take_over(self, staging: Staging, state: _State, journal: Sequence[Line], mine: AbstractSet[int]) -> None:
+    def _take_over(self, staging: Staging, state: State, journal: Sequence[Line], mine: AbstractSet[int]) -> None:
         """What others staged, all but the units `mine`, looked at again now that none of them is at work: heads are
         written again, units that are not what their journals say are moved again. Unhashed runs (`verify="off"`)
         believe the journals."""
@@ -501,7 +333,7 @@ class Executor:
     def _sift(
         self,
         staging: Staging,
-        state: _State,
+        state: State,
         journal: Sequence[Line],
         advance: Callable[[int], None] = lambda nbytes: None,
     ) -> int:
@@ -519,7 +351,7 @@ class Executor:
             advance=advance,
         )
         done = sum(unit.nbytes for number, unit in state.queue if number in found)
-        self._gather_leaves((lines[number] for number in found), state)
+        self.gather_leaves((lines[number] for number in found), state)
         state.queue[:] = [(number, unit) for number, unit in state.queue if number not in found]
         return done
 
@@ -533,7 +365,7 @@ class Executor:
         finally:
             reader.close()
 
-    def _gather_leaves(self, lines: Iterable[Line], state: _State) -> None:
+    def gather_leaves(self, lines: Iterable[Line], state: State) -> None:
         for line in lines:
             for move, first, text, out_first, out_text in line.get("leaves", ()):
                 if text:  # in a share shorter than a leaf none may begin: `first` is then another share's leaf
@@ -545,12 +377,12 @@ class Executor:
 
     # -- the threads ------------------------------------------------------------------------------------------------
 
-    def _move(self, staging: Staging, state: _State) -> None:
+    def _move(self, staging: Staging, state: State) -> None:
         """Move all units of the queue into the staging folder."""
         record = staging.record if self.hashing else lambda line: None
-        self._work(lambda room: Writer(staging, self._names, room, self._patch_starts), record, state)
+        self.work(lambda room: Writer(staging, self._names, room, self._patch_starts), record, state)
 
-    def _work(self, writer: Callable[[int], Writer], record: Callable[[dict[str, Any]], None], state: _State) -> None:
+    def work(self, writer: Callable[[int], Writer], record: Callable[[dict[str, Any]], None], state: State) -> None:
         """Move all units of the queue. writer: makes a thread's, with so many descriptors. record: of a unit done."""
         count = max(1, min(self.threads, len(state.queue)))
         for _, unit in state.queue:
@@ -558,7 +390,7 @@ class Executor:
                 state.waiting[file] += unit.nbytes
         room = _fd_room(count)
 
-        def stop(interruption: BaseException) -> None:  # the rim tells which signal it was
+        def stop(interruption: BaseException) -> None:  # the entry point says which signal it was
             state.stop = True
 
         Workers(partial(self._worker, partial(writer, room), record, state, room), count).run(stop)
@@ -566,21 +398,21 @@ class Executor:
             raise state.error
 
     def _worker(
-        self, new_writer: Callable[[], Writer], record: Callable[[dict[str, Any]], None], state: _State, room: int
+        self, new_writer: Callable[[], Writer], record: Callable[[dict[str, Any]], None], state: State, room: int
     ) -> None:
         reader, writer = Reader(self.sources, room, self._record_starts, panel=self._panel), new_writer()
         block, scratch = memoryview(bytearray(ROOM)), memoryview(bytearray(STRIDED_BLOCK))
         me, mover = threading.get_ident(), None
-        coming = self._coming(state, reader, me)
+        ahead = self._ahead(state, reader, me)
 
         def advance(nbytes: int) -> None:
-            self._advance(nbytes)
-            coming.passed(nbytes)
+            self.advance(nbytes)
+            ahead.passed(nbytes)
 
         job = Job(reader, writer, block, scratch, self.hashing, lambda: state.stop, advance)
         try:
             mover = Walks(job, self.plan.moves) if self._movers is None else self._movers.open(job, self.plan.moves)
-            for taken in coming:
+            for taken in ahead:
                 working_on(self.progress, self._names[min(taken[1].files, default=0)])
                 line = self._unit(taken, mover, state)
                 if line is not None:
@@ -606,7 +438,7 @@ class Executor:
                 with state.lock:
                     state.error = state.error or e
 
-    def _coming(self, state: _State, reader: Reader, me: int) -> Coming[tuple[int, Unit]]:
+    def _ahead(self, state: State, reader: Reader, me: int) -> Prefetch[tuple[int, Unit]]:
         """A thread's units. Of a store the next one's bytes are asked for before one is over; a card reads in its own
         way."""
         moves, far = self.plan.moves, self._movers is None and self.sources.far
@@ -619,9 +451,9 @@ class Executor:
             if far:
                 reader.expect(((moves[index], start, stop) for index, start, stop in taken[1].items), then=then)
 
-        return Coming(take, expect, lambda taken: taken[1].nbytes, early=far)
+        return Prefetch(take, expect, lambda taken: taken[1].nbytes, early=far)
 
-    def _next(self, state: _State, me: int) -> tuple[int, Unit] | None:
+    def _next(self, state: State, me: int) -> tuple[int, Unit] | None:
         """A unit whose output files no other thread is writing, of those the one for the file with the most to come, so
         that no file is left for all threads at the end; else the first."""
         state.busy.pop(me, None)
@@ -629,7 +461,7 @@ class Executor:
             return None
         taken = {file for files in state.busy.values() for file in files}
         index, most = 0, -1
-        for i, (_, unit) in enumerate(state.queue[:256] if self._bucket is None else ()):  # parts are filled in order
+        for i, (_, unit) in enumerate(state.queue[:256] if not self.in_order else ()):
             if unit.files & taken:
                 continue
             left = max(map(state.waiting.__getitem__, unit.files), default=0) if len(unit.files) <= 8 else 0
@@ -641,7 +473,7 @@ class Executor:
         state.busy[me] = unit.files
         return number, unit
 
-    def _unit(self, taken: tuple[int, Unit], mover: Mover, state: _State) -> dict[str, Any] | None:
+    def _unit(self, taken: tuple[int, Unit], mover: Mover, state: State) -> dict[str, Any] | None:
         """Move one unit. Returns its journal line; None when the run was stopped in it."""
         number, unit = taken
         walked = mover.unit(unit.items)
@@ -659,16 +491,16 @@ class Executor:
                 hashes.append(walk.written())
         line = {"unit": number, "bytes": unit.nbytes, "hashes": hashes, "leaves": leaves, "overflows": overflows}
         with state.lock:
-            self._gather_leaves([line], state)
+            self.gather_leaves([line], state)
         return line
 
-    def _advance(self, nbytes: int) -> None:
+    def advance(self, nbytes: int) -> None:
         if self.progress:
             self.progress.advance(nbytes)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _digests(self, state: _State) -> tuple[dict[TensorKey, str], dict[TensorKey, str], dict[TensorKey, int]]:
+    def digests(self, state: State) -> tuple[dict[TensorKey, str], dict[TensorKey, str], dict[TensorKey, int]]:
         """(of what was read, of what was written, overflows of casts), and what hangs on all values having moved is
         raised: overflows that are not allowed, damaged records."""
         moves = self.plan.moves
@@ -681,7 +513,7 @@ class Executor:
             move.key: _root(move.dtype_out.name, move, state.leaves_out.get(i, {})) for i, move in enumerate(moves)
         }
         overflows = {moves[i].key: count for i, count in sorted(state.overflows.items()) if count}
-        if overflows and not self._lossy:
+        if overflows and not self.options.allow_lossy:
             raise InputError(
                 f"{sum(overflows.values())} finite values overflow in the cast",
                 code="E0350",
@@ -693,11 +525,11 @@ class Executor:
             check_records(self.plan, self.sources, state.source_pieces)
         return digests, digests_out, overflows
 
-    def _finish(self, staging: Staging, state: _State) -> Result:
+    def _finish(self, staging: Staging, state: State) -> Result:
         if self.progress:
             for why in compiled.notes:
                 self.progress.note(why, detail=True)
-        digests, digests_out, overflows = self._digests(state)
+        digests, digests_out, overflows = self.digests(state)
         copy_sidefiles(self.plan, self.sources, staging)
         fill_patches(self.plan, staging, state.output_pieces, list(digests_out.values()) if self.hashing else None)
         if self.progress:
@@ -708,7 +540,7 @@ class Executor:
         self.sources.check()
         result = Result(*digested, overflows, committed=True)
         added = self._add_seal(staging, state.hashes, result) if self._seal is not None and state.hashes else []
-        if self._fsync:
+        if self.options.fsync:
             self._sync(staging, added)
         staging.commit(single=self.plan.single)
         if self.progress and staging.left is not None:
@@ -724,7 +556,7 @@ class Executor:
 
         def done(name: str) -> None:
             working_on(self.progress, name)
-            self._advance(sizes.get(name, 0))
+            self.advance(sizes.get(name, 0))
 
         sync_all(staging, [*self._names, *added], done)
 
@@ -732,7 +564,7 @@ class Executor:
         """Hash what is left and write the files of the seal. Returns their names."""
         if self.progress:
             self.progress.start(hashes.left, "hashing")
-        found, names = hashes.finish(self._advance), list[str]()
+        found, names = hashes.finish(self.advance), list[str]()
         for name, data in self._seal.files(found, result) if self._seal else ():
             fd = staging.create(name, len(data))
             try:
@@ -747,7 +579,7 @@ def _root(dtype: str, move: Move, leaves: dict[int, bytes]) -> str:
     return root(dtype, move.line_shape, b"".join(leaves[first] for first in sorted(leaves)))
 
 
-class _Waits:
+class Waits:
     """Pauses between two looks at what others do, with a line for people at the first of each kind."""
 
     def __init__(self, progress: Progress | None) -> None:

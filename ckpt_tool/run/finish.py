@@ -101,7 +101,7 @@ def _sha256(staging: Staging, path: str) -> bytes:
 
 def sync_all(staging: Staging, names: Sequence[str], done: Callable[[str], None] = lambda name: None) -> None:
     """fsync every file, by a few threads: the disk takes them together. The first failure is final and is raised.
-    done: is told each file that is safe."""
+    done: is called with each file that is safe."""
     left, failures = list(names), list[CkptError]()
 
     def sync_some() -> None:

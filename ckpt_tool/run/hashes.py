@@ -29,8 +29,8 @@ from ckpt_tool.plan.copy import clip
 from ckpt_tool.plan.plan import Extent, Plan
 from ckpt_tool.plan.schedule import Unit
 from ckpt_tool.run.checksum import crc32
+from ckpt_tool.run.file_parts import FileParts
 from ckpt_tool.run.finish import read_chunks, write_all
-from ckpt_tool.run.parts import Parts
 from ckpt_tool.run.threads import Workers
 from ckpt_tool.storage.staging import Staging
 
@@ -40,7 +40,7 @@ BACKLOG = 256 << 20  # bytes that may be whole and not hashed before the thread 
 _Hole = tuple[int, tuple[int, int] | None]  # where, and whose CRC (offset, length) fills it; None: known at the end
 
 
-class _File(Parts):
+class _File(FileParts):
     """One output file on its way. at: bytes that are hashed. left: window -> bytes still to come."""
 
     def __init__(self, file: TargetFile, arrays: Sequence[Extent]) -> None:
@@ -147,8 +147,8 @@ class FileHashes:
         file.at = stop
 
     def finish(self, advance: Callable[[int], None]) -> dict[str, str]:
-        """Path -> hash in hex, with what was still to be hashed; advance is told how many bytes that takes. Raises
-        StorageError E0709 where a CRC that was hashed is not the one that the file has."""
+        """Path -> hash in hex, with what was still to be hashed; advance is called with how many bytes that takes.
+        Raises StorageError E0709 where a CRC that was hashed is not the one that the file has."""
         waiting, failures = sorted(self._files, key=lambda file: file.size - file.at), list[BaseException]()
 
         def work() -> None:

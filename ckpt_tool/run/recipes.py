@@ -39,7 +39,7 @@ class Changed(Recipe):
 
 @dataclass(frozen=True, eq=False)
 class Constant(Recipe):
-    """A few numbers that a config tells; the input is any tensor of the source, of which nothing is read."""
+    """A few numbers that a config states; the input is any tensor of the source, of which nothing is read."""
 
     numbers: tuple[float, ...]
 

@@ -24,9 +24,9 @@ from ckpt_tool.errors import CkptError, InputError, StorageError
 from ckpt_tool.plan.copy import source_region
 from ckpt_tool.plan.plan import Move, Record, SourceFile
 from ckpt_tool.run.blocks import Reader, Sources
-from ckpt_tool.run.coming import Coming
 from ckpt_tool.run.compute import Bytes
 from ckpt_tool.run.digest import LeafStream, root
+from ckpt_tool.run.prefetch import Prefetch
 from ckpt_tool.run.records import Checked, raise_all
 from ckpt_tool.run.threads import Workers
 from ckpt_tool.run.walk import STRIDED_BLOCK
@@ -81,7 +81,7 @@ def walk(
     """Read every tensor, block by block, by a few threads; `visit(move)` gives the function that sees its blocks.
 
     on_fault: takes faults of the input (replicas that differ, a CRC) and goes on; without it they are raised.
-    beside: records of what `visit` reads itself. progress: is told how far that is, and in which file. bytewise: what
+    beside: records of what `visit` reads itself. progress: shows how far that is, and in which file. bytewise: what
     `visit` gives counts in bytes, and is given them as a store has sent them, cut anywhere: that spares a copy.
     """
 
@@ -99,16 +99,16 @@ def walk(
                 reader.expect([(move, 0, move.numel)], then=then)
 
         def passed(nbytes: int) -> None:
-            coming.passed(nbytes)
+            ahead.passed(nbytes)
             if progress is not None:
                 progress.advance(nbytes)
 
-        coming = Coming(take, expect, lambda move: move.nbytes)
-        for move in coming:
+        ahead = Prefetch(take, expect, lambda move: move.nbytes)
+        for move in ahead:
             if progress is not None and move.sources:
                 working_on(progress, base_of(source.files.path(move.sources[0].file)))
             if not _read_one(reader, move, visit(move), block, passed, on_fault, lock, bytewise=bytewise):
-                coming.again()
+                ahead.again()
 
     share_out(source, read, threads=threads, on_fault=on_fault, beside=beside)
 

@@ -25,8 +25,8 @@ from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.schedule import Unit
 from ckpt_tool.run.blocks import Sources
 from ckpt_tool.run.checksum import Piece
-from ckpt_tool.run.objects import Object, Part
 from ckpt_tool.run.shares import NOBODY, Shares
+from ckpt_tool.run.store_objects import Object, Part
 from ckpt_tool.run.upload import DONE, PLAN, Upload, last_of
 from ckpt_tool.storage.multipart import NO_UPLOAD, md5
 from ckpt_tool.storage.output_store import OutputStore

@@ -42,7 +42,7 @@ def intact(
 ) -> set[int]:
     """The numbers of those units of `todo` whose journal line is sound and agrees with what lies in the staged `files`.
 
-    room, panel: of each thread's `Reader`. advance: is told the bytes of each unit that was looked at.
+    room, panel: of each thread's `Reader`. advance: is called with the bytes of each unit that was looked at.
     Raises what reading raises.
     """
     waiting = [(number, unit) for number, unit in todo if number in lines]

@@ -56,6 +56,8 @@ from ckpt_tool.run.transposed import (
 
 
 class Descriptors(Protocol):
+    """File number -> open descriptor."""
+
     def __getitem__(self, file: int, /) -> int: ...
 
 

@@ -31,8 +31,8 @@ from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.schedule import Unit, units
 from ckpt_tool.run.blocks import FdCache, Reader, Sources, Spans, Writer
 from ckpt_tool.run.checksum import Piece, crc32
-from ckpt_tool.run.objects import Hole, Object, Part, fill, objects_of, within
-from ckpt_tool.run.parts import in_order_of_files
+from ckpt_tool.run.file_parts import in_order_of_files
+from ckpt_tool.run.store_objects import Hole, Object, Part, fill, objects_of, within
 from ckpt_tool.storage.multipart import CONNECTIONS, Pending, Sent, md5
 from ckpt_tool.storage.output_store import OutputStore
 from ckpt_tool.storage.store import Entry, Parts, Store

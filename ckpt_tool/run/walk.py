@@ -128,6 +128,7 @@ class Walk:
         return xxhash.xxh3_128_hexdigest(bytes(self.pieces.leaves))
 
     def run(self) -> None:
+        """Move all blocks of the item, or end early where the job was stopped."""
         move, hashing = self.move, self.job.hashing
         if not hashing and not self.cast and self._copy_runs():
             return

@@ -1,4 +1,4 @@
-"""A model as the trainer had it in memory, where what it saved has other names: what an optimizer's states are told by.
+"""A model as the trainer had it in memory, where what it saved has other names: an optimizer numbers by that.
 
     Trainer, transformers 5:  model.safetensors has experts one by one, the optimizer moments of (experts, 2 m, h)
     torchtune:                the hub's names and rows, the optimizer's are torchtune's

@@ -18,10 +18,10 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tool.core.catalog import Catalog, Note, Unread
-from ckpt_tool.core.collector import gc_paused
 from ckpt_tool.core.extras import names_in
+from ckpt_tool.core.gc_pause import gc_paused
+from ckpt_tool.core.report_data import for_report
 from ckpt_tool.core.tensor import EXTRAS, MODEL, TensorKey
-from ckpt_tool.core.witness import tell
 from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import checksums, registry
 from ckpt_tool.formats.base import Format, ReadOptions, Specificity, ranks_of
@@ -127,7 +127,7 @@ def open_source(src: str, reading: Reading) -> Opened:
     given = open_tree(src, follow_symlinks=reading.follow_symlinks)
     try:
         opened = _opened(given, reading)
-        tell("checkpoint", partial(_checkpoint, opened))
+        for_report("checkpoint", partial(_checkpoint, opened))
         return opened
     except InputError as e:
         e.path = e.path or given.shown

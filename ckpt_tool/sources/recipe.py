@@ -47,7 +47,7 @@ _OPTIMIZER = "optimizer"
 
 
 class _Unfit(Exception):
-    """The optimizer is not this model's, or nothing tells that it is. The text says why."""
+    """The optimizer is not this model's, or nothing shows that it is. The text says why."""
 
 
 def newest_with_recipe(run: Tree, steps: Sequence[str]) -> str:

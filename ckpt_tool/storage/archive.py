@@ -170,7 +170,9 @@ def _members(tree: Tree, file: str) -> dict[str, Member]:
                 out[path] = Member(info.offset_data, info.size)
         end = max((each.start + -(-each.size // _HEAD) * _HEAD for each in out.values()), default=0)
         if not end + _HEAD <= size <= end + _PADDING:
-            raise tarfile.ReadError(f"its last member ends at {end} of {size} bytes, want a mark of the end behind it")
+            raise tarfile.ReadError(
+                f"its last member ends at {end} of {size} bytes, without the mark of an archive's end behind it"
+            )
     except (tarfile.TarError, ValueError, OverflowError) as e:
         raise CorruptFile(
             f"the archive is damaged or cut short: {str(e)[:200]}",

@@ -80,6 +80,7 @@ class Container(PutsWhole):
         return {key: blob.size for key, blob in self._listed().items()}
 
     def listing(self) -> Listing:
+        """As `OutputStore.listing`."""
         said = list[str]()
 
         def heard(answer: Any) -> None:
@@ -135,6 +136,7 @@ class Container(PutsWhole):
         return data
 
     def get(self, key: str) -> bytes | None:
+        """As `OutputStore.get`."""
         try:
             data: bytes = self._request(lambda: self._blob(key).download_blob().readall(), key, "reading")
         except StorageError as e:
@@ -144,6 +146,7 @@ class Container(PutsWhole):
         return data
 
     def remove(self, key: str, *, etag: str = "") -> None:
+        """As `OutputStore.remove`."""
         from azure.core import MatchConditions
 
         condition = {"etag": f'"{etag}"', "match_condition": MatchConditions.IfNotModified} if etag else {}
@@ -172,6 +175,7 @@ class Container(PutsWhole):
         return digest.hex()
 
     def complete(self, key: str, upload: str, etags: Mapping[int, str], notes: Mapping[str, str], *, new: bool) -> None:
+        """As `OutputStore.complete`: the blocks are committed in the order of their numbers."""
         from azure.core import MatchConditions
         from azure.storage.blob import BlobBlock
 
@@ -205,6 +209,7 @@ class Container(PutsWhole):
         self.remove(key)
 
     def pending(self) -> list[Pending]:
+        """As `OutputStore.pending`: blobs of which only uncommitted blocks are there."""
         there = self._listed()
         found = [
             Pending(key, BLOCKS, blob.last_modified.isoformat() if blob.last_modified else "")

@@ -46,6 +46,7 @@ def part_size(nbytes: int) -> int:
 
 
 def md5(data: bytes | bytearray | memoryview) -> bytes:
+    """MD5 as stores use it, against damage on the way and not against forgers."""
     return hashlib.md5(data, usedforsecurity=False).digest()
 
 

@@ -88,6 +88,7 @@ class ObjectStore:
     # -- what lies there --------------------------------------------------------------------------------------------
 
     def single(self) -> Entry | None:
+        """The one object that the URL names, None for a folder of objects."""
         if self._base and _FILE.search(self._base):
             try:
                 return self.look("")

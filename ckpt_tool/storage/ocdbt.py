@@ -117,7 +117,7 @@ class _Body:
         for prefix, rest, own in zip(shared, rests, bases, strict=True):
             path = last[:prefix] + self.raw(rest, "a path")
             if prefix > len(last) or own > len(path) or len(path) > MOST_KEY:
-                raise self.fault("a path of the table of files is none")
+                raise self.fault("an entry of the table of files has an impossible prefix or length")
             last = path
             out.append((self._safe(base, path), base + path[:own].decode("utf-8", "surrogateescape")))
         return out
@@ -144,7 +144,7 @@ class _Body:
             if prefix > len(last) or len(key) > MOST_KEY or number and key <= last:
                 raise self.fault("the keys of a node do not ascend")
             if inner and common[number] > len(key):
-                raise self.fault("a key of a node is shorter than what all below it begin with")
+                raise self.fault("a key of a node is shorter than the prefix of all keys below it")
             out.append(key)
             last = key
         return out, common

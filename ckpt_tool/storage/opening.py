@@ -79,8 +79,8 @@ def _looked_into(tree: Tree) -> Tree:
 
 def open_store(url: str) -> Store:
     """The store of a URL and the place in it. Raises UsageError E0247, E2502, E2508."""
-    from ckpt_tool.storage.arenas import few_arenas
     from ckpt_tool.storage.fsspec_store import FsspecStore
+    from ckpt_tool.storage.malloc_arenas import few_arenas
     from ckpt_tool.storage.object_store import CLOUDS, ObjectStore
 
     few_arenas()

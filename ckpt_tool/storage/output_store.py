@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from ckpt_tool.core.inner_path import STAGED
-from ckpt_tool.storage.arenas import few_arenas
+from ckpt_tool.storage.malloc_arenas import few_arenas
 from ckpt_tool.storage.multipart import Bucket, Listing, Pending, Sent
 
 

@@ -8,7 +8,7 @@ have the same opcodes, and they stand on the stack as one `Run`. What a row cons
 machine has just made, so the reader knows no more than the machine said. A Run is worth its rows only where lists and
 dicts are filled from the stack: whatever else could meet one (a memo entry, DUP, POP) raises Irregular, as does what is
 fetched from the memo out of a row and is no text. Then, and after any error, the caller reads the pickle anew without:
-so an error is always that of the objects' road. `Rows.taken` says how many rows there are, for the caller to find them
+so an error is always that of reading by objects. `Rows.taken` says how many rows there are, for the caller to find them
 all again.
 
 Cost: 0.1 us a row, 25 us a run. What it does not do: rows with texts beyond ASCII, sizes of more than 8 dims or numbers
@@ -159,6 +159,7 @@ class Memo:
         return self._at + len(self._tail)
 
     def append(self, value: Any) -> None:
+        """Remember the value as the next entry of the memo."""
         kind = type(value)
         if kind is str:
             self._remember(value.encode("utf-8", "surrogatepass"))

@@ -168,6 +168,7 @@ class PickleWriter:
         self.out += b"\x88" if value else b"\x89"
 
     def integer(self, value: int) -> None:
+        """A whole number of any size, in the shortest opcode that holds it."""
         if 0 <= value < 256:
             self.out += b"K" + bytes([value])
         elif 0 <= value < 65536:
@@ -184,6 +185,7 @@ class PickleWriter:
         self.out += b"G" + struct.pack(">d", value)
 
     def text(self, value: str) -> None:
+        """A str; one that was written before is taken from the memo."""
         if self._recalled(value):
             return
         raw = value.encode("utf-8", "surrogatepass")
@@ -227,6 +229,7 @@ class PickleWriter:
         self.out += (b")", b"\x85", b"\x86", b"\x87")[len(value)] if len(value) < 4 else b"t"
 
     def list_of(self, value: Iterable[Any]) -> None:
+        """A list of values, in batches as CPython writes them."""
         self.out += b"]"
         self._remember()
         items = iter(value)
@@ -252,6 +255,7 @@ class PickleWriter:
             self.out += b"u" if len(batch) > 1 else b"s"
 
     def ordered(self, value: OrderedMap) -> None:
+        """A `collections.OrderedDict`, with the attributes that were set on it."""
         self.named("collections.OrderedDict")
         self.out += b")R"
         self._remember()
@@ -286,6 +290,7 @@ class PickleWriter:
         self._call("torch.Size", (tuple(value),))
 
     def symbol(self, value: Symbol) -> None:
+        """A name and its arguments, as one of the calls that the machine knows."""
         if value.name in TORCH_DTYPES and not value.args:
             self.named(value.name)
         elif value.name in LAYOUTS and not value.args:
@@ -298,6 +303,7 @@ class PickleWriter:
             raise _refused(f"the name {value.name}")
 
     def record(self, value: Record) -> None:
+        """An object of a class of RECORDS, with its state. Raises what is refused for any other."""
         if value.name not in RECORDS:
             raise _refused(f"an object of class {value.name}")
         self.named(value.name)
@@ -318,6 +324,7 @@ class PickleWriter:
         self.out += b"b"
 
     def opaque(self, value: Opaque) -> None:
+        """An object that was read and not understood, where its form is that of an array or a scalar of NumPy."""
         if value.name == "numpy.ndarray" and len(value.args) == 4:
             self.array(NumpyArray(*value.args))
             return
@@ -339,6 +346,7 @@ class PickleWriter:
     # -- arrays -------------------------------------------------------------------------------------------------------
 
     def tensor(self, value: TensorRef) -> None:
+        """A tensor or parameter over a storage, as torch rebuilds it."""
         if value.is_parameter:
             self.named("torch._utils._rebuild_parameter")
             self.tensor(value._replace(is_parameter=False, requires_grad=False))

@@ -25,8 +25,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tool.core.collector import gc_paused
 from ckpt_tool.core.extras import Opaque
+from ckpt_tool.core.gc_pause import gc_paused
 from ckpt_tool.errors import CkptError, CorruptFile, InputError, UnsafeInput
 from ckpt_tool.storage.coded_states import coded
 from ckpt_tool.storage.coded_weights import coded_weight

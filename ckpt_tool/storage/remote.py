@@ -1,7 +1,7 @@
 """A tree behind a URL: the reading surface of `Tree` over a store, by ranges.
 
 The one idea: a store answers a range in tens of milliseconds whatever its length, so few and larger requests are made,
-many of them at once. Who knows what it will read says so (`expect`, see `storage.ahead`). Of the rest, a read that
+many of them at once. Who knows what it will read says so (`expect`, see `storage.read_ahead`). Of the rest, a read that
 nothing is known of fetches at least 64 KiB; a read that goes on where the last one of its thread ended fetches twice as
 much as that one did, up to 2 MiB, and what was fetched beyond the request is kept for the next. No file is ever fetched
 whole unless someone reads all of it.
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from ckpt_tool.core.inner_path import FOLDERS, base_of, is_view
 from ckpt_tool.errors import CorruptFile, SourceChanged, StorageError, UnsafeInput
-from ckpt_tool.storage.ahead import PIECE, Ahead, Fetchers, Range, cut
+from ckpt_tool.storage.read_ahead import PIECE, Ahead, Fetchers, Range, cut
 from ckpt_tool.storage.records import past_the_end
 from ckpt_tool.storage.source import FILE_LIMIT, Identity, Tree, missing_file, safe_relative
 from ckpt_tool.storage.store import Changed, Entry, Parts, Store

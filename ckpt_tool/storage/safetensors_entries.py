@@ -1,8 +1,8 @@
-"""The entries of a safetensors header as columns: a quick road for what writers write, a strict road for the rest.
+"""The entries of a safetensors header as columns: a quick path for what writers write, a strict path for the rest.
 
-The quick road matches whole entries, one after the other, by one compiled pattern for each of two spellings (the
+The quick path matches whole entries, one after the other, by one compiled pattern for each of two spellings (the
 library's compact one, and `json.dumps` with its default separators), and proves that the matches cover every byte of
-the header. Whatever it can't prove sound it leaves alone (None), and the strict road reads the header as JSON and
+the header. Whatever it can't prove sound it leaves alone (None), and the strict path reads the header as JSON and
 either accepts it or says which rule is broken, where. So acceptance hangs on the rules alone:
 
 * every key is a name of at most 4,096 bytes, at most 1,000,000 of them, none twice;
@@ -13,7 +13,7 @@ either accepts it or says which rule is broken, where. So acceptance hangs on th
 
 `{"a":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]}}` gives one name, one `Kind(BF16, (2, 3), 12)`, begin 0.
 
-Cost: 0.5 us an entry on the quick road and 71 bytes of memory beside the header; 6 us on the strict one.
+Cost: 0.5 us an entry on the quick path and 71 bytes of memory beside the header; 6 us on the strict one.
 Source of the rules: safetensors 0.8 `tensor.rs` (`Metadata::validate`), tightened (duplicates, limits, white space).
 """
 
@@ -43,7 +43,7 @@ ENTRY_VALUES = 200_000  # JSON values inside one member (`__metadata__` may have
 TYPE, SHAPE, DTYPE, SIZE, OFFSETS, OVERLAP, HOLE = "E0327", "E0328", "E0329", "E0330", "E0331", "E0332", "E0333"
 
 _BLOCK = 1 << 20  # bytes of header matched at a time
-_INT = rb"(?:0|[1-9][0-9]{0,17}+)"  # fits 64 bits; longer ones are the strict road's
+_INT = rb"(?:0|[1-9][0-9]{0,17}+)"  # fits 64 bits; longer ones are the strict path's
 
 
 class Kind(NamedTuple):
@@ -101,13 +101,13 @@ _FIRST_METADATA = re.compile(rb'\{"__metadata__": ?')
 _AFTER_METADATA = re.compile(rb", ?")
 
 
-# -- the quick road ---------------------------------------------------------------------------------------------------
+# -- the quick path ----------------------------------------------------------------------------------------------------
 
 
 def quick(text: bytes, *, path: str, offset: int = 8) -> Columns | None:
     """The columns of the header `text` where it is spelled as writers spell it and sound; None in any doubt.
 
-    offset: bytes from the start of the file to `text[0]`. Raises CorruptFile only for what no road accepts: bad
+    offset: bytes from the start of the file to `text[0]`. Raises CorruptFile only for what neither path accepts: bad
     UTF-8, broken JSON inside a leading `__metadata__`.
     """
     end = len(text.rstrip(b" ")) - 1  # the closing brace
@@ -213,7 +213,7 @@ def _tiles(begins: array[int], ends: array[int]) -> bool:
     return True
 
 
-# -- the strict road --------------------------------------------------------------------------------------------------
+# -- the strict path ---------------------------------------------------------------------------------------------------
 
 
 class _Entry(NamedTuple):
@@ -262,6 +262,7 @@ def strict(text: bytes, *, path: str, offset: int = 8, lenient: bool = False) ->
 
 
 def too_many(path: str) -> CorruptFile:
+    """The error for a header with more tensors than any real file has. path: of the file."""
     return CorruptFile(
         f"more than {TENSOR_LIMIT} tensors in one file",
         code=LIMIT,

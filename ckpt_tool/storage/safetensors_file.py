@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from math import prod
 
-from ckpt_tool.core.collector import gc_paused
 from ckpt_tool.core.dtype import SAFETENSORS_NAMES, DType
+from ckpt_tool.core.gc_pause import gc_paused
 from ckpt_tool.core.tensor import StoredArray
 from ckpt_tool.errors import CorruptFile, UnsafeInput, UsageError
 from ckpt_tool.storage import safetensors_entries as entries

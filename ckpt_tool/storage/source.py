@@ -51,6 +51,7 @@ class Identity(NamedTuple):
 
 
 def identity_of(info: os.stat_result) -> Identity:
+    """What of a `stat` says whether a file is still the same."""
     return Identity(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
@@ -345,7 +346,7 @@ class Tree:
         return first
 
     def identity_by_name(self, path: str) -> Identity:
-        """The identity of the file that now bears the name, opened afresh."""
+        """The identity of the file that now bears the name, opened anew."""
         fd = self.open(base_of(path))
         try:
             return identity_of(os.fstat(fd))

@@ -97,7 +97,7 @@ class StoreClaims:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(CkptError):  # what went wrong before is told
+        with suppress(CkptError):  # what went wrong before is reported
             self.end()
 
     def begin(self) -> None:

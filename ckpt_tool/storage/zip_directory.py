@@ -91,6 +91,7 @@ class Archive:
         return self._tail[1]
 
     def corrupt(self, message: str, code: str, offset: int, *, place: str | None = None, hint: str = "") -> CkptError:
+        """The error for damage at byte `offset` of the archive. place: the member."""
         return CorruptFile(
             message,
             code=code,
@@ -101,6 +102,7 @@ class Archive:
         )
 
     def unsafe(self, message: str, code: str, offset: int, *, place: str | None = None, hint: str = "") -> CkptError:
+        """The error for a zip that was made to deceive, at byte `offset` of the archive. place: the member."""
         return UnsafeInput(
             message,
             code=code,
@@ -230,7 +232,9 @@ def _central(archive: Archive, raw: bytes, directory: int, count: int) -> list[M
         fields = CENTRAL.unpack_from(raw, at)
         signature, made_by, _, flags, method, _, _, crc, packed, nbytes, n, e, c, disk, _, mode, header = fields
         if signature != b"PK\x01\x02" or at + CENTRAL.size + n + e + c > len(raw):
-            raise archive.corrupt("no entry where the central directory goes on", "E0341", directory + at)
+            raise archive.corrupt(
+                "the central directory has no entry where the next one should begin", "E0341", directory + at
+            )
         name = raw[at + CENTRAL.size : at + CENTRAL.size + n]
         if e:
             extra = raw[at + CENTRAL.size + n : at + CENTRAL.size + n + e]
@@ -390,4 +394,4 @@ def _descriptor(archive: Archive, member: Member, raw: bytes, where: int) -> Non
         raise archive.unsafe(
             "the data descriptor and the central directory differ in size or CRC", "E0431", where, place=member.name
         )
-    raise archive.unsafe(f"{len(raw)} bytes behind the member belong to none", "E0437", where, place=member.name)
+    raise archive.unsafe(f"{len(raw)} bytes behind the member belong to no member", "E0437", where, place=member.name)

@@ -43,7 +43,8 @@ FSYNC, NO_FSYNC = "ckpt --fsync", "ckpt --no-fsync"
 CP, CP_FSYNC = "cp", "cp and fsync"
 TINY = "3MB"
 
-# The same command with the executor's fsync off, for builds whose command line has no --no-fsync.
+# The same command with the executor's fsync off, for builds whose command line has no --no-fsync: all of them older
+# than `executor.RunOptions`.
 WITHOUT_FSYNC = """
 import functools, sys
 from ckpt_tool.run import executor

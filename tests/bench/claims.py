@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from ckpt_tool.run import share_upload
-from ckpt_tool.run.parts import Parts
+from ckpt_tool.run.file_parts import FileParts
 from ckpt_tool.storage import store_claims
 from ckpt_tool.storage.multipart import Listed, Listing, md5, part_size
 from ckpt_tool.storage.store_claims import StoreClaims
@@ -257,8 +257,9 @@ def simulate(
     }
 
 
-class Object(Parts):
-    """As `run.objects.Object`, without heads: to write 2,048 of them takes minutes, and no share hangs on them."""
+class Object(FileParts):
+    """As `run.store_objects.Object`, without heads: to write 2,048 of them takes minutes, and no share depends on
+    them."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, part_size(size))
@@ -279,10 +280,10 @@ def sizes_of_the_plan(work: Path) -> list[int]:
     from ckpt_tool.conversion.passes import selected
     from ckpt_tool.conversion.planning import make_plan
     from ckpt_tool.options.reading import Reading
-    from ckpt_tool.options.statement import one
+    from ckpt_tool.options.statement import value_of
     from ckpt_tool.options.writing import Writing
     from ckpt_tool.plan.schedule import units
-    from ckpt_tool.run.parts import in_order_of_files
+    from ckpt_tool.run.file_parts import in_order_of_files
     from ckpt_tool.run.shares import Shares
     from ckpt_tool.sources.chosen import Conversion
     from ckpt_tool.sources.opening import open_source
@@ -292,7 +293,7 @@ def sizes_of_the_plan(work: Path) -> list[int]:
     _, training = scale.sources(work)
     began = time.process_time()
     degrees = dict(zip((name[2:].replace("-", "_") for name in scale.DEGREES[::2]), scale.DEGREES[1::2], strict=True))
-    writing = one({**degrees, "dry_run": True}, Writing)
+    writing = value_of({**degrees, "dry_run": True}, Writing)
     opened = open_source(str(training), Reading(from_format="sharded"))
     chosen = selected(opened, Conversion.of(opened, Reading(), writing))
     plan, _ = make_plan(chosen, RemotePlace("s3://bucket/out"), opened.format, writing)

@@ -46,7 +46,7 @@ gc.disable()
 began = time.process_time()
 from pathlib import Path
 from ckpt_tool.options.reading import Reading
-from ckpt_tool.options.statement import one
+from ckpt_tool.options.statement import value_of
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.conversion.passes import selected
@@ -60,7 +60,7 @@ def clock(name, call):
     value = call()
     times[name] = time.process_time() - began
     return value
-writing = one({**given, "dry_run": True}, Writing)
+writing = value_of({**given, "dry_run": True}, Writing)
 opened = clock("read", lambda: open_source(source, Reading(from_format="sharded")))
 chosen = clock("choose", lambda: selected(opened, Conversion.of(opened, Reading(), writing)))
 plan, _ = clock("plan", lambda: make_plan(chosen, Path("/nonexistent/out"), opened.format, writing))

@@ -16,7 +16,7 @@ import pytest
 from ckpt_tool.cli import run
 from ckpt_tool.conversion import job_file
 from ckpt_tool.conversion.plan_file import load_plan
-from ckpt_tool.options.statement import RUN, taken, typed
+from ckpt_tool.options.statement import RUN, values_of, words_of
 from ckpt_tool.options.writing import ENGINES, Writing
 
 ROOT = Path(__file__).parents[2]
@@ -237,9 +237,9 @@ def test_options_come_along(plain: Place) -> None:
 @pytest.mark.parametrize("pinned", ["256MiB,4MiB", "256MiB"])
 def test_words_of_options_are_read_back_as_they_were(pinned: str) -> None:
     given = {"force": True, "fsync": False, "memory": "2GiB", "threads": 3, "pinned": pinned, "verify": "off"}
-    (writing,) = taken(given, Writing)
-    words, again = iter(typed(writing, RUN)), dict[str, object]()
+    (writing,) = values_of(given, Writing)
+    words, again = iter(words_of(writing, RUN)), dict[str, object]()
     for word in words:
         name = word[2:].removeprefix("no-")
         again[name] = not word.startswith("--no-") if name in ("force", "fsync") else next(words)
-    assert taken(again, Writing) == [writing]
+    assert values_of(again, Writing) == [writing]

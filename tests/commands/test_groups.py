@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_tool.conversion.groups import renamed_groups, without_removed
+from ckpt_tool.conversion.optimizer_groups import renamed_groups, without_removed
 from ckpt_tool.errors import InconsistentCheckpoint
 
 NAMES = {"gate": ("fc",), "up": ("fc",), "qkv": ("q", "k", "v")}

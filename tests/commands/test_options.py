@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from ckpt_tool.errors import UsageError
 from ckpt_tool.options import values
 from ckpt_tool.options.reading import Reading
-from ckpt_tool.options.statement import one, stated, taken
+from ckpt_tool.options.statement import options_of, value_of, values_of
 from ckpt_tool.options.writing import Writing
 
 
 def test_nothing_asked_for_is_the_default() -> None:
-    assert taken({}, Reading, Writing) == [Reading(), Writing()]
-    assert one(dict.fromkeys(stated(Writing)), Writing) == Writing(), "None means not given"
+    assert values_of({}, Reading, Writing) == [Reading(), Writing()]
+    assert value_of(dict.fromkeys(options_of(Writing)), Writing) == Writing(), "None means not given"
 
 
 def test_every_option_arrives() -> None:
@@ -54,7 +54,7 @@ def test_every_option_arrives() -> None:
         "plan": "p.json",
         "ray": "auto",
     }
-    writing = one(given, Writing)
+    writing = value_of(given, Writing)
     assert writing == Writing(
         to="megatron-dist",
         dialect="megatron",
@@ -88,15 +88,15 @@ def test_every_option_arrives() -> None:
 
 
 def test_strict_shard_is_a_policy() -> None:
-    assert one({"strict_shard": True}, Writing).on_indivisible == "error"
-    assert one({"strict_shard": True, "on_indivisible": "error"}, Writing).on_indivisible == "error"
+    assert value_of({"strict_shard": True}, Writing).on_indivisible == "error"
+    assert value_of({"strict_shard": True, "on_indivisible": "error"}, Writing).on_indivisible == "error"
     with pytest.raises(UsageError, match="--strict-shard means"):
-        one({"strict_shard": True, "on_indivisible": "pad"}, Writing)
+        value_of({"strict_shard": True, "on_indivisible": "pad"}, Writing)
 
 
 def test_all_faults_at_once() -> None:
     with pytest.raises(UsageError) as caught:
-        taken(
+        values_of(
             {"from_format": "safetensor", "tp": "x", "memory": "5G", "zero": 4, "dtype": "bf17", "tpp": 1},
             Reading,
             Writing,
@@ -110,7 +110,7 @@ def test_all_faults_at_once() -> None:
 
 def test_reading_knows_no_writing() -> None:
     with pytest.raises(UsageError, match="unknown option 'tp'"):
-        one({"tp": 2}, Reading)
+        value_of({"tp": 2}, Reading)
 
 
 @pytest.mark.parametrize(
@@ -194,12 +194,12 @@ def test_bad_patterns(tmp_path: Path) -> None:
         (f"@{tmp_path}", "can't be read"),
         (f"@{tmp_path / 'latin'}", "not UTF-8 at byte 3"),
         (f"@{tmp_path / 'empty'}", "holds no pattern"),
-        ("", "want a text"),
+        ("", "want text"),
     ]:
         with pytest.raises(values.BadValue, match=found):
             values.patterns(pattern)
     with pytest.raises(UsageError) as caught:
-        one({"remove_keys": f"@{tmp_path / 'none'}"}, Writing)
+        value_of({"remove_keys": f"@{tmp_path / 'none'}"}, Writing)
     assert caught.value.path == str(tmp_path / "none")
 
 
@@ -207,9 +207,9 @@ ANYTHING = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.te
 
 
 @settings(max_examples=60)
-@given(st.dictionaries(st.sampled_from(sorted(stated(Reading, Writing))), ANYTHING))
+@given(st.dictionaries(st.sampled_from(sorted(options_of(Reading, Writing))), ANYTHING))
 def test_any_value_is_taken_or_refused_in_words(given: dict[str, Any]) -> None:
     try:
-        taken(given, Reading, Writing)
+        values_of(given, Reading, Writing)
     except UsageError as error:
         assert error.exit_code == 2 and error.message

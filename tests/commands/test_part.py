@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_tool.conversion.part import part_of_environment
+from ckpt_tool.conversion.launcher import part_of_environment
 from ckpt_tool.errors import UsageError
 
 

@@ -15,7 +15,7 @@ import pytest
 import ckpt_tool as ckpt
 from ckpt_tool.cli import run
 from ckpt_tool.errors import StorageError, UnknownFormat, UsageError
-from ckpt_tool.storage import retiring
+from ckpt_tool.storage import removal
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 ONE = FIXTURES / "safetensors/llama_one_file"
@@ -249,7 +249,7 @@ def test_usage(tmp_path: Path, capfd: Any) -> None:
 
 def test_a_step_that_is_replaced_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = laid(tmp_path, (1, 2, 3))
-    real = retiring.retire
+    real = removal.retire
 
     def other_first(path: Path, identity: Any) -> Path | None:
         if path.name == "checkpoint-1":
@@ -259,7 +259,7 @@ def test_a_step_that_is_replaced_meanwhile_stays(tmp_path: Path, monkeypatch: py
         return real(path, identity)
 
     monkeypatch.setattr("ckpt_tool.commands.prune.retire", other_first)
-    monkeypatch.setattr("ckpt_tool.commands.prune.measure", lambda path: retiring.measure(path)._replace(changed=0))
+    monkeypatch.setattr("ckpt_tool.commands.prune.measure", lambda path: removal.measure(path)._replace(changed=0))
     with pytest.raises(StorageError) as caught:
         ckpt.prune(tmp_path, keep_last=1)
     assert caught.value.code == "E1674" and "replaced by another" in caught.value.message
@@ -268,7 +268,7 @@ def test_a_step_that_is_replaced_meanwhile_stays(tmp_path: Path, monkeypatch: py
 
 def test_when_the_last_sound_step_vanishes_nothing_more_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = laid(tmp_path, (1, 2, 3))
-    real = retiring.erase
+    real = removal.erase
     monkeypatch.setattr("ckpt_tool.commands.prune.erase", lambda path: (real(path), shutil.rmtree(steps[3])))
     with pytest.raises(StorageError) as caught:
         ckpt.prune(tmp_path, keep_last=1)
@@ -284,7 +284,7 @@ def test_a_step_that_can_not_be_deleted_stays(tmp_path: Path) -> None:
 
 def test_what_a_killed_prune_left_is_cleaned(tmp_path: Path, capfd: Any) -> None:
     steps = laid(tmp_path, (1, 2))
-    hidden = retiring.retire(steps[1], retiring.measure(steps[1]).identity)
+    hidden = removal.retire(steps[1], removal.measure(steps[1]).identity)
     assert hidden is not None and hidden.name.startswith(".checkpoint-1.") and names(tmp_path)[1:] == ["checkpoint-2"]
     assert ckpt.latest(tmp_path)["passed_over"] == [] and ckpt.verify(tmp_path)["ok"]
     assert run(["clean", str(tmp_path), "--json"]) == 0

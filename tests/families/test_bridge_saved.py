@@ -16,8 +16,8 @@ from test_against_bridge import GOLDEN, arrays_of, config_of, golden, hub_of
 
 import ckpt_tool as ckpt
 from ckpt_tool.commands.convert import convert, reshard
+from ckpt_tool.core.attention_window import stated_windows
 from ckpt_tool.core.progress import Silent
-from ckpt_tool.core.window import stated_windows
 from ckpt_tool.errors import InputError
 from ckpt_tool.formats.containers.dcp_metadata import read_listing
 from ckpt_tool.options.reading import Reading

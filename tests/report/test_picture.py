@@ -19,8 +19,8 @@ from ckpt_tool.cli import run
 from ckpt_tool.commands.inspect import inspect
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.report_data import collected, for_report
 from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
-from ckpt_tool.core.witness import tell, witnessing
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.report import html
 from ckpt_tool.report.holdings import Checkpoint, nobody, of_catalog
@@ -162,7 +162,7 @@ def test_ranks_of_each_format(capsys):
         document = json.loads(capsys.readouterr().out)
         ranks = {tuple(c["rank"].items()) for tensor in document["tensors"] for c in tensor["chunks"]}
         assert {", ".join(f"{dim} {at}" for dim, at in rank) for rank in ranks} == set(names), source
-        with witnessing() as seen:
+        with collected() as seen:
             inspect(str(FIXTURES / source), Reading())
         held = of_catalog(seen["checkpoint"][0].catalog, seen["checkpoint"][0].rank_of)
         assert sorted(holder.name for holder in held.holders) == sorted(names), source
@@ -230,7 +230,7 @@ def test_nothing_of_it_is_loaded_or_told_without_a_report(tmp_path):
         f"assert run(['inspect', {source!r}]) == 0\n"
         f"assert run(['reshard', {source!r}, {str(tmp_path / 'o')!r}, '--tp', '2']) == 0\n"
         "sys.exit(bool({'ckpt_tool.report.holdings', 'ckpt_tool.report.picture', 'ckpt_tool.report.html', "
-        "'ckpt_tool.conversion.drawn'} & {*sys.modules}))"
+        "'ckpt_tool.conversion.rewriting'} & {*sys.modules}))"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
 
@@ -243,9 +243,9 @@ def test_what_is_not_listed_is_not_drawn(tmp_path):
 
 
 def test_the_witness_hears_while_it_is_wanted():
-    with witnessing() as seen:
-        tell("a", lambda: 1)
-    with witnessing(False) as none:
-        tell("a", lambda: 1 / 0)
-    tell("a", lambda: 1 / 0)
+    with collected() as seen:
+        for_report("a", lambda: 1)
+    with collected(False) as none:
+        for_report("a", lambda: 1 / 0)
+    for_report("a", lambda: 1 / 0)
     assert seen == {"a": [1]} and none == {}

@@ -25,7 +25,7 @@ from ckpt_tool.plan.saved import read_plan
 from ckpt_tool.plan.schedule import build_moves, units
 from ckpt_tool.run import executor, finish, transposed
 from ckpt_tool.run.digest import digest
-from ckpt_tool.run.executor import Executor
+from ckpt_tool.run.executor import Executor, RunOptions
 from ckpt_tool.storage.destination import staging_path
 from ckpt_tool.storage.source import Tree
 
@@ -129,7 +129,8 @@ class Case:
         )
 
     def run(self, **options):
-        return Executor(self.plan, {self.tree.shown: self.tree}, **options).run()
+        how = {name: options.pop(name) for name in RunOptions.__slots__ if name in options}
+        return Executor(self.plan, {self.tree.shown: self.tree}, RunOptions(**how), **options).run()
 
     def check(self, convert=lambda array: array):
         data = [(self.out / f"o{n}.bin").read_bytes() for n in (0, 1)]

@@ -34,10 +34,10 @@ WORKER = """
 import sys, time
 from ckpt_tool.cli import run
 from ckpt_tool.plan import schedule
-from ckpt_tool.run import executor, shares
+from ckpt_tool.run import executor, shares, store_executor
 from ckpt_tool.storage import store_claims
 store_claims.LEASE, store_claims.BEAT = 3.0, 0.5
-executor._PAUSE, executor._LONGEST, shares.SHARE = 0.1, 0.5, 5 << 20
+executor._PAUSE, store_executor._LONGEST, shares.SHARE = 0.1, 0.5, 5 << 20
 executor.units = lambda moves: schedule.units(moves, size=1 << 20)
 unit = executor.Executor._unit
 def slowly(self, *given):

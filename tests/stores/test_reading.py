@@ -27,7 +27,7 @@ from ckpt_tool.plan.plan import Move
 from ckpt_tool.run import executor
 from ckpt_tool.run.scan import Visit, digests_of
 from ckpt_tool.sources.opening import open_source
-from ckpt_tool.storage import ahead, object_store, store
+from ckpt_tool.storage import object_store, read_ahead, store
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.remote import RemoteTree
 
@@ -327,7 +327,7 @@ class Bytes:
         return [data[:77], data[77:]]
 
 
-def taken(mine: ahead.Ahead, path: str, at: int, nbytes: int) -> None:
+def taken(mine: read_ahead.Ahead, path: str, at: int, nbytes: int) -> None:
     """All of it is there, in parts, and right."""
     end = at + nbytes
     while at < end:
@@ -337,14 +337,14 @@ def taken(mine: ahead.Ahead, path: str, at: int, nbytes: int) -> None:
 
 
 def test_what_is_ahead_is_bounded_and_right_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "PIECE", 1000)
-    monkeypatch.setattr(ahead, "SHORT", 10)
-    monkeypatch.setattr(ahead, "NEAR", 10)
-    monkeypatch.setattr(ahead, "WINDOW", 4000)
-    monkeypatch.setattr(ahead, "SHARE", 2000)
+    monkeypatch.setattr(read_ahead, "PIECE", 1000)
+    monkeypatch.setattr(read_ahead, "SHORT", 10)
+    monkeypatch.setattr(read_ahead, "NEAR", 10)
+    monkeypatch.setattr(read_ahead, "WINDOW", 4000)
+    monkeypatch.setattr(read_ahead, "SHARE", 2000)
     bytes_, held = Bytes(), list[int]()
-    fetchers = ahead.Fetchers(bytes_)
-    mine = ahead.Ahead(fetchers)
+    fetchers = read_ahead.Fetchers(bytes_)
+    mine = read_ahead.Ahead(fetchers)
     mine.expect([("f", i * 700, 690) for i in range(30)])
     passed = 0
     for at in (0, 14_000, 3_500, 20_500, 9_999, 20_900):
@@ -365,11 +365,11 @@ def test_what_is_ahead_is_bounded_and_right_in_any_order(monkeypatch: pytest.Mon
 
 
 def test_what_comes_then_is_begun_before_and_nothing_is_fetched_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "PIECE", 1000)
-    monkeypatch.setattr(ahead, "SHORT", 10)
+    monkeypatch.setattr(read_ahead, "PIECE", 1000)
+    monkeypatch.setattr(read_ahead, "SHORT", 10)
     bytes_ = Bytes()
-    fetchers = ahead.Fetchers(bytes_)
-    mine = ahead.Ahead(fetchers)
+    fetchers = read_ahead.Fetchers(bytes_)
+    mine = read_ahead.Ahead(fetchers)
     mine.expect([("f", 0, 3000)])
     mine.expect([("f", 3000, 3000), ("g", 0, 2000)], then=True)
     assert fetchers.held == 8000, "all of it is on its way"
@@ -381,11 +381,11 @@ def test_what_comes_then_is_begun_before_and_nothing_is_fetched_twice(monkeypatc
 
 def test_what_comes_then_may_lie_before_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one file, as units of a plan do; the third that is expected ends the first."""
-    monkeypatch.setattr(ahead, "PIECE", 1000)
-    monkeypatch.setattr(ahead, "SHORT", 10)
+    monkeypatch.setattr(read_ahead, "PIECE", 1000)
+    monkeypatch.setattr(read_ahead, "SHORT", 10)
     bytes_ = Bytes()
-    fetchers = ahead.Fetchers(bytes_)
-    mine = ahead.Ahead(fetchers)
+    fetchers = read_ahead.Fetchers(bytes_)
+    mine = read_ahead.Ahead(fetchers)
     mine.expect([("f", 3000, 3000)])
     mine.expect([("f", 0, 3000)], then=True)
     for first in (3000, 0):
@@ -454,7 +454,7 @@ def test_a_failure_to_fetch_is_raised_where_it_is_read() -> None:
     def fail(path: str, at: int, nbytes: int) -> list[memoryview]:
         raise StorageError("no", code="E0700")
 
-    mine = ahead.Ahead(ahead.Fetchers(fail))
+    mine = read_ahead.Ahead(read_ahead.Fetchers(fail))
     mine.expect([("f", 0, 10)])
     assert not mine.take("g", 0, 1) and not mine.take("f", 50, 60)
     with pytest.raises(StorageError):

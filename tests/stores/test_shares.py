@@ -18,8 +18,8 @@ from ckpt_tool.cli import run
 from ckpt_tool.conversion.plan_file import load_plan
 from ckpt_tool.plan import schedule
 from ckpt_tool.run import executor, share_upload, shares
-from ckpt_tool.run.objects import objects_of
-from ckpt_tool.run.parts import in_order_of_files
+from ckpt_tool.run.file_parts import in_order_of_files
+from ckpt_tool.run.store_objects import objects_of
 from ckpt_tool.storage import multipart, store, store_claims
 from ckpt_tool.storage.journal import parsed
 from ckpt_tool.storage.output_store import output_store, staging_url

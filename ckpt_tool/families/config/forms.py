@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tool.core.window import window_pattern
+from ckpt_tool.core.attention_window import window_pattern
 from ckpt_tool.families.config.experts import EXPERT_FORMS
 from ckpt_tool.families.config.gates import GATE_FORMS
 from ckpt_tool.families.config.kinds import KIND_FORMS

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckpt_tool.core.window import window_pattern
+from ckpt_tool.core.attention_window import window_pattern
 from ckpt_tool.families.config.words import (
     LAYERS,
     Arguments,

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tool.core.window import window_pattern
+from ckpt_tool.core.attention_window import window_pattern
 from ckpt_tool.families.config.words import LAYERS, Arguments, Form, Model, Values, same
 
 _LOCAL = 10000.0  # the base of both models' windowed layers, where nothing states it

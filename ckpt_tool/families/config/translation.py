@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ckpt_tool.core.window import window_pattern
+from ckpt_tool.core.attention_window import window_pattern
 from ckpt_tool.families.base import Family
 from ckpt_tool.families.config import ernie_vision
 from ckpt_tool.families.config.experts import sparse_pattern

@@ -54,7 +54,7 @@ class _Dcp:
         replicas=False,
         zero=3,
         dialect="keep",
-        heeds=PLACED,
+        uses_options=PLACED,
         dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
     )
 

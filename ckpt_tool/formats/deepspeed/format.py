@@ -63,7 +63,7 @@ class _DeepSpeed:
         zero=1,
         dialect="keep",
         own_layout=True,
-        heeds=frozenset({"zero", "pp-split"}),
+        uses_options=frozenset({"zero", "pp-split"}),
         dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
         all_experts=True,
     )

@@ -60,7 +60,7 @@ class _Gguf:
         single=(".gguf",),
         dialect="gguf",
         dtypes=frozenset(DTYPES) - _PLAIN,
-        heeds=frozenset({"max-shard-size", "gguf-type"}),
+        uses_options=frozenset({"max-shard-size", "gguf-type"}),
         blocks=True,
         own_header=True,
         config="",

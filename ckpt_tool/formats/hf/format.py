@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note, faults_of
-from ckpt_tool.core.collector import gc_paused
 from ckpt_tool.core.faults import for_each, together
+from ckpt_tool.core.gc_pause import gc_paused
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, InternalError, UnknownFormat
@@ -77,7 +77,7 @@ class HfSafetensors:
         single=(".safetensors",),
         dialect="hf",
         dtypes=frozenset({"C128"}),
-        heeds=frozenset({"max-shard-size", "quantize", "repack"}),
+        uses_options=frozenset({"max-shard-size", "quantize", "repack"}),
         safetensors=True,
         lone_shards=True,
     )

@@ -135,7 +135,7 @@ def _check_names(files: Mapping[str, str], shown: str) -> None:
             )
 
 
-# -- the quick road ---------------------------------------------------------------------------------------------------
+# -- the quick path ----------------------------------------------------------------------------------------------------
 
 
 def _quick(tree: Tree, path: str, size: int) -> Index | None:
@@ -239,7 +239,7 @@ class _Collected:
         return found
 
 
-# -- the strict road --------------------------------------------------------------------------------------------------
+# -- the strict path ---------------------------------------------------------------------------------------------------
 
 
 def _fault(shown: str, code: str, message: str, *place: str | int) -> CorruptFile:

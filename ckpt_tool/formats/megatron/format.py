@@ -65,7 +65,7 @@ class _Megatron:
         zero=1,
         dialect="megatron",
         own_layout=True,
-        heeds=frozenset({"spec", "pp-split"}),
+        uses_options=frozenset({"spec", "pp-split"}),
         dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
         all_experts=True,
     )

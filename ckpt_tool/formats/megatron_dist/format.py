@@ -109,7 +109,7 @@ class _MegatronDist:
         zero=0,
         dialect="megatron",
         own_layout=True,
-        heeds=frozenset({"spec", "pp-split"}),
+        uses_options=frozenset({"spec", "pp-split"}),
         # Megatron's `load_args_from_checkpoint` wants the iteration; weights without one have 0
         with_args={"checkpoint_version": 3.0, "iteration": 0},
         dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),

@@ -27,11 +27,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
 
+from ckpt_tool.core.attention_window import stated_windows
 from ckpt_tool.core.bounds import bounded
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import EXTRAS, MASTER, MODEL
-from ckpt_tool.core.window import stated_windows
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.containers.dcp_item_files import Item, Share
 from ckpt_tool.formats.megatron import names

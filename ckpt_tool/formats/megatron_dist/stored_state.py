@@ -19,12 +19,12 @@ from itertools import chain, product
 from math import prod
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.attention_window import stated_windows
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.target import Wanted
 from ckpt_tool.core.tensor import EMA, MODEL, STEP
-from ckpt_tool.core.window import stated_windows
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import NAMESPACE, updated
 from ckpt_tool.formats.megatron.extra_states import EXTRA_STATES, LEFT

@@ -4,7 +4,8 @@
 
 What states it, the nearest to the job first: the arguments in the checkpoint, Megatron-Bridge's `run_config.yaml`
 beside the items (its `model` is the provider's fields), the config that the user names, the config.json in the folder.
-Words and their meanings: `core.window`. Cost: a file of 20 KB, where there is one. What it does not do: guess.
+Words and their meanings: `core.attention_window`. Cost: a file of 20 KB, where there is one. What it does not do:
+guess.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tool.core.window import hub_windows, stated_windows
+from ckpt_tool.core.attention_window import hub_windows, stated_windows
 from ckpt_tool.errors import CorruptFile, InputError
 from ckpt_tool.formats.megatron.adapter import RUN_CONFIG, run_config
 from ckpt_tool.formats.megatron.args import arguments

@@ -69,7 +69,7 @@ class _MegatronFsdp:
         zero=3,
         dialect="megatron",
         own_layout=True,
-        heeds=frozenset({"spec"}),
+        uses_options=frozenset({"spec"}),
         # what `load_args_from_checkpoint` asks for; weights without an iteration have 0
         with_args={"checkpoint_version": 3.0, "iteration": 0},
         dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),

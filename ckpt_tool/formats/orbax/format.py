@@ -52,7 +52,7 @@ class _Orbax:
         all_states=True,
         extras=True,
         dialect="keep",
-        heeds=frozenset({"max-shard-size"}),
+        uses_options=frozenset({"max-shard-size"}),
         dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
     )
 

@@ -65,7 +65,7 @@ class _Paddle:
         zero=1,
         dialect="paddle",
         own_layout=True,
-        heeds=frozenset({"zero", "sharding", "pp-split"}),
+        uses_options=frozenset({"zero", "sharding", "pp-split"}),
         dtypes=frozenset(  # none of NumPy's, or bits that are stored without a mark and would be read as another's
             ("F4", "F6_E2M3", "F6_E3M2", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0", "U16")
         ),

@@ -63,7 +63,7 @@ class _Flex:
         zero=1,
         dialect="paddle",
         own_layout=True,
-        heeds=frozenset({"zero", "sharding", "pp-split"}),
+        uses_options=frozenset({"zero", "sharding", "pp-split"}),
         dtypes=frozenset(DTYPES) - frozenset(DTYPE_NAMES.values()),
         all_experts=True,
     )

@@ -74,7 +74,7 @@ class Sharded:
         replicas=True,
         zero=3,
         dialect="keep",
-        heeds=PLACED,
+        uses_options=PLACED,
         dtypes=frozenset({"C128"}),
         safetensors=True,
         lone_shards=True,

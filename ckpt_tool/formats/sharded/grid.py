@@ -10,7 +10,7 @@ follows from lengths of texts that need not be written:
                           boxes
 
 What is asked for later (a file's head, a tensor's boxes) is then made for that file or tensor alone. The sizes here are
-promises: `sharded` holds every head that it makes against them, and the tests hold both roads against each other.
+promises: `sharded` holds every head that it makes against them, and the tests compare both ways.
 
 Cost: about 1.5 us a tensor and state; nothing a box. Knows names of plain ASCII only (`plain`); others take the long
 road.

@@ -77,7 +77,7 @@ class _Torch:
         mesh=(),
         single=(".pt", ".pth", ".bin", ".ckpt"),
         dialect="keep",
-        heeds=frozenset({"max-shard-size"}),
+        uses_options=frozenset({"max-shard-size"}),
         dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
     )
 

@@ -32,32 +32,8 @@ NO_DIGEST = "0" * 32
 def write(whole: Whole, folder: Path) -> None:
     """Every rank's files, then the index."""
     mesh = mesh_of(whole.layout)
-    placements: list[dict[str, Any]] = []
-    files: dict[str, dict[str, Any]] = {}
-    tensors: dict[str, dict[str, Any]] = {}
-    for rank in whole.ranks:
-        at = coordinates(rank, mesh)
-        label = "_".join(f"{dim}{at[dim]:02d}" for dim in mesh)
-        for state in dict.fromkeys(piece.state for piece in rank.pieces):
-            held = {piece.name: box for piece in rank.pieces if piece.state == state and (box := _part(piece, rank))}
-            arrays = {name: whole.tensors[state, name][region(box)].contiguous() for name, box in held.items()}
-            shapes = {name: list(whole.tensors[state, name].shape) for name in held}
-            text = canonical({name: {"offset": list(b.offset), "shape": shapes[name]} for name, b in held.items()})
-            rows = sorted([name, _DTYPES[array.dtype], list(array.shape)] for name, array in arrays.items())
-            if arrays:
-                path = f"{state}.{label}.safetensors" if label else f"{state}.safetensors"
-                files[path] = {"state": state, "rank": at, "arrays": arrays, "text": text}
-                files[path]["boxes"] = digits(text + canonical(rows))
-    for (kind, name), tensor in whole.tensors.items():
-        cut = _placement(whole, kind, name, mesh)
-        if cut not in placements:
-            placements.append(cut)
-        tensors.setdefault(kind, {})[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "digest": NO_DIGEST,
-            "placement": placements.index(cut),
-        }
+    files = _files(whole, mesh)
+    placements, tensors = _tensors(whole, mesh)
     extras = {"iteration": whole.scalars["step"], HARNESS: dict(whole.scalars)}
     save = digits(canonical([mesh, extras, {path: file["boxes"] for path, file in files.items()}]))
     for path, file in _written(files):
@@ -92,6 +68,42 @@ def write(whole: Whole, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(whole.config, indent=2))
     fault_point("index")
     (folder / "ckpt.index.json").write_text(json.dumps(index))
+
+
+def _files(whole: Whole, mesh: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """Path -> state, rank, arrays by name, their boxes as text, and the hash of that: one file a state and rank."""
+    files: dict[str, dict[str, Any]] = {}
+    for rank in whole.ranks:
+        at = coordinates(rank, mesh)
+        label = "_".join(f"{dim}{at[dim]:02d}" for dim in mesh)
+        for state in dict.fromkeys(piece.state for piece in rank.pieces):
+            held = {piece.name: box for piece in rank.pieces if piece.state == state and (box := _part(piece, rank))}
+            arrays = {name: whole.tensors[state, name][region(box)].contiguous() for name, box in held.items()}
+            shapes = {name: list(whole.tensors[state, name].shape) for name in held}
+            text = canonical({name: {"offset": list(b.offset), "shape": shapes[name]} for name, b in held.items()})
+            rows = sorted([name, _DTYPES[array.dtype], list(array.shape)] for name, array in arrays.items())
+            if arrays:
+                path = f"{state}.{label}.safetensors" if label else f"{state}.safetensors"
+                files[path] = {"state": state, "rank": at, "arrays": arrays, "text": text}
+                files[path]["boxes"] = digits(text + canonical(rows))
+    return files
+
+
+def _tensors(whole: Whole, mesh: dict[str, int]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """(the distinct placements, state -> name -> what the index says of the tensor)."""
+    placements: list[dict[str, Any]] = []
+    tensors: dict[str, dict[str, Any]] = {}
+    for (kind, name), tensor in whole.tensors.items():
+        cut = _placement(whole, kind, name, mesh)
+        if cut not in placements:
+            placements.append(cut)
+        tensors.setdefault(kind, {})[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "digest": NO_DIGEST,
+            "placement": placements.index(cut),
+        }
+    return placements, tensors
 
 
 def mesh_of(layout: Any) -> dict[str, int]:

@@ -55,12 +55,12 @@ def said(error: CkptError) -> str:
         ("passthrough", {}, ["passthrough takes 1 model; there are 2"]),
         ("ema", {"weight": (1, 2)}, ["ema has its weights from --decay", "ema needs --decay from 0 to below 1"]),
         ("ema", {"decay": 1.0}, ["found 1"]),
-        ("linear", {"decay": 0.5}, ["--decay is of --method ema alone"]),
-        ("union", {"weight": (1, 2), "seed": 3}, ["--weight, --seed: no option of merge --method union", "E1442"]),
-        ("linear", {"on_conflict": "last"}, ["--on-conflict is of union alone"]),
-        ("lora", {"on_conflict": "first"}, ["--on-conflict is of union alone"]),
+        ("linear", {"decay": 0.5}, ["--decay only applies to --method ema"]),
+        ("union", {"weight": (1, 2), "seed": 3}, ["--weight, --seed: no effect with merge --method union", "E1442"]),
+        ("linear", {"on_conflict": "last"}, ["--on-conflict only applies to --method union"]),
+        ("lora", {"on_conflict": "first"}, ["--on-conflict only applies to --method union"]),
         ("slerp", {"t": 0.5, "weight": (1, 1)}, ["weight: no parameter of slerp"]),
-        ("linear", {"weight": (1e39, 1)}, ["weight is 1e+39, beyond fp32"]),
+        ("linear", {"weight": (1e39, 1)}, ["weight is 1e+39, beyond the range of fp32"]),
         ("linear", {"weight": (3e38, 3e38)}, ["the weights sum to more than fp32 has"]),
         ("linear", {"weight": (1e-50, 1e-50)}, ["the weights sum to 0 in fp32"]),
         ("linear", {"weight": (1, -1.00000000001)}, ["the weights sum to 0 in fp32"]),
@@ -207,8 +207,8 @@ GOOD = "merge_method: linear\nmodels:\n  - {{model: {0}, parameters: {{weight: 1
         ),
         ("merge_method: !!bool abc", ["'abc' is no bool"]),
         ("merge_method: " + ":".join(["59"] * 20000), ["is no int of at most 400 characters"]),
-        ("3", ["no mapping"]),
-        ("", ["no mapping"]),
+        ("3", ["not a mapping"]),
+        ("", ["not a mapping"]),
         ("models: [", ["not YAML", "E1443"]),
         ("a: 1\na: 2", ["'a' stands twice"]),
         ("!!python/object/apply:os.system ['echo x']", ["asks for more than values"]),
@@ -244,11 +244,11 @@ def test_a_config_says_all(models: Models, tmp_path: Path) -> None:
     paths = models(2)
     (tmp_path / "merge.yaml").write_text(GOOD.format(*paths))
     text = said(fault(UsageError, out=tmp_path / "out", config=tmp_path / "merge.yaml", weight=(1, 2), t=0.5))
-    assert "--weight, --t: no option of --config" in text
+    assert "--weight, --t: no effect with --config" in text
     assert "--seed: linear leaves nothing to chance" in said(
         fault(UsageError, out=tmp_path / "out", config=tmp_path / "merge.yaml", seed=3)
     )
-    assert "--on-conflict is of union alone" in said(
+    assert "--on-conflict only applies to --method union" in said(
         fault(UsageError, out=tmp_path / "out", config=tmp_path / "merge.yaml", on_conflict="last")
     )
     assert "--config says the method" in said(
@@ -277,7 +277,7 @@ def test_slices(models: Models, tmp_path: Path) -> None:
     about = json.loads((Path(paths[0]) / "config.json").read_text())
     (Path(paths[0]) / "config.json").write_text(json.dumps({**about, "first_k_dense_replace": 2}))
     config.write_text(head + f"  - sources: [{{model: {paths[0]}, layer_range: [1, 3]}}]\n")
-    assert "kinds of layers by their number" in said(fault(UsageError, out=tmp_path / "out", config=config))
+    assert "kinds of layers by number" in said(fault(UsageError, out=tmp_path / "out", config=config))
 
 
 def test_last_of_names() -> None:

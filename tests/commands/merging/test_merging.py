@@ -273,7 +273,7 @@ def test_integers_must_be_equal(models: Models, tmp_path: Path) -> None:
     ckpt.merge(paths, tmp_path / "out", method="linear")
     assert torch.equal(tensors_of(tmp_path / "out")["buffer"], torch.arange(5))
     save_file({**tensors_of(paths[0]), "buffer": torch.arange(5) + 1}, Path(paths[0]) / "model.safetensors")
-    with pytest.raises(InputError, match="no float is not merged") as caught:
+    with pytest.raises(InputError, match="not floats are not merged") as caught:
         ckpt.merge(paths, tmp_path / "out2", method="linear")
     assert caught.value.code == "E1449"
 

@@ -13,7 +13,7 @@ from ckpt_tool.storage.journal import PartStatus
 from ckpt_tool.storage.staging import statuses_of, was_committed
 
 
-class Standing(NamedTuple):
+class OutputState(NamedTuple):
     """there: does the output lie there? parts: how far each process is, none where nobody has begun or all is
     committed. done, of: bytes of the whole, whoever moved them; 0 where only the parts say."""
 
@@ -28,10 +28,10 @@ class Standing(NamedTuple):
         return max(self.done, sum(part.nbytes for part in self.parts))
 
 
-def standing(place: Place) -> Standing:
+def output_state(place: Place) -> OutputState:
     """Raises StorageError where it can't be looked at."""
     if not isinstance(place, RemotePlace):
-        return Standing(os.path.lexists(place), statuses_of(place))
+        return OutputState(os.path.lexists(place), statuses_of(place))
     from ckpt_tool.storage.output_store import output_store, staging_url
     from ckpt_tool.storage.store_claims import done_of, statuses
 
@@ -39,8 +39,8 @@ def standing(place: Place) -> Standing:
     records = bucket.at_url(staging_url(place.url))
     done = done_of(records)
     if done is None:
-        return Standing(bool(bucket.objects()), ())
-    return Standing(True, statuses(records), *done)
+        return OutputState(bool(bucket.objects()), ())
+    return OutputState(True, statuses(records), *done)
 
 
 def is_committed(plan: Plan) -> bool:

@@ -171,4 +171,4 @@ class Patched(ExactRecipe):
                 key=str(self.key),
                 hint=hint,
             )
-        raise InternalError(f"{self.key}: every link is right, and the whole is not")
+        raise InternalError(f"{self.key}: every delta of the chain is right, but the patched tensor has another digest")

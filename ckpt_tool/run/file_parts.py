@@ -1,6 +1,6 @@
 """Output files as parts of one size: how many bytes of each part moves write, and so when all of it has come.
 
-    parts = Parts(size=12 << 20, step=5 << 20)
+    parts = FileParts(size=12 << 20, step=5 << 20)
     parts.count(region, item)               # parts.moved == {0: 5 << 20, 1: 5 << 20, 2: 2 << 20}
 
 Uploads send parts (`run.upload`), hashes are taken of them in order (`run.hashes`).
@@ -15,7 +15,7 @@ from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.schedule import Unit
 
 
-class Parts:
+class FileParts:
     """A file of `size` bytes, cut every `step` bytes. moved: part -> bytes that moves write of it."""
 
     def __init__(self, size: int, step: int) -> None:

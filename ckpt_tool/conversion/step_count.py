@@ -26,7 +26,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _GONE = object()
 
 
-def counted(chosen: Chosen, job: Conversion) -> Chosen:
+def steps_of_count(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen` with a step of each parameter that has moments, where the source has one count and another format is
     written."""
     catalog, writing = chosen.sources[0].catalog, job.writing

@@ -1,7 +1,7 @@
 """An option changes what is written, or it is an error that names it and the format: for every target and every option.
 
-What a format heeds is what its `Holds.heeds` says; here each row is tried on a checkpoint of the format itself, both
-ways.
+What a format uses is what its `Holds.uses_options` says; here each row is tried on a checkpoint of the format itself,
+both ways.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckpt_tool.options.writing import Writing
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 MODEL = FIXTURES / "safetensors" / "llama_one_file"
-# a checkpoint of each format, with degrees under which every option that it heeds shows; else its first
+# a checkpoint of each format, with degrees under which every option that it uses shows; else its first
 OF_FORMAT: dict[str, tuple[str, dict[str, int]]] = {
     **{name: (f"{name}/{min(path.name for path in (FIXTURES / name).iterdir())}", {}) for name in registry.NAMES},
     "safetensors": ("safetensors/llama_one_file", {}),
@@ -64,7 +64,7 @@ def plan_of(name: str, tmp_path: Path, **given: Any) -> dict[str, Any]:
 
 
 def test_every_format_and_option_is_here() -> None:
-    assert {option for name in registry.NAMES for option in registry.by_name(name).holds.heeds} == set(GIVEN)
+    assert {option for name in registry.NAMES for option in registry.by_name(name).holds.uses_options} == set(GIVEN)
     suffixes = {suffix for name in registry.NAMES for suffix in registry.by_name(name).holds.single}
     assert suffixes <= set(WEIGHT_SUFFIXES)
 
@@ -76,8 +76,8 @@ def test_an_option_that_a_format_does_not_heed_is_an_error(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "layout.toml").write_text(LAYOUT)
-    if option in registry.by_name(name).holds.heeds:
-        pytest.skip("it heeds it: the next test")
+    if option in registry.by_name(name).holds.uses_options:
+        pytest.skip("it uses it: the next test")
     with pytest.raises(UsageError) as caught:
         plan_of(name, tmp_path, **GIVEN[option])
     error = caught.value
@@ -97,7 +97,8 @@ SHOWN: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "option"), [(name, option) for name in OF_FORMAT for option in sorted(registry.by_name(name).holds.heeds)]
+    ("name", "option"),
+    [(name, each) for name in OF_FORMAT for each in sorted(registry.by_name(name).holds.uses_options)],
 )
 def test_one_that_it_heeds_changes_the_output_or_is_refused_for_its_value(
     name: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -21,7 +21,7 @@ from ckpt_tool.sources.chosen import Chosen
 from ckpt_tool.sources.opening import Opened
 
 
-def drawn(chosen: Chosen, wanted: Wanted, target: Target, layout: Layout, fmt: Format) -> Rewriting:
+def rewriting_of(chosen: Chosen, wanted: Wanted, target: Target, layout: Layout, fmt: Format) -> Rewriting:
     """The tensors of an output with their holders on both sides. Of several sources a file is called by its source."""
     tensors = [Tensor(item.key.name, item.key.state, item.dtype, item.shape) for item in wanted.tensors]
     used = {row.source for row in chosen.stored}
@@ -47,7 +47,7 @@ def _in_files(opened: Opened) -> bool:
     return bool(opened.catalog.tensors)
 
 
-def drawn_plan(plan: Plan) -> Rewriting:
+def rewriting_of_plan(plan: Plan) -> Rewriting:
     """The same of a plan that was saved: of the source's mesh and of who took which fallback it says less."""
     said, files = plan.report, [file.path for file in plan.outputs]
     roots = {file.root for file in plan.sources}

@@ -207,7 +207,7 @@ def _check_numbers(groups: Sequence[Group], models: Sequence[Model]) -> None:
             )
     if wrong:
         raise InconsistentCheckpoint(
-            f"what is no float is not merged, and must be equal: {wrong[0]}",
+            f"tensors that are not floats are not merged and must be equal: {wrong[0]}",
             code=NUMBERS,
             faults=wrong[1:],
             hint="leave it out with --remove-keys",

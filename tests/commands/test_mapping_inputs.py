@@ -14,7 +14,7 @@ import torch
 from ckpt_tool.algebra.element_map import ElementMap
 from ckpt_tool.algebra.mapped import Made, Mapped
 from ckpt_tool.algebra.piece import Piece, Side
-from ckpt_tool.conversion.naming import ready
+from ckpt_tool.conversion.mapping_inputs import moves_alone
 from ckpt_tool.conversion.passes import selected
 from ckpt_tool.conversion.vocabulary import grown_vocabulary
 from ckpt_tool.conversion.writing import write
@@ -60,7 +60,7 @@ def one_to_one(name: str, to: str, n: int, by: float) -> Made:
 
 def test_a_number_is_added_to_values_and_not_to_moments(tmp_path: Path) -> None:
     writing = Writing(**WRITING)
-    chosen, mapped = ready(opened(tmp_path), Mapped((one_to_one("norm", "gamma", 6, 1),)), writing, "the test")
+    chosen, mapped = moves_alone(opened(tmp_path), Mapped((one_to_one("norm", "gamma", 6, 1),)), writing, "the test")
     assert not any(piece.maps for made in mapped.made for piece in made.pieces)
     applied = apply_mapping(chosen.stored, mapped)
     casts = {TensorKey("gamma"): chosen.casts[TensorKey("norm")]}
@@ -74,7 +74,7 @@ def test_a_number_is_added_to_values_and_not_to_moments(tmp_path: Path) -> None:
 def test_two_changes_of_one_source_are_refused(tmp_path: Path) -> None:
     made = (one_to_one("norm", "a", 6, 1), one_to_one("norm", "b", 6, 2))
     with pytest.raises(UsageError, match="in more than one way"):
-        ready(opened(tmp_path), Mapped(made), Writing(**WRITING), "the test")
+        moves_alone(opened(tmp_path), Mapped(made), Writing(**WRITING), "the test")
 
 
 def test_what_one_tensor_is_made_of_may_lie_in_two_sources(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_what_one_tensor_is_made_of_may_lie_in_two_sources(tmp_path: Path) -> No
         Piece((12,), Side("embed_tokens.weight", 0, (1,)), Side("qk", 0, (1,))),
         Piece((4,), Side("k", 0, (1,)), Side("qk", 12, (1,))),
     )
-    chosen, mapped = ready(chosen, Mapped((Made("qk", (4, 4), pieces),)), writing, "the test")
+    chosen, mapped = moves_alone(chosen, Mapped((Made("qk", (4, 4), pieces),)), writing, "the test")
     applied = apply_mapping(chosen.stored, mapped)
     have = written(
         replace(chosen, stored=applied.stored, casts={TensorKey("qk"): chosen.casts[TensorKey("k")]}), tmp_path / "out"

@@ -16,7 +16,7 @@ from ckpt_tool.core.target import PATCH_BYTES, TargetFile
 from ckpt_tool.errors import InternalError
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.run.checksum import Piece, join
-from ckpt_tool.run.parts import Parts
+from ckpt_tool.run.file_parts import FileParts
 from ckpt_tool.storage.multipart import Sent, part_size
 
 
@@ -40,7 +40,7 @@ class Part:
         return self.start + len(self.data)
 
 
-class Object(Parts):
+class Object(FileParts):
     """One output file: its parts, its holes, the CRCs that it waits for. moved: also of the file that it is a copy
     of."""
 

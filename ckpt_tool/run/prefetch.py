@@ -1,8 +1,8 @@
 """What one thread reads, item by item: the next is taken, and its bytes are expected, before the present one is over.
 
-    for move in Coming(take, expect, size):      # `expect(move, True)` when little of the one before it is left
+    for move in Prefetch(take, expect, size):      # `expect(move, True)` when little of the one before it is left
         ...
-        coming.passed(len(block))
+        ahead.passed(len(block))
 
 Else a store would stand idle at the end of each tensor or unit, for as long as it takes to answer.
 """
@@ -16,7 +16,7 @@ T = TypeVar("T")
 SOON = 16 << 20  # bytes of an item that are left when the next is asked for
 
 
-class Coming(Iterator[T], Generic[T]):
+class Prefetch(Iterator[T], Generic[T]):
     """Items for one thread.
 
     Args:

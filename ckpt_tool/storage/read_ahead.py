@@ -4,7 +4,7 @@
     ahead.take("model-1.safetensors", at, end)           # waits for the piece that holds `at`; in parts, as it came
 
 Ranges of one file that lie near each other become one request, long ones requests of 4 MiB, cut where objects have
-multiples of that. Requests are begun in the order that was told, as long as what is under way or unread stays below
+multiples of that. Requests are begun in the order that was stated, as long as what is under way or unread stays below
 `WINDOW` of all threads or `SHARE` of this one; one that is wanted out of turn is begun at once. What lies before a
 file's last read is forgotten, and so is everything when new ranges are expected; what comes after those (`then`) is
 kept apart, since it may lie before them in the same file.
@@ -89,6 +89,7 @@ class Fetchers:
             self.held += nbytes
 
     def begin(self, piece: Piece) -> None:
+        """Have a thread fetch the piece: an idle one, a new one, or the next that is free."""
         piece.begun = True
         if not self._idle.acquire(blocking=False):
             with self._lock:

@@ -33,6 +33,7 @@ _SHOWN = 50
 
 
 def findings(subject: Subject) -> Iterator[Finding]:
+    """What the config and the side files show. Headers and small files alone."""
     if subject.whole:
         yield from _heads(subject)
         yield from _vocabulary(subject)
@@ -104,7 +105,7 @@ def _token_numbers(subject: Subject) -> Iterator[tuple[int, str]]:
             continue
         try:
             value = json.loads(tree.read_whole(file, limit=_TOKENIZER_LIMIT))
-        except ValueError:  # `sources.sound` tells of a file that is cut short
+        except ValueError:  # `sources.sound` reports a file that is cut short
             continue
         numbers = [number for number in _numbers(value) if type(number) is int]
         if numbers:

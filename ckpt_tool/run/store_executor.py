@@ -1,0 +1,214 @@
+"""The executor of outputs that grow in an object store: alone, or as one of several workers.
+
+Alone it fills an `Upload`, object by object. Workers share no disk: each claims shares of the plan by objects beside
+the output (`storage.store_claims`) and fills their parts (`run.share_upload`); the one that finds all done commits,
+from the records that the others have left. Nothing is visible before all has been sent. Memory: the executor's, and
+the parts that gather (`Upload.begin` says when they are too many).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from ckpt_tool.errors import (
+    CkptError,
+    InputError,
+    OutputExists,
+    ReplicasDiffer,
+    SourceChanged,
+    StorageError,
+    UnsafeInput,
+)
+from ckpt_tool.run import replicas
+from ckpt_tool.run.checksum import Piece
+from ckpt_tool.run.executor import WRITING, Executor, Result, State, Waits
+from ckpt_tool.run.file_parts import in_order_of_files
+from ckpt_tool.run.share_upload import GONE, ShareUpload
+from ckpt_tool.run.shares import of_part
+from ckpt_tool.run.upload import Upload
+from ckpt_tool.storage.claims import Taken
+from ckpt_tool.storage.output_store import OutputStore, staging_url
+from ckpt_tool.storage.store_claims import StoreClaims, refuse_held
+
+_LONGEST = 15.0  # seconds between two looks at others, at most: each costs requests
+
+
+class StoreExecutor(Executor):
+    """One run of one plan into `bucket`. Arguments as `Executor`'s; `check` is given the `Upload`."""
+
+    in_order = True  # so parts are filled one after the other, and few are in memory at once
+
+    def __init__(self, bucket: OutputStore, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.bucket = bucket
+
+    def _carry_out(self) -> Result:
+        return self._send_shares() if self.part or self.worker else self._send()
+
+    def _send(self) -> Result:
+        """As the only one that writes."""
+        records = self.bucket.at_url(staging_url(self.plan.destination))
+        refuse_held(records, self.plan.destination)
+        how = self.options
+        upload = Upload(self.plan, self.bucket, self.sources, memory=how.memory, force=how.force, resume=how.resume)
+        state = State(in_order_of_files(self.plan, list(enumerate(self.units))))
+        try:
+            upload.begin([unit for _, unit in state.queue])
+            if self.progress:
+                self.progress.start(sum(unit.nbytes for _, unit in state.queue), WRITING)
+            self.work(lambda room: upload.writer(), lambda line: None, state)
+            self.sources.check()
+            result = self._complete(upload, state)
+        except (InputError, SourceChanged, UnsafeInput) as e:
+            upload.discard()
+            if isinstance(e, ReplicasDiffer):
+                raise replicas.all_of_them(self.plan.moves, self.sources, e, threads=self.threads) from e
+            raise
+        finally:
+            upload.close()
+        if self.progress:
+            self.progress.finish()
+            if upload.spared:
+                self.progress.note(f"{upload.spared} bytes were sent by an earlier run and are as they should be")
+        return result
+
+    def _complete(self, upload: Upload, state: State) -> Result:
+        """All values are sent: make the output visible."""
+        digests, digests_out, overflows = self.digests(state)
+        sums = (digests_out, digests) if self.hashing else ({}, {})
+
+        def check(upload: Upload) -> None:
+            self.sources.check()
+            if self.check is not None:
+                self.check(upload, *sums)
+
+        blind = upload.blind
+        upload.finish(list(digests_out.values()) if self.hashing else None, check)
+        if blind and self.full:
+            try:
+                check(upload)
+            except CkptError:
+                upload.withdraw()
+                raise
+        return Result(*sums[::-1], overflows, committed=True)
+
+    def _send_shares(self) -> Result:
+        """As one of those that write into a store and share no disk: shares are claimed, or a part's; who finds that
+        all are done commits."""
+        records = self.bucket.at_url(staging_url(self.plan.destination))
+        order = in_order_of_files(self.plan, list(enumerate(self.units)))
+        how = self.options
+        upload = ShareUpload(self.plan, self.bucket, records, self.sources, order, memory=how.memory, force=how.force)
+        sizes = [share.nbytes for share in upload.shares]
+        mine = None if self.part is None else of_part(sizes, self.part)
+        claims = StoreClaims(records, self.plan.identifier(), self.part or self.worker, sizes, mine)
+        upload.sole, upload.nearly, claims.moving = claims.commits_still, claims.ahead, lambda: upload.gathered
+        result = Result({}, {}, {}, committed=False)
+        try:
+            with claims:
+                if claims.first:
+                    try:
+                        upload.check_there()
+                    except OutputExists:
+                        claims.clear()
+                        raise
+                upload.start()
+                result = self._claim_shares(upload, claims)
+        except ReplicasDiffer as e:
+            raise replicas.all_of_them(self.plan.moves, self.sources, e, threads=self.threads) from e
+        except (OutputExists, StorageError):  # of what another has ended while this one was at work
+            if not upload.committed():
+                raise
+        finally:
+            upload.close()
+        if not result.committed:
+            upload.sweep()
+            if claims.gone and not upload.committed():
+                raise StorageError(
+                    "the records of the run are gone, and the output is not there",
+                    code=GONE,
+                    path=records.shown,
+                    hint="the worker that was to commit has given up, and said why; or someone has cleaned up",
+                )
+        return result
+
+    def _claim_shares(self, upload: ShareUpload, claims: StoreClaims) -> Result:
+        waits, own, seen = Waits(self.progress), set[int](), set[int]()
+        sizes = {number: upload.shares[number].nbytes for number in claims.mine}
+        moved = sum(unit.nbytes for unit in self.units) / max(1, sum(share.nbytes for share in upload.shares))
+        if self.progress:
+            self.progress.start(int(moved * sum(sizes.values())), WRITING)
+        while True:
+            taken = claims.take()
+            if claims.gone:
+                break
+            others = claims.done - seen - own
+            seen |= others
+            self.advance(int(moved * sum(sizes.get(number, 0) for number in others)))
+            if taken is not None:
+                own.add(taken.number)
+                claims.finish(taken.number, self._send_share(upload, taken))
+            elif not claims.left() and claims.take_commit():
+                return self._commit_shares(upload, claims)
+            elif self.part is not None:
+                return Result({}, {}, {}, committed=False, parts=tuple(claims.end(done=True)))
+            else:
+                what = "what other workers have claimed" if claims.left() else "the worker that commits"
+                waits.a_while(f"waiting for {what}", longest=_LONGEST)
+        return Result({}, {}, {}, committed=False)
+
+    def _send_share(self, upload: ShareUpload, taken: Taken) -> dict[str, Any]:
+        """Fill the parts of a share. Returns what the one that commits has to know of it."""
+        works = list(upload.shares.work(taken.number))
+        state = State([(number, work.unit) for number, work in enumerate(works)])
+        leaves, lost = list[Any](), Counter[str]()
+
+        def record(line: dict[str, Any]) -> None:
+            with state.lock:
+                leaves.extend(line["leaves"])
+                lost.update(line["overflows"] if works[line["unit"]].counts else {})
+
+        upload.begin_share(taken.number, [work.unit for work in works], over=taken.over)
+        self.work(lambda room: upload.writer(), record, state)
+        sent = upload.end_share()
+        self.sources.check()
+        read = [[file, *piece] for file, pieces in state.source_pieces.items() for piece in pieces]
+        return {"plan": self.plan.identifier(), **sent, "leaves": leaves, "overflows": lost, "sources": read}
+
+    def _commit_shares(self, upload: ShareUpload, claims: StoreClaims) -> Result:
+        """What all have sent becomes the output. Safe to do twice."""
+        result = Result({}, {}, {}, committed=True)
+        if not upload.committed():  # else who did it died before it had cleaned up
+            while True:
+                state, missing = self._take_records(upload, claims)
+                if not missing:
+                    break
+                if self.progress:
+                    self.progress.note(f"{len(missing)} shares are not in the store as they were sent: sent again")
+                for number in sorted(missing):
+                    claims.finish(number, self._send_share(upload, Taken(number, over=True)))
+            try:
+                result = self._complete(upload, state)
+            except (InputError, SourceChanged, UnsafeInput):
+                upload.discard()
+                claims.clear()
+                raise
+        claims.clear()
+        if self.progress:
+            self.progress.finish()
+        return result
+
+    def _take_records(self, upload: ShareUpload, claims: StoreClaims) -> tuple[State, set[int]]:
+        """What the workers' records say, and the shares of which they say nothing, or nothing that is so."""
+        state, missing = State([]), set[int]()
+        upload.begin_commit()
+        for number, record in enumerate(claims.records()):
+            if not record:
+                missing.add(number)
+                continue
+            upload.take(record)
+            self.gather_leaves([record], state)
+            for file, *piece in record["sources"]:
+                state.source_pieces.setdefault(file, []).append(Piece(*piece))
+        return state, missing | upload.lost()
