@@ -50,8 +50,9 @@ WORTH = 256 << 20  # bytes of work
 _KINDS = {"F32": 0, "BF16": 1}
 KINDS = frozenset(_KINDS)  # dtypes that the calls know
 _CODES = {"F8_E4M3": 0, "I8": 1, "I32": 2, "U8": 3}  # by the dtype that holds them: the last two of four bits
-_GGUF = {"Q4_0": 0, "Q4_1": 1, "Q5_0": 2, "Q5_1": 3, "Q8_0": 4, "MXFP4": 5}
-BLOCKS = frozenset(_GGUF)  # types of GGUF that the calls know
+_GGUF = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 MXFP4 TQ2_0 IQ4_NL IQ4_XS Q2_K Q3_K Q4_K Q5_K Q6_K".split()  # as blocks.c counts them
+BLOCKS = frozenset(_GGUF[:6])  # types of GGUF that `blocks` makes
+FLOATS = frozenset(_GGUF)  # and whose floats `floats` makes
 _SECONDS = 120
 _SLABS = 64  # of a turn with more than two dims at most: more are NumPy's
 
@@ -87,6 +88,7 @@ class Library:
         self._c.ck_largest.argtypes = [c_void_p, c_int, *[c_int64] * 4, c_void_p]
         self._c.ck_codes.argtypes = [c_void_p, c_int, *[c_int64] * 4, c_void_p, c_int64, c_int, c_void_p, c_void_p]
         self._c.ck_gguf.argtypes = [c_void_p, c_int, c_int64, c_int, c_void_p]
+        self._c.ck_floats.argtypes = [c_void_p, c_int, c_int64, c_void_p, c_int]
         self._c.ck_turn.argtypes = [c_int, c_void_p, c_int64, c_void_p, *[c_int64] * 3]
         self.pair = int(self._c.ck_pair())  # columns of a product that are made at a time, 0: none
 
@@ -178,9 +180,19 @@ class Library:
         False, and `out` is void, where a type is not known here, or gguf's steps leave fp32 for a block (infinite
         scales, values that are no numbers)."""
         line, dtype = values
-        if dtype not in _KINDS or to not in _GGUF:
+        if dtype not in _KINDS or to not in BLOCKS:
             return False
-        return not self._c.ck_gguf(line.ctypes.data, _KINDS[dtype], len(out), _GGUF[to], out.ctypes.data)
+        return not self._c.ck_gguf(line.ctypes.data, _KINDS[dtype], len(out), _GGUF.index(to), out.ctypes.data)
+
+    def floats(self, blocks: Array, of: str, out: Array, dtype: str) -> bool:
+        """out = what gguf's `dequantize` makes of blocks of GGUF's type `of`, rounded to dtype. blocks: (count, bytes
+        of one), little-endian. out: 1-d.
+
+        False, and `out` is void, where a type is not known here, or a scale or a value is not finite or becomes so."""
+        if dtype not in _KINDS or of not in FLOATS:
+            return False
+        at = blocks.ctypes.data, _GGUF.index(of), len(blocks)
+        return not self._c.ck_floats(*at, out.ctypes.data, _KINDS[dtype])
 
     def turned(self, source: Array, target: Array) -> bool:
         """target[...] = source, two views of one shape whose items lie side by side along one axis each, not the same.
@@ -393,13 +405,14 @@ def _codes(library: Library) -> str:
     if not np.array_equal(out, want) or sizes[0, 0] != 1344:
         return "codes"
     steps = np.concatenate(([-8.0], np.arange(31) % 16 - 8)).astype(np.float32)  # a scale of 1
-    four, eight = np.empty((1, 18), np.uint8), np.empty((1, 34), np.uint8)
+    four, eight, back = np.empty((1, 18), np.uint8), np.empty((1, 34), np.uint8), np.empty(32, np.float32)
     library.blocks((steps, "F32"), "Q4_0", four)
     library.blocks((np.append(steps[1:] + np.float32(0.5), np.float32(127)), "F32"), "Q8_0", eight)  # away from zero
     low, away = steps.astype(np.int8) + 8, np.append(steps[1:] + (steps[1:] >= 0), 127).astype(np.int8)
     one = np.float16(1).tobytes()
     want_blocks = one + (low[:16] | low[16:] << 4).astype(np.uint8).tobytes() + one + away.tobytes()
-    return "" if four.tobytes() + eight.tobytes() == want_blocks else "blocks of GGUF"
+    known = library.floats(four, "Q4_0", back, "F32") and np.array_equal(back, steps)
+    return "" if known and four.tobytes() + eight.tobytes() == want_blocks else "blocks of GGUF"
 
 
 def _products(library: Library, rng: np.random.Generator) -> str:

@@ -81,6 +81,10 @@ class StoredArray(NamedTuple):
         offset = self.offset + self.dtype.nbytes(start)
         return StoredArray(self.path, offset, dtype or self.dtype, shape, strides, self.crc)
 
+    def below(self, leads: int) -> StoredArray:
+        """The array without its first `leads` dims, of extent 1."""
+        return self._replace(shape=self.shape[leads:], strides=self.strides and self.strides[leads:])
+
 
 class Chunk(NamedTuple):
     """`within` of `array` holds `box` of the logical tensor. `replica` > 0: the same box lies elsewhere too.

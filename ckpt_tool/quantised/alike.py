@@ -38,7 +38,8 @@ class Alike:
         self._classes: dict[bytes, int] = {}  # module -> its class
         steps: dict[Step, int] = {}
         classes = self._classes
-        below = any(name.endswith(b".absmax") for names, _ in self._columns() for name in names)
+        below = any(b".absmax" in b" ".join(names()) for _, names, _ in self._blocks)  # in one look, for most have none
+        below = below and any(name.endswith(b".absmax") for names, _ in self._columns() for name in names)
         self._parted = _above_weight if below else bytes.rpartition
         for names, numbers in self._columns():
             for (module, dot, ending), number in zip(map(self._parted, names, repeat(b".")), numbers, strict=True):

@@ -8,8 +8,9 @@ The arithmetic is the `gguf` package's, on tiles of whole blocks: no block needs
 `gguf_convert_endian.py` does: the half-precision scales of a block, of the types that it knows; plain numbers here.
 
 Source: gguf 0.19.0 `quants.py`, `scripts/gguf_convert_endian.py`. Cost: 3 ns an element of Q8_0, 5 to 12 of the K's,
-13 of Q4_0, 22 to 30 of most IQ types; to quantise 8 ns for Q8_0, 13 for Q4_0, 72 for MXFP4, 0.5 to 1.5 in compiled
-code (`compiled/blocks.c`, the same bits); 80 ms to import. Memory: some `_TILE` elements, at 40 bytes each, a thread.
+13 of Q4_0, 22 to 30 of most IQ types, 0.3 to 1 in compiled code (`compiled/blocks.c`, the same bits; not most IQ
+types); to quantise 8 ns for Q8_0, 13 for Q4_0, 72 for MXFP4, 0.5 to 1.5 compiled; 80 ms to import. Memory: some `_TILE`
+elements, at 40 bytes each, a thread.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_tool.compiled.library import BLOCKS, KINDS, ready
+from ckpt_tool.compiled.library import BLOCKS, FLOATS, KINDS, ready
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.gguf.types import NO_FLOATS, Kind, is_big, kind_of
 from ckpt_tool.quantised.codes import Array, Floats, not_finite, widened
-from ckpt_tool.run.computed import ExactRecipe, Read, Recipe
+from ckpt_tool.run.computed import ExactRecipe, Lend, Read, Recipe
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 NO_LIBRARY = "E1710"
@@ -48,19 +49,43 @@ class FloatsOfBlocks(Recipe):
     """The floats that the items of its one input stand for."""
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
-        dtype = self.inputs[0].tensor.dtype
-        kind = kind_of(dtype)
         out = np.empty(stop - start, np.float32)
+        self._make(read, start, out)
+        return out
+
+    def fill(self, read: Read, offset: int, out: memoryview) -> None:
+        if offset % 4 or len(out) % 4:
+            super().fill(read, offset, out)
+        else:
+            self._make(read, offset // 4, np.frombuffer(out, np.float32))
+
+    def rounded(self, read: Read, lend: Lend, start: int, stop: int, out: tuple[Array, str]) -> bool:
+        dtype, made = self.inputs[0].tensor.dtype, out[0]
+        kind = kind_of(dtype)
+        library = ready(4 * (stop - start)) if kind.name in FLOATS and out[1] in KINDS else None
+        if library is None:
+            return False
+        low, high = start // kind.elements, -(-stop // kind.elements)
+        whole = (high - low) * kind.elements == stop - start
+        room = made if whole else np.empty((high - low) * kind.elements, made.dtype)
+        items = lend(0, low, high)[0].reshape(high - low, kind.nbytes)
+        if not library.floats(_turned(kind, items) if is_big(dtype) else items, kind.name, room, out[1]):
+            return False
+        if not whole:
+            made[...] = room[start - low * kind.elements :][: stop - start]
+        return True
+
+    def _make(self, read: Read, start: int, out: Floats) -> None:
+        """out: elements of the line from `start` on."""
+        dtype, stop = self.inputs[0].tensor.dtype, start + len(out)
+        kind = kind_of(dtype)
         step = max(_TILE // kind.elements, 1)
         low, high = start // kind.elements, -(-stop // kind.elements)
         for first in range(low, high, step):
-            last = min(first + step, high)
+            last, at = min(first + step, high), first * kind.elements - start
             items = read(0, first, last).view(np.uint8).reshape(last - first, kind.nbytes)
-            floats = _floats(kind, _turned(kind, items) if is_big(dtype) else items)
-            at = first * kind.elements - start
-            begin, end = max(-at, 0), min(len(floats), stop - start - at)
-            out[at + begin : at + end] = floats[begin:end]
-        return out
+            begin, end = max(-at, 0), min((last - first) * kind.elements, stop - start - at)
+            _floats(kind, _turned(kind, items) if is_big(dtype) else items, begin, out[at + begin : at + end])
 
     @property
     def memory(self) -> int:
@@ -121,17 +146,25 @@ class BlocksOfFloats(ExactRecipe):
                 some[...] = _blocks(kind, floats).reshape(some.shape)
 
 
-def _floats(kind: Kind, items: Bytes) -> Floats:
-    """items: (blocks, bytes of one), little-endian. The library takes sixteen rows at a time: one row is quickest."""
+def _floats(kind: Kind, items: Bytes, skip: int, out: Floats) -> None:
+    """out: the floats of items behind the first `skip`. items: (blocks, bytes of one), little-endian. The library takes
+    sixteen rows at a time: one row is quickest."""
     if kind.elements == 1:
         if kind.name == "BF16":
-            return (items.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(-1)
-        letter = "f" if kind.name.startswith("F") else "i"
-        return items.view(f"<{letter}{kind.nbytes}").astype(np.float32).reshape(-1)
-    quants = library()
-    with np.errstate(all="ignore"):
-        found: Floats = quants.dequantize(np.ascontiguousarray(items).reshape(1, -1), _number(kind))
-    return found.reshape(-1)
+            out[...] = (items.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(-1)
+        else:
+            letter = "f" if kind.name.startswith("F") else "i"
+            out[...] = items.view(f"<{letter}{kind.nbytes}").reshape(-1)
+        return
+    compiled = ready(4 * len(items) * kind.elements) if kind.name in FLOATS else None
+    whole = len(out) == len(items) * kind.elements
+    found = out if whole else np.empty(len(items) * kind.elements, np.float32)
+    if compiled is None or not compiled.floats(items, kind.name, found, "F32"):
+        quants = library()
+        with np.errstate(all="ignore"):
+            found = quants.dequantize(np.ascontiguousarray(items).reshape(1, -1), _number(kind)).reshape(-1)
+    if found is not out:
+        out[...] = found[skip : skip + len(out)]
 
 
 def _blocks(kind: Kind, values: Floats) -> Bytes:

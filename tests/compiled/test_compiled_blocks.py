@@ -24,7 +24,7 @@ from ckpt_tool.formats.gguf.types import of_name
 from ckpt_tool.merging.averages import Linear
 from ckpt_tool.quantised import blocks as gguf_blocks
 from ckpt_tool.quantised import nearest
-from ckpt_tool.quantised.blocks import BlocksOfFloats
+from ckpt_tool.quantised.blocks import BlocksOfFloats, FloatsOfBlocks
 from ckpt_tool.quantised.nearest import Error, Place, Values, codes_of, largest
 from ckpt_tool.quantised.schemes import SCHEMES
 from ckpt_tool.run.compute import cast
@@ -359,3 +359,50 @@ def test_blocks_of_gguf(
     monkeypatch.setattr(gguf_blocks, "_FEW", 3)
     for low, high in ((0, len(want)), (1000, 30001)):
         assert bytes(tree.view("model/w", low, high - low)) == want[low:high]
+
+
+@pytest.mark.parametrize("name", sorted(compiled.FLOATS))
+def test_floats_of_ggufs_blocks(
+    shelf: compiled._Shelf, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Blocks of any bytes, block by block, and as a recipe makes them, with blocks that the call does not take."""
+    gguf = pytest.importorskip("gguf")
+    number, dtype = gguf.GGMLQuantizationType[name], of_name(name)
+    elements, nbytes = gguf.GGML_QUANT_SIZES[number]
+    blocks = np.random.default_rng(len(name)).integers(0, 256, (700, nbytes), np.uint8)
+    blocks[:64] = 0
+    blocks[:64, :2] = blocks[:64, -2:] = np.arange(64, dtype=np.uint8)[:, None] << 2  # scales of all exponents
+    blocks[64:128] = 255
+    blocks[64:128, :2] = blocks[64:128, -2:] = np.arange(64, dtype=np.uint8)[:, None]
+    with np.errstate(all="ignore"):
+        want = gguf.quants.dequantize(blocks.reshape(1, -1), number).reshape(len(blocks), elements)
+        half = want.astype(ml_dtypes.bfloat16)
+    taken = np.zeros(len(blocks), bool)
+    for kind, judged in (("F32", want), ("BF16", half)):
+        bits = judged.view(f"u{judged.itemsize}")
+        made = np.empty((len(blocks), elements), bits.dtype)
+        for k, block in enumerate(blocks):
+            taken[k] = library.floats(block[None], name, made[k], kind)
+            assert not taken[k] or np.isfinite(judged[k].astype("f4")).all()
+        assert taken.sum() > 500
+        np.testing.assert_array_equal(made[taken], bits[taken])
+        some = np.flatnonzero(taken)[:333]
+        many = np.empty((len(some), elements), bits.dtype)
+        assert library.floats(np.ascontiguousarray(blocks[some]), name, many.reshape(-1), kind)
+        np.testing.assert_array_equal(many, bits[some])
+    stored_as = simple_tensor(TensorKey("w"), StoredArray("w", 0, dtype, (len(blocks),)))
+    (tmp_path / "w").write_bytes(blocks.tobytes())
+    recipe = FloatsOfBlocks(TensorKey("w"), (want.size,), (Input(stored_as, Tree(tmp_path)),), "")
+    tree, line = ComputedTree("made", [recipe]), want.reshape(-1).view(np.uint8)
+    monkeypatch.setattr(gguf_blocks, "_TILE", 8 * elements)
+    for low, high in ((0, want.size), (3, 29 * elements + 1), (elements * 7, elements * 50)):
+        np.testing.assert_array_equal(
+            np.frombuffer(tree.view("model/w", 4 * low, 4 * (high - low)), "u1"), line[4 * low : 4 * high]
+        )
+        direct = np.empty(4 * (high - low), np.uint8)
+        tree.fill("model/w", 4 * low, direct.data)
+        np.testing.assert_array_equal(direct, line[4 * low : 4 * high])
+        out = memoryview(bytearray(2 * (high - low)))
+        whole = taken[low // elements : -(-high // elements)].all()
+        assert tree.rounded("model/w", low, DTYPES["BF16"], out) == whole
+        assert not whole or bytes(out) == half.reshape(-1)[low:high].tobytes()

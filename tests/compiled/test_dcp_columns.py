@@ -1,4 +1,4 @@
-"""A DCP save whose boxes stay columns gives the catalog, the notes and the errors of the road by objects.
+"""A DCP save, Megatron's too, whose boxes stay columns gives the catalog, notes and errors of the road by objects.
 
 Needs torch, which makes the saves, and a C compiler; one build serves all processes of a run."""
 
@@ -25,7 +25,7 @@ from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import copies
 from ckpt_tool.formats.containers.dcp_columns import Arrays, Columns, Pieces, Table
 from ckpt_tool.formats.copies import look_for_copies
-from ckpt_tool.formats.dcp.format import FORMAT
+from ckpt_tool.formats.registry import by_name
 from ckpt_tool.storage.source import Tree
 
 torch = pytest.importorskip("torch")
@@ -67,7 +67,8 @@ def cut(shape: tuple[int, ...], grid: tuple[int, ...]) -> list[Box]:
 
 
 # name -> (shape, its boxes, seed of the values, None for zeros)
-STATE: dict[str, tuple[tuple[int, ...], list[Box], int | None]] = {
+State = dict[str, tuple[tuple[int, ...], list[Box], int | None]]
+STATE: State = {
     "model.rows": ((12, 3), cut((12, 3), (RANKS, 1)), 1),
     "model.more": ((12, 3), cut((12, 3), (RANKS, 1)), 2),
     "model.grid": ((6, 4), cut((6, 4), (3, 2)), 3),
@@ -80,13 +81,41 @@ STATE: dict[str, tuple[tuple[int, ...], list[Box], int | None]] = {
 }
 
 
-def save(folder: Path, change: Callable[[Any, dict[str, Any]], None] = lambda metadata, tensors: None) -> Path:
+_FC1, _FC2 = ((12, 3), cut((12, 3), (RANKS, 1))), ((6, 4), cut((6, 4), (3, 2)))
+_FSDP, _ONE = "optimizer.state.module.module.module.decoder.layers.0.mlp.", ((), [((), ())])
+FSDP: State = {
+    "model.module.decoder.layers.0.mlp.linear_fc1.weight_w": (*_FC1, 1),
+    "model.module.decoder.layers.0.mlp.linear_fc2.weight": (*_FC2, 2),
+    "model.module.decoder.layers.0.mlp.linear_fc1.weight_v": (*_FC1, 3),
+    f"{_FSDP}linear_fc1.weight_w.exp_avg": (*_FC1, None),
+    f"{_FSDP}linear_fc1.weight_v.exp_avg": (*_FC1, 4),
+    f"{_FSDP}linear_fc2.weight.exp_avg": (*_FC2, None),
+    **{f"{_FSDP}linear_{name}.step": (*_ONE, 5) for name in ("fc1.weight_w", "fc1.weight_v", "fc2.weight")},
+}
+_STACKED, _SINGLE = ((2, 12, 3), cut((2, 12, 3), (2, 3, 1))), "decoder.layers.mlp.experts.experts"
+TORCH_DIST: State = {
+    "decoder.layers.mlp.linear_fc2.weight": (*_STACKED, 1),
+    "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight": (*_STACKED, None),
+    "decoder.layers.self_attention.linear_proj.weight": ((4, 6, 3), cut((4, 6, 3), (2, 3, 1)), 2),  # two layers a box
+    "decoder.layers.input_layernorm.weight": ((2, 6), cut((2, 6), (2, 3)), 3),
+    "decoder.final_layernorm.weight": ((24,), cut((24,), (RANKS,)), 4),
+    f"{_SINGLE}.linear_fc1.weight": ((2, 3, 4, 5), cut((2, 3, 4, 5), (2, 3, 1, 1)), 5),  # layers, experts
+    **{f"decoder.layers.1.mlp.experts.experts.7.linear_fc1.weight_{half}": (*_FC1, 6) for half in "wv"},
+}
+OTHERS = {"megatron-fsdp": FSDP, "megatron-dist": TORCH_DIST}
+
+
+def save(
+    folder: Path,
+    change: Callable[[Any, dict[str, Any]], None] = lambda metadata, tensors: None,
+    state: State = STATE,
+) -> Path:
     """The state as torch lays it out, rank by rank, and its `.metadata` after `change`."""
     folder.mkdir()
     stored: dict[Any, Any] = {}
     for rank in range(RANKS):
         with open(folder / f"__{rank}_0.distcp", "wb") as file:
-            for name, (_, boxes, seed) in STATE.items():
+            for name, (_, boxes, seed) in state.items():
                 if rank < len(boxes) and prod(boxes[rank][1]):
                     offset, shape = boxes[rank]
                     made = io.BytesIO()
@@ -101,11 +130,14 @@ def save(folder: Path, change: Callable[[Any, dict[str, Any]], None] = lambda me
             torch.Size(shape),
             [ChunkStorageMetadata(torch.Size(offset), torch.Size(extent)) for offset, extent in boxes],
         )
-        for name, (shape, boxes, _) in STATE.items()
+        for name, (shape, boxes, _) in state.items()
     }
-    metadata = Metadata(tensors, {name: tuple(name.split(".")) for name in STATE}, stored)
+    metadata = Metadata(tensors, {name: tuple(name.split(".")) for name in state}, stored)
     change(metadata, tensors)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    if state is TORCH_DIST:
+        (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+        torch.save({"iteration": 1}, folder / "common.pt")
     return folder
 
 
@@ -113,17 +145,17 @@ def save(folder: Path, change: Callable[[Any, dict[str, Any]], None] = lambda me
 def both(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """What a folder gives, the same by both roads: (the catalog by columns, its notes), or an error's facts."""
 
-    def read(folder: Path, road: str, lenient: bool) -> Any:
+    def read(folder: Path, road: str, lenient: bool, name: str) -> Any:
         monkeypatch.setenv(VARIABLE, road)
         tree = Tree(folder)
         try:
-            catalog = FORMAT.read(tree)
+            catalog = by_name(name).read(tree)
             return catalog, look_for_copies(tree, catalog, lenient=lenient)
         except CkptError as e:
             return e.code, e.exit_code, e.message, e.path, e.offset, e.key, e.place, e.faults, e.hint
 
-    def run(folder: Path, *, lenient: bool = False) -> Any:
-        columns, objects = read(folder, "on", lenient), read(folder, "off", lenient)
+    def run(folder: Path, *, lenient: bool = False, name: str = "dcp") -> Any:
+        columns, objects = read(folder, "on", lenient, name), read(folder, "off", lenient, name)
         if isinstance(objects[0], Catalog):
             assert [*columns[0].tensors] == [*objects[0].tensors]
             assert not any(isinstance(t.chunks, ChunkColumns) for t in objects[0].tensors.values())
@@ -139,16 +171,54 @@ def test_a_save(both: Any, tmp_path: Path) -> None:
     assert all(isinstance(tensor.chunks, ChunkColumns) for tensor in catalog.tensors.values())
 
 
-def test_columns_answer_as_their_chunks(both: Any, tmp_path: Path) -> None:
-    catalog, _ = both(save(tmp_path / "save"))
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_save_of_megatrons(both: Any, tmp_path: Path, name: str) -> None:
+    """Layers and experts that share a tensor, halves of one, boxes of two layers, which are taken by objects."""
+    folder = save(tmp_path / "save", state=OTHERS[name])
+    catalog, _ = both(folder, name=name)
+    objects = {str(key) for key, tensor in catalog.tensors.items() if not isinstance(tensor.chunks, ChunkColumns)}
+    assert (
+        objects
+        == {
+            "megatron-fsdp": {"decoder.layers.0.mlp.linear_fc1.weight [step]"},
+            "megatron-dist": {f"decoder.layers.{i}.self_attention.linear_proj.weight" for i in range(4)},
+        }[name]
+    )
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("change", "code"), [("box", "E0309"), ("offset", "E0437")])
+def test_what_contradicts_itself_of_megatrons(both: Any, tmp_path: Path, name: str, change: str, code: str) -> None:
+    first = next(iter(OTHERS[name]))
+
+    def damaged(metadata: Any, tensors: Any) -> None:
+        if change == "box":
+            del tensors[first].chunks[3]
+        else:
+            index, other = [key for key in metadata.storage_data if key.fqn == first][2:4]
+            metadata.storage_data[index].offset = metadata.storage_data[other].offset + 1
+
+    folder = save(tmp_path / "save", damaged, OTHERS[name])
+    assert both(folder, name=name)[0] == code
+
+
+@pytest.mark.parametrize("name", ["dcp", *OTHERS])
+def test_columns_answer_as_their_chunks(both: Any, tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path / "save", state=OTHERS.get(name, STATE))
+    catalog, _ = both(folder, name=name)
     for tensor in catalog.tensors.values():
         chunks, made = tensor.chunks, tuple(tensor.chunks)
+        if not isinstance(chunks, ChunkColumns):
+            continue
         assert len(chunks) == len(made) and chunks[-1] == made[-1] and chunks[1:3] == made[1:3]
         assert chunks == made and made == chunks and hash(chunks) == hash(made) and repr(chunks) == repr(made)
         assert chunks != made[1:]
         assert core.starts_of(chunks, len(tensor.shape)) == core.starts_of(made, len(tensor.shape))
         assert plainly_tile(chunks, tensor.shape) == (len(tensor.shape) > 0)  # `one` is looked at
         assert not core.lacks_crc(chunks)
+        rows = chunks.records()
+        crcs = [chunk.array.crc or (0, -1, 0) for chunk in made]
+        assert [*zip(rows.nbytes.tolist(), rows.crcs.tolist(), strict=True)] == [crc[1:] for crc in crcs]
 
 
 @pytest.mark.parametrize("seed", range(12))

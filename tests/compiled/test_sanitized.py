@@ -1,5 +1,5 @@
-"""The compiled readers of a pickle's rows and of twins under ASan and UBSan: clean on damaged bytes, red where a
-fault is planted."""
+"""The compiled readers of a pickle's rows and of twins, and the compiled blocks, under ASan and UBSan: clean on damaged
+bytes, red where a fault is planted."""
 
 from __future__ import annotations
 
@@ -60,10 +60,42 @@ with tempfile.TemporaryFile() as file:
         at = sorted(rng.randrange(400) for _ in range(9))
         compare(file.fileno(), at, [rng.randrange(3) for _ in at], kinds)
 """
-CASES = {"rows": (rows._Shelf.source, ROWS), "twins": (twins._Shelf.source, TWINS)}
+
+# Any bytes as GGUF's blocks, and matrices of any shape turned; all end where their allocation does.
+BLOCKS = """
+import random, sys
+from pathlib import Path
+import numpy as np
+from ckpt_tool.compiled import library
+shelf = library._Shelf()
+calls = shelf.load(Path(sys.argv[1]))
+assert shelf.trial(calls) == ""
+from ckpt_tool.formats.gguf.types import kind_of, of_name
+rng = np.random.default_rng(1)
+for name in sorted(library.FLOATS):
+    kind = kind_of(of_name(name))
+    for count in (1, 2, 3, 15, 16, 17, 40):
+        blocks = rng.integers(0, 256, (count, kind.nbytes), np.uint8)
+        values = np.empty(count * kind.elements, np.float32)
+        calls.floats(blocks, name, values, "F32")
+        calls.floats(blocks, name, np.empty(values.size, np.uint16), "BF16")
+        if name in library.BLOCKS:
+            calls.blocks((np.nan_to_num(values), "F32"), name, blocks)
+for case in range(300):
+    item, rows, columns = 2 ** int(rng.integers(4)), *map(int, rng.integers(2, 70, 2))
+    source = rng.integers(0, 256, (rows, columns * item), np.uint8).view(f"u{item}")
+    target = np.empty((columns, rows), source.dtype)
+    assert calls.turned(source, target.T) and np.array_equal(target, source.T)
+"""
+CASES = {
+    "rows": (rows._Shelf.source, ROWS),
+    "twins": (twins._Shelf.source, TWINS),
+    "blocks": (library._Shelf.source, BLOCKS),
+}
 FAULTS = {
     "rows": ("if (c->size - c->at < n)", "if (c->size - c->at < n - 8)"),
     "twins": ("size += kinds[kind[i + 1]].head_size;", "size += 2 * kinds[kind[i + 1]].head_size;"),
+    "blocks": ("few = blocks - at < every ? (int)(blocks - at) : every;", "few = every;"),
 }
 
 

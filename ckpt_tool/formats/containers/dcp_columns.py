@@ -67,6 +67,11 @@ def _same_rows(a: Ints, b: Ints) -> bool:
     return a.shape == b.shape and bool((a == b).all())
 
 
+def _kept_once(rows: Ints) -> Ints:
+    """The rows, one for all where they are equal."""
+    return np.broadcast_to(rows[0], rows.shape) if len(rows) and (rows == rows[0]).all() else rows
+
+
 def _ordered(rows: Ints) -> Ints:
     """Numbers of the rows in ascending order."""
     return np.lexsort(rows.T[::-1]) if rows.shape[1] else np.arange(len(rows))
@@ -154,9 +159,7 @@ class Places:
             found = np.empty(len(mine), np.int64)
             found[mine] = order
             table = table[found]
-        if len(extents) and (extents == extents[0]).all():
-            extents = np.broadcast_to(extents[0], extents.shape)
-        return Pieces(offsets, extents, table, self.paths)
+        return Pieces(offsets, _kept_once(extents), table, self.paths)
 
 
 def boxes_of(chunks: Iterable[Any], dims: int, row: Any) -> tuple[tuple[Ints, Ints] | None, int]:
@@ -245,14 +248,19 @@ class Table(NamedTuple):
 
 class Arrays(OnDemand[StoredArray]):
     """Where the bytes of a tensor's pieces lie. names: of files; twins: by their numbers; others: the arrays of pieces
-    without a twin, by the number of the piece."""
+    without a twin, by the number of the piece. leads: first dims, of extent 1, that the arrays are given without."""
 
-    __slots__ = ("names", "others", "table", "twins")
+    __slots__ = ("leads", "names", "others", "table", "twins")
 
     def __init__(
-        self, table: Table, names: Sequence[str], twins: Sequence[Twin], others: Mapping[int, StoredArray]
+        self,
+        table: Table,
+        names: Sequence[str],
+        twins: Sequence[Twin],
+        others: Mapping[int, StoredArray],
+        leads: int = 0,
     ) -> None:
-        self.table, self.names, self.twins, self.others = table, names, twins, others
+        self.table, self.names, self.twins, self.others, self.leads = table, names, twins, others, leads
 
     def __len__(self) -> int:
         return len(self.table.twins)
@@ -261,7 +269,16 @@ class Arrays(OnDemand[StoredArray]):
         numbers = range(len(self))[rows]
         columns = (column[rows].tolist() for column in self.table)
         for number, file, at, crc, twin in zip(numbers, *columns, strict=True):
-            yield self.twins[twin].at(self.names[file], at, crc) if twin >= 0 else self.others[number]
+            array = self.twins[twin].at(self.names[file], at, crc) if twin >= 0 else self.others[number]
+            yield array.below(self.leads) if self.leads else array
+
+    def some(self, rows: Ints, leads: int) -> Arrays:
+        """Those of some rows, without so many more first dims."""
+        others = dict[int, StoredArray]()
+        if self.others:
+            others = {new: self.others[old] for new, old in enumerate(rows.tolist()) if old in self.others}
+        table = Table(*(column[rows] for column in self.table))
+        return Arrays(table, self.names, self.twins, others, self.leads + leads)
 
     def __eq__(self, other: object) -> bool:
         return self is other or isinstance(other, list | Arrays) and list(self) == list(other)
@@ -288,6 +305,21 @@ class Columns(ChunkColumns):
             shape = tuple(extent)
             inner = within.get(shape) or within.setdefault(shape, whole(shape))
             yield Chunk(Box(tuple(offset), inner.shape), array, inner)
+
+    def apart(self, leads: int) -> Iterator[tuple[tuple[int, ...], Columns]] | None:
+        """The chunks at each position of the first `leads` dims, without these; None where a box covers several."""
+        offsets, extents = self.pieces.offsets, self.pieces.extents
+        return None if (extents[:, :leads] != 1).any() else self._at_positions(leads, _ordered(offsets[:, :leads]))
+
+    def _at_positions(self, leads: int, order: Ints) -> Iterator[tuple[tuple[int, ...], Columns]]:
+        at = self.pieces.offsets[order, :leads]
+        firsts = np.concatenate(([True], (at[1:] != at[:-1]).any(axis=1)))[: len(at)]
+        for rows in np.split(order, np.flatnonzero(firsts)[1:]) if len(order) else ():
+            offsets, extents, table = (
+                column[rows] for column in (self.pieces.offsets, self.pieces.extents, self.pieces.table)
+            )
+            pieces = Pieces(offsets[:, leads:], _kept_once(extents[:, leads:]), table, self.pieces.paths)
+            yield tuple(offsets[0, :leads].tolist()), Columns(pieces, self.arrays.some(rows, leads))
 
     def starts(self) -> list[int]:
         return [len(np.unique(along)) for along in self.pieces.offsets.T]
@@ -317,6 +349,29 @@ class Columns(ChunkColumns):
             start, nbytes[number], crcs[number] = array.crc or (array.offset, -1, 0)
             within[number] = array.offset - start
         return Records(nbytes, crcs, within, table.files, arrays.names)
+
+
+def joined(parts: Sequence[tuple[Columns, int]]) -> Columns | None:
+    """The chunks of several tensors of one save as those of one, each so many rows further down than it was. None where
+    they have no rows."""
+    columns = [part for part, _ in parts]
+    pieces, arrays = [part.pieces for part in columns], [part.arrays for part in columns]
+    first = arrays[0]
+    if not pieces[0].offsets.shape[1] or any(of.names is not first.names or of.leads != first.leads for of in arrays):
+        return None
+    offsets = [of.offsets.copy() for of in pieces]
+    for moved, (_, rows) in zip(offsets, parts, strict=True):
+        moved[:, 0] += rows
+    others, start = dict[int, StoredArray](), 0
+    for of in arrays:
+        others |= {start + number: array for number, array in of.others.items()}
+        start += len(of)
+    extents, table = (np.concatenate(each) for each in zip(*((of.extents, of.table) for of in pieces), strict=True))
+    whole_table = Table(*(np.concatenate(each) for each in zip(*(of.table for of in arrays), strict=True)))
+    return Columns(
+        Pieces(np.concatenate(offsets), _kept_once(extents), table, pieces[0].paths),
+        Arrays(whole_table, first.names, first.twins, others, first.leads),
+    )
 
 
 class Records(NamedTuple):

@@ -105,8 +105,12 @@ class TensorEntry:
     shape: tuple[int, ...]
     pieces: list[Piece] | Pieces
 
-    def chunks(self, arrays: Iterable[StoredArray]) -> list[Chunk]:
-        """Its pieces, whose bytes are `arrays`, in the same order."""
+    def chunks(self, arrays: Sequence[StoredArray]) -> Sequence[Chunk]:
+        """Its pieces, whose bytes are `arrays`, in the same order; columns where both are."""
+        if not isinstance(self.pieces, list) and not isinstance(arrays, list):
+            from ckpt_tool.formats.containers.dcp_columns import Arrays, Columns
+
+            return Columns(self.pieces, cast(Arrays, arrays))
         pieces = list(self.pieces)
         within = {shape: whole(shape) for shape in {piece.shape for piece in pieces}}
         return [

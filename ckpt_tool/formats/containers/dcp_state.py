@@ -12,13 +12,13 @@ What the paths mean is each format's own (`formats.dcp`, `formats.megatron_fsdp`
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.catalog import Note, mark_replicas
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.faults import both, for_each
-from ckpt_tool.core.tensor import Chunk, LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
+from ckpt_tool.core.tensor import ChunkColumns, LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import InputError
 from ckpt_tool.formats.containers.dcp_items import DATA, Items, ReadObject
 from ckpt_tool.formats.containers.dcp_metadata import Listing, TensorEntry
@@ -152,15 +152,10 @@ class State:
 
 
 def _logical(entry: TensorEntry, arrays: Sequence[StoredArray]) -> LogicalTensor:
-    placed: Sequence[Chunk]
-    if isinstance(entry.pieces, list) or isinstance(arrays, list):
-        chunks = entry.chunks(arrays)
-        placed = mark_replicas(chunks) if len(chunks) > 1 else tuple(chunks)
-    else:
-        from ckpt_tool.formats.containers.dcp_columns import Arrays, Columns
-
-        placed = Columns(entry.pieces, cast(Arrays, arrays))
-    return LogicalTensor(TensorKey(""), entry.shape, entry.dtype, placed, entry.path)
+    chunks = entry.chunks(arrays)
+    if not isinstance(chunks, ChunkColumns):
+        chunks = mark_replicas(chunks) if len(chunks) > 1 else tuple(chunks)
+    return LogicalTensor(TensorKey(""), entry.shape, entry.dtype, chunks, entry.path)
 
 
 class _List(dict[Any, Any]):

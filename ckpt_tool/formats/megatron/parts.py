@@ -18,11 +18,14 @@ Sources (NVIDIA/Megatron-LM core 0.19.0): `core/transformer/mlp.py` (`apply_swig
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import cast
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.catalog import mark_replicas
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.core.tensor import Chunk, LogicalTensor, TensorKey
+from ckpt_tool.core.tensor import Chunk, ChunkColumns, LogicalTensor, TensorKey
 from ckpt_tool.errors import Incomplete
 from ckpt_tool.formats.megatron.rules import section_names
 
@@ -70,17 +73,22 @@ class Gathered:
 
     def __init__(self, shape: tuple[int, ...], dtype: DType, parts: tuple[str, ...]) -> None:
         self.shape, self.dtype, self.parts = shape, dtype, parts
-        self.chunks: list[Chunk] = []
-        self.held: dict[str, list[Chunk]] = {}
+        self.chunks: Sequence[Chunk] = ()
+        self.held: dict[str, Sequence[Chunk]] = {}
         self.rows: dict[str, int] = {}
 
-    def begin(self, part: str, shape: tuple[int, ...]) -> list[Chunk]:
-        """Where the chunks of a part go, of the whole tensor where there are no parts."""
-        if not part:
-            return self.chunks
-        self.rows[part] = shape[0] if shape else 0
-        self.held[part] = []
-        return self.held[part]
+    def begin(self, part: str, shape: tuple[int, ...]) -> None:
+        """A part was found, "" for the whole tensor."""
+        if part:
+            self.rows[part] = shape[0] if shape else 0
+            self.held[part] = ()
+
+    def place(self, part: str, chunks: Sequence[Chunk]) -> None:
+        """The chunks of a part that has begun; columns stay such."""
+        if part:
+            self.held[part] = chunks
+        else:
+            self.chunks = chunks
 
     def whole(self, key: TensorKey, path: str) -> LogicalTensor:
         """The tensor, its parts one below the other. Raises Incomplete E0309 for a part that is missing. path: the
@@ -89,10 +97,11 @@ class Gathered:
         if self.parts:
             rows, chunks = self._joined(key, path)
             shape = (rows, *shape[1:]) if shape else shape  # a step counter: one a part, all alike
-        placed = mark_replicas(chunks) if len(chunks) > 1 else tuple(chunks)
-        return LogicalTensor(key, shape, self.dtype, placed)
+        if not isinstance(chunks, ChunkColumns):
+            chunks = mark_replicas(chunks) if len(chunks) > 1 else tuple(chunks)
+        return LogicalTensor(key, shape, self.dtype, chunks)
 
-    def _joined(self, key: TensorKey, path: str) -> tuple[int, list[Chunk]]:
+    def _joined(self, key: TensorKey, path: str) -> tuple[int, Sequence[Chunk]]:
         """(rows of the whole tensor, its chunks) from those of its parts."""
         missing = [part for part in self.parts if part not in self.held]
         if missing:
@@ -104,8 +113,12 @@ class Gathered:
                 path=path,
                 hint=f"all {len(self.parts)} parts are stored under keys of their own",
             )
-        start, chunks = 0, list[Chunk]()
-        for part in self.parts:
-            chunks += [moved(chunk, start) for chunk in self.held[part]]
-            start += self.rows[part]
-        return start, chunks
+        starts = [0, *accumulate(self.rows[part] for part in self.parts)]
+        held = [(self.held[part], start) for part, start in zip(self.parts, starts, strict=False)]
+        if all(isinstance(chunks, ChunkColumns) for chunks, _ in held):
+            from ckpt_tool.formats.containers.dcp_columns import Columns, joined
+
+            columns = joined([(cast(Columns, chunks), start) for chunks, start in held])
+            if columns is not None:
+                return starts[-1], columns
+        return starts[-1], [moved(chunk, start) for chunks, start in held for chunk in chunks]

@@ -41,7 +41,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from operator import lt
+from typing import TYPE_CHECKING, Any, cast
 
 from ckpt_tool.core.box import Box, contiguous_strides, whole
 from ckpt_tool.core.catalog import Catalog, Note, Unread
@@ -55,6 +56,7 @@ from ckpt_tool.core.tensor import (
     MODEL,
     STEP,
     Chunk,
+    ChunkColumns,
     LogicalTensor,
     StoredArray,
     TensorKey,
@@ -92,6 +94,7 @@ from ckpt_tool.storage.source import Tree
 if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.core.layout import Layout
     from ckpt_tool.core.target import LayoutWish, Target, Wanted
+    from ckpt_tool.formats.containers.dcp_columns import Columns
 
 FLAT = ".distributed.dp_group_idx_"
 POSITIONS = 1 << 18  # layers times experts of one key
@@ -282,18 +285,25 @@ class _Reading:
         number = self._numbers(key, shape)
         for at in product(*(range(n) for n in shape[: key.leads])):
             self._parameter(key, number(at), own, entry)
-        for chunk in chunks_of(entry, arrays, self.listing.reformed.get(entry.fqn)):
+        chunks = chunks_of(entry, arrays, self.listing.reformed.get(entry.fqn))
+        for at, some in _columns_apart(chunks, key.leads) or self._apart(chunks, key, entry.fqn, shape):
+            self.found[TensorKey(name_of(key, number(at)), key.state)].place(key.part, some)
+
+    def _apart(self, chunks: Iterable[Chunk], key: DistKey, fqn: str, shape: At) -> Iterable[tuple[At, list[Chunk]]]:
+        """The chunks at each position of the leading dims of a tensor of `shape`, without these."""
+        out: dict[At, list[Chunk]] = {}
+        for chunk in chunks:
             for at, inner in apart(chunk, key.leads):
-                found = self.found.get(TensorKey(name_of(key, number(at)), key.state))
-                if found is None or len(inner.box.offset) != len(own):
+                if not all(map(lt, at, shape)) or len(at) + len(inner.box.offset) != len(shape):
                     raise InconsistentCheckpoint(
                         f"a box at {list(chunk.box.offset)} leaves the tensor of shape {list(shape)}",
                         code=CONTRADICTION,
                         path=inner.array.path,
-                        key=entry.fqn,
+                        key=fqn,
                         hint="the metadata contradicts itself",
                     )
-                (found.held[key.part] if key.part else found.chunks).append(inner)
+                out.setdefault(at, []).append(inner)
+        return out.items()
 
     def _numbers(self, key: DistKey, shape: At) -> Callable[[At], At]:
         """What makes the numbers of a tensor of its position. Raises InputError E2006 for another number of
@@ -385,7 +395,14 @@ def _degrees(objects: Objects) -> dict[str, int]:
 At = tuple[int, ...]
 
 
-def chunks_of(entry: TensorEntry, arrays: Iterable[StoredArray], true_shape: At | None) -> list[Chunk]:
+def _columns_apart(chunks: Sequence[Chunk], leads: int) -> Iterable[tuple[At, Sequence[Chunk]]] | None:
+    """Columns at each position of the first `leads` dims, without these; None for what goes chunk by chunk."""
+    if not isinstance(chunks, ChunkColumns):
+        return None
+    return cast("Columns", chunks).apart(leads) if leads else [((), chunks)]
+
+
+def chunks_of(entry: TensorEntry, arrays: Sequence[StoredArray], true_shape: At | None) -> Sequence[Chunk]:
     """The pieces of `entry` as chunks of the tensor that its key means (leading dims included).
 
     arrays: the pieces' bytes, in the same order. true_shape: of a tensor whose stored form is the flattened one. Raises

@@ -160,7 +160,8 @@ class _Reading:
                 key=str(key.key),
                 hint="two modules of one name in one save (chunks of a virtual pipeline?): nothing says which counts",
             )
-        known.begin(key.part, tensor.shape).extend(tensor.chunks)
+        known.begin(key.part, tensor.shape)
+        known.place(key.part, tensor.chunks)
 
     def _other(self, tensor: LogicalTensor) -> None:
         """A tensor that is no parameter's: an RNG state becomes bytes, others are extras."""
