@@ -21,7 +21,7 @@ from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.dequantize import model_config, refuse_misfits
 from ckpt_tool.quantised.kept_whole import found_in
 from ckpt_tool.quantised.quantize import check_found, modules_that_stay, refuse_names
-from ckpt_tool.quantised.scheme import FILES, KEYS, Quantisation, section
+from ckpt_tool.quantised.scheme import FILES, INEXACT, KEYS, Quantisation
 from ckpt_tool.quantised.schemes import Packing, packed_config, packed_parts
 from ckpt_tool.quantised.weights import MATRIX, Found, Kind, Quantised
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, with_computed
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ckpt_tool.run.computed import Input, Recipe
 
 OPTION = "--repack"
-INEXACT, NOTHING = "E1471", "E1473"
+NOTHING = "E1473"
 # why the weights of other libraries have no like
 _WHY = {
     "bitsandbytes": "its floats are numbers of a table, or products of three factors that are rounded twice",
@@ -62,8 +62,12 @@ def repacked(chosen: Chosen, job: Conversion) -> Chosen:
     scheme, found = found_in({name: Kind(row.tensor.dtype, row.tensor.shape) for name, row in rows.items()}, config)
     _refuse_others(scheme, found)
     refuse_misfits(found)
-    symmetric = bool((section(config or {}) or {}).get("sym"))
-    made = [_laid_out(weight, rows, symmetric=symmetric) for weight in found.weights.values()]
+    made = [
+        _laid_out(
+            weight, rows, symmetric=scheme is not None and scheme.symmetric_in(weight.made.removesuffix(".weight"))
+        )
+        for weight in found.weights.values()
+    ]
     recipes = [
         recipe
         for each in made

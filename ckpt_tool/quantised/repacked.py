@@ -29,9 +29,10 @@ from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.quantised.codes import Array, Rectangle, rectangles
 from ckpt_tool.quantised.matrix import AWQ_ORDER, Words, as_meant, middle
+from ckpt_tool.quantised.scheme import INEXACT
 from ckpt_tool.run.computed import ExactRecipe, Read
 
-INEXACT, ASYMMETRIC = "E1471", "E1472"
+ASYMMETRIC = "E1472"
 
 
 @dataclass(frozen=True, eq=False)

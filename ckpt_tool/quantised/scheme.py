@@ -7,7 +7,7 @@
 asks for floats: HQQ, AQLM and others keep codes in orders that need their own kernels' tables.
 
 Source of the keys: transformers 5.23 `utils/quantization_config.py`, compressed-tensors 0.20
-`quantization/quant_config.py`.
+`quantization/quant_config.py`, GPTQModel 7.7.0 `quantization/config.py` (`_resolve_dynamic_override`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.module_patterns import NotUnderstood, first_at_the_front
 from ckpt_tool.quantised.weights import AFFINE, MODES
 
 # where configs keep it; the second is compressed-tensors' old name, the third MLX's
 KEYS = ("quantization_config", "compression_config", "quantization")
 FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # what some tools write beside a config
+INEXACT = "E1471"  # of weights that `--repack` can't give another layout
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 _PACKED = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
 _FORMATS = (
@@ -43,6 +45,7 @@ _TORCHAO = frozenset(
     """.split()
 )
 _OF_MODULES = ("fqn_to_config", "module_fqn_to_config")
+_BITS = {"gptq": (2, 3, 4, 8), "awq": (4,)}
 # endings of names that only one scheme has
 _BY_NAME = {
     ".qweight": "GPTQ or AWQ",
@@ -63,11 +66,21 @@ _BY_NAME = {
 }
 
 
+class Rule(NamedTuple):
+    """What GPTQModel's `dynamic` says of the modules whose names begin with `pattern`. bits, symmetric: None where they
+    have those of all others."""
+
+    pattern: str
+    bits: int | None
+    symmetric: bool | None
+
+
 class Quantisation(NamedTuple):
     """scheme: in words. block: (rows, cols) that share a scale, () where it is not stated. bits: of packed codes, each
     number that the config names. known: can floats be made of it? why: why not, "" where they can. order: of codes that
     are packed along their inputs or outputs, `weights.ORDERS`, or in a stream, `weights.MODES`. apart: of modules that
-    say it for themselves (columns that share a scale, bits, mode)."""
+    say it for themselves (columns that share a scale, bits, mode). rules: of GPTQModel's `dynamic`, in its order.
+    symmetric: does the config say so of all modules but these?"""
 
     scheme: str
     block: tuple[int, ...] = ()
@@ -75,6 +88,8 @@ class Quantisation(NamedTuple):
     why: str = ""
     order: str = ""
     apart: Mapping[str, tuple[int, int, str]] = MappingProxyType({})
+    rules: tuple[Rule, ...] = ()
+    symmetric: bool = False
 
     @property
     def known(self) -> bool:
@@ -83,7 +98,27 @@ class Quantisation(NamedTuple):
     @property
     def found_by(self) -> dict[str, Any]:
         """What `weights.find` wants to know of it."""
-        return {"block": self.block, "bits": self.bits, "order": self.order, "apart": self.apart}
+        own = self.bits_of if self.rules else None
+        return {"block": self.block, "bits": self.bits, "order": self.order, "apart": self.apart, "own": own}
+
+    def bits_of(self, module: str) -> int:
+        """Of a module's codes."""
+        rule = self._rule(module)
+        return self.bits[0] if rule is None or rule.bits is None else rule.bits
+
+    def symmetric_in(self, module: str) -> bool:
+        """Are a module's zero points the middle?"""
+        rule = self._rule(module)
+        return self.symmetric if rule is None or rule.symmetric is None else rule.symmetric
+
+    def _rule(self, module: str) -> Rule | None:
+        """The first that fits. Where it is not the writer's (a pattern without special characters is a whole name to
+        GPTQModel 7.7, a beginning to older ones and vLLM; one may take too long), shapes and zero points tell."""
+        try:
+            number = first_at_the_front([rule.pattern for rule in self.rules], module)
+        except NotUnderstood:
+            return None
+        return None if number is None else self.rules[number]
 
 
 def quantisation(config: Mapping[str, Any] | None, names: Iterable[str] = ()) -> Quantisation | None:
@@ -114,9 +149,33 @@ def _of_matrices(method: str, stated: Mapping[str, Any]) -> Quantisation:
     orders = {"gptq": {"": "gptq", "gptq": "gptq", "gptq_v2": "gptq_v2"}, "awq": {"": "awq", "gemm": "awq"}}
     order = orders[method].get(layout, "")
     why = "" if order else f"its layout {layout}"
-    if bits not in ((4,) if method == "awq" else (2, 3, 4, 8)):
-        why = f"codes of {bits!r} bits"
-    return Quantisation(method, bits=(bits,) if not why else (), why=why, order=order if not why else "")
+    rules = _dynamic(stated.get("dynamic")) if method == "gptq" else ()
+    if isinstance(rules, str):
+        why, rules = rules, ()
+    strange = [each for each in (bits, *(r.bits for r in rules if r.bits is not None)) if each not in _BITS[method]]
+    if strange:
+        why = f"codes of {strange[0]!r} bits"
+    if why:
+        return Quantisation(method, why=why)
+    return Quantisation(method, bits=(bits,), order=order, rules=rules, symmetric=bool(stated.get("sym")))
+
+
+def _dynamic(stated: Any) -> tuple[Rule, ...] | str:
+    """The rules of GPTQModel's `dynamic`: {pattern: what replaces the config's values}, the first that fits counts;
+    `-:` before a pattern leaves modules as they are, `+:` says nothing. In words why they are not read."""
+    found = []
+    for key, values in stated.items() if isinstance(stated, dict) else ():
+        pattern = key.removeprefix("-:") if key.startswith("-:") else key.removeprefix("+:")
+        own = values if isinstance(values, dict) and not key.startswith("-:") else {}
+        if str(own.get("pack_dtype") or "int32").removeprefix("torch.") != "int32":
+            return f"its dynamic packs {key[:80]!r} as {own['pack_dtype']}"
+        try:
+            first_at_the_front([pattern], "")
+        except NotUnderstood as e:
+            return f"its dynamic: the pattern {e}"
+        symmetric = own.get("sym")
+        found.append(Rule(pattern, own.get("bits"), symmetric if isinstance(symmetric, bool) else None))
+    return tuple(found)
 
 
 def _of_torchao(stated: Mapping[str, Any]) -> Quantisation:

@@ -40,7 +40,7 @@ Cost: some us a name. What it does not do: read a value, a file or a config (`qu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from types import MappingProxyType
@@ -179,10 +179,11 @@ def find(
     bits: Sequence[int] = (),
     order: str = "",
     apart: Mapping[str, tuple[int, int, str]] = MappingProxyType({}),
+    own: Callable[[str], int] | None = None,
 ) -> Found:
     """What is quantised among `tensors`. block: (rows, cols) that the config says share a scale; bits: of packed codes;
     order: of those of matrices and of streams, where the config says that they are such; apart: of MLX, (columns that
-    share a scale, bits, mode) of modules that have their own.
+    share a scale, bits, mode) of modules that have their own; own: of a matrix's module its bits, where these differ.
 
     >>> from ckpt_tool.core.dtype import DTYPES
     >>> found = find({"w": Kind(DTYPES["F8_E4M3"], (300, 256)), "w_scale_inv": Kind(DTYPES["F32"], (3, 2))})
@@ -201,7 +202,8 @@ def find(
         elif order in MODES and kind.dtype.name == "U32" and name.endswith(".weight"):
             found = _stream(name, kind, tensors, apart.get(name.removesuffix(".weight"), (block[1], bits[0], order)))
         elif order and name.endswith(".qweight"):
-            found = _matrix(name, kind, tensors, bits[0], order)
+            width = bits[0] if own is None else own(name.removesuffix(".qweight"))
+            found = _matrix(name, kind, tensors, width, order)
         elif name.endswith(_QDATA) and (weight := subclass_of(name)):
             found = _subclass(name, weight, kind, tensors)
         found = found or _plain(name, kind, tensors, stated, roles)

@@ -12,7 +12,7 @@ Of a Hugging Face cache folder (`models--ORG--NAME`) one of the snapshots is tak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,7 +33,7 @@ from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.adapter_states import with_states
 from ckpt_tool.sources.config import read_config
 from ckpt_tool.sources.in_memory import in_memory
-from ckpt_tool.sources.steps import POINTERS, pointed, runs_in, steps_in
+from ckpt_tool.sources.steps import POINTERS, pointed, run_below, runs_in, steps_in
 from ckpt_tool.storage.pickle_globals import class_of, users_own
 from ckpt_tool.storage.source import Tree, safe_relative
 
@@ -310,7 +310,7 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
     steps = steps_in(tree)
     if not steps:
         return _of_run(tree, reading) or _role(tree, reading)
-    if any(not _in_steps(claim, steps) for claim in registry.claims(tree)):
+    if _claimed_beside(tree, steps):
         return tree, ""
     if len(steps) == 1:
         below, only = tree.below(steps[0]), f"{steps[0]} is the only checkpoint in the folder"
@@ -323,7 +323,12 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
 
         if newest := newest_with_recipe(tree, steps):
             return tree.below(newest), f"{RECIPE_OF_RUN} goes on from {newest}"
-    raise UnknownFormat(
+    raise _several(tree, steps)
+
+
+def _several(tree: Tree, steps: Sequence[str]) -> UnknownFormat:
+    """The error for a folder of several steps, the oldest first, none of which a pointer file names."""
+    return UnknownFormat(
         f"the folder holds {len(steps)} checkpoints and no pointer file",
         code="E0392",
         path=tree.display(),
@@ -332,7 +337,7 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
     )
 
 
-def _in_steps(claim: registry.Claim, steps: Sequence[str]) -> bool:
+def _in_steps(claim: registry.Claim, steps: Collection[str]) -> bool:
     """Is all that the claim is on in the steps' folders (DCP's is on whatever is nearest below)?"""
     files = claim.evidence.files
     return bool(files) and all(path.split("/")[0] in steps and "/" in path for path in files)
@@ -340,11 +345,24 @@ def _in_steps(claim: registry.Claim, steps: Sequence[str]) -> bool:
 
 def _of_run(tree: Tree, reading: Reading) -> tuple[Tree, str] | None:
     """What the folder of a run in which its steps are holds (`sources.steps`); None where the folder is no such run."""
-    held = [] if reading.from_format else [name for name in runs_in(tree) if steps_in(tree.below(name))]
-    if len(held) != 1 or any(not _in_steps(claim, held) for claim in registry.claims(tree)):
+    if reading.from_format or _claimed_beside(tree, runs_in(tree)):
         return None
-    inner, why = resolve(tree.below(held[0]), reading)
-    return inner, ", ".join(filter(None, (f"the run's steps are in {held[0]}", why)))
+    held = run_below(tree, tree.shown)
+    if not held or _claimed_beside(tree, held):
+        return None
+    ((name, run),) = held.items()
+    below, why = tree.below(name), f"the run's steps are in {name}"
+    if not registry.claims(below) and not steps_in(below) and not run.pointers:  # numbers as names, files
+        if len(run.steps) > 1:
+            raise _several(below, [step.name for step in run.steps])
+        below, why = below.below(run.steps[0].name), f"{why}, {run.steps[0].name} is the only checkpoint there"
+    inner, further = resolve(below, reading)
+    return inner, ", ".join(filter(None, (why, further)))
+
+
+def _claimed_beside(tree: Tree, folders: Collection[str]) -> bool:
+    """Does a format claim files in other places than these folders? (Without folders nothing need be asked.)"""
+    return not folders or any(not _in_steps(claim, folders) for claim in registry.claims(tree))
 
 
 def _role(tree: Tree, reading: Reading) -> tuple[Tree, str]:

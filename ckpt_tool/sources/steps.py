@@ -120,6 +120,29 @@ def run_at(src: str, *, follow_symlinks: bool = False) -> Run:
     from ckpt_tool.storage.opening import open_tree
 
     tree = open_tree(src, follow_symlinks=follow_symlinks)
+    run = _run_in(tree, src)
+    if run.steps or run.pointers or tree.single is not None:
+        return run
+    return next(iter(run_below(tree, src).values()), run)
+
+
+def run_below(tree: Tree, src: str) -> dict[str, Run]:
+    """The folder of a run (`RUNS`) in which its steps are -> the run there; empty where none holds any. src: the path,
+    or the URL, of the tree. Raises UsageError E1670, UnknownFormat E0392 for several such folders."""
+    found = {name: _run_in(tree.below(name), f"{src.rstrip('/')}/{name}") for name in runs_in(tree)}
+    held = {name: run for name, run in found.items() if run.steps}
+    if len(held) > 1:
+        raise UnknownFormat(
+            f"the run keeps steps in {len(held)} folders: {', '.join(held)}",
+            code="E0392",
+            path=tree.display(),
+            hint=f"pass one of them: {', '.join(run.path for run in held.values())}",
+        )
+    return held
+
+
+def _run_in(tree: Tree, src: str) -> Run:
+    """The run whose steps lie directly in the tree."""
     if tree.single is not None:
         return Run(src, (), ())
     entries = entries_of(tree)
@@ -132,18 +155,6 @@ def run_at(src: str, *, follow_symlinks: bool = False) -> Run:
     for _, name in pointers:
         if entries.get(name) and name not in found:
             found[name] = Step(name, None)
-    if not found and not pointers:
-        inner = [run_at(f"{src.rstrip('/')}/{name}", follow_symlinks=follow_symlinks) for name in runs_in(tree)]
-        held = [run for run in inner if run.steps]
-        if len(held) > 1:
-            raise UnknownFormat(
-                f"the run keeps steps in {len(held)} folders: {', '.join(RUNS)}",
-                code="E0392",
-                path=tree.display(),
-                hint=f"pass one of them: {', '.join(run.path for run in held)}",
-            )
-        if held:
-            return held[0]
     steps = sorted(found.values(), key=lambda step: (step.order, step.name))
     words = {step.word: step.name for step in steps if step.number is not None}
     if len(words) > 1:

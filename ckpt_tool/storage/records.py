@@ -15,8 +15,9 @@ from __future__ import annotations
 import threading
 import zlib
 from array import array
+from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import StoredArray
@@ -25,6 +26,7 @@ from ckpt_tool.errors import CorruptFile
 if TYPE_CHECKING:
     from ckpt_tool.storage.source import Tree
 
+T = TypeVar("T")
 DAMAGED = "E0351"
 _BLOCK = 4 << 20  # bytes of a read
 
@@ -43,7 +45,17 @@ class Met:
         self._zips: dict[str, dict[Extent, None]] = {}
         self._many: dict[str, list[tuple[array[int], array[int]]]] = {}  # the same: starts and bytes
         self._sound: set[tuple[str, tuple[int, int, int]]] = set()
+        self._headers: dict[tuple[str, str], Any] = {}
         self._lock = threading.Lock()
+
+    def header(self, kind: str, path: str, read: Callable[[], T]) -> T:
+        """What `read` made of the header of file `path` when somebody first asked for that kind of it."""
+        if (kind, path) not in self._headers:
+            found = read()  # (two threads may both read it)
+            with self._lock:
+                self._headers.setdefault((kind, path), found)
+        found = self._headers[kind, path]
+        return found
 
     def zip(self, path: str, start: int, nbytes: int) -> None:
         """A zip lies in bytes [start, start + nbytes) of file `path`."""

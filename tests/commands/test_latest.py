@@ -73,19 +73,26 @@ def test_the_newest_is_taken_and_a_broken_one_is_not(kind: str, tmp_path: Path, 
     assert out == f"{older}\n" and f"passed over {newer.name}: " in err
 
 
-@pytest.mark.parametrize(("folder", "kind"), [("checkpoint", "torchtitan"), ("checkpoints", "lightning")])
+@pytest.mark.share(3)
+@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("folder", ["checkpoint", "checkpoints"])
 def test_steps_one_folder_down_are_the_runs(folder: str, kind: str, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    older, newer, _ = laid(tmp_path / "run" / folder, kind)
-    (tmp_path / "run/log.txt").write_text("")
-    assert ckpt.latest(str(tmp_path / "run"))["path"] == str(newer)
+    """For what opens a checkpoint as for `ckpt latest`, which has the same rule."""
+    run, other = tmp_path / "run", "checkpoint" if folder == "checkpoints" else "checkpoints"
+    (run / other).mkdir(parents=True)
+    older, newer, _ = laid(run / folder, kind)
+    (run / "log.txt").write_text("")
+    assert ckpt.latest(run)["path"] == str(newer)
+    with pytest.raises(UnknownFormat, match=r"holds 2 checkpoints and no pointer file") as several:
+        ckpt.open(run)
+    assert several.value.code == "E0392" and str(newer) in several.value.hint
     shutil.rmtree(newer) if newer.is_dir() else newer.unlink()
-    assert ckpt.latest(str(tmp_path / "run"))["path"] == str(older)
-    if older.is_dir():
-        assert ckpt.open(str(tmp_path / "run")).catalog.tensors.keys() == ckpt.open(str(older)).catalog.tensors.keys()
-    laid(tmp_path / "run" / ("checkpoint" if folder == "checkpoints" else "checkpoints"), "dcp")
-    with pytest.raises(UnknownFormat, match="in 2 folders"):  # no answer would let a job begin anew
-        ckpt.latest(str(tmp_path / "run"))
+    assert ckpt.latest(run)["path"] == str(older)
+    assert ckpt.open(run).catalog.tensors.keys() == ckpt.open(older).catalog.tensors.keys()
+    laid(run / other, "dcp")
+    for verb in (ckpt.latest, ckpt.open):  # no answer would let a job begin anew
+        with pytest.raises(UnknownFormat, match="in 2 folders"):
+            verb(run)
 
 
 def test_none_is_exit_1_with_nothing_on_stdout(tmp_path: Path, capfd: Any) -> None:

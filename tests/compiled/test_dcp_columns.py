@@ -26,6 +26,8 @@ from ckpt_tool.formats import copies
 from ckpt_tool.formats.containers.dcp_columns import Arrays, Columns, Pieces, Table
 from ckpt_tool.formats.copies import look_for_copies
 from ckpt_tool.formats.registry import by_name
+from ckpt_tool.formats.dcp.format import FORMAT
+from ckpt_tool.storage import pickles
 from ckpt_tool.storage.source import Tree
 
 torch = pytest.importorskip("torch")
@@ -39,6 +41,7 @@ from torch.distributed.checkpoint.metadata import (  # noqa: E402
     TensorStorageMetadata,
 )
 
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 RANKS = 6
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 
@@ -365,3 +368,21 @@ def test_damaged_files(both: Any, tmp_path: Path, seed: int) -> None:
         file.write_bytes(bad[: len(raw) // 2] if round_ == 5 else bad)
         both(folder)
         file.write_bytes(raw)
+
+
+SAVES = sorted(path.name for path in (FIXTURES / "dcp").iterdir() if (path / ".metadata").is_file())
+
+
+@pytest.mark.parametrize("case", SAVES)
+def test_saves_of_trainers_keep_their_columns(both: Any, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """With the rows of their objects (settings of parameter groups), and `.metadata` is read once."""
+    read, met = pickles.load_file, []
+
+    def counted(tree: Tree, path: str, **how: Any) -> Any:
+        met.append((path, how.get("rows") is not None))
+        return read(tree, path, **how)
+
+    monkeypatch.setattr(pickles, "load_file", counted)
+    both(FIXTURES / "dcp" / case)
+    metadata = [row for row in met if row[0] == ".metadata"]
+    assert metadata == [(".metadata", True), (".metadata", False)]  # by columns, by objects

@@ -160,6 +160,25 @@ def test_a_model_comes_back(name, tmp_path) -> None:
     assert len(both) >= 4 and {word: config[word] for word in both} == {word: theirs[word] for word in both}
 
 
+@pytest.mark.parametrize("to", ["gguf", "safetensors"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3_moe"])
+def test_the_header_is_read_once(name, to, tmp_path, monkeypatch) -> None:
+    """And the pairs that are written, or that make a tokenizer, once more: where they lie, and nothing after them."""
+    source, reads, whole = golden(name), [], Tree.read
+    header = read_header(Tree(source), source.name)
+    pairs = sum(entry.stop - entry.start for entry in header.entries.values())
+
+    def counted(tree, path, offset, nbytes):
+        if path == source.name and offset < header.data:
+            reads.append(min(nbytes, header.data - offset))
+        return whole(tree, path, offset, nbytes)
+
+    monkeypatch.setattr(Tree, "read", counted)
+    assert call("convert", source, tmp_path / "out", "--to", to, "--verify", "off") == 0
+    looks = 5000  # bytes that tell what a file is
+    assert header.data <= sum(reads) <= looks + header.data + pairs
+
+
 def test_into_a_training_format_and_out_of_it(tmp_path) -> None:
     job, out = tmp_path / "job", tmp_path / "m.gguf"
     assert call("convert", golden("qwen3_moe"), job, "--to", "megatron-dist", "--tp", 2, "--dtype", "bf16") == 0

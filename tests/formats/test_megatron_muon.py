@@ -18,7 +18,8 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.megatron.args import facts_of
-from ckpt_tool.formats.megatron.chains import chain_members, dealt, matrices_at
+from ckpt_tool.formats.megatron.chains import SAYS_ADAM, chain_members, dealt, matrices_at
+from ckpt_tool.formats.megatron.groups import chained, groups_of
 from ckpt_tool.formats.megatron.job import RankArray
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
@@ -97,6 +98,19 @@ def test_shares_that_are_not_the_rule_s_are_refused(break_it, code, word, tmp_pa
 
 def array(name: str, *shape: int) -> RankArray:
     return RankArray(name, 0, shape, DTYPES["BF16"], (name,), ())
+
+
+@pytest.mark.parametrize("to", ["megatron", "megatron-dist"])
+def test_adam_s_groups_say_so_where_a_newer_core_asks(to, tmp_path):
+    """Files of core 0.17 don't, and 0.19 finds no group in them; what 0.19 wrote stays as it is."""
+    source = open_source(str(FILES), Reading()).catalog.extras["optimizer"]
+    assert not any("optimizer" in group for one in chained(source) for group in groups_of(one))
+    done = convert(str(FILES), str(tmp_path / "out"), Reading(), Writing(to=to), Silent())
+    muon, adam = map(groups_of, chained(open_source(str(tmp_path / "out"), Reading()).catalog.extras["optimizer"]))
+    assert ["optimizer" in group for group in muon] == [False] and SAYS_ADAM in done["notes"]
+    assert [(group["optimizer"], group["wd_mult"]) for group in adam] == [("adam", 1.0), ("adam", 0.0)]
+    again = convert(str(FLAT), str(tmp_path / "flat"), Reading(), Writing(to=to), Silent())
+    assert SAYS_ADAM not in again["notes"]
 
 
 def test_shares_are_dealt_as_megatron_says_in_its_own_example():

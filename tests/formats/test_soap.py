@@ -80,6 +80,17 @@ def test_square_matrices_are_never_taken_for_moments(tmp_path: Path) -> None:
     assert {key.partition("/")[0] for key in found} == {"model", "exp_avg", "exp_avg_sq"}
 
 
+@pytest.mark.parametrize("to", ["megatron-dist", "megatron-fsdp"])
+def test_states_with_a_dot_have_no_key_and_the_rest_can_be_had(to: str, tmp_path: Path) -> None:
+    """Under names that are kept, where no mapping has refused them."""
+    with pytest.raises(CkptError, match=r"has no key for the state GG\.0") as caught:
+        convert(str(TRAINER), str(tmp_path / "out"), Reading(), Writing(to=to, dialect="keep"), Silent())
+    assert caught.value.code == "E2001" and "--drop GG.0,GG.1,Q.0,Q.1" in str(caught.value.hint)
+    writing = Writing(to=to, dialect="keep", drop=["GG.0", "GG.1", "Q.0", "Q.1"])
+    convert(str(TRAINER), str(tmp_path / "out"), Reading(), writing, Silent())
+    assert {key.partition("/")[0] for key in values(tmp_path / "out")[0]} == {"model", "exp_avg", "exp_avg_sq"}
+
+
 def test_megatron_s_files_keep_all_states_where_parameters_stay_whole(tmp_path: Path) -> None:
     source = state(ONE)
     assert set(source[0]) == {"step", "exp_avg", "exp_avg_sq", *SQUARE}

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from ckpt_tool.conversion.layout import parse_layout
 from ckpt_tool.core import dtype
 from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.module_patterns import NotUnderstood, matches
 from ckpt_tool.core.target import WantedTensor
 from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError
@@ -33,7 +34,6 @@ from ckpt_tool.families.aoa.program import compile_aoa, read_aoa
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.dcp.format import FORMAT as DCP
-from ckpt_tool.formats.peft.pattern import matches
 from ckpt_tool.merging.groups import Grouping
 from ckpt_tool.merging.mergekit import read_config
 from ckpt_tool.options.values import BadValue, patterns
@@ -464,8 +464,8 @@ def one_patterns(data):
     for line in lines[:4]:
         try:
             matches(line, "model.layers.1.self_attn.q_proj")
-        except CkptError as error:
-            told(error)
+        except NotUnderstood as error:
+            str(error)
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {

@@ -17,6 +17,7 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
 from ckpt_tool.cli import run
+from ckpt_tool.quantised.scheme import quantisation
 
 INPUTS = Path(__file__).parents[2] / "fixtures/quantized-inputs"
 FIXTURE = INPUTS / "gptq_int4"
@@ -152,6 +153,34 @@ def test_codes_under_the_names_of_a_family_are_one_cause(tmp_path: Path, capfd) 
 
 
 # -- repacked ----------------------------------------------------------------------------------------------------------
+
+RULES = {"-:m.off": {}, "+:m.(a|b)$": {"bits": 8, "sym": False}, "m.a": {"bits": 2}, "m.c": {"group_size": 64}}
+
+
+@pytest.mark.parametrize(
+    ("module", "bits", "symmetric"),
+    [("m.a", 8, False), ("m.b", 8, False), ("m.aa", 2, True), ("m.c", 4, True), ("n.m.a", 4, True)],
+)
+def test_of_gptqmodel_s_dynamic_the_first_rule_counts(module: str, bits: int, symmetric: bool) -> None:
+    scheme = quantisation({"quantization_config": {"quant_method": "gptq", "bits": 4, "sym": True, "dynamic": RULES}})
+    assert scheme is not None and scheme.known
+    assert (scheme.bits_of(module), scheme.symmetric_in(module)) == (bits, symmetric)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "values", "why"),
+    [
+        ("m(?!.a)", {"bits": 8}, "look-around"),
+        ("m", {"bits": 5}, "codes of 5 bits"),
+        ("m", {"bits": [8]}, "bits"),
+        ("m", {"pack_dtype": "int64"}, "packs 'm' as int64"),
+    ],
+)
+def test_rules_that_are_not_read_are_named(pattern: str, values: dict[str, Any], why: str) -> None:
+    stated = {"quant_method": "gptq", "bits": 4, "dynamic": {pattern: values}}
+    scheme = quantisation({"quantization_config": stated})
+    assert scheme is not None and not scheme.known and why in scheme.why
+
 
 REPACK = ("--repack", "compressed-tensors")
 

@@ -104,6 +104,15 @@ class Places:
         ids = file.tolist()
         return [(number, int(fqn[ids.index(number)])) for number in dict.fromkeys(ids) if number not in self.paths]
 
+    @staticmethod
+    def objects(run: Run) -> Iterator[tuple[str, str, int, int]] | None:
+        """(fqn, file, byte, length) of each row of a run of objects, which have no corner; None for tensors' items."""
+        if "corner" in run.columns:
+            return None
+        fqn, file, at, length = (_column(run, name).tolist() for name in ("fqn", "file", "at", "length"))
+        names, files = ([run.texts[each] for each in ids] for ids in (fqn, file))
+        return zip(names, files, at, length, strict=True)
+
     def _flush(self, dims: int) -> None:
         rows = self._rows.pop(dims, None)
         if rows:

@@ -271,7 +271,7 @@ class _Reading:
         out: defaultdict[str, dict[_Offset, _Where]] = defaultdict(dict)
         for index, info in storage.items():
             if isinstance(index, Run):
-                self.run_of_items(index, info)
+                self.run_of_items(index, info, out)
                 continue
             if (
                 not isinstance(index, Record)
@@ -308,13 +308,17 @@ class _Reading:
             self.places.finished()
         return out
 
-    def run_of_items(self, run: Run, info: Any) -> None:
+    def run_of_items(self, run: Run, info: Any, out: dict[str, dict[_Offset, _Where]]) -> None:
         """The same of rows that were taken as columns, whose numbers and sizes are known to be such."""
         if info is not run or self.places is None:
             raise Irregular
         self.met += run.taken.rows
-        for file, fqn in self.places.run(run):
-            self.places.paths[file] = self.file(run.texts[file], run.texts[fqn])
+        if (objects := self.places.objects(run)) is not None:
+            for fqn, file, at, length in objects:
+                out[fqn][None] = (self.safe.get(file) or self.file(file, fqn), at, length)
+            return
+        for number, whose in self.places.run(run):
+            self.places.paths[number] = self.file(run.texts[number], run.texts[whose])
 
     def file(self, file: str, fqn: str) -> str:
         """A file that an item names, as the tree has it."""

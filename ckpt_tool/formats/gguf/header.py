@@ -94,10 +94,12 @@ class Header(NamedTuple):
 class _Window:
     """The front of a file, read as far as somebody asks."""
 
-    def __init__(self, tree: Tree, path: str) -> None:
-        self.tree, self.path, self.size = tree, path, tree.size(path)
-        self.bytes, self.at, self.order = bytearray(), 0, "<"
-        self.whole = False  # keep long arrays,, and strings as they are
+    def __init__(self, tree: Tree, path: str, entry: bytes | None = None) -> None:
+        """entry: the one entry of it that is looked at."""
+        self.tree, self.path = tree, path
+        self.bytes, self.at, self.order = bytearray(entry or b""), 0, "<"
+        self.size = tree.size(path) if entry is None else len(entry)
+        self.whole = False  # keep long arrays, and strings as they are
 
     def fault(self, message: str, *, at: int | None = None, key: str | None = None) -> CorruptFile:
         where = self.at if at is None else at
@@ -155,9 +157,12 @@ class _Window:
 
 
 def read_header(tree: Tree, path: str) -> Header:
-    """The header of file `path`. Raises CorruptFile E1700 for what is no sound header, InconsistentCheckpoint E1701 for
-    names that stand twice, E1702 for tensors that overlap."""
-    window = _Window(tree, path)
+    """The header of file `path`, read once a tree. Raises CorruptFile E1700 for what is no sound header,
+    InconsistentCheckpoint E1701 for names that stand twice, E1702 for tensors that overlap."""
+    return tree.met.header("gguf", path, lambda: _read(_Window(tree, path)))
+
+
+def _read(window: _Window) -> Header:
     window.need(24, "the first fields")
     if bytes(window.bytes[:4]) != MAGIC:
         raise window.fault(f"the file begins with {bytes(window.bytes[:4])!r}, want {MAGIC!r}")
@@ -181,7 +186,7 @@ def read_header(tree: Tree, path: str) -> Header:
     alignment = _alignment(window, entries.get(ALIGNMENT))
     rows = _rows(window, count)
     data = -(-window.at // alignment) * alignment
-    return Header(path, version, window.order == ">", entries, _placed(window, rows, data, alignment), data)
+    return Header(window.path, version, window.order == ">", entries, _placed(window, rows, data, alignment), data)
 
 
 def raw(tree: Tree, header: Header, key: str) -> bytes:
@@ -197,10 +202,10 @@ def name_of(kind: int) -> str:
 
 def value_of(tree: Tree, header: Header, key: str) -> Any:
     """The whole value of an entry, long arrays too. What is no UTF-8 of a string is escaped."""
-    entry, window = header.entries[key], _Window(tree, header.path)
-    window.order, window.at, window.whole = ">" if header.big else "<", entry.start + 4, True
-    window.bytes = bytearray(entry.start)  # nothing before it is looked at
-    return _array(window, key, 1)[0] if entry.kind == ARRAY else _scalar(window, entry.kind, key)
+    window = _Window(tree, header.path, raw(tree, header, key))
+    window.order, window.whole = ">" if header.big else "<", True
+    kind = window.number("I", f"the type of {key}")
+    return _array(window, key, 1)[0] if kind == ARRAY else _scalar(window, kind, key)
 
 
 def _entry(window: _Window, number: int) -> Entry:

@@ -114,6 +114,25 @@ def held_by(optimizer: Any, at: int | None, facts: Facts) -> Callable[[str, Sequ
     return lambda name, shape: is_matrix(name, shape) == (at == first)
 
 
+ADAM = {"optimizer": "adam"}  # in the groups of a chain's Adam
+SAYS_ADAM = (
+    "the groups of Adam beside Muon say `optimizer: adam`, by which Megatron-core 0.19 and newer find them; those of "
+    "0.16 and 0.17 don't"
+)
+
+
+def say_adam(chain: Sequence[Sequence[dict[str, Any]]]) -> bool:
+    """Put into the groups of each optimizer of a chain with Muon what tells that it is Adam, where they lack it: core
+    0.19 finds a group by that word too (`core/optimizer/optimizer.py`, `param_group_identifier_keys`), which 0.18 and
+    newer write, and 0.16 and 0.17, whose Muon has Adam alone beside it, don't. True where any lacked it."""
+    if not any("momentum" in group and "betas" not in group for groups in chain for group in groups):
+        return False
+    silent = [group for groups in chain for group in groups if "betas" in group and ADAM.keys().isdisjoint(group)]
+    for group in silent:
+        group.update(ADAM)
+    return bool(silent)
+
+
 def chain_members(chain: Sequence[Any], params: Sequence[RankArray], facts: Facts) -> list[Members] | None:
     """The parameters of each group of each optimizer, in the order of their numbers; None where the groups are of a
     kind that the rules don't make."""

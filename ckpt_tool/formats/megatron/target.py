@@ -39,7 +39,7 @@ from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import NAMESPACE, updated
-from ckpt_tool.formats.megatron.chains import is_layer_wise, matrices_at
+from ckpt_tool.formats.megatron.chains import SAYS_ADAM, is_layer_wise, matrices_at, say_adam
 from ckpt_tool.formats.megatron.extra_states import EXTRA_STATES, LEFT, NAME
 from ckpt_tool.formats.megatron.folders import MODEL_FILE, OPTIM_FILE, folder_name, pairs, stage_ranks
 from ckpt_tool.formats.megatron.groups import (
@@ -127,6 +127,7 @@ class _States:
         self.at = {(t.key.state, t.key.name): i for i, t in enumerate(decided.wanted.tensors)}
         self.params = {name for name in decided.model if not names.is_buffer(name)}
         self.values: Mapping[str, Mapping[str, Any]] = decided.wanted.extras.get(VALUES, {})
+        self.says_adam = False  # do groups say now that they are Adam's?
         self.form = self._form()
 
     def _form(self) -> _Form:
@@ -236,6 +237,7 @@ class _States:
             own = every if link.at is None else [every[link.at]]
             stored = [group for groups in own for group in groups if "wd_mult" in group]
             out.append(tuple(groups_for(stored, self._keys(link), facts, experts=bool(link.experts))))
+        self.says_adam = say_adam(out)
         return tuple(out)
 
     def _keys(self, link: _Link) -> set[GroupKey]:
@@ -340,10 +342,10 @@ class _Writing:
         self.decided = decided
         self.job = decided.job
         self.extras = dict(decided.wanted.extras)
-        self.notes = list(decided.notes)
         tensors = {name: decided.tensor(number) for name, number in decided.model.items()}
         self.ranks = Ranks(self.job, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
         self.states = _States(decided)
+        self.notes = [*decided.notes, *([SAYS_ADAM] if self.states.says_adam else [])]
         self.iteration = self._iteration()
         self.folder = RELEASE if self.iteration is None else f"{step_name(self.iteration)}/"
         self.args = self._args()

@@ -35,7 +35,7 @@ from ckpt_tool.formats.megatron.names import EMBEDDING, TIED_HEAD
 from ckpt_tool.formats.megatron.rules import gated, is_vocabulary
 from ckpt_tool.formats.megatron.stages import NO_SPLIT, Stages, chosen_stages, from_counts
 
-VOCAB, NO_RULE = "E0276", "E0275"
+VOCAB, NO_RULE, UNHELD = "E0276", "E0275", "E2001"
 
 
 class Decided(NamedTuple):
@@ -233,3 +233,15 @@ def vocabulary_rows(
             ),
         )
     return rows, have, (f"vocabulary padded with zeros from {have} to {rows} rows for {tp} tensor ranks",)
+
+
+def unheld(whose: str, tensor: WantedTensor, tensors: Sequence[WantedTensor]) -> UsageError:
+    """The error (E2001) for one of the `tensors` that the format `whose`, whose keys hold names and states as words
+    between dots, would read back as another: under another name, or as another state."""
+    dotted = dict.fromkeys(each.key.state for each in tensors if "." in each.key.state)
+    if tensor.key.state in dotted:
+        what = f"has no key for the state {tensor.key.state}: in its keys a state is one word, without a dot"
+        hint = f"leave behind what has no place with --drop {','.join(dotted)}"
+    else:
+        what, hint = f"would read {tensor.key.name!r} back under another name", "rename or remove it (--remove-keys)"
+    return UsageError(f"{whose} {what}", code=UNHELD, key=str(tensor.key), hint=f"{hint}, or choose another format")

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from ckpt_tool.core.attention_window import stated_windows
 from ckpt_tool.core.bounds import bounded
@@ -43,6 +43,7 @@ from ckpt_tool.formats.megatron.job import Job, carved, check_experts
 from ckpt_tool.formats.megatron.parts import HALF, of_part
 from ckpt_tool.formats.megatron.rules import pieces, section_names
 from ckpt_tool.formats.megatron.stages import NO_SPLIT, Stages, chosen_stages, from_counts
+from ckpt_tool.formats.megatron.wanted import unheld
 from ckpt_tool.formats.megatron_dist.alike import Class, Member, Spot, classes, spot_of
 from ckpt_tool.formats.megatron_dist.keys import (
     APART,
@@ -60,7 +61,7 @@ from ckpt_tool.formats.megatron_dist.keys import (
 )
 
 Shape = tuple[int, ...]
-EXPERTS, UNHELD, NO_RULE = "E0237", "E2001", "E0275"
+EXPERTS, NO_RULE = "E0237", "E0275"
 CHUNKS = 1 << 16  # of all stages
 _NUMBER = itemgetter(0)  # of a share's tensor
 # norms of layers in Transformer Engine's spec: in the linear that follows, where there is one
@@ -275,14 +276,6 @@ class DistLayout:
             self._keys[state, kind, key] = made
         return made if name_of(made, _at(made, spot.layer, spot.expert)) == name else None
 
-    def _refuse(self, tensor: WantedTensor) -> NoReturn:
-        raise UsageError(
-            f"megatron-dist would read {tensor.key.name!r} back under another name",
-            code=UNHELD,
-            key=str(tensor.key),
-            hint="rename or remove it (--remove-keys), or choose another format",
-        )
-
     def fqn(self, state: str, key: str, name: str) -> str:
         """The whole key. Masters are `param` with the distributed optimizer, `fp32_param` without one and of matrices
         that a layer-wise one holds beside it."""
@@ -345,7 +338,7 @@ class DistLayout:
                     _, under = found.setdefault(of_part(fqn, part) if part else fqn, ((*lead, *shape), []))
                     under += [Share(number, items, at, first) for number, at, first in shares]
         if refused:
-            self._refuse(self.wanted.tensors[min(refused)])
+            raise unheld("megatron-dist", self.wanted.tensors[min(refused)], self.wanted.tensors)
         for _, under in found.values():
             under.sort(key=_NUMBER)
         return dict(sorted(found.items(), key=lambda row: row[1][1][0].tensor))

@@ -27,6 +27,7 @@ from ckpt_tool.core.target import Wanted
 from ckpt_tool.core.tensor import EMA, MODEL, STEP
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import NAMESPACE, updated
+from ckpt_tool.formats.megatron.chains import SAYS_ADAM, say_adam
 from ckpt_tool.formats.megatron.extra_states import EXTRA_STATES, LEFT
 from ckpt_tool.formats.megatron.groups import groups_for, groups_of, is_expert_group, key_of_param
 from ckpt_tool.formats.megatron.hints import DistHints
@@ -114,6 +115,8 @@ def _optimizers(value: Any, layout: DistLayout, notes: list[str], *, distributed
             several.append(_experts_of(several[0], layout))
         else:
             notes.append(NO_EXPERTS_OF_CHAIN)
+    if say_adam([groups_of(one) for one in several]):
+        notes.append(SAYS_ADAM)
     for one in several:
         if not distributed or layout.facts.layer_wise and not one.get(SHARDING) and one is not several[-1]:
             one.pop(SHARDING, None)

@@ -40,8 +40,9 @@ from ckpt_tool.formats.megatron.chains import held_by
 from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron.pointer import folder_of, pointer_to
 from ckpt_tool.formats.megatron.rng import tensors_of_rng
+from ckpt_tool.formats.megatron.wanted import UNHELD
 from ckpt_tool.formats.megatron_dist.folder import COMMON, CONFIG, INTEGRITY
-from ckpt_tool.formats.megatron_dist.layout import UNHELD, DistLayout
+from ckpt_tool.formats.megatron_dist.layout import DistLayout
 from ckpt_tool.formats.megatron_dist.state import COMMON_STATE
 from ckpt_tool.formats.megatron_dist.stored_state import stored_state
 from ckpt_tool.formats.state_dict.tree import join

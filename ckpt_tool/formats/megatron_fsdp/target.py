@@ -53,7 +53,7 @@ from ckpt_tool.formats.megatron.rng import by_rank, tensors_of_rng
 from ckpt_tool.formats.megatron.rules import gated, is_vocabulary, pieces, section_names
 from ckpt_tool.formats.megatron.stages import from_counts
 from ckpt_tool.formats.megatron.target import ARGS_LEFT, EXTRAS_LEFT, OURS, writable, written_of
-from ckpt_tool.formats.megatron.wanted import vocabulary_rows
+from ckpt_tool.formats.megatron.wanted import UNHELD, unheld, vocabulary_rows
 from ckpt_tool.formats.megatron_fsdp.keys import (
     MTP_INNER,
     STATES,
@@ -68,7 +68,7 @@ from ckpt_tool.formats.megatron_fsdp.keys import (
 from ckpt_tool.formats.state_dict.tree import dotted, join
 from ckpt_tool.formats.torch.composer import TorchComposer
 
-EXPERTS, UNHELD, NO_RULE = "E0237", "E2001", "E0275"
+EXPERTS, NO_RULE = "E0237", "E0275"
 _OWN = ("args", "model", "optimizer", "rng_state", OURS)  # keys that are laid out here
 _FOREIGN = ("content_metadata", "sharded_objects", EXTRA_STATES)  # what torch_dist says of its own files
 
@@ -248,12 +248,7 @@ class _Writing:
         go to several parts."""
         made = parse(fqn)
         if made is None or made.key != tensor.key or made.part != part or own and part and tensor.shape:
-            raise UsageError(
-                f"megatron-fsdp would read {tensor.key.name!r} back under another name",
-                code=UNHELD,
-                key=str(tensor.key),
-                hint="rename or remove it (--remove-keys), or choose another format",
-            )
+            raise unheld("megatron-fsdp", tensor, self.wanted.tensors)
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> list[_Stored]:
         """What is stored of a tensor, by key. Decided once for those of one shape in all layers, of all experts."""

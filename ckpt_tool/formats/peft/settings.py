@@ -13,15 +13,15 @@ replicated layers, and settings that this build has never heard of and that are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
+from ckpt_tool.core.module_patterns import NotUnderstood, first_match
 from ckpt_tool.errors import CorruptFile, UsageError
-from ckpt_tool.formats.peft.pattern import first_match
 
-REFUSED, MALFORMED = "E1422", "E1423"
+REFUSED, MALFORMED, PATTERN = "E1422", "E1423", "E1426"
 LARGEST = 3.4028234663852886e38  # of fp32
 # settings -> why an adapter that has them is no sum with its base
 _VARIANTS = {
@@ -78,14 +78,26 @@ class Settings:
     saved: tuple[str, ...] = ()
 
     def rank_of(self, module: str) -> int:
-        found = first_match(self.rank_pattern, module)
+        found = _first(self.rank_pattern, module)
         return self.rank if found is None else self.rank_pattern[found]
 
     def scaling(self, module: str, rank: int) -> float:
         """weight * alpha / r, in the order of PEFT's `set_scale`."""
-        found = first_match(self.alpha_pattern, module)
+        found = _first(self.alpha_pattern, module)
         alpha = self.alpha if found is None else self.alpha_pattern[found]
         return self.weight * alpha / (sqrt(rank) if self.rslora else rank)
+
+
+def _first(patterns: Iterable[str], module: str) -> str | None:
+    """The first pattern that fits the module. Raises UsageError E1426 for one that is not understood."""
+    try:
+        return first_match(patterns, module)
+    except NotUnderstood as e:
+        raise UsageError(
+            f"the module pattern {e} (in the adapter's config)",
+            code=PATTERN,
+            hint="write rank_pattern and alpha_pattern with plain module names",
+        ) from e
 
 
 def settings_of(config: Mapping[str, Any], path: str, *, weight: float = 1.0, lenient: bool = False) -> Settings:

@@ -22,6 +22,7 @@ import torch
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.megatron.chains import ADAM
 from ckpt_tool.harness.pieces import Piece, RankState
 from ckpt_tool.harness.saving.whole import Whole
 
@@ -233,11 +234,10 @@ def scheduler(whole: Whole) -> dict[str, Any]:
 
 def hyperparameters(scalars: Mapping[str, Any], *, decays: bool, expert: bool, muon: bool = False) -> dict[str, Any]:
     """A parameter group of Megatron's optimizer, without its parameters; the step counter is the group's. muon: is it
-    of the matrices that Muon steps? It counts no steps. Beside them Adam's groups say so: core 0.18 and newer find a
-    group by that too (`core/optimizer/optimizer.py`, `param_group_identifier_keys`)."""
+    of the matrices that Muon steps? It counts no steps. Beside them Adam's groups say so."""
     settings = scalars["optimizer"]
     own = {
-        **({"optimizer": "adam"} if "muon" in scalars else {}),
+        **(ADAM if "muon" in scalars else {}),
         "betas": (settings["beta1"], settings["beta2"]),
         "eps": settings["eps"],
         "bias_correction": True,

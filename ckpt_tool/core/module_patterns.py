@@ -1,30 +1,28 @@
-"""Module patterns of an adapter's config: regular expressions by a stranger, matched in bounded time.
+"""Module patterns of a config: regular expressions by a stranger, matched in bounded time.
 
-`rank_pattern` and `alpha_pattern` have keys that PEFT puts into `re.match(rf"(.*\\.)?({key})$", module)`. Python's
-engine backtracks, so a key such as `(a+)+b` can hang whoever reads the file. Here a pattern is a function from the set
-of places where it may begin to the set of places where it may end, so nothing is tried twice:
+PEFT puts the keys of `rank_pattern` and `alpha_pattern` into `re.match(rf"(.*\\.)?({key})$", module)`, GPTQModel those
+of `dynamic` into `re.match(key, module)`. Python's engine backtracks, so a key such as `(a+)+b` can hang whoever reads
+the file. Here a pattern is a function from the set of places where it may begin to the set of places where it may end,
+so nothing is tried twice:
 
     >>> matches("layers.[01].self_attn.(q|k)_proj", "model.layers.1.self_attn.q_proj")
     True
-    >>> matches("q_proj", "model.layers.1.self_attn.qq_proj")
-    False
+    >>> matches("q_proj", "model.layers.1.self_attn.qq_proj"), first_at_the_front(["k", "q_p"], "q_proj")
+    (False, 1)
 
 Understood: literals, `.`, classes, `\\d \\w \\s` and their opposites, groups, `|`, `* + ? {m,n}` (lazy ones too: only
 whether it matches is asked for), `^` and `$`. Look-around, back-references, flags and possessive repeats are an error.
-Source: PEFT 0.21.2 `utils/other.py` get_pattern_key. Cost: some microseconds a plain name, at most
-`STEPS` steps a module.
+Sources: PEFT 0.21.2 `utils/other.py` get_pattern_key, GPTQModel 7.7.0 `quantization/config.py`. Cost: some microseconds
+a plain name, at most `STEPS` steps a module.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
-from ckpt_tool.errors import UsageError
-
 LENGTH, DEPTH, COUNT, STEPS, STEPS_EACH = 1024, 16, 1000, 200_000, 64
-REFUSED = "E1426"
 Places = frozenset[int]
 Step = Callable[["_Run", Places], Places]
 _PLAIN = re.compile(r"[\w.\-]*")
@@ -33,6 +31,13 @@ _ATOM = re.compile(rf"{_ESCAPE}|\[\^?\]?(?:{_ESCAPE}|[^\]\\\[])*\]|[^()\[\\|*+?]
 _DOT = re.compile(".").match
 _SET_OPERATION = re.compile(r"--|&&|~~|\|\|")  # in classes, where Python warns that it will read them otherwise
 _REPEAT = re.compile(r"\{(\d{0,4})(,?)(\d{0,4})\}")
+
+
+class NotUnderstood(Exception):
+    """A pattern that is not used, and why."""
+
+    def __init__(self, pattern: str, why: str) -> None:
+        super().__init__(f"{pattern[:80]!r} is not used: {why}")
 
 
 class _Run:
@@ -45,20 +50,29 @@ class _Run:
     def spend(self, steps: int) -> None:
         self._left -= steps
         if self._left < 0:
-            raise _refused(self.pattern, "it takes too many steps to match, alone or with those before it")
+            raise NotUnderstood(self.pattern, "it takes too many steps to match, alone or with those before it")
 
 
 def first_match(patterns: Iterable[str], module: str) -> str | None:
-    """The first of `patterns` that fits the module, as PEFT picks it. Raises UsageError E1426 for one that is not
-    understood."""
+    """The first of `patterns` that fits the module, as PEFT picks it. Raises NotUnderstood."""
     patterns = tuple(patterns)
     run = _Run(module, len(patterns))
     return next((pattern for pattern in patterns if _matches(pattern, run)), None)
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Does `module`, or what of it stands behind a dot, match the whole pattern? Raises UsageError E1426."""
+    """Does `module`, or what of it stands behind a dot, match the whole pattern? Raises NotUnderstood."""
     return _matches(pattern, _Run(module))
+
+
+def first_at_the_front(patterns: Sequence[str], module: str) -> int | None:
+    """The number of the first of `patterns` that the module's name begins with, as `re.match` has it. Raises
+    NotUnderstood."""
+    run = _Run(module, len(patterns))
+    for number, run.pattern in enumerate(patterns):
+        if _compiled(run.pattern)(run, frozenset((0,))):
+            return number
+    return None
 
 
 def _matches(pattern: str, run: _Run) -> bool:
@@ -69,21 +83,13 @@ def _matches(pattern: str, run: _Run) -> bool:
 @lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> Step:
     if len(pattern) > LENGTH:
-        raise _refused(pattern, f"more than {LENGTH} characters")
+        raise NotUnderstood(pattern, f"more than {LENGTH} characters")
     if _PLAIN.fullmatch(pattern):
         return _all([_char(_DOT if char == "." else char.__eq__) for char in pattern])
     step, rest = _Parser(pattern).alternatives(0, 0)
     if rest != len(pattern):
-        raise _refused(pattern, "unbalanced parenthesis")
+        raise NotUnderstood(pattern, "unbalanced parenthesis")
     return step
-
-
-def _refused(pattern: str, why: str) -> UsageError:
-    return UsageError(
-        f"the module pattern {pattern[:80]!r} of the adapter's config is not used: {why}",
-        code=REFUSED,
-        hint="write rank_pattern and alpha_pattern with plain module names",
-    )
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -213,5 +219,5 @@ class _Parser:
         except re.error as e:
             raise self._refuse(str(e)) from e
 
-    def _refuse(self, why: str) -> UsageError:
-        return _refused(self._text, why)
+    def _refuse(self, why: str) -> NotUnderstood:
+        return NotUnderstood(self._text, why)
