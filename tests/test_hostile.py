@@ -32,13 +32,15 @@ ROWS = [pytest.param(case, id=f"{case[0]}") for module in GENERATORS for case in
 VERBS = ("inspect", "verify", "reshard", "convert", "merge")
 
 
-def call(verb, source, out):
+def call(verb, source, out, options):
+    """options: of `convert`, where a row is about them."""
     arguments = {
         "inspect": ["inspect", source],
         "verify": ["verify", source],
         "reshard": ["reshard", source, out],
-        "convert": ["convert", source, out, "--to", "sharded"],
+        "convert": ["convert", source, out, *(options or ("--to", "sharded"))],
         "merge": ["merge", source, out],
+        "audit": ["audit", source],
     }[verb]
     return run([*map(str, arguments), "--json"])
 
@@ -62,8 +64,8 @@ def test_bad_input_is_told_and_leaves_nothing(case, tmp_path, capfd):
     outputs.mkdir()
     source = make(folder)
     before = snapshot(folder)
-    for verb in VERBS:
-        code = call(verb, source, outputs / verb)
+    for verb in (*VERBS, *(["audit"] if isinstance(want, dict) and "audit" in want else ())):
+        code = call(verb, source, outputs / verb, case[4] if len(case) > 4 else ())
         streams = capfd.readouterr()
         expected = want.get(verb, want["*"]) if isinstance(want, dict) else want
         assert code == expected, (row, verb, code, streams.err[-600:])

@@ -105,7 +105,7 @@ def _token_numbers(subject: Subject) -> Iterator[tuple[int, str]]:
             continue
         try:
             value = json.loads(tree.read_whole(file, limit=_TOKENIZER_LIMIT))
-        except ValueError:  # `sources.sound` reports a file that is cut short
+        except (ValueError, RecursionError):  # `sources.sound` reports a file that is cut short
             continue
         numbers = [number for number in _numbers(value) if type(number) is int]
         if numbers:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ckpt_tool.cli.plain import plain_job
 from ckpt_tool.core.progress import SILENT, Checking, listening
 from ckpt_tool.core.report_data import ReportData, collected
-from ckpt_tool.errors import CkptError, InternalError, Interrupted, StorageError, wrap_os_error
+from ckpt_tool.errors import CkptError, InputError, InternalError, Interrupted, StorageError, wrap_os_error
 
 if TYPE_CHECKING:
     from ckpt_tool.cli.verbs import Job
@@ -316,11 +316,13 @@ def _last_frame(fault: BaseException) -> str:
 
 
 def _tell(error: CkptError, arguments: Sequence[str], job: Job | None, *, trace: BaseException) -> None:
-    """The error on stderr, as text or as JSON."""
+    """The error on stderr, as text or as JSON. One about the input that knows no place is of the only source."""
     from ckpt_tool.report.errors import as_json as error_json
     from ckpt_tool.report.errors import as_text
     from ckpt_tool.report.plain import look_of
 
+    if isinstance(error, InputError) and not error.where() and job is not None and len(job.sources) == 1:
+        error.path = job.sources[0]
     typed = list(arguments)[: list(arguments).index("--")] if "--" in arguments else list(arguments)
     if job is not None:
         as_document, verbose, color = job.show.json, job.show.verbose, job.show.color

@@ -152,7 +152,8 @@ def _of_matrices(method: str, stated: Mapping[str, Any]) -> Quantisation:
     rules = _dynamic(stated.get("dynamic")) if method == "gptq" else ()
     if isinstance(rules, str):
         why, rules = rules, ()
-    strange = [each for each in (bits, *(r.bits for r in rules if r.bits is not None)) if each not in _BITS[method]]
+    every = (bits, *(rule.bits for rule in rules if rule.bits is not None))
+    strange = [each for each in every if type(each) is not int or each not in _BITS[method]]  # 4.0 is no number of bits
     if strange:
         why = f"codes of {strange[0]!r} bits"
     if why:
@@ -183,7 +184,8 @@ def _of_torchao(stated: Mapping[str, Any]) -> Quantisation:
     kind = stated.get("quant_type")
     whole = kind.get("default") if isinstance(kind, dict) else None
     data = whole.get("_data") if isinstance(whole, dict) else None
-    apart = next((data[key] for key in _OF_MODULES if isinstance(data.get(key), dict)), None) if data else None
+    inside = data if isinstance(data, dict) else {}
+    apart = next((inside[key] for key in _OF_MODULES if isinstance(inside.get(key), dict)), None)
     each = [*apart.values()] if apart else [whole]
     names = dict.fromkeys(
         str(one.get("_type")) if isinstance(one, dict) else _config_named(str(kind))
@@ -216,7 +218,8 @@ def _of_mlx(stated: Mapping[str, Any]) -> Quantisation:
         if not isinstance(mode, str) or mode not in MODES:
             return Quantisation("mlx", why=f"its mode {mode}")
         only = MODES[mode]
-        if type(group) is not int or group < 1 or bits not in (2, 3, 4, 5, 6, 8) or only not in (None, (group, bits)):
+        whole_numbers = type(group) is int and group > 0 and type(bits) is int and bits in (2, 3, 4, 5, 6, 8)
+        if not whole_numbers or only not in (None, (group, bits)):
             return Quantisation("mlx", why=f"groups of {group!r} codes of {bits!r} bits, mode {mode}")
     if any(each.get("global_scale") for each in (stated, *named.values())):
         return Quantisation("mlx", why="its global_scale")

@@ -130,7 +130,7 @@ def best_of(path: str, reading: Reading) -> set[str]:
             found.append(json.loads(tree.read_whole(_TRAINER, limit=JSON_LIMIT)))
         elif tree.single is not None:
             found.append(open_source(path, reading).catalog.extras)
-    except (CkptError, ValueError):  # nothing that can be read calls anything the best
+    except (CkptError, ValueError, RecursionError):  # nothing that can be read calls anything the best
         return set()
     paths = (value for state in found for key, value in _plain(state) if key in _BEST and isinstance(value, str))
     return {re.split(r"[/\\]", value.rstrip("/\\"))[-1] for value in paths}

@@ -100,7 +100,7 @@ def _why_cut(tree: Tree, path: str, size: int) -> str:
         if size <= JSON_LIMIT:
             try:
                 json.loads(tree.read_whole(path, limit=JSON_LIMIT))  # NaN is a loss that Trainers write
-            except ValueError as e:
+            except (ValueError, RecursionError) as e:
                 return f"it is no JSON ({e})"
     elif not any(head):
         return "it begins with zeros"

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 PIECE = 1 << 20  # bytes
 SMALL, KEPT = PIECE, 32 << 20  # bytes
 LARGEST_WINDOW = 128 << 20  # bytes: zstd's own bound on what it reads unasked
+LARGEST_RATIO = 1 << 15  # bytes that a byte comes to: zstd's blocks of one value, 128 KiB in 4 bytes; gzip has 1032
 DAMAGED = "E2750"
 CODECS = ("zstd", "gzip")
 _FRAME = re.compile(r"(?P<codec>zstd|gzip)@(?P<at>\d{1,18})\+(?P<nbytes>\d{1,18})=(?P<size>\d{1,18})", re.ASCII)

@@ -31,7 +31,7 @@ from ckpt_tool.storage import strict_json
 from ckpt_tool.storage.crc32c import crc32c
 from ckpt_tool.storage.ocdbt import Value
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.views import CODECS, Compressed, fill_view
+from ckpt_tool.storage.views import CODECS, LARGEST_RATIO, Compressed, fill_view
 
 DAMAGED, UNSUPPORTED, HOLE = "E2753", "E2754", "E0309"
 HEADER_LIMIT = 1 << 20  # bytes
@@ -206,6 +206,8 @@ class Array(NamedTuple):
         nbytes = layout.dtype.nbytes(prod(full))
         self._within(value)
         path, at = value.path, value.offset
+        if layout.codec and nbytes > LARGEST_RATIO * value.nbytes:
+            raise self._fault(f"no chunk of {value.nbytes} bytes comes to {nbytes}, decompressed", value)
         if layout.codec:
             path, at = Compressed(value.path, value.offset, value.nbytes, nbytes, layout.codec).view, 0
         elif value.nbytes != nbytes:
@@ -390,7 +392,9 @@ class _Header:
         if prod(whole // part for whole, part in zip(chunk, shape, strict=True)) > MOST_CHUNKS:
             self.damaged(f"shards of {list(chunk)} in chunks of {list(shape)}")
         order, codec, _ = self.codecs(config.get("codecs"), shape, inner=True)
-        index = [self.named(each) for each in config.get("index_codecs") or ()]
+        if not isinstance(given := config.get("index_codecs"), list):
+            self.damaged("index_codecs is no list")
+        index = [self.named(each) for each in given]
         names = [name for name, _ in index]
         if names not in (["bytes"], ["bytes", "crc32c"]) or index[0][1].get("endian", "little") != "little":
             self.refused(f"an index of shards by the codecs {', '.join(names)[:80]}")

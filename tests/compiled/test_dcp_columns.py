@@ -26,7 +26,6 @@ from ckpt_tool.formats import copies
 from ckpt_tool.formats.containers.dcp_columns import Arrays, Columns, Pieces, Table
 from ckpt_tool.formats.copies import look_for_copies
 from ckpt_tool.formats.registry import by_name
-from ckpt_tool.formats.dcp.format import FORMAT
 from ckpt_tool.storage import pickles
 from ckpt_tool.storage.source import Tree
 

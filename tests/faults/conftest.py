@@ -214,7 +214,8 @@ def folder_ground(server: FaultServer, tmp_path_factory: pytest.TempPathFactory)
     return Ground(tmp_path_factory.mktemp("folder_only"), server, "folder")
 
 
-# Training states whose files each hold what several ranks or parameters have: the fixture, and what it becomes.
+# Training states whose files each hold what several ranks or parameters have, and what is made on the way: the fixture,
+# and what it becomes.
 RANKED = {
     "deepspeed": ("deepspeed/z2_align_dp4", ["--to", "deepspeed", "--dp", "3", "--zero", "1"]),
     "deepspeed-universal": ("deepspeed/z1_fp16_dp2", ["--to", "deepspeed-universal"]),
@@ -223,6 +224,13 @@ RANKED = {
     "paddle": ("paddle/llama_bf16_legacy_tp2", ["--to", "paddle", "--pp", "2", "--dp", "2", "--sharding", "v2"]),
     "paddle-unified": ("paddle/ernie_bf16_io_tp2sd2v2", ["--to", "paddle-unified"]),
     "paddle-flex": ("paddle-unified/llama_tied_hf", ["--to", "paddle-flex", "--tp", "2", "--dp", "2"]),
+    # what is computed on the way, and containers whose last file has the checksums or places of the others
+    "gguf": ("gguf-made/llama3", ["--to", "gguf", "--max-shard-size", "20000"]),
+    "gguf-type": ("gguf-made/llama3", ["--to", "gguf", "--gguf-type", "q8_0"]),
+    "orbax": ("dcp/tp2_dp2", ["--to", "orbax"]),
+    "quantize": ("gguf-made/llama3", ["--to", "safetensors", "--quantize", "fp8-block", "--max-shard-size", "20000"]),
+    "repack": ("quantized-inputs/gptq_int4", ["--to", "safetensors", "--repack", "compressed-tensors"]),
+    "dequantize": ("quantized/bnb_nf4", ["--to", "safetensors", "--dequantize"]),
 }
 
 
@@ -230,7 +238,7 @@ RANKED = {
 def ranked_ground(
     request: pytest.FixtureRequest, server: FaultServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Ground:
-    """Each format of Megatron's, DeepSpeed's and Paddle's as the output."""
+    """Each format of Megatron's, DeepSpeed's and Paddle's as the output, GGUF, Orbax, and weights that are computed."""
     fixture, to = RANKED[request.param]
     return Ground(tmp_path_factory.mktemp(request.param), server, "folder", ROOT / "fixtures" / fixture, to)
 

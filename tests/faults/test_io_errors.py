@@ -97,6 +97,15 @@ def test_an_operation_that_fails_anywhere(ground: Any, op: str, name: str, on: b
         strike(ground, op, at, name, on=on)
 
 
+@pytest.mark.share(4)
+def test_an_operation_that_fails_in_every_format_of_many_files(ranked_ground: Any) -> None:
+    """The same for what is computed, and for formats whose last file has the others' checksums or places: a full disk
+    and a bad one, once, at the first, a middle and the last place of each kind."""
+    for op in ("pwrite", "write", "fsync", "posix_fallocate", "close"):
+        for at in places(ranked_ground, op, most=2):
+            strike(ranked_ground, op, at, "ENOSPC" if "write" in op else "EIO")
+
+
 def test_a_disk_that_stays_full(folder_ground: Any) -> None:
     """G4: from the Nth write on there is no space."""
     for op in ("pwrite", "posix_fallocate", "write"):

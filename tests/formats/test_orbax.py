@@ -439,3 +439,18 @@ def test_inspect_shows_what_lies_there():
     document = inspect(str(CASES / "adamw_ocdbt_zarr2"), Reading())
     assert document["format"] == "orbax" and document["total"]["tensors"] == 18
     assert document["extras"]["step"] == 3
+
+
+def test_an_item_of_a_leafs_name_is_left_out_and_said(tmp_path):
+    """The leaf is part of the tree: the JSON item beside it may not replace it."""
+    step = tmp_path / "7"
+    shutil.copytree(CASES / "dtypes_ocdbt_zarr3", step / "state")
+    extras = opened(step).catalog.extras
+    name, value = next((key, value) for key, value in extras.items() if not isinstance(value, dict))
+    (step / name).mkdir()
+    (step / name / "metadata").write_text('{"another": 1}')
+    (step / "config").mkdir()
+    (step / "config" / "metadata").write_text('{"a": 1}')
+    catalog = opened(step).catalog
+    assert catalog.extras == {**extras, name: value, "config": {"a": 1}}
+    assert [note.path for note in catalog.notes if note.code == "N-same-name"] == [str(step / name)]

@@ -24,18 +24,18 @@ def _load(name):
     return module
 
 
-targets = _load("targets")
+targets, checkpoints = _load("targets"), _load("fuzz_checkpoints")
 KEPT = sorted(path for path in (HERE / "corpus").glob("*/*"))
 
 
 @pytest.fixture(autouse=True)
 def soon():
-    """An input that takes longer than libFuzzer's own limit is a finding."""
-    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("more than 10 s"))
-    signal.alarm(10)
+    """An input that takes longer than libFuzzer's own limit is a finding; of the processor: other tests run beside."""
+    before = signal.signal(signal.SIGPROF, lambda *_: pytest.fail("more than 10 s"))
+    signal.setitimer(signal.ITIMER_PROF, 10)
     yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.signal(signal.SIGPROF, before)
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: f"{path.parent.name}-{path.name}")
@@ -69,3 +69,17 @@ def test_edits_leave_the_containers_sound():
                 made = targets.edits.with_number(part, number, number.value)
                 values = [found.value for found in targets.edits.numbers(part._replace(data=made))]
                 assert values == [found.value for found in targets.edits.numbers(part)], (name, path)
+
+
+@pytest.mark.parametrize("group", checkpoints.GROUPS)
+def test_edited_checkpoints_are_read_by_the_contract(group):
+    """A few cases of `fuzz_checkpoints`: through the readers alone."""
+    wrong = [finding for number in range(12) for finding in checkpoints.read(group, number)[0]]
+    assert not wrong, wrong[0]
+
+
+def test_a_case_is_the_same_again():
+    """Numbers of cases are what findings are told by."""
+    for group in checkpoints.GROUPS:
+        one, two = (checkpoints.case(group, 5) for _ in range(2))
+        assert one[:4] == two[:4] and one[3], group

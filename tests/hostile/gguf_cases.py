@@ -83,6 +83,27 @@ def pair(key, value):
     return {"pairs": (NAME, (key, value))}
 
 
+def u32(number):
+    return struct.pack("<II", 4, number)
+
+
+def double(number):
+    return struct.pack("<Id", 12, number)
+
+
+def config(architecture, tensors=(A, B), **own):
+    """Metadata of which the model's config is made. own: pairs of the architecture's."""
+    name = ("general.architecture", struct.pack("<I", 8) + text(architecture))
+    return file(pairs=(name, *((f"{architecture}.{key}", value) for key, value in own.items())), tensors=tensors)
+
+
+COUNT, WIDTH = "attention.head_count", "attention.key_length"
+HEADS, NO_HEADS, WIDE = {COUNT: u32(4), WIDTH: u32(8)}, {COUNT: u32(0), WIDTH: u32(8)}, {WIDTH: u32(1 << 31)}
+TURNED, LARGEST = {"rope.dimension_count": u32(8)}, {"block_count": u32(46)}
+ROPE = ("rope_freqs.weight", (4,), 0, 0)
+# the model's config is made of it where other names are wanted, and there alone
+MADE, HUB = {"convert": 3, "*": 0}, ("--to", "safetensors")
+NAMED, STRANGE, NO_ROPE = (MADE, "want a number", HUB), (MADE, "has a tensor a", HUB), (MADE, "of no rope", HUB)
 CASES = [
     ("G1 cut in the head", cut(20), 3, "bytes"),
     ("G2 cut in the pairs", cut(50), 3, "cut short"),
@@ -122,5 +143,14 @@ CASES = [
     ("G36 files of a split changed about", splits((1, 2, 2), (0, 2, 2)), 3, "split.no is 1"),
     ("G37 a split that lacks tensors", splits((0, 2, 9), (1, 2, 9)), 3, "split.tensors.count is 9"),
     ("G38 two models", splits((0, 1, 1), (0, 1, 1), names=["one.gguf", "two.gguf"]), 3, "2 GGUF models"),
+    ("G40 a number that is a list", config("llama", block_count=array(9, 1, array(4, 0)[4:])), *NAMED),
+    ("G41 a count that is no whole number", config("llama", block_count=struct.pack("<If", 6, 2.0)), *NAMED),
+    ("G42 an epsilon beyond fp32", config("llama", **{"attention.layer_norm_rms_epsilon": double(1e300)}), *NAMED),
+    ("G43 a base beyond fp32", config("llama", **{"rope.freq_base": double(1e300)}), *STRANGE),
+    ("G44 a width of 0", config("phi3", embedding_length=u32(0), **HEADS, **TURNED), *STRANGE),
+    ("G45 no heads", config("gemma2", embedding_length=u32(8), **LARGEST, **NO_HEADS), *STRANGE),
+    ("G46 a model without a width", config("gemma2", **LARGEST, **HEADS), *STRANGE),
+    ("G47 rope without a width", config("llama", (ROPE, B)), *NO_ROPE),
+    ("G48 rope of the widest head", config("llama", (ROPE, B), **WIDE), *NO_ROPE),
     ("G39 files that are not there", splits((0, 9999, 1), names=["m-00001-of-09999.gguf"]), 3, "9998 of 9999"),
 ]  # fmt: skip

@@ -119,8 +119,8 @@ def chunked(header, first, **changes):
     return item(leaf(found), values=first, **changes)
 
 
-def sharded(index, *, data=VALUES[:16], crc=None):
-    """zarr 3: one shard of one chunk, with this index."""
+def sharded(index, *, data=VALUES[:16], crc=None, **changes):
+    """zarr 3: one shard of one chunk, with this index. changes: of what the codec of shards is told."""
     header = {
         "zarr_format": 3, "node_type": "array", "shape": [2, 2], "data_type": "float32", "fill_value": 0,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2, 2]}},
@@ -130,6 +130,7 @@ def sharded(index, *, data=VALUES[:16], crc=None):
             "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
         }}],
     }  # fmt: skip
+    header["codecs"][0]["configuration"] |= changes
     raw = struct.pack("<QQ", *index)
     value = data + raw + struct.pack("<I", crc32c(raw) if crc is None else crc)
     found = [("params.w/c/0/0", (0, 0, len(value))), ("params.w/zarr.json", json.dumps(header).encode())]
@@ -158,6 +159,15 @@ def own(node_length=None, **changes):
     """A manifest of the sound leaf, changed."""
     length = len(framed(NODE, leaf(rows()))) if node_length is None else node_length
     return framed(MANIFEST, manifest(length, **changes))
+
+
+def beside_or_below(other):
+    """A second leaf, at a path whose names are `other`."""
+    scalar = [
+        (".".join(other) + end, value) for end, value in (("/.zarray", zarray(shape=[], chunks=[])), ("/0", (0, 4, 4)))
+    ]
+    more = {"b": tuple((name, 2) for name in other)}
+    return item(leaf(sorted(rows() + scalar)), metadata=described(LEAVES | more))
 
 
 LATE = {"inspect": 0, "*": 3}  # where chunks lie shows when they are wanted,
@@ -225,5 +235,9 @@ CASES = [
     ("X54 a shard's checksum", sharded((0, 16), crc=7), LATE, "CRC-32C"),
     ("X55 a chunk of nothing", chunked({}, b""), LATE, "want 16"),
     ("X56 a save that did not finish", unfinished, 3, "did not finish"),
+    ("X58 codecs that are no list", sharded((0, 16), index_codecs=33), 3, "index_codecs is no list"),
+    ("X59 a chunk that no frame holds", chunked(ZSTD | {"chunks": [1 << 30, 9]}, FRAME(bytes(16))), LATE, "comes to"),
+    ("X60 a leaf below a leaf", beside_or_below(("params", "w", "x")), 3, "hang below it"),
+    ("X61 a leaf above a leaf", beside_or_below(("params",)), 3, "hang below it"),
     ("X57 a path without end", item(metadata=described({"a": (("x", 2),) * 100_000})), 3, "names no leaf"),
 ]  # fmt: skip

@@ -115,7 +115,20 @@ def poisoned(fixture, filename, payload):
     return make
 
 
+ARGUMENT = b"tp_comm_bootstrap_backend"  # which decides nothing
+
+
+def numbered(folder):
+    """An argument of Megatron whose name is a number, in one rank alone."""
+    root = folder / "checkpoint"
+    shutil.copytree(FIXTURES / "megatron/lion_files_tp2", root)
+    name = b"X" + struct.pack("<I", len(ARGUMENT)) + ARGUMENT
+    rewritten(root / "iter_0000002/mp_rank_00/model_optim_rng.pt", lambda pickled: pickled.replace(name, b"K\x7f", 1))
+    return root
+
+
 CASES = [
+    ("N1-argument", numbered, 0, ()),
     *(
         (f"D3-{kind}", poisoned(fixture, filename, system), SHOWN, ("posix.system", filename))
         for kind, fixture, filename in KINDS

@@ -145,6 +145,7 @@ def rope_of(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Values:
         every := rope.get("full_attention"), Mapping
     ):  # Gemma 3 by transformers 5: windowed layers have their own
         rope = {key: value for key, value in rope.items() if not isinstance(value, Mapping)} | dict(every)
+    rope = {key: value for key, value in rope.items() if value is not None}  # null says nothing
     if not rope and "rope_parameters" not in config:  # a class may have a rope of its own
         rope |= defaults.get("rope_scaling", {})
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"

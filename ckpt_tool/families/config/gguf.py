@@ -173,7 +173,10 @@ def rope_factors(config: Config) -> list[float] | None:
         return None
     import math
 
-    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    dim = config.get("head_dim") or (hidden // heads if type(hidden) is int and type(heads) is int and heads else 0)
+    if dim > 1 << 16:  # no head is so wide: metadata that lies
+        return None
     base, factor = rope.get("rope_theta", 10000.0), rope.get("factor", 8.0)
     low, high = rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)
     old = rope.get("original_max_position_embeddings", 8192)
@@ -183,7 +186,7 @@ def rope_factors(config: Config) -> list[float] | None:
         wave = _single(_single(1.0 / frequency) * _single(2 * math.pi))  # so torch divides a number by a tensor
         if wave < old / high:
             out.append(1.0)
-        elif wave > old / low:
+        elif wave > old / low or high == low:
             out.append(float(factor))
         else:
             smooth = _single(_single(_single(_single(1.0 / wave) * old) - low) / (high - low))
@@ -198,7 +201,8 @@ def rope_of(config: Config) -> dict[str, Any]:
     if isinstance(rope.get("full_attention"), Mapping):
         rope = rope["full_attention"]
     old = config.get("rope_scaling")
-    out = {**(old if isinstance(old, Mapping) else {}), **rope}
+    stated = {**(old if isinstance(old, Mapping) else {}), **rope}
+    out = {key: value for key, value in stated.items() if value is not None}
     if "rope_theta" not in out and config.get("rope_theta") is not None:
         out["rope_theta"] = config["rope_theta"]
     if "rope_type" not in out and "type" in out:
@@ -212,10 +216,17 @@ def _language_part(config: Config) -> Config:
     return part if isinstance(part, Mapping) and "model_type" in part else config
 
 
+def _is(value: Any, kind: str) -> bool:
+    """Does a pair of this type hold it?"""
+    if kind == TRUTH:
+        return isinstance(value, bool)
+    if kind == FLOAT:
+        return type(value) in (int, float) and abs(value) < 1e38
+    return type(value) is int and 0 <= value < 1 << 32
+
+
 def _number(value: Any, key: Key, faults: list[str]) -> Any:
-    if key.kind == TRUTH and isinstance(value, bool) or key.kind == FLOAT and type(value) in (int, float):
-        return value
-    if type(value) is int and 0 <= value < 1 << 32:
+    if _is(value, key.kind):
         return value
     faults.append(f"{key.hub} is {str(value)[:60]}, want a number")
     return 0
@@ -348,7 +359,7 @@ def hub_config(
         value = own.get(key.stated)
         if value is None:
             continue
-        if isinstance(value, list | Mapping | str) or isinstance(value, bool) != (key.kind == TRUTH):
+        if not _is(value, key.kind):
             faults.append(f"{name}.{key.stated} is {str(value)[:60]}, want a number")
         config[key.hub] = shortest(value) if key.kind == FLOAT and isinstance(value, float) else value
     if found.experts and type(own.get("expert_count")) is int:
@@ -417,7 +428,7 @@ def _backwards(config: dict[str, Any], own: Config, found: Architecture, faults:
             config.get("hidden_size"),
             own.get("rope.dimension_count"),
         )
-        if type(turned) is int and type(heads) is int and type(hidden) is int and turned * heads != hidden:
+        if type(turned) is int and type(heads) is int and type(hidden) is int and turned * heads != hidden > 0:
             config["partial_rotary_factor"] = turned * heads / hidden
         if type(size := own.get("rope.scaling.original_context_length")) is int:
             config["original_max_position_embeddings"] = size
@@ -431,8 +442,10 @@ def _scalar(config: Config, found: Architecture) -> int:
     """What a head's products are scaled by: the largest models of each generation by hidden / heads, as llama.cpp's
     `src/models/gemma2.cpp` and `gemma3.cpp` have it."""
     largest = {"gemma2": 46, "gemma3": 62}[found.name]
-    by_hidden = config.get("num_hidden_layers") == largest
-    return int(config["hidden_size"] // config["num_attention_heads"] if by_hidden else config["head_dim"])
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if config.get("num_hidden_layers") == largest and hidden and heads:
+        return int(hidden // heads)
+    return int(config["head_dim"])
 
 
 def _hub_rope(config: Config, own: Config, found: Architecture, faults: list[str]) -> dict[str, Any]:
@@ -477,7 +490,7 @@ def shortest(value: float) -> float:
     >>> shortest(9.999999974752427e-07)
     1e-06
     """
-    for digits in range(1, 10):
+    for digits in range(1, 10) if _is(value, FLOAT) else ():
         short = float(f"{value:.{digits}g}")
         if _single(short) == _single(value):
             return short

@@ -150,6 +150,7 @@ _ROPE_NUMBERS = frozenset(
         "attention_factor",
     }
 )
+_ROPE_DIVISORS = ("factor", "rope_theta", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
 _LISTS = (
     "layer_types",
     "mlp_layer_types",
@@ -223,7 +224,9 @@ def _fits_rope(name: Any, value: Any) -> bool:
         return not plain and all(_fits_rope(inner, each) for inner, each in value.items())
     if value is None or name in ("rope_type", "type"):
         return value is None or isinstance(value, str)
-    return name not in _ROPE_NUMBERS or type(value) in (int, float) and abs(value) < 1e30
+    if name not in _ROPE_NUMBERS:
+        return True
+    return type(value) in (int, float) and abs(value) < 1e30 and (value > 0 or name not in _ROPE_DIVISORS)
 
 
 def sound(values: Mapping[str, Any], facts: ModelClass) -> Mapping[str, Any]:

@@ -29,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.bounds import numeral
 from ckpt_tool.errors import UsageError
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # `TokenType`; SentencePiece has the same numbers
@@ -198,7 +199,7 @@ def _added(files: Files) -> Iterator[tuple[int, str, bool]]:
             rows[entry["id"]] = entry
     decoder = (files.settings or {}).get("added_tokens_decoder")
     for number, entry in decoder.items() if isinstance(decoder, Mapping) else ():
-        if isinstance(entry, Mapping) and str(number).isdigit():
+        if isinstance(entry, Mapping) and numeral(number):
             rows.setdefault(int(number), entry)
     for number, entry in rows.items():
         yield number, str(entry.get("content")), bool(entry.get("special"))
@@ -206,9 +207,19 @@ def _added(files: Files) -> Iterator[tuple[int, str, bool]]:
 
 def _merges(model: Mapping[str, Any]) -> list[str]:
     """Both forms: `a b`, and pairs, whose spaces are spelled as byte-level BPE spells them."""
-    stated = model.get("merges")
-    rows = stated if isinstance(stated, list) else []
-    return [row if isinstance(row, str) else " ".join(str(part).replace(" ", "\u0120") for part in row) for row in rows]
+    rows = model.get("merges")
+    out = list[str]()
+    for row in rows if isinstance(rows, list) else (rows,):
+        parts = row if isinstance(row, list) else [row]
+        if len(parts) not in (1, 2) or not all(isinstance(part, str) for part in parts):
+            raise UsageError(
+                f"{str(row)[:60]!r} is no merge of two tokens",
+                code=WRONG,
+                path="tokenizer.json",
+                hint="the file is damaged: fetch it again",
+            )
+        out.append(row if isinstance(row, str) else " ".join(str(part).replace(" ", "\u0120") for part in parts))
+    return out
 
 
 def looks_special(text: str) -> bool:
@@ -257,8 +268,10 @@ def pieces_of(raw: bytes) -> Iterator[tuple[bytes, float, int]]:
         if number == 1 and isinstance(value, bytes):
             piece = dict(_fields(value))
             text, score, kind = piece.get(1, b""), piece.get(2, bytes(4)), piece.get(3, NORMAL)
-            if not (isinstance(text, bytes) and isinstance(score, bytes) and len(score) == 4 and type(kind) is int):
+            if not (isinstance(text, bytes) and isinstance(score, bytes) and len(score) == 4 and isinstance(kind, int)):
                 raise _no_model("a piece is none")
+            if not NORMAL <= kind <= BYTE:
+                raise _no_model(f"a piece of kind {kind}")
             yield text, struct.unpack("<f", score)[0], kind
 
 
@@ -412,9 +425,10 @@ def _special(files: Files, size: int | None) -> Iterator[Pair]:
     else:
         settings = dict(files.settings or {})
     texts: dict[Any, Any] = {}
-    for entry in (files.tokenizer or {}).get("added_tokens") or ():
-        if isinstance(entry, Mapping):
-            texts.setdefault(entry.get("content"), entry.get("id"))
+    listed = (files.tokenizer or {}).get("added_tokens")
+    for entry in listed if isinstance(listed, list) else ():
+        if isinstance(entry, Mapping) and isinstance(entry.get("content"), str):
+            texts.setdefault(entry["content"], entry.get("id"))
     for kind in kinds if files.settings is not None else ():
         if isinstance(settings.get(f"add_{kind}_token"), bool):
             adds.setdefault(kind, settings[f"add_{kind}_token"])
@@ -434,7 +448,7 @@ def _special(files: Files, size: int | None) -> Iterator[Pair]:
 
 
 def _note(ids: dict[str, int], kind: str, number: object, size: int | None) -> None:
-    if type(number) is int and number >= 0 and (size is None or number < size):
+    if type(number) is int and 0 <= number < (1 << 32 if size is None else size):
         ids.setdefault(kind, number)
 
 

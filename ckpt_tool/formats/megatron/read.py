@@ -514,7 +514,7 @@ class _Reading:
         if others:
             what = (
                 f"{len(others)} arguments differ from those of {self.first.path}, which are kept: "
-                f"{', '.join(others[:10])}"
+                f"{', '.join(map(str, others[:10]))}"
             )
             self.notes.append(Note("N0305", what, f"{rank.path}/{MODEL_FILE}"))
         if len(rank.chunks) != len(self.first.chunks):

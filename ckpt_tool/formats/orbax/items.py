@@ -154,11 +154,7 @@ def read_item(tree: Tree, step: Step, name: str) -> Item:
     if not isinstance(rows, dict):
         raise _damaged(tree, path, "it has no tree_metadata")
     leaves = tuple(_leaf(tree, path, key, row) for key, row in rows.items())
-    seen = set[str]()
-    for stored in (leaf.stored for leaf in leaves if leaf.kind not in EMPTY):
-        if stored in seen:
-            raise _damaged(tree, path, f"two leaves are called {stored[:200]!r}")
-        seen.add(stored)
+    _check_names(tree, path, leaves)
     return Item(
         folder,
         name,
@@ -168,6 +164,19 @@ def read_item(tree: Tree, step: Step, name: str) -> Item:
         raw.get("store_array_data_equal_to_fill_value") is not True,
         raw.get("custom_metadata"),
     )
+
+
+def _check_names(tree: Tree, path: str, leaves: Sequence[Leaf]) -> None:
+    """Raise CorruptFile E2755 for two leaves of one name, and for one that hangs below another."""
+    seen, stored = set[str](), [leaf for leaf in leaves if leaf.kind not in EMPTY]
+    for leaf in stored:
+        if leaf.stored in seen:
+            raise _damaged(tree, path, f"two leaves are called {leaf.stored[:200]!r}")
+        seen.add(leaf.stored)
+    spelled = [tuple(map(str, leaf.path)) for leaf in stored]
+    branches = {each[:depth] for each in spelled for depth in range(1, len(each))}
+    if (above := next((each for each in spelled if each in branches), None)) is not None:
+        raise _damaged(tree, path, f"{'.'.join(above)[:200]!r} is a leaf, and others hang below it")
 
 
 def _leaf(tree: Tree, path: str, shown: str, row: Any) -> Leaf:

@@ -163,8 +163,6 @@ def _rows(wanted: Wanted, hint: Trees, extras: Mapping[str, Any], *, known: bool
         path = hint.count if tensor.key.state == STEP else _path(tensor.key, hint, names)
         moments |= path[: len(hint.optimizer)] == hint.optimizer
         rows.append(Row(path, _ARRAY, number))
-    if moments and not known:
-        rows += [Row((hint.optimizer[0], n), "None", None) for n in (1, 2)]
     left_out: list[str] = []
     spelled = {tuple(map(str, path)) for path in used}
     for path, value in _leaves(extras, ()):
@@ -176,6 +174,10 @@ def _rows(wanted: Wanted, hint: Trees, extras: Mapping[str, Any], *, known: bool
             left_out.append(".".join(map(str, path)))
         else:
             rows.append(row)
+    if moments and not known:
+        hung = {tuple(map(str, row.path[:2])) for row in rows}
+        empty = ((hint.optimizer[0], n) for n in (1, 2))
+        rows += [Row(path, "None", None) for path in empty if tuple(map(str, path)) not in hung]
     return rows, left_out
 
 

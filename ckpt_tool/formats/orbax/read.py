@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog, Note, Row
 from ckpt_tool.core.faults import for_each, together
 from ckpt_tool.core.hints import Hints
@@ -107,7 +108,7 @@ def read_tree(tree: Tree) -> Catalog:
             first = next(iter(keys))
             what = f"{len(keys)} arrays are keys of a PRNG, such as {first} ({keys[first]})"
             notes.append(Note("N-keys", f"{what}: they are read, and written, as integers: jax.random.wrap_key_data"))
-    hint = _hint(tree, step, trees, named, extras, {each.path: each.array.dtype.name for each in stored})
+    hint = _hint(tree, step, trees, named, extras, notes, {each.path: each.array.dtype.name for each in stored})
     count = _count(stored, named, tensors, notes)
     return Catalog(
         "orbax",
@@ -167,14 +168,12 @@ def _value(tree: Tree, array: Array) -> Any:
 
 
 def _put(extras: dict[Any, Any], path: Path, value: Any) -> None:
-    """Nest a value. Where another one is in the way it stands under its dotted path."""
+    """Nest a value. A path leads through no other's leaf (`items.read_item`); a place in a sequence and a key that is
+    spelled like it are one."""
     at = extras
     for step in path[:-1]:
-        below = at.setdefault(step, {})
-        if not isinstance(below, dict):
-            extras[".".join(map(str, path))] = value
-            return
-        at = below
+        other: str | int = str(step) if isinstance(step, int) else int(step) if numeral(step) else step
+        at = at.setdefault(other if other in at and step not in at else step, {})
     at[path[-1]] = value
 
 
@@ -189,16 +188,28 @@ def _as_lists(value: Any) -> Any:
 
 
 def _hint(
-    tree: Tree, step: Step, trees: list[Item], named: Named, extras: dict[str, Any], dtypes: Mapping[Path, str]
+    tree: Tree,
+    step: Step,
+    trees: list[Item],
+    named: Named,
+    extras: dict[str, Any],
+    notes: list[Note],
+    dtypes: Mapping[Path, str],
 ) -> Trees:
-    """What a writer of Orbax must know; JSON items and what users have said go into the extras."""
+    """What a writer of Orbax must know; JSON items and what users have said go into the extras. A leaf's name is the
+    leaf's: what has the same is left out, with a note."""
     several = len(trees) > 1
+    leaves = set(extras)
     beside = dict(orbax_items.json_items(tree, step))
-    extras.update(beside)
     said = orbax_items.step_metadata(tree, step)
-    for name in (METRICS, CUSTOM):
-        if said.get(name) and name not in extras:
-            extras[name] = said[name]
+    beside_or_said = beside | {name: said[name] for name in (METRICS, CUSTOM) if said.get(name) and name not in beside}
+    for name, value in beside_or_said.items():
+        if name in leaves:
+            what = f"{name} is a leaf of the tree and an item beside it: the item is left out"
+            notes.append(Note("N-same-name", what, tree.display(step.folder + name)))
+            beside.pop(name, None)
+        else:
+            extras[name] = value
     paths = [((*((item.name,) if several else ()), *leaf.path), leaf.kind) for item in trees for leaf in item.leaves]
     rows = [[list(path), kind, dtypes.get(path, "")] for path, kind in paths]
     custom = {item.name: item.custom for item in trees if item.custom is not None}

@@ -391,11 +391,13 @@ def _parse_file(item: Fields, mesh: Mesh) -> FileEntry:
 
 
 def case_of(*lists: Any) -> Case | None:
-    """A key under which what was checked once is known again: layers repeat. None for what is no list."""
+    """A key under which what was checked once is known again: layers repeat. None for no plain values."""
     try:
-        return tuple((tuple(part), tuple(map(type, part))) for part in lists)
+        case = tuple((tuple(part), tuple(map(type, part))) for part in lists)
+        hash(case)
     except TypeError:
         return None
+    return case
 
 
 def _parse_tensor(item: Fields, placements: int, seen: dict[Case, TensorEntry]) -> TensorEntry:
