@@ -18,7 +18,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterable
-from math import sqrt
+from math import frexp, ldexp, sqrt
 from typing import Any, NamedTuple
 
 from ckpt_tool.errors import UsageError, near_misses
@@ -27,16 +27,35 @@ Number = int | float
 
 
 class _Kind(NamedTuple):
-    """undone: the map that undoes the one of an argument. moments: do they go with it as they are?"""
+    """undone: the map that undoes the one of an argument. moments: do they go with it as they are? wide: what has fewer
+    bits than fp32 is kept in that, not rounded back."""
 
     act: Callable[[Any, Any], Any]
     undone: Callable[[Any], tuple[str, Any]]
     says: str
     moments: bool = False
+    wide: bool = False
+
+
+_SCALED = "{n} embeddings are multiplied by the root of their width, in fp32"
+_UNSCALED = "{n} embeddings are divided by the root of their width, in fp32"
+
+
+def _bf16_root(number: Number) -> float:
+    """The square root in bf16, which has 8 bits of mantissa.
+
+    >>> _bf16_root(2560)
+    50.5
+    """
+    mantissa, exponent = frexp(sqrt(number))
+    return ldexp(round(mantissa * 256), exponent - 8)
 
 
 _KINDS = {
     "add": _Kind(operator.add, lambda by: ("add", -by), "a number is added to {n} tensors", moments=True),
+    "add_wide": _Kind(
+        operator.add, lambda by: ("add", -by), "a number is added to {n} tensors, kept in fp32", moments=True, wide=True
+    ),
     "over_root": _Kind(
         lambda value, by: value * (1 / sqrt(by)),  # NumPy rounds a float to its array's dtype first
         lambda by: ("times_root", by),
@@ -46,6 +65,14 @@ _KINDS = {
         lambda value, by: value * sqrt(by),
         lambda by: ("over_root", by),
         "{n} tensors are multiplied by a square root, in fp32",
+    ),
+    # an embedding that has the root of its width in it, which a division undoes
+    "embed_scale": _Kind(lambda value, by: value * sqrt(by), lambda by: ("embed_unscale", by), _SCALED),
+    "embed_unscale": _Kind(lambda value, by: value / sqrt(by), lambda by: ("embed_scale", by), _UNSCALED),
+    # the same, the root itself rounded to bf16
+    "embed_scale_bf16": _Kind(lambda value, by: value * _bf16_root(by), lambda by: ("embed_unscale_bf16", by), _SCALED),
+    "embed_unscale_bf16": _Kind(
+        lambda value, by: value / _bf16_root(by), lambda by: ("embed_scale_bf16", by), _UNSCALED
     ),
 }
 _CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*\(\s*(-?[0-9]+(?:\.[0-9]+)?|[A-Za-z_]\w*)\s*\)\s*")
@@ -77,6 +104,11 @@ class ElementMap(NamedTuple):
     def moments(self) -> bool:
         """Do an optimizer's moments go with it as they are?"""
         return _KINDS[self.kind].moments
+
+    @property
+    def wide(self) -> bool:
+        """Is the result of what has fewer bits than fp32 kept in that?"""
+        return _KINDS[self.kind].wide
 
     def at(self, size: Callable[[str], int]) -> ElementMap:
         """The same with an axis's size for the axis."""
@@ -110,7 +142,7 @@ def joined(*chains: Iterable[ElementMap]) -> tuple[ElementMap, ...]:
     """
     out: list[ElementMap] = []
     for step in (m for chain in chains for m in chain):
-        if out and out[-1].undone == step:
+        if out and (out[-1].undone == step or step.undone == out[-1]):
             out.pop()
         elif out and out[-1].kind == step.kind == "add":
             out[-1] = ElementMap("add", operator.add(out[-1].by, step.by))

@@ -19,7 +19,7 @@ from ckpt_tool.algebra.element_map import ElementMap
 from ckpt_tool.algebra.mapped import Made, Mapped
 from ckpt_tool.algebra.piece import PAD, Side
 from ckpt_tool.core.box import contiguous_strides
-from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.options.writing import Writing
@@ -104,6 +104,8 @@ def _changed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str) -> tuple
             what = ", ".join(map(str, steps))
             recipes.append(Changed(key, tensor.shape, (chosen.input(row),), what, steps))
             dtypes[key] = chosen.casts.get(key, tensor.dtype)
+            if any(step.wide for step in steps) and dtypes[key].bits < 32:
+                dtypes[key] = DTYPES["F32"]
         elif steps and key.state not in (*_VALUES, STEP, EXTRAS) and not all(step.moments for step in steps):
             raise UsageError(
                 f"{by} changes the scale of {key.name}, and moments of the one scale are none of the other",

@@ -18,7 +18,7 @@ from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.conversion.mapping_inputs import lines_alike, moves_alone
 from ckpt_tool.conversion.optimizer_groups import renamed_groups
 from ckpt_tool.conversion.tied_head import TIED, as_the_hub_has_it, refuse_to_lose_copies
-from ckpt_tool.conversion.vocabulary import without_padding
+from ckpt_tool.conversion.vocabulary import is_vocabulary, without_padding
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.hints import Dialect, Hint
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
@@ -41,6 +41,7 @@ HUB = "hf"
 SYSTEMS = (HUB, "megatron")  # between which an adapter is named by a pass of its own
 DEQUANTIZE = "--dequantize makes floats of it on the way"
 NO_FAMILY, STRANGE = "E1372", "E1373"  # of `families.registry.find`
+_SHAPE = "E1370"  # of `families.rewrite.mapping`
 _MEGATRON = frozenset(f"decoder.layers.0.self_attention.linear_{each}.weight" for each in ("qkv", "kv_down_proj"))
 _NLP = frozenset(
     f"{root}.embed_tokens.weight" for root in ("llama", "qwen2", "qwen2_moe", "mixtral", "deepseek_v3", "ernie")
@@ -187,6 +188,8 @@ def _translated(chosen: Chosen, found: Found, target: str, job: Conversion, hint
     if not job.reading.lenient:
         _refuse_odd_models(found, shapes, config, whole=not chosen.removed)
     mapped = _mapped(found, target, shapes, config, dequantised=job.writing.dequantize)
+    if not job.reading.lenient and not chosen.removed:
+        _refuse_lacking(found.family, target, mapped, config)
     refuse_to_lose_copies(chosen, mapped.dropped)
     by = f"the family {found.family.name}, {found.dialect} to {target}"
     out = renamed(chosen, mapped, job.writing, by, hints)
@@ -296,6 +299,23 @@ def _refuse_odd_models(
         )
 
 
+def _refuse_lacking(family: Family, target: str, mapped: Mapped, config: Mapping[str, Any] | None) -> None:
+    """Raise Incomplete E1484 for what the target's rules say that a model has and no source makes: where all layers
+    lack one tensor, nothing in the source shows it."""
+    from ckpt_tool.families.completeness import expected
+
+    made = {each.name for each in mapped.made}
+    lost = [name for name in expected(family, target, config) or () if name not in made]
+    if lost:
+        raise Incomplete(
+            f"{len(lost)} tensors that a {family.name} model has in dialect {target} have no source: {lost[0]}",
+            code="E1484",
+            key=lost[0],
+            faults=lost[1:],
+            hint="does the config belong to this checkpoint? --lenient converts the part that is there",
+        )
+
+
 def _refuse_codes(odd: Sequence[str], config: Mapping[str, Any] | None, family: str) -> None:
     """Raise InputError E1486 where what no rule takes are the codes of a quantised release: one cause, one line."""
     from ckpt_tool.quantised.scheme import quantisation
@@ -329,6 +349,9 @@ def _mapped(
     try:
         return mapping(found.family, found.dialect, target, shapes, both)
     except CkptError as e:
+        if e.code == _SHAPE and is_vocabulary(e.key or ""):
+            rows = found.family.facts(config or {}).get("vocab_size")
+            e.hint = f"--vocab-size {rows} cuts a vocabulary, or fills it up, to what the config says; {e.hint}"
         scheme = None if dequantised else quantisation(config)
         if scheme is not None and scheme.known and "--dequantize" not in (e.hint or ""):
             what = f"the weights are quantised by {scheme.scheme}: {DEQUANTIZE}"

@@ -31,7 +31,7 @@ from ckpt_tool.sources.chosen import Chosen, Conversion, with_computed
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")  # what the hub's tables of tokens end in
 _VOCABULARY = re.compile(
     r"(?:^|\.)(?:embed_tokens|lm_head|tok_embeddings|word_embeddings|output_layer|wte|embed_out|embed_in)\.(?:weight|bias)$"
-    r"|^output\.weight$"
+    r"|^output\.weight$|^token_embedder\.embedding$"
 )
 
 

@@ -133,6 +133,7 @@ class Variant(NamedTuple):
     like_hub: names that the hub has are laid out as in the hub. ahead: layers beyond the decoder's are Megatron's of
         MTP. short: they are left out.
     when: a condition on the config; where names and shapes fit two dialects, the one of which it holds is meant.
+    exact: its rules are what a whole model has by its config, neither more nor less, but for a head that is tied.
     """
 
     of: str
@@ -146,6 +147,7 @@ class Variant(NamedTuple):
     short: bool = False
     when: str = ""
     instead: str = ""
+    exact: bool = False
 
     def changed(self, table: Table, hub: Table, kinds: Mapping[str, str]) -> Table:
         """The table of `of` as that of this dialect."""
@@ -236,6 +238,11 @@ class Family:
         for key in self.language.split("."):
             part = part.get(key) if isinstance(part, Mapping) else None
         return part if isinstance(part, Mapping) else None
+
+    def exact(self, dialect: str) -> bool:
+        """Do the dialect's rules say all that a whole model has (`Variant.exact`)?"""
+        found = self.dialects.get(dialect)
+        return isinstance(found, Variant) and found.exact
 
     def table(self, dialect: str) -> Table:
         """The dialect's rules. Raises UsageError: E1231 no such dialect, E0220-E0235 and E1234 a table at fault."""

@@ -4,6 +4,7 @@ know?
     layers 0, 1 and 3 have an o_proj, layer 2 has none          layer 2 lacks it
     the config says 4 layers, tensors name 0, 1 and 3           layer 2 is missing
     256 experts, of layer 5 one lacks its up_proj               that expert lacks it
+    a tree of MaxText without decoder.layers.mlp.wo.kernel      its rules say what a model has (`Variant.exact`)
     model.layers.0.self_attn.q_projj.weight                     no rule, and it is in a layer
 
 A table alone can't tell: biases and norms are there or not, a model's first layers may be dense. So each module of a
@@ -71,7 +72,12 @@ def strange(family: Family, dialect: str, names: Iterable[str]) -> list[str]:
 
 def missing(family: Family, dialect: str, names: Iterable[str], config: Config | None) -> list[str]:
     """The tensors that a whole model would have beside `names`, as far as names and config tell; [] for a whole one."""
+    exactly = expected(family, dialect, config)
     table, config = family.table(dialect), family.facts(config or {})
+    if exactly is not None:
+        have = set(names)
+        head = _whole_model(family, table, have, config)
+        return list(dict.fromkeys((*(name for name in exactly if name not in have), *head)))
     sized = {**config, **configured(family.axes, config)[0]}
     layers: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     experts: dict[tuple[str, int], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
@@ -102,6 +108,22 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
         lost += _thinner(found_layers, count, table, sized)
         lost += _no_experts(front, found_layers, config, count or 0) if decoder and count == whole else []
     return lost + list(_lone_experts(experts))
+
+
+def expected(family: Family, dialect: str, config: Config | None) -> list[str] | None:
+    """The tensors of a whole model but its head, in a dialect whose rules say all of them; None in another, or where the
+    config leaves a size open."""
+    if not (config and family.exact(dialect)):
+        return None
+    facts = family.facts(config)
+    sizes, found = configured(family.axes, facts)[0], dict[str, None]()
+    for rule in family.table(dialect).rules:
+        try:
+            shapes = rule.left_shapes(sizes, facts)
+        except UsageError:
+            return None
+        found |= dict.fromkeys(name for name, n in shapes.items() if 0 not in n and not f".{name}".endswith(_HEADS))
+    return list(found)
 
 
 def _in_layer(form: str) -> tuple[str, str]:

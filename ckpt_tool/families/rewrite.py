@@ -436,12 +436,12 @@ def _chosen(
             fitting = [
                 (spot, values)
                 for spot, read, holds in readers
-                if (values := read(numbers)) is not None and holds(values)
+                if (values := read(numbers)) is not None and holds(values) and _within(spot, values, facts)
             ]
             if not fitting:
                 orphans.append(name)
                 continue
-            spot, values = next((each for each in fitting if _within(*each, facts)), fitting[0])
+            spot, values = fitting[0]
             rule = table.rules[spot.rule]
             found, names = rules.setdefault(spot.rule, (Found(rule, spot.axes, set(), name), set()))
             found.rows.update(_in_order((values,), spot.axes, found.axes))
@@ -526,7 +526,7 @@ def _named_in(table: Table, hub_name: str, config: Config) -> list[str]:
     form, numbers = form_of(hub_name)
     for spot in table.right.get(form, ()):
         values, rule = spot.reader(config)(numbers), table.rules[spot.rule]
-        if values is None:
+        if values is None or not _within(spot, values, config):
             continue
         at = dict(zip(spot.axes, values, strict=True))
         if rule.condition and rule.condition.names & at.keys() and not rule.condition.value(ChainMap(at, dict(config))):

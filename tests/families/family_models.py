@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckpt_tool.algebra.expression import expression
 from ckpt_tool.families.models import FAMILIES, family_of
 from ckpt_tool.families.registry import by_name
 from ckpt_tool.families.rewrite import mapping
@@ -77,13 +78,26 @@ def config_of(family: str, **change: Any) -> dict[str, Any]:
 
 
 def as_it_has_them(dialect: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a model that the dialect's system has: MaxText's layers of experts are all alike, and without those
-    of multi-token prediction; Gemma's library has no head."""
-    if dialect.startswith("maxtext"):
-        return {**config, "mlp_only_layers": [], "num_nextn_predict_layers": 0}
-    if dialect != "gemma":
+    """The config of a model that the dialect's system has: MaxText's layers of experts are all alike, without those of
+    multi-token prediction, in whole cycles (of Gemma 3 and one more), without embeddings for each layer where they are
+    stacked; Gemma's library has no head."""
+    if dialect == "gemma":
+        return {**config, "tie_word_embeddings": True}
+    if not dialect.startswith("maxtext"):
         return config
-    return {**config, "tie_word_embeddings": True}
+    family = family_of(config["model_type"])
+    part = family.part(config)
+    own = {**(config if part is None else part), "mlp_only_layers": [], "num_nextn_predict_layers": 0}
+    if dialect == "maxtext" and "hidden_size_per_layer_input" in own:
+        own["hidden_size_per_layer_input"] = 0
+    if "interval" in family.axes:
+        length = int(expression(family.axes["interval"]).value(own))
+        own["num_hidden_layers"] = 2 * length + (family.name == "gemma3")
+        for key in [key for key in own if key.endswith("layer_types")]:
+            kinds = [*[own[key][0]] * (length - 1), own[key][-1]]
+            own[key] = [kinds[i % length] for i in range(own["num_hidden_layers"])]
+    whole = own if part is None else {**config, family.language: own}
+    return whole if "lm_head.weight" in family.table(dialect).right else {**whole, "tie_word_embeddings": True}
 
 
 def random_config(family: str, seed: int, **change: Any) -> dict[str, Any]:

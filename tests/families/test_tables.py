@@ -40,14 +40,17 @@ def shapes_of(name: str, dialect: str, config: dict[str, Any]) -> dict[str, tupl
         for key, n in shapes.items()
         if key not in kept
         and (dialect != "megatron" or not NOT_MEGATRON.match(key))
-        and (dialect != "gemma" or key != "lm_head.weight")  # the embedding, again
+        and (
+            key != "lm_head.weight" or key in table.right or not dialect.startswith(("gemma", "maxtext"))
+        )  # the embedding, again
+        and not (dialect.startswith("maxtext") and key.startswith("model.visual."))  # of Qwen3.5: left behind
     }
 
 
 def moved(mapped: Mapped, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Where the elements go. Whole numbers have no roots, so changes of scale are left out."""
     pieces = [
-        piece._replace(maps=tuple(each for each in piece.maps if each.kind == "add"))
+        piece._replace(maps=tuple(each for each in piece.maps if each.kind.startswith("add")))
         for made in mapped.made
         for piece in made.pieces
     ]

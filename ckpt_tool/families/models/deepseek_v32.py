@@ -4,7 +4,7 @@ A layer may use another's choice and have no indexer (GLM-5.2). transformers 5.2
 which leave MTP's layer unread; Megatron-Bridge 0.6.2, models/glm_moe_dsa/glm5_bridge.py, for both.
 """
 
-from ckpt_tool.families import hub, megatron
+from ckpt_tool.families import hub, maxtext, megatron
 from ckpt_tool.families.base import FUSED_EXPERTS, LATENT, Family, Variant
 from ckpt_tool.families.model_class import DEFAULTS, GATED, LATENT_FORMS, SIGMOID, ModelClass
 
@@ -39,7 +39,7 @@ FAMILY = Family(
                       "v_head_dim": 256, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048},
         ),
     ),
-    axes={**LATENT, "x": "index_n_heads", "y": "index_head_dim"},
+    axes={**LATENT, "x": "index_n_heads", "y": "index_head_dim", **maxtext.DEEPSEEK_AXES},
     hub=hub.DEEPSEEK + """
         model.layers.{i}.self_attn.indexer.<wq_b|wk|weights_proj>.weight : (x y) q, y h, x h
         model.layers.{i}.self_attn.indexer.k_norm.<weight|bias> : y
@@ -52,6 +52,7 @@ FAMILY = Family(
                 = model.layers.{i}.self_attn.indexer.k_norm.<weight|bias> : y
         """),
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
+        **maxtext.DEEPSEEK32,
     },
     tiny={"n_routed_experts": 4, "moe_intermediate_size": 5, "n_shared_experts": 2, "first_k_dense_replace": 1,
           "q_lora_rank": 7, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,

@@ -4,7 +4,7 @@ Its norms multiply by 1 + weight, and so do Megatron's with --apply-layernorm-1p
 Gemma job has on: the stored weights are equal. Megatron: the layer of Megatron-Bridge, models/gemma/gemma2_bridge.py.
 """
 
-from ckpt_tool.families import gemma_library, gguf, hub, megatron, trainers
+from ckpt_tool.families import gemma_library, gguf, hub, maxtext, megatron, trainers
 from ckpt_tool.families.base import DECODER, Family, Variant
 from ckpt_tool.families.model_class import GEMMA, ModelClass
 
@@ -22,7 +22,7 @@ FAMILY = Family(
                       "query_pre_attn_scalar": 256},
         ),
     ),
-    axes={**DECODER, "c": "d // 2"},
+    axes={**DECODER, "c": "d // 2", **maxtext.IN_PAIRS},
     hub=hub.GEMMA,
     centred=True,
     dialects={
@@ -31,6 +31,6 @@ FAMILY = Family(
         "torchtune": trainers.TUNE_GEMMA2,
         "torchtune-0.6": Variant("torchtune", swap=("mlp_norm|mlp_scale", "mlp_scale|mlp_norm")),
         "gemma": gemma_library.GEMMA2,
+        **maxtext.GEMMA2,
     },
-    unmapped={"maxtext": "MaxText multiplies its embedding by a root and changes the length of its vocabulary by a config of its own"},
 )  # fmt: skip

@@ -4,7 +4,7 @@ their files and as transformers 5 in memory name it, for who wants that alone; w
 Paddle: PaddleFormers 1.2.0, transformers/gemma3_text. Norms and Megatron's layer: see gemma2; models/gemma/gemma3_bridge.py.
 """
 
-from ckpt_tool.families import gemma_library, gguf, hub, megatron
+from ckpt_tool.families import gemma_library, gguf, hub, maxtext, megatron
 from ckpt_tool.families.base import DECODER, PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import GEMMA, GEMMA3_DEFAULTS, ModelClass
 
@@ -19,7 +19,7 @@ FAMILY = Family(
             also=("Gemma3TextModel",),
         ),
     ),
-    axes=DECODER,
+    axes={**DECODER, **maxtext.IN_SIXES},
     language="text_config",
     hub=hub.GEMMA + hub.QK_NORMS,
     centred=True,
@@ -27,6 +27,7 @@ FAMILY = Family(
         "megatron": megatron.GEMMA + megatron.QK_NORMS,
         "gguf": gguf.GEMMA3,
         "gemma": gemma_library.GEMMA3,
+        **maxtext.GEMMA3,
         "hf-vl": Variant("hf", root="language_model.model.", over="language_model.lm_head.weight : v h = lm_head.weight : v h\n"),
         "hf-vl5": Variant("hf", root="model.language_model."),
         "paddle": Variant(apart=True, of=PADDLE_FUSED + """
@@ -36,5 +37,4 @@ FAMILY = Family(
         """),
         "paddle-hf": Variant("paddle", like_hub=True),
     },
-    unmapped={"maxtext": "MaxText multiplies its embedding by a root and changes the length of its vocabulary by a config of its own"},
 )  # fmt: skip

@@ -36,6 +36,8 @@ FAMILY = Family(
             model.multi_modal_projector.mm_soft_emb_norm.** = multi_modal_projector.mm_soft_emb_norm.**
         """),
     },
+    unmapped={"maxtext": "its tower is mapped to none of MaxText's; --family gemma3 with --keep-keys 'language_model.*' takes the language"
+                         " model alone"},
     tiny={"text_config": {"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4,
                           "pad_token_id": 0},
           "vision_config": {"hidden_size": 12, "intermediate_size": 10, "num_hidden_layers": 2, "num_attention_heads": 3,

@@ -4,7 +4,7 @@ beside the MLP (26B-A4B); whole layers may take their keys for values. Released 
 Megatron: Megatron-Bridge 0.6.2, models/gemma/gemma4_bridge.py. On the way back what stands twice there is taken once.
 """
 
-from ckpt_tool.families import hub, megatron
+from ckpt_tool.families import hub, maxtext, megatron
 from ckpt_tool.families.base import Family
 from ckpt_tool.families.model_class import GEMMA4, GEMMA4_DEFAULTS, GEMMA4_FORMS, ModelClass
 
@@ -21,10 +21,10 @@ FAMILY = Family(
             also=("Gemma4TextModel",),
         ),
     ),
-    axes=hub.GEMMA4_AXES,
+    axes={**hub.GEMMA4_AXES, **maxtext.IN_SIXES},
     kinds=hub.GEMMA4_KINDS,
     hub=hub.GEMMA4,
-    dialects={"megatron": megatron.GEMMA4},
+    dialects={"megatron": megatron.GEMMA4, **maxtext.GEMMA4},
     tiny={"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 8, "num_global_key_value_heads": 1,
           "attention_k_eq_v": True, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 128,
           "num_kv_shared_layers": 0, "pad_token_id": 0},

@@ -5,7 +5,7 @@ other dialect has them, so they want --dequantize first. Paddle: PaddleFormers 1
 alone. Megatron: Megatron-Bridge, models/gpt_oss/gpt_oss_bridge.py, with softmax_type learnable.
 """
 
-from ckpt_tool.families import hub, megatron
+from ckpt_tool.families import hub, maxtext, megatron
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import DEFAULTS, ModelClass
 
@@ -26,7 +26,7 @@ FAMILY = Family(
                       "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096}},
         ),
     ),
-    axes={**DECODER, "e": "num_local_experts? or num_experts", "m": "intermediate_size"},
+    axes={**DECODER, "e": "num_local_experts? or num_experts", "m": "intermediate_size", **maxtext.IN_PAIRS},
     hub=hub.MODEL + hub.NORMS + hub.QKV_BIAS + """
         model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
         model.layers.{i}.self_attn.<o_proj.weight|o_proj.bias|sinks> : h (g r d), h, (g r)
@@ -57,6 +57,7 @@ FAMILY = Family(
             model.layers.{i}.mlp.experts.<gate_up_proj|gate_up_proj_bias> : e h (m (1 + 1)), e (m (1 + 1))
             model.layers.{i}.mlp.experts.<down_proj|down_proj_bias> : e m h, e h
         """,
+        **maxtext.GPT_OSS,
     },
     tiny={"num_local_experts": 3, "num_experts_per_tok": 2, "attention_bias": True},
 )  # fmt: skip

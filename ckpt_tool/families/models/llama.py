@@ -51,6 +51,6 @@ FAMILY = Family(
             model.layers.{i}.mlp.gate_up_fused_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
         """,
         "paddle-nlp": Variant("paddle", root="llama.", over=NLP_HEAD),
-        **maxtext.both(maxtext.MODEL + maxtext.NORMS + maxtext.LLAMA + maxtext.MLP),
+        **maxtext.both(maxtext.MODEL, maxtext.NORMS + maxtext.LLAMA + maxtext.MLP),
     },
 )  # fmt: skip

@@ -36,7 +36,7 @@ FAMILY = Family(
             model.layers.{i}.block_sparse_moe.experts.{e}.<w1|w3>.weight : h f = : f h
             model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : f h = : h f
         """, root="mixtral.", over=NLP_HEAD),
-        **maxtext.both(maxtext.MODEL + maxtext.NORMS + maxtext.MIXTRAL),
+        **maxtext.both(maxtext.MODEL, maxtext.NORMS + maxtext.MIXTRAL),
     },
     tiny={"num_local_experts": 3},
 )  # fmt: skip

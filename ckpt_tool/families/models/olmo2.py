@@ -4,16 +4,16 @@
 No project maps them to Megatron or Paddle (Megatron-Core's q_layernorm is over one head).
 """
 
-from ckpt_tool.families import hub, trainers
+from ckpt_tool.families import hub, maxtext, trainers
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import ModelClass
 
 FAMILY = Family(
     name="olmo2",
     classes=(ModelClass("olmo2", "Olmo2ForCausalLM"), ModelClass("olmo3", "Olmo3ForCausalLM")),
-    axes=DECODER,  # i layers, v vocabulary, h hidden, f feed-forward, g groups, r heads a group, d head: keys of config.json
+    axes={**DECODER, **maxtext.IN_FOURS},  # i layers, v vocabulary, h hidden, f feed-forward, g groups, r heads a group, d head: keys of config.json
     hub=hub.MODEL + hub.ATTENTION + hub.QKV_BIAS + hub.PROJ_BIAS + hub.WIDE_QK_NORMS + hub.MLP + """
         model.layers.{i}.<post_attention|post_feedforward>_layernorm.weight : h
     """,
-    dialects={"olmo-core": trainers.OLMO_MODEL + trainers.OLMO_NORMS + trainers.OLMO_MLP},
+    dialects={"olmo-core": trainers.OLMO_MODEL + trainers.OLMO_NORMS + trainers.OLMO_MLP, **maxtext.OLMO3},
 )  # fmt: skip

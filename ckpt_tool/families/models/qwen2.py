@@ -27,7 +27,7 @@ FAMILY = Family(
         """),
         "paddle-hf": Variant("paddle", like_hub=True),
         "paddle-nlp": Variant("paddle", root="qwen2.", over=NLP_HEAD),
-        **maxtext.both(maxtext.MODEL + maxtext.NORMS + maxtext.ATTENTION + maxtext.QKV_BIAS + maxtext.MLP),
+        **maxtext.both(maxtext.MODEL, maxtext.NORMS + maxtext.ATTENTION + maxtext.QKV_BIAS + maxtext.MLP),
     },
     tiny={"attention_bias": True},
 )  # fmt: skip

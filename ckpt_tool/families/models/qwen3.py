@@ -33,6 +33,6 @@ FAMILY = Family(
             model.layers.{i}.self_attn.o_proj.bias : h
         """),
         "paddle-hf": Variant("paddle", like_hub=True),
-        **maxtext.both(maxtext.MODEL + maxtext.NORMS + maxtext.ATTENTION + maxtext.QKV_BIAS + maxtext.QK_NORMS + maxtext.MLP),
+        **maxtext.both(maxtext.MODEL, maxtext.NORMS + maxtext.ATTENTION + maxtext.SOME_QKV_BIAS + maxtext.QK_NORMS + maxtext.MLP),
     },
 )  # fmt: skip

@@ -5,7 +5,7 @@ as in Qwen3.6.
 Megatron-Bridge 0.6.2, models/qwen_vl/qwen35_vl_bridge.py; mcore-bridge 1.6.5, model/mm_gpts/qwen3_5_gdn.py: `megatron-swift`.
 """
 
-from ckpt_tool.families import hub, megatron, vision
+from ckpt_tool.families import hub, maxtext, megatron, vision
 from ckpt_tool.families.base import DECODER, DELTA_NET, FUSED_EXPERTS, Family, Variant
 from ckpt_tool.families.model_class import ModelClass
 
@@ -14,7 +14,7 @@ FAMILY = Family(
     classes=(ModelClass("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),),
     axes={
         **DECODER, **DELTA_NET, **vision.AXES, "e": "num_experts", "m": "moe_intermediate_size",
-        "s": "shared_expert_intermediate_size",
+        "s": "shared_expert_intermediate_size", **maxtext.IN_INTERVALS,
     },
     language="text_config",
     parts={"qwen3_5_moe_text": {"position_embedding_type": "mrope", "mrope_section": [11, 11, 10]}},
@@ -37,6 +37,7 @@ FAMILY = Family(
                 = model.language_model.layers.{i}.mlp.experts.down_proj : e h m
         """),
         "hf-packed": Variant("hf", over=hub.ahead(FUSED_EXPERTS)),
+        **maxtext.QWEN35_EXPERTS,
     },
     tiny={"text_config": {"full_attention_interval": 2, "linear_conv_kernel_dim": 3, "linear_key_head_dim": 5,
                           "linear_value_head_dim": 7, "linear_num_key_heads": 2, "linear_num_value_heads": 6,

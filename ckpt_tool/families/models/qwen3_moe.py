@@ -33,7 +33,7 @@ FAMILY = Family(
             model.layers.{i}.mlp.experts.{e}.down_proj.weight : m h = : h m
         """),
         "paddle-hf": Variant("paddle", like_hub=True),
-        **maxtext.both(maxtext.MODEL + maxtext.NORMS + maxtext.ATTENTION + maxtext.QKV_BIAS + maxtext.QK_NORMS + maxtext.EXPERTS),
+        **maxtext.both(maxtext.MODEL, maxtext.NORMS + maxtext.ATTENTION + maxtext.SOME_QKV_BIAS + maxtext.QK_NORMS + maxtext.EXPERTS),
     },
     tiny={"num_experts": 3, "moe_intermediate_size": 5, "mlp_only_layers": [0]},
 )  # fmt: skip

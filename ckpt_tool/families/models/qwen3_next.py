@@ -4,7 +4,7 @@ transformers 5.23, models/qwen3_next (which leaves MTP's layer unread); Megatron
 models/qwen/qwen3_next_bridge.py; mcore-bridge 1.6.5, model/gpts/qwen3_next_gdn.py: `megatron-swift`.
 """
 
-from ckpt_tool.families import hub, megatron
+from ckpt_tool.families import hub, maxtext, megatron
 from ckpt_tool.families.base import DECODER, DELTA_NET, FUSED_EXPERTS, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, EXPERT_DEFAULTS, QWEN_DELTA, QWEN_DELTA_DEFAULTS, ModelClass
 
@@ -23,6 +23,7 @@ FAMILY = Family(
     ),
     axes={
         **DECODER, **DELTA_NET, "e": "num_experts", "m": "moe_intermediate_size", "s": "shared_expert_intermediate_size",
+        **maxtext.IN_INTERVALS,
     },
     hub=hub.MODEL + hub.QWEN_ATTENTION + hub.DELTA_NET + hub.MLP + hub.QWEN_EXPERTS + hub.QWEN_AHEAD
     + hub.ahead(hub.QWEN_ATTENTION + hub.QWEN_EXPERTS) + """
@@ -40,6 +41,7 @@ FAMILY = Family(
                 = model.layers.{i}.linear_attn.in_proj_<qkvz|ba>.weight : (n (k + k + p u + p u)) h, (n (p + p)) h
         """),
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
+        **maxtext.QWEN3_NEXT,
     },
     tiny={"full_attention_interval": 2, "linear_conv_kernel_dim": 3, "linear_key_head_dim": 5, "linear_value_head_dim": 7,
           "linear_num_key_heads": 2, "linear_num_value_heads": 6, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 5,
