@@ -22,7 +22,7 @@ from ckpt_tool.conversion.tied_head import TIED, pair_of
 from ckpt_tool.conversion.vocabulary import is_vocabulary
 from ckpt_tool.families.table import form_of
 from ckpt_tool.quantised.scheme import KEYS, quantisation, section
-from ckpt_tool.quantised.weights import CODES, find, has_integers
+from ckpt_tool.quantised.weights import CODES, has_integers
 from ckpt_tool.sources.config import tree_of
 
 _TOKENIZER, _ADDED = "tokenizer.json", "added_tokens.json"
@@ -126,8 +126,7 @@ def _numbers(value: Any) -> Iterable[Any]:
 
 def _quantised(subject: Subject) -> Iterator[Finding]:
     stated, kinds = quantisation(subject.model.config), subject.kinds
-    sizes = (stated.block, stated.bits) if stated else ((), ())
-    found = find(kinds, block=sizes[0], bits=sizes[1])
+    found = subject.quantised
     by_name = quantisation(None, kinds) if has_integers(kinds.values()) else None
     for fault in found.faults[:_SHOWN] if found.weights or stated else ():
         yield Finding(QUANTISED, f"{fault.name}: {fault.what}", fault.name)

@@ -62,9 +62,9 @@ def lost_names(subject: Subject) -> list[str]:
     if subject.found is None:
         return []
     family, dialect = subject.found
-    if not subject.sure and strange(family, dialect, subject.kinds):
+    if not subject.sure and strange(family, dialect, subject.weights):
         return []  # another family than it looks like
-    return missing(family, dialect, subject.kinds, subject.model.config)
+    return missing(family, dialect, subject.weights, subject.model.config)
 
 
 def _missing(subject: Subject) -> Iterator[Finding]:
@@ -75,7 +75,7 @@ def _missing(subject: Subject) -> Iterator[Finding]:
 def _strange(subject: Subject) -> Iterator[Finding]:
     if subject.found is not None and subject.sure:
         family, dialect = subject.found
-        for name in strange(family, dialect, subject.kinds):
+        for name in strange(family, dialect, subject.weights):
             yield Finding(SURPLUS, f"{name} is in a layer, and no rule of {family.name} has it", name)
 
 
@@ -85,6 +85,7 @@ def _shapes(subject: Subject) -> Iterator[Finding]:
         return
     family, dialect = subject.found
     codes = {name for name, kind in subject.kinds.items() if not kind.dtype.is_float or kind.dtype.bits < 16}
+    codes |= subject.quantised.names  # bitsandbytes may call its bytes bf16
     shapes = {name: shape for name, shape in subject.shapes.items() if name not in codes and not is_vocabulary(name)}
     for each in unfitting(family, dialect, shapes, family.facts(subject.config), every=True):
         wanted = ", ".join("any" if n is None else str(n) for n in each.wanted)
@@ -97,7 +98,7 @@ def _experts(subject: Subject) -> Iterator[Finding]:
     if type(count) is not int or not count:
         return
     highest: dict[str, int] = {}
-    for found in filter(None, map(_EXPERT.match, subject.kinds)):
+    for found in filter(None, map(_EXPERT.match, subject.weights)):
         if found[1] in highest or subject.ruled(found.string):
             highest[found[1]] = max(highest.get(found[1], -1), int(found[3]))
     decoders: dict[str, int] = {}  # of a model that speaks, what it speaks with has experts of its own number

@@ -18,7 +18,10 @@ from ckpt_tool.families.table import one_of_each
 from ckpt_tool.formats import registry
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import DIALECTS
+from ckpt_tool.quantised.scheme import quantisation
+from ckpt_tool.quantised.weights import Found as Quantised
 from ckpt_tool.quantised.weights import Kind
+from ckpt_tool.quantised.weights import find as find_quantised
 from ckpt_tool.sources.config import ARGUMENTS, ModelConfig, config_of
 from ckpt_tool.sources.opening import Opened
 
@@ -26,12 +29,16 @@ Shape = tuple[int, ...]
 
 
 class Subject(NamedTuple):
-    """kinds: dtype and shape of each parameter. state: which state they are of. found: None where no family is known,
-    why says so. arguments: the config in Megatron's words, {} where it says too little. asked: by --family."""
+    """kinds: dtype and shape of each parameter. weights: the same where each quantised weight is one, of the shape that
+    its floats have and the dtype of its codes. quantised: what of it is. state: which state they are of. found: None
+    where no family is known, why says so. arguments: the config in Megatron's words, {} where it says too little.
+    asked: by --family."""
 
     opened: Opened
     model: ModelConfig
     kinds: Mapping[str, Kind]
+    weights: Mapping[str, Kind]
+    quantised: Quantised
     state: str
     found: Found | None
     why: str
@@ -70,17 +77,36 @@ def subject_of(opened: Opened, reading: Reading) -> Subject:
     rows = list(opened.catalog.rows())
     state = MODEL if any(row.state == MODEL for row in rows) else MASTER
     kinds = {row.name: Kind(row.dtype, row.shape) for row in rows if row.state == state}
-    found, why = _family(opened, model, kinds, reading)
+    scheme = quantisation(model.config)
+    quantised = find_quantised(kinds, **scheme.found_by if scheme else {})
+    weights = _as_weights(kinds, quantised)
+    found, why = _family(opened, model, weights, reading)
     try:
         arguments = megatron_args(model.config).config if model.config else {}
     except CkptError:  # a config of which nothing is known
         arguments = {}
-    return Subject(opened, model, kinds, state, found, why, arguments, reading.family is not None)
+    asked = reading.family is not None
+    return Subject(opened, model, kinds, weights, quantised, state, found, why, arguments, asked)
+
+
+def _as_weights(kinds: Mapping[str, Kind], quantised: Quantised) -> Mapping[str, Kind]:
+    """`kinds` with one tensor a quantised weight, where its codes were."""
+    if not quantised.weights:
+        return kinds
+    made = quantised.weights
+    own = quantised.names - made.keys()
+    return {
+        made[name].made if name in made else name: Kind(kind.dtype, made[name].floats) if name in made else kind
+        for name, kind in kinds.items()
+        if name not in own
+    }
 
 
 def _family(
     opened: Opened, model: ModelConfig, kinds: Mapping[str, Kind], reading: Reading
 ) -> tuple[Found | None, str]:
+    if model.foreign is not None and reading.family is None:
+        return None, model.foreign.message
     said, home = opened.catalog.hints.dialect, registry.by_name(opened.catalog.format).holds.dialect
     stated = said if isinstance(said, str) and said in DIALECTS else home
     try:

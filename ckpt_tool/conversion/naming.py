@@ -47,6 +47,7 @@ _NLP = frozenset(
     f"{root}.embed_tokens.weight" for root in ("llama", "qwen2", "qwen2_moe", "mixtral", "deepseek_v3", "ernie")
 )
 _TRAINERS = frozenset(("layers.0.attn.output_proj.weight", "blocks.0.attention.w_out.weight"))  # torchtune, OLMo-core
+_MLX = (".switch_mlp.", ".embed_q.")  # of mlx-lm, where they are floats: codes stay as they are
 _FLAX = (".kernel", "_einsum.w")  # ends of MaxText's names and of Gemma's library
 _INWARD = (".down_proj.weight", ".o_proj.weight")  # (hidden, inputs) in the hub
 _MATRICES = (
@@ -91,7 +92,11 @@ def _looks_foreign(tensors: Iterable[LogicalTensor]) -> bool:
     """Does what says nothing of itself, or says Hugging Face, look like Megatron's, Paddle's or a trainer's? A quick
     look that spares the families: names that no hub model has, or a matrix stored (inputs, outputs). Paddle's trainers
     also write folders that are Hugging Face's in all but the fused weights."""
-    shapes = {tensor.key.name: tensor.shape for tensor in tensors if tensor.key.state == MODEL}
+    model = [tensor for tensor in tensors if tensor.key.state == MODEL]
+    shapes = {tensor.key.name: tensor.shape for tensor in model}
+    floats = [tensor.key.name for tensor in model if tensor.dtype.is_float and tensor.key.name.endswith(".weight")]
+    if any(word in name for name in floats for word in _MLX):
+        return True
     if any(".up_gate_proj." in name or ".gate_up_fused_proj." in name for name in shapes):
         return True
     if any(name in _MEGATRON or name in _NLP or name in _TRAINERS or name.endswith(_FLAX) for name in shapes):
@@ -123,6 +128,7 @@ def _by_family(chosen: Chosen, job: Conversion, source: str | None) -> Chosen:
     opened = chosen.sources[0]
     model = config_of(opened, reading)
     config = _as_asked(model.config if chosen.config is None else chosen.config, writing)
+    _refuse_foreign(model, config, reading, opened.path)
     try:
         found, model, config = _found(chosen, job, source, model, config)
         if home not in found.family.known_dialects:
@@ -186,7 +192,7 @@ def _translated(chosen: Chosen, found: Found, target: str, job: Conversion, hint
         chosen = without_padding(chosen, config)
     shapes = parameter_shapes(chosen.stored)
     if not job.reading.lenient:
-        _refuse_odd_models(found, shapes, config, whole=not chosen.removed)
+        _refuse_odd_models(found, shapes, config, whole=not chosen.removed, dequantised=job.writing.dequantize)
     mapped = _mapped(found, target, shapes, config, dequantised=job.writing.dequantize)
     if not job.reading.lenient and not chosen.removed:
         _refuse_lacking(found.family, target, mapped, config)
@@ -213,6 +219,13 @@ def _of_translation(out: Chosen, found: Found, home: str, target: str) -> Iterat
     if kept:
         shown = ", ".join(kept[:3]) + (", ..." if len(kept) > 3 else "")
         yield f"{len(kept)} tensors are in no rule of {found.family.name} and kept as they are: {shown}"
+
+
+def _refuse_foreign(model: ModelConfig, config: Mapping[str, Any] | None, reading: Reading, path: str) -> None:
+    """Raise what the source says against asking families by names, where neither a config nor `--family` tells one."""
+    if model.foreign is not None and config is None and reading.family is None:
+        model.foreign.path = path
+        raise model.foreign
 
 
 def _apart(family: Family, names: Iterable[str]) -> dict[str, int]:
@@ -265,17 +278,24 @@ def _with_experts(family: Family, layout: str) -> str:
 
 
 def _refuse_odd_models(
-    found: Found, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None, *, whole: bool
+    found: Found,
+    shapes: Mapping[str, tuple[int, ...]],
+    config: Mapping[str, Any] | None,
+    *,
+    whole: bool,
+    dequantised: bool,
 ) -> None:
     """Raise InputError for what another system would not load: E1485 names in the layers that the family does not know,
-    Incomplete E1484 tensors that are not there. whole: nothing was left out by patterns."""
+    Incomplete E1484 tensors that are not there. whole: nothing was left out by patterns.
+    dequantised: no codes are left."""
     from ckpt_tool.families.completeness import missing, strange
     from ckpt_tool.families.table import one_of_each
 
     family, dialect = found
     odd = strange(family, dialect, shapes)
     if odd:
-        _refuse_codes(odd, config, family.name)
+        if not dequantised:
+            _refuse_codes(odd, config, family.name)
         known = set(odd)
         near = near_misses(odd[0], [name for name in one_of_each(shapes) if name not in known])
         raise InputError(

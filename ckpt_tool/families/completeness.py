@@ -51,7 +51,7 @@ _EMBEDDINGS = (
     "embedder.input_embedding",
 )
 _HEADS = ("lm_head.weight", "output_layer.weight", ".output.weight", ".logits_dense.kernel", "lm_head.w_out.weight")
-_EXPERTS = ("expert", "_exps.", ".moe_block.", ".MoeBlock_0.")  # in names of what holds them
+_EXPERTS = ("expert", "_exps.", ".switch_mlp.", ".moe_block.", ".MoeBlock_0.")  # in names of what holds them
 _BLOCKS = (".layers.", ".blocks.")  # of a tower: alike, as a decoder's
 _NUMBERED = re.compile(r"%d[./]")  # a layer's number in a form
 _SPELLED = 512  # numbers of a row that are named one by one

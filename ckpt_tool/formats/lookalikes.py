@@ -3,16 +3,18 @@
     model_index.json                             a diffusers pipeline: unet/, vae/, text_encoder/ are a checkpoint each
     modules.json, 0_Transformer/model.safetensors    a sentence-transformers model with no module at the root
     model_config.yaml, tp_rank_00_pp_rank_000/model_weights.ckpt    NeMo 1, a file a rank (in a .nemo or beside it)
+    checkpoint, params.w/.zarray                 Orbax and T5X of 2023, whose trees have no _METADATA
     saved_model.pb; model.ckpt-1.index           TensorFlow
     actor/, critic/                              nothing at the root, checkpoints below: veRL's global_step_N and others
 
-The first three put in a claim like a format's (`formats.registry`), so that a folder that a format would read in part
+The first four put in a claim like a format's (`formats.registry`), so that a folder that a format would read in part
 is refused by name instead; `--from` overrides them. The others are only looked for where no format claims the folder.
 
 Sources: diffusers `pipelines/pipeline_utils.py` (model_index.json), sentence-transformers `SentenceTransformer.py`
-(modules.json: [{"idx", "name", "path", "type"}]), NeMo of 2025 `collections/nlp/parts/nlp_overrides.py`,
-veRL `trainer/ppo/ray_trainer.py`. Cost: the listing; of a folder that no format claims
-also the heads of `LOOKED_AT` files.
+(modules.json: [{"idx", "name", "path", "type"}]), NeMo of 2025 `collections/nlp/parts/nlp_overrides.py`, veRL
+`trainer/ppo/ray_trainer.py`, orbax-checkpoint 0.2.7 `aggregate_handlers.py` and `pytree_checkpoint_handler.py`
+(`checkpoint` is a MessagePack of the tree and its texts). Cost: the listing; of a folder that no format claims also
+the heads of `LOOKED_AT` files.
 """
 
 from __future__ import annotations
@@ -70,6 +72,23 @@ def _nemo_ranks(tree: Tree) -> Evidence | None:
     return Evidence(f"{len(ranks)} files such as {ranks[0]}", Specificity.SIGNED, frozenset(ranks))
 
 
+def _old_orbax(tree: Tree) -> Evidence | None:
+    names = tree.listing() if tree.single is None else {}
+    for name in names:
+        folder, _, last = name.rpartition("/")
+        front = f"{folder}/" if folder else ""
+        if last != "checkpoint" or f"{front}_METADATA" in names:
+            continue
+        arrays = [path for path in names if path.startswith(front) and path.endswith("/.zarray")]
+        if arrays or f"{front}manifest.ocdbt" in names:
+            return Evidence(name, Specificity.SIGNED, frozenset(path for path in names if path.startswith(front)))
+    return None
+
+
+def _by_newer_orbax(tree: Tree, below: Sequence[str]) -> str:
+    return "orbax-checkpoint 0.12 restores it (PyTreeCheckpointer().restore); save it again with that"
+
+
 def _to_torch_dist(tree: Tree, below: Sequence[str]) -> str:
     return "restore it with NeMo and save it as a distributed checkpoint (dist_ckpt_format: torch_dist)"
 
@@ -95,6 +114,7 @@ LOOKALIKES = (
     Lookalike("a diffusers pipeline", _pipeline, _components),
     Lookalike("a sentence-transformers model of several modules", _modules, _root_or_modules),
     Lookalike("weights of NeMo 1, a file a rank", _nemo_ranks, _to_torch_dist),
+    Lookalike("a tree of Orbax or T5X of 2023, without _METADATA", _old_orbax, _by_newer_orbax),
 )
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.inner_path import base_of
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats.base import Holds
@@ -153,7 +154,7 @@ def _shapes(catalog: Catalog) -> dict[str, dict[str, tuple[int, ...]]]:
 
 def _path(catalog: Catalog, name: str, state: str) -> str | None:
     chunks = catalog.tensors[TensorKey(name, state)].chunks
-    return chunks[0].array.path if chunks else None
+    return base_of(chunks[0].array.path) if chunks else None
 
 
 def _steps(extras: Mapping[str, Any]) -> Iterator[CkptError]:

@@ -4,13 +4,15 @@
     blk.0.attn_q.weight BF16 (64, 256), --gguf-type q8_0    ->  Q8_0 (64, 8): blocks of 34 bytes
 
 The arithmetic is the `gguf` package's, on tiles of whole blocks: no block needs another, so the bits are those of
-`gguf.quants.dequantize` and `quantize` of a whole tensor. Big-endian values are turned first, as gguf's own
-`gguf_convert_endian.py` does: the half-precision scales of a block, of the types that it knows; plain numbers here.
+`gguf.quants.dequantize` and `quantize` of a whole tensor; Q1_0 and Q2_0, of which llama.cpp alone makes floats, are as
+there. Big-endian values are turned first, as gguf's own `gguf_convert_endian.py` does: the half-precision scales of a
+block, of the types that it knows; plain numbers here.
 
-Source: gguf 0.19.0 `quants.py`, `scripts/gguf_convert_endian.py`. Cost: 3 ns an element of Q8_0, 5 to 12 of the K's,
-13 of Q4_0, 22 to 30 of most IQ types, 0.3 to 1 in compiled code (`compiled/blocks.c`, the same bits; not most IQ
-types); to quantise 8 ns for Q8_0, 13 for Q4_0, 72 for MXFP4, 0.5 to 1.5 compiled; 80 ms to import. Memory: some `_TILE`
-elements, at 40 bytes each, a thread.
+Source: gguf 0.19.0 `quants.py`, `scripts/gguf_convert_endian.py`; llama.cpp of October 2026 `ggml/src/ggml-quants.c`
+(`dequantize_row_q1_0`, `dequantize_row_q2_0`). Cost: 3 ns an element of Q8_0, 5 to 12 of the K's, 13 of Q4_0, 22 to 30
+of most IQ types, 0.7 to 1.2 in compiled code (`compiled/blocks.c`, the same bits; not most IQ types); to quantise 8 ns
+for Q8_0, 13 for Q4_0, 72 for MXFP4, 0.5 to 1.5 compiled; 80 ms to import. Memory: some `_TILE` elements, at 40 bytes
+each, a thread.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 NO_LIBRARY = "E1710"
 _TILE = 1 << 18  # elements that the library makes at once: its steps take some 40 bytes each
 _FEW = 128  # blocks that go to the library with one that compiled code does not make
+# types of a half-precision scale and codes of so few bits, the lowest first: what each code stands for
+_FEW_BITS: Mapping[str, tuple[int, tuple[int, ...]]] = {"Q1_0": (1, (-1, 1)), "Q2_0": (2, (-1, 0, 1, 2))}
 # where a block has half-precision numbers, in bytes from its start
 _HALVES: Mapping[str, tuple[int, ...]] = {
     "Q4_0": (0,),
@@ -160,11 +164,24 @@ def _floats(kind: Kind, items: Bytes, skip: int, out: Floats) -> None:
     whole = len(out) == len(items) * kind.elements
     found = out if whole else np.empty(len(items) * kind.elements, np.float32)
     if compiled is None or not compiled.floats(items, kind.name, found, "F32"):
-        quants = library()
-        with np.errstate(all="ignore"):
-            found = quants.dequantize(np.ascontiguousarray(items).reshape(1, -1), _number(kind)).reshape(-1)
+        found = _of_few_bits(kind.name, items) if kind.name in _FEW_BITS else _by_library(kind, items)
     if found is not out:
         out[...] = found[skip : skip + len(out)]
+
+
+def _by_library(kind: Kind, items: Bytes) -> Floats:
+    quants = library()
+    with np.errstate(all="ignore"):
+        found: Floats = quants.dequantize(np.ascontiguousarray(items).reshape(1, -1), _number(kind))
+    return found.reshape(-1)
+
+
+def _of_few_bits(name: str, items: Bytes) -> Floats:
+    bits, numbers = _FEW_BITS[name]
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    codes = (items[:, 2:, None] >> shifts & ((1 << bits) - 1)).reshape(len(items), -1)
+    found: Floats = np.array(numbers, np.float32)[codes] * items[:, :2].view("<f2").astype(np.float32)
+    return found.reshape(-1)
 
 
 def _blocks(kind: Kind, values: Floats) -> Bytes:

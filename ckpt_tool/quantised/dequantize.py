@@ -19,7 +19,8 @@ from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.kept_whole import found_in
 from ckpt_tool.quantised.scheme import FILES, KEYS, Quantisation, section
-from ckpt_tool.quantised.weights import Found, Kind
+from ckpt_tool.quantised.weights import MATRIX, OF_127, TABLED, Found, Kind, Quantised
+from ckpt_tool.quantised.which import is_conv1d
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, refuse_saved_plan, with_computed
 from ckpt_tool.sources.config import config_in
 
@@ -160,7 +161,7 @@ def _with_floats(
         dtypes={TensorKey(name): dtype for name in made},
         notes=(_note(found, writing, dtype),),
     )
-    flips = {TensorKey(weight.made) for weight in found.weights.values() if weight.turns}
+    flips = {TensorKey(weight.made) for weight in found.weights.values() if weight.turns != _of_conv1d(weight, config)}
     stored = tuple(row._replace(tensor=turned(row.tensor)) if row.tensor.key in flips else row for row in out.stored)
     names = {name: (weight.made,) for weight in found.weights.values() for name in weight.names}
     return replace(
@@ -171,6 +172,12 @@ def _with_floats(
         stale=(*out.stale, *FILES),
         dropped=(*out.dropped, *_dropped(found, tensors)),
     )
+
+
+def _of_conv1d(weight: Quantised, config: Mapping[str, Any] | None) -> bool:
+    """Is it of a Conv1D, whose weight the hub has the other way round? transformers 5.23
+    (`integrations/bitsandbytes.py`) and GPTQ's libraries (`QuantLinear.pack`) turn it and take it for a Linear's."""
+    return weight.codes in (TABLED, OF_127, MATRIX) and is_conv1d(weight.made, (config or {}).get("model_type"))
 
 
 def _numbers(source: Any) -> Sequence[int]:
@@ -220,7 +227,7 @@ def _refuse_unknown(scheme: Quantisation | None) -> None:
         raise UsageError(
             f"{OPTION}: the weights are quantised by {scheme.scheme}, which this build can't undo ({scheme.why})",
             code=UNKNOWN,
-            hint="leave it off: without it they are moved as they are, byte for byte",
+            hint="make floats of them with its own library, or leave it off: they are moved as they are, byte for byte",
         )
 
 

@@ -24,7 +24,8 @@ _ASIDE = re.compile(r"norm|embed|router|lora|compressor|indexer|rel_pos")  # a m
 _LAST = re.compile(  # a module that decides where tokens go, or how much passes
     r"^(gate|wg|\w+_gate|weights_proj|eh_proj|head|conv\w*|in_proj_(ba|a|b)|[bf]_proj|f_[ab]_proj)$"
 )
-_TURNED = re.compile(r"(^|\.)h\.\d+\.\w+\.(c_attn|c_fc|c_proj)\.weight$")  # GPT-2's, which are no nn.Linear
+_TURNED = re.compile(r"(^|\.)h\.\d+\.\w+\.(c_attn|q_attn|c_fc|c_proj)\.weight$")  # GPT-2's, which are no nn.Linear
+_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # models of transformers that have them
 EXPERTS = ".experts."
 SHORT, OUTSIDE, TOWERS, SMALL, OTHER = (
     "vectors (norms, biases)",
@@ -52,6 +53,15 @@ def why_not(tensor: LogicalTensor) -> str:
     if any(map(_ASIDE.search, modules)) or _TURNED.search(name) or _LAST.search(modules[-1]):
         return SMALL
     return "" if stacked or len(tensor.shape) == 2 and parts[-1] == "weight" else OTHER
+
+
+def is_conv1d(name: str, model_type: object) -> bool:
+    """Is it the weight of transformers' Conv1D, (inputs, outputs)? Other models have nn.Linear under the same names.
+
+    >>> [is_conv1d("transformer.h.0.attn.c_attn.weight", each) for each in ("gpt2", "gpt_bigcode")]
+    [True, False]
+    """
+    return model_type in _CONV1D and _TURNED.search(name) is not None
 
 
 def module_of(name: str) -> str:

@@ -111,13 +111,15 @@ _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # arguments with
 
 class ModelConfig(NamedTuple):
     """config: in the hub's words, None where nothing states it. notes: for the report. file: is config.json there?
-    asked: is it what --config names? origin: what it comes from, in words."""
+    asked: is it what --config names? origin: what it comes from, in words. foreign: why no family may be told by names
+    alone: the files say that they are of a model that none is."""
 
     config: Mapping[str, Any] | None
     notes: tuple[str, ...] = ()
     file: bool = False
     asked: bool = False
     origin: str = NAME
+    foreign: InputError | None = None
 
 
 def config_of(opened: Opened, reading: Reading | None = None, family: str | None = None) -> ModelConfig:
@@ -133,7 +135,7 @@ def config_of(opened: Opened, reading: Reading | None = None, family: str | None
             return ModelConfig(found, origin="params.json")
         if config is None and (found := stated_config(opened)) is not None:
             return ModelConfig(found, origin="the metadata of its files")
-        return ModelConfig(config, file=config is not None)
+        return ModelConfig(config, file=config is not None, foreign=None if config is not None else _foreign(opened))
     if family is None and reading is not None and reading.family:
         family = reading.family.partition(":")[0]
     from ckpt_tool.families.config.translation import from_megatron
@@ -185,6 +187,15 @@ def stated_config(opened: Opened) -> Mapping[str, Any] | None:
 
     shapes = {row.name: row.dtype.elements(row.shape) for row in opened.catalog.rows()}
     return hub_config(own.values, shapes, _rope_freqs(opened))
+
+
+def _foreign(opened: Opened) -> InputError | None:
+    own = opened.catalog.hints.get(Stated)
+    if own is None:
+        return None
+    from ckpt_tool.families.config.gguf import foreign
+
+    return foreign(own.values)
 
 
 def _rope_freqs(opened: Opened) -> tuple[float, ...]:

@@ -65,7 +65,8 @@ def _recognise(head: bytes) -> tuple[str, str] | None:
     if len(head) > 4 and (0x81 <= head[0] <= 0x8F or head[0] in (0xDE, 0xDF)):
         key = head[1:] if head[0] < 0xDE else head[3:] if head[0] == 0xDE else head[5:]
         if key and 0xA1 <= key[0] <= 0xBF and key[1 : 1 + (key[0] & 31)].isascii():
-            return "a MessagePack file (Flax?)", "save its arrays as safetensors"
+            way = "flax.serialization.msgpack_restore reads it: save its arrays as safetensors"
+            return "a MessagePack file (Flax?)", way
     if len(head) > 8 and head[0] == 8 and head[1] < 32 and head[2] == 0x12 and head[4 : 4 + min(head[3], 32)].isalnum():
         return "an ONNX model", "ONNX is an inference format that this tool does not read"
     if head[4:8] == b"TFL3":

@@ -62,6 +62,9 @@ _STRUCT = {"BOOL": "?", "F16": "<e", "F32": "<f", "F64": "<d"} | {
     for unsigned in (False, True)
 }
 
+_CAST = "restore it with Orbax, cast it to a dtype of whole bytes (jnp.int4 to jnp.int8), and save it again"
+_PARTS = {"C64": "F32", "C128": "F64"}
+
 
 class Store(Protocol):
     """Keys and where their values lie. shown: the store, for messages."""
@@ -276,13 +279,9 @@ class _Header:
     def damaged(self, message: str) -> NoReturn:
         raise CorruptFile(message, code=DAMAGED, path=self.shown, key=self.name[:200], hint=_AGAIN)
 
-    def refused(self, message: str) -> NoReturn:
+    def refused(self, message: str, way: str = "restore it with Orbax and save it again") -> NoReturn:
         raise InputError(
-            f"{message}, which is not read",
-            code=UNSUPPORTED,
-            path=self.shown,
-            key=self.name[:200],
-            hint="restore it with Orbax and save it again",
+            f"{message}, which is not read", code=UNSUPPORTED, path=self.shown, key=self.name[:200], hint=way
         )
 
     def sizes(self, value: Any, what: str, least: int) -> tuple[int, ...]:
@@ -300,7 +299,7 @@ class _Header:
         if dtype is None and isinstance(spelled, str) and spelled[:1] in ("<", "|"):
             dtype = DTYPES.get(_V2.get(spelled[1:], ""))
         if dtype is None:
-            self.refused(f"a dtype {str(spelled)[:80]!r}")
+            self.refused(f"a dtype {str(spelled)[:80]!r}", _CAST)
         if raw.get("filters"):
             self.refused(f"filters {str(raw['filters'])[:80]}")
         shape, chunk = self.sizes(raw.get("shape"), "shape", 0), self.sizes(raw.get("chunks"), "chunks", 1)
@@ -332,7 +331,7 @@ class _Header:
         spelled = raw.get("data_type")
         dtype = _BY_NAME.get(spelled) if isinstance(spelled, str) else None
         if dtype is None:
-            self.refused(f"a data_type {str(spelled)[:80]!r}")
+            self.refused(f"a data_type {str(spelled)[:80]!r}", _CAST)
         if raw.get("storage_transformers"):
             self.refused("storage_transformers")
         grid, (encoding, how) = self.named(raw.get("chunk_grid")), self.named(raw.get("chunk_key_encoding"))
@@ -422,6 +421,9 @@ class _Header:
                 return int(value, 16).to_bytes(size, "little")
             except ValueError:
                 self.damaged(f"the fill_value {value!r}")
+        if isinstance(value, list) and len(value) == 2 and dtype.name in _PARTS:  # real and imaginary part
+            part = DTYPES[_PARTS[dtype.name]]
+            return b"".join(self.fill(each, part) for each in value if not isinstance(each, list))
         special = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
         number = float(special[value]) if isinstance(value, str) and value in special else value
         try:

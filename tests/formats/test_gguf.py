@@ -64,7 +64,7 @@ def test_every_type_is_listed_as_it_is() -> None:
     assert document["metadata"]["number.large"] == 1 << 40 and document["metadata"]["list.long"] == "100 values"
 
 
-@pytest.mark.parametrize("name", ["every_type", "big_endian"])
+@pytest.mark.parametrize("name", ["every_type", "big_endian", "quantised"])
 def test_floats_are_those_of_the_library(name, tmp_path) -> None:
     pytest.importorskip("gguf", reason="the gguf package makes them")
     source, out = MADE / f"{name}.gguf", tmp_path / "out"
@@ -75,7 +75,9 @@ def test_floats_are_those_of_the_library(name, tmp_path) -> None:
     want, have = load_file(source.with_suffix(".floats.safetensors")), load_file(out / "model.safetensors")
     assert want.keys() == have.keys()
     for key, values in want.items():
-        np.testing.assert_array_equal(have[key].view(np.uint32), values.astype("f4").view(np.uint32), err_msg=key)
+        np.testing.assert_array_equal(
+            have[key].reshape(values.shape).view("u4"), values.astype("f4").view("u4"), err_msg=key
+        )
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "tq2_0", "mxfp4"])
@@ -119,6 +121,33 @@ def test_matrices_that_do_not_get_the_type_are_named(tmp_path, capsys) -> None:
     notes = json.loads(capsys.readouterr().out)["notes"]
     assert "1 tensors are F16, as their rows are no whole blocks of Q8_0: blk.0.ffn_up.weight" in notes
     assert "--gguf-type q8_0: no matrix here can have that type" in notes
+
+
+def test_what_llama_cpp_s_quantiser_wrote_of_one_row_is_a_matrix(tmp_path) -> None:
+    """It leaves out dims of 1, which the converter had written; the hub has the gate of a shared expert as one row."""
+    pytest.importorskip("gguf", reason="the gguf package makes the floats")
+    source, out = MADE / "quantised.gguf", tmp_path / "out"
+    assert call("convert", source, out, "--to", "safetensors", "--dequantize") == 0
+    have = load_torch(out / "model.safetensors")
+    assert have["model.layers.0.mlp.shared_expert_gate.weight"].shape == (1, 64)
+    assert have["model.layers.0.mlp.experts.2.down_proj.weight"].shape == (64, 64)
+    assert call("convert", source, tmp_path / "again.gguf", "--to", "gguf") == 0
+    assert call("diff", source, tmp_path / "again.gguf") == 0
+
+
+def test_an_architecture_that_no_family_has_is_not_guessed_by_names(tmp_path, capsys) -> None:
+    """Names of EXAONE 4 are Gemma 3's, whose norms are stored plus one."""
+    source = tmp_path / "m.gguf"
+    plain = (FIXTURES / "gguf" / "llama3.gguf").read_bytes()
+    assert plain.count(b"\x05\0\0\0\0\0\0\0llama") == 2  # of general.architecture, of the tokenizer's model
+    source.write_bytes(plain.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0plamo", 1))
+    assert run(["convert", str(source), str(tmp_path / "out"), "--to", "safetensors"]) == 3
+    said = capsys.readouterr().err
+    assert "E1714" in said and "'plamo'" in said and str(source) in said and "--dialect keep" in said
+    assert run(["audit", str(source)]) == 0
+    assert "'plamo'" in capsys.readouterr().out
+    for words in (["--to", "gguf"], ["--to", "safetensors", "--dialect", "keep"]):
+        assert call("convert", source, tmp_path / words[1], *words) == 0
 
 
 def test_a_split_is_what_the_whole_file_is(tmp_path) -> None:

@@ -99,6 +99,7 @@ def tensorflow(folder: Path) -> None:
 # name: (maker, code, words of the message, words of the hint)
 CASES: dict[str, tuple[Maker, str, str, str]] = {
     "slime": (fixture("slime_delta"), "E1640", "changes since another version", "base"),
+    "old-orbax": (fixture("orbax_0_2"), "E1640", "Orbax or T5X of 2023", "PyTreeCheckpointer"),
     "diffusers": (pipeline, "E1640", "diffusers pipeline", "unet, vae"),
     "sentence-transformers": (modules, "E1640", "2_Dense", "--from safetensors"),
     "verl": (verl, "E0392", "2 models", "actor"),

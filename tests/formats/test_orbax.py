@@ -207,6 +207,32 @@ def test_several_counts_are_nobody_s():
         assert (found.path if found else None, len(notes)) == ((counts[0], 0) if many == 1 else (None, many // 2))
 
 
+@pytest.mark.parametrize(("case", "stepped"), [("nnx", "inner.kernel"), ("muon_zarr3", "layer_0.norm.scale")])
+def test_counts_of_nnx_and_beside_muon_are_steps(case, stepped, tmp_path):
+    """Of Adam's parameters: Muon's have none, in torch neither. Both are sound, and come back leaf for leaf."""
+    assert run(["verify", str(CASES / case), "-q"]) == 0
+    assert run(["convert", str(CASES / case), str(tmp_path / "job"), "--to", "dcp", "-q"]) == 0
+    catalog = opened(tmp_path / "job").catalog
+    names = {key.name for key in catalog.tensors if key.state == "step"}
+    assert names == {key.name for key in catalog.tensors if key.state == "exp_avg"} and stepped in names
+    assert run(["reshard", str(CASES / case), str(tmp_path / "out"), "-q"]) == 0
+    assert run(["diff", str(CASES / case), str(tmp_path / "out"), "-q"]) == 0
+    assert leaves_of(tmp_path / "out").keys() == leaves_of(CASES / case).keys()
+
+
+def test_a_fault_of_a_compressed_chunk_names_its_file(tmp_path, capsys):
+    """And not the view by which it is read."""
+    shutil.copytree(CASES / "adamw_ocdbt_zarr2", tmp_path / "in")
+    file = tmp_path / "in/_METADATA"
+    tree = json.loads(file.read_text())
+    lost = next(name for name in tree["tree_metadata"] if "'nu'" in name)
+    del tree["tree_metadata"][lost]
+    file.write_text(json.dumps(tree))
+    assert run(["verify", str(tmp_path / "in")]) == 1
+    said = capsys.readouterr().out
+    assert "E0302" in said and "zstd@" not in said
+
+
 def test_names_that_begin_others_are_one_key(tmp_path):
     source, out = tmp_path / "m.safetensors", tmp_path / "out"
     save_file({"a": np.arange(3, dtype="f4"), "a.b": np.arange(4, dtype="f4")}, source)
@@ -332,6 +358,29 @@ LEAVES = {
     ),
     "a trace": ([("params", "w"), ("opt_state", 0, "trace", "w")], ["w", "w [momentum_buffer]"]),
     "accumulated": ([("params", "w"), ("opt_state", "acc_grads", "w")], ["w", "w [acc_grads]"]),
+    "Muon beside Adam": (
+        [
+            ("params", "a"),
+            ("params", "b"),
+            ("opt_state", "m", 0, "mu", "a"),
+            ("opt_state", "m", 0, "ns_coeffs"),
+            ("opt_state", "n", 0, "mu", "b"),
+            ("opt_state", "n", 0, "nu", "b"),
+        ],
+        ["a", "b", "a [momentum_buffer]", "opt_state.m.0.ns_coeffs [extras]", "b [exp_avg]", "b [exp_avg_sq]"],
+    ),
+    "rows and columns of SM3": (
+        [("params", "w"), ("opt_state", 0, "mu", "w", 0), ("opt_state", 0, "mu", "w", 1), ("opt_state", 0, "nu", "w")],
+        ["w", "opt_state.0.mu.w.0 [extras]", "opt_state.0.mu.w.1 [extras]", "w [exp_avg_sq]"],
+    ),
+    "values of nnx": (
+        [("model", "a", "w", "value"), ("optimizer", "opt_state", 0, "mu", "a", "w", "value")],
+        ["a.w", "a.w [exp_avg]"],
+    ),
+    "a projection called value": (
+        [("params", "query"), ("params", "value"), ("opt_state", 0, "mu", "value")],
+        ["query", "value", "value [exp_avg]"],
+    ),
     "a tree without a root": ([("a/b", "w"), ("c", "w")], ["a/b.w", "c.w"]),
     "mu that is no state": ([("params", "mu", "w")], ["mu.w"]),
     "two of one state": (

@@ -22,7 +22,8 @@ from ckpt_tool.errors import InputError, UsageError
 
 Config = Mapping[str, Any]
 Pair = tuple[str, str, Any]  # key, the type of its value, the value
-UNSAYABLE, UNKNOWN = "E1711", "E1712"
+UNSAYABLE, UNKNOWN, FOREIGN = "E1711", "E1712", "E1714"
+ARCHITECTURE = "general.architecture"
 QUANTIZATION_VERSION = 2  # `GGML_QUANT_VERSION`
 INT, FLOAT, TRUTH = "UINT32", "FLOAT32", "BOOL"
 
@@ -139,7 +140,7 @@ def metadata(config: Config) -> tuple[list[Pair], list[str]]:
             hint=f"there are {names}; llama.cpp's own converter may know it",
         )
     faults = list(_faults(config, found))
-    out: list[Pair] = [("general.architecture", "STRING", found.name), ("general.type", "STRING", "model")]
+    out: list[Pair] = [(ARCHITECTURE, "STRING", found.name), ("general.type", "STRING", "model")]
     own = {**config, "num_key_value_heads": config.get("num_key_value_heads", config.get("num_attention_heads"))}
     if found.model_type in _DENSE_FIRST:
         own = {**_deepseek(own), "num_key_value_heads": 1}  # latent attention is that of one head of keys
@@ -335,6 +336,21 @@ def _unsaid(config: Config, found: Architecture) -> Iterable[str]:
 # -- from the metadata -------------------------------------------------------------------------------------------------
 
 
+def foreign(stated: Config) -> InputError | None:
+    """Why no family is asked, where the metadata states an architecture without a row here: others have the same names
+    for tensors that lie, or are meant, otherwise (norms of EXAONE 4 look as Gemma 3's, which are stored plus one)."""
+    name, known = stated.get(ARCHITECTURE), dict.fromkeys(each.name for each in ARCHITECTURES)
+    if name is None or name in known:
+        return None
+    return InputError(
+        f"its metadata states the architecture {str(name)[:80]!r} ({ARCHITECTURE}), whose tensors no family has under "
+        "llama.cpp's names",
+        code=FOREIGN,
+        hint=f"known are {', '.join(known)}; --dialect keep keeps llama.cpp's names, --to gguf moves it as it is, "
+        "--family NAME says that it is laid out as one of these",
+    )
+
+
 def hub_config(
     stated: Config, shapes: Mapping[str, tuple[int, ...]], factors: tuple[float, ...] = ()
 ) -> dict[str, Any] | None:
@@ -344,7 +360,7 @@ def hub_config(
     `rope_freqs.weight`, from which Llama 3's rope is found again.
     Raises InputError E1712 for values that no config has a word for, all at once.
     """
-    name = stated.get("general.architecture")
+    name = stated.get(ARCHITECTURE)
     rows = [each for each in ARCHITECTURES if each.name == name]
     if not rows:
         return None

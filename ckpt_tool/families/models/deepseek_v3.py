@@ -3,7 +3,7 @@
 Paddle: PaddleFormers 1.2.0, transformers/deepseek_v3: nothing is fused. Megatron-Bridge 0.6.2, models/deepseek and kimi.
 """
 
-from ckpt_tool.families import gguf, hub, maxtext, megatron
+from ckpt_tool.families import gguf, hub, maxtext, megatron, mlx
 from ckpt_tool.families.base import FUSED_EXPERTS, LATENT, NLP_HEAD, Family, Variant
 from ckpt_tool.families.model_class import DEFAULTS, GATED, LATENT_FORMS, SIGMOID, ModelClass
 
@@ -47,6 +47,7 @@ FAMILY = Family(
         "megatron": Variant(of=megatron.LATENT, ahead=True),
         "gguf": Variant(of=gguf.DEEPSEEK, short=True),
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
+        "mlx": Variant("hf", over=mlx.LATENT + mlx.EXPERTS, short=True),
         "paddle": """
             [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h

@@ -3,7 +3,7 @@
 Megatron: mcore-bridge 1.6.5, model/gpts/llm.py and bridge/gpt_bridge.py (`hf_expert_bias_key`); Megatron-Bridge has none.
 """
 
-from ckpt_tool.families import hub, megatron
+from ckpt_tool.families import hub, megatron, mlx
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, SIGMOID, ModelClass
 
@@ -27,6 +27,7 @@ FAMILY = Family(
         "megatron": megatron.SPARSE + megatron.QKV_BIAS + megatron.PROJ_BIAS + megatron.QK_NORMS + megatron.EXPERT_BIAS
             + megatron.SHARED_EXPERTS,
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
+        "mlx": Variant("hf", over=mlx.DOTS_EXPERTS),
     },
     tiny={"n_routed_experts": 4, "moe_intermediate_size": 5, "n_shared_experts": 2, "first_k_dense_replace": 1,
           "num_experts_per_tok": 2},

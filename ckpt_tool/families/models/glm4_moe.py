@@ -1,6 +1,6 @@
 """GLM-4.5 and 4.6 with MTP layers. Paddle: PaddleFormers 1.2.0, transformers/glm4_moe (without paddlefleet)."""
 
-from ckpt_tool.families import hub, megatron
+from ckpt_tool.families import hub, megatron, mlx
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, SIGMOID, ModelClass
 
@@ -28,6 +28,7 @@ FAMILY = Family(
     dialects={
         "megatron": Variant(of=megatron.GLM, ahead=True),
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
+        "mlx": Variant("hf", over=mlx.EXPERTS),
         "paddle": Variant(
             apart=True, inner=("transformer_layer", "i >= num_hidden_layers", "self_attn", "mlp",
                    "input_layernorm", "post_attention_layernorm"),

@@ -1,6 +1,6 @@
 """Mixtral. Paddle: PaddleNLP 3.0.0b4, transformers/mixtral/modeling.py; PaddleFormers has none."""
 
-from ckpt_tool.families import gguf, hub, maxtext, megatron, meta
+from ckpt_tool.families import gguf, hub, maxtext, megatron, meta, mlx
 from ckpt_tool.families.base import DECODER, FUSED_MIXTRAL_EXPERTS, NLP_HEAD, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
@@ -25,6 +25,7 @@ FAMILY = Family(
         "meta": meta.MODEL + meta.EXPERTS,
         "gguf": gguf.MODEL + gguf.NORMS + gguf.ROTARY + gguf.MIXTRAL_EXPERTS,
         "hf-fused": Variant("hf", over=FUSED_MIXTRAL_EXPERTS),
+        "mlx": Variant("hf", over=mlx.MIXTRAL_EXPERTS),
         "paddle": Variant(of="""
             [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h

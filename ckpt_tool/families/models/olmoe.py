@@ -5,7 +5,7 @@ transformers 5.23, models/olmoe. Megatron: Megatron-Bridge 0.6.2, models/olmoe/o
 mcore-bridge 1.6.5, gpts/olmoe.py, calls them as the hub does (`megatron-swift`).
 """
 
-from ckpt_tool.families import hub, megatron
+from ckpt_tool.families import hub, megatron, mlx
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
@@ -34,6 +34,7 @@ FAMILY = Family(
                 = model.layers.{i}.self_attn.<q|k>_norm.weight : (g r d), (g d)
         """),
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
+        "mlx": Variant("hf", over=mlx.EXPERTS),
     },
     tiny={"num_experts": 3, "num_experts_per_tok": 2},
 )  # fmt: skip

@@ -4,7 +4,7 @@
 No project maps it to Megatron, whose routers have no sparse mixer and whose head no bias: the hub dialects alone.
 """
 
-from ckpt_tool.families import hub
+from ckpt_tool.families import hub, mlx
 from ckpt_tool.families.base import DECODER, Family, Variant
 from ckpt_tool.families.model_class import ModelClass
 
@@ -26,6 +26,7 @@ FAMILY = Family(
             model.layers.{i}.mlp.experts.down_proj : e h f
                 = model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : h f
         """),
+        "mlx": Variant("hf", over=mlx.MIXTRAL_EXPERTS),
     },
     tiny={"num_local_experts": 3, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True},
 )  # fmt: skip

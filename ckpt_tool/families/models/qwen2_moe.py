@@ -1,6 +1,6 @@
 """Qwen1.5-MoE and Qwen2-MoE. Paddle: PaddleFormers 1.2.0, transformers/qwen2_moe; PaddleNLP fuses nothing."""
 
-from ckpt_tool.families import gguf, hub, megatron
+from ckpt_tool.families import gguf, hub, megatron, mlx
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, NLP_HEAD, PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, EXPERT_DEFAULTS, GATED, ModelClass
 
@@ -26,6 +26,7 @@ FAMILY = Family(
         "megatron": megatron.SPARSE + megatron.QKV_BIAS + megatron.SHARED_EXPERT,
         "gguf": gguf.SPARSE + gguf.QKV_BIAS + gguf.SHARED_EXPERT,
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
+        "mlx": Variant("hf", over=mlx.EXPERTS),
         "paddle": Variant(apart=True, of=PADDLE_FUSED + """
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
             model.layers.{i}.mlp.gate.weight : h e = : e h

@@ -1,6 +1,6 @@
 """Qwen3-MoE. Paddle: PaddleFormers 1.2.0, transformers/qwen3_moe (without paddlefleet and sonic_moe)."""
 
-from ckpt_tool.families import gguf, hub, maxtext, megatron
+from ckpt_tool.families import gguf, hub, maxtext, megatron, mlx
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, EXPERT_DEFAULTS, GATED, ModelClass
 
@@ -24,6 +24,7 @@ FAMILY = Family(
         "megatron": megatron.SPARSE + megatron.QKV_BIAS + megatron.PROJ_BIAS + megatron.QK_NORMS,
         "gguf": gguf.SPARSE + gguf.QKV_BIAS + gguf.PROJ_BIAS + gguf.QK_NORMS,
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
+        "mlx": Variant("hf", over=mlx.EXPERTS),
         "paddle": Variant(apart=True, of=PADDLE_FUSED + """
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
             model.layers.{i}.self_attn.<q|k>_norm.weight : d

@@ -10,6 +10,8 @@ Specification (gguf 0.19.0 `gguf_writer.py`, `gguf_reader.py`; llama.cpp of Octo
   offset from where the values begin. Values begin at the next multiple of `general.alignment` (32), and so does each.
 * A file of big-endian numbers (s390x) has the bytes of its version swapped, and all numbers, those of blocks too.
 * Types (`types`): F32, F16, BF16, F64, I8 to I64, and blocks of a row: this many elements in so many bytes.
+* ggml counts no dims of 1 after the last other: what llama.cpp's quantiser writes of a matrix of one row has one dim,
+  where its converter gave it two. Of the models known here that is the gate of a shared expert (`_ONE_ROW`).
 * Splits: `NAME-00001-of-00003.gguf`, each with a header, tensors and `split.no`, `split.count`,
   `split.tensors.count`; the first one alone has the rest of the metadata.
 
@@ -25,6 +27,7 @@ under the hub's names.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -47,6 +50,7 @@ if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.core.layout import Layout
     from ckpt_tool.core.target import LayoutWish, Target, Wanted
 
+_ONE_ROW = re.compile(r"blk\.\d+\.ffn_gate_inp_shexp\.weight")
 _PLAIN = frozenset(kind.name for kind in KINDS if kind.elements == 1)
 
 
@@ -81,7 +85,8 @@ class _Gguf:
         for header in headers:
             for info in header.tensors:
                 key = TensorKey(info.name)
-                array = plain_array(tree, header.path, info.offset, info.dtype, info.shape)
+                shape = (1, *info.shape) if len(info.shape) == 1 and _ONE_ROW.fullmatch(info.name) else info.shape
+                array = plain_array(tree, header.path, info.offset, info.dtype, shape)
                 if key in tensors:
                     raise InconsistentCheckpoint(
                         f"the tensor {info.name[:200]!r} lies in two files of the split",

@@ -51,8 +51,8 @@ FILE_TYPES = {
     "TQ2_0": 37,
     "MXFP4": 38,
 }
-# What it makes no floats of: the first two never lie in files, llama.cpp alone reads the others
-NO_FLOATS = frozenset(("Q8_1", "Q8_K", "Q1_0", "Q2_0"))
+# What no floats are made of: they never lie in files
+NO_FLOATS = frozenset(("Q8_1", "Q8_K"))
 _BIG = "_BE"
 _BY_NUMBER = {kind.number: kind for kind in KINDS}
 _BY_NAME = {kind.name: kind for kind in KINDS}

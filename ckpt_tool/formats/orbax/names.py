@@ -7,20 +7,24 @@
                                                               (`Catalog.count`, where it is the only one)
     ("transformer/layer_0/attn", "w")                         transformer/layer_0/attn.w        a bare tree
     ("step",), a scalar                                       a plain value
+    ("model", "q", "kernel", "value")                         q.kernel                          nnx: a Variable's value
 
 Rules: 1. The model is what hangs below `params`, `model`, ... at the top, less a `params` that is all there is below.
 2. Below an optimizer's root, a key whose rest is a parameter's path is a state: `mu` `exp_avg`, `nu` `exp_avg_sq`,
-`trace` `momentum_buffer`, others under their own name. 3. What hangs below `ema_params`, `master_params` and the like
-is that state. 4. A tree without any of these roots is all model. 5. Of the rest, scalars and texts are plain values,
-arrays have the state `extras`. The path is always kept, so writing Orbax puts each leaf back where it hung.
+`trace` `momentum_buffer`, others under their own name; `mu` beside Muon's `ns_coeffs` is `momentum_buffer`, as in
+torch.optim.Muon: it has no `nu`, and one of Adam's without is a fault. 3. What hangs below `ema_params`,
+`master_params` and the like is that state. 4. A tree without any of these roots is all model. 5. Of the rest, scalars
+and texts are plain values, arrays have the state `extras`. 6. Where every leaf of the model is the `value` of a
+Variable, that key is no part of a name. The path is always kept, so writing Orbax puts each leaf back where it hung.
 
-Source: optax 0.2.8 `_src/transform.py` (ScaleByAdamState, TraceState), flax 0.12 `training/train_state.py`, MaxText of
-2026 `train_utils`. Orbax keeps named tuples as dicts of their fields, so these names are all there is of their classes.
+Source: optax 0.2.8 `_src/transform.py` (ScaleByAdamState, TraceState), `contrib/_muon.py` (MuonState), flax 0.12
+`training/train_state.py`, `nnx/variablelib.py`, MaxText of 2026 `train_utils`. Orbax keeps named tuples as dicts of
+their fields, so these names are all there is of their classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -33,6 +37,8 @@ from ckpt_tool.formats.state_dict.words import EMA_ROOTS, MASTER_ROOTS, MODEL_RO
 STATES = {"mu": "exp_avg", "nu": "exp_avg_sq", "nu_max": "max_exp_avg_sq", "trace": "momentum_buffer"}
 _BY_STATE = {state: name for name, state in STATES.items()}
 COUNT, COUNTED = "count", ("mu", "nu", "nu_max")  # the steps, and what hangs beside them
+_MUON, _MOMENTUM = "ns_coeffs", "momentum_buffer"
+_VALUE = "value"
 _OPTIMIZERS = OPTIMIZER_ROOTS | {"opt_state"}
 _PARAMS = "params"
 
@@ -77,25 +83,35 @@ BARE = Trees((), (), ("opt_state", 0))  # of weights alone, as Gemma's library h
 
 class Named(NamedTuple):
     """keys: of each leaf that is a tensor; None for a plain value. model, optimizer: where the parameters hang, and
-    what hangs beside `mu`, None where there is none."""
+    what hangs beside `mu`, None where there is none. variables: are leaves the values of nnx's Variables?"""
 
     keys: list[TensorKey | None]
     notes: list[Note]
     model: Path
     optimizer: Path | None
+    variables: bool
+
+    def named_by(self, path: Path) -> Path:
+        """What of a leaf's path is its name."""
+        return _without_value(path) if self.variables else path
 
 
 def name_leaves(paths: Sequence[Path], plain: Sequence[bool]) -> Named:
     """Keys for the leaves of one step. plain: is it a scalar that may as well be a plain value?"""
     root = _model_root(paths)
+    own = [path for path in paths if path[: len(root)] == root]
+    variables = bool(own) and all(path[-1] == _VALUE and len(path) > len(root) + 1 for path in own)
+    if variables:
+        paths = [_without_value(path) for path in paths]
     model = {path[len(root) :]: i for i, path in enumerate(paths) if path[: len(root)] == root} if root else {}
     side = [_rest(path, 0, root) for path in paths if len(path) > 1 and _side(path)]
     names = {rest: _dotted(rest) for rest in (*model, *side)}
     trained = bool(root or side) or any(str(path[0]).lower() in _OPTIMIZERS for path in paths)
+    muon = {path[:-1] for path in paths if path[-1] == _MUON}
     keys: list[TensorKey | None] = []
     optimizer: Path | None = None
     for i, path in enumerate(paths):
-        found = _key(path, root, names)
+        found = _key(path, root, names, muon)
         if found is None:
             bare = not trained and not (plain[i] and len(path) == 1)
             found = (TensorKey(_dotted(path), MODEL if bare else EXTRAS), None)
@@ -111,7 +127,11 @@ def name_leaves(paths: Sequence[Path], plain: Sequence[bool]) -> Named:
         notes.append(
             Note("N-bare-model", f"nothing is called params: all arrays are taken for the model, under {tops}")
         )
-    return Named(keys, notes, root, optimizer)
+    return Named(keys, notes, root, optimizer, variables)
+
+
+def _without_value(path: Path) -> Path:
+    return path[:-1] if path[-1] == _VALUE and len(path) > 1 else path
 
 
 def _model_root(paths: Sequence[Path]) -> Path:
@@ -137,8 +157,11 @@ def _rest(path: Path, at: int, root: Path) -> Path:
     return rest[len(root) - 1 :] if root and rest[: len(root) - 1] == root[1:] else rest
 
 
-def _key(path: Path, root: Path, names: Mapping[Path, str]) -> tuple[TensorKey, Path | None] | None:
-    """(the key, what hangs above an optimizer's state) of a leaf; None where no rule knows it."""
+def _key(
+    path: Path, root: Path, names: Mapping[Path, str], muon: Collection[Path]
+) -> tuple[TensorKey, Path | None] | None:
+    """(the key, what hangs above an optimizer's state) of a leaf; None where no rule knows it. muon: what hangs above
+    the states of Muon's."""
     if root and path[: len(root)] == root:
         return TensorKey(names[path[len(root) :]]), None
     side = _side(path) if len(path) > 1 else None
@@ -148,8 +171,9 @@ def _key(path: Path, root: Path, names: Mapping[Path, str]) -> tuple[TensorKey, 
         return None
     for at, step in enumerate(path[1:-1], start=1):
         rest = _rest(path, at, root)
-        if rest in names and not numeral(step) or step in STATES and rest:
-            return TensorKey(_dotted(rest), STATES.get(str(step), str(step))), path[:at]
+        if rest in names and not numeral(step) or step in STATES and rest and rest[:-1] not in names:
+            state = _MOMENTUM if step == "mu" and path[:at] in muon else STATES.get(str(step), str(step))
+            return TensorKey(_dotted(rest), state), path[:at]
     return None
 
 

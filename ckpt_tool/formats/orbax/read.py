@@ -131,7 +131,9 @@ def _count(
     found = [
         each
         for each, key in zip(stored, named.keys, strict=True)
-        if key is None and each.path[-1] == COUNT and each.path[:-1] in beside and each.array.dtype.name in _COUNTS
+        if key is None and each.array.dtype.name in _COUNTS
+        for *above, last in [named.named_by(each.path)]
+        if last == COUNT and tuple(above) in beside
     ]
     if len(found) > 1:
         names = ", ".join(".".join(map(str, each.path)) for each in found[:3])
