@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -321,14 +320,3 @@ for label, offset in {
     "text": "0",
 }.items():
     _dcp(f"DCP-offset-{label}", {"00001-model-00001-of-00001": dcp_shard("a", offset)}, 3, "dcp_sharding_info")
-
-
-@add("S1", 3, "/shape/1")
-def shape_of_objects(folder: Path) -> Path:
-    """The index of our own format, with an object for a size."""
-    made = folder / "model"
-    shutil.copytree(Path(__file__).parents[2] / "fixtures/sharded/llama_tp4_pp2", made)
-    index = json.loads((made / "ckpt.index.json").read_text())
-    index["tensors"]["model"]["model.layers.1.self_attn.q_proj.weight"]["shape"][1] = {"a": 8}
-    (made / "ckpt.index.json").write_text(json.dumps(index))
-    return made
