@@ -10,7 +10,7 @@ halves of kv_b apart, the keys' turned. `rope_freqs.weight` is made of the confi
 twin on the hub. Layers of multi-token prediction of DeepSeek are left out, as llama.cpp's converter does (`skip_mtp` in
 `conversion/deepseek.py`): `Variant.short`.
 
-Sources: llama.cpp of October 2026 `conversion/{base,llama,qwen,gemma,deepseek,phi}.py` (`modify_tensors`), gguf 0.19.0
+Sources: llama.cpp of October 2026 `conversion/{base,llama,qwen,gemma,deepseek,phi,gpt_oss}.py` (`modify_tensors`), gguf 0.19.0
 `tensor_mapping.py`. A family is here if the output of that converter for a real small model was equal to ours, byte for
 byte (`fixtures/make/gguf_models.py`).
 """
@@ -107,6 +107,16 @@ SHARED_EXPERT = """
         = model.layers.{i}.mlp.shared_expert.<gate|up|down>_proj.weight : s h, s h, h s
     blk.{i}.ffn_gate_inp_shexp.weight : 1 h = model.layers.{i}.mlp.shared_expert_gate.weight : 1 h
 """
+# gpt-oss': gate and up apart, whose rows the hub has in turns
+SINKS_AND_EXPERTS = """
+    blk.{i}.<attn_norm|post_attention_norm>.weight : h = model.layers.{i}.<input|post_attention>_layernorm.weight : h
+    blk.{i}.attn_sinks.weight : (g r) = model.layers.{i}.self_attn.sinks : (g r)
+    blk.{i}.ffn_gate_inp.<weight|bias> : e h, e = model.layers.{i}.mlp.router.<weight|bias> : e h, e
+    blk.{i}.ffn_<gate|up>_exps.weight : e m h = model.layers.{i}.mlp.experts.gate_up_proj : e h (m (1 + 1))
+    blk.{i}.ffn_<gate|up>_exps.bias : e m = model.layers.{i}.mlp.experts.gate_up_proj_bias : e (m (1 + 1))
+    blk.{i}.ffn_down_exps.<weight|bias> : e h m, e h
+        = model.layers.{i}.mlp.experts.<down_proj|down_proj_bias> : e m h, e h
+"""
 # of k heads, whose keys have y parts without a rotation and values z
 LATENT = """
     blk.{i}.attn_q.weight : a h = model.layers.{i}.self_attn.q_proj.weight : a h
@@ -124,6 +134,7 @@ LATENT_AXES = {"k": "num_attention_heads", "y": "qk_nope_head_dim", "z": "v_head
 
 DENSE = MODEL + NORMS + ATTENTION + MLP
 SPARSE = DENSE + ROUTER + EXPERTS
+GPT_OSS = MODEL + ATTENTION + QKV_BIAS + PROJ_BIAS + SINKS_AND_EXPERTS
 DEEPSEEK = MODEL + NORMS + LATENT + MLP + ROUTER + EXPERTS
 
 

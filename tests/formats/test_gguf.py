@@ -30,7 +30,7 @@ from ckpt_tool.storage.source import Tree
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 MADE = FIXTURES / "gguf-made"
 _LABELS = ("general.name", "general.size_label")
-MODELS = ("llama3", "qwen3_moe", "gemma3", "deepseek_v3")
+MODELS = ("llama3", "qwen3_moe", "gemma3", "deepseek_v3", "gpt_oss")
 
 
 def golden(name):

@@ -7,7 +7,7 @@ every decoder. What the metadata leaves unsaid is taken from the tensors (vocabu
 what transformers takes where a config is silent. Numbers of 32 bits come back as the shortest decimal that is the same
 fp32: 9.99999997e-07 is 1e-06.
 
-Sources: llama.cpp of October 2026 `conversion/{base,llama,qwen,gemma,deepseek,phi}.py` (`set_gguf_parameters`), gguf
+Sources: llama.cpp of October 2026 `conversion/{base,llama,qwen,gemma,deepseek,phi,gpt_oss}.py` (`set_gguf_parameters`), gguf
 0.19.0 `constants.py` (`Keys`). Cost: none. What it does not do: the tokenizer (`formats.gguf.tokenizer`), names of
 models, licences and authors (`general.*`), which are in no config.
 """
@@ -109,9 +109,14 @@ ARCHITECTURES = (
         fixed={"scoring_func": "softmax", "norm_topk_prob": False},
     ),
     Architecture("phi3", "phi3", (_WINDOW,)),
+    Architecture(
+        "gpt-oss", "gpt_oss", (_USED, _HEAD, _WINDOW, Key("expert_feed_forward_length", "intermediate_size")),
+        "num_local_experts", fixed={"swiglu_limit": 7.0},
+    ),
 )  # fmt: skip
 _DENSE_FIRST = frozenset(("deepseek_v2", "deepseek_v3"))
 _WITHOUT_ROPE = frozenset(("gemma", "gemma2"))  # whose bases llama.cpp takes for granted
+_TURNS = {"gemma3": 6, "gpt-oss": 2}  # the last of so many layers attends to all, the others have windows
 _ROPE_WORDS = {
     "factor": "rope.scaling.factor",
     "original_max_position_embeddings": "rope.scaling.original_context_length",
@@ -310,14 +315,14 @@ def _faults(config: Config, found: Architecture) -> Iterable[str]:
         yield f"layers without experts (mlp_only_layers, decoder_sparse_step): {found.name} has them in every layer"
     if config.get("use_sliding_window"):
         yield f"use_sliding_window: {found.name} has no windows"
-    pattern = config.get("sliding_window_pattern", 6)
+    turn = _TURNS.get(found.name)
     kinds = config.get("layer_types")
-    if found.name == "gemma3" and (
-        pattern != 6
+    if turn and (
+        config.get("sliding_window_pattern", turn) != turn
         or isinstance(kinds, list)
-        and kinds != ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(len(kinds))]
+        and kinds != ["full_attention" if (i + 1) % turn == 0 else "sliding_attention" for i in range(len(kinds))]
     ):
-        yield "windows in other layers than five of six"
+        yield f"windows in other layers than {turn - 1} of {turn}"
     if found.name == "gemma3" and config.get("attn_logit_softcapping") is not None:
         yield "attn_logit_softcapping"
 
@@ -393,7 +398,7 @@ def hub_config(
         if type(number) is int:
             config[f"{word}_token_id"] = number
     biased = [end for end in ("attn_q.bias", "ffn_up.bias") if f"blk.0.{end}" in shapes]
-    if name in ("llama", "qwen3", "qwen3moe"):
+    if name in ("llama", "qwen3", "qwen3moe", "gpt-oss"):
         config["attention_bias"] = "attn_q.bias" in biased
     if name == "llama":
         config["mlp_bias"] = "ffn_up.bias" in biased
@@ -478,6 +483,8 @@ def _hub_rope(config: Config, own: Config, found: Architecture, faults: list[str
         faults.append(f"{found.name}.rope.scaling.type is {str(kind)[:60]}")
         return out
     scaling: dict[str, Any] = {"rope_type": kind}
+    if found.name == "gpt-oss":
+        scaling["truncate"] = False  # so it was trained; no key says it, and ggml rounds the bounds of the turns
     for key, stated in _ROPE_WORDS.items():
         if own.get(stated) is not None:
             scaling[key] = shortest(own[stated]) if isinstance(own[stated], float) else own[stated]

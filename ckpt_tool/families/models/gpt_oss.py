@@ -5,7 +5,7 @@ other dialect has them, so they want --dequantize first. Paddle: PaddleFormers 1
 alone. Megatron: Megatron-Bridge, models/gpt_oss/gpt_oss_bridge.py, with softmax_type learnable.
 """
 
-from ckpt_tool.families import hub, maxtext, megatron
+from ckpt_tool.families import gguf, hub, maxtext, megatron
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import DEFAULTS, ModelClass
 
@@ -57,6 +57,7 @@ FAMILY = Family(
             model.layers.{i}.mlp.experts.<gate_up_proj|gate_up_proj_bias> : e h (m (1 + 1)), e (m (1 + 1))
             model.layers.{i}.mlp.experts.<down_proj|down_proj_bias> : e m h, e h
         """,
+        "gguf": gguf.GPT_OSS,
         **maxtext.GPT_OSS,
     },
     tiny={"num_local_experts": 3, "num_experts_per_tok": 2, "attention_bias": True},
