@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ckpt_tool.conversion.layout import degrees_of, split_of
+from ckpt_tool.core.patterns import Names
 from ckpt_tool.core.target import LayoutWish, Target
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
@@ -26,7 +27,7 @@ from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.weights import CODES
 from ckpt_tool.sources.chosen import Chosen, Conversion, dtypes_of, extras_left_behind, left_behind, written_as
 from ckpt_tool.sources.config import config_in
-from ckpt_tool.sources.select import group_of
+from ckpt_tool.sources.select import group_of, refuse_misses
 from ckpt_tool.storage.destination import Place
 
 SHARD_SIZE = "max-shard-size"
@@ -43,6 +44,7 @@ def refuse_idle(fmt: Format, writing: Writing) -> None:
         "sharding": writing.sharding is not None,
         "spec": writing.spec is not None,
         "gguf-type": writing.gguf_type is not None,
+        "gguf-only": bool(writing.gguf_only),
         "quantize": writing.quantize is not None,
         "repack": writing.repack is not None,
         "pp-split": bool(writing.pp_split),
@@ -220,6 +222,23 @@ def fitted(chosen: Chosen, job: Conversion) -> Chosen:
     )
 
 
+def _named_for_blocks(chosen: Chosen, writing: Writing) -> frozenset[str] | None:
+    """The tensors that `--gguf-only` names, None without it. Raises UsageError E0255 for patterns that match nothing,
+    E2724 where no type is given for them."""
+    if not writing.gguf_only:
+        return None
+    if writing.gguf_type is None:
+        raise UsageError(
+            "--gguf-only says which matrices get another type, and nothing says which",
+            code="E2724",
+            hint="add --gguf-type TYPE, or leave it off",
+        )
+    known = Names(row.tensor.key.name for row in chosen.stored)
+    found, misses = known.matched(writing.gguf_only)
+    refuse_misses(misses, known.names)
+    return frozenset(found)
+
+
 def wish_of(chosen: Chosen, fmt: Format, writing: Writing) -> LayoutWish:
     """What is wished of a format with a layout of its own."""
     config = chosen.config
@@ -236,5 +255,6 @@ def wish_of(chosen: Chosen, fmt: Format, writing: Writing) -> LayoutWish:
         writing.vocab_size,
         frozenset(t.key for t in chosen.removed),
         writing.gguf_type,
+        _named_for_blocks(chosen, writing),
         bool({MODEL, ""} & writing.dtypes.keys()),
     )

@@ -169,8 +169,8 @@ class LayoutWish(NamedTuple):
 
     degrees: what is known of them. zero: the ZeRO stage, 0 to 3. pp_split: layers of each stage, () for even ones.
     sharding: how Paddle's ranks share states, `v1` or `v2`. spec: Megatron's layer spec, `te` or `local`. config: the
-    model's. removed: the keys that were removed by pattern. gguf_type: what GGUF's matrices shall be. None where
-    nobody says. cast: has the model's dtype been chosen (`--dtype`)?
+    model's. removed: the keys that were removed by pattern. gguf_type: what GGUF's matrices shall be, those named
+    by gguf_only where that is not None. None where nobody says. cast: has the model's dtype been chosen (`--dtype`)?
     """
 
     degrees: Degrees = Degrees()
@@ -182,6 +182,7 @@ class LayoutWish(NamedTuple):
     vocab_size: int | None = None
     removed: frozenset[TensorKey] = frozenset()
     gguf_type: str | None = None
+    gguf_only: frozenset[str] | None = None
     cast: bool = False
 
 

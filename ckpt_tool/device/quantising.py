@@ -91,7 +91,7 @@ def pack_floats(boxes: Iterable[FloatBox], source: DType, scheme: Scheme, scales
     tiles = _cut(out, item, scheme)
     out["aux"] = np.arange(len(out))
     nbytes = int((out["rows"] * out["run"]).sum()) * item
-    of_scheme, threads = list(SCHEMES).index(scheme.name), 0
+    of_scheme, threads = list(SCHEMES).index(scheme.codes_of), 0
     if scheme.block[1] == 0:
         threads = min(-(-int(out["run"].max(initial=1)) // (32 * HELD)) * 32, MOST_THREADS)
     boxes_ = Descriptors(out, tiles, nbytes)

@@ -134,6 +134,9 @@ class Writing:
     gguf_type: str | None = TRAVEL.choice(
         f"GGUF: the type of matrices: {', '.join(GGUF_TYPES)}. Default: the source's.", GGUF_TYPES, "TYPE"
     )
+    gguf_only: tuple[str, ...] = TRAVEL.option(
+        "The matrices that --gguf-type is for, others stay. Repeatable.", patterns, "PATTERN", kind="values", default=()
+    )
     vocab_size: int | None = TRAVEL.option(
         "Rows of the vocabulary: padding beyond it is cut off, rows of zeros are added up to it.",
         between(1, MOST_ROWS),

@@ -72,6 +72,11 @@ class Scheme(NamedTuple):
     attributes: Mapping[str, Any] = {}
     multiple: int = 1
 
+    @property
+    def codes_of(self) -> str:
+        """The scheme of the same codes and blocks: `int8` of `int8:torchao`, itself of most."""
+        return self.name.partition(":")[0]
+
     def matrix(self, shape: Shape) -> Shape:
         """The values of a weight of `shape` as they are coded: (..., rows, columns)."""
         return (*shape[:-2], shape[-1], shape[-2]) if self.codes == TURNED else shape

@@ -51,6 +51,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "layout": {"layout": "layout.toml"},
     "on-indivisible": {"on_indivisible": "replicate"},
     "gguf-type": {"gguf_type": "q8_0"},
+    "gguf-only": {"gguf_type": "q8_0", "gguf_only": ("*attn_q*",)},
     "quantize": {"quantize": "int8"},
     "repack": {"repack": "compressed-tensors"},
 }

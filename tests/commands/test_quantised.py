@@ -58,6 +58,7 @@ def test_parameters_are_those_of_the_model_and_bytes_those_of_the_file(case: str
             and "scale" not in name
             and "shape" not in name
             and "zero" not in name
+            or name.endswith("embed_tokens._weight_qdata")
         ]
     )
 
@@ -154,7 +155,7 @@ def test_there_and_back_every_byte(case: str, to: str, tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype and torch.equal(
-            tensor.view(torch.uint8), after[name].view(torch.uint8)
+            tensor.reshape(-1).view(torch.uint8), after[name].reshape(-1).view(torch.uint8)
         ), name
 
 

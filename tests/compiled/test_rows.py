@@ -85,7 +85,7 @@ def of_torch(ranks: int, layers: int = 1, change: Callable[[Any], None] = lambda
     items, at = [], 0
     for name, shape in dcp_shape.parameters(layers):
         for road in (("model", name), ("optim", "state", name, "exp_avg")):
-            items.append(dcp_shape.Item(".".join(road), road, shape, at, 1000 + shape[0]))
+            items.append(dcp_shape.Item(".".join(road), road, (), shape, at, 1000 + shape[0]))
             at += 1000 + shape[0]
     metadata = dcp_shape._metadata(items, ranks)
     change(metadata)

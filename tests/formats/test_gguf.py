@@ -189,6 +189,33 @@ def test_a_model_comes_back(name, tmp_path) -> None:
     assert len(both) >= 4 and {word: config[word] for word in both} == {word: theirs[word] for word in both}
 
 
+def test_a_release_of_gpt_oss_keeps_the_values_of_its_experts(tmp_path) -> None:
+    """MXFP4 of the hub as GGUF's, which has other scales for some blocks and the same values; nothing else is cut."""
+    pytest.importorskip("gguf", reason="the gguf package makes the blocks")
+    source, out = tmp_path / "in", tmp_path / "m.gguf"
+    shutil.copytree(FIXTURES / "quantized/mxfp4_gpt_oss", source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "layer_types": ["sliding_attention"]}))
+    words = ("--to", "gguf", "--dequantize", "--gguf-type", "mxfp4", "--gguf-only", "*_exps.weight")
+    assert call("convert", source, out, *words) == 0
+    tensors, pairs = contents(out)
+    experts = {name for name, (dtype, _, _) in tensors.items() if dtype == "MXFP4"}
+    assert experts == {f"blk.0.ffn_{each}_exps.weight" for each in ("gate", "up", "down")}
+    assert {dtype for name, (dtype, _, _) in tensors.items() if name not in experts} == {"BF16", "F32"}
+    assert pairs["general.file_type"] == 38 and pairs["general.architecture"] == "gpt-oss"
+    assert call("convert", out, tmp_path / "back", "--to", "safetensors", "--dequantize", "--dtype", "bf16") == 0
+    truth = load_torch(FIXTURES / "quantized/mxfp4_gpt_oss.truth.safetensors")
+    have = load_torch(tmp_path / "back/model.safetensors")
+    assert {f"model/{name}" for name in have} == truth.keys()
+    assert all(torch.equal(value, truth[f"model/{name}"]) for name, value in have.items())
+
+
+def test_patterns_of_types_want_a_type_and_a_matrix(tmp_path, capsys) -> None:
+    for words, code in ((("--gguf-only", "*"), "E2724"), (("--gguf-type", "q8_0", "--gguf-only", "*no*"), "E0255")):
+        assert call("convert", MADE / "gpt_oss", tmp_path / "m.gguf", "--to", "gguf", *words) == 2
+        assert json.loads(capsys.readouterr().err)["error"]["code"] == code and not (tmp_path / "m.gguf").exists()
+
+
 @pytest.mark.parametrize("to", ["gguf", "safetensors"])
 @pytest.mark.parametrize("name", ["llama3", "qwen3_moe"])
 def test_the_header_is_read_once(name, to, tmp_path, monkeypatch) -> None:

@@ -1,6 +1,7 @@
 """The types of the tensors of an output, by llama.cpp's rule.
 
     --gguf-type q8_0    blk.0.attn_q.weight Q8_0, blk.0.attn_norm.weight F32, blk.0.ffn_gate_inp.weight F32
+    --gguf-type mxfp4 --gguf-only '*_exps.weight'    blk.0.ffn_up_exps.weight MXFP4, blk.0.attn_q.weight BF16
 
 What has one dim, norms, routers and all that is no `.weight` is F32: most of ggml takes these in no other type. The
 rest is of the type that was asked for, or as the source has it. Rows that are no whole blocks fall back to F16. Of the
@@ -34,7 +35,9 @@ def fitted(tensors: Sequence[LogicalTensor], wish: LayoutWish, *, renamed: bool)
         return Fitted(rows)
     asked = of_name(wish.gguf_type.upper()) if wish.gguf_type else None
     casts: dict[TensorKey, DType] = {}
-    coded = [tensor for tensor in tensors if tensor.dtype.coded and tensor.dtype != asked]
+    only = wish.gguf_only
+    wanted = [tensor for tensor in tensors if only is None or tensor.key.name in only]
+    coded = [tensor for tensor in wanted if tensor.dtype.coded and tensor.dtype != asked]
     if asked is not None and coded:
         raise UsageError(
             f"--gguf-type {wish.gguf_type}: {len(coded)} tensors are quantised already, {coded[0].key.name} as "
@@ -45,7 +48,7 @@ def fitted(tensors: Sequence[LogicalTensor], wish: LayoutWish, *, renamed: bool)
         )
     for tensor in tensors:
         if tensor.dtype.is_float:
-            kind = _kind(tensor, asked, cast=wish.cast)
+            kind = _kind(tensor, asked if only is None or tensor.key.name in only else None, cast=wish.cast)
             if kind is not None:
                 casts[tensor.key] = kind
     return Fitted(rows, casts)

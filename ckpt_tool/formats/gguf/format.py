@@ -64,7 +64,7 @@ class _Gguf:
         single=(".gguf",),
         dialect="gguf",
         dtypes=frozenset(DTYPES) - _PLAIN,
-        uses_options=frozenset({"max-shard-size", "gguf-type"}),
+        uses_options=frozenset({"max-shard-size", "gguf-type", "gguf-only"}),
         blocks=True,
         own_header=True,
         config="",
