@@ -36,6 +36,8 @@ def shapes_in(name: str, dialect: str) -> dict[str, tuple[int, ...]]:
     shapes = hub_shapes(name, config)
     if dialect == "hf":
         return shapes
+    if dialect.startswith("maxtext"):  # it has the language model alone
+        shapes = {key: n for key, n in shapes.items() if not key.startswith("model.visual.")}
     return {made.name: made.shape for made in mapping(by_name(name), "hf", dialect, shapes, config).made}
 
 
