@@ -319,8 +319,10 @@ def _axes(length: str) -> dict[str, str]:
     return {**cycle, "rest": rest, "after": rest, "local": "interval - 1"}
 
 
-def _deepseek(attention: str) -> dict[str, Variant]:
-    """DeepSeek's decoder, whose dense layers and layers of experts are apart, each numbered from 0."""
+def deepseek(more: str = "") -> dict[str, Variant]:
+    """DeepSeek's decoder, whose dense layers and layers of experts are apart, each numbered from 0. more: rules of their
+    attention beside those of all."""
+    attention = LATENT + more
     kinds = (
         ("dense_layers", "o", "{o}", attention + MLP),
         ("moe_layers", "p", "{p + first_k_dense_replace}", attention + DEEPSEEK_EXPERTS),
@@ -332,7 +334,7 @@ def _deepseek(attention: str) -> dict[str, Variant]:
     return trees(scanned, unscanned)
 
 
-def _gemma2() -> dict[str, Variant]:
+def gemma2() -> dict[str, Variant]:
     """Gemma 2, of which one layer of MaxText is two, local and global."""
     scanned = unscanned = CENTRED
     for kind, number in (("_local", "{2 * cycle}"), ("_global", "{2 * cycle + 1}")):
@@ -342,7 +344,7 @@ def _gemma2() -> dict[str, Variant]:
     return trees(scanned, unscanned)
 
 
-def _gemma4() -> dict[str, Variant]:
+def gemma4() -> dict[str, Variant]:
     """Gemma 4: blocks of local layers, stacked twice, and a global one; the small ones, which share keys and values and
     have embeddings for each layer, are never stacked."""
     local = {"G": "g", "R": "r", "D": "d", "VALUE": "true", "KIND": "windowed"}
@@ -366,15 +368,27 @@ def _worded(text: str, words: dict[str, str]) -> str:
 
 
 IN_PAIRS, IN_FOURS, IN_SIXES, IN_INTERVALS = map(_axes, ("2", "4", "6", "full_attention_interval? or 4"))
-DEEPSEEK = _deepseek(LATENT)
-DEEPSEEK32 = _deepseek(LATENT + INDEXER)
-GEMMA2 = _gemma2()
-GEMMA3 = cycles(CENTRED.replace("embed_scale", "embed_scale_bf16"), GEMMA3_LAYER, 6, rest=True)
-GEMMA4 = _gemma4()
-GPT_OSS = cycles(MODEL, GPT_OSS_LAYER, 2)
-OLMO3 = cycles(MODEL, OLMO3_LAYER, 4)
-QWEN3_NEXT = cycles(MODEL, QWEN3_NEXT_LAYER, "interval", "layer")
-QWEN35_EXPERTS = {
-    name: table._replace(of=hub.inside(table.of))
-    for name, table in cycles(MODEL, QWEN35_EXPERTS_LAYER, "interval", "layer").items()
-}
+
+
+# -- decoders whose layers take turns: the families of one name --------------------------------------------------------
+
+
+def gemma3() -> dict[str, Variant]:
+    return cycles(CENTRED.replace("embed_scale", "embed_scale_bf16"), GEMMA3_LAYER, 6, rest=True)
+
+
+def gpt_oss() -> dict[str, Variant]:
+    return cycles(MODEL, GPT_OSS_LAYER, 2)
+
+
+def olmo3() -> dict[str, Variant]:
+    return cycles(MODEL, OLMO3_LAYER, 4)
+
+
+def qwen3_next() -> dict[str, Variant]:
+    return cycles(MODEL, QWEN3_NEXT_LAYER, "interval", "layer")
+
+
+def qwen3_5_experts() -> dict[str, Variant]:
+    made = cycles(MODEL, QWEN35_EXPERTS_LAYER, "interval", "layer")
+    return {name: table._replace(of=hub.inside(table.of)) for name, table in made.items()}

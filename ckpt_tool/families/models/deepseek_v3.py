@@ -68,7 +68,7 @@ FAMILY = Family(
             model.layers.{i}.eh_proj.<weight|bias> : w h, h = : h w, h
         """,
         "paddle-nlp": Variant("paddle", root="deepseek_v3.", over=NLP_HEAD),
-        **maxtext.DEEPSEEK,
+        **maxtext.deepseek(),
     },
     tiny={"n_routed_experts": 4, "moe_intermediate_size": 5, "n_shared_experts": 2, "first_k_dense_replace": 1,
           "q_lora_rank": 7, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,

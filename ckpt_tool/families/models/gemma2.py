@@ -31,6 +31,6 @@ FAMILY = Family(
         "torchtune": trainers.TUNE_GEMMA2,
         "torchtune-0.6": Variant("torchtune", swap=("mlp_norm|mlp_scale", "mlp_scale|mlp_norm")),
         "gemma": gemma_library.GEMMA2,
-        **maxtext.GEMMA2,
+        **maxtext.gemma2(),
     },
 )  # fmt: skip

@@ -27,7 +27,7 @@ FAMILY = Family(
         "megatron": megatron.GEMMA + megatron.QK_NORMS,
         "gguf": gguf.GEMMA3,
         "gemma": gemma_library.GEMMA3,
-        **maxtext.GEMMA3,
+        **maxtext.gemma3(),
         "hf-vl": Variant("hf", root="language_model.model.", over="language_model.lm_head.weight : v h = lm_head.weight : v h\n"),
         "hf-vl5": Variant("hf", root="model.language_model."),
         "paddle": Variant(apart=True, of=PADDLE_FUSED + """

@@ -24,7 +24,7 @@ FAMILY = Family(
     axes={**hub.GEMMA4_AXES, **maxtext.IN_SIXES},
     kinds=hub.GEMMA4_KINDS,
     hub=hub.GEMMA4,
-    dialects={"megatron": megatron.GEMMA4, **maxtext.GEMMA4},
+    dialects={"megatron": megatron.GEMMA4, **maxtext.gemma4()},
     tiny={"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 8, "num_global_key_value_heads": 1,
           "attention_k_eq_v": True, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 128,
           "num_kv_shared_layers": 0, "pad_token_id": 0},

@@ -58,7 +58,7 @@ FAMILY = Family(
             model.layers.{i}.mlp.experts.<down_proj|down_proj_bias> : e m h, e h
         """,
         "gguf": gguf.GPT_OSS,
-        **maxtext.GPT_OSS,
+        **maxtext.gpt_oss(),
     },
     tiny={"num_local_experts": 3, "num_experts_per_tok": 2, "attention_bias": True},
 )  # fmt: skip

@@ -15,5 +15,5 @@ FAMILY = Family(
     hub=hub.MODEL + hub.ATTENTION + hub.QKV_BIAS + hub.PROJ_BIAS + hub.WIDE_QK_NORMS + hub.MLP + """
         model.layers.{i}.<post_attention|post_feedforward>_layernorm.weight : h
     """,
-    dialects={"olmo-core": trainers.OLMO_MODEL + trainers.OLMO_NORMS + trainers.OLMO_MLP, **maxtext.OLMO3},
+    dialects={"olmo-core": trainers.OLMO_MODEL + trainers.OLMO_NORMS + trainers.OLMO_MLP, **maxtext.olmo3()},
 )  # fmt: skip

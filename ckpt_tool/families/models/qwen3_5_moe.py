@@ -37,7 +37,7 @@ FAMILY = Family(
                 = model.language_model.layers.{i}.mlp.experts.down_proj : e h m
         """),
         "hf-packed": Variant("hf", over=hub.ahead(FUSED_EXPERTS)),
-        **maxtext.QWEN35_EXPERTS,
+        **maxtext.qwen3_5_experts(),
     },
     tiny={"text_config": {"full_attention_interval": 2, "linear_conv_kernel_dim": 3, "linear_key_head_dim": 5,
                           "linear_value_head_dim": 7, "linear_num_key_heads": 2, "linear_num_value_heads": 6,

@@ -41,7 +41,7 @@ FAMILY = Family(
                 = model.layers.{i}.linear_attn.in_proj_<qkvz|ba>.weight : (n (k + k + p u + p u)) h, (n (p + p)) h
         """),
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
-        **maxtext.QWEN3_NEXT,
+        **maxtext.qwen3_next(),
     },
     tiny={"full_attention_interval": 2, "linear_conv_kernel_dim": 3, "linear_key_head_dim": 5, "linear_value_head_dim": 7,
           "linear_num_key_heads": 2, "linear_num_value_heads": 6, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 5,
