@@ -191,7 +191,11 @@ def test_digests_do_not_depend_on_the_mesh(name, path, degrees, tmp_path):
         pytest.skip("holds a dtype that safetensors has no name for")
     convert(str(path), str(tmp_path / "out"), Reading(), Writing(to="sharded", degrees=degrees), Silent())
     back = open_source(str(tmp_path / "out"), Reading())
-    assert digests_of(back.catalog, back.tree) == want == dict(back.catalog.digests)
+    have = digests_of(back.catalog, back.tree)
+    assert have == dict(back.catalog.digests)
+    steps = {key for key in have if key.state == "step" and key not in want}  # of an optimizer's one count
+    assert {key: each for key, each in have.items() if key not in steps} == want
+    assert not steps or opened.catalog.count is not None
 
 
 def test_a_key_that_is_missing_is_told_with_near_misses():
