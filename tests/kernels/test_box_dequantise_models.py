@@ -38,6 +38,7 @@ CASES = {
     "mxfp4": 7,
     "mxfp4_gpt_oss": 2,
     "mxfp8": 7,
+    "torchao_float8": 7,
 }
 
 
