@@ -4,6 +4,7 @@ table."""
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tiling import check_tiling
 import ckpt_tool.families.models
 from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.algebra.piece import apply
+from ckpt_tool.families import maxtext
 from ckpt_tool.families.base import Family
 from ckpt_tool.families.models import FAMILIES
 from ckpt_tool.families.registry import by_name
@@ -204,7 +206,8 @@ def test_a_family_file_is_a_table(family: Family) -> None:
     assert all(isinstance(each, ast.Assign) for each in tables)
     assert ast.unparse(tables[-1].targets[0]) == "FAMILY"
     nodes = [node for table in tables for node in ast.walk(table)]
-    texts = {f"{room}.{where}" for room in ("hub", "megatron") for where in ("ahead", "inside")} | {"maxtext.both"}
+    texts = {f"{room}.{where}" for room in ("hub", "megatron") for where in ("ahead", "inside")}
+    texts |= {f"maxtext.{name}" for name, each in vars(maxtext).items() if inspect.isfunction(each)}
     assert {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)} <= {
         "Family",
         "Variant",
