@@ -4,7 +4,7 @@
     if library is None or not library.linear(inputs, weights, 1.0, out):
         ...                                # NumPy, the same bits
 
-Who asks says how much work there is. Once a process has been asked for WORTH bytes, a thread compiles the source (1 s
+Who asks says how much work there is. Once a process has been asked for WORTH bytes, a thread compiles the source (5 s
 of one core) while the others go on with NumPy; what it made lies in the cache of kernels (`cache.py`) and is there from
 the first block in every later run. The key is the source, the flags and the processor's features, so that machines
 which share a home each have their own. A library is believed only after a trial against NumPy (`_trial`). Whatever goes
@@ -257,7 +257,8 @@ class Shelf(Generic[T]):
             if self.library is not None or self._building or not due:
                 return self.library
             self._building = True
-            worker = threading.Thread(target=self._build, name="ckpt-compile")  # a run that ends first waits for it
+            # a run that ends first waits for it: not a daemon, as the threads that ask are
+            worker = threading.Thread(target=self._build, name="ckpt-compile", daemon=False)
             worker.start()
         if wait or self._choice == "on":
             worker.join()

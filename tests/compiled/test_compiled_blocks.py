@@ -5,6 +5,7 @@ Needs a C compiler; one build serves all processes of a run."""
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 import ml_dtypes
@@ -270,6 +271,19 @@ def test_small_work_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CKPT_COMPILED", "off")
     made = compiled._Shelf()
     assert made.ready(compiled.WORTH) is None and not made._building
+
+
+def test_a_run_that_ends_first_waits_for_its_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads that ask are daemons, and a thread is what its parent is: a compiler that dies with the run would be
+    started anew by every run that is shorter than it."""
+    monkeypatch.setenv("CKPT_CACHE", str(tmp_path))
+    monkeypatch.delenv("CKPT_COMPILED", raising=False)
+    made, found = compiled._Shelf(), list[bool]()
+    monkeypatch.setattr(made, "_build", lambda: found.append(threading.current_thread().daemon))
+    asking = threading.Thread(target=lambda: made.ready(compiled.WORTH, wait=True), daemon=True)
+    asking.start()
+    asking.join()
+    assert found == [False]
 
 
 # -- codes -------------------------------------------------------------------------------------------------------------
