@@ -19,7 +19,7 @@ What it does not do: read a value, other classes of torchao.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
@@ -39,10 +39,8 @@ def coded(value: Any) -> Mapping[str, TensorRef] | None:
 
     Codes have the state's shape; those of four bits half as many along its last dim.
     """
-    if type(value) is not Opaque or value.name not in CODED_STATES or not isinstance(value.state, dict):
-        return None
-    made = value.args[0] if len(value.args) == 1 else None
-    if type(made) is not Opaque or made.name != _WRAPPER or len(made.args) != 8:
+    made = wrapper(value, CODED_STATES)
+    if made is None:
         return None
     shape, table = made.args[2], _QMAPS[value.name.rpartition(".")[2]]
     codes, scale, qmap = (value.state.get(part) for part in PARTS)
@@ -65,3 +63,12 @@ def coded(value: Any) -> Mapping[str, TensorRef] | None:
         return None
     found = {CODES: codes, SCALE: scale}
     return {**found, QMAP: qmap} if type(qmap) is TensorRef else found
+
+
+def wrapper(value: Any, classes: Collection[str]) -> Opaque | None:
+    """What rebuilds a tensor subclass of one of these classes, (class, dtype, size, ...), whose tensors lie in
+    `value.state`; None of any other value."""
+    if type(value) is not Opaque or value.name not in classes or not isinstance(value.state, dict):
+        return None
+    made = value.args[0] if len(value.args) == 1 else None
+    return made if type(made) is Opaque and made.name == _WRAPPER and len(made.args) == 8 else None

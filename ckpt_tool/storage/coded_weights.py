@@ -24,12 +24,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tool.core.extras import Opaque, Symbol
+from ckpt_tool.core.extras import Symbol
 from ckpt_tool.quantised.weights import SUBCLASS_ROLES
+from ckpt_tool.storage.coded_states import wrapper
 from ckpt_tool.storage.pickle_globals import CODED_WEIGHTS
 from ckpt_tool.storage.pickle_values import TensorRef
 
-_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 _INSIDE = ("tensor_impl", "original_weight_tensor")  # of a class that wraps another
 _CALLED = {"int_data": "qdata", "float8_data": "qdata"}
 _FLOATS = 2  # ZeroPointDomain.FLOAT: its zero points are no integers
@@ -51,7 +51,4 @@ def coded_weight(value: Any) -> Mapping[str, TensorRef] | None:
 
 def _state(value: Any) -> Mapping[str, Any]:
     """What an object of one of the classes holds, {} of every other value."""
-    if type(value) is not Opaque or value.name not in CODED_WEIGHTS or not isinstance(value.state, dict):
-        return {}
-    made = value.args[0] if len(value.args) == 1 else None
-    return value.state if type(made) is Opaque and made.name == _WRAPPER else {}
+    return {} if wrapper(value, CODED_WEIGHTS) is None else value.state

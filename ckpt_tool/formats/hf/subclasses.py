@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from ckpt_tool.core.hints import Hint
@@ -45,13 +46,16 @@ def stated_in(metadata: Iterable[Mapping[str, Any]]) -> dict[str, str]:
         if NAMES not in each:
             continue
         names = _parsed(each[NAMES])
-        if not isinstance(names, list) or not all(isinstance(name, str) and name in each for name in names):
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return {}
+        if not all(isinstance(each.get(name), str) for name in names):
             return {}
         found |= {name: each[name] for name in names}
     return found if all(parts_of(text) is not None for text in found.values()) else {}
 
 
-def parts_of(text: object) -> tuple[str, ...] | None:
+@lru_cache(maxsize=4096)  # weights of one size have one text
+def parts_of(text: str) -> tuple[str, ...] | None:
     """The parts that a tensor's text names, () of a plain tensor; None for what is no such text.
 
     >>> parts_of('{"_type": "Int8Tensor", "_data": {}, "_tensor_data_names": ["qdata", "scale"]}')
@@ -68,8 +72,7 @@ def parts_of(text: object) -> tuple[str, ...] | None:
 def present(stated: Mapping[str, str], tensors: Collection[str]) -> tuple[dict[str, str], list[str]]:
     """(the texts of weights of which a part is among `tensors`, the parts of those that are not). stated: of plain
     tensors too."""
-    parts = {weight: [subclass_part(weight, part) for part in parts_of(text) or ()] for weight, text in stated.items()}
-    there = {weight: each for weight, each in parts.items() if any(part in tensors for part in each)}
+    there = {weight: each for weight, each in _named(stated).items() if any(part in tensors for part in each)}
     return {weight: stated[weight] for weight in there}, [
         part for each in there.values() for part in each if part not in tensors
     ]
@@ -80,9 +83,14 @@ def header_of(subclasses: Subclasses | None, tensors: Iterable[str]) -> dict[str
     if subclasses is None:
         return {}
     stated = subclasses.stated
-    owners = {subclass_part(weight, part): weight for weight in stated for part in parts_of(stated[weight]) or ()}
+    owners = {part: weight for weight, parts in _named(stated).items() for part in parts}
     names = dict.fromkeys(owners.get(name, name) for name in tensors)
     return {NAMES: json.dumps(list(names)), **{name: stated.get(name, _PLAIN) for name in names}}
+
+
+def _named(stated: Mapping[str, str]) -> dict[str, list[str]]:
+    """Weight -> its parts, as they are called."""
+    return {weight: [subclass_part(weight, part) for part in parts_of(text) or ()] for weight, text in stated.items()}
 
 
 def _parsed(text: object) -> Any:
