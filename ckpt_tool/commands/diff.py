@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tool.conversion.on_device import MEMORY, device_of, threads_of
+from ckpt_tool.conversion.renaming import apply_rules, refuse_unmatched, renamed_keys
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import STEP, LogicalTensor, TensorKey, first_replica
@@ -27,8 +28,10 @@ BIT_FOR_BIT = Comparison()
 
 
 def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, progress: Progress) -> dict[str, Any]:
-    """The document of `diff --json`. The map is a JSON object or lines `LEFT RIGHT`: names of A as B calls them. Under
-    a dialect both have its names and its structure, as `convert --dialect` would write them.
+    """The document of `diff --json`.
+
+    `wanted.rename` has rules for the names of A; the map, a JSON object or lines `LEFT RIGHT`, then says what B calls
+    them. Under a dialect both have its names and its structure, as `convert --dialect` would write them.
 
     Without tolerances values are equal when their bits are (NaN payloads included); with them |a - b| <= atol + rtol
     |b|.
@@ -42,7 +45,7 @@ def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, 
     listed = state_filter(wanted.states, (*left.catalog.states(), *right.catalog.states()))
     here = {
         TensorKey(names.get(key.name, key.name), key.state): side
-        for key, side in _sides(left, reading, wanted.dialect).items()
+        for key, side in _sides(left, reading, wanted.dialect, wanted.rename).items()
         if listed(key.state)
     }
     there = {key: side for key, side in _sides(right, reading, wanted.dialect).items() if listed(key.state)}
@@ -117,14 +120,21 @@ def _replicas_error(pairs: Sequence[tuple[_Side, _Side]]) -> ReplicasDiffer | No
     return replicas.error_of(apart) if apart else None
 
 
-def _sides(opened: Opened, reading: Reading, dialect: str | None) -> dict[TensorKey, _Side]:
-    """The tensors of a checkpoint, as they are or under the names of a dialect."""
+def _sides(opened: Opened, reading: Reading, dialect: str | None, rename: Sequence[str] = ()) -> dict[TensorKey, _Side]:
+    """The tensors of a checkpoint, as they are or under the names of a dialect. rename: rules for its own names."""
     if dialect in (None, "keep"):
-        return {key: _Side(tensor, opened.tree) for key, tensor in opened.catalog.tensors.items()}
+        tensors = list(opened.catalog.tensors.values())
+        keys = [tensor.key for tensor in tensors]
+        if rename:
+            renamed = apply_rules(rename, keys)
+            refuse_unmatched(renamed, keys)
+            keys = renamed_keys(keys, renamed)
+        return {key: _Side(tensor, opened.tree) for key, tensor in zip(keys, tensors, strict=True)}
     from ckpt_tool.conversion.passes import NAMES, SELECTION, selected
     from ckpt_tool.sources.chosen import Conversion
 
-    job = Conversion(reading, Writing(to=opened.catalog.format, dialect=dialect), opened.format)
+    writing = Writing(to=opened.catalog.format, dialect=dialect, rename=tuple(rename))
+    job = Conversion(reading, writing, opened.format)
     chosen = selected(opened, job, (*SELECTION, *NAMES))
     return {row.tensor.key: _Side(row.tensor, chosen.sources[row.source].tree) for row in chosen.stored}
 

@@ -9,6 +9,7 @@ from typing import Any
 from ckpt_tool.conversion.naming import refuse_experts
 from ckpt_tool.conversion.optimizer_groups import without_removed
 from ckpt_tool.conversion.passes import selected
+from ckpt_tool.conversion.renaming import refuse_unmatched_in_all
 from ckpt_tool.conversion.writing import write
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
@@ -113,7 +114,8 @@ def _checkpoints(path: str, options: MergeOptions, reading: Reading) -> list[str
 def _union(opened: list[Opened], job: Conversion, on_conflict: str) -> Chosen:
     """All tensors of all sources, in order; the key patterns see the union."""
     writing = job.writing
-    bare = job._replace(writing=replace(writing, remove_keys=(), keep_keys=()), inherits=False)
+    refuse_unmatched_in_all(writing.rename, opened)
+    bare = job._replace(writing=replace(writing, remove_keys=(), keep_keys=()), inherits=False, of_several=True)
     parts = [selected(one, bare) for one in opened]
     found: dict[TensorKey, Stored] = {}
     conflicts = []

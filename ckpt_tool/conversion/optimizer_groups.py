@@ -25,24 +25,37 @@ def without_removed(value: Any, names: set[str]) -> Any:
     What a reader noted of names (RECORDS) forgets them too: an alias that stayed there would be written again from its
     twin.
     """
-    return renamed_groups(_without_records(value, names), dict.fromkeys(names, ())) if names else value
+    if not names:
+        return value
+    gone: Names = dict.fromkeys(names, ())
+    return renamed_groups(renamed_records(value, gone), gone)
 
 
-def _without_records(value: Any, names: set[str], *, record: bool = False) -> Any:
-    """The value without `names` in its records, whose keys and list items are names, among others."""
+def renamed_records(value: Any, names: Names, *, is_record: bool = False) -> Any:
+    """The value with `names` renamed in its records (RECORDS), whose keys and list items are names, among others.
+
+    A name of which nothing is made is left out.
+    """
     if isinstance(value, dict):
-        return {
-            key: _without_records(item, names, record=record or key in RECORDS)
-            for key, item in value.items()
-            if not (record and key in names)
-        }
-    if isinstance(value, list) and record:
-        return [
-            _without_records(item, names, record=True)
-            for item in value
-            if not (isinstance(item, str) and item in names)
-        ]
-    return [_without_records(item, names) for item in value] if isinstance(value, list) else value
+        renamed: dict[Any, Any] = {}
+        for key, item in value.items():
+            new_keys = names.get(key, (key,)) if is_record else (key,)
+            for new_key in new_keys:
+                renamed[new_key] = renamed_records(item, names, is_record=is_record or key in RECORDS)
+        return renamed
+
+    if isinstance(value, list) and is_record:
+        items: list[Any] = []
+        for item in value:
+            if isinstance(item, str):
+                items += names.get(item, (item,))
+            else:
+                items.append(renamed_records(item, names, is_record=True))
+        return items
+
+    if isinstance(value, list):
+        return [renamed_records(item, names) for item in value]
+    return value
 
 
 def _flat_parameter(key: str) -> str:

@@ -19,6 +19,7 @@ from ckpt_tool.conversion.fitting import fitted, held
 from ckpt_tool.conversion.hybrid_layers import as_gpt, as_hybrid
 from ckpt_tool.conversion.naming import named
 from ckpt_tool.conversion.own_header import with_header
+from ckpt_tool.conversion.renaming import rename_tensors
 from ckpt_tool.conversion.selection import as_model, sound, wanted_tensors
 from ckpt_tool.conversion.step_count import steps_of_count
 from ckpt_tool.conversion.tied_head import with_head
@@ -46,6 +47,7 @@ class Pass(NamedTuple):
 SELECTION = (
     Pass("sound", "headers that contradict themselves are refused, and optimizers that can't be read", sound),
     Pass("wanted", "--state, --drop, --keep-keys, --remove-keys; scales share the lot of their weight", wanted_tensors),
+    Pass("renamed", "--rename: names that the user gives, with all their states", rename_tensors),
     Pass("model", "--as-model: the moving average or the masters in place of the model", as_model),
     Pass("vocabulary", "--vocab-size: rows cut off, or added as zeros", resized_vocabulary),
     Pass("floats", "--dequantize: quantised weights and states as the floats that they stand for", dequantized),

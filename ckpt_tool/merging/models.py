@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tool.conversion.passes import NAMES, passed, selected
+from ckpt_tool.conversion.renaming import refuse_unmatched_in_all
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats import registry
@@ -84,7 +85,7 @@ def open_models(paths: Sequence[str], reading: Reading, writing: Writing, comput
         opened = open_source(path, reading)
         states = (MODEL, "extras") if opened.catalog.extras else (MODEL,)
         requested = replace(bare, states=(*states, bare.as_model) if bare.as_model else states)
-        job = Conversion(reading, requested, hub)
+        job = Conversion(reading, requested, hub, of_several=True)
         if computes and not requested.dequantize:  # before the job that names them, which knows nothing of the output
             refuse_codes([each for each in opened.catalog.tensors.values() if each.dtype.coded], computes, opened.path)
         part, fault = _floats(opened, job)
@@ -96,6 +97,7 @@ def open_models(paths: Sequence[str], reading: Reading, writing: Writing, comput
         out.append(Model(path, opened, named, config))
     if plain and len(plain) == len(out):
         raise plain[0]
+    refuse_unmatched_in_all(writing.rename, [model.opened for model in out])
     return out
 
 

@@ -276,6 +276,27 @@ def patterns(value: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def rename_rules(value: str | Iterable[str]) -> tuple[str, ...]:
+    """Rules that rename tensors, in their order: `OLD=NEW`, `re:EXPRESSION=REPLACEMENT`, or `@FILE` with one rule per
+    line (`#` starts a comment)."""
+    from ckpt_tool.core.renaming import BadRule, read_rule
+
+    rules: list[str] = []
+    for rule in several(value):
+        if text(rule).startswith("@"):
+            lines = _pattern_file(rule[1:])
+            rules += [re.split(r"\s#", line)[0].rstrip() for line in lines]
+        else:
+            rules.append(rule)
+
+    for rule in rules:
+        try:
+            read_rule(rule)
+        except BadRule as fault:
+            raise BadValue(str(fault), hint=fault.hint) from None
+    return tuple(dict.fromkeys(rules))
+
+
 def _pattern_file(path: str) -> list[str]:
     try:
         with open(path, "rb") as file:
@@ -293,5 +314,5 @@ def _pattern_file(path: str) -> list[str]:
         raise BadValue(f"the pattern file is longer than {PATTERN_FILE_LIMIT} bytes", path=path)
     found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not found:
-        raise BadValue("the pattern file holds no pattern", path=path, hint="write one pattern a line")
+        raise BadValue("the file holds no line but comments", path=path, hint="write one pattern or rule per line")
     return found

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ckpt_tool.guide import LANGUAGES
 from ckpt_tool.options.statement import OPTIONS
-from ckpt_tool.options.values import between, count, output, share, text, tolerance, words
+from ckpt_tool.options.values import between, count, output, rename_rules, share, text, tolerance, words
 from ckpt_tool.options.writing import DEVICES, DIALECTS, device
 
 
@@ -18,6 +18,13 @@ class Comparison:
     rtol: float = OPTIONS.option("Relative tolerance. Default 0: bit for bit.", tolerance, "X", default=0.0)
     atol: float = OPTIONS.option("Absolute tolerance. Default 0.", tolerance, "X", default=0.0)
     map_file: str | None = OPTIONS.option("Rename tensors of the first before comparing.", text, "FILE", keyword="map")
+    rename: tuple[str, ...] = OPTIONS.option(
+        "Rename tensors of A before comparing: 'module.*=*', 're:EXPRESSION=REPLACEMENT', or @FILE. Repeatable.",
+        rename_rules,
+        "OLD=NEW",
+        kind="values",
+        default=(),
+    )
     dialect: str | None = OPTIONS.choice(
         f"Compare both under these names: {', '.join(DIALECTS)}. Default keep.", DIALECTS, "NAME"
     )

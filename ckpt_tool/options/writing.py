@@ -18,6 +18,7 @@ from ckpt_tool.options.values import (
     dtypes,
     output,
     patterns,
+    rename_rules,
     size,
     sizes,
     stages,
@@ -54,7 +55,8 @@ class Writing:
 
     degrees: mesh dim -> size, only those that were given. dtypes: state ("" for all) -> the house's dtype name.
     states, drop: as given; "all" and "optimizer" are the command's to expand. remove_keys, keep_keys: patterns
-    (`@FILE` already read). max_shard_size, memory: bytes. threads: None lets the executor choose. pinned: bytes of
+    (`@FILE` already read). rename: rules, as `core.renaming` reads them.
+    max_shard_size, memory: bytes. threads: None lets the executor choose. pinned: bytes of
     large and of small blocks of pinned memory that `device` sets aside before it begins; (0, 0) for what the run needs.
     """
 
@@ -152,6 +154,13 @@ class Writing:
     )
     keep_keys: tuple[str, ...] = KEYS.option(
         "Leave out all but these. Repeatable.", patterns, "PATTERN", kind="values", default=()
+    )
+    rename: tuple[str, ...] = KEYS.option(
+        "Rename tensors with all their states: 'module.*=*', 're:^h\\.(\\d+)=layers.\\1', or @FILE. Repeatable.",
+        rename_rules,
+        "OLD=NEW",
+        kind="values",
+        default=(),
     )
     model_only: bool = KEYS.flag("Leave the optimizer, master and EMA twins of removed keys alone.")
 

@@ -96,12 +96,14 @@ class Conversion(NamedTuple):
     """What a conversion is to do: how its sources are read, what is written, in which format.
 
     inherits: degrees that the user does not name are those of the source.
+    of_several: its source is one of several, so a rule of --rename that matches nothing in it may match in another.
     """
 
     reading: Reading
     writing: Writing
     fmt: Format
     inherits: bool = False
+    of_several: bool = False
 
     @classmethod
     def of(cls, opened: Opened, reading: Reading, writing: Writing) -> Conversion:

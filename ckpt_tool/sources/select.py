@@ -101,7 +101,7 @@ def _matched(
 def refuse_misses(misses: Sequence[str], names: Sequence[str]) -> None:
     """Raise UsageError E0255 for patterns that match none of the names, all at once, with near misses."""
     if misses:
-        near = _near(misses[0], names)
+        near = near_names(misses[0], names)
         raise UsageError(
             f"the pattern {misses[0]!r} matches no tensor",
             code="E0255",
@@ -110,7 +110,7 @@ def refuse_misses(misses: Sequence[str], names: Sequence[str]) -> None:
         )
 
 
-def _near(pattern: str, names: Sequence[str]) -> str:
+def near_names(pattern: str, names: Sequence[str]) -> str:
     """Names near a pattern that matched nothing: as a whole, else by one of their parts between dots."""
     bare = pattern.removeprefix("re:").strip("*.^$\\")
     whole = near_misses(bare, names)

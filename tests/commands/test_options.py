@@ -193,7 +193,7 @@ def test_bad_patterns(tmp_path: Path) -> None:
         (f"@{tmp_path / 'none'}", "can't be read"),
         (f"@{tmp_path}", "can't be read"),
         (f"@{tmp_path / 'latin'}", "not UTF-8 at byte 3"),
-        (f"@{tmp_path / 'empty'}", "holds no pattern"),
+        (f"@{tmp_path / 'empty'}", "no line but comments"),
         ("", "want text"),
     ]:
         with pytest.raises(values.BadValue, match=found):

@@ -1,0 +1,139 @@
+"""Rules that rename tensors: what `--rename` is given, and the names that come of it.
+
+    module.*=*                                  takes a prefix off
+    *.attention.wq.*=*.self_attn.q_proj.*       each * of the left side stands for the same text on the right
+    re:^h\\.(\\d+)\\.=layers.\\1.                  Python's re.sub on the whole name
+
+A rule splits at its first `=` that no backslash precedes. Rules are tried in the order given, and the first one that
+matches a name renames it. A `*` matches as much as it can, dots included.
+
+Cost: that of `core.patterns`, so a file of ten thousand plain rules is ten thousand look-ups. What it does not do: know
+the states of a name (all of them follow it).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import translate
+from typing import NamedTuple
+
+from ckpt_tool.core.patterns import LENGTH, Names
+
+REGULAR = "re:"
+_UNESCAPED_EQUALS = re.compile(r"(?<!\\)=")
+
+
+class BadRule(ValueError):
+    """A rule that can't be read. hint: what to write instead."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class Rule(NamedTuple):
+    """One rule.
+
+    text: as the user wrote it. pattern: which names it matches, as `core.patterns` reads it. replace: gives the new
+    name of one that matches.
+    """
+
+    text: str
+    pattern: str
+    replace: Callable[[str], str]
+
+
+class Renamed(NamedTuple):
+    """What rules make of names.
+
+    names: old name -> new name, of the names that a rule matches. unmatched: rules that match no name at all.
+    shadowed: rules that match some, each of which an earlier rule renames.
+    """
+
+    names: Mapping[str, str]
+    unmatched: Sequence[str]
+    shadowed: Sequence[str]
+
+
+def read_rule(text: str) -> Rule:
+    """A rule from `OLD=NEW` or `re:EXPRESSION=REPLACEMENT`. Raises BadRule."""
+    if len(text) > LENGTH:
+        raise BadRule(f"a rule of {len(text)} characters, want at most {LENGTH}", "write several rules, or @FILE")
+
+    equals = _UNESCAPED_EQUALS.search(text)
+    if equals is None:
+        raise BadRule(f"{text!r} has no =", "a rule is OLD=NEW, such as 'module.*=*'")
+
+    old = text[: equals.start()].replace(r"\=", "=")
+    new = text[equals.end() :].replace(r"\=", "=")
+    if old.startswith(REGULAR):
+        return _read_regular(text, old.removeprefix(REGULAR), new)
+    return _read_glob(text, old, new)
+
+
+def _read_regular(text: str, expression: str, replacement: str) -> Rule:
+    try:
+        compiled = re.compile(expression)
+        # Where nothing matches, re.sub does not look at the replacement: an alternative that always matches makes it.
+        re.compile(f"(?:{expression})|").sub(replacement, "")
+    except (re.error, IndexError, RecursionError, OverflowError) as fault:
+        raise BadRule(
+            f"{text!r} is not a regular expression with its replacement: {fault}",
+            r"write groups as ( ) and take them back as \1; an = inside the expression is written \=",
+        ) from fault
+
+    return Rule(text, REGULAR + expression, lambda name: compiled.sub(replacement, name))
+
+
+def _read_glob(text: str, old: str, new: str) -> Rule:
+    if not old or not new:
+        side = "after" if old else "before"
+        raise BadRule(f"{text!r} has nothing {side} its =", "a rule is OLD=NEW, such as 'module.*=*'")
+    if "?" in new or "[" in new:
+        raise BadRule(f"{text!r}: the new name may have * and no other wildcard", "use re:EXPRESSION=REPLACEMENT")
+
+    stars = old.count("*")
+    taken_back = new.count("*")
+    if taken_back > stars:
+        raise BadRule(
+            f"{text!r}: the new name has {taken_back} *, the old one {stars}",
+            "each * of the new name takes back what one * of the old name matched, in order",
+        )
+
+    literals = new.split("*")
+    expression = _captures(old)
+
+    def fill_in(match: re.Match[str]) -> str:
+        parts = [literals[0]]
+        for number, literal in enumerate(literals[1:], start=1):
+            parts += [match[number], literal]
+        return "".join(parts)
+
+    return Rule(text, old, lambda name: expression.sub(fill_in, name, count=1))
+
+
+def _captures(glob: str) -> re.Pattern[str]:
+    """The glob as an expression with a group for each `*`."""
+    parts = [translate(part).removeprefix("(?s:").removesuffix(r")\Z") for part in glob.split("*")]
+    return re.compile(r"\A(?s:" + "(.*)".join(parts) + r")\Z")
+
+
+def rename(names: Iterable[str], rules: Sequence[Rule]) -> Renamed:
+    """Each name under the first rule that matches it."""
+    known = Names(names)
+    renamed: dict[str, str] = {}
+    unmatched: list[str] = []
+    shadowed: list[str] = []
+
+    for rule in rules:
+        matching = list(known.matching(rule.pattern))
+        unclaimed = [name for name in matching if name not in renamed]
+        for name in unclaimed:
+            renamed[name] = rule.replace(name)
+        if not matching:
+            unmatched.append(rule.text)
+        elif not unclaimed:
+            shadowed.append(rule.text)
+
+    return Renamed(renamed, unmatched, shadowed)
