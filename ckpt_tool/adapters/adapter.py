@@ -76,7 +76,8 @@ def open_adapter(src: str, reading: Reading, weight: float, config: Mapping[str,
         return Adapter(opened, settings, tuple(catalog.tensors.values()))
     path = opened.tree.display(PADDLE_CONFIG)
     value = parse(opened.tree.read_whole(PADDLE_CONFIG, limit=_LIMIT), path=path)
-    settings = paddle_settings_of(value if isinstance(value, dict) else {}, path, weight=weight)
+    stated = value if isinstance(value, dict) else {}
+    settings = paddle_settings_of(stated, path, weight=weight, lenient=reading.lenient)
     tensors = [tensor for tensor in catalog.tensors.values() if tensor.key.state == MODEL]
     turned = tuple(_turned(each) if ".lora_" in each.key.name and len(each.shape) == 2 else each for each in tensors)
     return Adapter(opened, settings, turned, paddle=True)

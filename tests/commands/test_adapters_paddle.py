@@ -63,14 +63,58 @@ def test_on_a_base_of_another_format(to, tmp_path):
         np.testing.assert_array_equal(values(tmp_path / "same")[down], theirs[down].T)
 
 
-@pytest.mark.parametrize("config", [{"do_qat": True}, {"enable_lora_list": [[True, False]]}, {"loraga": True}])
-def test_what_is_no_sum_is_refused(config, tmp_path):
-    shutil.copytree(ROOT / "adapter", tmp_path / "adapter")
-    file = tmp_path / "adapter/lora_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
-    with pytest.raises(CkptError) as e:
-        run(ROOT / "base", tmp_path / "out", tmp_path / "adapter")
-    assert e.value.code == "E1422"
+def with_settings(folder, **settings):
+    """A copy of the adapter whose config has other settings."""
+    shutil.copytree(ROOT / "adapter", folder)
+    file = folder / "lora_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"do_qat": True},
+        {"enable_lora_list": [[True, False]]},
+        {"loraga": True},
+        {"pissa": True, "scaling": 1.0},
+        {"use_mora": True},
+        {"lora_use_mixer": True},
+        {"scaling": 1.0},  # the factor of the library is another than the one that rank and alpha give
+        {"rslora": False},  # so too
+        # settings of a release to come
+        {"next_method": True},
+        {"next_scale": 2.0},
+        {"next_config": {"a": 1}},
+        {"next_mode": "fast"},
+    ],
+)
+def test_what_is_no_sum_is_refused(settings, tmp_path):
+    adapter = with_settings(tmp_path / "adapter", **settings)
+    with pytest.raises(CkptError, match=next(iter(settings)) if settings != {"rslora": False} else "scaling") as e:
+        run(ROOT / "base", tmp_path / "out", adapter)
+    assert e.value.code == "E1422" and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pissa": False, "use_mora": False, "lora_use_mixer": False, "lorapro": True, "use_quick_lora": True},
+        {"tensor_parallel_degree": 4, "head_dim": 8, "lora_plus_scale": 4.0, "merge_weights": True},
+        {"next_method": False, "next_config": None},
+    ],
+)
+def test_settings_that_change_no_product_pass(settings, tmp_path):
+    run(ROOT / "base", tmp_path / "out", with_settings(tmp_path / "adapter", **settings))
+    ours, theirs = values(tmp_path / "out"), load_file(ROOT / "merged.safetensors")
+    for name, array in theirs.items():
+        np.testing.assert_array_equal(ours[name], array, err_msg=name)
+
+
+def test_an_unknown_setting_passes_where_the_user_says_so(tmp_path):
+    adapter = with_settings(tmp_path / "adapter", next_method=True)
+    run(ROOT / "base", tmp_path / "out", adapter, reading=Reading(lenient=True))
+    assert (tmp_path / "out").is_dir()
 
 
 def test_two_worlds_are_folded_one_by_one(tmp_path):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import isclose, sqrt
 from typing import Any
 
 from ckpt_tool.core.module_patterns import NotUnderstood, first_match
@@ -136,25 +136,62 @@ def _endings(value: Any) -> tuple[str, ...]:
     return tuple(each for each in value if type(each) is str) if isinstance(value, list) else ()
 
 
-def paddle_settings_of(config: Mapping[str, Any], path: str, *, weight: float = 1.0) -> Settings:
-    """The settings of a `lora_config.json` of PaddleFormers (1.2.0 `peft/lora/lora_config.py`). Raises as
-    `settings_of`."""
-    reasons = {
-        "enable_lora_list": "a merged layer trains parts of its outputs",
-        "do_qat": "it was trained against quantised weights",
-        "loraga": "it was trained on a base that LoRA-GA changed",
-    }
-    odd = [f"{name}: {why}" for name, why in reasons.items() if config.get(name)]
-    if odd:
-        raise _cannot_be_folded(odd, path, "merge it with PaddleFormers itself")
-    plain = {
-        "peft_type": "LORA",
-        "r": config.get("r"),
-        "lora_alpha": config.get("lora_alpha"),
-        "use_rslora": config.get("rslora"),
-        "base_model_name_or_path": config.get("base_model_name_or_path"),
-    }
-    return settings_of(plain, path, weight=weight)
+# Settings of PaddleFormers' LoRA -> why an adapter that has them on is no sum of A @ B with its base
+_PADDLE_REFUSED = {
+    "enable_lora_list": "a merged layer trains parts of its outputs",
+    "do_qat": "it was trained against quantised weights",
+    "loraga": "it was trained on a base that LoRA-GA changed",
+    "pissa": "it was trained on a base that PiSSA changed (W - A B of the start), which is not the base on disk",
+    "use_mora": "MoRA has one square matrix in place of A and B",
+    "lora_use_mixer": "a third matrix, lora_AB, stands between A and B",
+}
+# Settings that change nothing of the product: of training, of the layers' code, or read below.
+# Source: the LoRAConfig of PaddleNLP 2.8.1 and 3.0.0b4, PaddleFormers 0.4.1 and 1.2.0 (`peft/lora/lora_config.py`).
+_PADDLE_KNOWN = frozenset(
+    (
+        *_PADDLE_REFUSED,
+        *"""
+        r target_modules trainable_modules lora_alpha lora_dropout merge_weights trainable_bias
+        tensor_parallel_degree tensor_model_parallel_size pipeline_model_parallel_size use_intermediate_api dtype
+        head_dim rslora lora_plus_scale use_quick_lora lorapro base_model_name_or_path scaling
+        """.split(),
+    )
+)
+
+
+def paddle_settings_of(
+    config: Mapping[str, Any], path: str, *, weight: float = 1.0, lenient: bool = False
+) -> Settings:
+    """The settings of a `lora_config.json` of PaddleFormers or PaddleNLP. lenient: unknown settings are no error.
+
+    Raises as `settings_of`."""
+    faults = [f"{name}: {why}" for name, why in _PADDLE_REFUSED.items() if config.get(name)]
+    if not lenient:
+        unknown = [name for name, value in config.items() if name not in _PADDLE_KNOWN and value]
+        faults += [f"{name}: a setting that this build does not know" for name in unknown]
+    if faults:
+        hint = "merge it with PaddleFormers itself; settings that change nothing here pass with --lenient"
+        raise _cannot_be_folded(faults, path, hint)
+
+    settings = settings_of(
+        {
+            "peft_type": "LORA",
+            "r": config.get("r"),
+            "lora_alpha": config.get("lora_alpha"),
+            "use_rslora": config.get("rslora"),
+            "base_model_name_or_path": config.get("base_model_name_or_path"),
+        },
+        path,
+        weight=weight,
+    )
+
+    # The library writes the factor that it multiplies by next to what it is made of.
+    stated = config.get("scaling")
+    computed = settings.scaling("", settings.rank) / weight if weight else None
+    if type(stated) in (int, float) and computed is not None and not isclose(stated, computed, rel_tol=1e-6):
+        fault = f"scaling: {stated} is stated, and lora_alpha and r give {computed:g}"
+        raise _cannot_be_folded([fault], path, "merge it with the release of the library that wrote it")
+    return settings
 
 
 def _refuse(config: Mapping[str, Any], path: str, *, lenient: bool) -> None:
