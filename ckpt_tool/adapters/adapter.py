@@ -19,6 +19,7 @@ from ckpt_tool.core.tensor import MODEL, Chunk, LogicalTensor
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.megatron.adapter import LoraHints
+from ckpt_tool.formats.peft.beside import unknown_weights
 from ckpt_tool.formats.peft.lone import (
     CONFIG,
     PADDLE_CONFIG,
@@ -35,7 +36,7 @@ from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.strict_json import parse
 
-USAGE = "E1420"
+USAGE, UNKNOWN_WEIGHTS = "E1420", "E2931"
 _LIMIT = 16 << 20  # bytes
 
 
@@ -73,6 +74,8 @@ def open_adapter(src: str, reading: Reading, weight: float, config: Mapping[str,
     if not paddle:
         config, path = adapter_config(catalog), opened.tree.display(CONFIG)
         settings = settings_of(config, path, weight=weight, lenient=reading.lenient)
+        if not reading.lenient:
+            _refuse_unknown_weights(opened)
         return Adapter(opened, settings, tuple(catalog.tensors.values()))
     path = opened.tree.display(PADDLE_CONFIG)
     value = parse(opened.tree.read_whole(PADDLE_CONFIG, limit=_LIMIT), path=path)
@@ -81,6 +84,19 @@ def open_adapter(src: str, reading: Reading, weight: float, config: Mapping[str,
     tensors = [tensor for tensor in catalog.tensors.values() if tensor.key.state == MODEL]
     turned = tuple(_turned(each) if ".lora_" in each.key.name and len(each.shape) == 2 else each for each in tensors)
     return Adapter(opened, settings, turned, paddle=True)
+
+
+def _refuse_unknown_weights(opened: Opened) -> None:
+    """Raise UsageError E2931 for files of weights beside an adapter of which nothing says what they are."""
+    files = unknown_weights(opened.tree.names())
+    if files:
+        raise UsageError(
+            f"{files[0]} is stored next to the adapter, and nothing says whether its weights belong to the model",
+            code=UNKNOWN_WEIGHTS,
+            path=opened.path,
+            faults=files[1:20],
+            hint="move it elsewhere or pass --lenient to fold the adapter without it",
+        )
 
 
 def _of_megatron(opened: Opened, reading: Reading, weight: float, config: Mapping[str, Any] | None) -> Adapter:

@@ -411,6 +411,7 @@ A, B, BIAS, MAGNITUDE, EMBEDDING_A, EMBEDDING_B, TOKENS, WHOLE = (
     "whole",
 )
 PREFIX = "base_model.model."
+_WRAPPED = re.compile(rf"^(?:module\.)*{re.escape(PREFIX)}")  # `module.`: of DDP and DeepSpeed
 _LORA = re.compile(r"(.+)\.lora_(A|B)(?:\.(?!weight$|bias$)[^.]+)?\.(weight|bias)")
 _PADDLE = re.compile(r"(.+)\.lora_(A|B)")  # parameters of PaddleFormers' layers, seen the other way round
 _EMBEDDING = re.compile(r"(.+)\.lora_embedding_(A|B)(?:\.[^.]+)?")
@@ -431,7 +432,7 @@ class Part(NamedTuple):
 
 def part_of(name: str) -> Part | None:
     """What the tensor is, None for a name that PEFT's LoRA does not write."""
-    name = clean(name).removeprefix(PREFIX)
+    name = _WRAPPED.sub("", clean(name))
     for pattern, letters in (
         (_LORA, {"A": A, "B": B}),
         (_PADDLE, {"A": A, "B": B}),

@@ -4,6 +4,7 @@ Specification
 -------------
     adapter_config.json           one JSON object: `peft_type` and that method's settings, keys sorted, indent 2
     adapter_model.safetensors     the tensors, `__metadata__` {"format": "pt"}; or adapter_model.bin, a torch.save file
+    non_lora_state_dict.bin       (a trainer's) weights of the base that were trained in full: see `beside`
     README.md                     the model card; more adapters of one model lie in sub-folders, each a folder like this
 
 Names are those of the wrapped model without the adapter's own name (`default`), so every one begins `base_model.model.`
@@ -41,10 +42,11 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note, Unread
 from ckpt_tool.core.hints import Hints
-from ckpt_tool.core.tensor import LogicalTensor, TensorKey, simple_tensor
+from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import CorruptFile, Incomplete, InternalError, UnknownFormat, UsageError
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions
 from ckpt_tool.formats.hf import files as hf_files
+from ckpt_tool.formats.peft.beside import join_tensors, read_state_dict, read_trained, trained_files
 from ckpt_tool.formats.peft.lone import CONFIG, PeftHints, is_adapter, without_config
 from ckpt_tool.storage.safetensors_file import build_header, read_header
 from ckpt_tool.storage.safetensors_table import HeaderTable
@@ -58,7 +60,7 @@ if TYPE_CHECKING:  # reading needs none of these
 SAFE, BIN = "adapter_model.safetensors", "adapter_model.bin"
 CONFIG_LIMIT = 16 << 20  # bytes: a rank for each module of the largest models has a few megabytes
 METADATA = {"format": "pt"}
-NO_WEIGHTS, NO_STATE_DICT, NOT_AN_ADAPTER = "E1431", "E1432", "E1433"
+NO_WEIGHTS, NOT_AN_ADAPTER = "E1431", "E1433"
 
 
 class Peft:
@@ -90,7 +92,9 @@ class Peft:
             )
         file = SAFE if SAFE in names else BIN
         sidefiles = tuple(name for name in names if hf_files.is_sidefile(name) and tree.listing()[name] >= 0)
-        notes = hf_files.ignored((name for name in tree.seen(names) if name != CONFIG), (file, *sidefiles))
+        trained = trained_files(names)
+        listed = (name for name in tree.seen(names) if name != CONFIG)
+        notes = hf_files.ignored(listed, (file, *trained, *sidefiles))
         tensors: Mapping[TensorKey, LogicalTensor]
         unsafe: tuple[str, ...] = ()
         unread: tuple[Unread, ...] = ()
@@ -99,12 +103,18 @@ class Peft:
             notes += tuple(Note("W-header", warning, SAFE) for warning in header.warnings)
             tensors = HeaderTable([header])
         else:
-            tensors, unread, unsafe = _from_pickle(tree)
-            notes += _notes(unread)
+            tensors, unread, unsafe = read_state_dict(tree, BIN)
+        for beside in trained:
+            more, more_unread, more_unsafe = read_trained(tree, beside, lenient=options.lenient)
+            tensors = join_tensors(tensors, more, beside, tree.display())
+            unread += more_unread
+            unsafe += more_unsafe
+            notes += (Note("W-trained", f"{beside}: {len(more)} weights trained in full, read with the adapter"),)
+        notes += _notes(unread) if unread else ()
         return Catalog(
             self.name,
             tensors,
-            files=(CONFIG, file),
+            files=(CONFIG, file, *trained),
             sidefiles=sidefiles,
             notes=notes,
             unsafe=unsafe,
@@ -137,30 +147,6 @@ def _config(tree: Tree) -> dict[str, Any]:
             hint="fetch the adapter again",
         )
     return value
-
-
-def _from_pickle(tree: Tree) -> tuple[dict[TensorKey, LogicalTensor], tuple[Unread, ...], tuple[str, ...]]:
-    """The tensors of `adapter_model.bin`, those that can't be read, and what in it asks for code."""
-    from ckpt_tool.formats.state_dict.tree import dotted
-    from ckpt_tool.formats.state_dict.unread import set_apart
-    from ckpt_tool.formats.torch.content import read_content
-
-    content = read_content(tree, BIN)
-    odd = [str(key) for key in content.extras] if isinstance(content.extras, Mapping) else [str(type(content.extras))]
-    nested = [dotted(path) for path, _ in content.leaves if len(path) != 1]
-    if (odd or nested) and not content.unsafe:
-        raise CorruptFile(
-            f"{BIN} is no plain state dict: it holds {(odd + nested)[0][:200]}",
-            code=NO_STATE_DICT,
-            path=tree.display(BIN),
-            hint="fetch the adapter again",
-            faults=[name[:200] for name in (odd + nested)[1:50]],
-        )
-    tensors = {}
-    for path, array in content.leaves:
-        key = TensorKey(dotted(path))
-        tensors[key] = simple_tensor(key, array)
-    return *set_apart(tensors), tuple(content.unsafe)
 
 
 def _notes(unread: tuple[Unread, ...]) -> tuple[Note, ...]:

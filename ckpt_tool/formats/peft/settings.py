@@ -159,9 +159,7 @@ _PADDLE_KNOWN = frozenset(
 )
 
 
-def paddle_settings_of(
-    config: Mapping[str, Any], path: str, *, weight: float = 1.0, lenient: bool = False
-) -> Settings:
+def paddle_settings_of(config: Mapping[str, Any], path: str, *, weight: float = 1.0, lenient: bool = False) -> Settings:
     """The settings of a `lora_config.json` of PaddleFormers or PaddleNLP. lenient: unknown settings are no error.
 
     Raises as `settings_of`."""
@@ -186,9 +184,10 @@ def paddle_settings_of(
     )
 
     # The library writes the factor that it multiplies by next to what it is made of.
-    stated = config.get("scaling")
+    stated: Any = config.get("scaling")
     computed = settings.scaling("", settings.rank) / weight if weight else None
-    if type(stated) in (int, float) and computed is not None and not isclose(stated, computed, rel_tol=1e-6):
+    is_number = isinstance(stated, int | float) and not isinstance(stated, bool)
+    if is_number and computed is not None and not isclose(float(stated), computed, rel_tol=1e-6):
         fault = f"scaling: {stated} is stated, and lora_alpha and r give {computed:g}"
         raise _cannot_be_folded([fault], path, "merge it with the release of the library that wrote it")
     return settings

@@ -1,0 +1,157 @@
+"""Weights that a trainer trained in full and saved in a file next to the adapter are folded in with it."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from adapter_models import load, model, save_adapter, save_base
+from safetensors.torch import load_file, save_file
+
+from ckpt_tool.adapters.fold import fold
+from ckpt_tool.commands.convert import convert
+from ckpt_tool.core.progress import Silent
+from ckpt_tool.errors import CkptError
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
+from ckpt_tool.sources.opening import open_source
+
+pytestmark = pytest.mark.skipif(find_spec("peft") is None or find_spec("transformers") is None, reason="without PEFT")
+FILES = [
+    f"{stem}{ending}"
+    for stem in ("non_lora_state_dict", "non_lora_trainables", "trainable_params")
+    for ending in (".bin", ".safetensors")
+]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """(base, adapter) of one model."""
+    folder = tmp_path_factory.mktemp("llama")
+    base = save_base("llama", folder / "base")
+    return base, save_adapter("llama", folder / "adapter", r=2, lora_alpha=6, target_modules=["q_proj", "up_proj"])
+
+
+def trained_weights(seed: int = 5) -> dict[str, torch.Tensor]:
+    """Weights trained in full, under the names that they have in the wrapped model."""
+    torch.manual_seed(seed)
+    return {
+        f"base_model.model.{name}": torch.randn_like(value)
+        for name, value in model("llama").state_dict().items()
+        if "o_proj" in name or "norm" in name or "lm_head" in name
+    }
+
+
+def save_trained(weights: dict[str, torch.Tensor], file: Path) -> None:
+    if file.suffix == ".bin":
+        torch.save(weights, file)
+    else:
+        save_file(weights, file)
+
+
+def merged_by_peft(base: Path, adapter: Path, trained: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As these trainers' own merge scripts do it: the weights trained in full first, then the adapter."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = AutoModelForCausalLM.from_pretrained(base)
+        plain = {name.removeprefix("base_model.model."): value for name, value in trained.items()}
+        assert not made.load_state_dict(plain, strict=False).unexpected_keys
+        return PeftModel.from_pretrained(made, adapter).merge_and_unload().state_dict()
+
+
+def run(base, adapter, out, **reading):
+    return fold([str(base), str(adapter)], str(out), Reading(**reading), Writing(verify="full"), Silent())
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_they_are_folded_in(file, llama, tmp_path):
+    base, plain = llama
+    shutil.copytree(plain, tmp_path / "adapter")
+    trained = trained_weights()
+    theirs = merged_by_peft(base, plain, trained)
+    save_trained(trained, tmp_path / "adapter" / file)
+
+    run(base, tmp_path / "adapter", tmp_path / "out")
+    ours = load(tmp_path / "out")
+    assert ours.keys() == theirs.keys()
+    assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+def test_names_of_wrappers_and_of_modules_to_save(llama, tmp_path):
+    base, plain = llama
+    shutil.copytree(plain, tmp_path / "adapter")
+    trained = trained_weights()
+    head, norm = "base_model.model.lm_head.weight", "base_model.model.model.norm.weight"
+    renamed = {
+        "module.base_model.model.lm_head.modules_to_save.default.weight": trained[head],
+        norm: trained[norm],
+    }
+    torch.save(renamed, tmp_path / "adapter/non_lora_trainables.bin")
+
+    run(base, tmp_path / "adapter", tmp_path / "out")
+    ours, theirs = load(tmp_path / "out"), merged_by_peft(base, plain, {name: trained[name] for name in (head, norm)})
+    assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+def test_weights_that_the_base_does_not_have_are_an_error(llama, tmp_path):
+    """LLaVA's projector, which a base of language alone lacks."""
+    base, plain = llama
+    shutil.copytree(plain, tmp_path / "adapter")
+    torch.save(
+        {"base_model.model.model.mm_projector.0.weight": torch.ones(3, 3)},
+        tmp_path / "adapter/non_lora_trainables.bin",
+    )
+    with pytest.raises(CkptError, match="mm_projector") as e:
+        run(base, tmp_path / "adapter", tmp_path / "out")
+    assert e.value.code == "E1424" and not (tmp_path / "out").exists()
+
+
+def test_a_name_in_both_files_is_refused(llama, tmp_path):
+    _, plain = llama
+    shutil.copytree(plain, tmp_path / "adapter")
+    name = next(iter(load_file(plain / "adapter_model.safetensors")))
+    torch.save({name: torch.ones(2, 24)}, tmp_path / "adapter/non_lora_state_dict.bin")
+    with pytest.raises(CkptError) as e:
+        open_source(str(tmp_path / "adapter"), Reading())
+    assert (e.value.code, e.value.exit_code) == ("E2930", 3)
+
+
+@pytest.mark.parametrize("file", ["mm_projector.bin", "vit.safetensors", "extra.pt", "value_head.safetensors"])
+def test_weights_that_nothing_explains_are_not_passed_over(file, llama, tmp_path):
+    base, plain = llama
+    shutil.copytree(plain, tmp_path / "adapter")
+    save_trained(trained_weights(), tmp_path / "adapter" / file) if file.endswith("safetensors") else torch.save(
+        trained_weights(), tmp_path / "adapter" / file
+    )
+    with pytest.raises(CkptError, match=file) as e:
+        run(base, tmp_path / "adapter", tmp_path / "out")
+    assert (e.value.code, e.value.exit_code) == ("E2931", 2) and not (tmp_path / "out").exists()
+    run(base, tmp_path / "adapter", tmp_path / "out", lenient=True)
+
+
+@pytest.mark.parametrize(
+    "file", ["optimizer.pt", "scheduler.pt", "rng_state_0.pth", "training_args.bin", "scaler.pt", "optimizer.bin"]
+)
+def test_what_a_trainer_keeps_there_is_no_hindrance(file, llama, tmp_path):
+    base, plain = llama
+    shutil.copytree(plain, tmp_path / "adapter")
+    torch.save({"state": {}}, tmp_path / "adapter" / file)
+    run(base, tmp_path / "adapter", tmp_path / "out")
+
+
+def test_they_travel_with_the_adapter(llama, tmp_path):
+    _, plain = llama
+    shutil.copytree(plain, tmp_path / "adapter")
+    trained = trained_weights()
+    torch.save(trained, tmp_path / "adapter/non_lora_state_dict.bin")
+    convert(str(tmp_path / "adapter"), str(tmp_path / "out"), Reading(), Writing(to="peft"), Silent())
+    written = load_file(tmp_path / "out/adapter_model.safetensors")
+    assert written.keys() == {*load_file(plain / "adapter_model.safetensors"), *trained}
+    assert all(torch.equal(written[name], value) for name, value in trained.items())
