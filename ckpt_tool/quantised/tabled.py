@@ -7,7 +7,7 @@
 all in fp32, each operation rounded to nearest, then once more to the dtype that is written. What shape a weight of 4
 bits has and how large its blocks are is said by a JSON in a tensor of bytes, `quant_state.bitsandbytes__nf4` or
 `__fp4`; the codes may be declared as another dtype (`bnb_4bit_quant_storage`): their bytes are the same. FP4's
-code 8 is -0 to the kernels, which take the sign from the code, though the table has 0.
+code 8 is a zero whose sign bitsandbytes gives in two ways (`has_negative_zero`).
 Sources: bitsandbytes 0.50.2 `functional.py` (`QuantState.from_dict`, `dequantize_4bit`), `_ops.py`
 (`int8_vectorwise_dequant`), `nn/modules.py` (`weight_format`). Bit for bit what they give on a CPU.
 Cost: 3 ns an element. What it does not do: int8 in the orders of old GPUs (`col32`, `col_turing`, `col_ampere`).
@@ -32,6 +32,8 @@ from ckpt_tool.storage.strict_json import parse
 
 SHAPE, UNKNOWN = "E1462", "E1464"
 _OF_127 = np.float32(7.874015718698502e-3)
+_LANES = 16  # values that bitsandbytes' loop for AVX-512 takes at once
+_TORCH_BLOCK = 2048  # values of a block from which on it leaves that loop to PyTorch
 Numbers = Callable[[Input], Sequence[int]]
 
 
@@ -121,9 +123,26 @@ def tabled(weight: Quantised, key: TensorKey, of: Mapping[str, Input], numbers: 
             raise _fault(name, f"nested_offset is {offset}")
         inputs += [above, of[weight.parts["nested_quant_map"]]]
         nested = each, offset
-    signed = name.endswith("fp4")
+    signed = name.endswith("fp4") and has_negative_zero(shape, block)
     text = f"dequantised bitsandbytes 4 {block} {signed} {nested} {shape}"
     return Tabled(key, shape, tuple(inputs), text, block, signed, nested)
+
+
+def has_negative_zero(shape: Sequence[int], block: int) -> bool:
+    """Is FP4's code 8 a negative zero in a weight of this shape, as bitsandbytes 0.50.2 computes it on a CPU?
+
+    Its table has +0 there, and so have rows that its loop of 16 values (AVX-512) takes whole, and what PyTorch computes
+    for it: rows of an odd length, blocks of 2,048 and more. The loop that takes one value after another multiplies by
+    the sign and gives -0. The kernels for GPUs do that too, for all shapes; the two zeros are equal as numbers.
+
+    >>> [has_negative_zero((64, width), 64) for width in (64, 24, 33)]
+    [False, True, False]
+    """
+    width = shape[-1] if shape else 1
+    by_vectors = width % _LANES == 0
+    by_torch = width % 2 == 1 or block >= _TORCH_BLOCK
+
+    return not by_vectors and not by_torch
 
 
 def _state(name: str, raw: bytes) -> dict[str, Any]:
