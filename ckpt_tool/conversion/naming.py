@@ -135,8 +135,12 @@ def _by_family(chosen: Chosen, job: Conversion, source: str | None) -> Chosen:
             found.family.table(home)
     except (UsageError, InputError) as e:
         requested = writing.dialect is not None or reading.family is not None or writing.experts is not None
-        nobody_knows = e.code == NO_FAMILY and not (config or {}).get("model_type")
-        if requested or source not in (None, home) and not nobody_knows:
+        # One rule for all sources: names that are not the target's are an error, whatever file they come from. Models
+        # of which nobody knows a single name pass, unless it is for their prefix alone.
+        unnamed = e.code == NO_FAMILY and not (config or {}).get("model_type")
+        nobody_knows = unnamed and not _known_but_for_prefix(chosen)
+        other_names = home != HUB or source not in (None, home)
+        if requested or (other_names and not nobody_knows):
             e.faults, e.path = (*e.faults, *model.notes), e.path or opened.path
             raise
         return chosen.noted(f"names and structure are kept as they are: {e.message}")
@@ -154,6 +158,14 @@ def _by_family(chosen: Chosen, job: Conversion, source: str | None) -> Chosen:
     if found.dialect == target:
         return replace(chosen, hints=chosen.all_hints.having(Dialect(home)))
     return _translated(chosen, found, target, job, hints)
+
+
+def _known_but_for_prefix(chosen: Chosen) -> bool:
+    """Would a family know the names without what they begin with?"""
+    from ckpt_tool.families.models import FAMILIES
+    from ckpt_tool.families.wrappers import describe_prefix
+
+    return bool(describe_prefix([*chosen.model], FAMILIES))
 
 
 def _found(

@@ -24,6 +24,7 @@ from ckpt_tool.conversion.selection import as_model, sound, wanted_tensors
 from ckpt_tool.conversion.step_count import steps_of_count
 from ckpt_tool.conversion.tied_head import with_head
 from ckpt_tool.conversion.vocabulary import resized_vocabulary
+from ckpt_tool.conversion.wrapper_prefix import unwrapped
 from ckpt_tool.quantised.as_blocks import as_blocks
 from ckpt_tool.quantised.dequantize import dequantized
 from ckpt_tool.quantised.kept_whole import as_they_are
@@ -54,6 +55,7 @@ SELECTION = (
 )
 # Under which names
 NAMES = (
+    Pass("unwrapped", "what a trainer's wrappers put in front of every name, or inside names, is taken off", unwrapped),
     Pass("head", "--tied-head: an output layer that is the embedding, once or twice", with_head),
     Pass("adapters", "a LoRA of Megatron's as PEFT's, and back; its config too", adapters_named),
     Pass("layers", "--hybrid-layer-pattern none: a HybridModel of Megatron's as a GPTModel", as_gpt),

@@ -19,9 +19,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckpt_tool.conversion.tied_head import TIED
+from ckpt_tool.conversion.tied_head import TIED, has_head
 from ckpt_tool.conversion.vocabulary import EMBEDDINGS
 from ckpt_tool.core.hints import Stated
 from ckpt_tool.core.target import Target, Wanted, whole_file
@@ -36,9 +36,11 @@ from ckpt_tool.sources.chosen import Chosen
 from ckpt_tool.sources.config import NAME, file_config, tree_of, without_degrees
 from ckpt_tool.storage.source import Tree
 
+if TYPE_CHECKING:
+    from ckpt_tool.families.table import Table
+
 _OWN = ("params.json",)  # Meta's config, translated elsewhere
 _TORCH = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
-_HEAD = "lm_head.weight"
 _BIASES = {"attention_bias": "self_attn", "mlp_bias": "mlp"}  # key -> module of a layer
 
 
@@ -214,18 +216,16 @@ def _settled(
     model = {tensor.key.name: tensor for tensor in wanted.tensors if tensor.key.state == MODEL}
     if not model:
         return config, ()
-    embedding = next(
-        (tensor for name, tensor in model.items() if name.endswith(EMBEDDINGS) and len(tensor.shape) == 2), None
-    )
     if (inside := _language_part(config)) is not None:
         return _settled_inside(config, *inside, model, torch_dtype(wanted))
     if "text_config" in config:  # of several models: which of them the tensors are is not known
         return config, ()
     config, notes = (config, ()) if as_it_was else _biased(config, model)
     says_dtype = ("dtype" in config or "torch_dtype" in config) and "quantization_config" not in config
+    rows = _rows_of_vocabulary(config, model)
     out, more = corrected(
         config,
-        rows=embedding.shape[0] if embedding is not None and ("vocab_size" in config or not as_it_was) else None,
+        rows=rows if "vocab_size" in config or not as_it_was else None,
         dtype=torch_dtype(wanted) if says_dtype else None,
         tied=_tied(config, model, chosen, writing, as_it_was=as_it_was),
     )
@@ -294,7 +294,9 @@ def _biased(config: Mapping[str, Any], names: Iterable[str]) -> tuple[Mapping[st
 
     kind = kind_of(config)
     silent = CLASSES[kind].unsayable if kind is not None else {}  # what a class takes that Megatron has no word for
-    held = {".".join(name.split(".")[-3:-2]) for name in names if name.endswith("_proj.bias")}
+    knows = _own_table(config)
+    biases = [name for name in names if name.endswith("_proj.bias") and (knows is None or knows.knows(name))]
+    held = {".".join(name.split(".")[-3:-2]) for name in biases}
     wrong = [key for key, module in _BIASES.items() if config.get(key, silent.get(key)) is False and module in held]
     notes = tuple(f"{key} becomes True: the tensors have biases there" for key in wrong)
     return {**config, **dict.fromkeys(wrong, True)}, notes
@@ -303,16 +305,42 @@ def _biased(config: Mapping[str, Any], names: Iterable[str]) -> tuple[Mapping[st
 def _tied(
     config: Mapping[str, Any], names: Iterable[str], chosen: Chosen, writing: Writing, *, as_it_was: bool
 ) -> bool | None:
-    """Is the head the embedding? None where the tensors do not contradict the config."""
+    """Is the head the embedding? None where the tensors do not contradict the config.
+
+    That a head is not there says something of a model that is there: the family's own embedding and last norm, by their
+    whole names. Under other names (a prefix that nobody knows) the tensors show nothing."""
     held = set(names)
-    if _HEAD in held:
+    if has_head(held):
         return False if writing.tied_head == "untie" and _says_tied(config) is True else None
-    gone = {tensor.key.name for tensor in chosen.removed}
-    whole = any(name.endswith(EMBEDDINGS) for name in held) and any(name.endswith("model.norm.weight") for name in held)
+    table = _own_table(config)
+    gone = [tensor.key.name for tensor in chosen.removed]
     requested = writing.tied_head == "tie" or not as_it_was
-    if not requested or not whole or any(name.endswith(_HEAD) for name in gone):
+    if not requested or table is None or has_head(gone):
+        return None
+    embeddings = [name for name in held if name.endswith(EMBEDDINGS) and table.knows(name)]
+    if not embeddings or "model.norm.weight" not in held or not table.knows("model.norm.weight"):
         return None
     return True if _says_tied(config) is False else None
+
+
+def _rows_of_vocabulary(config: Mapping[str, Any], model: Mapping[str, Any]) -> int | None:
+    """How many rows the embedding has; None where there is none, or several that disagree."""
+    tables = {
+        name: tensor.shape[0] for name, tensor in model.items() if name.endswith(EMBEDDINGS) and len(tensor.shape) == 2
+    }
+    family = _own_table(config)
+    own = {name: rows for name, rows in tables.items() if family is not None and family.knows(name)}
+    rows = set((own or tables).values())
+    return rows.pop() if len(rows) == 1 else None
+
+
+def _own_table(config: Mapping[str, Any]) -> Table | None:
+    """The hub's names of the family that the config names, None where it names none of ours."""
+    from ckpt_tool.families.base import HUB
+    from ckpt_tool.families.models import known_family
+
+    family = known_family(config.get("model_type"))
+    return family.table(HUB) if family is not None else None
 
 
 def _says_tied(config: Mapping[str, Any]) -> bool | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
+from ckpt_tool.families.wrappers import WRAPPERS
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind
 
@@ -27,23 +28,38 @@ TIED = "tie_word_embeddings"  # the key of Hugging Face's and Paddle's configs
 _ALWAYS_BOTH = ("meta",)  # Meta's `output.weight` is always there (Llama 3.2 1B too)
 # What the MTP layers of DeepSeek-V3 and GLM-4.5 hold once more (their config and their authors' code share them)
 _OF_MTP = {".embed_tokens.weight": "model.embed_tokens.weight", ".shared_head.head.weight": "lm_head.weight"}
-# head -> the names that its embedding may have, in each dialect
+# head -> the names that its embedding may have, in each dialect. Before all of them the same prefix may stand, which a
+# part of a larger model has (`thinker.`) or a wrapper (`module.`): head and embedding are looked for under one.
 _PAIRS = {
     "lm_head.weight": (
         "model.embed_tokens.weight",
         "transformer.wte.weight",
         "transformer.word_embeddings.weight",
+        "model.word_embeddings.weight",
         "model.language_model.embed_tokens.weight",
         "llama.embed_tokens.weight",
         "qwen2.embed_tokens.weight",
+        "qwen2_moe.embed_tokens.weight",
+        "mixtral.embed_tokens.weight",
+        "deepseek_v3.embed_tokens.weight",
         "ernie.embed_tokens.weight",
+        "backbone.embeddings.weight",
+        "model.embeddings.weight",
         "wte.weight",
         "word_embeddings.weight",
+        "embed_tokens.weight",
+        "language_model.embed_tokens.weight",
     ),
     "language_model.lm_head.weight": ("language_model.model.embed_tokens.weight",),
     "output_layer.weight": ("embedding.word_embeddings.weight",),
-    "output.weight": ("tok_embeddings.weight",),
+    "output.weight": ("tok_embeddings.weight", "token_embd.weight"),
+    "head.weight": ("embed.weight",),
+    "lm_head.w_out.weight": ("embeddings.weight",),
 }
+_HEAD_OF = {embedding: head for head, embeddings in _PAIRS.items() for embedding in embeddings}
+# The longest first: `transformer.wte.weight` is no `wte.weight` with a prefix.
+_EMBEDDINGS = tuple(sorted(_HEAD_OF, key=lambda name: -name.count(".")))
+_HEAD_MODULES = frozenset(("lm_head", "embed_out", "output_layer"))
 
 
 def with_head(chosen: Chosen, job: Conversion) -> Chosen:
@@ -146,8 +162,39 @@ def with_copies_of_mtp(chosen: Chosen, hub: Table) -> Chosen:
 
 
 def pair_of(names: Collection[str]) -> tuple[str, str] | None:
-    """(output layer, embedding): the first pair whose embedding is there."""
-    return next(((head, each) for head, embeddings in _PAIRS.items() for each in embeddings if each in names), None)
+    """(output layer, embedding) under one prefix: of several the first whose output layer is there too, else the first
+    whose embedding is.
+
+    >>> pair_of(["model.embed_tokens.weight"]), pair_of(["module.lm_head.weight", "module.model.embed_tokens.weight"])
+    (('lm_head.weight', 'model.embed_tokens.weight'), ('module.lm_head.weight', 'module.model.embed_tokens.weight'))
+    """
+    pairs = [(head, name) for name in names if name.endswith(_EMBEDDINGS) for head in _heads_of(name)]
+    pairs.sort(key=lambda pair: pair[1].count("."))
+    whole = [pair for pair in pairs if pair[0] in names]
+    return next(iter((*whole, *pairs)), None)
+
+
+def has_head(names: Iterable[str]) -> bool:
+    """Is there an output layer among them, in floats or in codes, under whatever prefix?
+
+    >>> has_head(["module.lm_head.weight"]), has_head(["lm_head.qweight"]), has_head(["model.norm.weight"])
+    (True, True, False)
+    """
+    return any(not _HEAD_MODULES.isdisjoint(name.split(".")) for name in names)
+
+
+def _heads_of(embedding: str) -> Iterable[str]:
+    """The output layer's name beside an embedding of that name; none where it is no embedding's."""
+    for known in _EMBEDDINGS:
+        prefix = embedding.removesuffix(known)
+        if prefix == embedding or (prefix and not prefix.endswith(".")):
+            continue
+        # A name of one module may be anything's below another module; below a wrapper it is the model's own.
+        alone = known.count(".") == 1
+        if alone and not set(prefix.split(".")[:-1]) <= set(WRAPPERS):
+            continue
+        return (prefix + _HEAD_OF[known],)
+    return ()
 
 
 def _with_copies(chosen: Chosen, copies: Iterable[tuple[Stored, str]], line: str) -> Chosen:

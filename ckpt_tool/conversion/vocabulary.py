@@ -17,22 +17,31 @@ each other. (Megatron-LM 0.16.1 `training/tokenizer/tokenizer.py`, `_vocab_size_
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, first_rows
 from ckpt_tool.errors import UsageError
+from ckpt_tool.families.wrappers import WRAPPERS
 from ckpt_tool.formats.megatron.args import arguments
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion, with_computed
 
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")  # what the hub's tables of tokens end in
+# What the hub's tables of tokens end in
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "backbone.embeddings.weight")
 _VOCABULARY = re.compile(
-    r"(?:^|\.)(?:embed_tokens|lm_head|tok_embeddings|word_embeddings|output_layer|wte|embed_out|embed_in)\.(?:weight|bias)$"
-    r"|^output\.weight$|^token_embedder\.embedding$"
+    r"(?:^|\.)(?:embed_tokens|lm_head|tok_embeddings|word_embeddings|output_layer|wte|embed_out|embed_in|token_embd"
+    r"|lm_head\.w_out|shared_head\.head|shared_head\.output|backbone\.embeddings|model\.embeddings)\.(?:weight|bias)$"
+    r"|(?:^|\.)(?:gate|router)\.tid2eid$|(?:^|[./])embedder\.input_embedding$"
+    # Words that other modules have too: they are a vocabulary at the top, or right below a wrapper.
+    rf"|^(?:(?:{'|'.join(map(re.escape, WRAPPERS))}|decoder)\.)*(?:output|head|embed|embeddings)\.weight$"
+    r"|^token_embedder\.embedding$"
 )
+
+_TURNED_HEADS = ("logits_dense.kernel",)  # (hidden, tokens)
 
 
 def is_vocabulary(name: str) -> bool:
@@ -52,6 +61,7 @@ def trim_vocabulary(stored: Iterable[Stored], size: int) -> tuple[list[Stored], 
             code="E2302",
             hint="the names that are known end in embed_tokens.weight, lm_head.weight, word_embeddings.weight, ...",
         )
+    _refuse_other_rows(rows, size)
     for row in rows:
         tensor = row.tensor
         if not _has_rows(tensor) or tensor.shape[0] <= size:
@@ -72,6 +82,26 @@ def trim_vocabulary(stored: Iterable[Stored], size: int) -> tuple[list[Stored], 
         entry["bytes"] += tensor.nbytes - cut.nbytes
         entry["names"].append(tensor.key.name)
     return out, list(gone.values())
+
+
+def _refuse_other_rows(rows: Sequence[Stored], size: int) -> None:
+    """Raise UsageError E2302 where a head has its tokens along another dim than dim 0 (Paddle's Linear, MaxText), or
+    vocabularies of the model have other numbers of tokens: cutting the one and not the other would break the model."""
+    model = [row.tensor for row in rows if row.tensor.key.state == MODEL]
+    turned = next((tensor for tensor in model if tensor.key.name.endswith(_TURNED_HEADS)), None)
+    vocabularies = [tensor for tensor in model if _has_rows(tensor)]
+    counts = {tensor.shape[0] for tensor in vocabularies}
+    if turned is None and len(counts) > 1:
+        usual = Counter(tensor.shape[0] for tensor in vocabularies).most_common(1)[0][0]
+        turned = next(tensor for tensor in vocabularies if tensor.shape[0] != usual or tensor is vocabularies[-1])
+    if turned is not None:
+        shown = ", ".join(f"{tensor.key.name} {list(tensor.shape)}" for tensor in (*vocabularies[:1], turned))
+        raise UsageError(
+            f"--vocab-size {size}: the vocabularies are not of one size along dim 0: {shown}",
+            code="E2302",
+            key=turned.key.name,
+            hint="convert to the hub's names first (--to safetensors), and cut there",
+        )
 
 
 def resized_vocabulary(chosen: Chosen, job: Conversion) -> Chosen:

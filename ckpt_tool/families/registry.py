@@ -13,7 +13,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from ckpt_tool.algebra.expression import expression
@@ -67,14 +67,14 @@ def find(
             chosen.table(dialect)
             return Found(chosen, dialect)
     else:
-        found = _configured(config or {}) or _named(config or {}, names)
+        found = configured_family(config or {}) or _named(config or {}, names)
         if found is None:
             raise _no_family(config or {}, shapes or names, stated)
         chosen = found
     return Found(chosen, _dialect(chosen, names, shapes, config or {}, stated))
 
 
-def _configured(config: Config) -> Family | None:
+def configured_family(config: Config) -> Family | None:
     """The family that a config names, None where it names none of ours."""
     named = known_family(config.get("model_type"))
     return named or next(filter(None, map(family_of_class, _architectures(config))), None)
@@ -90,12 +90,14 @@ def _no_family(config: Config, names: Mapping[str, Shape] | list[str], stated: s
     from ckpt_tool.families.nearest import nearest
 
     kind, classes = config.get("model_type"), _architectures(config)
-    near = nearest(FAMILIES, names, config, str(kind or ""), stated)
     if kind is not None or classes:
         says = f"model_type {kind!r}" if kind is not None else f"architectures {classes}"
         what = f"config.json says {says}, for which there is no family"
     else:
         what = f"no family knows a name like {next(iter(names), '(there are none)')}"
+        if error := _behind_prefix("E1372", what, names, FAMILIES):
+            return error
+    near = nearest(FAMILIES, names, config, str(kind or ""), stated)
     if near is None:
         return InputError(what, code="E1372", hint=f"{_ADD}, {_KEEP}")
     return InputError(
@@ -104,6 +106,16 @@ def _no_family(config: Config, names: Mapping[str, Shape] | list[str], stated: s
         hint="; ".join(filter(None, (near.advice, _ADD))) + f", {_KEEP}",
         faults=near.differences,
     )
+
+
+def _behind_prefix(code: str, what: str, names: Collection[str], families: Iterable[Family]) -> InputError | None:
+    """The error for names that a family would know but for what they begin with, None where that is not so."""
+    from ckpt_tool.families.wrappers import advise_on_prefix, describe_prefix
+
+    prefix = describe_prefix(names, families)
+    if not prefix:
+        return None
+    return InputError(f"{what}; {prefix}", code=code, hint=f"{advise_on_prefix(names, prefix)}, {_KEEP}")
 
 
 def _named(config: Config, names: list[str]) -> Family | None:
@@ -172,11 +184,12 @@ def _dialect(
     if not any(most):
         from ckpt_tool.families.nearest import nearest
 
+        unknown = f"no {family.name} checkpoint has a tensor {names[0] if names else '(there are none)'}"
+        if error := _behind_prefix("E1373", unknown, names, [family]):
+            raise error
         near = nearest(FAMILIES, shapes or names, whole, stated=stated)
         raise InputError(
-            f"no {family.name} checkpoint has a tensor {names[0] if names else '(there are none)'}"
-            + (f" in dialect {stated}" if stated else "")
-            + (f"; {near.headline}" if near else ""),
+            unknown + (f" in dialect {stated}" if stated else "") + (f"; {near.headline}" if near else ""),
             code="E1373",
             hint="is it the right family? " + "; ".join(filter(None, (near.advice if near else "", _LIST, _KEEP))),
             faults=near.differences if near else (),

@@ -77,7 +77,7 @@ def hub_config(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
         "vocab_size": vocabulary,
         "rope_theta": theta,
         "hidden_act": "silu",
-        "tie_word_embeddings": bool(shapes) and "output.weight" not in shapes,
+        "tie_word_embeddings": "tok_embeddings.weight" in shapes and "output.weight" not in shapes,
     }
     if mistral or moe:
         config["sliding_window"] = _window(params)

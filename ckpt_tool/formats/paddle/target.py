@@ -392,7 +392,8 @@ def with_rows(requested: Wanted, rows: Rows) -> Wanted:
 def with_head(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
     """The tied head beside the embedding, as Paddle's files have it, where the config says that they are one."""
     names = {row.key.name for _, row in rows if row.key.state == MODEL}
-    if text_config(laid.config).get("tie_word_embeddings") is not True or HEAD in names:
+    has_head = any(name == HEAD or name.endswith(f".{HEAD}") for name in names)
+    if text_config(laid.config).get("tie_word_embeddings") is not True or has_head:
         return rows
     found = [(i, row) for i, row in rows if row.key.state == MODEL and row.key.name.endswith(EMBEDDINGS)]
     if len(found) != 1 or len(found[0][1].shape) != 2:

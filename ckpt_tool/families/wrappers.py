@@ -1,0 +1,153 @@
+"""Wrapper prefixes: what a trainer's wrapper puts in front of every name of a model.
+
+    module.model.layers.0.mlp.up_proj.weight     DistributedDataParallel, DeepSpeed
+    model.model.layers.0.mlp.up_proj.weight      a LightningModule with `self.model`
+    _orig_mod.model.layers.0...                  torch.compile
+
+`find_wrapper` gives a known prefix where all names have it and what is left is completely a family's: a prefix is never
+taken off on suspicion. `describe_prefix` is for errors: it sees any prefix, also one that nobody knows.
+
+Sources: torch 2.13 `nn/parallel/distributed.py` (`module.`), `_dynamo/eval_frame.py` (`_orig_mod.`),
+`distributed/fsdp/_common_utils.py` (`_fsdp_wrapped_module.`), `distributed/algorithms/_checkpoint/checkpoint_wrapper.py`
+(`_checkpoint_wrapped_module.`); Lightning 2.6 `strategies/strategy.py` (`_forward_module.`); peft 0.21
+(`base_model.model.`). Cost: nothing where the names do not begin alike; else 2 us a kind of name and dialect of the
+family, of all families where no config names one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ckpt_tool.families.table import instances, one_of_each
+from ckpt_tool.quantised.weights import part_of
+
+if TYPE_CHECKING:
+    from ckpt_tool.families.base import Family
+
+# Attributes under which a wrapper keeps the model. `model` and `net` are what people call them in a LightningModule.
+WRAPPERS = (
+    "module",
+    "model",
+    "net",
+    "base_model",
+    "_forward_module",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+)
+_DEEPEST = 6  # wrappers around one another: compiled, in FSDP, in a LightningModule, in DDP
+_BUFFERS = ("rotary_emb.inv_freq",)  # older transformers saved it, and none reads it
+# What stands behind a root that is the model's own: `model.layers.0` needs no look at the families
+_OWN = ("model.layers.", "model.embed_tokens.")
+
+
+def find_wrapper(names: Iterable[str], families: Iterable[Family]) -> str:
+    """The prefix of wrappers that all names have, "" where there is none, or what is left without it is not completely
+    one of the families' models.
+
+    names: parameters, without the parts that wrappers leave inside names.
+    """
+    every = list(names)
+    leading = shared_wrappers(every)
+    if not leading:
+        return ""
+
+    kinds = one_of_each(every)
+    candidates = list(families)
+    if any(_knows_all(family, kinds) for family in candidates):
+        return ""
+    for depth in range(1, len(leading) + 1):
+        prefix = ".".join(leading[:depth]) + "."
+        bare = [name.removeprefix(prefix) for name in kinds]
+        if any(_knows_all(family, bare) for family in candidates):
+            return prefix
+    return ""
+
+
+def describe_prefix(names: Collection[str], families: Iterable[Family]) -> str:
+    """What an error says where most names have one prefix and a family knows what stands behind it; "" otherwise."""
+    kinds = one_of_each(names)
+    best: tuple[int, str, str] = (0, "", "")
+    candidates = list(families)
+    for prefix in _prefixes(kinds):
+        having = [name for name in kinds if name.startswith(prefix)]
+        bare = [name.removeprefix(prefix) for name in having]
+        for family in candidates:
+            known = _most_known(family, bare)
+            if 2 * known > len(having) and known > max(best[0], _most_known(family, having)):
+                best = (known, prefix, family.name)
+    if not best[0]:
+        return ""
+
+    _, prefix, family_name = best
+    having_all = sum(name.startswith(prefix) for name in names)
+    if having_all == len(names):
+        return f"all {len(names)} names begin with `{prefix}`, and without it they are names of {family_name}"
+    others = next(name for name in names if not name.startswith(prefix))
+    return (
+        f"{having_all} of {len(names)} names begin with `{prefix}`, without which they are names of {family_name}; "
+        f"others do not, such as {others}"
+    )
+
+
+def advise_on_prefix(names: Collection[str], prefix_text: str) -> str:
+    """The options that help against what `describe_prefix` says."""
+    if not prefix_text:
+        return ""
+    prefix = prefix_text.partition("`")[2].partition("`")[0]
+    if prefix_text.startswith("all "):
+        return f"--aoa FILE renames them, with statements such as `{next(iter(names))} -> NAME`"
+    if prefix.split(".")[0] in WRAPPERS:
+        return f"--keep-keys '{prefix}*' takes these alone, and then the prefix is taken off"
+    return f"--keep-keys '{prefix}*' takes these alone, --aoa FILE renames them"
+
+
+def shared_wrappers(names: Sequence[str]) -> list[str]:
+    """The known words with which all names begin, outermost first."""
+    if not names:
+        return []
+    words: list[str] = []
+    first = names[0].split(".")[:-1]
+    for word in first[:_DEEPEST]:
+        # PEFT's wrapper is two words, of which the second is one of the list too.
+        prefix = ".".join((*words, word)) + "."
+        if word not in WRAPPERS or not all(name.startswith(prefix) for name in names):
+            break
+        words.append(word)
+    if words == ["model"] and any(name.startswith(_OWN) for name in names):
+        return []
+    return words
+
+
+def _prefixes(names: Collection[str]) -> Iterator[str]:
+    """Prefixes of whole words that more than half of the names have, the shortest first."""
+    counts: dict[str, int] = {}
+    for name in names:
+        words = name.split(".")[:-1]
+        for depth in range(1, min(len(words), _DEEPEST) + 1):
+            prefix = ".".join(words[:depth]) + "."
+            counts[prefix] = counts.get(prefix, 0) + 1
+    usual = [prefix for prefix, count in counts.items() if 2 * count > len(names)]
+    yield from sorted(usual, key=len)
+
+
+def _knows_all(family: Family, names: Collection[str]) -> bool:
+    """Is every name one of a dialect of the family?"""
+    for dialect in family.known_dialects:
+        table = family.table(dialect)
+        unknown = instances(table.left, names)[1]
+        strange = [
+            name
+            for name in unknown
+            if part_of(name) is None and table.in_tower(name) is None and not name.endswith(_BUFFERS)
+        ]
+        if not strange and len(unknown) < len(names):
+            return True
+    return False
+
+
+def _most_known(family: Family, names: Collection[str]) -> int:
+    """How many of the names the dialect knows that knows the most."""
+    tables = map(family.table, family.known_dialects)
+    return max(len(names) - len(instances(table.left, names)[1]) for table in tables)
