@@ -333,6 +333,7 @@ def diff(
     rename: str | Iterable[str] | None = ...,
     dialect: str | None = ...,
     state: str | Iterable[str] | None = ...,
+    rank: bool = ...,
     device: str | None = ...,
     from_format: str | None = ...,
     follow_symlinks: bool = ...,

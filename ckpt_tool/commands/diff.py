@@ -12,9 +12,12 @@ from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import STEP, LogicalTensor, TensorKey, first_replica
 from ckpt_tool.errors import CorruptFile, ReplicasDiffer, UsageError, wrap_os_error
+from ckpt_tool.formats.base import ranks_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Comparison
 from ckpt_tool.options.writing import Writing
+from ckpt_tool.report.difference_groups import group_differences
+from ckpt_tool.report.holdings import RankOf, rank_name, whose
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.sources.select import left_by_word, state_filter
 from ckpt_tool.storage.source import Tree
@@ -55,16 +58,92 @@ def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, 
     except ReplicasDiffer as e:
         raise _replicas_error(pairs) or e from e
     found += _other_steps(counted)
+    summary = _summary_of(pairs, counted, found)
     extras = _extras_differ(left.catalog.extras, right.catalog.extras) if not wanted.states else []
     return {
         "schema_version": 1,
         "equal": not found,
         "compared": len(pairs) + len(counted),
         "differences": found,
+        "summary": summary,
+        **({"by_rank": _by_rank(pairs, found, (left, right), wanted)} if wanted.rank else {}),
+        "suggestion": _suggestion(here, there, (left, right), reading),
         "left": left.path,
         "right": right.path,
         "extras_differ": extras,
     }
+
+
+def _summary_of(
+    pairs: Sequence[tuple[_Side, _Side]], counted: Mapping[TensorKey, Any], found: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The summary by state and module. The sums that its norms are made of are taken out of `found`."""
+    from ckpt_tool.run.compare import NORMS
+
+    differing = {(difference["name"], difference["state"]) for difference in found}
+    compared = [*(theirs.tensor.key for _, theirs in pairs), *counted]
+    equal = [key for key in compared if (key.name, key.state) not in differing]
+    summary = group_differences(equal, found, NORMS)
+    for difference in found:
+        difference.pop(NORMS, None)
+    return summary
+
+
+def _by_rank(
+    pairs: Sequence[tuple[_Side, _Side]],
+    found: Sequence[Mapping[str, Any]],
+    opened: tuple[Opened, Opened],
+    wanted: Comparison,
+) -> list[dict[str, Any]]:
+    """`by_rank` of the document: an entry for each file of either side that holds values which differ, most elements
+    first."""
+    from ckpt_tool.run.compare_by_file import FileDifference, Side, differing_files
+
+    changed = {(difference["name"], difference["state"]) for difference in found if difference["kind"] == "value"}
+    by_trees: dict[tuple[int, int], list[tuple[_Side, _Side]]] = {}
+    for mine, theirs in pairs:
+        if tuple(theirs.tensor.key) in changed:
+            by_trees.setdefault((id(mine.tree), id(theirs.tree)), []).append((mine, theirs))
+
+    files: dict[tuple[Side, str], FileDifference] = {}
+    for group in by_trees.values():
+        tensors = [(mine.tensor, theirs.tensor) for mine, theirs in group]
+        trees = group[0][0].tree, group[0][1].tree
+        files |= differing_files(tensors, *trees, rtol=wanted.rtol, atol=wanted.atol)
+
+    rank_of = dict(zip(("first", "second"), map(_ranks_of_files, opened), strict=True))
+    rows = [
+        {
+            "side": side,
+            "file": file,
+            "rank": rank_name(rank_of[side](file) or {}),
+            "tensors": len(entry.tensors),
+            "elements": entry.elements,
+            "max_abs": entry.max_abs,
+        }
+        for (side, file), entry in files.items()
+    ]
+    return sorted(rows, key=lambda row: (row["side"], -row["elements"]))
+
+
+def _ranks_of_files(opened: Opened) -> RankOf:
+    return whose(opened.catalog, ranks_of(opened.format, opened.catalog.mesh.to_json()))
+
+
+def _suggestion(
+    here: Mapping[TensorKey, _Side],
+    there: Mapping[TensorKey, _Side],
+    opened: tuple[Opened, Opened],
+    reading: Reading,
+) -> str | None:
+    """What would make the names match, where fewer than half of one side's do."""
+    left = {key.name: None for key in here}
+    right = {key.name: None for key in there}
+    if not left or not right or 2 * len(left.keys() & right.keys()) >= min(len(left), len(right)):
+        return None
+    from ckpt_tool.conversion.name_suggestion import suggest_names
+
+    return suggest_names(left, right, opened, reading)
 
 
 class _Side(NamedTuple):

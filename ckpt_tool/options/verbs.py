@@ -31,6 +31,7 @@ class Comparison:
     states: tuple[str, ...] = OPTIONS.option(
         "Only this state. Repeatable.", words, "S", kind="values", keyword="state", default=()
     )
+    rank: bool = OPTIONS.flag("Say which files, and whose ranks', hold the values that differ.")
     device: str = device(OPTIONS)
 
 

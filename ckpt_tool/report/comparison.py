@@ -1,6 +1,7 @@
 """`ckpt diff` and `ckpt verify` as pages: what was found, by tensor, and one line that says how it stands.
 
-Reads the documents of cli.md: `equal`, `compared`, `differences`; `ok`, `findings`, `digests`; and, where given, the
+Reads the documents of the two verbs: `equal`, `compared`, `differences`, `summary`, `by_rank`, `suggestion`; `ok`,
+`findings`, `digests`; and, where given, the
 `left`, `right` and `extras_differ`, `path`, `format`, `mode`, `nonfinite` ({tensor: number}), `uncovered` (files with
 bytes that no checksum covers), `signature` and `attestation` (`signing.checked`), `notes`, `elapsed_s`.
 """
@@ -15,7 +16,8 @@ from ckpt_tool.report.page import Block, Cell, Column, Facts, Lines, Page, Style
 from ckpt_tool.report.text import count, duration, more, plural, size
 
 Document = Mapping[str, Any]
-LISTED = 40  # differences or findings that are listed without -v
+LISTED = 40  # lines of a list without -v
+SMALL_ULP = 16  # a distance in units in the last place that says more than the absolute difference
 KINDS = {
     "value": "values differ",
     "shape": "shapes differ",
@@ -26,34 +28,144 @@ KINDS = {
 
 
 def comparison(document: Document, *, everything: bool = False) -> Page:
-    """The page of `ckpt diff`."""
+    """The page of `ckpt diff`: the summary by state and module, with -v every tensor, then how it stands."""
     differences = document.get("differences") or ()
+    summary = document.get("summary") or ()
     blocks: list[Block] = []
+
     sides = [
         (label, str(document[key])) for key, label in (("left", "first"), ("right", "second")) if document.get(key)
     ]
     if sides:
         blocks.append(Facts(tuple(sides)))
+
     if differences:
-        listed = differences if everything else differences[:LISTED]
-        columns = (Column("tensor"), Column("state", drop=1), Column("what"), Column("where, how much"))
-        rows = tuple((d["name"], d.get("state", ""), KINDS.get(d["kind"], d["kind"]), _detail(d)) for d in listed)
-        blocks.append(Table("", columns, rows, more=more(len(differences) - len(listed), "difference")))
+        blocks += _changed_groups(summary, everything=everything)
+        blocks += _one_sided_groups(summary, everything=everything)
+        blocks += _equal_states(summary)
+        blocks += _by_holder(document.get("by_rank") or (), everything=everything)
+        if everything or not summary:
+            blocks.append(_each_difference(differences, everything=everything))
         blocks.append(_by_kind(differences))
+
     blocks += _notes(document)
     if document.get("extras_differ"):
         blocks.append(Lines("extras that differ (shown, not counted)", tuple(map(str, document["extras_differ"]))))
+    if document.get("suggestion"):
+        blocks.append(Lines("", (Styled(str(document["suggestion"]), "warn"),)))
+    blocks.append(_verdict_of(document, differences))
+    return Page("ckpt diff", tuple(blocks))
+
+
+def _verdict_of(document: Document, differences: Sequence[Document]) -> Verdict:
     compared = int(document.get("compared", 0))
     if document.get("equal"):
-        blocks.append(Verdict(True, f"equal: {plural(compared, 'tensor')} compared{_in(document)}"))
-    else:
-        names = len({(d["name"], d.get("state")) for d in differences})
-        blocks.append(
-            Verdict(
-                False, f"not equal: {plural(names, 'tensor')} of {count(max(compared, names))} differ{_in(document)}"
-            )
-        )
-    return Page("ckpt diff", tuple(blocks))
+        return Verdict(True, f"equal: {plural(compared, 'tensor')} compared{_in(document)}")
+    names = len({(difference["name"], difference.get("state")) for difference in differences})
+    total = count(max(compared, names))
+    return Verdict(False, f"not equal: {plural(names, 'tensor')} of {total} differ{_in(document)}")
+
+
+def _changed_groups(summary: Sequence[Document], *, everything: bool) -> list[Block]:
+    """The groups of which both sides have tensors that differ, worst first."""
+    groups = [group for group in summary if group["changed"] or group["other_shape"] or group["other_dtype"]]
+    if not groups:
+        return []
+
+    listed = groups if everything else groups[:LISTED]
+    columns = (
+        Column("module"),
+        Column("state"),
+        Column("changed", right=True),
+        Column("relative L2", right=True),
+        Column("cosine", right=True, drop=2),
+        Column("max abs", right=True, drop=1),
+    )
+    rows = tuple(_changed_row(group) for group in listed)
+    blocks: list[Block] = [
+        Table("what differs, worst first", columns, rows, more=more(len(groups) - len(listed), "group"))
+    ]
+
+    left_out = sum(int(group["nonfinite"]) for group in groups)
+    if left_out:
+        line = f"{plural(left_out, 'element')} with NaN or Inf on either side: not in the norms and cosines"
+        blocks.append(Lines("", (line,)))
+    return blocks
+
+
+def _changed_row(group: Document) -> tuple[Cell, ...]:
+    both_sides = int(group["tensors"]) - int(group["only_left"]) - int(group["only_right"])
+    differing = int(group["changed"]) + int(group["other_shape"]) + int(group["other_dtype"])
+    changed = f"{count(differing)} of {count(both_sides)}"
+    names = group["names"]
+    if not group["changed"]:
+        kind = "other_shape" if group["other_shape"] else "other_dtype"
+        return names[kind], group["state"], changed, kind.replace("_", " "), "", ""
+    relative = _number(group["rel_l2"])
+    cosine = "" if group["cosine"] is None else f"{float(group['cosine']):.6f}"
+    return names["changed"], group["state"], changed, relative, cosine, _greatest(group)
+
+
+def _greatest(group: Document) -> str:
+    """The greatest absolute difference; with its distance in units in the last place where that is small."""
+    gap = _number(group["max_abs"])
+    ulp = group["max_ulp"]
+    return f"{gap} ({ulp} ulp)" if ulp is not None and 0 < int(ulp) <= SMALL_ULP else gap
+
+
+def _number(value: Any) -> str:
+    return "" if value is None else f"{float(value):.3g}"
+
+
+def _one_sided_groups(summary: Sequence[Document], *, everything: bool) -> list[Block]:
+    """The groups of which one side lacks tensors, a table for each side."""
+    blocks: list[Block] = []
+    for key, title in (("only_left", "only in the first"), ("only_right", "only in the second")):
+        groups = [group for group in summary if group[key]]
+        if groups:
+            listed = groups if everything else groups[:LISTED]
+            rows = tuple((group["names"][key], group["state"], count(int(group[key]))) for group in listed)
+            columns = (Column("module"), Column("state"), Column("tensors", right=True))
+            blocks.append(Table(title, columns, rows, more=more(len(groups) - len(listed), "group")))
+    return blocks
+
+
+def _equal_states(summary: Sequence[Document]) -> list[Block]:
+    """How many tensors of each state are equal."""
+    equal: dict[str, int] = {}
+    for group in summary:
+        equal[group["state"]] = equal.get(group["state"], 0) + int(group["equal"])
+    lines = tuple(f"{state}: {plural(number, 'tensor')}" for state, number in equal.items() if number)
+    return [Lines("equal", lines)] if lines else []
+
+
+def _by_holder(rows: Sequence[Document], *, everything: bool) -> list[Block]:
+    """Which rank's files of which side hold what differs (`--rank`), most elements first."""
+    if not rows:
+        return []
+    listed = rows if everything else rows[:LISTED]
+    columns = (
+        Column("file"),
+        Column("side"),
+        Column("rank"),
+        Column("tensors", right=True),
+        Column("elements", right=True),
+        Column("max abs", right=True, drop=1),
+    )
+    table = tuple(
+        (row["file"], row["side"], row["rank"], count(row["tensors"]), count(row["elements"]), _number(row["max_abs"]))
+        for row in listed
+    )
+    return [Table("where it is stored", columns, table, more=more(len(rows) - len(listed), "file"))]
+
+
+def _each_difference(differences: Sequence[Document], *, everything: bool) -> Table:
+    listed = differences if everything else differences[:LISTED]
+    columns = (Column("tensor"), Column("state"), Column("what"), Column("where, how much"))
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (d["name"], d.get("state", ""), KINDS.get(d["kind"]) or d["kind"], _detail(d)) for d in listed
+    )
+    return Table("", columns, rows, more=more(len(differences) - len(listed), "difference"))
 
 
 def verification(document: Document, *, everything: bool = False) -> Page:

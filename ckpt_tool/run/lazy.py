@@ -90,7 +90,7 @@ class LazyTensor:
         Raises CorruptFile (E0351) for a damaged record that was read whole on the way. A record of which a part was
         wanted is not checked, for that would read the rest, nor one that lies transposed.
         """
-        chunks = [part for chunk in self._tensor.chunks if (part := _part(chunk, self._box)) is not None]
+        chunks = [part for chunk in self._tensor.chunks if (part := part_within(chunk, self._box)) is not None]
         source = readable([self._tensor._replace(shape=self._box.shape, chunks=tuple(chunks))], self._tree)
         block: Bytes = np.empty(self._tensor.dtype.nbytes(prod(self._box.shape)), np.uint8)
         checked = Checked(source.files, source.records)
@@ -118,7 +118,7 @@ def _bounds(item: Any, n: int) -> tuple[int, int, int]:
     return int(item) % n, 1, 1
 
 
-def _part(chunk: Chunk, box: Box) -> Chunk | None:
+def part_within(chunk: Chunk, box: Box) -> Chunk | None:
     """The part of a chunk inside `box`, in the box's own coordinates; flat chunks are cut by rows of their box."""
     shared = chunk.box & box
     if shared is None:
