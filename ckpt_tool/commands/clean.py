@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from ckpt_tool.core.inner_path import HIDDEN, STAGED
+from ckpt_tool.core.inner_path import STAGED, is_leaving, is_staging
 from ckpt_tool.errors import wrap_os_error
 from ckpt_tool.storage.destination import RemotePlace, place_of
 from ckpt_tool.storage.removal import erase, is_locked
@@ -26,11 +26,11 @@ def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
     except OSError as e:
         raise wrap_os_error(e, folder, "listing") from e
     for entry in entries:
-        if not (entry.name.startswith(".") and entry.name.endswith(HIDDEN)):
+        if not is_leaving(entry.name):
             continue
         info, path = entry.stat(follow_symlinks=False), Path(entry.path)
         folder_itself = stat.S_ISDIR(info.st_mode)
-        if entry.name.endswith(STAGED) and not (folder_itself and info.st_uid == os.geteuid()):
+        if is_staging(entry.name) and not (folder_itself and info.st_uid == os.geteuid()):
             continue
         busy = folder_itself and is_locked(path)
         nbytes = sum(each.lstat().st_blocks * 512 for each in path.rglob("*")) if folder_itself else info.st_size
@@ -41,22 +41,23 @@ def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
     return {"schema_version": 1, "folder": folder, "leavings": found}
 
 
-_RECORDS = re.compile(rf"(?:^|(.*/))\.([^/]+){re.escape(STAGED)}/[^/]+$")
+_RECORDS = re.compile(rf"(?:^|(.*/))\.([^/]+){re.escape(STAGED)}/([^/]+)$")
 
 
 def _uploads(url: str, *, remove: bool) -> list[dict[str, Any]]:
     from ckpt_tool.storage.output_store import output_store, staging_url
-    from ckpt_tool.storage.store_claims import is_held, remove_records
+    from ckpt_tool.storage.store_claims import is_held, is_record, remove_records
 
     bucket, found = output_store(url), list[dict[str, Any]]()
     outputs = {url: ""}  # a place that is shared out -> what its objects' keys begin with
     for key in bucket.objects():
-        if at := _RECORDS.search(key):
+        at = _RECORDS.search(key)
+        if at and is_record(at[3]):
             outputs[f"{bucket.shown}/{at[1] or ''}{at[2]}"] = f"{at[1] or ''}{at[2]}/"
     busy = set[str]()
     for output, prefix in outputs.items():
         records = bucket.at_url(staging_url(output))
-        there = records.listing().objects
+        there = {key: each for key, each in records.listing().objects.items() if is_record(key)}
         nbytes = sum(each.nbytes for each in there.values())
         if not there:
             continue

@@ -7,8 +7,8 @@ path only if it can lead nowhere but below the folder, on every file system that
     zero/../../victim/fp32.pt               refused: holds an empty, '.' or '..' component
 
 Readers ask by `storage.source.safe_relative` (and `leaves` of what a listing found), plans by `check_outputs`, staging
-by `inner_path` whenever it opens a file. The names of an unfinished run's own files (`JOURNAL`, `HIDDEN`) are stated
-here, because no output may bear them.
+by `inner_path` whenever it opens a file. The names of an unfinished run's own files are stated here too, because no
+output may bear them: `is_leaving` and `is_journal` are the only ones that say which names are ours.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ckpt_tool.errors import UnsafeInput
 
-FOLDERS = 6  # above a file, below the root
+FOLDERS = 31  # above a file, below the root
 COMPONENT = 255  # bytes of one name: NAME_MAX of Linux's file systems
+LONGEST = 2000  # bytes of a path below the root: with the root, PATH_MAX of Linux is 4096
 JOURNAL = ".ckpt-journal"  # what the journals in a staging folder are called, or begin with
 STAGED = ".ckpt-partial"  # what a staging folder's name ends with
 REMOVED = ".ckpt-removed"  # what the name of something ends with that is being deleted
-HIDDEN = (STAGED, REMOVED)
 VIEW = "//"  # parts a real file's path from what it is viewed as (`storage.views`)
 STORES = ("s3", "s3a", "az", "azure")  # schemes of the stores that outputs go to: there keys are the paths
 SHOWN = 20  # faults
@@ -33,6 +33,36 @@ _PLAIN = re.compile(
     rf"(?:{_WORD}/){{0,{FOLDERS}}}{_WORD}", re.ASCII
 )  # nearly all: what it takes, all rules below let pass
 _ODD = re.compile(r"[\\\x00-\x1f\x7f]")
+
+# The whole form of each name that we make: a user's `notes.ckpt-partial` or `.ckpt-journal.txt` is no such name.
+_STAGED_NAME = re.compile(rf"\..+{re.escape(STAGED)}", re.DOTALL)
+_REMOVED_NAME = re.compile(rf"\..+\.[0-9a-f]{{8}}{re.escape(REMOVED)}", re.DOTALL)
+_JOURNAL_NAME = re.compile(
+    rf"{re.escape(JOURNAL)}(?:-[1-9][0-9]{{0,8}}-of-[1-9][0-9]{{0,8}}|-by-[A-Za-z0-9_-]+|-claims)?"
+)
+
+
+def is_leaving(name: str) -> bool:
+    """Is it the name of a folder that a run of ours writes in, or deletes? An interrupted run leaves it behind.
+
+    >>> is_leaving(".out.ckpt-partial"), is_leaving(".step-9.3f9c21aa.ckpt-removed"), is_leaving("out.ckpt-partial")
+    (True, True, False)
+    """
+    return is_staging(name) or _REMOVED_NAME.fullmatch(name) is not None
+
+
+def is_staging(name: str) -> bool:
+    """Is it the name of a folder in which an output grows?"""
+    return _STAGED_NAME.fullmatch(name) is not None
+
+
+def is_journal(name: str) -> bool:
+    """Is it the name of a journal in a staging folder, or of the folder of its claims?
+
+    >>> is_journal(".ckpt-journal-2-of-8"), is_journal(".ckpt-journal.txt")
+    (True, False)
+    """
+    return _JOURNAL_NAME.fullmatch(name) is not None
 
 
 def is_view(path: str) -> bool:
@@ -52,7 +82,7 @@ def base_of(path: str) -> str:
 def unfit(path: str) -> str:
     """Why `path` is no plain relative path of safe components, as the rest of a sentence; "" where it is one."""
     folded = path.casefold()
-    if _PLAIN.fullmatch(path) and ".ckpt-" not in folded:
+    if len(path) <= LONGEST and _PLAIN.fullmatch(path) and ".ckpt-" not in folded:
         return ""
     parts = path.split("/")
     if not path:
@@ -71,9 +101,10 @@ def unfit(path: str) -> str:
         return "holds an empty, '.' or '..' component"
     if any(part.endswith((" ", ".")) for part in parts):
         return "has a component that ends in a space or a dot"
-    if len(parts) > FOLDERS + 1 or any(len(part.encode("utf-8", "surrogatepass")) > COMPONENT for part in parts):
+    sizes = [len(part.encode("utf-8", "surrogatepass")) for part in parts]
+    if len(parts) > FOLDERS + 1 or max(sizes) > COMPONENT or sum(sizes) > LONGEST:
         return "is too long or too deep"
-    if any(name in folded for name in (JOURNAL, *HIDDEN)):
+    if any(is_leaving(part) or is_journal(part) for part in folded.split("/")):
         return "holds a name of an unfinished run's own files"
     return ""
 

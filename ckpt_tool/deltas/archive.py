@@ -7,27 +7,32 @@ lies, in whatever file of whatever layout:
     exp_avg/decoder.layers.0.mlp.fc1.weight[0, 0]      rest/mp_rank_00/model_optim_rng.pt
 
 What has no counterpart of its size is kept whole (a change to zeros). Nothing is understood that need not be: objects
-that only a trainer can load, files that no format knows, side files, all are bytes, and none can be lost. What is not
-kept: links, empty folders, permissions. Files are rebuilt by the plan and the executor as any output is.
+that only a trainer can load, files that no format knows, side files, all are bytes, and none can be lost: a file that
+could not be written again is an error before anything is kept. What is not kept: links (what they lead to is), empty
+folders (the result names them), permissions. Files are rebuilt by the plan and the executor as any output is.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.core.inner_path import is_view
+from ckpt_tool.core.inner_path import is_view, output_faults
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.deltas.folder import Archive, Piece
-from ckpt_tool.errors import UsageError
+from ckpt_tool.errors import InconsistentCheckpoint, UsageError, wrap_os_error
+from ckpt_tool.sources.moved import moved
 from ckpt_tool.sources.opening import Opened
+from ckpt_tool.sources.steps import step_of
 from ckpt_tool.storage.source import Tree
 
 _BYTE = DTYPES["U8"]
-NOT_A_FOLDER = "E2617"
+NOT_A_FOLDER, NOT_KEPT = "E2617", "E2850"
+SHOWN = 20  # names in one error
 
 
 class Entry(NamedTuple):
@@ -37,25 +42,38 @@ class Entry(NamedTuple):
     tree: Tree
 
 
+def whole_step(opened: Opened) -> Opened:
+    """The step as the user gave it. A Trainer's step is opened at the folder of DeepSpeed's inside it, and the files
+    around that folder belong to the step too; a run that was opened at one of its steps stays at that step."""
+    outer, inner = opened.outer, opened.tree
+    if outer is None or outer.single is not None or not (outer.local and inner.local):
+        return opened
+    is_step = step_of(outer.root.name, numbers=True) is not None
+    if not is_step or outer.root not in inner.root.parents:
+        return opened
+    folder = inner.root.relative_to(outer.root).as_posix()
+    return opened._replace(tree=outer, catalog=moved(outer, inner, folder, opened.catalog), outer=inner)
+
+
 def entries_of(opened: Opened) -> dict[str, Entry]:
     """Every byte of the step's files, each in one entry; in the order of the files.
 
     Raises UsageError E2617 for what is no folder of this machine or a store, or has links that lead out of it."""
     tree = opened.tree
-    if tree.single is not None or tree.odd_links:
+    listing = tree.listing()
+    one_file = tree.single is not None or tree.packed_in is not None
+    if one_file or tree.odd_links:
         raise UsageError(
             "--dedup keeps a step's folder, and this is one file"
-            if tree.single is not None
+            if one_file
             else f"the step has links that are not followed: {next(iter(tree.odd_links))}",
             code=NOT_A_FOLDER,
             path=tree.display(),
-            hint="pass the folder of the step"
-            if tree.single is not None
-            else "--follow-symlinks keeps what they lead to",
+            hint="pass the folder of the step" if one_file else "--follow-symlinks keeps what they lead to",
         )
     found: dict[str, Entry] = {}
     arrays = _arrays(opened)
-    for path, size in sorted(tree.listing().items()):
+    for path, size in sorted(listing.items()):
         rest, at = list[tuple[int, int]](), 0
         for offset, nbytes, name in arrays.get(path, ()):
             if offset < at or offset + nbytes > size:  # shared with the one before, or not there at all
@@ -70,6 +88,40 @@ def entries_of(opened: Opened) -> dict[str, Entry]:
             name = f"rest/{path}"
             found[name] = Entry(_tensor(name, path, size, rest), tree)
     return found
+
+
+def refuse_unkept(tree: Tree) -> None:
+    """Raise InconsistentCheckpoint E2850 where something below the step would be missing in the archive, or could not
+    be written again out of it: what the listing leaves out, what is no regular file, names that no output may have."""
+    listing = tree.listing()
+    kept = [path for path, size in listing.items() if size >= 0]
+    faults = [f"{path[:200]}: {why}" for path, why in tree.left_out.items()]
+    faults += [f"{path[:200]}: no regular file" for path, size in listing.items() if size < 0]
+    faults += [f"{ascii(path[:200])} {why}" for path, why in output_faults(kept)]
+    if faults:
+        raise InconsistentCheckpoint(
+            f"--dedup can't keep all that is in the step: {faults[0]}",
+            code=NOT_KEPT,
+            path=tree.display(),
+            faults=faults[1:SHOWN],
+            hint="move it out of the step, and give it back when the step is rebuilt; what an interrupted run left: "
+            "ckpt clean",
+        )
+
+
+def list_empty_folders(tree: Tree) -> list[str]:
+    """The folders of a local step that have nothing in them: an archive, made of files, does not have them."""
+    if not tree.local:
+        return []
+    found = []
+    for folder, folders, files in os.walk(tree.root, onerror=_fail):
+        if not folders and not files:
+            found.append(os.path.relpath(folder, tree.root))
+    return sorted(found)
+
+
+def _fail(error: OSError) -> NoReturn:
+    raise wrap_os_error(error, error.filename or "", "listing") from error
 
 
 def _arrays(opened: Opened) -> dict[str, list[tuple[int, int, str]]]:

@@ -25,7 +25,7 @@ from ckpt_tool.conversion.vocabulary import is_vocabulary, trim_vocabulary
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor
-from ckpt_tool.deltas.archive import entries_of, laid_out, paired
+from ckpt_tool.deltas.archive import entries_of, laid_out, list_empty_folders, paired, refuse_unkept, whole_step
 from ckpt_tool.deltas.encoding import Bytes, Encoder, Made, Spool
 from ckpt_tool.deltas.folder import INDEX, Archive, file_names, index_of
 from ckpt_tool.deltas.options import Making
@@ -88,7 +88,12 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
     notes: list[str] = [each.resolved for each in (old, fresh) if each.resolved]
     dropped: Sequence[dict[str, Any]] = ()
     if wanted.dedup:
+        old, fresh = whole_step(old), whole_step(fresh)
         entries = entries_of(fresh)
+        refuse_unkept(fresh.tree)
+        empty = list_empty_folders(fresh.tree)
+        if empty:
+            notes.append(f"empty folders are not kept: {', '.join(empty[:5])}" + (", ..." if empty[5:] else ""))
         pairs = [Pair(name, held and Held(*held), Held(*each)) for name, held, each in paired(entries_of(old), entries)]
         archive = laid_out(fresh, entries, frozenset(pair.name for pair in pairs if pair.old is None))
         numbers = [_step(path) for path in (old.path, fresh.path)]

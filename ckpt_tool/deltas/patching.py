@@ -25,7 +25,7 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.target import Target, TargetArray, TargetFile, Wanted, WantedTensor
 from ckpt_tool.core.tensor import MODEL, TensorKey
-from ckpt_tool.deltas.archive import entries_of
+from ckpt_tool.deltas.archive import entries_of, whole_step
 from ckpt_tool.deltas.folder import CHAIN, Archive, Delta, check_chain, read_delta
 from ckpt_tool.deltas.patched_tensor import Cursors, Patched
 from ckpt_tool.deltas.under_hub_names import hub_names
@@ -169,7 +169,9 @@ def _rebuild(
 
 def _entries(opened: Opened, chain: Sequence[Delta], archive: Archive) -> list[Patched]:
     """A recipe of each entry. Raises InconsistentCheckpoint E2615 for one that nothing in the chain has."""
-    base, cursors, sizes, faults = entries_of(opened), Cursors(), dict[str, int](), list[str]()
+    # Archives of older versions have the files inside a step under their names there, without the folder.
+    base = entries_of(opened) | entries_of(whole_step(opened))
+    cursors, sizes, faults = Cursors(), dict[str, int](), list[str]()
     for _, pieces in archive.files.values():
         for piece in pieces:
             sizes[piece.name] = sizes.get(piece.name, 0) + piece.nbytes

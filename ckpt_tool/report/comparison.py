@@ -182,6 +182,11 @@ def verification(document: Document, *, everything: bool = False) -> Page:
     ]
     if facts:
         blocks.append(Facts(tuple(facts)))
+    for what in ("signature", "attestation"):
+        ignored = (document.get(what) or {}).get("ignored")
+        if ignored:
+            listed = ignored if everything else ignored[:LISTED]
+            blocks.append(Lines(f"never covered by the {what}", (*listed, more(len(ignored) - len(listed), "file"))))
     blocks += _digests(document.get("digests") or {}, everything=everything)
     if findings:
         listed = findings if everything else findings[:LISTED]

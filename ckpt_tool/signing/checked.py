@@ -36,11 +36,13 @@ class Checked(NamedTuple):
 
 
 class _Claim(NamedTuple):
-    """A statement that was read. name: what messages call it. own: its file, where it lies in the tree."""
+    """A statement that was read. name: what messages call it. own: its file, where it lies in the tree. said: what the
+    document says of it."""
 
     name: str
     files: Listed
     own: str | None
+    said: dict[str, Any]
 
 
 def check(tree: Tree, key_file: str | None, attestation: str | None, progress: Progress, *, contents: bool) -> Checked:
@@ -64,6 +66,9 @@ def check(tree: Tree, key_file: str | None, attestation: str | None, progress: P
         have = _hashes(tree, claims, progress) if contents else None
         for claim in claims:
             faults += _held(tree, claim, have)
+            ignored = _list_ignored(tree, claim)
+            if ignored:
+                claim.said["ignored"] = ignored
     return Checked(faults, said)
 
 
@@ -115,7 +120,7 @@ def _take(
         faults.append(e)
         return said
     said["files"] = len({digest.path for digest in files.digests})
-    claims.append(_Claim(path, files, own))
+    claims.append(_Claim(path, files, own, said))
     return said
 
 
@@ -183,14 +188,23 @@ def _held(tree: Tree, claim: _Claim, have: _Have | None) -> Iterator[CkptError]:
                 path=tree.display(path),
                 hint="it was damaged or changed after it was written: get it again",
             )
-    for path in there:
+    # What the listing does not show is there all the same: a folder of which nothing is signed is named as a whole.
+    for path in (*there, *tree.left_out):
         if path not in parts and path != claim.own and not claim.files.ignores(path):
+            where = f" ({tree.left_out[path]})" if path in tree.left_out else ""
             yield InconsistentCheckpoint(
-                f"{path} is not among the files that {claim.name} names",
+                f"{path}{where} is not among the files that {claim.name} names",
                 code="E1687",
                 path=tree.display(path),
                 hint="it was added after the checkpoint was written: remove it, or find out where it comes from",
             )
+
+
+def _list_ignored(tree: Tree, claim: _Claim) -> list[str]:
+    """The files that are there and that a statement never covers, by its own words or by the rules of model signing:
+    nobody answers for them, and whoever trusts the folder has to know."""
+    uncovered = (path for path in tree.listing() if path not in (claim.own, SIGNATURE_FILE))
+    return [path for path in uncovered if claim.files.ignores(path)]
 
 
 def _differs(digests: list[Digest], size: int, have: _Have | None) -> str:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from ckpt_tool.core.inner_path import FOLDERS
 from ckpt_tool.errors import CkptError, StorageError, UsageError, near_misses
 from ckpt_tool.storage.store import Changed, Entry, Parts
 
@@ -79,7 +78,7 @@ class FsspecStore:
 
     def list(self) -> dict[str, Entry]:
         try:
-            entries = self._fs.find(self._base, maxdepth=FOLDERS + 1, withdirs=False, detail=True)
+            entries = self._fs.find(self._base, withdirs=False, detail=True)
         except _errors() as e:
             self._fail(e, "", "listing")
         return {name.removeprefix(self._base).lstrip("/"): _entry(info) for name, info in entries.items()}

@@ -17,7 +17,7 @@ import os
 import re
 from typing import Any, NamedTuple
 
-from ckpt_tool.core.inner_path import JOURNAL
+from ckpt_tool.core.inner_path import JOURNAL, is_journal
 from ckpt_tool.storage.open_below import open_own
 
 Line = dict[str, Any]
@@ -117,7 +117,7 @@ def names(folder: int) -> list[str]:
 
 def is_writer(name: str) -> bool:
     """Is it the name of a journal?"""
-    return name == JOURNAL or name.startswith(_WORKER) or part_of(name) is not None
+    return is_journal(name) and (name == JOURNAL or name.startswith(_WORKER) or part_of(name) is not None)
 
 
 def sealed(plan_id: str, line: Line) -> bytes:

@@ -27,7 +27,7 @@ from ckpt_tool.core.inner_path import FOLDERS, base_of, is_view
 from ckpt_tool.errors import CorruptFile, SourceChanged, StorageError, UnsafeInput
 from ckpt_tool.storage.read_ahead import PIECE, Ahead, Fetchers, Range, cut
 from ckpt_tool.storage.records import past_the_end
-from ckpt_tool.storage.source import FILE_LIMIT, Identity, Tree, missing_file, safe_relative
+from ckpt_tool.storage.source import FILE_LIMIT, TOO_DEEP, Identity, Tree, missing_file, safe_relative
 from ckpt_tool.storage.store import Changed, Entry, Parts, Store
 from ckpt_tool.storage.views import behind
 
@@ -85,6 +85,7 @@ class RemoteTree(Tree):
                 f"more than {FILE_LIMIT} files", code="E0310", path=self.shown, hint="pass the checkpoint's folder"
             )
         found: dict[str, int] = {}
+        self.left_out = {}
         for path, entry in entries.items():
             parts = path.split("/")
             if any(part in ("", ".", "..") for part in parts):
@@ -92,6 +93,8 @@ class RemoteTree(Tree):
             if len(parts) <= FOLDERS + 1:
                 found[path] = entry.size
                 self._entries[path] = entry
+            else:
+                self.left_out[path] = TOO_DEEP
         return found
 
     def below(self, folder: str) -> Tree:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.core.inner_path import FOLDERS, HIDDEN, base_of, is_view, leaves, unfit
+from ckpt_tool.core.inner_path import FOLDERS, base_of, is_leaving, is_view, leaves, unfit
 from ckpt_tool.errors import (
     CkptError,
     CorruptFile,
@@ -38,6 +38,8 @@ from ckpt_tool.storage.records import Met, past_the_end
 from ckpt_tool.storage.views import Views
 
 FILE_LIMIT = 1_000_000  # entries of one tree
+INTERRUPTED = "named as what an interrupted run of ckpt leaves behind"
+TOO_DEEP = f"deeper than {FOLDERS} folders"
 
 
 class Identity(NamedTuple):
@@ -81,12 +83,14 @@ class Tree:
     Thread-safe for reading. `shown` is what messages call the root. `local`: its files have descriptors (a tree behind
     a URL, `storage.remote`, has none). packed_in: the local archive whose members they are (`storage.archive`).
     computed: its values are made while they are read, so nobody has stated a digest of them. odd_links: links that were
-    listed and are not followed -> what they are.
+    listed and are not followed -> what they are. left_out: folders and files below the root that `listing` does not
+    show -> why: whoever answers for everything that is there has to look at them too.
     """
 
     local, computed = True, False
     packed_in: Path | None = None
     odd_links: dict[str, str] = {}
+    left_out: dict[str, str] = {}
 
     def __init__(
         self, path: str | os.PathLike[str], *, follow_symlinks: bool = False, bounds: Bounds | None = None
@@ -96,6 +100,7 @@ class Tree:
         self.shown = os.fspath(path)
         self.bytes_read = 0
         self._listing: dict[str, int] | None = None
+        self._folders = 0  # that were met while listing
         self._links = follow_symlinks
         self._seen: dict[str, Identity] = {}
         self._local = threading.local()
@@ -120,6 +125,7 @@ class Tree:
             )
         self._bounds = bounds or Bounds.of(self.root)
         self.odd_links = {}
+        self.left_out = {}
 
     def display(self, path: str = "") -> str:
         """`path` as messages show it."""
@@ -158,7 +164,8 @@ class Tree:
     def listing(self) -> dict[str, int]:
         """Relative path -> size in bytes of every regular file (-1: not a regular file), sorted by path.
 
-        For a tree of one file only that file is listed. Names that are not UTF-8 come surrogate-escaped.
+        For a tree of one file only that file is listed. Names that are not UTF-8 come surrogate-escaped. What lies too
+        deep, and what an interrupted run of ours left behind, is not listed but noted in `left_out`.
         Raises InconsistentCheckpoint (E0387) for names that differ only in case: which one is meant depends on the
         file system, and a copy on another one would lose a file.
         """
@@ -189,11 +196,16 @@ class Tree:
             else:
                 size = None if folder else _size_of(entry)
             if folder:
-                if len(above) <= FOLDERS and not entry.name.endswith(HIDDEN):
+                self._folders += 1
+                if is_leaving(entry.name):
+                    self.left_out[path] = INTERRUPTED
+                elif len(above) > FOLDERS:
+                    self.left_out[path] = TOO_DEEP
+                else:
                     self._walk(path + "/", inner, found, above | {inner})
-                continue
-            found[path] = -1 if size is None else size
-            if len(found) > FILE_LIMIT:
+            else:
+                found[path] = -1 if size is None else size
+            if len(found) + self._folders > FILE_LIMIT:
                 raise CorruptFile(
                     f"more than {FILE_LIMIT} files",
                     code="E0310",

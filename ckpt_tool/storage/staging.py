@@ -17,6 +17,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import shutil
 import socket
 import threading
@@ -25,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from secrets import token_hex
 
-from ckpt_tool.core.inner_path import JOURNAL
+from ckpt_tool.core.inner_path import JOURNAL, is_journal
 from ckpt_tool.core.progress import aside
 from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, wrap_os_error
 from ckpt_tool.storage import journal
@@ -47,7 +48,7 @@ _AT_FDCWD = -100
 _REPLACED = "user.ckpt.replaced"
 _PLAN = "user.ckpt.plan"  # on an output that was written in parts: the plan's id, for a part that is run once more
 _SOON = 50  # looks at a lock, 20 ms apart, before the one who waits says so
-_NFS = ".nfs"  # how NFS calls a file that was removed and is still open
+_NFS = re.compile(r"\.nfs[0-9a-f]{16,}")  # how NFS calls a file that was removed and is still open
 
 
 def new_worker() -> str:
@@ -259,7 +260,7 @@ class Staging:
         if os.fstat(self._folder_fd).st_uid != os.geteuid():
             raise self._foreign("belongs to another user")
         found = set(files_beneath(self._folder_fd))  # one look: between two, another part may begin its journal
-        begun = any(name.startswith(JOURNAL) for name in found)
+        begun = any(is_journal(name.partition("/")[0]) for name in found)
         if not begun and not found <= self._names and not was_replaced(self.path):
             raise self._foreign("holds files that no run of this plan has written")
 
@@ -420,7 +421,9 @@ class Staging:
         """Refuse to commit what no run of this plan has written."""
         if self.gone:
             raise self._foreign("is not the folder that was written")
-        found = {name for name in files_beneath(self._folder_fd) if not name.startswith((JOURNAL, _NFS))}
+        there = set(files_beneath(self._folder_fd))
+        ours = {name for name in there if is_journal(name.partition("/")[0]) or _NFS.fullmatch(name)}
+        found = there - ours
         if found - self._names:
             raise self._foreign(f"holds {min(found - self._names)}, which no run of this plan has written")
 

@@ -30,6 +30,7 @@ from functools import partial
 from secrets import token_hex
 from typing import Any, NamedTuple, TypeVar
 
+from ckpt_tool.core.inner_path import is_journal
 from ckpt_tool.errors import CkptError, OutputExists, SourceChanged
 from ckpt_tool.storage import journal
 from ckpt_tool.storage.claims import LEASE, Taken
@@ -43,6 +44,9 @@ AT_ONCE = 16  # requests for records
 _TRIES = 4  # claims that are tried before the next listing
 _CLAIM = re.compile(r"claim-(\d{1,9}|commit)-(\d{1,9})", re.ASCII)
 _SHARE = re.compile(r"share-(\d{1,9})", re.ASCII)
+_RECORD = re.compile(
+    r"(?:claim|share|upload|held)-[0-9a-z]{1,9}(?:-\d{1,9})*", re.ASCII
+)  # whatever a worker puts there
 
 
 class _View(NamedTuple):
@@ -397,7 +401,7 @@ def is_held(store: OutputStore) -> bool:
 def refuse_held(store: OutputStore, destination: str) -> None:
     """Before one run writes it all: raise OutputExists E0503 where workers share the output out; what dead ones have
     left goes."""
-    there = store.listing().objects
+    there = any(map(is_record, store.listing().objects))
     if there and is_held(store):
         raise OutputExists(
             f"workers are writing {destination}",
@@ -409,11 +413,16 @@ def refuse_held(store: OutputStore, destination: str) -> None:
         remove_records(store)
 
 
+def is_record(key: str) -> bool:
+    """Is it the name of a record of ours? Whatever else somebody keeps there is not touched."""
+    return key == PLAN or _RECORD.fullmatch(key) is not None or is_journal(key)
+
+
 def remove_records(store: OutputStore) -> None:
     """Remove all records, the plan first: without it the others say nothing."""
     store.remove(PLAN)
     for _ in range(3):  # a worker that has not noticed yet may add to them
-        left = list(store.listing().objects)
+        left = [key for key in store.listing().objects if is_record(key)]
         if not left:
             return
         with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tool.core import inner_path as inner
-from ckpt_tool.core.inner_path import inner_path, output_faults, unfit
+from ckpt_tool.core.inner_path import (
+    FOLDERS,
+    inner_path,
+    is_journal,
+    is_leaving,
+    output_faults,
+    unfit,
+)
 from ckpt_tool.errors import UnsafeInput
 
 OUTSIDE = [
@@ -38,7 +46,8 @@ OUTSIDE = [
     "\ud800",
     "n" * 256,
     "é" * 128,
-    "a/" * 7 + "b",
+    "a/" * (FOLDERS + 1) + "b",
+    ("n" * 250 + "/") * 8 + "w",
     ".ckpt-journal",
     ".CKPT-journal",
     ".ckpt-journal-1-of-2",
@@ -52,6 +61,25 @@ def test_what_may_lead_elsewhere_is_refused(path: str) -> None:
     with pytest.raises(UnsafeInput) as caught:
         inner_path(path)
     assert (caught.value.exit_code, caught.value.code) == (4, "E1600") and caught.value.hint
+
+
+USERS = ["x.ckpt-partial", ".ckpt-partial", "a.ckpt-journal.txt", ".ckpt-journal.txt", ".ckpt-journal-of-mine"]
+USERS += [".ckpt-removed", "run.ckpt-removed", ".run.12345.ckpt-removed", ".out.ckpt-partial.tar", "d/" * 20 + "w"]
+
+
+@pytest.mark.parametrize("path", USERS)
+def test_names_that_only_resemble_ours_are_a_user_s(path: str) -> None:
+    assert not is_leaving(path) and not is_journal(path)
+    assert unfit(path) == "" and unfit(f"folder/{path}/file") == ""
+
+
+def test_each_name_that_we_make_is_ours() -> None:
+    from ckpt_tool.storage import claims, journal, staging
+    from ckpt_tool.storage.destination import staging_path
+
+    writers = (None, (2, 8), staging.new_worker())
+    assert all(map(is_journal, [claims.FOLDER, *map(journal.name_of, writers)]))
+    assert is_leaving(staging_path(Path("runs/out")).name) and is_leaving(".step-9.3f9c21aa.ckpt-removed")
 
 
 @given(st.text(st.characters(codec=None), max_size=12) | st.text("./\\:~ab\0\n ", max_size=12))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from odd_folders import OURS, add_files
 
 import ckpt_tool as ckpt
 from ckpt_tool.errors import CkptError
@@ -158,6 +159,41 @@ def test_a_statement_that_was_edited_is_not_by_the_key(key: tuple[Path, Path], t
     bundle["dsseEnvelope"]["payload"] = base64.b64encode(json.dumps(statement).encode()).decode()
     (out / "model.sig").write_text(json.dumps(bundle))
     assert [row["code"] for row in ckpt.verify(out, key=key[1])["findings"]] == ["E1684"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_was_added_below_a_signed_folder_is_found(seed: int, key: tuple[Path, Path], tmp_path: Path) -> None:
+    """However deep it lies, and whatever its folder is called; a file that a link leads to as well."""
+    out = tmp_path / "out"
+    ckpt.convert(FIXTURES / "dcp/tp2_dp2", out, to="safetensors", sign=key[0], fsync=False)
+    assert ckpt.verify(out, key=key[1])["ok"]
+    made = set(add_files(out, seed))
+    (out / "a link").symlink_to(min(made))
+    (out / "link out").symlink_to(tmp_path)
+    rows = ckpt.verify(out, key=key[1])["findings"]
+    found = {Path(row["file"]).relative_to(out).as_posix() for row in rows if row["code"] == "E1687"}
+    assert found == made | {"a link", "link out"}
+
+
+@pytest.mark.parametrize("folder", [*OURS, f"sub/{OURS[0]}", "/".join(["d"] * 33)])
+def test_a_folder_that_no_reader_looks_into_is_found_too(folder: str, key: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ckpt.convert(FIXTURES / "dcp/tp2_dp2", out, to="safetensors", sign=key[0], fsync=False)
+    (out / folder).mkdir(parents=True)
+    (out / folder / "payload.py").write_text("x")
+    for mode in ("quick", "full"):
+        (row,) = ckpt.verify(out, key=key[1], mode=mode)["findings"]
+        assert row["code"] == "E1687" and f"{out / folder}".startswith(row["file"])
+
+
+def test_what_a_signature_never_covers_is_named(key: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ckpt.convert(FIXTURES / "dcp/tp2_dp2", out, to="safetensors", sign=key[0], fsync=False)
+    (out / ".git/hooks").mkdir(parents=True)
+    (out / ".git/hooks/post-merge").write_text("x")
+    (out / ".gitattributes").write_text("x")
+    found = ckpt.verify(out, key=key[1])
+    assert found["ok"] and found["signature"]["ignored"] == [".git/hooks/post-merge", ".gitattributes"]
 
 
 def test_an_attestation_says_what_was_made_of_what(key: tuple[Path, Path], tmp_path: Path) -> None:
