@@ -20,6 +20,7 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.megatron.adapter import LoraHints
 from ckpt_tool.formats.peft.beside import unknown_weights
+from ckpt_tool.formats.peft.inside import find_inside
 from ckpt_tool.formats.peft.lone import (
     CONFIG,
     PADDLE_CONFIG,
@@ -31,6 +32,7 @@ from ckpt_tool.formats.peft.lone import (
 from ckpt_tool.formats.peft.settings import Settings, paddle_settings_of, settings_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
+from ckpt_tool.sources.adapter_config import with_stated_alpha
 from ckpt_tool.sources.chosen import Conversion
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.storage.opening import open_tree
@@ -41,12 +43,14 @@ _LIMIT = 16 << 20  # bytes
 
 
 class Adapter(NamedTuple):
-    """tensors: those of its model state, shaped as PEFT shapes them. paddle: its names are Paddle's, not the hub's."""
+    """tensors: those of its model state, shaped as PEFT shapes them. paddle: its names are Paddle's, not the hub's.
+    inside: it is inside the base itself (`adapters.inside`)."""
 
     opened: Opened
     settings: Settings
     tensors: tuple[LogicalTensor, ...]
     paddle: bool = False
+    inside: bool = False
 
 
 def open_adapter(src: str, reading: Reading, weight: float, config: Mapping[str, Any] | None = None) -> Adapter:
@@ -63,6 +67,13 @@ def open_adapter(src: str, reading: Reading, weight: float, config: Mapping[str,
         return _of_megatron(opened, reading, weight, config)
     if not holds.adapter and not paddle and is_adapter(catalog.tensors):
         raise without_config(opened.tree)
+    if not holds.adapter and find_inside({key.name for key in catalog.tensors if key.state == MODEL}) is not None:
+        raise UsageError(
+            f"{src} is a whole model with an adapter inside, which belongs to this very model",
+            code=USAGE,
+            path=opened.path,
+            hint="fold it alone: ckpt merge MODEL OUT --method lora; or take the adapter out with convert --to peft",
+        )
     if not holds.adapter and not (paddle and holds.dialect == "paddle"):
         raise UsageError(
             f"{src} is not an adapter but {catalog.format}",
@@ -72,7 +83,8 @@ def open_adapter(src: str, reading: Reading, weight: float, config: Mapping[str,
         )
     catalog.check()
     if not paddle:
-        config, path = adapter_config(catalog), opened.tree.display(CONFIG)
+        path = opened.tree.display(CONFIG)
+        config = with_stated_alpha(adapter_config(catalog), reading.lora_alpha, path)
         settings = settings_of(config, path, weight=weight, lenient=reading.lenient)
         if not reading.lenient:
             _refuse_unknown_weights(opened)

@@ -57,6 +57,7 @@ def changed(
             if isinstance(change, Whole):
                 source = Input(change.tensor, adapter.opened.tree)
                 number = len(kept.sources) + [each is adapter for each in adapters].index(True)
+                number = 0 if adapter.inside else number
                 replaced[key] = Stored(number, change.tensor._replace(key=key, path=tensor.path))
             else:
                 rest.append((adapter, change))
@@ -70,13 +71,14 @@ def changed(
         casts = {key: dtypes[key] for key, row in replaced.items() if row.tensor.dtype != dtypes[key]}
     out = replace(
         kept,
-        sources=(*kept.sources, *(adapter.opened for adapter in adapters)),
+        sources=(*kept.sources, *(adapter.opened for adapter in adapters if not adapter.inside)),
         stored=stored,
         renewed=kept.renewed | set(replaced),
         casts={**kept.casts, **casts},
         notes=(*kept.notes, *_told(adapters, found, left)),
     )
-    shown = f"{kept.sources[0].path} with {', '.join(adapter.opened.path for adapter in adapters)}"
+    paths = ["the adapter inside" if adapter.inside else adapter.opened.path for adapter in adapters]
+    shown = f"{kept.sources[0].path} with {', '.join(paths)}"
     return with_computed(out, recipes, shown, writing, option=option, dtypes=dtypes)
 
 
@@ -209,7 +211,7 @@ def _told(adapters: Sequence[Adapter], found: Sequence[Matched], left: set[str])
         own = [
             name for name in adapter.opened.catalog.sidefiles if not name.startswith(("README", "LICENSE", "config"))
         ]
-        if own and not adapter.paddle:
+        if own and not adapter.paddle and not adapter.inside:
             notes.append(f"beside the base stay the base's files; the adapter's own are not copied: {', '.join(own)}")
     if left:
         notes.append(

@@ -10,8 +10,8 @@ its `add_weighted_adapter` gives by `cat`; its `linear` mixes A of one with B of
 
 Before a byte moves, every reason why the adapter can't be folded is reported at once: targets that the base lacks,
 shapes, ranks, leftovers. What training left beside the weights (optimizer, masters, averages) stays behind by name: it
-would belong to other weights. What it does not do: fold other methods than LoRA's family (`adapter` names
-them), undo a folding.
+would belong to other weights. A single source has its adapter inside (`inside`). What it does not do: fold other
+methods than LoRA's family (`adapter` names them), undo a folding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from typing import Any
 
 from ckpt_tool.adapters.adapter import Adapter, open_adapter
 from ckpt_tool.adapters.changed_base import changed
+from ckpt_tool.adapters.inside import split_inside
 from ckpt_tool.adapters.targets import Matched, Tokens, match
+from ckpt_tool.conversion.adapter_inside import inside_of
 from ckpt_tool.conversion.passes import NAMES, passed, selected
 from ckpt_tool.conversion.tied_head import TIED as TIE
 from ckpt_tool.conversion.vocabulary import EMBEDDINGS
@@ -59,12 +61,6 @@ def fold(
     (tied embeddings), E1427 (a base without floats); InconsistentCheckpoint E1424 (an adapter of another base, all
     faults), E1429 (two adapters that replace the same tensor); and what reading and writing raise.
     """
-    if len(sources) < 2:
-        raise UsageError(
-            f"{OPTION} folds adapters into a base, and only one source is given",
-            code=USAGE,
-            hint="ckpt merge BASE ADAPTER... OUT --method lora",
-        )
     refuse_saved_plan(writing, OPTION)
     if writing.states and not {MODEL, "all"} & set(writing.states):
         raise UsageError(
@@ -76,19 +72,34 @@ def fold(
         raise UsageError(
             f"--weight {beyond[0]:g} exceeds the range of fp32", code=WEIGHTS, hint="adapters are folded in fp32"
         )
-    if weights and len(weights) != len(sources) - 1:
+    count = max(1, len(sources) - 1)  # a single source has its adapter inside
+    if weights and len(weights) != count:
         raise UsageError(
-            f"{len(weights)} weights for {len(sources) - 1} adapters",
+            f"{len(weights)} weights for {count} adapters",
             code=WEIGHTS,
             hint="--weight once for each adapter, in their order; the base has none",
         )
     base = open_source(sources[0], reading)
+    job = Conversion.of(base, reading, writing)
+    if len(sources) == 1:
+        everything, adapter = split_inside(_model(base, job), base, reading, weights[0] if weights else 1.0)
+        named, matched = _matched(everything, [adapter], job)
+        folded = changed(named, [adapter], matched, writing, option=OPTION)
+        return write(_as_wanted(folded, everything, named, job), dst, job, progress)
+
     adapters = [
         open_adapter(src, reading, weight, config_of(base, reading).config)
-        for src, weight in zip(sources[1:], weights or (1.0,) * (len(sources) - 1), strict=True)
+        for src, weight in zip(sources[1:], weights or (1.0,) * count, strict=True)
     ]
-    job = Conversion.of(base, reading, writing)
     everything = _model(base, job._replace(writing=replace(writing, remove_keys=(), keep_keys=())))
+    inside = inside_of(everything)
+    if inside is not None:
+        raise UsageError(
+            f"the base has an adapter inside already ({len(inside.adapter)} tensors)",
+            code=USAGE,
+            path=base.path,
+            hint="fold that one first: ckpt merge BASE OUT --method lora",
+        )
     named, matched = _matched(everything, adapters, job)
     kept = named
     if writing.remove_keys or writing.keep_keys:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
+from ckpt_tool.conversion.adapter_inside import without_adapter_inside
 from ckpt_tool.conversion.adapter_names import adapters_named
 from ckpt_tool.conversion.fitting import fitted, held
 from ckpt_tool.conversion.hybrid_layers import as_gpt, as_hybrid
@@ -54,7 +55,13 @@ SELECTION = (
     Pass("floats", "--dequantize: quantised weights and states as the floats that they stand for", dequantized),
 )
 # Under which names
+INSIDE = Pass(
+    "inside",
+    "an adapter inside a whole model: alone to peft, refused by what has no such names",
+    without_adapter_inside,
+)
 NAMES = (
+    INSIDE,
     Pass("unwrapped", "what a trainer's wrappers put in front of every name, or inside names, is taken off", unwrapped),
     Pass("head", "--tied-head: an output layer that is the embedding, once or twice", with_head),
     Pass("adapters", "a LoRA of Megatron's as PEFT's, and back; its config too", adapters_named),
@@ -64,6 +71,7 @@ NAMES = (
 )
 # As the format keeps them
 FITTING = (
+    INSIDE,
     Pass("repacked", "--repack: weights of GPTQ and AWQ as compressed-tensors stores them", repacked),
     Pass("codes", "--dtype leaves codes and scales as they are", as_they_are),
     Pass(

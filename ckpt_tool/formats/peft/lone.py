@@ -45,7 +45,11 @@ def is_adapter(keys: Iterable[TensorKey]) -> bool:
         return False
     rest = [first.name, *(key.name for key in names)]
     pairs = any(".lora_A" in name or "lora_embedding_A" in name for name in rest)
-    return pairs and all(name.startswith(_PREFIX) or ".lora_" in name for name in rest)
+    if not pairs or not all(name.startswith(_PREFIX) or ".lora_" in name for name in rest):
+        return False
+    from ckpt_tool.formats.peft.inside import find_inside
+
+    return find_inside(rest) is None
 
 
 def _said(tree: Tree) -> tuple[str, str]:

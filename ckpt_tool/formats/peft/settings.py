@@ -211,6 +211,8 @@ def _refuse(config: Mapping[str, Any], path: str, *, lenient: bool) -> None:
     ]
     if not lenient:
         faults += [f"{name}: a setting that this build does not know" for name in odd]
+    if config.get("lora_alpha") == 0 and not config.get("alpha_pattern") and not lenient:
+        faults.append("lora_alpha 0: nothing of it would be folded; verl's merger writes 0 where it knows no alpha")
     if faults:
         raise _cannot_be_folded(
             faults,

@@ -1,0 +1,146 @@
+"""A whole model with an adapter inside, on its way to an output: kept under its own names, taken apart, or refused.
+
+    --to peft                                  the adapter alone, with the config that is near the checkpoint
+    formats that keep names, --dialect keep    as it is, with a note
+    any other output                           an error that names the command that folds the adapter
+
+No model has weights called `q_proj.base_layer.weight`: transformers would leave them out and start from random values.
+Folding is `ckpt merge SRC OUT --method lora` (`adapters.inside`), which a conversion does not do unasked. A file of
+torch's is a model's, too, where it holds no training state. Cost: one look at each name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckpt_tool.core.hints import Dialect
+from ckpt_tool.core.tensor import MODEL
+from ckpt_tool.errors import UsageError
+from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind
+
+if TYPE_CHECKING:
+    from ckpt_tool.formats.peft.inside import AdapterInside
+
+INSIDE, SEVERAL = "E2933", "E2934"
+HUB = "hf"
+_WORDS = (".base_layer.", ".lora_", ".modules_to_save.")
+
+
+def without_adapter_inside(chosen: Chosen, job: Conversion) -> Chosen:
+    """`chosen`, which holds no adapter inside a model any more unless the output keeps names. Raises UsageError E2933
+    where it would, E2934 and what finding a config raises for `--to peft`."""
+    inside = inside_of(chosen)
+    if inside is None:
+        return chosen
+    fmt, writing = job.fmt, job.writing
+    if fmt.holds.adapter and writing.dialect != "keep":
+        return _adapter_alone(chosen, job, inside)
+    if _keeps_names(chosen, job):
+        line = f"{_described(inside)}: names are kept, and both stay as they are"
+        return chosen if line in chosen.notes else chosen.noted(line)
+    if writing.aoa and inside.base:  # statements say how names change; what is left is looked at afterwards
+        return chosen
+    raise refusal(chosen, job, inside)
+
+
+def _keeps_names(chosen: Chosen, job: Conversion) -> bool:
+    """Does the output keep the job's own names on purpose? What transformers would take for a model does not."""
+    if job.writing.dialect == "keep":
+        return True
+    if job.dialect == "keep":
+        has_training_state = any(row.tensor.key.state != MODEL for row in chosen.stored)
+        return has_training_state or not job.fmt.holds.single
+    return job.dialect == chosen.home != HUB
+
+
+def inside_of(chosen: Chosen) -> AdapterInside | None:
+    """The adapter inside the model that is chosen, None where there is none."""
+    names = [row.tensor.key.name for row in chosen.stored]
+    if not any(word in name for name in names for word in _WORDS):
+        return None
+    from ckpt_tool.formats.peft.inside import find_inside
+
+    return find_inside(chosen.model)
+
+
+def refusal(chosen: Chosen, job: Conversion, inside: AdapterInside) -> UsageError:
+    """The error of an output that has no place for it."""
+    fold = "ckpt merge SRC OUT --method lora folds it into the model"
+    adapter = "" if inside.others else "; --to peft writes the adapter alone"
+    if inside.others:
+        fold = "merge it with the library that trained it"
+    return UsageError(
+        f"{_described(inside)}, and {job.fmt.name} has no such names: no library would load them",
+        code=INSIDE,
+        path=chosen.sources[0].path,
+        hint=f"{fold}{adapter}; --dialect keep writes the names as they are",
+    )
+
+
+def _described(inside: AdapterInside) -> str:
+    if inside.others:
+        return f"an adapter ({', '.join(inside.others[:3])}) is inside this model"
+    return f"a LoRA is inside this model ({len(inside.adapter)} tensors next to {len(inside.base)} of the base)"
+
+
+def refuse_several(inside: AdapterInside, path: str) -> None:
+    """Raise UsageError E2934 for a model with several adapters inside, or with one that is no LoRA of PEFT's."""
+    if inside.others:
+        raise UsageError(
+            f"the adapter inside this model is no LoRA of PEFT's: {', '.join(inside.others[:3])}",
+            code=SEVERAL,
+            path=path,
+            hint="merge it with the library that trained it",
+        )
+    if len(inside.adapters) > 1:
+        first, second = inside.adapters[:2]
+        raise UsageError(
+            f"{len(inside.adapters)} adapters are inside this model: {', '.join(inside.adapters[:5])}",
+            code=SEVERAL,
+            path=path,
+            hint=f"leave all but one out, such as --remove-keys '*.{second}.*' '*.{second}' to keep {first}",
+        )
+
+
+def _trained_biases(inside: AdapterInside, which: object) -> dict[str, str]:
+    """Stored name -> the name in PEFT's file, of the base's biases that were trained. which: the config's `bias`."""
+    adapted = {name.partition(".lora_")[0] for name in inside.adapter.values() if ".lora_" in name}
+    biases = {}
+    for stored, name in inside.wrapped.items():
+        module, _, last = name.rpartition(".")
+        is_adapted = module.removesuffix(".base_layer") in adapted
+        if last == "bias" and (which == "all" or (which == "lora_only" and is_adapted)):
+            biases[stored] = name
+    return biases
+
+
+def _adapter_alone(chosen: Chosen, job: Conversion, inside: AdapterInside) -> Chosen:
+    """The adapter under the names of PEFT's files, with its config."""
+    from ckpt_tool.formats.peft.lone import PeftHints
+    from ckpt_tool.sources.adapter_config import config_of_inside
+
+    refuse_several(inside, chosen.sources[0].path)
+    model = chosen.model
+    shapes = {name: row.tensor.shape for name, row in model.items()}
+    found = config_of_inside(chosen.sources[0], inside, shapes, job.reading.lora_alpha)
+
+    renamed = {**inside.embeddings, **inside.adapter, **_trained_biases(inside, found.config.get("bias"))}
+    kept = []
+    for stored, name in renamed.items():
+        row = model[stored]
+        key = row.tensor.key._replace(name=name)
+        kept.append(row._replace(tensor=row.tensor._replace(key=key, path=())))
+    base = [row.tensor for name, row in model.items() if name not in renamed]
+    states = [row.tensor for row in chosen.stored if row.tensor.key.state != MODEL]
+    return replace(
+        chosen,
+        stored=tuple(kept),
+        dropped=(
+            *chosen.dropped,
+            *left_behind(base, "it is the base's: a folder of PEFT holds the adapter alone", named=False),
+            *left_behind(states, "a folder of PEFT holds no training state", named=False),
+        ),
+        notes=(*chosen.notes, f"the adapter inside the model, with the config of {found.path}"),
+        hints=chosen.all_hints.having(PeftHints(found.config), Dialect("hf")),
+    )
