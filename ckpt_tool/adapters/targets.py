@@ -40,6 +40,7 @@ from itertools import permutations
 from math import prod
 from typing import Any, NamedTuple
 
+from ckpt_tool.adapters.towers import Towers, describe_renaming
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.errors import near_misses
 from ckpt_tool.formats.peft.settings import Settings
@@ -140,8 +141,18 @@ class _Matching:
         root, _ = root_for(modules, known)
         if root.old != root.new:
             self.notes.append(f"the adapter's modules {root.old}* are {root.new}* of the base")
+
+        # What the one root does not reach is in another tower of the model, which begins in its own way.
+        towers = Towers((*known, *self.base))
+        elsewhere: list[tuple[str, str]] = []
         for tensor, part in found:
             module = root.of(part.module) or part.module
+            of_base = self.base if part.kind == WHOLE else known
+            if module not in of_base:
+                other = towers.find(part.module)
+                if other is not None and other in of_base:
+                    elsewhere.append((part.module, other))
+                    module = other
             self.own[module] = part.module
             if part.kind == WHOLE:
                 known_as, row = module, self.whole
@@ -150,6 +161,7 @@ class _Matching:
             if known_as in row:
                 self.faults.append(f"{tensor.key.name}: stands twice, under two adapter names")
             row[known_as] = tensor
+        self.notes += describe_renaming(elsewhere)
 
     def matched(self) -> Matched:
         for name, tensor in self.whole.items():
