@@ -14,7 +14,7 @@ from ckpt_tool.conversion.writing import write
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
-from ckpt_tool.merging.job import Job, job_of, last_of
+from ckpt_tool.merging.job import Job, job_of, last_of, steps_of
 from ckpt_tool.merging.merge import merge_models
 from ckpt_tool.merging.mergekit import read_config
 from ckpt_tool.merging.options import LORA, UNION, MergeOptions
@@ -44,6 +44,7 @@ def merge(
         )
     if options.config is not None:
         return merge_models(_configured(options.config, options), dst, reading, writing, progress)
+    _refuse_steps_without_method(options)
     sources = [src for path in sources for src in _checkpoints(path, options, reading)]
     if options.name == LORA:
         from ckpt_tool.adapters.fold import fold
@@ -52,7 +53,7 @@ def merge(
         return fold(sources, dst, reading, writing, progress, weights=options.weights)
     if options.name != UNION:
         return merge_models(job_of(options, sources), dst, reading, writing, progress)
-    _refuse(options, but=("--last",))
+    _refuse(options, but=())
     opened = [open_source(src, reading) for src in sources]
     adapters = [one.path for one in opened if one.format.holds.adapter]
     if options.method is None and adapters and len(adapters) < len(opened):
@@ -87,6 +88,22 @@ def _configured(config: str, options: MergeOptions) -> Job:
     return read_config(config, seed=options.seed, tokenizer=options.tokenizer)
 
 
+def _refuse_steps_without_method(options: MergeOptions) -> None:
+    """Raise UsageError E1442 where steps of a run are picked and nothing says how they become one checkpoint."""
+    picks = [option for option, value in (("--last", options.last), ("--steps", options.steps)) if value]
+    if len(picks) > 1:
+        raise UsageError(
+            "--last and --steps both pick the steps", code="E1442", place="ckpt merge", hint="give one of the two"
+        )
+    if picks and options.name in (UNION, LORA):
+        raise UsageError(
+            f"{picks[0]} picks several steps of a run, and nothing says how to merge them",
+            code="E1442",
+            place="ckpt merge",
+            hint=f"--method average averages them: ckpt merge RUN OUT --method average {picks[0]} ...",
+        )
+
+
 def _refuse(options: MergeOptions, *, but: tuple[str, ...], of: str = "") -> None:
     """Raise UsageError E1442 for options of arithmetic merges that can have no effect."""
     wrong = [option for option in options.given() if option not in but]
@@ -100,14 +117,16 @@ def _refuse(options: MergeOptions, *, but: tuple[str, ...], of: str = "") -> Non
 
 
 def _checkpoints(path: str, options: MergeOptions, reading: Reading) -> list[str]:
-    """The source itself, or the last checkpoints of it where `--last` asks for them."""
-    if options.last is None:
+    """The source itself, or those checkpoints in it that `--last` or `--steps` asks for."""
+    if options.last is None and not options.steps:
         return [path]
     from ckpt_tool.storage.opening import open_tree
 
     names = {
         name.split("/")[0] for name in open_tree(path, follow_symlinks=reading.follow_symlinks).listing() if "/" in name
     }
+    if options.last is None:
+        return steps_of(path, sorted(names), options.steps)
     return last_of(path, sorted(names), options.last)
 
 

@@ -18,9 +18,10 @@ from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import MASTER, TensorKey
 from ckpt_tool.errors import REPLICAS_DIFFER, CkptError
-from ckpt_tool.formats.base import Hashing
+from ckpt_tool.formats.base import Hashing, ranks_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Verification
+from ckpt_tool.report.holdings import rank_name, whose
 from ckpt_tool.sources.opening import Opened, open_source, resolve
 from ckpt_tool.sources.sound import UNSOUND, finding, findings_of, row
 from ckpt_tool.storage.opening import open_tree
@@ -47,6 +48,7 @@ def verify(src: str, reading: Reading, wanted: Verification = FULL, *, progress:
     read = _Read([*map(finding, sealed.faults), *findings], dict(catalog.digests))
     if wanted.mode == "full":
         _read_all(opened, broken, on, progress, read)
+    _name_ranks(read.findings, opened)
     return {
         "schema_version": 1,
         "ok": not read.findings,
@@ -60,6 +62,18 @@ def verify(src: str, reading: Reading, wanted: Verification = FULL, *, progress:
         "nonfinite": {key: count for key, count in read.nonfinite.items() if not key.startswith("bool:")},
         "notes": [line.message for line in catalog.notes if line.code not in UNSOUND],
     }
+
+
+def _name_ranks(findings: list[dict[str, Any]], opened: Opened) -> None:
+    """Give each finding the rank whose file it is in, where the format's files are ranks'."""
+    catalog = opened.catalog
+    rank_of = whose(catalog, ranks_of(opened.format, catalog.mesh.to_json()))
+    paths = {opened.tree.display(path): path for path in catalog.files}
+    for each in findings:
+        path = paths.get(each["file"] or "")
+        coords = rank_of(path) if path is not None else None
+        if coords:
+            each["rank"] = rank_name(coords)
 
 
 @dataclass(slots=True)
@@ -96,7 +110,9 @@ def _read_all(
     for key, want in catalog.digests.items():
         if read.digests.get(key, want) != want:
             why = f"the values have digest {read.digests[key]}, recorded was {want}"
-            read.findings.append(row("E0352", why, str(key)))
+            files = {chunk.array.file for chunk in catalog.tensors[key].chunks}
+            file = opened.tree.display(files.pop()) if len(files) == 1 else None
+            read.findings.append(row("E0352", why, str(key), file=file))
     progress.finish()
     _say_how_far(read.findings, opened)
     read.findings += _boolean_findings(read.nonfinite)

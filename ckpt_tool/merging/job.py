@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.errors import UsageError, near_misses
 from ckpt_tool.merging.methods import METHODS, Method, Parameter
-from ckpt_tool.merging.options import EMA, MergeOptions
+from ckpt_tool.merging.options import AVERAGE, EMA, MergeOptions
+from ckpt_tool.merging.schedules import EXPONENTIAL, UNIFORM, weights_of
 from ckpt_tool.sources.steps import step_of
 
 _NEAR_MISSES = 6  # hints by likeness: each costs a look at all names
@@ -248,12 +249,13 @@ def all_faults(job: Job) -> list[str]:
 
 def job_of(options: MergeOptions, sources: Sequence[str]) -> Job:
     """The job. sources: as given, in their order. Raises UsageError E1442 with every fault."""
-    method, faults = METHODS["linear" if options.name == EMA else options.name], list[str]()
+    averages = options.name in (AVERAGE, EMA)
+    method, faults = METHODS["linear" if averages else options.name], list[str]()
     models = list(sources)
     base = options.base
     if method.name == "slerp" and base is None and len(models) == 2:
         base = models[0]
-    weights = _decaying(options, len(models), faults) if options.name == EMA else options.weights
+    weights = _scheduled(options, len(models), faults) if averages else options.weights
     if base is not None and method.base == "none":
         faults.append(f"{options.name} has no base: --base {base}")
     elif base is not None and base not in models:
@@ -319,16 +321,25 @@ def _each(values: tuple[float, ...], models: Sequence[str], option: str, faults:
     return [setting(value) for value in (values * len(models) if len(values) == 1 else values)]
 
 
-def _decaying(options: MergeOptions, count: int, faults: list[str]) -> tuple[float, ...]:
-    """The weights of an exponential average over `count` checkpoints."""
+def _scheduled(options: MergeOptions, count: int, faults: list[str]) -> tuple[float, ...]:
+    """The weights of an average over `count` checkpoints, oldest first."""
     if options.weights:
-        faults.append("ema has its weights from --decay: --weight")
+        source = "--decay" if options.name == EMA else "--schedule"
+        faults.append(f"{options.name} has its weights from {source}: --weight")
+
+    schedule = EXPONENTIAL if options.name == EMA else options.schedule or UNIFORM
+    if options.name == EMA and options.schedule is not None:
+        faults.append("--schedule only applies to --method average")
+    if schedule != EXPONENTIAL:
+        if options.decay is not None:
+            faults.append("--decay only applies to --schedule ema")
+        return weights_of(schedule, count)
+
     if options.decay is None or not 0 <= options.decay < 1:
         found = "nothing" if options.decay is None else f"{options.decay:g}"
         faults.append(f"ema needs --decay from 0 to below 1, found {found}")
         return (1.0,) * count
-    rest = 1 - options.decay
-    return tuple(options.decay ** (count - 1 - k) * (rest if k else 1) for k in range(count))
+    return weights_of(schedule, count, options.decay)
 
 
 def _idle(options: MergeOptions, method: Method) -> list[str]:
@@ -351,8 +362,10 @@ def _notes(options: MergeOptions, method: Method) -> tuple[str, ...]:
     notes = []
     if method.trim and not options.density:
         notes.append(f"{method.name} without --density keeps task vectors whole")
-    if options.decay is not None and options.name != EMA:
-        raise UsageError("--decay only applies to --method ema", code="E1442", place="ckpt merge")
+    if options.name not in (AVERAGE, EMA):
+        for option, value in (("--decay", options.decay), ("--schedule", options.schedule)):
+            if value is not None:
+                raise UsageError(f"{option} only applies to --method average", code="E1442", place="ckpt merge")
     return tuple(notes)
 
 
@@ -364,9 +377,8 @@ def last_of(folder: str, names: Sequence[str], count: int) -> list[str]:
 
     Raises UsageError E1450 where there are fewer, or of two kinds.
     """
-    steps = (step for step in map(step_of, names) if step is not None and step.name[-1].isdigit())
-    found = sorted((step.order, step.name) for step in steps)
-    kinds = {name.rstrip("0123456789") for _, name in found}
+    found = _numbered_steps(names)
+    kinds = {name.rstrip("0123456789") for name in found}
     if len(found) < count or len(kinds) > 1:
         what = (
             f"{len(found)} checkpoints"
@@ -379,4 +391,40 @@ def last_of(folder: str, names: Sequence[str], count: int) -> list[str]:
             path=folder,
             hint="it takes iter_N, checkpoint-N, global_stepN, ...; or name the checkpoints themselves",
         )
-    return [f"{folder.rstrip('/')}/{name}" for _, name in found[-count:]]
+    return [f"{folder.rstrip('/')}/{name}" for name in found[-count:]]
+
+
+def steps_of(folder: str, names: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    """The wanted checkpoints of a folder in the order of training. wanted: numbers of steps, or their names.
+
+    >>> steps_of("run", ["step-30", "step-10", "step-20"], ["30", "step-10"])
+    ['run/step-10', 'run/step-30']
+
+    Raises UsageError E1450 for steps that are not there, or numbers that two of them have.
+    """
+    found = _numbered_steps(names)
+    by_word: dict[str, list[str]] = {name: [name] for name in found}
+    for name in found:
+        number = name[len(name.rstrip("0123456789")) :]
+        by_word.setdefault(str(int(number)), []).append(name)
+
+    faults = [f"there is no step {word}" for word in wanted if word not in by_word]
+    faults += [
+        f"step {word} is {' and '.join(by_word[word])}: name one" for word in wanted if len(by_word.get(word, ())) > 1
+    ]
+    if faults:
+        raise UsageError(
+            f"--steps: {faults[0]}",
+            code="E1450",
+            path=folder,
+            faults=faults[1:],
+            hint=f"the folder holds {', '.join(found[-5:]) or 'no steps'}{' and older ones' if len(found) > 5 else ''}",
+        )
+    taken = {by_word[word][0] for word in wanted}
+    return [f"{folder.rstrip('/')}/{name}" for name in found if name in taken]
+
+
+def _numbered_steps(names: Sequence[str]) -> list[str]:
+    """The names that are steps' and end with their number, in the order of training."""
+    steps = (step for step in map(step_of, names) if step is not None and step.name[-1].isdigit())
+    return [name for _, name in sorted((step.order, step.name) for step in steps)]

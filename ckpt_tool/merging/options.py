@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckpt_tool.merging.methods import METHODS
+from ckpt_tool.merging.schedules import SCHEDULES
 from ckpt_tool.options.statement import OPTIONS, options_of
-from ckpt_tool.options.values import count, integer, number, numbers, text
+from ckpt_tool.options.values import count, integer, number, numbers, text, words
 
-UNION, LORA, EMA = "union", "lora", "ema"  # beside the methods of arithmetic: tensors as they are, adapters folded
-NAMES = (UNION, LORA, *METHODS, EMA)
+# next to the methods of arithmetic: tensors as they are, adapters folded, averages of the steps of a run
+UNION, LORA, AVERAGE, EMA = "union", "lora", "average", "ema"
+NAMES = (UNION, LORA, *METHODS, AVERAGE, EMA)
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,16 @@ class MergeOptions:
     normalize: bool | None = OPTIONS.switch(
         "Divide by the weights that count, or don't. Default the method's.", default=None
     )
-    decay: float | None = OPTIONS.option("ema: share that the average keeps at each checkpoint.", number, "D")
-    last: int | None = OPTIONS.option("The last N checkpoints of the folder SRC.", count, "N")
+    schedule: str | None = OPTIONS.choice(
+        f"average: how weights fall with the age of a step: {', '.join(SCHEDULES)}. Default uniform.", SCHEDULES, "NAME"
+    )
+    decay: float | None = OPTIONS.option(
+        "ema, average --schedule ema: the share that the average keeps at each step, such as 0.9.", number, "D"
+    )
+    last: int | None = OPTIONS.option("Merge the last N checkpoints of the folder SRC.", count, "N")
+    steps: tuple[str, ...] = OPTIONS.option(
+        "Merge these steps of the folder SRC, by number or name: 100,200,300.", words, "A,B,C", default=()
+    )
     seed: int | None = OPTIONS.option("Seed of dare and della. Default 0.", integer, "N")
     tokenizer: str | None = OPTIONS.choice("Merge though tokenizers differ; the base's is kept.", ("base",))
     config: str | None = OPTIONS.option("A mergekit config; it names the sources, only DST is given.", text, "FILE")

@@ -169,9 +169,10 @@ def _each_difference(differences: Sequence[Document], *, everything: bool) -> Ta
 
 
 def verification(document: Document, *, everything: bool = False) -> Page:
-    """The page of `ckpt verify`."""
+    """The page of `ckpt verify`: the verdict, then what it rests on. Digests are listed with -v alone."""
     findings = document.get("findings") or ()
-    blocks: list[Block] = []
+    blocks: list[Block] = [_validity(document, findings)]
+
     facts: list[tuple[str, Cell]] = [
         (key, str(document[key])) for key in ("path", "format", "mode") if document.get(key)
     ]
@@ -182,45 +183,68 @@ def verification(document: Document, *, everything: bool = False) -> Page:
     ]
     if facts:
         blocks.append(Facts(tuple(facts)))
+
+    blocks += _findings(findings, everything=everything)
+    blocks += _never_covered(document, everything=everything)
+    blocks += _nonfinite(document.get("nonfinite") or {}, everything=everything)
+    blocks += _uncovered(document.get("uncovered") or ())
+    blocks += _notes(document)
+    if everything:
+        blocks += _digests(document.get("digests") or {})
+    return Page(f"ckpt verify {document.get('path', '')}", tuple(blocks))
+
+
+def _validity(document: Document, findings: Sequence[Document]) -> Verdict:
+    tensors = sum(len(names) for names in (document.get("digests") or {}).values())
+    checked = f", {plural(tensors, 'tensor')}" if tensors else ""
+    if document.get("ok"):
+        return Verdict(True, f"complete and valid: no findings{checked}{_in(document)}")
+    return Verdict(False, f"not valid: {plural(len(findings), 'finding')}{checked}{_in(document)}")
+
+
+def _findings(findings: Sequence[Document], *, everything: bool) -> list[Block]:
+    if not findings:
+        return []
+    listed = findings if everything else findings[:LISTED]
+    columns = (Column("code"), Column("tensor"), Column("file", drop=1), Column("finding"))
+    rows = tuple(
+        (Styled(each.get("code") or "", "bad"), each.get("tensor") or "", _file(each), each.get("message") or "")
+        for each in listed
+    )
+    has_long_messages = any(len(row[3]) > 60 for row in rows)
+    blocks: list[Block] = [_as_lines(rows) if has_long_messages else Table("findings", columns, rows)]
+    if len(findings) > len(listed):
+        blocks.append(Lines("", (more(len(findings) - len(listed), "finding"),)))
+    return blocks
+
+
+def _never_covered(document: Document, *, everything: bool) -> list[Block]:
+    """The files that a signature or an attestation leaves out by its own rules."""
+    blocks: list[Block] = []
     for what in ("signature", "attestation"):
         ignored = (document.get(what) or {}).get("ignored")
         if ignored:
             listed = ignored if everything else ignored[:LISTED]
-            blocks.append(Lines(f"never covered by the {what}", (*listed, more(len(ignored) - len(listed), "file"))))
-    blocks += _digests(document.get("digests") or {}, everything=everything)
-    if findings:
-        listed = findings if everything else findings[:LISTED]
-        columns = (Column("code"), Column("tensor"), Column("file", drop=1), Column("finding"))
-        rows = tuple(
-            (Styled(f.get("code") or "", "bad"), f.get("tensor") or "", _file(f), f.get("message") or "")
-            for f in listed
-        )
-        narrow = any(len(row[3]) > 60 for row in rows)
-        blocks.append(_as_lines(rows) if narrow else Table("findings", columns, rows))
-        if len(findings) > len(listed):
-            blocks.append(Lines("", (more(len(findings) - len(listed), "finding"),)))
-    nonfinite = document.get("nonfinite") or {}
-    if nonfinite:
-        lines = [f"{name}: {count(number)}" for name, number in nonfinite.items()]
-        listed = lines if everything else lines[:LISTED]
-        blocks.append(
-            Lines("NaN or Inf values (shown, not counted)", (*listed, more(len(lines) - len(listed), "tensor")))
-        )
-    blocks += _uncovered(document.get("uncovered") or ())
-    blocks += _notes(document)
-    tensors = sum(len(names) for names in (document.get("digests") or {}).values())
-    checked = f", {plural(tensors, 'tensor')}" if tensors else ""
-    if document.get("ok"):
-        blocks.append(Verdict(True, f"sound: no findings{checked}{_in(document)}"))
-    else:
-        blocks.append(Verdict(False, f"not sound: {plural(len(findings), 'finding')}{checked}{_in(document)}"))
-    return Page(f"ckpt verify {document.get('path', '')}", tuple(blocks))
+            lines = (*listed, more(len(ignored) - len(listed), "file"))
+            blocks.append(Lines(f"never covered by the {what}", lines))
+    return blocks
+
+
+def _nonfinite(numbers: Mapping[str, int], *, everything: bool) -> list[Block]:
+    if not numbers:
+        return []
+    lines = [f"{name}: {count(number)}" for name, number in numbers.items()]
+    listed = lines if everything else lines[:LISTED]
+    title = "NaN or Inf values (shown, not counted)"
+    return [Lines(title, (*listed, more(len(lines) - len(listed), "tensor")))]
 
 
 def _file(finding: Document) -> str:
-    """The file of a finding, with the byte and the finer place (a zip's member) where they are known."""
-    offset, place = finding.get("offset"), finding.get("place")
-    parts = [finding.get("file"), None if offset is None else f"byte {offset}", place]
+    """The file of a finding, with its rank, the byte and the finer place (a zip's member) where they are known."""
+    offset = finding.get("offset")
+    at_byte = None if offset is None else f"byte {offset}"
+    rank = f"rank {finding['rank']}" if finding.get("rank") else None
+    parts = [finding.get("file"), rank, at_byte, finding.get("place")]
     return ", ".join(str(part) for part in parts if part)
 
 
@@ -272,13 +296,10 @@ def _seal(said: Mapping[str, Any], mode: str) -> str:
     return f"{plural(said['files'], 'file')} in {said['file']}{looked}; {signed}"
 
 
-def _digests(digests: Mapping[str, Mapping[str, str]], *, everything: bool) -> list[Block]:
+def _digests(digests: Mapping[str, Mapping[str, str]]) -> list[Block]:
     rows = [(name, state, digest) for state, names in digests.items() for name, digest in names.items()]
-    if not rows:
-        return []
-    listed = rows if everything else rows[:LISTED]
-    columns = (Column("tensor"), Column("state", drop=1), Column("digest"))
-    return [Table("", columns, tuple(listed), more=more(len(rows) - len(listed), "digest"))]
+    columns = (Column("tensor"), Column("state"), Column("digest"))
+    return [Table("", columns, tuple(rows))] if rows else []
 
 
 def _notes(document: Document) -> list[Block]:

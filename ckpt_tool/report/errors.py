@@ -19,7 +19,7 @@ from ckpt_tool.report.page import Style
 from ckpt_tool.report.plain import Look, wrapped
 from ckpt_tool.report.text import cells, count, shown
 
-FAULTS_SHOWN = 200
+FAULTS_SHOWN = 5  # further faults without -v
 MESSAGE_LIMIT = 2000
 # What helps where the error itself has no better idea, by exit code.
 _HINTS = {
@@ -36,7 +36,7 @@ _HINTS = {
 
 
 def as_text(error: CkptError, look: Look, *, everything: bool = False, trace: BaseException | None = None) -> str:
-    """The error as lines. everything: all faults, not the first 200. trace: print this exception's traceback too."""
+    """The error as lines. everything: all faults, not the first few. trace: print this exception's traceback too."""
     hint = hint_of(error)
     lines = _line("", f"error[{error.code}]:", "bad", error.message, look, "strong")
     listed = error.faults if everything else error.faults[:FAULTS_SHOWN]

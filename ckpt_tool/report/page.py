@@ -64,7 +64,7 @@ class Lines(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The last line. ok: None for a mere statement."""
+    """What it comes to, in one line. ok: None for a mere statement."""
 
     ok: bool | None
     text: str

@@ -259,11 +259,16 @@ def test_verification() -> None:
     finding = {"code": "E0331", "message": "CRC is 3, want 4", "file": "a.pt", "tensor": "w", "offset": 7}
     shown = text(verification({"ok": False, "findings": [finding], "digests": {}, "path": "x", "format": "torch"}))
     assert "E0331" in shown and "CRC is 3, want 4" in shown and "a.pt" in shown
-    assert shown.splitlines()[-1] == "not sound: 1 finding"
+    assert shown.splitlines()[0] == "not valid: 1 finding"
     assert "a.pt, byte 7" in shown
     sound = {"ok": True, "findings": [], "digests": {"model": {"w": "8f" * 16}}, "nonfinite": {"w": 3}}
     shown = text(verification(sound))
-    assert "8f" * 16 in shown and "w: 3" in shown and shown.splitlines()[-1] == "sound: no findings, 1 tensor"
+    assert "w: 3" in shown and shown.splitlines()[0] == "complete and valid: no findings, 1 tensor"
+    assert "8f" * 16 not in shown
+    assert "8f" * 16 in text(verification(sound, everything=True))
+    of_a_rank = {**finding, "rank": "tp 1, pp 0"}
+    shown = text(verification({"ok": False, "findings": [of_a_rank], "digests": {}}))
+    assert "a.pt, rank tp 1, pp 0, byte 7" in shown
     rows = [{"file": "config.json", "bytes": 651, "size": 651}, {"file": "a.pt", "bytes": 1206, "size": 90_000}]
     shown = text(verification({**sound, "uncovered": rows}))
     assert "no checksum covers  1 file, 651 B; 1.21 kB around the records of 1 other" in shown
@@ -416,7 +421,7 @@ def test_a_narrow_terminal_breaks_an_error_between_words() -> None:
 def test_all_faults_are_told_and_a_hint_is_never_missing() -> None:
     error = CorruptFile("first", path="p", faults=[f"fault {i}" for i in range(300)])
     shown = errors.as_text(error, Look())
-    assert "  also: fault 199" in shown and "fault 200" not in shown and "  also: 100 more; -v lists all" in shown
+    assert "  also: fault 4" in shown and "fault 5" not in shown and "  also: 295 more; -v lists all" in shown
     assert "fault 299" in errors.as_text(error, Look(), everything=True)
     assert shown.splitlines()[-1].startswith("  hint: ckpt inspect")
     assert json.loads(errors.as_json(error))["error"]["hint"].startswith("ckpt inspect")
