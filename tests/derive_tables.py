@@ -1,5 +1,5 @@
-"""The tables of formats and families in the READMEs and the guide, derived from what each says of itself; the family
-that the guide shows; and the types of the Python functions, derived from the statements of the options.
+"""The tables of models, formats and families in the READMEs and the guide, derived from what each says of itself; the
+family that the guide shows; and the types of the Python functions, derived from the statements of the options.
 
     python tests/derive_tables.py            write them
     python tests/derive_tables.py --check    write nothing; exit 1 with a diff where something is not as derived
@@ -29,16 +29,19 @@ from ckpt_tool.families.models import FAMILIES  # noqa: E402
 from ckpt_tool.families.registry import find  # noqa: E402
 from ckpt_tool.formats.entry import entries, load  # noqa: E402
 
-# language -> (README, how the heads of the tables of formats begin, those of the tables of families by `group_of`)
+# language -> (README, how the head of its table of models begins, those of the guide's tables of formats, those of the
+# tables of families by `group_of`)
 LANGUAGES = {
     "en": (
         "README.md",
+        "| kind | models |",
         "| name | what it is |",
         "| format | read |",
         ("| dense |", "| with experts |", "| with recurrent layers |", "| with a tower |"),
     ),
     "zh": (
         "README_zh.md",
+        "| 类别 | 模型 |",
         "| 名称 | 说明 |",
         "| 格式 | 读 |",
         ("| 稠密 |", "| 含专家 |", "| 含循环层 |", "| 含视觉或音频塔 |"),
@@ -92,6 +95,17 @@ def families(group: int) -> list[str]:
         others = (system in family.dialects for system in ("paddle", "meta", "gguf", "maxtext"))
         cells = (", ".join(kinds), ", ".join(layouts) or False, megatron, *others)
         rows += [row(family.name, *cells)] if group_of(family) == group else []
+    return rows
+
+
+def models(groups: tuple[str, ...]) -> list[str]:
+    """Columns: a kind of models, the `model_type` of each. groups: how the heads of the tables of families begin, which
+    name the kinds."""
+    rows = []
+    for number, head in enumerate(groups):
+        families_of_kind = [family for family in FAMILIES if group_of(family) == number]
+        names = sorted(name for family in families_of_kind for name in family.model_types)
+        rows.append(f"{head} {', '.join(f'`{name}`' for name in names)} |")
     return rows
 
 
@@ -175,8 +189,8 @@ def stub() -> list[str]:
 
 def tables() -> Iterator[tuple[str, str, list[str]]]:
     """(file, how the table's head begins, the rows below)."""
-    for language, (readme, format_, capability, groups) in LANGUAGES.items():
-        yield readme, format_, formats(language)
+    for language, (readme, kind, format_, capability, groups) in LANGUAGES.items():
+        yield readme, kind, models(groups)
         yield f"ckpt_tool/guide/{language}/formats.md", format_, formats(language)
         yield f"ckpt_tool/guide/{language}/formats.md", capability, capabilities()
         for group, head in enumerate(groups):

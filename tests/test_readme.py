@@ -63,7 +63,7 @@ def test_the_guide_has_the_same_pages_in_both_languages():
 
 
 def test_the_readmes_are_short():
-    assert all(len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 250 for name in BOTH)
+    assert all(len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 200 for name in BOTH)
 
 
 def test_tables_are_as_derived():

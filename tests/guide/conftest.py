@@ -30,7 +30,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     import boto3
 
     server.start()
-    address = "http://127.0.0.1:{}".format(server.get_host_and_port()[1])
+    address = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     settings = {"ENDPOINT_URL": address, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "REGION": "us-east-1"}

@@ -41,6 +41,11 @@ def read_recipes(page: str, language: str = "en") -> list[Recipe]:
     return recipes
 
 
+def slug_of(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 def write_output(page: str, number: int, output: str) -> None:
     """Put what a recipe printed below its command, in every language. number: which of the page's recipes it is."""
     for language in guide.LANGUAGES:

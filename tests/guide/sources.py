@@ -1,6 +1,6 @@
 """What the words of the guide's commands stand for in the tests: `SRC`, `BASE`, `CONFIG` and others, for each heading.
 
-    Sources(made).put(RECIPES["How do I strip the optimizer?"], folder)     folder/SRC is a copy of two FSDP2 ranks' save
+    Sources(made).put(RECIPES["How do I strip the optimizer?"], folder)     folder/SRC is what two ranks of FSDP2 saved
 
 Most of them are one model in many forms: a Llama of four layers and eight heads, trained for one step of AdamW by
 transformers, saved by PyTorch, peft or transformers itself, each made when a recipe first asks for it. Where a system
@@ -99,6 +99,25 @@ RECIPES: dict[str, dict[str, str]] = {
     "How do I resume after a kill?": {"SRC": "fsdp2", "CONFIG": "hub"},
     "How do I sign a checkpoint?": {"SRC": "hub", "KEY.pem": "private_key", "KEY.pub": "public_key"},
     "How do I read one tensor in Python?": {"SRC": "fsdp2"},
+    # verify
+    "How do I check a checkpoint before I resume from it?": {"SRC": "fsdp2"},
+    "How do I check a large checkpoint in seconds?": {"SRC": "fsdp2"},
+    "How do I find the damaged file, tensor and rank?": {"SRC": "corrupt"},
+    "How do I know that nothing changed on the way?": {"SRC": "hub"},
+    "How do I compare a conversion with its source?": {"A": "megatron_tp8_pp4", "B": "hub"},
+    "How do I compare with a tolerance?": {"A": "hub", "B": "another"},
+    "How do I compare checkpoints whose names differ?": {"A": "ddp", "B": "hub"},
+    "How do I use it in CI?": {"SRC": "hub"},
+    # python
+    "How do I list what a checkpoint holds?": {"SRC": "fsdp2"},
+    "How do I read a slice without loading the tensor?": {"SRC": "fsdp2"},
+    "How do I read optimizer states?": {"SRC": "fsdp2"},
+    "How do I load a tensor into torch?": {"SRC": "fsdp2"},
+    "How do I convert from Python?": {"SRC": "fsdp2", "CONFIG": "hub"},
+    "How do I see a plan first?": {"SRC": "fsdp2"},
+    "How do I compare and check from Python?": {"A": "hub", "B": "another"},
+    "How do I handle errors?": {"SRC": "fsdp2"},
+    "How do I show progress?": {"SRC": "fsdp2"},
 }
 
 # heading -> patterns of the lines of its output that the page shows; of others those of DEFAULT
@@ -141,7 +160,14 @@ SHOWN = {
     "How do I run a conversion on Slurm?": (r"^plan",),
     "How do I run one plan on many machines?": (r"^plan", r"^wrote"),
     "How do I sign a checkpoint?": (r"^wrote", r"sign"),
-    "How do I read one tensor in Python?": (r"",),
+    "How do I check a checkpoint before I resume from it?": (r"^(path|format|mode) ", r"^(sound|complete|intact)[: ]"),
+    "How do I check a large checkpoint in seconds?": (r"",),
+    "How do I find the damaged file, tensor and rank?": (),
+    "How do I know that nothing changed on the way?": (),
+    "How do I compare a conversion with its source?": (r"",),
+    "How do I compare with a tolerance?": (r"",),
+    "How do I compare checkpoints whose names differ?": (r"",),
+    "How do I use it in CI?": (r"",),
 }
 
 

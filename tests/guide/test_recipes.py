@@ -1,7 +1,8 @@
 """Every command of the guide's recipes runs as it is shown, and prints what is shown.
 
-It is typed in a folder in which the words in capitals (`SRC`, `BASE`, ...) are copies of what `sources.RECIPES` says for
-the heading. What a page shows of an output is chosen by `sources.SHOWN` and compared with the real one; to write it into the pages:
+It is typed in a folder in which the words in capitals (`SRC`, `BASE`, ...) are copies of what `sources.RECIPES` says
+for the heading. What a page shows of an output is chosen by `sources.SHOWN` and compared with the real one; to write it
+into the pages:
 
     CKPT_RECORD=1 python -m pytest -n0 tests/guide/test_recipes.py
 """
@@ -41,7 +42,7 @@ def slug(case: tuple[str, int, Recipe]) -> str:
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     """A folder whose name always has the same, small length: outputs are wrapped at the same places everywhere."""
-    folder = Path(tempfile.mkdtemp(prefix="g", dir="/tmp"))  # noqa: S108 (a short name is what it is for)
+    folder = Path(tempfile.mkdtemp(prefix="g", dir="/tmp"))
     yield folder
     shutil.rmtree(folder)
 
@@ -95,7 +96,8 @@ def _follow(case: tuple[str, int, Recipe], sources: Sources, folder: Path, monke
     sources.put(RECIPES[recipe.heading], folder)
     printed = _run(recipe).replace(f"{folder}/", "")
 
-    shown = shown_lines(printed, SHOWN.get(recipe.heading, DEFAULT))
+    patterns = SHOWN.get(recipe.heading, ("",) if recipe.kind == "py" else DEFAULT)
+    shown = shown_lines(printed, patterns)
     if os.environ.get("CKPT_RECORD"):
         write_output(page, number, shown)
     else:
