@@ -9,7 +9,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpt_tool.conversion.carry_out import check_replaced, execute, refuse_in_store
+from ckpt_tool.conversion.accounted import check_replaced, shown_removal
+from ckpt_tool.conversion.carry_out import execute, refuse_in_store
 from ckpt_tool.conversion.on_device import movers_of, with_device
 from ckpt_tool.conversion.output_state import is_committed, output_state
 from ckpt_tool.conversion.plan_file import load_plan
@@ -24,6 +25,7 @@ from ckpt_tool.signing.seal import seal_of
 from ckpt_tool.storage import journal
 from ckpt_tool.storage.destination import Place, RemotePlace, check_apart, check_destination, check_space, place_of
 from ckpt_tool.storage.opening import open_tree, scheme_of, short_url
+from ckpt_tool.storage.replaced import Replaced
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.staging import new_worker
 
@@ -60,20 +62,22 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
     if job.shared and is_committed(plan):
         return _committed_already(job, progress)
     trees = _opened(plan)
-    _check_output(job, trees)
+    replaced = _check_output(job, trees)
     seal = seal.over(plan, trees) if seal is not None else None
     if writing.dry_run:
-        progress.plan(plan.report)
-        return plan.report
+        document = {**plan.report, **shown_removal(replaced)}
+        progress.plan(document)
+        return document
     if writing.ray:
         from ckpt_tool.conversion.on_ray import execute_on_ray
 
-        progress.plan(plan.report)
-        document = {**plan.report, "committed": True}
+        document = {**plan.report, **shown_removal(replaced)}
+        progress.plan(document)
+        document["committed"] = True
         overflows = execute_on_ray(plan, writing, progress, recorded={})
     else:
         try:
-            document, overflows = _carried_out(job, trees, seal, progress)
+            document, overflows = _carried_out(job, trees, seal, replaced, progress)
         except OutputExists as e:
             if not job.shared or e.code != "E0501" or not is_committed(plan):
                 raise
@@ -105,8 +109,8 @@ class _Job(NamedTuple):
         return self.part is not None or self.worker is not None
 
 
-def _check_output(job: _Job, trees: Mapping[str, Tree]) -> None:
-    """Raise what is wrong with the output's place before anything is written."""
+def _check_output(job: _Job, trees: Mapping[str, Tree]) -> Replaced:
+    """What `--force` replaces; raises what is wrong with the output's place before anything is written."""
     destination, force = job.destination, job.writing.force
     if isinstance(destination, RemotePlace):
         check_apart(destination, [root for root, tree in trees.items() if not tree.local])
@@ -117,16 +121,17 @@ def _check_output(job: _Job, trees: Mapping[str, Tree]) -> None:
         check_space(destination.parent, 0 if job.part else job.plan.bytes_written, len(job.plan.outputs))
     begun = isinstance(destination, RemotePlace) and job.shared and output_state(destination).of
     if force and not begun:  # else the first worker has looked, and the last may be replacing it right now
-        check_replaced(destination)
+        return check_replaced(destination)
+    return Replaced({})
 
 
 def _carried_out(
-    job: _Job, trees: Mapping[str, Tree], seal: Seal | None, progress: Progress
+    job: _Job, trees: Mapping[str, Tree], seal: Seal | None, replaced: Replaced, progress: Progress
 ) -> tuple[dict[str, Any], dict[TensorKey, int]]:
     """(the document, overflows of lossy casts) after this process's work. Raises as `carry_out.execute`."""
     plan, part, worker = job.plan, job.part, job.worker
     moving = movers_of(job.writing, plan)
-    document = with_device(plan.report, moving)
+    document = {**with_device(plan.report, moving), **shown_removal(replaced)}
     progress.plan(document)
     with moving.movers if moving else nullcontext() as movers:
         result = execute(
@@ -139,6 +144,7 @@ def _carried_out(
             movers=movers,
             plan_file=job.plan_file,
             seal=seal,
+            replaced=replaced,
         )
     document["committed"] = result.committed or worker is not None and is_committed(plan)
     if not result.committed and part is not None:

@@ -32,6 +32,7 @@ _TORN = ("E0307", "E0308", "E0309")  # tensors whose values can't be read whole
 def audit(src: str, reading: Reading, wanted: Auditing, *, progress: Progress) -> dict[str, Any]:
     """Findings, the worst first; `ok` where there are none. Raises UnknownFormat, UnsafeInput, StorageError,
     UsageError."""
+    files.check_apart({"--sarif": wanted.sarif, "--junit": wanted.junit})
     for option, path, kind in (("--sarif", wanted.sarif, sarif), ("--junit", wanted.junit, junit)):
         if path:
             check_beside(path, option, (src,), ())
@@ -71,9 +72,9 @@ def audit(src: str, reading: Reading, wanted: Auditing, *, progress: Progress) -
         "notes": list(_notes(subject)) if subject else [],
     }
     if wanted.sarif:
-        files.save(wanted.sarif, sarif.sarif(document))
+        files.save(wanted.sarif, sarif.sarif(document), "--sarif", sarif.is_ours)
     if wanted.junit:
-        files.save(wanted.junit, junit.junit(document))
+        files.save(wanted.junit, junit.junit(document), "--junit", junit.is_ours)
     return document
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import stat
@@ -11,7 +12,8 @@ from typing import Any
 from ckpt_tool.core.inner_path import STAGED, is_leaving, is_staging
 from ckpt_tool.errors import wrap_os_error
 from ckpt_tool.storage.destination import RemotePlace, place_of
-from ckpt_tool.storage.removal import erase, is_locked
+from ckpt_tool.storage.removal import erase, is_locked, was_taken
+from ckpt_tool.storage.staging import read_list, remove_leavings, strays, was_replaced
 
 
 def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
@@ -26,19 +28,68 @@ def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
     except OSError as e:
         raise wrap_os_error(e, folder, "listing") from e
     for entry in entries:
-        if not is_leaving(entry.name):
-            continue
-        info, path = entry.stat(follow_symlinks=False), Path(entry.path)
-        folder_itself = stat.S_ISDIR(info.st_mode)
-        if is_staging(entry.name) and not (folder_itself and info.st_uid == os.geteuid()):
-            continue
-        busy = folder_itself and is_locked(path)
-        nbytes = sum(each.lstat().st_blocks * 512 for each in path.rglob("*")) if folder_itself else info.st_size
-        gone = remove and not busy
-        if gone:
-            erase(path)
-        found.append({"path": entry.path, "bytes": nbytes, "locked": busy, "removed": gone})
+        if is_leaving(entry.name):
+            row = _leaving(Path(entry.path), remove=remove)
+            if row is not None:
+                found.append(row)
     return {"schema_version": 1, "folder": folder, "leavings": found}
+
+
+def _leaving(path: Path, *, remove: bool) -> dict[str, Any] | None:
+    """What a run left at a hidden path, removed with `remove`; None for what only bears such a name.
+
+    In a staging folder only what a run has listed there goes: with anything else in it the folder stays, and `kept`
+    names the others.
+    """
+    try:
+        info = os.lstat(path)
+        is_folder = stat.S_ISDIR(info.st_mode)
+        staged = is_staging(path.name)
+        if staged and not (is_folder and info.st_uid == os.geteuid()):
+            return None
+        if not staged and not was_taken(path):
+            return None
+        kept = _kept_in(path) if staged else []
+        busy = is_folder and is_locked(path)
+        nbytes = _blocks_below(path) if is_folder else info.st_size
+        gone = False
+        if remove and not busy:
+            gone = _remove(path, staged=staged)
+    except OSError as e:
+        raise wrap_os_error(e, path, "looking at what a run left") from e
+    row: dict[str, Any] = {"path": str(path), "bytes": nbytes, "locked": busy, "removed": gone}
+    return row | ({"kept": kept} if kept else {})
+
+
+def _remove(path: Path, *, staged: bool) -> bool:
+    """Remove it, locked meanwhile. Is it gone? Raises OSError, StorageError."""
+    if not staged:
+        erase(path)
+        return True
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return remove_leavings(path)
+    except BlockingIOError:  # a run has just come
+        return False
+    finally:
+        os.close(fd)
+
+
+def _kept_in(folder: Path) -> list[str]:
+    """The files in a staging folder that no run has put there."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = strays(fd)
+        whole = was_replaced(folder) and not read_list(fd)
+    finally:
+        os.close(fd)
+    return [] if whole else found
+
+
+def _blocks_below(folder: Path) -> int:
+    """Bytes that the files below a folder take on the disk, links not followed. Raises OSError."""
+    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
 
 
 _RECORDS = re.compile(rf"(?:^|(.*/))\.([^/]+){re.escape(STAGED)}/([^/]+)$")

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.errors import OutputExists, UsageError, wrap_os_error
+from ckpt_tool.report.files import check_target
 
 if TYPE_CHECKING:
     from ckpt_tool.device.build import Built
     from ckpt_tool.device.library import Device
 
 CASES = 200
+_LIBRARY_LIMIT = 256 << 20  # bytes of a file that may be a library
 
 
 def info() -> dict[str, Any]:
@@ -84,6 +87,8 @@ def build(arch: str | None = None, *, out: str | None = None, force: bool = Fals
 
     if out is not None and os.path.lexists(out) and not force:
         raise OutputExists(f"{out} exists", code="E0500", path=out, hint="--force replaces it")
+    if out is not None:
+        check_target(out, "--out", _is_library, limit=_LIBRARY_LIMIT)
     done = building.built("host", force=force) if arch == "host" else building.built("cuda", _wanted(arch), force=force)
     notes = [done.note] if done.note else []
     left_out = sorted(set(_wanted(arch)) - set(done.architectures)) if arch != "host" else []
@@ -141,9 +146,18 @@ def _wanted(arch: str | None) -> tuple[int, ...]:
     return tuple(sorted(set(numbers)))
 
 
+def _is_library(data: bytes) -> bool:
+    """Is it a library of kernels, which `--force` may replace?"""
+    return data.startswith(b"\x7fELF") and b"ck_abi" in data
+
+
 def _written(done: Built, out: str) -> str:
     """A copy of the library under a name of the user's, whole or not at all."""
-    partial = f"{out}.{os.getpid()}.partial"
+    try:
+        fd, partial = tempfile.mkstemp(prefix=".ckpt-kernels-", dir=os.path.dirname(os.path.abspath(out)))
+        os.close(fd)
+    except OSError as e:
+        raise wrap_os_error(e, out, "writing the library") from e
     try:
         shutil.copyfile(done.through, partial)
         os.chmod(partial, 0o755)

@@ -1,13 +1,11 @@
-"""Carrying a plan out: what it may replace, the run, what was staged read back before it is committed.
+"""Carrying a plan out: the run, and what was staged read back before it is committed.
 
-`--force` may replace a checkpoint, something empty, or what a run of ours had begun to replace. Replacing deletes what
-is there, whole. A name mistyped by one letter must not cost a home folder, so what is no checkpoint by the formats' own
-word stays, and so does a folder of several. Cost: names and at most 64 KiB.
+What an output may replace is looked at before (`conversion.accounted`), and is handed on: the run replaces that and
+nothing else.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import (
-    CkptError,
     CorruptFile,
     InputError,
     InternalError,
-    OutputExists,
     SourceChanged,
     StorageError,
     UnsafeInput,
@@ -30,9 +26,8 @@ from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.sources.opening import resolve
-from ckpt_tool.sources.steps import steps_in
-from ckpt_tool.storage.destination import Place, RemotePlace, refuse_link
-from ckpt_tool.storage.opening import open_store, open_tree, scheme_of
+from ckpt_tool.storage.opening import open_store, scheme_of
+from ckpt_tool.storage.replaced import Replaced
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:
@@ -54,13 +49,14 @@ def execute(
     movers: Movers | None = None,
     plan_file: str | None = None,
     seal: Seal | None = None,
+    replaced: Replaced | None = None,
 ) -> Result:
     """Run the plan, check what was staged, commit; a part leaves that to the last one to be done.
 
     worker: its name, where it is one of those that claim what they do. movers: who moves the units, the CPU if None.
     recorded: digests that the source states for its tensors; values that don't match are refused before the commit.
     plan_file: where the plan was read from; then an output that does not read back as the plan says is the plan's fault
-    (SourceChanged E1605), not ours. seal: what is added to it, see `signing.seal`.
+    (SourceChanged E1605), not ours. seal: what is added to it, see `signing.seal`. replaced: what `--force` may remove.
     """
 
     def check(staged: Path | Upload, digests: dict[TensorKey, str], source: dict[TensorKey, str]) -> None:
@@ -81,7 +77,16 @@ def execute(
             ) from e
 
     executor = executor_of(
-        plan, trees, writing, progress, part=part, worker=worker, check=check, movers=movers, seal=seal
+        plan,
+        trees,
+        writing,
+        progress,
+        part=part,
+        worker=worker,
+        check=check,
+        movers=movers,
+        seal=seal,
+        replaced=replaced,
     )
     try:
         result = executor.run()
@@ -180,55 +185,3 @@ def _check_staged(
                     key=str(key),
                     hint="the disk or the memory of this machine fails",
                 )
-
-
-_TWO_FORMATS = "E0391"
-
-
-def check_replaced(destination: Place) -> None:
-    """Raise OutputExists: E1603 for a link, E1604 for what is no checkpoint. Nothing is wrong where nothing is
-    there."""
-    from ckpt_tool.storage.staging import was_replaced
-
-    if isinstance(destination, RemotePlace):
-        from ckpt_tool.storage.output_store import output_store
-
-        there = output_store(destination.url).objects()
-        if not there:
-            return
-        saw = _other_than_a_checkpoint(destination.url)
-    else:
-        refuse_link(destination)
-        if not os.path.lexists(destination) or was_replaced(destination) or _is_empty(destination):
-            return
-        saw = _other_than_a_checkpoint(str(destination))
-    if saw:
-        raise OutputExists(
-            f"--force would delete {destination}, which is not one checkpoint: {saw}",
-            code="E1604",
-            path=str(destination),
-            hint="choose another name, or look at what is there and remove it yourself",
-        )
-
-
-def _is_empty(path: Path) -> bool:
-    """Is it an empty folder or an empty file?"""
-    try:
-        return not any(os.scandir(path)) if path.is_dir() else path.is_file() and not path.stat().st_size
-    except OSError:
-        return False
-
-
-def _other_than_a_checkpoint(place: str) -> str:
-    """What it is, in words; "" for a checkpoint."""
-    try:
-        given = open_tree(place)
-        several = steps_in(given) if given.single is None else []
-        if len(several) > 1:
-            return f"the folder holds {len(several)} checkpoints, among them {', '.join(several[-3:])}"
-        registry.detect(resolve(given, Reading())[0])
-    except CkptError as e:
-        return "" if e.code == _TWO_FORMATS else e.message
-    except OSError as e:
-        return os.strerror(e.errno) if e.errno else str(e)
-    return ""

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ckpt_tool.conversion.accounted import check_replaced
 from ckpt_tool.conversion.carry_out import execute
 from ckpt_tool.conversion.output_state import is_committed, output_state
 from ckpt_tool.core.progress import Progress, Silent
@@ -41,7 +42,8 @@ def work(document: Mapping[str, Any], writing: Writing, recorded: Mapping[Tensor
     plan = read_plan(document, "the plan sent by the driver")
     try:
         trees = {root: open_tree(root) for root in dict.fromkeys(file.root for file in plan.sources)}
-        result = execute(plan, trees, writing, Silent(), recorded=recorded, worker=new_worker())
+        replaced = check_replaced(place_of(plan.destination)) if writing.force else None
+        result = execute(plan, trees, writing, Silent(), recorded=recorded, worker=new_worker(), replaced=replaced)
     except OutputExists as e:
         done = e.code == "E0501" and is_committed(plan)
         return done, {}, None if done else e  # another committed before this one began

@@ -14,7 +14,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from ckpt_tool.conversion.carry_out import check_replaced, execute, refuse_in_store
+from ckpt_tool.conversion.accounted import check_replaced, shown_removal
+from ckpt_tool.conversion.carry_out import execute, refuse_in_store
 from ckpt_tool.conversion.fitting import refuse_idle
 from ckpt_tool.conversion.on_device import movers_of, with_device
 from ckpt_tool.conversion.passes import FITTING, passed
@@ -40,6 +41,7 @@ from ckpt_tool.storage.destination import (
     sweep_leavings,
 )
 from ckpt_tool.storage.opening import scheme_of
+from ckpt_tool.storage.replaced import Replaced
 from ckpt_tool.storage.source import Tree
 
 
@@ -65,12 +67,13 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
     chosen = passed(chosen, job, FITTING)
     with gc_paused():
         plan, wanted = make_plan(chosen, destination, job.fmt, writing)
-    check_place(destination, [opened.tree for opened in chosen.sources], writing)
+    replaced = check_place(destination, [opened.tree for opened in chosen.sources], writing)
     trees = {tree.shown: tree for opened in chosen.sources for tree in (opened.tree, opened.outer) if tree is not None}
     seal = seal.over(plan, trees) if seal is not None else None
     moving = None if writing.plan_file or writing.dry_run else movers_of(writing, plan)
     document = _with_stores(with_device(plan.report, moving), plan, chosen, destination)
     document |= chosen.reported.document(done=False) if chosen.reported else {}
+    document |= shown_removal(replaced)
     progress.plan(document)
     if writing.plan_file:
         _save(plan, document, writing, writing.plan_file)
@@ -86,7 +89,10 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
         overflows = execute_on_ray(plan, writing, progress, recorded=digests)
     else:
         with moving.movers if moving else nullcontext() as movers:
-            overflows = execute(plan, trees, writing, progress, recorded=digests, movers=movers, seal=seal).overflows
+            result = execute(
+                plan, trees, writing, progress, recorded=digests, movers=movers, seal=seal, replaced=replaced
+            )
+        overflows = result.overflows
     document |= chosen.reported.document(done=True) if chosen.reported else {}
     document["elapsed_s"] = round(time.monotonic() - began, 3)
     document["digest_checked"] = writing.verify != "off"
@@ -128,21 +134,19 @@ def _with_stores(document: dict[str, Any], plan: Plan, chosen: Chosen, destinati
     return {**document, "plan": {**shown, "peak_memory": shown["peak_memory"] + more}} if more else document
 
 
-def check_place(destination: Place, trees: Iterable[Tree], writing: Writing) -> None:
-    """What is wrong with the output's place before anything is written. trees: of the sources."""
+def check_place(destination: Place, trees: Iterable[Tree], writing: Writing) -> Replaced:
+    """What `--force` replaces at the output's place; raises what is wrong with the place before anything is written.
+    trees: of the sources."""
     given = [*trees]
     if isinstance(destination, RemotePlace):
         check_apart(destination, [tree.shown for tree in given if not tree.local])
         refuse_in_store(writing)
-        if writing.force and not writing.dry_run:
-            check_replaced(destination)
-        return
+        return check_replaced(destination) if writing.force else Replaced({})
     locals_ = [Path(tree.root) if tree.single is None else tree.root / tree.single for tree in given if tree.local]
     locals_ += [tree.packed_in for tree in given if tree.packed_in is not None]
     try:
         check_destination(destination, locals_, force=writing.force or writing.dry_run or bool(writing.plan_file))
-        if writing.force:
-            check_replaced(destination)
+        return check_replaced(destination) if writing.force else Replaced({})
     except Exception:
         sweep_leavings(destination)
         raise

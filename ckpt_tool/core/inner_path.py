@@ -38,7 +38,7 @@ _ODD = re.compile(r"[\\\x00-\x1f\x7f]")
 _STAGED_NAME = re.compile(rf"\..+{re.escape(STAGED)}", re.DOTALL)
 _REMOVED_NAME = re.compile(rf"\..+\.[0-9a-f]{{8}}{re.escape(REMOVED)}", re.DOTALL)
 _JOURNAL_NAME = re.compile(
-    rf"{re.escape(JOURNAL)}(?:-[1-9][0-9]{{0,8}}-of-[1-9][0-9]{{0,8}}|-by-[A-Za-z0-9_-]+|-claims)?"
+    rf"{re.escape(JOURNAL)}(?:-[1-9][0-9]{{0,8}}-of-[1-9][0-9]{{0,8}}|-by-[A-Za-z0-9_-]+|-claims|-files)?"
 )
 
 
@@ -48,7 +48,12 @@ def is_leaving(name: str) -> bool:
     >>> is_leaving(".out.ckpt-partial"), is_leaving(".step-9.3f9c21aa.ckpt-removed"), is_leaving("out.ckpt-partial")
     (True, True, False)
     """
-    return is_staging(name) or _REMOVED_NAME.fullmatch(name) is not None
+    return is_staging(name) or is_removed(name)
+
+
+def is_removed(name: str) -> bool:
+    """Is it the name of something that is being deleted?"""
+    return _REMOVED_NAME.fullmatch(name) is not None
 
 
 def is_staging(name: str) -> bool:

@@ -142,6 +142,14 @@ def read_delta(tree: Tree) -> Delta:
     return Delta(tree, version, base, encoding, checksum, frames, digests, archive)
 
 
+def delta_files(tree: Tree) -> list[str] | None:
+    """The files of the delta in a folder, None where it is none. Raises as `read_delta`."""
+    if not is_delta(tree):
+        return None
+    frames = read_delta(tree).frames.values()
+    return [INDEX, *dict.fromkeys(chunk.array.file for tensor in frames for chunk in tensor.chunks)]
+
+
 def _frames(
     tree: Tree, weight_map: Mapping[str, str], checksum: str
 ) -> tuple[dict[str, LogicalTensor], dict[str, str]]:

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt_tool.conversion.carry_out import check_replaced
+from ckpt_tool.conversion.accounted import check_replaced, shown_removal
 from ckpt_tool.conversion.vocabulary import is_vocabulary, trim_vocabulary
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.deltas.archive import entries_of, laid_out, list_empty_folders, paired, refuse_unkept, whole_step
 from ckpt_tool.deltas.encoding import Bytes, Encoder, Made, Spool
-from ckpt_tool.deltas.folder import INDEX, Archive, file_names, index_of
+from ckpt_tool.deltas.folder import INDEX, Archive, delta_files, file_names, index_of
 from ckpt_tool.deltas.options import Making
 from ckpt_tool.deltas.under_hub_names import hub_names
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
@@ -43,6 +43,7 @@ from ckpt_tool.sources.chosen import Chosen
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.sources.steps import step_of
 from ckpt_tool.storage.destination import check_destination, local_path, sweep_leavings
+from ckpt_tool.storage.replaced import Replaced
 from ckpt_tool.storage.safetensors_file import build_header
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.staging import Staging
@@ -82,8 +83,7 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
         ],
         force=wanted.force or wanted.dry_run,
     )
-    if wanted.force:
-        check_replaced(destination)
+    replaced = check_replaced(destination, delta_files) if wanted.force else Replaced({})
     archive: Archive | None = None
     notes: list[str] = [each.resolved for each in (old, fresh) if each.resolved]
     dropped: Sequence[dict[str, Any]] = ()
@@ -103,12 +103,15 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
         numbers = [None, None]
     version, before = _versions(wanted, numbers, base, dst)
     document = _document(base, new, destination, wanted, pairs, (version, before), notes, dropped)
+    document |= shown_removal(replaced)
     progress.plan(document)
     if wanted.dry_run:
         return document
     with Frames(str(destination.absolute().parent), wanted) as frames:
         frames.fill(pairs, progress)
-        names = _write(frames, pairs, destination, (version, before, wanted.encoding, wanted.checksum), archive, wanted)
+        names = _write(
+            frames, pairs, destination, (version, before, wanted.encoding, wanted.checksum), archive, wanted, replaced
+        )
         made = frames.made
     sweep_leavings(destination)
     changed = [each for each, _ in made.values() if each.frame is not None]
@@ -330,6 +333,7 @@ def _write(
     about: tuple[int, int, str, str],
     archive: Archive | None,
     wanted: Making,
+    replaced: Replaced,
 ) -> dict[str, int]:
     """Write and commit. Returns file -> bytes."""
     sizes = {pair.name: made.frame[1] for pair in pairs if (made := frames.made[pair.name][0]).frame is not None}
@@ -342,7 +346,7 @@ def _write(
     index = index_of(about, weight_map, unchanged, archive)
     plan = blake2b(index, digest_size=16).hexdigest()
     written = {}
-    with Staging(destination, plan, [*files, INDEX], resume=False, force=wanted.force) as staging:
+    with Staging(destination, plan, [*files, INDEX], resume=False, force=wanted.force, replaced=replaced) as staging:
         try:
             for file, held in zip(files, bins, strict=True):
                 written[file] = _file(staging, file, frames, held, {name: digests[name] for name in held}, sizes)

@@ -70,6 +70,7 @@ class Holds(NamedTuple):
     states without their parameters are no fault. all_experts: its ranks hold all, so a gap in their numbers is one.
     run_config: it has a place for what a Megatron run says of its adapter. blocks: it holds GGUF's types of blocks.
     own_header: its files state the model and its tokenizer themselves, in its own words, in place of side files.
+    markers: a regular expression of the names of files that say only that a rank is done, "" where there are none.
     """
 
     all_states: bool = True
@@ -93,6 +94,7 @@ class Holds(NamedTuple):
     run_config: bool = False
     blocks: bool = False
     own_header: bool = False
+    markers: str = ""
 
     def has(self, group: str) -> bool:
         """Is there a place for this group of states: `model`, `optimizer`, `master`, `ema`?"""

@@ -1,42 +1,75 @@
-"""Files that a report is written to: looked at before any work, written in one step, and nothing else is replaced."""
+"""Files that are written beside an output, and the one rule for them: never over anything but an earlier one.
+
+    --report page.html, --sarif, --junit, --attest    replace an earlier document of ours of the same kind, in one step
+    --plan, --emit                                     replace nothing (`conversion.plan_file.write_new`)
+
+What is at the name is looked at before any work and once more before it is replaced: a link, a folder, a private key,
+somebody's notes and another program's report stay. That the name is in no source and no output is asked of
+`storage.destination.check_beside`.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from ckpt_tool.errors import OutputExists, StorageError, wrap_os_error
+from ckpt_tool.errors import OutputExists, StorageError, UsageError, wrap_os_error
 
 HEAD = 4096  # bytes by which an earlier report is known
+_PLAIN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-def check_target(path: str, option: str, ours: Callable[[bytes], bool]) -> None:
-    """Refuse a folder that is not there (exit 7), a file that is no report of this kind (exit 5). ours: is it one, by
-    its first bytes?"""
+def check_target(path: str, option: str, ours: Callable[[bytes], bool], *, limit: int = HEAD) -> None:
+    """Refuse a folder that is not there (exit 7), and anything at the name but an earlier document of this kind
+    (exit 5). ours: is it one, by its first `limit` bytes?"""
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise StorageError(
             f"the folder of {option} does not exist: {folder}", code="E0702", path=path, hint="make it first"
         )
     try:
-        with open(path, "rb") as file:
-            head = file.read(HEAD)
+        fd = os.open(path, _PLAIN)
     except FileNotFoundError:
         return
     except OSError as e:
+        if e.errno == errno.ELOOP:
+            raise _kept(path, option, "is a symbolic link") from e
         raise wrap_os_error(e, path, f"opening the file of {option}") from e
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise _kept(path, option, "is no regular file")
+        head = file.read(limit)
     if head and not ours(head):
-        raise OutputExists(
-            f"the file of {option} exists and is no report",
-            code="E0511",
-            path=path,
-            hint="choose another name; only an earlier report is replaced",
-        )
+        raise _kept(path, option, "is there and is no earlier one")
 
 
-def save(path: str, data: bytes) -> None:
-    """Write the file in one step. Raises StorageError."""
+def _kept(path: str, option: str, what: str) -> OutputExists:
+    return OutputExists(
+        f"the file of {option} {what}",
+        code="E0511",
+        path=path,
+        hint="choose another name: only an earlier file of this option is replaced",
+    )
+
+
+def check_apart(files: Mapping[str, str | None]) -> None:
+    """Raise UsageError E2831 where two options name one file. files: option -> path, None where it is not given."""
+    seen: dict[str, str] = {}
+    for option, path in files.items():
+        if path is None:
+            continue
+        real = os.path.join(os.path.realpath(os.path.dirname(os.path.abspath(path))), os.path.basename(path))
+        other = seen.setdefault(real, option)
+        if other != option:
+            raise UsageError(f"{other} and {option} name one file", code="E2831", path=path)
+
+
+def save(path: str, data: bytes, option: str, ours: Callable[[bytes], bool]) -> None:
+    """Write the file in one step. Raises as `check_target`, and StorageError."""
+    check_target(path, option, ours)
     temporary = ""
     try:
         fd, temporary = tempfile.mkstemp(prefix=".ckpt-report-", dir=os.path.dirname(os.path.abspath(path)))

@@ -34,6 +34,7 @@ from ckpt_tool.report.page import (
 )
 from ckpt_tool.report.text import count, shown
 
+OPTION = "--report"
 MARK = "<!doctype html>\n<!-- a report of ckpt -->\n"
 ROWS_SHOWN = 1000  # of a table, and lines of a list
 _BROWSER = Path(__file__).parent / "browser"
@@ -44,7 +45,12 @@ _LEVELS = 8  # of a tree that are indented
 
 def check_target(path: str) -> None:
     """Refuse before any work what is no earlier report, as `report.files`."""
-    files.check_target(path, "--report", lambda head: head.startswith(MARK.encode()))
+    files.check_target(path, OPTION, _is_ours)
+
+
+def _is_ours(head: bytes) -> bool:
+    """Does a file begin as such a page?"""
+    return head.startswith(MARK.encode())
 
 
 def save(
@@ -58,7 +64,7 @@ def save(
     """Write the page to `path` in one step. facts: what to say above it (command, version). data: of its figures.
     Raises StorageError."""
     text = document(page._replace(title=title or page.title), facts=facts, data=data)
-    files.save(path, text.encode("utf-8", errors="backslashreplace"))
+    files.save(path, text.encode("utf-8", errors="backslashreplace"), OPTION, _is_ours)
 
 
 def document(page: Page, *, facts: Iterable[tuple[str, str]] = (), data: Mapping[str, Any] | None = None) -> str:

@@ -18,8 +18,8 @@ Document = Mapping[str, Any]
 
 
 def is_ours(head: bytes) -> bool:
-    """Does a file begin as such a document?"""
-    return b"<testsuite" in head
+    """Does a file begin as such a document of `ckpt audit`? Those of other programs are theirs."""
+    return b"<testsuite" in head and b"ckpt audit" in head
 
 
 def junit(document: Document) -> bytes:

@@ -19,8 +19,8 @@ _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456
 
 
 def is_ours(head: bytes) -> bool:
-    """Does a file begin as such a document?"""
-    return head.lstrip().startswith(b"{") and b"sarif" in head
+    """Does a file begin as such a document of `ckpt audit`? Those of other programs are theirs."""
+    return head.lstrip().startswith(b"{") and b"sarif" in head and b'"ckpt audit"' in head
 
 
 def sarif(document: Document) -> bytes:

@@ -25,6 +25,7 @@ def before(document: Document, *, everything: bool = False) -> Page:
     """The plan: from where to where, how much, and what will not be as requested."""
     blocks: list[Block] = [Facts(tuple(_plan_rows(document)))]
     blocks += _travelling(document)
+    blocks += _replaced(document, everything=everything)
     blocks += warnings_of(document, everything=everything)
     return Page("ckpt plan", tuple(blocks))
 
@@ -99,6 +100,15 @@ def _device_rows(device: Document) -> list[tuple[str, Cell]]:
             ("", Styled(f"the CPU casts {number} from {cast['from']} to {cast['to']}: the kernels do not", "warn"))
         )
     return rows
+
+
+def _replaced(document: Document, *, everything: bool) -> list[Block]:
+    """The files that `--force` removes once the new output is in place."""
+    replaced = document.get("replaces")
+    if not replaced:
+        return []
+    title = f"--force replaces {plural(int(replaced['files']), 'file')}, {size(replaced['bytes'])}"
+    return [_listed(title, list(map(str, replaced["names"])), "file", everything, style=True)]
 
 
 def _kind(side: Document) -> str:

@@ -53,6 +53,7 @@ from ckpt_tool.run.threads import Workers
 from ckpt_tool.run.transposed import PANEL
 from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Job, Mover, Movers, Walks, is_made
 from ckpt_tool.storage.journal import PartStatus
+from ckpt_tool.storage.replaced import Replaced
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.staging import Staging
 
@@ -139,6 +140,7 @@ class Executor:
         check: called with the staged output and the written digests before the commit; raises to refuse it.
         movers: who moves the units (`device/walk.py`), the CPU if None.
         seal: what is added to a whole output in a folder; then every file is hashed on the way.
+        replaced: what may be removed of the output that is there, with `options.force`.
     """
 
     in_order = False  # are units moved in their order, whatever files other threads are writing?
@@ -155,6 +157,7 @@ class Executor:
         check: Check | None = None,
         movers: Movers | None = None,
         seal: Seal | None = None,
+        replaced: Replaced | None = None,
     ) -> None:
         self.plan, self.options, self.part, self.worker = plan, options, part, worker
         self.progress, self.check = progress, check
@@ -166,6 +169,7 @@ class Executor:
         if movers is not None:
             self.threads = max(1, min(self.threads, movers.threads))
         self._movers, self._seal = movers, seal
+        self._replaced = replaced
         self._panel = max(STRIDED_BLOCK, min(PANEL, options.memory // self.threads - per_thread))
         self.units = units(plan.moves)
         self._names = [file.path for file in plan.outputs]
@@ -195,6 +199,7 @@ class Executor:
             [*self._names, *sealed],
             resume=self.options.resume,
             force=self.options.force,
+            replaced=self._replaced,
             part=self.part or self.worker,
         )
         with staging:

@@ -30,6 +30,7 @@ from ckpt_tool.run.store_objects import Object, Part
 from ckpt_tool.run.upload import DONE, PLAN, Upload, last_of
 from ckpt_tool.storage.multipart import NO_UPLOAD, md5
 from ckpt_tool.storage.output_store import OutputStore
+from ckpt_tool.storage.replaced import RECORD, Replaced
 from ckpt_tool.storage.store_claims import AT_ONCE
 from ckpt_tool.storage.store_claims import PLAN as BEGUN
 
@@ -58,9 +59,10 @@ class ShareUpload(Upload):
         *,
         memory: int,
         force: bool,
+        replaced: Replaced | None = None,
     ) -> None:
-        super().__init__(plan, bucket, sources, memory=memory, force=force)
-        self._records = records
+        super().__init__(plan, bucket, sources, memory=memory, force=force, replaced=replaced)
+        self._records_here = records
         self.shares = Shares(plan, self.objects, order)
         self._share = NOBODY
         self._held: list[tuple[int, int, str]] = []
@@ -84,7 +86,7 @@ class ShareUpload(Upload):
                 list(pool.map(self._see_sent, (self.objects[file] for file in files)))
 
     def _see_sent(self, item: Object) -> None:
-        if not item.upload and (known := self._records.get(_upload_key(item))) is not None:
+        if not item.upload and (known := self._records_here.get(_upload_key(item))) is not None:
             item.upload = known.decode()
         if item.upload:
             item.before = self._bucket.parts(self._key(item), item.upload)
@@ -108,7 +110,7 @@ class ShareUpload(Upload):
         }
 
     def _hold(self, part: Part) -> str:
-        self._records.put(_held_key(part.file, part.number), part.data, {}, new=False)
+        self._records_here.put(_held_key(part.file, part.number), part.data, {}, new=False)
         return md5(part.data).hex()
 
     def _takes(self, file: int, part: int) -> bool:
@@ -134,14 +136,14 @@ class ShareUpload(Upload):
     def _begin_upload(self, item: Object) -> str:
         """The upload that all workers agree on."""
         key = _upload_key(item)
-        there = self._records.get(key)
+        there = self._records_here.get(key)
         if there is None:
-            if self._records.get(BEGUN) is None:
+            if self._records_here.get(BEGUN) is None:
                 raise _ended(self._bucket.display(self._key(item)))
             mine = self._bucket.begin(self._key(item), self._notes)
-            if self._records.create(key, mine.encode()):
+            if self._records_here.create(key, mine.encode()):
                 return mine
-            there = self._records.get(key)
+            there = self._records_here.get(key)
             if there != mine.encode():
                 self._bucket.abort(self._key(item), mine)
         if there is None:
@@ -214,12 +216,12 @@ class ShareUpload(Upload):
                 item.known.update(dict.fromkeys(item.spans[span], item.crc(span)))
 
     def _send_held(self, item: Object, number: int, digest: str) -> None:
-        data, (start, stop) = self._records.get(_held_key(item.number, number)), item.bounds(number)
+        data, (start, stop) = self._records_here.get(_held_key(item.number, number)), item.bounds(number)
         if data is None or len(data) != stop - start or md5(data).hex() != digest:
             raise StorageError(
                 f"part {number} of {item.path}, which was put aside, is not there as it was",
                 code=GONE,
-                path=self._records.display(_held_key(item.number, number)),
+                path=self._records_here.display(_held_key(item.number, number)),
                 hint="ckpt clean URL --remove, then run the same command again",
             )
         part = Part(item.number, number, start, bytearray(data), 0)
@@ -248,10 +250,18 @@ class ShareUpload(Upload):
             return
         if not self.sole():
             raise _ended(self._bucket.shown)
+        replaced = Replaced.from_json(self._records_here.get(RECORD)) or self._replaced
+        gone = self._check_replaced({key: there[key] for key in there.keys() - ours}, replaced)
         kept = {item.path for item in self.objects if item.valued}
         last = self.objects[self.last].path
-        for key in sorted(there.keys() - ours - (kept - {last}), key=lambda key: (key != last, key)):
+        for key in self._in_order_of_removal(gone - (kept - {last})):
             self._bucket.remove(key, etag=there[key].etag)
+
+    def check_there(self) -> None:
+        """As `Upload.check_there`, by the first worker, which writes down for the others what may be replaced."""
+        super().check_there()
+        if self._force and self._replaced.files:
+            self._records_here.put(RECORD, self._replaced.to_json(), {}, new=False)
 
     def _abort_others(self) -> None:
         """Uploads of our objects that nobody goes on with: of workers that died between beginning one and saying so."""
@@ -267,14 +277,14 @@ class ShareUpload(Upload):
 
     def sweep(self) -> None:
         """Remove what this worker may have put there after the one that committed had cleaned up."""
-        left = self._records.listing().objects
+        left = self._records_here.listing().objects
         if BEGUN in left:  # of another run
             return
         for item in self.objects:
-            if _upload_key(item) in left and (known := self._records.get(_upload_key(item))) is not None:
+            if _upload_key(item) in left and (known := self._records_here.get(_upload_key(item))) is not None:
                 self._bucket.abort(self._key(item), known.decode())
         for key in left:
-            self._records.remove(key)
+            self._records_here.remove(key)
 
 
 GONE = "E2511"

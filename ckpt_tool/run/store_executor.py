@@ -51,7 +51,15 @@ class StoreExecutor(Executor):
         records = self.bucket.at_url(staging_url(self.plan.destination))
         refuse_held(records, self.plan.destination)
         how = self.options
-        upload = Upload(self.plan, self.bucket, self.sources, memory=how.memory, force=how.force, resume=how.resume)
+        upload = Upload(
+            self.plan,
+            self.bucket,
+            self.sources,
+            memory=how.memory,
+            force=how.force,
+            resume=how.resume,
+            replaced=self._replaced,
+        )
         state = State(in_order_of_files(self.plan, list(enumerate(self.units))))
         try:
             upload.begin([unit for _, unit in state.queue])
@@ -99,7 +107,16 @@ class StoreExecutor(Executor):
         records = self.bucket.at_url(staging_url(self.plan.destination))
         order = in_order_of_files(self.plan, list(enumerate(self.units)))
         how = self.options
-        upload = ShareUpload(self.plan, self.bucket, records, self.sources, order, memory=how.memory, force=how.force)
+        upload = ShareUpload(
+            self.plan,
+            self.bucket,
+            records,
+            self.sources,
+            order,
+            memory=how.memory,
+            force=how.force,
+            replaced=self._replaced,
+        )
         sizes = [share.nbytes for share in upload.shares]
         mine = None if self.part is None else of_part(sizes, self.part)
         claims = StoreClaims(records, self.plan.identifier(), self.part or self.worker, sizes, mine)

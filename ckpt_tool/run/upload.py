@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from queue import Queue
 
 import numpy as np
@@ -33,8 +33,9 @@ from ckpt_tool.run.blocks import FdCache, Reader, Sources, Spans, Writer
 from ckpt_tool.run.checksum import Piece, crc32
 from ckpt_tool.run.file_parts import in_order_of_files
 from ckpt_tool.run.store_objects import Hole, Object, Part, fill, objects_of, within
-from ckpt_tool.storage.multipart import CONNECTIONS, Pending, Sent, md5
-from ckpt_tool.storage.output_store import OutputStore
+from ckpt_tool.storage.multipart import CONNECTIONS, Listed, Pending, Sent, md5
+from ckpt_tool.storage.output_store import OutputStore, staging_url
+from ckpt_tool.storage.replaced import RECORD, Replaced, Stamp, some_of
 from ckpt_tool.storage.store import Entry, Parts, Store
 
 QUEUE = 20 << 20  # bytes whole and not sent yet
@@ -46,7 +47,8 @@ class Upload:
 
     Args:
         memory: bytes that parts may take while they gather.
-        force: what is there is replaced, in the last moment. resume: go on from what an earlier run has sent.
+        force: what is there is replaced, in the last moment, as far as `replaced` lists it.
+        resume: go on from what an earlier run has sent.
     """
 
     def __init__(
@@ -58,9 +60,11 @@ class Upload:
         memory: int,
         force: bool = False,
         resume: bool = True,
+        replaced: Replaced | None = None,
     ) -> None:
         self._plan, self._bucket, self._sources = plan, bucket, sources
         self._memory, self._force, self._resume = memory, force, resume
+        self._replaced = replaced or Replaced({})
         self._id = plan.identifier()
         self._notes = {PLAN: self._id}
         self.objects = objects_of(plan)
@@ -325,6 +329,8 @@ class Upload:
                 self._complete(item)
         check(self)
         self._complete(self.objects[self.last])
+        if self._force and self._replaced.files:
+            self._records().remove(RECORD)
 
     def _kinds(self, item: Object, kind: str) -> list[tuple[int, int]]:
         return [(patch.offset, patch.of) for patch in self._plan.outputs[item.number].patches if patch.kind == kind]
@@ -416,11 +422,39 @@ class Upload:
         first, then whatever the new one does not replace."""
         if self.single:
             return
-        there = self._bucket.objects()
+        there = self._bucket.listing().objects
+        gone = self._check_replaced(there, self._replaced)
         kept = {item.path for item in self.objects if item.valued or item.upload == DONE}
+        going = gone - kept | gone & {self.objects[self.last].path}
+        if going:  # a run that is killed from here on leaves no checkpoint: the record says what may go
+            self._records().put(RECORD, self._replaced.to_json(), {}, new=False)
+        for key in self._in_order_of_removal(going):
+            self._bucket.remove(key, etag=there[key].etag)
+
+    def _records(self) -> OutputStore:
+        """Where records about the output are kept."""
+        return self._bucket.at_url(staging_url(self._plan.destination))
+
+    def _check_replaced(self, there: Mapping[str, Listed], replaced: Replaced) -> set[str]:
+        """The keys there that are to be removed. Raises OutputExists E2830 for one that is not listed, or not as it
+        was, unless it is one of the output's."""
+        ours = {self._key(item): item.size for item in self.objects}
+        stamps = {key: Stamp.of_object(each.nbytes, each.etag) for key, each in there.items()}
+        same = {key for key, stamp in stamps.items() if replaced.files.get(key) == stamp}
+        strange = [key for key, each in there.items() if key not in same and ours.get(key) != each.nbytes]
+        if strange:
+            raise OutputExists(
+                f"{self._plan.destination} changed while this run was writing: {some_of(strange)}",
+                code="E2830",
+                path=self._plan.destination,
+                hint="see what writes there; the same command goes on from what was sent",
+            )
+        return same
+
+    def _in_order_of_removal(self, keys: Iterable[str]) -> list[str]:
+        """What makes the old one a checkpoint, if it is called as the new one's, comes first."""
         last = self.objects[self.last].path
-        for key in sorted(there.keys() - (kept - {last}), key=lambda key: (key != last, key)):
-            self._bucket.remove(key)
+        return sorted(keys, key=lambda key: (key != last, key))
 
     def close(self) -> None:
         """End the sending threads."""

@@ -29,12 +29,14 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.inner_path import output_faults, unfit
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.errors import OutputExists, UsageError, wrap_os_error
+from ckpt_tool.errors import CkptError, OutputExists, UsageError, wrap_os_error
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
+from ckpt_tool.report.files import check_apart, check_target
 from ckpt_tool.signing import bundle
 from ckpt_tool.signing.keys import PrivateKey, private_key
 from ckpt_tool.signing.statements import SIGNATURE_FILE, provenance, signature
+from ckpt_tool.signing.written import is_attestation, is_begun
 from ckpt_tool.storage.destination import Place, RemotePlace, check_beside
 from ckpt_tool.storage.opening import scheme_of
 from ckpt_tool.storage.source import Tree
@@ -42,6 +44,7 @@ from ckpt_tool.storage.source import Tree
 if TYPE_CHECKING:
     from ckpt_tool.run.executor import Result
 
+ATTESTATION_LIMIT = 64 << 20  # bytes of a file that may be an earlier attestation
 _SUM = (
     "SHA-256 over lines of state, tab, name, tab, digest, sorted; digests as `ckpt verify --json` gives them, trees of "
     "XXH3-128: they show accidents, not malice"
@@ -106,8 +109,9 @@ class Seal:
         return path.parent / f".{path.name}.ckpt-partial"
 
     def committed(self) -> None:
-        """The output has its name: the attestation gets its own. Raises StorageError."""
+        """The output has its name: the attestation gets its own. Raises OutputExists, StorageError."""
         if self.attest is not None and not self.inside:
+            self._check_attest()
             try:
                 os.replace(self._waiting, self.attest)
             except OSError as e:
@@ -116,7 +120,20 @@ class Seal:
     def failed(self) -> None:
         """Nothing was committed: nothing of it is left."""
         if self.attest is not None and not self.inside:
-            self._waiting.unlink(missing_ok=True)
+            _remove_waiting(self._waiting)
+
+    def _check_attest(self) -> None:
+        """Raise OutputExists for a file at the attestation's name: E1689 without `--force`, E0511 for what is no
+        attestation of ours, such as the key."""
+        path = str(self.attest)
+        if os.path.lexists(path) and not self.writing.force:
+            raise OutputExists(
+                "the file of --attest exists",
+                code="E1689",
+                path=path,
+                hint="choose another name, or --force to replace it",
+            )
+        check_target(path, "--attest", is_attestation, limit=ATTESTATION_LIMIT)
 
     def _attestation(self, hashes: Mapping[str, str], result: Result) -> bytes:
         report = self.plan.report if self.plan else {}
@@ -177,14 +194,11 @@ def seal_of(writing: Writing, destination: Place, *, part: str = "") -> Seal | N
         inside = _below(writing.attest, destination)
         if inside is not None and (why := unfit(inside)):
             raise _no(writing, f"{inside} {why}", "name another file")
-        if inside is None and os.path.lexists(writing.attest) and not writing.force:
-            raise OutputExists(
-                "the file of --attest exists",
-                code="E1689",
-                path=writing.attest,
-                hint="choose another name, or --force to replace it",
-            )
-    return Seal(destination, key, writing.attest, inside, writing)
+    seal = Seal(destination, key, writing.attest, inside, writing)
+    if writing.attest and inside is None:
+        check_apart({"--sign": writing.sign, "--attest": writing.attest})
+        seal._check_attest()
+    return seal
 
 
 def _below(path: str, destination: Path) -> str | None:
@@ -219,11 +233,28 @@ def _now() -> str:
 
 
 def _save(path: Path, data: bytes) -> None:
-    """Write and fsync a file. Raises StorageError."""
+    """Write and fsync the attestation that waits. Raises OutputExists E0511, StorageError."""
+    _remove_waiting(path)
     try:
-        with open(path, "wb") as file:
+        with open(path, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+    except FileExistsError as e:
+        raise OutputExists(
+            f"{path.name}, where the attestation waits for the output, is there and is none",
+            code="E0511",
+            path=path,
+            hint="move it away, or choose another name for --attest",
+        ) from e
     except OSError as e:
         raise wrap_os_error(e, path, "writing the attestation") from e
+
+
+def _remove_waiting(path: Path) -> None:
+    """Remove what a run has left where an attestation waits, half of one too; anything else with the name stays."""
+    try:
+        check_target(str(path), "--attest", lambda raw: is_attestation(raw) or is_begun(raw), limit=ATTESTATION_LIMIT)
+    except CkptError:
+        return
+    path.unlink(missing_ok=True)

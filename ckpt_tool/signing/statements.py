@@ -21,6 +21,7 @@ from ckpt_tool.errors import CorruptFile
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 SIGNATURE = "https://model_signing/signature/v1.0"
+BUILD_TYPE = "urn:ckpt-tool:write:v1"  # of an attestation that is written here
 PROVENANCE = "https://slsa.dev/provenance/v1"
 SIGNATURE_FILE = "model.sig"  # what `model_signing sign` calls it by default
 GIT = (".git", ".gitattributes", ".github", ".gitignore")  # what model_signing never looks at
@@ -78,7 +79,7 @@ def provenance(
     subjects = [{"name": path, "digest": {"sha256": hashes[path]}} for path in sorted(hashes)]
     predicate = {
         "buildDefinition": {
-            "buildType": "urn:ckpt-tool:write:v1",
+            "buildType": BUILD_TYPE,
             "externalParameters": dict(parameters),
             "internalParameters": dict(internal),
             "resolvedDependencies": list(sources),

@@ -10,16 +10,18 @@ Nothing here follows a link. What it does not do: choose (`commands.prune`).
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import NamedTuple
 
-from ckpt_tool.core.inner_path import COMPONENT, REMOVED
+from ckpt_tool.core.inner_path import COMPONENT, REMOVED, is_removed
 from ckpt_tool.errors import SourceChanged, wrap_os_error
 from ckpt_tool.storage.open_below import sync_folder
 
@@ -100,6 +102,7 @@ def retire(path: Path, identity: Identity) -> Path | None:
                 path=path,
                 hint="it was left alone: run again when nothing writes into the run's folder",
             )
+        _mark_taken(path)
         os.rename(path, hidden)
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -111,6 +114,25 @@ def retire(path: Path, identity: Identity) -> Path | None:
     except OSError as e:
         raise wrap_os_error(e, path, "taking it away") from e
     return hidden
+
+
+_TAKEN = "user.ckpt.removed"
+
+
+def _mark_taken(path: Path) -> None:
+    """Say on a path itself that it is being taken away, where the file system has such marks."""
+    with suppress(OSError):
+        os.setxattr(path, _TAKEN, b"1", follow_symlinks=False)
+
+
+def was_taken(hidden: Path) -> bool:
+    """Did `retire` give it its hidden name? By its mark, or by the form of the name where there are no marks."""
+    if not is_removed(hidden.name):
+        return False
+    try:
+        return os.getxattr(hidden, _TAKEN, follow_symlinks=False) == b"1"
+    except OSError as e:
+        return e.errno != errno.ENODATA
 
 
 def erase(hidden: Path) -> None:

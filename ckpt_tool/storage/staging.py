@@ -6,6 +6,9 @@ run away, its lines say which units are done. To commit: every file is fsynced, 
 fsynced and renamed with RENAME_NOREPLACE, the parent is fsynced. A kill at any moment leaves the name absent, old and
 whole, or new and whole; the same command goes on from the journal.
 
+Nothing is removed because it is in that folder: `.ckpt-journal-files` lists what a run stages and, once the new output
+is in place, what of the replaced one goes. A file that is on no list stays, and the folder with it.
+
 What this does not do: it never touches a folder that is not ours (another owner, a link, unknown content without a
 journal), never opens anything below it but by `storage.open_below`, never retries an fsync that failed (Linux marks the
 pages clean: the second call would succeed for nothing).
@@ -16,17 +19,18 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import json
 import os
 import re
-import shutil
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 
-from ckpt_tool.core.inner_path import JOURNAL, is_journal
+from ckpt_tool.core.inner_path import JOURNAL, is_journal, leaves
 from ckpt_tool.core.progress import aside
 from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, wrap_os_error
 from ckpt_tool.storage import journal
@@ -42,10 +46,12 @@ from ckpt_tool.storage.open_below import (
     sync_folders,
     wipe,
 )
+from ckpt_tool.storage.replaced import Replaced, remove_listed, some_of
 
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
 _REPLACED = "user.ckpt.replaced"
+FILES = f"{JOURNAL}-files"  # lists the files that are staged
 _PLAN = "user.ckpt.plan"  # on an output that was written in parts: the plan's id, for a part that is run once more
 _SOON = 50  # looks at a lock, 20 ms apart, before the one who waits says so
 _NFS = re.compile(r"\.nfs[0-9a-f]{16,}")  # how NFS calls a file that was removed and is still open
@@ -80,6 +86,7 @@ class Staging:
         destination: the output's final path.
         plan_id: of the plan being carried out; another plan's leavings are removed first.
         files: names that the plan writes: the only ones that a folder without a journal may hold.
+        force: replace what is there, which is what `replaced` lists; None replaces nothing.
         part: (i, n) for one share of a plan that several processes carry out, or the name of a worker that claims what
             it does; each has a journal of its own.
     """
@@ -92,6 +99,7 @@ class Staging:
         *,
         resume: bool = True,
         force: bool = False,
+        replaced: Replaced | None = None,
         part: journal.Writer = None,
     ) -> None:
         self.destination = destination
@@ -99,6 +107,7 @@ class Staging:
         self.plan_id = plan_id
         self.part = part
         self._force = force
+        self._replaced = replaced or Replaced({})
         self._folder_fd = self._journal_fd = -1
         self._write = threading.Lock()
         self.failed_sync = self._recorded = self.went_on = False  # went_on: an earlier run of the plan has been here
@@ -135,6 +144,7 @@ class Staging:
             refuse_link(self.destination)
         elif os.path.lexists(self.destination):  # an equal run committed while we came
             raise exists(self.destination)
+        self._put_back()
         self._replaces = _inode(self.destination)
         if self.part is not None:
             self.check_parts()
@@ -148,7 +158,8 @@ class Staging:
             self.went_on, self.resumed = True, lines[1:]
             return
         if self.part is None:
-            wipe(self._folder_fd, keep=name)
+            self._wipe(keep=name)
+        self._list_files()
         os.ftruncate(self._journal_fd, 0)
         self.record({"plan": self.plan_id, "pid": os.getpid(), "host": socket.gethostname()})
 
@@ -259,10 +270,31 @@ class Staging:
         """Refuse a staging folder that this user's earlier run cannot have left."""
         if os.fstat(self._folder_fd).st_uid != os.geteuid():
             raise self._foreign("belongs to another user")
-        found = set(files_beneath(self._folder_fd))  # one look: between two, another part may begin its journal
-        begun = any(is_journal(name.partition("/")[0]) for name in found)
-        if not begun and not found <= self._names and not was_replaced(self.path):
-            raise self._foreign("holds files that no run of this plan has written")
+        stray = strays(self._folder_fd, self._names)
+        if stray and (read_list(self._folder_fd) or not was_replaced(self.path)):
+            raise self._foreign(f"holds {some_of(stray)}, which no run has written")
+
+    def _wipe(self, *, keep: str | None = None) -> None:
+        """Remove what an earlier run has left, but for the file `keep`."""
+        try:
+            _remove_left(self.path, self._folder_fd, self._names, keep=keep)
+        except OSError as e:
+            raise wrap_os_error(e, self.path, "removing what an earlier run left") from e
+        _mark(self.path, _REPLACED, "")
+
+    def _list_files(self) -> None:
+        """Say which files are going to be staged, once: by that list they are known as ours later on."""
+        try:
+            _write_list(self._folder_fd, self._names)
+        except OSError as e:
+            raise wrap_os_error(e, self.path, "writing the list of staged files") from e
+
+    def _put_back(self) -> None:
+        """Where a run was killed between two renames, on a file system that exchanges no names: the old output gets
+        its name back."""
+        aside = _aside(self.destination)
+        if os.path.lexists(aside) and not os.path.lexists(self.destination) and was_replaced(aside):
+            os.rename(aside, self.destination)
 
     @property
     def left(self) -> Path | None:
@@ -375,8 +407,16 @@ class Staging:
         """Remove the staging folder: nothing of this run is left. One part of a plan leaves it: others' finished work
         lies there too; but for a failed fsync, after which nothing in it can be trusted."""
         if self.part is None or self.failed_sync:
-            _remove(self.path)
+            self._discard_own()
         self._release()
+
+    def _discard_own(self) -> None:
+        """Remove what is ours in the folder, and the folder where nothing else is in it. Not once it has been renamed:
+        it is the output then."""
+        with suppress(OSError):
+            if not self.gone:
+                _remove_own(self._folder_fd, self._names)
+                _remove_empty(self.path)
 
     def commit(self, *, single: str | None = None) -> None:
         """Make the staged output appear under its name, in one step. All files are synced already.
@@ -408,13 +448,23 @@ class Staging:
             ) from e
         finally:
             self._release()
-            if self.path.exists():  # what --force replaced, or the emptied folder of a single file
-                _remove(self.path)
+            self._remove_old(self.path if single is None else self.path / single)
+
+    def _remove_old(self, old: Path) -> None:
+        """Remove what was replaced, file by file, and the emptied folder of an output that is one file.
+
+        The list comes first: a run that is killed in between leaves a folder that says what may go.
+        """
+        with suppress(OSError):
+            if self._replaced.files and old.is_dir() and not old.is_symlink():
+                _list_replaced(old, self._replaced.files)
+        if self._replaced.remove(old, FILES) and old != self.path:
+            _remove_empty(self.path)
 
     def _clear(self) -> None:
         """Nothing but the output is left in the folder."""
         remove_claims(self._folder_fd)
-        for name in journal.names(self._folder_fd):
+        for name in (*journal.names(self._folder_fd), FILES):
             _unlink(name, self._folder_fd)
 
     def _check_whole(self) -> None:
@@ -430,10 +480,9 @@ class Staging:
     def _rename(self, staged: Path, final: Path) -> None:
         try:
             if self._force and self._replaces is not None and _inode(final) == self._replaces:
+                self._replaced.check(final)
                 _mark_replaced(final)
                 _renameat2(staged, final, _RENAME_EXCHANGE)
-                if staged != self.path and staged.is_dir():
-                    _remove(staged)
             else:
                 _renameat2(staged, final, _RENAME_NOREPLACE)
         except FileExistsError as e:
@@ -505,12 +554,81 @@ def _marked(path: Path, name: str) -> str:
         return ""
 
 
-def _remove(folder: Path) -> None:
-    """Remove a folder that is not needed any more; what can't be removed stays for `ckpt clean`."""
+def strays(folder: int, names: Iterable[str] = ()) -> list[str]:
+    """What is in an open staging folder that no run of ours has put there: neither one of `names`, nor listed there,
+    nor a journal or a claim."""
+    known = {*names, *read_list(folder)}
+    return [path for path in files_beneath(folder) if path not in known and not _is_record(path)]
+
+
+def _is_record(path: str) -> bool:
+    """Is it a file of ours about the run, or of NFS about a file that is still open?"""
+    return is_journal(path.partition("/")[0]) or _NFS.fullmatch(path) is not None
+
+
+def read_list(folder: int) -> list[str]:
+    """The files that a run has listed in an open staging folder; [] where there is no list, or none that is whole."""
     try:
-        shutil.rmtree(folder, ignore_errors=True)
-    except OSError:  # rmtree closes a descriptor twice when the first close fails
+        with open(open_own(folder, FILES, os.O_RDONLY), "rb") as file:
+            listed = json.load(file)
+    except (OSError, ValueError, RecursionError):
+        return []
+    return (
+        [path for path in listed if isinstance(path, str) and path and not leaves(path)]
+        if isinstance(listed, list)
+        else []
+    )
+
+
+def _write_list(folder: int, names: Iterable[str]) -> None:
+    """Write the list, where it is not there yet. Raises OSError."""
+    if read_list(folder):
         return
+    with open(open_own(folder, FILES, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        file.write(json.dumps(sorted(names)).encode())
+
+
+def _remove_own(folder: int, names: Iterable[str], *, keep: str | None = None) -> None:
+    """Remove from an open staging folder what a run has put there, but for the file `keep`. Raises OSError."""
+    listed = dict.fromkeys((*names, *read_list(folder)))
+    remove_listed(folder, listed)
+    remove_claims(folder)
+    for name in (*journal.names(folder), FILES):
+        if name != keep:
+            _unlink(name, folder)
+
+
+def remove_leavings(folder: Path) -> bool:
+    """Remove what a run has left in its staging folder, whose lock the caller holds. Is the folder gone? Files that no
+    run has put there stay. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _remove_left(folder, fd, ())
+    finally:
+        os.close(fd)
+    _remove_empty(folder)
+    return not os.path.lexists(folder)
+
+
+def _remove_left(path: Path, folder: int, names: Iterable[str], *, keep: str | None = None) -> None:
+    """Remove what a run has left in the staging folder at `path`, open as `folder`. Raises OSError.
+
+    One that is marked and has no list is a whole output: the run was killed between giving it this name and listing
+    it, and had found all of it accounted for the moment before.
+    """
+    if was_replaced(path) and not read_list(folder):
+        wipe(folder, keep=keep)
+    else:
+        _remove_own(folder, names, keep=keep)
+
+
+def _list_replaced(old: Path, files: Iterable[str]) -> None:
+    """Write the list into a folder that was replaced. Raises OSError."""
+    fd = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _write_list(fd, files)
+    finally:
+        os.close(fd)
 
 
 def _remove_empty(folder: Path) -> None:
@@ -568,9 +686,15 @@ def _renameat2(old: Path, new: Path, flags: int) -> None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(new))
         os.rename(old, new)
         return
-    aside = (
-        old.parent / f"{old.name}-old"
-    )  # --force without an exchange: a moment without the name, old kept until then
+    # An exchange in three steps: a kill after the first leaves the old one marked, where `_put_back` finds it.
+    aside = _aside(new)
+    if os.path.lexists(aside):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(aside))
     os.rename(new, aside)
     os.rename(old, new)
-    shutil.rmtree(aside) if aside.is_dir() and not aside.is_symlink() else os.unlink(aside)
+    os.rename(aside, old)
+
+
+def _aside(destination: Path) -> Path:
+    """What the old output is called for a moment, where names can't be exchanged."""
+    return destination.parent / f".{destination.name}.ckpt-replaced"

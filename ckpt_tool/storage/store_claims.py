@@ -36,6 +36,7 @@ from ckpt_tool.storage import journal
 from ckpt_tool.storage.claims import LEASE, Taken
 from ckpt_tool.storage.multipart import Listing, md5
 from ckpt_tool.storage.output_store import OutputStore
+from ckpt_tool.storage.replaced import RECORD
 
 T = TypeVar("T")
 BEAT = 15.0  # seconds between two signs of life
@@ -401,7 +402,7 @@ def is_held(store: OutputStore) -> bool:
 def refuse_held(store: OutputStore, destination: str) -> None:
     """Before one run writes it all: raise OutputExists E0503 where workers share the output out; what dead ones have
     left goes."""
-    there = any(map(is_record, store.listing().objects))
+    there = any(is_record(key) and key != RECORD for key in store.listing().objects)
     if there and is_held(store):
         raise OutputExists(
             f"workers are writing {destination}",
@@ -410,19 +411,19 @@ def refuse_held(store: OutputStore, destination: str) -> None:
             hint="join them with ckpt apply PLAN --claim, or wait for them to end",
         )
     if there:
-        remove_records(store)
+        remove_records(store, keep=RECORD)
 
 
 def is_record(key: str) -> bool:
     """Is it the name of a record of ours? Whatever else somebody keeps there is not touched."""
-    return key == PLAN or _RECORD.fullmatch(key) is not None or is_journal(key)
+    return key in (PLAN, RECORD) or _RECORD.fullmatch(key) is not None or is_journal(key)
 
 
-def remove_records(store: OutputStore) -> None:
-    """Remove all records, the plan first: without it the others say nothing."""
+def remove_records(store: OutputStore, *, keep: str = "") -> None:
+    """Remove all records but `keep`, the plan first: without it the others say nothing."""
     store.remove(PLAN)
     for _ in range(3):  # a worker that has not noticed yet may add to them
-        left = [key for key in store.listing().objects if is_record(key)]
+        left = [key for key in store.listing().objects if is_record(key) and key != keep]
         if not left:
             return
         with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -1,5 +1,4 @@
-"""`--force` deletes what it replaces: a checkpoint, something empty, or what an interrupted run of ours had begun to
-replace."""
+"""`--force` removes the files that the reader of the replaced checkpoint accounts for, and no other file."""
 
 from __future__ import annotations
 
@@ -88,18 +87,72 @@ def test_the_same_for_a_saved_plan(tmp_path: Path, capfd: Any) -> None:
     assert everything(tmp_path / "place") == before
 
 
+# Checkpoints with files beside them that are none of theirs: a job's own records, another save, shards of another kind.
+MORE = {
+    "accelerate": ["random_states_0.pkl"],
+    "dcp_consolidated": ["sharded/shard-00001-model-00001-of-00002.safetensors"],
+    "stale_files": ["__2_0.distcp"],
+    "trainer_deepseek_v3": ["optimizer.pt", "trainer_state.json"],
+    "trainer_mixtral": ["optimizer.pt", "trainer_state.json"],
+    "trainer_qwen3": ["trainer_state.json"],
+    "trainer_qwen3_moe": ["optimizer.pt", "trainer_state.json"],
+}
+
+
 @pytest.mark.parametrize("name", registry.NAMES)
 def test_a_checkpoint_of_any_format_is_replaced(tmp_path: Path, capfd: Any, name: str) -> None:
     found = sorted(path for path in (FIXTURES / name).iterdir() if ".truth." not in path.name and path.suffix != ".md")
     for path in found[:3]:
+        if path.suffix not in ("", ".safetensors", ".pt"):
+            continue
         out = tmp_path / ("out" + path.suffix)
         shutil.copytree(path, out) if path.is_dir() else shutil.copy(path, out)
         to = "safetensors" if path.suffix == ".safetensors" else "torch" if path.is_file() else "sharded"
-        if path.suffix not in ("", ".safetensors", ".pt"):
-            continue
+        before = everything(tmp_path)
         status, error = convert(out, capfd, to=to)
-        assert status == 0, (path, error)
+        if path.name in MORE:
+            assert (status, error["code"]) == (5, "E1604") and MORE[path.name][0] in error["message"], error
+            assert everything(tmp_path) == before
+        else:
+            assert status == 0, (path, error)
         shutil.rmtree(out) if out.is_dir() else out.unlink()
+
+
+SOURCES = ("dcp/tp2_dp2", "convert/llama/hf", "paddle-unified/llama_tied_hf", "orbax/manager", "peft/on_llama")
+
+
+@pytest.mark.parametrize("to", registry.NAMES)
+def test_what_was_written_is_replaced_by_the_same_command(tmp_path: Path, capfd: Any, to: str) -> None:
+    """Every file that a writer makes, of each format, is one that its reader accounts for, side files included."""
+    written = 0
+    for number, source in enumerate(SOURCES):
+        line = ["convert", str(FIXTURES / source), str(tmp_path / f"out{number}"), "--to", to, "--json", "-q"]
+        if run(line) != 0:  # a format for other models
+            continue
+        written += 1
+        capfd.readouterr()
+        assert run([*line, "--force"]) == 0, capfd.readouterr().err
+    assert written and sorted(os.listdir(tmp_path)) == sorted(
+        f"out{n}" for n in range(5) if (tmp_path / f"out{n}").exists()
+    )
+
+
+def test_what_goes_is_said_before(tmp_path: Path, capfd: Any) -> None:
+    """A dry run, a saved plan and the run itself name the files that are replaced, in JSON and as text."""
+    out, names = tmp_path / "out", ["config.json", "generation_config.json", "model.safetensors"]
+    shutil.copytree(SOURCE, out)
+    line = ["convert", str(SOURCE), str(out), "--to", "dcp", "--force"]
+    plan = str(tmp_path / "plan.json")
+    assert run([*line, "--plan", plan, "-q", "--json"]) == 0
+    for more in (["--dry-run"], []):
+        assert run([*line, *more, "-q", "--json"]) == 0
+        document = json.loads(capfd.readouterr().out.strip().splitlines()[-1])
+        assert document["replaces"]["names"] == names and document["replaces"]["files"] == 3
+        shutil.rmtree(out) if not more else None
+    shutil.copytree(SOURCE, out)
+    assert run(["apply", plan, "--force", "--dry-run"]) == 0
+    said = capfd.readouterr().out
+    assert "--force replaces 3 files" in said and all(name in said for name in names)
 
 
 def test_what_is_empty_is_replaced(tmp_path: Path, capfd: Any) -> None:
@@ -142,9 +195,45 @@ def test_what_changed_into_something_else_meanwhile_is_left_alone(tmp_path: Path
     assert (out / "thesis" / "chapter1.tex").read_text() == "It was"
 
 
-def test_what_a_killed_run_had_marked_is_ours(tmp_path: Path, capfd: Any) -> None:
+def test_a_mark_on_a_folder_makes_its_files_nobodys(tmp_path: Path, capfd: Any) -> None:
+    """A run that was killed just before the exchange leaves its mark on the old output; somebody goes on using it."""
     a_home(tmp_path / "out")
     staging._mark_replaced(tmp_path / "out")
-    if not staging.was_replaced(tmp_path / "out"):
-        pytest.skip("this file system has no marks")
-    assert convert(tmp_path / "out", capfd)[0] == 0
+    before = everything(tmp_path)
+    status, error = convert(tmp_path / "out", capfd)
+    assert (status, error["code"]) == (5, "E1604") and everything(tmp_path) == before
+
+
+def test_a_file_that_comes_while_the_run_writes_stays(tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(SOURCE, out)
+    real = staging.Staging._check_whole
+
+    def add(self: Any) -> None:
+        real(self)
+        (out / "notes.txt").write_text("just now")
+
+    monkeypatch.setattr(staging.Staging, "_check_whole", add)
+    status, error = convert(out, capfd)
+    assert (status, error["code"]) == (5, "E2830") and "notes.txt" in error["message"]
+    assert (out / "notes.txt").read_text() == "just now" and (out / "model.safetensors").exists()
+
+
+def test_code_goes_where_the_config_names_it(tmp_path: Path, capfd: Any) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(SOURCE, out)
+    (out / "modeling_x.py").write_text("from .configuration_x import XConfig\n")
+    (out / "configuration_x.py").write_text("class XConfig: ...\n")
+    status, error = convert(out, capfd)
+    assert (status, error["code"]) == (5, "E1604") and "modeling_x.py" in error["message"]
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "modeling_x.XModel"}}))
+    assert convert(out, capfd)[0] == 0
+
+
+def test_a_signed_output_with_its_attestation_is_replaced(tmp_path: Path, capfd: Any) -> None:
+    attest = ["--attest", str(tmp_path / "out" / "provenance.json")]
+    for _ in range(2):
+        assert convert(tmp_path / "out", capfd, *attest)[0] == 0
+    (tmp_path / "out" / "other.json").write_text('{"_type": "mine"}')
+    assert convert(tmp_path / "out", capfd, *attest)[1]["code"] == "E1604"

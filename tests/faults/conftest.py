@@ -132,7 +132,7 @@ class Ground:
             assert done.status == 0, done.err
             kept = root / "old"
             os.rename(self.final, kept)
-            (kept / "an older file").write_bytes(b"older")
+            (kept / "README.md").write_bytes(b"older")  # a side file, which the old output's reader knows
             self.old = snapshot(kept)
             self.args.append("--force")
             self.reset()

@@ -23,7 +23,7 @@ from ckpt_tool.cli import run
 from ckpt_tool.errors import OutputExists
 from ckpt_tool.storage.destination import staging_path
 from ckpt_tool.storage.journal import name_of
-from ckpt_tool.storage.staging import Staging
+from ckpt_tool.storage.staging import FILES, Staging
 
 KINDS = ["fifo", "link", "dangling link", "hard link", "folder", "socket"]
 pytestmark = pytest.mark.timeout(60)
@@ -185,4 +185,4 @@ def test_staging_opens_nothing_elsewhere(tmp_path: Path, path: str) -> None:
                 ask()
             assert getattr(caught.value, "code", "") == "E1600", caught.value
         assert sorted(os.listdir(tmp_path)) == [".out.ckpt-partial"]
-        assert sorted(os.listdir(staging_path(tmp_path / "out"))) == sorted(["f", name_of(None)])
+        assert sorted(os.listdir(staging_path(tmp_path / "out"))) == sorted(["f", name_of(None), FILES])

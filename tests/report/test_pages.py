@@ -380,7 +380,7 @@ def test_html_is_one_page_without_requests(tmp_path: Path) -> None:
 def test_a_report_replaces_nothing_else(tmp_path: Path) -> None:
     taken = tmp_path / "model.safetensors"
     taken.write_bytes(b"weights")
-    with pytest.raises(OutputExists, match="is no report"):
+    with pytest.raises(OutputExists, match="is no earlier one"):
         html.check_target(str(taken))
     with pytest.raises(StorageError, match="does not exist"):
         html.check_target(str(tmp_path / "none" / "r.html"))

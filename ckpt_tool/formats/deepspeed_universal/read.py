@@ -99,11 +99,12 @@ class Reader:
         extras = self._extras(state, record, groups, steps)
         tensors, unread = set_apart(self.tensors)
         checked = checksums.missing(self.tree, tensors.values(), required=required)
+        unopened = [*files.model.values(), *files.model3.values()]  # a stage's own, without tensors, or a copy
         return Catalog(
             "deepspeed-universal",
             tensors,
             extras,
-            files=tuple(self.files),
+            files=tuple(dict.fromkeys((*self.files, *unopened))),
             notes=(*self.notes, *notes_of(unread), *checked),
             unsafe=tuple(dict.fromkeys(self.unsafe)),
             hints=Hints(record.hints if record else {}).having(Globals.each(self.globals)),

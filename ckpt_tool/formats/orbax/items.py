@@ -14,7 +14,7 @@ Source: orbax-checkpoint 0.12.8 `_src/metadata/tree.py` (`InternalTreeMetadata`)
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.bounds import numeral
@@ -31,6 +31,15 @@ DAMAGED, UNFINISHED = "E2755", "E2756"
 TEMPORARY = ".orbax-checkpoint-tmp"
 _PROCESS = re.compile(rf"ocdbt\.process_\d+/{re.escape(MANIFEST)}")
 _STEP = re.compile(r"(?:.*[_\-])?\d+")
+_DONE = "commit_success.txt"
+_OWN = re.compile(  # below an item, but for arrays that are folders of zarr
+    rf"{METADATA}|{STEP_METADATA}|{re.escape(STRINGS)}|_sharding|{_DONE}|checkpoint|(?:array|process)_metadatas?/[\w.-]+"
+    rf"|(?:ocdbt\.process_\d+/)?(?:{re.escape(MANIFEST)}|d/[0-9a-f]{{32}})"
+)
+_HEADERS = (".zarray", ".zattrs", ".zgroup", "zarr.json")
+_ARRAY = ("/.zarray", "/zarr.json")
+_CHUNK2 = re.compile(r"\d+(?:\.\d+)*")
+_CHUNK3 = re.compile(r"/c(?:/\d+)*$")
 _LIMIT, _VALUES = 256 << 20, 20_000_000  # bytes, JSON values: a leaf has some 12
 _JSON_LIMIT = 16 << 20
 STRING, _KEY = "string", "random_key_impl"
@@ -97,6 +106,35 @@ def files(tree: Tree, found: Sequence[Step]) -> tuple[str, ...]:
         for path in tree.listing()
         if path.startswith(folders) and not ("/" not in path and is_sidefile(path)) or path in above
     )
+
+
+def own_files(tree: Tree, step: Step) -> tuple[str, ...]:
+    """The files of a step that Orbax wrote, by the names that it gives. `files` is for a claim, and takes in all that
+    is in the step's folders; of that, some may be somebody's own."""
+    folders = [f"{step.folder}{item}/" if item else step.folder for item in step.items]
+    jsons = {path for _, path in _json_files(tree, step)}
+    arrays = {path.rpartition("/")[0] for path in tree.listing() if path.endswith(_ARRAY)}
+    beside = {step.folder + name for name in (STEP_METADATA, _DONE)}
+    beside.update(path.rpartition("/")[0] + f"/{_DONE}" for path in jsons)
+
+    def is_own(path: str) -> bool:
+        if path in jsons or path in beside:
+            return True
+        holding = [folder for folder in folders if path.startswith(folder)]
+        if any(_OWN.fullmatch(path.removeprefix(folder)) for folder in holding):
+            return True
+        return bool(holding) and _is_of_array(path, arrays)
+
+    return tuple(path for path in tree.listing() if is_own(path))
+
+
+def _is_of_array(path: str, arrays: Collection[str]) -> bool:
+    """Is it the header or a chunk of an array that is a folder of zarr?"""
+    folder, _, name = path.rpartition("/")
+    if folder in arrays and (name in _HEADERS or _CHUNK2.fullmatch(name)):
+        return True
+    chunked = _CHUNK3.search(path)
+    return chunked is not None and path[: chunked.start()] in arrays
 
 
 def processes(tree: Tree, found: Sequence[Step]) -> list[str]:
@@ -235,14 +273,20 @@ def keys_of_prngs(tree: Tree, item: Item) -> dict[str, str]:
 
 def json_items(tree: Tree, step: Step) -> Iterator[tuple[str, Any]]:
     """(name, value) of the items beside the trees that are JSON."""
+    for name, path in _json_files(tree, step):
+        raw = tree.read_whole(path, limit=_JSON_LIMIT)
+        yield name, strict_json.parse(raw, path=tree.display(path))
+
+
+def _json_files(tree: Tree, step: Step) -> Iterator[tuple[str, str]]:
+    """(name, file) of the same items."""
     if step.items == ("",):
         return
     for path in tree.listing():
         if path.startswith(step.folder) and path.endswith((f"/{JSON_ITEM}", f"/{METRICS_ITEM}")):
             name, _, rest = path[len(step.folder) :].partition("/")
             if rest in (JSON_ITEM, METRICS_ITEM if name == METRICS_ITEM else "") and name not in step.items:
-                raw = tree.read_whole(path, limit=_JSON_LIMIT)
-                yield name, strict_json.parse(raw, path=tree.display(path))
+                yield name, path
 
 
 def step_metadata(tree: Tree, step: Step) -> Mapping[str, Any]:

@@ -114,7 +114,7 @@ def read_tree(tree: Tree) -> Catalog:
         "orbax",
         _Tensors(tensors),
         extras,
-        files=orbax_items.files(tree, [step]),
+        files=orbax_items.own_files(tree, step),
         sidefiles=tuple(name for name in tree.names() if is_sidefile(name) and tree.listing()[name] >= 0),
         notes=tuple(notes),
         hints=Hints.of(hint),

@@ -45,7 +45,7 @@ from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions
-from ckpt_tool.formats.paddle.ranks import EXTENSIONS, rank_file, rank_files
+from ckpt_tool.formats.paddle.ranks import EXTENSIONS, SIGNAL, rank_file, rank_files
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:  # reading needs none of these
@@ -63,6 +63,7 @@ class _Paddle:
         mesh=("tp", "pp", "ep", "dp"),
         replicas=True,
         zero=1,
+        markers=SIGNAL,
         dialect="paddle",
         own_layout=True,
         uses_options=frozenset({"zero", "sharding", "pp-split"}),

@@ -57,7 +57,8 @@ _NAME = re.compile(
 )
 _COORDINATE = re.compile(r"(tp|pp|shard|moe_sharding|moe)(\d+)")
 _STEMS = tuple(f"{kind}model_state" for kind in ("", "lora_", "vera_", "lokr_", "reft_", "prefix_"))
-_SIGNAL = re.compile(r"saved_signal_(\d{1,6})")
+SIGNAL = r"saved_signal_(\d{1,6})"  # of a rank that is done
+_SIGNAL = re.compile(SIGNAL)
 
 
 class RankFile(NamedTuple):

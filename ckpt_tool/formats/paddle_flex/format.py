@@ -44,6 +44,7 @@ from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions
 from ckpt_tool.formats.paddle.dtypes import DTYPE_NAMES
+from ckpt_tool.formats.paddle.ranks import SIGNAL
 from ckpt_tool.formats.paddle_flex import folders as paddle_flex_folders
 from ckpt_tool.storage.source import Tree
 
@@ -61,6 +62,7 @@ class _Flex:
         extras=True,
         mesh=("tp", "pp", "ep", "dp"),
         zero=1,
+        markers=SIGNAL,
         dialect="paddle",
         own_layout=True,
         uses_options=frozenset({"zero", "sharding", "pp-split"}),

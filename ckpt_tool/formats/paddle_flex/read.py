@@ -568,6 +568,7 @@ class _Reading:
         required = self.options.require_checksums
         checks = checksums.missing(self.tree, self.tensors.values(), required=required)
         data = [file for listing in self.listings.values() for file in listing.files]
+        data += [save.folder + name for save in self.saves for name in save.data]  # a rank without tensors writes one
         metadata = [save.folder + save.metadata for save in self.saves if save.metadata]
         return Catalog(
             "paddle-flex",

@@ -188,7 +188,8 @@ _JOB = re.compile(
     r"training_args\.bin|trainer_state\.(bin|json)|rng_state(_\d+)?\.pth|\.saving_info|async_save_info\.json"
 )
 _PLAIN = re.compile(r"(scheduler|scaler)\.pdparams")
-_SIGNAL = re.compile(r"saved_signal_\d+|\.model_done|\.(model|master|optimizer)_weight\.done\.-?\d+")
+SIGNALS = r"saved_signal_\d+|\.model_done|\.(model|master|optimizer)_weight\.done\.-?\d+"
+_SIGNAL = re.compile(SIGNALS)
 
 
 class RankFile(NamedTuple):

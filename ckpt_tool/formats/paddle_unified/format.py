@@ -61,6 +61,7 @@ class PaddleUnified:
     name = "paddle-unified"
     holds = Holds(
         dialect="paddle",
+        markers=files_of.SIGNALS,
         uses_options=frozenset({"max-shard-size"}),
         dtypes=frozenset({"C128", "U16"}),  # 16-bit integers mean bf16 to Paddle
         all_experts=True,

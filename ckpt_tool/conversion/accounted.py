@@ -1,0 +1,228 @@
+"""What `--force` may remove: the files that the reader of the replaced checkpoint accounts for, and nothing else.
+
+    out/model.safetensors, config.json, tokenizer.json     all accounted for: they go once the new output is in place
+    out/train.py, .git/config, run2/model.safetensors      E1604: three files that are no part of the checkpoint there
+
+That a format recognises a folder says nothing of what else is in it. So the checkpoint is opened, and its own reader
+says which files are its (`Catalog.files`, whose chunks lie in no others); to these come the side files that a writer
+would carry along, the pointer files that led to it, the markers of finished ranks (`Holds.markers`), and the signature
+and attestations that `--sign` and `--attest` put there. No format is named here. Files of code count only where the
+model's config names them. Links and empty folders never count: nobody's writer makes them.
+
+Cost: the headers of what is replaced, and a listing. What it does not do: remove (`storage.replaced`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ckpt_tool.core.report_data import collected
+from ckpt_tool.errors import CkptError, OutputExists
+from ckpt_tool.formats import registry
+from ckpt_tool.formats.base import Specificity
+from ckpt_tool.formats.hf.files import CODE, is_sidefile
+from ckpt_tool.formats.hf.modules import module_files
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.signing.written import is_statement
+from ckpt_tool.sources.opening import Opened, open_source
+from ckpt_tool.sources.steps import POINTERS, steps_in
+from ckpt_tool.storage import strict_json
+from ckpt_tool.storage.destination import Place, RemotePlace, refuse_link
+from ckpt_tool.storage.opening import open_tree
+from ckpt_tool.storage.replaced import RECORD, Replaced, Stamp, entries_below, some_of
+from ckpt_tool.storage.source import Tree
+
+NOT_ALL = "E1604"
+HINT = "choose another output; or look at what is there, and move away or remove what is not needed"
+LISTED = 200  # names in the error's list of faults
+NAMED = 10_000  # names in a document
+SEALED = 20  # files that are looked into for a signature or an attestation
+_STATEMENT_LIMIT = 64 << 20  # bytes of a signature or an attestation
+_CODE_LIMIT = 4 << 20  # bytes of a file of code, or of a config that names one
+_CONFIGS = ("config.json", "tokenizer_config.json", "processor_config.json", "*preprocessor_config.json")
+_IMPORT = re.compile(r"^\s*from\s+\.(\w+)\s+import\b", re.MULTILINE)
+
+# Of a tree that is no checkpoint but another output of ours: its files, or None where it is none.
+Reader = Callable[[Tree], "Iterable[str] | None"]
+
+
+def check_replaced(destination: Place, other: Reader | None = None) -> Replaced:
+    """What `--force` replaces, nothing where nothing is there. other: reads outputs of another kind.
+
+    Raises OutputExists E1603 for a link, E1604 for what is no checkpoint or holds files that are no part of it,
+    StorageError for a folder that can't be listed.
+    """
+    if isinstance(destination, RemotePlace):
+        return _check_store(destination.url)
+    refuse_link(destination)
+    there = entries_below(destination)
+    refuse_unaccounted(str(destination), list(there), _is_nothing(there), other)
+    return Replaced(there)
+
+
+def _check_store(url: str) -> Replaced:
+    """The same of a place in a store, whose objects are known by their keys. Where a run was killed while it replaced
+    what was there, its record says what of it may go, and its own objects say whose they are."""
+    from ckpt_tool.run.upload import PLAN
+    from ckpt_tool.storage.output_store import output_store, staging_url
+
+    bucket = output_store(url)
+    there = bucket.listing().objects
+    seen = {key: Stamp.of_object(each.nbytes, each.etag) for key, each in there.items()}
+    begun = Replaced.from_json(bucket.at_url(staging_url(url)).get(RECORD)) if seen else None
+    if begun is not None and all(begun.files.get(key) == each or bucket.note(key, PLAN) for key, each in seen.items()):
+        return Replaced(seen)
+    refuse_unaccounted(url, list(seen), not seen, None)
+    return Replaced(seen)
+
+
+def _is_nothing(there: Mapping[str, Stamp]) -> bool:
+    """Is nothing there, an empty folder, or an empty file?"""
+    alone = there.get("")
+    return not there or (alone is not None and alone.is_file and not alone.size)
+
+
+def refuse_unaccounted(place: str, paths: Iterable[str], empty: bool, other: Reader | None) -> None:
+    """Raise OutputExists E1604 unless every path at the place is accounted for."""
+    if empty:
+        return
+    try:
+        with collected(False):  # a report is of the sources
+            given = open_tree(place)
+            if given.single is not None:  # it was named itself
+                registry.detect(given)
+                return
+            kind, known = _accounted_in(given, place, other)
+            left = [path for path in paths if path not in known]
+            left = [*filter(lambda path: not _is_statement(given, path), left[:SEALED]), *left[SEALED:]]
+    except CkptError as e:
+        raise _not_one(place, e.message) from e
+    except OSError as e:
+        raise _not_one(place, os.strerror(e.errno) if e.errno else str(e)) from e
+    if left:
+        number = "1 file that is" if len(left) == 1 else f"{len(left)} files that are"
+        raise OutputExists(
+            f"--force would remove {number} no part of the {kind} in {place}: {some_of(left)}",
+            code=NOT_ALL,
+            path=place,
+            hint=HINT,
+            faults=left[1:LISTED],
+        )
+
+
+def _not_one(place: str, saw: str) -> OutputExists:
+    return OutputExists(
+        f"--force would delete {place}, which is not one checkpoint: {saw}",
+        code=NOT_ALL,
+        path=place,
+        hint=HINT,
+    )
+
+
+def _accounted_in(given: Tree, place: str, other: Reader | None) -> tuple[str, set[str]]:
+    """(what is there, the files that belong to it, relative to the place)."""
+    files = other(given) if other is not None else None
+    if files is not None:
+        return "delta", set(files)
+    several = steps_in(given)
+    if len(several) > 1:
+        raise OutputExists(
+            f"the folder holds {len(several)} checkpoints, among them {', '.join(several[-3:])}", code=NOT_ALL
+        )
+    opened = open_source(place, Reading(lenient=True))
+    return f"{opened.format.name} checkpoint", set(_accounted_by(opened, given))
+
+
+def _accounted_by(opened: Opened, given: Tree) -> Iterator[str]:
+    """The files that the reader and the writers of the opened checkpoint know, relative to the given tree."""
+    tree, catalog = opened.tree, opened.catalog
+    evidence = opened.format.detect(tree)
+    loose = evidence is None or evidence.specificity == Specificity.CONTAINER
+    if loose and len(catalog.files) > 1:
+        raise OutputExists(
+            f"{len(catalog.files)} files of weights that nothing ties together: {some_of(catalog.files)}", code=NOT_ALL
+        )
+
+    inside = _prefix_of(tree, given)
+    for path in (*catalog.files, *catalog.indexes, *catalog.sidefiles):
+        if not _is_code(path):
+            yield inside + path
+    markers = opened.format.holds.markers
+    if markers:
+        yield from (inside + name for name in tree.names() if re.fullmatch(markers, name))
+
+    # Side files are beside the checkpoint's files, and beside the pointer file that names its folder.
+    for folder in filter(None, (tree, opened.outer, given)):
+        prefix, names = _prefix_of(folder, given), folder.names()
+        yield from (prefix + name for name in names if is_sidefile(name) and not _is_code(name))
+        yield from (prefix + path for path in module_files(folder))
+        yield from (prefix + name for name in _code_named(folder, names))
+
+    pointers = {*POINTERS, *opened.format.holds.pointers}
+    above = inside.split("/")[:-1]
+    for depth in range(len(above)):
+        yield from ("/".join([*above[:depth], name]) for name in pointers)
+
+
+def _prefix_of(tree: Tree, given: Tree) -> str:
+    """Where a tree is below the given one: "" or a path that ends in a slash."""
+    inner = tree.shown.removeprefix(given.shown).strip("/")
+    return f"{inner}/" if inner else ""
+
+
+def _is_code(path: str) -> bool:
+    return path.endswith(".py")
+
+
+def _code_named(tree: Tree, names: Iterable[str]) -> set[str]:
+    """Files of code that a config's `auto_map` names, and those that these import: all others are somebody's own."""
+    code = {name for name in names if any(fnmatchcase(name, pattern) for pattern in CODE)}
+    if not code:
+        return set()
+    waiting = [f"{module}.py" for name in names if _is_config(name) for module in _modules_of(tree, name)]
+    found = set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name not in code or name in found:
+            continue
+        found.add(name)
+        text = tree.read_whole(name, limit=_CODE_LIMIT).decode("utf-8", "replace")
+        waiting += [f"{module}.py" for module in _IMPORT.findall(text)]
+    return found
+
+
+def _is_config(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in _CONFIGS)
+
+
+def _modules_of(tree: Tree, name: str) -> Iterator[str]:
+    """The modules that an `auto_map` names: `{"AutoModel": "modeling_x.XModel", "AutoTokenizer": ["a.B", null]}`."""
+    try:
+        config = strict_json.parse(tree.read_whole(name, limit=_CODE_LIMIT), path=tree.display(name))
+    except CkptError:
+        return
+    auto_map = config.get("auto_map") if isinstance(config, dict) else None
+    for value in auto_map.values() if isinstance(auto_map, dict) else ():
+        for reference in value if isinstance(value, list) else [value]:
+            if isinstance(reference, str):
+                yield reference.rpartition("--")[2].rpartition(".")[0]
+
+
+def _is_statement(tree: Tree, path: str) -> bool:
+    """Is it a signature or an attestation that was written into the folder?"""
+    size = tree.listing().get(path, -1)
+    if not 0 < size <= _STATEMENT_LIMIT or tree.head(path, 1) != b"{":
+        return False
+    return is_statement(tree.read_whole(path, limit=_STATEMENT_LIMIT))
+
+
+def shown_removal(replaced: Replaced) -> dict[str, Any]:
+    """What a writer's document says of what is replaced: how many files, their bytes, and which. {} for nothing."""
+    if not replaced.files:
+        return {}
+    names = [path or "." for path in replaced.files]
+    return {"replaces": {"files": len(names), "bytes": replaced.nbytes, "names": names[:NAMED]}}

@@ -1,0 +1,254 @@
+"""Whatever a person keeps beside or in a checkpoint is there after any verb that writes, with any of its options.
+
+A folder is made of a checkpoint of each format and of one thing that a person keeps there. Every writing verb is given
+it as its output, or what is around it; afterwards each file that no reader of the checkpoint accounts for must be there
+with the bytes that it had. What is an output's own may be gone only where the new output is whole in its place.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tool.cli import run
+from ckpt_tool.formats import registry
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+SOURCE = FIXTURES / "safetensors" / "llama_one_file"
+JOB = FIXTURES / "dcp" / "tp2_dp2"
+
+
+def _write(path: Path, data: bytes = b"mine") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def keep_git(folder: Path) -> None:
+    _write(folder / ".git" / "config")
+    _write(folder / ".git" / "objects" / "0a" / "1f", b"\x00\x01")
+
+
+def keep_sources(folder: Path) -> None:
+    _write(folder / "src" / "main.py")
+    _write(folder / "train.py")
+    _write(folder / "modeling_mine.py")
+
+
+def keep_notes(folder: Path) -> None:
+    _write(folder / "notes.txt")
+
+
+def keep_data(folder: Path) -> None:
+    _write(folder / "data" / "train.jsonl", b"{}\n")
+    _write(folder / "results.csv", b"1,2\n")
+
+
+def keep_a_checkpoint(folder: Path) -> None:
+    shutil.copytree(SOURCE, folder / "another")
+
+
+def keep_weights_beside(folder: Path) -> None:
+    shutil.copy(SOURCE / "model.safetensors", folder / "best-so-far.safetensors")
+
+
+def keep_a_link(folder: Path) -> None:
+    (folder / "link").symlink_to(folder.parent / "elsewhere")
+
+
+def keep_a_link_to_a_folder(folder: Path) -> None:
+    (folder / "linked").symlink_to(folder.parent / "beside", target_is_directory=True)
+
+
+def keep_an_empty_folder(folder: Path) -> None:
+    (folder / "empty").mkdir()
+
+
+def keep_hidden(folder: Path) -> None:
+    _write(folder / ".env", b"KEY=1")
+
+
+def keep_names_like_ours(folder: Path) -> None:
+    _write(folder / ".notes.ckpt-partial" / "chapter.tex")
+    _write(folder / ".ckpt-journal-mine")
+    _write(folder / ".out.0123abcd.ckpt-removed" / "photo.jpg")
+
+
+def keep_deep(folder: Path) -> None:
+    _write(folder.joinpath(*"abcdefghij") / "deep.txt")
+
+
+def keep_an_odd_name(folder: Path) -> None:
+    _write(folder / os.fsdecode(b"caf\xe9 \n.txt"))
+
+
+KEPT: list[Callable[[Path], None]] = [
+    keep_git,
+    keep_sources,
+    keep_notes,
+    keep_data,
+    keep_a_checkpoint,
+    keep_weights_beside,
+    keep_a_link,
+    keep_a_link_to_a_folder,
+    keep_an_empty_folder,
+    keep_hidden,
+    keep_names_like_ours,
+    keep_deep,
+    keep_an_odd_name,
+]
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Every path with its bytes, or where it links to; folders too."""
+    found: dict[str, Any] = {}
+    for above, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = Path(above, name)
+            key = os.path.relpath(path, folder)
+            if path.is_symlink():
+                found[key] = ("link", os.readlink(path))
+            else:
+                found[key] = ("folder",) if path.is_dir() else ("file", path.read_bytes())
+    return found
+
+
+def checkpoints(name: str) -> list[Path]:
+    """The folders of a format's fixtures, the smallest first; the files of a format that has no others."""
+    all_of = [path for path in (FIXTURES / name).iterdir() if ".truth." not in path.name and path.suffix != ".md"]
+    found = [path for path in all_of if path.is_dir()] or all_of
+    return sorted(found, key=lambda path: (sum(each.stat().st_size for each in (path, *path.rglob("*"))), path.name))
+
+
+def lay(checkpoint: Path, folder: Path) -> None:
+    """Put the checkpoint into a folder of its own."""
+    if checkpoint.is_dir():
+        shutil.copytree(checkpoint, folder)
+    else:
+        folder.mkdir(parents=True)
+        shutil.copy(checkpoint, folder)
+
+
+def surround(place: Path) -> None:
+    """What is beside the output: staging-like names of others, another checkpoint, notes."""
+    _write(place / "beside" / "thesis.tex")
+    _write(place / "notes.txt")
+    _write(place / ".thesis.ckpt-partial" / "chapter.tex")
+    _write(place / ".photos.ckpt-removed" / "photo.jpg")
+    _write(place / ".photos.0123abcd.ckpt-removed" / "photo.jpg")
+    _write(place / "out-old" / "thesis.tex")
+    _write(place / "out.partial")
+
+
+def verbs(place: Path) -> list[list[str]]:
+    """The lines of every writing verb, with `out` as what they write or work in."""
+    out, source, job, plan = (str(path) for path in (place / "out", SOURCE, JOB, place.parent / "plan.json"))
+    other = str(FIXTURES / "convert" / "llama" / "hf")
+    adapter = str(FIXTURES / "peft" / "on_llama")
+    lines = [
+        ["convert", source, out, "--to", "sharded"],
+        ["convert", source, out, "--to", "torch", "--resume"],
+        ["convert", source, out, "--to", "dcp", "--no-resume", "--attest", str(place.parent / "attest.json")],
+        ["reshard", job, out, "--tp", "1"],
+        ["merge", other, other, out, "--method", "linear"],
+        ["merge", other, adapter, out, "--method", "lora"],
+        ["delta", source, source, out],
+        ["delta", source, source, out, "--dedup"],
+        ["apply", plan],
+    ]
+    forced = [[*line, "--force"] for line in lines]
+    dry = [[*line, "--force", "--dry-run"] for line in lines]
+    inside = [["prune", str(place), "--keep-last", "1"], ["prune", out, "--keep-last", "1"]]
+    cleaned = [["clean", str(place), "--remove"], ["clean", out, "--remove"]]
+    return [*lines, *forced, *dry, *inside, *cleaned]
+
+
+def run_all(place: Path, before: dict[str, Any], capfd: Any) -> None:
+    for line in verbs(place):
+        run([*line, "-q"])
+        capfd.readouterr()
+        after = contents(place)
+        assert after == before, (line, sorted(before.keys() ^ after.keys()))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    at = tmp_path / "place"
+    at.mkdir()
+    return at
+
+
+def prepare(place: Path, checkpoint: Path, keep: Callable[[Path], None]) -> dict[str, Any]:
+    """The folder and what is around it, and a plan that writes there."""
+    plan = str(place.parent / "plan.json")
+    assert run(["convert", str(SOURCE), str(place / "out"), "--to", "sharded", "--plan", plan, "-q"]) == 0
+    surround(place)
+    lay(checkpoint, place / "out")
+    keep(place / "out")
+    return contents(place)
+
+
+@pytest.mark.parametrize("keep", KEPT, ids=[keep.__name__ for keep in KEPT])
+def test_what_a_person_keeps_in_a_checkpoint_stays(place: Path, capfd: Any, keep: Callable[[Path], None]) -> None:
+    run_all(place, prepare(place, SOURCE, keep), capfd)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("keep", KEPT, ids=[keep.__name__ for keep in KEPT])
+@pytest.mark.parametrize("name", registry.NAMES)
+def test_the_same_in_every_format(place: Path, capfd: Any, name: str, keep: Callable[[Path], None]) -> None:
+    run_all(place, prepare(place, checkpoints(name)[0], keep), capfd)
+
+
+@pytest.mark.parametrize("name", registry.NAMES)
+def test_one_line_in_every_format(place: Path, capfd: Any, name: str) -> None:
+    """The default tier's share: all that a person keeps, one by one, and the verb with the largest reach."""
+    for keep in KEPT:
+        shutil.rmtree(place)
+        place.mkdir()
+        lay(checkpoints(name)[0], place / "out")
+        keep(place / "out")
+        before = contents(place)
+        assert run(["convert", str(SOURCE), str(place / "out"), "--to", "sharded", "--force", "-q"]) == 5, keep
+        assert contents(place) == before and "E1604" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("level", ["in a sub-folder of the checkpoint", "at its top"])
+@pytest.mark.parametrize("name", registry.NAMES)
+def test_names_that_a_format_might_take_for_its_own(place: Path, capfd: Any, name: str, level: str) -> None:
+    """A file is not accounted for because it is in a folder of the checkpoint's, or has a suffix of the format's."""
+    for checkpoint in checkpoints(name)[:2]:
+        shutil.rmtree(place)
+        lay(checkpoint, place / "out")
+        inner = sorted(path for path in (place / "out").rglob("*") if path.is_dir())
+        folder = inner[-1] if inner and level != "at its top" else place / "out"
+        for kept in ("notes.txt", "0_9.csv", "9_extra.json", "my_model.bak", ".hidden", "mp_rank_99.log"):
+            _write(folder / kept)
+            before = contents(place)
+            assert run(["convert", str(SOURCE), str(place / "out"), "--to", "sharded", "--force", "-q"]) == 5, kept
+            assert contents(place) == before and "E1604" in capfd.readouterr().err
+            (folder / kept).unlink()
+
+
+def test_clean_removes_what_a_run_listed_and_nothing_else(place: Path, capfd: Any) -> None:
+    """A staging folder of ours into which somebody has put a file: what the run staged goes, the file stays."""
+    from ckpt_tool.storage.staging import Staging
+
+    with Staging(place / "out", "plan", ["f", "sub/g"]) as staging:
+        os.close(staging.create("f", 3))
+        os.close(staging.create("sub/g", 3))
+    staged = place / ".out.ckpt-partial"
+    _write(staged / "sub" / "chapter.tex")
+    assert run(["clean", str(place), "--remove", "-q"]) == 0
+    assert contents(staged) == {"sub": ("folder",), "sub/chapter.tex": ("file", b"mine")}
+    assert run(["convert", str(SOURCE), str(place / "out"), "--to", "sharded", "-q"]) == 5
+    assert "E0504" in capfd.readouterr().err
+    assert contents(staged) == {"sub": ("folder",), "sub/chapter.tex": ("file", b"mine")}
+    (staged / "sub" / "chapter.tex").unlink()
+    (staged / "sub").rmdir()
+    assert run(["clean", str(place), "--remove", "-q"]) == 0 and os.listdir(place) == []
