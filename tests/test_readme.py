@@ -170,6 +170,7 @@ def test_every_block_works_as_typed(clone):
             (inside,) = clone.glob(".venv/lib/python*/site-packages")
             (inside / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
             continue
+        body = body.replace("/tmp/ckpt-", f"{clone.parent}/ckpt-")  # typed in a folder of its own: nothing is there yet
         command = ["bash", "-euo", "pipefail", "-c", body]
         if kind == "python":
             command = [str(clone / ".venv" / "bin" / "python"), "-c", body]
