@@ -38,9 +38,10 @@ def check_target(path: str, option: str, ours: Callable[[bytes], bool], *, limit
         if e.errno == errno.ELOOP:
             raise _kept(path, option, "is a symbolic link") from e
         raise wrap_os_error(e, path, f"opening the file of {option}") from e
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _kept(path, option, "is no regular file")
     with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise _kept(path, option, "is no regular file")
         head = file.read(limit)
     if head and not ours(head):
         raise _kept(path, option, "is there and is no earlier one")

@@ -389,7 +389,7 @@ def test_a_report_replaces_nothing_else(tmp_path: Path) -> None:
 
 def test_a_failed_report_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "r.html").mkdir()
-    with pytest.raises(StorageError):
+    with pytest.raises(OutputExists):
         html.save(Page("t", ()), str(tmp_path / "r.html"))
     assert [p.name for p in tmp_path.iterdir()] == ["r.html"]
 
