@@ -226,6 +226,9 @@ def wrap_os_error(
         errno.EACCES: "check the permissions of the file and its folders",
         errno.EPERM: "check the permissions of the file and its folders",
         errno.EROFS: "the file system is mounted read-only: choose another output",
+        errno.ENOENT: "there is no such file: check the path and where you are",
+        errno.ENOTDIR: "a part of the path is a file: check the path",
+        errno.EISDIR: "this is a folder, and a file is wanted",
         errno.EIO: "the device reports an error: check the disk before you try again",
         errno.EMFILE: "raise the limit of open files (ulimit -n) or pass fewer --threads",
         errno.EFBIG: "the file system or a limit (ulimit -f) forbids files of this size: pass a smaller "

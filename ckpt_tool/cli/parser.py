@@ -242,7 +242,11 @@ def unknown_verb(word: str) -> UsageError:
     if os.path.exists(word):
         hint = f"say what to do with it: ckpt inspect {word}"
     else:
-        hint = near_misses(word, VERBS) or f"the verbs are {', '.join(VERBS)}"
+        from ckpt_tool.cli.typed_words import DELETING, VERBS_MEANT
+
+        meant = VERBS_MEANT.get(word.lower())
+        near = near_misses(word, VERBS.keys() - DELETING if word not in DELETING else VERBS)
+        hint = f"you may mean {meant}" if meant else near or f"the verbs are {', '.join(VERBS)}"
     return UsageError(f"{word!r} is no verb of ckpt", code="E0281", place="ckpt", hint=hint)
 
 
@@ -269,6 +273,11 @@ def usage_error(fault: Any, verb: str) -> UsageError:
 
 def _near_option(name: str, context: Any) -> str:
     """What may have been meant: an option of this verb, or of another one."""
+    from ckpt_tool.cli.typed_words import OPTIONS_MEANT
+
+    meant = OPTIONS_MEANT.get(name.replace("_", "-"))
+    if meant is not None:
+        return f"it is called {meant} here"
     known = [option for param in context.command.params for option in (*param.opts, *param.secondary_opts)]
     others = [
         other.name

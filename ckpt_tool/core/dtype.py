@@ -101,7 +101,6 @@ _ALIASES = {
     "double": "F64",
     "fp64": "F64",
     "bf16": "BF16",
-    "fp8": "F8_E4M3",
     "long": "I64",
     "int": "I32",
     "short": "I16",

@@ -10,6 +10,7 @@ from ckpt_tool.options.statement import OPTIONS, READING, REPORTING
 from ckpt_tool.options.values import count, output, patterns, positive, text, words
 
 FORMATS = tuple(entries())
+CALLED = {word: entry.name for entry in entries().values() for word in entry.called}  # what people type -> a format
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class Reading:
     """How a source is read. None and False: not given."""
 
     from_format: str | None = READING.choice(
-        "Take SRC for this format, don't detect.", FORMATS, "FORMAT", names=("--from",)
+        "Take SRC for this format, don't detect.", FORMATS, "FORMAT", names=("--from",), meant=CALLED
     )
     follow_symlinks: bool = READING.flag(
         "Follow links that leave SRC; those inside it, and a Hugging Face cache's, always are."

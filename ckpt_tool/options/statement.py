@@ -102,9 +102,17 @@ class Section(NamedTuple):
         stated = Option(self, help, parse, metavar, kind, keyword, names, choices=tuple(choices))
         return _field(default, stated, *also)
 
-    def choice(self, help: str, choices: Sequence[str], metavar: str = "", **more: Any) -> Any:
-        """An option whose value is one of `choices`."""
-        return self.option(help, one_of(choices), metavar or "|".join(choices), choices=choices, **more)
+    def choice(
+        self,
+        help: str,
+        choices: Sequence[str],
+        metavar: str = "",
+        *,
+        meant: Mapping[str, str] | None = None,
+        **more: Any,
+    ) -> Any:
+        """An option whose value is one of `choices`. meant: other words for them, which a hint translates."""
+        return self.option(help, one_of(choices, meant), metavar or "|".join(choices), choices=choices, **more)
 
     def flag(self, help: str, *, names: tuple[str, ...] = ()) -> Any:
         """An option without a value."""

@@ -18,6 +18,8 @@ from typing import Any, Literal
 from ckpt_tool.errors import UsageError, near_misses
 
 PATTERN_FILE_LIMIT = 16 << 20  # bytes
+# what people call quantised weights where a dtype is asked for
+_QUANTISED = re.compile(r"(?i)(mx|nv)?fp[468]|u?int[48]|nf4|[48]-?bit|w[48]a(8|16)|awq|gptq|bnb|q[2-8]_[0-9k].*")
 _UNITS = {
     "": 1,
     "b": 1,
@@ -147,15 +149,18 @@ def sizes(value: int | str | tuple[int, int]) -> tuple[int, int]:
     return size(parts[0]), size(parts[1]) if len(parts) == 2 else 0
 
 
-def one_of(known: Iterable[str]) -> Callable[[Any], str]:
-    """A parser of one name out of `known`; `_` counts as `-`, upper case as lower."""
+def one_of(known: Iterable[str], meant: Mapping[str, str] | None = None) -> Callable[[Any], str]:
+    """A parser of one name out of `known`; `_` counts as `-`, upper case as lower. meant: other words for them, which
+    are not taken but lead to a hint."""
     names = tuple(known)
     spelled = {name.replace("_", "-"): name for name in names}
 
     def parse(value: str) -> str:
         name = text(value).lower().replace("_", "-")
         if name not in spelled:
-            raise BadValue(f"found {value!r}, want one of {', '.join(names)}", hint=near_misses(name, names) or None)
+            translated = (meant or {}).get(name)
+            hint = f"{value} is called {translated} here" if translated else near_misses(name, names) or None
+            raise BadValue(f"found {value!r}, want one of {', '.join(names)}", hint=hint)
         return spelled[name]
 
     return parse
@@ -243,6 +248,12 @@ def dtypes(value: str | Iterable[str] | Mapping[str, str]) -> dict[str, str]:
         ]
     found: dict[str, str] = {}
     for state, name in pairs:
+        if _QUANTISED.fullmatch(name):
+            raise BadValue(
+                f"{name!r} alone would lose the scales that such weights need",
+                hint="--quantize SCHEME writes them with their scales: ckpt help quantising lists the schemes"
+                + ("; a plain cast is --dtype float8_e4m3fn" if "8" in name else ""),
+            )
         dtype = from_name(name)
         if dtype is None:
             raise BadValue(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ckpt_tool.core.fallback import POLICIES
-from ckpt_tool.options.reading import FORMATS
+from ckpt_tool.options.reading import CALLED, FORMATS
 from ckpt_tool.options.statement import KEYS, LAYOUT, PLAN, RUN, TO, TRAVEL, Section
 from ckpt_tool.options.values import (
     between,
@@ -60,7 +60,7 @@ class Writing:
     large and of small blocks of pinned memory that `device` sets aside before it begins; (0, 0) for what the run needs.
     """
 
-    to: str | None = TO.choice(f"One of {', '.join(FORMATS)}.", FORMATS, "FORMAT")
+    to: str | None = TO.choice(f"One of {', '.join(FORMATS)}.", FORMATS, "FORMAT", meant=CALLED)
 
     degrees: Mapping[str, int] = LAYOUT.each(
         {

@@ -17,6 +17,7 @@ def _may_be(tree: Tree) -> bool:
 ENTRY = Entry(
     "dcp",
     order=30,
+    called=("fsdp", "fsdp2", "torch-dcp", "distributed"),
     en="PyTorch distributed checkpoint: FSDP1, FSDP2, TP; "
     "key layouts of torchtitan, accelerate, OLMo-core, prime-rl, VeOmni, torchtune",
     zh="PyTorch 分布式检查点：FSDP1、FSDP2、TP；"

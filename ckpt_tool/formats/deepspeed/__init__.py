@@ -17,6 +17,7 @@ def _may_be(tree: Tree) -> bool:
 ENTRY = Entry(
     "deepspeed",
     order=70,
+    called=("zero", "zero1", "zero2", "zero3", "ds"),
     en="ZeRO 0, 1, 2, 3, pipeline layer files, native MoE expert files",
     zh="ZeRO 0、1、2、3，流水线层文件，原生 MoE 专家文件",
     may_be=_may_be,

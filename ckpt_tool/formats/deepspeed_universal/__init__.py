@@ -17,6 +17,7 @@ def _may_be(tree: Tree) -> bool:
 ENTRY = Entry(
     "deepspeed-universal",
     order=80,
+    called=("universal", "ds-universal"),
     en="what `ds_to_universal.py` makes: one folder a parameter",
     zh="`ds_to_universal.py` 的产物：每个参数一个目录",
     may_be=_may_be,

@@ -17,6 +17,7 @@ def _may_be(tree: Tree) -> bool:
 ENTRY = Entry(
     "gguf",
     order=140,
+    called=("llama.cpp", "llamacpp", "ggml", "ollama"),
     en="llama.cpp's files, one or split, little and big-endian, every type that the `gguf` package dequantises; "
     "written as F32, F16, BF16 and what it quantises",
     zh="llama.cpp 的文件，单个或分片，大端与小端，`gguf` 包能反量化的全部类型；写为 F32、F16、BF16 以及它能量化的类型",

@@ -17,6 +17,7 @@ def _may_be(tree: Tree) -> bool:
 ENTRY = Entry(
     "safetensors",
     order=10,
+    called=("hf", "huggingface", "hub", "transformers", "st"),
     en="Hugging Face: single, sharded with index, and DCP's `shard-*-model-*`; read only: accelerate's and the "
     "Trainer's optimizer beside it",
     zh="Hugging Face：单文件、带索引的分片，以及 DCP 的 `shard-*-model-*`；只读：旁边的 accelerate 与 Trainer 优化器",

@@ -18,6 +18,7 @@ def _may_be(tree: Tree) -> bool:
 ENTRY = Entry(
     "megatron",
     order=50,
+    called=("megatron-lm", "mcore-legacy", "mp-rank"),
     en="Megatron-LM's legacy `mp_rank_*` folders, with `distrib_optim.pt` or without, every expert container, "
     "`layer_wise_optimizer_R.pt` (read); veRL's adapters, a file a rank (read)",
     zh="Megatron-LM 旧式 `mp_rank_*` 目录，含或不含 `distrib_optim.pt`，各种专家容器，"

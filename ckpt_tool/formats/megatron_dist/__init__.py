@@ -21,6 +21,7 @@ def _may_be(tree: Tree) -> bool:
 ENTRY = Entry(
     "megatron-dist",
     order=60,
+    called=("nemo", "torch-dist", "mcore", "megatron-core", "megatron-bridge"),
     en="Megatron-Core's `torch_dist`, every optimizer sharding type, written as `fully_reshardable`; adapters of "
     "Megatron-Bridge, NeMo 2's folders and `.nemo` archives",
     zh="Megatron-Core 的 `torch_dist`，各种优化器分片类型，写出为 `fully_reshardable`；"

@@ -17,6 +17,7 @@ def _may_be(tree: Tree) -> bool:
 ENTRY = Entry(
     "megatron-fsdp",
     order=65,
+    called=("fsdp-dtensor",),
     en="Megatron-FSDP's `fsdp_dtensor`: gated fc1 in halves, fp32 main weights, groups a parameter",
     zh="Megatron-FSDP 的 `fsdp_dtensor`：门控 fc1 分为两半、fp32 主权重、逐参数的优化器组",
     may_be=_may_be,

@@ -17,6 +17,7 @@ def _may_be(tree: Tree) -> bool:
 ENTRY = Entry(
     "meta",
     order=120,
+    called=("llama", "consolidated"),
     en="`consolidated.NN.pth` with `params.json`, Llama 1 to 3 and Mistral's `consolidated.safetensors`, "
     "shards of any number",
     zh="`consolidated.NN.pth` 加 `params.json`，Llama 1 至 3，以及 Mistral 的 `consolidated.safetensors`，任意分片数",

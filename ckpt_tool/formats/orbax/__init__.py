@@ -19,6 +19,7 @@ def _may_be(tree: Tree) -> bool:
 ENTRY = Entry(
     "orbax",
     order=150,
+    called=("jax", "flax", "maxtext"),
     en="JAX's checkpoints: an item, a step with its items, OCDBT or plain files, zarr 2 and 3, parameters and optax "
     "states of any sharding; written as one OCDBT item that Orbax restores under any other",
     zh="JAX 的检查点：单个 item、含多个 item 的 step，OCDBT 或普通文件，zarr 2 与 3，任意切分的参数与 optax 状态；"

@@ -18,6 +18,7 @@ def _may_be(tree: Tree) -> bool:
 ENTRY = Entry(
     "paddle",
     order=90,
+    called=("pdparams", "paddlepaddle"),
     en="PaddlePaddle's files of ranks: `.pdparams`, `.pdopt`, sharding v1 and v2, `sharding_io`, both pickle encodings",
     zh="PaddlePaddle 每个 rank 的文件：`.pdparams`、`.pdopt`，分片 v1 与 v2，`sharding_io`，两种 pickle 编码",
     may_be=_may_be,

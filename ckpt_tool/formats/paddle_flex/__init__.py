@@ -21,6 +21,7 @@ def _may_be(tree: Tree) -> bool:
 ENTRY = Entry(
     "paddle-flex",
     order=110,
+    called=("flex", "flex-checkpoint"),
     en="`.distcp` with `.metadata`: the Trainer's folders and plain `paddle.distributed.save_state_dict`",
     zh="`.distcp` 加 `.metadata`：Trainer 的目录与普通的 `paddle.distributed.save_state_dict`",
     may_be=_may_be,

@@ -17,6 +17,7 @@ def _may_be(tree: Tree) -> bool:
 ENTRY = Entry(
     "paddle-unified",
     order=100,
+    called=("unified", "paddlenlp", "paddleformers"),
     en="unified checkpoints of PaddleNLP and PaddleFormers, merged or a file a rank, LoRA, quantised optimizers",
     zh="PaddleNLP 与 PaddleFormers 的统一检查点：合并的或每个 rank 一个文件，LoRA，量化的优化器",
     may_be=_may_be,

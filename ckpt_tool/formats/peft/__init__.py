@@ -17,6 +17,7 @@ def _may_be(tree: Tree) -> bool:
 ENTRY = Entry(
     "peft",
     order=130,
+    called=("lora", "adapter"),
     en="adapter folders of PEFT: `adapter_config.json` with `adapter_model.safetensors` or `.bin`",
     zh="PEFT 的适配器目录：`adapter_config.json` 加 `adapter_model.safetensors` 或 `.bin`",
     may_be=_may_be,

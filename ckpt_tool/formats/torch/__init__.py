@@ -25,6 +25,7 @@ def _may_be(tree: Tree) -> bool:
 ENTRY = Entry(
     "torch",
     order=20,
+    called=("pytorch", "pt", "pth", "bin"),
     en="`.pt`, `.bin`, `.pth`: state dicts and nested training states, zip and the stream before torch 1.6; "
     "read only: one file a rank of DTensors (`model_world_size_W_rank_R.pt`)",
     zh="`.pt`、`.bin`、`.pth`：state dict 与嵌套的训练状态，zip 格式与 torch 1.6 之前的流格式；"

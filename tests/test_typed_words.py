@@ -1,0 +1,67 @@
+"""What people type who know another tool leads to a command of ours that exists, and never to one that deletes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ckpt_tool.cli.parser import unknown_verb
+from ckpt_tool.cli.typed_words import DELETING, OPTIONS_MEANT, VERBS_MEANT
+from ckpt_tool.cli.verbs import VERBS
+from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.entry import entries
+from ckpt_tool.options.statement import value_of
+from ckpt_tool.options.writing import Writing
+
+EVERY_OPTION = {name for verb in VERBS.values() for option in verb.options().values() for name in option.names}
+
+
+@pytest.mark.parametrize("word", VERBS_MEANT)
+def test_a_verb_of_another_tool_leads_to_a_command_that_exists(word: str) -> None:
+    assert word not in VERBS
+    for command in re.findall(r"ckpt (\w+)([^,(]*)", VERBS_MEANT[word]):
+        verb, rest = command
+        assert verb in VERBS and verb not in DELETING
+        names = {name for option in VERBS[verb].options().values() for name in option.names}
+        assert set(re.findall(r"--[\w-]+", rest)) <= names
+
+
+@pytest.mark.parametrize("word", OPTIONS_MEANT)
+def test_an_option_of_another_tool_leads_to_one_of_ours(word: str) -> None:
+    assert word not in EVERY_OPTION
+    assert OPTIONS_MEANT[word].split()[0] in EVERY_OPTION
+
+
+@pytest.mark.parametrize("word", ["rename", "rm", "del", "pruen", "cleen", "purge", "remove", "rn", "klean"])
+def test_no_hint_leads_to_a_verb_that_deletes(word: str) -> None:
+    hint = unknown_verb(word).hint or ""
+    assert "did you mean prune" not in hint and "did you mean clean" not in hint
+    assert not re.search(r"ckpt (prune|clean)", hint)
+
+
+def test_words_for_formats_are_of_one_format_and_of_no_other() -> None:
+    words = [word for entry in entries().values() for word in entry.called]
+    assert len(words) == len(set(words))
+    assert not set(words) & entries().keys()
+
+
+@pytest.mark.parametrize(
+    ("word", "name"), [("hf", "safetensors"), ("HuggingFace", "safetensors"), ("nemo", "megatron-dist")]
+)
+def test_a_format_by_another_word_is_named(word: str, name: str) -> None:
+    with pytest.raises(UsageError, match="want one of") as caught:
+        value_of({"to": word}, Writing)
+    assert name in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("word", ["fp8", "int4", "INT8", "nf4", "model=fp8", "mxfp4", "w8a8", "4bit", "q4_k_m"])
+def test_quantised_weights_are_no_dtype(word: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        value_of({"dtype": [word]}, Writing)
+    assert "--quantize" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("word", ["bf16", "fp16", "float32", "half", "float8_e4m3fn", "F8_E4M3"])
+def test_floats_are_dtypes(word: str) -> None:
+    value_of({"dtype": [word]}, Writing)
