@@ -91,16 +91,17 @@ def double(number):
     return struct.pack("<Id", 12, number)
 
 
-def config(architecture, tensors=(A, B), **own):
+def config(architecture, tensors=(A, B), values=128, **own):
     """Metadata of which the model's config is made. own: pairs of the architecture's."""
     name = ("general.architecture", struct.pack("<I", 8) + text(architecture))
-    return file(pairs=(name, *((f"{architecture}.{key}", value) for key, value in own.items())), tensors=tensors)
+    pairs = (name, *((f"{architecture}.{key}", value) for key, value in own.items()))
+    return file(pairs=pairs, tensors=tensors, values=values)
 
 
 COUNT, WIDTH = "attention.head_count", "attention.key_length"
 HEADS, NO_HEADS, WIDE = {COUNT: u32(4), WIDTH: u32(8)}, {COUNT: u32(0), WIDTH: u32(8)}, {WIDTH: u32(1 << 31)}
 TURNED, LARGEST = {"rope.dimension_count": u32(8)}, {"block_count": u32(46)}
-ROPE = ("rope_freqs.weight", (4,), 0, 0)
+ROPE, BEHIND_ROPE = ("rope_freqs.weight", (8,), 0, 0), ("b", (8, 2), 0, 32)
 # the model's config is made of it where other names are wanted, and there alone
 MADE, HUB = {"convert": 3, "*": 0}, ("--to", "safetensors")
 NAMED, STRANGE, NO_ROPE = (MADE, "want a number", HUB), (MADE, "has a tensor a", HUB), (MADE, "of no rope", HUB)
@@ -150,7 +151,12 @@ CASES = [
     ("G44 a width of 0", config("phi3", embedding_length=u32(0), **HEADS, **TURNED), *STRANGE),
     ("G45 no heads", config("gemma2", embedding_length=u32(8), **LARGEST, **NO_HEADS), *STRANGE),
     ("G46 a model without a width", config("gemma2", **LARGEST, **HEADS), *STRANGE),
-    ("G47 rope without a width", config("llama", (ROPE, B)), *NO_ROPE),
-    ("G48 rope of the widest head", config("llama", (ROPE, B), **WIDE), *NO_ROPE),
+    ("G47 rope without a width", config("llama", (ROPE, BEHIND_ROPE), 96), *NO_ROPE),
+    ("G48 rope of the widest head", config("llama", (ROPE, BEHIND_ROPE), 96, **WIDE), *NO_ROPE),
+    ("G49 a count that is too small", file(count=1), 3, "more rows than are counted"),
+    ("G50 a row that was taken out", file(tensors=(A,)), 3, "behind the last tensor"),
+    ("G51 values in another order", file(tensors=(("a", (8, 2), 0, 64), ("b", (8, 2), 0, 0))), 3, "begins at byte"),
+    ("G52 a type of fewer bytes", file(tensors=(("a", (8, 2), 1, 0), B)), 3, "begins at byte"),
+    ("G53 an alignment that was not used", file(**pair("general.alignment", u32(1))), 3, "behind the last tensor"),
     ("G39 files that are not there", splits((0, 9999, 1), names=["m-00001-of-09999.gguf"]), 3, "9998 of 9999"),
 ]  # fmt: skip

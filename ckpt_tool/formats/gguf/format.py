@@ -8,6 +8,8 @@ Specification (gguf 0.19.0 `gguf_writer.py`, `gguf_reader.py`; llama.cpp of Octo
 * `GGUF`, u32 version (2 or 3), u64 tensors, u64 pairs. Pairs: key (u64 length, UTF-8), u32 type, value; a string has a
   u64 length, an array u32 type, u64 count, values. Tensors: name, u32 dims, u64 each, **fastest first**, u32 type, u64
   offset from where the values begin. Values begin at the next multiple of `general.alignment` (32), and so does each.
+* Values are packed: each tensor begins where the one before it in the table ends, padded by zeros to the alignment, and
+  nothing is stored behind the last one (`gguf_init_from_file`, which refuses any other offset).
 * A file of big-endian numbers (s390x) has the bytes of its version swapped, and all numbers, those of blocks too.
 * Types (`types`): F32, F16, BF16, F64, I8 to I64, and blocks of a row: this many elements in so many bytes.
 * ggml counts no dims of 1 after the last other: what llama.cpp's quantiser writes of a matrix of one row has one dim,
@@ -28,7 +30,7 @@ under the hub's names.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +39,10 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.hints import Hints, Stated
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey, simple_tensor
-from ckpt_tool.errors import InconsistentCheckpoint
+from ckpt_tool.errors import CkptError, InconsistentCheckpoint
 from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions, Specificity
 from ckpt_tool.formats.gguf.files import SPLIT_KEYS, check_split, chosen_model, models
-from ckpt_tool.formats.gguf.header import TWICE, Header, read_header
+from ckpt_tool.formats.gguf.header import TWICE, Header, find_padding_faults, read_header
 from ckpt_tool.formats.gguf.types import KINDS
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.storage.records import plain_array
@@ -78,7 +80,7 @@ class _Gguf:
 
     def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog, from headers alone. Raises UnknownFormat E0393, E1704; Incomplete E1703; CorruptFile E1700;
-        InconsistentCheckpoint E1701, E1702, E1705."""
+        InconsistentCheckpoint E1701, E1702, E1705; CorruptFile E2870."""
         headers = for_each(chosen_model(tree).files, lambda path: read_header(tree, path))
         check_split(tree, headers)
         tensors: dict[TensorKey, LogicalTensor] = {}
@@ -104,6 +106,15 @@ class _Gguf:
             sidefiles=tuple(name for name in beside if is_sidefile(name) and tree.listing()[name] >= 0),
             hints=Hints.of(_stated(headers)),
         )
+
+    def hashed(self, tree: Tree) -> frozenset[str]:
+        """None: GGUF has no checksums."""
+        return frozenset()
+
+    def late_faults(self, tree: Tree) -> Iterator[CkptError]:
+        """Padding that is not zeros (CorruptFile E2870), which takes a read for each tensor that has some."""
+        for path in chosen_model(tree).files:
+            yield from find_padding_faults(tree, read_header(tree, path))
 
     def fit(
         self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish

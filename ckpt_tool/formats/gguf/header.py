@@ -30,6 +30,7 @@ ALIGNMENT = "general.alignment"
 ARCHITECTURE = "general.architecture"
 DEFAULT_ALIGNMENT = 32  # bytes; `GGUF_DEFAULT_ALIGNMENT`
 DAMAGED, TWICE, OVERLAP = "E1700", "E1701", "E1702"
+NOT_PADDING = "E2870"
 HEADER_LIMIT = 256 << 20  # bytes: the largest vocabularies come to 20 MB
 MOST_TENSORS, MOST_PAIRS, MOST_DIMS, DEEPEST = 1_000_000, 65_536, 64, 4
 NAME_LIMIT, STRING_LIMIT = 65_535, 64 << 20  # bytes
@@ -76,14 +77,15 @@ class Info(NamedTuple):
 
 
 class Header(NamedTuple):
-    """One file's. big: are its numbers big-endian? data: where tensors begin, in bytes."""
+    """One file's."""
 
     path: str
     version: int
-    big: bool
+    big: bool  # are its numbers big-endian?
     entries: Mapping[str, Entry]
     tensors: tuple[Info, ...]
-    data: int
+    data: int  # where the tensors begin, in bytes of the file
+    paddings: tuple[tuple[int, int], ...]  # (first byte, bytes) behind each tensor that has some, in bytes of the file
 
     def value(self, key: str) -> Any:
         """A value that is no long array, None where there is none."""
@@ -157,8 +159,9 @@ class _Window:
 
 
 def read_header(tree: Tree, path: str) -> Header:
-    """The header of file `path`, read once a tree. Raises CorruptFile E1700 for what is no sound header,
-    InconsistentCheckpoint E1701 for names that stand twice, E1702 for tensors that overlap."""
+    """The header of file `path`, read once a tree. Raises CorruptFile E1700 for what is no sound header, E2870 for
+    values that it does not account for; InconsistentCheckpoint E1701 for names that stand twice, E1702 for tensors that
+    overlap."""
     return tree.met.header("gguf", path, lambda: _read(_Window(tree, path)))
 
 
@@ -185,8 +188,19 @@ def _read(window: _Window) -> Header:
         entries[entry.key] = entry
     alignment = _alignment(window, entries.get(ALIGNMENT))
     rows = _rows(window, count)
-    data = -(-window.at // alignment) * alignment
-    return Header(window.path, version, window.order == ">", entries, _placed(window, rows, data, alignment), data)
+    data = window.at + _padding_of(window.at, alignment)
+    _check_front_padding(window, data)
+    tensors = _placed(window, rows, data, alignment)
+    paddings = _check_packed(window, tensors, data, alignment)
+
+    return Header(window.path, version, window.order == ">", entries, tensors, data, paddings)
+
+
+def find_padding_faults(tree: Tree, header: Header) -> Iterator[CkptError]:
+    """CorruptFile E2870 for each tensor behind which the padding is not zeros. Reads the padding."""
+    for start, nbytes in header.paddings:
+        if any(tree.read(header.path, start, nbytes)):
+            yield _not_padding(tree, header.path, start, f"{nbytes} bytes of padding are not all zero")
 
 
 def raw(tree: Tree, header: Header, key: str) -> bytes:
@@ -314,6 +328,59 @@ def _placed(window: _Window, rows: list[Info], data: int, alignment: int) -> tup
     if faults:
         raise together(faults[:SHOWN])
     return tuple(row._replace(offset=data + row.offset) for row in rows)
+
+
+def _padding_of(position: int, alignment: int) -> int:
+    """Bytes from a position to the next multiple of the alignment."""
+    return -position % alignment
+
+
+def _not_padding(tree: Tree, path: str, offset: int, message: str, *, key: str | None = None) -> CorruptFile:
+    return CorruptFile(
+        message,
+        code=NOT_PADDING,
+        path=tree.display(path),
+        offset=offset,
+        key=key,
+        hint="fetch the file again, or write it again with the program that made it",
+    )
+
+
+def _check_front_padding(window: _Window, data: int) -> None:
+    """Raise CorruptFile E2870 where something is stored between the table of tensors and their values: a count that is
+    too small ends the table early, and its other rows would be read as values."""
+    stop = min(data, window.size)
+    nbytes = max(0, stop - window.at)
+    window.need(nbytes, "the padding before the values")
+    if any(window.bytes[window.at : window.at + nbytes]):
+        message = "the table of tensors is followed by other bytes than zeros: it has more rows than are counted"
+        raise _not_padding(window.tree, window.path, window.at, message)
+
+
+def _check_packed(window: _Window, tensors: tuple[Info, ...], data: int, alignment: int) -> tuple[tuple[int, int], ...]:
+    """The padding behind the tensors. Raises CorruptFile E2870 for a tensor that does not begin where the one before
+    it ends, and for bytes behind the last one, as llama.cpp does: those bytes belong to a tensor that the header does
+    not have, or the header's offsets, types or alignment are not those that the values were written with."""
+    paddings: list[tuple[int, int]] = []
+    position = data
+    for tensor in tensors:
+        if tensor.offset != position:
+            message = (
+                f"it begins at byte {tensor.offset}, and what the header lists before it ends at byte {position}: "
+                "the values were written for another header"
+            )
+            raise _not_padding(window.tree, window.path, tensor.offset, message, key=tensor.name[:200])
+
+        end = tensor.offset + tensor.dtype.nbytes(prod(tensor.shape))
+        position = end + _padding_of(end - data, alignment)
+        present = min(position, window.size) - end
+        if present > 0:
+            paddings.append((end, present))
+
+    if window.size > position:
+        message = f"{window.size - position} bytes are stored behind the last tensor, which the header does not name"
+        raise _not_padding(window.tree, window.path, position, message)
+    return tuple(paddings)
 
 
 def _overlaps(window: _Window, rows: list[Info]) -> Iterator[CkptError]:
