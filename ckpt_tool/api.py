@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from os import PathLike, fspath
+from os import PathLike
+from os import fspath as text_of
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt_tool.cli.verbs import VERBS
 from ckpt_tool.core.progress import SILENT, Progress
+from ckpt_tool.core.urls import hide_secrets
 from ckpt_tool.options.statement import options_of
 
 if TYPE_CHECKING:
@@ -27,6 +29,11 @@ if TYPE_CHECKING:
 StrPath = str | PathLike[str]
 Document = dict[str, Any]
 F = TypeVar("F", bound=Callable[..., Document])
+
+
+def fspath(path: StrPath) -> str:
+    """A path as text, a URL without its secrets (`core.urls`)."""
+    return hide_secrets(text_of(path))
 
 
 def open(path: StrPath, from_format: str | None = None) -> OpenCatalog:
@@ -144,4 +151,5 @@ def prune(run: StrPath, *, progress: Progress = SILENT, **options: Any) -> Docum
 
 def _taken(verb: str, options: dict[str, Any]) -> list[Any]:
     """A value of each of the verb's groups. Raises UsageError."""
-    return VERBS[verb].groups(options)
+    taken = {name: hide_secrets(value) if isinstance(value, str) else value for name, value in options.items()}
+    return VERBS[verb].groups(taken)

@@ -46,7 +46,13 @@ def run(arguments: Sequence[str]) -> int:
             signal.signal(number, handler)
 
 
-def _run_line(arguments: Sequence[str]) -> int:
+def _run_line(given: Sequence[str]) -> int:
+    # From here on no URL has its secrets: what opens a store asks for them again (`core.urls`).
+    arguments = list(given)
+    if any("://" in argument for argument in given):
+        from ckpt_tool.core.urls import hide_secrets
+
+        arguments = [hide_secrets(argument) for argument in given]
     job: Job | None = None
     try:
         if not arguments and "_CKPT_COMPLETE" not in os.environ:

@@ -15,6 +15,7 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.report_data import for_report
 from ckpt_tool.core.target import LayoutWish, Target, Wanted, WantedTensor
+from ckpt_tool.core.urls import VARIABLE, has_hidden_secrets
 from ckpt_tool.formats.base import Format
 from ckpt_tool.options.writing import DEFAULT_SHARD_SIZE, Writing
 from ckpt_tool.plan.copy import is_transposed
@@ -148,6 +149,11 @@ def _report(
     first = chosen.sources[0]
     given = [opened.path for opened in chosen.sources if opened.catalog.tensors]  # the others are computed of these
     notes = [note.message for opened in chosen.sources for note in opened.catalog.notes]
+    if writing.plan_file and any(has_hidden_secrets(path) for path in given):
+        notes.append(
+            f"the plan holds no user name, password or signature of a URL: set {VARIABLE} to the whole URLs of the "
+            "sources, separated by blanks, before ckpt apply"
+        )
     return {
         "schema_version": 1,
         "source": {

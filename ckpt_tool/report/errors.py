@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import traceback
 
+from ckpt_tool.core.urls import hide_secrets
 from ckpt_tool.errors import CkptError
 from ckpt_tool.report.page import Style
 from ckpt_tool.report.plain import Look, wrapped
@@ -47,10 +48,10 @@ def as_text(error: CkptError, look: Look, *, everything: bool = False, trace: Ba
         lines.append(f"  {look.paint('at:', 'dim')} {shown(error.where(), MESSAGE_LIMIT)}")
     if hint:
         lines += _line("  ", "hint:", "name", hint, look)
-    text = "\n".join(lines) + "\n"
+    text = hide_secrets("\n".join(lines) + "\n")
     if trace is not None:
         raw = "".join(traceback.format_exception(trace))
-        text = "".join(f"{shown(line, MESSAGE_LIMIT)}\n" for line in raw.splitlines()) + text
+        text = "".join(f"{shown(hide_secrets(line), MESSAGE_LIMIT)}\n" for line in raw.splitlines()) + text
     return text
 
 
@@ -65,7 +66,18 @@ def as_json(error: CkptError) -> str:
     """The error as one line of JSON, ASCII only."""
     document = error.to_json()
     document["error"] = {**document["error"], "hint": hint_of(error)}  # type: ignore[dict-item]
-    return json.dumps(document) + "\n"
+    return json.dumps(_hide_in(document)) + "\n"
+
+
+def _hide_in(value: object) -> object:
+    """A document without the secrets of URLs: the libraries of stores put URLs into their own messages."""
+    if isinstance(value, str):
+        return hide_secrets(value)
+    if isinstance(value, dict):
+        return {key: _hide_in(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_hide_in(each) for each in value]
+    return value
 
 
 def hint_of(error: CkptError) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from ckpt_tool.core.inner_path import STAGED, STORES
+from ckpt_tool.core.urls import has_hidden_secrets
 from ckpt_tool.errors import OutputExists, StorageError, UsageError
 from ckpt_tool.storage.opening import scheme_of, short_url
 
@@ -60,6 +61,13 @@ Place = Path | RemotePlace
 
 def place_of(path: str) -> Place:
     """Where an output is to lie. Raises UsageError E1610 for a URL that is not written to."""
+    if scheme_of(path) is not None and has_hidden_secrets(path):
+        raise UsageError(
+            "the URL of an output has credentials or a signature in it, which are not read from there",
+            code="E1610",
+            path=path,
+            hint="write the plain URL, and put the credentials into the store's own variables",
+        )
     return RemotePlace(path) if scheme_of(path) in STORES and "://" in path else local_path(path)
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from ckpt_tool.core.urls import hide_secrets
 from ckpt_tool.errors import CkptError, StorageError, UsageError, near_misses
 from ckpt_tool.storage.store import Changed, Entry, Parts
 
@@ -45,32 +46,42 @@ _FOREIGN = (
 class FsspecStore:
     """A place in one of fsspec's file systems."""
 
-    def __init__(self, fs: Any, base: str, shown: str) -> None:
-        self._fs, self._base, self._shown = fs, base.rstrip("/"), shown
+    def __init__(self, fs: Any, base: str, shown: str, query: str = "") -> None:
+        """query: what a web server wants behind every path, a signature say."""
+        self._fs = fs
+        self._base = base.rstrip("/")
+        self._shown = shown
+        self._query = query
 
     @classmethod
-    def at(cls, url: str) -> FsspecStore:
-        """The place of a URL. Raises UsageError E0247 (no package), E2502 (no such scheme)."""
+    def at(cls, url: str, shown: str = "") -> FsspecStore:
+        """The place of a URL. shown: the URL as errors show it. Raises UsageError E0247 (no package), E2502 (no such
+        scheme)."""
         try:
             import fsspec
         except ImportError as e:
-            raise UsageError(f"reading {url} needs the extra `remote`", code="E0247", hint=INSTALL) from e
+            raise UsageError(f"reading {shown or url} needs the extra `remote`", code="E0247", hint=INSTALL) from e
         try:
             fs, base = fsspec.core.url_to_fs(url)
         except ImportError as e:
             raise UsageError(
-                f"this store needs a package that is not installed: {e}", code="E0247", path=url, hint=INSTALL
+                f"this store needs a package that is not installed: {e}", code="E0247", path=shown or url, hint=INSTALL
             ) from e
         except ValueError as e:
             scheme = url.partition(":")[0]
             raise UsageError(
-                f"the URL can't be opened: {e}",
+                hide_secrets(f"the URL can't be opened: {e}"),
                 code="E2502",
-                path=url,
+                path=shown or url,
                 hint=near_misses(scheme, fsspec.available_protocols())
                 or "the common schemes are s3://, gs:// and hf://",
             ) from e
-        return cls(fs, base, url)
+        protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
+        query = ""
+        if "https" in protocols:
+            base, mark, rest = base.partition("?")
+            query = mark + rest
+        return cls(fs, base, shown or url, query)
 
     def single(self) -> Entry | None:
         info = self._info("")
@@ -89,7 +100,7 @@ class FsspecStore:
 
     def get(self, key: str, start: int, stop: int, pinned: Entry) -> Parts:
         try:
-            data: bytes = self._fs.cat_file(f"{self._base}/{key}", start=start, end=stop)
+            data: bytes = self._fs.cat_file(self._place(key), start=start, end=stop)
         except FileNotFoundError:
             raise
         except _errors() as e:
@@ -99,14 +110,18 @@ class FsspecStore:
         return [memoryview(data)]
 
     def parent(self) -> FsspecStore:
-        return FsspecStore(self._fs, self._base.rpartition("/")[0], self._shown.rpartition("/")[0])
+        above = self._base.rpartition("/")[0]
+        return FsspecStore(self._fs, above, self._shown.rpartition("/")[0], self._query)
 
     def below(self, folder: str) -> FsspecStore:
-        return FsspecStore(self._fs, f"{self._base}/{folder}", f"{self._shown.rstrip('/')}/{folder}")
+        return FsspecStore(self._fs, f"{self._base}/{folder}", f"{self._shown.rstrip('/')}/{folder}", self._query)
+
+    def _place(self, key: str) -> str:
+        return (f"{self._base}/{key}" if key else self._base) + self._query
 
     def _info(self, key: str) -> Mapping[str, Any]:
         try:
-            info: Mapping[str, Any] = self._fs.info(f"{self._base}/{key}" if key else self._base)
+            info: Mapping[str, Any] = self._fs.info(self._place(key))
         except FileNotFoundError:
             raise
         except _errors() as e:
@@ -115,7 +130,7 @@ class FsspecStore:
 
     def _fail(self, error: BaseException, key: str, doing: str, offset: int | None = None) -> NoReturn:
         """An error of the store's client as ours."""
-        reason = f"{type(error).__name__}: {str(error) or 'no reason given'}"[:300]
+        reason = hide_secrets(f"{type(error).__name__}: {str(error) or 'no reason given'}")[:300]
         denied = isinstance(error, PermissionError) or "redential" in reason or "403" in reason
         raise StorageError(
             f"{doing} failed: {reason}",

@@ -70,9 +70,10 @@ class ObjectStore:
         self._listed: dict[str, Entry] | None = None
 
     @classmethod
-    def at(cls, url: str) -> ObjectStore:
-        """The place of an `s3://`, `gs://` or `az://` URL. Raises ImportError without obstore; UsageError E2502 for a
-        URL without a bucket, E2508 for settings that obstore refuses, E0247 for a profile that needs boto3."""
+    def at(cls, url: str, shown: str = "") -> ObjectStore:
+        """The place of an `s3://`, `gs://` or `az://` URL. shown: the URL as errors show it. Raises ImportError without
+        obstore; UsageError E2502 for a URL without a bucket or with credentials in it, E2508 for settings that obstore
+        refuses, E0247 for a profile that needs boto3."""
         scheme, _, rest = url.partition("://")
         bucket, _, key = rest.partition("/")
         cloud = CLOUDS[scheme.lower()]
@@ -80,10 +81,17 @@ class ObjectStore:
             raise UsageError(
                 f"the URL names no {cloud.bucket}",
                 code="E2502",
-                path=url,
+                path=shown or url,
                 hint=f"write {cloud.name}://{cloud.bucket.upper()}/PATH",
             )
-        return cls(_opened(cloud, bucket, url), cloud, bucket, key.strip("/"), url)
+        if "@" in bucket:
+            raise UsageError(
+                f"the URL has credentials before the {cloud.bucket}, which are not read from there",
+                code="E2502",
+                path=shown or url,
+                hint=f"set {cloud.keys}",
+            )
+        return cls(_opened(cloud, bucket, shown or url), cloud, bucket, key.strip("/"), shown or url)
 
     # -- what lies there --------------------------------------------------------------------------------------------
 

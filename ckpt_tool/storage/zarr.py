@@ -37,6 +37,7 @@ DAMAGED, UNSUPPORTED, HOLE = "E2753", "E2754", "E0309"
 HEADER_LIMIT = 1 << 20  # bytes
 MOST_CHUNKS = 4_000_000  # of an array
 MOST_DIMS = 64
+HEADERS = (".zarray", "zarr.json")  # the last part of the key of an array's header, by version
 _ABSENT = (1 << 64) - 1
 _AGAIN = "fetch the checkpoint again"
 _V2 = {
@@ -148,12 +149,17 @@ class Array(NamedTuple):
             elif (chunk := self._chunk(value, offset, layout.chunk)) is not None:
                 yield chunk
 
+    def chunk_keys(self) -> Iterator[str]:
+        """The keys of all chunks that its header asks for, below the array's own."""
+        return (self.layout.key(index) for index in product(*map(range, self.layout.grid)))
+
+    def missing_keys(self) -> list[str]:
+        """The keys of the chunks that are not stored."""
+        return [key for key in self.chunk_keys() if self.store.get(f"{self.name}/{key}") is None]
+
     def missing(self) -> CkptError | None:
         """Incomplete E0309 where chunks are lost, by the keys alone."""
-        if not self.holes:
-            return None
-        keys = (self.layout.key(index) for index in product(*map(range, self.layout.grid)))
-        lost = [key for key in keys if self.store.get(f"{self.name}/{key}") is None]
+        lost = self.missing_keys() if self.holes else []
         if not lost:
             return None
         return self._lost(lost, prod(self.layout.grid), self.header.path)
@@ -250,7 +256,7 @@ def read_array(tree: Tree, store: Store, name: str, *, version: int, holes: bool
     Raises Incomplete E0301 where there is no header, CorruptFile E2753 for one that is none, InputError E2754 for what
     is not read, and what `strict_json.parse` raises.
     """
-    header = store.get(f"{name}/{'zarr.json' if version == 3 else '.zarray'}")
+    header = store.get(f"{name}/{HEADERS[version - 2]}")
     if header is None:
         raise Incomplete(
             "the array has no header",

@@ -15,7 +15,8 @@ Specification (orbax-checkpoint 0.12.8 `_src/metadata/tree.py`, `_src/serializat
   of that name.
 * `use_zarr3` says which version of zarr (`storage.zarr`). Chunks are the shards of the job's devices, cut again for
   what was replicated: any sharding is just a grid, so there is no mesh to read.
-* A chunk that is not there holds the fill value, unless `store_array_data_equal_to_fill_value`: then it is lost.
+* A chunk that is not there is lost, unless `store_array_data_equal_to_fill_value` is false: then it holds the fill
+  value. What is stored and no leaf names is an error as well (`formats.orbax.accounts`).
 * Value types: `jax.Array`, `np.ndarray`, `scalar` (rank 0) are arrays; `string` lies in `_strings.json`; `None`,
   `Dict`, `List`, `Tuple`, `NamedTuple` are empty. Keys of PRNGs are arrays of U32.
 * JSON items beside the trees are extras under their names; so are `metrics` and `custom_metadata`.
@@ -66,11 +67,12 @@ class _Orbax:
         return Evidence(first, Specificity.OWN, frozenset(files(tree, found)))
 
     def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
-        """The catalog, from headers alone. Raises UnknownFormat E0393, E0392; Incomplete E2756, E0301, E0309, E0313;
-        CorruptFile E2751, E2753, E2755, E0311; InputError E2752, E2754; UnsafeInput E0410."""
+        """The catalog, from headers alone. Raises UnknownFormat E0393, E0392; Incomplete E2756, E2872, E0301, E0309,
+        E0313; CorruptFile E2751, E2753, E2755, E0311; InconsistentCheckpoint E2871; InputError E2752, E2754;
+        UnsafeInput E0410."""
         from ckpt_tool.formats.orbax.read import read_tree
 
-        return read_tree(tree)
+        return read_tree(tree, lenient=options.lenient)
 
     def hashed(self, tree: Tree) -> frozenset[str]:
         """The manifests of processes, which hold a CRC-32C of themselves."""

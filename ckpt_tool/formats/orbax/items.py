@@ -27,7 +27,9 @@ from ckpt_tool.storage.source import Tree
 
 METADATA, STEP_METADATA, STRINGS = "_METADATA", "_CHECKPOINT_METADATA", "_strings.json"
 JSON_ITEM, METRICS_ITEM = "metadata", "metrics"  # the file of a JSON item; that of the manager's metrics is another
-DAMAGED, UNFINISHED = "E2755", "E2756"
+SHARDING, ARRAYS = "_sharding", "array_metadatas"  # beside the arrays of a tree
+JSON_HANDLER = "JsonCheckpointHandler"
+DAMAGED, UNFINISHED, LOST_ITEM = "E2755", "E2756", "E2872"
 TEMPORARY = ".orbax-checkpoint-tmp"
 _PROCESS = re.compile(rf"ocdbt\.process_\d+/{re.escape(MANIFEST)}")
 _STEP = re.compile(r"(?:.*[_\-])?\d+")
@@ -49,10 +51,11 @@ DEEPEST = 64  # keys of a path
 
 
 class Leaf(NamedTuple):
-    """A leaf of the tree. path: dict keys as text, places in sequences as numbers. kind: its value_type."""
+    """A leaf of the tree."""
 
-    path: Path
-    kind: str
+    path: Path  # dict keys as text, places in sequences as numbers
+    kind: str  # its value_type
+    write_shape: tuple[int, ...] | None = None  # the part of the array that one device wrote, None where none is stated
 
     @property
     def stored(self) -> str:
@@ -61,17 +64,15 @@ class Leaf(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One tree. folder: below the tree of files, "" or with a slash. name: its item's, "" for one that is the step
-    itself. ocdbt: is there a database? fill: are chunks that are not there the fill value? custom: metadata of the
-    user's."""
+    """One tree."""
 
-    folder: str
-    name: str
+    folder: str  # below the tree of files, "" or with a slash
+    name: str  # its item's, "" for one that is the step itself
     leaves: tuple[Leaf, ...]
-    ocdbt: bool
+    ocdbt: bool  # is there a database?
     zarr3: bool
-    fill: bool
-    custom: Any
+    sparse: bool | None  # were chunks of nothing but the fill value left out? None where no flag says it
+    custom: Any  # metadata of the user's
 
 
 class Step(NamedTuple):
@@ -193,13 +194,14 @@ def read_item(tree: Tree, step: Step, name: str) -> Item:
         raise _damaged(tree, path, "it has no tree_metadata")
     leaves = tuple(_leaf(tree, path, key, row) for key, row in rows.items())
     _check_names(tree, path, leaves)
+    stores_fill = raw.get("store_array_data_equal_to_fill_value")
     return Item(
         folder,
         name,
         leaves,
         tree.exists(folder + MANIFEST),
         raw.get("use_zarr3") is True,
-        raw.get("store_array_data_equal_to_fill_value") is not True,
+        not stores_fill if isinstance(stores_fill, bool) else None,
         raw.get("custom_metadata"),
     )
 
@@ -221,7 +223,8 @@ def _leaf(tree: Tree, path: str, shown: str, row: Any) -> Leaf:
     try:
         keys = [(each["key"], each["key_type"]) for each in row["key_metadata"]]
         kind = row["value_metadata"]["value_type"]
-    except (KeyError, TypeError):
+        write_shape = row["value_metadata"].get("write_shape")
+    except (KeyError, TypeError, AttributeError):
         raise _damaged(tree, path, f"the row of {shown[:200]} lacks a field") from None
     path_keys: list[str | int] = []
     for key, key_type in keys:
@@ -230,7 +233,10 @@ def _leaf(tree: Tree, path: str, shown: str, row: Any) -> Leaf:
         path_keys.append(int(key) if key_type == SEQUENCE else key)
     if not 0 < len(path_keys) <= DEEPEST or type(kind) is not str:
         raise _damaged(tree, path, f"the row of {shown[:200]} names no leaf")
-    return Leaf(tuple(path_keys), kind)
+    is_shape = isinstance(write_shape, list) and all(type(extent) is int and extent >= 0 for extent in write_shape)
+    if write_shape is not None and not is_shape:
+        raise _damaged(tree, path, f"write_shape of {shown[:200]} is no list of sizes")
+    return Leaf(tuple(path_keys), kind, None if write_shape is None else tuple(write_shape))
 
 
 def _damaged(tree: Tree, path: str, message: str) -> CorruptFile:
@@ -257,7 +263,7 @@ def strings(tree: Tree, item: Item) -> dict[str, str]:
 
 def keys_of_prngs(tree: Tree, item: Item) -> dict[str, str]:
     """The arrays that are keys of a PRNG, by name: its kind, as `array_metadatas` says. The first process knows all."""
-    path = f"{item.folder}array_metadatas/process_0"
+    path = f"{item.folder}{ARRAYS}/process_0"
     if not tree.exists(path) or not 0 < tree.size(path) <= _JSON_LIMIT:
         return {}
     raw = tree.read_whole(path, limit=_JSON_LIMIT)
@@ -298,3 +304,45 @@ def step_metadata(tree: Tree, step: Step) -> Mapping[str, Any]:
     if not isinstance(raw, dict):
         raise _damaged(tree, path, "it is no object")
     return raw
+
+
+def check_items(tree: Tree, step: Step) -> None:
+    """Raise Incomplete E2872 for items of a step that its metadata or their own files show, and that are not there.
+
+    Orbax lists the items that it saved in `_CHECKPOINT_METADATA`; a tree that lost its `_METADATA` still has the
+    database or the list of its arrays. Folders of other kinds (a data loader's state) are left alone.
+    """
+    if step.items == ("",):
+        return
+
+    files_of: dict[str, set[str]] = {}
+    for path in tree.listing():
+        if path.startswith(step.folder):
+            name, slash, rest = path[len(step.folder) :].partition("/")
+            if slash:
+                files_of.setdefault(name, set()).add(rest)
+
+    handlers = step_metadata(tree, step).get("item_handlers")
+    listed = handlers if isinstance(handlers, dict) else {}
+    lost: list[str] = []
+    for name in sorted(listed.keys() | files_of.keys()):
+        there = files_of.get(name, set())
+        is_tree = any(file in (MANIFEST, SHARDING) or file.startswith(f"{ARRAYS}/") for file in there)
+        is_json = JSON_HANDLER in str(listed.get(name))
+        if name in step.items:
+            continue
+        if not there:
+            lost.append(f"{name}: it has no files")
+        elif is_tree:
+            lost.append(f"{name}: its {METADATA} is missing")
+        elif is_json and not there & {JSON_ITEM, METRICS_ITEM}:
+            lost.append(f"{name}: its file {JSON_ITEM} is missing")
+
+    if lost:
+        raise Incomplete(
+            f"an item of the step is incomplete: {lost[0]}",
+            code=LOST_ITEM,
+            path=tree.display(step.folder.rstrip("/")),
+            faults=lost[1:50],
+            hint="fetch the whole step again",
+        )

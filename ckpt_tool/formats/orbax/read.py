@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog, Note, Row
-from ckpt_tool.core.faults import for_each, together
+from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.tensor import STEP, LogicalTensor, Path, TensorKey
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.orbax import items as orbax_items
+from ckpt_tool.formats.orbax.accounts import check_chunks, check_leaves
 from ckpt_tool.formats.orbax.items import EMPTY, STRING, Item, Leaf, Step
 from ckpt_tool.formats.orbax.names import COUNT, COUNTED, OPTAX, STATES, Named, Trees, name_leaves
 from ckpt_tool.storage.ocdbt import read_keys
@@ -78,18 +79,21 @@ class _Tensors(Mapping[TensorKey, LogicalTensor]):
         return len(self._found)
 
 
-def read_tree(tree: Tree) -> Catalog:
+def read_tree(tree: Tree, *, lenient: bool = False) -> Catalog:
     """The catalog; see `format` for errors."""
     step = orbax_items.chosen_step(tree)
+    orbax_items.check_items(tree, step)
     trees = [orbax_items.read_item(tree, step, name) for name in step.items]
     several = len(trees) > 1
     extras: dict[Any, Any] = {}
     stored: list[_Stored] = []
+    filled: list[Note] = []
     for item in trees:
         prefix = (item.name,) if several else ()
-        arrays = _arrays(tree, item)
-        stored += [_Stored((*prefix, *leaf.path), array) for leaf, array in arrays]
         texts = orbax_items.strings(tree, item)
+        arrays, notes_of_item = _arrays(tree, item, lenient=lenient)
+        filled += notes_of_item
+        stored += [_Stored((*prefix, *leaf.path), array) for leaf, array in arrays]
         for leaf in item.leaves:
             if leaf.kind == STRING:
                 _put(extras, (*prefix, *leaf.path), texts[leaf.stored])
@@ -102,7 +106,7 @@ def read_tree(tree: Tree) -> Catalog:
         if key is None:
             _put(extras, each.path, _value(tree, each.array))
     extras = _as_lists(extras)
-    notes = list(named.notes)
+    notes = [*named.notes, *filled]
     for item in trees:
         if keys := orbax_items.keys_of_prngs(tree, item):
             first = next(iter(keys))
@@ -145,19 +149,20 @@ def _count(
     return LogicalTensor(TensorKey(".".join(map(str, path)), STEP), (), array.dtype, chunks, path) if chunks else None
 
 
-def _arrays(tree: Tree, item: Item) -> list[tuple[Leaf, Array]]:
-    """The arrays of an item's leaves."""
+def _arrays(tree: Tree, item: Item, *, lenient: bool) -> tuple[list[tuple[Leaf, Array]], list[Note]]:
+    """(the arrays of an item's leaves, notes on chunks that are not stored)."""
     keys = read_keys(tree, item.folder) if item.ocdbt else None
     store: Store = Files(tree, item.folder) if keys is None else keys
     leaves = [leaf for leaf in item.leaves if leaf.kind not in EMPTY and leaf.kind != STRING]
     version = 3 if item.zarr3 else 2
+    may_be_absent = item.sparse or (item.sparse is None and lenient)
     arrays = for_each(
-        leaves, lambda leaf: read_array(tree, store, leaf.stored, version=version, holes=not item.fill), file=id
+        leaves, lambda leaf: read_array(tree, store, leaf.stored, version=version, holes=not may_be_absent), file=id
     )
-    faults = [fault for array in arrays if (fault := array.missing()) is not None]
-    if faults:
-        raise together(faults)
-    return list(zip(leaves, arrays, strict=True))
+    notes = check_chunks(tree, item, arrays, lenient=lenient)
+    rows = list(zip(leaves, arrays, strict=True))
+    check_leaves(tree, item, keys, rows)
+    return rows, notes
 
 
 def _value(tree: Tree, array: Array) -> Any:
