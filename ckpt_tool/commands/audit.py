@@ -23,7 +23,7 @@ from ckpt_tool.sources.opening import open_source
 from ckpt_tool.sources.sound import UNSOUND, cut_short, finding, findings_of
 from ckpt_tool.storage.destination import check_beside
 from ckpt_tool.storage.opening import open_tree
-from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.source import Tree, unchanged
 
 _NO_TENSORS, _EMPTY_INDEX, _BAD_CONFIG = "E1642", "E0336", "E0239"
 _TORN = ("E0307", "E0308", "E0309")  # tensors whose values can't be read whole
@@ -56,8 +56,9 @@ def audit(src: str, reading: Reading, wanted: Auditing, *, progress: Progress) -
             raise
         found += nothing or [_of_error(e)]
     if subject is not None and wanted.values and not any(each.code in _TORN for each in found):
-        found += values.findings(subject, progress)
-        found += fused.findings(subject)
+        with unchanged(subject.opened.tree):
+            found += values.findings(subject, progress)
+            found += fused.findings(subject)
     found += exporters.signatures(subject, found, subject.opened.path if subject else src)
     rows = rows_of(found)
     document = {

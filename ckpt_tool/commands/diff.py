@@ -20,7 +20,7 @@ from ckpt_tool.report.difference_groups import group_differences
 from ckpt_tool.report.holdings import RankOf, rank_name, whose
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.sources.select import left_by_word, state_filter
-from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.source import Tree, unchanged
 from ckpt_tool.storage.strict_json import parse
 
 if TYPE_CHECKING:
@@ -53,10 +53,11 @@ def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, 
     }
     there = {key: side for key, side in _sides(right, reading, wanted.dialect).items() if listed(key.state)}
     found, pairs, counted = _paired(here, there, (left, right), wanted, first=reading.replica_policy == "first")
-    try:
-        found += _compared(pairs, wanted, on, progress)
-    except ReplicasDiffer as e:
-        raise _replicas_error(pairs) or e from e
+    with unchanged(left.tree, right.tree):
+        try:
+            found += _compared(pairs, wanted, on, progress)
+        except ReplicasDiffer as e:
+            raise _replicas_error(pairs) or e from e
     found += _other_steps(counted)
     summary = _summary_of(pairs, counted, found)
     extras = _extras_differ(left.catalog.extras, right.catalog.extras) if not wanted.states else []

@@ -24,7 +24,7 @@ from ckpt_tool.options.reading import Inspection, Reading
 from ckpt_tool.quantised.weights import DTYPES as CODED
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.sources.select import state_filter
-from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.source import Tree, unchanged
 
 Tally = Mapping[tuple[str, tuple[Any, tuple[int, ...], int]], int]  # (state, (dtype, shape, bytes of one)) -> how many
 
@@ -63,7 +63,8 @@ def inspect(src: str, reading: Reading, wanted: Inspection = EVERYTHING, *, colu
     if wanted.security or catalog.unsafe:
         document["security"] = _security(opened, survey=wanted.security)
     if wanted.stats:
-        _add_statistics(opened.refuse_unsafe(), rows)
+        with unchanged(opened.tree):
+            _add_statistics(opened.refuse_unsafe(), rows)
     return document
 
 

@@ -26,6 +26,7 @@ from ckpt_tool.sources.opening import Opened, open_source, resolve
 from ckpt_tool.sources.sound import UNSOUND, finding, findings_of, row
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.records import DAMAGED
+from ckpt_tool.storage.source import unchanged
 
 if TYPE_CHECKING:
     from ckpt_tool.device.library import Device
@@ -47,7 +48,8 @@ def verify(src: str, reading: Reading, wanted: Verification = FULL, *, progress:
     catalog, (findings, broken) = opened.catalog, findings_of(opened)
     read = _Read([*map(finding, sealed.faults), *findings], dict(catalog.digests))
     if wanted.mode == "full":
-        _read_all(opened, broken, on, progress, read)
+        with unchanged(opened.tree):
+            _read_all(opened, broken, on, progress, read)
     _name_ranks(read.findings, opened)
     return {
         "schema_version": 1,

@@ -76,6 +76,9 @@ class ArchiveTree(Tree):
         """Those of the archive."""
         return self._archive.bytes_read
 
+    def check_unchanged(self) -> None:
+        self._archive.check_unchanged()
+
     def listing(self) -> dict[str, int]:
         if self._listing is None:
             found = {path: member.size for path, member in self._members.items()}

@@ -26,10 +26,18 @@ from pathlib import Path
 
 from ckpt_tool.core.inner_path import FOLDERS, base_of, is_view
 from ckpt_tool.core.urls import MARK
-from ckpt_tool.errors import CorruptFile, SourceChanged, StorageError, UnsafeInput
+from ckpt_tool.errors import CorruptFile, Incomplete, SourceChanged, StorageError, UnsafeInput
 from ckpt_tool.storage.read_ahead import PIECE, Ahead, Fetchers, Range, cut
 from ckpt_tool.storage.records import past_the_end
-from ckpt_tool.storage.source import FILE_LIMIT, TOO_DEEP, Identity, Tree, missing_file, safe_relative
+from ckpt_tool.storage.source import (
+    FILE_LIMIT,
+    TOO_DEEP,
+    Identity,
+    Tree,
+    changed_while_read,
+    missing_file,
+    safe_relative,
+)
 from ckpt_tool.storage.store import Changed, Entry, Parts, Store
 from ckpt_tool.storage.views import behind
 
@@ -55,6 +63,7 @@ class RemoteTree(Tree):
         self._lock = threading.Lock()
         self._local = threading.local()
         self._entries: dict[str, Entry] = {}
+        self._fetched: set[str] = set()  # files of which something was read
         self._store, self._listed = store, listed
         self.single: str | None = None
         if listed is None:
@@ -140,6 +149,17 @@ class RemoteTree(Tree):
             return super().identities_by_name(names)
         now = self._store.list()
         return [_identity(self.shown, name, now[name]) if name in now else None for name in names]
+
+    def check_unchanged(self) -> None:
+        """As `Tree.check_unchanged`, by one listing, or one request for a single file."""
+        names = sorted(self._fetched)
+        try:
+            found = self.identities_by_name(names)
+        except Incomplete:
+            raise changed_while_read(self.display()) from None
+        for name, now in zip(names, found, strict=True):
+            if now != self.identity(name):
+                raise changed_while_read(self.display(name))
 
     def size(self, path: str) -> int:
         return self.views.size(path) if is_view(path) else self._entry(path).size
@@ -238,6 +258,7 @@ class RemoteTree(Tree):
         got = sum(map(len, data))
         with self._lock:
             self.bytes_read += got
+            self._fetched.add(path)
             self.requests += 1
         if got != nbytes:
             raise StorageError(

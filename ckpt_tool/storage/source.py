@@ -18,6 +18,7 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from ckpt_tool.errors import (
     CkptError,
     CorruptFile,
     InconsistentCheckpoint,
+    InputError,
     SourceChanged,
     StorageError,
     UnsafeInput,
@@ -349,12 +351,7 @@ class Tree:
         now = identity_of(os.fstat(fd))
         first = self._seen.setdefault(path, now)
         if first != now:
-            raise SourceChanged(
-                "the file changed after its header was read",
-                code="E0604",
-                path=self.display(path),
-                hint="run again when nothing writes into the checkpoint any more",
-            )
+            raise changed_while_read(self.display(path))
         return first
 
     def identity_by_name(self, path: str) -> Identity:
@@ -374,6 +371,18 @@ class Tree:
             except OSError:
                 found.append(None)
         return found
+
+    def check_unchanged(self) -> None:
+        """Raise SourceChanged E0604 unless every file that was read is still the one that was opened. A file that is
+        rewritten in place keeps its descriptor, so reading it does not tell."""
+        first_sight = dict(self._seen)
+        for path, first in first_sight.items():
+            try:
+                now = self.identity_by_name(path)
+            except (OSError, CkptError):
+                now = None
+            if now != first:
+                raise changed_while_read(self.display(path))
 
     def expect(self, ranges: Iterable[tuple[str, int, int]], *, then: bool = False) -> None:
         """This thread will read these ranges next, in this order: (path, first byte, number of bytes). then: after what
@@ -499,3 +508,34 @@ def missing_file(path: str, shown: str, *, link: bool = False) -> CkptError:
         path=shown,
         hint="fetch the file, or pass the folder that holds it",
     )
+
+
+def changed_while_read(shown: str) -> SourceChanged:
+    """What to raise where a file is not the one any more that was opened."""
+    return SourceChanged(
+        "the file changed after its header was read",
+        code="E0604",
+        path=shown,
+        hint="run again when nothing writes into the checkpoint any more",
+    )
+
+
+@contextmanager
+def unchanged(*trees: Tree) -> Iterator[None]:
+    """What is said of these trees inside is said of one state of their files: raises SourceChanged E0604 at the end, or
+    in the place of a fault of the input, where a file that was read is another by now.
+
+    with unchanged(opened.tree):
+        findings = read_all(opened)
+    """
+    try:
+        yield
+    except InputError as fault:
+        for tree in trees:
+            try:
+                tree.check_unchanged()
+            except SourceChanged as change:
+                raise change from fault
+        raise
+    for tree in trees:
+        tree.check_unchanged()

@@ -10,7 +10,7 @@ not there is an error unless the flag is false or `--lenient` says that it is an
 
 Nodes of a database bear a CRC-32C; headers in plain folders bear none. So there a header is compared with the chunks
 that are stored and with `write_shape`, which divides the shape of an array of JAX (its devices' parts are equal) and is
-a multiple of the chunk's. Cost: 1 us a key.
+a multiple of the chunk's; of NumPy's arrays it is the shape. Cost: 1 us a key.
 """
 
 from __future__ import annotations
@@ -115,17 +115,16 @@ def _check_write_shapes(tree: Tree, item: Item, rows: Sequence[tuple[Leaf, Array
     """Raise CorruptFile E2755 for headers that do not agree with what `_METADATA` says of each device's part."""
     faults: list[CkptError] = []
     for leaf, array in rows:
-        part = leaf.write_shape
-        if part is None:
-            continue
+        # An array of NumPy is written as one part, and says nothing of it.
+        part = array.shape if leaf.write_shape is None else leaf.write_shape
         chunk = array.layout.chunk
         fits = len(part) == len(array.shape) and all(
             _divides(of_part, whole) and _divides(of_chunk, of_part)
             for whole, of_part, of_chunk in zip(array.shape, part, chunk, strict=True)
         )
         if not fits:
-            message = f"its header has shape {list(array.shape)} in chunks of {list(chunk)}, and {METADATA} says that "
-            message += f"parts of {list(part)} were written"
+            message = f"its header has shape {list(array.shape)} in chunks of {list(chunk)}, and it was written in "
+            message += f"parts of {list(part)}"
             shown = tree.display(array.header.path)
             hint = "fetch the checkpoint again"
             faults.append(CorruptFile(message, code=DAMAGED, path=shown, key=array.name[:200], hint=hint))
