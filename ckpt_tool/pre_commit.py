@@ -1,10 +1,13 @@
 """`ckpt audit` as a hook of pre-commit: of the files that change, the checkpoints that they are of.
 
-    python -m ckpt_tool.pre_commit models/a/config.json models/a/model.safetensors models/b.safetensors
+    python -I -m ckpt_tool.pre_commit models/a/config.json models/a/model.safetensors models/b.safetensors
         ckpt audit models/a     ckpt audit models/b.safetensors
 
 A file beside a config.json, an index or numbered files belongs to the folder; any other is a checkpoint of its own. A
 folder without weights is left out: its config.json is of something else. Options come before the files.
+
+The repository that is checked is a stranger's: the hook runs isolated (`-I`), so it imports no json.py that lies there,
+and a file whose name begins with a dash is a file.
 """
 
 from __future__ import annotations
@@ -34,9 +37,9 @@ def checkpoints_of(files: Sequence[str]) -> list[str]:
 
 def main(line: Sequence[str]) -> int:
     """The worst exit code of all audits, 0 where nothing that changes is a checkpoint's."""
-    files = [word for word in line if not word.startswith("-")]
-    options = [word for word in line if word.startswith("-")]
-    return max((run(["audit", *options, path]) for path in checkpoints_of(files)), default=0)
+    options = [word for word in line if word.startswith("-") and not os.path.lexists(word)]
+    files = [word for word in line if word not in options]
+    return max((run(["audit", *options, "--", path]) for path in checkpoints_of(files)), default=0)
 
 
 if __name__ == "__main__":

@@ -41,13 +41,12 @@ def acted(step: int, inputs: dict[str, str], folder: Path) -> tuple[subprocess.C
 
     tool = folder / "bin/ckpt"
     tool.parent.mkdir(exist_ok=True)
-    tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m ckpt_tool "$@"\n')
+    tool.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -P -m ckpt_tool "$@"\n')
     tool.chmod(0o755)
     environment = {
         **os.environ,
         **{name: put_in(value) for name, value in known.get("env", {}).items()},
         "PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
         "GITHUB_ACTION_PATH": str(ACTION),
         "GITHUB_OUTPUT": str(folder / "output"),
         "GITHUB_STEP_SUMMARY": str(folder / "summary"),
@@ -103,6 +102,64 @@ def test_which_checkpoints_files_are_of(models: Path, tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert pre_commit.checkpoints_of(["app/config.json", "weights.pt"]) == ["weights.pt"]
     assert pre_commit.main(["--values", "app/config.json", "weights.pt"]) == 0
+
+
+PLANTED = ("json.py", "typer.py", "pip.py", "re.py", "numpy.py", "sitecustomize.py", "ckpt_tool/__init__.py")
+
+
+@pytest.fixture
+def planted(models: Path, tmp_path: Path) -> Path:
+    """A repository with a checkpoint, and files with the names of modules that the tool and pip import."""
+    repository = tmp_path / "repository"
+    shutil.copytree(models / "good", repository / "model")
+    (repository / "ckpt_tool").mkdir()
+    for name in PLANTED:
+        (repository / name).write_text(f"open({str(tmp_path / 'canary')!r}, 'a').write({name!r})\n")
+    return repository
+
+
+def test_the_hook_imports_nothing_of_the_repository(planted: Path, tmp_path: Path) -> None:
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+    python, *words = hook["entry"].split()
+    environment = {**os.environ, "PYTHONPATH": str(planted)}
+    line = [{"python": sys.executable}[python], *words, "model/model.safetensors.index.json"]
+    done = subprocess.run(line, cwd=planted, env=environment, capture_output=True, text=True)
+    assert not (tmp_path / "canary").exists(), (tmp_path / "canary").read_text()
+    assert done.returncode == 0 and "complete and plausible" in done.stdout, done.stderr
+
+
+def test_the_action_imports_nothing_of_the_repository(
+    planted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither while it audits, nor while pip installs the tool; the python of this step does everything but that."""
+    monkeypatch.setenv("PYTHONPATH", str(planted))
+    done, outputs = acted(1, {"paths": "model"}, planted)
+    assert outputs["ok"] == "true", done.stdout + done.stderr
+
+    shims = tmp_path / "shims"
+    shims.mkdir()
+    python = shims / "python"
+    script = 'for word; do [ "$word" = install ] && break; words="$words $word"; done\n'
+    python.write_text(f"#!/bin/sh\n{script}exec {sys.executable} $words --version\n")
+    python.chmod(0o755)
+    step = STATED["runs"]["steps"][0]
+    environment = {"PATH": f"{shims}:/usr/bin:/bin", "PYTHONPATH": str(planted), "GITHUB_ACTION_PATH": str(ACTION)}
+    line = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
+    installed = subprocess.run(line, cwd=planted, env=environment, capture_output=True, text=True)
+    assert installed.returncode == 0 and installed.stdout.startswith("pip "), installed.stderr
+    assert not (tmp_path / "canary").exists(), (tmp_path / "canary").read_text()
+
+
+def test_a_file_that_looks_like_an_option_is_a_file(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pre-commit passes names as they are, and a pull request can name a file as it likes."""
+    monkeypatch.chdir(tmp_path)
+    names = ["--sarif=written.pt", "-v.pt", "weights.pt"]
+    for name in names:
+        shutil.copy2(ROOT / "fixtures/torch/weights.pt", tmp_path / name)
+    assert pre_commit.main(["--values", *names]) == 0
+    assert sorted(os.listdir(tmp_path)) == names
 
 
 @pytest.mark.slow

@@ -3,6 +3,10 @@
 # to the job's log and summary. Inputs come by the environment, so none of them is ever a command.
 set -uo pipefail
 
+# Paths are relative to the checked repository, so this runs in it; but no module is imported from there.
+unset PYTHONPATH PYTHONHOME PYTHONSTARTUP
+export PYTHONSAFEPATH=1
+
 mapfile -t paths < <(printf '%s\n' "$AUDIT_PATHS" | sed 's/^[[:space:]]*//; s/[[:space:]]*$//' | grep -v '^$')
 mapfile -t options < <(printf '%s\n' "$AUDIT_OPTIONS" | sed 's/^[[:space:]]*//; s/[[:space:]]*$//' | grep -v '^$')
 mkdir -p "$AUDIT_REPORTS"
