@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.conversion.mapping_inputs import lines_alike, moves_alone
+from ckpt_tool.conversion.mlx_source import holds_codes, is_from_mlx, is_named_by, refuse_layout
 from ckpt_tool.conversion.optimizer_groups import renamed_groups
 from ckpt_tool.conversion.tied_head import TIED, as_the_hub_has_it, refuse_to_lose_copies
 from ckpt_tool.conversion.vocabulary import is_vocabulary, without_padding
@@ -23,6 +24,8 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.hints import Dialect, Hint
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InputError, UsageError, near_misses, wrap_os_error
+from ckpt_tool.families import mlx
+from ckpt_tool.formats.hf.saved_by import SavedBy
 from ckpt_tool.formats.megatron.hybrid import shown
 from ckpt_tool.formats.peft.lone import PeftHints
 from ckpt_tool.options.reading import Reading
@@ -47,7 +50,6 @@ _NLP = frozenset(
     f"{root}.embed_tokens.weight" for root in ("llama", "qwen2", "qwen2_moe", "mixtral", "deepseek_v3", "ernie")
 )
 _TRAINERS = frozenset(("layers.0.attn.output_proj.weight", "blocks.0.attention.w_out.weight"))  # torchtune, OLMo-core
-_MLX = (".switch_mlp.", ".embed_q.")  # of mlx-lm, where they are floats: codes stay as they are
 _FLAX = (".kernel", "_einsum.w")  # ends of MaxText's names and of Gemma's library
 _INWARD = (".down_proj.weight", ".o_proj.weight")  # (hidden, inputs) in the hub
 _MATRICES = (
@@ -73,6 +75,11 @@ def named(chosen: Chosen, job: Conversion) -> Chosen:
     if target in SYSTEMS and holds_adapter(chosen):  # named by a pass of its own
         return chosen
     source = _dialect_of(chosen)
+    if source in (None, HUB) and is_from_mlx(chosen):
+        asked = writing.dialect is not None or reading.family is not None
+        if target == HUB and not asked and holds_codes(chosen):
+            return chosen.noted("codes of MLX stay in MLX's names and layout: --dequantize makes the hub's of them")
+        return _by_family(chosen, job, mlx.NAME)
     if writing.dialect is None and not reading.family and not writing.experts:
         if source == target != "hf":
             return chosen
@@ -94,9 +101,6 @@ def _looks_foreign(tensors: Iterable[LogicalTensor]) -> bool:
     also write folders that are Hugging Face's in all but the fused weights."""
     model = [tensor for tensor in tensors if tensor.key.state == MODEL]
     shapes = {tensor.key.name: tensor.shape for tensor in model}
-    floats = [tensor.key.name for tensor in model if tensor.dtype.is_float and tensor.key.name.endswith(".weight")]
-    if any(word in name for name in floats for word in _MLX):
-        return True
     if any(".up_gate_proj." in name or ".gate_up_fused_proj." in name for name in shapes):
         return True
     if any(name in _MEGATRON or name in _NLP or name in _TRAINERS or name.endswith(_FLAX) for name in shapes):
@@ -153,6 +157,8 @@ def _by_family(chosen: Chosen, job: Conversion, source: str | None) -> Chosen:
     chosen = replace(chosen, config=config, config_from=origin).noted(*model.notes)
     if found.dialect == "meta" != target:
         chosen = replace(chosen, stale=(*chosen.stale, "params.json"))  # of names that are gone
+    if source == mlx.NAME:
+        chosen = replace(chosen, hints=chosen.all_hints.without(SavedBy))
     hints, lost = _hints(home, config, renamed=found.dialect != target)
     chosen = chosen.noted(*lost)
     if found.dialect == target:
@@ -179,6 +185,8 @@ def _found(
 
     shapes = parameter_shapes(chosen.stored)
     alike = {name: shapes[name] for name in one_of_each(shapes)}
+    if source == mlx.NAME:
+        return _found_of_mlx(chosen, job, alike, config), model, config
     stated = None if source == HUB else source
     try:
         return find(config, alike, stated=stated, family=job.reading.family), model, config
@@ -190,6 +198,27 @@ def _found(
     found = find(None, alike, stated=stated)
     model = config_of(chosen.sources[0], job.reading, found.family.name)
     return found, model, _as_asked(model.config, job.writing)
+
+
+def _found_of_mlx(
+    chosen: Chosen, job: Conversion, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None
+) -> Found:
+    """The family and the dialect of what MLX saved. Raises InputError E2911 where no rules describe it."""
+    from ckpt_tool.families.registry import find
+
+    family = job.reading.family
+    path = chosen.sources[0].path
+    try:
+        found = find(config, shapes, family=family)
+    except InputError as e:
+        raise refuse_layout(str((config or {}).get("model_type") or "its names"), path) from e
+    if family is not None and ":" in family:
+        return found
+    if mlx.NAME in found.family.dialects:
+        return find(config, shapes, stated=mlx.NAME, family=found.family.name)
+    if is_named_by(found, config):
+        return found
+    raise refuse_layout(found.family.name, path)
 
 
 def _translated(chosen: Chosen, found: Found, target: str, job: Conversion, hints: Sequence[Hint]) -> Chosen:

@@ -2,15 +2,27 @@
 
     dialects={"mlx": Variant("hf", over=mlx.EXPERTS)}      # Qwen3-MoE: all else is as on the hub
 
-mlx-lm stacks a layer's experts, one tensor a projection, and has kv_b of latent attention as two, the keys' half turned
-(the form of llama.cpp). Models without either have the hub's names and no dialect. Read alone: mlx-lm takes the hub's
-files as they are, and brings them into this form itself.
+mlx-lm stacks a layer's experts, one tensor a projection, has kv_b of latent attention as two, the keys' half turned
+(the form of llama.cpp), and turns kernels of convolutions. Models of the types in `AS_ON_THE_HUB` keep the hub's names
+and values. Any other model that MLX saved, of a family without these rules, is refused: names alone do not show a
+kernel that is turned, or norms to which one was added. Read alone: mlx-lm takes the hub's files as they are, and brings
+them into this form itself.
 
-Source: mlx-lm 0.32.2 `models/{qwen2_moe,qwen3_moe,mixtral,olmoe,phimoe,glm4_moe,dots1,deepseek_v3}.py` (`sanitize`).
+Source: mlx-lm 0.32.2 `models/*.py` (`sanitize`, and the modules' names).
 """
 
 from __future__ import annotations
 
+NAME = "mlx"  # the dialect, and what MLX's files say of themselves
+# Types of models whose `sanitize` only leaves tensors out (rotary frequencies, a tied head, layers of MTP).
+AS_ON_THE_HUB = frozenset(
+    """
+    llama mistral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text cohere cohere2 ernie4_5 exaone4 glm glm4 granite
+    mimo nemotron olmo2 olmo3 phi3 seed_oss smollm3 starcoder2
+    """.split()
+)
+# What only MLX's names have: experts of a layer in one tensor, the halves of kv_b
+WORDS = (".switch_mlp.", ".embed_q.", ".unembed_out.")
 EXPERTS = """
     model.layers.{i}.mlp.switch_mlp.<gate|up|down>_proj.weight : e m h, e m h, e h m
         = model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
@@ -23,4 +35,19 @@ MIXTRAL_EXPERTS = """
 LATENT = """
     model.layers.{i}.self_attn.embed_q.weight : k l y ; model.layers.{i}.self_attn.unembed_out.weight : k z l
         = model.layers.{i}.self_attn.kv_b_proj.weight : (k (y + z)) l
+"""
+# The hub's gate and up are row by row in one tensor, and turned.
+GPT_OSS_EXPERTS = """
+    model.layers.{i}.mlp.experts.gate_proj.weight : e m h ; model.layers.{i}.mlp.experts.up_proj.weight : e m h
+        = model.layers.{i}.mlp.experts.gate_up_proj : e h (m (1 + 1))
+    model.layers.{i}.mlp.experts.gate_proj.bias : e m ; model.layers.{i}.mlp.experts.up_proj.bias : e m
+        = model.layers.{i}.mlp.experts.gate_up_proj_bias : e (m (1 + 1))
+    model.layers.{i}.mlp.experts.down_proj.<weight|bias> : e h m, e h
+        = model.layers.{i}.mlp.experts.<down_proj|down_proj_bias> : e m h, e h
+"""
+NEMOTRON_EXPERTS = """
+    backbone.layers.{i}.mixer.switch_mlp.<fc1|fc2>.weight : e m l, e l m
+        = backbone.layers.{i}.mixer.experts.{e}.<up|down>_proj.weight : m l, l m
+    backbone.layers.{i}.mixer.conv1d.<weight|bias> : (n p + t y + t y) k 1, (n p + t y + t y)
+        = backbone.layers.{i}.mixer.conv1d.<weight|bias> : (n p + t y + t y) 1 k, (n p + t y + t y)
 """

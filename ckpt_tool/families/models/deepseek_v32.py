@@ -4,7 +4,7 @@ A layer may use another's choice and have no indexer (GLM-5.2). transformers 5.2
 which leave MTP's layer unread; Megatron-Bridge 0.6.2, models/glm_moe_dsa/glm5_bridge.py, for both.
 """
 
-from ckpt_tool.families import hub, maxtext, megatron
+from ckpt_tool.families import hub, maxtext, megatron, mlx
 from ckpt_tool.families.base import FUSED_EXPERTS, LATENT, Family, Variant
 from ckpt_tool.families.model_class import DEFAULTS, GATED, LATENT_FORMS, SIGMOID, ModelClass
 
@@ -52,6 +52,7 @@ FAMILY = Family(
                 = model.layers.{i}.self_attn.indexer.k_norm.<weight|bias> : y
         """),
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
+        "mlx": Variant("hf", over=mlx.LATENT + mlx.EXPERTS, short=True),
         **maxtext.deepseek(maxtext.INDEXER),
     },
     tiny={"n_routed_experts": 4, "moe_intermediate_size": 5, "n_shared_experts": 2, "first_k_dense_replace": 1,

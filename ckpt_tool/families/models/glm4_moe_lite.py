@@ -3,7 +3,7 @@
 transformers 5.23, models/glm4_moe_lite; Megatron-Bridge 0.6.2, models/glm/glm47_flash_bridge.py.
 """
 
-from ckpt_tool.families import hub, megatron
+from ckpt_tool.families import hub, megatron, mlx
 from ckpt_tool.families.base import FUSED_EXPERTS, LATENT, Family, Variant
 from ckpt_tool.families.model_class import DEFAULTS, GATED, LATENT_FORMS, SIGMOID, ModelClass
 
@@ -27,6 +27,7 @@ FAMILY = Family(
     dialects={
         "megatron": Variant(of=megatron.LATENT, ahead=True),
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
+        "mlx": Variant("hf", over=mlx.LATENT + mlx.EXPERTS, short=True),
     },
     tiny={"n_routed_experts": 4, "moe_intermediate_size": 5, "n_shared_experts": 2, "first_k_dense_replace": 1,
           "q_lora_rank": 7, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,

@@ -5,8 +5,8 @@ other dialect has them, so they want --dequantize first. Paddle: PaddleFormers 1
 alone. Megatron: Megatron-Bridge, models/gpt_oss/gpt_oss_bridge.py, with softmax_type learnable.
 """
 
-from ckpt_tool.families import gguf, hub, maxtext, megatron
-from ckpt_tool.families.base import DECODER, Family
+from ckpt_tool.families import gguf, hub, maxtext, megatron, mlx
+from ckpt_tool.families.base import DECODER, Family, Variant
 from ckpt_tool.families.model_class import DEFAULTS, ModelClass
 
 FAMILY = Family(
@@ -58,6 +58,7 @@ FAMILY = Family(
             model.layers.{i}.mlp.experts.<down_proj|down_proj_bias> : e m h, e h
         """,
         "gguf": gguf.GPT_OSS,
+        "mlx": Variant("hf", over=mlx.GPT_OSS_EXPERTS),
         **maxtext.gpt_oss(),
     },
     tiny={"num_local_experts": 3, "num_experts_per_tok": 2, "attention_bias": True},

@@ -7,6 +7,7 @@ the name that its kind has there; in_proj (z | x | B | C | dt) and conv1d (x | B
 does this. MTP is blocks of several layers, under one count on the hub: one, as released, or more (`mtp_use_repeated_layer` false).
 """
 
+from ckpt_tool.families import mlx
 from ckpt_tool.families.base import Family, Variant
 from ckpt_tool.families.model_class import SIGMOID, ModelClass
 
@@ -66,6 +67,7 @@ FAMILY = Family(
         "hf-5": Variant("hf", root="model.", instead="backbone.", over="""
             model.layers.{i}.mixer.experts.<up|down>_proj : e m l, e l m = backbone.layers.{i}.mixer.experts.{e}.<up|down>_proj.weight : m l, l m
         """),
+        "mlx": Variant("hf", over=mlx.NEMOTRON_EXPERTS),
         "megatron": """
             embedding.word_embeddings.weight : v h = backbone.embeddings.weight : v h
             output_layer.weight : v h = lm_head.weight : v h if not tie_word_embeddings?

@@ -44,6 +44,7 @@ from ckpt_tool.formats.hf import shards as hf_shards
 from ckpt_tool.formats.hf.files import INDEX_SUFFIX, SHOWN, STEM, STEMS, SUFFIX, FileSet, Stem
 from ckpt_tool.formats.hf.index import Index, read_index, write_index
 from ckpt_tool.formats.hf.modules import module_files, modules_note
+from ckpt_tool.formats.hf.saved_by import MLX, SavedBy
 from ckpt_tool.storage.safetensors_file import (
     Header,
     build_header,
@@ -209,7 +210,7 @@ def _read(tree: Tree, chosen: FileSet, *, lenient: bool, forced: bool) -> Catalo
         files=files,
         sidefiles=sidefiles,
         notes=tuple(notes),
-        hints=Hints.of(*map(Stem, stems)),
+        hints=Hints.of(*map(Stem, stems), *_saved_by(headers)),
     )
 
 
@@ -365,6 +366,12 @@ def _gather(tree: Tree, headers: Sequence[Header], *, lenient: bool) -> tuple[hf
         faults[0].path = faults[0].path or tree.display()
         raise together(faults)
     return tensors, list(found)
+
+
+def _saved_by(headers: Sequence[Header]) -> list[SavedBy]:
+    """The library that the files name as their own (`format`), where it is not one of those that save as torch does."""
+    names = {header.metadata.get("format", "") for header in headers}
+    return [SavedBy(MLX)] if MLX in names else []
 
 
 def _extras(headers: Sequence[Header]) -> dict[str, Any]:

@@ -1,0 +1,84 @@
+"""What MLX saved, over every family: read by rules of MLX, as the hub's where mlx-lm changes nothing, else refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import ckpt_tool as ckpt
+from ckpt_tool.errors import CkptError, InputError
+from ckpt_tool.families import mlx
+from ckpt_tool.families.models import FAMILIES
+from ckpt_tool.families.registry import by_name
+
+NAMES = [family.name for family in FAMILIES]
+TYPES = [kind for family in FAMILIES for kind in family.model_types]
+# Neither as on the hub nor named by rules: mlx-lm changes them, leaves out their towers, or has no such model
+REFUSED = [
+    kind
+    for family in FAMILIES
+    for kind in family.model_types
+    if mlx.NAME not in family.dialects and kind not in mlx.AS_ON_THE_HUB
+]
+
+
+def source(folder: Path, kind: str, saved_by: str = "mlx", **config: Any) -> str:
+    """A folder with a tensor for each of the family's rules, as a library saved it."""
+    family = next(family for family in FAMILIES if kind in family.model_types)
+    names = [form.replace("%d", "0") for form in family.table("hf").left]
+    folder.mkdir()
+    save_file({name: np.ones(2, np.float32) for name in names}, folder / "model.safetensors", {"format": saved_by})
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, **config}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_layout_without_rules_is_refused(kind: str, tmp_path: Path) -> None:
+    model = source(tmp_path / "in", kind)
+    for target in ({"to": "safetensors"}, {"to": "safetensors", "dialect": "hf"}, {"to": "gguf"}, {"to": "megatron"}):
+        with pytest.raises(InputError, match="MLX saved this model") as caught:
+            ckpt.convert(model, str(tmp_path / "out"), **target)
+        assert caught.value.code == "E2911"
+    ckpt.convert(model, str(tmp_path / "kept"), to="safetensors", dialect="keep")
+    plain = source(tmp_path / "plain", kind, "pt")
+    ckpt.convert(plain, str(tmp_path / "copy"), to="safetensors")
+
+
+@pytest.mark.parametrize("kind", sorted(mlx.AS_ON_THE_HUB & set(TYPES)))
+def test_what_mlx_leaves_as_on_the_hub_passes(kind: str, tmp_path: Path) -> None:
+    model = source(tmp_path / "in", kind)
+    ckpt.convert(model, str(tmp_path / "out"), to="safetensors")
+    assert ckpt.diff(model, str(tmp_path / "out"))["equal"]
+
+
+def test_every_type_that_is_as_on_the_hub_is_one_of_a_family() -> None:
+    assert set(TYPES) >= mlx.AS_ON_THE_HUB
+    assert not any(
+        mlx.NAME in by_name(name).dialects and mlx.AS_ON_THE_HUB & {*by_name(name).model_types} for name in NAMES
+    )
+
+
+@pytest.mark.parametrize("sign", ["quantization", "switch_mlp", "format"])
+def test_each_sign_of_mlx_is_one(sign: str, tmp_path: Path) -> None:
+    config = {"quantization": {"group_size": 64, "bits": 4}} if sign == "quantization" else {}
+    model = Path(source(tmp_path / "in", "falcon_h1", "mlx" if sign == "format" else "pt", **config))
+    if sign == "switch_mlp":
+        extra = {"model.layers.0.mlp.switch_mlp.up_proj.weight": np.ones((2, 3, 4), np.float32)}
+        save_file(extra, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CkptError) as caught:
+        ckpt.convert(str(model), str(tmp_path / "out"), to="safetensors")
+    assert caught.value.code == "E2911"
+
+
+def test_a_model_of_nobody_is_refused_too(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    save_file({"model.layers.0.x.weight": np.ones(2, np.float32)}, tmp_path / "in/model.safetensors", {"format": "mlx"})
+    (tmp_path / "in/config.json").write_text(json.dumps({"model_type": "phixtral"}))
+    with pytest.raises(InputError, match="phixtral") as caught:
+        ckpt.convert(str(tmp_path / "in"), str(tmp_path / "out"), to="safetensors")
+    assert caught.value.code == "E2911"
