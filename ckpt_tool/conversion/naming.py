@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.conversion.mapping_inputs import lines_alike, moves_alone
 from ckpt_tool.conversion.mlx_source import holds_codes, is_from_mlx, is_named_by, refuse_layout
-from ckpt_tool.conversion.optimizer_groups import renamed_groups
+from ckpt_tool.conversion.optimizer_groups import groups_by_name, renamed_groups
 from ckpt_tool.conversion.tied_head import TIED, as_the_hub_has_it, refuse_to_lose_copies
 from ckpt_tool.conversion.vocabulary import is_vocabulary, without_padding
 from ckpt_tool.core.dtype import DType
@@ -28,6 +28,7 @@ from ckpt_tool.families import mlx
 from ckpt_tool.formats.hf.saved_by import SavedBy
 from ckpt_tool.formats.megatron.hybrid import shown
 from ckpt_tool.formats.peft.lone import PeftHints
+from ckpt_tool.formats.state_dict.roots import Roots
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import DIALECTS, VARIANTS, Writing
 from ckpt_tool.plan.moves import Stored
@@ -505,10 +506,15 @@ def renamed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str, hints: Se
     casts = {TensorKey(made.name): made.dtype for made in mapped.made if made.dtype is not None}
     lines = [f"{by}: {name} has no source and is not written" for name in mapped.unfilled]
     lines += [f"{by}: {line}" for line in lines_alike(_left_over(chosen, mapped), "left out")]
+    extras, hints = chosen.extras, list(hints)
+    roots = chosen.all_hints.get(Roots)
+    if roots is not None and roots.ids:
+        extras = groups_by_name(extras, roots.ids)
+        hints.append(replace(roots, ids={}))
     return replace(
         chosen,
         stored=applied.stored,
-        extras=renamed_groups(chosen.extras, applied.names),
+        extras=renamed_groups(extras, applied.names),
         dropped=(*chosen.dropped, *left_behind(applied.dropped, f"left out by {by}")),
         notes=(*chosen.notes, *lines),
         renewed=chosen.renewed | applied.renewed,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.formats.state_dict.words import clean
 
@@ -62,6 +63,32 @@ def _flat_parameter(key: str) -> str:
     """`w` of `param_groups.w.lr`; "" for any other key."""
     _, found, rest = f".{key}".partition(".param_groups.")
     return clean(rest.rpartition(".")[0]) if found else ""
+
+
+def groups_by_name(value: Any, ids: Mapping[Path, Mapping[str, str]], path: Path = ()) -> Any:
+    """Extras whose optimizer groups list names where they listed numbers, as far as all of a group's are known: numbers
+    count the parameters of one model, and those of another naming are others.
+
+    ids: path of an optimizer -> its numbers' names.
+
+    >>> groups_by_name({"optim": {"param_groups": [{"params": [0]}]}}, {("optim",): {"0": "w"}})
+    {'optim': {'param_groups': [{'params': ['w']}]}}
+    """
+    if not isinstance(value, dict):
+        return value
+    out = {key: groups_by_name(item, ids, (*path, str(key))) for key, item in value.items()}
+    groups, names = out.get("param_groups"), ids.get(path, {})
+    if names and isinstance(groups, list):
+        out["param_groups"] = [_listing_names(group, names) for group in groups]
+    return out
+
+
+def _listing_names(group: Any, names: Mapping[str, str]) -> Any:
+    listed = group.get("params") if isinstance(group, dict) else None
+    if not isinstance(listed, list) or not all(str(n) in names for n in listed):
+        return group
+    rest = {key: item for key, item in group.items() if key != "param_names"}
+    return {**rest, "params": [names[str(n)] for n in listed]}
 
 
 def renamed_groups(value: Any, names: Names) -> Any:

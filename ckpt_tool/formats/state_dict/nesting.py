@@ -12,6 +12,7 @@ foreign class could hold are left out, and named. Cost: one visit a value.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.bounds import numeral
@@ -42,7 +43,8 @@ class Nested(NamedTuple):
 def nest(wanted: Wanted, places: Sequence[Any], *, whole_numbers: bool) -> Nested:
     """Put `places[i]` where tensor i of `wanted` belongs.
 
-    whole_numbers: number an optimizer's parameters by integers, as `torch.optim` asks; False keeps DCP's text keys.
+    whole_numbers: number an optimizer's parameters by integers, as `torch.optim` asks; False keeps DCP's text keys, and
+    writes names where a `torch.optim` file had integers whose names are known: a job of DCP asks for names.
     Whoever reads the state by the rules of `state_dict.paths` finds the wanted names again: where the old paths would
     not give them (a filter took the evidence away), the layout above is taken; where an optimizer's numbers would not,
     its groups are given `param_names`. Raises UsageError E0241 for two tensors at one path, E0243 for names that no
@@ -51,6 +53,8 @@ def nest(wanted: Wanted, places: Sequence[Any], *, whole_numbers: bool) -> Neste
     extras, left_out = writable(wanted.extras)
     notes = [f"left out, because no plain value holds it: {', '.join(left_out[:20])}"] if left_out else []
     known = wanted.hints.get(Roots)
+    if known is not None and known.ids and not whole_numbers:
+        wanted, extras, known = _with_names_for_numbers(wanted, extras, known)
     attempts: list[tuple[Roots, bool]] = [(Roots(), False)] if known is None else [(known, True), (Roots(), False)]
     for roots, kept in attempts:
         here = _without_removed(extras, wanted, roots)
@@ -76,6 +80,44 @@ def nest(wanted: Wanted, places: Sequence[Any], *, whole_numbers: bool) -> Neste
     for path, attributes in ordered(wanted.hints) if kept else ():
         tree = _order(tree, path, attributes)
     return Nested(tree, paths, notes)
+
+
+def _with_names_for_numbers(
+    wanted: Wanted, extras: dict[Any, Any], roots: Roots
+) -> tuple[Wanted, dict[Any, Any], Roots]:
+    """What is wanted with names in place of the integers by which a torch optimizer lists its parameters.
+
+    `torch.distributed.checkpoint.state_dict` asks for `optim.state.NAME.exp_avg` and lists of names (torch 2.13
+    `_get_optim_state_dict`). Numbers of a DCP are text: whoever saved those asks for them again."""
+    tensors = list(wanted.tensors)
+    left = dict(roots.ids)
+    for root, names in roots.ids.items():
+        at = len(root) + 1
+        own = [i for i, tensor in enumerate(tensors) if tensor.path[:at] == (*root, "state")]
+        groups = _look(extras, (*root, "param_groups"))
+        listed = [n for group in groups for n in group["params"]] if _lists_numbers(groups) else []
+        in_memory = all(type(tensors[i].path[at]) is int for i in own)
+        if not own or not listed or not in_memory or not all(str(n) in names for n in listed):
+            continue
+        for i in own:
+            path = tensors[i].path
+            tensors[i] = tensors[i]._replace(path=(*path[:at], names[str(path[at])], *path[at + 1 :]))
+        extras = _edit(extras, (*root, "param_groups"), lambda groups, names=names: _list_names(groups, names))
+        del left[root]
+    return replace(wanted, tensors=tuple(tensors)), extras, replace(roots, ids=left)
+
+
+def _lists_numbers(groups: Any) -> bool:
+    return isinstance(groups, list) and _all_numbers(groups)
+
+
+def _list_names(groups: list[Any], names: Mapping[str, str]) -> list[Any]:
+    """The groups, each with the names of its parameters alone."""
+    return [
+        {key: value for key, value in group.items() if key != "param_names"}
+        | {"params": [names[str(n)] for n in group["params"]]}
+        for group in groups
+    ]
 
 
 def _paths(wanted: Wanted, roots: Roots, extras: Mapping[Any, Any], *, kept: bool, whole_numbers: bool) -> list[Path]:
