@@ -23,6 +23,7 @@ from ckpt_tool.conversion.vocabulary import is_vocabulary
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.families.completeness import missing, strange
 from ckpt_tool.families.config.translation import contradictions
+from ckpt_tool.families.experts import mixed_experts
 from ckpt_tool.families.rewrite import unfitting
 
 _NUMBERED = re.compile(r"(.*-)(\d{1,7})-of-(\d{1,7})(\.[a-z]+)")
@@ -93,7 +94,11 @@ def _shapes(subject: Subject) -> Iterator[Finding]:
 
 
 def _experts(subject: Subject) -> Iterator[Finding]:
-    """Experts one by one against the number in the config; `completeness` finds gaps, and shapes tell fused ones."""
+    """Experts one by one against the number in the config; `completeness` finds gaps, and shapes tell fused ones. And
+    experts that are there in both layouts."""
+    for front in mixed_experts(subject.weights):
+        shown = front.replace("%d", "*")
+        yield Finding(EXPERTS, f"{shown} has its experts both one by one and in one tensor a layer", shown)
     count = subject.arguments.get("num_experts")
     if type(count) is not int or not count:
         return

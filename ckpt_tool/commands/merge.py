@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -130,6 +131,25 @@ def _checkpoints(path: str, options: MergeOptions, reading: Reading) -> list[str
     return last_of(path, sorted(names), options.last)
 
 
+def _refuse_mixed_experts(parts: list[Chosen], opened: list[Opened], found: Mapping[TensorKey, Stored]) -> None:
+    """Raise InconsistentCheckpoint E2912 where the sources have the same experts in two layouts: joined, the model
+    would have them twice. What one source mixes by itself stays its own."""
+    from ckpt_tool.families.experts import mixed_experts
+
+    mixed = mixed_experts(key.name for key in found)
+    own = {front for part in parts for front in mixed_experts(part.model)}
+    new = [front for front in mixed if front not in own]
+    if new:
+        shown = ", ".join(front.replace("%d", "*") for front in new[:3])
+        raise InconsistentCheckpoint(
+            f"{shown}: one source has its experts one by one, another in one tensor a layer",
+            code="E2912",
+            path=opened[-1].path,
+            faults=[front.replace("%d", "*") for front in new[3:]],
+            hint="bring them into one layout first: ckpt convert --to safetensors --experts split (or fused)",
+        )
+
+
 def _union(opened: list[Opened], job: Conversion, on_conflict: str) -> Chosen:
     """All tensors of all sources, in order; the key patterns see the union."""
     writing = job.writing
@@ -161,6 +181,7 @@ def _union(opened: list[Opened], job: Conversion, on_conflict: str) -> Chosen:
             hint="say which one wins with --on-conflict first or --on-conflict last",
             faults=conflicts[1:],
         )
+    _refuse_mixed_experts(parts, opened, found)
     kept, removed = split_keys(found, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only)
     tensors = {key: row.tensor for key, row in found.items()}
     kept, removed = with_their_parts(tensors, kept, removed, writing, opened[0], job.reading)

@@ -32,8 +32,9 @@ from ckpt_tool.formats.state_dict.roots import Roots
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import DIALECTS, VARIANTS, Writing
 from ckpt_tool.plan.moves import Stored
+from ckpt_tool.quantised.weights import part_of
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind
-from ckpt_tool.sources.config import ARGUMENTS, ModelConfig, centred_norms, check_config, config_of
+from ckpt_tool.sources.config import ARGUMENTS, ModelConfig, centred_norms, check_config, config_of, file_config
 
 if TYPE_CHECKING:
     from ckpt_tool.families.base import Family
@@ -74,6 +75,7 @@ def named(chosen: Chosen, job: Conversion) -> Chosen:
             return chosen.noted(f"--family: {job.fmt.name} keeps names; --dialect NAME changes them")
         return chosen
     if target in SYSTEMS and holds_adapter(chosen):  # named by a pass of its own
+        refuse_experts(writing, "an adapter has its experts as the library that trained it has them")
         return chosen
     source = _dialect_of(chosen)
     if source in (None, HUB) and is_from_mlx(chosen):
@@ -84,7 +86,8 @@ def named(chosen: Chosen, job: Conversion) -> Chosen:
     if writing.dialect is None and not reading.family and not writing.experts:
         if source == target != "hf":
             return chosen
-        if target == "hf" and source in (None, "hf") and not _looks_foreign(row.tensor for row in chosen.stored):
+        foreign = _looks_foreign(row.tensor for row in chosen.stored) or _is_beside_another_config(chosen, reading)
+        if target == HUB and source in (None, HUB) and not foreign:
             return chosen
     return _by_family(chosen, job, source)
 
@@ -113,6 +116,34 @@ def _looks_foreign(tensors: Iterable[LogicalTensor]) -> bool:
         if len(shape) == 2 and shape[0] != shape[1] and hidden in shape and name.endswith(_MATRICES):
             return (shape[0] == hidden) != name.endswith(_INWARD)
     return False
+
+
+def _is_beside_another_config(chosen: Chosen, reading: Reading) -> bool:
+    """Would the output be a hub's config.json beside names that are not the hub's? True where the config is not that of
+    a hub's folder which the source is, names a family of ours, and the family's hub knows less than half of the names:
+    a trainer's own names (torchtitan's), a prefix that nobody knows. No library loads such a folder."""
+    if chosen.home == HUB and chosen.config is None:
+        return False
+    config = chosen.config
+    if config is None:
+        try:
+            config = file_config(chosen.sources[0])
+        except UsageError:  # a side file that only its own library reads
+            return False
+    from ckpt_tool.families.registry import configured_family
+    from ckpt_tool.families.table import instances, one_of_each
+
+    family = configured_family(config or {})
+    if family is None:
+        return False
+    names = one_of_each(chosen.model)
+    dialects = [dialect for dialect in family.known_dialects if dialect.startswith(HUB)]
+    tables = [family.table(dialect) for dialect in dialects]
+    strange = [
+        [name for name in instances(table.left, names)[1] if table.in_tower(name) is None and part_of(name) is None]
+        for table in tables
+    ]
+    return bool(names) and 2 * min(map(len, strange)) > len(names)
 
 
 def _dialect_of(chosen: Chosen) -> str | None:
@@ -144,7 +175,7 @@ def _by_family(chosen: Chosen, job: Conversion, source: str | None) -> Chosen:
         # of which nobody knows a single name pass, unless it is for their prefix alone.
         unnamed = e.code == NO_FAMILY and not (config or {}).get("model_type")
         nobody_knows = unnamed and not _known_but_for_prefix(chosen)
-        other_names = home != HUB or source not in (None, home)
+        other_names = home != HUB or source not in (None, home) or _is_beside_another_config(chosen, reading)
         if requested or (other_names and not nobody_knows):
             e.faults, e.path = (*e.faults, *model.notes), e.path or opened.path
             raise

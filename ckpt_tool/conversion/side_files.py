@@ -29,7 +29,7 @@ from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.families.config import is_paddle
 from ckpt_tool.formats.base import Format
-from ckpt_tool.formats.hf.files import CODE, NESTED, is_sidefile
+from ckpt_tool.formats.hf.files import CODE, NESTED, TOKENIZER, is_sidefile, tokenizer_files
 from ckpt_tool.formats.hf.modules import module_files, module_weights
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.chosen import Chosen
@@ -51,7 +51,8 @@ def side_files(chosen: Chosen, fmt: Format) -> tuple[tuple[str, int], ...]:
     names = dict.fromkeys(opened.catalog.sidefiles)
     for tree in (opened.tree, opened.outer):
         if tree is not None and tree.single is None:
-            names |= dict.fromkeys((*sorted(filter(is_sidefile, tree.names())), *module_files(tree)))
+            beside = (*sorted(filter(is_sidefile, tree.names())), *module_files(tree), *tokenizer_files(tree))
+            names |= dict.fromkeys(beside)
     found = ((path, tree_of(opened, path)) for path in names if path not in held and path not in chosen.stale)
     return tuple((path, tree.size(path)) for path, tree in found if tree is not None and tree.listing()[path] >= 0)
 
@@ -156,14 +157,16 @@ def _makes_one(chosen: Chosen, fmt: Format) -> bool:
 
 
 def _unnested(target: Target) -> Target:
-    """The target with the side files of verl's `huggingface/` at its top, where a model's loader looks."""
+    """The target with the side files of verl's `huggingface/` and of a job's `tokenizer/` at its top, where a model's
+    loader looks."""
     have = {file.path for file in target.files}
-    files = [
-        file._replace(path=top)
-        if file.copy_of and (top := file.path.removeprefix(NESTED)) not in have and file.path.startswith(NESTED)
-        else file
-        for file in target.files
-    ]
+    files = []
+    for file in target.files:
+        folder = next((each for each in (NESTED, TOKENIZER) if file.path.startswith(each)), "")
+        top = file.path.removeprefix(folder)
+        moves = bool(folder) and file.copy_of is not None and top not in have
+        files.append(file._replace(path=top) if moves else file)
+        have.add(top)
     return target._replace(files=tuple(files))
 
 

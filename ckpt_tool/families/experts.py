@@ -13,13 +13,16 @@ otherwise, in layers of multi-token prediction neither (Qwen3.6 has those fused 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ckpt_tool.families.base import HUB, MEMORY, Family
-from ckpt_tool.families.table import Table
+from ckpt_tool.families.table import Table, form_of
 
 SPLIT, FUSED = "split", "fused"
 LAYOUTS: Mapping[str, str] = {SPLIT: "hf-split", FUSED: "hf-fused"}  # layout -> its dialect where it has a name for it
+# A tensor of one expert, and one of all of a layer's, in the hub's names and in those of trainers
+_APART = re.compile(r"(.*\bexperts)\.\d+\..+")
+_FUSED_NAME = re.compile(r"(.*\bexperts)\.(?:gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3|w13|w12)(?:[._].*)?")
 _NUMBERED = re.compile(r"experts\.\{(\w+)\}")
 
 
@@ -38,6 +41,21 @@ def expert_layouts(family: Family) -> dict[str, str]:
         if fitting:
             out[layout] = (*pure, *fitting)[0]
     return out
+
+
+def mixed_experts(names: Iterable[str]) -> list[str]:
+    """The modules that have their experts both one by one and in one tensor, a layer's number as `%d`.
+
+    >>> mixed_experts(["model.layers.0.mlp.experts.1.up_proj.weight", "model.layers.1.mlp.experts.gate_up_proj"])
+    ['model.layers.%d.mlp.experts']
+    """
+    apart, fused = set[str](), dict[str, None]()
+    for name in names:
+        if found := _APART.fullmatch(name):
+            apart.add(form_of(found[1])[0])
+        elif found := _FUSED_NAME.fullmatch(name):
+            fused[form_of(found[1])[0]] = None
+    return [front for front in fused if front in apart]
 
 
 def memory_dialect(family: Family) -> str:

@@ -33,9 +33,10 @@ MIXTRAL_EXPERTS = """
         = model.layers.{i}.block_sparse_moe.experts.{e}.<w1|w3|w2>.weight : f h, f h, h f
 """
 LATENT = """
-    model.layers.{i}.self_attn.embed_q.weight : k l y ; model.layers.{i}.self_attn.unembed_out.weight : k z l
-        = model.layers.{i}.self_attn.kv_b_proj.weight : (k (y + z)) l
+    model.layers.{i}.self_attn.embed_q.weight : heads l nope ; model.layers.{i}.self_attn.unembed_out.weight : heads vd l
+        = model.layers.{i}.self_attn.kv_b_proj.weight : (heads (nope + vd)) l
 """
+LATENT_AXES = {"heads": "num_attention_heads", "nope": "qk_nope_head_dim", "vd": "v_head_dim"}
 # The hub's gate and up are row by row in one tensor, and turned.
 GPT_OSS_EXPERTS = """
     model.layers.{i}.mlp.experts.gate_proj.weight : e m h ; model.layers.{i}.mlp.experts.up_proj.weight : e m h

@@ -115,7 +115,7 @@ def _behind_prefix(code: str, what: str, names: Collection[str], families: Itera
     prefix = describe_prefix(names, families)
     if not prefix:
         return None
-    return InputError(f"{what}; {prefix}", code=code, hint=f"{advise_on_prefix(names, prefix)}, {_KEEP}")
+    return InputError(f"{what}; {prefix}", code=code, hint=f"{advise_on_prefix(prefix)}, {_KEEP}")
 
 
 def _named(config: Config, names: list[str]) -> Family | None:

@@ -91,16 +91,16 @@ def describe_prefix(names: Collection[str], families: Iterable[Family]) -> str:
     )
 
 
-def advise_on_prefix(names: Collection[str], prefix_text: str) -> str:
+def advise_on_prefix(prefix_text: str) -> str:
     """The options that help against what `describe_prefix` says."""
     if not prefix_text:
         return ""
     prefix = prefix_text.partition("`")[2].partition("`")[0]
     if prefix_text.startswith("all "):
-        return f"--aoa FILE renames them, with statements such as `{next(iter(names))} -> NAME`"
+        return f"--rename '{prefix}*=*' takes it off"
     if prefix.split(".")[0] in WRAPPERS:
         return f"--keep-keys '{prefix}*' takes these alone, and then the prefix is taken off"
-    return f"--keep-keys '{prefix}*' takes these alone, --aoa FILE renames them"
+    return f"--keep-keys '{prefix}*' takes these alone, --rename '{prefix}*=*' takes the prefix off"
 
 
 def shared_wrappers(names: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ The oracles: the bytes of the files, `torch.load` for Megatron's `args`, and tra
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+import ckpt_tool as ckpt
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import InputError, UsageError
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -249,3 +252,28 @@ def test_what_lies_one_folder_down_comes_to_the_top_of_a_model(tmp_path: Path) -
         "model.safetensors",
         "tokenizer.json",
     ]
+
+
+TOKENIZER = {
+    "tokenizer.json": "{}",
+    "tokenizer_config.json": '{"a": 1}',
+    "tokenizer.model": "x",
+    "special_tokens_map.json": "{}",
+}
+
+
+@pytest.mark.parametrize("place", ["step", "run"])
+def test_a_job_s_tokenizer_folder_goes_along(place: str, tmp_path: Path) -> None:
+    """Megatron-Bridge keeps the tokenizer in a folder of its own: a hub has it at the top, others as it was."""
+    run = tmp_path / "run"
+    shutil.copytree(FIXTURES / "megatron-dist/llama_tp2", run)
+    folder = run / "tokenizer" if place == "run" else run / "iter_0000001/tokenizer"
+    folder.mkdir()
+    for name, text in TOKENIZER.items():
+        (folder / name).write_text(text)
+    for to, front in (("safetensors", ""), ("megatron-dist", "tokenizer/"), ("dcp", "tokenizer/")):
+        out = tmp_path / f"{to}-{place}"
+        ckpt.convert(str(run), str(out), to=to)
+        found = {name: next(out.rglob(name)) for name in TOKENIZER}
+        assert {name: path.read_text() for name, path in found.items()} == TOKENIZER
+        assert all(str(path).endswith(f"/{front}{name}") for name, path in found.items())

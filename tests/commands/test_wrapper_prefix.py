@@ -103,7 +103,7 @@ def test_an_error_for_any_family_says_that_its_names_have_a_prefix(family: str) 
     kind = by_name(family).classes[0].model_type
     with pytest.raises(CkptError, match=r"begin with `student\.`") as caught:
         find({"model_type": kind}, names)
-    assert caught.value.code == "E1373" and "--aoa" in caught.value.hint
+    assert caught.value.code == "E1373" and "--rename 'student.*=*'" in caught.value.hint
     assert describe_prefix(names_of(family), [by_name(family)]) == ""
 
 
@@ -126,20 +126,22 @@ def test_head_and_embedding_are_one_pair_under_any_prefix_in_every_dialect(famil
 @pytest.mark.parametrize("prefix", ["student.", "base_model.model.model.", "x.y."])
 @pytest.mark.parametrize("family", NAMES)
 def test_a_head_behind_a_prefix_is_there(family: str, prefix: str, tmp_path: Path) -> None:
-    """No config is changed for a head that only its prefix hides."""
+    """No config is changed for a head that only its prefix hides, and none is put beside names of nobody."""
     known = by_name(family)
     names = names_of(family)
     if not has_head(names) or known.language:
         pytest.skip("its head has another name, or its config has parts")
     tensors = {prefix + name: np.ones((22, 2) if is_vocabulary(name) else 2, np.float32) for name in names}
-    source = save(tmp_path / "in", "safetensors", tensors)
     kind = known.classes[0]
     config = {"model_type": kind.model_type, "architectures": [kind.architecture], "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 22}))
     # One more name that no rule knows keeps every prefix on.
     tensors[f"{prefix}stranger.weight"] = np.ones(2, np.float32)
     source = save(tmp_path / "more", "safetensors", tensors)
-    ckpt.convert(source, str(tmp_path / "out"), to="safetensors", config=str(tmp_path / "config.json"))
+    with pytest.raises(CkptError, match="begin with|beside"):
+        ckpt.convert(source, str(tmp_path / "out"), to="safetensors", config=str(tmp_path / "config.json"))
+    (tmp_path / "more/config.json").write_text((tmp_path / "config.json").read_text())
+    ckpt.convert(source, str(tmp_path / "out"), to="safetensors", dtype="bf16")
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert written["tie_word_embeddings"] is False and written["vocab_size"] == 22
 
@@ -218,3 +220,32 @@ def test_vocabularies_of_other_sizes_are_not_cut(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not of one size") as caught:
         ckpt.convert(source, str(tmp_path / "out"), to="sharded", vocab_size=10)
     assert caught.value.code == "E2302"
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp", "safetensors"])
+def test_a_trainer_s_own_names_are_not_put_beside_a_hub_s_config(kind: str, tmp_path: Path) -> None:
+    """torchtitan's names, of which no rule tells all: no library would load such a folder."""
+    words = {
+        "model.embed_tokens": "tok_embeddings",
+        "self_attn.q_proj": "attention.qkv_linear.wq",
+        "self_attn.k_proj": "attention.qkv_linear.wk",
+        "self_attn.v_proj": "attention.qkv_linear.wv",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.down_proj": "feed_forward.w2",
+        "mlp.up_proj": "feed_forward.w3",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "model.": "",
+    }
+    tensors = {}
+    for name, array in llama().items():
+        for hub, own in words.items():
+            name = name.replace(hub, own)
+        tensors[name] = array
+    source = save(tmp_path / "in", kind, tensors)
+    for target in ("safetensors", "megatron"):
+        with pytest.raises(CkptError, match="qkv_linear") as caught:
+            ckpt.convert(source, str(tmp_path / "out"), to=target, config=config_file(tmp_path))
+        assert caught.value.code == "E1485"
+    ckpt.convert(source, str(tmp_path / "kept"), to="safetensors", dialect="keep", config=config_file(tmp_path))

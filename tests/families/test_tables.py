@@ -33,7 +33,8 @@ NOT_MEGATRON = re.compile(r"model\.mtp_|model\.layers\.\d+\.(embed_tokens|shared
 
 def shapes_of(name: str, dialect: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The hub's tensors, MTP layers among them, that the dialect has."""
-    ahead = dialect != "gguf" and not dialect.startswith("maxtext")  # llama.cpp and MaxText have none of these layers
+    # llama.cpp, MLX and MaxText have none of these layers
+    ahead = dialect not in ("gguf", "mlx") and not dialect.startswith("maxtext")
     shapes = hub_shapes(name, config, mtp=name in AHEAD and ahead)
     table = by_name(name).table(dialect)
     kept = {key for key in shapes if in_a_tower(name, key) and table.from_tower(key) is None}  # under their own names

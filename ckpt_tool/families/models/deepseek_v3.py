@@ -39,7 +39,7 @@ FAMILY = Family(
                       "topk_method": "greedy", "norm_topk_prob": False, **_RANKS},
         ),
     ),
-    axes={**LATENT, **gguf.LATENT_AXES, **maxtext.DEEPSEEK_AXES},
+    axes={**LATENT, **gguf.LATENT_AXES, **maxtext.DEEPSEEK_AXES, **mlx.LATENT_AXES},
     hub=hub.DEEPSEEK + hub.INV_FREQ + """
         model.layers.{i}.eh_proj.bias : h
     """,

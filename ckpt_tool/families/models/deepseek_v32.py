@@ -39,7 +39,7 @@ FAMILY = Family(
                       "v_head_dim": 256, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048},
         ),
     ),
-    axes={**LATENT, "x": "index_n_heads", "y": "index_head_dim", **maxtext.DEEPSEEK_AXES},
+    axes={**LATENT, "x": "index_n_heads", "y": "index_head_dim", **maxtext.DEEPSEEK_AXES, **mlx.LATENT_AXES},
     hub=hub.DEEPSEEK + """
         model.layers.{i}.self_attn.indexer.<wq_b|wk|weights_proj>.weight : (x y) q, y h, x h
         model.layers.{i}.self_attn.indexer.k_norm.<weight|bias> : y

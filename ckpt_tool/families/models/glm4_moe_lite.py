@@ -22,7 +22,7 @@ FAMILY = Family(
                       "v_head_dim": 256},
         ),
     ),
-    axes=LATENT,
+    axes={**LATENT, **mlx.LATENT_AXES},
     hub=hub.DEEPSEEK,
     dialects={
         "megatron": Variant(of=megatron.LATENT, ahead=True),

@@ -2,8 +2,7 @@
 in the config: `hybrid_override_pattern` of the released files (M*-E), `layers_block_type` of transformers 5.23.
 
 transformers 5.23, models/nemotron_h and conversion_mapping.py: in memory the root is `model` and the experts are fused
-(`hf-5`). Megatron: Megatron-Bridge 0.6.2, models/nemotron_h/nemotron_h_bridge.py, core's HybridModel: each layer's norm has
-the name that its kind has there; in_proj (z | x | B | C | dt) and conv1d (x | B | C) are the hub's at TP 1. It maps no biases, nor
+(`hf-5`). Megatron: Megatron-Bridge 0.6.2, models/nemotron_h/nemotron_h_bridge.py, core's HybridModel: each norm has its kind's name there; in_proj (z | x | B | C | dt) and conv1d (x | B | C) are the hub's at TP 1. It maps no biases, nor
 does this. MTP is blocks of several layers, under one count on the hub: one, as released, or more (`mtp_use_repeated_layer` false).
 """
 
@@ -96,7 +95,6 @@ FAMILY = Family(
             mtp.layers.{o}.transformer_layer.layers.{j}.mlp.experts.local_experts.{e}.<linear_fc1|linear_fc2>.weight : m l, l m = mtp.layers.{o * b + j}.mixer.experts.{e}.<up|down>_proj.weight : m l, l m if ahead_feeding
         """,
     },
-    tiny={"hybrid_override_pattern": "ME*-ME*-", "num_hidden_layers": 8, "n_routed_experts": 4,
-          "moe_intermediate_size": 5, "moe_shared_expert_intermediate_size": 14, "moe_latent_size": 12, "mamba_num_heads": 4,
-          "mamba_head_dim": 3, "n_groups": 2, "ssm_state_size": 5, "num_experts_per_tok": 2},
+    tiny={"hybrid_override_pattern": "ME*-ME*-", "num_hidden_layers": 8, "n_routed_experts": 4, "moe_intermediate_size": 5, "moe_shared_expert_intermediate_size": 14,
+          "moe_latent_size": 12, "mamba_num_heads": 4, "mamba_head_dim": 3, "n_groups": 2, "ssm_state_size": 5, "num_experts_per_tok": 2},
 )  # fmt: skip

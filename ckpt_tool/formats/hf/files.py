@@ -66,6 +66,7 @@ SIDEFILES_BY_NAME = (
 )
 
 NESTED = "huggingface/"  # where verl keeps what belongs to the model
+TOKENIZER = "tokenizer/"  # where Megatron-Bridge keeps the tokenizer's files beside the weights of a step
 _NUMBERED = re.compile(r"(.+)-(\d{1,7})-of-(\d{1,7})\.safetensors")
 _DCP_SHARD = re.compile(r"shard-(\d{1,7})-model-(\d{1,7})-of-(\d{1,7})\.safetensors")
 _OF_A_RANK = re.compile(
@@ -243,6 +244,14 @@ def of_a_job(tree: Tree) -> tuple[str, ...]:
         return ()
     beside = [path for path in tree.listing() if path.count("/") == path.startswith(NESTED)]
     return tuple(path for path in beside if is_sidefile(path.rpartition("/")[2]))
+
+
+def tokenizer_files(tree: Tree) -> tuple[str, ...]:
+    """The files of the folder in which a job keeps its tokenizer, of the names that side files have."""
+    if tree.single is not None:
+        return ()
+    below = [path for path in tree.listing() if path.startswith(TOKENIZER) and path.count("/") == 1]
+    return tuple(sorted(path for path in below if is_sidefile(path.removeprefix(TOKENIZER))))
 
 
 def is_sidefile(name: str) -> bool:
