@@ -171,6 +171,13 @@ def _nothing_left(chosen: Chosen, *, masters: bool) -> UsageError:
             path=chosen.sources[0].path,
             hint="pass the model's own folder or file; --to dcp or torch writes these states as they are",
         )
+    if {MODEL, MASTER, EMA} & states.keys() == {EMA} and not masters:
+        return UsageError(
+            "no model is in this source, only averages of one",
+            code="E0259",
+            path=chosen.sources[0].path,
+            hint="--as-model ema writes them as the model",
+        )
     hint = (
         "the only weights here are fp32 masters: --as-model master writes them as the model, --dtype bf16 rounds them"
     )

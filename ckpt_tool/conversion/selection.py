@@ -34,6 +34,10 @@ def sound(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen`, of a source whose headers make sense. Raises what is wrong with it, UnsafeInput first."""
     opened = chosen.sources[0]
     refuse_code(opened, job)
+    if not opened.catalog.tensors:
+        unread = [one.fault for one in opened.catalog.unread if one.fault is not None]
+        if unread:
+            raise unread[0]
     opened.catalog.check()
     if not job.reading.lenient:
         check_sound(opened.catalog, opened.format.holds, other_steps(opened.tree, opened.catalog))
@@ -117,7 +121,11 @@ def as_model(chosen: Chosen, job: Conversion) -> Chosen:
     if not state:
         return chosen
     taken = {row.tensor.key.name: row for row in rows if row.tensor.key.state == state}
-    if not taken and state in chosen.sources[0].catalog.states():
+    catalog = chosen.sources[0].catalog
+    faults = [one.fault for one in catalog.unread if one.key.state == state and one.fault is not None]
+    if faults:
+        raise faults[0]
+    if not taken and state in catalog.states():
         raise UsageError(
             f"--as-model {state}: --state, --drop or the patterns leave {state} behind",
             code="E0265",

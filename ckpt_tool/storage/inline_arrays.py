@@ -7,23 +7,31 @@ value:
 
     {"a": 12 bytes, "b": 8 bytes}      a at 0, b at 12 of x.pdparams//arrays
 
+A torch file has its pickle in the middle, and may have several: the view `x.pt//pickle@704+1200` holds the arrays of
+the pickle that is 1200 bytes at 704.
+
 `Tree` reads both alike, and counts the view's identity as the file's own. Cost: the file is read whole and decoded when
 its first value is wanted; so files of more than LIMIT bytes are refused. Source: CPython `pickle.py`, `save_bytes`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tool.core.inner_path import VIEW, base_of
+from ckpt_tool.core.tensor import StoredArray
 from ckpt_tool.errors import InputError
-from ckpt_tool.storage.pickle_values import NumpyArray
+from ckpt_tool.storage.pickle_values import ArrayRef, NumpyArray, Pickled
 
 if TYPE_CHECKING:
     from ckpt_tool.storage.source import Tree
 
 INLINE = "//arrays"  # no file of a checkpoint can be called so: `safe_relative` refuses it, and no listing has it
 LIMIT = 256 << 20  # bytes of the file
+_RANGE = re.compile(r"pickle@(?P<at>\d{1,18})\+(?P<nbytes>\d{1,18})", re.ASCII)
+_MAKERS = frozenset(("_reconstruct", "_frombuffer"))  # NumPy's functions that every array in a pickle names
 
 
 def inline_arrays(value: Any) -> Iterator[NumpyArray]:
@@ -57,6 +65,48 @@ def refuse_large(tree: Tree, name: str, code: str) -> None:
             offset=0,
             hint="save it again with the framework that wrote it: paddle.save(paddle.load(x), x, protocol=4)",
         )
+
+
+def place_arrays(pickled: Pickled) -> None:
+    """Tell each array of a torch file's pickle where it is in the view of that pickle's arrays (`array_in`)."""
+    if not any(use.name in _MAKERS for use in pickled.globals):
+        return
+    at = 0
+    for array in inline_arrays(pickled.value):
+        array.at = at
+        at += len(array.data)
+
+
+def array_in(path: str, start: int, nbytes: int, ref: ArrayRef) -> StoredArray:
+    """The tensor `ref` of the pickle that is bytes [start, start + nbytes) of file `path`, as a stored array.
+
+    Of a BF16 tensor that is kept as F32 the upper half of each number is its value.
+    """
+    array, shape = ref.array, ref.array.shape
+    factor = 2 if ref.widened else 1
+    steps = [factor] * len(shape)
+    order = range(len(shape)) if array.fortran else range(len(shape) - 1, -1, -1)
+    reach = factor
+    for dim in order:
+        steps[dim] = reach
+        reach *= shape[dim]
+    plain = factor == 1 and not (array.fortran and len(shape) > 1)
+    where = f"{path}{VIEW}pickle@{start}+{nbytes}"
+    return StoredArray(where, max(array.at, 0) + 2 * (factor - 1), ref.dtype, shape, None if plain else tuple(steps))
+
+
+def read_view(tree: Tree, path: str) -> bytes | None:
+    """The bytes of a view's path of either kind, None where it is no view of arrays."""
+    base = base_of(path)
+    if path == base + INLINE:
+        return view(tree, base)
+    found = _RANGE.fullmatch(path.removeprefix(base + VIEW))
+    if found is None:
+        return None
+    from ckpt_tool.storage import pickles
+
+    value = pickles.load_file(tree, base, start=int(found["at"]), nbytes=int(found["nbytes"]), span_from=0).value
+    return b"".join(array.data for array in inline_arrays(value) if isinstance(array.data, bytes))
 
 
 def view(tree: Tree, name: str) -> bytes:

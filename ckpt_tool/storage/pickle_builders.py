@@ -22,17 +22,29 @@ from ckpt_tool.core.dtype import DType, from_torch
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.storage.pickle_globals import (
     ENUMS,
+    FROM_NUMPY,
     LAYOUTS,
     PLAIN_TENSORS,
     STORAGE_CLASSES,
     STORAGES,
     UNSUPPORTED_TENSORS,
     WRAPPERS,
+    is_tensor_record,
 )
-from ckpt_tool.storage.pickle_numpy import NUMPY_BUILDERS
-from ckpt_tool.storage.pickle_values import Misuse, OrderedMap, StorageRef, TensorRef, WrapperRef, safe_key
+from ckpt_tool.storage.pickle_numpy import NUMPY_BUILDERS, device_tensor
+from ckpt_tool.storage.pickle_values import (
+    ArrayRef,
+    Misuse,
+    NumpyArray,
+    OrderedMap,
+    StorageRef,
+    TensorRef,
+    WrapperRef,
+    safe_key,
+)
 
 RANK_LIMIT = 64
+_FROM_CPU = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
 KEY_LIMIT = 64  # characters of a storage's key
 Args = tuple[Any, ...]
 
@@ -139,6 +151,22 @@ def _tensor_v3(args: Args) -> TensorRef | Opaque:
     return tensor(args[0], args[1], args[2], args[3], dtype, args[4])
 
 
+def _device_array(name: str, args: Args) -> ArrayRef | Opaque:
+    """A tensor of a device without storages (XLA): `(array, dtype, device, requires_grad)`."""
+    dtype = from_torch(args[1].name) if len(args) == 4 and type(args[1]) is Symbol else None
+    array = args[0] if dtype is not None else None
+    made = device_tensor(array, dtype) if type(array) is NumpyArray else None
+    return Opaque(name, args) if made is None else made
+
+
+def _device_tensor(args: Args) -> TensorRef | Opaque:
+    """The same over a tensor of the CPU, which is of its dtype already in all but odd cases."""
+    dtype = from_torch(args[1].name) if len(args) == 4 and type(args[1]) is Symbol else None
+    if dtype is not None and type(args[0]) is TensorRef and args[0].dtype == dtype:
+        return args[0]
+    return Opaque(_FROM_CPU, args)
+
+
 def _math_bits(metadata: Args) -> bool:
     """Is the tensor lazily conjugated or negated (or does it carry metadata that we do not know)?"""
     return bool(metadata) and bool(metadata[0]) and metadata[0] != {"conj": False, "neg": False}
@@ -150,7 +178,7 @@ def _parameter(args: Args) -> Any:
     if type(inner) is TensorRef:
         state = args[3] if len(args) == 4 and args[3] else inner.attributes
         return inner._replace(requires_grad=bool(args[1]), is_parameter=True, attributes=state)
-    if type(inner) is WrapperRef:
+    if type(inner) in (WrapperRef, ArrayRef):
         return inner
     return Opaque("torch._utils._rebuild_parameter", args)
 
@@ -175,6 +203,8 @@ def _from_type(args: Args) -> Any:
         return made
     if type(made) is TensorRef and name in PLAIN_TENSORS:
         return made._replace(attributes=state or None)
+    if name in PLAIN_TENSORS and (type(made) is ArrayRef or is_tensor_record(made)):
+        return made
     return Opaque(name, (made,), state)
 
 
@@ -299,6 +329,8 @@ BUILDERS: dict[str, Callable[[Args], Any]] = {
     "builtins.slice": _numbers("builtins.slice", 1, 3, _INTS),
     "builtins.range": _numbers("builtins.range", 1, 3, (int,)),
     **{name: partial(Opaque, name) for name in UNSUPPORTED_TENSORS},
+    **{name: partial(_device_array, name) for name in FROM_NUMPY},
+    _FROM_CPU: _device_tensor,
 }
 
 # Builders that copy what they are given: the machine charges them for its length.

@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.storage.pickle_builders import BUILDERS, COPYING, enum_member
-from ckpt_tool.storage.pickle_globals import BACK_REFERENCES, ENUMS, GETATTR, RECORDS, function_like
+from ckpt_tool.storage.pickle_globals import (
+    ANNOTATIONS,
+    BACK_REFERENCES,
+    ENUMS,
+    GETATTR,
+    GETITEM,
+    NONE_TYPE,
+    RECORDS,
+    function_like,
+)
 from ckpt_tool.storage.pickle_numpy import set_array_state, set_dtype_state
 from ckpt_tool.storage.pickle_values import Misuse, NumpyArray, OrderedMap, Record
 
@@ -52,6 +61,10 @@ def call(machine: Machine, made: Any, args: Any) -> Any:
         return enum_member(name, args[0])
     if name == GETATTR:
         return _getattr(machine, args)
+    if name in GETITEM:
+        return _subscript(machine, name, args)
+    if name == "builtins.type" and args == (None,):  # the type of None, which has no other spelling
+        return Symbol(NONE_TYPE)
     if name.startswith("copyreg.") and len(args) > 1:
         return _copyreg(machine, name, args)
     if name == "builtins.type" or (function_like(name) and machine.tiers.get(name, 2) == 2):
@@ -84,6 +97,16 @@ def _getattr(machine: Machine, args: tuple[Any, ...]) -> Any:
             return enum_member(args[0].name, member)
     machine.good_getattr = False
     return Opaque(GETATTR, args)
+
+
+def _subscript(machine: Machine, name: str, args: tuple[Any, ...]) -> Any:
+    """`getitem(typing.Optional, int)`, as annotations are pickled; anything else is unsafe."""
+    what = args[0] if len(args) == 2 else None
+    if type(what) is Symbol and what.name in ANNOTATIONS:
+        machine.subscripts.setdefault(name, True)
+    else:
+        machine.subscripts[name] = False
+    return Opaque(name, args)
 
 
 def build_state(machine: Machine, made: Any, state: Any) -> None:

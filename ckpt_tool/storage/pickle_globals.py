@@ -12,7 +12,8 @@
 
 A framework's functions (lower-case names) may lie in a file as values (`torch.nn.functional.gelu` among a trainer's
 arguments), but a pickle that calls one is unsafe: `function_like` tells them from classes, the machine judges the call.
-`builtins.getattr` is tier 3 unless every call of it takes a member of a known enum, as Python 3.11 pickled enums.
+`builtins.getattr` is tier 3 unless every call of it takes a member of a known enum, as Python 3.11 pickled enums, and
+`operator.getitem` unless every call of it subscripts an annotation of `typing`.
 
 Where the names come from: torch 2.13 `_utils.py`, `_weights_only_unpickler.py`, `distributed/checkpoint/metadata.py`,
 `distributed/tensor/_dtensor_spec.py`; NumPy 1.26 and 2.x `core/multiarray`; megatron-core 0.16; DeepSpeed 0.19;
@@ -25,6 +26,7 @@ from __future__ import annotations
 import sys
 
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.extras import Opaque
 
 # -- tier 1 -----------------------------------------------------------------------------------------------------------
 
@@ -104,6 +106,14 @@ UNSUPPORTED_TENSORS: dict[str, str] = {
     "torch._utils._rebuild_xla_tensor": "an XLA tensor",
     "torch._utils._rebuild_mlc_tensor": "an MLC tensor",
 }
+
+# Of these, what torch makes of a NumPy array: read where the array's values are the tensor's (`pickle_numpy`).
+FROM_NUMPY = (
+    "torch._utils._rebuild_device_tensor_from_numpy",
+    "torch._utils._rebuild_xla_tensor",
+    "torch._utils._rebuild_mlc_tensor",
+)
+META_TENSOR = "torch._utils._rebuild_meta_tensor_no_storage"
 
 _DCP = "torch.distributed.checkpoint"
 _SPEC = "torch.distributed.tensor._dtensor_spec"
@@ -298,6 +308,39 @@ PLAIN_OBJECTS = frozenset(
     }
 )
 
+# NumPy's generators of random numbers, read as records: what makes one, and the classes that it is told to make.
+RANDOM = frozenset(
+    {
+        *(f"numpy.random._pickle.__{kind}_ctor" for kind in ("generator", "bit_generator", "randomstate")),
+        *(f"numpy.random._pcg64.{name}" for name in ("PCG64", "PCG64DXSM")),
+        "numpy.random._mt19937.MT19937",
+        "numpy.random._philox.Philox",
+        "numpy.random._sfc64.SFC64",
+        "numpy.random.bit_generator.SeedSequence",
+        "numpy.random.bit_generator.__pyx_unpickle_SeedSequence",
+    }
+)
+# Annotations of types, which configs of typed fields carry. They have no effects, and subscripting one has none.
+ANNOTATIONS = frozenset(
+    f"typing.{name}"
+    for name in (
+        "Any",
+        "Callable",
+        "ClassVar",
+        "Dict",
+        "Final",
+        "List",
+        "Literal",
+        "Mapping",
+        "Optional",
+        "Sequence",
+        "Set",
+        "Tuple",
+        "Type",
+        "Union",
+    )
+)
+
 # Called through builders of their own (`pickle_builders`), or kept as values.
 _BUILT = frozenset(
     {
@@ -410,6 +453,8 @@ KNOWN = frozenset().union(
     _OF_CODED_WEIGHTS,
     ENUMS,
     PLAIN_OBJECTS,
+    RANDOM,
+    ANNOTATIONS,
     _BUILT,
     _VALUES,
 )
@@ -530,6 +575,8 @@ _DENIED = (
 _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _PYTHON2_NAMES = {"unicode": "str", "long": "int", "xrange": "range"}
 GETATTR = "builtins.getattr"
+GETITEM = frozenset(("_operator.getitem", "operator.getitem"))  # how `Optional[int]` is pickled
+NONE_TYPE = "builtins.NoneType"
 
 
 def canonical(module: str, name: str, protocol: int) -> tuple[str, str]:
@@ -542,6 +589,12 @@ def canonical(module: str, name: str, protocol: int) -> tuple[str, str]:
 def full_name(module: str, name: str) -> str:
     """`module.name`; `module:na.me` for a dotted name, so that no dotted name can be taken for a table's entry."""
     return f"{module}:{name}" if "." in name or not name or not module else f"{module}.{name}"
+
+
+def is_tensor_record(value: object) -> bool:
+    """Is it the record of a tensor that torch rebuilds from something else than dense values: sparse, quantised, meta?
+    Such a record stands for a tensor whatever it holds; a meta tensor's holds nothing at all."""
+    return type(value) is Opaque and value.name in UNSUPPORTED_TENSORS
 
 
 def function_like(name: str) -> bool:

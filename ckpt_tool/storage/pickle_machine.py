@@ -77,6 +77,7 @@ class Machine:
         "start",
         "stopped",
         "storages",
+        "subscripts",
         "symbols",
         "tiers",
         "uses",
@@ -125,6 +126,7 @@ class Machine:
         self.copies = (1 << 20) + self.end - origin  # elements or bytes that builders may still copy
         self.items: dict[int, tuple[Opaque, Any]] = {}  # id of an Opaque -> (it, its list, dict or set items)
         self.good_getattr: bool | None = None  # None: never called; False: called on something else than an enum
+        self.subscripts: dict[str, bool] = {}  # a name of `operator.getitem` -> were annotations all that it took?
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -379,7 +381,7 @@ class Machine:
             full = self.symbols[use.module, use.name].name
             if full in self.condemned:
                 use = use._replace(tier=3)
-            elif full == GETATTR and self.good_getattr:
+            elif (full == GETATTR and self.good_getattr) or self.subscripts.get(full):
                 use = use._replace(tier=1)
             found.append(use)
         return tuple(found)

@@ -5,7 +5,8 @@ An array is `_reconstruct(ndarray, (0,), b"b")`, then a state `(1, shape, dtype,
 scalar is `scalar(dtype, bytes)`. Protocol 5 writes `_frombuffer(bytes, dtype, shape, order)` instead.
 Source: NumPy 1.26 and 2.x, `core/src/multiarray/{methods,descriptor}.c`, `core/numeric.py`.
 
-Arrays of Python objects and structured dtypes are refused: their elements are no bytes.
+Arrays of Python objects keep their values as a list, and those of records their bytes without the fields' names: no
+tensor can be made of either, and no writer takes them, but who leaves the extras behind is not kept from the rest.
 
     >>> dtype = NUMPY_BUILDERS["numpy.dtype"](("f4", False, True)); set_dtype_state(dtype, (3, "<", None))
     >>> dtype
@@ -19,8 +20,9 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
+from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.extras import Opaque, Symbol
-from ckpt_tool.storage.pickle_values import Misuse, NumpyArray, Placed, Span
+from ckpt_tool.storage.pickle_values import ArrayRef, Misuse, NumpyArray, Placed, Span
 
 _KINDS = "biufcSUV"
 _SCALARS = {
@@ -44,6 +46,27 @@ _NAMED = {
     "float8_e8m0fnu": 1,
     "float8_e4m3fnuz": 1,
     "float8_e5m2fnuz": 1,
+}
+OBJECTS = "|O"  # the dtype of arrays of Python objects
+STRUCTURED = "{structured}"  # of arrays of records, whose fields are not read
+_TENSORS = {
+    "b1": "BOOL",
+    "i1": "I8",
+    "i2": "I16",
+    "i4": "I32",
+    "i8": "I64",
+    "u1": "U8",
+    "u2": "U16",
+    "u4": "U32",
+    "u8": "U64",
+    "f2": "F16",
+    "f4": "F32",
+    "f8": "F64",
+    "c8": "C64",
+    "c16": "C128",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
 }
 _CLASSES = {
     "Bool": "b1",
@@ -74,8 +97,6 @@ def item_nbytes(dtype: str) -> int:
     code = dtype.lstrip("<>|=")
     if code[:1] in _KINDS and code[1:].isdigit() and len(code) <= 10:
         return int(code[1:]) * (4 if code[0] == "U" else 1)
-    if code[:1] == "O":
-        raise _fault("NumPy arrays of Python objects are not supported")
     raise _fault(f"NumPy dtype {dtype[:20]!r}: only numbers, booleans and fixed-size text are read")
 
 
@@ -85,6 +106,8 @@ def _dtype(args: tuple[Any, ...]) -> Symbol:
     code = args[0]
     if type(code) is Symbol:
         code = code.name.rpartition(".")[2]
+    if code[:1] == "O" and code[1:] in ("", "4", "8"):
+        return Symbol("numpy.dtype", (OBJECTS,))
     if code not in _NAMED:
         item_nbytes(code)
         code = f"|{code}" if code in ("b1", "i1", "u1") or code[0] in "SV" else f"<{code}"
@@ -92,12 +115,15 @@ def _dtype(args: tuple[Any, ...]) -> Symbol:
 
 
 def set_dtype_state(dtype: Symbol, state: Any) -> None:
-    """Fill in what a dtype's state adds: its byte order. Raises Misuse for structured or object dtypes."""
+    """Fill in what a dtype's state adds: its byte order, or that it is of records. Raises Misuse."""
     if type(state) is not tuple or not 3 <= len(state) <= 9 or state[1] not in ("<", ">", "|", "="):
         raise _fault("state of a numpy.dtype is malformed")
     if any(item is not None for item in state[2:5]):
-        raise _fault("structured NumPy dtypes are not supported")
+        object.__setattr__(dtype, "args", (STRUCTURED,))
+        return
     code = dtype.args[0] if dtype.args else ""
+    if code == OBJECTS:
+        return
     if code not in _NAMED and state[1] != "|":
         object.__setattr__(dtype, "args", (("<" if state[1] == "=" else state[1]) + code.lstrip("<>|="),))
 
@@ -117,10 +143,18 @@ def _filled(array: NumpyArray, shape: Any, dtype: Any, *, fortran: bool, data: A
         shape = (shape,)
     if type(shape) is not tuple or len(shape) > 64 or any(type(n) is not int or not 0 <= n < 1 << 63 for n in shape):
         raise _fault("shape of a NumPy array is malformed")
-    if type(data) is list:
-        raise _fault("NumPy arrays of Python objects are not supported")
+    if code == OBJECTS:
+        if type(data) is not list or len(data) != prod(shape):
+            raise _fault("a NumPy array of Python objects without its values")
+        array.shape, array.dtype, array.fortran, array.data = shape, code, fortran, data
+        return array
     if type(data) is Placed:
         data = Span(data.offset, len(data))
+    if code == STRUCTURED:
+        if type(data) not in (bytes, Span):
+            raise _fault("a NumPy array of records without its bytes")
+        array.shape, array.dtype, array.fortran, array.data = shape, code, fortran, data
+        return array
     have = data.nbytes if type(data) is Span else len(data) if type(data) is bytes else -1
     if have != prod(shape) * item_nbytes(code):
         raise _fault(f"a NumPy array of shape {list(shape)[:8]} of {code} has {have} bytes")
@@ -136,6 +170,39 @@ def set_array_state(array: NumpyArray, state: Any) -> None:
     if type(data) is str:  # Python 2 wrote bytes as text; the reader keeps what happens to be UTF-8 as text
         data = data.encode("utf-8", "surrogatepass")
     _filled(array, shape, dtype, fortran=bool(fortran), data=data)
+
+
+def tensor_dtype(code: str) -> DType | None:
+    """The dtype of a tensor of the same bytes, None where there is none: text, objects, records, big-endian numbers.
+
+    >>> tensor_dtype("<f4").name, tensor_dtype(">f4"), tensor_dtype("|O")
+    ('F32', None, None)
+    """
+    dtype = DTYPES.get(_TENSORS.get(code.lstrip("<>|="), ""))
+    if dtype is None or (code[0] == ">" and dtype.bits > 8):
+        return None
+    return dtype
+
+
+def is_text(code: str) -> bool:
+    """Is it the dtype of text or raw bytes of a fixed size?"""
+    return code.lstrip("<>|=")[:1] in ("S", "U")
+
+
+def device_tensor(array: NumpyArray, dtype: DType | None) -> ArrayRef | None:
+    """The tensor of `dtype` that torch keeps as a NumPy array, None where the array's values are not simply its own.
+
+    torch pickles BF16 as F32, because NumPy has no such type; the lower halves of these are zeros.
+    """
+    stored = tensor_dtype(array.dtype) if array.dtype else None
+    if stored is None or dtype is None or type(array.data) is not bytes:
+        return None
+    if stored == dtype:
+        return ArrayRef(array, dtype)
+    halved = stored.name == "F32" and dtype.name == "BF16"
+    if halved and not any(array.data[0::4]) and not any(array.data[1::4]):
+        return ArrayRef(array, dtype, widened=True)
+    return None
 
 
 def _reconstruct(args: tuple[Any, ...]) -> NumpyArray:
@@ -157,6 +224,8 @@ def _scalar(args: tuple[Any, ...]) -> Any:
     code, data = dtype_code(args[0]), args[1]
     if type(data) is str and len(data) <= 16:
         data = data.encode("utf-8", "surrogatepass")
+    if code == STRUCTURED and isinstance(data, bytes):
+        return Opaque("numpy.scalar", (code, bytes(data)))
     if not isinstance(data, bytes) or len(data) != item_nbytes(code):
         raise _fault(f"a NumPy scalar of {code} without its bytes")
     letter = _SCALARS.get(code.lstrip("<>|="))

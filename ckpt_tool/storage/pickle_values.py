@@ -7,6 +7,7 @@
     a torch tensor                                                  TensorRef (over a StorageRef)
     a DTensor                                                       WrapperRef (over its local TensorRef)
     numpy.ndarray                                                   NumpyArray; NumPy scalars become Python numbers
+    a tensor that torch pickles as a NumPy array (XLA's)            ArrayRef (over its NumpyArray)
     metadata classes of DCP, DTensor, Paddle                        Record, with attribute-like access
     any other class                                                 core.extras.Opaque(name, args, state)
 
@@ -206,14 +207,21 @@ class OrderedMap(dict[Any, Any]):
 
 
 class NumpyArray:
-    """A numpy.ndarray. dtype: NumPy's type string with byte order (`<f4`, `|u1`, or `bfloat16` of ml_dtypes).
-    shape: elements. fortran: column-major. data: the raw bytes, or where they lie (`Span`)."""
+    """A numpy.ndarray. dtype: NumPy's type string with byte order (`<f4`, `|u1`, or `bfloat16` of ml_dtypes; `|O` of
+    Python objects, `{structured}` of records). shape: elements. fortran: column-major. data: the raw bytes, or where
+    they lie (`Span`); the list of values where they are objects. at: bytes to its data in the view of its pickle's
+    arrays (`inline_arrays`), -1 where it has no place there."""
 
-    __slots__ = ("data", "dtype", "fortran", "shape")
+    __slots__ = ("at", "data", "dtype", "fortran", "shape")
 
     def __init__(
-        self, dtype: str = "", shape: tuple[int, ...] = (), fortran: bool = False, data: bytes | Span = b""
+        self,
+        dtype: str = "",
+        shape: tuple[int, ...] = (),
+        fortran: bool = False,
+        data: bytes | Span | list[Any] = b"",
     ) -> None:
+        self.at = -1
         self.dtype = dtype
         self.shape = shape
         self.fortran = fortran
@@ -221,6 +229,20 @@ class NumpyArray:
 
     def __repr__(self) -> str:
         return f"NumpyArray({self.dtype!r}, {self.shape}, fortran={self.fortran})"
+
+
+class ArrayRef(NamedTuple):
+    """A dense tensor whose values are a NumPy array's. dtype: the tensor's own. widened: the tensor is BF16 and the
+    array holds its values as F32, as torch pickles tensors of devices without storage."""
+
+    array: NumpyArray
+    dtype: DType
+    widened: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In elements."""
+        return self.array.shape
 
 
 class GlobalUse(NamedTuple):
@@ -275,7 +297,7 @@ def as_extras(value: Any) -> Any:
     if isinstance(value, Opaque):
         return Opaque(value.name, tuple(as_extras(item) for item in value.args), as_extras(value.state))
     if isinstance(value, NumpyArray):
-        return Opaque("numpy.ndarray", (value.dtype, value.shape, value.fortran, value.data))
+        return Opaque("numpy.ndarray", (value.dtype, value.shape, value.fortran, as_extras(value.data)))
     return value
 
 

@@ -402,8 +402,10 @@ class PickleWriter:
         if isinstance(value.data, Span):
             self._counted(value.data.nbytes)
             self.holes.append((len(self.out), value.data.nbytes))
-        else:
+        elif isinstance(value.data, bytes):
             self.raw(value.data)
+        else:
+            raise _refused("a NumPy array of Python objects")
         self.out += b"tb"
 
     def _numpy_dtype(self, code: str) -> None:

@@ -30,10 +30,11 @@ from ckpt_tool.core.gc_pause import gc_paused
 from ckpt_tool.errors import CkptError, CorruptFile, InputError, UnsafeInput
 from ckpt_tool.storage.coded_states import coded
 from ckpt_tool.storage.coded_weights import coded_weight
-from ckpt_tool.storage.pickle_globals import UNSUPPORTED_TENSORS
+from ckpt_tool.storage.pickle_globals import META_TENSOR, UNSUPPORTED_TENSORS, is_tensor_record
 from ckpt_tool.storage.pickle_machine import LONG_TEXT, Machine
 from ckpt_tool.storage.pickle_values import (
     UNSAFE,
+    ArrayRef,
     GlobalUse,
     Irregular,
     MissingField,
@@ -80,7 +81,10 @@ METADATA_OPCODES = 200_000_000  # for `.metadata` of large DCP and Paddle saves:
 DEPTH_LIMIT = 200  # of nested values
 _WINDOW = 1 << 20  # bytes read at a time by load_file
 OTHER_FORM = "E0374"
+CYCLE = "E2950"
+ITSELF = "<itself>"  # the name of the record that stands in a value for a part of it that would hold it again
 _PARAMETER = "torch._utils._rebuild_parameter"
+ARRAY = "numpy.ndarray"
 
 
 def load(
@@ -225,17 +229,35 @@ def refuse_weight_bearing(value: Any, path: str, *, member: str | None = None, b
 
 
 def other_form(value: Opaque, path: str, member: str | None = None) -> InputError:
-    """The error (E0374) for a tensor that torch keeps in a form of its own."""
+    """The error (E0374) for a tensor that torch keeps in a form of its own; E2950 for a value that holds itself."""
+    if value.name == ITSELF:
+        return InputError(
+            "a value among the extras holds itself, which no writer can spell",
+            code=CYCLE,
+            path=path,
+            place=member,
+            hint="--drop extras writes the rest",
+        )
     inner = value
     while inner.name == _PARAMETER and type(inner.args[0]) is Opaque:
         inner = inner.args[0]
     what = UNSUPPORTED_TENSORS.get(inner.name, "a tensor of a quantised, complex32 or lazily conjugated kind")
+    if inner.name == ARRAY:
+        what = f"a NumPy array of {shown(str(inner.args[0]))} in the place of a tensor"
+    hint = "convert it to a dense tensor (to_dense, dequantize, resolve_conj)"
+    if inner.name == META_TENSOR:
+        hint = (
+            "the model was offloaded when it was saved: save it again with accelerator.save_model, or as"
+            " get_state_dict_offloaded_model gives it"
+        )
+    elif inner.name == ARRAY:
+        hint = "convert it to an array of little-endian numbers, and save it again"
     return InputError(
         f"the file holds {what} ({inner.name}); only dense tensors with values of their own are read",
         code=OTHER_FORM,
         path=path,
         place=member,
-        hint="convert it to a dense tensor (to_dense, dequantize, resolve_conj); --remove-keys NAME leaves it behind",
+        hint=hint,
     )
 
 
@@ -320,7 +342,23 @@ def shown(text: str) -> str:
 
 # -- the shape of a value ---------------------------------------------------------------------------------------------
 
-_INSIDE = frozenset({list, tuple, dict, OrderedMap, set, frozenset, Opaque, Record, TensorRef, WrapperRef, NumpyArray})
+_INSIDE = frozenset(
+    {
+        list,
+        tuple,
+        dict,
+        OrderedMap,
+        set,
+        frozenset,
+        Opaque,
+        Record,
+        TensorRef,
+        WrapperRef,
+        NumpyArray,
+        ArrayRef,
+    }
+)
+_TENSORS = frozenset({TensorRef, StorageRef, WrapperRef, ArrayRef})
 _PLAIN = frozenset({list, tuple, set, frozenset})
 
 
@@ -341,6 +379,8 @@ def _parts(item: Any) -> Any:
         return (item.local, item.spec, item.state)
     if kind is NumpyArray:
         return (item.data,)
+    if kind is ArrayRef:
+        return (item.array,)
     return ()
 
 
@@ -350,7 +390,7 @@ def _holds_tensor(value: Any) -> bool:
     while todo:
         item = todo.pop()
         kind = type(item)
-        if kind is TensorRef or kind is StorageRef or kind is WrapperRef:
+        if kind in _TENSORS or is_tensor_record(item):
             return True
         if kind in _INSIDE and id(item) not in seen:
             seen.add(id(item))
@@ -393,9 +433,31 @@ def _is_slight(value: Any, opcodes: int, *, texts: bool) -> bool:
     return not level and budget >= 0
 
 
+def _cut(holder: Any, whole: Any) -> None:
+    """Put the mark `ITSELF` into `holder` for `whole`, which holds it. Objects that know their parents are among the
+    extras of honest files (OmegaConf's nodes), and are no reason to withhold the model. Raises Misuse E0370 for holders
+    that have no parts of their own to put one in."""
+    mark = Opaque(ITSELF)
+    kind = type(holder)
+    if kind is list:
+        holder[:] = [mark if item is whole else item for item in holder]
+    elif isinstance(holder, dict):
+        for key, item in holder.items():
+            if item is whole:
+                holder[key] = mark
+        if isinstance(holder, OrderedMap) and holder.attributes is whole:
+            holder.attributes = None
+    elif kind is Opaque and holder.state is whole:
+        object.__setattr__(holder, "state", None)
+    elif kind is NumpyArray and holder.data is whole:
+        holder.data = []
+    else:
+        raise Misuse(f"a {type(whole).__name__} holds itself", "E0370")
+
+
 def _check_shared(value: Any, most_parts: int, most_text: int) -> None:
-    """Raise Misuse E0370 when the value holds itself, nests too deep or would be huge written out: each container
-    once."""
+    """Cut the value where it holds itself; raise Misuse E0370 when it nests too deep or would be huge written out.
+    Looks at each container once."""
     depth: dict[int, int] = {}
     size: dict[int, int] = {}
     text: dict[int, int] = {}
@@ -405,15 +467,17 @@ def _check_shared(value: Any, most_parts: int, most_text: int) -> None:
         key = id(item)
         if not done and key in depth:
             continue
-        parts = _parts(item)
+        parts = list(_parts(item))
         inside = [part for part in parts if type(part) in _INSIDE]
-        if not done:
+        if done:  # where it was cut, the mark stands, of which nothing was reckoned
+            inside = [part for part in inside if id(part) in size]
+        else:
             depth[key] = 0  # open: meeting it again below means that it holds itself
             todo.append((item, True))
             for part in inside:
                 if depth.get(id(part)) == 0:
-                    raise Misuse(f"a {type(part).__name__} holds itself", "E0370")
-                if id(part) not in depth:
+                    _cut(item, part)
+                elif id(part) not in depth:
                     todo.append((part, False))
             continue
         depth[key] = 1 + max((depth[id(part)] for part in inside), default=0)

@@ -20,7 +20,8 @@ from typing import NamedTuple
 from ckpt_tool.core.tensor import StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, UnsafeInput
 from ckpt_tool.storage import pickles
-from ckpt_tool.storage.pickle_values import Pickled, TensorRef
+from ckpt_tool.storage.inline_arrays import array_in, place_arrays
+from ckpt_tool.storage.pickle_values import ArrayRef, Pickled, TensorRef
 from ckpt_tool.storage.source import Tree
 
 MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # PROTO 2, LONG1 0x1950a86a20f9469cfc6c
@@ -51,12 +52,14 @@ def refuse_tar(path: str) -> None:
 
 
 class TorchStream(NamedTuple):
-    """An opened legacy stream. pickled: the object, every storage it names present. storages: key -> (absolute offset,
+    """An opened legacy stream. pickled: the object, every storage it names present. start: bytes from the start of the
+    file to that pickle. storages: key -> (absolute offset,
     nbytes), both in bytes."""
 
     tree: Tree
     path: str
     pickled: Pickled
+    start: int
     storages: dict[str, tuple[int, int]]
 
     @staticmethod
@@ -83,10 +86,14 @@ class TorchStream(NamedTuple):
             raise _fault(tree, path, f"magic number, protocol {VERSION} and system description are malformed", 0)
         if first[2].value.get("little_endian") is not True:
             raise _fault(tree, path, "the tensors are big-endian (or do not say), which is not supported", first[1].end)
-        return TorchStream(tree, path, whole, _storages(tree, path, whole, listed))
+        place_arrays(whole)
+        return TorchStream(tree, path, whole, first[2].end, _storages(tree, path, whole, listed))
 
-    def array(self, tensor: TensorRef) -> StoredArray:
-        """Where the tensor's bytes lie in the file; strides None when contiguous."""
+    def array(self, tensor: TensorRef | ArrayRef) -> StoredArray:
+        """Where the tensor's bytes lie in the file; strides None when contiguous. A tensor that is kept as a NumPy
+        array lies in a view of the pickle."""
+        if isinstance(tensor, ArrayRef):
+            return array_in(self.path, self.start, self.pickled.end - self.start, tensor)
         offset = self.storages[tensor.storage.key][0] + tensor.dtype.nbytes(tensor.offset)
         return StoredArray(self.path, offset, tensor.dtype, tensor.shape, None if tensor.contiguous else tensor.stride)
 

@@ -28,7 +28,8 @@ from typing import NamedTuple
 from ckpt_tool.core.tensor import StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, UnsafeInput
 from ckpt_tool.storage import pickles
-from ckpt_tool.storage.pickle_values import Pickled, StorageRef, TensorRef
+from ckpt_tool.storage.inline_arrays import array_in, place_arrays
+from ckpt_tool.storage.pickle_values import ArrayRef, Pickled, StorageRef, TensorRef
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.zip_directory import Archive, Member, members
 from ckpt_tool.storage.zip_plan import ZipPlan, plan_zip
@@ -112,6 +113,7 @@ class TorchZip:
         done = pickles.load(self.read("data.pkl"), path=path, member=place, origin=record.offset, opcodes=opcodes)
         for ref in done.storages:
             self._check_storage(ref)
+        place_arrays(done)
         return done
 
     def read(self, name: str) -> bytes:
@@ -123,8 +125,12 @@ class TorchZip:
             raise self._corrupt(f"CRC-32 is {have:08x}, the zip says {record.crc32:08x}", "E0347", name)
         return data
 
-    def array(self, tensor: TensorRef) -> StoredArray:
-        """Where the tensor's bytes lie in the file: absolute offset, strides None when contiguous, the record's CRC."""
+    def array(self, tensor: TensorRef | ArrayRef) -> StoredArray:
+        """Where the tensor's bytes lie in the file: absolute offset, strides None when contiguous, the record's CRC. A
+        tensor that is kept as a NumPy array lies in a view of the pickle."""
+        if isinstance(tensor, ArrayRef):
+            pickle = self.records["data.pkl"]
+            return array_in(self.path, pickle.offset, pickle.nbytes, tensor)
         record = self._check_storage(tensor.storage)
         crc = None if record.crc32 is None or not record.nbytes else (record.offset, record.nbytes, record.crc32)
         offset = record.offset + tensor.dtype.nbytes(tensor.offset)

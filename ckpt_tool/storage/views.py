@@ -1,6 +1,7 @@
 """Views of files: bytes that do not lie plainly in a file, under a path of their own that begins with the file's.
 
     x.pdparams//arrays                          the arrays of a pickle that are text (`inline_arrays`)
+    x.pt//pickle@704+1200                       the arrays of the pickle that is 1200 bytes at 704
     d/3f2a//zstd@4096+1200=4194304              the 4 MiB that the 1200 bytes at 4096 decompress to
     d/3f2a//zstd@0+900=5000//zstd@120+80=256    of 80 bytes in the 5000 bytes that 900 decompress to
     _METADATA//fill@0000803f                    four bytes that no file has: what stands for values that nobody stored
@@ -29,7 +30,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple, Protocol
 
 from ckpt_tool.core.inner_path import VIEW, base_of, is_view
 from ckpt_tool.errors import CorruptFile, InternalError, wrap_os_error
-from ckpt_tool.storage.inline_arrays import INLINE, view
+from ckpt_tool.storage.inline_arrays import INLINE, read_view
 from ckpt_tool.storage.zstd_frames import WINDOW, Frame
 
 if TYPE_CHECKING:
@@ -186,13 +187,13 @@ class Views:
         return found
 
     def _array_bytes(self, path: str) -> bytes:
-        base = base_of(path)
-        if path != base + INLINE:
-            raise InternalError(f"{path} is no view")
         with self._lock:
             known = self._arrays
-        if known is None or known[0] != base:
-            known = base, view(self._tree, base)
+        if known is None or known[0] != path:
+            data = read_view(self._tree, path)
+            if data is None:
+                raise InternalError(f"{path} is no view")
+            known = path, data
             with self._lock:
                 self._arrays = known
         return known[1]

@@ -15,6 +15,7 @@ import zipfile
 
 FLOATS = struct.pack("<6f", *range(6))
 SHOWN = {"inspect": 0, "*": 4}  # inspect shows the name in red, everything else refuses
+UNREAD = {"inspect": 0, "*": 3}  # inspect names what can't be read, everything else refuses
 
 
 def text(value):
@@ -295,12 +296,24 @@ def opaque(module, qualname, **fields):
     return out
 
 
-def array(dtype, data):
+def meta_tensor():
+    """A tensor of 2 x 3 without values, as an offloaded model's state dict has them."""
+    shape = name("torch", "Size") + b"K\2K\3\x86\x85R"
+    return called(
+        "torch._utils", "_rebuild_meta_tensor_no_storage", name("torch", "float32"), shape, b"K\3K\1\x86", b"\x89"
+    )
+
+
+def listed(*values):
+    return b"](" + b"".join(values) + b"e"
+
+
+def array(dtype, data, order=b"<"):
     """numpy.ndarray of 2 elements; data as opcodes."""
     kind = (
         called("numpy", "dtype", text(dtype), b"\x89\x88")
         + b"(K\3"
-        + text("<")
+        + text(order.decode())
         + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb"
     )
     empty = called("numpy.core.multiarray", "_reconstruct", name("numpy", "ndarray"), b"K\0\x85", text("b"))
@@ -457,7 +470,13 @@ CASES = [
     ("D8-laughs", put(laughs()), 3, ("parts",)),
     ("D8-wide-laughs", put(wide_laughs()), 3, ("parts",)),
     ("D8-long-laughs", put(long_laughs()), 3, ("characters",)),
-    ("D8-itself", put(itself()), 3, ("holds itself",)),
+    ("D25-itself", put(itself()), 3, ("no tensor",)),
+    ("D25-itself-beside-a-weight", put(beside(b"}q\x00X\x01\0\0\0ah\x00s")), UNREAD, ("holds itself",)),
+    ("D25-meta-tensor", put(beside(meta_tensor())), UNREAD, ("meta tensor", "accelerator.save_model")),
+    ("D25-object-array", put(beside(array("O8", b"](K\1K\2e"))), UNREAD, ("numpy array of |o",)),
+    ("D25-array-of-big-endian", put(beside(array("f4", b"U\x08" + b"\0" * 8, b">"))), UNREAD, (">f4", "little-endian")),
+    ("D25-array-as-a-weight", put(beside(array("f4", b"U\x08" + b"\0" * 8))), 0, ()),
+    ("D25-list-of-averages", put(state(w=tensor(), shadow_params=listed(tensor(), tensor()))), 0, ()),
     ("D8-itself-by-a-tuple", put(itself_by_a_tuple()), 3, ("holds itself",)),
     ("D8-deep-tuples", put(deep_tuples()), 3, ("deep",)),
     ("D8-deep-lists", put(deep_lists()), 3, ("marks",)),
@@ -513,7 +532,6 @@ CASES = [
     ("D16-zip-named-safetensors", put(state(w=tensor()), "model.safetensors"), 0, ()),
     ("D16-zip-without-extension", put(state(w=tensor()), "weights"), 0, ()),
     ("D16-safetensors-named-pkl", put(safetensors(), "model.pkl", raw), 0, ()),
-    ("D17-object-array", put(beside(array("O8", b"](K\1K\2e"))), 3, ("python objects",)),
     ("D17-array-too-short", put(beside(array("f4", text("abc")))), 3, ("bytes",)),
     ("D17-codec", put(beside(called("_codecs", "encode", text("abc"), text("rot13")))), SHOWN, ("_codecs.encode",)),
     ("D17-bytearray", put(beside(called("builtins", "bytearray", plain(10_000_000_000)))), 3, ("bytes",)),

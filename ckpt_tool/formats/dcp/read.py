@@ -69,7 +69,8 @@ class _Reading:
             {
                 key: LogicalTensor(key, tensor.shape, tensor.dtype, tensor.chunks, tensor.path)
                 for key, tensor in zip(named.keys, state.tensors, strict=True)
-            }
+            },
+            named.faults,
         )
         files = state.files
         mesh = _mesh(tensors.values())

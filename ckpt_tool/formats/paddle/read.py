@@ -54,6 +54,7 @@ from ckpt_tool.formats.paddle.ranks import (
 from ckpt_tool.formats.paddle.rules import HEADS, is_expert, text_config
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
 from ckpt_tool.formats.state_dict.tree import dotted
+from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.storage.source import Tree
 
 # -- files of ranks ----------------------------------------------------------------------------------------------------
@@ -621,8 +622,16 @@ def _nested(tree: Tree, name: str, config: Mapping[str, Any], content: PaddleCon
         dtype = element_type(saved, None, bf16=bf16)
         chunks = chunks_of(saved, whole(saved.shape), dtype=dtype)
         tensors[key] = LogicalTensor(key, saved.shape, dtype, chunks, saved.path)
+    tensors, unread = set_apart(tensors, named.faults)
     own = PaddleHints(kind="nested", config=plain_config(config))
     hints = Hints.of(named.roots, Dialect("paddle"), own)
     return Catalog(
-        "paddle", tensors, extras, files=(name,), notes=tuple(named.notes), unsafe=tuple(content.unsafe), hints=hints
+        "paddle",
+        tensors,
+        extras,
+        files=(name,),
+        notes=(*named.notes, *notes_of(unread)),
+        unsafe=tuple(content.unsafe),
+        hints=hints,
+        unread=unread,
     )

@@ -21,7 +21,8 @@ Rules, in this order:
    model has. The flat spelling `state.PARAMETER.STATE` (as one key, after any prefix) counts when its parameters are
    tensors of the model, or `param_groups.PARAMETER.*` stand beside it; what stands before these parameters in the
    model's keys (`model.`) is then the model's prefix.
-2. `ema`, `model_ema`, ... hold the state `ema`; `master_weights`, `fp32_params`, ... the state `master`. Beside
+2. `ema`, `model_ema`, `params_ema`, ... hold the state `ema` (`formats.state_dict.averages`: lists, and `model_ema.`
+   among the model's names); `master_weights`, `fp32_params`, ... the state `master`. Beside
    `current_model_state` and `averaging_state` the averages lie in `state_dict`, as Lightning's callback leaves them.
 3. The model's root: the first of `model`, `model_state_dict`, `state_dict`, `module`, ... that holds tensors, at the
    top or beside an optimizer; one level is taken off, never two. Without any, the model lies bare at the top.
@@ -40,17 +41,28 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Path, TensorKey
+from ckpt_tool.errors import CkptError
+from ckpt_tool.formats.state_dict.averages import (
+    COUNTERS,
+    LISTS,
+    Listed,
+    find_twins,
+    name_list,
+    refuse_list,
+    refuse_twinless,
+    sort_averages,
+)
 from ckpt_tool.formats.state_dict.optimizer_ids import Candidate, align
 from ckpt_tool.formats.state_dict.roots import Roots
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.formats.state_dict.words import (
     AVERAGING,
-    EMA_ROOTS,
     LIVE_ROOT,
     MASTER_ROOTS,
     MASTER_STATES,
@@ -58,6 +70,8 @@ from ckpt_tool.formats.state_dict.words import (
     OPTIMIZER_ROOTS,
     OPTIMIZER_STATES,
     clean,
+    is_average,
+    without_average,
 )
 
 UNNAMED = "N-unnamed-parameters"  # the note on an optimizer whose numbers keep
@@ -77,11 +91,13 @@ class Leaf(NamedTuple):
 
 
 class Named(NamedTuple):
-    """keys: one for each leaf, all different. notes: what was concluded. roots: where things hang."""
+    """keys: one for each leaf, all different. notes: what was concluded. roots: where things hang. faults: of tensors
+    that can't be read as what they are."""
 
     keys: list[TensorKey]
     notes: list[Note]
     roots: Roots
+    faults: Mapping[TensorKey, CkptError] = MappingProxyType({})
 
 
 def name_leaves(leaves: Sequence[Leaf], extras: Mapping[str, Any], *, path: str = "") -> Named:
@@ -97,8 +113,10 @@ def name_leaves(leaves: Sequence[Leaf], extras: Mapping[str, Any], *, path: str 
     naming.model_root()
     naming.flat_optimizers()
     naming.model()
+    naming.averages()
     naming.numbers()
-    return Named(naming.unique(), naming.notes, naming.roots())
+    keys = naming.unique()
+    return Named(keys, naming.notes, naming.roots(), {keys[leaf]: fault for leaf, fault in naming.faults.items()})
 
 
 @dataclass(slots=True)
@@ -125,6 +143,9 @@ class _Naming:
         self.ids: dict[Path, dict[str, str]] = {}
         self.prefix = ""  # of the model's keys, where there is no nesting: "model."
         self.root: Path | None = None
+        self.lists: list[Listed] = []
+        self.average_roots: list[tuple[str, tuple[int, ...]]] = []  # a level of averages, the leaves with names there
+        self.faults: dict[int, CkptError] = {}  # leaf -> why it can't be read as what it is
 
     def note(self, code: str, message: str, key: str | None = None) -> None:
         self.notes.append(Note(code, message, self.path or None, key))
@@ -213,7 +234,8 @@ class _Naming:
             path = self.leaves[i].path
             for depth, step in enumerate(path[:-1][:2]):
                 word = str(step).lower()
-                ema = word in EMA_ROOTS or path[: depth + 1] == averaged
+                is_list = word in LISTS and type(path[depth + 1]) is int
+                ema = is_average(word) or is_list or path[: depth + 1] == averaged
                 state = EMA if ema else MASTER if word in MASTER_ROOTS else None
                 if state:
                     members.setdefault((state, path[: depth + 1]), []).append(i)
@@ -225,8 +247,78 @@ class _Naming:
                 (only,) = inner
                 below = (*root, only) if str(only) in (*MODEL_ROOTS, "shadow", "shadow_params") else root
             self.found.setdefault(state, below)
+            if state == EMA:
+                self._sort_averages(root, below, own)
+                continue
             for i in own:
                 self.keys[i] = TensorKey(clean(dotted(self.leaves[i].path[len(below) :])), state)
+
+    def _sort_averages(self, root: Path, below: Path, own: Sequence[int]) -> None:
+        """Keys for what is below a level of averages; lists get theirs when the model is known (`averages`)."""
+        sorted_out = sort_averages({i: self.leaves[i].path for i in own}, root, below)
+        for i in sorted_out.others:
+            self._extra(i)
+        for i, name in sorted_out.named.items():
+            self.keys[i] = TensorKey(clean(name), EMA)
+        self.average_roots.append((str(root[-1]), tuple(sorted_out.named)))
+        self.lists += sorted_out.lists
+        for listed in sorted_out.lists:
+            for _, i in listed.members:
+                self.keys[i] = TensorKey(dotted(self.leaves[i].path), EMA)
+
+    def averages(self) -> None:
+        """Names for averages that have none of their own, once the model has them: lists, names below the model's own
+        (`model_ema.`), and those of one part of the model (`g_ema` beside `g`)."""
+        model = self._model()
+        for listed in self.lists:
+            shapes = [self.leaves[i].shape for _, i in listed.members]
+            aligned = name_list(listed, shapes, model)
+            for number, i in listed.members:
+                if aligned.names:
+                    self.keys[i] = TensorKey(clean(aligned.names[number]), EMA)
+                else:
+                    self._refuse(i, refuse_list(listed, self.leaves[i].path, aligned.why))
+            if aligned.names:
+                where = dotted(listed.root)
+                self.note("N-listed-averages", f"{where} lists averages; their names were found {aligned.why}")
+
+        names = {candidate.name for candidate in model}
+        for word, members in self.average_roots:
+            own = {i: key.name for i in members if (key := self.keys[i]) is not None}
+            lead = without_average(word) + "."
+            if own and not names.issuperset(own.values()) and all(lead + name in names for name in own.values()):
+                for i, name in own.items():
+                    self.keys[i] = TensorKey(lead + name, EMA)
+        self._averages_within()
+
+    def _averages_within(self) -> None:
+        """Averages among the model's own names: `model_ema.X`, as LDM saves them."""
+        places = {key.name: i for i, key in enumerate(self.keys) if key is not None and key.state == MODEL}
+        groups: dict[str, dict[str, int]] = {}
+        for name, i in places.items():
+            word, _, rest = name.partition(".")
+            if rest and is_average(word):
+                groups.setdefault(word, {})[rest] = i
+        live = {name: self.leaves[i].shape for name, i in places.items() if name.partition(".")[0] not in groups}
+        for word, rows in groups.items():
+            for name in COUNTERS.intersection(rows):
+                self._extra(rows.pop(name))
+            shapes = {name: self.leaves[i].shape for name, i in rows.items()}
+            twins = find_twins(list(rows), word, shapes, live)
+            if not live and all("." in name for name in rows):  # a file of averages alone, under their own names
+                twins = {name: name for name in rows}
+            for name, i in rows.items():
+                self.keys[i] = TensorKey(twins.get(name, f"{word}.{name}"), EMA)
+                if not twins:
+                    self._refuse(i, refuse_twinless(word, name))
+            if twins:
+                self.found.setdefault(EMA, (word,))
+                self.note("N-averages-within", f"{len(rows)} tensors below {word}. are averages, the state ema")
+
+    def _refuse(self, leaf: int, fault: CkptError) -> None:
+        """Note that a leaf can't be read as what it is."""
+        fault.path = fault.path or self.path or None
+        self.faults[leaf] = fault
 
     def _averaged(self) -> Path | None:
         """Where Lightning's callback puts the averages: where a model lies otherwise, which it moves away."""
@@ -305,9 +397,10 @@ class _Naming:
     def _prefixed_ema(self, i: int, word: str) -> bool:
         """`ema.NAME` in a state of dotted keys."""
         root, _, name = word.partition(".")
-        if len(self.leaves[i].path) == 1 and name and root in EMA_ROOTS | MASTER_ROOTS:
-            self.found.setdefault(EMA if root in EMA_ROOTS else MASTER, (root,))
-            self.keys[i] = TensorKey(clean(name), EMA if root in EMA_ROOTS else MASTER)
+        state = EMA if is_average(root) else MASTER if root in MASTER_ROOTS else None
+        if len(self.leaves[i].path) == 1 and name and state is not None:
+            self.found.setdefault(state, (root,))
+            self.keys[i] = TensorKey(clean(name), state)
             return True
         return False
 
@@ -317,13 +410,17 @@ class _Naming:
 
     # -- numbers, notes, and that every key is one ---------------------------------------------------------------------
 
-    def numbers(self) -> None:
-        """Names for optimizers that number their parameters."""
-        model = [
+    def _model(self) -> list[Candidate]:
+        """The model's tensors, in their own order."""
+        return [
             Candidate(key.name, leaf.shape, leaf.same)
             for key, leaf in zip(self.keys, self.leaves, strict=True)
             if key is not None and key.state == MODEL
         ]
+
+    def numbers(self) -> None:
+        """Names for optimizers that number their parameters."""
+        model = self._model()
         for optimizer in self.optimizers:
             groups = _at(self.extras, (*optimizer.path, "param_groups"))
             if optimizer.prefix is not None or not _numbered(groups, [entry[1] for entry in optimizer.entries]):

@@ -22,17 +22,28 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import CorruptFile
+from ckpt_tool.formats.state_dict.numpy_weights import as_tensor, is_tensor_place
 from ckpt_tool.quantised.weights import subclass_part
+from ckpt_tool.storage import pickles
 from ckpt_tool.storage.coded_states import coded
 from ckpt_tool.storage.coded_weights import coded_weight
-from ckpt_tool.storage.pickle_values import NumpyArray, Record, TensorRef, WrapperRef, as_extras
+from ckpt_tool.storage.pickle_globals import is_tensor_record
+from ckpt_tool.storage.pickle_values import (
+    ArrayRef,
+    NumpyArray,
+    Record,
+    StorageRef,
+    TensorRef,
+    WrapperRef,
+    as_extras,
+)
 
 SLOT = Symbol("ckpt.tensor")  # stands in a list or tuple of the extras where a tensor was
 DEPTH_LIMIT = 200  # containers inside containers
 VISIT_LIMIT = 20_000_000  # values of one state, shared ones counted each time
 
 _GONE = object()  # a dict of which nothing is left
-_TENSORS = (TensorRef, WrapperRef)
+_TENSORS = (TensorRef, WrapperRef, ArrayRef)
 
 
 class Held(NamedTuple):
@@ -49,7 +60,7 @@ class Held(NamedTuple):
 class Parted:
     """A state taken apart.
 
-    leaves: (path, TensorRef or WrapperRef), in the order in which they were met. extras: what is left.
+    leaves: (path, TensorRef, WrapperRef or ArrayRef), in the order in which they were met. extras: what is left.
     hanging: a line for every set or record that holds a tensor. held: objects of foreign classes that hold one.
     ordered: (path, attributes) of every OrderedDict that carried attributes of its own (`_metadata` of a torch module's
     state dict).
@@ -67,7 +78,10 @@ def part(value: Any, path: Path = ()) -> Parted:
     """Take `value` apart; `path` is put in front of every path. Raises CorruptFile E0398 when it is nested too deep or
     has too many parts."""
     parted = Parted()
-    left = _part(value, path, parted)
+    if isinstance(value, NumpyArray) and path and is_tensor_place(path):
+        left = _part_array(value, path, parted)
+    else:
+        left = _part(value, path, parted)
     parted.extras = {} if left is _GONE else left
     return parted
 
@@ -102,7 +116,10 @@ def _part(value: Any, path: Path, out: Parted) -> Any:
         kept = {}
         for key, item in value.items():
             step = key if isinstance(key, int) and not isinstance(key, bool) else str(key)
-            left = _part(item, (*path, step), out)
+            if isinstance(item, NumpyArray) and is_tensor_place((*path, step), value.items()):
+                left = _part_array(item, (*path, step), out)
+            else:
+                left = _part(item, (*path, step), out)
             if left is not SLOT and left is not _GONE:
                 kept[_key(key)] = left
         return kept if kept or not value else _GONE
@@ -113,10 +130,22 @@ def _part(value: Any, path: Path, out: Parted) -> Any:
     if isinstance(value, Record | set | frozenset) and holds_tensor(value):
         name = getattr(value, "name", type(value).__name__)
         out.hanging.append(f"a tensor hangs on a {name}, which is not understood, at {dotted(path)}")
-    elif type(value) is Opaque and holds_tensor(value):
+    elif type(value) is Opaque and (value.name == pickles.ITSELF or holds_tensor(value)):
         out.held.append(Held(path, value, len(out.leaves)))
         return SLOT
     return as_extras(value)
+
+
+def _part_array(value: NumpyArray, path: Path, out: Parted) -> Any:
+    """A NumPy array in the place of a tensor: a leaf, or a tensor that can't be read."""
+    tensor = as_tensor(value)
+    if tensor is None:
+        return as_extras(value)
+    if isinstance(tensor, ArrayRef):
+        out.leaves.append((path, tensor))
+    else:
+        out.held.append(Held(path, tensor, len(out.leaves)))
+    return SLOT
 
 
 def part_path(path: Path, name: str) -> Path:
@@ -137,7 +166,7 @@ def _key(key: Any) -> Any:
 
 def holds_tensor(value: Any, depth: int = 0) -> bool:
     """Does a tensor hang anywhere in `value`?"""
-    if isinstance(value, _TENSORS):
+    if isinstance(value, (*_TENSORS, StorageRef)) or is_tensor_record(value):
         return True
     if depth > DEPTH_LIMIT:
         return False

@@ -12,8 +12,10 @@ visit a value. What it does not do: decide whether the rest may be taken (`sourc
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.catalog import Note, Unread
@@ -24,10 +26,13 @@ from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.state_dict.tree import Held, Parted, dotted
 from ckpt_tool.formats.state_dict.words import MODEL_ROOTS, SAME_SHAPE
 from ckpt_tool.storage import pickles
-from ckpt_tool.storage.pickle_values import TensorRef, WrapperRef
+from ckpt_tool.storage.pickle_globals import META_TENSOR
+from ckpt_tool.storage.pickle_numpy import tensor_dtype
+from ckpt_tool.storage.pickle_values import StorageRef, TensorRef, WrapperRef
 
 _WRAPPER, _PARAMETER = "torch._utils._rebuild_wrapper_subclass", "torch._utils._rebuild_parameter"
 _SPARSE = "torch._utils._rebuild_sparse"
+_VIEWS = frozenset(f"torch._utils._rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "qtensor"))
 _SHOWN = 10
 
 
@@ -116,13 +121,20 @@ def with_shapes(
 
 
 def set_apart(
-    tensors: Mapping[TensorKey, LogicalTensor],
+    tensors: Mapping[TensorKey, LogicalTensor], faults: Mapping[TensorKey, CkptError] = MappingProxyType({})
 ) -> tuple[dict[TensorKey, LogicalTensor], tuple[Unread, ...]]:
     """(the tensors that lie somewhere, those that do not) of all that a reader named. A tensor of which a part can't be
-    read is none that can. An object where a model may hang is taken for the model's."""
+    read is none that can. An object where a model may hang is taken for the model's.
+
+    Args:
+        faults: of tensors that are stored, and can't be read as what they are.
+    """
     found: dict[TensorKey, LogicalTensor] = {}
     rows = []
     for key, tensor in tensors.items():
+        if key in faults:
+            rows.append(Unread(key, f"{tensor.dtype.name} {list(tensor.shape)}", fault=faults[key]))
+            continue
         if isinstance(tensor.chunks, ChunkColumns):  # all of them lie somewhere
             found[key] = tensor
             continue
@@ -134,8 +146,19 @@ def set_apart(
         if key.state == EXTRAS and str(one.path[-1]) in MODEL_ROOTS:
             key = TensorKey(key.name, MODEL)
         shown = f"{one.dtype or 'an object'} {list(tensor.shape)}"
+        if one.fault is not None:
+            one.fault.key = str(key)[:200]
+            one.fault.hint = _with_removal(one.fault.hint, key.name)
         rows.append(Unread(key, shown, one.kind, tuple(lines), one.fault))
     return found, tuple(rows)
+
+
+def _with_removal(hint: str | None, name: str) -> str:
+    """The hint of a tensor that can't be read, with the option that leaves it behind."""
+    removal = f"--remove-keys {shlex.quote(name[:200])} leaves it behind"
+    if hint is None or removal in hint:
+        return hint or removal
+    return f"{hint}; {removal}"
 
 
 def notes_of(unread: Sequence[Unread]) -> list[Note]:
@@ -143,7 +166,8 @@ def notes_of(unread: Sequence[Unread]) -> list[Note]:
     shown = [f"{one.key} ({one.shown})" for one in unread[:_SHOWN]]
     shown += [f"and {len(unread) - _SHOWN} more"] if len(unread) > _SHOWN else []
     why = dict.fromkeys(f"held by objects of class {one.kind}" if one.kind else str(one.fault) for one in unread)
-    count = f"{len(unread)} tensors are" if len(unread) > 1 else "1 tensor is"
+    noun = "value" if any(one.fault is not None and one.fault.code == pickles.CYCLE for one in unread) else "tensor"
+    count = f"{len(unread)} {noun}s are" if len(unread) > 1 else f"1 {noun} is"
     text = f"{count} not read: {', '.join(shown)}; {'; '.join(list(why)[:_SHOWN])}"
     return [Note("N-unread-tensors", text)] if unread else []
 
@@ -152,6 +176,14 @@ def _looks(held: Opaque) -> tuple[tuple[int, ...], str]:
     """(shape, dtype) of a tensor subclass or a sparse tensor, as far as its pickle tells."""
     if held.name == _PARAMETER and type(held.args[0]) is Opaque:
         return _looks(held.args[0])
+    if held.name == pickles.ARRAY:
+        known = tensor_dtype(held.args[0])
+        return held.args[1], known.name if known else ""
+    if held.name == META_TENSOR and len(held.args) == 4:
+        return _declared(held.args[1], held.args[0])
+    if held.name in _VIEWS and len(held.args) > 3 and type(held.args[0]) is StorageRef:
+        stored = held.args[0].dtype
+        return _declared(held.args[2], Symbol(f"torch.{stored.torch}") if stored else None)
     if held.name.startswith(_SPARSE) and len(held.args) == 2 and type(held.args[1]) is tuple:
         for values, size in pairwise(held.args[1]):  # (indices, values, size, ...)
             if type(values) is TensorRef and type(size) is tuple and all(type(n) is int for n in size):
@@ -161,7 +193,13 @@ def _looks(held: Opaque) -> tuple[tuple[int, ...], str]:
         return made.shape, made.dtype.name
     if type(made) is Opaque and made.name == _WRAPPER and len(made.args) == 8:
         dtype, shape = made.args[1:3]
-        known = from_torch(dtype.name) if type(dtype) is Symbol else None
-        if type(shape) is tuple and all(type(n) is int for n in shape):
-            return shape, known.name if known else ""
+        return _declared(shape, dtype)
+    return (), ""
+
+
+def _declared(shape: Any, dtype: Any) -> tuple[tuple[int, ...], str]:
+    """(shape, dtype) as a pickle states them, ((), "") where it states no shape."""
+    known = from_torch(dtype.name) if type(dtype) is Symbol else None
+    if type(shape) is tuple and all(type(n) is int for n in shape):
+        return shape, known.name if known else ""
     return (), ""

@@ -24,6 +24,7 @@ OPTIMIZER_ROOTS = frozenset(
 EMA_ROOTS = frozenset(
     ("ema", "ema_model", "model_ema", "ema_state_dict", "state_dict_ema", "ema_weights", "ema_params")
 )
+_AVERAGE = re.compile(r"(?:^|_)ema(?:_|$)")
 # Lightning's WeightAveraging: where this is, `state_dict` holds the averages and LIVE_ROOT the model that is trained
 LIVE_ROOT, AVERAGING = "current_model_state", "averaging_state"
 MASTER_ROOTS = frozenset(
@@ -62,6 +63,25 @@ _OTHER_SHAPES = (
 )
 OPTIMIZER_STATES = frozenset((*SAME_SHAPE, *_OTHER_SHAPES))
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
+
+
+def is_average(word: str) -> bool:
+    """Is a level of this name one of averages? `ema`, and what has it for a part: `params_ema`, `g_ema`, `ema_unet`.
+
+    >>> is_average("generator_ema"), is_average("EMA"), is_average("schema"), is_average("embed")
+    (True, True, False, False)
+    """
+    lower = word.lower()
+    return lower in EMA_ROOTS or bool(_AVERAGE.search(lower))
+
+
+def without_average(word: str) -> str:
+    """What a level of averages is called without that: the name of what it averages.
+
+    >>> without_average("generator_ema"), without_average("ema_model"), without_average("ema")
+    ('generator', 'model', '')
+    """
+    return "_".join(part for part in word.split("_") if part.lower() != "ema")
 
 
 def clean(name: str) -> str:

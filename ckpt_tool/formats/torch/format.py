@@ -215,7 +215,8 @@ def _catalog(
     else:
         named = name_leaves(leaves, extras, path=tree.display(next(iter(files), "")))
     tensors, unread = set_apart(
-        {key: simple_tensor(key, array, path) for key, (path, array) in zip(named.keys, found, strict=True)}
+        {key: simple_tensor(key, array, path) for key, (path, array) in zip(named.keys, found, strict=True)},
+        named.faults,
     )
     hints = Hints.of(
         named.roots,

@@ -96,7 +96,9 @@ def read(tree: Tree, chosen: Chosen, *, required: bool) -> Catalog:
         tensors.append(tensor)
         leaves.append(Leaf(path, tensor.shape))
     named = name_leaves(leaves, state.extras, path=tree.display(chosen.ranks[0].name))
-    keyed, unread = set_apart({key: t._replace(key=key) for key, t in zip(named.keys, tensors, strict=True)})
+    keyed, unread = set_apart(
+        {key: t._replace(key=key) for key, t in zip(named.keys, tensors, strict=True)}, named.faults
+    )
     mesh = max((found.mesh() for found in state.meshes), key=lambda mesh: mesh.size, default=Mesh())
     notes = [
         *chosen.notes,

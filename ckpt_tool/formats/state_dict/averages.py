@@ -1,0 +1,125 @@
+"""Averages of a model's weights (EMA) in forms that lose the names of the parameters: lists, and names without dots.
+
+    ema: {"decay": 0.999, "shadow_params": [T0, T1]}                torch_ema, diffusers' EMAModel, score_sde
+    model_ema.diffusion_modelinput_blocks00weight                   LDM's LitEma: the parameter's name without dots
+    generator_ema.conv.weight beside generator.conv.weight          GAN trainers
+    ema: {"ema_model.w": T0, "online_model.w": T1, "step": T2}      ema-pytorch
+
+A list follows the order of the model's parameters, so it is laid over the model of the same file as an optimizer's
+numbers are: shape by shape, and only where one way fits. What fits in no way, or has no twin in the model, is refused
+under its own name: nobody may take an average for the model, nor mix the two.
+
+Sources: torch_ema 0.3 `ema.py` (`state_dict`), diffusers 0.35 `training_utils.py` (`EMAModel.state_dict`), score_sde
+`models/ema.py`, latent-diffusion `ldm/modules/ema.py` (`m_name2s_name`), ema-pytorch 0.7 `ema_pytorch.py`. Cost: a few
+dict operations a tensor of an average. What it does not do: say which levels are averages (`words.is_average`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ckpt_tool.core.tensor import Path
+from ckpt_tool.errors import InputError
+from ckpt_tool.formats.state_dict.optimizer_ids import Aligned, Candidate, align
+from ckpt_tool.formats.state_dict.tree import dotted
+from ckpt_tool.formats.state_dict.words import without_average
+
+LISTS = ("shadow_params", "collected_params")  # the averages; the weights that were put aside for them
+COUNTERS = frozenset(("decay", "num_updates", "initted", "step", "n_averaged", "updates"))
+_WITHIN = ("ema_model.", "online_model.")  # ema-pytorch's names of the average and of the model itself
+_LIST_ALONE, _NO_TWIN = "E2951", "E2952"
+
+Shape = tuple[int, ...]
+
+
+class Listed(NamedTuple):
+    """Averages that are a list. root: where it is. members: (number, leaf) in the list's order."""
+
+    root: Path
+    members: tuple[tuple[int, int], ...]
+
+
+class Sorted(NamedTuple):
+    """The leaves below one level of averages. named: leaf -> the name of its parameter. lists: those without names.
+    others: leaves that are no average."""
+
+    named: dict[int, str]
+    lists: tuple[Listed, ...]
+    others: tuple[int, ...]
+
+
+def sort_averages(paths: Mapping[int, Path], root: Path, below: Path) -> Sorted:
+    """What the leaves below a level of averages are. paths: leaf -> its path. below: the level that the names start
+    behind, which is `root` or a level below it."""
+    named: dict[int, str] = {}
+    lists: dict[Path, list[tuple[int, int]]] = {}
+    others: list[int] = []
+    for leaf, path in paths.items():
+        number = path[-1]
+        if type(number) is int and len(path) <= len(root) + 2:
+            if str(path[-2]) == LISTS[1]:
+                others.append(leaf)
+            else:
+                lists.setdefault(path[:-1], []).append((number, leaf))
+            continue
+        named[leaf] = dotted(path[len(below) :])
+
+    is_pytorch_ema = all(any(name.startswith(start) for name in named.values()) for start in _WITHIN)
+    if is_pytorch_ema:
+        others += [leaf for leaf, name in named.items() if not name.startswith(_WITHIN[0])]
+        named = {leaf: name.removeprefix(_WITHIN[0]) for leaf, name in named.items() if leaf not in others}
+    found = tuple(Listed(where, tuple(sorted(members))) for where, members in lists.items())
+    return Sorted(named, found, tuple(others))
+
+
+def name_list(listed: Listed, shapes: Sequence[Shape], model: Sequence[Candidate]) -> Aligned:
+    """The parameters that a list of averages follows, by number. shapes: of the list's tensors."""
+    numbers = [number for number, _ in listed.members]
+    if numbers != list(range(len(numbers))):
+        return Aligned({}, "its numbers have gaps")
+    moments = {number: {"exp_avg": shape} for number, shape in zip(numbers, shapes, strict=True)}
+    return align([{"params": numbers}], moments, model)
+
+
+def refuse_list(listed: Listed, leaf: Path, why: str) -> InputError:
+    """The error (E2951) for a list of averages that can't be named."""
+    return InputError(
+        f"{dotted(listed.root)} lists averages without names, and the model of the file does not tell them ({why})",
+        code=_LIST_ALONE,
+        key=dotted(leaf),
+        hint="copy the average into the model (copy_to) and save its state dict; --drop ema writes the rest",
+    )
+
+
+def find_twins(
+    names: Sequence[str], word: str, shapes: Mapping[str, Shape], live: Mapping[str, Shape]
+) -> dict[str, str]:
+    """Which weight of the model each average below `word.` is of; {} unless all have one of their own shape.
+
+    Args:
+        names: behind the word's dot. shapes: of these. live: the model's other weights.
+    """
+    for lead in dict.fromkeys((without_average(word), "", "model", "online_model", "module")):
+        start = f"{lead}." if lead else ""
+        plain = {name[len(start) :]: name for name in live if name.startswith(start)}
+        without_dots: dict[str, str | None] = {}
+        for short, name in plain.items():
+            flat = short.replace(".", "")
+            without_dots[flat] = None if flat in without_dots else name
+        for table in (plain, without_dots):
+            twins = {name: table.get(name) for name in names}
+            found = {name: twin for name, twin in twins.items() if twin is not None and live[twin] == shapes[name]}
+            if len(found) == len(names):
+                return found
+    return {}
+
+
+def refuse_twinless(word: str, name: str) -> InputError:
+    """The error (E2952) for an average in the model's own dict that is of no weight there."""
+    return InputError(
+        f"{word}.{name[:200]} is an average by its name, and no weight of the model is its own",
+        code=_NO_TWIN,
+        key=f"{word}.{name}"[:200],
+        hint=f"--remove-keys '{word}.*' leaves them all behind",
+    )

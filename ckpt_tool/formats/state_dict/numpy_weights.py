@@ -1,0 +1,61 @@
+"""NumPy arrays in a nested training state: which of them are weights or states, and which are a trainer's own values.
+
+    {"model": {"w": array, "b": T}}                     w is a tensor like b
+    {"head.weight": array, "head.bias": array}          a model of arrays
+    {"model": {...}, "rng": {"numpy": ("MT19937", array, 624, 0, 0.0)}}      no tensor
+    {"model": {...}, "class_weights": array}            no tensor: it is beside the model
+
+Libraries that convert between frameworks save arrays where torch has tensors, and no pickle says which is meant. So the
+place decides: below a level that is called as models, averages, masters or optimizers are, and among tensors. Random
+states and an optimizer's groups stay values. Cost: a look at a dict's values, where it holds an array.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ckpt_tool.core.extras import Opaque
+from ckpt_tool.core.tensor import Path
+from ckpt_tool.formats.state_dict.words import MASTER_ROOTS, MODEL_ROOTS, OPTIMIZER_ROOTS, is_average
+from ckpt_tool.storage import pickles
+from ckpt_tool.storage.pickle_numpy import is_text, tensor_dtype
+from ckpt_tool.storage.pickle_values import ArrayRef, NumpyArray, TensorRef, WrapperRef
+
+_ROOTS = frozenset(MODEL_ROOTS) | MASTER_ROOTS | OPTIMIZER_ROOTS
+_VALUES = re.compile(r"(?:^|[._])(?:rng|random|seed|param_groups)(?:[._]|$)")
+_TENSORS = (TensorRef, WrapperRef, ArrayRef)
+
+
+def is_tensor_place(path: Path, siblings: Iterable[tuple[Any, Any]] = ()) -> bool:
+    """Is a NumPy array at `path` a weight or a state? siblings: the items of the dict that holds it, with itself."""
+    words = ".".join(map(str, path)).lower()
+    if _VALUES.search(words):
+        return False
+    if any(map(_is_root, words.split(".")[:-1])):
+        return True
+    items = list(siblings)
+    among_tensors = any(isinstance(item, _TENSORS) for _, item in items)
+    if len(path) > 1:
+        return among_tensors
+    if any(_is_root(str(key).lower()) and isinstance(item, Mapping) for key, item in items):
+        return False
+    dotted_names = "." in str(path[-1]) if path else False
+    return among_tensors or dotted_names or bool(items) and all(isinstance(item, NumpyArray) for _, item in items)
+
+
+def _is_root(word: str) -> bool:
+    """Is it the name of a level that holds a model, averages, masters or an optimizer?"""
+    return word in _ROOTS or is_average(word)
+
+
+def as_tensor(array: NumpyArray) -> ArrayRef | Opaque | None:
+    """The array as a tensor; the record of one that can't be read where its elements are no numbers of a tensor's type;
+    None where it holds text, which nobody takes for a weight."""
+    dtype = tensor_dtype(array.dtype) if array.dtype else None
+    if dtype is not None and type(array.data) is bytes:
+        return ArrayRef(array, dtype)
+    if is_text(array.dtype):
+        return None
+    return Opaque(pickles.ARRAY, (array.dtype, array.shape, array.fortran, None))
