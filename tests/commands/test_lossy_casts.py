@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 SOURCES = {
     "fp16": (torch.float32, [1.0, 65519.0, 65520.0, -1e9, float("inf"), 1e-9], torch.float16, 2),
     "bf16": (torch.float32, [1.0, 3.4e38, -3.402e38, float("-inf")], torch.bfloat16, 2),
-    "fp8": (torch.float32, [1.0, 464.0, 465.0, -1e9, float("inf"), 0.0], torch.float8_e4m3fn, 3),
+    "float8_e4m3fn": (torch.float32, [1.0, 464.0, 465.0, -1e9, float("inf"), 0.0], torch.float8_e4m3fn, 3),
     "f8_e5m2": (torch.float32, [1.0, 57344.0, 61440.0], torch.float8_e5m2, 1),
 }
 
@@ -73,7 +73,7 @@ def test_what_fits_is_not_held_up(tmp_path: Path) -> None:
         "--to",
         "safetensors",
         "--dtype",
-        "fp8",
+        "float8_e4m3fn",
         "--json",
     )
     assert done.returncode == 0 and "overflows" not in json.loads(done.stdout)
