@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.conversion.tied_head import TIED, has_head
 from ckpt_tool.conversion.vocabulary import EMBEDDINGS
+from ckpt_tool.conversion.whole_layers import removed_layers, without_layers
 from ckpt_tool.core.hints import Stated
 from ckpt_tool.core.target import Target, Wanted, whole_file
 from ckpt_tool.core.tensor import MODEL
@@ -200,6 +201,8 @@ def _belonging(
         config, more = paddle_config(config)
         notes += more
     if dialect in ("hf", "paddle"):
+        config, about_layers = without_layers(config, removed_layers(chosen), lenient=chosen.lenient)
+        notes += about_layers
         config, more = _settled(config, chosen, wanted, writing, as_it_was=as_it_was)
         notes += more
     return config, notes

@@ -54,6 +54,7 @@ class Chosen:
     inherits: bool = False
     notes: tuple[str, ...] = ()
     renewed: frozenset[TensorKey] = frozenset()  # their values are not those of the source's tensor of that key
+    lenient: bool = False  # `--lenient`
     first_replica: bool = False  # take replica 0 without comparing the others, as an option asks for
     casts: Mapping[TensorKey, DType] = field(default_factory=dict)  # what the format rounds (`formats.base.Fitted`)
     unlisted: tuple[TensorKey, ...] = ()  # what it keeps as plain values

@@ -1,0 +1,110 @@
+"""Layers that `--remove-keys` takes away whole, and what the config says of them.
+
+A config that counts more layers than there are makes a library fill the gap with random values, without a word:
+
+    --remove-keys 'model.layers.3.*' of four layers     num_hidden_layers becomes 3, lists of one entry a layer too
+    --remove-keys 'model.layers.1.*' of four layers     an error: the layers behind it would need other numbers
+
+What it does not do: renumber layers, look at layers of which a part stays.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.tensor import MODEL
+from ckpt_tool.errors import UsageError
+from ckpt_tool.sources.chosen import Chosen
+
+COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")  # what configs call the number of layers
+LANGUAGE = "text_config"
+_OF_TOWERS = re.compile(r"vis(ion|ual)|audio|image|speech")
+_LAYER = re.compile(r"(.*?\.)([0-9]{1,9})\.")  # the stack that a name's layer belongs to, and its number
+
+
+class Stack(NamedTuple):
+    """A stack of layers of which whole ones are removed. name: what their names begin with: `model.layers.`."""
+
+    name: str
+    kept: tuple[int, ...]
+    removed: tuple[int, ...]
+
+    @property
+    def layers(self) -> int:
+        """How many layers the source has."""
+        return len(self.kept) + len(self.removed)
+
+
+def removed_layers(chosen: Chosen) -> list[Stack]:
+    """The stacks of which `--remove-keys` or `--keep-keys` removed whole layers of the model, and not all of them."""
+    removed = _layers_in(tensor.key.name for tensor in chosen.removed if tensor.key.state == MODEL)
+    if not removed:
+        return []
+    sources = {name: key for key, names in chosen.names.items() for name in names}
+    kept = _layers_in(sources.get(name, name) for name in chosen.model)
+    return [
+        Stack(name, tuple(sorted(kept[name])), tuple(sorted(gone - kept[name])))
+        for name, gone in removed.items()
+        if kept.get(name) and gone - kept[name]
+    ]
+
+
+def without_layers(
+    config: Mapping[str, Any], stacks: Iterable[Stack], *, lenient: bool
+) -> tuple[Mapping[str, Any], list[str]]:
+    """The config of what is left, and lines for the report.
+
+    Raises UsageError E2973 where a layer is removed that others come after, unless `lenient`, which keeps the config.
+    """
+    notes: list[str] = []
+    inner = config.get(LANGUAGE)
+    if isinstance(inner, Mapping):  # of a model that sees or hears
+        language = [stack for stack in stacks if not _OF_TOWERS.search(stack.name)]
+        changed, notes = without_layers(inner, language, lenient=lenient)
+        return {**config, LANGUAGE: changed}, notes
+
+    for stack in stacks:
+        key = next((key for key in COUNTS if config.get(key) == stack.layers), None)
+        if key is None:
+            continue
+        remaining = len(stack.kept)
+        if stack.kept != tuple(range(remaining)):
+            _refuse_gap(stack, key, lenient=lenient)
+            notes.append(f"{key} stays {stack.layers}: a library gives the layers that are not there random values")
+            continue
+
+        lists = {
+            name: value[:remaining]
+            for name, value in config.items()
+            if isinstance(value, list) and len(value) == stack.layers
+        }
+        config = {**config, **lists, key: remaining}
+        also = f", and so do lists of one entry per layer ({', '.join(lists)})" if lists else ""
+        notes.append(f"{key} becomes {remaining}, as {stack.name}* are; it was {stack.layers}{also}")
+    return config, notes
+
+
+def _refuse_gap(stack: Stack, key: str, *, lenient: bool) -> None:
+    if lenient:
+        return
+    gone = ", ".join(map(str, stack.removed[:5])) + (", ..." if len(stack.removed) > 5 else "")
+    raise UsageError(
+        f"layer {gone} of {stack.name}* would be gone while later ones stay, and config.json says {key}: "
+        f"{stack.layers}, so that a library gives it random values",
+        code="E2973",
+        key=f"{stack.name}{stack.removed[0]}",
+        hint="ckpt merge --config FILE with method passthrough picks layers by slices and numbers them anew; "
+        "--lenient removes the tensors and keeps the config",
+    )
+
+
+def _layers_in(names: Iterable[str]) -> dict[str, set[int]]:
+    """Stack -> the numbers of its layers that the names are of."""
+    layers: dict[str, set[int]] = {}
+    for name in names:
+        match = _LAYER.match(name)
+        if match is not None:
+            layers.setdefault(match[1], set()).add(int(match[2]))
+    return layers
