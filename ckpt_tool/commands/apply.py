@@ -74,7 +74,7 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
         document = {**plan.report, **shown_removal(replaced)}
         progress.plan(document)
         document["committed"] = True
-        overflows = execute_on_ray(plan, writing, progress, recorded={})
+        overflows = execute_on_ray(plan, writing, progress, recorded={}, replaced=replaced)
     else:
         try:
             document, overflows = _carried_out(job, trees, seal, replaced, progress)

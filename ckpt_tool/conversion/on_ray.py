@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ckpt_tool.conversion.accounted import check_replaced
 from ckpt_tool.conversion.carry_out import execute
 from ckpt_tool.conversion.output_state import is_committed, output_state
 from ckpt_tool.core.progress import Progress, Silent
@@ -24,6 +23,7 @@ from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.saved import read_plan
 from ckpt_tool.storage.destination import place_of
+from ckpt_tool.storage.replaced import Replaced
 from ckpt_tool.storage.staging import new_worker
 
 Outcome = tuple[bool, dict[TensorKey, int], CkptError | None]
@@ -35,14 +35,15 @@ _KNOCK = 10.0  # seconds for an address to answer: a head node's port is open at
 _SHARE = 20  # of the time that a look takes, at least: journals of large plans are long
 
 
-def work(document: Mapping[str, Any], writing: Writing, recorded: Mapping[TensorKey, str]) -> Outcome:
+def work(
+    document: Mapping[str, Any], writing: Writing, recorded: Mapping[TensorKey, str], replaced: Replaced
+) -> Outcome:
     """One worker, on the node that Ray chose: (did it commit, overflows, what went wrong)."""
     from ckpt_tool.storage.opening import open_tree
 
     plan = read_plan(document, "the plan sent by the driver")
     try:
         trees = {root: open_tree(root) for root in dict.fromkeys(file.root for file in plan.sources)}
-        replaced = check_replaced(place_of(plan.destination)) if writing.force else None
         result = execute(plan, trees, writing, Silent(), recorded=recorded, worker=new_worker(), replaced=replaced)
     except OutputExists as e:
         done = e.code == "E0501" and is_committed(plan)
@@ -53,9 +54,10 @@ def work(document: Mapping[str, Any], writing: Writing, recorded: Mapping[Tensor
 
 
 def execute_on_ray(
-    plan: Plan, writing: Writing, progress: Progress, *, recorded: Mapping[TensorKey, str]
+    plan: Plan, writing: Writing, progress: Progress, *, recorded: Mapping[TensorKey, str], replaced: Replaced
 ) -> dict[TensorKey, int]:
-    """Run the plan on the cluster that `writing.ray` names. Returns the overflows of lossy casts.
+    """Run the plan on the cluster that `writing.ray` names. Returns the overflows of lossy casts. replaced: what
+    `--force` may remove, as this process has seen it.
 
     Raises UsageError E0271 without Ray, StorageError E0714 where workers were lost and none is left that could finish,
     else what the first failing worker raised; the same command goes on from there.
@@ -73,7 +75,7 @@ def execute_on_ray(
     options = {"num_cpus": threads, "max_retries": _RETRIES, "scheduling_strategy": "SPREAD"}
     remote = ray.remote(**options)(work)
     sent = replace(writing, ray=None, threads=threads)
-    waiting = [remote.remote(document, sent, dict(recorded)) for _ in range(count)]
+    waiting = [remote.remote(document, sent, dict(recorded), replaced) for _ in range(count)]
     nodes = len([node for node in ray.nodes() if node.get("Alive")])
     progress.start(sum(move.nbytes for move in plan.moves), f"writing, {count} workers on {nodes} nodes")
     ended = _ended(ray, waiting, plan, progress)

@@ -86,7 +86,7 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
     if writing.ray:
         from ckpt_tool.conversion.on_ray import execute_on_ray
 
-        overflows = execute_on_ray(plan, writing, progress, recorded=digests)
+        overflows = execute_on_ray(plan, writing, progress, recorded=digests, replaced=replaced)
     else:
         with moving.movers if moving else nullcontext() as movers:
             result = execute(

@@ -245,6 +245,57 @@ def test_force_replaces_what_is_there_and_shows_no_mixture(s3: S3, shards: Path)
     assert info.value.code == "E1604" and objects(s3, "out") == {"notes.txt": b"x"}
 
 
+@pytest.mark.parametrize(
+    "kept", ["notes.txt", "src/main.py", ".git/config", "deep/a/b/c/d/e/f/g/h", "run2/model.safetensors"]
+)
+def test_force_leaves_objects_that_are_no_part_of_the_old_checkpoint(s3: S3, shards: Path, kept: str) -> None:
+    convert(str(shards), OUT, Reading(), Writing(to="safetensors", max_shard_size=1 << 17), Silent())
+    s3.put(f"out/{kept}", b"mine")
+    before = objects(s3, "out")
+    for more in ({}, {"dry_run": True}):
+        with pytest.raises(OutputExists) as info:
+            convert(str(TRAINING), OUT, Reading(), dcp(force=True, **more), Silent())
+        assert info.value.code == "E1604" and kept in info.value.message
+        assert objects(s3, "out") == before and not pending(s3)
+
+
+def test_what_comes_into_the_old_checkpoint_meanwhile_stays(s3: S3, shards: Path) -> None:
+    convert(str(shards), OUT, Reading(), Writing(to="safetensors", max_shard_size=1 << 17), Silent())
+    before = objects(s3, "out")
+
+    def add(asked: Asked) -> Answer | None:
+        if "partNumber" in asked.query:
+            s3.put("out/notes.txt", b"mine")
+        return None
+
+    s3.proxy.fault = add
+    with pytest.raises(OutputExists) as info:
+        convert(str(TRAINING), OUT, Reading(), dcp(force=True), Silent())
+    assert info.value.code == "E2830" and objects(s3, "out") == before | {"notes.txt": b"mine"}
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_a_run_that_dies_while_it_replaces_is_finished_by_the_same_command(s3: S3, shards: Path, at: int) -> None:
+    """The old index is gone, some of the old objects too: the record beside the output says what may go."""
+    convert(str(shards), OUT, Reading(), Writing(to="safetensors", max_shard_size=1 << 17), Silent())
+    removed = list[str]()
+
+    def die(asked: Asked) -> Answer | None:
+        if asked.method == "DELETE" and "uploadId" not in asked.query and "/out/" in asked.path:
+            removed.append(asked.path)
+            if len(removed) >= at:
+                return refusal(403, "AccessDenied")
+        return None
+
+    s3.proxy.fault = die
+    with pytest.raises(CkptError):
+        convert(str(TRAINING), OUT, Reading(), dcp(force=True), Silent())
+    s3.proxy.fault = lambda asked: None
+    convert(str(TRAINING), OUT, Reading(), dcp(force=True), Silent())
+    assert diff(OUT, str(TRAINING), Reading(), progress=Silent())["equal"]
+    assert not objects(s3, ".out.ckpt-partial") and not pending(s3)
+
+
 @pytest.mark.parametrize("dst", ["run", "run/sub", "run/"])
 def test_an_output_in_a_source_is_refused(s3: S3, dst: str) -> None:
     url = s3.upload(TRAINING)
