@@ -22,7 +22,7 @@ from ckpt_tool.conversion.tied_head import TIED, pair_of
 from ckpt_tool.conversion.vocabulary import is_vocabulary
 from ckpt_tool.families.table import form_of
 from ckpt_tool.quantised.scheme import KEYS, quantisation, section
-from ckpt_tool.quantised.weights import CODES, has_integers
+from ckpt_tool.quantised.weights import CODES, DTYPES, has_integers
 from ckpt_tool.sources.config import tree_of
 
 _TOKENIZER, _ADDED = "tokenizer.json", "added_tokens.json"
@@ -128,16 +128,29 @@ def _quantised(subject: Subject) -> Iterator[Finding]:
     stated, kinds = quantisation(subject.model.config), subject.kinds
     found = subject.quantised
     by_name = quantisation(None, kinds) if has_integers(kinds.values()) else None
-    for fault in found.faults[:_SHOWN] if found.weights or stated else ():
+
+    # Of a scheme that is not known nobody can say which parts belong together.
+    is_known = stated.known if stated is not None else by_name is None or by_name.known
+    is_told = bool(found.weights) or stated is not None
+    for fault in found.faults[:_SHOWN] if is_told and is_known else ():
         yield Finding(QUANTISED, f"{fault.name}: {fault.what}", fault.name)
-    there = bool(found.weights) or by_name is not None or any(kind.dtype.name in CODES for kind in kinds.values())
+
+    integers = any(kind.dtype.name in DTYPES and len(kind.shape) > 1 for kind in kinds.values())
+    there = bool(found.weights) or by_name is not None or (integers if not is_known else _has_codes(subject))
     if section(subject.config) is not None and not there:
         yield Finding(
             QUANTISED, f"the config states {stated.scheme if stated else KEYS[0]}, and no tensor is quantised"
         )
+    if stated is None and by_name is not None and by_name.wants_config:
+        what = "and no config says how they are stored: quantize_config.json, or a section of config.json"
+        yield Finding(QUANTISED, f"there are codes of {by_name.scheme} ({by_name.why}), {what}")
     floats8 = [name for name in found.weights if kinds[name].dtype.name.startswith("F8")]
-    if floats8 and stated is None and subject.model.config is not None:
+    if floats8 and stated is None and by_name is None and subject.model.config is not None:
         message = (
             f"{len(floats8)} weights are {kinds[floats8[0]].dtype.name} with scales, and the config has no {KEYS[0]}"
         )
         yield Finding(QUANTISED, message, floats8[0])
+
+
+def _has_codes(subject: Subject) -> bool:
+    return any(kind.dtype.name in CODES for kind in subject.kinds.values())

@@ -18,10 +18,9 @@ from ckpt_tool.families.table import one_of_each
 from ckpt_tool.formats import registry
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import DIALECTS
-from ckpt_tool.quantised.scheme import quantisation
+from ckpt_tool.quantised.kept_whole import found_in
 from ckpt_tool.quantised.weights import Found as Quantised
 from ckpt_tool.quantised.weights import Kind
-from ckpt_tool.quantised.weights import find as find_quantised
 from ckpt_tool.sources.config import ARGUMENTS, ModelConfig, config_of
 from ckpt_tool.sources.opening import Opened
 
@@ -77,8 +76,7 @@ def subject_of(opened: Opened, reading: Reading) -> Subject:
     rows = list(opened.catalog.rows())
     state = MODEL if any(row.state == MODEL for row in rows) else MASTER
     kinds = {row.name: Kind(row.dtype, row.shape) for row in rows if row.state == state}
-    scheme = quantisation(model.config)
-    quantised = find_quantised(kinds, **scheme.found_by if scheme else {})
+    _, quantised = found_in(kinds, model.config)
     weights = _as_weights(kinds, quantised)
     found, why = _family(opened, model, weights, reading)
     try:

@@ -17,6 +17,7 @@ from ckpt_tool.errors import InputError, UnknownFormat, UsageError
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Auditing
+from ckpt_tool.quantised.weights import has_codes
 from ckpt_tool.report import files, junit, sarif
 from ckpt_tool.sources.config import config_in
 from ckpt_tool.sources.opening import open_source
@@ -86,8 +87,18 @@ def _of_headers(subject: Subject) -> Iterator[Finding]:
     for fault in cut_short(opened.tree, {opened.tree.display(file) for file in opened.catalog.files}):
         yield _of_error(fault)
     yield from names.findings(subject)
+    yield from _of_parts(subject)
     yield from config_match.findings(subject)
     yield from values.head_differs(subject)
+
+
+def _of_parts(subject: Subject) -> Iterator[Finding]:
+    """What small tensors of quantised weights say, where names and shapes alone show nothing wrong."""
+    if subject.quantised.faults or not has_codes(kind.dtype for kind in subject.kinds.values()):
+        return
+    from ckpt_tool.quantised.soundness import faults_of
+
+    yield from map(_of_error, faults_of(subject.opened, subject.model.config, values=True))
 
 
 def _of_error(fault: Any) -> Finding:

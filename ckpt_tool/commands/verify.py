@@ -21,6 +21,7 @@ from ckpt_tool.errors import REPLICAS_DIFFER, CkptError
 from ckpt_tool.formats.base import Hashing, ranks_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Verification
+from ckpt_tool.quantised.weights import has_codes
 from ckpt_tool.report.holdings import rank_name, whose
 from ckpt_tool.sources.opening import Opened, open_source, resolve
 from ckpt_tool.sources.sound import UNSOUND, finding, findings_of, row
@@ -46,7 +47,8 @@ def verify(src: str, reading: Reading, wanted: Verification = FULL, *, progress:
             raise
         return _unopened(src, wanted, sealed, e)
     catalog, (findings, broken) = opened.catalog, findings_of(opened)
-    read = _Read([*map(finding, sealed.faults), *findings], dict(catalog.digests))
+    quantised = _quantised_faults(opened, reading, wanted)
+    read = _Read([*map(finding, sealed.faults), *findings, *map(finding, quantised)], dict(catalog.digests))
     if wanted.mode == "full":
         with unchanged(opened.tree):
             _read_all(opened, broken, on, progress, read)
@@ -119,6 +121,16 @@ def _read_all(
     _say_how_far(read.findings, opened)
     read.findings += _boolean_findings(read.nonfinite)
     read.findings += _drift_findings(catalog, opened, {each["tensor"] for each in read.findings}, on)
+
+
+def _quantised_faults(opened: Opened, reading: Reading, wanted: Verification) -> list[CkptError]:
+    """Parts of quantised weights that are missing or do not fit; [] for most checkpoints, which have no codes."""
+    if not has_codes(row.dtype for row in opened.catalog.rows()):
+        return []
+    from ckpt_tool.quantised.soundness import faults_of
+    from ckpt_tool.quantised.summary import config_of
+
+    return faults_of(opened, config_of(opened, reading), values=wanted.mode == "full")
 
 
 def _sealed(src: str, reading: Reading, wanted: Verification, progress: Progress) -> Checked:

@@ -24,9 +24,10 @@ from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES, Fitting, Format
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
-from ckpt_tool.quantised.weights import CODES
+from ckpt_tool.quantised.kept_whole import found_in, model_kinds, refuse_to_part
+from ckpt_tool.quantised.weights import CODES, part_of
 from ckpt_tool.sources.chosen import Chosen, Conversion, dtypes_of, extras_left_behind, left_behind, written_as
-from ckpt_tool.sources.config import config_in
+from ckpt_tool.sources.config import config_in, quantised_config_in
 from ckpt_tool.sources.select import group_of, refuse_misses
 from ckpt_tool.storage.destination import Place
 
@@ -123,6 +124,8 @@ def held(chosen: Chosen, job: Conversion) -> Chosen:
             )
     if MASTER not in writing.drop:
         _refuse_to_lose_masters(chosen, stored)
+    if fmt.holds.own_header:
+        refuse_to_part(chosen, f"files of {fmt.name}")
     extras = chosen.extras
     if extras and not fmt.holds.extras:
         if "extras" in requested:
@@ -141,7 +144,7 @@ def held(chosen: Chosen, job: Conversion) -> Chosen:
             f"{fmt.name} has no {unheld[0].dtype.name}",
             code="E0258",
             key=str(unheld[0].key),
-            hint=_way_out(unheld[0]),
+            hint=_way_out(unheld[0], chosen),
             faults=[str(tensor.key) for tensor in unheld[1:]],
         )
     if not stored:
@@ -149,9 +152,16 @@ def held(chosen: Chosen, job: Conversion) -> Chosen:
     return replace(chosen, stored=stored, dropped=tuple(dropped), extras=extras)
 
 
-def _way_out(unheld: LogicalTensor) -> str:
-    if unheld.key.state == MODEL and unheld.dtype.name in CODES:
-        return "--dequantize writes quantised weights as floats; else choose another format, or --remove-keys"
+def _way_out(unheld: LogicalTensor, chosen: Chosen) -> str:
+    """What helps. A part of a quantised weight is never to be left out alone: what stays would be other numbers."""
+    if unheld.key.state != MODEL:
+        return "choose another format, or --remove-keys"
+    config = chosen.config if chosen.config is not None else quantised_config_in(chosen.sources[0].tree)
+    scheme, found = found_in(model_kinds(row.tensor for row in chosen.stored), config)
+    if unheld.key.name in found.names or (scheme is not None and part_of(unheld.key.name)):
+        return "--dequantize writes quantised weights as floats; else choose another format"
+    if unheld.dtype.name in CODES:
+        return "--dequantize writes quantised weights as floats; plain values are cast with --dtype"
     return "choose another format, or --remove-keys"
 
 

@@ -32,6 +32,7 @@ from ckpt_tool.formats.state_dict.roots import Roots
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import DIALECTS, VARIANTS, Writing
 from ckpt_tool.plan.moves import Stored
+from ckpt_tool.quantised.kept_whole import refuse_to_part
 from ckpt_tool.quantised.weights import part_of
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind
 from ckpt_tool.sources.config import ARGUMENTS, ModelConfig, centred_norms, check_config, config_of, file_config
@@ -263,6 +264,8 @@ def _translated(chosen: Chosen, found: Found, target: str, job: Conversion, hint
         found = found._replace(dialect=SHIFTED)
     if found.dialect.startswith("megatron"):
         chosen = without_padding(chosen, config)
+    if home != HUB:
+        refuse_to_part(chosen, f"{home}'s names")
     shapes = parameter_shapes(chosen.stored)
     if not job.reading.lenient:
         _refuse_odd_models(found, shapes, config, whole=not chosen.removed, dequantised=job.writing.dequantize)

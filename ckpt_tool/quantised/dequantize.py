@@ -6,6 +6,7 @@ their scales, and those of activations and caches, are not written, and neither 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,22 +14,24 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DTYPES, DType, from_name
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, Path, TensorKey
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UsageError
+from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats.state_dict.coded import part_of
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.kept_whole import found_in
 from ckpt_tool.quantised.scheme import FILES, KEYS, Quantisation, section
-from ckpt_tool.quantised.weights import MATRIX, OF_127, TABLED, Found, Kind, Quantised
+from ckpt_tool.quantised.subclasses import header_faults
+from ckpt_tool.quantised.weights import MATRIX, OF_127, TABLED, Fault, Found, Kind, Quantised
 from ckpt_tool.quantised.which import is_conv1d
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, refuse_saved_plan, with_computed
-from ckpt_tool.sources.config import config_in
+from ckpt_tool.sources.config import quantised_config_in
 
 if TYPE_CHECKING:
     from ckpt_tool.run.computed import Recipe
 
 OPTION = "--dequantize"
 LACKING, MISFIT, UNKNOWN, NOTHING = "E1460", "E1461", "E1464", "E2403"
+_VOCABULARY = re.compile(r"embed|lm_head|wte|output\.weight")  # whose rows a trainer may pad
 _MOST_TEXT = 4096  # bytes; bitsandbytes writes 80 to 300
 _CONFIGURED = ("dtype", "torch_dtype")
 
@@ -66,7 +69,8 @@ def dequantized(chosen: Chosen, job: Conversion) -> Chosen:
     kinds = {name: Kind(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     scheme, found = found_in(kinds, config)
     _refuse_unknown(scheme)
-    refuse_misfits(found)
+    more = (*header_faults(chosen.sources[0].catalog.extras, found, kinds), *misshapen(found, kinds, config))
+    refuse_misfits(found._replace(faults=(*found.faults, *more)))
     if not moments.recipes and not found.weights:
         raise UsageError(
             f"{OPTION}: no quantised weight and no quantised state, there are none here",
@@ -123,7 +127,7 @@ def model_config(chosen: Chosen) -> Mapping[str, Any] | None:
     """What `--config` says, else the config.json beside the first source."""
     if chosen.config is not None and section(chosen.config) is not None:
         return chosen.config
-    return config_in(chosen.sources[0].tree) or chosen.config
+    return quantised_config_in(chosen.sources[0].tree) or chosen.config
 
 
 def _with_floats(
@@ -140,7 +144,7 @@ def _with_floats(
     recipes: list[Recipe] = []
     for weight in found.weights.values():
         inputs = {name: Input(tensors[name], tree) for name in weight.names}
-        recipes.append(recipe(weight, TensorKey(weight.made), inputs, _numbers))
+        recipes.append(recipe(weight, TensorKey(weight.made), inputs, small_numbers))
     gone = found.names | set(found.beside)
     made = {weight.made for weight in found.weights.values()}
     places = {weight.lead: weight.made for weight in found.weights.values()}
@@ -180,7 +184,7 @@ def _of_conv1d(weight: Quantised, config: Mapping[str, Any] | None) -> bool:
     return weight.codes in (TABLED, OF_127, MATRIX) and is_conv1d(weight.made, (config or {}).get("model_type"))
 
 
-def _numbers(source: Any) -> Sequence[int]:
+def small_numbers(source: Any) -> Sequence[int]:
     """The integers of a small tensor: `X_shape`, or bytes that are a text."""
     from ckpt_tool.run.lazy import OpenCatalog
 
@@ -194,6 +198,39 @@ def _numbers(source: Any) -> Sequence[int]:
         )
     values = OpenCatalog(source.tree, Catalog("", {tensor.key: tensor}))[tensor.key.name].numpy()
     return [int(value) for value in values.reshape(-1)]
+
+
+def misshapen(found: Found, tensors: Mapping[str, Kind], config: Mapping[str, Any] | None) -> list[Fault]:
+    """Weights whose floats would have other sizes than the config says, by the rules of its family: codes that were cut
+    short fit their scales as often as not. [] where no config or no family tells."""
+    if not config or not config.get("model_type") or not found.weights:
+        return []
+    from ckpt_tool.families.registry import find
+    from ckpt_tool.families.rewrite import unfitting
+    from ckpt_tool.families.table import one_of_each
+
+    own = found.names - found.weights.keys()
+    shapes = {name: kind.shape for name, kind in tensors.items() if name not in own and name not in found.weights}
+    leads: dict[str, str] = {}
+    for lead, weight in found.weights.items():
+        is_told = weight.codes != TABLED and not _of_conv1d(weight, config) and weight.made not in shapes
+        if is_told and not _VOCABULARY.search(weight.made):
+            shapes[weight.made] = weight.floats
+            leads[weight.made] = lead
+    try:
+        alike = {name: shapes[name] for name in one_of_each(shapes)}
+        family, dialect = find(config, alike)
+        found_unfitting = list(unfitting(family, dialect, shapes, family.facts(config), every=True))
+    except CkptError:  # no family, or one whose rules say nothing of these names
+        return []
+
+    faults = []
+    for each in found_unfitting:
+        if each.name in leads:
+            wanted = ", ".join("any" if size is None else str(size) for size in each.wanted)
+            what = f"codes of a weight of {list(each.shape)}, by the config [{wanted}]"
+            faults.append(Fault(leads[each.name], what, lacking=False))
+    return faults
 
 
 def _dtype(config: Mapping[str, Any] | None) -> DType:
@@ -223,6 +260,13 @@ def _dropped(found: Found, tensors: Mapping[str, LogicalTensor]) -> list[dict[st
 
 
 def _refuse_unknown(scheme: Quantisation | None) -> None:
+    if scheme is not None and scheme.wants_config:
+        raise UsageError(
+            f"{OPTION}: the weights are quantised by {scheme.scheme} ({scheme.why}), and no config says how: bits, "
+            "groups and the order of codes",
+            code=UNKNOWN,
+            hint="put its quantize_config.json or config.json beside the weights, or name it with --config FILE",
+        )
     if scheme is not None and not scheme.known:
         raise UsageError(
             f"{OPTION}: the weights are quantised by {scheme.scheme}, which this build can't undo ({scheme.why})",

@@ -57,7 +57,7 @@ from ckpt_tool.quantised.codes import (
     scale,
     unpacked,
 )
-from ckpt_tool.quantised.weights import BYTES, MATRIX, OF_127, STREAM, TABLED, TILED, WORDS, Kind, Quantised
+from ckpt_tool.quantised.weights import BYTES, MATRIX, OF_127, STREAM, TABLED, TILED, TRITS, WORDS, Kind, Quantised
 from ckpt_tool.run.compute import looked_up
 from ckpt_tool.run.computed import Input, Read, Recipe
 from ckpt_tool.storage.source import Tree
@@ -154,6 +154,10 @@ def recipe(
         from ckpt_tool.quantised.groups import of_groups
 
         return of_groups(weight, key, of)
+    if weight.codes == TRITS:
+        from ckpt_tool.quantised.trits import trits
+
+        return trits(weight, key, of)
     if weight.codes in (TABLED, OF_127):
         from ckpt_tool.quantised.tabled import bytes_127, tabled
 

@@ -14,13 +14,13 @@ from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.patterns import Names
 from ckpt_tool.core.target import Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
-from ckpt_tool.errors import UsageError
+from ckpt_tool.errors import InputError, UsageError
 from ckpt_tool.formats.base import Format
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
-from ckpt_tool.quantised.scheme import Quantisation, quantisation
+from ckpt_tool.quantised.scheme import Quantisation, found_by, quantisation
 from ckpt_tool.quantised.summary import config_of
-from ckpt_tool.quantised.weights import DTYPES, Found, Kind, Units, find, has_integers, units
+from ckpt_tool.quantised.weights import DTYPES, Found, Kind, Units, has_integers, units
 from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.sources.opening import Opened
 
@@ -28,7 +28,7 @@ from ckpt_tool.sources.opening import Opened
 def found_in(tensors: Mapping[str, Kind], config: Mapping[str, Any] | None = None) -> tuple[Quantisation | None, Found]:
     """(what the config or the names say, what is there) of the tensors of a model."""
     scheme = quantisation(config, tensors if has_integers(tensors.values()) else ())
-    return scheme, find(tensors, **scheme.found_by) if scheme else find(tensors)
+    return scheme, found_by(scheme, tensors)
 
 
 def model_kinds(tensors: Iterable[LogicalTensor]) -> dict[str, Kind]:
@@ -139,6 +139,33 @@ def refuse_cut_blocks(target: Target, wanted: Wanted, chosen: Chosen, fmt: Forma
             faults=rest,
             hint="make floats of it on the way with --dequantize, or leave the degrees off",
         )
+
+
+def refuse_to_part(chosen: Chosen, whose: str) -> None:
+    """Raise InputError E1486 for quantised weights on their way to a system that knows no scales beside its weights:
+    codes without them are other numbers, and files with both are read by nobody. whose: of the output, in words."""
+    kinds = model_kinds(row.tensor for row in chosen.stored)
+    if not kinds:
+        return
+    config = chosen.config if chosen.config is not None else config_of(chosen.sources[0], Reading())
+    scheme, found = found_in(kinds, config)
+    names = list(found.names) if found.weights else []
+    if scheme is not None and not scheme.known:
+        names = [name for name, kind in kinds.items() if kind.dtype.name in DTYPES]
+    if not names:
+        return
+
+    named = scheme.scheme if scheme is not None else "a scheme of codes and scales"
+    way = "make floats of it with its own library first"
+    if scheme is None or scheme.known:
+        way = "--dequantize makes floats of it on the way"
+    raise InputError(
+        f"the weights are quantised by {named}: {whose} have no place for scales, and {len(names)} of its "
+        f"tensors are codes and scales, such as {min(names)}",
+        code="E1486",
+        key=min(names),
+        hint=f"{way}; --to safetensors, dcp or torch moves it as it is",
+    )
 
 
 def refuse_codes(tensors: Sequence[LogicalTensor], option: str, path: str) -> None:

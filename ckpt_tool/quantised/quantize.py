@@ -25,7 +25,8 @@ from ckpt_tool.formats.hf.subclasses import Subclasses
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.dequantize import model_config
-from ckpt_tool.quantised.kept_whole import found_in, refuse_codes
+from ckpt_tool.quantised.kept_whole import refuse_codes
+from ckpt_tool.quantised.scheme import found_by, quantisation
 from ckpt_tool.quantised.schemes import Scheme, config_of, laid_out, scheme_of, stated_of
 from ckpt_tool.quantised.weights import TURNED, Kind, Shape
 from ckpt_tool.quantised.which import EXPERTS, module_of, why_not
@@ -224,7 +225,10 @@ def _in_places(stored: Iterable[Stored], made: Mapping[str, Mapping[str, tuple[s
 def check_found(made: Mapping[str, Mapping[str, tuple[str, Kind]]], config: Mapping[str, Any], option: str) -> None:
     """Is every weight found by the rules that such folders are read by?"""
     kinds = {name: kind for parts in made.values() for name, kind in parts.values()}
-    scheme, found = found_in(kinds, config)
+    scheme = quantisation(config)
+    if scheme is not None:  # biases are none of what is laid out
+        scheme = scheme._replace(declared=scheme.declared._replace(expert_biases=False))
+    found = found_by(scheme, kinds)
     seen = {weight.made for weight in found.weights.values()}
     if scheme is None or not scheme.known or found.faults or seen != made.keys():
         raise InternalError(f"{option}: what is laid out is not read back: {found.faults[:1]}")

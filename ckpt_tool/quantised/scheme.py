@@ -17,7 +17,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.module_patterns import NotUnderstood, first_at_the_front
-from ckpt_tool.quantised.weights import AFFINE, MODES
+from ckpt_tool.quantised.parts import STATED, UNSTATED, Declared, Wanted
+from ckpt_tool.quantised.weights import AFFINE, MODES, Found, Kind, find
 
 # where configs keep it; the second is compressed-tensors' old name, the third MLX's
 KEYS = ("quantization_config", "compression_config", "quantization")
@@ -34,7 +35,7 @@ _FORMATS = (
     "mixed-precision",
     "dense",
 )
-_METHODS = ("fp8", "mxfp8", "mxfp4", "fbgemm_fp8", "modelopt", "modelopt_fp4", "bitsandbytes")
+_METHODS = ("fp8", "mxfp8", "mxfp4", "fbgemm_fp8", "modelopt", "modelopt_fp4", "bitsandbytes", "bitnet", "quanto")
 # torchao's configs whose tensors say by names, dtypes and shapes what they are; others' codes only their kernels read
 _TORCHAO = frozenset(
     """
@@ -46,18 +47,21 @@ _TORCHAO = frozenset(
 )
 _OF_MODULES = ("fqn_to_config", "module_fqn_to_config")
 _BITS = {"gptq": (2, 3, 4, 8), "awq": (4,)}
+_GPTQ_OR_AWQ, _MLX = "GPTQ or AWQ", "MLX without its config"  # whose names alone don't tell how they are stored
+_QUANTO, _QUANTO_PACKED = "quanto", "quanto of 2 or 4 bits"
 # endings of names that only one scheme has
 _BY_NAME = {
-    ".qweight": "GPTQ or AWQ",
-    ".qzeros": "GPTQ or AWQ",
+    ".qweight": _GPTQ_OR_AWQ,
+    ".qzeros": _GPTQ_OR_AWQ,
     ".quant_map": "bitsandbytes",
     ".absmax": "bitsandbytes",
     ".SCB": "bitsandbytes",
-    ".biases": "MLX without its config",
+    ".biases": _MLX,
     ".quant_state.bitsandbytes__nf4": "bitsandbytes",
     ".quant_state.bitsandbytes__fp4": "bitsandbytes",
     ".weight_format": "bitsandbytes",
-    "._data": "quanto",
+    "._data": _QUANTO,
+    "._shift": _QUANTO_PACKED,
     ".weight_g_idx": "compressed-tensors with g_idx",
     ".W_q": "HQQ",
     ".codebooks": "AQLM",
@@ -73,6 +77,7 @@ class Rule(NamedTuple):
     pattern: str
     bits: int | None
     symmetric: bool | None
+    group: int | None = None
 
 
 class Quantisation(NamedTuple):
@@ -80,7 +85,8 @@ class Quantisation(NamedTuple):
     number that the config names. known: can floats be made of it? why: why not, "" where they can. order: of codes that
     are packed along their inputs or outputs, `weights.ORDERS`, or in a stream, `weights.MODES`. apart: of modules that
     say it for themselves (columns that share a scale, bits, mode). rules: of GPTQModel's `dynamic`, in its order.
-    symmetric: does the config say so of all modules but these?"""
+    symmetric: does the config say so of all modules but these? declared: what it says of the parts of weights. trits:
+    of BitNet's codes, one of `weights.TRIT_SCALES`."""
 
     scheme: str
     block: tuple[int, ...] = ()
@@ -90,28 +96,44 @@ class Quantisation(NamedTuple):
     apart: Mapping[str, tuple[int, int, str]] = MappingProxyType({})
     rules: tuple[Rule, ...] = ()
     symmetric: bool = False
+    declared: Declared = UNSTATED
+    trits: str = ""
 
     @property
     def known(self) -> bool:
         return not self.why
 
     @property
+    def wants_config(self) -> bool:
+        """Can nobody read the weights, since what their names tell is not enough and no config says the rest?"""
+        return self.scheme in (_GPTQ_OR_AWQ, _MLX)
+
+    @property
     def found_by(self) -> dict[str, Any]:
         """What `weights.find` wants to know of it."""
         own = self.bits_of if self.rules else None
-        return {"block": self.block, "bits": self.bits, "order": self.order, "apart": self.apart, "own": own}
+        check = self.declared.check if self.known else None
+        return {
+            "block": self.block,
+            "bits": self.bits,
+            "order": self.order,
+            "apart": self.apart,
+            "own": own,
+            "check": check,
+            "trits": self.trits,
+        }
 
     def bits_of(self, module: str) -> int:
         """Of a module's codes."""
-        rule = self._rule(module)
+        rule = self.rule_of(module)
         return self.bits[0] if rule is None or rule.bits is None else rule.bits
 
     def symmetric_in(self, module: str) -> bool:
         """Are a module's zero points the middle?"""
-        rule = self._rule(module)
+        rule = self.rule_of(module)
         return self.symmetric if rule is None or rule.symmetric is None else rule.symmetric
 
-    def _rule(self, module: str) -> Rule | None:
+    def rule_of(self, module: str) -> Rule | None:
         """The first that fits. Where it is not the writer's (a pattern without special characters is a whole name to
         GPTQModel 7.7, a beginning to older ones and vLLM; one may take too long), shapes and zero points tell."""
         try:
@@ -130,10 +152,15 @@ def quantisation(config: Mapping[str, Any] | None, names: Iterable[str] = ()) ->
     method = str(stated.get("quant_method") or stated.get("quant_algo") or "").lower()
     if method == "compressed-tensors" or not method and "config_groups" in stated:
         return _compressed(stated)
-    block = stated.get("weight_block_size") or ()
-    sizes = tuple(int(n) for n in block if isinstance(n, int)) if isinstance(block, list | tuple) else ()
+    blocks = stated.get("weight_block_size") or ()
+    sizes = tuple(int(n) for n in blocks if isinstance(n, int)) if isinstance(blocks, list | tuple) else ()
+    if method == "bitnet":
+        return _of_bitnet(stated)
+    if method == "quanto" and stated.get("weights") not in (None, "int8", "float8"):
+        return Quantisation(_QUANTO_PACKED, why=f"its weights {stated['weights']}"[:100])
     if method in _METHODS:
-        return Quantisation(method, sizes if len(sizes) == 2 and min(sizes) > 0 else ())
+        block = sizes if len(sizes) == 2 and min(sizes) > 0 else ()
+        return Quantisation(method, block, declared=_declared(method, stated, block))
     if method == "torchao":
         return _of_torchao(stated)
     if method in ("gptq", "awq"):
@@ -141,6 +168,11 @@ def quantisation(config: Mapping[str, Any] | None, names: Iterable[str] = ()) ->
     if not method and {"group_size", "bits"} <= stated.keys():
         return _of_mlx(stated)
     return Quantisation(method or "without a name", why=f"quant_method {method or 'is not stated'}")
+
+
+def found_by(scheme: Quantisation | None, tensors: Mapping[str, Kind]) -> Found:
+    """What is quantised among the tensors, and what of it does not fit the scheme, or any where none is stated."""
+    return find(tensors, **scheme.found_by) if scheme else find(tensors, check=UNSTATED.check)
 
 
 def _of_matrices(method: str, stated: Mapping[str, Any]) -> Quantisation:
@@ -158,7 +190,95 @@ def _of_matrices(method: str, stated: Mapping[str, Any]) -> Quantisation:
         why = f"codes of {strange[0]!r} bits"
     if why:
         return Quantisation(method, why=why)
-    return Quantisation(method, bits=(bits,), order=order, rules=rules, symmetric=bool(stated.get("sym")))
+    found = Quantisation(method, bits=(bits,), order=order, rules=rules, symmetric=bool(stated.get("sym")))
+    return found._replace(declared=_declared_matrices(found, stated))
+
+
+def _declared_matrices(found: Quantisation, stated: Mapping[str, Any]) -> Declared:
+    """What a config of GPTQ or AWQ says of each module's groups."""
+    group = stated.get("group_size", stated.get("q_group_size"))
+    needs = frozenset({"g_idx"} if stated.get("desc_act") is True and found.scheme == "gptq" else ())
+
+    def of_module(module: str) -> Wanted:
+        rule = found.rule_of(module)
+        own = group if rule is None or rule.group is None else rule.group
+        is_stated = type(own) is int and (own > 0 or own == -1)
+        return Wanted(block=(max(own, 0), 1) if is_stated else None, needs=needs)
+
+    endings = (".qweight", ".qzeros", ".scales", ".g_idx")
+    return Declared(of_module=of_module, is_stated=True, endings=endings)
+
+
+def _of_bitnet(stated: Mapping[str, Any]) -> Quantisation:
+    """BitNet: `bitlinear` divides by the scale of a weight, `autobitlinear` multiplies with it, unless it quantises
+    while it computes and stores floats (`online`)."""
+    kind = str(stated.get("linear_class", "bitlinear"))
+    mode = str(stated.get("quantization_mode", "offline"))
+    if kind not in ("bitlinear", "autobitlinear"):
+        return Quantisation("bitnet", why=f"its linear_class {kind}"[:100])
+    if kind == "autobitlinear" and mode == "online":
+        return Quantisation("bitnet", why="its quantization_mode online: the weights are floats already")
+    declared = Declared((Wanted(frozenset({"bitnet"})),), is_stated=True)
+    return Quantisation("bitnet", declared=declared, trits="divided" if kind == "bitlinear" else "multiplied")
+
+
+def _declared(method: str, stated: Mapping[str, Any], block: tuple[int, ...]) -> Declared:
+    """What a config of one of `_METHODS` says of the parts of its weights."""
+    if method == "fp8":
+        return Declared(_of_fp8(stated, block), is_stated=True)
+    if method == "mxfp8":
+        return Declared((Wanted(frozenset({"fp8"}), (1, 32)),), is_stated=True)
+    if method == "mxfp4":
+        return Declared((Wanted(frozenset({"mxfp4 of gpt-oss", "fp4"})),), is_stated=True, expert_biases=True)
+    if method == "bitsandbytes":
+        return Declared(_of_bitsandbytes(stated), is_stated=True)
+    if method in ("modelopt", "modelopt_fp4"):
+        return _of_modelopt(stated)
+    return QUANTO if method == _QUANTO else STATED
+
+
+# quanto has a scale for each row, whatever its kind
+QUANTO = Declared((Wanted(frozenset({"quanto"}), (1, 0)),), is_stated=True)
+
+
+def _of_fp8(stated: Mapping[str, Any], block: tuple[int, ...]) -> tuple[Wanted, ...]:
+    """Blocks as the config says; where it says none, of 128 as transformers has it, or one scale a tensor or a row. FP4
+    weights beside them (DeepSeek V4's experts) have groups of their own."""
+    fp8 = frozenset({"fp8", "int8"})
+    beside = Wanted(frozenset({"fp4"}))
+    if len(block) == 2:
+        return Wanted(fp8, (block[0], block[1])), beside
+    return Wanted(fp8, (0, 0)), Wanted(fp8, (1, 0)), Wanted(fp8, (128, 128)), beside
+
+
+def _of_bitsandbytes(stated: Mapping[str, Any]) -> tuple[Wanted, ...]:
+    four, eight = frozenset({"bitsandbytes of 4 bits"}), frozenset({"bitsandbytes of 8 bits"})
+    if stated.get("load_in_4bit") is True:
+        return (Wanted(four),)
+    if stated.get("load_in_8bit") is True:
+        return (Wanted(eight),)
+    return (Wanted(four | eight),)
+
+
+_MODELOPT = {
+    "FP8": Wanted(frozenset({"fp8"}), (0, 0)),
+    "FP8_PER_CHANNEL_PER_TOKEN": Wanted(frozenset({"fp8"}), (1, 0)),
+    "NVFP4": Wanted(frozenset({"nvfp4 of ModelOpt"}), (1, 16)),
+    "MXFP8": Wanted(frozenset({"fp8"}), (1, 32)),
+}
+
+
+def _of_modelopt(stated: Mapping[str, Any]) -> Declared:
+    """ModelOpt: one algorithm for all modules, or one for each by its name."""
+    layers = stated.get("quantized_layers")
+    rows = layers.items() if isinstance(layers, dict) else ()
+    apart = {
+        str(name): _MODELOPT[row["quant_algo"]]
+        for name, row in rows
+        if isinstance(row, dict) and row.get("quant_algo") in _MODELOPT
+    }
+    whole = _MODELOPT.get(str(stated.get("quant_algo")))
+    return Declared((whole,) if whole else (), apart.get, is_stated=True)
 
 
 def _dynamic(stated: Any) -> tuple[Rule, ...] | str:
@@ -175,7 +295,14 @@ def _dynamic(stated: Any) -> tuple[Rule, ...] | str:
         except NotUnderstood as e:
             return f"its dynamic: the pattern {e}"
         symmetric = own.get("sym")
-        found.append(Rule(pattern, own.get("bits"), symmetric if isinstance(symmetric, bool) else None))
+        found.append(
+            Rule(
+                pattern,
+                bits=own.get("bits"),
+                symmetric=symmetric if isinstance(symmetric, bool) else None,
+                group=own.get("group_size"),
+            )
+        )
     return tuple(found)
 
 
@@ -194,7 +321,8 @@ def _of_torchao(stated: Mapping[str, Any]) -> Quantisation:
     )
     strange = [name for name in names if name not in _TORCHAO]
     shown = ", ".join(name.removesuffix("Config") for name in names)
-    return Quantisation(f"torchao ({shown})"[:200], why=f"its {strange[0]}"[:100] if strange else "")
+    why = f"its {strange[0]}"[:100] if strange else ""
+    return Quantisation(f"torchao ({shown})"[:200], why=why, declared=STATED)
 
 
 def _config_named(words: str) -> str:
@@ -223,7 +351,8 @@ def _of_mlx(stated: Mapping[str, Any]) -> Quantisation:
             return Quantisation("mlx", why=f"groups of {group!r} codes of {bits!r} bits, mode {mode}")
     if any(each.get("global_scale") for each in (stated, *named.values())):
         return Quantisation("mlx", why="its global_scale")
-    return Quantisation("mlx", (1, whole[0]), (whole[1],), order=whole[2], apart=apart)
+    declared = Declared(is_stated=True, endings=(".scales", ".biases"))
+    return Quantisation("mlx", (1, whole[0]), (whole[1],), order=whole[2], apart=apart, declared=declared)
 
 
 def section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -233,6 +362,27 @@ def section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
             if isinstance(place.get(key), dict) and place[key]:
                 found: Mapping[str, Any] = place[key]
                 return found
+    return None
+
+
+def of_quantiser(file: str, stated: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What one of `FILES` says, in the words of a config's section; None where it says nothing.
+
+    AutoGPTQ and GPTQModel (`quantize_config.json`), AutoAWQ (`quant_config.json`) and NVIDIA's ModelOpt
+    (`hf_quant_config.json`) each have a file of their own.
+
+    >>> of_quantiser("quant_config.json", {"w_bit": 4, "q_group_size": 128, "version": "GEMM"})["bits"]
+    4
+    """
+    modelopt, gptq, awq = FILES
+    if file == modelopt:
+        inner = stated.get("quantization")
+        return {**inner, "quant_method": "modelopt"} if isinstance(inner, dict) else None
+    if file == gptq and "bits" in stated:
+        return {"quant_method": "gptq", **stated}
+    if file == awq and "w_bit" in stated:
+        group = stated.get("q_group_size")
+        return {"quant_method": "awq", "bits": stated["w_bit"], "group_size": group, **stated}
     return None
 
 
@@ -275,13 +425,71 @@ def _compressed(stated: Mapping[str, Any]) -> Quantisation:
         why = f"its sparsity_config {sparse.get('format')}"
     if stated.get("transform_config"):
         why = "its transform_config: the weights are rotated, and floats of them alone are another model"
-    return Quantisation(named, block, bits, why)
+    groups = tuple(_of_group(row, str(row.get("format") or stated.get("format") or "")) for row in rows)
+    return Quantisation(named, block, bits, why, declared=Declared(groups, is_stated=True))
+
+
+# format of compressed-tensors -> its layout
+_LAYOUTS = {
+    "pack-quantized": "packed integers",
+    "float-quantized": "fp8",
+    "int-quantized": "int8",
+    "mxfp8-quantized": "fp8",
+    "nvfp4-pack-quantized": "nvfp4",
+    "mxfp4-pack-quantized": "mxfp4",
+}
+
+
+def _of_group(row: Mapping[str, Any], form: str) -> Wanted:
+    """What one of compressed-tensors' groups says of its modules."""
+    weights = row.get("weights")
+    if not isinstance(weights, dict):
+        return Wanted()
+    layouts = frozenset({_LAYOUTS[form]} if form in _LAYOUTS else ())
+    is_integer = str(weights.get("type", "int")) == "int"
+    needs = frozenset({"zero_point"} if is_integer and weights.get("symmetric") is False else ())
+    targets = row.get("targets")
+    named = tuple(map(str, targets)) if isinstance(targets, list) else ()
+    return Wanted(layouts, _block_of_group(weights), needs, named)
+
+
+_WITHOUT_GROUPS = {None: "tensor", -1: "channel"}  # group_size -> strategy
+
+
+def _block_of_group(weights: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The codes that share a scale by a group's strategy, None where it says none that is known."""
+    group = weights.get("group_size")
+    strategy = weights.get("strategy")
+    if strategy is None:  # as compressed-tensors completes it
+        strategy = "group" if group is not None and group != -1 else _WITHOUT_GROUPS[group]
+    if strategy == "tensor":
+        return 0, 0
+    if strategy == "channel":
+        return 1, 0
+    if strategy in ("group", "tensor_group") and type(group) is int and group > 0:
+        return 1, group
+    sizes = weights.get("block_structure")
+    if strategy == "block" and isinstance(sizes, list) and len(sizes) == 2:
+        height, width = sizes
+        if type(height) is int and type(width) is int and height > 0 and width > 0:
+            return height, width
+    return None
 
 
 def _by_name(names: Iterable[str]) -> Quantisation | None:
+    """The scheme that the first name of one scheme alone tells; of quanto all names, since codes of 2 and 4 bits have a
+    shift beside them."""
+    names = iter(names)
     for name in names:
-        dot = name.rfind(".")
-        found = _BY_NAME.get(name[dot:]) or _BY_NAME.get(name[name.rfind(".", 0, dot) :])
+        found = _scheme_of_name(name)
+        if found == _QUANTO:
+            found = next((_QUANTO_PACKED for other in names if _scheme_of_name(other) == _QUANTO_PACKED), found)
         if found:
-            return Quantisation(found, why="" if found in _METHODS else f"tensors such as {name}")
+            why = "" if found in _METHODS else f"tensors such as {name}"
+            return Quantisation(found, why=why, declared=QUANTO if found == _QUANTO else STATED)
     return None
+
+
+def _scheme_of_name(name: str) -> str | None:
+    dot = name.rfind(".")
+    return _BY_NAME.get(name[dot:]) or _BY_NAME.get(name[name.rfind(".", 0, dot) :])

@@ -8,14 +8,15 @@ nowhere: what they say of themselves is objects of torchao's classes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import Incomplete, UsageError
-from ckpt_tool.formats.hf.subclasses import NAMES, Subclasses, present, stated_in
-from ckpt_tool.quantised.weights import subclasses_in
+from ckpt_tool.formats.hf.subclasses import NAMES, Subclasses, block_in, present, stated_in
+from ckpt_tool.quantised.parts import Wanted, unlike
+from ckpt_tool.quantised.weights import Fault, Found, Kind, subclasses_in
 from ckpt_tool.sources.chosen import Chosen, Conversion
 
 LACKING, UNSTATED = "E1460", "E1474"
@@ -39,6 +40,36 @@ def with_stated(chosen: Chosen, job: Conversion) -> Chosen:
     if not stated:
         return chosen
     texts, lacking = present(stated, chosen.model)
+    refuse_lacking(lacking)
+    if texts and "quantize" not in job.fmt.holds.uses_options:
+        return chosen
+    hints = chosen.all_hints.having(Subclasses(texts)) if texts else chosen.hints
+    return replace(chosen, extras=_without(chosen.extras, {NAMES, *stated}), hints=hints)
+
+
+def header_faults(extras: Mapping[str, Any], found: Found, tensors: Mapping[str, Kind]) -> Iterator[Fault]:
+    """Where torchao's weights are not as the headers state them: parts that are not there, and scales of other blocks.
+    extras: of a catalog."""
+    stated = stated_in(_headers(extras))
+    if not stated:
+        return
+    for part in present(stated, tensors)[1]:
+        yield Fault(part, "the header states this part, and it is not there", lacking=True)
+    for weight in found.weights.values():
+        block = block_in(stated.get(weight.made, ""))
+        if block is None or len(weight.shape) != 2:
+            continue
+        wanted = Wanted(block=block)
+        is_divided = all(size % each == 0 for size, each in zip(weight.shape, block, strict=True))
+        if not is_divided:
+            what = f"codes of shape {list(weight.shape)} in blocks of {list(block)}, as the header states"
+            yield Fault(weight.lead, what, lacking=False)
+        else:
+            yield from unlike(weight, wanted, tensors)
+
+
+def refuse_lacking(lacking: Sequence[str]) -> None:
+    """Raise Incomplete E1460 where parts of torchao's weights are not there."""
     if lacking:
         raise Incomplete(
             f"{len(lacking)} parts of torchao's tensors are not there: {lacking[0]}",
@@ -47,10 +78,6 @@ def with_stated(chosen: Chosen, job: Conversion) -> Chosen:
             faults=lacking[1:],
             hint="fetch the checkpoint again; --remove-keys wants a pattern that takes all parts of a weight",
         )
-    if texts and "quantize" not in job.fmt.holds.uses_options:
-        return chosen
-    hints = chosen.all_hints.having(Subclasses(texts)) if texts else chosen.hints
-    return replace(chosen, extras=_without(chosen.extras, {NAMES, *stated}), hints=hints)
 
 
 def _headers(extras: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -17,9 +17,9 @@ from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.quantised.alike import Alike
-from ckpt_tool.quantised.scheme import quantisation
-from ckpt_tool.quantised.weights import Found, Kind, find, has_integers
-from ckpt_tool.sources.config import config_in, read_config
+from ckpt_tool.quantised.scheme import found_by, quantisation
+from ckpt_tool.quantised.weights import Found, Kind, has_integers
+from ckpt_tool.sources.config import quantised_config_in, read_config
 from ckpt_tool.sources.opening import Opened
 
 
@@ -31,9 +31,8 @@ def summary(opened: Opened, reading: Reading, listed: Collection[str] | None) ->
     """
     tensors = Alike(_blocks(opened.catalog), listed)
     scheme = quantisation(config_of(opened, reading), tensors.names() if has_integers(tensors.kinds()) else ())
-    stated = scheme.found_by if scheme else {}
     kinds = tensors.first()
-    found = find(kinds, **stated)
+    found = found_by(scheme, kinds)
     if scheme is None and not found.weights:
         return None
     shown = [weight for weight in found.weights.values() if tensors.count(weight.lead)]
@@ -53,7 +52,7 @@ def summary(opened: Opened, reading: Reading, listed: Collection[str] | None) ->
     if scheme is not None and not scheme.known:
         out["why"] = scheme.why
     if found.faults:
-        every = find(tensors.like(fault.name for fault in found.faults), **stated)
+        every = found_by(scheme, tensors.like(fault.name for fault in found.faults))
         out["faults"] = [f"{fault.name}: {fault.what}" for fault in every.faults[:20]]
     out["more_parameters"] = parameters - stored - scales - _sizes(found.beside, kinds, tensors)[0]
     return out
@@ -62,7 +61,7 @@ def summary(opened: Opened, reading: Reading, listed: Collection[str] | None) ->
 def config_of(opened: Opened, reading: Reading) -> Mapping[str, Any] | None:
     """The config, None where there is none that can be read: what is to be seen of the tensors is seen without."""
     try:
-        return read_config(reading.config) if reading.config else config_in(opened.tree)
+        return read_config(reading.config) if reading.config else quantised_config_in(opened.tree)
     except UsageError:
         return None
 

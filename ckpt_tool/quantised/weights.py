@@ -23,6 +23,8 @@ What is recognised (the arithmetic is in `quantised.floats`):
     X [n / 2, 1]     X.absmax, X.quant_map,             bitsandbytes, 4 bits, the shape in a value; absmax U8 with
                      X.quant_state.bitsandbytes__nf4    X.nested_absmax and X.nested_quant_map
     m.weight I8      m.SCB [, m.weight_format]          bitsandbytes, 8 bits
+    m.weight U8      m.weight_scale, one number         BitNet [out / 4, in], where the config says so
+    X._data I8, F8   X._scale                           quanto, 8 bits
     m.weight U32     m.scales, m.biases                 MLX [out, in * bits / 32], as the config says
     m.weight U32     m.scales U8                        MLX's modes mxfp4, mxfp8 and nvfp4, which the config names
     m.qweight I32    m.scales, m.qzeros [, m.g_idx]     GPTQ [in * bits / 32, out], AWQ [in, out / 8]: (in, out)
@@ -52,8 +54,10 @@ Shape = tuple[int, ...]
 BYTES, NIBBLES, WORDS, TURNED, MATRIX = "bytes", "nibbles", "words", "turned nibbles", "words of a turned matrix"
 TABLED, OF_127 = "numbers of a table", "bytes of which 127 is the largest"  # bitsandbytes: 4 bits, 8 bits
 STREAM = "a stream of bits"  # MLX
+TRITS = "four codes of two bits a byte"  # BitNet: of rows that are a quarter of all apart
 ORDERS = ("gptq", "gptq_v2", "awq")  # of a MATRIX's codes, as `scheme` finds it in the config
 TILED = "scales in tiles"  # an order too: what its scales are in
+TRIT_SCALES = ("divided", "multiplied")  # an order too: how the scale of TRITS is applied
 AFFINE = "affine"
 MODES = {AFFINE: None, "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}  # of a STREAM: its only (columns, bits)
 CODES = frozenset(
@@ -79,7 +83,7 @@ _ROLES = {
     "_g_idx": "g_idx",
 }
 ENDINGS = {role: ending for ending, role in _ROLES.items()}
-_QDATA = "_qdata"
+QDATA, DATA, QWEIGHT = "_qdata", "._data", ".qweight"  # what the names of codes end in: torchao, quanto, GPTQ
 _OF_SUBCLASS = ("scale", "zero_point", "per_tensor_scale")  # roles of a torchao weight's parts, as these are called
 _PRE_SCALE = "act_pre_scale"
 SUBCLASS_ROLES = (  # of torchao's, the longer before what they end in
@@ -87,8 +91,9 @@ SUBCLASS_ROLES = (  # of torchao's, the longer before what they end in
     *("per_tensor_scale", "zero_point", "scale"),
 )
 TILE = (128, 4)  # scales of a tile, which lie as (32, 4, 4): row mod 32, row div 32, column
-_PART = (*_SCALES, *_OF_MODULE, *_ROLES, SCALES, BLOCKS, PACKED, _SCB, _FORMAT)
-_TABLES = (_ABSMAX, *_OF_TABLE.values(), *_STATES)
+_OF_QUANTO = (DATA, "._scale", "._shift")
+_PART = (*_OF_QUANTO, *_SCALES, *_OF_MODULE, *_ROLES, SCALES, BLOCKS, PACKED, _SCB, _FORMAT)
+TABLES = (_ABSMAX, *_OF_TABLE.values(), *_STATES)
 # what a quantised model keeps of its activations and its cache: nothing that a weight is made of
 _ACTIVATIONS = tuple(
     """
@@ -172,6 +177,11 @@ class Found(NamedTuple):
         return frozenset(name for weight in self.weights.values() for name in weight.names)
 
 
+Check = Callable[
+    [Mapping[str, Quantised], Mapping[str, Kind], frozenset[str]], tuple[dict[str, Quantised], list[Fault]]
+]
+
+
 def find(
     tensors: Mapping[str, Kind],
     *,
@@ -180,17 +190,23 @@ def find(
     order: str = "",
     apart: Mapping[str, tuple[int, int, str]] = MappingProxyType({}),
     own: Callable[[str], int] | None = None,
+    check: Check | None = None,
+    trits: str = "",
 ) -> Found:
     """What is quantised among `tensors`. block: (rows, cols) that the config says share a scale; bits: of packed codes;
     order: of those of matrices and of streams, where the config says that they are such; apart: of MLX, (columns that
-    share a scale, bits, mode) of modules that have their own; own: of a matrix's module its bits, where these differ.
+    share a scale, bits, mode) of modules that have their own; own: of a matrix's module its bits, where these differ;
+    check: what compares the weights with their scheme (`parts.Declared.check`); trits: of BitNet's codes, one of
+    `TRIT_SCALES`, where the config says that they are such.
 
     >>> from ckpt_tool.core.dtype import DTYPES
     >>> found = find({"w": Kind(DTYPES["F8_E4M3"], (300, 256)), "w_scale_inv": Kind(DTYPES["F32"], (3, 2))})
     >>> found.weights["w"].block
     (128, 128)
     """
-    weights, wrong, taken = {}, list[Fault](), set[str]()
+    weights: dict[str, Quantised] = {}
+    wrong: list[Fault] = []
+    taken: set[str] = set()
     stated, roles = tuple(block), _roles_among(tensors)
     tables = {name.removesuffix(_ABSMAX) for name in tensors if name.endswith(_ABSMAX)}
     for name, kind in tensors.items():
@@ -201,11 +217,15 @@ def find(
             found = _tabled(name, kind, tensors)
         elif order in MODES and kind.dtype.name == "U32" and name.endswith(".weight"):
             found = _stream(name, kind, tensors, apart.get(name.removesuffix(".weight"), (block[1], bits[0], order)))
-        elif order and name.endswith(".qweight"):
-            width = bits[0] if own is None else own(name.removesuffix(".qweight"))
+        elif order and name.endswith(QWEIGHT):
+            width = bits[0] if own is None else own(name.removesuffix(QWEIGHT))
             found = _matrix(name, kind, tensors, width, order)
-        elif name.endswith(_QDATA) and (weight := subclass_of(name)):
+        elif name.endswith(QDATA) and (weight := subclass_of(name)):
             found = _subclass(name, weight, kind, tensors)
+        elif name.endswith(DATA):
+            found = _apart(name, kind, tensors)
+        elif trits and kind.dtype.name == "U8" and name.endswith(".weight"):
+            found = _trits(name, kind, tensors, trits)
         found = found or _plain(name, kind, tensors, stated, roles)
         if isinstance(found, Quantised):
             weights[name] = found
@@ -215,7 +235,16 @@ def find(
     faults = [fault for fault in wrong if fault.name not in taken]  # scales may be FP8 themselves
     beside = tuple(name for name in tensors if name.endswith(_ACTIVATIONS) and name not in taken)
     faults += _alone(tensors, {*taken, *beside, *(fault.name for fault in faults)})
+    if check is not None:
+        known = frozenset((*taken, *beside, *(fault.name for fault in faults)))
+        weights, misfits = check(weights, tensors, known)
+        faults += misfits
     return Found(weights, beside, tuple(faults))
+
+
+def has_codes(dtypes: Iterable[DType]) -> bool:
+    """May something be quantised?"""
+    return any(dtype.name in DTYPES for dtype in dtypes)
 
 
 def has_integers(kinds: Iterable[Kind]) -> bool:
@@ -232,7 +261,7 @@ def units(weight: Quantised, tensors: Mapping[str, Kind]) -> dict[str, Units]:
     [(2, 5), (2, 5)]
     """
     # groups may lie in the order of activations or in tiles, or a shape be unknown
-    if weight.codes in (MATRIX, TABLED, STREAM) or weight.order == TILED:
+    if weight.codes in (MATRIX, TABLED, STREAM, TRITS) or weight.order == TILED:
         pieces = {name: (1,) * len(tensors[name].shape) for name in weight.names}
         return {name: Units(weight.lead, weight.made, pieces[weight.lead], mine) for name, mine in pieces.items()}
     rows, columns = weight.shape[-2:] if len(weight.shape) > 1 else (1, prod(weight.shape))
@@ -273,7 +302,7 @@ def part_of(name: str) -> str | None:
     """
     if "._" in name and (weight := subclass_of(name)):
         return weight
-    ending = next((ending for ending in (*_PART, *_TABLES) if name.endswith(ending)), None)
+    ending = next((ending for ending in (*_PART, *TABLES) if name.endswith(ending)), None)
     if ending is None:
         return None
     stem = name.removesuffix(ending)
@@ -367,6 +396,34 @@ def _tabled(name: str, kind: Kind, tensors: Mapping[str, Kind]) -> Quantised | F
     return Quantised(name, TABLED, name, parts, (numel,), (1, -(-numel // scales.shape[0])), 4)
 
 
+def _apart(name: str, kind: Kind, tensors: Mapping[str, Kind]) -> Quantised | Fault | None:
+    """quanto's codes of 8 bits, one tensor of them and one of scales below the weight's name."""
+    made = name.removesuffix(DATA)
+    scale = f"{made}._scale"
+    if kind.dtype.name not in CODES - {"F4"}:
+        return None  # codes of 2 and 4 bits have a shift beside them, and are refused by the scheme
+    if scale not in tensors:
+        return Fault(name, f"codes without {scale}", lacking=True)
+    if made in tensors:
+        return Fault(name, f"codes beside {made} itself", lacking=False)
+    shape = _over(kind.shape)
+    block = block_of(shape, tensors[scale].shape)
+    if block is None:
+        return _misfit(scale, tensors, shape)
+    return Quantised(made, BYTES, name, {"scale": scale}, kind.shape, block, 8)
+
+
+def _trits(name: str, kind: Kind, tensors: Mapping[str, Kind], scales: str) -> Quantised | Fault:
+    """BitNet's codes of -1, 0 and 1, four a byte, and the number that all are divided by or multiplied with."""
+    scale = f"{name}{SCALE}"
+    if scale not in tensors:
+        return Fault(name, f"codes without {scale}", lacking=True)
+    if len(kind.shape) != 2 or not all(kind.shape) or prod(tensors[scale].shape) != 1:
+        return _misfit(scale, tensors, kind.shape)
+    shape = (4 * kind.shape[0], kind.shape[1])
+    return Quantised(name, TRITS, name, {"scale": scale}, shape, shape, 2, scales)
+
+
 def _stream(
     name: str, kind: Kind, tensors: Mapping[str, Kind], stated: tuple[int, int, str]
 ) -> Quantised | Fault | None:
@@ -435,7 +492,7 @@ def subclasses_in(names: Iterable[str]) -> list[str]:
     >>> subclasses_in(["m.bias", "m._weight_qdata", "m._weight_scale"])
     ['m.weight']
     """
-    return [weight for name in names if name.endswith(_QDATA) and (weight := subclass_of(name))]
+    return [weight for name in names if name.endswith(QDATA) and (weight := subclass_of(name))]
 
 
 def tiled(rows: int, columns: int) -> Shape:
@@ -484,7 +541,7 @@ def _subclass(name: str, weight: str, kind: Kind, tensors: Mapping[str, Kind]) -
 
 def _matrix(name: str, kind: Kind, tensors: Mapping[str, Kind], bits: int, order: str) -> Quantised | Fault:
     """The codes of a matrix (inputs, outputs), packed along its inputs (GPTQ) or its outputs (AWQ)."""
-    module = name.removesuffix(".qweight")
+    module = name.removesuffix(QWEIGHT)
     parts = {"scale": f"{module}.scales", "zero_point": f"{module}.qzeros"}
     lacking = next((part for part in parts.values() if part not in tensors), None)
     if lacking is not None:

@@ -26,6 +26,7 @@ from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CorruptFile, InputError, UsageError, wrap_os_error
 from ckpt_tool.formats.hf.files import NESTED
 from ckpt_tool.options.reading import Reading
+from ckpt_tool.quantised.scheme import FILES, KEYS, of_quantiser, section
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
 
@@ -63,6 +64,23 @@ def config_in(tree: Tree) -> Mapping[str, Any] | None:
     if tree.single is not None or not tree.exists(NAME):
         return None
     return parsed(tree.read_whole(NAME, limit=LIMIT), tree.display(NAME))
+
+
+def quantised_config_in(tree: Tree) -> Mapping[str, Any] | None:
+    """The `config.json` of a checkpoint, with what a file of a quantiser's own says where it says nothing of
+    quantising: GPTQ's, AWQ's and ModelOpt's tools write one beside it. Raises as `read_config`."""
+    return _with_quantisation(config_in(tree), tree)
+
+
+def _with_quantisation(config: Mapping[str, Any] | None, tree: Tree) -> Mapping[str, Any] | None:
+    if tree.single is not None or (config is not None and section(config) is not None):
+        return config
+    for name in FILES:
+        if tree.exists(name):
+            stated = of_quantiser(name, parsed(tree.read_whole(name, limit=LIMIT), tree.display(name)))
+            if stated is not None:
+                return {**(config or {}), KEYS[0]: stated}
+    return config
 
 
 def without_degrees(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
@@ -160,7 +178,8 @@ def file_config(opened: Opened) -> Mapping[str, Any] | None:
     for tree in (opened.tree, opened.outer):
         for name in (NAME, NESTED + NAME) if tree is not None and tree.single is None else ():
             if tree is not None and tree.exists(name):
-                return parsed(tree.read_whole(name, limit=LIMIT), tree.display(name))
+                config = parsed(tree.read_whole(name, limit=LIMIT), tree.display(name))
+                return _with_quantisation(config, tree)
     return None
 
 

@@ -143,11 +143,11 @@ DOWN = "model.layers.0.mlp.experts.down_proj"
             "int4_group_asym",
             lambda t: t.update({f"{Q}_zero_point": torch.zeros(5, 2, dtype=torch.int32)}),
             InconsistentCheckpoint,
-            "E1462",
+            "E1461",
         ),
         ("int4_group", lambda t: t.update({Q: torch.ones(64, 64)}), InconsistentCheckpoint, "E1461"),
         ("mxfp4_gpt_oss", lambda t: t.update({DOWN: torch.ones(4, 96, 64)}), InconsistentCheckpoint, "E1461"),
-        ("nvfp4", lambda t: t.update({f"{Q}_global_scale": torch.ones(3)}), InconsistentCheckpoint, "E1462"),
+        ("nvfp4", lambda t: t.update({f"{Q}_global_scale": torch.ones(3)}), InconsistentCheckpoint, "E1461"),
     ],
 )
 def test_what_does_not_fit_is_said(case: str, change: Any, kind: type[CkptError], code: str, tmp_path: Path) -> None:

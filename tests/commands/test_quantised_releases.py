@@ -128,7 +128,7 @@ def test_floats_on_the_way_to_megatron(case: str, tmp_path: Path) -> None:
 def test_codes_are_not_laid_out_otherwise(case: str, tmp_path: Path) -> None:
     with pytest.raises(CkptError) as caught:
         run(FIXTURES / case, tmp_path / "out", to="megatron-dist")
-    assert caught.value.code == "E1377" and "--dequantize" in (caught.value.hint or ""), caught.value
+    assert caught.value.code == "E1486" and "--dequantize" in (caught.value.hint or ""), caught.value
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -428,10 +428,11 @@ def test_experts_of_gpt_oss_are_turned(panel: int, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(coding, "_PANEL", panel)
     name, q = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.self_attn.q_proj.weight"
     weight = torch.randn(3, 64, 200, generator=torch.Generator().manual_seed(5)).bfloat16()
-    source = model_of(tmp_path / "m", {name: weight, q: torch.randn(64, 64).bfloat16()}, model_type="gpt_oss")
+    beside = {q: torch.randn(64, 64).bfloat16(), f"{name}_bias": torch.randn(3, 200).bfloat16()}
+    source = model_of(tmp_path / "m", {name: weight, **beside}, model_type="gpt_oss")
     report = run(source, tmp_path / "out", quantize="mxfp4")
     found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == {f"{name}_blocks", f"{name}_scales", q} and report["quantized"]["weights"] == 1
+    assert found.keys() == {f"{name}_blocks", f"{name}_scales", *beside} and report["quantized"]["weights"] == 1
     assert found[f"{name}_blocks"].shape == (3, 200, 2, 16) and found[f"{name}_scales"].shape == (3, 200, 2)
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "mxfp4" and q.removesuffix(".weight") in config["modules_to_not_convert"]

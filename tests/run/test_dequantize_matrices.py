@@ -251,7 +251,7 @@ def test_modules_that_were_left_are_ignored_and_sizes_of_groups_may_differ(tmp_p
     stated = json.loads((tmp_path / "a/config.json").read_text())["quantization_config"]
     assert stated["ignore"] == ["lm_head", "model.layers.0.self_attn.o_proj"]
     assert "model.layers.0.self_attn.o_proj.weight" in made
-    packed(tmp_path / "in", "gptq", 4)
+    packed(tmp_path / "in", "gptq", 4, dynamic={"n": {"group_size": -1}})
     tensors = load_file(tmp_path / "in/model.safetensors")
     tensors |= {f"n.{name[2:]}": value for name, value in tensors.items() if name.startswith("m.")}
     tensors |= {
@@ -298,7 +298,7 @@ def test_values_that_would_be_lost_are_looked_at(config, name: str, change, code
 
 
 def test_groups_that_do_not_divide_the_inputs(tmp_path: Path, capfd) -> None:
-    packed(tmp_path / "in", "gptq", 4)
+    packed(tmp_path / "in", "gptq", 4, group_size=20)
     tensors = load_file(tmp_path / "in/model.safetensors")
     tensors |= {"m.scales": np.ones((5, 64), np.float16), "m.qzeros": np.zeros((5, 8), np.int32)}
     save_file(tensors, tmp_path / "in/model.safetensors")

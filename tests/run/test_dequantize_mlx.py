@@ -106,7 +106,7 @@ def test_scales_that_are_no_floats(tmp_path: Path, capfd: pytest.CaptureFixture[
     save_file(tensors, tmp_path / "in/model.safetensors")
     (tmp_path / "in/config.json").write_bytes((FIXTURE / "config.json").read_bytes())
     assert run(["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--to", "dcp", "--dequantize", "--json"]) == 3
-    assert json.loads(capfd.readouterr().err)["error"]["code"] == "E1462"
+    assert json.loads(capfd.readouterr().err)["error"]["code"] == "E1461"
 
 
 def test_the_config_says_nothing_of_it_afterwards(tmp_path: Path) -> None:

@@ -69,6 +69,23 @@ def parts_of(text: str) -> tuple[str, ...] | None:
     return tuple(parts) if sound and bool(parts) == (value["_type"] != "Tensor") else None
 
 
+@lru_cache(maxsize=4096)
+def block_in(text: str) -> tuple[int, int] | None:
+    """The (rows, columns) that share a scale by a weight's text, None where it says none.
+
+    >>> block_in('{"_type": "Int8Tensor", "_data": {"block_size": [1, 64]}, "_tensor_data_names": ["qdata", "scale"]}')
+    (1, 64)
+    """
+    value = _parsed(text)
+    data = value.get("_data") if isinstance(value, dict) else None
+    block = data.get("block_size") if isinstance(data, dict) else None
+    if not isinstance(block, list) or len(block) != 2:
+        return None
+    height, width = block
+    sound = type(height) is int and type(width) is int and height > 0 and width > 0
+    return (height, width) if sound else None
+
+
 def present(stated: Mapping[str, str], tensors: Collection[str]) -> tuple[dict[str, str], list[str]]:
     """(the texts of weights of which a part is among `tensors`, the parts of those that are not). stated: of plain
     tensors too."""

@@ -1,0 +1,60 @@
+"""What `ckpt verify` and `ckpt audit` find in quantised weights: parts that are missing or do not fit their scheme.
+
+    faults_of(opened, config)                 by names, dtypes and shapes, and what torchao's headers state
+    faults_of(opened, config, values=True)    also small tensors that say a shape (X_shape, bitsandbytes' states)
+
+The faults are those that `--dequantize` would end with, all of them. Of a scheme that is not known, and of integers and
+FP8 values that nothing says are codes, there is nothing to be said.
+Cost: some us a weight; with values a small read for each weight of a scheme that has such tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
+from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
+from ckpt_tool.quantised.dequantize import LACKING, MISFIT, misshapen, small_numbers
+from ckpt_tool.quantised.kept_whole import found_in
+from ckpt_tool.quantised.subclasses import header_faults
+from ckpt_tool.quantised.weights import Fault, Found, Kind, has_codes
+from ckpt_tool.sources.opening import Opened
+
+
+def faults_of(opened: Opened, config: Mapping[str, Any] | None, *, values: bool = False) -> list[CkptError]:
+    """Every fault of the checkpoint's quantised weights, [] where it has none. config: of the model."""
+    state = MODEL if any(row.state == MODEL for row in opened.catalog.rows()) else MASTER
+    kinds = {row.name: Kind(row.dtype, row.shape) for row in opened.catalog.rows() if row.state == state}
+    if not has_codes(kind.dtype for kind in kinds.values()):
+        return []
+    scheme, found = found_in(kinds, config)
+    if (scheme is None and not found.weights) or (scheme is not None and not scheme.known):
+        return []
+
+    more = (*header_faults(opened.catalog.extras, found, kinds), *misshapen(found, kinds, config))
+    faults = [_as_error(fault) for fault in (*found.faults, *more)]
+    if values and not faults:
+        faults += _of_values(opened, found, state)
+    return faults
+
+
+def _as_error(fault: Fault) -> CkptError:
+    kind = Incomplete if fault.lacking else InconsistentCheckpoint
+    return kind(f"{fault.name}: {fault.what}", code=LACKING if fault.lacking else MISFIT, key=fault.name)
+
+
+def _of_values(opened: Opened, found: Found, state: str) -> list[CkptError]:
+    """What the values of small parts contradict: a recipe of each weight is made, and none is carried out."""
+    from ckpt_tool.quantised.floats import recipe
+    from ckpt_tool.run.computed import Input
+
+    faults: list[CkptError] = []
+    for weight in found.weights.values():
+        inputs = {name: Input(opened.catalog.tensors[TensorKey(name, state)], opened.tree) for name in weight.names}
+        try:
+            recipe(weight, TensorKey(weight.made), inputs, small_numbers)
+        except CkptError as fault:
+            fault.key = fault.key or weight.lead
+            faults.append(fault)
+    return faults
