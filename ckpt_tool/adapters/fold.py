@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.adapters.adapter import Adapter, open_adapter
-from ckpt_tool.adapters.changed_base import changed
+from ckpt_tool.adapters.changed_base import NO_FLOATS, changed
 from ckpt_tool.adapters.inside import split_inside
 from ckpt_tool.adapters.targets import Matched, Tokens, match
 from ckpt_tool.conversion.adapter_inside import inside_of
@@ -36,6 +36,7 @@ from ckpt_tool.formats import registry
 from ckpt_tool.formats.peft.settings import LARGEST
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
+from ckpt_tool.quantised.kept_whole import found_in, model_kinds
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, refuse_saved_plan
 from ckpt_tool.sources.config import config_of
 from ckpt_tool.sources.opening import Opened, open_source
@@ -159,7 +160,30 @@ def _matched(everything: Chosen, adapters: Sequence[Adapter], job: Conversion) -
             return named, found
         if not any(each.missing for each in tried[-1][1]):
             break  # all names are there: others would help nothing
+    _refuse_quantised(everything, reading)
     raise _of_another_base(adapters, *tried[0], unnamed)
+
+
+def _refuse_quantised(base: Chosen, reading: Reading) -> None:
+    """Raise UsageError E1427 for an adapter that does not fit a base of codes: before their floats are made nobody can
+    say whether it is of another one."""
+    kinds = model_kinds(row.tensor for row in base.stored)
+    scheme, found = found_in(kinds, _config(base, reading)) if kinds else (None, None)
+    is_unknown = scheme is not None and not scheme.known
+    if found is None or (not found.weights and not is_unknown):
+        return
+    named = f" by {scheme.scheme}" if scheme is not None else ""
+    lead = next(iter(found.weights), None)
+    hint = "--dequantize makes floats of the base's weights, into which the adapter is folded"
+    if is_unknown:
+        hint = "make floats of the base with its own library, and fold the adapter into those"
+    raise UsageError(
+        f"the base's weights are quantised{named}: adapters are folded into floats",
+        code=NO_FLOATS,
+        key=lead,
+        path=base.sources[0].path,
+        hint=hint,
+    )
 
 
 def _dialects(adapters: Sequence[Adapter], writing: Writing) -> tuple[str | None, ...]:

@@ -21,8 +21,8 @@ from ckpt_tool.auditing.subject import Subject
 from ckpt_tool.conversion.tied_head import TIED, pair_of
 from ckpt_tool.conversion.vocabulary import is_vocabulary
 from ckpt_tool.families.table import form_of
-from ckpt_tool.quantised.scheme import KEYS, quantisation, section
-from ckpt_tool.quantised.weights import CODES, DTYPES, has_integers
+from ckpt_tool.quantised.scheme import quantisation, section
+from ckpt_tool.quantised.weights import CODES, CONFIG_KEYS, DTYPES, has_integers
 from ckpt_tool.sources.config import tree_of
 
 _TOKENIZER, _ADDED = "tokenizer.json", "added_tokens.json"
@@ -139,16 +139,14 @@ def _quantised(subject: Subject) -> Iterator[Finding]:
     there = bool(found.weights) or by_name is not None or (integers if not is_known else _has_codes(subject))
     if section(subject.config) is not None and not there:
         yield Finding(
-            QUANTISED, f"the config states {stated.scheme if stated else KEYS[0]}, and no tensor is quantised"
+            QUANTISED, f"the config states {stated.scheme if stated else CONFIG_KEYS[0]}, and no tensor is quantised"
         )
     if stated is None and by_name is not None and by_name.wants_config:
         what = "and no config says how they are stored: quantize_config.json, or a section of config.json"
         yield Finding(QUANTISED, f"there are codes of {by_name.scheme} ({by_name.why}), {what}")
     floats8 = [name for name in found.weights if kinds[name].dtype.name.startswith("F8")]
     if floats8 and stated is None and by_name is None and subject.model.config is not None:
-        message = (
-            f"{len(floats8)} weights are {kinds[floats8[0]].dtype.name} with scales, and the config has no {KEYS[0]}"
-        )
+        message = f"{len(floats8)} weights are {kinds[floats8[0]].dtype.name} with scales, and the config has no {CONFIG_KEYS[0]}"
         yield Finding(QUANTISED, message, floats8[0])
 
 

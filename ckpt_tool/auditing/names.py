@@ -25,6 +25,8 @@ from ckpt_tool.families.completeness import missing, strange
 from ckpt_tool.families.config.translation import contradictions
 from ckpt_tool.families.experts import mixed_experts
 from ckpt_tool.families.rewrite import unfitting
+from ckpt_tool.quantised.scheme import is_of_one_scheme, quantisation
+from ckpt_tool.quantised.weights import DTYPES
 
 _NUMBERED = re.compile(r"(.*-)(\d{1,7})-of-(\d{1,7})(\.[a-z]+)")
 _EXPERT = re.compile(r"(.*\.(?:layers|blocks|h)\.(\d{1,9})\..*?experts\.)(\d{1,9})\.")
@@ -76,8 +78,23 @@ def _missing(subject: Subject) -> Iterator[Finding]:
 def _strange(subject: Subject) -> Iterator[Finding]:
     if subject.found is not None and subject.sure:
         family, dialect = subject.found
+        coded = _modules_of_codes(subject)
         for name in strange(family, dialect, subject.weights):
+            if name.rpartition(".")[0] in coded:
+                continue
             yield Finding(SURPLUS, f"{name} is in a layer, and no rule of {family.name} has it", name)
+
+
+def _modules_of_codes(subject: Subject) -> set[str]:
+    """Modules of a scheme that is not known, of whose tensors nobody can say which belong to it."""
+    scheme = quantisation(subject.model.config, subject.kinds)
+    if scheme is None or scheme.known:
+        return set()
+    return {
+        name.rpartition(".")[0]
+        for name, kind in subject.kinds.items()
+        if kind.dtype.name in DTYPES or is_of_one_scheme(name)
+    }
 
 
 def _shapes(subject: Subject) -> Iterator[Finding]:

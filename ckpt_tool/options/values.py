@@ -166,6 +166,22 @@ def one_of(known: Iterable[str], meant: Mapping[str, str] | None = None) -> Call
     return parse
 
 
+def only_one_of(known: Iterable[str], hint: str) -> Callable[[Any], str | None]:
+    """A parser of one name out of `known` for an option of kind `values`: given twice, which of both holds would be
+    decided in silence. hint: what to do in place of a second one."""
+    name_of = one_of(known)
+
+    def parse(value: str | Iterable[str] | None) -> str | None:
+        given = several(value) if value is not None else []
+        names = [name_of(each) for each in given]
+        if len(names) > 1:
+            raise BadValue(f"it is given {len(names)} times, {' and '.join(names)}: one holds for all", hint=hint)
+        return names[0] if names else None
+
+    parse.__annotations__["value"] = "str"
+    return parse
+
+
 def with_file(known: Iterable[str]) -> Callable[[Any], tuple[str, str]]:
     """A parser of one name out of `known` and a file to write."""
     name_of = one_of(known)

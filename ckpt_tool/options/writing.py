@@ -16,6 +16,7 @@ from ckpt_tool.options.values import (
     between,
     count,
     dtypes,
+    only_one_of,
     output,
     patterns,
     rename_rules,
@@ -121,8 +122,12 @@ class Writing:
         default={},
     )
     dequantize: bool = TRAVEL.flag("Write quantised weights and states as floats.")
-    quantize: str | None = TRAVEL.choice(
-        f"Write the weights of layers as codes and scales, to nearest: {', '.join(SCHEMES)}.", tuple(SCHEMES), "SCHEME"
+    quantize: str | None = TRAVEL.option(
+        f"Write the weights of layers as codes and scales, to nearest: {', '.join(SCHEMES)}.",
+        only_one_of(SCHEMES, "--quantize-only and --quantize-skip PATTERN say which weights are quantised"),
+        "SCHEME",
+        kind="values",
+        choices=tuple(SCHEMES),
     )
     quantize_skip: tuple[str, ...] = TRAVEL.option(
         "Leave these as they are too. Repeatable.", patterns, "PATTERN", kind="values", default=()
@@ -133,8 +138,12 @@ class Writing:
     repack: str | None = TRAVEL.choice(
         "Write the weights of GPTQ and AWQ as another library stores the same values: compressed-tensors.", REPACKS
     )
-    gguf_type: str | None = TRAVEL.choice(
-        f"GGUF: the type of matrices: {', '.join(GGUF_TYPES)}. Default: the source's.", GGUF_TYPES, "TYPE"
+    gguf_type: str | None = TRAVEL.option(
+        f"GGUF: the type of matrices: {', '.join(GGUF_TYPES)}. Default: the source's.",
+        only_one_of(GGUF_TYPES, "--gguf-only PATTERN says which matrices have it"),
+        "TYPE",
+        kind="values",
+        choices=GGUF_TYPES,
     )
     gguf_only: tuple[str, ...] = TRAVEL.option(
         "The matrices that --gguf-type is for, others stay. Repeatable.", patterns, "PATTERN", kind="values", default=()

@@ -19,9 +19,9 @@ from ckpt_tool.formats.state_dict.coded import part_of
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.kept_whole import found_in
-from ckpt_tool.quantised.scheme import FILES, KEYS, Quantisation, section
+from ckpt_tool.quantised.scheme import FILES, Quantisation, section
 from ckpt_tool.quantised.subclasses import header_faults
-from ckpt_tool.quantised.weights import MATRIX, OF_127, TABLED, Fault, Found, Kind, Quantised
+from ckpt_tool.quantised.weights import CONFIG_KEYS, MATRIX, OF_127, TABLED, Fault, Found, Kind, Quantised
 from ckpt_tool.quantised.which import is_conv1d
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, refuse_saved_plan, with_computed
 from ckpt_tool.sources.config import quantised_config_in
@@ -69,7 +69,9 @@ def dequantized(chosen: Chosen, job: Conversion) -> Chosen:
     kinds = {name: Kind(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     scheme, found = found_in(kinds, config)
     _refuse_unknown(scheme)
-    more = (*header_faults(chosen.sources[0].catalog.extras, found, kinds), *misshapen(found, kinds, config))
+    more = list(header_faults(chosen.sources[0].catalog.extras, found, kinds))
+    if not job.reading.lenient:
+        more += misshapen(found, kinds, config)
     refuse_misfits(found._replace(faults=(*found.faults, *more)))
     if not moments.recipes and not found.weights:
         raise UsageError(
@@ -172,7 +174,7 @@ def _with_floats(
         out,
         stored=stored,
         names={**out.names, **names},
-        untrue=(*out.untrue, *KEYS),
+        untrue=(*out.untrue, *CONFIG_KEYS),
         stale=(*out.stale, *FILES),
         dropped=(*out.dropped, *_dropped(found, tensors)),
     )

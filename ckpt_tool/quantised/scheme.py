@@ -18,10 +18,8 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.module_patterns import NotUnderstood, first_at_the_front
 from ckpt_tool.quantised.parts import STATED, UNSTATED, Declared, Wanted
-from ckpt_tool.quantised.weights import AFFINE, MODES, Found, Kind, find
+from ckpt_tool.quantised.weights import AFFINE, CONFIG_KEYS, MODES, Found, Kind, find
 
-# where configs keep it; the second is compressed-tensors' old name, the third MLX's
-KEYS = ("quantization_config", "compression_config", "quantization")
 FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # what some tools write beside a config
 INEXACT = "E1471"  # of weights that `--repack` can't give another layout
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -358,7 +356,7 @@ def _of_mlx(stated: Mapping[str, Any]) -> Quantisation:
 def section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The part of a config that is about quantisation, at its top or in that of its text model."""
     for place in (config, *(config[name] for name in _NESTED if isinstance(config.get(name), dict))):
-        for key in KEYS:
+        for key in CONFIG_KEYS:
             if isinstance(place.get(key), dict) and place[key]:
                 found: Mapping[str, Any] = place[key]
                 return found
@@ -389,7 +387,7 @@ def of_quantiser(file: str, stated: Mapping[str, Any]) -> Mapping[str, Any] | No
 def without(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     """The config without `keys`, at its top and in those of its parts that are models.
 
-    >>> without({"a": 1, "text_config": {"quantization_config": {}}}, KEYS)
+    >>> without({"a": 1, "text_config": {"quantization_config": {}}}, CONFIG_KEYS)
     {'a': 1, 'text_config': {}}
     """
     gone = set(keys)
@@ -488,6 +486,15 @@ def _by_name(names: Iterable[str]) -> Quantisation | None:
             why = "" if found in _METHODS else f"tensors such as {name}"
             return Quantisation(found, why=why, declared=QUANTO if found == _QUANTO else STATED)
     return None
+
+
+def is_of_one_scheme(name: str) -> bool:
+    """Does only one scheme call a tensor so?
+
+    >>> is_of_one_scheme("model.layers.0.mlp.up_proj.W_q"), is_of_one_scheme("model.layers.0.mlp.up_proj.weight")
+    (True, False)
+    """
+    return _scheme_of_name(name) is not None
 
 
 def _scheme_of_name(name: str) -> str | None:

@@ -29,10 +29,10 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.dtype import DTYPES, DType
-from ckpt_tool.quantised.scheme import KEYS
 from ckpt_tool.quantised.weights import (
     BLOCKS,
     BYTES,
+    CONFIG_KEYS,
     ENDINGS,
     NIBBLES,
     PACKED,
@@ -228,12 +228,12 @@ def stated_of(scheme: Scheme, shape: Shape, floats: DType) -> str:
 
 
 def config_of(scheme: Scheme, kept: Sequence[str]) -> dict[str, Any]:
-    """What a config says of a model that is quantised so (`scheme.KEYS`). kept: modules that are not."""
+    """What a config says of a model that is quantised so (`scheme.CONFIG_KEYS`). kept: modules that are not."""
     if scheme.method == "mxfp4":
-        return {KEYS[0]: {"modules_to_not_convert": list(kept), "quant_method": scheme.method}}
+        return {CONFIG_KEYS[0]: {"modules_to_not_convert": list(kept), "quant_method": scheme.method}}
     if scheme.method == "fp8":
         return {
-            KEYS[0]: {
+            CONFIG_KEYS[0]: {
                 "activation_scheme": "dynamic",
                 "fmt": "e4m3",
                 "modules_to_not_convert": list(kept),
@@ -244,7 +244,7 @@ def config_of(scheme: Scheme, kept: Sequence[str]) -> dict[str, Any]:
     if scheme.method == _TORCHAO:
         default = {**_plain(scheme.form, dict(scheme.weights)), "_version": 2}
         stays = {"modules_to_not_convert": list(kept), "include_input_output_embeddings": False}
-        return {KEYS[0]: {**stays, "quant_method": _TORCHAO, "quant_type": {"default": default}}}
+        return {CONFIG_KEYS[0]: {**stays, "quant_method": _TORCHAO, "quant_type": {"default": default}}}
     return _compressed_config(
         scheme.form, {("Linear",): (scheme.weights, dict(scheme.activations) if scheme.activations else None)}, kept
     )
@@ -255,7 +255,7 @@ def _compressed_config(
 ) -> dict[str, Any]:
     """compressed-tensors' config. groups: the modules that each is for -> what it says of (weights, activations)."""
     return {
-        KEYS[0]: {
+        CONFIG_KEYS[0]: {
             "config_groups": {
                 f"group_{number}": {
                     "targets": list(targets),

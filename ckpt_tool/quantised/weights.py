@@ -54,6 +54,8 @@ Shape = tuple[int, ...]
 BYTES, NIBBLES, WORDS, TURNED, MATRIX = "bytes", "nibbles", "words", "turned nibbles", "words of a turned matrix"
 TABLED, OF_127 = "numbers of a table", "bytes of which 127 is the largest"  # bitsandbytes: 4 bits, 8 bits
 STREAM = "a stream of bits"  # MLX
+# where configs keep it; the second is compressed-tensors' old name, the third MLX's
+CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
 TRITS = "four codes of two bits a byte"  # BitNet: of rows that are a quarter of all apart
 ORDERS = ("gptq", "gptq_v2", "awq")  # of a MATRIX's codes, as `scheme` finds it in the config
 TILED = "scales in tiles"  # an order too: what its scales are in

@@ -26,7 +26,8 @@ from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CorruptFile, InputError, UsageError, wrap_os_error
 from ckpt_tool.formats.hf.files import NESTED
 from ckpt_tool.options.reading import Reading
-from ckpt_tool.quantised.scheme import FILES, KEYS, of_quantiser, section
+from ckpt_tool.quantised.scheme import FILES, of_quantiser, section
+from ckpt_tool.quantised.weights import CONFIG_KEYS
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
 
@@ -79,7 +80,7 @@ def _with_quantisation(config: Mapping[str, Any] | None, tree: Tree) -> Mapping[
         if tree.exists(name):
             stated = of_quantiser(name, parsed(tree.read_whole(name, limit=LIMIT), tree.display(name)))
             if stated is not None:
-                return {**(config or {}), KEYS[0]: stated}
+                return {**(config or {}), CONFIG_KEYS[0]: stated}
     return config
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.quantised.scheme import KEYS, quantisation, section, without
-from ckpt_tool.quantised.weights import Kind, block_of, find, part_of, units
+from ckpt_tool.quantised.scheme import quantisation, section, without
+from ckpt_tool.quantised.weights import CONFIG_KEYS, Kind, block_of, find, part_of, units
 
 NAMES = [
     f"{stem}{end}"
@@ -75,7 +75,7 @@ CONFIGS = st.recursive(
         | st.dictionaries(
             st.sampled_from(
                 [
-                    *KEYS,
+                    *CONFIG_KEYS,
                     "quant_method",
                     "weight_block_size",
                     "config_groups",
@@ -107,7 +107,7 @@ def test_no_config_stops_it(told: object) -> None:
         or isinstance(found.scheme, str)
         and all(type(n) is int and n > 0 for n in (*found.block, *found.bits))
     )
-    assert section(without(config, KEYS)) is None
+    assert section(without(config, CONFIG_KEYS)) is None
 
 
 @pytest.mark.parametrize("scale", [(4, 0), (4, 1), (0, 1), (4, 1000)])

@@ -18,7 +18,7 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.quantised.codes import of_bytes, rectangles, unpacked
-from ckpt_tool.quantised.dequantize import _numbers
+from ckpt_tool.quantised.dequantize import small_numbers
 from ckpt_tool.quantised.floats import recipe, turned
 from ckpt_tool.quantised.kept_whole import found_in, model_kinds
 from ckpt_tool.run.compute import cast
@@ -36,7 +36,10 @@ def floats_of(file: Path, config: dict[str, Any] | None = None) -> tuple[Compute
     assert not found.faults, found.faults
     recipes = [
         recipe(
-            weight, TensorKey(weight.made), {name: Input(tensors[name], opened.tree) for name in weight.names}, _numbers
+            weight,
+            TensorKey(weight.made),
+            {name: Input(tensors[name], opened.tree) for name in weight.names},
+            small_numbers,
         )
         for weight in found.weights.values()
     ]
