@@ -146,7 +146,8 @@ def _quantised(subject: Subject) -> Iterator[Finding]:
         yield Finding(QUANTISED, f"there are codes of {by_name.scheme} ({by_name.why}), {what}")
     floats8 = [name for name in found.weights if kinds[name].dtype.name.startswith("F8")]
     if floats8 and stated is None and by_name is None and subject.model.config is not None:
-        message = f"{len(floats8)} weights are {kinds[floats8[0]].dtype.name} with scales, and the config has no {CONFIG_KEYS[0]}"
+        dtype = kinds[floats8[0]].dtype.name
+        message = f"{len(floats8)} weights are {dtype} with scales, and the config has no {CONFIG_KEYS[0]}"
         yield Finding(QUANTISED, message, floats8[0])
 
 
