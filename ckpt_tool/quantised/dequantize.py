@@ -19,9 +19,19 @@ from ckpt_tool.formats.state_dict.coded import part_of
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.kept_whole import found_in
-from ckpt_tool.quantised.scheme import FILES, Quantisation, section
+from ckpt_tool.quantised.scheme import Quantisation, section
 from ckpt_tool.quantised.subclasses import header_faults
-from ckpt_tool.quantised.weights import CONFIG_KEYS, MATRIX, OF_127, TABLED, Fault, Found, Kind, Quantised
+from ckpt_tool.quantised.weights import (
+    CONFIG_KEYS,
+    MATRIX,
+    OF_127,
+    QUANTISER_FILES,
+    TABLED,
+    Fault,
+    Found,
+    Kind,
+    Quantised,
+)
 from ckpt_tool.quantised.which import is_conv1d
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, refuse_saved_plan, with_computed
 from ckpt_tool.sources.config import quantised_config_in
@@ -175,7 +185,7 @@ def _with_floats(
         stored=stored,
         names={**out.names, **names},
         untrue=(*out.untrue, *CONFIG_KEYS),
-        stale=(*out.stale, *FILES),
+        stale=(*out.stale, *QUANTISER_FILES),
         dropped=(*out.dropped, *_dropped(found, tensors)),
     )
 

@@ -21,9 +21,9 @@ from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.dequantize import model_config, refuse_misfits
 from ckpt_tool.quantised.kept_whole import found_in
 from ckpt_tool.quantised.quantize import check_found, modules_that_stay, refuse_names
-from ckpt_tool.quantised.scheme import FILES, INEXACT, Quantisation
+from ckpt_tool.quantised.scheme import INEXACT, Quantisation
 from ckpt_tool.quantised.schemes import Packing, packed_config, packed_parts
-from ckpt_tool.quantised.weights import CONFIG_KEYS, MATRIX, Found, Kind, Quantised
+from ckpt_tool.quantised.weights import CONFIG_KEYS, MATRIX, QUANTISER_FILES, Found, Kind, Quantised
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, with_computed
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def repacked(chosen: Chosen, job: Conversion) -> Chosen:
             **{name: tuple(new for new, _ in each.parts.values()) for each in made for name in each.weight.names},
         },
         untrue=(*out.untrue, *CONFIG_KEYS),
-        stale=(*out.stale, *FILES),
+        stale=(*out.stale, *QUANTISER_FILES),
         stated={**out.stated, **stated},
         dropped=(
             *out.dropped,

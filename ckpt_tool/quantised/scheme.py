@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.module_patterns import NotUnderstood, first_at_the_front
 from ckpt_tool.quantised.parts import STATED, UNSTATED, Declared, Wanted
-from ckpt_tool.quantised.weights import AFFINE, CONFIG_KEYS, MODES, Found, Kind, find
+from ckpt_tool.quantised.weights import AFFINE, CONFIG_KEYS, MODES, QUANTISER_FILES, Found, Kind, find
 
-FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # what some tools write beside a config
 INEXACT = "E1471"  # of weights that `--repack` can't give another layout
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 _PACKED = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
@@ -364,7 +363,7 @@ def section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def of_quantiser(file: str, stated: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What one of `FILES` says, in the words of a config's section; None where it says nothing.
+    """What one of `QUANTISER_FILES` says, in the words of a config's section; None where it says nothing.
 
     AutoGPTQ and GPTQModel (`quantize_config.json`), AutoAWQ (`quant_config.json`) and NVIDIA's ModelOpt
     (`hf_quant_config.json`) each have a file of their own.
@@ -372,7 +371,7 @@ def of_quantiser(file: str, stated: Mapping[str, Any]) -> Mapping[str, Any] | No
     >>> of_quantiser("quant_config.json", {"w_bit": 4, "q_group_size": 128, "version": "GEMM"})["bits"]
     4
     """
-    modelopt, gptq, awq = FILES
+    modelopt, gptq, awq = QUANTISER_FILES
     if file == modelopt:
         inner = stated.get("quantization")
         return {**inner, "quant_method": "modelopt"} if isinstance(inner, dict) else None

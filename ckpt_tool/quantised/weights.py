@@ -56,6 +56,8 @@ TABLED, OF_127 = "numbers of a table", "bytes of which 127 is the largest"  # bi
 STREAM = "a stream of bits"  # MLX
 # where configs keep it; the second is compressed-tensors' old name, the third MLX's
 CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
+# what some tools write beside a config: ModelOpt, GPTQ, AWQ
+QUANTISER_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 TRITS = "four codes of two bits a byte"  # BitNet: of rows that are a quarter of all apart
 ORDERS = ("gptq", "gptq_v2", "awq")  # of a MATRIX's codes, as `scheme` finds it in the config
 TILED = "scales in tiles"  # an order too: what its scales are in

@@ -26,8 +26,8 @@ from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CorruptFile, InputError, UsageError, wrap_os_error
 from ckpt_tool.formats.hf.files import NESTED
 from ckpt_tool.options.reading import Reading
-from ckpt_tool.quantised.scheme import FILES, of_quantiser, section
-from ckpt_tool.quantised.weights import CONFIG_KEYS
+from ckpt_tool.quantised.scheme import of_quantiser, section
+from ckpt_tool.quantised.weights import CONFIG_KEYS, QUANTISER_FILES
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
 
@@ -76,7 +76,7 @@ def quantised_config_in(tree: Tree) -> Mapping[str, Any] | None:
 def _with_quantisation(config: Mapping[str, Any] | None, tree: Tree) -> Mapping[str, Any] | None:
     if tree.single is not None or (config is not None and section(config) is not None):
         return config
-    for name in FILES:
+    for name in QUANTISER_FILES:
         if tree.exists(name):
             stated = of_quantiser(name, parsed(tree.read_whole(name, limit=LIMIT), tree.display(name)))
             if stated is not None:

@@ -120,6 +120,9 @@ def test_a_quantisers_own_file_says_what_the_config_does(
     assert all(found[name].tobytes() == want[name].tobytes() for name in want)
     assert not (tmp_path / "a" / file).exists()
 
+    assert run(["convert", str(alone), str(tmp_path / "copy"), "--to", "safetensors", "-q"]) == 0
+    assert (tmp_path / "copy" / file).read_bytes() == (alone / file).read_bytes()
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_library_saved_has_no_findings(case: str, capfd: pytest.CaptureFixture[str]) -> None:

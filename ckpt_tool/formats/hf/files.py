@@ -22,6 +22,7 @@ from typing import ClassVar
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.hints import Hint
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
+from ckpt_tool.quantised.weights import QUANTISER_FILES
 from ckpt_tool.storage.source import Tree
 
 SUFFIX = ".safetensors"
@@ -48,6 +49,7 @@ SIDEFILES = (
     "*preprocessor_config.json",
     "processor_config.json",
     "params.json",
+    *QUANTISER_FILES,
     "README.md",
     "LICENSE*",
 )
@@ -63,6 +65,7 @@ SIDEFILES_BY_NAME = (
     "chat_template.jinja",
     "vocab.json",
     "merges.txt",
+    *QUANTISER_FILES,
 )
 
 NESTED = "huggingface/"  # where verl keeps what belongs to the model
