@@ -136,8 +136,8 @@ def latest(run: StrPath, *, progress: Progress = SILENT, **options: Any) -> Docu
     """The newest sound step of a run: `ckpt latest RUN`; `path` in the result, None where no step is sound."""
     from ckpt_tool.commands.latest import latest as command
 
-    (reading,) = _taken("latest", options)
-    return command(fspath(run), reading, progress=progress)
+    wanted, reading = _taken("latest", options)
+    return command(fspath(run), reading, wanted, progress=progress)
 
 
 @_documented

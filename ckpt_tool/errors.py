@@ -20,7 +20,8 @@ This module imports nothing of the project. It does not print: `report` does.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -154,6 +155,37 @@ class StorageError(CkptError):
     """The operating system refused: I/O error, no space, no permission (exit 7)."""
 
     exit_code = 7
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message, **fields)
+        if _WATCHING and self.code not in _ANSWERS:
+            _WATCHING[-1].append(self)
+
+
+_ANSWERS = frozenset({"E0702", "E0710"})  # nothing is there, or it has no descriptor: nothing has failed
+_WATCHING: list[list[StorageError]] = []
+
+
+@contextmanager
+def failures_met() -> Iterator[list[StorageError]]:
+    """What disks and stores refuse meanwhile, in any thread, whether the error is passed on or not.
+
+    A reader that looks for a file may go on without it when it can't be read, as if it were not there. Who judges a
+    checkpoint by what readers say has to know: what could not be read is unknown, and neither whole nor broken."""
+    met: list[StorageError] = []
+    _WATCHING.append(met)
+    try:
+        yield met
+    finally:
+        _WATCHING.remove(met)
+
+
+def is_failure(error: OSError) -> bool:
+    """Did the system fail to answer? That there is no such file, or that nobody may look at it, is an answer."""
+    import errno
+
+    answers = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM)
+    return error.errno not in answers
 
 
 class InternalError(CkptError):

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         Looking,
         Page,
         Retention,
+        Search,
         Share,
         Validating,
         Verification,
@@ -446,19 +447,27 @@ def _reading() -> tuple[type, ...]:
 RUN = Argument("RUN", "The folder, or the URL, in which a training run keeps its steps.")
 
 
+def _searching() -> tuple[type, ...]:
+    from ckpt_tool.options.reading import Reading
+    from ckpt_tool.options.verbs import Search
+
+    return Search, Reading
+
+
 @verb(
     "the newest sound step of a run",
     RUN,
-    takes=_reading,
+    takes=_searching,
     examples=("ckpt latest runs/7", "ckpt latest s3://bucket/runs/7 --json"),
 )
-def latest(show: Show, run: str, reading: Reading) -> Job:
-    """The newest step of a run that is whole, by names and headers: its path on stdout. Exit 1 when there is none."""
+def latest(show: Show, run: str, wanted: Search, reading: Reading) -> Job:
+    """The newest step of a run that is whole, by names and headers: its path on stdout. Exit 1 when there is none, 7
+    when a newer one can't be read."""
 
     def command(progress: Progress) -> Document:
         from ckpt_tool.commands.latest import latest as command
 
-        return command(run, reading, progress=progress)
+        return command(run, reading, wanted, progress=progress)
 
     return Job(
         "latest",

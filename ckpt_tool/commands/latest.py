@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ckpt_tool.core.progress import Progress
+from ckpt_tool.errors import StorageError
 from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.verbs import Search
 from ckpt_tool.sources.judging import Judge, Judged
-from ckpt_tool.sources.steps import Run, run_at
+from ckpt_tool.sources.steps import Run, Step, run_at
+
+UNREAD = "E2851"
 
 
-def latest(src: str, reading: Reading, *, progress: Progress) -> dict[str, Any]:
-    """`path` is None where no step is sound. Notes say what was passed over. Raises StorageError, UsageError."""
+ANY = Search()
+
+
+def latest(src: str, reading: Reading, wanted: Search = ANY, *, progress: Progress) -> dict[str, Any]:
+    """`path` is None where no step is sound. Notes say what was passed over. Raises UsageError, StorageError: E2851 for
+    a newer step that could not be read, for it may be the one that is wanted."""
     run = run_at(src, follow_symlinks=reading.follow_symlinks)
     judge = Judge(run, reading)
     passed = list[Judged]()
@@ -23,6 +32,9 @@ def latest(src: str, reading: Reading, *, progress: Progress) -> dict[str, Any]:
             break
         passed.append(found)
         progress.note(f"passed over {step.name}: {found.why}")
+    unread = [judged for judged in passed if judged.unread]
+    if unread and not wanted.skip_unreadable:
+        raise _refuse_unread(run, unread, newest)
     notes = pointer_notes(run, judge)
     for note in notes:
         progress.note(note)
@@ -43,6 +55,18 @@ def latest(src: str, reading: Reading, *, progress: Progress) -> dict[str, Any]:
     }
 
 
+def _refuse_unread(run: Run, unread: Sequence[Judged], newest: Step | None) -> StorageError:
+    lines = [f"{judged.step.name} could not be read: {judged.why}" for judged in unread]
+    older = f"then it is {newest.name}" if newest else "no other one is sound"
+    return StorageError(
+        f"nobody knows which step is the newest sound one: {lines[0]}",
+        code=UNREAD,
+        path=run.of(unread[0].step),
+        hint=f"check the disk and run again; --skip-unreadable passes over it: {older}",
+        faults=lines[1:],
+    )
+
+
 def pointer_notes(run: Run, judge: Judge) -> list[str]:
     """What is wrong with the pointer files of a run: they name what is not there, what is not sound, or no new step."""
     notes = []
@@ -53,6 +77,8 @@ def pointer_notes(run: Run, judge: Judge) -> list[str]:
         found = judge.of(step) if step else None
         if found is None:
             notes.append(f"{file} names {name}, which is not there")
+        elif found.unread:
+            notes.append(f"{file} names {name}, which could not be read: {found.why}")
         elif not found.sound:
             notes.append(f"{file} names {name}, which is not sound")
         elif step and newest and step.number != newest.number:

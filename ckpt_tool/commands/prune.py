@@ -7,7 +7,11 @@ What stays, each with its reason:
     what a pointer file names, what a link leads to, what the run itself calls its best
     what may be being written: locked, newer than the last sound one, broken and changed within the last hour, or
       written later than steps of higher numbers (the run went back)
-    what is no checkpoint, what can't be looked at, what another file system is mounted in
+    what is no checkpoint, what can't be judged, what another file system is mounted in
+    what a delta is made on (`deltas.dependents`), what is a delta, what one lies in
+
+A disk that fails while a step is looked at makes the step unknown, not broken: it stays, it is not counted among those
+that are kept, and nothing at all goes unless `--skip-unreadable` says that the others may.
 
 The last sound step is looked at once more before anything goes. Cost: the headers of the steps that are judged (from
 the newest down to the last that is kept) and the names in all. What it does not do: prune in stores, whose folders
@@ -18,23 +22,26 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.inner_path import is_leaving
 from ckpt_tool.core.progress import Progress
-from ckpt_tool.errors import CkptError, SourceChanged, StorageError, UsageError
+from ckpt_tool.deltas.dependents import Delta, deltas_around, dependents
+from ckpt_tool.errors import CkptError, SourceChanged, StorageError, UsageError, wrap_os_error
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Retention
 from ckpt_tool.sources.judging import Judge, best_of, is_checkpoint
 from ckpt_tool.sources.steps import Run, Step, run_at
 from ckpt_tool.storage.destination import local_path, staging_path
+from ckpt_tool.storage.links import real_path
 from ckpt_tool.storage.opening import scheme_of
 from ckpt_tool.storage.removal import Held, erase, freed, is_locked, measure, retire
 
 RECENT = 3600  # seconds: a broken step that was changed later may be being written
 APART = 60  # seconds between files of two steps that tell which was written first
-NO_STORE, NO_RULE, FAILED = "E1672", "E1673", "E1674"
+NO_STORE, NO_RULE, FAILED, UNREAD = "E1672", "E1673", "E1674", "E2851"
 
 
 class Fate(NamedTuple):
@@ -49,7 +56,7 @@ def prune(src: str, reading: Reading, wanted: Retention, *, progress: Progress) 
     """Take the steps away that no rule keeps; `removed` of each says whether it is gone.
 
     Raises UsageError E1672 (a URL), E1673 (no rule), StorageError E1674 where some could not be removed, the others
-    are gone then."""
+    are gone then, E2851 where something could not be read, nothing is gone then."""
     if scheme_of(src) is not None:
         raise UsageError(
             "prune works on disks alone: in a store a folder can't be removed in one step",
@@ -67,7 +74,13 @@ def prune(src: str, reading: Reading, wanted: Retention, *, progress: Progress) 
     run = run_at(src, follow_symlinks=reading.follow_symlinks)
     judge = Judge(run, reading)
     last = judge.newest()
-    fates = list(_fates(run, judge, reading, wanted, last))
+    around = deltas_around(src, run)
+    unread = {fault.path or src: fault.message for fault in around.faults}
+    fates = list(_fates(run, judge, reading, wanted, last, around.deltas, unread))
+    if unread and not wanted.skip_unreadable:
+        raise _refuse_unread(src, unread)
+    for place, why in unread.items():
+        progress.note(f"{place} could not be read: {why}")
     going = [fate for fate in fates if not fate.keep]
     gone, failed = frozenset[str](), list[CkptError]()
     if not wanted.dry_run and last is not None and going:
@@ -107,14 +120,37 @@ def _row(run: Run, fate: Fate, judge: Judge) -> dict[str, Any]:
 # -- what stays --------------------------------------------------------------------------------------------------------
 
 
-def _fates(run: Run, judge: Judge, reading: Reading, wanted: Retention, last: Step | None) -> Iterator[Fate]:
-    """Each step, the oldest first."""
+def _refuse_unread(src: str, unread: Mapping[str, str]) -> StorageError:
+    """The error for what could not be read. unread: place -> why."""
+    lines = [f"{place}: {why}" for place, why in unread.items()]
+    return StorageError(
+        f"nothing was removed: {len(lines)} of the things to look at could not be read; the first: {lines[0]}"
+        if lines[1:]
+        else f"nothing was removed: {lines[0]}",
+        code=UNREAD,
+        path=src,
+        hint="check the disk and run again; --skip-unreadable leaves these alone and removes others",
+        faults=lines[1:],
+    )
+
+
+def _fates(
+    run: Run,
+    judge: Judge,
+    reading: Reading,
+    wanted: Retention,
+    last: Step | None,
+    deltas: Iterable[Delta],
+    unread: dict[str, str],
+) -> Iterator[Fate]:
+    """Each step, the oldest first. What could not be read is added to `unread`: place -> why."""
     held = dict[str, Held | None]()
     for step in run.steps:
         try:
             held[step.name] = measure(Path(run.of(step)))
-        except CkptError:
+        except CkptError as e:
             held[step.name] = None
+            unread[run.of(step)] = e.message
     keep: dict[str, list[str]] = {step.name: [] for step in run.steps}
     if last is None:
         for reasons in keep.values():
@@ -122,11 +158,16 @@ def _fates(run: Run, judge: Judge, reading: Reading, wanted: Retention, last: St
     else:
         _by_number(run, judge, wanted, last, keep)
         _named(run, reading, last, keep)
+        for name, reasons in dependents(run, deltas).items():
+            keep[name] += reasons
         for step in run.steps:
             if not keep[step.name]:
-                keep[step.name] += _untouchable(run, step, judge, reading, last, held)
-        _linked(run, keep, held)
+                keep[step.name] += _untouchable(run, step, judge, reading, last, held, unread)
+        _linked(run, keep, held, unread)
     for step in run.steps:
+        known = judge.known(step)
+        if known is not None and known.unread:
+            unread.setdefault(run.of(step), known.why)
         yield Fate(step, tuple(keep[step.name]), held[step.name])
 
 
@@ -137,7 +178,12 @@ def _by_number(run: Run, judge: Judge, wanted: Retention, last: Step, keep: Mapp
         number = (step.number or 0, step.epoch)
         if number not in sound and len(sound) == max(wanted.keep_last or 0, 1):
             break
-        if not judge.of(step).sound:
+        judged = judge.of(step)
+        if judged.unread:
+            keep[step.name].append("it could not be read")
+        elif judged.sound is None and judged.checkpoint:
+            keep[step.name].append("it can't be judged")
+        if not judged.sound:
             if not sound:
                 keep[step.name].append("newer than the last sound one")
             continue
@@ -166,49 +212,80 @@ def _named(run: Run, reading: Reading, last: Step, keep: Mapping[str, list[str]]
 
 
 def _untouchable(
-    run: Run, step: Step, judge: Judge, reading: Reading, last: Step, held: Mapping[str, Held | None]
-) -> Iterator[str]:
-    """Why a step that no rule keeps stays all the same."""
+    run: Run,
+    step: Step,
+    judge: Judge,
+    reading: Reading,
+    last: Step,
+    held: Mapping[str, Held | None],
+    unread: dict[str, str],
+) -> list[str]:
+    """Why a step that no rule keeps stays all the same. What could not be read is added to `unread`."""
     path, mine, newest = Path(run.of(step)), held[step.name], held[last.name]
-    staging = staging_path(path)
     if mine is None:
-        yield "can't be looked at"
-    elif mine.mounted:
-        yield f"another file system inside: {os.path.relpath(mine.mounted, run.path)}"
-    elif mine.closed:
-        yield f"no permission to delete in {os.path.relpath(mine.closed, run.path)}"
-    elif not is_checkpoint(str(path), reading):
-        yield "no checkpoint"
-    elif staging.is_dir() and is_locked(staging):
-        yield "a run of ckpt is writing it"
-    elif time.time() - mine.changed < RECENT and judge.of(step).sound is False:
-        yield "not sound, and changed within the last hour"
-    elif newest is not None and mine.changed > newest.changed + APART:
-        yield f"written after {last.name}"
+        return ["it could not be read"]
+    if mine.mounted:
+        return [f"another file system inside: {os.path.relpath(mine.mounted, run.path)}"]
+    if mine.closed:
+        return [f"no permission to delete in {os.path.relpath(mine.closed, run.path)}"]
+    try:
+        if not is_checkpoint(str(path), reading):
+            return ["no checkpoint"]
+        if _is_being_written(path):
+            return ["a run of ckpt is writing it"]
+    except StorageError as e:
+        unread[str(path)] = e.message
+        return ["it could not be read"]
+    is_recent = time.time() - mine.changed < RECENT
+    if is_recent and judge.of(step).unread:
+        return ["it could not be read"]
+    if is_recent and judge.of(step).sound is False:
+        return ["not sound, and changed within the last hour"]
+    if newest is not None and mine.changed > newest.changed + APART:
+        return [f"written after {last.name}"]
+    return []
 
 
-def _linked(run: Run, keep: Mapping[str, list[str]], held: Mapping[str, Held | None]) -> None:
-    """What a link leads to that stays itself: one beside the steps, or one in a step that stays."""
-    root = os.path.realpath(run.path)
+def _is_being_written(path: Path) -> bool:
+    """Does a run of ckpt hold the staging folder of this output? Raises StorageError."""
+    staging = staging_path(path)
+    try:
+        return staging.is_dir() and is_locked(staging)
+    except OSError as e:
+        raise wrap_os_error(e, staging, "looking whether a run is writing it") from e
+
+
+def _linked(run: Run, keep: Mapping[str, list[str]], held: Mapping[str, Held | None], unread: dict[str, str]) -> None:
+    """What a link leads to that stays itself: one beside the steps, or one in a step that stays. What could not be read
+    is added to `unread`: nobody knows what links are there."""
+    root = real_path(run.path)
     real = {os.path.join(root, name): name for name in keep}
     links = {name: each.links for name, each in held.items() if each is not None}
-    beside = [link for name in run.others for link in _links_in(Path(run.of(name)))]
-    queue = [*beside, *(link for name, reasons in keep.items() if reasons for link in links.get(name, ()))]
+    queue: list[tuple[str, str]] = []
+    for name in _names_beside(run, keep):
+        try:
+            queue += measure(Path(run.of(name))).links
+        except CkptError as e:
+            unread[run.of(name)] = e.message
+    queue += [*(link for name, reasons in keep.items() if reasons for link in links.get(name, ()))]
     while queue:
         place, target = queue.pop()
-        name = next((name for path, name in real.items() if target == path or target.startswith(f"{path}/")), None)
-        if name is None or f"{os.path.realpath(os.path.dirname(place))}/".startswith(f"{os.path.join(root, name)}/"):
+        needed = next((name for path, name in real.items() if f"{target}/".startswith(f"{path}/")), None)
+        if needed is None or f"{real_path(os.path.dirname(place))}/".startswith(f"{os.path.join(root, needed)}/"):
             continue
-        if not keep[name]:
-            queue += links.get(name, ())
-            keep[name].append(f"{os.path.relpath(place, run.path)} links to it")
+        if not keep[needed]:
+            queue += links.get(needed, ())
+            keep[needed].append(f"{os.path.relpath(place, run.path)} links to it")
 
 
-def _links_in(path: Path) -> tuple[tuple[str, str], ...]:
+def _names_beside(run: Run, steps: Container[str]) -> list[str]:
+    """What is in a run's folder and is no step, hidden names too, but for what an interrupted run of ours left. Raises
+    StorageError."""
     try:
-        return measure(path).links
-    except CkptError:
-        return ()
+        names = os.listdir(run.path)
+    except OSError as e:
+        raise wrap_os_error(e, run.path, "listing") from e
+    return sorted(name for name in names if name not in steps and not is_leaving(name))
 
 
 # -- what goes ---------------------------------------------------------------------------------------------------------
@@ -223,7 +300,7 @@ def _remove(run: Run, last: Step, going: list[Fate], progress: Progress) -> tupl
     gone, failed = set[str](), list[CkptError]()
     progress.start(sum(fate.held.nbytes for fate in going if fate.held), "pruning")
     for fate in going:
-        if not os.path.lexists(run.of(last)):
+        if not _is_there(Path(run.of(last))):
             raise StorageError(
                 f"{run.of(last)}, the last sound step, is gone: something else removes steps too",
                 code=FAILED,
@@ -232,7 +309,7 @@ def _remove(run: Run, last: Step, going: list[Fate], progress: Progress) -> tupl
             )
         path, held = Path(run.of(fate.step)), fate.held
         try:
-            if held is not None and (not os.path.lexists(path) or measure(path).changed == held.changed):
+            if held is not None and (not _is_there(path) or measure(path).changed == held.changed):
                 hidden = retire(path, held.identity)
                 gone.add(fate.step.name)
                 if hidden is not None:
@@ -244,3 +321,14 @@ def _remove(run: Run, last: Step, going: list[Fate], progress: Progress) -> tupl
             failed.append(e)
     progress.finish()
     return frozenset(gone), failed
+
+
+def _is_there(path: Path) -> bool:
+    """Is there something of this name? Raises StorageError where nobody can say."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    except OSError as e:
+        raise wrap_os_error(e, path, "looking whether it is there") from e
+    return True

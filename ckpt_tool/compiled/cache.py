@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.errors import StorageError, wrap_os_error
 
 LIBRARY, ABOUT = "libck.so", "about.json"
+HOMELESS = Path("/dev/null/ckpt/kernels")  # below a file there can be no folder
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ABOUT_LIMIT = 1 << 20  # bytes
 _TOLD = {
@@ -64,15 +65,24 @@ class Refused(Exception):
 
 
 def folder() -> Path:
-    """Where compiled kernels are kept: $CKPT_CACHE, or the user's cache folder. It need not exist."""
+    """Where compiled kernels are kept: $CKPT_CACHE, or the user's cache folder. It need not exist, and for
+    a user who has no such folder (no HOME and no entry in the list of users, as in many containers) it never does."""
     root = os.environ.get("CKPT_CACHE")
     if root:
         return Path(root).absolute() / "kernels"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "ckpt" / "kernels"
+    caches = os.environ.get("XDG_CACHE_HOME")
+    if not caches:
+        try:
+            caches = os.fspath(Path.home() / ".cache")
+        except RuntimeError:
+            return HOMELESS
+    return Path(caches).absolute() / "ckpt" / "kernels"
 
 
 def look_up(place: Path, key: str) -> Kept | None:
     """The library of that key, None where there is none. Raises Refused."""
+    if place == HOMELESS:
+        return None
     with contextlib.ExitStack() as opened:
         try:
             outer = _checked(opened, None, place, directory=True)
@@ -155,6 +165,8 @@ def place_to_build() -> tuple[Path, str]:
     """A folder that is ours alone, and why it is not the usual one ("" where it is)."""
     usual = folder()
     try:
+        if usual == HOMELESS:
+            raise Refused("this user has no home folder, and CKPT_CACHE names none")
         usual.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.ExitStack() as opened:
             _checked(opened, None, usual, directory=True)

@@ -275,12 +275,16 @@ class Shelf(Generic[T]):
     def _build(self) -> None:
         try:
             self._load(built(self.source))
-        except (CkptError, OSError, subprocess.SubprocessError) as e:
+        except (CkptError, OSError, subprocess.SubprocessError, cache.Refused) as e:
             self._refuse(str(e))
 
     def _load(self, kept: cache.Kept) -> None:
-        library = self.load(kept.through())
-        if wrong := self.trial(library):
+        try:
+            library = self.load(kept.through())
+            wrong = self.trial(library)
+        except AttributeError as e:  # a function that this version calls is not there
+            raise cache.Refused(f"{kept.path} is not the library of this version: {e}") from e
+        if wrong:
             self._building = True  # and not built again
             self._refuse(f"on this machine {wrong}")
         else:

@@ -15,7 +15,8 @@ Source: slime 624b824a8 `utils/disk_delta.py`, `update_weight_from_disk_delta.py
 `srt/weight_sync/local_checkpoint.py`, which reads every safetensors file of the folder, whatever the index says.
 
 What we add, and those readers pass over: `unchanged` beside `weight_map`, name -> digest of each tensor that is the
-base's own, so that a wrong base shows in any tensor; and `archive` (`Archive`), of a step's files.
+base's own, so that a wrong base shows in any tensor; `archive` (`Archive`), of a step's files; and `base`, the path
+from the delta's folder to its base's, by which `ckpt prune` knows that the base is needed (`deltas.dependents`).
 """
 
 from __future__ import annotations
@@ -271,8 +272,10 @@ def index_of(
     weight_map: Mapping[str, str],
     unchanged: Mapping[str, str],
     archive: Archive | None = None,
+    base_folder: str = "",
 ) -> bytes:
-    """The index. about: (version, base version, encoding, checksum)."""
+    """The index. about: (version, base version, encoding, checksum). base_folder: the path from the delta's folder to
+    its base's, "" where that can't be said."""
     version, base, encoding, checksum = about
     metadata = {
         "version": f"{version:06d}",
@@ -282,6 +285,8 @@ def index_of(
         "checksum_format": checksum,
     }
     value: dict[str, Any] = {"metadata": metadata, "weight_map": dict(weight_map)}
+    if base_folder:
+        value["base"] = base_folder
     if unchanged:
         value["unchanged"] = dict(unchanged)
     if archive is not None:

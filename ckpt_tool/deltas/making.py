@@ -109,9 +109,9 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
         return document
     with Frames(str(destination.absolute().parent), wanted) as frames:
         frames.fill(pairs, progress)
-        names = _write(
-            frames, pairs, destination, (version, before, wanted.encoding, wanted.checksum), archive, wanted, replaced
-        )
+        about = (version, before, wanted.encoding, wanted.checksum)
+        base_folder = _path_to(old.tree, destination)
+        names = _write(frames, pairs, destination, about, archive, base_folder, wanted, replaced)
         made = frames.made
     sweep_leavings(destination)
     changed = [each for each, _ in made.values() if each.frame is not None]
@@ -162,6 +162,16 @@ def _document(
 def _memory(wanted: Making) -> int:
     """Bytes of buffers, at most: a block of both sides, a tile of zeros, a compressor, a spool's buffers."""
     return 5 * STRIDED_BLOCK * (wanted.threads or min(os.cpu_count() or 1, 8))
+
+
+def _path_to(base: Tree, destination: Path) -> str:
+    """The path from the delta's folder to the base, "" where no path leads there: it is in a store, or packed."""
+    if not base.local or base.packed_in is not None:
+        return ""
+    real = os.path.join(base.root, base.single or "")
+    folder = os.path.join(os.path.realpath(destination.absolute().parent), destination.name)
+    path = os.path.relpath(os.path.realpath(real), folder)
+    return path if path.isprintable() else ""
 
 
 def _step(path: str) -> int | None:
@@ -332,6 +342,7 @@ def _write(
     destination: Path,
     about: tuple[int, int, str, str],
     archive: Archive | None,
+    base_folder: str,
     wanted: Making,
     replaced: Replaced,
 ) -> dict[str, int]:
@@ -343,7 +354,7 @@ def _write(
     files = file_names(len(bins))
     weight_map = {name: file for file, held in zip(files, bins, strict=True) for name in held}
     unchanged = {name: text for name, text in digests.items() if name not in sizes}
-    index = index_of(about, weight_map, unchanged, archive)
+    index = index_of(about, weight_map, unchanged, archive, base_folder)
     plan = blake2b(index, digest_size=16).hexdigest()
     written = {}
     with Staging(destination, plan, [*files, INDEX], resume=False, force=wanted.force, replaced=replaced) as staging:

@@ -98,11 +98,21 @@ class Auditing:
 
 
 @dataclass(frozen=True)
+class Search:
+    """`ckpt latest`."""
+
+    skip_unreadable: bool = OPTIONS.flag("Pass over newer steps that can't be read. Default: an error.")
+
+
+@dataclass(frozen=True)
 class Retention:
     """`ckpt prune`. keep_last, keep_every: None where not given."""
 
     keep_last: int | None = OPTIONS.option("Keep the last N sound steps.", count, "N")
     keep_every: int | None = OPTIONS.option("Keep steps whose number is a multiple of K.", count, "K")
+    skip_unreadable: bool = OPTIONS.flag(
+        "Leave alone what can't be read, and remove others all the same. Default: remove nothing then."
+    )
     dry_run: bool = OPTIONS.flag("Show what would go; remove nothing.")
 
 

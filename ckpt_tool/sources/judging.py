@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ckpt_tool.errors import CkptError, InputError, StorageError, UnsafeInput
+from ckpt_tool.errors import CkptError, InputError, StorageError, UnsafeInput, failures_met, wrap_os_error
 from ckpt_tool.formats import registry
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import open_source
@@ -41,13 +41,14 @@ _DEPTH = 2  # folders of a step in which its checkpoints are looked for: veRL's 
 
 class Judged(NamedTuple):
     """A step, and what was found. sound: None where it is no checkpoint, or could not be judged. codes: of the
-    findings."""
+    findings. unread: a disk or a store failed while it was looked at, so that nothing is known of it."""
 
     step: Step
     sound: bool | None
     why: str = ""
     codes: tuple[str, ...] = ()
     checkpoint: bool = True
+    unread: bool = False
 
 
 class Judge:
@@ -73,10 +74,29 @@ class Judge:
 
     @cached_property
     def _kinds(self) -> Mapping[str, Mapping[str, str]]:
-        return {step.name: _kinds(self.run.of(step)) for step in self.run.steps}
+        """Of every step that can be listed the parts of a training state; of the others it is not known."""
+        return {step.name: kinds for step in self.run.steps if (kinds := _kinds(self.run.of(step))) is not None}
 
     def _look(self, step: Step) -> Judged:
+        """What a step is. Whatever readers made of a file that could not be read, the step is unknown then."""
+        self._kinds  # noqa: B018  before the watch: of other steps nothing is asked here
         path = self.run.of(step)
+        with failures_met() as failures:
+            try:
+                judged = self._judge(step, path)
+            except OSError as e:
+                failures.append(wrap_os_error(e, e.filename or path, "looking at it"))
+            except ImportError as e:  # no descriptor was left to load a reader with
+                failures.append(StorageError(f"a reader could not be loaded: {e}", code="E0700", path=path))
+        if not failures and step.name not in self._kinds:
+            failures.append(StorageError("it could not be listed", code="E0700", path=path))
+        if failures:
+            first = failures[0]
+            place = f" ({first.where()})" if first.where() not in ("", path) else ""
+            return Judged(step, None, f"{first.message}{place}", (first.code,), unread=True)
+        return judged
+
+    def _judge(self, step: Step, path: str) -> Judged:
         if {f"{name}{UNFINISHED}" for name in (step.name, os.path.splitext(step.name)[0])} & {*self.run.others}:
             return Judged(step, False, f"a marker {UNFINISHED} lies beside it: it was not written to its end")
         try:
@@ -108,30 +128,45 @@ class Judge:
         older = [each.name for each in self.run.steps[: self.run.steps.index(step)]]
         others = [kinds for name, kinds in self._kinds.items() if name in {*older, *sound} - {step.name}]
         have = Counter(kind for kinds in others for kind in kinds)
-        own, most = self._kinds[step.name], [kind for kind, number in have.items() if 2 * number > len(others)]
+        own = self._kinds.get(step.name, {})
+        most = [kind for kind, number in have.items() if 2 * number > len(others)]
         return min((kinds[kind] for kinds in others for kind in most if kind in kinds and kind not in own), default="")
 
 
 def is_checkpoint(path: str, reading: Reading) -> bool:
-    """Is there a checkpoint at `path`, whole or not, by names and the first bytes of files?"""
-    try:
-        return bool(_parts(path, reading))
-    except CkptError:
-        return False
+    """Is there a checkpoint at `path`, whole or not, by names and the first bytes of files? Raises StorageError where
+    they can't be read."""
+    found = False
+    with failures_met() as failures:
+        try:
+            found = bool(_parts(path, reading))
+        except OSError as e:
+            failures.append(wrap_os_error(e, e.filename or path, "looking at it"))
+        except CkptError:  # where it was a disk that failed, it is among the failures
+            found = False
+    if failures:
+        raise failures[0]
+    return found
 
 
 def best_of(path: str, reading: Reading) -> set[str]:
     """The names of the steps that a step's own state calls the best so far: transformers' `best_model_checkpoint`
-    (`trainer_callback.py`, TrainerState), Lightning's `best_model_path` (`callbacks/model_checkpoint.py`)."""
+    (`trainer_callback.py`, TrainerState), Lightning's `best_model_path` (`callbacks/model_checkpoint.py`). Raises
+    StorageError where that can't be read."""
     found: list[Any] = []
-    try:
-        tree = open_tree(path, follow_symlinks=reading.follow_symlinks)
-        if tree.single is None and tree.exists(_TRAINER):
-            found.append(json.loads(tree.read_whole(_TRAINER, limit=JSON_LIMIT)))
-        elif tree.single is not None:
-            found.append(open_source(path, reading).catalog.extras)
-    except (CkptError, ValueError, RecursionError):  # nothing that can be read calls anything the best
-        return set()
+    with failures_met() as failures:
+        try:
+            tree = open_tree(path, follow_symlinks=reading.follow_symlinks)
+            if tree.single is None and tree.exists(_TRAINER):
+                found.append(json.loads(tree.read_whole(_TRAINER, limit=JSON_LIMIT)))
+            elif tree.single is not None:
+                found.append(open_source(path, reading).catalog.extras)
+        except OSError as e:
+            failures.append(wrap_os_error(e, e.filename or path, "looking at it"))
+        except (CkptError, ValueError, RecursionError):  # nothing that can be read calls anything the best
+            found.clear()
+    if failures:
+        raise failures[0]
     paths = (value for state in found for key, value in _plain(state) if key in _BEST and isinstance(value, str))
     return {re.split(r"[/\\]", value.rstrip("/\\"))[-1] for value in paths}
 
@@ -172,10 +207,17 @@ def _inside(tree: Tree) -> list[str]:
     return list(dict.fromkeys(pointed(text, entries.__contains__) for text in texts if text))
 
 
-def _kinds(path: str) -> Mapping[str, str]:
-    """Parts of a training state directly in a step: their names without numbers -> one of them."""
-    try:
-        names: Iterable[str] = entries_of(open_tree(path))
-    except CkptError:
-        return {}
+def _kinds(path: str) -> Mapping[str, str] | None:
+    """Parts of a training state directly in a step: their names without numbers -> one of them. None where the step
+    can't be listed."""
+    names: Iterable[str] = ()
+    with failures_met() as failures:
+        try:
+            names = entries_of(open_tree(path))
+        except OSError as e:
+            failures.append(wrap_os_error(e, path, "listing"))
+        except CkptError:  # a link that is not followed: it has none
+            names = ()
+    if failures:
+        return None
     return {re.sub(r"\d+", "#", name): name for name in names if _STATE.fullmatch(name)}

@@ -28,6 +28,7 @@ from ckpt_tool.formats.base import Format, ReadOptions, Specificity, ranks_of
 from ckpt_tool.formats.beside import RECIPE_OF_RUN, has_recipe
 from ckpt_tool.formats.copies import look_for_copies
 from ckpt_tool.formats.lookalikes import part_of
+from ckpt_tool.formats.megatron.pointer import RELEASE
 from ckpt_tool.formats.peft.lone import is_adapter, note_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.adapter_states import with_states
@@ -310,6 +311,11 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
     steps = steps_in(tree)
     if not steps:
         return _of_run(tree, reading) or _role(tree, reading)
+    numberless = RELEASE.rstrip("/")
+    if any(path.startswith(RELEASE) for path in tree.listing()):
+        # Weights without an iteration next to steps that have one: without a pointer file either may be meant.
+        if not _claimed_beside(tree, [*steps, numberless]) and registry.claims(tree.below(numberless)):
+            raise _several(tree, [*steps, numberless])
     if _claimed_beside(tree, steps):
         return tree, ""
     if len(steps) == 1:

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tool.core.bounds import numeral
-from ckpt_tool.errors import UnknownFormat, UsageError, wrap_os_error
+from ckpt_tool.errors import UnknownFormat, UsageError, is_failure, wrap_os_error
 from ckpt_tool.formats.megatron.pointer import POINTER, step_name
 
 if TYPE_CHECKING:
@@ -147,11 +147,7 @@ def _run_in(tree: Tree, src: str) -> Run:
         return Run(src, (), ())
     entries = entries_of(tree)
     found = {step.name: step for name in entries if (step := step_of(name, numbers=True)) and _fits(name, entries)}
-    pointers = tuple(
-        Pointer(file, pointed(text, entries.__contains__))
-        for file in POINTERS
-        if entries.get(file) is False and (text := pointer_text(tree, file))
-    )
+    pointers = tuple(_pointers(tree, entries))
     for _, name in pointers:
         if entries.get(name) and name not in found:
             found[name] = Step(name, None)
@@ -166,6 +162,31 @@ def _run_in(tree: Tree, src: str) -> Run:
             hint="move one kind into a folder of its own",
         )
     return Run(src, tuple(steps), pointers, tuple(name for name in entries if name not in found))
+
+
+def _pointers(tree: Tree, entries: Mapping[str, bool]) -> Iterator[Pointer]:
+    """What the pointer files of a folder name, and what a link in a pointer's place named when it still led there."""
+    for file in POINTERS:
+        if entries.get(file) is False:
+            text = dangling_link(tree, file) or pointer_text(tree, file)
+            if text:
+                yield Pointer(file, pointed(text, entries.__contains__))
+
+
+def dangling_link(tree: Tree, file: str) -> str:
+    """The last part of what a link directly in the tree leads to, where nothing is there; "" for anything else. Raises
+    StorageError."""
+    path = tree.root / file
+    if not tree.local or not path.is_symlink():
+        return ""
+    try:
+        os.stat(path)
+    except OSError as e:
+        if is_failure(e):
+            raise wrap_os_error(e, path, "looking where it leads") from e
+        name = os.path.basename(os.readlink(path).rstrip("/"))
+        return name if name.isprintable() else file
+    return ""
 
 
 def _fits(name: str, entries: Mapping[str, bool]) -> bool:

@@ -16,6 +16,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpt_tool.errors import is_failure, wrap_os_error
 from ckpt_tool.storage.open_below import folder_beneath
 
 CACHE_DEPTH = 6  # folders between a file of a snapshot and `snapshots`
@@ -42,8 +43,11 @@ class Bounds(NamedTuple):
 
     def inside(self, path: str | os.PathLike[str]) -> tuple[str, str] | None:
         """(bound, path below it) of what the link at `path` leads to, whether it is there or not; None where it
-        leaves."""
-        real = os.path.realpath(path)
+        leaves. Raises StorageError."""
+        try:
+            real = real_path(path)
+        except OSError as e:
+            raise wrap_os_error(e, path, "looking where it leads") from e
         for bound in (self.within, self.blobs):
             if bound is not None and real.startswith(os.path.join(bound, "")):
                 return bound, os.path.relpath(real, bound)
@@ -54,10 +58,12 @@ class Bounds(NamedTuple):
         return folder.startswith(os.path.join(self.within, ""))
 
     def why_not(self, path: str | os.PathLike[str]) -> str | None:
-        """Why the link at `path` is not followed to a file or a folder, None where it is."""
+        """Why the link at `path` is not followed to a file or a folder, None where it is. Raises StorageError."""
         try:
             os.stat(path)
         except OSError as e:
+            if is_failure(e):
+                raise wrap_os_error(e, path, "looking where it leads") from e
             if e.errno == errno.ELOOP:
                 return CIRCLE
             return NOWHERE if self.inside(path) else LEAVES
@@ -65,6 +71,18 @@ class Bounds(NamedTuple):
             return None
         real = os.path.realpath(path)
         return CIRCLE if os.path.join(self.within, "").startswith(os.path.join(real, "")) else LEAVES
+
+
+def real_path(path: str | os.PathLike[str]) -> str:
+    """Where a path leads; where it leads nowhere, what it names. Raises OSError where the system does not answer:
+    `os.path.realpath` then takes a link for a plain name, and what the link leads to would seem to be needed by
+    nobody."""
+    try:
+        return os.path.realpath(path, strict=True)
+    except OSError as e:
+        if is_failure(e):
+            raise
+        return os.path.realpath(path)
 
 
 def open_below(folder: str | os.PathLike[str], path: str) -> int:

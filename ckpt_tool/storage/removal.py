@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from ckpt_tool.core.inner_path import COMPONENT, REMOVED, is_removed
 from ckpt_tool.errors import SourceChanged, wrap_os_error
+from ckpt_tool.storage.links import real_path
 from ckpt_tool.storage.open_below import sync_folder
 
 Inode = tuple[int, int]  # device and number
@@ -54,7 +55,7 @@ def measure(path: Path) -> Held:
         files, links, changed, mounted, closed = list[tuple[Inode, int, int]](), list[tuple[str, str]](), 0.0, "", ""
         for place, each in _below(path, info):
             if stat.S_ISLNK(each.st_mode):
-                links.append((place, os.path.realpath(place)))
+                links.append((place, real_path(place)))
             elif stat.S_ISDIR(each.st_mode):
                 mounted = mounted or (place if each.st_dev != info.st_dev else "")
                 closed = closed or ("" if os.access(place, os.W_OK | os.X_OK) else place)

@@ -33,9 +33,10 @@ from ckpt_tool.errors import (
     SourceChanged,
     StorageError,
     UnsafeInput,
+    is_failure,
     wrap_os_error,
 )
-from ckpt_tool.storage.links import CIRCLE, LEAVES, NO_FILE, NOWHERE, Bounds, open_below
+from ckpt_tool.storage.links import CIRCLE, LEAVES, NO_FILE, NOWHERE, Bounds, open_below, real_path
 from ckpt_tool.storage.records import Met, past_the_end
 from ckpt_tool.storage.views import Views
 
@@ -196,7 +197,7 @@ class Tree:
                 size, inner = self._behind(path, above)
                 folder = size is None
             else:
-                size = None if folder else _size_of(entry)
+                size = None if folder else self._size_of(entry, path)
             if folder:
                 self._folders += 1
                 if is_leaving(entry.name):
@@ -215,16 +216,31 @@ class Tree:
                     hint="pass the checkpoint's folder",
                 )
 
+    def _size_of(self, entry: os.DirEntry[str], path: str) -> int:
+        """Size in bytes of a regular file, -1 for anything else."""
+        try:
+            info = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:  # it vanished while we looked
+            return -1
+        except OSError as e:
+            raise wrap_os_error(e, self.display(path), "looking at it") from e
+        return info.st_size if stat.S_ISREG(info.st_mode) else -1
+
     def _behind(self, path: str, above: frozenset[str]) -> tuple[int | None, str]:
         """(size in bytes of the file that the link leads to, None for a folder, -1 where it is not followed, resolved
         path)."""
-        real = os.path.realpath(self.root / path)
+        try:
+            real = real_path(self.root / path)
+        except OSError as e:
+            raise wrap_os_error(e, self.display(path), "looking where it leads") from e
         odd = None if self._links else self._bounds.why_not(self.root / path)
         size: int | None = -1
         if odd is None:
             try:
                 info = os.stat(real)
             except OSError as e:
+                if is_failure(e):
+                    raise wrap_os_error(e, self.display(path), "looking where it leads") from e
                 odd = CIRCLE if e.errno == errno.ELOOP else NOWHERE
             else:
                 if stat.S_ISREG(info.st_mode):
@@ -472,15 +488,6 @@ class Tree:
         cache = getattr(self._local, "cache", None)
         if cache:
             cache.close()
-
-
-def _size_of(entry: os.DirEntry[str]) -> int:
-    """Size in bytes of a regular file, -1 for anything else."""
-    try:
-        info = entry.stat(follow_symlinks=False)
-    except OSError:  # it vanished while we looked
-        return -1
-    return info.st_size if stat.S_ISREG(info.st_mode) else -1
 
 
 class _FdCache(OrderedDict[str, int]):

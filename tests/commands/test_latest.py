@@ -287,3 +287,36 @@ def test_every_real_checkpoint_is_sound(path: Path) -> None:
         assert findings_at(str(path), Reading())[0] == []
     except CkptError as e:
         assert e.code == "E0420"  # asks for code
+
+
+def test_a_latest_that_leads_nowhere_is_named_and_the_newest_sound_step_taken(tmp_path: Path) -> None:
+    """A link to a step that retention took away, and a pointer file that names one."""
+    laid(tmp_path, "dcp")
+    (tmp_path / "latest").symlink_to("step_200")
+    found = ckpt.latest(tmp_path)
+    assert found["step"] == 10 and found["notes"] == ["latest names step_200, which is not there"]
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("/gone/step_7/")
+    assert ckpt.latest(tmp_path)["notes"] == ["latest names step_7, which is not there"]
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").write_text("step_200")
+    assert ckpt.latest(tmp_path)["notes"] == ["latest names step_200, which is not there"]
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("step_9")
+    assert ckpt.latest(tmp_path)["step"] == 10
+
+
+def test_weights_without_an_iteration_next_to_steps_are_named_with_them(tmp_path: Path) -> None:
+    """Megatron's `release/` and `iter_*`, whose pointer file is lost: neither is taken, and they are not one save."""
+    source = FIXTURES / RUNS["megatron"][0]
+    for name in ("release", "iter_0000100"):
+        shutil.copytree(source, tmp_path / name)
+    for _ in range(2):
+        with pytest.raises(UnknownFormat) as caught:
+            ckpt.verify(tmp_path)
+        assert caught.value.code == "E0392"
+        assert "release" in str(caught.value.hint) and "iter_0000100" in str(caught.value.hint)
+        shutil.copytree(source, tmp_path / "iter_0000200", dirs_exist_ok=True)
+    assert ckpt.latest(tmp_path)["path"] == str(tmp_path / "iter_0000200")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    assert ckpt.verify(tmp_path)["path"] == str(tmp_path / "release")

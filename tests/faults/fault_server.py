@@ -19,6 +19,7 @@ With `on` the fault strikes at every operation from `at` on. `uid`: the child gi
 
 `ops` gets one line an operation: kind, path; a `close_ro` is a close of what was open for reading alone. It wraps the
 functions of `os` that the tool calls, and the one libc call that it makes; what happens below them is the kernel's.
+With `looks` what only asks for names, sizes and links counts too; `entry` is what one entry of a scandir is asked.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from typing import Any
 
 READS = ("pread", "preadv", "read")
 WRITES = ("write", "pwrite")
+LOOKS = ("stat", "lstat", "scandir", "listdir", "readlink", "access")
 BY_PATH = ("open", "mkdir", "unlink", "rmdir", "chmod", "rename", "replace", "truncate")
 BY_FD = (*READS, *WRITES, "fsync", "ftruncate", "posix_fallocate", "copy_file_range", "close")
 
@@ -61,7 +63,7 @@ class Fault:
         )
         self.number, self.path, self.file = fault.get("number", 0), fault.get("path", ""), fault.get("file", "")
         self.done = False
-        self.reads = fault.get("reads", False)
+        self.reads, self.looks = fault.get("reads", False), fault.get("looks", False)
         self.count = 0
         self.lock = threading.Lock()
         self.ops = open(job["ops"], "w", buffering=1) if job.get("ops") else None
@@ -69,6 +71,8 @@ class Fault:
     def due(self, op: str, path: str | None) -> bool:
         """Count the operation; is it the one?"""
         if path is None or not (path + "/").startswith(self.under + "/") or (op in READS and not self.reads):
+            return False
+        if op in (*LOOKS, "entry") and not self.looks:
             return False
         if self.op is not None and op not in self.op.split(","):
             return False
@@ -149,6 +153,65 @@ def wrap(fault: Fault) -> None:
 
         return call
 
+    class Entry:
+        """An entry of a scandir: each question to it is an operation, though it need not be a system call."""
+
+        def __init__(self, entry: os.DirEntry[str], folder: str | None) -> None:
+            self._entry, self.name, self.path = entry, entry.name, entry.path
+            self._where = os.path.join(folder or "", os.fsdecode(entry.name))
+
+        def __fspath__(self) -> str:
+            return self.path
+
+        def _asked(self, what: str, *args: Any, **kwargs: Any) -> Any:
+            if fault.due("entry", self._where):
+                fault.strike("entry", self._where)
+            return getattr(self._entry, what)(*args, **kwargs)
+
+        def is_dir(self, **kwargs: Any) -> Any:
+            return self._asked("is_dir", **kwargs)
+
+        def is_file(self, **kwargs: Any) -> Any:
+            return self._asked("is_file", **kwargs)
+
+        def stat(self, **kwargs: Any) -> Any:
+            return self._asked("stat", **kwargs)
+
+        def is_symlink(self) -> Any:
+            return self._entry.is_symlink()
+
+        def inode(self) -> Any:
+            return self._entry.inode()
+
+    class Entries:
+        """What scandir gives."""
+
+        def __init__(self, entries: Any, folder: str | None) -> None:
+            self._entries, self._folder = entries, folder
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self._entries.close()
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> Any:
+            return Entry(next(self._entries), self._folder)
+
+        def close(self) -> None:
+            self._entries.close()
+
+    real_scandir = os.scandir
+
+    def scandir(path: Any = ".") -> Any:
+        where = path_of(path) if isinstance(path, int) else os.path.abspath(os.fsdecode(path))
+        if fault.due("scandir", where):
+            fault.strike("scandir", where or "")
+        return Entries(real_scandir(path), where)
+
     def by_fd(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(fd: Any, *args: Any, **kwargs: Any) -> Any:
             where = path_of(args[0] if name == "copy_file_range" else fd)
@@ -182,6 +245,10 @@ def wrap(fault: Fault) -> None:
 
     for name in BY_PATH:
         setattr(os, name, by_path(name, getattr(os, name)))
+    if fault.looks:
+        for name in LOOKS:
+            setattr(os, name, by_path(name, getattr(os, name)))
+        os.scandir = scandir
     for name in BY_FD:
         setattr(os, name, by_fd(name, getattr(os, name)))
     from ckpt_tool.storage import staging

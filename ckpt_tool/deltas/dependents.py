@@ -1,0 +1,206 @@
+"""Which steps of a run the deltas around it are made on: `ckpt prune` must not take these steps away.
+
+    runs/7/checkpoint-100, checkpoint-200, ...
+    runs/7/archive/200            below the run         {"base": "../../checkpoint-100", ...}
+    runs/7-archive/step-200       beside the run        {"base": "../../7/checkpoint-100", ...}
+    runs/7/checkpoint-200         in a step's place, or inside a step
+
+A delta's index names its base by the path from the delta's folder, as it was when the delta was made. Where it names
+none (older ones, slime's), or nothing is there any more, the number of its base version is the step's: so a delta whose
+base can't be told keeps a step too many rather than one too few. Next to a run, where other runs have steps of the same
+numbers, that goes for archives (`--dedup`) in the two nearest levels alone.
+
+Cost: a listing of the run, and of three levels next to it; the index of every model in several files. What it does not
+do: find deltas that are kept elsewhere, or ask which step a chain could do without.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.inner_path import is_leaving
+from ckpt_tool.deltas.folder import INDEX
+from ckpt_tool.errors import CkptError, CorruptFile, wrap_os_error
+from ckpt_tool.formats.hf.format import DELTA
+from ckpt_tool.sources.steps import Run, Step
+from ckpt_tool.storage.links import real_path
+
+NEAR = 3  # levels of folders next to a run that are looked into
+BY_NUMBER = 2  # levels in which a number alone counts
+MOST = 50_000  # folders next to a run that are looked into
+_LIMIT = 1 << 30  # bytes of an index
+
+
+class Delta(NamedTuple):
+    """A delta somewhere around a run. path: its folder, resolved. base: the folder that it names as its base, resolved,
+    "" where it names none or that is not there. base_version: the number of the step that it is made on, None for
+    none. is_archive: made with `--dedup`, of a step's files."""
+
+    path: str
+    base: str
+    base_version: int | None
+    is_archive: bool
+
+
+class Around(NamedTuple):
+    """What was found around a run. faults: what could not be read there, and why."""
+
+    deltas: tuple[Delta, ...]
+    faults: tuple[CkptError, ...]
+
+
+def deltas_around(src: str, run: Run) -> Around:
+    """The deltas below the given folder, in the steps too, and next to it and to the folder that holds the steps."""
+    faults: list[CkptError] = []
+    try:
+        top, steps = real_path(src), real_path(run.path)
+    except OSError as e:
+        return Around((), (wrap_os_error(e, src, "looking for deltas"),))
+
+    seen: set[str] = set()
+    found = [*_deltas_below(top, seen, faults)]
+    for folder in dict.fromkeys((os.path.dirname(top), os.path.dirname(steps))):
+        if folder != "/":
+            found += _deltas_near(folder, seen, faults)
+    return Around(tuple(found), tuple(faults))
+
+
+def dependents(run: Run, deltas: Iterable[Delta]) -> dict[str, list[str]]:
+    """The name of a step -> why a delta needs it."""
+    root = real_path(run.path)
+    places = {step.name: real_path(run.of(step)) for step in run.steps}
+    reasons: dict[str, list[str]] = {}
+    for delta in deltas:
+        shown = os.path.relpath(delta.path, root)
+        for step in run.steps:
+            place = places[step.name]
+            if delta.path == place:
+                reasons.setdefault(step.name, []).append("it is a delta, which only ckpt patch can read")
+            elif _is_below(delta.path, place):
+                reasons.setdefault(step.name, []).append(f"a delta is in it: {os.path.relpath(delta.path, place)}")
+            elif _is_base(delta, step, place):
+                reasons.setdefault(step.name, []).append(f"the delta {shown} is made on it")
+    return reasons
+
+
+def _is_base(delta: Delta, step: Step, place: str) -> bool:
+    if delta.base:
+        return delta.base == place or _is_below(delta.base, place)
+    return delta.base_version is not None and delta.base_version == step.number
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path.startswith(os.path.join(folder, ""))
+
+
+# -- finding ----------------------------------------------------------------------------------------------------------
+
+
+def _deltas_below(top: str, seen: set[str], faults: list[CkptError]) -> Iterator[Delta]:
+    """Those in a folder and in all below it; links to folders are followed. seen: resolved folders that were looked
+    into."""
+    waiting = [top]
+    while waiting:
+        folder = waiting.pop()
+        if folder in seen:
+            continue
+        seen.add(folder)
+        try:
+            names, folders = _entries(folder)
+            waiting += folders
+            if INDEX in names:
+                yield from _delta_in(folder)
+        except OSError as e:
+            faults.append(wrap_os_error(e, e.filename or folder, "looking for deltas"))
+        except CkptError as e:
+            faults.append(e)
+
+
+def _deltas_near(parent: str, seen: set[str], faults: list[CkptError]) -> Iterator[Delta]:
+    """Those up to `NEAR` levels below the folder that holds a run, on its file system. What nobody may look into there
+    is passed over: it is somebody else's."""
+    waiting = [(parent, 0)]
+    looked = 0
+    while waiting and looked < MOST:
+        folder, level = waiting.pop(0)
+        if folder in seen:
+            continue
+        seen.add(folder)
+        looked += 1
+        try:
+            names, folders = _entries(folder, same_device=True)
+            if INDEX in names:
+                for delta in _delta_in(folder):
+                    counts = delta.is_archive and level <= BY_NUMBER
+                    yield delta if counts else delta._replace(base_version=None)
+        except (PermissionError, FileNotFoundError):
+            continue
+        except OSError as e:
+            faults.append(wrap_os_error(e, e.filename or folder, "looking for deltas"))
+            continue
+        except CkptError:  # damaged, so that nothing can be made of it, and not of this run
+            folders = []
+        if level < NEAR:
+            waiting += [(each, level + 1) for each in folders]
+
+
+def _entries(folder: str, *, same_device: bool = False) -> tuple[set[str], list[str]]:
+    """(the names in a folder that are no folders, the resolved folders in it). Raises OSError."""
+    names: set[str] = set()
+    folders: list[str] = []
+    device = os.stat(folder).st_dev
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if is_leaving(entry.name):
+                continue
+            if not entry.is_dir():
+                names.add(entry.name)
+            elif not same_device or entry.stat().st_dev == device:
+                folders.append(real_path(entry.path) if entry.is_symlink() else entry.path)
+    return names, folders
+
+
+def _delta_in(folder: str) -> Iterator[Delta]:
+    """The delta in a folder with an index, none where that is a model's. Raises OSError, CorruptFile."""
+    path = os.path.join(folder, INDEX)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_LIMIT)
+    except FileNotFoundError:  # a link that leads nowhere
+        return
+    if f'"{DELTA}"'.encode() not in data:
+        return
+    try:
+        value = json.loads(data)
+        metadata = value["metadata"]
+        if DELTA not in metadata:
+            return
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        raise CorruptFile(
+            f"the index of a delta is damaged, so that nobody knows what it is made on: {e}",
+            code="E2608",
+            path=path,
+            hint="copy the delta again, or remove it if nobody needs it",
+        ) from e
+    yield Delta(folder, _base_of(folder, value), _number_of(metadata), "archive" in value)
+
+
+def _base_of(folder: str, value: Mapping[str, Any]) -> str:
+    """The folder that a delta names as its base, resolved; "" where it names none, or nothing is there."""
+    named = value.get("base")
+    if not isinstance(named, str) or "\0" in named:
+        return ""
+    path = os.path.join(folder, named)
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    return real_path(path)
+
+
+def _number_of(metadata: Mapping[str, Any]) -> int | None:
+    text = metadata.get("base_version")
+    return int(text) if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) <= 18 else None

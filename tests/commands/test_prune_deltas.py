@@ -1,0 +1,180 @@
+"""`ckpt prune` and the deltas of a run: whatever an archive is made on stays, wherever the archive is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt_tool as ckpt
+from ckpt_tool.cli import run
+from ckpt_tool.errors import StorageError
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+ONE = FIXTURES / "safetensors/llama_one_file"
+INDEX = "model.safetensors.index.json"
+STEPS = (100, 200, 300, 400)
+# Where an archive of step 200 on step 100 is kept, by the path from the run's folder.
+PLACES = {
+    "in a folder below": "archive/200",
+    "next to the steps": "step-200-archive",
+    "hidden": ".archive/200",
+    "deep below": "logs/a/b/c/d/e/f/200",
+    "beside the run": "../run-archive",
+    "beside the run, deeper": "../archives/200",
+    "in a step": "checkpoint-400/archive",
+}
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Path:
+    """A run of four steps, written long ago."""
+    folder = tmp_path / "runs/run"
+    for number in STEPS:
+        shutil.copytree(ONE, folder / f"checkpoint-{number}")
+        (folder / f"checkpoint-{number}/notes.txt").write_text(str(number))
+        for file in (folder / f"checkpoint-{number}").rglob("*"):
+            os.utime(file, (time.time() - 10**6 + number,) * 2)
+    return folder
+
+
+def archive(folder: Path, place: str, base: int = 100, new: int = 200, **options: Any) -> Path:
+    out = folder / place
+    out.parent.mkdir(parents=True, exist_ok=True)
+    options = {"dedup": True, **options}
+    ckpt.delta(folder / f"checkpoint-{base}", folder / f"checkpoint-{new}", out, fsync=False, **options)
+    return out
+
+
+def forget_base(delta: Path) -> None:
+    """As versions before wrote it, and slime does."""
+    index = json.loads((delta / INDEX).read_text())
+    del index["base"]
+    (delta / INDEX).write_text(json.dumps(index))
+
+
+def kept(document: dict[str, Any]) -> dict[str, str]:
+    return {Path(row["path"]).name: " ".join(row["reasons"]) for row in document["keep"]}
+
+
+def rebuilds(folder: Path, delta: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    ckpt.patch(folder / "checkpoint-100", [delta], again, fsync=False)
+    assert (again / "notes.txt").read_text() == "200"
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["names its base", "names a number alone"])
+@pytest.mark.parametrize("place", PLACES)
+def test_the_base_of_an_archive_stays(place: str, named: bool, steps: Path, tmp_path: Path) -> None:
+    delta = archive(steps, PLACES[place])
+    if not named:
+        forget_base(delta)
+    found = kept(ckpt.prune(steps, keep_last=1))
+    assert set(found) == {"checkpoint-100", "checkpoint-400"}
+    assert "is made on it" in found["checkpoint-100"]
+    rebuilds(steps, delta, tmp_path)
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_however_the_base_was_written_on_the_command_line(
+    relative: bool, steps: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(steps.parent)
+    base = "run/checkpoint-100" if relative else str(steps / "checkpoint-100")
+    (steps / "link").symlink_to("checkpoint-100")
+    for number, given in enumerate((base, "run/link")):
+        delta = Path("archives") / str(number)
+        delta.parent.mkdir(exist_ok=True)
+        assert run(["delta", given, "run/checkpoint-200", str(delta), "--dedup", "--no-fsync", "-q"]) == 0
+        assert json.loads((delta / INDEX).read_text())["base"] == "../../run/checkpoint-100"
+    (steps / "link").unlink()
+    assert set(kept(ckpt.prune("run", keep_last=1))) == {"checkpoint-100", "checkpoint-400"}
+
+
+def test_a_run_that_was_moved_or_linked_is_known(steps: Path, tmp_path: Path) -> None:
+    archive(steps, "archive/200")
+    other = tmp_path / "elsewhere"
+    steps.rename(other)
+    (other / "far").symlink_to("archive", target_is_directory=True)
+    (tmp_path / "to_run").symlink_to(other)
+    assert set(kept(ckpt.prune(tmp_path / "to_run", keep_last=1))) == {"checkpoint-100", "checkpoint-400"}
+
+
+def test_archives_behind_a_link_to_another_disk_are_found(steps: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (steps / "archive").symlink_to(tmp_path / "disk")
+    delta = archive(steps, "archive/200")
+    assert "checkpoint-100" in kept(ckpt.prune(steps, keep_last=1))
+    rebuilds(steps, delta, tmp_path)
+
+
+def test_a_chain_keeps_each_step_that_a_link_of_it_is_made_on(steps: Path) -> None:
+    archive(steps, "archive/200")
+    archive(steps, "archive/300", 200, 300)
+    found = kept(ckpt.prune(steps, keep_last=1))
+    assert set(found) == {"checkpoint-100", "checkpoint-200", "checkpoint-400"}
+    assert "archive/300" in found["checkpoint-200"]
+
+
+def test_an_archive_in_a_step_s_place_stays_and_so_does_its_base(steps: Path, tmp_path: Path) -> None:
+    delta = archive(steps, "archive")
+    shutil.rmtree(steps / "checkpoint-200")
+    delta.rename(steps / "checkpoint-200")
+    found = kept(ckpt.prune(steps, keep_last=1))
+    assert set(found) == {"checkpoint-100", "checkpoint-200", "checkpoint-400"}
+    assert "it is a delta" in found["checkpoint-200"]
+    assert ckpt.latest(steps)["step"] == 400
+    rebuilds(steps, steps / "checkpoint-200", tmp_path)
+
+
+def test_a_step_that_holds_an_archive_stays(steps: Path) -> None:
+    archive(steps, "checkpoint-300/inner/archive")
+    found = kept(ckpt.prune(steps, keep_last=1))
+    assert found["checkpoint-300"] == "a delta is in it: inner/archive" and "checkpoint-100" in found
+
+
+def test_a_delta_of_the_model_alone_keeps_its_base_too(steps: Path) -> None:
+    archive(steps, "published/weight_v000001", dedup=False)
+    assert "checkpoint-100" in kept(ckpt.prune(steps, keep_last=1))
+
+
+def test_steps_one_folder_down_and_archives_above_them(steps: Path) -> None:
+    top = steps.parent / "top"
+    top.mkdir()
+    steps.rename(top / "checkpoints")
+    archive(top / "checkpoints", "../archive")
+    archive(top / "checkpoints", "../../far-archive", 300, 400)
+    assert set(kept(ckpt.prune(top, keep_last=1))) == {"checkpoint-100", "checkpoint-300", "checkpoint-400"}
+
+
+def test_archives_of_other_runs_keep_nothing_here(steps: Path) -> None:
+    other = steps.parent / "other"
+    shutil.copytree(steps, other)
+    archive(other, "archive/200")
+    forget_base(archive(other, "archive/deep/300", 200, 300))
+    assert set(kept(ckpt.prune(steps, keep_last=1))) == {"checkpoint-400"}
+
+
+def test_a_damaged_archive_is_unknown(steps: Path) -> None:
+    delta = archive(steps, "archive/200")
+    text = (delta / INDEX).read_text()
+    (delta / INDEX).write_text(text[:-20])
+    with pytest.raises(StorageError) as caught:
+        ckpt.prune(steps, keep_last=1)
+    assert caught.value.code == "E2851" and str(delta) in caught.value.message
+    assert len(list(steps.glob("checkpoint-*"))) == 4
+    assert set(kept(ckpt.prune(steps, keep_last=1, skip_unreadable=True))) == {"checkpoint-400"}
+
+
+def test_an_index_that_names_a_hostile_base_is_no_danger(steps: Path) -> None:
+    delta = archive(steps, "archive/200")
+    index = json.loads((delta / INDEX).read_text())
+    for base in (7, "\0", "../" * 50 + "etc", "", ["x"], "/dev/null/x"):
+        (delta / INDEX).write_text(json.dumps({**index, "base": base}))
+        document = ckpt.prune(steps, keep_last=1, dry_run=True)
+        assert "checkpoint-400" in kept(document)
