@@ -29,6 +29,7 @@ from ckpt_tool.formats.peft.lone import (
     is_adapter,
     without_config,
 )
+from ckpt_tool.formats.peft.pairs import EMPTY, find_adapter_faults
 from ckpt_tool.formats.peft.settings import Settings, paddle_settings_of, settings_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
@@ -88,6 +89,7 @@ def open_adapter(src: str, reading: Reading, weight: float, config: Mapping[str,
         settings = settings_of(config, path, weight=weight, lenient=reading.lenient)
         if not reading.lenient:
             _refuse_unknown_weights(opened)
+            _refuse_empty(opened)
         return Adapter(opened, settings, tuple(catalog.tensors.values()))
     path = opened.tree.display(PADDLE_CONFIG)
     value = parse(opened.tree.read_whole(PADDLE_CONFIG, limit=_LIMIT), path=path)
@@ -100,7 +102,8 @@ def open_adapter(src: str, reading: Reading, weight: float, config: Mapping[str,
 
 def _refuse_unknown_weights(opened: Opened) -> None:
     """Raise UsageError E2931 for files of weights beside an adapter of which nothing says what they are."""
-    files = unknown_weights(opened.tree.names())
+    read = opened.catalog.files
+    files = unknown_weights([name for name in opened.tree.names() if name not in read])
     if files:
         raise UsageError(
             f"{files[0]} is stored next to the adapter, and nothing says whether its weights belong to the model",
@@ -109,6 +112,14 @@ def _refuse_unknown_weights(opened: Opened) -> None:
             faults=files[1:20],
             hint="move it elsewhere or pass --lenient to fold the adapter without it",
         )
+
+
+def _refuse_empty(opened: Opened) -> None:
+    """Raise Incomplete E2935 for an adapter of tensors without elements. Other faults are found against the base."""
+    for fault in find_adapter_faults(opened.catalog):
+        if fault.code == EMPTY:
+            fault.path = opened.path
+            raise fault
 
 
 def _of_megatron(opened: Opened, reading: Reading, weight: float, config: Mapping[str, Any] | None) -> Adapter:

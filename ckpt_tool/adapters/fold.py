@@ -24,13 +24,13 @@ from ckpt_tool.adapters.adapter import Adapter, open_adapter
 from ckpt_tool.adapters.changed_base import NO_FLOATS, changed
 from ckpt_tool.adapters.inside import split_inside
 from ckpt_tool.adapters.targets import Matched, Tokens, match
-from ckpt_tool.conversion.adapter_inside import inside_of
+from ckpt_tool.conversion.adapter_inside import inside_of, weights_of
 from ckpt_tool.conversion.passes import NAMES, passed, selected
 from ckpt_tool.conversion.tied_head import TIED as TIE
 from ckpt_tool.conversion.vocabulary import EMBEDDINGS
 from ckpt_tool.conversion.writing import write
 from ckpt_tool.core.progress import Progress
-from ckpt_tool.core.tensor import MODEL
+from ckpt_tool.core.tensor import MODEL, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.peft.settings import LARGEST
@@ -83,7 +83,8 @@ def fold(
     base = open_source(sources[0], reading)
     job = Conversion.of(base, reading, writing)
     if len(sources) == 1:
-        everything, adapter = split_inside(_model(base, job), base, reading, weights[0] if weights else 1.0)
+        everything = _with_masters(base, job)
+        everything, adapter = split_inside(everything, base, reading, weights[0] if weights else 1.0)
         named, matched = _matched(everything, [adapter], job)
         folded = changed(named, [adapter], matched, writing, option=OPTION)
         return write(_as_wanted(folded, everything, named, job), dst, job, progress)
@@ -108,6 +109,18 @@ def fold(
         kept = _named(kept, job, named.all_hints.dialect if named is not everything else None)
     folded = changed(kept, adapters, matched, writing, option=OPTION)
     return write(_as_wanted(folded, everything, named, job), dst, job, progress)
+
+
+def _with_masters(base: Opened, job: Conversion) -> Chosen:
+    """The weights as `_model` has them, and as the model's the fp32 masters of those that it lacks (ZeRO 3)."""
+    alone = _model(base, job)
+    lacking = weights_of(selected(base, job))
+    model = alone.model
+    masters = []
+    for name, row in lacking.items():
+        if name not in model:
+            masters.append(row._replace(tensor=row.tensor._replace(key=TensorKey(name, MODEL), path=())))
+    return replace(alone, stored=(*alone.stored, *masters))
 
 
 def _model(base: Opened, job: Conversion) -> Chosen:

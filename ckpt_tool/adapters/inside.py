@@ -72,4 +72,8 @@ def _base_alone(chosen: Chosen, inside: AdapterInside) -> Chosen:
         if old.name in inside.base:
             casts[old._replace(name=inside.base[old.name])] = dtype
     renewed = {key._replace(name=inside.base[key.name]) if key.name in inside.base else key for key in chosen.renewed}
-    return replace(chosen, stored=tuple(stored), casts=casts, renewed=frozenset(renewed))
+    names: dict[str, tuple[str, ...]] = {stored_as: (name,) for stored_as, name in inside.base.items()}
+    for stored_as, name in inside.adapter.items():  # what an adapter's tensor becomes a part of
+        module = name.removeprefix("base_model.model.").partition(".lora_")[0]
+        names[stored_as] = (f"{module.replace('.base_layer', '')}.weight", module)
+    return replace(chosen, stored=tuple(stored), casts=casts, renewed=frozenset(renewed), names=names)

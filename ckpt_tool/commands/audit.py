@@ -15,6 +15,7 @@ from ckpt_tool.auditing.subject import Subject, subject_of
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import InputError, UnknownFormat, UsageError
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES
+from ckpt_tool.formats.peft.inside import find_inside
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Auditing
 from ckpt_tool.quantised.weights import has_codes
@@ -80,12 +81,24 @@ def audit(src: str, reading: Reading, wanted: Auditing, *, progress: Progress) -
     return document
 
 
+def _adapter_inside(subject: Subject) -> Iterator[Finding]:
+    """A model for the hub whose names are those of a job that wrapped it: no library would load its weights."""
+    if subject.opened.format.holds.dialect != "hf" or subject.opened.format.holds.adapter:
+        return
+    inside = find_inside(subject.kinds.keys())
+    if inside is not None:
+        count = len(inside.adapter) or len(inside.others)
+        message = f"an adapter is inside the model ({count} tensors): libraries do not know these names"
+        yield Finding("E2933", message, next(iter(inside.adapter), None))
+
+
 def _of_headers(subject: Subject) -> Iterator[Finding]:
     opened = subject.opened
     for row in findings_of(opened)[0]:
         yield Finding(row["code"], row["message"], row["tensor"], row["file"])
     for fault in cut_short(opened.tree, {opened.tree.display(file) for file in opened.catalog.files}):
         yield _of_error(fault)
+    yield from _adapter_inside(subject)
     yield from names.findings(subject)
     yield from _of_parts(subject)
     yield from config_match.findings(subject)

@@ -15,9 +15,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpt_tool.core.hints import Dialect
-from ckpt_tool.core.tensor import MODEL
+from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
 from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.peft.lone import PeftHints, is_adapter
+from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind
+from ckpt_tool.sources.opening import Opened
 
 if TYPE_CHECKING:
     from ckpt_tool.formats.peft.inside import AdapterInside
@@ -31,11 +34,14 @@ def without_adapter_inside(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen`, which holds no adapter inside a model any more unless the output keeps names. Raises UsageError E2933
     where it would, E2934 and what finding a config raises for `--to peft`."""
     inside = inside_of(chosen)
+    fmt, writing = job.fmt, job.writing
+    if fmt.holds.adapter and writing.dialect != "keep" and chosen.all_hints.get(PeftHints) is None:
+        if inside is not None:
+            return _adapter_alone(chosen, job, inside)
+        lone = _lone_adapter(chosen)
+        return chosen if lone is None or not has_config(chosen.sources[0], job) else _adapter_alone(chosen, job, lone)
     if inside is None:
         return chosen
-    fmt, writing = job.fmt, job.writing
-    if fmt.holds.adapter and writing.dialect != "keep":
-        return _adapter_alone(chosen, job, inside)
     if _keeps_names(chosen, job):
         line = f"{_described(inside)}: names are kept, and both stay as they are"
         return chosen if line in chosen.notes else chosen.noted(line)
@@ -61,7 +67,33 @@ def inside_of(chosen: Chosen) -> AdapterInside | None:
         return None
     from ckpt_tool.formats.peft.inside import find_inside
 
-    return find_inside(chosen.model)
+    return find_inside(weights_of(chosen))
+
+
+def weights_of(chosen: Chosen) -> dict[str, Stored]:
+    """The weights by name: the model's, and the fp32 masters of those that the model lacks (ZeRO 3 keeps no others of
+    what it trains, such as an adapter)."""
+    model = chosen.model
+    masters = {row.tensor.key.name: row for row in chosen.stored if row.tensor.key.state == MASTER}
+    return {**masters, **model} if masters else model
+
+
+def has_config(opened: Opened, job: Conversion) -> bool:
+    """Does anything state the scaling of an adapter that is saved alone?"""
+    from ckpt_tool.sources.adapter_config import find_near
+
+    return job.reading.lora_alpha is not None or find_near(opened) is not None
+
+
+def _lone_adapter(chosen: Chosen) -> AdapterInside | None:
+    """An adapter without a model around it, as a job saves that leaves frozen weights out; None for any other."""
+    from ckpt_tool.formats.peft.inside import split_names
+
+    weights = weights_of(chosen)
+    if not is_adapter(row.tensor.key for row in weights.values()):
+        return None
+    parts = split_names(weights)
+    return parts._replace(embeddings=parts.wrapped)  # what PEFT saved of the base with the adapter belongs to it
 
 
 def refusal(chosen: Chosen, job: Conversion, inside: AdapterInside) -> UsageError:
@@ -117,11 +149,10 @@ def _trained_biases(inside: AdapterInside, which: object) -> dict[str, str]:
 
 def _adapter_alone(chosen: Chosen, job: Conversion, inside: AdapterInside) -> Chosen:
     """The adapter under the names of PEFT's files, with its config."""
-    from ckpt_tool.formats.peft.lone import PeftHints
     from ckpt_tool.sources.adapter_config import config_of_inside
 
     refuse_several(inside, chosen.sources[0].path)
-    model = chosen.model
+    model = weights_of(chosen)
     shapes = {name: row.tensor.shape for name, row in model.items()}
     found = config_of_inside(chosen.sources[0], inside, shapes, job.reading.lora_alpha)
 
@@ -129,10 +160,11 @@ def _adapter_alone(chosen: Chosen, job: Conversion, inside: AdapterInside) -> Ch
     kept = []
     for stored, name in renamed.items():
         row = model[stored]
-        key = row.tensor.key._replace(name=name)
+        key = TensorKey(name, MODEL)
         kept.append(row._replace(tensor=row.tensor._replace(key=key, path=())))
     base = [row.tensor for name, row in model.items() if name not in renamed]
-    states = [row.tensor for row in chosen.stored if row.tensor.key.state != MODEL]
+    taken = {row.tensor.key for row in model.values()}
+    states = [row.tensor for row in chosen.stored if row.tensor.key not in taken]
     return replace(
         chosen,
         stored=tuple(kept),

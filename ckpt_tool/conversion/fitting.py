@@ -122,7 +122,7 @@ def held(chosen: Chosen, job: Conversion) -> Chosen:
                 code="E0257",
                 hint=f"write to a training format (dcp, torch, sharded), or add --drop {groups[state]}",
             )
-    if MASTER not in writing.drop:
+    if MASTER not in writing.drop and not fmt.holds.adapter:  # an adapter alone has no masters of its base
         _refuse_to_lose_masters(chosen, stored)
     if fmt.holds.own_header:
         refuse_to_part(chosen, f"files of {fmt.name}")

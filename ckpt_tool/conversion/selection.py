@@ -11,6 +11,7 @@ from ckpt_tool.core.catalog import Unread
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.beside import RECIPE, RECIPE_OF_RUN, UNREAD, has_recipe, optimizer_files
+from ckpt_tool.formats.peft.pairs import find_adapter_faults
 from ckpt_tool.formats.soundness import check_sound
 from ckpt_tool.formats.steps import other_steps
 from ckpt_tool.plan.moves import Stored
@@ -40,7 +41,8 @@ def sound(chosen: Chosen, job: Conversion) -> Chosen:
             raise unread[0]
     opened.catalog.check()
     if not job.reading.lenient:
-        check_sound(opened.catalog, opened.format.holds, other_steps(opened.tree, opened.catalog))
+        of_values = other_steps(opened.tree, opened.catalog)
+        check_sound(opened.catalog, opened.format.holds, [*of_values, *find_adapter_faults(opened.catalog)])
     refuse_left_optimizer(opened, job)
     return chosen.noted(*opened.own_objects())
 

@@ -43,7 +43,7 @@ def config_of_inside(
     """The config of the adapter inside a model. shapes: of the stored tensors. alpha: what the user states.
 
     Raises Incomplete E2932 where nothing states the scaling, UsageError E2791 where two things state it otherwise."""
-    found = _near(opened)
+    found = find_near(opened)
     if found is None and alpha is None:
         raise Incomplete(
             f"a LoRA is inside this model, and nothing near it states its scaling: there is no {CONFIG}",
@@ -77,7 +77,8 @@ def with_stated_alpha(config: Mapping[str, Any], alpha: float | None, path: str)
     return {**config, "lora_alpha": alpha}
 
 
-def _near(opened: Opened) -> FoundConfig | None:
+def find_near(opened: Opened) -> FoundConfig | None:
+    """The config near a checkpoint, None where there is none."""
     for tree in _trees(opened):
         for name in (f"{folder}{CONFIG}" for folder in _FOLDERS):
             if tree.exists(name):

@@ -302,6 +302,8 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
             )
         below = tree.below(name)
         beside = [claim for claim in registry.settle(registry.claims(tree)) if _lies_here(claim)]
+        if reading.from_format is None:  # the values of an empty adapter are in the job's own files below
+            beside = [claim for claim in beside if not _is_empty_adapter(tree, claim)]
         if any(claim.name == reading.from_format for claim in beside):
             return tree, ""
         if beside and reading.from_format is None:
@@ -330,6 +332,19 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
         if newest := newest_with_recipe(tree, steps):
             return tree.below(newest), f"{RECIPE_OF_RUN} goes on from {newest}"
     raise _several(tree, steps)
+
+
+def _is_empty_adapter(tree: Tree, claim: registry.Claim) -> bool:
+    """Is it an adapter of which no tensor has an element, as a Trainer at ZeRO 3 leaves it next to the job's own
+    checkpoint? The values are in that."""
+    fmt = registry.by_name(claim.name)
+    if not fmt.holds.adapter:
+        return False
+    try:
+        catalog = fmt.read(tree)
+    except InputError:
+        return False
+    return bool(catalog.tensors) and all(tensor.numel == 0 for tensor in catalog.tensors.values())
 
 
 def _several(tree: Tree, steps: Sequence[str]) -> UnknownFormat:

@@ -15,6 +15,7 @@ from typing import Any
 from ckpt_tool.core.catalog import faults_of
 from ckpt_tool.errors import CkptError, CorruptFile, InputError
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES
+from ckpt_tool.formats.peft.pairs import find_adapter_faults
 from ckpt_tool.formats.soundness import unsound
 from ckpt_tool.formats.steps import other_steps
 from ckpt_tool.options.reading import Reading
@@ -45,7 +46,12 @@ def findings_of(opened: Opened) -> tuple[list[dict[str, Any]], Set[str | None]]:
     catalog = opened.refuse_unsafe().catalog
     _refuse_twins(opened)
     torn = list(faults_of(catalog.tensors.values(), catalog.indexes))
-    faults = [*torn, *unsound(catalog, opened.format.holds), *other_steps(opened.tree, catalog)]
+    faults = [
+        *torn,
+        *unsound(catalog, opened.format.holds),
+        *other_steps(opened.tree, catalog),
+        *find_adapter_faults(catalog),
+    ]
     notes = [row(note.code, note.message, note.key, file=note.path) for note in catalog.notes if note.code in UNSOUND]
     return [*map(finding, faults), *notes], {fault.key for fault in torn}
 

@@ -34,6 +34,7 @@ _WEIGHTS = (".bin", SAFETENSORS, ".pt", ".pth", ".ckpt", ".npz")
 # What trainers keep beside weights under the same endings
 _OF_TRAINING = (
     "adapter_model.*",
+    "*_adapters.safetensors",  # older steps of mlx-lm's
     "training_args*",
     "trainer_state*",
     "optim*",

@@ -48,6 +48,8 @@ from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.peft.beside import join_tensors, read_state_dict, read_trained, trained_files
 from ckpt_tool.formats.peft.lone import CONFIG, PeftHints, is_adapter, without_config
+from ckpt_tool.formats.peft.mlx import FILE as MLX
+from ckpt_tool.formats.peft.mlx import is_mlx, read_mlx
 from ckpt_tool.storage.safetensors_file import build_header, read_header
 from ckpt_tool.storage.safetensors_table import HeaderTable
 from ckpt_tool.storage.source import Tree
@@ -73,16 +75,21 @@ class Peft:
         """By the names in a folder. An adapter beside its base's weights accompanies them: transformers opens the
         base."""
         names = tree.names() if tree.single is None else ()
-        if CONFIG not in names or (SAFE not in names and BIN not in names):
+        weights = next((name for name in (SAFE, BIN, MLX) if name in names), None)
+        if CONFIG not in names or weights is None:
             return None
-        weights = SAFE if SAFE in names else BIN
-        return Evidence(f"{CONFIG} and {weights}", files=frozenset((CONFIG, weights)), loader="transformers", turn=2)
+        files = [CONFIG, weights]
+        if weights == MLX:
+            files += [name for name in names if name.endswith(f"_{MLX}")]  # older steps of it
+        return Evidence(f"{CONFIG} and {weights}", files=frozenset(files), loader="transformers", turn=2)
 
     def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog from headers alone. Raises CorruptFile E1423 (config), Incomplete E1431 (no weights), E1432 (a
         .bin that is no state dict), and what the containers raise."""
         config = _config(tree)
         names = tree.names()
+        if is_mlx(config):
+            return self._read_mlx(tree, config)
         if SAFE not in names and BIN not in names:
             raise Incomplete(
                 f"neither {SAFE} nor {BIN} is here",
@@ -122,6 +129,22 @@ class Peft:
             unread=unread,
         )
 
+    def _read_mlx(self, tree: Tree, config: Mapping[str, Any]) -> Catalog:
+        if not tree.exists(MLX):
+            raise Incomplete(
+                f"this is an adapter of mlx-lm's, and its {MLX} is not here",
+                code=NO_WEIGHTS,
+                path=tree.display(),
+                hint="fetch the weights into the folder of the config",
+            )
+        tensors, peft_config = read_mlx(tree, config)
+        listed = (name for name in tree.names() if name != CONFIG)
+        notes = hf_files.ignored(listed, (MLX,))
+        note = Note("W-mlx", "an adapter of mlx-lm's: lora_a and lora_b are PEFT's lora_A and lora_B, transposed", MLX)
+        return Catalog(
+            self.name, tensors, files=(CONFIG, MLX), notes=(note, *notes), hints=Hints.of(PeftHints(peft_config))
+        )
+
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """One safetensors file and the config. Raises UsageError E1433 where the source is no adapter."""
         return _target(wanted)
@@ -132,12 +155,14 @@ FORMAT = Peft()
 
 def _config(tree: Tree) -> dict[str, Any]:
     if not tree.exists(CONFIG):
-        if tree.single is None and not {SAFE, BIN} & set(tree.names()):
+        if tree.single is None and not {SAFE, BIN, MLX} & set(tree.names()):
             raise UnknownFormat(
                 f"no {CONFIG} here", code="E0393", path=tree.display(), hint="pass the folder that holds it"
             )
         raise without_config(tree)
     value = parse(tree.read_whole(CONFIG, limit=CONFIG_LIMIT), path=tree.display(CONFIG))
+    if isinstance(value, dict) and is_mlx(value):
+        return value
     if not isinstance(value, dict) or not isinstance(value.get("peft_type"), str):
         raise CorruptFile(
             "the adapter's config is no JSON object that names its peft_type",

@@ -68,18 +68,28 @@ class AdapterInside(NamedTuple):
     copies: frozenset[str]  # rows of an embedding as they were before the training
     adapters: tuple[str, ...]  # what the adapters are called: "default"
     others: tuple[str, ...]  # parameters of methods that are not PEFT's LoRA
+    foreign_modules: frozenset[str]  # the modules that have such parameters
 
 
 def find_inside(names: Collection[str]) -> AdapterInside | None:
     """The model and the adapter in it, by the names of a whole state; None for a model alone and an adapter alone."""
     if not any(".lora_" in name or BASE in name or ".modules_to_save." in name for name in names):
         return None
+    inside = split_names(names)
+    modules = {_plain(name.removeprefix(PREFIX).partition(".lora_")[0]) for name in inside.adapter.values()}
+    modules |= {_plain(name) for name in inside.foreign_modules}
+    named = bool(inside.adapters) and not inside.others
+    return inside if _is_whole(inside.base, modules, named=named) else None
+
+
+def split_names(names: Collection[str]) -> AdapterInside:
+    """What of a state is the base's, and what the adapter's, by names alone."""
     base: dict[str, str] = {}
     adapter: dict[str, str] = {}
     copies: set[str] = set()
     adapters: dict[str, None] = {}
     others: dict[str, None] = {}
-    modules: set[str] = set()  # those that have a part of an adapter
+    foreign_modules: set[str] = set()
 
     for stored in names:
         name = _WRAPPED.sub("", clean(stored))
@@ -89,27 +99,23 @@ def find_inside(names: Collection[str]) -> AdapterInside | None:
         saved = _SAVED.fullmatch(name)
         if other is not None:
             others[other[1]] = None
-            modules.add(_plain(name[: other.start()]))
+            foreign_modules.add(name[: other.start()])
         elif part is not None:
             adapter[stored] = f"{PREFIX}{part['module']}.{part['kind']}{part['ending'] or ''}"
             if part["kind"] == "lora_magnitude_vector":  # PEFT writes it as a parameter
                 adapter[stored] = f"{PREFIX}{part['module']}.{part['kind']}"
             adapters.setdefault(part["adapter"] or "")
-            modules.add(_plain(part["module"]))
         elif tokens is not None and tokens["kind"] == "original":
             copies.add(stored)
         elif tokens is not None:
             adapter[stored] = f"{PREFIX}{tokens['module']}.token_adapter.trainable_tokens_delta"
             adapters.setdefault(tokens["adapter"] or "")
-            modules.add(_plain(tokens["module"]))
         elif saved is not None:
             adapter[stored] = f"{PREFIX}{saved['module']}.{saved['ending']}"
             adapters.setdefault(saved["adapter"])
         else:
             base[stored] = _plain(name)
 
-    if not _is_whole(base, modules, named=any(adapters) and not others):
-        return None
     wrapped = {stored: f"{PREFIX}{_WRAPPED.sub('', clean(stored))}" for stored in base if _ORIGINAL not in stored}
     embeddings = {}
     for stored, name in base.items():
@@ -117,7 +123,8 @@ def find_inside(names: Collection[str]) -> AdapterInside | None:
         if f"{BASE}." in stored and last == "weight" and module.rpartition(".")[2] in _VOCABULARY:
             embeddings[stored] = f"{PREFIX}{module}{BASE}.weight"
     own_names = tuple(filter(None, adapters))
-    return AdapterInside(base, wrapped, embeddings, adapter, frozenset(copies), own_names, tuple(others))
+    foreign = frozenset(foreign_modules)
+    return AdapterInside(base, wrapped, embeddings, adapter, frozenset(copies), own_names, tuple(others), foreign)
 
 
 def _plain(name: str) -> str:
