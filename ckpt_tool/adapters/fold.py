@@ -320,7 +320,7 @@ def _as_wanted(folded: Chosen, everything: Chosen, named: Chosen, job: Conversio
 
 def _home(everything: Chosen, named: Chosen, reading: Reading) -> str | None:
     """The dialect that the base came in, None where it was named already as the adapters name it."""
-    if named.stored == everything.stored:
+    if everything.model.keys() <= named.model.keys():  # no name is another one; an untied head may have come
         return None
     from ckpt_tool.families.registry import find
     from ckpt_tool.plan.mapping import parameter_shapes

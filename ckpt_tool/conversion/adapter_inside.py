@@ -52,7 +52,8 @@ def without_adapter_inside(chosen: Chosen, job: Conversion) -> Chosen:
 
 def _keeps_names(chosen: Chosen, job: Conversion) -> bool:
     """Does the output keep the job's own names on purpose? What transformers would take for a model does not."""
-    if job.writing.dialect == "keep":
+    joined_on_purpose = any(opened.format.holds.adapter for opened in chosen.sources)  # --method union
+    if job.writing.dialect == "keep" or joined_on_purpose:
         return True
     if job.dialect == "keep":
         has_training_state = any(row.tensor.key.state != MODEL for row in chosen.stored)

@@ -317,7 +317,9 @@ def _tied(
     whole names. Under other names (a prefix that nobody knows) the tensors show nothing."""
     held = set(names)
     if has_head(held):
-        return False if writing.tied_head == "untie" and _says_tied(config) is True else None
+        stated = config.get(TIED)
+        says = stated if isinstance(stated, bool) else _says_tied(config)
+        return False if writing.tied_head == "untie" and says is not False else None
     table = _own_table(config)
     gone = [tensor.key.name for tensor in chosen.removed]
     requested = writing.tied_head == "tie" or not as_it_was

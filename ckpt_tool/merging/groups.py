@@ -4,6 +4,7 @@
 
 Layers are known by the first number between dots in a name. Outside of slices every tensor keeps its name; in slices
 the embeddings come from the first slice, what stands after the layers (norm, head) from the last, as mergekit has it.
+Of a model that sees or hears the layers of its language model are picked; its towers stay as the first slice has them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ckpt_tool.merging.job import Job, Part, Place, Slice, Value, value_of
 from ckpt_tool.plan.moves import Stored
 
 _LAYER = re.compile(r"^(.*?(?:^|\.))(\d{1,9})\.")
+_TOWER = re.compile(r"vision|visual|vit|audio|speech|image|tower")
 _BEFORE = re.compile(r"embed|(?:^|\.)w[tp]e\.")
 Tensors = Mapping[str, Stored]
 
@@ -70,12 +72,14 @@ class Grouping:
 
     def _sliced(self) -> Iterator[Group | None]:
         stacks = {layer[0] for tensors in self._models.values() for name in tensors if (layer := layer_of(name))}
-        if len(stacks) != 1:
-            self._fault(f"slices want one stack of layers; there are {len(stacks)}: {', '.join(sorted(stacks)[:4])}")
+        of_language = [stack for stack in stacks if not _TOWER.search(stack)] if len(stacks) > 1 else list(stacks)
+        if len(of_language) != 1:
+            shown = ", ".join(sorted(stacks)[:4])
+            self._fault(f"slices want one stack of a language model's layers; there are {len(stacks)} stacks: {shown}")
             return
-        (stack,) = stacks
-        lengths = {path: self._length(path) for path in self._models}
-        inside = {path: self._inside(path) for path in self._models}
+        (stack,) = of_language
+        lengths = {path: self._length(path, stack) for path in self._models}
+        inside = {path: self._inside(path, stack) for path in self._models}
         first, last = self._job.slices[0], self._job.slices[-1]
         outside = list(
             dict.fromkeys(
@@ -83,10 +87,17 @@ class Grouping:
                 for slice_ in (first, last)
                 for part in slice_.parts
                 for name in self._models[part.model]
-                if layer_of(name) is None
+                if not name.startswith(stack) or layer_of(name) is None
             )
         )
-        for name in [each for each in outside if _BEFORE.search(each)]:
+        own_prefix = stack.removesuffix("layers.").removesuffix("h.").removesuffix("layer.")
+        with_towers = len(stacks) > 1
+
+        def comes_first(name: str) -> bool:
+            is_of_tower = with_towers and not name.startswith(own_prefix) and "lm_head" not in name
+            return is_of_tower or _BEFORE.search(name) is not None
+
+        for name in [each for each in outside if comes_first(each)]:
             yield self._group(name, first, [name] * len(first.parts), 0.0)
         origins: list[tuple[str, int]] = []
         for slice_ in self._job.slices:
@@ -106,19 +117,21 @@ class Grouping:
                 t = at / (count - 1) if count > 1 else 1.0
                 yield from self._layer(slice_, stack, inside, [start + at for start, _ in ranges], len(origins), t)
                 origins.append((slice_.parts[0].model, ranges[0][0] + at))
-        for name in [each for each in outside if not _BEFORE.search(each)]:
+        for name in [each for each in outside if not comes_first(each)]:
             yield self._group(name, last, [name] * len(last.parts), 0.0)
         self.layers = origins
 
-    def _length(self, path: str) -> int:
-        found = [layer[1] for name in self._models[path] if (layer := layer_of(name))]
+    def _length(self, path: str, stack: str) -> int:
+        layers = [layer_of(name) for name in self._models[path]]
+        found = [layer[1] for layer in layers if layer is not None and layer[0] == stack]
         return bounded(max(found, default=-1) + 1, len(found), f"layers by the tensors' names of {path}")
 
-    def _inside(self, path: str) -> dict[int, list[str]]:
+    def _inside(self, path: str, stack: str) -> dict[int, list[str]]:
         """Layer -> the rests of its tensors' names."""
         found: dict[int, list[str]] = {}
         for name in self._models[path]:
-            if layer := layer_of(name):
+            layer = layer_of(name)
+            if layer is not None and layer[0] == stack:
                 found.setdefault(layer[1], []).append(layer[2])
         return found
 

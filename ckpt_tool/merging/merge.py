@@ -12,7 +12,8 @@ A group of tensors and the parameters there, as the recipe that computes the mer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from struct import pack, unpack
@@ -142,10 +143,7 @@ def _groups(
             f"the merge can't be made: {faults[0]}",
             code=TENSORS,
             faults=[*faults[1:500], *wrong[:100]],
-            hint="--tied-head untie (or tie) makes heads alike"
-            if "lm_head.weight: not in" in faults[0]
-            else "models must have the same tensors of the same shapes; --remove-keys leaves out what one "
-            "of them lacks",
+            hint=_how_to_make_alike(held, faults[0]),
         )
     if wrong:
         raise UsageError(wrong[0], code="E1441", faults=wrong[1:100], place=f"--method {job.method.name}")
@@ -157,6 +155,33 @@ def _groups(
         next(tensors[name] for tensors in held.values() if name in tensors).tensor for name in _kept(names, writing)[1]
     ]
     return groups, tuple(gone), None
+
+
+def _how_to_make_alike(held: Mapping[str, Mapping[str, Stored]], fault: str) -> str:
+    """What helps where models have other names. held: the tensors of each model."""
+    if "lm_head.weight: not in" in fault:
+        return "--tied-head untie (or tie) makes heads alike"
+    longest = {path: _shared_prefix(tensors) for path, tensors in held.items()}
+    for path, prefix in longest.items():
+        bare = {name.removeprefix(prefix) for name in held[path]}
+        others = [
+            other for other, tensors in held.items() if other != path and len(bare & tensors.keys()) * 2 > len(bare)
+        ]
+        if prefix and others:
+            return (
+                f"most names of {path} begin with {prefix!r}, and without it they are those of {others[0]}: "
+                f"convert {path} with --rename '{prefix}*=*' first"
+            )
+    return "models must have the same tensors of the same shapes; --remove-keys leaves out what one of them lacks"
+
+
+def _shared_prefix(names: Iterable[str]) -> str:
+    """The first step of names, where most of them have it: `bert.` of a model with a head."""
+    steps = Counter(name.partition(".")[0] for name in names)
+    if not steps:
+        return ""
+    (step, count), *_ = steps.most_common(1)
+    return f"{step}." if count * 2 > steps.total() else ""
 
 
 def _kept(names: Sequence[str], writing: Writing) -> tuple[list[str], list[str]]:

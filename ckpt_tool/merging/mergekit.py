@@ -13,8 +13,8 @@
 
 Paths are relative to the working directory, as mergekit has them. Every key that is not understood is an error with its
 place, and what can have no effect is reported; what mergekit knows and this tool does not do is refused by name:
-`modules`, tokenizers that are built or rows that move (`tokenizer_source: union`, `tokens`), `chat_template`,
-`residual_weight`, `model+lora`.
+several `modules` that are merged, tokenizers that are built or rows that move (`tokenizer_source: union`, `tokens`),
+`chat_template`, `residual_weight`, `model+lora`.
 
 `dtype` is what mergekit computes in; here arithmetic is fp32, so it only says what is written where `out_dtype` does
 not.
@@ -42,7 +42,6 @@ from ckpt_tool.storage import strict_yaml
 
 _KEYS = tuple("merge_method base_model models slices parameters dtype out_dtype tokenizer_source tokenizer".split())
 _REFUSED = {
-    "modules": "models of several modules are not merged by this build: merge with models or slices",
     "chat_template": "this build copies the tokenizer's files as they are: set the template in the output's own",
     "residual_weight": "mergekit reads it and does nothing with it",
 }
@@ -75,6 +74,7 @@ def read_config(path: str, *, seed: int | None = None, tokenizer: str | None = N
         raise UsageError(
             "the config is not a mapping", code="E1444", path=path, hint="it begins with merge_method: NAME"
         )
+    data = _as_one_module(data, faults)
     faults.unknown("", data, _KEYS)
     name = data.get("merge_method")
     method = _tried(lambda: method_of(name), faults) if isinstance(name, str) else None
@@ -106,6 +106,53 @@ def read_config(path: str, *, seed: int | None = None, tokenizer: str | None = N
         faults=[f"{place}: {text}" if place else text for place, text in rest],
         hint="nothing of a config is ignored: mend the key, or take it out",
     )
+
+
+def _as_one_module(data: Mapping[str, Any], faults: _Faults) -> Mapping[str, Any]:
+    """The config without `modules`, where all but one of them are taken as one model has them: that one's slices or
+    models are then the config's own, and the rest of the model stays as it is."""
+    modules = data.get("modules")
+    if modules is None:
+        return data
+    rest = {key: value for key, value in data.items() if key != "modules"}
+    if not isinstance(modules, dict) or any(not isinstance(module, dict) for module in modules.values()):
+        faults.add("/modules", "want a mapping of modules, each with slices or models")
+        return rest
+
+    whole = {}  # module -> the only model that it is taken from
+    merged = {}
+    for name, module in modules.items():
+        faults.unknown(f"/modules/{name}", module, ("slices", "models", "parameters"))
+        models = module.get("models")
+        is_whole = isinstance(models, list) and len(models) == 1 and isinstance(models[0], dict)
+        if is_whole and models[0].keys() == {"model"}:
+            whole[name] = models[0]["model"]
+        else:
+            merged[name] = module
+    if len(merged) != 1 or "slices" not in next(iter(merged.values())):
+        shown = ", ".join(merged) or "none"
+        faults.add(
+            "/modules", f"modules: one of them may have slices, the others one model each; here {shown} have more"
+        )
+        return {**rest, "models": [{"model": next(iter(whole.values()), "")}]}
+    ((name, module),) = merged.items()
+    slices = module["slices"]
+    taken_first = slices[0]["sources"][0].get("model") if _is_slice(slices) else None
+    other = next((each for each in whole.items() if each[1] != taken_first), None)
+    if other is not None:
+        faults.add(
+            f"/modules/{other[0]}",
+            f"{other[0]} is to come from {other[1]}, the first layers of {name} from {taken_first}: this build takes "
+            "both from one model",
+        )
+    return {**rest, **module}
+
+
+def _is_slice(slices: Any) -> bool:
+    """Is the first of the slices one with a source?"""
+    first = slices[0] if isinstance(slices, list) and slices else None
+    sources = first.get("sources") if isinstance(first, dict) else None
+    return isinstance(sources, list) and bool(sources) and isinstance(sources[0], dict)
 
 
 def _without_idle(slices: tuple[Slice, ...], base: str | None, method: Method) -> tuple[tuple[Slice, ...], list[str]]:

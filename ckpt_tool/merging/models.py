@@ -45,7 +45,7 @@ _SAME = tuple(
 )
 # of adapters
 _SCALING = tuple("peft_type r lora_alpha rank_pattern alpha_pattern use_rslora use_dora fan_in_fan_out".split())
-_LAYERS = "num_hidden_layers"
+_LAYERS, _TEXT = "num_hidden_layers", "text_config"
 _TELLING = ("rope_theta", "rope_scaling", "rms_norm_eps", "tie_word_embeddings", "sliding_window")
 _BY_NUMBER = tuple(
     """
@@ -176,6 +176,10 @@ def sliced_config(
     config = models[0].config
     if config is None:
         return None
+    text = config.get(_TEXT)
+    if _LAYERS not in config and isinstance(text, Mapping):  # a model that sees: its language model's own config
+        inner = [replace(model, config=(model.config or {}).get(_TEXT)) for model in models]
+        return {**config, _TEXT: sliced_config(inner, origins, notes)}
     by_number = [key for key in _BY_NUMBER if config.get(key) not in (None, [], 0, 1)]
     if by_number:
         raise UsageError(

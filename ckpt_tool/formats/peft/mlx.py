@@ -105,5 +105,5 @@ def _not_read(tree: Tree, what: str) -> UsageError:
         f"this is an adapter of mlx-lm's, and {what}",
         code=NOT_READ,
         path=tree.display(),
-        hint="fuse it with mlx-lm itself: mlx_lm.fuse --model BASE --adapter-path FOLDER",
+        hint="fuse it with mlx-lm itself (mlx_lm.fuse)",
     )

@@ -163,7 +163,7 @@ GOOD = "merge_method: linear\nmodels:\n  - {{model: {0}, parameters: {{weight: 1
         (GOOD + "dtyp: float32", ["unknown key 'dtyp'", "did you mean dtype"]),
         (
             GOOD + "chat_template: auto\nmodules: {{}}",
-            ["chat_template: this build copies", "modules: models of several"],
+            ["chat_template: this build copies", "one of them may have slices"],
         ),
         (GOOD + "tokenizer_source: union", ["'union' asks for another tokenizer"]),
         (
