@@ -40,6 +40,7 @@ from itertools import permutations
 from math import prod
 from typing import Any, NamedTuple
 
+from ckpt_tool.adapters.expert_lists import find_list, stack_pairs
 from ckpt_tool.adapters.towers import Towers, describe_renaming
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.errors import near_misses
@@ -166,6 +167,7 @@ class _Matching:
     def matched(self) -> Matched:
         for name, tensor in self.whole.items():
             self._whole(name, tensor)
+        self._lists()
         stacked: dict[str, dict[int, dict[str, LogicalTensor]]] = {}
         plain: list[tuple[str, dict[str, LogicalTensor]]] = []
         for (module, level), row in self.parts.items():
@@ -184,6 +186,33 @@ class _Matching:
         if any(self.settings.tokens.values()) and not any(TOKENS in row for row in self.parts.values()):
             lacks.append("trainable_tokens_delta: the config names rows of an embedding")
         return Matched(self.changes, tuple(self.faults), tuple(self.missing), tuple(self.notes), tuple(lacks))
+
+    def _lists(self) -> None:
+        """Experts that are modules in a list, and one tensor of the base: their pairs as one."""
+        lists: dict[str, dict[int, tuple[str, int]]] = {}
+        for module, level in self.parts:
+            found = find_list(module, self.base)
+            if found is not None:
+                lists.setdefault(found.tensor, {})[found.expert] = (module, level)
+        for name, modules in lists.items():
+            rows = {expert: self.parts.pop(at) for expert, at in modules.items()}
+            first = next(iter(next(iter(rows.values())).values()))
+            odd = next((row for row in rows.values() if set(row) != {A, B}), None)
+            if odd is not None:
+                self._fault(next(iter(odd.values())), "an expert of a list has a lora_A and a lora_B alone")
+                continue
+            pairs = {expert: (row[A], row[B]) for expert, row in rows.items()}
+            stacked = stack_pairs(pairs, self.base[name].shape[0])
+            if isinstance(stacked, str):
+                self._fault(first, f"{name}: {stacked}")
+                continue
+            self.own[name] = self.own[next(iter(modules.values()))[0]]
+            row = {A: stacked[0], B: stacked[1]}
+            if _ways(row, self.base[name]):
+                self._experts({name: self.base[name]}, {name: row})
+            else:
+                shapes = f"{list(stacked[0].shape)} and {list(stacked[1].shape)}"
+                self._fault(first, f"{shapes} of all experts don't fit {name} {list(self.base[name].shape)}")
 
     # -- whole tensors -------------------------------------------------------------------------------------------------
 
