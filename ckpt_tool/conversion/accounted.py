@@ -44,6 +44,7 @@ SEALED = 20  # files that are looked into for a signature or an attestation
 _STATEMENT_LIMIT = 64 << 20  # bytes of a signature or an attestation
 _CODE_LIMIT = 4 << 20  # bytes of a file of code, or of a config that names one
 _CONFIGS = ("config.json", "tokenizer_config.json", "processor_config.json", "*preprocessor_config.json")
+_MODULE = re.compile(r"\d+_\w+/")  # the folder of a module as its library names it: `1_Pooling/`
 _IMPORT = re.compile(r"^\s*from\s+\.(\w+)\s+import\b", re.MULTILINE)
 
 # Of a tree that is no checkpoint but another output of ours: its files, or None where it is none.
@@ -148,8 +149,9 @@ def _accounted_by(opened: Opened, given: Tree) -> Iterator[str]:
         )
 
     inside = _prefix_of(tree, given)
+    odd = {path for path in module_files(tree) if not _is_of_module(path)}
     for path in (*catalog.files, *catalog.indexes, *catalog.sidefiles):
-        if not _is_code(path):
+        if not _is_code(path) and path not in odd:
             yield inside + path
     markers = opened.format.holds.markers
     if markers:
@@ -159,7 +161,7 @@ def _accounted_by(opened: Opened, given: Tree) -> Iterator[str]:
     for folder in filter(None, (tree, opened.outer, given)):
         prefix, names = _prefix_of(folder, given), folder.names()
         yield from (prefix + name for name in names if is_sidefile(name) and not _is_code(name))
-        yield from (prefix + path for path in module_files(folder))
+        yield from (prefix + path for path in module_files(folder) if _is_of_module(path))
         yield from (prefix + name for name in _code_named(folder, names))
 
     pointers = {*POINTERS, *opened.format.holds.pointers}
@@ -172,6 +174,11 @@ def _prefix_of(tree: Tree, given: Tree) -> str:
     """Where a tree is below the given one: "" or a path that ends in a slash."""
     inner = tree.shown.removeprefix(given.shown).strip("/")
     return f"{inner}/" if inner else ""
+
+
+def _is_of_module(path: str) -> bool:
+    """Is it in a folder that is called as a module's? `modules.json` may name any folder, a person's too."""
+    return "/" not in path or _MODULE.match(path) is not None
 
 
 def _is_code(path: str) -> bool:

@@ -144,7 +144,8 @@ class Staging:
             refuse_link(self.destination)
         elif os.path.lexists(self.destination):  # an equal run committed while we came
             raise exists(self.destination)
-        self._put_back()
+        if self._put_back():
+            self._check_put_back()
         self._replaces = _inode(self.destination)
         if self.part is not None:
             self.check_parts()
@@ -289,12 +290,23 @@ class Staging:
         except OSError as e:
             raise wrap_os_error(e, self.path, "writing the list of staged files") from e
 
-    def _put_back(self) -> None:
-        """Where a run was killed between two renames, on a file system that exchanges no names: the old output gets
-        its name back."""
+    def _put_back(self) -> bool:
+        """Where a run was killed between two renames, on a file system that exchanges no names, the old output gets
+        its name back. Did it?"""
         aside = _aside(self.destination)
-        if os.path.lexists(aside) and not os.path.lexists(self.destination) and was_replaced(aside):
+        if not was_replaced(aside) or os.path.lexists(self.destination):
+            return False
+        try:
             os.rename(aside, self.destination)
+        except OSError as e:
+            raise wrap_os_error(e, self.destination, "giving the old output its name back") from e
+        return True
+
+    def _check_put_back(self) -> None:
+        """Refuse to go on: nobody has looked at what has come back. The same command again does."""
+        if not self._force:
+            raise exists(self.destination)
+        self._replaced.check(self.destination)
 
     @property
     def left(self) -> Path | None:

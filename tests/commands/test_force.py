@@ -237,3 +237,38 @@ def test_a_signed_output_with_its_attestation_is_replaced(tmp_path: Path, capfd:
         assert convert(tmp_path / "out", capfd, *attest)[0] == 0
     (tmp_path / "out" / "other.json").write_text('{"_type": "mine"}')
     assert convert(tmp_path / "out", capfd, *attest)[1]["code"] == "E1604"
+
+
+@pytest.mark.parametrize("name", ["out", "out.safetensors"])
+def test_where_names_can_not_be_exchanged(tmp_path: Path, capfd: Any, monkeypatch: Any, name: str) -> None:
+    """By three renames; of a run that was killed after the first, the old output comes back under its name."""
+
+    class Old:
+        """A C library without renameat2."""
+
+    monkeypatch.setattr(staging.ctypes, "CDLL", lambda *args, **more: Old())
+    out, to = tmp_path / name, "sharded" if name == "out" else "safetensors"
+    for _ in range(2):
+        assert convert(out, capfd, to=to)[0] == 0
+        assert os.listdir(tmp_path) == [name]
+    before = everything(out)
+    staging._mark_replaced(out)
+    os.rename(out, tmp_path / f".{name}.ckpt-replaced")
+    if not staging.was_replaced(tmp_path / f".{name}.ckpt-replaced"):
+        pytest.skip("this file system has no marks")
+    status, error = convert(out, capfd, to=to)
+    assert (status, error["code"]) == (5, "E2830") and everything(out).keys() == before.keys()
+    assert convert(out, capfd, to=to)[0] == 0 and os.listdir(tmp_path) == [name]
+
+
+def test_a_list_of_modules_accounts_for_modules_alone(tmp_path: Path, capfd: Any) -> None:
+    """`modules.json` is a file of the checkpoint's: it names no folder of a person's as its own."""
+    out = tmp_path / "out"
+    shutil.copytree(SOURCE, out)
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "x"}, {"idx": 1, "name": "1", "path": "data", "type": "x"}]
+    (out / "modules.json").write_text(json.dumps(modules))
+    (out / "data").mkdir()
+    (out / "data" / "answers.json").write_text("{}")
+    before = everything(tmp_path)
+    status, error = convert(out, capfd)
+    assert (status, error["code"]) == (5, "E1604") and everything(tmp_path) == before
