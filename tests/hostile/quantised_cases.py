@@ -79,6 +79,22 @@ def tensor(
     return edit
 
 
+def named(ending: str, other: str) -> Callable[[Path], None]:
+    """The first tensor whose name ends so has another name."""
+
+    def edit(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        raw = path.read_bytes()
+        size = int.from_bytes(raw[:8], "little")
+        head = json.loads(raw[8 : 8 + size])
+        first = next(name for name in head if name.endswith(ending))
+        head[first.removesuffix(ending) + other] = head.pop(first)
+        text = json.dumps(head).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
+
+    return edit
+
+
 def replaced(file: str, raw: bytes) -> Callable[[Path], None]:
     return lambda folder: (folder / file).write_bytes(raw) and None
 
@@ -106,7 +122,7 @@ row("Q1 GPTQ of 4.0 bits", GPTQ, 2, "4.0 bits", DEQUANTIZE, bits(4.0))
 row("Q2 AWQ of 4.0 bits", AWQ, 2, "4.0 bits", DEQUANTIZE, bits(4.0))
 row("Q3 GPTQ of 5 bits", GPTQ, 2, "5 bits", DEQUANTIZE, bits(5))
 row("Q4 GPTQ of bits in a list", GPTQ, 2, "[4] bits", DEQUANTIZE, bits([4]))
-row("Q5 GPTQ of other bits than its words", GPTQ, 3, "zero points", DEQUANTIZE, bits(8))
+row("Q5 GPTQ of other bits than its words", GPTQ, 3, "zero points", DEQUANTIZE, bits(8), verify=1)
 row("Q6 MLX of 4.0 bits", MLX, 2, "4.0 bits", DEQUANTIZE, bits(4.0))
 row(
     "Q7 MLX in groups of true",
@@ -116,16 +132,52 @@ row(
     DEQUANTIZE,
     stated("config.json", "quantization_config", "group_size", value=True),
 )
-row("Q8 a state that is no JSON", NF4, 3, "bitsandbytes__nf4", DEQUANTIZE, tensor(NF4_STATE, text(b"{")))
-row("Q9 a state as deep as can be", NF4, 3, "bitsandbytes__nf4", DEQUANTIZE, tensor(NF4_STATE, text(b"[" * 4000)))
-row("Q10 a state longer than any", NF4, 3, "a shape is stated by", DEQUANTIZE, tensor(NF4_STATE, text(b"[" * 100_000)))
-row("Q11 blocks of 0", NF4, 3, "no sizes", DEQUANTIZE, tensor(NF4_STATE, text(b'{"shape": [16, 16], "blocksize": 0}')))
+row("Q8 a state that is no JSON", NF4, 3, "bitsandbytes__nf4", DEQUANTIZE, tensor(NF4_STATE, text(b"{")), verify=1)
+row(
+    "Q9 a state as deep as can be",
+    NF4,
+    3,
+    "bitsandbytes__nf4",
+    DEQUANTIZE,
+    tensor(NF4_STATE, text(b"[" * 4000)),
+    verify=1,
+)
+row(
+    "Q10 a state longer than any",
+    NF4,
+    3,
+    "a shape is stated by",
+    DEQUANTIZE,
+    tensor(NF4_STATE, text(b"[" * 100_000)),
+    verify=1,
+)
+row(
+    "Q11 blocks of 0",
+    NF4,
+    3,
+    "no sizes",
+    DEQUANTIZE,
+    tensor(NF4_STATE, text(b'{"shape": [16, 16], "blocksize": 0}')),
+    verify=1,
+)
 row("Q12 scales that are no numbers", PACKED, 3, "a scale is NaN", DEQUANTIZE,
     tensor(".weight_scale", lambda dtype, shape, data: (dtype, shape, b"\xc0\x7f" * (len(data) // 2))))  # fmt: skip
 row("Q13 scales of another shape", PACKED, 3, "scales of shape", DEQUANTIZE,
-    tensor(".weight_scale", lambda dtype, shape, data: (dtype, shape[::-1], data)))  # fmt: skip
+    tensor(".weight_scale", lambda dtype, shape, data: (dtype, shape[::-1], data)), verify=1)  # fmt: skip
 row("Q14 a shape of others", PACKED, 3, "weight_shape", DEQUANTIZE,
-    tensor(".weight_shape", lambda dtype, shape, data: (dtype, shape, bytes(len(data)))))  # fmt: skip
+    tensor(".weight_shape", lambda dtype, shape, data: (dtype, shape, bytes(len(data)))), verify=1)  # fmt: skip
+
+INT4_ASYM = "quantized/int4_group_asym"
+FP8 = "quantized/fp8_block"
+row("Q15 one scale where blocks are declared", FP8, 3, "by the config [", DEQUANTIZE,
+    tensor(".weight_scale_inv", lambda dtype, shape, data: (dtype, [1], data[:4])), verify=1)  # fmt: skip
+row("Q16 no zero points of an asymmetric scheme", INT4_ASYM, 3, "without zero_point", DEQUANTIZE,
+    named("weight_zero_point", "weight_other"), verify=1)  # fmt: skip
+row("Q17 codes without any of their parts", "quantized/bnb_int8", 3, "without", DEQUANTIZE,
+    named("SCB", "SCC"), verify=1)  # fmt: skip
+row("Q18 experts without their bias", "quantized/mxfp4_gpt_oss", 3, "_bias", DEQUANTIZE,
+    named("down_proj_bias", "down_proj_was"), verify=1)  # fmt: skip
+row("Q19 int8 on its way to GGUF", "quantized/int8_channel", 3, "no place for scales", GGUF)
 
 # -- what GGUF's metadata is made of -----------------------------------------------------------------------------------
 
