@@ -181,7 +181,7 @@ def _refuse_quantised(base: Chosen, reading: Reading) -> None:
     """Raise UsageError E1427 for an adapter that does not fit a base of codes: before their floats are made nobody can
     say whether it is of another one."""
     kinds = model_kinds(row.tensor for row in base.stored)
-    scheme, found = found_in(kinds, _config(base, reading)) if kinds else (None, None)
+    scheme, found = found_in(kinds, _config(base, reading), checked=False) if kinds else (None, None)
     is_unknown = scheme is not None and not scheme.known
     if found is None or (not found.weights and not is_unknown):
         return

@@ -157,7 +157,7 @@ def _way_out(unheld: LogicalTensor, chosen: Chosen) -> str:
     if unheld.key.state != MODEL:
         return "choose another format, or --remove-keys"
     config = chosen.config if chosen.config is not None else quantised_config_in(chosen.sources[0].tree)
-    scheme, found = found_in(model_kinds(row.tensor for row in chosen.stored), config)
+    scheme, found = found_in(model_kinds(row.tensor for row in chosen.stored), config, checked=False)
     if unheld.key.name in found.names or (scheme is not None and part_of(unheld.key.name)):
         return "--dequantize writes quantised weights as floats; else choose another format"
     if unheld.dtype.name in CODES:

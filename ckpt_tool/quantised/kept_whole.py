@@ -25,10 +25,13 @@ from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.sources.opening import Opened
 
 
-def found_in(tensors: Mapping[str, Kind], config: Mapping[str, Any] | None = None) -> tuple[Quantisation | None, Found]:
-    """(what the config or the names say, what is there) of the tensors of a model."""
+def found_in(
+    tensors: Mapping[str, Kind], config: Mapping[str, Any] | None = None, *, checked: bool = True
+) -> tuple[Quantisation | None, Found]:
+    """(what the config or the names say, what is there) of the tensors of a model. checked: are their parts compared
+    with the scheme? Whoever only moves them needs no faults, and a check takes as long as finding them."""
     scheme = quantisation(config, tensors if has_integers(tensors.values()) else ())
-    return scheme, found_by(scheme, tensors)
+    return scheme, found_by(scheme, tensors, checked=checked)
 
 
 def model_kinds(tensors: Iterable[LogicalTensor]) -> dict[str, Kind]:
@@ -50,7 +53,9 @@ def with_their_parts(
     if not removed:
         return kept, removed
     tensors = catalog.tensors if isinstance(catalog, Catalog) else catalog
-    _, found = found_in(model_kinds(tensors[key] for key in (*kept, *removed)), config_of(source, reading))
+    _, found = found_in(
+        model_kinds(tensors[key] for key in (*kept, *removed)), config_of(source, reading), checked=False
+    )
     if not found.weights:
         return kept, removed
     parts = (part for weight in found.weights.values() for part in weight.parts.values())
@@ -71,7 +76,7 @@ def as_they_are(chosen: Chosen, job: Conversion) -> Chosen:
     if not any(state in ("", MODEL) for state in job.writing.dtypes):
         return chosen
     config = chosen.config if chosen.config is not None else config_of(chosen.sources[0], Reading())
-    _, found = found_in(model_kinds(row.tensor for row in chosen.stored), config)
+    _, found = found_in(model_kinds(row.tensor for row in chosen.stored), config, checked=False)
     if not found.weights:
         return chosen
     names = found.names
@@ -94,7 +99,7 @@ def held_together(tensors: Sequence[WantedTensor], chosen: Chosen) -> dict[str, 
         return {}
     opened = chosen.sources[0]
     config = chosen.config if chosen.config is not None else config_of(opened, Reading())
-    scheme, found = found_in(kinds, config)
+    scheme, found = found_in(kinds, config, checked=False)
     if scheme is not None and not scheme.known:  # codes in an order that nothing here knows are cut nowhere
         modules = {_module(name) for name, kind in kinds.items() if kind.dtype.name in DTYPES}
         whole = {name: (1,) * len(kind.shape) for name, kind in kinds.items() if _module(name) in modules}
@@ -148,7 +153,7 @@ def refuse_to_part(chosen: Chosen, whose: str) -> None:
     if not kinds:
         return
     config = chosen.config if chosen.config is not None else config_of(chosen.sources[0], Reading())
-    scheme, found = found_in(kinds, config)
+    scheme, found = found_in(kinds, config, checked=False)
     names = list(found.names) if found.weights else []
     if scheme is not None and not scheme.known:
         names = [name for name, kind in kinds.items() if kind.dtype.name in DTYPES]
@@ -170,7 +175,7 @@ def refuse_to_part(chosen: Chosen, whose: str) -> None:
 
 def refuse_codes(tensors: Sequence[LogicalTensor], option: str, path: str) -> None:
     """Raise UsageError E1465 where `option` is arithmetic on weights and some of `tensors` are codes."""
-    scheme, found = found_in(model_kinds(tensors))
+    scheme, found = found_in(model_kinds(tensors), checked=False)
     blocks = [tensor.key.name for tensor in tensors if tensor.dtype.block > 1]
     if blocks or found.weights or scheme is not None:
         lead = next(iter(blocks or found.weights), "")

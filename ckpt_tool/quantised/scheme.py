@@ -167,9 +167,11 @@ def quantisation(config: Mapping[str, Any] | None, names: Iterable[str] = ()) ->
     return Quantisation(method or "without a name", why=f"quant_method {method or 'is not stated'}")
 
 
-def found_by(scheme: Quantisation | None, tensors: Mapping[str, Kind]) -> Found:
-    """What is quantised among the tensors, and what of it does not fit the scheme, or any where none is stated."""
-    return find(tensors, **scheme.found_by) if scheme else find(tensors, check=UNSTATED.check)
+def found_by(scheme: Quantisation | None, tensors: Mapping[str, Kind], *, checked: bool = True) -> Found:
+    """What is quantised among the tensors, and where that is asked for what of it does not fit the scheme, or any where
+    none is stated."""
+    how = scheme.found_by if scheme else {"check": UNSTATED.check}
+    return find(tensors, **(how if checked else {**how, "check": None}))
 
 
 def _of_matrices(method: str, stated: Mapping[str, Any]) -> Quantisation:
