@@ -46,7 +46,7 @@ AOA_LIMIT = 16 << 20  # bytes of a file of statements: one for each tensor of th
 HUB = "hf"
 SYSTEMS = (HUB, "megatron")  # between which an adapter is named by a pass of its own
 DEQUANTIZE = "--dequantize makes floats of it on the way"
-NO_FAMILY, STRANGE = "E1372", "E1373"  # of `families.registry.find`
+NO_FAMILY, STRANGE, SEVERAL = "E1372", "E1373", "E1232"  # of `families.registry.find`
 _SHAPE = "E1370"  # of `families.rewrite.mapping`
 _MEGATRON = frozenset(f"decoder.layers.0.self_attention.linear_{each}.weight" for each in ("qkv", "kv_down_proj"))
 _NLP = frozenset(
@@ -176,6 +176,7 @@ def _by_family(chosen: Chosen, job: Conversion, source: str | None) -> Chosen:
         # of which nobody knows a single name pass, unless it is for their prefix alone.
         unnamed = e.code == NO_FAMILY and not (config or {}).get("model_type")
         nobody_knows = unnamed and not _known_but_for_prefix(chosen)
+        nobody_knows |= e.code == SEVERAL and source is None and not _mostly_known(chosen)
         other_names = home != HUB or source not in (None, home) or _is_beside_another_config(chosen, reading)
         if requested or (other_names and not nobody_knows):
             e.faults, e.path = (*e.faults, *model.notes), e.path or opened.path
@@ -197,6 +198,14 @@ def _by_family(chosen: Chosen, job: Conversion, source: str | None) -> Chosen:
     if found.dialect == target:
         return replace(chosen, hints=chosen.all_hints.having(Dialect(home)))
     return _translated(chosen, found, target, job, hints)
+
+
+def _mostly_known(chosen: Chosen) -> bool:
+    """Does a family know most of the names? A few that many models have (`norm.weight`) make no model of a family."""
+    from ckpt_tool.families.models import FAMILIES
+    from ckpt_tool.families.wrappers import knows_most
+
+    return any(knows_most(family, [*chosen.model]) for family in FAMILIES)
 
 
 def _known_but_for_prefix(chosen: Chosen) -> bool:

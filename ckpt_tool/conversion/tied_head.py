@@ -59,6 +59,7 @@ _PAIRS = {
 _HEAD_OF = {embedding: head for head, embeddings in _PAIRS.items() for embedding in embeddings}
 # The longest first: `transformer.wte.weight` is no `wte.weight` with a prefix.
 _EMBEDDINGS = tuple(sorted(_HEAD_OF, key=lambda name: -name.count(".")))
+_VAGUE = ("embed.weight", "embeddings.weight")
 _HEAD_MODULES = frozenset(("lm_head", "embed_out", "output_layer"))
 
 
@@ -171,7 +172,9 @@ def pair_of(names: Collection[str]) -> tuple[str, str] | None:
     pairs = [(head, name) for name in names if name.endswith(_EMBEDDINGS) for head in _heads_of(name)]
     pairs.sort(key=lambda pair: pair[1].count("."))
     whole = [pair for pair in pairs if pair[0] in names]
-    return next(iter((*whole, *pairs)), None)
+    # Words that other models have too are an embedding only where its output layer is there.
+    alone = [pair for pair in pairs if pair[1] not in _VAGUE]
+    return next(iter((*whole, *alone)), None)
 
 
 def has_head(names: Iterable[str]) -> bool:

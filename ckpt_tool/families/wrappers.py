@@ -120,6 +120,12 @@ def shared_wrappers(names: Sequence[str]) -> list[str]:
     return words
 
 
+def knows_most(family: Family, names: Collection[str]) -> bool:
+    """Does a dialect of the family know more than half of the kinds of names?"""
+    kinds = one_of_each(names)
+    return 2 * _most_known(family, kinds) > len(kinds)
+
+
 def _prefixes(names: Collection[str]) -> Iterator[str]:
     """Prefixes of whole words that more than half of the names have, the shortest first."""
     counts: dict[str, int] = {}

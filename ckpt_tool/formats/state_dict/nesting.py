@@ -89,6 +89,7 @@ def _with_names_for_numbers(
 
     `torch.distributed.checkpoint.state_dict` asks for `optim.state.NAME.exp_avg` and lists of names (torch 2.13
     `_get_optim_state_dict`). Numbers of a DCP are text: whoever saved those asks for them again."""
+    extras = _without_removed(extras, wanted, roots)
     tensors = list(wanted.tensors)
     left = dict(roots.ids)
     for root, names in roots.ids.items():
