@@ -53,6 +53,7 @@ _NLP = frozenset(
     f"{root}.embed_tokens.weight" for root in ("llama", "qwen2", "qwen2_moe", "mixtral", "deepseek_v3", "ernie")
 )
 _TRAINERS = frozenset(("layers.0.attn.output_proj.weight", "blocks.0.attention.w_out.weight"))  # torchtune, OLMo-core
+_TITAN = (".tok_embeddings.weight", ".attention.wq.", ".attention.wo.", ".attention.qkv_linear.", ".feed_forward.w1.")
 _FLAX = (".kernel", "_einsum.w")  # ends of MaxText's names and of Gemma's library
 _INWARD = (".down_proj.weight", ".o_proj.weight")  # (hidden, inputs) in the hub
 _MATRICES = (
@@ -133,6 +134,7 @@ def _is_beside_another_config(chosen: Chosen, reading: Reading) -> bool:
             return False
     from ckpt_tool.families.registry import configured_family
     from ckpt_tool.families.table import instances, one_of_each
+    from ckpt_tool.families.wrappers import describe_prefix, knows_most
 
     family = configured_family(config or {})
     if family is None:
@@ -144,7 +146,13 @@ def _is_beside_another_config(chosen: Chosen, reading: Reading) -> bool:
         [name for name in instances(table.left, names)[1] if table.in_tower(name) is None and part_of(name) is None]
         for table in tables
     ]
-    return bool(names) and 2 * min(map(len, strange)) > len(names)
+    if not names or 2 * min(map(len, strange)) <= len(names):
+        return False
+    # They are names of such a model: a trainer's, another system's, or the family's behind a prefix. Names of which
+    # nothing is known stay as they are.
+    if any(word in f".{name}" for name in names for word in _TITAN):
+        return True
+    return knows_most(family, names) or bool(describe_prefix(names, [family]))
 
 
 def _dialect_of(chosen: Chosen) -> str | None:
