@@ -26,7 +26,10 @@ class Reading:
     lenient: bool = READING.flag("Warn where a strict reader refuses and no value depends on it.")
     require_checksums: bool = READING.flag("Refuse records that carry no checksum.")
     prefer: str | None = READING.option(
-        "Which of two sets of files in one folder: a format, the name of an index, a variant (fp16).", text, "WHICH"
+        "Which of two sets of files in one folder: a format, an index, a file next to an index, `files` (without their "
+        "index), a variant (fp16).",
+        text,
+        "WHICH",
     )
     replica_policy: str | None = READING.choice(
         "Replicas that differ: an error, or take the first. Default error.", ("error", "first")

@@ -35,6 +35,7 @@ from ckpt_tool.sources.adapter_states import with_states
 from ckpt_tool.sources.config import read_config
 from ckpt_tool.sources.in_memory import in_memory
 from ckpt_tool.sources.steps import POINTERS, pointed, run_below, runs_in, steps_in
+from ckpt_tool.storage.magic import LFS_LIMIT, is_lfs_pointer
 from ckpt_tool.storage.pickle_globals import class_of, users_own
 from ckpt_tool.storage.source import Tree, safe_relative
 
@@ -45,6 +46,7 @@ FOLLOW = "--follow-symlinks follows links that leave it, where you trust them"
 LINKS = 20  # that are named one by one
 ROLES = ("actor", "critic", "reward")  # models of a step, each with a checkpoint of its own
 NAME_LIMIT = 4096  # characters; those of real checkpoints have some hundred
+LFS_POINTER = "W-lfs-pointer"  # a note, and a finding of verify and audit
 
 
 def _none(state: str) -> bool:
@@ -166,6 +168,9 @@ def _opened(given: Tree, reading: Reading) -> Opened:
         checksums.missing(tree, unproved, required=True)
     if fmt.holds.single and is_adapter(catalog.tensors):
         catalog = replace(catalog, notes=(*catalog.notes, note_of(tree)))
+    pointers = _pointer_notes(tree, catalog)
+    if pointers:
+        catalog = replace(catalog, notes=(*catalog.notes, *pointers))
     if given.odd_links or tree.odd_links:
         note = Note("W-links", f"not read: {'; '.join(_odd_links(given, tree))} ({FOLLOW})")
         catalog = replace(catalog, notes=(*catalog.notes, note))
@@ -176,6 +181,18 @@ def _opened(given: Tree, reading: Reading) -> Opened:
         if whole:
             return Opened(given, fmt, catalog, resolved, tree)
     return Opened(tree, fmt, catalog, resolved, None if tree is given else given)
+
+
+def _pointer_notes(tree: Tree, catalog: Catalog) -> list[Note]:
+    """A note for each side file (tokenizer.json, tokenizer.model, config.json, ...) that is Git LFS's pointer to it. A
+    conversion would copy the pointer, and the tokenizer would not load."""
+    notes: list[Note] = []
+    there = tree.listing() if tree.single is None else {}
+    for path in catalog.sidefiles:
+        if 0 < there.get(path, 0) <= LFS_LIMIT and is_lfs_pointer(tree.head(path, 64)):
+            what = f"{path} is a Git LFS pointer, not the file itself: run git lfs pull, or get the file again"
+            notes.append(Note(LFS_POINTER, what, path))
+    return notes
 
 
 def _read(fmt: Format, tree: Tree, reading: Reading) -> Catalog:

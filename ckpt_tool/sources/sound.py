@@ -19,13 +19,13 @@ from ckpt_tool.formats.peft.pairs import find_adapter_faults
 from ckpt_tool.formats.soundness import unsound
 from ckpt_tool.formats.steps import other_steps
 from ckpt_tool.options.reading import Reading
-from ckpt_tool.sources.opening import Opened, open_source
+from ckpt_tool.sources.opening import LFS_POINTER, Opened, open_source
 from ckpt_tool.storage.safetensors_file import looks_like_header, read_header, refuse_twin
 from ckpt_tool.storage.source import Tree
 
 # Notes of readers that make a checkpoint unsound; the others (files that are ignored, shapes that can't be known)
 # inform.
-UNSOUND = frozenset({"W-total-size", "W-header", "W-bool", "W-extra-tensors", "W-rank-file-missing"})
+UNSOUND = frozenset({"W-total-size", "W-header", "W-bool", "W-extra-tensors", "W-rank-file-missing", LFS_POINTER})
 JSON_LIMIT = 64 << 20  # bytes: a trainer_state.json of a long run has some megabytes
 _PICKLES = (".pkl", ".pickle")
 CUT_SHORT = "E1671"

@@ -15,9 +15,12 @@ HEAD = 512  # bytes that tell every kind; 64 tell all but archives that name the
 NPZ = "a NumPy .npz archive"
 _LEGACY_TORCH = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # torch 2.13 serialization.MAGIC_NUMBER as pickled
 
+_LFS = b"version https://git-lfs"
+LFS_LIMIT = 1024  # bytes of a pointer, at most
+
 # (first bytes, what it is, what to do)
 _STARTS: tuple[tuple[bytes, str, str], ...] = (
-    (b"version https://git-lfs", "a Git LFS pointer, not the file itself", "run git lfs pull, or get the file again"),
+    (_LFS, "a Git LFS pointer, not the file itself", "run git lfs pull, or get the file again"),
     (b"PK\x03\x04", "a zip archive (a torch .pt/.bin file?)", "pass --from torch, or give the file its right name"),
     (b"PK\x05\x06", "an empty zip archive", "the file was saved empty: get it again"),
     (_LEGACY_TORCH, "a torch file of the old, pre-1.6 kind", "pass --from torch"),
@@ -31,6 +34,11 @@ _STARTS: tuple[tuple[bytes, str, str], ...] = (
     (b"Salted__", "encrypted with OpenSSL", "decrypt it first"),
     (b"\x7fELF", "a program, not a checkpoint", "get the file again"),
 )
+
+
+def is_lfs_pointer(head: bytes) -> bool:
+    """Does a file that starts so stand for another that Git LFS did not fetch?"""
+    return head.startswith(_LFS)
 
 
 def what_is(head: bytes) -> str | None:

@@ -40,6 +40,7 @@ RANK_LIMIT = 64
 NUMBER_LIMIT = 1 << 63  # of a dim or an offset, exclusive
 ENTRY_VALUES = 200_000  # JSON values inside one member (`__metadata__` may have many)
 
+NULL_METADATA = "__metadata__ is null"
 TYPE, SHAPE, DTYPE, SIZE, OFFSETS, OVERLAP, HOLE = "E0327", "E0328", "E0329", "E0330", "E0331", "E0332", "E0333"
 
 _BLOCK = 1 << 20  # bytes of header matched at a time
@@ -226,10 +227,16 @@ class _Entry(NamedTuple):
     place: int
 
 
-def strict(text: bytes, *, path: str, offset: int = 8, lenient: bool = False) -> Columns:
+def warning_code(warning: str) -> str:
+    """The code of the note that says it: null metadata is how a library writes none, other warnings are faults."""
+    return "N-header" if warning == NULL_METADATA else "W-header"
+
+
+def strict(text: bytes, *, path: str, offset: int = 8) -> Columns:
     """The columns of any header that keeps the rules. `text` is the header without its padding.
 
-    lenient: accept `__metadata__: null` with a warning. Raises CorruptFile; all entries at fault are named at once.
+    `__metadata__: null`, which mlx writes, is accepted with a warning, as the safetensors library does. Raises
+    CorruptFile; all entries at fault are named at once.
     """
     entries: list[_Entry] = []
     metadata: dict[str, str] = {}
@@ -238,8 +245,8 @@ def strict(text: bytes, *, path: str, offset: int = 8, lenient: bool = False) ->
     for member in members(text, path=path, offset=offset, limit=ENTRY_VALUES):
         try:
             if member.key == METADATA:
-                if lenient and member.value is None:
-                    warnings.append("__metadata__ is null")
+                if member.value is None:
+                    warnings.append(NULL_METADATA)
                 else:
                     metadata = _metadata(member, path)
                 continue

@@ -135,7 +135,7 @@ def looks_like_header(head: bytes, size: int) -> bool:
 def read_header(tree: Tree, path: str, *, lenient: bool = False) -> Header:
     """The header of one file.
 
-    lenient: accept white space before the header's `{` and `__metadata__: null`, with a warning.
+    lenient: accept white space before the header's `{`, with a warning.
     Raises CorruptFile (E0315-E0335, and E0319-E0324 for its JSON) with offset, JSON pointer and tensor; UnsafeInput
     (E0415) for a file with a zip archive after its tensors.
     """
@@ -208,7 +208,7 @@ def _from_text(text: bytes, size: int, *, path: str, shown: str, lenient: bool) 
         columns = entries.quick(text, path=shown)
         if columns is None:
             body, skipped = _body(text, shown, lenient=lenient)
-            columns = entries.strict(body, path=shown, offset=8 + skipped, lenient=lenient)
+            columns = entries.strict(body, path=shown, offset=8 + skipped)
             if skipped:
                 columns = columns._replace(warnings=("white space before the header", *columns.warnings))
     data_start = 8 + len(text)

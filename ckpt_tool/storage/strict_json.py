@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 from ckpt_tool.errors import CorruptFile
+from ckpt_tool.storage.magic import advice, is_lfs_pointer, what_is
 
 DEPTH_LIMIT = 64  # containers
 VALUE_LIMIT = 2_000_000  # values of one document
@@ -81,6 +82,8 @@ def parse(raw: bytes, *, path: str, offset: int = 0, place: str = "", limit: int
     found = _quick(raw, limit)
     if found is not None:
         return found[0]
+    if is_lfs_pointer(raw):
+        raise CorruptFile(f"this is {what_is(raw)}, want JSON", code=SYNTAX, path=path, offset=offset, hint=advice(raw))
     exact = _Exact(raw, path, offset, place, limit)
     value, end = exact.value(0)
     exact.expect_end(end)

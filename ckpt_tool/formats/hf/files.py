@@ -30,6 +30,7 @@ INDEX_SUFFIX = ".safetensors.index.json"
 DCP_FOLDER = "sharded/"  # torch 2.13 _hf_utils.SHARDED_DIR_NAME
 DCP_NOTE = "W-sharded-folder"
 MISSING, MIXED = "E0380", "E0384"
+WITHOUT_INDEX = "files"  # of `--prefer`
 SHOWN = 20  # names that one message lists
 
 # Code that a model brings along: text for us
@@ -107,7 +108,8 @@ ADAPTER = "adapter_model.safetensors"  # PEFT's, and a checkpoint of this format
 def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | None:
     """The files that count, None where the folder holds no model of this format.
 
-    listing: paths relative to the folder, sub-folders' too. prefer: the index to take where several lie there.
+    listing: paths relative to the folder, sub-folders' too. prefer: the index to take where several are there, one file
+    to take in place of an index, or `files`: no index at all.
     Never raises: `check` reports what is wrong with the set.
     """
     paths = sorted(listing)
@@ -123,6 +125,10 @@ def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | No
     dcp = [name for name in weights if _DCP_SHARD.fullmatch(name)]
     whole = [name for name in weights if name not in set(dcp)]
     below = [path for path in paths if path.startswith(DCP_FOLDER) and _DCP_SHARD.fullmatch(path[len(DCP_FOLDER) :])]
+    if indexes and prefer in whole:
+        return FileSet("one", f"{prefer}, as asked for", (str(prefer),))
+    if prefer == WITHOUT_INDEX and whole:
+        indexes = []
     if not prefer and "model" + SUFFIX in whole and "model" + INDEX_SUFFIX not in indexes:
         indexes = []  # transformers opens it, whatever else has an index
     if indexes or whole:
@@ -137,6 +143,11 @@ def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | No
     if ADAPTER in names and not {"adapter_config.json", "lora_config.json"} & set(names):
         return FileSet("one", f"{ADAPTER} without its config", (ADAPTER,))
     return None
+
+
+def names_of_index(index: str) -> tuple[str, str]:
+    """What `--prefer` may call it."""
+    return index, index.removesuffix(INDEX_SUFFIX)
 
 
 def claimed(chosen: FileSet, listing: Iterable[str]) -> frozenset[str]:
@@ -162,7 +173,7 @@ def one_file(name: str, why: str) -> FileSet:
 
 
 def _indexed(indexes: list[str], prefer: str | None) -> FileSet:
-    wanted = [name for name in indexes if prefer in (name, name.removesuffix(INDEX_SUFFIX))]
+    wanted = [name for name in indexes if prefer in names_of_index(name)]
     usual = [name for name in indexes if name == "model" + INDEX_SUFFIX]
     index = (wanted or usual or indexes)[0]
     others = [name for name in indexes if name != index]

@@ -41,10 +41,11 @@ from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specific
 from ckpt_tool.formats.beside import of_a_trainer
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.hf import shards as hf_shards
-from ckpt_tool.formats.hf.files import INDEX_SUFFIX, SHOWN, STEM, STEMS, SUFFIX, FileSet, Stem
+from ckpt_tool.formats.hf.files import INDEX_SUFFIX, SHOWN, STEM, STEMS, SUFFIX, WITHOUT_INDEX, FileSet, Stem
 from ckpt_tool.formats.hf.index import Index, read_index, write_index
 from ckpt_tool.formats.hf.modules import module_files, modules_note
 from ckpt_tool.formats.hf.saved_by import MLX, SavedBy
+from ckpt_tool.storage.safetensors_entries import warning_code
 from ckpt_tool.storage.safetensors_file import (
     Header,
     build_header,
@@ -63,13 +64,15 @@ HEAD = 4 << 10  # bytes that `detect` looks at in a single file
 
 DELTA = "delta_encoding"  # slime `utils/disk_delta.py`: in the metadata of its index
 NOT_READ = "E1640"
+TWO_MODELS = "E2874"
 MISSING_SHARDS, NOT_IN_SHARD, NOT_IN_INDEX, TWICE = "E0380", "E0381", "E0382", "E0383"
-NO_GLOBAL_SHAPE, TOTAL_SIZE, HEADER_WARNING, EXTRA = "W-no-global-shape", "W-total-size", "W-header", "W-extra-tensors"
+NO_GLOBAL_SHAPE, TOTAL_SIZE, EXTRA = "W-no-global-shape", "W-total-size", "W-extra-tensors"
 
 
 class HfSafetensors:
-    """The format object. Options of `read`: `lenient` (bool): white space before a header, `__metadata__: null` and
-    tensors that the index does not name are noted instead of refused; `prefer` (str): the index to read by."""
+    """The format object. Options of `read`: `lenient` (bool): white space before a header and tensors that the index
+    does not name are noted instead of refused; `prefer` (str): the index to read by, the one file beside it, or
+    `files`: the files without the index."""
 
     name = "safetensors"
     holds = Holds(
@@ -108,6 +111,8 @@ class HfSafetensors:
             raise UnknownFormat(
                 "no safetensors files here", code="E0393", path=tree.display(), hint="pass the folder that holds them"
             )
+        if chosen.index is not None and tree.single is None and prefer not in hf_files.names_of_index(chosen.index):
+            _refuse_one_beside(tree, chosen.index)
         catalog = _read(tree, chosen, lenient=options.lenient, forced=options.forced)
         if not prefer and BIN_INDEX in tree.listing():
             _agree(tree, catalog)
@@ -189,7 +194,7 @@ def _read(tree: Tree, chosen: FileSet, *, lenient: bool, forced: bool) -> Catalo
         notes += found
     else:
         headers = _read_headers(tree, chosen.files, lenient=lenient)
-    notes += [Note(HEADER_WARNING, warning, header.path) for header in headers for warning in header.warnings]
+    notes += [Note(warning_code(warning), warning, header.path) for header in headers for warning in header.warnings]
     tensors: Mapping[TensorKey, LogicalTensor]
     if chosen.kind == "ranks" or any(hf_shards.INFO in header.metadata for header in headers):
         tensors, found = _gather(tree, headers, lenient=lenient)
@@ -273,6 +278,43 @@ def _read_indexed(tree: Tree, path: str, *, lenient: bool, forced: bool) -> tupl
     return headers, notes
 
 
+def _refuse_one_beside(tree: Tree, path: str) -> None:
+    """Raise InconsistentCheckpoint E2874 where the file of the index's stem is next to it and no part of it: two models
+    in one folder, of which transformers loads the file and others the index."""
+    one = path.removesuffix(INDEX_SUFFIX) + SUFFIX
+    if one not in tree.names():
+        return
+    shards = read_index(tree, path).shards
+    if one in shards:
+        return
+    raise InconsistentCheckpoint(
+        f"{one} and {path} are two models in one folder: the index names {len(shards)} other files",
+        code=TWO_MODELS,
+        path=tree.display(),
+        faults=[f"of the index: {file}" for file in sorted(shards)[:SHOWN]],
+        hint=f"say which is meant: --prefer {one}, which transformers loads, or --prefer {path}; and remove the other",
+    )
+
+
+def _find_all_in_others(tree: Tree, index: Index) -> str:
+    """What to say where the index names files that are missing and the folder's other files hold all of its tensors."""
+    others = hf_files.choose(tree.names(), prefer=WITHOUT_INDEX) if tree.single is None else None
+    if others is None or not others.files:
+        return ""
+    try:
+        hf_files.check(others, path=tree.display())
+        held = {str(name) for file in others.files for name in read_header(tree, file).names}
+    except InputError:
+        return ""
+    wanted = {str(name) for names in index.shards.values() for name in names}
+    return (
+        f"the {len(others.files)} files here hold all {len(wanted)} tensors of the index, which names files of another "
+        f"save: --prefer {WITHOUT_INDEX} reads them without it"
+        if wanted <= held
+        else ""
+    )
+
+
 def _refuse_missing(tree: Tree, index: Index) -> None:
     """Raise Incomplete (E0380) that names every file of the index that is not there."""
     listed = () if tree.single else tree.listing()
@@ -293,7 +335,7 @@ def _refuse_missing(tree: Tree, index: Index) -> None:
             code=MISSING_SHARDS,
             path=tree.display(index.path),
             faults=(f"missing: {file} ({count} tensors)" for file, count in missing[1:100]),
-            hint="fetch the missing files into this folder",
+            hint=_find_all_in_others(tree, index) or "fetch the missing files into this folder",
         )
 
 
@@ -305,7 +347,8 @@ def _absent(tree: Tree, absent: list[tuple[str, str]], total: int) -> Incomplete
         path=tree.display(file),
         key=name[:200],
         faults=(f"{name[:200]} not in {file}" for name, file in absent[1:100]),
-        hint="index and files come from two saves: fetch both again",
+        hint="index and files come from two saves: fetch both again; or, if the index has a name too many, "
+        f"--prefer {WITHOUT_INDEX} reads the files without it",
     )
 
 

@@ -56,6 +56,7 @@ from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats.hf.index import read_value
 from ckpt_tool.formats.paddle import quant
 from ckpt_tool.formats.paddle.names import KINDS, kind_of
+from ckpt_tool.storage.safetensors_entries import warning_code
 from ckpt_tool.storage.safetensors_file import Header, read_header
 from ckpt_tool.storage.source import Tree
 
@@ -391,7 +392,7 @@ def read_part(tree: Tree, index: PaddleIndex, *, lenient: bool) -> Part:
     order = index.weight_map or {}
     rows = {name: rows[name] for name in order if name in rows} | more
     notes += _total(index, rows, again)
-    notes += [Note("W-header", warning, header.path) for header in headers for warning in header.warnings]
+    notes += [Note(warning_code(warning), warning, header.path) for header in headers for warning in header.warnings]
     return Part(index, headers, rows, again, notes)
 
 

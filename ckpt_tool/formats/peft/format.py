@@ -50,6 +50,7 @@ from ckpt_tool.formats.peft.beside import join_tensors, read_state_dict, read_tr
 from ckpt_tool.formats.peft.lone import CONFIG, PeftHints, is_adapter, without_config
 from ckpt_tool.formats.peft.mlx import FILE as MLX
 from ckpt_tool.formats.peft.mlx import is_mlx, read_mlx
+from ckpt_tool.storage.safetensors_entries import warning_code
 from ckpt_tool.storage.safetensors_file import build_header, read_header
 from ckpt_tool.storage.safetensors_table import HeaderTable
 from ckpt_tool.storage.source import Tree
@@ -107,7 +108,7 @@ class Peft:
         unread: tuple[Unread, ...] = ()
         if file == SAFE:
             header = read_header(tree, SAFE, lenient=options.lenient)
-            notes += tuple(Note("W-header", warning, SAFE) for warning in header.warnings)
+            notes += tuple(Note(warning_code(warning), warning, SAFE) for warning in header.warnings)
             tensors = HeaderTable([header])
         else:
             tensors, unread, unsafe = read_state_dict(tree, BIN)

@@ -30,6 +30,7 @@ from ckpt_tool.storage.torch_stream import is_stream, is_tar
 INDEX_SUFFIX = ".bin.index.json"
 WHOLE = "pytorch_model.bin"
 ONLY = "the only torch file"
+WITHOUT_INDEX = "files"  # of `--prefer`
 MISSING, MIXED = "E0380", "E0384"
 LOOKED_AT = 200  # files
 HEAD = 512  # bytes
@@ -81,8 +82,9 @@ def rank_files(names: Iterable[str]) -> tuple[RankFile, ...]:
     return tuple(sorted(ranked, key=lambda file: (kinds[file.kind], file.world or 0, file.rank)))
 
 
-def choose(tree: Tree) -> Chosen | None:
-    """The files that count, None when there is no torch checkpoint. Never raises for another format's tree."""
+def choose(tree: Tree, prefer: str | None = None) -> Chosen | None:
+    """The files that count, None when there is no torch checkpoint. prefer: the one file to take where there is an
+    index too, or `files`: no index. Never raises for another format's tree."""
     if tree.single is not None:
         return _one(tree, tree.single)
     names = tree.names()
@@ -91,7 +93,9 @@ def choose(tree: Tree) -> Chosen | None:
         return Chosen(f"{len(ranked)} files of single ranks", ranks=ranked)
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     usual = [name for name in indexes if name == "pytorch_model" + INDEX_SUFFIX]
-    if indexes:
+    if indexes and prefer == WHOLE and WHOLE in names:
+        return Chosen(f"{WHOLE}, as asked for", (WHOLE,))
+    if indexes and prefer != WITHOUT_INDEX:
         index = (usual or indexes)[0]
         return Chosen(f"an index, {index}", index=index)
     weights = [name for name in names if not _BESIDE.fullmatch(name)]
@@ -108,6 +112,11 @@ def choose(tree: Tree) -> Chosen | None:
     if len(looking) != 1:
         return None
     return Chosen(f"{ONLY}, {looking[0]}", (looking[0],))
+
+
+def names_of_index(index: str) -> tuple[str, str]:
+    """What `--prefer` may call it."""
+    return index, index.removesuffix(INDEX_SUFFIX)
 
 
 def evidence(tree: Tree) -> Evidence | None:

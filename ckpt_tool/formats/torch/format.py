@@ -38,7 +38,7 @@ from ckpt_tool.core.hints import Globals, Hints
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.target import Patch, Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey, simple_tensor
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UnknownFormat, UsageError
+from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, UnknownFormat, UsageError
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions
 from ckpt_tool.formats.hf import files as hf_files
@@ -62,6 +62,7 @@ from ckpt_tool.storage.torchzip import plan_zip
 
 MISSING, ABSENT, STRANGER, TWICE = "E0380", "E0381", "E0382", "E0383"
 FOREIGN = "E0393"
+TWO_MODELS = "E2874"
 SINGLE = "checkpoint.pt"
 ROOT = "archive"  # one name for all, so that a file's bytes do not depend on what it is called
 SHOWN = 100
@@ -92,7 +93,8 @@ class _Torch:
         Raises Incomplete (E0380 files, E0381 tensors missing), InconsistentCheckpoint (E0382-E0384), InputError (E0374,
         E0393, E0397, E0399), and what containers and pickles raise.
         """
-        chosen = torch_choice.choose(tree)
+        prefer = options.prefer
+        chosen = torch_choice.choose(tree, prefer)
         if chosen is None and tree.single is not None:
             chosen = Chosen("asked for", (tree.single,))
         if chosen is None:
@@ -102,6 +104,8 @@ class _Torch:
                 path=tree.display(),
                 hint="pass the file itself",
             )
+        if chosen.index is not None and tree.single is None and prefer not in torch_choice.names_of_index(chosen.index):
+            _refuse_one_beside(tree, chosen.index)
         torch_choice.check_numbers(chosen.files, tree.display())
         catalog = _read(tree, chosen, options)
         unread = torch_choice.beside_notes(tree, catalog.files) if tree.single is None else ()
@@ -133,6 +137,39 @@ def _read(tree: Tree, chosen: Chosen, options: ReadOptions) -> Catalog:
     return with_optimizer(tree, _catalog(tree, chosen, files, notes, required=required), options, in_order=True)
 
 
+def _refuse_one_beside(tree: Tree, path: str) -> None:
+    """Raise InconsistentCheckpoint E2874 where the file of the index's stem is next to it and no part of it: two models
+    in one folder, of which transformers loads the file."""
+    one = path.removesuffix(torch_choice.INDEX_SUFFIX) + ".bin"
+    if one not in tree.names():
+        return
+    shards = read_index(tree, path).shards
+    if one in shards:
+        return
+    raise InconsistentCheckpoint(
+        f"{one} and {path} are two models in one folder: the index names {len(shards)} other files",
+        code=TWO_MODELS,
+        path=tree.display(),
+        faults=[f"of the index: {file}" for file in sorted(shards)[:SHOWN]],
+        hint=f"say which is meant: --prefer {one}, which transformers loads, or --prefer {path}; and remove the other",
+    )
+
+
+def _find_numbered(tree: Tree) -> str:
+    """What to say where the index names files that are missing and there is a complete set without it."""
+    others = torch_choice.choose(tree, torch_choice.WITHOUT_INDEX) if tree.single is None else None
+    if others is None or not others.files:
+        return ""
+    try:
+        torch_choice.check_numbers(others.files, tree.display())
+    except CkptError:
+        return ""
+    return (
+        f"the {len(others.files)} files here are complete by their names, and the index may be that of another save: "
+        f"--prefer {torch_choice.WITHOUT_INDEX} reads them without it"
+    )
+
+
 def _expected(tree: Tree, index: str) -> dict[str, Any]:
     """File -> the tensors that the index says it holds. Raises Incomplete naming every missing file."""
     read = read_index(tree, index)
@@ -152,7 +189,7 @@ def _expected(tree: Tree, index: str) -> dict[str, Any]:
             code=MISSING,
             path=tree.display(index),
             faults=sorted(missing)[20:SHOWN],
-            hint="fetch the missing files into this folder",
+            hint=_find_numbered(tree) or "fetch the missing files into this folder",
         )
     return {file: set(names) for file, names in sorted(read.shards.items())}
 
@@ -174,7 +211,8 @@ def _hold_against(
                 path=tree.display(name),
                 key=absent[0][:200],
                 faults=absent[1:SHOWN],
-                hint="index and files come from two saves: fetch both again",
+                hint="index and files come from two saves: fetch both again; or, if the index has a name too many, "
+                f"--prefer {torch_choice.WITHOUT_INDEX} reads the files without it",
             )
         strangers = sorted(names - wanted) if wanted is not None else []
         if strangers and not lenient:
