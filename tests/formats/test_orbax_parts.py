@@ -227,3 +227,12 @@ def test_an_item_that_the_step_lists_and_lacks_is_an_error(lost: str, tmp_path: 
     with pytest.raises(CkptError) as caught:
         open_source(str(folder), Reading())
     assert caught.value.code == "E2872"
+
+
+def test_a_text_that_metadata_lacks_is_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "save"
+    shutil.copytree(CASES / "dtypes_ocdbt_zarr3", folder)
+    change(folder / "_METADATA", ("tree_metadata", "('note',)", "value_metadata", "value_type"), "Dict")
+    with pytest.raises(CkptError, match="the text 'note' is stored") as caught:
+        open_source(str(folder), Reading())
+    assert caught.value.code == "E2755"

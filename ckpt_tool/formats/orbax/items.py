@@ -247,9 +247,12 @@ def strings(tree: Tree, item: Item) -> dict[str, str]:
     """The texts of an item, by their leaves' names, of which slashes nest. Raises CorruptFile E2755."""
     wanted = [leaf.stored for leaf in item.leaves if leaf.kind == STRING]
     path = item.folder + STRINGS
-    if not wanted:
+    if not wanted and not tree.exists(path):
         return {}
     raw = strict_json.parse(tree.read_whole(path, limit=_JSON_LIMIT), path=tree.display(path))
+    strays = sorted(set(_names_of_texts(raw)).difference(wanted))
+    if strays:
+        raise _damaged(tree, path, f"the text {strays[0][:200]!r} is stored, and {METADATA} names no such leaf")
     found = {}
     for name in wanted:
         value = raw
@@ -259,6 +262,15 @@ def strings(tree: Tree, item: Item) -> dict[str, str]:
             raise _damaged(tree, path, f"it has no text for {name[:200]}")
         found[name] = value
     return found
+
+
+def _names_of_texts(value: Any, above: str = "") -> Iterator[str]:
+    """The names of all texts, of which slashes nest."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _names_of_texts(inner, f"{above}/{key}" if above else str(key))
+    else:
+        yield above
 
 
 def keys_of_prngs(tree: Tree, item: Item) -> dict[str, str]:
