@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.tensor import EXTRAS, MODEL, LogicalTensor
-from ckpt_tool.errors import CkptError
+from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.megatron.verl_files import STATES, adapter_files, states_beside
@@ -49,6 +49,8 @@ def with_states(tree: Tree, catalog: Catalog, options: ReadOptions) -> Catalog:
     below = tree.below(_FOLDER)
     try:
         found = moved(tree, below, _FOLDER, registry.detect(below)[0].read(below, options))
+    except StorageError:
+        raise
     except CkptError as e:
         return _left(catalog, e.message)
     states = {key: tensor for key, tensor in found.tensors.items() if key.state not in (MODEL, EXTRAS)}

@@ -28,7 +28,7 @@ from typing import Any
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.tensor import EXTRAS, MODEL, Path, StoredArray, TensorKey, simple_tensor
-from ckpt_tool.errors import CkptError
+from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.families.trainers import tune_order
 from ckpt_tool.formats.beside import RECIPE_OF_RUN, UNREAD, recipe_note
 from ckpt_tool.formats.state_dict.optimizer_ids import numbers_of
@@ -55,13 +55,15 @@ def newest_with_recipe(run: Tree, steps: Sequence[str]) -> str:
     where it goes on from another."""
     try:
         return steps[-1] if _step(read_content(run, RECIPE_OF_RUN)) == steps[-1] else ""
+    except StorageError:
+        raise
     except (CkptError, _Unfit):  # its reader will say what is wrong
         return ""
 
 
 def with_recipe(run: Tree, below: Tree, catalog: Catalog, reading: Reading) -> tuple[Catalog, bool]:
     """The catalog of the step with its optimizer, its paths those of the run, and whether there is one; else the step's
-    own with a note. below: the step's tree. Raises nothing: a fault of the recipe's state is in the note."""
+    own with a note. below: the step's tree. A fault of the recipe's state is in the note. Raises StorageError."""
     step = next(iter({path.split("/")[0] for path in run.listing() if _leads_to(run, path, below)}), "")
     try:
         content = read_content(run, RECIPE_OF_RUN)
@@ -69,6 +71,8 @@ def with_recipe(run: Tree, below: Tree, catalog: Catalog, reading: Reading) -> t
         if _step(content) != step:
             raise _Unfit(f"it goes on from {_step(content)}, and this is {step}")
         found = _with_states(run, moved(run, below, step, catalog), config_in(below), content, reading)
+    except StorageError:
+        raise
     except (CkptError, _Unfit) as e:
         why = "; ".join(filter(None, (e.message, e.hint))) if isinstance(e, CkptError) else str(e)
         note, code = recipe_note(RECIPE_OF_RUN, why), unsafe_names(run, (RECIPE_OF_RUN,))

@@ -268,3 +268,24 @@ def test_an_archive_that_is_killed_is_whole_or_not_there(step: Step, server: Any
         assert again.status == 0, again.err
         step.check()
         assert os.listdir(step.place) == ["archive"]
+
+
+# -- what is next to the model ----------------------------------------------------------------------------------------
+
+# A checkpoint, and a file of it that a reader looks for and could go on without.
+NEXT_TO = {
+    "a Trainer's optimizer": ("safetensors/trainer_qwen3", "optimizer.pt", "dcp"),
+    "a Trainer's schedule": ("safetensors/trainer_qwen3", "scheduler.pt", "dcp"),
+}
+
+
+@pytest.mark.parametrize("case", NEXT_TO)
+def test_a_file_next_to_the_model_that_can_not_be_read_is_not_left_out(case: str, server: Any, tmp_path: Path) -> None:
+    fixture, file, to = NEXT_TO[case]
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "fixtures" / fixture, source)
+    args = ["convert", str(source), str(tmp_path / "out"), "--to", to, "--json", "-q"]
+    fault = {"at": 1, "on": True, "do": "errno", "number": errno.EIO, "op": "pread,preadv,read", "reads": True}
+    done = server.run(args, under=source, path=file, **fault)
+    assert (done.status, done.error["code"]) == (7, "E0700") and file in done.error["path"], done.err
+    assert not (tmp_path / "out").exists()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.inner_path import unfit
-from ckpt_tool.errors import CkptError
+from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.storage import strict_json
 from ckpt_tool.storage.source import Tree
 
@@ -58,6 +58,8 @@ def _paths(tree: Tree) -> list[str]:
     """Where the modules lie, as far as the list is one."""
     try:
         listed = strict_json.parse(tree.read_whole(MODULES, limit=_LIMIT), path=tree.display(MODULES))
+    except StorageError:
+        raise
     except CkptError:  # no library would open it either: it is named as not read
         return []
     paths = [each.get("path") for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.tensor import EXTRAS, MODEL, LogicalTensor, TensorKey, simple_tensor
-from ckpt_tool.errors import CkptError
+from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.formats.base import ReadOptions, Walked
 from ckpt_tool.formats.beside import RECIPE, SCHEDULER, UNREAD, lost_optimizer, optimizer_files, recipe_note
 from ckpt_tool.formats.state_dict.optimizer_ids import numbers_of, shape_of
@@ -61,6 +61,8 @@ def with_optimizer(tree: Tree, catalog: Catalog, options: ReadOptions, *, in_ord
         config = _config(tree) if options.config is None else options.config
         ways = _ways(catalog, content, config, options.walked, in_order=in_order)
         return _with_scheduler(tree, joined(tree.display(found[0]), catalog, found[0], content, ways))
+    except StorageError:  # a disk that fails: the optimizer is there, and must not be left out
+        raise
     except CkptError as e:
         code = unsafe_names(tree, found)
         return replace(_unread(catalog, found[0], e.message), unsafe=(*catalog.unsafe, *code))
@@ -152,6 +154,8 @@ def _with_scheduler(tree: Tree, catalog: Catalog) -> Catalog:
     for name in filter(SCHEDULER.fullmatch, tree.names()):
         try:
             content = read_content(tree, name)
+        except StorageError:
+            raise
         except CkptError:  # it stays among the files that are not read
             catalog = replace(catalog, unsafe=(*catalog.unsafe, *unsafe_names(tree, (name,))))
             continue

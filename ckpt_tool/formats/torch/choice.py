@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt_tool.core.catalog import Note
-from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
+from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, StorageError
 from ckpt_tool.formats.base import Evidence, Specificity
 from ckpt_tool.storage.magic import NPZ, what_is
 from ckpt_tool.storage.safetensors_file import looks_like_header
@@ -179,6 +179,8 @@ def _looks(tree: Tree, name: str) -> bool:
         return False
     try:
         head = tree.head(name, 320)  # a local header and the longest name; 200 files of it are 64 KB
+    except StorageError:
+        raise
     except CkptError:  # not readable: whoever reads the folder will say so
         return False
     return is_stream(head) or head[:4] == b"PK\x03\x04" and b"/data.pkl" in head
