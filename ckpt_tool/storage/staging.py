@@ -32,7 +32,7 @@ from secrets import token_hex
 
 from ckpt_tool.core.inner_path import JOURNAL, is_journal, leaves
 from ckpt_tool.core.progress import aside
-from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, wrap_os_error
+from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, is_failure, wrap_os_error
 from ckpt_tool.storage import journal
 from ckpt_tool.storage.claims import Claims
 from ckpt_tool.storage.claims import remove as remove_claims
@@ -425,7 +425,7 @@ class Staging:
     def _discard_own(self) -> None:
         """Remove what is ours in the folder, and the folder where nothing else is in it. Not once it has been renamed:
         it is the output then."""
-        with suppress(OSError):
+        with suppress(OSError, StorageError):
             if not self.gone:
                 _remove_own(self._folder_fd, self._names)
                 _remove_empty(self.path)
@@ -674,10 +674,12 @@ def _sync_parent(path: Path) -> None:
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
-    """What the name itself stands for, None where there is no such name."""
+    """What the name itself stands for, None where there is no such name. Raises StorageError where nobody can say."""
     try:
         info = os.lstat(path)
-    except OSError:
+    except OSError as e:
+        if is_failure(e):
+            raise wrap_os_error(e, path, "looking at it") from e
         return None
     return info.st_dev, info.st_ino
 
