@@ -9,11 +9,11 @@ from typing import Any
 from ckpt_tool.conversion.optimizer_groups import without_removed
 from ckpt_tool.core.catalog import Unread
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, LogicalTensor, TensorKey
-from ckpt_tool.errors import UsageError
+from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.formats.beside import RECIPE, RECIPE_OF_RUN, UNREAD, has_recipe, optimizer_files
 from ckpt_tool.formats.peft.pairs import find_adapter_faults
 from ckpt_tool.formats.soundness import check_sound
-from ckpt_tool.formats.steps import other_steps
+from ckpt_tool.formats.steps import other_steps, trainer_step
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.kept_whole import with_their_parts
 from ckpt_tool.sources.chosen import Chosen, Conversion, extras_left_behind, left_behind
@@ -41,10 +41,16 @@ def sound(chosen: Chosen, job: Conversion) -> Chosen:
             raise unread[0]
     opened.catalog.check()
     if not job.reading.lenient:
-        of_values = other_steps(opened.tree, opened.catalog)
-        check_sound(opened.catalog, opened.format.holds, [*of_values, *find_adapter_faults(opened.catalog)])
+        other_saves = [*_other_saves(opened), *find_adapter_faults(opened.catalog)]
+        check_sound(opened.catalog, opened.format.holds, other_saves)
     refuse_left_optimizer(opened, job)
     return chosen.noted(*opened.own_objects())
+
+
+def _other_saves(opened: Opened) -> Iterable[CkptError]:
+    """What counters of steps say of parts that come from other saves."""
+    yield from other_steps(opened.tree, opened.catalog)
+    yield from trainer_step(opened.outer or opened.tree, opened.tree, opened.catalog)
 
 
 def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:

@@ -48,7 +48,8 @@ _BIASES = {"attention_bias": "self_attn", "mlp_bias": "mlp"}  # key -> module of
 def side_files(chosen: Chosen, fmt: Format) -> tuple[tuple[str, int], ...]:
     """(path, size in bytes) of the first source's side files, those of the folder with its pointer file among them."""
     opened = chosen.sources[0]
-    held = {*opened.catalog.files, *({*_OWN} - {fmt.holds.config})}
+    foreign = opened.format.holds.own_sidefiles - fmt.holds.own_sidefiles
+    held = {*opened.catalog.files, *({*_OWN} - {fmt.holds.config}), *foreign}
     names = dict.fromkeys(opened.catalog.sidefiles)
     for tree in (opened.tree, opened.outer):
         if tree is not None and tree.single is None:

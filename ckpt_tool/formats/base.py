@@ -69,6 +69,7 @@ class Holds(NamedTuple):
     that its loader wants beside Megatron's arguments. lone_shards: one file of several is read as a checkpoint, so
     states without their parameters are no fault. all_experts: its ranks hold all, so a gap in their numbers is one.
     run_config: it has a place for what a Megatron run says of its adapter. blocks: it holds GGUF's types of blocks.
+    own_sidefiles: names of files beside it that only its own loaders read, copied from and to this format alone.
     own_header: its files state the model and its tokenizer themselves, in its own words, in place of side files.
     markers: a regular expression of the names of files that say only that a rank is done, "" where there are none.
     """
@@ -94,6 +95,7 @@ class Holds(NamedTuple):
     run_config: bool = False
     blocks: bool = False
     own_header: bool = False
+    own_sidefiles: frozenset[str] = frozenset()
     markers: str = ""
 
     def has(self, group: str) -> bool:

@@ -7,6 +7,8 @@ were not written at one time:
 
     __1_0.distcp   step 3, 3, 3      __2_0.distcp   step 2, 2       -> E0305
 
+    trainer_state.json  "global_step": 40      optimizer.pt  step 2, 2         -> E0305
+
 Experts are left out: those of a rank may all have been idle in a step. Sources: `torch/optim/adamw.py` (2.13, `step`),
 PaddlePaddle 3.3.1 `optimizer/adamw.py` (`beta1_pow_acc`, `beta2_pow_acc`). Cost: up to SAMPLE reads of one number a
 file. What it
@@ -16,6 +18,7 @@ do: counters that are plain values, which formats compare as they read them; fil
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -28,6 +31,11 @@ from ckpt_tool.storage.source import Tree
 LEAST = 2  # counters of a file: one may belong to a parameter that counts apart
 SAMPLE = 4  # counters of a file that are read
 NEAR = 1e-5  # relative: a step changes the smallest power (of 0.999) by a thousandth
+RECORD = "trainer_state.json"
+RECORD_LIMIT = 64 << 20  # bytes: it lists all that was logged
+SCALER = "scaler"
+FEW_SKIPPED, MANY_STEPS = 20, 20  # a loss scaler skips steps at the start, and now and then one of many
+_GLOBAL_STEP = re.compile(rb'"global_step"\s*:\s*(\d{1,15})\b')
 _CODES = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 
 
@@ -54,6 +62,52 @@ def other_steps(tree: Tree, catalog: Catalog) -> Iterator[CkptError]:
                 faults=[f"{path}: {counts[path]:g}" for path in odd[1:50]],
                 hint="a rank's file comes from another save: fetch one save whole; --lenient takes it as it is",
             )
+
+
+def trainer_step(home: Tree, tree: Tree, catalog: Catalog) -> Iterator[CkptError]:
+    """InconsistentCheckpoint E0305 where the optimizer beside a trainer's own record has made another number of steps.
+
+    Args:
+        home: the folder that may hold the record, which transformers' Trainer writes last of all files of a step.
+        tree: that of the checkpoint, `home` or a folder in it.
+
+    Without a loss scaler an optimizer steps whenever its trainer does. With one it may skip some steps, and is never
+    ahead. Counters that do not agree among themselves say nothing.
+    """
+    if home.single is not None or not home.exists(RECORD) or home.size(RECORD) > RECORD_LIMIT:
+        return
+    stated = set(_GLOBAL_STEP.findall(home.read_whole(RECORD, limit=RECORD_LIMIT)))
+    counts = _optimizer_counts(tree, catalog)
+    if len(stated) != 1 or len(counts) != 1:
+        return
+    (recorded,), (counted,) = map(int, stated), counts
+    may_skip = any(name.startswith(SCALER) for name in home.names())
+    most_skipped = FEW_SKIPPED + recorded // MANY_STEPS if may_skip else 0
+    if recorded - most_skipped <= counted <= recorded:
+        return
+    yield InconsistentCheckpoint(
+        f"the optimizer has made {counted:g} steps, {RECORD} is of step {recorded}",
+        code="E0305",
+        path=home.display(RECORD),
+        hint="parts of two saves are in the folder: fetch one save whole; --lenient takes it as it is",
+    )
+
+
+def _optimizer_counts(tree: Tree, catalog: Catalog) -> set[float]:
+    """The numbers of steps that an optimizer's counters give: one where they agree. Those of DeepSpeed are plain."""
+    plain = catalog.extras.get("global_steps")
+    if type(plain) is int:
+        return {float(plain)}
+    arrays = [
+        catalog.tensors[key].chunks[0].array
+        for key in catalog.tensors
+        if key.state == STEP and "expert" not in key.name and catalog.tensors[key].chunks
+    ]
+    readable = [array for array in arrays if array.numel == 1 and array.dtype.name in _CODES]
+    if not readable:
+        return set()
+    spread = {i * (len(readable) - 1) // (SAMPLE - 1) for i in range(SAMPLE)}
+    return {_value(tree, readable[i]) for i in sorted(spread)}
 
 
 def _is_counter(state: str) -> bool:

@@ -17,7 +17,7 @@ from ckpt_tool.errors import CkptError, CorruptFile, InputError
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES
 from ckpt_tool.formats.peft.pairs import find_adapter_faults
 from ckpt_tool.formats.soundness import unsound
-from ckpt_tool.formats.steps import other_steps
+from ckpt_tool.formats.steps import other_steps, trainer_step
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import LFS_POINTER, Opened, open_source
 from ckpt_tool.storage.safetensors_file import looks_like_header, read_header, refuse_twin
@@ -50,6 +50,7 @@ def findings_of(opened: Opened) -> tuple[list[dict[str, Any]], Set[str | None]]:
         *torn,
         *unsound(catalog, opened.format.holds),
         *other_steps(opened.tree, catalog),
+        *trainer_step(opened.outer or opened.tree, opened.tree, catalog),
         *find_adapter_faults(catalog),
     ]
     notes = [row(note.code, note.message, note.key, file=note.path) for note in catalog.notes if note.code in UNSOUND]

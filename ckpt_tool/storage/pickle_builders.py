@@ -25,6 +25,7 @@ from ckpt_tool.storage.pickle_globals import (
     FROM_NUMPY,
     LAYOUTS,
     PLAIN_TENSORS,
+    SHARDED_TENSOR,
     STORAGE_CLASSES,
     STORAGES,
     UNSUPPORTED_TENSORS,
@@ -37,6 +38,7 @@ from ckpt_tool.storage.pickle_values import (
     Misuse,
     NumpyArray,
     OrderedMap,
+    Record,
     StorageRef,
     TensorRef,
     WrapperRef,
@@ -195,6 +197,8 @@ def _from_type(args: Args) -> Any:
         return Opaque(name, inner, state)
     made = build(inner)
     if type(made) is WrapperRef:
+        if made.name == SHARDED_TENSOR:
+            return _sharded(made, state)
         fields = _fields(state)
         local, spec = fields.get("_local_tensor"), fields.get("_spec")
         made.local = local if type(local) in (TensorRef, Opaque) else None
@@ -206,6 +210,20 @@ def _from_type(args: Args) -> Any:
     if name in PLAIN_TENSORS and (type(made) is ArrayRef or is_tensor_record(made)):
         return made
     return Opaque(name, (made,), state)
+
+
+def _sharded(made: WrapperRef, state: Any) -> WrapperRef:
+    """A ShardedTensor's state is (its shards here, metadata of all shards, process group, spec, rpc). Its spec here is
+    the metadata; the state keeps the Records of its shards and of its process group."""
+    _want(type(state) is tuple and len(state) == 5 and type(state[0]) is list, "state of a ShardedTensor", "E0372")
+    shards = [shard for shard in state[0] if type(shard) is Record]
+    tensors = [shard.state.get("tensor") if shard.state else None for shard in shards]
+    fits = len(shards) == len(state[0]) and all(type(held) is TensorRef for held in tensors)
+    _want(fits and type(state[1]) is Record, "a ShardedTensor without its shards", "E0372")
+    made.local = tensors[0] if tensors else None
+    made.spec = state[1]
+    made.state = {"shards": shards, "group": state[2]}
+    return made
 
 
 def _fields(state: Any) -> dict[Any, Any]:

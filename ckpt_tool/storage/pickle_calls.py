@@ -24,7 +24,9 @@ from ckpt_tool.storage.pickle_globals import (
     GETATTR,
     GETITEM,
     NONE_TYPE,
+    PROCESS_GROUP,
     RECORDS,
+    SHARDED_TENSOR,
     function_like,
 )
 from ckpt_tool.storage.pickle_numpy import set_array_state, set_dtype_state
@@ -88,7 +90,12 @@ def _copyreg(machine: Machine, name: str, args: tuple[Any, ...]) -> Any:
 
 
 def _getattr(machine: Machine, args: tuple[Any, ...]) -> Any:
-    """`getattr(Enum, "MEMBER")`, as Python 3.11 pickled enums; anything else is unsafe."""
+    """`getattr(Enum, "MEMBER")`, as Python 3.11 pickled enums, and the class of a ShardedTensor's process group, which
+    old protocols spell so; anything else is unsafe."""
+    if args == (Symbol(SHARDED_TENSOR), "ProcessGroupState"):
+        if machine.good_getattr is None:
+            machine.good_getattr = True
+        return Symbol(PROCESS_GROUP)
     if len(args) == 2 and type(args[0]) is Symbol and not args[0].args and args[0].name in ENUMS:
         member = args[1]
         if type(member) is str and member.isidentifier() and not member.startswith("_"):

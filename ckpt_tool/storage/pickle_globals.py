@@ -12,7 +12,8 @@
 
 A framework's functions (lower-case names) may lie in a file as values (`torch.nn.functional.gelu` among a trainer's
 arguments), but a pickle that calls one is unsafe: `function_like` tells them from classes, the machine judges the call.
-`builtins.getattr` is tier 3 unless every call of it takes a member of a known enum, as Python 3.11 pickled enums, and
+`builtins.getattr` is tier 3 unless every call of it takes a member of a known enum, as Python 3.11 pickled enums, or
+the one class inside another that torch pickles (`ShardedTensor.ProcessGroupState`), and
 `operator.getitem` unless every call of it subscripts an annotation of `typing`.
 
 Where the names come from: torch 2.13 `_utils.py`, `_weights_only_unpickler.py`, `distributed/checkpoint/metadata.py`,
@@ -120,6 +121,10 @@ _SPEC = "torch.distributed.tensor._dtensor_spec"
 _PADDLE_DCP = ("paddle.distributed.flex_checkpoint.dcp.metadata", "paddle.distributed.checkpoint.metadata")
 _PLACES = ("torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types")
 
+_SHARDED = "torch.distributed._shard.sharded_tensor"
+SHARDED_TENSOR = f"{_SHARDED}.api.ShardedTensor"
+PROCESS_GROUP = f"{_SHARDED}.api:ShardedTensor.ProcessGroupState"  # a class inside another: a dotted name
+
 # Classes read into Record: name -> the fields, in the order of constructor arguments or of a state that is a tuple.
 RECORDS: dict[str, tuple[str, ...]] = {
     f"{_DCP}.metadata.Metadata": ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
@@ -146,6 +151,20 @@ RECORDS: dict[str, tuple[str, ...]] = {
     "torch.distributed.device_mesh.DeviceMesh": ("device_type", "mesh", "mesh_dim_names"),
     "torch.distributed._tensor.device_mesh.DeviceMesh": ("device_type", "mesh", "mesh_dim_names"),
     "torch.distributed._mesh_layout._MeshLayout": ("axes",),
+    f"{_SHARDED}.shard.Shard": ("tensor", "metadata"),
+    f"{_SHARDED}.metadata.ShardedTensorMetadata": ("shards_metadata", "size", "tensor_properties"),
+    f"{_SHARDED}.metadata.TensorProperties": (
+        "dtype",
+        "layout",
+        "requires_grad",
+        "memory_format",
+        "pin_memory",
+    ),
+    PROCESS_GROUP: ("local_rank", "global_rank", "local_world_size", "global_world_size"),
+    "torch.distributed._shard.metadata.ShardMetadata": ("shard_offsets", "shard_sizes", "placement"),
+    "torch.distributed._shard.sharding_spec.chunk_sharding_spec.ChunkShardingSpec": ("dim", "placements"),
+    "torch.distributed._shard.sharding_spec.api.EnumerableShardingSpec": ("shards",),
+    "torch.distributed.remote_device._remote_device": ("_worker_name", "_rank", "_device"),
     "torch.distributed._mesh_layout._FlatLayout": ("shape", "stride"),
     **{
         f"{module}.{name}": fields
@@ -189,6 +208,7 @@ WRAPPERS = frozenset(
         "torch.distributed.tensor.DTensor",
         "torch.distributed._tensor.api.DTensor",
         "torch.distributed.tensor._api.DTensor",
+        SHARDED_TENSOR,
         "torch.distributed._tensor.DTensor",
     }
 )
@@ -247,6 +267,11 @@ _OF_CODED_WEIGHTS = frozenset(
 # Enums, read as Symbol(name, (value,)); the members map names to values where old pickles hold the name.
 ENUMS: dict[str, dict[str, int]] = {
     f"{_DCP}.metadata._MEM_FORMAT_ENCODING": {
+        "TORCH_CONTIGUOUS_FORMAT": 0,
+        "TORCH_CHANNELS_LAST": 1,
+        "TORCH_PRESERVE_FORMAT": 2,
+    },
+    f"{_SHARDED}.metadata.MEM_FORMAT_ENCODING": {
         "TORCH_CONTIGUOUS_FORMAT": 0,
         "TORCH_CHANNELS_LAST": 1,
         "TORCH_PRESERVE_FORMAT": 2,

@@ -308,6 +308,14 @@ def _plain(archive: Archive, raw: bytes, flags: int, mode: int, where: int) -> s
 def _unreadable(archive: Archive, name: str, method: int, flags: int, where: int) -> CkptError:
     if flags & 0x2041:
         return archive.corrupt("the member is encrypted", "E0342", where, place=name, hint="decrypt the archive first")
+    if method in _METHODS and name.partition("/")[2].startswith("code/"):
+        return archive.unsafe(
+            "this is a TorchScript archive (it has the source of a program): no checkpoint",
+            "E0438",
+            where,
+            place=name,
+            hint="load it with torch.jit.load, and save the state_dict() of the module",
+        )
     if method in _METHODS:
         return archive.unsafe(
             f"the member is {_METHODS[method]}; torch stores members as they are",

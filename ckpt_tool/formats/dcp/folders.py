@@ -44,6 +44,7 @@ _MODEL = re.compile(r"(?:pytorch_)?model(?:_fsdp)?(?:_\d+)?|app")
 _OPTIMIZER = re.compile(r"optim(?:izer)?(?:_\d+)?")
 _JOB = {"args", "checkpoint_version"}
 _MODULE = re.compile(FSDP_MODEL)
+MARKER = "meta.pt"  # Lightning: all but the states, beside its FSDP saves
 
 
 class Save(NamedTuple):

@@ -48,6 +48,7 @@ class _Dcp:
 
     name = "dcp"
     holds = Holds(
+        own_sidefiles=frozenset({dcp_folders.MARKER}),
         all_states=True,
         extras=True,
         mesh=("tp", "pp", "ep", "dp", "cp"),

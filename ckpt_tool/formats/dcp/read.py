@@ -21,8 +21,10 @@ from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
 from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.survey import unsafe_names
 
 _OF_ACCELERATE = ("random_states", "scheduler", "sampler", "custom_checkpoint", "scaler")
+
 _PICKLES = (".pt", ".pth", ".pkl", ".bin")
 
 
@@ -86,7 +88,7 @@ class _Reading:
             extras,
             mesh,
             (*self._metadata(), *files),
-            tuple(name for name in self.tree.names() if hf_files.is_sidefile(name)),
+            (*(name for name in self.tree.names() if hf_files.is_sidefile(name)), *self._marker()),
             (
                 *named.notes,
                 *state.notes(),
@@ -103,10 +105,24 @@ class _Reading:
     def _metadata(self) -> tuple[str, ...]:
         return tuple(save.folder + name for save in self.saves for name in save.metadata)
 
+    def _marker(self) -> tuple[str, ...]:
+        """Lightning's file beside the DCP, without which Lightning does not take the folder for a sharded checkpoint;
+        none where its pickle names code, for that is nothing to pass on."""
+        there = self.tree.single is None and self.tree.exists(dcp_folders.MARKER)
+        return (dcp_folders.MARKER,) if there and not unsafe_names(self.tree, (dcp_folders.MARKER,)) else ()
+
     def _beside(self) -> Iterable[Note]:
         """What a trainer keeps beside its saves: pickles, at the root and in folders of their own (`train/rank0.pt`,
         `dataloader/`, `extra_state/`)."""
         taken = set(self.state.files)
+        marker = dcp_folders.MARKER
+        if self.tree.single is None and self.tree.exists(marker):
+            taken.add(marker)
+            known = "Lightning knows its sharded checkpoints by it"
+            text = f"{marker} names code in its pickle, and is not carried: copy it into the output, {known}"
+            if self._marker():
+                text = f"{marker} is copied as it is where the output is a DCP folder: {known}"
+            yield Note("N-beside", text, marker)
         beside = [
             name
             for name in self.tree.listing()

@@ -5,6 +5,7 @@
     pytorch_model-0000i-of-0000n.bin                the same without its index
     pytorch_model.bin, or the only torch file of a folder
     model_world_size_4_rank_{0..3}.pt, optim_..., extra_state_...   a file a rank (`formats.torch.ranks`)
+    model_final.rank_{0..3}.pth                     the same, a rank's whole state in one file
 
 A file that nothing but its content speaks for counts only where no other file of the folder may hold
 tensors: no safetensors, no `.distcp`, no part of a whole by its name. What accelerate and the Trainer put beside a
@@ -15,7 +16,7 @@ and a few bytes of at most `LOOKED_AT` files.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,9 +54,12 @@ _OF_RANK = re.compile(
 )
 
 
+_OF_WHOLE_RANK = re.compile(r"(.+)\.rank_(\d{1,6})\.(?:pt|pth|bin)")  # a rank's whole state: fvcore, DINOv2
+
+
 class RankFile(NamedTuple):
-    """A rank's own file. kind: `model`, `optim`, ...: the level of the state that it holds. world: ranks, where its
-    name says so. rank: whose it is, None where nothing says so."""
+    """A rank's own file. kind: `model`, `optim`, ...: the level of the state that it holds, "" for a whole one. world:
+    ranks, where its name says so. rank: whose it is, None where nothing says so."""
 
     name: str
     kind: str
@@ -74,11 +78,15 @@ class Chosen:
     ranks: tuple[RankFile, ...] = ()
 
 
-def rank_files(names: Iterable[str]) -> tuple[RankFile, ...]:
+def rank_files(names: Sequence[str]) -> tuple[RankFile, ...]:
     """Those of `names` that are a rank's, sorted by kind and rank."""
     found = [(name, match) for name in names if (match := _OF_RANK.fullmatch(name.rpartition("/")[2]))]
     ranked = [RankFile(n, m[1], int(m[2]) if m[2] else None, int(m[3])) for n, m in found]
-    kinds = {kind: number for number, kind in enumerate(("model", "ema", "optim", "optimizer", "extra_state"))}
+    if not ranked:
+        wholes = [(name, match) for name in names if (match := _OF_WHOLE_RANK.fullmatch(name.rpartition("/")[2]))]
+        if len({match[1] for _, match in wholes}) == 1:
+            ranked = [RankFile(name, "", None, int(match[2])) for name, match in wholes]
+    kinds = {kind: number for number, kind in enumerate(("", "model", "ema", "optim", "optimizer", "extra_state"))}
     return tuple(sorted(ranked, key=lambda file: (kinds[file.kind], file.world or 0, file.rank)))
 
 
@@ -89,7 +97,10 @@ def choose(tree: Tree, prefer: str | None = None) -> Chosen | None:
         return _one(tree, tree.single)
     names = tree.names()
     ranked = rank_files(names)
-    if any(file.kind == "model" for file in ranked):
+    wholes = [file for file in ranked if not file.kind]
+    alone = not any(name.endswith(_OTHERS) for name in names)
+    is_whole = alone and len(wholes) > 1 and _looks(tree, wholes[0].name)
+    if is_whole or any(file.kind == "model" for file in ranked):
         return Chosen(f"{len(ranked)} files of single ranks", ranks=ranked)
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     usual = [name for name in indexes if name == "pytorch_model" + INDEX_SUFFIX]

@@ -19,6 +19,7 @@ from ckpt_tool.core.tensor import Path, StoredArray
 from ckpt_tool.errors import InputError
 from ckpt_tool.formats.state_dict.tree import SLOT, dotted, part
 from ckpt_tool.formats.state_dict.unread import hidden_in, with_shapes
+from ckpt_tool.formats.torch.sharded_tensors import is_sharded
 from ckpt_tool.storage.pickle_values import TensorRef, WrapperRef
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.torch_stream import TorchStream, is_stream, is_tar, refuse_tar
@@ -71,6 +72,8 @@ def read_content(tree: Tree, name: str, *, dtensors: bool = False) -> TorchConte
     for path, ref in parted.leaves:
         if not isinstance(ref, WrapperRef):
             leaves.append((path, opened.array(ref)))
+        elif dtensors and is_sharded(ref) and ref.local is None:
+            wrapped[path] = ref  # a rank that has nothing of it
         elif dtensors and isinstance(ref.local, TensorRef):
             wrapped[path] = ref
             leaves.append((path, opened.array(ref.local)))

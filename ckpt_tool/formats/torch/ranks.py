@@ -19,6 +19,9 @@ values are read. Plain values have to be equal on all ranks, RNG states aside: t
 
 Cost: as the pickles. What it does not do: write them (a trainer loads its own, of its own size: `ckpt reshard` gives
 one file or dcp), or FSDP1's flat parameters (`LOCAL_STATE_DICT`), which say nothing of the tensors inside.
+
+FSDP1's sharded state dicts are read the same way, from the boxes that their ShardedTensors state
+(`formats.torch.sharded_tensors`); trainers of its time call the files `model_final.rank_0.pth` (DINOv2).
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ from ckpt_tool.formats.torch import dtensor_spec
 from ckpt_tool.formats.torch.choice import MISSING, MIXED, Chosen, RankFile
 from ckpt_tool.formats.torch.content import TorchContent, read_content
 from ckpt_tool.formats.torch.dtensor_spec import Placed, RankMesh
+from ckpt_tool.formats.torch.sharded_tensors import Shards, is_sharded, read_shards
 from ckpt_tool.storage.pickle_values import Record, TensorRef, WrapperRef
 from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
@@ -55,12 +59,13 @@ RNG = frozenset(("rng", "rng_state", "rng_states", "random_state", "random_state
 
 
 class _Part(NamedTuple):
-    """A rank's share of one tensor. shape: the whole tensor's. placed: None for a plain tensor."""
+    """A rank's share of one tensor. shape: the whole tensor's. placed: of a DTensor. shards: of a ShardedTensor."""
 
     rank: int
     array: StoredArray
     shape: tuple[int, ...]
     placed: Placed | None
+    shards: Shards | None = None
 
 
 @dataclass(slots=True)
@@ -178,8 +183,13 @@ def _add(tree: Tree, file: RankFile, content: TorchContent, state: _State) -> No
     root: Path = (file.kind,) if file.kind else ()
     for path, array in content.leaves:
         wrapper = content.wrapped.get(path)
-        placed = None
-        if wrapper is not None:
+        placed = shards = None
+        if wrapper is not None and is_sharded(wrapper):
+            shards = _shards(wrapper, path, rank, shown)
+            rank = shards.rank if rank is None else rank
+            count = len(shards.every)
+            state.meshes[RankMesh((count,), tuple(range(count)), ("dp",))] = None
+        elif wrapper is not None:
             try:
                 placed, rank = _placed(wrapper, meshes, load, rank)
             except CkptError as e:
@@ -189,12 +199,29 @@ def _add(tree: Tree, file: RankFile, content: TorchContent, state: _State) -> No
         owner = rank if rank is not None else 0
         shape = wrapper.shape if wrapper is not None else array.shape
         at = _own_path(root, path, owner, state)
-        state.parts.setdefault(at, []).append(_Part(owner, array, shape, placed))
+        state.parts.setdefault(at, []).append(_Part(owner, array, shape, placed, shards))
     owner = rank if rank is not None else 0
     state.kinds.setdefault(file.kind, []).append(owner)
     _add_extras(content.extras, file, owner, state, shown)
     if owner == 0:
         state.ordered += [((*root, *path), attributes) for path, attributes in content.ordered]
+
+
+def _shards(wrapper: WrapperRef, path: Path, rank: int | None, shown: str) -> Shards:
+    """What a ShardedTensor states, held against the rank in the file's name."""
+    try:
+        shards = read_shards(wrapper, str(path[-1]))
+        if rank is not None and shards.rank not in (None, rank):
+            raise InconsistentCheckpoint(
+                f"the name says rank {rank}, the tensor inside rank {shards.rank}",
+                code=DISAGREE,
+                hint="the file was renamed: give it back its own name",
+            )
+    except CkptError as e:
+        e.path = e.path or shown
+        e.key = e.key or dotted(path)[:200]
+        raise
+    return shards
 
 
 def _placed(wrapper: WrapperRef, meshes: dict[int, RankMesh], load: Any, rank: int | None) -> tuple[Placed, int]:
@@ -250,7 +277,7 @@ def _own_path(root: Path, path: Path, rank: int, state: _State) -> Path:
 def _add_extras(extras: Any, file: RankFile, rank: int, state: _State, shown: str) -> None:
     """Plain values: the first rank's; the others' have to be equal, but for RNG states."""
     if not file.kind:
-        state.extras = dict(extras) if isinstance(extras, dict) else {"value": extras}
+        _add_whole_extras(extras, rank, state, shown)
         return
     shared = extras if isinstance(extras, dict) else {"value": extras}
     if file.kind == "extra_state":
@@ -276,6 +303,29 @@ def _add_extras(extras: Any, file: RankFile, rank: int, state: _State, shown: st
             code=DISAGREE,
             path=shown,
             key=dotted((file.kind, *where)),
+            hint="the files come from two saves or two steps: fetch one save's files again",
+        )
+
+
+def _add_whole_extras(extras: Any, rank: int, state: _State, shown: str) -> None:
+    """The same for files that hold a rank's whole state, whose levels are those of the pickle."""
+    shared = dict(extras) if isinstance(extras, dict) else {"value": extras}
+    for key in [key for key in shared if str(key).lower() in RNG]:
+        value = shared.pop(key)
+        state.own.setdefault(str(key), []).append(rank)
+        state.extras.setdefault(key, {})[f"rank_{rank}"] = value
+    known = state.kinds[""]
+    if len(known) == 1:
+        state.extras = {**shared, **state.extras}
+        return
+    mine = {key: value for key, value in state.extras.items() if str(key).lower() not in RNG}
+    where = _difference(mine, shared)
+    if where is not None:
+        raise InconsistentCheckpoint(
+            f"rank {rank} has another {dotted(where)} than rank {known[0]}",
+            code=DISAGREE,
+            path=shown,
+            key=dotted(where),
             hint="the files come from two saves or two steps: fetch one save's files again",
         )
 
@@ -352,6 +402,8 @@ def _tensor(tree: Tree, path: Path, parts: Sequence[_Part], names: Mapping[Any, 
                     key=key,
                     hint="the files come from two saves: fetch one save's files again",
                 )
+    if first.shards is not None:
+        return _logical(path, first, _stated_chunks(tree, parts, first.shards, key))
     if first.placed is None:
         box = whole(first.shape)
         return _logical(path, first, [Chunk(box, part.array, box) for part in parts])
@@ -371,7 +423,29 @@ def _tensor(tree: Tree, path: Path, parts: Sequence[_Part], names: Mapping[Any, 
 
 def _cutting(part: _Part) -> Any:
     """How a part is cut, whichever of several meshes of this shape it is on (one a tensor parallel rank)."""
+    if part.shards is not None:
+        return part.shards.every
     return None if part.placed is None else (part.placed.mesh.shape, part.placed.cuts, part.placed.order)
+
+
+def _stated_chunks(tree: Tree, parts: Sequence[_Part], shards: Shards, key: str) -> list[Chunk]:
+    """The boxes of a ShardedTensor that its metadata states. Raises Incomplete E0380 for those that no file has."""
+    boxes = {part.shards.box for part in parts if part.shards is not None}
+    missing = [rank for rank, box in enumerate(shards.every) if box not in boxes and box.numel]
+    if missing:
+        raise Incomplete(
+            f"{len(missing)} of the {len(shards.every)} shards that its metadata states are in no file: "
+            f"those of rank {', '.join(map(str, missing[:20]))}",
+            code=MISSING,
+            path=tree.display(),
+            key=key,
+            hint="pass the folder with every rank's file; fetch those that are missing",
+        )
+    return [
+        Chunk(part.shards.box, part.array, whole(part.array.shape))
+        for part in parts
+        if part.shards is not None and part.shards.box is not None
+    ]
 
 
 def _nothing(first: _Part) -> Chunk:
