@@ -248,7 +248,7 @@ def test_a_flat_slice_and_a_transposed_array(tmp_path):
     [
         ({"w": np.zeros(3, ">f4")}, InputError, "E1303"),
         ({"w": np.array(["a", "bc"])}, InputError, "E1302"),
-        ({"w": np.array([{}], dtype=object)}, CorruptFile, "E0371"),
+        ({"w": np.array([{}], dtype=object)}, InputError, "E1302"),
         ({"s": {frozenset((1,))}, "w": slice(1)}, None, ""),
         ({"StructuredToParameterName@@": 3}, CorruptFile, "E1304"),
         ({"UnpackBigParamInfor@@": {"w": {"OriginShape": (2,), "slices": ["w@@.0"]}}}, CorruptFile, "E1304"),

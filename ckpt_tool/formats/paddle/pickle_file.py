@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box, contiguous_strides, whole
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.extras import Opaque
 from ckpt_tool.core.flat_line import FlatLine
 from ckpt_tool.core.target import TargetArray, TargetFile
 from ckpt_tool.core.tensor import Chunk, Path, StoredArray
@@ -321,7 +322,10 @@ class _Reading:
         return DTYPES[found]
 
     def _refuse_hanging(self, value: Any, path: Path) -> None:
-        """Note a tensor that hangs on an object that is not understood."""
+        """Note a tensor that hangs on an object that is not understood. Raises InputError E2950 for a value that holds
+        itself."""
+        if isinstance(value, Opaque) and value.name == pickles.ITSELF:
+            raise pickles.other_form(value, self.shown)
         if _holds_array(value):
             name = getattr(value, "name", type(value).__name__)
             raise UnsafeInput(
