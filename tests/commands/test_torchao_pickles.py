@@ -61,6 +61,8 @@ def test_quantised_anew_it_is_stated(tmp_path: Path) -> None:
         "int8:torchao",
         "--quantize-only",
         "*float8.weight",
+        "--dialect",
+        "keep",
     ]
     source, out = str(FIXTURES / "affine.bin"), str(tmp_path / "out")
     assert run(["convert", source, out, "--to", "safetensors", "--dequantize", "-q", *words]) == 0

@@ -253,7 +253,7 @@ def floats_in(source: Path, out: Path) -> dict[str, bytes] | None:
 
 
 @pytest.mark.share(6)
-@pytest.mark.parametrize(("layout", "checkpoint", "role", "change"), cases())
+@pytest.mark.parametrize(("layout", "checkpoint", "role", "change"), list(cases()))
 def test_a_part_that_is_not_as_the_scheme_says(
     layout: str, checkpoint: str, role: str, change: Change, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
