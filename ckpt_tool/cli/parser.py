@@ -16,12 +16,17 @@ from typer.core import TyperCommand, TyperGroup
 
 from ckpt_tool.cli.verbs import VERBS, Argument, Job, Verb
 from ckpt_tool.errors import UsageError, near_misses
-from ckpt_tool.options.statement import SECTIONS, Option, options_of
+from ckpt_tool.options.statement import OPTIONS, REPORTING, SECTIONS, Option, options_of
 
-_ABOUT = """Read sharded training checkpoints of any format, lay them out anew, prove every value.
+_ABOUT = """Read sharded training checkpoints of any format, convert and reshard them, and prove every value.
 Nothing in a checkpoint is ever run."""
-_CLOSING = """ckpt VERB --help shows a verb's options. Exit codes: 0 done, 1 findings, 2 usage, 3 malformed input,
-4 refused for safety, 5 output exists, 6 source changed, 7 I/O, 70 our bug, 130/143 interrupted."""
+_CLOSING = """ckpt VERB -h shows a verb's everyday options, ckpt VERB --help all of them.
+Exit codes: 0 done, 1 findings, 2 usage, 3 malformed input, 4 refused for safety,
+5 output exists, 6 source changed, 7 I/O, 70 our bug, 130/143 interrupted."""
+# Options that -h shows of any verb that has them, next to the verb's own
+EVERYDAY = frozenset(
+    ("tp", "pp", "ep", "dp", "dtype", "drop", "remove_keys", "rename", "max_shard_size", "dry_run", "json")
+)
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -41,20 +46,31 @@ class VerbCommand(TyperCommand):
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", *(str(param.metavar) for param in self.params if param.param_type_name == "argument")]
 
+    is_short = False  # was -h typed, for the everyday options alone?
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
-            title = "Arguments" if param.param_type_name == "argument" else _panel(param)
+            is_argument = param.param_type_name == "argument"
+            if self.is_short and not is_argument and not _is_everyday(param):
+                continue
+            title = "Arguments" if is_argument else _heading(param)
             sections.setdefault(title, []).append((_names(param), param.help or ""))
-        order = ("Arguments", *(section.title for section in SECTIONS))
-        for title in sorted(sections, key=order.index):
-            with formatter.section(title):
-                formatter.write_dl(sections[title], col_max=26)
+
+        known = ("Arguments", *dict.fromkeys(section.title for section in SECTIONS))
+        of_systems = sorted(sections.keys() - set(known))  # rare options come last, by system
+        for title in (*known, *of_systems):
+            if title in sections:
+                with formatter.section(title):
+                    formatter.write_dl(sections[title], col_max=26)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Examples"):
             for example in VERBS[str(self.name)].examples:
                 formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
+        if self.is_short:
+            formatter.write_paragraph()
+            formatter.write_text(f"All options: ckpt {self.name} --help")
 
 
 def _as_text(params: list[Any]) -> list[Any]:
@@ -74,12 +90,19 @@ def _names(param: Any) -> str:
     return f"{names} {param.metavar}" if param.metavar else names
 
 
-def _panel(param: Any) -> str:
-    return getattr(param, "rich_help_panel", None) or "Reporting"
+def _heading(param: Any) -> str:
+    return getattr(param, "rich_help_panel", None) or REPORTING.title
+
+
+def _is_everyday(param: Any) -> bool:
+    """Is it one of the verb's own options, or one that is asked for every day?"""
+    return _heading(param) == OPTIONS.title or param.name in EVERYDAY or "--help" in param.opts
 
 
 class VerbGroup(TyperGroup):
     """The root: knows the verbs by name and builds one only when it is asked for."""
+
+    is_short = False
 
     def get_params(self, ctx: Any) -> Any:
         return _as_text(super().get_params(ctx))
@@ -88,7 +111,7 @@ class VerbGroup(TyperGroup):
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return build(cmd_name) if cmd_name in VERBS else None
+        return build(cmd_name, is_short=self.is_short) if cmd_name in VERBS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in VERBS:
@@ -104,11 +127,13 @@ class VerbGroup(TyperGroup):
         formatter.write_text(_CLOSING)
 
 
-def build(name: str) -> Any:
-    """The typer command of one verb."""
+def build(name: str, *, is_short: bool = False) -> Any:
+    """The typer command of one verb. is_short: its help lists the everyday options alone."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command(name, cls=VerbCommand, context_settings=_SETTINGS)(_function(VERBS[name]))
-    return typer.main.get_command(app)
+    command = typer.main.get_command(app)
+    command.is_short = is_short  # type: ignore[attr-defined]
+    return command
 
 
 def _function(verb: Verb) -> Callable[..., Job]:
@@ -155,7 +180,7 @@ def _option(option: Option) -> inspect.Parameter:
         metavar=option.metavar or None,
         help=option.help,
         count=option.kind == "count",
-        rich_help_panel=option.section.title,
+        rich_help_panel=option.heading,
         show_default=False,
         autocompletion=complete if option.choices else None,
     )
@@ -195,7 +220,9 @@ def parse(arguments: Sequence[str]) -> Job | int:
     ordered = _verb_first(list(arguments))
     verb = f"ckpt {ordered[0]}" if ordered and ordered[0] in VERBS else "ckpt"
     try:
-        result = _root().main(ordered, prog_name="ckpt", standalone_mode=False)
+        root = _root()
+        root.is_short = "-h" in ordered
+        result = root.main(ordered, prog_name="ckpt", standalone_mode=False)
     except SystemExit as end:  # completion ends so
         return int(end.code or 0)
     except UsageError as fault:

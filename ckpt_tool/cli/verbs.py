@@ -156,7 +156,11 @@ def _both() -> tuple[type, ...]:
     "what is in a checkpoint, from its headers alone",
     SRC,
     takes=_inspecting,
-    examples=("ckpt inspect runs/7", "ckpt inspect model.safetensors --match '*.q_proj.*' --stats"),
+    examples=(
+        "ckpt inspect runs/7",
+        "ckpt inspect model.safetensors --match '*.q_proj.*' --stats",
+        "ckpt inspect runs/7 --placement",
+    ),
 )
 def inspect(show: Show, src: str, wanted: Inspection, reading: Reading) -> Job:
     """What is in a checkpoint, read from headers alone. Nothing in it is ever run."""
@@ -202,7 +206,11 @@ def _writer(
     DST,
     takes=_both,
     but=(TO,),
-    examples=("ckpt reshard runs/7/iter_0000100 out --tp 8 --pp 2", "ckpt reshard in out --dp 3 --zero 3 --dry-run"),
+    examples=(
+        "ckpt reshard runs/7/iter_0000100 out --tp 8 --pp 2",
+        "ckpt reshard in out --drop optimizer",
+        "ckpt reshard in out --dp 3 --zero 3 --dry-run",
+    ),
 )
 def reshard(show: Show, src: str, dst: str, reading: Reading, writing: Writing) -> Job:
     """The same checkpoint for other parallel degrees: model, optimizer, experts, scalars and extras together."""
@@ -223,6 +231,7 @@ def reshard(show: Show, src: str, dst: str, reading: Reading, writing: Writing) 
     examples=(
         "ckpt convert runs/7 out --to safetensors --dtype bf16",
         "ckpt convert hf out --to megatron-dist --tp 4 --pp 2",
+        "ckpt convert ddp out --to safetensors --rename 'module.*=*'",
     ),
 )
 def convert(show: Show, src: str, dst: str, reading: Reading, writing: Writing) -> Job:
@@ -300,7 +309,11 @@ def _making() -> tuple[type, ...]:
     Argument("NEW", "As it is, in any format and layout."),
     DST,
     takes=_making,
-    examples=("ckpt delta hf runs/7/iter_0000100 weight_v000001", "ckpt delta step_100 step_200 archive/200 --dedup"),
+    examples=(
+        "ckpt delta hf runs/7/iter_0000100 weight_v000001",
+        "ckpt delta step_100 step_200 archive/200 --dedup",
+        "ckpt delta a b changes --encoding overwrite",
+    ),
 )
 def delta(show: Show, src: str, new: str, dst: str, wanted: Making, reading: Reading) -> Job:
     """What changed between two checkpoints, in any formats and layouts: a folder of compressed differences, as slime
@@ -326,6 +339,7 @@ def delta(show: Show, src: str, new: str, dst: str, wanted: Making, reading: Rea
     examples=(
         "ckpt patch hf weight_v000001 weight_v000002 out",
         "ckpt patch step_100 archive/200 step_200",
+        "ckpt patch hf weight_v000001 out --to megatron-dist --tp 4",
     ),
 )
 def patch(show: Show, paths: Sequence[str], reading: Reading, writing: Writing) -> Job:
@@ -360,7 +374,11 @@ def _comparing() -> tuple[type, ...]:
     Argument("A", "A checkpoint."),
     Argument("B", "Another, in any format and layout."),
     takes=_comparing,
-    examples=("ckpt diff hf megatron", "ckpt diff a b --atol 1e-6 --state model"),
+    examples=(
+        "ckpt diff step_100 step_200",
+        "ckpt diff hf megatron --dialect hf",
+        "ckpt diff a b --atol 1e-6 --state model --rank",
+    ),
 )
 def diff(show: Show, a: str, b: str, wanted: Comparison, reading: Reading) -> Job:
     """Are two checkpoints equal in value, in whatever formats and layouts they lie? Exit 1 when they are not."""
@@ -389,7 +407,7 @@ def _verifying() -> tuple[type, ...]:
     "is a checkpoint complete and sound?",
     SRC,
     takes=_verifying,
-    examples=("ckpt verify out", "ckpt verify out --mode quick --json"),
+    examples=("ckpt verify out", "ckpt verify out --mode quick --json", "ckpt verify out --key key.pub"),
 )
 def verify(show: Show, src: str, wanted: Verification, reading: Reading) -> Job:
     """Is it complete and sound? Headers, extents, cover, replicas, checksums, finite values. Exit 1 when it is not."""
@@ -418,7 +436,7 @@ def _auditing() -> tuple[type, ...]:
     "is a checkpoint complete and plausible for its own config?",
     SRC,
     takes=_auditing,
-    examples=("ckpt audit out", "ckpt audit out --values --sarif audit.sarif"),
+    examples=("ckpt audit out", "ckpt audit out --values", "ckpt audit out --sarif audit.sarif"),
 )
 def audit(show: Show, src: str, wanted: Auditing, reading: Reading) -> Job:
     """Is it complete and plausible for its own config? Missing and surplus tensors, index, experts, vocabulary,
@@ -458,7 +476,11 @@ def _searching() -> tuple[type, ...]:
     "the newest sound step of a run",
     RUN,
     takes=_searching,
-    examples=("ckpt latest runs/7", "ckpt latest s3://bucket/runs/7 --json"),
+    examples=(
+        "ckpt latest runs/7",
+        "ckpt latest s3://bucket/runs/7 --json",
+        'ckpt inspect "$(ckpt latest runs/7)"',
+    ),
 )
 def latest(show: Show, run: str, wanted: Search, reading: Reading) -> Job:
     """The newest step of a run that is whole, by names and headers: its path on stdout. Exit 1 when there is none, 7
@@ -491,7 +513,11 @@ def _pruning() -> tuple[type, ...]:
     "remove steps of a run, never the last sound one",
     RUN,
     takes=_pruning,
-    examples=("ckpt prune runs/7 --keep-last 3 --dry-run", "ckpt prune runs/7 --keep-last 2 --keep-every 1000"),
+    examples=(
+        "ckpt prune runs/7 --keep-last 3 --dry-run",
+        "ckpt prune runs/7 --keep-last 3",
+        "ckpt prune runs/7 --keep-last 2 --keep-every 1000",
+    ),
 )
 def prune(show: Show, run: str, wanted: Retention, reading: Reading) -> Job:
     """Remove the steps that no rule keeps. Never the last sound one, what is being written, what a pointer file or a
@@ -530,7 +556,11 @@ def _applying() -> tuple[type, ...]:
     Argument("PLAN", "A file that --plan saved."),
     takes=_applying,
     but=(TO, LAYOUT, TRAVEL, KEYS, PLAN),
-    examples=("ckpt convert in out --to dcp --plan p.json && ckpt apply p.json", "ckpt apply p.json --part 3/8"),
+    examples=(
+        "ckpt convert in out --to dcp --plan p.json && ckpt apply p.json",
+        "ckpt apply p.json --part 3/8",
+        "ckpt apply p.json --claim",
+    ),
 )
 def apply(show: Show, saved: str, wanted: Share, writing: Writing) -> Job:
     """Run a saved plan, or one share of it: on as many machines as there are."""

@@ -15,21 +15,26 @@ class Making:
     """As given. weight_version: None for what the names of the folders say."""
 
     encoding: str = OPTIONS.choice(
-        "xor: smallest; overwrite: may be applied twice. Default xor.", ENCODINGS, default=ENCODINGS[0]
+        "Encode changes as xor (smallest) or overwrite (may be applied twice). Default xor.",
+        ENCODINGS,
+        default=ENCODINGS[0],
     )
     checksum: str = OPTIONS.choice(
-        "Digest of each tensor. Default xxh3-128.", tuple(CHECKSUMS), default=next(iter(CHECKSUMS))
+        "Store this digest of each tensor. Default xxh3-128.", tuple(CHECKSUMS), default=next(iter(CHECKSUMS))
     )
     weight_version: int | None = OPTIONS.option(
-        "The version that NEW is, on the one before. Default: as the folders are called (weight_v000002), or 1.",
+        "Number the version that NEW is: --weight-version 2. Default: as the folders are called "
+        "(weight_v000002), or 1.",
         count,
         "N",
     )
     dedup: bool = OPTIONS.flag(
-        "Keep every file of NEW, a step of BASE's run, byte for byte: optimizer, extras and all."
+        "Keep every file of NEW, a step of BASE's run, byte for byte, optimizer and extras included."
     )
-    force: bool = RUN.flag("Replace an existing output, whole and in one step.")
-    fsync: bool = RUN.switch("Wait for the disk before the commit (the default).", default=True)
-    dry_run: bool = RUN.flag("Show what would be compared; write nothing.")
-    threads: int | None = RUN.option("Threads that compare and compress.", count, "N")
-    max_shard_size: int = PLAN.option("Bytes a file. Default 5GB.", size, "SIZE", default=DEFAULT_SHARD_SIZE)
+    force: bool = RUN.flag("Replace an existing checkpoint at OUT in one step, and nothing else that is stored there.")
+    fsync: bool = RUN.switch("Wait until the disk has all bytes before the output appears (the default).", default=True)
+    dry_run: bool = RUN.flag("Show what would be compared, and write nothing.")
+    threads: int | None = RUN.option("Use N threads to compare and compress: --threads 8.", count, "N")
+    max_shard_size: int = PLAN.option(
+        "Limit the size of each file: --max-shard-size 2GB. Default 5GB.", size, "SIZE", default=DEFAULT_SHARD_SIZE
+    )

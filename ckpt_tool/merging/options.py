@@ -19,51 +19,51 @@ class MergeOptions:
     """The options of `merge`, as given. weights, density: one for each source but the base, or one for all. factor:
     `--lambda`. config: a mergekit config, which says all but the seed and the tokenizer."""
 
-    method: str | None = OPTIONS.choice(f"{', '.join(NAMES)}. Default union.", NAMES, "NAME")
+    method: str | None = OPTIONS.choice(f"Merge by this method: {', '.join(NAMES)}. Default union.", NAMES, "NAME")
     weights: tuple[float, ...] = OPTIONS.option(
-        "The weight of a source, in their order. Repeatable.",
+        "Weight a source, in their order: --weight 0.7 --weight 0.3. Repeatable.",
         numbers,
         "W",
         kind="values",
         keyword="weight",
         default=(),
     )
-    base: str | None = OPTIONS.option("The model that the sources grew from.", text, "SRC")
+    base: str | None = OPTIONS.option("Name the model that the sources were trained from: --base llama.", text, "SRC")
     density: tuple[float, ...] = OPTIONS.option(
-        "Share of a task vector that is kept: ties, dare, della, breadcrumbs. Repeatable.",
+        "Keep this share of a task vector (ties, dare, della, breadcrumbs): --density 0.5. Repeatable.",
         numbers,
         "D",
         kind="values",
         default=(),
     )
-    t: float | None = OPTIONS.option("Where slerp stops, from 0 to 1.", number, "T")
+    t: float | None = OPTIONS.option("Interpolate to this point with slerp, 0 to 1: --t 0.3.", number, "T")
     epsilon: float | None = OPTIONS.option(
-        "della: how far the share goes up and down by rank. Default 0.15.", number, "E"
+        "Vary della's share by rank by this much: --epsilon 0.1. Default 0.15.", number, "E"
     )
     gamma: float | None = OPTIONS.option(
-        "breadcrumbs: share of the largest that is left out. Default 0.01.", number, "G"
+        "Leave out this share of the largest values with breadcrumbs: --gamma 0.02. Default 0.01.", number, "G"
     )
     factor: float | None = OPTIONS.option(
-        "Factor of the merged task vector. Default 1.", number, "L", keyword="lambda_"
+        "Multiply the merged task vector: --lambda 0.8. Default 1.", number, "L", keyword="lambda_"
     )
     normalize: bool | None = OPTIONS.switch(
-        "Divide by the weights that count, or don't. Default the method's.", default=None
+        "Divide by the sum of the weights, or don't. Default: as the method does.", default=None
     )
     schedule: str | None = OPTIONS.choice(
-        f"average: how weights fall with the age of a step: {', '.join(SCHEDULES)}. Default uniform.", SCHEDULES, "NAME"
+        f"Weight steps by age with --method average: {', '.join(SCHEDULES)}. Default uniform.", SCHEDULES, "NAME"
     )
-    decay: float | None = OPTIONS.option(
-        "ema, average --schedule ema: the share that the average keeps at each step, such as 0.9.", number, "D"
-    )
-    last: int | None = OPTIONS.option("Merge the last N checkpoints of the folder SRC.", count, "N")
+    decay: float | None = OPTIONS.option("Keep this share of the average at each step (ema): --decay 0.9.", number, "D")
+    last: int | None = OPTIONS.option("Merge the last N checkpoints of the folder SRC: --last 4.", count, "N")
     steps: tuple[str, ...] = OPTIONS.option(
-        "Merge these steps of the folder SRC, by number or name: 100,200,300.", words, "A,B,C", default=()
+        "Merge these steps of the folder SRC: --steps 100,200,300.", words, "A,B,C", default=()
     )
-    seed: int | None = OPTIONS.option("Seed of dare and della. Default 0.", integer, "N")
-    tokenizer: str | None = OPTIONS.choice("Merge though tokenizers differ; the base's is kept.", ("base",))
-    config: str | None = OPTIONS.option("A mergekit config; it names the sources, only DST is given.", text, "FILE")
+    seed: int | None = OPTIONS.option("Seed the random choices of dare and della: --seed 7. Default 0.", integer, "N")
+    tokenizer: str | None = OPTIONS.choice("Merge though tokenizers differ, and keep the base's.", ("base",))
+    config: str | None = OPTIONS.option(
+        "Read a mergekit config, which names the sources; only OUT is given then: --config merge.yaml.", text, "FILE"
+    )
     on_conflict: str = OPTIONS.choice(
-        "When sources hold one tensor with different values. Default error.",
+        "Choose what happens where sources have one tensor with different values. Default error.",
         ("error", "first", "last"),
         default="error",
     )

@@ -18,25 +18,35 @@ class Reading:
     """How a source is read. None and False: not given."""
 
     from_format: str | None = READING.choice(
-        "Take SRC for this format, don't detect.", FORMATS, "FORMAT", names=("--from",), meant=CALLED
+        "Read SRC as this format instead of detecting it: --from dcp.",
+        FORMATS,
+        "FORMAT",
+        names=("--from",),
+        meant=CALLED,
     )
     follow_symlinks: bool = READING.flag(
-        "Follow links that leave SRC; those inside it, and a Hugging Face cache's, always are."
+        "Follow links that lead out of SRC. Links inside it, and those of a Hugging Face cache, are always followed."
     )
-    lenient: bool = READING.flag("Warn where a strict reader refuses and no value depends on it.")
-    require_checksums: bool = READING.flag("Refuse records that carry no checksum.")
+    lenient: bool = READING.flag("Warn instead of refusing where no value depends on it.")
+    require_checksums: bool = READING.flag("Refuse records that have no checksum.")
     prefer: str | None = READING.option(
-        "Which of two sets of files in one folder: a format, an index, a file next to an index, `files` (without their "
-        "index), a variant (fp16).",
+        "Choose between two sets of files in one folder, by format, index, file next to an index, `files` (without "
+        "their index) or variant: --prefer fp16.",
         text,
         "WHICH",
     )
     replica_policy: str | None = READING.choice(
-        "Replicas that differ: an error, or take the first. Default error.", ("error", "first")
+        "Choose what happens where replicas differ: an error (the default), or the first is taken.", ("error", "first")
     )
-    family: str | None = READING.option("The model family, where the files don't say.", text, "NAME")
-    config: str | None = READING.option("A config.json, where the files hold none.", text, "FILE")
-    lora_alpha: float | None = READING.option("The alpha of an adapter whose files don't say it.", positive, "ALPHA")
+    family: str | None = READING.option("Name the model family where the files don't: --family llama.", text, "NAME")
+    config: str | None = READING.option(
+        "Take the model's config.json from this file, or from this folder with its tokenizer: --config hf.",
+        text,
+        "FILE",
+    )
+    lora_alpha: float | None = READING.option(
+        "Give the alpha of an adapter whose files don't state it: --lora-alpha 32.", positive, "ALPHA"
+    )
 
 
 @dataclass(frozen=True)
@@ -44,28 +54,36 @@ class Inspection:
     """`ckpt inspect`. match, states: narrow what is listed. depth: levels of the tree, None for what is best seen."""
 
     match: tuple[str, ...] = OPTIONS.option(
-        "Only these tensors: a glob, re:EXPRESSION or @FILE. Repeatable.",
+        "List only these tensors: '*.q_proj.*', re:EXPRESSION or @FILE. Repeatable.",
         patterns,
         "PATTERN",
         kind="values",
         default=(),
     )
     states: tuple[str, ...] = OPTIONS.option(
-        "Only this state. Repeatable.", words, "S", kind="values", keyword="state", default=()
+        "List only this state: --state model. Repeatable.", words, "S", kind="values", keyword="state", default=()
     )
-    depth: int | None = OPTIONS.option("Levels of the tree of names. Default: what is best seen.", count, "N")
-    placement: bool = OPTIONS.flag("Who holds what: chunks, files, ranks.")
-    security: bool = OPTIONS.flag("Every global that a pickle names.")
-    stats: bool = OPTIONS.flag("Read the values: min, max, mean, std, zeros, NaN, Inf.")
+    depth: int | None = OPTIONS.option(
+        "Show this many levels of the tree of names: --depth 2. Default: as many as are easy to read.", count, "N"
+    )
+    placement: bool = OPTIONS.flag("Show who holds what: chunks, files, ranks.")
+    security: bool = OPTIONS.flag("List every global that a pickle names.")
+    stats: bool = OPTIONS.flag("Read the values too: min, max, mean, std, zeros, NaN, Inf.")
 
 
 @dataclass(frozen=True, slots=True)
 class Show:
     """How a result is shown. verbose: 0, 1 (lists uncut), 2 (tracebacks)."""
 
-    json: bool = REPORTING.flag("One JSON document on stdout; errors as JSON on stderr.")
-    progress: str = REPORTING.choice(f"{', '.join(MODES)}.", MODES, "MODE", default="auto")
-    quiet: bool = REPORTING.flag("No plan, no progress, no notes.", names=("--quiet", "-q"))
-    verbose: int = REPORTING.counter("Lists uncut; -vv adds the traceback of an error.", names=("--verbose", "-v"))
-    report: str | None = REPORTING.option("The result as one self-contained page.", output, "FILE.html")
-    color: str = REPORTING.choice("Colour; NO_COLOR turns it off too.", ("auto", "always", "never"), default="auto")
+    json: bool = REPORTING.flag("Print one JSON document on stdout, and errors as JSON on stderr.")
+    progress: str = REPORTING.choice(f"Show progress as {', '.join(MODES)}.", MODES, "MODE", default="auto")
+    quiet: bool = REPORTING.flag("Leave out the plan, progress and notes.", names=("--quiet", "-q"))
+    verbose: int = REPORTING.counter(
+        "Show lists in full; -vv adds the traceback of an error.", names=("--verbose", "-v")
+    )
+    report: str | None = REPORTING.option(
+        "Save the result as one page for a browser: --report out.html.", output, "FILE.html"
+    )
+    color: str = REPORTING.choice(
+        "Choose colours; NO_COLOR turns them off too.", ("auto", "always", "never"), default="auto"
+    )

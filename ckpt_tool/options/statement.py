@@ -32,7 +32,7 @@ class Option(NamedTuple):
     parse: text, or the value itself, as the value; raises BadValue. kind: `values` may be repeated, a `pair` takes two
     words, a `switch` is on, off (its last name) or left alone, a `count` counts how often it stands there. field: of
     the group, that it fills: whole, or with `entry` under its own keyword in a mapping, or with `constant` where it is
-    given.
+    given. system: the system that it is for alone, which is its heading in the help.
     """
 
     section: Section
@@ -47,6 +47,7 @@ class Option(NamedTuple):
     field: str = ""
     entry: bool = False
     constant: str | None = None
+    system: str = ""
 
     def of(self, name: str) -> Option:
         """The option as field `name` states it: with the keyword and the spelling that were left open."""
@@ -55,6 +56,11 @@ class Option(NamedTuple):
         if self.kind == "switch":
             names += (f"--no-{names[0][2:]}",)
         return self._replace(field=name, keyword=keyword, names=names)
+
+    @property
+    def heading(self) -> str:
+        """The heading of the help under which it stands."""
+        return self.system or self.section.title
 
     def accepts(self) -> str:
         """The Python type of the keyword: what the parser's annotation says."""
@@ -97,9 +103,10 @@ class Section(NamedTuple):
         names: tuple[str, ...] = (),
         choices: Iterable[str] = (),
         also: tuple[Option, ...] = (),
+        system: str = "",
     ) -> Any:
         """An option with a value; of kind `values` it may be repeated. also: what else fills the field."""
-        stated = Option(self, help, parse, metavar, kind, keyword, names, choices=tuple(choices))
+        stated = Option(self, help, parse, metavar, kind, keyword, names, choices=tuple(choices), system=system)
         return _field(default, stated, *also)
 
     def choice(
@@ -141,7 +148,7 @@ SECTIONS = (
     OPTIONS := Section("Options"),  # of one verb alone
     TO := Section("Options", "to"),
     LAYOUT := Section("Layout"),
-    TRAVEL := Section("What travels"),
+    TRAVEL := Section("What is written"),
     KEYS := Section("Keys"),
     READING := Section("Reading"),
     RUN := Section("Writing"),

@@ -15,9 +15,16 @@ from ckpt_tool.options.writing import DEVICES, DIALECTS, device
 class Comparison:
     """`ckpt diff`. map_file: names of the first as the second calls them."""
 
-    rtol: float = OPTIONS.option("Relative tolerance. Default 0: bit for bit.", tolerance, "X", default=0.0)
-    atol: float = OPTIONS.option("Absolute tolerance. Default 0.", tolerance, "X", default=0.0)
-    map_file: str | None = OPTIONS.option("Rename tensors of the first before comparing.", text, "FILE", keyword="map")
+    rtol: float = OPTIONS.option(
+        "Allow this relative difference: --rtol 1e-3. Default 0: bit for bit.", tolerance, "X", default=0.0
+    )
+    atol: float = OPTIONS.option("Allow this absolute difference: --atol 1e-6. Default 0.", tolerance, "X", default=0.0)
+    map_file: str | None = OPTIONS.option(
+        "Rename tensors of A by a file of pairs of names before comparing: --map names.json.",
+        text,
+        "FILE",
+        keyword="map",
+    )
     rename: tuple[str, ...] = OPTIONS.option(
         "Rename tensors of A before comparing: 'module.*=*', 're:EXPRESSION=REPLACEMENT', or @FILE. Repeatable.",
         rename_rules,
@@ -26,12 +33,12 @@ class Comparison:
         default=(),
     )
     dialect: str | None = OPTIONS.choice(
-        f"Compare both under these names: {', '.join(DIALECTS)}. Default keep.", DIALECTS, "NAME"
+        f"Compare both under the names of this system: {', '.join(DIALECTS)}. Default keep.", DIALECTS, "NAME"
     )
     states: tuple[str, ...] = OPTIONS.option(
-        "Only this state. Repeatable.", words, "S", kind="values", keyword="state", default=()
+        "Compare only this state: --state model. Repeatable.", words, "S", kind="values", keyword="state", default=()
     )
-    rank: bool = OPTIONS.flag("Say which files, and whose ranks', hold the values that differ.")
+    rank: bool = OPTIONS.flag("Name the files and ranks that hold the values which differ.")
     device: str = device(OPTIONS)
 
 
@@ -40,15 +47,13 @@ class Verification:
     """`ckpt verify`."""
 
     mode: str = OPTIONS.choice(
-        "quick: headers, extents, cover. full: values and checksums too. Default full.",
+        "Check headers and extents (quick), or values and checksums too (full). Default full.",
         ("quick", "full"),
         names=("--mode", "--verify"),
         default="full",
     )
-    key: str | None = OPTIONS.option(
-        "The public key (PEM) by which it has to be signed: model.sig, or the file of --attest.", text, "PUB"
-    )
-    attest: str | None = OPTIONS.option("Hold it against this attestation too.", text, "FILE")
+    key: str | None = OPTIONS.option("Require a signature by this public key (PEM): --key key.pub.", text, "PUB")
+    attest: str | None = OPTIONS.option("Compare it with this attestation too: --attest out.json.", text, "FILE")
     device: str = device(OPTIONS)
 
 
@@ -60,10 +65,10 @@ class Share:
     """
 
     part: tuple[int, int] | Literal["auto"] | None = OPTIONS.option(
-        "Run share I of N, from 1/N to N/N; auto: the one that the launcher's variables name.", share, "I/N|auto"
+        "Run share I of N: --part 2/8; auto takes the one that the launcher's variables name.", share, "I/N|auto"
     )
     claim: bool = OPTIONS.flag(
-        "Be one of any number of workers, on any machines: take what none has taken, and what one left that died."
+        "Work as one of any number of workers on any machines: take what no other has taken, or left when it died."
     )
 
 
@@ -71,21 +76,23 @@ class Share:
 class Looking:
     """`ckpt status`."""
 
-    watch: bool = OPTIONS.flag("Look again until it is written, or nobody writes any more.")
+    watch: bool = OPTIONS.flag("Watch until it is written, or nobody writes any more.")
 
 
 @dataclass(frozen=True)
 class Page:
     """`ckpt help`."""
 
-    language: str | None = OPTIONS.choice("Its language. Default: that of the locale.", LANGUAGES, keyword="lang")
+    language: str | None = OPTIONS.choice(
+        "Choose the language. Default: that of the locale.", LANGUAGES, keyword="lang"
+    )
 
 
 @dataclass(frozen=True)
 class Cleaning:
     """`ckpt clean`."""
 
-    remove: bool = OPTIONS.flag("Remove it. Without this it is only listed.")
+    remove: bool = OPTIONS.flag("Remove what is listed. Without this it is only listed.")
 
 
 @dataclass(frozen=True)
@@ -93,8 +100,8 @@ class Auditing:
     """`ckpt audit`."""
 
     values: bool = OPTIONS.flag("Read the values too: copies, zeros, constants, NaN, order of fused parts.")
-    sarif: str | None = OPTIONS.option("The findings as SARIF 2.1.0.", output, "FILE")
-    junit: str | None = OPTIONS.option("The findings as JUnit XML.", output, "FILE")
+    sarif: str | None = OPTIONS.option("Save the findings as SARIF 2.1.0: --sarif audit.sarif.", output, "FILE")
+    junit: str | None = OPTIONS.option("Save the findings as JUnit XML: --junit audit.xml.", output, "FILE")
 
 
 @dataclass(frozen=True)
@@ -108,12 +115,14 @@ class Search:
 class Retention:
     """`ckpt prune`. keep_last, keep_every: None where not given."""
 
-    keep_last: int | None = OPTIONS.option("Keep the last N sound steps.", count, "N")
-    keep_every: int | None = OPTIONS.option("Keep steps whose number is a multiple of K.", count, "K")
+    keep_last: int | None = OPTIONS.option("Keep the last N complete steps: --keep-last 3.", count, "N")
+    keep_every: int | None = OPTIONS.option(
+        "Keep steps whose number is a multiple of K: --keep-every 1000.", count, "K"
+    )
     skip_unreadable: bool = OPTIONS.flag(
         "Leave alone what can't be read, and remove others all the same. Default: remove nothing then."
     )
-    dry_run: bool = OPTIONS.flag("Show what would go; remove nothing.")
+    dry_run: bool = OPTIONS.flag("Show what would be removed, and remove nothing.")
 
 
 @dataclass(frozen=True)
@@ -124,34 +133,48 @@ class Validating:
     """
 
     source: str | None = OPTIONS.option(
-        "Train and save so: tp2,pp2,dp2,ep2; also vpp2, zero0 to zero3, split=2-1-1.",
+        "Train and save in this layout: tp2,pp2,dp2,ep2; also vpp2, zero0 to zero3, split=2-1-1.",
         text,
         "LAYOUT",
         keyword="from_layout",
     )
     target: str | None = OPTIONS.option(
-        "Reshard to this and go on. Without layouts a matrix of pairs is run.", text, "LAYOUT", keyword="to_layout"
+        "Reshard to this layout and train on: tp4. Without layouts a matrix of pairs is run.",
+        text,
+        "LAYOUT",
+        keyword="to_layout",
     )
     fmt: str | None = OPTIONS.option(
-        "What the job saves. Default sharded; in a matrix formats take turns.", text, "F", keyword="format"
+        "Save in this format: --format dcp. Default sharded; in a matrix formats take turns.",
+        text,
+        "F",
+        keyword="format",
     )
     matrix: str | None = OPTIONS.choice(
-        "quick (default), full, or round-trip: A -> X -> A in every format.", ("quick", "full", "round-trip"), "NAME"
+        "Run this matrix of layouts: quick (default), full, or round-trip (A -> X -> A in every format).",
+        ("quick", "full", "round-trip"),
+        "NAME",
     )
     mode: str = OPTIONS.choice(
-        "Sums in one order, held to the bit; or all-reduces, held to a tolerance.",
+        "Sum in one order and compare bits (canonical), or all-reduce and compare within a tolerance (native).",
         ("canonical", "native"),
         default="canonical",
     )
     optimizer: str = OPTIONS.choice(
-        "adamw; or muon for the layers' matrices, as Megatron chains it with Adam.", ("adamw", "muon"), default="adamw"
+        "Train with adamw, or with muon for the layers' matrices as Megatron chains it with Adam.",
+        ("adamw", "muon"),
+        default="adamw",
     )
-    device: str = OPTIONS.choice("Where the ranks train. Default cpu.", DEVICES, default="cpu")
-    backend: str = OPTIONS.choice("How the ranks talk. Default gloo.", ("gloo", "nccl", "sim"), default="gloo")
-    steps: int = OPTIONS.option("Steps before the save, and after the resume. Default 3.", count, "N", default=3)
-    seed: int = OPTIONS.option("Of weights, data and dropout. Default 1234.", count, "N", default=1234)
-    no_controls: bool = OPTIONS.flag("Plant no faults.")
-    keep: str | None = OPTIONS.option("Leave every checkpoint there.", output, "FOLDER")
+    device: str = OPTIONS.choice("Choose where the ranks train. Default cpu.", DEVICES, default="cpu")
+    backend: str = OPTIONS.choice(
+        "Choose how the ranks communicate. Default gloo.", ("gloo", "nccl", "sim"), default="gloo"
+    )
+    steps: int = OPTIONS.option(
+        "Train N steps before the save and after the resume: --steps 5. Default 3.", count, "N", default=3
+    )
+    seed: int = OPTIONS.option("Seed weights, data and dropout: --seed 7. Default 1234.", count, "N", default=1234)
+    no_controls: bool = OPTIONS.flag("Skip the runs with planted faults.")
+    keep: str | None = OPTIONS.option("Keep every checkpoint in this folder: --keep /tmp/proof.", output, "FOLDER")
 
 
 @dataclass(frozen=True)
@@ -159,15 +182,20 @@ class Kernels:
     """`ckpt kernels`. The help of each begins with the action that it is of."""
 
     arch: str | None = OPTIONS.option(
-        "build: GPUs, as 90,100 (sm_90, sm_100), native or host. Default 80,90,100.", text, "N,N"
+        "build: compile for these GPUs: 90,100 (sm_90, sm_100), native or host. Default 80,90,100.", text, "N,N"
     )
     out: str | None = OPTIONS.option(
         "build: write the library to FILE, for CKPT_KERNELS=path:FILE elsewhere.", output, "FILE"
     )
-    force: bool = OPTIONS.flag("build: though it is built, and over FILE.")
-    cases: int | None = OPTIONS.option("check: random cases a kernel. Default 200.", count, "N")
-    seed: int | None = OPTIONS.option("check: what the cases are made from. Default 0.", between(0, 2**63 - 1), "N")
+    force: bool = OPTIONS.flag("build: compile again though it is built, and over FILE.")
+    cases: int | None = OPTIONS.option("check: run N random cases per kernel. Default 200.", count, "N")
+    seed: int | None = OPTIONS.option("check: seed the cases: --seed 7. Default 0.", between(0, 2**63 - 1), "N")
     only: tuple[str, ...] = OPTIONS.option(
-        "check: only this kernel. Repeatable.", words, "NAME", kind="values", keyword="kernel", default=()
+        "check: run only this kernel: --kernel box_copy. Repeatable.",
+        words,
+        "NAME",
+        kind="values",
+        keyword="kernel",
+        default=(),
     )
-    quick: bool = OPTIONS.flag("bench: minutes less, with more spread.")
+    quick: bool = OPTIONS.flag("bench: take minutes less, with more spread.")

@@ -47,7 +47,7 @@ DEFAULT_MEMORY = 1 << 30  # bytes
 
 def device(section: Section) -> Any:
     """The option `--device` of a verb that moves or reads values."""
-    return section.choice("Where bytes are put in order, cast and hashed. Default cpu.", DEVICES, default="cpu")
+    return section.choice("Choose where bytes are ordered, cast and hashed. Default cpu.", DEVICES, default="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,60 +61,95 @@ class Writing:
     large and of small blocks of pinned memory that `device` sets aside before it begins; (0, 0) for what the run needs.
     """
 
-    to: str | None = TO.choice(f"One of {', '.join(FORMATS)}.", FORMATS, "FORMAT", meant=CALLED)
+    to: str | None = TO.choice(f"Write this format: {', '.join(FORMATS)}.", FORMATS, "FORMAT", meant=CALLED)
 
     degrees: Mapping[str, int] = LAYOUT.each(
         {
-            "tp": "Tensor parallel degree.",
-            "pp": "Pipeline parallel degree.",
-            "ep": "Expert parallel degree.",
-            "etp": "Tensor parallel degree of the experts.",
-            "dp": "Data parallel degree.",
-            "cp": "Context parallel degree.",
-            "vpp": "Virtual pipeline stages a rank.",
+            "tp": "Write for N tensor parallel ranks: --tp 8.",
+            "pp": "Write for N pipeline stages: --pp 4.",
+            "ep": "Write for N expert parallel ranks: --ep 8.",
+            "etp": "Cut experts for N tensor parallel ranks: --etp 1.",
+            "dp": "Write for N data parallel ranks: --dp 4.",
+            "cp": "Write for N context parallel ranks: --cp 2.",
+            "vpp": "Give each rank N virtual pipeline stages: --vpp 2.",
         },
         count,
         "N",
     )
     pp_split: tuple[int, ...] | Literal["auto"] = LAYOUT.option(
-        "Layers of each pipeline stage: 8,9,9,6; auto: of about the same bytes.", stages, "N,N,...|auto", default=()
+        "Set the layers of each pipeline stage: 8,9,9,6; auto makes stages of about equal bytes.",
+        stages,
+        "N,N,...|auto",
+        default=(),
     )
-    zero: int | None = LAYOUT.option("What data parallel ranks shard among themselves.", between(0, 3), "0|1|2|3")
+    zero: int | None = LAYOUT.option(
+        "Set the ZeRO stage, which says what data parallel ranks shard: --zero 1.", between(0, 3), "0|1|2|3"
+    )
     sharding: str | None = LAYOUT.choice(
-        "Paddle: optimizer states by owner, or as slices. Default the source's.", SHARDINGS
+        "Shard optimizer states by owner (v1) or in slices (v2). Default: as in the source.", SHARDINGS, system="Paddle"
     )
     spec: str | None = LAYOUT.choice(
-        "Megatron: layers of its own modules or of Transformer Engine's. Default the source's, or local.", SPECS
+        "Write layers of Megatron's own modules (local) or of Transformer Engine (te). Default: as "
+        "in the source, or local.",
+        SPECS,
+        system="Megatron",
     )
     hybrid_layer_pattern: str | None = LAYOUT.option(
-        "Megatron: a GPTModel as a HybridModel of these layers (*-*-); none: the other way.", text, "PATTERN|none"
+        "Write a GPTModel as a HybridModel of these layers: '*-*-'; none converts back.",
+        text,
+        "PATTERN|none",
+        system="Megatron",
     )
-    layout: str | None = LAYOUT.option("A mesh and placement rules by glob, in TOML.", text, "FILE")
+    layout: str | None = LAYOUT.option(
+        "Read the mesh and placement rules from a TOML file: --layout mesh.toml.", text, "FILE"
+    )
     on_indivisible: str | None = LAYOUT.choice(
-        f"When a dim does not divide: {', '.join(POLICIES)}. Default {DEFAULT_POLICY}; for data ranks dtensor.",
+        f"Choose what happens where a dim does not divide: {', '.join(POLICIES)}. Default "
+        f"{DEFAULT_POLICY}; for data ranks dtensor.",
         POLICIES,
         "POLICY",
-        also=(LAYOUT.means("strict_shard", "error", "The same as --on-indivisible error."),),
+        also=(
+            LAYOUT.means(
+                "strict_shard", "error", "Refuse dims that do not divide: the same as --on-indivisible error."
+            ),
+        ),
     )
 
     dialect: str | None = TRAVEL.choice(
-        f"Names and structure: {', '.join(DIALECTS)}. Default: the format's home dialect.", DIALECTS, "NAME"
+        f"Write the names and structure of this system: {', '.join(DIALECTS)}. Default: that of the format.",
+        DIALECTS,
+        "NAME",
     )
     experts: str | None = TRAVEL.choice(
-        "convert, the hub's names: experts one by one, or stacked. Default: the source's, or as released.", EXPERTS
+        "Write experts one by one (split) or stacked in one tensor (fused), under Hugging Face's "
+        "names. Default: as in the source, or as released.",
+        EXPERTS,
     )
     aoa: str | None = TRAVEL.option(
-        "Paddle's any-to-any statements as the mapping of names and structure.", text, "FILE"
+        "Map names and structure by Paddle's any-to-any (AOA) statements: --aoa rules.txt.",
+        text,
+        "FILE",
+        system="Paddle",
     )
     states: tuple[str, ...] = TRAVEL.option(
-        "model, master, optimizer, ema, extras, or all.", words, "S,S,...", kind="values", keyword="state", default=()
+        "Take only these states: model, master, optimizer, ema, extras, or all.",
+        words,
+        "S,S,...",
+        kind="values",
+        keyword="state",
+        default=(),
     )
     drop: tuple[str, ...] = TRAVEL.option(
-        "What may stay behind though it was asked for.", words, "S,S,...", kind="values", default=()
+        "Leave this state out: model, master, optimizer, ema or extras. --drop optimizer strips a "
+        "training checkpoint. Repeatable.",
+        words,
+        "S,S,...",
+        kind="values",
+        default=(),
     )
-    as_model: str | None = TRAVEL.choice("Write this state as the model.", ("ema", "master"))
+    as_model: str | None = TRAVEL.choice("Write this state as the model: --as-model ema.", ("ema", "master"))
     dtypes: Mapping[str, str] = TRAVEL.option(
-        "Cast: bf16, or optimizer=bf16. Repeatable.",
+        "Cast values: --dtype bf16, or one state: --dtype optimizer=bf16. Repeatable.",
         dtypes,
         "[STATE=]DTYPE",
         kind="values",
@@ -123,46 +158,64 @@ class Writing:
     )
     dequantize: bool = TRAVEL.flag("Write quantised weights and states as floats.")
     quantize: str | None = TRAVEL.option(
-        f"Write the weights of layers as codes and scales, to nearest: {', '.join(SCHEMES)}.",
+        f"Quantise the weights of layers, rounding to nearest: {', '.join(SCHEMES)}.",
         only_one_of(SCHEMES, "--quantize-only and --quantize-skip PATTERN say which weights are quantised"),
         "SCHEME",
         kind="values",
         choices=tuple(SCHEMES),
     )
     quantize_skip: tuple[str, ...] = TRAVEL.option(
-        "Leave these as they are too. Repeatable.", patterns, "PATTERN", kind="values", default=()
+        "Leave these weights unquantised too: --quantize-skip '*.o_proj.*'. Repeatable.",
+        patterns,
+        "PATTERN",
+        kind="values",
+        default=(),
     )
     quantize_only: tuple[str, ...] = TRAVEL.option(
-        "Quantise these in place of what the rule says. Repeatable.", patterns, "PATTERN", kind="values", default=()
+        "Quantise only these weights: --quantize-only '*.experts.*'. Repeatable.",
+        patterns,
+        "PATTERN",
+        kind="values",
+        default=(),
     )
     repack: str | None = TRAVEL.choice(
-        "Write the weights of GPTQ and AWQ as another library stores the same values: compressed-tensors.", REPACKS
+        "Store the same values of GPTQ or AWQ weights as another library does: compressed-tensors.", REPACKS
     )
     gguf_type: str | None = TRAVEL.option(
-        f"GGUF: the type of matrices: {', '.join(GGUF_TYPES)}. Default: the source's.",
+        f"Write matrices in this type: {', '.join(GGUF_TYPES)}. Default: as in the source.",
         only_one_of(GGUF_TYPES, "--gguf-only PATTERN says which matrices have it"),
         "TYPE",
         kind="values",
         choices=GGUF_TYPES,
+        system="GGUF",
     )
     gguf_only: tuple[str, ...] = TRAVEL.option(
-        "The matrices that --gguf-type is for, others stay. Repeatable.", patterns, "PATTERN", kind="values", default=()
+        "Apply --gguf-type to these matrices alone: '*ffn_down*'. Repeatable.",
+        patterns,
+        "PATTERN",
+        kind="values",
+        default=(),
+        system="GGUF",
     )
     vocab_size: int | None = TRAVEL.option(
-        "Rows of the vocabulary: padding beyond it is cut off, rows of zeros are added up to it.",
+        "Set the rows of the vocabulary: further rows are cut off, missing ones are zeros. --vocab-size 32000.",
         between(1, MOST_ROWS),
         "N",
     )
     tied_head: str | None = TRAVEL.choice(
-        "An output layer that is the embedding: written once or twice.", ("keep", "tie", "untie")
+        "Write an output layer that equals the embedding once (tie) or twice (untie).", ("keep", "tie", "untie")
     )
-    allow_lossy: bool = TRAVEL.flag("Let a cast overflow or saturate, and count it.")
+    allow_lossy: bool = TRAVEL.flag("Allow casts that overflow or saturate, and count them.")
 
     remove_keys: tuple[str, ...] = KEYS.option(
-        "Leave out: a glob, re:EXPRESSION or @FILE. Repeatable.", patterns, "PATTERN", kind="values", default=()
+        "Leave out tensors with all their states: 'lm_head.*', re:EXPRESSION or @FILE. Repeatable.",
+        patterns,
+        "PATTERN",
+        kind="values",
+        default=(),
     )
     keep_keys: tuple[str, ...] = KEYS.option(
-        "Leave out all but these. Repeatable.", patterns, "PATTERN", kind="values", default=()
+        "Leave out all tensors but these: 'model.layers.*'. Repeatable.", patterns, "PATTERN", kind="values", default=()
     )
     rename: tuple[str, ...] = KEYS.option(
         "Rename tensors with all their states: 'module.*=*', 're:^h\\.(\\d+)=layers.\\1', or @FILE. Repeatable.",
@@ -171,42 +224,52 @@ class Writing:
         kind="values",
         default=(),
     )
-    model_only: bool = KEYS.flag("Leave the optimizer, master and EMA twins of removed keys alone.")
+    model_only: bool = KEYS.flag("Remove keys from the model alone, and keep their optimizer, master and EMA states.")
 
-    force: bool = RUN.flag("Replace an existing output, whole and in one step.")
-    resume: bool = RUN.switch("Go on where an interrupted run stopped (the default).", default=True)
-    fsync: bool = RUN.switch("Wait for the disk before the commit (the default).", default=True)
-    dry_run: bool = RUN.flag("Show the plan; write nothing.")
-    memory: int = RUN.option("Bound on working memory. Default 1GiB.", size, "SIZE", default=DEFAULT_MEMORY)
-    threads: int | None = RUN.option("Threads that move bytes.", count, "N")
-    verify: str = RUN.choice("Check the output. Default quick.", ("off", "quick", "full"), default="quick")
-    ray: str | None = RUN.option("Run the plan on a Ray cluster.", text, "ADDRESS|auto")
+    force: bool = RUN.flag("Replace an existing checkpoint at OUT in one step, and nothing else that is stored there.")
+    resume: bool = RUN.switch("Continue where an interrupted run stopped (the default).", default=True)
+    fsync: bool = RUN.switch("Wait until the disk has all bytes before the output appears (the default).", default=True)
+    dry_run: bool = RUN.flag("Show the plan and write nothing.")
+    memory: int = RUN.option(
+        "Bound working memory: --memory 256MiB. Default 1GiB.", size, "SIZE", default=DEFAULT_MEMORY
+    )
+    threads: int | None = RUN.option("Use N threads to move bytes: --threads 8.", count, "N")
+    verify: str = RUN.choice(
+        "Check the output after writing. Default quick.", ("off", "quick", "full"), default="quick"
+    )
+    ray: str | None = RUN.option("Run the plan on a Ray cluster: --ray auto.", text, "ADDRESS|auto", system="Ray")
     emit: tuple[str, str] | None = RUN.option(
-        "Write the job file that runs the plan on many nodes; write nothing else.",
+        "Write the job file that runs the plan on many nodes, and nothing else: --emit slurm job.sh.",
         with_file(ENGINES),
         f"{'|'.join(ENGINES)} FILE",
         kind="pair",
         choices=ENGINES,
     )
     sign: str | None = RUN.option(
-        "Sign the output with this private key (PEM, ECDSA): model.sig, as OpenSSF model signing has it.", text, "KEY"
+        "Sign the output with this private key (PEM, ECDSA), as OpenSSF model signing does: --sign key.pem.",
+        text,
+        "KEY",
     )
     attest: str | None = RUN.option(
-        "Write what was made of what, by which command (in-toto, SLSA provenance); signed too with --sign.",
+        "Write what was made from what, by which command (in-toto, SLSA provenance): --attest "
+        "out.json. Signed too with --sign.",
         output,
         "FILE",
     )
     device: str = device(RUN)
     pinned: tuple[int, int] = RUN.option(
-        "Pinned memory that --device cuda sets aside at once. Default: what the run needs.",
+        "Set aside this much pinned memory for --device cuda: --pinned 1GiB. Default: what the run needs.",
         sizes,
         "LARGE[,SMALL]",
         default=(0, 0),
+        system="GPU",
     )
 
-    max_shard_size: int | None = PLAN.option("Bytes a file of a sharded output. Default 5GB.", size, "SIZE")
+    max_shard_size: int | None = PLAN.option(
+        "Limit the size of each file: --max-shard-size 2GB. Default 5GB.", size, "SIZE"
+    )
     plan_file: str | None = PLAN.option(
-        "Save the plan for ckpt apply; write nothing else.", output, "FILE", keyword="plan"
+        "Save the plan for ckpt apply, and write nothing else: --plan plan.json.", output, "FILE", keyword="plan"
     )
 
     # the words of the line, for --attest: they decide nothing
