@@ -26,7 +26,8 @@ from typing import TypeVar
 TESTS = Path(__file__).resolve().parent
 ONE_OF, ONE_OF_A_FILE = 32, 3
 FEW = 4  # like cases that all run by default; of more, half
-SLOW_FOLDERS = frozenset({"acceptance", "bench", "faults", "harness", "kernels"})  # train, measure, kill, compile
+# those that train, measure, kill or compile
+SLOW_FOLDERS = frozenset({"acceptance", "bench", "faults", "guide", "harness", "kernels"})
 
 Case = TypeVar("Case")
 

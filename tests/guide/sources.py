@@ -51,7 +51,7 @@ RECIPES: dict[str, dict[str, str]] = {
     "How do I convert legacy Megatron folders to torch_dist?": {"SRC": "megatron_tp8_pp4"},
     "How do I make a GGUF from a Megatron checkpoint?": {"SRC": "megatron_tp8_pp4"},
     "How do I convert GGUF to Hugging Face?": {"SRC": "quantised_gguf"},
-    "How do I convert DeepSpeed ZeRO-3 to Hugging Face?": {"SRC": "deepspeed/z3_bf16_dp4", "CONFIG": "hub"},
+    "How do I convert DeepSpeed ZeRO-3 to Hugging Face?": {"SRC": "zero3", "CONFIG": "hub"},
     "How do I resume DeepSpeed on another number of GPUs?": {"SRC": "deepspeed/z1_bf16_dp4"},
     "How do I convert a Paddle unified checkpoint to Hugging Face?": {"SRC": "paddle-unified/ernie_nm_tp2"},
     "How do I reshard a Paddle checkpoint?": {"SRC": "paddle/llama_bf16_legacy_tp2"},
@@ -83,7 +83,7 @@ RECIPES: dict[str, dict[str, str]] = {
     "How do I quantise to FP8 or INT4?": {"SRC": "hub"},
     "How do I load GPTQ or AWQ weights as compressed-tensors?": {"SRC": "quantized-inputs/gptq_int4"},
     "How do I change the shard size?": {"SRC": "hub"},
-    "How do I join all shards into one file?": {"SRC": "safetensors/hf_llama_sharded"},
+    "How do I merge all shards into one file?": {"SRC": "safetensors/hf_llama_sharded"},
     "How do I split or fuse the experts?": {"SRC": "qwen3_moe"},
     "How do I cut the padding off the vocabulary?": {"SRC": "hub"},
     "How do I see what is in a checkpoint?": {"SRC": "fsdp2"},
@@ -275,6 +275,10 @@ class Sources:
     @cached_property
     def megatron_tp8_pp4(self) -> Path:
         return self._converted("megatron", self.training, "--to", "megatron", "--tp", "8", "--pp", "4")
+
+    @cached_property
+    def zero3(self) -> Path:
+        return self._converted("zero3", self.training, "--to", "deepspeed", "--zero", "3", "--dp", "4")
 
     @cached_property
     def quantised_gguf(self) -> Path:

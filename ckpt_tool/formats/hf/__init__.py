@@ -19,7 +19,7 @@ ENTRY = Entry(
     order=10,
     called=("hf", "huggingface", "hub", "transformers", "st"),
     en="Hugging Face: single, sharded with index, and DCP's `shard-*-model-*`; read only: accelerate's and the "
-    "Trainer's optimizer beside it",
+    "Trainer's optimizer next to it",
     zh="Hugging Face：单文件、带索引的分片，以及 DCP 的 `shard-*-model-*`；只读：旁边的 accelerate 与 Trainer 优化器",
     may_be=_may_be,
 )

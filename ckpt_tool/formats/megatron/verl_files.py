@@ -21,5 +21,5 @@ def adapter_files(tree: Tree) -> dict[str, tuple[int, ...]]:
 
 
 def states_beside(tree: Tree) -> frozenset[str]:
-    """What the job saved of the adapter's optimizer beside its files."""
+    """What the job saved of the adapter's optimizer next to its files."""
     return frozenset(path for path in tree.listing() if path.startswith(STATES))

@@ -40,7 +40,7 @@ _Walk = Callable[[Mapping[str, Any], Mapping[str, Shape]], Walked | None]
 
 
 def with_optimizer(tree: Tree, catalog: Catalog, options: ReadOptions, *, in_order: bool) -> Catalog:
-    """The catalog with the states of the optimizer beside its model, where there is one whose parameters can be named.
+    """The catalog with the states of the optimizer next to its model, where there is one whose parameters can be named.
     in_order: are the tensors as the model has them?"""
     found = [
         name
