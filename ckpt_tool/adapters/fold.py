@@ -320,7 +320,8 @@ def _as_wanted(folded: Chosen, everything: Chosen, named: Chosen, job: Conversio
 
 def _home(everything: Chosen, named: Chosen, reading: Reading) -> str | None:
     """The dialect that the base came in, None where it was named already as the adapters name it."""
-    if everything.model.keys() <= named.model.keys():  # no name is another one; an untied head may have come
+    by_key = {row.tensor.key: row for row in named.stored}
+    if all(by_key.get(row.tensor.key) == row for row in everything.stored):  # nothing but an untied head has come
         return None
     from ckpt_tool.families.registry import find
     from ckpt_tool.plan.mapping import parameter_shapes

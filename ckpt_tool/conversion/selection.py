@@ -11,7 +11,7 @@ from ckpt_tool.core.catalog import Unread
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.formats.beside import RECIPE, RECIPE_OF_RUN, UNREAD, has_recipe, optimizer_files
-from ckpt_tool.formats.peft.pairs import find_adapter_faults
+from ckpt_tool.formats.peft.pairs import EMPTY, find_adapter_faults
 from ckpt_tool.formats.soundness import check_sound
 from ckpt_tool.formats.steps import other_steps, trainer_step
 from ckpt_tool.plan.moves import Stored
@@ -41,8 +41,11 @@ def sound(chosen: Chosen, job: Conversion) -> Chosen:
             raise unread[0]
     opened.catalog.check()
     if not job.reading.lenient:
-        other_saves = [*_other_saves(opened), *find_adapter_faults(opened.catalog)]
-        check_sound(opened.catalog, opened.format.holds, other_saves)
+        more = list(_other_saves(opened))
+        for fault in find_adapter_faults(opened.catalog):
+            if fault.code == EMPTY or job.fmt.holds.adapter:  # other systems say what they have no place for
+                more.append(fault)
+        check_sound(opened.catalog, opened.format.holds, more)
     refuse_left_optimizer(opened, job)
     return chosen.noted(*opened.own_objects())
 
