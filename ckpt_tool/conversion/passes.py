@@ -104,6 +104,7 @@ def selected(opened: Opened, job: Conversion, passes: Iterable[Pass] = SELECTION
         extras={},
         inherits=job.inherits,
         config=read_config(job.reading.config) if job.reading.config else None,
+        config_path=job.reading.config,
         lenient=job.reading.lenient,
         first_replica=job.reading.replica_policy == "first",
     )

@@ -32,9 +32,10 @@ from ckpt_tool.families.config import is_paddle
 from ckpt_tool.formats.base import Format
 from ckpt_tool.formats.hf.files import CODE, NESTED, TOKENIZER, is_sidefile, tokenizer_files
 from ckpt_tool.formats.hf.modules import module_files, module_weights
+from ckpt_tool.formats.peft.lone import CONFIG as ADAPTER_CONFIG
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.chosen import Chosen
-from ckpt_tool.sources.config import NAME, file_config, tree_of, without_degrees
+from ckpt_tool.sources.config import NAME, file_config, files_of_config, tree_of, without_degrees
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:
@@ -49,14 +50,25 @@ def side_files(chosen: Chosen, fmt: Format) -> tuple[tuple[str, int], ...]:
     """(path, size in bytes) of the first source's side files, those of the folder with its pointer file among them."""
     opened = chosen.sources[0]
     foreign = opened.format.holds.own_sidefiles - fmt.holds.own_sidefiles
-    held = {*opened.catalog.files, *({*_OWN} - {fmt.holds.config}), *foreign}
-    names = dict.fromkeys(opened.catalog.sidefiles)
+    of_adapter = _adapter_config_of(chosen, fmt)
+    held = {*opened.catalog.files, *({*_OWN} - {fmt.holds.config}), *foreign} - {*of_adapter}
+    names = dict.fromkeys((*opened.catalog.sidefiles, *of_adapter))
     for tree in (opened.tree, opened.outer):
         if tree is not None and tree.single is None:
             beside = (*sorted(filter(is_sidefile, tree.names())), *module_files(tree), *tokenizer_files(tree))
             names |= dict.fromkeys(beside)
     found = ((path, tree_of(opened, path)) for path in names if path not in held and path not in chosen.stale)
     return tuple((path, tree.size(path)) for path, tree in found if tree is not None and tree.listing()[path] >= 0)
+
+
+def _adapter_config_of(chosen: Chosen, fmt: Format) -> tuple[str, ...]:
+    """The config of an adapter that is written under its own names in a format without a place for it: nothing else
+    says its rank and alpha."""
+    opened = chosen.sources[0]
+    keeps_names = chosen.all_hints.dialect == opened.catalog.hints.dialect
+    if not opened.format.holds.adapter or fmt.holds.adapter or not keeps_names:
+        return ()
+    return tuple(name for name in (ADAPTER_CONFIG,) if name in opened.tree.names())
 
 
 def refuse_lost_modules(chosen: Chosen, fmt: Format, *, single: bool) -> None:
@@ -91,9 +103,15 @@ def dialect_of(chosen: Chosen, fmt: Format) -> str:
 def with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted, writing: Writing) -> Target:
     """The target with the config that belongs to it, and what is to be reported of its side files."""
     if target.single is not None:
+        if _adapter_config_of(chosen, fmt):
+            target = target.noted(
+                f"{ADAPTER_CONFIG} is not written next to a single file, and nothing else states the adapter's alpha: "
+                "a folder as the output takes it along"
+            )
         _refuse_unsaid(chosen, "a single file has no config.json beside it", "name a folder as the output")
         return target
-    target = _with_tokenizer(_with_side_files(target, chosen, fmt, wanted, writing), chosen, fmt)
+    target = _with_side_files(target, chosen, fmt, wanted, writing)
+    target = _with_tokenizer(_with_files_of_config(target, chosen), chosen, fmt)
     hub = fmt.holds.dialect == "hf" and not fmt.holds.adapter
     if hub and not any(file.path == NAME for file in target.files):
         _refuse_unsaid(chosen, f"there is no {NAME}", "--config FILE gives one")
@@ -133,6 +151,19 @@ def _with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted
         if before is None:
             target = target.noted(f"{NAME} is derived from {chosen.config_from}")
     return target
+
+
+def _with_files_of_config(target: Target, chosen: Chosen) -> Target:
+    """The target, where it has a config, with the tokenizer and the other files of the folder that `--config` names.
+    Files of the source itself stay."""
+    if chosen.config_path is None or not any(file.path == NAME for file in target.files):
+        return target
+    have = {file.path for file in target.files}
+    files = {name: data for name, data in files_of_config(chosen.config_path).items() if name not in have}
+    if not files:
+        return target
+    target = target._replace(files=(*target.files, *(whole_file(name, data) for name, data in files.items())))
+    return target.noted(f"taken from the folder of --config: {', '.join(files)}")
 
 
 def _with_tokenizer(target: Target, chosen: Chosen, fmt: Format) -> Target:

@@ -61,6 +61,7 @@ class Chosen:
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # source parameter -> those made of it
     config: Mapping[str, Any] | None = None  # what `--config` says
     config_from: str = "--config"  # what it comes from, in words
+    config_path: str | None = None  # what `--config` names
     hints: Hints | None = None  # where they are not the first source's: its names are others now
     untrue: tuple[str, ...] = ()  # keys of config.json that the output is no longer: `quantization_config`
     stale: tuple[str, ...] = ()  # side files that are no longer true, and not copied

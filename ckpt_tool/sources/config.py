@@ -18,13 +18,14 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tool.core.hints import Stated
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CorruptFile, InputError, UsageError, wrap_os_error
-from ckpt_tool.formats.hf.files import NESTED
+from ckpt_tool.formats.hf.files import NESTED, is_sidefile
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.quantised.scheme import of_quantiser, section
 from ckpt_tool.quantised.weights import CONFIG_KEYS, QUANTISER_FILES
@@ -44,6 +45,8 @@ DEGREES = tuple(
     sharding_parallel_degree expert_parallel_degree
     """.split()
 )
+SIDE_FILE_LIMIT = 128 << 20  # bytes: the largest tokenizers have some 30 MB
+_OF_ITS_WEIGHTS = (NAME, "params.json", "README.md", "LICENSE*", *QUANTISER_FILES)  # of that model, not of the output's
 LIMIT = 16 << 20  # bytes: real ones have some kilobytes, those with quantisation lists a few megabytes
 
 
@@ -58,6 +61,32 @@ def read_config(path: str) -> Mapping[str, Any]:
     except OSError as e:
         raise wrap_os_error(e, file, "reading the config") from e
     return parsed(raw, str(file))
+
+
+def files_of_config(path: str) -> dict[str, bytes]:
+    """What else of a model's folder goes with its config: tokenizer, generation config, chat template, preprocessors,
+    and code as text. path: of `--config`; a file alone has no such files. Raises UsageError E0239, StorageError."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return {}
+    found: dict[str, bytes] = {}
+    for file in sorted(folder.iterdir()):
+        if not is_sidefile(file.name) or any(fnmatchcase(file.name, pattern) for pattern in _OF_ITS_WEIGHTS):
+            continue
+        if not file.is_file():
+            continue
+        try:
+            if file.stat().st_size > SIDE_FILE_LIMIT:
+                raise UsageError(
+                    f"--config: {file.name} has more than {SIDE_FILE_LIMIT >> 20} MiB, which no tokenizer's file has",
+                    code="E0239",
+                    path=file,
+                    hint="pass config.json alone, and copy the other files yourself",
+                )
+            found[file.name] = file.read_bytes()
+        except OSError as e:
+            raise wrap_os_error(e, file, "reading a file next to the config") from e
+    return found
 
 
 def config_in(tree: Tree) -> Mapping[str, Any] | None:

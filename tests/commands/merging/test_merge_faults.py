@@ -55,7 +55,7 @@ def said(error: CkptError) -> str:
         ("passthrough", {}, ["passthrough takes 1 model; there are 2"]),
         ("ema", {"weight": (1, 2)}, ["ema has its weights from --decay", "ema needs --decay from 0 to below 1"]),
         ("ema", {"decay": 1.0}, ["found 1"]),
-        ("linear", {"decay": 0.5}, ["--decay only applies to --method ema"]),
+        ("linear", {"decay": 0.5}, ["--decay only applies to --method average"]),
         ("union", {"weight": (1, 2), "seed": 3}, ["--weight, --seed: no effect with merge --method union", "E1442"]),
         ("linear", {"on_conflict": "last"}, ["--on-conflict only applies to --method union"]),
         ("lora", {"on_conflict": "first"}, ["--on-conflict only applies to --method union"]),
