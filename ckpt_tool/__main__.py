@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 
+INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
@@ -22,9 +23,13 @@ def main() -> None:
     _open_closed_streams()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy would start one a core, which spin; nothing needs them
     gc.set_threshold(1_000_000, 20, 50)  # parsing makes many small lasting objects; looking through them is pure cost
-    from ckpt_tool.cli import run
+    try:
+        from ckpt_tool.cli import run
 
-    _leave(run(arguments))
+        code = run(arguments)
+    except KeyboardInterrupt:  # before `run` listens for it: nothing has been read or written
+        os._exit(INTERRUPTED)
+    _leave(code)
 
 
 def _leave(code: int) -> NoReturn:
@@ -40,7 +45,7 @@ def _leave(code: int) -> NoReturn:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, stream.fileno())
     gc.freeze()  # the interpreter would look for cycles in all that is left, three times: 20 ms
-    if code in (130, 143):
+    if code in (INTERRUPTED, 143):
         os._exit(code)  # a thread that still writes would hold the exit up; the staged output is made for this
     sys.exit(code)
 
