@@ -404,6 +404,7 @@ def prune(
     keep_last: int | str | None = ...,
     keep_every: int | str | None = ...,
     skip_unreadable: bool = ...,
+    with_other_files: bool = ...,
     dry_run: bool = ...,
     from_format: str | None = ...,
     follow_symlinks: bool = ...,

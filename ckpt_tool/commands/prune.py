@@ -9,13 +9,14 @@ What stays, each with its reason:
       written later than steps of higher numbers (the run went back)
     what is no checkpoint, what can't be judged, what another file system is mounted in
     what a delta is made on (`deltas.dependents`), what is a delta, what one lies in
+    what holds files that neither its checkpoints nor trainers account for (`conversion.accounted`): a person's
 
 A disk that fails while a step is looked at makes the step unknown, not broken: it stays, it is not counted among those
 that are kept, and nothing at all goes unless `--skip-unreadable` says that the others may.
 
 The last sound step is looked at once more before anything goes. Cost: the headers of the steps that are judged (from
-the newest down to the last that is kept) and the names in all. What it does not do: prune in stores, whose folders
-can't be renamed in one step.
+the newest down to the last that is kept) and of those that go, and the names in all. What it does not do: prune in
+stores, whose folders can't be renamed in one step.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ckpt_tool.conversion.accounted import find_other_files
 from ckpt_tool.core.inner_path import is_leaving
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.deltas.dependents import Delta, deltas_around, dependents
@@ -38,6 +40,7 @@ from ckpt_tool.storage.destination import local_path, staging_path
 from ckpt_tool.storage.links import real_path
 from ckpt_tool.storage.opening import scheme_of
 from ckpt_tool.storage.removal import Held, erase, freed, is_locked, measure, retire
+from ckpt_tool.storage.replaced import some_of
 
 RECENT = 3600  # seconds: a broken step that was changed later may be being written
 APART = 60  # seconds between files of two steps that tell which was written first
@@ -163,6 +166,8 @@ def _fates(
         for step in run.steps:
             if not keep[step.name]:
                 keep[step.name] += _untouchable(run, step, judge, reading, last, held, unread)
+            if not keep[step.name] and not wanted.with_other_files:
+                keep[step.name] += _not_its_own(run.of(step), reading, unread)
         _linked(run, keep, held, unread)
     for step in run.steps:
         known = judge.known(step)
@@ -246,6 +251,19 @@ def _untouchable(
     return []
 
 
+def _not_its_own(path: str, reading: Reading, unread: dict[str, str]) -> list[str]:
+    """Why a step stays that holds a person's files. What could not be read is added to `unread`."""
+    try:
+        others = find_other_files(path, reading)
+    except CkptError as e:
+        unread[path] = e.message
+        return ["it could not be read"]
+    if not others:
+        return []
+    number = "1 file that is" if len(others) == 1 else f"{len(others)} files that are"
+    return [f"{number} no part of a checkpoint: {some_of(others)} (--with-other-files removes the step with them)"]
+
+
 def _is_being_written(path: Path) -> bool:
     """Does a run of ckpt hold the staging folder of this output? Raises StorageError."""
     staging = staging_path(path)
@@ -309,7 +327,7 @@ def _remove(run: Run, last: Step, going: list[Fate], progress: Progress) -> tupl
             )
         path, held = Path(run.of(fate.step)), fate.held
         try:
-            if held is not None and (not _is_there(path) or measure(path).changed == held.changed):
+            if held is not None and (not _is_there(path) or _is_unchanged(held, measure(path))):
                 hidden = retire(path, held.identity)
                 gone.add(fate.step.name)
                 if hidden is not None:
@@ -321,6 +339,11 @@ def _remove(run: Run, last: Step, going: list[Fate], progress: Progress) -> tupl
             failed.append(e)
     progress.finish()
     return frozenset(gone), failed
+
+
+def _is_unchanged(seen: Held, now: Held) -> bool:
+    """Is a step as it was looked at? A file that was put into it since may be of any age."""
+    return (now.changed, len(now.files), len(now.links)) == (seen.changed, len(seen.files), len(seen.links))
 
 
 def _is_there(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What `--force` may remove: the files that the reader of the replaced checkpoint accounts for, and nothing else.
+"""What `--force` and `prune` may remove: the files that a checkpoint's own reader accounts for, and nothing else.
 
     out/model.safetensors, config.json, tokenizer.json     all accounted for: they go once the new output is in place
     out/train.py, .git/config, run2/model.safetensors      E1604: three files that are no part of the checkpoint there
@@ -9,7 +9,10 @@ would carry along, the pointer files that led to it, the markers of finished ran
 and attestations that `--sign` and `--attest` put there. No format is named here. Files of code count only where the
 model's config names them. Links and empty folders never count: nobody's writer makes them.
 
-Cost: the headers of what is replaced, and a listing. What it does not do: remove (`storage.replaced`).
+A step of a run (`find_other_files`) may hold several checkpoints, broken ones too, and what its trainer writes next to
+them (`sources.trainer_files`). Where a reader can't open one, the names that its format claims count.
+
+Cost: the headers of what would go, and a listing. What it does not do: remove (`storage.replaced`, `storage.removal`).
 """
 
 from __future__ import annotations
@@ -17,19 +20,24 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from ckpt_tool.core.report_data import collected
-from ckpt_tool.errors import CkptError, OutputExists
+from ckpt_tool.errors import CkptError, InputError, OutputExists, UnsafeInput, failures_met
 from ckpt_tool.formats import registry
-from ckpt_tool.formats.base import Specificity
+from ckpt_tool.formats.base import Naming, Specificity
 from ckpt_tool.formats.hf.files import CODE, is_sidefile
 from ckpt_tool.formats.hf.modules import module_files
 from ckpt_tool.options.reading import Reading
+from ckpt_tool.quantised.weights import QUANTISER_FILES
 from ckpt_tool.signing.written import is_statement
+from ckpt_tool.sources.judging import parts_of
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.sources.steps import POINTERS, steps_in
+from ckpt_tool.sources.trainer_files import is_pretrained_file, written_by_trainers
 from ckpt_tool.storage import strict_json
 from ckpt_tool.storage.destination import Place, RemotePlace, refuse_link
 from ckpt_tool.storage.opening import open_tree
@@ -138,8 +146,9 @@ def _accounted_in(given: Tree, place: str, other: Reader | None) -> tuple[str, s
     return f"{opened.format.name} checkpoint", set(_accounted_by(opened, given))
 
 
-def _accounted_by(opened: Opened, given: Tree) -> Iterator[str]:
-    """The files that the reader and the writers of the opened checkpoint know, relative to the given tree."""
+def _accounted_by(opened: Opened, given: Tree, is_side: Callable[[str], bool] = is_sidefile) -> Iterator[str]:
+    """The files that the reader and the writers of the opened checkpoint know, relative to the given tree. is_side: is
+    a file of this name one that a writer would carry along?"""
     tree, catalog = opened.tree, opened.catalog
     evidence = opened.format.detect(tree)
     loose = evidence is None or evidence.specificity == Specificity.CONTAINER
@@ -150,8 +159,11 @@ def _accounted_by(opened: Opened, given: Tree) -> Iterator[str]:
 
     inside = _prefix_of(tree, given)
     odd = {path for path in module_files(tree) if not _is_of_module(path)}
+    if is_side is not is_sidefile:
+        odd |= {path for path in module_files(tree) if "/" in path and not is_side(path.rpartition("/")[2])}
     for path in (*catalog.files, *catalog.indexes, *catalog.sidefiles):
-        if not _is_code(path) and path not in odd:
+        is_odd = path in odd or is_sidefile(path) and not is_side(path)
+        if not _is_code(path) and not is_odd:
             yield inside + path
     markers = opened.format.holds.markers
     if markers:
@@ -160,14 +172,72 @@ def _accounted_by(opened: Opened, given: Tree) -> Iterator[str]:
     # Side files are beside the checkpoint's files, and beside the pointer file that names its folder.
     for folder in filter(None, (tree, opened.outer, given)):
         prefix, names = _prefix_of(folder, given), folder.names()
-        yield from (prefix + name for name in names if is_sidefile(name) and not _is_code(name))
-        yield from (prefix + path for path in module_files(folder) if _is_of_module(path))
+        yield from (prefix + name for name in names if is_side(name) and not _is_code(name))
+        yield from (prefix + path for path in module_files(folder) if _is_of_module(path) and path not in odd)
         yield from (prefix + name for name in _code_named(folder, names))
 
     pointers = {*POINTERS, *opened.format.holds.pointers}
     above = inside.split("/")[:-1]
     for depth in range(len(above)):
         yield from ("/".join([*above[:depth], name]) for name in pointers)
+
+
+def find_other_files(step: str, reading: Reading) -> list[str]:
+    """What is in a step of a run, below its folder, and is neither of a checkpoint there nor a trainer's own: files,
+    links, and whatever else is no folder. [] for a step that is one file, or a link, of which the link alone would go.
+
+    Raises StorageError where something could not be read: nobody knows then whose the files are.
+    """
+    if os.path.islink(step):
+        return []
+    with failures_met() as failures, collected(False):
+        given = open_tree(step, follow_symlinks=reading.follow_symlinks)
+        there = [path for path in entries_below(Path(step)) if not path.endswith("/")]
+        if given.single is not None:
+            return []
+        known = _known_in_step(step, given, there, reading)
+        others = [path for path in there if path not in known]
+        statements = {path for path in others[:SEALED] if _is_statement(given, path)}
+    if failures:
+        raise failures[0]
+    return [path for path in others if path not in statements]
+
+
+def _known_in_step(step: str, given: Tree, there: list[str], reading: Reading) -> set[str]:
+    """The files of the checkpoints in a step, and those that its trainers write next to them."""
+    known: set[str] = set()
+    folders = {""}
+    for at, name in parts_of(step, reading):
+        tree = open_tree(at, follow_symlinks=reading.follow_symlinks)
+        inside = _prefix_of(tree, given)
+        try:
+            opened = open_source(at, replace(reading, lenient=True, from_format=name))
+            known.update(_accounted_by(opened, given, _is_trainers_sidefile))
+            inside = _prefix_of(opened.tree, given)
+        except (InputError, UnsafeInput):  # a broken step: by names
+            known.update(inside + path for path in _claimed(tree))
+        except OutputExists:  # files that nothing ties together: which of them are the step's is not known
+            continue
+        parts = inside.rstrip("/").split("/") if inside else []
+        folders.update("/".join(parts[:depth]) + "/" for depth in range(1, len(parts) + 1))
+
+    for folder in folders:
+        below = [path.removeprefix(folder) for path in there if path.startswith(folder)]
+        known.update(folder + path for path in written_by_trainers(below))
+    return known
+
+
+def _claimed(tree: Tree) -> Iterator[str]:
+    """The files that the formats of a checkpoint claim by names that only they give."""
+    for claim in registry.settle(registry.claims(tree)):
+        if claim.evidence.specificity > Specificity.CONTAINER:
+            fmt = registry.by_name(claim.name)
+            yield from fmt.named(tree) if isinstance(fmt, Naming) else claim.evidence.files
+
+
+def _is_trainers_sidefile(name: str) -> bool:
+    """Is it a side file by its exact name? `is_sidefile` takes `tokenizer_notes.txt` too, which no writer makes."""
+    return name in QUANTISER_FILES or name == "model.safetensors" or is_pretrained_file(name)
 
 
 def _prefix_of(tree: Tree, given: Tree) -> str:

@@ -161,6 +161,15 @@ class Format(Protocol):
 
 
 @runtime_checkable
+class Naming(Protocol):
+    """A format whose claim takes in more files than its writers name: whatever is in its folders."""
+
+    def named(self, tree: Tree) -> frozenset[str]:
+        """The files that its writers would have named so, whether the checkpoint can be read or not."""
+        ...
+
+
+@runtime_checkable
 class Hashing(Protocol):
     """A format whose files state hashes, of others or their own, of which some are left to `ckpt verify`."""
 

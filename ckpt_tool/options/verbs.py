@@ -122,6 +122,9 @@ class Retention:
     skip_unreadable: bool = OPTIONS.flag(
         "Leave alone what can't be read, and remove others all the same. Default: remove nothing then."
     )
+    with_other_files: bool = OPTIONS.flag(
+        "Remove steps with all that is in them. Default: a step stays where it holds files that no trainer writes."
+    )
     dry_run: bool = OPTIONS.flag("Show what would be removed, and remove nothing.")
 
 

@@ -100,7 +100,7 @@ class Judge:
         if {f"{name}{UNFINISHED}" for name in (step.name, os.path.splitext(step.name)[0])} & {*self.run.others}:
             return Judged(step, False, f"a marker {UNFINISHED} lies beside it: it was not written to its end")
         try:
-            parts = _parts(path, self._reading)
+            parts = parts_of(path, self._reading)
             if not parts:
                 return Judged(step, None, "it is no checkpoint", checkpoint=False)
             found, taken = list[Mapping[str, Any]](), set[str]()
@@ -139,7 +139,7 @@ def is_checkpoint(path: str, reading: Reading) -> bool:
     found = False
     with failures_met() as failures:
         try:
-            found = bool(_parts(path, reading))
+            found = bool(parts_of(path, reading))
         except OSError as e:
             failures.append(wrap_os_error(e, e.filename or path, "looking at it"))
         except CkptError:  # where it was a disk that failed, it is among the failures
@@ -178,7 +178,7 @@ def _plain(value: Any, depth: int = 6) -> Iterator[tuple[Any, Any]]:
         yield from _plain(inner, depth - 1)
 
 
-def _parts(path: str, reading: Reading, depth: int = 0) -> list[tuple[str, str | None]]:
+def parts_of(path: str, reading: Reading, depth: int = 0) -> list[tuple[str, str | None]]:
     """The checkpoints of a step: (path, format, None where that is for detection)."""
     tree = open_tree(path, follow_symlinks=reading.follow_symlinks)
     if reading.from_format:
@@ -187,7 +187,7 @@ def _parts(path: str, reading: Reading, depth: int = 0) -> list[tuple[str, str |
     folders = [name for name, folder in entries.items() if folder]
     components = sorted(filter(_COMPONENT.fullmatch, folders))
     if components:  # beside them lies what is no checkpoint of its own, such as a data loader's state
-        return [part for name in components for part in _parts(f"{path.rstrip('/')}/{name}", reading, depth + 1)]
+        return [part for name in components for part in parts_of(f"{path.rstrip('/')}/{name}", reading, depth + 1)]
     here = registry.settle(registry.claims(tree))
     if tree.single is not None or here and not _inside(tree):
         return [(path, claim.name if len(here) > 1 else None) for claim in here]
@@ -197,7 +197,7 @@ def _parts(path: str, reading: Reading, depth: int = 0) -> list[tuple[str, str |
         return [*((path, claim.name) for claim in own), *((below, None) for below in inside)]
     if depth == _DEPTH:
         return []
-    return [part for name in sorted(folders) for part in _parts(f"{path.rstrip('/')}/{name}", reading, depth + 1)]
+    return [part for name in sorted(folders) for part in parts_of(f"{path.rstrip('/')}/{name}", reading, depth + 1)]
 
 
 def _inside(tree: Tree) -> list[str]:

@@ -204,7 +204,7 @@ def test_links_are_neither_followed_nor_broken(tmp_path: Path) -> None:
     (steps[3] / "config.json").symlink_to("../checkpoint-4/config.json")
     (steps[5] / "other").symlink_to(elsewhere)
     (steps[5] / "config2.json").symlink_to("config.json")
-    document = ckpt.prune(run_, keep_last=1, follow_symlinks=True)
+    document = ckpt.prune(run_, keep_last=1, follow_symlinks=True, with_other_files=True)
     assert kept(document) == {
         "checkpoint-1": ["best links to it"],
         "checkpoint-3": [f"checkpoint-9/{weights} links to it"],

@@ -37,7 +37,7 @@ def steps(tmp_path: Path) -> Path:
     folder = tmp_path / "runs/run"
     for number in STEPS:
         shutil.copytree(ONE, folder / f"checkpoint-{number}")
-        (folder / f"checkpoint-{number}/notes.txt").write_text(str(number))
+        (folder / f"checkpoint-{number}/vocab.txt").write_text(str(number))
         for file in (folder / f"checkpoint-{number}").rglob("*"):
             os.utime(file, (time.time() - 10**6 + number,) * 2)
     return folder
@@ -65,7 +65,7 @@ def kept(document: dict[str, Any]) -> dict[str, str]:
 def rebuilds(folder: Path, delta: Path, tmp_path: Path) -> None:
     again = tmp_path / "again"
     ckpt.patch(folder / "checkpoint-100", [delta], again, fsync=False)
-    assert (again / "notes.txt").read_text() == "200"
+    assert (again / "vocab.txt").read_text() == "200"
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["names its base", "names a number alone"])

@@ -37,8 +37,8 @@ class Pruned:
         self.run, self._kept = root / "run", root / "kept"
         for step in STEPS:
             shutil.copytree(FIXTURE, self._kept / f"checkpoint-{step}")
-            (self._kept / f"checkpoint-{step}/global_step{step}").mkdir()
-            (self._kept / f"checkpoint-{step}/global_step{step}/note.txt").write_text(str(step))
+            (self._kept / f"checkpoint-{step}/additional_chat_templates").mkdir()
+            (self._kept / f"checkpoint-{step}/additional_chat_templates/tools.jinja").write_text(str(step))
         os.truncate(self._kept / "checkpoint-400/model.safetensors", 1000)
         (self._kept / "latest").write_text("checkpoint-300")
         for path in self._kept.rglob("*"):

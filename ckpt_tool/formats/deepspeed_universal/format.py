@@ -72,7 +72,7 @@ class _Universal:
         found = sum(path.startswith(ZERO) and path.endswith("/fp32.pt") for path in tree.listing())
         if not found:
             return None
-        below = (path for path in tree.listing() if path.startswith(ZERO))
+        below = (path for path in tree.listing() if path.startswith(ZERO) and path.endswith(".pt"))
         modules = sort_files(tree.names())
         modules.optim, modules.expp = {}, {}
         return Evidence(f"{found} parameters below zero/", Specificity.OWN, frozenset((*modules.all(), *below)))

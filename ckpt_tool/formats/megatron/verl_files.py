@@ -9,6 +9,7 @@ from ckpt_tool.storage.source import Tree
 
 ADAPTERS, STATES = "adapter_checkpoint/", "dist_ckpt/"  # verl's, in the folder of a model
 _ADAPTER = re.compile(rf"(?:{ADAPTERS})?mp_rank_(\d{{2,4}})(?:_(\d{{3,4}}))?(?:_(\d{{3,4}}))?_adapter\.pt", re.ASCII)
+_OF_STATES = re.compile(rf"{STATES}(?:\.metadata|common\.pt|metadata\.json|__\d{{1,6}}_\d{{1,6}}\.distcp)", re.ASCII)
 
 
 def adapter_files(tree: Tree) -> dict[str, tuple[int, ...]]:
@@ -22,4 +23,4 @@ def adapter_files(tree: Tree) -> dict[str, tuple[int, ...]]:
 
 def states_beside(tree: Tree) -> frozenset[str]:
     """What the job saved of the adapter's optimizer next to its files."""
-    return frozenset(path for path in tree.listing() if path.startswith(STATES))
+    return frozenset(path for path in tree.listing() if _OF_STATES.fullmatch(path))

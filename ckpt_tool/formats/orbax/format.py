@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions, Specificity
-from ckpt_tool.formats.orbax.items import TEMPORARY, files, processes, steps
+from ckpt_tool.formats.orbax.items import TEMPORARY, files, own_files, processes, steps
 from ckpt_tool.storage.ocdbt import MANIFEST, read_keys
 from ckpt_tool.storage.source import Tree
 
@@ -73,6 +73,10 @@ class _Orbax:
         from ckpt_tool.formats.orbax.read import read_tree
 
         return read_tree(tree, lenient=options.lenient)
+
+    def named(self, tree: Tree) -> frozenset[str]:
+        """The files of the steps here by the names that Orbax gives; a claim takes in all that is in their folders."""
+        return frozenset(path for step in steps(tree) for path in own_files(tree, step))
 
     def hashed(self, tree: Tree) -> frozenset[str]:
         """The manifests of processes, which hold a CRC-32C of themselves."""

@@ -35,7 +35,7 @@ _PROCESS = re.compile(rf"ocdbt\.process_\d+/{re.escape(MANIFEST)}")
 _STEP = re.compile(r"(?:.*[_\-])?\d+")
 _DONE = "commit_success.txt"
 _OWN = re.compile(  # below an item, but for arrays that are folders of zarr
-    rf"{METADATA}|{STEP_METADATA}|{re.escape(STRINGS)}|_sharding|{_DONE}|checkpoint|(?:array|process)_metadatas?/[\w.-]+"
+    rf"{METADATA}|{STEP_METADATA}|{re.escape(STRINGS)}|_sharding|{_DONE}|checkpoint|array_metadatas/process_\d{{1,7}}"
     rf"|(?:ocdbt\.process_\d+/)?(?:{re.escape(MANIFEST)}|d/[0-9a-f]{{32}})"
 )
 _HEADERS = (".zarray", ".zattrs", ".zgroup", "zarr.json")
