@@ -126,7 +126,7 @@ def test_inspect_arrives(stub: dict[str, Stub]) -> None:
     )
     wanted = Inspection(match=("a*", "re:b"), states=("model", "ema"), stats=True)
     assert stub["inspect"].args == ("x", Reading(from_format="dcp"), wanted)
-    assert stub["inspect"].kwargs == {"columns": True}
+    assert stub["inspect"].kwargs == {"columns": True, "incomplete": True}
 
 
 def test_a_bare_inspect_is_the_same_job_without_the_parser(stub: dict[str, Stub]) -> None:

@@ -116,6 +116,9 @@ def _run(job: Job) -> int:
         _result([_as_text(job, document, show, shown=once.done)])
     if show.report:
         _save_report(job, document, seen, show.report)
+    fault = job.fault(document)
+    if fault is not None:
+        raise fault
     return 0 if sound else 1
 
 

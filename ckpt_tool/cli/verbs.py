@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ckpt_tool.core.progress import Progress
-from ckpt_tool.errors import UsageError, near_misses
+from ckpt_tool.errors import CkptError, UsageError, near_misses
 from ckpt_tool.options.statement import (
     KEYS,
     LAYOUT,
@@ -58,7 +58,8 @@ class Job(NamedTuple):
     run: reads and writes, returns the document. page: the document for people, uncut with True. sound: is there nothing
     to find fault with (exit 1 otherwise)? writes: makes an output (silent under -q). plans: shows its plan before it
     writes. sources, outputs: what it reads and makes, where no report may be put. pages: long text, which a terminal
-    shows through a pager. line: in place of the page, the one line that scripts read, "" for none.
+    shows through a pager. line: in place of the page, the one line that scripts read, "" for none. fault: what is wrong
+    with the source though a result could be shown; it is told after the result, and gives the exit code.
     """
 
     verb: str
@@ -72,6 +73,7 @@ class Job(NamedTuple):
     outputs: tuple[str | None, ...] = ()
     pages: bool = False
     line: Callable[[Document], str] | None = None
+    fault: Callable[[Document], CkptError | None] = lambda document: None
 
 
 class Argument(NamedTuple):
@@ -168,14 +170,21 @@ def inspect(show: Show, src: str, wanted: Inspection, reading: Reading) -> Job:
     def run(progress: Progress) -> Document:
         from ckpt_tool.commands.inspect import inspect as command
 
-        return command(src, reading, wanted, columns=True)
+        return command(src, reading, wanted, columns=True, incomplete=True)
 
     def page(document: Document, uncut: bool) -> Shown:
         from ckpt_tool.report.inspection import inspection
 
         return inspection(document, depth=wanted.depth, everything=uncut)
 
-    return Job("inspect", show, run, page, sources=(src,))
+    def fault(document: Document) -> CkptError | None:
+        if "missing" not in document:
+            return None
+        from ckpt_tool.commands.incomplete import fault_of
+
+        return fault_of(document)
+
+    return Job("inspect", show, run, page, sources=(src,), fault=fault)
 
 
 def written(document: Document, uncut: bool) -> Shown:

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from ckpt_tool.commands.incomplete import describe_missing, open_incomplete, read_files_alone, without_missing
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.extras import display
 from ckpt_tool.core.hints import Globals, Stated
 from ckpt_tool.core.listing import Listing
 from ckpt_tool.core.patterns import Names
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
-from ckpt_tool.errors import CkptError, InputError, UnsafeInput
+from ckpt_tool.errors import CkptError, Incomplete, InputError, UnsafeInput
 from ckpt_tool.formats.base import ranks_of
 from ckpt_tool.options.reading import Inspection, Reading
 from ckpt_tool.quantised.weights import DTYPES as CODED
@@ -32,19 +33,36 @@ Tally = Mapping[tuple[str, tuple[Any, tuple[int, ...], int]], int]  # (state, (d
 EVERYTHING = Inspection()
 
 
-def inspect(src: str, reading: Reading, wanted: Inspection = EVERYTHING, *, columns: bool = False) -> dict[str, Any]:
+def inspect(
+    src: str,
+    reading: Reading,
+    wanted: Inspection = EVERYTHING,
+    *,
+    columns: bool = False,
+    incomplete: bool = False,
+) -> dict[str, Any]:
     """The document of `inspect --json`; the totals are of what is listed.
 
-    columns: `tensors` may be a `core.listing.Listing`, which makes its rows, or their JSON, when asked.
+    Args:
+        columns: `tensors` may be a `core.listing.Listing`, which makes its rows, or their JSON, when asked.
+        incomplete: where something of the checkpoint is missing, list the rest and say under `missing` what it is;
+            else that is an error (Incomplete), but with `reading.lenient`.
     """
     try:
         opened = open_source(src, reading)
     except (InputError, UnsafeInput) as fault:
         if wanted.security:
             return _unread(src, reading, fault)
-        if (document := _of_delta(src, reading)) is None:
-            raise
-        return document
+        if (document := _of_delta(src, reading)) is not None:
+            return document
+        if isinstance(fault, Incomplete) and (incomplete or reading.lenient):
+            return _of_incomplete(src, reading, wanted, fault)
+        raise
+    return _of_opened(opened, reading, wanted, columns=columns)
+
+
+def _of_opened(opened: Opened, reading: Reading, wanted: Inspection, *, columns: bool) -> dict[str, Any]:
+    """The document of a checkpoint that was read."""
     catalog = opened.catalog
     blocks = getattr(catalog.tensors, "blocks", None)
     rows: Sequence[dict[str, Any]]
@@ -145,6 +163,57 @@ def _unread(src: str, reading: Reading, fault: CkptError) -> dict[str, Any]:
         "extras": {},
         "notes": [f"not read: error[{fault.code}]: {fault.message}{where}"],
         "security": security,
+    }
+
+
+def _of_incomplete(src: str, reading: Reading, wanted: Inspection, fault: Incomplete) -> dict[str, Any]:
+    """The document of a checkpoint of which something is missing. Raises `fault` where nothing of it can be read."""
+    looked, parts = open_incomplete(src, reading)
+    if looked is not None and parts.faults:
+        opened = without_missing(looked.opened, parts) if wanted.stats else looked.opened
+        document = _of_opened(opened, reading, wanted, columns=False)
+        missing = describe_missing(fault, parts, opened.format, opened.catalog.mesh.to_json())
+    else:
+        document = _of_files_alone(src, reading, wanted)
+        if not document["tensors"]:
+            raise fault
+        missing = describe_missing(fault, parts, None, {})
+    document["missing"] = {**missing, "lenient": reading.lenient}
+    return document
+
+
+def _of_files_alone(src: str, reading: Reading, wanted: Inspection) -> dict[str, Any]:
+    """The document of files that were read one by one, since the checkpoint could not be read as a whole."""
+    alone = read_files_alone(src, reading)
+    names = Names(row["name"] for row in alone.rows).matched(wanted.match)[0] if wanted.match else None
+    is_wanted = state_filter(wanted.states, [row["state"] for row in alone.rows]) if wanted.states else None
+    rows = [
+        row
+        for row in alone.rows
+        if (names is None or row["name"] in names) and (is_wanted is None or is_wanted(row["state"]))
+    ]
+    tally = Counter((row["state"], (row["dtype"], tuple(row["shape"]), row["bytes"])) for row in rows)
+    by_state = _by_state(tally)
+    notes = ["names and shapes are those of each file alone: without what is missing the files can't be put together"]
+    if alone.unread:
+        shown = ", ".join(alone.unread[:5]) + (f" and {len(alone.unread) - 5} more" if alone.unread[5:] else "")
+        notes.append(f"these files can't be read alone: {shown}")
+    return {
+        "schema_version": 1,
+        "format": alone.format,
+        "path": src,
+        "resolved": "",
+        "mesh": {},
+        "total": {
+            "tensors": len(rows),
+            "bytes": sum(entry["bytes"] for entry in by_state.values()),
+            "parameters": 0,
+        },
+        "states": by_state,
+        "tensors": rows,
+        "extras": {},
+        "notes": notes,
+        **({"security": {"unsafe": alone.unsafe, "globals": []}} if alone.unsafe else {}),
     }
 
 

@@ -17,6 +17,7 @@ from ckpt_tool.core.box import first_hole, first_overlap
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.missing import is_collecting, report_missing
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, TensorKey, plainly_tile
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
 
@@ -109,7 +110,9 @@ class Catalog:
         """Raise unless every tensor's boxes tile it. All faults at once."""
         parted = getattr(self.tensors, "parted", None)  # tables know which lie in parts: all others are one whole array
         faults = list(faults_of(self.tensors.values() if parted is None else [*parted()], self.indexes))
-        if faults:
+        if faults and is_collecting() and all(isinstance(fault, Incomplete) for fault in faults):
+            self._report_holes(faults)
+        elif faults:
             first = faults[0]
             raise type(first)(
                 first.message
@@ -123,6 +126,16 @@ class Catalog:
                     f"{fault.key}: {fault.message}{f' ({fault.path})' if fault.path else ''}" for fault in faults[1:]
                 ],
             )
+
+    def _report_holes(self, faults: Sequence[CkptError]) -> None:
+        """Report every tensor of which elements are in no file, and how many bytes are missing."""
+        faults_by_key = {str(fault.key): fault for fault in faults}
+        for key, tensor in self.tensors.items():
+            fault = faults_by_key.get(str(key))
+            if fault is None:
+                continue
+            stored = sum(chunk.box.numel for chunk in tensor.chunks if chunk.replica == 0)
+            report_missing(fault, tensors={key: tensor.dtype.nbytes(max(0, prod(tensor.shape) - stored))})
 
 
 def faults_of(tensors: Iterable[LogicalTensor], indexes: Sequence[str] = ()) -> Iterator[CkptError]:

@@ -1,8 +1,9 @@
 """`ckpt inspect` as a page: what is there, its states and dtypes, and its tensors folded into a tree.
 
 Reads the document that `--json` prints: `format`, `path`, `mesh`, `total`, `states`, `tensors`, `extras`;
-`quantization`; `metadata`; `delta`; `resolved` (why another folder than the given one was taken), `notes`, `security`
-({unsafe: [...], globals: [...]}), a tensor's `chunks` (`--placement`) and `stats` (`--stats`).
+`quantization`; `metadata`; `delta`; `missing` (files and tensors that are not there); `resolved` (why another folder
+than the given one was taken), `notes`, `security` ({unsafe: [...], globals: [...]}), a tensor's `chunks`
+(`--placement`) and `stats` (`--stats`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from math import prod
 from typing import Any
 
 from ckpt_tool.core.listing import Listing
-from ckpt_tool.report.page import Block, Cell, Column, Facts, Lines, Page, Styled, Table
+from ckpt_tool.report.page import Block, Cell, Column, Facts, Lines, Page, Styled, Table, Verdict
 from ckpt_tool.report.text import count, more, parameters, plural, shape, size
 from ckpt_tool.report.tree import Folding, Tree
 
@@ -20,6 +21,7 @@ Document = Mapping[str, Any]
 EXTRAS_SHOWN = 16
 METADATA_SHOWN, TEXT_SHOWN = 32, 80
 FILES_SHOWN = 40
+MISSING_SHOWN = 20
 STATS = ("min", "max", "mean", "std", "zeros", "nan", "inf")
 
 
@@ -29,6 +31,8 @@ def inspection(document: Document, *, depth: int | None = None, everything: bool
     security = _security(document)
     if security:
         blocks.append(security)
+    if document.get("missing"):
+        blocks += _missing(document["missing"], everything=everything)
     tensors = document.get("tensors") or ()
     blocks += _states_and_dtypes(document, tensors)
     if isinstance(tensors, Listing):
@@ -89,6 +93,46 @@ def _head(document: Document) -> Facts:
     if document.get("quantization"):
         rows.append(("quantized", _quantised(document["quantization"])))
     return Facts(tuple(rows))
+
+
+def _missing(missing: Document, *, everything: bool) -> Iterator[Block]:
+    """What is not there: its files, with rank, tensors and bytes where these are known, then its tensors."""
+    files = missing["files"]
+    tensors = missing["tensors"]
+    counts = [plural(len(rows), noun) for rows, noun in ((files, "file"), (tensors, "tensor")) if rows]
+    known = f", {size(missing['bytes'])}" if missing["bytes"] else ""
+    what = f"{' and '.join(counts)}{known}" if counts else missing["error"]["message"]
+    yield Verdict(False, f"missing: {what}; below is what is there")
+
+    shown_files = files if everything else files[:MISSING_SHOWN]
+    if files:
+        columns = (
+            Column("missing file"),
+            Column("rank", drop=1),
+            Column("tensors", right=True, drop=2),
+            Column("bytes", right=True, drop=3),
+        )
+        rows = tuple(
+            (
+                file["path"],
+                " ".join(f"{dim} {index}" for dim, index in file["rank"].items()),
+                "" if file["tensors"] is None else count(file["tensors"]),
+                "" if file["bytes"] is None else size(file["bytes"]),
+            )
+            for file in shown_files
+        )
+        yield Table("", columns, rows, more=more(len(files) - len(rows), "file"))
+
+    shown_tensors = tensors if everything else tensors[:MISSING_SHOWN]
+    if tensors:
+        yield Table(
+            "",
+            (Column("missing of these tensors"), Column("state", drop=1), Column("bytes", right=True, drop=2)),
+            tuple(
+                (row["name"], row["state"], "" if row["bytes"] is None else size(row["bytes"])) for row in shown_tensors
+            ),
+            more=more(len(tensors) - len(shown_tensors), "tensor"),
+        )
 
 
 def _quantised(found: Document) -> str:

@@ -31,9 +31,10 @@ from os.path import commonprefix
 from typing import NamedTuple
 
 from ckpt_tool.core.inner_path import unfit
+from ckpt_tool.core.missing import is_collecting, report_missing
 from ckpt_tool.errors import CorruptFile, InputError, UnsafeInput
 from ckpt_tool.storage.crc32c import crc32c
-from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.source import Tree, missing_file
 from ckpt_tool.storage.views import Compressed
 from ckpt_tool.storage.zstd_frames import Frame
 
@@ -171,6 +172,9 @@ def read_keys(tree: Tree, folder: str = "") -> dict[str, Value]:
         nodes += 1
         if nodes > MOST_NODES or len(found) > MOST_KEYS:
             raise body.fault(f"more than {MOST_NODES} nodes or {MOST_KEYS} keys")
+        if is_collecting() and child.path not in tree.listing():  # the keys below it are unknown, the others are not
+            report_missing(missing_file(child.path, tree.display(child.path)), files=[child.path])
+            continue
         below = _node(tree, child, found)
         todo += reversed(below)
     return found

@@ -25,12 +25,13 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.inner_path import is_view
+from ckpt_tool.core.missing import is_collecting, report_missing
 from ckpt_tool.core.tensor import Chunk, StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InputError
 from ckpt_tool.storage import strict_json
 from ckpt_tool.storage.crc32c import crc32c
 from ckpt_tool.storage.ocdbt import Value
-from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.source import Tree, missing_file
 from ckpt_tool.storage.views import CODECS, LARGEST_RATIO, Compressed, fill_view
 
 DAMAGED, UNSUPPORTED, HOLE = "E2753", "E2754", "E0309"
@@ -144,10 +145,20 @@ class Array(NamedTuple):
         for index in product(*map(range, layout.grid)):
             offset = tuple(i * step for i, step in zip(index, layout.chunk, strict=True))
             value = self.store.get(f"{self.name}/{layout.key(index)}")
+            if value is not None and self._is_missing(value):
+                continue
             if layout.shards is not None and value is not None:
                 yield from self._inner(value, offset, layout.shards)
             elif (chunk := self._chunk(value, offset, layout.chunk)) is not None:
                 yield chunk
+
+    def _is_missing(self, value: Value) -> bool:
+        """Is the file of a value gone? Only asked where the checkpoint is looked at; its file is reported."""
+        if not is_collecting() or is_view(value.path) or value.path in self.tree.listing():
+            return False
+        fault = missing_file(value.path, self.tree.display(value.path))
+        report_missing(fault, files=[value.path])
+        return True
 
     def chunk_keys(self) -> Iterator[str]:
         """The keys of all chunks that its header asks for, below the array's own."""

@@ -38,6 +38,7 @@ from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.dtype import DType, from_torch
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.faults import by_file
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import Chunk, Path, StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats.containers.dcp_pieces import RANK_LIMIT, Piece
@@ -243,13 +244,14 @@ class _Reading:
                 hint="the metadata contradicts itself: this save can't be trusted",
             )
         if missing:
-            raise Incomplete(
+            fault = Incomplete(
                 f"{len(missing)} boxes have no item in any file; the first: {missing[0]}",
                 code=INCOMPLETE,
                 path=self.shown,
                 faults=missing[1:SHOWN],
                 hint="the save was cut short or edited: nothing says where these bytes lie",
             )
+            report_missing(fault)
 
     def reformed(self, mcore: Any) -> None:
         """Megatron's own attribute `mcore_data` (core 0.8 to 0.15): fqn -> {`nd_reformulated_orig_global_shape`:
@@ -477,13 +479,39 @@ def check_files(tree: Tree, listings: Sequence[Listing], metadata: str) -> None:
     named = [file for listing in listings for file in listing.files]
     missing = [file for file in named if file not in have]
     if missing:
-        raise Incomplete(
+        fault = Incomplete(
             f"{len(missing)} of {len(named)} files are missing: {', '.join(missing[:20])}",
             code="E0301",
             path=tree.display(metadata),
             faults=missing[20:SHOWN],
             hint="copy the missing files from where the job wrote them: __R_S.distcp is rank R's",
         )
+        counts, sizes = dict.fromkeys(missing, 0), dict.fromkeys(missing, 0)
+        for listing in listings:
+            _leave_out(listing, counts, sizes)
+        report_missing(fault, files=counts, file_bytes=sizes)
+
+
+def _leave_out(listing: Listing, counts: dict[str, int], sizes: dict[str, int]) -> None:
+    """Take what lies in missing files out of a listing, and count the items and their bytes by file.
+
+    Args:
+        counts, sizes: items and bytes of each missing file, to add to.
+    """
+    for tensor in listing.tensors.values():
+        pieces = list(tensor.pieces)
+        for piece in pieces:
+            if piece.file in counts:
+                counts[piece.file] += 1
+                sizes[piece.file] += piece.length
+        tensor.pieces = [piece for piece in pieces if piece.file not in counts]
+    for fqn, entry in list(listing.objects.items()):
+        if entry.file in counts:
+            counts[entry.file] += 1
+            sizes[entry.file] += entry.length
+            del listing.objects[fqn]
+    for file in counts:
+        listing.files.pop(file, None)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

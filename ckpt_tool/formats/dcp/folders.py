@@ -28,6 +28,7 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple
 
 from ckpt_tool.core.hints import Names
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.errors import Incomplete, UnknownFormat
 from ckpt_tool.formats.containers.dcp_items import DATA
 from ckpt_tool.formats.containers.dcp_metadata import (
@@ -156,12 +157,14 @@ def refuse(tensors: Iterable[str], objects: Iterable[str], shown: str, *, finish
                 path=shown,
                 hint=f"pass its own folder: {shown.rstrip('/')}",
             )
-        raise Incomplete(
+        fault = Incomplete(
             "a Megatron save that was not finished: there is no metadata.json, which is written last",
             code=UNFINISHED,
             path=shown,
             hint="take the last checkpoint that was finished, or copy the file from where the job wrote it",
         )
+        report_missing(fault, files=["metadata.json"])
+        return
     if any(key.startswith(FSDP_OWN) for key in (*objects, *tensors)) or (
         objects >= _JOB and any(_MODULE.match(key) for key in tensors)
     ):

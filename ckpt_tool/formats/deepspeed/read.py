@@ -25,6 +25,7 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.faults import by_file, for_each
 from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import MASTER, Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
 from ckpt_tool.formats.deepspeed.described import HOME, OPTIMIZER, Described, Options
@@ -138,7 +139,9 @@ class Reader:
         absent = [name for rank, name in wanted.modules.items() if rank not in names]
         absent += [name for rank, name in wanted.optimizers.items() if rank not in self.files.optim]
         if absent:
-            raise self._missing(absent)
+            fault = self._missing(absent)
+            report_missing(fault, files=absent)
+            raise fault  # where the parts of a flat group begin depends on all of them
         self._no_strangers(models)
         self._read_all(names, {names[min(names)]: first})
         for module in self.modules.values():

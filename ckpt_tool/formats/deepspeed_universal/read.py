@@ -18,6 +18,7 @@ from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.extras import Symbol
 from ckpt_tool.core.faults import by_file, for_each
 from ckpt_tool.core.hints import Globals, Hints
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import (
     EXTRAS,
     MASTER,
@@ -308,11 +309,14 @@ class Reader:
         for name, states in wanted.items():
             if name not in self.params:
                 hint = "a part was lost, or the conversion was not finished: run it again"
-                raise lost("it has no folder below zero/", self.tree.display("zero"), hint, name)
+                fault = lost("it has no folder below zero/", self.tree.display("zero"), hint, name)
+                report_missing(fault, files=[f"zero/{name}/{state}.pt" for state in sorted(states)])
+                continue
             lacks = sorted(states - self.params[name].states)
             if lacks:
                 what, hint = ", ".join(f"{state}.pt" for state in lacks), "a part was lost: run the conversion again"
-                raise lost(f"its folder lacks {what}", self.tree.display(f"zero/{name}"), hint, name)
+                fault = lost(f"its folder lacks {what}", self.tree.display(f"zero/{name}"), hint, name)
+                report_missing(fault, files=[f"zero/{name}/{state}.pt" for state in lacks])
 
     def _states(self, record: Recorded | None) -> None:
         """The folders' tensors, state by state, in the order of the flat groups."""

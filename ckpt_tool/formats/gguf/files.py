@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
 from ckpt_tool.formats.gguf.header import MAGIC, Header
 from ckpt_tool.storage.source import Tree
@@ -83,13 +84,15 @@ def chosen_model(tree: Tree) -> Model:
         except Incomplete:
             missing.append(name)
     if missing:
-        raise Incomplete(
+        fault = Incomplete(
             f"{len(missing)} of {len(found[0].files)} files of the split are missing: {missing[0]}",
             code=LACKING,
             path=tree.display(missing[0]),
             faults=[f"missing: {name}" for name in missing[1:50]],
             hint="fetch the missing files into the same folder",
         )
+        report_missing(fault, files=missing)
+        return Model(tuple(name for name in found[0].files if name not in missing))
     return found[0]
 
 

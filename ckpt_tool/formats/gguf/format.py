@@ -38,6 +38,7 @@ from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.hints import Hints, Stated
+from ckpt_tool.core.missing import is_collecting
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint
 from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions, Specificity
@@ -82,7 +83,8 @@ class _Gguf:
         """The catalog, from headers alone. Raises UnknownFormat E0393, E1704; Incomplete E1703; CorruptFile E1700;
         InconsistentCheckpoint E1701, E1702, E1705; CorruptFile E2870."""
         headers = for_each(chosen_model(tree).files, lambda path: read_header(tree, path))
-        check_split(tree, headers)
+        if not is_collecting():
+            check_split(tree, headers)
         tensors: dict[TensorKey, LogicalTensor] = {}
         for header in headers:
             for info in header.tensors:

@@ -21,6 +21,7 @@ from typing import ClassVar
 
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.hints import Hint
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
 from ckpt_tool.quantised.weights import QUANTISER_FILES
 from ckpt_tool.storage.source import Tree
@@ -296,10 +297,11 @@ def _check_numbers(label: str, found: list[tuple[int, int]], path: str) -> None:
     if absent:
         shown = islice((n for n in range(first, first + total) if n not in have), SHOWN)
         names = [f"{label}{number:05d}" for number in shown]
-        raise Incomplete(
+        fault = Incomplete(
             f"{absent} of {total} numbers are missing: {', '.join(names)}{', ...' if absent > SHOWN else ''}",
             code=MISSING,
             path=path,
             faults=(f"missing: {name}" for name in names[1:]),
             hint="fetch the missing files; their names count them",
         )
+        report_missing(fault, files=[f"{name}-of-{total:05d}{SUFFIX}" for name in names])

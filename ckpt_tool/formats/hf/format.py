@@ -35,6 +35,7 @@ from ckpt_tool.core.catalog import Catalog, Note, faults_of
 from ckpt_tool.core.faults import for_each, together
 from ckpt_tool.core.gc_pause import gc_paused
 from ckpt_tool.core.hints import Hints
+from ckpt_tool.core.missing import is_collecting, report_missing
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, InternalError, UnknownFormat
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specificity
@@ -244,8 +245,10 @@ def _read_indexed(tree: Tree, path: str, *, lenient: bool, forced: bool) -> tupl
     index = read_index(tree, path)
     if DELTA in index.metadata and not forced:
         raise _delta(tree, path)
-    _refuse_missing(tree, index)
+    missing = _refuse_missing(tree, index)
     shards, metadata, total = dict(index.shards), index.metadata, len(index)
+    for file in missing:
+        del shards[file]
     del index  # its names go file by file as the headers' come, so that both never lie in memory whole
     headers: list[Header] = []
     faults: list[CkptError] = []
@@ -271,8 +274,9 @@ def _read_indexed(tree: Tree, path: str, *, lenient: bool, forced: bool) -> tupl
     if faults:
         raise together(faults)
     if absent:
-        raise _absent(tree, absent, total)
-    notes = _total_size(path, metadata.get("total_size"), headers, whole=not strangers)
+        report_missing(_absent(tree, absent, total), tensors={TensorKey(name): None for name, _ in absent})
+    complete = not strangers and not missing and not absent
+    notes = _total_size(path, metadata.get("total_size"), headers, whole=complete)
     if strangers:
         notes.append(_strangers(tree, path, strangers, lenient=lenient))
     return headers, notes
@@ -315,8 +319,9 @@ def _find_all_in_others(tree: Tree, index: Index) -> str:
     )
 
 
-def _refuse_missing(tree: Tree, index: Index) -> None:
-    """Raise Incomplete (E0380) that names every file of the index that is not there."""
+def _refuse_missing(tree: Tree, index: Index) -> list[str]:
+    """Raise Incomplete (E0380) that names every file of the index that is not there; return them where they are only
+    reported."""
     listed = () if tree.single else tree.listing()
     missing = []
     for file, names in sorted(index.shards.items()):
@@ -329,7 +334,7 @@ def _refuse_missing(tree: Tree, index: Index) -> None:
     if missing:
         lost = sum(count for _, count in missing)
         some = ", ".join(file for file, _ in missing[:SHOWN]) + (", ..." if len(missing) > SHOWN else "")
-        raise Incomplete(
+        fault = Incomplete(
             f"{len(missing)} of {len(index.shards)} files are missing: {some};"
             f" they hold {lost} of {len(index)} tensors",
             code=MISSING_SHARDS,
@@ -337,6 +342,9 @@ def _refuse_missing(tree: Tree, index: Index) -> None:
             faults=(f"missing: {file} ({count} tensors)" for file, count in missing[1:100]),
             hint=_find_all_in_others(tree, index) or "fetch the missing files into this folder",
         )
+        tensors = {TensorKey(str(name)): None for file, _ in missing for name in index.shards[file]}
+        report_missing(fault, files=dict(missing), tensors=tensors)
+    return [file for file, _ in missing]
 
 
 def _absent(tree: Tree, absent: list[tuple[str, str]], total: int) -> Incomplete:
@@ -404,6 +412,9 @@ def _refuse_twice(tree: Tree, headers: Sequence[Header]) -> None:
 def _gather(tree: Tree, headers: Sequence[Header], *, lenient: bool) -> tuple[hf_shards.PartTable, list[Note]]:
     """DCP shards as one table, its cover checked here because no global shape says what it should be."""
     tensors, found = hf_shards.gather(headers, {h.path: tree.display(h.path) for h in headers}, lenient=lenient)
+    if is_collecting():
+        Catalog(FORMAT.name, tensors).check()
+        return tensors, list(found)
     faults = list(faults_of(tensors.values()))
     if faults:
         faults[0].path = faults[0].path or tree.display()

@@ -26,6 +26,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.errors import Incomplete
 from ckpt_tool.formats.megatron.groups import chained, groups_of, is_expert_group, is_matrix, key_of_group, members_of
 
@@ -83,7 +84,7 @@ def shares_beside(
     own = {d: rank for d, rank in ranks.items() if ep == 1 or rank // etp % ep == where.ep}
     missing = [name for d in own if (name := f"{path}/layer_wise_optimizer_{d}.pt") not in files]
     if missing:
-        raise Incomplete(
+        fault = Incomplete(
             f"{len(missing)} shares of the layer-wise optimizer are missing: {missing[0]}",
             code="E0302",
             path=tree.display(missing[0]),
@@ -91,8 +92,11 @@ def shares_beside(
             hint="copy them from where the job wrote them (each data rank writes its own; the optimizer in "
             "model_optim_rng.pt is one of them alone), or take the model with --state model",
         )
+        report_missing(fault, files=missing)
     grid = etp * ep
     for d, rank in own.items():
+        if f"{path}/layer_wise_optimizer_{d}.pt" in missing:
+            continue
         yield Share(f"{path}/layer_wise_optimizer_{d}.pt", (d, dp), (rank // grid, max(1, tp * dp // grid)))
 
 

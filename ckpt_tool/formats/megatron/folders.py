@@ -25,6 +25,7 @@ from math import lcm
 from typing import Any
 
 from ckpt_tool.core.mesh import divisors
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats.megatron.job import CONTRADICTION, Rank, carved, check_experts
 from ckpt_tool.formats.megatron.stages import nearest
@@ -183,7 +184,7 @@ def _whole(ranks: Iterable[Rank], degrees: Mapping[str, int], *, experts: bool) 
         )
     elif degrees["etp"] > degrees["tp"]:
         hint = "Megatron writes expert shards of ETP > TP over each other (NVIDIA/Megatron-LM#1836): save as torch_dist"
-    raise Incomplete(
+    fault = Incomplete(
         f"{len(names)} rank folders are missing: {', '.join(names[:8])}",
         code=MISSING,
         path=names[0],
@@ -191,6 +192,7 @@ def _whole(ranks: Iterable[Rank], degrees: Mapping[str, int], *, experts: bool) 
         hint=hint,
         faults=lost[:50],
     )
+    report_missing(fault, files=[f"{name}/{MODEL_FILE}" for name in names])
 
 
 def fit(degrees: Mapping[str, int], experts: int | None) -> tuple[dict[str, int], list[str]]:

@@ -32,6 +32,7 @@ from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import EXTRAS, MASTER, MODEL, Chunk, LogicalTensor, Path, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
 from ckpt_tool.formats.megatron import names
@@ -532,13 +533,15 @@ class _Reading:
         order = [(v, p) for v in range(len(self.first.chunks)) for p in range(self.degrees["pp"])]
         total = sum(counts.get(at, 0) for at in order)
         if self.facts.layers and total != self.facts.layers and any(counts.values()):
-            raise Incomplete(
+            fault = Incomplete(
                 f"the ranks hold {total} layers, the arguments say {self.facts.layers}",
                 code=MISSING,
                 path=self.tree.display(self.first.path),
                 faults=[f"stage {p}, chunk {v}: {counts.get((v, p), 0)} layers" for v, p in order][:50],
                 hint="a layer is missing from a rank's file, or files of two models lie together",
             )
+            report_missing(fault)
+            self._fill_in(counts, order, self.facts.layers - total)
         where = next((i for i, at in enumerate(order) if mtp.get(at)), None)
         made = from_counts(
             [counts.get(at, 0) for at in order],
@@ -550,6 +553,14 @@ class _Reading:
         self.degrees["vpp"] = len(self.first.chunks)
         return made
 
+    @staticmethod
+    def _fill_in(counts: dict[tuple[int, int], int], order: Sequence[tuple[int, int]], layers: int) -> None:
+        """Give the layers that are missing to the stages of which no file is there, so that those behind them have
+        their own numbers."""
+        empty = [at for at in order if not counts.get(at)]
+        for number, at in enumerate(empty):
+            counts[at] = layers // len(empty) + (number < layers % len(empty))
+
     def _job(self) -> Job:
         every = [pair for rank in self.ranks for chunk in rank.chunks for pair in chunk]
         shapes = {name: array.shape for name, array in every if not is_shapeless(array)}
@@ -558,12 +569,13 @@ class _Reading:
         if not own and self.experts and self.facts.experts:
             own = self.facts.experts // ep
         if self.facts.experts and own and own * ep != self.facts.experts:
-            raise Incomplete(
+            fault = Incomplete(
                 f"{ep} expert ranks hold {own} experts each, the arguments say {self.facts.experts} in all",
                 code=MISSING,
                 path=self.tree.display(self.first.path),
                 hint="expert tensors are missing from the rank files",
             )
+            report_missing(fault)
         return Job(
             self.facts,
             self.degrees,

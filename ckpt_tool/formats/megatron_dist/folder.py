@@ -25,6 +25,7 @@ from typing import Any
 
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.faults import together
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InputError
 from ckpt_tool.formats.containers.dcp_items import DATA
 from ckpt_tool.formats.containers.dcp_metadata import MEGATRON_OBJECTS, METADATA, UNFINISHED
@@ -92,12 +93,16 @@ def check(tree: Tree, folder: str) -> None:
     names = _names(tree, folder)
     for name, what in ((METADATA, "the list of its tensors"), (CONFIG, "which is written last")):
         if name not in names:
-            raise Incomplete(
+            fault = Incomplete(
                 f"the save was not finished: there is no {name}, {what}",
                 code=UNFINISHED,
                 path=tree.display(folder),
                 hint="take the last checkpoint that was finished, or copy the missing file from where the job wrote it",
             )
+            if name == METADATA:
+                raise fault
+            report_missing(fault, files=[folder + name])
+            return
     shown = tree.display(folder + CONFIG)
     config = strict_json.parse(tree.read_whole(folder + CONFIG, limit=1 << 20), path=shown)
     backend = config.get("sharded_backend") if isinstance(config, dict) else None
@@ -123,7 +128,9 @@ def check_integrity(tree: Tree, folder: str) -> list[Note]:
     hashes = _hashes(tree, path)
     late = [name for name in hashes if tree.exists(folder + name) and tree.size(folder + name) > HASHED]
     faults = list(_faults(tree, folder, {name: hashes[name] for name in hashes if name not in late}))
-    if faults:
+    if faults and all(isinstance(fault, Incomplete) for fault in faults):
+        report_missing(together(faults), files=[folder + name for name in hashes if not tree.exists(folder + name)])
+    elif faults:
         raise together(faults)
     if not late:
         return []

@@ -33,6 +33,7 @@ from typing import Any
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.faults import both, for_each
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import Path, StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError, UnsafeInput
 from ckpt_tool.formats.containers.dcp_items import Items, ReadObject
@@ -143,13 +144,15 @@ def _common(tree: Tree, folder: str, stated: Mapping[str, ReadObject], out: Obje
         out.extras = dict(content.extras) if isinstance(content.extras, dict) else {"value": content.extras}
         return
     if not stated:
-        raise Incomplete(
+        fault = Incomplete(
             f"there is neither {COMMON} nor an item {COMMON_STATE}: arguments, iteration and "
             "hyperparameters are missing",
             code=MISSING,
             path=tree.display(folder),
             hint="copy common.pt from where the job's first rank wrote it",
         )
+        report_missing(fault, files=[path])
+        return
     one = next(iter(stated.values()))
     parted = part(_only(one, tree))
     shown = tree.display(one.entry.file)

@@ -15,6 +15,7 @@ from ckpt_tool.core.box import Box
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import EXTRAS, MODEL, Chunk, LogicalTensor, TensorKey, first_rows
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UnknownFormat
 from ckpt_tool.formats import checksums
@@ -269,7 +270,7 @@ class _Reading:
         if self.options.lenient:
             self.notes.append(Note("N-no-state", f"{message}, such as {missing[0]}", key=missing[0]))
             return
-        raise Incomplete(
+        fault = Incomplete(
             message,
             code=STATELESS,
             path=self.tree.display(self.folder),
@@ -277,6 +278,7 @@ class _Reading:
             faults=missing[1:50],
             hint="a part of the optimizer was not saved, or removed; --lenient takes it as it is",
         )
+        report_missing(fault)
 
     def _rng(self, extras: dict[str, Any], degrees: Mapping[str, int]) -> None:
         """RNG states under the names that all formats of Megatron's give them."""

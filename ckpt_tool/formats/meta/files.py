@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
 
 PARAMS = "params.json"
@@ -58,13 +59,15 @@ def check(shards: tuple[str, ...], *, path: str) -> None:
         )
     absent = sorted(set(range(numbers[-1] + 1)) - set(numbers))
     if absent:
-        raise Incomplete(
+        fault = Incomplete(
             f"{len(absent)} of {numbers[-1] + 1} shards are missing: consolidated.{absent[0]:02d}.pth",
             code=MISSING,
             path=path,
             faults=[f"missing: consolidated.{number:02d}.pth" for number in absent[1:50]],
             hint="fetch the missing files; their names count them from 00",
         )
+        report_missing(fault, files=[f"consolidated.{number:02d}.pth" for number in absent[:100]])
+        raise fault  # a part of each tensor makes no tensor
 
 
 def _number(name: str) -> int:

@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from math import prod
 
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.faults import together
+from ckpt_tool.core.missing import is_collecting, report_missing
+from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, CorruptFile, InconsistentCheckpoint
 from ckpt_tool.formats.orbax.items import DAMAGED, METADATA, Item, Leaf
-from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.source import Tree, missing_file
 from ckpt_tool.storage.zarr import HEADERS, Array
 
 NO_LEAF = "E2871"
@@ -38,7 +41,9 @@ def check_chunks(tree: Tree, item: Item, arrays: Sequence[Array], *, lenient: bo
             "fetch the missing files; Orbax before 0.10 left out chunks that hold nothing but the fill value: if it "
             "wrote this one, --lenient reads them so"
         )
-    if faults:
+    if is_collecting():
+        _report_chunks(tree, arrays)
+    elif faults:
         raise together(faults)
 
     if item.sparse is not None or not lenient:
@@ -50,6 +55,16 @@ def check_chunks(tree: Tree, item: Item, arrays: Sequence[Array], *, lenient: bo
             what = f"{len(absent)} chunks of {array.name} are not stored, and read as its fill value: {absent[0]}"
             notes.append(Note("N-fill", what, tree.display(array.header.path)))
     return notes
+
+
+def _report_chunks(tree: Tree, arrays: Sequence[Array]) -> None:
+    """Report each array of which chunks are not stored, and their bytes."""
+    for array in arrays:
+        stored = sum(chunk.box.numel for chunk in array.chunks())
+        lost = max(0, prod(array.shape) - stored)
+        if lost:
+            fault = array.missing() or missing_file(array.name, tree.display(array.header.path))
+            report_missing(fault, tensors={TensorKey(array.name): array.dtype.nbytes(lost)})
 
 
 def check_leaves(tree: Tree, item: Item, keys: Iterable[str] | None, rows: Sequence[tuple[Leaf, Array]]) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.bounds import numeral
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import CorruptFile, Incomplete, UnknownFormat
 from ckpt_tool.formats.hf.files import is_sidefile
@@ -351,10 +352,11 @@ def check_items(tree: Tree, step: Step) -> None:
             lost.append(f"{name}: its file {JSON_ITEM} is missing")
 
     if lost:
-        raise Incomplete(
+        fault = Incomplete(
             f"an item of the step is incomplete: {lost[0]}",
             code=LOST_ITEM,
             path=tree.display(step.folder.rstrip("/")),
             faults=lost[1:50],
             hint="fetch the whole step again",
         )
+        report_missing(fault)

@@ -11,7 +11,9 @@ from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog, Note, Row
 from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.hints import Hints
+from ckpt_tool.core.missing import is_collecting, report_missing
 from ckpt_tool.core.tensor import STEP, LogicalTensor, Path, TensorKey
+from ckpt_tool.errors import Incomplete
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.orbax import items as orbax_items
 from ckpt_tool.formats.orbax.accounts import check_chunks, check_leaves
@@ -149,6 +151,19 @@ def _count(
     return LogicalTensor(TensorKey(".".join(map(str, path)), STEP), (), array.dtype, chunks, path) if chunks else None
 
 
+def _leaves_with_header(tree: Tree, store: Store, leaves: Sequence[Leaf], version: int) -> list[Leaf]:
+    """The leaves whose arrays have a header; the others are reported as missing."""
+    kept: list[Leaf] = []
+    for leaf in leaves:
+        try:
+            read_array(tree, store, leaf.stored, version=version, holes=True)
+        except Incomplete as fault:
+            report_missing(fault, tensors={TensorKey(leaf.stored): None})
+        else:
+            kept.append(leaf)
+    return kept
+
+
 def _arrays(tree: Tree, item: Item, *, lenient: bool) -> tuple[list[tuple[Leaf, Array]], list[Note]]:
     """(the arrays of an item's leaves, notes on chunks that are not stored)."""
     keys = read_keys(tree, item.folder) if item.ocdbt else None
@@ -156,6 +171,8 @@ def _arrays(tree: Tree, item: Item, *, lenient: bool) -> tuple[list[tuple[Leaf, 
     leaves = [leaf for leaf in item.leaves if leaf.kind not in EMPTY and leaf.kind != STRING]
     version = 3 if item.zarr3 else 2
     may_be_absent = item.sparse or (item.sparse is None and lenient)
+    if is_collecting():
+        leaves = _leaves_with_header(tree, store, leaves, version)
     arrays = for_each(
         leaves, lambda leaf: read_array(tree, store, leaf.stored, version=version, holes=not may_be_absent), file=id
     )

@@ -37,6 +37,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats.paddle.dtypes import DTYPE_NUMBERS
 from ckpt_tool.formats.paddle.job import V1, V2, JobDegrees, Rank
@@ -198,13 +199,14 @@ def check_whole(tree: Tree, files: Sequence[RankFile], degrees: JobDegrees) -> N
         have = {file.name for file in own}
         missing += [name for name in _expected(own, degrees) if name not in have]
     if missing:
-        raise Incomplete(
+        fault = Incomplete(
             f"{len(missing)} of {len(files) + len(missing)} ranks' files are missing: {', '.join(missing[:8])}",
             code=MISSING,
             path=tree.display(missing[0]),
             faults=[f"missing: {name}" for name in missing[8:100]],
             hint="every rank writes its own: copy them from all machines of the job",
         )
+        report_missing(fault, files=missing)
 
 
 def _expected(own: Sequence[RankFile], degrees: JobDegrees) -> Iterable[str]:

@@ -25,6 +25,7 @@ from ckpt_tool.core.dtype import DTYPES, DType, from_name
 from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.hints import Degrees, Dialect, Hints
 from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
 from ckpt_tool.formats.base import ReadOptions
@@ -350,13 +351,14 @@ class Reading:
                 if self.numbering.logical(name, ep) in held or name not in first:
                     continue
                 if static in stage.owners:
-                    raise Incomplete(
+                    fault = Incomplete(
                         f"sharding rank {stage.owners[static]} should hold it, no file does",
                         code=MISSING,
                         path=stage.shown,
                         key=name,
                         hint="a file was cut short, or is of another save",
                     )
+                    report_missing(fault)
                 frozen[self.numbering.logical(name, ep)] = None
         if frozen:
             self._note(
@@ -528,12 +530,13 @@ def _refuse_lost_optimizer(tree: Tree, names: list[str], files: list[RankFile]) 
     """Raise Incomplete E0302 where ranks noted that they saved their optimizer, and no file of it is there."""
     signals = [name for name in names if _SIGNAL.fullmatch(name)]
     if signals and not any(file.kind == OPTIMIZER_FILE for file in files):
-        raise Incomplete(
+        fault = Incomplete(
             f"{signals[0]} says that a rank saved its optimizer, but there is no optimizer*.pdopt",
             code=MISSING,
             path=tree.display(signals[0]),
             hint="fetch it; without it, remove the saved_signal files or pass --lenient",
         )
+        report_missing(fault)
 
 
 def _refuse_lost_masters(tree: Tree, reading: Reading) -> None:
@@ -544,7 +547,7 @@ def _refuse_lost_masters(tree: Tree, reading: Reading) -> None:
             leaves = reading.contents[file.name].leaves
             lost = without_master((saved.path, saved.shape) for saved in leaves)
             if lost:
-                raise Incomplete(
+                fault = Incomplete(
                     f"moments of {len(lost)} master weights that the file does not hold",
                     code=MISSING,
                     path=tree.display(file.name),
@@ -552,6 +555,7 @@ def _refuse_lost_masters(tree: Tree, reading: Reading) -> None:
                     faults=[f"no master: {key[:200]}" for key in lost[1:50]],
                     hint="the file was edited or cut: fetch it again; --lenient takes it as it is",
                 )
+                report_missing(fault)
 
 
 def _refuse_lost_averages(tree: Tree, reading: Reading) -> None:
@@ -569,13 +573,14 @@ def _refuse_lost_averages(tree: Tree, reading: Reading) -> None:
             sorted(optimizers.get((*sorted(file.at.items()),), set()) - masters(file)) if file.kind == EMA_FILE else []
         )
         if lost:
-            raise Incomplete(
+            fault = Incomplete(
                 f"averages of {len(lost)} master weights are not in the file",
                 code=MISSING,
                 path=tree.display(file.name),
                 key=lost[0][:200],
                 hint="the file was edited or cut: fetch it again; --lenient takes it as it is",
             )
+            report_missing(fault)
 
 
 # -- one file ----------------------------------------------------------------------------------------------------------

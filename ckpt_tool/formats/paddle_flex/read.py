@@ -59,6 +59,7 @@ from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.flat_line import Boxes, FlatLine
 from ckpt_tool.core.hints import Degrees, Dialect, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.missing import is_collecting, report_missing
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
 from ckpt_tool.formats import checksums
@@ -83,7 +84,7 @@ from ckpt_tool.formats.paddle_flex.folders import (
 from ckpt_tool.formats.paddle_flex.metadata import Entry, Listing, Shard, read_metadata
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.storage.safetensors_file import read_header
-from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.source import Tree, missing_file
 from ckpt_tool.storage.strict_json import parse
 
 # -- data files --------------------------------------------------------------------------------------------------------
@@ -103,7 +104,9 @@ class DataFiles:
         self._files: dict[str, dict[str, Saved]] = {}
 
     def of(self, file: str) -> Mapping[str, Saved]:
-        """The tensors of a file by key."""
+        """The tensors of a file by key; none of a file that is missing, where that is only reported."""
+        if is_collecting() and file not in self.tree.listing():
+            return {}
         if file not in self._files:
             self._files[file] = self._safetensors(file) if file.endswith(".safetensors") else self._distcp(file)
         return self._files[file]
@@ -153,13 +156,14 @@ def check_files(tree: Tree, folder: str, files: Iterable[str], metadata: str) ->
     have = tree.listing()
     missing = [file for file in files if file not in have]
     if missing:
-        raise Incomplete(
+        fault = Incomplete(
             f"{len(missing)} files that the metadata names are missing: {', '.join(missing[:20])}",
             code=MISSING,
             path=tree.display(folder + metadata),
             faults=missing[20:100],
             hint="copy the missing files from where the job wrote them: every rank writes its own",
         )
+        report_missing(fault, files=missing)
 
 
 def chunks_of_entry(entry: Entry, files: DataFiles, parts: tuple[int, ...]) -> tuple[Chunk, ...]:
@@ -172,6 +176,9 @@ def chunks_of_entry(entry: Entry, files: DataFiles, parts: tuple[int, ...]) -> t
     ways = fused_blocks(entry, parts)
     out: list[Chunk] = []
     for shard in sorted(entry.shards, key=lambda s: s.replica):
+        if is_collecting() and shard.file not in files.tree.listing():
+            report_missing(missing_file(shard.file, files.tree.display(shard.file)))
+            continue
         saved = _stored(entry, shard, files)
         if ways is None:
             pairs: Boxes = ((Box(shard.offset, shard.shape), whole(shard.shape)),)
@@ -596,7 +603,9 @@ class _Reading:
             check_files(self.tree, save.folder, listing.files, save.metadata)
             self.listings[save.folder] = listing
         bare = [save.folder + name for save in self.saves if save.metadata is None for name in save.data]
-        self.files.read((*(file for listing in self.listings.values() for file in listing.files), *bare))
+        there = self.tree.listing()
+        named = [file for listing in self.listings.values() for file in listing.files if file in there]
+        self.files.read((*named, *bare))
         for save in self.saves:
             if save.metadata is None:
                 old = old_ema(save, self.listings, self.files)

@@ -51,6 +51,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.faults import for_each
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, TensorKey
 from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats.hf.index import read_value
@@ -294,7 +295,7 @@ def check_markers(tree: Tree, files: UnifiedFiles) -> None:
     ]
     missing = [f".{part}_weight.done.{rank}" for part in parts for rank in sorted(ranks - done.get(part, set()))]
     if missing:
-        raise Incomplete(
+        fault = Incomplete(
             f"an asynchronous save that did not finish: {len(missing)} marks are missing, the first {missing[0]}",
             code=UNFINISHED,
             path=tree.display(missing[0]),
@@ -302,6 +303,7 @@ def check_markers(tree: Tree, files: UnifiedFiles) -> None:
             hint="wait until the job's writers are done, or take the checkpoint before; if its marks were only lost,"
             " remove the others (.*.done.*) too",
         )
+        report_missing(fault, files=missing)
 
 
 def check_indexes(tree: Tree, files: UnifiedFiles) -> None:
@@ -367,7 +369,8 @@ def read_part(tree: Tree, index: PaddleIndex, *, lenient: bool) -> Part:
     """
     named = index.files()
     _refuse_missing(tree, index, named)
-    headers = for_each(named, lambda file: read_header(tree, file, lenient=lenient))
+    there = [file for file in named if file in tree.listing()]
+    headers = for_each(there, lambda file: read_header(tree, file, lenient=lenient))
     rows: dict[str, tuple[Header, int]] = {}
     more: dict[str, tuple[Header, int]] = {}
     again: dict[str, list[tuple[Header, int]]] = {}
@@ -401,13 +404,18 @@ def _refuse_missing(tree: Tree, index: PaddleIndex, named: Mapping[str, Sequence
     missing = [file for file in named if file not in listing]
     if missing:
         lost = sum(len(named[file]) for file in missing)
-        raise Incomplete(
+        fault = Incomplete(
             f"{len(missing)} of {len(named)} files are missing: {', '.join(missing[:20])}; they hold {lost} of"
             f" {len(index.weight_map or ())} tensors",
             code=MISSING_FILES,
             path=tree.display(index.path),
             faults=(f"missing: {file}" for file in missing[1:100]),
             hint="fetch the missing files into this folder; of a job on several machines, from all of them",
+        )
+        report_missing(
+            fault,
+            files={file: len(named[file]) for file in missing},
+            tensors={TensorKey(name): None for file in missing for name in named[file]},
         )
 
 
@@ -449,7 +457,7 @@ def _refuse_absent(
     ]
     if lost:
         name, path = lost[0]
-        raise Incomplete(
+        fault = Incomplete(
             f"{len(lost)} of {len(index.weight_map or ())} tensors of the index are not in their files; the first:"
             f" {name[:200]} not in {path}",
             code=NOT_IN_FILE,
@@ -458,6 +466,7 @@ def _refuse_absent(
             faults=(f"{name[:200]} not in {path}" for name, path in lost[1:100]),
             hint=AGAIN,
         )
+        report_missing(fault, tensors={TensorKey(name): None for name, _ in lost})
 
 
 def _total(

@@ -25,6 +25,7 @@ from ckpt_tool.core.catalog import mark_replicas
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.flat_line import FlatLine
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import MASTER, Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UsageError
 from ckpt_tool.formats.paddle import quant
@@ -122,13 +123,14 @@ def check_ranks(tree: Tree, ranks: Mapping[str, Sequence[RankFile]], *, parts: i
             at = tuple(zip(order, place, strict=True))
             missing += [_name(stem, at, part) for part in numbers if (at, part) not in have]
     if missing and not marked:
-        raise Incomplete(
+        fault = Incomplete(
             f"{len(missing)} of the ranks' files are missing; the first: {missing[0]}",
             code=MISSING_RANK,
             path=tree.display(missing[0]),
             faults=missing[1:50],
             hint="fetch the files of every rank into this folder",
         )
+        report_missing(fault, files=missing)
     return degrees
 
 

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.catalog import Catalog, Note, Row
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.hints import Degrees, Dialect, Hints
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats.base import ReadOptions
@@ -429,7 +430,7 @@ class _Reading:
         if MASTER_STEM in self.files.ranks or self.lenient:
             self.notes.append(Note("W-untrained", message))
             return
-        raise Incomplete(
+        fault = Incomplete(
             message,
             code=NO_STATES,
             path=self.tree.display(),
@@ -437,6 +438,7 @@ class _Reading:
             faults=alone[1:50],
             hint="fetch every rank's optimizer file; if these are frozen, --lenient",
         )
+        report_missing(fault)
 
     def _model(self, part: Part, others: Entries, *, settle: bool = True) -> Entries:
         """The model's tensors under `model`, or `master` where its files are the master weights. settle: as in
@@ -516,13 +518,14 @@ class _Reading:
         if index is None or index.weight_map is None or any(key.state == MASTER for key in entries):
             return
         if index.stated.get("master_weights") is True and "quant_ckpt_resume_times" not in index.stated:
-            raise Incomplete(
+            fault = Incomplete(
                 "the optimizer's index says master_weights, and there are none",
                 code=LOST_MASTERS,
                 path=self.tree.display(MASTER_STEM + files_of.INDEX_SUFFIX),
                 hint="fetch master_weights*.safetensors and their index; to do without them, set "
                 "master_weights to false",
             )
+            report_missing(fault)
 
 
 # -- small -------------------------------------------------------------------------------------------------------------

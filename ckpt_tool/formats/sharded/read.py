@@ -20,6 +20,7 @@ from ckpt_tool.core.extras import from_json
 from ckpt_tool.core.faults import together
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.mesh import DIMS
+from ckpt_tool.core.missing import is_collecting, report_missing
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats.hf.files import is_sidefile
@@ -69,6 +70,8 @@ def read_catalog(tree: Tree, *, lenient: bool = False) -> Catalog:
     found: _Found = {}
     faults: list[CkptError] = []
     for entry in index.files:
+        if is_collecting() and not tree.exists(entry.path):
+            continue
         try:
             _read_file(tree, entry, index, found, lenient=lenient)
         except (CorruptFile, InconsistentCheckpoint) as fault:
@@ -77,12 +80,15 @@ def read_catalog(tree: Tree, *, lenient: bool = False) -> Catalog:
         raise together(faults)
     _check_all_found(index, found, shown)
     known = {INDEX, *sidefiles, *(entry.path for entry in index.files)}
+    tensors = {
+        key: LogicalTensor(key, entry.shape, entry.dtype, mark_replicas(found.get(key, ())), entry.path)
+        for key, entry in index.tensors.items()
+    }
+    if is_collecting():
+        Catalog("sharded", tensors).check()
     return Catalog(
         format="sharded",
-        tensors={
-            key: LogicalTensor(key, entry.shape, entry.dtype, mark_replicas(found[key]), entry.path)
-            for key, entry in index.tensors.items()
-        },
+        tensors=tensors,
         extras=_values(index.extras, shown, "/extras"),
         mesh=index.mesh,
         files=(INDEX, *(entry.path for entry in index.files)),
@@ -128,12 +134,17 @@ def _check_files(tree: Tree, index: Index) -> tuple[str, ...]:
     listing = tree.listing()
     missing = [entry for entry in index.files if entry.path not in listing]
     if missing:
-        raise Incomplete(
+        fault = Incomplete(
             f"{len(missing)} of {len(index.files)} rank files are missing: {_some(entry.path for entry in missing)}",
             code="E0301",
             path=tree.display(missing[0].path),
             hint="copy them from where the save was written; every rank's file is needed",
             faults=[f"missing: {_rank(entry)}" for entry in missing],
+        )
+        report_missing(
+            fault,
+            files=[entry.path for entry in missing],
+            file_bytes={entry.path: entry.size for entry in missing},
         )
     other = [
         CorruptFile(
@@ -144,7 +155,8 @@ def _check_files(tree: Tree, index: Index) -> tuple[str, ...]:
             hint="the file was cut short, or is of another save: copy it again",
         )
         for entry in index.files
-        if listing[entry.path] not in (entry.size, -1)  # no regular file: opening it says what it is
+        if entry.path in listing
+        and listing[entry.path] not in (entry.size, -1)  # no regular file: opening it says what it is
     ]
     if other:
         raise together(other)
@@ -278,7 +290,7 @@ def _place(item: Fields, array: StoredArray, shown: str, key: TensorKey) -> _Pla
 
 def _check_all_found(index: Index, found: _Found, shown: str) -> None:
     lost = sorted(str(key) for key in index.tensors.keys() - found.keys())
-    if lost:
+    if lost and not is_collecting():
         raise _contradiction(
             f"{len(lost)} tensors of the index are in no file: {_some(lost)}", shown, "/tensors", key=lost[0]
         )

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt_tool.core.catalog import Note
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, StorageError
 from ckpt_tool.formats.base import Evidence, Specificity
 from ckpt_tool.storage.magic import NPZ, what_is
@@ -221,9 +222,10 @@ def check_numbers(files: tuple[str, ...], shown: str) -> None:
     first = 0 if 0 in numbers else 1
     absent = [n for n in range(first, first + total) if n not in numbers] if total < 1_000_000 else [total]
     if absent:
-        raise Incomplete(
+        fault = Incomplete(
             f"{len(absent)} of {total} files are missing: numbers {', '.join(map(str, absent[:20]))}",
             code=MISSING,
             path=shown,
             hint="fetch the missing files; their names count them",
         )
+        report_missing(fault, files=[f"{parts[0][1]}-{number:05d}-of-{total:05d}.bin" for number in absent[:100]])

@@ -36,6 +36,7 @@ from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.hints import Globals, Hints
 from ckpt_tool.core.layout import Layout
+from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.target import Patch, Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, UnknownFormat, UsageError
@@ -184,14 +185,16 @@ def _expected(tree: Tree, index: str) -> dict[str, Any]:
             except Incomplete:
                 missing.append(file)
     if missing:
-        raise Incomplete(
+        fault = Incomplete(
             f"{len(missing)} of {len(read.shards)} files are missing: {', '.join(sorted(missing)[:20])}",
             code=MISSING,
             path=tree.display(index),
             faults=sorted(missing)[20:SHOWN],
             hint=_find_numbered(tree) or "fetch the missing files into this folder",
         )
-    return {file: set(names) for file, names in sorted(read.shards.items())}
+        tensors = {TensorKey(str(name)): None for file in missing for name in read.shards[file]}
+        report_missing(fault, files={file: len(read.shards[file]) for file in missing}, tensors=tensors)
+    return {file: set(names) for file, names in sorted(read.shards.items()) if file not in missing}
 
 
 def _hold_against(
@@ -205,7 +208,7 @@ def _hold_against(
         wanted = expected[name]
         absent = sorted(wanted - names) if wanted is not None else []
         if absent:
-            raise Incomplete(
+            fault = Incomplete(
                 f"{len(absent)} tensors of the index are not in {name}; the first: {absent[0][:200]}",
                 code=ABSENT,
                 path=tree.display(name),
@@ -214,6 +217,7 @@ def _hold_against(
                 hint="index and files come from two saves: fetch both again; or, if the index has a name too many, "
                 f"--prefer {torch_choice.WITHOUT_INDEX} reads the files without it",
             )
+            report_missing(fault, tensors={TensorKey(tensor): None for tensor in absent})
         strangers = sorted(names - wanted) if wanted is not None else []
         if strangers and not lenient:
             raise InconsistentCheckpoint(

@@ -35,6 +35,7 @@ from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.missing import is_collecting, report_missing
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, Path, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats import checksums
@@ -114,6 +115,8 @@ def read(tree: Tree, chosen: Chosen, *, required: bool) -> Catalog:
         *checksums.missing(tree, keyed.values(), required=required),
     ]
     degrees = Degrees(**mesh.to_json())
+    if is_collecting():
+        Catalog("torch", keyed).check()
     hints = Hints.of(named.roots, Globals.each(state.globals), Ordered(tuple(state.ordered)), degrees)
     return Catalog(
         "torch",
@@ -142,7 +145,8 @@ def _check_ranks(tree: Tree, files: Sequence[RankFile]) -> None:
             hint="remove the files of the older save",
         )
     world = worlds[0] if worlds else 1 + max(file.rank or 0 for file in files)
-    faults = []
+    faults: list[str] = []
+    missing: list[str] = []
     for kind in dict.fromkeys(file.kind for file in files):
         have = {file.rank for file in files if file.kind == kind and file.rank is not None}
         beyond = sorted(rank for rank in have if rank >= world)
@@ -157,14 +161,23 @@ def _check_ranks(tree: Tree, files: Sequence[RankFile]) -> None:
             gone = [rank for rank in range(min(world, 1 << 20)) if rank not in have]
             shown = ", ".join(map(str, gone[:20]))
             faults.append(f"{kind}: {world - len(have)} of {world} ranks have no file: rank {shown}")
+            missing += [_name_of_rank(next(file for file in files if file.kind == kind), rank) for rank in gone[:100]]
     if faults:
-        raise Incomplete(
+        fault = Incomplete(
             faults[0],
             code=MISSING,
             path=tree.display(),
             faults=faults[1:],
             hint="pass the folder with every rank's file; fetch those that are missing",
         )
+        report_missing(fault, files=missing)
+
+
+def _name_of_rank(peer: RankFile, rank: int) -> str:
+    """What the file of a rank is called whose peer's name is known."""
+    folder, slash, name = peer.name.rpartition("/")
+    before, _, after = name.rpartition(str(peer.rank))
+    return f"{folder}{slash}{before}{rank}{after}"
 
 
 # -- one file ----------------------------------------------------------------------------------------------------------
@@ -411,13 +424,14 @@ def _tensor(tree: Tree, path: Path, parts: Sequence[_Part], names: Mapping[Any, 
     gone = sorted({rank for part in parts if part.placed for rank in part.placed.mesh.ranks} - have)
     if gone:
         without = [names[held] for rank in gone if (held := (str(path[0]), rank)) in names]
-        raise Incomplete(
+        fault = Incomplete(
             f"rank {', '.join(map(str, gone[:20]))} of the mesh {'lacks it' if without else 'has no file'}",
             code=MISSING,
             path=tree.display(without[0]) if without else tree.display(),
             key=key,
             hint="pass the folder with every rank's file; fetch those that are missing",
         )
+        report_missing(fault)
     return _logical(path, first, [chunk for part in parts for chunk in _chunks(tree, part, key)] or [_nothing(first)])
 
 
@@ -433,7 +447,7 @@ def _stated_chunks(tree: Tree, parts: Sequence[_Part], shards: Shards, key: str)
     boxes = {part.shards.box for part in parts if part.shards is not None}
     missing = [rank for rank, box in enumerate(shards.every) if box not in boxes and box.numel]
     if missing:
-        raise Incomplete(
+        fault = Incomplete(
             f"{len(missing)} of the {len(shards.every)} shards that its metadata states are in no file: "
             f"those of rank {', '.join(map(str, missing[:20]))}",
             code=MISSING,
@@ -441,6 +455,7 @@ def _stated_chunks(tree: Tree, parts: Sequence[_Part], shards: Shards, key: str)
             key=key,
             hint="pass the folder with every rank's file; fetch those that are missing",
         )
+        report_missing(fault)
     return [
         Chunk(part.shards.box, part.array, whole(part.array.shape))
         for part in parts
