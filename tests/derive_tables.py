@@ -15,13 +15,15 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this tree, not what is installed
 
+import ckpt_tool  # noqa: E402
 from ckpt_tool import api  # noqa: E402
+from ckpt_tool.core.progress import SILENT  # noqa: E402
 from ckpt_tool.families.base import Family  # noqa: E402
 from ckpt_tool.families.config.translation import language_model  # noqa: E402
 from ckpt_tool.families.experts import expert_layouts  # noqa: E402
@@ -147,44 +149,58 @@ def listing(lines: list[str], file: str) -> list[str]:
     return [*lines[:first], *text, *lines[lines.index("```", first) :]]
 
 
-STUB = """# The functions of `ckpt_tool.api` with their options and types, by tests/derive_tables.py
+STUB = """# The functions of `ckpt_tool.api` with their options, types and docstrings, by tests/derive_tables.py
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any
 
-from ckpt_tool.core.progress import Progress
-from ckpt_tool.run.lazy import OpenCatalog
-
-__version__: str
-Document = dict[str, Any]
-StrPath = str | PathLike[str]
 """
+HOMES = {
+    "ckpt_tool.core.documents": ckpt_tool._RESULTS,
+    "ckpt_tool.core.progress": ckpt_tool._PROGRESS,
+    "ckpt_tool.errors": ckpt_tool._ERRORS,
+    "ckpt_tool.run.lazy": ckpt_tool._CATALOG,
+}
 
 
 def stub() -> list[str]:
     """The lines of `ckpt_tool/__init__.pyi`."""
-    lines = [*STUB.splitlines(), ""]
-    for function in (
-        api.open,
-        api.reshard,
-        api.convert,
-        api.merge,
-        api.delta,
-        api.patch,
-        api.diff,
-        api.verify,
-        api.audit,
-        api.latest,
-        api.prune,
-    ):
-        signature, listed = inspect.signature(function), list[str]()
-        for each in signature.parameters.values():
-            listed += ["*"] if each.kind is inspect.Parameter.KEYWORD_ONLY and "*" not in listed else []
-            optional = each.default is not inspect.Parameter.empty
-            listed.append(f"{each.name}: {each.annotation}{' = ...' if optional else ''}")
-        result = f") -> {signature.return_annotation}: ..."
-        lines += [f"def {function.__name__}(", *(f"    {line}," for line in listed), result]
-    return lines
+    lines = STUB.splitlines()
+    for home, names in HOMES.items():
+        if home.endswith("progress"):
+            lines.append(f"from {home} import SILENT")
+        lines += [f"from {home} import {name} as {name}" for name in sorted(names)]
+    lines += ["", "__version__: str", "StrPath = str | PathLike[str]", ""]
+
+    for name in ["open", *sorted(ckpt_tool._FUNCTIONS - {"open"})]:
+        lines += function_stub(getattr(api, name))
+    return lines[:-1]
+
+
+def function_stub(function: Callable[..., object]) -> list[str]:
+    """A function with its options, their defaults and its docstring, for editors."""
+    signature = inspect.signature(function)
+    listed: list[str] = []
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and "*" not in listed:
+            listed.append("*")
+        default = ""
+        if parameter.default is not inspect.Parameter.empty:
+            is_silent = parameter.default is SILENT
+            default = f" = {'SILENT' if is_silent else json.dumps(parameter.default)}"
+            default = {" = null": " = None", " = true": " = True", " = false": " = False"}.get(default, default)
+        listed.append(f"{parameter.name}: {parameter.annotation}{default}")
+
+    body = inspect.cleandoc(function.__doc__ or "").splitlines()
+    described = [f"    {line}".rstrip() for line in body]
+    return [
+        f"def {function.__name__}(",
+        *(f"    {line}," for line in listed),
+        f") -> {signature.return_annotation}:",
+        f'    r"""{body[0]}',
+        *described[1:],
+        '    """',
+        "",
+    ]
 
 
 def tables() -> Iterator[tuple[str, str, list[str]]]:

@@ -39,6 +39,7 @@ from ckpt_tool.errors import (
     catalogue,
 )
 from ckpt_tool.merging.options import MergeOptions
+from ckpt_tool.options.python_docs import python_help
 from ckpt_tool.options.reading import Inspection, Reading, Show
 from ckpt_tool.options.statement import LAYOUT, options_of
 from ckpt_tool.options.verbs import Comparison, Share, Verification
@@ -298,7 +299,7 @@ def test_a_field_is_all_that_an_option_needs(
     def reshard(src: str, dst: str, **options: Any) -> dict[str, Any]:
         return {}
 
-    assert signature(api._documented(reshard)).parameters["colour_depth"].annotation == "str | None"
+    assert signature(api._with_options("reshard")(reshard)).parameters["colour_depth"].annotation == "str | None"
 
 
 @pytest.mark.parametrize("name", ["reshard", "convert", "merge", "diff", "verify"])
@@ -307,7 +308,9 @@ def test_python_shows_its_options(name: str) -> None:
     options = VERBS[name].options()
     keywords = set(signature(function).parameters)
     assert {one for one in options if one not in options_of(Show)} <= keywords
-    assert all(f"    {one}: {options[one].help}" in function.__doc__ for one in keywords & set(options) - {"progress"})
+    text = " ".join(function.__doc__.split())
+    for keyword in keywords & set(options) - {"progress"}:
+        assert f" {keyword}: {python_help(options[keyword].help, options)}" in text
 
 
 CONTRACT = {

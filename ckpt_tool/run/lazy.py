@@ -26,9 +26,18 @@ from ckpt_tool.storage.source import Tree
 Index = Any  # what NumPy's basic slicing takes: integers, slices, Ellipsis, tuples of them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class LazyTensor:
-    """A tensor, or a box of one, that has not been read. `shape` and `dtype` (the house's name) are known."""
+    """A tensor of a checkpoint, or a slice of one, that has not been read.
+
+        weight = ckpt.open("runs/7")["lm_head.weight"]
+        weight                    # LazyTensor('lm_head.weight', BF16, (32000, 4096))
+        weight[:16].numpy()       # reads the bytes of these rows
+        weight.torch()            # reads all of it
+
+    Name, state, dtype and shape are known without reading. A slice is lazy too; it is taken once: `weight[:16, 0]`, not
+    `weight[:16][0]`.
+    """
 
     _tree: Tree
     _tensor: LogicalTensor
@@ -36,21 +45,51 @@ class LazyTensor:
     _steps: tuple[int, ...]
     _drop: tuple[int, ...]
 
+    def __repr__(self) -> str:
+        """Short: no values are read. Other states than the model's are named."""
+        state = "" if self.state == MODEL else f", state={self.state!r}"
+        return f"LazyTensor({self.name!r}{state}, {self.dtype}, {self.shape})"
+
     @property
     def key(self) -> TensorKey:
+        """Name and state together."""
         return self._tensor.key
 
     @property
+    def name(self) -> str:
+        """The tensor's name."""
+        return self._tensor.key.name
+
+    @property
+    def state(self) -> str:
+        """The state that it belongs to: `model`, `exp_avg`, ..."""
+        return self._tensor.key.state
+
+    @property
     def dtype(self) -> str:
+        """The stored dtype, as safetensors names it: `F32`, `BF16`, `F8_E4M3`."""
         return self._tensor.dtype.name
 
     @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
+
+    @property
     def shape(self) -> tuple[int, ...]:
+        """The size of each dim, after slicing."""
         full = [-(-n // abs(step)) for n, step in zip(self._box.shape, self._steps, strict=True)]
         return tuple(n for d, n in enumerate(full) if d not in self._drop)
 
     def __getitem__(self, index: Index) -> LazyTensor:
-        """Basic slicing of a whole tensor (integers, slices with steps, Ellipsis). Raises UsageError E0269."""
+        """A slice that is not read yet, by NumPy's basic slicing.
+
+        Args:
+            index: integers, slices (with steps too), `...`, or a tuple of them.
+
+        Raises:
+            UsageError: E0269, an index is out of range, or this is a slice already.
+        """
         if self._drop or any(step != 1 for step in self._steps):
             raise UsageError("slice once: a slice of a slice is not lazy", code="E0269", hint="combine the two slices")
         items = index if isinstance(index, tuple) else (index,)
@@ -71,7 +110,16 @@ class LazyTensor:
         return replace(self, _box=Box(tuple(offset), tuple(shape)), _steps=tuple(steps), _drop=tuple(drop))
 
     def numpy(self) -> np.ndarray[Any, np.dtype[Any]]:
-        """The values as a NumPy array of the right type (ml_dtypes for bf16 and fp8), read now."""
+        """Read the values.
+
+        Returns:
+            A NumPy array of the stored dtype; bf16 and fp8 have the dtypes of `ml_dtypes`.
+
+        Raises:
+            CorruptFile: a record that was read whole does not have its checksum.
+            SourceChanged: the file is not what it was when the checkpoint was opened.
+            StorageError: the disk or the store refused.
+        """
         data = self._read()
         kind = numpy_type(self._tensor.dtype)
         values = data.view(kind).reshape(self._box.shape)
@@ -79,10 +127,28 @@ class LazyTensor:
         return picked.reshape(self.shape)
 
     def torch(self) -> Any:
-        """The values as a torch tensor; needs torch installed. The only place of this floor that asks for it."""
+        """Read the values into a torch tensor. Only this method imports torch.
+
+        Returns:
+            A tensor on the CPU, of the stored dtype.
+
+        Raises:
+            CorruptFile, SourceChanged, StorageError: as `numpy`.
+        """
         from ckpt_tool.run.compute import as_torch
 
         return as_torch(np.ascontiguousarray(self.numpy()), self._tensor.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
+        """For `np.asarray(tensor)`: reads the values, so that NumPy does not take the tensor for one opaque object."""
+        values = self.numpy()
+        return values if dtype is None else values.astype(dtype)
+
+    def __len__(self) -> int:
+        """The size of the first dim."""
+        if not self.shape:
+            raise TypeError(f"{self!r} has no dims, and so no length")
+        return self.shape[0]
 
     def _read(self) -> Bytes:
         """The box's bytes, row-major, gathered from the chunks that hold a part of it.
@@ -131,19 +197,44 @@ def part_within(chunk: Chunk, box: Box) -> Chunk | None:
 
 
 class OpenCatalog(Mapping[str, LazyTensor]):
-    """A checkpoint of any format: tensors of the model by name, other states by `state(name)`."""
+    """An open checkpoint of any format: a mapping of names to lazy tensors.
+
+        checkpoint = ckpt.open("runs/7")
+        checkpoint.states                                # ('model', 'exp_avg', ...)
+        checkpoint["lm_head.weight"].numpy()
+        checkpoint.state("exp_avg")["lm_head.weight"]
+
+    It has the tensors of one state, the model's at first; `state` gives it with those of another.
+    """
 
     def __init__(self, tree: Tree, catalog: Catalog, state: str = MODEL) -> None:
-        self._tree, self.catalog, self._state = tree, catalog, state
+        self._tree = tree
+        self.catalog = catalog
+        self._state = state
+
+    def __repr__(self) -> str:
+        """Short: no names of tensors, no values."""
+        return f"OpenCatalog({self.catalog.format}, {self._state!r}: {len(self)} tensors, states {self.states})"
 
     def __getitem__(self, name: str) -> LazyTensor:
-        key = TensorKey(name, self._state)
-        tensor = self.catalog.tensors.get(key)
+        """The tensor of this name in this state.
+
+        Raises:
+            KeyError: there is none; the message has the nearest names, or the states that have this one.
+        """
+        tensor = self.catalog.tensors.get(TensorKey(name, self._state))
         if tensor is None:
-            near = near_misses(name, list(self))
-            raise KeyError(f"no tensor {name!r} in state {self._state}" + (f"; {near}" if near else ""))
+            raise KeyError(self._say_what_is_near(name))
         rank = len(tensor.shape)
         return LazyTensor(self._tree, tensor, Box((0,) * rank, tensor.shape), (1,) * rank, ())
+
+    def __contains__(self, name: object) -> bool:
+        """Is there a tensor of this name? Cheap, where `__getitem__` looks for names that are near."""
+        return isinstance(name, str) and TensorKey(name, self._state) in self.catalog.tensors
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The tensor of this name, `default` where there is none."""
+        return self[name] if name in self else default
 
     def __iter__(self) -> Iterator[str]:
         return (key.name for key in self.catalog.tensors if key.state == self._state)
@@ -152,13 +243,44 @@ class OpenCatalog(Mapping[str, LazyTensor]):
         return sum(1 for _ in self)
 
     def state(self, name: str) -> OpenCatalog:
-        """The same checkpoint seen through another state: `exp_avg`, `master`, `ema`, ..."""
+        """The same checkpoint with the tensors of another state.
+
+        Args:
+            name: one of `states`: `exp_avg`, `exp_avg_sq`, `master`, `ema`, ...
+
+        Raises:
+            KeyError: the checkpoint has no such state; the message has those that it has.
+        """
+        if name != MODEL and name not in self.states:
+            near = near_misses(name, self.states)
+            raise KeyError(f"no state {name!r}; {near or f'there are {self._listed_states()}'}")
         return OpenCatalog(self._tree, self.catalog, name)
 
     @property
     def states(self) -> tuple[str, ...]:
+        """The states that the checkpoint has, the model first."""
         return self.catalog.states()
 
     @property
     def extras(self) -> Mapping[str, Any]:
+        """What is no tensor: the iteration, arguments of the job, random states, ..."""
         return self.catalog.extras
+
+    def _listed_states(self) -> str:
+        return ", ".join(self.states) or "none"
+
+    def _say_what_is_near(self, name: str) -> str:
+        """The message of a KeyError."""
+        message = f"no tensor {name!r} in state {self._state}"
+        others = [state for state in self.states if TensorKey(name, state) in self.catalog.tensors]
+        if others:
+            return f"{message}; it is in {', '.join(others)}: use state({others[0]!r})"
+
+        names = list(self)
+        if not names:
+            return f"{message}, which has none; there are {self._listed_states()}"
+        near = near_misses(name, names)
+        if not near:
+            within = [known for known in names if name in known][:3]
+            near = f"did you mean {', '.join(within)}?" if within else ""
+        return f"{message}; {near}" if near else message

@@ -110,11 +110,13 @@ RECIPES: dict[str, dict[str, str]] = {
     "How do I use it in CI?": {"SRC": "hub"},
     # python
     "How do I list what a checkpoint holds?": {"SRC": "fsdp2"},
+    "How do I get names, shapes and dtypes as data?": {"SRC": "fsdp2"},
     "How do I read a slice without loading the tensor?": {"SRC": "fsdp2"},
     "How do I read optimizer states?": {"SRC": "fsdp2"},
     "How do I load a tensor into torch?": {"SRC": "fsdp2"},
     "How do I convert from Python?": {"SRC": "fsdp2", "CONFIG": "hub"},
     "How do I see a plan first?": {"SRC": "fsdp2"},
+    "How do I save a plan and run it in parts?": {"SRC": "fsdp2"},
     "How do I compare and check from Python?": {"A": "hub", "B": "another"},
     "How do I handle errors?": {"SRC": "fsdp2"},
     "How do I show progress?": {"SRC": "fsdp2"},
