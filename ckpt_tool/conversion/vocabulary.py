@@ -85,23 +85,39 @@ def trim_vocabulary(stored: Iterable[Stored], size: int) -> tuple[list[Stored], 
 
 
 def _refuse_other_rows(rows: Sequence[Stored], size: int) -> None:
-    """Raise UsageError E2302 where a head has its tokens along another dim than dim 0 (Paddle's Linear, MaxText), or
-    vocabularies of the model have other numbers of tokens: cutting the one and not the other would break the model."""
+    """Raise UsageError E2302 where a head has its tokens along another dim than dim 0 (Paddle's Linear, MaxText), or a
+    vocabulary is another one (of codes of sound, say): cutting the one and not the other would break the model.
+
+    Rows may differ where one of the two was padded or cut before: --vocab-size makes them one size again."""
     model = [row.tensor for row in rows if row.tensor.key.state == MODEL]
-    turned = next((tensor for tensor in model if tensor.key.name.endswith(_TURNED_HEADS)), None)
     vocabularies = [tensor for tensor in model if _has_rows(tensor)]
-    counts = {tensor.shape[0] for tensor in vocabularies}
-    if turned is None and len(counts) > 1:
-        usual = Counter(tensor.shape[0] for tensor in vocabularies).most_common(1)[0][0]
-        turned = next(tensor for tensor in vocabularies if tensor.shape[0] != usual or tensor is vocabularies[-1])
-    if turned is not None:
-        shown = ", ".join(f"{tensor.key.name} {list(tensor.shape)}" for tensor in (*vocabularies[:1], turned))
-        raise UsageError(
-            f"--vocab-size {size}: the vocabularies are not of one size along dim 0: {shown}",
-            code="E2302",
-            key=turned.key.name,
-            hint="convert to the hub's names first (--to safetensors), and cut there",
-        )
+    wrong = next((tensor for tensor in model if tensor.key.name.endswith(_TURNED_HEADS)), None)
+    if wrong is None:
+        wrong = _other_vocabulary(vocabularies)
+    if wrong is None:
+        return
+
+    shown = ", ".join(f"{tensor.key.name} {list(tensor.shape)}" for tensor in (*vocabularies[:1], wrong))
+    raise UsageError(
+        f"--vocab-size {size}: the vocabularies are not of one size along dim 0: {shown}",
+        code="E2302",
+        key=wrong.key.name,
+        hint="convert to the hub's names first (--to safetensors), and cut there",
+    )
+
+
+def _other_vocabulary(vocabularies: Sequence[LogicalTensor]) -> LogicalTensor | None:
+    """The first tensor that is no vocabulary of the same tokens as most are: its rows have another width, or are fewer
+    than half as many, or more than twice as many."""
+    if not vocabularies:
+        return None
+    usual = Counter(tensor.shape[0] for tensor in vocabularies).most_common(1)[0][0]
+    widths = {tensor.shape[1:] for tensor in vocabularies if tensor.shape[0] == usual}
+    for tensor in vocabularies:
+        is_near = usual <= 2 * tensor.shape[0] <= 4 * usual
+        if tensor.shape[0] != usual and not (is_near and tensor.shape[1:] in widths):
+            return tensor
+    return None
 
 
 def resized_vocabulary(chosen: Chosen, job: Conversion) -> Chosen:

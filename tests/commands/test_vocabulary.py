@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 import ckpt_tool as ckpt
 from ckpt_tool.errors import UsageError
@@ -90,3 +91,29 @@ def test_as_model_takes_the_other_state(tmp_path: Path, first: str) -> None:
     assert ema and any(not np.array_equal(ema[name].numpy(), want.state("model")[name].numpy()) for name in ema)
     for name in ema:
         assert np.array_equal(have.state("model")[name].numpy(), ema[name].numpy())
+
+
+@pytest.mark.parametrize(("head", "embedding"), [(64, 63), (63, 64), (66, 64)])
+def test_a_head_and_an_embedding_of_other_rows_become_one_size(head: int, embedding: int, tmp_path: Path) -> None:
+    """One of the two was padded or cut before: both are of the same tokens."""
+    rng = np.random.default_rng(0)
+    tensors = {
+        "model.embed_tokens.weight": rng.standard_normal((embedding, 16)).astype(np.float32),
+        "lm_head.weight": rng.standard_normal((head, 16)).astype(np.float32),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    ckpt.convert(tmp_path / "model.safetensors", tmp_path / "out", to="safetensors", vocab_size=62, dialect="keep")
+    for name, values in tensors.items():
+        np.testing.assert_array_equal(ckpt.open(tmp_path / "out")[name].numpy(), values[:62])
+
+
+@pytest.mark.parametrize("other", [(16, 64), (64, 8), (20, 16)], ids=["transposed", "another width", "other tokens"])
+def test_a_vocabulary_of_something_else_is_refused(other: tuple[int, int], tmp_path: Path) -> None:
+    tensors = {
+        "model.embed_tokens.weight": np.ones((66, 16), np.float32),
+        "lm_head.weight": np.ones(other, np.float32),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError) as caught:
+        ckpt.convert(tmp_path / "model.safetensors", tmp_path / "out", to="safetensors", vocab_size=62, dialect="keep")
+    assert caught.value.code == "E2302"
