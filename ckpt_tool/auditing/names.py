@@ -7,6 +7,7 @@
     A0105  a part of the MTP layers that the config promises
     A0106  numbers of files that are left out: model-00047-of-00048 beside an index that names the other 47
     A0108  a config that contradicts itself
+    A0109  names that begin with what a wrapper puts there: no library finds its weights under them
 
 Cost: a few us a tensor, nothing is read. What it does not do: find what an index or a header shows (`sources.sound`).
 """
@@ -17,14 +18,16 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from ckpt_tool.auditing.findings import AHEAD, CONFIG, EXPERTS, MISSING, NUMBERS, SHAPE, SURPLUS, Finding
+from ckpt_tool.auditing.findings import AHEAD, CONFIG, EXPERTS, MISSING, NUMBERS, SHAPE, SURPLUS, WRAPPED, Finding
 from ckpt_tool.auditing.subject import Subject
 from ckpt_tool.conversion.vocabulary import is_vocabulary
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.families.completeness import missing, strange
 from ckpt_tool.families.config.translation import contradictions
 from ckpt_tool.families.experts import mixed_experts
+from ckpt_tool.families.registry import configured_family, names_a_model
 from ckpt_tool.families.rewrite import unfitting
+from ckpt_tool.families.wrappers import advise_on_prefix, describe_prefix, find_certain_wrapper
 from ckpt_tool.quantised.scheme import is_of_one_scheme, quantisation
 from ckpt_tool.quantised.weights import DTYPES
 
@@ -39,6 +42,7 @@ def findings(subject: Subject) -> Iterator[Finding]:
     """What names, shapes and the index show. Headers alone."""
     if subject.whole:
         yield from _config(subject)
+        yield from _wrapped(subject)
         yield from _limited(_missing(subject))
         yield from _limited(_strange(subject))
         yield from _limited(_shapes(subject))
@@ -58,6 +62,26 @@ def _config(subject: Subject) -> Iterator[Finding]:
     if subject.sure and subject.model.config:
         for line in contradictions(subject.model.config):
             yield Finding(CONFIG, f"the config contradicts itself: {line}", file=subject.model.origin)
+
+
+def _wrapped(subject: Subject) -> Iterator[Finding]:
+    """Names of a hub folder behind a prefix. A job's own file has the names that the job goes on with."""
+    config = subject.model.config
+    is_of_the_hub = subject.opened.format.holds.dialect == "hf" and subject.opened.tree.single is None
+    if subject.found is not None or config is None or not is_of_the_hub:
+        return
+    names = list(subject.kinds)
+    family = configured_family(config)
+    if family is not None:
+        what = describe_prefix(names, [family])
+        advice = advise_on_prefix(what)
+    else:
+        prefix = find_certain_wrapper(names) if names_a_model(config) else ""
+        what = f"all {len(names)} names begin with `{prefix}`, which a trainer's wrapper puts there" if prefix else ""
+        advice = f"--rename '{prefix}*=*' takes it off"
+    if what:
+        do = f"ckpt convert SRC OUT --to safetensors writes the model again: {advice}."
+        yield Finding(WRAPPED, f"{what}: no library finds its weights under these names", names[0], do=do)
 
 
 def lost_names(subject: Subject) -> list[str]:

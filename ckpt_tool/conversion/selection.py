@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.conversion.optimizer_groups import without_removed
 from ckpt_tool.core.catalog import Unread
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, LogicalTensor, TensorKey
-from ckpt_tool.errors import CkptError, UsageError
+from ckpt_tool.errors import CkptError, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats.beside import RECIPE, RECIPE_OF_RUN, UNREAD, has_recipe, optimizer_files
 from ckpt_tool.formats.peft.pairs import EMPTY, find_adapter_faults
 from ckpt_tool.formats.soundness import check_sound
@@ -125,6 +125,21 @@ def refuse_left_optimizer(opened: Opened, job: Conversion) -> None:
         )
 
 
+def _refuse_other_names(state: str, taken: Collection[str], model: Collection[str]) -> None:
+    """Raise InconsistentCheckpoint E2974 where a state's names are not the model's: written as the model, both would be
+    in it, one under the names of the other."""
+    strangers = [name for name in taken if name not in model]
+    missing = [name for name in model if name not in taken]
+    if strangers and missing:
+        raise InconsistentCheckpoint(
+            f"--as-model {state}: {strangers[0]} is no weight of the model, which has {missing[0]}",
+            code="E2974",
+            key=strangers[0],
+            faults=[f"{name} is no weight of the model" for name in strangers[1:50]],
+            hint="--remove-keys leaves out what is not meant, --rename OLD=NEW gives one of the two the other's names",
+        )
+
+
 def as_model(chosen: Chosen, job: Conversion) -> Chosen:
     """`--as-model ema|master`: that state written as the model. Parameters without it are an error: nothing is mixed in
     silence."""
@@ -147,6 +162,7 @@ def as_model(chosen: Chosen, job: Conversion) -> Chosen:
     if not taken:
         raise UsageError(f"the checkpoint has no state {state}", code="E0265", hint="see ckpt inspect")
     model = chosen.model
+    _refuse_other_names(state, taken, model)
     stored = []
     for name, row in {**model, **taken}.items():
         path = model[name].tensor.path if name in model else ()

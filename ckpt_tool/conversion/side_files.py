@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tool.conversion.tied_head import TIED, has_head
+from ckpt_tool.conversion.tied_head import HEAD_NAME, TIED, has_head
 from ckpt_tool.conversion.vocabulary import EMBEDDINGS
 from ckpt_tool.conversion.whole_layers import removed_layers, without_layers
 from ckpt_tool.core.hints import Stated
@@ -267,6 +267,8 @@ def _settled(
         dtype=torch_dtype(wanted) if says_dtype else None,
         tied=_tied(config, model, chosen, writing, as_it_was=as_it_was),
     )
+    if writing.tied_head != "tie" and out.get(TIED) is False and _misses_head(out, model, chosen):
+        notes = (*notes, f"{NAME} states a head of its own and there is no {HEAD_NAME}: a library makes up its values")
     return out, (*notes, *more)
 
 
@@ -360,7 +362,19 @@ def _tied(
     embeddings = [name for name in held if name.endswith(EMBEDDINGS) and table.knows(name)]
     if not embeddings or "model.norm.weight" not in held or not table.knows("model.norm.weight"):
         return None
+    if writing.tied_head != "tie" and _misses_head(config, held, chosen):
+        return None
     return True if _says_tied(config) is False else None
+
+
+def _misses_head(config: Mapping[str, Any], names: Collection[str], chosen: Chosen) -> bool:
+    """Does the config state a head of its own, and the source, whose names are the hub's or a job's, have none? Then it
+    was lost. Other systems have no head where it is the embedding, whatever a config says."""
+    if config.get(TIED) is not False or chosen.home not in ("hf", "keep"):
+        return False
+    table = _own_table(config)
+    is_known = table is not None and table.knows(HEAD_NAME)
+    return is_known and not has_head(names)
 
 
 def _rows_of_vocabulary(config: Mapping[str, Any], model: Mapping[str, Any]) -> int | None:

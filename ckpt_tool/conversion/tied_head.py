@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ckpt_tool.families.table import Table
 
 TIED = "tie_word_embeddings"  # the key of Hugging Face's and Paddle's configs
+HEAD_NAME = "lm_head.weight"  # the hub's
 _ALWAYS_BOTH = ("meta",)  # Meta's `output.weight` is always there (Llama 3.2 1B too)
 # What the MTP layers of DeepSeek-V3 and GLM-4.5 hold once more (their config and their authors' code share them)
 _OF_MTP = {".embed_tokens.weight": "model.embed_tokens.weight", ".shared_head.head.weight": "lm_head.weight"}

@@ -59,13 +59,16 @@ def unwrapped(chosen: Chosen, job: Conversion) -> Chosen:
 
 def find_prefix(names: Sequence[str], chosen: Chosen, reading: Reading) -> str:
     """The wrappers' prefix that all names have, "" where there is none that can be taken off."""
-    from ckpt_tool.families.wrappers import find_wrapper, shared_wrappers
+    from ckpt_tool.families.registry import configured_family, names_a_model
+    from ckpt_tool.families.wrappers import find_certain_wrapper, find_wrapper, shared_wrappers
 
     if not shared_wrappers(names):
         return ""
     config = chosen.config
     if config is None:
         config = config_of(chosen.sources[0], reading).config
+    if reading.family is None and names_a_model(config or {}) and configured_family(config or {}) is None:
+        return find_certain_wrapper(names)
     return find_wrapper(names, _families(config, reading))
 
 

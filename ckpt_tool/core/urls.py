@@ -23,8 +23,13 @@ MARK = "***"
 VARIABLE = "CKPT_SOURCE_URLS"
 NO_SECRETS = "E2873"
 _URL = re.compile(
-    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<user>[^/?#\s'\"<>]*@)?(?P<path>[^?#\s'\"<>]*)(?P<query>[?#][^\s'\"<>]*)?"
+    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://"
+    # A password may have slashes (those of S3 do); `host:8080/` is no user's.
+    r"(?P<user>(?:[^/?#\s'\"<>]*|[^/?#@:\s'\"<>]+:(?!\d+/)[^?#@\s'\"<>]*)@)?"
+    r"(?P<path>[^?#\s'\"<>]*)(?P<query>[?#][^\s'\"<>]*)?"
 )
+# Between URLs of a chain, where the next scheme begins; `::` of an address (`[::1]`) is part of its URL.
+_CHAIN = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 # In these the text before @ is a container, a repository or a model with its revision.
 _NO_USER = frozenset(("hf", "abfs", "abfss", "wasb", "wasbs", "git", "github"))
 _HIDDEN = re.compile(rf"://{re.escape(MARK)}\d*@|[?#]{re.escape(MARK)}\d*")
@@ -43,7 +48,7 @@ def hide_secrets(text: str) -> str:
     """
     if "://" not in text:
         return text
-    return "::".join(_URL.sub(_hide_in_url, part) for part in text.split("::"))
+    return "::".join(_URL.sub(_hide_in_url, part) for part in _CHAIN.split(text))
 
 
 def has_hidden_secrets(url: str) -> bool:
@@ -58,7 +63,7 @@ def full_url(url: str) -> str:
         return url
     for given in os.environ.get(VARIABLE, "").split():
         hide_secrets(given)
-    return "::".join(_restore(part, url) for part in url.split("::"))
+    return "::".join(_restore(part, url) for part in _CHAIN.split(url))
 
 
 def _restore(part: str, whole: str) -> str:

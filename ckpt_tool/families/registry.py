@@ -80,6 +80,11 @@ def configured_family(config: Config) -> Family | None:
     return named or next(filter(None, map(family_of_class, _architectures(config))), None)
 
 
+def names_a_model(config: Config) -> bool:
+    """Does a config say of which model it is?"""
+    return config.get("model_type") is not None or bool(_architectures(config))
+
+
 def _architectures(config: Config) -> list[str]:
     classes = config.get("architectures")
     return [str(each).removesuffix("Pipe") for each in classes] if isinstance(classes, list) else []
@@ -121,7 +126,7 @@ def _behind_prefix(code: str, what: str, names: Collection[str], families: Itera
 def _named(config: Config, names: list[str]) -> Family | None:
     """The one family that knows the most of the names, None where the config names one that is not here or none knows
     any. One that knows no name in a layer is not the one: `norm.weight` is DeepSeek V4's and a thousand others'."""
-    if config.get("model_type") is not None or _architectures(config):
+    if names_a_model(config):
         return None
     known = {family: _known(family, names).values() for family in FAMILIES}
     most = max(each.much for dialects in known.values() for each in dialects)

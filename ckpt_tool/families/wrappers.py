@@ -36,6 +36,9 @@ WRAPPERS = (
     "_fsdp_wrapped_module",
     "_checkpoint_wrapped_module",
 )
+# Those that no model of a library has as its own root. `model` and `net` may be the model's own.
+_CERTAIN = frozenset(("module", "_forward_module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+_OF_PEFT = ("base_model", "model")
 _DEEPEST = 6  # wrappers around one another: compiled, in FSDP, in a LightningModule, in DDP
 _BUFFERS = ("rotary_emb.inv_freq",)  # older transformers saved it, and none reads it
 # What stands behind a root that is the model's own: `model.layers.0` needs no look at the families
@@ -65,22 +68,46 @@ def find_wrapper(names: Iterable[str], families: Iterable[Family]) -> str:
     return ""
 
 
+def find_certain_wrapper(names: Sequence[str]) -> str:
+    """The prefix of all names that only wrappers make, for a model whose family nobody here knows.
+
+    >>> find_certain_wrapper(["module.opt.w", "module.opt.b"]), find_certain_wrapper(["model.opt.w"])
+    ('module.', '')
+    """
+    leading = shared_wrappers(names)
+    count = 0
+    while count < len(leading):
+        if leading[count] in _CERTAIN:
+            count += 1
+        elif tuple(leading[count : count + 2]) == _OF_PEFT:
+            count += 2
+        else:
+            break
+    return "".join(f"{word}." for word in leading[:count])
+
+
 def describe_prefix(names: Collection[str], families: Iterable[Family]) -> str:
     """What an error says where most names have one prefix and a family knows what stands behind it; "" otherwise."""
     kinds = one_of_each(names)
-    best: tuple[int, str, str] = (0, "", "")
+    most = 0
+    prefix = ""
+    family_names: list[str] = []
     candidates = list(families)
-    for prefix in _prefixes(kinds):
-        having = [name for name in kinds if name.startswith(prefix)]
-        bare = [name.removeprefix(prefix) for name in having]
+    for longer in _prefixes(kinds):
+        having = [name for name in kinds if name.startswith(longer)]
+        bare = [name.removeprefix(longer) for name in having]
         for family in candidates:
             known = _most_known(family, bare)
-            if 2 * known > len(having) and known > max(best[0], _most_known(family, having)):
-                best = (known, prefix, family.name)
-    if not best[0]:
+            if known == most and longer == prefix:
+                family_names.append(family.name)
+            elif 2 * known > len(having) and known > max(most, _most_known(family, having)):
+                most, prefix, family_names = known, longer, [family.name]
+    if not most:
         return ""
 
-    _, prefix, family_name = best
+    family_name = family_names[0]
+    if len(family_names) > 1:
+        family_name += f" and of {len(family_names) - 1} more families, such as {family_names[1]}"
     having_all = sum(name.startswith(prefix) for name in names)
     if having_all == len(names):
         return f"all {len(names)} names begin with `{prefix}`, and without it they are names of {family_name}"

@@ -191,8 +191,10 @@ def _whole_files(weights: list[str], prefer: str | None) -> FileSet:
         found = _NUMBERED.fullmatch(name)
         if found:
             stems.setdefault(found[1], []).append(name)
-    if "model" in stems or len(stems) == 1:
-        stem = "model" if "model" in stems else next(iter(stems))
+    # transformers opens model.safetensors, whatever stands next to it: a variant's shards, another library's model.
+    hub_file_first = STEM + SUFFIX in weights and STEM not in stems
+    if stems and not hub_file_first and (STEM in stems or len(stems) == 1):
+        stem = STEM if STEM in stems else next(iter(stems))
         files = stems[stem]
         kind, why = "numbered", f"{len(files)} numbered files {stem}-*-of-*{SUFFIX} without an index"
     elif "model" + SUFFIX in weights:

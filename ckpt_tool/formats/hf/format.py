@@ -31,17 +31,18 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.box import whole
-from ckpt_tool.core.catalog import Catalog, Note, faults_of
+from ckpt_tool.core.catalog import Catalog, Note, Unread, faults_of
 from ckpt_tool.core.faults import for_each, together
 from ckpt_tool.core.gc_pause import gc_paused
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.missing import is_collecting, report_missing
-from ckpt_tool.core.tensor import LogicalTensor, TensorKey
+from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, InternalError, UnknownFormat
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specificity
 from ckpt_tool.formats.beside import of_a_trainer
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.hf import shards as hf_shards
+from ckpt_tool.formats.hf.averages import has_average, sort_averages_out
 from ckpt_tool.formats.hf.files import INDEX_SUFFIX, SHOWN, STEM, STEMS, SUFFIX, WITHOUT_INDEX, FileSet, Stem
 from ckpt_tool.formats.hf.index import Index, read_index, write_index
 from ckpt_tool.formats.hf.modules import module_files, modules_note
@@ -139,6 +140,8 @@ _NO_SHAPES = Note(
 def _agree(tree: Tree, catalog: Catalog) -> None:
     """The old `.bin` index beside the safetensors must name the same tensors, or one of the two is of another save."""
     theirs = {str(name) for names in read_index(tree, BIN_INDEX).shards.values() for name in names}
+    if any(key.state != MODEL for key in catalog.tensors):  # averages, which have the names of their weights here
+        return
     mine = {key.name for key in catalog.tensors}
     if theirs != mine:
         odd = sorted(theirs ^ mine)
@@ -197,6 +200,7 @@ def _read(tree: Tree, chosen: FileSet, *, lenient: bool, forced: bool) -> Catalo
         headers = _read_headers(tree, chosen.files, lenient=lenient)
     notes += [Note(warning_code(warning), warning, header.path) for header in headers for warning in header.warnings]
     tensors: Mapping[TensorKey, LogicalTensor]
+    unread: tuple[Unread, ...] = ()
     if chosen.kind == "ranks" or any(hf_shards.INFO in header.metadata for header in headers):
         tensors, found = _gather(tree, headers, lenient=lenient)
         notes += found
@@ -206,6 +210,9 @@ def _read(tree: Tree, chosen: FileSet, *, lenient: bool, forced: bool) -> Catalo
         if chosen.index is None:  # an index names each tensor once, and its files hold just what it names
             _refuse_twice(tree, headers)
         tensors = HeaderTable(headers)
+        if has_average(headers):
+            tensors, unread, found = sort_averages_out(tensors)
+            notes += found
     files = ((chosen.index,) if chosen.index else ()) + tuple(header.path for header in headers)
     sidefiles = _sidefiles(tree, chosen)
     stems = {name for name in STEMS[1:] if files and files[-1].startswith(name)}
@@ -216,6 +223,7 @@ def _read(tree: Tree, chosen: FileSet, *, lenient: bool, forced: bool) -> Catalo
         files=files,
         sidefiles=sidefiles,
         notes=tuple(notes),
+        unread=unread,
         hints=Hints.of(*map(Stem, stems), *_saved_by(headers)),
     )
 

@@ -23,11 +23,12 @@ from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import InputError
 from ckpt_tool.formats.state_dict.optimizer_ids import Aligned, Candidate, align
 from ckpt_tool.formats.state_dict.tree import dotted
-from ckpt_tool.formats.state_dict.words import without_average
+from ckpt_tool.formats.state_dict.words import is_average, without_average
 
 LISTS = ("shadow_params", "collected_params")  # the averages; the weights that were put aside for them
 COUNTERS = frozenset(("decay", "num_updates", "initted", "step", "n_averaged", "updates"))
 _WITHIN = ("ema_model.", "online_model.")  # ema-pytorch's names of the average and of the model itself
+_WRAPPER = "module"
 _LIST_ALONE, _NO_TWIN = "E2951", "E2952"
 
 Shape = tuple[int, ...]
@@ -92,6 +93,50 @@ def refuse_list(listed: Listed, leaf: Path, why: str) -> InputError:
     )
 
 
+class Within(NamedTuple):
+    """What tensors of a flat state dict that are averages by their first word are. twins: name -> the weight of which
+    it is one. refused: name -> the error for one without such a weight. counters: what an average counts with."""
+
+    twins: dict[str, str]
+    refused: dict[str, InputError]
+    counters: list[str]
+    words: dict[str, int]  # word -> how many averages have it
+
+
+def find_within(shapes: Mapping[str, Shape]) -> Within:
+    """The averages among a model's own names: `model_ema.X`, as LDM saves them.
+
+    >>> find_within({"a.w": (2,), "model_ema.a.w": (2,)}).twins
+    {'model_ema.a.w': 'a.w'}
+    """
+    groups: dict[str, dict[str, Shape]] = {}
+    for name, shape in shapes.items():
+        word, _, rest = name.partition(".")
+        if rest and is_average(word):
+            groups.setdefault(word, {})[rest] = shape
+    live = {name: shape for name, shape in shapes.items() if name.partition(".")[0] not in groups}
+
+    found = Within({}, {}, [], {})
+    for word, rows in groups.items():
+        for name in COUNTERS.intersection(rows):
+            del rows[name]
+            found.counters.append(f"{word}.{name}")
+        twins = find_twins(list(rows), word, rows, live)
+        if not live and all("." in name for name in rows):  # a file of averages alone, under their own names
+            twins = {name: name for name in rows}
+        if not set(found.twins.values()).isdisjoint(twins.values()):  # a second average of the same weights
+            twins = {name: f"{word}.{name}" for name in rows}
+        for name in rows:
+            whole = f"{word}.{name}"
+            if twins:
+                found.twins[whole] = twins[name]
+            else:
+                found.refused[whole] = refuse_twinless(word, name)
+        if twins:
+            found.words[word] = len(twins)
+    return found
+
+
 def find_twins(
     names: Sequence[str], word: str, shapes: Mapping[str, Shape], live: Mapping[str, Shape]
 ) -> dict[str, str]:
@@ -100,7 +145,13 @@ def find_twins(
     Args:
         names: behind the word's dot. shapes: of these. live: the model's other weights.
     """
-    for lead in dict.fromkeys((without_average(word), "", "model", "online_model", "module")):
+    wrapper = f"{_WRAPPER}."
+    if names and all(name.startswith(wrapper) for name in names):  # torch's AveragedModel, timm's ModelEma
+        bare = {name.removeprefix(wrapper): name for name in names}
+        unwrapped = find_twins(list(bare), word, {inner: shapes[name] for inner, name in bare.items()}, live)
+        if unwrapped:
+            return {bare[inner]: twin for inner, twin in unwrapped.items()}
+    for lead in dict.fromkeys((without_average(word), "", "model", "online_model", _WRAPPER)):
         start = f"{lead}." if lead else ""
         plain = {name[len(start) :]: name for name in live if name.startswith(start)}
         without_dots: dict[str, str | None] = {}

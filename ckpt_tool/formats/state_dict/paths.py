@@ -53,9 +53,9 @@ from ckpt_tool.formats.state_dict.averages import (
     LISTS,
     Listed,
     find_twins,
+    find_within,
     name_list,
     refuse_list,
-    refuse_twinless,
     sort_averages,
 )
 from ckpt_tool.formats.state_dict.optimizer_ids import Candidate, align
@@ -71,7 +71,6 @@ from ckpt_tool.formats.state_dict.words import (
     OPTIMIZER_STATES,
     clean,
     is_average,
-    without_average,
 )
 
 UNNAMED = "N-unnamed-parameters"  # the note on an optimizer whose numbers keep
@@ -282,38 +281,37 @@ class _Naming:
                 where = dotted(listed.root)
                 self.note("N-listed-averages", f"{where} lists averages; their names were found {aligned.why}")
 
-        names = {candidate.name for candidate in model}
+        live = {candidate.name: candidate.shape for candidate in model}
         for word, members in self.average_roots:
-            own = {i: key.name for i in members if (key := self.keys[i]) is not None}
-            lead = without_average(word) + "."
-            if own and not names.issuperset(own.values()) and all(lead + name in names for name in own.values()):
-                for i, name in own.items():
-                    self.keys[i] = TensorKey(lead + name, EMA)
+            self._name_as_the_model(word, members, live)
         self._averages_within()
+
+    def _name_as_the_model(self, word: str, members: Sequence[int], live: Mapping[str, tuple[int, ...]]) -> None:
+        """Names of the model for averages of a level that have others: those of one part (`g_ema` beside `g`), or
+        behind a wrapper (`module.X` in torch's AveragedModel and timm's ModelEma, beside X; or the other way round)."""
+        own = {key.name: i for i in members if (key := self.keys[i]) is not None}
+        for name in COUNTERS.intersection(own) - live.keys():
+            self._extra(own.pop(name))
+        if not own or live.keys() >= own.keys():
+            return
+        shapes = {name: self.leaves[i].shape for name, i in own.items()}
+        for name, twin in find_twins(list(own), word, shapes, live).items():
+            self.keys[own[name]] = TensorKey(twin, EMA)
 
     def _averages_within(self) -> None:
         """Averages among the model's own names: `model_ema.X`, as LDM saves them."""
         places = {key.name: i for i, key in enumerate(self.keys) if key is not None and key.state == MODEL}
-        groups: dict[str, dict[str, int]] = {}
-        for name, i in places.items():
-            word, _, rest = name.partition(".")
-            if rest and is_average(word):
-                groups.setdefault(word, {})[rest] = i
-        live = {name: self.leaves[i].shape for name, i in places.items() if name.partition(".")[0] not in groups}
-        for word, rows in groups.items():
-            for name in COUNTERS.intersection(rows):
-                self._extra(rows.pop(name))
-            shapes = {name: self.leaves[i].shape for name, i in rows.items()}
-            twins = find_twins(list(rows), word, shapes, live)
-            if not live and all("." in name for name in rows):  # a file of averages alone, under their own names
-                twins = {name: name for name in rows}
-            for name, i in rows.items():
-                self.keys[i] = TensorKey(twins.get(name, f"{word}.{name}"), EMA)
-                if not twins:
-                    self._refuse(i, refuse_twinless(word, name))
-            if twins:
-                self.found.setdefault(EMA, (word,))
-                self.note("N-averages-within", f"{len(rows)} tensors below {word}. are averages, the state ema")
+        within = find_within({name: self.leaves[i].shape for name, i in places.items()})
+        for name in within.counters:
+            self._extra(places[name])
+        for name, twin in within.twins.items():
+            self.keys[places[name]] = TensorKey(twin, EMA)
+        for name, fault in within.refused.items():
+            self.keys[places[name]] = TensorKey(name, EMA)
+            self._refuse(places[name], fault)
+        for word, count in within.words.items():
+            self.found.setdefault(EMA, (word,))
+            self.note("N-averages-within", f"{count} tensors below {word}. are averages, the state ema")
 
     def _refuse(self, leaf: int, fault: CkptError) -> None:
         """Note that a leaf can't be read as what it is."""

@@ -22,7 +22,11 @@ OPTIMIZER_ROOTS = frozenset(
     )
 )
 EMA_ROOTS = frozenset(
-    ("ema", "ema_model", "model_ema", "ema_state_dict", "state_dict_ema", "ema_weights", "ema_params")
+    (
+        *("ema", "ema_model", "model_ema", "ema_state_dict", "state_dict_ema", "ema_weights", "ema_params"),
+        # stochastic weight averaging, and what averages are called besides
+        *("swa_model", "model_swa", "swa_state_dict", "swa_model_state_dict", "averaged_model", "avg_model"),
+    )
 )
 _AVERAGE = re.compile(r"(?:^|_)ema(?:_|$)")
 # Lightning's WeightAveraging: where this is, `state_dict` holds the averages and LIVE_ROOT the model that is trained
