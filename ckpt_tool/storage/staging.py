@@ -433,7 +433,7 @@ class Staging:
     def commit(self, *, single: str | None = None) -> None:
         """Make the staged output appear under its name, in one step. All files are synced already.
 
-        Raises StorageError E0707 when the name is there but the parent's fsync failed (durability unknown).
+        Raises StorageError E0707 when the name is there but what comes after it failed (durability unknown).
         """
         self._check_whole()
         try:
@@ -448,12 +448,14 @@ class Staging:
             self._rename(self.path, self.destination)
         else:
             self._rename(self.path / single, self.destination)
-        self._clear()  # of a worker that came in this moment, and goes again
+        doing = "removing what the run kept in it"
         try:
+            self._clear()  # of a worker that came in this moment, and goes again
+            doing = "the fsync of its folder"
             _sync_parent(self.destination)
         except OSError as e:
             raise StorageError(
-                f"{self.destination} is complete, but the fsync of its folder failed: {os.strerror(e.errno or 0)}",
+                f"{self.destination} is complete, but {doing} failed: {os.strerror(e.errno or 0)}",
                 code="E0707",
                 path=self.destination,
                 hint="its durability is unknown: check the disk, then ckpt verify",
