@@ -212,7 +212,7 @@ def _told(adapters: Sequence[Adapter], found: Sequence[Matched], left: set[str])
             name for name in adapter.opened.catalog.sidefiles if not name.startswith(("README", "LICENSE", "config"))
         ]
         if own and not adapter.paddle and not adapter.inside:
-            notes.append(f"beside the base stay the base's files; the adapter's own are not copied: {', '.join(own)}")
+            notes.append(f"next to the base stay the base's files; the adapter's own are not copied: {', '.join(own)}")
     if left:
         notes.append(
             "removed by name, though an adapter changes it: "

@@ -228,7 +228,7 @@ def _of_another_base(
     if any(name.endswith(_HEADS) for name in missing) and any(name.endswith(EMBEDDINGS) for name in names):
         hint += "; where the base's head is its embedding, --tied-head untie writes it for the adapter"
     if not any(each.changes for each in found):
-        hint += "; or say whose names the base has with --family NAME, with the model's config.json beside it"
+        hint += "; or say whose names the base has with --family NAME, with the model's config.json next to it"
         hint += f" (as the hub's they could not be read: {unnamed.message})" if unnamed is not None else ""
     return InconsistentCheckpoint(
         f"the adapter is not one of this base: {first}",

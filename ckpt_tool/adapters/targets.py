@@ -160,7 +160,7 @@ class _Matching:
             else:
                 known_as, row = part.kind, self.parts.setdefault((module, part.level), {})
             if known_as in row:
-                self.faults.append(f"{tensor.key.name}: stands twice, under two adapter names")
+                self.faults.append(f"{tensor.key.name}: appears twice, under two adapter names")
             row[known_as] = tensor
         self.notes += describe_renaming(elsewhere)
 
@@ -556,7 +556,7 @@ def absent(base: Iterable[str], adapted: Collection[str], whole: Collection[str]
         if last == "weight" and module not in adapted and _NUMBER.sub("#", module) in kinds and _ends(module, targets):
             out.append(f"{module}: no lora_A and lora_B")
         elif name not in whole and any(f".{saved}." in f".{module}." for saved in settings.saved):
-            out.append(f"{name}: not there, and it is of modules_to_save")
+            out.append(f"{name}: not there, and it belongs to modules_to_save")
     return out
 
 

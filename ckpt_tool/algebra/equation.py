@@ -302,7 +302,7 @@ def _type_faults(left: Sequence[Term], right: Sequence[Term], condition: Express
                 yield UsageError(f"part {k} is padding and can't be mapped", code="E0234")
         for term, kind in ((here, mine), (there, theirs)):
             for axis in set(term.axes) & set(kind):
-                yield UsageError(f"axis {axis!r} stands in the name and in the pattern of `{term}`", code="E0227")
+                yield UsageError(f"axis {axis!r} is in the name and in the pattern of `{term}`", code="E0227")
         lent = {*here.axes, *there.axes} if here.name is None or there.name is None else set()
         ours, its = {*here.axes, *mine, *lent}, {*there.axes, *theirs, *lent}
         if ours != its:

@@ -182,7 +182,7 @@ def pattern(text: str) -> Pattern:
     parser = _Parser(text)
     dims = parser.sequence(0)
     if parser.peek() in ("+", "@"):
-        raise parser.fault(f"`{parser.peek()}` stands inside parentheses: `(a + b) c`")
+        raise parser.fault(f"`{parser.peek()}` is inside parentheses: `(a + b) c`")
     if parser.peek():
         raise parser.fault(f"`{parser.peek()}` closes nothing")
     shown = " ".join(text.split())
@@ -191,7 +191,7 @@ def pattern(text: str) -> Pattern:
         twice = sorted({axis for axis in kind if kind.count(axis) > 1})
         if twice:
             raise UsageError(
-                f"axis {twice[0]!r} stands twice in the part `{' '.join(kind)}` of `{shown}`",
+                f"axis {twice[0]!r} appears twice in the part `{' '.join(kind)}` of `{shown}`",
                 code="E0227",
                 hint="each axis counts once: name the second one differently",
             )

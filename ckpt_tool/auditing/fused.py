@@ -63,7 +63,7 @@ def findings(subject: Subject) -> Iterator[Finding]:
             turned[form][fused.name] = apart(norms, fused.stated)
     for (form, best), names in suspected.items():
         if len(names) >= _LAYERS and len(names) == counts[form]:
-            message = f"the rows of {names[0]} (and {len(names) - 1} more) look as if its parts lay {best}"
+            message = f"the rows of {names[0]} (and {len(names) - 1} more) look as if its parts were stored {best}"
             yield Finding(ORDER, message, names[0])
     for distances in turned.values():
         yield from _turned(distances)
@@ -138,7 +138,7 @@ def _labels(pattern: Pattern, sizes: Mapping[str, object], shape: tuple[int, ...
 def _arrangements(stated: Sequence[int]) -> dict[str, list[int]]:
     """The parts of the rows, of the same sizes, laid out otherwise."""
     sizes = [stated.count(part) for part in range(max(stated) + 1)]
-    out = {"one behind the other": [part for part, size in enumerate(sizes) for _ in range(size)]}
+    out = {"one after another": [part for part, size in enumerate(sizes) for _ in range(size)]}
     for stripes in (*_RANKS, min(sizes)):
         if all(size % stripes == 0 for size in sizes) and stripes > 1:
             stripe = [part for part, size in enumerate(sizes) for _ in range(size // stripes)]

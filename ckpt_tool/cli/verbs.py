@@ -287,7 +287,7 @@ def merge(show: Show, paths: Sequence[str], writing: Writing, reading: Reading, 
             f"merge needs a source before the output {dst}",
             code="E0282",
             place="ckpt merge",
-            hint="ckpt merge SRC... DST; with --config the sources stand in the file",
+            hint="ckpt merge SRC... DST; with --config the sources are in the file",
         )
     if sources and options.config is not None:
         raise UsageError(
@@ -413,7 +413,7 @@ def _verifying() -> tuple[type, ...]:
 
 
 @verb(
-    "is a checkpoint complete and sound?",
+    "is a checkpoint complete and valid?",
     SRC,
     takes=_verifying,
     examples=("ckpt verify out", "ckpt verify out --mode quick --json", "ckpt verify out --key key.pub"),
@@ -482,7 +482,7 @@ def _searching() -> tuple[type, ...]:
 
 
 @verb(
-    "the newest sound step of a run",
+    "the newest complete step of a run",
     RUN,
     takes=_searching,
     examples=(
@@ -519,7 +519,7 @@ def _pruning() -> tuple[type, ...]:
 
 
 @verb(
-    "remove steps of a run, never the last sound one",
+    "remove steps of a run, never the last complete one",
     RUN,
     takes=_pruning,
     examples=(

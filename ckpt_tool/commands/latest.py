@@ -39,8 +39,8 @@ def latest(src: str, reading: Reading, wanted: Search = ANY, *, progress: Progre
     for note in notes:
         progress.note(note)
     if newest is None:
-        what = f"none of {len(run.steps)} steps is sound" if run.steps else "no entry of it is called as a step is"
-        progress.note(f"{src} has no sound step: {what}")
+        what = f"none of {len(run.steps)} steps is complete" if run.steps else "no entry of it is called as a step is"
+        progress.note(f"{src} has no complete step: {what}")
     return {
         "schema_version": 1,
         "run": src,
@@ -57,9 +57,9 @@ def latest(src: str, reading: Reading, wanted: Search = ANY, *, progress: Progre
 
 def _refuse_unread(run: Run, unread: Sequence[Judged], newest: Step | None) -> StorageError:
     lines = [f"{judged.step.name} could not be read: {judged.why}" for judged in unread]
-    older = f"then it is {newest.name}" if newest else "no other one is sound"
+    older = f"then it is {newest.name}" if newest else "no other one is complete"
     return StorageError(
-        f"nobody knows which step is the newest sound one: {lines[0]}",
+        f"it is not known which step is the newest complete one: {lines[0]}",
         code=UNREAD,
         path=run.of(unread[0].step),
         hint=f"check the disk and run again; --skip-unreadable passes over it: {older}",
@@ -80,7 +80,7 @@ def pointer_notes(run: Run, judge: Judge) -> list[str]:
         elif found.unread:
             notes.append(f"{file} names {name}, which could not be read: {found.why}")
         elif not found.sound:
-            notes.append(f"{file} names {name}, which is not sound")
+            notes.append(f"{file} names {name}, which is not complete")
         elif step and newest and step.number != newest.number:
             notes.append(f"{file} names {name}, and {newest.name} is newer")
     return notes

@@ -59,7 +59,7 @@ def merge(
     adapters = [one.path for one in opened if one.format.holds.adapter]
     if options.method is None and adapters and len(adapters) < len(opened):
         raise UsageError(
-            f"{adapters[0]} is an adapter, which can be folded into the model or be written beside it",
+            f"{adapters[0]} is an adapter, which can be folded into the model or be written next to it",
             code="E1442",
             place="ckpt merge",
             hint="--method lora folds it, --method union joins the tensors as they are",

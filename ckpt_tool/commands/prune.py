@@ -72,7 +72,7 @@ def prune(src: str, reading: Reading, wanted: Retention, *, progress: Progress) 
             "prune needs --keep-last N or --keep-every K",
             code=NO_RULE,
             place="ckpt prune",
-            hint="--keep-last 3 keeps the last three sound steps; --dry-run shows what would go",
+            hint="--keep-last 3 keeps the last three complete steps; --dry-run shows what would go",
         )
     run = run_at(src, follow_symlinks=reading.follow_symlinks)
     judge = Judge(run, reading)
@@ -157,7 +157,7 @@ def _fates(
     keep: dict[str, list[str]] = {step.name: [] for step in run.steps}
     if last is None:
         for reasons in keep.values():
-            reasons.append("no step is sound")
+            reasons.append("no step is complete")
     else:
         _by_number(run, judge, wanted, last, keep)
         _named(run, reading, last, keep)
@@ -190,7 +190,7 @@ def _by_number(run: Run, judge: Judge, wanted: Retention, last: Step, keep: Mapp
             keep[step.name].append("it can't be judged")
         if not judged.sound:
             if not sound:
-                keep[step.name].append("newer than the last sound one")
+                keep[step.name].append("newer than the last complete one")
             continue
         sound.add(number)
         if step.name == last.name:
@@ -245,7 +245,7 @@ def _untouchable(
     if is_recent and judge.of(step).unread:
         return ["it could not be read"]
     if is_recent and judge.of(step).sound is False:
-        return ["not sound, and changed within the last hour"]
+        return ["not complete, and changed within the last hour"]
     if newest is not None and mine.changed > newest.changed + APART:
         return [f"written after {last.name}"]
     return []
@@ -320,7 +320,7 @@ def _remove(run: Run, last: Step, going: list[Fate], progress: Progress) -> tupl
     for fate in going:
         if not _is_there(Path(run.of(last))):
             raise StorageError(
-                f"{run.of(last)}, the last sound step, is gone: something else removes steps too",
+                f"{run.of(last)}, the last complete step, is gone: something else removes steps too",
                 code=FAILED,
                 path=run.of(last),
                 hint="nothing more was removed; look at what is there: ckpt latest",

@@ -169,7 +169,7 @@ def _refuse_ranks(chosen: Chosen) -> None:
         if part.kind == "magnitude" and cut == 1:
             faults.append(f"{part.module}: its magnitudes were trained against the norm of a share of each row")
         elif part.kind == "b" and part.module.endswith(".in_proj"):
-            faults.append(f"{part.module}: the rows of its B lie rank by rank, in sections of each")
+            faults.append(f"{part.module}: the rows of its B are stored rank by rank, in sections of each")
     if faults:
         raise UsageError(
             f"the adapter of {ranks} tensor ranks can't be made one of the whole weight: {faults[0]}",
@@ -457,7 +457,7 @@ def _settings(chosen: Chosen, job: Conversion, config: Mapping[str, Any] | None)
             "nothing says the adapter's scaling: neither run_config.yaml nor ms-swift's arguments are there",
             code=UNSAID,
             path=path,
-            hint="put the run's run_config.yaml back beside the items, or say the run's alpha with --lora-alpha N",
+            hint="put the run's run_config.yaml back next to the items, or say the run's alpha with --lora-alpha N",
         )
     dim, alpha = lora.peft.get("dim"), lora.peft.get("alpha")
     if type(dim) is not int or not isinstance(alpha, int | float):

@@ -170,7 +170,7 @@ def _fewer_layers(chosen: Chosen, stated: Mapping[str, Any]) -> _Fewer | None:
         raise UsageError(
             f"layers {shown} of {before} would be gone, and llama.cpp numbers layers from 0 without gaps",
             code="E2820",
-            hint="remove the last layers only; slices of a merge's config (ckpt help merging) number what stays anew",
+            hint="remove the last layers only; slices of a merge's config (ckpt help merging) renumber what stays",
         )
     return _Fewer(key, before, len(have))
 

@@ -52,7 +52,7 @@ SELECTION = (
     Pass("renamed", "--rename: names that the user gives, with all their states", rename_tensors),
     Pass("model", "--as-model: the moving average or the masters in place of the model", as_model),
     Pass("vocabulary", "--vocab-size: rows cut off, or added as zeros", resized_vocabulary),
-    Pass("floats", "--dequantize: quantised weights and states as the floats that they stand for", dequantized),
+    Pass("floats", "--dequantize: quantised weights and states as the floats that they represent", dequantized),
 )
 # Under which names
 INSIDE = Pass(

@@ -108,7 +108,7 @@ def with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted,
                 f"{ADAPTER_CONFIG} is not written next to a single file, and nothing else states the adapter's alpha: "
                 "a folder as the output takes it along"
             )
-        _refuse_unsaid(chosen, "a single file has no config.json beside it", "name a folder as the output")
+        _refuse_unsaid(chosen, "a single file has no config.json next to it", "name a folder as the output")
         return target
     target = _with_side_files(target, chosen, fmt, wanted, writing)
     target = _with_tokenizer(_with_files_of_config(target, chosen), chosen, fmt)

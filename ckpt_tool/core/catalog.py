@@ -176,9 +176,9 @@ def _placed(
     elif (suspects := _holders(tensor, sound)) is not None:
         files, peer, sure = suspects
         path = files[0] if sure else None
-        message += f"; of {peer} that part lies in {', '.join(files[:4])}"
+        message += f"; of {peer} that part is in {', '.join(files[:4])}"
     elif own:
-        message += f"; what is there lies in {', '.join(sorted(own)[:4])}"
+        message += f"; what is there is in {', '.join(sorted(own)[:4])}"
     return Incomplete(message, code=fault.code, path=path, key=fault.key, hint=fault.hint)
 
 

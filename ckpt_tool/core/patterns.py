@@ -42,7 +42,7 @@ def matcher(pattern: str) -> Callable[[str], bool]:
         raise UsageError(
             f"{pattern[:80]!r} is no {'regular expression' if regular else 'pattern'}: {why}",
             code="E0254",
-            hint="quote what is meant as it stands with a backslash" if regular else "a glob knows *, ? and [abc]",
+            hint="quote what is meant as it is with a backslash" if regular else "a glob knows *, ? and [abc]",
         ) from e
     fits = expression.search if regular else expression.match
     return lambda name: fits(name) is not None

@@ -180,10 +180,10 @@ def _delta_in(folder: str) -> Iterator[Delta]:
             return
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise CorruptFile(
-            f"the index of a delta is damaged, so that nobody knows what it is made on: {e}",
+            f"the index of a delta is damaged, so that it is not known what it is made on: {e}",
             code="E2608",
             path=path,
-            hint="copy the delta again, or remove it if nobody needs it",
+            hint="copy the delta again, or remove it if nothing needs it",
         ) from e
     yield Delta(folder, _base_of(folder, value), _number_of(metadata), "archive" in value)
 

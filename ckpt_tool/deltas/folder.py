@@ -157,16 +157,14 @@ def _frames(
     files = dict.fromkeys(weight_map.values())
     stray = [name for name in tree.listing() if name.endswith(SUFFIX) and "/" not in name and name not in files]
     if stray:
-        raise _fault(
-            tree, f"{stray[0]} lies beside the files of the index, and SGLang would apply it too", "weight_map"
-        )
+        raise _fault(tree, f"{stray[0]} is next to the files of the index, and SGLang would apply it too", "weight_map")
     frames, digests = dict[str, LogicalTensor](), dict[str, str]()
     for file in files:
         header = read_header(tree, file)
         for row, name in enumerate(header.names):
             array = header.stored(row)
             if weight_map.get(name) != file:
-                raise _fault(tree, f"{file} holds {name[:200]}, which the index does not lay there", "weight_map")
+                raise _fault(tree, f"{file} holds {name[:200]}, which the index has elsewhere", "weight_map")
             if array.dtype.name != "U8" or len(array.shape) != 1 or not array.numel:
                 raise _fault(
                     tree, f"{name[:200]} is {array.dtype.name} {list(array.shape)}, want bytes: U8 [n]", "weight_map"
@@ -255,7 +253,7 @@ def check_chain(deltas: Sequence[Delta]) -> None:
                 "one is a delta of a model, the other one of a step's files",
                 code=CHAIN,
                 path=after.tree.display(),
-                hint="a chain is of one kind: all made with --dedup, or none",
+                hint="a chain has one kind: all made with --dedup, or none",
             )
 
 

@@ -17,7 +17,7 @@ def hub_names(opened: Opened, reading: Reading) -> Chosen:
     """The model's tensors as `convert --to safetensors` would name and shape them; names of no family stay."""
     job = Conversion(reading, Writing(states=(MODEL,)), registry.of_dialect("hf"))
     chosen = selected(opened, job, (*SELECTION, *NAMES))
-    behind = "a delta is of the model alone; --dedup keeps whole steps"
+    behind = "a delta holds the model alone; --dedup keeps whole steps"
     dropped = tuple(
         {**entry, "reason": behind} if entry.get("reason") == "not asked for" else entry for entry in chosen.dropped
     )

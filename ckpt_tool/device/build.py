@@ -305,7 +305,7 @@ def _sound(place: Path, key: str) -> tuple[cache.Kept | None, str]:
     try:
         return cache.look_up(place, key), ""
     except cache.Refused as e:
-        return None, f"{e}: refused, built anew"
+        return None, f"{e}: refused, built again"
 
 
 def _as_built(kept: cache.Kept, key: str, seconds: float, note: str) -> Built:

@@ -119,7 +119,7 @@ UNUSABLE = {
         "E1557",
         "install or update the driver, or build with an older CUDA toolkit: ckpt kernels build",
     ),
-    "cudaErrorSystemDriverMismatch": ("E1557", "the driver was updated while it was loaded: start the machine anew"),
+    "cudaErrorSystemDriverMismatch": ("E1557", "the driver was updated while it was loaded: start the machine again"),
     "cudaErrorNoKernelImageForDevice": ("E1558", "build for this GPU: ckpt kernels build --force"),
     "cudaErrorUnsupportedPtxVersion": (
         "E1558",

@@ -91,7 +91,7 @@ def planned(held: Sequence[Shard], wanted: Sequence[Shard]) -> Resharding:
             left = rest
             if not left:
                 break
-        missing += [f"{shard.tensor}: nobody holds {box.shape} from {box.offset} on" for box in left]
+        missing += [f"{shard.tensor}: no rank holds {box.shape} from {box.offset} on" for box in left]
     if missing:
         raise InconsistentCheckpoint(
             missing[0], code="E1566", faults=missing[1:], hint="pass the shards of every rank that holds a part"
@@ -145,7 +145,7 @@ def _in_bytes(shard: Shard) -> Shard:
             f"{shard.tensor}: a box of {shard.dtype.name} that begins or ends inside a byte, or has strides",
             code="E1565",
             key=shard.tensor,
-            hint="cut the last dim at whole bytes, and lay the box out row by row",
+            hint="cut the last dim at whole bytes, and arrange the box row by row",
         )
     (last,), (start,), (count,) = ((n * bits // 8 for n in end) for end in ends)
     box = Box((*shard.box.offset[:-1], start), (*shard.box.shape[:-1], count))

@@ -215,7 +215,7 @@ def _dialect(
         ways = " or ".join(f"--family {family.name}:{dialect}" for dialect in fitting)
         raise UsageError(
             f"{'names and shapes fit' if shapes is not None else 'the names fit'} several dialects of {family.name},"
-            f" which lay the elements out differently: {', '.join(fitting)}",
+            f" which arrange the elements differently: {', '.join(fitting)}",
             code="E1233",
             hint=f"say which with {ways}",
         )

@@ -32,7 +32,7 @@ from ckpt_tool.families.sizes import check_known, configured, fits, settled, sha
 from ckpt_tool.families.table import Instances, Spot, Table, form_of, instances
 
 _BLOCKS = ("_blocks", "_scales")  # MXFP4
-_HALVED = "codes of a quantised weight, two a byte, which no rule can lay out otherwise"
+_HALVED = "codes of a quantised weight, two a byte, which no rule can arrange otherwise"
 _ALONE = "a part of a quantised weight whose layout changes, which scales can't follow"
 _ALONE_THERE = "leave the others behind with --remove-keys, or keep the source's names with --dialect keep"
 _ONE = "keep one of them, --remove-keys"

@@ -71,7 +71,7 @@ def check_known(
     ]
     if faults:
         raise InputError(
-            f"the shapes alone don't tell the sizes of this {family} model: {faults[0]}",
+            f"the shapes alone don't show the sizes of this {family} model: {faults[0]}",
             code="E1376",
             faults=faults[1:],
             hint="give the model's config.json with --config FILE",

@@ -51,7 +51,7 @@ def lost_optimizer(names: Iterable[str]) -> tuple[Note, ...]:
     left = next(filter(SCHEDULER.fullmatch, names), None)
     if left is None or optimizer_files(names, ()):
         return ()
-    return (Note("N-no-optimizer", f"{left} lies beside the model, and no optimizer: the model alone is read", left),)
+    return (Note("N-no-optimizer", f"{left} is next to the model, and no optimizer: the model alone is read", left),)
 
 
 def has_recipe(run: Tree) -> bool:

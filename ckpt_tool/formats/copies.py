@@ -105,7 +105,7 @@ def _line(path: str, other: str, mine: _Part, theirs: _Part) -> str:
         stand = f"{theirs.key}, the other for {mine.key}"
     else:
         stand = f"{mine.key} from {list(theirs.start)} on, the other from {list(mine.start)} on"
-    return f"{other} and {path} have the same bytes, but the one stands for {stand}"
+    return f"{other} and {path} have the same bytes, but the one means {stand}"
 
 
 # -- which files are equal ---------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def looks_like(tree: Tree, below: Sequence[str]) -> tuple[str, str]:
     if tensorflow:
         return f"a TensorFlow checkpoint ({tensorflow})", "save the model as safetensors with TensorFlow's own tools"
     if below:
-        return "nothing that is read lies at its root", _components(tree, below)
+        return "nothing that is read is at its root", _components(tree, below)
     for path, head in _heads(tree, names):
         what = what_is(head)
         if what is not None and what not in ("JSON text", "an HTML or XML page"):

@@ -74,7 +74,7 @@ def detect(tree: Tree) -> tuple[Format, Evidence]:
     """
     if tree.single is not None and (whole := part_of(tree.single)):
         raise UnknownFormat(
-            f"{whole}, which is read with those beside it",
+            f"{whole}, which is read with those next to it",
             code="E0390",
             path=tree.display(tree.single),
             hint="pass the folder that holds it; --from torch opens the file alone",

@@ -107,7 +107,7 @@ def _moments(catalog: Catalog) -> Iterator[CkptError]:
                 code="E0305",
                 key=f"{name} [{state}]",
                 path=_path(catalog, name, state),
-                hint=f"a part of the model is missing, or the optimizer is of another one{_LENIENT}",
+                hint=f"a part of the model is missing, or the optimizer belongs to another model{_LENIENT}",
             )
 
 
@@ -166,7 +166,7 @@ def _steps(extras: Mapping[str, Any]) -> Iterator[CkptError]:
                 yield InconsistentCheckpoint(
                     f"{where}: group {i} is at step {step}, group {known[0][0]} at {known[0][1]}",
                     code="E0305",
-                    hint=f"files of two steps lie together: fetch one save whole{_LENIENT}",
+                    hint=f"files of two steps are mixed: fetch one save whole{_LENIENT}",
                 )
 
 

@@ -86,7 +86,7 @@ def trainer_step(home: Tree, tree: Tree, catalog: Catalog) -> Iterator[CkptError
     if recorded - most_skipped <= counted <= recorded:
         return
     yield InconsistentCheckpoint(
-        f"the optimizer has made {counted:g} steps, {RECORD} is of step {recorded}",
+        f"the optimizer has made {counted:g} steps, {RECORD} belongs to step {recorded}",
         code="E0305",
         path=home.display(RECORD),
         hint="parts of two saves are in the folder: fetch one save whole; --lenient takes it as it is",

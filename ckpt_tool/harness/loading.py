@@ -132,7 +132,7 @@ class Loader:
                 code=SHAPE,
                 path=str(self.path),
                 key=f"{name} [{state}]",
-                hint="the checkpoint is of a model of another size",
+                hint="the checkpoint holds a model of another size",
             )
         box = lazy[tuple(slice(o, end) for o, end in zip(offset, ends, strict=True))]
         values: torch.Tensor = box.torch()

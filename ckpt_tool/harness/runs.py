@@ -167,7 +167,7 @@ def _refuse_another_model(source: Loader, job: Job, start: Path) -> None:
             path=start,
             key=extra[0],
             faults=extra[1:],
-            hint="it is of another model"
+            hint="it belongs to another model"
             + (": its head is not tied to the embedding" if extra == ["lm_head.weight"] else ""),
         )
 

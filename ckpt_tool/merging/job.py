@@ -223,9 +223,9 @@ def contract_faults(job: Job) -> list[str]:
             wanted = f"{bound}{count} model{'s' * (count > 1)}{', the base counted' * (method.base != 'none')}"
             faults.append(f"{where}{method.name} takes {wanted}; there are {len(models)}")
         if method.name == "nuslerp" and tasks != 2:
-            faults.append(f"{where}nuslerp takes 2 models beside the base; there are {tasks}")
+            faults.append(f"{where}nuslerp takes 2 models in addition to the base; there are {tasks}")
         if method.of_task_vectors and not tasks:
-            faults.append(f"{where}{method.name} needs a model beside the base")
+            faults.append(f"{where}{method.name} needs a model in addition to the base")
     return faults
 
 

@@ -76,7 +76,7 @@ class Share:
 class Looking:
     """`ckpt status`."""
 
-    watch: bool = OPTIONS.flag("Watch until it is written, or nobody writes any more.")
+    watch: bool = OPTIONS.flag("Watch until it is written, or nothing writes any more.")
 
 
 @dataclass(frozen=True)

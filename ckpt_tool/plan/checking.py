@@ -70,7 +70,7 @@ def _whole(plan: Plan) -> Iterator[str]:
 def _records(plan: Plan) -> Iterator[str]:
     for record in plan.records:
         if record.file >= len(plan.sources) or record.offset + record.nbytes > plan.sources[record.file].identity[2]:
-            yield f"the checksummed record {tuple(record)} lies in no source file"
+            yield f"the checksummed record {tuple(record)} is in no source file"
         elif record.crc >> 32:
             yield f"the checksum of a record is {record.crc}, more than 32 bits"
 
@@ -110,7 +110,7 @@ def _regions(regions: Sequence[Region], sizes: Sequence[int], item: int) -> str:
     """Does every region lie in its file?"""
     for region in regions:
         if region.file >= len(sizes):
-            return f"a region lies in file {region.file} of {len(sizes)}"
+            return f"a region is in file {region.file} of {len(sizes)}"
         if region.offset + region.reach(item) > sizes[region.file]:
             return "a region leaves its file"
         if any(stride % item for stride in region.strides):
@@ -274,4 +274,4 @@ def _bytes(file: TargetFile, spans: list[Span]) -> str:
     clash = first_clash(holes) or first_clash([*spans, *literals])
     if clash is None and literals and literals[-1].stop > file.size:
         clash = literals[-1]
-    return f"bytes {clash.start}..{clash.stop} are written twice or lie outside {file.size}" if clash else ""
+    return f"bytes {clash.start}..{clash.stop} are written twice or are outside {file.size}" if clash else ""

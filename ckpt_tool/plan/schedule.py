@@ -143,7 +143,7 @@ def _check_disjoint(file: TargetFile, extents: Sequence[Extent], wanted: Wanted)
     wrong = next((span for span in spans if span.stop > file.size), None) or first_clash(spans)
     if wrong is not None:
         raise InternalError(
-            f"{file.path}: bytes {wrong.start}..{wrong.stop} are written twice or lie outside {file.size}"
+            f"{file.path}: bytes {wrong.start}..{wrong.stop} are written twice or are outside {file.size}"
         )
 
 

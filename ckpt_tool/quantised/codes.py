@@ -182,7 +182,7 @@ def as_floats(stored: np.ndarray[Any, np.dtype[Any]], dtype: DType, name: str) -
             "a scale is NaN" + (" (byte 255 of F8_E8M0)" if dtype.name in ("U8", "F8_E8M0") else ""),
             code=NAN,
             key=name,
-            hint="the quantiser failed on this weight: fetch the checkpoint again, or quantise it anew",
+            hint="the quantiser failed on this weight: fetch the checkpoint again, or quantise it again",
         )
     return floats
 

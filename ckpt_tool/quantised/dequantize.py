@@ -277,7 +277,7 @@ def _refuse_unknown(scheme: Quantisation | None) -> None:
             f"{OPTION}: the weights are quantised by {scheme.scheme} ({scheme.why}), and no config says how: bits, "
             "groups and the order of codes",
             code=UNKNOWN,
-            hint="put its quantize_config.json or config.json beside the weights, or name it with --config FILE",
+            hint="put its quantize_config.json or config.json next to the weights, or name it with --config FILE",
         )
     if scheme is not None and not scheme.known:
         raise UsageError(

@@ -73,7 +73,7 @@ class Matrix(Recipe):
         of = np.where(of < 0, of + self.groups, of)  # GPTQModel counts from the end, as Python does
         if ((of < 0) | (of >= self.groups)).any():
             raise InconsistentCheckpoint(
-                f"an input is of group {int(of.max())}, there are {self.groups}",
+                f"an input belongs to group {int(of.max())}, there are {self.groups}",
                 code=GROUP,
                 key=self.inputs[3].tensor.key.name,
                 hint="do all files belong to one checkpoint? fetch it again",

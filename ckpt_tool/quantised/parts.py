@@ -296,11 +296,11 @@ def _misfits(weight: Quantised, tensors: Mapping[str, Kind]) -> Iterator[Fault]:
     layout = layout_of(weight, tensors)
     for role, part in layout.parts.items():
         if part.is_needed and role not in weight.parts:
-            yield Fault(weight.lead, f"codes without {role}, which {layout.name} has beside them", lacking=True)
+            yield Fault(weight.lead, f"codes without {role}, which {layout.name} has next to them", lacking=True)
     for role, name in weight.parts.items():
         dtype, shape = tensors[name].dtype.name, tensors[name].shape
         if role not in layout.parts:
-            yield Fault(name, f"a {role} beside codes of {layout.name}, which has none", lacking=False)
+            yield Fault(name, f"a {role} next to codes of {layout.name}, which has none", lacking=False)
         elif dtype not in layout.parts[role].dtypes:
             yield Fault(name, f"{dtype} {list(shape)} where {layout.name} has a {role}", lacking=False)
         elif role in _ONE_NUMBER and prod(shape) != 1:

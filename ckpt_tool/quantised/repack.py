@@ -113,7 +113,7 @@ def _refuse_others(scheme: Quantisation | None, found: Found) -> None:
     named = scheme.scheme if scheme is not None else ""
     others = [weight.made for weight in found.weights.values() if weight.codes != MATRIX]
     if scheme is not None and (named in _WHY or not scheme.known):
-        floats = "--dequantize writes them as floats; with --quantize SCHEME they are quantised anew"
+        floats = "--dequantize writes them as floats; with --quantize SCHEME they are quantised again"
         raise UsageError(
             f"{OPTION}: weights of {named} can't be repacked as they are: {scheme.why or _WHY[named]}",
             code=INEXACT,
@@ -121,7 +121,7 @@ def _refuse_others(scheme: Quantisation | None, found: Found) -> None:
         )
     if others or not found.weights and not found.faults:
         raise UsageError(
-            f"{OPTION}: there are no weights of GPTQ or AWQ here" + (f", they are of {named}" if named else ""),
+            f"{OPTION}: there are no weights of GPTQ or AWQ here" + (f", they belong to {named}" if named else ""),
             code=NOTHING,
             key=others[0] if others else None,
             hint="leave it off: what compressed-tensors or transformers wrote is read by them as it is",

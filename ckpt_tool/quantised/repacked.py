@@ -178,7 +178,7 @@ def along_the_inputs(words: Words) -> Words:
 
 def in_the_order_of_activations(name: str, at: int) -> UsageError:
     return UsageError(
-        f"{name}: input {at} is not of the group in which it lies (`desc_act`), and compressed-tensors 0.20 has "
+        f"{name}: input {at} is not in the group in which it is stored (`desc_act`), and compressed-tensors 0.20 has "
         "groups of neighbours alone",
         code=INEXACT,
         key=name,

@@ -35,7 +35,7 @@ def with_stated(chosen: Chosen, job: Conversion) -> Chosen:
             code=UNSTATED,
             key=unstated[0],
             faults=unstated[1:],
-            hint="--dequantize writes them as floats; --quantize int8:torchao beside it quantises them anew",
+            hint="--dequantize writes them as floats; --quantize int8:torchao as well quantises them again",
         )
     if not stated:
         return chosen

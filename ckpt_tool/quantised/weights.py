@@ -356,7 +356,7 @@ def _packed(name: str, kind: Kind, tensors: Mapping[str, Kind], bits: Sequence[i
         if scales not in tensors:
             return Fault(name, f"MXFP4 blocks without {scales}", lacking=True) if len(kind.shape) > 3 else None
         if made in tensors:
-            return Fault(name, f"MXFP4 blocks beside {made} itself", lacking=False)
+            return Fault(name, f"MXFP4 blocks next to {made} itself", lacking=False)
         if len(kind.shape) < 3 or kind.shape[-1] != 16 or tensors[scales].shape != kind.shape[:-1]:
             return Fault(
                 scales,
@@ -372,7 +372,7 @@ def _packed(name: str, kind: Kind, tensors: Mapping[str, Kind], bits: Sequence[i
     if scale not in tensors:
         return Fault(name, f"packed codes without {scale}", lacking=True)
     if made in tensors:
-        return Fault(name, f"packed codes beside {made} itself", lacking=False)
+        return Fault(name, f"packed codes next to {made} itself", lacking=False)
     if kind.dtype.name == "U8":
         return _nibbles(made, name, kind, scale, tensors)
     return _words(made, name, kind, scale, tensors, bits)
@@ -393,7 +393,7 @@ def _tabled(name: str, kind: Kind, tensors: Mapping[str, Kind]) -> Quantised | F
         told = tensors[part]
         dtype = "U8" if role == "state" or nested and role == "scale" else "F32"
         if (told.dtype.name, len(told.shape)) != (dtype, 1) or told.shape != sizes.get(role, told.shape):
-            return Fault(part, f"{told.dtype.name} {list(told.shape)} beside codes of a table", lacking=False)
+            return Fault(part, f"{told.dtype.name} {list(told.shape)} next to codes of a table", lacking=False)
     numel = prod(kind.shape) * kind.dtype.bits // 4
     if not numel or not scales.shape[0] or kind.dtype.bits % 8:
         return _misfit(parts["scale"], tensors, kind.shape)
@@ -409,7 +409,7 @@ def _apart(name: str, kind: Kind, tensors: Mapping[str, Kind]) -> Quantised | Fa
     if scale not in tensors:
         return Fault(name, f"codes without {scale}", lacking=True)
     if made in tensors:
-        return Fault(name, f"codes beside {made} itself", lacking=False)
+        return Fault(name, f"codes next to {made} itself", lacking=False)
     shape = _over(kind.shape)
     block = block_of(shape, tensors[scale].shape)
     if block is None:
@@ -516,7 +516,7 @@ def _subclass(name: str, weight: str, kind: Kind, tensors: Mapping[str, Kind]) -
     if "scale" not in parts:
         return Fault(name, f"codes without {named['scale']}", lacking=True)
     if weight in tensors:
-        return Fault(name, f"codes beside {weight} itself", lacking=False)
+        return Fault(name, f"codes next to {weight} itself", lacking=False)
     if subclass_part(weight, _PRE_SCALE) in tensors:
         what = (
             f"{subclass_part(weight, _PRE_SCALE)} scales what it is multiplied with, so floats of it are another weight"

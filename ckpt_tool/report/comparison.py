@@ -290,7 +290,7 @@ def _as_lines(rows: tuple[tuple[Cell, ...], ...]) -> Lines:
 
 def _seal(said: Mapping[str, Any], mode: str) -> str:
     """What a signature or an attestation is worth: whose it is, and of what."""
-    whose = {True: "by the key given", False: "not by the key given", None: "nobody asked by whom: --key PUB"}
+    whose = {True: "by the key given", False: "not by the key given", None: "not checked against a key: --key PUB"}
     signed = whose[said["authentic"]] if said["signed"] else "not signed"
     looked = "" if mode == "full" else ", whose contents were not looked at"
     return f"{plural(said['files'], 'file')} in {said['file']}{looked}; {signed}"

@@ -45,7 +45,7 @@ def _rows(row: Document) -> list[tuple[Cell, ...]]:
 
 def _verdict(document: Document) -> Verdict:
     if document["last_sound"] is None:
-        return Verdict(False, "no step of the run is sound: nothing is removed")
+        return Verdict(False, "no step of the run is complete: nothing is removed")
     if not document["remove"]:
         return Verdict(True, "nothing to remove")
     number = plural(sum(1 for row in document["remove"] if row["removed"] or document["dry_run"]), "step")

@@ -144,7 +144,7 @@ def warnings_of(document: Document, *, everything: bool) -> list[Block]:
         blocks.append(_listed("left behind", [_dropped(entry) for entry in gone], "entry", everything))
     others = [f"{entry.get('state', '')}: {entry.get('reason', '')}" for entry in dropped if entry not in gone]
     if others:
-        blocks.append(_listed("made anew", others, "entry", everything))
+        blocks.append(_listed("made again", others, "entry", everything))
     stays = (document.get("quantized") or {}).get("stays") or {}
     if stays:
         texts = [f"{plural(int(number), 'tensor')}: {why}" for why, number in stays.items()]

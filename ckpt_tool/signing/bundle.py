@@ -79,7 +79,7 @@ def unpacked(document: Any, path: str) -> Signed:
         signature = b64decode(signatures[0]["sig"], validate=True)
         hint = material["publicKey"].get("hint") or ""
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, Error) as e:
-        raise _unread(path, f"it lacks a part of a bundle, or one is of another kind ({type(e).__name__}: {e})") from e
+        raise _unread(path, f"it lacks a part of a bundle, or one has another kind ({type(e).__name__}: {e})") from e
     return Signed(payload, signature, str(hint))
 
 

@@ -85,7 +85,7 @@ def _unsigned(said: Mapping[str, dict[str, Any] | None], claims: list[_Claim], p
 
 def _nothing(why: str, path: str) -> Incomplete:
     return Incomplete(
-        f"{why}, so that --key can't tell who made it",
+        f"{why}, so that --key can't show who made it",
         code="E1688",
         path=path,
         hint="it was written without --sign, or a file was left behind: get it with all its files",

@@ -115,10 +115,10 @@ def listed(statement: Any, path: str, wanted: str) -> Listed:
             if not isinstance(digest.path, str) or len(bytes.fromhex(digest.hex)) < 16:
                 raise ValueError(f"no digest of a file: {str(digest)[:80]}")
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as e:
-        raise _unread(path, f"it lacks a part, or one is of another kind ({type(e).__name__}: {e})") from e
+        raise _unread(path, f"it lacks a part, or one has another kind ({type(e).__name__}: {e})") from e
     names = [digest[:1] + digest[3:] for digest in found.digests]
     if len(set(names)) < len(names) or not names:
-        raise _unread(path, "a file stands in it twice" if names else "it names no file")
+        raise _unread(path, "a file appears in it twice" if names else "it names no file")
     return found
 
 

@@ -88,7 +88,7 @@ def _unlike(catalog: Catalog, states: Collection[LogicalTensor], lora: LoraHints
         elif tensor.numel != 1 and tensor.shape != shape:
             yield f"{tensor.key} has shape {list(tensor.shape)}, the adapter's tensor {list(shape)}"
         elif tensor.shape and stretches(name, shape[0], ranks, gated=gated):
-            yield f"rows of {name} lie in it as {ranks} tensor ranks had them"
+            yield f"rows of {name} are in it as {ranks} tensor ranks had them"
     held = {tensor.key.name for tensor in states}
     if missing := next((name for name in shapes if name not in held), ""):
         yield f"it has no state of {missing}"

@@ -139,7 +139,7 @@ def parsed(raw: bytes, shown: str) -> Mapping[str, Any]:
             code="E0239",
             path=shown,
             offset=e.offset,
-            hint="pass a sound one with --config FILE",
+            hint="pass a valid one with --config FILE",
         ) from e
     if not isinstance(value, dict):
         raise UsageError("the config is no JSON object", code="E0239", path=shown)
@@ -357,7 +357,7 @@ def check_config(model: ModelConfig, path: str) -> None:
         path=path,
         place=model.origin,
         faults=faults[1:],
-        hint="pass a sound config with --config FILE",
+        hint="pass a valid config with --config FILE",
     )
 
 

@@ -98,7 +98,7 @@ class Judge:
 
     def _judge(self, step: Step, path: str) -> Judged:
         if {f"{name}{UNFINISHED}" for name in (step.name, os.path.splitext(step.name)[0])} & {*self.run.others}:
-            return Judged(step, False, f"a marker {UNFINISHED} lies beside it: it was not written to its end")
+            return Judged(step, False, f"a marker {UNFINISHED} is next to it: it was not written to its end")
         try:
             parts = parts_of(path, self._reading)
             if not parts:

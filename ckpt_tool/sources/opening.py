@@ -262,7 +262,7 @@ def no_tensors(tree: Tree, name: str) -> InputError:
         path=tree.display(),
         hint=f"its folders are checkpoints, pass one of them: {', '.join(below)}"
         if below
-        else "pass the checkpoint itself; what lies here are settings or a job's own records",
+        else "pass the checkpoint itself; what is here are settings or a job's own records",
     )
 
 
@@ -371,7 +371,7 @@ def _several(tree: Tree, steps: Sequence[str]) -> UnknownFormat:
         code="E0392",
         path=tree.display(),
         hint=f"pass one of them: {', '.join(map(tree.display, steps[-3:]))}; "
-        f"ckpt latest {tree.display()} prints the newest sound one",
+        f"ckpt latest {tree.display()} prints the newest complete one",
     )
 
 

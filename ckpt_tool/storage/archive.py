@@ -187,7 +187,7 @@ def _members(tree: Tree, file: str) -> dict[str, Member]:
 
 
 def _odd(path: str, info: tarfile.TarInfo, shown: str, *, twice: bool) -> UnsafeInput:
-    what = "stands in it twice" if twice else "is a link" if info.islnk() or info.issym() else "is no plain file"
+    what = "appears in it twice" if twice else "is a link" if info.islnk() or info.issym() else "is no plain file"
     return UnsafeInput(
         f"the archive's member {path[:200]} {what}",
         code=ODD,

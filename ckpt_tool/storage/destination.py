@@ -118,7 +118,7 @@ def check_destination(destination: Path, sources: Iterable[Path], *, force: bool
         inside = {_identity(folder) for folder in source.resolve().parents}
         if theirs == ours or theirs in above or ours in inside:
             raise OutputExists(
-                f"the output {destination} equals, holds or lies in the source {source}",
+                f"the output {destination} equals, holds or is inside the source {source}",
                 code="E0502",
                 path=destination,
                 hint="choose another output: sources are never changed",
@@ -136,7 +136,7 @@ def check_apart(place: RemotePlace, sources: Iterable[str]) -> None:
         theirs = f"{source.rstrip('/')}/"
         if ours.startswith(theirs) or theirs.startswith(ours):
             raise OutputExists(
-                f"the output {place} equals, holds or lies in the source {source}",
+                f"the output {place} equals, holds or is inside the source {source}",
                 code="E0502",
                 path=place.url,
                 hint="choose another output: sources are never changed",
@@ -158,7 +158,7 @@ def check_beside(path: str, option: str, sources: Iterable[str], outputs: Iterab
             resolved = Path(os.path.realpath(root))
             if _identity(resolved) in above or kind == "output" and resolved in (real, *real.parents):
                 raise OutputExists(
-                    f"the file of {option} would be or lie in the {kind} {root}",
+                    f"the file of {option} would be or be inside the {kind} {root}",
                     code="E0510",
                     path=path,
                     hint="name a file elsewhere: neither a source nor an output gets other files",

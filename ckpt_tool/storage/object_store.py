@@ -251,7 +251,7 @@ def fault(
     elif "redirect" in text or code in _REGION_FAULTS:
         region = _REGION.search(text)
         where = f"AWS_REGION={region[1]}" if region else "AWS_REGION to the bucket's region"
-        made = "E2506", f"the {cloud.bucket} {bucket} lies in another region", f"set {where}"
+        made = "E2506", f"the {cloud.bucket} {bucket} is in another region", f"set {where}"
     elif code in ("NoSuchBucket", "ContainerNotFound") or status == 404:
         made = (
             "E2505",

@@ -186,7 +186,7 @@ def _root(body: _Body, folder: str) -> _Child | None:
     kind = body.number("kind")
     if kind:
         raise InputError(
-            f"the manifest is of kind {kind}: its versions lie in other files",
+            f"the manifest has kind {kind}: its versions are stored in other files",
             code=UNKNOWN_KIND,
             path=body.shown,
             hint="restore it with Orbax and save it again",
@@ -234,13 +234,13 @@ def _node(tree: Tree, child: _Child, found: dict[str, Value]) -> list[_Child]:
         ]
     sizes, kinds = body.numbers(count, "values"), body.raw(count, "values")
     if any(kind > 1 for kind in kinds):
-        raise body.fault("a value that lies neither in the node nor in a file")
+        raise body.fault("a value that is neither in the node nor in a file")
     outer = sum(kinds)
     places = zip(body.numbers(outer, "values"), body.numbers(outer, "values"), strict=True)
     for key, size, kind in zip(keys, sizes, kinds, strict=True):
         name = (child.prefix + key).decode("utf-8", "surrogateescape")
         if name in found:
-            raise body.fault(f"the key {name[:200]!r} stands twice")
+            raise body.fault(f"the key {name[:200]!r} appears twice")
         if kind:
             number, start = next(places)
             value = Value(_file(body, files, number)[0], start, size)

@@ -86,7 +86,7 @@ def _enter(folder: int, name: str, *, make: bool) -> int:
                 raise
         except OSError as e:
             if e.errno in (errno.ELOOP, errno.ENOTDIR):
-                raise Irregular(e.errno, f"lies in {name}, which is no folder") from e
+                raise Irregular(e.errno, f"is in {name}, which is no folder") from e
             raise
         try:
             os.mkdir(name, 0o777, dir_fd=folder)

@@ -272,7 +272,7 @@ def _foreign(name: str) -> bool:
 
 def held_by(name: str) -> str:
     """What is said of a tensor that an object of class `name` holds."""
-    return f"a tensor hangs on an object of class {shown(name)}: reading it would need that class's code"
+    return f"a tensor is held by an object of class {shown(name)}: reading it would need that class's code"
 
 
 # -- execution --------------------------------------------------------------------------------------------------------

@@ -336,7 +336,7 @@ def _entry(member: Member, path: str, warnings: list[str]) -> _Entry:
         warnings.append(f"tensor {name[:200]}: unknown field {', '.join(key[:50] for key in extra[:5])}, not copied")
     shape, (begin, end) = tuple(value["shape"]), value["data_offsets"]
     if begin > end:
-        raise fault(OFFSETS, f"begin {begin} lies after end {end}", "data_offsets", hint=faulty_writer)
+        raise fault(OFFSETS, f"begin {begin} is after end {end}", "data_offsets", hint=faulty_writer)
     bits = prod(shape) * DTYPES[dtype].bits
     if bits != 8 * (end - begin):
         need = f"{bits // 8} bytes" if bits % 8 == 0 else f"{bits} bits, no whole number of bytes"
@@ -396,7 +396,7 @@ def _check_tiles(entries: list[_Entry], path: str) -> int:
                 offset=entry.place,
                 place=pointer(entry.name, "data_offsets"),
                 key=entry.name[:200],
-                hint="the tensors must lie end to end: the file was made by a faulty writer, or to deceive",
+                hint="the tensors must be stored end to end: the file was made by a faulty writer, or to deceive",
             )
         at, before = entry.end, entry.name
     return at

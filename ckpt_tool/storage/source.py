@@ -327,7 +327,7 @@ class Tree:
     def _behind_link(self, path: str) -> UnsafeInput:
         why = self._bounds.why_not(self.root / path) or LEAVES
         return UnsafeInput(
-            f"{path} is, or lies behind, a link that {why}",
+            f"{path} is, or is behind, a link that {why}",
             code="E0412",
             path=self.display(path),
             hint="--follow-symlinks follows it, if you trust where it leads; or put in its place what it points to",

@@ -504,7 +504,7 @@ class Staging:
                 f"{final} appeared while this run was writing",
                 code="E0505",
                 path=final,
-                hint=f"it was left alone; this run's result lies in {self.path}",
+                hint=f"it was left alone; this run's result is in {self.path}",
             ) from e
         except OSError as e:
             raise wrap_os_error(e, final, "renaming the finished output") from e

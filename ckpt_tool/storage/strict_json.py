@@ -148,7 +148,7 @@ def check_utf8(raw: bytes, *, path: str, offset: int = 0) -> None:
                 code=NOT_UTF8,
                 path=path,
                 offset=offset + bad,
-                hint="JSON is UTF-8: the file is damaged or is of another kind",
+                hint="JSON is UTF-8: the file is damaged or is something else",
             ) from e
 
 
@@ -262,7 +262,7 @@ class _Exact:
     def duplicate(self, key: str, first: int, second: int) -> NoReturn:
         places = f"bytes {self.offset + first} and {self.offset + second}"
         self.fail(
-            f"duplicate key: {key[:200]!r} stands twice in one object, at {places}",
+            f"duplicate key: {key[:200]!r} appears twice in one object, at {places}",
             DUPLICATE,
             second,
             hint="readers disagree on which of the two counts: the file can't be trusted",

@@ -77,7 +77,7 @@ class _Values:
             if not isinstance(key, str):
                 raise _fault(key_node, f"not plain: the key {key!r} is no text")
             if key in out:
-                raise _fault(key_node, f"not plain: the key {key!r} stands twice")
+                raise _fault(key_node, f"not plain: the key {key!r} appears twice")
             out[key] = self.of(value, depth + 1)
         return out
 

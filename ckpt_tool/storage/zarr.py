@@ -227,7 +227,7 @@ class Array(NamedTuple):
         self._within(value)
         path, at = value.path, value.offset
         if layout.codec and nbytes > LARGEST_RATIO * value.nbytes:
-            raise self._fault(f"no chunk of {value.nbytes} bytes comes to {nbytes}, decompressed", value)
+            raise self._fault(f"no chunk of {value.nbytes} bytes becomes {nbytes}, decompressed", value)
         if layout.codec:
             path, at = Compressed(value.path, value.offset, value.nbytes, nbytes, layout.codec).view, 0
         elif value.nbytes != nbytes:

@@ -326,7 +326,7 @@ def _unreadable(archive: Archive, name: str, method: int, flags: int, where: int
         )
     if method:
         return archive.corrupt(f"unknown compression method {method}", "E0342", where, place=name)
-    return archive.corrupt("the member lies on another disk", "E0342", where, place=name)
+    return archive.corrupt("the member is on another disk", "E0342", where, place=name)
 
 
 # -- local headers ----------------------------------------------------------------------------------------------------

@@ -462,7 +462,7 @@ PROGRAMS = [
     ("E1217", ["embed -> a, dtype='float16'", "a -> b, dtype='bfloat16'"], {}, "`a` is cast to F16 and then to BF16"),
     ("E1217", ["embed -> a, dtype='float16'", "a, head -> b, axis=0"], {}, "`a` is cast to F16 and `head` to nothing"),
     ("E1218", ["embed -> _", "embed -> a"], {}, "`embed` is read, but nothing has made it"),
-    ("E1219", ["embed -> a", "head -> a"], {}, "`a` is made anew, and nothing has read what statement 1 made"),
+    ("E1219", ["embed -> a", "head -> a"], {}, "`a` is made again, and nothing has read what statement 1 made"),
     (
         "E1219",
         ["embed -> _"],

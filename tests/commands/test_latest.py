@@ -127,7 +127,7 @@ def test_pointer_files_are_held_against_what_is_there(pointer: str, text: str, s
     assert [note for note in document["notes"] if said and said in note] == document["notes"]
     (tmp_path / pointer).write_text("global_step10")
     the_file(newer, part).unlink()
-    assert ckpt.latest(tmp_path)["notes"] == [f"{pointer} names global_step10, which is not sound"]
+    assert ckpt.latest(tmp_path)["notes"] == [f"{pointer} names global_step10, which is not complete"]
 
 
 def test_what_a_pointer_names_is_a_step_whatever_it_is_called(tmp_path: Path) -> None:

@@ -92,8 +92,8 @@ def test_the_last_sound_one_stays_and_what_is_broken_is_not_counted(tmp_path: Pa
     document = ckpt.prune(tmp_path, keep_last=1)
     assert kept(document) == {
         "checkpoint-4": ["the last sound one"],
-        "checkpoint-5": ["newer than the last sound one"],
-        "checkpoint-6": ["newer than the last sound one"],
+        "checkpoint-5": ["newer than the last complete one"],
+        "checkpoint-6": ["newer than the last complete one"],
     }
     cut(steps[4])
     laid(tmp_path, (7,))
@@ -107,7 +107,7 @@ def test_without_a_sound_step_nothing_goes(tmp_path: Path, capfd: Any) -> None:
         cut(step)
     before = names(tmp_path)
     assert run(["prune", str(tmp_path), "--keep-last", "1"]) == 1
-    assert "no step of the run is sound: nothing is removed" in capfd.readouterr().out
+    assert "no step of the run is complete: nothing is removed" in capfd.readouterr().out
     assert names(tmp_path) == before
 
 
@@ -125,7 +125,7 @@ def test_what_may_be_being_written_stays(tmp_path: Path) -> None:
     finally:
         os.close(fd)
     assert kept(document) == {
-        "checkpoint-2": ["not sound, and changed within the last hour"],
+        "checkpoint-2": ["not complete, and changed within the last hour"],
         "checkpoint-3": ["a run of ckpt is writing it"],
         "checkpoint-5": ["the last sound one"],
     }

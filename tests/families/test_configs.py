@@ -287,7 +287,7 @@ def test_shared_experts_that_no_class_has_are_told() -> None:
         config_of("glm4_moe", {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8})
     )
     told = from_megatron({**args, "moe_shared_expert_intermediate_size": 12}, "glm4_moe")
-    assert "n_shared_experts" not in told.config and "shared experts of 12 beside experts of 8" in "".join(told.notes)
+    assert "n_shared_experts" not in told.config and "shared experts of 12 next to experts of 8" in "".join(told.notes)
 
 
 def test_differing_looks_through_spellings() -> None:

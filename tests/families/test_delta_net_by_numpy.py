@@ -162,7 +162,7 @@ def test_a_second_layer_ahead_is_a_fault(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bare_names_of_mcore_bridge_are_read_where_the_user_says_so(name: str) -> None:
-    """Its state dicts have core's names; nothing tells the two layouts apart."""
+    """Its state dicts have core's names; nothing states the two layouts apart."""
     config = config_of(name)
     hub, _ = with_ahead(name, config)
     marked = moved(name, "hf", "megatron-swift", hub, config)

@@ -66,7 +66,7 @@ RANKS = {f"{dim}_model_parallel_size": 1 << 19 for dim in ("tensor", "pipeline")
 CASES = [
     ("nemo-link", packed("w", b"", type=tarfile.SYMTYPE, linkname="/etc/passwd"), 4, "is a link"),
     ("nemo-outside", packed("../w", b"1"), 4, "plain names"),
-    ("nemo-twice", packed("./" + CONFIG, b"y"), 4, "stands in it twice"),
+    ("nemo-twice", packed("./" + CONFIG, b"y"), 4, "appears in it twice"),
     ("nemo-device", packed("w", b"", type=tarfile.BLKTYPE), 4, "no plain file"),
     ("nemo-cut", packed("model_weights.ckpt", bytes(4096), cut=3000), 3, "damaged or cut short"),
     ("nemo-no-end", packed("model_weights.ckpt", bytes(4096), cut=5632), 3, "damaged or cut short"),

@@ -134,7 +134,7 @@ add_header("A17", {"a": entry("F32", [2**32, 2**32], [0, 0])}, b"", 3, "overflow
 add_header("A17-f64", {"a": entry("F64", [2**61], [0, 0])}, b"", 3, "overflows", "offsets span 0")
 add_header("A18", {"a": entry("U8", [0, 2**63], [0, 0])}, b"", 3, "dimension", "out of range", "/a/shape/1")
 add_header("A19", {"a": entry("U8", [1] * 10_000, [0, 1])}, b"a", 3, "rank 10000", "limit is 64")
-add_header("A20-begin", {"a": entry("U8", [3], [3, 0])}, b"abc", 3, "begin 3 lies after end 0")
+add_header("A20-begin", {"a": entry("U8", [3], [3, 0])}, b"abc", 3, "begin 3 is after end 0")
 add_header("A20-end", {"a": entry("U8", [30], [0, 30])}, b"abc", 3, "last offset is 30", "3 of data")
 
 # A21 - A25: how the tensors lie

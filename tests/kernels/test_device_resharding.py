@@ -141,9 +141,9 @@ def test_what_nobody_holds_is_named_whole(held: Held) -> None:
     assert caught.value.code == "E1566" and caught.value.exit_code == 3
     told = [caught.value.message, *caught.value.faults]
     assert told == [
-        "w: nobody holds (1, 4) from (6, 0) on",
-        "w: nobody holds (2, 2) from (4, 2) on",
-        "v: nobody holds (2,) from (0,) on",
+        "w: no rank holds (1, 4) from (6, 0) on",
+        "w: no rank holds (2, 2) from (4, 2) on",
+        "v: no rank holds (2,) from (0,) on",
     ]
 
 

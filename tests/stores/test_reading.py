@@ -126,7 +126,7 @@ def test_a_conversion_is_few_large_requests_many_at_once(s3: S3, shards: Path, t
     total = sum(path.stat().st_size for path in shards.iterdir())
     assert s3.proxy.bytes_sent <= 1.2 * total + (1 << 20), "bytes fetched twice"
     assert len(ranges(s3.proxy)) <= 12 * 3 + 2
-    assert most[0] >= 6, "requests one behind the other"
+    assert most[0] >= 6, "requests one after another"
 
 
 def test_a_pointer_file_and_its_folder_share_a_listing(s3: S3) -> None:

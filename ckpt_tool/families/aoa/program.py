@@ -222,7 +222,7 @@ class Run:
                 self.faults.add(
                     "E1219",
                     number,
-                    f"`{shown(name)}` is made anew, and nothing has read what statement {self.maker[name]} made",
+                    f"`{shown(name)}` is made again, and nothing has read what statement {self.maker[name]} made",
                     "give one of the two another name",
                 )
         self.values[name] = value

@@ -128,7 +128,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in pairs:
         if key in out:
-            raise UsageError(f"the key {key!r} stands twice", code="E1202", place=f"/{key}")
+            raise UsageError(f"the key {key!r} appears twice", code="E1202", place=f"/{key}")
         out[key] = value
     return out
 
@@ -147,7 +147,7 @@ def parse(text: str, number: int) -> Statement:
     left = _items(tokens[: arrows[0] + 1])
     right = _items(tokens[arrows[0] + 1 :])
     if any(value is not None or name in WORDS for name, value in left):
-        raise UsageError("an attribute stands before the arrow", code="E1200", hint="attributes come last")
+        raise UsageError("an attribute is before the arrow", code="E1200", hint="attributes come last")
     names, attributes, words = _parted(right)
     statement = Statement(number, tuple(name for name, _ in left), names, attributes, words)
     _check_names(statement)
@@ -230,7 +230,7 @@ def _parted(items: list[tuple[str, int | str | None]]) -> tuple[tuple[str, ...],
     for name, value in items:
         if value is not None:
             if name in attributes:
-                raise UsageError(f"{name} stands twice", code="E1204")
+                raise UsageError(f"{name} appears twice", code="E1204")
             attributes[name] = _value(name, value)
         elif name in WORDS:
             if word:
@@ -238,7 +238,7 @@ def _parted(items: list[tuple[str, int | str | None]]) -> tuple[tuple[str, ...],
             word = name
         elif attributes or word:
             raise UsageError(
-                f"`{name}` stands behind the attributes",
+                f"`{name}` is behind the attributes",
                 code="E1203",
                 hint=near_misses(name, (*WORDS, *_NUMBERS, *_TEXTS)) or "names come first",
             )
@@ -305,7 +305,7 @@ def _check_names(statement: Statement) -> None:
         )
     if NOTHING in (*left, *right) and (len(left) + len(right) > 2 or left == right or statement.attributes or word):
         raise UsageError(
-            "`_` stands alone on its side, without attributes",
+            "`_` is alone on its side, without attributes",
             code="E1206",
             hint="`NAME -> _` drops a tensor, `_ -> NAME` states one without a source",
         )
@@ -400,7 +400,7 @@ class _Names:
         patterns, forms = (made, self.wanted) if read == (NOTHING,) else (read, self.source)
         if forms is None:
             raise UsageError(
-                f"what `{patterns[0]}` stands for is not known",
+                f"what `{patterns[0]}` means is not known",
                 code="E1210",
                 hint="write the numbers out: the names of the destination are not known here",
             )
@@ -470,7 +470,7 @@ class _Names:
         forms, bare = self.source if read else self.wanted, pattern.removesuffix(TRANSPOSED)
         if forms is None:
             raise UsageError(
-                f"what `{pattern}` stands for is not known",
+                f"what `{pattern}` means is not known",
                 code="E1210",
                 hint="write the names out, as NAME[START:END] or one by one: the names of the destination are "
                 "not known here",

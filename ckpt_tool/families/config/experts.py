@@ -214,7 +214,7 @@ def _shared_back(args: Arguments, out: Values) -> None:
     count = (whole or 0) // width if width else 0
     if width and count * width != (whole or 0):
         args.lost(
-            f"no class has shared experts of {whole} beside experts of {width}: "
+            f"no class has shared experts of {whole} next to experts of {width}: "
             f"{args.key('n_shared_experts')} is left out"
         )
     else:
@@ -247,7 +247,9 @@ def _two_pools_to(model: Model, out: Values) -> None:
     if out.get("num_experts") and isinstance(widths, list) and widths:
         out |= {"moe_ffn_hidden_size": widths[0], "moe_intermediate_size": widths}
         out["moe_shared_expert_intermediate_size"] = (model.count("n_shared_experts") or 0) * widths[0] or None
-        model.lost("experts of images beside those of text: Megatron-LM has one kind; Megatron-Bridge's layer has both")
+        model.lost(
+            "experts of images in addition to those of text: Megatron-LM has one kind; Megatron-Bridge's layer has both"
+        )
 
 
 def _two_pools_back(args: Arguments, out: Values) -> None:

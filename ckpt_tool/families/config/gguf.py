@@ -405,7 +405,7 @@ def hub_config(
     if factors and name == "llama":
         scaling = _llama3(config, factors)
         if scaling is None:
-            faults.append(f"{ROPE_FREQS} is of no rope that Llama 3 has")
+            faults.append(f"{ROPE_FREQS} is no rope that Llama 3 has")
         else:
             config["rope_scaling"] = scaling
     if faults:

@@ -80,7 +80,7 @@ def _gemma4_to(model: Model, out: Values) -> None:
         out |= {"moe_layer_freq": 1, "moe_router_pre_softmax": True}
         out["moe_shared_expert_intermediate_size"] = model.count("intermediate_size")
     model.lost(
-        "layers that see all have heads of their own, attention is not scaled by their width, experts lie beside an MLP, "
+        "layers that see all have heads of their own, attention is not scaled by their width, experts are next to an MLP, "
         "embeddings belong to layers: Megatron-LM's arguments have none of that; Megatron-Bridge's model has"
     )
 

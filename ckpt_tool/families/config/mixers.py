@@ -152,7 +152,7 @@ def _falcon_h1_to(model: Model, out: Values) -> None:
     if heads and wide % heads == 0:
         out["mamba_head_dim"] = wide // heads
     out["falconh1_ratio"] = 1.0
-    model.lost("a mixer beside the attention: Megatron-LM has no such layer; Megatron-Bridge's model has")
+    model.lost("a mixer next to the attention: Megatron-LM has no such layer; Megatron-Bridge's model has")
 
 
 def _falcon_h1_back(args: Arguments, out: Values) -> None:

@@ -126,7 +126,7 @@ def _arguments(config: Mapping[str, Any], facts: ModelClass) -> Translated:
             model.lost(f"{key} {model.get(key)}: Megatron always has {value}")
     if out.get("moe_router_enable_expert_bias") and out.get("moe_router_score_function", "softmax") == "softmax":
         model.lost(
-            "the experts' bias beside a softmax: Megatron has it for sigmoid alone, and refuses to build this model"
+            "the experts' bias with a softmax: Megatron has it for sigmoid alone, and refuses to build this model"
         )
     out.setdefault("hidden_dropout", 0.0)
     if out.get("max_position_embeddings") is not None:

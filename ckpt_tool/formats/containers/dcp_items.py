@@ -310,7 +310,7 @@ class Items:
             path=self.tree.display(piece.file),
             offset=piece.at,
             key=tensor.fqn,
-            hint="the file is of another save than the metadata: get both from one save",
+            hint="the file and the metadata come from two saves: get both from one save",
         )
 
     # -- safetensors inside -----------------------------------------------------------------------------------------

@@ -249,7 +249,7 @@ class _Reading:
                 code=INCOMPLETE,
                 path=self.shown,
                 faults=missing[1:SHOWN],
-                hint="the save was cut short or edited: nothing says where these bytes lie",
+                hint="the save was cut short or edited: nothing says where these bytes are stored",
             )
             report_missing(fault)
 

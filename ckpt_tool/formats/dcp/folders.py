@@ -116,7 +116,7 @@ def check(saves: list[Save], shown: str) -> None:
     for save in saves:
         where = f"{shown.rstrip('/')}/{save.folder}".rstrip("/") if save.folder else shown
         if save.tmp or not save.metadata:
-            found = f"{save.tmp} lies there" if save.tmp else "there is no .metadata"
+            found = f"{save.tmp} is there" if save.tmp else "there is no .metadata"
             raise Incomplete(
                 f"the save was not finished: {found}, and .metadata is written last",
                 code=UNFINISHED,
@@ -172,5 +172,5 @@ def refuse(tensors: Iterable[str], objects: Iterable[str], shown: str, *, finish
             "a Megatron-FSDP checkpoint (fsdp_dtensor), no plain DCP",
             code=NOT_READ,
             path=shown,
-            hint="pass its own folder, or --from megatron-fsdp; --from dcp reads it as it lies, a gated fc1 in halves",
+            hint="pass its own folder, or --from megatron-fsdp; --from dcp reads it as stored, a gated fc1 in halves",
         )

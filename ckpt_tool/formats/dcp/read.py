@@ -131,7 +131,7 @@ class _Reading:
         if beside:
             more = f" and {len(beside) - 20} more" if len(beside) > 20 else ""
             shown = f"{', '.join(beside[:20])}{more}"
-            yield Note("N-beside", f"beside the DCP folders, not read and not carried: {shown}")
+            yield Note("N-beside", f"next to the DCP folders, not read and not carried: {shown}")
 
 
 def _mesh(tensors: Iterable[LogicalTensor]) -> Mesh:

@@ -77,7 +77,7 @@ EXPERT = "layer_{layer}_expert_{expert}_mp_rank_{model:02}_model_states.pt"
 PLAIN_EXPERTS = "expp_rank_{expert}_mp_rank_{model:02}_optim_states.pt"  # the optimizer of an expert rank without ZeRO
 _REFUSED = {
     "layer_{layer:02}-model_{model:02}-model_states.pt": "layers of tensor parallel ranks: how each weight is cut "
-    "stands nowhere in them",
+    "is stated nowhere in them",
     "expert_{expert}_mp_rank_{model:02}_model_states.pt": "experts without their layer's number (DeepSpeed before 0.6)",
 }
 
@@ -316,7 +316,7 @@ def read_tensors(tree: Tree, name: str) -> tuple[dict[str, StoredArray], TorchCo
     out = {}
     for path, array in content.leaves:
         if len(path) != 1:
-            raise malformed(f"a tensor hangs at {dotted(path)[:200]}, want names and tensors alone", tree.display(name))
+            raise malformed(f"a tensor is at {dotted(path)[:200]}, want names and tensors alone", tree.display(name))
         out[str(path[0])] = array
     return out, content
 

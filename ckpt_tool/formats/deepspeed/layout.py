@@ -66,7 +66,7 @@ def stage_of(states: Sequence[str], described: Described | None, wished: int | N
     wrapped = described is not None and described.zero_stage == 0  # DeepSpeed's 16-bit wrapper keeps masters
     if wished is not None:
         if wished == 0 and has_master and not wrapped:
-            what = "--zero 0: without ZeRO the optimizer has no fp32 master weights beside the module"
+            what = "--zero 0: without ZeRO the optimizer has no fp32 master weights in addition to the module"
             raise _unfit(what, "write --zero 1, or add --drop master")
         return wished if trains else 0
     if described is not None and has_master:
@@ -329,7 +329,7 @@ def _note_foreign(groups: Sequence[Group], described: Described, stage: int, not
     if stage and unlisted:
         bare = ", without options (lr, betas): the optimizer can't step before it is given some"
         notes.append(
-            f"{len(unlisted)} parameters stand in no param_groups of the source: they are written as a group of their "
+            f"{len(unlisted)} parameters are in no param_groups of the source: they are written as a group of their "
             f"own{'' if len(groups) > 1 else bare}"
         )
     if not described.stages and any(name.startswith(TIED) for group in groups for name in group.names):
@@ -451,7 +451,7 @@ def _with_experts(groups: Sequence[Group], dp: int, ep: int, notes: list[str]) -
         experts = [name for name in group.names if expert_name_of(name)]
         dense = [name for name in group.names if not expert_name_of(name)]
         if experts and dense:
-            notes.append("DeepSpeed keeps experts in parameter groups of their own: one was parted")
+            notes.append("DeepSpeed keeps experts in parameter groups of their own: one was split")
         if dense:
             out.append(replace(group, names=dense))
         if experts:
@@ -482,7 +482,7 @@ def _stages_of(groups: Sequence[Group], described: Described, pp: int, split: Se
         return [[_part(group, sorted(group.names, key=_layer)) for group in groups]]
     if len(split) != pp:
         raise _no_split(
-            f"--pp {pp}: which layers a stage gets is decided by the model's partition_method, which stands in no file",
+            f"--pp {pp}: which layers a stage gets is decided by the model's partition_method, which no file states",
             f"say it with --pp-split (layers of each stage), or keep --pp {len(known)}, or --pp 1",
         )
     names = sorted((name for group in groups for name in group.names), key=_layer)

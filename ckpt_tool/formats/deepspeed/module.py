@@ -170,7 +170,7 @@ class Module:
                     hint = "the file was renamed: its names say which expert it holds"
                     raise disagree(f"the file of expert {number} holds {name[:200]}", shown, name[:200], hint)
                 if self.moe.setdefault(layer, found.layer) != found.layer or name in self.arrays:
-                    hint = "a file was renamed, or is of another run"
+                    hint = "a file was renamed, or comes from another run"
                     what = f"{name[:200]} lies in the files of two MoE layers, or twice"
                     raise disagree(what, shown, name[:200], hint)
                 self._add(name, array)

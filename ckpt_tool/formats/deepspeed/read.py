@@ -65,7 +65,7 @@ def read(tree: Tree) -> Catalog:
     files = sort_files(tree.names())
     if not files:
         raise UnknownFormat(
-            "no file of DeepSpeed lies directly in the folder",
+            "no file of DeepSpeed is directly in the folder",
             code="E0393",
             path=tree.display(),
             hint="pass the folder that holds mp_rank_00_model_states.pt, or the one above it with the file `latest`",
@@ -183,7 +183,7 @@ class Reader:
             tp = 1 if self.files.layers else models
         if type(tp) is not int or tp != 1:
             raise refused(
-                f"tensor parallel {tp}: how each weight is cut stands nowhere in these files",
+                f"tensor parallel {tp}: how each weight is cut is stated nowhere in these files",
                 first.path,
                 "convert it with its own project to a universal checkpoint, and read that",
             )
@@ -196,7 +196,7 @@ class Reader:
         strangers += [name for model, name in self.files.model.items() if model >= models or self.stage == 3]
         if strangers or len(self.files.prefixes) > 1:
             raise disagree(
-                f"{len(strangers) or len(self.files.optim)} files are of another save: "
+                f"{len(strangers) or len(self.files.optim)} files come from another save: "
                 f"{', '.join(sorted(strangers)[:8]) or 'with and without bf16_'}",
                 self.tree.display(),
                 hint=f"the module says {self.dp} data ranks and {models} model ranks: move the files of the other save "
@@ -341,7 +341,7 @@ class Reader:
                 f"{ours.get(wrong)}",
                 path,
                 wrong,
-                "files of two runs lie together, or a version of DeepSpeed cuts its groups in a way not known here",
+                "files of two runs are mixed, or a version of DeepSpeed cuts its groups in a way not known here",
             )
 
     def flat(self) -> dict[TensorKey, LogicalTensor]:
@@ -524,7 +524,7 @@ def _contradictions(file: ModuleFile, *, stage3: bool) -> Iterator[str]:
     for what, names in (("param_shapes", trained), ("frozen_param_shapes", file.frozen)):
         for name in names:
             if stage3 and file.module and name not in file.module:
-                yield f"{what} lists {name}, which the module beside it does not have"
+                yield f"{what} lists {name}, which the module next to it does not have"
             if name in buffers:
                 yield f"{name} is in {what}, and in buffer_names"
     yield from (f"{name} is in param_shapes, and in frozen_param_shapes" for name in trained if name in file.frozen)

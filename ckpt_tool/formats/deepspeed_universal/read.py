@@ -162,7 +162,7 @@ class Reader:
             names = [name for (data, _), name in sorted(files.model3.items()) if data == 0]
         if not names or record is not None and not files.model:  # in ours the stage 3 file has no tensors
             raise lost(
-                f"no {'mp_rank_00' if names else '*'}_model_states.pt lies beside zero/",
+                f"no {'mp_rank_00' if names else '*'}_model_states.pt is next to zero/",
                 self.tree.display(),
                 "copy the module files of the checkpoint into this folder: DeepSpeed reads its counters from them",
             )

@@ -154,7 +154,7 @@ class _Writer:
             )
         elif taken and rest:
             self.notes.append(
-                f"{len(rest)} parameters stand in no param_groups of the source, such as {rest[0]}: they are listed in "
+                f"{len(rest)} parameters are in no param_groups of the source, such as {rest[0]}: they are listed in "
                 "the first group; a job gives each the options of its own group of that number"
             )
         out = out or [_Group()]
@@ -165,14 +165,16 @@ class _Writer:
         """What the source does not say, or DeepSpeed does not take."""
         trains = any(len(rows) > 1 for rows in self.folders.values())
         if not self.own_steps and trains and all(group.step is None for group in self.groups):
-            self.notes.append("no step counter in the source: Adam's bias correction starts anew, ZeRO 3 can't load it")
+            self.notes.append(
+                "no step counter in the source: Adam's bias correction starts again, ZeRO 3 can't load it"
+            )
         if not self.cuts and self.wanted.source_format != "deepspeed-universal":
             self.notes.append(
                 "cat_dim is 0 throughout: a job with tensor parallel ranks must know its own cuts (AutoTP does)"
             )
         if any(expert_name_of(name) for name in self.folders):
             self.notes.append(
-                "experts stand under their global numbers: DeepSpeed's own loader looks for local ones, so it resumes "
+                "experts have their global numbers: DeepSpeed's own loader looks for local ones, so it resumes "
                 "them with expert parallel size 1 alone (for others write --to deepspeed)"
             )
 

@@ -71,7 +71,7 @@ def chosen_model(tree: Tree) -> Model:
     if len(found) > 1:
         names = [model.files[0] for model in found]
         raise UnknownFormat(
-            f"{len(found)} GGUF models lie here: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}",
+            f"{len(found)} GGUF models are here: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}",
             code=SEVERAL,
             path=tree.display(),
             faults=names[4:50],
@@ -114,5 +114,5 @@ def check_split(tree: Tree, headers: list[Header]) -> None:
                 what,
                 code=MIXED,
                 path=tree.display(header.path),
-                hint="the files are of two splits, or were renamed: fetch all of one",
+                hint="the files come from two splits, or were renamed: fetch all of one",
             )

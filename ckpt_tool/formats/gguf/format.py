@@ -93,11 +93,11 @@ class _Gguf:
                 array = plain_array(tree, header.path, info.offset, info.dtype, shape)
                 if key in tensors:
                     raise InconsistentCheckpoint(
-                        f"the tensor {info.name[:200]!r} lies in two files of the split",
+                        f"the tensor {info.name[:200]!r} is in two files of the split",
                         code=TWICE,
                         path=tree.display(header.path),
                         key=info.name[:200],
-                        hint="the files are of two splits: fetch all of one",
+                        hint="the files come from two splits: fetch all of one",
                     )
                 tensors[key] = simple_tensor(key, array)
         beside = tree.names() if tree.single is None else []

@@ -400,9 +400,9 @@ def _overlaps(window: _Window, rows: list[Info]) -> Iterator[CkptError]:
 
 def _twice(window: _Window, what: str) -> InconsistentCheckpoint:
     return InconsistentCheckpoint(
-        f"{what} stands there twice",
+        f"{what} appears there twice",
         code=TWICE,
         path=window.tree.display(window.path),
         offset=window.at,
-        hint="which one is meant nobody can tell: fetch the file again",
+        hint="it is not known which one is meant: fetch the file again",
     )

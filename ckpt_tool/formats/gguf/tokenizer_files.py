@@ -58,7 +58,7 @@ _READ = frozenset(
     )
 ) | {"tokenizer.chat_template"}
 UNSAID = (
-    "tokenizer.json is made of the metadata, which does not say whether added tokens take up the spaces beside them, "
+    "tokenizer.json is made of the metadata, which does not say whether added tokens take up the spaces next to them, "
     "nor how Unicode is normalised"
 )
 
@@ -157,7 +157,7 @@ def _byte_level(stated: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[dic
     pre = stated.get("tokenizer.ggml.pre")
     name = _ALIKE.get(str(pre), str(pre))
     if name not in _SPLITS:
-        raise _Unfit(f"the expressions that the pre-tokenizer {str(pre)[:40]!r} stands for are not known here")
+        raise _Unfit(f"the expressions that the pre-tokenizer {str(pre)[:40]!r} mean is not known here")
     merges = _listed(stated, "merges", str)
     for number, merge in enumerate(merges):
         left, _, right = merge.partition(" ")

@@ -288,7 +288,7 @@ def _check_numbers(label: str, found: list[tuple[int, int]], path: str) -> None:
     total = totals[0]
     if len(totals) > 1 or max(have) >= first + total:
         raise InconsistentCheckpoint(
-            f"files of two saves lie together: {label}*-of-{' and -of-'.join(f'{n:05d}' for n in totals)}"
+            f"files of two saves are mixed: {label}*-of-{' and -of-'.join(f'{n:05d}' for n in totals)}"
             if len(totals) > 1
             else f"{label}{max(have):05d} of {total} files",
             code=MIXED,

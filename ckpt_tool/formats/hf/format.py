@@ -374,10 +374,10 @@ def _strangers(tree: Tree, path: str, strangers: list[tuple[str, str]], *, lenie
     twice = [(name, file) for name, file in strangers if name in home]
     name, file = (twice or strangers)[0]
     if twice:
-        message = f"tensor {name[:200]} lies in {home[name]} and in {file}"
+        message = f"tensor {name[:200]} is in {home[name]} and in {file}"
         hint = "two files claim the same tensor: remove the one of the older save"
     else:
-        message = f"{len(strangers)} tensors lie in the index's files, but not in the index; the first: {name[:200]}"
+        message = f"{len(strangers)} tensors are in the index's files, but not in the index; the first: {name[:200]}"
         hint = "index and files come from two saves, or the index was cut: fetch both again"
     if lenient:
         return Note(EXTRA, f"{message}; not read", file, name)
@@ -408,11 +408,11 @@ def _refuse_twice(tree: Tree, headers: Sequence[Header]) -> None:
     if twice is not None:
         name, file, other = twice
         raise InconsistentCheckpoint(
-            f"tensor {name[:200]} lies in {file} and in {other}",
+            f"tensor {name[:200]} is in {file} and in {other}",
             code=TWICE,
             path=tree.display(other),
             key=name[:200],
-            hint="files of two models or two saves lie together (or each is a rank's shard without its offsets):"
+            hint="files of two models or two saves are mixed (or each is a rank's shard without its offsets):"
             " pass one of them",
         )
 

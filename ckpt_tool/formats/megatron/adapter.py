@@ -224,14 +224,14 @@ def read_adapter(
             rows = stretches(key.name, tensor.shape[0], count, gated=gated)
             unknown |= bool(rows) and ranks is None
             out[key] = _moved(tensor, rows) if rows else tensor
-    line = "rows of fused projections lie as the tensor ranks had them; how many ranks is told by their boxes"
+    line = "rows of fused projections are stored as the tensor ranks had them; their boxes show how many"
     notes = [Note("N-adapter-order", line, folder)] if unknown else []
     if not alone:
         return out, None, notes
     shapes = {key.name: tensor.shape for key, tensor in tensors.items() if key.state == MODEL}
     said, hints = bool(hints.peft), with_alpha(hints, shapes, alpha, tree.display())
     if not hints.peft:
-        line = f"an adapter, and nothing says its scaling: neither {RUN_CONFIG} beside it nor a job's arguments"
+        line = f"an adapter, and nothing says its scaling: neither {RUN_CONFIG} next to it nor a job's arguments"
     else:
         what = {"": "an adapter of ms-swift", "LoRA": "a LoRA of Megatron-Bridge"}
         kind = what.get(hints.kind, f"a {hints.kind} of Megatron-Bridge")

@@ -150,7 +150,7 @@ def _degrees(tree: Tree, files: Mapping[str, tuple[int, ...]], facts: Facts, *, 
         raise InputError(
             f"nothing says whether the second number of {next(iter(files))} is the stage's or the experts'"
             if not several
-            else f"the files are of several pipeline stages ({list(files)[-1]}), and nothing says how many layers the "
+            else f"the files are from several pipeline stages ({list(files)[-1]}), and nothing says how many layers the "
             "model has, or whether the stages have more chunks than the first, which verl saves alone",
             code=NUMBERS,
             path=tree.display(next(iter(files))),
@@ -177,7 +177,7 @@ def _job(tree: Tree, held: Held, facts: Facts, degrees: dict[str, int], hints: L
             f"{degrees['ep']} expert ranks hold adapters of {own} experts each, {CONFIG} says {facts.experts} in all",
             code=MISSING,
             path=tree.display(CONFIG),
-            hint="the files are of another model than the config: fetch both from one save",
+            hint="the files belong to another model than the config: fetch both from one save",
         )
     gated = is_gated(hints, shapes)
     return Job(facts, degrees, stages, own * degrees["ep"], gated=gated is not False, down_shared=False)
@@ -197,7 +197,7 @@ def _stages(tree: Tree, held: Held, facts: Facts, degrees: Mapping[str, int], lo
             code=MISSING,
             path=tree.display(next(rank.path for rank, _ in held)),
             faults=[f"stage {stage}: {count} layers" for stage, count in enumerate(counts)],
-            hint="where some layers have no adapter their numbers can't be told: export the adapter from the job",
+            hint="where some layers have no adapter their numbers can't be known: export the adapter from the job",
         )
     return from_counts(counts, degrees["pp"])
 

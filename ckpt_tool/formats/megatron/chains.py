@@ -120,7 +120,7 @@ def held_by(optimizer: Any, at: int | None, facts: Facts) -> Callable[[str, Sequ
 
 ADAM = {"optimizer": "adam"}  # in the groups of a chain's Adam
 SAYS_ADAM = (
-    "the groups of Adam beside Muon say `optimizer: adam`, by which Megatron-core 0.19 and newer find them; those of "
+    "the groups of Adam next to Muon say `optimizer: adam`, by which Megatron-core 0.19 and newer find them; those of "
     "0.16 and 0.17 don't"
 )
 

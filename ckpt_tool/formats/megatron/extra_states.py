@@ -24,7 +24,7 @@ from ckpt_tool.core.extras import Opaque
 NAME = "_extra_state"
 EXTRA_STATES = "extra_states"  # the extras' key for those that hold scales
 LEFT = "extra states with FP8 scales and amax histories are left out, such as"
-WITHOUT = "extra states hold no FP8 scales (a recipe at most): a job makes them anew"
+WITHOUT = "extra states hold no FP8 scales (a recipe at most): a job makes them again"
 _BYTES_IO = "_io.BytesIO"
 _MARKERS = (b"amax_history_fwd", b"scale_fwd", b"scale_bwd")
 

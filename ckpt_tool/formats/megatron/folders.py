@@ -130,11 +130,11 @@ def coordinates(
     if beyond:
         shown = ", ".join(f"{name} {size}" for name, size in degrees.items() if name in ("tp", "pp", "ep"))
         raise InconsistentCheckpoint(
-            f"{len(beyond)} rank folders lie beyond the degrees that the arguments state ({shown}): {beyond[0]}",
+            f"{len(beyond)} rank folders are beyond the degrees that the arguments state ({shown}): {beyond[0]}",
             code=CONTRADICTION,
             path=beyond[0],
             faults=beyond[1:50],
-            hint="folders of another run lie among them: keep one run's",
+            hint="folders of another run are among them: keep one run's",
         )
     _whole(out, degrees, experts=experts)
     return out

@@ -55,5 +55,5 @@ def misnamed(tree: Tree, folder: str, stated: Any) -> Note | None:
     named = re.fullmatch(r"iter_(\d{1,12})", name)
     if named is None or type(stated) is not int or int(named[1]) == stated:
         return None
-    what = f"the common state is of iteration {stated}, the folder is named {name}: renamed, or of two saves?"
+    what = f"the common state belongs to iteration {stated}, the folder is named {name}: renamed, or of two saves?"
     return Note("N-iteration", what)

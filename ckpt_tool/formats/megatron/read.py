@@ -162,7 +162,7 @@ class Gathering:
                     code=CONTRADICTION,
                     path=array.path,
                     key=str(key),
-                    hint="rank files of different runs lie together",
+                    hint="rank files of different runs are mixed",
                 )
             known[2].append(slot.chunk(array))
 
@@ -186,7 +186,7 @@ class Gathering:
                 code=CONTRADICTION,
                 path=array.path,
                 key=str(key),
-                hint="the file was edited, or rank files of different runs lie together",
+                hint="the file was edited, or rank files of different runs are mixed",
             )
         shape, dtype, chunks = known
         box = Box((shape[0], *(0,) * (len(shape) - 1)), array.shape)
@@ -297,7 +297,7 @@ class _Optimizer:
                 code=UNFIT,
                 path=array.path,
                 key=f"{own.names[0]} [{state}]",
-                hint="the optimizer is of another model than the weights",
+                hint="the optimizer belongs to another model than the weights",
             )
 
     def _values(self, numbers: Sequence[Sequence[RankArray]]) -> None:
@@ -490,7 +490,7 @@ class _Reading:
         want = self.first.extras.get("iteration")
         if type(want) is int and folder.startswith("iter_") and numeral(folder[5:]) and int(folder[5:]) != want:
             self.notes.append(
-                Note("N0304", f"the folder is {folder}, the files are of iteration {want}", self.first.path)
+                Note("N0304", f"the folder is {folder}, the files belong to iteration {want}", self.first.path)
             )
         if faults:
             path, what = faults[0]
@@ -499,7 +499,7 @@ class _Reading:
                 code=CONTRADICTION,
                 path=self.tree.display(f"{path}/{MODEL_FILE}"),
                 faults=[f"{path} {what}" for path, what in faults[1:50]],
-                hint="rank files of different saves lie together: take all ranks from one",
+                hint="rank files of different saves are mixed: take all ranks from one",
             )
 
     def _unlike(self, rank: _Rank) -> Iterator[str]:
@@ -538,7 +538,7 @@ class _Reading:
                 code=MISSING,
                 path=self.tree.display(self.first.path),
                 faults=[f"stage {p}, chunk {v}: {counts.get((v, p), 0)} layers" for v, p in order][:50],
-                hint="a layer is missing from a rank's file, or files of two models lie together",
+                hint="a layer is missing from a rank's file, or files of two models are mixed",
             )
             report_missing(fault)
             self._fill_in(counts, order, self.facts.layers - total)

@@ -438,7 +438,7 @@ class _Writing:
         if not stored:
             return {}
         if not (isinstance(stored, Mapping) and all(isinstance(k, str) and k.startswith("mp_rank_") for k in stored)):
-            self.notes.append("RNG states are left out: they are of another format")
+            self.notes.append("RNG states are left out: they have another format")
             return {}
         if not self.decided.same_layout:
             self.notes.append("RNG states are left out: they belong to the ranks of another layout")

@@ -157,7 +157,7 @@ def _check(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     by_head = [name for name in shapes if name.endswith(names.BY_HEAD)]
     if by_head and names.BY_HEAD not in job.sections:
         raise UsageError(
-            f"{by_head[0]}: its rows lie by key head, as mcore-bridge has them, and files of ranks do not show that",
+            f"{by_head[0]}: its rows are stored by key head, as mcore-bridge has them, and rank files do not show that",
             code=NO_RULE,
             key=by_head[0],
             faults=by_head[1:50],
@@ -229,7 +229,7 @@ def vocabulary_rows(
             rows,
             (
                 f"vocabulary of {real} in {rows} rows, as Megatron pads it for {tp} tensor ranks; the {have - rows} "
-                "rows of padding beyond are kept beside, for the way back",
+                "rows of padding beyond are kept next to it, for the way back",
             ),
         )
     return rows, have, (f"vocabulary padded with zeros from {have} to {rows} rows for {tp} tensor ranks",)

@@ -132,7 +132,7 @@ def flat_states(
         except InconsistentCheckpoint as e:
             faults.append(e.message)
     if gathered and "transformer_impl" not in args:
-        what = "nothing says in which order the parameters lie in the optimizer's gathered buffers"
+        what = "nothing says in which order the parameters are stored in the optimizer's gathered buffers"
         why = "open the folder that holds weights/ and context/, if NeMo wrote it"
     else:
         first = faults[0] if faults else f"the arguments say {degrees['pp']} stages of {degrees['vpp']} chunks"

@@ -63,7 +63,7 @@ def claims(tree: Tree, folder: str) -> str:
     if CONFIG in names and b'"sharded_backend"' in tree.head(folder + CONFIG, _CONFIG_LIMIT):
         return f"{folder}{CONFIG} names a sharded backend"
     if COMMON in names and items:
-        return f"{folder}{COMMON} beside .distcp files"
+        return f"{folder}{COMMON} next to .distcp files"
     if METADATA in names and CONFIG in names:  # a metadata.json that is damaged
         head = tree.head(folder + METADATA, _METADATA_HEAD)
         if any(word in head for word in MEGATRON_OBJECTS):

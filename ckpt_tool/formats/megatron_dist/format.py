@@ -202,7 +202,7 @@ class _Reading:
         tensors, degrees = self._tensors(), _degrees(objects)
         misfits: tuple[Unread, ...] = ()
         if (flat or objects.gathered) and is_adapter(key.name for key in tensors if key.state == MODEL):
-            line = "optimizer states of the adapter's run are left out: they lie in flat buckets without names"
+            line = "optimizer states of the adapter's run are left out: they are stored in flat buckets without names"
             self.notes.append(Note("N-no-state", line, self.folder))
         elif flat or objects.gathered:
             from ckpt_tool.formats.megatron_dist.flat import MISFIT, flat_states, nameless
@@ -278,7 +278,7 @@ class _Reading:
                 code=CONTRADICTION,
                 path=self.tree.display(self.folder),
                 key=entry.fqn,
-                hint="the key is of a kind that this version does not know",
+                hint="the key has a kind that this version does not know",
             )
         self.styles.update(dict.fromkeys(styles_of(key)))
         own = shape[key.leads :]
@@ -354,7 +354,7 @@ class _Reading:
             out[key] = tensor
         if frozen:
             message = (
-                f"{len(frozen)} states lie in no file although others of their key do (frozen?), such as {frozen[0]}"
+                f"{len(frozen)} states are in no file although others of their key do (frozen?), such as {frozen[0]}"
             )
             self.notes.append(Note("N-no-state", message, key=frozen[0]))
         return out

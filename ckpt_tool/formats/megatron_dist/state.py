@@ -224,7 +224,7 @@ def _array(tree: Tree, read: ReadObject, ref: TensorRef | WrapperRef) -> Any:
             path=tree.display(read.entry.file),
             offset=read.entry.at,
             key=read.entry.fqn,
-            hint="the object is of a kind that this version does not know",
+            hint="the object has a kind that this version does not know",
         )
     array = read.zip.array(ref)
     if not ref.contiguous:
@@ -233,7 +233,7 @@ def _array(tree: Tree, read: ReadObject, ref: TensorRef | WrapperRef) -> Any:
             code="E2607",
             path=tree.display(read.entry.file),
             key=read.entry.fqn,
-            hint="the object is of a kind that this version does not know",
+            hint="the object has a kind that this version does not know",
         )
     data = read_array(tree, array)
     if kind == "|u1" and len(ref.shape) == 1:
@@ -343,6 +343,6 @@ def check_step(tree: Tree, path: Path, array: StoredArray, objects: Objects) -> 
             path=tree.display(array.path),
             offset=array.offset,
             place=".".join(map(str, path)),
-            hint="the common state is of two saves: go back to a save that is whole, or take --state model",
+            hint="the common state comes from two saves: go back to a save that is whole, or take --state model",
         )
     return True

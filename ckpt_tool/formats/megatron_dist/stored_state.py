@@ -184,7 +184,7 @@ def _rng(wanted: Wanted, layout: DistLayout, notes: list[str]) -> Iterator[tuple
         return
     shape, own = by_rank(states, layout.degrees)
     if len(own) != prod(shape) or set(own) != set(_grid(shape)) or not _same_ranks(wanted, layout, ("tp", "pp", "ep")):
-        notes.append("RNG states are left out: they belong to ranks of another layout (a resumed run draws anew)")
+        notes.append("RNG states are left out: they belong to ranks of another layout (a resumed run draws new ones)")
         return
     text = ".".join(map(str, shape))
     for at, value in own.items():

@@ -39,7 +39,7 @@ def windows_of(tree: Tree, folder: str, extras: Mapping[str, Any], config: Mappi
             "attentions of windowed and of whole layers are stored apart, and nothing states which layers are which",
             code=KINDS_UNKNOWN,
             path=tree.display(folder),
-            hint=f"pass the model's config with --config FILE, or put {RUN_CONFIG} back beside the items",
+            hint=f"pass the model's config with --config FILE, or put {RUN_CONFIG} back next to the items",
         )
     return found
 

@@ -173,7 +173,7 @@ class _Writing:
         for name, shape in shapes.items():
             rule = self.job.rule(name, len(shape))
             if name.endswith(names.BY_HEAD):
-                what, hint = "its rows lie by key head, as mcore-bridge has them", "write --to megatron-dist"
+                what, hint = "its rows are stored by key head, as mcore-bridge has them", "write --to megatron-dist"
             elif rule.lacks and (self.hints.sections or self.degrees[rule.axis] > 1):
                 what, hint = "its sections are not known", f"they follow from the arguments {rule.lacks}"
             elif not rule.known and self.degrees[rule.axis] > 1:
@@ -346,7 +346,7 @@ class _Writing:
         same = before is not None and all(before.at(dim) == self.degrees[dim] for dim in ("tp", "pp"))
         shape, own = by_rank(states, self.degrees)
         if not same or len(shape) != 2 or set(own) != {(0, rank) for rank in range(self.degrees["tp"])}:
-            why = "they belong to ranks of another layout (a resumed run draws anew and wants --no-load-rng)"
+            why = "they belong to ranks of another layout (a resumed run draws new ones and wants --no-load-rng)"
             self.notes.append(f"RNG states are left out: {why}")
             return {}
         value = {str(at): tensors_of_rng(state, Known, inside=False) for at, state in own.items()}

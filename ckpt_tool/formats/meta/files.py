@@ -52,7 +52,7 @@ def check(shards: tuple[str, ...], *, path: str) -> None:
     twice = [name for name, number in zip(shards, numbers, strict=True) if numbers.count(number) > 1]
     if twice:
         raise InconsistentCheckpoint(
-            f"one shard lies there twice: {' and '.join(twice[:2])}",
+            f"one shard is there twice: {' and '.join(twice[:2])}",
             code=MIXED,
             path=path,
             hint="remove the files of the older save",

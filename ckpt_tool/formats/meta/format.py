@@ -89,7 +89,7 @@ class _Meta:
         chosen = _choose(tree)
         if chosen is None:
             raise UnknownFormat(
-                "no consolidated.NN.pth lies directly in the folder",
+                "no consolidated.NN.pth is directly in the folder",
                 code="E0393",
                 path=tree.display(),
                 hint="pass the folder that holds them and params.json",

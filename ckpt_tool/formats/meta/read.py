@@ -69,7 +69,7 @@ def read_shards(tree: Tree, names: tuple[str, ...], *, lenient: bool, required: 
             f"params.json is missing: how {len(names)} shards make up a tensor depends on the heads",
             code=NO_PARAMS,
             path=tree.display(PARAMS),
-            hint="fetch it into this folder: it lies beside every release",
+            hint="fetch it into this folder: it is next to every release",
         )
     files = for_each(names, lambda name: read_content(tree, name))
     sizes = sizes_of(params, tree.display(PARAMS)) if params is not None else None

@@ -38,7 +38,7 @@ def meta_target(wanted: Wanted) -> Target:
         copies = [file for file in copies if file.path != PARAMS]
         copies.append(whole_file(PARAMS, (json.dumps(params, indent=2, ensure_ascii=False) + "\n").encode()))
     if params is None:
-        notes.append("no params.json is written: nothing tells the model's sizes (--config config.json does)")
+        notes.append("no params.json is written: nothing states the model's sizes (--config config.json does)")
     return Target("meta", (*files, *copies), notes=tuple(notes))
 
 

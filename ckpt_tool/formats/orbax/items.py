@@ -176,7 +176,7 @@ def chosen_step(tree: Tree) -> Step:
         code="E0392",
         path=tree.display(),
         hint=f"pass one of them: {', '.join(map(tree.display, names[-3:]))}; "
-        f"ckpt latest {tree.display()} prints the newest sound one",
+        f"ckpt latest {tree.display()} prints the newest complete one",
     )
 
 
@@ -217,7 +217,7 @@ def _check_names(tree: Tree, path: str, leaves: Sequence[Leaf]) -> None:
     spelled = [tuple(map(str, leaf.path)) for leaf in stored]
     branches = {each[:depth] for each in spelled for depth in range(1, len(each))}
     if (above := next((each for each in spelled if each in branches), None)) is not None:
-        raise _damaged(tree, path, f"{'.'.join(above)[:200]!r} is a leaf, and others hang below it")
+        raise _damaged(tree, path, f"{'.'.join(above)[:200]!r} is a leaf, and others are below it")
 
 
 def _leaf(tree: Tree, path: str, shown: str, row: Any) -> Leaf:

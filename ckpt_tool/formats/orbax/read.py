@@ -229,7 +229,7 @@ def _hint(
     beside_or_said = beside | {name: said[name] for name in (METRICS, CUSTOM) if said.get(name) and name not in beside}
     for name, value in beside_or_said.items():
         if name in leaves:
-            what = f"{name} is a leaf of the tree and an item beside it: the item is left out"
+            what = f"{name} is a leaf of the tree and an item next to it: the item is left out"
             notes.append(Note("N-same-name", what, tree.display(step.folder + name)))
             beside.pop(name, None)
         else:

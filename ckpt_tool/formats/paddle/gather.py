@@ -348,7 +348,7 @@ class Gathering:
                 code=SLICES,
                 path=group[0].saved.parts[0].path,
                 key=str(key),
-                hint="files of two jobs lie together, or the model's shapes are another's",
+                hint="files of two jobs are mixed, or the model's shapes are another's",
             )
         line, at = FlatLine.of_block(key, local, pieces), 0
         chunks: list[Chunk] = []

@@ -329,7 +329,7 @@ class _Reading:
         if _holds_array(value):
             name = getattr(value, "name", type(value).__name__)
             raise UnsafeInput(
-                f"a tensor hangs on an object of class {pickles.shown(str(name))}: reading it would need that "
+                f"a tensor is held by an object of class {pickles.shown(str(name))}: reading it would need that "
                 "class's code",
                 code="E0421",
                 path=self.shown,

@@ -83,7 +83,7 @@ def two_jobs(
     what: str,
     path: str,
     key: str | None = None,
-    hint: str = "files of two jobs lie together: keep those of one",
+    hint: str = "files of two jobs are mixed: keep those of one",
 ) -> InconsistentCheckpoint:
     """The error about files that contradict one another."""
     return InconsistentCheckpoint(what, code=code, path=path, key=key, hint=hint)
@@ -380,7 +380,7 @@ def _stage(value: Any, shown: str, sharding: int | None) -> StageMeta:
                 f"param2rank gives {static[:100]} to sharding rank {rank} of {sharding or 'few'}",
                 code=CONTRADICTS,
                 path=shown,
-                hint="the file was edited, or is of another job",
+                hint="the file was edited, or comes from another job",
             )
     params = {}
     if value.get("param_meta") is not None:
@@ -432,5 +432,5 @@ def _check_degrees(meta: Meta, shown: str) -> None:
             f" tp {tp}, pp {pp}, ep {ep}",
             code=CONTRADICTS,
             path=shown,
-            hint="the file was edited, or is of another job",
+            hint="the file was edited, or comes from another job",
         )

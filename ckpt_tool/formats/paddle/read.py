@@ -232,19 +232,19 @@ class Reading:
             self.gathering.hold(key, Held(where, saved, self.dtype(saved, None), buffered))
         if unknown:
             raise InputError(
-                f"{len(unknown)} of {len(content.leaves)} tensors are of parameters that no table names: "
+                f"{len(unknown)} of {len(content.leaves)} tensors belong to parameters that no table names: "
                 f"{unknown[0][:120]}",
                 code=NO_NAME,
                 path=self.tree.display(file.name),
                 faults=[f"no name: {key[:200]}" for key in unknown[1:50]],
                 hint="Paddle's own names change with the job: put the model's file of the same rank "
                 "(model_state...pdparams)"
-                " or model_meta.json of the same save beside it",
+                " or model_meta.json of the same save next to it",
             )
         if table is None and content.leaves:
             self._note(
                 STATIC_NAMES,
-                "no model file or meta tells the names of the parameters: Paddle's own (static) ones are shown",
+                "no model file or meta states the names of the parameters: Paddle's own (static) ones are shown",
                 file.name,
             )
 
@@ -270,7 +270,7 @@ class Reading:
                 code=CONTRADICTION,
                 path=self.tree.display(file.name),
                 faults=others[1:50],
-                hint=f"{stage.shown} says who owns what: another rank's file was copied here, or it is of another save",
+                hint=f"{stage.shown} says who owns what: another rank's file was copied here, or comes from another save",
             )
 
     def _key_of(self, file: RankFile, saved: Saved, table: Table | None, where: Rank) -> TensorKey | None:
@@ -336,7 +336,7 @@ class Reading:
                         path=self.tree.display(),
                         key=lost[0],
                         faults=lost[1:50],
-                        hint="a file was cut short, or files of two jobs lie together",
+                        hint="a file was cut short, or files of two jobs are mixed",
                     )
 
     def _all_there(self) -> None:
@@ -356,7 +356,7 @@ class Reading:
                         code=MISSING,
                         path=stage.shown,
                         key=name,
-                        hint="a file was cut short, or is of another save",
+                        hint="a file was cut short, or comes from another save",
                     )
                     report_missing(fault)
                 frozen[self.numbering.logical(name, ep)] = None
@@ -381,7 +381,7 @@ class Reading:
                         f"{SCHEDULER} is {str(value)[:80]}, another rank's {str(out[key])[:80]}",
                         code=CONTRADICTION,
                         path=self.tree.display(file.name),
-                        hint="files of two saves lie together: keep those of one step",
+                        hint="files of two saves are mixed: keep those of one step",
                     )
         return out
 

@@ -149,7 +149,7 @@ def stored_cut(
     cut = _judge(name, local, None, config, tp, ep, bool(distributed))
     if isinstance(cut, str):
         raise InputError(
-            f"{cut}, so how {tp} ranks parted it is not known",
+            f"{cut}, so how {tp} ranks split it is not known",
             code=UNKNOWN_STORED,
             key=name,
             hint="pass the model's config.json with --config: it names the model and its sizes",

@@ -399,7 +399,7 @@ def with_head(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
     if len(found) != 1 or len(found[0][1].shape) != 2:
         return rows
     index, row = found[0]
-    dropped.append(made_of("the tied head is written beside the embedding, as Paddle's files have it"))
+    dropped.append(made_of("the tied head is written in addition to the embedding, as Paddle's files have it"))
     return [*rows, (index, row._replace(key=TensorKey(HEAD, MODEL), path=()))]
 
 
@@ -439,10 +439,10 @@ def _tied(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
         if apart and len(own) == 1:
             other = last if row.key.name == first else first
             out.append((index, row._replace(key=TensorKey(other, row.key.state), path=())))
-            dropped.append(made_of(f"of the tied {first} it stands on the first and on the last stage", row.key.state))
+            dropped.append(made_of(f"of the tied {first} it is on the first and on the last stage", row.key.state))
         elif own and not apart and row.key.name == last and len(own) == 1:
             out.append((index, row._replace(key=TensorKey(first, row.key.state), path=())))
-            dropped.append(made_of(f"of {last} it stands under {first}, to which it is tied", row.key.state))
+            dropped.append(made_of(f"of {last} it is stored under {first}, to which it is tied", row.key.state))
         elif own and not apart and row.key.name == last:
             reason = f"{last} is tied to {first}: Paddle keeps it once"
             dropped.append(made_of(reason, row.key.state) | {"tensors": 1, "bytes": row.nbytes})

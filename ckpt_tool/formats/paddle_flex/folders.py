@@ -134,7 +134,7 @@ def check(saves: Sequence[Save], shown: str, root_names: Sequence[str], *, lenie
         _refuse_lost_folder({save.kind for save in saves}, shown)
     if saves[0].folder and any(METADATA.fullmatch(name) for name in root_names):
         raise InputError(
-            f"two checkpoints in one folder: {saves[0].folder} and a plain save beside it",
+            f"two checkpoints in one folder: {saves[0].folder} and a plain save next to it",
             code=MIXED,
             path=shown,
             hint="pass a folder that holds one of them alone",
@@ -143,7 +143,7 @@ def check(saves: Sequence[Save], shown: str, root_names: Sequence[str], *, lenie
         where = f"{shown.rstrip('/')}/{save.folder}".rstrip("/") if save.folder else shown
         if save.lock:
             raise Incomplete(
-                f"save {save.unique} was not finished: {save.lock} lies there while the metadata is being written",
+                f"save {save.unique} was not finished: {save.lock} is there while the metadata is being written",
                 code=UNFINISHED,
                 path=f"{where}/{save.lock}",
                 hint="wait until the job is done; if it died, take the checkpoint before",
@@ -162,14 +162,14 @@ def check(saves: Sequence[Save], shown: str, root_names: Sequence[str], *, lenie
                 "files of both kinds, .distcp and .safetensors, in one save",
                 code=MIXED,
                 path=where,
-                hint="they are of two saves: remove those of the older one",
+                hint="they come from two saves: remove those of the older one",
             )
         if save.older:
             notes.append(
                 Note(
                     "N-several-saves",
                     f"{len(save.older) + 1} saves in {save.folder or 'the folder'}: number {save.unique} is "
-                    f"the newest and is taken; {', '.join(map(str, save.older[:10]))} lie beside it",
+                    f"the newest and is taken; {', '.join(map(str, save.older[:10]))} are next to it",
                     where,
                 )
             )
@@ -196,7 +196,7 @@ def _refuse_lost_folder(kinds: Set[str], shown: str) -> None:
     lost = [folder for folder in FOLDERS if folder != EMA_FOLDER and folder not in kinds]
     if lost and kinds - {"", FOLDERS[0]}:
         raise Incomplete(
-            f"no save in {lost[0]}/, which the Trainer writes beside {', '.join(sorted(kinds))}",
+            f"no save in {lost[0]}/, which the Trainer writes next to {', '.join(sorted(kinds))}",
             code=UNFINISHED,
             path=f"{shown.rstrip('/')}/{lost[0]}",
             hint="fetch the folder (a link in its place is followed with --follow-symlinks); --lenient takes those "

@@ -271,7 +271,7 @@ class _Reading:
                 code=PLACELESS,
                 path=self.shown,
                 key=key,
-                hint="the save was cut short or edited: nothing says where its bytes lie",
+                hint="the save was cut short or edited: nothing says where its bytes are stored",
             )
         self.listing.entries[key] = Entry(key, path, DTYPES[dtype], shape, shards)
 

@@ -228,11 +228,11 @@ def _stored(entry: Entry, shard: Shard, files: DataFiles) -> Saved:
     shown = files.tree.display(shard.file)
     if saved is None:
         raise Incomplete(
-            f"the metadata says that it lies in {shard.file}, which does not hold it",
+            f"the metadata says that it is stored in {shard.file}, which does not hold it",
             code=MISSING,
             path=shown,
             key=entry.key,
-            hint="the file is of another save than the metadata: get both from one save",
+            hint="the file and the metadata come from two saves: get both from one save",
         )
     numel = prod(shard.shape) if shard.span is None else shard.span[1] - shard.span[0]
     fits = prod(saved.shape) == numel
@@ -246,7 +246,7 @@ def _stored(entry: Entry, shard: Shard, files: DataFiles) -> Saved:
             code=MISMATCH,
             path=shown,
             key=entry.key,
-            hint="the file is of another save than the metadata: get both from one save",
+            hint="the file and the metadata come from two saves: get both from one save",
         )
     return saved
 
@@ -570,7 +570,7 @@ class _Reading:
             self._add(save, self.listings[save.folder])
         beside = read_extras(self.tree)
         for tensor in beside.tensors.values():
-            self._put(tensor, "beside the folders")
+            self._put(tensor, "next to the folders")
         degrees, hints = self._hints()
         required = self.options.require_checksums
         checks = checksums.missing(self.tree, self.tensors.values(), required=required)
@@ -611,7 +611,7 @@ class _Reading:
                 old = old_ema(save, self.listings, self.files)
                 self.listings[save.folder] = old.listing
                 copies = (
-                    f"; {len(old.rounded)} of them lie there in 16 bits too, which is left out" if old.rounded else ""
+                    f"; {len(old.rounded)} of them are there in 16 bits too, which is left out" if old.rounded else ""
                 )
                 self.notes.append(
                     Note(
@@ -645,7 +645,7 @@ class _Reading:
             self.notes.append(
                 Note(
                     "N-fused-as-recorded",
-                    f"{len(recorded)} fused gate and up weights lie in blocks and are taken as recorded: a fleet job "
+                    f"{len(recorded)} fused gate and up weights are in blocks and taken as recorded: a fleet job "
                     "with tensor parallelism would mean rank after rank, an auto-parallel one means this. If it was "
                     f"a fleet job, move the files into a folder {MODEL_FOLDER}: {', '.join(recorded[:5])}",
                     self.tree.display(),
@@ -658,11 +658,11 @@ class _Reading:
         known = self.tensors.setdefault(tensor.key, tensor)
         if known is not tensor:
             raise InconsistentCheckpoint(
-                f"two keys mean the same tensor: one lies in {where}",
+                f"two keys mean the same tensor: one is in {where}",
                 code=TWICE,
                 path=self.tree.display(),
                 key=str(tensor.key),
-                hint="files of two saves lie together: remove those of the older one",
+                hint="files of two saves are mixed: remove those of the older one",
             )
 
     def _unlisted(self, save: Save, listing: Listing) -> None:
@@ -738,4 +738,4 @@ class _Reading:
                 - {save.kind for save in self.saves}
             )
             if others:
-                yield Note("N-other-folders", f"other folders beside, not read: {', '.join(others[:20])}")
+                yield Note("N-other-folders", f"other folders next to it, not read: {', '.join(others[:20])}")

@@ -227,7 +227,7 @@ def _tied(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
             have.update(fresh)
             made += [(index, row._replace(key=key, path=())) for key in fresh]
     for state in dict.fromkeys(row.key.state for _, row in made):
-        where = f"its {state} stands under {' and '.join(under)}, where Paddle asks for it"
+        where = f"its {state} is stored under {' and '.join(under)}, where Paddle asks for it"
         dropped.append(made_of(f"{' and '.join(pair)} are tied: {where}", state))
     return rows + made
 

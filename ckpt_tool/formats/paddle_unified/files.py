@@ -423,7 +423,7 @@ def _strangers(tree: Tree, path: str, names: Sequence[str], *, lenient: bool) ->
     """Tensors of a file that its index does not know: an error, or a note with --lenient."""
     if not names:
         return []
-    message = f"{len(names)} tensors lie in the index's files, but not in the index; the first: {names[0][:200]}"
+    message = f"{len(names)} tensors are in the index's files, but not in the index; the first: {names[0][:200]}"
     if lenient:
         return [Note("W-extra-tensors", f"{message}; not read", path, names[0])]
     raise two_saves(NOT_IN_INDEX, message, tree.display(path), names[0], names[1:50])
@@ -433,7 +433,7 @@ def refuse_twice(tree: Tree, part: Part) -> None:
     """Raise InconsistentCheckpoint E0383 for a tensor that is stored in two files."""
     for name, found in part.again.items():
         other = found[0][0].path
-        what = f"tensor {name[:200]} lies in {part.rows[name][0].path} and in {other}"
+        what = f"tensor {name[:200]} is in {part.rows[name][0].path} and in {other}"
         raise two_saves(TWICE, what, tree.display(other), name, list(part.again)[1:50])
 
 

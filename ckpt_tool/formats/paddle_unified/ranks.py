@@ -105,7 +105,7 @@ def check_ranks(tree: Tree, ranks: Mapping[str, Sequence[RankFile]], *, parts: i
     if len(dims) > 1:
         names = sorted(".".join(kind) or "(none)" for kind in dims)
         raise InconsistentCheckpoint(
-            f"files of ranks of two jobs lie together: named by {' and by '.join(names)}",
+            f"files of ranks of two jobs are mixed: named by {' and by '.join(names)}",
             code="E0384",
             path=tree.display(every[-1].path),
             hint="remove the files of the older save",
@@ -239,7 +239,7 @@ def _placed(key: TensorKey, group: Sequence[Held], full: Shape, cut: Cut, tp: in
 
 
 def _mixed(what: str, path: str, key: str) -> InconsistentCheckpoint:
-    hint = "files of two saves lie together: fetch one save whole"
+    hint = "files of two saves are mixed: fetch one save whole"
     return InconsistentCheckpoint(what, code="E0384", path=path, key=key, hint=hint)
 
 

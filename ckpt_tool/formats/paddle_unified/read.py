@@ -112,7 +112,7 @@ def transposed(
     if odd:
         modules = ", ".join(sorted(odd)[:20])
         notes.append(
-            Note("W-layout", f"by the shapes of their master weights these lie otherwise than listed: {modules}")
+            Note("W-layout", f"by the shapes of their master weights these are stored otherwise than listed: {modules}")
         )
     return flips, notes
 
@@ -128,11 +128,11 @@ def _seen(matrices: Mapping[str, Shape], trained: Mapping[str, Shape], path: str
         first, other = seen.setdefault(module_of(name), (flip, name))
         if first != flip:
             raise InconsistentCheckpoint(
-                f"{other} and {name} lie in different layouts by their master weights' shapes",
+                f"{other} and {name} are stored in different layouts by their master weights' shapes",
                 code=DISAGREE,
                 path=path,
                 key=name,
-                hint="files of two saves lie together: fetch one save whole",
+                hint="files of two saves are mixed: fetch one save whole",
             )
     return {module: flip for module, (flip, _) in seen.items()}
 
@@ -141,7 +141,7 @@ def _undecided(names: list[str], shapes: Mapping[str, Shape], config: Mapping[st
     kind = model_type_of(config)
     about = f"the model type {kind!r} is not known" if kind else "nothing says the model type"
     return InputError(
-        f"{len(names)} weights lie in the Hugging Face layout or not: {about}, and no master weight of another shape "
+        f"{len(names)} weights are in the Hugging Face layout or not: {about}, and no master weight of another shape "
         f"tells; the first: {names[0]} {list(shapes[names[0]])}",
         code=UNDECIDED,
         path=path,
@@ -313,7 +313,7 @@ class _Reading:
         if not merged and (self.files.ranks or self.optimizer is not None):
             out |= self._ranks(self._shapes(model, out))
         elif self.files.ranks:
-            self.notes.append(Note("W-stray", "ranks' own optimizer files beside a merged one: not read"))
+            self.notes.append(Note("W-stray", "ranks' own optimizer files next to a merged one: not read"))
         ours = self._model(model, out) if model is not None else {}
         self._check_masters({**ours, **out})
         return {**ours, **out}
@@ -379,7 +379,7 @@ class _Reading:
                 key=name,
                 hint="PaddleFormers 1.2.0 itself can't resume this: save with ignore_merge_optimizer, with "
                 "sharding v1, or"
-                " in another format; --drop is no way out, the states lie in no known order",
+                " in another format; --drop is no way out, the states are stored in no known order",
             )
         message = (
             "slices of sharding v2 in merged files, joined in the order of the files (PaddleFormers 1.2.0 "

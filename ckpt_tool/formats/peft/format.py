@@ -191,7 +191,7 @@ def _target(wanted: Wanted) -> Target:
         raise UsageError(
             f"there is no adapter config to write: the source is an adapter whose {CONFIG} is missing",
             code=NOT_AN_ADAPTER,
-            hint=f"put the adapter's {CONFIG} beside its weights, and pass the folder",
+            hint=f"put the adapter's {CONFIG} next to its weights, and pass the folder",
         )
     if hint is None:
         raise UsageError(

@@ -55,7 +55,7 @@ def is_adapter(keys: Iterable[TensorKey]) -> bool:
 def _said(tree: Tree) -> tuple[str, str]:
     """(what is missing, what to do)."""
     if tree.local and tree.single is not None and (tree.root / CONFIG).is_file():
-        return f"{CONFIG} lies beside it and belongs to it", "pass the folder that holds both"
+        return f"{CONFIG} is next to it and belongs to it", "pass the folder that holds both"
     return (
         f"its {CONFIG} is missing, which says scaling, targets and method",
         f"fetch {CONFIG} into the folder of the weights, and pass the folder",

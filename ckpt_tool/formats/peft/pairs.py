@@ -89,7 +89,7 @@ def _find_contradictions(
     promised = config.get("modules_to_save")
     for saved in promised if isinstance(promised, list) else ():
         if not any(f".{saved}." in f".{name}" for name in tensors):
-            yield _contradiction(None, f"{saved} is of modules_to_save, and no tensor of it is there")
+            yield _contradiction(None, f"{saved} belongs to modules_to_save, and no tensor of it is there")
 
 
 def _pairs_of(

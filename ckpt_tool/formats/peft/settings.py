@@ -143,7 +143,7 @@ _PADDLE_REFUSED = {
     "loraga": "it was trained on a base that LoRA-GA changed",
     "pissa": "it was trained on a base that PiSSA changed (W - A B of the start), which is not the base on disk",
     "use_mora": "MoRA has one square matrix in place of A and B",
-    "lora_use_mixer": "a third matrix, lora_AB, stands between A and B",
+    "lora_use_mixer": "a third matrix, lora_AB, is between A and B",
 }
 # Settings that change nothing of the product: of training, of the layers' code, or read below.
 # Source: the LoRAConfig of PaddleNLP 2.8.1 and 3.0.0b4, PaddleFormers 0.4.1 and 1.2.0 (`peft/lora/lora_config.py`).

@@ -322,7 +322,7 @@ def parse_index(document: object, path: str) -> Index:
     version = top["ckpt_version"].whole(1)
     if version > VERSION:
         raise UnknownFormat(
-            f"the index is of version {version}, this ckpt reads up to {VERSION}",
+            f"the index has version {version}, this ckpt reads up to {VERSION}",
             code="E2602",
             path=path,
             place="/ckpt_version",

@@ -152,7 +152,7 @@ def _check_files(tree: Tree, index: Index) -> tuple[str, ...]:
             code="E2605",
             path=tree.display(entry.path),
             offset=min(listing[entry.path], entry.size),
-            hint="the file was cut short, or is of another save: copy it again",
+            hint="the file was cut short, or comes from another save: copy it again",
         )
         for entry in index.files
         if entry.path in listing
@@ -170,7 +170,7 @@ def _notes(tree: Tree, known: set[str]) -> Iterable[Note]:
             yield Note("W-ignored", f"{path} is no part of the checkpoint: not read", tree.display(path))
     for path in sorted(known):
         if not tree.exists(path):
-            yield Note("W-side-file-gone", f"{path} was saved beside the checkpoint and is gone", tree.display(path))
+            yield Note("W-side-file-gone", f"{path} was saved next to the checkpoint and is gone", tree.display(path))
 
 
 def _some(names: Iterable[str]) -> str:
@@ -217,9 +217,9 @@ def _check_whose(header: Header, entry: FileEntry, index: Index, shown: str) -> 
     metadata = header.metadata
     save = metadata.get("save")
     if save != index.save:
-        what = "states no save id" if save is None else f"is of save {save[:40]}"
+        what = "states no save id" if save is None else f"belongs to save {save[:40]}"
         raise InconsistentCheckpoint(
-            f"{entry.path} {what}, the index of save {index.save}: files of two saves lie in one folder",
+            f"{entry.path} {what}, the index of save {index.save}: files of two saves are in one folder",
             code="E0384",
             path=shown,
             place=f"{METADATA}/save",

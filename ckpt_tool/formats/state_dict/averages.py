@@ -86,7 +86,7 @@ def name_list(listed: Listed, shapes: Sequence[Shape], model: Sequence[Candidate
 def refuse_list(listed: Listed, leaf: Path, why: str) -> InputError:
     """The error (E2951) for a list of averages that can't be named."""
     return InputError(
-        f"{dotted(listed.root)} lists averages without names, and the model of the file does not tell them ({why})",
+        f"{dotted(listed.root)} lists averages without names, and the model of the file does not state them ({why})",
         code=_LIST_ALONE,
         key=dotted(leaf),
         hint="copy the average into the model (copy_to) and save its state dict; --drop ema writes the rest",

@@ -129,7 +129,7 @@ def _part(value: Any, path: Path, out: Parted) -> Any:
         return tuple(filled) if isinstance(value, tuple) else filled
     if isinstance(value, Record | set | frozenset) and holds_tensor(value):
         name = getattr(value, "name", type(value).__name__)
-        out.hanging.append(f"a tensor hangs on a {name}, which is not understood, at {dotted(path)}")
+        out.hanging.append(f"a tensor is held by a {name}, which is not understood, at {dotted(path)}")
     elif type(value) is Opaque and (value.name == pickles.ITSELF or holds_tensor(value)):
         out.held.append(Held(path, value, len(out.leaves)))
         return SLOT

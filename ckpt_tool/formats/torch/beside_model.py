@@ -100,7 +100,7 @@ def _ways(
 def joined(shown: str, catalog: Catalog, name: str, content: TorchContent, ways: Sequence[Way]) -> Catalog:
     """The catalog with the states of an optimizer's file, by the first way that fits; with a note where none does.
     shown: the file in messages, name: in the tree."""
-    why = "it numbers its parameters, and nothing tells in which order the model has them"
+    why = "it numbers its parameters, and nothing states in which order the model has them"
     beside = content.extras if isinstance(content.extras, dict) else {}
     for shapes, order, walked in ways:
         leaves = [Leaf(("model", each), shapes[each], _place(catalog, each, walked)) for each in order]

@@ -201,7 +201,7 @@ def _looks(tree: Tree, name: str) -> bool:
 def beside_notes(tree: Tree, taken: Iterable[str]) -> tuple[Note, ...]:
     """A note on a trainer's files beside the model that are not among `taken`."""
     found = sorted({name for name in tree.names() if _BESIDE.fullmatch(name)}.difference(taken))
-    return (Note("N-beside", f"beside the model, not read and not carried: {', '.join(found[:20])}"),) if found else ()
+    return (Note("N-beside", f"next to the model, not read and not carried: {', '.join(found[:20])}"),) if found else ()
 
 
 def check_numbers(files: tuple[str, ...], shown: str) -> None:
@@ -214,7 +214,7 @@ def check_numbers(files: tuple[str, ...], shown: str) -> None:
     total = max(totals)
     if len(totals) > 1 or len(numbers) < len(parts):
         raise InconsistentCheckpoint(
-            "files of two saves lie together: their counts differ",
+            "files of two saves are mixed: their counts differ",
             code=MIXED,
             path=shown,
             hint="remove the files of the older save",

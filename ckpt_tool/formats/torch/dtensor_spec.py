@@ -290,5 +290,5 @@ def _unplaced(what: str) -> InputError:
     return InputError(
         f"a DTensor that can't be placed: {what}",
         code=UNPLACED,
-        hint="save with torch.distributed.checkpoint, which records where every part lies",
+        hint="save with torch.distributed.checkpoint, which records where every part is stored",
     )

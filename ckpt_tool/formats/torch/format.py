@@ -100,7 +100,7 @@ class _Torch:
             chosen = Chosen("asked for", (tree.single,))
         if chosen is None:
             raise UnknownFormat(
-                "no torch file, or more than one, lies directly in the folder",
+                "no torch file, or more than one, is directly in the folder",
                 code=FOREIGN,
                 path=tree.display(),
                 hint="pass the file itself",
@@ -235,11 +235,11 @@ def _hold_against(
             other = seen.setdefault(key, name)
             if other != name and (wanted is None or key in wanted):
                 raise InconsistentCheckpoint(
-                    f"tensor {key[:200]} lies in {other} and in {name}",
+                    f"tensor {key[:200]} is in {other} and in {name}",
                     code=TWICE,
                     path=tree.display(name),
                     key=key[:200],
-                    hint="files of two saves lie together: remove those of the older one",
+                    hint="files of two saves are mixed: remove those of the older one",
                 )
     return notes
 

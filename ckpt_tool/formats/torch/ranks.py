@@ -138,7 +138,7 @@ def _check_ranks(tree: Tree, files: Sequence[RankFile]) -> None:
     if len(worlds) > 1:
         odd = [file.name for file in files if file.world != worlds[-1]]
         raise InconsistentCheckpoint(
-            f"files of jobs of {' and '.join(map(str, worlds))} ranks lie together, such as {odd[0]}",
+            f"files of jobs of {' and '.join(map(str, worlds))} ranks are mixed, such as {odd[0]}",
             code=MIXED,
             path=tree.display(),
             faults=odd[1:SHOWN],
