@@ -148,7 +148,7 @@ def test_kinds_of_changes():
         (pair("q", 4, 6), {"use_dora": True}, "there is no lora_magnitude_vector"),
         ({**pair("q", 4, 6), f"{P}q.lora_magnitude_vector": (5,)}, {"use_dora": True}, "5 magnitudes for 6 outputs"),
         ({**pair("q", 4, 6), f"{P}q.lora_B.bias": (6,)}, {}, "the base has no q.bias"),
-        ({**pair("q", 4, 6), f"{P}q.lora_A.other.weight": (2, 4)}, {}, "stands twice"),
+        ({**pair("q", 4, 6), f"{P}q.lora_A.other.weight": (2, 4)}, {}, "appears twice"),
         (
             {f"{P}e.token_adapter.trainable_tokens_delta": (2, 4)},
             {"trainable_token_indices": [1, 9]},

@@ -38,7 +38,7 @@ def test_a_changed_value_is_found_under_its_name(tmp_path: Path) -> None:
     ("data", "said"),
     [
         (b'{"a": "b\n"}', "control character (newline)"),
-        (b'{"a": 1, "a": 2}', "stands twice"),
+        (b'{"a": 1, "a": 2}', "appears twice"),
         (b"{'a': 'b'}", "single quotes"),
         (b"a b\n\xff\xfe c", "not UTF-8"),
     ],

@@ -137,7 +137,7 @@ def test_an_adapter_without_its_config_is_called_that(path, how, tmp_path):
     )
     assert known, "a fixture of another method?"
     (note,) = notes_of(src)
-    said = "adapter_config.json lies beside it" if how == "file beside its config" else MISSING
+    said = "adapter_config.json is next to it" if how == "file beside its config" else MISSING
     assert said in note and "pass the folder" in note
     base = str(FIXTURES / "convert/llama/hf")
     with pytest.raises(CkptError, match="this is an adapter, and") as e:

@@ -205,7 +205,7 @@ CASES = [
     ("X24 values above the folder", item(leaf(rows(), "../../secret")), 4, "only plain names"),
     ("X25 values beyond the file", item(leaf(rows(second=(0, 1 << 40, 16)))), LATE, "but the file has 32"),
     ("X26 values in no file", item(leaf(rows(), "d/" + "c" * 32)), LATE, "is missing"),
-    ("X27 nodes in a circle", dag, 3, "stands twice"),
+    ("X27 nodes in a circle", dag, 3, "appears twice"),
     ("X28 metadata that is no JSON", item(metadata="{"), 3, "_METADATA"),
     ("X29 metadata without a tree", item(metadata="{}"), 3, "no tree_metadata"),
     ("X30 metadata as deep as can be", item(metadata="[" * 100_000), 3, "_METADATA"),

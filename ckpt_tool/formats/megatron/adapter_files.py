@@ -150,7 +150,7 @@ def _degrees(tree: Tree, files: Mapping[str, tuple[int, ...]], facts: Facts, *, 
         raise InputError(
             f"nothing says whether the second number of {next(iter(files))} is the stage's or the experts'"
             if not several
-            else f"the files are from several pipeline stages ({list(files)[-1]}), and nothing says how many layers the "
+            else f"they are from several pipeline stages ({list(files)[-1]}), and nothing says how many layers the "
             "model has, or whether the stages have more chunks than the first, which verl saves alone",
             code=NUMBERS,
             path=tree.display(next(iter(files))),

@@ -270,7 +270,7 @@ class Reading:
                 code=CONTRADICTION,
                 path=self.tree.display(file.name),
                 faults=others[1:50],
-                hint=f"{stage.shown} says who owns what: another rank's file was copied here, or comes from another save",
+                hint=f"{stage.shown} says who owns what: another rank's file is here, or it comes from another save",
             )
 
     def _key_of(self, file: RankFile, saved: Saved, table: Table | None, where: Rank) -> TensorKey | None:
