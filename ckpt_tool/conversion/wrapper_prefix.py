@@ -67,9 +67,15 @@ def find_prefix(names: Sequence[str], chosen: Chosen, reading: Reading) -> str:
     config = chosen.config
     if config is None:
         config = config_of(chosen.sources[0], reading).config
-    if reading.family is None and names_a_model(config or {}) and configured_family(config or {}) is None:
+    prefix = find_wrapper(names, _families(config, reading))
+    if (
+        not prefix
+        and reading.family is None
+        and names_a_model(config or {})
+        and configured_family(config or {}) is None
+    ):
         return find_certain_wrapper(names)
-    return find_wrapper(names, _families(config, reading))
+    return prefix
 
 
 def _families(config: Mapping[str, Any] | None, reading: Reading) -> Iterable[Family]:

@@ -166,6 +166,16 @@ def test_wrappers_of_a_family_that_nobody_knows(tmp_path: Path, prefix: str, is_
     assert_holds(tmp_path / "out", tensors if is_taken_off else behind(prefix, tensors))
 
 
+def test_a_family_that_nobody_knows_with_names_of_one_that_is_known(tmp_path: Path) -> None:
+    tensors = llama()
+    torch.save(torches(behind("net.", tensors)), tmp_path / "state.pt")
+    config = write_config(tmp_path, {"model_type": "of_nobody", "architectures": ["OfNobody"]})
+
+    ckpt.convert(str(tmp_path / "state.pt"), str(tmp_path / "out"), to="safetensors", config=config)
+
+    assert_holds(tmp_path / "out", tensors)
+
+
 def test_a_head_that_is_lost_is_no_tied_one(tmp_path: Path) -> None:
     tensors = llama()
     del tensors["lm_head.weight"]
