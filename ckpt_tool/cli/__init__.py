@@ -68,7 +68,7 @@ def _run_line(given: Sequence[str]) -> int:
             if isinstance(parsed, int):
                 return parsed
             job = parsed
-        return _run(job)
+        return _run(job, arguments)
     except KeyboardInterrupt as stop:
         return _interrupted(stop, job, arguments)
     except BrokenPipeError:
@@ -79,7 +79,7 @@ def _run_line(given: Sequence[str]) -> int:
         return error.exit_code
 
 
-def _run(job: Job) -> int:
+def _run(job: Job, arguments: Sequence[str]) -> int:
     show = job.show
     if show.report:
         from ckpt_tool.report import html
@@ -115,7 +115,7 @@ def _run(job: Job) -> int:
     elif not (show.quiet and job.writes):
         _result([_as_text(job, document, show, shown=once.done)])
     if show.report:
-        _save_report(job, document, seen, show.report)
+        _save_report(job, arguments, document, seen, show.report)
     fault = job.fault(document)
     if fault is not None:
         raise fault
@@ -200,7 +200,11 @@ def _check_report(path: str, job: Job, document: Mapping[str, Any]) -> None:
     check_beside(path, "--report", (*job.sources, *filter(None, read)), (*job.outputs, target.get("path")))
 
 
-def _save_report(job: Job, document: dict[str, Any], seen: ReportData, path: str) -> None:
+def _save_report(job: Job, arguments: Sequence[str], document: dict[str, Any], seen: ReportData, path: str) -> None:
+    """Save the page. At its top: the command, without secrets of URLs, the time, and the version."""
+    import shlex
+    import time
+
     from ckpt_tool import __version__
     from ckpt_tool.report import html
     from ckpt_tool.report.picture import picture
@@ -209,7 +213,11 @@ def _save_report(job: Job, document: dict[str, Any], seen: ReportData, path: str
         job.page(document, True),
         path,
         title=f"ckpt {job.verb}",
-        facts=(("made by", f"ckpt {__version__}"),),
+        facts=(
+            ("command", shlex.join(["ckpt", *arguments])),
+            ("date", time.strftime("%Y-%m-%d %H:%M:%S %z")),
+            ("made by", f"ckpt {__version__}"),
+        ),
         data=picture(job.verb, document, seen),
     )
 

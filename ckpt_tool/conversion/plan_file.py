@@ -42,6 +42,7 @@ _FORM: dict[str, Any] = {
     "removed_bytes": int,
     "dropped": [_SUM],
     "notes": [str],
+    "names": [{"source!": str, "target!": [str], "tensors!": int}],
     "states": {"*": {"tensors!": int, "bytes!": int}},
     "source": {"path": str, "format": str, "resolved": str, "paths": [str]},
     "target": {"path": str, "format": str, "mesh": {"*": int}, "files": [{"path": str, "bytes": int}]},

@@ -13,6 +13,7 @@ from ckpt_tool.conversion.megatron_arguments import with_arguments
 from ckpt_tool.conversion.side_files import refuse_lost_modules, side_files, source_of, with_side_files
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.layout import Layout
+from ckpt_tool.core.name_table import table_of_names
 from ckpt_tool.core.report_data import for_report
 from ckpt_tool.core.target import LayoutWish, Target, Wanted, WantedTensor
 from ckpt_tool.core.urls import VARIABLE, has_hidden_secrets
@@ -146,6 +147,7 @@ def _report(
             row["tensors"] += 1
             row["bytes"] += move.numel * move.item_out
     removed = removed_rows(chosen.removed)
+    names = table_of_names(chosen.names)
     first = chosen.sources[0]
     given = [opened.path for opened in chosen.sources if opened.catalog.tensors]  # the others are computed of these
     notes = [note.message for opened in chosen.sources for note in opened.catalog.notes]
@@ -187,6 +189,7 @@ def _report(
         "removed_bytes": sum(int(str(row["bytes"])) for row in removed),
         "dropped": list(chosen.dropped),
         "notes": [*chosen.notes, *notes, *target.notes],
+        **({"names": names} if names else {}),
     }
 
 

@@ -227,6 +227,14 @@ class QuantisedWeights(TypedDict):
     errors: list[dict[str, Any]]  # how far each weight is from what it was; [] before it is written
 
 
+class NameEntry(TypedDict):
+    """What names of the source become in another dialect; `*` stands for a number."""
+
+    source: str
+    target: list[str]
+    tensors: int
+
+
 class WriteResult(TypedDict):
     """What `ckpt.convert`, `reshard`, `merge` and `patch` return, and `ckpt.plan` and `ckpt.apply` too.
 
@@ -244,6 +252,7 @@ class WriteResult(TypedDict):
     removed_bytes: int
     dropped: list[DroppedState]
     notes: list[str]
+    names: NotRequired[list[NameEntry]]  # between dialects
     elapsed_s: NotRequired[float]
     digest_checked: NotRequired[bool]
     overflows: NotRequired[dict[str, int]]  # values that a cast could not hold, by tensor

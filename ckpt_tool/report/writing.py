@@ -27,7 +27,18 @@ def before(document: Document, *, everything: bool = False) -> Page:
     blocks += _travelling(document)
     blocks += _replaced(document, everything=everything)
     blocks += warnings_of(document, everything=everything)
+    blocks += list_names(document, everything=everything)
     return Page("ckpt plan", tuple(blocks))
+
+
+def list_names(document: Document, *, everything: bool) -> list[Block]:
+    """With -v, and in a report: what each name of the source becomes, layers folded into patterns."""
+    names = document.get("names") or ()
+    if not everything or not names:
+        return []
+    columns = (Column("name in the source"), Column("name in the output"), Column("tensors", right=True))
+    rows = [(row["source"], ", ".join(row["target"]) or "-", count(row["tensors"])) for row in names]
+    return [Table("names", columns, tuple(rows))]
 
 
 def after(document: Document, *, everything: bool = False, shown: bool = False) -> Page:
