@@ -1290,7 +1290,7 @@ def status(
     Args:
         target: the output that is being written, or a saved plan.
         progress: told how far it is with `watch=True`; silent where none is given.
-        watch: Watch until it is written, or nobody writes any more.
+        watch: Watch until it is written, or nothing writes any more.
 
     Returns:
         `state` ("written" or "growing"), `bytes`, `of_bytes`, `seconds_left`, `parts` (done, running or dead).
