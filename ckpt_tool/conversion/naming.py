@@ -184,7 +184,8 @@ def _by_family(chosen: Chosen, job: Conversion, source: str | None) -> Chosen:
         # of which nobody knows a single name pass, unless it is for their prefix alone.
         unnamed = e.code == NO_FAMILY and not (config or {}).get("model_type")
         nobody_knows = unnamed and not _known_but_for_prefix(chosen)
-        nobody_knows |= e.code == SEVERAL and source is None and not _mostly_known(chosen)
+        if e.code == SEVERAL and source is None:
+            nobody_knows |= not _mostly_known(chosen) or _is_named_as(home, chosen)
         other_names = home != HUB or source not in (None, home) or _is_beside_another_config(chosen, reading)
         if requested or (other_names and not nobody_knows):
             e.faults, e.path = (*e.faults, *model.notes), e.path or opened.path
@@ -214,6 +215,18 @@ def _mostly_known(chosen: Chosen) -> bool:
     from ckpt_tool.families.wrappers import knows_most
 
     return any(knows_most(family, [*chosen.model]) for family in FAMILIES)
+
+
+def _is_named_as(home: str, chosen: Chosen) -> bool:
+    """Are the names those of dialect `home` in some family, and the hub's in none? Which family it is then makes no
+    difference. Names that both have (Paddle's of a Llama) say nothing of how matrices are stored."""
+    from ckpt_tool.families.models import FAMILIES
+
+    def all_known(dialect: str) -> bool:
+        families = [family for family in FAMILIES if dialect in family.known_dialects]
+        return any(all(map(family.table(dialect).knows, chosen.model)) for family in families)
+
+    return home != HUB and all_known(home) and not all_known(HUB)
 
 
 def _known_but_for_prefix(chosen: Chosen) -> bool:

@@ -128,6 +128,8 @@ def refuse_left_optimizer(opened: Opened, job: Conversion) -> None:
 def _refuse_other_names(state: str, taken: Collection[str], model: Collection[str]) -> None:
     """Raise InconsistentCheckpoint E2974 where a state's names are not the model's: written as the model, both would be
     in it, one under the names of the other."""
+    if state == MASTER:  # a job may keep most weights as masters alone, and only buffers in the model
+        return
     strangers = [name for name in taken if name not in model]
     missing = [name for name in model if name not in taken]
     if strangers and missing:

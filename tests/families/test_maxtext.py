@@ -122,14 +122,14 @@ def changed(name, tmp_path, keep, **change):
 def test_layers_that_fill_no_cycle_have_no_place(dialect, tmp_path, capsys):
     """Gemma 2 has two layers in one of MaxText's, so the last of three is in none."""
     words = changed("gemma2", tmp_path, lambda key: ".layers.3." not in key, num_hidden_layers=3)
-    assert run([*words, "--dialect", dialect]) == 3
+    assert run([*words, "--dialect", dialect, "-v"]) == 3
     assert "E1374" in (said := capsys.readouterr().err) and "model.layers.2.mlp.down_proj.weight" in said
 
 
 def test_what_all_layers_lack_is_named(tmp_path, capsys):
     """Nothing in the hub's names shows it: MaxText's rules say that a model has it."""
     words = changed("gemma3", tmp_path, lambda key: ".q_norm." not in key)
-    assert run([*words, "--dialect", "maxtext"]) == 3
+    assert run([*words, "--dialect", "maxtext", "-v"]) == 3
     said = capsys.readouterr().err
     assert "E1484" in said and "decoder.layers_remainder.layers_1.self_attention.query_norm.scale" in said
     assert run([*words, "--dialect", "maxtext", "--lenient", "-q"]) == 0

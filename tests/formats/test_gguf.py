@@ -331,9 +331,9 @@ def test_fp8_values_want_an_option_that_the_error_names(tmp_path, capsys) -> Non
     tensors = load_torch(folder / "model.safetensors")
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
     save_torch(tensors | {f"{name}_scale_inv": torch.ones(1, 1)}, folder / "model.safetensors")
-    assert call("convert", folder, out, "--to", "gguf") == 2
+    assert call("convert", folder, out, "--to", "gguf") == 3
     error = json.loads(capsys.readouterr().err)["error"]
-    assert error["code"] == "E0258" and "--dequantize" in error["hint"]
+    assert error["code"] == "E1486" and "--dequantize" in error["hint"]
     assert call("convert", folder, out, "--to", "gguf", "--dequantize") == 0
     save_torch(tensors, folder / "model.safetensors")
     assert call("convert", folder, out, "--to", "gguf", "--force") == 2

@@ -24,7 +24,7 @@ from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.target import LayoutWish, Wanted, WantedTensor
 from ckpt_tool.core.tensor import LogicalTensor, StoredArray, TensorKey, simple_tensor
-from ckpt_tool.errors import CkptError, UsageError
+from ckpt_tool.errors import CkptError, UnknownFormat, UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.paddle.job import PaddleHints
@@ -244,7 +244,6 @@ def test_a_model_alone_that_was_written_here_is_known_again(tmp_path: Path) -> N
     [
         "optimizer.tp00.safetensors_shard_0001",
         "master_weights.safetensors.index.json",
-        "peft_model-00001-of-00001.safetensors",
         "optimizer.safetensors",
     ],
 )
@@ -252,6 +251,13 @@ def test_paddles_names_are_never_hugging_faces(name: str, tmp_path: Path) -> Non
     save_file({"w": values(0, (2,))}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / name).write_bytes(b"{}")
     assert registry.detect(Tree(tmp_path))[0].name == "paddle-unified"
+
+
+def test_paddles_adapter_beside_a_hubs_model_is_two_checkpoints(tmp_path: Path) -> None:
+    save_file({"w": values(0, (2,))}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "peft_model-00001-of-00001.safetensors").write_bytes(b"{}")
+    with pytest.raises(UnknownFormat, match="safetensors and paddle-unified"):
+        registry.detect(Tree(tmp_path))
 
 
 # -- indexes -----------------------------------------------------------------------------------------------------------
@@ -549,7 +555,7 @@ def test_a_file_in_the_hugging_face_layout_can_be_read_by_itself(tmp_path: Path)
         str(tmp_path / "torch.pt"),
         str(tmp_path / "c"),
         Reading(),
-        Writing(to="paddle-unified", verify="full"),
+        Writing(to="paddle-unified", verify="full", dialect="keep"),
         Silent(),
     )
     same(tmp_path / "c", truth)

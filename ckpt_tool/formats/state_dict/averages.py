@@ -29,6 +29,7 @@ LISTS = ("shadow_params", "collected_params")  # the averages; the weights that 
 COUNTERS = frozenset(("decay", "num_updates", "initted", "step", "n_averaged", "updates"))
 _WITHIN = ("ema_model.", "online_model.")  # ema-pytorch's names of the average and of the model itself
 _WRAPPER = "module"
+_MODULE_TOO = "ema"  # says less than `model_ema`: a model's own module may be called so
 _LIST_ALONE, _NO_TWIN = "E2951", "E2952"
 
 Shape = tuple[int, ...]
@@ -118,10 +119,14 @@ def find_within(shapes: Mapping[str, Shape]) -> Within:
 
     found = Within({}, {}, [], {})
     for word, rows in groups.items():
-        for name in COUNTERS.intersection(rows):
-            del rows[name]
-            found.counters.append(f"{word}.{name}")
-        twins = find_twins(list(rows), word, rows, live)
+        counters = COUNTERS.intersection(rows)
+        averaged = {name: shape for name, shape in rows.items() if name not in counters}
+        twins = find_twins(list(averaged), word, averaged, live)
+        if not twins and word.lower() == _MODULE_TOO:  # a module of the model that is called so
+            continue
+
+        rows = averaged
+        found.counters.extend(f"{word}.{name}" for name in counters)
         if not live and all("." in name for name in rows):  # a file of averages alone, under their own names
             twins = {name: name for name in rows}
         if not set(found.twins.values()).isdisjoint(twins.values()):  # a second average of the same weights
