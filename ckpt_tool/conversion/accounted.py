@@ -31,6 +31,7 @@ from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Naming, Specificity
 from ckpt_tool.formats.hf.files import CODE, is_sidefile
 from ckpt_tool.formats.hf.modules import module_files
+from ckpt_tool.formats.peft.lone import CONFIG as ADAPTER_CONFIG
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.quantised.weights import QUANTISER_FILES
 from ckpt_tool.signing.written import is_statement
@@ -169,9 +170,12 @@ def _accounted_by(opened: Opened, given: Tree, is_side: Callable[[str], bool] = 
     if markers:
         yield from (inside + name for name in tree.names() if re.fullmatch(markers, name))
 
+    holds_lora = any(".lora_" in key.name for key in catalog.tensors)
     # Side files are beside the checkpoint's files, and beside the pointer file that names its folder.
     for folder in filter(None, (tree, opened.outer, given)):
         prefix, names = _prefix_of(folder, given), folder.names()
+        if holds_lora and ADAPTER_CONFIG in names:  # written with an adapter's tensors, in whatever format
+            yield prefix + ADAPTER_CONFIG
         yield from (prefix + name for name in names if is_side(name) and not _is_code(name))
         yield from (prefix + path for path in module_files(folder) if _is_of_module(path) and path not in odd)
         yield from (prefix + name for name in _code_named(folder, names))

@@ -181,6 +181,7 @@ LAYOUTS: tuple[Layout, ...] = (
     ),
     Layout("bitnet", TRITS, frozenset({"U8"}), {"scale": Part(_FLOATS)}),
 )
+PACKED_INTEGERS = "packed integers"
 _ONE_NUMBER = ("global_scale", "scale_2", "per_tensor_scale")  # roles of a number for the whole weight
 
 
@@ -191,6 +192,7 @@ class Wanted(NamedTuple):
     block: tuple[int, int] | None = None  # (rows, columns) that share a scale, 0 for all; None where it says nothing
     needs: frozenset[str] = frozenset()  # roles that its layouts leave open
     targets: tuple[str, ...] = ()  # names, `re:` patterns or classes of modules; () for all
+    bits: int = 0  # of a packed integer; 0 where it says nothing
 
 
 class Declared(NamedTuple):
@@ -339,6 +341,8 @@ def _unlike(
         return faults, weight.block
 
     rows, columns = weight.shape[-2:]
+    if wanted.bits and layout.name == PACKED_INTEGERS:  # of several bits headers alone can't tell which a weight has
+        columns = columns * weight.bits // wanted.bits
     block = (wanted.block[0] or max(rows, 1), wanted.block[1] or max(columns, 1))
     grid = (-(-rows // block[0]), -(-columns // block[1]))
     name = weight.parts["scale"]

@@ -449,7 +449,9 @@ def _of_group(row: Mapping[str, Any], form: str) -> Wanted:
     needs = frozenset({"zero_point"} if is_integer and weights.get("symmetric") is False else ())
     targets = row.get("targets")
     named = tuple(map(str, targets)) if isinstance(targets, list) else ()
-    return Wanted(layouts, _block_of_group(weights), needs, named)
+    bits = weights.get("num_bits")
+    stated_bits = bits if is_integer and type(bits) is int and 1 <= bits <= 8 else 0
+    return Wanted(layouts, _block_of_group(weights), needs, named, stated_bits)
 
 
 _WITHOUT_GROUPS = {None: "tensor", -1: "channel"}  # group_size -> strategy

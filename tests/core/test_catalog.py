@@ -119,7 +119,7 @@ def test_a_gap_is_laid_to_the_file_that_holds_that_part_of_others() -> None:
         catalog(lone, columns, tensors[0], broken, *tensors[2:]).check()
     assert error.value.path == "file1" and error.value.key == "b"
     assert "6 of 12 elements" in error.value.message and "[3, 0] of shape [3, 2]" in error.value.message
-    assert "that part lies in file1" in error.value.message
+    assert "that part is in file1" in error.value.message
 
 
 def test_an_index_that_leaves_elements_out_is_named() -> None:

@@ -169,7 +169,7 @@ def test_bare_names_of_mcore_bridge_are_read_where_the_user_says_so(name: str) -
     bare = {key.removesuffix("_by_head"): array for key, array in marked.items()}
     assert len(bare.keys() - marked.keys()) == 2 * sum(key.endswith("out_norm.weight") for key in bare)
     shapes = {key: array.shape for key, array in bare.items() if not key.startswith("visual.")}  # a tower tells
-    with pytest.raises(UsageError, match="lay the elements out differently") as error:
+    with pytest.raises(UsageError, match="arrange the elements differently") as error:
         find(config, shapes)
     assert error.value.code == "E1233"
     told = find(config, {key: array.shape for key, array in marked.items()}, stated="megatron")

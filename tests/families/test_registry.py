@@ -58,7 +58,7 @@ def test_names_and_shapes_tell_the_dialect(name: str, dialect: str) -> None:
         assert f"--family {name}:paddle-grouped or --family {name}:paddle-contiguous" in (error.value.hint or "")
         assert find(None, shapes, family=f"{name}:{dialect}") == (by_name(name), dialect)
     elif (name, dialect) in TWO_LAYOUTS:
-        with pytest.raises(UsageError, match="lay the elements out differently") as error:
+        with pytest.raises(UsageError, match="arrange the elements differently") as error:
             find(config_of(name), shapes)  # the same names and shapes
         assert error.value.code == "E1233" and f"{name}:{TWO_LAYOUTS[name, dialect]}" in (error.value.hint or "")
         assert find(config_of(name), shapes, family=f"{name}:{dialect}").dialect == dialect

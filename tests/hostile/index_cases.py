@@ -157,14 +157,14 @@ def _(folder: Path) -> Path:
     return folder
 
 
-@add("B7", 3, ONE, TWO, "lies in")
+@add("B7", 3, ONE, TWO, "is in")
 def _(folder: Path) -> Path:
     model(folder)
     (folder / TWO).write_bytes(shard("b", "a"))
     return folder
 
 
-@add("B7-numbered", 3, ONE, TWO, "lies in")
+@add("B7-numbered", 3, ONE, TWO, "is in")
 def _(folder: Path) -> Path:
     model(folder)
     (folder / INDEX).unlink()

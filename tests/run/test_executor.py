@@ -349,8 +349,8 @@ class Stop(Exception):
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_failed_run_goes_on_where_it_stopped(tmp_path, monkeypatch, turned):
-    import ckpt_tool.plan.schedule as schedule
     import ckpt_tool.run.executor as executor
+    from ckpt_tool.plan import schedule
 
     monkeypatch.setattr(executor, "units", lambda moves: schedule.units(moves, size=1 << 14))
     shapes = [(300, 700), (64, 1000), (2000, 300)]
