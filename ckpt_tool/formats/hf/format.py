@@ -47,6 +47,7 @@ from ckpt_tool.formats.hf.files import INDEX_SUFFIX, SHOWN, STEM, STEMS, SUFFIX,
 from ckpt_tool.formats.hf.index import Index, read_index, write_index
 from ckpt_tool.formats.hf.modules import module_files, modules_note
 from ckpt_tool.formats.hf.saved_by import MLX, SavedBy
+from ckpt_tool.formats.two_models import refuse_file_next_to_index
 from ckpt_tool.storage.safetensors_entries import warning_code
 from ckpt_tool.storage.safetensors_file import (
     Header,
@@ -66,7 +67,6 @@ HEAD = 4 << 10  # bytes that `detect` looks at in a single file
 
 DELTA = "delta_encoding"  # slime `utils/disk_delta.py`: in the metadata of its index
 NOT_READ = "E1640"
-TWO_MODELS = "E2874"
 MISSING_SHARDS, NOT_IN_SHARD, NOT_IN_INDEX, TWICE = "E0380", "E0381", "E0382", "E0383"
 NO_GLOBAL_SHAPE, TOTAL_SIZE, EXTRA = "W-no-global-shape", "W-total-size", "W-extra-tensors"
 
@@ -291,21 +291,10 @@ def _read_indexed(tree: Tree, path: str, *, lenient: bool, forced: bool) -> tupl
 
 
 def _refuse_one_beside(tree: Tree, path: str) -> None:
-    """Raise InconsistentCheckpoint E2874 where the file of the index's stem is next to it and no part of it: two models
-    in one folder, of which transformers loads the file and others the index."""
+    """Raise InconsistentCheckpoint E2874 where the file of the index's stem is next to it and no part of it."""
     one = path.removesuffix(INDEX_SUFFIX) + SUFFIX
-    if one not in tree.names():
-        return
-    shards = read_index(tree, path).shards
-    if one in shards:
-        return
-    raise InconsistentCheckpoint(
-        f"{one} and {path} are two models in one folder: the index names {len(shards)} other files",
-        code=TWO_MODELS,
-        path=tree.display(),
-        faults=[f"of the index: {file}" for file in sorted(shards)[:SHOWN]],
-        hint=f"say which is meant: --prefer {one}, which transformers loads, or --prefer {path}; and remove the other",
-    )
+    if one in tree.names():
+        refuse_file_next_to_index(tree, one, path, read_index(tree, path).shards, most=SHOWN)
 
 
 def _find_all_in_others(tree: Tree, index: Index) -> str:

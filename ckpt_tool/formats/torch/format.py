@@ -57,13 +57,13 @@ from ckpt_tool.formats.torch import choice as torch_choice
 from ckpt_tool.formats.torch.beside_model import with_optimizer
 from ckpt_tool.formats.torch.choice import Chosen, RankFile
 from ckpt_tool.formats.torch.content import TorchContent, read_content
+from ckpt_tool.formats.two_models import refuse_file_next_to_index
 from ckpt_tool.storage.pickle_writer import dumps, stored
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.torchzip import plan_zip
 
 MISSING, ABSENT, STRANGER, TWICE = "E0380", "E0381", "E0382", "E0383"
 FOREIGN = "E0393"
-TWO_MODELS = "E2874"
 SINGLE = "checkpoint.pt"
 ROOT = "archive"  # one name for all, so that a file's bytes do not depend on what it is called
 SHOWN = 100
@@ -139,21 +139,10 @@ def _read(tree: Tree, chosen: Chosen, options: ReadOptions) -> Catalog:
 
 
 def _refuse_one_beside(tree: Tree, path: str) -> None:
-    """Raise InconsistentCheckpoint E2874 where the file of the index's stem is next to it and no part of it: two models
-    in one folder, of which transformers loads the file."""
+    """Raise InconsistentCheckpoint E2874 where the file of the index's stem is next to it and no part of it."""
     one = path.removesuffix(torch_choice.INDEX_SUFFIX) + ".bin"
-    if one not in tree.names():
-        return
-    shards = read_index(tree, path).shards
-    if one in shards:
-        return
-    raise InconsistentCheckpoint(
-        f"{one} and {path} are two models in one folder: the index names {len(shards)} other files",
-        code=TWO_MODELS,
-        path=tree.display(),
-        faults=[f"of the index: {file}" for file in sorted(shards)[:SHOWN]],
-        hint=f"say which is meant: --prefer {one}, which transformers loads, or --prefer {path}; and remove the other",
-    )
+    if one in tree.names():
+        refuse_file_next_to_index(tree, one, path, read_index(tree, path).shards, most=SHOWN)
 
 
 def _find_numbered(tree: Tree) -> str:
