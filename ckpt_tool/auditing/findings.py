@@ -25,6 +25,7 @@ MISSING, SURPLUS, SHAPE, EXPERTS, AHEAD, NUMBERS, NOTHING, CONFIG = (
     "A0108",
 )
 WRAPPED = "A0109"
+OUTSIDE = "A0110"
 COPIES, ZEROS, CONSTANT, NOT_FINITE, ORDER = "A0201", "A0202", "A0203", "A0204", "A0205"
 HEAD, DTYPE = "A0301", "A0302"
 WORDS = "A0401"
@@ -32,6 +33,7 @@ QUANTISED = "A0501"
 EXPORTER = "A0901"
 _SEVERITIES: Mapping[str, Severity] = {
     SURPLUS: "warning",
+    OUTSIDE: "warning",
     NUMBERS: "warning",
     COPIES: "warning",
     CONSTANT: "warning",

@@ -8,6 +8,7 @@
     A0106  numbers of files that are left out: model-00047-of-00048 beside an index that names the other 47
     A0108  a config that contradicts itself
     A0109  names that begin with what a wrapper puts there: no library finds its weights under them
+    A0110  tensors outside the layers that neither the family nor the class in the config has
 
 Cost: a few us a tensor, nothing is read. What it does not do: find what an index or a header shows (`sources.sound`).
 """
@@ -18,14 +19,25 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from ckpt_tool.auditing.findings import AHEAD, CONFIG, EXPERTS, MISSING, NUMBERS, SHAPE, SURPLUS, WRAPPED, Finding
+from ckpt_tool.auditing.findings import (
+    AHEAD,
+    CONFIG,
+    EXPERTS,
+    MISSING,
+    NUMBERS,
+    OUTSIDE,
+    SHAPE,
+    SURPLUS,
+    WRAPPED,
+    Finding,
+)
 from ckpt_tool.auditing.subject import Subject
 from ckpt_tool.conversion.vocabulary import is_vocabulary
 from ckpt_tool.core.bounds import numeral
-from ckpt_tool.families.completeness import missing, strange
+from ckpt_tool.families.completeness import missing, outside, strange
 from ckpt_tool.families.config.translation import contradictions
 from ckpt_tool.families.experts import mixed_experts
-from ckpt_tool.families.registry import configured_family, names_a_model
+from ckpt_tool.families.registry import configured_family, names_a_model, stated_classes
 from ckpt_tool.families.rewrite import unfitting
 from ckpt_tool.families.wrappers import advise_on_prefix, describe_prefix, find_certain_wrapper
 from ckpt_tool.quantised.scheme import is_of_one_scheme, quantisation
@@ -45,6 +57,7 @@ def findings(subject: Subject) -> Iterator[Finding]:
         yield from _wrapped(subject)
         yield from _limited(_missing(subject))
         yield from _limited(_strange(subject))
+        yield from _outside(subject)
         yield from _limited(_shapes(subject))
         yield from _experts(subject)
         yield from _ahead(subject)
@@ -107,6 +120,23 @@ def _strange(subject: Subject) -> Iterator[Finding]:
             if name.rpartition(".")[0] in coded:
                 continue
             yield Finding(SURPLUS, f"{name} is in a layer, and no rule of {family.name} has it", name)
+
+
+def _outside(subject: Subject) -> Iterator[Finding]:
+    """One finding for all tensors outside the layers that no rule has. A class that the family does not list
+    (`LlamaForSequenceClassification`, a reward model's own) may have heads of its own, so that nobody can say."""
+    if subject.found is None or not subject.sure:
+        return
+    family, dialect = subject.found
+    listed = {name for known_class in family.classes for name in known_class.architectures}
+    if not listed.issuperset(stated_classes(subject.config)):
+        return
+
+    coded = _modules_of_codes(subject)
+    names = [name for name in outside(family, dialect, subject.weights) if name.rpartition(".")[0] not in coded]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield Finding(OUTSIDE, f"{names[0]}{more}: outside the layers, and in no rule of {family.name}", names[0])
 
 
 def _modules_of_codes(subject: Subject) -> set[str]:

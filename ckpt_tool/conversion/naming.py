@@ -33,7 +33,6 @@ from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import DIALECTS, VARIANTS, Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.kept_whole import refuse_to_part
-from ckpt_tool.quantised.weights import part_of
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind
 from ckpt_tool.sources.config import ARGUMENTS, ModelConfig, centred_norms, check_config, config_of, file_config
 
@@ -133,7 +132,7 @@ def _is_beside_another_config(chosen: Chosen, reading: Reading) -> bool:
         except UsageError:  # a side file that only its own library reads
             return False
     from ckpt_tool.families.registry import configured_family
-    from ckpt_tool.families.table import instances, one_of_each
+    from ckpt_tool.families.table import one_of_each
     from ckpt_tool.families.wrappers import describe_prefix, knows_most
 
     family = configured_family(config or {})
@@ -141,11 +140,7 @@ def _is_beside_another_config(chosen: Chosen, reading: Reading) -> bool:
         return False
     names = one_of_each(chosen.model)
     dialects = [dialect for dialect in family.known_dialects if dialect.startswith(HUB)]
-    tables = [family.table(dialect) for dialect in dialects]
-    strange = [
-        [name for name in instances(table.left, names)[1] if table.in_tower(name) is None and part_of(name) is None]
-        for table in tables
-    ]
+    strange = [family.table(dialect).names_without_rule(names) for dialect in dialects]
     if not names or 2 * min(map(len, strange)) <= len(names):
         return False
     # They are names of such a model: a trainer's, another system's, or the family's behind a prefix. Names of which
@@ -302,6 +297,8 @@ def _translated(chosen: Chosen, found: Found, target: str, job: Conversion, hint
     mapped = _mapped(found, target, shapes, config, dequantised=job.writing.dequantize)
     if not job.reading.lenient and not chosen.removed:
         _refuse_lacking(found.family, target, mapped, config)
+    if home != HUB and not job.reading.lenient:
+        _refuse_unplaced(found, target, mapped, shapes, chosen.sources[0].path)
     refuse_to_lose_copies(chosen, mapped.dropped)
     by = f"the family {found.family.name}, {found.dialect} to {target}"
     out = renamed(chosen, mapped, job.writing, by, hints)
@@ -423,6 +420,33 @@ def _refuse_odd_models(
             if shown(shapes)
             else "fetch the checkpoint again; --lenient converts the part that is there",
         )
+
+
+def _refuse_unplaced(
+    found: Found, target: str, mapped: Mapped, shapes: Mapping[str, tuple[int, ...]], path: str
+) -> None:
+    """Raise InputError E3010 for tensors that no rule takes to a system with names of its own. Its loader knows no
+    tensor of another name: Megatron's and Paddle's jobs stop at one, llama.cpp refuses the file."""
+    from ckpt_tool.families.base import SYSTEMS as NAMES_OF_SYSTEMS
+
+    taken = {piece.src.name for made in mapped.made for piece in made.pieces} | set(mapped.dropped)
+    unplaced = [name for name in shapes if name not in taken and not name.startswith(found.family.apart)]
+    if not unplaced:
+        return
+
+    system = NAMES_OF_SYSTEMS.get(target.partition("-")[0], target)
+    more = f" and {len(unplaced) - 1} more" if len(unplaced) > 1 else ""
+    raise InputError(
+        f"{unplaced[0]}{more}: no rule of {found.family.name} has a place for it in {system}'s names, and {system} does"
+        " not load a tensor that it does not know",
+        code="E3010",
+        path=path,
+        key=unplaced[0],
+        faults=[f"{name} too" for name in unplaced[1:]],
+        hint=f"leave it out with --remove-keys '{unplaced[0]}'; if it is a tensor of the model under another name,"
+        f" --rename '{unplaced[0]}=NAME'; --dialect keep writes all under the source's names, --lenient writes it as"
+        " it is",
+    )
 
 
 def _refuse_lacking(family: Family, target: str, mapped: Mapped, config: Mapping[str, Any] | None) -> None:

@@ -25,7 +25,6 @@ from ckpt_tool.families.config.translation import megatron_args
 from ckpt_tool.families.config.words import LAYERS
 from ckpt_tool.families.sizes import configured
 from ckpt_tool.families.table import Table, form_of, instances
-from ckpt_tool.quantised.weights import part_of
 
 # MaxText's, OLMo-core's, Gemma's and torchtune's of Gemma, which do not lie beside the layers; no tower has such names
 _NORMS_ELSEWHERE = (".decoder_norm.scale", ".lm_head.norm.weight", "final_norm.scale", ".norm.rms_norm.scale")
@@ -62,12 +61,27 @@ def strange(family: Family, dialect: str, names: Iterable[str]) -> list[str]:
     """The names that are in a layer of the model and that no rule knows, but for the scales and codes of quantised
     weights."""
     table = family.table(dialect)
-    fronts = {form[: found.end()] for form in table.left if (found := _NUMBERED.search(form))}
-    return [
-        name
-        for name in instances(table.left, names)[1]
-        if any(map(form_of(name)[0].startswith, fronts)) and part_of(name) is None and table.in_tower(name) is None
-    ]
+    fronts = _fronts_of_layers(table)
+    return [name for name in table.names_without_rule(names) if form_of(name)[0].startswith(fronts)]
+
+
+def outside(family: Family, dialect: str, names: Iterable[str]) -> list[str]:
+    """The names that no rule knows and that are in no layer and in no part that the family has: a head of one's own,
+    a value head, a projection.
+
+    >>> from ckpt_tool.families.registry import by_name
+    >>> outside(by_name("llama"), "hf", ["my_head.weight", "model.norm.weight", "model.rotary_emb.inv_freq"])
+    ['my_head.weight']
+    """
+    table = family.table(dialect)
+    elsewhere = (*_fronts_of_layers(table), *family.apart)
+    return [name for name in table.names_without_rule(names) if not form_of(name)[0].startswith(elsewhere)]
+
+
+def _fronts_of_layers(table: Table) -> tuple[str, ...]:
+    """What the forms of names in layers begin with, the number included."""
+    numbers = ((form, _NUMBERED.search(form)) for form in table.left)
+    return tuple(dict.fromkeys(form[: number.end()] for form, number in numbers if number is not None))
 
 
 def missing(family: Family, dialect: str, names: Iterable[str], config: Config | None) -> list[str]:

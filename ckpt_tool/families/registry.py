@@ -77,15 +77,16 @@ def find(
 def configured_family(config: Config) -> Family | None:
     """The family that a config names, None where it names none of ours."""
     named = known_family(config.get("model_type"))
-    return named or next(filter(None, map(family_of_class, _architectures(config))), None)
+    return named or next(filter(None, map(family_of_class, stated_classes(config))), None)
 
 
 def names_a_model(config: Config) -> bool:
     """Does a config say of which model it is?"""
-    return config.get("model_type") is not None or bool(_architectures(config))
+    return config.get("model_type") is not None or bool(stated_classes(config))
 
 
-def _architectures(config: Config) -> list[str]:
+def stated_classes(config: Config) -> list[str]:
+    """The classes that a config names, [] where it names none."""
     classes = config.get("architectures")
     return [str(each).removesuffix("Pipe") for each in classes] if isinstance(classes, list) else []
 
@@ -94,7 +95,7 @@ def _no_family(config: Config, names: Mapping[str, Shape] | list[str], stated: s
     """What to say of a checkpoint whose config names no family of ours, or whose names none knows."""
     from ckpt_tool.families.nearest import nearest
 
-    kind, classes = config.get("model_type"), _architectures(config)
+    kind, classes = config.get("model_type"), stated_classes(config)
     if kind is not None or classes:
         says = f"model_type {kind!r}" if kind is not None else f"architectures {classes}"
         what = f"config.json says {says}, for which there is no family"

@@ -25,6 +25,7 @@ from ckpt_tool.algebra.piece import PAD, Piece, Side
 from ckpt_tool.algebra.term import Term
 from ckpt_tool.core.bounds import bounded
 from ckpt_tool.core.box import contiguous_strides
+from ckpt_tool.core.buffers import is_derived
 from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.families.base import HUB, Config, Family, Shape
 from ckpt_tool.families.quantised import followers, is_halved
@@ -166,6 +167,7 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     gone = [name for hub_name in (*tied, *result.dropped) for name in hub.made[hub_name]]
     pieces = [piece for piece in hub.pieces if piece.dst.name not in tied]
     made = _mapped(compose(pieces, result.pieces), result, shapes)
+    derived: list[str] = []
     if source != target:
         towers = _towers(unknown, here, there, shapes)
         twice = [each for each in towers if each.name in result.shapes]
@@ -173,6 +175,8 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
         made = _by_source((*made, *towers), shapes) if towers else made
         beside, lost = followers(unknown, here, made, shapes)
         made = (*made, *beside)
+        in_towers = {each.pieces[0].src.name for each in towers}
+        derived = [name for name in unknown if is_derived(name) and name not in in_towers]
         _refuse([Fault("E1377", name, _ALONE, _WAY) for name in lost])
     pairs = [pair for alias in family.table(HUB).aliases for pair in alias.pairs(sizes, config).items()]
     named_there = [(_named_in(there, name, config), _named_in(there, of, config)) for name, of in pairs]
@@ -181,7 +185,7 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
         for names, of in named_there
         if len(names) == len(of) == 1 and names[0] not in result.shapes and of[0] in result.shapes
     ]
-    return Mapped(made, dropped=tuple(dict.fromkeys([*hub.dropped, *gone])), aliases=tuple(aliases))
+    return Mapped(made, dropped=tuple(dict.fromkeys([*hub.dropped, *gone, *derived])), aliases=tuple(aliases))
 
 
 def _check_counts(tables: Iterable[Table], sizes: Mapping[str, Extent], shapes: Mapping[str, Shape]) -> None:

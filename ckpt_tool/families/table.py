@@ -30,7 +30,9 @@ from ckpt_tool.algebra.equation import Alias, Equation, rules
 from ckpt_tool.algebra.expression import Expression, expression
 from ckpt_tool.algebra.pattern import Pattern, pattern
 from ckpt_tool.algebra.term import Name, Term
+from ckpt_tool.core.buffers import is_derived
 from ckpt_tool.errors import UsageError
+from ckpt_tool.quantised.weights import part_of
 
 # a whole part between dots, as `%d` would print it, or the number of a shard (`embedding.shard_3.weight`), of MaxText's layer (`layers_3`)
 # or of Gemma's (`transformer/layer_3/attn`)
@@ -138,6 +140,15 @@ class Table:
         """The tower that a name is in, the innermost."""
         fitting = [tower for tower in self.towers if name.startswith(tower.left)]
         return max(fitting, key=lambda tower: len(tower.left), default=None)
+
+    def names_without_rule(self, names: Iterable[str]) -> list[str]:
+        """The names that neither a rule nor a tower knows, but for parts of quantised weights, which follow their
+        weight, and for buffers that a loader makes from the config."""
+        return [
+            name
+            for name in instances(self.left, names)[1]
+            if part_of(name) is None and self.in_tower(name) is None and not is_derived(name)
+        ]
 
     def from_tower(self, hub_name: str) -> str | None:
         """What the dialect calls such a tensor of the hub, None where it has none."""

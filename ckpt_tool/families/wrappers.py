@@ -20,7 +20,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_tool.families.table import instances, one_of_each
-from ckpt_tool.quantised.weights import part_of
 
 if TYPE_CHECKING:
     from ckpt_tool.families.base import Family
@@ -40,7 +39,6 @@ WRAPPERS = (
 _CERTAIN = frozenset(("module", "_forward_module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 _OF_PEFT = ("base_model", "model")
 _DEEPEST = 6  # wrappers around one another: compiled, in FSDP, in a LightningModule, in DDP
-_BUFFERS = ("rotary_emb.inv_freq",)  # older transformers saved it, and none reads it
 # What stands behind a root that is the model's own: `model.layers.0` needs no look at the families
 _OWN = ("model.layers.", "model.embed_tokens.")
 
@@ -170,12 +168,7 @@ def _knows_all(family: Family, names: Collection[str]) -> bool:
     for dialect in family.known_dialects:
         table = family.table(dialect)
         unknown = instances(table.left, names)[1]
-        strange = [
-            name
-            for name in unknown
-            if part_of(name) is None and table.in_tower(name) is None and not name.endswith(_BUFFERS)
-        ]
-        if not strange and len(unknown) < len(names):
+        if len(unknown) < len(names) and not table.names_without_rule(unknown):
             return True
     return False
 

@@ -200,7 +200,10 @@ def test_a_tensor_beside_the_rules_is_named(tmp_path: Path) -> None:
         tmp_path / "hub" / "model.safetensors",
         {"format": "pt"},
     )
-    report = run(tmp_path / "hub", tmp_path / "out", dialect="paddle")
+    with pytest.raises(InputError, match="extra.thing") as caught:
+        run(tmp_path / "hub", tmp_path / "out", dialect="paddle")
+    assert caught.value.code == "E3010"
+    report = run(tmp_path / "hub", tmp_path / "out", Reading(lenient=True), dialect="paddle")
     assert any("extra.thing" in note and "kept as they are" in note for note in report["notes"])
     assert "extra.thing" in load_file(tmp_path / "out" / "model.safetensors")
 

@@ -48,12 +48,14 @@ def test_names_in_a_layer_that_no_rule_knows(tmp_path: Path) -> None:
     assert all(name in f"{caught.value.message} {caught.value.faults}" for name in more)
     assert "did you mean model.layers.0.self_attn.q_proj.weight" in (caught.value.hint or "")
     report = ckpt.convert(source, str(tmp_path / "lenient"), to="megatron-dist", lenient=True)
-    assert set(more) < set(ckpt.open(str(tmp_path / "lenient")))
+    assert {*more, "value_head.weight"} < set(ckpt.open(str(tmp_path / "lenient")))
     assert any("3 tensors are in no rule" in note for note in report["notes"])
-    report = ckpt.convert(
-        source, str(tmp_path / "less"), to="megatron-dist", remove_keys=["*.q_projj.*", "*.adapter.*"]
-    )
-    assert "value_head.weight" in ckpt.open(str(tmp_path / "less")) and len(report["removed"]) == 2
+    without = ["*.q_projj.*", "*.adapter.*"]
+    with pytest.raises(InputError) as caught:
+        ckpt.convert(source, str(tmp_path / "less"), to="megatron-dist", remove_keys=without)
+    assert (caught.value.code, caught.value.exit_code) == ("E3010", 3)
+    report = ckpt.convert(source, str(tmp_path / "less"), to="megatron-dist", remove_keys=[*without, "value_head.*"])
+    assert len(report["removed"]) == 3
 
 
 def test_a_part_that_patterns_ask_for_converts(tmp_path: Path) -> None:

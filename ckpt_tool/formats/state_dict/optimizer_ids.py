@@ -16,17 +16,15 @@ Cost: a table of (tensors x reachable positions), cut off at `STATE_LIMIT` cells
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.buffers import is_gathered
 from ckpt_tool.formats.state_dict.coded import shape_of_codes
 from ckpt_tool.formats.state_dict.words import SAME_SHAPE
 from ckpt_tool.storage.coded_states import CODES, QMAP
 
 STATE_LIMIT = 400_000  # cells
-# torch.nn's own normalisation buffers (torch/nn/modules/batchnorm.py): never parameters, though shaped like them.
-_BUFFER = re.compile(r"(?:^|\.)(?:running_mean|running_var|num_batches_tracked)$")
 
 
 class Candidate(NamedTuple):
@@ -109,7 +107,7 @@ def _candidates(model: Sequence[Candidate]) -> list[Candidate]:
             if item.same in seen:
                 continue
             seen.add(item.same)
-        if not _BUFFER.search(item.name):
+        if not is_gathered(item.name):
             out.append(item)
     return out
 
