@@ -72,3 +72,13 @@ def test_every_options_help_begins_with_a_verb_and_ends_as_a_sentence(verb: str)
 @pytest.mark.parametrize("verb", ["convert", "reshard", "merge", "inspect", "diff", "verify", "prune", "latest"])
 def test_everyday_verbs_have_three_examples(verb: str) -> None:
     assert len(VERBS[verb].examples) >= 3
+
+
+@pytest.mark.parametrize("columns", ["50", "80"])
+def test_no_option_is_broken_at_a_hyphen(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    text = help_of(capsys, "convert", "--help")
+    assert not re.search(r"-$", text, flags=re.M) and "\N{NON-BREAKING HYPHEN}" not in text
+    assert max(map(len, text.split("Examples:")[0].splitlines())) <= int(columns)

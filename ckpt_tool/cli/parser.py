@@ -28,6 +28,8 @@ EVERYDAY = frozenset(
     ("tp", "pp", "ep", "dp", "dtype", "drop", "remove_keys", "rename", "max_shard_size", "dry_run", "json")
 )
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+# Stands for a hyphen while help is wrapped: click would break `--dry-run` behind any of its own
+_HYPHEN = "\N{NON-BREAKING HYPHEN}"
 
 
 class _AsText:
@@ -48,6 +50,9 @@ class VerbCommand(TyperCommand):
 
     is_short = False  # was -h typed, for the everyday options alone?
 
+    def get_help(self, ctx: Any) -> str:
+        return str(super().get_help(ctx)).replace(_HYPHEN, "-")
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
@@ -55,7 +60,7 @@ class VerbCommand(TyperCommand):
             if self.is_short and not is_argument and not _is_everyday(param):
                 continue
             title = "Arguments" if is_argument else _heading(param)
-            sections.setdefault(title, []).append((_names(param), param.help or ""))
+            sections.setdefault(title, []).append((_names(param), (param.help or "").replace("-", _HYPHEN)))
 
         known = ("Arguments", *dict.fromkeys(section.title for section in SECTIONS))
         of_systems = sorted(sections.keys() - set(known))  # rare options come last, by system

@@ -50,7 +50,7 @@ def _of_code(found: Sequence[Document], everything: bool) -> Lines:
         ]
     lines.append(Styled(more(len(found) - len(listed), "finding"), "dim"))
     lines += [Styled(f"to do: {do}", "plain") for do in dict.fromkeys(each["do"] for each in listed) if do]
-    return Lines(f"{found[0]['code']} {found[0]['severity']}", tuple(lines))
+    return Lines(f"{found[0]['code']} {found[0]['severity']}", tuple(lines), drawn=True)
 
 
 def _kinds(findings: Sequence[Document]) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.report.inspection import note_text
-from ckpt_tool.report.page import Block, Cell, Column, Facts, Lines, Page, Styled, Table, Verdict
+from ckpt_tool.report.page import STATE, Block, Cell, Column, Facts, Lines, Page, Styled, Table, Verdict
 from ckpt_tool.report.text import count, duration, more, plural, size
 
 Document = Mapping[str, Any]
@@ -75,11 +75,11 @@ def _changed_groups(summary: Sequence[Document], *, everything: bool) -> list[Bl
     listed = groups if everything else groups[:LISTED]
     columns = (
         Column("module"),
-        Column("state"),
+        STATE,
         Column("changed", right=True),
         Column("relative L2", right=True),
-        Column("cosine", right=True, drop=2),
-        Column("max abs", right=True, drop=1),
+        Column("cosine", right=True, drop=1),
+        Column("max abs", right=True),
     )
     rows = tuple(_changed_row(group) for group in listed)
     blocks: list[Block] = [
@@ -114,7 +114,8 @@ def _greatest(group: Document) -> str:
 
 
 def _number(value: Any) -> str:
-    return "" if value is None else f"{float(value):.3g}"
+    """A difference, always in one notation, so that the numbers of a column stand under each other: `3.81e-06`."""
+    return "" if value is None else f"{float(value):.2e}"
 
 
 def _one_sided_groups(summary: Sequence[Document], *, everything: bool) -> list[Block]:
@@ -125,7 +126,7 @@ def _one_sided_groups(summary: Sequence[Document], *, everything: bool) -> list[
         if groups:
             listed = groups if everything else groups[:LISTED]
             rows = tuple((group["names"][key], group["state"], count(int(group[key]))) for group in listed)
-            columns = (Column("module"), Column("state"), Column("tensors", right=True))
+            columns = (Column("module"), STATE, Column("tensors", right=True))
             blocks.append(Table(title, columns, rows, more=more(len(groups) - len(listed), "group")))
     return blocks
 
@@ -161,11 +162,11 @@ def _by_holder(rows: Sequence[Document], *, everything: bool) -> list[Block]:
 
 def _each_difference(differences: Sequence[Document], *, everything: bool) -> Table:
     listed = differences if everything else differences[:LISTED]
-    columns = (Column("tensor"), Column("state"), Column("what"), Column("where, how much"))
+    columns = (Column("tensor"), STATE, Column("what"), Column("where, how much"))
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (d["name"], d.get("state", ""), KINDS.get(d["kind"]) or d["kind"], _detail(d)) for d in listed
     )
-    return Table("", columns, rows, more=more(len(differences) - len(listed), "difference"))
+    return Table("", columns, rows, more=more(len(differences) - len(listed), "difference"), drawn=True)
 
 
 def verification(document: Document, *, everything: bool = False) -> Page:
@@ -208,11 +209,11 @@ def _findings(findings: Sequence[Document], *, everything: bool) -> list[Block]:
     listed = findings if everything else findings[:LISTED]
     columns = (Column("code"), Column("tensor"), Column("file", drop=1), Column("finding"))
     rows = tuple(
-        (Styled(each.get("code") or "", "bad"), each.get("tensor") or "", _file(each), each.get("message") or "")
+        (Styled(each.get("code") or "", "bad"), each.get("tensor") or "", place_of(each), each.get("message") or "")
         for each in listed
     )
     has_long_messages = any(len(row[3]) > 60 for row in rows)
-    blocks: list[Block] = [_as_lines(rows) if has_long_messages else Table("findings", columns, rows)]
+    blocks: list[Block] = [_as_lines(rows) if has_long_messages else Table("findings", columns, rows, drawn=True)]
     if len(findings) > len(listed):
         blocks.append(Lines("", (more(len(findings) - len(listed), "finding"),)))
     return blocks
@@ -239,7 +240,7 @@ def _nonfinite(numbers: Mapping[str, int], *, everything: bool) -> list[Block]:
     return [Lines(title, (*listed, more(len(lines) - len(listed), "tensor")))]
 
 
-def _file(finding: Document) -> str:
+def place_of(finding: Document) -> str:
     """The file of a finding, with its rank, the byte and the finer place (a zip's member) where they are known."""
     offset = finding.get("offset")
     at_byte = None if offset is None else f"byte {offset}"
@@ -267,7 +268,7 @@ def _detail(difference: Document) -> str:
     if difference.get("elements") is not None:
         parts.append(plural(int(difference["elements"]), "element"))
     if difference.get("max_abs") is not None:
-        parts.append(f"max abs {float(difference['max_abs']):.4g}")
+        parts.append(f"max abs {_number(difference['max_abs'])}")
     parts += [f"{difference['left']} / {difference['right']}"] if "left" in difference and "right" in difference else []
     return ", ".join(parts)
 
@@ -285,7 +286,7 @@ def _as_lines(rows: tuple[tuple[Cell, ...], ...]) -> Lines:
     for code, tensor, file, message in rows:
         where = ", ".join(str(part) for part in (file, tensor) if part)
         lines.append(f"{code.text if isinstance(code, Styled) else code}: {message}{f' ({where})' if where else ''}")
-    return Lines("findings", tuple(lines))
+    return Lines("findings", tuple(lines), drawn=True)
 
 
 def _seal(said: Mapping[str, Any], mode: str) -> str:
@@ -298,8 +299,8 @@ def _seal(said: Mapping[str, Any], mode: str) -> str:
 
 def _digests(digests: Mapping[str, Mapping[str, str]]) -> list[Block]:
     rows = [(name, state, digest) for state, names in digests.items() for name, digest in names.items()]
-    columns = (Column("tensor"), Column("state"), Column("digest"))
-    return [Table("", columns, tuple(rows))] if rows else []
+    columns = (Column("tensor"), STATE, Column("digest"))
+    return [Table("digests", columns, tuple(rows), drawn=True)] if rows else []
 
 
 def _notes(document: Document) -> list[Block]:

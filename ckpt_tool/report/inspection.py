@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from ckpt_tool.core.listing import Listing
-from ckpt_tool.report.page import Block, Cell, Column, Facts, Lines, Page, Styled, Table, Verdict
+from ckpt_tool.report.page import STATE, Block, Cell, Column, Facts, Lines, Page, Styled, Table, Verdict
 from ckpt_tool.report.text import count, more, parameters, plural, shape, size
 from ckpt_tool.report.tree import Folding, Tree
 
@@ -127,7 +127,7 @@ def _missing(missing: Document, *, everything: bool) -> Iterator[Block]:
     if tensors:
         yield Table(
             "",
-            (Column("missing of these tensors"), Column("state", drop=1), Column("bytes", right=True, drop=2)),
+            (Column("missing of these tensors"), STATE, Column("bytes", right=True, drop=2)),
             tuple(
                 (row["name"], row["state"], "" if row["bytes"] is None else size(row["bytes"])) for row in shown_tensors
             ),
@@ -174,7 +174,7 @@ def _states_and_dtypes(document: Document, tensors: Sequence[Document]) -> Itera
     numbers = (Column("tensors", right=True), Column("bytes", right=True))
     yield Table(
         "",
-        (Column("state"), *numbers, Column("dtypes")),
+        (STATE, *numbers, Column("dtypes")),
         tuple(
             (name, count(row["tensors"]), size(row["bytes"]), " ".join(by_state.get(name, ())))
             for name, row in states.items()
@@ -238,7 +238,8 @@ def _table(tree: Tree, depth: int | None, *, placed: bool, title: str) -> Table:
         if line.what is None:
             label = Styled(str(label), "name")
         table.append((label, count(line.tensors), dtype, extents, *([cut] if placed else []), size(line.nbytes)))
-    return Table(title, tuple(columns), tuple(table), tuple(line.level for line in lines))
+    levels = tuple(line.level for line in lines)
+    return Table(title, tuple(columns), tuple(table), levels, drawn=True)
 
 
 def _joined(rows: Iterator[tuple[str, tuple[Any, ...], int]]) -> Iterator[tuple[str, tuple[Any, ...], int]]:
@@ -274,7 +275,7 @@ def _cut(tensor: Document) -> str:
 def _stats(tensors: Sequence[Document]) -> Table:
     columns = (
         Column("tensor"),
-        Column("state", drop=2),
+        STATE,
         Column("dtype", drop=1),
         *(Column(s, right=True) for s in STATS),
     )
@@ -309,7 +310,7 @@ def _files(tensors: Sequence[Document], *, everything: bool) -> Iterator[Table]:
         rank, chunks, nbytes = files[name]
         coords = " ".join(f"{dim} {at}" for dim, at in rank.items()) if isinstance(rank, Mapping) else str(rank)
         rows.append((name, coords, count(chunks), size(nbytes)))
-    yield Table("", columns, tuple(rows), more=more(len(names) - len(listed), "file"))
+    yield Table("", columns, tuple(rows), more=more(len(names) - len(listed), "file"), drawn=True)
 
 
 def _metadata(stated: Mapping[str, Any], *, everything: bool) -> Facts:

@@ -32,11 +32,18 @@ def style_of(cell: Cell) -> Style:
 
 
 class Column(NamedTuple):
-    """right: numbers. drop: which columns go first where the window is narrow (highest first; 0 stays)."""
+    """right: numbers. drop: which columns go first where the window is narrow (highest first; 0 stays).
+
+    states: are its cells names of states, which have colours of their own?
+    """
 
     title: str
     right: bool = False
     drop: int = 0
+    states: bool = False
+
+
+STATE = Column("state", states=True)  # never dropped: without it Adam's `step` looks like a second parameter
 
 
 class Facts(NamedTuple):
@@ -47,20 +54,26 @@ class Facts(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Rows under columns. indents: levels by row, for trees. more: a closing line ("... 340 more")."""
+    """Rows under columns.
+
+    indents: levels by row, for trees. more: a closing line ("... 340 more"). drawn: does a figure of a report show the
+    same? There the table is folded away.
+    """
 
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     indents: tuple[int, ...] = ()
     more: str = ""
+    drawn: bool = False
 
 
 class Lines(NamedTuple):
-    """A title and plain lines, each wrapped on its own."""
+    """A title and plain lines, each wrapped on its own. drawn: as of `Table`."""
 
     title: str
     lines: tuple[Cell, ...]
+    drawn: bool = False
 
 
 class Verdict(NamedTuple):

@@ -12,12 +12,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TextIO
 
+from ckpt_tool.report import palette
 from ckpt_tool.report.page import Block, Column, Facts, Lines, Page, Ranks, Style, Table, Verdict, style_of, text_of
 from ckpt_tool.report.text import cells, shown
 
 _CODES: dict[Style, str] = {"strong": "1", "dim": "2", "good": "32", "warn": "33", "bad": "1;31", "name": "36"}
 GUTTER = 2
-LEAST_NAME = 16  # columns that the first column of a narrow table keeps
+LEAST_NAME = 16  # columns that the first column of a narrow table keeps, unless each name has a line of its own
+HANG = 4  # columns by which the numbers of a name stand in below it
 LEAST_WIDTH = 30
 LEAST_TEXT = 12  # columns that wrapped text keeps, whatever stands before it
 
@@ -32,6 +34,10 @@ class Look(NamedTuple):
 
     def paint(self, text: str, style: Style) -> str:
         return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if self.colour and style in _CODES and text else text
+
+    def paint_state(self, text: str) -> str:
+        """The name of a state, in its own colour."""
+        return f"\x1b[{palette.terminal_code(text)}m{text}\x1b[0m" if self.colour and text else text
 
 
 def look_of(stream: TextIO | None, color: str = "auto") -> Look:
@@ -86,8 +92,7 @@ def _block(block: Block, look: Look) -> Iterator[str]:
     elif isinstance(block, Table):
         yield from _table(block, look)
     elif isinstance(block, Lines):
-        if block.title:
-            yield look.paint(shown(block.title), "strong")
+        yield from _title(block.title, look)
         for line in filter(text_of, block.lines):
             yield from wrapped(shown(text_of(line), 2000), look, style_of(line), first="  ", rest="    ")
     elif isinstance(block, Ranks) and look.terminal:
@@ -98,16 +103,38 @@ def _block(block: Block, look: Look) -> Iterator[str]:
             yield line
 
 
+def _title(title: str, look: Look) -> Iterator[str]:
+    if title:
+        yield from wrapped(shown(title), look, "strong")
+
+
 def wrapped(text: str, look: Look, style: Style, *, first: str = "", rest: str = "  ") -> Iterator[str]:
-    """Lines of at most the window's width, broken at spaces, at any place where there are none."""
+    """Lines of at most the window's width, broken where `_break` says."""
     start = first
-    while cells(text) > (limit := max(look_width(look) - cells(start), LEAST_TEXT)):
-        cut = _fit(text, limit)
-        space = text.rfind(" ", 1, cut + 1)
-        cut = space if space > limit // 3 else cut
+    while True:
+        limit = max(look_width(look) - cells(start), LEAST_TEXT)
+        if cells(text) <= limit:
+            break
+        cut = _break(text, limit)
         yield start + look.paint(text[:cut].rstrip(), style)
-        text, start = text[cut:].lstrip(), rest
+        text = text[cut:].lstrip()
+        start = rest
     yield start + look.paint(text, style)
+
+
+def _break(text: str, columns: int) -> int:
+    """Where to break a text that is wider than so many columns: at a space, else behind a part of a name or of a path,
+    else wherever it must be."""
+    fit = _fit(text, columns)
+    least = columns // 3  # an earlier place would leave most of the line empty
+    space = text.rfind(" ", 1, fit + 1)
+    if space > least:
+        return space
+    for marks in ("./", "_-,"):
+        place = 1 + max(text.rfind(mark, 0, fit) for mark in marks)
+        if place > least:
+            return place
+    return fit
 
 
 def look_width(look: Look) -> int:
@@ -125,8 +152,7 @@ def _fit(text: str, columns: int) -> int:
 
 
 def _facts(facts: Facts, look: Look) -> Iterator[str]:
-    if facts.title:
-        yield look.paint(shown(facts.title), "strong")
+    yield from _title(facts.title, look)
     indent = "  " if facts.title else ""
     labels = [shown(label, 60) for label, _ in facts.rows]
     pad = min(max(map(cells, labels), default=0), max(look_width(look) // 3, LEAST_TEXT))
@@ -197,8 +223,7 @@ class _Grid(NamedTuple):
 
 
 def _table(table: Table, look: Look) -> Iterator[str]:
-    if table.title:
-        yield look.paint(shown(table.title), "strong")
+    yield from _title(table.title, look)
     base = 2 if table.title else 0
     indents = table.indents or (0,) * len(table.rows)
     grid = _Grid(
@@ -208,42 +233,91 @@ def _table(table: Table, look: Look) -> Iterator[str]:
         [min(level, 12) * 2 for level in indents],
     )
     grid, widths = _narrowed(grid, look_width(look) - base)
+
+    frame = _Frame(grid.columns, widths, base, look)
     if any(column.title for column in grid.columns):
-        titles = [column.title for column in grid.columns]
-        yield " " * base + _row(titles, ["dim"] * len(titles), 0, grid.columns, widths, look)
+        yield from _titles(frame)
     for texts, styles, indent in zip(grid.texts, grid.styles, grid.indents, strict=True):
-        if cells(texts[0]) + indent > widths[0] and len(texts) > 1:
-            yield from wrapped(texts[0], look, styles[0], first=" " * (base + indent), rest=" " * (base + indent + 2))
-            texts, styles, indent = ["", *texts[1:]], styles, 0
-            if not any(texts):
-                continue
-        yield " " * base + _row(texts, styles, indent, grid.columns, widths, look)
+        yield from _lines_of_row(texts, styles, indent, frame)
     if table.more:
         yield from wrapped(shown(table.more), look, "dim", first=" " * base, rest=" " * base)
 
 
+class _Frame(NamedTuple):
+    """Where the rows of a table are drawn. base: columns before each of its lines."""
+
+    columns: tuple[Column, ...]
+    widths: list[int]
+    base: int
+    look: Look
+
+    @property
+    def holds_columns(self) -> bool:
+        """Do the cells behind the first fit side by side?"""
+        width = self.base + sum(self.widths) + GUTTER * (len(self.widths) - 1)
+        return width <= look_width(self.look)
+
+
+def _titles(frame: _Frame) -> Iterator[str]:
+    """The row of titles; without those that each number has before it (`_lines_of_row`)."""
+    shown_here = [frame.holds_columns or not column.right for column in frame.columns]
+    titles = [column.title if keep else "" for column, keep in zip(frame.columns, shown_here, strict=True)]
+    no_states = tuple(column._replace(states=False) for column in frame.columns)
+    yield from _lines_of_row(titles, ["dim"] * len(titles), 0, frame._replace(columns=no_states))
+
+
+def _lines_of_row(texts: Sequence[str], styles: Sequence[Style], indent: int, frame: _Frame) -> Iterator[str]:
+    """The lines of one row: one, or the name on its own and the other cells below it."""
+    base, look = frame.base, frame.look
+    if len(texts) == 1 or cells(texts[0]) + indent <= frame.widths[0]:
+        yield " " * base + _row(texts, styles, indent, frame)
+        return
+
+    yield from wrapped(texts[0], look, styles[0], first=" " * (base + indent), rest=" " * (base + indent + 2))
+    others = ["", *texts[1:]]
+    if not any(others):
+        return
+    if frame.holds_columns:
+        yield " " * base + _row(others, styles, 0, frame)
+        return
+
+    # Not even the other cells fit side by side: they follow each other, each number behind its title.
+    labelled = [
+        f"{column.title} {text}".strip() if column.right and text else text
+        for column, text in zip(frame.columns[1:], texts[1:], strict=True)
+    ]
+    hang = " " * (base + HANG)
+    style: Style = "dim" if styles[0] == "dim" else "plain"
+    yield from wrapped((" " * GUTTER).join(filter(None, labelled)), look, style, first=hang, rest=hang + "  ")
+
+
 def _narrowed(grid: _Grid, room: int) -> tuple[_Grid, list[int]]:
-    """The grid with as few columns dropped, and the first column as little squeezed, as fits in `room`."""
+    """The grid with as few columns dropped, and the first column as little squeezed, as fits in `room`.
+
+    Where the others leave no room for names, every name has a line of its own, and its numbers stand below it.
+    """
     while True:
         widths = grid.widths()
-        total = sum(widths) + GUTTER * (len(widths) - 1)
-        if total <= room:
+        others = sum(widths[1:]) + GUTTER * (len(widths) - 1)
+        if widths[0] + others <= room:
             return grid, widths
-        squeezed = room - (total - widths[0])
+        squeezed = room - others
         least = min(widths[0], LEAST_NAME)
         droppable = [(column.drop, i) for i, column in enumerate(grid.columns) if i and column.drop]
-        if squeezed >= max(least, min(widths[0], room // 2)) or not droppable:
-            return grid, [max(squeezed, least), *widths[1:]]
+        if squeezed >= max(least, min(widths[0], room // 2)):
+            return grid, [squeezed, *widths[1:]]
+        if not droppable:
+            return grid, [squeezed if squeezed >= least else HANG - GUTTER, *widths[1:]]
         grid = grid.without(max(droppable)[1])
 
 
-def _row(
-    texts: Sequence[str], styles: Sequence[Style], indent: int, columns: Sequence[Column], widths: list[int], look: Look
-) -> str:
+def _row(texts: Sequence[str], styles: Sequence[Style], indent: int, frame: _Frame) -> str:
+    """One line of a table, its cells padded to their columns."""
     parts = []
-    for i, (text, style, column, width) in enumerate(zip(texts, styles, columns, widths, strict=True)):
-        space = " " * max(width - cells(text) - (indent if i == 0 else 0), 0)
+    for i, (text, style, column, width) in enumerate(zip(texts, styles, frame.columns, frame.widths, strict=True)):
         lead = " " * indent if i == 0 else ""
-        painted = look.paint(text, style)
+        space = " " * max(width - cells(text) - len(lead), 0)
+        is_state = column.states and style == "plain"
+        painted = frame.look.paint_state(text) if is_state else frame.look.paint(text, style)
         parts.append(lead + (space + painted if column.right else painted + space))
     return (" " * GUTTER).join(parts).rstrip()

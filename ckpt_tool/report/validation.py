@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt_tool.report.page import Block, Cell, Column, Curves, Facts, Lines, Page, Styled, Table, Tiles, Verdict
+from ckpt_tool.report.page import STATE, Block, Cell, Column, Curves, Facts, Lines, Page, Styled, Table, Tiles, Verdict
 from ckpt_tool.report.text import count, duration, plural
 
 Document = Mapping[str, Any]
@@ -151,7 +151,7 @@ def _states(case: Document) -> Table:
         if check["counted"]
         for row in check["states"]
     )
-    return Table("tensors with the same digest", (Column("when"), Column("state"), Column("tensors", right=True)), rows)
+    return Table("tensors with the same digest", (Column("when"), STATE, Column("tensors", right=True)), rows)
 
 
 def _controls(case: Document) -> Table:

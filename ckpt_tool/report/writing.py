@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.report.inspection import mesh_text, note_text
-from ckpt_tool.report.page import Block, Cell, Column, Facts, Lines, Page, Styled, Table, Verdict
+from ckpt_tool.report.page import STATE, Block, Cell, Column, Facts, Lines, Page, Styled, Table, Verdict
 from ckpt_tool.report.text import count, duration, more, plural, ranges, shape, size
 
 Document = Mapping[str, Any]
@@ -134,7 +134,7 @@ def _travelling(document: Document) -> list[Block]:
     states = document.get("states") or {}
     if len(states) < 2:
         return []
-    columns = (Column("state"), Column("tensors", right=True), Column("bytes", right=True))
+    columns = (STATE, Column("tensors", right=True), Column("bytes", right=True))
     return [
         Table("", columns, tuple((name, count(row["tensors"]), size(row["bytes"])) for name, row in states.items()))
     ]

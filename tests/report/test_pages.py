@@ -234,7 +234,7 @@ def test_comparison() -> None:
         {"name": "u", "state": "model", "kind": "shape", "left": [3, 4], "right": [4, 3]},
     ]
     shown = text(comparison({"equal": False, "compared": 291, "differences": differences, "left": "a", "right": "b"}))
-    assert "first at [3, 17], max 2 ulp, 1 element, max abs 1e-05" in shown
+    assert "first at [3, 17], max 2 ulp, 1 element, max abs 1.00e-05" in shown
     assert "only in the first" in shown and "[3, 4] / [4, 3]" in shown
     assert shown.splitlines()[-1] == "not equal: 3 tensors of 291 differ"
     assert text(comparison({"equal": True, "compared": 1, "differences": []})) == "equal: 1 tensor compared\n"

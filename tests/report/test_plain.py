@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tool.report.page import Column, Facts, Lines, Page, Styled, Table, Verdict
+from ckpt_tool.report import palette, plain
+from ckpt_tool.report.page import STATE, Column, Facts, Lines, Page, Styled, Table, Verdict
 from ckpt_tool.report.plain import Look, look_of, render
 from ckpt_tool.report.text import cells
 
@@ -60,7 +62,7 @@ ROWS = st.lists(st.tuples(TEXTS, TEXTS, TEXTS), max_size=6).map(tuple)
 
 @given(ROWS, st.integers(40, 200))
 def test_no_control_character_and_nothing_lost(rows: tuple[tuple[str, str, str], ...], width: int) -> None:
-    columns = (Column("a"), Column("b"), Column("c", right=True))
+    columns = (Column("a"), Column("b"), Column("", right=True))
     page = Page(
         "t", (Table("x", columns, rows, tuple(i % 3 for i in range(len(rows)))), Lines("y", tuple(r[0] for r in rows)))
     )
@@ -124,3 +126,59 @@ def test_columns_of_the_environment_count_in_a_pipe_too(monkeypatch: pytest.Monk
 def test_wide_characters_keep_the_columns() -> None:
     table = Table("", (Column("a"), Column("b")), (("层层", "x"), ("abcd", "y")))
     assert render(Page("t", (table,)), Look()).splitlines()[1:] == ["层层  x", "abcd  y"]
+
+
+NAMES = Table(
+    "names",
+    (Column("name in the source"), Column("name in the output"), Column("tensors", right=True)),
+    (("model.layers.*.self_attn.q_proj.weight", "decoder.layers.*.self_attention.linear_qkv.weight", "12"),),
+)
+
+
+@pytest.mark.parametrize("width", [30, 36, 50, 80, 200])
+def test_no_table_is_wider_than_its_window(width: int) -> None:
+    title = "each name with its states: model, master, exp_avg, exp_avg_sq"
+    values = Table(
+        title, (Column("tensor"), *(Column(word, right=True) for word in ("min", "max"))), ((LONG, "1", "2"),)
+    )
+    for table in (NAMES, values, TABLE):
+        for line in render(Page("t", (table,)), Look(width=width)).splitlines():
+            assert len(line) <= width, line
+
+
+def test_numbers_that_fit_nowhere_have_their_titles() -> None:
+    assert render(Page("t", (NAMES,)), Look(width=60)).splitlines() == [
+        "names",
+        "  name in the source",
+        "      name in the output",
+        "  model.layers.*.self_attn.q_proj.weight",
+        "      decoder.layers.*.self_attention.linear_qkv.weight",
+        "        tensors 12",
+    ]
+
+
+def test_names_break_behind_their_parts() -> None:
+    page = Page("t", (Table("", (Column("module"), STATE), (("layers.0.post_attention_layernorm.weight", "model"),)),))
+    assert render(page, Look(width=36)).splitlines() == [
+        f"{'module':31}state",
+        "layers.0.post_attention_layernorm.",
+        "  weight",
+        f"{'':31}model",
+    ]
+
+
+def test_a_state_is_never_dropped() -> None:
+    report = Path(plain.__file__).parent
+    for file in sorted(report.glob("*.py")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            assert not re.search(r'Column\("state"[^)]*drop', line), file.name
+    assert STATE.drop == 0
+
+
+def test_states_have_their_colours_and_no_other_text() -> None:
+    page = Page("t", (Table("", (STATE, Column("n", right=True)), (("model", "1"), ("exp_avg", "2"))),))
+    coloured = render(page, Look(colour=True))
+    assert f"\x1b[{palette.terminal_code('model')}mmodel\x1b[0m" in coloured
+    assert f"\x1b[{palette.terminal_code('exp_avg')}mexp_avg\x1b[0m" in coloured
+    assert "\x1b[2mstate\x1b[0m" in coloured
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == render(page, Look())
