@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ckpt_tool import errors
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
+import syntax
 import tiers
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run a process a core already
@@ -74,6 +76,13 @@ def errors_have_the_class_of_their_code() -> None:
             )
 
     errors.CkptError.__init__ = checked  # type: ignore[assignment,method-assign]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[object]:
+    """Collecting makes tens of thousands of tests and syntax trees that stay, and no garbage to look for among them."""
+    with syntax.no_garbage():
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+
+
+@contextmanager
+def no_garbage() -> Iterator[None]:
+    """Python's search for garbage is off inside. Where all that is made stays, as trees do, it takes three quarters of
+    the time and finds nothing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @cache
 def tree_of(source: str) -> ast.Module:
-    return ast.parse(source)
+    with no_garbage():
+        return ast.parse(source)
 
 
 @cache
 def nodes_of(source: str) -> tuple[ast.AST, ...]:
     """All nodes of the tree, outer ones first."""
-    return tuple(ast.walk(tree_of(source)))
+    with no_garbage():
+        return tuple(ast.walk(tree_of(source)))
 
 
 def statements(tree: ast.AST) -> Iterator[ast.AST]:

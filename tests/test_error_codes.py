@@ -30,7 +30,7 @@ from ckpt_tool.report.plain import Look, render
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
-from syntax import nodes_of, tree_of
+from syntax import no_garbage, nodes_of, tree_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ckpt_tool"
@@ -72,7 +72,7 @@ class House:
         self.bases = {node.name: [ast.unparse(base) for base in node.bases] for node in every}
         self.classes = {name for name in self.bases if "CkptError" in self.above(name)}
         self.public = {node.name for node in self.trees["ckpt_tool/errors.py"].body if isinstance(node, ast.ClassDef)}
-        self.own_code = {node.name for node in every if "default_code" in ast.unparse(node)} - {"CkptError"}
+        self.own_code = {node.name for node in every if any(map(_names_default_code, node.body))} - {"CkptError"}
         self.names = {file: dict(_names(source)) for file, source in sources.items()}
 
     def above(self, name: str) -> set[str]:
@@ -93,6 +93,13 @@ class House:
             below = _file(f"{module}.{inner}", self.trees)
             file, name = (below, rest) if below and rest else (_file(module, self.trees) or "", inner)
         return None
+
+
+def _names_default_code(statement: ast.stmt) -> bool:
+    """Whether a statement of a class gives it a code of its own."""
+    target = statement.target if isinstance(statement, ast.AnnAssign) else None
+    targets = statement.targets if isinstance(statement, ast.Assign) else [target]
+    return any(isinstance(target, ast.Name) and target.id == "default_code" for target in targets)
 
 
 def _names(source: str) -> Iterator[tuple[str, str | tuple[str | None, str]]]:
@@ -116,13 +123,18 @@ def _file(module: str, known: Mapping[str, object]) -> str | None:
     return next((name for name in (f"{path}.py", f"{path}/__init__.py") if name in known), None)
 
 
-def _calls(
-    node: ast.AST, inside: tuple[ast.FunctionDef, ...] = ()
-) -> Iterator[tuple[ast.Call, tuple[ast.FunctionDef, ...]]]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Call):
-            yield child, inside
-        yield from _calls(child, (*inside, child) if isinstance(child, ast.FunctionDef) else inside)
+def _calls(tree: ast.AST) -> list[tuple[ast.Call, tuple[ast.FunctionDef, ...]]]:
+    """Every call with the functions around it, outer calls first."""
+    calls: list[tuple[ast.Call, tuple[ast.FunctionDef, ...]]] = []
+    waiting: list[tuple[ast.AST, tuple[ast.FunctionDef, ...]]] = [(tree, ())]
+    while waiting:
+        node, inside = waiting.pop()
+        if isinstance(node, ast.Call):
+            calls.append((node, inside))
+        elif isinstance(node, ast.FunctionDef):
+            inside = (*inside, node)
+        waiting += [(child, inside) for child in ast.iter_child_nodes(node)]
+    return calls
 
 
 def _last(call: ast.Call) -> str:
@@ -172,6 +184,7 @@ def sites_of(house: House) -> list[Site]:
     return found
 
 
+@no_garbage()
 def faults_of(sources: Mapping[str, str]) -> list[str]:
     """Every raise that is not as the catalogue has it."""
     house, found = House(sources), list[str]()

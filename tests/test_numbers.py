@@ -50,6 +50,15 @@ def _load(path: Path) -> Any:
 edits = _load(Path(__file__).parent / "fuzz" / "edits.py")
 
 
+class Where(NamedTuple):
+    """A number of a file; the fields are a case's."""
+
+    what: str
+    field: str
+    at: int
+    group: int = 0
+
+
 class Case(NamedTuple):
     """One number of a fixture. what: `field` (a value in a file), `name` (of a tensor: digits of a text in a file),
     `file` (in a file's name). at: which of the file's numbers, or texts, or the name's groups of digits; group: of the
@@ -89,26 +98,27 @@ def cases() -> Iterator[Case]:
     a second layer of the same fields tells nothing new."""
     seen = set()
     for folder in folders():
+        model = str(_model(folder))
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             file = path.relative_to(folder).as_posix()
-            for case in (*_in_name(folder, file), *_in_file(folder, file, edits.part_of(path.read_bytes()))):
-                kind = _model(folder), case.what, path.suffix or path.name, case.field, case.group
+            for where in (*_in_name(file), *_in_file(edits.part_of(path.read_bytes()))):
+                kind = model, where.what, path.suffix or path.name, where.field, where.group
                 if kind not in seen:
                     seen.add(kind)
-                    yield case
+                    yield Case(folder, where.what, file, where.field, where.at, where.group)
 
 
-def _in_name(folder: Path, file: str) -> Iterator[Case]:
+def _in_name(file: str) -> Iterator[Where]:
     for number, _ in enumerate(re.findall(r"\d+", file)):
-        yield Case(folder, "file", file, re.sub(r"\d+", "#", file), number)
+        yield Where("file", re.sub(r"\d+", "#", file), number)
 
 
-def _in_file(folder: Path, file: str, part: Any) -> Iterator[Case]:
+def _in_file(part: Any) -> Iterator[Where]:
     for at, number in enumerate(edits.numbers(part) if part else ()):
-        yield Case(folder, "field", file, f"{number.field} {type(number.value).__name__}", at)
+        yield Where("field", f"{number.field} {type(number.value).__name__}", at)
     for at, text in enumerate(edits.texts(part) if part else ()):
         for group, match in enumerate(LEVEL.finditer(text.value)):
-            yield Case(folder, "name", file, match[1], at, group)
+            yield Where("name", match[1], at, group)
 
 
 def verbs(source: Path, sound: Path, out: Path) -> list[list[str]]:

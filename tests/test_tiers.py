@@ -76,5 +76,5 @@ def test_the_quick_tier_covers_every_room() -> None:
     rooms = {path.relative_to(tiers.TESTS).parts[0] for path in files}
     there = {path.name for path in tiers.TESTS.iterdir() if path.is_dir() and any(path.rglob("test_*.py"))}
     extras = {"signing"}  # every module of it needs a package that is an extra
-    assert rooms >= there - tiers.SLOW_FOLDERS - extras and {"test_cli.py", "test_house.py", "test_hostile.py"} <= rooms
+    assert rooms >= there - tiers.SLOW_PLACES - extras and {"test_cli.py", "test_house.py", "test_hostile.py"} <= rooms
     assert {"core", "algebra", "storage", "plan", "formats", "families", "commands", "run", "report"} <= rooms

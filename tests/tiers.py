@@ -4,7 +4,7 @@ Like cases are those of one test function. Of them the ones are taken whose name
 wanted: the choice does not depend on the order of the cases, and there is always one.
 
 `python -m pytest -m quick` takes one of ONE_OF like cases of every test that is not marked slow, first, peers or crash,
-lies in none of the SLOW_FOLDERS, and imports nothing but Python, the tool, its dependencies and the extra `quick`; of
+lies in none of the SLOW_PLACES, and imports nothing but Python, the tool, its dependencies and the extra `quick`; of
 what a file then has, one of ONE_OF_A_FILE. What a module imports is read from its source: a module that needs more is
 not collected, and a test that imports more inside, or uses a function or fixture of its module that does, is left out.
 """
@@ -26,8 +26,8 @@ from typing import TypeVar
 TESTS = Path(__file__).resolve().parent
 ONE_OF, ONE_OF_A_FILE = 32, 3
 FEW = 4  # like cases that all run by default; of more, half
-# those that train, measure, kill or compile
-SLOW_FOLDERS = frozenset({"acceptance", "bench", "faults", "guide", "harness", "kernels"})
+# those that train, measure, kill or compile, and one whose cases take seconds to find in all fixtures
+SLOW_PLACES = frozenset({"acceptance", "bench", "compiled", "faults", "guide", "harness", "kernels", "test_numbers.py"})
 
 Case = TypeVar("Case")
 
@@ -51,7 +51,7 @@ def is_quick_module(path: Path) -> bool:
     if path.is_file() and path.suffix != ".py":
         return False  # data
     read = path / "conftest.py" if path.is_dir() else path
-    fast = not SLOW_FOLDERS.intersection(path.relative_to(TESTS).parts[:1])
+    fast = not SLOW_PLACES.intersection(path.relative_to(TESTS).parts[:1])
     return fast and not (read.exists() and "" in needing_more(read))
 
 

@@ -113,7 +113,8 @@ def _in_text(data: bytes):
             if data[match.end() : match.end() + 3].lstrip()[:1] == b":":
                 field = match[0][1:-1].decode("utf-8", "replace")
             continue
-        yield Number(match.start(), match.end(), json.loads(match[0]), field)
+        raw = match[0]
+        yield Number(match.start(), match.end(), int(raw) if raw.isdigit() else json.loads(raw), field)
 
 
 def _in_pickle(data: bytes):
@@ -151,6 +152,9 @@ def texts(part: Part) -> list[Number]:
 
 
 def _plain(raw: bytes) -> str:
+    inside = raw[1:-1]
+    if inside.isascii() and b"\\" not in inside and (text := inside.decode("ascii")).isprintable():
+        return text  # as nearly all are: no parser is needed
     try:
         return json.loads(raw)
     except ValueError:
