@@ -32,7 +32,7 @@ from ckpt_tool.core.documents import (
     WriteResult,
 )
 from ckpt_tool.core.progress import SILENT, Progress
-from ckpt_tool.core.urls import hide_secrets
+from ckpt_tool.core.urls import hide_in_argument
 from ckpt_tool.errors import UsageError, near_misses
 from ckpt_tool.options.python_docs import defaults_of, describe_options, options_for
 
@@ -58,7 +58,7 @@ _LEFT_OUT = {"inspect": ("depth",), "plan": ("dry_run", "plan")}
 
 def fspath(path: StrPath) -> str:
     """A path as text, a URL without its secrets (`core.urls`)."""
-    return hide_secrets(text_of(path))
+    return hide_in_argument(text_of(path))
 
 
 def _several(paths: StrPath | Sequence[StrPath]) -> list[str]:
@@ -427,9 +427,18 @@ def _refuse_left_out(function: str, options: dict[str, Any]) -> None:
         )
 
 
+def _without_secrets(value: Any) -> Any:
+    """The value of an option, its URLs without their secrets."""
+    if isinstance(value, str):
+        return hide_in_argument(value)
+    if isinstance(value, list | tuple):
+        return type(value)(map(_without_secrets, value)) if type(value) in (list, tuple) else value
+    return value
+
+
 def _groups(verb: str, options: dict[str, Any]) -> list[Any]:
     """A value of each of the verb's groups of options. Raises UsageError."""
     if verb == "inspect":
         _refuse_left_out(verb, options)
-    given = {name: hide_secrets(value) if isinstance(value, str) else value for name, value in options.items()}
+    given = {name: _without_secrets(value) for name, value in options.items()}
     return VERBS[verb].groups(given)

@@ -49,10 +49,10 @@ def run(arguments: Sequence[str]) -> int:
 def _run_line(given: Sequence[str]) -> int:
     # From here on no URL has its secrets: what opens a store asks for them again (`core.urls`).
     arguments = list(given)
-    if any("://" in argument for argument in given):
-        from ckpt_tool.core.urls import hide_secrets
+    if any(":" in argument or "%" in argument for argument in given):
+        from ckpt_tool.core.urls import hide_in_argument
 
-        arguments = [hide_secrets(argument) for argument in given]
+        arguments = [hide_in_argument(argument) for argument in given]
     job: Job | None = None
     try:
         if not arguments and "_CKPT_COMPLETE" not in os.environ:

@@ -18,6 +18,7 @@ from ckpt_tool.conversion.carry_out import execute
 from ckpt_tool.conversion.output_state import is_committed, output_state
 from ckpt_tool.core.progress import Progress, Silent
 from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.core.urls import cause_without_secrets, full_url, hide_in_message
 from ckpt_tool.errors import CkptError, OutputExists, StorageError, UsageError
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
@@ -129,13 +130,16 @@ def _ended(ray: Any, waiting: list[Any], plan: Plan, progress: Progress) -> _End
 def _join(ray: Any, address: str | None) -> None:
     if ray.is_initialized():
         return
+    whole = full_url(address or "")
     try:
-        _knock(address or "")
-        ray.init(address=address, log_to_driver=False, logging_level="error")
+        _knock(whole)
+        ray.init(address=whole if address else address, log_to_driver=False, logging_level="error")
     except (OSError, ValueError, RuntimeError) as e:
         raise UsageError(
-            f"no Ray cluster at {address}: {e}", code="E0271", hint="start one with ray start --head, or --ray local"
-        ) from e
+            f"no Ray cluster at {address}: {hide_in_message(str(e))}",
+            code="E0271",
+            hint="start one with ray start --head, or --ray local",
+        ) from cause_without_secrets(e)
 
 
 def _knock(address: str) -> None:

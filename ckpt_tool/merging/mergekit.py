@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt_tool.core.dtype import from_name
-from ckpt_tool.core.urls import hide_secrets
+from ckpt_tool.core.urls import hide_in_argument
 from ckpt_tool.errors import UsageError, near_misses, wrap_os_error
 from ckpt_tool.merging.job import Case, Job, Part, Setting, Slice, Value, all_faults
 from ckpt_tool.merging.methods import Method, method_of
@@ -269,7 +269,7 @@ def _model(data: Any, place: str, faults: _Faults) -> str | None:
     from pathlib import Path
 
     if Path(data).exists() or "://" in data:
-        return hide_secrets(data)
+        return hide_in_argument(data)
     if "+" in data:
         faults.add(place, f"{data}: a LoRA is folded first: ckpt merge MODEL LORA OUT --method lora")
     elif "@" in data:

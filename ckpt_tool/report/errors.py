@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import traceback
 
-from ckpt_tool.core.urls import hide_secrets
+from ckpt_tool.core.urls import hide_in_document, hide_in_message
 from ckpt_tool.errors import CkptError
 from ckpt_tool.report.page import Style
 from ckpt_tool.report.plain import Look, wrapped
@@ -45,20 +45,21 @@ def as_text(error: CkptError, look: Look, *, everything: bool = False, trace: Ba
     if len(error.faults) > len(listed):
         lines.append(f"  also: {count(len(error.faults) - len(listed))} more; -v lists all")
     if error.where():
-        lines.append(f"  {look.paint('at:', 'dim')} {shown(error.where(), MESSAGE_LIMIT)}")
+        lines.append(f"  {look.paint('at:', 'dim')} {shown(hide_in_message(error.where()), MESSAGE_LIMIT)}")
     if hint:
         lines += _line("  ", "hint:", "name", hint, look)
-    text = hide_secrets("\n".join(lines) + "\n")
+    text = "\n".join(lines) + "\n"
     if trace is not None:
-        raw = "".join(traceback.format_exception(trace))
-        text = "".join(f"{shown(hide_secrets(line), MESSAGE_LIMIT)}\n" for line in raw.splitlines()) + text
+        raw = hide_in_message("".join(traceback.format_exception(trace)))
+        text = "".join(f"{shown(line, MESSAGE_LIMIT)}\n" for line in raw.splitlines()) + text
     return text
 
 
 def _line(indent: str, label: str, style: Style, text: str, look: Look, text_style: Style = "plain") -> list[str]:
     """A label and what it says; on a terminal broken between words, below the label's end."""
     start = indent + label + " "
-    first, *rest = wrapped(shown(text, MESSAGE_LIMIT), look, text_style, first=" " * cells(start), rest="    ")
+    told = shown(hide_in_message(text), MESSAGE_LIMIT)  # whole, before a URL is broken into lines
+    first, *rest = wrapped(told, look, text_style, first=" " * cells(start), rest="    ")
     return [indent + look.paint(label, style) + first[len(start) - 1 :], *rest]
 
 
@@ -66,18 +67,7 @@ def as_json(error: CkptError) -> str:
     """The error as one line of JSON, ASCII only."""
     document = error.to_json()
     document["error"] = {**document["error"], "hint": hint_of(error)}  # type: ignore[dict-item]
-    return json.dumps(_hide_in(document)) + "\n"
-
-
-def _hide_in(value: object) -> object:
-    """A document without the secrets of URLs: the libraries of stores put URLs into their own messages."""
-    if isinstance(value, str):
-        return hide_secrets(value)
-    if isinstance(value, dict):
-        return {key: _hide_in(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_hide_in(each) for each in value]
-    return value
+    return json.dumps(hide_in_document(document)) + "\n"  # libraries of stores put URLs into their messages
 
 
 def hint_of(error: CkptError) -> str:

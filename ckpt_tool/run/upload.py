@@ -524,8 +524,8 @@ class Seen:
         item = self._upload.objects[0]
         return self._store.single() if item.upload == DONE else self._entry(item)
 
-    def parent(self) -> Store:
-        return self if self._coming else self._store.parent()
+    def parent(self, name: str) -> Store:
+        return self if self._coming else self._store.parent(name)
 
     def below(self, folder: str) -> Seen:
         return Seen(self._upload, self._store.below(folder), f"{self._base}{folder}/")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+from ckpt_tool.core.urls import cause_without_secrets, hide_in_message
 from ckpt_tool.errors import OutputExists, StorageError, UsageError
 from ckpt_tool.storage.fsspec_store import INSTALL
 from ckpt_tool.storage.multipart import (
@@ -69,9 +70,10 @@ class Container(PutsWhole):
                 max_single_put_size=LEAST,
             )
         except ValueError as e:
+            reason = hide_in_message(str(e))
             raise UsageError(
-                f"the store's settings can't be used: {e}", code="E2508", path=url, hint=f"set {AZURE.keys}"
-            ) from e
+                f"the store's settings can't be used: {reason}", code="E2508", path=url, hint=f"set {AZURE.keys}"
+            ) from cause_without_secrets(e)
         return cls(client, name, base.strip("/"), url.rstrip("/"))
 
     # -- blobs ------------------------------------------------------------------------------------------------------
@@ -339,7 +341,7 @@ def _said(error: Exception) -> tuple[int, str, str]:
     """(HTTP status, the store's code, text) of a failure; 0 and "" where the store said nothing."""
     status = getattr(error, "status_code", None) or 0
     code = getattr(error, "error_code", None) or ""
-    text = str(error)
+    text = hide_in_message(str(error))
     if type(error).__name__ == "ClientAuthenticationError" and not status:
         text = f"169.254.169.254 {text}"  # as obstore says it: azure-identity found no login
     elif not status:

@@ -61,7 +61,7 @@ Place = Path | RemotePlace
 
 def place_of(path: str) -> Place:
     """Where an output is to lie. Raises UsageError E1610 for a URL that is not written to."""
-    if scheme_of(path) is not None and has_hidden_secrets(path):
+    if has_hidden_secrets(path):
         raise UsageError(
             "the URL of an output has credentials or a signature in it, which are not read from there",
             code="E1610",

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from ckpt_tool.core.urls import hide_secrets
+from ckpt_tool.core.urls import cause_without_secrets, hide_in_message
 from ckpt_tool.errors import CkptError, StorageError, UsageError, near_misses
 from ckpt_tool.storage.store import Changed, Entry, Parts
 
@@ -52,6 +52,7 @@ class FsspecStore:
         self._base = base.rstrip("/")
         self._shown = shown
         self._query = query
+        self._places: dict[str, str] = {}  # name without secrets -> the place's last part, where it has a secret
 
     @classmethod
     def at(cls, url: str, shown: str = "") -> FsspecStore:
@@ -64,23 +65,28 @@ class FsspecStore:
         try:
             fs, base = fsspec.core.url_to_fs(url)
         except ImportError as e:
+            package = hide_in_message(str(e))
             raise UsageError(
-                f"this store needs a package that is not installed: {e}", code="E0247", path=shown or url, hint=INSTALL
-            ) from e
+                f"this store needs a package that is not installed: {package}",
+                code="E0247",
+                path=shown or url,
+                hint=INSTALL,
+            ) from cause_without_secrets(e)
         except ValueError as e:
             scheme = url.partition(":")[0]
             raise UsageError(
-                hide_secrets(f"the URL can't be opened: {e}"),
+                hide_in_message(f"the URL can't be opened: {e}"),
                 code="E2502",
                 path=shown or url,
                 hint=near_misses(scheme, fsspec.available_protocols())
                 or "the common schemes are s3://, gs:// and hf://",
-            ) from e
+            ) from cause_without_secrets(e)
         protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
         query = ""
         if "https" in protocols:
-            base, mark, rest = base.partition("?")
-            query = mark + rest
+            start = min([at for at in (base.find("?"), base.find("#")) if at >= 0], default=len(base))
+            query = base[start:]
+            base = base[:start]
         return cls(fs, base, shown or url, query)
 
     def single(self) -> Entry | None:
@@ -109,15 +115,18 @@ class FsspecStore:
             raise Changed
         return [memoryview(data)]
 
-    def parent(self) -> FsspecStore:
-        above = self._base.rpartition("/")[0]
-        return FsspecStore(self._fs, above, self._shown.rpartition("/")[0], self._query)
+    def parent(self, name: str) -> FsspecStore:
+        above, _, last = self._base.rpartition("/")
+        store = FsspecStore(self._fs, above, self._shown.rpartition("/")[0], self._query)
+        store._places[name] = last
+        return store
 
     def below(self, folder: str) -> FsspecStore:
         return FsspecStore(self._fs, f"{self._base}/{folder}", f"{self._shown.rstrip('/')}/{folder}", self._query)
 
     def _place(self, key: str) -> str:
-        return (f"{self._base}/{key}" if key else self._base) + self._query
+        name = self._places.get(key, key)
+        return (f"{self._base}/{name}" if name else self._base) + self._query
 
     def _info(self, key: str) -> Mapping[str, Any]:
         try:
@@ -130,7 +139,7 @@ class FsspecStore:
 
     def _fail(self, error: BaseException, key: str, doing: str, offset: int | None = None) -> NoReturn:
         """An error of the store's client as ours."""
-        reason = hide_secrets(f"{type(error).__name__}: {str(error) or 'no reason given'}")[:300]
+        reason = hide_in_message(f"{type(error).__name__}: {str(error) or 'no reason given'}")[:300]
         denied = isinstance(error, PermissionError) or "redential" in reason or "403" in reason
         raise StorageError(
             f"{doing} failed: {reason}",
@@ -140,7 +149,7 @@ class FsspecStore:
             hint="log in to the store as its own tool does (aws configure, gcloud auth login, hf auth login)"
             if denied
             else "check the URL and the network, then try again",
-        ) from error
+        ) from cause_without_secrets(error)
 
 
 def _errors() -> tuple[type[BaseException], ...]:

@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+from ckpt_tool.core.urls import cause_without_secrets, hide_in_message
 from ckpt_tool.errors import OutputExists, StorageError, UsageError
 from ckpt_tool.storage.crc import crc32
 from ckpt_tool.storage.fsspec_store import INSTALL
@@ -174,9 +175,10 @@ class Bucket(PutsWhole):
             region = os.environ.get("AWS_REGION") or None  # boto3 reads AWS_DEFAULT_REGION and the profile's
             client = boto3.client("s3", config=settings, endpoint_url=endpoint, region_name=region)
         except (BotoCoreError, ValueError) as e:
+            reason = hide_in_message(str(e))
             raise UsageError(
-                f"the store's settings can't be used: {e}", code="E2508", path=url, hint=f"set {S3.keys}"
-            ) from e
+                f"the store's settings can't be used: {reason}", code="E2508", path=url, hint=f"set {S3.keys}"
+            ) from cause_without_secrets(e)
         return cls(client, name, base.strip("/"), url.rstrip("/"))
 
     # -- objects ----------------------------------------------------------------------------------------------------
@@ -460,7 +462,7 @@ def _said(error: Exception) -> tuple[int, str, str]:
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     code = answer.get("Error", {}).get("Code", "")
     region = answer.get("Error", {}).get("Region", "")
-    text = f"{error}{f' <Region>{region}</Region>' if region else ''}"
+    text = f"{hide_in_message(str(error))}{f' <Region>{region}</Region>' if region else ''}"
     if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
         text = f"169.254.169.254 {text}"  # as obstore says it: it looks there last
     elif not status:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
+from ckpt_tool.core.urls import cause_without_secrets, hide_in_message, hide_secrets
 from ckpt_tool.errors import StorageError, UsageError
 from ckpt_tool.storage.fsspec_store import INSTALL
 from ckpt_tool.storage.store import Again, Changed, Entry, Parts, patiently
@@ -68,6 +69,7 @@ class ObjectStore:
     def __init__(self, store: Any, cloud: Cloud, bucket: str, key: str, shown: str) -> None:
         self._store, self._cloud, self._bucket, self._base, self._shown = store, cloud, bucket, key, shown
         self._listed: dict[str, Entry] | None = None
+        self._keys: dict[str, str] = {}  # name without secrets -> the key's last part, where it has a secret
 
     @classmethod
     def at(cls, url: str, shown: str = "") -> ObjectStore:
@@ -147,8 +149,11 @@ class ObjectStore:
 
         return self._request(ask, key, "reading", start)
 
-    def parent(self) -> ObjectStore:
-        return self._at(self._base.rpartition("/")[0], self._shown.rstrip("/").rpartition("/")[0])
+    def parent(self, name: str) -> ObjectStore:
+        above, _, last = self._base.rpartition("/")
+        store = self._at(above, self._shown.rstrip("/").rpartition("/")[0])
+        store._keys[name] = last
+        return store
 
     def below(self, folder: str) -> ObjectStore:
         return self._at(self._key(folder), f"{self._shown.rstrip('/')}/{folder}")
@@ -157,7 +162,7 @@ class ObjectStore:
         return ObjectStore(self._store, self._cloud, self._bucket, key, shown)
 
     def _key(self, key: str) -> str:
-        return "/".join(filter(None, (self._base, key)))
+        return "/".join(filter(None, (self._base, self._keys.get(key, key))))
 
     # -- what may go wrong ------------------------------------------------------------------------------------------
 
@@ -170,7 +175,7 @@ class ObjectStore:
                 raise Changed from e
             if isinstance(e, FileNotFoundError) and _code(e) != "NoSuchBucket":
                 raise FileNotFoundError(shown) from e
-            raise fault_of(e, self._cloud, self._bucket, shown, doing, offset) from e
+            raise fault_of(e, self._cloud, self._bucket, shown, doing, offset) from cause_without_secrets(e)
 
 
 def _errors() -> tuple[type[Exception], ...]:
@@ -220,7 +225,7 @@ def passing(status: int, code: str, *, wait: float = 0.0) -> Again | None:
 
 def _reason(error: BaseException) -> str:
     """What obstore says, without the dump of its own objects that follows."""
-    return " ".join(str(error).partition("\n\nDebug source")[0].split())
+    return hide_in_message(" ".join(str(error).partition("\n\nDebug source")[0].split()))
 
 
 def fault_of(
@@ -264,7 +269,8 @@ def fault(
     elif status in (301, 307, 400) and s3 and code in ("", "InvalidRequest"):
         made = "E2506", f"the store refused the request while {doing}: {status}", "set AWS_REGION and AWS_ENDPOINT_URL"
     elif not status and ("sending request" in text or "body error" in text or "builder" in text):
-        endpoint = next((f"{name}={os.environ[name]}" for name in ENDPOINTS if os.environ.get(name)), "")
+        setting = next((f"{name}={os.environ[name]}" for name in ENDPOINTS if os.environ.get(name)), "")
+        endpoint = hide_secrets(setting)
         made = (
             "E2507",
             f"the store does not answer while {doing}: {text[-200:]}",
@@ -309,7 +315,7 @@ def _opened(cloud: Cloud, bucket: str, url: str) -> Any:
             code="E2508",
             path=url,
             hint=f"set {cloud.keys}",
-        ) from e
+        ) from cause_without_secrets(e)
 
 
 def _profile() -> dict[str, Any]:
@@ -331,9 +337,15 @@ def _profile() -> dict[str, Any]:
         except FileNotFoundError:
             continue
         except (OSError, Error, UnicodeError) as e:
+            # The text of a parser's exception quotes the line, which may hold a key.
+            lines = [number for number, _ in getattr(e, "errors", ())] or [getattr(e, "lineno", None)]
+            where = f" in line {lines[0]}" if lines[0] is not None else ""
             raise UsageError(
-                f"the AWS settings can't be read: {str(e)[:200]}", code="E2508", path=path, hint="correct the file"
-            ) from e
+                f"the AWS settings can't be read: {type(e).__name__}{where}",
+                code="E2508",
+                path=path,
+                hint="correct the file",
+            ) from None
         if parser.has_section(section):
             said.update(parser.items(section))
     explicit = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE")

@@ -63,10 +63,10 @@ def open_tree(src: str | os.PathLike[str], *, follow_symlinks: bool = False) -> 
         return _looked_into(Tree(text, follow_symlinks=follow_symlinks))
     if scheme[1].lower() in ("file", "local") and scheme[0].endswith("//"):
         return _looked_into(Tree(text[scheme.end() :], follow_symlinks=follow_symlinks))
-    from ckpt_tool.core.urls import hide_secrets
+    from ckpt_tool.core.urls import hide_in_argument
     from ckpt_tool.storage.remote import RemoteTree
 
-    url = hide_secrets(text)
+    url = hide_in_argument(text)
     return _looked_into(RemoteTree(url, open_store(url)))
 
 
@@ -82,7 +82,7 @@ def _looked_into(tree: Tree) -> Tree:
 def open_store(url: str) -> Store:
     """The store of a URL and the place in it. url: with or without its secrets (`core.urls`). Raises UsageError E0247,
     E2502, E2508, E2873."""
-    from ckpt_tool.core.urls import full_url, hide_secrets
+    from ckpt_tool.core.urls import full_url, hide_in_argument
     from ckpt_tool.storage.fsspec_store import FsspecStore
     from ckpt_tool.storage.malloc_arenas import few_arenas
     from ckpt_tool.storage.object_store import CLOUDS, ObjectStore
@@ -90,7 +90,7 @@ def open_store(url: str) -> Store:
     few_arenas()
     if scheme_of(url) in CLOUDS and "://" in url:
         try:
-            return ObjectStore.at(full_url(url), hide_secrets(url))
+            return ObjectStore.at(full_url(url), hide_in_argument(url))
         except ImportError:
             pass  # not installed: fsspec's own packages serve these schemes too, more slowly
-    return FsspecStore.at(full_url(url), hide_secrets(url))
+    return FsspecStore.at(full_url(url), hide_in_argument(url))

@@ -18,14 +18,13 @@ Memory: at most 16 pieces of 2 MiB a thread, and what is fetched ahead. What it 
 from __future__ import annotations
 
 import hashlib
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckpt_tool.core.inner_path import FOLDERS, base_of, is_view
-from ckpt_tool.core.urls import MARK
+from ckpt_tool.core.urls import last_name
 from ckpt_tool.errors import CorruptFile, Incomplete, SourceChanged, StorageError, UnsafeInput
 from ckpt_tool.storage.read_ahead import PIECE, Ahead, Fetchers, Range, cut
 from ckpt_tool.storage.records import past_the_end
@@ -44,7 +43,6 @@ from ckpt_tool.storage.views import behind
 FIRST_FETCH = 64 << 10  # bytes
 LAST_FETCH = 2 << 20  # bytes
 PIECES = 16  # kept a thread
-_HIDDEN_QUERY = re.compile(rf"[?#]{re.escape(MARK)}\d*$")
 
 
 class RemoteTree(Tree):
@@ -72,9 +70,9 @@ class RemoteTree(Tree):
             except FileNotFoundError as e:
                 raise StorageError(f"{url} does not exist", code="E0702", path=url, hint="check the URL") from e
             if entry is not None:
-                self.single = _HIDDEN_QUERY.sub("", url).rstrip("/").rpartition("/")[2]
+                self.single = last_name(url)
                 self._entries[self.single] = entry
-                self._store = store.parent()
+                self._store = store.parent(self.single)
         self.root = Path(url)
         self._fetchers = Fetchers(self._fetch)
 

@@ -61,8 +61,8 @@ class Store(Protocol):
         """Bytes [start, stop) of the object in parts, in order, fewer where it ends. Raises Changed."""
         ...
 
-    def parent(self) -> Store:
-        """The folder that holds the place."""
+    def parent(self, name: str) -> Store:
+        """The folder that holds the place. name: the key of the place there, which has no secrets as a URL may."""
         ...
 
     def below(self, folder: str) -> Store:

@@ -9,13 +9,14 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
 from ckpt_tool import api
 from ckpt_tool.cli import run
 from ckpt_tool.core import urls
-from ckpt_tool.core.urls import full_url, has_hidden_secrets, hide_secrets
+from ckpt_tool.core.urls import full_url, has_hidden_secrets, hide_in_argument, hide_in_message, hide_secrets, last_name
 
 fsspec = pytest.importorskip("fsspec")
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
@@ -39,8 +40,10 @@ class Vault(MemoryFileSystem):
 
     def _checked(self, path: str) -> str:
         head, _, query = path.partition("?")
+        if path in Vault.store:
+            return path  # a URL as a whole
         if "annabel:s3cr3t@" not in head or not query.startswith("X-Sig=9f31abc"):
-            raise PermissionError(f"403 for {path}")
+            raise PermissionError(f"403 for {path}: signature {unquote(query)} of {path.partition('@')[0][8:]}")
         return "/" + head.partition("@")[2].partition("/")[2]
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
@@ -73,6 +76,31 @@ def vault(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("https://token@host/a.pt", "https://***@host/a.pt"),
         ("https://ann:p@ss@host/a.pt", "https://***@host/a.pt"),
         ("https://host/a.pt?download", "https://host/a.pt?download"),
+        ("https://host/a.pt?download=true&token=1&ref=main", "https://host/a.pt?download=true&ref=main&***"),
+        ("https://host/a.pt?9f31abc", "https://host/a.pt?***"),
+        ("https://host/a.pt?raw=9f31abc", "https://host/a.pt?***"),
+        ("https://host/a.pt;sig=9f31abc", "https://host/a.pt;***"),
+        ("https://host/run;sig=9f/31/abc/a.pt?x=1", "https://host/run;***?***"),
+        ("https://host/a.pt%3Fsig%3D9f31abc", "https://host/a.pt%3F***"),
+        ("https://host/a.pt&sig=9f31abc", "https://host/a.pt&***"),
+        ("https://host/proxy/https://ann:pw@host/a.pt", "https://host/proxy/https://***@host/a.pt"),
+        ("https://ann:pw", "https://***"),
+        ("https://ann%3Apw%40host/a.pt", "https://***/a.pt"),
+        ("https://ann:p?w@host/a.pt", "https://***?***"),
+        ("https:/ann:pw@host/a.pt", "https:/***@host/a.pt"),
+        ("https%3A%2F%2Fann%3Apw%40host%2Fa.pt", "https%3A%2F%2F***"),
+        ("https%253A%252F%252Fann%253Apw%2540host", "https%253A%252F%252F***"),
+        (r"https:\/\/ann:pw@host\/a.pt", r"https:\/\/***"),
+        (r"https:\u002f\u002fann:pw@host", r"https:\u002f\u002f***"),
+        ("hf://hf_9f31abc@org/name", "hf://***@org/name"),
+        ("hf://9f31abc@name", "hf://***@name"),
+        ("abfss://9F31abc==@account/run", "abfss://***@account/run"),
+        ("s3://bucket/date=2026-01-01/run", "s3://bucket/date=2026-01-01/run"),
+        ("s3://bucket/run#1/a.pt", "s3://bucket/run#1/a.pt"),
+        ("s3://bucket/run#token=9f31abc", "s3://bucket/run#***"),
+        ("memory://权重/run", "memory://权重/run"),
+        ("zip://a b.pt::https://ann:pw@host/a.zip", "zip://a b.pt::https://***@host/a.zip"),
+        ("https://[::1]:8080/a.pt", "https://[::1]:8080/a.pt"),
         ("https://host/a.pt?sig=a/b&x=1", "https://host/a.pt?***"),
         ("https://host/a.pt#access_token=1", "https://host/a.pt#***"),
         ("simplecache::https://ann:pw@host/a.pt", "simplecache::https://***@host/a.pt"),
@@ -84,8 +112,87 @@ def vault(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_url_is_shown_without_its_secrets(url: str, shown: str) -> None:
     assert hide_secrets(url) == hide_secrets(shown) == shown
     assert has_hidden_secrets(shown) == (url != shown)
-    if " " not in url and "=" not in url.partition("://")[0]:
+    if url.startswith("403"):
+        return
+    assert hide_in_argument(url) == hide_in_argument(shown) == shown
+    if "=" not in url.partition("://")[0]:
         assert full_url(shown) == url
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        ("https://host/a.pt?a='x'&sig=9f 31abc", "https://host/a.pt?***"),
+        ("--base=https://ann:p w@host/a b.pt", "--base=https://***@host/a b.pt"),
+    ],
+)
+def test_a_url_of_a_command_line_ends_where_the_word_ends(word: str, shown: str) -> None:
+    assert hide_in_argument(word) == shown
+
+
+def test_a_file_that_is_called_like_a_url_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches of downloads give such names."""
+    monkeypatch.chdir(tmp_path)
+    name = "https%3A%2F%2Fhost%2Fa%3Fb"
+    Path(name).write_bytes(Vault.store["/b/model.safetensors"])
+    assert run(["inspect", name, "-q"]) == 0
+
+
+def test_a_message_of_a_library_shows_no_part_of_a_url() -> None:
+    hide_in_argument("https://ann:pass%20word1@host/a.pt?sig=9f31abc%2Fdef&a='b'")
+    for text in (
+        "refused: 9f31abc/def",
+        "refused: 9f31abc%2Fdef for ann",
+        "the password is 'pass word1'",
+        "GET /a.pt?sig=9f31abc%2Fdef&a='b'",
+        "https://ann:pass%20word1@host/a.pt?sig=9f31abc%2Fdef&a='b'",
+    ):
+        hidden = hide_in_message(text)
+        assert "9f31" not in hidden and "pass" not in hidden.replace("password is", ""), hidden
+
+
+def test_the_name_of_a_file_has_no_secret() -> None:
+    urls_and_names = [
+        ("https://***@host/b/a.pt?***", "a.pt"),
+        ("https://host/b/a.pt;***", "a.pt"),
+        ("https://host/b/a.pt?download=true&***", "a.pt"),
+        ("s3://bucket/a.pt", "a.pt"),
+    ]
+    for url, name in urls_and_names:
+        assert last_name(url) == name
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("vault://host/b/model.safetensors;X-Sig=9f31abc/def", "vault://host/b/model.safetensors;***"),
+        ("vault://host/b/model.safetensors?9f31abcdef", "vault://host/b/model.safetensors?***"),
+        ("vault://host/b/model.safetensors?a='x y'&X-Sig=9f31abc", "vault://host/b/model.safetensors?***"),
+        ("vault://host/b/model.safetensors%3FX-Sig=9f31abc", "vault://host/b/model.safetensors%3F***"),
+    ],
+)
+def test_secrets_in_odd_places_are_used_and_not_shown(
+    url: str, shown: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Vault.store[url] = Vault.store["/b/model.safetensors"]
+    plan, out = tmp_path / "plan.json", tmp_path / "out"
+    lines = [
+        ["inspect", url],
+        ["verify", url, "--json"],
+        ["audit", url, "-vv"],
+        ["convert", url, str(out), "--to", "safetensors", f"--report={tmp_path}/page.html", "--progress=json"],
+        ["convert", url, str(tmp_path / "other"), "--to", "dcp", "--plan", str(plan)],
+        ["inspect", f"{url}WRONG", "-vv"],
+        ["inspect", f"{url}WRONG", "-vv", "--json"],
+        ["convert", str(out), url, "-vv"],
+    ]
+    for line in lines:
+        code = run(line)
+        streams = capfd.readouterr()
+        assert code in ((2, 7) if "WRONG" in line[1] or url in line[2:] else (0, 1)), (line, streams.err)
+        assert not [word for word in SECRETS if word in streams.out + streams.err], (line, streams.out + streams.err)
+    written = everything_written(tmp_path)
+    assert shown in written and not [word for word in SECRETS if word in written]
 
 
 def test_two_files_that_only_their_query_tells_apart_stay_two() -> None:
