@@ -8,12 +8,14 @@ a UsageError with near misses, in the same three lines as every other error.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ckpt_tool.cli.repeated import refuse_two_values
 from ckpt_tool.cli.verbs import VERBS, Argument, Job, Verb
 from ckpt_tool.errors import UsageError, near_misses
 from ckpt_tool.options.statement import OPTIONS, REPORTING, SECTIONS, Option, options_of
@@ -225,6 +227,8 @@ def parse(arguments: Sequence[str]) -> Job | int:
     ordered = _verb_first(list(arguments))
     verb = f"ckpt {ordered[0]}" if ordered and ordered[0] in VERBS else "ckpt"
     try:
+        if ordered and ordered[0] in VERBS and "_CKPT_COMPLETE" not in os.environ:
+            refuse_two_values(ordered[1:], VERBS[ordered[0]].options(), verb)
         root = _root()
         root.is_short = "-h" in ordered
         result = root.main(ordered, prog_name="ckpt", standalone_mode=False)
@@ -269,8 +273,6 @@ def _verb_first(arguments: list[str]) -> list[str]:
 
 def unknown_verb(word: str) -> UsageError:
     """No such verb: a near miss, or the path of a checkpoint without a verb before it."""
-    import os
-
     if os.path.exists(word):
         hint = f"say what to do with it: ckpt inspect {word}"
     else:

@@ -44,13 +44,16 @@ def plain_job(line: Sequence[str]) -> Job | None:
         if option.metavar and (not value or value.startswith("-")):
             return None
         if option.kind == "value":
-            given[option.keyword] = value
+            if given.setdefault(option.keyword, value) != value:
+                return None  # two values: `repeated` says so
         elif option.kind == "values":
             given.setdefault(option.keyword, []).append(value)
         elif option.kind == "count":
             given[option.keyword] = given.get(option.keyword, 0) + 1
         else:
-            given[option.keyword] = option.kind == "flag" or name != option.names[-1]
+            is_on = option.kind == "flag" or name != option.names[-1]
+            if given.setdefault(option.keyword, is_on) != is_on:
+                return None
     if len(paths) != len(verb.arguments) or not all(paths):
         return None
     try:
