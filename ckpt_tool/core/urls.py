@@ -23,7 +23,6 @@ import os
 import re
 import traceback
 from collections.abc import Callable
-from urllib.parse import quote, unquote, unquote_plus
 
 from ckpt_tool.errors import UsageError
 
@@ -294,6 +293,20 @@ def _remember(whole: str, show: Callable[[str], str], secrets: list[str]) -> str
         number += 1
 
     for secret in secrets:
-        spellings = {secret, unquote(secret), unquote_plus(secret), quote(secret, safe=""), quote(secret)}
+        decoded = _percent_decode(secret)
+        spellings = {secret, decoded, decoded.replace("+", " "), _percent_encode(secret), _percent_encode(secret, "/")}
         _secrets.update(each for each in spellings if len(each) >= _SHORTEST_SECRET and not each.isalpha())
     return shown
+
+
+def _percent_decode(text: str) -> str:
+    """`a%2Fb` as `a/b`. The standard library has it in a package that opens sockets, which nothing here imports."""
+    raw = re.sub(rb"%([0-9A-Fa-f]{2})", lambda found: bytes.fromhex(found[1].decode()), text.encode("utf-8", "replace"))
+    return raw.decode("utf-8", "replace")
+
+
+def _percent_encode(text: str, safe: str = "") -> str:
+    """`a/b` as `a%2Fb`. safe: characters that stay, next to letters, digits and `-._~`."""
+    kept = f"{safe}-._~".encode()
+    raw = text.encode("utf-8", "replace")
+    return "".join(chr(byte) if chr(byte).isalnum() and byte < 128 or byte in kept else f"%{byte:02X}" for byte in raw)
