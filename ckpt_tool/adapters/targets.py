@@ -43,9 +43,9 @@ from typing import Any, NamedTuple
 from ckpt_tool.adapters.expert_lists import find_list, stack_pairs
 from ckpt_tool.adapters.towers import Towers, describe_renaming
 from ckpt_tool.core.tensor import LogicalTensor
+from ckpt_tool.core.wrapper_words import clean
 from ckpt_tool.errors import near_misses
 from ckpt_tool.formats.peft.settings import Settings
-from ckpt_tool.formats.state_dict.words import clean
 
 Shape = tuple[int, ...]
 TRANSPOSED = ("gpt_oss", "aria", "openai_privacy_filter")  # model types whose stacked experts are (experts, in, out)

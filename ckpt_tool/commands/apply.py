@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpt_tool.conversion.accounted import check_replaced, shown_removal
+from ckpt_tool.conversion.accounted import check_replaced
 from ckpt_tool.conversion.carry_out import execute, refuse_in_store
 from ckpt_tool.conversion.on_device import movers_of, with_device
 from ckpt_tool.conversion.output_state import is_committed, output_state
@@ -65,13 +65,13 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
     replaced = _check_output(job, trees)
     seal = seal.over(plan, trees) if seal is not None else None
     if writing.dry_run:
-        document = {**plan.report, **shown_removal(replaced)}
+        document = {**plan.report, **replaced.document()}
         progress.plan(document)
         return document
     if writing.ray:
         from ckpt_tool.conversion.on_ray import execute_on_ray
 
-        document = {**plan.report, **shown_removal(replaced)}
+        document = {**plan.report, **replaced.document()}
         progress.plan(document)
         document["committed"] = True
         overflows = execute_on_ray(plan, writing, progress, recorded={}, replaced=replaced)
@@ -131,7 +131,7 @@ def _carried_out(
     """(the document, overflows of lossy casts) after this process's work. Raises as `carry_out.execute`."""
     plan, part, worker = job.plan, job.part, job.worker
     moving = movers_of(job.writing, plan)
-    document = {**with_device(plan.report, moving), **shown_removal(replaced)}
+    document = {**with_device(plan.report, moving), **replaced.document()}
     progress.plan(document)
     with moving.movers if moving else nullcontext() as movers:
         result = execute(

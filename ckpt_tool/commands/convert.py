@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt_tool.conversion.naming import refuse_experts
 from ckpt_tool.conversion.passes import NAMES, SELECTION, selected
 from ckpt_tool.conversion.writing import write
 from ckpt_tool.core.progress import Progress
@@ -25,7 +24,10 @@ def reshard(src: str, dst: str, reading: Reading, writing: Writing, progress: Pr
             code="E2702",
             hint="ckpt convert takes the degrees too, so one hop is enough",
         )
-    refuse_experts(writing, "reshard keeps names")
+    if writing.experts:
+        from ckpt_tool.conversion.naming import refuse_experts
+
+        refuse_experts(writing, "reshard keeps names")
     opened = open_source(src, reading)
     job = Conversion(reading, writing, registry.by_name(writing.to or opened.catalog.format), inherits=True)
     return write(selected(opened, job), dst, job, progress)

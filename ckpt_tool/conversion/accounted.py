@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from ckpt_tool.core.report_data import collected
 from ckpt_tool.errors import CkptError, InputError, OutputExists, UnsafeInput, failures_met
@@ -48,7 +47,6 @@ from ckpt_tool.storage.source import Tree
 NOT_ALL = "E1604"
 HINT = "choose another output; or look at what is there, and move away or remove what is not needed"
 LISTED = 200  # names in the error's list of faults
-NAMED = 10_000  # names in a document
 SEALED = 20  # files that are looked into for a signature or an attestation
 _STATEMENT_LIMIT = 64 << 20  # bytes of a signature or an attestation
 _CODE_LIMIT = 4 << 20  # bytes of a file of code, or of a config that names one
@@ -299,11 +297,3 @@ def _is_statement(tree: Tree, path: str) -> bool:
     if not 0 < size <= _STATEMENT_LIMIT or tree.head(path, 1) != b"{":
         return False
     return is_statement(tree.read_whole(path, limit=_STATEMENT_LIMIT))
-
-
-def shown_removal(replaced: Replaced) -> dict[str, Any]:
-    """What a writer's document says of what is replaced: how many files, their bytes, and which. {} for nothing."""
-    if not replaced.files:
-        return {}
-    names = [path or "." for path in replaced.files]
-    return {"replaces": {"files": len(names), "bytes": replaced.nbytes, "names": names[:NAMED]}}

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ckpt_tool.conversion.asked import ADAPTER_WORDS, contain_any
 from ckpt_tool.core.hints import Dialect
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
 from ckpt_tool.errors import UsageError
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 INSIDE, SEVERAL = "E2933", "E2934"
 HUB = "hf"
-_WORDS = (".base_layer.", ".lora_", ".modules_to_save.")
 
 
 def without_adapter_inside(chosen: Chosen, job: Conversion) -> Chosen:
@@ -63,8 +63,7 @@ def _keeps_names(chosen: Chosen, job: Conversion) -> bool:
 
 def inside_of(chosen: Chosen) -> AdapterInside | None:
     """The adapter inside the model that is chosen, None where there is none."""
-    names = [row.tensor.key.name for row in chosen.stored]
-    if not any(word in name for name in names for word in _WORDS):
+    if not contain_any((row.tensor.key.name for row in chosen.stored), ADAPTER_WORDS):
         return None
     from ckpt_tool.formats.peft.inside import find_inside
 

@@ -86,7 +86,7 @@ def with_arguments(wanted: Wanted, chosen: Chosen, fmt: Format) -> tuple[Mapping
     """(extras with `args`, what to say of them) for an output under Megatron's names; the extras as they are elsewhere,
     where the source has arguments already, and where nothing states the config."""
     extras = wanted.extras
-    if fmt.holds.dialect != "megatron" or dialect_of(chosen, fmt) != "megatron" or "args" in extras:
+    if dialect_of(chosen, fmt) != "megatron" or "args" in extras:
         return extras, ()
     opened = chosen.sources[0]
     known = model_arguments(opened)

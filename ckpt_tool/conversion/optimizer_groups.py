@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tool.core.tensor import Path
+from ckpt_tool.core.wrapper_words import clean
 from ckpt_tool.errors import InconsistentCheckpoint
-from ckpt_tool.formats.state_dict.words import clean
 
 RECORDS = frozenset({"deepspeed"})  # extras in which a format keeps the names that its files repeat
 Names = Mapping[str, tuple[str, ...]]  # parameter -> the parameters that are made of it

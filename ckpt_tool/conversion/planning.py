@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.conversion.fitting import refuse_unsplit, single_name, wish_of
 from ckpt_tool.conversion.layout import layout_of
-from ckpt_tool.conversion.megatron_arguments import with_arguments
 from ckpt_tool.conversion.side_files import refuse_lost_modules, side_files, source_of, with_side_files
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.layout import Layout
@@ -50,9 +49,12 @@ def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing)
         writing.max_shard_size or DEFAULT_SHARD_SIZE,
         wish_of(chosen, fmt, writing) if fmt.holds.own_layout else LayoutWish(),
     )
-    extras, lines = with_arguments(wanted, chosen, fmt)
-    wanted = replace(wanted, extras=extras)
-    chosen = chosen.noted(*lines)
+    if fmt.holds.dialect == "megatron":
+        from ckpt_tool.conversion.megatron_arguments import with_arguments
+
+        extras, lines = with_arguments(wanted, chosen, fmt)
+        wanted = replace(wanted, extras=extras)
+        chosen = chosen.noted(*lines)
     layout, fallbacks = layout_of(chosen, wanted, fmt, writing)
     if not fmt.holds.replicas:  # what ranks share is stored once
         fallbacks = [{**entry, "extra_bytes": 0} for entry in fallbacks]

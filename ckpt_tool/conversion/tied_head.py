@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
+from ckpt_tool.core.wrapper_words import WRAPPERS
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
-from ckpt_tool.families.wrappers import WRAPPERS
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind
 

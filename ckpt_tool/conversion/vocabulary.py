@@ -23,8 +23,8 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, first_rows
+from ckpt_tool.core.wrapper_words import WRAPPERS
 from ckpt_tool.errors import UsageError
-from ckpt_tool.families.wrappers import WRAPPERS
 from ckpt_tool.formats.megatron.args import arguments
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.conversion.optimizer_groups import renamed_groups
 from ckpt_tool.core.tensor import EXTRAS, LogicalTensor, TensorKey
+from ckpt_tool.core.wrapper_words import clean, shared_wrappers
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.state_dict.roots import Roots
 from ckpt_tool.formats.state_dict.tree import dotted
-from ckpt_tool.formats.state_dict.words import clean
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion
@@ -60,7 +60,7 @@ def unwrapped(chosen: Chosen, job: Conversion) -> Chosen:
 def find_prefix(names: Sequence[str], chosen: Chosen, reading: Reading) -> str:
     """The wrappers' prefix that all names have, "" where there is none that can be taken off."""
     from ckpt_tool.families.registry import configured_family, names_a_model
-    from ckpt_tool.families.wrappers import find_certain_wrapper, find_wrapper, shared_wrappers
+    from ckpt_tool.families.wrappers import find_certain_wrapper, find_wrapper
 
     if not shared_wrappers(names):
         return ""

@@ -12,9 +12,8 @@ import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckpt_tool.conversion.accounted import check_replaced, shown_removal
 from ckpt_tool.conversion.carry_out import execute, refuse_in_store
 from ckpt_tool.conversion.fitting import refuse_idle
 from ckpt_tool.conversion.on_device import movers_of, with_device
@@ -27,7 +26,6 @@ from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
-from ckpt_tool.signing.seal import seal_of
 from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.storage.destination import (
     Place,
@@ -44,13 +42,16 @@ from ckpt_tool.storage.opening import scheme_of
 from ckpt_tool.storage.replaced import Replaced
 from ckpt_tool.storage.source import Tree
 
+if TYPE_CHECKING:
+    from ckpt_tool.signing.seal import Seal
+
 
 def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict[str, Any]:
     """Plan and, unless `dry_run`, carry out. Returns the writers' JSON document of `cli.md`."""
     began = time.monotonic()
     writing, destination = job.writing, place_of(dst)
     refuse_idle(job.fmt, writing)
-    seal = seal_of(writing, destination)
+    seal = _seal(writing, destination)
     if writing.emit and not writing.plan_file:
         raise UsageError(
             "--emit writes a job that runs a saved plan, and no --plan is given",
@@ -73,7 +74,7 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
     moving = None if writing.plan_file or writing.dry_run else movers_of(writing, plan)
     document = _with_stores(with_device(plan.report, moving), plan, chosen, destination)
     document |= chosen.reported.document(done=False) if chosen.reported else {}
-    document |= shown_removal(replaced)
+    document |= replaced.document()
     progress.plan(document)
     if writing.plan_file:
         _save(plan, document, writing, writing.plan_file)
@@ -141,15 +142,33 @@ def check_place(destination: Place, trees: Iterable[Tree], writing: Writing) -> 
     if isinstance(destination, RemotePlace):
         check_apart(destination, [tree.shown for tree in given if not tree.local])
         refuse_in_store(writing)
-        return check_replaced(destination) if writing.force else Replaced({})
+        return _replaced(destination, writing)
     locals_ = [Path(tree.root) if tree.single is None else tree.root / tree.single for tree in given if tree.local]
     locals_ += [tree.packed_in for tree in given if tree.packed_in is not None]
     try:
         check_destination(destination, locals_, force=writing.force or writing.dry_run or bool(writing.plan_file))
-        return check_replaced(destination) if writing.force else Replaced({})
+        return _replaced(destination, writing)
     except Exception:
         sweep_leavings(destination)
         raise
+
+
+def _replaced(destination: Place, writing: Writing) -> Replaced:
+    """What `--force` replaces, nothing without it."""
+    if not writing.force:
+        return Replaced({})
+    from ckpt_tool.conversion.accounted import check_replaced
+
+    return check_replaced(destination)
+
+
+def _seal(writing: Writing, destination: Place) -> Seal | None:
+    """The signature and the attestation that the options ask for, None where they ask for nothing."""
+    if not writing.sign and not writing.attest:
+        return None
+    from ckpt_tool.signing.seal import seal_of
+
+    return seal_of(writing, destination)
 
 
 def _recorded(chosen: Chosen) -> dict[TensorKey, str]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt_tool.conversion.accounted import check_replaced, shown_removal
+from ckpt_tool.conversion.accounted import check_replaced
 from ckpt_tool.conversion.vocabulary import is_vocabulary, trim_vocabulary
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.progress import Progress
@@ -103,7 +103,7 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
         numbers = [None, None]
     version, before = _versions(wanted, numbers, base, dst)
     document = _document(base, new, destination, wanted, pairs, (version, before), notes, dropped)
-    document |= shown_removal(replaced)
+    document |= replaced.document()
     progress.plan(document)
     if wanted.dry_run:
         return document

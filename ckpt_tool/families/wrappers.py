@@ -7,11 +7,8 @@
 `find_wrapper` gives a known prefix where all names have it and what is left is completely a family's: a prefix is never
 taken off on suspicion. `describe_prefix` is for errors: it sees any prefix, also one that nobody knows.
 
-Sources: torch 2.13 `nn/parallel/distributed.py` (`module.`), `_dynamo/eval_frame.py` (`_orig_mod.`),
-`distributed/fsdp/_common_utils.py` (`_fsdp_wrapped_module.`), `distributed/algorithms/_checkpoint/checkpoint_wrapper.py`
-(`_checkpoint_wrapped_module.`); Lightning 2.6 `strategies/strategy.py` (`_forward_module.`); peft 0.21
-(`base_model.model.`). Cost: nothing where the names do not begin alike; else 2 us a kind of name and dialect of the
-family, of all families where no config names one.
+The words and their sources: `core.wrapper_words`. Cost: nothing where the names do not begin alike; else 2 us a kind
+of name and dialect of the family, of all families where no config names one.
 """
 
 from __future__ import annotations
@@ -19,28 +16,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ckpt_tool.core.wrapper_words import CERTAIN, DEEPEST, WRAPPERS, shared_wrappers
 from ckpt_tool.families.table import instances, one_of_each
 
 if TYPE_CHECKING:
     from ckpt_tool.families.base import Family
 
-# Attributes under which a wrapper keeps the model. `model` and `net` are what people call them in a LightningModule.
-WRAPPERS = (
-    "module",
-    "model",
-    "net",
-    "base_model",
-    "_forward_module",
-    "_orig_mod",
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-)
-# Those that no model of a library has as its own root. `model` and `net` may be the model's own.
-_CERTAIN = frozenset(("module", "_forward_module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 _OF_PEFT = ("base_model", "model")
-_DEEPEST = 6  # wrappers around one another: compiled, in FSDP, in a LightningModule, in DDP
-# What stands behind a root that is the model's own: `model.layers.0` needs no look at the families
-_OWN = ("model.layers.", "model.embed_tokens.")
 
 
 def find_wrapper(names: Iterable[str], families: Iterable[Family]) -> str:
@@ -75,7 +57,7 @@ def find_certain_wrapper(names: Sequence[str]) -> str:
     leading = shared_wrappers(names)
     count = 0
     while count < len(leading):
-        if leading[count] in _CERTAIN:
+        if leading[count] in CERTAIN:
             count += 1
         elif tuple(leading[count : count + 2]) == _OF_PEFT:
             count += 2
@@ -128,23 +110,6 @@ def advise_on_prefix(prefix_text: str) -> str:
     return f"--keep-keys '{prefix}*' takes these alone, --rename '{prefix}*=*' takes the prefix off"
 
 
-def shared_wrappers(names: Sequence[str]) -> list[str]:
-    """The known words with which all names begin, outermost first."""
-    if not names:
-        return []
-    words: list[str] = []
-    first = names[0].split(".")[:-1]
-    for word in first[:_DEEPEST]:
-        # PEFT's wrapper is two words, of which the second is one of the list too.
-        prefix = ".".join((*words, word)) + "."
-        if word not in WRAPPERS or not all(name.startswith(prefix) for name in names):
-            break
-        words.append(word)
-    if words == ["model"] and any(name.startswith(_OWN) for name in names):
-        return []
-    return words
-
-
 def knows_most(family: Family, names: Collection[str]) -> bool:
     """Does a dialect of the family know more than half of the kinds of names?"""
     kinds = one_of_each(names)
@@ -156,7 +121,7 @@ def _prefixes(names: Collection[str]) -> Iterator[str]:
     counts: dict[str, int] = {}
     for name in names:
         words = name.split(".")[:-1]
-        for depth in range(1, min(len(words), _DEEPEST) + 1):
+        for depth in range(1, min(len(words), DEEPEST) + 1):
             prefix = ".".join(words[:depth]) + "."
             counts[prefix] = counts.get(prefix, 0) + 1
     usual = [prefix for prefix, count in counts.items() if 2 * count > len(names)]

@@ -19,12 +19,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckpt_tool.errors import OutputExists, wrap_os_error
 from ckpt_tool.storage.open_below import folder_beneath
 
 SHOWN = 5  # names in a message
+NAMED = 10_000  # names in a document
 RECORD = "replaced"  # the record of it beside an output in a store
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -60,6 +61,13 @@ class Replaced(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(seen.size for seen in self.files.values())
+
+    def document(self) -> dict[str, Any]:
+        """What a writer's document says of it: how many files, their bytes, and which. {} for nothing."""
+        if not self.files:
+            return {}
+        names = [path or "." for path in self.files]
+        return {"replaces": {"files": len(names), "bytes": self.nbytes, "names": names[:NAMED]}}
 
     def to_json(self) -> bytes:
         """As a record that another process reads (`from_json`)."""

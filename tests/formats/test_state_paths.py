@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.core.wrapper_words import clean
 from ckpt_tool.formats.state_dict.optimizer_ids import Candidate, align
 from ckpt_tool.formats.state_dict.paths import Leaf, common_prefix, name_leaves
 from ckpt_tool.formats.state_dict.roots import Roots
-from ckpt_tool.formats.state_dict.words import clean
 
 W = (4, 3)
 

@@ -22,7 +22,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from ckpt_tool.formats.state_dict.words import clean
+from ckpt_tool.core.wrapper_words import clean
 
 PREFIX = "base_model.model."
 BASE = ".base_layer"

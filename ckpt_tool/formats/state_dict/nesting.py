@@ -20,12 +20,12 @@ from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import MODEL, Path, TensorKey
+from ckpt_tool.core.wrapper_words import clean
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.state_dict.optimizer_ids import Candidate, align
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
 from ckpt_tool.formats.state_dict.roots import Ordered, Roots
 from ckpt_tool.formats.state_dict.tree import SLOT, dotted, join
-from ckpt_tool.formats.state_dict.words import clean
 from ckpt_tool.storage.pickle_values import OrderedMap
 from ckpt_tool.storage.pickle_writer import dumps
 

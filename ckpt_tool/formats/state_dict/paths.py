@@ -47,6 +47,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Path, TensorKey
+from ckpt_tool.core.wrapper_words import clean
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.state_dict.averages import (
     COUNTERS,
@@ -69,7 +70,6 @@ from ckpt_tool.formats.state_dict.words import (
     MODEL_ROOTS,
     OPTIMIZER_ROOTS,
     OPTIMIZER_STATES,
-    clean,
     is_average,
 )
 

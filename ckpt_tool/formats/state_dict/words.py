@@ -1,5 +1,4 @@
-"""The words by which trainers' nested states call their parts: a model, an optimizer, EMA, masters, moments; and what
-wrappers put into names.
+"""The words by which trainers' nested states call their parts: a model, an optimizer, EMA, masters, moments.
 
 Sources: those of `formats.state_dict.paths`, which says what each means where it stands.
 """
@@ -66,7 +65,6 @@ _OTHER_SHAPES = (
     "master_weight",
 )
 OPTIMIZER_STATES = frozenset((*SAME_SHAPE, *_OTHER_SHAPES))
-_WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 
 
 def is_average(word: str) -> bool:
@@ -86,8 +84,3 @@ def without_average(word: str) -> str:
     ('generator', 'model', '')
     """
     return "_".join(part for part in word.split("_") if part.lower() != "ema")
-
-
-def clean(name: str) -> str:
-    """The name without what wrappers put in: `layers.0._checkpoint_wrapped_module.w` -> `layers.0.w`."""
-    return _WRAPPER.sub("", name) if "_" in name else name

@@ -39,6 +39,7 @@ from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.target import Patch, Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey, simple_tensor
+from ckpt_tool.core.wrapper_words import clean
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, UnknownFormat, UsageError
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions
@@ -52,7 +53,6 @@ from ckpt_tool.formats.state_dict.paths import Leaf, Named, name_leaves
 from ckpt_tool.formats.state_dict.roots import Ordered, Roots
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
-from ckpt_tool.formats.state_dict.words import clean
 from ckpt_tool.formats.torch import choice as torch_choice
 from ckpt_tool.formats.torch.beside_model import with_optimizer
 from ckpt_tool.formats.torch.choice import Chosen, RankFile

@@ -1,0 +1,60 @@
+"""The words under which a trainer's wrapper keeps the model: what stands in front of every name, or inside names.
+
+    module.model.layers.0.mlp.up_proj.weight               DistributedDataParallel, DeepSpeed
+    model.model.layers.0.mlp.up_proj.weight                a LightningModule with `self.model`
+    layers.0._checkpoint_wrapped_module.mlp.up_proj.weight activation checkpointing, inside a name
+
+`families.wrappers` decides whether such a prefix is taken off: here are the words alone, so that a look at them loads
+no family.
+Sources: torch 2.13 `nn/parallel/distributed.py` (`module.`), `_dynamo/eval_frame.py` (`_orig_mod.`),
+`distributed/fsdp/_common_utils.py` (`_fsdp_wrapped_module.`), below `distributed/algorithms/_checkpoint/`
+`checkpoint_wrapper.py` (`_checkpoint_wrapped_module.`); Lightning 2.6 `strategies/strategy.py` (`_forward_module.`);
+peft 0.21 (`base_model.model.`). Cost: one look at each name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+# What wrappers also leave in the middle of names
+INSIDE_NAMES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+# Words that no model of a library has as its own root
+CERTAIN = ("module", "_forward_module", *INSIDE_NAMES)
+# `model` and `net` are what people call the model in a LightningModule, and may be the model's own root.
+WRAPPERS = (*CERTAIN, "model", "net", "base_model")
+
+DEEPEST = 6  # wrappers around one another: compiled, in FSDP, in a LightningModule, in DDP
+# What stands behind a root that is the model's own: `model.layers.0` needs no look at the families
+_OWN = ("model.layers.", "model.embed_tokens.")
+_IN_NAME = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(INSIDE_NAMES)})\.")
+
+
+def clean(name: str) -> str:
+    """The name without what wrappers put in.
+
+    >>> clean("layers.0._checkpoint_wrapped_module.w"), clean("layers.0.w")
+    ('layers.0.w', 'layers.0.w')
+    """
+    return _IN_NAME.sub("", name) if "_" in name else name
+
+
+def shared_wrappers(names: Sequence[str]) -> list[str]:
+    """The known words with which all names begin, outermost first.
+
+    >>> shared_wrappers(["module.net.w", "module.net.b"]), shared_wrappers(["model.layers.0.w"])
+    (['module', 'net'], [])
+    """
+    if not names:
+        return []
+    words: list[str] = []
+    first = names[0].split(".")[:-1]
+    for word in first[:DEEPEST]:
+        # PEFT's wrapper is two words, of which the second is one of the list too.
+        prefix = ".".join((*words, word)) + "."
+        if word not in WRAPPERS or not all(name.startswith(prefix) for name in names):
+            break
+        words.append(word)
+    if words == ["model"] and any(name.startswith(_OWN) for name in names):
+        return []
+    return words
