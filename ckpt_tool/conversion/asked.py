@@ -12,8 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ckpt_tool.core.target import WantedTensor
+from ckpt_tool.core.tensor import MODEL, LogicalTensor
 from ckpt_tool.core.wrapper_words import INSIDE_NAMES, shared_wrappers
 from ckpt_tool.formats.base import Fitting
+from ckpt_tool.quantised.weights import DTYPES
 from ckpt_tool.sources.chosen import Chosen, Conversion
 
 # What only the names of an adapter have: PEFT's, and Megatron-Bridge's (`.adapter.`)
@@ -31,6 +34,11 @@ def contain_any(names: Iterable[str], words: Iterable[str]) -> bool:
 
 def _names_of(chosen: Chosen) -> list[str]:
     return [row.tensor.key.name for row in chosen.stored]
+
+
+def may_hold_codes(tensors: Iterable[LogicalTensor | WantedTensor]) -> bool:
+    """Has any tensor of the model a dtype in which the codes of quantised weights are stored?"""
+    return any(dtype.name in DTYPES for dtype in {each.dtype for each in tensors if each.key.state == MODEL})
 
 
 def always(chosen: Chosen, job: Conversion) -> bool:

@@ -24,7 +24,6 @@ from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES, Fitting, Format
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
-from ckpt_tool.quantised.kept_whole import found_in, model_kinds, refuse_to_part
 from ckpt_tool.quantised.weights import CODES, part_of
 from ckpt_tool.sources.chosen import Chosen, Conversion, dtypes_of, extras_left_behind, left_behind, written_as
 from ckpt_tool.sources.config import config_in, quantised_config_in
@@ -125,6 +124,8 @@ def held(chosen: Chosen, job: Conversion) -> Chosen:
     if MASTER not in writing.drop and not fmt.holds.adapter:  # an adapter alone has no masters of its base
         _refuse_to_lose_masters(chosen, stored)
     if fmt.holds.own_header:
+        from ckpt_tool.quantised.kept_whole import refuse_to_part
+
         refuse_to_part(chosen, f"files of {fmt.name}")
     extras = chosen.extras
     if extras and not fmt.holds.extras:
@@ -156,6 +157,8 @@ def _way_out(unheld: LogicalTensor, chosen: Chosen) -> str:
     """What helps. A part of a quantised weight is never to be left out alone: what stays would be other numbers."""
     if unheld.key.state != MODEL:
         return "choose another format, or --remove-keys"
+    from ckpt_tool.quantised.kept_whole import found_in, model_kinds
+
     config = chosen.config if chosen.config is not None else quantised_config_in(chosen.sources[0].tree)
     scheme, found = found_in(model_kinds(row.tensor for row in chosen.stored), config, checked=False)
     if unheld.key.name in found.names or (scheme is not None and part_of(unheld.key.name)):

@@ -14,24 +14,27 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ckpt_tool.conversion.asked import may_hold_codes
 from ckpt_tool.core.bounds import DIGITS
 from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh, divisors_near
-from ckpt_tool.core.target import Wanted
+from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import MODEL, LogicalTensor
 from ckpt_tool.errors import UsageError, wrap_os_error
 from ckpt_tool.formats.base import Format
 from ckpt_tool.options.values import AUTO
 from ckpt_tool.options.writing import DEFAULT_POLICY, Writing
 from ckpt_tool.plan.placing import Rule, Wishes, lay_out, rules_from, shown_split, stages_by_bytes
-from ckpt_tool.quantised.kept_whole import held_together
 from ckpt_tool.sources.chosen import Chosen
+
+if TYPE_CHECKING:
+    from ckpt_tool.quantised.weights import Units
 
 FEW, RANKS = 1024, 1 << 17  # of one job: planned whatever the tensors are; the largest so far have some 100,000
 
@@ -131,9 +134,18 @@ def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> 
             cuts,
             split_of(chosen, writing, degrees.get("pp", 1)),
             chosen.all_hints.dialect == "paddle",
-            held_together(wanted.tensors, chosen) if any(size > 1 for size in degrees.values()) else {},
+            _units_of_codes(wanted.tensors, chosen, degrees),
         ),
     )
+
+
+def _units_of_codes(tensors: Sequence[WantedTensor], chosen: Chosen, degrees: Mapping[str, int]) -> Mapping[str, Units]:
+    """How the tensors of quantised weights may be cut, where anything is cut and some of them may be codes."""
+    if all(size == 1 for size in degrees.values()) or not may_hold_codes(tensors):
+        return {}
+    from ckpt_tool.quantised.kept_whole import held_together
+
+    return held_together(tensors, chosen)
 
 
 def split_of(chosen: Chosen, writing: Writing, stages: int) -> tuple[int, ...]:

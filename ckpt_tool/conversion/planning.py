@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tool.conversion.asked import may_hold_codes
 from ckpt_tool.conversion.fitting import refuse_unsplit, single_name, wish_of
 from ckpt_tool.conversion.layout import layout_of
 from ckpt_tool.conversion.side_files import refuse_lost_modules, side_files, source_of, with_side_files
@@ -22,7 +23,6 @@ from ckpt_tool.plan.copy import is_transposed
 from ckpt_tool.plan.moves import LaterMoves, count_copies
 from ckpt_tool.plan.plan import Extent, Move, Plan, Record, SourceFile
 from ckpt_tool.plan.schedule import build_moves
-from ckpt_tool.quantised.kept_whole import refuse_cut_blocks
 from ckpt_tool.sources.chosen import Chosen, dtypes_of, memory_of_computed, more_than_computed, written_as
 from ckpt_tool.sources.select import removed_rows
 from ckpt_tool.storage.destination import Place, RemotePlace
@@ -60,7 +60,10 @@ def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing)
         fallbacks = [{**entry, "extra_bytes": 0} for entry in fallbacks]
     target = with_side_files(fmt.target(wanted, layout), chosen, fmt, wanted, writing)
     refuse_unsplit(target, fmt, writing)
-    refuse_cut_blocks(target, wanted, chosen, fmt)
+    if may_hold_codes(wanted.tensors):
+        from ckpt_tool.quantised.kept_whole import refuse_cut_blocks
+
+        refuse_cut_blocks(target, wanted, chosen, fmt)
     # a dry run on a disk only counts its moves; into a store, what an upload holds at once depends on each of them
     counted = writing.dry_run and not writing.plan_file and not isinstance(destination, RemotePlace)
     sources, moves, records, arrays = _moved(chosen, wanted, target if counted else _listed(target))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +11,10 @@ from ckpt_tool.core.catalog import Unread
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats.beside import RECIPE, RECIPE_OF_RUN, UNREAD, has_recipe, optimizer_files
-from ckpt_tool.formats.peft.pairs import EMPTY, find_adapter_faults
+from ckpt_tool.formats.peft.lone import PeftHints
 from ckpt_tool.formats.soundness import check_sound
 from ckpt_tool.formats.steps import other_steps, trainer_step
 from ckpt_tool.plan.moves import Stored
-from ckpt_tool.quantised.kept_whole import with_their_parts
 from ckpt_tool.sources.chosen import Chosen, Conversion, extras_left_behind, left_behind
 from ckpt_tool.sources.opening import Opened
 from ckpt_tool.sources.select import group_of, left_by_word, removed_keys, split_keys, state_filter
@@ -42,12 +41,22 @@ def sound(chosen: Chosen, job: Conversion) -> Chosen:
     opened.catalog.check()
     if not job.reading.lenient:
         more = list(_other_saves(opened))
-        for fault in find_adapter_faults(opened.catalog):
-            if fault.code == EMPTY or job.fmt.holds.adapter:  # other systems say what they have no place for
-                more.append(fault)
+        more += _faults_of_adapter(opened, job)
         check_sound(opened.catalog, opened.format.holds, more)
     refuse_left_optimizer(opened, job)
     return chosen.noted(*opened.own_objects())
+
+
+def _faults_of_adapter(opened: Opened, job: Conversion) -> Iterator[CkptError]:
+    """What is wrong with the pairs of an adapter. A target that holds no adapters reports itself what it has no place
+    for, but tensors without elements are missing everywhere."""
+    if opened.catalog.hints.get(PeftHints) is None:
+        return
+    from ckpt_tool.formats.peft.pairs import EMPTY, find_adapter_faults
+
+    for fault in find_adapter_faults(opened.catalog):
+        if fault.code == EMPTY or job.fmt.holds.adapter:
+            yield fault
 
 
 def _other_saves(opened: Opened) -> Iterable[CkptError]:
@@ -68,7 +77,10 @@ def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
     kept, removed = split_keys(keys, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only)
     if unread:
         kept, removed = ([key for key in part if key in catalog.tensors] for part in (kept, removed))
-    kept, removed = with_their_parts(catalog, kept, removed, writing, chosen.sources[0], job.reading)
+    if removed:
+        from ckpt_tool.quantised.kept_whole import with_their_parts
+
+        kept, removed = with_their_parts(catalog, kept, removed, writing, chosen.sources[0], job.reading)
     goes = {state for state in present if not requested(state) or unwanted(state)}
     dropped = left_behind((catalog.tensors[key] for key in kept if key.state in goes), "not asked for", named=False)
     dropped += _unread_left(catalog.unread)

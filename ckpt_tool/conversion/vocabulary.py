@@ -25,7 +25,6 @@ from typing import Any
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, first_rows
 from ckpt_tool.core.wrapper_words import WRAPPERS
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.megatron.args import arguments
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion, with_computed
@@ -180,6 +179,8 @@ _RANKS = 64  # tensor ranks of the largest jobs: a rank pads by less than the mu
 
 def without_padding(chosen: Chosen, config: Mapping[str, Any] | None) -> Chosen:
     """`chosen` without the rows that only fill up Megatron's vocabulary, in every state; counted in the report."""
+    from ckpt_tool.formats.megatron.args import arguments
+
     args = arguments(chosen.sources[0].catalog.extras)
     size, padded = (config or {}).get("vocab_size"), args.get("padded_vocab_size")
     multiple = args.get("make_vocab_size_divisible_by")

@@ -27,7 +27,6 @@ from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CorruptFile, InputError, UsageError, wrap_os_error
 from ckpt_tool.formats.hf.files import NESTED, is_sidefile
 from ckpt_tool.options.reading import Reading
-from ckpt_tool.quantised.scheme import of_quantiser, section
 from ckpt_tool.quantised.weights import CONFIG_KEYS, QUANTISER_FILES
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
@@ -103,13 +102,18 @@ def quantised_config_in(tree: Tree) -> Mapping[str, Any] | None:
 
 
 def _with_quantisation(config: Mapping[str, Any] | None, tree: Tree) -> Mapping[str, Any] | None:
-    if tree.single is not None or (config is not None and section(config) is not None):
+    files = [name for name in QUANTISER_FILES if tree.exists(name)] if tree.single is None else []
+    if not files:
         return config
-    for name in QUANTISER_FILES:
-        if tree.exists(name):
-            stated = of_quantiser(name, parsed(tree.read_whole(name, limit=LIMIT), tree.display(name)))
-            if stated is not None:
-                return {**(config or {}), CONFIG_KEYS[0]: stated}
+
+    from ckpt_tool.quantised.scheme import of_quantiser, section
+
+    if config is not None and section(config) is not None:
+        return config
+    for name in files:
+        stated = of_quantiser(name, parsed(tree.read_whole(name, limit=LIMIT), tree.display(name)))
+        if stated is not None:
+            return {**(config or {}), CONFIG_KEYS[0]: stated}
     return config
 
 

@@ -45,8 +45,9 @@ from ckpt_tool.formats.megatron.job import Job, Rank, Ranks, turned
 from ckpt_tool.formats.megatron.stages import from_counts
 from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
 from ckpt_tool.formats.megatron_dist import state as megatron_dist_state
-from ckpt_tool.formats.megatron_dist.format import FORMAT, apart, chunks_of
+from ckpt_tool.formats.megatron_dist.format import FORMAT
 from ckpt_tool.formats.megatron_dist.keys import name_of, parse, parse_object
+from ckpt_tool.formats.megatron_dist.read import apart, chunks_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.storage.source import Tree

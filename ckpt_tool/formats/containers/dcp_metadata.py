@@ -131,7 +131,7 @@ class TensorEntry:
 class Listing:
     """What one DCP folder says it holds. files: relative to the tree's root. planner: does planner_data say how the
     keys nest? unsafe, globals: of the pickles (see `core.catalog`). reformed: the true shapes of tensors that Megatron
-    stored flattened (`formats.megatron_dist.format`). differing: objects that other ranks saved too, and nobody
+    stored flattened (`formats.megatron_dist.read`). differing: objects that other ranks saved too, and nobody
     reads."""
 
     folder: str
