@@ -1,0 +1,75 @@
+"""What a job loads: modules of ours that a plain reshard imports, and those that it has no use for.
+
+A pass, a system or a library that was not asked for costs start-up, and a reader who wonders whether it matters.
+The bound is what is there today, rounded up; it only goes down.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+MOST = 200  # of our modules
+# What a plain reshard between two layouts of one format has no use for. Packages (`__init__`) and the entries of lists
+# are allowed: they are how a thing is found without being loaded.
+UNASKED = (
+    "adapters.",
+    "algebra.",
+    "auditing.",
+    "conversion.accounted",
+    "conversion.naming",
+    "deltas.",
+    "device.",
+    "families.models.",
+    "families.registry",
+    "families.rewrite",
+    "families.table",
+    "merging.",
+    "quantised.dequantize",
+    "quantised.kept_whole",
+    "quantised.quantize",
+    "quantised.repack",
+    "quantised.scheme.",
+    "signing.",
+    *(f"formats.{system}.{module}" for system in ("deepspeed", "megatron", "orbax", "paddle", "gguf")
+      for module in ("format", "read", "target", "args")),
+    "formats.megatron_dist.read",
+    "formats.megatron_fsdp.read",
+    "formats.peft.pairs",
+    "formats.peft.inside",
+)  # fmt: skip
+PROGRAM = """
+import sys
+from ckpt_tool.__main__ import main
+sys.argv = ["ckpt", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code, ended.code
+print(*(name.removeprefix("ckpt_tool.") for name in sys.modules if name.startswith("ckpt_tool.")), file=sys.stderr)
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Our modules that a reshard of a DCP, dp 4 to dp 2, has imported when it ends."""
+    out = tmp_path_factory.mktemp("loaded") / "out"
+    source = FIXTURES / "dcp" / "fsdp2_dp4"
+    command = [sys.executable, "-c", PROGRAM, "reshard", str(source), str(out), "--dp", "2", "-q"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return run.stderr.split()
+
+
+def test_a_plain_reshard_loads_few_modules(loaded: list[str]) -> None:
+    """Fewer than the bound, and enough that something was counted."""
+    assert 100 < len(loaded) <= MOST, f"{len(loaded)} modules: {' '.join(sorted(loaded))}"
+
+
+def test_a_plain_reshard_loads_nothing_unasked(loaded: list[str]) -> None:
+    """No pass, system or feature that no option and no tensor asks for."""
+    unasked = [name for name in loaded if name.startswith(UNASKED)]
+    assert not unasked
