@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from math import gcd
 from typing import Any
 
-from ckpt_tool.conversion.side_files import dialect_of, torch_dtype
+from ckpt_tool.conversion.output_config import torch_dtype
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.target import Wanted
 from ckpt_tool.core.tensor import MODEL
@@ -86,7 +86,7 @@ def with_arguments(wanted: Wanted, chosen: Chosen, fmt: Format) -> tuple[Mapping
     """(extras with `args`, what to say of them) for an output under Megatron's names; the extras as they are elsewhere,
     where the source has arguments already, and where nothing states the config."""
     extras = wanted.extras
-    if dialect_of(chosen, fmt) != "megatron" or "args" in extras:
+    if chosen.dialect_in(fmt) != "megatron" or "args" in extras:
         return extras, ()
     opened = chosen.sources[0]
     known = model_arguments(opened)

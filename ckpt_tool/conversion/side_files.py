@@ -1,6 +1,6 @@
-"""Side files: what is stored beside the weights and travels with them, and the config.json that belongs to the output.
+"""Side files: what is stored beside the weights and travels with them.
 
-    hf -> safetensors --dtype bf16    tokenizer, README: byte for byte; config.json: dtype is bfloat16 now
+    hf -> safetensors --dtype bf16    tokenizer, README: byte for byte; config.json: corrected (`output_config`)
     hf -> megatron-dist               all of them at the top of the folder, config.json as it was: the way back is exact
     megatron-dist -> safetensors      config.json from Megatron's arguments (`sources.config`)
     hf -> paddle                      config.json in Paddle's words (`families.config.paddle`)
@@ -9,41 +9,31 @@
 The one idea: a name is on the list or it is not copied: indexes, optimizers and a job's pickles of another save would
 only mislead. A config.json in which nothing is untrue is copied as it is. Files of code are copied as text, with a
 note; nothing here runs them. Cost: one small file. What it does not do: Megatron's arguments (`megatron_arguments`),
-read tensors.
+what changes in config.json (`output_config`), read tensors.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ckpt_tool.conversion.tied_head import HEAD_NAME, TIED, has_head
-from ckpt_tool.conversion.vocabulary import EMBEDDINGS
-from ckpt_tool.conversion.whole_layers import removed_layers, without_layers
 from ckpt_tool.core.hints import Stated
 from ckpt_tool.core.target import Target, Wanted, whole_file
-from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
-from ckpt_tool.families.config import is_paddle
 from ckpt_tool.formats.base import Format
 from ckpt_tool.formats.hf.files import CODE, NESTED, TOKENIZER, is_sidefile, tokenizer_files
 from ckpt_tool.formats.hf.modules import module_files, module_weights
 from ckpt_tool.formats.peft.lone import CONFIG as ADAPTER_CONFIG
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.chosen import Chosen
-from ckpt_tool.sources.config import NAME, file_config, files_of_config, tree_of, without_degrees
+from ckpt_tool.sources.config import NAME, file_config, files_of_config, tree_of
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:
-    from ckpt_tool.families.table import Table
+    pass
 
 _OWN = ("params.json",)  # Meta's config, translated elsewhere
-_TORCH = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
-_BIASES = {"attention_bias": "self_attn", "mlp_bias": "mlp"}  # key -> module of a layer
 
 
 def side_files(chosen: Chosen, fmt: Format) -> tuple[tuple[str, int], ...]:
@@ -92,14 +82,6 @@ def source_of(chosen: Chosen, path: str) -> Tree:
     return tree_of(chosen.sources[0], path) or chosen.sources[0].tree
 
 
-def dialect_of(chosen: Chosen, fmt: Format) -> str:
-    """Whose names the output has: `hf`, `paddle`, `megatron`, ..., `keep` where nothing says."""
-    dialect = chosen.all_hints.dialect
-    if isinstance(dialect, str):
-        return dialect
-    return fmt.holds.dialect if chosen.home == "keep" else chosen.home
-
-
 def with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted, writing: Writing) -> Target:
     """The target with the config that belongs to it, and what is to be reported of its side files."""
     if target.single is not None:
@@ -142,7 +124,9 @@ def _with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted
     stated = chosen.config if chosen.config is not None else before
     if stated is None or NAME in chosen.stale:
         return target
-    config, notes = _belonging(stated, chosen, fmt, wanted, writing)
+    from ckpt_tool.conversion.output_config import config_of_output
+
+    config, notes = config_of_output(stated, chosen, fmt, wanted, writing)
     target, copied = target.noted(*notes), next((file for file in target.files if file.path == NAME), None)
     if (copied or _makes_one(chosen, fmt)) and (copied is None or config != before or copied.copy_of is None):
         data = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
@@ -185,7 +169,7 @@ def _with_tokenizer(target: Target, chosen: Chosen, fmt: Format) -> Target:
 def _makes_one(chosen: Chosen, fmt: Format) -> bool:
     """Does a config.json belong to the output, where the source has none? To models of Hugging Face and Paddle, and
     beside Megatron's for the way back from another's; Meta has its own."""
-    dialect = dialect_of(chosen, fmt)
+    dialect = chosen.dialect_in(fmt)
     return dialect in ("hf", "paddle") or dialect == "megatron" != chosen.home
 
 
@@ -201,217 +185,3 @@ def _unnested(target: Target) -> Target:
         files.append(file._replace(path=top) if moves else file)
         have.add(top)
     return target._replace(files=tuple(files))
-
-
-def _belonging(
-    config_of_source: Mapping[str, Any], chosen: Chosen, fmt: Format, wanted: Wanted, writing: Writing
-) -> tuple[Mapping[str, Any], list[str]]:
-    """(config.json of the output, lines for the report)."""
-    from ckpt_tool.quantised.scheme import without
-
-    dialect, notes = dialect_of(chosen, fmt), list[str]()
-    config: Mapping[str, Any] = without(config_of_source, chosen.untrue) if chosen.untrue else config_of_source
-    if chosen.stated:
-        config, more = _with_stated(config, chosen.stated)
-        notes += more
-    if fmt.holds.dialect == "keep":
-        return config, notes
-    foreign = is_paddle(config_of_source) or chosen.home == "paddle"
-    as_it_was = chosen.home == dialect and chosen.config is None
-    if dialect in ("hf", "megatron"):
-        if foreign and not as_it_was:
-            from ckpt_tool.families.config.paddle import from_paddle
-
-            config, more = from_paddle(config)
-            notes += more
-        config, names = without_degrees(config)
-        if names:
-            notes.append(f"{NAME} says one rank for {', '.join(names)}: the degrees were the job's")
-    elif dialect == "paddle" and not foreign:
-        from ckpt_tool.families.config.paddle import paddle_config
-
-        config, more = paddle_config(config)
-        notes += more
-    if dialect in ("hf", "paddle"):
-        config, about_layers = without_layers(config, removed_layers(chosen), lenient=chosen.lenient)
-        notes += about_layers
-        config, more = _settled(config, chosen, wanted, writing, as_it_was=as_it_was)
-        notes += more
-    return config, notes
-
-
-def _with_stated(config: Mapping[str, Any], stated: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """The config with what the output states of itself; its dtype under whatever name the config has it."""
-    config, notes = corrected(config, rows=None, dtype=stated.get("dtype"), tied=None)
-    return {**config, **{key: value for key, value in stated.items() if key != "dtype"}}, notes
-
-
-def _settled(
-    config: Mapping[str, Any], chosen: Chosen, wanted: Wanted, writing: Writing, *, as_it_was: bool
-) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """The config as the tensors are that are written. as_it_was: a copy of the source's, in which only what it says may
-    change."""
-    model = {tensor.key.name: tensor for tensor in wanted.tensors if tensor.key.state == MODEL}
-    if not model:
-        return config, ()
-    if (inside := _language_part(config)) is not None:
-        return _settled_inside(config, *inside, model, torch_dtype(wanted))
-    if "text_config" in config:  # of several models: which of them the tensors are is not known
-        return config, ()
-    config, notes = (config, ()) if as_it_was else _biased(config, model)
-    says_dtype = ("dtype" in config or "torch_dtype" in config) and "quantization_config" not in config
-    rows = _rows_of_vocabulary(config, model)
-    out, more = corrected(
-        config,
-        rows=rows if "vocab_size" in config or not as_it_was else None,
-        dtype=torch_dtype(wanted) if says_dtype else None,
-        tied=_tied(config, model, chosen, writing, as_it_was=as_it_was),
-    )
-    if writing.tied_head != "tie" and out.get(TIED) is False and _misses_head(out, model, chosen):
-        notes = (*notes, f"{NAME} states a head of its own and there is no {HEAD_NAME}: a library makes up its values")
-    return out, (*notes, *more)
-
-
-def _language_part(config: Mapping[str, Any]) -> tuple[tuple[str, ...], str] | None:
-    """(the keys that lead to the language model's part, the hub's name of its embedding) of a model that sees or hears,
-    None for other models and for those of no family of ours."""
-    from ckpt_tool.families.base import HUB
-    from ckpt_tool.families.models import family_of
-
-    try:
-        family = family_of(str(config.get("model_type")))
-    except KeyError:
-        return None
-    names = [name for name in family.table(HUB).left if name.endswith(EMBEDDINGS) and "%d" not in name]
-    return (tuple(family.language.split(".")), names[0]) if names and family.part(config) is not None else None
-
-
-def _settled_inside(
-    config: Mapping[str, Any], path: tuple[str, ...], embedding: str, model: Mapping[str, Any], dtype: str | None
-) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """The config of a model that sees or hears, and in it that of its language model, as the tensors are: their dtype
-    and the rows of the vocabulary, where it states them."""
-    says = "quantization_config" not in config and any(
-        isinstance(config.get(key), str) for key in ("dtype", "torch_dtype")
-    )
-    out, notes = corrected(config, rows=None, dtype=dtype if says else None, tied=None)
-    if not path:
-        rows = model[embedding].shape[0] if embedding in model and "vocab_size" in config else None
-        out, more = corrected(out, rows=rows, dtype=None, tied=None)
-        return out, (*notes, *more)
-    part, more = _settled_inside(out[path[0]], path[1:], embedding, model, dtype)
-    return {**out, path[0]: part}, (*notes, *more)
-
-
-def corrected(
-    config: Mapping[str, Any], *, rows: int | None, dtype: str | None, tied: bool | None
-) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """The config with what the tensors show: rows of the vocabulary, the dtype that was written (as torch calls it),
-    whether the head is the embedding. None where the tensors show nothing. A value that changes is in the notes."""
-    out, notes = dict(config), list[str]()
-
-    def correct(key: str, value: Any) -> None:
-        if out.get(key) != value:
-            if key in out:
-                notes.append(f"{key} becomes {value}, as the tensors are; it was {out[key]}")
-            out[key] = value
-
-    if rows is not None:
-        correct("vocab_size", rows)
-    if dtype is not None:
-        names = [key for key in ("dtype", "torch_dtype") if isinstance(out.get(key), str)] or ["torch_dtype"]
-        for key in names:
-            correct(key, dtype)
-    if tied is not None:
-        correct(TIED, tied)
-    return out, tuple(notes)
-
-
-def _biased(config: Mapping[str, Any], names: Iterable[str]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """The config with the biases that the tensors have: Megatron's arguments have no words for some of them."""
-    from ckpt_tool.families.config.translation import kind_of
-    from ckpt_tool.families.models import CLASSES
-
-    kind = kind_of(config)
-    silent = CLASSES[kind].unsayable if kind is not None else {}  # what a class takes that Megatron has no word for
-    knows = _own_table(config)
-    biases = [name for name in names if name.endswith("_proj.bias") and (knows is None or knows.knows(name))]
-    held = {".".join(name.split(".")[-3:-2]) for name in biases}
-    wrong = [key for key, module in _BIASES.items() if config.get(key, silent.get(key)) is False and module in held]
-    notes = tuple(f"{key} becomes True: the tensors have biases there" for key in wrong)
-    return {**config, **dict.fromkeys(wrong, True)}, notes
-
-
-def _tied(
-    config: Mapping[str, Any], names: Iterable[str], chosen: Chosen, writing: Writing, *, as_it_was: bool
-) -> bool | None:
-    """Is the head the embedding? None where the tensors do not contradict the config.
-
-    That a head is not there says something of a model that is there: the family's own embedding and last norm, by their
-    whole names. Under other names (a prefix that nobody knows) the tensors show nothing."""
-    held = set(names)
-    if has_head(held):
-        stated = config.get(TIED)
-        says = stated if isinstance(stated, bool) else _says_tied(config)
-        return False if writing.tied_head == "untie" and says is not False else None
-    table = _own_table(config)
-    gone = [tensor.key.name for tensor in chosen.removed]
-    requested = writing.tied_head == "tie" or not as_it_was
-    if not requested or table is None or has_head(gone):
-        return None
-    embeddings = [name for name in held if name.endswith(EMBEDDINGS) and table.knows(name)]
-    if not embeddings or "model.norm.weight" not in held or not table.knows("model.norm.weight"):
-        return None
-    if writing.tied_head != "tie" and _misses_head(config, held, chosen):
-        return None
-    return True if _says_tied(config) is False else None
-
-
-def _misses_head(config: Mapping[str, Any], names: Collection[str], chosen: Chosen) -> bool:
-    """Does the config state a head of its own, and the source, whose names are the hub's or a job's, have none? Then it
-    was lost. Other systems have no head where it is the embedding, whatever a config says."""
-    if config.get(TIED) is not False or chosen.home not in ("hf", "keep"):
-        return False
-    table = _own_table(config)
-    is_known = table is not None and table.knows(HEAD_NAME)
-    return is_known and not has_head(names)
-
-
-def _rows_of_vocabulary(config: Mapping[str, Any], model: Mapping[str, Any]) -> int | None:
-    """How many rows the embedding has; None where there is none, or several that disagree."""
-    tables = {
-        name: tensor.shape[0] for name, tensor in model.items() if name.endswith(EMBEDDINGS) and len(tensor.shape) == 2
-    }
-    family = _own_table(config)
-    own = {name: rows for name, rows in tables.items() if family is not None and family.knows(name)}
-    rows = set((own or tables).values())
-    return rows.pop() if len(rows) == 1 else None
-
-
-def _own_table(config: Mapping[str, Any]) -> Table | None:
-    """The hub's names of the family that the config names, None where it names none of ours."""
-    from ckpt_tool.families.base import HUB
-    from ckpt_tool.families.models import known_family
-
-    family = known_family(config.get("model_type"))
-    return family.table(HUB) if family is not None else None
-
-
-def _says_tied(config: Mapping[str, Any]) -> bool | None:
-    """Does the config, or its class, say that the head is the embedding? None for a class that is none of ours."""
-    from ckpt_tool.families.config.translation import kind_of
-    from ckpt_tool.families.models import CLASSES
-
-    kind = kind_of(config)
-    return bool(config.get(TIED, CLASSES[kind].defaults[TIED])) if kind is not None else None
-
-
-def torch_dtype(wanted: Wanted) -> str | None:
-    """The dtype that most elements of the model have, as torch calls it; None where that is none that a model computes
-    in."""
-    sizes: dict[str, int] = {}
-    alike = Counter([(tensor.dtype, tensor.shape) for tensor in wanted.tensors if tensor.key.state == MODEL])
-    for (dtype, shape), count in alike.items():
-        if dtype.is_float:
-            sizes[dtype.name] = sizes.get(dtype.name, 0) + count * (dtype.nbytes(prod(shape)) * 8 // max(dtype.bits, 1))
-    return _TORCH.get(max(sizes, key=lambda name: sizes[name])) if sizes else None

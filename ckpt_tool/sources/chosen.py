@@ -78,6 +78,13 @@ class Chosen:
         """What formats remember of the source."""
         return self.sources[0].catalog.hints if self.hints is None else self.hints
 
+    def dialect_in(self, fmt: Format) -> str:
+        """Whose names an output in `fmt` has: `hf`, `paddle`, `megatron`, ..., `keep` where nothing says."""
+        dialect = self.all_hints.dialect
+        if isinstance(dialect, str):
+            return dialect
+        return fmt.holds.dialect if self.home == "keep" else self.home
+
     @property
     def model(self) -> dict[str, Stored]:
         """The tensors of the model, by name."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from family_models import REMOTE
 
-from ckpt_tool.conversion.side_files import corrected
+from ckpt_tool.conversion.output_config import corrected
 from ckpt_tool.families.config.paddle import from_paddle, paddle_config
 from ckpt_tool.families.config.translation import (
     contradictions,
