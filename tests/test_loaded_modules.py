@@ -6,11 +6,15 @@ The bound is what is there today, rounded up; it only goes down.
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from ckpt_tool.conversion.passes import PASSES, Pass
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 MOST = 200  # of our modules
@@ -73,3 +77,11 @@ def test_a_plain_reshard_loads_nothing_unasked(loaded: list[str]) -> None:
     """No pass, system or feature that no option and no tensor asks for."""
     unasked = [name for name in loaded if name.startswith(UNASKED)]
     assert not unasked
+
+
+@pytest.mark.parametrize("one", PASSES, ids=[one.name for one in PASSES])
+def test_each_pass_names_a_function(one: Pass) -> None:
+    """What a row calls `module:function` is there, and takes what is chosen and the job."""
+    module, _, name = one.function.partition(":")
+    function = getattr(import_module(f"ckpt_tool.{module}"), name)
+    assert list(inspect.signature(function).parameters) == ["chosen", "job"]
