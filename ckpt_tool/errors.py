@@ -20,6 +20,7 @@ This module imports nothing of the project. It does not print: `report` does.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -221,8 +222,12 @@ class Code(NamedTuple):
 @cache
 def catalogue() -> Mapping[str, Code]:
     """Every code in ascending order, from `error_codes.toml`. Some 50 ms: `ckpt explain` alone needs it."""
-    import tomllib
     from pathlib import Path
+
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
 
     rows = tomllib.loads(Path(__file__).with_name("error_codes.toml").read_text(encoding="utf-8"))
     return {

@@ -13,7 +13,6 @@ import ast
 import json
 import re
 import sys
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +30,11 @@ from ckpt_tool.report.plain import Look, render
 sys.path.append(str(Path(__file__).resolve().parent))
 
 from syntax import no_garbage, nodes_of, tree_of
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ckpt_tool"

@@ -10,7 +10,6 @@ import ast
 import re
 import subprocess
 import sys
-import tomllib
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -21,6 +20,11 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parent))
 
 from syntax import nodes_of, statements, tree_of
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ckpt_tool"

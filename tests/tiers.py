@@ -15,13 +15,17 @@ import ast
 import math
 import re
 import sys
-import tomllib
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 TESTS = Path(__file__).resolve().parent
 ONE_OF, ONE_OF_A_FILE = 32, 3

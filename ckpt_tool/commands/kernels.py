@@ -220,7 +220,7 @@ def bench(*, quick: bool = False) -> dict[str, Any]:
     Takes half a minute on a GPU; the shim gets 1 MiB, and its figures mean nothing. Raises UsageError where there is no
     device.
     """
-    from datetime import UTC, datetime
+    from datetime import datetime, timezone
 
     from ckpt_tool.device import choose
     from ckpt_tool.device.trial import bench as benching
@@ -235,7 +235,7 @@ def bench(*, quick: bool = False) -> dict[str, Any]:
     return {
         "schema_version": 1,
         "device": _device(device),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "payload_bytes": payload,
         "repeats": repeats,
         "rows": [

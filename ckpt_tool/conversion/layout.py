@@ -14,6 +14,7 @@ first.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -224,7 +225,10 @@ def read_layout(file: str) -> tuple[dict[str, int], tuple[Rule, ...]]:
 
 def parse_layout(raw: bytes, path: str) -> tuple[dict[str, int], tuple[Rule, ...]]:
     """(degrees, rules) of a layout file's bytes. path: the file, for messages. Raises UsageError E0252."""
-    import tomllib  # few jobs have a layout file
+    if sys.version_info >= (3, 11):  # few jobs have a layout file, so the parser is loaded here
+        import tomllib
+    else:
+        import tomli as tomllib
 
     try:
         if len(raw) > LIMIT:

@@ -210,7 +210,8 @@ def _parts(tensor: LogicalTensor) -> dict[tuple[Any, ...], str]:
         if chunk.box.numel:
             sides = zip(chunk.box.offset, chunk.box.end, tensor.shape, strict=True)
             shares = [(at // gcd(at, n), n // gcd(at, n)) for low, high, n in sides for at in (low, high)]
-            out[chunk.array.file, *shares] = chunk.array.file
+            part = (chunk.array.file, *shares)
+            out[part] = chunk.array.file
     return out
 
 

@@ -8,8 +8,14 @@ added later; none that is here goes away or changes its meaning within one `sche
 `tests/commands/test_python_results.py` compares real documents with these types.
 """
 
-# no `from __future__ import annotations`: Python 3.11 would not see NotRequired, and call every key required
-from typing import Any, Literal, NotRequired, TypedDict
+# no `from __future__ import annotations`: NotRequired would not be seen, and every key would be called required
+import sys
+from typing import Any, Literal
+
+if sys.version_info >= (3, 11):
+    from typing import NotRequired, TypedDict
+else:  # Python 3.10 has neither NotRequired nor a TypedDict that knows it
+    from typing_extensions import NotRequired, TypedDict
 
 # -- inspect -----------------------------------------------------------------------------------------------------------
 

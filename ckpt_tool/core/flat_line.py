@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ckpt_tool.core.box import Box, contiguous_strides, flat_boxes
 from ckpt_tool.core.tensor import Chunk, StoredArray
@@ -28,14 +28,14 @@ T = TypeVar("T")
 Boxes = Sequence[tuple[Box, Box]]  # (box of the tensor, box of the block), tiling the block
 
 
-class Place(NamedTuple, Generic[T]):
+class Place(NamedTuple):
     """Elements [start, stop) of a block's row-major line lie at element `at` of the flat line.
 
     of: what the block is of, in the caller's terms (a name, a tensor's number). shape: the block's. boxes: where the
     block lies in its tensor (a fused matrix in two boxes); (): the block is the whole tensor.
     """
 
-    of: T
+    of: Any  # Python 3.10 has no generic NamedTuple, so `FlatLine[T]` alone states the type
     at: int
     start: int
     stop: int
@@ -47,10 +47,10 @@ class Place(NamedTuple, Generic[T]):
         return self.at + self.stop - self.start
 
 
-class Part(NamedTuple, Generic[T]):
+class Part(NamedTuple):
     """`box` of tensor `of` lies at element `at` of the line, row-major; strides: in elements, where it has gaps."""
 
-    of: T
+    of: Any
     box: Box
     at: int
     strides: tuple[int, ...] | None
@@ -60,7 +60,7 @@ class Part(NamedTuple, Generic[T]):
 class FlatLine(Generic[T]):
     """See the module. places: by `at`, none begins before the one before ends; between them lies padding."""
 
-    places: tuple[Place[T], ...]
+    places: tuple[Place, ...]
 
     @staticmethod
     def of_block(of: T, shape: tuple[int, ...], boxes: Boxes = ()) -> FlatLine[T]:
@@ -98,7 +98,7 @@ class FlatLine(Generic[T]):
 
     def cut(self, borders: Mapping[T, Iterable[int]]) -> FlatLine[T]:
         """The same line, its places cut at these elements of their blocks, so that boxes of several lines agree."""
-        out: list[Place[T]] = []
+        out: list[Place] = []
         for place in self.places:
             inner = sorted(c for c in borders.get(place.of, ()) if place.start < c < place.stop)
             for start, stop in zip((place.start, *inner), (*inner, place.stop), strict=True):
@@ -115,7 +115,7 @@ class FlatLine(Generic[T]):
                     else:  # a part of a view: plans reckon with less memory for it than for a view with strides
                         yield place.of, Chunk(box, array.view(at, run.shape), inner)
 
-    def parts(self) -> Iterator[Part[T]]:
+    def parts(self) -> Iterator[Part]:
         """Where the boxes of the tensors lie on the line, in its order."""
         for place in self.places:
             for run, at in _runs(place):
@@ -129,7 +129,7 @@ class FlatLine(Generic[T]):
                     yield Part(place.of, box, first, None if reach == box.numel else steps)
 
 
-def _runs(place: Place[T]) -> Iterator[tuple[Box, int]]:
+def _runs(place: Place) -> Iterator[tuple[Box, int]]:
     """(box of the block, element of the line): boxes without gaps on the line."""
     at = place.at
     for run in flat_boxes(place.shape, place.start, place.stop):
@@ -137,7 +137,7 @@ def _runs(place: Place[T]) -> Iterator[tuple[Box, int]]:
         at += run.numel
 
 
-def _in_tensor(place: Place[T], run: Box) -> Iterator[tuple[Box, Box]]:
+def _in_tensor(place: Place, run: Box) -> Iterator[tuple[Box, Box]]:
     """(box of the tensor, the same inside the run) of a run of the block."""
     if not place.boxes:
         yield run, Box((0,) * len(run.shape), run.shape)

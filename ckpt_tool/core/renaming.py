@@ -115,7 +115,10 @@ def _read_glob(text: str, old: str, new: str) -> Rule:
 
 def _captures(glob: str) -> re.Pattern[str]:
     """The glob as an expression with a group for each `*`."""
-    parts = [translate(part).removeprefix("(?s:").removesuffix(r")\Z") for part in glob.split("*")]
+    opening = "(?s:"
+    closing = translate("").removeprefix(opening)  # `)\Z`, from Python 3.14 on `)\z`
+
+    parts = [translate(part).removeprefix(opening).removesuffix(closing) for part in glob.split("*")]
     return re.compile(r"\A(?s:" + "(.*)".join(parts) + r")\Z")
 
 

@@ -11,10 +11,13 @@ buffers on 16 bytes (8 for BF16) are fast. Nothing here knows torch: addresses a
 from __future__ import annotations
 
 from ctypes import Structure, byref, c_float
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tool.device.library import Device
 from ckpt_tool.errors import UsageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
 
 KINDS = {"F32": 1, "BF16": 2}  # ck_kind (kernels/ck.h)
 

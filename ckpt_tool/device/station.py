@@ -24,11 +24,14 @@ from contextlib import ExitStack
 from ctypes import byref, c_void_p
 from itertools import islice
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tool.device.descriptors import DESC, Descriptors, Strided, Turned, pack, pack_turned
 from ckpt_tool.device.library import Bytes, Closed, Device
 from ckpt_tool.errors import InternalError, UsageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
 
 SMALL = 1 << 20  # bytes: blocks up to here come from slabs
 SMALLEST = 512  # bytes of the smallest small block

@@ -134,7 +134,7 @@ def parsed(raw: bytes, shown: str) -> Mapping[str, Any]:
     {'time_step_limit': [0.0, {'__float__': 'Infinity'}]}
     """
     if _NO_NUMBER.search(raw):
-        raw = _TOKEN.sub(lambda found: found[1] or b'{"__float__": "%s"}' % found[2], raw)
+        raw = _spell_floats(raw)
     try:
         value = parse(raw, path=shown)
     except CorruptFile as e:
@@ -151,7 +151,23 @@ def parsed(raw: bytes, shown: str) -> Mapping[str, Any]:
 
 
 _NO_NUMBER = re.compile(rb"\b(?:Infinity|NaN)\b")
-_TOKEN = re.compile(rb'("(?:[^"\\]|\\.)*+")|(-?Infinity|NaN)', re.DOTALL)
+_MARK = re.compile(rb'"|\\.|(-?Infinity|NaN)', re.DOTALL)
+
+
+def _spell_floats(raw: bytes) -> bytes:
+    """The JSON text with Python's Infinity and NaN, outside strings, as transformers 5 writes them."""
+    in_string = False
+
+    def spell(mark: re.Match[bytes]) -> bytes:
+        nonlocal in_string
+        if mark[0] == b'"':
+            in_string = not in_string
+
+        if mark[1] is None or in_string:
+            return mark[0]
+        return b'{"__float__": "%s"}' % mark[1]
+
+    return _MARK.sub(spell, raw)
 
 
 # -- in the hub's words, whatever states it ----------------------------------------------------------------------------

@@ -16,9 +16,12 @@ import codecs
 import re
 from typing import NamedTuple
 
+from ckpt_tool.storage.json_strings import end_of_string
+from ckpt_tool.storage.possessive import possessive
+
 EDITED = "the file is damaged or was edited"
 CUT = "the file is cut short: compare its size with the source"
-_PLAIN = re.compile(rb'(?:[^"\\\x00-\x1f]|\\[^\x00-\x1f])*+')
+_PLAIN = possessive(rb'[^"\\\x00-\x1f]*+')
 _ESCAPE = re.compile(rb'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4}).?', re.DOTALL)
 _WORD = re.compile(rb"[+-]?[A-Za-z_][A-Za-z_0-9]*")
 _NAMED = {0: "NUL", 8: "backspace", 9: "tab", 10: "newline", 12: "form feed", 13: "carriage return", 27: "escape"}
@@ -97,7 +100,7 @@ def _string(raw: bytes, at: int) -> Fault | None:
     if quote != b'"':
         return None
     plain = _PLAIN.match(raw, at + 1)
-    end = plain.end() if plain else at + 1
+    end = end_of_string(raw, plain.end() if plain else at + 1)
     if raw[end : end + 1] == b'"':  # the string itself reads: what is wrong comes after it
         return None
     if end < len(raw) and raw[end : end + 1] == b"\\":

@@ -111,11 +111,28 @@ def wipe(folder: int, *, keep: str | None = None) -> None:
         found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries if entry.name != keep]
     for name, is_folder in found:
         if is_folder:
-            from shutil import rmtree  # 3 ms of every start
-
-            rmtree(name, dir_fd=folder)
+            _remove_folder(name, folder)
         else:
             os.unlink(name, dir_fd=folder)
+
+
+def _remove_folder(name: str, parent: int) -> None:
+    """Remove a folder of the open folder `parent` with all that is in it. Raises OSError.
+
+    `shutil.rmtree` takes `dir_fd` from Python 3.11 on alone.
+    """
+    for _, folders, files, fd in os.fwalk(name, topdown=False, onerror=_fail, dir_fd=parent):
+        for entry in files:
+            os.unlink(entry, dir_fd=fd)
+
+        for entry in folders:
+            is_link = stat.S_ISLNK(os.lstat(entry, dir_fd=fd).st_mode)
+            if is_link:
+                os.unlink(entry, dir_fd=fd)
+            else:
+                os.rmdir(entry, dir_fd=fd)
+
+    os.rmdir(name, dir_fd=parent)
 
 
 def sync_folders(folder: int) -> None:

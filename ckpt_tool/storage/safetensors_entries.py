@@ -31,6 +31,7 @@ from ckpt_tool.core.dtype import DTYPES, SAFETENSORS_NAMES, DType
 from ckpt_tool.core.faults import together
 from ckpt_tool.errors import CorruptFile
 from ckpt_tool.storage.name_column import NameColumn
+from ckpt_tool.storage.possessive import possessive
 from ckpt_tool.storage.strict_json import LIMIT, Member, check_utf8, members, pointer, value_at
 
 METADATA = "__metadata__"
@@ -92,8 +93,8 @@ def _spelling(colon: bytes, comma: bytes) -> _Spelling:
         )
     )
     dims = rb"((?:" + _INT + rb"(?:" + comma + _INT + rb")*+)?)"
-    kind = re.compile(rb"([A-Z0-9_]*+)" + re.escape(between) + dims)
-    return _Spelling(re.compile(entry), kind, mark, comma, len(b'"' + mark + offsets + comma + close))
+    kind = possessive(rb"([A-Z0-9_]*+)" + re.escape(between) + dims)
+    return _Spelling(possessive(entry), kind, mark, comma, len(b'"' + mark + offsets + comma + close))
 
 
 _COMPACT = _spelling(b":", b",")

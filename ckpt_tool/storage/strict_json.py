@@ -28,7 +28,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 from ckpt_tool.errors import CorruptFile
+from ckpt_tool.storage.json_strings import end_of_string
 from ckpt_tool.storage.magic import advice, is_lfs_pointer, what_is
+from ckpt_tool.storage.possessive import possessive
 
 DEPTH_LIMIT = 64  # containers
 VALUE_LIMIT = 2_000_000  # values of one document
@@ -37,16 +39,19 @@ DIGIT_LIMIT = 4_300  # CPython's own bound on int() of a string
 NOT_UTF8, SYNTAX, DUPLICATE, NOT_A_NUMBER, LIMIT, SURROGATE = "E0319", "E0320", "E0321", "E0322", "E0323", "E0324"
 
 _BLOCK = 1 << 20  # bytes decoded at a time
-_SPACE = re.compile(rb"[ \t\n\r]*+")
-_TOKEN = re.compile(
+_SPACE = possessive(rb"[ \t\n\r]*+")
+# Of a string the part before its first escape: `end_of_string` finds the rest.
+_TOKEN = possessive(
     rb"[ \t\n\r]*+(?:([\[\]{},:])"
-    rb'|("[^"\\\x00-\x1f]*+(?:\\[^\x00-\x1f][^"\\\x00-\x1f]*+)*+")'
+    rb'|("[^"\\\x00-\x1f]*+)'
     rb"|(-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?)"
     rb"|(true|false|null))"
 )
-_KEY = re.compile(rb'[ \t\n\r]*+("[^"\\\x00-\x1f]*+(?:\\[^\x00-\x1f][^"\\\x00-\x1f]*+)*+")[ \t\n\r]*+:[ \t\n\r]*+')
+_KEY = possessive(rb'[ \t\n\r]*+("[^"\\\x00-\x1f]*+")[ \t\n\r]*+:[ \t\n\r]*+')  # without escapes
+_QUOTE = possessive(rb'[ \t\n\r]*+"[^"\\\x00-\x1f]*+')
+_COLON = possessive(rb"[ \t\n\r]*+:[ \t\n\r]*+")
 # An object without objects inside, as header entries are: its end is found without parsing it.
-_FLAT = re.compile(rb'\{[^{}"\\]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^{}"\\]*+)*+\}', re.DOTALL)
+_FLAT = possessive(rb'\{[^{}"\\]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^{}"\\]*+)*+\}', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _LONE = re.compile("[\ud800-\udfff]")
 _MINUS_ZERO = re.compile(rb"-0(?![^ \t\n\r,\]}])(?<![^ \t\n\r,:\[]-0)")  # as a whole number token
@@ -315,9 +320,16 @@ class _Exact:
     def key(self, at: int) -> tuple[str, int, int]:
         """(text, where it starts, where its value starts)."""
         found = _KEY.match(self.raw, at)
-        if found is None:
-            self.want("a key in quotes and ':'", self.skip(at))
-        return self.string(found[1], found.start(1)), found.start(1), found.end()
+        if found is not None:
+            return self.string(found[1], found.start(1)), found.start(1), found.end()
+
+        start = self.skip(at)
+        opening = _QUOTE.match(self.raw, start)
+        end = start if opening is None else end_of_string(self.raw, opening.end()) + 1
+        colon = _COLON.match(self.raw, end)
+        if opening is None or self.raw[end - 1 : end] != b'"' or colon is None:
+            self.want("a key in quotes and ':'", start)
+        return self.string(self.raw[start:end], start), start, colon.end()
 
     def member_value(self, at: int) -> tuple[Any, int]:
         """The value at `at`, by the C scanner where it is an object without objects inside. Counts anew."""
@@ -362,7 +374,11 @@ class _Exact:
             self.fail(f"more than {self.limit} values", LIMIT, token.start(), hint="no real checkpoint has as many")
         end = token.end()
         if token[2] is not None:
-            return self.string(token[2], token.start(2)), end
+            start = token.start(2)
+            end = end_of_string(self.raw, end)
+            if self.raw[end : end + 1] != b'"':
+                self.want("a value", start)
+            return self.string(self.raw[start : end + 1], start), end + 1
         if token[3] is not None:
             return self.number(token[3], token.start(3)), end
         if token[4] is not None:

@@ -217,7 +217,7 @@ def report(device: Device, arguments: argparse.Namespace) -> int:
         "driver": info.driver,
         "runtime": info.runtime,
         "torch": torch.__version__,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "mib": arguments.mib,
         "repeats": arguments.repeats,
         "host_shim": info.host,

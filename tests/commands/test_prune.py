@@ -182,7 +182,7 @@ def test_what_the_run_calls_its_best_stays(tmp_path: Path) -> None:
 
 def test_a_universal_twin_goes_and_stays_with_its_step(tmp_path: Path) -> None:
     universal = FIXTURES / "deepspeed-universal/z1_bf16"
-    universal = universal if universal.is_dir() else next((FIXTURES / "deepspeed-universal").glob("*/"))
+    universal = universal if universal.is_dir() else next(path for path in universal.parent.glob("*") if path.is_dir())
     laid(tmp_path, (1, 2, 3), "global_step{}", FIXTURES / "deepspeed/z1_fp16_dp2")
     laid(tmp_path, (1, 2), "global_step{}_universal", universal)
     found = kept(ckpt.prune(tmp_path, keep_last=2))

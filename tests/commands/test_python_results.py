@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -16,6 +17,11 @@ from safetensors.numpy import save_file
 import ckpt_tool as ckpt
 from ckpt_tool.core import documents
 
+if sys.version_info >= (3, 11):
+    from typing import get_type_hints, is_typeddict
+else:
+    from typing_extensions import get_type_hints, is_typeddict
+
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 LLAMA = FIXTURES / "convert" / "llama"
 
@@ -26,8 +32,8 @@ def mismatches(value: Any, kind: Any, where: str) -> Iterator[str]:
     arguments = typing.get_args(kind)
     if kind is Any:
         return
-    if typing.is_typeddict(kind):
-        hints = typing.get_type_hints(kind)
+    if is_typeddict(kind):
+        hints = get_type_hints(kind)
         if not isinstance(value, dict):
             yield f"{where}: {type(value).__name__} in place of {kind.__name__}"
             return

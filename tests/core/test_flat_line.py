@@ -36,7 +36,7 @@ def random_block(rng: np.random.Generator) -> tuple[tuple[int, ...], Boxes]:
 
 def random_line(rng: np.random.Generator) -> tuple[FlatLine[str], list[Element | None]]:
     """A line, and what the oracle says lies on each of its elements (None: padding)."""
-    places: list[Place[str]] = []
+    places: list[Place] = []
     truth: list[Element | None] = []
     for number in range(int(rng.integers(0, 6))):
         shape, boxes = random_block(rng)

@@ -87,7 +87,7 @@ def test_what_comes_from_elsewhere_hangs_as_optax_has_it(tmp_path):
     kinds = leaves_of(out)
     state = ("opt_state", 2), ("0", 1)
     assert kinds[("params", 2), ("layer_0", 2), ("q", 2), ("kernel", 2)] == "np.ndarray"
-    assert kinds[*state, ("mu", 2), ("layer_0", 2), ("q", 2), ("kernel", 2)] == "np.ndarray"
+    assert kinds[(*state, ("mu", 2), ("layer_0", 2), ("q", 2), ("kernel", 2))] == "np.ndarray"
     assert kinds[("opt_state", 2), ("2", 1)] == "None"
 
 

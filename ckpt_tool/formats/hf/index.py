@@ -16,7 +16,6 @@ anyone opens it.
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Any
 from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint
 from ckpt_tool.storage import strict_json
 from ckpt_tool.storage.name_column import NameColumn
+from ckpt_tool.storage.possessive import possessive
 from ckpt_tool.storage.source import Tree, safe_relative
 
 INDEX_LIMIT = 64_000_000  # bytes
@@ -37,15 +37,15 @@ _WS = rb"[ \t\n\r]*+"
 _TEXT = rb'[^"\\\x00-\x1f]*+'
 _OBJECT = rb"(\{[^{}]*+\})"
 _ODD = bytes(byte >= 0x20 and byte != 0x5C for byte in range(256))  # zero for what no plain text holds, as in _TEXT
-_START = re.compile(
+_START = possessive(
     _WS + rb"\{" + _WS + rb'(?:"metadata"' + _WS + rb":" + _WS + _OBJECT + _WS + rb"," + _WS + rb")?"
     rb'"weight_map"' + _WS + rb":" + _WS + rb"\{" + _WS
 )
 # name, the colon as it is spaced, file, what closes the pair as it is spaced
-_PAIR = re.compile(
+_PAIR = possessive(
     rb'"(' + _TEXT + rb')"(' + _WS + rb":" + _WS + rb')"(' + _TEXT + rb')"(' + _WS + rb")([,}])(" + _WS + rb")"
 )
-_END = re.compile(rb"(?:," + _WS + rb'"metadata"' + _WS + rb":" + _WS + _OBJECT + _WS + rb")?\}" + _WS)
+_END = possessive(rb"(?:," + _WS + rb'"metadata"' + _WS + rb":" + _WS + _OBJECT + _WS + rb")?\}" + _WS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ class RankArray(NamedTuple):
             start += sum(o * s for o, s in zip(slot.within.offset, strides, strict=True))
             yield slot.name, slot.box, start, strides if slot.view else None
 
-    def places(self, at: int) -> Iterator[Place[tuple[str, bool]]]:
+    def places(self, at: int) -> Iterator[Place]:
         """Where the logical tensors lie on a flat line on which the array begins at `at`, by (name, is it transposed
         there?)."""
         for name in self.names:

@@ -39,7 +39,9 @@ def by_rank(states: Any, degrees: Mapping[str, int]) -> tuple[tuple[int, ...], d
         if found is None or (found[2] is None) != (pp == 1):
             return (0,), {}
         by_data |= found[3] is not None
-        out[int(found[2] or 0), int(found[1]), *((int(found[3]),) if found[3] else ())] = value
+        data_rank = (int(found[3]),) if found[3] else ()
+        rank = (int(found[2] or 0), int(found[1]), *data_rank)
+        out[rank] = value
     return ((pp, tp, data) if by_data else (pp, tp)), out
 
 

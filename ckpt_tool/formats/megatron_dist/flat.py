@@ -280,7 +280,7 @@ def _coalesced(gathered: Gathered, ranks: _Buffers, out: _Found, shown: str) -> 
 def _place(members: Sequence[tuple[RankArray, int]], lines: Mapping[str, Line], out: _Found) -> None:
     """The chunks of parameters that begin at these elements of the lines, into `out`: a list for each copy of a
     region."""
-    places = list[Place[_Of]]()
+    places: list[Place] = []
     for array, start in sorted(members, key=lambda member: member[1]):
         for place in array.places(start):
             name, transposed = place.of
@@ -288,7 +288,7 @@ def _place(members: Sequence[tuple[RankArray, int]], lines: Mapping[str, Line], 
             places.append(Place(_Of(len(places), name, region, transposed), *place[1:]))
     for key in (TensorKey(name, state) for array, _ in members for state in lines for name in array.names):
         out.setdefault(key, {})  # in the order of the parameters
-    flat = FlatLine(tuple(places))
+    flat: FlatLine[_Of] = FlatLine(tuple(places))
     for state, line in lines.items():
         copies = [list[Chunk]() for _ in places]
         for start, stored in zip(line.starts, line.arrays, strict=True):

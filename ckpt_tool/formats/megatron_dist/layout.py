@@ -306,8 +306,9 @@ class DistLayout:
         for each in self.classes:
             for key, members in self._by_key(each, MODEL):
                 least = min([self.wanted.tensors[member.number].key.name for member in members])
-                known = first.get((each.spot.stack, each.spot.template, *key), least)
-                first[each.spot.stack, each.spot.template, *key] = min(known, least)
+                object_key = (each.spot.stack, each.spot.template, *key)
+                known = first.get(object_key, least)
+                first[object_key] = min(known, least)
         return sorted(first.values())
 
     # -- entries ------------------------------------------------------------------------------------------------------
