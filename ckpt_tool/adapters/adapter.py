@@ -80,7 +80,7 @@ def open_adapter(src: str, reading: Reading, weight: float, config: Mapping[str,
             f"{src} is not an adapter but {catalog.format}",
             code=USAGE,
             path=opened.path,
-            hint=f"pass the folder that holds {CONFIG}, behind the base",
+            hint=f"pass the folder that holds {CONFIG}, after the base",
         )
     catalog.check()
     if not paddle:

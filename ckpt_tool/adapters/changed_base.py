@@ -141,7 +141,7 @@ def _refuse_without_floats(key: TensorKey, tensor: LogicalTensor, changes: Itera
             f"{odd.key} is {odd.dtype.name}: adapters are folded in fp32, into {', '.join(_SUMS)}",
             code=NO_FLOATS,
             key=str(key),
-            hint="--dequantize makes floats of a quantised base first; --dtype fp32 in a conversion does of fp64",
+            hint="--dequantize converts a quantised base to floats first; convert an fp64 base with --dtype fp32 first",
         )
 
 

@@ -187,9 +187,9 @@ def _refuse_quantised(base: Chosen, reading: Reading) -> None:
         return
     named = f" by {scheme.scheme}" if scheme is not None else ""
     lead = next(iter(found.weights), None)
-    hint = "--dequantize makes floats of the base's weights, into which the adapter is folded"
+    hint = "--dequantize converts the base's weights to floats, into which the adapter is folded"
     if is_unknown:
-        hint = "make floats of the base with its own library, and fold the adapter into those"
+        hint = "convert the base to floats with its own library, and fold the adapter into those"
     raise UsageError(
         f"the base's weights are quantised{named}: adapters are folded into floats",
         code=NO_FLOATS,
@@ -246,7 +246,7 @@ def _refuse_parts(adapters: Sequence[Adapter], found: Sequence[Matched], reading
         if not lacks and each.changes:
             continue
         raise Incomplete(
-            f"the adapter is not whole: {lacks[0] if lacks else 'it holds no tensor'}",
+            f"the adapter is incomplete: {lacks[0] if lacks else 'it holds no tensor'}",
             code=PARTS,
             path=adapter.opened.path,
             faults=lacks[1:200],

@@ -321,7 +321,7 @@ def _type_faults(left: Sequence[Term], right: Sequence[Term], condition: Express
                 yield UsageError(
                     f"the condition asks for index {axis!r}, which part {k} does not name on both sides",
                     code="E0235",
-                    hint="a tensor that stacks an axis is there whole or not at all",
+                    hint="a tensor that stacks an axis has all of its parts or none",
                 )
 
 

@@ -740,7 +740,7 @@ def _cleaning() -> tuple[type, ...]:
 
 
 @verb(
-    "what interrupted runs left behind",
+    "what interrupted runs left",
     Argument("FOLDER", "Where outputs were to appear: a folder, or a place in a store."),
     takes=_cleaning,
     examples=("ckpt clean .", "ckpt clean . --remove"),

@@ -135,7 +135,7 @@ def _notes(subject: Subject) -> Iterator[str]:
     if subject.opened.resolved:
         yield subject.opened.resolved
     if subject.found is None:
-        yield f"the rules of no family were asked: {subject.why}"
+        yield f"the names were compared with no family's rules: {subject.why}"
     elif subject.model.config is None:
         yield "there is no config: sizes, numbers of layers and experts were taken from the tensors"
     promised, there = names.ahead(subject)

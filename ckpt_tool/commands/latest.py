@@ -39,7 +39,7 @@ def latest(src: str, reading: Reading, wanted: Search = ANY, *, progress: Progre
     for note in notes:
         progress.note(note)
     if newest is None:
-        what = f"none of {len(run.steps)} steps is complete" if run.steps else "no entry of it is called as a step is"
+        what = f"none of {len(run.steps)} steps is complete" if run.steps else "nothing in it has the name of a step"
         progress.note(f"{src} has no complete step: {what}")
     return {
         "schema_version": 1,

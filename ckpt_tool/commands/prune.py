@@ -194,9 +194,9 @@ def _by_number(run: Run, judge: Judge, wanted: Retention, last: Step, keep: Mapp
             continue
         sound.add(number)
         if step.name == last.name:
-            keep[step.name].append("the last sound one")
+            keep[step.name].append("the last complete one")
         elif wanted.keep_last:
-            keep[step.name].append(f"one of the last {wanted.keep_last} sound")
+            keep[step.name].append(f"one of the last {wanted.keep_last} complete ones")
     for step in run.steps:
         if wanted.keep_every and step.number is not None and step.number % wanted.keep_every == 0:
             keep[step.name].append(f"a multiple of {wanted.keep_every}")
@@ -213,7 +213,7 @@ def _named(run: Run, reading: Reading, last: Step, keep: Mapping[str, list[str]]
             keep[name].append(f"{file} names it")
     for name in best_of(run.of(last), reading):
         if name in keep:
-            keep[name].append(f"{last.name} calls it the best")
+            keep[name].append(f"{last.name} records it as the best")
 
 
 def _untouchable(

@@ -102,7 +102,7 @@ def _cases(wanted: Validating) -> Sequence[Case | RoundTrip]:
                 "round trips take AdamW's states only",
                 code="E1541",
                 place="--optimizer muon",
-                hint="--matrix quick or full has its states come and go too",
+                hint="--matrix quick or full also adds and drops states on the way",
             )
         return roundtrip.cases(fmt=wanted.fmt, seed=wanted.seed)
     machine = Machine(wanted.backend, wanted.device)  # type: ignore[arg-type]  # checked by the command line

@@ -131,7 +131,7 @@ def _refuse_others(chosen: Chosen, source: str) -> None:
             path=chosen.sources[0].path,
             key=odd[0],
             faults=odd[1:50],
-            hint="ckpt merge BASE ADAPTER folds them into the base; --remove-keys leaves them behind",
+            hint="ckpt merge BASE ADAPTER folds them into the base; --remove-keys leaves them out",
         )
     seen: dict[tuple[str, str], set[str]] = {}
     for part in parts.values():
@@ -144,7 +144,7 @@ def _refuse_others(chosen: Chosen, source: str) -> None:
     ]
     if lacking:
         raise Incomplete(
-            f"the adapter is not whole: {lacking[0]}",
+            f"the adapter is incomplete: {lacking[0]}",
             code=PARTS,
             path=chosen.sources[0].path,
             faults=lacking[1:50],
@@ -176,7 +176,7 @@ def _refuse_ranks(chosen: Chosen) -> None:
             code=UNSAID,
             path=chosen.sources[0].path,
             faults=faults[1:50],
-            hint="export it with Megatron-Bridge at as many tensor ranks, or leave it behind with --remove-keys",
+            hint="export it with Megatron-Bridge at as many tensor ranks, or leave it out with --remove-keys",
         )
 
 
@@ -243,7 +243,7 @@ def _mapping(family: Family, source: str, target: str, chosen: Chosen, config: M
             path=chosen.sources[0].path,
             key=odd[0],
             faults=odd[1:50],
-            hint="ckpt merge folds an adapter of any module; --remove-keys leaves it behind",
+            hint="ckpt merge folds an adapter of any module; --remove-keys leaves it out",
         )
     return made
 

@@ -214,12 +214,12 @@ def _refuse_to_lose_masters(chosen: Chosen, stored: Iterable[Stored]) -> None:
         lost = [name for name in alone if name not in written and name not in gone]
         if lost:
             raise UsageError(
-                f"{len(lost)} parameters have no weights but their fp32 masters, which would stay behind: {lost[0]}",
+                f"{len(lost)} parameters have no weights but their fp32 masters, which would be left out: {lost[0]}",
                 code="E0249",
                 key=lost[0],
                 faults=lost[1:20],
                 hint="--as-model master writes them as the model (with --dtype bf16 as the trainer would round them);"
-                " --drop master leaves them behind",
+                " --drop master leaves them out",
             )
 
 

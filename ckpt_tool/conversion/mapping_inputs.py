@@ -72,7 +72,7 @@ def _filled(chosen: Chosen, mapped: Mapped, writing: Writing, by: str) -> tuple[
             recipes.append(Grown(key, (shape[0] + rows, *shape[1:]), (chosen.input(row),), f"{rows} rows of zeros"))
             dtypes[key] = chosen.casts.get(key, row.tensor.dtype)
     lines = [f"{by}: {line}" for line in lines_alike(filled, "zeros")]
-    shown = f"{chosen.sources[0].path} (zeros behind)"
+    shown = f"{chosen.sources[0].path} (zeros after its rows)"
     chosen = with_computed(chosen, recipes, shown, writing, option="this change of names", dtypes=dtypes, notes=lines)
     return chosen, mapped._replace(made=tuple(out))
 
@@ -108,10 +108,10 @@ def _changed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str) -> tuple
                 dtypes[key] = DTYPES["F32"]
         elif steps and key.state not in (*_VALUES, STEP, EXTRAS) and not all(step.moments for step in steps):
             raise UsageError(
-                f"{by} changes the scale of {key.name}, and moments of the one scale are none of the other",
+                f"{by} changes the scale of {key.name}, and optimizer moments of one scale are wrong for the other",
                 code="E1285",
                 key=key.name,
-                hint="leave the optimizer behind with --drop optimizer, or keep the source's names with --dialect keep",
+                hint="leave the optimizer out with --drop optimizer, or keep the source's names with --dialect keep",
             )
     alike: dict[str, tuple[ElementMap, list[str]]] = {}
     for name, maps in changes.items():

@@ -113,7 +113,7 @@ def with_arguments(wanted: Wanted, chosen: Chosen, fmt: Format) -> tuple[Mapping
     args = _of_tensors(args, wanted)
     flags = flags_beside(args)
     if flags:
-        notes = (*notes, f"Megatron-LM wants these beside --use-checkpoint-args: {' '.join(flags)}")
+        notes = (*notes, f"Megatron-LM needs these in addition to --use-checkpoint-args: {' '.join(flags)}")
     return {"args": Opaque("argparse.Namespace", (), args), **fmt.holds.with_args, **extras}, notes
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 AOA_LIMIT = 16 << 20  # bytes of a file of statements: one for each tensor of the largest models has a few megabytes
 HUB = "hf"
 SYSTEMS = (HUB, "megatron")  # between which an adapter is named by a pass of its own
-DEQUANTIZE = "--dequantize makes floats of it on the way"
+DEQUANTIZE = "--dequantize converts it to floats on the way"
 NO_FAMILY, STRANGE, SEVERAL = "E1372", "E1373", "E1232"  # of `families.registry.find`
 _SHAPE = "E1370"  # of `families.rewrite.mapping`
 _MEGATRON = frozenset(f"decoder.layers.0.self_attention.linear_{each}.weight" for each in ("qkv", "kv_down_proj"))
@@ -82,7 +82,7 @@ def named(chosen: Chosen, job: Conversion) -> Chosen:
     if source in (None, HUB) and is_from_mlx(chosen):
         asked = writing.dialect is not None or reading.family is not None
         if target == HUB and not asked and holds_codes(chosen):
-            return chosen.noted("codes of MLX stay in MLX's names and layout: --dequantize makes the hub's of them")
+            return chosen.noted("codes of MLX stay in MLX's names and layout: --dequantize converts them to the hub's")
         return _by_family(chosen, job, mlx.NAME)
     if writing.dialect is None and not reading.family and not writing.experts:
         if source == target != "hf":
@@ -406,7 +406,7 @@ def _refuse_odd_models(
             code="E1485",
             key=odd[0],
             faults=odd[1:],
-            hint=f"{near} leave them behind with --remove-keys, say whose names they are with --family NAME[:DIALECT],"
+            hint=f"{near} leave them out with --remove-keys, say whose names they are with --family NAME[:DIALECT],"
             " or --lenient keeps them as they are".strip(),
         )
     lost = missing(family, dialect, shapes, config) if whole else []
@@ -473,7 +473,7 @@ def _refuse_codes(odd: Sequence[str], config: Mapping[str, Any] | None, family: 
     scheme = quantisation(config, odd)
     if scheme is None:
         return
-    way = DEQUANTIZE if scheme.known else "make floats of it with its own library first"
+    way = DEQUANTIZE if scheme.known else "convert it to floats with its own library first"
     raise InputError(
         f"the weights are quantised by {scheme.scheme}: {len(odd)} tensors are its codes and scales, which no rule of "
         f"{family} maps, such as {odd[0]}",

@@ -142,5 +142,5 @@ def _renamed_lists(groups: list[Any], names: Names) -> list[Any]:
 
 def _differ(name: str, why: str) -> None:
     raise InconsistentCheckpoint(
-        f"{name}: {why}", code="E1281", key=name, hint="leave the optimizer's settings behind with --drop extras"
+        f"{name}: {why}", code="E1281", key=name, hint="leave the optimizer's settings out with --drop extras"
     )

@@ -155,7 +155,7 @@ FITTING = (
     ),
     Pass(
         "held",
-        "what the format has no place for stays behind, by name",
+        "what the format has no place for is left out, by name",
         asked.always,
         "conversion.fitting:held",
     ),

@@ -15,7 +15,7 @@ from ckpt_tool.formats.peft.lone import PeftHints
 from ckpt_tool.formats.soundness import check_sound
 from ckpt_tool.formats.steps import other_steps, trainer_step
 from ckpt_tool.plan.moves import Stored
-from ckpt_tool.sources.chosen import Chosen, Conversion, extras_left_behind, left_behind
+from ckpt_tool.sources.chosen import AS_REQUESTED, Chosen, Conversion, extras_left_behind, left_behind
 from ckpt_tool.sources.opening import Opened
 from ckpt_tool.sources.select import group_of, left_by_word, removed_keys, split_keys, state_filter
 
@@ -82,11 +82,11 @@ def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
 
         kept, removed = with_their_parts(catalog, kept, removed, writing, chosen.sources[0], job.reading)
     goes = {state for state in present if not requested(state) or unwanted(state)}
-    dropped = left_behind((catalog.tensors[key] for key in kept if key.state in goes), "not asked for", named=False)
+    dropped = left_behind((catalog.tensors[key] for key in kept if key.state in goes), AS_REQUESTED, named=False)
     dropped += _unread_left(catalog.unread)
     extras = catalog.extras
     if extras and (not requested(EXTRAS) or unwanted(EXTRAS)):
-        dropped.append(extras_left_behind(extras, "not asked for"))
+        dropped.append(extras_left_behind(extras, AS_REQUESTED))
         extras = {}
     if removed or goes:
         stays: Iterable[LogicalTensor] = [catalog.tensors[key] for key in kept if key.state not in goes]
@@ -133,7 +133,7 @@ def refuse_left_optimizer(opened: Opened, job: Conversion) -> None:
             code="E1643",
             path=tree.display(left[0]),
             faults=[f"{name} too" for name in left[1:]],
-            hint="--state model (or --drop optimizer) writes the rest and leaves it behind",
+            hint="--state model (or --drop optimizer) writes the rest without it",
         )
 
 
@@ -167,7 +167,7 @@ def as_model(chosen: Chosen, job: Conversion) -> Chosen:
         raise faults[0]
     if not taken and state in catalog.states():
         raise UsageError(
-            f"--as-model {state}: --state, --drop or the patterns leave {state} behind",
+            f"--as-model {state}: --state, --drop or the patterns leave {state} out",
             code="E0265",
             hint=f"ask for it: --as-model alone takes {state} for the model and drops the other weights",
         )

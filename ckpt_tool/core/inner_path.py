@@ -178,4 +178,4 @@ def output_faults(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
             folders[above] = path
             above = above.rpartition("/")[0]
     for folded in sorted(folders.keys() & seen.keys()):
-        yield folders[folded], f"needs a folder where the file {_shown(seen[folded])} lies"
+        yield folders[folded], f"needs a folder of the same name as the file {_shown(seen[folded])}"

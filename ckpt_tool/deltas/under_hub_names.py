@@ -9,7 +9,7 @@ from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.formats import registry
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
-from ckpt_tool.sources.chosen import Chosen, Conversion
+from ckpt_tool.sources.chosen import AS_REQUESTED, Chosen, Conversion
 from ckpt_tool.sources.opening import Opened
 
 
@@ -19,6 +19,6 @@ def hub_names(opened: Opened, reading: Reading) -> Chosen:
     chosen = selected(opened, job, (*SELECTION, *NAMES))
     behind = "a delta holds the model alone; --dedup keeps whole steps"
     dropped = tuple(
-        {**entry, "reason": behind} if entry.get("reason") == "not asked for" else entry for entry in chosen.dropped
+        {**entry, "reason": behind} if entry.get("reason") == AS_REQUESTED else entry for entry in chosen.dropped
     )
     return replace(chosen, dropped=dropped)

@@ -35,7 +35,7 @@ from ckpt_tool.families.table import Instances, Spot, Table, form_of, instances
 _BLOCKS = ("_blocks", "_scales")  # MXFP4
 _HALVED = "codes of a quantised weight, two a byte, which no rule can arrange otherwise"
 _ALONE = "a part of a quantised weight whose layout changes, which scales can't follow"
-_ALONE_THERE = "leave the others behind with --remove-keys, or keep the source's names with --dialect keep"
+_ALONE_THERE = "leave the others out with --remove-keys, or keep the source's names with --dialect keep"
 _ONE = "keep one of them, --remove-keys"
 _WAY = "dequantise on the way with --dequantize, or keep the source's names with --dialect keep"
 
@@ -302,7 +302,7 @@ def _check_numbers(group: Instances, config: Config) -> None:
                 f"{name}: the family has no tensor of that number",
                 code="E1374",
                 key=name,
-                hint="leave it behind with --remove-keys, or keep the source's names with --dialect keep",
+                hint="leave it out with --remove-keys, or keep the source's names with --dialect keep",
             )
 
 
@@ -454,7 +454,7 @@ def _chosen(
     tied = {name for name in orphans if aliases.get(name) in hub.made}
     for name in orphans:
         if name not in tied:
-            way = "dequantise it with --dequantize" if name.endswith(_BLOCKS) else "leave it behind with --remove-keys"
+            way = "dequantise it with --dequantize" if name.endswith(_BLOCKS) else "leave it out with --remove-keys"
             what = "the target dialect has no rule for it"
             faults.append(
                 Fault("E1374", hub.made[name][0], what, f"{way}, or keep the source's names with --dialect keep")

@@ -102,10 +102,10 @@ def look_for_copies(tree: Tree, catalog: Catalog, *, lenient: bool) -> list[Note
 
 def _line(path: str, other: str, mine: _Part, theirs: _Part) -> str:
     if mine.key != theirs.key:
-        stand = f"{theirs.key}, the other for {mine.key}"
+        parts_meant = f"{theirs.key}, the other {mine.key}"
     else:
-        stand = f"{mine.key} from {list(theirs.start)} on, the other from {list(mine.start)} on"
-    return f"{other} and {path} have the same bytes, but the one means {stand}"
+        parts_meant = f"{mine.key} from {list(theirs.start)} on, the other from {list(mine.start)} on"
+    return f"{other} and {path} have the same bytes, but one should hold {parts_meant}"
 
 
 # -- which files are equal ---------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def killed(job: Job, steps: int, *, saving: Saving, machine: Machine | None = No
         if e.code != "E1505" or "SIGKILL" not in e.message:
             raise
         return e.message
-    raise InternalError("a rank was to be killed, and the job ended as if nothing had been", code="E1507")
+    raise InternalError("a rank was to be killed, and the job ended as if nothing had happened", code="E1507")
 
 
 def _entry(
@@ -147,7 +147,7 @@ def _entry(
 
 
 def _refuse_another_model(source: Loader, job: Job, start: Path) -> None:
-    """Raise InconsistentCheckpoint E1509 where the checkpoint has parameters that the model has not: they would be lost
+    """Raise InconsistentCheckpoint E1509 where the checkpoint has parameters that the model does not have: they would be lost
     in silence. (What it lacks, reading says.) A head that is tied or not is the case that no shape gives away."""
     if source.tied and not job.shape.tied:
         raise InconsistentCheckpoint(
@@ -162,7 +162,7 @@ def _refuse_another_model(source: Loader, job: Job, start: Path) -> None:
     )
     if extra := sorted(source.names() - wanted):
         raise InconsistentCheckpoint(
-            f"the checkpoint has {len(extra)} parameters that the model has not, {extra[0]} first",
+            f"the checkpoint has {len(extra)} parameters that the model does not have, {extra[0]} first",
             code="E1509",
             path=start,
             key=extra[0],

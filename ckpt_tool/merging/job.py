@@ -168,7 +168,7 @@ def misplaced(job: Job, slice_: Slice, settings: Settings, part: Part | None) ->
         else:
             faults += _out_of_bounds(name, parameter, settings[name])
             if any(_for_all(case) for case in settings[name][:-1]):
-                faults.append(f"{name}: a case without a filter is for all names, those behind it are never reached")
+                faults.append(f"{name}: a case without a filter is for all names, those after it are never reached")
     return faults
 
 

@@ -33,7 +33,7 @@ from ckpt_tool.merging.models import TENSORS, Model, check_models, open_models, 
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
-from ckpt_tool.sources.chosen import Chosen, Conversion, refuse_saved_plan, with_computed
+from ckpt_tool.sources.chosen import AS_REQUESTED, Chosen, Conversion, refuse_saved_plan, with_computed
 from ckpt_tool.sources.opening import Opened
 from ckpt_tool.sources.select import split_keys
 
@@ -241,7 +241,7 @@ def _check_numbers(groups: Sequence[Group], models: Sequence[Model]) -> None:
 
 def _dropped(models: Sequence[Model], gone: Sequence[str]) -> tuple[dict[str, Any], ...]:
     """What of the models stays behind, by model, for the report."""
-    other = {"not asked for": "a merge has no optimizer"}
+    other = {AS_REQUESTED: "a merge has no optimizer"}
     entries = [
         {**entry, "reason": f"{model.path}: {other.get(entry['reason'], entry['reason'])}"}
         if "reason" in entry

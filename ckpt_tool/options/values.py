@@ -278,8 +278,7 @@ def dtypes(value: str | Iterable[str] | Mapping[str, str]) -> dict[str, str]:
             )
         if not dtype.is_float:
             raise BadValue(
-                f"found {name!r}, want a dtype of floats: they alone are cast, and integers would lose all "
-                "behind the point",
+                f"found {name!r}, want a dtype of floats: only floats are cast, and integers would lose the fraction",
                 hint="bf16, fp16, fp32, fp64, float8_e4m3fn, ...",
             )
         if found.get(state, dtype.name) != dtype.name:

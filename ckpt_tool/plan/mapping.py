@@ -86,7 +86,7 @@ def apply_mapping(rows: Sequence[Stored], mapped: Mapped, otherwise: Set[str] = 
             used.setdefault(name, []).append(made.name)
         for key, found in _states(made, parts, sources, by_name, shapes, faults):
             if key.state in otherwise and found.tensor.numel != 1:
-                faults.append((key, f"{key.state} has not the shape of every parameter that has it"))
+                faults.append((key, f"{key.state} does not have the shape of every parameter that has it"))
             stored.append(found)
             if not (len(parts) == 1 and parts[0].src.name == made.name and found is by_name[made.name][key.state]):
                 renewed.add(key)
@@ -97,7 +97,7 @@ def apply_mapping(rows: Sequence[Stored], mapped: Mapped, otherwise: Set[str] = 
             code="E2303",
             key=key.name,
             faults=[f"{key}: {fault}" for key, fault in faults[1:]],
-            hint=f"leave behind what has no place with --drop {','.join(states)}, or keep the source's names with "
+            hint=f"leave out what has no place with --drop {','.join(states)}, or keep the source's names with "
             "--dialect keep",
         )
     dropped = set(mapped.dropped)

@@ -310,7 +310,7 @@ def _split(names: Mapping[str, _Name], wishes: Wishes, sizes: Mapping[str, int])
         split = wishes.pp_split
         if len(split) != stages or sum(split) != count or min(split) < 1:
             raise UsageError(
-                f"--pp-split {','.join(map(str, split))} does not part {count} layers into {stages} stages",
+                f"--pp-split {','.join(map(str, split))} does not split {count} layers into {stages} stages",
                 code="E0218",
                 hint="give one positive number a stage, their sum the number of layers",
             )

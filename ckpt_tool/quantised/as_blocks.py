@@ -43,7 +43,7 @@ def refuse_blocks(chosen: Chosen, job: Conversion) -> None:
         f"{len(coded)} tensors are {what}: {where}",
         code=LEFT,
         key=first.key.name,
-        hint="make floats of them on the way with --dequantize",
+        hint="convert them to floats on the way with --dequantize",
     )
 
 

@@ -90,7 +90,7 @@ def _recipe(key: TensorKey, parts: dict[str, LogicalTensor], source: Tree) -> Co
             f"scales of shape {list(scale.shape)} for a state of shape {list(shape)}",
             code=SCALES,
             key=str(scale.key),
-            hint="the files come from two saves: fetch one whole",
+            hint="the files come from two saves: fetch all files of one",
         )
     inputs = tuple(Input(part, source) for part in (codes, scale, qmap) if part is not None)
     return Coded(key, shape, inputs, f"dequantised torchao {codes.dtype.name} {bits} {blocks}", bits, numel // blocks)
@@ -104,5 +104,5 @@ def refuse_codes(tensors: Sequence[LogicalTensor]) -> None:
             f"{len(states)} optimizer states are codes of torchao's low-bit optimizers, which no format here writes",
             code=KEPT,
             key=str(states[0].key),
-            hint="--dequantize writes them as F32, which torchao loads; --drop optimizer leaves them behind",
+            hint="--dequantize writes them as F32, which torchao loads; --drop optimizer leaves them out",
         )

@@ -85,7 +85,7 @@ def dequantized(chosen: Chosen, job: Conversion) -> Chosen:
     refuse_misfits(found._replace(faults=(*found.faults, *more)))
     if not moments.recipes and not found.weights:
         raise UsageError(
-            f"{OPTION}: no quantised weight and no quantised state, there are none here",
+            f"{OPTION}: there is no quantised weight and no quantised state here",
             code=NOTHING,
             hint="leave it off; plain FP8 values without scales are cast with --dtype",
         )
@@ -283,7 +283,7 @@ def _refuse_unknown(scheme: Quantisation | None) -> None:
         raise UsageError(
             f"{OPTION}: the weights are quantised by {scheme.scheme}, which this build can't undo ({scheme.why})",
             code=UNKNOWN,
-            hint="make floats of them with its own library, or leave it off: they are moved as they are, byte for byte",
+            hint="convert them to floats with its own library, or leave it off: they are moved as they are, byte for byte",
         )
 
 

@@ -318,7 +318,7 @@ def _check(stored: LogicalTensor, scales: Iterable[LogicalTensor]) -> None:
                 code=SCALES,
                 key=str(each.key),
                 path=each.chunks[0].array.path if each.chunks else None,
-                hint="the files come from two saves: fetch one whole",
+                hint="the files come from two saves: fetch all files of one",
             )
 
 

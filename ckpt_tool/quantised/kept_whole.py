@@ -87,7 +87,7 @@ def as_they_are(chosen: Chosen, job: Conversion) -> Chosen:
     }
     note = (
         f"--dtype leaves {len(found.weights)} quantised weights and their scales as they are; "
-        "--dequantize makes floats of them"
+        "--dequantize converts them to floats"
     )
     return replace(chosen, casts={**casts, **chosen.casts}).noted(note)
 
@@ -142,7 +142,7 @@ def refuse_cut_blocks(target: Target, wanted: Wanted, chosen: Chosen, fmt: Forma
             code="E1466",
             key=first,
             faults=rest,
-            hint="make floats of it on the way with --dequantize, or leave the degrees off",
+            hint="convert it to floats on the way with --dequantize, or leave the degrees off",
         )
 
 
@@ -161,9 +161,9 @@ def refuse_to_part(chosen: Chosen, whose: str) -> None:
         return
 
     named = scheme.scheme if scheme is not None else "a scheme of codes and scales"
-    way = "make floats of it with its own library first"
+    way = "convert it to floats with its own library first"
     if scheme is None or scheme.known:
-        way = "--dequantize makes floats of it on the way"
+        way = "--dequantize converts it to floats on the way"
     raise InputError(
         f"the weights are quantised by {named}: {whose} have no place for scales, and {len(names)} of its "
         f"tensors are codes and scales, such as {min(names)}",
@@ -183,5 +183,5 @@ def refuse_codes(tensors: Sequence[LogicalTensor], option: str, path: str) -> No
             f"{option} computes with weights, and those of {path} are quantised",
             code="E1465",
             key=lead or None,
-            hint="make floats of them with --dequantize, or first: ckpt convert SRC OUT --to safetensors --dequantize",
+            hint="convert them to floats with --dequantize, or first: ckpt convert SRC OUT --to safetensors --dequantize",
         )

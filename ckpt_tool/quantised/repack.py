@@ -117,7 +117,7 @@ def _refuse_others(scheme: Quantisation | None, found: Found) -> None:
         raise UsageError(
             f"{OPTION}: weights of {named} can't be repacked as they are: {scheme.why or _WHY[named]}",
             code=INEXACT,
-            hint=floats if scheme.known else "make floats of them with their own library first",
+            hint=floats if scheme.known else "convert them to floats with their own library first",
         )
     if others or not found.weights and not found.faults:
         raise UsageError(

@@ -51,7 +51,7 @@ from typing import NamedTuple
 from ckpt_tool.core.dtype import DType
 
 Shape = tuple[int, ...]
-BYTES, NIBBLES, WORDS, TURNED, MATRIX = "bytes", "nibbles", "words", "turned nibbles", "words of a turned matrix"
+BYTES, NIBBLES, WORDS, TURNED, MATRIX = "bytes", "nibbles", "words", "turned nibbles", "words of a transposed matrix"
 TABLED, OF_127 = "numbers of a table", "bytes of which 127 is the largest"  # bitsandbytes: 4 bits, 8 bits
 STREAM = "a stream of bits"  # MLX
 # where configs keep it; the second is compressed-tensors' old name, the third MLX's
@@ -439,7 +439,7 @@ def _stream(
         beside = mode != AFFINE or len(lacking) < len(parts)
         return Fault(name, f"codes without {lacking[0]}", lacking=True) if beside else None
     if mode != AFFINE and f"{module}.biases" in tensors:
-        return Fault(name, f"codes of {mode} beside {module}.biases", lacking=False)
+        return Fault(name, f"codes of {mode} next to {module}.biases", lacking=False)
     if f"{module}.global_scale" in tensors:
         return Fault(name, f"a scale of the whole tensor, {module}.global_scale", lacking=False)
     scales = tensors[parts["scale"]]

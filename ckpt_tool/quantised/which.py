@@ -30,7 +30,7 @@ EXPERTS = ".experts."
 SHORT, OUTSIDE, TOWERS, SMALL, OTHER = (
     "vectors (norms, biases)",
     "outside the layers (embeddings, heads)",
-    "of a tower of images or sound",
+    "of an image or audio tower",
     "routers, gates, norms and the like inside layers",
     "no weight of a projection",
 )

@@ -22,7 +22,7 @@ def pruning(document: Document) -> Page:
     blocks += [_table(f"keep {plural(len(keep), 'step')}", keep)] if keep else []
     blocks += [_table(f"remove {plural(len(remove), 'step')}", remove)] if remove else []
     broken = tuple(f"{_name(row)}: {row['why']}" for row in (*keep, *remove) if row.get("why"))
-    blocks += [Lines("not sound", broken)] if broken else []
+    blocks += [Lines("not complete", broken)] if broken else []
     return Page(f"ckpt prune {document['run']}", (*blocks, _verdict(document)))
 
 

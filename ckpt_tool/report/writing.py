@@ -152,7 +152,7 @@ def warnings_of(document: Document, *, everything: bool) -> list[Block]:
     dropped = document.get("dropped") or ()
     gone = [entry for entry in dropped if entry.get("tensors") or entry.get("bytes") or entry.get("names")]
     if gone:
-        blocks.append(_listed("left behind", [_dropped(entry) for entry in gone], "entry", everything))
+        blocks.append(_listed("left out", [_dropped(entry) for entry in gone], "entry", everything))
     others = [f"{entry.get('state', '')}: {entry.get('reason', '')}" for entry in dropped if entry not in gone]
     if others:
         blocks.append(_listed("made again", others, "entry", everything))

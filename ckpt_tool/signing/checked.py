@@ -88,7 +88,7 @@ def _nothing(why: str, path: str) -> Incomplete:
         f"{why}, so that --key can't show who made it",
         code="E1688",
         path=path,
-        hint="it was written without --sign, or a file was left behind: get it with all its files",
+        hint="it was written without --sign, or a file was left out: get it with all its files",
     )
 
 

@@ -242,7 +242,7 @@ def _save(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
     except FileExistsError as e:
         raise OutputExists(
-            f"{path.name}, where the attestation waits for the output, is there and is none",
+            f"{path.name}, where the attestation waits for the output, is no attestation",
             code="E0511",
             path=path,
             hint="move it away, or choose another name for --attest",

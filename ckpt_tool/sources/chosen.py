@@ -31,6 +31,9 @@ from ckpt_tool.sources.select import group_of
 if TYPE_CHECKING:
     from ckpt_tool.run.computed import Input, Recipe
 
+# The reason of an entry of `dropped` that `--state` or `--drop` leaves out.
+AS_REQUESTED = "as requested"
+
 
 class Reported(Protocol):
     """What a pass has to say in the report. done: the values have passed."""

@@ -119,7 +119,7 @@ class Judge:
             place = f" ({file})" if file and file not in first["message"] and file != step.name else ""
             return Judged(step, False, f"{first['message']}{place}{more}", tuple({f["code"]: None for f in found}))
         gone = self._lacking(step)
-        return Judged(step, False, f"most other steps have {gone}, it has not") if gone else Judged(step, True)
+        return Judged(step, False, f"most other steps have {gone}, this one does not") if gone else Judged(step, True)
 
     def _lacking(self, step: Step) -> str:
         """A part of a training state that most of the older steps, and of the newer ones that are sound, have, and this

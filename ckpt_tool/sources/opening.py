@@ -119,7 +119,7 @@ class Opened(NamedTuple):
         """Lines for the report on objects of the job's own classes, where they are left behind."""
         own = _once_a_class(filter(users_own, self.catalog.unsafe))
         shown = ", ".join(own[:5]) + (f" and {len(own) - 5} more" if len(own) > 5 else "")
-        return [f"objects of the job's own classes are left behind, and were never made: {shown}"] if own else []
+        return [f"objects of the job's own classes are left out, and were never created: {shown}"] if own else []
 
 
 def open_source(src: str, reading: Reading) -> Opened:
@@ -235,9 +235,9 @@ def _asks_for_code(path: str, unsafe: Sequence[str], unread: Sequence[Unread] = 
     hint = "nothing was run; look with ckpt inspect --security, and get the file from someone you trust"
     if all(users_own(line) or line in lines for line in unsafe):
         if not unread:
-            hint += "; classes of your own code: --drop extras leaves their objects behind"
+            hint += "; classes of your own code: --drop extras leaves their objects out"
         elif not any(one.key.state == MODEL for one in unread):
-            hint += "; --state model leaves behind the tensors that objects hold"
+            hint += "; --state model leaves out the tensors that objects hold"
     return UnsafeInput(
         f"the checkpoint asks for code: {shown[0]}", code="E0420", path=path, faults=shown[1:], hint=hint
     )

@@ -174,7 +174,7 @@ def _members(tree: Tree, file: str) -> dict[str, Member]:
         end = max((each.start + -(-each.size // _HEAD) * _HEAD for each in out.values()), default=0)
         if not end + _HEAD <= size <= end + _PADDING:
             raise tarfile.ReadError(
-                f"its last member ends at {end} of {size} bytes, without the mark of an archive's end behind it"
+                f"its last member ends at {end} of {size} bytes, without the mark of an archive's end after it"
             )
     except (tarfile.TarError, ValueError, OverflowError) as e:
         raise CorruptFile(

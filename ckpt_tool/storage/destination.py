@@ -23,7 +23,10 @@ def url_fault(path: str) -> tuple[str, str] | None:
     """(what is wrong with `path` as a place to write to, what to do instead), None for a path of this machine."""
     scheme = scheme_of(path)
     if scheme is None and (url := short_url(path)) is not None:
-        return f"{path} is a URL that lost a slash", f"write {url}, as text and not as a Path; a folder is ./{path}"
+        return (
+            f"{path} is a URL in which a slash is missing",
+            f"write {url}, as text and not as a Path; a folder is ./{path}",
+        )
     if scheme is None:
         return None
     if scheme in ("file", "local"):
@@ -206,7 +209,7 @@ def check_space(parent: Path, nbytes: int, files: int, *, already: int = 0) -> N
             f"the output needs {need} bytes and {parent} has {free} free",
             code="E0706",
             path=parent,
-            hint="free some space, choose another disk, or leave states behind (--state model)",
+            hint="free some space, choose another disk, or leave states out (--state model)",
         )
     if info.f_files and files + 2 > info.f_favail:
         raise StorageError(

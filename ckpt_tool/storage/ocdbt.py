@@ -152,7 +152,7 @@ class _Body:
 
     def end(self) -> None:
         if self.at != len(self.body):
-            raise self.fault(f"{len(self.body) - self.at} bytes are left behind the last field")
+            raise self.fault(f"{len(self.body) - self.at} bytes follow the last field")
 
 
 def read_keys(tree: Tree, folder: str = "") -> dict[str, Value]:

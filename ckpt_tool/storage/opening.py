@@ -54,7 +54,7 @@ def open_tree(src: str | os.PathLike[str], *, follow_symlinks: bool = False) -> 
     scheme = _SCHEME.match(text)
     if scheme is None and (url := short_url(text)) is not None and not os.path.lexists(text):
         raise UsageError(
-            f"{text} is a URL that lost a slash",
+            f"{text} is a URL in which a slash is missing",
             code="E2502",
             path=text,
             hint=f"write {url}, as text and not as a Path",

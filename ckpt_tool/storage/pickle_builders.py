@@ -310,7 +310,7 @@ def _text_bytes(text: Any, encoding: Any) -> bytes:
     try:
         return bytes(text.encode("latin-1"))
     except UnicodeEncodeError as e:
-        raise Misuse(f"bytes spelt as latin-1 text hold a character that is none: {e.reason}", "E0363") from e
+        raise Misuse(f"bytes spelt as latin-1 text hold a character that is not latin-1: {e.reason}", "E0363") from e
 
 
 def _encode(args: Args) -> bytes:

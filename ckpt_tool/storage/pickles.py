@@ -301,7 +301,7 @@ def _execute(machine: Machine, path: str, member: str | None, *, multi: bool) ->
             path=path,
             offset=end,
             place=member,
-            hint="a second stream behind the first is how code is hidden; save the file again",
+            hint="a second stream after the first is how code is hidden; save the file again",
         )
     return Pickled(value, uses, end, machine.count + 1, machine.protocol, tuple(machine.storages.values()))
 

@@ -41,7 +41,7 @@ from ckpt_tool.storage.records import Met, past_the_end
 from ckpt_tool.storage.views import Views
 
 FILE_LIMIT = 1_000_000  # entries of one tree
-INTERRUPTED = "named as what an interrupted run of ckpt leaves behind"
+INTERRUPTED = "named like what an interrupted run of ckpt leaves"
 TOO_DEEP = f"deeper than {FOLDERS} folders"
 
 

@@ -190,7 +190,7 @@ class Staging:
                     f"{what} was started with another plan",
                     code="E0611",
                     path=self.path,
-                    hint="run every part with the same plan file, or remove the leavings: ckpt clean",
+                    hint="run every part with the same plan file, or remove what the other run left: ckpt clean",
                 )
             if lines and _mixed(worker or part, self.part):
                 mine = "a worker" if isinstance(self.part, str) else "part {}/{}".format(*self.part or (1, 1))

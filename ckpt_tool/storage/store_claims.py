@@ -119,7 +119,7 @@ class StoreClaims:
                     "the output was started with another plan",
                     code="E0611",
                     path=self._store.shown,
-                    hint="run every worker with the same plan file, or remove the leavings: ckpt clean",
+                    hint="run every worker with the same plan file, or remove what the other run left: ckpt clean",
                 )
         self._view = _read(listing)._replace(here=True)
         self._went_on = self._me in self._view.names

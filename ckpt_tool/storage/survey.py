@@ -110,7 +110,7 @@ def _streams(tree: Tree, path: str, start: int, end: int, within: str) -> Iterat
     while at < end and streams < STREAMS and (at == start or tree.read(path, at, 1)[:1] == b"\x80"):
         done = mentioned(tree, path, at, end)
         if done.lost is not None:
-            unseen = f"broken at byte {done.lost}: nothing behind it was looked at"
+            unseen = f"broken at byte {done.lost}: nothing after it was looked at"
         for use in done.uses:
             kept = uses.setdefault((use.module, use.name), use)
             if use.tier > kept.tier:
@@ -204,7 +204,7 @@ def _members(tree: Tree, path: str, start: int, end: int, within: str) -> Iterat
             yield Surveyed(path, pickles.shown(name), unseen="compressed")
         if not nbytes:
             yield Surveyed(
-                path, within, unseen=f"the zip has no directory: nothing behind {pickles.shown(name)} was looked at"
+                path, within, unseen=f"the zip has no directory: nothing after {pickles.shown(name)} was looked at"
             )
             return
         gap = tree.read(path, data + nbytes, max(0, min(64, end - data - nbytes)))

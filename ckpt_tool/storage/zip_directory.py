@@ -156,7 +156,7 @@ def _end(archive: Archive, tail: int) -> tuple[int, int, int]:
         )
     if offset + size < stop:
         raise archive.unsafe(
-            f"{stop - offset - size} bytes precede the zip or hide behind its directory",
+            f"{stop - offset - size} bytes precede the zip or follow its directory",
             "E0436",
             0,
         )
@@ -250,7 +250,7 @@ def _central(archive: Archive, raw: bytes, directory: int, count: int) -> list[M
         found.append(Member(text, flags, crc, nbytes, header, name))
         at += CENTRAL.size + n + e + c
     if at != len(raw):
-        raise archive.unsafe(f"{len(raw) - at} bytes behind the directory's {count} entries", "E0437", directory + at)
+        raise archive.unsafe(f"{len(raw) - at} bytes after the directory's {count} entries", "E0437", directory + at)
     return found
 
 
@@ -402,4 +402,4 @@ def _descriptor(archive: Archive, member: Member, raw: bytes, where: int) -> Non
         raise archive.unsafe(
             "the data descriptor and the central directory differ in size or CRC", "E0431", where, place=member.name
         )
-    raise archive.unsafe(f"{len(raw)} bytes behind the member belong to no member", "E0437", where, place=member.name)
+    raise archive.unsafe(f"{len(raw)} bytes after the member belong to no member", "E0437", where, place=member.name)

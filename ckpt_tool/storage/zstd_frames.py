@@ -104,6 +104,6 @@ class Frame:
         try:
             more = self._reader.read(1)
         except self._errors as e:
-            raise self._fault(f"behind the last byte: {e}") from e
+            raise self._fault(f"after the last byte: {e}") from e
         if more or self._source.at < self._nbytes:
             raise self._fault("it holds more than the tensor takes")

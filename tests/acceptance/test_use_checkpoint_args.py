@@ -127,7 +127,9 @@ def test_the_model_is_the_same(name: str, ckpt: Runner, tmp_path: Path) -> None:
     made = ckpt.run("convert", tmp_path / "hub", tmp_path / "there", "--to", "megatron-dist")
     assert made.code == 0, made.err
     beside = [
-        found[1] for note in made.out["notes"] if (found := re.search(r"beside --use-checkpoint-args: (.*)", note))
+        found[1]
+        for note in made.out["notes"]
+        if (found := re.search(r"in addition to --use-checkpoint-args: (.*)", note))
     ]
     flags = f"{beside[0]} --vocab-size {BASE['vocab_size'] - 1}"  # NullTokenizer adds one
     program("tests/acceptance/use_checkpoint_args.py", tmp_path / "there", flags, tmp_path / "report.json")

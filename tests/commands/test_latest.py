@@ -106,7 +106,7 @@ def test_none_is_exit_1_with_nothing_on_stdout(tmp_path: Path, capfd: Any) -> No
     document = json.loads(out)
     assert (document["schema_version"], document["path"], document["step"], err) == (1, None, None, "")
     assert run(["latest", str(tmp_path / "logs")]) == 1
-    assert "no entry of it is called as a step is" in capfd.readouterr().err
+    assert "nothing in it has the name of a step" in capfd.readouterr().err
     assert run(["latest", str(tmp_path / "nothing")]) == 7
 
 

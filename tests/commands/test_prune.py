@@ -62,8 +62,8 @@ def test_the_last_n_and_every_k_stay(tmp_path: Path, capfd: Any) -> None:
     document = ckpt.prune(tmp_path, keep_last=2, keep_every=500)
     assert kept(document) == {
         "checkpoint-500": ["a multiple of 500"],
-        "checkpoint-900": ["one of the last 2 sound"],
-        "checkpoint-1000": ["the last sound one", "a multiple of 500"],
+        "checkpoint-900": ["one of the last 2 complete ones"],
+        "checkpoint-1000": ["the last complete one", "a multiple of 500"],
     }
     assert names(tmp_path) == ["checkpoint-1000", "checkpoint-500", "checkpoint-900"]
     assert all(row["removed"] for row in document["remove"])
@@ -91,7 +91,7 @@ def test_the_last_sound_one_stays_and_what_is_broken_is_not_counted(tmp_path: Pa
         cut(steps[step])
     document = ckpt.prune(tmp_path, keep_last=1)
     assert kept(document) == {
-        "checkpoint-4": ["the last sound one"],
+        "checkpoint-4": ["the last complete one"],
         "checkpoint-5": ["newer than the last complete one"],
         "checkpoint-6": ["newer than the last complete one"],
     }
@@ -127,7 +127,7 @@ def test_what_may_be_being_written_stays(tmp_path: Path) -> None:
     assert kept(document) == {
         "checkpoint-2": ["not complete, and changed within the last hour"],
         "checkpoint-3": ["a run of ckpt is writing it"],
-        "checkpoint-5": ["the last sound one"],
+        "checkpoint-5": ["the last complete one"],
     }
     assert staged.is_dir()
 
@@ -138,7 +138,7 @@ def test_a_run_that_went_back_keeps_what_it_wrote_since(tmp_path: Path) -> None:
     age(steps[600], 3700)
     assert kept(ckpt.prune(tmp_path, keep_last=1)) == {
         "checkpoint-600": ["written after checkpoint-1000"],
-        "checkpoint-1000": ["the last sound one"],
+        "checkpoint-1000": ["the last complete one"],
     }
 
 
@@ -175,8 +175,8 @@ def test_what_the_run_calls_its_best_stays(tmp_path: Path) -> None:
     for step in steps.values():
         (step / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": "/elsewhere/out/checkpoint-2"}))
     assert kept(ckpt.prune(tmp_path, keep_last=1)) == {
-        "checkpoint-2": ["checkpoint-4 calls it the best"],
-        "checkpoint-4": ["the last sound one"],
+        "checkpoint-2": ["checkpoint-4 records it as the best"],
+        "checkpoint-4": ["the last complete one"],
     }
 
 
@@ -209,7 +209,7 @@ def test_links_are_neither_followed_nor_broken(tmp_path: Path) -> None:
         "checkpoint-1": ["best links to it"],
         "checkpoint-3": [f"checkpoint-9/{weights} links to it"],
         "checkpoint-4": ["checkpoint-3/config.json links to it"],
-        "checkpoint-9": ["the last sound one"],
+        "checkpoint-9": ["the last complete one"],
     }
     assert names(run_) == ["best", "checkpoint-1", "checkpoint-3", "checkpoint-4", "checkpoint-9"]
     assert names(elsewhere) == names(ONE)

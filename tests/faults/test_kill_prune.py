@@ -1,4 +1,4 @@
-"""`ckpt prune` killed at every file operation: each step is whole or gone, and the last sound one is there.
+"""`ckpt prune` killed at every file operation: each step is whole or gone, and the last complete one is there.
 
 By two roads, as `test_kill`: every operation in a forked process, and by strace on real ones, where `signal` strikes
 before the system call is carried out.
@@ -31,7 +31,7 @@ HIDDEN = re.compile(r"\.checkpoint-\d+\.[0-9a-f]{8}\.ckpt-removed")
 
 
 class Pruned:
-    """A run of four steps, of which the last is broken and the one before it is the last sound one."""
+    """A run of four steps, of which the last is broken and the one before it is the last complete one."""
 
     def __init__(self, root: Path) -> None:
         self.run, self._kept = root / "run", root / "kept"

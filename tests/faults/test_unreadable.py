@@ -30,8 +30,8 @@ LOOKS = "stat,lstat,scandir,entry,listdir,readlink,open,pread,read"
 KEPT = {
     "checkpoint-100": "a hidden link leads to it",
     "checkpoint-150": "an archive is made on it",
-    "checkpoint-300": "the last complete step calls it the best",
-    "checkpoint-400": "it is the last sound one",
+    "checkpoint-300": "the last complete step records it as the best",
+    "checkpoint-400": "it is the last complete one",
 }
 
 
@@ -150,7 +150,7 @@ def test_what_is_skipped_stays_and_is_named(field: Field, server: Any) -> None:
         kept = {Path(row["path"]).name: row["reasons"] for row in json.loads(done.out)["keep"]}
         if name == "checkpoint-400":
             assert kept[name] == ["it could not be read", "newer than the last complete one"]
-            assert kept["checkpoint-300"] == ["the last sound one"]
+            assert kept["checkpoint-300"] == ["the last complete one"]
         assert {"checkpoint-400", "checkpoint-300"} <= {path.name for path in field.run.iterdir()}
 
 

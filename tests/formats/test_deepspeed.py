@@ -500,7 +500,7 @@ def test_factors_of_an_optimizer_have_no_place(tmp_path: Path) -> None:
     optimizer.step()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
     writing = Writing(to="deepspeed")
-    with pytest.raises(UsageError, match="row_var.* has not its parameter's shape") as caught:
+    with pytest.raises(UsageError, match="row_var.* does not have its parameter's shape") as caught:
         convert(str(tmp_path / "in.pt"), str(tmp_path / "out"), Reading(), writing, Silent())
     assert caught.value.code == "E0286" and "--drop row_var,col_var" in caught.value.hint
     convert(

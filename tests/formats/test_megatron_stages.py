@@ -41,7 +41,7 @@ def test_a_text_that_is_no_layout(text):
 
 
 def test_a_wish_that_does_not_sum():
-    with pytest.raises(UsageError, match="does not lay out 4 layers") as e:
+    with pytest.raises(UsageError, match="does not distribute 4 layers") as e:
         from_wish((2, 1), 2, 1, 4)
     assert e.value.code == "E0272" and "2 numbers" in e.value.hint
 

@@ -124,7 +124,7 @@ RECIPES: dict[str, dict[str, str]] = {
 
 # heading -> patterns of the lines of its output that the page shows; of others those of DEFAULT
 DEFAULT = (r"^(from|to) ", r"^wrote ")
-LEFT_OUT = (*DEFAULT, r"^left behind", r"^  (step|exp_avg|exp_avg_sq|master):")
+LEFT_OUT = (*DEFAULT, r"^left out", r"^  (step|exp_avg|exp_avg_sq|master):")
 STATES = (*DEFAULT, r"^state ", r"^(model|master|step|exp_avg|exp_avg_sq) ")
 NOTES = (*DEFAULT, r"^notes", r"^  (names|config|Megatron|data ranks|--|no tokenizer|\d+ )")
 SHOWN = {

@@ -146,7 +146,7 @@ CASES = [
         "PU14 a layout that nothing tells",
         made(TIED, gone("config.json")),
         3,
-        ("hugging face layout or not", "--config"),
+        ("may or may not be in the hugging face layout", "--config"),
     ),
     ("PU15 the masters of another run", made(TIED, tensors("master_weights" + ONE, of_another)), UNSOUND, ("shape",)),
     (

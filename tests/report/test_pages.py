@@ -91,7 +91,7 @@ WRITTEN = {
     ],
     "removed_bytes": 6_000_000,
     "dropped": [
-        {"state": "ema", "tensors": 291, "bytes": 4_400_000_000, "reason": "not asked for"},
+        {"state": "ema", "tensors": 291, "bytes": 4_400_000_000, "reason": "as requested"},
         {"state": "extras", "names": ["rng", "args"], "tensors": 0, "bytes": 0, "reason": "no place for them"},
     ],
     "notes": ["tied weights written once"],
@@ -181,7 +181,7 @@ def test_the_plan_tells_all_before_bytes_move() -> None:
         "12 tensors such as w.q [12, 4]: requested dp x tp, cut by tp; 4.10 MB more on disk",
         "removed 2 tensors, 6.00 MB",
         "exp_avg: 1 tensor, 4.00 MB",
-        "ema: 291 tensors, 4.40 GB (not asked for)",
+        "ema: 291 tensors, 4.40 GB (as requested)",
         "extras: rng, args (no place for them)",
         "tied weights written once",
     ):

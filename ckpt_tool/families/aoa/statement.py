@@ -238,14 +238,14 @@ def _parted(items: list[tuple[str, int | str | None]]) -> tuple[tuple[str, ...],
             word = name
         elif attributes or word:
             raise UsageError(
-                f"`{name}` is behind the attributes",
+                f"`{name}` is after the attributes",
                 code="E1203",
                 hint=near_misses(name, (*WORDS, *_NUMBERS, *_TEXTS)) or "names come first",
             )
         else:
             names.append(name)
     if not names:
-        raise UsageError("no name behind the arrow", code="E1200", hint="`NAME -> _` drops a tensor")
+        raise UsageError("no name after the arrow", code="E1200", hint="`NAME -> _` drops a tensor")
     return tuple(names), attributes, word
 
 

@@ -122,7 +122,7 @@ def _interval_back(args: Arguments, out: Values) -> None:
     start, stop = (some[0], some[-1]) if some else (len(layers), len(layers))
     out |= {"moe_layer_start_index": start, "moe_layer_end_index": stop, "moe_layer_interval": every}
     if layers != [int((i + 1) % every == 0 and start <= i <= stop) for i in range(len(layers))]:
-        args.lost("moe_layer_freq: the class has experts at an interval, the arguments have not")
+        args.lost("moe_layer_freq: the class has experts at an interval, the arguments do not")
 
 
 def _softmax_to(model: Model, out: Values) -> None:

@@ -203,7 +203,7 @@ def _as_a_part(family: Family, translated: Translated) -> Translated:
     part: Values = {key: value for key, value in translated.config.items() if key not in ("architectures", TIED)}
     for key in reversed(family.language.split(".")):
         part = {key: part}
-    note = f"Megatron's arguments say nothing of what a {whole.model_type} sees or hears with: that part is not in the config"
+    note = f"Megatron's arguments do not describe the image or audio part of a {whole.model_type}: that part is not in the config"
     tied = {TIED: translated.config[TIED]} if TIED in translated.config else {}
     config = {"architectures": [whole.architecture], "model_type": whole.model_type, **tied, **part}
     return Translated(config, (*translated.notes, note))

@@ -433,7 +433,7 @@ class _Reading:
         found = from_torch(name.name) if isinstance(name, Symbol) else None
         if found is None:
             raise InputError(
-                f"dtype {name.name if isinstance(name, Symbol) else _what(name)} has no twin here",
+                f"dtype {name.name if isinstance(name, Symbol) else _what(name)} has no counterpart here",
                 code="E1334",
                 key=fqn,
                 hint="cast the tensor before saving, or leave it out",

@@ -86,8 +86,8 @@ def _parameters_shapes(tensors: Sequence[LogicalTensor]) -> None:
     ]
     if other:
         states = ",".join(dict.fromkeys(key.state for key in other))
-        what = f"{other[0]} has not its parameter's shape"
-        raise _unfit(what, f"--drop {states} leaves behind what has not", other[0].name, list(map(str, other[1:])))
+        what = f"{other[0]} does not have its parameter's shape"
+        raise _unfit(what, f"--drop {states} leaves out what does not", other[0].name, list(map(str, other[1:])))
 
 
 def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], wish: LayoutWish) -> Fitted:
@@ -168,7 +168,9 @@ class _Fitting:
         names = sorted(key.name for key in removed if key.state == MODEL and key.name in masters)
         if names:
             what = f"{names[0]} can't leave the module alone: DeepSpeed needs a weight for every fp32 master"
-            raise _unfit(what, "remove the twins with it: leave --model-only off", names[0], names[1:20])
+            raise _unfit(
+                what, "remove its optimizer and master states with it: leave --model-only off", names[0], names[1:20]
+            )
 
     def add_module(self) -> None:
         """The module's weights, rounded from the master where the source has none."""

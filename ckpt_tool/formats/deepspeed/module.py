@@ -171,7 +171,7 @@ class Module:
                     raise disagree(f"the file of expert {number} holds {name[:200]}", shown, name[:200], hint)
                 if self.moe.setdefault(layer, found.layer) != found.layer or name in self.arrays:
                     hint = "a file was renamed, or comes from another run"
-                    what = f"{name[:200]} lies in the files of two MoE layers, or twice"
+                    what = f"{name[:200]} is in the files of two MoE layers, or twice in those of one"
                     raise disagree(what, shown, name[:200], hint)
                 self._add(name, array)
         numbers: dict[str, int] = {}

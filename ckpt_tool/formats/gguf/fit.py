@@ -44,7 +44,7 @@ def fitted(tensors: Sequence[LogicalTensor], wish: LayoutWish, *, renamed: bool)
             f"{coded[0].dtype.name}",
             code=REQUANTISED,
             key=coded[0].key.name,
-            hint="--dequantize makes floats of them first; without the option they stay as they are",
+            hint="--dequantize converts them to floats first; without the option they stay as they are",
         )
     for tensor in tensors:
         if tensor.dtype.is_float:

@@ -132,7 +132,7 @@ class _Window:
         """A string. strict: what is no UTF-8 is a fault; else it reads as U+FFFD."""
         begin, length = self.at, self.number("Q", f"the length of {what}")
         if length > limit:
-            raise self.fault(f"{what} is said to have {length} bytes, want at most {limit}", at=begin)
+            raise self.fault(f"{what} should have {length} bytes, want at most {limit}", at=begin)
         self.need(length, what)
         if self.whole:
             self.at += length
@@ -240,7 +240,7 @@ def _scalar(window: _Window, kind: int, key: str) -> Any:
     if kind == STRING:
         return window.text(f"the value of {key}", strict=False)
     if kind not in SCALARS:
-        raise window.fault(f"{key} has a value of type {kind}, which there is not", at=window.at - 4)
+        raise window.fault(f"{key} has a value of type {kind}, which GGUF does not have", at=window.at - 4)
     value = window.number(SCALARS[kind][1], f"the value of {key}")
     return bool(value) if kind == BOOL else value
 
@@ -253,12 +253,10 @@ def _array(window: _Window, key: str, depth: int) -> tuple[Any, int, int]:
     least = 12 if inner == ARRAY else 8 if inner == STRING else None
     if least is None:
         if inner not in SCALARS:
-            raise window.fault(f"{key} has values of type {inner}, which there is not", at=window.at - 12)
+            raise window.fault(f"{key} has values of type {inner}, which GGUF does not have", at=window.at - 12)
         least = struct.calcsize("<" + SCALARS[inner][1])
     if count * least > window.size - window.at:
-        raise window.fault(
-            f"{key} is said to have {count} values, in {window.size - window.at} bytes", at=window.at - 8
-        )
+        raise window.fault(f"{key} should have {count} values, in {window.size - window.at} bytes", at=window.at - 8)
     if inner == ARRAY:
         found = [_array(window, key, depth + 1)[0] for _ in range(count)]
         return found if count <= SHORT or window.whole else None, count, inner
@@ -378,7 +376,7 @@ def _check_packed(window: _Window, tensors: tuple[Info, ...], data: int, alignme
             paddings.append((end, present))
 
     if window.size > position:
-        message = f"{window.size - position} bytes are stored behind the last tensor, which the header does not name"
+        message = f"{window.size - position} bytes are stored after the last tensor, which the header does not name"
         raise _not_padding(window.tree, window.path, position, message)
     return tuple(paddings)
 

@@ -120,7 +120,7 @@ def _arrays(tree: Tree, file: str, content: TorchContent) -> Iterator[tuple[str,
                     f"the file holds {'.'.join(map(str, path))[:120]}, want {ROOT_KEY} and names in it",
                     code=NUMBERS,
                     path=tree.display(file),
-                    hint="it is none of verl's save_adapter_checkpoint: --from torch opens it alone",
+                    hint="it was not written by verl's save_adapter_checkpoint: --from torch opens it alone",
                 )
 
 
@@ -253,4 +253,4 @@ def _notes(tree: Tree, hints: LoraHints, *, known: bool) -> Iterator[Note]:
     line = f"alpha {alpha} by --lora-alpha" if alpha else "nothing in the files says its scaling (--lora-alpha)"
     yield Note("N-adapter", f"an adapter of Megatron-Bridge, a file a rank, as verl saves it: {line}")
     if not known:
-        yield Note("N-adapter", f"there is no {CONFIG} beside: degrees are those of the files' names")
+        yield Note("N-adapter", f"there is no {CONFIG} next to it: the degrees are those in the files' names")

@@ -156,9 +156,7 @@ def _no_place(odd: list[str], letters: str, *, back: bool) -> Unfit:
     where = "GPTModel" if back else f"layers {letters[:80]}"
     hint = "give the pattern of this very model; its layers are counted from 0"
     if mixers:
-        hint = (
-            "--remove-keys 'decoder.layers.*.mixer.*' --remove-keys 'decoder.layers.*.norm.*' leaves the mixers behind"
-        )
+        hint = "--remove-keys 'decoder.layers.*.mixer.*' --remove-keys 'decoder.layers.*.norm.*' leaves the mixers out"
     return Unfit(f"{len(odd)} tensors have no place in {where}, such as {odd[0]}", hint)
 
 

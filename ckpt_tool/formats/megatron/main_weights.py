@@ -83,7 +83,9 @@ def as_the_model(tensors: Sequence[LogicalTensor]) -> Fitted:
         rows.append((number, tensor))
     dropped = []
     if gone:
-        dropped.append(_line(MODEL, "what the fp32 master rounds to stays behind, as Megatron-FSDP has it", gone))
+        dropped.append(
+            _line(MODEL, "16-bit weights that the fp32 master rounds to are left out, as Megatron-FSDP does", gone)
+        )
     if masters:
         dropped.append(_line(MASTER, f"{len(masters)} masters are the model, as Megatron-FSDP keeps its main weights"))
     if wide:

@@ -334,7 +334,7 @@ class _Optimizer:
             code=UNFIT,
             path=array.path,
             key=str(key),
-            hint=f"no rule joins them: leave them behind with --drop {','.join(otherwise)}",
+            hint=f"no rule joins them: leave them out with --drop {','.join(otherwise)}",
         )
         self.out.hide(key, ("optimizer", *path), array, fault)
 
@@ -391,7 +391,7 @@ class _Optimizer:
             code=UNFIT,
             path=self.path,
             hint="frozen parameters, another model, or a version of Megatron that orders them otherwise: --state "
-            "model leaves the optimizer behind; or save once as torch_dist with --dist-ckpt-optim-fully-reshardable",
+            "model leaves the optimizer out; or save once as torch_dist with --dist-ckpt-optim-fully-reshardable",
         )
 
 
@@ -476,7 +476,7 @@ class _Reading:
             code=MISSING,
             path=self.tree.display(lost[0]),
             faults=lost[1:50],
-            hint="copy it from where the job wrote it, or leave the optimizer behind with --state model",
+            hint="copy it from where the job wrote it, or leave the optimizer out with --state model",
         )
 
     # -- what the ranks agree on ---------------------------------------------------------------------------------------
@@ -507,7 +507,7 @@ class _Reading:
         mine, theirs = rank.extras, self.first.extras
         for key in ("iteration", "checkpoint_version", "num_floating_point_operations_so_far", "opt_param_scheduler"):
             if mine.get(key) != theirs.get(key):
-                yield f"is of {key} {_short(mine.get(key))}, not {_short(theirs.get(key))} as"
+                yield f"belongs to {key} {_short(mine.get(key))}, not {_short(theirs.get(key))} as"
         args = arguments(mine)
         decide, others = differences(self.args, args)
         for key in decide:
@@ -633,7 +633,7 @@ class _Reading:
                 if not names.is_buffer(name):
                     params.append(own)
         if dropped:
-            what = f"{len(dropped)} plain values of the model stay behind"
+            what = f"{len(dropped)} plain values of the model are left out"
             self.notes.append(Note("N0301", what, rank.path, dropped[0]))
         return params
 
@@ -715,7 +715,7 @@ class _Reading:
                 path=self.tree.display(other),
                 place="optimizer.param_groups",
                 faults=[f"step {a:g} in {path}", f"step {b:g} in {other}"],
-                hint="the groups were not saved at one time: go back to a save that is whole, or take --state model",
+                hint="the groups were not saved at one time: go back to a complete save, or take --state model",
             )
 
     # -- the rest ------------------------------------------------------------------------------------------------------

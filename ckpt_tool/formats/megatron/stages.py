@@ -190,7 +190,7 @@ def from_wish(split: Sequence[int], pp: int, vpp: int, layers: int, *, mtp: int 
     if counts is None or sum(counts) != layers:
         what = f"{pp} stages" + (f" of {vpp} chunks" if vpp > 1 else "")
         raise UsageError(
-            f"--pp-split {','.join(map(str, split))} does not lay out {layers} layers on {what}",
+            f"--pp-split {','.join(map(str, split))} does not distribute {layers} layers over {what}",
             code=NO_SPLIT,
             hint=f"give {pp * vpp} numbers that sum to {layers}",
         )

@@ -187,10 +187,10 @@ class _States:
             if self._scalar(state, name) and prod(self.decided.tensor(self.at[state, name]).shape) != 1:
                 raise UsageError(
                     f"--tp {self.decided.job.degrees['tp']}: no rule says how tensor ranks share {name} [{state}], "
-                    "which has not its parameter's shape",
+                    "which does not have its parameter's shape",
                     code="E0275",
                     key=f"{name} [{state}]",
-                    hint=f"write with --tp 1, or leave it behind with --drop {state}",
+                    hint=f"write with --tp 1, or leave it out with --drop {state}",
                 )
 
     def _scalar(self, state: str, name: str) -> bool:
@@ -221,7 +221,7 @@ class _States:
                 "the optimizers of matrices and of the rest have experts' of their own where experts are parallel, in "
                 "an order that differs from version to version",
                 code="E0274",
-                hint="write with --ep 1, --to megatron-dist, or leave the optimizer behind with --state model",
+                hint="write with --ep 1, --to megatron-dist, or leave the optimizer out with --state model",
             )
         return tuple(_Link(None, at == first, at) for at in (0, 1))
 

@@ -241,7 +241,7 @@ def unheld(whose: str, tensor: WantedTensor, tensors: Sequence[WantedTensor]) ->
     dotted = dict.fromkeys(each.key.state for each in tensors if "." in each.key.state)
     if tensor.key.state in dotted:
         what = f"has no key for the state {tensor.key.state}: in its keys a state is one word, without a dot"
-        hint = f"leave behind what has no place with --drop {','.join(dotted)}"
+        hint = f"leave out what has no place with --drop {','.join(dotted)}"
     else:
         what, hint = f"would read {tensor.key.name!r} back under another name", "rename or remove it (--remove-keys)"
     return UsageError(f"{whose} {what}", code=UNHELD, key=str(tensor.key), hint=f"{hint}, or choose another format")

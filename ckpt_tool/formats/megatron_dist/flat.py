@@ -144,7 +144,7 @@ def flat_states(
         code=MISFIT,
         path=shown,
         hint=f"{why}; else save once with --dist-ckpt-optim-fully-reshardable (NeMo: with the strategy's "
-        "ckpt_parallel_save_optim=True), or leave those states behind with --drop master,optimizer",
+        "ckpt_parallel_save_optim=True), or leave those states out with --drop master,optimizer",
         faults=faults[1:],
     )
 

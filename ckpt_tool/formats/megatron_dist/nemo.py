@@ -86,7 +86,7 @@ def with_context(
     if not beside:
         return []
     others = [path for path in beside if path != model]
-    notes = [Note("N-nemo", f"{len(others)} files of NeMo's context stay behind: {', '.join(others[:8])}")]
+    notes = [Note("N-nemo", f"{len(others)} files of NeMo's context are left out: {', '.join(others[:8])}")]
     notes = notes if others else []
     if model not in beside:
         return [*notes, Note("N-nemo", f"there is no {model}: the model's sizes are not stated")]

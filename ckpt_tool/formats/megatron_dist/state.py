@@ -200,7 +200,7 @@ def _plain(tree: Tree, read: ReadObject, value: Any, depth: int) -> Any:
             code="E0398",
             path=tree.display(read.entry.file),
             key=read.entry.fqn,
-            hint="the file is damaged or made to harm",
+            hint="the file is damaged or malicious",
         )
     if isinstance(value, TensorRef | WrapperRef):
         return _array(tree, read, value)
@@ -343,6 +343,6 @@ def check_step(tree: Tree, path: Path, array: StoredArray, objects: Objects) -> 
             path=tree.display(array.path),
             offset=array.offset,
             place=".".join(map(str, path)),
-            hint="the common state comes from two saves: go back to a save that is whole, or take --state model",
+            hint="the common state comes from two saves: go back to a complete save, or take --state model",
         )
     return True

@@ -89,7 +89,7 @@ def dist_target(wanted: Wanted) -> Target:
     lora = wanted.hints.get(LoraHints)
     notes = state.notes
     if lora is not None and is_adapter(layout.names):
-        line = f"{RUN_CONFIG} says the adapter, its base and the ranks: other sections of a run's config stay behind"
+        line = f"{RUN_CONFIG} says the adapter, its base and the ranks: other sections of a run's config are left out"
         notes = (*notes, line)
         files.append(whole_file(folder + RUN_CONFIG, run_text(lora, layout.degrees, layout.job.gated)))
     if own is not None and own.integrity:

@@ -72,7 +72,7 @@ def _cuts(
     Returns (the dim along which each tensor is cut, `ALL` for none; lines for the report)."""
     strange = [tensor.key.name for tensor in wanted.tensors if cut_of(tensor.key.name) is None]
     if params is None or strange:
-        what = f"nothing says how {strange[0]} is cut" if strange else "nothing tells the number of heads"
+        what = f"nothing says how {strange[0]} is cut" if strange else "nothing states the number of heads"
         raise UsageError(
             f"--tp {tp}: {what}",
             code=UNSURE,

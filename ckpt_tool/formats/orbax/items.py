@@ -230,7 +230,9 @@ def _leaf(tree: Tree, path: str, shown: str, row: Any) -> Leaf:
     path_keys: list[str | int] = []
     for key, key_type in keys:
         if type(key) is not str or key_type not in (SEQUENCE, DICT) or key_type == SEQUENCE and not numeral(key):
-            raise _damaged(tree, path, f"a key of {shown[:200]} is none: {str(key)[:80]} of type {str(key_type)[:20]}")
+            raise _damaged(
+                tree, path, f"a key of {shown[:200]} is not one: {str(key)[:80]} of type {str(key_type)[:20]}"
+            )
         path_keys.append(int(key) if key_type == SEQUENCE else key)
     if not 0 < len(path_keys) <= DEEPEST or type(kind) is not str:
         raise _damaged(tree, path, f"the row of {shown[:200]} names no leaf")

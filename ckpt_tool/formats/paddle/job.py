@@ -300,7 +300,7 @@ def stages_of(items: Items, pp: int, wish: Sequence[int] = (), before: Sequence[
     if wish:
         if len(wish) != pp or sum(wish) != items.layers or min(wish) < 0:
             raise UsageError(
-                f"--pp-split {','.join(map(str, wish))} does not lay out {items.layers} layers on {pp} stages",
+                f"--pp-split {','.join(map(str, wish))} does not distribute {items.layers} layers over {pp} stages",
                 code=NO_SPLIT,
                 hint=f"give {pp} numbers that sum to {items.layers}",
             )

@@ -117,7 +117,7 @@ def cut_of(name: str, shape: tuple[int, ...], config: Mapping[str, Any], tp: int
     cut = _judge(name, shape, shape, config, tp, ep, False)
     if isinstance(cut, str):
         raise UsageError(
-            f"{cut}, so how --tp {tp} parts it is not known",
+            f"{cut}, so how --tp {tp} splits it is not known",
             code=UNKNOWN_WANTED,
             key=name,
             hint="pass the model's config.json with --config, or --tp 1",
@@ -125,7 +125,7 @@ def cut_of(name: str, shape: tuple[int, ...], config: Mapping[str, Any], tp: int
     if cut.dim is not None and not divides(shape, cut, tp):
         length = shape[cut.dim] // max(sum(cut.parts), 1) if cut.parts else shape[cut.dim]
         raise UsageError(
-            f"dim {cut.dim} of {list(shape)} does not part evenly over {tp} ranks",
+            f"dim {cut.dim} of {list(shape)} does not split evenly over {tp} ranks",
             code=UNEVEN,
             key=name,
             hint=f"degrees near that do: {', '.join(map(str, divisors_near(length, tp)))}",

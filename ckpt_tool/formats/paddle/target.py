@@ -337,7 +337,7 @@ class _Writing:
         rounded = [p.name for p in trained if (MODEL, p.name) in self.at and self._number(MASTER, p) is not None]
         if self.kind == IO and rounded:
             self.notes.append(
-                f"{len(rounded)} weights are written beside their fp32 masters: Paddle's sharding_io leaves them out "
+                f"{len(rounded)} weights are written next to their fp32 masters: Paddle's sharding_io leaves them out "
                 "and rounds the masters again when it loads; it does not look at them"
             )
         if self.laid.degrees.version == V1 and self.laid.degrees.ep > 1:

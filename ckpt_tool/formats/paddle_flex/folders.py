@@ -151,7 +151,7 @@ def check(saves: Sequence[Save], shown: str, root_names: Sequence[str], *, lenie
         if save.metadata is None and save.kind != EMA_FOLDER:
             raise Incomplete(
                 f"save {save.unique} was not finished: {save.unique}.metadata is missing, which says where "
-                "everything lies",
+                "each tensor is stored",
                 code=UNFINISHED,
                 path=f"{where}/{save.unique}.metadata",
                 hint="fetch it from where the job wrote it, or take the checkpoint before",

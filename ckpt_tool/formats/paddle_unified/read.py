@@ -141,8 +141,8 @@ def _undecided(names: list[str], shapes: Mapping[str, Shape], config: Mapping[st
     kind = model_type_of(config)
     about = f"the model type {kind!r} is not known" if kind else "nothing says the model type"
     return InputError(
-        f"{len(names)} weights are in the Hugging Face layout or not: {about}, and no master weight of another shape "
-        f"tells; the first: {names[0]} {list(shapes[names[0]])}",
+        f"{len(names)} weights may or may not be in the Hugging Face layout: {about}, and no master weight of "
+        f"another shape shows it; the first: {names[0]} {list(shapes[names[0]])}",
         code=UNDECIDED,
         path=path,
         key=names[0],

@@ -155,8 +155,8 @@ def _layout(tensors: Numbered, wanted: Wanted, config: Mapping[str, Any], notes:
         return own if own in ("np", "pt") else "np"
     if wanted.hints.dialect != "paddle":
         notes.append(
-            "names and layouts are the source's, not Paddle's: the model file says format np for what lies in it as "
-            "it lay; --dialect paddle makes them Paddle's"
+            "names and layouts are the source's, not Paddle's: the model file states format np, and tensors are stored "
+            "as they were; --dialect paddle converts them to Paddle's"
         )
         return "np"
     if own == "np":

@@ -41,7 +41,7 @@ def find_adapter_faults(catalog: Catalog) -> Iterator[CkptError]:
     tensors = {key.name: tensor for key, tensor in catalog.tensors.items()}
     empty = [name for name, tensor in tensors.items() if tensor.numel == 0]
     if empty:
-        which = "no tensor has" if len(empty) == len(tensors) else f"{len(empty)} of {len(tensors)} tensors have not"
+        which = "no tensor has" if len(empty) == len(tensors) else f"{len(empty)} of {len(tensors)} tensors are not"
         yield Incomplete(
             f"{which} a single element: the adapter was saved from ZeRO 3 without its values being gathered",
             code=EMPTY,

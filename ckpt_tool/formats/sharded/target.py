@@ -345,7 +345,7 @@ def _plain(values: Mapping[str, Any], what: str) -> Any:
         raise UsageError(
             f"the {what} hold a string that is no Unicode text ({e.reason})",
             code="E0245",
-            hint="leave the extras behind: --drop extras",
+            hint="leave the extras out: --drop extras",
         ) from e
     return out
 
@@ -382,6 +382,6 @@ def _check_names(wanted: Wanted, files: Iterable[str]) -> None:
                 f"two files of the output would be {taken[path.casefold()]!r} and {path!r}",
                 code="E0246",
                 path=path,
-                hint="rename the side file, or leave the state behind with --state",
+                hint="rename the side file, or leave the state out with --state",
             )
         taken[path.casefold()] = path

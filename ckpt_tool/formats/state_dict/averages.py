@@ -177,5 +177,5 @@ def refuse_twinless(word: str, name: str) -> InputError:
         f"{word}.{name[:200]} is an average by its name, and no weight of the model is its own",
         code=_NO_TWIN,
         key=f"{word}.{name}"[:200],
-        hint=f"--remove-keys '{word}.*' leaves them all behind",
+        hint=f"--remove-keys '{word}.*' leaves them all out",
     )

@@ -93,5 +93,5 @@ def _mixed(what: str, fqn: str) -> InputError:
         f"an optimizer state of torchao, and {what}",
         code=MIXED,
         key=fqn,
-        hint="save it gathered (full_state_dict=True), or the states in fp32; --drop optimizer leaves it behind",
+        hint="save it gathered (full_state_dict=True), or the states in fp32; --drop optimizer leaves it out",
     )

@@ -93,7 +93,7 @@ def _part(value: Any, path: Path, out: Parted) -> Any:
             f"the state nests deeper than {DEPTH_LIMIT} levels or has more than {VISIT_LIMIT} values",
             code="E0398",
             place=dotted(path[:8])[:200] + "...",
-            hint="the file is damaged or made to harm: no trainer writes such a state",
+            hint="the file is damaged or malicious: no trainer writes such a state",
         )
     if isinstance(value, WrapperRef) and type(value.local) is Opaque and holds_tensor(value.local):
         out.held.append(Held(path, value.local, len(out.leaves), value))
@@ -245,7 +245,7 @@ def _step(root: dict[Any, Any], node: Any, here: Path, step: str | int) -> Any:
             raise CorruptFile(
                 f"a tensor belongs at {dotted(here)}, but the list there has {len(node)} entries",
                 code="E2606",
-                hint="the extras were edited: carry them whole or drop them",
+                hint="the extras were edited: keep all of them or drop them",
             )
         if not isinstance(node[position], dict | list):
             if node[position] is not None and node[position] != SLOT:

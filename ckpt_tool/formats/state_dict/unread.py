@@ -154,8 +154,8 @@ def set_apart(
 
 
 def _with_removal(hint: str | None, name: str) -> str:
-    """The hint of a tensor that can't be read, with the option that leaves it behind."""
-    removal = f"--remove-keys {shlex.quote(name[:200])} leaves it behind"
+    """The hint of a tensor that can't be read, with the option that leaves it out."""
+    removal = f"--remove-keys {shlex.quote(name[:200])} leaves it out"
     if hint is None or removal in hint:
         return hint or removal
     return f"{hint}; {removal}"

@@ -174,7 +174,7 @@ def _one(tree: Tree, name: str) -> Chosen | None:
         return Chosen("a tar archive", (name,))
     end = tree.read(name, max(0, size - _END), min(size, _END))
     if b"PK\x05\x06" in end and b"data.pkl" in end:
-        return Chosen("a zip's end behind something else", (name,))
+        return Chosen("a zip's end after something else", (name,))
     return None
 
 

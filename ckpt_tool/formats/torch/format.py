@@ -210,7 +210,7 @@ def _hold_against(
         strangers = sorted(names - wanted) if wanted is not None else []
         if strangers and not lenient:
             raise InconsistentCheckpoint(
-                f"{len(strangers)} tensors lie in {name}, but not in the index; the first: {strangers[0][:200]}",
+                f"{len(strangers)} tensors are in {name}, but not in the index; the first: {strangers[0][:200]}",
                 code=STRANGER,
                 path=tree.display(name),
                 key=strangers[0][:200],

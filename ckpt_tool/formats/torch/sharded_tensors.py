@@ -58,7 +58,7 @@ def read_shards(wrapper: WrapperRef, name: str) -> Shards:
         raise _unplaced("it has several shards on one rank")
     box = _box(own[0], wrapper.shape) if own else None
     if box is not None and box not in every:
-        raise _unplaced("the shard in the file is none of those that its metadata states")
+        raise _unplaced("the shard in the file is not one of those that its metadata states")
     local = wrapper.local
     if box is not None and getattr(local, "shape", None) != box.shape:
         raise _unplaced(f"the shard in the file is not of the shape {list(box.shape)} that its metadata states")
@@ -70,7 +70,7 @@ def read_shards(wrapper: WrapperRef, name: str) -> Shards:
 def _box(shard: Any, shape: tuple[int, ...]) -> Box:
     """The box of a ShardMetadata, inside the whole tensor."""
     if not isinstance(shard, Record):
-        raise _unplaced("its metadata is none of a ShardedTensor")
+        raise _unplaced("its metadata is not that of a ShardedTensor")
     offsets = tuple(shard.get("shard_offsets", (list, tuple)))
     sizes = tuple(shard.get("shard_sizes", (list, tuple)))
     numbers = all(type(n) is int and n >= 0 for n in (*offsets, *sizes))

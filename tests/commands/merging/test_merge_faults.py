@@ -203,7 +203,7 @@ GOOD = "merge_method: linear\nmodels:\n  - {{model: {0}, parameters: {{weight: 1
         ),
         (
             GOOD + "parameters: {{weight: [{{value: 2}}, {{filter: mlp, value: 1}}]}}",
-            ["those behind it are never reached"],
+            ["those after it are never reached"],
         ),
         ("merge_method: !!bool abc", ["'abc' is no bool"]),
         ("merge_method: " + ":".join(["59"] * 20000), ["is no int of at most 400 characters"]),
