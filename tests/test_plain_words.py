@@ -1,7 +1,7 @@
 """What users read is in plain words: messages, help, the error catalogue and the guide.
 
     WORDS                       expressions that this project once had of its own, and what to write in their place
-    sentences_of(source)        the texts of a module that a user may see: every string of several words, docstrings aside
+    sentences_of(source)        what a user may see of a module: its strings of several words, no docstrings
 
 At most 0.5 of these words per 1,000 lines are allowed, in each kind of text by itself. Comments and docstrings are for
 developers and are not looked at. That the search sees anything at all is shown on planted texts below.

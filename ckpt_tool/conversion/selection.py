@@ -105,7 +105,7 @@ def _unread_left(unread: Iterable[Unread]) -> list[dict[str, Any]]:
     """Entries of the report for tensors that no reader gives: they are here only where they are left behind."""
     rows: dict[tuple[str, str], list[str]] = {}
     for one in unread:
-        why = f"held by objects of class {one.kind}, never made" if one.kind else str(one.fault)
+        why = f"held by objects of class {one.kind}, which are never created" if one.kind else str(one.fault)
         rows.setdefault((one.key.state, why), []).append(one.key.name)
     return [
         {"state": state, "tensors": len(names), "bytes": 0, "names": names[:50], "reason": f"not read: {why}"}

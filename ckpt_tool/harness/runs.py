@@ -147,8 +147,9 @@ def _entry(
 
 
 def _refuse_another_model(source: Loader, job: Job, start: Path) -> None:
-    """Raise InconsistentCheckpoint E1509 where the checkpoint has parameters that the model does not have: they would be lost
-    in silence. (What it lacks, reading says.) A head that is tied or not is the case that no shape gives away."""
+    """Raise InconsistentCheckpoint E1509 where the checkpoint has parameters that the model does not have: they would
+    be lost in silence. (What it lacks, reading says.) A head that is tied or not is the case that no shape gives
+    away."""
     if source.tied and not job.shape.tied:
         raise InconsistentCheckpoint(
             "the checkpoint's head is its embedding, and the model has one of its own",

@@ -283,7 +283,7 @@ def _refuse_unknown(scheme: Quantisation | None) -> None:
         raise UsageError(
             f"{OPTION}: the weights are quantised by {scheme.scheme}, which this build can't undo ({scheme.why})",
             code=UNKNOWN,
-            hint="convert them to floats with its own library, or leave it off: they are moved as they are, byte for byte",
+            hint="convert them to floats with its own library, or leave it off: they are moved byte for byte",
         )
 
 

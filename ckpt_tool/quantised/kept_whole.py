@@ -183,5 +183,6 @@ def refuse_codes(tensors: Sequence[LogicalTensor], option: str, path: str) -> No
             f"{option} computes with weights, and those of {path} are quantised",
             code="E1465",
             key=lead or None,
-            hint="convert them to floats with --dequantize, or first: ckpt convert SRC OUT --to safetensors --dequantize",
+            hint="convert them to floats with --dequantize, or in a step of its own: "
+            "ckpt convert SRC OUT --to safetensors --dequantize",
         )

@@ -1,4 +1,4 @@
-"""Objects of a job's own classes in a training state: left behind by its owner's word, never made."""
+"""Objects of a job's own classes in a training state: left behind by its owner's word, never created."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_weights_come_out_and_the_objects_are_named(saved: Path, capfd: pytest.C
     words = ["--state", "model", "--drop", "extras"]
     assert run(["convert", str(saved / "own.pt"), str(out), "--to", "safetensors", *words]) == 0
     report = " ".join(capfd.readouterr().out.split())
-    assert "Config at" in report and "Kind at" in report and "never made" in report
+    assert "Config at" in report and "Kind at" in report and "never created" in report
     assert torch.equal(load_file(out / "model.safetensors")["w"], torch.arange(6.0))
 
 

@@ -150,7 +150,8 @@ class _Writer:
             self.notes.append("no optimizer options in the source: the job's own configuration counts")
         elif len(out) > 1 and rest and not taken:
             self.notes.append(
-                f"which of {len(out)} parameter groups a parameter belongs to is unknown: DeepSpeed assigns them by their order"
+                f"which of {len(out)} parameter groups a parameter belongs to is unknown: "
+                "DeepSpeed assigns them by their order"
             )
         elif taken and rest:
             self.notes.append(

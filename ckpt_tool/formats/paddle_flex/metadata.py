@@ -81,7 +81,8 @@ def read_metadata(tree: Tree, folder: str, name: str) -> Listing:
     """The listing of `folder` ("" or "name/") from its metadata file.
 
     Raises InconsistentCheckpoint E1332 (contradictions), InputError E1333 (not Paddle's metadata), E1334 (a dtype that
-    has no counterpart here), E1335 (a key that no file holds), UnsafeInput E0410 (a file name that leaves the folder), E0420.
+    has no counterpart here), E1335 (a key that no file holds), UnsafeInput E0410 (a file name that leaves the folder),
+    E0420.
     """
     path = folder + name
     shown = tree.display(path)
