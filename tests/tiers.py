@@ -31,7 +31,9 @@ TESTS = Path(__file__).resolve().parent
 ONE_OF, ONE_OF_A_FILE = 32, 3
 FEW = 4  # like cases that all run by default; of more, half
 # those that train, measure, kill or compile, and one whose cases take seconds to find in all fixtures
-SLOW_PLACES = frozenset({"acceptance", "bench", "compiled", "faults", "guide", "harness", "kernels", "test_numbers.py"})
+SLOW_PLACES = frozenset(
+    {"acceptance", "bench", "compiled", "faults", "guide", "harness", "kernels", "packaging", "test_numbers.py"}
+)
 
 Case = TypeVar("Case")
 

@@ -119,7 +119,7 @@ class Folded(Recipe):
 
     def rounded(self, read: Read, lend: Lend, start: int, stop: int, out: tuple[Array, str]) -> bool:
         library = ready(4 * (stop - start)) if out[1] in KINDS and self._compiled else None
-        if library is None:
+        if library is None or not library.pair:  # products want a fused multiply-add, which not every processor has
             return False
         values, kind = lend(0, start, stop)
         size, item, made = self.numel // self.experts, values.nbytes // (stop - start), out[0]

@@ -15,7 +15,8 @@ PACKAGES = ("numpy", "safetensors", "typer", "rich", "xxhash", "ml_dtypes", "isa
 
 
 def doctor() -> dict[str, Any]:
-    """Versions, processors, memory, disk, file system, GPU, nvcc, extras; `self_test`: ok or what failed."""
+    """Versions, processors, memory, disk, file system, compiled loops, GPU, nvcc, extras; `self_test`: ok or what
+    failed."""
     usage = shutil.disk_usage(".")
     return {
         "schema_version": 1,
@@ -31,11 +32,32 @@ def doctor() -> dict[str, Any]:
             "ray": util.find_spec("ray") is not None,
         },
         "nvcc": shutil.which("nvcc"),
+        "compiled": _compiled(),
         "kernels": _kernels(),
         "gpu": sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*")),
         "open_files_limit": _open_files(),
         "self_test": _self_test(),
     }
+
+
+def _compiled() -> dict[str, Any]:
+    """Which compiled loops a run on the CPU would use, and why. All of them are tried against NumPy and Python."""
+    from ckpt_tool.compiled import library, loading, rows, twins
+    from ckpt_tool.errors import CkptError
+
+    opened = loading.opened_library(loading.FOLDER)
+    facts = {"paths": list(opened.paths), "compiler": opened.compiler or None}
+    try:
+        choice = loading.chosen()
+    except CkptError as e:
+        return {"uses": "nothing", "reason": e.message, **facts}
+    if choice.library is None:
+        return {"uses": choice.path, "reason": choice.reason, **facts}
+
+    shelves = (library.BlocksShelf(), rows.RowsShelf(), twins.TwinsShelf())
+    refusals = [shelf.find_refusal(choice) for shelf in shelves]
+    uses = loading.NUMPY if refusals[0] else choice.path
+    return {"uses": uses, "reason": "; ".join(filter(None, refusals)) or choice.reason, **facts}
 
 
 def _kernels() -> dict[str, Any]:

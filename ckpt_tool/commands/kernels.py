@@ -25,8 +25,7 @@ _LIBRARY_LIMIT = 256 << 20  # bytes of a file that may be a library
 
 def info() -> dict[str, Any]:
     """What a run would use and why; driver, GPUs, nvcc, sources and what the cache holds. Builds nothing."""
-    from ckpt_tool.compiled import cache
-    from ckpt_tool.device import build, choose, driver
+    from ckpt_tool.device import build, cache, choose, driver
 
     choice, found, nvcc = choose.chosen(), driver.probe(), build.find_nvcc()
     digest = build.source_digest()

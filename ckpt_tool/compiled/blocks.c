@@ -1,67 +1,17 @@
 /* Work on blocks that lie in L2, in one pass where NumPy takes several: sums of models, thin products,
    codes and scales, blocks of GGUF, transposes.
 
-   The arithmetic is stated operation by operation, so that the bits are those of the NumPy road beside each call
+   The arithmetic is stated operation by operation, so that the bits are those of the NumPy implementation of each call
    (ckpt_tool/compiled/library.py says which): no fast-math, no contraction (-ffp-contract=off), fused multiply-adds
    only where they are written. What has to be counted or keeps a payload (infinity, NaN, what rounds to infinity) is
-   not decided here: the call returns 1, and the caller goes the NumPy road for that block. */
+   not decided here: the call returns 1, and the caller uses the NumPy implementation for that block. */
 
-#include <stdint.h>
-#include <string.h>
-
-#define API __attribute__((visibility("default")))
-#define INLINE static inline __attribute__((always_inline))
-
-enum { F32 = 0, BF16 = 1 };
-enum { CHUNK = 512 }; /* elements that are worked on at a time: they stay in L1 */
-
-INLINE uint32_t bits_of(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
-
-/* Elements [at, at + n) of a line as fp32. */
-INLINE void widen(const void *in, int kind, int64_t at, int n, float *restrict out)
-{
-    if (kind == F32) {
-        memcpy(out, (const float *)in + at, 4 * (size_t)n);
-        return;
-    }
-    const uint16_t *half = (const uint16_t *)in + at;
-    for (int i = 0; i < n; i++) {
-        uint32_t bits = (uint32_t)half[i] << 16;
-        memcpy(out + i, &bits, 4);
-    }
-}
-
-/* fp32 to elements [at, at + n) of a line, to nearest, ties to even. Returns 1 where one of them is no finite number,
-   or becomes none. */
-INLINE int narrow(const float *restrict in, int n, void *out, int kind, int64_t at)
-{
-    uint32_t most = 0;
-    if (kind == F32) {
-        for (int i = 0; i < n; i++) {
-            uint32_t size = bits_of(in[i]) & 0x7FFFFFFF;
-            most = most > size ? most : size;
-        }
-        memcpy((float *)out + at, in, 4 * (size_t)n);
-        return most >= 0x7F800000;
-    }
-    uint16_t *half = (uint16_t *)out + at;
-    for (int i = 0; i < n; i++) {
-        uint32_t bits = bits_of(in[i]), size = bits & 0x7FFFFFFF;
-        most = most > size ? most : size;
-        half[i] = (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
-    }
-    return most >= 0x7F7F8000; /* 0x7F7F is the largest bf16 */
-}
+#include "arrays.h"
 
 /* out = sum_i w_i in_i / total, by steps of float(double(x) * w + sum), from the sum 0. w: fp32 values. A product of
    two fp32 is exact in fp64, so that the first step is one rounding, and fp32 does it alone. */
-API int ck_linear(int count, const void *const *in, const int *kinds, const double *weights, float total, int64_t n,
-                  void *out, int kind)
+API int NAMED(ck_linear)(int count, const void *const *in, const int *kinds, const double *weights, float total,
+                         int64_t n, void *out, int kind)
 {
     int odd = 0;
     for (int64_t at = 0; at < n; at += CHUNK) {
@@ -202,8 +152,8 @@ static int folded_rows(const ck_fold *fold, int64_t first, int64_t last, int64_t
 
 /* Elements [start, stop) of the row-major line of a matrix with `width` columns: base + s (left @ right), term after
    term; base and out begin with element `start`. */
-API int ck_folded(const void *base, int kind_in, void *out, int kind_out, int64_t start, int64_t stop, int64_t width,
-                  int terms, const ck_term *term)
+API int NAMED(ck_folded)(const void *base, int kind_in, void *out, int kind_out, int64_t start, int64_t stop,
+                         int64_t width, int terms, const ck_term *term)
 {
     const ck_fold fold = {base, out, kind_in, kind_out, start, width, terms, term};
     const int64_t head = start / width, full = (start + width - 1) / width, end = stop / width;
@@ -219,12 +169,12 @@ API int ck_folded(const void *base, int kind_in, void *out, int kind_out, int64_
 }
 
 /* Columns that are made at a time: `wide` must be a multiple of it. 0: this machine has no fused multiply-add. */
-API int ck_pair(void) { return PAIR; }
+API int NAMED(ck_pair)(void) { return PAIR; }
 #else
-API int ck_pair(void) { return 0; }
+API int NAMED(ck_pair)(void) { return 0; }
 
-API int ck_folded(const void *base, int kind_in, void *out, int kind_out, int64_t start, int64_t stop, int64_t width,
-                  int terms, const ck_term *term)
+API int NAMED(ck_folded)(const void *base, int kind_in, void *out, int kind_out, int64_t start, int64_t stop,
+                         int64_t width, int terms, const ck_term *term)
 {
     (void)base, (void)kind_in, (void)out, (void)kind_out, (void)start, (void)stop, (void)width, (void)terms, (void)term;
     return 1;
@@ -246,7 +196,8 @@ typedef struct {
 
 /* out[r * pitch + block] = max(itself, the largest magnitude of the block), blocks of `width` columns. Where a value is
    no finite number, so is what is found. */
-API void ck_largest(const void *in, int kind, int64_t rows, int64_t columns, int64_t width, int64_t pitch, float *out)
+API void NAMED(ck_largest)(const void *in, int kind, int64_t rows, int64_t columns, int64_t width, int64_t pitch,
+                           float *out)
 {
     for (int64_t r = 0; r < rows; r++)
         for (int64_t at = 0, block = 0; at < columns; at += width, block++) {
@@ -270,13 +221,6 @@ API void ck_largest(const void *in, int kind, int64_t rows, int64_t columns, int
             }
             memcpy(place, &most, 4);
         }
-}
-
-INLINE float float_of(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
 }
 
 /* The code nearest to a quotient, and in `made` what it stands for. A float's last bits that are kept have the weight
@@ -387,8 +331,8 @@ INLINE void all_codes(const void *in, int kind, int64_t rows, int64_t columns, i
 
 /* The codes of (rows, columns) values, a byte each. The first column is number `skip` of its block; each row of
    divisors lies `pitch` behind the one before. error: the largest distance, the sum of their squares, of the values'. */
-API void ck_codes(const void *in, int kind, int64_t rows, int64_t columns, int64_t skip, int64_t width,
-                  const float *divisors, int64_t pitch, int to, uint8_t *out, double *error)
+API void NAMED(ck_codes)(const void *in, int kind, int64_t rows, int64_t columns, int64_t skip, int64_t width,
+                         const float *divisors, int64_t pitch, int to, uint8_t *out, double *error)
 {
 #define TO(code)                                                                                                       \
     if (to == code && kind == BF16)                                                                                    \
@@ -404,7 +348,6 @@ API void ck_codes(const void *in, int kind, int64_t rows, int64_t columns, int64
 
 /* -- GGUF's types of blocks: 32 elements, the steps of gguf's quants.py (ckpt_tool/quantised/blocks.py) -------------- */
 
-enum { Q4_0 = 0, Q4_1 = 1, Q5_0 = 2, Q5_1 = 3, Q8_0 = 4, MXFP4 = 5 };
 enum { BLOCK = 32 };
 
 /* The fp16 nearest to a finite number, ties to even. */
@@ -517,7 +460,7 @@ INLINE int gguf_blocks(const void *in, int kind, int64_t blocks, int to, int nby
 }
 
 /* Blocks of a type, one behind the other. Returns 1 where one of them is not known here, and `out` is void. */
-API int ck_gguf(const void *in, int kind, int64_t blocks, int to, uint8_t *out)
+API int NAMED(ck_gguf)(const void *in, int kind, int64_t blocks, int to, uint8_t *out)
 {
 #define TO(type, nbytes)                                                                                               \
     if (to == type)                                                                                                    \
@@ -531,158 +474,6 @@ API int ck_gguf(const void *in, int kind, int64_t blocks, int to, uint8_t *out)
     TO(MXFP4, 17);
 #undef TO
     return 1;
-}
-
-/* -- floats of GGUF's blocks: scale * code - least, group by group, in the order of gguf's quants.py ---------------- */
-
-enum { TQ2_0 = 6, IQ4_NL = 7, IQ4_XS = 8, Q2_K = 9, Q3_K = 10, Q4_K = 11, Q5_K = 12, Q6_K = 13, TYPES = 14 };
-enum { GROUP = 16, NONE = -1 }; /* elements that have one scale at least */
-
-/* Where the bits of codes lie: from byte `at` of a block on, `bits` of each. A run of bytes holds the lowest bits of `run`
-   elements, behind them those of the next `run`, until its bits are used up. */
-typedef struct {
-    int at, bits, run;
-} ck_packed;
-
-typedef struct {
-    int nbytes, elements, group; /* of a block; elements that have one scale */
-    int scale, least;            /* bytes of a half-precision number; NONE */
-    ck_packed low, high;         /* the codes' lower and upper bits, 0 of these where there are none */
-    int bias;                    /* what a code stands for: itself less this, */
-    const int8_t *table;         /* or an entry of a table */
-} ck_type;
-
-static const int8_t DOUBLED[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-static const int8_t CURVE[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-static const ck_type OF[TYPES] = {
-    [Q4_0] = {18, 32, 32, 0, NONE, {2, 4, 16}, {0, 0, 0}, 8, 0},
-    [Q4_1] = {20, 32, 32, 0, 2, {4, 4, 16}, {0, 0, 0}, 0, 0},
-    [Q5_0] = {22, 32, 32, 0, NONE, {6, 4, 16}, {2, 1, 1}, 16, 0},
-    [Q5_1] = {24, 32, 32, 0, 2, {8, 4, 16}, {4, 1, 1}, 0, 0},
-    [Q8_0] = {34, 32, 32, 0, NONE, {2, 8, 32}, {0, 0, 0}, 0, 0},
-    [MXFP4] = {17, 32, 32, NONE, NONE, {1, 4, 16}, {0, 0, 0}, 0, DOUBLED},
-    [TQ2_0] = {66, 256, 256, 64, NONE, {0, 2, 32}, {0, 0, 0}, 1, 0},
-    [IQ4_NL] = {18, 32, 32, 0, NONE, {2, 4, 16}, {0, 0, 0}, 0, CURVE},
-    [IQ4_XS] = {136, 256, 32, 0, NONE, {8, 4, 16}, {0, 0, 0}, 0, CURVE},
-    [Q2_K] = {84, 256, 16, 80, 82, {16, 2, 32}, {0, 0, 0}, 0, 0},
-    [Q3_K] = {110, 256, 16, 108, NONE, {32, 2, 32}, {0, 1, 32}, 4, 0},
-    [Q4_K] = {144, 256, 32, 0, 2, {16, 4, 32}, {0, 0, 0}, 0, 0},
-    [Q5_K] = {176, 256, 32, 0, 2, {48, 4, 32}, {16, 1, 32}, 0, 0},
-    [Q6_K] = {210, 256, 16, 208, NONE, {0, 4, 64}, {128, 2, 32}, 32, 0},
-};
-
-INLINE void runs_of_codes(const uint8_t *in, int bits, int run, int elements, uint8_t *restrict out)
-{
-    for (const uint8_t *end = in + elements * bits / 8; in < end; in += run)
-        for (int low = 0; low < 8; low += bits, out += run)
-            for (int j = 0; j < run; j++)
-                out[j] = in[j] >> low & ((1 << bits) - 1);
-}
-
-/* A byte for each code of a block; the length of a run is a constant, so that loops are vectors. */
-static void unpacked(const uint8_t *block, ck_packed codes, int elements, uint8_t *out)
-{
-    const uint8_t *in = block + codes.at;
-    switch (codes.bits << 8 | codes.run) {
-    case 8 << 8 | 32: memcpy(out, in, (size_t)elements); break;
-    case 4 << 8 | 16: runs_of_codes(in, 4, 16, elements, out); break;
-    case 4 << 8 | 32: runs_of_codes(in, 4, 32, elements, out); break;
-    case 4 << 8 | 64: runs_of_codes(in, 4, 64, elements, out); break;
-    case 2 << 8 | 32: runs_of_codes(in, 2, 32, elements, out); break;
-    case 1 << 8 | 32: runs_of_codes(in, 1, 32, elements, out); break;
-    default: runs_of_codes(in, 1, 1, elements, out);
-    }
-}
-
-/* The number of two bytes. odd: 1 where it is none, or infinite. */
-INLINE float of_half(const uint8_t *in, int *odd)
-{
-    uint16_t half;
-    memcpy(&half, in, 2);
-    *odd |= (half & 0x7C00) == 0x7C00;
-    const float size = float_of((half & 0x7FFFu) << 13) * float_of(239u << 23); /* 2^112 */
-    return float_of(bits_of(size) | (uint32_t)(half & 0x8000) << 16);
-}
-
-/* Scales and least values of a block's groups. Returns 1 where a half-precision number is not finite. */
-static int scales_of(const uint8_t *block, int type, float *scales, float *leasts)
-{
-    const int groups = OF[type].elements / OF[type].group;
-    int odd = 0;
-    if (type == MXFP4) {
-        scales[0] = float_of(block[0] < 2 ? 0x00200000u << block[0] : (block[0] - 1u) << 23);
-        return 0;
-    }
-    const float d = of_half(block + OF[type].scale, &odd);
-    const float least = OF[type].least == NONE ? 0 : of_half(block + OF[type].least, &odd);
-    for (int g = 0; g < groups; g++) {
-        int scale = 1;
-        switch (type) {
-        case Q4_1:
-        case Q5_1: leasts[g] = -least; break;
-        case Q4_K:
-        case Q5_K: {
-            const uint8_t *six = block + 4 + g % 4;
-            scale = g < 4 ? six[0] & 63 : (six[8] & 15) | (six[0] >> 2 & 48);
-            leasts[g] = least * (float)(g < 4 ? six[4] & 63 : six[8] >> 4 | (six[4] >> 2 & 48));
-            break;
-        }
-        case Q2_K:
-            scale = block[g] & 15;
-            leasts[g] = least * (float)(block[g] >> 4);
-            break;
-        case Q3_K:
-            scale = ((block[96 + g % 8] >> g / 8 * 4 & 15) | (block[104 + g % 4] >> g / 4 * 2 & 3) << 4) - 32;
-            break;
-        case IQ4_XS:
-            scale = ((block[4 + g / 2] >> g % 2 * 4 & 15) | (block[2 + g / 4] >> g % 4 * 2 & 3) << 4) - 32;
-            break;
-        case Q6_K: scale = (int8_t)block[192 + g]; break;
-        }
-        scales[g] = d * (float)scale;
-    }
-    return odd;
-}
-
-/* The numbers that blocks stand for. Returns 1, and `out` is void, where a scale or a value is not finite, or becomes so,
-   and for a type that is not known here. Loop by loop: what one stores has left the pipeline when the next reads it. */
-API int ck_floats(const uint8_t *in, int type, int64_t blocks, void *out, int kind)
-{
-    if (type < 0 || type >= TYPES)
-        return 1;
-    const ck_type *of = OF + type;
-    const int every = CHUNK / of->elements, groups = of->elements / of->group, shift = of->low.bits;
-    int odd = 0, few;
-    for (int64_t at = 0; at < blocks; at += few) {
-        uint8_t low[CHUNK], high[CHUNK];
-        int8_t units[CHUNK];
-        float values[CHUNK], scales[CHUNK / GROUP], leasts[CHUNK / GROUP];
-        few = blocks - at < every ? (int)(blocks - at) : every;
-        const int count = few * of->elements;
-        memset(leasts, 0, sizeof leasts); /* x - 0 is x, whatever the sign of a zero */
-        for (int b = 0; b < few; b++) {
-            const uint8_t *block = in + (at + b) * of->nbytes;
-            odd |= scales_of(block, type, scales + b * groups, leasts + b * groups);
-            unpacked(block, of->low, of->elements, low + b * of->elements);
-            if (of->high.bits)
-                unpacked(block, of->high, of->elements, high + b * of->elements);
-        }
-        if (of->high.bits)
-            for (int i = 0; i < count; i++)
-                low[i] |= (uint8_t)(high[i] << shift);
-        if (of->table)
-            for (int i = 0; i < count; i++)
-                units[i] = of->table[low[i]];
-        else
-            for (int i = 0; i < count; i++)
-                units[i] = (int8_t)(low[i] - of->bias);
-        for (int g = 0, i = 0; g < few * groups; g++)
-            for (const int end = i + of->group; i < end; i += GROUP)
-                for (int j = i; j < i + GROUP; j++)
-                    values[j] = scales[g] * (float)units[j] - leasts[g];
-        odd |= narrow(values, count, out, kind, at * of->elements);
-    }
-    return odd;
 }
 
 /* -- transposes: tiles of vectors, interleaved until rows are columns --------------------------------------------- */
@@ -755,7 +546,8 @@ TURN(4, 2)
 TURN(8, 1)
 
 /* Returns 1 where items have a size that it does not know. */
-API int ck_turn(int item, const char *in, int64_t pitch_in, char *out, int64_t pitch_out, int64_t rows, int64_t columns)
+API int NAMED(ck_turn)(int item, const char *in, int64_t pitch_in, char *out, int64_t pitch_out, int64_t rows,
+                       int64_t columns)
 {
     switch (item) {
     case 1: turn_1(in, pitch_in, out, pitch_out, rows, columns); return 0;

@@ -1,59 +1,42 @@
-"""The compiled blocks (`blocks.c`): built once on a machine that has a C compiler, never needed.
+"""The compiled blocks (`blocks.c`, `floats.c`): work on arrays in one pass where NumPy takes several.
 
-    library = ready(nbytes)                # before a block of `nbytes` of work; None: go the NumPy road
+    library = ready(nbytes)                # before a block of `nbytes` of work; None: use NumPy
     if library is None or not library.linear(inputs, weights, 1.0, out):
         ...                                # NumPy, the same bits
 
-Who asks says how much work there is. Once a process has been asked for WORTH bytes, a thread compiles the source (5 s
-of one core) while the others go on with NumPy; what it made lies in the cache of kernels (`cache.py`) and is there from
-the first block in every later run. The key is the source, the flags and the processor's features, so that machines
-which share a home each have their own. A library is believed only after a trial against NumPy (`_trial`). Whatever goes
-wrong (no compiler, a folder mounted noexec, a trial that fails) means NumPy and a line with -v (`compiled.notes`), no
-failure.
+The library comes with the package (`loading.py`); a run never compiles anything. Who asks says how much work there is:
+from LEAST bytes on the library is loaded, and it is believed only after a trial against NumPy (`_trial`). Whatever goes
+wrong (a library that is missing or can't be loaded, a trial that fails) means NumPy and a line with -v
+(`compiled.notes`), no failure, unless CKPT_COMPILED names a path: then it is an error.
 
-CKPT_COMPILED=off: NumPy alone. CKPT_COMPILED=on: compile at the first call and wait for it (benchmarks, tests).
-
-Calls hold no lock of Python's. Cost of a call: 5 us.
+Calls hold no lock of Python's. Cost of a call: 5 us; of the trial: 10 ms.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
 import threading
 from collections.abc import Sequence
 from ctypes import c_double, c_float, c_int, c_int64, c_void_p
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from ckpt_tool import compiled
-from ckpt_tool.compiled import cache
-from ckpt_tool.errors import CkptError
+from ckpt_tool.compiled import loading
+from ckpt_tool.errors import UsageError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 T = TypeVar("T")
 
-SOURCE = Path(__file__).with_name("blocks.c")
-# No fast-math, no contraction: the bits are stated in the source.
-FLAGS = (
-    *("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden"),
-    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-)
-WORTH = 256 << 20  # bytes of work
+LEAST = 4 << 20  # bytes of work: less is done before a library is loaded and tried
 _KINDS = {"F32": 0, "BF16": 1}
 KINDS = frozenset(_KINDS)  # dtypes that the calls know
 _CODES = {"F8_E4M3": 0, "I8": 1, "I32": 2, "U8": 3}  # by the dtype that holds them: the last two of four bits
-_GGUF = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 MXFP4 TQ2_0 IQ4_NL IQ4_XS Q2_K Q3_K Q4_K Q5_K Q6_K".split()  # as blocks.c counts them
-BLOCKS = frozenset(_GGUF[:6])  # types of GGUF that `blocks` makes
-FLOATS = frozenset(_GGUF)  # and whose floats `floats` makes
-_SECONDS = 120
+GGUF = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 MXFP4 TQ2_0 IQ4_NL IQ4_XS Q2_K Q3_K Q4_K Q5_K Q6_K".split()  # in the order of arrays.h
+BLOCKS = frozenset(GGUF[:6])  # types of GGUF that `blocks` makes
+FLOATS = frozenset(GGUF)  # and whose floats `floats` makes
 _SLABS = 64  # of a turn with more than two dims at most: more are NumPy's
 
 
@@ -77,20 +60,25 @@ class _Term(ctypes.Structure):
 class Library:
     """The calls. Arrays are C-contiguous unless said otherwise; dtypes go by name, as in `core.dtype`."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises OSError where the loader refuses."""
-        self._c = ctypes.CDLL(str(path))
-        self._c.ck_linear.argtypes = [
-            *(c_int, c_void_p, c_void_p, c_void_p, c_float),
-            *(c_int64, c_void_p, c_int),
-        ]
-        self._c.ck_folded.argtypes = [c_void_p, c_int, c_void_p, c_int, *[c_int64] * 3, c_int, c_void_p]
-        self._c.ck_largest.argtypes = [c_void_p, c_int, *[c_int64] * 4, c_void_p]
-        self._c.ck_codes.argtypes = [c_void_p, c_int, *[c_int64] * 4, c_void_p, c_int64, c_int, c_void_p, c_void_p]
-        self._c.ck_gguf.argtypes = [c_void_p, c_int, c_int64, c_int, c_void_p]
-        self._c.ck_floats.argtypes = [c_void_p, c_int, c_int64, c_void_p, c_int]
-        self._c.ck_turn.argtypes = [c_int, c_void_p, c_int64, c_void_p, *[c_int64] * 3]
-        self.pair = int(self._c.ck_pair())  # columns of a product that are made at a time, 0: none
+    def __init__(self, library: ctypes.CDLL, path: str = "") -> None:
+        """path: one of `loading.PATHS`; "" for a library whose functions have plain names (arrays.h). Raises
+        AttributeError where a function is not there."""
+
+        def function(name: str, *arguments: Any) -> Any:
+            found = library[f"{name}_{path}" if path else name]
+            found.argtypes = arguments
+            return found
+
+        self._linear = function("ck_linear", c_int, c_void_p, c_void_p, c_void_p, c_float, c_int64, c_void_p, c_int)
+        self._folded = function("ck_folded", c_void_p, c_int, c_void_p, c_int, *[c_int64] * 3, c_int, c_void_p)
+        self._largest = function("ck_largest", c_void_p, c_int, *[c_int64] * 4, c_void_p)
+        self._codes = function(
+            "ck_codes", c_void_p, c_int, *[c_int64] * 4, c_void_p, c_int64, c_int, c_void_p, c_void_p
+        )
+        self._gguf = function("ck_gguf", c_void_p, c_int, c_int64, c_int, c_void_p)
+        self._floats = function("ck_floats", c_void_p, c_int, c_int64, c_void_p, c_int)
+        self._turn = function("ck_turn", c_int, c_void_p, c_int64, c_void_p, *[c_int64] * 3)
+        self.pair = int(function("ck_pair")())  # columns of a product that are made at a time, 0: none
 
     def linear(
         self, inputs: Sequence[tuple[Array, str]], weights: Sequence[float], total: float, out: Array, dtype: str
@@ -104,7 +92,7 @@ class Library:
             return False
         count = len(inputs)
         addresses = (c_void_p * count)(*(values.ctypes.data for values, _ in inputs))
-        return not self._c.ck_linear(
+        return not self._linear(
             count,
             addresses,
             (c_int * count)(*kinds),
@@ -141,7 +129,7 @@ class Library:
         rows = (_Term * len(terms))(
             *(_Term(t.left.ctypes.data, t.right.ctypes.data, t.left.shape[1], t.scaling) for t in terms)
         )
-        return not self._c.ck_folded(
+        return not self._folded(
             base[0].ctypes.data, _KINDS[base[1]], out[0].ctypes.data, _KINDS[out[1]], *where, len(terms), rows
         )
 
@@ -153,7 +141,7 @@ class Library:
         if dtype not in _KINDS:
             return False
         rows, pitch = len(line) // columns, out.shape[1] if len(out) > 1 else 0
-        self._c.ck_largest(line.ctypes.data, _KINDS[dtype], rows, columns, width, pitch, out.ctypes.data)
+        self._largest(line.ctypes.data, _KINDS[dtype], rows, columns, width, pitch, out.ctypes.data)
         return True
 
     def codes(
@@ -168,7 +156,7 @@ class Library:
             return None
         error = (c_double * 3)()
         rows, pitch = len(line) // where[0], divisors.shape[1] if len(divisors) > 1 else 0
-        self._c.ck_codes(
+        self._codes(
             *(line.ctypes.data, _KINDS[dtype], rows, *where, divisors.ctypes.data, pitch),
             *(_CODES[to], out.ctypes.data, error),
         )
@@ -182,7 +170,7 @@ class Library:
         line, dtype = values
         if dtype not in _KINDS or to not in BLOCKS:
             return False
-        return not self._c.ck_gguf(line.ctypes.data, _KINDS[dtype], len(out), _GGUF.index(to), out.ctypes.data)
+        return not self._gguf(line.ctypes.data, _KINDS[dtype], len(out), GGUF.index(to), out.ctypes.data)
 
     def floats(self, blocks: Array, of: str, out: Array, dtype: str) -> bool:
         """out = what gguf's `dequantize` makes of blocks of GGUF's type `of`, rounded to dtype. blocks: (count, bytes
@@ -191,8 +179,8 @@ class Library:
         False, and `out` is void, where a type is not known here, or a scale or a value is not finite or becomes so."""
         if dtype not in _KINDS or of not in FLOATS:
             return False
-        at = blocks.ctypes.data, _GGUF.index(of), len(blocks)
-        return not self._c.ck_floats(*at, out.ctypes.data, _KINDS[dtype])
+        at = blocks.ctypes.data, GGUF.index(of), len(blocks)
+        return not self._floats(*at, out.ctypes.data, _KINDS[dtype])
 
     def turned(self, source: Array, target: Array) -> bool:
         """target[...] = source, two views of one shape whose items lie side by side along one axis each, not the same.
@@ -212,7 +200,7 @@ class Library:
         for index in np.ndindex(*slabs):
             shift = sum(index[d] * source.strides[d] for d in others)
             to = sum(index[d] * target.strides[d] for d in others)
-            self._c.ck_turn(
+            self._turn(
                 *(item, read + shift, source.strides[rows], write + to, target.strides[columns]),
                 *(shape[rows], shape[columns]),
             )
@@ -223,153 +211,85 @@ class Library:
 
 
 class Shelf(Generic[T]):
-    """The process's library of one source, and how it came to it."""
+    """The process's functions of one source, tried before they are used."""
 
-    source: Path
-    worth: int  # bytes of work from which a compilation pays for itself within the run
+    least = 0  # how much work there must be before the library is loaded
 
     def __init__(self) -> None:
         self.library: T | None = None
         self._asked = 0
-        self._looked = self._building = False
+        self._is_decided = False
         self._lock = threading.Lock()
 
-    def load(self, path: Path) -> T:
-        """The calls. Raises OSError where the loader refuses."""
+    def load(self, library: ctypes.CDLL, path: str) -> T:
+        """The functions of a path. Raises AttributeError where one is not there."""
         raise NotImplementedError
 
-    def trial(self, library: T) -> str:
-        """What it makes otherwise than the road beside it, in words, "" for nothing."""
+    def trial(self, functions: T) -> str:
+        """What they make otherwise than the implementation without them, in words, "" for nothing."""
         raise NotImplementedError
 
-    def ready(self, nbytes: int, *, wait: bool = False) -> T | None:
-        """The library, None while there is none. nbytes: of work that the caller is about to do. wait: until it is
-        compiled, where that pays."""
-        if self.library is not None or self._building:
+    def ready(self, size: int) -> T | None:
+        """The functions, None while there are none. size: of the work that the caller is about to do.
+
+        Raises UsageError E3040, E3041 where CKPT_COMPILED names what can't be had."""
+        if self._is_decided:
             return self.library
         with self._lock:
-            if not self._looked:
-                self._looked, self._choice = True, os.environ.get(compiled.VARIABLE, "")
-                if self._choice != "off":
-                    self._look()
-            self._asked += nbytes
-            due = self._choice == "on" or self._asked >= self.worth and self._choice != "off"
-            if self.library is not None or self._building or not due:
-                return self.library
-            self._building = True
-            # a run that ends first waits for it: not a daemon, as the threads that ask are
-            worker = threading.Thread(target=self._build, name="ckpt-compile", daemon=False)
-            worker.start()
-        if wait or self._choice == "on":
-            worker.join()
+            self._asked += size
+            if not self._is_decided and compiled.worth_a_look(self._asked, self.least):
+                self.decide(loading.chosen())
         return self.library
 
-    def _look(self) -> None:
-        try:
-            kept = cache.look_up(cache.folder(), key(self.source.read_bytes()))
-            if kept is not None:
-                self._load(kept)
-        except (CkptError, OSError, cache.Refused) as e:
-            self._refuse(str(e))
+    def decide(self, choice: loading.Choice) -> None:
+        """Use the functions of a choice from now on, or do without. Raises UsageError E3041 where the user wants them
+        and they can't be used."""
+        refusal = self.find_refusal(choice)
+        if refusal and compiled.is_forced():
+            raise UsageError(
+                f"{compiled.VARIABLE}={choice.path} can't be used: {refusal}",
+                code="E3041",
+                place=compiled.VARIABLE,
+                hint="leave it unset: NumPy does the same work",
+            )
+        if refusal:
+            compiled.notes[:] = [f"compiled loops are not used: {refusal}"]
+        self._is_decided = True
 
-    def _build(self) -> None:
+    def find_refusal(self, choice: loading.Choice) -> str:
+        """Load and try the functions of a choice; why they are not to be used, "" where they are kept."""
+        if choice.library is None:
+            return choice.reason
         try:
-            self._load(built(self.source))
-        except (CkptError, OSError, subprocess.SubprocessError, cache.Refused) as e:
-            self._refuse(str(e))
-
-    def _load(self, kept: cache.Kept) -> None:
-        try:
-            library = self.load(kept.through())
-            wrong = self.trial(library)
-        except AttributeError as e:  # a function that this version calls is not there
-            raise cache.Refused(f"{kept.path} is not the library of this version: {e}") from e
+            functions = self.load(choice.library, choice.path)
+            wrong = self.trial(functions)
+        except AttributeError as e:
+            return f"the library is not that of this version: {e}"
         if wrong:
-            self._building = True  # and not built again
-            self._refuse(f"on this machine {wrong}")
-        else:
-            self.library = library
-
-    def _refuse(self, why: str) -> None:
-        compiled.notes[:] = [f"compiled blocks are not used: {why}"]
+            return f"on this machine {wrong}"
+        self.library = functions
+        return ""
 
 
-class _Shelf(Shelf[Library]):
-    source, worth = SOURCE, WORTH
+class BlocksShelf(Shelf[Library]):
+    """The functions of blocks.c and floats.c."""
 
-    def load(self, path: Path) -> Library:
-        return Library(path)
+    least = LEAST
 
-    def trial(self, library: Library) -> str:
-        wrong = _trial(library)
+    def load(self, library: ctypes.CDLL, path: str) -> Library:
+        return Library(library, path)
+
+    def trial(self, functions: Library) -> str:
+        wrong = _trial(functions)
         return f"{wrong} differ from NumPy's" if wrong else ""
 
 
-_shelf = _Shelf()
+_shelf = BlocksShelf()
 
 
 def ready(nbytes: int) -> Library | None:
     """The library, None while there is none. nbytes: of work that the caller is about to do."""
     return _shelf.ready(nbytes)
-
-
-# -- building ----------------------------------------------------------------------------------------------------------
-
-
-def key(source: bytes) -> str:
-    """What decides the result: the source, the flags, the processor's features."""
-    found = hashlib.sha256("\0".join((*FLAGS, platform.machine(), _features())).encode())
-    found.update(source)
-    return found.hexdigest()
-
-
-def _features() -> str:
-    """What -march=native goes by: model and flags of the first processor, "" where the kernel does not say."""
-    try:
-        with open("/proc/cpuinfo", "rb") as file:
-            text = file.read(16 << 10).decode("utf-8", "replace").split("\n\n")[0]
-    except OSError:
-        return ""
-    names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
-    return "\n".join(line for line in text.splitlines() if line.split(":")[0].strip() in names)
-
-
-def built(path: Path = SOURCE) -> cache.Kept:
-    """The library of a source, compiled into the cache unless it is there. Raises CkptError, OSError,
-    SubprocessError."""
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))), None)
-    if compiler is None:
-        raise FileNotFoundError("no C compiler on the PATH")
-    source = path.read_bytes()  # once: an upgrade may replace it meanwhile
-    (place, _), name = cache.place_to_build(), key(source)
-    with cache.lock(place, name, _SECONDS):
-        try:
-            found = cache.look_up(place, name)
-        except cache.Refused:
-            found = None
-        about = {
-            "kind": "cpu",
-            "architectures": [],
-            "sources": hashlib.sha256(source).hexdigest(),
-            "compiler": [compiler],
-            "flags": list(FLAGS),
-        }
-        return found or cache.keep(place, name, about, functools.partial(_compile, compiler, source))
-
-
-def _compile(compiler: str, source: bytes, target: Path) -> None:
-    done = subprocess.run(
-        [compiler, *FLAGS, "-x", "c", "-", "-o", str(target)],
-        input=source.decode(),
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=_SECONDS,
-        env={**os.environ, "LC_ALL": "C"},
-    )
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        raise OSError(f"{compiler} failed: {said[0] if said else f'exit code {done.returncode}'}")
 
 
 # -- the trial ---------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@
     taken = reader.take(window, at, end, memo, opcodes, program)
 
 A program is what a row consists of, as pairs of a step and an id. The caller knows what the columns mean
-(`storage.pickle_rows`); what does not follow the program is left to it. As `library`: compiled on first use, believed
-after a trial, CKPT_COMPILED.
+(`storage.pickle_rows`); what does not follow the program is left to it. As `library`: believed after a trial,
+CKPT_COMPILED.
 
 Cost: 0.1 us a row; 4 bytes for a text that is met, 12 for each time it is put into the memo.
 """
@@ -19,14 +19,12 @@ from array import array
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_uint8, c_void_p
 from enum import IntEnum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_tool.compiled.library import Shelf
 
 SYMBOL = b"\xff"  # before a name that is no text
 ROWS = 1 << 14  # taken at a time
-WORTH = 16 << 20  # bytes of a pickle: some 90,000 rows, 2 s of its machine
 
 
 class Step(IntEnum):
@@ -67,9 +65,9 @@ class _Taken(Structure):
 class Calls:
     """The library's calls."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises OSError where the loader refuses."""
-        self.c = c = ctypes.CDLL(str(path))
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Raises AttributeError where a function is not there."""
+        self.c = c = library
         c.ck_rows_new.restype = c_void_p
         c.ck_rows_free.argtypes = [c_void_p]
         c.ck_rows_intern.argtypes, c.ck_rows_intern.restype = [c_void_p, c_char_p, c_int64], c_int64
@@ -149,14 +147,14 @@ def _array(code: str, block: Any, count: int) -> array[int]:
     return made
 
 
-class _Shelf(Shelf[Calls]):
-    source, worth = Path(__file__).with_name("rows.c"), WORTH
+class RowsShelf(Shelf[Calls]):
+    """The functions of rows.c; who asks has enough to do (`storage.pickle_rows.LEAST`)."""
 
-    def load(self, path: Path) -> Calls:
-        return Calls(path)
+    def load(self, library: ctypes.CDLL, path: str) -> Calls:
+        return Calls(library)  # one for all paths
 
-    def trial(self, library: Calls) -> str:
-        reader = Reader(library)
+    def trial(self, functions: Calls) -> str:
+        reader = Reader(functions)
         keys = [reader.intern(text) for text in (SYMBOL + b"Row", SYMBOL + b"Size", b"where")]
         for index, key in enumerate(keys):
             reader.remember(index, key)
@@ -171,10 +169,10 @@ class _Shelf(Shelf[Calls]):
         return "" if found == want and reader.text(3) == b"a" else "rows of pickles differ from Python's"
 
 
-_shelf = _Shelf()
+_shelf = RowsShelf()
 
 
 def ready(nbytes: int) -> Reader | None:
     """A reader for a pickle of `nbytes`, None while there is no library."""
-    calls = _shelf.ready(nbytes, wait=True)
+    calls = _shelf.ready(nbytes)
     return None if calls is None else Reader(calls)

@@ -4,8 +4,7 @@ what a twin is and has the road without.
     compare = ready(items)                               # items: how many there are; None: one by one
     crcs, nbytes = compare(fd, [1577, 3794], [0, 0], [Kind(...)])     # of each item, -1 where it is no twin
 
-As `library`: compiled on first use, believed after a trial, CKPT_COMPILED. Cost: a microsecond an item, most of it the
-pread.
+As `library`: believed after a trial, CKPT_COMPILED. Cost: a microsecond an item, most of it the pread.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ import ctypes
 import tempfile
 from collections.abc import Callable, Sequence
 from ctypes import Structure, c_char_p, c_int, c_int64, c_void_p
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from ckpt_tool.compiled.library import Array, Shelf
 
-WORTH = 50_000  # items: half a second of the road without
 Compare = Callable[[int, "Array | Sequence[int]", "Array | Sequence[int]", Sequence["Kind"]], tuple["Array", int]]
 
 
@@ -46,9 +43,9 @@ class _Kind(Structure):
     ]
 
 
-def compare_of(path: Path) -> Compare:
-    """The call. Raises OSError where the loader refuses."""
-    call = ctypes.CDLL(str(path)).ck_twins
+def compare_of(library: ctypes.CDLL) -> Compare:
+    """The call. Raises AttributeError where it is not there."""
+    call = library.ck_twins
     call.argtypes = [c_int, c_void_p, c_int64, *[c_void_p] * 5]
     call.restype = c_int64
 
@@ -74,26 +71,26 @@ def compare_of(path: Path) -> Compare:
     return compare
 
 
-class _Shelf(Shelf[Compare]):
-    source, worth = Path(__file__).with_name("twins.c"), WORTH
+class TwinsShelf(Shelf[Compare]):
+    """The function of twins.c; who asks has enough to do (`formats.containers.dcp_items.MANY`)."""
 
-    def load(self, path: Path) -> Compare:
-        return compare_of(path)
+    def load(self, library: ctypes.CDLL, path: str) -> Compare:
+        return compare_of(library)  # one for all paths
 
-    def trial(self, library: Compare) -> str:
+    def trial(self, functions: Compare) -> str:
         kind = Kind(b"head", 10, b"end.1234.1234.56.56..", b"\xff" * 4 + bytes(17), (4, 9), (13, 13))
         good, bad = b"head......end.abcd.abcd.56.56..", b"head......end.abcd.abce.56.56.."
         with tempfile.TemporaryFile() as file:
             file.write(good + bad + b"." + good + good[:-1])
             file.flush()
-            found, nbytes = library(file.fileno(), [0, 31, 63, 94], [0] * 4, [kind])
+            found, nbytes = functions(file.fileno(), [0, 31, 63, 94], [0] * 4, [kind])
         right = [int.from_bytes(b"abcd", "little"), -1]
         return "" if found.tolist() == right * 2 and nbytes == 4 * (4 + 21) - 1 else "twins differ from Python's"
 
 
-_shelf = _Shelf()
+_shelf = TwinsShelf()
 
 
 def ready(items: int) -> Compare | None:
     """The call for so many items, None while there is no library."""
-    return _shelf.ready(items, wait=True)
+    return _shelf.ready(items)

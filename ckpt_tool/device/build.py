@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ckpt_tool.compiled import cache
+from ckpt_tool.device import cache
 from ckpt_tool.device.descriptors import DESC
 from ckpt_tool.device.library import ABI_VERSION
 from ckpt_tool.errors import StorageError, UsageError, wrap_os_error

@@ -17,8 +17,7 @@ import os
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ckpt_tool.compiled import cache
-from ckpt_tool.device import build, driver
+from ckpt_tool.device import build, cache, driver
 from ckpt_tool.device.library import Device, Library
 from ckpt_tool.errors import StorageError, UsageError, near_misses
 

@@ -1,6 +1,6 @@
 """A DCP save, Megatron's too, whose boxes stay columns gives the catalog, notes and errors of the road by objects.
 
-Needs torch, which makes the saves, and a C compiler; one build serves all processes of a run."""
+Needs torch, which makes the saves, and the compiled loops (`tests/loops.py`)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loops import choice_of
 
-from ckpt_tool.compiled import VARIABLE, library, rows, twins
+from ckpt_tool.compiled import VARIABLE, rows, twins
+from ckpt_tool.compiled.loading import Opened
 from ckpt_tool.core import tensor as core
 from ckpt_tool.core.catalog import Catalog, faults_of
 from ckpt_tool.core.dtype import DTYPES
@@ -46,15 +48,13 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 
 
 @pytest.fixture(scope="module", autouse=True)
-def shelves(compiled_cache: Path) -> Iterator[None]:
-    """The process has both libraries."""
+def shelves(loops: Opened) -> Iterator[None]:
+    """The process has the readers of rows and of twins."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CKPT_CACHE", str(compiled_cache))
-        for module in (rows, twins):
-            made: Any = module._Shelf()
-            made.library = made.load(library.built(made.source).through())
-            assert made.trial(made.library) == "", "it would never be used"
-            patch.setattr(module, "_shelf", made)
+        for module, shelf in ((rows, rows.RowsShelf()), (twins, twins.TwinsShelf())):
+            shelf.decide(choice_of(loops, "baseline"))
+            assert shelf.library is not None, "it would never be used"
+            patch.setattr(module, "_shelf", shelf)
         yield
 
 
@@ -157,7 +157,7 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             return e.code, e.exit_code, e.message, e.path, e.offset, e.key, e.place, e.faults, e.hint
 
     def run(folder: Path, *, lenient: bool = False, name: str = "dcp") -> Any:
-        columns, objects = read(folder, "on", lenient, name), read(folder, "off", lenient, name)
+        columns, objects = read(folder, "baseline", lenient, name), read(folder, "off", lenient, name)
         if isinstance(objects[0], Catalog):
             assert [*columns[0].tensors] == [*objects[0].tensors]
             assert not any(isinstance(t.chunks, ChunkColumns) for t in objects[0].tensors.values())

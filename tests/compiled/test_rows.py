@@ -1,6 +1,6 @@
 """A `.metadata` whose rows are taken as columns gives the listing that its objects give, or the same error.
 
-Needs a C compiler; one build serves all processes of a run."""
+Needs the compiled loops (`tests/loops.py`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loops import choice_of
 
-from ckpt_tool.compiled import VARIABLE, library, rows
+from ckpt_tool.compiled import VARIABLE, rows
+from ckpt_tool.compiled.loading import Opened
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.containers import dcp_metadata
@@ -27,14 +29,13 @@ SAVES = sorted(path.parent for path in FIXTURES.rglob("*.metadata") if path.is_f
 
 
 @pytest.fixture(scope="module", autouse=True)
-def shelf(compiled_cache: Path) -> Iterator[None]:
+def shelf(loops: Opened) -> Iterator[None]:
     """The process has the library."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CKPT_CACHE", str(compiled_cache))
-        made = rows._Shelf()
-        made.library = rows.Calls(library.built(made.source).through())
-        assert made.trial(made.library) == ""
-        patch.setattr(rows, "_shelf", made)
+        shelf = rows.RowsShelf()
+        shelf.decide(choice_of(loops, "baseline"))
+        assert shelf.library is not None, "it would never be used"
+        patch.setattr(rows, "_shelf", shelf)
         yield
 
 
@@ -61,7 +62,7 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], tuple[Any, int]]:
 
     def run(folder: Path) -> tuple[Any, int]:
         made.clear()
-        columns, objects = read(folder, "on"), read(folder, "off")
+        columns, objects = read(folder, "baseline"), read(folder, "off")
         assert columns == objects
         if isinstance(objects, dcp_metadata.Listing):
             assert [*columns.tensors] == [*objects.tensors] and [*columns.files] == [*objects.files]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tool.compiled import library, rows, twins
+build = pytest.importorskip("ckpt_tool.compiled.build", reason="an installed copy has no sources")
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = 66  # the exit code of a sanitizer that found something
@@ -19,12 +19,11 @@ FLAGS = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined
 
 # Rows that are cut anywhere and changed anywhere: the window ends where its allocation does.
 ROWS = """
-import random, sys
-from pathlib import Path
+import ctypes, random, sys
 from ckpt_tool.compiled import rows
 from ckpt_tool.compiled.rows import SYMBOL, Step
-shelf = rows._Shelf()
-calls = shelf.load(Path(sys.argv[1]))
+shelf = rows.RowsShelf()
+calls = shelf.load(ctypes.CDLL(sys.argv[1]), "")
 assert shelf.trial(calls) == ""
 rng = random.Random(1)
 row = b"h\\0)\\x81\\x94}\\x94(h\\2h\\1K\\7M\\1\\2\\x86\\x94\\x85\\x94R\\x94\\x8c\\1a\\x94\\x8a\\5\\1\\0\\0\\1\\0ub"
@@ -44,11 +43,10 @@ for case in range(600):
 
 # Items at any byte of a short file, beyond its end too.
 TWINS = """
-import random, sys, tempfile
-from pathlib import Path
+import ctypes, random, sys, tempfile
 from ckpt_tool.compiled import twins
-shelf = twins._Shelf()
-compare = shelf.load(Path(sys.argv[1]))
+shelf = twins.TwinsShelf()
+compare = shelf.load(ctypes.CDLL(sys.argv[1]), "")
 assert shelf.trial(compare) == ""
 rng = random.Random(1)
 kind = lambda n, m: twins.Kind(b"h" * n, n + 5, b"e" * m, bytes(m), (0, m - 4), (m - 4, 0))
@@ -63,12 +61,11 @@ with tempfile.TemporaryFile() as file:
 
 # Any bytes as GGUF's blocks, and matrices of any shape turned; all end where their allocation does.
 BLOCKS = """
-import random, sys
-from pathlib import Path
+import ctypes, random, sys
 import numpy as np
 from ckpt_tool.compiled import library
-shelf = library._Shelf()
-calls = shelf.load(Path(sys.argv[1]))
+shelf = library.BlocksShelf()
+calls = shelf.load(ctypes.CDLL(sys.argv[1]), "")
 assert shelf.trial(calls) == ""
 from ckpt_tool.formats.gguf.types import kind_of, of_name
 rng = np.random.default_rng(1)
@@ -88,9 +85,9 @@ for case in range(300):
     assert calls.turned(source, target.T) and np.array_equal(target, source.T)
 """
 CASES = {
-    "rows": (rows._Shelf.source, ROWS),
-    "twins": (twins._Shelf.source, TWINS),
-    "blocks": (library._Shelf.source, BLOCKS),
+    "rows": (("rows.c",), ROWS),
+    "twins": (("twins.c",), TWINS),
+    "blocks": (("floats.c", "blocks.c"), BLOCKS),
 }
 FAULTS = {
     "rows": ("if (c->size - c->at < n)", "if (c->size - c->at < n - 8)"),
@@ -100,16 +97,20 @@ FAULTS = {
 
 
 def under_sanitizers(folder: Path, name: str, old: str = "", new: str = "") -> subprocess.CompletedProcess[str]:
-    """The cases over a library of the source in which `old` is `new`."""
+    """The cases over a library of the sources; in the first of them `old` is `new`."""
     if shutil.which("gcc") is None:
         pytest.skip("no gcc: no sanitizers")
-    source, cases = CASES[name]
-    text = source.read_text()
+    sources, cases = CASES[name]
+    for source in (*sources, *build.HEADERS):
+        shutil.copy(build.FOLDER / source, folder)
+    text = (folder / sources[0]).read_text()
     assert old in text, "plant the fault elsewhere"
-    (folder / source.name).write_text(text.replace(old, new, 1))
-    plain = [flag for flag in library.FLAGS if flag not in ("-O3", "-march=native")]
-    command = ["gcc", *plain, *FLAGS, str(folder / source.name), "-o", str(folder / "lib.so")]
-    subprocess.run(command, check=True, timeout=120)
+    (folder / sources[0]).write_text(text.replace(old, new, 1))
+
+    # With fused multiply-adds where the machine has them: the products are among the cases.
+    plain = [flag for flag in build.FLAGS if flag != "-O3"]
+    command = ["gcc", *plain, *FLAGS, "-march=native", "-shared", *sources, "-o", "lib.so"]
+    subprocess.run(command, check=True, timeout=120, cwd=folder)
     found = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     environment = os.environ | {
         "LD_PRELOAD": found.stdout.strip(),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from loops import choice_of, opened_loops
 from targets import bits, gather, ramp
 
-from ckpt_tool.compiled import library, twins
+from ckpt_tool.compiled import twins
 from ckpt_tool.core.tensor import LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.containers import dcp_items
@@ -70,15 +70,11 @@ def of_two_files(folder: Path, out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def compare(tmp_path_factory: pytest.TempPathFactory) -> twins.Compare:
-    if shutil.which("cc") is None:
-        pytest.skip("no C compiler")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CKPT_CACHE", str(tmp_path_factory.mktemp("compiled")))
-        made = twins._Shelf()
-        found = made.load(library.built(made.source).through())
-        assert made.trial(found) == "", "it would never be used"
-        return found
+def compare() -> twins.Compare:
+    shelf = twins.TwinsShelf()
+    shelf.decide(choice_of(opened_loops(), "baseline"))
+    assert shelf.library is not None, "it would never be used"
+    return shelf.library
 
 
 @pytest.fixture(params=["one by one", "in one call"])

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tool.compiled import cache
-from ckpt_tool.device import build, choose
+from ckpt_tool.device import build, cache, choose
 from ckpt_tool.device.library import Library
 from ckpt_tool.errors import StorageError, UsageError
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import stat
 import threading
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
-from ckpt_tool.compiled import cache
+from ckpt_tool.device import cache
 from ckpt_tool.errors import StorageError
 
 ABOUT = {"kind": "host", "architectures": [], "sources": "s", "compiler": ["c"], "flags": []}
@@ -190,3 +192,30 @@ def test_the_lock_is_no_link(place: Path, tmp_path: Path) -> None:
     with pytest.raises(StorageError), cache.lock(place, "k", 1):
         pass
     assert not (tmp_path / "victim").exists()
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without HOME and without an entry in the list of users, as containers run with `--user 12345`."""
+
+    def unknown(*_: Any) -> NoReturn:
+        raise KeyError("uid not found")
+
+    for name in ("HOME", "XDG_CACHE_HOME", "CKPT_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(pwd, "getpwnam", unknown)
+
+
+def test_a_user_without_a_home_has_no_cache_and_builds_in_a_private_folder(homeless: None) -> None:
+    assert cache.look_up(cache.folder(), "key") is None and list(cache.every(cache.folder())) == []
+    place, why = cache.place_to_build()
+    assert place.is_dir() and place.stat().st_mode & 0o077 == 0
+    assert "no home folder" in why and "CKPT_CACHE" in why
+
+
+@pytest.mark.parametrize("arguments", [["kernels", "info"], ["doctor", "-q"]])
+def test_no_command_needs_a_home(arguments: list[str], homeless: None, capfd: Any) -> None:
+    from ckpt_tool.cli import run
+
+    assert run(arguments) == 0, capfd.readouterr().err
