@@ -1,14 +1,16 @@
 """A page as one self-contained HTML file (`--report FILE.html`): no link, no request, no server.
 
-The text of the page is HTML. Its figures, where the verb has data for them (`report.picture`), are drawn by the
-scripts of `browser/`, which make text nodes alone; the data is JSON that nothing executes. Every text goes through
-`report.text.shown` and `html.escape`; a Content-Security-Policy allows this style and this script by their hashes and
-nothing else. The file is written beside its name and renamed, and replaces nothing but an earlier report.
+The verdict comes first, then the command, its date and the version, then the text. The text of the page is HTML. Its
+figures, where the verb has data for them (`report.picture`), are drawn by the scripts of `browser/`, which make text
+nodes alone; the data is JSON that nothing executes. Every text goes through `report.text.shown` and `html.escape`; a
+Content-Security-Policy allows this style and this script by their hashes and nothing else. The file is written beside
+its name and renamed, and replaces nothing but an earlier report.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from base64 import b64encode
 from collections.abc import Iterable, Mapping
@@ -17,10 +19,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ckpt_tool.report import files
+from ckpt_tool.report import files, palette
 from ckpt_tool.report.page import (
     Block,
     Cell,
+    Column,
     Curves,
     Facts,
     Lines,
@@ -39,6 +42,8 @@ MARK = "<!doctype html>\n<!-- a report of ckpt -->\n"
 ROWS_SHOWN = 1000  # of a table, and lines of a list
 _BROWSER = Path(__file__).parent / "browser"
 _SCRIPTS = ("base", "data", "ranks", "cut", "flow", "treemap", "table", "heat", "findings", "main")  # in this order
+_BREAKS = re.compile(r"(?<=\w|\*|\])([./])(?=[a-zA-Z_*\[])")  # between the parts of a name or a path
+_SHORT = 20  # characters of a cell that stay on one line
 _PLAIN = 1 << 16  # characters of data that are kept as they are; more is deflated
 _LEVELS = 8  # of a tree that are indented
 
@@ -69,8 +74,9 @@ def save(
 
 def document(page: Page, *, facts: Iterable[tuple[str, str]] = (), data: Mapping[str, Any] | None = None) -> str:
     """The whole HTML text. data: what `report.picture` gives; without any there is no script."""
-    title = escape(shown(page.title))
-    style = (_BROWSER / "report.css").read_text("utf-8")
+    verdicts = [shown(block.text, 300) for block in page.blocks if isinstance(block, Verdict)]
+    title = escape(": ".join([shown(page.title), *verdicts[:1]]))
+    style = (_BROWSER / "report.css").read_text("utf-8") + palette.style_sheet()
     script = "\n".join((_BROWSER / f"{name}.js").read_text("utf-8") for name in _SCRIPTS) if data else ""
     policy = f"default-src 'none'; style-src {_source(style)}; base-uri 'none'; form-action 'none'"
     policy += f"; script-src {_source(script)}" if script else ""
@@ -79,27 +85,33 @@ def document(page: Page, *, facts: Iterable[tuple[str, str]] = (), data: Mapping
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{title}</title>\n<style>{style}</style>\n</head>\n<body>\n"
-        f"{_body(page, title, tuple(facts), bool(data))}"
+        f"{_body(page, tuple(facts), bool(data))}"
         f"{_data(data) if data else ''}{f'<script>{script}</script>' if script else ''}\n</body>\n</html>\n"
     )
 
 
-def _body(page: Page, title: str, facts: tuple[tuple[str, str], ...], figures: bool) -> str:
-    """Facts and verdicts on top; the rest as text, which figures push below them."""
-    first = page.blocks[0] if page.blocks else None
-    rows = first.rows if isinstance(first, Facts) and not first.title else ()
-    rest = page.blocks[bool(rows) :]
-    top: list[Block] = [Facts((*facts, *rows))] if facts or rows else []
-    if not figures:
-        return f"<main>\n<h1>{title}</h1>\n" + "\n".join(map(_block, (*top, *rest))) + "\n</main>\n"
-    last = [block for block in rest if isinstance(block, Verdict)]
-    text = "\n".join(_block(block) for block in rest if not isinstance(block, Verdict))
-    return (
-        f"<main>\n<h1>{title}</h1>\n" + "\n".join(map(_block, (*top, *last))) + '\n<div id="figures">'
-        "<noscript><p>The figures need a browser that runs scripts; the text below says what can be said "
-        "without.</p></noscript></div>\n"
-        f'<details id="text" open><summary>The result as text</summary>\n{text}\n</details>\n</main>\n'
-    )
+def _body(page: Page, facts: tuple[tuple[str, str], ...], figures: bool) -> str:
+    """The verdict and the facts on top, then the text, then the figures; last, folded, the text of what they show."""
+    verdicts = [block for block in page.blocks if isinstance(block, Verdict)]
+    rest = [block for block in page.blocks if not isinstance(block, Verdict)]
+    first = rest[0] if rest else None
+    leads = isinstance(first, Facts) and not first.title
+    rows = first.rows if isinstance(first, Facts) and leads else ()
+    top: list[Block] = [*verdicts, Facts((*facts, *rows))] if facts or rows else [*verdicts]
+    rest = rest[1:] if leads else rest
+
+    drawn = [block for block in rest if figures and isinstance(block, Table | Lines) and block.drawn]
+    written = [block for block in rest if block not in drawn]
+    parts = [f"<main>\n<h1>{escape(shown(page.title))}</h1>", *map(_block, (*top, *written))]
+    if figures:
+        parts.append(
+            '<div id="figures"><noscript><p>The figures need a browser that runs scripts; the text says what can be '
+            "said without.</p></noscript></div>"
+        )
+    if drawn:
+        text = "\n".join(map(_block, drawn))
+        parts.append(f'<details id="text" open><summary>What the figures show, as text</summary>\n{text}\n</details>')
+    return "\n".join([*parts, "</main>\n"])
 
 
 def _data(data: Mapping[str, Any]) -> str:
@@ -120,7 +132,7 @@ def _source(text: str) -> str:
 
 def _block(block: Block) -> str:
     if isinstance(block, Facts):
-        rows = "\n".join(f"<dt>{escape(shown(label))}<dd{_class(value)}>{_text(value)}" for label, value in block.rows)
+        rows = "\n".join(f"<dt>{_label(label)}<dd{_class(value)}>{_text(value)}" for label, value in block.rows)
         return f"{_title(block.title)}<dl>\n{rows}\n</dl>"
     if isinstance(block, Table):
         return _title(block.title) + _table(block)
@@ -139,6 +151,11 @@ def _block(block: Block) -> str:
     return _verdict(block)
 
 
+def _label(label: str) -> str:
+    """A label, which may break behind an underscore."""
+    return escape(shown(label)).replace("_", "_<wbr>")
+
+
 def _verdict(verdict: Verdict) -> str:
     style = "" if verdict.ok is None else " good" if verdict.ok else " bad"
     return f'<p class="verdict{style}">{escape(shown(verdict.text, 2000))}</p>'
@@ -154,9 +171,10 @@ def _table(table: Table) -> str:
     rows = []
     for number, row in enumerate(table.rows[:ROWS_SHOWN]):
         level = min(table.indents[number], _LEVELS) if table.indents else 0
-        cells = []
-        for i, (cell, column) in enumerate(zip(row, table.columns, strict=True)):
-            cells.append(f"<td{_class(cell, right=column.right, level=level if i == 0 else 0)}>{_text(cell)}")
+        cells = [
+            _cell(cell, column, level=0 if i else level)
+            for i, (cell, column) in enumerate(zip(row, table.columns, strict=True))
+        ]
         rows.append("<tr>" + "".join(cells))
     hidden = len(table.rows) - ROWS_SHOWN
     more = table.more or (f"... {count(hidden)} more rows; --json has all" if hidden > 0 else "")
@@ -166,12 +184,27 @@ def _table(table: Table) -> str:
     return f'<div class="wide" tabindex="0" role="group" aria-label="{label}">{body}</div>{closing}'
 
 
+def _cell(cell: Cell, column: Column, *, level: int) -> str:
+    """A cell of a table: a name breaks between its parts, a short text nowhere; a state has its colour before it."""
+    text = _text(cell)
+    if not column.right:
+        text = _BREAKS.sub(r"\1<wbr>", text)
+    state = f' data-state="{_text(cell)}"' if column.states and text else ""
+    short = len(text_of(cell)) <= _SHORT and not column.right
+    return f"<td{_class(cell, right=column.right, short=short, level=level)}{state}>{text}"
+
+
 def _text(cell: Cell) -> str:
     return escape(shown(text_of(cell), 2000))
 
 
-def _class(cell: Cell, *, right: bool = False, level: int = 0) -> str:
-    names = ["right"] * right + [style_of(cell)] * (style_of(cell) != "plain") + [f"i{level}"] * (level > 0)
+def _class(cell: Cell, *, right: bool = False, short: bool = False, level: int = 0) -> str:
+    names = (
+        ["right"] * right
+        + ["short"] * short
+        + [style_of(cell)] * (style_of(cell) != "plain")
+        + [f"i{level}"] * (level > 0)
+    )
     return f' class="{" ".join(names)}"' if names else ""
 
 
@@ -181,9 +214,8 @@ def _class(cell: Cell, *, right: bool = False, level: int = 0) -> str:
 
 WIDE, HIGH = 720, 260  # of a chart, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 34  # its margins
-# Okabe and Ito's colours, which all kinds of eyes tell apart; the scripts have them too.
-HUES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#dcdcdc")
-TILE_WIDE, LINE, GAP = 128, 15, 8
+TILE_LEAST, LETTER, LINE, GAP = 128, 6.7, 15, 8
+TILE_LETTERS = 40  # of a line of a tile; the rest is in its title
 LEGEND = 190  # pixels a name takes
 
 
@@ -203,7 +235,7 @@ def curves(block: Curves) -> str:
     def y(value: float) -> float:
         return TOP + (high - value) / (high - low) * (HIGH - TOP - BOTTOM)
 
-    parts = [f'<svg viewBox="0 0 {WIDE} {HIGH}" width="{WIDE}" role="img" aria-label="{escape(shown(block.title))}">']
+    parts = [_svg(WIDE, HIGH, block.title)]
     for tick in range(5):
         value = low + (high - low) * tick / 4
         parts.append(f'<line x1="{LEFT}" x2="{WIDE - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="#8884"/>')
@@ -218,7 +250,8 @@ def curves(block: Curves) -> str:
         )
         parts.append(f'<text x="{x(at) + 4:.1f}" y="{TOP + 10}">{escape(shown(label))}</text>')
     for number, (name, values) in enumerate(block.series):
-        colour, width = _colour(number), max(6 - 4 * number, 2)
+        colour = palette.RUNS[number % len(palette.RUNS)]
+        width = max(6 - 4 * number, 2)
         line = " ".join(f"{x(at):.1f},{y(v):.1f}" for at, v in zip(block.xs, values, strict=True) if v is not None)
         parts.append(
             f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="{width}" stroke-linejoin="round"/>'
@@ -229,32 +262,48 @@ def curves(block: Curves) -> str:
             f'stroke-width="{width}"/>'
         )
         parts.append(f'<text x="{left + 24}" y="{HIGH - 4}">{escape(shown(name))}</text>')
-    return "".join([*parts, "</svg>"])
+    return _boxed("".join([*parts, "</svg>"]), block.title)
 
 
 def tiles(block: Tiles) -> str:
     """Tiles in rows, coloured by group."""
     if not block.rows:
         return ""
+    every = [tile for row in block.rows for tile in row]
+    groups = 1 + max(group for _, _, group in every)
+    letters = min(TILE_LETTERS, max(len(line) for label, text, _ in every for line in (label, *text)))
+    tile_width = max(TILE_LEAST, round(letters * LETTER) + 16)
+    tile_height = (1 + max(len(text) for _, text, _ in every)) * LINE + 12
     across = max(len(row) for row in block.rows)
-    lines = max((len(tile[1]) for row in block.rows for tile in row), default=0)
-    high = (lines + 1) * LINE + 12
-    width, height = across * (TILE_WIDE + GAP), len(block.rows) * (high + GAP)
-    parts = [
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{escape(shown(block.title))}">'
-    ]
+
+    parts = [_svg(across * (tile_width + GAP), len(block.rows) * (tile_height + GAP), block.title)]
     for r, row in enumerate(block.rows):
         for c, (label, text, group) in enumerate(row):
-            left, top, colour = c * (TILE_WIDE + GAP), r * (high + GAP), _colour(group)
+            left = c * (tile_width + GAP)
+            top = r * (tile_height + GAP)
+            colour = palette.rank_colour(group, groups)
+            whole = escape("; ".join(shown(line) for line in (label, *text)))
             parts.append(
-                f'<rect x="{left + 1}" y="{top + 1}" width="{TILE_WIDE - 2}" height="{high - 2}" rx="5" '
-                f'fill="{colour}" fill-opacity="0.16" stroke="{colour}"/>'
+                f'<g><title>{whole}</title><rect x="{left + 1}" y="{top + 1}" width="{tile_width - 2}" '
+                f'height="{tile_height - 2}" rx="5" fill="{colour}" fill-opacity="0.16" stroke="{colour}"/>'
             )
             for n, line in enumerate((label, *text)):
                 weight = ' font-weight="600"' if n == 0 else ""
-                parts.append(f'<text x="{left + 8}" y="{top + 17 + n * LINE}"{weight}>{escape(shown(line, 18))}</text>')
-    return "".join([*parts, "</svg>"])
+                fitting = line if len(line) <= TILE_LETTERS else f"{line[: TILE_LETTERS - 1]}\u2026"
+                parts.append(f'<text x="{left + 8}" y="{top + 17 + n * LINE}"{weight}>{escape(shown(fitting))}</text>')
+            parts.append("</g>")
+    return _boxed("".join([*parts, "</svg>"]), block.title)
 
 
-def _colour(number: int) -> str:
-    return HUES[number % len(HUES)]
+def _svg(width: int, height: int, title: str) -> str:
+    """The head of a picture that keeps its size."""
+    label = escape(shown(title))
+    return (
+        f'<svg class="whole" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
+        f'aria-label="{label}">'
+    )
+
+
+def _boxed(picture: str, title: str) -> str:
+    """A picture in a box of its own, in which it scrolls where the window is narrower."""
+    return f'<div class="wide" tabindex="0" role="group" aria-label="{escape(shown(title))}">{picture}</div>'

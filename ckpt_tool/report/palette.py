@@ -3,7 +3,7 @@
     STATES     model, master, the optimizer's moments, ...: a colour of its own for each, wherever it appears
     ranks      a sequence, dark to light, so that neighbours look alike (`rank_colour`)
     MODULES    pale tints for parts of a model
-    dtypes     greys, darker where an element has more bits (`dtype_fill`)
+    dtypes     greys, darker where an element has more bits (`dtype_fills`)
     CHANGES    how much values differ, a step for each power of ten (`report.picture`)
     RUNS       the two curves of `ckpt validate`
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP
 
 
@@ -36,8 +35,8 @@ STATES = {
     "momentum_buffer": "#009e73",
     "exp_avg_sq": "#56b4e9",
     EMA: "#cc79a7",
-    STEP: "#7f7f7f",
-    EXTRAS: "#7f7f7f",
+    STEP: "#4d4d4d",
+    EXTRAS: "#4d4d4d",
 }
 OTHER_STATE = "#d4a900"  # states of other optimizers; a pattern tells them apart
 MODULES = (
@@ -48,8 +47,9 @@ MODULES = (
     "#99ddff",
     "#bbcc33",
     "#ee8866",
-    "#dddddd",
+    "#aaaa00",
 )
+REST = "#dddddd"  # what is too small to be drawn, put together
 # For each power of ten from 1e-7 and less up to 1 and more.
 CHANGES = ("#fffbe0", "#fff0b0", "#fedc84", "#fdbf5c", "#fb9c41", "#f4742f", "#dd4a1f", "#b42a12")
 NO_NUMBER = "#c9b3e6"  # what has no relative change: another shape or dtype, one side alone, NaN
@@ -66,11 +66,11 @@ def state_fills(states: Sequence[str]) -> list[Fill]:
     return [Fill(STATES[state]) if state in STATES else Fill(OTHER_STATE, 1 + others.index(state)) for state in states]
 
 
-def dtype_fills(dtypes: Sequence[str]) -> list[Fill]:
-    """The fill of each dtype: a grey by its bits, and a pattern for the second and further of as many bits."""
+def dtype_fills(bits: Sequence[int]) -> list[Fill]:
+    """The fill of each dtype of so many bits: a grey, and a pattern for the second and further of as many."""
     fills: list[Fill] = []
-    for dtype in dtypes:
-        grey = _GREYS.get(DTYPES[dtype].bits, _FEWER_BITS)
+    for number in bits:
+        grey = _GREYS.get(number, _FEWER_BITS)
         fills.append(Fill(grey, sum(fill.colour == grey for fill in fills)))
     return fills
 

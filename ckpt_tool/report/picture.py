@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.report_data import ReportData
 from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.report import palette
+from ckpt_tool.report.comparison import place_of
 from ckpt_tool.report.holdings import Checkpoint, Cut, Holdings, Rewriting, Tensor, of_catalog
 from ckpt_tool.report.text import shown
 
@@ -83,6 +85,7 @@ def _of_pair(document: Document, left: Checkpoint, right: Checkpoint) -> dict[st
             each.get("max_ulp"),
             _finite(each.get("max_abs")),
             each.get("elements"),
+            _finite(each.get("rel_l2")),
         ]
         for each in document.get("differences") or ()
     ]
@@ -132,6 +135,12 @@ def _columns(rows: Sequence[Tensor], sides: Sequence[Side]) -> dict[str, Any]:
         "dtypes": list(dtypes),
         "shapes": list(shapes),
         "kinds": list(kinds),
+        "palette": {
+            "states": palette.state_fills(list(states)),
+            "dtypes": palette.dtype_fills([bits for _, bits in dtypes]),
+            "modules": palette.MODULES,
+            "rest": palette.REST,
+        },
         "sides": [_side(side) for side in sides],
     }
 
@@ -145,12 +154,13 @@ def _side(side: Side) -> dict[str, Any]:
         "holders": [
             {
                 "name": shown(holder.name),
+                "colour": palette.rank_colour(number, len(held.holders)),
                 "at": {shown(dim): at for dim, at in holder.coords.items()},
                 "files": [shown(file) for file in holder.files[:FILES_LISTED]],
                 "more": max(0, len(holder.files) - FILES_LISTED),
                 "states": {shown(state): list(numbers) for state, numbers in holder.states.items()},
             }
-            for holder in held.holders
+            for number, holder in enumerate(held.holders)
         ],
         "cuts": [_cut(cut) for cut in held.cuts],
     }
@@ -230,7 +240,8 @@ def _shared(before: Cut, after: Cut) -> Iterable[tuple[int, int, int]]:
 
 
 def _findings(document: Document, rows: Sequence[Tensor]) -> dict[str, Any]:
-    """[code, severity, message, tensor's number or NONE, its name, file, what to do]; those of `verify` are errors."""
+    """[code, severity, message, tensor's number or NONE, its name, its place, what to do, title, URLs of the same
+    cause]; those of `verify` are errors."""
     found = list(document.get("findings") or ())[:FINDINGS_LISTED]
     nonfinite = document.get("nonfinite") or {}
     if not found and not nonfinite:
@@ -243,8 +254,10 @@ def _findings(document: Document, rows: Sequence[Tensor]) -> dict[str, Any]:
             shown(each.get("message") or "", 2000),
             numbers.get(each.get("tensor") or "", NONE),
             shown(each.get("tensor") or ""),
-            shown(each.get("file") or ""),
+            shown(place_of(each)),
             shown(each.get("do") or "", 2000),
+            shown(each.get("title") or ""),
+            [shown(seen["url"]) for seen in each.get("seen") or ()],
         ]
         for each in found
     ]
@@ -257,6 +270,8 @@ def _findings(document: Document, rows: Sequence[Tensor]) -> dict[str, Any]:
             shown(name),
             "",
             "",
+            "",
+            [],
         ]
         for name, count in list(nonfinite.items())[:FINDINGS_LISTED]
     ]

@@ -59,7 +59,7 @@ def test_a_report_begins_with_its_command_and_date(tmp_path: Path, capsys: pytes
     head = text[text.index("<main>") :][:2000]
     assert f"--report &#x27;{page}&#x27;" in head and "ckpt convert" in head
     assert time.strftime("%Y-%m-%d") in head and f"ckpt {ckpt.__version__}" in head
-    assert QKV in text, "the table of names"
+    assert QKV in text.replace("<wbr>", ""), "the table of names"
 
 
 def test_a_report_has_no_secrets_of_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

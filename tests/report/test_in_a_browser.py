@@ -7,7 +7,9 @@ names its `axe.min.js` (npm install axe-core).
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import shutil
 import struct
 import sys
@@ -25,7 +27,7 @@ from test_validation import CASE
 from test_validation import document as validated
 
 from ckpt_tool.cli import run
-from ckpt_tool.report import html
+from ckpt_tool.report import html, palette
 from ckpt_tool.report.holdings import Checkpoint, nobody
 from ckpt_tool.report.inspection import inspection
 from ckpt_tool.report.picture import picture
@@ -33,9 +35,9 @@ from ckpt_tool.report.validation import validation
 
 AXE = os.environ.get("CKPT_AXE", "")
 pytestmark = pytest.mark.skipif(browsers.program() is None, reason="no chromium on the PATH: no report is opened in it")
-DRAWN = ("inspect", "reshard", "convert", "merge", "apply", "diff", "verify", "audit", "hostile")
+DRAWN = ("inspect", "reshard", "convert", "dialect", "merge", "apply", "diff", "verify", "audit", "hostile")
 PLAIN = ("validate", "latest")
-WIDTHS = (400, 900, 1600)
+WIDTHS = (400, 800, 1400)
 
 
 def model(folder: Path, change: bool = False) -> Path:
@@ -75,6 +77,7 @@ def reports(tmp_path_factory) -> dict[str, Path]:
         "inspect": ("inspect", FIXTURES / "megatron/hybrid_tp2pp2"),
         "reshard": ("reshard", sharded, root / "o1", *uneven),
         "convert": ("convert", FIXTURES / "megatron/hybrid_tp2pp2", root / "o2", "--to", "dcp", "--dp", "3"),
+        "dialect": ("convert", FIXTURES / "convert/llama/hf", root / "o5", "--to", "megatron-dist", "--tp", "2"),
         "merge": ("merge", a, root / "o3", "--remove-keys", "*.0.mlp*"),
         "diff": ("diff", a, b),
         "verify": ("verify", damaged),
@@ -201,15 +204,140 @@ def test_differences_the_worst_first(reports, chromium):
     cells = tab.value(
         "[...document.querySelectorAll('.heat td button')].map((b) => [b.textContent, b.getAttribute('aria-label')])"
     )
-    missing, shape, *values = (cell[0] for cell in cells)
-    assert (missing, shape, values[0], values[-1]) == ("\u2715", "\u25b2", "1", "5") and values == sorted(values)
+    missing, shape, *_ = (cell[0] for cell in cells)
+    assert (missing, shape) == ("\u2715", "\u25b2")
     assert cells[0][1] == "model.layers.*.self_attn.q_proj.weight, layer 1: only in the first"
-    worst = tab.value("[...document.querySelectorAll('.body .line')].slice(0, 7).map((l) => l.lastChild.textContent)")
-    assert worst[0] == "only in the first" and worst[1] == "shapes differ" and worst[6] == ""
-    ulps = [int(text.split(",", 1)[1].strip().removesuffix(" ulp").replace(",", "")) for text in worst[2:6]]
-    assert ulps == sorted(ulps, reverse=True)
+
+    columns = "['c-what', 'c-relative', 'c-abs', 'c-ulp'].map((name) => l.querySelector('.' + name).textContent)"
+    worst = tab.value(f"[...document.querySelectorAll('.body .line')].slice(0, 7).map((l) => {columns})")
+    assert worst[0] == ["first only", "", "", ""] and worst[1] == ["shape", "", "", ""] and worst[6] == [""] * 4
+    relative = [row[1] for row in worst[2:6]]
+    assert all(re.fullmatch(r"\d\.\d\de[+-]\d\d", text) for row in worst[2:6] for text in row[1:3])
+    assert [float(text) for text in relative] == sorted(map(float, relative), reverse=True)
     tab.value("document.querySelectorAll('.heat td button')[5].click()")
     assert tab.value("document.getElementById('cut-name').textContent") == "model.layers.3.mlp.up_proj.weight"
+
+
+def test_the_heat_map_has_a_scale_with_numbers(reports, chromium):
+    """A cell shows the power of ten of its relative change, and has the colour that the scale gives it."""
+    tab = chromium.open(reports["diff"])
+    background = "getComputedStyle(b).backgroundColor"
+    scale = tab.value(f"[...document.querySelectorAll('.scale .step')].map((b) => [b.textContent, {background}])")
+    assert [text for text, _ in scale[:8]] == ["\u22127", *(f"\u2212{n}" for n in range(6, 0, -1)), "0"]
+    assert "logarithmic" in tab.value("document.getElementById('heat').innerText")
+    colours = dict(scale)
+    data = data_in(reports["diff"])
+    names = names_of(data)
+    relative = {names[row]: share for row, kind, _, _, _, share in data["differences"] if kind == "value"}
+    cells = tab.value(
+        "[...document.querySelectorAll('.heat td button')].map((b) => "
+        f"[b.getAttribute('aria-label'), b.textContent, {background}])"
+    )
+    drawn = 0
+    for label, text, colour in cells:
+        found = re.match(r"model\.layers\.\*\.(.*), layer (\d+): values differ", label)
+        if found:
+            drawn += 1
+            exponent = math.floor(math.log10(relative[f"model.layers.{found[2]}.{found[1]}"]))
+            assert text == str(exponent).replace("-", "\u2212")
+            assert colour == colours[str(max(-7, min(0, exponent))).replace("-", "\u2212")]
+    assert drawn == len(relative) == 4
+
+
+def test_a_matrix_of_bytes_has_a_scale(tmp_path, chromium):
+    line = [
+        "reshard",
+        str(FIXTURES / "sharded/llama_tp4_pp2"),
+        str(tmp_path / "o"),
+        "--tp",
+        "1",
+        "--pp",
+        "1",
+        "--dp",
+        "24",
+    ]
+    assert run([*line, "--report", str(tmp_path / "r.html"), "-q"]) == 0
+    tab = chromium.open(tmp_path / "r.html", width=800)
+    steps = tab.value("[...document.querySelectorAll('#flow .scale li')].map((li) => li.textContent)")
+    assert steps[0] == "linear:" and len(steps) == 5 and all(re.search(r"\d k?B$", step) for step in steps[1:])
+
+
+def test_the_verdict_comes_first(reports, chromium):
+    for name in ("reshard", "diff", "verify", "audit", "validate"):
+        tab = chromium.open(reports[name], width=400)
+        assert tab.value("document.querySelector('h1').nextElementSibling.className").startswith("verdict"), name
+        verdict = tab.value("document.querySelector('.verdict').textContent")
+        assert tab.value("document.title").endswith(verdict), name
+        facts = tab.value("[...document.querySelectorAll('main > dl:first-of-type dt')].map((dt) => dt.textContent)")
+        assert facts[:3] == ["command", "date", "made by"] or name == "validate"
+
+
+def test_names_of_both_dialects_and_notes_are_not_folded_away(reports, chromium):
+    tab = chromium.open(reports["dialect"])
+    shown = "[...document.querySelectorAll('td')].filter((td) => td.checkVisibility() && !td.closest('details'))"
+    cells = tab.value(f"{shown}.map((td) => td.textContent)")
+    assert "model.layers.*.self_attn.q_proj.weight" in cells
+    assert cells.count("decoder.layers.*.self_attention.linear_qkv.weight") == 3
+    assert tab.value("document.querySelector('main > ul').checkVisibility()")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_cut_names_keep_their_numbers(width, reports, chromium):
+    """What is shown of a name has its numbers and its end; who copies or searches it gets the whole."""
+    shown = "[...cell.childNodes].map((n) => n.className === 'left-out' ? '\\u2026' : n.textContent).join('')"
+    cut = 0
+    for name in ("inspect", "diff", "dialect"):
+        tab = chromium.open(reports[name], width=width)
+        rows = tab.value(
+            "[...document.querySelectorAll('.body .c-tensor')].map((cell) => "
+            f"[cell.title, cell.textContent, {shown}, cell.scrollWidth <= cell.clientWidth])"
+        )
+        assert rows
+        for title, whole, text, fits in rows:
+            assert title == whole and fits, text
+            numbers = [part for part in whole.split(".") if part.isdigit()]
+            assert [part for part in re.split(r"[.\u2026]", text) if part.isdigit()] == numbers
+            assert text.rsplit(".", 1)[-1] == whole.rsplit(".", 1)[-1]
+            cut += text != whole
+    assert cut > 0 or width == 1400
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_numbers_are_not_cut(width, reports, chromium):
+    for name in ("inspect", "diff", "reshard"):
+        tab = chromium.open(reports[name], width=width)
+        cut = "(cell) => cell.checkVisibility() && cell.scrollWidth > cell.clientWidth"
+        cells = "[...document.querySelectorAll('.line .right, .line .c-what, .line .c-state, .line .c-shape')]"
+        assert tab.value(f"{cells}.filter({cut}).map((cell) => cell.textContent)") == [], name
+        assert tab.value("((grid) => grid.scrollWidth <= grid.clientWidth)(document.getElementById('grid'))"), name
+    assert tab.value("document.querySelectorAll('.line .c-state').length") > 1  # at every width
+
+
+def test_a_state_has_one_colour_on_every_page(reports, chromium):
+    swatches = "document.querySelectorAll('[aria-label=states] li')"
+    colours: dict[str, set[str]] = {}
+    for name in ("inspect", "reshard", "convert", "diff"):
+        tab = chromium.open(reports[name])
+        for state, fill in tab.value(
+            f"[...{swatches}].map((li) => [li.textContent, li.querySelector('rect').getAttribute('fill')])"
+        ):
+            colours.setdefault(state, set()).add(fill)
+    assert colours == {state: {palette.STATES[state]} for state in ("model", "master", "exp_avg", "exp_avg_sq")}
+
+
+def test_no_colour_means_two_things(reports, chromium):
+    """States, ranks and modules, as they are drawn on one page."""
+    tab = chromium.open(reports["inspect"])
+
+    def fills(selector: str) -> set[str]:
+        found = tab.value(f"[...document.querySelectorAll('{selector}')].map((rect) => rect.getAttribute('fill'))")
+        return {fill for fill in found if fill.startswith("#")}
+
+    states, ranks = fills("[aria-label=states] rect"), fills(".rank .swatch rect")
+    modules = fills(".tile > rect:first-of-type")
+    assert (len(states), len(ranks)) == (4, 4) and len(modules) > 4
+    assert not states & ranks and not states & modules and not ranks & modules
+    assert fills("#cut rect.box") <= ranks and fills(".states rect") == states
 
 
 @pytest.mark.parametrize("name", ["verify", "audit"])
@@ -230,7 +358,7 @@ def test_hostile_names_are_text(reports, chromium):
     assert tab.value("window.pwned") is None and tab.faults == []
     assert tab.value("document.scripts.length") == 2
     assert tab.value("document.querySelectorAll('img, iframe, link, object, a, form').length") == 0
-    text = tab.value("document.body.innerText + document.getElementById('text').textContent")
+    text = tab.value("document.body.innerText + document.body.textContent")
     assert "<script>window.pwned=1</script>" in text and "right\\u202eto\\u2066left\\u200b" in text
     assert not {*"\u202e\u2066\u200b\u2028\x1b"} & {*text} and "(10000 characters)" in text
     assert tab.value("document.documentElement.scrollWidth <= innerWidth")
@@ -286,8 +414,11 @@ def test_light_dark_and_paper(reports, chromium):
     assert grounds == {"rgb(255, 255, 255)", "rgb(20, 23, 27)"}
     tab.call("Emulation.setEmulatedMedia", media="print")
     tab.value("window.dispatchEvent(new Event('beforeprint'))")
-    assert tab.value("document.getElementById('text').open && document.querySelectorAll('.body .line').length === 21")
+    assert tab.value("document.querySelectorAll('.body .line').length") == 21
     assert tab.call("Page.printToPDF")["data"].startswith("JVBERi")  # %PDF-
+    tab = chromium.open(reports["inspect"], width=900)
+    tab.value("document.getElementById('text').open = false, window.dispatchEvent(new Event('beforeprint'))")
+    assert tab.value("document.getElementById('text').open")
 
 
 @pytest.mark.skipif(not Path(AXE or "/nowhere").is_file(), reason="no axe-core (CKPT_AXE): its rules are not asked")

@@ -30,7 +30,7 @@ function drawCut(view, row, number, width) {
   const [down, right] = dims.length > 1 ? dims : [null, dims[0] ?? null];
   const extents = [down === null ? 1 : shape[down], right === null ? 1 : shape[right]].map((extent) => Math.max(1, extent));
   const left = down === null ? 4 : 58, wide = Math.min(width, 620) - left - 6;
-  const high = down === null ? 56 : Math.round(Math.max(0.28, Math.min(0.9, extents[0] / extents[1])) * Math.min(wide, 360));
+  const high = down === null || boxes.length === 1 ? 56 : Math.round(Math.max(0.28, Math.min(0.9, extents[0] / extents[1])) * Math.min(wide, 360));
   const label = `${side.title ? `${side.title}: ` : ""}${plural(boxes.length + cut[2], "box").replace("boxs", "boxes")} of ${view.tensors.name(row)}`;
   const picture = svg("svg", { viewBox: `0 0 ${wide + left + 6} ${high + 24}`, width: wide + left + 6, height: high + 24, role: "img", "aria-label": label });
   const seen = new Set();
@@ -42,7 +42,12 @@ function drawCut(view, row, number, width) {
     seen.add(place);
     const px = left + (x / extents[1]) * wide, pw = (w / extents[1]) * wide, py = (y / extents[0]) * high, ph = (h / extents[0]) * high;
     const text = `${boxText(box, shape)}: ${holders.slice(0, 8).map((holder) => side.holders[holder].name).join("; ")}${holders.length > 8 ? `; ${count(holders.length - 8)} more` : ""}`;
-    picture.append(svg("rect", { class: "box", x: px + 0.5, y: py + 0.5, width: Math.max(1, pw - 1), height: Math.max(1, ph - 1), fill: fillOf(holders[0]), stroke: "#000", "stroke-opacity": 0.55, "stroke-dasharray": view.tensors.fallbacks.has(row) && number ? "5 3" : null, "stroke-width": view.tensors.fallbacks.has(row) && number ? 2 : 1 }, svg("title", { text })));
+    const isFallback = view.tensors.fallbacks.has(row) && number;
+    picture.append(svg("rect", {
+      class: "box", x: px + 0.5, y: py + 0.5, width: Math.max(1, pw - 1), height: Math.max(1, ph - 1),
+      fill: paintOf(fillOfHolder(side.holders[holders[0]])), stroke: "#000", "stroke-opacity": 0.55,
+      "stroke-dasharray": isFallback ? "5 3" : null, "stroke-width": isFallback ? 2 : 1,
+    }, svg("title", { text })));
     const name = fitting(whoText(side, holders), pw - 8);
     if (name && ph > 20) {
       const chip = name.length * 6.7 + 8;
@@ -87,12 +92,16 @@ function cutSection(view) {
     whole.append(el("h3", { text: "Fallbacks: not cut as was asked for" }), el("ul", { class: "fallbacks" }, ...lines));
   }
   view.showCut = (row) => {
-    const tensors = view.tensors;
-    const facts = `${tensors.state(row)}, ${tensors.dtype(row)} [${tensors.shape(row).join(", ")}], ${size(tensors.bytes(row))}`;
-    const fallback = tensors.fallbacks.get(row);
-    body.replaceChildren(el("p", { class: "strong", id: "cut-name", text: tensors.name(row) }), el("p", { class: "dim", text: facts }),
-      fallback ? el("p", { class: "warn", text: `\u26a0 fallback: ${fallback}` }) : "",
-      el("div", { class: "pair cuts" }, ...view.data.sides.map((_, number) => cutFigure(view, row, number))));
+    const tensors = view.tensors, state = tensors.state(row);
+    const facts = `${tensors.dtype(row)} [${tensors.shape(row).join(", ")}], ${size(tensors.bytes(row))}`;
+    const difference = differenceText(tensors.difference(row)), fallback = tensors.fallbacks.get(row);
+    const lines = [
+      el("p", { class: "strong", id: "cut-name", text: tensors.name(row) }),
+      el("p", { class: "dim state" }, swatch(view.stateFill(state)), `${state}, ${facts}`),
+    ];
+    if (difference) lines.push(el("p", { text: difference }));
+    if (fallback) lines.push(el("p", { class: "warn", text: `\u26a0 fallback: ${fallback}` }));
+    body.replaceChildren(...lines, el("div", { class: "pair cuts" }, ...view.data.sides.map((_, number) => cutFigure(view, row, number))));
   };
   return whole;
 }

@@ -23,6 +23,7 @@ class Tensors {
     for (let i = 1; i < parts.length; i += 1) text += numbers[i - 1] + parts[i];
     return text;
   }
+  difference(row) { return differenceOf(this.differences.get(row)); }
   kind(row) { return this.data.kinds[this.kinds[row]]; }
   state(row) { return this.data.states[this.kind(row)[1]]; }
   dtype(row) { return this.data.dtypes[this.kind(row)[2]][0]; }

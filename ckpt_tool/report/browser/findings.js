@@ -3,21 +3,38 @@
 const AT_ONCE = 100;
 const SIGNS = { error: ["\u2715 error", "bad"], warning: ["\u25b2 warning", "warn"], suspicion: ["? suspicion", "warn"], note: ["i note", "dim"] };
 
+function findingItem(view, [code, severity, message, row, name, place, todo, title, seen]) {
+  const [sign, style] = SIGNS[severity] || SIGNS.error;
+  const item = el("li", {}, el("span", { class: `badge ${style}`, text: `${sign} ${code}`.trim() }));
+  if (title) item.append(el("span", { class: "strong", text: `${title}: ` }));
+  item.append(`${message} `);
+  if (row >= 0) {
+    const link = el("button", { class: "link", type: "button", text: name });
+    link.addEventListener("click", () => {
+      view.table.only([row], "of a finding");
+      view.select(row);
+      view.table.section.scrollIntoView({ block: "nearest" });
+    });
+    item.append(link);
+  } else if (name && !message.includes(name)) {
+    item.append(el("code", { text: name }));
+  }
+  if (place) item.append(el("span", { class: "dim", text: ` ${place}` }));
+  if (todo) item.append(el("div", { class: "dim", text: `to do: ${todo}` }));
+  for (const url of seen || []) item.append(el("div", { class: "dim", text: `see ${url}` }));
+  return item;
+}
+
 function findingsSection(view) {
   const findings = view.data.findings;
   if (!findings || !findings.length) return null;
   const list = el("ul", { class: "findings" }), more = el("button", { type: "button" });
   let shown = 0;
   const next = () => {
-    for (const [code, severity, message, row, name, file, todo] of findings.slice(shown, shown + AT_ONCE)) {
-      const [sign, style] = SIGNS[severity] || SIGNS.error;
-      const link = row >= 0 ? el("button", { class: "link", type: "button", text: name }) : name && !message.includes(name) ? el("code", { text: name }) : "";
-      if (row >= 0) link.addEventListener("click", () => { view.table.only([row], "of a finding"); view.select(row); view.table.section.scrollIntoView({ block: "nearest" }); });
-      list.append(el("li", {}, el("span", { class: `badge ${style}`, text: `${sign} ${code}`.trim() }), `${message} `, link, file ? el("span", { class: "dim", text: ` ${file}` }) : "", todo ? el("div", { class: "dim", text: `to do: ${todo}` }) : ""));
-    }
+    list.append(...findings.slice(shown, shown + AT_ONCE).map((finding) => findingItem(view, finding)));
     shown = Math.min(findings.length, shown + AT_ONCE);
     more.hidden = shown === findings.length;
-    more.textContent = `${plural(findings.length - shown, "more finding")}`;
+    more.textContent = plural(findings.length - shown, "more finding");
   };
   more.addEventListener("click", next);
   next();

@@ -15,7 +15,7 @@ function flowSection(view) {
   const rows = largest.map(([from, to, nbytes]) => el("tr", {}, el("td", { text: before.holders[from].name }), el("td", { text: after.holders[to].name }), el("td", { class: "right", text: size(nbytes) })));
   const head = el("tr", {}, el("th", { scope: "col", text: "from" }), el("th", { scope: "col", text: "to" }), el("th", { scope: "col", class: "right", text: "bytes" }));
   const table = el("details", {}, el("summary", { text: flow.length > 50 ? "the 50 largest as a table" : "as a table" }), el("div", { class: "wide" }, el("table", {}, head, ...rows)));
-  return section("flow", "The flow of bytes", el("p", { class: "dim", text: `${size(total)} in ${plural(flow.length, "stream")}, from where they lie to where they will lie; copies count for each that gets one.` }), box, table);
+  return section("flow", "The flow of bytes", el("p", { class: "dim", text: `${size(total)} in ${plural(flow.length, "stream")}, from where they are stored to where they are written; copies count for each that gets one.` }), box, table);
 }
 
 function ribbons(flow, before, after, width) {
@@ -31,13 +31,13 @@ function ribbons(flow, before, after, width) {
     const a = places[0][from], b = places[1][to], h = (nbytes / total) * room;
     const y0 = a.start + a.used, y1 = b.start + b.used;
     a.used += h; b.used += h;
-    picture.append(svg("path", { class: "ribbon", d: `M${left} ${y0}C${middle} ${y0} ${middle} ${y1} ${right} ${y1}V${y1 + h}C${middle} ${y1 + h} ${middle} ${y0 + h} ${left} ${y0 + h}Z`, fill: hue(from), "fill-opacity": 0.45, stroke: hue(from), "stroke-width": 0.5 },
+    picture.append(svg("path", { class: "ribbon", d: `M${left} ${y0}C${middle} ${y0} ${middle} ${y1} ${right} ${y1}V${y1 + h}C${middle} ${y1 + h} ${middle} ${y0 + h} ${left} ${y0 + h}Z`, fill: before.holders[from].colour, "fill-opacity": 0.5, stroke: before.holders[from].colour, "stroke-width": 0.5 },
       svg("title", { text: `${before.holders[from].name} to ${after.holders[to].name}: ${size(nbytes)}` })));
   }
   [before, after].forEach((side, at) => side.holders.forEach((holder, number) => {
     const { start, height } = places[at][number];
     if (!sums[at][number]) return;
-    picture.append(svg("rect", { x: at ? right : label, y: start, width: bar, height, fill: fillOf(number), stroke: "#0007" }, svg("title", { text: `${holder.name}: ${size(sums[at][number])}` })));
+    picture.append(svg("rect", { x: at ? right : label, y: start, width: bar, height, fill: holder.colour, stroke: "var(--dim)" }, svg("title", { text: `${holder.name}: ${size(sums[at][number])}` })));
     const name = fitting(side.ranks ? holder.name : shortFile(holder.name), label);
     picture.append(svg("text", { x: at ? right + bar + 5 : label - 5, y: start + Math.max(9, height / 2 + 4), "text-anchor": at ? "start" : "end", text: name }));
   }));
@@ -46,25 +46,61 @@ function ribbons(flow, before, after, width) {
 
 function matrix(flow, before, after, width) {
   const bins = [before, after].map((side) => Math.min(BINS, side.holders.length));
-  const at = (side, number, of) => Math.floor((number * of) / side.holders.length);
+  const binOf = (side, number, of) => Math.floor((number * of) / side.holders.length);
   const cells = new Map();
   for (const [from, to, nbytes] of flow) {
-    const key = at(before, from, bins[0]) * BINS + at(after, to, bins[1]);
+    const key = binOf(before, from, bins[0]) * BINS + binOf(after, to, bins[1]);
     cells.set(key, (cells.get(key) || 0) + nbytes);
   }
-  const most = Math.max(...cells.values()), left = 84, top = 22;
+  const most = Math.max(...cells.values());
+  const left = Math.min(130, Math.floor(width * 0.28)), top = 40;
   const step = Math.max(4, Math.min(18, Math.floor((width - left) / bins[1])));
-  const picture = svg("svg", { viewBox: `0 0 ${left + bins[1] * step + 2} ${top + bins[0] * step + 2}`, width: left + bins[1] * step + 2, height: top + bins[0] * step + 2, role: "img", "aria-label": `bytes from ${plural(before.holders.length, "holder")} (rows) to ${plural(after.holders.length, "holder")} (columns); the table below names the largest` });
-  picture.append(svg("text", { x: left, y: 14, text: fitting(`to: ${after.holders[0].name} \u2026 ${shortFile(after.holders[after.holders.length - 1].name)}`, width - left) }), svg("text", { x: 0, y: top + 10, text: "from:" }), svg("text", { x: 0, y: top + 24, text: fitting(shortFile(before.holders[0].name), left) }));
-  const names = (side, bin, of) => {
-    const first = Math.ceil((bin * side.holders.length) / of), last = Math.ceil(((bin + 1) * side.holders.length) / of) - 1;
-    return first === last ? side.holders[first].name : `${side.holders[first].name} \u2026 ${side.holders[last].name}`;
-  };
-  picture.append(svg("rect", { x: left, y: top, width: bins[1] * step, height: bins[0] * step, fill: "none", stroke: "currentColor", "stroke-opacity": 0.3 }));
+  const wide = bins[1] * step, high = bins[0] * step;
+  const label = `bytes from ${plural(before.holders.length, "holder")} (rows) to ${plural(after.holders.length, "holder")} (columns); the table below names the largest`;
+  const picture = svg("svg", { viewBox: `0 0 ${left + wide + 2} ${top + high + 2}`, width: left + wide + 2, height: top + high + 2, role: "img", "aria-label": label });
+  picture.append(...axisNames(before, after, left, top, wide, high));
+  picture.append(svg("rect", { x: left, y: top, width: wide, height: high, fill: "none", stroke: "currentColor", "stroke-opacity": 0.3 }));
   for (const [key, nbytes] of cells) {
     const row = Math.floor(key / BINS), column = key % BINS;
-    picture.append(svg("rect", { class: "cell", x: left + column * step, y: top + row * step, width: step - 0.5, height: step - 0.5, fill: "var(--heat)", "fill-opacity": (0.15 + 0.85 * (nbytes / most)).toFixed(3) },
-      svg("title", { text: `${names(before, row, bins[0])} to ${names(after, column, bins[1])}: ${size(nbytes)}` })));
+    const text = `${namesOf(before, row, bins[0])} to ${namesOf(after, column, bins[1])}: ${size(nbytes)}`;
+    picture.append(svg("rect", {
+      class: "cell", x: left + column * step, y: top + row * step, width: step - 0.5, height: step - 0.5,
+      fill: "var(--heat)", "fill-opacity": opacityOf(nbytes / most),
+    }, svg("title", { text })));
   }
-  return picture;
+  return el("div", {}, bytesScale(most), picture);
+}
+
+function opacityOf(share) {
+  return (0.15 + 0.85 * share).toFixed(3);
+}
+
+// The holders of a row or of a column.
+function namesOf(side, bin, of) {
+  const first = Math.ceil((bin * side.holders.length) / of), last = Math.ceil(((bin + 1) * side.holders.length) / of) - 1;
+  return first === last ? side.holders[first].name : `${side.holders[first].name} \u2026 ${side.holders[last].name}`;
+}
+
+// The first and the last holder along both axes.
+function axisNames(before, after, left, top, wide, high) {
+  const nameOf = (holder) => shortFile(holder.name);
+  const text = (x, y, anchor, words, room) => svg("text", { x, y, "text-anchor": anchor, text: fitting(words, room) });
+  const lastFrom = before.holders[before.holders.length - 1], lastTo = after.holders[after.holders.length - 1];
+  return [
+    text(left, 14, "start", "to (columns) \u2192", wide),
+    text(left, 32, "start", nameOf(after.holders[0]), wide / 2), text(left + wide, 32, "end", nameOf(lastTo), wide / 2),
+    text(0, 14, "start", "from (rows) \u2193", left),
+    text(left - 6, top + 10, "end", nameOf(before.holders[0]), left - 6), text(left - 6, top + high - 2, "end", nameOf(lastFrom), left - 6),
+  ];
+}
+
+// What a shade is in bytes.
+function bytesScale(most) {
+  const shares = [0.25, 0.5, 0.75, 1];
+  const steps = shares.map((share) => {
+    const box = svg("svg", { class: "swatch", viewBox: "0 0 14 14", "aria-hidden": "true" },
+      svg("rect", { x: 0.5, y: 0.5, width: 13, height: 13, fill: "var(--heat)", "fill-opacity": opacityOf(share), stroke: "var(--dim)" }));
+    return el("li", {}, box, size(share * most));
+  });
+  return el("ul", { class: "key scale", "aria-label": "scale" }, el("li", { class: "dim", text: "linear:" }), ...steps);
 }

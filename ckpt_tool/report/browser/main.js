@@ -2,6 +2,8 @@
 
 function draw(data) {
   const view = { data, tensors: new Tensors(data), states: data.states, holderCells: [], selected: -1 };
+  const stateFills = new Map(data.states.map((state, number) => [state, data.palette.states[number]]));
+  view.stateFill = (state) => stateFills.get(state);
   view.table = new Table(view);
   const cut = cutSection(view);
   view.select = (row) => {
@@ -20,8 +22,11 @@ function draw(data) {
   else if (!found.done) first = found.value;
   else for (let row = 1; row < view.tensors.count; row += 1) if (telling(row) > telling(first)) first = row;
   if (view.tensors.count) { view.select(first); view.table.reveal(first); }
-  document.getElementById("text").open = false;
-  window.addEventListener("beforeprint", () => { document.getElementById("text").open = true; });
+  const text = document.getElementById("text"); // what the figures show, as text
+  if (text) {
+    text.open = text.querySelectorAll("tr, li").length <= 100;
+    window.addEventListener("beforeprint", () => { text.open = true; });
+  }
   // Figures that hang on a width are drawn in the frame to come.
   requestAnimationFrame(() => requestAnimationFrame(() => { document.body.dataset.drawn = "yes"; }));
 }

@@ -2,22 +2,39 @@
 
 const LEAST = 0.002; // of all bytes: what is less is put together
 
-function sums(view, by) {
-  const { tensors, data } = view, found = new Map(), modules = data.templates.map(moduleOf);
-  const amount = new Float64Array(data.kinds.length);
-  for (let row = 0; row < tensors.count; row += 1) amount[tensors.kinds[row]] += tensors.sizes[tensors.kinds[row]];
+// The bytes of every word (a module, a state or a dtype) and of what is inside it, the largest first.
+function groupsBy(view, by) {
+  const { tensors, data } = view, modules = data.templates.map(moduleOf);
+  const amounts = new Float64Array(data.kinds.length);
+  for (let row = 0; row < tensors.count; row += 1) amounts[tensors.kinds[row]] += tensors.bytes(row);
+
+  const found = new Map();
   data.kinds.forEach((kind, number) => {
     const words = { module: modules[kind[0]], state: data.states[kind[1]], dtype: data.dtypes[kind[2]][0] };
-    const outer = words[by], inner = by === "module" ? `${words.state} ${words.dtype}` : words.module;
-    if (!found.has(outer)) found.set(outer, new Map());
-    found.get(outer).set(inner, (found.get(outer).get(inner) || 0) + amount[number]);
+    const inner = by === "module" ? `${words.state} ${words.dtype}` : words.module;
+    if (!found.has(words[by])) found.set(words[by], new Map());
+    const group = found.get(words[by]);
+    const item = group.get(inner) || { name: inner, words, bytes: 0 };
+    item.bytes += amounts[number];
+    group.set(inner, item);
   });
-  const total = amount.reduce((a, b) => a + b, 0);
-  const groups = [...found].map(([name, inner]) => ({ name, items: [...inner].map(([item, bytes]) => ({ name: item, bytes })), bytes: [...inner.values()].reduce((a, b) => a + b, 0) }));
+
+  const total = amounts.reduce((a, b) => a + b, 0);
+  const sumOf = (items) => items.reduce((sum, item) => sum + item.bytes, 0);
+  const groups = [...found].map(([name, inner]) => ({ name, items: [...inner.values()], bytes: sumOf([...inner.values()]) }));
   groups.sort((a, b) => b.bytes - a.bytes);
   const large = groups.filter((group) => group.bytes >= LEAST * total), small = groups.slice(large.length);
-  if (small.length) large.push({ name: `${plural(small.length, "other")}`, items: [{ name: "", bytes: small.reduce((sum, group) => sum + group.bytes, 0) }], bytes: small.reduce((sum, group) => sum + group.bytes, 0), rest: true });
+  if (small.length) large.push({ name: plural(small.length, "other"), items: [], bytes: sumOf(small), rest: true });
   return { groups: large.filter((group) => group.bytes), total };
+}
+
+// The fill of a group, from the palette of what it is grouped by.
+function fillOfGroup(view, by, group, number) {
+  const { palette, dtypes } = view.data;
+  if (group.rest) return [palette.rest, 0];
+  if (by === "state") return view.stateFill(group.name);
+  if (by === "dtype") return palette.dtypes[dtypes.findIndex(([name]) => name === group.name)];
+  return fillAmong(palette.modules, number);
 }
 
 // Bruls, Huizing and van Wijk 2000, "Squarified Treemaps": rows of items as nearly square as may be.
@@ -46,25 +63,45 @@ function squarified(items, x, y, width, height) {
   return places;
 }
 
+// What is inside a group: the states of a module in their colours; modules, which have no room for colours, as lines.
+function innerTile(view, by, group, place) {
+  const { item, x, y, width, height } = place;
+  const fill = by === "module" ? paintOf(view.stateFill(item.words.state)) : "none";
+  return svg("rect", {
+    x: x + 0.5, y: y + 0.5, width: Math.max(0.5, width - 1), height: Math.max(0.5, height - 1),
+    fill, stroke: "#000", "stroke-opacity": 0.45, "pointer-events": "all",
+  }, svg("title", { text: `${group.name}, ${item.name}: ${size(item.bytes)}` }));
+}
+
+// The name of a tile with its bytes; without them where they would leave no room for the name's last component.
+function tileLabel(group, width) {
+  const amount = size(group.bytes), last = group.name.slice(group.name.lastIndexOf(".") + 1);
+  const room = width - 16 - 6.7 * amount.length;
+  const name = 6.7 * (last.length + 1) + 6 <= room || 6.7 * group.name.length + 6 <= room ? fitting(group.name, room) : "";
+  return name ? `${name} ${amount}` : fitting(group.name, width - 8);
+}
+
 function treemap(view, by, width) {
-  const { groups, total } = sums(view, by), high = Math.round(Math.max(220, Math.min(420, width * 0.42)));
+  const { groups, total } = groupsBy(view, by), high = Math.round(Math.max(220, Math.min(420, width * 0.42)));
   const picture = svg("svg", { viewBox: `0 0 ${width} ${high}`, width, height: high, role: "group", "aria-label": `bytes by ${by}` });
   const nodes = [], names = svg("g", { class: "names", "aria-hidden": "true" });
   squarified(groups, 0, 0, width, high).forEach((place, number) => {
     const { item: group, x, y, width: w, height: h } = place;
     const share = ((100 * group.bytes) / total).toFixed(1), text = `${group.name}: ${size(group.bytes)}, ${share} %`;
     const node = svg("g", { class: "tile", role: "button", "aria-label": text }, svg("title", { text }));
-    node.append(svg("rect", { x: x + 1, y: y + 1, width: Math.max(0.5, w - 2), height: Math.max(0.5, h - 2), fill: fillOf(number), stroke: "var(--ground)" }));
+    node.append(svg("rect", {
+      x: x + 1, y: y + 1, width: Math.max(0.5, w - 2), height: Math.max(0.5, h - 2),
+      fill: paintOf(fillOfGroup(view, by, group, number)), stroke: "var(--ground)",
+    }));
     const top = h > 34 && w > 40 ? 20 : 0;
     if (top && group.items.length > 1) for (const inner of squarified(group.items, x + 3, y + top, w - 6, h - top - 3)) {
-      node.append(svg("rect", { x: inner.x + 0.5, y: inner.y + 0.5, width: Math.max(0.5, inner.width - 1), height: Math.max(0.5, inner.height - 1), fill: "#fff", "fill-opacity": 0.35, stroke: "#000", "stroke-opacity": 0.35 }, svg("title", { text: `${group.name}, ${inner.item.name}: ${size(inner.item.bytes)}` })));
+      node.append(innerTile(view, by, group, inner));
       const name = fitting(inner.item.name, inner.width - 4);
       if (name && inner.height > 15) names.append(chip(name, inner.x + 4, inner.y + 13));
     }
-    const amount = size(group.bytes), name = fitting(group.name, w - 16 - 6.7 * amount.length);
-    const label = name ? `${name} ${amount}` : fitting(group.name, w - 8);
+    const label = tileLabel(group, w);
     if (label && h > 18) names.append(chip(label, x + 5, y + 14));
-    pressable(node, () => { if (!group.rest) view.table.search(by === "module" ? `module:${group.name}` : `${by}:${group.name}`); });
+    pressable(node, () => { if (!group.rest) view.table.search(`${by}:${group.name}`); });
     nodes.push(node);
   });
   picture.append(...nodes, names);
