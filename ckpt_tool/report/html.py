@@ -13,7 +13,7 @@ import json
 import re
 import zlib
 from base64 import b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from html import escape
 from pathlib import Path
@@ -43,7 +43,9 @@ ROWS_SHOWN = 1000  # of a table, and lines of a list
 _BROWSER = Path(__file__).parent / "browser"
 _SCRIPTS = ("base", "data", "ranks", "cut", "flow", "treemap", "table", "heat", "findings", "main")  # in this order
 _BREAKS = re.compile(r"(?<=\w|\*|\])([./])(?=[a-zA-Z_*\[])")  # between the parts of a name or a path
+_OPTION = re.compile(r"(?<!\S)(--?[a-z][a-z0-9-]*)(?=[\s=,;:.)]|$)")  # of a command line
 _SHORT = 20  # characters of a cell that stay on one line
+_LINES = 24  # of a list; a longer one scrolls in a box of its own
 _PLAIN = 1 << 16  # characters of data that are kept as they are; more is deflated
 _LEVELS = 8  # of a tree that are indented
 
@@ -132,16 +134,19 @@ def _source(text: str) -> str:
 
 def _block(block: Block) -> str:
     if isinstance(block, Facts):
-        rows = "\n".join(f"<dt>{_label(label)}<dd{_class(value)}>{_text(value)}" for label, value in block.rows)
+        rows = "\n".join(
+            f"<dt>{_label(label)}<dd{_classes(_style(value))}>{_text(value)}" for label, value in block.rows
+        )
         return f"{_title(block.title)}<dl>\n{rows}\n</dl>"
     if isinstance(block, Table):
         return _title(block.title) + _table(block)
     if isinstance(block, Lines):
         listed = [line for line in block.lines if text_of(line)]
-        items = "\n".join(f"<li{_class(line)}>{_text(line)}" for line in listed[:ROWS_SHOWN])
+        items = "\n".join(f"<li{_classes(_style(line))}>{_text(line)}" for line in listed[:ROWS_SHOWN])
         if len(listed) > ROWS_SHOWN:
             items += f'\n<li class="dim">... {count(len(listed) - ROWS_SHOWN)} more lines; --json has all'
-        return f"{_title(block.title)}<ul>\n{items}\n</ul>"
+        items = f"<ul>\n{items}\n</ul>"
+        return _title(block.title) + (_boxed(items, block.title or "lines") if len(listed) > _LINES else items)
     if isinstance(block, Curves):
         return _title(block.title) + curves(block)
     if isinstance(block, Ranks):  # a terminal's: here the table of files says it
@@ -166,8 +171,12 @@ def _title(title: str) -> str:
 
 
 def _table(table: Table) -> str:
-    right = [' class="right"' if column.right else "" for column in table.columns]
-    head = "".join(f"<th{r}>{escape(column.title)}" for column, r in zip(table.columns, right, strict=True))
+    """A table in a box of its own. Where the window is narrow, names have lines of their own (`stack` in the style);
+    the roles keep it a table for those who hear it."""
+    heads = "".join(
+        f'<th role="columnheader"{_classes(["right"] * column.right)}>{escape(column.title)}'
+        for column in table.columns
+    )
     rows = []
     for number, row in enumerate(table.rows[:ROWS_SHOWN]):
         level = min(table.indents[number], _LEVELS) if table.indents else 0
@@ -175,13 +184,22 @@ def _table(table: Table) -> str:
             _cell(cell, column, level=0 if i else level)
             for i, (cell, column) in enumerate(zip(row, table.columns, strict=True))
         ]
-        rows.append("<tr>" + "".join(cells))
+        rows.append('<tr role="row">' + "".join(cells))
+
+    body = (
+        f'<table role="table"{_classes(_stacking(table))}>\n<tr role="row">{heads}\n' + "\n".join(rows) + "\n</table>"
+    )
     hidden = len(table.rows) - ROWS_SHOWN
     more = table.more or (f"... {count(hidden)} more rows; --json has all" if hidden > 0 else "")
     closing = f'<p class="dim">{escape(shown(more))}</p>' if more else ""
-    label = escape(shown(table.title)) or "table"
-    body = f"<table>\n<tr>{head}\n" + "\n".join(rows) + "\n</table>"
-    return f'<div class="wide" tabindex="0" role="group" aria-label="{label}">{body}</div>{closing}'
+    return _boxed(body, table.title or "table") + closing
+
+
+def _stacking(table: Table) -> list[str]:
+    """The classes of a table whose names are too long to have numbers beside them in a narrow window."""
+    longest = max((len(text_of(row[0])) for row in table.rows), default=0)
+    stacks = longest > _SHORT and len(table.columns) > 2 and not table.indents
+    return ["stack", f"n{len(table.columns) - 1}"] if stacks else []
 
 
 def _cell(cell: Cell, column: Column, *, level: int) -> str:
@@ -189,22 +207,24 @@ def _cell(cell: Cell, column: Column, *, level: int) -> str:
     text = _text(cell)
     if not column.right:
         text = _BREAKS.sub(r"\1<wbr>", text)
-    state = f' data-state="{_text(cell)}"' if column.states and text else ""
-    short = len(text_of(cell)) <= _SHORT and not column.right
-    return f"<td{_class(cell, right=column.right, short=short, level=level)}{state}>{text}"
+    state = f' data-state="{escape(shown(text_of(cell)))}"' if column.states and text else ""
+    names = ["right"] * column.right
+    names += ["short"] * (len(text_of(cell)) <= _SHORT and not column.right)
+    names += [f"i{level}"] * (level > 0)
+    return f'<td role="cell"{_classes([*names, *_style(cell)])}{state}>{text}'
 
 
 def _text(cell: Cell) -> str:
-    return escape(shown(text_of(cell), 2000))
+    """The text of a cell; options of a command line do not break at their hyphens."""
+    return _OPTION.sub(r'<span class="short">\1</span>', escape(shown(text_of(cell), 2000)))
 
 
-def _class(cell: Cell, *, right: bool = False, short: bool = False, level: int = 0) -> str:
-    names = (
-        ["right"] * right
-        + ["short"] * short
-        + [style_of(cell)] * (style_of(cell) != "plain")
-        + [f"i{level}"] * (level > 0)
-    )
+def _style(cell: Cell) -> list[str]:
+    """The class of a cell's meaning, if it has one."""
+    return [style_of(cell)] if style_of(cell) != "plain" else []
+
+
+def _classes(names: Sequence[str]) -> str:
     return f' class="{" ".join(names)}"' if names else ""
 
 
@@ -304,6 +324,6 @@ def _svg(width: int, height: int, title: str) -> str:
     )
 
 
-def _boxed(picture: str, title: str) -> str:
-    """A picture in a box of its own, in which it scrolls where the window is narrower."""
-    return f'<div class="wide" tabindex="0" role="group" aria-label="{escape(shown(title))}">{picture}</div>'
+def _boxed(content: str, title: str) -> str:
+    """What is wider or longer than there is room for, in a box of its own in which it scrolls."""
+    return f'<div class="wide" tabindex="0" role="group" aria-label="{escape(shown(title))}">{content}</div>'

@@ -40,7 +40,7 @@ function columnsStyle(side, columns, dense) {
 
 // The grid with the coordinates of each row before it, where it has rows.
 function withRows(box, side, columns) {
-  if (!columns) return box;
+  if (columns < 2) return box;
   const names = side.holders.filter((_, at) => at % columns === 0).map(rowOf);
   const labels = el("div", { class: "rows dim", "aria-hidden": "true" }, ...names.map((text) => el("span", { text })));
   return el("div", { class: "with-rows" }, labels, box);

@@ -63,10 +63,12 @@ function squarified(items, x, y, width, height) {
   return places;
 }
 
-// What is inside a group: the states of a module in their colours; modules, which have no room for colours, as lines.
+// What is inside a group: the states of a module in their colours, or, where there is one state, its dtypes in theirs;
+// modules, which have no room for colours, as lines.
 function innerTile(view, by, group, place) {
   const { item, x, y, width, height } = place;
-  const fill = by === "module" ? paintOf(view.stateFill(item.words.state)) : "none";
+  const kind = by !== "module" ? null : view.states.length > 1 ? "state" : "dtype";
+  const fill = kind ? paintOf(fillOfGroup(view, kind, { name: item.words[kind] }, 0)) : "none";
   return svg("rect", {
     x: x + 0.5, y: y + 0.5, width: Math.max(0.5, width - 1), height: Math.max(0.5, height - 1),
     fill, stroke: "#000", "stroke-opacity": 0.45, "pointer-events": "all",
