@@ -16,6 +16,7 @@ from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from html import escape
+from math import floor, log10
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,7 @@ def curves(block: Curves) -> str:
     pad = (high - low) * 0.05 or abs(high) * 0.01 or 1.0
     low, high = low - pad, high + pad
     first, last = min(block.xs), max(block.xs)
+    decimals = max(0, min(9, 2 - floor(log10(high - low))))  # of every number at the axis
 
     def x(at: float) -> float:
         return LEFT + (at - first) / max(last - first, 1) * (WIDE - LEFT - RIGHT)
@@ -259,7 +261,7 @@ def curves(block: Curves) -> str:
     for tick in range(5):
         value = low + (high - low) * tick / 4
         parts.append(f'<line x1="{LEFT}" x2="{WIDE - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="#8884"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.4g}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.{decimals}f}</text>')
     step = max(1, len(block.xs) // 12)
     for at in block.xs[::step]:
         parts.append(f'<text x="{x(at):.1f}" y="{HIGH - BOTTOM + 15}" text-anchor="middle">{at}</text>')

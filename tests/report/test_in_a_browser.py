@@ -313,6 +313,28 @@ def test_numbers_are_not_cut(width, reports, chromium):
     assert tab.value("document.querySelectorAll('.line .c-state').length") > 1  # at every width
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_tables_of_names_and_ranks_show_all_they_have(width, reports, chromium):
+    """Nothing of them has to be scrolled for sideways, and no text of a rank is cut."""
+    for name in ("diff", "dialect", "reshard", "inspect"):
+        tab = chromium.open(reports[name], width=width)
+        boxes = "[...document.querySelectorAll('.wide:has(.stack), .ranks:not(.dense), .rank .who span, .with-rows')]"
+        wider = "(box) => box.checkVisibility() && box.scrollWidth > box.clientWidth && box.clientWidth > 0"
+        assert tab.value(f"{boxes}.filter({wider}).map((box) => box.outerHTML.slice(0, 200))") == [], name
+
+
+def test_paper_has_what_differs_with_whole_names(reports, chromium):
+    tab = chromium.open(reports["diff"], width=800)
+    tab.call("Emulation.setEmulatedMedia", media="print")
+    tab.value("window.dispatchEvent(new Event('beforeprint'))")
+    names = "[...document.querySelectorAll('.body .c-tensor')].map((cell) => cell.textContent)"
+    differing = {names_of(data_in(reports["diff"]))[row] for row, *_ in data_in(reports["diff"])["differences"]}
+    assert set(tab.value(names)) == differing
+    assert tab.value("document.querySelectorAll('.body .left-out').length") == 0
+    assert tab.value("getComputedStyle(document.querySelector('.head')).position") == "static"
+    assert not tab.value("document.getElementById('filter').checkVisibility()")
+
+
 def test_a_state_has_one_colour_on_every_page(reports, chromium):
     swatches = "document.querySelectorAll('[aria-label=states] li')"
     colours: dict[str, set[str]] = {}

@@ -350,9 +350,9 @@ def test_a_hostile_document_is_only_text_in_html(which: str) -> None:
     tags = Tags()
     tags.feed(source)
     names = {tag for tag, _ in tags.seen}
-    assert names <= set("html head body main meta title style h1 h2 dl dt dd div table tr th td ul li p wbr span".split()), (
-        names
-    )
+    assert names <= set(
+        "html head body main meta title style h1 h2 dl dt dd div table tr th td ul li p wbr span".split()
+    ), names
     assert {name for _, attrs in tags.seen for name, _ in attrs} <= {
         "lang",
         "charset",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 from ckpt_tool.report.html import document as as_html
 from ckpt_tool.report.plain import Look, render
@@ -84,3 +85,13 @@ def test_the_drawings():
     # the resumed curve begins where the uninterrupted one goes on
     lines = [part.split('"')[0] for part in html.split('<polyline points="')[1:]]
     assert len(lines[0].split()) == 2 and lines[1] == lines[0].split()[1]
+
+
+def test_long_lines_of_tiles_keep_their_numbers_and_axes_have_one_notation():
+    case = copy.deepcopy(CASE)
+    case["layouts"]["from"][0]["layers"] = [[*range(8)], [*range(16, 24)]]
+    html = as_html(validation(document(case)))
+    assert "layers 0,1,2,3,4,5,6,7 + 16,17,18,19,20\u2026" in html  # the whole is in its title
+    assert "layers 0,1,2,3,4,5,6,7 + 16,17,18,19,20,21,22,23;" in html and "characters)" not in html
+    ticks = re.findall(r'text-anchor="end">([-0-9.]+)</text>', html)
+    assert len(ticks) == 10 and {len(tick.partition(".")[2]) for tick in ticks[:5]} == {3}

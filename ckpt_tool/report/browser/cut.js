@@ -24,42 +24,71 @@ function boxText(box, shape) {
   return shape.map((_, dim) => { const [start, extent] = span(box, shape, dim); return `${start}:${start + extent}`; }).join(", ");
 }
 
+// Where the drawing of a tensor lies: the dims that go down and right, their extents, and its place in the picture.
+function frameOf(shape, boxes, width) {
+  const dims = dimsOf(shape, boxes);
+  const [down, right] = dims.length > 1 ? dims : [null, dims[0] ?? null];
+  const rows = Math.max(1, down === null ? 1 : shape[down]), columns = Math.max(1, right === null ? 1 : shape[right]);
+  const left = down === null ? 4 : 58, wide = Math.min(width, 620) - left - 6;
+  const isFlat = down === null || boxes.length === 1;
+  const high = isFlat ? 56 : Math.round(Math.max(0.28, Math.min(0.9, rows / columns)) * Math.min(wide, 360));
+  return { down, right, rows, columns, left, wide, high };
+}
+
 function drawCut(view, row, number, width) {
   const side = view.data.sides[number], shape = view.tensors.shape(row), cut = view.tensors.cut(row, number);
-  const boxes = cut[0], dims = dimsOf(shape, boxes);
-  const [down, right] = dims.length > 1 ? dims : [null, dims[0] ?? null];
-  const extents = [down === null ? 1 : shape[down], right === null ? 1 : shape[right]].map((extent) => Math.max(1, extent));
-  const left = down === null ? 4 : 58, wide = Math.min(width, 620) - left - 6;
-  const high = down === null || boxes.length === 1 ? 56 : Math.round(Math.max(0.28, Math.min(0.9, extents[0] / extents[1])) * Math.min(wide, 360));
+  const boxes = cut[0], frame = frameOf(shape, boxes, width);
   const label = `${side.title ? `${side.title}: ` : ""}${plural(boxes.length + cut[2], "box").replace("boxs", "boxes")} of ${view.tensors.name(row)}`;
-  const picture = svg("svg", { viewBox: `0 0 ${wide + left + 6} ${high + 24}`, width: wide + left + 6, height: high + 24, role: "img", "aria-label": label });
+  const whole = { width: frame.wide + frame.left + 6, height: frame.high + 24 };
+  const picture = svg("svg", { viewBox: `0 0 ${whole.width} ${whole.height}`, ...whole, role: "img", "aria-label": label });
+
+  const isFallback = view.tensors.fallbacks.has(row) && number;
   const seen = new Set();
   boxes.forEach((box, at) => {
-    const holders = holdersOf(cut[1][at]);
-    const [y, h] = down === null ? [0, 1] : span(box, shape, down), [x, w] = right === null ? [0, 1] : span(box, shape, right);
-    const place = `${y},${h},${x},${w}`;
-    if (seen.has(place)) return; // others lie behind it, along dims that are not drawn
-    seen.add(place);
-    const px = left + (x / extents[1]) * wide, pw = (w / extents[1]) * wide, py = (y / extents[0]) * high, ph = (h / extents[0]) * high;
-    const text = `${boxText(box, shape)}: ${holders.slice(0, 8).map((holder) => side.holders[holder].name).join("; ")}${holders.length > 8 ? `; ${count(holders.length - 8)} more` : ""}`;
-    const isFallback = view.tensors.fallbacks.has(row) && number;
-    picture.append(svg("rect", {
-      class: "box", x: px + 0.5, y: py + 0.5, width: Math.max(1, pw - 1), height: Math.max(1, ph - 1),
-      fill: paintOf(fillOfHolder(side.holders[holders[0]])), stroke: "#000", "stroke-opacity": 0.55,
-      "stroke-dasharray": isFallback ? "5 3" : null, "stroke-width": isFallback ? 2 : 1,
-    }, svg("title", { text })));
-    const name = fitting(whoText(side, holders), pw - 8);
-    if (name && ph > 20) {
-      const chip = name.length * 6.7 + 8;
-      picture.append(svg("rect", { x: px + pw / 2 - chip / 2, y: py + ph / 2 - 8, width: chip, height: 16, rx: 3, fill: "#fff", "fill-opacity": 0.9 }),
-        svg("text", { class: "on-chip", x: px + pw / 2, y: py + ph / 2 + 4, "text-anchor": "middle", text: name }));
-    }
+    const place = placeOf(box, shape, frame);
+    const key = `${place.y},${place.height},${place.x},${place.width}`;
+    if (seen.has(key)) return; // others lie behind it, along dims that are not drawn
+    seen.add(key);
+    picture.append(...boxShapes(side, holdersOf(cut[1][at]), place, boxText(box, shape), isFallback));
   });
-  if (right !== null) picture.append(svg("text", { x: left, y: high + 16, text: `dim ${right}: ${count(shape[right])} \u2192` }));
-  if (down !== null) {
-    picture.append(svg("text", { x: 0, y: 11, text: `dim ${down}` }), svg("text", { x: 0, y: 25, text: fitting(count(shape[down]), left) }), svg("text", { x: 0, y: 39, text: "\u2193" }));
-  }
+  picture.append(...dimLabels(shape, frame));
   return picture;
+}
+
+// Where a box is drawn, in pixels.
+function placeOf(box, shape, { down, right, rows, columns, left, wide, high }) {
+  const [top, height] = down === null ? [0, 1] : span(box, shape, down);
+  const [start, width] = right === null ? [0, 1] : span(box, shape, right);
+  return { x: left + (start / columns) * wide, width: (width / columns) * wide, y: (top / rows) * high, height: (height / rows) * high };
+}
+
+// A box in the colour of who holds it, with the name where there is room.
+function boxShapes(side, holders, { x, y, width, height }, indices, isFallback) {
+  const names = holders.slice(0, 8).map((holder) => side.holders[holder].name).join("; ");
+  const text = `${indices}: ${names}${holders.length > 8 ? `; ${count(holders.length - 8)} more` : ""}`;
+  const shapes = [svg("rect", {
+    class: "box", x: x + 0.5, y: y + 0.5, width: Math.max(1, width - 1), height: Math.max(1, height - 1),
+    fill: paintOf(fillOfHolder(side.holders[holders[0]])), stroke: "#000", "stroke-opacity": 0.55,
+    "stroke-dasharray": isFallback ? "5 3" : null, "stroke-width": isFallback ? 2 : 1,
+  }, svg("title", { text }))];
+
+  const name = fitting(whoText(side, holders), width - 8);
+  if (name && height > 20) {
+    const chipWidth = name.length * 6.7 + 8, middle = x + width / 2;
+    shapes.push(svg("rect", { x: middle - chipWidth / 2, y: y + height / 2 - 8, width: chipWidth, height: 16, rx: 3, fill: "#fff", "fill-opacity": 0.9 }),
+      svg("text", { class: "on-chip", x: middle, y: y + height / 2 + 4, "text-anchor": "middle", text: name }));
+  }
+  return shapes;
+}
+
+function dimLabels(shape, { down, right, left, high }) {
+  const labels = [];
+  if (right !== null) labels.push(svg("text", { x: left, y: high + 16, text: `dim ${right}: ${count(shape[right])} \u2192` }));
+  if (down !== null) {
+    const lines = [`dim ${down}`, fitting(count(shape[down]), left), "\u2193"];
+    labels.push(...lines.map((text, at) => svg("text", { x: 0, y: 11 + 14 * at, text })));
+  }
+  return labels;
 }
 
 function cutFigure(view, row, number) {

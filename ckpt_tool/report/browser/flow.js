@@ -18,30 +18,58 @@ function flowSection(view) {
   return section("flow", "The flow of bytes", el("p", { class: "dim", text: `${size(total)} in ${plural(flow.length, "stream")}, from where they are stored to where they are written; copies count for each that gets one.` }), box, table);
 }
 
+// What each holder gives (side 0) or gets (side 1).
+function sumsOf(flow, side, number) {
+  const sums = side.holders.map(() => 0);
+  for (const entry of flow) sums[entry[number]] += entry[2];
+  return sums;
+}
+
+// Where the bars of one side stand. perByte: pixels of a byte.
+function barsOf(sums, perByte, gap) {
+  let at = 2;
+  return sums.map((sum) => {
+    const bar = { start: at, height: Math.max(2, sum * perByte), used: 0 };
+    at += bar.height + gap;
+    return bar;
+  });
+}
+
 function ribbons(flow, before, after, width) {
-  const sums = [before, after].map((side, at) => side.holders.map((_, number) => flow.reduce((sum, each) => sum + (each[at] === number ? each[2] : 0), 0)));
+  const sides = [before, after], sums = sides.map((side, number) => sumsOf(flow, side, number));
   const total = Math.max(1, sums[0].reduce((a, b) => a + b, 0));
   const gap = 6, most = Math.max(before.holders.length, after.holders.length);
-  const high = Math.max(140, Math.min(520, most * 34)), room = high - gap * (most - 1);
+  const high = Math.max(140, Math.min(520, most * 34)), perByte = (high - gap * (most - 1)) / total;
   const label = Math.min(200, Math.floor(width * 0.27)), bar = 14;
-  const picture = svg("svg", { viewBox: `0 0 ${width} ${high + 4}`, width, height: high + 4, role: "img", "aria-label": `bytes from ${plural(before.holders.length, "holder")} to ${plural(after.holders.length, "holder")}; the table below says the same` });
-  const places = sums.map((column) => { let at = 2; return column.map((sum) => { const height = Math.max(2, (sum / total) * room), start = at; at += height + gap; return { start, height, used: 0 }; }); });
-  const left = label + bar, right = width - label - bar, middle = (left + right) / 2;
+  const left = label + bar, right = width - label - bar;
+  const text = `bytes from ${plural(before.holders.length, "holder")} to ${plural(after.holders.length, "holder")}; the table below says the same`;
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${high + 4}`, width, height: high + 4, role: "img", "aria-label": text });
+
+  const bars = sums.map((column) => barsOf(column, perByte, gap));
   for (const [from, to, nbytes] of flow) {
-    const a = places[0][from], b = places[1][to], h = (nbytes / total) * room;
-    const y0 = a.start + a.used, y1 = b.start + b.used;
-    a.used += h; b.used += h;
-    picture.append(svg("path", { class: "ribbon", d: `M${left} ${y0}C${middle} ${y0} ${middle} ${y1} ${right} ${y1}V${y1 + h}C${middle} ${y1 + h} ${middle} ${y0 + h} ${left} ${y0 + h}Z`, fill: before.holders[from].colour, "fill-opacity": 0.5, stroke: before.holders[from].colour, "stroke-width": 0.5 },
+    const source = bars[0][from], target = bars[1][to], height = nbytes * perByte;
+    const path = ribbonPath(left, source.start + source.used, right, target.start + target.used, height);
+    source.used += height;
+    target.used += height;
+    const colour = before.holders[from].colour;
+    picture.append(svg("path", { class: "ribbon", d: path, fill: colour, "fill-opacity": 0.5, stroke: colour, "stroke-width": 0.5 },
       svg("title", { text: `${before.holders[from].name} to ${after.holders[to].name}: ${size(nbytes)}` })));
   }
-  [before, after].forEach((side, at) => side.holders.forEach((holder, number) => {
-    const { start, height } = places[at][number];
+
+  sides.forEach((side, at) => side.holders.forEach((holder, number) => {
     if (!sums[at][number]) return;
-    picture.append(svg("rect", { x: at ? right : label, y: start, width: bar, height, fill: holder.colour, stroke: "var(--dim)" }, svg("title", { text: `${holder.name}: ${size(sums[at][number])}` })));
+    const { start, height } = bars[at][number];
     const name = fitting(side.ranks ? holder.name : shortFile(holder.name), label);
-    picture.append(svg("text", { x: at ? right + bar + 5 : label - 5, y: start + Math.max(9, height / 2 + 4), "text-anchor": at ? "start" : "end", text: name }));
+    picture.append(
+      svg("rect", { x: at ? right : label, y: start, width: bar, height, fill: holder.colour, stroke: "var(--dim)" }, svg("title", { text: `${holder.name}: ${size(sums[at][number])}` })),
+      svg("text", { x: at ? right + bar + 5 : label - 5, y: start + Math.max(9, height / 2 + 4), "text-anchor": at ? "start" : "end", text: name }));
   }));
   return picture;
+}
+
+function ribbonPath(left, from, right, to, height) {
+  const middle = (left + right) / 2;
+  return `M${left} ${from}C${middle} ${from} ${middle} ${to} ${right} ${to}V${to + height}C${middle} ${to + height} ${middle} ${from + height} ${left} ${from + height}Z`;
 }
 
 function matrix(flow, before, after, width) {

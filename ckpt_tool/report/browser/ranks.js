@@ -34,7 +34,7 @@ function across(side) {
 
 function columnsStyle(side, columns, dense) {
   if (!columns || columns > 64) return `repeat(auto-fill, minmax(${dense ? 24 : side.ranks ? 132 : 210}px, 1fr))`;
-  const least = dense ? (columns > 32 ? 11 : 18) : 118;
+  const least = dense ? (columns > 32 ? 11 : 18) : 76;
   return `repeat(${columns}, minmax(${least}px, ${dense ? 3 : 17}rem))`;
 }
 

@@ -225,13 +225,19 @@ class Table {
     this.body.style.height = printed ? "auto" : `${this.order.length * high}px`;
     const letters = printed ? Infinity : Math.max(LEAST_LETTERS, Math.floor(this.heads[0].clientWidth / LETTER));
 
-    const lines = this.order.slice(first, first + many).map((row, at) => this.line(row, first + at, letters, printed ? null : high));
+    const rows = printed ? this.printedRows() : this.order;
+    const lines = rows.slice(first, first + many).map((row, at) => this.line(row, first + at, letters, printed ? null : high));
     if (!lines.length) lines.push(el("div", { role: "row", class: "line" }, el("div", { role: "gridcell", text: "no tensor fits" })));
     this.body.replaceChildren(...lines);
 
     const at = this.order.indexOf(this.view.selected, Math.max(0, first));
     if (at >= first && at < first + many) this.grid.setAttribute("aria-activedescendant", `row-${at}`);
     else this.grid.removeAttribute("aria-activedescendant");
+  }
+
+  // Of two checkpoints what differs; pages of what is equal help nobody.
+  printedRows() {
+    return this.view.data.differences ? this.order.filter((row) => this.tensors.differences.has(row)) : this.order;
   }
 
   line(row, number, letters, high) {
