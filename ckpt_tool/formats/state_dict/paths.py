@@ -26,6 +26,7 @@ Rules, in this order:
    `current_model_state` and `averaging_state` the averages lie in `state_dict`, as Lightning's callback leaves them.
 3. The model's root: the first of `model`, `model_state_dict`, `state_dict`, `module`, ... that holds tensors, at the
    top or beside an optimizer; one level is taken off, never two. Without any, the model lies bare at the top.
+   A tuple, a list or a dict of tensors under the name of one parameter is an error (`formats.state_dict.in_parts`).
 4. Whatever else is a tensor (RNG states, a scheduler's) has the state `extras` and its dotted path as name, less a
    level that itself is called `extras`.
 5. `_checkpoint_wrapped_module.`, `_orig_mod.`, `_fsdp_wrapped_module.` are left by wrappers and taken out of names.
@@ -59,6 +60,7 @@ from ckpt_tool.formats.state_dict.averages import (
     refuse_list,
     sort_averages,
 )
+from ckpt_tool.formats.state_dict.in_parts import find_parameter, refuse_parts
 from ckpt_tool.formats.state_dict.optimizer_ids import Candidate, align
 from ckpt_tool.formats.state_dict.roots import Roots
 from ckpt_tool.formats.state_dict.tree import dotted
@@ -359,6 +361,7 @@ class _Naming:
                     self.keys[i] = TensorKey(clean(dotted(path[len(self.root) :])))
                 else:
                     self._extra(i)
+            self._refuse_parts([i for i in rest if self.leaves[i].path[: len(self.root)] == self.root], is_flat=False)
             return
         self.found.setdefault("model", ())
         bare = any(len(self.leaves[i].path) == 1 and "." in str(self.leaves[i].path[0]) for i in rest)
@@ -386,11 +389,31 @@ class _Naming:
                 f"the optimizer's names show that the model's keys begin with {self.prefix!r}: taken off",
             )
             self.found["model"] = (self.prefix.removesuffix("."),)
+        if bare:
+            self._refuse_parts([i for i in rest if not self._is_of_a_trainer(self.leaves[i].path)], is_flat=True)
         if not bare and any(len(path) > 1 for path in named):
             tops = dict.fromkeys(str(path[0]) for path in named)
             self.note(
                 "N-bare-model", f"no level is called model: all tensors are taken for it, under {', '.join(tops)}"
             )
+
+    def _is_of_a_trainer(self, path: Path) -> bool:
+        """Is a tensor below the top of a bare model a value of its trainer, whatever its name looks like?"""
+        return path[0] == EXTRAS or bool(_RNG.search(dotted(path)))
+
+    def _refuse_parts(self, members: Sequence[int], *, is_flat: bool) -> None:
+        """Note tensors of the model that are parts of one parameter (`in_parts`)."""
+        start = len(self.root or ())
+        parts: dict[Path, list[int]] = {}
+        for i in members:
+            parameter = find_parameter(self.leaves[i].path[start:], is_flat=is_flat)
+            if parameter is not None:
+                parts.setdefault(parameter, []).append(i)
+        for parameter, own in parts.items():
+            inner = [self.leaves[i].path[start:] for i in own]
+            for i, path in zip(own, inner, strict=True):
+                self.keys[i] = TensorKey(clean(dotted(path)))
+                self._refuse(i, refuse_parts(parameter, path, inner))
 
     def _prefixed_ema(self, i: int, word: str) -> bool:
         """`ema.NAME` in a state of dotted keys."""
