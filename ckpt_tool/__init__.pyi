@@ -276,7 +276,8 @@ def convert(
         state: Take only these states: model, master, optimizer, ema, extras, or all.
         drop: Leave this state out: model, master, optimizer, ema or extras. drop="optimizer" strips a training
             checkpoint. A list gives several.
-        as_model: Write this state as the model: as_model="ema".
+        as_model: Write this state as the model: as_model="ema". ema,model takes weights that have no average from the
+            model.
         dtype: Cast values: dtype="bf16", or one state: dtype="optimizer=bf16". A list gives several.
         dequantize: Write quantised weights and states as floats.
         quantize: Quantise the weights of layers, rounding to nearest: fp8-block, fp8-channel, int8, int4-g128, mxfp8,
@@ -664,7 +665,8 @@ def merge(
         state: Take only these states: model, master, optimizer, ema, extras, or all.
         drop: Leave this state out: model, master, optimizer, ema or extras. drop="optimizer" strips a training
             checkpoint. A list gives several.
-        as_model: Write this state as the model: as_model="ema".
+        as_model: Write this state as the model: as_model="ema". ema,model takes weights that have no average from the
+            model.
         dtype: Cast values: dtype="bf16", or one state: dtype="optimizer=bf16". A list gives several.
         dequantize: Write quantised weights and states as floats.
         quantize: Quantise the weights of layers, rounding to nearest: fp8-block, fp8-channel, int8, int4-g128, mxfp8,
@@ -854,7 +856,8 @@ def patch(
         state: Take only these states: model, master, optimizer, ema, extras, or all.
         drop: Leave this state out: model, master, optimizer, ema or extras. drop="optimizer" strips a training
             checkpoint. A list gives several.
-        as_model: Write this state as the model: as_model="ema".
+        as_model: Write this state as the model: as_model="ema". ema,model takes weights that have no average from the
+            model.
         dtype: Cast values: dtype="bf16", or one state: dtype="optimizer=bf16". A list gives several.
         dequantize: Write quantised weights and states as floats.
         quantize: Quantise the weights of layers, rounding to nearest: fp8-block, fp8-channel, int8, int4-g128, mxfp8,
@@ -1018,7 +1021,8 @@ def plan(
         state: Take only these states: model, master, optimizer, ema, extras, or all.
         drop: Leave this state out: model, master, optimizer, ema or extras. drop="optimizer" strips a training
             checkpoint. A list gives several.
-        as_model: Write this state as the model: as_model="ema".
+        as_model: Write this state as the model: as_model="ema". ema,model takes weights that have no average from the
+            model.
         dtype: Cast values: dtype="bf16", or one state: dtype="optimizer=bf16". A list gives several.
         dequantize: Write quantised weights and states as floats.
         quantize: Quantise the weights of layers, rounding to nearest: fp8-block, fp8-channel, int8, int4-g128, mxfp8,
@@ -1231,7 +1235,8 @@ def reshard(
         state: Take only these states: model, master, optimizer, ema, extras, or all.
         drop: Leave this state out: model, master, optimizer, ema or extras. drop="optimizer" strips a training
             checkpoint. A list gives several.
-        as_model: Write this state as the model: as_model="ema".
+        as_model: Write this state as the model: as_model="ema". ema,model takes weights that have no average from the
+            model.
         dtype: Cast values: dtype="bf16", or one state: dtype="optimizer=bf16". A list gives several.
         dequantize: Write quantised weights and states as floats.
         quantize: Quantise the weights of layers, rounding to nearest: fp8-block, fp8-channel, int8, int4-g128, mxfp8,

@@ -54,6 +54,11 @@ def has_rename_rules(chosen: Chosen, job: Conversion) -> bool:
     return bool(job.writing.rename)
 
 
+def changes_the_format(chosen: Chosen, job: Conversion) -> bool:
+    """Does the source become another format, which may have other states?"""
+    return job.fmt.name != chosen.sources[0].catalog.format
+
+
 def takes_another_state(chosen: Chosen, job: Conversion) -> bool:
     """--as-model"""
     return bool(job.writing.as_model)

@@ -44,6 +44,12 @@ class Pass(NamedTuple):
 # Which tensors of one source, as which values
 SELECTION = (
     Pass(
+        "averages",
+        "averages among the model's own names are the state ema, where the source's reader leaves them there",
+        asked.changes_the_format,
+        "conversion.averages_apart:sort_averages_apart",
+    ),
+    Pass(
         "sound",
         "headers that contradict themselves are refused, and optimizers that can't be read",
         asked.always,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.conversion.optimizer_groups import without_removed
+from ckpt_tool.core.buffers import is_buffer
 from ckpt_tool.core.catalog import Unread
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, UsageError
@@ -14,6 +15,7 @@ from ckpt_tool.formats.beside import RECIPE, RECIPE_OF_RUN, UNREAD, has_recipe, 
 from ckpt_tool.formats.peft.lone import PeftHints
 from ckpt_tool.formats.soundness import check_sound
 from ckpt_tool.formats.steps import other_steps, trainer_step
+from ckpt_tool.options.writing import EMA_THEN_MODEL
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import AS_REQUESTED, Chosen, Conversion, extras_left_behind, left_behind
 from ckpt_tool.sources.opening import Opened
@@ -154,12 +156,33 @@ def _refuse_other_names(state: str, taken: Collection[str], model: Collection[st
         )
 
 
+def is_parameter(tensor: LogicalTensor) -> bool:
+    """Is it a weight that is trained, and no buffer? Whole numbers, masks and what normalisations gather are none."""
+    return (tensor.dtype.is_float or tensor.dtype.coded) and not is_buffer(tensor.key.name)
+
+
+def _refuse_partial_average(parameters: Sequence[str], path: str, averaged: int) -> InconsistentCheckpoint:
+    """The error (E3012) for parameters of the model that the average lacks."""
+    more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
+    return InconsistentCheckpoint(
+        f"--as-model ema: the average has {averaged} tensors and lacks {parameters[0]}{more}: written together, some"
+        " weights would be averaged and some not",
+        code="E3012",
+        path=path,
+        key=parameters[0],
+        faults=[f"{name} has no average" for name in parameters[1:]],
+        hint=f"--as-model {EMA_THEN_MODEL} takes these from the model, as is right for weights that were frozen;"
+        " --remove-keys leaves them out",
+    )
+
+
 def as_model(chosen: Chosen, job: Conversion) -> Chosen:
-    """`--as-model ema|master`: that state written as the model. Parameters without it are an error: nothing is mixed in
-    silence."""
-    state, rows = job.writing.as_model, chosen.stored
+    """`--as-model ema|master`: that state written as the model. Parameters without an average are an error unless
+    `--as-model ema,model` asks for the model's own: nothing is mixed in silence."""
+    state, rows = job.writing.state_as_model, chosen.stored
     if not state:
         return chosen
+    takes_models_own = job.writing.as_model == EMA_THEN_MODEL
     taken = {row.tensor.key.name: row for row in rows if row.tensor.key.state == state}
     catalog = chosen.sources[0].catalog
     faults = [one.fault for one in catalog.unread if one.key.state == state and one.fault is not None]
@@ -172,11 +195,16 @@ def as_model(chosen: Chosen, job: Conversion) -> Chosen:
             hint=f"ask for it: --as-model alone takes {state} for the model and drops the other weights",
         )
     if state not in (EMA, MASTER):
-        raise UsageError(f"--as-model {state}", code="E0265", hint="one of ema, master")
+        ways = f"one of ema, master, {EMA_THEN_MODEL}"
+        raise UsageError(f"--as-model {job.writing.as_model}", code="E0265", hint=ways)
     if not taken:
         raise UsageError(f"the checkpoint has no state {state}", code="E0265", hint="see ckpt inspect")
     model = chosen.model
     _refuse_other_names(state, taken, model)
+    missing = [name for name in model if name not in taken]
+    parameters = [name for name in missing if is_parameter(model[name].tensor)] if state == EMA else []
+    if parameters and not takes_models_own:
+        raise _refuse_partial_average(parameters, chosen.sources[0].path, len(taken))
     stored = []
     for name, row in {**model, **taken}.items():
         path = model[name].tensor.path if name in model else ()
@@ -187,10 +215,12 @@ def as_model(chosen: Chosen, job: Conversion) -> Chosen:
         if row.tensor.key.state not in (MODEL, state) or row.tensor.key.state == MODEL and row.tensor.key.name in taken
     )
     dropped = left_behind(gone, f"--as-model {state}", named=False)
-    missing = [name for name in model if name not in taken]
-    if missing:
-        reason = f"{len(missing)} tensors have no {state}: the model's own are written (buffers)"
-        dropped.append({"state": state, "tensors": 0, "bytes": 0, "names": missing[:50], "reason": reason})
+    buffers = [name for name in missing if name not in parameters]
+    kind = "buffers" if state == EMA else "buffers, and weights that have none"
+    for names, why in ((buffers, kind), (parameters, f"--as-model {EMA_THEN_MODEL}")):
+        if names:
+            reason = f"{len(names)} tensors have no {state}: the model's own are written ({why})"
+            dropped.append({"state": state, "tensors": 0, "bytes": 0, "names": names[:50], "reason": reason})
     return replace(
         chosen,
         stored=tuple(stored),

@@ -30,6 +30,7 @@ from ckpt_tool.options.values import (
 from ckpt_tool.quantised.schemes import SCHEMES
 
 SHARDINGS = ("v1", "v2")  # what Paddle calls its stages of sharding: whole tensors by owner, slices of fused buffers
+EMA_THEN_MODEL = "ema,model"  # of --as-model: where there is no average, the model's own
 SPECS = ("local", "te")  # Megatron's layers: of its own modules, of Transformer Engine's
 # of one system's names, by another tool for it or for another form of the model -> whose names they are
 VARIANTS = {"megatron-swift": "megatron", "maxtext-unscanned": "maxtext", "torchtune-0.6": "torchtune"}
@@ -147,7 +148,10 @@ class Writing:
         kind="values",
         default=(),
     )
-    as_model: str | None = TRAVEL.choice("Write this state as the model: --as-model ema.", ("ema", "master"))
+    as_model: str | None = TRAVEL.choice(
+        "Write this state as the model: --as-model ema. ema,model takes weights that have no average from the model.",
+        ("ema", "master", EMA_THEN_MODEL),
+    )
     dtypes: Mapping[str, str] = TRAVEL.option(
         "Cast values: --dtype bf16, or one state: --dtype optimizer=bf16. Repeatable.",
         dtypes,
@@ -274,3 +278,8 @@ class Writing:
 
     # the words of the line, for --attest: they decide nothing
     command: tuple[str, ...] = field(default=(), compare=False, metadata={"options": ()})
+
+    @property
+    def state_as_model(self) -> str | None:
+        """The state that `--as-model` names, without what fills it up."""
+        return self.as_model.partition(",")[0] if self.as_model else None

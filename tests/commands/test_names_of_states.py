@@ -72,7 +72,12 @@ def assert_holds(folder: Path, wanted: Arrays) -> None:
     assert all((found[name] == wanted[name]).all() for name in wanted)
 
 
-@pytest.mark.parametrize("prefix", ["model_ema.", "ema_model.", "ema.", "model_ema.module.", "averaged_model.module."])
+SECOND_MODELS = ("shadow", "shadow_params", "teacher", "ema_model", "model_avg", "target_network", "averaged_model")
+
+
+@pytest.mark.parametrize(
+    "prefix", ["model_ema.", "ema.", "model_ema.module.", "averaged_model.module.", *(f"{w}." for w in SECOND_MODELS)]
+)
 def test_averages_in_safetensors_are_the_state_ema(tmp_path: Path, prefix: str) -> None:
     live = llama()
     average = averaged(live)
@@ -103,6 +108,84 @@ def test_averages_in_safetensors_of_no_weight_are_refused(tmp_path: Path) -> Non
     with pytest.raises(CkptError) as caught:
         ckpt.convert(str(source), str(tmp_path / "out"), to="safetensors", as_model="ema")
     assert caught.value.code == "E2952"
+
+
+@pytest.mark.parametrize("word", SECOND_MODELS)
+@pytest.mark.parametrize("live_root", ["", "student.", "online_network.", "model."])
+@pytest.mark.parametrize("root", [None, "state_dict", "model"])
+def test_a_second_model_in_a_state_dict_is_the_state_ema(
+    tmp_path: Path, root: str | None, live_root: str, word: str
+) -> None:
+    live = behind(live_root, {"a.weight": np.ones((2, 3), np.float32), "b.bias": np.ones(3, np.float32)})
+    second = behind(f"{word}.", averaged({name.removeprefix(live_root): array for name, array in live.items()}))
+    state = torches({**live, **second})
+    source = tmp_path / "state.pt"
+    torch.save(state if root is None else {root: state, "epoch": 3}, source)
+
+    ckpt.convert(str(source), str(tmp_path / "live"), to="safetensors")
+    ckpt.convert(str(source), str(tmp_path / "ema"), to="safetensors", as_model="ema")
+
+    assert_holds(tmp_path / "live", live)
+    assert_holds(tmp_path / "ema", averaged(live))
+
+
+@pytest.mark.parametrize("word", SECOND_MODELS)
+@pytest.mark.parametrize("live_root", ["model", "student"])
+def test_a_second_model_on_a_level_of_its_own_is_the_state_ema(tmp_path: Path, live_root: str, word: str) -> None:
+    live = {"a.weight": np.ones((2, 3), np.float32), "b.bias": np.ones(3, np.float32)}
+    source = tmp_path / "state.pt"
+    torch.save({live_root: torches(live), word: torches(averaged(live)), "epoch": 3}, source)
+
+    ckpt.convert(str(source), str(tmp_path / "live"), to="safetensors")
+    ckpt.convert(str(source), str(tmp_path / "ema"), to="safetensors", as_model="ema")
+
+    named = live if live_root == "model" else behind("student.", live)
+    assert_holds(tmp_path / "live", named)
+    assert_holds(tmp_path / "ema", averaged(named))
+
+
+@pytest.mark.parametrize("word", ["shadow", "teacher", "target_network"])
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_a_second_model_of_another_kind_is_refused_by_name(tmp_path: Path, kind: str, word: str) -> None:
+    """A teacher that is no copy, next to its student: it is not the model, and nobody may take it for that."""
+    live = behind("student.", {"a.weight": np.ones((2, 3), np.float32)})
+    second = behind(f"{word}.", {"a.weight": np.ones((5, 3), np.float32), "deep.weight": np.ones(2, np.float32)})
+    source = tmp_path / "in"
+    source.mkdir()
+    if kind == "torch":
+        torch.save(torches({**live, **second}), source / "pytorch_model.bin")
+    else:
+        save_file({**live, **second}, source / "model.safetensors")
+    with pytest.raises(CkptError) as caught:
+        ckpt.convert(str(source), str(tmp_path / "out"), to="safetensors")
+    assert caught.value.code == "E2952" and word in caught.value.message
+    ckpt.convert(str(source), str(tmp_path / "out"), to="safetensors", remove_keys=[f"{word}.*"])
+    assert_holds(tmp_path / "out", live)
+
+
+@pytest.mark.parametrize("word", SECOND_MODELS)
+def test_a_reader_that_keeps_a_module_s_names_is_no_way_around(tmp_path: Path, word: str) -> None:
+    """Sharded keeps names as they are, as DeepSpeed and Megatron do: the way to the hub sorts them."""
+    live = {"a.weight": np.ones((2, 3), np.float32), "b.bias": np.ones(3, np.float32)}
+    weights = torches({**live, **behind("other.", averaged(live))})
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    ckpt.convert(str(tmp_path / "pytorch_model.bin"), str(tmp_path / "job"), to="sharded", rename=[f"other.*={word}.*"])
+    assert f"{word}.a.weight" in ckpt.open(str(tmp_path / "job")).state("model")
+
+    ckpt.convert(str(tmp_path / "job"), str(tmp_path / "live"), to="safetensors")
+    ckpt.convert(str(tmp_path / "job"), str(tmp_path / "ema"), to="safetensors", as_model="ema")
+
+    assert_holds(tmp_path / "live", live)
+    assert_holds(tmp_path / "ema", averaged(live))
+
+
+def test_a_target_that_an_optimizer_trains_is_a_part_of_the_model(tmp_path: Path) -> None:
+    names = ("a.weight", "teacher.a.weight")
+    model = {name: torch.ones(2, 3) for name in names}
+    states = {name: {"exp_avg": torch.zeros(2, 3), "exp_avg_sq": torch.zeros(2, 3)} for name in names}
+    torch.save({"model": model, "optimizer": {"state": states, "param_groups": []}}, tmp_path / "state.pt")
+    ckpt.convert(str(tmp_path / "state.pt"), str(tmp_path / "out"), to="dcp")
+    assert set(ckpt.open(str(tmp_path / "out")).state("model")) == set(names)
 
 
 @pytest.mark.parametrize("root", ["ema", "model_ema", "ema_state_dict", "swa_model", "averaged_model"])

@@ -176,7 +176,7 @@ def test_names_without_dots_find_their_weights(tmp_path):
     counters = {"model_ema.decay": torch.tensor(0.9), "model_ema.num_updates": torch.tensor(3)}
     source = saved(tmp_path, {"state_dict": {**live, **counters, **averages}, "global_step": 3})
     assert converted(source).keys() == live.keys()
-    written = converted(source, "--as-model", "ema", "--force")
+    written = converted(source, "--as-model", "ema,model", "--force")
     assert written.keys() == live.keys() and not written["model.unet.a.0.w"].any() and written["first.w"].all()
 
     lost = saved(tmp_path, {"state_dict": {**live, **averages, "model_ema.unetc": torch.zeros(3)}})

@@ -26,7 +26,7 @@ from ckpt_tool.formats.deepspeed.files import EXPERT, LAYER, Files, ModuleFile, 
 from ckpt_tool.formats.deepspeed.job import Shape, shares
 from ckpt_tool.formats.deepspeed.names import expert_name_of, global_name, key_of_layer, tied_keys
 from ckpt_tool.formats.state_dict.tree import dotted
-from ckpt_tool.formats.state_dict.words import EMA_ROOTS
+from ckpt_tool.formats.state_dict.words import is_average
 from ckpt_tool.storage.source import Tree
 
 K = TypeVar("K", int, tuple[int, int])
@@ -252,7 +252,7 @@ class Module:
         """Tensors of the client's state: of the first file; those of other ranks are named. Averages are a state."""
         first, *others = (file for _, file in sorted(self.modules.items()))
         for path, array in first.others:
-            averaged = len(path) == 2 and path[0] in EMA_ROOTS
+            averaged = len(path) == 2 and is_average(str(path[0]))
             key = TensorKey(str(path[1]), EMA) if averaged else TensorKey(dotted(path[path[0] == UNUSED :]), EXTRAS)
             self.clients[key] = simple_tensor(key, array, path)
         left = sorted({dotted(path) for file in others for path, _ in file.others})

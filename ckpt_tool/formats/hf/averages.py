@@ -9,10 +9,10 @@ average's, and a weight of the same shape for each. Cost: a look at the first wo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from ckpt_tool.core.catalog import Note, Unread
-from ckpt_tool.core.tensor import EMA, EXTRAS, LogicalTensor, TensorKey
+from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.formats.state_dict.words import is_average
 from ckpt_tool.storage.safetensors_file import Header
 
@@ -26,20 +26,25 @@ def has_average(headers: Iterable[Header]) -> bool:
 
 
 def sort_averages_out(
-    tensors: Mapping[TensorKey, LogicalTensor],
+    tensors: Mapping[TensorKey, LogicalTensor], trained: Collection[str] = ()
 ) -> tuple[dict[TensorKey, LogicalTensor], tuple[Unread, ...], list[Note]]:
-    """(the tensors with averages as the state ema, those that are averages of no weight, notes)."""
-    from ckpt_tool.formats.state_dict.averages import find_within
+    """(the tensors with averages as the state ema, those that are averages of no weight, notes). trained: first words
+    of names that an optimizer trains."""
+    from ckpt_tool.formats.state_dict.averages import find_within, state_of_refused
 
-    within = find_within({key.name: tensor.shape for key, tensor in tensors.items()})
+    within = find_within({key.name: tensor.shape for key, tensor in tensors.items() if key.state == MODEL}, trained)
     counters = frozenset(within.counters)
 
     sorted_out: dict[TensorKey, LogicalTensor] = {}
     unread: list[Unread] = []
     for key, tensor in tensors.items():
+        if key.state != MODEL:
+            sorted_out[key] = tensor
+            continue
         if key.name in within.refused:
             shown = f"{tensor.dtype.name} {list(tensor.shape)}"
-            unread.append(Unread(TensorKey(key.name, EMA), shown, fault=within.refused[key.name]))
+            refused = TensorKey(key.name, state_of_refused(key.name))
+            unread.append(Unread(refused, shown, fault=within.refused[key.name]))
             continue
         new_key = key
         if key.name in within.twins:

@@ -32,7 +32,7 @@ from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.hints import Hint
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Path, TensorKey
-from ckpt_tool.formats.state_dict.words import EMA_ROOTS, MASTER_ROOTS, MODEL_ROOTS, OPTIMIZER_ROOTS
+from ckpt_tool.formats.state_dict.words import MASTER_ROOTS, MODEL_ROOTS, OPTIMIZER_ROOTS, is_average
 
 STATES = {"mu": "exp_avg", "nu": "exp_avg_sq", "nu_max": "max_exp_avg_sq", "trace": "momentum_buffer"}
 _BY_STATE = {state: name for name, state in STATES.items()}
@@ -148,7 +148,7 @@ def _model_root(paths: Sequence[Path]) -> Path:
 def _side(path: Path) -> str | None:
     """The state of what hangs at a side root."""
     top = str(path[0]).lower()
-    return EMA if top in EMA_ROOTS else MASTER if top in MASTER_ROOTS else None
+    return EMA if is_average(top) else MASTER if top in MASTER_ROOTS else None
 
 
 def _rest(path: Path, at: int, root: Path) -> Path:

@@ -35,7 +35,7 @@ from ckpt_tool.core.tensor import EMA, MASTER, MODEL, Path, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats.paddle.names import KINDS, kind_of
 from ckpt_tool.formats.state_dict.tree import dotted
-from ckpt_tool.formats.state_dict.words import EMA_ROOTS, MASTER_ROOTS, MODEL_ROOTS, OPTIMIZER_ROOTS
+from ckpt_tool.formats.state_dict.words import MASTER_ROOTS, MODEL_ROOTS, OPTIMIZER_ROOTS, is_average
 
 # -- saves -------------------------------------------------------------------------------------------------------------
 
@@ -252,8 +252,9 @@ def _role(path: Path) -> str:
     """What the first level of a nested path says: `model`, `optimizer`, `master`, `ema`, "" for nothing."""
     if len(path) < 2:
         return ""
-    roles = ((MODEL, MODEL_ROOTS), ("optimizer", OPTIMIZER_ROOTS), (MASTER, MASTER_ROOTS), (EMA, EMA_ROOTS))
-    return next((role for role, names in roles if path[0] in names), "")
+    roles = ((MODEL, MODEL_ROOTS), ("optimizer", OPTIMIZER_ROOTS), (MASTER, MASTER_ROOTS))
+    role = next((role for role, names in roles if path[0] in names), "")
+    return role or (EMA if is_average(str(path[0])) else "")
 
 
 def _plain_key(key: str, role: str) -> TensorKey:

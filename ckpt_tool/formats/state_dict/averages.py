@@ -4,6 +4,7 @@
     model_ema.diffusion_modelinput_blocks00weight                   LDM's LitEma: the parameter's name without dots
     generator_ema.conv.weight beside generator.conv.weight          GAN trainers
     ema: {"ema_model.w": T0, "online_model.w": T1, "step": T2}      ema-pytorch
+    teacher.backbone.w beside student.backbone.w                    DINO, mean teachers; target_network. of BYOL
 
 A list follows the order of the model's parameters, so it is laid over the model of the same file as an optimizer's
 numbers are: shape by shape, and only where one way fits. What fits in no way, or has no twin in the model, is refused
@@ -16,14 +17,14 @@ dict operations a tensor of an average. What it does not do: say which levels ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from ckpt_tool.core.tensor import Path
+from ckpt_tool.core.tensor import EMA, MODEL, Path
 from ckpt_tool.errors import InputError
 from ckpt_tool.formats.state_dict.optimizer_ids import Aligned, Candidate, align
 from ckpt_tool.formats.state_dict.tree import dotted
-from ckpt_tool.formats.state_dict.words import is_average, without_average
+from ckpt_tool.formats.state_dict.words import LIVE_MODELS, SECOND_MODELS, is_average, without_average
 
 LISTS = ("shadow_params", "collected_params")  # the averages; the weights that were put aside for them
 COUNTERS = frozenset(("decay", "num_updates", "initted", "step", "n_averaged", "updates"))
@@ -104,8 +105,11 @@ class Within(NamedTuple):
     words: dict[str, int]  # word -> how many averages have it
 
 
-def find_within(shapes: Mapping[str, Shape]) -> Within:
+def find_within(shapes: Mapping[str, Shape], trained: Collection[str] = ()) -> Within:
     """The averages among a model's own names: `model_ema.X`, as LDM saves them.
+
+    Args:
+        trained: first words of weights that an optimizer trains, which are no averages whatever they are called.
 
     >>> find_within({"a.w": (2,), "model_ema.a.w": (2,)}).twins
     {'model_ema.a.w': 'a.w'}
@@ -113,7 +117,7 @@ def find_within(shapes: Mapping[str, Shape]) -> Within:
     groups: dict[str, dict[str, Shape]] = {}
     for name, shape in shapes.items():
         word, _, rest = name.partition(".")
-        if rest and is_average(word):
+        if rest and is_average(word) and word not in trained:
             groups.setdefault(word, {})[rest] = shape
     live = {name: shape for name, shape in shapes.items() if name.partition(".")[0] not in groups}
 
@@ -142,6 +146,16 @@ def find_within(shapes: Mapping[str, Shape]) -> Within:
     return found
 
 
+def state_of_refused(name: str) -> str:
+    """The state of a tensor without a weight of its own: what may as well be a part of the model is asked for wherever
+    a model is, so that nobody loses it in silence.
+
+    >>> state_of_refused("model_ema.w"), state_of_refused("teacher.w")
+    ('ema', 'model')
+    """
+    return MODEL if name.partition(".")[0].lower() in SECOND_MODELS else EMA
+
+
 def find_twins(
     names: Sequence[str], word: str, shapes: Mapping[str, Shape], live: Mapping[str, Shape]
 ) -> dict[str, str]:
@@ -156,7 +170,7 @@ def find_twins(
         unwrapped = find_twins(list(bare), word, {inner: shapes[name] for inner, name in bare.items()}, live)
         if unwrapped:
             return {bare[inner]: twin for inner, twin in unwrapped.items()}
-    for lead in dict.fromkeys((without_average(word), "", "model", "online_model", _WRAPPER)):
+    for lead in dict.fromkeys((without_average(word), "", *LIVE_MODELS)):
         start = f"{lead}." if lead else ""
         plain = {name[len(start) :]: name for name in live if name.startswith(start)}
         without_dots: dict[str, str | None] = {}
@@ -172,9 +186,10 @@ def find_twins(
 
 
 def refuse_twinless(word: str, name: str) -> InputError:
-    """The error (E2952) for an average in the model's own dict that is of no weight there."""
+    """The error (E2952) for an average in the model's own dict where not all below its word are of a weight there."""
     return InputError(
-        f"{word}.{name[:200]} is an average by its name, and no weight of the model is its own",
+        f"{word}.{name[:200]} is by its name of an average or of another second model ({word}), and the model does not"
+        " have a weight of the same name and shape for each tensor of it",
         code=_NO_TWIN,
         key=f"{word}.{name}"[:200],
         hint=f"--remove-keys '{word}.*' leaves them all out",

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ckpt_tool.core.buffers import is_gathered
+from ckpt_tool.core.buffers import is_buffer
 from ckpt_tool.formats.state_dict.coded import shape_of_codes
 from ckpt_tool.formats.state_dict.words import SAME_SHAPE
 from ckpt_tool.storage.coded_states import CODES, QMAP
@@ -107,7 +107,7 @@ def _candidates(model: Sequence[Candidate]) -> list[Candidate]:
             if item.same in seen:
                 continue
             seen.add(item.same)
-        if not is_gathered(item.name):
+        if not is_buffer(item.name):
             out.append(item)
     return out
 

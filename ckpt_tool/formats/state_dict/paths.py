@@ -59,6 +59,7 @@ from ckpt_tool.formats.state_dict.averages import (
     name_list,
     refuse_list,
     sort_averages,
+    state_of_refused,
 )
 from ckpt_tool.formats.state_dict.in_parts import find_parameter, refuse_parts
 from ckpt_tool.formats.state_dict.optimizer_ids import Candidate, align
@@ -246,7 +247,7 @@ class _Naming:
             below = root
             if len(inner) == 1 and all(len(self.leaves[i].path) > len(root) + 1 for i in own):
                 (only,) = inner
-                below = (*root, only) if str(only) in (*MODEL_ROOTS, "shadow", "shadow_params") else root
+                below = (*root, only) if str(only) in MODEL_ROOTS or is_average(str(only)) else root
             self.found.setdefault(state, below)
             if state == EMA:
                 self._sort_averages(root, below, own)
@@ -303,13 +304,15 @@ class _Naming:
     def _averages_within(self) -> None:
         """Averages among the model's own names: `model_ema.X`, as LDM saves them."""
         places = {key.name: i for i, key in enumerate(self.keys) if key is not None and key.state == MODEL}
-        within = find_within({name: self.leaves[i].shape for name, i in places.items()})
+        of_optimizers = [key for key in self.keys if key is not None and key.state not in (MODEL, EMA, EXTRAS)]
+        trained = {key.name.partition(".")[0] for key in of_optimizers}
+        within = find_within({name: self.leaves[i].shape for name, i in places.items()}, trained)
         for name in within.counters:
             self._extra(places[name])
         for name, twin in within.twins.items():
             self.keys[places[name]] = TensorKey(twin, EMA)
         for name, fault in within.refused.items():
-            self.keys[places[name]] = TensorKey(name, EMA)
+            self.keys[places[name]] = TensorKey(name, state_of_refused(name))
             self._refuse(places[name], fault)
         for word, count in within.words.items():
             self.found.setdefault(EMA, (word,))

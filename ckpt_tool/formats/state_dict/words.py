@@ -24,8 +24,24 @@ EMA_ROOTS = frozenset(
     (
         *("ema", "ema_model", "model_ema", "ema_state_dict", "state_dict_ema", "ema_weights", "ema_params"),
         # stochastic weight averaging, and what averages are called besides
-        *("swa_model", "model_swa", "swa_state_dict", "swa_model_state_dict", "averaged_model", "avg_model"),
+        *("swa_model", "model_swa", "swa_state_dict", "swa_model_state_dict", "swa_params"),
+        *("averaged_model", "avg_model", "average_model", "model_avg", "model_averaged", "averaged_params"),
+        *("shadow_model", "model_shadow", "shadow_params"),
     )
+)
+# A second model that follows the first: mean teachers and DINO's, BYOL's and reinforcement learning's targets. The
+# words say less than those above: a model that is none may have a module called so.
+SECOND_MODELS = frozenset(
+    (
+        *("teacher", "teacher_model", "model_teacher", "teacher_state_dict", "teacher_params"),
+        *("target_network", "target_net", "target_model", "target_encoder", "target_params"),
+        *("momentum_encoder", "momentum_model", "shadow"),
+    )
+)
+# What the model is called next to one of those, where it does not lie bare
+LIVE_MODELS = (
+    *("student", "student_model", "model_student", "online", "online_model", "online_network", "online_net"),
+    *("online_encoder", "policy", "encoder", "network", "net", "model", "module", "params"),
 )
 _AVERAGE = re.compile(r"(?:^|_)ema(?:_|$)")
 # Lightning's WeightAveraging: where this is, `state_dict` holds the averages and LIVE_ROOT the model that is trained
@@ -68,13 +84,14 @@ OPTIMIZER_STATES = frozenset((*SAME_SHAPE, *_OTHER_SHAPES))
 
 
 def is_average(word: str) -> bool:
-    """Is a level of this name one of averages? `ema`, and what has it for a part: `params_ema`, `g_ema`, `ema_unet`.
+    """Is a level of this name one of averages, or of a second model that follows the first (`teacher`)? `ema`, and what
+    has it for a part: `params_ema`, `g_ema`, `ema_unet`.
 
     >>> is_average("generator_ema"), is_average("EMA"), is_average("schema"), is_average("embed")
     (True, True, False, False)
     """
     lower = word.lower()
-    return lower in EMA_ROOTS or bool(_AVERAGE.search(lower))
+    return lower in EMA_ROOTS or lower in SECOND_MODELS or bool(_AVERAGE.search(lower))
 
 
 def without_average(word: str) -> str:

@@ -53,6 +53,7 @@ from ckpt_tool.formats.state_dict.paths import Leaf, Named, name_leaves
 from ckpt_tool.formats.state_dict.roots import Ordered, Roots
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
+from ckpt_tool.formats.state_dict.words import is_average
 from ckpt_tool.formats.torch import choice as torch_choice
 from ckpt_tool.formats.torch.beside_model import with_optimizer
 from ckpt_tool.formats.torch.choice import Chosen, RankFile
@@ -279,9 +280,11 @@ def _catalog(
 
 def _is_hugging_face(chosen: Chosen, leaves: Sequence[Leaf], extras: Mapping[str, Any]) -> bool:
     """A model by its file names, flat as Hugging Face keeps it: every key is a tensor's name, whatever it looks
-    like."""
+    like, but for averages."""
     named = chosen.index is not None or all(name.startswith("pytorch_model") for name in chosen.files)
     names = {clean(str(leaf.path[0])) for leaf in leaves}
+    if any(is_average(name.partition(".")[0]) for name in names):
+        return False
     return named and not extras and all(len(leaf.path) == 1 for leaf in leaves) and len(names) == len(leaves)
 
 
