@@ -19,7 +19,7 @@ from ckpt_tool.core.tensor import MODEL, Chunk, LogicalTensor
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.megatron.adapter import LoraHints
-from ckpt_tool.formats.peft.beside import unknown_weights
+from ckpt_tool.formats.peft.beside import refuse_unknown_weights
 from ckpt_tool.formats.peft.inside import find_inside
 from ckpt_tool.formats.peft.lone import (
     CONFIG,
@@ -39,7 +39,7 @@ from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.strict_json import parse
 
-USAGE, UNKNOWN_WEIGHTS = "E1420", "E2931"
+USAGE = "E1420"
 _LIMIT = 16 << 20  # bytes
 
 
@@ -88,7 +88,7 @@ def open_adapter(src: str, reading: Reading, weight: float, config: Mapping[str,
         config = with_stated_alpha(adapter_config(catalog), reading.lora_alpha, path)
         settings = settings_of(config, path, weight=weight, lenient=reading.lenient)
         if not reading.lenient:
-            _refuse_unknown_weights(opened)
+            refuse_unknown_weights(opened.tree, opened.catalog.files)
             _refuse_empty(opened)
         return Adapter(opened, settings, tuple(catalog.tensors.values()))
     path = opened.tree.display(PADDLE_CONFIG)
@@ -98,20 +98,6 @@ def open_adapter(src: str, reading: Reading, weight: float, config: Mapping[str,
     tensors = [tensor for tensor in catalog.tensors.values() if tensor.key.state == MODEL]
     turned = tuple(_turned(each) if ".lora_" in each.key.name and len(each.shape) == 2 else each for each in tensors)
     return Adapter(opened, settings, turned, paddle=True)
-
-
-def _refuse_unknown_weights(opened: Opened) -> None:
-    """Raise UsageError E2931 for files of weights beside an adapter of which nothing says what they are."""
-    read = opened.catalog.files
-    files = unknown_weights([name for name in opened.tree.names() if name not in read])
-    if files:
-        raise UsageError(
-            f"{files[0]} is stored next to the adapter, and nothing says whether its weights belong to the model",
-            code=UNKNOWN_WEIGHTS,
-            path=opened.path,
-            faults=files[1:20],
-            hint="move it elsewhere or pass --lenient to fold the adapter without it",
-        )
 
 
 def _refuse_empty(opened: Opened) -> None:

@@ -51,11 +51,15 @@ def sound(chosen: Chosen, job: Conversion) -> Chosen:
 
 def _faults_of_adapter(opened: Opened, job: Conversion) -> Iterator[CkptError]:
     """What is wrong with the pairs of an adapter. A target that holds no adapters reports itself what it has no place
-    for, but tensors without elements are missing everywhere."""
+    for, but tensors without elements are missing everywhere. Raises UsageError E2931 for weights next to it that
+    nothing explains."""
     if opened.catalog.hints.get(PeftHints) is None:
         return
+    from ckpt_tool.formats.peft.beside import refuse_unknown_weights
     from ckpt_tool.formats.peft.pairs import EMPTY, find_adapter_faults
 
+    if opened.format.holds.adapter:
+        refuse_unknown_weights(opened.tree, opened.catalog.files)
     for fault in find_adapter_faults(opened.catalog):
         if fault.code == EMPTY or job.fmt.holds.adapter:
             yield fault

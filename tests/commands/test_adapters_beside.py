@@ -136,6 +136,45 @@ def test_weights_that_nothing_explains_are_not_passed_over(file, llama, tmp_path
     run(base, tmp_path / "adapter", tmp_path / "out", lenient=True)
 
 
+@pytest.mark.parametrize("to", ["peft", "dcp", "torch"])
+@pytest.mark.parametrize("file", ["mm_projector.bin", "value_head.safetensors"])
+def test_they_are_not_left_behind_where_the_adapter_is_written(file, to, llama, tmp_path):
+    _, plain = llama
+    shutil.copytree(plain, tmp_path / "adapter")
+    save_trained(trained_weights(), tmp_path / "adapter" / file)
+
+    def write(name, **more):
+        reading = Reading(from_format="peft", **more)
+        convert(str(tmp_path / "adapter"), str(tmp_path / name), reading, Writing(to=to), Silent())
+
+    with pytest.raises(CkptError, match=file) as e:
+        write("out")
+    assert (e.value.code, e.value.exit_code) == ("E2931", 2) and not (tmp_path / "out").exists()
+    write("lenient", lenient=True)
+
+    # The way of the hint: under the name that trainers give to such weights they go along.
+    (tmp_path / "adapter" / file).rename(tmp_path / "adapter" / f"non_lora_trainables{Path(file).suffix}")
+    write("named")
+    written = open_source(str(tmp_path / "named"), Reading()).catalog.tensors
+    assert set(trained_weights()) < {key.name for key in written}
+
+
+@pytest.mark.parametrize(
+    "file", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "model.safetensors"]
+)
+def test_files_of_the_trainer_and_of_the_base_are_no_hindrance_to_writing(file, llama, tmp_path):
+    base, plain = llama
+    shutil.copytree(plain, tmp_path / "adapter")
+    torch.save({"state": {}}, tmp_path / "adapter" / file)
+    if file == "model.safetensors":
+        shutil.copy(base / file, tmp_path / "adapter")
+        shutil.copy(base / "config.json", tmp_path / "adapter")
+    reading = Reading(from_format="peft")
+    convert(str(tmp_path / "adapter"), str(tmp_path / "out"), reading, Writing(to="peft"), Silent())
+    written = load_file(tmp_path / "out/adapter_model.safetensors")
+    assert written.keys() == load_file(plain / "adapter_model.safetensors").keys()
+
+
 @pytest.mark.parametrize(
     "file", ["optimizer.pt", "scheduler.pt", "rng_state_0.pth", "training_args.bin", "scaler.pt", "optimizer.bin"]
 )

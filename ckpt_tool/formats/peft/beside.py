@@ -4,8 +4,8 @@
     non_lora_state_dict.bin      base_model.model.visual.merger.mlp.0.weight, ...     whole tensors of the base
 
 They are read with the adapter, as its own whole tensors are (`modules_to_save`), so that folding puts them in the
-place of the base's. A file of weights that no name tells is reported (`unknown_weights`), and folding refuses to go on
-without it: a merge that leaves a trained projector out looks complete and is not.
+place of the base's. A file of weights that no name explains is an error wherever the adapter is folded or written
+(`refuse_unknown_weights`): a result that leaves a trained projector out looks complete and is not.
 
 Source: LLaVA `train.py` and Qwen-VL-Series-Finetune `train_sft.py` (get_peft_state_non_lora_maybe_zero_3: all that has
 a gradient and no `lora_` in its name, under the wrapped model's names), LongLoRA `get_trainable_weights.py`.
@@ -14,12 +14,12 @@ Cost: the headers of these files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey, simple_tensor
-from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint
+from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, UsageError
 from ckpt_tool.storage.safetensors_file import read_header
 from ckpt_tool.storage.safetensors_table import HeaderTable
 from ckpt_tool.storage.source import Tree
@@ -27,10 +27,12 @@ from ckpt_tool.storage.source import Tree
 if TYPE_CHECKING:
     from ckpt_tool.core.catalog import Unread
 
-TWICE, NO_STATE_DICT = "E2930", "E1432"
+TWICE, NO_STATE_DICT, UNKNOWN_WEIGHTS = "E2930", "E1432", "E2931"
 SAFETENSORS = ".safetensors"
 _STEMS = ("non_lora_state_dict", "non_lora_trainables", "trainable_params")
 _WEIGHTS = (".bin", SAFETENSORS, ".pt", ".pth", ".ckpt", ".npz")
+_CONFIG_OF_BASE = "config.json"
+_OF_BASE = ("model.safetensors", "model-*-of-*.safetensors", "pytorch_model.bin", "pytorch_model-*-of-*.bin")
 # What trainers keep beside weights under the same endings
 _OF_TRAINING = (
     "adapter_model.*",
@@ -57,9 +59,12 @@ def trained_files(names: Iterable[str]) -> list[str]:
     return sorted(known.intersection(names))
 
 
-def unknown_weights(names: Iterable[str]) -> list[str]:
-    """Files beside an adapter that look like weights, and of which no name says what they are."""
+def unknown_weights(names: Collection[str]) -> list[str]:
+    """Files beside an adapter that look like weights, and of which no name says what they are. Next to a config.json
+    the base's own files are known."""
     known = set(trained_files(names))
+    if _CONFIG_OF_BASE in names:
+        known.update(name for name in names if any(fnmatchcase(name, pattern) for pattern in _OF_BASE))
     return [
         name
         for name in names
@@ -68,6 +73,22 @@ def unknown_weights(names: Iterable[str]) -> list[str]:
         and name not in known
         and not any(fnmatchcase(name, pattern) for pattern in _OF_TRAINING)
     ]
+
+
+def refuse_unknown_weights(tree: Tree, files: Collection[str]) -> None:
+    """Raise UsageError E2931 for files of weights beside an adapter of which nothing says what they are. files: those
+    of the adapter."""
+    names = tree.names() if tree.single is None else ()
+    unknown = [name for name in unknown_weights(names) if name not in files]
+    if unknown:
+        raise UsageError(
+            f"{unknown[0]} is stored next to the adapter, and nothing says whether its weights belong to the model",
+            code=UNKNOWN_WEIGHTS,
+            path=tree.display(),
+            faults=unknown[1:20],
+            hint="move it elsewhere, or pass --lenient to go on without it; a file of weights that were trained in full"
+            f" is read under the name {_STEMS[1]}.bin or {_STEMS[1]}{SAFETENSORS}",
+        )
 
 
 def read_trained(
