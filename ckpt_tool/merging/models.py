@@ -84,7 +84,7 @@ def open_models(paths: Sequence[str], reading: Reading, writing: Writing, comput
     for path in paths:
         opened = open_source(path, reading)
         states = (MODEL, "extras") if opened.catalog.extras else (MODEL,)
-        requested = replace(bare, states=(*states, bare.state_as_model) if bare.as_model else states)
+        requested = replace(bare, states=(*states, bare.state_as_model) if bare.state_as_model else states)
         job = Conversion(reading, requested, hub, of_several=True)
         if computes and not requested.dequantize:  # before the job that names them, which knows nothing of the output
             refuse_codes([each for each in opened.catalog.tensors.values() if each.dtype.coded], computes, opened.path)
