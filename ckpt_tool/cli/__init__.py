@@ -311,7 +311,8 @@ def _as_ours(fault: Exception) -> CkptError:
     if isinstance(fault, MemoryError):
         return StorageError("out of memory", code="E2503", hint="pass a smaller --memory or fewer --threads")
     if isinstance(fault, OSError):
-        return wrap_os_error(fault, fault.filename or "", "the operation")
+        named = fault.filename if isinstance(fault.filename, str | bytes) else ""  # else a descriptor
+        return wrap_os_error(fault, os.fsdecode(named), "the operation")
     place = _last_frame(fault)
     return InternalError(
         f"a bug of ours: {type(fault).__name__}: {fault}",

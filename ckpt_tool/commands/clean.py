@@ -11,6 +11,7 @@ from typing import Any
 
 from ckpt_tool.core.inner_path import STAGED, is_leaving, is_staging
 from ckpt_tool.errors import wrap_os_error
+from ckpt_tool.storage.descriptors import close_read
 from ckpt_tool.storage.destination import RemotePlace, place_of
 from ckpt_tool.storage.removal import erase, is_locked, was_taken
 from ckpt_tool.storage.staging import read_list, remove_leavings, strays, was_replaced
@@ -73,7 +74,7 @@ def _remove(path: Path, *, staged: bool) -> bool:
     except BlockingIOError:  # a run has just come
         return False
     finally:
-        os.close(fd)
+        close_read(fd)
 
 
 def _kept_in(folder: Path) -> list[str]:
@@ -83,7 +84,7 @@ def _kept_in(folder: Path) -> list[str]:
         found = strays(fd)
         whole = was_replaced(folder) and not read_list(fd)
     finally:
-        os.close(fd)
+        close_read(fd)
     return [] if whole else found
 
 

@@ -25,7 +25,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ckpt_tool.core.report_data import collected
-from ckpt_tool.errors import CkptError, InputError, OutputExists, UnsafeInput, failures_met
+from ckpt_tool.errors import CkptError, InputError, OutputExists, UnsafeInput, failures_met, wrap_os_error
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Naming, Specificity
 from ckpt_tool.formats.hf.files import CODE, is_sidefile
@@ -95,11 +95,12 @@ def _is_nothing(there: Mapping[str, Stamp]) -> bool:
 
 
 def refuse_unaccounted(place: str, paths: Iterable[str], empty: bool, other: Reader | None) -> None:
-    """Raise OutputExists E1604 unless every path at the place is accounted for."""
+    """Raise OutputExists E1604 unless every path at the place is accounted for, StorageError where something could not
+    be read: nobody knows then what it is."""
     if empty:
         return
     try:
-        with collected(False):  # a report is of the sources
+        with failures_met() as failures, collected(False):  # a report is of the sources
             given = open_tree(place)
             if given.single is not None:  # it was named itself
                 registry.detect(given)
@@ -108,9 +109,13 @@ def refuse_unaccounted(place: str, paths: Iterable[str], empty: bool, other: Rea
             left = [path for path in paths if path not in known]
             left = [*filter(lambda path: not _is_statement(given, path), left[:SEALED]), *left[SEALED:]]
     except CkptError as e:
+        if failures:
+            raise failures[0] from e
         raise _not_one(place, e.message) from e
     except OSError as e:
-        raise _not_one(place, os.strerror(e.errno) if e.errno else str(e)) from e
+        raise wrap_os_error(e, place, "looking at what would be replaced") from e
+    if failures:
+        raise failures[0]
     if left:
         number = "1 file that is" if len(left) == 1 else f"{len(left)} files that are"
         raise OutputExists(

@@ -42,6 +42,7 @@ from ckpt_tool.run.walk import STRIDED_BLOCK
 from ckpt_tool.sources.chosen import Chosen
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.sources.steps import step_of
+from ckpt_tool.storage.descriptors import close_written
 from ckpt_tool.storage.destination import check_destination, local_path, sweep_leavings
 from ckpt_tool.storage.replaced import Replaced
 from ckpt_tool.storage.safetensors_file import build_header
@@ -400,4 +401,4 @@ def _put(staging: Staging, name: str, parts: Any, size: int) -> None:
         for offset, data in parts:
             write_all(fd, data, offset, name)
     finally:
-        os.close(fd)
+        close_written(fd, staging.path / name)

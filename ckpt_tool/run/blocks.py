@@ -24,6 +24,7 @@ from ckpt_tool.plan.plan import Move, SourceFile
 from ckpt_tool.run.checksum import Pieces
 from ckpt_tool.run.digest import LEAF
 from ckpt_tool.run.transposed import PANEL, Strips, Transposed
+from ckpt_tool.storage.descriptors import close_read, close_written, stat_of
 from ckpt_tool.storage.read_ahead import NEAR
 from ckpt_tool.storage.source import Tree, identity_of
 from ckpt_tool.storage.staging import Staging
@@ -92,17 +93,22 @@ def in_runs(region: Region, item: int) -> bool:
 
 
 class FdCache:
-    """Descriptors by file number, the least recently used closed first. For one thread."""
+    """Descriptors by file number, the least recently used closed first. For one thread. path_of: of files that are
+    written, whose failing close is an error that names the file; None where they are only read."""
 
-    def __init__(self, opener: Callable[[int], int], room: int) -> None:
-        self._open, self._room = opener, room
+    def __init__(
+        self, opener: Callable[[int], int], room: int, path_of: Callable[[int], str | os.PathLike[str]] | None = None
+    ) -> None:
+        self._open = opener
+        self._room = room
+        self._path_of = path_of
         self._fds: OrderedDict[int, int] = OrderedDict()
 
     def __getitem__(self, number: int) -> int:
         fd = self._fds.get(number)
         if fd is None:
             while len(self._fds) >= self._room:
-                os.close(self._fds.popitem(last=False)[1])
+                self._close(*self._fds.popitem(last=False))
             fd = self._fds[number] = self._open(number)
         else:
             self._fds.move_to_end(number)
@@ -110,15 +116,20 @@ class FdCache:
 
     def close(self) -> None:
         """Close them all; then raise the first failure: a network file system may report a lost write only here."""
-        failed: OSError | None = None
+        failed: StorageError | None = None
         while self._fds:
-            fd = self._fds.popitem()[1]
             try:
-                os.close(fd)
-            except OSError as e:
+                self._close(*self._fds.popitem())
+            except StorageError as e:
                 failed = failed or e
         if failed is not None:
             raise failed
+
+    def _close(self, number: int, fd: int) -> None:
+        if self._path_of is None:
+            close_read(fd)
+        else:
+            close_written(fd, self._path_of(number))
 
 
 class Files(Protocol):
@@ -163,8 +174,13 @@ class Sources:
     def open(self, number: int) -> int:
         file = self.files[number]
         fd = self.trees[file.root].open(file.path)
-        if tuple(identity_of(os.fstat(fd))) != tuple(file.identity):
-            os.close(fd)
+        try:
+            now = identity_of(stat_of(fd, self.shown(number)))
+        except StorageError:
+            close_read(fd)
+            raise
+        if tuple(now) != tuple(file.identity):
+            close_read(fd)
             raise self.changed(number)
         return fd
 
@@ -429,7 +445,9 @@ class Writer:
         self, staging: Staging, names: Sequence[str], room: int, crc_starts: Mapping[int, Container[int]]
     ) -> None:
         self._staging, self._names = staging, names
-        self.fds = FdCache(lambda number: staging.open(names[number]), room)
+        self.fds = FdCache(
+            lambda number: staging.open(names[number]), room, lambda number: staging.path / names[number]
+        )
         self._scratch = bytearray()
         self._starts = crc_starts
         self._regions: Sequence[Region] = ()  # whose spans are at hand

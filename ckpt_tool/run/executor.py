@@ -52,6 +52,7 @@ from ckpt_tool.run.staged import Gaps, Line, intact
 from ckpt_tool.run.threads import Workers
 from ckpt_tool.run.transposed import PANEL
 from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Job, Mover, Movers, Walks, is_made
+from ckpt_tool.storage.descriptors import close_written
 from ckpt_tool.storage.journal import PartStatus
 from ckpt_tool.storage.replaced import Replaced
 from ckpt_tool.storage.source import Tree
@@ -301,7 +302,7 @@ class Executor:
                 for offset, data in file.literals if heads else ():
                     write_all(fd, data, offset, file.path)
             finally:
-                os.close(fd)
+                close_written(fd, staging.path / file.path)
 
     # -- going on from a journal ----------------------------------------------------------------------------------
 
@@ -575,7 +576,7 @@ class Executor:
             try:
                 write_all(fd, data, 0, name)
             finally:
-                os.close(fd)
+                close_written(fd, staging.path / name)
             names.append(name)
         return names
 

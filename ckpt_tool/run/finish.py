@@ -18,6 +18,7 @@ from ckpt_tool.plan.plan import Plan
 from ckpt_tool.run.blocks import Reader, Sources
 from ckpt_tool.run.checksum import Piece, join
 from ckpt_tool.run.records import ALONE, raise_all, record_faults, within
+from ckpt_tool.storage.descriptors import close_read, close_written, stat_of
 from ckpt_tool.storage.staging import Staging
 
 
@@ -39,8 +40,8 @@ def copy_sidefiles(plan: Plan, sources: Sources, staging: Staging) -> None:
                 write_all(fd, data, offset, file.path)
                 offset += len(data)
         finally:
-            os.close(fd)
             reader.close()
+            close_written(fd, staging.path / file.path)
 
 
 def fill_patches(
@@ -69,7 +70,7 @@ def fill_patches(
                 for offset in offsets:
                     write_all(fd, crc.to_bytes(4, "little"), offset, file.path)
         finally:
-            os.close(fd)
+            close_written(fd, staging.path / file.path)
 
 
 def _checksums(fd: int, spans: Collection[tuple[int, int]], written: Sequence[Piece]) -> list[int]:
@@ -92,10 +93,10 @@ def _sha256(staging: Staging, path: str) -> bytes:
     """The hash of a finished output file, in hex."""
     digest, fd = hashlib.sha256(), staging.open(path)
     try:
-        for data in read_chunks(fd, 0, os.fstat(fd).st_size):
+        for data in read_chunks(fd, 0, stat_of(fd, staging.path / path).st_size):
             digest.update(data)
     finally:
-        os.close(fd)
+        close_read(fd)
     return digest.hexdigest().encode()
 
 

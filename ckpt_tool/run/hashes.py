@@ -18,7 +18,6 @@ for it, and a copy out of the page cache. What waits for a gap before it is not 
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,7 @@ from ckpt_tool.run.checksum import crc32
 from ckpt_tool.run.file_parts import FileParts
 from ckpt_tool.run.finish import read_chunks, write_all
 from ckpt_tool.run.threads import Workers
+from ckpt_tool.storage.descriptors import close_read
 from ckpt_tool.storage.staging import Staging
 
 WINDOW = 4 << 20  # bytes
@@ -118,7 +118,7 @@ class FileHashes:
                 while (stop := self._reach(file, fd)) > file.at:
                     self._hash(file, fd, stop)
             finally:
-                os.close(fd)
+                close_read(fd)
         finally:
             file.turn.release()
 
@@ -187,4 +187,4 @@ class FileHashes:
                         hint="the disk or the memory of this machine fails",
                     )
         finally:
-            os.close(fd)
+            close_read(fd)

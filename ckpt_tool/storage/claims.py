@@ -130,11 +130,11 @@ class Claims:
                 owner, made = os.read(fd, 255).decode("ascii", "replace"), os.fstat(fd).st_mtime
             finally:
                 os.close(fd)
+            if owner == self._me:
+                return True
+            held, touched = journal.held(self._staged, owner) if journal.worker_of(owner) else (True, made)
         except OSError:
-            return True  # it is just being made, or the folder is being committed
-        if owner == self._me:
-            return True
-        held, touched = journal.held(self._staged, owner) if journal.worker_of(owner) else (True, made)
+            return True  # it is just being made, the folder is being committed, or the disk does not say
         return held and max(touched, made) > self._now() - self._lease
 
     def _create(self, number: int, generation: int) -> bool:

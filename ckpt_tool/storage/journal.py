@@ -18,7 +18,9 @@ import re
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.inner_path import JOURNAL, is_journal
-from ckpt_tool.storage.open_below import open_own
+from ckpt_tool.errors import is_failure
+from ckpt_tool.storage.descriptors import close_read
+from ckpt_tool.storage.open_below import Irregular, open_own
 
 Line = dict[str, Any]
 Writer = tuple[int, int] | str | None  # a part (i, n), a worker by its name, or a run that does all
@@ -65,7 +67,7 @@ class PartStatus(NamedTuple):
 
 
 def statuses(folder: int) -> list[PartStatus]:
-    """What the journals of an open staging folder say, by part."""
+    """What the journals of an open staging folder say, by part. Raises OSError."""
     found = []
     for name in sorted(names(folder), key=lambda name: (part_of(name) or (0, 0), name)):
         lines = read(folder, name)
@@ -96,10 +98,13 @@ def statuses(folder: int) -> list[PartStatus]:
 
 
 def held(folder: int, name: str) -> tuple[bool, float]:
-    """(does a process hold the journal, when it was last written or touched); (False, 0) for one that is not there."""
+    """(does a process hold the journal, when it was last written or touched); (False, 0) for one that is not there.
+    Raises OSError."""
     try:
         fd = open_own(folder, name, os.O_RDONLY)
-    except OSError:
+    except OSError as e:
+        if is_failure(e):
+            raise
         return False, 0.0
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -107,7 +112,7 @@ def held(folder: int, name: str) -> tuple[bool, float]:
     except BlockingIOError:
         return True, os.fstat(fd).st_mtime
     finally:
-        os.close(fd)
+        close_read(fd)
 
 
 def names(folder: int) -> list[str]:
@@ -132,16 +137,17 @@ def _seal(plan_id: str, body: bytes) -> bytes:
 
 def read(folder: int, name: str, *, first: bool = False) -> list[Line]:
     """The lines of a journal as far as they are whole; [] where there is none, or something that is no journal. first:
-    the first line alone."""
+    the first line alone. Raises OSError where the disk does not give it: what it calls done is not done again."""
     try:
         fd = open_own(folder, name, os.O_RDONLY)
-    except OSError:
+    except Irregular:
         return []
-    try:
-        with open(fd, "rb") as file:
-            text = file.readline() if first else file.read()
-    except OSError:
+    except OSError as e:
+        if is_failure(e):
+            raise
         return []
+    with open(fd, "rb") as file:
+        text = file.readline() if first else file.read()
     return parsed(text)
 
 

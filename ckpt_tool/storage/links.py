@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_tool.errors import is_failure, wrap_os_error
+from ckpt_tool.storage.descriptors import close_read
 from ckpt_tool.storage.open_below import folder_beneath
 
 CACHE_DEPTH = 6  # folders between a file of a snapshot and `snapshots`
@@ -96,4 +97,4 @@ def open_below(folder: str | os.PathLike[str], path: str) -> int:
         with folder_beneath(top, parents) as at:
             return os.open(name, _FILE, dir_fd=at)
     finally:
-        os.close(top)
+        close_read(top)

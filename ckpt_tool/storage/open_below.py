@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from ckpt_tool.core.inner_path import inner_path
+from ckpt_tool.storage.descriptors import close_read
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO never blocks
@@ -52,9 +53,13 @@ def _open(folder: int, parents: list[str], name: str, flags: int, mode: int, *, 
             if e.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
                 raise Irregular(e.errno, "is no regular file") from e
             raise
-    info = os.fstat(fd)
+    try:
+        info = os.fstat(fd)
+    except OSError:
+        close_read(fd)
+        raise
     if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:  # (some file systems count no names)
-        os.close(fd)
+        close_read(fd)
         why = f"has {info.st_nlink} names" if stat.S_ISREG(info.st_mode) else "is no regular file"
         raise Irregular(errno.EMLINK, why)
     return fd
@@ -69,12 +74,12 @@ def folder_beneath(folder: int, parents: Iterable[str], *, make: bool = False) -
         for part in parents:
             below = _enter(at, part, make=make)
             if at != folder:
-                os.close(at)
+                close_read(at)
             at = below
         yield at
     finally:
         if at != folder:
-            os.close(at)
+            close_read(at)
 
 
 def _enter(folder: int, name: str, *, make: bool) -> int:

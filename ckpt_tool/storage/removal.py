@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from ckpt_tool.core.inner_path import COMPONENT, REMOVED, is_removed
 from ckpt_tool.errors import SourceChanged, wrap_os_error
+from ckpt_tool.storage.descriptors import close_read
 from ckpt_tool.storage.links import real_path
 from ckpt_tool.storage.open_below import sync_folder
 
@@ -109,7 +110,7 @@ def retire(path: Path, identity: Identity) -> Path | None:
         try:
             sync_folder(folder)
         finally:
-            os.close(folder)
+            close_read(folder)
     except FileNotFoundError:
         return None
     except OSError as e:
@@ -118,6 +119,7 @@ def retire(path: Path, identity: Identity) -> Path | None:
 
 
 _TAKEN = "user.ckpt.removed"
+NO_MARKS = (errno.EOPNOTSUPP, errno.EPERM)  # the file system, or this kind of file on it, has no marks
 
 
 def _mark_taken(path: Path) -> None:
@@ -127,13 +129,18 @@ def _mark_taken(path: Path) -> None:
 
 
 def was_taken(hidden: Path) -> bool:
-    """Did `retire` give it its hidden name? By its mark, or by the form of the name where there are no marks."""
+    """Did `retire` give it its hidden name? By its mark, or by the form of the name where the file system has no marks.
+    Raises OSError where the disk does not say: a person may have given it such a name."""
     if not is_removed(hidden.name):
         return False
     try:
         return os.getxattr(hidden, _TAKEN, follow_symlinks=False) == b"1"
     except OSError as e:
-        return e.errno != errno.ENODATA
+        if e.errno in NO_MARKS:
+            return True
+        if e.errno == errno.ENODATA:
+            return False
+        raise
 
 
 def erase(hidden: Path) -> None:
@@ -151,7 +158,7 @@ def erase(hidden: Path) -> None:
         raise wrap_os_error(e, hidden, "deleting what was taken away") from e
     finally:
         if fd >= 0:
-            os.close(fd)
+            close_read(fd)
 
 
 def is_locked(folder: Path) -> bool:
@@ -163,4 +170,4 @@ def is_locked(folder: Path) -> bool:
     except BlockingIOError:
         return True
     finally:
-        os.close(fd)
+        close_read(fd)

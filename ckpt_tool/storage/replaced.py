@@ -12,6 +12,7 @@ are never followed. Cost: one lstat a file. What it does not do: decide what is 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -21,11 +22,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpt_tool.errors import OutputExists, wrap_os_error
+from ckpt_tool.errors import OutputExists, is_failure, wrap_os_error
+from ckpt_tool.storage.descriptors import close_read
 from ckpt_tool.storage.open_below import folder_beneath
 
 SHOWN = 5  # names in a message
 NAMED = 10_000  # names in a document
+NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)  # why a folder stays that holds something
 RECORD = "replaced"  # the record of it beside an output in a store
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -120,7 +123,7 @@ class Replaced(NamedTuple):
                 remove_listed(folder, self.files)
                 remove_listed(folder, {last: None})
             finally:
-                os.close(folder)
+                close_read(folder)
         with suppress(OSError):
             os.rmdir(output)
         return not os.path.lexists(output)
@@ -179,8 +182,12 @@ def remove_listed(folder: int, files: Mapping[str, Stamp | None]) -> None:
     # The inner folders first. One that still holds something stays.
     for path in sorted(above, key=lambda path: -path.count("/")):
         *parents, name = path.split("/")
-        with suppress(OSError), folder_beneath(folder, parents) as at:
-            os.rmdir(name, dir_fd=at)
+        try:
+            with folder_beneath(folder, parents) as at:
+                os.rmdir(name, dir_fd=at)
+        except OSError as e:
+            if is_failure(e) and e.errno not in NOT_EMPTY:
+                raise
 
 
 def some_of(paths: Iterable[str]) -> str:

@@ -36,6 +36,7 @@ from ckpt_tool.errors import (
     is_failure,
     wrap_os_error,
 )
+from ckpt_tool.storage.descriptors import close_read, stat_of
 from ckpt_tool.storage.links import CIRCLE, LEAVES, NO_FILE, NOWHERE, Bounds, open_below, real_path
 from ckpt_tool.storage.records import Met, past_the_end
 from ckpt_tool.storage.views import Views
@@ -319,8 +320,13 @@ class Tree:
                 if inside is None:
                     raise
                 fd = open_below(*inside)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
+        try:
+            is_regular = stat.S_ISREG(stat_of(fd, self.display(path)).st_mode)
+        except StorageError:
+            close_read(fd)
+            raise
+        if not is_regular:
+            close_read(fd)
             raise self._not_regular(path)
         return fd
 
@@ -351,7 +357,7 @@ class Tree:
         if fd is None:
             fd = cache[path] = self.open(path)
             if len(cache) > 4:
-                os.close(cache.popitem(last=False)[1])
+                close_read(cache.popitem(last=False)[1])
             self._hold(path, fd)
         else:
             cache.move_to_end(path)
@@ -364,7 +370,7 @@ class Tree:
 
     def _hold(self, path: str, fd: int) -> Identity:
         """A file is one file for as long as the tree is open: a header of one and bytes of another never mix."""
-        now = identity_of(os.fstat(fd))
+        now = identity_of(stat_of(fd, self.display(path)))
         first = self._seen.setdefault(path, now)
         if first != now:
             raise changed_while_read(self.display(path))
@@ -372,30 +378,28 @@ class Tree:
 
     def identity_by_name(self, path: str) -> Identity:
         """The identity of the file that now bears the name, opened anew."""
-        fd = self.open(base_of(path))
+        file = base_of(path)
+        fd = self.open(file)
         try:
-            return identity_of(os.fstat(fd))
+            return identity_of(stat_of(fd, self.display(file)))
         finally:
-            os.close(fd)
+            close_read(fd)
 
     def identities_by_name(self, paths: Iterable[str]) -> list[Identity | None]:
-        """The same of several files; None for one that can't be opened any more."""
-        found: list[Identity | None] = []
-        for path in paths:
-            try:
-                found.append(self.identity_by_name(path))
-            except OSError:
-                found.append(None)
-        return found
+        """The same of several files; None for one that a store does not have any more. Raises as `open` does."""
+        return [self.identity_by_name(path) for path in paths]
 
     def check_unchanged(self) -> None:
         """Raise SourceChanged E0604 unless every file that was read is still the one that was opened. A file that is
-        rewritten in place keeps its descriptor, so reading it does not tell."""
+        rewritten in place keeps its descriptor, so reading it does not tell. Raises StorageError where a disk that
+        fails does not say which file it is."""
         first_sight = dict(self._seen)
         for path, first in first_sight.items():
             try:
                 now = self.identity_by_name(path)
-            except (OSError, CkptError):
+            except StorageError:
+                raise
+            except CkptError:
                 now = None
             if now != first:
                 raise changed_while_read(self.display(path))
@@ -406,7 +410,9 @@ class Tree:
 
     def size(self, path: str) -> int:
         """Size in bytes."""
-        return self.views.size(path) if is_view(path) else os.fstat(self.fd(path)).st_size
+        if is_view(path):
+            return self.views.size(path)
+        return stat_of(self.fd(path), self.display(path)).st_size
 
     def parts(self, path: str, offset: int, nbytes: int) -> list[memoryview]:
         """What `read` gives, without a copy where a tree has it at hand in parts."""
@@ -426,7 +432,7 @@ class Tree:
         if is_view(path):
             return self.views.read(path, offset, nbytes)
         fd = self.fd(path)
-        size = os.fstat(fd).st_size
+        size = stat_of(fd, self.display(path)).st_size
         if offset < 0 or nbytes < 0 or offset + nbytes > size:
             raise past_the_end(self.display(path), offset, nbytes, size)
         parts, at = [], offset
@@ -435,9 +441,10 @@ class Tree:
                 part = os.pread(fd, min(nbytes, 1 << 30), at)
             except OSError as e:
                 raise wrap_os_error(e, self.display(path), "reading", offset=at) from e
-            if not part and os.fstat(fd).st_size < at + nbytes:
+            now = size if part else stat_of(fd, self.display(path)).st_size
+            if now < at + nbytes and not part:
                 raise SourceChanged(
-                    f"the file shrank from {size} to {os.fstat(fd).st_size} bytes while it was read",
+                    f"the file shrank from {size} to {now} bytes while it was read",
                     code="E0603",
                     path=self.display(path),
                     offset=at,
@@ -495,11 +502,7 @@ class _FdCache(OrderedDict[str, int]):
 
     def close(self) -> None:
         while self:
-            fd = self.popitem()[1]
-            try:
-                os.close(fd)
-            except OSError:  # nothing was written through it: nothing is lost
-                continue
+            close_read(self.popitem()[1])
 
     def __del__(self) -> None:
         self.close()

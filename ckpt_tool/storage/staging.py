@@ -36,6 +36,7 @@ from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, is_failu
 from ckpt_tool.storage import journal
 from ckpt_tool.storage.claims import Claims
 from ckpt_tool.storage.claims import remove as remove_claims
+from ckpt_tool.storage.descriptors import close_read, close_written, naming, stat_of
 from ckpt_tool.storage.destination import exists, refuse_link, staging_path
 from ckpt_tool.storage.open_below import (
     Irregular,
@@ -46,7 +47,7 @@ from ckpt_tool.storage.open_below import (
     sync_folders,
     wipe,
 )
-from ckpt_tool.storage.replaced import Replaced, remove_listed, some_of
+from ckpt_tool.storage.replaced import NOT_EMPTY, Replaced, remove_listed, some_of
 
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
@@ -73,9 +74,10 @@ def statuses_of(destination: Path) -> list[journal.PartStatus]:
     except OSError as e:
         raise wrap_os_error(e, path, "looking at the staging folder") from e
     try:
-        return journal.statuses(folder)
+        with naming(path, "reading the journals"):
+            return journal.statuses(folder)
     finally:
-        os.close(folder)
+        close_read(folder)
 
 
 class Staging:
@@ -154,14 +156,15 @@ class Staging:
         if isinstance(self.part, str) and self.gone:  # committed while this worker was coming: it leaves nothing there
             _unlink(name, self._folder_fd)
             raise exists(self.destination)
-        lines = journal.read(self._folder_fd, name)
+        lines = self._read(name)
         if lines and lines[0]["plan"] == self.plan_id and resume:
             self.went_on, self.resumed = True, lines[1:]
             return
         if self.part is None:
             self._wipe(keep=name)
         self._list_files()
-        os.ftruncate(self._journal_fd, 0)
+        with naming(self.path / name, "emptying the journal"):
+            os.ftruncate(self._journal_fd, 0)
         self.record({"plan": self.plan_id, "pid": os.getpid(), "host": socket.gethostname()})
 
     def _open_journal(self, name: str) -> int:
@@ -181,8 +184,9 @@ class Staging:
     def check_parts(self) -> None:
         """Raise SourceChanged where another part of the output was begun by another plan (E0611) or as one of another
         number of parts (E1602). A journal without a whole first line says nothing yet."""
-        for name in journal.names(self._folder_fd):
-            lines, part = journal.read(self._folder_fd, name, first=True), journal.part_of(name)
+        for name in self._journals():
+            lines = self._read(name, first=True)
+            part = journal.part_of(name)
             worker = journal.worker_of(name)
             what = f"part {part[0]}/{part[1]}" if part else "a worker" if worker else "the whole output"
             if lines and lines[0]["plan"] != self.plan_id:
@@ -238,17 +242,14 @@ class Staging:
                 waited += 1
                 time.sleep(0.02)
                 continue
-            held = os.fstat(self._folder_fd)
-            try:
-                now = os.lstat(self.path)
-            except FileNotFoundError:
-                now = None
-            if now is not None and (now.st_dev, now.st_ino) == (held.st_dev, held.st_ino):
+            except OSError as e:
+                raise wrap_os_error(e, self.path, "locking the staging folder") from e
+            if not self.gone:
                 return fresh
             self._release()  # it was renamed away between the open and the lock
 
     def _locked(self, name: str) -> OutputExists:
-        lines = journal.read(self._folder_fd, name, first=True)
+        lines = self._read(name, first=True)
         owner = "it is just starting or about to end"
         if lines:
             owner = f"process {lines[0].get('pid')} on {lines[0].get('host')}"
@@ -269,10 +270,12 @@ class Staging:
 
     def _check_ours(self) -> None:
         """Refuse a staging folder that this user's earlier run cannot have left."""
-        if os.fstat(self._folder_fd).st_uid != os.geteuid():
+        if stat_of(self._folder_fd, self.path).st_uid != os.geteuid():
             raise self._foreign("belongs to another user")
-        stray = strays(self._folder_fd, self._names)
-        if stray and (read_list(self._folder_fd) or not was_replaced(self.path)):
+        with naming(self.path, "looking at what an earlier run left"):
+            stray = strays(self._folder_fd, self._names)
+            is_ours = not read_list(self._folder_fd) and was_replaced(self.path)
+        if stray and not is_ours:
             raise self._foreign(f"holds {some_of(stray)}, which no run has written")
 
     def _wipe(self, *, keep: str | None = None) -> None:
@@ -294,12 +297,10 @@ class Staging:
         """Where a run was killed between two renames, on a file system that exchanges no names, the old output gets
         its name back. Did it?"""
         aside = _aside(self.destination)
-        if not was_replaced(aside) or os.path.lexists(self.destination):
-            return False
-        try:
+        with naming(self.destination, "giving the old output its name back"):
+            if not was_replaced(aside) or _inode(self.destination) is not None:
+                return False
             os.rename(aside, self.destination)
-        except OSError as e:
-            raise wrap_os_error(e, self.destination, "giving the old output its name back") from e
         return True
 
     def _check_put_back(self) -> None:
@@ -340,17 +341,29 @@ class Staging:
         """Part of a plan whose share is done: hold the folder alone, so that this part may commit. The journals of all
         parts, in order, an empty list for one that has not begun; None where another part is at work or has committed
         meanwhile. Nobody is waited for: the last part to come here finds the folder free. Raises as `check_parts`."""
-        fcntl.flock(self._folder_fd, fcntl.LOCK_UN)  # before asking for more: two that both held on would both give up
+        with naming(self.path, "unlocking the staging folder"):
+            # before asking for more: two that both held on would both give up
+            fcntl.flock(self._folder_fd, fcntl.LOCK_UN)
         if not self._alone() or self.gone:
             return None
         self.check_parts()
         count = self.part[1] if isinstance(self.part, tuple) else 1
-        return [journal.read(self._folder_fd, journal.name_of((i + 1, count))) for i in range(count)]
+        return [self._read(journal.name_of((i + 1, count))) for i in range(count)]
 
     def lines(self) -> list[journal.Line]:
         """What all workers have written into their journals."""
-        names = [name for name in journal.names(self._folder_fd) if journal.worker_of(name)]
-        return [line for name in names for line in journal.read(self._folder_fd, name)]
+        names = [name for name in self._journals() if journal.worker_of(name)]
+        return [line for name in names for line in self._read(name)]
+
+    def _journals(self) -> list[str]:
+        """The names of the journals in the folder."""
+        with naming(self.path, "listing the staging folder"):
+            return journal.names(self._folder_fd)
+
+    def _read(self, name: str, *, first: bool = False) -> list[journal.Line]:
+        """The lines of a journal, or the first one alone."""
+        with naming(self.path / name, "reading the journal"):
+            return journal.read(self._folder_fd, name, first=first)
 
     def claims(self, count: int) -> Claims:
         """What this worker and others of the plan claim: `count` shares."""
@@ -359,12 +372,13 @@ class Staging:
     @property
     def gone(self) -> bool:
         """Was the folder committed, or removed, by another?"""
-        info = os.fstat(self._folder_fd)
+        info = stat_of(self._folder_fd, self.path)
         return _inode(self.path) != (info.st_dev, info.st_ino)
 
     def statuses(self) -> list[journal.PartStatus]:
         """How far every part is that has begun."""
-        return journal.statuses(self._folder_fd)
+        with naming(self.path, "reading the journals"):
+            return journal.statuses(self._folder_fd)
 
     # -- files ----------------------------------------------------------------------------------------------------
 
@@ -407,13 +421,13 @@ class Staging:
             os.fsync(fd)
         except OSError as e:
             self.failed_sync = True
-            os.close(fd)
+            close_read(fd)
             raise wrap_os_error(e, self.path / name, "fsync") from e
         try:
-            os.close(fd)
-        except OSError as e:
+            close_written(fd, self.path / name)
+        except StorageError:
             self.failed_sync = True
-            raise wrap_os_error(e, self.path / name, "closing") from e
+            raise
 
     def discard(self) -> None:
         """Remove the staging folder: nothing of this run is left. One part of a plan leaves it: others' finished work
@@ -444,7 +458,8 @@ class Staging:
         if self.part is not None:
             _mark(self.path if single is None else self.path / single, _PLAN, self.plan_id)
         if single is None:
-            os.chmod(self._folder_fd, 0o777 & ~_umask())
+            with naming(self.path, "setting the permissions of the output"):
+                os.chmod(self._folder_fd, 0o777 & ~_umask())
             self._rename(self.path, self.destination)
         else:
             self._rename(self.path / single, self.destination)
@@ -485,7 +500,8 @@ class Staging:
         """Refuse to commit what no run of this plan has written."""
         if self.gone:
             raise self._foreign("is not the folder that was written")
-        there = set(files_beneath(self._folder_fd))
+        with naming(self.path, "listing the staging folder"):
+            there = set(files_beneath(self._folder_fd))
         ours = {name for name in there if is_journal(name.partition("/")[0]) or _NFS.fullmatch(name)}
         found = there - ours
         if found - self._names:
@@ -510,11 +526,12 @@ class Staging:
             raise wrap_os_error(e, final, "renaming the finished output") from e
 
     def _release(self) -> None:
+        """Give the lock away. The journal's bytes are nobody's values: whoever reads them looks at each seal."""
         held = (self._journal_fd, self._folder_fd)
         self._journal_fd = self._folder_fd = -1  # first: a signal between two closes must not close one twice
         for fd in held:
             if fd >= 0:
-                os.close(fd)
+                close_read(fd)
 
     def __enter__(self) -> Staging:
         return self
@@ -545,13 +562,16 @@ def _mark_replaced(old: Path) -> None:
 
 
 def was_replaced(path: Path) -> bool:
-    """Was this output marked, by a run that was killed in the act, as one that its new self replaces?"""
+    """Was this output marked, by a run that was killed in the act, as one that its new self replaces? Raises
+    OSError."""
     return _marked(path, _REPLACED) == "1"
 
 
 def was_committed(destination: Path, plan_id: str) -> bool:
-    """Is what lies there the output of this plan, written in parts? False where the file system keeps no marks."""
-    return _marked(destination, _PLAN) == plan_id
+    """Is what is there the output of this plan, written in parts? False where the file system keeps no marks. Raises
+    StorageError."""
+    with naming(destination, "looking which plan wrote it"):
+        return _marked(destination, _PLAN) == plan_id
 
 
 def _mark(path: Path, name: str, value: str) -> None:
@@ -562,9 +582,13 @@ def _mark(path: Path, name: str, value: str) -> None:
 
 
 def _marked(path: Path, name: str) -> str:
+    """The mark on a path, "" where there is none or the file system has none. Raises OSError where the disk does not
+    say."""
     try:
         return os.getxattr(path, name, follow_symlinks=False).decode("ascii", "replace")
-    except OSError:
+    except OSError as e:
+        if is_failure(e) and e.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
+            raise
         return ""
 
 
@@ -581,11 +605,17 @@ def _is_record(path: str) -> bool:
 
 
 def read_list(folder: int) -> list[str]:
-    """The files that a run has listed in an open staging folder; [] where there is no list, or none that is whole."""
+    """The files that a run has listed in an open staging folder; [] where there is no list, or none that is whole.
+    Raises OSError where the disk does not give it: without a list a folder may seem to be all ours."""
     try:
-        with open(open_own(folder, FILES, os.O_RDONLY), "rb") as file:
-            listed = json.load(file)
-    except (OSError, ValueError, RecursionError):
+        fd = open_own(folder, FILES, os.O_RDONLY)
+    except (FileNotFoundError, Irregular):
+        return []
+    with open(fd, "rb") as file:
+        text = file.read()
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError):
         return []
     return (
         [path for path in listed if isinstance(path, str) and path and not leaves(path)]
@@ -619,9 +649,14 @@ def remove_leavings(folder: Path) -> bool:
     try:
         _remove_left(folder, fd, ())
     finally:
-        os.close(fd)
-    _remove_empty(folder)
-    return not os.path.lexists(folder)
+        close_read(fd)
+    try:
+        os.rmdir(folder)
+    except OSError as e:
+        if e.errno not in NOT_EMPTY:
+            raise
+        return False
+    return True
 
 
 def _remove_left(path: Path, folder: int, names: Iterable[str], *, keep: str | None = None) -> None:
@@ -642,7 +677,7 @@ def _list_replaced(old: Path, files: Iterable[str]) -> None:
     try:
         _write_list(fd, files)
     finally:
-        os.close(fd)
+        close_read(fd)
 
 
 def _remove_empty(folder: Path) -> None:
@@ -672,7 +707,7 @@ def _sync_parent(path: Path) -> None:
     try:
         sync_folder(fd)
     finally:
-        os.close(fd)
+        close_read(fd)
 
 
 def _inode(path: Path) -> tuple[int, int] | None:

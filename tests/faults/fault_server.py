@@ -20,6 +20,8 @@ With `on` the fault strikes at every operation from `at` on. `uid`: the child gi
 `ops` gets one line an operation: kind, path; a `close_ro` is a close of what was open for reading alone. It wraps the
 functions of `os` that the tool calls, and the one libc call that it makes; what happens below them is the kernel's.
 With `looks` what only asks for names, sizes and links counts too; `entry` is what one entry of a scandir is asked.
+
+A fault with `kernel` strikes at system calls instead, of whatever code: `system_calls.Supervisor` says what it holds.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import importlib
 import io
 import json
@@ -35,12 +38,15 @@ import pkgutil
 import resource
 import shutil  # noqa: F401  before the wrapping: it looks up what `os` supports
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+import system_calls
 
 READS = ("pread", "preadv", "read")
 WRITES = ("write", "pwrite")
@@ -263,7 +269,7 @@ def wrap(fault: Fault) -> None:
     staging._renameat2 = renameat2  # type: ignore[assignment]
 
 
-def child(job: dict[str, Any]) -> int:
+def child(job: dict[str, Any], to_supervisor: socket.socket) -> int:
     """The forked process: one run of the command line."""
     from ckpt_tool import cli
 
@@ -273,6 +279,11 @@ def child(job: dict[str, Any]) -> int:
         os.close(fd)
     sys.stdout = io.TextIOWrapper(open(1, "wb", buffering=0, closefd=False), write_through=True)
     sys.stderr = io.TextIOWrapper(open(2, "wb", buffering=0, closefd=False), write_through=True)
+    if is_kernel_fault(job):
+        listener = system_calls.install()
+        socket.send_fds(to_supervisor, [b"x"], [listener])
+        os.close(listener)
+        return cli.run(job["args"])
     fault = Fault(job)
     if job.get("uid"):
         os.setgroups([])
@@ -284,8 +295,20 @@ def child(job: dict[str, Any]) -> int:
     return cli.run(job["args"])
 
 
+def is_kernel_fault(job: dict[str, Any]) -> bool:
+    return bool((job.get("fault") or {}).get("kernel"))
+
+
+def supervise(job: dict[str, Any], process: int, from_child: socket.socket) -> None:
+    """Answer the system calls of a child until it ends."""
+    _, listeners, _, _ = socket.recv_fds(from_child, 1, 1)
+    if listeners:
+        supervisor = system_calls.Supervisor(process, listeners[0], job["under"], job["fault"], job["ops"])
+        supervisor.serve()
+
+
 def preload() -> None:
-    """Import what a run imports, once, before the forks."""
+    """Import what a run imports, once, before the forks. The harness alone imports torch: each fork would be slower."""
     import typer
 
     import ckpt_tool
@@ -294,7 +317,7 @@ def preload() -> None:
     # a run that has given its rights away may be unable to read the environment that it would still import from
     found += pkgutil.walk_packages(typer.__path__, "typer.")
     for module in found:
-        if not module.name.endswith("__main__"):
+        if not module.name.endswith("__main__") and not module.name.startswith("ckpt_tool.harness"):
             with contextlib.suppress(
                 Exception
             ):  # an extra that is not installed; what is broken fails where it is used
@@ -303,19 +326,26 @@ def preload() -> None:
 
 def main() -> None:
     preload()
+    gc.freeze()  # a child that collects would copy the pages of everything that was imported
     print("ready", flush=True)
     for line in sys.stdin:
         job = json.loads(line)
+        ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
             status = 99
             try:
-                status = child(job)
+                ours.close()
+                status = child(job, theirs)
                 sys.stdout.flush()
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(status)
+        theirs.close()
+        if is_kernel_fault(job):
+            supervise(job, pid, ours)
+        ours.close()
         while True:
             try:
                 _, status = os.waitpid(pid, 0)
