@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,17 @@ def _kept_in(folder: Path) -> list[str]:
 
 def _blocks_below(folder: Path) -> int:
     """Bytes that the files below a folder take on the disk, links not followed. Raises OSError."""
-    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
+
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # a run has just ended
+            raise error
+
+    nbytes = 0
+    for above, folders, names in os.walk(folder, onerror=fail):
+        for name in (*folders, *names):
+            with suppress(FileNotFoundError):
+                nbytes += os.lstat(os.path.join(above, name)).st_blocks * 512
+    return nbytes
 
 
 _RECORDS = re.compile(rf"(?:^|(.*/))\.([^/]+){re.escape(STAGED)}/([^/]+)$")

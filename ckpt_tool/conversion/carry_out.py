@@ -99,8 +99,17 @@ def execute(
     return result
 
 
-def executor_of(plan: Plan, trees: Mapping[str, Tree], writing: Writing, progress: Progress, **more: Any) -> Executor:
-    """The executor of a plan, as the options of a run say. more: what no option says (`Executor`)."""
+def executor_of(
+    plan: Plan,
+    trees: Mapping[str, Tree],
+    writing: Writing,
+    progress: Progress,
+    *,
+    replaced: Replaced | None,
+    **more: Any,
+) -> Executor:
+    """The executor of a plan, as the options of a run say. replaced: what `--force` may remove. more: what no option
+    says (`Executor`)."""
     from ckpt_tool.run.executor import Executor, RunOptions
 
     options = RunOptions(
@@ -113,11 +122,12 @@ def executor_of(plan: Plan, trees: Mapping[str, Tree], writing: Writing, progres
         allow_lossy=writing.allow_lossy,
     )
     if scheme_of(plan.destination) is None:
-        return Executor(plan, trees, options, progress=progress, **more)
+        return Executor(plan, trees, options, progress=progress, replaced=replaced, **more)
     from ckpt_tool.run.store_executor import StoreExecutor
     from ckpt_tool.storage.output_store import output_store
 
-    return StoreExecutor(output_store(plan.destination), plan, trees, options, progress=progress, **more)
+    store = output_store(plan.destination)
+    return StoreExecutor(store, plan, trees, options, progress=progress, replaced=replaced, **more)
 
 
 def refuse_in_store(writing: Writing) -> None:

@@ -26,7 +26,7 @@ from ckpt_tool.deltas.folder import INDEX
 from ckpt_tool.errors import CkptError, CorruptFile, wrap_os_error
 from ckpt_tool.formats.hf.format import DELTA
 from ckpt_tool.sources.steps import Run, Step
-from ckpt_tool.storage.links import real_path
+from ckpt_tool.storage.links import is_folder, real_path
 
 NEAR = 3  # levels of folders next to a run that are looked into
 BY_NUMBER = 2  # levels in which a number alone counts
@@ -156,7 +156,7 @@ def _entries(folder: str, *, same_device: bool = False) -> tuple[set[str], list[
         for entry in entries:
             if is_leaving(entry.name):
                 continue
-            if not entry.is_dir():
+            if not is_folder(entry):
                 names.add(entry.name)
             elif not same_device or entry.stat().st_dev == device:
                 folders.append(real_path(entry.path) if entry.is_symlink() else entry.path)

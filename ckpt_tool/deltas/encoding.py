@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import threading
 import zlib
+from contextlib import suppress
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ckpt_tool.errors import CorruptFile, InternalError, UsageError, wrap_os_error
+from ckpt_tool.storage.descriptors import naming
 from ckpt_tool.storage.zstd_frames import LIBRARY, Compressed, Frame, zstandard
 
 if TYPE_CHECKING:
@@ -87,38 +89,41 @@ class Made(NamedTuple):
 
 
 class Spool:
-    """Frames of one thread, end to end in a file without a name. folder: where it lies."""
+    """Frames of one thread, end to end in a file without a name. folder: where it is. Raises StorageError, which names
+    the folder."""
 
     def __init__(self, folder: str) -> None:
-        self._folder = folder
+        self.folder = folder
         self.file, self.size = _nameless(folder), 0
         self._positions: IO[bytes] | None = None
         self._values: IO[bytes] | None = None
 
     def put(self, data: bytes | memoryview) -> None:
-        try:
+        with naming(self.folder, "writing the changes"):
             self.file.write(data)
-        except OSError as e:
-            raise wrap_os_error(e, self._folder, "writing the changes") from e
         self.size += len(data)
 
     def scratch(self) -> tuple[IO[bytes], IO[bytes]]:
         """Two files, empty: what the encoder of one tensor gathers."""
         if self._positions is None or self._values is None:
-            self._positions, self._values = _nameless(self._folder), _nameless(self._folder)
-        for file in (self._positions, self._values):
-            file.seek(0)
-            file.truncate()
+            self._positions, self._values = _nameless(self.folder), _nameless(self.folder)
+        with naming(self.folder, "emptying a temporary file"):
+            for file in (self._positions, self._values):
+                file.seek(0)
+                file.truncate()
         return self._positions, self._values
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        self.file.seek(offset)
-        return self.file.read(nbytes)
+        with naming(self.folder, "reading the changes"):
+            self.file.seek(offset)
+            return self.file.read(nbytes)
 
     def close(self) -> None:
+        """Nobody needs what is in the files any more."""
         for file in (self.file, self._positions, self._values):
             if file is not None:
-                file.close()
+                with suppress(OSError):
+                    file.close()
 
 
 def _nameless(folder: str) -> IO[bytes]:
@@ -213,11 +218,9 @@ class _Overwrite:
             return 0
         if self._files is None:
             self._files = self._spool.scratch()
-        try:
+        with naming(self._spool.folder, "writing the changes"):
             self._files[0].write((where + at).astype("<u4").data)
             self._files[1].write(new[where].data)
-        except OSError as e:
-            raise wrap_os_error(e, "the changes", "writing") from e
         self._count += len(where)
         return len(where)
 
@@ -226,9 +229,10 @@ class _Overwrite:
         frame = compressor().compressobj(size=4 + 5 * self._count)
         self._spool.put(frame.compress(self._count.to_bytes(4, "little")))
         for file in self._files or ():
-            file.seek(0)
-            while data := file.read(256 << 10):
-                self._spool.put(frame.compress(data))
+            with naming(self._spool.folder, "reading the changes"):
+                file.seek(0)
+                while data := file.read(256 << 10):
+                    self._spool.put(frame.compress(data))
         self._spool.put(frame.flush())
         return begin
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from ckpt_tool.conversion.accounted import shown_removal
 from ckpt_tool.conversion.carry_out import executor_of
 from ckpt_tool.conversion.passes import in_wanted_names
 from ckpt_tool.conversion.planning import peak_memory
@@ -155,15 +156,15 @@ def _rebuild(
             hint="rebuild the step, then ckpt convert or ckpt reshard it",
         )
     destination = place_of(dst)
-    check_place(destination, [opened.tree, *(delta.tree for delta in chain)], writing)
+    replaced = check_place(destination, [opened.tree, *(delta.tree for delta in chain)], writing)
     tree = ComputedTree(f"{opened.path} ({_applied(chain)})", _entries(opened, chain, archive))
     writing = _within(writing, tree.memory)
     plan = _plan(tree, archive.files, archive.format, str(destination.absolute()), writing)
-    plan.report.update(_report(opened, chain, plan, tree, writing))
+    plan.report.update(_report(opened, chain, plan, tree, writing) | shown_removal(replaced))
     progress.plan(plan.report)
     if writing.dry_run:
         return plan.report
-    executor_of(plan, {tree.shown: tree}, writing, progress).run()
+    executor_of(plan, {tree.shown: tree}, writing, progress, replaced=replaced).run()
     return plan.report | {"elapsed_s": round(time.monotonic() - began, 3), "digest_checked": True}
 
 

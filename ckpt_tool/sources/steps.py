@@ -199,9 +199,11 @@ def entries_of(tree: Tree) -> dict[str, bool]:
     out."""
     if not tree.local:
         return {path.split("/")[0]: "/" in path for path in tree.listing() if not path.startswith(".")}
+    from ckpt_tool.storage.links import is_folder
+
     try:
         with os.scandir(tree.root) as found:
-            return {entry.name: entry.is_dir() for entry in found if not entry.name.startswith(".")}
+            return {entry.name: is_folder(entry) for entry in found if not entry.name.startswith(".")}
     except OSError as e:
         raise wrap_os_error(e, tree.shown, "listing") from e
 

@@ -86,6 +86,17 @@ def real_path(path: str | os.PathLike[str]) -> str:
         return os.path.realpath(path)
 
 
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Is an entry of a folder a folder itself, or a link to one? A link that leads in a circle is none. Raises
+    OSError."""
+    try:
+        return entry.is_dir()
+    except OSError as e:
+        if e.errno != errno.ELOOP:
+            raise
+        return False
+
+
 def open_below(folder: str | os.PathLike[str], path: str) -> int:
     """A descriptor of `path`, relative to `folder`, for reading; no link on the way is followed, and none at its
     end."""

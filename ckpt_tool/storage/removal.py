@@ -10,6 +10,7 @@ Nothing here follows a link. What it does not do: choose (`commands.prune`).
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -59,7 +60,7 @@ def measure(path: Path) -> Held:
                 links.append((place, real_path(place)))
             elif stat.S_ISDIR(each.st_mode):
                 mounted = mounted or (place if each.st_dev != info.st_dev else "")
-                closed = closed or ("" if os.access(place, os.W_OK | os.X_OK) else place)
+                closed = closed or ("" if _may_delete_in(place) else place)
             else:
                 files.append(((each.st_dev, each.st_ino), each.st_size, each.st_nlink))
                 changed = max(changed, each.st_mtime)
@@ -75,6 +76,17 @@ def _below(path: Path, info: os.stat_result) -> Iterator[tuple[str, os.stat_resu
         with os.scandir(path) as entries:
             for entry in entries:
                 yield from _below(Path(entry.path), entry.stat(follow_symlinks=False))
+
+
+def _may_delete_in(folder: str) -> bool:
+    """May this user delete names in a folder? Raises OSError where the disk does not say, which `os.access` hides."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.access(os.fsencode(folder), os.W_OK | os.X_OK) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        raise OSError(number, os.strerror(number), folder)
+    return False
 
 
 def _identity(info: os.stat_result) -> Identity:

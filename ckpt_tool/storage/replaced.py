@@ -99,10 +99,11 @@ class Replaced(NamedTuple):
             )
 
     def remove(self, output: Path, last: str) -> bool:
-        """Remove these files where they are still the same, then the file `last`, and the folders that are empty then.
-        Is all gone?
+        """Remove these files where they are still the same, and the folders that are empty then. Is all gone?
 
-        What can't be removed stays, and nothing is raised: the caller says that it is still there.
+        last: the list of what may go. It goes last, and stays with whatever else is there: a folder of ours without
+        a list seems to be all ours. What can't be removed stays, and nothing is raised: the caller says that it is
+        still there.
         """
         alone = self.files.get("")
         try:
@@ -121,7 +122,8 @@ class Replaced(NamedTuple):
             folder = os.open(output, _FOLDER)
             try:
                 remove_listed(folder, self.files)
-                remove_listed(folder, {last: None})
+                if set(os.listdir(folder)) <= {last}:
+                    remove_listed(folder, {last: None})
             finally:
                 close_read(folder)
         with suppress(OSError):

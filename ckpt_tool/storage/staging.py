@@ -282,9 +282,9 @@ class Staging:
         """Remove what an earlier run has left, but for the file `keep`."""
         try:
             _remove_left(self.path, self._folder_fd, self._names, keep=keep)
+            _unmark_replaced(self.path)
         except OSError as e:
             raise wrap_os_error(e, self.path, "removing what an earlier run left") from e
-        _mark(self.path, _REPLACED, "")
 
     def _list_files(self) -> None:
         """Say which files are going to be staged, once: by that list they are known as ours later on."""
@@ -561,6 +561,15 @@ def _mark_replaced(old: Path) -> None:
     _mark(old, _REPLACED, "1")
 
 
+def _unmark_replaced(path: Path) -> None:
+    """Take the mark of a replaced output away. Raises OSError: it must not outlive the list of what may go."""
+    try:
+        os.removexattr(path, _REPLACED, follow_symlinks=False)
+    except OSError as e:
+        if e.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
+            raise
+
+
 def was_replaced(path: Path) -> bool:
     """Was this output marked, by a run that was killed in the act, as one that its new self replaces? Raises
     OSError."""
@@ -668,6 +677,7 @@ def _remove_left(path: Path, folder: int, names: Iterable[str], *, keep: str | N
     if was_replaced(path) and not read_list(folder):
         wipe(folder, keep=keep)
     else:
+        _unmark_replaced(path)  # first: whatever stays when the list is gone is not ours
         _remove_own(folder, names, keep=keep)
 
 

@@ -252,3 +252,27 @@ def test_clean_removes_what_a_run_listed_and_nothing_else(place: Path, capfd: An
     (staged / "sub" / "chapter.tex").unlink()
     (staged / "sub").rmdir()
     assert run(["clean", str(place), "--remove", "-q"]) == 0 and os.listdir(place) == []
+
+
+@pytest.mark.parametrize("again", [["clean"], ["convert"], ["clean", "clean"], ["clean", "convert"]])
+def test_a_file_in_a_replaced_output_stays_however_often_one_cleans(
+    place: Path, monkeypatch: pytest.MonkeyPatch, again: list[str]
+) -> None:
+    """Somebody puts a file into the old output at the moment in which `--force` exchanges it for the new one: it is
+    found in our hidden folder, which nothing takes for ours alone, however often it is looked at."""
+    from ckpt_tool.storage import staging
+
+    exchange = staging._renameat2
+
+    def exchange_and_meddle(old: Path, new: Path, flags: int) -> None:
+        exchange(old, new, flags)
+        _write(old / "late" / "chapter.tex")
+
+    shutil.copytree(SOURCE, place / "out")
+    line = ["convert", str(JOB), str(place / "out"), "--to", "sharded", "--force", "-q"]
+    monkeypatch.setattr(staging, "_renameat2", exchange_and_meddle)
+    assert run(line) == 0
+    monkeypatch.setattr(staging, "_renameat2", exchange)
+    for verb in again:
+        run(["clean", str(place), "--remove", "-q"] if verb == "clean" else line)
+        assert (place / ".out.ckpt-partial" / "late" / "chapter.tex").read_bytes() == b"mine", verb

@@ -178,3 +178,13 @@ def test_an_index_that_names_a_hostile_base_is_no_danger(steps: Path) -> None:
         (delta / INDEX).write_text(json.dumps({**index, "base": base}))
         document = ckpt.prune(steps, keep_last=1, dry_run=True)
         assert "checkpoint-400" in kept(document)
+
+
+@pytest.mark.parametrize("place", ["runs/run", "runs", "runs/other", "logs"])
+def test_a_circle_of_links_is_no_folder_in_which_deltas_could_be(place: str, steps: Path, tmp_path: Path) -> None:
+    folder = tmp_path / place
+    folder.mkdir(exist_ok=True)
+    (folder / "x").symlink_to("y")
+    (folder / "y").symlink_to("x")
+    document = ckpt.prune(steps, keep_last=3)
+    assert [Path(row["path"]).name for row in document["remove"]] == ["checkpoint-100"]

@@ -102,3 +102,23 @@ def test_a_trainer_s_step_is_kept_with_what_lies_around_deepspeed_s_folder(tmp_p
         (step / "trainer_state.json").write_text(f'{{"global_step": {number}}}')
         (step / "rng_state_0.pth").write_bytes(bytes(number + 1))
     archive(steps)
+
+
+def test_force_replaces_the_output_of_patch_and_leaves_a_person_s_files(steps: tuple[Path, Path]) -> None:
+    """A step that is rebuilt from its archive replaces what its reader accounts for, as a conversion does."""
+    one, two = steps
+    (two / "README.md").write_text("of the second step")
+    out, again = two.parents[1] / "archive", two.parents[1] / "again"
+    ckpt.delta(one, two, out, dedup=True, fsync=False)
+    shutil.copytree(one, again)
+    planned = ckpt.patch(one, [out], again, force=True, dry_run=True)
+    assert planned["replaces"]["names"] == sorted(contents(one))
+    assert contents(again) == contents(one)
+    ckpt.patch(one, [out], again, force=True, fsync=False)
+    assert contents(again) == contents(two)
+
+    (again / "notes.txt").write_text("mine")
+    with pytest.raises(CkptError) as caught:
+        ckpt.patch(one, [out], again, force=True, fsync=False)
+    assert caught.value.code == "E1604"
+    assert contents(again) == contents(two) | {"notes.txt": b"mine"}

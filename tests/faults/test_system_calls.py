@@ -25,6 +25,7 @@ import shutil
 import signal
 import stat
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,8 +158,14 @@ def lay_replaced_archive(root: Path) -> None:
 
 
 def lay_patched(root: Path) -> None:
-    lay_archive(root)
+    """An archive of files that a checkpoint accounts for, so that its step may be replaced again."""
+    run = root / "run"
+    for number in (1, 2):
+        shutil.copytree(STEP, run / f"checkpoint-{number}")
+    write(run / "checkpoint-2/README.md", "changed")
+    ckpt.delta(run / "checkpoint-1", run / "checkpoint-2", root / "archive", dedup=True, fsync=False)
     shutil.copytree(STEP, root / "out")
+    lay_around(root)
 
 
 def lay_leavings(root: Path) -> None:
@@ -315,6 +322,9 @@ class Play:
         self._said = self._read_answer(done)
         self._clean()
         self.after = look(self.place)
+        mine = [path for path, row in self.before.items() if row[1] == b"mine" and not self._in_unit(path)]
+        assert mine == [path for path in mine if self.after.get(path) == self.before[path]]
+        self.reset()
         self._recovered = set[str]()
         self.count = 0
 
@@ -362,8 +372,8 @@ class Play:
         self.count += len(done.ops) >= at
         try:
             there = look(self.place)
-            self._check_status(done, fault, there)
             self._check_files(there)
+            self._check_status(done, fault, there)
             if there != self.before:
                 self._recover(there)
                 self.reset()
@@ -394,14 +404,16 @@ class Play:
             assert now in (below(self.before, unit), below(self.after, unit)), f"{unit} by halves: {sorted(now)}"
             known |= now
         for path, row in self.before.items():
-            in_unit = any(f"{path}/".startswith(f"{unit}/") for unit in scene.units)
             may_go = path not in self.after and is_any_of(path, scene.dissolving)
-            if in_unit or (may_go and path not in there):
+            if self._in_unit(path) or (may_go and path not in there):
                 continue
             assert there.get(path) == row, f"{path} is not as it was"
             known[path] = row
         others = [path for path in there.keys() - known.keys() if not is_any_of(path, scene.dissolving)]
         assert not others, f"left over: {others}"
+
+    def _in_unit(self, path: str) -> bool:
+        return any(f"{path}/".startswith(f"{unit}/") for unit in self.scene.units)
 
     def _recover(self, there: Snapshot) -> None:
         """The same command again, and `clean`; once for each state of the disk."""
@@ -460,3 +472,27 @@ def test_a_fault_at_every_system_call(name: str, fault: str, plays: Callable[[st
     before = play.count
     strike_all(play, fault, play.places_of(fault))
     print(f"{name}: {len(play.calls)} calls, {play.count - before} times {fault}")
+
+
+@pytest.mark.share(5)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", SCENES)
+def test_a_fault_at_some_system_calls(name: str, fault: str, plays: Callable[[str], Play]) -> None:
+    """The default tier's share: some calls all over the run, others for each fault, and the last that a kill meets."""
+    play = plays(name)
+    places = play.places_of(fault)
+    step = max(1, len(places) // 5)
+    first = zlib.crc32(f"{name} {fault}".encode()) % step
+    strike_all(play, fault, sorted({*places[first::step], *play.places_of("kill")[-2:]} & set(places)))
+
+
+def test_a_call_that_fails_is_refused_by_the_kernel(plays: Callable[[str], Play]) -> None:
+    """The injection itself: the call is not carried out, whatever code asks, and only the one is struck."""
+    play = plays("clean")
+    renames = [at for at, line in enumerate(play.calls, 1) if line.startswith("unlinkat!")]
+    done = play.run(at=renames[0], do="errno", number=errno.ESTALE)
+    there = look(play.place)
+    play.reset()
+    assert (done.status, done.error["code"]) == (7, "E0700"), done.err
+    assert os.strerror(errno.ESTALE) in done.error["message"]
+    assert there == play.before
