@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from ckpt_tool.conversion.accounted import shown_removal
 from ckpt_tool.conversion.carry_out import executor_of
 from ckpt_tool.conversion.passes import in_wanted_names
 from ckpt_tool.conversion.planning import peak_memory
@@ -160,7 +159,7 @@ def _rebuild(
     tree = ComputedTree(f"{opened.path} ({_applied(chain)})", _entries(opened, chain, archive))
     writing = _within(writing, tree.memory)
     plan = _plan(tree, archive.files, archive.format, str(destination.absolute()), writing)
-    plan.report.update(_report(opened, chain, plan, tree, writing) | shown_removal(replaced))
+    plan.report.update(_report(opened, chain, plan, tree, writing) | replaced.document())
     progress.plan(plan.report)
     if writing.dry_run:
         return plan.report
