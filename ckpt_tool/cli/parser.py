@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from ckpt_tool.cli.repeated import refuse_two_values
 from ckpt_tool.cli.verbs import VERBS, Argument, Job, Verb
 from ckpt_tool.errors import UsageError, near_misses
-from ckpt_tool.options.statement import OPTIONS, REPORTING, SECTIONS, Option, options_of
+from ckpt_tool.options.statement import OPTIONS, REPORTING, Option, options_of, ordered_headings
 
 _ABOUT = """Read sharded training checkpoints of any format, convert and reshard them, and prove every value.
 Nothing in a checkpoint is ever run."""
@@ -64,9 +64,7 @@ class VerbCommand(TyperCommand):
             title = "Arguments" if is_argument else _heading(param)
             sections.setdefault(title, []).append((_names(param), (param.help or "").replace("-", _HYPHEN)))
 
-        known = ("Arguments", *dict.fromkeys(section.title for section in SECTIONS))
-        of_systems = sorted(sections.keys() - set(known))  # rare options come last, by system
-        for title in (*known, *of_systems):
+        for title in ("Arguments", *ordered_headings(sections.keys() - {"Arguments"})):
             if title in sections:
                 with formatter.section(title):
                     formatter.write_dl(sections[title], col_max=26)

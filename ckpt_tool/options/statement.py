@@ -157,6 +157,13 @@ SECTIONS = (
 )
 
 
+def ordered_headings(headings: Iterable[str]) -> list[str]:
+    """Headings in the order of the help: the sections, then what is for one system alone, by its name."""
+    present = set(headings)
+    sections = [title for title in dict.fromkeys(section.title for section in SECTIONS) if title in present]
+    return [*sections, *sorted(present.difference(sections))]
+
+
 def _field(default: Any, *options: Option) -> Any:
     if isinstance(default, dict):
         return field(default_factory=dict, metadata={"options": options})

@@ -8,7 +8,7 @@ from typing import Any
 from ckpt_tool.report.page import Block, Facts, Lines, Page, Styled
 
 # What each exit code stands for, in the order of the list.
-_EXITS: dict[int | None, str] = {
+EXITS: dict[int | None, str] = {
     1: "findings",
     2: "usage",
     3: "the input is malformed, incomplete or of an unknown format",
@@ -30,7 +30,7 @@ def explanation(document: Mapping[str, Any]) -> Page:
     number = document["exit_code"]
     rows = (
         (document["code"], Styled(document["title"], "strong")),
-        ("exit code", f"{number}, {_EXITS[number]}" if number is not None else _EXITS[None]),
+        ("exit code", f"{number}, {EXITS[number]}" if number is not None else EXITS[None]),
         ("why", document["why"]),
         ("what to do", document["what_to_do"]),
     )
@@ -39,7 +39,7 @@ def explanation(document: Mapping[str, Any]) -> Page:
 
 def _listed(document: Mapping[str, Any]) -> list[Block]:
     blocks: list[Block] = []
-    for number, what in _EXITS.items():
+    for number, what in EXITS.items():
         lines = tuple(f"{row['code']}  {row['title']}" for row in document["codes"] if row["exit_code"] == number)
         if lines:
             blocks.append(Lines(f"exit code {number}: {what}" if number is not None else f"exit code: {what}", lines))
