@@ -11,6 +11,8 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
+from ckpt_tool.core.installation import install_command
+
 PACKAGES = ("numpy", "safetensors", "typer", "rich", "xxhash", "ml_dtypes", "isal", "pyyaml", "torch", "fsspec", "ray")
 
 
@@ -31,6 +33,7 @@ def doctor() -> dict[str, Any]:
             "remote": util.find_spec("fsspec") is not None,
             "ray": util.find_spec("ray") is not None,
         },
+        "install_extra": install_command("NAME"),
         "nvcc": shutil.which("nvcc"),
         "compiled": _compiled(),
         "kernels": _kernels(),

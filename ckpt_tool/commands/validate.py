@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tool.core.installation import install_command
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.options.verbs import Validating
@@ -74,7 +75,7 @@ def _torch(wanted: Validating) -> None:
         raise UsageError(
             f"the harness trains with torch, and {e.name} is not installed",
             code="E1540",
-            hint="pip install 'ckpt-tool[torch]', or torch as your machine needs it",
+            hint=f"{install_command('torch')}, or torch as your machine needs it",
         ) from e
     if wanted.device == "cuda":
         from ckpt_tool.harness.runs import refuse_without_cuda

@@ -206,7 +206,7 @@ def _ray(work: _Work) -> str:
     stores = """# Credentials of the store: the nodes' own, or runtime_env={"env_vars": {...}} of submit_job.
 """
     return f"""{_head("python") + stores * work.stores}\
-# Change: ADDRESS, the cluster's dashboard. `ckpt-tool[ray]` has to be installed on the nodes.
+# Change: ADDRESS, the cluster's dashboard. ckpt with its extra `ray` has to be installed on the nodes.
 # A node may be lost: its work is taken over.
 import os
 import shlex

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.conversion.carry_out import execute
 from ckpt_tool.conversion.output_state import is_committed, output_state
+from ckpt_tool.core.installation import install_command
 from ckpt_tool.core.progress import Progress, Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.core.urls import cause_without_secrets, full_url, hide_in_message
@@ -67,7 +68,7 @@ def execute_on_ray(
     try:
         import ray
     except ImportError as e:
-        raise UsageError("Ray is not installed", code="E0271", hint="pip install 'ckpt-tool[ray]'") from e
+        raise UsageError("Ray is not installed", code="E0271", hint=install_command("ray")) from e
     _join(ray, writing.ray)
     cpus = int(ray.cluster_resources().get("CPU", 1))
     threads = writing.threads or min(_THREADS, max(1, cpus // 2))

@@ -25,6 +25,7 @@ import numpy as np
 
 from ckpt_tool.compiled.library import BLOCKS, FLOATS, KINDS, ready
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.installation import install_command
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.gguf.types import NO_FLOATS, Kind, is_big, kind_of
 from ckpt_tool.quantised.codes import Array, Floats, not_finite, widened
@@ -209,7 +210,7 @@ def library() -> Any:
         raise UsageError(
             "GGUF's quantised types want the gguf package, which is not installed",
             code=NO_LIBRARY,
-            hint="pip install 'ckpt-tool[gguf]'",
+            hint=install_command("gguf"),
         ) from e
     return gguf.quants
 

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.installation import install_command
 from ckpt_tool.errors import UsageError
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -167,7 +168,7 @@ def as_torch(values: np.ndarray[Any, np.dtype[Any]], dtype: DType) -> Any:
     try:
         import torch
     except ImportError as e:
-        raise UsageError("torch is not installed", code="E0270", hint="pip install 'ckpt-tool[torch]'") from e
+        raise UsageError("torch is not installed", code="E0270", hint=install_command("torch")) from e
     if dtype.torch is None:
         raise UsageError(f"torch has no {dtype.name}", code="E0242", hint="use .numpy()")
     raw = torch.from_numpy(values.reshape(-1).view(np.uint8).copy())

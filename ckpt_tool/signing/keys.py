@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tool.core.installation import install_command
 from ckpt_tool.errors import UsageError, wrap_os_error
 
 PASSWORD = "CKPT_SIGN_PASSWORD"
@@ -115,9 +116,7 @@ def _package() -> tuple[Any, Any]:
     try:
         from cryptography.hazmat.primitives import hashes, serialization
     except ImportError as e:
-        raise UsageError(
-            "signatures need the cryptography package", code="E1680", hint="pip install 'ckpt-tool[sign]'"
-        ) from e
+        raise UsageError("signatures need the cryptography package", code="E1680", hint=install_command("sign")) from e
     return hashes, serialization
 
 

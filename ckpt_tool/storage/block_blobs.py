@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+from ckpt_tool.core.installation import install_command
 from ckpt_tool.core.urls import cause_without_secrets, hide_in_message
 from ckpt_tool.errors import OutputExists, StorageError, UsageError
-from ckpt_tool.storage.fsspec_store import INSTALL
 from ckpt_tool.storage.multipart import (
     LEAST,
     Listed,
@@ -58,7 +58,9 @@ class Container(PutsWhole):
         try:
             from azure.storage.blob import ContainerClient
         except ImportError as e:
-            raise UsageError(f"writing to {url} needs the extra `remote`", code="E0247", hint=INSTALL) from e
+            raise UsageError(
+                f"writing to {url} needs the extra `remote`", code="E0247", hint=install_command("remote")
+            ) from e
         try:
             client = ContainerClient(
                 _account(url),

