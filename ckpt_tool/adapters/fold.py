@@ -27,6 +27,7 @@ from ckpt_tool.adapters.targets import Matched, Tokens, match
 from ckpt_tool.conversion.adapter_inside import inside_of, weights_of
 from ckpt_tool.conversion.passes import NAMES, passed, selected
 from ckpt_tool.conversion.tied_head import TIED as TIE
+from ckpt_tool.conversion.unused_options import refuse_dropped_model
 from ckpt_tool.conversion.vocabulary import EMBEDDINGS
 from ckpt_tool.conversion.writing import write
 from ckpt_tool.core.progress import Progress
@@ -63,6 +64,7 @@ def fold(
     faults), E1429 (two adapters that replace the same tensor); and what reading and writing raise.
     """
     refuse_saved_plan(writing, OPTION)
+    refuse_dropped_model("merge", writing)
     if writing.states and not {MODEL, "all"} & set(writing.states):
         raise UsageError(
             f"--state {','.join(writing.states)}: an adapter is folded into the model",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckpt_tool.conversion.passes import NAMES, SELECTION, selected
+from ckpt_tool.conversion.unused_options import refuse_new_names, refuse_without_patterns
 from ckpt_tool.conversion.writing import write
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import UsageError
@@ -28,6 +29,8 @@ def reshard(src: str, dst: str, reading: Reading, writing: Writing, progress: Pr
         from ckpt_tool.conversion.naming import refuse_experts
 
         refuse_experts(writing, "reshard keeps names")
+    refuse_new_names("reshard", writing)
+    refuse_without_patterns("reshard", writing)
     opened = open_source(src, reading)
     job = Conversion(reading, writing, registry.by_name(writing.to or opened.catalog.format), inherits=True)
     return write(selected(opened, job), dst, job, progress)
@@ -37,6 +40,7 @@ def convert(src: str, dst: str, reading: Reading, writing: Writing, progress: Pr
     """Another format (and other degrees on the way). Degrees left out are 1."""
     if writing.to is None:
         raise UsageError("convert needs --to FORMAT", code="E0263", hint="such as --to safetensors")
+    refuse_without_patterns("convert", writing)
     opened = open_source(src, reading)
     job = Conversion(reading, writing, registry.by_name(writing.to))
     return write(selected(opened, job, (*SELECTION, *NAMES)), dst, job, progress)

@@ -11,6 +11,7 @@ from ckpt_tool.conversion.naming import refuse_experts
 from ckpt_tool.conversion.optimizer_groups import without_removed
 from ckpt_tool.conversion.passes import selected
 from ckpt_tool.conversion.renaming import refuse_unmatched_in_all
+from ckpt_tool.conversion.unused_options import refuse_new_names, refuse_without_patterns
 from ckpt_tool.conversion.writing import write
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
@@ -36,6 +37,7 @@ def merge(
     Raises UsageError E1440-E1444, E2401, InputError E1446 to E1449, and what reading and writing raise.
     """
     refuse_experts(writing, "merge leaves experts as they are")
+    refuse_without_patterns("merge", writing)
     if options.on_conflict != "error" and (options.config is not None or options.name != UNION):
         raise UsageError(
             "--on-conflict only applies to --method union",
@@ -55,6 +57,7 @@ def merge(
     if options.name != UNION:
         return merge_models(job_of(options, sources), dst, reading, writing, progress)
     _refuse(options, but=())
+    refuse_new_names("merge", writing)
     opened = [open_source(src, reading) for src in sources]
     adapters = [one.path for one in opened if one.format.holds.adapter]
     if options.method is None and adapters and len(adapters) < len(opened):

@@ -19,6 +19,8 @@ from typing import Any
 from ckpt_tool.conversion.carry_out import executor_of
 from ckpt_tool.conversion.passes import in_wanted_names
 from ckpt_tool.conversion.planning import peak_memory
+from ckpt_tool.conversion.renaming import rename_tensors
+from ckpt_tool.conversion.unused_options import refuse_dropped_model, refuse_of_other_states, refuse_without_patterns
 from ckpt_tool.conversion.writing import check_place, write
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES
@@ -35,9 +37,11 @@ from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored, count_copies
 from ckpt_tool.plan.plan import Plan, SourceFile
 from ckpt_tool.plan.schedule import build_moves
+from ckpt_tool.quantised.kept_whole import with_their_parts
 from ckpt_tool.run.computed import ComputedTree, Input
 from ckpt_tool.sources.chosen import Chosen, Conversion, memory_of_computed, with_computed
 from ckpt_tool.sources.opening import Opened, open_source
+from ckpt_tool.sources.select import split_keys
 from ckpt_tool.storage.destination import place_of
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.source import Tree
@@ -64,6 +68,7 @@ def patch(
             place="ckpt patch",
             hint="leave it off",
         )
+    refuse_without_patterns("patch", writing)
     chain = [read_delta(open_tree(path, follow_symlinks=reading.follow_symlinks)) for path in deltas]
     check_chain(chain)
     opened = open_source(base, reading)
@@ -76,8 +81,11 @@ def patch(
             code=OPTION,
             hint="ckpt delta --dedup keeps whole steps",
         )
+    refuse_of_other_states("patch", writing)
+    refuse_dropped_model("patch", writing)
     chosen = _patched(hub_names(opened, reading), chain, writing)
     to = Conversion.of(opened, reading, replace(_within(writing, memory_of_computed(chosen)), states=()))
+    chosen = rename_tensors(_without_removed(chosen, opened, reading, writing), to)
     chosen = in_wanted_names(replace(chosen, inherits=to.inherits), opened, to)
     return write(chosen, dst, to, progress) | {"chain": [delta.about() for delta in chain]}
 
@@ -132,6 +140,20 @@ def _patched(chosen: Chosen, chain: Sequence[Delta], writing: Writing) -> Chosen
         line += f"; {left} that no delta names are the base's, and nothing proves them"
     shown = f"{chosen.sources[0].path} with {' and '.join(delta.tree.display() for delta in chain)}"
     return with_computed(chosen, recipes, shown, writing, option="ckpt patch", dtypes={}, notes=(line,))
+
+
+def _without_removed(chosen: Chosen, opened: Opened, reading: Reading, writing: Writing) -> Chosen:
+    """The patched model without what `--keep-keys` and `--remove-keys` leave out. The patterns see the hub's names, as
+    the deltas have them; scales share the lot of their weight."""
+    tensors = {row.tensor.key: row.tensor for row in chosen.stored}
+    kept, removed = split_keys(tensors, remove=writing.remove_keys, keep=writing.keep_keys)
+    kept, removed = with_their_parts(tensors, kept, removed, writing, opened, reading)
+    gone = set(removed)
+    return replace(
+        chosen,
+        stored=tuple([row for row in chosen.stored if row.tensor.key not in gone]),
+        removed=(*chosen.removed, *(tensors[key] for key in removed)),
+    )
 
 
 def _applied(chain: Sequence[Delta]) -> str:

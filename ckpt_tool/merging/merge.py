@@ -20,6 +20,7 @@ from struct import pack, unpack
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.conversion.passes import in_wanted_names
+from ckpt_tool.conversion.unused_options import refuse_dropped_model
 from ckpt_tool.conversion.vocabulary import is_vocabulary
 from ckpt_tool.conversion.writing import write
 from ckpt_tool.core.catalog import Catalog
@@ -60,6 +61,7 @@ def merge_models(job: Job, dst: str, reading: Reading, writing: Writing, progres
         )
     if job.dtype and not writing.dtypes:
         writing = replace(writing, dtypes={"": job.dtype})
+    refuse_dropped_model("merge", writing)
     models = open_models(job.models(), reading, writing, "" if job.method.name == "passthrough" else option)
     if job.method.trim in ("largest", "crumbs") and any(_grows(model, writing.vocab_size or 0) for model in models):
         raise UsageError(

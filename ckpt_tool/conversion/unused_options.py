@@ -1,0 +1,63 @@
+"""Options that a verb takes with its group and does not carry out: an error, not a run as if they were not given.
+
+    ckpt merge model out --dialect megatron      E3021: merge keeps names
+    ckpt patch base delta out --as-model ema     E3021: a delta holds the model alone
+    ckpt convert src out --model-only            E3021: nothing is removed
+
+Which passes a verb leaves out (`passes`) says which options would be ignored. What holds anyway (`--dialect keep`) may
+be given, as scripts do for every target.
+"""
+
+from __future__ import annotations
+
+from ckpt_tool.core.tensor import MODEL
+from ckpt_tool.errors import UsageError
+from ckpt_tool.options.writing import Writing
+
+CODE = "E3021"
+
+
+def refuse_new_names(verb: str, writing: Writing) -> None:
+    """Raise UsageError E3021 for options of the passes NAMES, of a verb that runs none of them."""
+    given = {
+        "--dialect": writing.dialect not in (None, "keep"),
+        "--aoa": bool(writing.aoa),
+        "--tied-head": writing.tied_head not in (None, "keep"),
+        "--hybrid-layer-pattern": writing.hybrid_layer_pattern is not None,
+    }
+    _refuse(verb, given, "names and structure stay as they are", "ckpt convert changes them, and takes degrees too")
+
+
+def refuse_of_other_states(verb: str, writing: Writing) -> None:
+    """Raise UsageError E3021 for options of the passes SELECTION that a delta can't heed: it is made on the tensors as
+    the base has them, and holds no states but the model."""
+    given = {
+        "--as-model": writing.as_model is not None,
+        "--vocab-size": writing.vocab_size is not None,
+        "--dequantize": writing.dequantize,
+    }
+    _refuse(verb, given, "a delta is of the model's tensors as they are stored", "ckpt convert what comes out")
+
+
+def refuse_without_patterns(verb: str, writing: Writing) -> None:
+    """Raise UsageError E3021 for --model-only where no key is removed: most likely --state model is meant."""
+    given = {"--model-only": writing.model_only and not (writing.remove_keys or writing.keep_keys)}
+    _refuse(verb, given, "it belongs to --remove-keys and --keep-keys", "--state model writes the model alone")
+
+
+def refuse_dropped_model(verb: str, writing: Writing) -> None:
+    """Raise UsageError E3021 for --drop model, of a verb that computes the model."""
+    given = {"--drop model": MODEL in writing.drop}
+    _refuse(verb, given, "it writes the model", "--drop names states that are left out: optimizer, master, ema, extras")
+
+
+def _refuse(verb: str, given: dict[str, bool], why: str, hint: str) -> None:
+    unused = [option for option, was_given in given.items() if was_given]
+    if unused:
+        raise UsageError(
+            f"{unused[0]} has no effect on ckpt {verb}: {why}",
+            code=CODE,
+            place=f"ckpt {verb}",
+            hint=hint,
+            faults=[f"{option} neither" for option in unused[1:]],
+        )
