@@ -1076,6 +1076,7 @@ def prune(
     keep_every: int | str | None = None,
     skip_unreadable: bool = False,
     with_other_files: bool = False,
+    deltas: str | Iterable[str] | None = None,
     dry_run: bool = False,
     from_format: str | None = None,
     follow_symlinks: bool = False,
@@ -1099,6 +1100,7 @@ def prune(
         skip_unreadable: Leave alone what can't be read, and remove others all the same. Default: remove nothing then.
         with_other_files: Remove steps with all that is in them. Default: a step stays where it holds files that no
             trainer writes.
+        deltas: Look here too for deltas that are made on steps of RUN: deltas="/archive/run7". A list gives several.
         dry_run: Show what would be removed, and remove nothing.
         from_format: Read SRC as this format instead of detecting it: from_format="dcp".
         follow_symlinks: Follow links that lead out of SRC. Links inside it, and those of a Hugging Face cache, are

@@ -77,7 +77,7 @@ def prune(src: str, reading: Reading, wanted: Retention, *, progress: Progress) 
     run = run_at(src, follow_symlinks=reading.follow_symlinks)
     judge = Judge(run, reading)
     last = judge.newest()
-    around = deltas_around(src, run)
+    around = deltas_around(src, run, wanted.deltas)
     unread = {fault.path or src: fault.message for fault in around.faults}
     fates = list(_fates(run, judge, reading, wanted, last, around.deltas, unread))
     if unread and not wanted.skip_unreadable:

@@ -51,6 +51,7 @@ SEALED = 20  # files that are looked into for a signature or an attestation
 _STATEMENT_LIMIT = 64 << 20  # bytes of a signature or an attestation
 _CODE_LIMIT = 4 << 20  # bytes of a file of code, or of a config that names one
 _CONFIGS = ("config.json", "tokenizer_config.json", "processor_config.json", "*preprocessor_config.json")
+_MODULE_WEIGHTS = "model.safetensors"
 _MODULE = re.compile(r"\d+_\w+/")  # the folder of a module as its library names it: `1_Pooling/`
 _IMPORT = re.compile(r"^\s*from\s+\.(\w+)\s+import\b", re.MULTILINE)
 
@@ -150,9 +151,15 @@ def _accounted_in(given: Tree, place: str, other: Reader | None) -> tuple[str, s
     return f"{opened.format.name} checkpoint", set(_accounted_by(opened, given))
 
 
-def _accounted_by(opened: Opened, given: Tree, is_side: Callable[[str], bool] = is_sidefile) -> Iterator[str]:
+def is_exact_sidefile(name: str) -> bool:
+    """Is it a side file by its exact name? `is_sidefile`, which says what is carried along, takes
+    `tokenizer_notes.txt` too, which no library writes."""
+    return name in QUANTISER_FILES or is_pretrained_file(name)
+
+
+def _accounted_by(opened: Opened, given: Tree, is_side: Callable[[str], bool] = is_exact_sidefile) -> Iterator[str]:
     """The files that the reader and the writers of the opened checkpoint know, relative to the given tree. is_side: is
-    a file of this name one that a writer would carry along?"""
+    a file of this name one that a library writes next to a checkpoint?"""
     tree, catalog = opened.tree, opened.catalog
     evidence = opened.format.detect(tree)
     loose = evidence is None or evidence.specificity == Specificity.CONTAINER
@@ -162,9 +169,7 @@ def _accounted_by(opened: Opened, given: Tree, is_side: Callable[[str], bool] = 
         )
 
     inside = _prefix_of(tree, given)
-    odd = {path for path in module_files(tree) if not _is_of_module(path)}
-    if is_side is not is_sidefile:
-        odd |= {path for path in module_files(tree) if "/" in path and not is_side(path.rpartition("/")[2])}
+    odd = {path for path in module_files(tree) if not _is_of_module(path) or not _is_written_in_module(path)}
     for path in (*catalog.files, *catalog.indexes, *catalog.sidefiles):
         is_odd = path in odd or is_sidefile(path) and not is_side(path)
         if not _is_code(path) and not is_odd:
@@ -243,8 +248,8 @@ def _claimed(tree: Tree) -> Iterator[str]:
 
 
 def _is_trainers_sidefile(name: str) -> bool:
-    """Is it a side file by its exact name? `is_sidefile` takes `tokenizer_notes.txt` too, which no writer makes."""
-    return name in QUANTISER_FILES or name == "model.safetensors" or is_pretrained_file(name)
+    """The same of a step: trainers write a whole model next to what they keep in another format."""
+    return name == _MODULE_WEIGHTS or is_exact_sidefile(name)
 
 
 def _prefix_of(tree: Tree, given: Tree) -> str:
@@ -256,6 +261,12 @@ def _prefix_of(tree: Tree, given: Tree) -> str:
 def _is_of_module(path: str) -> bool:
     """Is it in a folder that is called as a module's? `modules.json` may name any folder, a person's too."""
     return "/" not in path or _MODULE.match(path) is not None
+
+
+def _is_written_in_module(path: str) -> bool:
+    """Is the file of a module's folder one that its library writes, and no person's notes?"""
+    folder, _, name = path.rpartition("/")
+    return not folder or name == _MODULE_WEIGHTS or is_exact_sidefile(name)
 
 
 def _is_code(path: str) -> bool:

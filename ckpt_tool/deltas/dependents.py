@@ -10,14 +10,19 @@ none (older ones, slime's), or nothing is there any more, the number of its base
 base can't be told keeps a step too many rather than one too few. Next to a run, where other runs have steps of the same
 numbers, that goes for archives (`--dedup`) in the two nearest levels alone.
 
+A base does not know its deltas, so one that is kept elsewhere is found only where it is named (`--deltas DIR`). Whoever
+makes such a delta is told so (`is_found_by_prune`). An index that can't be read as one is unknown, next to a run too:
+the run's steps stay, unless `--skip-unreadable`.
+
 Cost: a listing of the run, and of three levels next to it; the index of every model in several files. What it does not
-do: find deltas that are kept elsewhere, or ask which step a chain could do without.
+do: find deltas that nobody names and that are far from the run, or ask which step a chain could do without.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -25,13 +30,19 @@ from ckpt_tool.core.inner_path import is_leaving
 from ckpt_tool.deltas.folder import INDEX
 from ckpt_tool.errors import CkptError, CorruptFile, wrap_os_error
 from ckpt_tool.formats.hf.format import DELTA
-from ckpt_tool.sources.steps import Run, Step
+from ckpt_tool.sources.steps import Run, Step, step_of
 from ckpt_tool.storage.links import is_folder, real_path
 
 NEAR = 3  # levels of folders next to a run that are looked into
 BY_NUMBER = 2  # levels in which a number alone counts
 MOST = 50_000  # folders next to a run that are looked into
+_INSIDE = 3  # folders up to which a step's checkpoint is inside the step (`iter_5/weights`)
 _LIMIT = 1 << 30  # bytes of an index
+# What only a delta's index says of itself.
+_KEYS = frozenset((DELTA, "base_version", "compression_format", "checksum_format"))
+_SIGNS = tuple(f'"{key}"'.encode() for key in sorted(_KEYS))
+# Files of a model in several: they are numbered from 1, those of a delta from 0.
+_OF_A_MODEL = re.compile(r"(?!model-0+-of-).+-\d{1,7}-of-\d{1,7}\.safetensors|model\.safetensors")
 
 
 class Delta(NamedTuple):
@@ -52,8 +63,9 @@ class Around(NamedTuple):
     faults: tuple[CkptError, ...]
 
 
-def deltas_around(src: str, run: Run) -> Around:
-    """The deltas below the given folder, in the steps too, and next to it and to the folder that holds the steps."""
+def deltas_around(src: str, run: Run, more: Iterable[str] = ()) -> Around:
+    """The deltas below the given folder, in the steps too, next to it and to the folder that holds the steps, and below
+    the folders `more`."""
     faults: list[CkptError] = []
     try:
         top, steps = real_path(src), real_path(run.path)
@@ -62,10 +74,28 @@ def deltas_around(src: str, run: Run) -> Around:
 
     seen: set[str] = set()
     found = [*_deltas_below(top, seen, faults)]
+    for folder in more:
+        found += _deltas_below(real_path(folder), seen, faults)
     for folder in dict.fromkeys((os.path.dirname(top), os.path.dirname(steps))):
         if folder != "/":
             found += _deltas_near(folder, seen, faults)
     return Around(tuple(found), tuple(faults))
+
+
+def is_found_by_prune(folder: str, base: str) -> bool:
+    """Is a delta in this folder found when the run of its base is pruned? True for a base that is no step of a run."""
+    step = real_path(base)
+    for _ in range(_INSIDE):
+        if step_of(os.path.basename(step)) is not None:
+            break
+        step = os.path.dirname(step)
+    else:
+        return True
+
+    place = os.path.join(real_path(os.path.dirname(os.path.abspath(folder))), os.path.basename(folder))
+    run = os.path.dirname(step)
+    near = os.path.relpath(place, os.path.dirname(run)).split(os.sep)
+    return _is_below(place, run) or (near[0] != os.pardir and len(near) <= NEAR)
 
 
 def dependents(run: Run, deltas: Iterable[Delta]) -> dict[str, list[str]]:
@@ -112,7 +142,7 @@ def _deltas_below(top: str, seen: set[str], faults: list[CkptError]) -> Iterator
             names, folders = _entries(folder)
             waiting += folders
             if INDEX in names:
-                yield from _delta_in(folder)
+                yield from _delta_in(folder, names)
         except OSError as e:
             faults.append(wrap_os_error(e, e.filename or folder, "looking for deltas"))
         except CkptError as e:
@@ -133,7 +163,7 @@ def _deltas_near(parent: str, seen: set[str], faults: list[CkptError]) -> Iterat
         try:
             names, folders = _entries(folder, same_device=True)
             if INDEX in names:
-                for delta in _delta_in(folder):
+                for delta in _delta_in(folder, names):
                     counts = delta.is_archive and level <= BY_NUMBER
                     yield delta if counts else delta._replace(base_version=None)
         except (PermissionError, FileNotFoundError):
@@ -141,8 +171,8 @@ def _deltas_near(parent: str, seen: set[str], faults: list[CkptError]) -> Iterat
         except OSError as e:
             faults.append(wrap_os_error(e, e.filename or folder, "looking for deltas"))
             continue
-        except CkptError:  # damaged, so that nothing can be made of it, and not of this run
-            folders = []
+        except CkptError as e:  # damaged: it may be made on a step of this run
+            faults.append(e)
         if level < NEAR:
             waiting += [(each, level + 1) for each in folders]
 
@@ -163,22 +193,27 @@ def _entries(folder: str, *, same_device: bool = False) -> tuple[set[str], list[
     return names, folders
 
 
-def _delta_in(folder: str) -> Iterator[Delta]:
-    """The delta in a folder with an index, none where that is a model's. Raises OSError, CorruptFile."""
+def _delta_in(folder: str, names: Iterable[str]) -> Iterator[Delta]:
+    """The delta in a folder with an index, none where that is a model's. names: of the folder's files. Raises OSError,
+    CorruptFile for an index that is a delta's, or may be one's, and is damaged."""
     path = os.path.join(folder, INDEX)
     try:
         with open(path, "rb") as file:
             data = file.read(_LIMIT)
     except FileNotFoundError:  # a link that leads nowhere
         return
-    if f'"{DELTA}"'.encode() not in data:
+    is_cut = not data.rstrip().endswith(b"}")
+    may_be_cut_delta = is_cut and not any(map(_OF_A_MODEL.fullmatch, names))
+    if not may_be_cut_delta and not any(sign in data for sign in _SIGNS):
         return
     try:
         value = json.loads(data)
         metadata = value["metadata"]
-        if DELTA not in metadata:
+        if not metadata.keys() & _KEYS:
             return
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        if DELTA not in metadata:
+            raise KeyError(DELTA)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise CorruptFile(
             f"the index of a delta is damaged, so that it is not known what it is made on: {e}",
             code="E2608",

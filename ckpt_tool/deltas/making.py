@@ -26,6 +26,7 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.deltas.archive import entries_of, laid_out, list_empty_folders, paired, refuse_unkept, whole_step
+from ckpt_tool.deltas.dependents import is_found_by_prune
 from ckpt_tool.deltas.encoding import Bytes, Encoder, Made, Spool
 from ckpt_tool.deltas.folder import INDEX, Archive, delta_files, file_names, index_of
 from ckpt_tool.deltas.options import Making
@@ -102,6 +103,11 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
         pairs, dropped, more = _of_models(hub_names(old, reading), hub_names(fresh, reading), base, new)
         notes += more
         numbers = [None, None]
+    if old.tree.local and not is_found_by_prune(str(destination), str(old.tree.root)):
+        notes.append(
+            f"ckpt prune does not look at {destination} for deltas on steps of {os.path.dirname(old.tree.root)}: pass "
+            f"--deltas {destination.parent} to it, or keep the delta within three folders of the run"
+        )
     version, before = _versions(wanted, numbers, base, dst)
     document = _document(base, new, destination, wanted, pairs, (version, before), notes, dropped)
     document |= replaced.document()

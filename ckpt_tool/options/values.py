@@ -205,6 +205,11 @@ def several(value: Any) -> list[Any]:
     return list(value)
 
 
+def paths(value: str | Iterable[str]) -> tuple[str, ...]:
+    """One path or several."""
+    return tuple(text(each) for each in several(value))
+
+
 def words(value: str | Iterable[str]) -> tuple[str, ...]:
     """Names, split at commas; a list of such texts counts as one."""
     found = [word.strip() for part in several(value) for word in text(part).split(",")]

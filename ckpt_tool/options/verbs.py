@@ -7,7 +7,7 @@ from typing import Literal
 
 from ckpt_tool.guide import LANGUAGES
 from ckpt_tool.options.statement import OPTIONS
-from ckpt_tool.options.values import between, count, output, rename_rules, share, text, tolerance, words
+from ckpt_tool.options.values import between, count, output, paths, rename_rules, share, text, tolerance, words
 from ckpt_tool.options.writing import DEVICES, DIALECTS, device
 
 
@@ -124,6 +124,13 @@ class Retention:
     )
     with_other_files: bool = OPTIONS.flag(
         "Remove steps with all that is in them. Default: a step stays where it holds files that no trainer writes."
+    )
+    deltas: tuple[str, ...] = OPTIONS.option(
+        "Look here too for deltas that are made on steps of RUN: --deltas /archive/run7. Repeatable.",
+        paths,
+        "DIR",
+        kind="values",
+        default=(),
     )
     dry_run: bool = OPTIONS.flag("Show what would be removed, and remove nothing.")
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,59 @@ def test_a_damaged_archive_is_unknown(steps: Path) -> None:
     assert caught.value.code == "E2851" and str(delta) in caught.value.message
     assert len(list(steps.glob("checkpoint-*"))) == 4
     assert set(kept(ckpt.prune(steps, keep_last=1, skip_unreadable=True))) == {"checkpoint-400"}
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "the last bytes": lambda text: text[:-20],
+    "all but the first": lambda text: text[:9],
+    "all": lambda text: b"",
+    "zeros": lambda text: bytes(len(text)),
+    "the encoding's key": lambda text: text.replace(b"delta_encoding", b"delta_encodinf"),
+    "the metadata": lambda text: text.replace(b'"metadata"', b'"metadatb"', 1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("place", ["archive/200", "../run-archive", "../archives/200"])
+def test_a_damaged_delta_is_unknown_wherever_it_is(place: str, damage: str, steps: Path) -> None:
+    """Next to a run, where it could be another run's, too."""
+    index = archive(steps, place) / INDEX
+    index.write_bytes(DAMAGES[damage](index.read_bytes()))
+    with pytest.raises(StorageError) as caught:
+        ckpt.prune(steps, keep_last=1)
+    assert caught.value.code == "E2851" and index.resolve().name in caught.value.message
+    assert len(list(steps.glob("checkpoint-*"))) == 4
+    assert set(kept(ckpt.prune(steps, keep_last=1, skip_unreadable=True))) == {"checkpoint-400"}
+
+
+def test_a_damaged_index_of_a_model_is_no_delta(steps: Path) -> None:
+    """A broken download next to the run, and a step that was not written to its end."""
+    for folder in (steps.parent / "model", steps / "checkpoint-200"):
+        folder.mkdir(exist_ok=True)
+        (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
+        (folder / INDEX).write_text('{"metadata": {"total_si')
+    assert "checkpoint-400" in kept(ckpt.prune(steps, keep_last=1, dry_run=True))
+
+
+def test_a_delta_far_from_the_run_is_found_where_it_is_named(
+    steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    far = tmp_path / "archives/of/many/runs/run"
+    far.mkdir(parents=True)
+    base, new = (str(steps / f"checkpoint-{number}") for number in (100, 200))
+    assert run(["delta", base, new, str(far / "200"), "--dedup", "--no-fsync"]) == 0
+    assert f"--deltas {far}" in " ".join(capsys.readouterr().out.split())
+    assert run(["delta", base, new, str(steps.parent / "near"), "--dedup", "--no-fsync"]) == 0
+    assert "--deltas" not in capsys.readouterr().out
+    shutil.rmtree(steps.parent / "near")
+
+    assert set(kept(ckpt.prune(steps, keep_last=1, dry_run=True))) == {"checkpoint-400"}
+    for named in ([far], [tmp_path / "archives"], [str(far / "200"), tmp_path]):
+        reasons = kept(ckpt.prune(steps, keep_last=1, deltas=list(map(str, named))))
+        assert set(reasons) == {"checkpoint-100", "checkpoint-400"}
+    with pytest.raises(StorageError) as caught:
+        ckpt.prune(steps, keep_last=1, deltas=str(tmp_path / "gone"))
+    assert caught.value.code == "E2851"
 
 
 def test_an_index_that_names_a_hostile_base_is_no_danger(steps: Path) -> None:
