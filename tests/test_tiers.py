@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -78,3 +79,18 @@ def test_the_quick_tier_covers_every_room() -> None:
     extras = {"signing"}  # every module of it needs a package that is an extra
     assert rooms >= there - tiers.SLOW_PLACES - extras and {"test_cli.py", "test_house.py", "test_hostile.py"} <= rooms
     assert {"core", "algebra", "storage", "plan", "formats", "families", "commands", "run", "report"} <= rooms
+
+
+NIGHTLY = tiers.TESTS.parent / ".github" / "workflows" / "nightly.yml"
+
+
+@pytest.mark.skipif(not NIGHTLY.is_file(), reason="the workflows are in the repository alone (.github)")
+def test_every_night_runs_the_commands_of_the_readme() -> None:
+    readme = (tiers.TESTS / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w+) \| `(python -m pytest[^`]*)` \|", readme, re.MULTILINE)
+    commands = dict(rows)
+    assert list(commands) == ["quick", "default", "slow", "crash", "peers"]
+
+    nightly = NIGHTLY.read_text(encoding="utf-8")
+    run = re.findall(r"^ +(?:- run: )?(python -m pytest.*)$", nightly, re.MULTILINE)
+    assert run == [commands[tier] for tier in ("slow", "crash", "peers")]
