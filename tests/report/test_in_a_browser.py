@@ -35,7 +35,7 @@ from ckpt_tool.report.validation import validation
 
 AXE = os.environ.get("CKPT_AXE", "")
 pytestmark = pytest.mark.skipif(browsers.program() is None, reason="no chromium on the PATH: no report is opened in it")
-DRAWN = ("inspect", "reshard", "convert", "dialect", "merge", "apply", "diff", "verify", "audit", "hostile")
+DRAWN = ("inspect", "reshard", "convert", "dialect", "merge", "apply", "diff", "states", "verify", "audit", "hostile")
 PLAIN = ("validate", "latest")
 WIDTHS = (400, 800, 1400)
 
@@ -72,6 +72,12 @@ def reports(tmp_path_factory) -> dict[str, Path]:
     shutil.copytree(sharded, damaged)
     file = damaged / "model.tp02_pp00.safetensors"
     file.write_bytes((data := bytearray(file.read_bytes()))[:-40] + bytes([data[-40] ^ 1]) + data[-39:])
+    one_rank, moments = root / "one_rank", root / "moments"
+    assert run(["convert", str(FIXTURES / "megatron/hybrid_tp2pp2"), str(one_rank), "--to", "sharded", "-q"]) == 0
+    shutil.copytree(one_rank, moments)
+    for state in ("exp_avg", "exp_avg_sq"):
+        file = moments / f"{state}.safetensors"
+        file.write_bytes(file.read_bytes()[:-2] + b"\x42\x42")  # of its last tensor the last value
     uneven = ("--tp", "2", "--pp", "1", "--dp", "3")
     lines = {
         "inspect": ("inspect", FIXTURES / "megatron/hybrid_tp2pp2"),
@@ -80,12 +86,13 @@ def reports(tmp_path_factory) -> dict[str, Path]:
         "dialect": ("convert", FIXTURES / "convert/llama/hf", root / "o5", "--to", "megatron-dist", "--tp", "2"),
         "merge": ("merge", a, root / "o3", "--remove-keys", "*.0.mlp*"),
         "diff": ("diff", a, b),
+        "states": ("diff", one_rank, moments),
         "verify": ("verify", damaged),
         "audit": ("audit", b),
         "latest": ("latest", FIXTURES / "megatron/hybrid_tp2pp2"),
     }
     codes = {name: run([*map(str, line), "--report", str(found[name]), "-q"]) for name, line in lines.items()}
-    assert codes == dict.fromkeys(lines, 0) | dict.fromkeys(("diff", "verify", "audit"), 1)
+    assert codes == dict.fromkeys(lines, 0) | dict.fromkeys(("diff", "states", "verify", "audit"), 1)
     assert run(["reshard", str(sharded), str(root / "o4"), *uneven, "--plan", str(plan), "-q"]) == 0
     assert run(["apply", str(plan), "--report", str(found["apply"]), "-q"]) == 0
     catalog = catalog_of([(name, f"{name}.file", "F32", (2, 3)) for name in HOSTILE])
@@ -244,6 +251,15 @@ def test_the_heat_map_has_a_scale_with_numbers(reports, chromium):
     assert drawn == len(relative) == 4
 
 
+def test_each_state_has_rows_of_its_own_in_the_heat_map(reports, chromium):
+    tab = chromium.open(reports["states"])
+    rows = tab.value(
+        "[...document.querySelectorAll('.heat tbody tr')].map((r) => [r.children[0].title, r.children[1].textContent])"
+    )
+    assert len(rows) == 2 and rows[0][0] == rows[1][0] and {state for _, state in rows} == {"exp_avg", "exp_avg_sq"}
+    assert tab.value("document.querySelectorAll('.heat td button').length") == 2
+
+
 def test_a_matrix_of_bytes_has_a_scale(tmp_path, chromium):
     line = [
         "reshard",
@@ -316,7 +332,7 @@ def test_numbers_are_not_cut(width, reports, chromium):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_tables_of_names_and_ranks_show_all_they_have(width, reports, chromium):
     """Nothing of them has to be scrolled for sideways, and no text of a rank is cut."""
-    for name in ("diff", "dialect", "reshard", "inspect"):
+    for name in ("diff", "states", "dialect", "reshard", "inspect"):
         tab = chromium.open(reports[name], width=width)
         boxes = "[...document.querySelectorAll('.wide:has(.stack), .ranks:not(.dense), .rank .who span, .with-rows')]"
         wider = "(box) => box.checkVisibility() && box.scrollWidth > box.clientWidth && box.clientWidth > 0"
