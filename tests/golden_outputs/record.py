@@ -43,8 +43,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FIXTURES = ROOT / "fixtures"
 GOLDEN = HERE / "golden.json"
-# `names` is left to tests/commands/test_name_table.py: a family that learns a name changes it, and no value
-VOLATILE = {"elapsed_s", "names"}
+VOLATILE = {"elapsed_s"}
 UNORDERED = {"findings"}  # verify lists what threads find as they find it
 MADE = re.compile(r"\{made:([^}]+)\}")
 
