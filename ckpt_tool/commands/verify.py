@@ -125,7 +125,8 @@ def _read_all(
 
 def _quantised_faults(opened: Opened, reading: Reading, wanted: Verification) -> list[CkptError]:
     """Parts of quantised weights that are missing or do not fit; [] for most checkpoints, which have no codes."""
-    if not has_codes(row.dtype for row in opened.catalog.rows()):
+    has_columns = any(row.shape[1:] == (1,) for row in opened.catalog.rows())  # bitsandbytes may call its bytes bf16
+    if not has_columns and not has_codes(row.dtype for row in opened.catalog.rows()):
         return []
     from ckpt_tool.quantised.soundness import faults_of
     from ckpt_tool.quantised.summary import config_of

@@ -31,13 +31,16 @@ from ckpt_tool.quantised.weights import (
     Found,
     Kind,
     Quantised,
+    Shape,
 )
 from ckpt_tool.quantised.which import is_conv1d
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, refuse_saved_plan, with_computed
 from ckpt_tool.sources.config import quantised_config_in
 
 if TYPE_CHECKING:
+    from ckpt_tool.families.rewrite import Unfitting
     from ckpt_tool.run.computed import Recipe
+    from ckpt_tool.storage.source import Tree
 
 OPTION = "--dequantize"
 LACKING, MISFIT, UNKNOWN, NOTHING = "E1460", "E1461", "E1464", "E2403"
@@ -81,7 +84,7 @@ def dequantized(chosen: Chosen, job: Conversion) -> Chosen:
     _refuse_unknown(scheme)
     more = list(header_faults(chosen.sources[0].catalog.extras, found, kinds))
     if not job.reading.lenient:
-        more += misshapen(found, kinds, config)
+        more += misshapen(found, kinds, config, stated_shapes(found, tensors, tree))
     refuse_misfits(found._replace(faults=(*found.faults, *more)))
     if not moments.recipes and not found.weights:
         raise UsageError(
@@ -212,10 +215,33 @@ def small_numbers(source: Any) -> Sequence[int]:
     return [int(value) for value in values.reshape(-1)]
 
 
-def misshapen(found: Found, tensors: Mapping[str, Kind], config: Mapping[str, Any] | None) -> list[Fault]:
+def stated_shapes(found: Found, tensors: Mapping[str, LogicalTensor], tree: Tree) -> dict[str, Shape]:
+    """Name of its codes -> the shape that a weight's own state says (bitsandbytes of 4 bits). A state that says none is
+    another check's."""
+    from ckpt_tool.quantised.tabled import shape_in_state
+    from ckpt_tool.run.computed import Input
+
+    shapes: dict[str, Shape] = {}
+    for lead, weight in found.weights.items():
+        state = tensors.get(weight.parts.get("state", ""))
+        if weight.codes == TABLED and state is not None:
+            try:
+                shapes[lead] = shape_in_state(state.key.name, small_numbers(Input(state, tree)))
+            except CkptError:
+                continue
+    return shapes
+
+
+def misshapen(
+    found: Found,
+    tensors: Mapping[str, Kind],
+    config: Mapping[str, Any] | None,
+    stated: Mapping[str, Shape],
+) -> list[Fault]:
     """Weights whose floats would have other sizes than the config says, by the rules of its family: codes that were cut
-    short fit their scales as often as not. [] where no config or no family tells."""
-    if not config or not config.get("model_type") or not found.weights:
+    short fit their scales as often as not. [] where no config or no family tells. stated: as `stated_shapes`."""
+    is_tabled = is_of_bitsandbytes(config)
+    if not config or not config.get("model_type") or not (found.weights or is_tabled):
         return []
     from ckpt_tool.families.registry import find
     from ckpt_tool.families.rewrite import unfitting
@@ -225,10 +251,11 @@ def misshapen(found: Found, tensors: Mapping[str, Kind], config: Mapping[str, An
     shapes = {name: kind.shape for name, kind in tensors.items() if name not in own and name not in found.weights}
     leads: dict[str, str] = {}
     for lead, weight in found.weights.items():
-        is_told = weight.codes != TABLED and not _of_conv1d(weight, config) and weight.made not in shapes
-        if is_told and not _VOCABULARY.search(weight.made):
-            shapes[weight.made] = weight.floats
-            leads[weight.made] = lead
+        shape = stated.get(lead) if weight.codes == TABLED else weight.floats
+        if shape is None or _of_conv1d(weight, config) or weight.made in shapes:
+            continue
+        shapes[weight.made] = shape
+        leads[weight.made] = lead
     try:
         alike = {name: shapes[name] for name in one_of_each(shapes)}
         family, dialect = find(config, alike)
@@ -238,11 +265,28 @@ def misshapen(found: Found, tensors: Mapping[str, Kind], config: Mapping[str, An
 
     faults = []
     for each in found_unfitting:
+        wanted = ", ".join("any" if size is None else str(size) for size in each.wanted)
+        if is_tabled and each.name not in leads and len(each.shape) == 2 and each.shape[1] == 1:
+            what = f"a column of {each.shape[0]}, by the config [{wanted}]: codes of 4 bits without their parts"
+            faults.append(Fault(each.name, what, lacking=True))
+        if _VOCABULARY.search(each.name) and _differs_in_rows_alone(each):
+            continue
         if each.name in leads:
-            wanted = ", ".join("any" if size is None else str(size) for size in each.wanted)
             what = f"codes of a weight of {list(each.shape)}, by the config [{wanted}]"
             faults.append(Fault(leads[each.name], what, lacking=False))
     return faults
+
+
+def _differs_in_rows_alone(unfit: Unfitting) -> bool:
+    """Is it a vocabulary that a trainer padded, or cut, and fits the config but for its rows?"""
+    columns = unfit.shape[1:]
+    wanted = unfit.wanted[1:]
+    return len(columns) == len(wanted) and all(want in (None, size) for size, want in zip(columns, wanted, strict=True))
+
+
+def is_of_bitsandbytes(config: Mapping[str, Any] | None) -> bool:
+    """Does a config declare bitsandbytes' scheme? Its codes may be stored as floats, `bnb_4bit_quant_storage`."""
+    return str((section(config or {}) or {}).get("quant_method", "")).lower() == "bitsandbytes"
 
 
 def _dtype(config: Mapping[str, Any] | None) -> DType:

@@ -193,6 +193,7 @@ class Wanted(NamedTuple):
     needs: frozenset[str] = frozenset()  # roles that its layouts leave open
     targets: tuple[str, ...] = ()  # names, `re:` patterns or classes of modules; () for all
     bits: int = 0  # of a packed integer; 0 where it says nothing
+    divides: bool = False  # does the block divide the columns, as the scheme demands?
 
 
 class Declared(NamedTuple):
@@ -221,17 +222,24 @@ class Declared(NamedTuple):
         checked: dict[str, Quantised] = {}
         faults: list[Fault] = []
         for lead, weight in weights.items():
-            faults += _misfits(weight, tensors)
-            checked[lead], unlike = self._as_wanted(weight, tensors)
+            layout = find_layout(weight, tensors)
+            if layout is None:
+                what = "codes in an order that the config does not state: it names another scheme, or none"
+                faults.append(Fault(lead, what, lacking=False))
+                checked[lead] = weight
+                continue
+            faults += _misfits(weight, layout, tensors)
+            checked[lead], unlike = self._as_wanted(weight, layout, tensors)
             faults += unlike
         if self.is_stated or weights:
             faults += self._left_over(weights, tensors, taken)
         return checked, faults
 
-    def _as_wanted(self, weight: Quantised, tensors: Mapping[str, Kind]) -> tuple[Quantised, list[Fault]]:
+    def _as_wanted(
+        self, weight: Quantised, layout: Layout, tensors: Mapping[str, Kind]
+    ) -> tuple[Quantised, list[Fault]]:
         """(the weight with the block of the alternative that it fits, [] or why it fits none)."""
         first: list[Fault] = []
-        layout = layout_of(weight, tensors)
         for wanted in self.alternatives(weight.made.removesuffix(".weight")):
             faults, block = _unlike(weight, layout, wanted, tensors)
             if not faults:
@@ -258,6 +266,8 @@ class Declared(NamedTuple):
                 continue
             if name.endswith(endings) or name in twice or (name.endswith(".scale") and kind.dtype.name == "F8_E8M0"):
                 yield Fault(name, "a part of a quantised weight without its codes", lacking=True)
+            elif self.is_stated and kind.dtype.name == "F8_E8M0" and name.endswith(_OF_CODES):
+                yield Fault(name, "powers of two, as scales are, under the name of codes", lacking=False)
             elif self.is_stated and _may_be_codes(name, kind):
                 yield Fault(name, f"{kind.dtype.name} codes without their scales", lacking=True)
         if self.expert_biases:
@@ -277,8 +287,9 @@ _OF_CODES = (".weight", ".gate_up_proj", ".down_proj", PACKED, BLOCKS, QWEIGHT, 
 _INTEGER_CODES = ("I8", "U8", "F4", "I32", "U32")
 
 
-def layout_of(weight: Quantised, tensors: Mapping[str, Kind]) -> Layout:
-    """The layout of a weight: of several that its codes fit, the one whose scales have the dtype that is there."""
+def find_layout(weight: Quantised, tensors: Mapping[str, Kind]) -> Layout | None:
+    """The layout of a weight: of several that its codes fit, the one whose scales have the dtype that is there. None
+    where nothing says in which order its codes are."""
     lead = tensors[weight.lead].dtype.name
     fits = [
         layout
@@ -290,12 +301,11 @@ def layout_of(weight: Quantised, tensors: Mapping[str, Kind]) -> Layout:
     ]
     scale = tensors[weight.parts["scale"]].dtype.name
     by_scale = [layout for layout in fits if scale in layout.parts["scale"].dtypes]
-    return (by_scale or fits)[0]
+    return next(iter(by_scale or fits), None)
 
 
-def _misfits(weight: Quantised, tensors: Mapping[str, Kind]) -> Iterator[Fault]:
+def _misfits(weight: Quantised, layout: Layout, tensors: Mapping[str, Kind]) -> Iterator[Fault]:
     """What does not fit the layout, whatever a config says."""
-    layout = layout_of(weight, tensors)
     for role, part in layout.parts.items():
         if part.is_needed and role not in weight.parts:
             yield Fault(weight.lead, f"codes without {role}, which {layout.name} has next to them", lacking=True)
@@ -345,6 +355,10 @@ def _unlike(
         columns = columns * weight.bits // wanted.bits
     block = (wanted.block[0] or max(rows, 1), wanted.block[1] or max(columns, 1))
     grid = (-(-rows // block[0]), -(-columns // block[1]))
+    if wanted.divides and columns % block[1]:
+        what = f"groups of {block[1]} by the config, which do not divide rows of {columns}"
+        faults.append(Fault(weight.lead, what, lacking=False))
+
     name = weight.parts["scale"]
     shape = tensors[name].shape
     if shape not in _shapes_of(grid, weight.shape[:-2]):
@@ -354,7 +368,8 @@ def _unlike(
 
 def unlike(weight: Quantised, wanted: Wanted, tensors: Mapping[str, Kind]) -> list[Fault]:
     """How a weight differs from what is said of it alone, [] where it does not."""
-    return _unlike(weight, layout_of(weight, tensors), wanted, tensors)[0]
+    layout = find_layout(weight, tensors)
+    return [] if layout is None else _unlike(weight, layout, wanted, tensors)[0]
 
 
 def _shapes_of(grid: tuple[int, int], lead: Shape) -> set[Shape]:

@@ -424,6 +424,11 @@ def _compressed(stated: Mapping[str, Any]) -> Quantisation:
         why = f"its sparsity_config {sparse.get('format')}"
     if stated.get("transform_config"):
         why = "its transform_config: the weights are rotated, and floats of them alone are another model"
+    lacking = [each for each in weights if each.get("strategy") == "block" and not _block_of_group(each)]
+    if lacking:
+        why = "its strategy of blocks, without a block_structure that says how large they are"
+    elif groups and not weights and any(form in _LAYOUTS for form in formats):
+        why = "its config_groups, of which none says how weights are stored"
     groups = tuple(_of_group(row, str(row.get("format") or stated.get("format") or "")) for row in rows)
     return Quantisation(named, block, bits, why, declared=Declared(groups, is_stated=True))
 
@@ -451,7 +456,9 @@ def _of_group(row: Mapping[str, Any], form: str) -> Wanted:
     named = tuple(map(str, targets)) if isinstance(targets, list) else ()
     bits = weights.get("num_bits")
     stated_bits = bits if is_integer and type(bits) is int and 1 <= bits <= 8 else 0
-    return Wanted(layouts, _block_of_group(weights), needs, named, stated_bits)
+    # compressed-tensors refuses other groups ("tensor column shape must be divisble by the given group_size").
+    divides = weights.get("strategy") in ("group", "tensor_group")
+    return Wanted(layouts, _block_of_group(weights), needs, named, stated_bits, divides)
 
 
 _WITHOUT_GROUPS = {None: "tensor", -1: "channel"}  # group_size -> strategy

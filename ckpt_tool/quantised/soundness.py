@@ -15,10 +15,10 @@ from typing import Any
 
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
-from ckpt_tool.quantised.dequantize import LACKING, MISFIT, misshapen, small_numbers
+from ckpt_tool.quantised.dequantize import LACKING, MISFIT, is_of_bitsandbytes, misshapen, small_numbers, stated_shapes
 from ckpt_tool.quantised.kept_whole import found_in
 from ckpt_tool.quantised.subclasses import header_faults
-from ckpt_tool.quantised.weights import Fault, Found, Kind, has_codes
+from ckpt_tool.quantised.weights import TABLED, Fault, Found, Kind, has_codes
 from ckpt_tool.sources.opening import Opened
 
 
@@ -26,13 +26,17 @@ def faults_of(opened: Opened, config: Mapping[str, Any] | None, *, values: bool 
     """Every fault of the checkpoint's quantised weights, [] where it has none. config: of the model."""
     state = MODEL if any(row.state == MODEL for row in opened.catalog.rows()) else MASTER
     kinds = {row.name: Kind(row.dtype, row.shape) for row in opened.catalog.rows() if row.state == state}
-    if not has_codes(kind.dtype for kind in kinds.values()):
+    if not has_codes(kind.dtype for kind in kinds.values()) and not is_of_bitsandbytes(config):
         return []
     scheme, found = found_in(kinds, config)
     if (scheme is None and not found.weights) or (scheme is not None and not scheme.known):
         return []
 
-    more = (*header_faults(opened.catalog.extras, found, kinds), *misshapen(found, kinds, config))
+    shapes: dict[str, tuple[int, ...]] = {}
+    if any(weight.codes == TABLED for weight in found.weights.values()):
+        tensors = {key.name: tensor for key, tensor in opened.catalog.tensors.items() if key.state == state}
+        shapes = stated_shapes(found, tensors, opened.tree)
+    more = (*header_faults(opened.catalog.extras, found, kinds), *misshapen(found, kinds, config, shapes))
     faults = [_as_error(fault) for fault in (*found.faults, *more)]
     if values and not faults:
         faults += _of_values(opened, found, state)

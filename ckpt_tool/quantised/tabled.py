@@ -145,6 +145,11 @@ def has_negative_zero(shape: Sequence[int], block: int) -> bool:
     return not by_vectors and not by_torch
 
 
+def shape_in_state(name: str, numbers: Sequence[int]) -> tuple[int, ...]:
+    """The shape that a state says, of its bytes. Raises InconsistentCheckpoint E1462 where it says none."""
+    return _sizes(name, _state(name, bytes(numbers)).get("shape"))
+
+
 def _state(name: str, raw: bytes) -> dict[str, Any]:
     try:
         state = parse(raw, path=name)

@@ -104,7 +104,17 @@ def test_which_checkpoints_files_are_of(models: Path, tmp_path: Path, monkeypatc
     assert pre_commit.main(["--values", "app/config.json", "weights.pt"]) == 0
 
 
-PLANTED = ("json.py", "typer.py", "pip.py", "re.py", "numpy.py", "sitecustomize.py", "ckpt_tool/__init__.py")
+PLANTED = (
+    *("json.py", "typer.py", "pip.py", "re.py", "numpy.py", "fsspec.py", "sitecustomize.py", "usercustomize.py"),
+    *("ckpt_tool/__init__.py", "lib/python3/site-packages/sitecustomize.py"),
+)
+# Python and pip read these of a folder that they are told to look into.
+CONFIGS = {
+    "planted.pth": "import sitecustomize\n",
+    "setup.cfg": "[install]\nprefix = planted\n",
+    "pip.conf": "[global]\nindex-url = http://127.0.0.1:9/\n",
+    "pyvenv.cfg": "home = .\n",
+}
 
 
 @pytest.fixture
@@ -112,16 +122,28 @@ def planted(models: Path, tmp_path: Path) -> Path:
     """A repository with a checkpoint, and files with the names of modules that the tool and pip import."""
     repository = tmp_path / "repository"
     shutil.copytree(models / "good", repository / "model")
-    (repository / "ckpt_tool").mkdir()
+    for name, text in CONFIGS.items():
+        (repository / name).write_text(text)
     for name in PLANTED:
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
         (repository / name).write_text(f"open({str(tmp_path / 'canary')!r}, 'a').write({name!r})\n")
     return repository
+
+
+def pointing_at(repository: Path) -> dict[str, str]:
+    """Variables of a job that lead Python into the repository, as `PYTHONPATH: ${{ github.workspace }}` does."""
+    return {
+        "PYTHONPATH": str(repository),
+        "PYTHONUSERBASE": str(repository),
+        "PYTHONSTARTUP": str(repository / "json.py"),
+        "PYTHONWARNINGS": "error::json.Planted",
+    }
 
 
 def test_the_hook_imports_nothing_of_the_repository(planted: Path, tmp_path: Path) -> None:
     (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
     python, *words = hook["entry"].split()
-    environment = {**os.environ, "PYTHONPATH": str(planted)}
+    environment = {**os.environ, **pointing_at(planted)}
     line = [{"python": sys.executable}[python], *words, "model/model.safetensors.index.json"]
     done = subprocess.run(line, cwd=planted, env=environment, capture_output=True, text=True)
     assert not (tmp_path / "canary").exists(), (tmp_path / "canary").read_text()
@@ -132,7 +154,8 @@ def test_the_action_imports_nothing_of_the_repository(
     planted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither while it audits, nor while pip installs the tool; the python of this step does everything but that."""
-    monkeypatch.setenv("PYTHONPATH", str(planted))
+    for name, value in pointing_at(planted).items():
+        monkeypatch.setenv(name, value)
     done, outputs = acted(1, {"paths": "model"}, planted)
     assert outputs["ok"] == "true", done.stdout + done.stderr
 
@@ -140,10 +163,12 @@ def test_the_action_imports_nothing_of_the_repository(
     shims.mkdir()
     python = shims / "python"
     script = 'for word; do [ "$word" = install ] && break; words="$words $word"; done\n'
-    python.write_text(f"#!/bin/sh\n{script}exec {sys.executable} $words --version\n")
+    # pip starts Pythons of its own, without -I: the second command stands for them.
+    started = f"{sys.executable} -c 'import json, re'"
+    python.write_text(f"#!/bin/sh\n{script}{sys.executable} $words --version && exec {started}\n")
     python.chmod(0o755)
     step = STATED["runs"]["steps"][0]
-    environment = {"PATH": f"{shims}:/usr/bin:/bin", "PYTHONPATH": str(planted), "GITHUB_ACTION_PATH": str(ACTION)}
+    environment = {"PATH": f"{shims}:/usr/bin:/bin", "GITHUB_ACTION_PATH": str(ACTION), **pointing_at(planted)}
     line = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
     installed = subprocess.run(line, cwd=planted, env=environment, capture_output=True, text=True)
     assert installed.returncode == 0 and installed.stdout.startswith("pip "), installed.stderr

@@ -19,7 +19,7 @@ import pytest
 from ckpt_tool.cli import run
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.quantised.kept_whole import found_in
-from ckpt_tool.quantised.parts import LAYOUTS, layout_of
+from ckpt_tool.quantised.parts import LAYOUTS, find_layout
 from ckpt_tool.quantised.weights import Kind
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -208,7 +208,7 @@ def parts_of(checkpoint: str, layout: str) -> dict[str, str]:
     tensors = read(folder / "model.safetensors")
     kinds = {name: Kind(DTYPES[each.dtype], tuple(each.shape)) for name, each in tensors.items()}
     _, found = found_in(kinds, json.loads((folder / "config.json").read_text()))
-    weight = next(each for each in found.weights.values() if layout_of(each, kinds).name == layout)
+    weight = next(each for each in found.weights.values() if find_layout(each, kinds).name == layout)
     return {"codes": weight.lead, **weight.parts}
 
 
@@ -272,6 +272,92 @@ def test_a_part_that_is_not_as_the_scheme_says(
     capfd.readouterr()
     assert run(["audit", str(source), "--json"]) == 1
     assert run(["verify", str(source), "--json"]) == 1
+
+
+# -- several parts at once, and the config -----------------------------------------------------------------------------
+
+
+def edited(checkpoint: str, tmp_path: Path, edit: Callable[[Tensors, dict[str, Any]], object]) -> Path:
+    """A copy whose tensors and whose section of the config are changed."""
+    source = tmp_path / "in"
+    shutil.copytree(FIXTURES / checkpoint, source)
+    tensors = read(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    edit(tensors, config["quantization_config"])
+    write(source / "model.safetensors", tensors)
+    (source / "config.json").write_text(json.dumps(config))
+    return source
+
+
+def drop_parts(lead: str) -> Callable[[Tensors, dict[str, Any]], object]:
+    def edit(tensors: Tensors, config: dict[str, Any]) -> None:
+        for name in [name for name in tensors if ".weight." in name and name.startswith(lead)]:
+            del tensors[name]
+
+    return edit
+
+
+def exchange_states(tensors: Tensors, config: dict[str, Any]) -> None:
+    """Of two weights of as many codes, one of which is wide and one high."""
+    for name in list(tensors):
+        if ".down_proj.weight.quant_state" in name:
+            other = name.replace("down_proj", "gate_proj")
+            tensors[name], tensors[other] = tensors[other], tensors[name]
+
+
+def first_group(config: dict[str, Any]) -> dict[str, Any]:
+    return config["config_groups"]["group_0"]["weights"]
+
+
+def change_group(tensors: Tensors, config: dict[str, Any]) -> None:
+    first_group(config)["group_size"] += 1
+
+
+def drop_method(tensors: Tensors, config: dict[str, Any]) -> None:
+    del config["quant_method"]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "edit"),
+    [
+        ("quantized/bnb_nf4_bf16", drop_parts("model.layers.0.mlp.down_proj.")),
+        ("quantized/bnb_nf4_bf16", drop_parts("")),
+        ("quantized/bnb_nf4_bf16", exchange_states),
+        ("quantized/bnb_fp4_double", exchange_states),
+        ("quantized/nvfp4", change_group),
+        ("quantized/mxfp4", change_group),
+        ("quantized/mxfp8", change_group),
+        ("quantized/int4_group", change_group),
+        ("quantized-inputs/gptq_int4", drop_method),
+        ("quantized-inputs/gptq_int8_v2", drop_method),
+        ("quantized-inputs/awq_gemm", drop_method),
+    ],
+)
+def test_parts_and_a_config_that_do_not_belong_together(
+    checkpoint: str, edit: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = edited(checkpoint, tmp_path, edit)
+    line = ["convert", str(source), str(tmp_path / "out"), "--to", "safetensors", "--dequantize"]
+    assert run([*line, "--json"]) == 3
+    error = json.loads(capfd.readouterr().err.splitlines()[-1])["error"]
+    assert error["code"] in ("E1460", "E1461") and not (tmp_path / "out").exists()
+    assert run(["audit", str(source), "--json"]) == 1
+    assert run(["verify", str(source), "--json"]) == 1
+
+
+@pytest.mark.parametrize("key", ["block_structure", "weights"])
+def test_a_config_that_does_not_say_how_large_blocks_are(
+    key: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The shape of the scales allows several: 96 rows in three blocks are blocks of 32 to 47 rows."""
+
+    def edit(tensors: Tensors, config: dict[str, Any]) -> None:
+        places = {"block_structure": first_group(config), "weights": config["config_groups"]["group_0"]}
+        del places.get(key, config)[key]
+
+    source = edited("quantized/fp8_ct_ragged", tmp_path, edit)
+    assert floats_in(source, tmp_path / "out") is None
+    assert "E1464" in capfd.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("case", ["bitnet", "quanto_int8"])

@@ -4,7 +4,7 @@
 set -uo pipefail
 
 # Paths are relative to the checked repository, so this runs in it; but no module is imported from there.
-unset PYTHONPATH PYTHONHOME PYTHONSTARTUP
+unset "${!PYTHON@}"
 export PYTHONSAFEPATH=1
 
 mapfile -t paths < <(printf '%s\n' "$AUDIT_PATHS" | sed 's/^[[:space:]]*//; s/[[:space:]]*$//' | grep -v '^$')
