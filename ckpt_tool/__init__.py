@@ -14,7 +14,7 @@ nothing.
 
 import sys
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # what is exported -> the module that has it
 _FUNCTIONS = frozenset(

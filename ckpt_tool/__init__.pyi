@@ -462,6 +462,7 @@ def inspect(
     placement: bool = False,
     security: bool = False,
     stats: bool = False,
+    anonymous: bool = False,
     from_format: str | None = None,
     follow_symlinks: bool = False,
     lenient: bool = False,
@@ -481,6 +482,8 @@ def inspect(
         placement: Show who holds what: chunks, files, ranks.
         security: List every global that a pickle names.
         stats: Read the values too: min, max, mean, std, zeros, NaN, Inf.
+        anonymous: Hash the words of names that few models have; leave out paths, values, extras and notes: for a bug
+            report.
         from_format: Read SRC as this format instead of detecting it: from_format="dcp".
         follow_symlinks: Follow links that lead out of SRC. Links inside it, and those of a Hugging Face cache, are
             always followed.

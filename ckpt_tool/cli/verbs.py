@@ -170,6 +170,10 @@ def inspect(show: Show, src: str, wanted: Inspection, reading: Reading) -> Job:
     def run(progress: Progress) -> Document:
         from ckpt_tool.commands.inspect import inspect as command
 
+        if wanted.anonymous and show.report is not None:
+            from ckpt_tool.commands.anonymous import refuse_with
+
+            refuse_with("--report", "the command line with its paths")
         return command(src, reading, wanted, columns=True, incomplete=True)
 
     def page(document: Document, uncut: bool) -> Shown:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -48,6 +49,9 @@ def inspect(
         incomplete: where something of the checkpoint is missing, list the rest and say under `missing` what it is;
             else that is an error (Incomplete), but with `reading.lenient`.
     """
+    if wanted.anonymous:
+        return _inspect_anonymously(src, reading, wanted, incomplete=incomplete)
+
     try:
         opened = open_source(src, reading)
     except (InputError, UnsafeInput) as fault:
@@ -59,6 +63,15 @@ def inspect(
             return _of_incomplete(src, reading, wanted, fault)
         raise
     return _of_opened(opened, reading, wanted, columns=columns)
+
+
+def _inspect_anonymously(src: str, reading: Reading, wanted: Inspection, *, incomplete: bool) -> dict[str, Any]:
+    """The document with nothing in it that says whose checkpoint it is. Raises UsageError E3050."""
+    from ckpt_tool.commands.anonymous import anonymize, refuse_with
+
+    if wanted.stats:
+        refuse_with("--stats", "values")
+    return anonymize(inspect(src, reading, replace(wanted, anonymous=False), incomplete=incomplete))
 
 
 def _of_opened(opened: Opened, reading: Reading, wanted: Inspection, *, columns: bool) -> dict[str, Any]:

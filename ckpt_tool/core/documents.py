@@ -133,6 +133,7 @@ class InspectResult(TypedDict):
     quantization: NotRequired[Quantisation]
     security: NotRequired[Security]
     delta: NotRequired[DeltaAbout]
+    anonymous: NotRequired[bool]  # with `anonymous=True`: words of names are hashed, paths and values left out
 
 
 # -- convert, reshard, merge, patch, plan, apply, delta ----------------------------------------------------------------

@@ -69,6 +69,9 @@ class Inspection:
     placement: bool = OPTIONS.flag("Show who holds what: chunks, files, ranks.")
     security: bool = OPTIONS.flag("List every global that a pickle names.")
     stats: bool = OPTIONS.flag("Read the values too: min, max, mean, std, zeros, NaN, Inf.")
+    anonymous: bool = OPTIONS.flag(
+        "Hash the words of names that few models have; leave out paths, values, extras and notes: for a bug report."
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,7 @@ def test_a_key_that_no_type_has_is_found() -> None:
         (LLAMA / "hf", {"stats": True, "placement": True, "match": "*norm*"}),
         (LLAMA / "torch_dist", {"placement": True}),
         (LLAMA / "torch_dist", {"security": True}),
+        (LLAMA / "torch_dist", {"anonymous": True, "placement": True, "security": True}),
     ],
 )
 def test_inspect(source: Path, options: dict[str, Any]) -> None:
