@@ -1,7 +1,7 @@
 """`ckpt inspect --anonymous`: the document without what says whose checkpoint it is, for a public bug report.
 
     model.layers.0.acme_gate.weight        becomes   model.layers.0.x7c1f9e02_gate.weight
-    /home/ann/acme/run7/iter_0000100       becomes   (hidden)
+    /data/acme/run7/iter_0000100           becomes   (hidden)
 
 Only what is listed here stays: the format, the mesh, states, dtypes, shapes, sizes and boxes; of names and files the
 numbers and the words that many models and trainers share. Every other word is a keyed hash, the same one wherever the
