@@ -22,7 +22,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpt_tool.errors import OutputExists, is_failure, wrap_os_error
+from ckpt_tool.errors import OutputExists, wrap_os_error
 from ckpt_tool.storage.descriptors import close_read
 from ckpt_tool.storage.open_below import folder_beneath
 
@@ -188,7 +188,7 @@ def remove_listed(folder: int, files: Mapping[str, Stamp | None]) -> None:
             with folder_beneath(folder, parents) as at:
                 os.rmdir(name, dir_fd=at)
         except OSError as e:
-            if is_failure(e) and e.errno not in NOT_EMPTY:
+            if e.errno not in (*NOT_EMPTY, errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # gone, or no folder
                 raise
 
 

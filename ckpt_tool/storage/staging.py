@@ -724,10 +724,10 @@ def _inode(path: Path) -> tuple[int, int] | None:
     """What the name itself stands for, None where there is no such name. Raises StorageError where nobody can say."""
     try:
         info = os.lstat(path)
-    except OSError as e:
-        if is_failure(e):
-            raise wrap_os_error(e, path, "looking at it") from e
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as e:
+        raise wrap_os_error(e, path, "looking at it") from e
     return info.st_dev, info.st_ino
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from odd_folders import add_files
 
 from ckpt_tool.cli import run
 from ckpt_tool.formats import registry
@@ -21,6 +22,7 @@ from ckpt_tool.formats import registry
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SOURCE = FIXTURES / "safetensors" / "llama_one_file"
 JOB = FIXTURES / "dcp" / "tp2_dp2"
+MODEL = FIXTURES / "convert" / "llama" / "hf"
 
 
 def _write(path: Path, data: bytes = b"mine") -> None:
@@ -82,6 +84,10 @@ def keep_deep(folder: Path) -> None:
     _write(folder.joinpath(*"abcdefghij") / "deep.txt")
 
 
+def keep_odd_folders(folder: Path) -> None:
+    add_files(folder, 7)
+
+
 def keep_an_odd_name(folder: Path) -> None:
     _write(folder / os.fsdecode(b"caf\xe9 \n.txt"))
 
@@ -99,6 +105,7 @@ KEPT: list[Callable[[Path], None]] = [
     keep_hidden,
     keep_names_like_ours,
     keep_deep,
+    keep_odd_folders,
     keep_an_odd_name,
 ]
 
@@ -147,18 +154,23 @@ def surround(place: Path) -> None:
 def verbs(place: Path) -> list[list[str]]:
     """The lines of every writing verb, with `out` as what they write or work in."""
     out, source, job, plan = (str(path) for path in (place / "out", SOURCE, JOB, place.parent / "plan.json"))
-    other = str(FIXTURES / "convert" / "llama" / "hf")
+    delta, archive = str(place.parent / "delta"), str(place.parent / "archive")
+    other = str(MODEL)
     adapter = str(FIXTURES / "peft" / "on_llama")
     lines = [
         ["convert", source, out, "--to", "sharded"],
         ["convert", source, out, "--to", "torch", "--resume"],
         ["convert", source, out, "--to", "dcp", "--no-resume", "--attest", str(place.parent / "attest.json")],
         ["reshard", job, out, "--tp", "1"],
-        ["merge", other, other, out, "--method", "linear"],
+        ["merge", other, str(place.parent / "second"), out, "--method", "linear"],
         ["merge", other, adapter, out, "--method", "lora"],
+        ["merge", other, out, "--remove-keys", "lm_head.weight"],
         ["delta", source, source, out],
         ["delta", source, source, out, "--dedup"],
+        ["patch", source, delta, out],
+        ["patch", source, archive, out],
         ["apply", plan],
+        ["apply", plan, "--part", "1/2"],
     ]
     forced = [[*line, "--force"] for line in lines]
     dry = [[*line, "--force", "--dry-run"] for line in lines]
@@ -182,10 +194,18 @@ def place(tmp_path: Path) -> Path:
     return at
 
 
-def prepare(place: Path, checkpoint: Path, keep: Callable[[Path], None]) -> dict[str, Any]:
-    """The folder and what is around it, and a plan that writes there."""
+def plan_and_deltas(place: Path) -> None:
+    """A plan that writes to the output, deltas that are applied into it, and a second model to merge."""
+    shutil.copytree(MODEL, place.parent / "second", dirs_exist_ok=True)
     plan = str(place.parent / "plan.json")
     assert run(["convert", str(SOURCE), str(place / "out"), "--to", "sharded", "--plan", plan, "-q"]) == 0
+    assert run(["delta", str(SOURCE), str(SOURCE), str(place.parent / "delta"), "-q"]) == 0
+    assert run(["delta", str(SOURCE), str(SOURCE), str(place.parent / "archive"), "--dedup", "-q"]) == 0
+
+
+def prepare(place: Path, checkpoint: Path, keep: Callable[[Path], None]) -> dict[str, Any]:
+    """The folder and what is around it."""
+    plan_and_deltas(place)
     surround(place)
     lay(checkpoint, place / "out")
     keep(place / "out")
@@ -195,6 +215,24 @@ def prepare(place: Path, checkpoint: Path, keep: Callable[[Path], None]) -> dict
 @pytest.mark.parametrize("keep", KEPT, ids=[keep.__name__ for keep in KEPT])
 def test_what_a_person_keeps_in_a_checkpoint_stays(place: Path, capfd: Any, keep: Callable[[Path], None]) -> None:
     run_all(place, prepare(place, SOURCE, keep), capfd)
+
+
+def test_each_line_does_its_work_where_nothing_is_kept(place: Path, capfd: Any) -> None:
+    """Else the others would prove nothing: a line that ends before it writes leaves everything alone."""
+    plan_and_deltas(place)
+    surround(place)
+    around = contents(place)
+    for line in verbs(place):
+        if line[0] in ("clean", "prune"):
+            continue
+        assert run([*line, "-q"]) == 0, line
+        capfd.readouterr()
+        is_part = "--part" in line
+        written = (place / "out").exists()
+        assert written or is_part or "--dry-run" in line, line
+        if "--dry-run" in line:
+            assert contents(place) == around, line
+        shutil.rmtree(place / (".out.ckpt-partial" if is_part else "out"), ignore_errors=True)
 
 
 @pytest.mark.slow
