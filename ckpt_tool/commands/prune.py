@@ -21,6 +21,7 @@ stores, whose folders can't be renamed in one step.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -268,8 +269,10 @@ def _is_being_written(path: Path) -> bool:
     """Does a run of ckpt hold the staging folder of this output? Raises StorageError."""
     staging = staging_path(path)
     try:
-        return staging.is_dir() and is_locked(staging)
+        return is_locked(staging)
     except OSError as e:
+        if e.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # there is none, or what is no folder
+            return False
         raise wrap_os_error(e, staging, "looking whether a run is writing it") from e
 
 

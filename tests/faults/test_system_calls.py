@@ -487,6 +487,14 @@ def test_a_fault_at_some_system_calls(name: str, fault: str, plays: Callable[[st
     strike_all(play, fault, sorted({*places[first::step], *play.places_of("kill")[-2:]} & set(places)))
 
 
+@pytest.mark.parametrize("fault", ["EIO", "EACCES"])
+def test_marks_and_lists_that_can_not_be_read_make_nothing_ours(fault: str, plays: Callable[[str], Play]) -> None:
+    """Without its mark or its list a folder of ours looks like all ours, and a person's like one of ours."""
+    play = plays("clean")
+    asked = [at for at, line in enumerate(play.calls, 1) if line.startswith("lgetxattr") or "-files" in line]
+    strike_all(play, fault, set(asked) & set(play.places_of(fault)))
+
+
 def test_a_call_that_fails_is_refused_by_the_kernel(plays: Callable[[str], Play]) -> None:
     """The injection itself: the call is not carried out, whatever code asks, and only the one is struck."""
     play = plays("clean")
