@@ -123,6 +123,5 @@ def _may_be_quick(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """Fifteen thousand tests and torch are millions of objects that stay: no collection need look at them again."""
-    gc.collect()
+    """Tens of thousands of tests and torch are millions of objects that stay: no search for garbage looks at them."""
     gc.freeze()

@@ -30,7 +30,7 @@ from ckpt_tool.storage.source import Tree
 
 fsspec = pytest.importorskip("fsspec")
 
-BIG = bytes(i * 7 % 251 for i in range(3 << 20))
+BIG = (bytes(i * 7 % 251 for i in range(251)) * (1 + (3 << 20) // 251))[: 3 << 20]
 
 
 def far(url: str) -> RemoteTree:
