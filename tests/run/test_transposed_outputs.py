@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -40,6 +41,10 @@ class Folder:
 
     def changed(self, number):
         return StorageError("shorter than planned", code="E0708", path=self.path(number))
+
+    def staged(self):
+        """The folder as a writer has it, with a path of its own."""
+        return SimpleNamespace(open=self.open, path=self.folder)
 
     def remote(self, number):
         return None
@@ -112,7 +117,7 @@ def job_of(tmp_path, source, out, line, panel):
         (here.folder / f"{i}.bin").write_bytes(data)
     for i, where in enumerate(out.where):
         (there.folder / f"{i}.bin").write_bytes(bytes([FILL]) * where.size)
-    writer = Writer(there, [there.path(i) for i in range(len(out.where))], 2, {})
+    writer = Writer(there.staged(), [there.path(i) for i in range(len(out.where))], 2, {})
     reader = Reader(here, 2, {}, panel=panel)
     block, scratch = memoryview(bytearray(ROOM)), memoryview(bytearray(STRIDED_BLOCK))
     return Job(reader, writer, block, scratch, True, lambda: False, lambda n: None), there
@@ -242,7 +247,7 @@ def test_a_panel_that_another_move_has_overwritten_is_made_again(tmp_path):
     key = TensorKey("w")
     one = Move(key, (40, 60), dtype, dtype, 2400, 2, 2, (across,), (along,))
     other = Move(key, (40, 60), dtype, dtype, 2400, 2, 2, (along,), (across,))
-    writer = Writer(there, [there.path(0), there.path(1)], 2, {})
+    writer = Writer(there.staged(), [there.path(0), there.path(1)], 2, {})
     block, scratch = memoryview(bytearray(ROOM)), memoryview(bytearray(STRIDED_BLOCK))
     job = Job(Reader(here, 2, {}), writer, block, scratch, False, lambda: False, lambda n: None)
     for move, start, stop in ((one, 0, 1230), (other, 0, 2400), (one, 1230, 2400)):
