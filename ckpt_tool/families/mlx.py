@@ -52,3 +52,15 @@ NEMOTRON_EXPERTS = """
     backbone.layers.{i}.mixer.conv1d.<weight|bias> : (n p + t y + t y) k 1, (n p + t y + t y)
         = backbone.layers.{i}.mixer.conv1d.<weight|bias> : (n p + t y + t y) 1 k, (n p + t y + t y)
 """
+# Norms that the hub centres at zero are centred at one, but for the delta net's own; kernels of convolutions turned
+QWEN3_NEXT = (
+    EXPERTS
+    + """
+    model.norm.weight : h = model.norm.weight : h * add(1)
+    model.layers.{i}.<input|post_attention>_layernorm.weight : h
+        = model.layers.{i}.<input|post_attention>_layernorm.weight : h * add(1)
+    model.layers.{i}.self_attn.<q|k>_norm.weight : d = model.layers.{i}.self_attn.<q|k>_norm.weight : d * add(1)
+    model.layers.{i}.linear_attn.conv1d.weight : (n k + n k + n p u) c 1
+        = model.layers.{i}.linear_attn.conv1d.weight : (n k + n k + n p u) 1 c
+"""
+)

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from ckpt_tool.algebra.expression import expression
 from ckpt_tool.errors import InputError, UsageError, near_misses
-from ckpt_tool.families.base import Config, Family, Shape, Variant
+from ckpt_tool.families import mlx
+from ckpt_tool.families.base import HUB, Config, Family, Shape, Variant
 from ckpt_tool.families.models import FAMILIES, NAMES, family_of_class, known_family, load
 from ckpt_tool.families.rewrite import misfits
 from ckpt_tool.families.table import form_of, instances
@@ -210,6 +211,8 @@ def _dialect(
             fitting = fitting[:1]
     if stated in fitting:
         return stated
+    if HUB in fitting and mlx.NAME in fitting:  # what MLX saved states that itself: metadata, config or names
+        fitting.remove(mlx.NAME)
     if len(fitting) > 1 and config:
         fitting = [dialect for dialect in fitting if _meant(family, dialect, config)] or fitting
     if len({_wording(family, dialect, names) for dialect in fitting}) > 1:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import ckpt_tool as ckpt
 from ckpt_tool.errors import CkptError, InputError
 from ckpt_tool.families import mlx
 from ckpt_tool.families.models import FAMILIES
-from ckpt_tool.families.registry import by_name
+from ckpt_tool.families.registry import by_name, find
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "families"))
+
+from family_models import config_of, counted, hub_shapes
 
 NAMES = [family.name for family in FAMILIES]
 TYPES = [kind for family in FAMILIES for kind in family.model_types]
@@ -82,3 +87,47 @@ def test_a_model_of_nobody_is_refused_too(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="phixtral") as caught:
         ckpt.convert(str(tmp_path / "in"), str(tmp_path / "out"), to="safetensors")
     assert caught.value.code == "E2911"
+
+
+def sanitized(hub: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """What mlx-lm 0.32.2 makes of Qwen3-Next's files when it loads them, and saves (`qwen3_next.py`, `sanitize`)."""
+    weights = {name: value for name, value in hub.items() if "mtp." not in name}
+    for layer in range(config["num_hidden_layers"]):
+        front = f"model.layers.{layer}.mlp"
+        for part in ("up_proj", "down_proj", "gate_proj"):
+            names = [f"{front}.experts.{expert}.{part}.weight" for expert in range(config["num_experts"])]
+            if names[0] in weights:
+                weights[f"{front}.switch_mlp.{part}.weight"] = np.stack([weights.pop(name) for name in names])
+    ends = (".input_layernorm.weight", ".post_attention_layernorm.weight", ".q_norm.weight", ".k_norm.weight")
+    for name, value in weights.items():
+        if "conv1d.weight" in name and value.shape[-1] != 1:
+            weights[name] = np.moveaxis(value, 2, 1)
+        if name.endswith((*ends, "model.norm.weight")):
+            weights[name] = value + 1
+    return {name: np.ascontiguousarray(value) for name, value in weights.items()}
+
+
+def test_a_part_of_the_hub_s_files_is_not_taken_for_mlx_s() -> None:
+    """Norms alone have the same names and shapes in both, and other values."""
+    part = {"model.norm.weight": (8,), "lm_head.weight": (96, 8)}
+    assert find(None, part, family="qwen3_next").dialect == "hf"
+    assert find(None, part, family="qwen3_next", stated="mlx").dialect == "mlx"
+
+
+def test_qwen3_next_comes_back_as_the_hub_has_it(tmp_path: Path) -> None:
+    config = {**config_of("qwen3_next"), "mlp_only_layers": []}
+    shapes = hub_shapes("qwen3_next", config)
+    hub = {name: array.astype(np.float32) % 64 for name, array in counted(shapes).items()}
+    saved = sanitized(hub, config)
+    assert any(".switch_mlp." in name for name in saved) and any("conv1d" in name for name in saved)
+    (tmp_path / "in").mkdir()
+    save_file(saved, tmp_path / "in" / "model.safetensors", {"format": "mlx"})
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+
+    ckpt.convert(str(tmp_path / "in"), str(tmp_path / "out"), to="safetensors")
+
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    wanted = {name: value for name, value in hub.items() if not name.startswith("mtp.")}
+    assert written.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(written[name], value, err_msg=name)

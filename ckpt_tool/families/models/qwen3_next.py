@@ -4,7 +4,7 @@ transformers 5.23, models/qwen3_next (which leaves MTP's layer unread); Megatron
 models/qwen/qwen3_next_bridge.py; mcore-bridge 1.6.5, model/gpts/qwen3_next_gdn.py: `megatron-swift`.
 """
 
-from ckpt_tool.families import hub, maxtext, megatron
+from ckpt_tool.families import hub, maxtext, megatron, mlx
 from ckpt_tool.families.base import DECODER, DELTA_NET, FUSED_EXPERTS, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, EXPERT_DEFAULTS, QWEN_DELTA, QWEN_DELTA_DEFAULTS, ModelClass
 
@@ -41,6 +41,7 @@ FAMILY = Family(
                 = model.layers.{i}.linear_attn.in_proj_<qkvz|ba>.weight : (n (k + k + p u + p u)) h, (n (p + p)) h
         """),
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
+        "mlx": Variant("hf", over=mlx.QWEN3_NEXT),
         **maxtext.qwen3_next(),
     },
     tiny={"full_attention_interval": 2, "linear_conv_kernel_dim": 3, "linear_key_head_dim": 5, "linear_value_head_dim": 7,
