@@ -1,4 +1,4 @@
-"""Tables A, B, C and D of the threat list, row by row, through every verb that reads: exit code, message, nothing left.
+"""Tables A to F of the threat list, row by row, through every verb that reads: exit code, message, nothing left.
 
 The generators in `tests/hostile/` make the files; each row says which exit code the readers owe and words the message
 must hold. `inspect` may show what the others refuse (a pickle that asks for code is shown, never run).

@@ -160,15 +160,16 @@ def test_they_are_not_left_behind_where_the_adapter_is_written(file, to, llama, 
 
 
 @pytest.mark.parametrize(
-    "file", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "model.safetensors"]
+    "file", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "the base's own"]
 )
 def test_files_of_the_trainer_and_of_the_base_are_no_hindrance_to_writing(file, llama, tmp_path):
     base, plain = llama
     shutil.copytree(plain, tmp_path / "adapter")
-    torch.save({"state": {}}, tmp_path / "adapter" / file)
-    if file == "model.safetensors":
-        shutil.copy(base / file, tmp_path / "adapter")
-        shutil.copy(base / "config.json", tmp_path / "adapter")
+    if file == "the base's own":
+        for name in (*base.glob("*.safetensors"), base / "config.json"):
+            shutil.copy(name, tmp_path / "adapter")
+    else:
+        torch.save({"state": {}}, tmp_path / "adapter" / file)
     reading = Reading(from_format="peft")
     convert(str(tmp_path / "adapter"), str(tmp_path / "out"), reading, Writing(to="peft"), Silent())
     written = load_file(tmp_path / "out/adapter_model.safetensors")
