@@ -10,7 +10,6 @@ is py3-none-any, and says inside why (`ckpt doctor` shows it). An editable insta
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shutil
@@ -37,7 +36,7 @@ class CompiledLoops(BuildHookInterface[Any]):
         if setting not in SETTINGS:
             raise SystemExit(f"{VARIABLE}={setting} is unknown: want required, off, or leave it unset")
 
-        builder = _load_builder(Path(self.root))
+        builder = _import_builder(Path(self.root))
         host = _host_platform()
         self._scratch = tempfile.mkdtemp(prefix="ckpt-wheel-")
         is_editable = version == "editable"
@@ -69,15 +68,14 @@ class CompiledLoops(BuildHookInterface[Any]):
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-def _load_builder(root: Path) -> ModuleType:
-    """`ckpt_tool/compiled/build.py` by itself: nothing that the package needs is installed here."""
-    spec = importlib.util.spec_from_file_location("ckpt_build", root / FOLDER / "build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def _import_builder(root: Path) -> ModuleType:
+    """`ckpt_tool/compiled/build.py` of this tree. It imports nothing that is not there in an isolated build."""
+    sys.path.insert(0, os.fspath(root))
+    try:
+        from ckpt_tool.compiled import build
+    finally:
+        sys.path.remove(os.fspath(root))
+    return build
 
 
 def _host_platform() -> str:

@@ -15,13 +15,13 @@ def opened_loops() -> loading.Opened:
     """The library, built where it is missing or older than its sources; one of several processes builds it. Skips where
     it can't be had."""
     if (loading.FOLDER / "build.py").exists():
-        from ckpt_tool.compiled import build
+        from ckpt_tool.compiled import build, sources
 
-        target = loading.FOLDER / build.LIBRARY
-        lock = Path(tempfile.gettempdir(), f"ckpt-loops-{build.source_digest()[:16]}.lock")
+        target = sources.FOLDER / sources.LIBRARY
+        lock = Path(tempfile.gettempdir(), f"ckpt-loops-{sources.source_digest()[:16]}.lock")
         with open(lock, "w") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
-            if not build.is_current(target):
+            if not sources.is_current(target):
                 try:
                     build.build(target)
                 except build.NotBuilt as e:

@@ -11,13 +11,12 @@ change bits.
 
 $CC names the compiler, $CFLAGS and $LDFLAGS are passed on in front of the flags here, so that these decide.
 
-Needs only Python and a C compiler, and imports nothing of the package: the hook loads this file by itself, and a wheel
+Needs only Python and a C compiler: the hook imports this file where nothing that the package needs is installed. A wheel
 goes without it. Cost: 13 s of CPU, on all cores at once.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import shlex
@@ -30,10 +29,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-FOLDER = Path(__file__).resolve().parent
-LIBRARY = "libckpt_loops.so"
-SOURCES = ("blocks.c", "floats.c", "rows.c", "twins.c", "paths.c")
-HEADERS = ("arrays.h",)
+from ckpt_tool.compiled.sources import FOLDER, LIBRARY, SOURCES, is_current, source_digest
+
 OF_EACH_PATH = ("blocks.c", "floats.c")  # the others have no loops over numbers: they are compiled once
 REQUIRED = ("baseline",)  # a library without the other paths is slower, one without this is none
 
@@ -66,23 +63,6 @@ class Built(NamedTuple):
     compiler: str
     paths: tuple[str, ...]
     failures: tuple[str, ...]  # paths that this compiler can't make, with its words
-
-
-def source_digest(folder: Path = FOLDER) -> str:
-    """SHA-256 of the sources and of this file, whose flags decide the result as well."""
-    digest = hashlib.sha256()
-    for name in (*SOURCES, *HEADERS, "build.py"):
-        text = (folder / name).read_bytes()
-        digest.update(f"{name} {len(text)}\n".encode() + text)
-    return digest.hexdigest()
-
-
-def is_current(library: Path, folder: Path = FOLDER) -> bool:
-    """Was this library built from the sources as they are?"""
-    try:
-        return source_digest(folder).encode() in library.read_bytes()
-    except OSError:
-        return False
 
 
 def find_compiler() -> list[str]:

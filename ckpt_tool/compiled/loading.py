@@ -118,8 +118,8 @@ def _refusal_of(path: Path) -> str:
             reason = "no library is installed"
         return f"this copy was built without compiled loops: {reason}"
     if is_clone:
-        from ckpt_tool.compiled import build
+        from ckpt_tool.compiled.sources import is_current
 
-        if not build.is_current(path):
+        if not is_current(path):
             return f"the library is older than its sources: {BUILD_COMMAND} builds it again"
     return ""

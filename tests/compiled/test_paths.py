@@ -32,7 +32,7 @@ FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 IS_CLONE = (loading.FOLDER / "build.py").exists()
 is_clone = pytest.mark.skipif(not IS_CLONE, reason="an installed copy has no sources")
 if IS_CLONE:
-    from ckpt_tool.compiled import build
+    from ckpt_tool.compiled import build, sources
 
 
 @pytest.fixture(autouse=True)
@@ -100,18 +100,18 @@ def test_a_clone_says_what_builds_the_library(tmp_path: Path) -> None:
 
 @is_clone
 def test_a_library_of_older_sources_is_not_used(loops: Opened, tmp_path: Path) -> None:
-    for name in (*build.SOURCES, *build.HEADERS, "build.py", build.LIBRARY):
+    for name in (*sources.SOURCES, *sources.HEADERS, "build.py", sources.LIBRARY):
         shutil.copy(loading.FOLDER / name, tmp_path)
-    assert build.is_current(tmp_path / build.LIBRARY, tmp_path)
+    assert sources.is_current(tmp_path / sources.LIBRARY, tmp_path)
     with open(tmp_path / "twins.c", "a") as file:
         file.write("\n")
-    assert not build.is_current(tmp_path / build.LIBRARY, tmp_path)
+    assert not sources.is_current(tmp_path / sources.LIBRARY, tmp_path)
 
 
 @is_clone
 def test_a_clone_whose_sources_have_changed_says_so(tmp_path: Path) -> None:
     (tmp_path / "build.py").write_text("")
-    (tmp_path / build.LIBRARY).write_bytes(b"\x7fELF of other sources")
+    (tmp_path / sources.LIBRARY).write_bytes(b"\x7fELF of other sources")
     assert "older than its sources" in loading.opened_library(tmp_path).refusal
 
 
@@ -341,7 +341,7 @@ def test_fused_multiply_adds_are_only_those_that_are_written(source: str, plante
     flags = [*build.FLAGS, *build._X86_64["avx512"], *build._MORE_FLAGS.get((source, "avx512"), ())]
     flags += ["-ffp-contract=fast"] if planted else []
     target = tmp_path / "out.s"
-    subprocess.run(["gcc", *flags, "-S", build.FOLDER / source, "-o", target], check=True)
+    subprocess.run(["gcc", *flags, "-S", sources.FOLDER / source, "-o", target], check=True)
     without_written = re.sub(r"^#APP$.*?^#NO_APP$", "", target.read_text(), flags=re.M | re.S)
     fused = re.findall(r"^\tvfn?m(?:add|sub)\w+", without_written, re.M)
     assert bool(fused) == planted

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 build = pytest.importorskip("ckpt_tool.compiled.build", reason="an installed copy has no sources")
+sources = pytest.importorskip("ckpt_tool.compiled.sources")
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = 66  # the exit code of a sanitizer that found something
@@ -100,16 +101,16 @@ def under_sanitizers(folder: Path, name: str, old: str = "", new: str = "") -> s
     """The cases over a library of the sources; in the first of them `old` is `new`."""
     if shutil.which("gcc") is None:
         pytest.skip("no gcc: no sanitizers")
-    sources, cases = CASES[name]
-    for source in (*sources, *build.HEADERS):
-        shutil.copy(build.FOLDER / source, folder)
-    text = (folder / sources[0]).read_text()
+    files, cases = CASES[name]
+    for file in (*files, *sources.HEADERS):
+        shutil.copy(sources.FOLDER / file, folder)
+    text = (folder / files[0]).read_text()
     assert old in text, "plant the fault elsewhere"
-    (folder / sources[0]).write_text(text.replace(old, new, 1))
+    (folder / files[0]).write_text(text.replace(old, new, 1))
 
     # With fused multiply-adds where the machine has them: the products are among the cases.
     plain = [flag for flag in build.FLAGS if flag != "-O3"]
-    command = ["gcc", *plain, *FLAGS, "-march=native", "-shared", *sources, "-o", "lib.so"]
+    command = ["gcc", *plain, *FLAGS, "-march=native", "-shared", *files, "-o", "lib.so"]
     subprocess.run(command, check=True, timeout=120, cwd=folder)
     found = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     environment = os.environ | {
