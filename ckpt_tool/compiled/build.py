@@ -11,8 +11,8 @@ change bits.
 
 $CC names the compiler, $CFLAGS and $LDFLAGS are passed on in front of the flags here, so that these decide.
 
-Needs only Python and a C compiler: the hook imports this file where nothing that the package needs is installed. A wheel
-goes without it. Cost: 13 s of CPU, on all cores at once.
+Needs only Python and a C compiler: the hook imports this file where nothing that the package needs is installed. A
+wheel goes without it. Cost: 13 s of CPU, on all cores at once.
 """
 
 from __future__ import annotations
