@@ -189,6 +189,11 @@ def is_failure(error: OSError) -> bool:
     return error.errno not in answers
 
 
+def is_absence(error: OSError) -> bool:
+    """Did the system say that nothing is there? That nobody may look at it is another answer."""
+    return not is_failure(error) and not isinstance(error, PermissionError)
+
+
 class InternalError(CkptError):
     """A bug of ours (exit 70)."""
 

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from ckpt_tool.core.inner_path import STAGED, STORES
 from ckpt_tool.core.urls import has_hidden_secrets
-from ckpt_tool.errors import OutputExists, StorageError, UsageError, is_failure, wrap_os_error
+from ckpt_tool.errors import OutputExists, StorageError, UsageError, is_absence, wrap_os_error
 from ckpt_tool.storage.opening import scheme_of, short_url
 
 
@@ -106,6 +106,8 @@ def check_destination(destination: Path, sources: Iterable[Path], *, force: bool
     try:
         parent_info = parent.stat()
     except OSError as e:
+        if not is_absence(e):
+            raise wrap_os_error(e, parent, "looking at the output's folder") from e
         raise StorageError(
             f"the folder {parent} does not exist",
             code="E0704",
@@ -182,18 +184,18 @@ def refuse_link(destination: Path) -> None:
 
 def _identity(path: Path) -> tuple[int, int] | None:
     """Device and inode of what a path leads to, None where nothing is there. Raises StorageError where the system does
-    not answer: two places that could not be looked at are not one and the same."""
+    not say: two places that could not be looked at are not one and the same."""
     try:
         info = path.lstat()
         if stat.S_ISLNK(info.st_mode):
             try:
                 info = path.stat()
             except OSError as e:
-                if is_failure(e):
+                if not is_absence(e):
                     raise
                 return (-1, -1)  # a dangling link exists
     except OSError as e:
-        if is_failure(e):
+        if not is_absence(e):
             raise wrap_os_error(e, path, "looking at it") from e
         return None
     return info.st_dev, info.st_ino
