@@ -265,6 +265,24 @@ def test_no_error_shows_a_secret(line: list[str], json_too: bool, tmp_path: Path
     assert not [word for word in SECRETS if word in streams.out + streams.err], streams.err
 
 
+@pytest.mark.parametrize(
+    "endpoint",
+    ["http://annabel:s3cr3t@127.0.0.1:9", ":://s3cr3t", "s3cr3t-9f31abc", "http://[s3cr3t", "http:// s3cr3t"],
+)
+def test_an_endpoint_that_is_wrong_is_an_error_without_its_secrets(
+    endpoint: str, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rust's client panics for some of them, which is no Exception in Python."""
+    pytest.importorskip("obstore")
+    for name, value in {"AWS_ACCESS_KEY_ID": "A", "AWS_SECRET_ACCESS_KEY": "s3cr3t", "AWS_REGION": "r"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setattr("ckpt_tool.storage.store.UNANSWERED", 0.1)
+    assert run(["inspect", "s3://bucket/x.pt", "-vv"]) in (2, 7)
+    said = capfd.readouterr().err
+    assert "E250" in said and "annabel" not in said and "s3cr3t@" not in said
+
+
 def test_a_plan_goes_on_with_the_urls_of_the_environment(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
