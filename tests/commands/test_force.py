@@ -118,6 +118,43 @@ def test_a_checkpoint_of_any_format_is_replaced(tmp_path: Path, capfd: Any, name
         shutil.rmtree(out) if out.is_dir() else out.unlink()
 
 
+# Names that only resemble those of side files, so that they are a person's.
+PERSONS = (
+    *("tokenizer_notes.txt", "vocab.old", "my.model", "chat_template_mine.jinja", "LICENSE-notes", "README.md.bak"),
+    *("my_preprocessor_config.json", "config.json.orig", "modeling_mine.py", "lora_config.json.txt", "params.json~"),
+)
+
+
+@pytest.mark.share(3)
+@pytest.mark.parametrize("name", registry.NAMES)
+def test_files_that_are_called_nearly_like_side_files_stay(tmp_path: Path, capfd: Any, name: str) -> None:
+    folders = [path for path in sorted((FIXTURES / name).iterdir()) if path.is_dir() and path.name not in MORE]
+    if not folders:
+        pytest.skip("its fixtures are single files")
+    out = tmp_path / "out"
+    shutil.copytree(folders[0], out)
+    for person in PERSONS:
+        (out / person).write_text("mine")
+        before = everything(tmp_path)
+        status, error = convert(out, capfd)
+        assert (status, error["code"]) == (5, "E1604") and person in error["message"], (person, error)
+        assert everything(tmp_path) == before
+        (out / person).unlink()
+
+
+def test_notes_in_the_folder_of_a_module_stay(tmp_path: Path, capfd: Any) -> None:
+    """sentence-transformers' modules are carried along with whatever text is in their folders."""
+    out = tmp_path / "out"
+    shutil.copytree(SOURCE, out)
+    (out / "1_Pooling").mkdir()
+    (out / "modules.json").write_text('[{"idx": 0, "path": ""}, {"idx": 1, "path": "1_Pooling"}]')
+    (out / "1_Pooling/config.json").write_text("{}")
+    assert convert(out, capfd, "--dry-run")[0] == 0
+    (out / "1_Pooling/notes.txt").write_text("mine")
+    status, error = convert(out, capfd)
+    assert (status, error["code"]) == (5, "E1604") and "1_Pooling/notes.txt" in error["message"]
+
+
 SOURCES = ("dcp/tp2_dp2", "convert/llama/hf", "paddle-unified/llama_tied_hf", "orbax/manager", "peft/on_llama")
 
 
