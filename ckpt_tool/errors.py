@@ -112,7 +112,7 @@ class CorruptFile(InputError):
 
 
 class Incomplete(InputError):
-    """A part of the checkpoint is missing: a shard, a rank, a box of a tensor."""
+    """A part of the checkpoint is missing: a shard, a rank, a box, or the file that says how the others fit."""
 
 
 class UnknownFormat(InputError):

@@ -7,27 +7,30 @@
 
 First the format's reader is asked to go on without what is missing (`core.missing`). Where it can't, since the rest
 has no meaning without it, every file is read alone: names and shapes are then those of the files, and each tensor says
-which file it is in. Commands that write never come here. Cost: the headers twice.
+which file it is in. A format whose files no other reader takes apart does that itself (`formats.base.ReadsAlone`):
+items of a DCP without `.metadata`, parts of a flex checkpoint without its metadata, arrays of Orbax without
+`_METADATA`.
+Commands that write never come here. Cost: the headers twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.catalog import Catalog, Row
 from ckpt_tool.core.missing import MissingParts, collected_missing
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InputError, UnknownFormat
 from ckpt_tool.formats import registry
-from ckpt_tool.formats.base import WEIGHT_SUFFIXES, Format, ReadOptions, ranks_of
+from ckpt_tool.formats.base import WEIGHT_SUFFIXES, FileContent, Format, ReadOptions, ReadsAlone, ranks_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.source import Tree
 
-# A reader that goes on without a part may find a later step impossible: then the files are read alone.
-UNFORESEEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+UNRECOGNISED = "E0390"  # no format claims the folder
 FILES_READ = 10_000  # of a folder, each alone
 
 
@@ -38,12 +41,17 @@ class LookedInto(NamedTuple):
     parts: MissingParts
 
 
+def is_broken(fault: CkptError) -> bool:
+    """May the rest be looked into? Where something is missing, or so much that no format is recognised."""
+    return isinstance(fault, Incomplete) or (isinstance(fault, UnknownFormat) and fault.code == UNRECOGNISED)
+
+
 def open_incomplete(src: str, reading: Reading) -> tuple[LookedInto | None, MissingParts]:
     """The checkpoint without what is missing, None where its reader can't go on; and what is known to be missing."""
     with collected_missing() as parts:
         try:
             opened = open_source(src, reading)
-        except (CkptError, *UNFORESEEN):
+        except CkptError:  # a later step is impossible without the part: then the files are read alone
             return None, parts
     return LookedInto(opened, parts), parts
 
@@ -71,13 +79,14 @@ def describe_missing(
     }
 
 
-def fault_of(document: Mapping[str, Any]) -> Incomplete | None:
+def fault_of(document: Mapping[str, Any]) -> InputError | None:
     """The error that a document's `missing` stands for, None where nothing is missing or it was asked for."""
     missing = document.get("missing")
     if not missing or missing["lenient"]:
         return None
     error = missing["error"]
-    return Incomplete(
+    kind = UnknownFormat if error["code"] == UNRECOGNISED else Incomplete
+    return kind(
         error["message"],
         code=error["code"],
         path=error["path"],
@@ -98,47 +107,73 @@ def _sum_known(rows: Sequence[Mapping[str, Any]]) -> int | None:
 # -- each file alone ---------------------------------------------------------------------------------------------------
 
 
-class FilesAlone(NamedTuple):
-    """What every file holds by itself. unread: the files that no reader takes alone."""
+@dataclass(slots=True)
+class FilesAlone:
+    """What every file holds by itself."""
 
     format: str
-    rows: list[dict[str, Any]]
-    unsafe: list[str]
-    unread: list[str]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    unsafe: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)  # the files that no reader takes alone
+
+    def add(self, path: str, rows: Iterable[Row], unsafe: Iterable[str], notes: Iterable[str] = ()) -> None:
+        """Add what a file says."""
+        self.unsafe.extend(line for line in unsafe if line not in self.unsafe)
+        self.notes.extend(notes)
+        for name, state, dtype, shape, nbytes in rows:
+            row = {"name": name, "state": state, "dtype": dtype.name, "shape": list(dtype.elements(shape))}
+            self.rows.append({**row, "bytes": nbytes, "file": path})
 
 
 def read_files_alone(src: str, reading: Reading) -> FilesAlone:
     """The tensors of every file of weights, under the names that the file gives them."""
     tree = open_tree(src, follow_symlinks=reading.follow_symlinks)
-    found = FilesAlone(_format_name(tree, reading), [], [], [])
+    alone = FilesAlone(_format_name(tree, reading))
     if tree.single is not None:
-        return found
+        return alone
 
-    options = ReadOptions(lenient=True, forced=True)
-    paths = [path for path in sorted(tree.listing()) if path.endswith((*WEIGHT_SUFFIXES, ".distcp"))]
-    for path in paths[:FILES_READ]:
+    # Files that only their own format takes apart, such as those of a save without its metadata.
+    formats = [registry.by_name(name) for name in registry.NAMES]
+    readers = {path: read for fmt in formats if isinstance(fmt, ReadsAlone) for path, read in _lone_files(fmt, tree)}
+    for path, read in list(readers.items())[:FILES_READ]:
         try:
-            _add_file(found, open_tree(tree.display(path)), path, options)
+            content = read()
         except CkptError:
-            found.unread.append(path)
-    return found
+            alone.unread.append(path)
+        else:
+            alone.add(content.path, content.rows, content.unsafe, content.notes)
+
+    # All others as if each were a checkpoint.
+    options = ReadOptions(lenient=True, forced=True)
+    weights = [path for path in sorted(tree.listing()) if path.endswith((*WEIGHT_SUFFIXES, ".distcp"))]
+    for path in [path for path in weights if path not in readers][:FILES_READ]:
+        try:
+            catalog = _read_file(open_tree(tree.display(path)), path, options)
+        except CkptError:
+            alone.unread.append(path)
+        else:
+            alone.add(path, catalog.rows(), catalog.unsafe)
+    return alone
 
 
-def _add_file(found: FilesAlone, tree: Tree, path: str, options: ReadOptions) -> None:
-    """Add what one file holds. Raises what its readers raise, InputError where none takes it."""
+def _lone_files(fmt: ReadsAlone, tree: Tree) -> Iterable[tuple[str, Callable[[], FileContent]]]:
+    """(path, what reads it) of the format's files, none where their names or heads can't be read."""
+    try:
+        return fmt.find_lone_files(tree).items()
+    except CkptError:
+        return ()
+
+
+def _read_file(tree: Tree, path: str, options: ReadOptions) -> Catalog:
+    """What one file holds. Raises what its readers raise, InputError where none takes it."""
     fault: InputError | None = None
     for claim in registry.claims(tree):
         try:
-            catalog = registry.by_name(claim.name).read(tree, options)
+            return registry.by_name(claim.name).read(tree, options)
         except InputError as error:
             fault = error
-            continue
-        found.unsafe.extend(line for line in catalog.unsafe if line not in found.unsafe)
-        for name, state, dtype, shape, nbytes in catalog.rows():
-            row = {"name": name, "state": state, "dtype": dtype.name, "shape": list(dtype.elements(shape))}
-            found.rows.append({**row, "bytes": nbytes, "file": path})
-        return
-    raise fault or UnknownFormat("no format reads this file alone", code="E0390", path=tree.display())
+    raise fault or UnknownFormat("no format reads this file alone", code=UNRECOGNISED, path=tree.display())
 
 
 def _format_name(tree: Tree, reading: Reading) -> str:

@@ -13,14 +13,20 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ckpt_tool.commands.incomplete import describe_missing, open_incomplete, read_files_alone, without_missing
+from ckpt_tool.commands.incomplete import (
+    describe_missing,
+    is_broken,
+    open_incomplete,
+    read_files_alone,
+    without_missing,
+)
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.extras import display
 from ckpt_tool.core.hints import Globals, Stated
 from ckpt_tool.core.listing import Listing
 from ckpt_tool.core.patterns import Names
-from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
-from ckpt_tool.errors import CkptError, Incomplete, InputError, UnsafeInput
+from ckpt_tool.core.tensor import MASTER, MODEL, UNKNOWN, TensorKey
+from ckpt_tool.errors import CkptError, InputError, UnsafeInput
 from ckpt_tool.formats.base import ranks_of
 from ckpt_tool.options.reading import Inspection, Reading
 from ckpt_tool.quantised.weights import DTYPES as CODED
@@ -59,7 +65,7 @@ def inspect(
             return _unread(src, reading, fault)
         if (document := _of_delta(src, reading)) is not None:
             return document
-        if isinstance(fault, Incomplete) and (incomplete or reading.lenient):
+        if is_broken(fault) and (incomplete or reading.lenient):
             return _of_incomplete(src, reading, wanted, fault)
         raise
     return _of_opened(opened, reading, wanted, columns=columns)
@@ -179,7 +185,7 @@ def _unread(src: str, reading: Reading, fault: CkptError) -> dict[str, Any]:
     }
 
 
-def _of_incomplete(src: str, reading: Reading, wanted: Inspection, fault: Incomplete) -> dict[str, Any]:
+def _of_incomplete(src: str, reading: Reading, wanted: Inspection, fault: CkptError) -> dict[str, Any]:
     """The document of a checkpoint of which something is missing. Raises `fault` where nothing of it can be read."""
     looked, parts = open_incomplete(src, reading)
     if looked is not None and parts.faults:
@@ -188,8 +194,10 @@ def _of_incomplete(src: str, reading: Reading, wanted: Inspection, fault: Incomp
         missing = describe_missing(fault, parts, opened.format, opened.catalog.mesh.to_json())
     else:
         document = _of_files_alone(src, reading, wanted)
-        if not document["tensors"]:
+        if not (document["tensors"] or parts.files or parts.tensors):
             raise fault
+        if document["tensors"]:  # which of them are whole can't be said of files that are read alone
+            parts.tensors.clear()
         missing = describe_missing(fault, parts, None, {})
     document["missing"] = {**missing, "lenient": reading.lenient}
     return document
@@ -208,6 +216,9 @@ def _of_files_alone(src: str, reading: Reading, wanted: Inspection) -> dict[str,
     tally = Counter((row["state"], (row["dtype"], tuple(row["shape"]), row["bytes"])) for row in rows)
     by_state = _by_state(tally)
     notes = ["names and shapes are those of each file alone: without what is missing the files can't be put together"]
+    notes += alone.notes
+    if any(row["state"] == UNKNOWN for row in rows):
+        notes.append("names are lost with the metadata: an item is called by its file and its number in it")
     if alone.unread:
         shown = ", ".join(alone.unread[:5]) + (f" and {len(alone.unread) - 5} more" if alone.unread[5:] else "")
         notes.append(f"these files can't be read alone: {shown}")

@@ -24,6 +24,7 @@ from ckpt_tool.core.inner_path import base_of
 Path = tuple[str | int, ...]  # where a value hung in a nested state dict: ("optim", "state", "w", "exp_avg")
 
 MODEL, MASTER, EMA, STEP, EXTRAS = "model", "master", "ema", "step", "extras"
+UNKNOWN = "unknown"  # of a tensor whose name is lost: only `inspect` of a broken checkpoint lists such
 # States of the optimizer other than these are named as the optimizer names them (`exp_avg`, `momentum_buffer`, ...).
 
 

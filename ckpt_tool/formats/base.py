@@ -12,7 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.catalog import Catalog, Row
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
@@ -199,6 +199,25 @@ def ranks_of(fmt: Format, mesh: Mapping[str, int]) -> Callable[[str], Mapping[st
 
 def _of_nobody(path: str) -> None:
     """Of a format whose files are no rank's."""
+
+
+class FileContent(NamedTuple):
+    """What files say by themselves, without those that tie them to the rest of their checkpoint."""
+
+    path: str  # the file, or the folder of an item; relative to the tree
+    rows: tuple[Row, ...]
+    unsafe: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class ReadsAlone(Protocol):
+    """A format some of whose files say what they hold even where its reader can't read the checkpoint."""
+
+    def find_lone_files(self, tree: Tree) -> Mapping[str, Callable[[], FileContent]]:
+        """What reads each of them, by path. Files that another format reads by themselves (a safetensors file) are not
+        among them. The readers raise CkptError."""
+        ...
 
 
 class Fitted(NamedTuple):

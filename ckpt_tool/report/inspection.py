@@ -32,7 +32,7 @@ def inspection(document: Document, *, depth: int | None = None, everything: bool
     if security:
         blocks.append(security)
     if document.get("missing"):
-        blocks += _missing(document["missing"], everything=everything)
+        blocks += _missing(document, everything=everything)
     tensors = document.get("tensors") or ()
     blocks += _states_and_dtypes(document, tensors)
     if isinstance(tensors, Listing):
@@ -95,14 +95,16 @@ def _head(document: Document) -> Facts:
     return Facts(tuple(rows))
 
 
-def _missing(missing: Document, *, everything: bool) -> Iterator[Block]:
+def _missing(document: Document, *, everything: bool) -> Iterator[Block]:
     """What is not there: its files, with rank, tensors and bytes where these are known, then its tensors."""
+    missing = document["missing"]
     files = missing["files"]
     tensors = missing["tensors"]
     counts = [plural(len(rows), noun) for rows, noun in ((files, "file"), (tensors, "tensor")) if rows]
     known = f", {size(missing['bytes'])}" if missing["bytes"] else ""
     what = f"{' and '.join(counts)}{known}" if counts else missing["error"]["message"]
-    yield Verdict(False, f"missing: {what}; below is what is there")
+    rest = "below is what is there" if document["tensors"] else "nothing else says anything"
+    yield Verdict(False, f"missing: {what}; {rest}")
 
     shown_files = files if everything else files[:MISSING_SHOWN]
     if files:

@@ -147,6 +147,20 @@ def _zips(tree: Tree, path: str, start: int, end: int, within: str) -> Iterator[
         first, end = False, begin
 
 
+def find_zips(tree: Tree, path: str) -> list[int]:
+    """Where each of the zips begins that are stored back to back up to the end of a file, in their order; [] where none
+    ends there. The first begins at 0 if the file holds nothing else."""
+    begins: list[int] = []
+    end = tree.size(path)
+    while end > 0:
+        begin, _ = _directory(tree, path, 0, end, comment=0)
+        if begin is None:
+            break
+        begins.append(begin)
+        end = begin
+    return begins[::-1]
+
+
 def _directory(
     tree: Tree, path: str, start: int, end: int, *, comment: int
 ) -> tuple[int | None, list[tuple[str, int, int]]]:

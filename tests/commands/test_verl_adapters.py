@@ -106,7 +106,7 @@ def test_names_alone_tell_tensor_ranks_and_no_more(tmp_path: Path) -> None:
     assert same(load_file(tmp_path / "peft" / SAFE), load_file(HERE / "canonical_tp2.hf" / SAFE))
     with pytest.raises(InputError, match="nothing says whether the second number") as caught:
         inspect(str(HERE / "moe_ep2/adapter_checkpoint"), Reading())
-    assert caught.value.code == "E2790"
+    assert caught.value.code == "E3030"
 
 
 def edited(case: str, to: Path, **config: Any) -> Path:
@@ -217,4 +217,4 @@ def test_stages_without_a_config_may_have_more_chunks(tmp_path: Path) -> None:
         shutil.copy(own, folder / f"mp_rank_00_00{stage}_000_adapter.pt")
     with pytest.raises(InputError, match="or whether the stages have more chunks") as caught:
         inspect(str(folder), Reading())
-    assert caught.value.code == "E2790"
+    assert caught.value.code == "E3030"

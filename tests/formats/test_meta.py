@@ -82,7 +82,7 @@ def test_replicas_that_differ_are_found_while_bytes_pass(folder: Path, tmp_path:
         (lambda f: shutil.copy(f / "consolidated.01.pth", f / "consolidated.03.pth"), "E1400", "consolidated.02.pth"),
         (lambda f: shutil.copy(f / "consolidated.01.pth", f / "consolidated.1.pth"), "E1401", "twice"),
         (lambda f: shutil.copy(f / "consolidated.01.pth", f / "consolidated.02.pth"), "E1403", "params.json wants"),
-        (lambda f: (f / "consolidated.01.pth").unlink(), "E1403", "params.json wants"),
+        (lambda f: (f / "consolidated.01.pth").unlink(), "E1400", "1 of 2 shards are missing: consolidated.01.pth"),
         (lambda f: (f / "params.json").unlink(), "E1402", "params.json is missing"),
         (lambda f: told(f, n_layers=3), "E1406", "layers 2 of 3 are missing"),
         (lambda f: told(f, n_layers=1), "E1406", "more than n_layers"),

@@ -29,11 +29,12 @@ ByteCheckpoint's and Megatron's variants.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpt_tool.core.catalog import Catalog
-from ckpt_tool.formats.base import AS_IS, PLACED, Evidence, Holds, ReadOptions
+from ckpt_tool.formats.base import AS_IS, PLACED, Evidence, FileContent, Holds, ReadOptions
 from ckpt_tool.formats.containers import dcp_items
 from ckpt_tool.formats.dcp import folders as dcp_folders
 from ckpt_tool.storage.source import Tree
@@ -67,6 +68,13 @@ class _Dcp:
         if not saves:
             return None
         return Evidence(dcp_folders.why(saves), files=dcp_folders.files(saves, tree.listing()))
+
+    def find_lone_files(self, tree: Tree) -> Mapping[str, Callable[[], FileContent]]:
+        """The files of items, those of Megatron's formats too: without `.metadata` they say dtypes and shapes alone."""
+        from ckpt_tool.formats.containers.dcp_lone import is_item_file, read_items
+
+        paths = [path for path in tree.listing() if dcp_items.rank_of(path) is not None]
+        return {path: partial(read_items, tree, path) for path in paths if is_item_file(tree, path)}
 
     def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog, from `.metadata` and the zip directories of the items; object items are read whole. Options:

@@ -367,7 +367,9 @@ class Reader:
             numbers = [n for n in flat or () if type(n) is int and 0 <= n < len(self.shapes)] or [i]
             names = [name for n in numbers if n < len(self.shapes) for name in self.shapes[n]]
             group["params"] = names
-            known = [(name, self.params[name].step) for name in names if self.params[name].step is not None]
+            # A parameter without a folder was reported as missing, where the checkpoint is only looked at.
+            params = [(name, self.params[name]) for name in names if name in self.params]
+            known = [(name, param.step) for name, param in params if param.step is not None]
             for name, step in known:
                 if step != known[0][1]:
                     what = f"step {step}, but {known[0][1]} for {known[0][0]} of the same group"

@@ -44,7 +44,7 @@ from ckpt_tool.storage import strict_json
 from ckpt_tool.storage.source import Tree
 
 ROOT_KEY, CONFIG = "adapter_state_dict", "transformer_config.json"
-NUMBERS = "E2790"
+NUMBERS, NO_DEGREES = "E2790", "E3030"
 _LIMIT = 1 << 20  # bytes
 _MOST = 1 << 20  # ranks of a job, and adapters of experts: beyond is a damaged config
 _GROUPED = re.compile(r"(.*\.experts\.)(linear_fc[12]\.adapter\..+)", re.DOTALL)
@@ -72,7 +72,7 @@ def read_files(tree: Tree, alpha: float | None = None) -> Catalog:
     facts = facts_of(hints.arguments)
     degrees = _degrees(tree, files, facts, known=bool(hints.model))
     _check_sizes(tree, degrees, (facts.experts or 0) * len(local))
-    where = coordinates(files, degrees, {}, experts=any(".experts." in name for name in local))
+    where = coordinates(files, degrees, {}, experts=any(".experts." in name for name in local), file="_adapter.pt")
     held = [(rank, ranks[rank.path]) for rank in where]
     job = _job(tree, held, facts, degrees, hints)
     out = Gathering()
@@ -139,7 +139,7 @@ def _config(tree: Tree) -> Mapping[str, Any]:
 
 
 def _degrees(tree: Tree, files: Mapping[str, tuple[int, ...]], facts: Facts, *, known: bool) -> dict[str, int]:
-    """The job's degrees: those that its config states, else what the names show. Raises InputError E2790 for names of
+    """The job's degrees: those that its config states, else what the names show. Raises Incomplete E3030 for names of
     two numbers that nothing explains."""
     if known:
         degrees = dict(facts.degrees)
@@ -147,12 +147,12 @@ def _degrees(tree: Tree, files: Mapping[str, tuple[int, ...]], facts: Facts, *, 
     numbers = list(files.values())
     several = any(len(found) > 2 and found[1] for found in numbers)
     if several or any(len(found) == 2 for found in numbers):
-        raise InputError(
+        raise Incomplete(
             f"nothing says whether the second number of {next(iter(files))} is the stage's or the experts'"
             if not several
             else f"they are from several pipeline stages ({list(files)[-1]}), and nothing says how many layers the "
             "model has, or whether the stages have more chunks than the first, which verl saves alone",
-            code=NUMBERS,
+            code=NO_DEGREES,
             path=tree.display(next(iter(files))),
             hint=f"pass the folder that holds {ADAPTERS} and {CONFIG}, which says the job's degrees",
         )

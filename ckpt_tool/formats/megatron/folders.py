@@ -101,8 +101,10 @@ def coordinates(
     ranks: Mapping[str, int | None],
     *,
     experts: bool,
+    file: str = f"/{MODEL_FILE}",
 ) -> list[Rank]:
-    """Each folder's coordinates. ranks: the number of the writing rank by folder, where its arguments say it.
+    """Each folder's coordinates. ranks: the number of the writing rank by folder, where its arguments say it. file:
+    what follows the folder's name in the name of the rank's file.
 
     Raises Incomplete E0302 naming every missing folder, InconsistentCheckpoint E0305 for folders beyond the degrees.
     """
@@ -136,7 +138,7 @@ def coordinates(
             faults=beyond[1:50],
             hint="folders of another run are among them: keep one run's",
         )
-    _whole(out, degrees, experts=experts)
+    _whole(out, degrees, experts=experts, file=file)
     return out
 
 
@@ -153,7 +155,7 @@ def _possible(found: int, degrees: Mapping[str, int]) -> None:
         )
 
 
-def _whole(ranks: Iterable[Rank], degrees: Mapping[str, int], *, experts: bool) -> None:
+def _whole(ranks: Iterable[Rank], degrees: Mapping[str, int], *, experts: bool, file: str) -> None:
     """Raise Incomplete when a shard of dense tensors or of experts has no folder."""
     every = list(ranks)
     dense = {(rank.pp, rank.tp) for rank in every}
@@ -192,7 +194,7 @@ def _whole(ranks: Iterable[Rank], degrees: Mapping[str, int], *, experts: bool) 
         hint=hint,
         faults=lost[:50],
     )
-    report_missing(fault, files=[f"{name}/{MODEL_FILE}" for name in names])
+    report_missing(fault, files=[f"{name}{file}" for name in names])
 
 
 def fit(degrees: Mapping[str, int], experts: int | None) -> tuple[dict[str, int], list[str]]:

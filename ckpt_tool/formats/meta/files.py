@@ -45,9 +45,9 @@ def choose(names: Iterable[str]) -> MetaFiles | None:
     return MetaFiles(safetensors=whole) if whole and PARAMS in names else None
 
 
-def check(shards: tuple[str, ...], *, path: str) -> None:
+def check(shards: tuple[str, ...], *, path: str, count: int = 0) -> None:
     """Raise Incomplete (E1400) or InconsistentCheckpoint (E1401) where the numbers alone show that shards are missing
-    or of two saves. path: the folder, for messages."""
+    or of two saves. path: the folder, for messages. count: how many there are in all, where that is known."""
     numbers = [_number(name) for name in shards]
     twice = [name for name, number in zip(shards, numbers, strict=True) if numbers.count(number) > 1]
     if twice:
@@ -57,10 +57,11 @@ def check(shards: tuple[str, ...], *, path: str) -> None:
             path=path,
             hint="remove the files of the older save",
         )
-    absent = sorted(set(range(numbers[-1] + 1)) - set(numbers))
+    total = max(count, numbers[-1] + 1)
+    absent = sorted(set(range(total)) - set(numbers))
     if absent:
         fault = Incomplete(
-            f"{len(absent)} of {numbers[-1] + 1} shards are missing: consolidated.{absent[0]:02d}.pth",
+            f"{len(absent)} of {total} shards are missing: consolidated.{absent[0]:02d}.pth",
             code=MISSING,
             path=path,
             faults=[f"missing: consolidated.{number:02d}.pth" for number in absent[1:50]],

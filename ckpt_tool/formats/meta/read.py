@@ -74,6 +74,8 @@ def read_shards(tree: Tree, names: tuple[str, ...], *, lenient: bool, required: 
     files = for_each(names, lambda name: read_content(tree, name))
     sizes = sizes_of(params, tree.display(PARAMS)) if params is not None else None
     shards = _Shards(names, [_flat(tree, name, file) for name, file in zip(names, files, strict=True)], sizes)
+    meta_files.check(names, path=tree.display(), count=_count_in_all(shards))
+
     faults: list[CkptError] = []
     notes: list[Note] = []
     tensors: dict[TensorKey, LogicalTensor] = {}
@@ -102,6 +104,18 @@ def read_shards(tree: Tree, names: tuple[str, ...], *, lenient: bool, required: 
         ),
         unread=unread,
     )
+
+
+def _count_in_all(shards: _Shards) -> int:
+    """How many shards the model has, by the rows of a query in the first file and in params.json; 0 where they don't
+    say. The names alone don't show that the last ones are missing."""
+    for name, array in shards.held[0].items():
+        if shards.sizes is not None and name.endswith(".attention.wq.weight") and len(array.shape) == 2:
+            rows = shards.sizes.heads * shards.sizes.head
+            whole_count, rest = divmod(rows, array.shape[0] or 1)
+            is_cut = cut_of(name) == 0 and array.shape[1] == shards.sizes.dim
+            return whole_count if is_cut and not rest else 0
+    return 0
 
 
 def _embedding_dim(tensors: Mapping[TensorKey, LogicalTensor]) -> int | None:

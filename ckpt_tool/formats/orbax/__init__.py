@@ -10,9 +10,12 @@ if TYPE_CHECKING:
     from ckpt_tool.storage.source import Tree
 
 
+_MARKS = ("_METADATA", "_sharding", "manifest.ocdbt")  # files that only items of Orbax have
+
+
 def _may_be(tree: Tree) -> bool:
     return tree.single is None and any(
-        path.rpartition("/")[2] == "_METADATA" or ".orbax-checkpoint-tmp" in path for path in tree.listing()
+        path.endswith(_MARKS) or ".orbax-checkpoint-tmp" in path for path in tree.listing()
     )
 
 

@@ -28,13 +28,13 @@ What it does not do: run code, read `_sharding`; write plain folders, or compres
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.errors import CkptError
-from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions, Specificity
-from ckpt_tool.formats.orbax.items import TEMPORARY, files, own_files, processes, steps
+from ckpt_tool.formats.base import AS_IS, Evidence, FileContent, Fitted, Holds, ReadOptions, Specificity
+from ckpt_tool.formats.orbax.items import METADATA, TEMPORARY, files, lost_items, own_files, processes, steps
 from ckpt_tool.storage.ocdbt import MANIFEST, read_keys
 from ckpt_tool.storage.source import Tree
 
@@ -62,17 +62,29 @@ class _Orbax:
         found = steps(tree)
         if not found:
             begun = [path for path in tree.listing() if TEMPORARY in path] if tree.single is None else []
-            return Evidence(begun[0], Specificity.OWN, frozenset(begun)) if begun else None
+            if begun:
+                return Evidence(begun[0], Specificity.OWN, frozenset(begun))
+            lost = lost_items(tree)
+            if not lost:
+                return None
+            below = frozenset(path for path in tree.listing() if path.startswith(tuple(lost)))
+            return Evidence(f"an item without {lost[0]}{METADATA}", Specificity.OWN, below)
         first = f"{found[0].folder}{found[0].items[0]}/_METADATA".replace("//", "/").lstrip("/")
         return Evidence(first, Specificity.OWN, frozenset(files(tree, found)))
 
     def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
-        """The catalog, from headers alone. Raises UnknownFormat E0393, E0392; Incomplete E2756, E2872, E0301, E0309,
-        E0313; CorruptFile E2751, E2753, E2755, E0311; InconsistentCheckpoint E2871; InputError E2752, E2754;
+        """The catalog, from headers alone. Raises UnknownFormat E0393, E0392; Incomplete E2756, E2872, E3031, E0301,
+        E0309, E0313; CorruptFile E2751, E2753, E2755, E0311; InconsistentCheckpoint E2871; InputError E2752, E2754;
         UnsafeInput E0410."""
         from ckpt_tool.formats.orbax.read import read_tree
 
         return read_tree(tree, lenient=options.lenient)
+
+    def find_lone_files(self, tree: Tree) -> Mapping[str, Callable[[], FileContent]]:
+        """The items, by their folders: see `formats.orbax.lone`."""
+        from ckpt_tool.formats.orbax.lone import find_items
+
+        return find_items(tree)
 
     def named(self, tree: Tree) -> frozenset[str]:
         """The files of the steps here by the names that Orbax gives; a claim takes in all that is in their folders."""

@@ -30,9 +30,10 @@ METADATA, STEP_METADATA, STRINGS = "_METADATA", "_CHECKPOINT_METADATA", "_string
 JSON_ITEM, METRICS_ITEM = "metadata", "metrics"  # the file of a JSON item; that of the manager's metrics is another
 SHARDING, ARRAYS = "_sharding", "array_metadatas"  # beside the arrays of a tree
 JSON_HANDLER = "JsonCheckpointHandler"
-DAMAGED, UNFINISHED, LOST_ITEM = "E2755", "E2756", "E2872"
+DAMAGED, UNFINISHED, LOST_ITEM, NO_METADATA = "E2755", "E2756", "E2872", "E3031"
 TEMPORARY = ".orbax-checkpoint-tmp"
 _PROCESS = re.compile(rf"ocdbt\.process_\d+/{re.escape(MANIFEST)}")
+_ITEM_MARK = re.compile(rf"((?:[^/]+/){{0,2}}?)(?:{SHARDING}|(?:ocdbt\.process_\d+/)?{re.escape(MANIFEST)})")
 _STEP = re.compile(r"(?:.*[_\-])?\d+")
 _DONE = "commit_success.txt"
 _OWN = re.compile(  # below an item, but for arrays that are folders of zarr
@@ -99,6 +100,20 @@ def steps(tree: Tree) -> list[Step]:
     return [Step(folder, tuple(names)) for folder, names in found.items()]
 
 
+def lost_items(tree: Tree) -> list[str]:
+    """The folders of items whose `_METADATA` is missing, "" or with a slash: files that only such items have are there.
+    Trees of 2023, which never had one, have a file `checkpoint`."""
+    folders: list[str] = []
+    for path in tree.listing() if tree.single is None else ():
+        found = _ITEM_MARK.fullmatch(path)
+        folder = found[1] or "" if found else None
+        if folder is not None and folder not in folders and TEMPORARY not in path:
+            folders.append(folder)
+    return [
+        folder for folder in folders if not tree.exists(folder + METADATA) and not tree.exists(f"{folder}checkpoint")
+    ]
+
+
 def files(tree: Tree, found: Sequence[Step]) -> tuple[str, ...]:
     """The files of these steps, without side files beside them."""
     folders = tuple(f"{step.folder}{item}/" if item else step.folder for step in found for item in step.items)
@@ -162,6 +177,15 @@ def chosen_step(tree: Tree) -> Step:
             code=UNFINISHED,
             path=tree.display(),
             hint="pass another step; the job that wrote it was stopped on the way",
+        )
+    lost = lost_items(tree) if not found else []
+    if lost:
+        raise Incomplete(
+            f"{lost[0]}{METADATA} is missing, which lists the arrays of the tree",
+            code=NO_METADATA,
+            path=tree.display(lost[0] + METADATA),
+            faults=[f"{folder}{METADATA} is missing" for folder in lost[1:50]],
+            hint="fetch it from where the job wrote it, or take another step",
         )
     if not found:
         raise UnknownFormat(

@@ -19,8 +19,8 @@ from ckpt_tool.formats.orbax import items as orbax_items
 from ckpt_tool.formats.orbax.accounts import check_chunks, check_leaves
 from ckpt_tool.formats.orbax.items import EMPTY, STRING, Item, Leaf, Step
 from ckpt_tool.formats.orbax.names import COUNT, COUNTED, OPTAX, STATES, Named, Trees, name_leaves
-from ckpt_tool.storage.ocdbt import read_keys
-from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.ocdbt import MANIFEST, read_keys
+from ckpt_tool.storage.source import Tree, missing_file
 from ckpt_tool.storage.zarr import Array, Files, Store, read_array
 
 PLAIN = {
@@ -166,6 +166,9 @@ def _leaves_with_header(tree: Tree, store: Store, leaves: Sequence[Leaf], versio
 
 def _arrays(tree: Tree, item: Item, *, lenient: bool) -> tuple[list[tuple[Leaf, Array]], list[Note]]:
     """(the arrays of an item's leaves, notes on chunks that are not stored)."""
+    if not item.ocdbt and any(path.startswith(f"{item.folder}ocdbt.process_") for path in tree.listing()):
+        path = item.folder + MANIFEST
+        report_missing(missing_file(path, tree.display(path)), files=[path])
     keys = read_keys(tree, item.folder) if item.ocdbt else None
     store: Store = Files(tree, item.folder) if keys is None else keys
     leaves = [leaf for leaf in item.leaves if leaf.kind not in EMPTY and leaf.kind != STRING]

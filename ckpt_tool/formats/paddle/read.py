@@ -231,7 +231,7 @@ class Reading:
             buffered = saved.path[0] == MASTER_WEIGHTS or file.kind != EMA_FILE
             self.gathering.hold(key, Held(where, saved, self.dtype(saved, None), buffered))
         if unknown:
-            raise InputError(
+            raise Incomplete(
                 f"{len(unknown)} of {len(content.leaves)} tensors belong to parameters that no table names: "
                 f"{unknown[0][:120]}",
                 code=NO_NAME,

@@ -35,14 +35,15 @@ names).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.tensor import LogicalTensor
-from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions
+from ckpt_tool.formats.base import AS_IS, Evidence, FileContent, Fitted, Holds, ReadOptions
 from ckpt_tool.formats.paddle.dtypes import DTYPE_NAMES
 from ckpt_tool.formats.paddle.ranks import SIGNAL
 from ckpt_tool.formats.paddle_flex import folders as paddle_flex_folders
@@ -89,6 +90,13 @@ class _Flex:
         from ckpt_tool.formats.paddle_flex.read import read_tree
 
         return read_tree(tree, options)
+
+    def find_lone_files(self, tree: Tree) -> Mapping[str, Callable[[], FileContent]]:
+        """The data files that are pickles: they name the parts of one rank."""
+        from ckpt_tool.formats.paddle_flex.read import read_lone_file
+
+        paths = [path for path in tree.listing() if path.endswith(".distcp") and self.rank_of(path, {}) is not None]
+        return {path: partial(read_lone_file, tree, path) for path in paths}
 
     def fit(
         self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish

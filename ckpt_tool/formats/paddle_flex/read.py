@@ -53,7 +53,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box, whole
-from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
+from ckpt_tool.core.catalog import Catalog, Note, Row, mark_replicas
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.flat_line import Boxes, FlatLine
@@ -61,9 +61,9 @@ from ckpt_tool.core.hints import Degrees, Dialect, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.missing import is_collecting, report_missing
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Chunk, LogicalTensor, TensorKey
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UnknownFormat
 from ckpt_tool.formats import checksums
-from ckpt_tool.formats.base import ReadOptions
+from ckpt_tool.formats.base import FileContent, ReadOptions
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.paddle.extras import read_config, read_extras
 from ckpt_tool.formats.paddle.job import PaddleHints
@@ -164,6 +164,17 @@ def check_files(tree: Tree, folder: str, files: Iterable[str], metadata: str) ->
             hint="copy the missing files from where the job wrote them: every rank writes its own",
         )
         report_missing(fault, files=missing)
+
+
+def read_lone_file(tree: Tree, path: str) -> FileContent:
+    """What a data file says without the metadata of its save: the parts of its rank under their keys."""
+    content = read_paddle(tree, path)
+    folder = path.rpartition("/")[0].rpartition("/")[2] or tree.root.name
+    rows: list[Row] = []
+    for saved in content.leaves:
+        key = trainer_key(folder, dotted(saved.path)) if folder in folders.FOLDERS else TensorKey(dotted(saved.path))
+        rows.append(Row(key.name, key.state, saved.dtype, saved.shape, saved.dtype.nbytes(prod(saved.shape))))
+    return FileContent(path, tuple(rows), tuple(content.unsafe))
 
 
 def chunks_of_entry(entry: Entry, files: DataFiles, parts: tuple[int, ...]) -> tuple[Chunk, ...]:
@@ -473,8 +484,8 @@ def _add(made: Listing, home: Entry, shard: Shard, saved: Saved) -> None:
     entry.shards.append(shard)
 
 
-def _unplaced(key: str, shown: str) -> InputError:
-    return InputError(
+def _unplaced(key: str, shown: str) -> Incomplete:
+    return Incomplete(
         f"nothing says which part of which parameter this is: the {EMA_FOLDER} has no metadata, and no other folder "
         "has the same rank's layout",
         code=UNPLACED,
@@ -522,7 +533,7 @@ def _shard(saved: Saved, home: _Home, file: str, shown: str) -> Shard | None:
             return None
         if len(mine) == 1 and mine[0].span and mine[0].span[1] - mine[0].span[0] <= numel:
             return mine[0]._replace(file=file, replica=0)
-    raise InputError(
+    raise Incomplete(
         f"an average of shape {list(saved.shape)} fits no one part of its parameter of shape {list(home.entry.shape)}",
         code=UNPLACED,
         path=shown,
