@@ -36,7 +36,7 @@ def refuse_of_other_states(verb: str, writing: Writing) -> None:
         "--vocab-size": writing.vocab_size is not None,
         "--dequantize": writing.dequantize,
     }
-    _refuse(verb, given, "a delta is of the model's tensors as they are stored", "ckpt convert what comes out")
+    _refuse(verb, given, "a delta holds the model's tensors as they are stored", "ckpt convert what comes out")
 
 
 def refuse_without_patterns(verb: str, writing: Writing) -> None:
