@@ -25,6 +25,7 @@ from ckpt_tool.run.checksum import Pieces
 from ckpt_tool.run.digest import LEAF
 from ckpt_tool.run.transposed import PANEL, Strips, Transposed
 from ckpt_tool.storage.descriptors import close_read, close_written, stat_of
+from ckpt_tool.storage.platform_calls import copy_file_range
 from ckpt_tool.storage.read_ahead import NEAR
 from ckpt_tool.storage.source import Tree, identity_of
 from ckpt_tool.storage.staging import Staging
@@ -424,7 +425,7 @@ class Reader:
         fd = self._fds[file]
         while nbytes:
             try:
-                n = os.copy_file_range(fd, to_fd, nbytes, offset, to_offset)
+                n = copy_file_range(fd, to_fd, nbytes, offset, to_offset)
             except OSError as e:
                 if e.errno in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
                     return False

@@ -39,6 +39,7 @@ from ckpt_tool.signing.statements import SIGNATURE_FILE, provenance, signature
 from ckpt_tool.signing.written import is_attestation, is_begun
 from ckpt_tool.storage.destination import Place, RemotePlace, check_beside
 from ckpt_tool.storage.opening import scheme_of
+from ckpt_tool.storage.platform_calls import flush
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:
@@ -239,7 +240,7 @@ def _save(path: Path, data: bytes) -> None:
         with open(path, "xb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            flush(file.fileno())
     except FileExistsError as e:
         raise OutputExists(
             f"{path.name}, where the attestation waits for the output, is no attestation",

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from ckpt_tool.core.inner_path import inner_path
 from ckpt_tool.storage.descriptors import close_read
+from ckpt_tool.storage.platform_calls import flush
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO never blocks
@@ -149,7 +150,7 @@ def sync_folders(folder: int) -> None:
 def sync_folder(fd: int) -> None:
     """fsync an open folder. Raises OSError."""
     try:
-        os.fsync(fd)
+        flush(fd)
     except OSError as e:
         if e.errno != errno.EINVAL:  # some network file systems have no folder fsync
             raise

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from ckpt_tool.core.inner_path import COMPONENT, REMOVED, is_removed
 from ckpt_tool.errors import SourceChanged, wrap_os_error
+from ckpt_tool.storage import platform_calls
 from ckpt_tool.storage.descriptors import close_read
 from ckpt_tool.storage.links import real_path
 from ckpt_tool.storage.open_below import sync_folder
@@ -137,7 +138,7 @@ NO_MARKS = (errno.EOPNOTSUPP, errno.EPERM)  # the file system, or this kind of f
 def _mark_taken(path: Path) -> None:
     """Say on a path itself that it is being taken away, where the file system has such marks."""
     with suppress(OSError):
-        os.setxattr(path, _TAKEN, b"1", follow_symlinks=False)
+        platform_calls.set_mark(path, _TAKEN, b"1")
 
 
 def was_taken(hidden: Path) -> bool:
@@ -146,7 +147,7 @@ def was_taken(hidden: Path) -> bool:
     if not is_removed(hidden.name):
         return False
     try:
-        return os.getxattr(hidden, _TAKEN, follow_symlinks=False) == b"1"
+        return platform_calls.get_mark(hidden, _TAKEN) == b"1"
     except OSError as e:
         if e.errno in NO_MARKS:
             return True

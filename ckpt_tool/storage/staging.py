@@ -3,7 +3,7 @@
 `out` is written in `.out.ckpt-partial/` (mode 0700) beside it. The folder holds the output's files under their final
 names and one `.ckpt-journal` whose first line says which plan is being carried out; the journal's lock keeps a second
 run away, its lines say which units are done. To commit: every file is fsynced, the journal is removed, the folder is
-fsynced and renamed with RENAME_NOREPLACE, the parent is fsynced. A kill at any moment leaves the name absent, old and
+fsynced and renamed to a name that is free, the parent is fsynced. A kill at any moment leaves the name absent, old and
 whole, or new and whole; the same command goes on from the journal.
 
 Nothing is removed because it is in that folder: `.ckpt-journal-files` lists what a run stages and, once the new output
@@ -16,7 +16,6 @@ pages clean: the second call would succeed for nothing).
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import json
@@ -33,7 +32,7 @@ from secrets import token_hex
 from ckpt_tool.core.inner_path import JOURNAL, is_journal, leaves
 from ckpt_tool.core.progress import aside
 from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, is_failure, wrap_os_error
-from ckpt_tool.storage import journal
+from ckpt_tool.storage import journal, platform_calls
 from ckpt_tool.storage.claims import Claims
 from ckpt_tool.storage.claims import remove as remove_claims
 from ckpt_tool.storage.descriptors import close_read, close_written, naming, stat_of
@@ -49,8 +48,6 @@ from ckpt_tool.storage.open_below import (
 )
 from ckpt_tool.storage.replaced import NOT_EMPTY, Replaced, remove_listed, some_of
 
-_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
-_AT_FDCWD = -100
 _REPLACED = "user.ckpt.replaced"
 FILES = f"{JOURNAL}-files"  # lists the files that are staged
 _PLAN = "user.ckpt.plan"  # on an output that was written in parts: the plan's id, for a part that is run once more
@@ -391,7 +388,7 @@ class Staging:
             if info.st_size > size:
                 os.ftruncate(fd, size)
             if size and info.st_blocks * 512 < size:
-                _allocate(fd, size)
+                platform_calls.allocate(fd, size)
             elif info.st_size < size:
                 os.ftruncate(fd, size)
         except OSError as e:
@@ -418,7 +415,7 @@ class Staging:
         """fsync one staged file. A failure is final: the staged bytes are not to be trusted and are discarded."""
         fd = self.open(name)
         try:
-            os.fsync(fd)
+            platform_calls.flush(fd)
         except OSError as e:
             self.failed_sync = True
             close_read(fd)
@@ -512,9 +509,9 @@ class Staging:
             if self._force and self._replaces is not None and _inode(final) == self._replaces:
                 self._replaced.check(final)
                 _mark_replaced(final)
-                _renameat2(staged, final, _RENAME_EXCHANGE)
+                platform_calls.exchange(staged, final, _aside(final))
             else:
-                _renameat2(staged, final, _RENAME_NOREPLACE)
+                platform_calls.rename_new(staged, final)
         except FileExistsError as e:
             raise OutputExists(
                 f"{final} appeared while this run was writing",
@@ -564,7 +561,7 @@ def _mark_replaced(old: Path) -> None:
 def _unmark_replaced(path: Path) -> None:
     """Take the mark of a replaced output away. Raises OSError: it must not outlive the list of what may go."""
     try:
-        os.removexattr(path, _REPLACED, follow_symlinks=False)
+        platform_calls.remove_mark(path, _REPLACED)
     except OSError as e:
         if e.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
             raise
@@ -585,7 +582,7 @@ def was_committed(destination: Path, plan_id: str) -> bool:
 
 def _mark(path: Path, name: str, value: str) -> None:
     try:
-        os.setxattr(path, name, value.encode(), follow_symlinks=False)
+        platform_calls.set_mark(path, name, value.encode())
     except OSError:
         return
 
@@ -594,7 +591,7 @@ def _marked(path: Path, name: str) -> str:
     """The mark on a path, "" where there is none or the file system has none. Raises OSError where the disk does not
     say."""
     try:
-        return os.getxattr(path, name, follow_symlinks=False).decode("ascii", "replace")
+        return platform_calls.get_mark(path, name).decode("ascii", "replace")
     except OSError as e:
         if is_failure(e) and e.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
             raise
@@ -697,15 +694,6 @@ def _remove_empty(folder: Path) -> None:
         return
 
 
-def _allocate(fd: int, size: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as e:
-        if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        os.ftruncate(fd, size)
-
-
 def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
@@ -729,31 +717,6 @@ def _inode(path: Path) -> tuple[int, int] | None:
     except OSError as e:
         raise wrap_os_error(e, path, "looking at it") from e
     return info.st_dev, info.st_ino
-
-
-def _renameat2(old: Path, new: Path, flags: int) -> None:
-    """rename with flags (Linux 3.15); where the file system lacks them, NOREPLACE falls back to a check and a
-    rename."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    call = getattr(libc, "renameat2", None)
-    if call is not None:
-        if call(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), ctypes.c_uint(flags)) == 0:
-            return
-        number = ctypes.get_errno()
-        if number not in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
-            raise OSError(number, os.strerror(number), os.fspath(new))
-    if flags == _RENAME_NOREPLACE:
-        if os.path.lexists(new):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(new))
-        os.rename(old, new)
-        return
-    # An exchange in three steps: a kill after the first leaves the old one marked, where `_put_back` finds it.
-    aside = _aside(new)
-    if os.path.lexists(aside):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(aside))
-    os.rename(new, aside)
-    os.rename(old, new)
-    os.rename(aside, old)
 
 
 def _aside(destination: Path) -> Path:

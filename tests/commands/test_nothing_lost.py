@@ -298,19 +298,19 @@ def test_a_file_in_a_replaced_output_stays_however_often_one_cleans(
 ) -> None:
     """Somebody puts a file into the old output at the moment in which `--force` exchanges it for the new one: it is
     found in our hidden folder, which nothing takes for ours alone, however often it is looked at."""
-    from ckpt_tool.storage import staging
+    from ckpt_tool.storage import platform_calls
 
-    exchange = staging._renameat2
+    exchange = platform_calls.exchange
 
-    def exchange_and_meddle(old: Path, new: Path, flags: int) -> None:
-        exchange(old, new, flags)
+    def exchange_and_meddle(old: Path, new: Path, aside: Path) -> None:
+        exchange(old, new, aside)
         _write(old / "late" / "chapter.tex")
 
     shutil.copytree(SOURCE, place / "out")
     line = ["convert", str(JOB), str(place / "out"), "--to", "sharded", "--force", "-q"]
-    monkeypatch.setattr(staging, "_renameat2", exchange_and_meddle)
+    monkeypatch.setattr(platform_calls, "exchange", exchange_and_meddle)
     assert run(line) == 0
-    monkeypatch.setattr(staging, "_renameat2", exchange)
+    monkeypatch.setattr(platform_calls, "exchange", exchange)
     for verb in again:
         run(["clean", str(place), "--remove", "-q"] if verb == "clean" else line)
         assert (place / ".out.ckpt-partial" / "late" / "chapter.tex").read_bytes() == b"mine", verb

@@ -260,16 +260,18 @@ def wrap(fault: Fault) -> None:
         os.scandir = scandir
     for name in BY_FD:
         setattr(os, name, by_fd(name, getattr(os, name)))
-    from ckpt_tool.storage import staging
+    from ckpt_tool.storage import platform_calls
 
-    real_rename = staging._renameat2
+    def struck(real: Any) -> Any:
+        def renameat2(old: Any, new: Any, *more: Any) -> None:
+            if fault.due("renameat2", os.path.abspath(new)):
+                fault.strike("renameat2", os.fspath(new))
+            real(old, new, *more)
 
-    def renameat2(old: Any, new: Any, flags: int) -> None:
-        if fault.due("renameat2", os.path.abspath(new)):
-            fault.strike("renameat2", os.fspath(new))
-        real_rename(old, new, flags)
+        return renameat2
 
-    staging._renameat2 = renameat2  # type: ignore[assignment]
+    platform_calls.rename_new = struck(platform_calls.rename_new)
+    platform_calls.exchange = struck(platform_calls.exchange)
 
 
 def child(job: dict[str, Any], to_supervisor: socket.socket) -> int:

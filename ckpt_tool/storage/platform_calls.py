@@ -1,0 +1,138 @@
+"""The system calls that only some systems or file systems have, each with what happens where it is missing.
+
+    call                Linux            macOS         without it
+    rename_new          renameat2        renamex_np    a look at the name, then the rename
+    exchange            renameat2        renamex_np    three renames; after a kill between them `staging` mends it
+    set_mark, get_mark  xattr            none          OSError EOPNOTSUPP: the next run asks in place of knowing
+    allocate            posix_fallocate  none          only the size is set: a full disk shows when bytes are written
+    copy_file_range     copy_file_range  none          OSError ENOSYS: the bytes are read and written
+    flush               fsync            F_FULLFSYNC   fsync, which on macOS leaves bytes in the disk's own cache
+
+What is promised is the same on each: an output that is whole or not there, and no file of a user's lost. Everything
+else that the tool asks of a system (`dir_fd`, O_NOFOLLOW, flock, preadv) is there on both; `openat2` is not used.
+
+CKPT_TEST_WITHOUT=renameat2,xattr,fallocate,copy_file_range takes calls away, for tests of what happens without them. On
+macOS itself only the wheel's own tests in the release workflow run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+from contextlib import suppress
+from pathlib import Path
+
+VARIABLE = "CKPT_TEST_WITHOUT"
+_WITHOUT = frozenset(os.environ.get(VARIABLE, "").split(","))
+
+_NOREPLACE, _EXCHANGE = 1, 2  # of renameat2
+_MAC_SWAP, _MAC_EXCLUSIVE = 2, 4  # of renamex_np
+_AT_FDCWD = -100
+UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
+
+
+def rename_new(old: Path, new: Path) -> None:
+    """Rename; raise FileExistsError where `new` is there."""
+    if _rename(old, new, linux=_NOREPLACE, mac=_MAC_EXCLUSIVE):
+        return
+    if os.path.lexists(new):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(new))
+    os.rename(old, new)
+
+
+def exchange(old: Path, new: Path, aside: Path) -> None:
+    """Exchange two names. aside: what `new` is called for a moment, where the system can't exchange: a kill then leaves
+    it there."""
+    if _rename(old, new, linux=_EXCHANGE, mac=_MAC_SWAP):
+        return
+    if os.path.lexists(aside):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(aside))
+    os.rename(new, aside)
+    try:
+        os.rename(old, new)
+    except OSError:
+        with suppress(OSError):  # what was there comes back to its name; where the disk refuses, the next run does it
+            os.rename(aside, new)
+        raise
+    os.rename(aside, old)
+
+
+def _rename(old: Path, new: Path, *, linux: int, mac: int) -> bool:
+    """Rename with the flags of this system. False, with nothing done, where it has none for this file system."""
+    if "renameat2" in _WITHOUT:
+        return False
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    source, target = os.fsencode(old), os.fsencode(new)
+    if hasattr(libc, "renameat2"):
+        status = libc.renameat2(_AT_FDCWD, source, _AT_FDCWD, target, ctypes.c_uint(linux))
+    elif hasattr(libc, "renamex_np"):
+        status = libc.renamex_np(source, target, ctypes.c_uint(mac))
+    else:
+        return False
+
+    if status == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in UNSUPPORTED:
+        return False
+    raise OSError(number, os.strerror(number), os.fspath(new))
+
+
+def set_mark(path: Path, name: str, value: bytes) -> None:
+    """Set an extended attribute of the path itself. Raises OSError; EOPNOTSUPP where there are none."""
+    _need_marks(path)
+    os.setxattr(path, name, value, follow_symlinks=False)
+
+
+def get_mark(path: Path, name: str) -> bytes:
+    """An extended attribute. Raises OSError; ENODATA where it is not set, EOPNOTSUPP where there are none."""
+    _need_marks(path)
+    return os.getxattr(path, name, follow_symlinks=False)
+
+
+def remove_mark(path: Path, name: str) -> None:
+    """Remove an extended attribute. Raises OSError, as `get_mark`."""
+    _need_marks(path)
+    os.removexattr(path, name, follow_symlinks=False)
+
+
+def _need_marks(path: Path) -> None:
+    if "xattr" in _WITHOUT or not hasattr(os, "setxattr"):
+        os.lstat(path)  # a path that is not there, or that the disk does not give, is told as such
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), os.fspath(path))
+
+
+def allocate(fd: int, size: int) -> None:
+    """Give an open file its size, and its space where the system can. Raises OSError."""
+    if "fallocate" not in _WITHOUT and hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(fd, 0, size)
+            return
+        except OSError as e:
+            if e.errno not in UNSUPPORTED:
+                raise
+    os.ftruncate(fd, size)
+
+
+def copy_file_range(fd: int, to_fd: int, nbytes: int, offset: int, to_offset: int) -> int:
+    """Copy inside the kernel: bytes copied, 0 at the end of the file. Raises OSError; ENOSYS where there is no such
+    call."""
+    if "copy_file_range" in _WITHOUT or not hasattr(os, "copy_file_range"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    return os.copy_file_range(fd, to_fd, nbytes, offset, to_offset)
+
+
+def flush(fd: int) -> None:
+    """fsync to the disk itself. Raises OSError."""
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is not None:
+        try:
+            fcntl.fcntl(fd, full)
+            return
+        except OSError as e:
+            if e.errno not in UNSUPPORTED:
+                raise
+    os.fsync(fd)
