@@ -3,7 +3,7 @@
     call                Linux            macOS         without it
     rename_new          renameat2        renamex_np    a look at the name, then the rename
     exchange            renameat2        renamex_np    three renames; after a kill between them `staging` mends it
-    set_mark, get_mark  xattr            none          OSError EOPNOTSUPP: the next run asks in place of knowing
+    set_mark, get_mark  xattr            xattr         OSError EOPNOTSUPP: the next run asks in place of knowing
     allocate            posix_fallocate  none          only the size is set: a full disk shows when bytes are written
     copy_file_range     copy_file_range  none          OSError ENOSYS: the bytes are read and written
     flush               fsync            F_FULLFSYNC   fsync, which on macOS leaves bytes in the disk's own cache
@@ -21,14 +21,19 @@ import ctypes
 import errno
 import fcntl
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "CKPT_TEST_WITHOUT"
 _WITHOUT = frozenset(os.environ.get(VARIABLE, "").split(","))
 
 _NOREPLACE, _EXCHANGE = 1, 2  # of renameat2
 _MAC_SWAP, _MAC_EXCLUSIVE = 2, 4  # of renamex_np
+_MAC_NOFOLLOW = 1  # of its extended attributes: the link itself
+_MAC_ENOATTR, _MAC_ENOTSUP = 93, 45
+LONGEST_MARK = 4096
 _AT_FDCWD = -100
 UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
@@ -84,25 +89,49 @@ def _rename(old: Path, new: Path, *, linux: int, mac: int) -> bool:
 def set_mark(path: Path, name: str, value: bytes) -> None:
     """Set an extended attribute of the path itself. Raises OSError; EOPNOTSUPP where there are none."""
     _need_marks(path)
-    os.setxattr(path, name, value, follow_symlinks=False)
+    if hasattr(os, "setxattr"):
+        os.setxattr(path, name, value, follow_symlinks=False)
+        return
+    _call_mac("setxattr", path, name, value, ctypes.c_size_t(len(value)), 0, _MAC_NOFOLLOW)
 
 
 def get_mark(path: Path, name: str) -> bytes:
     """An extended attribute. Raises OSError; ENODATA where it is not set, EOPNOTSUPP where there are none."""
     _need_marks(path)
-    return os.getxattr(path, name, follow_symlinks=False)
+    if hasattr(os, "getxattr"):
+        return os.getxattr(path, name, follow_symlinks=False)
+    buffer = ctypes.create_string_buffer(LONGEST_MARK)
+    length = _call_mac("getxattr", path, name, buffer, ctypes.c_size_t(LONGEST_MARK), 0, _MAC_NOFOLLOW)
+    return buffer.raw[:length]
 
 
 def remove_mark(path: Path, name: str) -> None:
     """Remove an extended attribute. Raises OSError, as `get_mark`."""
     _need_marks(path)
-    os.removexattr(path, name, follow_symlinks=False)
+    if hasattr(os, "removexattr"):
+        os.removexattr(path, name, follow_symlinks=False)
+        return
+    _call_mac("removexattr", path, name, _MAC_NOFOLLOW)
 
 
 def _need_marks(path: Path) -> None:
-    if "xattr" in _WITHOUT or not hasattr(os, "setxattr"):
+    if "xattr" in _WITHOUT or not (hasattr(os, "setxattr") or sys.platform == "darwin"):
         os.lstat(path)  # a path that is not there, or that the disk does not give, is told as such
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), os.fspath(path))
+
+
+def _call_mac(call: str, path: Path, name: str, *more: Any) -> int:
+    """A call of macOS' C library on an extended attribute, for which Python has no function there. Raises OSError with
+    the numbers of Linux."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), call)
+    function.restype = ctypes.c_ssize_t
+    result = int(function(os.fsencode(path), name.encode(), *more))
+    if result >= 0:
+        return result
+
+    number = ctypes.get_errno()
+    number = {_MAC_ENOATTR: errno.ENODATA, _MAC_ENOTSUP: errno.EOPNOTSUPP}.get(number, number)
+    raise OSError(number, os.strerror(number), os.fspath(path))
 
 
 def allocate(fd: int, size: int) -> None:

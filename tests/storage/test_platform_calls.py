@@ -168,6 +168,55 @@ def test_macos_has_a_call_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert mac.calls == [(*names, 4), (*names, 2)]
 
 
+class MacMarks:
+    """macOS' calls on extended attributes, by one path and name."""
+
+    def __init__(self) -> None:
+        self.marks: dict[tuple[bytes, bytes], bytes] = {}
+
+        def setxattr(path: bytes, name: bytes, value: bytes, size: Any, position: int, options: int) -> int:
+            assert (position, options, size.value) == (0, 1, len(value))
+            self.marks[path, name] = value
+            return 0
+
+        def getxattr(path: bytes, name: bytes, buffer: Any, size: Any, position: int, options: int) -> int:
+            assert (position, options) == (0, 1)
+            if (path, name) not in self.marks:
+                return self.fail(93)
+            value = self.marks[path, name]
+            buffer[: len(value)] = value
+            return len(value)
+
+        def removexattr(path: bytes, name: bytes, options: int) -> int:
+            assert options == 1
+            return 0 if self.marks.pop((path, name), None) is not None else self.fail(45)
+
+        self.setxattr, self.getxattr, self.removexattr = setxattr, getxattr, removexattr
+
+    @staticmethod
+    def fail(number: int) -> int:
+        platform_calls.ctypes.set_errno(number)
+        return -1
+
+
+def test_macos_has_marks_though_its_python_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mac = MacMarks()
+    monkeypatch.setattr(platform_calls.ctypes, "CDLL", lambda *args, **kwargs: mac)
+    monkeypatch.setattr(platform_calls.sys, "platform", "darwin")
+    for name in ("setxattr", "getxattr", "removexattr"):
+        monkeypatch.delattr(os, name)
+
+    with pytest.raises(OSError) as unset:
+        platform_calls.get_mark(tmp_path, "user.x")
+    platform_calls.set_mark(tmp_path, "user.x", b"1")
+    assert platform_calls.get_mark(tmp_path, "user.x") == b"1"
+
+    platform_calls.remove_mark(tmp_path, "user.x")
+    with pytest.raises(OSError) as refused:
+        platform_calls.remove_mark(tmp_path, "user.x")
+    assert (unset.value.errno, refused.value.errno) == (errno.ENODATA, errno.EOPNOTSUPP)
+
+
 @pytest.mark.parametrize(("refusal", "synced"), [(None, False), (errno.ENOTSUP, True)])
 def test_macos_flushes_the_disk_itself(
     refusal: int | None, synced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
