@@ -12,7 +12,7 @@ import pytest
 
 from ckpt_tool.cli import run
 from ckpt_tool.formats import registry
-from ckpt_tool.storage import staging
+from ckpt_tool.storage import platform_calls, staging
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SOURCE = FIXTURES / "safetensors" / "llama_one_file"
@@ -283,7 +283,7 @@ def test_where_names_can_not_be_exchanged(tmp_path: Path, capfd: Any, monkeypatc
     class Old:
         """A C library without renameat2."""
 
-    monkeypatch.setattr(staging.ctypes, "CDLL", lambda *args, **more: Old())
+    monkeypatch.setattr(platform_calls.ctypes, "CDLL", lambda *args, **more: Old())
     out, to = tmp_path / name, "sharded" if name == "out" else "safetensors"
     for _ in range(2):
         assert convert(out, capfd, to=to)[0] == 0
