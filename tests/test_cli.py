@@ -27,7 +27,7 @@ import ckpt_tool
 from ckpt_tool import api, cli
 from ckpt_tool.cli import parser
 from ckpt_tool.cli.plain import plain_job
-from ckpt_tool.cli.verbs import VERBS, Job
+from ckpt_tool.cli.verbs import VERBS, VerbJob
 from ckpt_tool.commands import apply, clean, convert, diff, doctor, inspect, kernels, merge, verify
 from ckpt_tool.errors import (
     CorruptFile,
@@ -619,7 +619,7 @@ def test_examples_parse() -> None:
         for example in verb.examples:
             for command in example.split("&&"):
                 _, *arguments = shlex.split(command)
-                assert isinstance(parser.parse(arguments), Job), command
+                assert isinstance(parser.parse(arguments), VerbJob), command
 
 
 # -- Python ------------------------------------------------------------------------------------------------------------
@@ -690,8 +690,15 @@ def test_starting_loads_little(line: str, most: int) -> None:
 def test_safetensors_files_are_inspected_without_any_reader_of_pickles(tmp_path: Path) -> None:
     save_file({"w": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
     ours = loaded(f"inspect {tmp_path}")
-    assert "ckpt_tool.storage.safetensors_file" in ours
-    assert not {"ckpt_tool.storage.pickles", "ckpt_tool.storage.pickle_machine", "ckpt_tool.storage.torchzip"} & ours
+    assert "ckpt_tool.storage.safetensors_files.safetensors_file" in ours
+    assert (
+        not {
+            "ckpt_tool.storage.pickles.pickle_reader",
+            "ckpt_tool.storage.pickles.pickle_machine",
+            "ckpt_tool.storage.torch_files.torchzip",
+        }
+        & ours
+    )
 
 
 @pytest.mark.parametrize("line", ["--help", "convert --help", "merge --help", "inspect /nowhere", "nonsense"])

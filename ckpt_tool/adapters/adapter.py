@@ -37,7 +37,7 @@ from ckpt_tool.sources.adapter_config import with_stated_alpha
 from ckpt_tool.sources.chosen import Conversion
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.storage.opening import open_tree
-from ckpt_tool.storage.strict_json import parse
+from ckpt_tool.storage.texts.strict_json import parse
 
 USAGE = "E1420"
 _LIMIT = 16 << 20  # bytes

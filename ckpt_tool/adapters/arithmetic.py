@@ -22,7 +22,8 @@ with AVX-512, some 192 with AVX2.
 Plain products are added and rounded by compiled code where it is there (`Folded.rounded`): the same chains in
 registers, 0.9 ns an element at r = 16 and 2.5 at r = 64 with AVX2, widening the base and rounding the sum included.
 
-Cost: else 2 to 4 ns an element at r = 16 with AVX-512; A and B of the tensors at work, at most `Kept.ROOM` bytes. DoRA
+Cost: else 2 to 4 ns an element at r = 16 with AVX-512; A and B of the tensors at work, at most `RunCache.ROOM` bytes.
+DoRA
 reads its base twice. Source: PEFT 0.21.2 `tuners/lora/layer.py` (get_delta_weight, merge), `variants.py` and `dora.py`,
 `utils/save_and_load.py`, `tuners/trainable_tokens/layer.py`.
 """
@@ -40,8 +41,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckpt_tool.adapters import chain
-from ckpt_tool.compiled.library import KINDS, Library, ready
-from ckpt_tool.compiled.library import Term as Product
+from ckpt_tool.compiled.library import KINDS, CompiledLibrary, ready
+from ckpt_tool.compiled.library import CTerm as Product
 from ckpt_tool.run.computed import Array, Floats, Lend, Read, Recipe
 
 COLUMNS = 512  # of a block; few rows, so that little is made twice where a range ends within them
@@ -50,7 +51,7 @@ LANES = 8  # of torch's vectors of fp32, whatever the machine
 _TILE = 1 << 20  # elements of one step of a pass over a tensor
 
 
-class Kept:
+class RunCache:
     """What recipes of one run share: factors as they are used, the last ones; DoRA's norms; the last strip of each
     thread."""
 
@@ -87,7 +88,7 @@ class Kept:
             return self._norms[key]
 
 
-class Term(NamedTuple):
+class ProductTerm(NamedTuple):
     """One adapter's share in a tensor. a, b, magnitude: numbers of the recipe's inputs. rank: of one expert's. turned:
     the product is added transposed."""
 
@@ -103,9 +104,9 @@ class Term(NamedTuple):
 class Folded(Recipe):
     """The base (input 0) and low-rank terms. experts: matrices stacked along the first dim, 1 for a plain weight."""
 
-    terms: tuple[Term, ...]
+    terms: tuple[ProductTerm, ...]
     experts: int
-    kept: Kept
+    kept: RunCache
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
         out = _floats(read(0, start, stop))
@@ -138,7 +139,7 @@ class Folded(Recipe):
         plain = all(not term.magnitude for term in self.terms)
         return plain and self.inputs[0].tensor.dtype.name in KINDS
 
-    def _term(self, library: Library, read: Read, number: int, e: int) -> Product:
+    def _term(self, library: CompiledLibrary, read: Read, number: int, e: int) -> Product:
         term = self.terms[number]
 
         def made() -> tuple[Floats, Floats]:
@@ -198,7 +199,7 @@ class Folded(Recipe):
             block[rows[0] - low * tall : rows[1] - low * tall, columns[0] - first * wide : columns[1] - first * wide]
         )
 
-    def _factors_of(self, read: Read, term: Term, e: int) -> tuple[Floats, Floats]:
+    def _factors_of(self, read: Read, term: ProductTerm, e: int) -> tuple[Floats, Floats]:
         """(R, r) and (r, C) of expert `e`, views."""
         inner = prod(self.inputs[term.a].tensor.shape[1:])
         step = term.rank * inner
@@ -207,7 +208,7 @@ class Folded(Recipe):
         b = outputs[e]
         return (a.T, b.T) if term.turned else (b, a)
 
-    def _thin(self, read: Read, term: Term, e: int) -> tuple[Floats, Floats]:
+    def _thin(self, read: Read, term: ProductTerm, e: int) -> tuple[Floats, Floats]:
         """The factors on the grid: (blocks of rows, rows of a block, r) and (blocks of columns, r, columns of a block),
         padded by zeros."""
         tall, flat = self._factors_of(read, term, e)
@@ -220,7 +221,7 @@ class Folded(Recipe):
         blocks = np.ascontiguousarray(right.reshape(term.rank, -1, wide).transpose(1, 0, 2))
         return left.reshape(-1, rows, term.rank), blocks
 
-    def _by_expert(self, read: Read, term: Term) -> Floats:
+    def _by_expert(self, read: Read, term: ProductTerm) -> Floats:
         """B (out, e r), whose experts alternate, as (e, out, r)."""
         shape = self.inputs[term.b].tensor.shape
         b = _floats(read(term.b, 0, prod(shape))).reshape(shape[0], term.rank, self.experts)
@@ -278,7 +279,7 @@ class Biased(Recipe):
 
 
 @dataclass(frozen=True, eq=False)
-class Rows(Recipe):
+class MatrixRows(Recipe):
     """An embedding (input 0) in which row `rows[k]` is row k of input 1. rows: ascending, with their k."""
 
     rows: tuple[tuple[int, int], ...]

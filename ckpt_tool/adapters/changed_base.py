@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpt_tool.adapters.adapter import Adapter
-from ckpt_tool.adapters.targets import Bias, Change, Low, Matched, Tokens, Whole
+from ckpt_tool.adapters.targets import Bias, Change, Low, Matched, ReplacedTensor, Tokens
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
@@ -23,7 +23,7 @@ from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, with_computed
 
 if TYPE_CHECKING:
-    from ckpt_tool.adapters.arithmetic import Kept
+    from ckpt_tool.adapters.arithmetic import RunCache
     from ckpt_tool.run.computed import Input, Recipe
 
 WEIGHTS, NO_FLOATS, CONFLICT = "E1421", "E1427", "E1429"
@@ -43,10 +43,10 @@ def changed(
             changes.setdefault(name, []).extend((adapter, change) for change in of_tensor)
     _refuse_conflicts(changes)
     recipes, dtypes, replaced = [], dict[TensorKey, DType](), dict[TensorKey, Stored]()
-    from ckpt_tool.adapters.arithmetic import Kept
+    from ckpt_tool.adapters.arithmetic import RunCache
     from ckpt_tool.run.computed import Input
 
-    shared, left = Kept(), set(changes)
+    shared, left = RunCache(), set(changes)
     for row in kept.stored:
         key, tensor = row.tensor.key, row.tensor
         if key.name not in changes:
@@ -54,7 +54,7 @@ def changed(
         left.discard(key.name)
         source, rest = kept.input(row), list[tuple[Adapter, Change]]()
         for adapter, change in changes[key.name]:
-            if isinstance(change, Whole):
+            if isinstance(change, ReplacedTensor):
                 source = Input(change.tensor, adapter.opened.tree)
                 number = len(kept.sources) + [each is adapter for each in adapters].index(True)
                 number = 0 if adapter.inside else number
@@ -82,9 +82,9 @@ def changed(
     return with_computed(out, recipes, shown, writing, option=option, dtypes=dtypes)
 
 
-def _recipe(key: TensorKey, base: Input, changes: Sequence[tuple[Adapter, Change]], shared: Kept) -> Recipe:
+def _recipe(key: TensorKey, base: Input, changes: Sequence[tuple[Adapter, Change]], shared: RunCache) -> Recipe:
     """What computes the tensor. base: input 0."""
-    from ckpt_tool.adapters.arithmetic import Biased, Folded, Rows, Term
+    from ckpt_tool.adapters.arithmetic import Biased, Folded, MatrixRows, ProductTerm
     from ckpt_tool.run.computed import Input
 
     shape = base.tensor.shape
@@ -99,7 +99,7 @@ def _recipe(key: TensorKey, base: Input, changes: Sequence[tuple[Adapter, Change
     if isinstance(first, Tokens):
         number(changes[0][0], first.values)
         rows = tuple(sorted((row, k) for k, row in enumerate(first.rows)))
-        return Rows(key, shape, tuple(inputs), text, rows)
+        return MatrixRows(key, shape, tuple(inputs), text, rows)
     if isinstance(first, Bias):
         scalings = []
         for adapter, change in changes:
@@ -113,7 +113,7 @@ def _recipe(key: TensorKey, base: Input, changes: Sequence[tuple[Adapter, Change
             experts = change.experts
             a, b = number(adapter, change.a), number(adapter, change.b)
             magnitude = number(adapter, change.magnitude) if change.magnitude is not None else None
-            terms.append(Term(a, b, change.rank, change.scaling, change.turned, magnitude))
+            terms.append(ProductTerm(a, b, change.rank, change.scaling, change.turned, magnitude))
     return Folded(key, shape, tuple(inputs), text, tuple(terms), experts, shared)
 
 
@@ -151,7 +151,7 @@ def _refuse_conflicts(changes: Mapping[str, Sequence[tuple[Adapter, Change]]]) -
     faults = []
     for name, found in changes.items():
         kinds = [type(change) for _, change in found]
-        if kinds.count(Tokens) > 1 or kinds.count(Whole) > 1 and not _all_the_same(found):
+        if kinds.count(Tokens) > 1 or kinds.count(ReplacedTensor) > 1 and not _all_the_same(found):
             faults.append(f"{name}: two adapters replace it")
         elif Tokens in kinds and len(set(kinds)) > 1:
             faults.append(f"{name}: rows of it are replaced and it is changed as a whole")
@@ -183,7 +183,7 @@ def _all_the_same(found: Sequence[tuple[Adapter, Change]]) -> bool:
     embedding or head in each. Reads them."""
     from ckpt_tool.run.scan import digests_of
 
-    wholes = [(adapter.opened.tree, change.tensor) for adapter, change in found if isinstance(change, Whole)]
+    wholes = [(adapter.opened.tree, change.tensor) for adapter, change in found if isinstance(change, ReplacedTensor)]
     made = (digests_of(Catalog("peft", {each.key: each}), tree)[each.key] for tree, each in wholes)
     return len(set(made)) == 1
 
@@ -193,7 +193,7 @@ def _told(adapters: Sequence[Adapter], found: Sequence[Matched], left: set[str])
     for adapter, each in zip(adapters, found, strict=True):
         counts = {
             kind: sum(isinstance(change, kind) for changes in each.changes.values() for change in changes)
-            for kind in (Low, Bias, Tokens, Whole)
+            for kind in (Low, Bias, Tokens, ReplacedTensor)
         }
         parts = [
             f"{counts[kind]} {word if counts[kind] == 1 else words}"
@@ -201,7 +201,7 @@ def _told(adapters: Sequence[Adapter], found: Sequence[Matched], left: set[str])
                 (Low, "weight folded", "weights folded"),
                 (Bias, "bias folded", "biases folded"),
                 (Tokens, "embedding with rows replaced", "embeddings with rows replaced"),
-                (Whole, "tensor replaced", "tensors replaced"),
+                (ReplacedTensor, "tensor replaced", "tensors replaced"),
             )
             if counts[kind]
         ]

@@ -54,7 +54,7 @@ _NEAR, _MANY = 10, 2000  # names that near misses are looked for in a base of le
 
 
 class Low(NamedTuple):
-    """A low-rank term: see `adapters.arithmetic.Term`."""
+    """A low-rank term: see `adapters.arithmetic.ProductTerm`."""
 
     a: LogicalTensor
     b: LogicalTensor
@@ -79,13 +79,13 @@ class Tokens(NamedTuple):
     values: LogicalTensor
 
 
-class Whole(NamedTuple):
+class ReplacedTensor(NamedTuple):
     """A tensor that takes the place of the base's."""
 
     tensor: LogicalTensor
 
 
-Change = Low | Bias | Tokens | Whole
+Change = Low | Bias | Tokens | ReplacedTensor
 
 
 class Matched(NamedTuple):
@@ -133,7 +133,7 @@ class _Matching:
         self._rooted([(tensor, part) for tensor, part in found if part is not None])
         self.faults += [f"{tensor.key.name}: no name that PEFT's LoRA writes" for tensor, part in found if part is None]
 
-    def _rooted(self, found: Sequence[tuple[LogicalTensor, Part]]) -> None:
+    def _rooted(self, found: Sequence[tuple[LogicalTensor, AdapterPart]]) -> None:
         """The parts by the base's modules."""
         known = {name.rpartition(".")[0] for name in self.base}
         modules = dict.fromkeys(
@@ -223,7 +223,7 @@ class _Matching:
         if target.shape != tensor.shape:
             self._fault(tensor, f"its shape {list(tensor.shape)} is not the base's {list(target.shape)}")
         else:
-            self.changes.setdefault(name, []).insert(0, Whole(tensor))
+            self.changes.setdefault(name, []).insert(0, ReplacedTensor(tensor))
 
     def _target(self, name: str, tensor: LogicalTensor) -> LogicalTensor | None:
         target = self.base.get(name)
@@ -462,7 +462,7 @@ _SAVED = re.compile(r"\.modules_to_save(?:\.(?!weight$|bias$)[^.]+)?(?=\.)")
 _LEVEL = ".base_layer"
 
 
-class Part(NamedTuple):
+class AdapterPart(NamedTuple):
     """module: of the base; of a WHOLE, the tensor's own name. kind: as above. level: wrappers around it that have a
     name (`.base_layer`): stacked experts with several parameters."""
 
@@ -471,7 +471,7 @@ class Part(NamedTuple):
     level: int = 0
 
 
-def part_of(name: str) -> Part | None:
+def part_of(name: str) -> AdapterPart | None:
     """What the tensor is, None for a name that PEFT's LoRA does not write."""
     name = _WRAPPED.sub("", clean(name))
     for pattern, letters in (
@@ -486,14 +486,14 @@ def part_of(name: str) -> Part | None:
             continue
         module, level = _unwrapped(found[1])
         if letters is None:
-            return Part(module, MAGNITUDE if pattern is _MAGNITUDE else TOKENS, level)
+            return AdapterPart(module, MAGNITUDE if pattern is _MAGNITUDE else TOKENS, level)
         if pattern is _LORA and found[3] == "bias":
-            return Part(module, BIAS, level) if found[2] == "B" else None
-        return Part(module, letters[found[2]], level)
+            return AdapterPart(module, BIAS, level) if found[2] == "B" else None
+        return AdapterPart(module, letters[found[2]], level)
     if any(each.startswith("lora_") or each == "token_adapter" for each in name.split(".")):
         return None
     module, last = _SAVED.sub("", name).rpartition(".")[::2]
-    return Part(f"{_unwrapped(module)[0]}.{last}" if module else last, WHOLE)
+    return AdapterPart(f"{_unwrapped(module)[0]}.{last}" if module else last, WHOLE)
 
 
 def _unwrapped(module: str) -> tuple[str, int]:

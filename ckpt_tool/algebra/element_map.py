@@ -26,7 +26,7 @@ from ckpt_tool.errors import UsageError, near_misses
 Number = int | float
 
 
-class _Kind(NamedTuple):
+class _MapKind(NamedTuple):
     """undone: the map that undoes the one of an argument. moments: do they go with it as they are? wide: what has fewer
     bits than fp32 is kept in that, not rounded back."""
 
@@ -52,26 +52,28 @@ def _bf16_root(number: Number) -> float:
 
 
 _KINDS = {
-    "add": _Kind(operator.add, lambda by: ("add", -by), "a number is added to {n} tensors", moments=True),
-    "add_wide": _Kind(
+    "add": _MapKind(operator.add, lambda by: ("add", -by), "a number is added to {n} tensors", moments=True),
+    "add_wide": _MapKind(
         operator.add, lambda by: ("add", -by), "a number is added to {n} tensors, kept in fp32", moments=True, wide=True
     ),
-    "over_root": _Kind(
+    "over_root": _MapKind(
         lambda value, by: value * (1 / sqrt(by)),  # NumPy rounds a float to its array's dtype first
         lambda by: ("times_root", by),
         "{n} tensors are divided by a square root, in fp32",
     ),
-    "times_root": _Kind(
+    "times_root": _MapKind(
         lambda value, by: value * sqrt(by),
         lambda by: ("over_root", by),
         "{n} tensors are multiplied by a square root, in fp32",
     ),
     # an embedding that has the root of its width in it, which a division undoes
-    "embed_scale": _Kind(lambda value, by: value * sqrt(by), lambda by: ("embed_unscale", by), _SCALED),
-    "embed_unscale": _Kind(lambda value, by: value / sqrt(by), lambda by: ("embed_scale", by), _UNSCALED),
+    "embed_scale": _MapKind(lambda value, by: value * sqrt(by), lambda by: ("embed_unscale", by), _SCALED),
+    "embed_unscale": _MapKind(lambda value, by: value / sqrt(by), lambda by: ("embed_scale", by), _UNSCALED),
     # the same, the root itself rounded to bf16
-    "embed_scale_bf16": _Kind(lambda value, by: value * _bf16_root(by), lambda by: ("embed_unscale_bf16", by), _SCALED),
-    "embed_unscale_bf16": _Kind(
+    "embed_scale_bf16": _MapKind(
+        lambda value, by: value * _bf16_root(by), lambda by: ("embed_unscale_bf16", by), _SCALED
+    ),
+    "embed_unscale_bf16": _MapKind(
         lambda value, by: value / _bf16_root(by), lambda by: ("embed_scale_bf16", by), _UNSCALED
     ),
 }

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 
-class Row(NamedTuple):
+class IndexChoice(NamedTuple):
     """One choice of the indices in a name: their values, and their positions among the values that they take."""
 
     values: tuple[int, ...]
@@ -165,11 +165,11 @@ class Equation:
             raise _joined_fault(faults, self.text)
         return ChainMap(seen, _counts(sizes), config or {})  # type: ignore[arg-type]
 
-    def _rows(self, indices: Sequence[str], sizes: Sizes, names: Config) -> list[Row]:
+    def _rows(self, indices: Sequence[str], sizes: Sizes, names: Config) -> list[IndexChoice]:
         """Every choice of `indices` under which the rule holds, the first slowest."""
         domains = [indices_of(axis, sizes) for axis in indices]
         rows = [
-            Row(values, positions)
+            IndexChoice(values, positions)
             for values, positions in zip(product(*domains), product(*(range(len(d)) for d in domains)), strict=True)
         ]
         holds = self.choice(indices, names)
@@ -363,7 +363,7 @@ def _parts(side: Sequence[Term], sizes: Sizes) -> list[tuple[Term, Part]]:
     return [(term, part) for term in side for part in term.pattern.parts(sizes)]
 
 
-def _named(term: Term, indices: Sequence[str], rows: Sequence[Row], names: Config) -> list[str]:
+def _named(term: Term, indices: Sequence[str], rows: Sequence[IndexChoice], names: Config) -> list[str]:
     if term.name is None:
         return [PAD] * len(rows)
     mine = [indices.index(axis) for axis in term.axes]
@@ -374,7 +374,7 @@ def _named(term: Term, indices: Sequence[str], rows: Sequence[Row], names: Confi
     return [known[value] for value in values]
 
 
-def _offsets(part: Part, indices: Sequence[str], rows: Sequence[Row]) -> list[int]:
+def _offsets(part: Part, indices: Sequence[str], rows: Sequence[IndexChoice]) -> list[int]:
     steps = [part.strides.get(axis, 0) for axis in indices]
     if not any(steps):
         return [part.offset] * len(rows)

@@ -57,13 +57,13 @@ class Band(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Node:
+class _PatternNode:
     """kind `axis` (name), `group` (items, row-major) or `sum` (items, end to end). order: the items' places in a sum,
     from 0; () as they are written."""
 
     kind: str
     name: str = ""
-    items: tuple[_Node, ...] = ()
+    items: tuple[_PatternNode, ...] = ()
     order: tuple[int, ...] = ()
 
     def size(self, sizes: Sizes) -> int:
@@ -131,7 +131,7 @@ class Pattern:
     """A parsed pattern, one node for each tensor dim."""
 
     text: str
-    dims: tuple[_Node, ...]
+    dims: tuple[_PatternNode, ...]
     axes: tuple[str, ...]  # every named axis, in order of first sight, literals included
     kinds: tuple[tuple[str, ...], ...]  # the axes of each part
 
@@ -141,7 +141,7 @@ class Pattern:
 
     def parts(self, sizes: Sizes) -> list[Part]:
         """The parts in row-major order, as many as `kinds`. Errors as `shape`."""
-        return _Node("group", items=self.dims).parts(1, sizes)
+        return _PatternNode("group", items=self.dims).parts(1, sizes)
 
     def bands(self, axis: str, sizes: Sizes) -> list[Band]:
         """Where `axis` runs along the tensor's dims: how to cut a fused tensor along a named axis.
@@ -186,7 +186,7 @@ def pattern(text: str) -> Pattern:
     if parser.peek():
         raise parser.fault(f"`{parser.peek()}` closes nothing")
     shown = " ".join(text.split())
-    kinds = tuple(_Node("group", items=dims).kinds())
+    kinds = tuple(_PatternNode("group", items=dims).kinds())
     for kind in kinds:
         twice = sorted({axis for axis in kind if kind.count(axis) > 1})
         if twice:
@@ -225,7 +225,7 @@ class _Parser:
     def peek(self) -> str:
         return self.tokens[self.at][0]
 
-    def sequence(self, depth: int) -> tuple[_Node, ...]:
+    def sequence(self, depth: int) -> tuple[_PatternNode, ...]:
         """Items side by side, up to `+`, `)` or the end."""
         items = []
         while self.peek() not in ("", "+", ")", "@"):
@@ -235,11 +235,11 @@ class _Parser:
                 continue
             if token.isdigit() and (int(token) == 0 or token[0] == "0"):
                 raise self.fault(f"`{token}` is no extent")
-            items.append(_Node("axis", token))
+            items.append(_PatternNode("axis", token))
             self.at += 1
         return tuple(items)
 
-    def group(self, depth: int) -> _Node:
+    def group(self, depth: int) -> _PatternNode:
         """`( sequence + sequence ... )`; `()` is a unit."""
         if depth > MAX_DEPTH:
             raise UsageError(f"a pattern of more than {MAX_DEPTH} levels", code="E0233")
@@ -253,11 +253,11 @@ class _Parser:
             raise self.fault("a `(` is not closed")
         self.at += 1
         if len(summands) == 1:
-            return _Node("group", items=summands[0])
+            return _PatternNode("group", items=summands[0])
         if not all(summands):
             raise self.fault("`+` wants something on both sides")
-        items = tuple(s[0] if len(s) == 1 else _Node("group", items=s) for s in summands)
-        return _Node("sum", items=items, order=order)
+        items = tuple(s[0] if len(s) == 1 else _PatternNode("group", items=s) for s in summands)
+        return _PatternNode("sum", items=items, order=order)
 
     def order(self, count: int) -> tuple[int, ...]:
         """`@ 2 1`: the place of each summand."""

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ckpt_tool.auditing.findings import DTYPE, HEAD, QUANTISED, WORDS, Finding
+from ckpt_tool.auditing.findings import DTYPE, HEAD, QUANTISED, WORDS, FoundFault
 from ckpt_tool.auditing.subject import Subject
 from ckpt_tool.conversion.tied_head import TIED, pair_of
 from ckpt_tool.conversion.vocabulary import is_vocabulary
@@ -32,7 +32,7 @@ _FEW = 3  # an outlier is at most one of so many, of at least so many layers
 _SHOWN = 50
 
 
-def findings(subject: Subject) -> Iterator[Finding]:
+def findings(subject: Subject) -> Iterator[FoundFault]:
     """What the config and the side files show. Headers and small files alone."""
     if subject.whole:
         yield from _heads(subject)
@@ -41,7 +41,7 @@ def findings(subject: Subject) -> Iterator[Finding]:
     yield from _quantised(subject)
 
 
-def _heads(subject: Subject) -> Iterator[Finding]:
+def _heads(subject: Subject) -> Iterator[FoundFault]:
     pair = pair_of(subject.kinds)
     if pair is None or subject.config.get(TIED) is not True or pair[0] not in subject.kinds:
         return
@@ -50,10 +50,10 @@ def _heads(subject: Subject) -> Iterator[Finding]:
         message = (
             f"{pair[0]} is {list(head.shape)}, and the embedding to which the config ties it {list(embedding.shape)}"
         )
-        yield Finding(HEAD, message, pair[0])
+        yield FoundFault(HEAD, message, pair[0])
 
 
-def _dtypes(subject: Subject) -> Iterator[Finding]:
+def _dtypes(subject: Subject) -> Iterator[FoundFault]:
     """By the form of a name, one tensor a layer. Where something is quantised, layers differ by intent."""
     if any(kind.dtype.name in CODES or kind.dtype.name in ("U8", "I32") for kind in subject.kinds.values()):
         return
@@ -72,10 +72,10 @@ def _dtypes(subject: Subject) -> Iterator[Finding]:
             if other != usual and len(names) * _FEW <= total:
                 for name in names[:_SHOWN]:
                     others = len(types[usual])
-                    yield Finding(DTYPE, f"{name} is {other}, and that of {others} other layers {usual}", name)
+                    yield FoundFault(DTYPE, f"{name} is {other}, and that of {others} other layers {usual}", name)
 
 
-def _vocabulary(subject: Subject) -> Iterator[Finding]:
+def _vocabulary(subject: Subject) -> Iterator[FoundFault]:
     named = [name for name, kind in subject.kinds.items() if kind.shape and is_vocabulary(name) and subject.ruled(name)]
     rows = {name: subject.kinds[name].shape[0] for name in named}
     if not rows:
@@ -86,15 +86,15 @@ def _vocabulary(subject: Subject) -> Iterator[Finding]:
     name = next(iter(rows))
     wrong = type(stated) is int and (rows[name] < stated or rows[name] > stated and not padded)
     if wrong and subject.sure:
-        yield Finding(WORDS, f"{name} has {rows[name]} rows, and the config says vocab_size {stated}", name)
+        yield FoundFault(WORDS, f"{name} has {rows[name]} rows, and the config says vocab_size {stated}", name)
     different = [each for each in rows if rows[each] != rows[name]]
     if different and not padded:
         message = f"{different[0]} has {rows[different[0]]} rows, and {name} {rows[name]}"
-        yield Finding(WORDS, message, different[0])
+        yield FoundFault(WORDS, message, different[0])
     last, file = max(_token_numbers(subject), default=(-1, ""))
     if last >= rows[name]:
         message = f"{file} has tokens up to number {last}, and {name} {rows[name]} rows"
-        yield Finding(WORDS, message, name, file=file)
+        yield FoundFault(WORDS, message, name, file=file)
 
 
 def _token_numbers(subject: Subject) -> Iterator[tuple[int, str]]:
@@ -124,7 +124,7 @@ def _numbers(value: Any) -> Iterable[Any]:
     return [*words, *more]
 
 
-def _quantised(subject: Subject) -> Iterator[Finding]:
+def _quantised(subject: Subject) -> Iterator[FoundFault]:
     stated, kinds = quantisation(subject.model.config), subject.kinds
     found = subject.quantised
     by_name = quantisation(None, kinds) if has_integers(kinds.values()) else None
@@ -133,22 +133,22 @@ def _quantised(subject: Subject) -> Iterator[Finding]:
     is_known = stated.known if stated is not None else by_name is None or by_name.known
     is_told = bool(found.weights) or stated is not None
     for fault in found.faults[:_SHOWN] if is_told and is_known else ():
-        yield Finding(QUANTISED, f"{fault.name}: {fault.what}", fault.name)
+        yield FoundFault(QUANTISED, f"{fault.name}: {fault.what}", fault.name)
 
     integers = any(kind.dtype.name in DTYPES and len(kind.shape) > 1 for kind in kinds.values())
     there = bool(found.weights) or by_name is not None or (integers if not is_known else _has_codes(subject))
     if section(subject.config) is not None and not there:
-        yield Finding(
+        yield FoundFault(
             QUANTISED, f"the config states {stated.scheme if stated else CONFIG_KEYS[0]}, and no tensor is quantised"
         )
     if stated is None and by_name is not None and by_name.wants_config:
         what = "and no config says how they are stored: quantize_config.json, or a section of config.json"
-        yield Finding(QUANTISED, f"there are codes of {by_name.scheme} ({by_name.why}), {what}")
+        yield FoundFault(QUANTISED, f"there are codes of {by_name.scheme} ({by_name.why}), {what}")
     floats8 = [name for name in found.weights if kinds[name].dtype.name.startswith("F8")]
     if floats8 and stated is None and by_name is None and subject.model.config is not None:
         dtype = kinds[floats8[0]].dtype.name
         message = f"{len(floats8)} weights are {dtype} with scales, and the config has no {CONFIG_KEYS[0]}"
-        yield Finding(QUANTISED, message, floats8[0])
+        yield FoundFault(QUANTISED, message, floats8[0])
 
 
 def _has_codes(subject: Subject) -> bool:

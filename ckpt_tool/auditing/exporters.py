@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from ckpt_tool.auditing.findings import EXPORTER, MISSING, NOTHING, Finding
+from ckpt_tool.auditing.findings import EXPORTER, MISSING, NOTHING, FoundFault
 from ckpt_tool.auditing.names import ahead, gaps
 from ckpt_tool.auditing.subject import Subject
 from ckpt_tool.families.table import form_of
@@ -73,7 +73,7 @@ SPECULATORS = Report(
 _SHORT, _BESIDE = ("E0315", "E0317", "E0334"), "E1671"  # weights that end early; files of a training state
 
 
-def signatures(subject: Subject | None, found: Sequence[Finding], path: str) -> list[Finding]:
+def signatures(subject: Subject | None, found: Sequence[FoundFault], path: str) -> list[FoundFault]:
     """The known faults that the findings look like, with the evidence. subject: None where nothing could be opened.
     path: of the checkpoint; a step's name says that it was being saved, and not fetched."""
     codes = {each.code for each in found}
@@ -114,7 +114,7 @@ def _as_layers(subject: Subject) -> bool:
     return not any("mtp" in form_of(form)[0].split(".") for form in forms)
 
 
-def _seen(report: Report, evidence: str, do: str, others: Sequence[Report] = ()) -> Finding:
+def _seen(report: Report, evidence: str, do: str, others: Sequence[Report] = ()) -> FoundFault:
     """others: reports of the same cause."""
     links = (report.link, *(other.link for other in others))
-    return Finding(EXPORTER, f"{evidence}: as in {report.name}, where {report.what}", do=do, seen=links)
+    return FoundFault(EXPORTER, f"{evidence}: as in {report.name}, where {report.what}", do=do, seen=links)

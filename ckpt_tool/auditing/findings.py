@@ -1,6 +1,6 @@
 """Findings of an audit: a code each, how bad it is, which tensor, and what to do.
 
-    Finding("A0101", "model.layers.3.mlp.up_proj.weight is not there", "model.layers.3.mlp.up_proj.weight")
+    FoundFault("A0101", "model.layers.3.mlp.up_proj.weight is not there", "model.layers.3.mlp.up_proj.weight")
 
 Codes that begin with A are the audit's own, rows of `error_codes.toml` as all others; what readers and `ckpt verify`
 find keeps the code that it has there.
@@ -43,7 +43,7 @@ _SEVERITIES: Mapping[str, Severity] = {
 }
 
 
-class Finding(NamedTuple):
+class FoundFault(NamedTuple):
     """tensor, file: where; None where it is about the whole. do: what to do, where there is more to say than the
     catalogue does. seen: (name, address) of the reports of an exporter that does this."""
 
@@ -55,7 +55,7 @@ class Finding(NamedTuple):
     seen: tuple[tuple[str, str], ...] = ()
 
 
-def rows_of(findings: Iterable[Finding]) -> list[dict[str, Any]]:
+def rows_of(findings: Iterable[FoundFault]) -> list[dict[str, Any]]:
     """The findings as the document lists them, the worst first. `catalogue` is read where there are any."""
     rows = []
     for each in findings:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt_tool.algebra.pattern import Pattern
-from ckpt_tool.auditing.findings import ORDER, Finding
+from ckpt_tool.auditing.findings import ORDER, FoundFault
 from ckpt_tool.auditing.subject import Subject
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError
@@ -43,7 +43,7 @@ class Fused(NamedTuple):
     others: Mapping[str, Sequence[int]]
 
 
-def findings(subject: Subject) -> Iterator[Finding]:
+def findings(subject: Subject) -> Iterator[FoundFault]:
     """Fused weights whose parts seem to lie in another order. One read of those weights."""
     from ckpt_tool.run.row_norms import apart, explained, row_norms, sloped
 
@@ -64,18 +64,18 @@ def findings(subject: Subject) -> Iterator[Finding]:
     for (form, best), names in suspected.items():
         if len(names) >= _LAYERS and len(names) == counts[form]:
             message = f"the rows of {names[0]} (and {len(names) - 1} more) look as if its parts were stored {best}"
-            yield Finding(ORDER, message, names[0])
+            yield FoundFault(ORDER, message, names[0])
     for distances in turned.values():
         yield from _turned(distances)
 
 
-def _turned(distances: Mapping[str, float]) -> Iterator[Finding]:
+def _turned(distances: Mapping[str, float]) -> Iterator[FoundFault]:
     """One layer whose parts differ as clearly as all others' do, the other way round."""
     for sign in (1, -1):
         usual = [name for name, distance in distances.items() if sign * distance >= _SURE]
         odd = [name for name, distance in distances.items() if -sign * distance >= _SURE]
         if len(odd) == 1 and len(usual) >= _OTHERS and len(usual) + 1 == len(distances):
-            yield Finding(
+            yield FoundFault(
                 ORDER, f"the two parts of {odd[0]} look swapped: in all other layers the larger is the other", odd[0]
             )
 

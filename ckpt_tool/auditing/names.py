@@ -29,7 +29,7 @@ from ckpt_tool.auditing.findings import (
     SHAPE,
     SURPLUS,
     WRAPPED,
-    Finding,
+    FoundFault,
 )
 from ckpt_tool.auditing.subject import Subject
 from ckpt_tool.conversion.vocabulary import is_vocabulary
@@ -50,7 +50,7 @@ _MTP = re.compile(r"(?:^|\.)mtp(?:_\w+)?(?:\.|$)")
 _SHOWN = 200  # findings of one code
 
 
-def findings(subject: Subject) -> Iterator[Finding]:
+def findings(subject: Subject) -> Iterator[FoundFault]:
     """What names, shapes and the index show. Headers alone."""
     if subject.whole:
         yield from _config(subject)
@@ -64,20 +64,20 @@ def findings(subject: Subject) -> Iterator[Finding]:
     yield from _numbers(subject)
 
 
-def _limited(found: Iterator[Finding]) -> Iterator[Finding]:
+def _limited(found: Iterator[FoundFault]) -> Iterator[FoundFault]:
     listed = list(found)
     yield from listed[:_SHOWN]
     if len(listed) > _SHOWN:
         yield listed[_SHOWN]._replace(message=f"and {len(listed) - _SHOWN} more of this kind", tensor=None)
 
 
-def _config(subject: Subject) -> Iterator[Finding]:
+def _config(subject: Subject) -> Iterator[FoundFault]:
     if subject.sure and subject.model.config:
         for line in contradictions(subject.model.config):
-            yield Finding(CONFIG, f"the config contradicts itself: {line}", file=subject.model.origin)
+            yield FoundFault(CONFIG, f"the config contradicts itself: {line}", file=subject.model.origin)
 
 
-def _wrapped(subject: Subject) -> Iterator[Finding]:
+def _wrapped(subject: Subject) -> Iterator[FoundFault]:
     """Names of a hub folder behind a prefix. A job's own file has the names that the job goes on with."""
     config = subject.model.config
     is_of_the_hub = subject.opened.format.holds.dialect == "hf" and subject.opened.tree.single is None
@@ -94,7 +94,7 @@ def _wrapped(subject: Subject) -> Iterator[Finding]:
         advice = f"--rename '{prefix}*=*' takes it off"
     if what:
         do = f"ckpt convert SRC OUT --to safetensors writes the model again: {advice}."
-        yield Finding(WRAPPED, f"{what}: no library finds its weights under these names", names[0], do=do)
+        yield FoundFault(WRAPPED, f"{what}: no library finds its weights under these names", names[0], do=do)
 
 
 def lost_names(subject: Subject) -> list[str]:
@@ -107,22 +107,22 @@ def lost_names(subject: Subject) -> list[str]:
     return missing(family, dialect, subject.weights, subject.model.config)
 
 
-def _missing(subject: Subject) -> Iterator[Finding]:
+def _missing(subject: Subject) -> Iterator[FoundFault]:
     for name in lost_names(subject):
-        yield Finding(MISSING, f"{name} is not there", name)
+        yield FoundFault(MISSING, f"{name} is not there", name)
 
 
-def _strange(subject: Subject) -> Iterator[Finding]:
+def _strange(subject: Subject) -> Iterator[FoundFault]:
     if subject.found is not None and subject.sure:
         family, dialect = subject.found
         coded = _modules_of_codes(subject)
         for name in strange(family, dialect, subject.weights):
             if name.rpartition(".")[0] in coded:
                 continue
-            yield Finding(SURPLUS, f"{name} is in a layer, and no rule of {family.name} has it", name)
+            yield FoundFault(SURPLUS, f"{name} is in a layer, and no rule of {family.name} has it", name)
 
 
-def _outside(subject: Subject) -> Iterator[Finding]:
+def _outside(subject: Subject) -> Iterator[FoundFault]:
     """One finding for all tensors outside the layers that no rule has. A class that the family does not list
     (`LlamaForSequenceClassification`, a reward model's own) may have heads of its own, so that nobody can say."""
     if subject.found is None or not subject.sure:
@@ -136,7 +136,7 @@ def _outside(subject: Subject) -> Iterator[Finding]:
     names = [name for name in outside(family, dialect, subject.weights) if name.rpartition(".")[0] not in coded]
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        yield Finding(OUTSIDE, f"{names[0]}{more}: outside the layers, and in no rule of {family.name}", names[0])
+        yield FoundFault(OUTSIDE, f"{names[0]}{more}: outside the layers, and in no rule of {family.name}", names[0])
 
 
 def _modules_of_codes(subject: Subject) -> set[str]:
@@ -151,7 +151,7 @@ def _modules_of_codes(subject: Subject) -> set[str]:
     }
 
 
-def _shapes(subject: Subject) -> Iterator[Finding]:
+def _shapes(subject: Subject) -> Iterator[FoundFault]:
     """Against the sizes of the config. Rows of vocabularies are another check's, shapes of codes no parameters'."""
     if subject.found is None or not subject.sure or not subject.model.config:
         return
@@ -161,15 +161,15 @@ def _shapes(subject: Subject) -> Iterator[Finding]:
     shapes = {name: shape for name, shape in subject.shapes.items() if name not in codes and not is_vocabulary(name)}
     for each in unfitting(family, dialect, shapes, family.facts(subject.config), every=True):
         wanted = ", ".join("any" if n is None else str(n) for n in each.wanted)
-        yield Finding(SHAPE, f"{each.name} is {list(each.shape)}, by the config [{wanted}]", each.name)
+        yield FoundFault(SHAPE, f"{each.name} is {list(each.shape)}, by the config [{wanted}]", each.name)
 
 
-def _experts(subject: Subject) -> Iterator[Finding]:
+def _experts(subject: Subject) -> Iterator[FoundFault]:
     """Experts one by one against the number in the config; `completeness` finds gaps, and shapes tell fused ones. And
     experts that are there in both layouts."""
     for front in mixed_experts(subject.weights):
         shown = front.replace("%d", "*")
-        yield Finding(EXPERTS, f"{shown} has its experts both one by one and in one tensor a layer", shown)
+        yield FoundFault(EXPERTS, f"{shown} has its experts both one by one and in one tensor a layer", shown)
     count = subject.arguments.get("num_experts")
     if type(count) is not int or not count:
         return
@@ -184,7 +184,7 @@ def _experts(subject: Subject) -> Iterator[Finding]:
     for front, last in highest.items():
         if last + 1 < count and decoders[_LAYER.split(front)[0]] == max(decoders.values()):
             message = f"{front}{last} is the last expert, and the config says {count} of them"
-            yield Finding(EXPERTS, message, f"{front}{last + 1}")
+            yield FoundFault(EXPERTS, message, f"{front}{last + 1}")
 
 
 def ahead(subject: Subject) -> tuple[int, set[int | str]]:
@@ -200,12 +200,12 @@ def ahead(subject: Subject) -> tuple[int, set[int | str]]:
     return promised, there
 
 
-def _ahead(subject: Subject) -> Iterator[Finding]:
+def _ahead(subject: Subject) -> Iterator[FoundFault]:
     """Some of the layers and not all: a trainer that leaves MTP out leaves all of it out (transformers does)."""
     promised, there = ahead(subject)
     gone = [number for number in range(min(promised, 64)) if number not in there]
     if there and gone:
-        yield Finding(
+        yield FoundFault(
             AHEAD, f"the config promises {promised} layers of multi-token prediction, number {gone[0]} is not there"
         )
 
@@ -225,8 +225,8 @@ def gaps(subject: Subject) -> Mapping[str, list[int]]:
     return out
 
 
-def _numbers(subject: Subject) -> Iterator[Finding]:
+def _numbers(subject: Subject) -> Iterator[FoundFault]:
     for stem, gone in gaps(subject).items():
         some = ", ".join(map(str, gone[:8])) + (", ..." if len(gone) > 8 else "")
         what = "file" if len(gone) == 1 else "files"
-        yield Finding(NUMBERS, f"by their names {len(gone)} {what} {stem}N are left out: {some}")
+        yield FoundFault(NUMBERS, f"by their names {len(gone)} {what} {stem}N are left out: {some}")

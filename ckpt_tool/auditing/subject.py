@@ -13,14 +13,14 @@ from ckpt_tool.core.tensor import MASTER, MODEL
 from ckpt_tool.errors import CkptError, InputError, UsageError
 from ckpt_tool.families.base import Config
 from ckpt_tool.families.config.translation import megatron_args
-from ckpt_tool.families.registry import Found, find
+from ckpt_tool.families.registry import FamilyMatch, find
 from ckpt_tool.families.table import one_of_each
 from ckpt_tool.formats import registry
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import DIALECTS
 from ckpt_tool.quantised.kept_whole import found_in
-from ckpt_tool.quantised.weights import Found as Quantised
-from ckpt_tool.quantised.weights import Kind
+from ckpt_tool.quantised.weights import FoundWeights as Quantised
+from ckpt_tool.quantised.weights import TensorKind
 from ckpt_tool.sources.config import ARGUMENTS, ModelConfig, config_of
 from ckpt_tool.sources.opening import Opened
 
@@ -35,11 +35,11 @@ class Subject(NamedTuple):
 
     opened: Opened
     model: ModelConfig
-    kinds: Mapping[str, Kind]
-    weights: Mapping[str, Kind]
+    kinds: Mapping[str, TensorKind]
+    weights: Mapping[str, TensorKind]
     quantised: Quantised
     state: str
-    found: Found | None
+    found: FamilyMatch | None
     why: str
     arguments: Mapping[str, Any]
     asked: bool = False
@@ -75,7 +75,7 @@ def subject_of(opened: Opened, reading: Reading) -> Subject:
     model = config_of(opened, reading)
     rows = list(opened.catalog.rows())
     state = MODEL if any(row.state == MODEL for row in rows) else MASTER
-    kinds = {row.name: Kind(row.dtype, row.shape) for row in rows if row.state == state}
+    kinds = {row.name: TensorKind(row.dtype, row.shape) for row in rows if row.state == state}
     _, quantised = found_in(kinds, model.config)
     weights = _as_weights(kinds, quantised)
     found, why = _family(opened, model, weights, reading)
@@ -87,22 +87,22 @@ def subject_of(opened: Opened, reading: Reading) -> Subject:
     return Subject(opened, model, kinds, weights, quantised, state, found, why, arguments, asked)
 
 
-def _as_weights(kinds: Mapping[str, Kind], quantised: Quantised) -> Mapping[str, Kind]:
+def _as_weights(kinds: Mapping[str, TensorKind], quantised: Quantised) -> Mapping[str, TensorKind]:
     """`kinds` with one tensor a quantised weight, where its codes were."""
     if not quantised.weights:
         return kinds
     made = quantised.weights
     own = quantised.names - made.keys()
     return {
-        made[name].made if name in made else name: Kind(kind.dtype, made[name].floats) if name in made else kind
+        made[name].made if name in made else name: TensorKind(kind.dtype, made[name].floats) if name in made else kind
         for name, kind in kinds.items()
         if name not in own
     }
 
 
 def _family(
-    opened: Opened, model: ModelConfig, kinds: Mapping[str, Kind], reading: Reading
-) -> tuple[Found | None, str]:
+    opened: Opened, model: ModelConfig, kinds: Mapping[str, TensorKind], reading: Reading
+) -> tuple[FamilyMatch | None, str]:
     if model.foreign is not None and reading.family is None:
         return None, model.foreign.message
     said, home = opened.catalog.hints.dialect, registry.by_name(opened.catalog.format).holds.dialect

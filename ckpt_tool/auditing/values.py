@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-from ckpt_tool.auditing.findings import CONSTANT, COPIES, HEAD, NOT_FINITE, ZEROS, Finding
+from ckpt_tool.auditing.findings import CONSTANT, COPIES, HEAD, NOT_FINITE, ZEROS, FoundFault
 from ckpt_tool.auditing.subject import Subject
 from ckpt_tool.conversion.tied_head import TIED, pair_of
 from ckpt_tool.core.progress import Progress
@@ -35,7 +35,7 @@ _BEGUN_AT_ZERO = ("lora_B", "lora_embedding_B")
 _SHOWN = 100
 
 
-def head_differs(subject: Subject) -> Iterator[Finding]:
+def head_differs(subject: Subject) -> Iterator[FoundFault]:
     """By some rows of each, so that it may be asked without reading all."""
     pair = pair_of(subject.kinds)
     if pair is None or subject.config.get(TIED) is not True or not set(pair) <= subject.kinds.keys():
@@ -48,10 +48,10 @@ def head_differs(subject: Subject) -> Iterator[Finding]:
     keys = (TensorKey(pair[0], subject.state), TensorKey(pair[1], subject.state))
     if not equal_rows(subject.opened.catalog, subject.opened.tree, *keys):
         message = f"{pair[0]} is no copy of {pair[1]}, to which the config ties it: who loads it may take either"
-        yield Finding(HEAD, message, pair[0])
+        yield FoundFault(HEAD, message, pair[0])
 
 
-def findings(subject: Subject, progress: Progress) -> Iterator[Finding]:
+def findings(subject: Subject, progress: Progress) -> Iterator[FoundFault]:
     """What the values show: copies, zeros, constants, NaN and Inf, tied heads. One read of the tensors."""
     from ckpt_tool.run.scan import digests_of
     from ckpt_tool.run.stats import Statistics
@@ -70,7 +70,7 @@ def findings(subject: Subject, progress: Progress) -> Iterator[Finding]:
     yield from _not_finite(subject, sums)
 
 
-def _copies(subject: Subject, digests: Mapping[str, str], alike: set[str]) -> Iterator[Finding]:
+def _copies(subject: Subject, digests: Mapping[str, str], alike: set[str]) -> Iterator[FoundFault]:
     """Layers whose every matrix is that of another layer, then experts."""
     for pattern, what in ((_LAYER, "layer"), (_EXPERT, "expert")):
         modules: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
@@ -84,10 +84,10 @@ def _copies(subject: Subject, digests: Mapping[str, str], alike: set[str]) -> It
                 other = first.setdefault(tuple(sorted(numbers[number].items())), number)
                 if other != number:
                     message = f"{what} {front}{number} has the weights of {front}{other}, bit for bit"
-                    yield Finding(COPIES, message, f"{front}{number}")
+                    yield FoundFault(COPIES, message, f"{front}{number}")
 
 
-def _constants(subject: Subject, sums: Mapping[str, Mapping[str, Any]], alike: set[str]) -> Iterator[Finding]:
+def _constants(subject: Subject, sums: Mapping[str, Mapping[str, Any]], alike: set[str]) -> Iterator[FoundFault]:
     forms = Counter(form_of(name)[0] for name in subject.kinds)
     same = Counter(form_of(name)[0] for name in alike)
     for name in sorted(alike):
@@ -100,14 +100,14 @@ def _constants(subject: Subject, sums: Mapping[str, Mapping[str, Any]], alike: s
             continue
         value = sums[name]["min"]
         if value == 0:
-            yield Finding(ZEROS, f"{name} {list(shape)} is all zeros", name)
+            yield FoundFault(ZEROS, f"{name} {list(shape)} is all zeros", name)
         else:
-            yield Finding(CONSTANT, f"{name} {list(shape)} is {value:g} everywhere", name)
+            yield FoundFault(CONSTANT, f"{name} {list(shape)} is {value:g} everywhere", name)
 
 
-def _not_finite(subject: Subject, sums: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+def _not_finite(subject: Subject, sums: Mapping[str, Mapping[str, Any]]) -> Iterator[FoundFault]:
     for name, row in sums.items():
         bad = row["nan"] + row["inf"]
         if bad and not name.endswith(_MASKS):
             what = "NaN" if row["nan"] else "infinite"
-            yield Finding(NOT_FINITE, f"{bad} values of {name} are {what}", name)
+            yield FoundFault(NOT_FINITE, f"{bad} values of {name} are {what}", name)

@@ -24,7 +24,7 @@ from ckpt_tool.core.report_data import ReportData, collected
 from ckpt_tool.errors import CkptError, InputError, InternalError, Interrupted, StorageError, wrap_os_error
 
 if TYPE_CHECKING:
-    from ckpt_tool.cli.verbs import Job
+    from ckpt_tool.cli.verbs import VerbJob
     from ckpt_tool.options.reading import Show
 
 PIPE_CLOSED = 141  # what a shell reports for a process that SIGPIPE ended
@@ -53,7 +53,7 @@ def _run_line(given: Sequence[str]) -> int:
         from ckpt_tool.core.urls import hide_in_argument
 
         arguments = [hide_in_argument(argument) for argument in given]
-    job: Job | None = None
+    job: VerbJob | None = None
     try:
         if not arguments and "_CKPT_COMPLETE" not in os.environ:
             from ckpt_tool.cli.parser import help_text
@@ -79,7 +79,7 @@ def _run_line(given: Sequence[str]) -> int:
         return error.exit_code
 
 
-def _run(job: Job, arguments: Sequence[str]) -> int:
+def _run(job: VerbJob, arguments: Sequence[str]) -> int:
     show = job.show
     if show.report:
         from ckpt_tool.report import html
@@ -145,7 +145,7 @@ def _nothing(document: Mapping[str, Any]) -> None:
     """A plan that is the result itself (`--dry-run`, `--plan`) is shown as that."""
 
 
-def _as_text(job: Job, document: dict[str, Any], show: Show, *, shown: bool) -> str:
+def _as_text(job: VerbJob, document: dict[str, Any], show: Show, *, shown: bool) -> str:
     """The result for people. shown: the plan of this run has been shown."""
     from ckpt_tool.report.plain import look_of, render
 
@@ -191,16 +191,16 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _check_report(path: str, job: Job, document: Mapping[str, Any]) -> None:
+def _check_report(path: str, job: VerbJob, document: Mapping[str, Any]) -> None:
     """Refuse a report in a source or an output: those of the command line, and those that the document names."""
-    from ckpt_tool.storage.destination import check_beside
+    from ckpt_tool.storage.output.destination import check_beside
 
     source, target = document.get("source") or {}, document.get("target") or {}
     read = source.get("paths") or [source.get("path")]
     check_beside(path, "--report", (*job.sources, *filter(None, read)), (*job.outputs, target.get("path")))
 
 
-def _save_report(job: Job, arguments: Sequence[str], document: dict[str, Any], seen: ReportData, path: str) -> None:
+def _save_report(job: VerbJob, arguments: Sequence[str], document: dict[str, Any], seen: ReportData, path: str) -> None:
     """Save the page. At its top: the command, without secrets of URLs, the time, and the version."""
     import shlex
     import time
@@ -295,7 +295,7 @@ def _catch_signals() -> dict[int, Any]:
     return before
 
 
-def _interrupted(stop: KeyboardInterrupt, job: Job | None, arguments: Sequence[str]) -> int:
+def _interrupted(stop: KeyboardInterrupt, job: VerbJob | None, arguments: Sequence[str]) -> int:
     number = int(signal.SIGTERM) if isinstance(stop, Terminated) else int(signal.SIGINT)
     hint = "the same command resumes" if job is not None and job.writes else "nothing was written"
     error = Interrupted(f"interrupted by {signal.Signals(number).name}", signal=number, hint=hint)
@@ -333,7 +333,7 @@ def _last_frame(fault: BaseException) -> str:
     return place
 
 
-def _tell(error: CkptError, arguments: Sequence[str], job: Job | None, *, trace: BaseException) -> None:
+def _tell(error: CkptError, arguments: Sequence[str], job: VerbJob | None, *, trace: BaseException) -> None:
     """The error on stderr, as text or as JSON. One about the input that knows no place is of the only source."""
     from ckpt_tool.report.errors import as_json as error_json
     from ckpt_tool.report.errors import as_text

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ckpt_tool.cli.repeated import refuse_two_values
-from ckpt_tool.cli.verbs import VERBS, Argument, Job, Verb
+from ckpt_tool.cli.verbs import VERBS, Argument, Verb, VerbJob
 from ckpt_tool.errors import UsageError, near_misses
 from ckpt_tool.options.statement import OPTIONS, REPORTING, Option, options_of, ordered_headings
 
@@ -141,12 +141,12 @@ def build(name: str, *, is_short: bool = False) -> Any:
     return command
 
 
-def _function(verb: Verb) -> Callable[..., Job]:
+def _function(verb: Verb) -> Callable[..., VerbJob]:
     """A verb as typer reads it: a function of its name with one parameter an argument and an option."""
     arguments = [_argument(f"argument_{number}", one) for number, one in enumerate(verb.arguments)]
     parameters = [*arguments, *map(_option, verb.options().values())]
 
-    def call(**line: Any) -> Job:
+    def call(**line: Any) -> VerbJob:
         return verb.job([line.pop(argument.name) for argument in arguments], line)
 
     call.__name__, call.__doc__ = verb.name, verb.about
@@ -217,7 +217,7 @@ def _root() -> Any:
     return typer.main.get_command(app)
 
 
-def parse(arguments: Sequence[str]) -> Job | int:
+def parse(arguments: Sequence[str]) -> VerbJob | int:
     """The job that the command line asks for, or the exit code where typer has done all (help, completion).
 
     Raises UsageError.

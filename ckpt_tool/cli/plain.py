@@ -17,13 +17,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ckpt_tool.cli.verbs import VERBS, Job
+from ckpt_tool.cli.verbs import VERBS, VerbJob
 from ckpt_tool.errors import UsageError
 
 PLAIN = ("inspect", "reshard", "convert")
 
 
-def plain_job(line: Sequence[str]) -> Job | None:
+def plain_job(line: Sequence[str]) -> VerbJob | None:
     """The job of a plain line, None for all others."""
     if not line or line[0] not in PLAIN or "_CKPT_COMPLETE" in os.environ:
         return None

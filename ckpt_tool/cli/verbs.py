@@ -37,9 +37,9 @@ if TYPE_CHECKING:
         Auditing,
         Cleaning,
         Comparison,
+        HelpPage,
         Kernels,
         Looking,
-        Page,
         Retention,
         Search,
         Share,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 
 
-class Job(NamedTuple):
+class VerbJob(NamedTuple):
     """A verb, ready to run.
 
     run: reads and writes, returns the document. page: the document for people, uncut with True. sound: is there nothing
@@ -95,7 +95,7 @@ class Verb(NamedTuple):
     takes: Callable[[], tuple[type, ...]]
     but: tuple[Section, ...]
     examples: tuple[str, ...]
-    ready: Callable[..., Job]
+    ready: Callable[..., VerbJob]
 
     def options(self) -> dict[str, Option]:
         """Keyword -> option, as the command line has them."""
@@ -103,7 +103,7 @@ class Verb(NamedTuple):
 
         return {name: one for name, one in options_of(*self.takes(), Show).items() if one.section not in self.but}
 
-    def job(self, arguments: Sequence[Any], given: Mapping[str, Any]) -> Job:
+    def job(self, arguments: Sequence[Any], given: Mapping[str, Any]) -> VerbJob:
         """What a line comes to. given: options by keyword, as text. Raises UsageError with all that is wrong."""
         from ckpt_tool.options.reading import Show
 
@@ -119,7 +119,7 @@ class Verb(NamedTuple):
 
 
 VERBS: dict[str, Verb] = {}
-F = Callable[..., Job]
+F = Callable[..., VerbJob]
 SRC = Argument("SRC", "A file, a folder or a URL.")
 DST = Argument("DST", "The output: a new file or folder, or a place in a store (s3://, az://).")
 
@@ -164,7 +164,7 @@ def _both() -> tuple[type, ...]:
         "ckpt inspect runs/7 --placement",
     ),
 )
-def inspect(show: Show, src: str, wanted: Inspection, reading: Reading) -> Job:
+def inspect(show: Show, src: str, wanted: Inspection, reading: Reading) -> VerbJob:
     """What is in a checkpoint, read from headers alone. Nothing in it is ever run."""
 
     def run(progress: Progress) -> Document:
@@ -188,7 +188,7 @@ def inspect(show: Show, src: str, wanted: Inspection, reading: Reading) -> Job:
 
         return fault_of(document)
 
-    return Job("inspect", show, run, page, sources=(src,), fault=fault)
+    return VerbJob("inspect", show, run, page, sources=(src,), fault=fault)
 
 
 def written(document: Document, uncut: bool) -> Shown:
@@ -200,8 +200,8 @@ def written(document: Document, uncut: bool) -> Shown:
 
 def _writer(
     name: str, show: Show, run: Callable[[Progress], Document], writing: Writing, sources: Sequence[str], *outputs: str
-) -> Job:
-    return Job(
+) -> VerbJob:
+    return VerbJob(
         name,
         show,
         run,
@@ -225,7 +225,7 @@ def _writer(
         "ckpt reshard in out --dp 3 --zero 3 --dry-run",
     ),
 )
-def reshard(show: Show, src: str, dst: str, reading: Reading, writing: Writing) -> Job:
+def reshard(show: Show, src: str, dst: str, reading: Reading, writing: Writing) -> VerbJob:
     """The same checkpoint for other parallel degrees: model, optimizer, experts, scalars and extras together."""
 
     def run(progress: Progress) -> Document:
@@ -247,7 +247,7 @@ def reshard(show: Show, src: str, dst: str, reading: Reading, writing: Writing) 
         "ckpt convert ddp out --to safetensors --rename 'module.*=*'",
     ),
 )
-def convert(show: Show, src: str, dst: str, reading: Reading, writing: Writing) -> Job:
+def convert(show: Show, src: str, dst: str, reading: Reading, writing: Writing) -> VerbJob:
     """Another format and, where the names differ, another dialect; degrees too, so one hop is always enough."""
     if writing.to is None:
         raise UsageError(
@@ -283,7 +283,7 @@ def _merging() -> tuple[type, ...]:
         "ckpt merge a b out --method slerp --t 0.3",
     ),
 )
-def merge(show: Show, paths: Sequence[str], writing: Writing, reading: Reading, options: MergeOptions) -> Job:
+def merge(show: Show, paths: Sequence[str], writing: Writing, reading: Reading, options: MergeOptions) -> VerbJob:
     """Join shards, strip keys, fold LoRA adapters, merge models."""
     *sources, dst = paths
     if not sources and options.config is None:
@@ -328,7 +328,7 @@ def _making() -> tuple[type, ...]:
         "ckpt delta a b changes --encoding overwrite",
     ),
 )
-def delta(show: Show, src: str, new: str, dst: str, wanted: Making, reading: Reading) -> Job:
+def delta(show: Show, src: str, new: str, dst: str, wanted: Making, reading: Reading) -> VerbJob:
     """What changed between two checkpoints, in any formats and layouts: a folder of compressed differences, as slime
     publishes them and SGLang reads them. With --dedup the files of a step of training, byte for byte."""
 
@@ -342,7 +342,7 @@ def delta(show: Show, src: str, new: str, dst: str, wanted: Making, reading: Rea
 
         return made(document, everything=uncut)
 
-    return Job("delta", show, run, page, writes=True, sources=(src, new), outputs=(dst,))
+    return VerbJob("delta", show, run, page, writes=True, sources=(src, new), outputs=(dst,))
 
 
 @verb(
@@ -355,7 +355,7 @@ def delta(show: Show, src: str, new: str, dst: str, wanted: Making, reading: Rea
         "ckpt patch hf weight_v000001 out --to megatron-dist --tp 4",
     ),
 )
-def patch(show: Show, paths: Sequence[str], reading: Reading, writing: Writing) -> Job:
+def patch(show: Show, paths: Sequence[str], reading: Reading, writing: Writing) -> VerbJob:
     """A base with a chain of deltas applied, in one pass. Nothing is written unless every tensor has the digest that
     the chain states."""
     if len(paths) < 3:
@@ -393,7 +393,7 @@ def _comparing() -> tuple[type, ...]:
         "ckpt diff a b --atol 1e-6 --state model --rank",
     ),
 )
-def diff(show: Show, a: str, b: str, wanted: Comparison, reading: Reading) -> Job:
+def diff(show: Show, a: str, b: str, wanted: Comparison, reading: Reading) -> VerbJob:
     """Are two checkpoints equal in value, in whatever formats and layouts they lie? Exit 1 when they are not."""
 
     def run(progress: Progress) -> Document:
@@ -406,7 +406,7 @@ def diff(show: Show, a: str, b: str, wanted: Comparison, reading: Reading) -> Jo
 
         return comparison(document, everything=uncut)
 
-    return Job("diff", show, run, page, sound=lambda document: bool(document["equal"]), sources=(a, b))
+    return VerbJob("diff", show, run, page, sound=lambda document: bool(document["equal"]), sources=(a, b))
 
 
 def _verifying() -> tuple[type, ...]:
@@ -422,7 +422,7 @@ def _verifying() -> tuple[type, ...]:
     takes=_verifying,
     examples=("ckpt verify out", "ckpt verify out --mode quick --json", "ckpt verify out --key key.pub"),
 )
-def verify(show: Show, src: str, wanted: Verification, reading: Reading) -> Job:
+def verify(show: Show, src: str, wanted: Verification, reading: Reading) -> VerbJob:
     """Is it complete and sound? Headers, extents, cover, replicas, checksums, finite values. Exit 1 when it is not."""
 
     def run(progress: Progress) -> Document:
@@ -435,7 +435,7 @@ def verify(show: Show, src: str, wanted: Verification, reading: Reading) -> Job:
 
         return verification(document, everything=uncut)
 
-    return Job("verify", show, run, page, sound=lambda document: bool(document["ok"]), sources=(src,))
+    return VerbJob("verify", show, run, page, sound=lambda document: bool(document["ok"]), sources=(src,))
 
 
 def _auditing() -> tuple[type, ...]:
@@ -451,7 +451,7 @@ def _auditing() -> tuple[type, ...]:
     takes=_auditing,
     examples=("ckpt audit out", "ckpt audit out --values", "ckpt audit out --sarif audit.sarif"),
 )
-def audit(show: Show, src: str, wanted: Auditing, reading: Reading) -> Job:
+def audit(show: Show, src: str, wanted: Auditing, reading: Reading) -> VerbJob:
     """Is it complete and plausible for its own config? Missing and surplus tensors, index, experts, vocabulary,
     quantisation; with --values copies, zeros, tied heads. Exit 1 when there are findings."""
 
@@ -466,7 +466,9 @@ def audit(show: Show, src: str, wanted: Auditing, reading: Reading) -> Job:
         return page_of(document, everything=uncut)
 
     outputs = (wanted.sarif, wanted.junit)
-    return Job("audit", show, run, page, sound=lambda document: bool(document["ok"]), sources=(src,), outputs=outputs)
+    return VerbJob(
+        "audit", show, run, page, sound=lambda document: bool(document["ok"]), sources=(src,), outputs=outputs
+    )
 
 
 def _reading() -> tuple[type, ...]:
@@ -495,7 +497,7 @@ def _searching() -> tuple[type, ...]:
         'ckpt inspect "$(ckpt latest runs/7)"',
     ),
 )
-def latest(show: Show, run: str, wanted: Search, reading: Reading) -> Job:
+def latest(show: Show, run: str, wanted: Search, reading: Reading) -> VerbJob:
     """The newest step of a run that is whole, by names and headers: its path on stdout. Exit 1 when there is none, 7
     when a newer one can't be read."""
 
@@ -504,7 +506,7 @@ def latest(show: Show, run: str, wanted: Search, reading: Reading) -> Job:
 
         return command(run, reading, wanted, progress=progress)
 
-    return Job(
+    return VerbJob(
         "latest",
         show,
         command,
@@ -532,7 +534,7 @@ def _pruning() -> tuple[type, ...]:
         "ckpt prune runs/7 --keep-last 2 --keep-every 1000",
     ),
 )
-def prune(show: Show, run: str, wanted: Retention, reading: Reading) -> Job:
+def prune(show: Show, run: str, wanted: Retention, reading: Reading) -> VerbJob:
     """Remove the steps that no rule keeps. Never the last sound one, what is being written, what a pointer file or a
     link leads to, or what is no checkpoint. Exit 1 when no step is sound: then nothing is removed."""
 
@@ -546,7 +548,7 @@ def prune(show: Show, run: str, wanted: Retention, reading: Reading) -> Job:
 
         return pruning(document)
 
-    return Job(
+    return VerbJob(
         "prune",
         show,
         command,
@@ -575,7 +577,7 @@ def _applying() -> tuple[type, ...]:
         "ckpt apply p.json --claim",
     ),
 )
-def apply(show: Show, saved: str, wanted: Share, writing: Writing) -> Job:
+def apply(show: Show, saved: str, wanted: Share, writing: Writing) -> VerbJob:
     """Run a saved plan, or one share of it: on as many machines as there are."""
 
     def run(progress: Progress) -> Document:
@@ -598,7 +600,7 @@ def _looking() -> tuple[type, ...]:
     takes=_looking,
     examples=("ckpt status out", "ckpt status plan.json --watch"),
 )
-def status(show: Show, target: str, wanted: Looking) -> Job:
+def status(show: Show, target: str, wanted: Looking) -> VerbJob:
     """How far a run is, here or on other machines: each part, done, running or dead. Exit 1 when one is dead or none
     is at work."""
 
@@ -616,7 +618,7 @@ def status(show: Show, target: str, wanted: Looking) -> Job:
         parts = document["parts"]
         return not parts or bool(document["running"]) and all(part["state"] != "dead" for part in parts)
 
-    return Job("status", show, run, page, sound=sound)
+    return VerbJob("status", show, run, page, sound=sound)
 
 
 def _validating() -> tuple[type, ...]:
@@ -633,7 +635,7 @@ def _validating() -> tuple[type, ...]:
         "ckpt validate --from-layout tp2,pp2,dp2,ep2 --to-layout dp4,ep2",
     ),
 )
-def validate(show: Show, wanted: Validating) -> Job:
+def validate(show: Show, wanted: Validating) -> VerbJob:
     """Train, save sharded, kill, reshard, resume, and compare with the run that was never interrupted. Needs torch."""
 
     def run(progress: Progress) -> Document:
@@ -646,7 +648,7 @@ def validate(show: Show, wanted: Validating) -> Job:
 
         return validation(document, everything=uncut)
 
-    return Job("validate", show, run, page, sound=lambda document: bool(document["ok"]), outputs=(wanted.keep,))
+    return VerbJob("validate", show, run, page, sound=lambda document: bool(document["ok"]), outputs=(wanted.keep,))
 
 
 def _of_kernels() -> tuple[type, ...]:
@@ -661,7 +663,7 @@ def _of_kernels() -> tuple[type, ...]:
     takes=_of_kernels,
     examples=("ckpt kernels info", "ckpt kernels build --arch native", "ckpt kernels check --cases 1000"),
 )
-def kernels(show: Show, action: str, wanted: Kernels) -> Job:
+def kernels(show: Show, action: str, wanted: Kernels) -> VerbJob:
     """The CUDA reshard kernels: compile them, say what there is, hold them against NumPy (exit 1 where they differ),
     measure."""
     _check_action(action, wanted)
@@ -676,7 +678,9 @@ def kernels(show: Show, action: str, wanted: Kernels) -> Job:
         return commands.bench(quick=wanted.quick) if action == "bench" else commands.info()
 
     page = _listing(f"ckpt kernels {action}")
-    return Job("kernels", show, run, page, sound=lambda document: bool(document.get("ok", True)), outputs=(wanted.out,))
+    return VerbJob(
+        "kernels", show, run, page, sound=lambda document: bool(document.get("ok", True)), outputs=(wanted.out,)
+    )
 
 
 def _check_action(word: str, wanted: Kernels) -> None:
@@ -698,7 +702,7 @@ def _check_action(word: str, wanted: Kernels) -> None:
 
 
 @verb("what this machine offers, and a self-test", examples=("ckpt doctor",))
-def doctor(show: Show) -> Job:
+def doctor(show: Show) -> VerbJob:
     """What this machine offers: versions, disk, file system, GPU, nvcc, extras; and a self-test."""
 
     def run(progress: Progress) -> Document:
@@ -706,13 +710,13 @@ def doctor(show: Show) -> Job:
 
         return command()
 
-    return Job("doctor", show, run, _listing("ckpt doctor"), sound=lambda document: document["self_test"] == "ok")
+    return VerbJob("doctor", show, run, _listing("ckpt doctor"), sound=lambda document: document["self_test"] == "ok")
 
 
 def _paging() -> tuple[type, ...]:
-    from ckpt_tool.options.verbs import Page
+    from ckpt_tool.options.verbs import HelpPage
 
-    return (Page,)
+    return (HelpPage,)
 
 
 @verb(
@@ -721,7 +725,7 @@ def _paging() -> tuple[type, ...]:
     takes=_paging,
     examples=("ckpt help", "ckpt help pretrained", "ckpt help paddle --lang zh"),
 )
-def help(show: Show, topic: str, wanted: Page) -> Job:
+def help(show: Show, topic: str, wanted: HelpPage) -> VerbJob:
     """The guide: pages on formats, pretrained weights, merging, Paddle, and so on."""
 
     def run(progress: Progress) -> Document:
@@ -734,7 +738,7 @@ def help(show: Show, topic: str, wanted: Page) -> Job:
 
         return page_of(document)
 
-    return Job("help", show, run, page, pages=True)
+    return VerbJob("help", show, run, page, pages=True)
 
 
 def _cleaning() -> tuple[type, ...]:
@@ -749,7 +753,7 @@ def _cleaning() -> tuple[type, ...]:
     takes=_cleaning,
     examples=("ckpt clean .", "ckpt clean . --remove"),
 )
-def clean(show: Show, folder: str, wanted: Cleaning) -> Job:
+def clean(show: Show, folder: str, wanted: Cleaning) -> VerbJob:
     """What interrupted runs left in a folder: list it, or remove it."""
 
     def run(progress: Progress) -> Document:
@@ -757,7 +761,7 @@ def clean(show: Show, folder: str, wanted: Cleaning) -> Job:
 
         return command(folder, remove=wanted.remove)
 
-    return Job("clean", show, run, _listing("ckpt clean"))
+    return VerbJob("clean", show, run, _listing("ckpt clean"))
 
 
 @verb(
@@ -765,7 +769,7 @@ def clean(show: Show, folder: str, wanted: Cleaning) -> Job:
     Argument("[CODE]", "As an error shows it: E0301. Without it, all.", "optional"),
     examples=("ckpt explain E0301", "ckpt explain"),
 )
-def explain(show: Show, code: str) -> Job:
+def explain(show: Show, code: str) -> VerbJob:
     """What an error code means, why it comes, what to do."""
 
     def run(progress: Progress) -> Document:
@@ -778,7 +782,7 @@ def explain(show: Show, code: str) -> Job:
 
         return explanation(document)
 
-    return Job("explain", show, run, page)
+    return VerbJob("explain", show, run, page)
 
 
 def _listing(title: str) -> Callable[[Document, bool], Shown]:

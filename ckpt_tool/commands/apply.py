@@ -22,12 +22,19 @@ from ckpt_tool.options.verbs import Share
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.signing.seal import seal_of
-from ckpt_tool.storage import journal
-from ckpt_tool.storage.destination import Place, RemotePlace, check_apart, check_destination, check_space, place_of
 from ckpt_tool.storage.opening import open_tree, scheme_of, short_url
-from ckpt_tool.storage.replaced import Replaced
+from ckpt_tool.storage.output import journal
+from ckpt_tool.storage.output.destination import (
+    Place,
+    RemotePlace,
+    check_apart,
+    check_destination,
+    check_space,
+    place_of,
+)
+from ckpt_tool.storage.output.replaced import ReplacedOutput
+from ckpt_tool.storage.output.staging import new_worker
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.staging import new_worker
 
 if TYPE_CHECKING:
     from ckpt_tool.core.tensor import TensorKey
@@ -109,7 +116,7 @@ class _Job(NamedTuple):
         return self.part is not None or self.worker is not None
 
 
-def _check_output(job: _Job, trees: Mapping[str, Tree]) -> Replaced:
+def _check_output(job: _Job, trees: Mapping[str, Tree]) -> ReplacedOutput:
     """What `--force` replaces; raises what is wrong with the output's place before anything is written."""
     destination, force = job.destination, job.writing.force
     if isinstance(destination, RemotePlace):
@@ -122,11 +129,11 @@ def _check_output(job: _Job, trees: Mapping[str, Tree]) -> Replaced:
     begun = isinstance(destination, RemotePlace) and job.shared and output_state(destination).of
     if force and not begun:  # else the first worker has looked, and the last may be replacing it right now
         return check_replaced(destination)
-    return Replaced({})
+    return ReplacedOutput({})
 
 
 def _carried_out(
-    job: _Job, trees: Mapping[str, Tree], seal: Seal | None, replaced: Replaced, progress: Progress
+    job: _Job, trees: Mapping[str, Tree], seal: Seal | None, replaced: ReplacedOutput, progress: Progress
 ) -> tuple[dict[str, Any], dict[TensorKey, int]]:
     """(the document, overflows of lossy casts) after this process's work. Raises as `carry_out.execute`."""
     plan, part, worker = job.plan, job.part, job.worker

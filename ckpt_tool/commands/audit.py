@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckpt_tool.auditing import config_match, exporters, fused, names, values
-from ckpt_tool.auditing.findings import NOTHING, Finding, rows_of
+from ckpt_tool.auditing.findings import NOTHING, FoundFault, rows_of
 from ckpt_tool.auditing.subject import Subject, subject_of
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import InputError, UnknownFormat, UsageError
@@ -23,8 +23,8 @@ from ckpt_tool.report import files, junit, sarif
 from ckpt_tool.sources.config import config_in
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.sources.sound import UNSOUND, cut_short, finding, findings_of
-from ckpt_tool.storage.destination import check_beside
 from ckpt_tool.storage.opening import open_tree
+from ckpt_tool.storage.output.destination import check_beside
 from ckpt_tool.storage.source import Tree, unchanged
 
 _NO_TENSORS, _EMPTY_INDEX, _BAD_CONFIG = "E1642", "E0336", "E0239"
@@ -39,7 +39,7 @@ def audit(src: str, reading: Reading, wanted: Auditing, *, progress: Progress) -
         if path:
             check_beside(path, option, (src,), ())
             files.check_target(path, option, kind.is_ours)
-    subject, found = None, list[Finding]()
+    subject, found = None, list[FoundFault]()
     try:
         opened = open_source(src, reading)
         subject = subject_of(opened, reading)
@@ -81,7 +81,7 @@ def audit(src: str, reading: Reading, wanted: Auditing, *, progress: Progress) -
     return document
 
 
-def _adapter_inside(subject: Subject) -> Iterator[Finding]:
+def _adapter_inside(subject: Subject) -> Iterator[FoundFault]:
     """A model for the hub whose names are those of a job that wrapped it: no library would load its weights."""
     if subject.opened.format.holds.dialect != "hf" or subject.opened.format.holds.adapter:
         return
@@ -89,13 +89,13 @@ def _adapter_inside(subject: Subject) -> Iterator[Finding]:
     if inside is not None:
         count = len(inside.adapter) or len(inside.others)
         message = f"an adapter is inside the model ({count} tensors): libraries do not know these names"
-        yield Finding("E2933", message, next(iter(inside.adapter), None))
+        yield FoundFault("E2933", message, next(iter(inside.adapter), None))
 
 
-def _of_headers(subject: Subject) -> Iterator[Finding]:
+def _of_headers(subject: Subject) -> Iterator[FoundFault]:
     opened = subject.opened
     for row in findings_of(opened)[0]:
-        yield Finding(row["code"], row["message"], row["tensor"], row["file"])
+        yield FoundFault(row["code"], row["message"], row["tensor"], row["file"])
     for fault in cut_short(opened.tree, {opened.tree.display(file) for file in opened.catalog.files}):
         yield _of_error(fault)
     yield from _adapter_inside(subject)
@@ -105,7 +105,7 @@ def _of_headers(subject: Subject) -> Iterator[Finding]:
     yield from values.head_differs(subject)
 
 
-def _of_parts(subject: Subject) -> Iterator[Finding]:
+def _of_parts(subject: Subject) -> Iterator[FoundFault]:
     """What small tensors of quantised weights say, where names and shapes alone show nothing wrong."""
     if subject.quantised.faults or not has_codes(kind.dtype for kind in subject.kinds.values()):
         return
@@ -114,13 +114,13 @@ def _of_parts(subject: Subject) -> Iterator[Finding]:
     yield from map(_of_error, faults_of(subject.opened, subject.model.config, values=True))
 
 
-def _of_error(fault: Any) -> Finding:
+def _of_error(fault: Any) -> FoundFault:
     row = finding(fault)
     more = f"; {len(fault.faults)} more" if fault.faults else ""
-    return Finding(row["code"], f"{row['message']}{more}", row["tensor"], row["file"], do=fault.hint or "")
+    return FoundFault(row["code"], f"{row['message']}{more}", row["tensor"], row["file"], do=fault.hint or "")
 
 
-def _nothing(src: str, reading: Reading) -> list[Finding]:
+def _nothing(src: str, reading: Reading) -> list[FoundFault]:
     """A folder of a model without any weights: what an exporter left that wrote none."""
     tree: Tree = open_tree(src, follow_symlinks=reading.follow_symlinks)
     config = config_in(tree)
@@ -128,7 +128,7 @@ def _nothing(src: str, reading: Reading) -> list[Finding]:
         return []
     if any("/" in path or path.endswith(WEIGHT_SUFFIXES) for path in tree.listing()):  # a run's folder, a pipeline's
         return []
-    return [Finding(NOTHING, "there is a config.json and no file of weights", file=tree.display("config.json"))]
+    return [FoundFault(NOTHING, "there is a config.json and no file of weights", file=tree.display("config.json"))]
 
 
 def _notes(subject: Subject) -> Iterator[str]:

@@ -13,9 +13,9 @@ from typing import Any
 from ckpt_tool.core.inner_path import STAGED, is_leaving, is_staging
 from ckpt_tool.errors import wrap_os_error
 from ckpt_tool.storage.descriptors import close_read
-from ckpt_tool.storage.destination import RemotePlace, place_of
-from ckpt_tool.storage.removal import erase, is_locked, was_taken
-from ckpt_tool.storage.staging import read_list, remove_leavings, strays, was_replaced
+from ckpt_tool.storage.output.destination import RemotePlace, place_of
+from ckpt_tool.storage.output.removal import erase, is_locked, was_taken
+from ckpt_tool.storage.output.staging import read_list, remove_leavings, strays, was_replaced
 
 
 def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
@@ -108,8 +108,8 @@ _RECORDS = re.compile(rf"(?:^|(.*/))\.([^/]+){re.escape(STAGED)}/([^/]+)$")
 
 
 def _uploads(url: str, *, remove: bool) -> list[dict[str, Any]]:
-    from ckpt_tool.storage.output_store import output_store, staging_url
-    from ckpt_tool.storage.store_claims import is_held, is_record, remove_records
+    from ckpt_tool.storage.stores.output_store import output_store, staging_url
+    from ckpt_tool.storage.stores.store_claims import is_held, is_record, remove_records
 
     bucket, found = output_store(url), list[dict[str, Any]]()
     outputs = {url: ""}  # a place that is shared out -> what its objects' keys begin with

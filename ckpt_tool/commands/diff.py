@@ -21,7 +21,7 @@ from ckpt_tool.report.holdings import RankOf, rank_name, whose
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.sources.select import left_by_word, state_filter
 from ckpt_tool.storage.source import Tree, unchanged
-from ckpt_tool.storage.strict_json import parse
+from ckpt_tool.storage.texts.strict_json import parse
 
 if TYPE_CHECKING:
     from ckpt_tool.device.library import Device

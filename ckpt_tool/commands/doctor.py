@@ -113,7 +113,7 @@ def _self_test() -> str:
     from ckpt_tool.errors import CkptError
     from ckpt_tool.options.reading import Reading
     from ckpt_tool.options.writing import Writing
-    from ckpt_tool.storage.safetensors_file import build_header
+    from ckpt_tool.storage.safetensors_files.safetensors_file import build_header
 
     with tempfile.TemporaryDirectory(prefix="ckpt-doctor-") as folder:
         root = Path(folder)

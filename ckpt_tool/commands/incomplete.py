@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ckpt_tool.core.catalog import Catalog, Row
+from ckpt_tool.core.catalog import Catalog, CatalogRow
 from ckpt_tool.core.missing import MissingParts, collected_missing
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InputError, UnknownFormat
@@ -117,7 +117,7 @@ class FilesAlone:
     notes: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)  # the files that no reader takes alone
 
-    def add(self, path: str, rows: Iterable[Row], unsafe: Iterable[str], notes: Iterable[str] = ()) -> None:
+    def add(self, path: str, rows: Iterable[CatalogRow], unsafe: Iterable[str], notes: Iterable[str] = ()) -> None:
         """Add what a file says."""
         self.unsafe.extend(line for line in unsafe if line not in self.unsafe)
         self.notes.extend(notes)

@@ -146,7 +146,7 @@ def _security(opened: Opened, *, survey: bool) -> dict[str, Any]:
 
 def _add_survey(security: dict[str, Any], tree: Tree) -> None:
     """Add what the files hold to `unsafe` and `globals`, and `files`: [{file, member, globals, unsafe, unseen}]."""
-    from ckpt_tool.storage.survey import survey, unsafe_lines
+    from ckpt_tool.storage.pickles.survey import survey, unsafe_lines
 
     files, unsafe, names = [], dict[str, None](), dict.fromkeys(security["globals"])
     for found in survey(tree):

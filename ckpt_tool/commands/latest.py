@@ -10,7 +10,7 @@ from ckpt_tool.errors import StorageError
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Search
 from ckpt_tool.sources.judging import Judge, Judged
-from ckpt_tool.sources.steps import Run, Step, run_at
+from ckpt_tool.sources.steps import Run, RunStep, run_at
 
 UNREAD = "E2851"
 
@@ -55,7 +55,7 @@ def latest(src: str, reading: Reading, wanted: Search = ANY, *, progress: Progre
     }
 
 
-def _refuse_unread(run: Run, unread: Sequence[Judged], newest: Step | None) -> StorageError:
+def _refuse_unread(run: Run, unread: Sequence[Judged], newest: RunStep | None) -> StorageError:
     lines = [f"{judged.step.name} could not be read: {judged.why}" for judged in unread]
     older = f"then it is {newest.name}" if newest else "no other one is complete"
     return StorageError(

@@ -16,7 +16,7 @@ from ckpt_tool.conversion.writing import write
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
-from ckpt_tool.merging.job import Job, job_of, last_of, steps_of
+from ckpt_tool.merging.job import MergeJob, job_of, last_of, steps_of
 from ckpt_tool.merging.merge import merge_models
 from ckpt_tool.merging.mergekit import read_config
 from ckpt_tool.merging.options import LORA, UNION, MergeOptions
@@ -79,7 +79,7 @@ def merge(
     return write(_union(opened, job, options.on_conflict), dst, job, progress)
 
 
-def _configured(config: str, options: MergeOptions) -> Job:
+def _configured(config: str, options: MergeOptions) -> MergeJob:
     """The job of a mergekit config, which says all but the seed and that tokenizers may differ."""
     if options.name != UNION:
         raise UsageError(

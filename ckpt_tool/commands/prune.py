@@ -31,17 +31,17 @@ from typing import Any, NamedTuple
 from ckpt_tool.conversion.accounted import find_other_files
 from ckpt_tool.core.inner_path import is_leaving
 from ckpt_tool.core.progress import Progress
-from ckpt_tool.deltas.dependents import Delta, deltas_around, dependents
+from ckpt_tool.deltas.dependents import FoundDelta, deltas_around, dependents
 from ckpt_tool.errors import CkptError, SourceChanged, StorageError, UsageError, wrap_os_error
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Retention
 from ckpt_tool.sources.judging import Judge, best_of, is_checkpoint
-from ckpt_tool.sources.steps import Run, Step, run_at
-from ckpt_tool.storage.destination import local_path, staging_path
+from ckpt_tool.sources.steps import Run, RunStep, run_at
 from ckpt_tool.storage.links import real_path
 from ckpt_tool.storage.opening import scheme_of
-from ckpt_tool.storage.removal import Held, erase, freed, is_locked, measure, retire
-from ckpt_tool.storage.replaced import some_of
+from ckpt_tool.storage.output.destination import local_path, staging_path
+from ckpt_tool.storage.output.removal import PathContents, erase, freed, is_locked, measure, retire
+from ckpt_tool.storage.output.replaced import some_of
 
 RECENT = 3600  # seconds: a broken step that was changed later may be being written
 APART = 60  # seconds between files of two steps that tell which was written first
@@ -51,9 +51,9 @@ NO_STORE, NO_RULE, FAILED, UNREAD = "E1672", "E1673", "E1674", "E2851"
 class Fate(NamedTuple):
     """What becomes of a step. keep: why it stays, () where it goes. held: None where it can't be looked at."""
 
-    step: Step
+    step: RunStep
     keep: tuple[str, ...]
-    held: Held | None
+    held: PathContents | None
 
 
 def prune(src: str, reading: Reading, wanted: Retention, *, progress: Progress) -> dict[str, Any]:
@@ -143,12 +143,12 @@ def _fates(
     judge: Judge,
     reading: Reading,
     wanted: Retention,
-    last: Step | None,
-    deltas: Iterable[Delta],
+    last: RunStep | None,
+    deltas: Iterable[FoundDelta],
     unread: dict[str, str],
 ) -> Iterator[Fate]:
     """Each step, the oldest first. What could not be read is added to `unread`: place -> why."""
-    held = dict[str, Held | None]()
+    held = dict[str, PathContents | None]()
     for step in run.steps:
         try:
             held[step.name] = measure(Path(run.of(step)))
@@ -177,7 +177,7 @@ def _fates(
         yield Fate(step, tuple(keep[step.name]), held[step.name])
 
 
-def _by_number(run: Run, judge: Judge, wanted: Retention, last: Step, keep: Mapping[str, list[str]]) -> None:
+def _by_number(run: Run, judge: Judge, wanted: Retention, last: RunStep, keep: Mapping[str, list[str]]) -> None:
     """The last N sound ones, multiples of K, and what is newer than the last sound one. A twin stays with its step."""
     sound = set[tuple[int, int]]()
     for step in reversed(run.steps):
@@ -207,7 +207,7 @@ def _by_number(run: Run, judge: Judge, wanted: Retention, last: Step, keep: Mapp
             keep[step.name].append(f"the universal form of {kept[step.number, step.epoch]}")
 
 
-def _named(run: Run, reading: Reading, last: Step, keep: Mapping[str, list[str]]) -> None:
+def _named(run: Run, reading: Reading, last: RunStep, keep: Mapping[str, list[str]]) -> None:
     """What a pointer file names, and what the run calls its best."""
     for file, name in run.pointers:
         if name in keep:
@@ -219,11 +219,11 @@ def _named(run: Run, reading: Reading, last: Step, keep: Mapping[str, list[str]]
 
 def _untouchable(
     run: Run,
-    step: Step,
+    step: RunStep,
     judge: Judge,
     reading: Reading,
-    last: Step,
-    held: Mapping[str, Held | None],
+    last: RunStep,
+    held: Mapping[str, PathContents | None],
     unread: dict[str, str],
 ) -> list[str]:
     """Why a step that no rule keeps stays all the same. What could not be read is added to `unread`."""
@@ -276,7 +276,9 @@ def _is_being_written(path: Path) -> bool:
         raise wrap_os_error(e, staging, "looking whether a run is writing it") from e
 
 
-def _linked(run: Run, keep: Mapping[str, list[str]], held: Mapping[str, Held | None], unread: dict[str, str]) -> None:
+def _linked(
+    run: Run, keep: Mapping[str, list[str]], held: Mapping[str, PathContents | None], unread: dict[str, str]
+) -> None:
     """What a link leads to that stays itself: one beside the steps, or one in a step that stays. What could not be read
     is added to `unread`: nobody knows what links are there."""
     root = real_path(run.path)
@@ -312,7 +314,7 @@ def _names_beside(run: Run, steps: Container[str]) -> list[str]:
 # -- what goes ---------------------------------------------------------------------------------------------------------
 
 
-def _remove(run: Run, last: Step, going: list[Fate], progress: Progress) -> tuple[frozenset[str], list[CkptError]]:
+def _remove(run: Run, last: RunStep, going: list[Fate], progress: Progress) -> tuple[frozenset[str], list[CkptError]]:
     """(the steps that are gone, why others are not), the oldest first. Raises StorageError where nothing may be renamed
     in the folder, or the last sound step has gone meanwhile."""
     folder = local_path(run.path)
@@ -344,7 +346,7 @@ def _remove(run: Run, last: Step, going: list[Fate], progress: Progress) -> tupl
     return frozenset(gone), failed
 
 
-def _is_unchanged(seen: Held, now: Held) -> bool:
+def _is_unchanged(seen: PathContents, now: PathContents) -> bool:
     """Is a step as it was looked at? A file that was put into it since may be of any age."""
     return (now.changed, len(now.files), len(now.links)) == (seen.changed, len(seen.files), len(seen.links))
 

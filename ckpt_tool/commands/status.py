@@ -14,8 +14,8 @@ from ckpt_tool.conversion.output_state import output_state
 from ckpt_tool.conversion.plan_file import load_plan
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import CkptError, StorageError
-from ckpt_tool.storage.destination import Place, RemotePlace, place_of, staging_path
-from ckpt_tool.storage.journal import PartStatus
+from ckpt_tool.storage.output.destination import Place, RemotePlace, place_of, staging_path
+from ckpt_tool.storage.output.journal import PartStatus
 
 _EVERY = 1.0  # seconds between two looks
 _SHARE = 20  # of the time that a look takes, at least: journals of large plans are long

@@ -86,8 +86,8 @@ def _torch(wanted: Validating) -> None:
 def _cases(wanted: Validating) -> Sequence[Case | RoundTrip]:
     from ckpt_tool.harness import matrix, roundtrip
     from ckpt_tool.harness.evidence import Case, all_faults
-    from ckpt_tool.harness.layout import Layout
-    from ckpt_tool.harness.runs import Machine
+    from ckpt_tool.harness.layout import HarnessLayout
+    from ckpt_tool.harness.runs import RunMachine
 
     if (wanted.source is None) != (wanted.target is None):
         missing = "--to-layout" if wanted.target is None else "--from-layout"
@@ -106,7 +106,7 @@ def _cases(wanted: Validating) -> Sequence[Case | RoundTrip]:
                 hint="--matrix quick or full also adds and drops states on the way",
             )
         return roundtrip.cases(fmt=wanted.fmt, seed=wanted.seed)
-    machine = Machine(wanted.backend, wanted.device)  # type: ignore[arg-type]  # checked by the command line
+    machine = RunMachine(wanted.backend, wanted.device)  # type: ignore[arg-type]  # checked by the command line
     planted = all_faults() if not wanted.no_controls and wanted.mode == "canonical" else ()
     if wanted.source is None or wanted.target is None:
         return matrix.cases(
@@ -121,8 +121,8 @@ def _cases(wanted: Validating) -> Sequence[Case | RoundTrip]:
         )
     return [
         Case(
-            Layout.parse(wanted.source),
-            Layout.parse(wanted.target),
+            HarnessLayout.parse(wanted.source),
+            HarnessLayout.parse(wanted.target),
             wanted.fmt or "sharded",
             canonical=wanted.mode == "canonical",
             before=wanted.steps,

@@ -40,8 +40,9 @@ FLOATS = frozenset(GGUF)  # and whose floats `floats` makes
 _SLABS = 64  # of a turn with more than two dims at most: more are NumPy's
 
 
-class Term(NamedTuple):
-    """A product that is added: scaling * (left @ right). left: (rows, rank), fp32. right: of `Library.panels`."""
+class CTerm(NamedTuple):
+    """A product that is added: scaling * (left @ right). left: (rows, rank), fp32. right: of
+    `CompiledLibrary.panels`."""
 
     left: Array
     right: Array
@@ -57,7 +58,7 @@ class _Term(ctypes.Structure):
     ]
 
 
-class Library:
+class CompiledLibrary:
     """The calls. Arrays are C-contiguous unless said otherwise; dtypes go by name, as in `core.dtype`."""
 
     def __init__(self, library: ctypes.CDLL, path: str = "") -> None:
@@ -117,7 +118,7 @@ class Library:
         base: tuple[Array, str],
         out: tuple[Array, str],
         where: tuple[int, int, int],
-        terms: Sequence[Term],
+        terms: Sequence[CTerm],
     ) -> bool:
         """out = base + each term in turn, as `adapters.arithmetic.Folded` has it. where: elements [start, stop) of a
         matrix of `width` columns; base and out hold those.
@@ -271,15 +272,15 @@ class Shelf(Generic[T]):
         return ""
 
 
-class BlocksShelf(Shelf[Library]):
+class BlocksShelf(Shelf[CompiledLibrary]):
     """The functions of blocks.c and floats.c."""
 
     least = LEAST
 
-    def load(self, library: ctypes.CDLL, path: str) -> Library:
-        return Library(library, path)
+    def load(self, library: ctypes.CDLL, path: str) -> CompiledLibrary:
+        return CompiledLibrary(library, path)
 
-    def trial(self, functions: Library) -> str:
+    def trial(self, functions: CompiledLibrary) -> str:
         wrong = _trial(functions)
         return f"{wrong} differ from NumPy's" if wrong else ""
 
@@ -287,7 +288,7 @@ class BlocksShelf(Shelf[Library]):
 _shelf = BlocksShelf()
 
 
-def ready(nbytes: int) -> Library | None:
+def ready(nbytes: int) -> CompiledLibrary | None:
     """The library, None while there is none. nbytes: of work that the caller is about to do."""
     return _shelf.ready(nbytes)
 
@@ -295,7 +296,7 @@ def ready(nbytes: int) -> Library | None:
 # -- the trial ---------------------------------------------------------------------------------------------------------
 
 
-def _trial(library: Library) -> str:
+def _trial(library: CompiledLibrary) -> str:
     """What differs from NumPy on this machine, "" for nothing. Some 10 ms."""
     rng = np.random.default_rng(1)
     for item in (1, 2, 4, 8):
@@ -316,7 +317,7 @@ def _trial(library: Library) -> str:
     return _products(library, rng) or _codes(library)
 
 
-def _codes(library: Library) -> str:
+def _codes(library: CompiledLibrary) -> str:
     """Codes: every value of F8_E4M3, and the middle between it and the next, which goes to the even one; GGUF's."""
     code = np.arange(127)
     exact = np.ldexp((code % 8 + np.where(code < 8, 0, 8)) / 8.0, np.maximum(code >> 3, 1) - 7)
@@ -340,7 +341,7 @@ def _codes(library: Library) -> str:
     return "" if known and four.tobytes() + eight.tobytes() == want_blocks else "blocks of GGUF"
 
 
-def _products(library: Library, rng: np.random.Generator) -> str:
+def _products(library: CompiledLibrary, rng: np.random.Generator) -> str:
     """The products: integers that fp32 holds to the last bit, and sums that only a fused step gives."""
     if not library.pair:
         return ""
@@ -348,14 +349,16 @@ def _products(library: Library, rng: np.random.Generator) -> str:
     left = rng.integers(-99, 99, (5, rank)).astype(np.float32)
     right = rng.integers(-99, 99, (rank, width)).astype(np.float32)
     base, out = np.zeros(5 * width, np.float32), np.empty(5 * width, np.float32)
-    if not library.folded((base, "F32"), (out, "F32"), (0, 5 * width, width), [Term(left, library.panels(right), 2.0)]):
+    if not library.folded(
+        (base, "F32"), (out, "F32"), (0, 5 * width, width), [CTerm(left, library.panels(right), 2.0)]
+    ):
         return "products"
     if not np.array_equal(out.reshape(5, width), 2 * (left @ right)):
         return "products"
     tiny = np.float32(2) ** -12  # (1 + tiny)^2 - (1 + 2 tiny) = tiny^2 with one rounding, 0 with two
     left = np.array([[1 + 2 * tiny, 1 + tiny]], np.float32)
     right = np.stack((np.full(width, -1, np.float32), np.full(width, 1 + tiny, np.float32)))
-    terms = [Term(left, library.panels(right), 1.0)]
+    terms = [CTerm(left, library.panels(right), 1.0)]
     if not library.folded((base[:width], "F32"), (out[:width], "F32"), (0, width, width), terms):
         return "products"
     return "" if np.array_equal(out[:width], np.full(width, tiny * tiny)) else "products"

@@ -6,7 +6,7 @@
     taken = reader.take(window, at, end, memo, opcodes, program)
 
 A program is what a row consists of, as pairs of a step and an id. The caller knows what the columns mean
-(`storage.pickle_rows`); what does not follow the program is left to it. As `library`: believed after a trial,
+(`pickles.pickle_rows`); what does not follow the program is left to it. As `library`: believed after a trial,
 CKPT_COMPILED.
 
 Cost: 0.1 us a row; 4 bytes for a text that is met, 12 for each time it is put into the memo.
@@ -27,7 +27,7 @@ SYMBOL = b"\xff"  # before a name that is no text
 ROWS = 1 << 14  # taken at a time
 
 
-class Step(IntEnum):
+class RowStep(IntEnum):
     """What a row consists of; NAME and SIZE are followed by an id, all others by 0."""
 
     NAME = 0  # a name or a text that is fetched from the memo
@@ -39,7 +39,7 @@ class Step(IntEnum):
     CLOSE = 6
 
 
-class Columns(NamedTuple):
+class RowColumns(NamedTuple):
     """Rows. ids, ints: of texts and numbers, row by row. dims: of the sizes, row by row; sizes: their numbers, one
     behind the other. at: where in the window the next row would begin. memo: its length by then. opcodes: of the
     rows."""
@@ -79,7 +79,7 @@ class Calls:
         c.ck_rows_take.restype = None
 
 
-class Reader:
+class RowReader:
     """The texts of one pickle, which of its memo entries they are, and its rows."""
 
     def __init__(self, calls: Calls) -> None:
@@ -120,8 +120,8 @@ class Reader:
         return found
 
     def take(
-        self, window: bytes, at: int, end: int, memo: int, opcodes: int, program: Sequence[tuple[Step, int]]
-    ) -> Columns:
+        self, window: bytes, at: int, end: int, memo: int, opcodes: int, program: Sequence[tuple[RowStep, int]]
+    ) -> RowColumns:
         """The rows that begin at window[at]. end: of the stream, counted as `at` is. memo: its length. opcodes: that
         may be taken. At most 4 texts, 4 numbers and 2 sizes a row."""
         flat = array("q", [part for step in program for part in step])
@@ -131,11 +131,11 @@ class Reader:
         )
         kinds = [step for step, _ in program]
         done, rows = self._taken, self._taken.rows
-        return Columns(
+        return RowColumns(
             rows,
-            _array("i", self._ids, rows * kinds.count(Step.TEXT)),
-            _array("q", self._ints, rows * kinds.count(Step.INT)),
-            bytes(memoryview(self._dims)[: rows * kinds.count(Step.SIZE)]),
+            _array("i", self._ids, rows * kinds.count(RowStep.TEXT)),
+            _array("q", self._ints, rows * kinds.count(RowStep.INT)),
+            bytes(memoryview(self._dims)[: rows * kinds.count(RowStep.SIZE)]),
             _array("q", self._sizes, done.numbers),
             *(done.at, done.memo, done.opcodes),
         )
@@ -148,20 +148,20 @@ def _array(code: str, block: Any, count: int) -> array[int]:
 
 
 class RowsShelf(Shelf[Calls]):
-    """The functions of rows.c; who asks has enough to do (`storage.pickle_rows.LEAST`)."""
+    """The functions of rows.c; who asks has enough to do (`pickles.pickle_rows.LEAST`)."""
 
     def load(self, library: ctypes.CDLL, path: str) -> Calls:
         return Calls(library)  # one for all paths
 
     def trial(self, functions: Calls) -> str:
-        reader = Reader(functions)
+        reader = RowReader(functions)
         keys = [reader.intern(text) for text in (SYMBOL + b"Row", SYMBOL + b"Size", b"where")]
         for index, key in enumerate(keys):
             reader.remember(index, key)
         row = b"h\0)\x81\x94}\x94(h\2h\1K\7M\1\2\x86\x94\x85\x94R\x94\x8c\1a\x94J\0\0\1\0ub"
         again = b"h\0)\x81}(j\2\0\0\0h\1)\x85Rh\x08\x8a\5\1\0\0\0\1ub"
-        program = [(Step.NAME, keys[0]), (Step.OPEN, 0), (Step.NAME, keys[2]), (Step.SIZE, keys[1])]
-        program += [(Step.TEXT, 0), (Step.INT, 0), (Step.CLOSE, 0)]
+        program = [(RowStep.NAME, keys[0]), (RowStep.OPEN, 0), (RowStep.NAME, keys[2]), (RowStep.SIZE, keys[1])]
+        program += [(RowStep.TEXT, 0), (RowStep.INT, 0), (RowStep.CLOSE, 0)]
         window = row + again + row[:-1]
         taken = reader.take(window, 0, len(window), 3, 100, program)
         want = (2, [3, 3], [65536, (1 << 32) + 1], b"\2\0", [7, 513], len(row + again), 9, 36)
@@ -172,7 +172,7 @@ class RowsShelf(Shelf[Calls]):
 _shelf = RowsShelf()
 
 
-def ready(nbytes: int) -> Reader | None:
+def ready(nbytes: int) -> RowReader | None:
     """A reader for a pickle of `nbytes`, None while there is no library."""
     calls = _shelf.ready(nbytes)
-    return None if calls is None else Reader(calls)
+    return None if calls is None else RowReader(calls)

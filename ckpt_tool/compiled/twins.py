@@ -2,7 +2,7 @@
 what a twin is and has the road without.
 
     compare = ready(items)                               # items: how many there are; None: one by one
-    crcs, nbytes = compare(fd, [1577, 3794], [0, 0], [Kind(...)])     # of each item, -1 where it is no twin
+    crcs, nbytes = compare(fd, [1577, 3794], [0, 0], [TwinKind(...)])     # of each item, -1 where it is no twin
 
 As `library`: believed after a trial, CKPT_COMPILED. Cost: a microsecond an item, most of it the pread.
 """
@@ -19,10 +19,10 @@ import numpy as np
 
 from ckpt_tool.compiled.library import Array, Shelf
 
-Compare = Callable[[int, "Array | Sequence[int]", "Array | Sequence[int]", Sequence["Kind"]], tuple["Array", int]]
+Compare = Callable[[int, "Array | Sequence[int]", "Array | Sequence[int]", Sequence["TwinKind"]], tuple["Array", int]]
 
 
-class Kind(NamedTuple):
+class TwinKind(NamedTuple):
     """What items have in common. head: their first bytes. end_at: where their end begins, from their start. fixed: 255
     for each byte of the end that is to be equal, else 0. crc, id_crc: where in the end a CRC-32 stands twice; the first
     is the tensor's."""
@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     id_crc: tuple[int, int]
 
 
-class _Kind(Structure):
+class _CTwinKind(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("head_size", "end_at", "end_size")),
         *((name, c_int64 * 2) for name in ("crc", "id_crc")),
@@ -50,13 +50,13 @@ def compare_of(library: ctypes.CDLL) -> Compare:
     call.restype = c_int64
 
     def compare(
-        fd: int, at: Array | Sequence[int], kinds_of: Array | Sequence[int], kinds: Sequence[Kind]
+        fd: int, at: Array | Sequence[int], kinds_of: Array | Sequence[int], kinds: Sequence[TwinKind]
     ) -> tuple[Array, int]:
         """(CRC-32 of each item's tensor, -1 where it is no twin; bytes that were read). at: first bytes. kinds_of: by
         number in `kinds`."""
-        table = (_Kind * len(kinds))(
+        table = (_CTwinKind * len(kinds))(
             *(
-                _Kind(len(k.head), k.end_at, len(k.end), tuple(k.crc), tuple(k.id_crc), k.head, k.end, k.fixed)
+                _CTwinKind(len(k.head), k.end_at, len(k.end), tuple(k.crc), tuple(k.id_crc), k.head, k.end, k.fixed)
                 for k in kinds
             )
         )
@@ -78,7 +78,7 @@ class TwinsShelf(Shelf[Compare]):
         return compare_of(library)  # one for all paths
 
     def trial(self, functions: Compare) -> str:
-        kind = Kind(b"head", 10, b"end.1234.1234.56.56..", b"\xff" * 4 + bytes(17), (4, 9), (13, 13))
+        kind = TwinKind(b"head", 10, b"end.1234.1234.56.56..", b"\xff" * 4 + bytes(17), (4, 9), (13, 13))
         good, bad = b"head......end.abcd.abcd.56.56..", b"head......end.abcd.abce.56.56.."
         with tempfile.TemporaryFile() as file:
             file.write(good + bad + b"." + good + good[:-1])

@@ -12,7 +12,7 @@ model's config names them. Links and empty folders never count: nobody's writer 
 A step of a run (`find_other_files`) may hold several checkpoints, broken ones too, and what its trainer writes next to
 them (`sources.trainer_files`). Where a reader can't open one, the names that its format claims count.
 
-Cost: the headers of what would go, and a listing. What it does not do: remove (`storage.replaced`, `storage.removal`).
+Cost: the headers of what would go, and a listing. What it does not do: remove (`output.replaced`, `output.removal`).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from ckpt_tool.sources.judging import parts_of
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.sources.steps import POINTERS, steps_in
 from ckpt_tool.sources.trainer_files import is_pretrained_file, written_by_trainers
-from ckpt_tool.storage import strict_json
-from ckpt_tool.storage.destination import Place, RemotePlace, refuse_link
 from ckpt_tool.storage.opening import open_tree
-from ckpt_tool.storage.replaced import RECORD, Replaced, Stamp, entries_below, some_of
+from ckpt_tool.storage.output.destination import Place, RemotePlace, refuse_link
+from ckpt_tool.storage.output.replaced import RECORD, ReplacedOutput, Stamp, entries_below, some_of
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.texts import strict_json
 
 NOT_ALL = "E1604"
 HINT = "choose another output; or look at what is there, and move away or remove what is not needed"
@@ -59,7 +59,7 @@ _IMPORT = re.compile(r"^\s*from\s+\.(\w+)\s+import\b", re.MULTILINE)
 Reader = Callable[[Tree], "Iterable[str] | None"]
 
 
-def check_replaced(destination: Place, other: Reader | None = None) -> Replaced:
+def check_replaced(destination: Place, other: Reader | None = None) -> ReplacedOutput:
     """What `--force` replaces, nothing where nothing is there. other: reads outputs of another kind.
 
     Raises OutputExists E1603 for a link, E1604 for what is no checkpoint or holds files that are no part of it,
@@ -70,23 +70,23 @@ def check_replaced(destination: Place, other: Reader | None = None) -> Replaced:
     refuse_link(destination)
     there = entries_below(destination)
     refuse_unaccounted(str(destination), list(there), _is_nothing(there), other)
-    return Replaced(there)
+    return ReplacedOutput(there)
 
 
-def _check_store(url: str) -> Replaced:
+def _check_store(url: str) -> ReplacedOutput:
     """The same of a place in a store, whose objects are known by their keys. Where a run was killed while it replaced
     what was there, its record says what of it may go, and its own objects say whose they are."""
     from ckpt_tool.run.upload import PLAN
-    from ckpt_tool.storage.output_store import output_store, staging_url
+    from ckpt_tool.storage.stores.output_store import output_store, staging_url
 
     bucket = output_store(url)
     there = bucket.listing().objects
     seen = {key: Stamp.of_object(each.nbytes, each.etag) for key, each in there.items()}
-    begun = Replaced.from_json(bucket.at_url(staging_url(url)).get(RECORD)) if seen else None
+    begun = ReplacedOutput.from_json(bucket.at_url(staging_url(url)).get(RECORD)) if seen else None
     if begun is not None and all(begun.files.get(key) == each or bucket.note(key, PLAN) for key, each in seen.items()):
-        return Replaced(seen)
+        return ReplacedOutput(seen)
     refuse_unaccounted(url, list(seen), not seen, None)
-    return Replaced(seen)
+    return ReplacedOutput(seen)
 
 
 def _is_nothing(there: Mapping[str, Stamp]) -> bool:

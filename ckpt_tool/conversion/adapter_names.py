@@ -263,7 +263,7 @@ def _to_megatron(
     wanted: str,
     chosen: Chosen,
     config: Mapping[str, Any] | None,
-    settings: Settings,
+    settings: AdapterSettings,
 ) -> tuple[str, Mapped, list[str]]:
     """(the dialect that holds the adapter, the mapping, lines for the report): with one A where all that is fused has
     the same, else apart."""
@@ -357,7 +357,7 @@ def _apart(mapped: Mapped, dialect: str, unequal: Sequence[str]) -> Iterator[str
         yield "Megatron-Bridge loads gate and up of a canonical LoRA with the tensor ranks alone that saved it: --tp N"
 
 
-def _no_place(dialect: str, settings: Settings) -> str:
+def _no_place(dialect: str, settings: AdapterSettings) -> str:
     why = {
         SWIFT: "ms-swift's layout has one A for a fused weight",
         CANONICAL: "canonical LoRA keeps experts' gate and up in one",
@@ -409,7 +409,7 @@ def _equal(chosen: Chosen, one: str, other: str) -> bool:
 # -- what the configs say ----------------------------------------------------------------------------------------------
 
 
-class Settings(NamedTuple):
+class AdapterSettings(NamedTuple):
     """rank: of most modules; alpha: of all, so that the scaling of each is alpha / its rank. base: where it comes from.
     plain: PEFT's config or the run's section, as the source has it. normalized: experts have rank / topk
     (`normalize_moe_lora`). rslora: the scaling is alpha / sqrt(rank)."""
@@ -439,7 +439,7 @@ def _topk(config: Mapping[str, Any] | None) -> int:
     return found if type(found) is int and found > 0 else 0
 
 
-def _settings(chosen: Chosen, job: Conversion, config: Mapping[str, Any] | None) -> Settings:
+def _settings(chosen: Chosen, job: Conversion, config: Mapping[str, Any] | None) -> AdapterSettings:
     """What the source's config says. Raises UsageError E1436 where it says nothing of the scaling, or one that the
     other system has no word for."""
     path = chosen.sources[0].path
@@ -470,12 +470,12 @@ def _settings(chosen: Chosen, job: Conversion, config: Mapping[str, Any] | None)
     dropout = _float(lora.peft.get("dropout"))
     rank = dim if dim in ranks.values() else common
     rslora = lora.peft.get("use_rslora") is True
-    return Settings(rank, float(alpha), dropout, dora, lora.base, lora.peft, rslora=rslora)
+    return AdapterSettings(rank, float(alpha), dropout, dora, lora.base, lora.peft, rslora=rslora)
 
 
 def _of_peft(
     config: Mapping[str, Any], ranks: Mapping[str, int], common: int, path: str, topk: int, *, lenient: bool
-) -> Settings:
+) -> AdapterSettings:
     from ckpt_tool.formats.peft.settings import settings_of
 
     said = settings_of(config, path, lenient=lenient)
@@ -509,7 +509,9 @@ def _of_peft(
             hint="ckpt merge BASE ADAPTER folds it into the base",
         )
     own = _float(config.get("lora_dropout"))
-    return Settings(rank, alphas.pop(), own, said.dora, said.base, config, normalized=shared and others != {rank})
+    return AdapterSettings(
+        rank, alphas.pop(), own, said.dora, said.base, config, normalized=shared and others != {rank}
+    )
 
 
 def _float(value: Any) -> float:
@@ -520,7 +522,7 @@ def _number(value: float) -> int | float:
     return int(value) if value == int(value) else value
 
 
-def _peft_config(mapped: Mapped, settings: Settings, chosen: Chosen) -> dict[str, Any]:
+def _peft_config(mapped: Mapped, settings: AdapterSettings, chosen: Chosen) -> dict[str, Any]:
     """adapter_config.json as PEFT writes it, of what is said."""
     ranks = {}
     for made in mapped.made:
@@ -553,7 +555,7 @@ def _targets(modules: Iterable[str]) -> list[str]:
     return sorted({module.rpartition(".")[2] for module in modules})
 
 
-def _lora_hints(mapped: Mapped, dialect: str, settings: Settings) -> LoraHints:
+def _lora_hints(mapped: Mapped, dialect: str, settings: AdapterSettings) -> LoraHints:
     """The section `peft` of run_config.yaml as Megatron-Bridge reads it back."""
     found = [part for made in mapped.made if (part := part_of(made.name)) is not None]
     kind = "DoRA" if settings.dora else "CanonicalLoRA" if dialect == CANONICAL else "LoRA"

@@ -27,7 +27,7 @@ from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.sources.opening import resolve
 from ckpt_tool.storage.opening import open_store, scheme_of
-from ckpt_tool.storage.replaced import Replaced
+from ckpt_tool.storage.output.replaced import ReplacedOutput
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def execute(
     movers: Movers | None = None,
     plan_file: str | None = None,
     seal: Seal | None = None,
-    replaced: Replaced | None = None,
+    replaced: ReplacedOutput | None = None,
 ) -> Result:
     """Run the plan, check what was staged, commit; a part leaves that to the last one to be done.
 
@@ -105,7 +105,7 @@ def executor_of(
     writing: Writing,
     progress: Progress,
     *,
-    replaced: Replaced | None,
+    replaced: ReplacedOutput | None,
     **more: Any,
 ) -> Executor:
     """The executor of a plan, as the options of a run say. replaced: what `--force` may remove. more: what no option
@@ -124,7 +124,7 @@ def executor_of(
     if scheme_of(plan.destination) is None:
         return Executor(plan, trees, options, progress=progress, replaced=replaced, **more)
     from ckpt_tool.run.store_executor import StoreExecutor
-    from ckpt_tool.storage.output_store import output_store
+    from ckpt_tool.storage.stores.output_store import output_store
 
     store = output_store(plan.destination)
     return StoreExecutor(store, plan, trees, options, progress=progress, replaced=replaced, **more)
@@ -145,7 +145,7 @@ def _staged_tree(staged: Path | Upload, plan: Plan) -> Tree:
     if isinstance(staged, Path):
         return Tree(staged / plan.single if plan.single else staged)
     from ckpt_tool.run.upload import Seen
-    from ckpt_tool.storage.remote import RemoteTree
+    from ckpt_tool.storage.stores.remote import RemoteTree
 
     return RemoteTree(plan.destination, Seen(staged, open_store(plan.destination)))
 

@@ -23,12 +23,12 @@ from ckpt_tool.families.config.gguf import metadata, rope_factors
 from ckpt_tool.formats.gguf.files import SPLIT_KEYS, chosen_model
 from ckpt_tool.formats.gguf.header import ALIGNMENT, ARRAY, name_of, raw, read_header, value_of
 from ckpt_tool.formats.gguf.target import Pairs, pair
-from ckpt_tool.formats.gguf.tokenizer import Files, tokenizer_pairs
+from ckpt_tool.formats.gguf.tokenizer import TokenizerFiles, tokenizer_pairs
 from ckpt_tool.formats.gguf.tokenizer_files import PREFIX, tokenizer_files
 from ckpt_tool.formats.gguf.types import FILE_TYPES
 from ckpt_tool.sources.chosen import Chosen, Conversion, with_computed
 from ckpt_tool.sources.opening import Opened
-from ckpt_tool.storage.strict_json import parse
+from ckpt_tool.storage.texts.strict_json import parse
 
 FILE_TYPE = "general.file_type"
 TOKENIZER_LIMIT = 128 << 20  # bytes: the largest have 40 MB
@@ -73,7 +73,7 @@ def _of_config(config: Mapping[str, Any], chosen: Chosen) -> tuple[dict[str, byt
     return found, [*notes, *lost, *_said(fewer)]
 
 
-def _tokenizer(config: Mapping[str, Any], opened: Opened) -> Files:
+def _tokenizer(config: Mapping[str, Any], opened: Opened) -> TokenizerFiles:
     """The tokenizer's files beside the model."""
     from ckpt_tool.sources.config import tree_of
 
@@ -87,7 +87,7 @@ def _tokenizer(config: Mapping[str, Any], opened: Opened) -> Files:
         return value if isinstance(value, Mapping) else None
 
     template = raw("chat_template.jinja")
-    return Files(
+    return TokenizerFiles(
         read("tokenizer.json"),
         read("tokenizer_config.json"),
         raw("tokenizer.model"),

@@ -29,8 +29,8 @@ from ckpt_tool.options.values import AUTO
 from ckpt_tool.options.verbs import Share
 from ckpt_tool.options.writing import ENGINES, Writing
 from ckpt_tool.plan.plan import Plan
-from ckpt_tool.storage.destination import check_beside
 from ckpt_tool.storage.opening import scheme_of
+from ckpt_tool.storage.output.destination import check_beside
 
 WORKERS, THREADS = 8, 4  # to begin with: the file says what to change
 _READ = 8  # times the bytes of a plan file that a worker takes for it: 6.6 measured at 21 MiB

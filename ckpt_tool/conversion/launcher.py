@@ -27,14 +27,14 @@ _TASKS = ("SLURM_PROCID", "SLURM_NTASKS")
 _MOST = 10**9  # shares
 
 
-class Found(NamedTuple):
+class LauncherPart(NamedTuple):
     """The part (i, n), from 1, and the variables that it is by, for the report."""
 
     part: tuple[int, int]
     by: str
 
 
-def part_of_environment(environment: Mapping[str, str]) -> Found:
+def part_of_environment(environment: Mapping[str, str]) -> LauncherPart:
     """The share that the launcher's variables name. Raises UsageError E0267 where there are none, or they make no
     sense."""
     for index, count in _RANKS:
@@ -54,7 +54,7 @@ def part_of_environment(environment: Mapping[str, str]) -> Found:
     )
 
 
-def _found(environment: Mapping[str, str], pairs: list[tuple[str, str]]) -> Found:
+def _found(environment: Mapping[str, str], pairs: list[tuple[str, str]]) -> LauncherPart:
     """Pairs of (number, count), the outer one first."""
     at, of, words = 0, 1, []
     for index, count in pairs:
@@ -70,7 +70,7 @@ def _found(environment: Mapping[str, str], pairs: list[tuple[str, str]]) -> Foun
             )
         at, of = at * size + number, of * size
         words.append(f"{index}={environment[index]} and {count}={environment[count]}")
-    return Found((at + 1, of), ", ".join(words))
+    return LauncherPart((at + 1, of), ", ".join(words))
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -31,7 +31,7 @@ from ckpt_tool.errors import UsageError, wrap_os_error
 from ckpt_tool.formats.base import Format
 from ckpt_tool.options.values import AUTO
 from ckpt_tool.options.writing import DEFAULT_POLICY, Writing
-from ckpt_tool.plan.placing import Rule, Wishes, lay_out, rules_from, shown_split, stages_by_bytes
+from ckpt_tool.plan.placing import PlacingRule, Wishes, lay_out, rules_from, shown_split, stages_by_bytes
 from ckpt_tool.sources.chosen import Chosen
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> 
         return Layout(Mesh.of_degrees(wanted.wish.degrees.stated()), (), rules_of), []
     inherited = chosen.sources[0].catalog.mesh.dims if chosen.inherits else ()
     degrees = {**dict(inherited), **writing.degrees}
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[PlacingRule, ...] = ()
     if writing.layout:
         named, rules = read_layout(writing.layout)
         degrees |= named
@@ -212,7 +212,7 @@ LIMIT = 256 << 10  # bytes; a rule takes some hundred
 DOTS = 1000  # of a line
 
 
-def read_layout(file: str) -> tuple[dict[str, int], tuple[Rule, ...]]:
+def read_layout(file: str) -> tuple[dict[str, int], tuple[PlacingRule, ...]]:
     """(degrees, rules) of the file. Raises UsageError E0252 with what does not read, StorageError."""
     path = Path(file)
     try:
@@ -223,7 +223,7 @@ def read_layout(file: str) -> tuple[dict[str, int], tuple[Rule, ...]]:
     return parse_layout(raw, file)
 
 
-def parse_layout(raw: bytes, path: str) -> tuple[dict[str, int], tuple[Rule, ...]]:
+def parse_layout(raw: bytes, path: str) -> tuple[dict[str, int], tuple[PlacingRule, ...]]:
     """(degrees, rules) of a layout file's bytes. path: the file, for messages. Raises UsageError E0252."""
     if sys.version_info >= (3, 11):  # few jobs have a layout file, so the parser is loaded here
         import tomllib

@@ -16,7 +16,7 @@ from typing import Any
 from ckpt_tool.errors import InputError, UsageError
 from ckpt_tool.families import mlx
 from ckpt_tool.families.base import Config
-from ckpt_tool.families.registry import Found
+from ckpt_tool.families.registry import FamilyMatch
 from ckpt_tool.formats.hf.saved_by import MLX, SavedBy
 from ckpt_tool.sources.chosen import Chosen
 from ckpt_tool.sources.config import file_config
@@ -51,7 +51,7 @@ def holds_codes(chosen: Chosen) -> bool:
     return any(row.tensor.dtype.name == "U32" for row in chosen.model.values())
 
 
-def is_named_by(found: Found, config: Config | None) -> bool:
+def is_named_by(found: FamilyMatch, config: Config | None) -> bool:
     """Are the hub's rules of this family true of what MLX saves of this model?"""
     kind = (config or {}).get("model_type")
     return kind in mlx.AS_ON_THE_HUB or (kind is None and set(found.family.model_types) <= mlx.AS_ON_THE_HUB)

@@ -38,7 +38,7 @@ from ckpt_tool.sources.config import ARGUMENTS, ModelConfig, centred_norms, chec
 
 if TYPE_CHECKING:
     from ckpt_tool.families.base import Family
-    from ckpt_tool.families.registry import Found
+    from ckpt_tool.families.registry import FamilyMatch
 
 
 AOA_LIMIT = 16 << 20  # bytes of a file of statements: one for each tensor of the largest models has a few megabytes
@@ -234,7 +234,7 @@ def _known_but_for_prefix(chosen: Chosen) -> bool:
 
 def _found(
     chosen: Chosen, job: Conversion, source: str | None, model: ModelConfig, config: Mapping[str, Any] | None
-) -> tuple[Found, ModelConfig, Mapping[str, Any] | None]:
+) -> tuple[FamilyMatch, ModelConfig, Mapping[str, Any] | None]:
     """(the family and the dialect of the names, the config, that as the options change it). Raises what
     `families.registry.find` raises."""
     from ckpt_tool.families.registry import find
@@ -260,7 +260,7 @@ def _found(
 
 def _found_of_mlx(
     chosen: Chosen, job: Conversion, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None
-) -> Found:
+) -> FamilyMatch:
     """The family and the dialect of what MLX saved. Raises InputError E2911 where no rules describe it."""
     from ckpt_tool.families.registry import find
 
@@ -279,7 +279,7 @@ def _found_of_mlx(
     raise refuse_layout(found.family.name, path)
 
 
-def _translated(chosen: Chosen, found: Found, target: str, job: Conversion, hints: Sequence[Hint]) -> Chosen:
+def _translated(chosen: Chosen, found: FamilyMatch, target: str, job: Conversion, hints: Sequence[Hint]) -> Chosen:
     """`chosen`, whose names are those of `found`, under those of dialect `target`; what happened is in its notes."""
     from ckpt_tool.families.base import SHIFTED
     from ckpt_tool.plan.mapping import parameter_shapes
@@ -308,7 +308,7 @@ def _translated(chosen: Chosen, found: Found, target: str, job: Conversion, hint
     return as_the_hub_has_it(out, found.dialect, config, job.writing.tied_head, found.family.table(HUB))
 
 
-def _of_translation(out: Chosen, found: Found, home: str, target: str) -> Iterator[str]:
+def _of_translation(out: Chosen, found: FamilyMatch, home: str, target: str) -> Iterator[str]:
     """Lines about what a translation could be read otherwise, and about the names that it kept."""
     for variant, of in VARIANTS.items():
         if of == home == target == "megatron" and variant in found.family.dialects:
@@ -381,7 +381,7 @@ def _with_experts(family: Family, layout: str) -> str:
 
 
 def _refuse_odd_models(
-    found: Found,
+    found: FamilyMatch,
     shapes: Mapping[str, tuple[int, ...]],
     config: Mapping[str, Any] | None,
     *,
@@ -423,7 +423,7 @@ def _refuse_odd_models(
 
 
 def _refuse_unplaced(
-    found: Found, target: str, mapped: Mapped, shapes: Mapping[str, tuple[int, ...]], path: str
+    found: FamilyMatch, target: str, mapped: Mapped, shapes: Mapping[str, tuple[int, ...]], path: str
 ) -> None:
     """Raise InputError E3010 for tensors that no rule takes to a system with names of its own. Its loader knows no
     tensor of another name: Megatron's and Paddle's jobs stop at one, llama.cpp refuses the file."""
@@ -484,7 +484,7 @@ def _refuse_codes(odd: Sequence[str], config: Mapping[str, Any] | None, family: 
 
 
 def _mapped(
-    found: Found,
+    found: FamilyMatch,
     target: str,
     shapes: Mapping[str, tuple[int, ...]],
     config: Mapping[str, Any] | None,

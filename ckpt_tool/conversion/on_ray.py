@@ -24,9 +24,9 @@ from ckpt_tool.errors import CkptError, OutputExists, StorageError, UsageError
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.saved import read_plan
-from ckpt_tool.storage.destination import place_of
-from ckpt_tool.storage.replaced import Replaced
-from ckpt_tool.storage.staging import new_worker
+from ckpt_tool.storage.output.destination import place_of
+from ckpt_tool.storage.output.replaced import ReplacedOutput
+from ckpt_tool.storage.output.staging import new_worker
 
 Outcome = tuple[bool, dict[TensorKey, int], CkptError | None]
 _THREADS = 2  # of a worker, where nobody says
@@ -38,7 +38,7 @@ _SHARE = 20  # of the time that a look takes, at least: journals of large plans 
 
 
 def work(
-    document: Mapping[str, Any], writing: Writing, recorded: Mapping[TensorKey, str], replaced: Replaced
+    document: Mapping[str, Any], writing: Writing, recorded: Mapping[TensorKey, str], replaced: ReplacedOutput
 ) -> Outcome:
     """One worker, on the node that Ray chose: (did it commit, overflows, what went wrong)."""
     from ckpt_tool.storage.opening import open_tree
@@ -56,7 +56,7 @@ def work(
 
 
 def execute_on_ray(
-    plan: Plan, writing: Writing, progress: Progress, *, recorded: Mapping[TensorKey, str], replaced: Replaced
+    plan: Plan, writing: Writing, progress: Progress, *, recorded: Mapping[TensorKey, str], replaced: ReplacedOutput
 ) -> dict[TensorKey, int]:
     """Run the plan on the cluster that `writing.ray` names. Returns the overflows of lossy casts. replaced: what
     `--force` may remove, as this process has seen it.

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_tool.plan.plan import Plan
-from ckpt_tool.storage.destination import Place, RemotePlace, place_of
-from ckpt_tool.storage.journal import PartStatus
-from ckpt_tool.storage.staging import statuses_of, was_committed
+from ckpt_tool.storage.output.destination import Place, RemotePlace, place_of
+from ckpt_tool.storage.output.journal import PartStatus
+from ckpt_tool.storage.output.staging import statuses_of, was_committed
 
 
 class OutputState(NamedTuple):
@@ -32,8 +32,8 @@ def output_state(place: Place) -> OutputState:
     """Raises StorageError where it can't be looked at."""
     if not isinstance(place, RemotePlace):
         return OutputState(os.path.lexists(place), statuses_of(place))
-    from ckpt_tool.storage.output_store import output_store, staging_url
-    from ckpt_tool.storage.store_claims import done_of, statuses
+    from ckpt_tool.storage.stores.output_store import output_store, staging_url
+    from ckpt_tool.storage.stores.store_claims import done_of, statuses
 
     bucket = output_store(place.url)
     records = bucket.at_url(staging_url(place.url))
@@ -50,8 +50,8 @@ def is_committed(plan: Plan) -> bool:
     if isinstance(place, Path):
         return was_committed(place, plan.identifier())
     from ckpt_tool.run.share_upload import is_committed
-    from ckpt_tool.storage.output_store import output_store, staging_url
-    from ckpt_tool.storage.store_claims import plan_of, remove_records
+    from ckpt_tool.storage.stores.output_store import output_store, staging_url
+    from ckpt_tool.storage.stores.store_claims import plan_of, remove_records
 
     bucket = output_store(place.url)
     committed = is_committed(plan, bucket)

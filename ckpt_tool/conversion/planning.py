@@ -25,7 +25,7 @@ from ckpt_tool.plan.plan import Extent, Move, Plan, Record, SourceFile
 from ckpt_tool.plan.schedule import build_moves
 from ckpt_tool.sources.chosen import Chosen, dtypes_of, memory_of_computed, more_than_computed, written_as
 from ckpt_tool.sources.select import removed_rows
-from ckpt_tool.storage.destination import Place, RemotePlace
+from ckpt_tool.storage.output.destination import Place, RemotePlace
 from ckpt_tool.storage.views import memory_of
 
 if TYPE_CHECKING:

@@ -27,7 +27,8 @@ from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.sources.chosen import Chosen, Conversion
-from ckpt_tool.storage.destination import (
+from ckpt_tool.storage.opening import scheme_of
+from ckpt_tool.storage.output.destination import (
     Place,
     RemotePlace,
     check_apart,
@@ -38,8 +39,7 @@ from ckpt_tool.storage.destination import (
     staging_path,
     sweep_leavings,
 )
-from ckpt_tool.storage.opening import scheme_of
-from ckpt_tool.storage.replaced import Replaced
+from ckpt_tool.storage.output.replaced import ReplacedOutput
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _with_stores(document: dict[str, Any], plan: Plan, chosen: Chosen, destinati
     """The document with the memory that stores on both sides take."""
     more = 0
     if any(scheme_of(opened.tree.shown) for opened in chosen.sources if not opened.tree.local):  # others are computed
-        from ckpt_tool.storage.read_ahead import WINDOW
+        from ckpt_tool.storage.stores.read_ahead import WINDOW
 
         more += 2 * WINDOW  # what has come, and what is put together
     if isinstance(destination, RemotePlace):
@@ -135,7 +135,7 @@ def _with_stores(document: dict[str, Any], plan: Plan, chosen: Chosen, destinati
     return {**document, "plan": {**shown, "peak_memory": shown["peak_memory"] + more}} if more else document
 
 
-def check_place(destination: Place, trees: Iterable[Tree], writing: Writing) -> Replaced:
+def check_place(destination: Place, trees: Iterable[Tree], writing: Writing) -> ReplacedOutput:
     """What `--force` replaces at the output's place; raises what is wrong with the place before anything is written.
     trees: of the sources."""
     given = [*trees]
@@ -153,10 +153,10 @@ def check_place(destination: Place, trees: Iterable[Tree], writing: Writing) -> 
         raise
 
 
-def _replaced(destination: Place, writing: Writing) -> Replaced:
+def _replaced(destination: Place, writing: Writing) -> ReplacedOutput:
     """What `--force` replaces, nothing without it."""
     if not writing.force:
-        return Replaced({})
+        return ReplacedOutput({})
     from ckpt_tool.conversion.accounted import check_replaced
 
     return check_replaced(destination)

@@ -24,7 +24,7 @@ from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
 PEERS = 4096  # tensors that are looked at to find out which file lacks a part of another
 
 
-class Row(NamedTuple):
+class CatalogRow(NamedTuple):
     """One tensor as `inspect` lists it. nbytes: of the values, replicas not counted."""
 
     name: str
@@ -66,7 +66,7 @@ class Catalog:
     mesh: the degrees that the source states or its boxes show; empty when it says nothing.
     files: every file that the checkpoint consists of, relative to the root, with `/`.
     sidefiles: small files beside it (config.json, tokenizer) that a conversion copies as they are.
-    unsafe: globals of tier 3 (see `storage.pickles`), as `module.name at FILE, opcode N`; `inspect` shows them,
+    unsafe: globals of tier 3 (see `pickles.pickle_reader`), as `module.name at FILE, opcode N`; `inspect` shows them,
         every other verb refuses.
     unread: tensors of the states whose values no reader gives; `inspect` names them, and who leaves their states behind
         can have the rest. Of what a format does not list here `unsafe` has lines alone.
@@ -91,14 +91,14 @@ class Catalog:
     unread: tuple[Unread, ...] = ()
     count: LogicalTensor | None = None
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[CatalogRow]:
         """Every tensor as a row, without touching chunks where the table allows it."""
         quick = getattr(self.tensors, "rows", None)
         if quick is not None:
             yield from quick()
             return
         for tensor in self.tensors.values():
-            yield Row(tensor.key.name, tensor.key.state, tensor.dtype, tensor.shape, tensor.nbytes)
+            yield CatalogRow(tensor.key.name, tensor.key.state, tensor.dtype, tensor.shape, tensor.nbytes)
 
     def states(self) -> tuple[str, ...]:
         """The states in order of first sight."""

@@ -28,7 +28,7 @@ T = TypeVar("T")
 Boxes = Sequence[tuple[Box, Box]]  # (box of the tensor, box of the block), tiling the block
 
 
-class Place(NamedTuple):
+class LinePlace(NamedTuple):
     """Elements [start, stop) of a block's row-major line lie at element `at` of the flat line.
 
     of: what the block is of, in the caller's terms (a name, a tensor's number). shape: the block's. boxes: where the
@@ -47,7 +47,7 @@ class Place(NamedTuple):
         return self.at + self.stop - self.start
 
 
-class Part(NamedTuple):
+class LinePart(NamedTuple):
     """`box` of tensor `of` lies at element `at` of the line, row-major; strides: in elements, where it has gaps."""
 
     of: Any
@@ -60,19 +60,19 @@ class Part(NamedTuple):
 class FlatLine(Generic[T]):
     """See the module. places: by `at`, none begins before the one before ends; between them lies padding."""
 
-    places: tuple[Place, ...]
+    places: tuple[LinePlace, ...]
 
     @staticmethod
     def of_block(of: T, shape: tuple[int, ...], boxes: Boxes = ()) -> FlatLine[T]:
         """The line of one block."""
-        return FlatLine((Place(of, 0, 0, prod(shape), shape, boxes),))
+        return FlatLine((LinePlace(of, 0, 0, prod(shape), shape, boxes),))
 
     @staticmethod
     def end_to_end(blocks: Iterable[tuple[T, tuple[int, ...], int]]) -> FlatLine[T]:
         """Whole tensors one behind the other: (of, shape, elements of padding behind it)."""
         places, at = [], 0
         for of, shape, gap in blocks:
-            places.append(Place(of, at, 0, prod(shape), shape))
+            places.append(LinePlace(of, at, 0, prod(shape), shape))
             at += prod(shape) + gap
         return FlatLine(tuple(places))
 
@@ -98,7 +98,7 @@ class FlatLine(Generic[T]):
 
     def cut(self, borders: Mapping[T, Iterable[int]]) -> FlatLine[T]:
         """The same line, its places cut at these elements of their blocks, so that boxes of several lines agree."""
-        out: list[Place] = []
+        out: list[LinePlace] = []
         for place in self.places:
             inner = sorted(c for c in borders.get(place.of, ()) if place.start < c < place.stop)
             for start, stop in zip((place.start, *inner), (*inner, place.stop), strict=True):
@@ -115,21 +115,21 @@ class FlatLine(Generic[T]):
                     else:  # a part of a view: plans reckon with less memory for it than for a view with strides
                         yield place.of, Chunk(box, array.view(at, run.shape), inner)
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[LinePart]:
         """Where the boxes of the tensors lie on the line, in its order."""
         for place in self.places:
             for run, at in _runs(place):
                 for box, inner in _in_tensor(place, run):
                     if inner.shape == run.shape:
-                        yield Part(place.of, box, at, None)
+                        yield LinePart(place.of, box, at, None)
                         continue
                     steps = contiguous_strides(run.shape)
                     first = at + sum(o * s for o, s in zip(inner.offset, steps, strict=True))
                     reach = sum((n - 1) * s for n, s in zip(inner.shape, steps, strict=True)) + 1
-                    yield Part(place.of, box, first, None if reach == box.numel else steps)
+                    yield LinePart(place.of, box, first, None if reach == box.numel else steps)
 
 
-def _runs(place: Place) -> Iterator[tuple[Box, int]]:
+def _runs(place: LinePlace) -> Iterator[tuple[Box, int]]:
     """(box of the block, element of the line): boxes without gaps on the line."""
     at = place.at
     for run in flat_boxes(place.shape, place.start, place.stop):
@@ -137,7 +137,7 @@ def _runs(place: Place) -> Iterator[tuple[Box, int]]:
         at += run.numel
 
 
-def _in_tensor(place: Place, run: Box) -> Iterator[tuple[Box, Box]]:
+def _in_tensor(place: LinePlace, run: Box) -> Iterator[tuple[Box, Box]]:
     """(box of the tensor, the same inside the run) of a run of the block."""
     if not place.boxes:
         yield run, Box((0,) * len(run.shape), run.shape)

@@ -152,7 +152,7 @@ class Degrees(Hint):
 
 
 @dataclass(frozen=True, slots=True)
-class Names(Hint):
+class NamesHint(Hint):
     """A hint that is a list of names, each once."""
 
     names: tuple[str, ...] = ()
@@ -181,7 +181,7 @@ class Stated(Hint):
     long: Mapping[str, int] = field(default_factory=dict)
 
 
-class Globals(Names):
+class Globals(NamesHint):
     """The globals that the pickles of a source name, `module.name`."""
 
     __slots__ = ()

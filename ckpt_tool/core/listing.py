@@ -26,7 +26,7 @@ Kind = tuple[DType, tuple[int, ...], int]  # dtype, shape, bytes of one such ten
 ROWS = 4096  # of one piece of JSON: 0.5 MB
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Tensors of one state in the source's order. names: gives their names as UTF-8. kinds: what each is."""
 
     state: str
@@ -37,7 +37,7 @@ class Block(NamedTuple):
 class Listing(Sequence[dict[str, Any]]):
     """The rows of `inspect --json`, each made when it is asked for."""
 
-    def __init__(self, blocks: Iterable[Block]) -> None:
+    def __init__(self, blocks: Iterable[RowBlock]) -> None:
         self.blocks = tuple(blocks)
 
     def __len__(self) -> int:

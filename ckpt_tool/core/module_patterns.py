@@ -86,7 +86,7 @@ def _compiled(pattern: str) -> Step:
         raise NotUnderstood(pattern, f"more than {LENGTH} characters")
     if _PLAIN.fullmatch(pattern):
         return _all([_char(_DOT if char == "." else char.__eq__) for char in pattern])
-    step, rest = _Parser(pattern).alternatives(0, 0)
+    step, rest = _PatternParser(pattern).alternatives(0, 0)
     if rest != len(pattern):
         raise NotUnderstood(pattern, "unbalanced parenthesis")
     return step
@@ -153,7 +153,7 @@ def _times(inner: Step, least: int, most: int | None) -> Step:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-class _Parser:
+class _PatternParser:
     """Each method takes the place where its part begins, and gives the step and the place behind it."""
 
     def __init__(self, pattern: str) -> None:

@@ -32,7 +32,7 @@ class BadRule(ValueError):
         self.hint = hint
 
 
-class Rule(NamedTuple):
+class RenamingRule(NamedTuple):
     """One rule.
 
     text: as the user wrote it. pattern: which names it matches, as `core.patterns` reads it. replace: gives the new
@@ -56,7 +56,7 @@ class Renamed(NamedTuple):
     shadowed: Sequence[str]
 
 
-def read_rule(text: str) -> Rule:
+def read_rule(text: str) -> RenamingRule:
     """A rule from `OLD=NEW` or `re:EXPRESSION=REPLACEMENT`. Raises BadRule."""
     if len(text) > LENGTH:
         raise BadRule(f"a rule of {len(text)} characters, want at most {LENGTH}", "write several rules, or @FILE")
@@ -72,7 +72,7 @@ def read_rule(text: str) -> Rule:
     return _read_glob(text, old, new)
 
 
-def _read_regular(text: str, expression: str, replacement: str) -> Rule:
+def _read_regular(text: str, expression: str, replacement: str) -> RenamingRule:
     try:
         compiled = re.compile(expression)
         # Where nothing matches, re.sub does not look at the replacement: an alternative that always matches makes it.
@@ -83,10 +83,10 @@ def _read_regular(text: str, expression: str, replacement: str) -> Rule:
             r"write groups as ( ) and take them back as \1; an = inside the expression is written \=",
         ) from fault
 
-    return Rule(text, REGULAR + expression, lambda name: compiled.sub(replacement, name))
+    return RenamingRule(text, REGULAR + expression, lambda name: compiled.sub(replacement, name))
 
 
-def _read_glob(text: str, old: str, new: str) -> Rule:
+def _read_glob(text: str, old: str, new: str) -> RenamingRule:
     if not old or not new:
         side = "after" if old else "before"
         raise BadRule(f"{text!r} has nothing {side} its =", "a rule is OLD=NEW, such as 'module.*=*'")
@@ -110,7 +110,7 @@ def _read_glob(text: str, old: str, new: str) -> Rule:
             parts += [match[number], literal]
         return "".join(parts)
 
-    return Rule(text, old, lambda name: expression.sub(fill_in, name, count=1))
+    return RenamingRule(text, old, lambda name: expression.sub(fill_in, name, count=1))
 
 
 def _captures(glob: str) -> re.Pattern[str]:
@@ -122,7 +122,7 @@ def _captures(glob: str) -> re.Pattern[str]:
     return re.compile(r"\A(?s:" + "(.*)".join(parts) + r")\Z")
 
 
-def rename(names: Iterable[str], rules: Sequence[Rule]) -> Renamed:
+def rename(names: Iterable[str], rules: Sequence[RenamingRule]) -> Renamed:
     """Each name under the first rule that matches it."""
     known = Names(names)
     renamed: dict[str, str] = {}

@@ -9,7 +9,7 @@ of each tensor goes. Numbers that only exist once the values have moved (a zip r
 
 Two million boxes on thousands of ranks are not listed to be counted: a format that knows sizes without making heads
 gives `Later`s in their place, and `Places`, which answer for one tensor at a time. Where a run would look at them again
-and again they are `Kept`.
+and again they are `LazySequence`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Later(Sequence[T]):
         return self._make()[index]
 
 
-class Kept(Later[T]):
+class LazySequence(Later[T]):
     """A sequence that is made when it is first looked at, and kept from then on."""
 
     def __init__(self, make: Callable[[], Sequence[T]]) -> None:

@@ -23,7 +23,7 @@ from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.inner_path import is_view, output_faults
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.deltas.folder import Archive, Piece
+from ckpt_tool.deltas.folder import Archive, ArchivedRange
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError, wrap_os_error
 from ckpt_tool.sources.moved import moved
 from ckpt_tool.sources.opening import Opened
@@ -35,7 +35,7 @@ NOT_A_FOLDER, NOT_KEPT = "E2617", "E2850"
 SHOWN = 20  # names in one error
 
 
-class Entry(NamedTuple):
+class ArchiveEntry(NamedTuple):
     """Bytes of a step under a name: as a tensor U8 [n], in the tree that it lies in."""
 
     tensor: LogicalTensor
@@ -55,7 +55,7 @@ def whole_step(opened: Opened) -> Opened:
     return opened._replace(tree=outer, catalog=moved(outer, inner, folder, opened.catalog), outer=inner)
 
 
-def entries_of(opened: Opened) -> dict[str, Entry]:
+def entries_of(opened: Opened) -> dict[str, ArchiveEntry]:
     """Every byte of the step's files, each in one entry; in the order of the files.
 
     Raises UsageError E2617 for what is no folder of this machine or a store, or has links that lead out of it."""
@@ -71,7 +71,7 @@ def entries_of(opened: Opened) -> dict[str, Entry]:
             path=tree.display(),
             hint="pass the folder of the step" if one_file else "--follow-symlinks keeps what they lead to",
         )
-    found: dict[str, Entry] = {}
+    found: dict[str, ArchiveEntry] = {}
     arrays = _arrays(opened)
     for path, size in sorted(listing.items()):
         rest, at = list[tuple[int, int]](), 0
@@ -80,13 +80,13 @@ def entries_of(opened: Opened) -> dict[str, Entry]:
                 continue
             if offset > at:
                 rest.append((at, offset))
-            found[name] = Entry(_tensor(name, path, size, [(offset, offset + nbytes)]), tree)
+            found[name] = ArchiveEntry(_tensor(name, path, size, [(offset, offset + nbytes)]), tree)
             at = offset + nbytes
         if at < size:
             rest.append((at, size))
         if rest:
             name = f"rest/{path}"
-            found[name] = Entry(_tensor(name, path, size, rest), tree)
+            found[name] = ArchiveEntry(_tensor(name, path, size, rest), tree)
     return found
 
 
@@ -156,7 +156,9 @@ def _tensor(name: str, path: str, size: int, spans: list[tuple[int, int]]) -> Lo
     return LogicalTensor(TensorKey(name), (at,), _BYTE, tuple(chunks))
 
 
-def paired(old: Mapping[str, Entry], new: Mapping[str, Entry]) -> Iterator[tuple[str, Entry | None, Entry]]:
+def paired(
+    old: Mapping[str, ArchiveEntry], new: Mapping[str, ArchiveEntry]
+) -> Iterator[tuple[str, ArchiveEntry | None, ArchiveEntry]]:
     """(name, its counterpart of the same size, the entry)."""
     for name, entry in new.items():
         other = old.get(name)
@@ -164,7 +166,7 @@ def paired(old: Mapping[str, Entry], new: Mapping[str, Entry]) -> Iterator[tuple
         yield name, other if same else None, entry
 
 
-def laid_out(opened: Opened, entries: Mapping[str, Entry], whole: frozenset[str]) -> Archive:
+def laid_out(opened: Opened, entries: Mapping[str, ArchiveEntry], whole: frozenset[str]) -> Archive:
     """How the step's files are put together of entries; empty files of none."""
     placed: dict[str, list[tuple[int, int, int, str]]] = {path: [] for path in opened.tree.listing()}
     for name, entry in entries.items():
@@ -173,7 +175,7 @@ def laid_out(opened: Opened, entries: Mapping[str, Entry], whole: frozenset[str]
     files = {
         path: (
             opened.tree.size(path),
-            tuple(Piece(at, nbytes, name, begin) for at, nbytes, begin, name in sorted(rows)),
+            tuple(ArchivedRange(at, nbytes, name, begin) for at, nbytes, begin, name in sorted(rows)),
         )
         for path, rows in placed.items()
     }

@@ -30,7 +30,7 @@ from ckpt_tool.core.inner_path import is_leaving
 from ckpt_tool.deltas.folder import INDEX
 from ckpt_tool.errors import CkptError, CorruptFile, wrap_os_error
 from ckpt_tool.formats.hf.format import DELTA
-from ckpt_tool.sources.steps import Run, Step, step_of
+from ckpt_tool.sources.steps import Run, RunStep, step_of
 from ckpt_tool.storage.links import is_folder, real_path
 
 NEAR = 3  # levels of folders next to a run that are looked into
@@ -45,7 +45,7 @@ _SIGNS = tuple(f'"{key}"'.encode() for key in sorted(_KEYS))
 _OF_A_MODEL = re.compile(r"(?!model-0+-of-).+-\d{1,7}-of-\d{1,7}\.safetensors|model\.safetensors")
 
 
-class Delta(NamedTuple):
+class FoundDelta(NamedTuple):
     """A delta somewhere around a run. path: its folder, resolved. base: the folder that it names as its base, resolved,
     "" where it names none or that is not there. base_version: the number of the step that it is made on, None for
     none. is_archive: made with `--dedup`, of a step's files."""
@@ -59,7 +59,7 @@ class Delta(NamedTuple):
 class Around(NamedTuple):
     """What was found around a run. faults: what could not be read there, and why."""
 
-    deltas: tuple[Delta, ...]
+    deltas: tuple[FoundDelta, ...]
     faults: tuple[CkptError, ...]
 
 
@@ -98,7 +98,7 @@ def is_found_by_prune(folder: str, base: str) -> bool:
     return _is_below(place, run) or (near[0] != os.pardir and len(near) <= NEAR)
 
 
-def dependents(run: Run, deltas: Iterable[Delta]) -> dict[str, list[str]]:
+def dependents(run: Run, deltas: Iterable[FoundDelta]) -> dict[str, list[str]]:
     """The name of a step -> why a delta needs it."""
     root = real_path(run.path)
     places = {step.name: real_path(run.of(step)) for step in run.steps}
@@ -116,7 +116,7 @@ def dependents(run: Run, deltas: Iterable[Delta]) -> dict[str, list[str]]:
     return reasons
 
 
-def _is_base(delta: Delta, step: Step, place: str) -> bool:
+def _is_base(delta: FoundDelta, step: RunStep, place: str) -> bool:
     if delta.base:
         return delta.base == place or _is_below(delta.base, place)
     return delta.base_version is not None and delta.base_version == step.number
@@ -129,7 +129,7 @@ def _is_below(path: str, folder: str) -> bool:
 # -- finding ----------------------------------------------------------------------------------------------------------
 
 
-def _deltas_below(top: str, seen: set[str], faults: list[CkptError]) -> Iterator[Delta]:
+def _deltas_below(top: str, seen: set[str], faults: list[CkptError]) -> Iterator[FoundDelta]:
     """Those in a folder and in all below it; links to folders are followed. seen: resolved folders that were looked
     into."""
     waiting = [top]
@@ -149,7 +149,7 @@ def _deltas_below(top: str, seen: set[str], faults: list[CkptError]) -> Iterator
             faults.append(e)
 
 
-def _deltas_near(parent: str, seen: set[str], faults: list[CkptError]) -> Iterator[Delta]:
+def _deltas_near(parent: str, seen: set[str], faults: list[CkptError]) -> Iterator[FoundDelta]:
     """Those up to `NEAR` levels below the folder that holds a run, on its file system. What nobody may look into there
     is passed over: it is somebody else's."""
     waiting = [(parent, 0)]
@@ -193,7 +193,7 @@ def _entries(folder: str, *, same_device: bool = False) -> tuple[set[str], list[
     return names, folders
 
 
-def _delta_in(folder: str, names: Iterable[str]) -> Iterator[Delta]:
+def _delta_in(folder: str, names: Iterable[str]) -> Iterator[FoundDelta]:
     """The delta in a folder with an index, none where that is a model's. names: of the folder's files. Raises OSError,
     CorruptFile for an index that is a delta's, or may be one's, and is damaged."""
     path = os.path.join(folder, INDEX)
@@ -220,7 +220,7 @@ def _delta_in(folder: str, names: Iterable[str]) -> Iterator[Delta]:
             path=path,
             hint="copy the delta again, or remove it if nothing needs it",
         ) from e
-    yield Delta(folder, _base_of(folder, value), _number_of(metadata), "archive" in value)
+    yield FoundDelta(folder, _base_of(folder, value), _number_of(metadata), "archive" in value)
 
 
 def _base_of(folder: str, value: Mapping[str, Any]) -> str:

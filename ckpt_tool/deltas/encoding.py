@@ -27,8 +27,8 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from ckpt_tool.errors import CorruptFile, InternalError, UsageError, wrap_os_error
+from ckpt_tool.storage.arrays.zstd_frames import LIBRARY, Compressed, Frame, zstandard
 from ckpt_tool.storage.descriptors import naming
-from ckpt_tool.storage.zstd_frames import LIBRARY, Compressed, Frame, zstandard
 
 if TYPE_CHECKING:
     from zstandard import ZstdCompressionObj
@@ -41,7 +41,7 @@ FRAME, TOO_LARGE = "E2611", "E2613"
 _STEP = 64 << 10  # bytes of positions that are read at a time
 
 
-class Digest(Protocol):
+class Hasher(Protocol):
     """What of hashlib is used."""
 
     def update(self, data: Any, /) -> object: ...
@@ -59,7 +59,7 @@ class _Adler32:
         return f"{self._value:08x}"
 
 
-def digest_of(name: str) -> Digest:
+def digest_of(name: str) -> Hasher:
     """A digest of `folder.CHECKSUMS`, empty. Raises UsageError E2612 where its library is not installed."""
     if name == "adler32":
         return _Adler32()
@@ -73,14 +73,14 @@ def digest_of(name: str) -> Digest:
         raise UsageError(
             "BLAKE3 needs the blake3 package", code=LIBRARY, hint="pip install blake3, or another --checksum"
         ) from e
-    made: Digest = blake3()
+    made: Hasher = blake3()
     return made
 
 
 # -- encoding ---------------------------------------------------------------------------------------------------------
 
 
-class Made(NamedTuple):
+class EncodedFrame(NamedTuple):
     """A tensor, encoded. frame: (offset, bytes) in the spool; None where nothing changed. changed: bytes."""
 
     frame: tuple[int, int] | None
@@ -157,13 +157,13 @@ class Encoder:
         self._changed += self._kind.add(self._at, old, new)
         self._at += len(new)
 
-    def finish(self) -> Made:
+    def finish(self) -> EncodedFrame:
         if self._at != self._nbytes:
             raise InternalError(f"{self._at} of {self._nbytes} bytes were encoded")
         if not self._changed and not self._always:
-            return Made(None, self._digest.hexdigest(), 0)
+            return EncodedFrame(None, self._digest.hexdigest(), 0)
         begin = self._kind.finish()
-        return Made((begin, self._spool.size - begin), self._digest.hexdigest(), self._changed)
+        return EncodedFrame((begin, self._spool.size - begin), self._digest.hexdigest(), self._changed)
 
 
 class _Xor:
@@ -245,7 +245,7 @@ def compressor() -> Any:
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class FramePlace(NamedTuple):
     """Where a frame lies, for messages. size: of the frame in bytes."""
 
     path: str
@@ -268,7 +268,7 @@ class Place(NamedTuple):
 class XorReader:
     """Applies a frame of `xor` to ranges of a tensor of `nbytes`, in order."""
 
-    def __init__(self, compressed: Compressed, place: Place, nbytes: int) -> None:
+    def __init__(self, compressed: Compressed, place: FramePlace, nbytes: int) -> None:
         self._frame, self._nbytes, self.at = Frame(compressed, place.size, place.fault), nbytes, 0
         if self._frame.size not in (None, nbytes):
             raise place.fault(f"it holds {self._frame.size} bytes, the tensor {nbytes}: is it of another model?")
@@ -290,7 +290,7 @@ class XorReader:
 class OverwriteReader:
     """Applies a frame of `overwrite` to ranges of a tensor of `nbytes`, in order."""
 
-    def __init__(self, compressed: Compressed, place: Place, nbytes: int) -> None:
+    def __init__(self, compressed: Compressed, place: FramePlace, nbytes: int) -> None:
         self._positions, self._place, self._nbytes, self.at = (
             Frame(compressed, place.size, place.fault),
             place,

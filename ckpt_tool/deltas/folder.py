@@ -32,7 +32,7 @@ from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats.hf.files import INDEX_SUFFIX, STEM, SUFFIX
 from ckpt_tool.formats.hf.format import DELTA
 from ckpt_tool.formats.hf.index import read_value
-from ckpt_tool.storage.safetensors_file import read_header
+from ckpt_tool.storage.safetensors_files.safetensors_file import read_header
 from ckpt_tool.storage.source import Tree
 
 INDEX = STEM + INDEX_SUFFIX
@@ -43,7 +43,7 @@ INDEX_FAULT, CHAIN, NO_DELTA = "E2608", "E2609", "E2610"
 _DIGITS = frozenset("0123456789abcdef")
 
 
-class Piece(NamedTuple):
+class ArchivedRange(NamedTuple):
     """Bytes [offset, offset + nbytes) of a step's file are those of the entry `name` from byte `begin` on."""
 
     offset: int
@@ -57,7 +57,7 @@ class Archive(NamedTuple):
     are kept whole: changes to as many zeros. format: what the step is. An entry is its pieces end to end."""
 
     format: str
-    files: Mapping[str, tuple[int, tuple[Piece, ...]]]
+    files: Mapping[str, tuple[int, tuple[ArchivedRange, ...]]]
     whole: frozenset[str]
 
     def to_json(self) -> dict[str, Any]:
@@ -187,13 +187,13 @@ def _archive(tree: Tree, value: Any, digests: Mapping[str, str]) -> Archive:
         kind, whole = str(value["format"]), frozenset(map(str, value["whole"]))
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise _fault(tree, "it does not say how files are put together", "archive") from e
-    placed, sizes = dict[str, tuple[int, tuple[Piece, ...]]](), dict[str, int]()
+    placed, sizes = dict[str, tuple[int, tuple[ArchivedRange, ...]]](), dict[str, int]()
     for path, (size, pieces) in files.items():
-        bad, at, laid = "", 0, list[Piece]()
+        bad, at, laid = "", 0, list[ArchivedRange]()
         for nbytes, name in pieces:
             if nbytes < 1 or name not in digests:
                 bad = bad or f"piece {name[:200]} of {nbytes} bytes"
-            laid.append(Piece(at, nbytes, name, sizes.get(name, 0)))
+            laid.append(ArchivedRange(at, nbytes, name, sizes.get(name, 0)))
             sizes[name] = sizes.get(name, 0) + nbytes
             at += nbytes
         if bad or at != size:

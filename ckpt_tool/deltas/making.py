@@ -27,7 +27,7 @@ from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.deltas.archive import entries_of, laid_out, list_empty_folders, paired, refuse_unkept, whole_step
 from ckpt_tool.deltas.dependents import is_found_by_prune
-from ckpt_tool.deltas.encoding import Bytes, Encoder, Made, Spool
+from ckpt_tool.deltas.encoding import Bytes, EncodedFrame, Encoder, Spool
 from ckpt_tool.deltas.folder import INDEX, Archive, delta_files, file_names, index_of
 from ckpt_tool.deltas.options import Making
 from ckpt_tool.deltas.under_hub_names import hub_names
@@ -35,39 +35,39 @@ from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.formats.hf.format import pack
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.plan.plan import Move
-from ckpt_tool.run.blocks import Reader
+from ckpt_tool.run.blocks import BlockReader
 from ckpt_tool.run.finish import sync_all, write_all
-from ckpt_tool.run.records import Checked
+from ckpt_tool.run.records import CheckedRecords
 from ckpt_tool.run.scan import Readable, Visit, readable, walk
 from ckpt_tool.run.walk import STRIDED_BLOCK
 from ckpt_tool.sources.chosen import Chosen
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.sources.steps import step_of
 from ckpt_tool.storage.descriptors import close_written
-from ckpt_tool.storage.destination import check_destination, local_path, sweep_leavings
-from ckpt_tool.storage.replaced import Replaced
-from ckpt_tool.storage.safetensors_file import build_header
+from ckpt_tool.storage.output.destination import check_destination, local_path, sweep_leavings
+from ckpt_tool.storage.output.replaced import ReplacedOutput
+from ckpt_tool.storage.output.staging import Staging
+from ckpt_tool.storage.safetensors_files.safetensors_file import build_header
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.staging import Staging
 
 UNLIKE, VERSION = "E2615", "E2616"
 _WEIGHTS = re.compile(r"weight_v(\d{1,18})")
 _PIECE = 1 << 20  # bytes of a spool that are copied at a time
 
 
-class Held(NamedTuple):
+class HeldTensor(NamedTuple):
     """A tensor and the tree that it lies in."""
 
     tensor: LogicalTensor
     tree: Tree
 
 
-class Pair(NamedTuple):
+class TensorPair(NamedTuple):
     """A tensor as it was and as it is. old: None for as many zeros."""
 
     name: str
-    old: Held | None
-    new: Held
+    old: HeldTensor | None
+    new: HeldTensor
 
 
 def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progress: Progress) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
         ],
         force=wanted.force or wanted.dry_run,
     )
-    replaced = check_replaced(destination, delta_files) if wanted.force else Replaced({})
+    replaced = check_replaced(destination, delta_files) if wanted.force else ReplacedOutput({})
     archive: Archive | None = None
     notes: list[str] = [each.resolved for each in (old, fresh) if each.resolved]
     dropped: Sequence[dict[str, Any]] = ()
@@ -96,7 +96,10 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
         empty = list_empty_folders(fresh.tree)
         if empty:
             notes.append(f"empty folders are not kept: {', '.join(empty[:5])}" + (", ..." if empty[5:] else ""))
-        pairs = [Pair(name, held and Held(*held), Held(*each)) for name, held, each in paired(entries_of(old), entries)]
+        pairs = [
+            TensorPair(name, held and HeldTensor(*held), HeldTensor(*each))
+            for name, held, each in paired(entries_of(old), entries)
+        ]
         archive = laid_out(fresh, entries, frozenset(pair.name for pair in pairs if pair.old is None))
         numbers = [_step(path) for path in (old.path, fresh.path)]
     else:
@@ -138,7 +141,7 @@ def _document(
     new: str,
     destination: Path,
     wanted: Making,
-    pairs: Sequence[Pair],
+    pairs: Sequence[TensorPair],
     versions: tuple[int, int],
     notes: Sequence[str],
     dropped: Sequence[dict[str, Any]],
@@ -205,7 +208,9 @@ def _versions(wanted: Making, numbers: Sequence[int | None], base: str, dst: str
 # -- which tensors ----------------------------------------------------------------------------------------------------
 
 
-def _of_models(old: Chosen, new: Chosen, base: str, path: str) -> tuple[list[Pair], list[dict[str, Any]], list[str]]:
+def _of_models(
+    old: Chosen, new: Chosen, base: str, path: str
+) -> tuple[list[TensorPair], list[dict[str, Any]], list[str]]:
     """(the pairs, what is left out, lines for the report). Raises InconsistentCheckpoint E2615 unless both hold the
     same tensors in name, shape and dtype."""
     mine, notes = old.model, [*old.notes, *new.notes]
@@ -235,7 +240,10 @@ def _of_models(old: Chosen, new: Chosen, base: str, path: str) -> tuple[list[Pai
             faults=faults[1:200],
             hint=hint,
         )
-    pairs = [Pair(name, Held(*old.input(mine[name])), Held(*new.input(row))) for name, row in theirs.items()]
+    pairs = [
+        TensorPair(name, HeldTensor(*old.input(mine[name])), HeldTensor(*new.input(row)))
+        for name, row in theirs.items()
+    ]
     return pairs, dropped, list(dict.fromkeys(notes))
 
 
@@ -253,12 +261,12 @@ class Frames:
 
     def __init__(self, folder: str, wanted: Making) -> None:
         self._folder, self._wanted = folder, wanted
-        self.made: dict[str, tuple[Made, Spool]] = {}
+        self.made: dict[str, tuple[EncodedFrame, Spool]] = {}
         self._own, self._spools, self._lock = threading.local(), list[Spool](), threading.Lock()
 
-    def fill(self, pairs: Sequence[Pair], progress: Progress) -> None:
+    def fill(self, pairs: Sequence[TensorPair], progress: Progress) -> None:
         """Read and encode. Raises SourceChanged where a source is not what it was at the beginning."""
-        groups: dict[tuple[int, int], list[Pair]] = {}
+        groups: dict[tuple[int, int], list[TensorPair]] = {}
         for pair in pairs:
             groups.setdefault((id(pair.old.tree) if pair.old else 0, id(pair.new.tree)), []).append(pair)
         total = sum(held.tensor.nbytes for pair in pairs for held in (pair.old, pair.new) if held is not None)
@@ -277,13 +285,13 @@ class Frames:
 
     def _group(self, names: Mapping[int, str], new: Readable, old: Readable | None, progress: Progress) -> None:
         twins = {} if old is None else {id(a): b for a, b in zip(new.moves, old.moves, strict=True)}
-        beside = None if old is None else Checked(old.files, old.records)
+        beside = None if old is None else CheckedRecords(old.files, old.records)
 
         def visit(move: Move) -> Visit:
             name, twin = names[id(move)], twins.get(id(move))
             encoding, checksum = self._wanted.encoding, self._wanted.checksum
             encoder = Encoder(encoding, checksum, move.nbytes, self._spool(), name, always=old is None)
-            reader: Reader | None = None
+            reader: BlockReader | None = None
             room: Bytes = np.empty(STRIDED_BLOCK, np.uint8)
             if beside is not None and twin is not None:
                 reader = beside.reader(16)
@@ -319,7 +327,7 @@ class Frames:
                 self._spools.append(spool)
         return spool
 
-    def _keep(self, name: str, made: Made) -> None:
+    def _keep(self, name: str, made: EncodedFrame) -> None:
         with self._lock:
             self.made[name] = made, self._own.spool
 
@@ -345,13 +353,13 @@ class Frames:
 
 def _write(
     frames: Frames,
-    pairs: Sequence[Pair],
+    pairs: Sequence[TensorPair],
     destination: Path,
     about: tuple[int, int, str, str],
     archive: Archive | None,
     base_folder: str,
     wanted: Making,
-    replaced: Replaced,
+    replaced: ReplacedOutput,
 ) -> dict[str, int]:
     """Write and commit. Returns file -> bytes."""
     sizes = {pair.name: made.frame[1] for pair in pairs if (made := frames.made[pair.name][0]).frame is not None}

@@ -20,7 +20,16 @@ import numpy as np
 
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.deltas.encoding import FRAME_MEMORY, READERS, Bytes, OverwriteReader, Passed, Place, XorReader, digest_of
+from ckpt_tool.deltas.encoding import (
+    FRAME_MEMORY,
+    READERS,
+    Bytes,
+    FramePlace,
+    OverwriteReader,
+    Passed,
+    XorReader,
+    digest_of,
+)
 from ckpt_tool.deltas.folder import Delta
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, InternalError
 from ckpt_tool.run.computed import ExactRecipe, Input, Read
@@ -37,7 +46,7 @@ class Link(NamedTuple):
     input: int | None
 
 
-class _Open(NamedTuple):
+class _OpenTensor(NamedTuple):
     read: Read
     readers: list[tuple[int, XorReader | OverwriteReader]]
 
@@ -45,7 +54,7 @@ class _Open(NamedTuple):
 class Cursors(threading.local):
     """The readers that a thread has open: those of one tensor."""
 
-    now: _Open | None = None
+    now: _OpenTensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +135,7 @@ class Patched(ExactRecipe):
         """One of each frame, none of them beyond `start`."""
         now = self.cursors.now
         if now is None or now.read != read:
-            now = self.cursors.now = _Open(read, [])
+            now = self.cursors.now = _OpenTensor(read, [])
         if not now.readers or any(reader.at > start for _, reader in now.readers):
             now.readers[:] = [(link.input, self._reader(read, link)) for link in self.links if link.input is not None]
         return [reader for _, reader in now.readers]
@@ -136,7 +145,9 @@ class Patched(ExactRecipe):
         if number is None:
             raise InternalError(f"{self.key}: no frame")
         (chunk,) = self.inputs[number].tensor.chunks
-        place = Place(link.delta.tree.display(chunk.array.path), chunk.array.offset, chunk.array.numel, str(self.key))
+        place = FramePlace(
+            link.delta.tree.display(chunk.array.path), chunk.array.offset, chunk.array.numel, str(self.key)
+        )
 
         def compressed(start: int, stop: int) -> bytes:
             return read(number, start, stop).tobytes()

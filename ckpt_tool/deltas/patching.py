@@ -42,8 +42,8 @@ from ckpt_tool.run.computed import ComputedTree, Input
 from ckpt_tool.sources.chosen import Chosen, Conversion, memory_of_computed, with_computed
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.sources.select import split_keys
-from ckpt_tool.storage.destination import place_of
 from ckpt_tool.storage.opening import open_tree
+from ckpt_tool.storage.output.destination import place_of
 from ckpt_tool.storage.source import Tree
 
 UNLIKE, OPTION = "E2615", "E2618"

@@ -84,7 +84,7 @@ class Built(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class BuildRecipe:
     """All that decides what a build makes."""
 
     kind: Kind
@@ -168,7 +168,7 @@ def known_architectures(nvcc: str) -> tuple[int, ...]:
     return tuple(sorted(int(word[3:]) for word in words if word.startswith("sm_") and word[3:].isdigit()))
 
 
-def host_recipe(extra: tuple[str, ...] = ()) -> Recipe:
+def host_recipe(extra: tuple[str, ...] = ()) -> BuildRecipe:
     """The shim by g++. Raises UsageError E1554 where there is none."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
@@ -177,10 +177,10 @@ def host_recipe(extra: tuple[str, ...] = ()) -> Recipe:
             code="E1554",
             hint="install g++ 11 or newer, or name one in CXX",
         )
-    return Recipe("host", compiler, version_of(compiler), (*HOST_FLAGS, *extra), ())
+    return BuildRecipe("host", compiler, version_of(compiler), (*HOST_FLAGS, *extra), ())
 
 
-def cuda_recipe(architectures: tuple[int, ...] = ARCHITECTURES, extra: tuple[str, ...] = ()) -> Recipe:
+def cuda_recipe(architectures: tuple[int, ...] = ARCHITECTURES, extra: tuple[str, ...] = ()) -> BuildRecipe:
     """The kernels for those of these architectures (90 for compute capability 9.0) that nvcc knows, with PTX of the
     last. Where it knows none of them, for the newest before them: the driver makes code of its PTX.
 
@@ -203,10 +203,10 @@ def cuda_recipe(architectures: tuple[int, ...] = ARCHITECTURES, extra: tuple[str
         )
     targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in wanted[:-1]]
     targets.append(f"-gencode=arch=compute_{wanted[-1]},code=[sm_{wanted[-1]},compute_{wanted[-1]}]")
-    return Recipe("cuda", nvcc, version_of(nvcc), (*CUDA_FLAGS, *targets, *extra), wanted)
+    return BuildRecipe("cuda", nvcc, version_of(nvcc), (*CUDA_FLAGS, *targets, *extra), wanted)
 
 
-def compile_to(recipe: Recipe, target: Path) -> str:
+def compile_to(recipe: BuildRecipe, target: Path) -> str:
     """Compile to `target` and return what the compiler printed. Raises StorageError E1555. Files in between go beside
     it."""
     scratch = target.parent / f".tmp-{os.getpid()}"
@@ -279,7 +279,7 @@ def found_for(architectures: tuple[int, ...]) -> Built | None:
     return None
 
 
-def _kept(recipe: Recipe, *, force: bool) -> Built:
+def _kept(recipe: BuildRecipe, *, force: bool) -> Built:
     key = recipe.key
     note = ""
     if not force:
@@ -297,7 +297,7 @@ def _kept(recipe: Recipe, *, force: bool) -> Built:
         return _as_built(kept, key, time.monotonic() - began, "; ".join(notes))
 
 
-def _compile(recipe: Recipe, target: Path) -> None:
+def _compile(recipe: BuildRecipe, target: Path) -> None:
     compile_to(recipe, target)
 
 

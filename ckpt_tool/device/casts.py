@@ -9,7 +9,8 @@ Codes are boxes of (matrices, rows, columns): a run is never joined with the nex
 scale. F4 has two codes a byte: addresses and strides of its side count half bytes.
 
     256 x 512 E4M3 with scales of 128 x 128, rows 64.. and columns 32.. of it, wherever they are stored now:
-    CodeBox(codes, out, (1, 192, 480), (0, 512), (0, 960), Scales(address, F32, (128, 128), (0, 16)), row=64, column=32)
+    CodeBox(codes, out, (1, 192, 480), (0, 512), (0, 960), CastScales(address, F32, (128, 128), (0, 16)), row=64,
+    column=32)
 
 The bits are those of `run.compute.cast` and of `quantised`; what counts as lost too.
 Cost: some 10 us a box. What it does not do: zero points, global scales and packed integers (`quantised` does).
@@ -26,7 +27,7 @@ import numpy.typing as npt
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.device.descriptors import (
     MOST_ROWS,
-    Descriptors,
+    PackedDescriptors,
     Strided,
     filled,
     levelled,
@@ -73,13 +74,13 @@ SCALES = np.dtype(
 class Casts(NamedTuple):
     """A packed list from one kind of element to another. records: how many numbers its boxes have in `aux`."""
 
-    boxes: Descriptors
+    boxes: PackedDescriptors
     source: int
     target: int
     records: int
 
 
-class Scales(NamedTuple):
+class CastScales(NamedTuple):
     """The scales of a tensor: that of row 0, column 0 of a box's first matrix is at `address`.
 
     block: (rows, columns) that share one. strides: bytes from those of a matrix to those of the next, 0 where all share
@@ -105,7 +106,7 @@ class CodeBox(NamedTuple):
     shape: tuple[int, int, int]
     source_strides: tuple[int, int]
     target_strides: tuple[int, int]
-    scales: Scales
+    scales: CastScales
     row: int = 0
     column: int = 0
 
@@ -114,7 +115,7 @@ class CodeList(NamedTuple):
     """A packed list of codes and the scales of its boxes. Packed box k is part of box `records[k]` of the `given`
     ones."""
 
-    boxes: Descriptors
+    boxes: PackedDescriptors
     scales: npt.NDArray[np.void]
     source: int
     target: int
@@ -165,7 +166,7 @@ def pack_casts(boxes: Iterable[Strided], source: DType, target: DType, records: 
     if records:
         out["aux"] = records
     nbytes = int((out["rows"] * out["run"]).sum()) * item
-    return Casts(Descriptors(out, tiles, nbytes), kind(source), kind(target), max(records, default=0) + 1)
+    return Casts(PackedDescriptors(out, tiles, nbytes), kind(source), kind(target), max(records, default=0) + 1)
 
 
 def pack_codes(boxes: Iterable[CodeBox], codes: DType, target: DType) -> CodeList:
@@ -187,7 +188,9 @@ def pack_codes(boxes: Iterable[CodeBox], codes: DType, target: DType) -> CodeLis
     tiles = _cut(out, step, item, packed)
     out["aux"] = np.arange(len(out))
     nbytes = int((out["rows"] * out["run"]).sum()) * item
-    return CodeList(Descriptors(out, tiles, nbytes), packed, kind(codes), kind(target), tuple(records), number + 1)
+    return CodeList(
+        PackedDescriptors(out, tiles, nbytes), packed, kind(codes), kind(target), tuple(records), number + 1
+    )
 
 
 def _cut(out: npt.NDArray[np.void], step: int, item: int, scales: npt.NDArray[np.void] | None = None) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ckpt_tool.device import comparisons
 from ckpt_tool.device.descriptors import Strided
-from ckpt_tool.device.digests import HASH, Line, leaf_hashes
+from ckpt_tool.device.digests import HASH, DigestLine, leaf_hashes
 from ckpt_tool.device.station import Station
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.compare import Worst, differ
@@ -21,7 +21,7 @@ from ckpt_tool.run.stats import bad_values, may_be_bad
 
 def hashes(station: Station, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
     """The XXH3-128 of each (address, bytes), at most a leaf each, as `xxhash` prints them."""
-    lines = [Line(address, nbytes) for address, nbytes in ranges]
+    lines = [DigestLine(address, nbytes) for address, nbytes in ranges]
     found = leaf_hashes(station.device, lines, stream=station.stream)
     return [found[at : at + HASH] for at in range(0, len(found), HASH)]
 
@@ -44,7 +44,7 @@ def nonfinite(station: Station, lines: Sequence[tuple[Move, int, int]]) -> list[
     return found
 
 
-class Block(NamedTuple):
+class CheckBlock(NamedTuple):
     """Elements of a tensor from `start` on, `nbytes` from byte `at` of both lines on: what differs is counted by such
     blocks."""
 
@@ -54,7 +54,7 @@ class Block(NamedTuple):
     nbytes: int
 
 
-def differences(station: Station, blocks: Sequence[Block]) -> Iterator[tuple[Block, Worst]]:
+def differences(station: Station, blocks: Sequence[CheckBlock]) -> Iterator[tuple[CheckBlock, Worst]]:
     """The blocks of which the two lines hold other bits, and how they differ."""
     boxes = [_run(station.first + block.at, station.second + block.at, block.nbytes) for block in blocks]
     found = comparisons.compare(station.device, boxes, [block.move.dtype for block in blocks], stream=station.stream)

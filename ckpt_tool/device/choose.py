@@ -26,7 +26,7 @@ SETTINGS = ("off", "host", "cuda", "path:FILE")
 CPU_HINT = "--device cpu (the default) does the same on the CPU; ckpt kernels info says what there is"
 
 
-class Choice(NamedTuple):
+class DeviceChoice(NamedTuple):
     """What a run uses and why. path: the library that was named; architectures: those of the GPUs (90 for compute
     capability 9.0); code and hint: of the error that `open_device` raises where the level is numpy."""
 
@@ -38,14 +38,14 @@ class Choice(NamedTuple):
     hint: str = CPU_HINT
 
 
-def chosen(setting: str | None = None) -> Choice:
+def chosen(setting: str | None = None) -> DeviceChoice:
     """The rung of the ladder, from `setting` or CKPT_KERNELS. Builds nothing. Raises UsageError E1553 for a setting
     that it does not know, StorageError E1550 for a library that is not there."""
     return _decide(os.environ.get("CKPT_KERNELS", "") if setting is None else setting)
 
 
 @functools.cache
-def _decide(setting: str) -> Choice:
+def _decide(setting: str) -> DeviceChoice:
     kind, colon, value = setting.partition(":")
     if kind == "path" and value:
         return _given(Path(value))
@@ -57,13 +57,13 @@ def _decide(setting: str) -> Choice:
             hint=near_misses(kind, SETTINGS) or "leave it unset to use a GPU where there is one",
         )
     if kind == "off":
-        return Choice("numpy", "CKPT_KERNELS=off forbids the device", code="E1553")
+        return DeviceChoice("numpy", "CKPT_KERNELS=off forbids the device", code="E1553")
     if kind == "host":
-        return Choice("host", "CKPT_KERNELS=host: the kernels run on the CPU, for tests")
+        return DeviceChoice("host", "CKPT_KERNELS=host: the kernels run on the CPU, for tests")
     return _gpu(driver.probe())
 
 
-def _given(path: Path) -> Choice:
+def _given(path: Path) -> DeviceChoice:
     """A library by name: code, so it must be a file that nobody but its owner may write, and ours or the system's."""
     try:
         about = path.stat()
@@ -81,24 +81,24 @@ def _given(path: Path) -> Choice:
             path=path,
             hint="a library is code that will run: copy it to a folder of your own and take the write permission off",
         )
-    return Choice("path", f"CKPT_KERNELS=path:{path}", path.absolute())
+    return DeviceChoice("path", f"CKPT_KERNELS=path:{path}", path.absolute())
 
 
-def _gpu(found: driver.Probe) -> Choice:
+def _gpu(found: driver.Probe) -> DeviceChoice:
     """The GPUs, if their kernels are built or can be."""
     if not found.cards:
-        return Choice("numpy", f"there is no GPU to use: {found.reason}", code="E1556")
+        return DeviceChoice("numpy", f"there is no GPU to use: {found.reason}", code="E1556")
     architectures = tuple(sorted({card.architecture for card in found.cards}))
     name = f"{found.cards[0].name}, driver for CUDA {driver.spelled(found.driver)}"
     if build.find_nvcc() is None and build.found_for(architectures) is None:
-        return Choice(
+        return DeviceChoice(
             "numpy",
             f"there is {name}, but no nvcc to build its kernels, and none are in {cache.folder()}",
             code="E1554",
             hint="install the CUDA toolkit, or build elsewhere (ckpt kernels build --out FILE) and set "
             "CKPT_KERNELS=path:FILE",
         )
-    return Choice("cuda", name, architectures=architectures)
+    return DeviceChoice("cuda", name, architectures=architectures)
 
 
 def open_device(number: int = 0) -> Device:
@@ -110,7 +110,7 @@ def open_device(number: int = 0) -> Device:
     return Device(library_of(choice), number)
 
 
-def library_of(choice: Choice) -> Library:
+def library_of(choice: DeviceChoice) -> Library:
     """The library of a choice, built where it is not yet. Raises as `open_device`."""
     return _load(choice.level, choice.path, choice.architectures)
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ckpt_tool.core.tensor import LogicalTensor
-from ckpt_tool.device.checks import Block, differences
+from ckpt_tool.device.checks import CheckBlock, differences
 from ckpt_tool.device.library import Device
 from ckpt_tool.device.loading import Window, batches, compare_replicas, fill, windows
 from ckpt_tool.device.station import Station, Stations
 from ckpt_tool.device.verify import gathered
 from ckpt_tool.plan.plan import Move
-from ckpt_tool.run.blocks import Reader
+from ckpt_tool.run.blocks import BlockReader
 from ckpt_tool.run.compare import Difference, Worst, compare
-from ckpt_tool.run.records import Checked
+from ckpt_tool.run.records import CheckedRecords
 from ckpt_tool.run.scan import Queue, readable, share_out
 from ckpt_tool.run.walk import STRIDED_BLOCK
 from ckpt_tool.storage.source import Tree
@@ -61,10 +61,10 @@ def _bits(
     """The differences in bits of pairs of one type and shape each."""
     mine, theirs = readable([a for a, _ in pairs], left), readable([b for _, b in pairs], right)
     twins = {id(a): b for a, b in zip(mine.moves, theirs.moves, strict=True)}
-    found, beside = {id(move): Worst(move.shape) for move in mine.moves}, Checked(theirs.files, theirs.records)
+    found, beside = {id(move): Worst(move.shape) for move in mine.moves}, CheckedRecords(theirs.files, theirs.records)
     with Stations(device, threads=threads, memory=memory, work=sum(move.nbytes for move in mine.moves)) as stations:
 
-        def read(reader: Reader, queue: Queue) -> None:
+        def read(reader: BlockReader, queue: Queue) -> None:
             other = beside.reader(16)
             try:
                 with stations.station() as station:
@@ -84,7 +84,7 @@ class _Two:
     def __init__(
         self,
         station: Station,
-        readers: tuple[Reader, Reader],
+        readers: tuple[BlockReader, BlockReader],
         twins: dict[int, Move],
         found: dict[int, Worst],
         stopped: Callable[[], bool],
@@ -115,11 +115,11 @@ class _Two:
             self._found[id(block.move)].merge(difference)
 
 
-def _blocks(window: Window) -> Iterator[Block]:
+def _blocks(window: Window) -> Iterator[CheckBlock]:
     """A window in the blocks in which the CPU looks at it."""
     move, step = window.move, STRIDED_BLOCK // window.move.item
     at = window.start
     while at < window.end:
         end = min((at // step + 1) * step, window.end)
-        yield Block(move, at, window.at + (at - window.start) * move.item, (end - at) * move.item)
+        yield CheckBlock(move, at, window.at + (at - window.start) * move.item, (end - at) * move.item)
         at = end

@@ -1,7 +1,7 @@
 """Two sides of boxes on a device held against each other, and what in them is not finite.
 
     compare(device, [Strided(a, b, (), (), (), 4096)], [DTYPES["F32"]])[0]
-          # Difference(elements=3, first=17, ulp=1, ...)
+          # DeviceDifference(elements=3, first=17, ulp=1, ...)
 
 One launch for any number of boxes, of any mix of types. The numbers are those of `run/compare.py` and `run/stats.py`:
 the same kernel (kernels/compare.cu) counts for `diff`, for replicas and for `verify`. A box has one record, so what is
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.device import kernels
-from ckpt_tool.device.descriptors import Descriptors, Strided, filled, magics, number_tiles
+from ckpt_tool.device.descriptors import PackedDescriptors, Strided, filled, magics, number_tiles
 from ckpt_tool.device.library import Device
 from ckpt_tool.errors import InternalError
 
@@ -57,7 +57,7 @@ RECORD = np.dtype(
 _NONE = (1 << 64) - 1
 
 
-class Difference(NamedTuple):
+class DeviceDifference(NamedTuple):
     """What differs in a box. elements: with other bits; first: the number of the first, row by row, -1 where none
     differs.
 
@@ -88,14 +88,14 @@ def comparable(dtype: DType) -> bool:
     return dtype.name in KINDS
 
 
-def pack_pairs(boxes: Sequence[Strided], dtypes: Sequence[DType], *, one_side: bool = False) -> Descriptors:
+def pack_pairs(boxes: Sequence[Strided], dtypes: Sequence[DType], *, one_side: bool = False) -> PackedDescriptors:
     """The list for the compare kernel; the record of a box has the box's number. one_side: there is only the source.
 
     Raises InternalError E1570 where a box has too many tiles, E1578 where a run is no whole number of elements.
     """
     packed = filled([box if 0 not in box.extents else Strided(0, 0, (), (), (), 0) for box in boxes])
     if not boxes:
-        return Descriptors(packed, 0, 0)
+        return PackedDescriptors(packed, 0, 0)
     run, items = packed["run"], np.array([max(1, dtype.bits // 8) for dtype in dtypes], np.uint64)
     kinds = np.array([KINDS.get(dtype.name, BYTES) for dtype in dtypes], np.uint8)
     odd = np.flatnonzero(run % items)
@@ -117,15 +117,17 @@ def pack_pairs(boxes: Sequence[Strided], dtypes: Sequence[DType], *, one_side: b
     packed["divr"] = magics(np.maximum(1, np.where(cut, per_row, np.where(aligned, run // np.uint64(16), begun))))
     tiles = np.where(cut, rows * per_row, -(-rows.astype(np.int64) // np.maximum(per_tile, 1).astype(np.int64)))
     tiles = np.where((run == 0) | (rows == 0), 0, tiles).astype(np.uint64)
-    return Descriptors(packed, number_tiles(packed, tiles), int((rows * run).sum()))
+    return PackedDescriptors(packed, number_tiles(packed, tiles), int((rows * run).sum()))
 
 
-def compare(device: Device, boxes: Sequence[Strided], dtypes: Sequence[DType], *, stream: int = 0) -> list[Difference]:
+def compare(
+    device: Device, boxes: Sequence[Strided], dtypes: Sequence[DType], *, stream: int = 0
+) -> list[DeviceDifference]:
     """How the target of each box differs from its source, values of `dtypes`. Runs and strides in bytes."""
     records = _found(device, pack_pairs(boxes, dtypes), len(boxes), stream)
     gaps = records["gap"].copy().view(np.float64)
     return [
-        Difference(elements, -1 if first == _NONE else first, ulp, float(gap), finite, nans, left, right)
+        DeviceDifference(elements, -1 if first == _NONE else first, ulp, float(gap), finite, nans, left, right)
         for (elements, first, ulp, _, finite, nans, left, right), gap in zip(records.tolist(), gaps, strict=True)
     ]
 
@@ -142,7 +144,7 @@ def count_bad(device: Device, boxes: Sequence[Strided], dtypes: Sequence[DType],
     return [int(count) for count in records["bad_left"]]
 
 
-def _found(device: Device, pairs: Descriptors, count: int, stream: int) -> npt.NDArray[np.void]:
+def _found(device: Device, pairs: PackedDescriptors, count: int, stream: int) -> npt.NDArray[np.void]:
     begun = np.zeros(count, RECORD)
     begun["first"] = _NONE
     if not pairs.tiles:

@@ -90,7 +90,7 @@ class Strided(NamedTuple):
     run: int
 
 
-class Descriptors(NamedTuple):
+class PackedDescriptors(NamedTuple):
     """A packed list, the number of its tiles, and the bytes that it moves."""
 
     packed: npt.NDArray[np.void]
@@ -162,7 +162,7 @@ def width_log(*numbers: int) -> int:
     return common.bit_length() - 1
 
 
-def pack(boxes: Iterable[Strided], *, tile: int = TILE, spans_from: Sequence[int] = SPANS_FROM) -> Descriptors:
+def pack(boxes: Iterable[Strided], *, tile: int = TILE, spans_from: Sequence[int] = SPANS_FROM) -> PackedDescriptors:
     """The list for `box_copy`: bytes from source to target. tile: bytes, a multiple of 128.
 
     Raises InternalError E1570 where a list has more boxes, or a box more tiles, than the kernel counts.
@@ -170,10 +170,10 @@ def pack(boxes: Iterable[Strided], *, tile: int = TILE, spans_from: Sequence[int
     listed = list(boxes)
     out = filled(listed)
     if not listed:
-        return Descriptors(out, 0, 0)
+        return PackedDescriptors(out, 0, 0)
     _choose_ways(out, tile, spans_from)
     nbytes = sum(prod(box.extents) * box.run for box in listed)
-    return Descriptors(out, number_tiles(out, _cut(out, tile)), nbytes)
+    return PackedDescriptors(out, number_tiles(out, _cut(out, tile)), nbytes)
 
 
 def filled(listed: Sequence[Strided]) -> npt.NDArray[np.void]:
@@ -299,12 +299,12 @@ def _unrolled(source: int, target: int, dims: Dims, item: int) -> Iterator[Turne
         yield from _unrolled(source + first * by_source, target + first * by_target, part, item)
 
 
-def pack_turned(boxes: Iterable[Turned]) -> Descriptors:
+def pack_turned(boxes: Iterable[Turned]) -> PackedDescriptors:
     """The list for `box_transpose`. Raises InternalError E1570 where a list has more boxes than the kernel counts."""
     listed = list(boxes)
     out = np.zeros(len(listed), DESC)
     if not listed:
-        return Descriptors(out, 0, 0)
+        return PackedDescriptors(out, 0, 0)
     tiles: list[int] = []
     for box, to in zip(listed, out, strict=True):
         batch, rows, columns = box.extents
@@ -324,7 +324,7 @@ def pack_turned(boxes: Iterable[Turned]) -> Descriptors:
         to["vlog"], to["flags"] = 4 if wide_source else log, 4 if wide_target else log
         tiles.append(batch * down * across)
     nbytes = sum(prod(box.extents) * box.item for box in listed)
-    return Descriptors(out, number_tiles(out, np.array(tiles, np.uint64)), nbytes)
+    return PackedDescriptors(out, number_tiles(out, np.array(tiles, np.uint64)), nbytes)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ MOST_TRIES = 100_000
 Levels = Sequence[tuple[int, int, int]]  # lowest index, highest index, stride: of a sum of products
 
 
-class Side(NamedTuple):
+class BoxSide(NamedTuple):
     """The bytes that a box reads or writes."""
 
     start: int
@@ -362,11 +362,11 @@ class Side(NamedTuple):
         return self.start + sum(r for r in reach if r < 0), self.start + sum(r for r in reach if r > 0) + self.run
 
 
-def sides(boxes: Iterable[Strided]) -> tuple[list[Side], list[Side]]:
+def sides(boxes: Iterable[Strided]) -> tuple[list[BoxSide], list[BoxSide]]:
     """(what is read, what is written)."""
     listed = list(boxes)
-    read = [Side(box.source, box.extents, box.source_strides, box.run) for box in listed]
-    return read, [Side(box.target, box.extents, box.target_strides, box.run) for box in listed]
+    read = [BoxSide(box.source, box.extents, box.source_strides, box.run) for box in listed]
+    return read, [BoxSide(box.target, box.extents, box.target_strides, box.run) for box in listed]
 
 
 def refuse_overlap(boxes: Iterable[Strided]) -> None:
@@ -383,7 +383,7 @@ def refuse_overlap(boxes: Iterable[Strided]) -> None:
             )
 
 
-def crossing(read: Sequence[Side], written: Sequence[Side]) -> Iterator[tuple[Side, Side]]:
+def crossing(read: Sequence[BoxSide], written: Sequence[BoxSide]) -> Iterator[tuple[BoxSide, BoxSide]]:
     """The pairs whose hulls cross, at least one of which is written."""
     marked = sorted(((*side.hull, number >= len(read), number) for number, side in enumerate([*read, *written])))
     everything = [*read, *written]
@@ -397,7 +397,7 @@ def crossing(read: Sequence[Side], written: Sequence[Side]) -> Iterator[tuple[Si
         heappush(open_sides, (end, writes, number))
 
 
-def meets_itself(side: Side) -> bool:
+def meets_itself(side: BoxSide) -> bool:
     """Are two of its elements at one place? A stride that clears all that is below it is proof that they are not."""
     reach, levels = side.run, [(n, abs(s)) for n, s in zip(side.extents, side.strides, strict=True) if n > 1]
     nested = True
@@ -416,7 +416,7 @@ def meets_itself(side: Side) -> bool:
     return False
 
 
-def meet(one: Side, other: Side) -> bool:
+def meet(one: BoxSide, other: BoxSide) -> bool:
     """Have two boxes a byte in common?"""
     levels = [(0, n - 1, s) for n, s in zip(one.extents, one.strides, strict=True)]
     levels += [(1 - n, 0, s) for n, s in zip(other.extents, other.strides, strict=True)]
@@ -472,7 +472,7 @@ class Launch(NamedTuple):
     """A kernel (`box_copy` or `box_transpose`) and its list."""
 
     kernel: str
-    boxes: Descriptors
+    boxes: PackedDescriptors
 
 
 def boxes_of(copy: Copy, item: int, sources: Sequence[int], targets: Sequence[int]) -> Sequence[Strided | Turned]:

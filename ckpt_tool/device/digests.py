@@ -5,7 +5,7 @@ tensor that is in several boxes, or in strides, is laid out as a line first, win
 `box_transpose` into a buffer of bounded size. Many small tensors share a window, so that thousands of them are two
 launches.
 
-    hexes = digests(device, [Placed(DTYPES["F32"], (4, 6), (region,), (address,))])
+    hexes = digests(device, [PlacedTensor(DTYPES["F32"], (4, 6), (region,), (address,))])
 
 Cost: one read of the values; two reads and a write of what has to be laid out. `region.file` numbers the tensor's own
 `addresses`. Replicas are left out: the first that tiles the line is hashed (`compare` says whether the others are
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.device.descriptors import DESC, Descriptors, launches
+from ckpt_tool.device.descriptors import DESC, PackedDescriptors, launches
 from ckpt_tool.device.kernels import digest, launch
 from ckpt_tool.device.library import Device
 from ckpt_tool.errors import InternalError
@@ -33,7 +33,7 @@ WINDOW = 64 << 20  # bytes of lines laid out at a time
 GRID = 256  # lines begin on this many bytes in the window: 16-byte loads
 
 
-class Placed(NamedTuple):
+class PlacedTensor(NamedTuple):
     """A tensor on the device. regions: where its elements are stored, `file` a number in `addresses`, offsets in bytes
     from there."""
 
@@ -52,7 +52,7 @@ class Placed(NamedTuple):
         return max(1, self.dtype.bits // 8)
 
 
-class Line(NamedTuple):
+class DigestLine(NamedTuple):
     """`nbytes` at `address` of a tensor's line, from byte `at` of it on: leaves end where `at` is a multiple of
     LEAF."""
 
@@ -65,7 +65,7 @@ class Line(NamedTuple):
         return -(-(self.at + self.nbytes) // LEAF) - self.at // LEAF if self.nbytes else 0
 
 
-def pack_lines(lines: Sequence[Line], out: int) -> Descriptors:
+def pack_lines(lines: Sequence[DigestLine], out: int) -> PackedDescriptors:
     """The list for the digest kernel: the hashes of all pieces of the lines go to `out`, 16 bytes each, in order.
 
     A piece ends where a leaf ends: what begins inside a leaf, or ends there, has a hash of its own (as
@@ -81,7 +81,7 @@ def pack_lines(lines: Sequence[Line], out: int) -> Descriptors:
     spans = [span for span in spans if span[1]]
     packed = np.zeros(len(spans), DESC)
     if not spans:
-        return Descriptors(packed, 0, 0)
+        return PackedDescriptors(packed, 0, 0)
     columns = np.array(spans, np.uint64)
     counts = (columns[:, 1] + np.uint64(LEAF - 1)) // np.uint64(LEAF)
     ends = np.cumsum(counts)
@@ -90,10 +90,10 @@ def pack_lines(lines: Sequence[Line], out: int) -> Descriptors:
     packed["dst"] = np.uint64(out) + (ends - counts) * np.uint64(HASH)
     packed["ext"], packed["rows"], packed["rows_per_tile"] = 1, 1, 1
     packed["tiles_per_row"] = counts
-    return Descriptors(packed, int(ends[-1]), int(columns[:, 1].sum()))
+    return PackedDescriptors(packed, int(ends[-1]), int(columns[:, 1].sum()))
 
 
-def leaf_hashes(device: Device, lines: Sequence[Line], *, stream: int = 0) -> bytes:
+def leaf_hashes(device: Device, lines: Sequence[DigestLine], *, stream: int = 0) -> bytes:
     """The hashes of all pieces of the lines, one after another, 16 bytes each: what `run.digest.root` takes."""
     count = sum(line.leaves for line in lines)
     with device.alloc(count * HASH) as out:
@@ -101,7 +101,7 @@ def leaf_hashes(device: Device, lines: Sequence[Line], *, stream: int = 0) -> by
         return device.download(out.address, count * HASH, stream).tobytes()
 
 
-def digests(device: Device, tensors: Sequence[Placed], *, window: int = WINDOW, stream: int = 0) -> list[str]:
+def digests(device: Device, tensors: Sequence[PlacedTensor], *, window: int = WINDOW, stream: int = 0) -> list[str]:
     """The digest of each tensor, 32 hex digits. window: bytes of device memory for what must be laid out (at least
     LEAF).
 
@@ -120,12 +120,12 @@ def digests(device: Device, tensors: Sequence[Placed], *, window: int = WINDOW, 
                 copies = [copy for part in batch for copy in part.copies(buffer.address)]
                 for one in launches(copies, (0,), (0,), apart=True):  # the regions of a line are apart
                     launch(device, one, stream=stream)
-                lines = [(part.number, Line(buffer.address + part.to, part.nbytes, part.at)) for part in batch]
+                lines = [(part.number, DigestLine(buffer.address + part.to, part.nbytes, part.at)) for part in batch]
                 _hash(device, lines, leaves, stream)
     return [root(tensor.dtype.name, tensor.shape, found) for tensor, found in zip(tensors, leaves, strict=True)]
 
 
-def _plain(tensor: Placed) -> Line | None:
+def _plain(tensor: PlacedTensor) -> DigestLine | None:
     """The tensor as one line where it is stored, if it does."""
     own = [region for region in tensor.regions if not region.replica]
     if len(own) != 1:
@@ -133,10 +133,10 @@ def _plain(tensor: Placed) -> Line | None:
     region = own[0]
     whole = region.numel * tensor.item == tensor.nbytes and region.at == 0
     runs_on = not region.extents or (region.strides, region.steps) == ((tensor.item,), (1,))
-    return Line(tensor.addresses[region.file] + region.offset, tensor.nbytes) if whole and runs_on else None
+    return DigestLine(tensor.addresses[region.file] + region.offset, tensor.nbytes) if whole and runs_on else None
 
 
-def _hash(device: Device, lines: Sequence[tuple[int, Line]], leaves: list[bytearray], stream: int) -> None:
+def _hash(device: Device, lines: Sequence[tuple[int, DigestLine]], leaves: list[bytearray], stream: int) -> None:
     found = leaf_hashes(device, [line for _, line in lines], stream=stream)
     at = 0
     for number, line in lines:
@@ -144,11 +144,11 @@ def _hash(device: Device, lines: Sequence[tuple[int, Line]], leaves: list[bytear
         at += line.leaves * HASH
 
 
-class _Part(NamedTuple):
+class _LinePart(NamedTuple):
     """Bytes [at, at + nbytes) of a tensor's line, laid out `to` bytes into the window."""
 
     number: int
-    tensor: Placed
+    tensor: PlacedTensor
     at: int
     nbytes: int
     to: int
@@ -172,16 +172,16 @@ class _Part(NamedTuple):
             )
 
 
-def _batches(tensors: Sequence[tuple[int, Placed]], room: int) -> Iterator[list[_Part]]:
+def _batches(tensors: Sequence[tuple[int, PlacedTensor]], room: int) -> Iterator[list[_LinePart]]:
     """The tensors' lines cut into windows of `room` bytes: small ones together, large ones by whole leaves."""
-    batch, used = list[_Part](), 0
+    batch, used = list[_LinePart](), 0
     for number, tensor in tensors:
         at = 0
         while at < tensor.nbytes:
             left = tensor.nbytes - at
             fits = left if left <= room - used else (room - used) // LEAF * LEAF
             if fits:
-                batch.append(_Part(number, tensor, at, fits, used))
+                batch.append(_LinePart(number, tensor, at, fits, used))
                 at, used = at + fits, min(room, -(-(used + fits) // GRID) * GRID)
             if at < tensor.nbytes:
                 yield batch

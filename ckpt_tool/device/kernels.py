@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.device.casts import Casts, CodeList, Counted
-from ckpt_tool.device.descriptors import Descriptors, Launch
+from ckpt_tool.device.descriptors import Launch, PackedDescriptors
 from ckpt_tool.device.library import Device
 from ckpt_tool.device.quantising import FloatList
 
 
-def box_copy(device: Device, boxes: Descriptors, *, blocks: int = 0, threads: int = 0, stream: int = 0) -> None:
+def box_copy(device: Device, boxes: PackedDescriptors, *, blocks: int = 0, threads: int = 0, stream: int = 0) -> None:
     """Move the bytes of all boxes from source to target."""
     if not boxes.tiles:
         return
@@ -26,7 +26,9 @@ def box_copy(device: Device, boxes: Descriptors, *, blocks: int = 0, threads: in
         device.sync(stream)  # the list is freed on leaving
 
 
-def box_transpose(device: Device, boxes: Descriptors, *, blocks: int = 0, threads: int = 0, stream: int = 0) -> None:
+def box_transpose(
+    device: Device, boxes: PackedDescriptors, *, blocks: int = 0, threads: int = 0, stream: int = 0
+) -> None:
     """Swap rows and columns of all boxes (`transposes.pack_turned`)."""
     if not boxes.tiles:
         return
@@ -44,7 +46,7 @@ def launch(device: Device, what: Launch, *, blocks: int = 0, threads: int = 0, s
 def _counts(
     device: Device,
     kernel: str,
-    boxes: Descriptors,
+    boxes: PackedDescriptors,
     kinds: tuple[int, int],
     counts: npt.NDArray[np.uint64],
     *beside: npt.NDArray[np.void],
@@ -108,7 +110,7 @@ def box_quantise(device: Device, floats: FloatList, *, blocks: int = 0, threads:
 
 
 def digest(
-    device: Device, lines: Descriptors, *, lanes: int = 0, blocks: int = 0, threads: int = 0, stream: int = 0
+    device: Device, lines: PackedDescriptors, *, lanes: int = 0, blocks: int = 0, threads: int = 0, stream: int = 0
 ) -> None:
     """Hash the leaves of lines (`digests.pack_lines`). lanes: threads a leaf: 4, 8, 16 or 32."""
     if not lines.tiles:
@@ -119,7 +121,7 @@ def digest(
 
 
 def compare(
-    device: Device, pairs: Descriptors, records: int, *, blocks: int = 0, threads: int = 0, stream: int = 0
+    device: Device, pairs: PackedDescriptors, records: int, *, blocks: int = 0, threads: int = 0, stream: int = 0
 ) -> None:
     """Hold both sides of each pair (`comparisons.pack_pairs`) against each other; records: the address of theirs."""
     if not pairs.tiles:

@@ -24,7 +24,7 @@ from ckpt_tool.device.station import ALIGNED, Box, Station
 from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.plan.copy import Copy, Region, clip, hull
 from ckpt_tool.plan.plan import Move
-from ckpt_tool.run.blocks import GAP, SCRATCH, Reader, Writer
+from ckpt_tool.run.blocks import GAP, SCRATCH, BlockReader, Writer
 from ckpt_tool.run.digest import LEAF
 from ckpt_tool.run.walk import STRIDED_BLOCK
 
@@ -37,7 +37,7 @@ class _Dim(NamedTuple):
     step: int  # bytes along the line
 
 
-class Piece(NamedTuple):
+class FileSpans(NamedTuple):
     """Spans of one file, the same number of bytes each, and where their elements are along the line.
 
     outer: (extent, bytes of the file from one to the next), each combination is one span. pitch: bytes of the image
@@ -75,7 +75,7 @@ class Piece(NamedTuple):
             )
 
 
-def fetches(part: Region, item: int, room: int) -> Iterator[Piece]:
+def fetches(part: Region, item: int, room: int) -> Iterator[FileSpans]:
     """The pieces by which a part is read. room: bytes of the image, more than 2 MiB."""
     dims = _dims(part, item)
     low = len(dims)
@@ -100,7 +100,7 @@ def fetches(part: Region, item: int, room: int) -> Iterator[Piece]:
     yield from _fit(part.file, part.offset, part.at * item, outer, inner, item, room)
 
 
-def stores(part: Region, item: int, room: int) -> Iterator[Piece]:
+def stores(part: Region, item: int, room: int) -> Iterator[FileSpans]:
     """The pieces by which a part of at most `room` bytes is written: every span is a run of the part's own bytes."""
     dims = _dims(part, item)
     low, run = len(dims), item
@@ -132,7 +132,7 @@ def _fit(
     room: int,
     *,
     dense: bool = False,
-) -> Iterator[Piece]:
+) -> Iterator[FileSpans]:
     """Pieces of at most `room` bytes: the outermost dim is cut where it must be. at: bytes of the line."""
     span = item + sum((dim.extent - 1) * dim.stride for dim in inner)
     own = span == item * prod(dim.extent for dim in inner if dim.stride)
@@ -153,7 +153,7 @@ def _fit(
 
 def _piece(
     file: int, offset: int, at: int, outer: Sequence[_Dim], inner: Sequence[_Dim], span: int, pitch: int, *, own: bool
-) -> Piece:
+) -> FileSpans:
     by, images = pitch, list[int]()
     for dim in reversed(outer):
         images.insert(0, by)
@@ -168,7 +168,7 @@ def _piece(
         tuple(dim.step for dim in every),
         tuple(dim.extent for dim in every),
     )
-    return Piece(file, offset, tuple((dim.extent, dim.stride) for dim in outer), span, pitch, copy, own)
+    return FileSpans(file, offset, tuple((dim.extent, dim.stride) for dim in outer), span, pitch, copy, own)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -242,12 +242,14 @@ class Stopped(Exception):
 class _Image:
     """Spans on their way to a line."""
 
-    def __init__(self, station: Station, reader: Reader, stopped: Callable[[], bool], *, count: bool = True) -> None:
+    def __init__(
+        self, station: Station, reader: BlockReader, stopped: Callable[[], bool], *, count: bool = True
+    ) -> None:
         self._station, self._reader, self._stopped, self._count = station, reader, stopped, count
         self._used = 0
         self._boxes: list[Box] = []
 
-    def take(self, piece: Piece, item: int, line: int, *, count: bool) -> None:
+    def take(self, piece: FileSpans, item: int, line: int, *, count: bool) -> None:
         """Read a piece. line: the address of its tensor's byte 0, as far as the line is concerned."""
         if self._stopped():
             raise Stopped
@@ -284,15 +286,15 @@ def never() -> bool:
 
 def fill(
     station: Station,
-    reader: Reader,
+    reader: BlockReader,
     batch: Sequence[Window],
     line: int,
     *,
     stopped: Callable[[], bool] = never,
     count: bool = True,
 ) -> None:
-    """Read a batch to the line at address `line` of the device. count: as in `Reader.fill`. Raises what reading raises,
-    and Stopped."""
+    """Read a batch to the line at address `line` of the device. count: as in `BlockReader.fill`. Raises what reading
+    raises, and Stopped."""
     image = _Image(station, reader, stopped, count=count)
     for window in batch:
         for region in window.move.sources:
@@ -311,7 +313,7 @@ def _take(image: _Image, window: Window, region: Region, line: int, room: int) -
 
 def compare_replicas(
     station: Station,
-    reader: Reader,
+    reader: BlockReader,
     batch: Sequence[Window],
     *,
     stopped: Callable[[], bool] = never,
@@ -319,7 +321,7 @@ def compare_replicas(
 ) -> None:
     """Hold the other replicas against what the first line has of them; the second line is overwritten.
 
-    Raises InconsistentCheckpoint as `Reader.fill` does.
+    Raises InconsistentCheckpoint as `BlockReader.fill` does.
     """
     for layer in _layers(batch):
         image = _Image(station, reader, stopped, count=count)
@@ -371,7 +373,7 @@ def _layers(batch: Sequence[Window]) -> Iterator[list[tuple[Window, Region]]]:
     yield from layers
 
 
-def read_again(reader: Reader, move: Move, start: int, stop: int) -> None:
+def read_again(reader: BlockReader, move: Move, start: int, stop: int) -> None:
     """Read elements [start, stop) as the CPU does: it raises what it has to say of them, such as replicas that
     differ."""
     step, block = STRIDED_BLOCK // move.item, memoryview(bytearray(STRIDED_BLOCK))
@@ -396,7 +398,7 @@ class _Writes:
         """Another array begins: what belongs to it is written, and checksummed, by itself."""
         self._joins = False
 
-    def take(self, piece: Piece, item: int, line: int) -> None:
+    def take(self, piece: FileSpans, item: int, line: int) -> None:
         station, copy = self._station, piece.copy
         last = self._runs[-1] if self._joins and self._runs else (-1, 0, 0, 0)
         goes_on = (piece.file, piece.offset) == (last[0], last[1] + last[3]) and last[2] + last[3] == self._used

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.device.casts import CAST_TILE, UNFIT, kind
-from ckpt_tool.device.descriptors import MOST_ROWS, Descriptors, Strided, filled, magic, magics, number_tiles
+from ckpt_tool.device.descriptors import MOST_ROWS, PackedDescriptors, Strided, filled, magic, magics, number_tiles
 from ckpt_tool.errors import InternalError
 from ckpt_tool.quantised.schemes import SCHEMES, Scheme
 
@@ -55,7 +55,7 @@ class FloatList(NamedTuple):
     ones. threads: of a block, as few as hold the longest row, so that many rows are in flight; 0 for the kernel's
     own choice."""
 
-    boxes: Descriptors
+    boxes: PackedDescriptors
     table: npt.NDArray[np.void]
     source: int
     scheme: int
@@ -94,7 +94,7 @@ def pack_floats(boxes: Iterable[FloatBox], source: DType, scheme: Scheme, scales
     of_scheme, threads = list(SCHEMES).index(scheme.codes_of), 0
     if scheme.block[1] == 0:
         threads = min(-(-int(out["run"].max(initial=1)) // (32 * HELD)) * 32, MOST_THREADS)
-    boxes_ = Descriptors(out, tiles, nbytes)
+    boxes_ = PackedDescriptors(out, tiles, nbytes)
     return FloatList(boxes_, np.array(table, TABLE), kind(source), of_scheme, tuple(records), number + 1, threads)
 
 

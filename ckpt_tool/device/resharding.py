@@ -5,8 +5,9 @@ Every process says what it holds, boxes of tensors at addresses, and what it wan
 are not either. One destination is one call, and one call is one launch of `box_copy`, with one of `box_transpose` where
 a side is the other way round:
 
-    held = [Shard("w", (8, 6), BF16, Box((0, 0), (4, 6)), a), Shard("w", (8, 6), BF16, Box((4, 0), (4, 6)), b)]
-    reshard(device, held, [Shard("w", (8, 6), BF16, Box((0, 0), (8, 3)), c)])    # columns 0..2, from two ranks' rows
+    held = [DeviceBox("w", (8, 6), BF16, Box((0, 0), (4, 6)), a), DeviceBox("w", (8, 6), BF16, Box((4, 0), (4, 6)), b)]
+    reshard(device, held, [DeviceBox("w", (8, 6), BF16, Box((0, 0), (8, 3)), c)])    # columns 0..2, from two ranks'
+    rows
 
 What several hold is taken from the first that was named. A plan of many steps over the same addresses is made once
 (`planned`) and run as often as needed. Addresses are those of this device, or of others that it may read. Nothing is
@@ -29,7 +30,7 @@ from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.plan.copy import Copy
 
 
-class Shard(NamedTuple):
+class DeviceBox(NamedTuple):
     """A box of a tensor in device memory: its first element is at `address`.
 
     shape: of the whole tensor. strides: bytes from one element to the next in each dim, None where the box is row by
@@ -56,14 +57,14 @@ class Resharding(NamedTuple):
             kernels.launch(device, launch, stream=stream)
 
 
-def reshard(device: Device, held: Sequence[Shard], wanted: Sequence[Shard], *, stream: int = 0) -> int:
+def reshard(device: Device, held: Sequence[DeviceBox], wanted: Sequence[DeviceBox], *, stream: int = 0) -> int:
     """Fill what is wanted from what is held. Returns the bytes moved. Raises as `planned`."""
     plan = planned(held, wanted)
     plan.run(device, stream=stream)
     return plan.nbytes
 
 
-def planned(held: Sequence[Shard], wanted: Sequence[Shard]) -> Resharding:
+def planned(held: Sequence[DeviceBox], wanted: Sequence[DeviceBox]) -> Resharding:
     """The launches that fill `wanted`, boxes apart from each other and from what is held.
 
     Raises UsageError E1565 where two speak of one tensor with another shape or dtype, or of a box outside it, and
@@ -72,7 +73,7 @@ def planned(held: Sequence[Shard], wanted: Sequence[Shard]) -> Resharding:
     """
     _agree((*held, *wanted))
     held, wanted = [_in_bytes(shard) for shard in held], [_in_bytes(shard) for shard in wanted]
-    by_name: dict[str, list[tuple[int, Shard]]] = {}
+    by_name: dict[str, list[tuple[int, DeviceBox]]] = {}
     for number, shard in enumerate(held):
         by_name.setdefault(shard.tensor, []).append((number, shard))
     copies: list[tuple[Copy, int]] = []
@@ -100,9 +101,9 @@ def planned(held: Sequence[Shard], wanted: Sequence[Shard]) -> Resharding:
     return Resharding(made, sum(prod(copy.extents) * item for copy, item in copies))
 
 
-def _agree(shards: Sequence[Shard]) -> None:
+def _agree(shards: Sequence[DeviceBox]) -> None:
     """Every tensor has one shape and one dtype, and its boxes are in it."""
-    first: dict[str, Shard] = {}
+    first: dict[str, DeviceBox] = {}
     for shard in shards:
         known = first.setdefault(shard.tensor, shard)
         if (shard.shape, shard.dtype) != (known.shape, known.dtype):
@@ -122,7 +123,7 @@ def _agree(shards: Sequence[Shard]) -> None:
             )
 
 
-def _copy(held: Shard, source: int, wanted: Shard, target: int, shared: Box) -> tuple[Copy, int]:
+def _copy(held: DeviceBox, source: int, wanted: DeviceBox, target: int, shared: Box) -> tuple[Copy, int]:
     """The copy of a box from one shard to another, and the bytes of its element."""
     item = max(1, held.dtype.bits // 8)
     sides = []
@@ -134,7 +135,7 @@ def _copy(held: Shard, source: int, wanted: Shard, target: int, shared: Box) -> 
     return Copy(source, begin, by_source, target, end, by_target, shared.shape), item
 
 
-def _in_bytes(shard: Shard) -> Shard:
+def _in_bytes(shard: DeviceBox) -> DeviceBox:
     """A shard of elements of less than a byte as one of bytes: its last dim counts them. Others as they are."""
     bits = shard.dtype.bits
     if bits >= 8:

@@ -26,7 +26,7 @@ from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt_tool.device.descriptors import DESC, Descriptors, Strided, Turned, pack, pack_turned
+from ckpt_tool.device.descriptors import DESC, PackedDescriptors, Strided, Turned, pack, pack_turned
 from ckpt_tool.device.library import Bytes, Closed, Device
 from ckpt_tool.errors import InternalError, UsageError
 
@@ -217,7 +217,7 @@ ALIGNED = 32  # bytes of an image that the alignment of one piece may cost
 SHARE = 0.9  # of the device's free memory
 
 
-class Sizes(NamedTuple):
+class StationSizes(NamedTuple):
     """threads: how many stations. line, image: bytes of each line and of each image."""
 
     threads: int
@@ -242,7 +242,7 @@ def _of_device(line: int) -> int:
     return 2 * line + line + SLACK + LISTS
 
 
-def sizes_for(device: Device, *, threads: int, memory: int, work: int) -> Sizes:
+def sizes_for(device: Device, *, threads: int, memory: int, work: int) -> StationSizes:
     """How many stations of which size fit `memory` bytes of the host and the free memory of the device.
 
     work: bytes of values that there are in all. At least one, of the smallest size, on the host; UsageError E1560 where
@@ -260,14 +260,14 @@ def sizes_for(device: Device, *, threads: int, memory: int, work: int) -> Sizes:
     by_host = memory // count - SLACK - LISTS
     by_device = (free // count - SLACK - LISTS) // 3
     line = max(LEAST, min(MOST, by_host, by_device, -(-2 * work // count)))
-    return Sizes(count, line >> 20 << 20)
+    return StationSizes(count, line >> 20 << 20)
 
 
 class Station(Closed):
     """One thread's share of a device. Made and used on that thread. room: bytes of the largest piece that the image
     holds."""
 
-    def __init__(self, device: Device, pool: Pool, sizes: Sizes) -> None:
+    def __init__(self, device: Device, pool: Pool, sizes: StationSizes) -> None:
         self.device, self.room = device, sizes.image - ALIGNED
         device.use()
         self._held = ExitStack()
@@ -315,7 +315,7 @@ class Station(Closed):
             self._launch("box_copy", pack([box for box in some if isinstance(box, Strided)]))
             self._launch("box_transpose", pack_turned([box for box in some if isinstance(box, Turned)]))
 
-    def _launch(self, kernel: str, packed: Descriptors) -> None:
+    def _launch(self, kernel: str, packed: PackedDescriptors) -> None:
         if not packed.tiles:
             return
         library, nbytes = self.device.library, packed.packed.nbytes

@@ -26,7 +26,7 @@ from ckpt_tool.device.station import Station, Stations
 from ckpt_tool.device.walk import cast_there
 from ckpt_tool.errors import CkptError, InputError, StorageError
 from ckpt_tool.plan.plan import Move
-from ckpt_tool.run.blocks import Reader
+from ckpt_tool.run.blocks import BlockReader
 from ckpt_tool.run.digest import LEAF, root
 from ckpt_tool.run.rounding import Drift, drift_at, drifted, drifts, pairs_of
 from ckpt_tool.run.scan import Queue, readable, share_out
@@ -70,7 +70,7 @@ def scanned(
 
     with Stations(device, threads=threads, memory=memory, work=sum(move.nbytes for move in source.moves)) as stations:
 
-        def read(reader: Reader, queue: Queue) -> None:
+        def read(reader: BlockReader, queue: Queue) -> None:
             with stations.station() as station:
                 scan = _Scan(station, reader, seen, note, advance, queue.stopped)
                 for some in gathered(source.moves, queue, station.line):
@@ -116,7 +116,7 @@ class _Scan:
     def __init__(
         self,
         station: Station,
-        reader: Reader,
+        reader: BlockReader,
         seen: dict[TensorKey, _Seen],
         note: Fault,
         advance: Callable[[int], None] | None,
@@ -190,8 +190,8 @@ def drifts_there(
     try:
         with Stations(device, threads=threads, memory=memory, work=sum(move.nbytes for move in casts)) as stations:
 
-            def read(reader: Reader, queue: Queue) -> None:
-                model_reader = Reader(models.files, 16, {})
+            def read(reader: BlockReader, queue: Queue) -> None:
+                model_reader = BlockReader(models.files, 16, {})
                 try:
                     with stations.station() as station:
                         for some in gathered(casts, queue, station.line):
@@ -215,7 +215,7 @@ def drifts_there(
 
 def _looked_at(
     station: Station,
-    readers: tuple[Reader, Reader],
+    readers: tuple[BlockReader, BlockReader],
     moves: Sequence[Move],
     twins: dict[TensorKey, Move],
     stopped: Callable[[], bool],
@@ -239,7 +239,7 @@ def _looked_at(
                 yield window, len(where), window.start + where[0]
 
 
-def _by_cpu(masters: Reader, window: Window, station: Station, model: Window) -> list[int]:
+def _by_cpu(masters: BlockReader, window: Window, station: Station, model: Window) -> list[int]:
     """The elements of a window that drifted, counted from its start."""
     block = bytearray(window.nbytes)
     masters.fill(window.move, memoryview(block), window.start, window.end, count=False)

@@ -2,7 +2,7 @@
 
 A unit's items are cut into windows, the windows go in batches: spans of the source files to the device, from there to
 the tensors' lines, compared with replicas, hashed, cast, and out to the output files. Only what a window is moved
-through differs from the CPU: reading, writing, checksums of records and the bound on memory are those of `Reader`,
+through differs from the CPU: reading, writing, checksums of records and the bound on memory are those of `BlockReader`,
 `Writer` and the run.
 
     file -> pinned -> image -> line -> (cast) -> image -> pinned -> file
@@ -29,11 +29,11 @@ from ckpt_tool.device.loading import Stopped, Window, batches, compare_replicas,
 from ckpt_tool.device.station import Station, Stations
 from ckpt_tool.errors import StorageError
 from ckpt_tool.plan.plan import Move
-from ckpt_tool.plan.schedule import Item
-from ckpt_tool.run.blocks import Reader
+from ckpt_tool.plan.schedule import MoveRange
+from ckpt_tool.run.blocks import BlockReader
 from ckpt_tool.run.compute import can_cast
 from ckpt_tool.run.digest import LEAF, LeafStream
-from ckpt_tool.run.walk import Job, Mover, Walk, Walked, read_back
+from ckpt_tool.run.walk import Mover, Walk, WalkBuffers, Walked, read_back
 
 _FILES = 8  # descriptors open while a unit is read back
 _PANEL = 8 << 20  # bytes for what is the other way round
@@ -89,10 +89,10 @@ def _leaves(
 class DeviceMover:
     """One thread's units. `job`: its reader and writer."""
 
-    def __init__(self, station: Station, job: Job, moves: Sequence[Move]) -> None:
+    def __init__(self, station: Station, job: WalkBuffers, moves: Sequence[Move]) -> None:
         self._station, self._job, self._moves = station, job, moves
 
-    def unit(self, items: Sequence[Item]) -> list[Walked] | None:
+    def unit(self, items: Sequence[MoveRange]) -> list[Walked] | None:
         """Carry out a unit; None when the run was stopped in it."""
         job, walked = self._job, list[Walked]()
         here: list[DeviceItem] = []
@@ -115,7 +115,7 @@ class DeviceMover:
 
     def _prove(self, items: Sequence[DeviceItem]) -> None:
         """Raise StorageError E1567 where the output does not hold what the device hashed."""
-        reader = Reader(self._job.writer.files(), _FILES, {}, panel=_PANEL)
+        reader = BlockReader(self._job.writer.files(), _FILES, {}, panel=_PANEL)
         try:
             for item in items:
                 if self._job.stopped():
@@ -198,7 +198,7 @@ class DeviceMovers(Stations):
         super().__init__(device, threads=threads, memory=memory, work=work, pinned=pinned)
         self.threads = self.sizes.threads
 
-    def open(self, job: Job, moves: Sequence[Move]) -> Mover:
+    def open(self, job: WalkBuffers, moves: Sequence[Move]) -> Mover:
         return DeviceMover(self.station(), job, moves)
 
 

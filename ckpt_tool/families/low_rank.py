@@ -61,7 +61,7 @@ _PARTS = {"linear_in.weight": "a", "linear_out.weight": "b", "weight_magnitude":
           "lora_B": "b", "lora_magnitude_vector": "magnitude"}  # fmt: skip
 
 
-class Part(NamedTuple):
+class LowRankPart(NamedTuple):
     """module: of the base. kind: `a`, `b` or `magnitude`. key: `adapter_q`, ... of a canonical LoRA, "" elsewhere."""
 
     module: str
@@ -69,19 +69,19 @@ class Part(NamedTuple):
     key: str = ""
 
 
-def part_of(name: str) -> Part | None:
+def part_of(name: str) -> LowRankPart | None:
     """What a tensor is of an adapter, None for all others.
 
     >>> part_of("decoder.layers.0.self_attention.linear_qkv.adapter.adapter_q.linear_in.weight")
-    Part(module='decoder.layers.0.self_attention.linear_qkv', kind='a', key='adapter_q')
+    LowRankPart(module='decoder.layers.0.self_attention.linear_qkv', kind='a', key='adapter_q')
     >>> part_of("base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight")
-    Part(module='model.layers.0.self_attn.q_proj', kind='b', key='')
+    LowRankPart(module='model.layers.0.self_attn.q_proj', kind='b', key='')
     """
     found = _BRIDGE.fullmatch(name)
     if found is not None:
-        return Part(found["module"], _PARTS[found["part"]], found["key"] or "")
+        return LowRankPart(found["module"], _PARTS[found["part"]], found["key"] or "")
     found = _NAMED.fullmatch(name)
-    return Part(found["module"].removeprefix(PEFT.prefix), _PARTS[found["part"]]) if found else None
+    return LowRankPart(found["module"].removeprefix(PEFT.prefix), _PARTS[found["part"]]) if found else None
 
 
 def is_adapter(names: Iterable[str]) -> bool:

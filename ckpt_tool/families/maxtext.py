@@ -266,7 +266,7 @@ GEMMA3_LAYER = (SANDWICH + MLP + ATTENTION).replace("@", "") + QK_NORMS.replace(
 )
 
 
-class Place(NamedTuple):
+class MaxtextLayers(NamedTuple):
     """Where MaxText has layers. at: how their names begin. number: the hub's, of its axes. stacked: the axes along
     which each tensor has them. turn: the axis that the word `turn` of a condition stands for."""
 
@@ -278,7 +278,7 @@ class Place(NamedTuple):
     def rules(self, text: str) -> str:
         """Rules of a layer, with `{}` where layers are stacked, as those of the layers here.
 
-        >>> Place("decoder.layers.", "{2 * cycle}", "cycle").rules("decoder.layers.w : h {} = model.layers.{i}.w : h")
+        >>> MaxtextLayers("decoder.layers.", "{2 * cycle}", "cycle").rules("decoder.layers.w : h {} = model.layers.{i}.w : h")
         'decoder.layers.w : h cycle = model.layers.{2 * cycle}.w : h'
         """
         text = text.replace("model.layers.{i}.", f"model.layers.{self.number}.").replace("decoder.layers.", self.at)
@@ -286,7 +286,7 @@ class Place(NamedTuple):
         return text.replace("{}", self.stacked) if self.stacked else re.sub(r" \{\}(?=[ ,\n])", "", text)
 
 
-ALL, EACH = Place("decoder.layers.", "{i}", "i"), Place("decoder.layers_{i}.", "{i}")
+ALL, EACH = MaxtextLayers("decoder.layers.", "{i}", "i"), MaxtextLayers("decoder.layers_{i}.", "{i}")
 
 
 def trees(scanned: str, unscanned: str) -> dict[str, Variant]:
@@ -304,10 +304,10 @@ def cycles(
 ) -> dict[str, Variant]:
     """The tables of a decoder whose layers take turns, those of one place in the cycle stacked; rest: also those that a
     last cycle, which is not whole, has. Axes: `IN_SIXES` and its like."""
-    turns = Place(f"decoder.layers.{name}_{{place}}.", f"{{{length} * cycle + place}}", "cycle", "place")
+    turns = MaxtextLayers(f"decoder.layers.{name}_{{place}}.", f"{{{length} * cycle + place}}", "cycle", "place")
     scanned = model + turns.rules(layer)
     if rest:
-        behind = Place("decoder.layers_remainder.layers_{after}.", "{num_hidden_layers - rest + after}")
+        behind = MaxtextLayers("decoder.layers_remainder.layers_{after}.", "{num_hidden_layers - rest + after}")
         scanned += behind.rules(layer)
     return trees(scanned, model + EACH.rules(layer))
 
@@ -329,8 +329,8 @@ def deepseek(more: str = "") -> dict[str, Variant]:
     )
     scanned = unscanned = MODEL
     for kind, axis, number, text in kinds:
-        scanned += Place(f"decoder.{kind}.", number, axis).rules(text)
-        unscanned += Place(f"decoder.{kind}_{{{axis}}}.", number).rules(text)
+        scanned += MaxtextLayers(f"decoder.{kind}.", number, axis).rules(text)
+        unscanned += MaxtextLayers(f"decoder.{kind}_{{{axis}}}.", number).rules(text)
     return trees(scanned, unscanned)
 
 
@@ -339,8 +339,8 @@ def gemma2() -> dict[str, Variant]:
     scanned = unscanned = CENTRED
     for kind, number in (("_local", "{2 * cycle}"), ("_global", "{2 * cycle + 1}")):
         text = GEMMA2_LAYER.replace("@", kind)
-        scanned += Place("decoder.layers.", number, "cycle").rules(text)
-        unscanned += Place("decoder.layers_{cycle}.", number).rules(text)
+        scanned += MaxtextLayers("decoder.layers.", number, "cycle").rules(text)
+        unscanned += MaxtextLayers("decoder.layers_{cycle}.", number).rules(text)
     return trees(scanned, unscanned)
 
 
@@ -357,7 +357,7 @@ def gemma4() -> dict[str, Variant]:
     each = {"OWN": "own", "WIDE": "wide"}
     scanned = unscanned = TIED
     for words, name, number, stacked in blocks:
-        place = Place(f"decoder.scanned_blocks.{name}.", number, stacked)
+        place = MaxtextLayers(f"decoder.scanned_blocks.{name}.", number, stacked)
         scanned += place.rules(_worded(GEMMA4_HEADS + GEMMA4_LAYER, {**words, **here}))
         unscanned += EACH.rules(_worded(GEMMA4_HEADS, {**words, **each}))
     return trees(scanned, unscanned + EACH.rules(_worded(GEMMA4_LAYER, each)) + GEMMA4_SMALL)

@@ -1,7 +1,7 @@
 """The families by name, and which family and dialect a checkpoint is of.
 
-    find(config, shapes)                                     Found(LLAMA, "hf")
-    find(config, shapes, stated="paddle")                     Found(LLAMA, "paddle"): the format says whose names they are
+    find(config, shapes)                                     FamilyMatch(LLAMA, "hf")
+    find(config, shapes, stated="paddle")                     FamilyMatch(LLAMA, "paddle"): the format says whose names they are
     find(None, shapes, family="ernie4_5:paddle-contiguous")  the user says both
 
 The family comes from the user, else from config.json (`model_type`, `architectures`), else from names that only one
@@ -30,7 +30,7 @@ _ADD = "`ckpt help families` says how to add a family"
 _SHOWN = 8  # families of a list in a message
 
 
-class Found(NamedTuple):
+class FamilyMatch(NamedTuple):
     family: Family
     dialect: str
 
@@ -48,7 +48,7 @@ def find(
     *,
     stated: str | None = None,
     family: str | None = None,
-) -> Found:
+) -> FamilyMatch:
     """Whose tensors they are.
 
     Args:
@@ -66,13 +66,13 @@ def find(
         chosen = by_name(name)
         if dialect:
             chosen.table(dialect)
-            return Found(chosen, dialect)
+            return FamilyMatch(chosen, dialect)
     else:
         found = configured_family(config or {}) or _named(config or {}, names)
         if found is None:
             raise _no_family(config or {}, shapes or names, stated)
         chosen = found
-    return Found(chosen, _dialect(chosen, names, shapes, config or {}, stated))
+    return FamilyMatch(chosen, _dialect(chosen, names, shapes, config or {}, stated))
 
 
 def configured_family(config: Config) -> Family | None:

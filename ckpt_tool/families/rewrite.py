@@ -40,14 +40,14 @@ _ONE = "keep one of them, --remove-keys"
 _WAY = "dequantise on the way with --dequantize, or keep the source's names with --dialect keep"
 
 
-class Fault(NamedTuple):
+class RewriteFault(NamedTuple):
     code: str
     name: str
     what: str
     hint: str
 
 
-class Found(NamedTuple):
+class HalfRule(NamedTuple):
     """A rule of which one side is there.
 
     axes, rows: the indices in the names of that side, and the numbers seen. example: a name that asks for it. own: the
@@ -96,7 +96,7 @@ class Found(NamedTuple):
         terms: Sequence[Term],
         shapes: Mapping[str, Shape],
         sizes: Mapping[str, Extent],
-    ) -> Iterator[Found]:
+    ) -> Iterator[HalfRule]:
         """The same for rows that have axes of `own` of one size each, as the shapes of `terms` say, else as `own` does."""
         mine = self.patterns & own.keys()
         if not mine:
@@ -155,7 +155,7 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     ]
     _check_counts((here, there), sizes, shapes)
     check_known(_needed(found), sizes, reasons, family.name)
-    faults: list[Fault] = []
+    faults: list[RewriteFault] = []
     hub = _to_hub(family, found, sizes, config, shapes, faults)
     if any(fault.code == "E1370" for fault in faults):
         faults = [fault._replace(hint=fault.hint or _elsewhere(family, source, shapes, config)) for fault in faults]
@@ -171,13 +171,18 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     if source != target:
         towers = _towers(unknown, here, there, shapes)
         twice = [each for each in towers if each.name in result.shapes]
-        _refuse([Fault("E1375", each.pieces[0].src.name, f"{each.name} is made of others too", _ONE) for each in twice])
+        _refuse(
+            [
+                RewriteFault("E1375", each.pieces[0].src.name, f"{each.name} is made of others too", _ONE)
+                for each in twice
+            ]
+        )
         made = _by_source((*made, *towers), shapes) if towers else made
         beside, lost = followers(unknown, here, made, shapes)
         made = (*made, *beside)
         in_towers = {each.pieces[0].src.name for each in towers}
         derived = [name for name in unknown if is_derived(name) and name not in in_towers]
-        _refuse([Fault("E1377", name, _ALONE, _WAY) for name in lost])
+        _refuse([RewriteFault("E1377", name, _ALONE, _WAY) for name in lost])
     pairs = [pair for alias in family.table(HUB).aliases for pair in alias.pairs(sizes, config).items()]
     named_there = [(_named_in(there, name, config), _named_in(there, of, config)) for name, of in pairs]
     aliases = [
@@ -203,7 +208,7 @@ def _check_counts(tables: Iterable[Table], sizes: Mapping[str, Extent], shapes: 
             bounded(size, max(longest, len(shapes)), f"of `{axis}` by the config")
 
 
-def _refuse(faults: Sequence[Fault]) -> None:
+def _refuse(faults: Sequence[RewriteFault]) -> None:
     if faults:
         raise InconsistentCheckpoint(
             f"{faults[0].name}: {faults[0].what}",
@@ -278,14 +283,14 @@ def _elsewhere(family: Family, source: str, shapes: Mapping[str, Shape], config:
 # Source to hub.
 
 
-def _found(table: Table, named: Iterable[Instances], config: Config) -> list[Found]:
+def _found(table: Table, named: Iterable[Instances], config: Config) -> list[HalfRule]:
     """The rules whose left side is there, at least in part, in the table's order."""
-    found: dict[int, Found] = {}
+    found: dict[int, HalfRule] = {}
     for group in named:
         _check_numbers(group, config)
         for spot in group.spots:
             example = group.form % group.values[0]
-            rule = found.setdefault(spot.rule, Found(table.rules[spot.rule], spot.axes, set(), example))
+            rule = found.setdefault(spot.rule, HalfRule(table.rules[spot.rule], spot.axes, set(), example))
             rule.rows.update(_in_order(spot.values(group.values, config), spot.axes, rule.axes))
     return [found[number] for number in sorted(found)]
 
@@ -316,7 +321,7 @@ def _in_order(
     return (tuple(row[k] for k in order) for row in values)
 
 
-def _needed(found: Iterable[Found]) -> dict[str, str]:
+def _needed(found: Iterable[HalfRule]) -> dict[str, str]:
     needed: dict[str, str] = {}
     for rule in found:
         for axis in rule.needed:
@@ -326,11 +331,11 @@ def _needed(found: Iterable[Found]) -> dict[str, str]:
 
 def _to_hub(
     family: Family,
-    found: Sequence[Found],
+    found: Sequence[HalfRule],
     sizes: Mapping[str, Extent],
     config: Config,
     shapes: Mapping[str, Shape],
-    faults: list[Fault],
+    faults: list[RewriteFault],
 ) -> _Hub:
     hub = _Hub([], defaultdict(list), set(), [], {})
     wanted = hub.shapes
@@ -369,7 +374,7 @@ def _to_hub(
         if count != prod(wanted[name]):
             many = count > prod(wanted[name])
             what = f"{', '.join(hub.made[name])} {'all hold' if many else 'hold only a part of'} the hub's {name}"
-            faults.append(Fault("E1375" if many else "E1371", hub.made[name][0], what, _ONE))
+            faults.append(RewriteFault("E1375" if many else "E1371", hub.made[name][0], what, _ONE))
     whole = {name for name, count in numel.items() if count == prod(wanted[name])}
     hub.pieces.extend(piece for piece in kept if piece.dst.name in whole)
     for name in [name for name in hub.made if name not in whole]:
@@ -380,19 +385,21 @@ def _to_hub(
 
 
 def _shape_faults(
-    found: Found, listed: Mapping[str, Shape], sizes: Mapping[str, Extent], shapes: Mapping[str, Shape]
-) -> Iterator[Fault]:
+    found: HalfRule, listed: Mapping[str, Shape], sizes: Mapping[str, Extent], shapes: Mapping[str, Shape]
+) -> Iterator[RewriteFault]:
     for name, shape in listed.items():
         if name in shapes and tuple(shapes[name]) != shape and is_halved(name, shape, shapes):
-            yield Fault("E1377", name, f"{_HALVED}, of shape {list(shapes[name])}", _WAY)
+            yield RewriteFault("E1377", name, f"{_HALVED}, of shape {list(shapes[name])}", _WAY)
         elif name in shapes and tuple(shapes[name]) != shape:
             axes = " ".join(f"{axis}={sizes[axis]}" for axis in found.needed if isinstance(sizes[axis], int))
             term = next(term for term in found.rule.left if term.name and term.name.form == form_of(name)[0])
             what = f"shape {list(shapes[name])}, `{term.pattern.text}` wants {list(shape)} ({axes})"
-            yield Fault("E1370", name, what, "")
+            yield RewriteFault("E1370", name, what, "")
 
 
-def _nowhere(found: Sequence[Found], shapes: Mapping[str, Shape], config: Config, hub: _Hub) -> Iterator[Fault]:
+def _nowhere(
+    found: Sequence[HalfRule], shapes: Mapping[str, Shape], config: Config, hub: _Hub
+) -> Iterator[RewriteFault]:
     """Names that rules know under conditions of which none holds: nothing would say what their elements are."""
     seen = set()
     for each in found if any(each.rule.condition for each in found) else ():
@@ -404,17 +411,17 @@ def _nowhere(found: Sequence[Found], shapes: Mapping[str, Shape], config: Config
                     seen.add(full)
                     condition = each.rule.condition.text if each.rule.condition else "nothing"
                     what = f"the family has it only if {condition}, and the config says otherwise"
-                    yield Fault("E1370", full, what, "does the config belong to this checkpoint?")
+                    yield RewriteFault("E1370", full, what, "does the config belong to this checkpoint?")
 
 
-def _beyond(found: Found, axes: Mapping[str, str], sizes: Mapping[str, Extent]) -> Iterator[Fault]:
+def _beyond(found: HalfRule, axes: Mapping[str, str], sizes: Mapping[str, Extent]) -> Iterator[RewriteFault]:
     """Numbers in names that the config, or the family itself, has no room for."""
     for axis, numbers in zip(found.axes, zip(*found.rows, strict=True), strict=True):
         size = sizes.get(axis)
         if isinstance(size, int) and max(numbers) >= size:
             own = axes.get(axis, "").isdigit()
             what = f"a name with {axis}={max(numbers)}, the {'family has' if own else 'config says'} {size} of them"
-            yield Fault(
+            yield RewriteFault(
                 "E1370", found.example, what, _ALONE_THERE if own else "does the config belong to this checkpoint?"
             )
 
@@ -423,13 +430,13 @@ def _beyond(found: Found, axes: Mapping[str, str], sizes: Mapping[str, Extent]) 
 
 
 def _chosen(
-    family: Family, table: Table, hub: _Hub, sizes: Mapping[str, Extent], config: Config, faults: list[Fault]
-) -> tuple[list[tuple[Found, set[str]]], set[str]]:
+    family: Family, table: Table, hub: _Hub, sizes: Mapping[str, Extent], config: Config, faults: list[RewriteFault]
+) -> tuple[list[tuple[HalfRule, set[str]]], set[str]]:
     """Each hub tensor's rule in the target, the first that holds: (rules and the hub tensors that they take, hub
     tensors that are another's alias and have no rule of their own)."""
     named, orphans = instances(table.right, hub.made)
     facts = ChainMap({axis: size for axis, size in sizes.items() if isinstance(size, int)}, dict(config))
-    rules: dict[int, tuple[Found, set[str]]] = {}
+    rules: dict[int, tuple[HalfRule, set[str]]] = {}
     for group in named:
         readers = [
             (spot, spot.reader({**config, **sizes}), table.rules[spot.rule].choice(spot.axes, facts))
@@ -447,7 +454,7 @@ def _chosen(
                 continue
             spot, values = fitting[0]
             rule = table.rules[spot.rule]
-            found, names = rules.setdefault(spot.rule, (Found(rule, spot.axes, set(), name), set()))
+            found, names = rules.setdefault(spot.rule, (HalfRule(rule, spot.axes, set(), name), set()))
             found.rows.update(_in_order((values,), spot.axes, found.axes))
             names.add(name)
     aliases = {name: of for alias in family.table(HUB).aliases for name, of in alias.pairs(sizes, config).items()}
@@ -457,7 +464,7 @@ def _chosen(
             way = "dequantise it with --dequantize" if name.endswith(_BLOCKS) else "leave it out with --remove-keys"
             what = "the target dialect has no rule for it"
             faults.append(
-                Fault("E1374", hub.made[name][0], what, f"{way}, or keep the source's names with --dialect keep")
+                RewriteFault("E1374", hub.made[name][0], what, f"{way}, or keep the source's names with --dialect keep")
             )
     return [rules[number] for number in sorted(rules)], tied
 
@@ -468,12 +475,12 @@ def _within(spot: Spot, values: Sequence[int], sizes: Config) -> bool:
 
 
 def _from_hub(
-    wanted: Sequence[tuple[Found, set[str]]],
+    wanted: Sequence[tuple[HalfRule, set[str]]],
     sizes: Mapping[str, Extent],
     config: Config,
     hub: _Hub,
     here: Table,
-    faults: list[Fault],
+    faults: list[RewriteFault],
 ) -> _Target:
     result = _Target([], {}, [], {})
     for found, names in wanted:
@@ -497,7 +504,7 @@ def _from_hub(
                     lacking = f"{', '.join(lost[:8])}{' ...' if len(lost) > 8 else ''}"
                     what = f"{name} is made of it too, and {lacking} is missing"
                     there = next(name for piece in pieces if piece.src.name != PAD for name in hub.made[piece.src.name])
-                    faults.append(Fault("E1371", there, what, "is a shard or a file of the checkpoint missing?"))
+                    faults.append(RewriteFault("E1371", there, what, "is a shard or a file of the checkpoint missing?"))
                     continue
                 result.pieces.extend(pieces)
                 result.shapes[name] = shapes[name]

@@ -12,7 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from ckpt_tool.core.catalog import Catalog, Row
+from ckpt_tool.core.catalog import Catalog, CatalogRow
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
@@ -103,7 +103,7 @@ class Holds(NamedTuple):
         return group == "model" or self.all_states and group not in self.lacks
 
 
-class Walked(NamedTuple):
+class WalkedModel(NamedTuple):
     """A model's parameters as the trainer had them, where it saves them under other names or in other tensors.
 
     shapes: {parameter: elements}. stored: the tensors of an optimizer under these names as those of the parameters that
@@ -134,7 +134,7 @@ class ReadOptions(NamedTuple):
     config: Mapping[str, Any] | None = None
     forced: bool = False
     lora_alpha: float | None = None
-    walked: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], Walked | None] = _as_stored
+    walked: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], WalkedModel | None] = _as_stored
 
 
 AS_IS = ReadOptions()
@@ -205,7 +205,7 @@ class FileContent(NamedTuple):
     """What files say by themselves, without those that tie them to the rest of their checkpoint."""
 
     path: str  # the file, or the folder of an item; relative to the tree
-    rows: tuple[Row, ...]
+    rows: tuple[CatalogRow, ...]
     unsafe: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

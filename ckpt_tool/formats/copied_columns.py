@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.formats.containers.dcp_columns import Columns, Ints
+from ckpt_tool.formats.containers.dcp_columns import DcpColumns, Ints
 
 Stands = dict[int, dict[str, int]]  # size << 32 | CRC of a record -> path -> a hash of what it stands for there
 _Hash = Callable[[TensorKey, Chunk, int], int]
@@ -44,7 +44,7 @@ def _every(tensors: Sequence[LogicalTensor]) -> _Every:
         numbering = known.get(id(of))
         if numbering is None:
             numbering = np.array([names.setdefault(path, len(names)) for path in of], np.int32)
-            if isinstance(tensor.chunks, Columns):
+            if isinstance(tensor.chunks, DcpColumns):
                 known[id(of)] = numbering
         paths.append(numbering[files])
     starts = np.cumsum([0, *map(len, records)])
@@ -53,7 +53,7 @@ def _every(tensors: Sequence[LogicalTensor]) -> _Every:
 
 def _rows(tensor: LogicalTensor) -> tuple[Ints, Ints, Ints, Sequence[str]]:
     """(bytes of each chunk's record or -1, its CRC, its path's number, the paths)."""
-    if isinstance(tensor.chunks, Columns):
+    if isinstance(tensor.chunks, DcpColumns):
         rows = tensor.chunks.records()
         return rows.nbytes, rows.crcs, rows.files, rows.names
     crcs = [chunk.array.crc or (0, -1, 0) for chunk in tensor.chunks]
@@ -113,7 +113,7 @@ class Copied:
         stops = np.searchsorted(rows, self._every.starts)
         for number, tensor in enumerate(self._tensors):
             mine = rows[stops[number] : stops[number + 1]] - self._every.starts[number]
-            if isinstance(tensor.chunks, Columns):
+            if isinstance(tensor.chunks, DcpColumns):
                 value = np.full(len(mine), hash(tensor.key) & int(_MASK), np.uint64)
                 for column in (tensor.chunks.records().within, *tensor.chunks.pieces.offsets.T) if len(mine) else ():
                     value = (value ^ column[mine].astype(np.uint64)) * _MIX

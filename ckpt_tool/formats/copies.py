@@ -58,7 +58,7 @@ _WEIGHTS = frozenset((MODEL, MASTER, EMA))
 _NUMBER = re.compile(r"\d+")
 
 
-class _Part(NamedTuple):
+class _FilePart(NamedTuple):
     """What a file holds at one place: the box of a tensor that begins at `start`. offset, nbytes: of the stored record
     around it, or of its array where there are no records. crc: of the record, -1 without one."""
 
@@ -69,7 +69,7 @@ class _Part(NamedTuple):
     crc: int
 
 
-_Parts = dict[tuple[str, int], _Part]  # by "" (or the ending of a file's view) and bytes from its start
+_Parts = dict[tuple[str, int], _FilePart]  # by "" (or the ending of a file's view) and bytes from its start
 
 
 def look_for_copies(tree: Tree, catalog: Catalog, *, lenient: bool) -> list[Note]:
@@ -100,7 +100,7 @@ def look_for_copies(tree: Tree, catalog: Catalog, *, lenient: bool) -> list[Note
     )
 
 
-def _line(path: str, other: str, mine: _Part, theirs: _Part) -> str:
+def _line(path: str, other: str, mine: _FilePart, theirs: _FilePart) -> str:
     if mine.key != theirs.key:
         parts_meant = f"{theirs.key}, the other {mine.key}"
     else:
@@ -232,13 +232,13 @@ def _parts_of(tensors: Sequence[LogicalTensor], paths: Set[str]) -> dict[str, _P
             if base in paths and chunk.box.numel:
                 record = array.crc or (array.offset, array.dtype.nbytes(_extent(array)), -1)
                 at = array.offset + array.dtype.nbytes(chunk.region()[0])
-                out[base][array.path[len(base) :], at] = _Part(tensor.key, chunk.box.offset, *record)
+                out[base][array.path[len(base) :], at] = _FilePart(tensor.key, chunk.box.offset, *record)
     return out
 
 
 def _contradiction(
     tree: Tree, whole: Mapping[TensorKey, LogicalTensor], parts: Mapping[str, _Parts], path: str, other: str
-) -> tuple[_Part, _Part] | None:
+) -> tuple[_FilePart, _FilePart] | None:
     """A place at which two files hold equal bytes for different parts; None where they differ, or where that says
     nothing."""
     mine, theirs = parts[path], parts[other]

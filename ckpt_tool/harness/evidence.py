@@ -31,15 +31,15 @@ from typing import Any
 from ckpt_tool.errors import CkptError
 from ckpt_tool.harness import faults, runs
 from ckpt_tool.harness.launch import run_ranks
-from ckpt_tool.harness.layout import Layout
+from ckpt_tool.harness.layout import HarnessLayout
 from ckpt_tool.harness.loading import prepared, run_tool
 from ckpt_tool.harness.optimizer import Muon
 from ckpt_tool.harness.pieces import EVERY_STATE, STATES
-from ckpt_tool.harness.runs import Machine, Saving
+from ckpt_tool.harness.runs import RunMachine, Saving
 from ckpt_tool.harness.saving import formats
 from ckpt_tool.harness.shape import ModelShape
 from ckpt_tool.harness.store import latest
-from ckpt_tool.harness.train import Job, Step
+from ckpt_tool.harness.train import TrainingJob, TrainingStep
 
 CONTROL_STEPS = 3
 NATIVE_TOLERANCE = 2e-3  # relative difference of the loss, over at most 10 steps after the resume
@@ -54,17 +54,17 @@ class Case:
     hold the state (three data ranks can't share eight microbatches). planted: faults of the negative controls.
     reference: the layout of the run without a break, None for the source's. muon: does it step the matrices?"""
 
-    source: Layout
-    target: Layout
+    source: HarnessLayout
+    target: HarnessLayout
     fmt: str = "sharded"
     shape: ModelShape = field(default_factory=ModelShape.quick)
     canonical: bool = True
     before: int = 3
     after: int = 3
     seed: int = 1234
-    machine: Machine = Machine()
+    machine: RunMachine = RunMachine()
     planted: tuple[str, ...] = ()
-    reference: Layout | None = None
+    reference: HarnessLayout | None = None
     muon: bool = False
 
     @property
@@ -80,8 +80,10 @@ class Case:
         rounded = frozenset({"model"} if self.fmt == "deepspeed" and 3 in stages else ())
         return rounded | formats.WRITERS[self.fmt].unkept
 
-    def job(self, layout: Layout) -> Job:
-        return Job(self.model, layout, seed=self.seed, canonical=self.canonical, muon=Muon() if self.muon else None)
+    def job(self, layout: HarnessLayout) -> TrainingJob:
+        return TrainingJob(
+            self.model, layout, seed=self.seed, canonical=self.canonical, muon=Muon() if self.muon else None
+        )
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -167,7 +169,7 @@ class _Announced:
         self._say(line)
 
 
-def _reshard(case: Case, path: Path, out: Path, layout: Layout) -> list[str | Path]:
+def _reshard(case: Case, path: Path, out: Path, layout: HarnessLayout) -> list[str | Path]:
     """The command that lays a checkpoint out for `layout`, as a user would write it."""
     words = formats.words(case.fmt, layout, [len(layers) for layers in layout.stage_layers(case.model)])
     return ["reshard", path, out, *words, "--verify", "full", *case.machine.words]
@@ -214,7 +216,7 @@ def _digest_check(
 # -- the curve ---------------------------------------------------------------------------------------------------------
 
 
-def _curve(want: Sequence[Step], got: Sequence[Step], case: Case) -> Document:
+def _curve(want: Sequence[TrainingStep], got: Sequence[TrainingStep], case: Case) -> Document:
     """Loss and gradient norm of both runs, step by step."""
     resumed = {step.step: step for step in got}
     rows, ok = [], True
@@ -235,7 +237,7 @@ def _relative(want: float, got: float) -> float:
     return abs(want - got) / max(abs(want), 1e-12)
 
 
-def _noise(case: Case, want: Sequence[Step], folder: Path, announce: _Announced) -> float:
+def _noise(case: Case, want: Sequence[TrainingStep], folder: Path, announce: _Announced) -> float:
     """The largest relative difference of the loss that a change of layout alone makes: B, uninterrupted, against A."""
     announce(f"noise: {case.before + case.after} steps as {case.target}, uninterrupted")
     other = runs.run(case.job(case.target), case.before + case.after, machine=case.machine)
@@ -245,7 +247,9 @@ def _noise(case: Case, want: Sequence[Step], folder: Path, announce: _Announced)
 # -- negative controls -------------------------------------------------------------------------------------------------
 
 
-def _controls(case: Case, here: Path, folder: Path, want: Sequence[Step], announce: _Announced) -> list[Document]:
+def _controls(
+    case: Case, here: Path, folder: Path, want: Sequence[TrainingStep], announce: _Announced
+) -> list[Document]:
     """A row a fault: which checks see it. The first row plants nothing, and no check may see anything."""
     clean = folder / "controls" / "clean"
     clean.parent.mkdir()
@@ -270,22 +274,22 @@ class _Fingerprint:
 
     digests: Mapping[str, str]
     scalars: Mapping[str, Any]
-    steps: tuple[Step, ...]
+    steps: tuple[TrainingStep, ...]
     end: Mapping[str, str]
 
 
 def _fingerprint(case: Case, folder: Path, steps: int) -> _Fingerprint:
     """Of a `sharded` checkpoint of one rank: digests now, and of the state after some steps of one rank."""
     from ckpt_tool.harness.loading import Loader
-    from ckpt_tool.harness.saving.whole import Whole, assemble
+    from ckpt_tool.harness.saving.whole import WholeState, assemble
     from ckpt_tool.harness.train import Trainer
 
-    job = case.job(Layout())
+    job = case.job(HarnessLayout())
 
     def entry(comm: Any) -> dict[str, Any]:
         source, trainer = Loader(folder), Trainer(job, comm)
         trainer.load(source.read, source.scalars)
-        whole: Whole = assemble([trainer.state()])
+        whole: WholeState = assemble([trainer.state()])
         before = _of_memory(whole)
         done = [list(step) for step in trainer.train(steps)]
         end = _of_memory(assemble([trainer.state()]))
@@ -293,7 +297,7 @@ def _fingerprint(case: Case, folder: Path, steps: int) -> _Fingerprint:
 
     (result,) = run_ranks(1, entry, backend="sim", device=case.machine.device)
     return _Fingerprint(
-        result["digests"], result["scalars"], tuple(Step(*row) for row in result["steps"]), result["end"]
+        result["digests"], result["scalars"], tuple(TrainingStep(*row) for row in result["steps"]), result["end"]
     )
 
 
@@ -313,7 +317,7 @@ def _of_memory(whole: Any) -> dict[str, str]:
 
 
 def _row(
-    name: str, what: str, case: Case, found: _Fingerprint, truth: _Fingerprint, want: Sequence[Step], steps: int
+    name: str, what: str, case: Case, found: _Fingerprint, truth: _Fingerprint, want: Sequence[TrainingStep], steps: int
 ) -> Document:
     """Which checks see it: digests and scalars of the checkpoint, bits of the curve, digests at the end."""
     reference = want[case.before : case.before + steps]
@@ -403,7 +407,7 @@ def _text(state: Document) -> str:
     return f"{equal} of {tensors} tensors bit for bit in {len(state['states'])} states"
 
 
-def placed(layout: Layout, shape: ModelShape) -> list[Document]:
+def placed(layout: HarnessLayout, shape: ModelShape) -> list[Document]:
     """Who holds what: a row a rank."""
     rows = []
     for rank in range(layout.world):

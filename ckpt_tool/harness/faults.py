@@ -32,7 +32,7 @@ INDEX = "ckpt.index.json"
 _FIRST = ("exp_avg", "momentum_buffer")
 
 
-class Fault(NamedTuple):
+class PlantedFault(NamedTuple):
     """what: for people. apply: changes the state in place."""
 
     what: str
@@ -112,32 +112,34 @@ def _other_seed(tensors: Tensors, scalars: Scalars) -> None:
 
 
 _EXPERTS = ("mlp.experts.0.", "mlp.experts.1.")
-FAULTS: Mapping[str, Fault] = {
-    "m-zeroed": Fault("first moments zeroed", _zeroed(_FIRST, "")),
-    "v-of-expert": Fault(
+FAULTS: Mapping[str, PlantedFault] = {
+    "m-zeroed": PlantedFault("first moments zeroed", _zeroed(_FIRST, "")),
+    "v-of-expert": PlantedFault(
         "second moments of one expert zeroed, Muon's momentum where it steps it",
         _zeroed(("exp_avg_sq", "momentum_buffer"), r"layers\.1\.mlp\.experts\.1\."),
     ),
-    "tp-blocks": Fault(
+    "tp-blocks": PlantedFault(
         "two TP blocks of q_proj swapped", _blocks_swapped(EVERY_STATE, r"layers\.0\.self_attn\.q_proj")
     ),
-    "heads": Fault("two heads swapped in q and o together, moments not", _heads_swapped),
-    "gate-up": Fault(
+    "heads": PlantedFault("two heads swapped in q and o together, moments not", _heads_swapped),
+    "gate-up": PlantedFault(
         "gate and up of one expert swapped",
         _names_swapped("layers.1.mlp.experts.1.gate_proj", "layers.1.mlp.experts.1.up_proj"),
     ),
-    "experts": Fault("two experts swapped, the router not", _names_swapped(*_EXPERTS)),
-    "experts-moments": Fault("moments of two experts swapped", _names_swapped(*_EXPERTS, (*_FIRST, "exp_avg_sq"))),
-    "master-rounded": Fault("fp32 master weights rounded to bf16", _rounded_master),
-    "ema-reset": Fault("EMA reset to the master weights", _ema_reset),
-    "one-ulp": Fault("one master weight off by one ulp", _one_ulp),
-    "step": Fault("step counter one too low", _step_back),
-    "samples": Fault("consumed samples of an older save", _stale_samples),
-    "rng": Fault("stale random state: another seed", _other_seed),
+    "experts": PlantedFault("two experts swapped, the router not", _names_swapped(*_EXPERTS)),
+    "experts-moments": PlantedFault(
+        "moments of two experts swapped", _names_swapped(*_EXPERTS, (*_FIRST, "exp_avg_sq"))
+    ),
+    "master-rounded": PlantedFault("fp32 master weights rounded to bf16", _rounded_master),
+    "ema-reset": PlantedFault("EMA reset to the master weights", _ema_reset),
+    "one-ulp": PlantedFault("one master weight off by one ulp", _one_ulp),
+    "step": PlantedFault("step counter one too low", _step_back),
+    "samples": PlantedFault("consumed samples of an older save", _stale_samples),
+    "rng": PlantedFault("stale random state: another seed", _other_seed),
 }
 
 
-def plant(fault: Fault, folder: Path) -> None:
+def plant(fault: PlantedFault, folder: Path) -> None:
     """Change the checkpoint in `folder` in place: `sharded`, of one rank. Raises Incomplete E1508 where there is
     nothing to break."""
     index = json.loads((folder / INDEX).read_text())

@@ -28,7 +28,7 @@ _WORD = re.compile(r"(tp|pp|dp|ep|vpp|zero)(\d{1,4})|split=(\d{1,3}(?:-\d{1,3})*
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class HarnessLayout:
     """Degrees; `dp` counts all data ranks. `split`: layers a virtual stage, () for as even as can be, larger ones
     first."""
 
@@ -43,7 +43,7 @@ class Layout:
     # -- text ---------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
+    def parse(cls, text: str) -> HarnessLayout:
         """A layout from "tp2,pp2,dp2,ep2,vpp2,zero1,split=2-1-1"; what is left out is 1. Raises UsageError."""
         found: dict[str, int] = {}
         split: tuple[int, ...] = ()
@@ -185,7 +185,9 @@ class Layout:
                 faults=faults[1:],
             )
 
-    def nearest(self, shape: ModelShape, *, canonical: bool = True, steps: bool = True, muon: bool = False) -> Layout:
+    def nearest(
+        self, shape: ModelShape, *, canonical: bool = True, steps: bool = True, muon: bool = False
+    ) -> HarnessLayout:
         """The layout closest in all degrees (by ratios) that fits, of at most 64 ranks."""
         zero = min(max(self.zero, 0), 2 if muon else 3)
         degrees = itertools.product((1, 2, 4), range(1, 17), range(1, 17), range(1, 17), range(1, 5))
@@ -193,12 +195,12 @@ class Layout:
             layout
             for tp, pp, dp, ep, vpp in degrees
             if tp * pp * dp <= 64
-            and not (layout := Layout(tp, pp, dp, ep, vpp, zero)).faults(
+            and not (layout := HarnessLayout(tp, pp, dp, ep, vpp, zero)).faults(
                 shape, canonical=canonical, steps=steps, muon=muon
             )
         )
 
-        def distance(other: Layout) -> float:
+        def distance(other: HarnessLayout) -> float:
             pairs = zip(self._degrees(), other._degrees(), strict=True)
             return sum(abs(math.log2(max(mine, 0.5) / theirs)) for mine, theirs in pairs)
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from ckpt_tool.errors import UsageError
 from ckpt_tool.harness.evidence import Case
-from ckpt_tool.harness.layout import Layout
-from ckpt_tool.harness.runs import Machine
+from ckpt_tool.harness.layout import HarnessLayout
+from ckpt_tool.harness.runs import RunMachine
 from ckpt_tool.harness.saving import formats
 from ckpt_tool.harness.shape import ModelShape
 
@@ -105,7 +105,7 @@ def cases(
     canonical: bool = True,
     steps: int = 3,
     seed: int = 1234,
-    machine: Machine | None = None,
+    machine: RunMachine | None = None,
     planted: tuple[str, ...] = (),
     muon: bool = False,
 ) -> list[Case]:
@@ -125,7 +125,7 @@ def cases(
     found = []
     for number, pair in enumerate(pairs):
         shape = MODELS[pair.model or which]
-        left, right = Layout.parse(pair.source), Layout.parse(pair.target)
+        left, right = HarnessLayout.parse(pair.source), HarnessLayout.parse(pair.target)
         by_muon = muon or pair.muon
         found.append(
             Case(
@@ -137,7 +137,7 @@ def cases(
                 before=steps,
                 after=steps if pair.trains else 0,
                 seed=seed,
-                machine=machine or Machine(),
+                machine=machine or RunMachine(),
                 planted=planted if number == 0 else (),
                 muon=by_muon,
             )
@@ -145,7 +145,7 @@ def cases(
     return found
 
 
-def _fitting(source: Layout, target: Layout, shape: ModelShape, turns: cycle[str], *, muon: bool) -> str:
+def _fitting(source: HarnessLayout, target: HarnessLayout, shape: ModelShape, turns: cycle[str], *, muon: bool) -> str:
     """The next format that has a place for both."""
     for _ in formats.WRITERS:
         fmt = next(turns)

@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 
 from ckpt_tool.harness.comm import Comm
-from ckpt_tool.harness.layout import Layout
+from ckpt_tool.harness.layout import HarnessLayout
 from ckpt_tool.harness.pieces import Coordinates
 from ckpt_tool.harness.randomness import dropout_mask
 from ckpt_tool.harness.shape import VIRTUAL, ModelShape
@@ -86,7 +86,7 @@ def loss_of(logits: Tensor, *, targets: Tensor, vocab: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class StepMoment:
     """What is being computed: the step, the global microbatch, and its place among the rank's own."""
 
     step: int
@@ -98,7 +98,7 @@ class Model:
     """Forward functions of a rank. They write on the tape they are given; backward is the tape's."""
 
     def __init__(
-        self, shape: ModelShape, layout: Layout, at: Coordinates, comm: Comm, seed: int, *, canonical: bool
+        self, shape: ModelShape, layout: HarnessLayout, at: Coordinates, comm: Comm, seed: int, *, canonical: bool
     ) -> None:
         self._shape, self._layout, self._at, self._comm, self._seed = shape, layout, at, comm, seed
         self.shards = (VIRTUAL if canonical else layout.tp) // layout.tp  # own virtual shards
@@ -109,7 +109,7 @@ class Model:
         self._cos = angles.repeat_interleave(2, -1).cos().to(comm.device)  # ERNIE turns neighbours, not halves
         self._sin = angles.repeat_interleave(2, -1).sin().to(comm.device)
 
-    def embed(self, tape: Tape, tokens: Tensor, moment: Moment) -> Node:
+    def embed(self, tape: Tape, tokens: Tensor, moment: StepMoment) -> Node:
         """The embeddings of (sequence,) token ids, (sequence, hidden) bf16."""
         name, shape = "model.embed_tokens.weight", self._shape
         rows = shape.rows // (self.shards * self._layout.tp)
@@ -124,7 +124,7 @@ class Model:
         mask = self._mask(moment, -1, 0)
         return tape.block(lambda x: (x.float() * mask).to(x.dtype), [x])
 
-    def layer(self, tape: Tape, x: Node, layer: int, moment: Moment) -> Node:
+    def layer(self, tape: Tape, x: Node, layer: int, moment: StepMoment) -> Node:
         """One decoder layer, `layer` its global number: x in, x out, (sequence, hidden) bf16."""
         root, m = f"model.layers.{layer}", moment.microbatch
         a = self._norm(tape, x, f"{root}.input_layernorm.weight", m)
@@ -137,7 +137,7 @@ class Model:
         b = self._experts(tape, b, layer, moment) if self._shape.is_sparse(layer) else self._dense(tape, b, layer, m)
         return self._residual(tape, x, b, self._mask(moment, layer, 1))
 
-    def loss(self, tape: Tape, x: Node, targets: Tensor, moment: Moment) -> Node:
+    def loss(self, tape: Tape, x: Node, targets: Tensor, moment: StepMoment) -> Node:
         """The mean loss of the microbatch, a 0-d fp32 node."""
         shape, m = self._shape, moment.microbatch
         x = self._norm(tape, x, "model.norm.weight", m)
@@ -174,7 +174,7 @@ class Model:
     def _residual(self, tape: Tape, x: Node, more: Node, mask: Tensor) -> Node:
         return tape.block(lambda x, more: (x.float() + more.float() * mask).to(x.dtype), [x, more])
 
-    def _mask(self, moment: Moment, layer: int, site: int) -> Tensor:
+    def _mask(self, moment: StepMoment, layer: int, site: int) -> Tensor:
         size = (self._shape.sequence, self._shape.hidden)
         mask = dropout_mask(size, self._shape.dropout, self._seed, moment.step, moment.microbatch, layer + 1, site)
         return mask.to(self._comm.device)
@@ -194,7 +194,7 @@ class Model:
 
     # -- experts ------------------------------------------------------------------------------------------------------
 
-    def _experts(self, tape: Tape, x: Node, layer: int, moment: Moment) -> Node:
+    def _experts(self, tape: Tape, x: Node, layer: int, moment: StepMoment) -> Node:
         shape, root, m = self._shape, f"model.layers.{layer}.mlp", moment.microbatch
         shares = tape.block(lambda x, w: routed(x, w, top=shape.top), [x], [Ref(f"{root}.gate.weight", 0)], m)
         chosen = [column.nonzero().flatten() for column in (shares.value != 0).unbind(1)]  # tokens of each expert

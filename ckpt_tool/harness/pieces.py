@@ -5,8 +5,8 @@ The one idea: a rank never says "my tensor number 7" but "of `model.layers.1.mlp
 So whoever saves need not know how the trainer is laid out, and whoever loads asks for boxes of logical tensors.
 Example: TP 2 cuts `w` (4, 6) along dim 1, ZeRO over 2 ranks cuts the line of each half:
 
-    rank tp 1, dp 0:  Piece("w", "exp_avg", (4, 6), offset=(0, 3), box=(4, 3), tensor=<6 elements>, flat=(0, 6))
-    rank tp 1, dp 1:  Piece("w", "exp_avg", (4, 6), offset=(0, 3), box=(4, 3), tensor=<6 elements>, flat=(6, 12))
+    rank tp 1, dp 0:  TensorPiece("w", "exp_avg", (4, 6), offset=(0, 3), box=(4, 3), tensor=<6 elements>, flat=(0, 6))
+    rank tp 1, dp 1:  TensorPiece("w", "exp_avg", (4, 6), offset=(0, 3), box=(4, 3), tensor=<6 elements>, flat=(6, 12))
 
 Names are the hub's (family `ernie4_5_moe`): experts one by one, layers by their global number. Tensors are views of the
 live state: copy them before the next step.
@@ -31,11 +31,12 @@ Read = Callable[[str, State, tuple[int, ...], tuple[int, ...]], torch.Tensor]
 
 
 def states_of(param: Any, *, muon: bool) -> tuple[State, ...]:
-    """The states of a parameter (`harness.shape.Param`), in a job where Muon steps the matrices or in one without."""
+    """The states of a parameter (`harness.shape.ParameterShape`), in a job where Muon steps the matrices or in one
+    without."""
     return MUON_STATES if muon and param.is_matrix else STATES
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A part of a logical tensor. `tensor` is contiguous; it has the shape `box`, or is 1-d where `flat` is given.
 
     `model` is bf16 (the router fp32), all other states are fp32. `flat` is (start, stop) on the row-major line of
@@ -69,8 +70,8 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """All that a rank would save. `layout` is a `harness.layout.Layout`, `shape` a `harness.layout.ModelShape` (the
-    config).
+    """All that a rank would save. `layout` is a `harness.layout.HarnessLayout`, `shape` a `harness.layout.ModelShape`
+    (the config).
 
     `scalars`: step (int, optimizer steps done), consumed (int, samples), seed (int), lr (float, of the last step),
     scheduler ({"warmup": int, "total": int, "peak": float, "floor": float}), optimizer ({"beta1", "beta2", "eps",
@@ -81,7 +82,7 @@ class RankState:
     layout: Any
     shape: Any
     at: Coordinates
-    pieces: list[Piece]
+    pieces: list[TensorPiece]
     scalars: dict[str, Any] = field(default_factory=dict)
 
     def states(self) -> dict[str, tuple[State, ...]]:

@@ -12,7 +12,7 @@ import zlib
 
 import torch
 
-from ckpt_tool.harness.shape import ModelShape, Param
+from ckpt_tool.harness.shape import ModelShape, ParameterShape
 
 _MASK = (1 << 64) - 1
 
@@ -33,7 +33,7 @@ def _generator(*parts: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(seed_of(*parts))
 
 
-def initial(param: Param, seed: int) -> torch.Tensor:
+def initial(param: ParameterShape, seed: int) -> torch.Tensor:
     """The whole parameter at step 0, fp32: normal numbers of `param.std`, ones for a norm."""
     if not param.std:
         return torch.ones(param.shape)

@@ -27,14 +27,14 @@ from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.harness import runs
 from ckpt_tool.harness.comm import Comm
 from ckpt_tool.harness.launch import run_ranks
-from ckpt_tool.harness.layout import Layout
+from ckpt_tool.harness.layout import HarnessLayout
 from ckpt_tool.harness.loading import Loader, run_tool
 from ckpt_tool.harness.matrix import ALONE, CROSS, MODELS, Pair
 from ckpt_tool.harness.runs import Saving
 from ckpt_tool.harness.saving import formats
 from ckpt_tool.harness.shape import ModelShape
-from ckpt_tool.harness.store import Store, latest, name_of
-from ckpt_tool.harness.train import Job, Trainer
+from ckpt_tool.harness.store import RankStore, latest, name_of
+from ckpt_tool.harness.train import Trainer, TrainingJob
 
 STEPS = 2
 AT_ONCE = 2  # commands
@@ -46,8 +46,8 @@ Document = dict[str, Any]
 class RoundTrip:
     """One pair. fmt: one format, None for all."""
 
-    source: Layout
-    target: Layout
+    source: HarnessLayout
+    target: HarnessLayout
     fmt: str | None = None
     shape: ModelShape = field(default_factory=ModelShape.quick)
     seed: int = 1234
@@ -62,7 +62,9 @@ def cases(*, fmt: str | None = None, seed: int = 1234) -> list[RoundTrip]:
     for."""
     both = [pair for text in ALONE for pair in (Pair("tp1", text), Pair(text, "tp1"))]
     every = dict.fromkeys((pair.source, pair.target, pair.model or "full") for pair in (*both, *CROSS))
-    found = [RoundTrip(Layout.parse(a), Layout.parse(b), fmt, MODELS[model], seed) for a, b, model in every]
+    found = [
+        RoundTrip(HarnessLayout.parse(a), HarnessLayout.parse(b), fmt, MODELS[model], seed) for a, b, model in every
+    ]
     return [trip for trip in found if _fitting(trip)[0]]
 
 
@@ -136,14 +138,14 @@ def _saved(trip: RoundTrip, wanted: Sequence[str], shared: Path, say: Say) -> di
         root = shared / f"{zlib.crc32(repr((shape, trip.seed)).encode()):08x}"
         if not root.exists():
             say(f"train: {STEPS} steps on one rank")
-            job = Job(shape, Layout(), seed=trip.seed)
+            job = TrainingJob(shape, HarnessLayout(), seed=trip.seed)
             runs.run(job, STEPS, saving=Saving(root / "trained", "sharded", (STEPS,)))
         saved = root / str(trip.source)
         firsts |= {fmt: saved / fmt / name_of(STEPS) for fmt, model in models.items() if model == shape}
         missing = [fmt for fmt, path in firsts.items() if path.is_relative_to(saved) and not path.exists()]
         if missing:
             say(f"save: as {trip.source} in {_count(missing)}")
-            _save(Job(shape, trip.source, seed=trip.seed), root / "trained", saved, missing)
+            _save(TrainingJob(shape, trip.source, seed=trip.seed), root / "trained", saved, missing)
     return firsts
 
 
@@ -151,7 +153,7 @@ def _count(names: Sequence[str]) -> str:
     return f"{len(names)} formats" if len(names) != 1 else names[0]
 
 
-def _save(job: Job, trained: Path, root: Path, wanted: Sequence[str]) -> None:
+def _save(job: TrainingJob, trained: Path, root: Path, wanted: Sequence[str]) -> None:
     """A job takes the state up and saves it, in one format after the other."""
     start = latest(trained).path
 
@@ -160,7 +162,7 @@ def _save(job: Job, trained: Path, root: Path, wanted: Sequence[str]) -> None:
         trainer.load(source.read, source.scalars)
         state = trainer.state()
         for fmt in wanted:
-            store = Store(root / fmt, fmt, rank=comm.rank, world=job.layout.world, durable=False)
+            store = RankStore(root / fmt, fmt, rank=comm.rank, world=job.layout.world, durable=False)
             store.save(state)
             store.close()
 
@@ -179,7 +181,7 @@ def _there_and_back(trip: RoundTrip, fmt: str, first: Path, folder: Path) -> Doc
         return {"check": fmt, "ok": False, "text": f"{e.code}: {e.message}"}
 
 
-def _words(fmt: str, layout: Layout, shape: ModelShape) -> list[str]:
+def _words(fmt: str, layout: HarnessLayout, shape: ModelShape) -> list[str]:
     return formats.words(fmt, layout, [len(layers) for layers in layout.stage_layers(shape)])
 
 

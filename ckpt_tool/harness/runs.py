@@ -1,7 +1,8 @@
 """Runs of a job: so many steps, saved here and there, begun from nothing or from a checkpoint, and killed where a test
 wants it.
 
-    steps = run(job, 6, start=None, saving=Saving(root, "dcp", at=(3,)))  # [Step(1, ...), ...], the same on every rank
+    steps = run(job, 6, start=None, saving=Saving(root, "dcp", at=(3,)))  # [TrainingStep(1, ...), ...], the same on
+    every rank
     killed(job, 4, saving=Saving(root, "dcp", at=(3,)))             # rank N-1 gets SIGKILL in step 5: its last words
 
 The one idea: a run is a function of the job, the checkpoint it begins from and the number of steps; everything else
@@ -23,8 +24,8 @@ from ckpt_tool.errors import InconsistentCheckpoint, InternalError, UsageError
 from ckpt_tool.harness.comm import Comm
 from ckpt_tool.harness.launch import How, run_ranks
 from ckpt_tool.harness.loading import Loader
-from ckpt_tool.harness.store import Store
-from ckpt_tool.harness.train import Job, Step, Trainer
+from ckpt_tool.harness.store import RankStore
+from ckpt_tool.harness.train import Trainer, TrainingJob, TrainingStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Saving:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class RunMachine:
     """What the ranks run on: how they talk, and on which device. limit: seconds for a run."""
 
     backend: How = "gloo"
@@ -68,15 +69,15 @@ class Machine:
 
 
 def run(
-    job: Job,
+    job: TrainingJob,
     steps: int,
     *,
     start: Path | None = None,
     saving: Saving | None = None,
-    machine: Machine | None = None,
-    watch: Callable[[Step], None] | None = None,
+    machine: RunMachine | None = None,
+    watch: Callable[[TrainingStep], None] | None = None,
     last: bool = False,
-) -> list[Step]:
+) -> list[TrainingStep]:
     """Train `steps` steps on all ranks; what each step did. With 0 steps the state is taken up and, with `saving`,
     saved.
 
@@ -85,7 +86,7 @@ def run(
 
     Raises what a rank raised; InternalError E1505 for one that was killed.
     """
-    machine = machine or Machine()
+    machine = machine or RunMachine()
 
     def entry(comm: Comm) -> Any:
         return _entry(comm, job, steps, start, saving, watch, last)
@@ -95,10 +96,10 @@ def run(
     results = run_ranks(
         job.layout.world, entry, groups=groups, backend=backend, device=machine.device, timeout=machine.limit
     )
-    return [Step(*row) for row in results[0]]
+    return [TrainingStep(*row) for row in results[0]]
 
 
-def killed(job: Job, steps: int, *, saving: Saving, machine: Machine | None = None) -> str:
+def killed(job: TrainingJob, steps: int, *, saving: Saving, machine: RunMachine | None = None) -> str:
     """Train `steps` steps, then kill the last rank with SIGKILL inside the next one. Returns what the job ended with.
 
     Raises InternalError E1507 if the job came to an end all the same.
@@ -114,11 +115,11 @@ def killed(job: Job, steps: int, *, saving: Saving, machine: Machine | None = No
 
 def _entry(
     comm: Comm,
-    job: Job,
+    job: TrainingJob,
     steps: int,
     start: Path | None,
     saving: Saving | None,
-    watch: Callable[[Step], None] | None,
+    watch: Callable[[TrainingStep], None] | None,
     last: bool,
 ) -> list[list[float]]:
     trainer = Trainer(job, comm, steps=steps > 0)
@@ -128,7 +129,9 @@ def _entry(
         trainer.load(source.read, source.scalars)
     store = None
     if saving is not None:
-        store = Store(saving.root, saving.fmt, rank=comm.rank, world=job.layout.world, run=saving.run, keep=saving.keep)
+        store = RankStore(
+            saving.root, saving.fmt, rank=comm.rank, world=job.layout.world, run=saving.run, keep=saving.keep
+        )
         if steps == 0:
             store.save(trainer.state())
     done = []
@@ -146,7 +149,7 @@ def _entry(
     return done
 
 
-def _refuse_another_model(source: Loader, job: Job, start: Path) -> None:
+def _refuse_another_model(source: Loader, job: TrainingJob, start: Path) -> None:
     """Raise InconsistentCheckpoint E1509 where the checkpoint has parameters that the model does not have: they would
     be lost in silence. (What it lacks, reading says.) A head that is tied or not is the case that no shape gives
     away."""

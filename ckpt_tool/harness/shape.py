@@ -4,7 +4,7 @@ A decoder in the manner of ERNIE 4.5 with experts (family `ernie4_5_moe`): group
 then layers of routed experts beside shared ones. Small enough for 8 ranks on 2 cores, odd enough that a wrong reshard
 shows.
 
-    ModelShape().parameters()[0]  ->  Param("model.embed_tokens.weight", (100, 64), room="embed", cut=0, ...)
+    ModelShape().parameters()[0]  ->  ParameterShape("model.embed_tokens.weight", (100, 64), room="embed", cut=0, ...)
 
 The one idea: tensor parallelism works on `VIRTUAL` = 4 virtual shards whatever the degree, so a dim that 4 doesn't
 divide is not cut at all: the parameter is replicated over TP (`ModelShape.indivisible()` has such ones). `cut` is the
@@ -24,7 +24,7 @@ VIRTUAL = 4  # virtual tensor-parallel shards: every TP degree divides it
 DType = Literal["bf16", "fp32"]
 
 
-class Param(NamedTuple):
+class ParameterShape(NamedTuple):
     """One hub tensor. `room`: "embed", "head" or the global layer number as text. `cut`: the dim that TP cuts, None:
     replicated."""
 
@@ -120,44 +120,46 @@ class ModelShape:
         """Whether TP cuts a dim of `size`: only where every virtual shard gets an equal part."""
         return size % VIRTUAL == 0
 
-    def parameters(self) -> list[Param]:
+    def parameters(self) -> list[ParameterShape]:
         """Every parameter, in the order of the model. A tied head is no parameter."""
-        embed = Param("model.embed_tokens.weight", (self.rows, self.hidden), "embed", self._cut(0, self.rows), std=0.05)
+        embed = ParameterShape(
+            "model.embed_tokens.weight", (self.rows, self.hidden), "embed", self._cut(0, self.rows), std=0.05
+        )
         found = [embed]
         for layer in range(self.layers):
             found += self._layer(layer)
-        found.append(Param("model.norm.weight", (self.hidden,), "head"))
+        found.append(ParameterShape("model.norm.weight", (self.hidden,), "head"))
         if not self.tied:
             found.append(embed._replace(name="lm_head.weight", room="head"))
         return found
 
-    def _layer(self, layer: int) -> list[Param]:
+    def _layer(self, layer: int) -> list[ParameterShape]:
         room, root, h = str(layer), f"model.layers.{layer}", self.hidden
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         deep = 0.08 / math.sqrt(2 * self.layers)
         found = [
-            Param(f"{root}.input_layernorm.weight", (h,), room),
-            Param(f"{root}.self_attn.q_proj.weight", (query, h), room, 0, std=0.08),
-            Param(f"{root}.self_attn.k_proj.weight", (key, h), room, 0, std=0.08),
-            Param(f"{root}.self_attn.v_proj.weight", (key, h), room, 0, std=0.08),
-            Param(f"{root}.self_attn.o_proj.weight", (h, query), room, 1, std=deep),
-            Param(f"{root}.post_attention_layernorm.weight", (h,), room),
+            ParameterShape(f"{root}.input_layernorm.weight", (h,), room),
+            ParameterShape(f"{root}.self_attn.q_proj.weight", (query, h), room, 0, std=0.08),
+            ParameterShape(f"{root}.self_attn.k_proj.weight", (key, h), room, 0, std=0.08),
+            ParameterShape(f"{root}.self_attn.v_proj.weight", (key, h), room, 0, std=0.08),
+            ParameterShape(f"{root}.self_attn.o_proj.weight", (h, query), room, 1, std=deep),
+            ParameterShape(f"{root}.post_attention_layernorm.weight", (h,), room),
         ]
         if not self.is_sparse(layer):
             return found + self._gated(f"{root}.mlp", room, self.dense_ffn)
-        found.append(Param(f"{root}.mlp.gate.weight", (self.experts, h), room, dtype=self.router, std=0.08))
+        found.append(ParameterShape(f"{root}.mlp.gate.weight", (self.experts, h), room, dtype=self.router, std=0.08))
         for expert in range(self.experts):
             found += self._gated(f"{root}.mlp.experts.{expert}", room, self.expert_ffn, expert)
         if self.shared_experts:
             found += self._gated(f"{root}.mlp.shared_experts", room, self.expert_ffn * self.shared_experts)
         return found
 
-    def _gated(self, root: str, room: str, ffn: int, expert: int | None = None) -> list[Param]:
+    def _gated(self, root: str, room: str, ffn: int, expert: int | None = None) -> list[ParameterShape]:
         wide, deep = (ffn, self.hidden), 0.08 / math.sqrt(2 * self.layers)
         return [
-            Param(f"{root}.gate_proj.weight", wide, room, self._cut(0, ffn), expert, std=0.08),
-            Param(f"{root}.up_proj.weight", wide, room, self._cut(0, ffn), expert, std=0.08),
-            Param(f"{root}.down_proj.weight", (self.hidden, ffn), room, self._cut(1, ffn), expert, std=deep),
+            ParameterShape(f"{root}.gate_proj.weight", wide, room, self._cut(0, ffn), expert, std=0.08),
+            ParameterShape(f"{root}.up_proj.weight", wide, room, self._cut(0, ffn), expert, std=0.08),
+            ParameterShape(f"{root}.down_proj.weight", (self.hidden, ffn), room, self._cut(1, ffn), expert, std=deep),
         ]
 
     def _cut(self, dim: int, size: int) -> int | None:

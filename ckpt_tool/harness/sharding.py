@@ -17,15 +17,15 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ckpt_tool.harness.layout import Layout
+from ckpt_tool.harness.layout import HarnessLayout
 from ckpt_tool.harness.pieces import Coordinates
-from ckpt_tool.harness.shape import ModelShape, Param
+from ckpt_tool.harness.shape import ModelShape, ParameterShape
 
 
-class Held(NamedTuple):
+class RankParameter(NamedTuple):
     """A parameter on a rank: its TP-local box, and which copy of it this is (0: the one that counts)."""
 
-    param: Param
+    param: ParameterShape
     offset: tuple[int, ...]
     box: tuple[int, ...]
     copies: int  # over TP and roles; data replicas come on top
@@ -35,7 +35,7 @@ class Held(NamedTuple):
         return math.prod(self.box)
 
 
-def held(shape: ModelShape, layout: Layout, at: Coordinates) -> list[Held]:
+def held(shape: ModelShape, layout: HarnessLayout, at: Coordinates) -> list[RankParameter]:
     """The parameters of a rank in the order of the model, its virtual stages one after the other."""
     rooms = {str(layer) for chunk in at.chunks for layer in chunk}
     first, last = at.pp == 0, at.pp == layout.pp - 1
@@ -50,11 +50,11 @@ def held(shape: ModelShape, layout: Layout, at: Coordinates) -> list[Held]:
         if param.expert is not None and param.expert // per != at.ep:
             continue
         offset, box = local_box(param, layout.tp, at.tp)
-        found.append(Held(param, offset, box, (at.tp if param.cut is None else 0) + second * layout.tp))
+        found.append(RankParameter(param, offset, box, (at.tp if param.cut is None else 0) + second * layout.tp))
     return found
 
 
-def local_box(param: Param, tp: int, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def local_box(param: ParameterShape, tp: int, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offset and shape of what TP rank `index` holds of a parameter."""
     offset, box = [0] * len(param.shape), list(param.shape)
     if param.cut is not None:
@@ -64,7 +64,7 @@ def local_box(param: Param, tp: int, index: int) -> tuple[tuple[int, ...], tuple
 
 
 def parts(
-    params: Sequence[Held], zero: int, size: int, index: int, *, muon: bool = False
+    params: Sequence[RankParameter], zero: int, size: int, index: int, *, muon: bool = False
 ) -> dict[str, tuple[int, int]]:
     """(start, stop) of what member `index` of `size` updates, for parameters of one kind. muon: does it step the
     matrices?"""

@@ -26,7 +26,7 @@ from safetensors.torch import load, save
 
 from ckpt_tool.core.extras import from_json, to_json
 from ckpt_tool.errors import CorruptFile, Incomplete
-from ckpt_tool.harness.pieces import Coordinates, Piece, RankState
+from ckpt_tool.harness.pieces import Coordinates, RankState, TensorPiece
 from ckpt_tool.harness.saving.fault_point import fault_point
 
 UNFINISHED, DAMAGED = "E1536", "E1537"
@@ -118,7 +118,7 @@ def _read(folder: Path, rank: int, like: RankState) -> RankState:
     for number, (piece, state, shape, offset, box, flat, replica) in enumerate(facts["pieces"]):
         span = None if flat is None else (int(flat[0]), int(flat[1]))
         values = tensors[str(number)]
-        pieces.append(Piece(piece, state, tuple(shape), tuple(offset), tuple(box), values, span, replica))
+        pieces.append(TensorPiece(piece, state, tuple(shape), tuple(offset), tuple(box), values, span, replica))
     at = facts["at"]
     at["chunks"] = tuple(tuple(chunk) for chunk in at["chunks"])
     return RankState(like.layout, like.shape, Coordinates(**at), pieces, from_json(facts["scalars"]))

@@ -4,7 +4,7 @@
     runs/7/.step_0000015.4711.partial/ranks/rank_0003.safetensors, rank_0003.done, ...        a save on its way
     runs/7/.step_0000015.4711.partial/checkpoint/...
 
-    store = Store(root, "dcp", rank=3, world=8, run="4711")
+    store = RankStore(root, "dcp", rank=3, world=8, run="4711")
     store.save(trainer.state())      # in the step: one copy; the files are written while the next steps run
     store.close()                    # at the end: wait for what is still being written
     good = latest(root)              # Good(path, step, notes); the notes say which saves were passed over, and why
@@ -54,7 +54,7 @@ class Good(NamedTuple):
     notes: tuple[str, ...]
 
 
-class Store:
+class RankStore:
     """One rank's end of the saving."""
 
     def __init__(

@@ -39,7 +39,7 @@ class Weights(Protocol):
         """The shard's values, contiguous."""
 
 
-class Sink(Protocol):
+class GradientSink(Protocol):
     """What a backward pass gives its gradients to."""
 
     def add(self, ref: Ref, microbatch: int, gradient: torch.Tensor) -> None:
@@ -75,7 +75,7 @@ class Tape:
     """What was done for one microbatch in one layer, in order, to be undone once."""
 
     def __init__(
-        self, comm: Comm, tp: Group, weights: Weights, sink: Sink, *, canonical: bool, recompute: bool
+        self, comm: Comm, tp: Group, weights: Weights, sink: GradientSink, *, canonical: bool, recompute: bool
     ) -> None:
         self._comm, self._tp, self._weights, self._sink = comm, tp, weights, sink
         self._canonical, self._recompute = canonical, recompute

@@ -1,7 +1,7 @@
 """The trainer of one rank: a step, its state, and how it goes on from one.
 
-    trainer = Trainer(Job(ModelShape(), Layout.parse("tp2,dp2")), comm)
-    for report in trainer.train(10): ...          Step(step, loss, norm, rate)
+    trainer = Trainer(TrainingJob(ModelShape(), Layout.parse("tp2,dp2")), comm)
+    for report in trainer.train(10): ...          TrainingStep(step, loss, norm, rate)
     state = trainer.state()                       RankState: pieces and scalars
     other.load(read, state.scalars)               the values by box, from anywhere
 
@@ -21,13 +21,13 @@ import torch
 
 from ckpt_tool.errors import Incomplete
 from ckpt_tool.harness.comm import Comm
-from ckpt_tool.harness.layout import Group, Layout
-from ckpt_tool.harness.model import Model, Moment
+from ckpt_tool.harness.layout import Group, HarnessLayout
+from ckpt_tool.harness.model import Model, StepMoment
 from ckpt_tool.harness.optimizer import AdamW, Muon, MuonSlices, Schedule, kernels_for
 from ckpt_tool.harness.pieces import RankState, Read
 from ckpt_tool.harness.randomness import sample
 from ckpt_tool.harness.shape import VIRTUAL, ModelShape
-from ckpt_tool.harness.sharding import Held
+from ckpt_tool.harness.sharding import RankParameter
 from ckpt_tool.harness.tape import GradientSums, Node, Ref, Tape
 from ckpt_tool.harness.weights import RankWeights
 
@@ -35,12 +35,12 @@ _HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrainingJob:
     """What is trained and how. `canonical`: bitwise over layouts; False is native mode, with all-reduces. muon: steps
     the matrices of the layers, AdamW the rest; None: AdamW everything."""
 
     shape: ModelShape
-    layout: Layout
+    layout: HarnessLayout
     seed: int = 1234
     canonical: bool = True
     adam: AdamW = AdamW()
@@ -48,7 +48,7 @@ class Job:
     schedule: Schedule = Schedule()
 
 
-class Step(NamedTuple):
+class TrainingStep(NamedTuple):
     """What a step did: its number (from 1), the mean loss before it, the gradient norm before clipping, the learning
     rate."""
 
@@ -69,7 +69,7 @@ class _Flight(NamedTuple):
 class Trainer:
     """One rank. Raises UsageError E1501 if the model can't be laid out so; `steps` False: only to hold a state."""
 
-    def __init__(self, job: Job, comm: Comm, *, steps: bool = True) -> None:
+    def __init__(self, job: TrainingJob, comm: Comm, *, steps: bool = True) -> None:
         job.layout.check(job.shape, canonical=job.canonical, steps=steps, muon=job.muon is not None)
         self.job, self.comm = job, comm
         self.at = job.layout.at(comm.rank, job.shape)
@@ -88,12 +88,12 @@ class Trainer:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def train(self, steps: int) -> Iterator[Step]:
+    def train(self, steps: int) -> Iterator[TrainingStep]:
         """Run `steps` steps, one a time as they are requested."""
         for _ in range(steps):
             yield self._one()
 
-    def _one(self) -> Step:
+    def _one(self) -> TrainingStep:
         shape, layout = self.job.shape, self.job.layout
         losses = torch.zeros(shape.batch, dtype=torch.float64)
         for op in schedule(layout.pp, layout.vpp, shape.batch // layout.dp)[self.at.pp]:
@@ -109,11 +109,11 @@ class Trainer:
         self.consumed += shape.batch
         self._update(gradients, norm)
         self.comm.barrier()
-        return Step(self.step, loss, norm, self.job.schedule.rate(self.step))
+        return TrainingStep(self.step, loss, norm, self.job.schedule.rate(self.step))
 
-    def _moment(self, op: Op) -> Moment:
+    def _moment(self, op: Op) -> StepMoment:
         share = self.job.shape.batch // self.job.layout.dp
-        return Moment(self.step, self.at.dp * share + op.microbatch, op.microbatch)
+        return StepMoment(self.step, self.at.dp * share + op.microbatch, op.microbatch)
 
     def _forward(self, op: Op, losses: torch.Tensor) -> None:
         """One microbatch through one chunk; what goes on is sent, what backward needs is kept."""
@@ -186,7 +186,9 @@ class Trainer:
                 self._join(group, bucket, found, squares)
         return found, squares
 
-    def _join(self, group: Group, bucket: list[Held], found: dict[str, torch.Tensor], squares: torch.Tensor) -> None:
+    def _join(
+        self, group: Group, bucket: list[RankParameter], found: dict[str, torch.Tensor], squares: torch.Tensor
+    ) -> None:
         """Join one bucket over its group. What isn't the rank's own part is let go here (ZeRO 2)."""
         tied = self.job.shape.tied and bucket[0].param.room == "embed"
         own = [ref for item in bucket for ref in self.weights.refs(item)]
@@ -242,7 +244,7 @@ class Trainer:
                 adam.update(slices, gradient, step=self.step, rate=rate, decays=decays, device=self._kernels)
         self.weights.rebuild()
 
-    def _muon_step(self, item: Held, slices: MuonSlices, gradient: torch.Tensor, rate: float) -> None:
+    def _muon_step(self, item: RankParameter, slices: MuonSlices, gradient: torch.Tensor, rate: float) -> None:
         """By the whole matrix, whose parts the tensor ranks have; the data ranks that weren't dealt it do nothing."""
         muon, dim = self.job.muon, item.param.cut
         if muon is None or not gradient.numel():
@@ -284,9 +286,9 @@ class Trainer:
         self.weights.load(read)
 
 
-def _buckets(items: list[Held]) -> list[list[Held]]:
+def _buckets(items: list[RankParameter]) -> list[list[RankParameter]]:
     """Parameters by room: what is joined in one exchange."""
-    rooms: dict[str, list[Held]] = {}
+    rooms: dict[str, list[RankParameter]] = {}
     for item in items:
         rooms.setdefault(item.param.room, []).append(item)
     return list(rooms.values())

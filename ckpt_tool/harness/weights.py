@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from ckpt_tool.harness.comm import Comm
-from ckpt_tool.harness.layout import Group, Layout
+from ckpt_tool.harness.layout import Group, HarnessLayout
 from ckpt_tool.harness.optimizer import MuonSlices, Slices
-from ckpt_tool.harness.pieces import Coordinates, Piece, Read, State, states_of
+from ckpt_tool.harness.pieces import Coordinates, Read, State, TensorPiece, states_of
 from ckpt_tool.harness.randomness import initial
 from ckpt_tool.harness.shape import ModelShape
-from ckpt_tool.harness.sharding import Held, held, parts
+from ckpt_tool.harness.sharding import RankParameter, held, parts
 from ckpt_tool.harness.tape import Ref
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -34,7 +34,7 @@ class RankWeights:
     def __init__(
         self,
         shape: ModelShape,
-        layout: Layout,
+        layout: HarnessLayout,
         at: Coordinates,
         comm: Comm,
         seed: int,
@@ -43,7 +43,7 @@ class RankWeights:
         muon: bool = False,
     ) -> None:
         self._layout, self._at, self._comm, self.shards, self._muon = layout, at, comm, shards, muon
-        self.params: dict[str, Held] = {item.param.name: item for item in held(shape, layout, at)}
+        self.params: dict[str, RankParameter] = {item.param.name: item for item in held(shape, layout, at)}
         self._tied = shape.tied
         self._shares: list[list[dict[str, tuple[int, int]]]] = []  # by kind, what each member of its group updates
         self._parts: dict[str, tuple[int, int]] = {}
@@ -62,10 +62,10 @@ class RankWeights:
             start, stop = self._parts[name]
             self.slices[name] = self._kind(item).fresh(line[start:stop])
 
-    def _kind(self, item: Held) -> type[Slices | MuonSlices]:
+    def _kind(self, item: RankParameter) -> type[Slices | MuonSlices]:
         return MuonSlices if self._muon and item.param.is_matrix else Slices
 
-    def kinds(self) -> list[tuple[Group, list[Held]]]:
+    def kinds(self) -> list[tuple[Group, list[RankParameter]]]:
         """Dense parameters and experts with the data ranks that hold the same; kinds without parameters are left
         out."""
         dense = [item for item in self.params.values() if item.param.expert is None]
@@ -91,13 +91,13 @@ class RankWeights:
     def alias(self, name: str) -> str:
         return "model.embed_tokens.weight" if self._tied and name == "lm_head.weight" else name
 
-    def refs(self, item: Held) -> list[Ref]:
+    def refs(self, item: RankParameter) -> list[Ref]:
         """The own virtual shards of a parameter."""
         if item.param.cut is None:
             return [Ref(item.param.name, 0)]
         return [Ref(item.param.name, self._at.tp * self.shards + number) for number in range(self.shards)]
 
-    def box_of(self, item: Held, line: torch.Tensor) -> torch.Tensor:
+    def box_of(self, item: RankParameter, line: torch.Tensor) -> torch.Tensor:
         """The TP-local box from its shards laid end to end on `line`."""
         if item.param.cut is None:
             return line.view(item.box)
@@ -134,7 +134,7 @@ class RankWeights:
                 if self._in_room(item, room):
                     self._values.pop(name, None)
 
-    def _in_room(self, item: Held, room: str) -> bool:
+    def _in_room(self, item: RankParameter, room: str) -> bool:
         return item.param.room == room or (self._tied and room == "head" and item.param.room == "embed")
 
     def rebuild(self) -> None:
@@ -152,7 +152,7 @@ class RankWeights:
                     self._values[name] = rounded.clone().view(item.box)
 
     def _rebuild_line(
-        self, group: Group, items: Sequence[Held], shares: Sequence[Mapping[str, tuple[int, int]]]
+        self, group: Group, items: Sequence[RankParameter], shares: Sequence[Mapping[str, tuple[int, int]]]
     ) -> None:
         own = torch.cat([self.slices[item.param.name].master for item in items])
         sizes = [sum(stop - start for start, stop in share.values()) for share in shares]
@@ -169,11 +169,11 @@ class RankWeights:
 
     # -- saving and loading -------------------------------------------------------------------------------------------
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[TensorPiece]:
         """What this rank holds, by parameter, then by state."""
         return [piece for item in self.params.values() for piece in self._pieces_of(item)]
 
-    def _pieces_of(self, item: Held) -> Iterator[Piece]:
+    def _pieces_of(self, item: RankParameter) -> Iterator[TensorPiece]:
         name, slices, zero = item.param.name, self.slices[item.param.name], self._layout.zero
         for state in states_of(item.param, muon=self._muon):
             cut = zero > 0 if state != "model" else zero == 3
@@ -181,7 +181,7 @@ class RankWeights:
                 tensor: torch.Tensor = getattr(slices, state)
             else:
                 tensor = self._own[name] if cut else self._values[name]
-            yield Piece(
+            yield TensorPiece(
                 name,
                 state,
                 item.param.shape,
@@ -192,7 +192,7 @@ class RankWeights:
                 item.copies if cut else self._replica(item),
             )
 
-    def _replica(self, item: Held) -> int:
+    def _replica(self, item: RankParameter) -> int:
         """The number of a copy that every data rank has."""
         at, layout = self._at, self._layout
         index = at.dp if item.param.expert is None else at.dp // layout.ep
@@ -211,7 +211,7 @@ class RankWeights:
             lines = {state: self._line(read, item, state).float() for state in states if state != "model"}
             self.slices[name] = self._kind(item)(**lines)
 
-    def _line(self, read: Read, item: Held, state: State) -> torch.Tensor:
+    def _line(self, read: Read, item: RankParameter, state: State) -> torch.Tensor:
         """The rank's part of a parameter's line, a new 1-d tensor."""
         start, stop = self._parts[item.param.name]
         width = math.prod(item.box[1:])

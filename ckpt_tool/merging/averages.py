@@ -11,8 +11,8 @@ Interpolation along the arc between two models: `slerp` and `nuslerp`.
 
     slerp:    sin((1-t) a) / sin a * x  +  sin(t a) / sin a * y          a: the angle between x and y
 
-Norms and dot products are sums in fp64 over fixed segments of the line (`Whole`), the coefficients are rounded to fp32
-and the sum is fp32, as mergekit 0.1.5 `merge_methods/slerp.py`, `nuslerp.py` have it; those sum in fp32, so
+Norms and dot products are sums in fp64 over fixed segments of the line (`WalkOutcome`), the coefficients are rounded to
+fp32 and the sum is fp32, as mergekit 0.1.5 `merge_methods/slerp.py`, `nuslerp.py` have it; those sum in fp32, so
 coefficients differ by a few units in the last place. Angles and sines are taken in fp64 and rounded: NumPy's own of
 fp32 differ between processors. Vectors that are nearly parallel (slerp: |cos| > 0.9995, nuslerp: sin^2 <= 1e-16) are
 interpolated in a straight line.
@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckpt_tool.compiled.library import KINDS, ready
-from ckpt_tool.merging.tiles import TILE, Doubles, Span, Tiled, Whole, floats, rooms, same, tiles
+from ckpt_tool.merging.tiles import TILE, Doubles, Span, Tiled, WalkOutcome, floats, rooms, same, tiles
 from ckpt_tool.run.computed import Array, Floats, Lend, Read
 
 
@@ -122,8 +122,8 @@ def _sin(angle: Any) -> Any:
     return np.float32(np.sin(np.float64(angle)))
 
 
-def _line_products(numel: int) -> Whole[Products, Products, Products]:
-    return Whole(numel, Products(0.0, 0.0, 0.0), _added)
+def _line_products(numel: int) -> WalkOutcome[Products, Products, Products]:
+    return WalkOutcome(numel, Products(0.0, 0.0, 0.0), _added)
 
 
 def _of_segment(x: Span, y: Span) -> Callable[[int, int], Products]:
@@ -141,7 +141,7 @@ class Slerp(Tiled):
     """inputs: the base, at t = 0, and the other, at t = 1."""
 
     t: float
-    whole: Whole[Products, Products, Products] = field(init=False)
+    whole: WalkOutcome[Products, Products, Products] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "whole", _line_products(self.numel))
@@ -180,14 +180,14 @@ class NuSlerp(Tiled):
     t: float
     of_base: bool
     along: int | None = None
-    whole: Whole[Products, Products, Products] = field(init=False)
+    whole: WalkOutcome[Products, Products, Products] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "row", self.columns if self.along is not None else 1)
         whole = _line_products(self.numel)
         if self.along == 0:
             empty: Doubles = np.zeros(self.columns, np.float64)
-            whole = Whole(self.numel, Products(empty, empty, empty), _added)
+            whole = WalkOutcome(self.numel, Products(empty, empty, empty), _added)
         object.__setattr__(self, "whole", whole)
 
     @property
@@ -258,11 +258,11 @@ class ModelStock(Tiled):
     """inputs: the base, then two models or more."""
 
     by_row: bool = False
-    whole: Whole[Any, Any, Any] = field(init=False)
+    whole: WalkOutcome[Any, Any, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         count = len(self.inputs) - 1
-        object.__setattr__(self, "whole", Whole(self.numel, np.zeros((count, count), np.float64), np.add))
+        object.__setattr__(self, "whole", WalkOutcome(self.numel, np.zeros((count, count), np.float64), np.add))
         if self.by_row and self.shape:
             object.__setattr__(self, "row", self.shape[-1])
 

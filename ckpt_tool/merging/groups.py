@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.core.bounds import bounded
-from ckpt_tool.merging.job import Job, Part, Place, Slice, Value, value_of
+from ckpt_tool.merging.job import LayerSlice, LayersOfModel, MergeJob, ParameterPlace, Value, value_of
 from ckpt_tool.plan.moves import Stored
 
 _LAYER = re.compile(r"^(.*?(?:^|\.))(\d{1,9})\.")
@@ -25,12 +25,12 @@ Tensors = Mapping[str, Stored]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class MergeGroup:
     """One tensor of the output. rows: what each part of the slice gives. shared, own: parameters, by name and part."""
 
     name: str
-    slice_: Slice
-    rows: tuple[tuple[Part, Stored], ...]
+    slice_: LayerSlice
+    rows: tuple[tuple[LayersOfModel, Stored], ...]
     shared: Mapping[str, Value | None]
     own: Mapping[str, tuple[Value | None, ...]]
 
@@ -45,19 +45,19 @@ class Grouping:
     """The groups of a job; faults collect in `faults` and `wrong`. models: tensors by name, by model. names: those of
     the output where it is not sliced, in order."""
 
-    def __init__(self, job: Job, models: Mapping[str, Tensors], names: Sequence[str]) -> None:
+    def __init__(self, job: MergeJob, models: Mapping[str, Tensors], names: Sequence[str]) -> None:
         self._job, self._models, self._names = job, models, names
         self.faults: dict[str, None] = {}
         self.wrong: dict[str, None] = {}  # faults of parameters
         self.layers: list[tuple[str, int]] | None = None  # of a sliced output: (first model, its layer)
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[MergeGroup]:
         made = self._sliced() if self._job.sliced else self._whole()
         return [group for group in made if group is not None]
 
     # -- whole models --------------------------------------------------------------------------------------------------
 
-    def _whole(self) -> Iterator[Group | None]:
+    def _whole(self) -> Iterator[MergeGroup | None]:
         (slice_,) = self._job.slices
         counts: dict[str, int] = {}
         for name in self._names:
@@ -70,7 +70,7 @@ class Grouping:
 
     # -- slices --------------------------------------------------------------------------------------------------------
 
-    def _sliced(self) -> Iterator[Group | None]:
+    def _sliced(self) -> Iterator[MergeGroup | None]:
         stacks = {layer[0] for tensors in self._models.values() for name in tensors if (layer := layer_of(name))}
         of_language = [stack for stack in stacks if not _TOWER.search(stack)] if len(stacks) > 1 else list(stacks)
         if len(of_language) != 1:
@@ -137,13 +137,13 @@ class Grouping:
 
     def _layer(
         self,
-        slice_: Slice,
+        slice_: LayerSlice,
         stack: str,
         inside: Mapping[str, Mapping[int, Sequence[str]]],
         inputs: Sequence[int],
         number: int,
         t: float,
-    ) -> Iterator[Group | None]:
+    ) -> Iterator[MergeGroup | None]:
         """One layer of the output, the tensors in the order of the first model's. inside: of each model (`_inside`)."""
         rests: dict[str, None] = {}
         for part, index in zip(slice_.parts, inputs, strict=True):
@@ -153,7 +153,7 @@ class Grouping:
 
     # -- one tensor ----------------------------------------------------------------------------------------------------
 
-    def _group(self, name: str, slice_: Slice, inputs: Sequence[str], t: float) -> Group | None:
+    def _group(self, name: str, slice_: LayerSlice, inputs: Sequence[str], t: float) -> MergeGroup | None:
         """The group of one tensor; None where a model lacks it or a shape differs, which is a fault."""
         rows, sound = [], True
         for part, held in zip(slice_.parts, inputs, strict=True):
@@ -170,7 +170,7 @@ class Grouping:
             sound = False
         if not sound:
             return None
-        place = Place(name, t)
+        place = ParameterPlace(name, t)
         shared, own = dict[str, Value | None](), dict[str, tuple[Value | None, ...]]()
         base = self._job.base_of(slice_)
         for key, parameter in self._job.method.parameters.items():
@@ -180,12 +180,12 @@ class Grouping:
             own[key] = tuple(
                 None
                 if parameter.scope == "task" and part.model == base
-                else self._value(slice_, part, key, Place(held, t))
+                else self._value(slice_, part, key, ParameterPlace(held, t))
                 for part, held in zip(slice_.parts, inputs, strict=True)
             )
-        return Group(name, slice_, tuple(rows), shared, own)
+        return MergeGroup(name, slice_, tuple(rows), shared, own)
 
-    def _value(self, slice_: Slice, part: Part | None, key: str, place: Place) -> Any:
+    def _value(self, slice_: LayerSlice, part: LayersOfModel | None, key: str, place: ParameterPlace) -> Any:
         try:
             return value_of(self._job, slice_, part, key, place)
         except ValueError as e:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpt_tool.errors import UsageError, near_misses
-from ckpt_tool.merging.methods import METHODS, Method, Parameter
+from ckpt_tool.merging.methods import METHODS, Method, MethodParameter
 from ckpt_tool.merging.options import AVERAGE, EMA, MergeOptions
 from ckpt_tool.merging.schedules import EXPONENTIAL, UNIFORM, weights_of
 from ckpt_tool.sources.steps import step_of
@@ -37,19 +37,19 @@ Value = float | bool
 Gradient = tuple[Value, ...]
 
 
-class Case(NamedTuple):
+class CaseValue(NamedTuple):
     """values: one, or a list over the layers. filter: the text in the names that it is for, "" for all."""
 
     values: Gradient
     filter: str = ""
 
 
-Setting = tuple[Case, ...]
+Setting = tuple[CaseValue, ...]
 Settings = Mapping[str, Setting]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayersOfModel:
     """A model in a slice. layers: [first, last) of its own, None for all."""
 
     model: str
@@ -58,23 +58,23 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class LayerSlice:
     """Layers of the output that are made of the same models. base: where it is another than the job's."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[LayersOfModel, ...]
     settings: Settings = field(default_factory=dict)
     base: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class MergeJob:
     """A merge, as asked for. sliced: the slices' layers are laid end to end; otherwise the one slice is whole models.
 
     dtype: what is written, None for what the models have. any_tokenizer: different tokenizers were allowed in words.
     """
 
     method: Method
-    slices: tuple[Slice, ...]
+    slices: tuple[LayerSlice, ...]
     base: str | None = None
     settings: Settings = field(default_factory=dict)
     sliced: bool = False
@@ -83,7 +83,7 @@ class Job:
     any_tokenizer: bool = False
     notes: tuple[str, ...] = ()
 
-    def base_of(self, slice_: Slice) -> str | None:
+    def base_of(self, slice_: LayerSlice) -> str | None:
         return slice_.base or self.base
 
     def models(self) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ class Job:
         return tuple(dict.fromkeys((*bases, *named)))
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """Where a parameter is asked for: the tensor's name, and t."""
 
     name: str
@@ -102,10 +102,12 @@ class Place(NamedTuple):
 
 def setting(*values: Value) -> Setting:
     """A setting of one value, or of a list over the layers."""
-    return (Case(values),)
+    return (CaseValue(values),)
 
 
-def value_of(job: Job, slice_: Slice, part: Part | None, name: str, place: Place) -> Value | None:
+def value_of(
+    job: MergeJob, slice_: LayerSlice, part: LayersOfModel | None, name: str, place: ParameterPlace
+) -> Value | None:
     """The value of parameter `name` for a tensor, None where the parameter is optional and not given.
 
     part: the model it is asked for, None for what is one for the merge. Raises ValueError, in words: not given, out of
@@ -123,7 +125,7 @@ def value_of(job: Job, slice_: Slice, part: Part | None, name: str, place: Place
     return parameter.default
 
 
-def _evaluated(setting: Setting, place: Place) -> Value | None:
+def _evaluated(setting: Setting, place: ParameterPlace) -> Value | None:
     for case in setting:
         if _for_all(case) or case.filter in place.name:
             return _along(case.values, place.t)
@@ -141,7 +143,7 @@ def _along(values: Gradient, t: float) -> Value:
     return (1 - share) * values[low] + share * values[high]
 
 
-def _checked(name: str, parameter: Parameter, value: Value) -> Value:
+def _checked(name: str, parameter: MethodParameter, value: Value) -> Value:
     if parameter.kind == "flag":
         return value
     if abs(value) > LARGEST:
@@ -152,7 +154,7 @@ def _checked(name: str, parameter: Parameter, value: Value) -> Value:
     return value
 
 
-def misplaced(job: Job, slice_: Slice, settings: Settings, part: Part | None) -> list[str]:
+def misplaced(job: MergeJob, slice_: LayerSlice, settings: Settings, part: LayersOfModel | None) -> list[str]:
     """What settings say that can have no effect, one line each. part: whose they are, None for a slice's or the
     job's."""
     faults = []
@@ -172,7 +174,7 @@ def misplaced(job: Job, slice_: Slice, settings: Settings, part: Part | None) ->
     return faults
 
 
-def idle_filters(job: Job, names: Sequence[str]) -> list[str]:
+def idle_filters(job: MergeJob, names: Sequence[str]) -> list[str]:
     """Filters that are in none of the `names`, one line each: most often a slip, and the value is never used."""
     scopes = [
         job.settings,
@@ -191,11 +193,11 @@ def idle_filters(job: Job, names: Sequence[str]) -> list[str]:
     return faults
 
 
-def _for_all(case: Case) -> bool:
+def _for_all(case: CaseValue) -> bool:
     return case.filter in ("", "*")
 
 
-def _out_of_bounds(name: str, parameter: Parameter, setting: Setting) -> Iterator[str]:
+def _out_of_bounds(name: str, parameter: MethodParameter, setting: Setting) -> Iterator[str]:
     for value in (value for case in setting for value in case.values):
         try:
             _checked(name, parameter, value)
@@ -203,7 +205,7 @@ def _out_of_bounds(name: str, parameter: Parameter, setting: Setting) -> Iterato
             yield str(e)
 
 
-def contract_faults(job: Job) -> list[str]:
+def contract_faults(job: MergeJob) -> list[str]:
     """What is wrong with the number of models and the base of each slice, one line each."""
     method, faults = job.method, []
     for number, slice_ in enumerate(job.slices, 1):
@@ -233,7 +235,7 @@ def _twice(models: Sequence[Any]) -> Any:
     return next(model for number, model in enumerate(models) if model in models[:number])
 
 
-def all_faults(job: Job) -> list[str]:
+def all_faults(job: MergeJob) -> list[str]:
     """All faults of a job that are known before a model is opened, one line each."""
     faults = contract_faults(job)
     for slice_ in job.slices:
@@ -247,7 +249,7 @@ def all_faults(job: Job) -> list[str]:
 # -- from options ------------------------------------------------------------------------------------------------------
 
 
-def job_of(options: MergeOptions, sources: Sequence[str]) -> Job:
+def job_of(options: MergeOptions, sources: Sequence[str]) -> MergeJob:
     """The job. sources: as given, in their order. Raises UsageError E1442 with every fault."""
     averages = options.name in (AVERAGE, EMA)
     method, faults = METHODS["linear" if averages else options.name], list[str]()
@@ -270,7 +272,9 @@ def job_of(options: MergeOptions, sources: Sequence[str]) -> Job:
     }
     faults += _idle(options, method)
     parts = [
-        Part(model, {name: values[tasks.index(model)] for name, values in own.items() if values and model in tasks})
+        LayersOfModel(
+            model, {name: values[tasks.index(model)] for name, values in own.items() if values and model in tasks}
+        )
         for model in models
     ]
     shared = _shared(options, method)
@@ -279,9 +283,9 @@ def job_of(options: MergeOptions, sources: Sequence[str]) -> Job:
     if method.name == "passthrough" and options.weights:
         faults.append("passthrough has no weights")
     notes = _notes(options, method)
-    job = Job(
+    job = MergeJob(
         method,
-        (Slice(tuple(parts)),),
+        (LayerSlice(tuple(parts)),),
         base,
         shared,
         seed=options.seed or 0,

@@ -28,9 +28,9 @@ from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
-from ckpt_tool.merging.groups import Group, Grouping
-from ckpt_tool.merging.job import Job, idle_filters
-from ckpt_tool.merging.models import TENSORS, Model, check_models, open_models, sliced_config, without_training
+from ckpt_tool.merging.groups import Grouping, MergeGroup
+from ckpt_tool.merging.job import MergeJob, idle_filters
+from ckpt_tool.merging.models import TENSORS, MergedModel, check_models, open_models, sliced_config, without_training
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
@@ -47,7 +47,7 @@ NUMBERS = "E1449"
 _COMPUTED = ("F32", "BF16", "F16")  # dtypes that are merged; fp64 would lose bits, integers and fp8 are no weights
 
 
-def merge_models(job: Job, dst: str, reading: Reading, writing: Writing, progress: Progress) -> dict[str, Any]:
+def merge_models(job: MergeJob, dst: str, reading: Reading, writing: Writing, progress: Progress) -> dict[str, Any]:
     """Carry the job out. Returns the writers' document. Raises UsageError, InputError E1446-E1449, and what writing
     raises."""
     option = f"merge --method {job.method.name}"
@@ -76,7 +76,7 @@ def merge_models(job: Job, dst: str, reading: Reading, writing: Writing, progres
     return write(in_wanted_names(replace(chosen, inherits=to.inherits), models[0].opened, to), dst, to, progress)
 
 
-def _grows(model: Model, size: int) -> bool:
+def _grows(model: MergedModel, size: int) -> bool:
     return any(
         key.state == MODEL and is_vocabulary(key.name) and 0 < len(tensor.shape) and tensor.shape[0] < size
         for key, tensor in model.opened.catalog.tensors.items()
@@ -86,7 +86,7 @@ def _grows(model: Model, size: int) -> bool:
 # -- what becomes of each tensor ---------------------------------------------------------------------------------------
 
 
-def _chosen(job: Job, models: Sequence[Model], writing: Writing, option: str, notes: list[str]) -> Chosen:
+def _chosen(job: MergeJob, models: Sequence[MergedModel], writing: Writing, option: str, notes: list[str]) -> Chosen:
     donor = models[0]
     offsets, sources = dict[str, int](), list[Opened]()
     for model in models:
@@ -127,8 +127,8 @@ def _chosen(job: Job, models: Sequence[Model], writing: Writing, option: str, no
 
 
 def _groups(
-    job: Job, models: Sequence[Model], writing: Writing
-) -> tuple[list[Group], tuple[LogicalTensor, ...], list[tuple[str, int]] | None]:
+    job: MergeJob, models: Sequence[MergedModel], writing: Writing
+) -> tuple[list[MergeGroup], tuple[LogicalTensor, ...], list[tuple[str, int]] | None]:
     """(what the output is made of, what the key patterns took, where the layers of a sliced output come from)."""
     held = {model.path: model.tensors for model in models}
     names = list(dict.fromkeys(name for tensors in held.values() for name in tensors))
@@ -192,7 +192,7 @@ def _kept(names: Sequence[str], writing: Writing) -> tuple[list[str], list[str]]
     return [key.name for key in kept], [key.name for key in gone]
 
 
-def _dtype_fault(group: Group) -> str:
+def _dtype_fault(group: MergeGroup) -> str:
     names = {row.tensor.dtype.name for _, row in group.rows}
     floats = {name for name in names if DTYPES[name].is_float}
     if not floats:
@@ -207,7 +207,7 @@ def _dtype_fault(group: Group) -> str:
     return ""
 
 
-def _dtype(group: Group, models: Sequence[Model]) -> DType | None:
+def _dtype(group: MergeGroup, models: Sequence[MergedModel]) -> DType | None:
     """What the merged tensor is written as: the dtype that all have, else fp32; None for what is no float."""
     casts = {model.path: model.chosen.casts for model in models}
     found = {casts[part.model].get(row.tensor.key, row.tensor.dtype).name for part, row in group.rows}
@@ -216,7 +216,7 @@ def _dtype(group: Group, models: Sequence[Model]) -> DType | None:
     return DTYPES[found.pop()] if len(found) == 1 else DTYPES["F32"]
 
 
-def _check_numbers(groups: Sequence[Group], models: Sequence[Model]) -> None:
+def _check_numbers(groups: Sequence[MergeGroup], models: Sequence[MergedModel]) -> None:
     """Raise InconsistentCheckpoint E1449 for tensors of integers that differ: they have no mean. Reads them."""
     from ckpt_tool.run.scan import digests_of
 
@@ -241,7 +241,7 @@ def _check_numbers(groups: Sequence[Group], models: Sequence[Model]) -> None:
         )
 
 
-def _dropped(models: Sequence[Model], gone: Sequence[str]) -> tuple[dict[str, Any], ...]:
+def _dropped(models: Sequence[MergedModel], gone: Sequence[str]) -> tuple[dict[str, Any], ...]:
     """What of the models stays behind, by model, for the report."""
     other = {AS_REQUESTED: "a merge has no optimizer"}
     entries = [
@@ -262,7 +262,7 @@ def _dropped(models: Sequence[Model], gone: Sequence[str]) -> tuple[dict[str, An
 LEAST_TOTAL = 1e-6  # nuslerp: weights whose sum is smaller count as equal (mergekit 0.1.5 `nuslerp.py`)
 
 
-def parameter_faults(job: Job, group: Group) -> list[str]:
+def parameter_faults(job: MergeJob, group: MergeGroup) -> list[str]:
     """What is wrong with a group's parameters taken together, one line each."""
     faults = []
     weights = _given(group.own.get("weight", ()))
@@ -277,12 +277,12 @@ def parameter_faults(job: Job, group: Group) -> list[str]:
     return faults
 
 
-def moved(job: Job, group: Group) -> bool:
+def moved(job: MergeJob, group: MergeGroup) -> bool:
     """Is the tensor the first model's, as it is?"""
     return job.method.name == "passthrough" and group.own["scale"][0] is None
 
 
-def recipe_of(job: Job, group: Group, inputs: Sequence[Input]) -> Recipe:
+def recipe_of(job: MergeJob, group: MergeGroup, inputs: Sequence[Input]) -> Recipe:
     """What computes the group's tensor. inputs: of the group's rows, in their order."""
     from ckpt_tool.merging.averages import Linear, ModelStock, NuSlerp, Slerp
 
@@ -316,7 +316,7 @@ def recipe_of(job: Job, group: Group, inputs: Sequence[Input]) -> Recipe:
     return _of_task_vectors(job, group, (*first, *rest), text)
 
 
-def _of_task_vectors(job: Job, group: Group, inputs: tuple[Input, ...], text: str) -> Recipe:
+def _of_task_vectors(job: MergeJob, group: MergeGroup, inputs: tuple[Input, ...], text: str) -> Recipe:
     from ckpt_tool.merging.task_vectors import TaskVectors
 
     trims = tuple(_trim(job, group, number) for number in range(len(inputs) - 1))
@@ -334,7 +334,7 @@ def _of_task_vectors(job: Job, group: Group, inputs: tuple[Input, ...], text: st
     )
 
 
-def _trim(job: Job, group: Group, number: int) -> Trim | None:
+def _trim(job: MergeJob, group: MergeGroup, number: int) -> Trim | None:
     """How model `number`, the base not counted, is trimmed."""
     from ckpt_tool.merging.task_vectors import Trim, stream
 

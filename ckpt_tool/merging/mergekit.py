@@ -36,9 +36,9 @@ from typing import Any, TypeVar
 from ckpt_tool.core.dtype import from_name
 from ckpt_tool.core.urls import hide_in_argument
 from ckpt_tool.errors import UsageError, near_misses, wrap_os_error
-from ckpt_tool.merging.job import Case, Job, Part, Setting, Slice, Value, all_faults
+from ckpt_tool.merging.job import CaseValue, LayerSlice, LayersOfModel, MergeJob, Setting, Value, all_faults
 from ckpt_tool.merging.methods import Method, method_of
-from ckpt_tool.storage import strict_yaml
+from ckpt_tool.storage.texts import strict_yaml
 
 _KEYS = tuple("merge_method base_model models slices parameters dtype out_dtype tokenizer_source tokenizer".split())
 _REFUSED = {
@@ -64,7 +64,7 @@ class _Faults(list[tuple[str, str]]):
                 self.add(f"{place}/{key}", f"unknown key {key!r}; {near}")
 
 
-def read_config(path: str, *, seed: int | None = None, tokenizer: str | None = None) -> Job:
+def read_config(path: str, *, seed: int | None = None, tokenizer: str | None = None) -> MergeJob:
     """The job that the config at `path` describes. tokenizer: as of the command line.
 
     Raises UsageError E1443 (no YAML), E1444 with every fault of the config, StorageError.
@@ -92,7 +92,7 @@ def read_config(path: str, *, seed: int | None = None, tokenizer: str | None = N
     if method and slices and not faults:
         slices, idle = _without_idle(slices, base, method)
         notes = (*_notes(data, settings), *idle)
-        job = Job(method, slices, base, settings, sliced, dtype, seed or 0, tokenizer == "base", notes)
+        job = MergeJob(method, slices, base, settings, sliced, dtype, seed or 0, tokenizer == "base", notes)
         for fault in all_faults(job):
             faults.add("", fault)
         if not faults:
@@ -155,7 +155,9 @@ def _is_slice(slices: Any) -> bool:
     return isinstance(sources, list) and bool(sources) and isinstance(sources[0], dict)
 
 
-def _without_idle(slices: tuple[Slice, ...], base: str | None, method: Method) -> tuple[tuple[Slice, ...], list[str]]:
+def _without_idle(
+    slices: tuple[LayerSlice, ...], base: str | None, method: Method
+) -> tuple[tuple[LayerSlice, ...], list[str]]:
     """The slices without what configs like to say of the base and mergekit passes over, and a line for each."""
     notes, out = dict[str, None](), []
     for slice_ in slices:
@@ -201,7 +203,7 @@ def _notes(data: Mapping[str, Any], settings: Mapping[str, Setting]) -> tuple[st
 
 def _slices(
     data: Mapping[str, Any], base: str | None, method: Method | None, faults: _Faults
-) -> tuple[tuple[Slice, ...], bool]:
+) -> tuple[tuple[LayerSlice, ...], bool]:
     models, slices = data.get("models"), data.get("slices")
     if bool(models) == bool(slices):
         if "modules" not in data:
@@ -213,8 +215,8 @@ def _slices(
         ]
         found = [part for part in parts if part is not None]
         if base is not None and base not in [part.model for part in found]:
-            found.append(Part(base))
-        return (Slice(tuple(found)),), False
+            found.append(LayersOfModel(base))
+        return (LayerSlice(tuple(found)),), False
     out = [_slice(each, f"/slices/{k}", method, faults) for k, each in _listed(slices, "/slices", faults)]
     return tuple(each for each in out if each is not None), True
 
@@ -226,7 +228,7 @@ def _listed(value: Any, place: str, faults: _Faults) -> list[tuple[int, Any]]:
     return list(enumerate(value))
 
 
-def _slice(data: Any, place: str, method: Method | None, faults: _Faults) -> Slice | None:
+def _slice(data: Any, place: str, method: Method | None, faults: _Faults) -> LayerSlice | None:
     if not isinstance(data, dict) or not data.get("sources"):
         faults.add(place, "want a mapping with sources")
         return None
@@ -234,14 +236,14 @@ def _slice(data: Any, place: str, method: Method | None, faults: _Faults) -> Sli
     base = _model(data["base_model"], f"{place}/base_model", faults) if data.get("base_model") is not None else None
     sources = _listed(data["sources"], f"{place}/sources", faults)
     parts = [_part(each, f"{place}/sources/{k}", method, faults, layers=True) for k, each in sources]
-    return Slice(
+    return LayerSlice(
         tuple(part for part in parts if part is not None),
         _settings(data.get("parameters"), f"{place}/parameters", method, faults),
         base,
     )
 
 
-def _part(data: Any, place: str, method: Method | None, faults: _Faults, *, layers: bool) -> Part | None:
+def _part(data: Any, place: str, method: Method | None, faults: _Faults, *, layers: bool) -> LayersOfModel | None:
     if not isinstance(data, dict) or "model" not in data:
         faults.add(place, "want a mapping with model")
         return None
@@ -259,7 +261,7 @@ def _part(data: Any, place: str, method: Method | None, faults: _Faults, *, laye
         ):
             faults.add(f"{place}/layer_range", f"layer_range: found {found!r}, want [first, end] with first < end")
             return None
-    return Part(model, settings, tuple(found) if found else None) if model else None
+    return LayersOfModel(model, settings, tuple(found) if found else None) if model else None
 
 
 def _model(data: Any, place: str, faults: _Faults) -> str | None:
@@ -307,7 +309,7 @@ def _settings(data: Any, place: str, method: Method | None, faults: _Faults) -> 
     return out
 
 
-def _case(data: Any, place: str, kind: str, faults: _Faults) -> Case | None:
+def _case(data: Any, place: str, kind: str, faults: _Faults) -> CaseValue | None:
     filter_ = ""
     if isinstance(data, dict):
         faults.unknown(place, data, ("filter", "value"))
@@ -320,7 +322,7 @@ def _case(data: Any, place: str, kind: str, faults: _Faults) -> Case | None:
     if not values or any(value is None for value in values):
         faults.add(place, f"found {data!r}, want a {kind} or a list of them")
         return None
-    return Case(tuple(value for value in values if value is not None), filter_)
+    return CaseValue(tuple(value for value in values if value is not None), filter_)
 
 
 def _value(data: Any, kind: str) -> Value | None:
@@ -352,7 +354,9 @@ def _dtype(data: Mapping[str, Any], faults: _Faults) -> str | None:
     return out
 
 
-def _check_tokenizer(data: Mapping[str, Any], base: str | None, slices: tuple[Slice, ...], faults: _Faults) -> None:
+def _check_tokenizer(
+    data: Mapping[str, Any], base: str | None, slices: tuple[LayerSlice, ...], faults: _Faults
+) -> None:
     """The tokenizer must be the one that is copied anyway, the base's or the first model's."""
     place, source = "/tokenizer_source", data.get("tokenizer_source")
     if isinstance(data.get("tokenizer"), dict):

@@ -15,7 +15,7 @@ Scope = Literal["shared", "model", "task"]  # one for the merge; one a model; on
 Base = Literal["none", "optional", "needed"]
 
 
-class Parameter(NamedTuple):
+class MethodParameter(NamedTuple):
     """default: None where the parameter must be given. low, high: the bounds of a number, both included unless
     `above`."""
 
@@ -34,7 +34,7 @@ class Method(NamedTuple):
 
     name: str
     base: Base
-    parameters: Mapping[str, Parameter]
+    parameters: Mapping[str, MethodParameter]
     least: int = 1
     most: int | None = None
     trim: str | None = None
@@ -49,35 +49,35 @@ class Method(NamedTuple):
         return self.trim in ("chance", "ranks")
 
 
-def _flag(default: bool) -> Parameter:
-    return Parameter("shared", default, "flag")
+def _flag(default: bool) -> MethodParameter:
+    return MethodParameter("shared", default, "flag")
 
 
 def _of_task_vectors(
     name: str, trim: str | None = None, *, consensus: bool = False, normalize: bool = False, rescale: bool = False
 ) -> Method:
     parameters = {
-        "weight": Parameter("task", None),
-        "density": Parameter("task", 1.0, low=0, high=1, above=True),
-        "lambda": Parameter("shared", 1.0),
+        "weight": MethodParameter("task", None),
+        "density": MethodParameter("task", 1.0, low=0, high=1, above=True),
+        "lambda": MethodParameter("shared", 1.0),
         "normalize": _flag(normalize),
         "rescale": _flag(rescale),
         "int8_mask": _flag(False),
     }
     if trim == "crumbs":
-        parameters["gamma"] = Parameter("task", 0.01, low=0, high=1)
+        parameters["gamma"] = MethodParameter("task", 0.01, low=0, high=1)
     if trim == "ranks":
-        parameters["epsilon"] = Parameter("task", 0.15, low=0, high=0.5)
+        parameters["epsilon"] = MethodParameter("task", 0.15, low=0, high=0.5)
     return Method(name, "needed", parameters, 1, None, trim, consensus)
 
 
 _ALL = (
-    Method("linear", "none", {"weight": Parameter("model", None), "normalize": _flag(True)}),
-    Method("slerp", "needed", {"t": Parameter("shared", None, low=0, high=1)}, 2, 2),
+    Method("linear", "none", {"weight": MethodParameter("model", None), "normalize": _flag(True)}),
+    Method("slerp", "needed", {"t": MethodParameter("shared", None, low=0, high=1)}, 2, 2),
     Method(
         "nuslerp",
         "optional",
-        {"weight": Parameter("task", None), "nuslerp_row_wise": _flag(False), "nuslerp_flatten": _flag(True)},
+        {"weight": MethodParameter("task", None), "nuslerp_row_wise": _flag(False), "nuslerp_flatten": _flag(True)},
     ),
     _of_task_vectors("task-arithmetic"),
     _of_task_vectors("ties", "largest", consensus=True, normalize=True),
@@ -88,7 +88,7 @@ _ALL = (
     _of_task_vectors("breadcrumbs", "crumbs"),
     _of_task_vectors("breadcrumbs-ties", "crumbs", consensus=True),
     Method("model-stock", "needed", {"filter_wise": _flag(False)}, 3),
-    Method("passthrough", "none", {"scale": Parameter("model", None, optional=True)}, 1, 1),
+    Method("passthrough", "none", {"scale": MethodParameter("model", None, optional=True)}, 1, 1),
 )
 METHODS: Mapping[str, Method] = {method.name: method for method in _ALL}
 # Of mergekit 0.1.5, not of this build.

@@ -32,7 +32,7 @@ from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.sources.config import config_of
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.strict_json import parse
+from ckpt_tool.storage.texts.strict_json import parse
 
 ARCHITECTURES, TENSORS, TOKENIZERS = "E1446", "E1447", "E1448"
 # What makes two models of one kind another architecture; the number of layers is compared where no slices are taken.
@@ -57,7 +57,7 @@ _OPTIMIZER = re.compile(r"optim|param_group|scheduler|rng|scaler", re.IGNORECASE
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class MergedModel:
     """One model. chosen: its tensors under the hub's names. first: its number in the output's sources is this or
     above."""
 
@@ -71,7 +71,7 @@ class Model:
         return {row.tensor.key.name: row for row in self.chosen.stored}
 
 
-def open_models(paths: Sequence[str], reading: Reading, writing: Writing, computes: str) -> list[Model]:
+def open_models(paths: Sequence[str], reading: Reading, writing: Writing, computes: str) -> list[MergedModel]:
     """Every model, in order. computes: the option that computes with weights, "" for one that moves them.
 
     Raises UsageError E1465 for quantised weights, E2403 for `--dequantize` where no model has any, and what opening and
@@ -80,7 +80,7 @@ def open_models(paths: Sequence[str], reading: Reading, writing: Writing, comput
         writing, states=(MODEL, "extras"), drop=(), remove_keys=(), keep_keys=(), dialect=None, aoa=None, dtypes={}
     )
     hub = registry.of_dialect("hf")
-    out, plain = list[Model](), list[UsageError]()
+    out, plain = list[MergedModel](), list[UsageError]()
     for path in paths:
         opened = open_source(path, reading)
         states = (MODEL, "extras") if opened.catalog.extras else (MODEL,)
@@ -94,7 +94,7 @@ def open_models(paths: Sequence[str], reading: Reading, writing: Writing, comput
             refuse_codes([row.tensor for row in part.stored], computes, opened.path)
         named = passed(part, job, NAMES)
         config = named.config or config_of(opened, reading).config
-        out.append(Model(path, opened, named, config))
+        out.append(MergedModel(path, opened, named, config))
     if plain and len(plain) == len(out):
         raise plain[0]
     refuse_unmatched_in_all(writing.rename, [model.opened for model in out])
@@ -111,7 +111,7 @@ def _floats(opened: Opened, job: Conversion) -> tuple[Chosen, UsageError | None]
         return selected(opened, job._replace(writing=replace(job.writing, dequantize=False))), fault
 
 
-def check_models(models: Sequence[Model], *, sliced: bool, any_tokenizer: bool) -> list[str]:
+def check_models(models: Sequence[MergedModel], *, sliced: bool, any_tokenizer: bool) -> list[str]:
     """What is worth a line in the report. Raises InconsistentCheckpoint E1446 (architectures), E1448 (tokenizers), with
     all faults of both.
 
@@ -165,7 +165,7 @@ def without_training(extras: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
 
 
 def sliced_config(
-    models: Sequence[Model], origins: Sequence[tuple[str, int]], notes: list[str]
+    models: Sequence[MergedModel], origins: Sequence[tuple[str, int]], notes: list[str]
 ) -> Mapping[str, Any] | None:
     """The first model's config with the layers of the output: their number, and what a list says of each.
 

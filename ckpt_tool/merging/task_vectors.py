@@ -41,7 +41,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ckpt_tool.merging.tiles import TILE, Doubles, Span, Tiled, Whole, floats, same, tiles
+from ckpt_tool.merging.tiles import TILE, Doubles, Span, Tiled, WalkOutcome, floats, same, tiles
 from ckpt_tool.run.computed import Floats, Read
 
 LEAST_SUM = 1e-7  # sums of magnitudes below which nothing is rescaled
@@ -87,13 +87,13 @@ class TaskVectors(Tiled):
     rescale: bool
     factor: float = 1.0
     selection: Selection = field(init=False)
-    sums: Whole[Doubles, Doubles, Doubles] = field(init=False)
+    sums: WalkOutcome[Doubles, Doubles, Doubles] = field(init=False)
 
     def __post_init__(self) -> None:
         asks = [ask for k, trim in enumerate(self.trims) if trim for ask in trim.asks(k, self.numel)]
         object.__setattr__(self, "selection", Selection(self.numel, asks))
         empty = np.zeros((len(self.trims), 2), np.float64)
-        object.__setattr__(self, "sums", Whole(self.numel, empty, np.add))
+        object.__setattr__(self, "sums", WalkOutcome(self.numel, empty, np.add))
         if any(trim is not None and trim.kind == "ranks" and trim.density < 1 for trim in self.trims):
             object.__setattr__(self, "row", self.shape[-1] if self.shape else 1)
 
@@ -102,7 +102,7 @@ class TaskVectors(Tiled):
     def _delta(self, read: Read, model: int, base: Floats, low: int, high: int) -> Floats:
         return floats(read(model + 1, low, high)) - base
 
-    def _flags(self, model: int, cuts: Sequence[Cut], delta: Floats, low: int) -> Flags | None:
+    def _flags(self, model: int, cuts: Sequence[MagnitudeCut], delta: Floats, low: int) -> Flags | None:
         """Which elements of a tile stay, None for all."""
         trim = self.trims[model]
         if trim is None or trim.density >= 1:
@@ -117,7 +117,7 @@ class TaskVectors(Tiled):
             return cuts[0].flags(bits, low)
         return self._crumbs(trim, cuts, bits, low)
 
-    def _crumbs(self, trim: Trim, cuts: Sequence[Cut], bits: Bits, low: int) -> Flags:
+    def _crumbs(self, trim: Trim, cuts: Sequence[MagnitudeCut], bits: Bits, low: int) -> Flags:
         """Those among the smallest `bottom + left` and not among the smallest `bottom`."""
         left, top = int(trim.density * self.numel), int(trim.gamma * self.numel)
         bottom = max(0, self.numel - left - top)
@@ -130,7 +130,7 @@ class TaskVectors(Tiled):
         return rest[0].flags(bits, low) & ~below
 
     def _trimmed(
-        self, read: Read, cuts: Sequence[Sequence[Cut]], low: int, high: int
+        self, read: Read, cuts: Sequence[Sequence[MagnitudeCut]], low: int, high: int
     ) -> Iterator[tuple[Floats, Floats]]:
         """Each model's (task vector, what of it stays)."""
         base = floats(read(0, low, high))
@@ -139,7 +139,7 @@ class TaskVectors(Tiled):
             flags = self._flags(model, cuts[model], delta, low)
             yield delta, delta if flags is None else delta * flags
 
-    def _cuts(self, read: Read) -> list[list[Cut]]:
+    def _cuts(self, read: Read) -> list[list[MagnitudeCut]]:
         asking = [k for k, trim in enumerate(self.trims) if trim and trim.asks(k, self.numel)]
 
         def deltas(low: int, high: int) -> Iterator[Floats]:
@@ -150,7 +150,7 @@ class TaskVectors(Tiled):
         found = iter(self.selection.cuts(deltas))
         return [[next(found) for _ in trim.asks(k, self.numel)] if trim else [] for k, trim in enumerate(self.trims)]
 
-    def _factors(self, read: Read, cuts: Sequence[Sequence[Cut]]) -> list[np.float32 | None]:
+    def _factors(self, read: Read, cuts: Sequence[Sequence[MagnitudeCut]]) -> list[np.float32 | None]:
         """What each trimmed vector is multiplied with, None for nothing."""
         if not self.rescale or all(trim is None or trim.density >= 1 for trim in self.trims):
             return [None] * len(self.trims)
@@ -282,7 +282,7 @@ class Ask(NamedTuple):
     largest: bool
 
 
-class Cut(NamedTuple):
+class MagnitudeCut(NamedTuple):
     """What an Ask found: magnitudes beyond `bits`, and those that are it before element `until` of the line."""
 
     bits: int
@@ -323,26 +323,28 @@ class Selection:
         self._models = tuple(dict.fromkeys(ask.model for ask in asks))
         none: Counts = np.zeros((1, 1), np.int64)  # counts are added to it whatever their number
         nowhere: Counts = np.zeros((0, len(self._asks)), np.int64)
-        self._upper: Whole[Counts, Counts, list[tuple[int, int]]] = Whole(numel, none, np.add)
-        self._lower: Whole[Counts, Counts, list[Threshold]] = Whole(numel, none, np.add)
-        self._ties: Whole[Counts, Counts, Counts] = Whole(numel, nowhere, _stacked)
-        self._cuts: tuple[Cut, ...] | None = None
+        self._upper: WalkOutcome[Counts, Counts, list[tuple[int, int]]] = WalkOutcome(numel, none, np.add)
+        self._lower: WalkOutcome[Counts, Counts, list[Threshold]] = WalkOutcome(numel, none, np.add)
+        self._ties: WalkOutcome[Counts, Counts, Counts] = WalkOutcome(numel, nowhere, _stacked)
+        self._cuts: tuple[MagnitudeCut, ...] | None = None
 
-    def cuts(self, deltas: Deltas) -> tuple[Cut, ...]:
+    def cuts(self, deltas: Deltas) -> tuple[MagnitudeCut, ...]:
         """A Cut for each Ask. deltas: of this thread; gives the task vectors of all models that are asked about, in the
         order in which they are first asked about."""
         if self._cuts is None:  # threads that find them at once find the same
             self._cuts = self._found(deltas) if self._asks else ()
         return self._cuts
 
-    def _found(self, deltas: Deltas) -> tuple[Cut, ...]:
+    def _found(self, deltas: Deltas) -> tuple[MagnitudeCut, ...]:
         halves = self._upper.get(lambda start, stop: self._count_upper(deltas, start, stop), self._halves)
         found = self._lower.get(
             lambda start, stop: self._count_lower(deltas, halves, start, stop),
             lambda counts: self._thresholds(counts, halves),
         )
         ends = self._ends(deltas, found)
-        return tuple(Cut(each.bits, end, ask.largest) for each, end, ask in zip(found, ends, self._asks, strict=True))
+        return tuple(
+            MagnitudeCut(each.bits, end, ask.largest) for each, end, ask in zip(found, ends, self._asks, strict=True)
+        )
 
     def _halves(self, counts: Counts) -> list[tuple[int, int]]:
         """The upper half of each Ask's threshold, and how many elements have smaller ones."""

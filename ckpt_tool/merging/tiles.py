@@ -7,12 +7,13 @@ A tile (64 Ki elements, 256 KiB of fp32) and its neighbours fit a core's cache, 
 over memory; a thread holds a few tiles a source, whatever the tensor's size. What a tile gives depends on its elements
 and on numbers of the whole tensor, never on where the tile begins.
 
-Numbers of a whole tensor that a merge needs before its first element (norms, thresholds, sums) come from a `Whole`: one
+Numbers of a whole tensor that a merge needs before its first element (norms, thresholds, sums) come from a
+`WalkOutcome`: one
 walk over the line, in segments of 1 Mi elements, shared by all threads that wait for its outcome: each takes the
 next segment with its own descriptors, and what the segments gave is joined in their order. So the outcome has the same
 bits with any number of threads, whoever asks first, and a large tensor keeps all of them busy:
 
-    total = Whole(numel, 0.0, lambda so_far, part: so_far + part)
+    total = WalkOutcome(numel, 0.0, lambda so_far, part: so_far + part)
     total.get(lambda start, stop: float(read(0, start, stop).sum(dtype=np.float64)), same)     # on every thread
 
 Cost: one read of the inputs. Memory: one part for each thread.
@@ -98,7 +99,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Whole(Generic[T, P, R]):
+class WalkOutcome(Generic[T, P, R]):
     """The outcome of one walk, found once. join(so far, part of the next segment) gives the new sum of parts, from
     `empty` on; `finish` makes of the last one what is kept, so that a table of counts lives as long as its walk."""
 

@@ -54,7 +54,7 @@ def text(value: str | PathLike[str]) -> str:
 
 def output(value: str | PathLike[str]) -> str:
     """The path of a file or folder to write, no URL."""
-    from ckpt_tool.storage.destination import url_fault
+    from ckpt_tool.storage.output.destination import url_fault
 
     path = text(value)
     fault = url_fault(path)

@@ -80,7 +80,7 @@ class Looking:
 
 
 @dataclass(frozen=True)
-class Page:
+class HelpPage:
     """`ckpt help`."""
 
     language: str | None = OPTIONS.choice(

@@ -80,7 +80,7 @@ def _records(plan: Plan) -> Iterator[str]:
 
 def _moves(plan: Plan) -> Iterator[str]:
     read, written = [file.identity[2] for file in plan.sources], [file.size for file in plan.outputs]
-    known = _Known()
+    known = _Verdicts()
     for move in plan.moves:
         why = _sizes(move)
         why = why or _regions(move.sources, read, move.item) or _regions(move.outputs, written, move.item_out)
@@ -118,7 +118,7 @@ def _regions(regions: Sequence[Region], sizes: Sequence[int], item: int) -> str:
     return ""
 
 
-class _Known:
+class _Verdicts:
     """Boxes and verdicts that were found once. Keys: what they hang on."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class _Known:
         self.tiled: set[tuple[tuple[int, ...], tuple[Tile, ...]]] = set()
 
 
-def _tiles(move: Move, known: _Known) -> str:
+def _tiles(move: Move, known: _Verdicts) -> str:
     """Do the sources tile the line once, and the distinct boxes of the outputs too?"""
     shape = _line_shape(move)
     for region in move.sources:
@@ -164,7 +164,7 @@ def _line_shape(move: Move) -> tuple[int, ...]:
     return (move.numel,)
 
 
-def _box(shape: tuple[int, ...], tile: Tile, known: _Known) -> Box | None:
+def _box(shape: tuple[int, ...], tile: Tile, known: _Verdicts) -> Box | None:
     key = (shape, tile)
     if key not in known.boxes:
         known.boxes[key] = box_of(shape, *tile)

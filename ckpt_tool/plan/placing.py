@@ -51,7 +51,7 @@ At = tuple[tuple[str, int], ...]  # (mesh dim, coordinate) where a tensor lives 
 Cuts = tuple[tuple[int, tuple[str, ...]], ...]  # (tensor dim, mesh dims that shall cut it, major first)
 
 
-class Rule(NamedTuple):
+class PlacingRule(NamedTuple):
     """A line of a layout file: tensors whose name matches `match` (and state `state`) are cut along `shard`: tensor dim
     -> mesh dims; `at`: the mesh coordinates where they live alone."""
 
@@ -73,7 +73,7 @@ class Wishes:
     zero: int = 0
     policy: str = "largest-dim"
     uneven: bool = False
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[PlacingRule, ...] = ()
     cuts: Mapping[str, int] = field(default_factory=dict)
     pp_split: tuple[int, ...] = ()
     in_out: bool = False
@@ -426,7 +426,7 @@ def _lost_degree(choice: Choice, sizes: Mapping[str, int]) -> int:
     return degree
 
 
-def rules_from(document: Mapping[str, Any], path: str) -> tuple[dict[str, int], tuple[Rule, ...]]:
+def rules_from(document: Mapping[str, Any], path: str) -> tuple[dict[str, int], tuple[PlacingRule, ...]]:
     """(degrees, rules) of a layout file: `[mesh] tp = 4`, `[[rule]] match = "*.w1.weight" shard = {0 = ["tp"]}`.
 
     Raises UsageError E0252 naming the entry that does not read.
@@ -442,7 +442,7 @@ def rules_from(document: Mapping[str, Any], path: str) -> tuple[dict[str, int], 
     try:
         degrees = {str(name): _whole(size) for name, size in document.get("mesh", {}).items()}
         rules = tuple(
-            Rule(
+            PlacingRule(
                 _glob(entry["match"]),
                 _glob(entry.get("state", "*")),
                 tuple(

@@ -167,7 +167,7 @@ def _check_cover_of(item: WantedTensor, held: Sequence[Box], known: set[tuple[ob
     known.add(case)
 
 
-class Item(NamedTuple):
+class MoveRange(NamedTuple):
     """Elements [start, stop) of move number `move`'s line."""
 
     move: int
@@ -179,13 +179,13 @@ class Unit(NamedTuple):
     """One share of work. files: the output files it writes. nbytes: source bytes it reads."""
 
     files: frozenset[int]
-    items: tuple[Item, ...]
+    items: tuple[MoveRange, ...]
     nbytes: int
 
 
 def units(moves: Sequence[Move], *, size: int = UNIT) -> tuple[Unit, ...]:
     """Shares of about `size` bytes, in order of the first source bytes they read. Derived from `moves` alone."""
-    open_units: dict[frozenset[int], tuple[list[Item], int]] = {}
+    open_units: dict[frozenset[int], tuple[list[MoveRange], int]] = {}
     done: list[Unit] = []
     order = sorted(range(len(moves)), key=lambda i: _first_byte(moves[i]))
     for index in order:
@@ -194,7 +194,7 @@ def units(moves: Sequence[Move], *, size: int = UNIT) -> tuple[Unit, ...]:
             continue
         for start, stop, files in segments(move, size):
             items, nbytes = open_units.get(files, ([], 0))
-            items.append(Item(index, start, stop))
+            items.append(MoveRange(index, start, stop))
             nbytes += (stop - start) * move.item
             if nbytes >= size:
                 done.append(Unit(files, tuple(items), nbytes))

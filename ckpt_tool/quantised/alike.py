@@ -20,9 +20,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from itertools import repeat
 
-from ckpt_tool.core.listing import Block
 from ckpt_tool.core.listing import Kind as Listed
-from ckpt_tool.quantised.weights import Kind
+from ckpt_tool.core.listing import RowBlock
+from ckpt_tool.quantised.weights import TensorKind
 
 Tail = tuple[bytes, bytes]  # (the last dot, if there is one; what stands behind it)
 Step = tuple[int, bytes, bytes, int]  # (class of a module so far, 0 before its first; the next tensor's tail and kind)
@@ -31,7 +31,7 @@ Step = tuple[int, bytes, bytes, int]  # (class of a module so far, 0 before its 
 class Alike:
     """Tensors of one state as classes of modules."""
 
-    def __init__(self, blocks: Iterable[Block], listed: Collection[str] | None = None) -> None:
+    def __init__(self, blocks: Iterable[RowBlock], listed: Collection[str] | None = None) -> None:
         """listed: the names that `count` counts, None for all."""
         self._blocks = tuple(blocks)
         self._numbers: dict[Listed, int] = {}
@@ -57,15 +57,15 @@ class Alike:
             numbers = {key: self._numbers.setdefault(kind, len(self._numbers)) for key, kind in objects.items()}
             yield names(), map(numbers.__getitem__, map(id, kinds))
 
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[TensorKind]:
         """What tensors there are, each once."""
-        return [Kind(dtype, shape) for dtype, shape, _ in self._numbers]
+        return [TensorKind(dtype, shape) for dtype, shape, _ in self._numbers]
 
     def names(self) -> Iterator[str]:
         """Every name, in the order of the blocks."""
         return (_text(name) for _, names, _ in self._blocks for name in names())
 
-    def first(self) -> dict[str, Kind]:
+    def first(self) -> dict[str, TensorKind]:
         """The tensors of the first module of each class."""
         kinds = self.kinds()
         modules = list(self._classes)
@@ -77,7 +77,7 @@ class Alike:
             for dot, ending, kind in self._tensors(number)
         }
 
-    def like(self, names: Iterable[str]) -> dict[str, Kind]:
+    def like(self, names: Iterable[str]) -> dict[str, TensorKind]:
         """All tensors of the modules that are like those of `names`, in the order of the blocks."""
         wanted, kinds, classes = {self._place(name)[0] for name in names}, self.kinds(), self._classes
         return {

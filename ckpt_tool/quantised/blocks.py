@@ -27,7 +27,7 @@ from ckpt_tool.compiled.library import BLOCKS, FLOATS, KINDS, ready
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.installation import install_command
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.gguf.types import NO_FLOATS, Kind, is_big, kind_of
+from ckpt_tool.formats.gguf.types import NO_FLOATS, GgufType, is_big, kind_of
 from ckpt_tool.quantised.codes import Array, Floats, not_finite, widened
 from ckpt_tool.run.computed import ExactRecipe, Lend, Read, Recipe
 
@@ -130,7 +130,7 @@ class BlocksOfFloats(ExactRecipe):
             values = read(0, (low + at) * kind.elements, (low + at + len(some)) * kind.elements)
             self._make(kind, values, low + at, some)
 
-    def _make(self, kind: Kind, line: Array, block: int, out: Bytes) -> None:
+    def _make(self, kind: GgufType, line: Array, block: int, out: Bytes) -> None:
         """out: (blocks, bytes of one), from number `block` on. What compiled code leaves to the library goes there with
         few neighbours. Raises InconsistentCheckpoint E2720 for a value that is no finite number."""
         dtype, step = self.inputs[0].tensor.dtype, len(out)
@@ -151,7 +151,7 @@ class BlocksOfFloats(ExactRecipe):
                 some[...] = _blocks(kind, floats).reshape(some.shape)
 
 
-def _floats(kind: Kind, items: Bytes, skip: int, out: Floats) -> None:
+def _floats(kind: GgufType, items: Bytes, skip: int, out: Floats) -> None:
     """out: the floats of items behind the first `skip`. items: (blocks, bytes of one), little-endian. The library takes
     sixteen rows at a time: one row is quickest."""
     if kind.elements == 1:
@@ -170,7 +170,7 @@ def _floats(kind: Kind, items: Bytes, skip: int, out: Floats) -> None:
         out[...] = found[skip : skip + len(out)]
 
 
-def _by_library(kind: Kind, items: Bytes) -> Floats:
+def _by_library(kind: GgufType, items: Bytes) -> Floats:
     quants = library()
     with np.errstate(all="ignore"):
         found: Floats = quants.dequantize(np.ascontiguousarray(items).reshape(1, -1), _number(kind))
@@ -185,14 +185,14 @@ def _of_few_bits(name: str, items: Bytes) -> Floats:
     return found.reshape(-1)
 
 
-def _blocks(kind: Kind, values: Floats) -> Bytes:
+def _blocks(kind: GgufType, values: Floats) -> Bytes:
     quants = library()
     with np.errstate(all="ignore"):
         found: Bytes = quants.quantize(values.reshape(1, -1), _number(kind))
     return found.reshape(-1)
 
 
-def _turned(kind: Kind, items: Bytes) -> Bytes:
+def _turned(kind: GgufType, items: Bytes) -> Bytes:
     """Items of a big-endian file as a little-endian one has them."""
     if kind.elements == 1:
         return np.ascontiguousarray(items[:, ::-1])
@@ -215,7 +215,7 @@ def library() -> Any:
     return gguf.quants
 
 
-def _number(kind: Kind) -> Any:
+def _number(kind: GgufType) -> Any:
     import gguf
 
     return gguf.GGMLQuantizationType(kind.number)

@@ -25,7 +25,7 @@ from ckpt_tool.quantised.codes import Floats, as_floats, of_bytes
 from ckpt_tool.quantised.floats import LACKING, SCALES, States
 from ckpt_tool.run.compute import looked_up
 from ckpt_tool.run.computed import Input, Read, Recipe
-from ckpt_tool.storage.coded_states import CODES, QMAP, SCALE
+from ckpt_tool.storage.pickles.coded_states import CODES, QMAP, SCALE
 from ckpt_tool.storage.source import Tree
 
 KEPT = "E1469"

@@ -119,7 +119,7 @@ def rectangles(start: int, stop: int, columns: int) -> Iterator[Rectangle]:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class ScaleGrid:
     """The scales of a tensor seen as (rows, columns), in input number `input` of a recipe.
 
     rows: of each matrix of the tensor. step: rows of scales of each matrix, 0 where all matrices share them. columns:

@@ -27,7 +27,7 @@ from ckpt_tool.quantised.figures import GRAIN, Figures
 from ckpt_tool.quantised.nearest import (
     Bytes,
     Error,
-    Place,
+    ValuePlace,
     Values,
     codes_of,
     divisors_of,
@@ -47,7 +47,7 @@ _PANEL = 16 << 20  # bytes of a turned matrix that are turned at once
 _NOTED = 8 << 20  # bytes of sizes that are noted: of 2^31 elements in blocks of 128 x 128, of 2^26 in groups of 32
 
 
-class Kept(threading.local):
+class ThreadCache(threading.local):
     """What a thread had last, because it asks for it next, most often: of one tensor at a time. band: (tensor, number),
     what its values are divided by, they themselves. panel: (tensor, matrix, first row), its line."""
 
@@ -82,7 +82,7 @@ class Sizes:
         return None if some is None or np.isnan(some).any() else some
 
 
-class Whole:
+class GlobalScale:
     """nvfp4: what the scales of a tensor are multiplied by, found once and shared by its recipes."""
 
     def __init__(self) -> None:
@@ -107,8 +107,8 @@ class _OfFloats(ExactRecipe):
     as_dtype: DType
     floats: DType
     scales: DType
-    whole: Whole | None
-    kept: Kept
+    whole: GlobalScale | None
+    kept: ThreadCache
     noted: Sizes
 
     @property
@@ -305,7 +305,7 @@ class Codes(_OfFloats):
         values = self.read_values(read, low * width, high * width)
         divisors = self.divisors(read, self.sizes(values, low * width)).reshape(-1, 1)
         for where in rectangles(start - low * width, stop - low * width, width):
-            place = Place(where.right - where.left, where.left, width)
+            place = ValuePlace(where.right - where.left, where.left, width)
             first, last = where.low * width + where.left, (where.high - 1) * width + where.right
             some, at = divisors[where.low : where.high], low * width - start
             error += codes_of(values.part(first, last), place, some, self.scheme, out[at + first : at + last])
@@ -333,7 +333,7 @@ class Codes(_OfFloats):
         base = self.band(band)[0]
         values = values.part(first - base, last - base) if values else self.read_values(read, first, last)
         left = where.left // self.width
-        place = Place(where.right - where.left, where.left - left * self.width, self.width)
+        place = ValuePlace(where.right - where.left, where.left - left * self.width, self.width)
         return codes_of(values, place, divisors[None, left : -(-where.right // self.width)], self.scheme, out)
 
     def _band(self, read: Read, number: int) -> tuple[Floats, Values | None]:

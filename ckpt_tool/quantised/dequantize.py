@@ -19,7 +19,7 @@ from ckpt_tool.formats.state_dict.coded import part_of
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.kept_whole import found_in
-from ckpt_tool.quantised.scheme import Quantisation, section
+from ckpt_tool.quantised.scheme import DeclaredScheme, section
 from ckpt_tool.quantised.subclasses import header_faults
 from ckpt_tool.quantised.weights import (
     CONFIG_KEYS,
@@ -27,11 +27,11 @@ from ckpt_tool.quantised.weights import (
     OF_127,
     QUANTISER_FILES,
     TABLED,
-    Fault,
-    Found,
-    Kind,
+    FoundWeights,
     Quantised,
     Shape,
+    TensorKind,
+    WeightFault,
 )
 from ckpt_tool.quantised.which import is_conv1d
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, refuse_saved_plan, with_computed
@@ -79,7 +79,7 @@ def dequantized(chosen: Chosen, job: Conversion) -> Chosen:
     moments = States((*paddle.recipes, *torchao.recipes), paddle.used | torchao.used)
     config = model_config(chosen)
     tensors = {row.tensor.key.name: row.tensor for row in rows if row.tensor.key.state == MODEL}
-    kinds = {name: Kind(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    kinds = {name: TensorKind(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     scheme, found = found_in(kinds, config)
     _refuse_unknown(scheme)
     more = list(header_faults(chosen.sources[0].catalog.extras, found, kinds))
@@ -148,7 +148,7 @@ def model_config(chosen: Chosen) -> Mapping[str, Any] | None:
 def _with_floats(
     chosen: Chosen,
     tensors: Mapping[str, LogicalTensor],
-    found: Found,
+    found: FoundWeights,
     writing: Writing,
     config: Mapping[str, Any] | None,
 ) -> Chosen:
@@ -215,7 +215,7 @@ def small_numbers(source: Any) -> Sequence[int]:
     return [int(value) for value in values.reshape(-1)]
 
 
-def stated_shapes(found: Found, tensors: Mapping[str, LogicalTensor], tree: Tree) -> dict[str, Shape]:
+def stated_shapes(found: FoundWeights, tensors: Mapping[str, LogicalTensor], tree: Tree) -> dict[str, Shape]:
     """Name of its codes -> the shape that a weight's own state says (bitsandbytes of 4 bits). A state that says none is
     another check's."""
     from ckpt_tool.quantised.tabled import shape_in_state
@@ -233,11 +233,11 @@ def stated_shapes(found: Found, tensors: Mapping[str, LogicalTensor], tree: Tree
 
 
 def misshapen(
-    found: Found,
-    tensors: Mapping[str, Kind],
+    found: FoundWeights,
+    tensors: Mapping[str, TensorKind],
     config: Mapping[str, Any] | None,
     stated: Mapping[str, Shape],
-) -> list[Fault]:
+) -> list[WeightFault]:
     """Weights whose floats would have other sizes than the config says, by the rules of its family: codes that were cut
     short fit their scales as often as not. [] where no config or no family tells. stated: as `stated_shapes`."""
     is_tabled = is_of_bitsandbytes(config)
@@ -268,12 +268,12 @@ def misshapen(
         wanted = ", ".join("any" if size is None else str(size) for size in each.wanted)
         if is_tabled and each.name not in leads and len(each.shape) == 2 and each.shape[1] == 1:
             what = f"a column of {each.shape[0]}, by the config [{wanted}]: codes of 4 bits without their parts"
-            faults.append(Fault(each.name, what, lacking=True))
+            faults.append(WeightFault(each.name, what, lacking=True))
         if _VOCABULARY.search(each.name) and _differs_in_rows_alone(each):
             continue
         if each.name in leads:
             what = f"codes of a weight of {list(each.shape)}, by the config [{wanted}]"
-            faults.append(Fault(leads[each.name], what, lacking=False))
+            faults.append(WeightFault(leads[each.name], what, lacking=False))
     return faults
 
 
@@ -301,12 +301,12 @@ def _dtype(config: Mapping[str, Any] | None) -> DType:
     return DTYPES["BF16"]
 
 
-def _note(found: Found, writing: Writing, dtype: DType) -> str:
+def _note(found: FoundWeights, writing: Writing, dtype: DType) -> str:
     kind = writing.dtypes.get(MODEL) or writing.dtypes.get("") or dtype.name
     return f"{len(found.weights)} quantised weights are written as {kind} ({OPTION})"
 
 
-def _dropped(found: Found, tensors: Mapping[str, LogicalTensor]) -> list[dict[str, Any]]:
+def _dropped(found: FoundWeights, tensors: Mapping[str, LogicalTensor]) -> list[dict[str, Any]]:
     """Entries of the report: scales that went into the weights, and those that no float model has a place for."""
     parts = (tensors[name] for weight in found.weights.values() for name in weight.parts.values())
     return [
@@ -315,7 +315,7 @@ def _dropped(found: Found, tensors: Mapping[str, LogicalTensor]) -> list[dict[st
     ]
 
 
-def _refuse_unknown(scheme: Quantisation | None) -> None:
+def _refuse_unknown(scheme: DeclaredScheme | None) -> None:
     if scheme is not None and scheme.wants_config:
         raise UsageError(
             f"{OPTION}: the weights are quantised by {scheme.scheme} ({scheme.why}), and no config says how: bits, "
@@ -331,7 +331,7 @@ def _refuse_unknown(scheme: Quantisation | None) -> None:
         )
 
 
-def refuse_misfits(found: Found) -> None:
+def refuse_misfits(found: FoundWeights) -> None:
     """Raise for what does not fit, all at once."""
     if not found.faults:
         return

@@ -47,9 +47,9 @@ from ckpt_tool.quantised.codes import (
     FP4,
     FP4_MODELOPT,
     Floats,
-    Grid,
     Numbers,
     Rectangle,
+    ScaleGrid,
     as_floats,
     halves,
     of_bytes,
@@ -57,7 +57,18 @@ from ckpt_tool.quantised.codes import (
     scale,
     unpacked,
 )
-from ckpt_tool.quantised.weights import BYTES, MATRIX, OF_127, STREAM, TABLED, TILED, TRITS, WORDS, Kind, Quantised
+from ckpt_tool.quantised.weights import (
+    BYTES,
+    MATRIX,
+    OF_127,
+    STREAM,
+    TABLED,
+    TILED,
+    TRITS,
+    WORDS,
+    Quantised,
+    TensorKind,
+)
 from ckpt_tool.run.compute import looked_up
 from ckpt_tool.run.computed import Input, Read, Recipe
 from ckpt_tool.storage.source import Tree
@@ -74,8 +85,8 @@ class Weight(Recipe):
     codes: str
     packed: DType
     bits: int
-    scales: Grid
-    zero: Grid | None = None
+    scales: ScaleGrid
+    zero: ScaleGrid | None = None
     packed_zero: int = 0  # words a column of zero points, where those are packed along the rows
     factor: tuple[int, DType, bool] | None = None
     fours: tuple[float, ...] = FP4
@@ -115,8 +126,9 @@ class Weight(Recipe):
         pairs = halves(self.fours, read(0, low, -(-last // 2)).view(np.uint8))
         return pairs[first - 2 * low : last - 2 * low].reshape(rows, count)
 
-    def _zeros(self, read: Read, where: Rectangle, grid: Grid) -> tuple[Floats, Numbers]:
-        """Zero points as `Grid.over` gives scales; packed ones are along the rows, each column a stream of its own."""
+    def _zeros(self, read: Read, where: Rectangle, grid: ScaleGrid) -> tuple[Floats, Numbers]:
+        """Zero points as `ScaleGrid.over` gives scales; packed ones are along the rows, each column a stream of its
+        own."""
         if not self.packed_zero:
             zeros, taken = grid.over(read, where)
             if grid.dtype.is_float and (zeros != np.rint(zeros)).any():
@@ -208,8 +220,8 @@ def _stated(
 
 
 def _zero(
-    number: int, tensor: LogicalTensor, shape: tuple[int, ...], bits: int, scales: Grid, weight: Quantised
-) -> tuple[Grid, int]:
+    number: int, tensor: LogicalTensor, shape: tuple[int, ...], bits: int, scales: ScaleGrid, weight: Quantised
+) -> tuple[ScaleGrid, int]:
     """(zero points as a grid like that of the scales, words a column where they are packed along the rows)."""
     packed = -(-scales.rows * bits // 32)
     name = tensor.key.name
@@ -222,7 +234,7 @@ def _zero(
 
 def _grid(
     number: int, tensor: LogicalTensor, shape: tuple[int, ...], block: tuple[int, int], weight: Quantised
-) -> Grid:
+) -> ScaleGrid:
     """The scales `tensor` over a weight of `shape`."""
     rows, columns = shape[-2:] if len(shape) > 1 else (1, prod(shape))
     if len(shape) == 1 and tensor.numel > 1:
@@ -230,11 +242,11 @@ def _grid(
     matrices = prod(shape[:-2])
     across, down = -(-columns // block[1]), -(-rows // block[0])
     if weight.order == TILED:
-        return Grid(number, tensor.dtype, rows, down, across, block, tensor.key.name, tiles=True)
+        return ScaleGrid(number, tensor.dtype, rows, down, across, block, tensor.key.name, tiles=True)
     own = tensor.numel == matrices * down * across  # each matrix has scales of its own, or one serves all
     if not own and not tensor.numel == down * across == 1:
         raise _fault(tensor.key.name, f"scales of shape {list(tensor.shape)} for {weight.lead} of {list(shape)}")
-    return Grid(number, tensor.dtype, rows, down if own else 0, across, block, tensor.key.name)
+    return ScaleGrid(number, tensor.dtype, rows, down if own else 0, across, block, tensor.key.name)
 
 
 def turned(made: LogicalTensor) -> LogicalTensor:
@@ -251,9 +263,9 @@ def _fault(name: str, what: str) -> InconsistentCheckpoint:
     )
 
 
-def kinds(tensors: Sequence[LogicalTensor]) -> dict[str, Kind]:
+def kinds(tensors: Sequence[LogicalTensor]) -> dict[str, TensorKind]:
     """Tensors as `quantised.weights.find` takes them."""
-    return {tensor.key.name: Kind(tensor.dtype, tensor.shape) for tensor in tensors}
+    return {tensor.key.name: TensorKind(tensor.dtype, tensor.shape) for tensor in tensors}
 
 
 # -- optimizer states of Paddle ----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import numpy as np
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint
-from ckpt_tool.quantised.codes import FP4, Floats, Grid, Rectangle, halves, of_bytes, rectangles, scale, unpacked
+from ckpt_tool.quantised.codes import FP4, Floats, Rectangle, ScaleGrid, halves, of_bytes, rectangles, scale, unpacked
 from ckpt_tool.quantised.weights import AFFINE, Quantised
 from ckpt_tool.run.compute import cast, looked_up, numpy_type
 from ckpt_tool.run.computed import Input, Read, Recipe
@@ -35,7 +35,7 @@ class _Groups(Recipe):
     """One weight. Inputs: codes, scales, of affine codes biases too."""
 
     bits: int
-    scales: Grid
+    scales: ScaleGrid
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
         parts = [self._within(read, where).reshape(-1) for where in rectangles(start, stop, self.shape[-1])]
@@ -73,7 +73,7 @@ class Floating(_Groups):
 class Affine(_Groups):
     """Codes that are integers."""
 
-    biases: Grid
+    biases: ScaleGrid
 
     def _within(self, read: Read, where: Rectangle) -> Floats:
         words, skip = self._words(read, where)
@@ -108,7 +108,7 @@ def of_groups(weight: Quantised, key: TensorKey, of: Mapping[str, Input]) -> Aff
             hint="do all files belong to one checkpoint? fetch it again",
         )
     grids = [
-        Grid(number, dtype, rows, rows, tensor.shape[-1], weight.block, inputs[number].tensor.key.name)
+        ScaleGrid(number, dtype, rows, rows, tensor.shape[-1], weight.block, inputs[number].tensor.key.name)
         for number in range(1, len(inputs))
     ]
     text = f"dequantised mlx {weight.order} {weight.bits} {weight.block} {dtype.name} {weight.shape}"

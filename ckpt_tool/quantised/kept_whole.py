@@ -18,25 +18,25 @@ from ckpt_tool.errors import InputError, UsageError
 from ckpt_tool.formats.base import Format
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
-from ckpt_tool.quantised.scheme import Quantisation, found_by, quantisation
+from ckpt_tool.quantised.scheme import DeclaredScheme, found_by, quantisation
 from ckpt_tool.quantised.summary import config_of
-from ckpt_tool.quantised.weights import DTYPES, Found, Kind, Units, has_integers, units
+from ckpt_tool.quantised.weights import DTYPES, FoundWeights, TensorKind, Units, has_integers, units
 from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.sources.opening import Opened
 
 
 def found_in(
-    tensors: Mapping[str, Kind], config: Mapping[str, Any] | None = None, *, checked: bool = True
-) -> tuple[Quantisation | None, Found]:
+    tensors: Mapping[str, TensorKind], config: Mapping[str, Any] | None = None, *, checked: bool = True
+) -> tuple[DeclaredScheme | None, FoundWeights]:
     """(what the config or the names say, what is there) of the tensors of a model. checked: are their parts compared
     with the scheme? Whoever only moves them needs no faults, and a check takes as long as finding them."""
     scheme = quantisation(config, tensors if has_integers(tensors.values()) else ())
     return scheme, found_by(scheme, tensors, checked=checked)
 
 
-def model_kinds(tensors: Iterable[LogicalTensor]) -> dict[str, Kind]:
+def model_kinds(tensors: Iterable[LogicalTensor]) -> dict[str, TensorKind]:
     """The model's tensors as headers state them; {} where none can be a code: the most common case, seen at once."""
-    kinds = {each.key.name: Kind(each.dtype, each.shape) for each in tensors if each.key.state == MODEL}
+    kinds = {each.key.name: TensorKind(each.dtype, each.shape) for each in tensors if each.key.state == MODEL}
     return kinds if any(kind.dtype.name in DTYPES for kind in kinds.values()) else {}
 
 
@@ -94,7 +94,7 @@ def as_they_are(chosen: Chosen, job: Conversion) -> Chosen:
 
 def held_together(tensors: Sequence[WantedTensor], chosen: Chosen) -> dict[str, Units]:
     """Every tensor of a quantised weight among the wanted ones, and how it may be cut."""
-    kinds = {each.key.name: Kind(each.dtype, each.shape) for each in tensors if each.key.state == MODEL}
+    kinds = {each.key.name: TensorKind(each.dtype, each.shape) for each in tensors if each.key.state == MODEL}
     if not any(kind.dtype.name in DTYPES for kind in kinds.values()):
         return {}
     opened = chosen.sources[0]

@@ -120,7 +120,7 @@ def divisors_of(scales: Array, dtype: DType, name: str, whole: Floats | None = N
     return found / whole if whole is not None else found
 
 
-class Place(NamedTuple):
+class ValuePlace(NamedTuple):
     """Where values lie. columns: of their rows. skip: columns of the first block that lie before them. width: columns
     of a block."""
 
@@ -129,7 +129,7 @@ class Place(NamedTuple):
     width: int
 
 
-def codes_of(values: Values, place: Place, divisors: Floats, scheme: Scheme, out: Bytes) -> Error:
+def codes_of(values: Values, place: ValuePlace, divisors: Floats, scheme: Scheme, out: Bytes) -> Error:
     """Make the codes, a byte each; returns their error. divisors: (rows, blocks), or one row for all."""
     library = ready(values.line.nbytes) if values.dtype.name in KINDS else None
     if library is not None:

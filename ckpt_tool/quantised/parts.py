@@ -8,12 +8,13 @@
     ...                                                                         (`LAYOUTS` has all)
 
 A weight fits its layout if every part that is needed is there, no other part is, and their dtypes and shapes are those
-of the layout. A config says more (`Wanted`): how many codes share a scale, that zero points or group numbers are there.
+of the layout. A config says more (`WantedParts`): how many codes share a scale, that zero points or group numbers are
+there.
 Where it names a scheme, codes without their parts and parts without their codes are faults too, so that nothing is
 taken for floats, or left behind, in silence.
 
     m.weight F8_E4M3 [256, 512], m.weight_scale F32 [1], weight_block_size [128, 128]
-      -> Fault("m.weight_scale", "scales of shape [1], by the config [2, 4]", lacking=False)
+      -> WeightFault("m.weight_scale", "scales of shape [1], by the config [2, 4]", lacking=False)
 
 Sources: those of `quantised.weights` and `quantised.scheme`. Cost: some us a weight. What it does not do: read values
 (`floats.recipe` compares those that say a shape).
@@ -46,10 +47,10 @@ from ckpt_tool.quantised.weights import (
     TRITS,
     TURNED,
     WORDS,
-    Fault,
-    Kind,
     Quantised,
     Shape,
+    TensorKind,
+    WeightFault,
 )
 
 _FLOATS = frozenset({"F32", "F16", "BF16"})
@@ -60,132 +61,136 @@ _F32 = frozenset({"F32"})
 _FLOATS_OF_8_BITS = frozenset(name for name in CODES if name.startswith("F8"))
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """A part of a weight, beside its codes."""
 
     dtypes: frozenset[str]
     is_needed: bool = True
 
 
-class Layout(NamedTuple):
+class WeightLayout(NamedTuple):
     """How a scheme stores a weight."""
 
     name: str
     codes: str  # one of `weights`' kinds
     leads: frozenset[str]  # dtypes of the tensor of codes, () for any
-    parts: Mapping[str, Part]  # by role
+    parts: Mapping[str, WeightPart]  # by role
     ending: str = ""  # of the name of the tensor of codes
     orders: tuple[str, ...] = ()  # of its codes, () for any
 
 
 # The first that fits counts, so what a name tells comes before what any name may have.
-LAYOUTS: tuple[Layout, ...] = (
-    Layout(
+LAYOUTS: tuple[WeightLayout, ...] = (
+    WeightLayout(
         "torchao",
         BYTES,
         _FLOATS_OF_8_BITS | {"I8"},
-        {"scale": Part(_FLOATS | _POWERS), "zero_point": Part(_INTEGERS | _FLOATS, is_needed=False)},
+        {"scale": WeightPart(_FLOATS | _POWERS), "zero_point": WeightPart(_INTEGERS | _FLOATS, is_needed=False)},
         QDATA,
     ),
-    Layout(
+    WeightLayout(
         "torchao of 4 bits",
         NIBBLES,
         frozenset({"U8"}),
-        {"scale": Part(_POWERS | _E4M3), "per_tensor_scale": Part(_F32, is_needed=False)},
+        {"scale": WeightPart(_POWERS | _E4M3), "per_tensor_scale": WeightPart(_F32, is_needed=False)},
         QDATA,
     ),
-    Layout("quanto", BYTES, _FLOATS_OF_8_BITS | {"I8"}, {"scale": Part(_FLOATS)}, DATA),
-    Layout(
+    WeightLayout("quanto", BYTES, _FLOATS_OF_8_BITS | {"I8"}, {"scale": WeightPart(_FLOATS)}, DATA),
+    WeightLayout(
         "fp8",
         BYTES,
         _FLOATS_OF_8_BITS,
         {
-            "scale": Part(_FLOATS | _POWERS),
-            "zero_point": Part(_INTEGERS | _FLOATS | _FLOATS_OF_8_BITS, is_needed=False),
+            "scale": WeightPart(_FLOATS | _POWERS),
+            "zero_point": WeightPart(_INTEGERS | _FLOATS | _FLOATS_OF_8_BITS, is_needed=False),
         },
     ),
-    Layout(
+    WeightLayout(
         "int8",
         BYTES,
         frozenset({"I8"}),
-        {"scale": Part(_FLOATS | _POWERS), "zero_point": Part(_INTEGERS | _FLOATS, is_needed=False)},
+        {"scale": WeightPart(_FLOATS | _POWERS), "zero_point": WeightPart(_INTEGERS | _FLOATS, is_needed=False)},
     ),
-    Layout(
+    WeightLayout(
         "packed integers",
         WORDS,
         frozenset({"I32"}),
         {
-            "scale": Part(_FLOATS),
-            "shape": Part(frozenset({"I64", "I32"})),
-            "zero_point": Part(_INTEGERS | _FLOATS, is_needed=False),
-            "g_idx": Part(_INTEGERS, is_needed=False),
+            "scale": WeightPart(_FLOATS),
+            "shape": WeightPart(frozenset({"I64", "I32"})),
+            "zero_point": WeightPart(_INTEGERS | _FLOATS, is_needed=False),
+            "g_idx": WeightPart(_INTEGERS, is_needed=False),
         },
         PACKED,
     ),
-    Layout("nvfp4", NIBBLES, frozenset({"U8"}), {"scale": Part(_E4M3), "global_scale": Part(_F32)}, PACKED),
-    Layout("mxfp4", NIBBLES, frozenset({"U8"}), {"scale": Part(_POWERS)}, PACKED),
-    Layout("nvfp4 of ModelOpt", NIBBLES, frozenset({"U8"}), {"scale": Part(_E4M3), "scale_2": Part(_F32)}),
-    Layout("fp4", NIBBLES, frozenset({"I8", "F4"}), {"scale": Part(_FLOATS | _POWERS)}),
-    Layout("mxfp4 of gpt-oss", TURNED, frozenset({"U8"}), {"scale": Part(_POWERS)}, BLOCKS),
-    Layout(
+    WeightLayout(
+        "nvfp4", NIBBLES, frozenset({"U8"}), {"scale": WeightPart(_E4M3), "global_scale": WeightPart(_F32)}, PACKED
+    ),
+    WeightLayout("mxfp4", NIBBLES, frozenset({"U8"}), {"scale": WeightPart(_POWERS)}, PACKED),
+    WeightLayout(
+        "nvfp4 of ModelOpt", NIBBLES, frozenset({"U8"}), {"scale": WeightPart(_E4M3), "scale_2": WeightPart(_F32)}
+    ),
+    WeightLayout("fp4", NIBBLES, frozenset({"I8", "F4"}), {"scale": WeightPart(_FLOATS | _POWERS)}),
+    WeightLayout("mxfp4 of gpt-oss", TURNED, frozenset({"U8"}), {"scale": WeightPart(_POWERS)}, BLOCKS),
+    WeightLayout(
         "gptq",
         MATRIX,
         frozenset({"I32"}),
         {
-            "scale": Part(_FLOATS),
-            "zero_point": Part(frozenset({"I32"})),
-            "g_idx": Part(frozenset({"I32"}), is_needed=False),
+            "scale": WeightPart(_FLOATS),
+            "zero_point": WeightPart(frozenset({"I32"})),
+            "g_idx": WeightPart(frozenset({"I32"}), is_needed=False),
         },
         QWEIGHT,
         ("gptq", "gptq_v2"),
     ),
-    Layout(
+    WeightLayout(
         "awq",
         MATRIX,
         frozenset({"I32"}),
-        {"scale": Part(_FLOATS), "zero_point": Part(frozenset({"I32"}))},
+        {"scale": WeightPart(_FLOATS), "zero_point": WeightPart(frozenset({"I32"}))},
         QWEIGHT,
         ("awq",),
     ),
-    Layout(
+    WeightLayout(
         "bitsandbytes of 4 bits",
         TABLED,
         frozenset(),
         {
-            "scale": Part(_F32 | {"U8"}),
-            "quant_map": Part(_F32),
-            "state": Part(frozenset({"U8"})),
-            "nested_absmax": Part(_F32, is_needed=False),
-            "nested_quant_map": Part(_F32, is_needed=False),
+            "scale": WeightPart(_F32 | {"U8"}),
+            "quant_map": WeightPart(_F32),
+            "state": WeightPart(frozenset({"U8"})),
+            "nested_absmax": WeightPart(_F32, is_needed=False),
+            "nested_quant_map": WeightPart(_F32, is_needed=False),
         },
     ),
-    Layout(
+    WeightLayout(
         "bitsandbytes of 8 bits",
         OF_127,
         frozenset({"I8"}),
-        {"scale": Part(_FLOATS), "weight_format": Part(frozenset({"U8"}), is_needed=False)},
+        {"scale": WeightPart(_FLOATS), "weight_format": WeightPart(frozenset({"U8"}), is_needed=False)},
     ),
-    Layout(
+    WeightLayout(
         "mlx",
         STREAM,
         frozenset({"U32"}),
-        {"scale": Part(_FLOATS), "bias": Part(_FLOATS)},
+        {"scale": WeightPart(_FLOATS), "bias": WeightPart(_FLOATS)},
         orders=(AFFINE,),
     ),
-    Layout(
+    WeightLayout(
         "mlx of floats",
         STREAM,
         frozenset({"U32"}),
-        {"scale": Part(frozenset({"U8"}))},
+        {"scale": WeightPart(frozenset({"U8"}))},
         orders=tuple(mode for mode in MODES if mode != AFFINE),
     ),
-    Layout("bitnet", TRITS, frozenset({"U8"}), {"scale": Part(_FLOATS)}),
+    WeightLayout("bitnet", TRITS, frozenset({"U8"}), {"scale": WeightPart(_FLOATS)}),
 )
 PACKED_INTEGERS = "packed integers"
 _ONE_NUMBER = ("global_scale", "scale_2", "per_tensor_scale")  # roles of a number for the whole weight
 
 
-class Wanted(NamedTuple):
+class WantedParts(NamedTuple):
     """What a config says of the weights of a group of modules."""
 
     layouts: frozenset[str] = frozenset()  # names of LAYOUTS, () for any
@@ -200,13 +205,13 @@ class Declared(NamedTuple):
     """What a config says of all modules. groups: alternatives, of which a weight has to fit one. of_module: what it
     says of one module apart, None for nothing."""
 
-    groups: tuple[Wanted, ...] = ()
-    of_module: Callable[[str], Wanted | None] | None = None
+    groups: tuple[WantedParts, ...] = ()
+    of_module: Callable[[str], WantedParts | None] | None = None
     is_stated: bool = False  # does a config, or a name that only one scheme has, tell a scheme that is known?
     endings: tuple[str, ...] = ()  # of parts that only this scheme's names have
     expert_biases: bool = False  # stacked experts of the scheme have a bias beside their codes, as gpt-oss' have
 
-    def alternatives(self, module: str) -> Sequence[Wanted]:
+    def alternatives(self, module: str) -> Sequence[WantedParts]:
         """What a module's weight may be, () where nothing is said."""
         apart = self.of_module(module) if self.of_module is not None else None
         if apart is not None:
@@ -215,17 +220,17 @@ class Declared(NamedTuple):
         return named or self.groups
 
     def check(
-        self, weights: Mapping[str, Quantised], tensors: Mapping[str, Kind], taken: frozenset[str]
-    ) -> tuple[dict[str, Quantised], list[Fault]]:
+        self, weights: Mapping[str, Quantised], tensors: Mapping[str, TensorKind], taken: frozenset[str]
+    ) -> tuple[dict[str, Quantised], list[WeightFault]]:
         """(the weights with the blocks that the config says, what does not fit). taken: every name that belongs to a
         weight, is of activations, or has a fault already."""
         checked: dict[str, Quantised] = {}
-        faults: list[Fault] = []
+        faults: list[WeightFault] = []
         for lead, weight in weights.items():
             layout = find_layout(weight, tensors)
             if layout is None:
                 what = "codes in an order that the config does not state: it names another scheme, or none"
-                faults.append(Fault(lead, what, lacking=False))
+                faults.append(WeightFault(lead, what, lacking=False))
                 checked[lead] = weight
                 continue
             faults += _misfits(weight, layout, tensors)
@@ -236,10 +241,10 @@ class Declared(NamedTuple):
         return checked, faults
 
     def _as_wanted(
-        self, weight: Quantised, layout: Layout, tensors: Mapping[str, Kind]
-    ) -> tuple[Quantised, list[Fault]]:
+        self, weight: Quantised, layout: WeightLayout, tensors: Mapping[str, TensorKind]
+    ) -> tuple[Quantised, list[WeightFault]]:
         """(the weight with the block of the alternative that it fits, [] or why it fits none)."""
-        first: list[Fault] = []
+        first: list[WeightFault] = []
         for wanted in self.alternatives(weight.made.removesuffix(".weight")):
             faults, block = _unlike(weight, layout, wanted, tensors)
             if not faults:
@@ -248,14 +253,14 @@ class Declared(NamedTuple):
         return weight, first
 
     def _left_over(
-        self, weights: Mapping[str, Quantised], tensors: Mapping[str, Kind], taken: frozenset[str]
-    ) -> Iterator[Fault]:
+        self, weights: Mapping[str, Quantised], tensors: Mapping[str, TensorKind], taken: frozenset[str]
+    ) -> Iterator[WeightFault]:
         """Parts without codes, codes without parts, and parts that the weights beside them have."""
         grouped = [weight for weight in weights.values() if "g_idx" in weight.parts]
         matrices = [weight for weight in weights.values() if weight.codes == MATRIX and weight.order != "awq"]
         for weight in matrices if grouped else ():
             if "g_idx" not in weight.parts:
-                yield Fault(weight.lead, "codes without g_idx, which others of this model have", lacking=True)
+                yield WeightFault(weight.lead, "codes without g_idx, which others of this model have", lacking=True)
 
         # A second scale beside one that is taken has the name of none that is left: its own module's endings tell.
         modules = {weight.made.removesuffix(".weight") for weight in weights.values()}
@@ -265,11 +270,11 @@ class Declared(NamedTuple):
             if name in taken:
                 continue
             if name.endswith(endings) or name in twice or (name.endswith(".scale") and kind.dtype.name == "F8_E8M0"):
-                yield Fault(name, "a part of a quantised weight without its codes", lacking=True)
+                yield WeightFault(name, "a part of a quantised weight without its codes", lacking=True)
             elif self.is_stated and kind.dtype.name == "F8_E8M0" and name.endswith(_OF_CODES):
-                yield Fault(name, "powers of two, as scales are, under the name of codes", lacking=False)
+                yield WeightFault(name, "powers of two, as scales are, under the name of codes", lacking=False)
             elif self.is_stated and _may_be_codes(name, kind):
-                yield Fault(name, f"{kind.dtype.name} codes without their scales", lacking=True)
+                yield WeightFault(name, f"{kind.dtype.name} codes without their scales", lacking=True)
         if self.expert_biases:
             yield from _without_bias(weights, tensors)
 
@@ -287,7 +292,7 @@ _OF_CODES = (".weight", ".gate_up_proj", ".down_proj", PACKED, BLOCKS, QWEIGHT, 
 _INTEGER_CODES = ("I8", "U8", "F4", "I32", "U32")
 
 
-def find_layout(weight: Quantised, tensors: Mapping[str, Kind]) -> Layout | None:
+def find_layout(weight: Quantised, tensors: Mapping[str, TensorKind]) -> WeightLayout | None:
     """The layout of a weight: of several that its codes fit, the one whose scales have the dtype that is there. None
     where nothing says in which order its codes are."""
     lead = tensors[weight.lead].dtype.name
@@ -304,25 +309,25 @@ def find_layout(weight: Quantised, tensors: Mapping[str, Kind]) -> Layout | None
     return next(iter(by_scale or fits), None)
 
 
-def _misfits(weight: Quantised, layout: Layout, tensors: Mapping[str, Kind]) -> Iterator[Fault]:
+def _misfits(weight: Quantised, layout: WeightLayout, tensors: Mapping[str, TensorKind]) -> Iterator[WeightFault]:
     """What does not fit the layout, whatever a config says."""
     for role, part in layout.parts.items():
         if part.is_needed and role not in weight.parts:
-            yield Fault(weight.lead, f"codes without {role}, which {layout.name} has next to them", lacking=True)
+            yield WeightFault(weight.lead, f"codes without {role}, which {layout.name} has next to them", lacking=True)
     for role, name in weight.parts.items():
         dtype, shape = tensors[name].dtype.name, tensors[name].shape
         if role not in layout.parts:
-            yield Fault(name, f"a {role} next to codes of {layout.name}, which has none", lacking=False)
+            yield WeightFault(name, f"a {role} next to codes of {layout.name}, which has none", lacking=False)
         elif dtype not in layout.parts[role].dtypes:
-            yield Fault(name, f"{dtype} {list(shape)} where {layout.name} has a {role}", lacking=False)
+            yield WeightFault(name, f"{dtype} {list(shape)} where {layout.name} has a {role}", lacking=False)
         elif role in _ONE_NUMBER and prod(shape) != 1:
-            yield Fault(name, f"{prod(shape)} numbers where one serves the whole weight", lacking=False)
+            yield WeightFault(name, f"{prod(shape)} numbers where one serves the whole weight", lacking=False)
         elif role == "zero_point" and not _zeros_fit(weight, tensors):
             scales = list(tensors[weight.parts["scale"]].shape)
-            yield Fault(name, f"zero points of shape {list(shape)} for scales of shape {scales}", lacking=False)
+            yield WeightFault(name, f"zero points of shape {list(shape)} for scales of shape {scales}", lacking=False)
 
 
-def _zeros_fit(weight: Quantised, tensors: Mapping[str, Kind]) -> bool:
+def _zeros_fit(weight: Quantised, tensors: Mapping[str, TensorKind]) -> bool:
     """Are there as many zero points as scales, or words full of them along the rows?"""
     if weight.codes == MATRIX:
         return True  # `weights` compares them
@@ -338,15 +343,15 @@ def _zeros_fit(weight: Quantised, tensors: Mapping[str, Kind]) -> bool:
 
 
 def _unlike(
-    weight: Quantised, layout: Layout, wanted: Wanted, tensors: Mapping[str, Kind]
-) -> tuple[list[Fault], tuple[int, int]]:
+    weight: Quantised, layout: WeightLayout, wanted: WantedParts, tensors: Mapping[str, TensorKind]
+) -> tuple[list[WeightFault], tuple[int, int]]:
     """([] or how a weight differs from what the config says, its block by the config)."""
-    faults: list[Fault] = []
+    faults: list[WeightFault] = []
     if wanted.layouts and layout.name not in wanted.layouts:
         what = f"codes of {layout.name}, by the config {' or '.join(sorted(wanted.layouts))}"
-        faults.append(Fault(weight.lead, what, lacking=False))
+        faults.append(WeightFault(weight.lead, what, lacking=False))
     for role in sorted(wanted.needs - weight.parts.keys()):
-        faults.append(Fault(weight.lead, f"codes without {role}, which the config asks for", lacking=True))
+        faults.append(WeightFault(weight.lead, f"codes without {role}, which the config asks for", lacking=True))
     if wanted.block is None or len(weight.shape) < 2 or weight.order == TILED:
         return faults, weight.block
 
@@ -357,16 +362,16 @@ def _unlike(
     grid = (-(-rows // block[0]), -(-columns // block[1]))
     if wanted.divides and columns % block[1]:
         what = f"groups of {block[1]} by the config, which do not divide rows of {columns}"
-        faults.append(Fault(weight.lead, what, lacking=False))
+        faults.append(WeightFault(weight.lead, what, lacking=False))
 
     name = weight.parts["scale"]
     shape = tensors[name].shape
     if shape not in _shapes_of(grid, weight.shape[:-2]):
-        faults.append(Fault(name, f"scales of shape {list(shape)}, by the config {list(grid)}", lacking=False))
+        faults.append(WeightFault(name, f"scales of shape {list(shape)}, by the config {list(grid)}", lacking=False))
     return faults, block
 
 
-def unlike(weight: Quantised, wanted: Wanted, tensors: Mapping[str, Kind]) -> list[Fault]:
+def unlike(weight: Quantised, wanted: WantedParts, tensors: Mapping[str, TensorKind]) -> list[WeightFault]:
     """How a weight differs from what is said of it alone, [] where it does not."""
     layout = find_layout(weight, tensors)
     return [] if layout is None else _unlike(weight, layout, wanted, tensors)[0]
@@ -400,27 +405,27 @@ def _names(targets: Sequence[str], module: str) -> bool:
     return False
 
 
-def _may_be_codes(name: str, kind: Kind) -> bool:
+def _may_be_codes(name: str, kind: TensorKind) -> bool:
     """Is it a matrix of integers under the name of a weight?"""
     return kind.dtype.name in _INTEGER_CODES and len(kind.shape) > 1 and name.endswith(_OF_CODES)
 
 
-def _without_bias(weights: Mapping[str, Quantised], tensors: Mapping[str, Kind]) -> Iterator[Fault]:
+def _without_bias(weights: Mapping[str, Quantised], tensors: Mapping[str, TensorKind]) -> Iterator[WeightFault]:
     """Stacked experts of gpt-oss that lack their bias, and biases that lack their experts."""
     stacked = {weight.made: weight for weight in weights.values() if ".experts." in weight.made}
     for made, weight in stacked.items():
         bias = tensors.get(f"{made}_bias")
         outputs = weight.shape[:-1]
         if bias is None:
-            yield Fault(weight.lead, f"experts without {made}_bias", lacking=True)
+            yield WeightFault(weight.lead, f"experts without {made}_bias", lacking=True)
         elif bias.shape != outputs:
             what = f"a bias of shape {list(bias.shape)} for {list(outputs)} outputs"
-            yield Fault(f"{made}_bias", what, lacking=False)
+            yield WeightFault(f"{made}_bias", what, lacking=False)
     for name in tensors:
         made = name.removesuffix("_bias")
         is_of_experts = made != name and ".experts." in name and name.endswith("_proj_bias")
         if is_of_experts and made not in stacked and made not in tensors:
-            yield Fault(name, f"a bias without {made}{BLOCKS}", lacking=True)
+            yield WeightFault(name, f"a bias without {made}{BLOCKS}", lacking=True)
 
 
 UNSTATED = Declared()

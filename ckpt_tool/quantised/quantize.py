@@ -28,7 +28,7 @@ from ckpt_tool.quantised.dequantize import model_config
 from ckpt_tool.quantised.kept_whole import refuse_codes
 from ckpt_tool.quantised.scheme import found_by, quantisation
 from ckpt_tool.quantised.schemes import Scheme, config_of, laid_out, scheme_of, stated_of
-from ckpt_tool.quantised.weights import TURNED, Kind, Shape
+from ckpt_tool.quantised.weights import TURNED, Shape, TensorKind
 from ckpt_tool.quantised.which import EXPERTS, module_of, why_not
 from ckpt_tool.sources.chosen import Chosen, Conversion, dtypes_of, with_computed, written_as
 from ckpt_tool.sources.select import refuse_misses
@@ -181,20 +181,20 @@ def _recipes(
     chosen: Chosen,
     rows: Sequence[Stored],
     scheme: Scheme,
-    made: Mapping[str, Mapping[str, tuple[str, Kind]]],
+    made: Mapping[str, Mapping[str, tuple[str, TensorKind]]],
     floats: Mapping[str, DType],
 ) -> list[tuple[list[Recipe], Figures]]:
     """Of each weight, how the tensors that it becomes are made, and its errors. made, floats: by its name."""
-    from ckpt_tool.quantised.coding import Codes, Kept, Numbers, Scales, Sizes, Whole
+    from ckpt_tool.quantised.coding import Codes, GlobalScale, Numbers, Scales, Sizes, ThreadCache
     from ckpt_tool.quantised.figures import Figures
 
-    kept, noted = Kept(), Sizes()
+    kept, noted = ThreadCache(), Sizes()
     out: list[tuple[list[Recipe], Figures]] = []
     for row in rows:
         tensor, parts = row.tensor, made[row.tensor.key.name]
         rounded, scales = floats[tensor.key.name], parts["scale"][1].dtype
         figure = Figures(tensor.key.name, parts["codes"][0], tensor.numel)
-        whole = Whole() if "global_scale" in parts else None
+        whole = GlobalScale() if "global_scale" in parts else None
         found: list[Recipe] = []
         for role, (name, kind) in parts.items():
             text = f"{role} of {scheme.name}, of {rounded.name}"
@@ -208,7 +208,9 @@ def _recipes(
     return out
 
 
-def _in_places(stored: Iterable[Stored], made: Mapping[str, Mapping[str, tuple[str, Kind]]]) -> tuple[Stored, ...]:
+def _in_places(
+    stored: Iterable[Stored], made: Mapping[str, Mapping[str, tuple[str, TensorKind]]]
+) -> tuple[Stored, ...]:
     """The tensors with those that a weight becomes in its place. They are still the weight's own: what computes takes
     over by key."""
     out: list[Stored] = []
@@ -222,7 +224,9 @@ def _in_places(stored: Iterable[Stored], made: Mapping[str, Mapping[str, tuple[s
     return tuple(out)
 
 
-def check_found(made: Mapping[str, Mapping[str, tuple[str, Kind]]], config: Mapping[str, Any], option: str) -> None:
+def check_found(
+    made: Mapping[str, Mapping[str, tuple[str, TensorKind]]], config: Mapping[str, Any], option: str
+) -> None:
     """Is every weight found by the rules that such folders are read by?"""
     kinds = {name: kind for parts in made.values() for name, kind in parts.values()}
     scheme = quantisation(config)

@@ -21,9 +21,9 @@ from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.dequantize import model_config, refuse_misfits
 from ckpt_tool.quantised.kept_whole import found_in
 from ckpt_tool.quantised.quantize import check_found, modules_that_stay, refuse_names
-from ckpt_tool.quantised.scheme import INEXACT, Quantisation
+from ckpt_tool.quantised.scheme import INEXACT, DeclaredScheme
 from ckpt_tool.quantised.schemes import Packing, packed_config, packed_parts
-from ckpt_tool.quantised.weights import CONFIG_KEYS, MATRIX, QUANTISER_FILES, Found, Kind, Quantised
+from ckpt_tool.quantised.weights import CONFIG_KEYS, MATRIX, QUANTISER_FILES, FoundWeights, Quantised, TensorKind
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, with_computed
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class _Weight(NamedTuple):
 
     weight: Quantised
     packing: Packing
-    parts: Mapping[str, tuple[str, Kind]]
+    parts: Mapping[str, tuple[str, TensorKind]]
 
 
 def repacked(chosen: Chosen, job: Conversion) -> Chosen:
@@ -59,7 +59,9 @@ def repacked(chosen: Chosen, job: Conversion) -> Chosen:
     refuse_names(chosen, job, OPTION)
     config = model_config(chosen)
     rows = {row.tensor.key.name: row for row in chosen.stored if row.tensor.key.state == MODEL}
-    scheme, found = found_in({name: Kind(row.tensor.dtype, row.tensor.shape) for name, row in rows.items()}, config)
+    scheme, found = found_in(
+        {name: TensorKind(row.tensor.dtype, row.tensor.shape) for name, row in rows.items()}, config
+    )
     _refuse_others(scheme, found)
     refuse_misfits(found)
     made = [
@@ -108,7 +110,7 @@ def repacked(chosen: Chosen, job: Conversion) -> Chosen:
     )
 
 
-def _refuse_others(scheme: Quantisation | None, found: Found) -> None:
+def _refuse_others(scheme: DeclaredScheme | None, found: FoundWeights) -> None:
     """Raise UsageError E1471 for weights of another library, E1473 where there are none of GPTQ's or AWQ's."""
     named = scheme.scheme if scheme is not None else ""
     others = [weight.made for weight in found.weights.values() if weight.codes != MATRIX]
@@ -146,7 +148,7 @@ def _laid_out(weight: Quantised, rows: Mapping[str, Stored], *, symmetric: bool)
 
 def _recipes(each: _Weight, of: Mapping[str, Input]) -> Iterator[Recipe]:
     """How the tensors of a weight are made. of: its tensors by name."""
-    from ckpt_tool.quantised.repacked import Packed, Scales, Shape, ZeroPoints
+    from ckpt_tool.quantised.repacked import Packed, RepackedScales, Shape, ZeroPoints
 
     weight, (outputs, inputs) = each.weight, each.weight.floats
     parts, bits, order = weight.parts, weight.bits, weight.order
@@ -163,7 +165,7 @@ def _recipes(each: _Weight, of: Mapping[str, Input]) -> Iterator[Recipe]:
         if is_checked:
             checks[role] = len(scales)
             scales.append(of[parts[role]])
-    yield Scales(
+    yield RepackedScales(
         *own("scale"),
         tuple(scales),
         text,

@@ -36,7 +36,7 @@ ASYMMETRIC = "E1472"
 
 
 @dataclass(frozen=True, eq=False)
-class _Exact(ExactRecipe):
+class _ExactRectangles(ExactRecipe):
     """A matrix whose items are made rectangle by rectangle."""
 
     bits: int
@@ -63,7 +63,7 @@ class _Exact(ExactRecipe):
 
 
 @dataclass(frozen=True, eq=False)
-class Packed(_Exact):
+class Packed(_ExactRectangles):
     """Codes, of shape (words of a column, outputs). Input: `qweight`."""
 
     @property
@@ -82,7 +82,7 @@ class Packed(_Exact):
 
 
 @dataclass(frozen=True, eq=False)
-class ZeroPoints(_Exact):
+class ZeroPoints(_ExactRectangles):
     """Zero points, of shape (groups, words of a row). Input: `qzeros`."""
 
     @property
@@ -94,7 +94,7 @@ class ZeroPoints(_Exact):
 
 
 @dataclass(frozen=True, eq=False)
-class Scales(_Exact):
+class RepackedScales(_ExactRectangles):
     """Scales, of shape (groups, outputs). Inputs: `scales`; then what is held against them, where it is there.
 
     g_idx, zeros: the numbers of the inputs that say which group an input is of, and the zero points that are not

@@ -1,7 +1,7 @@
 """Quantisation: what a model's config says of it, and what the tensors' names say where no config is.
 
     quantisation({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, names)
-      -> Quantisation("fp8", block=(128, 128), ...)
+      -> DeclaredScheme("fp8", block=(128, 128), ...)
 
 `known` schemes are those whose floats `dequantize` makes. Everything else is moved as it is, and named when somebody
 asks for floats: HQQ, AQLM and others keep codes in orders that need their own kernels' tables.
@@ -17,8 +17,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.module_patterns import NotUnderstood, first_at_the_front
-from ckpt_tool.quantised.parts import STATED, UNSTATED, Declared, Wanted
-from ckpt_tool.quantised.weights import AFFINE, CONFIG_KEYS, MODES, QUANTISER_FILES, Found, Kind, find
+from ckpt_tool.quantised.parts import STATED, UNSTATED, Declared, WantedParts
+from ckpt_tool.quantised.weights import AFFINE, CONFIG_KEYS, MODES, QUANTISER_FILES, FoundWeights, TensorKind, find
 
 INEXACT = "E1471"  # of weights that `--repack` can't give another layout
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -67,7 +67,7 @@ _BY_NAME = {
 }
 
 
-class Rule(NamedTuple):
+class ModuleRule(NamedTuple):
     """What GPTQModel's `dynamic` says of the modules whose names begin with `pattern`. bits, symmetric: None where they
     have those of all others."""
 
@@ -77,7 +77,7 @@ class Rule(NamedTuple):
     group: int | None = None
 
 
-class Quantisation(NamedTuple):
+class DeclaredScheme(NamedTuple):
     """scheme: in words. block: (rows, cols) that share a scale, () where it is not stated. bits: of packed codes, each
     number that the config names. known: can floats be made of it? why: why not, "" where they can. order: of codes that
     are packed along their inputs or outputs, `weights.ORDERS`, or in a stream, `weights.MODES`. apart: of modules that
@@ -91,7 +91,7 @@ class Quantisation(NamedTuple):
     why: str = ""
     order: str = ""
     apart: Mapping[str, tuple[int, int, str]] = MappingProxyType({})
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[ModuleRule, ...] = ()
     symmetric: bool = False
     declared: Declared = UNSTATED
     trits: str = ""
@@ -130,7 +130,7 @@ class Quantisation(NamedTuple):
         rule = self.rule_of(module)
         return self.symmetric if rule is None or rule.symmetric is None else rule.symmetric
 
-    def rule_of(self, module: str) -> Rule | None:
+    def rule_of(self, module: str) -> ModuleRule | None:
         """The first that fits. Where it is not the writer's (a pattern without special characters is a whole name to
         GPTQModel 7.7, a beginning to older ones and vLLM; one may take too long), shapes and zero points tell."""
         try:
@@ -140,7 +140,7 @@ class Quantisation(NamedTuple):
         return None if number is None else self.rules[number]
 
 
-def quantisation(config: Mapping[str, Any] | None, names: Iterable[str] = ()) -> Quantisation | None:
+def quantisation(config: Mapping[str, Any] | None, names: Iterable[str] = ()) -> DeclaredScheme | None:
     """What the config says, else what the names tell; None where neither says anything. Never raises: what is no
     quantisation config at all is an unknown one."""
     stated = section(config or {})
@@ -154,27 +154,27 @@ def quantisation(config: Mapping[str, Any] | None, names: Iterable[str] = ()) ->
     if method == "bitnet":
         return _of_bitnet(stated)
     if method == "quanto" and stated.get("weights") not in (None, "int8", "float8"):
-        return Quantisation(_QUANTO_PACKED, why=f"its weights {stated['weights']}"[:100])
+        return DeclaredScheme(_QUANTO_PACKED, why=f"its weights {stated['weights']}"[:100])
     if method in _METHODS:
         block = sizes if len(sizes) == 2 and min(sizes) > 0 else ()
-        return Quantisation(method, block, declared=_declared(method, stated, block))
+        return DeclaredScheme(method, block, declared=_declared(method, stated, block))
     if method == "torchao":
         return _of_torchao(stated)
     if method in ("gptq", "awq"):
         return _of_matrices(method, stated)
     if not method and {"group_size", "bits"} <= stated.keys():
         return _of_mlx(stated)
-    return Quantisation(method or "without a name", why=f"quant_method {method or 'is not stated'}")
+    return DeclaredScheme(method or "without a name", why=f"quant_method {method or 'is not stated'}")
 
 
-def found_by(scheme: Quantisation | None, tensors: Mapping[str, Kind], *, checked: bool = True) -> Found:
+def found_by(scheme: DeclaredScheme | None, tensors: Mapping[str, TensorKind], *, checked: bool = True) -> FoundWeights:
     """What is quantised among the tensors, and where that is asked for what of it does not fit the scheme, or any where
     none is stated."""
     how = scheme.found_by if scheme else {"check": UNSTATED.check}
     return find(tensors, **(how if checked else {**how, "check": None}))
 
 
-def _of_matrices(method: str, stated: Mapping[str, Any]) -> Quantisation:
+def _of_matrices(method: str, stated: Mapping[str, Any]) -> DeclaredScheme:
     """GPTQ, whose zero points are one too low unless it says `gptq_v2`, and AWQ's `gemm`."""
     bits, layout = stated.get("bits", 4), str(stated.get("checkpoint_format") or stated.get("version") or "").lower()
     orders = {"gptq": {"": "gptq", "gptq": "gptq", "gptq_v2": "gptq_v2"}, "awq": {"": "awq", "gemm": "awq"}}
@@ -188,37 +188,37 @@ def _of_matrices(method: str, stated: Mapping[str, Any]) -> Quantisation:
     if strange:
         why = f"codes of {strange[0]!r} bits"
     if why:
-        return Quantisation(method, why=why)
-    found = Quantisation(method, bits=(bits,), order=order, rules=rules, symmetric=bool(stated.get("sym")))
+        return DeclaredScheme(method, why=why)
+    found = DeclaredScheme(method, bits=(bits,), order=order, rules=rules, symmetric=bool(stated.get("sym")))
     return found._replace(declared=_declared_matrices(found, stated))
 
 
-def _declared_matrices(found: Quantisation, stated: Mapping[str, Any]) -> Declared:
+def _declared_matrices(found: DeclaredScheme, stated: Mapping[str, Any]) -> Declared:
     """What a config of GPTQ or AWQ says of each module's groups."""
     group = stated.get("group_size", stated.get("q_group_size"))
     needs = frozenset({"g_idx"} if stated.get("desc_act") is True and found.scheme == "gptq" else ())
 
-    def of_module(module: str) -> Wanted:
+    def of_module(module: str) -> WantedParts:
         rule = found.rule_of(module)
         own = group if rule is None or rule.group is None else rule.group
         is_stated = type(own) is int and (own > 0 or own == -1)
-        return Wanted(block=(max(own, 0), 1) if is_stated else None, needs=needs)
+        return WantedParts(block=(max(own, 0), 1) if is_stated else None, needs=needs)
 
     endings = (".qweight", ".qzeros", ".scales", ".g_idx")
     return Declared(of_module=of_module, is_stated=True, endings=endings)
 
 
-def _of_bitnet(stated: Mapping[str, Any]) -> Quantisation:
+def _of_bitnet(stated: Mapping[str, Any]) -> DeclaredScheme:
     """BitNet: `bitlinear` divides by the scale of a weight, `autobitlinear` multiplies with it, unless it quantises
     while it computes and stores floats (`online`)."""
     kind = str(stated.get("linear_class", "bitlinear"))
     mode = str(stated.get("quantization_mode", "offline"))
     if kind not in ("bitlinear", "autobitlinear"):
-        return Quantisation("bitnet", why=f"its linear_class {kind}"[:100])
+        return DeclaredScheme("bitnet", why=f"its linear_class {kind}"[:100])
     if kind == "autobitlinear" and mode == "online":
-        return Quantisation("bitnet", why="its quantization_mode online: the weights are floats already")
-    declared = Declared((Wanted(frozenset({"bitnet"})),), is_stated=True)
-    return Quantisation("bitnet", declared=declared, trits="divided" if kind == "bitlinear" else "multiplied")
+        return DeclaredScheme("bitnet", why="its quantization_mode online: the weights are floats already")
+    declared = Declared((WantedParts(frozenset({"bitnet"})),), is_stated=True)
+    return DeclaredScheme("bitnet", declared=declared, trits="divided" if kind == "bitlinear" else "multiplied")
 
 
 def _declared(method: str, stated: Mapping[str, Any], block: tuple[int, ...]) -> Declared:
@@ -226,9 +226,9 @@ def _declared(method: str, stated: Mapping[str, Any], block: tuple[int, ...]) ->
     if method == "fp8":
         return Declared(_of_fp8(stated, block), is_stated=True)
     if method == "mxfp8":
-        return Declared((Wanted(frozenset({"fp8"}), (1, 32)),), is_stated=True)
+        return Declared((WantedParts(frozenset({"fp8"}), (1, 32)),), is_stated=True)
     if method == "mxfp4":
-        return Declared((Wanted(frozenset({"mxfp4 of gpt-oss", "fp4"})),), is_stated=True, expert_biases=True)
+        return Declared((WantedParts(frozenset({"mxfp4 of gpt-oss", "fp4"})),), is_stated=True, expert_biases=True)
     if method == "bitsandbytes":
         return Declared(_of_bitsandbytes(stated), is_stated=True)
     if method in ("modelopt", "modelopt_fp4"):
@@ -237,33 +237,33 @@ def _declared(method: str, stated: Mapping[str, Any], block: tuple[int, ...]) ->
 
 
 # quanto has a scale for each row, whatever its kind
-QUANTO = Declared((Wanted(frozenset({"quanto"}), (1, 0)),), is_stated=True)
+QUANTO = Declared((WantedParts(frozenset({"quanto"}), (1, 0)),), is_stated=True)
 
 
-def _of_fp8(stated: Mapping[str, Any], block: tuple[int, ...]) -> tuple[Wanted, ...]:
+def _of_fp8(stated: Mapping[str, Any], block: tuple[int, ...]) -> tuple[WantedParts, ...]:
     """Blocks as the config says; where it says none, of 128 as transformers has it, or one scale a tensor or a row. FP4
     weights beside them (DeepSeek V4's experts) have groups of their own."""
     fp8 = frozenset({"fp8", "int8"})
-    beside = Wanted(frozenset({"fp4"}))
+    beside = WantedParts(frozenset({"fp4"}))
     if len(block) == 2:
-        return Wanted(fp8, (block[0], block[1])), beside
-    return Wanted(fp8, (0, 0)), Wanted(fp8, (1, 0)), Wanted(fp8, (128, 128)), beside
+        return WantedParts(fp8, (block[0], block[1])), beside
+    return WantedParts(fp8, (0, 0)), WantedParts(fp8, (1, 0)), WantedParts(fp8, (128, 128)), beside
 
 
-def _of_bitsandbytes(stated: Mapping[str, Any]) -> tuple[Wanted, ...]:
+def _of_bitsandbytes(stated: Mapping[str, Any]) -> tuple[WantedParts, ...]:
     four, eight = frozenset({"bitsandbytes of 4 bits"}), frozenset({"bitsandbytes of 8 bits"})
     if stated.get("load_in_4bit") is True:
-        return (Wanted(four),)
+        return (WantedParts(four),)
     if stated.get("load_in_8bit") is True:
-        return (Wanted(eight),)
-    return (Wanted(four | eight),)
+        return (WantedParts(eight),)
+    return (WantedParts(four | eight),)
 
 
 _MODELOPT = {
-    "FP8": Wanted(frozenset({"fp8"}), (0, 0)),
-    "FP8_PER_CHANNEL_PER_TOKEN": Wanted(frozenset({"fp8"}), (1, 0)),
-    "NVFP4": Wanted(frozenset({"nvfp4 of ModelOpt"}), (1, 16)),
-    "MXFP8": Wanted(frozenset({"fp8"}), (1, 32)),
+    "FP8": WantedParts(frozenset({"fp8"}), (0, 0)),
+    "FP8_PER_CHANNEL_PER_TOKEN": WantedParts(frozenset({"fp8"}), (1, 0)),
+    "NVFP4": WantedParts(frozenset({"nvfp4 of ModelOpt"}), (1, 16)),
+    "MXFP8": WantedParts(frozenset({"fp8"}), (1, 32)),
 }
 
 
@@ -280,7 +280,7 @@ def _of_modelopt(stated: Mapping[str, Any]) -> Declared:
     return Declared((whole,) if whole else (), apart.get, is_stated=True)
 
 
-def _dynamic(stated: Any) -> tuple[Rule, ...] | str:
+def _dynamic(stated: Any) -> tuple[ModuleRule, ...] | str:
     """The rules of GPTQModel's `dynamic`: {pattern: what replaces the config's values}, the first that fits counts;
     `-:` before a pattern leaves modules as they are, `+:` says nothing. In words why they are not read."""
     found = []
@@ -295,7 +295,7 @@ def _dynamic(stated: Any) -> tuple[Rule, ...] | str:
             return f"its dynamic: the pattern {e}"
         symmetric = own.get("sym")
         found.append(
-            Rule(
+            ModuleRule(
                 pattern,
                 bits=own.get("bits"),
                 symmetric=symmetric if isinstance(symmetric, bool) else None,
@@ -305,7 +305,7 @@ def _dynamic(stated: Any) -> tuple[Rule, ...] | str:
     return tuple(found)
 
 
-def _of_torchao(stated: Mapping[str, Any]) -> Quantisation:
+def _of_torchao(stated: Mapping[str, Any]) -> DeclaredScheme:
     """torchao: one config for all modules, or one for each name or pattern."""
     kind = stated.get("quant_type")
     whole = kind.get("default") if isinstance(kind, dict) else None
@@ -321,7 +321,7 @@ def _of_torchao(stated: Mapping[str, Any]) -> Quantisation:
     strange = [name for name in names if name not in _TORCHAO]
     shown = ", ".join(name.removesuffix("Config") for name in names)
     why = f"its {strange[0]}"[:100] if strange else ""
-    return Quantisation(f"torchao ({shown})"[:200], why=why, declared=STATED)
+    return DeclaredScheme(f"torchao ({shown})"[:200], why=why, declared=STATED)
 
 
 def _config_named(words: str) -> str:
@@ -333,7 +333,7 @@ def _config_named(words: str) -> str:
     return "".join(word.capitalize() for word in words.split("_")) + "Config"
 
 
-def _of_mlx(stated: Mapping[str, Any]) -> Quantisation:
+def _of_mlx(stated: Mapping[str, Any]) -> DeclaredScheme:
     """MLX: what holds for all modules, and for those that are named apart."""
     named = {name: each for name, each in stated.items() if isinstance(each, dict)}
     whole = stated["group_size"], stated["bits"], stated.get("mode", AFFINE)
@@ -343,15 +343,15 @@ def _of_mlx(stated: Mapping[str, Any]) -> Quantisation:
     }
     for group, bits, mode in (whole, *apart.values()):
         if not isinstance(mode, str) or mode not in MODES:
-            return Quantisation("mlx", why=f"its mode {mode}")
+            return DeclaredScheme("mlx", why=f"its mode {mode}")
         only = MODES[mode]
         whole_numbers = type(group) is int and group > 0 and type(bits) is int and bits in (2, 3, 4, 5, 6, 8)
         if not whole_numbers or only not in (None, (group, bits)):
-            return Quantisation("mlx", why=f"groups of {group!r} codes of {bits!r} bits, mode {mode}")
+            return DeclaredScheme("mlx", why=f"groups of {group!r} codes of {bits!r} bits, mode {mode}")
     if any(each.get("global_scale") for each in (stated, *named.values())):
-        return Quantisation("mlx", why="its global_scale")
+        return DeclaredScheme("mlx", why="its global_scale")
     declared = Declared(is_stated=True, endings=(".scales", ".biases"))
-    return Quantisation("mlx", (1, whole[0]), (whole[1],), order=whole[2], apart=apart, declared=declared)
+    return DeclaredScheme("mlx", (1, whole[0]), (whole[1],), order=whole[2], apart=apart, declared=declared)
 
 
 def section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -399,7 +399,7 @@ def without(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     return kept
 
 
-def _compressed(stated: Mapping[str, Any]) -> Quantisation:
+def _compressed(stated: Mapping[str, Any]) -> DeclaredScheme:
     """compressed-tensors: the formats of all groups, and what no floats can be made of."""
     groups = stated.get("config_groups")
     rows = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
@@ -430,7 +430,7 @@ def _compressed(stated: Mapping[str, Any]) -> Quantisation:
     elif groups and not weights and any(form in _LAYOUTS for form in formats):
         why = "its config_groups, of which none says how weights are stored"
     groups = tuple(_of_group(row, str(row.get("format") or stated.get("format") or "")) for row in rows)
-    return Quantisation(named, block, bits, why, declared=Declared(groups, is_stated=True))
+    return DeclaredScheme(named, block, bits, why, declared=Declared(groups, is_stated=True))
 
 
 # format of compressed-tensors -> its layout
@@ -444,11 +444,11 @@ _LAYOUTS = {
 }
 
 
-def _of_group(row: Mapping[str, Any], form: str) -> Wanted:
+def _of_group(row: Mapping[str, Any], form: str) -> WantedParts:
     """What one of compressed-tensors' groups says of its modules."""
     weights = row.get("weights")
     if not isinstance(weights, dict):
-        return Wanted()
+        return WantedParts()
     layouts = frozenset({_LAYOUTS[form]} if form in _LAYOUTS else ())
     is_integer = str(weights.get("type", "int")) == "int"
     needs = frozenset({"zero_point"} if is_integer and weights.get("symmetric") is False else ())
@@ -458,7 +458,7 @@ def _of_group(row: Mapping[str, Any], form: str) -> Wanted:
     stated_bits = bits if is_integer and type(bits) is int and 1 <= bits <= 8 else 0
     # compressed-tensors refuses other groups ("tensor column shape must be divisble by the given group_size").
     divides = weights.get("strategy") in ("group", "tensor_group")
-    return Wanted(layouts, _block_of_group(weights), needs, named, stated_bits, divides)
+    return WantedParts(layouts, _block_of_group(weights), needs, named, stated_bits, divides)
 
 
 _WITHOUT_GROUPS = {None: "tensor", -1: "channel"}  # group_size -> strategy
@@ -484,7 +484,7 @@ def _block_of_group(weights: Mapping[str, Any]) -> tuple[int, int] | None:
     return None
 
 
-def _by_name(names: Iterable[str]) -> Quantisation | None:
+def _by_name(names: Iterable[str]) -> DeclaredScheme | None:
     """The scheme that the first name of one scheme alone tells; of quanto all names, since codes of 2 and 4 bits have a
     shift beside them."""
     names = iter(names)
@@ -494,7 +494,7 @@ def _by_name(names: Iterable[str]) -> Quantisation | None:
             found = next((_QUANTO_PACKED for other in names if _scheme_of_name(other) == _QUANTO_PACKED), found)
         if found:
             why = "" if found in _METHODS else f"tensors such as {name}"
-            return Quantisation(found, why=why, declared=QUANTO if found == _QUANTO else STATED)
+            return DeclaredScheme(found, why=why, declared=QUANTO if found == _QUANTO else STATED)
     return None
 
 

@@ -41,8 +41,8 @@ from ckpt_tool.quantised.weights import (
     SCALES,
     TURNED,
     WORDS,
-    Kind,
     Shape,
+    TensorKind,
     subclass_part,
 )
 
@@ -185,7 +185,7 @@ def scheme_of(name: str, config: Mapping[str, Any] | None) -> Scheme:
     return _OWN.get((name, str((config or {}).get("model_type"))), SCHEMES[name])
 
 
-def laid_out(scheme: Scheme, name: str, shape: Shape, floats: DType) -> dict[str, tuple[str, Kind]]:
+def laid_out(scheme: Scheme, name: str, shape: Shape, floats: DType) -> dict[str, tuple[str, TensorKind]]:
     """Role -> the tensor that a weight of `shape` becomes, its codes first. floats: its dtype.
 
     >>> laid_out(SCHEMES["fp8-block"], "m.weight", (300, 256), DTYPES["BF16"])["scale"][1].shape
@@ -193,25 +193,25 @@ def laid_out(scheme: Scheme, name: str, shape: Shape, floats: DType) -> dict[str
     """
     *before, rows, columns = scheme.matrix(shape)
     group = scheme.group(columns)
-    scales = Kind(
+    scales = TensorKind(
         DTYPES[scheme.scales] if scheme.scales else floats, (*before, -(-rows // scheme.block[0]), -(-columns // group))
     )
     stored = columns * scheme.bits // DTYPES[scheme.dtype].bits
     if scheme.subclass:
-        codes = Kind(DTYPES[scheme.dtype], (*shape[:-1], stored))
+        codes = TensorKind(DTYPES[scheme.dtype], (*shape[:-1], stored))
         return {"codes": (subclass_part(name, "qdata"), codes), "scale": (subclass_part(name, "scale"), scales)}
     if scheme.codes == TURNED:
-        pairs = Kind(DTYPES[scheme.dtype], (*before, rows, columns // group, group // 2))
+        pairs = TensorKind(DTYPES[scheme.dtype], (*before, rows, columns // group, group // 2))
         return {"codes": (f"{name}{BLOCKS}", pairs), "scale": (f"{name}{scheme.scale}", scales)}
     lead = name if scheme.codes == BYTES else f"{name}{PACKED}"
     found = {
-        "codes": (lead, Kind(DTYPES[scheme.dtype], (*shape[:-1], stored))),
+        "codes": (lead, TensorKind(DTYPES[scheme.dtype], (*shape[:-1], stored))),
         "scale": (f"{name}{scheme.scale}", scales),
     }
     if scheme.codes == WORDS:
-        found["shape"] = (f"{name}{ENDINGS['shape']}", Kind(DTYPES["I64"], (len(shape),)))
+        found["shape"] = (f"{name}{ENDINGS['shape']}", TensorKind(DTYPES["I64"], (len(shape),)))
     if scheme.codes == NIBBLES and scheme.scales == "F8_E4M3":
-        found["global_scale"] = (f"{name}{ENDINGS['global_scale']}", Kind(DTYPES["F32"], (1,)))
+        found["global_scale"] = (f"{name}{ENDINGS['global_scale']}", TensorKind(DTYPES["F32"], (1,)))
     return found
 
 
@@ -288,19 +288,21 @@ class Packing(NamedTuple):
     channel: bool
 
 
-def packed_parts(packing: Packing, name: str, shape: tuple[int, ...], scales: DType) -> dict[str, tuple[str, Kind]]:
+def packed_parts(
+    packing: Packing, name: str, shape: tuple[int, ...], scales: DType
+) -> dict[str, tuple[str, TensorKind]]:
     """Role -> the tensor that a weight of `shape` becomes, as `laid_out`. scales: their dtype.
 
     >>> packed_parts(Packing(4, 32, False, False), "m.weight", (64, 96), DTYPES["F16"])["zero_point"]
-    ('m.weight_zero_point', Kind(dtype=DType('I32'), shape=(8, 3)))
+    ('m.weight_zero_point', TensorKind(dtype=DType('I32'), shape=(8, 3)))
     """
     (rows, columns), bits = shape, packing.bits
     groups = columns // packing.group
     found = {
-        "codes": (f"{name}{PACKED}", Kind(DTYPES["I32"], (rows, columns * bits // 32))),
-        "scale": (f"{name}{SCALE}", Kind(scales, (rows, groups))),
-        "zero_point": (f"{name}{ENDINGS['zero_point']}", Kind(DTYPES["I32"], (rows * bits // 32, groups))),
-        "shape": (f"{name}{ENDINGS['shape']}", Kind(DTYPES["I64"], (2,))),
+        "codes": (f"{name}{PACKED}", TensorKind(DTYPES["I32"], (rows, columns * bits // 32))),
+        "scale": (f"{name}{SCALE}", TensorKind(scales, (rows, groups))),
+        "zero_point": (f"{name}{ENDINGS['zero_point']}", TensorKind(DTYPES["I32"], (rows * bits // 32, groups))),
+        "shape": (f"{name}{ENDINGS['shape']}", TensorKind(DTYPES["I64"], (2,))),
     }
     if packing.symmetric:
         del found["zero_point"]

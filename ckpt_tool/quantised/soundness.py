@@ -18,14 +18,14 @@ from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
 from ckpt_tool.quantised.dequantize import LACKING, MISFIT, is_of_bitsandbytes, misshapen, small_numbers, stated_shapes
 from ckpt_tool.quantised.kept_whole import found_in
 from ckpt_tool.quantised.subclasses import header_faults
-from ckpt_tool.quantised.weights import TABLED, Fault, Found, Kind, has_codes
+from ckpt_tool.quantised.weights import TABLED, FoundWeights, TensorKind, WeightFault, has_codes
 from ckpt_tool.sources.opening import Opened
 
 
 def faults_of(opened: Opened, config: Mapping[str, Any] | None, *, values: bool = False) -> list[CkptError]:
     """Every fault of the checkpoint's quantised weights, [] where it has none. config: of the model."""
     state = MODEL if any(row.state == MODEL for row in opened.catalog.rows()) else MASTER
-    kinds = {row.name: Kind(row.dtype, row.shape) for row in opened.catalog.rows() if row.state == state}
+    kinds = {row.name: TensorKind(row.dtype, row.shape) for row in opened.catalog.rows() if row.state == state}
     if not has_codes(kind.dtype for kind in kinds.values()) and not is_of_bitsandbytes(config):
         return []
     scheme, found = found_in(kinds, config)
@@ -43,12 +43,12 @@ def faults_of(opened: Opened, config: Mapping[str, Any] | None, *, values: bool 
     return faults
 
 
-def _as_error(fault: Fault) -> CkptError:
+def _as_error(fault: WeightFault) -> CkptError:
     kind = Incomplete if fault.lacking else InconsistentCheckpoint
     return kind(f"{fault.name}: {fault.what}", code=LACKING if fault.lacking else MISFIT, key=fault.name)
 
 
-def _of_values(opened: Opened, found: Found, state: str) -> list[CkptError]:
+def _of_values(opened: Opened, found: FoundWeights, state: str) -> list[CkptError]:
     """What the values of small parts contradict: a recipe of each weight is made, and none is carried out."""
     from ckpt_tool.quantised.floats import recipe
     from ckpt_tool.run.computed import Input

@@ -15,8 +15,8 @@ from typing import Any
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import Incomplete, UsageError
 from ckpt_tool.formats.hf.subclasses import NAMES, Subclasses, block_in, present, stated_in
-from ckpt_tool.quantised.parts import Wanted, unlike
-from ckpt_tool.quantised.weights import Fault, Found, Kind, subclasses_in
+from ckpt_tool.quantised.parts import WantedParts, unlike
+from ckpt_tool.quantised.weights import FoundWeights, TensorKind, WeightFault, subclasses_in
 from ckpt_tool.sources.chosen import Chosen, Conversion
 
 LACKING, UNSTATED = "E1460", "E1474"
@@ -47,23 +47,25 @@ def with_stated(chosen: Chosen, job: Conversion) -> Chosen:
     return replace(chosen, extras=_without(chosen.extras, {NAMES, *stated}), hints=hints)
 
 
-def header_faults(extras: Mapping[str, Any], found: Found, tensors: Mapping[str, Kind]) -> Iterator[Fault]:
+def header_faults(
+    extras: Mapping[str, Any], found: FoundWeights, tensors: Mapping[str, TensorKind]
+) -> Iterator[WeightFault]:
     """Where torchao's weights are not as the headers state them: parts that are not there, and scales of other blocks.
     extras: of a catalog."""
     stated = stated_in(_headers(extras))
     if not stated:
         return
     for part in present(stated, tensors)[1]:
-        yield Fault(part, "the header states this part, and it is not there", lacking=True)
+        yield WeightFault(part, "the header states this part, and it is not there", lacking=True)
     for weight in found.weights.values():
         block = block_in(stated.get(weight.made, ""))
         if block is None or len(weight.shape) != 2:
             continue
-        wanted = Wanted(block=block)
+        wanted = WantedParts(block=block)
         is_divided = all(size % each == 0 for size, each in zip(weight.shape, block, strict=True))
         if not is_divided:
             what = f"codes of shape {list(weight.shape)} in blocks of {list(block)}, as the header states"
-            yield Fault(weight.lead, what, lacking=False)
+            yield WeightFault(weight.lead, what, lacking=False)
         else:
             yield from unlike(weight, wanted, tensors)
 

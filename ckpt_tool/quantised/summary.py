@@ -12,13 +12,13 @@ from math import prod
 from typing import Any
 
 from ckpt_tool.core.catalog import Catalog
-from ckpt_tool.core.listing import Block
+from ckpt_tool.core.listing import RowBlock
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.quantised.alike import Alike
 from ckpt_tool.quantised.scheme import found_by, quantisation
-from ckpt_tool.quantised.weights import Found, Kind, has_integers
+from ckpt_tool.quantised.weights import FoundWeights, TensorKind, has_integers
 from ckpt_tool.sources.config import quantised_config_in, read_config
 from ckpt_tool.sources.opening import Opened
 
@@ -66,17 +66,17 @@ def config_of(opened: Opened, reading: Reading) -> Mapping[str, Any] | None:
         return None
 
 
-def _blocks(catalog: Catalog) -> Iterator[Block]:
+def _blocks(catalog: Catalog) -> Iterator[RowBlock]:
     """The model's tensors as headers state them."""
     blocks = getattr(catalog.tensors, "blocks", None)
     if blocks is not None:
         return (block for block in blocks() if block.state == MODEL)
     rows = [row for row in catalog.rows() if row.state == MODEL]
     names = [row.name.encode("utf-8", "surrogatepass") for row in rows]
-    return iter([Block(MODEL, lambda: names, [(row.dtype, row.shape, row.nbytes) for row in rows])])
+    return iter([RowBlock(MODEL, lambda: names, [(row.dtype, row.shape, row.nbytes) for row in rows])])
 
 
-def _sizes(names: Iterable[str], kinds: Mapping[str, Kind], tensors: Alike) -> tuple[int, int]:
+def _sizes(names: Iterable[str], kinds: Mapping[str, TensorKind], tensors: Alike) -> tuple[int, int]:
     """(elements, bytes) of the listed tensors that are like `names`."""
     numel = nbytes = 0
     for name in names:
@@ -85,7 +85,7 @@ def _sizes(names: Iterable[str], kinds: Mapping[str, Kind], tensors: Alike) -> t
     return numel, nbytes
 
 
-def _scheme_of(kinds: Mapping[str, Kind], found: Found) -> str:
+def _scheme_of(kinds: Mapping[str, TensorKind], found: FoundWeights) -> str:
     """In words where no config says: what the codes are."""
     return ", ".join(
         sorted({f"{kinds[weight.lead].dtype.name} codes of {weight.bits} bits" for weight in found.weights.values()})

@@ -28,7 +28,7 @@ from ckpt_tool.quantised.codes import Floats, as_floats, of_bytes, rectangles
 from ckpt_tool.quantised.weights import Quantised
 from ckpt_tool.run.compute import looked_up
 from ckpt_tool.run.computed import Input, Read, Recipe
-from ckpt_tool.storage.strict_json import parse
+from ckpt_tool.storage.texts.strict_json import parse
 
 SHAPE, UNKNOWN = "E1462", "E1464"
 _OF_127 = np.float32(7.874015718698502e-3)

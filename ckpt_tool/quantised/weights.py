@@ -108,7 +108,7 @@ _ACTIVATIONS = tuple(
 )
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     """A tensor as far as a header states it."""
 
     dtype: DType
@@ -160,7 +160,7 @@ class Units(NamedTuple):
     mine: Shape
 
 
-class Fault(NamedTuple):
+class WeightFault(NamedTuple):
     """What does not fit: a scale that is missing or has another shape. lacking: it is missing."""
 
     name: str
@@ -168,12 +168,12 @@ class Fault(NamedTuple):
     lacking: bool
 
 
-class Found(NamedTuple):
+class FoundWeights(NamedTuple):
     """weights: by the name of their lead. beside: scales of activations and caches. faults: what does not fit."""
 
     weights: Mapping[str, Quantised]
     beside: tuple[str, ...]
-    faults: tuple[Fault, ...]
+    faults: tuple[WeightFault, ...]
 
     @property
     def names(self) -> frozenset[str]:
@@ -182,12 +182,12 @@ class Found(NamedTuple):
 
 
 Check = Callable[
-    [Mapping[str, Quantised], Mapping[str, Kind], frozenset[str]], tuple[dict[str, Quantised], list[Fault]]
+    [Mapping[str, Quantised], Mapping[str, TensorKind], frozenset[str]], tuple[dict[str, Quantised], list[WeightFault]]
 ]
 
 
 def find(
-    tensors: Mapping[str, Kind],
+    tensors: Mapping[str, TensorKind],
     *,
     block: Sequence[int] = (),
     bits: Sequence[int] = (),
@@ -196,7 +196,7 @@ def find(
     own: Callable[[str], int] | None = None,
     check: Check | None = None,
     trits: str = "",
-) -> Found:
+) -> FoundWeights:
     """What is quantised among `tensors`. block: (rows, cols) that the config says share a scale; bits: of packed codes;
     order: of those of matrices and of streams, where the config says that they are such; apart: of MLX, (columns that
     share a scale, bits, mode) of modules that have their own; own: of a matrix's module its bits, where these differ;
@@ -204,12 +204,12 @@ def find(
     `TRIT_SCALES`, where the config says that they are such.
 
     >>> from ckpt_tool.core.dtype import DTYPES
-    >>> found = find({"w": Kind(DTYPES["F8_E4M3"], (300, 256)), "w_scale_inv": Kind(DTYPES["F32"], (3, 2))})
+    >>> found = find({"w": TensorKind(DTYPES["F8_E4M3"], (300, 256)), "w_scale_inv": TensorKind(DTYPES["F32"], (3, 2))})
     >>> found.weights["w"].block
     (128, 128)
     """
     weights: dict[str, Quantised] = {}
-    wrong: list[Fault] = []
+    wrong: list[WeightFault] = []
     taken: set[str] = set()
     stated, roles = tuple(block), _roles_among(tensors)
     tables = {name.removesuffix(_ABSMAX) for name in tensors if name.endswith(_ABSMAX)}
@@ -243,7 +243,7 @@ def find(
         known = frozenset((*taken, *beside, *(fault.name for fault in faults)))
         weights, misfits = check(weights, tensors, known)
         faults += misfits
-    return Found(weights, beside, tuple(faults))
+    return FoundWeights(weights, beside, tuple(faults))
 
 
 def has_codes(dtypes: Iterable[DType]) -> bool:
@@ -251,16 +251,16 @@ def has_codes(dtypes: Iterable[DType]) -> bool:
     return any(dtype.name in DTYPES for dtype in dtypes)
 
 
-def has_integers(kinds: Iterable[Kind]) -> bool:
+def has_integers(kinds: Iterable[TensorKind]) -> bool:
     """May some be codes that only names tell? Those are integers."""
     return any(kind.dtype.name in DTYPES and kind.dtype.name[0] != "F" for kind in kinds)
 
 
-def units(weight: Quantised, tensors: Mapping[str, Kind]) -> dict[str, Units]:
+def units(weight: Quantised, tensors: Mapping[str, TensorKind]) -> dict[str, Units]:
     """How each tensor of a weight may be cut: blocks stay whole, and scales go where their codes go.
 
     >>> from ckpt_tool.core.dtype import DTYPES
-    >>> tensors = {"w": Kind(DTYPES["F8_E4M3"], (256, 640)), "w_scale_inv": Kind(DTYPES["F32"], (2, 5))}
+    >>> tensors = {"w": TensorKind(DTYPES["F8_E4M3"], (256, 640)), "w_scale_inv": TensorKind(DTYPES["F32"], (2, 5))}
     >>> [unit.mine for unit in units(find(tensors).weights["w"], tensors).values()]
     [(2, 5), (2, 5)]
     """
@@ -314,8 +314,8 @@ def part_of(name: str) -> str | None:
 
 
 def _plain(
-    name: str, kind: Kind, tensors: Mapping[str, Kind], block: tuple[int, ...], roles: Mapping[str, str]
-) -> Quantised | Fault | None:
+    name: str, kind: TensorKind, tensors: Mapping[str, TensorKind], block: tuple[int, ...], roles: Mapping[str, str]
+) -> Quantised | WeightFault | None:
     """A weight whose codes have its own name."""
     if kind.dtype.name == "U8" and f"{name}_scale_2" in tensors and f"{name}_scale" in tensors:
         return _nibbles(name, name, kind, f"{name}_scale", tensors)
@@ -333,7 +333,7 @@ def _plain(
         if there is None and kind.dtype.name in ("I8", "F4"):  # integers that nothing says are codes
             return None
         if there is None:
-            return Fault(name, f"{kind.dtype.name} codes without a scale ({scale})", lacking=True)
+            return WeightFault(name, f"{kind.dtype.name} codes without a scale ({scale})", lacking=True)
         scale = there
     if (
         kind.dtype.name == "F4"
@@ -349,16 +349,18 @@ def _plain(
     return Quantised(name, BYTES, name, _parts(name, scale, tensors, roles), kind.shape, width, 8)
 
 
-def _packed(name: str, kind: Kind, tensors: Mapping[str, Kind], bits: Sequence[int]) -> Quantised | Fault | None:
+def _packed(
+    name: str, kind: TensorKind, tensors: Mapping[str, TensorKind], bits: Sequence[int]
+) -> Quantised | WeightFault | None:
     """A weight whose codes have another name than its own."""
     if name.endswith(BLOCKS) and kind.dtype.name == "U8":
         made, scales = name.removesuffix(BLOCKS), f"{name.removesuffix(BLOCKS)}{SCALES}"
         if scales not in tensors:
-            return Fault(name, f"MXFP4 blocks without {scales}", lacking=True) if len(kind.shape) > 3 else None
+            return WeightFault(name, f"MXFP4 blocks without {scales}", lacking=True) if len(kind.shape) > 3 else None
         if made in tensors:
-            return Fault(name, f"MXFP4 blocks next to {made} itself", lacking=False)
+            return WeightFault(name, f"MXFP4 blocks next to {made} itself", lacking=False)
         if len(kind.shape) < 3 or kind.shape[-1] != 16 or tensors[scales].shape != kind.shape[:-1]:
-            return Fault(
+            return WeightFault(
                 scales,
                 f"scales {list(tensors[scales].shape)} for blocks {list(kind.shape)}, want {list(kind.shape[:-1])}",
                 lacking=False,
@@ -370,15 +372,15 @@ def _packed(name: str, kind: Kind, tensors: Mapping[str, Kind], bits: Sequence[i
     made = name.removesuffix(PACKED)
     scale = f"{made}{SCALE}"
     if scale not in tensors:
-        return Fault(name, f"packed codes without {scale}", lacking=True)
+        return WeightFault(name, f"packed codes without {scale}", lacking=True)
     if made in tensors:
-        return Fault(name, f"packed codes next to {made} itself", lacking=False)
+        return WeightFault(name, f"packed codes next to {made} itself", lacking=False)
     if kind.dtype.name == "U8":
         return _nibbles(made, name, kind, scale, tensors)
     return _words(made, name, kind, scale, tensors, bits)
 
 
-def _tabled(name: str, kind: Kind, tensors: Mapping[str, Kind]) -> Quantised | Fault:
+def _tabled(name: str, kind: TensorKind, tensors: Mapping[str, TensorKind]) -> Quantised | WeightFault:
     """Codes of 4 bits of a line, two a byte, whatever dtype these are declared as."""
     parts = {"scale": f"{name}{_ABSMAX}"}
     state = next((f"{name}{ending}" for ending in _STATES if f"{name}{ending}" in tensors), f"{name}{_STATES[0]}")
@@ -387,29 +389,29 @@ def _tabled(name: str, kind: Kind, tensors: Mapping[str, Kind]) -> Quantised | F
     parts["state"] = state
     lacking = next((part for part in parts.values() if part not in tensors), None)
     if lacking is not None:
-        return Fault(name, f"codes of a table without {lacking}", lacking=True)
+        return WeightFault(name, f"codes of a table without {lacking}", lacking=True)
     sizes = {"quant_map": (16,), "nested_quant_map": (256,)}
     for role, part in parts.items():
         told = tensors[part]
         dtype = "U8" if role == "state" or nested and role == "scale" else "F32"
         if (told.dtype.name, len(told.shape)) != (dtype, 1) or told.shape != sizes.get(role, told.shape):
-            return Fault(part, f"{told.dtype.name} {list(told.shape)} next to codes of a table", lacking=False)
+            return WeightFault(part, f"{told.dtype.name} {list(told.shape)} next to codes of a table", lacking=False)
     numel = prod(kind.shape) * kind.dtype.bits // 4
     if not numel or not scales.shape[0] or kind.dtype.bits % 8:
         return _misfit(parts["scale"], tensors, kind.shape)
     return Quantised(name, TABLED, name, parts, (numel,), (1, -(-numel // scales.shape[0])), 4)
 
 
-def _apart(name: str, kind: Kind, tensors: Mapping[str, Kind]) -> Quantised | Fault | None:
+def _apart(name: str, kind: TensorKind, tensors: Mapping[str, TensorKind]) -> Quantised | WeightFault | None:
     """quanto's codes of 8 bits, one tensor of them and one of scales below the weight's name."""
     made = name.removesuffix(DATA)
     scale = f"{made}._scale"
     if kind.dtype.name not in CODES - {"F4"}:
         return None  # codes of 2 and 4 bits have a shift beside them, and are refused by the scheme
     if scale not in tensors:
-        return Fault(name, f"codes without {scale}", lacking=True)
+        return WeightFault(name, f"codes without {scale}", lacking=True)
     if made in tensors:
-        return Fault(name, f"codes next to {made} itself", lacking=False)
+        return WeightFault(name, f"codes next to {made} itself", lacking=False)
     shape = _over(kind.shape)
     block = block_of(shape, tensors[scale].shape)
     if block is None:
@@ -417,11 +419,11 @@ def _apart(name: str, kind: Kind, tensors: Mapping[str, Kind]) -> Quantised | Fa
     return Quantised(made, BYTES, name, {"scale": scale}, kind.shape, block, 8)
 
 
-def _trits(name: str, kind: Kind, tensors: Mapping[str, Kind], scales: str) -> Quantised | Fault:
+def _trits(name: str, kind: TensorKind, tensors: Mapping[str, TensorKind], scales: str) -> Quantised | WeightFault:
     """BitNet's codes of -1, 0 and 1, four a byte, and the number that all are divided by or multiplied with."""
     scale = f"{name}{SCALE}"
     if scale not in tensors:
-        return Fault(name, f"codes without {scale}", lacking=True)
+        return WeightFault(name, f"codes without {scale}", lacking=True)
     if len(kind.shape) != 2 or not all(kind.shape) or prod(tensors[scale].shape) != 1:
         return _misfit(scale, tensors, kind.shape)
     shape = (4 * kind.shape[0], kind.shape[1])
@@ -429,19 +431,19 @@ def _trits(name: str, kind: Kind, tensors: Mapping[str, Kind], scales: str) -> Q
 
 
 def _stream(
-    name: str, kind: Kind, tensors: Mapping[str, Kind], stated: tuple[int, int, str]
-) -> Quantised | Fault | None:
+    name: str, kind: TensorKind, tensors: Mapping[str, TensorKind], stated: tuple[int, int, str]
+) -> Quantised | WeightFault | None:
     """Words full of codes, a stream a row, with scales of groups; where codes are integers, biases too."""
     module, (group, bits, mode) = name.removesuffix(".weight"), stated
     parts = {"scale": f"{module}.scales"} | ({"bias": f"{module}.biases"} if mode == AFFINE else {})
     lacking = [part for part in parts.values() if part not in tensors]
     if lacking:  # integers of its own, of affine codes, where nothing is beside them
         beside = mode != AFFINE or len(lacking) < len(parts)
-        return Fault(name, f"codes without {lacking[0]}", lacking=True) if beside else None
+        return WeightFault(name, f"codes without {lacking[0]}", lacking=True) if beside else None
     if mode != AFFINE and f"{module}.biases" in tensors:
-        return Fault(name, f"codes of {mode} next to {module}.biases", lacking=False)
+        return WeightFault(name, f"codes of {mode} next to {module}.biases", lacking=False)
     if f"{module}.global_scale" in tensors:
-        return Fault(name, f"a scale of the whole tensor, {module}.global_scale", lacking=False)
+        return WeightFault(name, f"a scale of the whole tensor, {module}.global_scale", lacking=False)
     scales = tensors[parts["scale"]]
     columns = 32 * kind.shape[-1] // bits if kind.shape else 0
     if (
@@ -458,7 +460,7 @@ def _stream(
     return Quantised(name, STREAM, name, parts, (*kind.shape[:-1], columns), (1, group), bits, mode)
 
 
-def _of_127(name: str, module: str, kind: Kind, tensors: Mapping[str, Kind]) -> Quantised | Fault:
+def _of_127(name: str, module: str, kind: TensorKind, tensors: Mapping[str, TensorKind]) -> Quantised | WeightFault:
     """Bytes with the largest magnitude of each row beside them."""
     parts = {"scale": f"{module}{_SCB}"}
     if f"{module}{_FORMAT}" in tensors:
@@ -509,24 +511,26 @@ def tiled(rows: int, columns: int) -> Shape:
     return 32 * -(-rows // TILE[0]), 16 * -(-columns // TILE[1])
 
 
-def _subclass(name: str, weight: str, kind: Kind, tensors: Mapping[str, Kind]) -> Quantised | Fault:
+def _subclass(name: str, weight: str, kind: TensorKind, tensors: Mapping[str, TensorKind]) -> Quantised | WeightFault:
     """A tensor subclass of torchao's in its parts."""
     named = {role: subclass_part(weight, role) for role in _OF_SUBCLASS}
     parts = {role: part for role, part in named.items() if part in tensors}
     if "scale" not in parts:
-        return Fault(name, f"codes without {named['scale']}", lacking=True)
+        return WeightFault(name, f"codes without {named['scale']}", lacking=True)
     if weight in tensors:
-        return Fault(name, f"codes next to {weight} itself", lacking=False)
+        return WeightFault(name, f"codes next to {weight} itself", lacking=False)
     if subclass_part(weight, _PRE_SCALE) in tensors:
         what = (
             f"{subclass_part(weight, _PRE_SCALE)} scales what it is multiplied with, so floats of it are another weight"
         )
-        return Fault(name, what, lacking=False)
+        return WeightFault(name, what, lacking=False)
     scales = tensors[parts["scale"]]
     halved = kind.dtype.name == "U8"
     shape = (*kind.shape[:-1], 2 * kind.shape[-1]) if halved and kind.shape else kind.shape
     if kind.dtype.name not in CODES | {"U8"} or halved and scales.dtype.bits > 8 or len(shape) < 2 or not prod(shape):
-        return Fault(name, f"{kind.dtype.name} codes {list(kind.shape)} with {scales.dtype.name} scales", lacking=False)
+        return WeightFault(
+            name, f"{kind.dtype.name} codes {list(kind.shape)} with {scales.dtype.name} scales", lacking=False
+        )
     group = {"F8_E8M0": 32, "U8": 32, "F8_E4M3": 16}.get(scales.dtype.name)  # of MXTensor, of NVFP4Tensor
     order = ""
     block: tuple[int, int] | None
@@ -543,13 +547,15 @@ def _subclass(name: str, weight: str, kind: Kind, tensors: Mapping[str, Kind]) -
     return Quantised(weight, NIBBLES if halved else BYTES, name, parts, shape, block, 4 if halved else 8, order)
 
 
-def _matrix(name: str, kind: Kind, tensors: Mapping[str, Kind], bits: int, order: str) -> Quantised | Fault:
+def _matrix(
+    name: str, kind: TensorKind, tensors: Mapping[str, TensorKind], bits: int, order: str
+) -> Quantised | WeightFault:
     """The codes of a matrix (inputs, outputs), packed along its inputs (GPTQ) or its outputs (AWQ)."""
     module = name.removesuffix(QWEIGHT)
     parts = {"scale": f"{module}.scales", "zero_point": f"{module}.qzeros"}
     lacking = next((part for part in parts.values() if part not in tensors), None)
     if lacking is not None:
-        return Fault(name, f"packed codes without {lacking}", lacking=True)
+        return WeightFault(name, f"packed codes without {lacking}", lacking=True)
     if order != "awq" and f"{module}.g_idx" in tensors:
         parts["g_idx"] = f"{module}.g_idx"
     grid, zeros = tensors[parts["scale"]].shape, tensors[parts["zero_point"]].shape
@@ -561,7 +567,7 @@ def _matrix(name: str, kind: Kind, tensors: Mapping[str, Kind], bits: int, order
     if kind.shape != stored or outputs * bits % 32 or inputs * bits % 32 and order != "awq" or grid[0] > inputs:
         return _misfit(parts["scale"], tensors, kind.shape)
     if zeros != (grid[0], outputs * bits // 32) or given != (inputs,):
-        return Fault(
+        return WeightFault(
             name, f"zero points {list(zeros)} and groups of {list(given)} for {list(grid)} scales", lacking=False
         )
     block = -(-inputs // grid[0])
@@ -569,12 +575,12 @@ def _matrix(name: str, kind: Kind, tensors: Mapping[str, Kind], bits: int, order
 
 
 def _words(
-    made: str, name: str, kind: Kind, scale: str, tensors: Mapping[str, Kind], bits: Sequence[int]
-) -> Quantised | Fault:
+    made: str, name: str, kind: TensorKind, scale: str, tensors: Mapping[str, TensorKind], bits: Sequence[int]
+) -> Quantised | WeightFault:
     """32-bit words full of codes. Their number is in `X_shape`, a value; scales and the config's bits tell it as well,
     but for the last word of a row."""
     if f"{made}_shape" not in tensors:
-        return Fault(name, f"packed codes without {made}_shape", lacking=True)
+        return WeightFault(name, f"packed codes without {made}_shape", lacking=True)
     grid = tensors[scale].shape
     if len(kind.shape) < 2 or len(grid) < 2 or grid[:-1] != kind.shape[:-1] or not 0 < grid[-1] <= 32 * kind.shape[-1]:
         return _misfit(scale, tensors, (*kind.shape[:-1], -1))
@@ -591,7 +597,9 @@ def _bits(stored: int, groups: int) -> int:
     return usual[0] if usual else 4
 
 
-def _nibbles(made: str, name: str, kind: Kind, scale: str, tensors: Mapping[str, Kind]) -> Quantised | Fault:
+def _nibbles(
+    made: str, name: str, kind: TensorKind, scale: str, tensors: Mapping[str, TensorKind]
+) -> Quantised | WeightFault:
     """Codes of four bits, two a byte, but for F4, which counts them itself."""
     double = 1 if kind.dtype.name == "F4" else 2
     shape = (*kind.shape[:-1], kind.shape[-1] * double) if kind.shape else ()
@@ -607,7 +615,7 @@ def _nibbles(made: str, name: str, kind: Kind, scale: str, tensors: Mapping[str,
     return Quantised(made, NIBBLES, name, _parts(made, scale, tensors), shape, (1, max(shape[-1] // grid[-1], 1)), 4)
 
 
-def _is_halved(kind: Kind, scale: Kind) -> bool:
+def _is_halved(kind: TensorKind, scale: TensorKind) -> bool:
     """Are bytes two codes each? So where a row has a scale for every 32 of them (DeepSeek V4)."""
     return (
         len(kind.shape) > 1
@@ -616,7 +624,9 @@ def _is_halved(kind: Kind, scale: Kind) -> bool:
     )
 
 
-def _parts(made: str, scale: str, tensors: Mapping[str, Kind], roles: Mapping[str, str] = _ROLES) -> dict[str, str]:
+def _parts(
+    made: str, scale: str, tensors: Mapping[str, TensorKind], roles: Mapping[str, str] = _ROLES
+) -> dict[str, str]:
     parts = {"scale": scale}
     for ending, role in roles.items():
         if f"{made}{ending}" in tensors:
@@ -661,12 +671,14 @@ def _width(n: int, count: int, stated: int) -> int:
     return n // count if count and n % count == 0 else 0
 
 
-def _misfit(scale: str, tensors: Mapping[str, Kind], shape: Shape) -> Fault:
-    return Fault(scale, f"scales of shape {list(tensors[scale].shape)} for codes of shape {list(shape)}", lacking=False)
+def _misfit(scale: str, tensors: Mapping[str, TensorKind], shape: Shape) -> WeightFault:
+    return WeightFault(
+        scale, f"scales of shape {list(tensors[scale].shape)} for codes of shape {list(shape)}", lacking=False
+    )
 
 
-def _alone(tensors: Mapping[str, Kind], taken: set[str]) -> Iterator[Fault]:
+def _alone(tensors: Mapping[str, TensorKind], taken: set[str]) -> Iterator[WeightFault]:
     """Scales of nothing."""
     for name in tensors:
         if name not in taken and name.endswith(("_scale_inv", ".weight_scale", "._weight_scale")):
-            yield Fault(name, "a scale without its codes", lacking=True)
+            yield WeightFault(name, "a scale without its codes", lacking=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.report.inspection import note_text
-from ckpt_tool.report.page import STATE, Block, Cell, Column, Facts, Lines, Page, Styled, Table, Verdict
+from ckpt_tool.report.page import STATE, Block, Cell, Column, Facts, Lines, Page, PageTable, Styled, Verdict
 from ckpt_tool.report.text import count, duration, more, plural, size
 
 Document = Mapping[str, Any]
@@ -83,7 +83,7 @@ def _changed_groups(summary: Sequence[Document], *, everything: bool) -> list[Bl
     )
     rows = tuple(_changed_row(group) for group in listed)
     blocks: list[Block] = [
-        Table("what differs, worst first", columns, rows, more=more(len(groups) - len(listed), "group"))
+        PageTable("what differs, worst first", columns, rows, more=more(len(groups) - len(listed), "group"))
     ]
 
     left_out = sum(int(group["nonfinite"]) for group in groups)
@@ -127,7 +127,7 @@ def _one_sided_groups(summary: Sequence[Document], *, everything: bool) -> list[
             listed = groups if everything else groups[:LISTED]
             rows = tuple((group["names"][key], group["state"], count(int(group[key]))) for group in listed)
             columns = (Column("module"), STATE, Column("tensors", right=True))
-            blocks.append(Table(title, columns, rows, more=more(len(groups) - len(listed), "group")))
+            blocks.append(PageTable(title, columns, rows, more=more(len(groups) - len(listed), "group")))
     return blocks
 
 
@@ -157,16 +157,16 @@ def _by_holder(rows: Sequence[Document], *, everything: bool) -> list[Block]:
         (row["file"], row["side"], row["rank"], count(row["tensors"]), count(row["elements"]), _number(row["max_abs"]))
         for row in listed
     )
-    return [Table("where it is stored", columns, table, more=more(len(rows) - len(listed), "file"))]
+    return [PageTable("where it is stored", columns, table, more=more(len(rows) - len(listed), "file"))]
 
 
-def _each_difference(differences: Sequence[Document], *, everything: bool) -> Table:
+def _each_difference(differences: Sequence[Document], *, everything: bool) -> PageTable:
     listed = differences if everything else differences[:LISTED]
     columns = (Column("tensor"), STATE, Column("what"), Column("where, how much"))
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (d["name"], d.get("state", ""), KINDS.get(d["kind"]) or d["kind"], _detail(d)) for d in listed
     )
-    return Table("", columns, rows, more=more(len(differences) - len(listed), "difference"), drawn=True)
+    return PageTable("", columns, rows, more=more(len(differences) - len(listed), "difference"), drawn=True)
 
 
 def verification(document: Document, *, everything: bool = False) -> Page:
@@ -213,7 +213,7 @@ def _findings(findings: Sequence[Document], *, everything: bool) -> list[Block]:
         for each in listed
     )
     has_long_messages = any(len(row[3]) > 60 for row in rows)
-    blocks: list[Block] = [_as_lines(rows) if has_long_messages else Table("findings", columns, rows, drawn=True)]
+    blocks: list[Block] = [_as_lines(rows) if has_long_messages else PageTable("findings", columns, rows, drawn=True)]
     if len(findings) > len(listed):
         blocks.append(Lines("", (more(len(findings) - len(listed), "finding"),)))
     return blocks
@@ -300,7 +300,7 @@ def _seal(said: Mapping[str, Any], mode: str) -> str:
 def _digests(digests: Mapping[str, Mapping[str, str]]) -> list[Block]:
     rows = [(name, state, digest) for state, names in digests.items() for name, digest in names.items()]
     columns = (Column("tensor"), STATE, Column("digest"))
-    return [Table("digests", columns, tuple(rows), drawn=True)] if rows else []
+    return [PageTable("digests", columns, tuple(rows), drawn=True)] if rows else []
 
 
 def _notes(document: Document) -> list[Block]:

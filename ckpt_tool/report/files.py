@@ -5,7 +5,7 @@
 
 What is at the name is looked at before any work and once more before it is replaced: a link, a folder, a private key,
 somebody's notes and another program's report stay. That the name is in no source and no output is asked of
-`storage.destination.check_beside`.
+`output.destination.check_beside`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckpt_tool.report.page import Block, Column, Facts, Lines, Page, Styled, Table
+from ckpt_tool.report.page import Block, Column, Facts, Lines, Page, PageTable, Styled
 
 _FENCE = "```"
 _STRONG = re.compile(r"\*\*(.+?)\*\*")
@@ -46,7 +46,7 @@ def _blocks(lines: list[str]) -> Iterator[Block]:
             if len(head) == 2:
                 yield Facts(((head[0], Styled(head[1], "dim")), *((name, text) for name, text in rows)))
             else:
-                yield Table("", tuple(map(Column, head)), tuple(tuple(row) for row in rows))
+                yield PageTable("", tuple(map(Column, head)), tuple(tuple(row) for row in rows))
             number = end
         else:
             paragraph, number = _paragraph(lines, number)

@@ -44,7 +44,7 @@ class Holder(NamedTuple):
         return sum(nbytes for _, nbytes in self.states.values())
 
 
-class Cut(NamedTuple):
+class CutShown(NamedTuple):
     """How a tensor is cut: (number of the holder, box), one for each part. Tensors that lie alike share one."""
 
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class Holdings(NamedTuple):
 
     mesh: Mapping[str, int]
     holders: tuple[Holder, ...]
-    cuts: tuple[Cut, ...]
+    cuts: tuple[CutShown, ...]
     tensors: Sequence[int]
 
     @property
@@ -164,7 +164,7 @@ def holdings(rows: Iterable[Given], mesh: Mapping[str, int], rank_of: RankOf) ->
         )
         for old in order
     )
-    cuts = tuple(Cut(shape, tuple((numbers[held], box) for held, box in parts)) for shape, parts in book.cuts)
+    cuts = tuple(CutShown(shape, tuple((numbers[held], box) for held, box in parts)) for shape, parts in book.cuts)
     return Holdings(mesh, holders, cuts, tensors)
 
 

@@ -29,8 +29,8 @@ from ckpt_tool.report.page import (
     Facts,
     Lines,
     Page,
+    PageTable,
     Ranks,
-    Table,
     Tiles,
     Verdict,
     style_of,
@@ -103,7 +103,7 @@ def _body(page: Page, facts: tuple[tuple[str, str], ...], figures: bool) -> str:
     top: list[Block] = [*verdicts, Facts((*facts, *rows))] if facts or rows else [*verdicts]
     rest = rest[1:] if leads else rest
 
-    drawn = [block for block in rest if figures and isinstance(block, Table | Lines) and block.drawn]
+    drawn = [block for block in rest if figures and isinstance(block, PageTable | Lines) and block.drawn]
     written = [block for block in rest if block not in drawn]
     parts = [f"<main>\n<h1>{escape(shown(page.title))}</h1>", *map(_block, (*top, *written))]
     if figures:
@@ -139,7 +139,7 @@ def _block(block: Block) -> str:
             f"<dt>{_label(label)}<dd{_classes(_style(value))}>{_text(value)}" for label, value in block.rows
         )
         return f"{_title(block.title)}<dl>\n{rows}\n</dl>"
-    if isinstance(block, Table):
+    if isinstance(block, PageTable):
         return _title(block.title) + _table(block)
     if isinstance(block, Lines):
         listed = [line for line in block.lines if text_of(line)]
@@ -171,7 +171,7 @@ def _title(title: str) -> str:
     return f"<h2>{escape(shown(title))}</h2>\n" if title else ""
 
 
-def _table(table: Table) -> str:
+def _table(table: PageTable) -> str:
     """A table in a box of its own. Where the window is narrow, names have lines of their own (`stack` in the style);
     the roles keep it a table for those who hear it."""
     heads = "".join(
@@ -196,7 +196,7 @@ def _table(table: Table) -> str:
     return _boxed(body, table.title or "table") + closing
 
 
-def _stacking(table: Table) -> list[str]:
+def _stacking(table: PageTable) -> list[str]:
     """The classes of a table whose names are too long to have numbers beside them in a narrow window."""
     longest = max((len(text_of(row[0])) for row in table.rows), default=0)
     stacks = longest > _SHORT and len(table.columns) > 2 and not table.indents

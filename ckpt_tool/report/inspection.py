@@ -13,9 +13,9 @@ from math import prod
 from typing import Any
 
 from ckpt_tool.core.listing import Listing
-from ckpt_tool.report.page import STATE, Block, Cell, Column, Facts, Lines, Page, Styled, Table, Verdict
+from ckpt_tool.report.page import STATE, Block, Cell, Column, Facts, Lines, Page, PageTable, Styled, Verdict
 from ckpt_tool.report.text import count, more, parameters, plural, shape, size
-from ckpt_tool.report.tree import Folding, Tree
+from ckpt_tool.report.tree import FoldedTree, Folding
 
 Document = Mapping[str, Any]
 EXTRAS_SHOWN = 16
@@ -123,11 +123,11 @@ def _missing(document: Document, *, everything: bool) -> Iterator[Block]:
             )
             for file in shown_files
         )
-        yield Table("", columns, rows, more=more(len(files) - len(rows), "file"))
+        yield PageTable("", columns, rows, more=more(len(files) - len(rows), "file"))
 
     shown_tensors = tensors if everything else tensors[:MISSING_SHOWN]
     if tensors:
-        yield Table(
+        yield PageTable(
             "",
             (Column("missing of these tensors"), STATE, Column("bytes", right=True, drop=2)),
             tuple(
@@ -164,7 +164,7 @@ def _security(document: Document) -> Lines | None:
     return Lines("security", tuple(lines) or ("no pickle names a global",))
 
 
-def _states_and_dtypes(document: Document, tensors: Sequence[Document]) -> Iterator[Table]:
+def _states_and_dtypes(document: Document, tensors: Sequence[Document]) -> Iterator[PageTable]:
     by_state: dict[str, dict[str, None]] = {}
     by_dtype: dict[str, list[int]] = {}
     for state, dtype, number, nbytes in _kinds(tensors):
@@ -174,7 +174,7 @@ def _states_and_dtypes(document: Document, tensors: Sequence[Document]) -> Itera
         row[1] += nbytes
     states = document.get("states") or {}
     numbers = (Column("tensors", right=True), Column("bytes", right=True))
-    yield Table(
+    yield PageTable(
         "",
         (STATE, *numbers, Column("dtypes")),
         tuple(
@@ -184,7 +184,7 @@ def _states_and_dtypes(document: Document, tensors: Sequence[Document]) -> Itera
     )
     if len(by_dtype) > 1:
         ordered = sorted(by_dtype.items(), key=lambda item: -item[1][1])
-        yield Table(
+        yield PageTable(
             "",
             (Column("dtype"), *numbers),
             tuple((name, count(number), size(nbytes)) for name, (number, nbytes) in ordered),
@@ -201,7 +201,7 @@ def _kinds(tensors: Sequence[Document]) -> Iterator[tuple[str, str, int, int]]:
         yield tensor["state"], tensor["dtype"], 1, tensor["bytes"]
 
 
-def _folded(listing: Listing, depth: int | None) -> Table:
+def _folded(listing: Listing, depth: int | None) -> PageTable:
     """The names as a tree, from columns. Names of several states are joined row by row."""
     if len({block.state for block in listing.blocks}) > 1:
         return _tree(listing, depth)
@@ -209,10 +209,10 @@ def _folded(listing: Listing, depth: int | None) -> Table:
     for (state, names, kinds), distinct in zip(listing.blocks, listing.distinct, strict=True):
         numbers = {id(kind): folding.leaf((state, kind[0].name, kind[1], ""), kind[2]) for kind, _ in distinct}
         folding.add(names(), map(numbers.__getitem__, map(id, kinds)))
-    return _table(Tree(folding), depth, placed=False, title="")
+    return _table(FoldedTree(folding), depth, placed=False, title="")
 
 
-def _tree(tensors: Sequence[Document], depth: int | None) -> Table:
+def _tree(tensors: Sequence[Document], depth: int | None) -> PageTable:
     """The names as a tree; a tensor's states share its line."""
     placed = any("chunks" in tensor for tensor in tensors)
     states = list(dict.fromkeys(tensor["state"] for tensor in tensors))
@@ -225,10 +225,10 @@ def _tree(tensors: Sequence[Document], depth: int | None) -> Table:
         for t in tensors
     )
     title = "" if len(states) == 1 else f"each name with its states: {', '.join(states)}"
-    return _table(Tree(rows if len(states) == 1 else _joined(rows)), depth, placed=placed, title=title)
+    return _table(FoldedTree(rows if len(states) == 1 else _joined(rows)), depth, placed=placed, title=title)
 
 
-def _table(tree: Tree, depth: int | None, *, placed: bool, title: str) -> Table:
+def _table(tree: FoldedTree, depth: int | None, *, placed: bool, title: str) -> PageTable:
     lines = tree.lines(depth=depth)
     columns = [Column("tensor"), Column("count", right=True, drop=3), Column("dtype"), Column("shape")]
     columns += [Column("cut", drop=1)] if placed else []
@@ -241,7 +241,7 @@ def _table(tree: Tree, depth: int | None, *, placed: bool, title: str) -> Table:
             label = Styled(str(label), "name")
         table.append((label, count(line.tensors), dtype, extents, *([cut] if placed else []), size(line.nbytes)))
     levels = tuple(line.level for line in lines)
-    return Table(title, tuple(columns), tuple(table), levels, drawn=True)
+    return PageTable(title, tuple(columns), tuple(table), levels, drawn=True)
 
 
 def _joined(rows: Iterator[tuple[str, tuple[Any, ...], int]]) -> Iterator[tuple[str, tuple[Any, ...], int]]:
@@ -274,7 +274,7 @@ def _cut(tensor: Document) -> str:
     return f"{text}, {len(chunks)} chunks" if len(chunks) != boxes else text if boxes > 1 else "whole"
 
 
-def _stats(tensors: Sequence[Document]) -> Table:
+def _stats(tensors: Sequence[Document]) -> PageTable:
     columns = (
         Column("tensor"),
         STATE,
@@ -290,10 +290,10 @@ def _stats(tensors: Sequence[Document]) -> Table:
             text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
             cells.append(Styled(text, "bad") if key in ("nan", "inf") and value else text)
         rows.append((tensor["name"], tensor["state"], tensor["dtype"], *cells))
-    return Table("values", columns, tuple(rows))
+    return PageTable("values", columns, tuple(rows))
 
 
-def _files(tensors: Sequence[Document], *, everything: bool) -> Iterator[Table]:
+def _files(tensors: Sequence[Document], *, everything: bool) -> Iterator[PageTable]:
     """Which file holds how much, and for which rank (with `--placement` alone)."""
     files: dict[str, list[Any]] = {}
     for tensor in tensors:
@@ -312,7 +312,7 @@ def _files(tensors: Sequence[Document], *, everything: bool) -> Iterator[Table]:
         rank, chunks, nbytes = files[name]
         coords = " ".join(f"{dim} {at}" for dim, at in rank.items()) if isinstance(rank, Mapping) else str(rank)
         rows.append((name, coords, count(chunks), size(nbytes)))
-    yield Table("", columns, tuple(rows), more=more(len(names) - len(listed), "file"), drawn=True)
+    yield PageTable("", columns, tuple(rows), more=more(len(names) - len(listed), "file"), drawn=True)
 
 
 def _metadata(stated: Mapping[str, Any], *, everything: bool) -> Facts:

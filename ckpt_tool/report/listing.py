@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt_tool.report.page import Block, Cell, Column, Facts, Lines, Page, Styled, Table, Verdict
+from ckpt_tool.report.page import Block, Cell, Column, Facts, Lines, Page, PageTable, Styled, Verdict
 from ckpt_tool.report.text import size
 
 _HIDDEN = ("schema_version", "ok", "verdict")
@@ -44,10 +44,10 @@ def _rows(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
-def _table(title: str, items: Sequence[Mapping[str, Any]]) -> Table:
+def _table(title: str, items: Sequence[Mapping[str, Any]]) -> PageTable:
     keys = list(dict.fromkeys(key for item in items for key in item))
     columns = tuple(Column(_label(key), right=_is_bytes(key)) for key in keys)
-    return Table(title, columns, tuple(tuple(_value(key, item.get(key)) for key in keys) for item in items))
+    return PageTable(title, columns, tuple(tuple(_value(key, item.get(key)) for key in keys) for item in items))
 
 
 def _label(key: str) -> str:

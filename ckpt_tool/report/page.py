@@ -53,7 +53,7 @@ class Facts(NamedTuple):
     title: str = ""
 
 
-class Table(NamedTuple):
+class PageTable(NamedTuple):
     """Rows under columns.
 
     indents: levels by row, for trees. more: a closing line ("... 340 more"). drawn: does a figure of a report show the
@@ -69,7 +69,7 @@ class Table(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """A title and plain lines, each wrapped on its own. drawn: as of `Table`."""
+    """A title and plain lines, each wrapped on its own. drawn: as of `PageTable`."""
 
     title: str
     lines: tuple[Cell, ...]
@@ -114,7 +114,7 @@ class Ranks(NamedTuple):
     rows: tuple[tuple[tuple[str, ...], tuple[tuple[str, ...] | None, ...]], ...]
 
 
-Block = Facts | Table | Lines | Curves | Tiles | Ranks | Verdict
+Block = Facts | PageTable | Lines | Curves | Tiles | Ranks | Verdict
 
 
 class Page(NamedTuple):

@@ -21,7 +21,7 @@ from ckpt_tool.core.report_data import ReportData
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.report import palette
 from ckpt_tool.report.comparison import place_of
-from ckpt_tool.report.holdings import Checkpoint, Cut, Holdings, Rewriting, Tensor, of_catalog
+from ckpt_tool.report.holdings import Checkpoint, CutShown, Holdings, Rewriting, Tensor, of_catalog
 from ckpt_tool.report.text import shown
 
 Document = Mapping[str, Any]
@@ -35,7 +35,7 @@ _TWO_SIDES = {"diff": ("first", "second")}
 NONE = -1
 
 
-class Side(NamedTuple):
+class PictureSide(NamedTuple):
     """Who holds what on one side. cuts: by row, NONE where the side lacks the tensor."""
 
     title: str
@@ -64,7 +64,7 @@ def _of_one(document: Document, checkpoint: Checkpoint) -> dict[str, Any]:
         listed = {(row["name"], row["state"]) for row in document["tensors"]}
         kept = [number for number, row in enumerate(rows) if (row.name, row.state) in listed]
         rows, cuts = [rows[number] for number in kept], [cuts[number] for number in kept]
-    return {**_columns(rows, (Side("", held, cuts),)), **_findings(document, rows)}
+    return {**_columns(rows, (PictureSide("", held, cuts),)), **_findings(document, rows)}
 
 
 def _of_pair(document: Document, left: Checkpoint, right: Checkpoint) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _of_pair(document: Document, left: Checkpoint, right: Checkpoint) -> dict[st
     for title, checkpoint in zip(_TWO_SIDES["diff"], (left, right), strict=True):
         held = of_catalog(checkpoint.catalog, checkpoint.rank_of)
         cuts = dict(zip(checkpoint.catalog.tensors, held.tensors, strict=True))
-        sides.append(Side(title, held, [cuts.get(key, NONE) for key in keys]))
+        sides.append(PictureSide(title, held, [cuts.get(key, NONE) for key in keys]))
     numbers = {key: number for number, key in enumerate(keys)}
     differences = [
         [
@@ -93,7 +93,10 @@ def _of_pair(document: Document, left: Checkpoint, right: Checkpoint) -> dict[st
 
 
 def _of_rewriting(document: Document, what: Rewriting) -> dict[str, Any]:
-    sides = (Side("before", what.before, what.before.tensors), Side("after", what.after, what.after.tensors))
+    sides = (
+        PictureSide("before", what.before, what.before.tensors),
+        PictureSide("after", what.after, what.after.tensors),
+    )
     texts: dict[str, list[int]] = {}
     for number, text in what.fallbacks.items():
         texts.setdefault(text, []).append(number)
@@ -112,7 +115,7 @@ class _Numbers(dict[Any, int]):
         return number
 
 
-def _columns(rows: Sequence[Tensor], sides: Sequence[Side]) -> dict[str, Any]:
+def _columns(rows: Sequence[Tensor], sides: Sequence[PictureSide]) -> dict[str, Any]:
     """rows: for each tensor its kind and the numbers of its name. kinds: (template, state, dtype, shape, a cut a
     side)."""
     templates, states, dtypes, shapes, kinds = (_Numbers() for _ in range(5))
@@ -145,7 +148,7 @@ def _columns(rows: Sequence[Tensor], sides: Sequence[Side]) -> dict[str, Any]:
     }
 
 
-def _side(side: Side) -> dict[str, Any]:
+def _side(side: PictureSide) -> dict[str, Any]:
     held = side.holdings
     return {
         "title": side.title,
@@ -166,7 +169,7 @@ def _side(side: Side) -> dict[str, Any]:
     }
 
 
-def _cut(cut: Cut) -> list[Any]:
+def _cut(cut: CutShown) -> list[Any]:
     """[boxes, holders of each]: a box as its offset and extents, one after the other; 0 for the whole tensor."""
     boxes = _by_box(cut)
     listed = list(boxes.items())[:BOXES_LISTED]
@@ -174,7 +177,7 @@ def _cut(cut: Cut) -> list[Any]:
     return [plain, [_spans(holders) for _, holders in listed], len(boxes) - len(listed)]
 
 
-def _by_box(cut: Cut) -> dict[Box, list[int]]:
+def _by_box(cut: CutShown) -> dict[Box, list[int]]:
     found: dict[Box, list[int]] = {}
     for holder, box in cut.parts:
         found.setdefault(box, []).append(holder)
@@ -208,7 +211,7 @@ def _flow(what: Rewriting) -> list[tuple[int, int, int]]:
     return [(source, output, number // 8) for (source, output), number in sorted(bits.items())]
 
 
-def _shared(before: Cut, after: Cut) -> Iterable[tuple[int, int, int]]:
+def _shared(before: CutShown, after: CutShown) -> Iterable[tuple[int, int, int]]:
     """(holder, holder, elements) of all pairs of parts that share any. Replicas before are one source each.
 
     The boxes before are looked up along the dim that cuts them most, so the cost is that of the pairs that are found.

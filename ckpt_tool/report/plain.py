@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TextIO
 
 from ckpt_tool.report import palette
-from ckpt_tool.report.page import Block, Column, Facts, Lines, Page, Ranks, Style, Table, Verdict, style_of, text_of
+from ckpt_tool.report.page import Block, Column, Facts, Lines, Page, PageTable, Ranks, Style, Verdict, style_of, text_of
 from ckpt_tool.report.text import cells, shown
 
 _CODES: dict[Style, str] = {"strong": "1", "dim": "2", "good": "32", "warn": "33", "bad": "1;31", "name": "36"}
@@ -89,7 +89,7 @@ def write(stream: TextIO | None, text: str) -> None:
 def _block(block: Block, look: Look) -> Iterator[str]:
     if isinstance(block, Facts):
         yield from _facts(block, look)
-    elif isinstance(block, Table):
+    elif isinstance(block, PageTable):
         yield from _table(block, look)
     elif isinstance(block, Lines):
         yield from _title(block.title, look)
@@ -222,7 +222,7 @@ class _Grid(NamedTuple):
         )
 
 
-def _table(table: Table, look: Look) -> Iterator[str]:
+def _table(table: PageTable, look: Look) -> Iterator[str]:
     yield from _title(table.title, look)
     base = 2 if table.title else 0
     indents = table.indents or (0,) * len(table.rows)

@@ -47,7 +47,7 @@ def progress_of(
         return Silent()
     if mode == "json":
         return JsonLines(stream)
-    kind = Bar if mode == "tty" else Lines
+    kind = Bar if mode == "tty" else PlainProgress
     return kind(stream, look_of(stream, color), everything=everything, announce=announce)
 
 
@@ -110,7 +110,7 @@ class _Meter:
         pass
 
 
-class Lines(_Meter):
+class PlainProgress(_Meter):
     """Plain lines: for logs, pipes and terminals that can't redraw."""
 
     def __init__(
@@ -159,7 +159,7 @@ class Lines(_Meter):
             self._say(f"{self._what}: {size(self._done)} in {duration(elapsed)}\n")
 
 
-class Bar(Lines):
+class Bar(PlainProgress):
     """The bar of a terminal: bytes, speed, time left, the file, on one line. rich draws it and is loaded only for a run
     that takes a while."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt_tool.report.page import Block, Cell, Column, Lines, Page, Styled, Table, Verdict
+from ckpt_tool.report.page import Block, Cell, Column, Lines, Page, PageTable, Styled, Verdict
 from ckpt_tool.report.text import plural, size
 
 _NO_RULE = "no rule keeps it"
@@ -30,9 +30,9 @@ def _name(row: Document) -> str:
     return str(row["path"]).rpartition("/")[2]
 
 
-def _table(title: str, rows: Sequence[Document]) -> Table:
+def _table(title: str, rows: Sequence[Document]) -> PageTable:
     columns = (Column("step"), Column("size", right=True, drop=1), Column("reason"))
-    return Table(title, columns, tuple(cells for row in rows for cells in _rows(row)))
+    return PageTable(title, columns, tuple(cells for row in rows for cells in _rows(row)))
 
 
 def _rows(row: Document) -> list[tuple[Cell, ...]]:

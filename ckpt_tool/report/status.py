@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tool.report.page import Block, Cell, Column, Page, Style, Styled, Table, Verdict
+from ckpt_tool.report.page import Block, Cell, Column, Page, PageTable, Style, Styled, Verdict
 from ckpt_tool.report.text import duration, plural, ranges, size
 
 _STYLES: Mapping[str, Style] = {"done": "good", "running": "strong", "dead": "bad"}
@@ -24,7 +24,7 @@ def status(document: Mapping[str, Any]) -> Page:
             Column("left", right=True, drop=1),
             Column("process", drop=3),
         )
-        blocks.append(Table("", columns, tuple(_row(part) for part in parts)))
+        blocks.append(PageTable("", columns, tuple(_row(part) for part in parts)))
     return Page("ckpt status", (*blocks, Verdict(*_verdict(document))))
 
 

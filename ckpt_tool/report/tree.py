@@ -39,7 +39,7 @@ class Line(NamedTuple):
     twin: str = ""
 
 
-class Tree:
+class FoldedTree:
     """The folded tree of (name, what, nbytes) triples; `what` is all that must be equal for tensors to be one line."""
 
     def __init__(self, tensors: Iterable[tuple[str, Hashable, int]] | Folding) -> None:
@@ -191,7 +191,7 @@ _HEAD = re.compile(rb"(?:.*\.)?(?:0|[1-9][0-9]{0,8})(?=\.|\Z)", re.DOTALL)
 _MASK = bytes.maketrans(b"123456789", b"111111111")
 
 
-class Item(NamedTuple):
+class SubtreeItem(NamedTuple):
     """A child of a subtree: `copies` subtrees of one shape, `number`."""
 
     label: str
@@ -204,7 +204,7 @@ class Subtree(NamedTuple):
     """tensors, nbytes: of one copy. leaf: number of the tensor of this very name, -1 for none."""
 
     leaf: int
-    items: tuple[Item, ...]
+    items: tuple[SubtreeItem, ...]
     tensors: int
     nbytes: int
 
@@ -217,7 +217,7 @@ class _Row(NamedTuple):
     numbered: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
-class _Group:
+class _NumberGroup:
     """The numbers below one path: (number, block) of each head."""
 
     __slots__ = ("depth", "members", "path")
@@ -258,7 +258,7 @@ class Folding:
         self._tails = _Made(self._tail)
         self._splits = _Made(self._split)
         self._root: list[int] = []
-        self._groups: list[_Group] = []
+        self._groups: list[_NumberGroup] = []
         self._group_rows: list[int] = []
         self._by_prefix = _Made(self._group)
         self._blocks = _Made(self._block)
@@ -325,14 +325,14 @@ class Folding:
         self._by_prefix[head[:at]].members.append((int(head[at:]), block))
         return block
 
-    def _group(self, prefix: bytes) -> _Group:
+    def _group(self, prefix: bytes) -> _NumberGroup:
         """A new group, known to the head before it. prefix: with its last dot; b"" for numbers at the root."""
         above = prefix[:-1]
         cut = _cut(above)
         below = above[cut + 1 :] if cut else above
         path = _segments(below) if prefix and cut < max(len(above), 1) else ()
         (self._blocks[above[:cut]] if cut else self._root).append(-1 - len(self._groups))
-        group = _Group(path, prefix.count(b"."))
+        group = _NumberGroup(path, prefix.count(b"."))
         self._groups.append(group)
         return group
 
@@ -371,10 +371,10 @@ class Folding:
     def _subtree(
         self, leaf: int, named: list[tuple[str, int]], numbered: tuple[tuple[int, tuple[int, ...]], ...]
     ) -> Subtree:
-        items = [Item(segment, 1, False, number) for segment, number in named]
+        items = [SubtreeItem(segment, 1, False, number) for segment, number in named]
         for number, found in sorted(numbered, key=lambda pair: pair[1]):
             label = str(found[0]) if len(found) == 1 else f"[{ranges(found)}]"
-            items.append(Item(label, len(found), True, number))
+            items.append(SubtreeItem(label, len(found), True, number))
         below = [(item.copies, self.subtrees[item.number]) for item in items]
         return Subtree(
             leaf,

@@ -9,7 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt_tool.report.page import STATE, Block, Cell, Column, Curves, Facts, Lines, Page, Styled, Table, Tiles, Verdict
+from ckpt_tool.report.page import (
+    STATE,
+    Block,
+    Cell,
+    Column,
+    Curves,
+    Facts,
+    Lines,
+    Page,
+    PageTable,
+    Styled,
+    Tiles,
+    Verdict,
+)
 from ckpt_tool.report.text import count, duration, plural
 
 Document = Mapping[str, Any]
@@ -37,7 +50,7 @@ def validation(document: Document, *, everything: bool = False) -> Page:
     return Page("ckpt validate", tuple(blocks))
 
 
-def _pairs(cases: Sequence[Document]) -> Table:
+def _pairs(cases: Sequence[Document]) -> PageTable:
     rows = tuple(
         (
             case["from"],
@@ -59,7 +72,7 @@ def _pairs(cases: Sequence[Document]) -> Table:
         Column("what", drop=2),
         Column("s", right=True, drop=1),
     )
-    return Table("pairs", columns, rows)
+    return PageTable("pairs", columns, rows)
 
 
 def _summary(case: Document) -> str:
@@ -85,7 +98,7 @@ def _case(case: Document) -> Iterator[Block]:
         ),
         f"{case['from']} -> {case['to']}",
     )
-    yield Table(
+    yield PageTable(
         "checks",
         (Column("check"), Column("holds"), Column("what was seen")),
         tuple((check["check"], _good(check["ok"]), check["text"]) for check in case["checks"]),
@@ -119,7 +132,7 @@ def _curve(case: Document) -> Iterator[Block]:
         Column("resumed", right=True, drop=1),
         Column("same bits"),
     )
-    yield Table(
+    yield PageTable(
         "the curve, uninterrupted and resumed",
         columns,
         tuple(
@@ -144,17 +157,17 @@ def _number(row: Document, key: str) -> str:
     return f"{row[key]:.9f}" if key in row else ""
 
 
-def _states(case: Document) -> Table:
+def _states(case: Document) -> PageTable:
     rows = tuple(
         (check["what"], row["state"], f"{row['equal']} of {row['tensors']}")
         for check in case["states"]
         if check["counted"]
         for row in check["states"]
     )
-    return Table("tensors with the same digest", (Column("when"), STATE, Column("tensors", right=True)), rows)
+    return PageTable("tensors with the same digest", (Column("when"), STATE, Column("tensors", right=True)), rows)
 
 
-def _controls(case: Document) -> Table:
+def _controls(case: Document) -> PageTable:
     """The loss column shows how blind the curve is: 0 is a fault that it does not see."""
     rows = tuple(
         (
@@ -173,7 +186,7 @@ def _controls(case: Document) -> Table:
         Column("seen by"),
         Column("as it should"),
     )
-    return Table("negative controls", columns, rows)
+    return PageTable("negative controls", columns, rows)
 
 
 def _picture(ranks: Sequence[Document], title: str) -> Tiles:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.report.inspection import mesh_text, note_text
-from ckpt_tool.report.page import STATE, Block, Cell, Column, Facts, Lines, Page, Styled, Table, Verdict
+from ckpt_tool.report.page import STATE, Block, Cell, Column, Facts, Lines, Page, PageTable, Styled, Verdict
 from ckpt_tool.report.text import count, duration, more, plural, ranges, shape, size
 
 Document = Mapping[str, Any]
@@ -38,7 +38,7 @@ def list_names(document: Document, *, everything: bool) -> list[Block]:
         return []
     columns = (Column("name in the source"), Column("name in the output"), Column("tensors", right=True))
     rows = [(row["source"], ", ".join(row["target"]) or "-", count(row["tensors"])) for row in names]
-    return [Table("names", columns, tuple(rows))]
+    return [PageTable("names", columns, tuple(rows))]
 
 
 def after(document: Document, *, everything: bool = False, shown: bool = False) -> Page:
@@ -66,7 +66,7 @@ def _errors(document: Document, *, everything: bool) -> list[Block]:
     columns = (Column("tensor"), Column("largest error", right=True), Column("relative norm", right=True))
     cells = tuple((row["name"], f"{row['max_abs_error']:.3g}", f"{row['relative_norm']:.3g}") for row in listed)
     title = f"quantised as {quantized['scheme']}, {plural(len(rows), 'weight')}"
-    return [Table(title if len(listed) == len(rows) else f"{title}, the worst", columns, cells)]
+    return [PageTable(title if len(listed) == len(rows) else f"{title}, the worst", columns, cells)]
 
 
 def _unmoved(document: Document) -> str:
@@ -136,7 +136,7 @@ def _travelling(document: Document) -> list[Block]:
         return []
     columns = (STATE, Column("tensors", right=True), Column("bytes", right=True))
     return [
-        Table("", columns, tuple((name, count(row["tensors"]), size(row["bytes"])) for name, row in states.items()))
+        PageTable("", columns, tuple((name, count(row["tensors"]), size(row["bytes"])) for name, row in states.items()))
     ]
 
 

@@ -1,6 +1,6 @@
 """Blocks: reading and writing regions through a small buffer.
 
-A block holds elements [start, stop) of a tensor's line. `Reader.fill` reads what the source regions have of it,
+A block holds elements [start, stop) of a tensor's line. `BlockReader.fill` reads what the source regions have of it,
 `Writer.drain` writes what the output regions want of it. Runs go straight between file and block, long rows of a matrix
 among them; strided parts pass through one scratch of 1 MiB and a NumPy assignment, never element by element.
 Descriptors are kept in a small least-recently-used cache, so that 10,000 shards work under `ulimit -n 64`.
@@ -21,14 +21,14 @@ from ckpt_tool.core.inner_path import is_view
 from ckpt_tool.errors import REPLICAS_DIFFER, CkptError, ReplicasDiffer, SourceChanged, StorageError, wrap_os_error
 from ckpt_tool.plan.copy import Region, clip, hull, is_transposed
 from ckpt_tool.plan.plan import Move, SourceFile
-from ckpt_tool.run.checksum import Pieces
+from ckpt_tool.run.checksum import RunPieces
 from ckpt_tool.run.digest import LEAF
 from ckpt_tool.run.transposed import PANEL, Strips, Transposed
 from ckpt_tool.storage.descriptors import close_read, close_written, stat_of
+from ckpt_tool.storage.output.staging import Staging
 from ckpt_tool.storage.platform_calls import copy_file_range
-from ckpt_tool.storage.read_ahead import NEAR
 from ckpt_tool.storage.source import Tree, identity_of
-from ckpt_tool.storage.staging import Staging
+from ckpt_tool.storage.stores.read_ahead import NEAR
 
 if TYPE_CHECKING:  # at run time by those who need it: a move of plain runs does without, and saves 40 ms
     import numpy as np
@@ -133,7 +133,7 @@ class FdCache:
             close_written(fd, self._path_of(number))
 
 
-class Files(Protocol):
+class OpenFiles(Protocol):
     """Numbered files that a Reader reads: the plan's sources, or the staged output when it is read back."""
 
     def open(self, number: int) -> int: ...
@@ -227,7 +227,7 @@ class StagedFiles:
         return StorageError("a staged file is shorter than planned", code="E0708", path=self._names[number])
 
 
-class Reader:
+class BlockReader:
     """Fills blocks from source regions. For one thread.
 
     crc_starts: for files with checksummed records, the bytes where a record begins; their CRCs collect in `pieces`.
@@ -235,7 +235,7 @@ class Reader:
     """
 
     def __init__(
-        self, files: Files, room: int, crc_starts: Mapping[int, Container[int]], *, panel: int = PANEL
+        self, files: OpenFiles, room: int, crc_starts: Mapping[int, Container[int]], *, panel: int = PANEL
     ) -> None:
         self._files = files
         self.strips = Strips(panel)
@@ -245,7 +245,7 @@ class Reader:
         self._starts = crc_starts
         self._move: Move | None = None  # whose spans are at hand
         self._spans = Spans(())
-        self.pieces: dict[int, Pieces] = {}
+        self.pieces: dict[int, RunPieces] = {}
 
     def fill(
         self, move: Move, block: memoryview, start: int, stop: int, *, count: bool = True, until: int | None = None
@@ -394,7 +394,7 @@ class Reader:
         """Count bytes of a file that have been read into the CRCs of its records."""
         if (starts := self._starts.get(file)) is not None:
             if file not in self.pieces:
-                self.pieces[file] = Pieces()
+                self.pieces[file] = RunPieces()
             self.pieces[file].add(offset, view, breaks=starts)
 
     def _pread_local(self, fd: int, file: int, offset: int, view: memoryview) -> None:
@@ -453,7 +453,7 @@ class Writer:
         self._starts = crc_starts
         self._regions: Sequence[Region] = ()  # whose spans are at hand
         self._spans = Spans(())
-        self.pieces: dict[int, Pieces] = {}
+        self.pieces: dict[int, RunPieces] = {}
 
     def files(self) -> StagedFiles:
         """The files that are written, to be read back."""
@@ -505,7 +505,7 @@ class Writer:
         starts = self._starts.get(file)
         if count and starts is not None:
             if file not in self.pieces:
-                self.pieces[file] = Pieces()
+                self.pieces[file] = RunPieces()
             self.pieces[file].add(offset, view, breaks=starts)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ckpt_tool.storage.crc import crc32
 
-__all__ = ["Piece", "Pieces", "combine", "crc32", "join"]
+__all__ = ["ChecksummedRange", "RunPieces", "combine", "crc32", "join"]
 
 _POLY = 0xEDB88320  # reflected
 
@@ -48,7 +48,7 @@ def combine(first: int, second: int, nbytes: int) -> int:
     return _multiply(_shift(nbytes), first) ^ second
 
 
-class Piece(NamedTuple):
+class ChecksummedRange(NamedTuple):
     """Bytes [start, stop) of a file, and their CRC."""
 
     start: int
@@ -56,12 +56,12 @@ class Piece(NamedTuple):
     crc: int
 
 
-class Pieces:
+class RunPieces:
     """Collects the CRCs of one file's runs as they pass; runs that follow each other grow into one piece."""
 
     def __init__(self) -> None:
         self._begin, self._stop, self._crc = -1, -1, 0  # the piece that grew last, [begin, stop)
-        self._others: dict[int, Piece] = {}  # by stop: pieces that a run starting there continues
+        self._others: dict[int, ChecksummedRange] = {}  # by stop: pieces that a run starting there continues
 
     def add(self, start: int, data: memoryview, *, breaks: Container[int]) -> None:
         """Add the run `data` at byte `start`. breaks: the bytes at which a new record begins."""
@@ -74,9 +74,9 @@ class Pieces:
 
     def _set_aside(self) -> None:
         if self._begin >= 0:
-            self._others[self._stop] = Piece(self._begin, self._stop, self._crc)
+            self._others[self._stop] = ChecksummedRange(self._begin, self._stop, self._crc)
 
-    def take(self) -> list[Piece]:
+    def take(self) -> list[ChecksummedRange]:
         """All pieces; none are left."""
         self._set_aside()
         pieces = list(self._others.values())
@@ -84,7 +84,7 @@ class Pieces:
         return pieces
 
 
-def join(start: int, stop: int, pieces: Iterable[Piece], read: Callable[[int, int], Iterable[bytes]]) -> int:
+def join(start: int, stop: int, pieces: Iterable[ChecksummedRange], read: Callable[[int, int], Iterable[bytes]]) -> int:
     """The CRC of [start, stop) from the pieces that lie in it; what they leave out is read: `read(offset, nbytes)`."""
     at, total = start, 0
 

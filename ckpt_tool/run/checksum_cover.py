@@ -21,16 +21,16 @@ from typing import NamedTuple
 from ckpt_tool.errors import CkptError, SourceChanged
 from ckpt_tool.run.checksum import crc32
 from ckpt_tool.run.scan import each_of
-from ckpt_tool.storage.pickles import shown
-from ckpt_tool.storage.records import Extent, damaged
+from ckpt_tool.storage.pickles.pickle_reader import shown
+from ckpt_tool.storage.records import FileExtent, damaged
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.zip_directory import HEAD, Archive, members
+from ckpt_tool.storage.torch_files.zip_directory import HEAD, ZipArchive, members
 
 _TOGETHER = 4 << 20  # bytes that are read at once: small records with what lies between them, large ones in pieces
 _PICKLE = b"/data.pkl"  # the first member of a torch zip
 
 
-class Stored(NamedTuple):
+class CoveredRange(NamedTuple):
     """A record of a file: its first byte, its size in bytes, its CRC-32, the member that it is."""
 
     offset: int
@@ -57,7 +57,7 @@ def look(
     known: dict[tuple[str, int], str] = {}
 
     def one(number: int) -> None:
-        path, faults, records = files[number], list[CkptError](), list[Stored]()
+        path, faults, records = files[number], list[CkptError](), list[CoveredRange]()
         try:
             for extent in extents(tree, path):
                 records += stored(tree, path, extent)
@@ -76,32 +76,32 @@ def look(
     return Looked([fault for faults, _ in every for fault in faults], uncovered, known)
 
 
-def extents(tree: Tree, path: str) -> list[Extent]:
+def extents(tree: Tree, path: str) -> list[FileExtent]:
     """The zips in a file: those that its reader met, or the whole file where it is one that nobody opened."""
     met, size = tree.met.zips(path), tree.size(path)
     if met or size < len(HEAD) or tree.head(path, len(HEAD)) != HEAD:
         return met
-    whole = Extent(0, size)
+    whole = FileExtent(0, size)
     if _PICKLE in tree.head(path, 512):
         return [whole]
     try:  # a zip of another kind, such as an .npz: perhaps one whose members can be read in place
-        members(Archive(tree, path, 0, size))
+        members(ZipArchive(tree, path, 0, size))
     except CkptError:
         return []
     return [whole]
 
 
-def stored(tree: Tree, path: str, extent: Extent) -> list[Stored]:
+def stored(tree: Tree, path: str, extent: FileExtent) -> list[CoveredRange]:
     """The records of a zip that have a checksum, in their order. Raises what is wrong with its directory."""
-    archive = Archive(tree, path, extent.start, extent.nbytes)
+    archive = ZipArchive(tree, path, extent.start, extent.nbytes)
     return [
-        Stored(extent.start + each.data, each.nbytes, each.crc32, shown(each.name))
+        CoveredRange(extent.start + each.data, each.nbytes, each.crc32, shown(each.name))
         for each in members(archive)
         if each.nbytes and each.crc32
     ]
 
 
-def damaged_records(tree: Tree, path: str, records: Sequence[Stored]) -> Iterator[CkptError]:
+def damaged_records(tree: Tree, path: str, records: Sequence[CoveredRange]) -> Iterator[CkptError]:
     """A fault for every record whose bytes have another CRC-32."""
     for some in _together(records):
         start, stop = some[0].offset, some[-1].offset + some[-1].nbytes
@@ -117,9 +117,9 @@ def damaged_records(tree: Tree, path: str, records: Sequence[Stored]) -> Iterato
                 yield damaged(tree.display(path), (each.offset, each.nbytes, each.crc), crc, each.member)
 
 
-def _together(records: Sequence[Stored]) -> Iterator[list[Stored]]:
+def _together(records: Sequence[CoveredRange]) -> Iterator[list[CoveredRange]]:
     """Records that one read takes: neighbours with little between them, or one large one."""
-    some: list[Stored] = []
+    some: list[CoveredRange] = []
     for each in records:
         if some:
             stop = some[-1].offset + some[-1].nbytes

@@ -22,7 +22,7 @@ from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.compute import Bytes, numpy_type
-from ckpt_tool.run.records import Checked
+from ckpt_tool.run.records import CheckedRecords
 from ckpt_tool.run.scan import Readable, Visit, readable, walk
 from ckpt_tool.run.walk import STRIDED_BLOCK
 from ckpt_tool.storage.source import Tree
@@ -148,7 +148,7 @@ def compare(
     theirs = readable([pair[1] for pair in pairs], right)
     other, beside = (
         {id(a): b for a, b in zip(mine.moves, theirs.moves, strict=True)},
-        Checked(theirs.files, theirs.records),
+        CheckedRecords(theirs.files, theirs.records),
     )
     found: dict[int, Worst] = {}
 

@@ -37,10 +37,10 @@ from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.tensor import LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError, InternalError
 from ckpt_tool.plan.plan import Move
-from ckpt_tool.run.blocks import Reader
-from ckpt_tool.run.checksum import Piece
+from ckpt_tool.run.blocks import BlockReader
+from ckpt_tool.run.checksum import ChecksummedRange
 from ckpt_tool.run.compute import numpy_type
-from ckpt_tool.run.records import Checked, record_faults
+from ckpt_tool.run.records import CheckedRecords, record_faults
 from ckpt_tool.run.scan import each_of, readable
 from ckpt_tool.storage.source import Identity, Tree
 
@@ -139,7 +139,7 @@ class ExactRecipe(Recipe):
 class _Lines:
     """The inputs of the recipe of `path`, for one thread."""
 
-    def __init__(self, path: str, inputs: list[tuple[Move, Reader]]) -> None:
+    def __init__(self, path: str, inputs: list[tuple[Move, BlockReader]]) -> None:
         self.path, self.inputs = path, inputs
         self._lent: dict[int, Array] = {}  # the pages of fresh arrays cost more than a pass over them
 
@@ -175,8 +175,8 @@ class ComputedTree(Tree):
         self.root, self.single = first.inputs[0].tree.root, None
         self._first_sight: dict[tuple[str, str], str] = {}
         self._of_thread = threading.local()
-        self._readers: dict[Reader, Tree] = {}
-        self._passed: dict[tuple[str, str], list[Piece]] = {}  # (tree, file) -> CRCs of what was read of it
+        self._readers: dict[BlockReader, Tree] = {}
+        self._passed: dict[tuple[str, str], list[ChecksummedRange]] = {}  # (tree, file) -> CRCs of what was read of it
         self._guard = threading.Lock()
         self.tensors = tuple(
             simple_tensor(recipe.key, StoredArray(path, 0, recipe.dtype, recipe.shape))
@@ -328,9 +328,9 @@ class ComputedTree(Tree):
             last = self._of_thread.last = _Lines(path, [self._line(each) for each in recipe.inputs])
         return last
 
-    def _line(self, each: Input) -> tuple[Move, Reader]:
+    def _line(self, each: Input) -> tuple[Move, BlockReader]:
         source = readable([each.tensor], each.tree)
-        reader = Checked(source.files, source.records).reader(_ROOM)
+        reader = CheckedRecords(source.files, source.records).reader(_ROOM)
         with self._guard:
             self._readers[reader] = each.tree
         return source.moves[0], reader
@@ -342,7 +342,7 @@ class ComputedTree(Tree):
         for _, reader in last.inputs if last else ():
             self._close(reader)
 
-    def _close(self, reader: Reader) -> None:
+    def _close(self, reader: BlockReader) -> None:
         with self._guard:
             tree = self._readers.pop(reader, None)
             if tree is not None:

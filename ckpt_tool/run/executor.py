@@ -40,8 +40,8 @@ from ckpt_tool.errors import (
 from ckpt_tool.plan.plan import Move, Plan
 from ckpt_tool.plan.schedule import Unit, units
 from ckpt_tool.run import replicas
-from ckpt_tool.run.blocks import Reader, Sources, StagedFiles, Writer
-from ckpt_tool.run.checksum import Piece
+from ckpt_tool.run.blocks import BlockReader, Sources, StagedFiles, Writer
+from ckpt_tool.run.checksum import ChecksummedRange
 from ckpt_tool.run.digest import root
 from ckpt_tool.run.file_parts import in_order_of_files
 from ckpt_tool.run.finish import check_records, copy_sidefiles, fill_patches, sync_all, write_all
@@ -51,12 +51,12 @@ from ckpt_tool.run.shares import of_part
 from ckpt_tool.run.staged import Gaps, Line, intact
 from ckpt_tool.run.threads import Workers
 from ckpt_tool.run.transposed import PANEL
-from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Job, Mover, Movers, Walks, is_made
+from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Mover, Movers, WalkBuffers, Walks, is_made
 from ckpt_tool.storage.descriptors import close_written
-from ckpt_tool.storage.journal import PartStatus
-from ckpt_tool.storage.replaced import Replaced
+from ckpt_tool.storage.output.journal import PartStatus
+from ckpt_tool.storage.output.replaced import ReplacedOutput
+from ckpt_tool.storage.output.staging import Staging
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.staging import Staging
 
 if TYPE_CHECKING:
     from ckpt_tool.run.upload import Upload
@@ -81,7 +81,7 @@ class Result:
 Check = Callable[["Path | Upload", dict[TensorKey, str], dict[TensorKey, str]], None]  # staged, digests out and in
 
 
-class Seal(Protocol):
+class SealWriter(Protocol):
     """Files that say what the others are, by their hashes: a signature, an attestation."""
 
     @property
@@ -96,7 +96,7 @@ class Seal(Protocol):
 
 
 @dataclass(slots=True)
-class State:
+class RunState:
     """What the threads share."""
 
     queue: list[tuple[int, Unit]]
@@ -105,8 +105,8 @@ class State:
     leaves: dict[int, dict[int, bytes]] = field(default_factory=dict)  # move -> first leaf -> hashes
     leaves_out: dict[int, dict[int, bytes]] = field(default_factory=dict)
     overflows: dict[int, int] = field(default_factory=dict)
-    source_pieces: dict[int, list[Piece]] = field(default_factory=dict)
-    output_pieces: dict[int, list[Piece]] = field(default_factory=dict)
+    source_pieces: dict[int, list[ChecksummedRange]] = field(default_factory=dict)
+    output_pieces: dict[int, list[ChecksummedRange]] = field(default_factory=dict)
     hashes: FileHashes | None = None
     error: BaseException | None = None
     stop: bool = False
@@ -157,8 +157,8 @@ class Executor:
         progress: Progress | None = None,
         check: Check | None = None,
         movers: Movers | None = None,
-        seal: Seal | None = None,
-        replaced: Replaced | None = None,
+        seal: SealWriter | None = None,
+        replaced: ReplacedOutput | None = None,
     ) -> None:
         self.plan, self.options, self.part, self.worker = plan, options, part, worker
         self.progress, self.check = progress, check
@@ -220,7 +220,7 @@ class Executor:
     def _run(self, staging: Staging) -> Result:
         self._prepare(staging)
         mine = self._mine()
-        state = State(list(mine))
+        state = RunState(list(mine))
         done = self._take_up(staging, state)
         if self._seal is not None:
             self._hash_on_the_way(staging, state, mine)
@@ -245,7 +245,7 @@ class Executor:
     def _run_claims(self, staging: Staging) -> Result:
         """As one of any number of workers: what is claimed is done, until all is; one of them commits."""
         self._prepare(staging, heads=False)
-        shares, state, mine = _shared_out(self.units), State([]), set[int]()
+        shares, state, mine = _shared_out(self.units), RunState([]), set[int]()
         total = sum(unit.nbytes for unit in self.units)
         staging.begin(len(self.units), total)
         if self.progress:
@@ -279,7 +279,7 @@ class Executor:
                     waits.a_while("waiting for the worker that commits")
         return Result({}, {}, {}, committed=False)
 
-    def _hash_on_the_way(self, staging: Staging, state: State, mine: Sequence[tuple[int, Unit]]) -> None:
+    def _hash_on_the_way(self, staging: Staging, state: RunState, mine: Sequence[tuple[int, Unit]]) -> None:
         """Take the files' hashes while the queue is moved, in the order in which that goes best."""
         state.hashes, waiting = FileHashes(self.plan, staging, self.threads), {number for number, _ in state.queue}
         for number, unit in mine:
@@ -306,7 +306,7 @@ class Executor:
 
     # -- going on from a journal ----------------------------------------------------------------------------------
 
-    def _take_up(self, staging: Staging, state: State) -> int:
+    def _take_up(self, staging: Staging, state: RunState) -> int:
         """Take units off the queue that an earlier run finished, after hashing what it wrote. Returns their bytes."""
         if self.part is None and staging.went_on:
             self._clear_gaps(staging)
@@ -320,7 +320,7 @@ class Executor:
             self.progress.note(f"{done} bytes were written by an earlier run and are as they should be")
         return done
 
-    def _take_over(self, staging: Staging, state: State, journal: Sequence[Line], mine: AbstractSet[int]) -> None:
+    def _take_over(self, staging: Staging, state: RunState, journal: Sequence[Line], mine: AbstractSet[int]) -> None:
         """What others staged, all but the units `mine`, looked at again now that none of them is at work: heads are
         written again, units that are not what their journals say are moved again. Unhashed runs (`verify="off"`)
         believe the journals."""
@@ -339,7 +339,7 @@ class Executor:
     def _sift(
         self,
         staging: Staging,
-        state: State,
+        state: RunState,
         journal: Sequence[Line],
         advance: Callable[[int], None] = lambda nbytes: None,
     ) -> int:
@@ -363,7 +363,7 @@ class Executor:
 
     def _clear_gaps(self, staging: Staging) -> None:
         """Zeros where nobody writes, whatever someone has left there."""
-        gaps, reader = Gaps(self.plan), Reader(StagedFiles(staging.open, self._names), 1, {})
+        gaps, reader = Gaps(self.plan), BlockReader(StagedFiles(staging.open, self._names), 1, {})
         try:
             for number, file in enumerate(self.plan.outputs):
                 for offset, nbytes in gaps.stray(number, reader):
@@ -371,7 +371,7 @@ class Executor:
         finally:
             reader.close()
 
-    def gather_leaves(self, lines: Iterable[Line], state: State) -> None:
+    def gather_leaves(self, lines: Iterable[Line], state: RunState) -> None:
         for line in lines:
             for move, first, text, out_first, out_text in line.get("leaves", ()):
                 if text:  # in a share shorter than a leaf none may begin: `first` is then another share's leaf
@@ -383,12 +383,12 @@ class Executor:
 
     # -- the threads ------------------------------------------------------------------------------------------------
 
-    def _move(self, staging: Staging, state: State) -> None:
+    def _move(self, staging: Staging, state: RunState) -> None:
         """Move all units of the queue into the staging folder."""
         record = staging.record if self.hashing else lambda line: None
         self.work(lambda room: Writer(staging, self._names, room, self._patch_starts), record, state)
 
-    def work(self, writer: Callable[[int], Writer], record: Callable[[dict[str, Any]], None], state: State) -> None:
+    def work(self, writer: Callable[[int], Writer], record: Callable[[dict[str, Any]], None], state: RunState) -> None:
         """Move all units of the queue. writer: makes a thread's, with so many descriptors. record: of a unit done."""
         count = max(1, min(self.threads, len(state.queue)))
         for _, unit in state.queue:
@@ -404,9 +404,9 @@ class Executor:
             raise state.error
 
     def _worker(
-        self, new_writer: Callable[[], Writer], record: Callable[[dict[str, Any]], None], state: State, room: int
+        self, new_writer: Callable[[], Writer], record: Callable[[dict[str, Any]], None], state: RunState, room: int
     ) -> None:
-        reader, writer = Reader(self.sources, room, self._record_starts, panel=self._panel), new_writer()
+        reader, writer = BlockReader(self.sources, room, self._record_starts, panel=self._panel), new_writer()
         block, scratch = memoryview(bytearray(ROOM)), memoryview(bytearray(STRIDED_BLOCK))
         me, mover = threading.get_ident(), None
         ahead = self._ahead(state, reader, me)
@@ -415,7 +415,7 @@ class Executor:
             self.advance(nbytes)
             ahead.passed(nbytes)
 
-        job = Job(reader, writer, block, scratch, self.hashing, lambda: state.stop, advance)
+        job = WalkBuffers(reader, writer, block, scratch, self.hashing, lambda: state.stop, advance)
         try:
             mover = Walks(job, self.plan.moves) if self._movers is None else self._movers.open(job, self.plan.moves)
             for taken in ahead:
@@ -444,7 +444,7 @@ class Executor:
                 with state.lock:
                     state.error = state.error or e
 
-    def _ahead(self, state: State, reader: Reader, me: int) -> Prefetch[tuple[int, Unit]]:
+    def _ahead(self, state: RunState, reader: BlockReader, me: int) -> Prefetch[tuple[int, Unit]]:
         """A thread's units. Of a store the next one's bytes are asked for before one is over; a card reads in its own
         way."""
         moves, far = self.plan.moves, self._movers is None and self.sources.far
@@ -459,7 +459,7 @@ class Executor:
 
         return Prefetch(take, expect, lambda taken: taken[1].nbytes, early=far)
 
-    def _next(self, state: State, me: int) -> tuple[int, Unit] | None:
+    def _next(self, state: RunState, me: int) -> tuple[int, Unit] | None:
         """A unit whose output files no other thread is writing, of those the one for the file with the most to come, so
         that no file is left for all threads at the end; else the first."""
         state.busy.pop(me, None)
@@ -479,7 +479,7 @@ class Executor:
         state.busy[me] = unit.files
         return number, unit
 
-    def _unit(self, taken: tuple[int, Unit], mover: Mover, state: State) -> dict[str, Any] | None:
+    def _unit(self, taken: tuple[int, Unit], mover: Mover, state: RunState) -> dict[str, Any] | None:
         """Move one unit. Returns its journal line; None when the run was stopped in it."""
         number, unit = taken
         walked = mover.unit(unit.items)
@@ -506,7 +506,7 @@ class Executor:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def digests(self, state: State) -> tuple[dict[TensorKey, str], dict[TensorKey, str], dict[TensorKey, int]]:
+    def digests(self, state: RunState) -> tuple[dict[TensorKey, str], dict[TensorKey, str], dict[TensorKey, int]]:
         """(of what was read, of what was written, overflows of casts), and what hangs on all values having moved is
         raised: overflows that are not allowed, damaged records."""
         moves = self.plan.moves
@@ -531,7 +531,7 @@ class Executor:
             check_records(self.plan, self.sources, state.source_pieces)
         return digests, digests_out, overflows
 
-    def _finish(self, staging: Staging, state: State) -> Result:
+    def _finish(self, staging: Staging, state: RunState) -> Result:
         if self.progress:
             for why in compiled.notes:
                 self.progress.note(why, detail=True)

@@ -15,14 +15,14 @@ from itertools import chain
 from ckpt_tool.core.target import DIGEST_CHARS
 from ckpt_tool.errors import CkptError, StorageError, wrap_os_error
 from ckpt_tool.plan.plan import Plan
-from ckpt_tool.run.blocks import Reader, Sources
-from ckpt_tool.run.checksum import Piece, join
+from ckpt_tool.run.blocks import BlockReader, Sources
+from ckpt_tool.run.checksum import ChecksummedRange, join
 from ckpt_tool.run.records import ALONE, raise_all, record_faults, within
 from ckpt_tool.storage.descriptors import close_read, close_written, stat_of
-from ckpt_tool.storage.staging import Staging
+from ckpt_tool.storage.output.staging import Staging
 
 
-def check_records(plan: Plan, sources: Sources, pieces: Mapping[int, Sequence[Piece]]) -> None:
+def check_records(plan: Plan, sources: Sources, pieces: Mapping[int, Sequence[ChecksummedRange]]) -> None:
     """Raise CorruptFile naming every damaged record that the plan reads, whether moved or computed from."""
     raise_all(chain(record_faults(plan.records, sources, pieces), sources.late_faults()))
 
@@ -33,7 +33,7 @@ def copy_sidefiles(plan: Plan, sources: Sources, staging: Staging) -> None:
     for file in plan.outputs:
         if file.copy_of is None:
             continue
-        reader, fd = Reader(sources, 1, {}), staging.open(file.path)
+        reader, fd = BlockReader(sources, 1, {}), staging.open(file.path)
         try:
             offset = 0
             for data in reader.chunks(numbers[file.copy_of], 0, file.size):
@@ -45,7 +45,7 @@ def copy_sidefiles(plan: Plan, sources: Sources, staging: Staging) -> None:
 
 
 def fill_patches(
-    plan: Plan, staging: Staging, pieces: Mapping[int, Sequence[Piece]], digests: Sequence[str] | None
+    plan: Plan, staging: Staging, pieces: Mapping[int, Sequence[ChecksummedRange]], digests: Sequence[str] | None
 ) -> None:
     """Fill the holes of the outputs: CRCs of written records, digests of tensors (None: they were not taken), hashes of
     files; files that hold such hashes come last.
@@ -73,7 +73,7 @@ def fill_patches(
             close_written(fd, staging.path / file.path)
 
 
-def _checksums(fd: int, spans: Collection[tuple[int, int]], written: Sequence[Piece]) -> list[int]:
+def _checksums(fd: int, spans: Collection[tuple[int, int]], written: Sequence[ChecksummedRange]) -> list[int]:
     """The CRC-32 of each (offset, length) of a file; by several threads where much of it was not seen when written."""
 
     def crc(span: tuple[int, int]) -> int:

@@ -32,7 +32,7 @@ from ckpt_tool.run.file_parts import FileParts
 from ckpt_tool.run.finish import read_chunks, write_all
 from ckpt_tool.run.threads import Workers
 from ckpt_tool.storage.descriptors import close_read
-from ckpt_tool.storage.staging import Staging
+from ckpt_tool.storage.output.staging import Staging
 
 WINDOW = 4 << 20  # bytes
 BACKLOG = 256 << 20  # bytes that may be whole and not hashed before the thread that wrote them waits
@@ -40,7 +40,7 @@ BACKLOG = 256 << 20  # bytes that may be whole and not hashed before the thread 
 _Hole = tuple[int, tuple[int, int] | None]  # where, and whose CRC (offset, length) fills it; None: known at the end
 
 
-class _File(FileParts):
+class _HashedFile(FileParts):
     """One output file on its way. at: bytes that are hashed. left: window -> bytes still to come."""
 
     def __init__(self, file: TargetFile, arrays: Sequence[Extent]) -> None:
@@ -79,7 +79,7 @@ class FileHashes:
 
     def __init__(self, plan: Plan, staging: Staging, threads: int) -> None:
         self._moves, self._staging, self._threads = plan.moves, staging, threads
-        self._files = [_File(file, arrays) for file, arrays in zip(plan.outputs, plan.arrays, strict=True)]
+        self._files = [_HashedFile(file, arrays) for file, arrays in zip(plan.outputs, plan.arrays, strict=True)]
         self._lock = threading.Lock()
         for move in plan.moves:
             for region in move.outputs:
@@ -105,7 +105,7 @@ class FileHashes:
         for number in came if not later else ():
             self._go_on(self._files[number])
 
-    def _go_on(self, file: _File) -> None:
+    def _go_on(self, file: _HashedFile) -> None:
         """Hash what is whole at the front of a file, unless another thread does; where that has far to go, wait for
         it."""
         with self._lock:
@@ -122,7 +122,7 @@ class FileHashes:
         finally:
             file.turn.release()
 
-    def _reach(self, file: _File, fd: int) -> int:
+    def _reach(self, file: _HashedFile, fd: int) -> int:
         """Up to which byte a file can be hashed now, with its turn. Fills the holes before it."""
         while True:
             with self._lock:
@@ -141,7 +141,7 @@ class FileHashes:
             file.filled.append((offset, file.crcs[span]))
             file.holes.pop()
 
-    def _hash(self, file: _File, fd: int, stop: int) -> None:
+    def _hash(self, file: _HashedFile, fd: int, stop: int) -> None:
         for data in read_chunks(fd, file.at, stop - file.at):
             file.digest.update(data)
         file.at = stop
@@ -170,7 +170,7 @@ class FileHashes:
         """Bytes that are not hashed yet."""
         return sum(file.size - file.at for file in self._files)
 
-    def _end(self, file: _File, advance: Callable[[int], None]) -> None:
+    def _end(self, file: _HashedFile, advance: Callable[[int], None]) -> None:
         fd = self._staging.open(file.path)
         try:
             while file.at < file.size:

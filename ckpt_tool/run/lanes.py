@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Transfer = Callable[[int, int, memoryview], None]  # (file, offset, bytes): `Reader.pread` or `Writer.pwrite`
 
 
-class Run(NamedTuple):
+class LineRun(NamedTuple):
     """Bytes [start, stop) of the line lie in `file` from byte start + shift on."""
 
     start: int
@@ -39,7 +39,7 @@ class Run(NamedTuple):
     shift: int
 
 
-class Band(NamedTuple):
+class LineBand(NamedTuple):
     """Rows [low, high) of the line, bytes [column, column + width) of each, lie in `file` end to end from `offset`
     on."""
 
@@ -51,9 +51,9 @@ class Band(NamedTuple):
     offset: int
 
 
-def runs_of(regions: Sequence[Region], item: int, start: int, stop: int) -> list[Run] | None:
+def runs_of(regions: Sequence[Region], item: int, start: int, stop: int) -> list[LineRun] | None:
     """What plain runs hold of elements [start, stop), in line order; None when a region is no row of long runs."""
-    found: list[Run] = []
+    found: list[LineRun] = []
     for region in regions:
         low, high = hull(region)
         if low >= stop or high <= start:
@@ -66,16 +66,16 @@ def runs_of(regions: Sequence[Region], item: int, start: int, stop: int) -> list
     return found
 
 
-def _runs(part: Region, item: int) -> Iterator[Run]:
+def _runs(part: Region, item: int) -> Iterator[LineRun]:
     if len(part.extents) > 1:
         for index in range(part.extents[0]):
             yield from _runs(part.row(index), item)
     else:
         start = part.at * item
-        yield Run(start, start + part.numel * item, part.file, part.offset - start)
+        yield LineRun(start, start + part.numel * item, part.file, part.offset - start)
 
 
-def bands_of(regions: Sequence[Region], item: int) -> tuple[int, list[Band]] | None:
+def bands_of(regions: Sequence[Region], item: int) -> tuple[int, list[LineBand]] | None:
     """(elements of a row, the regions as bands of such rows), None where one of them is none."""
     widths = {
         region.steps[0] for region in regions if len(region.extents) == 2 or len(region.extents) == 1 != region.steps[0]
@@ -90,7 +90,7 @@ def bands_of(regions: Sequence[Region], item: int) -> tuple[int, list[Band]] | N
         if shape is None:
             return None
         height, width = shape
-        bands.append(Band(low, low + height, column * item, width * item, region.file, region.offset))
+        bands.append(LineBand(low, low + height, column * item, width * item, region.file, region.offset))
     return row, bands
 
 
@@ -114,7 +114,7 @@ def _rows(region: Region, row: int, column: int, item: int) -> tuple[int, int] |
 class Runs:
     """A side of plain runs. Blocks must come in line order."""
 
-    def __init__(self, runs: list[Run], transfer: Transfer) -> None:
+    def __init__(self, runs: list[LineRun], transfer: Transfer) -> None:
         self._runs, self._transfer = runs, transfer
         self._next = 0  # the first run that does not end before the block
 
@@ -159,7 +159,7 @@ class Bands:
 
     def __init__(
         self,
-        bands: Sequence[Band],
+        bands: Sequence[LineBand],
         row: int,
         item: int,
         block: memoryview,

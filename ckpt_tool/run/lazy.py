@@ -19,7 +19,7 @@ from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.tensor import MODEL, Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError, near_misses
 from ckpt_tool.run.compute import Bytes, numpy_type
-from ckpt_tool.run.records import Checked, raise_all
+from ckpt_tool.run.records import CheckedRecords, raise_all
 from ckpt_tool.run.scan import readable
 from ckpt_tool.storage.source import Tree
 
@@ -159,7 +159,7 @@ class LazyTensor:
         chunks = [part for chunk in self._tensor.chunks if (part := part_within(chunk, self._box)) is not None]
         source = readable([self._tensor._replace(shape=self._box.shape, chunks=tuple(chunks))], self._tree)
         block: Bytes = np.empty(self._tensor.dtype.nbytes(prod(self._box.shape)), np.uint8)
-        checked = Checked(source.files, source.records)
+        checked = CheckedRecords(source.files, source.records)
         reader = checked.reader(16)
         try:
             reader.expect([(source.moves[0], 0, source.moves[0].numel)])

@@ -1,7 +1,7 @@
 """Records of the sources held against their checksums: the CRCs of what passes by are collected, and settled at the
 end.
 
-    checked = Checked(source.files, source.records)
+    checked = CheckedRecords(source.files, source.records)
     reader = checked.reader(16)
     reader.fill(...)                   # any number of readers, on any threads
     checked.done(reader)
@@ -20,29 +20,29 @@ from functools import partial
 
 from ckpt_tool.errors import CkptError, CorruptFile
 from ckpt_tool.plan.plan import Record
-from ckpt_tool.run.blocks import Files, Reader
-from ckpt_tool.run.checksum import Piece, join
+from ckpt_tool.run.blocks import BlockReader, OpenFiles
+from ckpt_tool.run.checksum import ChecksummedRange, join
 from ckpt_tool.storage.records import damaged
 
 ALONE = 16 << 20  # bytes: what is left to read for checksums goes to several threads from here on
 
 
-class Checked:
+class CheckedRecords:
     """The checksummed records of some files, and what passed by of them. Thread-safe."""
 
-    def __init__(self, files: Files, records: Sequence[Record]) -> None:
+    def __init__(self, files: OpenFiles, records: Sequence[Record]) -> None:
         self.files, self.records = files, records
         self._starts: dict[int, set[int]] = {}
         for record in records:
             self._starts.setdefault(record.file, set()).add(record.offset)
-        self._pieces: dict[int, list[Piece]] = {}
+        self._pieces: dict[int, list[ChecksummedRange]] = {}
         self._lock = threading.Lock()
 
-    def reader(self, room: int) -> Reader:
+    def reader(self, room: int) -> BlockReader:
         """A reader whose bytes count, for one thread; give it back to `done`. room: descriptors that it may keep."""
-        return Reader(self.files, room, self._starts)
+        return BlockReader(self.files, room, self._starts)
 
-    def done(self, reader: Reader) -> None:
+    def done(self, reader: BlockReader) -> None:
         """Take up what passed by the reader, and close it."""
         with self._lock:
             for file, collected in reader.pieces.items():
@@ -57,7 +57,11 @@ class Checked:
 
 
 def record_faults(
-    records: Sequence[Record], files: Files, pieces: Mapping[int, Sequence[Piece]], *, unread: bool = True
+    records: Sequence[Record],
+    files: OpenFiles,
+    pieces: Mapping[int, Sequence[ChecksummedRange]],
+    *,
+    unread: bool = True,
 ) -> Iterator[CorruptFile]:
     """A fault for every checksummed record whose bytes have another CRC-32; parts nobody read are read now, or, with
     `unread` off, their records are left out.
@@ -67,7 +71,7 @@ def record_faults(
     by_file = {file: sorted(found) for file, found in pieces.items()}
 
     def fault(record: Record) -> CorruptFile | None:
-        stop, reader = record.offset + record.nbytes, Reader(files, 1, {})
+        stop, reader = record.offset + record.nbytes, BlockReader(files, 1, {})
         own = within(by_file.get(record.file, []), record.offset, stop)
         try:
             have = join(record.offset, stop, own, partial(reader.chunks, record.file))
@@ -89,7 +93,7 @@ def record_faults(
         yield from filter(None, pool.map(fault, records))
 
 
-def _is_whole(record: Record, pieces: Sequence[Piece]) -> bool:
+def _is_whole(record: Record, pieces: Sequence[ChecksummedRange]) -> bool:
     """Did all bytes of the record pass by?"""
     at, stop = record.offset, record.offset + record.nbytes
     for piece in within(pieces, at, stop):
@@ -111,10 +115,10 @@ def raise_all(faults: Iterable[CkptError]) -> None:
         raise first
 
 
-def within(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
+def within(pieces: Sequence[ChecksummedRange], start: int, stop: int) -> list[ChecksummedRange]:
     """Of sorted pieces those that lie in [start, stop)."""
     found = []
-    for piece in pieces[bisect_left(pieces, Piece(start, 0, 0)) :]:
+    for piece in pieces[bisect_left(pieces, ChecksummedRange(start, 0, 0)) :]:
         if piece.start >= stop:
             break
         if piece.stop <= stop:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpt_tool.errors import REPLICAS_DIFFER, CkptError, ReplicasDiffer
 from ckpt_tool.plan.copy import Region
 from ckpt_tool.plan.plan import Move, Moves
-from ckpt_tool.run.blocks import Files, Reader, Sources, Spans
+from ckpt_tool.run.blocks import BlockReader, OpenFiles, Sources, Spans
 
 if TYPE_CHECKING:  # NumPy comes where there is something to compare
     from ckpt_tool.core.tensor import LogicalTensor
@@ -118,11 +118,11 @@ def differing(moves: Sequence[Move], sources: Sources, *, threads: int | None = 
 
     found: dict[int, Apart] = {}
 
-    def read(reader: Reader, queue: Queue) -> None:
+    def read(reader: BlockReader, queue: Queue) -> None:
         from ckpt_tool.run.walk import STRIDED_BLOCK
 
         block = memoryview(bytearray(STRIDED_BLOCK))
-        comparing = _Comparing(sources)
+        comparing = _ReplicaReader(sources)
         try:
             for index in queue:
                 move = moves[index]
@@ -140,10 +140,10 @@ def differing(moves: Sequence[Move], sources: Sources, *, threads: int | None = 
     return [found[index] for index in sorted(found)]
 
 
-class _Comparing(Reader):
+class _ReplicaReader(BlockReader):
     """A reader that writes down how far replicas are apart where another one raises. For one thread."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: OpenFiles) -> None:
         super().__init__(files, 32, {})
         self._worst: dict[int, Worst] = {}
 

@@ -18,7 +18,7 @@ from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.plan.plan import Move
-from ckpt_tool.run.blocks import Reader
+from ckpt_tool.run.blocks import BlockReader
 from ckpt_tool.run.compute import Bytes, cast, numpy_type
 from ckpt_tool.run.scan import Visit, readable, walk
 from ckpt_tool.run.walk import STRIDED_BLOCK
@@ -45,7 +45,7 @@ def drifts(catalog: Catalog, tree: Tree, *, skip: frozenset[str] = frozenset()) 
 
     def visit(move: Move) -> Visit:
         master = masters[move.key.name]
-        reader = Reader(theirs.files, 16, {})
+        reader = BlockReader(theirs.files, 16, {})
         buffer: Bytes = np.empty(STRIDED_BLOCK * (master.item // move.item), np.uint8)
 
         def see(move: Move, at: int, data: Bytes) -> None:

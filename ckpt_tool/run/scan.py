@@ -23,11 +23,11 @@ from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, InputError, StorageError
 from ckpt_tool.plan.copy import source_region
 from ckpt_tool.plan.plan import Move, Record, SourceFile
-from ckpt_tool.run.blocks import Reader, Sources
+from ckpt_tool.run.blocks import BlockReader, Sources
 from ckpt_tool.run.compute import Bytes
 from ckpt_tool.run.digest import LeafStream, root
 from ckpt_tool.run.prefetch import Prefetch
-from ckpt_tool.run.records import Checked, raise_all
+from ckpt_tool.run.records import CheckedRecords, raise_all
 from ckpt_tool.run.threads import Workers
 from ckpt_tool.run.walk import STRIDED_BLOCK
 from ckpt_tool.storage.source import Tree
@@ -74,7 +74,7 @@ def walk(
     *,
     threads: int | None = None,
     on_fault: Callable[[CkptError], None] | None = None,
-    beside: Checked | None = None,
+    beside: CheckedRecords | None = None,
     progress: Progress | None = None,
     bytewise: bool = False,
 ) -> None:
@@ -87,7 +87,7 @@ def walk(
 
     lock = threading.Lock()
 
-    def read(reader: Reader, queue: Queue) -> None:
+    def read(reader: BlockReader, queue: Queue) -> None:
         block: Bytes = np.empty(STRIDED_BLOCK, np.uint8)
 
         def take() -> Move | None:
@@ -135,11 +135,11 @@ class Queue:
 
 def share_out(
     source: Readable,
-    read: Callable[[Reader, Queue], None],
+    read: Callable[[BlockReader, Queue], None],
     *,
     threads: int | None = None,
     on_fault: Callable[[CkptError], None] | None = None,
-    beside: Checked | None = None,
+    beside: CheckedRecords | None = None,
     waits: bool = False,
 ) -> None:
     """Run `read` on a few threads, each with a reader of its own; the numbers of the moves come in the order of the
@@ -150,7 +150,7 @@ def share_out(
     the caller's.
     """
     order = sorted(range(len(source.moves)), key=lambda i: _first_byte(source.moves[i]))
-    queue, checked = Queue(order), Checked(source.files, source.records)
+    queue, checked = Queue(order), CheckedRecords(source.files, source.records)
 
     def work() -> None:
         reader = checked.reader(32)
@@ -190,7 +190,7 @@ def each_of(count: int, do: Callable[[int], None]) -> None:
 
 
 def _read_one(
-    reader: Reader,
+    reader: BlockReader,
     move: Move,
     see: Visit,
     block: Bytes,

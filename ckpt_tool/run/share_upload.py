@@ -24,15 +24,15 @@ from ckpt_tool.errors import CkptError, InternalError, StorageError
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.schedule import Unit
 from ckpt_tool.run.blocks import Sources
-from ckpt_tool.run.checksum import Piece
+from ckpt_tool.run.checksum import ChecksummedRange
 from ckpt_tool.run.shares import NOBODY, Shares
-from ckpt_tool.run.store_objects import Object, Part
+from ckpt_tool.run.store_objects import StoredObject, UploadPart
 from ckpt_tool.run.upload import DONE, PLAN, Upload, last_of
-from ckpt_tool.storage.multipart import NO_UPLOAD, md5
-from ckpt_tool.storage.output_store import OutputStore
-from ckpt_tool.storage.replaced import RECORD, Replaced
-from ckpt_tool.storage.store_claims import AT_ONCE
-from ckpt_tool.storage.store_claims import PLAN as BEGUN
+from ckpt_tool.storage.output.replaced import RECORD, ReplacedOutput
+from ckpt_tool.storage.stores.multipart import NO_UPLOAD, md5
+from ckpt_tool.storage.stores.output_store import OutputStore
+from ckpt_tool.storage.stores.store_claims import AT_ONCE
+from ckpt_tool.storage.stores.store_claims import PLAN as BEGUN
 
 _MOST = 0.75  # of a share: when the next is claimed
 Record = dict[str, Any]
@@ -59,7 +59,7 @@ class ShareUpload(Upload):
         *,
         memory: int,
         force: bool,
-        replaced: Replaced | None = None,
+        replaced: ReplacedOutput | None = None,
     ) -> None:
         super().__init__(plan, bucket, sources, memory=memory, force=force, replaced=replaced)
         self._records_here = records
@@ -85,7 +85,7 @@ class ShareUpload(Upload):
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 list(pool.map(self._see_sent, (self.objects[file] for file in files)))
 
-    def _see_sent(self, item: Object) -> None:
+    def _see_sent(self, item: StoredObject) -> None:
         if not item.upload and (known := self._records_here.get(_upload_key(item))) is not None:
             item.upload = known.decode()
         if item.upload:
@@ -109,20 +109,20 @@ class ShareUpload(Upload):
             "crcs": [row for item in self.objects for row in _crcs(item)],
         }
 
-    def _hold(self, part: Part) -> str:
+    def _hold(self, part: UploadPart) -> str:
         self._records_here.put(_held_key(part.file, part.number), part.data, {}, new=False)
         return md5(part.data).hex()
 
     def _takes(self, file: int, part: int) -> bool:
         return self.shares.owner(file, part) == self._share
 
-    def _send_part(self, item: Object, part: Part) -> None:
+    def _send_part(self, item: StoredObject, part: UploadPart) -> None:
         if item.upload == DONE:  # a share whose record was lost, of an object that is there
             item.etags[part.number + 1] = ""
         else:
             super()._send_part(item, part)
 
-    def _whole(self, item: Object, part: Part) -> None:
+    def _whole(self, item: StoredObject, part: UploadPart) -> None:
         nbytes = len(part.data)
         super()._whole(item, part)
         if self._share == NOBODY:
@@ -133,7 +133,7 @@ class ShareUpload(Upload):
         if before < most <= self.gathered:
             self.nearly()
 
-    def _begin_upload(self, item: Object) -> str:
+    def _begin_upload(self, item: StoredObject) -> str:
         """The upload that all workers agree on."""
         key = _upload_key(item)
         there = self._records_here.get(key)
@@ -167,7 +167,7 @@ class ShareUpload(Upload):
             if self._key(item) in there and self._is_ours(item):
                 item.upload = DONE
 
-    def _is_ours(self, item: Object) -> bool:
+    def _is_ours(self, item: StoredObject) -> bool:
         return self._bucket.note(self._key(item), PLAN) == self._id
 
     def take(self, record: Record) -> None:
@@ -176,7 +176,7 @@ class ShareUpload(Upload):
             self.objects[file].done.add(number - 1)
             self.objects[file].etags[number] = etag
         for file, at, nbytes, *piece in record["crcs"]:
-            self.objects[file].pieces[at, nbytes].append(Piece(*piece))
+            self.objects[file].pieces[at, nbytes].append(ChecksummedRange(*piece))
         for file, number, digest in record["held"]:
             self.objects[file].done.add(number)
             self._held.append((file, number, digest))
@@ -184,7 +184,7 @@ class ShareUpload(Upload):
     def lost(self) -> set[int]:
         """The shares whose parts, by the store's own word, are not what was sent, whatever has become of them."""
 
-        def differing(item: Object) -> list[int]:
+        def differing(item: StoredObject) -> list[int]:
             there = self._bucket.parts(self._key(item), self._upload_of(item))
             return [number for number, etag in item.etags.items() if number not in there or there[number].etag != etag]
 
@@ -207,7 +207,7 @@ class ShareUpload(Upload):
         super().finish(digests, check)
         self._abort_others()
 
-    def _join_pieces(self, item: Object) -> None:
+    def _join_pieces(self, item: StoredObject) -> None:
         """The CRCs of spans of which all has passed by; of others some is still to be made."""
         for span in list(item.pieces):
             pieces = item.pieces[span]
@@ -215,7 +215,7 @@ class ShareUpload(Upload):
             if span[1] and item.seen[span] == span[1]:
                 item.known.update(dict.fromkeys(item.spans[span], item.crc(span)))
 
-    def _send_held(self, item: Object, number: int, digest: str) -> None:
+    def _send_held(self, item: StoredObject, number: int, digest: str) -> None:
         data, (start, stop) = self._records_here.get(_held_key(item.number, number)), item.bounds(number)
         if data is None or len(data) != stop - start or md5(data).hex() != digest:
             raise StorageError(
@@ -224,14 +224,14 @@ class ShareUpload(Upload):
                 path=self._records_here.display(_held_key(item.number, number)),
                 hint="ckpt clean URL --remove, then run the same command again",
             )
-        part = Part(item.number, number, start, bytearray(data), 0)
+        part = UploadPart(item.number, number, start, bytearray(data), 0)
         self._fill_known(item, part)
         if part.holes:
             self._open[item.number, number] = part
         else:
             self._submit(part)
 
-    def _complete(self, item: Object) -> None:
+    def _complete(self, item: StoredObject) -> None:
         try:
             super()._complete(item)
         except CkptError as e:
@@ -239,7 +239,7 @@ class ShareUpload(Upload):
                 raise
             item.upload = DONE  # another commits too
 
-    def _is_there_and_ours(self, item: Object) -> bool:
+    def _is_there_and_ours(self, item: StoredObject) -> bool:
         return self._key(item) in self._bucket.objects() and self._is_ours(item)
 
     def _clear(self) -> None:
@@ -250,7 +250,7 @@ class ShareUpload(Upload):
             return
         if not self.sole():
             raise _ended(self._bucket.shown)
-        replaced = Replaced.from_json(self._records_here.get(RECORD)) or self._replaced
+        replaced = ReplacedOutput.from_json(self._records_here.get(RECORD)) or self._replaced
         gone = self._check_replaced({key: there[key] for key in there.keys() - ours}, replaced)
         kept = {item.path for item in self.objects if item.valued}
         last = self.objects[self.last].path
@@ -305,7 +305,7 @@ def _ended(shown: str) -> StorageError:
     )
 
 
-def _upload_key(item: Object) -> str:
+def _upload_key(item: StoredObject) -> str:
     return f"upload-{item.number}"
 
 
@@ -313,12 +313,12 @@ def _held_key(file: int, number: int) -> str:
     return f"held-{file}-{number}"
 
 
-def _crcs(item: Object) -> list[list[int]]:
+def _crcs(item: StoredObject) -> list[list[int]]:
     """[object, span's start and length, piece] of what passed by of each span: one piece of a span that is whole."""
-    rows = defaultdict[Span, list[Piece]](list)
+    rows = defaultdict[Span, list[ChecksummedRange]](list)
     for span, holes in item.spans.items():
         if span in item.pieces:
             rows[span] = item.pieces[span]
         elif span[1]:
-            rows[span] = [Piece(span[0], sum(span), int.from_bytes(item.known[holes[0]], "little"))]
+            rows[span] = [ChecksummedRange(span[0], sum(span), int.from_bytes(item.known[holes[0]], "little"))]
     return [[item.number, *span, *piece] for span, pieces in rows.items() for piece in pieces]

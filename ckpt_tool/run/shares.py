@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 from ckpt_tool.plan.copy import clip
 from ckpt_tool.plan.plan import Plan
-from ckpt_tool.plan.schedule import Item, Unit, grain
+from ckpt_tool.plan.schedule import MoveRange, Unit, grain
 
 SHARE, MOST = 256 << 20, 4096  # bytes of a share, at least; shares of a plan
 CELL = 1 << 20  # bytes of an item's line that are moved as one where two shares want them
@@ -39,7 +39,7 @@ class Object(Protocol):
     def parts_of(self, start: int, stop: int) -> range: ...
 
 
-class Share(NamedTuple):
+class UploadShare(NamedTuple):
     """units: by number, that touch its parts. nbytes: of the parts."""
 
     units: list[int]
@@ -53,20 +53,20 @@ class Work(NamedTuple):
     counts: bool
 
 
-class Shares(Sequence[Share]):
+class Shares(Sequence[UploadShare]):
     """A plan's shares. order: its units, numbered, as objects lie."""
 
     def __init__(self, plan: Plan, objects: Sequence[Object], order: Sequence[tuple[int, Unit]]) -> None:
         self._plan, self._objects = plan, objects
         self._units = dict(order)
         self._owner = [array("i", [NOBODY]) * (max(item.moved, default=-1) + 1) for item in objects]
-        self._found: list[Share] = []
+        self._found: list[UploadShare] = []
         self._cut(order, max(SHARE, -(-sum(item.size for item in objects if item.valued) // MOST)))
 
     def __len__(self) -> int:
         return len(self._found)
 
-    def __getitem__(self, number: int) -> Share:  # type: ignore[override]
+    def __getitem__(self, number: int) -> UploadShare:  # type: ignore[override]
         return self._found[number]
 
     def owner(self, file: int, part: int) -> int:
@@ -75,7 +75,7 @@ class Shares(Sequence[Share]):
         return parts[part] if part < len(parts) else NOBODY
 
     def _cut(self, order: Sequence[tuple[int, Unit]], size: int) -> None:
-        share = Share([], 0)
+        share = UploadShare([], 0)
         for number, unit in order:
             touched = set[int]()
             for file, part in self._parts(unit.items):
@@ -96,11 +96,11 @@ class Shares(Sequence[Share]):
         if share.nbytes:
             self._add(share)
 
-    def _add(self, share: Share) -> Share:
+    def _add(self, share: UploadShare) -> UploadShare:
         self._found.append(share)
-        return Share([], 0)
+        return UploadShare([], 0)
 
-    def _parts(self, items: Sequence[Item]) -> Iterator[tuple[int, int]]:
+    def _parts(self, items: Sequence[MoveRange]) -> Iterator[tuple[int, int]]:
         """(object, part) of all that items write, again and again."""
         for index, start, stop in items:
             move = self._plan.moves[index]
@@ -111,13 +111,13 @@ class Shares(Sequence[Share]):
                         if part in item.moved:
                             yield region.file, part
 
-    def _owners(self, item: Item) -> set[int]:
+    def _owners(self, item: MoveRange) -> set[int]:
         return {self._owner[file][part] for file, part in self._parts([item])}
 
     def work(self, number: int) -> Iterator[Work]:
         """What share `number` moves, in order."""
         for each in self._found[number].units:
-            unit, whole = self._units[each], list[Item]()
+            unit, whole = self._units[each], list[MoveRange]()
             for item in unit.items:
                 owners = self._owners(item)
                 if owners == {number}:
@@ -128,12 +128,12 @@ class Shares(Sequence[Share]):
                 share = sum((item.stop - item.start) * self._plan.moves[item.move].item for item in whole)
                 yield Work(Unit(unit.files, tuple(whole), share), counts=True)
 
-    def _cells(self, unit: Unit, item: Item, number: int) -> Iterator[Work]:
+    def _cells(self, unit: Unit, item: MoveRange, number: int) -> Iterator[Work]:
         move = self._plan.moves[item.move]
         cell = max(1, CELL // move.item)
         cell -= cell % grain(move, cell)
         for at in range(item.start, item.stop, cell):
-            some = Item(item.move, at, min(at + cell, item.stop))
+            some = MoveRange(item.move, at, min(at + cell, item.stop))
             owners = self._owners(some)
             if number in owners:
                 yield Work(Unit(unit.files, (some,), (some.stop - at) * move.item), counts=number == min(owners))

@@ -18,7 +18,7 @@ from ckpt_tool.errors import CkptError
 from ckpt_tool.plan.copy import Region, clip
 from ckpt_tool.plan.plan import Move, Plan
 from ckpt_tool.plan.schedule import Unit
-from ckpt_tool.run.blocks import Files, Reader, strided
+from ckpt_tool.run.blocks import BlockReader, OpenFiles, strided
 from ckpt_tool.run.threads import Workers
 from ckpt_tool.run.walk import read_back
 
@@ -33,7 +33,7 @@ def intact(
     moves: Sequence[Move],
     todo: Sequence[tuple[int, Unit]],
     lines: Mapping[int, Line],
-    files: Files,
+    files: OpenFiles,
     *,
     threads: int,
     room: int,
@@ -42,7 +42,7 @@ def intact(
 ) -> set[int]:
     """The numbers of those units of `todo` whose journal line is sound and agrees with what lies in the staged `files`.
 
-    room, panel: of each thread's `Reader`. advance: is called with the bytes of each unit that was looked at.
+    room, panel: of each thread's `BlockReader`. advance: is called with the bytes of each unit that was looked at.
     Raises what reading raises.
     """
     waiting = [(number, unit) for number, unit in todo if number in lines]
@@ -50,7 +50,7 @@ def intact(
     failures: list[BaseException] = []
 
     def look() -> None:
-        reader = Reader(files, room, {}, panel=panel)
+        reader = BlockReader(files, room, {}, panel=panel)
         try:
             try:
                 while waiting and not failures:
@@ -72,7 +72,7 @@ def intact(
     return found
 
 
-def _is_there(reader: Reader, moves: Sequence[Move], unit: Unit, line: Line) -> bool:
+def _is_there(reader: BlockReader, moves: Sequence[Move], unit: Unit, line: Line) -> bool:
     """Do the staged files hold, in every copy, what the journal says this unit wrote?"""
     return all(
         read_back(reader, moves[item.move], item.start, item.stop) == want
@@ -122,7 +122,7 @@ class Gaps:
                 else:
                     self._combs[region.file].append((region, move.item_out))
 
-    def stray(self, number: int, reader: Reader) -> Iterator[tuple[int, int]]:
+    def stray(self, number: int, reader: BlockReader) -> Iterator[tuple[int, int]]:
         """(offset, bytes) of what is not zero in the gaps of file `number`. A copy of a side file has none."""
         if self._plan.outputs[number].copy_of is not None:
             return

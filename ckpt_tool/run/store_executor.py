@@ -1,7 +1,7 @@
 """The executor of outputs that grow in an object store: alone, or as one of several workers.
 
 Alone it fills an `Upload`, object by object. Workers share no disk: each claims shares of the plan by objects beside
-the output (`storage.store_claims`) and fills their parts (`run.share_upload`); the one that finds all done commits,
+the output (`stores.store_claims`) and fills their parts (`run.share_upload`); the one that finds all done commits,
 from the records that the others have left. Nothing is visible before all has been sent. Memory: the executor's, and
 the parts that gather (`Upload.begin` says when they are too many).
 """
@@ -21,15 +21,15 @@ from ckpt_tool.errors import (
     UnsafeInput,
 )
 from ckpt_tool.run import replicas
-from ckpt_tool.run.checksum import Piece
-from ckpt_tool.run.executor import WRITING, Executor, Result, State, Waits
+from ckpt_tool.run.checksum import ChecksummedRange
+from ckpt_tool.run.executor import WRITING, Executor, Result, RunState, Waits
 from ckpt_tool.run.file_parts import in_order_of_files
 from ckpt_tool.run.share_upload import GONE, ShareUpload
 from ckpt_tool.run.shares import of_part
 from ckpt_tool.run.upload import Upload
-from ckpt_tool.storage.claims import Taken
-from ckpt_tool.storage.output_store import OutputStore, staging_url
-from ckpt_tool.storage.store_claims import StoreClaims, refuse_held
+from ckpt_tool.storage.output.claims import Taken
+from ckpt_tool.storage.stores.output_store import OutputStore, staging_url
+from ckpt_tool.storage.stores.store_claims import StoreClaims, refuse_held
 
 _LONGEST = 15.0  # seconds between two looks at others, at most: each costs requests
 
@@ -60,7 +60,7 @@ class StoreExecutor(Executor):
             resume=how.resume,
             replaced=self._replaced,
         )
-        state = State(in_order_of_files(self.plan, list(enumerate(self.units))))
+        state = RunState(in_order_of_files(self.plan, list(enumerate(self.units))))
         try:
             upload.begin([unit for _, unit in state.queue])
             if self.progress:
@@ -81,7 +81,7 @@ class StoreExecutor(Executor):
                 self.progress.note(f"{upload.spared} bytes were sent by an earlier run and are as they should be")
         return result
 
-    def _complete(self, upload: Upload, state: State) -> Result:
+    def _complete(self, upload: Upload, state: RunState) -> Result:
         """All values are sent: make the output visible."""
         digests, digests_out, overflows = self.digests(state)
         sums = (digests_out, digests) if self.hashing else ({}, {})
@@ -178,7 +178,7 @@ class StoreExecutor(Executor):
     def _send_share(self, upload: ShareUpload, taken: Taken) -> dict[str, Any]:
         """Fill the parts of a share. Returns what the one that commits has to know of it."""
         works = list(upload.shares.work(taken.number))
-        state = State([(number, work.unit) for number, work in enumerate(works)])
+        state = RunState([(number, work.unit) for number, work in enumerate(works)])
         leaves, lost = list[Any](), Counter[str]()
 
         def record(line: dict[str, Any]) -> None:
@@ -216,9 +216,9 @@ class StoreExecutor(Executor):
             self.progress.finish()
         return result
 
-    def _take_records(self, upload: ShareUpload, claims: StoreClaims) -> tuple[State, set[int]]:
+    def _take_records(self, upload: ShareUpload, claims: StoreClaims) -> tuple[RunState, set[int]]:
         """What the workers' records say, and the shares of which they say nothing, or nothing that is so."""
-        state, missing = State([]), set[int]()
+        state, missing = RunState([]), set[int]()
         upload.begin_commit()
         for number, record in enumerate(claims.records()):
             if not record:
@@ -227,5 +227,5 @@ class StoreExecutor(Executor):
             upload.take(record)
             self.gather_leaves([record], state)
             for file, *piece in record["sources"]:
-                state.source_pieces.setdefault(file, []).append(Piece(*piece))
+                state.source_pieces.setdefault(file, []).append(ChecksummedRange(*piece))
         return state, missing | upload.lost()

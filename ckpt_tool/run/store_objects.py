@@ -15,9 +15,9 @@ from typing import NamedTuple
 from ckpt_tool.core.target import PATCH_BYTES, TargetFile
 from ckpt_tool.errors import InternalError
 from ckpt_tool.plan.plan import Plan
-from ckpt_tool.run.checksum import Piece, join
+from ckpt_tool.run.checksum import ChecksummedRange, join
 from ckpt_tool.run.file_parts import FileParts
-from ckpt_tool.storage.multipart import Sent, part_size
+from ckpt_tool.storage.stores.multipart import Sent, part_size
 
 
 class Hole(NamedTuple):
@@ -27,7 +27,7 @@ class Hole(NamedTuple):
     nbytes: int
 
 
-class Part:
+class UploadPart:
     """One part while it is in memory. left: bytes that moves will still write. holes: how many are open."""
 
     __slots__ = ("data", "file", "holes", "left", "number", "start")
@@ -40,7 +40,7 @@ class Part:
         return self.start + len(self.data)
 
 
-class Object(FileParts):
+class StoredObject(FileParts):
     """One output file: its parts, its holes, the CRCs that it waits for. moved: also of the file that it is a copy
     of."""
 
@@ -56,7 +56,7 @@ class Object(FileParts):
         for patch in file.patches:
             if patch.kind == "crc32":
                 self.spans[patch.span or arrays[patch.of][:2]].append(patch.offset)
-        self.pieces: dict[tuple[int, int], list[Piece]] = {span: [] for span in self.spans}
+        self.pieces: dict[tuple[int, int], list[ChecksummedRange]] = {span: [] for span in self.spans}
         self.seen: dict[tuple[int, int], int] = dict.fromkeys(self.spans, 0)
         self.upload = ""
         self.beginning = threading.Lock()
@@ -80,10 +80,10 @@ class Object(FileParts):
         return join(span[0], sum(span), self.pieces.pop(span), lacks).to_bytes(4, "little")
 
 
-def objects_of(plan: Plan) -> list[Object]:
+def objects_of(plan: Plan) -> list[StoredObject]:
     """The objects of a plan's output, each with what moves write of its parts."""
     objects = [
-        Object(number, file, [(extent.offset, extent.nbytes) for extent in arrays])
+        StoredObject(number, file, [(extent.offset, extent.nbytes) for extent in arrays])
         for number, (file, arrays) in enumerate(zip(plan.outputs, plan.arrays, strict=True))
     ]
     for move in plan.moves:
@@ -104,7 +104,7 @@ def within(literals: Iterable[tuple[int, bytes]], start: int, stop: int) -> Iter
             yield low, data[low - offset : high - offset]
 
 
-def fill(part: Part, hole: Hole, data: bytes) -> None:
+def fill(part: UploadPart, hole: Hole, data: bytes) -> None:
     """Lay what is known of a hole over a part."""
     for low, some in within([(hole.offset, data)], part.start, part.stop):
         part.data[low - part.start : low - part.start + len(some)] = some

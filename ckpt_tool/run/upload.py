@@ -29,14 +29,14 @@ from ckpt_tool.errors import InternalError, OutputExists, StorageError
 from ckpt_tool.plan.copy import clip
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.schedule import Unit, units
-from ckpt_tool.run.blocks import FdCache, Reader, Sources, Spans, Writer
-from ckpt_tool.run.checksum import Piece, crc32
+from ckpt_tool.run.blocks import BlockReader, FdCache, Sources, Spans, Writer
+from ckpt_tool.run.checksum import ChecksummedRange, crc32
 from ckpt_tool.run.file_parts import in_order_of_files
-from ckpt_tool.run.store_objects import Hole, Object, Part, fill, objects_of, within
-from ckpt_tool.storage.multipart import CONNECTIONS, Listed, Pending, Sent, md5
-from ckpt_tool.storage.output_store import OutputStore, staging_url
-from ckpt_tool.storage.replaced import RECORD, Replaced, Stamp, some_of
-from ckpt_tool.storage.store import Entry, Parts, Store
+from ckpt_tool.run.store_objects import Hole, StoredObject, UploadPart, fill, objects_of, within
+from ckpt_tool.storage.output.replaced import RECORD, ReplacedOutput, Stamp, some_of
+from ckpt_tool.storage.stores.multipart import CONNECTIONS, ListedObject, Pending, Sent, md5
+from ckpt_tool.storage.stores.output_store import OutputStore, staging_url
+from ckpt_tool.storage.stores.store import Parts, Store, StoreEntry
 
 QUEUE = 20 << 20  # bytes whole and not sent yet
 PLAN = "ckpt-plan"  # what is noted on our objects
@@ -60,20 +60,20 @@ class Upload:
         memory: int,
         force: bool = False,
         resume: bool = True,
-        replaced: Replaced | None = None,
+        replaced: ReplacedOutput | None = None,
     ) -> None:
         self._plan, self._bucket, self._sources = plan, bucket, sources
         self._memory, self._force, self._resume = memory, force, resume
-        self._replaced = replaced or Replaced({})
+        self._replaced = replaced or ReplacedOutput({})
         self._id = plan.identifier()
         self._notes = {PLAN: self._id}
         self.objects = objects_of(plan)
         self.last = last_of(plan)
         self.single = plan.single is not None
         self._there: dict[str, int] = {}  # what was there at the beginning
-        self._open: dict[tuple[int, int], Part] = {}
+        self._open: dict[tuple[int, int], UploadPart] = {}
         self._lock = threading.RLock()
-        self._queue = Queue[Part | None]()
+        self._queue = Queue[UploadPart | None]()
         self._room = threading.Condition()
         self._queued = 0
         self._error: BaseException | None = None
@@ -135,10 +135,10 @@ class Upload:
                 hint="choose a new name, or --force to replace it",
             )
 
-    def _key(self, item: Object) -> str:
+    def _key(self, item: StoredObject) -> str:
         return "" if self.single else item.path
 
-    def _in_parts(self, item: Object) -> bool:
+    def _in_parts(self, item: StoredObject) -> bool:
         """Is it sent in parts, while values move? What no move touches is put whole at the end."""
         return item.valued or item.size > item.step
 
@@ -185,19 +185,19 @@ class Upload:
         """Is it this upload that fills the part?"""
         return True
 
-    def _begin_part(self, item: Object, number: int) -> Part:
+    def _begin_part(self, item: StoredObject, number: int) -> UploadPart:
         if number in item.done:
             raise InternalError(f"{item.path}: part {number} is written again")
         start, stop = item.bounds(number)
         spare = self._spare[stop - start]
         room = spare.pop() if spare else bytearray(stop - start)
-        part = self._open[item.number, number] = Part(item.number, number, start, room, item.moved.get(number, 0))
+        part = self._open[item.number, number] = UploadPart(item.number, number, start, room, item.moved.get(number, 0))
         for offset, data in within(item.literals, start, stop):
             part.data[offset - start : offset - start + len(data)] = data
         self._fill_known(item, part)
         return part
 
-    def _fill_known(self, item: Object, part: Part) -> None:
+    def _fill_known(self, item: StoredObject, part: UploadPart) -> None:
         """Fill those of its holes that are known, and count the others."""
         for hole in item.holes:
             if hole.offset < part.stop and part.start < hole.offset + hole.nbytes:
@@ -206,14 +206,17 @@ class Upload:
                 else:
                     part.holes += 1
 
-    def _whole(self, item: Object, part: Part) -> None:
+    def _whole(self, item: StoredObject, part: UploadPart) -> None:
         """All that moves write of the part has come: count it into the CRCs of its records, send it or keep it back."""
         crcs = []
         for span in item.spans:
             low, high = max(span[0], part.start), min(sum(span), part.stop)
             if low < high:
                 crcs.append(
-                    (span, Piece(low, high, crc32(memoryview(part.data)[low - part.start : high - part.start])))
+                    (
+                        span,
+                        ChecksummedRange(low, high, crc32(memoryview(part.data)[low - part.start : high - part.start])),
+                    )
                 )
         with self._lock:
             item.done.add(part.number)
@@ -230,7 +233,7 @@ class Upload:
         for each in ready:
             self._submit(each)
 
-    def _fill(self, item: Object, hole: Hole, data: bytes) -> list[Part]:
+    def _fill(self, item: StoredObject, hole: Hole, data: bytes) -> list[UploadPart]:
         """Fill a hole where its part is open, now and later. Returns the parts that may be sent then."""
         item.known[hole.offset] = data
         ready = []
@@ -245,7 +248,7 @@ class Upload:
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
-    def _submit(self, part: Part) -> None:
+    def _submit(self, part: UploadPart) -> None:
         with self._room:
             while self._queued and self._queued + len(part.data) > QUEUE and self._error is None:
                 self._room.wait(0.5)
@@ -271,7 +274,7 @@ class Upload:
             self._queue.task_done()
             del part
 
-    def _send_part(self, item: Object, part: Part) -> None:
+    def _send_part(self, item: StoredObject, part: UploadPart) -> None:
         number = part.number + 1
         before = item.before.get(number)
         if before is not None and before == Sent(md5(part.data).hex(), len(part.data)):
@@ -282,13 +285,13 @@ class Upload:
         upload = self._upload_of(item)
         item.etags[number] = self._bucket.part(self._key(item), upload, number, part.data)
 
-    def _upload_of(self, item: Object) -> str:
+    def _upload_of(self, item: StoredObject) -> str:
         with item.beginning:
             if not item.upload:
                 item.upload = self._begin_upload(item)
         return item.upload
 
-    def _begin_upload(self, item: Object) -> str:
+    def _begin_upload(self, item: StoredObject) -> str:
         return self._bucket.begin(self._key(item), self._notes)
 
     def _drain(self) -> None:
@@ -332,15 +335,15 @@ class Upload:
         if self._force and self._replaced.files:
             self._records().remove(RECORD)
 
-    def _kinds(self, item: Object, kind: str) -> list[tuple[int, int]]:
+    def _kinds(self, item: StoredObject, kind: str) -> list[tuple[int, int]]:
         return [(patch.offset, patch.of) for patch in self._plan.outputs[item.number].patches if patch.kind == kind]
 
-    def _fill_digests(self, item: Object, digests: Sequence[str] | None) -> None:
+    def _fill_digests(self, item: StoredObject, digests: Sequence[str] | None) -> None:
         for offset, of in self._kinds(item, "digest"):
             text = digests[of] if digests is not None else "-" * DIGEST_CHARS
             self._fill_late(item, Hole(offset, DIGEST_CHARS), text.encode())
 
-    def _fill_late(self, item: Object, hole: Hole, data: bytes) -> None:
+    def _fill_late(self, item: StoredObject, hole: Hole, data: bytes) -> None:
         with self._lock:
             ready = self._fill(item, hole, data)
             for part in ready:
@@ -348,7 +351,7 @@ class Upload:
         for part in ready:
             self._submit(part)
 
-    def _rest(self, item: Object) -> None:
+    def _rest(self, item: StoredObject) -> None:
         """Make the parts of an object that no move has touched."""
         if not self._in_parts(item) or item.upload == DONE:
             return
@@ -359,17 +362,17 @@ class Upload:
                     part = self._begin_part(item, number)
                 self._whole(item, part)
 
-    def _copy(self, item: Object) -> None:
+    def _copy(self, item: StoredObject) -> None:
         """The side file that an object is a copy of, written as moves are."""
         for offset, data in self._copied(item):
             self.write(item.number, offset, data)
 
-    def _copied(self, item: Object) -> Iterator[tuple[int, bytes]]:
+    def _copied(self, item: StoredObject) -> Iterator[tuple[int, bytes]]:
         copy_of = self._plan.outputs[item.number].copy_of
         if copy_of is None:
             return
         numbers = {file.path: number for number, file in reversed(list(enumerate(self._plan.sources)))}
-        reader, offset = Reader(self._sources, 1, {}), 0
+        reader, offset = BlockReader(self._sources, 1, {}), 0
         try:
             for data in reader.chunks(numbers[copy_of], 0, item.size):
                 yield offset, data
@@ -377,21 +380,21 @@ class Upload:
         finally:
             reader.close()
 
-    def _content(self, item: Object) -> bytearray:
+    def _content(self, item: StoredObject) -> bytearray:
         """An object that is put whole."""
         data = self.known(item, 0, item.size)
         for offset, some in self._copied(item):
             data[offset : offset + len(some)] = some
         return data
 
-    def known(self, item: Object, start: int, stop: int) -> bytearray:
+    def known(self, item: StoredObject, start: int, stop: int) -> bytearray:
         """Bytes [start, stop) of an object without its values."""
         data = bytearray(stop - start)
         for offset, some in within((*item.literals, *item.known.items()), start, stop):
             data[offset - start : offset - start + len(some)] = some
         return data
 
-    def _fill_hashes(self, item: Object) -> None:
+    def _fill_hashes(self, item: StoredObject) -> None:
         """SHA-256 of whole objects, read back from the store, which has them in order."""
         for offset, of in self._kinds(item, "sha256"):
             other = self.objects[of]
@@ -403,7 +406,7 @@ class Upload:
                 digest.update(self._content(other))
             self._fill_late(item, Hole(offset, 64), digest.hexdigest().encode())
 
-    def _complete(self, item: Object) -> None:
+    def _complete(self, item: StoredObject) -> None:
         """Make one object visible, once, and where none is but ours."""
         if item.upload == DONE:
             return
@@ -435,7 +438,7 @@ class Upload:
         """Where records about the output are kept."""
         return self._bucket.at_url(staging_url(self._plan.destination))
 
-    def _check_replaced(self, there: Mapping[str, Listed], replaced: Replaced) -> set[str]:
+    def _check_replaced(self, there: Mapping[str, ListedObject], replaced: ReplacedOutput) -> set[str]:
         """The keys there that are to be removed. Raises OutputExists E2830 for one that is not listed, or not as it
         was, unless it is one of the output's."""
         ours = {self._key(item): item.size for item in self.objects}
@@ -518,7 +521,7 @@ class Seen:
             if item.upload != DONE and item.path.startswith(base)
         }
 
-    def single(self) -> Entry | None:
+    def single(self) -> StoreEntry | None:
         if not self._upload.single:
             return None
         item = self._upload.objects[0]
@@ -530,22 +533,22 @@ class Seen:
     def below(self, folder: str) -> Seen:
         return Seen(self._upload, self._store.below(folder), f"{self._base}{folder}/")
 
-    def list(self) -> dict[str, Entry]:
+    def list(self) -> dict[str, StoreEntry]:
         there = {} if self._upload.single else self._store.list()
         return {**there, **{path: self._entry(item) for path, item in self._coming.items()}}
 
-    def look(self, key: str) -> Entry:
+    def look(self, key: str) -> StoreEntry:
         item = self._coming.get(key)
         return self._entry(item) if item else self._store.look(key)
 
-    def get(self, key: str, start: int, stop: int, pinned: Entry) -> Parts:
+    def get(self, key: str, start: int, stop: int, pinned: StoreEntry) -> Parts:
         item = self._coming.get(key)
         if item is None:
             return self._store.get(key, start, stop, pinned)
         return [memoryview(self._upload.known(item, start, stop))]
 
-    def _entry(self, item: Object) -> Entry:
-        return Entry(item.size, "coming")
+    def _entry(self, item: StoredObject) -> StoreEntry:
+        return StoreEntry(item.size, "coming")
 
 
 # -- before ----------------------------------------------------------------------------------------------------------
@@ -569,7 +572,10 @@ def last_of(plan: Plan) -> int:
 
 
 def most_open(
-    plan: Plan, objects: Sequence[Object], order: Iterable[Unit], takes: Callable[[int, int], bool] = lambda *_: True
+    plan: Plan,
+    objects: Sequence[StoredObject],
+    order: Iterable[Unit],
+    takes: Callable[[int, int], bool] = lambda *_: True,
 ) -> int:
     """Bytes of the parts that are open at once at most, where units are moved in this order. takes: is a part (object,
     number) filled at all?"""

@@ -16,8 +16,8 @@ import xxhash
 from ckpt_tool.errors import InputError
 from ckpt_tool.plan.copy import Region, clip, is_transposed
 from ckpt_tool.plan.plan import Move
-from ckpt_tool.plan.schedule import Item
-from ckpt_tool.run.blocks import Reader, Writer
+from ckpt_tool.plan.schedule import MoveRange
+from ckpt_tool.run.blocks import BlockReader, Writer
 from ckpt_tool.run.digest import LEAF, LeafStream
 from ckpt_tool.run.lanes import Bands, Runs, Transfer, bands_of, runs_of
 from ckpt_tool.run.transposed_outputs import TransposedOutputs
@@ -28,11 +28,11 @@ STRIDED_BLOCK = 1 << 20  # bytes where a side is strided: fewer calls
 ROOM = STRIDED_BLOCK + LEAF  # bytes of the buffer that a walk needs
 
 
-class Job(NamedTuple):
+class WalkBuffers(NamedTuple):
     """What a thread lends to its walks. block: at least ROOM bytes, scratch: STRIDED_BLOCK. hashing: False moves bytes
     unseen."""
 
-    reader: Reader
+    reader: BlockReader
     writer: Writer
     block: memoryview
     scratch: memoryview
@@ -54,7 +54,7 @@ class Walked(Protocol):
 class Mover(Protocol):
     """Moves units, for one thread. None: the run was stopped in it."""
 
-    def unit(self, items: Sequence[Item]) -> Sequence[Walked] | None: ...
+    def unit(self, items: Sequence[MoveRange]) -> Sequence[Walked] | None: ...
     def close(self) -> None: ...
 
 
@@ -63,16 +63,16 @@ class Movers(Protocol):
 
     threads: int
 
-    def open(self, job: Job, moves: Sequence[Move]) -> Mover: ...
+    def open(self, job: WalkBuffers, moves: Sequence[Move]) -> Mover: ...
 
 
 class Walks:
     """The mover of this machine's CPU: item by item."""
 
-    def __init__(self, job: Job, moves: Sequence[Move]) -> None:
+    def __init__(self, job: WalkBuffers, moves: Sequence[Move]) -> None:
         self._job, self._moves = job, moves
 
-    def unit(self, items: Sequence[Item]) -> list[Walked] | None:
+    def unit(self, items: Sequence[MoveRange]) -> list[Walked] | None:
         """Move a unit."""
         walked: list[Walked] = []
         for index, start, stop in items:
@@ -98,7 +98,7 @@ def is_made(move: Move, remote: Callable[[int], Tree | None]) -> bool:
 class Walk:
     """One item of a unit: elements [start, stop) of a move, block by block."""
 
-    def __init__(self, job: Job, move: Move, start: int, stop: int) -> None:
+    def __init__(self, job: WalkBuffers, move: Move, start: int, stop: int) -> None:
         self.job, self.move, self.start, self.stop = job, move, start, stop
         self.reader, self.writer, self.block = job.reader, job.writer, job.block
         self.cast = move.dtype != move.dtype_out
@@ -277,7 +277,7 @@ class Walk:
         return True
 
 
-def read_back(reader: Reader, move: Move, start: int, stop: int) -> str | None:
+def read_back(reader: BlockReader, move: Move, start: int, stop: int) -> str | None:
     """The hash of elements [start, stop) as written, read from the output regions; None when two copies differ.
 
     reader: over the written files.

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.errors import CorruptFile
 from ckpt_tool.signing.keys import PrivateKey, PublicKey
-from ckpt_tool.storage.strict_json import parse
+from ckpt_tool.storage.texts.strict_json import parse
 
 MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"

@@ -21,7 +21,7 @@ from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentChe
 from ckpt_tool.run.scan import each_of
 from ckpt_tool.signing import bundle
 from ckpt_tool.signing.keys import PublicKey, public_key
-from ckpt_tool.signing.statements import PROVENANCE, SIGNATURE, SIGNATURE_FILE, Digest, Listed, listed
+from ckpt_tool.signing.statements import PROVENANCE, SIGNATURE, SIGNATURE_FILE, Digest, ListedFile, listed
 from ckpt_tool.storage.source import Tree
 
 _BLOCK = 1 << 20  # bytes read at a time
@@ -40,7 +40,7 @@ class _Claim(NamedTuple):
     document says of it."""
 
     name: str
-    files: Listed
+    files: ListedFile
     own: str | None
     said: dict[str, Any]
 

@@ -37,8 +37,8 @@ from ckpt_tool.signing import bundle
 from ckpt_tool.signing.keys import PrivateKey, private_key
 from ckpt_tool.signing.statements import SIGNATURE_FILE, provenance, signature
 from ckpt_tool.signing.written import is_attestation, is_begun
-from ckpt_tool.storage.destination import Place, RemotePlace, check_beside
 from ckpt_tool.storage.opening import scheme_of
+from ckpt_tool.storage.output.destination import Place, RemotePlace, check_beside
 from ckpt_tool.storage.platform_calls import flush
 from ckpt_tool.storage.source import Tree
 
@@ -91,7 +91,7 @@ class Seal:
         return replace(self, plan=plan, trees=trees, began=_now())
 
     def files(self, hashes: Mapping[str, str], result: Result) -> Iterator[tuple[str, bytes]]:
-        """See `run.executor.Seal`."""
+        """See `run.executor.SealWriter`."""
         if self.attest is not None:
             text = self._attestation(hashes, result)
             data = bundle.sign(text, self.key) if self.key else text + b"\n"

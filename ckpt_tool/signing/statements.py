@@ -7,7 +7,7 @@
     an attestation  predicate https://slsa.dev/provenance/v1: every file is a subject; `resolvedDependencies` are the
                     sources
 
-What is read of either is the same: which files, and what they hash to (`Listed`). Both directions stand here.
+What is read of either is the same: which files, and what they hash to (`ListedFile`). Both directions stand here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Digest(NamedTuple):
     stop: int | None = None
 
 
-class Listed(NamedTuple):
+class ListedFile(NamedTuple):
     """The files that a statement names, and those that it leaves out by name: files, and folders with all in them."""
 
     digests: Sequence[Digest]
@@ -101,7 +101,7 @@ def _text(predicate_type: str, subjects: Sequence[Mapping[str, Any]], predicate:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def listed(statement: Any, path: str, wanted: str) -> Listed:
+def listed(statement: Any, path: str, wanted: str) -> ListedFile:
     """The files of a statement whose predicate is `wanted`. path: of the file, for messages. Raises CorruptFile
     E1683."""
     try:
@@ -122,7 +122,7 @@ def listed(statement: Any, path: str, wanted: str) -> Listed:
     return found
 
 
-def _signed(statement: Any, path: str) -> Listed:
+def _signed(statement: Any, path: str) -> ListedFile:
     predicate, (subject,) = statement["predicate"], statement["subject"]
     how, resources = predicate["serialization"], predicate["resources"]
     if how["method"] not in ("files", "shards"):
@@ -140,12 +140,12 @@ def _signed(statement: Any, path: str) -> Listed:
         digests.append(Digest(name, algorithm, each["digest"].lower(), start, stop))
     if whole.hexdigest() != subject["digest"]["sha256"]:
         raise _unread(path, "its digest of the whole model is not that of the files it names")
-    return Listed(digests, (*map(str, how.get("ignore_paths", ())), SIGNATURE_FILE, *GIT))
+    return ListedFile(digests, (*map(str, how.get("ignore_paths", ())), SIGNATURE_FILE, *GIT))
 
 
-def _attested(statement: Any) -> Listed:
+def _attested(statement: Any) -> ListedFile:
     digests = [Digest(each["name"], "sha256", each["digest"]["sha256"].lower()) for each in statement["subject"]]
-    return Listed(digests, (SIGNATURE_FILE, *GIT))
+    return ListedFile(digests, (SIGNATURE_FILE, *GIT))
 
 
 def _unread(path: str, why: str) -> CorruptFile:

@@ -22,7 +22,7 @@ from ckpt_tool.formats.peft.lone import CONFIG
 from ckpt_tool.sources.opening import Opened
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.strict_json import parse
+from ckpt_tool.storage.texts.strict_json import parse
 
 UNSTATED, CONTRADICTED = "E2932", "E2791"
 LIMIT = 16 << 20  # bytes

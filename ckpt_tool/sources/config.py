@@ -29,7 +29,7 @@ from ckpt_tool.formats.hf.files import NESTED, is_sidefile
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.quantised.weights import CONFIG_KEYS, QUANTISER_FILES
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.strict_json import parse
+from ckpt_tool.storage.texts.strict_json import parse
 
 if TYPE_CHECKING:
     from ckpt_tool.sources.opening import Opened

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.errors import InconsistentCheckpoint, InputError, UsageError
-from ckpt_tool.formats.base import Walked
+from ckpt_tool.formats.base import WalkedModel
 
 if TYPE_CHECKING:
     from ckpt_tool.algebra.mapped import Mapped
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def in_memory(config: Mapping[str, Any], shapes: Shapes) -> Walked | None:
+def in_memory(config: Mapping[str, Any], shapes: Shapes) -> WalkedModel | None:
     """The model in the dialect that transformers 5 has in memory; None where the files are in that, or where no family
     takes them for its own. config: its config.json. shapes: of what is stored."""
     from ckpt_tool.families.experts import memory_dialect
@@ -38,7 +38,7 @@ def in_memory(config: Mapping[str, Any], shapes: Shapes) -> Walked | None:
         return None
 
 
-def in_torchtune(config: Mapping[str, Any], shapes: Shapes, stated: str | None) -> Walked | None:
+def in_torchtune(config: Mapping[str, Any], shapes: Shapes, stated: str | None) -> WalkedModel | None:
     """The model in torchtune's names and tensors; None where the files are in those. stated: `--family`, which says
     which of its versions' names are meant where they differ.
 
@@ -61,7 +61,7 @@ def in_torchtune(config: Mapping[str, Any], shapes: Shapes, stated: str | None) 
     return _walked(family, dialect, there, shapes, config)
 
 
-def _walked(family: Family, dialect: str, memory: str, shapes: Shapes, config: Mapping[str, Any]) -> Walked:
+def _walked(family: Family, dialect: str, memory: str, shapes: Shapes, config: Mapping[str, Any]) -> WalkedModel:
     """A model of the files in the dialect of memory. Raises InputError, UsageError of `families.rewrite.mapping`."""
     from ckpt_tool.families.rewrite import mapping
 
@@ -70,7 +70,7 @@ def _walked(family: Family, dialect: str, memory: str, shapes: Shapes, config: M
     walked = {name: shape for name, shape in shapes.items() if name not in known}
     walked |= {made.name: made.shape for made in there.made}
     back = mapping(family, memory, dialect, walked, config)
-    return Walked(walked, lambda tensors: _under(back, walked, tensors))
+    return WalkedModel(walked, lambda tensors: _under(back, walked, tensors))
 
 
 def _under(

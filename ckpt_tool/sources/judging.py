@@ -24,7 +24,7 @@ from ckpt_tool.formats import registry
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.sources.sound import JSON_LIMIT, cut_short, finding, findings_at
-from ckpt_tool.sources.steps import POINTERS, UNFINISHED, Run, Step, entries_of, pointed, pointer_text
+from ckpt_tool.sources.steps import POINTERS, UNFINISHED, Run, RunStep, entries_of, pointed, pointer_text
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.source import Tree
 
@@ -43,7 +43,7 @@ class Judged(NamedTuple):
     """A step, and what was found. sound: None where it is no checkpoint, or could not be judged. codes: of the
     findings. unread: a disk or a store failed while it was looked at, so that nothing is known of it."""
 
-    step: Step
+    step: RunStep
     sound: bool | None
     why: str = ""
     codes: tuple[str, ...] = ()
@@ -58,17 +58,17 @@ class Judge:
         self.run, self._reading = run, reading
         self._judged: dict[str, Judged] = {}
 
-    def of(self, step: Step) -> Judged:
+    def of(self, step: RunStep) -> Judged:
         """What a step is: sound, broken, no checkpoint at all, or not to be judged (code in it, a disk that fails)."""
         if step.name not in self._judged:
             self._judged[step.name] = self._look(step)
         return self._judged[step.name]
 
-    def newest(self) -> Step | None:
+    def newest(self) -> RunStep | None:
         """The newest sound step."""
         return next((step for step in reversed(self.run.steps) if self.of(step).sound), None)
 
-    def known(self, step: Step) -> Judged | None:
+    def known(self, step: RunStep) -> Judged | None:
         """What was found of a step, None where nobody has asked yet."""
         return self._judged.get(step.name)
 
@@ -77,7 +77,7 @@ class Judge:
         """Of every step that can be listed the parts of a training state; of the others it is not known."""
         return {step.name: kinds for step in self.run.steps if (kinds := _kinds(self.run.of(step))) is not None}
 
-    def _look(self, step: Step) -> Judged:
+    def _look(self, step: RunStep) -> Judged:
         """What a step is. Whatever readers made of a file that could not be read, the step is unknown then."""
         self._kinds  # noqa: B018  before the watch: of other steps nothing is asked here
         path = self.run.of(step)
@@ -96,7 +96,7 @@ class Judge:
             return Judged(step, None, f"{first.message}{place}", (first.code,), unread=True)
         return judged
 
-    def _judge(self, step: Step, path: str) -> Judged:
+    def _judge(self, step: RunStep, path: str) -> Judged:
         if {f"{name}{UNFINISHED}" for name in (step.name, os.path.splitext(step.name)[0])} & {*self.run.others}:
             return Judged(step, False, f"a marker {UNFINISHED} is next to it: it was not written to its end")
         try:
@@ -121,7 +121,7 @@ class Judge:
         gone = self._lacking(step)
         return Judged(step, False, f"most other steps have {gone}, this one does not") if gone else Judged(step, True)
 
-    def _lacking(self, step: Step) -> str:
+    def _lacking(self, step: RunStep) -> str:
         """A part of a training state that most of the older steps, and of the newer ones that are sound, have, and this
         one has not; "" for none."""
         sound = {name for name, each in self._judged.items() if each.sound}

@@ -36,7 +36,7 @@ from ckpt_tool.sources.config import read_config
 from ckpt_tool.sources.in_memory import in_memory
 from ckpt_tool.sources.steps import POINTERS, pointed, run_below, runs_in, steps_in
 from ckpt_tool.storage.magic import LFS_LIMIT, is_lfs_pointer
-from ckpt_tool.storage.pickle_globals import class_of, users_own
+from ckpt_tool.storage.pickles.pickle_globals import class_of, users_own
 from ckpt_tool.storage.source import Tree, safe_relative
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def _refuse_code(tree: Tree, reading: Reading, fault: InputError) -> None:
     """Raise UnsafeInput E0420 in place of `fault` where a pickle of the checkpoint names code: of two faults of a file
     that is the one to know of. Looks at the files that formats claim, and at a single file; not at one of a checkpoint
     that is read whole: what it names its folder tells, and what can be left behind there."""
-    from ckpt_tool.storage.survey import unsafe_names
+    from ckpt_tool.storage.pickles.survey import unsafe_names
 
     if tree.single is not None and part_of(tree.single) and reading.from_format is None:
         return

@@ -39,14 +39,14 @@ from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.config import config_in, read_config
 from ckpt_tool.sources.in_memory import in_torchtune
 from ckpt_tool.sources.moved import moved
+from ckpt_tool.storage.pickles.survey import unsafe_names
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.survey import unsafe_names
 
 _EPOCH = re.compile(r"epoch_(\d{1,18})")
 _OPTIMIZER = "optimizer"
 
 
-class _Unfit(Exception):
+class _OtherModel(Exception):
     """The optimizer is not this model's, or nothing shows that it is. The text says why."""
 
 
@@ -57,7 +57,7 @@ def newest_with_recipe(run: Tree, steps: Sequence[str]) -> str:
         return steps[-1] if _step(read_content(run, RECIPE_OF_RUN)) == steps[-1] else ""
     except StorageError:
         raise
-    except (CkptError, _Unfit):  # its reader will say what is wrong
+    except (CkptError, _OtherModel):  # its reader will say what is wrong
         return ""
 
 
@@ -69,11 +69,11 @@ def with_recipe(run: Tree, below: Tree, catalog: Catalog, reading: Reading) -> t
         content = read_content(run, RECIPE_OF_RUN)
         catalog = replace(catalog, unsafe=(*catalog.unsafe, *content.unsafe))
         if _step(content) != step:
-            raise _Unfit(f"it goes on from {_step(content)}, and this is {step}")
+            raise _OtherModel(f"it goes on from {_step(content)}, and this is {step}")
         found = _with_states(run, moved(run, below, step, catalog), config_in(below), content, reading)
     except StorageError:
         raise
-    except (CkptError, _Unfit) as e:
+    except (CkptError, _OtherModel) as e:
         why = "; ".join(filter(None, (e.message, e.hint))) if isinstance(e, CkptError) else str(e)
         note, code = recipe_note(RECIPE_OF_RUN, why), unsafe_names(run, (RECIPE_OF_RUN,))
         unsafe = tuple(dict.fromkeys((*catalog.unsafe, *code)))
@@ -92,7 +92,7 @@ def _step(content: TorchContent) -> str:
     extras = content.extras if isinstance(content.extras, dict) else {}
     run = extras.get("epochs_run")
     if type(run) is not int or run < 1:
-        raise _Unfit("it does not say of which epoch it is (epochs_run)")
+        raise _OtherModel("it does not say of which epoch it is (epochs_run)")
     return f"epoch_{run - 1}"
 
 
@@ -101,14 +101,14 @@ def _with_states(
 ) -> Catalog:
     """config: of the step. Raises _Unfit, InputError, UsageError."""
     if any(key.state != MODEL for key in catalog.tensors):
-        raise _Unfit("the step has states of its own")
+        raise _OtherModel("the step has states of its own")
     config = read_config(reading.config) if reading.config else config
     stored = {key.name: tensor.shape for key, tensor in catalog.tensors.items()}
     walked = in_torchtune(config or {}, stored, reading.family)
     shapes = stored if walked is None else walked.shapes
     order = tune_order(shapes)
     if order is None:
-        raise _Unfit("the model has tensors that torchtune has under no name known here")
+        raise _OtherModel("the model has tensors that torchtune has under no name known here")
     beside = content.extras[_OPTIMIZER] if isinstance(content.extras.get(_OPTIMIZER), dict) else {}
     leaves = [(path[1:], array) for path, array in content.leaves if path[0] == _OPTIMIZER]
     if "param_groups" not in beside:
@@ -128,7 +128,7 @@ def _check_numbers(beside: Mapping[str, Any], order: Sequence[str]) -> None:
     numbers = numbers_of(groups if isinstance(groups, list) else [])
     count = sum(map(len, numbers or ()))
     if numbers is not None and count != len(order):
-        raise _Unfit(
+        raise _OtherModel(
             f"it numbers {count} parameters, torchtune has this model in {len(order)}"
             + (": it is the optimizer of an adapter" if count > len(order) else "")
         )
@@ -143,7 +143,7 @@ def _together(
     for name, own in optimizers.items():
         listed = own.get("param_groups") if isinstance(own, Mapping) else None
         if not isinstance(listed, list) or len(listed) != 1 or listed[0].get("params") not in ([0], [name]):
-            raise _Unfit("it holds no optimizer, and not one for each parameter either")
+            raise _OtherModel("it holds no optimizer, and not one for each parameter either")
         same = next((group for group in groups if {**group, "params": 0} == {**listed[0], "params": 0}), None)
         if same is None:
             groups.append({**listed[0], "params": [name]})
@@ -151,5 +151,5 @@ def _together(
             same["params"].append(name)
     alone = [path for path, _ in leaves if len(path) < 4 or path[1] != "state" or path[2] not in (0, path[0])]
     if not groups or alone:
-        raise _Unfit(f"it holds no optimizer: {dotted(alone[0]) if alone else 'it is empty'}")
+        raise _OtherModel(f"it holds no optimizer: {dotted(alone[0]) if alone else 'it is empty'}")
     return [(("state", path[0], *path[3:]), array) for path, array in leaves], {"param_groups": groups}

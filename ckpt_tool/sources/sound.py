@@ -20,7 +20,7 @@ from ckpt_tool.formats.soundness import unsound
 from ckpt_tool.formats.steps import other_steps, trainer_step
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import LFS_POINTER, Opened, open_source
-from ckpt_tool.storage.safetensors_file import looks_like_header, read_header, refuse_twin
+from ckpt_tool.storage.safetensors_files.safetensors_file import looks_like_header, read_header, refuse_twin
 from ckpt_tool.storage.source import Tree
 
 # Notes of readers that make a checkpoint unsound; the others (files that are ignored, shapes that can't be known)
@@ -98,9 +98,9 @@ def cut_short(tree: Tree, taken: Set[str]) -> Iterator[CkptError]:
 
 def _why_cut(tree: Tree, path: str, size: int) -> str:
     """Why a file that is not empty is not whole, "" where it is or nothing is known of its kind. Raises InputError."""
-    from ckpt_tool.storage.pickles import load_file
-    from ckpt_tool.storage.torch_stream import TorchStream, is_stream
-    from ckpt_tool.storage.zip_directory import Archive, members
+    from ckpt_tool.storage.pickles.pickle_reader import load_file
+    from ckpt_tool.storage.torch_files.torch_stream import TorchStream, is_stream
+    from ckpt_tool.storage.torch_files.zip_directory import ZipArchive, members
 
     head = tree.head(path, 512)
     if path.endswith(".json"):
@@ -114,7 +114,7 @@ def _why_cut(tree: Tree, path: str, size: int) -> str:
     elif looks_like_header(head, size) or path.endswith(".safetensors"):
         read_header(tree, path, lenient=True)
     elif head.startswith(b"PK\x03\x04"):
-        members(Archive(tree, path, 0, size))
+        members(ZipArchive(tree, path, 0, size))
     elif is_stream(head):
         TorchStream.open(tree, path)
     elif head[:1] == b"\x80" and path.endswith((*_PICKLES, ".pt", ".pth", ".bin", ".pdopt", ".pdparams")):

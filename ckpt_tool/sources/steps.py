@@ -43,7 +43,7 @@ _NAMED = re.compile(  # Lightning's and NeMo's: what was measured stands in the 
 UNFINISHED = "-unfinished"  # NeMo's marker beside a step, removed when it is written
 
 
-class Step(NamedTuple):
+class RunStep(NamedTuple):
     """An entry of a run's folder that is called as a step is. number: None for what a pointer file alone makes a step.
     word: what is counted, `epoch` or `step`. twin: DeepSpeed's universal form of the step of that number."""
 
@@ -59,7 +59,7 @@ class Step(NamedTuple):
         return self.number is None, self.number or 0, self.epoch, not self.twin
 
 
-class Pointer(NamedTuple):
+class RunPointer(NamedTuple):
     """A pointer file of a run, and the name in it."""
 
     file: str
@@ -70,29 +70,29 @@ class Run(NamedTuple):
     """A run's folder: its steps, the oldest first, what its pointer files name, and what else lies there."""
 
     path: str
-    steps: tuple[Step, ...]
-    pointers: tuple[Pointer, ...]
+    steps: tuple[RunStep, ...]
+    pointers: tuple[RunPointer, ...]
     others: tuple[str, ...] = ()
 
-    def of(self, step: Step | str) -> str:
+    def of(self, step: RunStep | str) -> str:
         """The path, or the URL, of a step."""
         return f"{self.path.rstrip('/')}/{step if isinstance(step, str) else step.name}"
 
 
-def step_of(name: str, *, numbers: bool = False) -> Step | None:
+def step_of(name: str, *, numbers: bool = False) -> RunStep | None:
     """The step that an entry of this name is. numbers: is a bare number a step's name?
 
     >>> step_of("checkpoint-500").order, step_of("tmp-checkpoint-500"), step_of("epoch=3-step=90.ckpt").number
     ((False, 500, 0, True), None, 90)
     """
     if numbers and numeral(name):
-        return Step(name, int(name))
+        return RunStep(name, int(name))
     found = _WORDS.fullmatch(name)
     if found:
         word: Literal["step", "epoch"] = "epoch" if found["word"] == "epoch" else "step"
-        return Step(name, int(found["number"]), word, twin=found["twin"] is not None)
+        return RunStep(name, int(found["number"]), word, twin=found["twin"] is not None)
     found = _NAMED.fullmatch(name)
-    return Step(name, int(found["number"]), epoch=int(found["epoch"] or 0)) if found else None
+    return RunStep(name, int(found["number"]), epoch=int(found["epoch"] or 0)) if found else None
 
 
 def steps_in(tree: Tree) -> list[str]:
@@ -150,7 +150,7 @@ def _run_in(tree: Tree, src: str) -> Run:
     pointers = tuple(_pointers(tree, entries))
     for _, name in pointers:
         if entries.get(name) and name not in found:
-            found[name] = Step(name, None)
+            found[name] = RunStep(name, None)
     steps = sorted(found.values(), key=lambda step: (step.order, step.name))
     words = {step.word: step.name for step in steps if step.number is not None}
     if len(words) > 1:
@@ -164,13 +164,13 @@ def _run_in(tree: Tree, src: str) -> Run:
     return Run(src, tuple(steps), pointers, tuple(name for name in entries if name not in found))
 
 
-def _pointers(tree: Tree, entries: Mapping[str, bool]) -> Iterator[Pointer]:
+def _pointers(tree: Tree, entries: Mapping[str, bool]) -> Iterator[RunPointer]:
     """What the pointer files of a folder name, and what a link in a pointer's place named when it still led there."""
     for file in POINTERS:
         if entries.get(file) is False:
             text = dangling_link(tree, file) or pointer_text(tree, file)
             if text:
-                yield Pointer(file, pointed(text, entries.__contains__))
+                yield RunPointer(file, pointed(text, entries.__contains__))
 
 
 def dangling_link(tree: Tree, file: str) -> str:

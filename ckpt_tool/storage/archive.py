@@ -21,9 +21,9 @@ from typing import NamedTuple
 from ckpt_tool.core.inner_path import base_of, is_view
 from ckpt_tool.errors import CorruptFile, StorageError, UnsafeInput
 from ckpt_tool.storage.records import past_the_end
-from ckpt_tool.storage.seekable import Seekable
 from ckpt_tool.storage.source import FILE_LIMIT, Identity, Tree, missing_file, safe_relative
-from ckpt_tool.storage.torch_stream import is_tar
+from ckpt_tool.storage.stores.seekable import Seekable
+from ckpt_tool.storage.torch_files.torch_stream import is_tar
 from ckpt_tool.storage.views import behind
 
 DAMAGED, ODD = "E2795", "E2796"
@@ -33,7 +33,7 @@ _PADDING = 1 << 16  # bytes behind the last member at most: a mark of the end, a
 _OF_NEMO = ("model_config.yaml", "model_weights")
 
 
-class Member(NamedTuple):
+class TarMember(NamedTuple):
     """Where a member lies in the archive. start, size: bytes."""
 
     start: int
@@ -61,7 +61,7 @@ class ArchiveTree(Tree):
 
     local = False
 
-    def __init__(self, archive: Tree, members: dict[str, Member], shown: str) -> None:
+    def __init__(self, archive: Tree, members: dict[str, TarMember], shown: str) -> None:
         """archive: the tree of that one file. members: by path, all of them or those below a folder."""
         self._archive, self._file, self._members = archive, archive.single or "", members
         self.shown, self.single, self.root = shown, None, archive.root
@@ -91,7 +91,7 @@ class ArchiveTree(Tree):
         inside = {path[len(front) :]: each for path, each in self._members.items() if path.startswith(front)}
         return ArchiveTree(self._archive, inside, self.display(folder))
 
-    def _member(self, path: str) -> Member:
+    def _member(self, path: str) -> TarMember:
         found = self._members.get(path)
         if found is None:
             raise missing_file(path, self.display(path))
@@ -156,8 +156,8 @@ def unpacked(tree: Tree) -> Tree:
     return ArchiveTree(tree, members, tree.shown)
 
 
-def _members(tree: Tree, file: str) -> dict[str, Member]:
-    out: dict[str, Member] = {}
+def _members(tree: Tree, file: str) -> dict[str, TarMember]:
+    out: dict[str, TarMember] = {}
     size, shown = tree.size(file), tree.display(file)
     try:
         with tarfile.open(fileobj=_Headers(tree, file), mode="r:", errorlevel=2) as archive:
@@ -170,7 +170,7 @@ def _members(tree: Tree, file: str) -> dict[str, Member]:
                     raise _odd(path, info, shown, twice=path in out)
                 if info.size < 0 or info.offset_data + info.size > size or len(out) >= FILE_LIMIT:
                     raise tarfile.ReadError(f"member {path[:80]} of {info.size} bytes at {info.offset_data}")
-                out[path] = Member(info.offset_data, info.size)
+                out[path] = TarMember(info.offset_data, info.size)
         end = max((each.start + -(-each.size // _HEAD) * _HEAD for each in out.values()), default=0)
         if not end + _HEAD <= size <= end + _PADDING:
             raise tarfile.ReadError(

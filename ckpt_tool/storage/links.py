@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ckpt_tool.errors import is_failure, wrap_os_error
 from ckpt_tool.storage.descriptors import close_read
-from ckpt_tool.storage.open_below import folder_beneath
+from ckpt_tool.storage.output.open_below import folder_beneath
 
 CACHE_DEPTH = 6  # folders between a file of a snapshot and `snapshots`
 LEAVES, NOWHERE, CIRCLE, NO_FILE = "leaves the folder", "leads nowhere", "leads in a circle", "leads to no regular file"

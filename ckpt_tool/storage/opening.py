@@ -18,7 +18,7 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:
-    from ckpt_tool.storage.store import Store
+    from ckpt_tool.storage.stores.store import Store
 
 _SHORT = re.compile(r"(s3a?|gcs|gs|az|azure|abfss?|hf|memory|https?):/(?!/)", re.IGNORECASE)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(?:://|::)")
@@ -64,7 +64,7 @@ def open_tree(src: str | os.PathLike[str], *, follow_symlinks: bool = False) -> 
     if scheme[1].lower() in ("file", "local") and scheme[0].endswith("//"):
         return _looked_into(Tree(text[scheme.end() :], follow_symlinks=follow_symlinks))
     from ckpt_tool.core.urls import hide_in_argument
-    from ckpt_tool.storage.remote import RemoteTree
+    from ckpt_tool.storage.stores.remote import RemoteTree
 
     url = hide_in_argument(text)
     return _looked_into(RemoteTree(url, open_store(url)))
@@ -83,9 +83,9 @@ def open_store(url: str) -> Store:
     """The store of a URL and the place in it. url: with or without its secrets (`core.urls`). Raises UsageError E0247,
     E2502, E2508, E2873."""
     from ckpt_tool.core.urls import full_url, hide_in_argument
-    from ckpt_tool.storage.fsspec_store import FsspecStore
-    from ckpt_tool.storage.malloc_arenas import few_arenas
-    from ckpt_tool.storage.object_store import CLOUDS, ObjectStore
+    from ckpt_tool.storage.stores.fsspec_store import FsspecStore
+    from ckpt_tool.storage.stores.malloc_arenas import few_arenas
+    from ckpt_tool.storage.stores.object_store import CLOUDS, ObjectStore
 
     few_arenas()
     if scheme_of(url) in CLOUDS and "://" in url:

@@ -31,7 +31,7 @@ DAMAGED = "E0351"
 _BLOCK = 4 << 20  # bytes of a read
 
 
-class Extent(NamedTuple):
+class FileExtent(NamedTuple):
     """A range of a file, in bytes."""
 
     start: int
@@ -42,7 +42,7 @@ class Met:
     """What was learned of a tree's files while they were read. Thread-safe."""
 
     def __init__(self) -> None:
-        self._zips: dict[str, dict[Extent, None]] = {}
+        self._zips: dict[str, dict[FileExtent, None]] = {}
         self._many: dict[str, list[tuple[array[int], array[int]]]] = {}  # the same: starts and bytes
         self._sound: set[tuple[str, tuple[int, int, int]]] = set()
         self._headers: dict[tuple[str, str], Any] = {}
@@ -60,17 +60,17 @@ class Met:
     def zip(self, path: str, start: int, nbytes: int) -> None:
         """A zip lies in bytes [start, start + nbytes) of file `path`."""
         with self._lock:
-            self._zips.setdefault(path, {})[Extent(start, nbytes)] = None
+            self._zips.setdefault(path, {})[FileExtent(start, nbytes)] = None
 
     def several(self, path: str, starts: array[int], nbytes: array[int]) -> None:
         """The same of many."""
         with self._lock:
             self._many.setdefault(path, []).append((starts, nbytes))
 
-    def zips(self, path: str) -> list[Extent]:
+    def zips(self, path: str) -> list[FileExtent]:
         """The zips in a file, in the order in which they lie."""
         with self._lock:
-            many = [Extent(*zip_) for columns in self._many.get(path, ()) for zip_ in zip(*columns, strict=True)]
+            many = [FileExtent(*zip_) for columns in self._many.get(path, ()) for zip_ in zip(*columns, strict=True)]
             return sorted({*self._zips.get(path, ()), *many})
 
     def is_sound(self, path: str, crc: tuple[int, int, int]) -> bool:

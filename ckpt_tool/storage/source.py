@@ -85,7 +85,7 @@ class Tree:
     """The files below `root`. `single`: the name of the one file that the user gave, None for a folder.
 
     Thread-safe for reading. `shown` is what messages call the root. `local`: its files have descriptors (a tree behind
-    a URL, `storage.remote`, has none). packed_in: the local archive whose members they are (`storage.archive`).
+    a URL, `stores.remote`, has none). packed_in: the local archive whose members they are (`storage.archive`).
     computed: its values are made while they are read, so nobody has stated a digest of them. odd_links: links that were
     listed and are not followed -> what they are. left_out: folders and files below the root that `listing` does not
     show -> why: whoever answers for everything that is there has to look at them too.

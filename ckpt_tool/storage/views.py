@@ -30,8 +30,8 @@ from typing import IO, TYPE_CHECKING, NamedTuple, Protocol
 
 from ckpt_tool.core.inner_path import VIEW, base_of, is_view
 from ckpt_tool.errors import CorruptFile, InternalError, wrap_os_error
-from ckpt_tool.storage.inline_arrays import INLINE, read_view
-from ckpt_tool.storage.zstd_frames import WINDOW, Frame
+from ckpt_tool.storage.arrays.zstd_frames import WINDOW, Frame
+from ckpt_tool.storage.pickles.inline_arrays import INLINE, read_view
 
 if TYPE_CHECKING:
     from ckpt_tool.storage.source import Tree

@@ -23,7 +23,7 @@ from peers import ROOT
 from safetensors.torch import load_file
 
 from ckpt_tool.harness.evidence import Case, gather
-from ckpt_tool.harness.layout import Layout
+from ckpt_tool.harness.layout import HarnessLayout
 from ckpt_tool.harness.shape import ModelShape
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.run.lazy import OpenCatalog
@@ -62,7 +62,7 @@ def stepped(checkpoint: Path, more: str, out: Path) -> dict[str, torch.Tensor]:
 )
 def test_megatron_s_muon_steps_alike_from_both_layouts(source: str, target: str, flags: str, tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
-    layouts = Layout.parse(source), Layout.parse(target)
+    layouts = HarnessLayout.parse(source), HarnessLayout.parse(target)
     case = Case(*layouts, "megatron-dist", shape=SHAPE, muon=True, before=2, after=1, planted=())
     assert gather(case, tmp_path / "made")["ok"]
     saved, resharded = tmp_path / "made/run/step_0000002", tmp_path / "made/resharded"

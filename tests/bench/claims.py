@@ -36,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from ckpt_tool.run import share_upload
 from ckpt_tool.run.file_parts import FileParts
-from ckpt_tool.storage import store_claims
-from ckpt_tool.storage.multipart import Listed, Listing, md5, part_size
-from ckpt_tool.storage.store_claims import StoreClaims
+from ckpt_tool.storage.stores import store_claims
+from ckpt_tool.storage.stores.multipart import ListedObject, StoreListing, md5, part_size
+from ckpt_tool.storage.stores.store_claims import StoreClaims
 
 T = TypeVar("T")
 _SAMPLE = 40  # shares that are looked at closely
@@ -101,7 +101,7 @@ class SimulatedStore:
         self._sim, self._latency, self._random = simulation, latency, random.Random(0)
         self._free = {"writes": 0.0, "reads": 0.0}
         self.data: dict[str, tuple[bytes, float]] = {}
-        self._listed: dict[str, Listed] = {}
+        self._listed: dict[str, ListedObject] = {}
         self.asked = Counter[str]()
 
     def _wait(self, kind: str, what: str, requests: int = 1) -> None:
@@ -118,7 +118,7 @@ class SimulatedStore:
 
     def _put(self, key: str, data: bytes) -> None:
         self.data[key] = data, self._sim.now
-        self._listed[key] = Listed(len(data), float(int(self._sim.now)), md5(data).hex())
+        self._listed[key] = ListedObject(len(data), float(int(self._sim.now)), md5(data).hex())
 
     def create(self, key: str, data: bytes) -> bool:
         self._wait("writes", "put")
@@ -137,9 +137,9 @@ class SimulatedStore:
         self.data.pop(key, None)
         self._listed.pop(key, None)
 
-    def listing(self) -> Listing:
+    def listing(self) -> StoreListing:
         self._wait("reads", "list", max(1, -(-len(self.data) // PAGE)))
-        return Listing(self._sim.now, dict(self._listed))
+        return StoreListing(self._sim.now, dict(self._listed))
 
 
 class SimulatedClaims(StoreClaims):
@@ -258,7 +258,7 @@ def simulate(
 
 
 class Object(FileParts):
-    """As `run.store_objects.Object`, without heads: to write 2,048 of them takes minutes, and no share depends on
+    """As `run.store_objects.StoredObject`, without heads: to write 2,048 of them takes minutes, and no share depends on
     them."""
 
     def __init__(self, size: int) -> None:
@@ -287,7 +287,7 @@ def sizes_of_the_plan(work: Path) -> list[int]:
     from ckpt_tool.run.shares import Shares
     from ckpt_tool.sources.chosen import Conversion
     from ckpt_tool.sources.opening import open_source
-    from ckpt_tool.storage.destination import RemotePlace
+    from ckpt_tool.storage.output.destination import RemotePlace
 
     work.mkdir(parents=True, exist_ok=True)
     _, training = scale.sources(work)

@@ -36,8 +36,8 @@ from torch_peers import Buffers, peers
 from ckpt_tool.device import build, choose
 from ckpt_tool.device.library import Device, Library
 from ckpt_tool.device.trial import bench, workloads
-from ckpt_tool.device.trial.bench import Measured, Row, Timer
-from ckpt_tool.device.trial.workloads import WORKS, Knobs, Work
+from ckpt_tool.device.trial.bench import BenchRow, Measured, Timer
+from ckpt_tool.device.trial.workloads import WORKS, Knobs, Workload
 
 POISON = 0xA5
 PEER_SECONDS = 1.5  # of one peer in one pass
@@ -94,7 +94,7 @@ class Contest:
         self.faults: list[str] = []
         self.missing: set[str] = set()
 
-    def run_pass(self, works: Sequence[Work]) -> None:
+    def run_pass(self, works: Sequence[Workload]) -> None:
         arena = self.buffers.arena
         bench.lay_out(self.device, arena, "bytes")
         plain = bench.plain_copy(self.device, arena, self.timer, self.repeats)
@@ -183,9 +183,9 @@ def loaded(device: Device, folder: Path) -> Iterator[tuple[int, Library]]:
         yield loads, Library(target)
 
 
-def markdown(rows: Iterable[Row], about: dict[str, Any]) -> str:
+def markdown(rows: Iterable[BenchRow], about: dict[str, Any]) -> str:
     """A table for people: one line a work, the peers beside it as how many times faster the kernel is."""
-    by_work: dict[tuple[str, str], list[Row]] = {}
+    by_work: dict[tuple[str, str], list[BenchRow]] = {}
     for row in rows:
         by_work.setdefault((row.kernel, row.work), []).append(row)
     lines = []

@@ -36,7 +36,7 @@ from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
-from ckpt_tool.storage.destination import staging_path
+from ckpt_tool.storage.output.destination import staging_path
 
 LIMIT = 120  # seconds of a round
 

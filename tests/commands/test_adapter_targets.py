@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_tool.adapters.targets import ROOTS, Bias, Low, Part, Tokens, Whole, match, part_of
+from ckpt_tool.adapters.targets import ROOTS, AdapterPart, Bias, Low, ReplacedTensor, Tokens, match, part_of
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
 from ckpt_tool.formats.peft.settings import settings_of
@@ -28,20 +28,23 @@ def pair(module, inner, outer, rank=2, prefix=P):
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        (f"{P}model.q.lora_A.weight", Part("model.q", "lora_A")),
-        (f"{P}model.q.lora_A.default.weight", Part("model.q", "lora_A")),
-        ("model.q.lora_B.weight", Part("model.q", "lora_B")),
-        (f"{P}_orig_mod.model.layers.0._fsdp_wrapped_module.q.lora_A.weight", Part("model.layers.0.q", "lora_A")),
-        (f"{P}q.lora_B.bias", Part("q", "lora_B.bias")),
-        (f"{P}experts.base_layer.base_layer.lora_B.weight", Part("experts", "lora_B", 2)),
-        (f"{P}e.lora_embedding_A", Part("e", "lora_embedding_A")),
-        (f"{P}e.lora_embedding_B.default", Part("e", "lora_embedding_B")),
-        (f"{P}q.lora_magnitude_vector", Part("q", "lora_magnitude_vector")),
-        (f"{P}q.lora_magnitude_vector.default.weight", Part("q", "lora_magnitude_vector")),
-        (f"{P}e.token_adapter.trainable_tokens_delta", Part("e", "trainable tokens")),
-        (f"{P}lm_head.weight", Part("lm_head.weight", "whole")),
-        (f"{P}lm_head.modules_to_save.default.weight", Part("lm_head.weight", "whole")),
-        (f"{P}q.base_layer.bias", Part("q.bias", "whole")),
+        (f"{P}model.q.lora_A.weight", AdapterPart("model.q", "lora_A")),
+        (f"{P}model.q.lora_A.default.weight", AdapterPart("model.q", "lora_A")),
+        ("model.q.lora_B.weight", AdapterPart("model.q", "lora_B")),
+        (
+            f"{P}_orig_mod.model.layers.0._fsdp_wrapped_module.q.lora_A.weight",
+            AdapterPart("model.layers.0.q", "lora_A"),
+        ),
+        (f"{P}q.lora_B.bias", AdapterPart("q", "lora_B.bias")),
+        (f"{P}experts.base_layer.base_layer.lora_B.weight", AdapterPart("experts", "lora_B", 2)),
+        (f"{P}e.lora_embedding_A", AdapterPart("e", "lora_embedding_A")),
+        (f"{P}e.lora_embedding_B.default", AdapterPart("e", "lora_embedding_B")),
+        (f"{P}q.lora_magnitude_vector", AdapterPart("q", "lora_magnitude_vector")),
+        (f"{P}q.lora_magnitude_vector.default.weight", AdapterPart("q", "lora_magnitude_vector")),
+        (f"{P}e.token_adapter.trainable_tokens_delta", AdapterPart("e", "trainable tokens")),
+        (f"{P}lm_head.weight", AdapterPart("lm_head.weight", "whole")),
+        (f"{P}lm_head.modules_to_save.default.weight", AdapterPart("lm_head.weight", "whole")),
+        (f"{P}q.base_layer.bias", AdapterPart("q.bias", "whole")),
         (f"{P}q.lora_A.bias", None),
         (f"{P}q.lora_diag.weight", None),
         (f"{P}q.lora_A.a.b.weight", None),
@@ -133,7 +136,12 @@ def test_kinds_of_changes():
     found = matched(adapter, base, trainable_token_indices=[8, 1])
     assert not found.faults, found.faults
     kinds = {name: [type(change) for change in changes] for name, changes in found.changes.items()}
-    assert kinds == {"e.weight": [Tokens], "q.weight": [Low], "q.bias": [Whole, Bias], "norm.weight": [Whole]}
+    assert kinds == {
+        "e.weight": [Tokens],
+        "q.weight": [Low],
+        "q.bias": [ReplacedTensor, Bias],
+        "norm.weight": [ReplacedTensor],
+    }
     assert found.changes["q.bias"][1].scaling == 2.0
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from ckpt_tool.cli import run
 from ckpt_tool.formats import registry
-from ckpt_tool.storage import platform_calls, staging
+from ckpt_tool.storage import platform_calls
+from ckpt_tool.storage.output import staging
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SOURCE = FIXTURES / "safetensors" / "llama_one_file"

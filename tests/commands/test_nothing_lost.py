@@ -275,7 +275,7 @@ def test_names_that_a_format_might_take_for_its_own(place: Path, capfd: Any, nam
 
 def test_clean_removes_what_a_run_listed_and_nothing_else(place: Path, capfd: Any) -> None:
     """A staging folder of ours into which somebody has put a file: what the run staged goes, the file stays."""
-    from ckpt_tool.storage.staging import Staging
+    from ckpt_tool.storage.output.staging import Staging
 
     with Staging(place / "out", "plan", ["f", "sub/g"]) as staging:
         os.close(staging.create("f", 3))

@@ -21,7 +21,7 @@ from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import UsageError
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
-from ckpt_tool.storage.destination import staging_path
+from ckpt_tool.storage.output.destination import staging_path
 
 SOURCE = Path(__file__).parents[2] / "fixtures" / "dcp" / "fsdp2_dp4"
 OPTIONS: dict[str, Any] = {"degrees": {"dp": 3}, "threads": 1}

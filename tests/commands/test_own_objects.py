@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from ckpt_tool.cli import run
-from ckpt_tool.storage.pickle_globals import users_own
+from ckpt_tool.storage.pickles.pickle_globals import users_own
 
 
 @dataclasses.dataclass

@@ -8,7 +8,7 @@ import pytest
 
 from ckpt_tool.cli.parser import parse
 from ckpt_tool.cli.plain import plain_job
-from ckpt_tool.cli.verbs import Job
+from ckpt_tool.cli.verbs import VerbJob
 from ckpt_tool.commands import convert, inspect
 from ckpt_tool.core.progress import SILENT
 
@@ -56,7 +56,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize("line", PLAIN)
 def test_a_plain_line_is_the_same_job(line: str, calls: list[Any]) -> None:
     plain, parsed = plain_job(line.split()), parse(line.split())
-    assert isinstance(plain, Job) and isinstance(parsed, Job)
+    assert isinstance(plain, VerbJob) and isinstance(parsed, VerbJob)
     for job in (plain, parsed):
         job.run(SILENT)
     assert calls[0] == calls[1] and calls[0][0] == line.split()[0]

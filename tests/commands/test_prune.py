@@ -15,7 +15,7 @@ import pytest
 import ckpt_tool as ckpt
 from ckpt_tool.cli import run
 from ckpt_tool.errors import StorageError, UnknownFormat, UsageError
-from ckpt_tool.storage import removal
+from ckpt_tool.storage.output import removal
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 ONE = FIXTURES / "safetensors/llama_one_file"

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from ckpt_tool.cli import run
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.quantised.kept_whole import found_in
-from ckpt_tool.quantised.weights import TABLED, Kind, Quantised
+from ckpt_tool.quantised.weights import TABLED, Quantised, TensorKind
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 FOLDERS = ("quantized", "quantized-families", "quantized-inputs", "quantized-layouts", "quantized-others")
@@ -40,7 +40,9 @@ def weights_of(case: str) -> list[Quantised]:
     raw = (FIXTURES / case / "model.safetensors").read_bytes()
     head = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     kinds = {
-        name: Kind(DTYPES[each["dtype"]], tuple(each["shape"])) for name, each in head.items() if name != "__metadata__"
+        name: TensorKind(DTYPES[each["dtype"]], tuple(each["shape"]))
+        for name, each in head.items()
+        if name != "__metadata__"
     }
     _, found = found_in(kinds, json.loads((FIXTURES / case / "config.json").read_text()))
     return list(found.weights.values())

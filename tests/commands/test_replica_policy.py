@@ -16,9 +16,9 @@ from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.run import executor, replicas
-from ckpt_tool.run.blocks import Reader
+from ckpt_tool.run.blocks import BlockReader
 from ckpt_tool.sources.opening import open_source
-from ckpt_tool.storage.staging import Staging
+from ckpt_tool.storage.output.staging import Staging
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 RANKS = FIXTURES / "paddle" / "llama_bf16_legacy_tp2"
@@ -165,9 +165,9 @@ def test_verify_and_diff_say_the_same(apart: tuple[str, Path, dict[str, tuple[in
 def test_large_replicas_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is more than SMALL is compared while it is copied; less is read twice, and what has no replica never is."""
     read: list[int] = []
-    pread = Reader.pread
+    pread = BlockReader.pread
     monkeypatch.setattr(
-        Reader, "pread", lambda self, *args, **more: (read.append(len(args[2])), pread(self, *args, **more))[1]
+        BlockReader, "pread", lambda self, *args, **more: (read.append(len(args[2])), pread(self, *args, **more))[1]
     )
 
     def nbytes(small: int, number: int, name: str = "paddle/llama_bf16_legacy_tp2") -> int:

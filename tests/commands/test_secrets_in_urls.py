@@ -277,7 +277,7 @@ def test_an_endpoint_that_is_wrong_is_an_error_without_its_secrets(
     for name, value in {"AWS_ACCESS_KEY_ID": "A", "AWS_SECRET_ACCESS_KEY": "s3cr3t", "AWS_REGION": "r"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    monkeypatch.setattr("ckpt_tool.storage.store.UNANSWERED", 0.1)
+    monkeypatch.setattr("ckpt_tool.storage.stores.store.UNANSWERED", 0.1)
     assert run(["inspect", "s3://bucket/x.pt", "-vv"]) in (2, 7)
     said = capfd.readouterr().err
     assert "E250" in said and "annabel" not in said and "s3cr3t@" not in said

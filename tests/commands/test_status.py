@@ -15,8 +15,8 @@ from ckpt_tool.cli import run
 from ckpt_tool.conversion.plan_file import load_plan
 from ckpt_tool.plan import schedule
 from ckpt_tool.run import executor
-from ckpt_tool.storage.destination import staging_path
-from ckpt_tool.storage.staging import Staging
+from ckpt_tool.storage.output.destination import staging_path
+from ckpt_tool.storage.output.staging import Staging
 
 NBYTES = 4 * 2 * 50 * 40  # of all tensors
 

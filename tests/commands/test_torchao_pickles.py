@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from ckpt_tool.cli import run
 from ckpt_tool.core.extras import Opaque, Symbol
-from ckpt_tool.storage.coded_weights import coded_weight
-from ckpt_tool.storage.pickle_globals import CODED_WEIGHTS
-from ckpt_tool.storage.pickle_values import TensorRef
-from ckpt_tool.storage.pickles import load
+from ckpt_tool.storage.pickles.coded_weights import coded_weight
+from ckpt_tool.storage.pickles.pickle_globals import CODED_WEIGHTS
+from ckpt_tool.storage.pickles.pickle_reader import load
+from ckpt_tool.storage.pickles.pickle_values import TensorRef
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/torchao-weights"
 CASES = ("subclasses", "affine")

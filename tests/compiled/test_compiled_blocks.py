@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from loops import choice_of
 
-from ckpt_tool.adapters.arithmetic import Folded, Kept
-from ckpt_tool.adapters.arithmetic import Term as Adapter
+from ckpt_tool.adapters.arithmetic import Folded, RunCache
+from ckpt_tool.adapters.arithmetic import ProductTerm as Adapter
 from ckpt_tool.adapters.chain import written_out
 from ckpt_tool.cli import run
 from ckpt_tool.compiled import library as compiled
-from ckpt_tool.compiled.library import Library, Term
+from ckpt_tool.compiled.library import CompiledLibrary, CTerm
 from ckpt_tool.compiled.loading import PATHS, Opened
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
@@ -26,7 +26,7 @@ from ckpt_tool.merging.averages import Linear
 from ckpt_tool.quantised import blocks as gguf_blocks
 from ckpt_tool.quantised import nearest
 from ckpt_tool.quantised.blocks import BlocksOfFloats, FloatsOfBlocks
-from ckpt_tool.quantised.nearest import Error, Place, Values, codes_of, largest
+from ckpt_tool.quantised.nearest import Error, ValuePlace, Values, codes_of, largest
 from ckpt_tool.quantised.schemes import SCHEMES
 from ckpt_tool.run.compute import cast
 from ckpt_tool.run.computed import ComputedTree, Input
@@ -37,17 +37,17 @@ FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 
 
 @pytest.fixture(scope="module", params=PATHS)
-def library(loops: Opened, request: pytest.FixtureRequest) -> Library:
+def library(loops: Opened, request: pytest.FixtureRequest) -> CompiledLibrary:
     """The functions of a path."""
     choice = choice_of(loops, request.param)
     assert choice.library is not None
-    functions = Library(choice.library, choice.path)
+    functions = CompiledLibrary(choice.library, choice.path)
     assert compiled._trial(functions) == ""
     return functions
 
 
 @pytest.fixture
-def shelf(library: Library, monkeypatch: pytest.MonkeyPatch) -> compiled.BlocksShelf:
+def shelf(library: CompiledLibrary, monkeypatch: pytest.MonkeyPatch) -> compiled.BlocksShelf:
     """The process uses this path."""
     shelf = compiled.BlocksShelf()
     shelf.library, shelf._is_decided = library, True
@@ -72,7 +72,7 @@ def sums(inputs, weights, total):
 
 @pytest.mark.parametrize("out", ["F32", "BF16"])
 @pytest.mark.parametrize("kinds", [("BF16", "BF16"), ("F32", "BF16"), ("BF16",), ("F32", "F32", "BF16")])
-def test_sums(library: Library, kinds: tuple[str, ...], out: str) -> None:
+def test_sums(library: CompiledLibrary, kinds: tuple[str, ...], out: str) -> None:
     for numel in (1, 7, 511, 512, 513, 5000):
         inputs = [drawn(k, (numel,), kind) for k, kind in enumerate(kinds)]
         inputs[0][::3] = -0.0
@@ -86,7 +86,7 @@ def test_sums(library: Library, kinds: tuple[str, ...], out: str) -> None:
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 3.4e38])
-def test_sums_that_are_not_finite_are_left_to_numpy(library: Library, odd: float) -> None:
+def test_sums_that_are_not_finite_are_left_to_numpy(library: CompiledLibrary, odd: float) -> None:
     x = drawn(0, (600,), "F32")
     x[555] = odd  # the last is finite, but no bf16: it rounds to infinity
     for dtype in ("F32", "BF16"):
@@ -95,7 +95,7 @@ def test_sums_that_are_not_finite_are_left_to_numpy(library: Library, odd: float
     assert not library.linear([(x[:9].astype("f2"), "F16")], [1.0], 1.0, made[:9], "BF16")
 
 
-def test_every_bf16_is_rounded_as_ml_dtypes_does(library: Library) -> None:
+def test_every_bf16_is_rounded_as_ml_dtypes_does(library: CompiledLibrary) -> None:
     upper = np.arange(0x7F7F, dtype="u4")
     bits = np.concatenate([upper << 16 | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
     values = np.concatenate([bits, bits | np.uint32(1 << 31)]).view("f4")
@@ -109,7 +109,7 @@ def test_every_bf16_is_rounded_as_ml_dtypes_does(library: Library) -> None:
 
 @pytest.mark.parametrize("rank", [1, 16, 37, 321, 700])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 5), (7, 64), (25, 131), (13, 600)])
-def test_products(library: Library, rank: int, rows: int, columns: int) -> None:
+def test_products(library: CompiledLibrary, rank: int, rows: int, columns: int) -> None:
     if not library.pair:
         pytest.skip("this path has no fused multiply-add: NumPy makes its products")
     b, a = drawn(1, (rows, rank), "F32", 1), drawn(2, (rank, columns), "F32", 1)
@@ -119,7 +119,7 @@ def test_products(library: Library, rank: int, rows: int, columns: int) -> None:
         part = written_out(b[:, start : start + 320], a[start : start + 320])
         delta = delta + part if start else part
     want = (base.astype("f4") + delta * np.float32(1.7)).astype("f4")
-    terms, line = [Term(b, library.panels(a), 1.7)], base.reshape(-1)
+    terms, line = [CTerm(b, library.panels(a), 1.7)], base.reshape(-1)
     ranges = np.sort(np.random.default_rng(rank).integers(0, numel + 1, (12, 2)), axis=1)
     for start, stop in [(0, numel), *((int(low), int(high)) for low, high in ranges if low < high)]:
         for dtype in ("F32", "BF16"):
@@ -132,7 +132,7 @@ def test_products(library: Library, rank: int, rows: int, columns: int) -> None:
 
 
 @pytest.mark.parametrize("item", [1, 2, 4, 8])
-def test_transposes(library: Library, item: int) -> None:
+def test_transposes(library: CompiledLibrary, item: int) -> None:
     rng = np.random.default_rng(item)
     for rows, columns in [(1, 9), (8, 8), (3, 200), (129, 65), (64, 64), *rng.integers(2, 150, (8, 2))]:
         wide = np.zeros((rows, columns + 5), f"u{item}")
@@ -145,7 +145,7 @@ def test_transposes(library: Library, item: int) -> None:
         assert (target[:, rows:] == 7).all()
 
 
-def test_transposes_of_more_dims(library: Library) -> None:
+def test_transposes_of_more_dims(library: CompiledLibrary) -> None:
     source = np.random.default_rng(0).integers(0, 1 << 16, (3, 40, 50), np.uint16)
     target = np.zeros((50, 3, 40), np.uint16)
     assert library.turned(source, target.transpose(1, 2, 0))
@@ -166,7 +166,7 @@ def stored(folder: Path, name: str, values: np.ndarray, dtype: str) -> Input:
 @pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("experts", [1, 3])
 def test_recipes_give_the_same_bits_by_both_roads(
-    shelf: compiled.BlocksShelf, library: Library, tmp_path: Path, experts: int, odd: bool
+    shelf: compiled.BlocksShelf, library: CompiledLibrary, tmp_path: Path, experts: int, odd: bool
 ) -> None:
     shape = (experts, 23, 40) if experts > 1 else (23, 40)
     base = drawn(0, shape, "BF16")
@@ -177,7 +177,7 @@ def test_recipes_give_the_same_bits_by_both_roads(
     b = stored(tmp_path, "b", drawn(3, (23, 4 * experts), "F32"), "F32")
     terms = (Adapter(1, 2, 4, 1.7, turned=False), Adapter(1, 2, 4, 2.0, turned=False))
     linear = Linear(TensorKey("l"), shape, (w, y), "", (0.3, 0.9))
-    folded = Folded(TensorKey("f"), shape, (w, a, b), "", terms, experts, Kept())
+    folded = Folded(TensorKey("f"), shape, (w, a, b), "", terms, experts, RunCache())
     tree = ComputedTree("made", [linear, folded])
     for path in ("model/l", "model/f"):
         for start, stop in ((0, linear.numel), (0, 99), (101, 2 * 23 * 20 - 1), (37, 700)):
@@ -192,14 +192,14 @@ def test_recipes_give_the_same_bits_by_both_roads(
 
 
 def test_a_merge_is_the_same_file_by_both_roads(
-    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    library: CompiledLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hf, twin, calls = str(FIXTURES / "convert" / "llama" / "hf"), str(tmp_path / "twin"), []
     shutil.copytree(hf, twin)
     line = ["merge", hf, twin, "--method", "linear", "--weight", "0.3", "--weight", "0.9", "-q", "--no-fsync"]
-    turned, summed = Library.turned, Library.linear
-    monkeypatch.setattr(Library, "turned", lambda *a: (calls.append("turned"), turned(*a))[1])
-    monkeypatch.setattr(Library, "linear", lambda *a: (calls.append("linear"), summed(*a))[1])
+    turned, summed = CompiledLibrary.turned, CompiledLibrary.linear
+    monkeypatch.setattr(CompiledLibrary, "turned", lambda *a: (calls.append("turned"), turned(*a))[1])
+    monkeypatch.setattr(CompiledLibrary, "linear", lambda *a: (calls.append("linear"), summed(*a))[1])
     for name in ("numpy", "compiled"):
         shelf = compiled.BlocksShelf()
         shelf.library, shelf._is_decided = library if name == "compiled" else None, True
@@ -226,13 +226,13 @@ def coded(
 ) -> tuple[bytes, Error]:
     line = Values(values.view(NUMPY[dtype]), DTYPES[dtype])
     codes = np.empty(len(values), np.uint8)
-    error = codes_of(line, Place(*block), divisors, SCHEMES[scheme], codes)
+    error = codes_of(line, ValuePlace(*block), divisors, SCHEMES[scheme], codes)
     return codes.tobytes(), error
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", NUMPY)
-def test_codes(library: Library, monkeypatch: pytest.MonkeyPatch, dtype: str, scheme: str) -> None:
+def test_codes(library: CompiledLibrary, monkeypatch: pytest.MonkeyPatch, dtype: str, scheme: str) -> None:
     """Every bf16 but those that are no numbers, by divisors from the least to the largest; ragged blocks."""
     every = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
     values = np.concatenate((every[np.isfinite(every)], drawn(3, (1 << 12,), "F32", 3.0).view(np.float32)))
@@ -277,7 +277,7 @@ def hard(seed: int) -> np.ndarray:
 @pytest.mark.parametrize("dtype", NUMPY)
 def test_blocks_of_gguf(
     shelf: compiled.BlocksShelf,
-    library: Library,
+    library: CompiledLibrary,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     dtype: str,
@@ -314,7 +314,7 @@ def test_blocks_of_gguf(
 
 @pytest.mark.parametrize("name", sorted(compiled.FLOATS))
 def test_floats_of_ggufs_blocks(
-    shelf: compiled.BlocksShelf, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    shelf: compiled.BlocksShelf, library: CompiledLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Blocks of any bytes, block by block, and as a recipe makes them, with blocks that the call does not take."""
     gguf = pytest.importorskip("gguf")

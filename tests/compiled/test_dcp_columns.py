@@ -25,10 +25,10 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import ChunkColumns, plainly_tile
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import copies
-from ckpt_tool.formats.containers.dcp_columns import Arrays, Columns, Pieces, Table
+from ckpt_tool.formats.containers.dcp_columns import Arrays, DcpColumns, Pieces, PieceTable
 from ckpt_tool.formats.copies import look_for_copies
 from ckpt_tool.formats.registry import by_name
-from ckpt_tool.storage import pickles
+from ckpt_tool.storage.pickles import pickle_reader as pickles
 from ckpt_tool.storage.source import Tree
 
 torch = pytest.importorskip("torch")
@@ -242,10 +242,10 @@ def test_what_plainly_tiles_has_no_fault(seed: int) -> None:
         if len({tuple(offset) for offset, _ in some}) < len(some):
             continue  # read by objects
         offsets, extents = (np.array([box[i] for box in some], np.int64) for i in (0, 1))
-        table = Table(*(np.zeros(len(some), np.int64) for _ in range(3)), np.full(len(some), -1))
+        table = PieceTable(*(np.zeros(len(some), np.int64) for _ in range(3)), np.full(len(some), -1))
         array = core.StoredArray("f", 0, DTYPES["F32"], ())
         pieces = Pieces(offsets, extents, np.zeros((len(some), 3), np.int64), {0: "f"})
-        chunks = Columns(pieces, Arrays(table, ["f"], [], dict.fromkeys(range(len(some)), array)))
+        chunks = DcpColumns(pieces, Arrays(table, ["f"], [], dict.fromkeys(range(len(some)), array)))
         tensor = core.LogicalTensor(core.TensorKey("w"), shape, DTYPES["F32"], tuple(chunks))
         judged.add(plain := plainly_tile(chunks, shape))
         assert not plain or not [*faults_of([tensor])]

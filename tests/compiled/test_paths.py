@@ -273,7 +273,7 @@ def test_every_path_writes_the_files_of_numpy(
         pytest.importorskip("gguf", reason="gguf makes the blocks without the compiled loops")
     calls: list[str] = []
     for function in ("linear", "folded", "turned", "codes", "blocks", "floats"):
-        original = getattr(library.Library, function)
+        original = getattr(library.CompiledLibrary, function)
 
         def counted(*given: Any, original: Any = original, function: str = function) -> Any:
             result = original(*given)
@@ -281,7 +281,7 @@ def test_every_path_writes_the_files_of_numpy(
                 calls.append(function)
             return result
 
-        monkeypatch.setattr(library.Library, function, counted)
+        monkeypatch.setattr(library.CompiledLibrary, function, counted)
 
     written: dict[str, dict[str, str]] = {}
     for path in ("off", *loops.paths):

@@ -19,9 +19,9 @@ from ckpt_tool.compiled.loading import Opened
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.containers import dcp_metadata
-from ckpt_tool.formats.containers.dcp_metadata import ObjectEntry, TensorEntry, pickled, read_listing
-from ckpt_tool.formats.containers.dcp_pieces import Piece
-from ckpt_tool.storage import pickle_rows
+from ckpt_tool.formats.containers.dcp_metadata import DcpTensorEntry, ObjectEntry, pickled, read_listing
+from ckpt_tool.formats.containers.dcp_pieces import DcpPiece
+from ckpt_tool.storage.pickles import pickle_rows
 from ckpt_tool.storage.source import Tree
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -64,7 +64,7 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], tuple[Any, int]]:
         made.clear()
         columns, objects = read(folder, "baseline"), read(folder, "off")
         assert columns == objects
-        if isinstance(objects, dcp_metadata.Listing):
+        if isinstance(objects, dcp_metadata.DcpListing):
             assert [*columns.tensors] == [*objects.tensors] and [*columns.files] == [*objects.files]
         return objects, sum(each.taken for each in made)
 
@@ -130,7 +130,7 @@ def test_other_forms(both: Any, tmp_path: Path, change: Any) -> None:
 def test_what_we_write(both: Any, tmp_path: Path, seed: int) -> None:
     """Any number of dims, objects between, names of any letters, numbers beyond 32 and 64 bits."""
     rng = random.Random(seed)
-    entries: list[TensorEntry | ObjectEntry] = []
+    entries: list[DcpTensorEntry | ObjectEntry] = []
     for number in range(30):
         fqn = rng.choice(["w", "größe", "x" * 300, "a.b"]) + str(number)
         if number % 7 == 3:
@@ -140,7 +140,7 @@ def test_what_we_write(both: Any, tmp_path: Path, seed: int) -> None:
         ranks = rng.choice([1, 3, 40]) if dims else 1
         shape = (rows_ * ranks, *(rng.randrange(1, 300) for _ in range(dims - 1))) if dims else ()
         pieces = [
-            Piece(
+            DcpPiece(
                 *((rows_ * rank, *(0,) * (dims - 1)) if dims else (), (rows_, *shape[1:]) if dims else ()),
                 *(
                     f"__{rank}_0.distcp",
@@ -150,7 +150,7 @@ def test_what_we_write(both: Any, tmp_path: Path, seed: int) -> None:
             )
             for rank in range(ranks)
         ]
-        entries.append(TensorEntry(fqn, (fqn,), DTYPES["F32"], shape, pieces))
+        entries.append(DcpTensorEntry(fqn, (fqn,), DTYPES["F32"], shape, pieces))
     _, taken = both(saved(tmp_path / "save", pickled(entries)))
     assert taken > 20
 

@@ -22,19 +22,19 @@ FLAGS = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined
 ROWS = """
 import ctypes, random, sys
 from ckpt_tool.compiled import rows
-from ckpt_tool.compiled.rows import SYMBOL, Step
+from ckpt_tool.compiled.rows import SYMBOL, RowStep
 shelf = rows.RowsShelf()
 calls = shelf.load(ctypes.CDLL(sys.argv[1]), "")
 assert shelf.trial(calls) == ""
 rng = random.Random(1)
 row = b"h\\0)\\x81\\x94}\\x94(h\\2h\\1K\\7M\\1\\2\\x86\\x94\\x85\\x94R\\x94\\x8c\\1a\\x94\\x8a\\5\\1\\0\\0\\1\\0ub"
 for case in range(600):
-    reader = rows.Reader(calls)
+    reader = rows.RowReader(calls)
     keys = [reader.intern(text) for text in (SYMBOL + b"Row", SYMBOL + b"Size", b"where")]
     for index, key in enumerate(keys):
         reader.remember(index, key)
-    program = [(Step.NAME, keys[0]), (Step.OPEN, 0), (Step.NAME, keys[2]), (Step.SIZE, keys[1])]
-    program += [(Step.TEXT, 0), (Step.INT, 0), (Step.CLOSE, 0)]
+    program = [(RowStep.NAME, keys[0]), (RowStep.OPEN, 0), (RowStep.NAME, keys[2]), (RowStep.SIZE, keys[1])]
+    program += [(RowStep.TEXT, 0), (RowStep.INT, 0), (RowStep.CLOSE, 0)]
     window = bytearray(row * rng.randrange(1, 40))
     for _ in range(rng.randrange(3)):
         window[rng.randrange(len(window))] = rng.choice([*b"(tKMJhjR", 0x8A, 0x8C, 0x94, 0x95, rng.randrange(256)])
@@ -50,7 +50,7 @@ shelf = twins.TwinsShelf()
 compare = shelf.load(ctypes.CDLL(sys.argv[1]), "")
 assert shelf.trial(compare) == ""
 rng = random.Random(1)
-kind = lambda n, m: twins.Kind(b"h" * n, n + 5, b"e" * m, bytes(m), (0, m - 4), (m - 4, 0))
+kind = lambda n, m: twins.TwinKind(b"h" * n, n + 5, b"e" * m, bytes(m), (0, m - 4), (m - 4, 0))
 with tempfile.TemporaryFile() as file:
     file.write(b"hhhh.....eeeeeeee" * 20)
     file.flush()

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_tool.core import catalog as catalog_module
 from ckpt_tool.core.box import Box, whole
-from ckpt_tool.core.catalog import Catalog, Row, faults_of, mark_replicas
+from ckpt_tool.core.catalog import Catalog, CatalogRow, faults_of, mark_replicas
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey, plainly_tile, simple_tensor
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
@@ -157,8 +157,8 @@ def test_rows_and_states_in_source_order() -> None:
     both = [simple_tensor(TensorKey("w", state), array) for state in ("exp_avg", "model", "exp_avg")]
     cat = Catalog("test", {each.key: each for each in both})
     assert list(cat.rows()) == [
-        Row("w", "exp_avg", DTYPES["BF16"], (2, 3), 12),
-        Row("w", "model", DTYPES["BF16"], (2, 3), 12),
+        CatalogRow("w", "exp_avg", DTYPES["BF16"], (2, 3), 12),
+        CatalogRow("w", "model", DTYPES["BF16"], (2, 3), 12),
     ]
     assert cat.states() == ("exp_avg", "model")
 
@@ -175,8 +175,8 @@ class Lazy(Mapping[TensorKey, LogicalTensor]):
     def __len__(self) -> int:
         return 1
 
-    def rows(self) -> Iterator[Row]:
-        yield Row("w", "model", F32, (1,), 4)
+    def rows(self) -> Iterator[CatalogRow]:
+        yield CatalogRow("w", "model", F32, (1,), 4)
 
 
 def test_a_lazy_table_lists_rows_without_making_tensors() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.core.flat_line import Boxes, FlatLine, Place
+from ckpt_tool.core.flat_line import Boxes, FlatLine, LinePlace
 from ckpt_tool.core.tensor import Chunk, StoredArray
 
 Element = tuple[str, tuple[int, ...]]  # tensor, index
@@ -36,7 +36,7 @@ def random_block(rng: np.random.Generator) -> tuple[tuple[int, ...], Boxes]:
 
 def random_line(rng: np.random.Generator) -> tuple[FlatLine[str], list[Element | None]]:
     """A line, and what the oracle says lies on each of its elements (None: padding)."""
-    places: list[Place] = []
+    places: list[LinePlace] = []
     truth: list[Element | None] = []
     for number in range(int(rng.integers(0, 6))):
         shape, boxes = random_block(rng)
@@ -44,7 +44,7 @@ def random_line(rng: np.random.Generator) -> tuple[FlatLine[str], list[Element |
         start = int(rng.integers(0, numel + 1))
         stop = int(rng.integers(start, numel + 1))
         truth += [None] * int(rng.integers(0, 3))
-        places.append(Place(f"t{number}", len(truth), start, stop, shape, boxes))
+        places.append(LinePlace(f"t{number}", len(truth), start, stop, shape, boxes))
         truth += [(f"t{number}", index_of(shape, boxes, element)) for element in range(start, stop)]
     return FlatLine(tuple(places)), truth + [None] * int(rng.integers(0, 3))
 
@@ -111,7 +111,7 @@ def test_no_box_of_a_cut_line_crosses_a_border(seed: int) -> None:
 def test_one_chunk_a_box_without_gaps() -> None:
     """The example of the module."""
     line = FlatLine.end_to_end([("w", (3, 4), 3), ("b", (5,), 0)])
-    assert line.places == (Place("w", 0, 0, 12, (3, 4)), Place("b", 15, 0, 5, (5,)))
+    assert line.places == (LinePlace("w", 0, 0, 12, (3, 4)), LinePlace("b", 15, 0, 5, (5,)))
     boxes = [
         [(p.of, p.box.offset, p.box.shape, p.at) for p in line.window(*ends).parts()] for ends in ((0, 10), (10, 20))
     ]

@@ -74,8 +74,8 @@ def test_names_that_only_resemble_ours_are_a_user_s(path: str) -> None:
 
 
 def test_each_name_that_we_make_is_ours() -> None:
-    from ckpt_tool.storage import claims, journal, staging
-    from ckpt_tool.storage.destination import staging_path
+    from ckpt_tool.storage.output import claims, journal, staging
+    from ckpt_tool.storage.output.destination import staging_path
 
     writers = (None, (2, 8), staging.new_worker())
     assert all(map(is_journal, [claims.FOLDER, *map(journal.name_of, writers)]))

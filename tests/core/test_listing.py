@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_tool.core import listing as module
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.core.listing import Block, Kind, Listing
+from ckpt_tool.core.listing import Kind, Listing, RowBlock
 
 BF16, F32 = DTYPES["BF16"], DTYPES["F32"]
 MATRIX: Kind = (BF16, (2, 3), 12)
@@ -17,8 +17,8 @@ VECTOR: Kind = (F32, (3,), 12)
 
 
 def listing() -> Listing:
-    first = Block("model", lambda: [b"a", b"b.\xc3\xa9", b"c"], [MATRIX, VECTOR, (BF16, (2, 3), 12)])
-    return Listing([first, Block("ema", lambda: [b"a"], [MATRIX])])
+    first = RowBlock("model", lambda: [b"a", b"b.\xc3\xa9", b"c"], [MATRIX, VECTOR, (BF16, (2, 3), 12)])
+    return Listing([first, RowBlock("ema", lambda: [b"a"], [MATRIX])])
 
 
 def test_rows_are_what_json_shows() -> None:
@@ -44,6 +44,11 @@ def test_the_text_is_that_of_its_rows(rows: int, monkeypatch: pytest.MonkeyPatch
     """Whatever a name holds, and wherever a piece ends."""
     monkeypatch.setattr(module, "ROWS", rows)
     names = ["a", 'b", "c', "d\n\\", "e\x7f\u2028\U0001f600", 'f", ', ""]
-    odd = Block("model", lambda: [name.encode() for name in names], [MATRIX, VECTOR] * 3)
-    for made in (Listing([]), Listing([Block("model", list, [])]), listing(), Listing([odd, *listing().blocks, odd])):
+    odd = RowBlock("model", lambda: [name.encode() for name in names], [MATRIX, VECTOR] * 3)
+    for made in (
+        Listing([]),
+        Listing([RowBlock("model", list, [])]),
+        listing(),
+        Listing([odd, *listing().blocks, odd]),
+    ):
         assert "".join(made.json()) == json.dumps(list(made))

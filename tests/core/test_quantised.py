@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.quantised.scheme import quantisation, section, without
-from ckpt_tool.quantised.weights import CONFIG_KEYS, Kind, block_of, find, part_of, units
+from ckpt_tool.quantised.weights import CONFIG_KEYS, TensorKind, block_of, find, part_of, units
 
 NAMES = [
     f"{stem}{end}"
@@ -35,7 +35,7 @@ NAMES = [
 ]
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 16, 64, 300]), max_size=4).map(tuple)
 KINDS = st.builds(
-    Kind,
+    TensorKind,
     st.sampled_from(
         [DTYPES[name] for name in ("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "I32", "I64", "F4", "F32", "BF16")]
     ),
@@ -49,7 +49,7 @@ KINDS = st.builds(
     st.sampled_from([(), (128, 128), (1, 32), (7, 5)]),
     st.sampled_from([(), (4,), (4, 8), (3,)]),
 )
-def test_no_header_stops_it(tensors: dict[str, Kind], block: tuple[int, ...], bits: tuple[int, ...]) -> None:
+def test_no_header_stops_it(tensors: dict[str, TensorKind], block: tuple[int, ...], bits: tuple[int, ...]) -> None:
     found = find(tensors, block=block, bits=bits)
     for lead, weight in found.weights.items():
         assert (
@@ -115,9 +115,9 @@ def test_no_config_stops_it(told: object) -> None:
 @pytest.mark.parametrize("dtype", ["I32", "U8"])
 def test_packed_codes_of_nothing(scale: tuple[int, int], packed: tuple[int, int], dtype: str) -> None:
     tensors = {
-        "w_packed": Kind(DTYPES[dtype], packed),
-        "w_scale": Kind(DTYPES["F32"], scale),
-        "w_shape": Kind(DTYPES["I64"], (2,)),
+        "w_packed": TensorKind(DTYPES[dtype], packed),
+        "w_scale": TensorKind(DTYPES["F32"], scale),
+        "w_shape": TensorKind(DTYPES["I64"], (2,)),
     }
     found = find(tensors)
     assert [units(weight, tensors) for weight in found.weights.values()] or found.faults
@@ -125,10 +125,10 @@ def test_packed_codes_of_nothing(scale: tuple[int, int], packed: tuple[int, int]
 
 def test_plain_tensors_are_nothing() -> None:
     plain = {
-        "m.weight": Kind(DTYPES["BF16"], (4, 4)),
-        "m.weight_mask": Kind(DTYPES["U8"], (4, 4)),
-        "m.ids": Kind(DTYPES["I8"], (9,)),
-        "color_scale": Kind(DTYPES["F32"], ()),
+        "m.weight": TensorKind(DTYPES["BF16"], (4, 4)),
+        "m.weight_mask": TensorKind(DTYPES["U8"], (4, 4)),
+        "m.ids": TensorKind(DTYPES["I8"], (9,)),
+        "color_scale": TensorKind(DTYPES["F32"], ()),
     }
     found = find(plain)
     assert not found.weights and not found.faults and not found.beside
@@ -166,7 +166,7 @@ def test_blocks(shape: tuple[int, ...], grid: tuple[int, ...], told: tuple[int, 
 @pytest.mark.parametrize(("ending", "codes"), [("_scale_inv", 4), ("_scale", 8)])
 def test_bytes_with_a_scale_for_sixteen(ending: str, codes: int) -> None:
     """Two codes a byte in groups of 32 (DeepSeek V4), or INT8 in groups of 16 (compressed-tensors): the name tells."""
-    tensors = {"w": Kind(DTYPES["I8"], (8, 64)), f"w{ending}": Kind(DTYPES["F32"], (8, 4))}
+    tensors = {"w": TensorKind(DTYPES["I8"], (8, 64)), f"w{ending}": TensorKind(DTYPES["F32"], (8, 4))}
     assert find(tensors).weights["w"].bits == codes
 
 

@@ -28,7 +28,7 @@ from ckpt_tool.families.registry import find
 from ckpt_tool.families.rewrite import mapping
 from ckpt_tool.formats.containers.dcp_metadata import read_listing
 from ckpt_tool.formats.megatron import names, rules
-from ckpt_tool.formats.megatron.args import Facts
+from ckpt_tool.formats.megatron.args import MegatronFacts
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.storage.source import Tree
@@ -159,10 +159,10 @@ def test_two_tensor_parallel_ranks_hold_what_megatron_s_hold(case: str) -> None:
     whole = arrays_of(document["megatron"], by_head=by_head(document))
     shapes = shapes_of(whole)
     known = {
-        "gated": rules.gated(shapes, Facts()),
+        "gated": rules.gated(shapes, MegatronFacts()),
         "down_shared": False,  # Transformer Engine's
-        "sections": rules.sections_of(shapes, Facts()),
-        "spanning": rules.norms_span(shapes, Facts(), 1),
+        "sections": rules.sections_of(shapes, MegatronFacts()),
+        "spanning": rules.norms_span(shapes, MegatronFacts(), 1),
     }
     ranks = [arrays_of(rank, by_head=by_head(document)) for rank in document["tp2"]]
     assert len(ranks) == 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt_tool.families.config.forms import FORMS
-from ckpt_tool.families.config.words import Model, kinds_of
+from ckpt_tool.families.config.words import ConfigWords, kinds_of
 from ckpt_tool.families.models import CLASSES
 
 LLAMA = Path(__file__).parents[2] / "fixtures" / "convert" / "llama" / "hf"
@@ -46,7 +46,7 @@ def test_every_key_that_a_form_reads_has_the_type_that_any_class_gives_it(kind: 
     facts = CLASSES[kind]
     config = Watched({**SIZES, "intermediate_size": 8})
     for form in facts.forms:
-        FORMS[form].to(Model(config, facts), {})
+        FORMS[form].to(ConfigWords(config, facts), {})
     own = kinds_of(facts)
     assert not {key: ALL[key] for key in config.read if key in ALL and key not in own}
 

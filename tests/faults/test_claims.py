@@ -21,10 +21,10 @@ import safetensors.numpy
 from ckpt_tool.cli import run
 from ckpt_tool.plan import schedule
 from ckpt_tool.run import executor
-from ckpt_tool.storage import claims, journal
-from ckpt_tool.storage.claims import Claims, Taken
-from ckpt_tool.storage.destination import staging_path
-from ckpt_tool.storage.staging import Staging, new_worker
+from ckpt_tool.storage.output import claims, journal
+from ckpt_tool.storage.output.claims import Claims, Taken
+from ckpt_tool.storage.output.destination import staging_path
+from ckpt_tool.storage.output.staging import Staging, new_worker
 
 # A worker in a process of its own, with units of 4 KiB and pauses between them: there is time to die in
 WORKER = """
@@ -32,7 +32,7 @@ import sys, time
 from ckpt_tool.cli import run
 from ckpt_tool.plan import schedule
 from ckpt_tool.run import executor
-from ckpt_tool.storage.staging import Staging
+from ckpt_tool.storage.output.staging import Staging
 executor.units = lambda moves: schedule.units(moves, size=1 << 12)
 executor._PAUSE = 0.05
 unit = executor.Executor._unit

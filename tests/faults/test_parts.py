@@ -22,9 +22,9 @@ from ckpt_tool.conversion.plan_file import load_plan
 from ckpt_tool.errors import OutputExists, SourceChanged
 from ckpt_tool.plan import schedule
 from ckpt_tool.run import executor
-from ckpt_tool.storage.destination import staging_path
-from ckpt_tool.storage.journal import name_of
-from ckpt_tool.storage.staging import Staging
+from ckpt_tool.storage.output.destination import staging_path
+from ckpt_tool.storage.output.journal import name_of
+from ckpt_tool.storage.output.staging import Staging
 
 # what the outputs are: cut along columns, transposed, cast with padding, records with checksums in a folder of folders
 OPTIONS = {

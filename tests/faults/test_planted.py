@@ -21,9 +21,9 @@ import safetensors.numpy
 
 from ckpt_tool.cli import run
 from ckpt_tool.errors import OutputExists
-from ckpt_tool.storage.destination import staging_path
-from ckpt_tool.storage.journal import name_of
-from ckpt_tool.storage.staging import FILES, Staging
+from ckpt_tool.storage.output.destination import staging_path
+from ckpt_tool.storage.output.journal import name_of
+from ckpt_tool.storage.output.staging import FILES, Staging
 
 KINDS = ["fifo", "link", "dangling link", "hard link", "folder", "socket"]
 pytestmark = pytest.mark.timeout(60)

@@ -172,8 +172,8 @@ def lay_patched(root: Path) -> None:
 def lay_leavings(root: Path) -> None:
     """What a killed run has staged, what another had replaced and what a killed prune had begun to delete; a person's
     files in the first two."""
-    from ckpt_tool.storage.removal import measure, retire
-    from ckpt_tool.storage.staging import FILES, Staging, _mark_replaced
+    from ckpt_tool.storage.output.removal import measure, retire
+    from ckpt_tool.storage.output.staging import FILES, Staging, _mark_replaced
 
     lay_around(root)
     with Staging(root / "out", "plan", ["f", "sub/g", "sub/h"]) as staging:

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.tensor import EXTRAS, STEP
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import open_source
-from ckpt_tool.storage.inline_arrays import INLINE
-from ckpt_tool.storage.pickle_writer import dumps
+from ckpt_tool.storage.pickles.inline_arrays import INLINE
+from ckpt_tool.storage.pickles.pickle_writer import dumps
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.torchzip import TorchZip
+from ckpt_tool.storage.torch_files.torchzip import TorchZip
 
 _KEYS = b"iteration|global_steps|global_samples|last_epoch|_step_count|step|num_steps|consumed_samples|consumed_train_samples|epoch"  # noqa: E501
 _COUNTER = re.compile(rb"(?s)(" + _KEYS + rb")(q.|r....|\x94)?K(.)")  # a key, its memo, a small number

@@ -9,19 +9,19 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.target import WantedTensor
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.formats.containers import dcp_item_files
-from ckpt_tool.formats.containers.dcp_item_files import Item, ItemFiles, Share
+from ckpt_tool.formats.containers.dcp_item_files import ItemFiles, StoredItem, TensorShare
 
 TENSORS = [WantedTensor(TensorKey(f"experts.{number}"), (6, 5), DTYPES["BF16"]) for number in range(8)]
 CUT = (
-    Item(Box((0, 0), (1, 5)), (0, 0), (1, 5), 0),
-    Item(Box((1, 0), (3, 5)), (1, 0), (3, 5), 1),
-    Item(Box((4, 0), (2, 5)), (4, 0), (2, 5), 0),
+    StoredItem(Box((0, 0), (1, 5)), (0, 0), (1, 5), 0),
+    StoredItem(Box((1, 0), (3, 5)), (1, 0), (3, 5), 1),
+    StoredItem(Box((4, 0), (2, 5)), (4, 0), (2, 5), 0),
 )
 
 
 def files(*, together: bool) -> ItemFiles:
     made = ItemFiles(TENSORS)
-    shares = [Share(number, CUT, (number,), number // 5) for number in range(8)]
+    shares = [TensorShare(number, CUT, (number,), number // 5) for number in range(8)]
     for several in [shares] if together else [[share] for share in shares]:
         made.tensor(f"w{several[0].tensor}", (), (8, 6, 5), several)
     made.known("last", (), (2,), DTYPES["F32"], b"\0" * 8)
@@ -55,7 +55,7 @@ def test_tensors_that_are_cut_alike_lie_as_they_would_one_by_one() -> None:
 
 def test_nothing_is_listed_before_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     put = []
-    monkeypatch.setattr(dcp_item_files._Kind, "put", lambda *given: put.append(given))
+    monkeypatch.setattr(dcp_item_files._ItemKind, "put", lambda *given: put.append(given))
     made = files(together=True)
     done = made.finished()
     places = made.places(done)

@@ -15,10 +15,10 @@ from ckpt_tool.compiled import twins
 from ckpt_tool.core.tensor import LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.containers import dcp_items
-from ckpt_tool.formats.containers.dcp_items import Items
-from ckpt_tool.formats.containers.dcp_metadata import Listing, pickled, read_listing
+from ckpt_tool.formats.containers.dcp_items import DcpItems
+from ckpt_tool.formats.containers.dcp_metadata import DcpListing, pickled, read_listing
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.torchzip import TorchZip
+from ckpt_tool.storage.torch_files.torchzip import TorchZip
 
 COUNT = 6
 
@@ -38,8 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def arrays(tree: Tree, listing: Listing) -> dict[str, StoredArray]:
-    return {fqn: array for fqn, (array,) in Items(tree).arrays(listing.tensors.values()).items()}
+def arrays(tree: Tree, listing: DcpListing) -> dict[str, StoredArray]:
+    return {fqn: array for fqn, (array,) in DcpItems(tree).arrays(listing.tensors.values()).items()}
 
 
 def test_twins_are_found_and_have_the_right_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_no_flipped_byte_passes_that_the_long_way_refuses(
     assert refused > 300, "padding, dates and the id are free; headers and directory are not"
 
 
-def outcome(listing: Listing, folder: Path) -> str | None:
+def outcome(listing: DcpListing, folder: Path) -> str | None:
     """The error's code, None when the items read."""
     try:
         arrays(Tree(folder), listing)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckpt_tool.core.flat_line import FlatLine
 from ckpt_tool.formats.deepspeed import job as jobs
 from ckpt_tool.formats.deepspeed.files import EXPERT, LAYER, MODEL, MODEL3, OPTIM, PLAIN_EXPERTS, sort_files
-from ckpt_tool.formats.deepspeed.job import FlatGroup, Job
+from ckpt_tool.formats.deepspeed.job import FlatGroup, ZeroJob
 from ckpt_tool.formats.deepspeed.names import expert_name_of, first_rank, global_name, global_names, layer_and_local
 
 numels = st.lists(st.integers(1, 40), min_size=1, max_size=9)
@@ -46,7 +46,7 @@ def test_partitions_are_chunks_of_the_padded_line(sizes: list[int], n: int, item
     total = line.numel()
     line = torch.nn.functional.pad(line, (0, -total % (2 * n)))
     want = line.reshape(n, -1)
-    job = Job(1, n, False, [[group]])
+    job = ZeroJob(1, n, False, [[group]])
     for rank in range(n):
         (array,) = job.arrays(rank, 0)
         assert (array.size, array.partitions) == (want.shape[1], n)
@@ -63,7 +63,7 @@ def test_partitions_are_chunks_of_the_padded_line(sizes: list[int], n: int, item
 @given(numels, ranks)
 def test_shares_are_rows_of_each_padded_parameter(sizes: list[int], n: int) -> None:
     params = params_of(sizes)
-    job = Job(3, n, False, [[FlatGroup(shapes_of(params), 0)]])
+    job = ZeroJob(3, n, False, [[FlatGroup(shapes_of(params), 0)]])
     for rank in range(n):
         rows = [torch.nn.functional.pad(p, (0, -p.numel() % n)).reshape(n, -1)[rank] for p in params.values()]
         (array,) = job.arrays(rank, 0)
@@ -99,7 +99,7 @@ def test_every_expert_rank_has_a_line_of_its_own_experts(ep: int, data_first: bo
     own = first_rank(params, ep)
     assert own == [EXPERT_NAME.format(e, w) for e in range(6 // ep) for w in (1, 2)]
     group = jobs.partitioned(dict.fromkeys(own, (5,)), 0, ep, 12 // ep, 0)
-    job = Job(2, 12, data_first, [[group]])
+    job = ZeroJob(2, 12, data_first, [[group]])
     seen: dict[int, torch.Tensor] = {}
     for rank in range(12):
         (array,) = job.arrays(rank, 0)
@@ -118,14 +118,14 @@ def test_every_expert_rank_has_a_line_of_its_own_experts(ep: int, data_first: bo
 )
 def test_who_holds_an_expert(expert: int, data_first: bool, want: list[int]) -> None:
     """The example in the docstring of DeepSpeed's `_create_expert_and_data_parallel`, of 8 ranks and ep 2."""
-    job = Job(1, 8, data_first, [])
+    job = ZeroJob(1, 8, data_first, [])
     assert [rank for rank in range(8) if job.expert_rank(rank, 2)[0] == expert] == want
     assert [job.expert_rank(rank, 2)[1] for rank in want] == [0, 1, 2, 3]
 
 
 def test_stages_cut_a_tied_parameter_at_all_borders() -> None:
     stages = [{"tied": (6, 5), "a": (3,)}, {"b": (17,), "tied": (6, 5)}]
-    job = Job(1, 2, False, [[jobs.partitioned(shapes, 0, 1, 2, 0)] for shapes in stages])
+    job = ZeroJob(1, 2, False, [[jobs.partitioned(shapes, 0, 1, 2, 0)] for shapes in stages])
     spans = [
         {(p.start, p.stop) for data in range(2) for p in job.arrays(data, stage)[0].line.places if p.of == "tied"}
         for stage in range(2)

@@ -15,7 +15,7 @@ import pytest
 from ckpt_tool.cli import run
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.gguf.header import read_header, value_of
-from ckpt_tool.formats.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNUSED, USER, Files, tokenizer_pairs
+from ckpt_tool.formats.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNUSED, USER, TokenizerFiles, tokenizer_pairs
 from ckpt_tool.formats.gguf.tokenizer_files import UNSAID, tokenizer_files
 from ckpt_tool.storage.source import Tree
 
@@ -38,11 +38,11 @@ def pairs_of(path: Path) -> Pairs:
     return {key: value_of(tree, header, key) for key in header.entries if key.startswith("tokenizer.")}
 
 
-def files_of(folder: Path, **changed: Any) -> Files:
+def files_of(folder: Path, **changed: Any) -> TokenizerFiles:
     tokenizer, settings, config = (
         json.loads((folder / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json", "config.json")
     )
-    return Files(**{"tokenizer": tokenizer, "settings": settings, "config": config, **changed})
+    return TokenizerFiles(**{"tokenizer": tokenizer, "settings": settings, "config": config, **changed})
 
 
 def ids(folder: Path) -> list[list[int]]:
@@ -72,7 +72,7 @@ def test_pieces_without_their_model_are_what_the_converter_writes_but_for_the_sc
     assert first == sorted(first, reverse=True) and len(set(first)) > 9
 
 
-def changed(files: Files, path: str, value: Any) -> Files:
+def changed(files: TokenizerFiles, path: str, value: Any) -> TokenizerFiles:
     *steps, last = path.split("/")
     at: Any = files.tokenizer
     for step in steps:
@@ -124,7 +124,7 @@ def test_a_number_beyond_the_vocabulary_is_an_error(number: Any) -> None:
 
 
 def test_no_space_is_put_before_texts_where_the_tokenizer_puts_none() -> None:
-    def stated(files: Files) -> Any:
+    def stated(files: TokenizerFiles) -> Any:
         return {key: value for key, _, value in tokenizer_pairs(files, "llama")[0]}.get(
             "tokenizer.ggml.add_space_prefix"
         )
@@ -138,9 +138,9 @@ def test_no_space_is_put_before_texts_where_the_tokenizer_puts_none() -> None:
 
 def test_a_model_of_unigrams_is_said_to_be_merged() -> None:
     raw, config = (MADE / "gemma3/tokenizer.model").read_bytes(), {"vocab_size": 320}
-    assert tokenizer_pairs(Files(pieces=raw, config=config), "llama")[1] == []
+    assert tokenizer_pairs(TokenizerFiles(pieces=raw, config=config), "llama")[1] == []
     trained = b"\x12\x02\x18\x01"  # trainer_spec { model_type = UNIGRAM }, which is laid over what stands before
-    _, lines = tokenizer_pairs(Files(pieces=raw + trained, config=config), "llama")
+    _, lines = tokenizer_pairs(TokenizerFiles(pieces=raw + trained, config=config), "llama")
     assert len(lines) == 1 and "unigrams" in lines[0]
 
 

@@ -36,12 +36,12 @@ from ckpt_tool.core.target import LayoutWish
 from ckpt_tool.core.tensor import Chunk, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats import registry
-from ckpt_tool.formats.containers.dcp_metadata import TensorEntry
-from ckpt_tool.formats.containers.dcp_pieces import Piece
+from ckpt_tool.formats.containers.dcp_metadata import DcpTensorEntry
+from ckpt_tool.formats.containers.dcp_pieces import DcpPiece
 from ckpt_tool.formats.megatron import names
-from ckpt_tool.formats.megatron.args import Facts
+from ckpt_tool.formats.megatron.args import MegatronFacts
 from ckpt_tool.formats.megatron.hints import DistHints
-from ckpt_tool.formats.megatron.job import Job, Rank, Ranks, turned
+from ckpt_tool.formats.megatron.job import JobRanks, MegatronJob, MegatronRank, turned
 from ckpt_tool.formats.megatron.stages import from_counts
 from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
 from ckpt_tool.formats.megatron_dist import state as megatron_dist_state
@@ -178,10 +178,10 @@ def test_flattened_slices_are_put_where_they_belong(dims: list[tuple[int, int]],
         flat = want[tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, cell, strict=True))].ravel()
         for part in np.array_split(np.arange(numel), ranks):
             if len(part):
-                pieces.append(Piece((*index, int(part[0])), (*(1,) * len(grid), len(part)), str(len(data)), 0, 0))
+                pieces.append(DcpPiece((*index, int(part[0])), (*(1,) * len(grid), len(part)), str(len(data)), 0, 0))
                 arrays.append(StoredArray(str(len(data)), 0, DTYPES["I64"], pieces[-1].shape))
                 data.append(flat[part])
-    entry = TensorEntry("w", ("w",), DTYPES["I64"], (*grid, numel), pieces)
+    entry = DcpTensorEntry("w", ("w",), DTYPES["I64"], (*grid, numel), pieces)
     got = np.full(shape, -1)
     for chunk in chunks_of(entry, arrays, shape):
         for at, inner in apart(chunk, leads):
@@ -317,9 +317,9 @@ def test_a_grouped_line_is_transposed_back(
     )
     line = parts[rank].T.ravel()
     degrees = {"tp": ranks, "pp": 1, "vpp": 1, "ep": 1, "etp": ranks, "dp": 1, "cp": 1}
-    job = Job(Facts(), degrees, from_counts([1], 1), 1, gated, False, container=names.GROUPED)
+    job = MegatronJob(MegatronFacts(), degrees, from_counts([1], 1), 1, gated, False, container=names.GROUPED)
     expert = "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"
-    (array,) = Ranks(job, {expert: (want.shape, DTYPES["F32"])}).arrays(Rank("", rank, 0, 0, rank))
+    (array,) = JobRanks(job, {expert: (want.shape, DTYPES["F32"])}).arrays(MegatronRank("", rank, 0, 0, rank))
     assert (array.local, array.shape) == ("decoder.layers.0.mlp.experts.weight1", (h, rows))
     flat = FlatLine(tuple(array.places(0)))
     cuts = sorted({0, line.size, *data.draw(st.lists(st.integers(0, line.size), max_size=cut))})
@@ -560,10 +560,10 @@ def test_a_tensor_rank_holds_its_rows_of_both_halves() -> None:
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     boxes = sorted((Box((row, 0), (2, 3)) for row in (4, 2, 0, 6)), key=lambda box: box.offset)
     degrees = {"tp": 2, "pp": 1, "vpp": 1, "ep": 1, "etp": 2, "dp": 1, "cp": 1}
-    job = Job(Facts(), degrees, from_counts([1], 1), 0, False, False, boxes={name: boxes})
-    ranks = Ranks(job, {name: ((8, 3), DTYPES["F32"])})
+    job = MegatronJob(MegatronFacts(), degrees, from_counts([1], 1), 0, False, False, boxes={name: boxes})
+    ranks = JobRanks(job, {name: ((8, 3), DTYPES["F32"])})
     for rank in range(2):
-        (array,) = ranks.arrays(Rank("", rank, 0, 0, rank))
+        (array,) = ranks.arrays(MegatronRank("", rank, 0, 0, rank))
         assert array.shape == (4, 3)
         assert [(box.offset, start) for _, box, start, _ in array.parts()] == [
             ((2 * rank, 0), 0),

@@ -25,7 +25,14 @@ from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
-from ckpt_tool.formats.containers.dcp_metadata import METADATA, Listing, ObjectEntry, TensorEntry, pickled, read_listing
+from ckpt_tool.formats.containers.dcp_metadata import (
+    METADATA,
+    DcpListing,
+    DcpTensorEntry,
+    ObjectEntry,
+    pickled,
+    read_listing,
+)
 from ckpt_tool.formats.megatron_fsdp import read as fsdp_read
 from ckpt_tool.formats.megatron_fsdp.keys import parse
 from ckpt_tool.options.reading import Reading
@@ -39,7 +46,7 @@ HOME = FIXTURES / "megatron-fsdp"
 CASES = sorted(path.name.removesuffix(".truth.safetensors") for path in HOME.glob("*.truth.safetensors"))
 FC2 = "decoder.layers.1.mlp.linear_fc2"
 FC1 = "decoder.layers.1.mlp.linear_fc1.weight"
-Entry = TensorEntry | ObjectEntry
+Entry = DcpTensorEntry | ObjectEntry
 
 
 def write(source: Path, target: Path, to: str = "megatron-fsdp", family: str | None = None, **degrees: int) -> Any:
@@ -58,7 +65,7 @@ def steps(folder: Path) -> Path:
     return folder / (name if name == "release" else f"iter_{int(name):07d}")
 
 
-def listed(folder: Path) -> Listing:
+def listed(folder: Path) -> DcpListing:
     """What the metadata of a run's step lists."""
     return read_listing(Tree(steps(folder)), "", (METADATA,))
 
@@ -190,7 +197,9 @@ def edited(case: str, folder: Path, change: Callable[[str], str | None]) -> Path
         if fqn is None:
             continue
         path = entry.path if fqn == entry.fqn else (fqn,)
-        kept.append(replace(entry, fqn=fqn, path=path) if isinstance(entry, TensorEntry) else entry._replace(fqn=fqn))
+        kept.append(
+            replace(entry, fqn=fqn, path=path) if isinstance(entry, DcpTensorEntry) else entry._replace(fqn=fqn)
+        )
     folder.mkdir()
     for file in source.glob("*.distcp"):
         shutil.copy(file, folder / file.name)  # a link would change the fixture, for who reads it meanwhile

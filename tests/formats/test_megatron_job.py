@@ -10,8 +10,8 @@ import pytest
 
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.formats.megatron import names
-from ckpt_tool.formats.megatron.args import Facts
-from ckpt_tool.formats.megatron.job import EMBEDDING, Job, Rank, Ranks
+from ckpt_tool.formats.megatron.args import MegatronFacts
+from ckpt_tool.formats.megatron.job import EMBEDDING, JobRanks, MegatronJob, MegatronRank
 from ckpt_tool.formats.megatron.stages import from_counts
 
 EXPERTS = 4
@@ -44,11 +44,13 @@ def test_what_a_rank_must_hold_is_what_its_arrays_are_read_as(tp, pp, vpp, ep, e
     stages = from_counts([4 // (pp * vpp)] * (pp * vpp), pp, vpp, mtp=1)
     te = container == names.TE_GROUPED
     kept = rows and 20
-    job = Job(Facts(mtp=1, tied=True), degrees, stages, EXPERTS, True, not te, te, container, rows=rows, kept=kept)
-    ranks = Ranks(job, {name: (shape, DTYPES["BF16"]) for name, shape in MODEL.items()})
+    job = MegatronJob(
+        MegatronFacts(mtp=1, tied=True), degrees, stages, EXPERTS, True, not te, te, container, rows=rows, kept=kept
+    )
+    ranks = JobRanks(job, {name: (shape, DTYPES["BF16"]) for name, shape in MODEL.items()})
     held = {name: np.zeros(shape, int) for name, shape in MODEL.items()}
     for t, p, e, x in product(range(tp), range(pp), range(ep), range(etp)):
-        rank = Rank("", t, p, e, x)
+        rank = MegatronRank("", t, p, e, x)
         arrays = ranks.arrays(rank)
         assert len({(array.chunk, array.local) for array in arrays}) == len(arrays)
         for array in arrays:
@@ -65,13 +67,13 @@ def test_what_a_rank_must_hold_is_what_its_arrays_are_read_as(tp, pp, vpp, ep, e
 def test_experts_of_a_grouped_weight_lie_transposed_in_it():
     """weight1 of rank 1 of 2: (h, E * own rows of gate and up), against the reshape of `GroupedMLP` itself."""
     degrees = {"tp": 2, "pp": 1, "vpp": 1, "ep": 1, "etp": 2, "dp": 1, "cp": 1}
-    job = Job(Facts(), degrees, from_counts([1], 1), 2, True, False, container=names.GROUPED)
+    job = MegatronJob(MegatronFacts(), degrees, from_counts([1], 1), 2, True, False, container=names.GROUPED)
     whole = {
         f"decoder.layers.0.mlp.experts.local_experts.{e}.linear_fc1.weight": np.arange(48).reshape(8, 6) + 100 * e
         for e in range(2)
     }
-    (array,) = Ranks(job, {name: (value.shape, DTYPES["F32"]) for name, value in whole.items()}).arrays(
-        Rank("", 1, 0, 0, 1)
+    (array,) = JobRanks(job, {name: (value.shape, DTYPES["F32"]) for name, value in whole.items()}).arrays(
+        MegatronRank("", 1, 0, 0, 1)
     )
     assert (array.local, array.shape) == ("decoder.layers.0.mlp.experts.weight1", (6, 8))
     line = np.full(array.numel, -1)

@@ -136,10 +136,10 @@ def test_parallel_experts_are_dealt_apart_and_the_rest_is_told_by_its_norms():
 
 def test_data_ranks_of_context_parallel_groups_wrote_over_each_other():
     from ckpt_tool.formats.megatron.chains import shares_beside
-    from ckpt_tool.formats.megatron.job import Rank
+    from ckpt_tool.formats.megatron.job import MegatronRank
 
     degrees = {"tp": 1, "ep": 1, "etp": 1, "dp": 2, "cp": 2}
     tree = SimpleNamespace(display=lambda path: path)
     with pytest.raises(CkptError) as e:
-        list(shares_beside("mp_rank_00", Rank("mp_rank_00", 0, 0, 0, 0), degrees, {}, tree))
+        list(shares_beside("mp_rank_00", MegatronRank("mp_rank_00", 0, 0, 0, 0), degrees, {}, tree))
     assert e.value.code == "E2002"

@@ -7,7 +7,7 @@ import pytest
 
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.errors import Incomplete, UsageError
-from ckpt_tool.formats.megatron.args import Facts, arguments, facts_of, updated
+from ckpt_tool.formats.megatron.args import MegatronFacts, arguments, facts_of, updated
 from ckpt_tool.formats.megatron.folders import coordinates, fit, folder_name, pairs
 from ckpt_tool.formats.megatron.rules import (
     check_degree,
@@ -138,7 +138,7 @@ def test_down_projections_by_spec_and_experts_by_their_own_axis():
 
 def test_a_degree_is_judged_by_query_groups():
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
-    units = units_of(name, rule_of(name, 2, gated=True, down_shared=True), (96, 8), Facts(groups=6, heads=12))
+    units = units_of(name, rule_of(name, 2, gated=True, down_shared=True), (96, 8), MegatronFacts(groups=6, heads=12))
     with pytest.raises(UsageError, match="6 query groups do not divide by 4") as e:
         check_degree("tp", 4, [units])
     assert e.value.hint.endswith("2, 3, 6, 12")
@@ -146,7 +146,7 @@ def test_a_degree_is_judged_by_query_groups():
 
 def test_more_ranks_than_query_groups_share_them_since_megatron_0_16():
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
-    units = units_of(name, rule_of(name, 2, gated=True, down_shared=True), (96, 8), Facts(groups=6, heads=12))
+    units = units_of(name, rule_of(name, 2, gated=True, down_shared=True), (96, 8), MegatronFacts(groups=6, heads=12))
     (note,) = check_degree("tp", 12, [units])
     assert "6 query groups" in note and "0.16" in note
     assert check_degree("tp", 6, [units]) == []
@@ -216,7 +216,7 @@ def test_arguments_keep_what_the_degrees_do_not_touch():
 
 MIXER = {"in_proj.weight": (42, 4), "out_proj.weight": (4, 12), "A_log": (6,), "conv1d_weight": (24, 1, 4)}
 DELTA = {"in_proj.weight": (48, 4), "out_proj.weight": (4, 12), "dt_bias": (6,), "conv1d.weight": (24, 1, 4)}
-ARGS = Facts(mamba=(12, 6, 6), delta=(6, 12, 6))
+ARGS = MegatronFacts(mamba=(12, 6, 6), delta=(6, 12, 6))
 
 
 def module(front, tensors, size=1, without=()):
@@ -228,32 +228,32 @@ def module(front, tensors, size=1, without=()):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_sections_follow_from_the_modules_own_tensors(size):
     shapes = module("decoder.layers.0.mixer", MIXER, size) | module("decoder.layers.1.self_attention", DELTA, size)
-    assert sections_of(shapes, Facts()) == SECTIONS
-    assert sections_of(shapes, Facts(mamba=(30, 2, 6))) == SECTIONS, "tensors count before arguments"
+    assert sections_of(shapes, MegatronFacts()) == SECTIONS
+    assert sections_of(shapes, MegatronFacts(mamba=(30, 2, 6))) == SECTIONS, "tensors count before arguments"
 
 
 def test_sections_by_the_arguments_and_none_where_layers_differ():
     alone = {"decoder.layers.0.mixer.conv1d_weight": (24, 1, 4)}
-    assert sections_of(alone, ARGS) == SECTIONS and sections_of(alone, Facts()) == {}
+    assert sections_of(alone, ARGS) == SECTIONS and sections_of(alone, MegatronFacts()) == {}
     partly = module("decoder.layers.0.mixer", MIXER, without=("A_log",))
-    assert sections_of(partly, Facts()) == {}
+    assert sections_of(partly, MegatronFacts()) == {}
     odd = module("decoder.layers.0.mixer", MIXER | {"conv1d_weight": (22, 1, 4)})
-    assert sections_of(odd, Facts()) == {}, "the tensors contradict each other"
+    assert sections_of(odd, MegatronFacts()) == {}, "the tensors contradict each other"
     other = module("decoder.layers.1.mixer", MIXER | {"in_proj.weight": (54, 4), "conv1d_weight": (36, 1, 4)})
-    assert sections_of(module("decoder.layers.0.mixer", MIXER) | other, Facts()) == {}
+    assert sections_of(module("decoder.layers.0.mixer", MIXER) | other, MegatronFacts()) == {}
 
 
 def test_a_degree_is_judged_by_key_heads_and_groups():
     name = "decoder.layers.1.self_attention.in_proj.weight"
     rule = rule_of(name, 2, gated=True, down_shared=True, sections=SECTIONS)
-    units = [units_of(name, rule, (48, 4), Facts(delta_heads=2))]
+    units = [units_of(name, rule, (48, 4), MegatronFacts(delta_heads=2))]
     assert check_degree("tp", 2, units) == []
     with pytest.raises(UsageError, match="2 key heads do not divide by 3"):
         check_degree("tp", 3, units)
     with pytest.raises(UsageError, match="6 rows that divide all 6 sections do not divide by 4"):
-        check_degree("tp", 4, [units_of(name, rule, (48, 4), Facts())])
+        check_degree("tp", 4, [units_of(name, rule, (48, 4), MegatronFacts())])
     with pytest.raises(UsageError, match="rows that are no"):
-        check_degree("tp", 2, [units_of(name, rule, (47, 4), Facts())])
+        check_degree("tp", 2, [units_of(name, rule, (47, 4), MegatronFacts())])
 
 
 def attention(q, k, wide):
@@ -263,13 +263,13 @@ def attention(q, k, wide):
 
 
 def test_norms_over_all_heads_are_shared_and_those_of_one_are_not():
-    assert norms_span(attention(12, 6, 12), Facts(), 1) is True  # 4 heads, 2 groups
-    assert norms_span(attention(3, 3, 12), Facts(heads=4), 1) is False
-    assert norms_span(attention(12, 12, 12), Facts(heads=4), 2) is True
-    assert norms_span(attention(3, 3, 3), Facts(heads=4), 4) is False, "core's own norms are of one head"
-    assert norms_span(attention(12, 12, 12), Facts(), 2) is None
-    assert norms_span(attention(12, 12, 12), Facts(heads=4), 1) is False, "OLMoE's are whole on every rank"
-    assert norms_span(attention(24, 24, 12), Facts(heads=4), 2) is False, "and found so"
+    assert norms_span(attention(12, 6, 12), MegatronFacts(), 1) is True  # 4 heads, 2 groups
+    assert norms_span(attention(3, 3, 12), MegatronFacts(heads=4), 1) is False
+    assert norms_span(attention(12, 12, 12), MegatronFacts(heads=4), 2) is True
+    assert norms_span(attention(3, 3, 3), MegatronFacts(heads=4), 4) is False, "core's own norms are of one head"
+    assert norms_span(attention(12, 12, 12), MegatronFacts(), 2) is None
+    assert norms_span(attention(12, 12, 12), MegatronFacts(heads=4), 1) is False, "OLMoE's are whole on every rank"
+    assert norms_span(attention(24, 24, 12), MegatronFacts(heads=4), 2) is False, "and found so"
     name = "decoder.layers.0.self_attention.q_layernorm.weight"
     assert rule_of(name, 1, gated=True, down_shared=True, spanning=True).dim == 0
     assert not rule_of(name, 1, gated=True, down_shared=True, spanning=None).known

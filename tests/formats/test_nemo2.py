@@ -16,7 +16,7 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import InconsistentCheckpoint, UnknownFormat
-from ckpt_tool.formats.containers.dcp_metadata import TensorEntry
+from ckpt_tool.formats.containers.dcp_metadata import DcpTensorEntry
 from ckpt_tool.formats.megatron.args import arguments
 from ckpt_tool.formats.megatron.names import EMBEDDING
 from ckpt_tool.formats.megatron_dist import nemo
@@ -143,7 +143,7 @@ def test_buffers_whose_order_nothing_proves_stay_unread_and_the_rest_can_be_had(
 
 
 def test_layers_of_transformer_engine_are_told_by_their_states_since_their_norms_stand_elsewhere_in_a_buffer():
-    entry = TensorEntry(EMBEDDING, (EMBEDDING,), DTYPES["BF16"], (8, 2), [])
+    entry = DcpTensorEntry(EMBEDDING, (EMBEDDING,), DTYPES["BF16"], (8, 2), [])
     for keys, want in (
         (["decoder.layers.mlp.linear_fc1._extra_state"], "local"),
         (["decoder.layers.mlp.linear_fc1._extra_state", "decoder.final_layernorm._extra_state"], "transformer_engine"),

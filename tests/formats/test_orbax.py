@@ -25,9 +25,9 @@ from ckpt_tool.formats.orbax.names import name_leaves
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.sources.opening import open_source
-from ckpt_tool.storage import ocdbt
-from ckpt_tool.storage.crc32c import crc32c
-from ckpt_tool.storage.ocdbt import Stored, encode, read_keys
+from ckpt_tool.storage.arrays import ocdbt
+from ckpt_tool.storage.arrays.crc32c import crc32c
+from ckpt_tool.storage.arrays.ocdbt import OcdbtNode, encode, read_keys
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.views import Compressed, base_of, behind, fill_view
 
@@ -195,7 +195,7 @@ def test_a_trainer_counts_on_and_an_optimizer_of_torch_takes_it(tmp_path):
 
 def test_several_counts_are_nobody_s():
     def leaf(*path):
-        return orbax_read._Stored(path, SimpleNamespace(shape=(), dtype=DTYPES["I32"], chunks=lambda: [object()]))
+        return orbax_read._StoredLeaf(path, SimpleNamespace(shape=(), dtype=DTYPES["I32"], chunks=lambda: [object()]))
 
     paths = [("params", "a"), ("params", "b")]
     paths += [("opt_state", n, name, part) for n, part in enumerate("ab") for name in ("mu", "nu")]
@@ -230,9 +230,9 @@ def rewrite_database(folder, keeps):
     rows = []
     for key, value in values.items():
         if value.path in files:
-            rows.append(Stored(key.encode(), None, files.index(value.path), value.offset, value.nbytes))
+            rows.append(OcdbtNode(key.encode(), None, files.index(value.path), value.offset, value.nbytes))
         else:
-            rows.append(Stored(key.encode(), read_view(tree, value)))
+            rows.append(OcdbtNode(key.encode(), read_view(tree, value)))
     manifest, nodes = encode(files, rows, bytes(16), "d/" + "0" * 32)
     (folder / "d" / ("0" * 32)).write_bytes(nodes)
     (folder / ocdbt.MANIFEST).write_bytes(manifest)
@@ -424,8 +424,8 @@ def test_names_and_states_follow_from_where_a_leaf_hangs(name):
 
 def test_a_database_of_many_keys_has_an_inner_node(tmp_path, monkeypatch):
     monkeypatch.setattr(ocdbt, "_LEAF_KEYS", 3)
-    values = [Stored(f"w.{n:03}".encode(), bytes([n]) * n) for n in range(10)]
-    values += [Stored(f"x.{n}".encode(), None, n % 2, 10 * n, 10) for n in range(4)]
+    values = [OcdbtNode(f"w.{n:03}".encode(), bytes([n]) * n) for n in range(10)]
+    values += [OcdbtNode(f"x.{n}".encode(), None, n % 2, 10 * n, 10) for n in range(4)]
     manifest, nodes = encode(["d/one", "d/two"], values, bytes(16), "d/tree")
     (tmp_path / "d").mkdir()
     (tmp_path / "manifest.ocdbt").write_bytes(manifest)

@@ -15,10 +15,10 @@ from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, InputError, UnsafeInput, UsageError
-from ckpt_tool.formats.paddle.pickle_file import Named, PaddleComposer, Saved, chunks_of, read_paddle
+from ckpt_tool.formats.paddle.pickle_file import NamedTensor, PaddleComposer, Saved, chunks_of, read_paddle
 from ckpt_tool.formats.state_dict.tree import SLOT
-from ckpt_tool.formats.torch.composer import Part
-from ckpt_tool.storage import inline_arrays
+from ckpt_tool.formats.torch.composer import StoragePart
+from ckpt_tool.storage.pickles import inline_arrays
 from ckpt_tool.storage.source import Tree
 
 FILES = Path(__file__).resolve().parents[2] / "fixtures" / "paddle-files"
@@ -95,12 +95,12 @@ def compose(name):
     composer, values, names = PaddleComposer(), [], {}
     state: dict = {}
     for saved in content.leaves:
-        ref = composer.tensor(saved.shape, saved.dtype, [Part(len(values), whole(saved.shape), 0)])
+        ref = composer.tensor(saved.shape, saved.dtype, [StoragePart(len(values), whole(saved.shape), 0)])
         values.append(array_of(tree, saved).tobytes())
         node = state
         for step in saved.path[:-1]:
             node = node.setdefault(step, {})
-        node[saved.path[-1]] = ref if content.table else Named(saved.name, ref)
+        node[saved.path[-1]] = ref if content.table else NamedTensor(saved.name, ref)
         if content.table:
             names[saved.path[0]] = saved.name
     state |= {key: item for key, item in content.extras.items() if item is not SLOT and key not in state}
@@ -172,7 +172,7 @@ def test_frames_and_memo_are_those_of_cpython(state):
             return value
         dtype = next(d for d in DTYPES.values() if d.exact and d.numpy == value.dtype.name)
         values.append(value.tobytes())
-        return composer.tensor(value.shape, dtype, [Part(len(values) - 1, whole(value.shape), 0)])
+        return composer.tensor(value.shape, dtype, [StoragePart(len(values) - 1, whole(value.shape), 0)])
 
     table = {"StructuredToParameterName@@": {}}
     file = composer.file("x", {key: ours(value) for key, value in STATES[state].items()}, {})
@@ -181,9 +181,9 @@ def test_frames_and_memo_are_those_of_cpython(state):
 
 def test_parts_fill_a_tensor_and_known_values_are_literals():
     composer = PaddleComposer()
-    padded = composer.tensor((6,), DTYPES["BF16"], [Part(0, Box((1,), (2,)), 3)])
+    padded = composer.tensor((6,), DTYPES["BF16"], [StoragePart(0, Box((1,), (2,)), 3)])
     known = composer.value((1,), DTYPES["F32"], b"\0\0\x80?")
-    file = composer.file("x.pdopt", {"p": Named("n", padded), "q": Named("b", known)}, None)
+    file = composer.file("x.pdopt", {"p": NamedTensor("n", padded), "q": NamedTensor("b", known)}, None)
     assert [(a.tensor, a.box) for a in file.arrays] == [(0, Box((1,), (2,)))]
     out = filled(file, [b"\1\2\3\4"])
     assert b"\0\0\0\0\0\0\1\2\3\4\0\0" in out and b"\0\0\x80?" in out and b"u2" in out

@@ -32,14 +32,14 @@ from ckpt_tool.formats.paddle.job import PaddleHints
 from ckpt_tool.formats.paddle.pickle_file import read_paddle
 from ckpt_tool.formats.paddle_flex.folders import folder_of, plain_keys, suffix_of, trainer_key
 from ckpt_tool.formats.paddle_flex.format import FORMAT
-from ckpt_tool.formats.paddle_flex.metadata import MODULE, Entry, Listing, Shard, read_metadata
+from ckpt_tool.formats.paddle_flex.metadata import MODULE, FlexEntry, FlexListing, Shard, read_metadata
 from ckpt_tool.formats.paddle_flex.read import degrees_of, fused_blocks
-from ckpt_tool.formats.paddle_flex.target import Item, kept
+from ckpt_tool.formats.paddle_flex.target import FlexBlock, kept
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
-from ckpt_tool.storage import pickles
-from ckpt_tool.storage.pickle_values import Record
-from ckpt_tool.storage.pickle_writer import dumps
+from ckpt_tool.storage.pickles import pickle_reader as pickles
+from ckpt_tool.storage.pickles.pickle_values import PickledRecord
+from ckpt_tool.storage.pickles.pickle_writer import dumps
 from ckpt_tool.storage.source import Tree
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "paddle-flex"
@@ -370,11 +370,11 @@ def old_metadata(folder, module):
     stated, stored = {}, {}
     for rank, (low, high) in enumerate(((0, 3), (3, 6), (6, 9), (9, 10))):
         state = {"global_offset": (low, 0), "local_shape": (high - low, 3), "dtype": "float32"}
-        stated.setdefault("uneven", []).append(Record(f"{module}.LocalTensorMetadata", state=state))
+        stated.setdefault("uneven", []).append(PickledRecord(f"{module}.LocalTensorMetadata", state=state))
         index = {"tensor_key": "uneven", "global_offset": (low, 0)}
-        stored[Record(f"{module}.LocalTensorIndex", state=index)] = f"{rank}_0.distcp"
+        stored[PickledRecord(f"{module}.LocalTensorIndex", state=index)] = f"{rank}_0.distcp"
     state = {"state_dict_metadata": stated, "storage_metadata": stored, "flat_mapping": None}
-    (folder / "0.metadata").write_bytes(dumps(Record(f"{module}.Metadata", state=state), protocol=4))
+    (folder / "0.metadata").write_bytes(dumps(PickledRecord(f"{module}.Metadata", state=state), protocol=4))
 
 
 @pytest.mark.parametrize("module", [MODULE, "paddle.distributed.checkpoint.metadata"])
@@ -418,7 +418,7 @@ def test_what_is_no_tensor_parallel_fuse_is_left_as_recorded():
         for width in widths:
             shards.append(Shard((0, start), (4, width), None, "f", 0))
             start += width
-        return Entry("x.up_gate_proj.weight", ("x",), DTYPES["F32"], (4, start), shards)
+        return FlexEntry("x.up_gate_proj.weight", ("x",), DTYPES["F32"], (4, start), shards)
 
     assert fused_blocks(entry(8), (1, 1)) is None
     assert fused_blocks(entry(6, 2), (1, 1)) is None
@@ -430,7 +430,7 @@ def test_what_is_no_tensor_parallel_fuse_is_left_as_recorded():
 
 def test_ties_go_to_the_file_with_the_least_in_the_order_of_names():
     def item(key):
-        return Item(key, (key,), key, DTYPES["F32"], (0,), (4,), (4,), None, 0, ())
+        return FlexBlock(key, (key,), key, DTYPES["F32"], (0,), (4,), (4,), None, 0, ())
 
     found = kept([(rank, [item("a"), item("b"), item("c")]) for rank in (2, 10)])
     assert [(one.key, rank) for one, rank in found.storage] == [("a", 10), ("b", 2), ("c", 10)]
@@ -457,8 +457,8 @@ def test_degrees_are_told_by_who_holds_what():
         entries = {}
         for key, ranks in homes.items():
             shards = [Shard((0, 4 * i), (2, 4), None, f"m/{rank}_0.distcp", 0) for i, rank in enumerate(ranks)]
-            entries[key] = Entry(key, (key,), DTYPES["F32"], (2, 4 * len(ranks)), shards)
-        return Listing("m/", entries)
+            entries[key] = FlexEntry(key, (key,), DTYPES["F32"], (2, 4 * len(ranks)), shards)
+        return FlexListing("m/", entries)
 
     stages = {f"layers.{layer}.q.weight": (layer // 2 * 2, layer // 2 * 2 + 1) for layer in range(6)}
     assert degrees_of([listing(stages)], 6) == ({"tp": 2, "pp": 3}, "")

@@ -14,9 +14,9 @@ import pytest
 from ckpt_tool.commands.inspect import inspect
 from ckpt_tool.errors import CkptError
 from ckpt_tool.options.reading import Reading
-from ckpt_tool.storage import pickles
-from ckpt_tool.storage.pickle_values import Record
-from ckpt_tool.storage.pickle_writer import dumps
+from ckpt_tool.storage.pickles import pickle_reader as pickles
+from ckpt_tool.storage.pickles.pickle_values import PickledRecord
+from ckpt_tool.storage.pickles.pickle_writer import dumps
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "paddle-flex"
 CASES = [
@@ -27,15 +27,15 @@ CASES = [
     if not (case.name == "twice" and file.name == "0.metadata")  # an older save, which is not read
 ]
 
-Rows = dict[str, list[Record]]
-Stored = dict[Record, str]
+Rows = dict[str, list[PickledRecord]]
+Stored = dict[PickledRecord, str]
 
 
-def _moved(row: Record, by: int = 1) -> Record:
+def _moved(row: PickledRecord, by: int = 1) -> PickledRecord:
     """The row further along the first axis."""
     assert row.state is not None
     offset = row.state["global_offset"]
-    return Record(row.name, row.args, {**row.state, "global_offset": (offset[0] + by, *offset[1:])})
+    return PickledRecord(row.name, row.args, {**row.state, "global_offset": (offset[0] + by, *offset[1:])})
 
 
 def _blocks(rows: Rows) -> list[str]:
@@ -44,7 +44,7 @@ def _blocks(rows: Rows) -> list[str]:
     return sorted(fits, key=lambda key: -len(rows[key]))
 
 
-def _of(stored: Stored, key: str) -> list[Record]:
+def _of(stored: Stored, key: str) -> list[PickledRecord]:
     return [index for index in stored if index.get("tensor_key") == key]
 
 

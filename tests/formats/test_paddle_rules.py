@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckpt_tool.errors import InputError, UsageError
 from ckpt_tool.formats.paddle import rules
-from ckpt_tool.formats.paddle.rules import Cut, side_by_side
+from ckpt_tool.formats.paddle.rules import PaddleCut, side_by_side
 
 LLAMA = {
     "model_type": "llama",
@@ -131,12 +131,12 @@ def _slices(box):
 
 def test_experts_are_whole_under_expert_parallelism():
     name = L + "mlp.experts.7.up_gate_proj.weight"
-    assert rules.cut_of(name, (16, 48), MOE, 2, ep=2) == Cut(None)
-    assert rules.cut_of(L + "mlp.shared_expert.up_proj.weight", (16, 48), MOE, 2, ep=2) == Cut(1)
+    assert rules.cut_of(name, (16, 48), MOE, 2, ep=2) == PaddleCut(None)
+    assert rules.cut_of(L + "mlp.shared_expert.up_proj.weight", (16, 48), MOE, 2, ep=2) == PaddleCut(1)
 
 
 def test_one_rank_needs_no_rule():
-    assert rules.cut_of("anything.at.all", (3, 5), {}, 1) == Cut(None)
+    assert rules.cut_of("anything.at.all", (3, 5), {}, 1) == PaddleCut(None)
 
 
 def test_unknown_names_are_named():
@@ -151,15 +151,15 @@ def test_without_a_config_kv_heads_are_not_guessed():
     with pytest.raises(InputError, match="key and value heads") as e:
         rules.stored_cut(L + "self_attn.k_proj.weight", (16, 8), {}, 2)
     assert e.value.hint and "--config" in e.value.hint
-    assert rules.stored_cut(L + "self_attn.q_proj.weight", (16, 8), {}, 2) == Cut(1)
+    assert rules.stored_cut(L + "self_attn.q_proj.weight", (16, 8), {}, 2) == PaddleCut(1)
 
 
 def test_a_stored_vocabulary_that_tp_divides_is_a_part_and_another_is_asked_for():
-    assert rules.stored_cut("model.embed_tokens.weight", (24, 16), {}, 2) == Cut(0)
+    assert rules.stored_cut("model.embed_tokens.weight", (24, 16), {}, 2) == PaddleCut(0)
     with pytest.raises(InputError, match="vocabulary"):
         rules.stored_cut("model.embed_tokens.weight", (25, 16), {}, 2)
-    assert rules.stored_cut("model.embed_tokens.weight", (25, 16), {"vocab_size": 25}, 2) == Cut(None)
-    assert rules.stored_cut("model.embed_tokens.weight", (25, 16), {"vocab_size": 50}, 2) == Cut(0)
+    assert rules.stored_cut("model.embed_tokens.weight", (25, 16), {"vocab_size": 25}, 2) == PaddleCut(None)
+    assert rules.stored_cut("model.embed_tokens.weight", (25, 16), {"vocab_size": 50}, 2) == PaddleCut(0)
 
 
 def test_an_uneven_cut_names_degrees_that_are_even():
@@ -169,7 +169,16 @@ def test_an_uneven_cut_names_degrees_that_are_even():
 
 
 @given(
-    st.sampled_from([Cut(0), Cut(1), Cut(None), Cut(1, (1, 1)), Cut(1, (4, 1, 1)), Cut(0, (2, 1, 1))]),
+    st.sampled_from(
+        [
+            PaddleCut(0),
+            PaddleCut(1),
+            PaddleCut(None),
+            PaddleCut(1, (1, 1)),
+            PaddleCut(1, (4, 1, 1)),
+            PaddleCut(0, (2, 1, 1)),
+        ]
+    ),
     st.integers(1, 4),
     st.integers(1, 3),
     st.integers(1, 3),

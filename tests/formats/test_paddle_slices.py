@@ -8,19 +8,21 @@ from typing import Any
 import pytest
 from targets import FIXTURES
 
-from ckpt_tool.formats.paddle.job import Member, Span, buffers, owners, spans
+from ckpt_tool.formats.paddle.job import OptimizerMember, ParameterSpan, buffers, owners, spans
 
 GOLDEN = json.loads((FIXTURES / "paddle-sharding" / "golden.json").read_text())["sharding"]
 
 
-def members(case: dict[str, Any]) -> list[Member]:
+def members(case: dict[str, Any]) -> list[OptimizerMember]:
     out = []
     for i, (shape, dtype) in enumerate(zip(case["shapes"], case["dtypes"], strict=True)):
         numel = 1
         for n in shape:
             numel *= n
         out.append(
-            Member(f"p{i}", numel, {"bfloat16": "BF16", "float32": "F32"}[dtype], 2 if dtype == "bfloat16" else 4)
+            OptimizerMember(
+                f"p{i}", numel, {"bfloat16": "BF16", "float32": "F32"}[dtype], 2 if dtype == "bfloat16" else 4
+            )
         )
     return out
 
@@ -30,23 +32,27 @@ def test_owners_and_slices_are_paddle_s(case: dict[str, Any]) -> None:
     assert owners(members(case), case["ranks"]) == case["v1"]
     for rank, held in enumerate(case["v2"]):
         got = spans(members(case), case["ranks"], rank, buffer_mb=1)
-        assert got == {name: Span(*numbers) for name, numbers in held.items()}
+        assert got == {name: ParameterSpan(*numbers) for name, numbers in held.items()}
 
 
 def test_equal_ones_are_dealt_in_the_order_of_the_list() -> None:
-    four = [Member(name, 8, "F32", 4) for name in "dacb"]
+    four = [OptimizerMember(name, 8, "F32", 4) for name in "dacb"]
     assert list(owners(four, 2).items()) == [("d", 0), ("a", 1), ("c", 0), ("b", 1)]
 
 
 def test_a_buffer_is_closed_by_the_parameter_that_fills_it() -> None:
-    listed = [Member("a", 1 << 18, "F32", 4), Member("b", 1, "F32", 4), Member("c", 5, "BF16", 2)]
+    listed = [
+        OptimizerMember("a", 1 << 18, "F32", 4),
+        OptimizerMember("b", 1, "F32", 4),
+        OptimizerMember("c", 5, "BF16", 2),
+    ]
     assert [[m.name for m in buffer] for buffer in buffers(listed, 1)] == [["c"], ["a"], ["b"]]
     assert buffers([], 1) == []
 
 
 def test_a_rank_may_hold_padding_alone_or_nothing() -> None:
-    one = [Member("a", 3, "F32", 4)]
-    assert spans(one, 2, 0) == {"a": Span(0, 3, 64)}
-    assert spans(one, 2, 1) == {"a": Span(3, 3, 64)}
-    two = [*one, Member("b", 3, "F32", 4)]
-    assert spans(two, 2, 1) == {"b": Span(0, 3, 128)}
+    one = [OptimizerMember("a", 3, "F32", 4)]
+    assert spans(one, 2, 0) == {"a": ParameterSpan(0, 3, 64)}
+    assert spans(one, 2, 1) == {"a": ParameterSpan(3, 3, 64)}
+    two = [*one, OptimizerMember("b", 3, "F32", 4)]
+    assert spans(two, 2, 1) == {"b": ParameterSpan(0, 3, 128)}

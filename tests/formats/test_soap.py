@@ -15,7 +15,7 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.megatron.job import RankArray
-from ckpt_tool.formats.megatron.read import Gathering, _Optimizer
+from ckpt_tool.formats.megatron.read import Gathering, _RankOptimizer
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.run.lazy import OpenCatalog
@@ -129,7 +129,7 @@ def test_ranks_that_count_otherwise_are_refused() -> None:
     gathering: Any = Gathering()
     for step in (2, 2, 3):
         stored = {"optimizer": {"state": {0: {"step": step}}, "param_groups": []}}
-        rank = _Optimizer(cast(Any, None), cast(Any, None), [], stored, "file", gathering)
+        rank = _RankOptimizer(cast(Any, None), cast(Any, None), [], stored, "file", gathering)
         if step == 2:
             rank._values([[own]])
             continue

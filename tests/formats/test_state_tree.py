@@ -18,7 +18,7 @@ from ckpt_tool.formats.state_dict.nesting import nest, writable
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
 from ckpt_tool.formats.state_dict.roots import Roots
 from ckpt_tool.formats.state_dict.tree import SLOT, join, part
-from ckpt_tool.storage.pickle_values import StorageRef, TensorRef
+from ckpt_tool.storage.pickles.pickle_values import StorageRef, TensorRef
 
 
 def ref(number: int = 0) -> TensorRef:

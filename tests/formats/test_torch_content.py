@@ -12,7 +12,7 @@ from targets import bits, ramp, write
 from ckpt_tool.core.box import Box, flat_boxes
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.target import Target
-from ckpt_tool.formats.torch.composer import Part, TorchComposer
+from ckpt_tool.formats.torch.composer import StoragePart, TorchComposer
 from ckpt_tool.formats.torch.content import read_content
 from ckpt_tool.storage.opening import open_tree
 
@@ -24,9 +24,9 @@ def test_pieces_gaps_and_known_values(tmp_path: Path) -> None:
     composer = TorchComposer()
     start, parts = 2, []
     for box in flat_boxes((4, 6), 3, 20):
-        parts.append(Part(0, box, start))
+        parts.append(StoragePart(0, box, start))
         start += box.numel
-    parts.append(Part(1, Box((0,), (3,)), 30))
+    parts.append(StoragePart(1, Box((0,), (3,)), 30))
     flat = composer.tensor((40,), F32, parts)
     step = composer.value((), I64, (7).to_bytes(8, "little"))
     rest = composer.tensor((0,), F32, [])

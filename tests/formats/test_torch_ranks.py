@@ -27,12 +27,12 @@ from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, InputError
-from ckpt_tool.formats.torch.dtensor_spec import Cut, Placed, RankMesh, boxes, read_mesh, read_placed
+from ckpt_tool.formats.torch.dtensor_spec import DTensorCut, DTensorPlacement, RankMesh, boxes, read_mesh, read_placed
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.sources.opening import open_source
-from ckpt_tool.storage.pickle_values import Record, StorageRef, TensorRef
+from ckpt_tool.storage.pickles.pickle_values import PickledRecord, StorageRef, TensorRef
 
 RANKS = FIXTURES / "torch" / "ranks_fsdp2_dp4"
 TENSOR = "torch.distributed.tensor."
@@ -45,7 +45,7 @@ def row_major(*shape: int) -> RankMesh:
     return RankMesh(shape, tuple(range(int(np.prod(shape)))))
 
 
-def filled(shape: tuple[int, ...], placed: Placed, parts: dict[tuple[int, ...], np.ndarray]) -> np.ndarray:
+def filled(shape: tuple[int, ...], placed: DTensorPlacement, parts: dict[tuple[int, ...], np.ndarray]) -> np.ndarray:
     """The whole tensor from every rank's part, -1 where none has put anything."""
     out = np.full(shape, -1)
     for at, part in parts.items():
@@ -67,7 +67,7 @@ def chunk(value: torch.Tensor, parts: int, index: int, dim: int = 0) -> torch.Te
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 5))
 def test_a_line_over_n_ranks_is_cut_as_torch_chunks_it(rows: int, ranks: int, columns: int) -> None:
     value = torch.arange(rows * columns).reshape(rows, columns)
-    placed = Placed(row_major(ranks), (Cut(0),), (0,))
+    placed = DTensorPlacement(row_major(ranks), (DTensorCut(0),), (0,))
     parts = {(i,): chunk(value, ranks, i).numpy() for i in range(ranks)}
     assert np.array_equal(filled((rows, columns), placed, parts), value.numpy())
 
@@ -76,8 +76,10 @@ def test_a_line_over_n_ranks_is_cut_as_torch_chunks_it(rows: int, ranks: int, co
 def test_a_strided_shard_is_cut_by_tensor_parallel_ranks_first(rows: int, dp: int, tp: int) -> None:
     """FSDP2 over tensor parallel ranks: each cuts its own slice, and the placements say so with a split factor."""
     value = torch.arange(rows * 3).reshape(rows, 3)
-    strided = Record(TENSOR + "_StridedShard", state={"dim": 0, "split_factor": tp})
-    spec = Record("DTensorSpec", state={"placements": (strided, Record(TENSOR + "Shard", state={"dim": 0}))})
+    strided = PickledRecord(TENSOR + "_StridedShard", state={"dim": 0, "split_factor": tp})
+    spec = PickledRecord(
+        "DTensorSpec", state={"placements": (strided, PickledRecord(TENSOR + "Shard", state={"dim": 0}))}
+    )
     placed = read_placed(spec, row_major(dp, tp), 2)
     assert placed.order == ((1, 0) if tp > 1 else (0, 1))
     if tp > 1:
@@ -90,7 +92,7 @@ def test_a_split_factor_that_no_mesh_dim_explains_is_carried_out_as_it_stands(
     rows: int, ranks: int, factor: int
 ) -> None:
     value = torch.arange(rows)
-    placed = Placed(row_major(ranks), (Cut(0, factor),), ())
+    placed = DTensorPlacement(row_major(ranks), (DTensorCut(0, factor),), ())
     pieces = [chunk(value, factor, i) for i in range(factor)]
     parts = {(r,): torch.cat([chunk(piece, ranks, r) for piece in pieces]).numpy() for r in range(ranks)}
     assert np.array_equal(filled((rows,), placed, parts), value.numpy())
@@ -98,12 +100,12 @@ def test_a_split_factor_that_no_mesh_dim_explains_is_carried_out_as_it_stands(
 
 def test_two_dims_cut_two_ways_and_a_stated_order_is_taken() -> None:
     value = torch.arange(70).reshape(7, 10)
-    placed = Placed(row_major(2, 3), (Cut(0), Cut(1)), (0, 1))
+    placed = DTensorPlacement(row_major(2, 3), (DTensorCut(0), DTensorCut(1)), (0, 1))
     parts = {(i, j): chunk(chunk(value, 2, i), 3, j, 1).numpy() for i in range(2) for j in range(3)}
     assert np.array_equal(filled((7, 10), placed, parts), value.numpy())
-    entry = Record("ShardOrderEntry", state={"tensor_dim": 0, "mesh_dims": (1, 0)})
-    shards = tuple(Record(TENSOR + "Shard", state={"dim": 0}) for _ in range(2))
-    spec = Record("DTensorSpec", state={"placements": shards, "shard_order": (entry,)})
+    entry = PickledRecord("ShardOrderEntry", state={"tensor_dim": 0, "mesh_dims": (1, 0)})
+    shards = tuple(PickledRecord(TENSOR + "Shard", state={"dim": 0}) for _ in range(2))
+    spec = PickledRecord("DTensorSpec", state={"placements": shards, "shard_order": (entry,)})
     assert read_placed(spec, row_major(2, 3), 2).order == (1, 0)
 
 
@@ -119,13 +121,13 @@ def test_split_factors_tell_the_order_of_three_mesh_dims() -> None:
     first."""
     factors = (2, 2, 1)
     placements = tuple(
-        Record(
+        PickledRecord(
             TENSOR + ("_StridedShard" if f > 1 else "Shard"),
             state={"dim": 0, "split_factor": f} if f > 1 else {"dim": 0},
         )
         for f in factors
     )
-    placed = read_placed(Record("DTensorSpec", state={"placements": placements}), row_major(4, 3, 2), 1)
+    placed = read_placed(PickledRecord("DTensorSpec", state={"placements": placements}), row_major(4, 3, 2), 1)
     assert placed.order == (2, 0, 1)
     value = torch.arange(53)
     parts = {
@@ -140,14 +142,16 @@ def test_split_factors_tell_the_order_of_three_mesh_dims() -> None:
 def test_meshes_of_older_versions_and_slices() -> None:
     """`mesh` as a tensor (torch < 2.9); a layout of shape and stride; a slice of a larger mesh, one for each tp
     rank."""
-    old = Record("DeviceMesh", state={"mesh": tensor_ref((2, 2)), "mesh_dim_names": ("dp", "tp")})
+    old = PickledRecord("DeviceMesh", state={"mesh": tensor_ref((2, 2)), "mesh_dim_names": ("dp", "tp")})
     assert read_mesh(old, lambda ref: [0, 2, 1, 3], 0) == RankMesh((2, 2), (0, 2, 1, 3), ("dp", "tp"))
-    layout = Record("_MeshLayout", state={"shape": (2, 2), "stride": (2, 1)})
-    flat = Record("DeviceMesh", state={"_layout": layout, "_flatten_rank_map": (0, 1, 2, 3), "_mesh_dim_names": None})
+    layout = PickledRecord("_MeshLayout", state={"shape": (2, 2), "stride": (2, 1)})
+    flat = PickledRecord(
+        "DeviceMesh", state={"_layout": layout, "_flatten_rank_map": (0, 1, 2, 3), "_mesh_dim_names": None}
+    )
     assert read_mesh(flat, lambda ref: [], None) == RankMesh((2, 2), (0, 1, 2, 3))
-    axis = Record("_FlatLayout", state={"shape": (2,), "stride": (2,)})
-    layout = Record("_MeshLayout", state={"axes": (axis,)})
-    part = Record(
+    axis = PickledRecord("_FlatLayout", state={"shape": (2,), "stride": (2,)})
+    layout = PickledRecord("_MeshLayout", state={"axes": (axis,)})
+    part = PickledRecord(
         "DeviceMesh", state={"_layout": layout, "_flatten_rank_map": (4, 5, 6, 7), "_mesh_dim_names": ("dp",)}
     )
     assert read_mesh(part, lambda ref: [], 5).ranks == (5, 7)
@@ -160,19 +164,22 @@ def test_meshes_of_older_versions_and_slices() -> None:
     "state",
     [
         {},
-        {"_layout": Record("L", state={"shape": (1 << 19, 1 << 19), "stride": (1, 1)}), "_flatten_rank_map": (0,)},
-        {"_layout": Record("L", state={"shape": (2,), "stride": (5,)}), "_flatten_rank_map": (0, 1)},
-        {"_layout": Record("L", state={"shape": ("x",), "stride": (5,)}), "_flatten_rank_map": (0, 1)},
+        {
+            "_layout": PickledRecord("L", state={"shape": (1 << 19, 1 << 19), "stride": (1, 1)}),
+            "_flatten_rank_map": (0,),
+        },
+        {"_layout": PickledRecord("L", state={"shape": (2,), "stride": (5,)}), "_flatten_rank_map": (0, 1)},
+        {"_layout": PickledRecord("L", state={"shape": ("x",), "stride": (5,)}), "_flatten_rank_map": (0, 1)},
     ],
 )
 def test_a_mesh_that_makes_no_sense_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(InputError) as raised:
-        read_mesh(Record("DeviceMesh", state=state), lambda ref: [], 0)
+        read_mesh(PickledRecord("DeviceMesh", state=state), lambda ref: [], 0)
     assert raised.value.code == "E0399"
 
 
 def test_split_factors_that_would_make_millions_of_boxes_are_refused() -> None:
-    placed = Placed(row_major(2, 2, 2), (Cut(0, 1 << 14), Cut(1, 1 << 14), None), ())
+    placed = DTensorPlacement(row_major(2, 2, 2), (DTensorCut(0, 1 << 14), DTensorCut(1, 1 << 14), None), ())
     with pytest.raises(InputError, match="pieces"):
         boxes((1 << 30, 1 << 30), placed, (0, 0, 0))
 

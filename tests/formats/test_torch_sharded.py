@@ -16,7 +16,7 @@ from ckpt_tool.cli import run
 from ckpt_tool.errors import CkptError, UnsafeInput
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import open_source
-from ckpt_tool.storage import pickles
+from ckpt_tool.storage.pickles import pickle_reader as pickles
 
 FILES = Path(__file__).parents[2] / "fixtures" / "torch" / "ranks_fsdp1_dp2"
 TRUTH = FILES.with_name("ranks_fsdp1_dp2.truth.pt")

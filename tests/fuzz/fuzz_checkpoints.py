@@ -358,8 +358,8 @@ def _metadata(files: dict[str, bytes]) -> None:
     from ckpt_tool.families.config.gguf import metadata, rope_factors
     from ckpt_tool.families.config.translation import contradictions
     from ckpt_tool.formats.gguf.target import pair
-    from ckpt_tool.formats.gguf.tokenizer import Files, tokenizer_pairs
-    from ckpt_tool.storage.strict_json import parse
+    from ckpt_tool.formats.gguf.tokenizer import TokenizerFiles, tokenizer_pairs
+    from ckpt_tool.storage.texts.strict_json import parse
 
     def document(name: str) -> Any:
         found = parse(files[name], path=name) if name in files else None
@@ -373,7 +373,9 @@ def _metadata(files: dict[str, bytes]) -> None:
         pairs, _ = metadata(config)
         rope_factors(config)
         beside = (document("tokenizer.json"), document("tokenizer_config.json"), files.get("tokenizer.model"))
-        more, _ = tokenizer_pairs(Files(*beside, document("added_tokens.json") or {}, None, config), pairs[0][2])
+        more, _ = tokenizer_pairs(
+            TokenizerFiles(*beside, document("added_tokens.json") or {}, None, config), pairs[0][2]
+        )
         for _, kind, each in (*pairs, *more):
             pair(kind, each)
     except CkptError as fault:
@@ -439,7 +441,7 @@ def _floats(files: dict[str, bytes]) -> None:
     from ckpt_tool.quantised.dequantize import _dtype
     from ckpt_tool.quantised.floats import recipe
     from ckpt_tool.quantised.kept_whole import found_in
-    from ckpt_tool.quantised.weights import Kind
+    from ckpt_tool.quantised.weights import TensorKind
     from ckpt_tool.run.computed import Input
     from ckpt_tool.sources.config import config_in
 
@@ -448,7 +450,7 @@ def _floats(files: dict[str, bytes]) -> None:
         fmt, _ = registry.detect(tree)
         tensors = {key.name: each for key, each in fmt.read(tree).tensors.items()}
         config = config_in(tree)
-        scheme, found = found_in({name: Kind(each.dtype, each.shape) for name, each in tensors.items()}, config)
+        scheme, found = found_in({name: TensorKind(each.dtype, each.shape) for name, each in tensors.items()}, config)
         _dtype(config)
         for weight in found.weights.values() if scheme is None or scheme.known else ():
             inputs = {name: Input(tensors[name], tree) for name in weight.names}

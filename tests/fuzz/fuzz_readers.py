@@ -40,7 +40,10 @@ def _imported():
         from ckpt_tool.core import extras
         from ckpt_tool.errors import CkptError
         from ckpt_tool.formats import registry
-        from ckpt_tool.storage import pickle_values, pickle_writer, pickles, source, torch_stream, torchzip
+        from ckpt_tool.storage import source
+        from ckpt_tool.storage.pickles import pickle_reader as pickles
+        from ckpt_tool.storage.pickles import pickle_values, pickle_writer
+        from ckpt_tool.storage.torch_files import torch_stream, torchzip
 
         for name in registry.NAMES:
             registry.by_name(name)

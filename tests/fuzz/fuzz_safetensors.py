@@ -15,9 +15,9 @@ import atheris
 
 with atheris.instrument_imports(include=["ckpt_tool"]):
     from ckpt_tool.errors import CorruptFile
-    from ckpt_tool.storage import safetensors_entries as entries
-    from ckpt_tool.storage import strict_json
-    from ckpt_tool.storage.safetensors_file import parse_header
+    from ckpt_tool.storage.safetensors_files import safetensors_entries as entries
+    from ckpt_tool.storage.safetensors_files.safetensors_file import parse_header
+    from ckpt_tool.storage.texts import strict_json
 
 import safetensors
 

@@ -595,7 +595,7 @@ def edit_ocdbt(rng: Random, files: Files) -> tuple[Files, str] | None:
     if not manifests:
         return None
     folder = manifests[0].removesuffix("manifest.ocdbt")
-    from ckpt_tool.storage.ocdbt import read_keys
+    from ckpt_tool.storage.arrays.ocdbt import read_keys
 
     tree = _load("fuzz_targets", HERE / "targets.py").Files({p: d for p, d in files.items() if isinstance(d, bytes)})
     try:

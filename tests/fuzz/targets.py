@@ -41,7 +41,8 @@ from ckpt_tool.plan import saved
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.plan.placing import Wishes, lay_out
 from ckpt_tool.sources.select import split_keys
-from ckpt_tool.storage import source, strict_json
+from ckpt_tool.storage import source
+from ckpt_tool.storage.texts import strict_json
 
 HERE = pathlib.Path(__file__).parent
 FIXTURES = HERE.parents[1] / "fixtures"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_tool.harness.pieces import Coordinates, Piece, RankState
+from ckpt_tool.harness.pieces import Coordinates, RankState, TensorPiece
 
 STATES = ("model", "master", "exp_avg", "exp_avg_sq", "ema")
 SCALES = {"model": 1 / 64, "master": 1 / 64, "exp_avg": -1 / 65536, "exp_avg_sq": 1 / (1 << 20), "ema": 1 / 8192}
@@ -135,7 +135,7 @@ def ranks(spec: Spec, lay: Any, replicated: tuple[str, ...] = (), values: Any = 
     return found
 
 
-def _pieces(spec: Spec, lay: Any, at: Coordinates, whole: Any, replicated: tuple[str, ...]) -> list[Piece]:
+def _pieces(spec: Spec, lay: Any, at: Coordinates, whole: Any, replicated: tuple[str, ...]) -> list[TensorPiece]:
     mine = []
     for name, cut in shapes(spec).items():
         if not _here(name, spec, lay, at):
@@ -157,7 +157,7 @@ def _pieces(spec: Spec, lay: Any, at: Coordinates, whole: Any, replicated: tuple
                 tensor = whole[state, name][tuple(slice(o, o + n) for o, n in zip(offset, box, strict=True))].clone()
                 numel = tensor.numel()
                 if not flat or ranks == 1:
-                    pieces.append(Piece(name, state, shapes(spec)[name].shape, offset, box, tensor))
+                    pieces.append(TensorPiece(name, state, shapes(spec)[name].shape, offset, box, tensor))
                     continue
                 if lay.zero == 3:
                     each = -(-numel // ranks)
@@ -166,7 +166,7 @@ def _pieces(spec: Spec, lay: Any, at: Coordinates, whole: Any, replicated: tuple
                     start, stop = (min(max(edge - line, 0), numel) for edge in (index * share, (index + 1) * share))
                 line += numel
                 part = tensor.reshape(-1)[start:stop].clone()
-                pieces.append(Piece(name, state, shapes(spec)[name].shape, offset, box, part, (start, stop)))
+                pieces.append(TensorPiece(name, state, shapes(spec)[name].shape, offset, box, part, (start, stop)))
     return pieces
 
 

@@ -20,17 +20,17 @@ from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UsageError  # n
 from ckpt_tool.harness import evidence, matrix, runs  # noqa: E402
 from ckpt_tool.harness.evidence import Case, check, gather  # noqa: E402
 from ckpt_tool.harness.faults import FAULTS, plant  # noqa: E402
-from ckpt_tool.harness.layout import Layout  # noqa: E402
+from ckpt_tool.harness.layout import HarnessLayout  # noqa: E402
 from ckpt_tool.harness.runs import Saving  # noqa: E402
 from ckpt_tool.harness.saving.formats import WRITERS  # noqa: E402
 from ckpt_tool.harness.shape import ModelShape  # noqa: E402
-from ckpt_tool.harness.train import Job  # noqa: E402
+from ckpt_tool.harness.train import TrainingJob  # noqa: E402
 
 COUNTERS = {"step", "samples", "rng"}
 
 
 def case(source: str, target: str, fmt: str = "sharded", **more: Any) -> Case:
-    return Case(Layout.parse(source), Layout.parse(target), fmt, **{"before": 2, "after": 2, **more})
+    return Case(HarnessLayout.parse(source), HarnessLayout.parse(target), fmt, **{"before": 2, "after": 2, **more})
 
 
 # One of each kind: seen by moments, by digests alone, by counters alone.
@@ -159,7 +159,10 @@ def test_three_data_ranks_hold_what_they_cannot_train(tmp_path: Path) -> None:
 
 def test_tied_and_untied_models_are_not_mixed_up(tmp_path: Path) -> None:
     """A head that the job doesn't have would be lost in silence; one that the checkpoint lacks can't be made up."""
-    tied, untied = Job(ModelShape.quick().with_(tied=True), Layout()), Job(ModelShape.quick(), Layout())
+    tied, untied = (
+        TrainingJob(ModelShape.quick().with_(tied=True), HarnessLayout()),
+        TrainingJob(ModelShape.quick(), HarnessLayout()),
+    )
     for name, job in (("tied", tied), ("untied", untied)):
         runs.run(job, 1, saving=Saving(tmp_path / name, "sharded", (1,)))
     with pytest.raises(InconsistentCheckpoint, match="lm_head.weight") as e:
@@ -201,7 +204,7 @@ def test_the_matrix_has_what_the_issue_names() -> None:
 
 
 def test_a_fault_that_changes_nothing_is_no_control(tmp_path: Path) -> None:
-    runs.run(Job(ModelShape.quick(), Layout()), 0, saving=Saving(tmp_path, "sharded", (0,)))
+    runs.run(TrainingJob(ModelShape.quick(), HarnessLayout()), 0, saving=Saving(tmp_path, "sharded", (0,)))
     folder = tmp_path / "broken"
     shutil.copytree(tmp_path / "step_0000000", folder)
     with pytest.raises(Incomplete) as e:  # before the first step the moments are zeros anyway

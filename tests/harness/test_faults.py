@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import made_states as made  # noqa: E402
 
 from ckpt_tool.errors import Incomplete  # noqa: E402
-from ckpt_tool.harness.faults import FAULTS, Fault, plant  # noqa: E402
+from ckpt_tool.harness.faults import FAULTS, PlantedFault, plant  # noqa: E402
 from ckpt_tool.harness.loading import Loader, prepared, run_tool  # noqa: E402
 from ckpt_tool.harness.saving import formats  # noqa: E402
 from ckpt_tool.harness.saving.whole import assemble  # noqa: E402
@@ -62,5 +62,5 @@ def test_a_fault_changes_what_it_says(clean, tmp_path, name):
 def test_a_fault_without_effect_is_an_error(clean, tmp_path):
     shutil.copytree(clean, tmp_path / "broken")
     with pytest.raises(Incomplete) as error:
-        plant(Fault("nothing", lambda tensors, scalars: None), tmp_path / "broken")
+        plant(PlantedFault("nothing", lambda tensors, scalars: None), tmp_path / "broken")
     assert error.value.code == "E1508"

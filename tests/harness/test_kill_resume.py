@@ -23,13 +23,13 @@ import torch
 from ckpt_tool.errors import Incomplete
 from ckpt_tool.harness import store
 from ckpt_tool.harness.launch import preload
-from ckpt_tool.harness.layout import Layout
+from ckpt_tool.harness.layout import HarnessLayout
 from ckpt_tool.harness.loading import Loader, prepared
 from ckpt_tool.harness.pieces import STATES
 from ckpt_tool.harness.runs import Saving, run
 from ckpt_tool.harness.saving.fault_point import POINTS, VARIABLE
 from ckpt_tool.harness.shape import ModelShape
-from ckpt_tool.harness.train import Job
+from ckpt_tool.harness.train import TrainingJob
 
 SHAPE = ModelShape.quick().with_(hidden=32, heads=4, kv_heads=4, dense_ffn=32, expert_ffn=16, batch=2, sequence=16)
 STEPS = 5
@@ -55,8 +55,8 @@ class Trial(NamedTuple):
     point: str | None = None
 
 
-def job(layout: str) -> Job:
-    return Job(SHAPE, Layout.parse(layout))
+def job(layout: str) -> TrainingJob:
+    return TrainingJob(SHAPE, HarnessLayout.parse(layout))
 
 
 def start(root: Path, layout: str, fmt: str, run_id: str, *, scratch: Path, point: str | None = None) -> int:

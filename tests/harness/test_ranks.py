@@ -19,9 +19,9 @@ torch = pytest.importorskip("torch")
 from ckpt_tool.errors import Incomplete, InternalError, UsageError  # noqa: E402
 from ckpt_tool.harness.comm import Comm  # noqa: E402
 from ckpt_tool.harness.launch import run_ranks  # noqa: E402
-from ckpt_tool.harness.layout import Layout  # noqa: E402
+from ckpt_tool.harness.layout import HarnessLayout  # noqa: E402
 from ckpt_tool.harness.shape import ModelShape  # noqa: E402
-from ckpt_tool.harness.train import Job, Trainer  # noqa: E402
+from ckpt_tool.harness.train import Trainer, TrainingJob  # noqa: E402
 
 BOTH = pytest.mark.parametrize("backend", ["sim", "gloo"])
 GROUPS = [(0, 1, 2), (0, 2)]
@@ -94,12 +94,12 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros(backend: str) -> None:
 
     def entry(comm: Comm) -> Any:
         shape = ModelShape.quick()
-        trainer = Trainer(Job(shape, Layout.parse("dp2,ep2")), comm)
+        trainer = Trainer(TrainingJob(shape, HarnessLayout.parse("dp2,ep2")), comm)
         trainer.weights._values["model.layers.1.mlp.gate.weight"].zero_()
         list(trainer.train(1))  # all experts alike: the same two win every tie
         return {name: bool(part.exp_avg.any()) for name, part in trainer.weights.slices.items() if ".experts." in name}
 
-    groups = Layout.parse("dp2,ep2").groups(ModelShape.quick())
+    groups = HarnessLayout.parse("dp2,ep2").groups(ModelShape.quick())
     first, second = run_ranks(2, entry, groups=groups, backend=backend, timeout=60)
     assert len(first) == len(second) == 6 and {*first.values()} ^ {*second.values()} == {False, True}
 
@@ -242,7 +242,7 @@ def _alive(pid: int) -> bool:
 )
 def test_a_layout_that_the_model_cannot_take_names_the_nearest(text: str, said: str, near: str) -> None:
     with pytest.raises(UsageError, match=said) as e:
-        Layout.parse(text).check(ModelShape())
+        HarnessLayout.parse(text).check(ModelShape())
     assert e.value.code == "E1501" and e.value.exit_code == 2
     assert e.value.hint == f"the nearest layout that it can take is {near}"
 
@@ -250,23 +250,25 @@ def test_a_layout_that_the_model_cannot_take_names_the_nearest(text: str, said: 
 @pytest.mark.parametrize("text", ["xp2", "tp", "tp2,tp4", "2", "tp-1", "split=", "tp2;dp2"])
 def test_a_layout_that_cannot_be_read_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError) as e:
-        Layout.parse(text)
+        HarnessLayout.parse(text)
     assert e.value.code == "E1500"
 
 
 @pytest.mark.parametrize("text", ["tp1", "tp2,pp2,dp2,ep2", "dp4,zero0", "dp2,zero3", "pp3,split=1-2-1", "pp2,vpp2"])
 def test_a_layout_reads_what_it_prints(text: str) -> None:
-    assert str(Layout.parse(text)) == text and Layout.parse(str(Layout.parse(text))) == Layout.parse(text)
+    assert str(HarnessLayout.parse(text)) == text and HarnessLayout.parse(
+        str(HarnessLayout.parse(text))
+    ) == HarnessLayout.parse(text)
 
 
 def test_who_sits_where() -> None:
     """Megatron's order tp, dp, pp; experts are carved out of the data ranks; chunks take turns."""
-    layout, shape = Layout.parse("tp2,pp2,dp4,ep2,vpp2"), ModelShape()
+    layout, shape = HarnessLayout.parse("tp2,pp2,dp4,ep2,vpp2"), ModelShape()
     at = layout.at(13, shape)  # 1 + 2 * (2 + 4 * 1)
     assert (at.tp, at.dp, at.pp, at.ep) == (1, 2, 1, 0) and at.chunks == ((1,), (3,))
     assert layout.tp_group(at) == (12, 13) and layout.dp_group(at) == (9, 11, 13, 15)
     assert layout.ep_group(at) == (13, 15) and layout.edp_group(at) == (9, 13) and layout.ends_group(at) == (5, 13)
-    assert Layout.parse("pp3").stage_layers(shape) == [(0, 1), (2,), (3,)]
+    assert HarnessLayout.parse("pp3").stage_layers(shape) == [(0, 1), (2,), (3,)]
 
 
 @pytest.mark.parametrize("sizes", [{"kv_heads": 2}, {"heads": 6}, {"head_dim": 7}, {"rows": 96}, {"top": 5}])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt_tool.harness import roundtrip
-from ckpt_tool.harness.layout import Layout
+from ckpt_tool.harness.layout import HarnessLayout
 from ckpt_tool.harness.roundtrip import RoundTrip, cases, gather
 from ckpt_tool.harness.saving import formats
 from ckpt_tool.harness.shape import ModelShape
@@ -18,7 +18,7 @@ TINY = ModelShape.quick().with_(hidden=32, heads=4, kv_heads=4, dense_ffn=32, ex
 
 
 def trip(source: str, target: str, fmt: str | None = None) -> RoundTrip:
-    return RoundTrip(Layout.parse(source), Layout.parse(target), fmt, TINY)
+    return RoundTrip(HarnessLayout.parse(source), HarnessLayout.parse(target), fmt, TINY)
 
 
 def folder(root: Path) -> Path:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import made_states as made  # noqa: E402
 
 from ckpt_tool.harness.saving import formats  # noqa: E402
-from ckpt_tool.harness.saving.whole import Whole, assemble  # noqa: E402
+from ckpt_tool.harness.saving.whole import WholeState, assemble  # noqa: E402
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 SPEC = made.Spec()
@@ -36,7 +36,7 @@ TRUTH = made.truth(SPEC)
 LOST = ("master", "model.layers.2.self_attn.qkv_proj.weight")
 
 
-def saved(fmt: str, tmp_path: Path, **degrees: Any) -> tuple[Path, Whole]:
+def saved(fmt: str, tmp_path: Path, **degrees: Any) -> tuple[Path, WholeState]:
     folder = tmp_path / fmt
     folder.mkdir()
     whole = assemble(made.ranks(SPEC, made.layout(split=(), **degrees)))

@@ -21,7 +21,7 @@ from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, StorageError, U
 from ckpt_tool.harness.loading import Loader  # noqa: E402
 from ckpt_tool.harness.saving.fault_point import POINTS, VARIABLE  # noqa: E402
 from ckpt_tool.harness.saving.whole import assemble  # noqa: E402
-from ckpt_tool.harness.store import COMPLETE, Store, clean, fault_of, latest, steps  # noqa: E402
+from ckpt_tool.harness.store import COMPLETE, RankStore, clean, fault_of, latest, steps  # noqa: E402
 
 SPEC = made.Spec(layers=2)
 LAYOUT = made.layout(tp=2, dp=2, ep=2)
@@ -38,7 +38,7 @@ def save(root: Path, at: int, run: str = "0", **options: int) -> None:
     """All ranks save, in one process."""
     every = states(at)
     stores = [
-        Store(root, "sharded", rank=rank, world=len(every), run=run, durable=False, **options) for rank in range(4)
+        RankStore(root, "sharded", rank=rank, world=len(every), run=run, durable=False, **options) for rank in range(4)
     ]
     for store, state in zip(stores, every, strict=True):
         store.save(state)
@@ -66,7 +66,7 @@ def test_what_is_saved_is_found_and_old_ones_go(tmp_path: Path) -> None:
 
 def test_the_step_may_change_the_state_while_it_is_written(tmp_path: Path) -> None:
     every = states(3)
-    stores = [Store(tmp_path, "sharded", rank=rank, world=4, durable=False) for rank in range(4)]
+    stores = [RankStore(tmp_path, "sharded", rank=rank, world=4, durable=False) for rank in range(4)]
     for store, state in zip(stores, every, strict=True):
         store.save(state)
         for piece in state.pieces:
@@ -157,7 +157,7 @@ def test_nothing_good_is_said(tmp_path: Path) -> None:
 def test_a_save_that_fails_is_told_at_the_next(tmp_path: Path) -> None:
     """Drifted replicas, a full disk: the thread's failure is the rank's, whatever it is."""
     one = made.ranks(SPEC, made.layout(zero=0))[0]
-    store = Store(tmp_path, "sharded", rank=0, world=1)
+    store = RankStore(tmp_path, "sharded", rank=0, world=1)
     one.pieces.pop()
     store.save(one)
     with pytest.raises(Incomplete, match="no rank holds"):
@@ -172,7 +172,7 @@ def test_a_save_that_fails_is_told_at_the_next(tmp_path: Path) -> None:
 
 def test_an_unknown_format_is_said_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not write 'shraded'") as caught:
-        Store(tmp_path, "shraded", rank=0, world=1)
+        RankStore(tmp_path, "shraded", rank=0, world=1)
     assert "sharded" in (caught.value.hint or "")
 
 

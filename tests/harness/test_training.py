@@ -22,15 +22,15 @@ from trained_states import Run, differing  # noqa: E402
 
 from ckpt_tool.errors import Incomplete  # noqa: E402
 from ckpt_tool.harness.launch import run_ranks  # noqa: E402
-from ckpt_tool.harness.layout import Layout  # noqa: E402
+from ckpt_tool.harness.layout import HarnessLayout  # noqa: E402
 from ckpt_tool.harness.model import attention, gated, norm  # noqa: E402
 from ckpt_tool.harness.optimizer import AdamW, Muon, MuonSlices, Schedule, Slices, kernels_for  # noqa: E402
 from ckpt_tool.harness.pieces import STATES  # noqa: E402
 from ckpt_tool.harness.randomness import sample  # noqa: E402
 from ckpt_tool.harness.shape import ModelShape  # noqa: E402
 from ckpt_tool.harness.train import (  # noqa: E402
-    Job,
     Trainer,
+    TrainingJob,
     schedule,
 )
 
@@ -45,8 +45,8 @@ SHAPES = {
 STEPS = 2
 
 
-def job(text: str, shape: str = "quick", *, canonical: bool = True, muon: bool = False) -> Job:
-    return Job(SHAPES[shape], Layout.parse(text), canonical=canonical, muon=Muon() if muon else None)
+def job(text: str, shape: str = "quick", *, canonical: bool = True, muon: bool = False) -> TrainingJob:
+    return TrainingJob(SHAPES[shape], HarnessLayout.parse(text), canonical=canonical, muon=Muon() if muon else None)
 
 
 @cache
@@ -288,7 +288,7 @@ def test_the_model_is_transformers_ernie(shape: str, tmp_path: Path) -> None:
     """The loss of transformers' own model with the trained weights, fp32."""
     transformers = pytest.importorskip("transformers")
     sizes = SHAPES[shape].with_(dropout=0.0)
-    made = Job(sizes, Layout.parse("tp2,pp2"))
+    made = TrainingJob(sizes, HarnessLayout.parse("tp2,pp2"))
     trained = trained_states.run(made, 2, tmp_path)
     said = {
         key: value for key, value in sizes.config().items() if key not in ("architectures", "model_type", "torch_dtype")
@@ -323,7 +323,7 @@ def test_gradients_are_those_of_a_plain_model(shape: str, tmp_path: Path) -> Non
     """Clipping off: the first moment after one step is a tenth of the gradient. The indivisible model has a token whose
     second and third expert are as good as equal, so that rounding to bf16 decides: there all four are taken."""
     sizes = SHAPES[shape].with_(dropout=0.0, top=4 if shape == "indivisible" else 2)
-    made = Job(sizes, Layout(), adam=AdamW(clip=1e9))
+    made = TrainingJob(sizes, HarnessLayout(), adam=AdamW(clip=1e9))
     before = trained_states.run(made, 0, tmp_path)
     after = trained_states.run(made, 1, tmp_path)
     leaves = {name: whole.float().requires_grad_() for (name, state), whole in before.whole.items() if state == "model"}
@@ -435,7 +435,7 @@ def test_a_stage_frees_what_it_used() -> None:
     """One microbatch's tapes are gone after its backward; at most as many are in flight as the pipeline is long."""
 
     def entry(comm: object) -> int:
-        trainer = Trainer(Job(ModelShape(), Layout.parse("pp2")), comm)  # type: ignore[arg-type]
+        trainer = Trainer(TrainingJob(ModelShape(), HarnessLayout.parse("pp2")), comm)  # type: ignore[arg-type]
         forward, flying = trainer._forward, []
 
         def counted(*arguments: object) -> None:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_tool.harness.comm import Comm
 from ckpt_tool.harness.launch import How, run_ranks
-from ckpt_tool.harness.pieces import Piece, Read, State
-from ckpt_tool.harness.train import Job, Trainer
+from ckpt_tool.harness.pieces import Read, State, TensorPiece
+from ckpt_tool.harness.train import Trainer, TrainingJob
 
 Whole = dict[tuple[str, str], torch.Tensor]
 
@@ -23,7 +23,7 @@ class Run(NamedTuple):
     scalars: dict[str, Any]
 
 
-def run(job: Job, steps: int, folder: Path, *, backend: How = "sim", start: Run | None = None) -> Run:
+def run(job: TrainingJob, steps: int, folder: Path, *, backend: How = "sim", start: Run | None = None) -> Run:
     """Train and bring the ranks' pieces together. `start`: go on from another run's state."""
 
     def entry(comm: Comm) -> dict[str, Any]:
@@ -41,12 +41,14 @@ def run(job: Job, steps: int, folder: Path, *, backend: How = "sim", start: Run 
     for number, rank in enumerate(said):
         tensors = load_file(folder / f"{number}.st")
         for place, (name, state, shape, offset, box, flat, replica) in enumerate(rank["pieces"]):
-            piece = Piece(name, state, tuple(shape), tuple(offset), tuple(box), tensors[str(place)], flat, replica)
+            piece = TensorPiece(
+                name, state, tuple(shape), tuple(offset), tuple(box), tensors[str(place)], flat, replica
+            )
             pieces.append(piece)
     return Run(said[0]["steps"], together(pieces), said[0]["scalars"])
 
 
-def together(pieces: list[Piece]) -> Whole:
+def together(pieces: list[TensorPiece]) -> Whole:
     """Whole tensors. Every element is held, and all that hold it agree; exactly one of them is replica 0."""
     whole: Whole = {}
     writers: dict[tuple[str, str], torch.Tensor] = {}

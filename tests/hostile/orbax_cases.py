@@ -11,7 +11,7 @@ import struct
 
 import zstandard
 
-from ckpt_tool.storage.crc32c import crc32c
+from ckpt_tool.storage.arrays.crc32c import crc32c
 
 BIG = 1 << 62
 MANIFEST, NODE = 0x0CDB3A2A, 0x0CDB20DE

@@ -9,8 +9,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from ckpt_tool.storage import pickles
-from ckpt_tool.storage.pickle_writer import dumps
+from ckpt_tool.storage.pickles import pickle_reader as pickles
+from ckpt_tool.storage.pickles.pickle_writer import dumps
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "paddle-flex"
 SHOWN = {"inspect": 0, "*": 4}  # inspect shows the name in red, everything else refuses

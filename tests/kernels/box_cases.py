@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.device.descriptors import ELEMENTS, SPANS, TILE, Descriptors, pack, strided
+from ckpt_tool.device.descriptors import ELEMENTS, SPANS, TILE, PackedDescriptors, pack, strided
 from ckpt_tool.device.kernels import box_copy
 from ckpt_tool.device.library import FUNCTIONS, Device, Library, Memory
 from ckpt_tool.plan.copy import Copy
@@ -150,7 +150,7 @@ def make_case(seed: int, *, tight: bool = False) -> Case:
     )
 
 
-def list_of(case: Case, source: int, target: int) -> Descriptors:
+def list_of(case: Case, source: int, target: int) -> PackedDescriptors:
     """The case's list for buffers that begin at these addresses."""
     return pack(box for piece in case.pieces for box in strided(piece.copy, piece.item, [source], [target]))
 
@@ -199,7 +199,7 @@ class Bench:
             return self.device.download(target.address, len(case.want))
 
 
-def kinds(boxes: Descriptors) -> Iterable[str]:
+def kinds(boxes: PackedDescriptors) -> Iterable[str]:
     """The ways through box_copy that a list takes, a name a box."""
     for box in boxes.packed:
         if box["op"] == ELEMENTS:

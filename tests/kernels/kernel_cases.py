@@ -23,10 +23,10 @@ from box_cases import POISON, Bench, Bytes, Watched, device_of, make_case
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.device import kernels
 from ckpt_tool.device.adamw import Constants, Flat, step, swap
-from ckpt_tool.device.casts import CodeBox, Scales, cast_boxes, pack_casts, pack_codes
+from ckpt_tool.device.casts import CastScales, CodeBox, cast_boxes, pack_casts, pack_codes
 from ckpt_tool.device.comparisons import compare
 from ckpt_tool.device.descriptors import Strided, launches
-from ckpt_tool.device.digests import Line, pack_lines
+from ckpt_tool.device.digests import DigestLine, pack_lines
 from ckpt_tool.device.library import Device
 from ckpt_tool.device.quantising import FloatBox, pack_floats
 from ckpt_tool.device.trial.check import by_cpu
@@ -155,7 +155,7 @@ def box_dequantise(device: Device, seed: int) -> str:
     view(want, "f4", extents, to, by_target)[...] = values
     begin, by_source = row * columns + column, (columns, 1)
     with device.upload(codes) as src, device.upload(np.full_like(want, POISON)) as dst, device.upload(scales) as by:
-        grid = Scales(by.address, DTYPES["F32"], block, (0, 4 * scales.shape[1]))
+        grid = CastScales(by.address, DTYPES["F32"], block, (0, 4 * scales.shape[1]))
         box = CodeBox(
             src.address + begin, dst.address + to, (1, *extents), (0, columns), (0, by_target[0]), grid, row, column
         )
@@ -243,7 +243,7 @@ def digest(device: Device, seed: int) -> str:
         want += b"".join(xxhash.xxh3_128_digest(line[k : k + LEAF]) for k in range(0, length, LEAF))
     out_bytes = np.frombuffer(want, np.uint8)
     with device.upload(data) as src, device.alloc(len(want) + 16) as out:
-        lines = [Line(src.address + start, length) for start, length in zip(starts, lengths, strict=True)]
+        lines = [DigestLine(src.address + start, length) for start, length in zip(starts, lengths, strict=True)]
         with Watched(device, [(src.address, reads)], [(out.address, np.ones(len(want), np.uint8))]) as watched:
             kernels.digest(device, pack_lines(lines, out.address), lanes=lanes, **grid_of(rng))
         got = device.download(out.address, len(want))

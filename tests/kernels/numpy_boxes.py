@@ -14,7 +14,7 @@ from ctypes import c_uint8
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.device.descriptors import Descriptors, Launch
+from ckpt_tool.device.descriptors import Launch, PackedDescriptors
 from ckpt_tool.errors import InternalError
 
 WORDS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "V16"}
@@ -32,7 +32,7 @@ def view(
     return np.ndarray(extents, kind, memoryview(memory), before, strides)
 
 
-def copy_boxes(boxes: Descriptors) -> None:
+def copy_boxes(boxes: PackedDescriptors) -> None:
     """What box_copy does."""
     for box in boxes.packed:
         width = 1 << int(box["vlog"])
@@ -41,7 +41,7 @@ def copy_boxes(boxes: Descriptors) -> None:
         to[...] = view(int(box["src"]), extents, (*(int(n) for n in box["sstr"]), width), WORDS[width])
 
 
-def transpose_boxes(boxes: Descriptors) -> None:
+def transpose_boxes(boxes: PackedDescriptors) -> None:
     """What box_transpose does."""
     for box in boxes.packed:
         extents, word = tuple(int(n) for n in box["ext"]), WORDS[int(box["run"])]

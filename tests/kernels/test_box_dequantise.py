@@ -16,12 +16,12 @@ from box_cases import Watched
 
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.device.casts import CodeBox, Counted, Scales, kind, pack_codes
+from ckpt_tool.device.casts import CastScales, CodeBox, Counted, kind, pack_codes
 from ckpt_tool.device.descriptors import magic
 from ckpt_tool.device.kernels import box_dequantise
 from ckpt_tool.device.library import Device
 from ckpt_tool.errors import InternalError, StorageError
-from ckpt_tool.quantised.codes import Grid
+from ckpt_tool.quantised.codes import ScaleGrid
 from ckpt_tool.quantised.floats import Weight
 from ckpt_tool.quantised.weights import BYTES, NIBBLES
 from ckpt_tool.run.compute import cast, numpy_type
@@ -46,7 +46,7 @@ class Tensor(NamedTuple):
         """(all of it as `target`, as fp32), as the CPU makes them."""
         matrices, rows, columns = self.shape
         step = self.scales.shape[1] if self.scales.shape[0] > 1 or matrices == 1 else 0
-        grid = Grid(1, self.scale_dtype, rows, step, self.scales.shape[2], self.block, "w_scale")
+        grid = ScaleGrid(1, self.scale_dtype, rows, step, self.scales.shape[2], self.block, "w_scale")
         codes = NIBBLES if self.dtype.bits == 4 else BYTES
         weight = Weight(TensorKey("w", "model"), self.shape, (), "", codes, self.dtype, self.dtype.bits, grid)
         numel = matrices * rows * columns
@@ -121,7 +121,7 @@ def check(device: Device, rng: np.random.Generator, tensor: Tensor, target: DTyp
         device.fill(out.address, POISON, size + 32 + whole)
         base = (codes.address + shift) * (2 if half else 1)
         per = tensor.scales.shape[2] * width
-        of = Scales(
+        of = CastScales(
             scales.address,
             tensor.scale_dtype,
             tensor.block,
@@ -230,7 +230,7 @@ def test_a_nan_scale_is_counted(device: Device) -> None:
                 (1, 1, 40),
                 (0, 0),
                 (0, 0),
-                Scales(scales.address, DTYPES[name], (1, 40), (0, 0)),
+                CastScales(scales.address, DTYPES[name], (1, 40), (0, 0)),
             )
             assert box_dequantise(device, pack_codes([box], DTYPES["F8_E4M3"], DTYPES["BF16"])) == [Counted(0, 40)]
             got = device.download(out.address, 80).view(np.uint16)
@@ -238,13 +238,13 @@ def test_a_nan_scale_is_counted(device: Device) -> None:
 
 
 def test_what_the_kernel_does_not_know_is_refused(device: Device) -> None:
-    box = CodeBox(256, 512, (1, 1, 16), (0, 0), (0, 0), Scales(1024, DTYPES["F16"], (1, 16), (0, 0)))
+    box = CodeBox(256, 512, (1, 1, 16), (0, 0), (0, 0), CastScales(1024, DTYPES["F16"], (1, 16), (0, 0)))
     e4m3, bf16 = DTYPES["F8_E4M3"], DTYPES["BF16"]
     with pytest.raises(InternalError, match="cast them to F32 first"):
         pack_codes([box], e4m3, bf16)
     with pytest.raises(InternalError, match="cast them to F32 first"):
-        pack_codes([box._replace(scales=Scales(1026, DTYPES["F32"], (1, 16), (0, 0)))], e4m3, bf16)
-    fit = pack_codes([box._replace(scales=Scales(1024, DTYPES["F32"], (1, 16), (0, 0)))], e4m3, bf16)
+        pack_codes([box._replace(scales=CastScales(1026, DTYPES["F32"], (1, 16), (0, 0)))], e4m3, bf16)
+    fit = pack_codes([box._replace(scales=CastScales(1024, DTYPES["F32"], (1, 16), (0, 0)))], e4m3, bf16)
     for other in (
         fit._replace(source=kind(DTYPES["F16"])),
         fit._replace(source=kind(DTYPES["F8_E8M0"])),
@@ -261,7 +261,7 @@ def test_huge_boxes_stay_below_32_bits_in_the_kernel() -> None:
     touched."""
     e4m3, bf16, f32 = DTYPES["F8_E4M3"], DTYPES["BF16"], DTYPES["F32"]
     tall, wide = 5 << 30, 1 << 33
-    scales = Scales(1 << 52, f32, (128, 128), (0, 4 * (wide // 128)))
+    scales = CastScales(1 << 52, f32, (128, 128), (0, 4 * (wide // 128)))
     box = CodeBox(1 << 54, 1 << 56, (1, tall, 256), (0, 256), (0, 512), scales, row=100)
     listed = pack_codes([box], e4m3, bf16)
     rows = 0
@@ -300,7 +300,7 @@ def test_groups_where_all_lies_on_their_grid(codes: DType, target: DType) -> Non
     """As for casts, and the blocks of the scales must be whole groups too."""
     item = target.bits // 8
     group = 16 // item
-    scales = Scales(1 << 20, DTYPES["BF16"], (3, 4 * group), (64, 16))
+    scales = CastScales(1 << 20, DTYPES["BF16"], (3, 4 * group), (64, 16))
     box = CodeBox(
         1 << 30,
         1 << 40,
@@ -357,7 +357,7 @@ def test_groups_go_by_their_width(shim: Device, name: str, target: DType) -> Non
             shim.upload(np.ones((3, 400), np.float32)) as scales,
             shim.alloc(3 * columns * item) as out,
         ):
-            of = Scales(scales.address, DTYPES["F32"], (1, wide), (0, 1600))
+            of = CastScales(scales.address, DTYPES["F32"], (1, wide), (0, 1600))
             base = source.address * 2 if half else source.address
             box = CodeBox(base, out.address, (1, 3, columns), (0, columns), (0, columns * item), of, column=column)
             read = np.ones(3 * columns // (2 if half else 1))
@@ -371,7 +371,7 @@ def test_groups_go_by_their_width(shim: Device, name: str, target: DType) -> Non
 
 
 def test_boxes_are_numbered_as_they_were_given() -> None:
-    scales = Scales(1 << 20, DTYPES["F32"], (1, 16), (0, 4))
+    scales = CastScales(1 << 20, DTYPES["F32"], (1, 16), (0, 4))
     box = CodeBox(1 << 30, 1 << 40, (1, 2, 16), (0, 16), (0, 32), scales)
     listed = pack_codes([box, box._replace(shape=(0, 2, 16)), box], DTYPES["F8_E4M3"], DTYPES["BF16"])
     assert listed.records == (0, 2) and listed.given == 3 and listed.boxes.packed["aux"].tolist() == [0, 1]

@@ -18,11 +18,11 @@ import numpy.typing as npt
 import pytest
 
 from ckpt_tool.core.dtype import DTYPES, DType
-from ckpt_tool.device.casts import CodeBox, Counted, Scales, pack_codes
+from ckpt_tool.device.casts import CastScales, CodeBox, Counted, pack_codes
 from ckpt_tool.device.kernels import box_dequantise
 from ckpt_tool.device.library import Device
 from ckpt_tool.quantised.kept_whole import found_in
-from ckpt_tool.quantised.weights import NIBBLES, TURNED, Kind, Quantised
+from ckpt_tool.quantised.weights import NIBBLES, TURNED, Quantised, TensorKind
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures/quantized"
 # case -> weights of which the truth has the floats under the same name
@@ -66,7 +66,7 @@ def box_of(weight: Quantised, tensors: dict[str, Entry], base: int, target: int)
     matrices, height, width = prod(weight.shape[:-2]), weight.block[0], weight.block[1]
     size, across, down = scale.dtype.bits // 8, -(-columns // width), -(-rows // height)
     half = weight.codes in (NIBBLES, TURNED)
-    of = Scales(base + scale.offset, scale.dtype, weight.block, (down * across * size, across * size))
+    of = CastScales(base + scale.offset, scale.dtype, weight.block, (down * across * size, across * size))
     source = (base + codes.offset) * (2 if half else 1)
     box = CodeBox(
         source, target, (matrices, rows, columns), (rows * columns, columns), (2 * rows * columns, 2 * columns), of
@@ -79,7 +79,7 @@ def test_a_model_as_it_lies_in_its_file(device: Device, case: str) -> None:
     raw, tensors = entries(FIXTURES / case / "model.safetensors")
     truth_raw, truth = entries(FIXTURES / f"{case}.truth.safetensors")
     config = json.loads((FIXTURES / case / "config.json").read_text())
-    _, found = found_in({name: Kind(entry.dtype, entry.shape) for name, entry in tensors.items()}, config)
+    _, found = found_in({name: TensorKind(entry.dtype, entry.shape) for name, entry in tensors.items()}, config)
     compared = 0
     with device.upload(raw) as file:
         for weight in found.weights.values():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from box_cases import POISON, POOL, Bytes, Watched
 
-from ckpt_tool.device.descriptors import PIECES, TILE, Descriptors, Strided, pack
+from ckpt_tool.device.descriptors import PIECES, TILE, PackedDescriptors, Strided, pack
 from ckpt_tool.device.kernels import box_copy
 from ckpt_tool.device.library import Device
 
@@ -78,7 +78,7 @@ def check(device: Device, box: Strided, first: int, count: int) -> None:
         packed["src"], packed["dst"] = src.address - low[0] + box.source, dst.address - low[1] + box.target
         packed["tile0"] = -first % (1 << 64)
         with Watched(device, [(src.address, legal)], []) as watched:
-            box_copy(device, Descriptors(packed, count, 0), blocks=3)
+            box_copy(device, PackedDescriptors(packed, count, 0), blocks=3)
         assert not watched.fault()
         got: Bytes = device.download(dst.address, len(want))
     assert np.array_equal(got, want), f"byte {np.flatnonzero(got != want)[0]} of the target's window"
@@ -138,5 +138,5 @@ def test_strides_beyond_4_gib(device: Device, run: int) -> None:
         with device.upload(source) as src, device.upload(np.full_like(want, POISON)) as dst:
             packed["src"], packed["dst"] = src.address + 16 - from_, dst.address + 16 - to
             packed["rows_per_tile"], packed["tile0"] = 1, -row % (1 << 64)
-            box_copy(device, Descriptors(packed, 1, 0))
+            box_copy(device, PackedDescriptors(packed, 1, 0))
             np.testing.assert_array_equal(device.download(dst.address, len(want)), want)

@@ -9,7 +9,7 @@ import numpy_boxes
 import pytest
 
 from ckpt_tool.device import descriptors
-from ckpt_tool.device.descriptors import Descriptors, Strided
+from ckpt_tool.device.descriptors import PackedDescriptors, Strided
 from ckpt_tool.device.library import Device
 from ckpt_tool.device.trial import bench, workloads
 from ckpt_tool.device.trial.workloads import WORKS, Arena, Knobs
@@ -40,13 +40,13 @@ def test_a_share_is_taken_pass_by_pass() -> None:
 
 
 def lists_of(
-    work: workloads.Work, monkeypatch: pytest.MonkeyPatch, arena: Arena, device: Device
+    work: workloads.Workload, monkeypatch: pytest.MonkeyPatch, arena: Arena, device: Device
 ) -> list[list[Strided]]:
     """The boxes that a work of box_copy packs, a list a slot."""
     taken: list[list[Strided]] = []
     real = workloads.pack
 
-    def pack(boxes: list[Strided], **knobs: object) -> Descriptors:
+    def pack(boxes: list[Strided], **knobs: object) -> PackedDescriptors:
         taken.append(list(boxes))
         return real(taken[-1])
 
@@ -59,7 +59,7 @@ def lists_of(
     "work", [work for work in WORKS.values() if work.kernel == "box_copy"], ids=lambda work: work.name
 )
 def test_copies_stay_in_their_slots_and_move_the_payload(
-    device: Device, monkeypatch: pytest.MonkeyPatch, work: workloads.Work
+    device: Device, monkeypatch: pytest.MonkeyPatch, work: workloads.Workload
 ) -> None:
     arena = Arena(1 << 40, 1 << 41, PAYLOAD, 2)
     for slot, boxes in enumerate(lists_of(work, monkeypatch, arena, device)):

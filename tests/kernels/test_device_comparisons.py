@@ -14,7 +14,7 @@ from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.device import kernels
 from ckpt_tool.device.comparisons import (
     TILE,
-    Difference,
+    DeviceDifference,
     comparable,
     compare,
     count_bad,
@@ -98,7 +98,7 @@ def bad(a: np.ndarray, kind: DType) -> int:
     return bad_values(Move(TensorKey("x"), (len(a) // item,), kind, kind, len(a) // item, item, item, (), ()), a)
 
 
-def check(found: Difference, a: np.ndarray, b: np.ndarray, kind: DType, note: str = "") -> None:
+def check(found: DeviceDifference, a: np.ndarray, b: np.ndarray, kind: DType, note: str = "") -> None:
     assert (found.elements, found.first, found.ulp, found.max_abs) == of_cpu(a, b, kind), note
     assert (found.bad_left, found.bad_right) == (bad(a, kind), bad(b, kind)), note
 
@@ -233,7 +233,7 @@ def test_what_lies_beside_the_runs_is_not_looked_at(device: Device) -> None:
             with device.upload(sides[0]) as a, device.upload(sides[1]) as b:
                 box = Strided(a.address + shift, b.address + shift, (), (), (), size)
                 found = compare(device, [box], [DTYPES["F8_E4M3"]])[0]
-            assert found == Difference(0, -1, 0, 0.0, 0, 0, 0, 0), (size, shift)
+            assert found == DeviceDifference(0, -1, 0, 0.0, 0, 0, 0, 0), (size, shift)
 
 
 def test_the_first_is_the_first_whoever_finds_it(device: Device) -> None:
@@ -242,7 +242,7 @@ def test_the_first_is_the_first_whoever_finds_it(device: Device) -> None:
     b[777:] = 1
     with device.upload(a) as left, device.upload(b) as right:
         found = compare(device, [Strided(left.address, right.address, (), (), (), a.nbytes)], [DTYPES["U32"]])[0]
-    assert found == Difference(len(a) - 777, 777, 1, 1.0, len(a) - 777, 0, 0, 0)
+    assert found == DeviceDifference(len(a) - 777, 777, 1, 1.0, len(a) - 777, 0, 0, 0)
 
 
 @pytest.mark.parametrize("cut", [True, False])
@@ -293,7 +293,7 @@ def test_nothing_is_read_outside_the_runs(shim: Device, rows: int) -> None:
 
 def test_nothing_launches_nothing_and_wrong_calls_are_refused(device: Device) -> None:
     assert compare(device, [], []) == [] and unequal(device, []) == [] and count_bad(device, [], []) == []
-    none = Difference(0, -1, 0, 0.0, 0, 0, 0, 0)
+    none = DeviceDifference(0, -1, 0, 0.0, 0, 0, 0, 0)
     empty = [Strided(0, 0, (), (), (), 0), Strided(0, 0, (0,), (8,), (8,), 8)]
     assert compare(device, empty, [DTYPES["F32"]] * 2) == [none, none]
     with pytest.raises(InternalError) as error:

@@ -12,8 +12,8 @@ from box_cases import Watched
 from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.device import kernels
-from ckpt_tool.device.descriptors import DESC, Descriptors
-from ckpt_tool.device.digests import Line, Placed, digests, leaf_hashes, pack_lines
+from ckpt_tool.device.descriptors import DESC, PackedDescriptors
+from ckpt_tool.device.digests import DigestLine, PlacedTensor, digests, leaf_hashes, pack_lines
 from ckpt_tool.device.library import Device
 from ckpt_tool.errors import InternalError, StorageError
 from ckpt_tool.plan.copy import Region, box_region
@@ -27,7 +27,9 @@ def values(nbytes: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-def hashed(device: Device, lines: Descriptors, out: int, lanes: int = 0, blocks: int = 0, threads: int = 0) -> bytes:
+def hashed(
+    device: Device, lines: PackedDescriptors, out: int, lanes: int = 0, blocks: int = 0, threads: int = 0
+) -> bytes:
     kernels.digest(device, lines, lanes=lanes, blocks=blocks, threads=threads)
     return device.download(out, lines.tiles * 16).tobytes()
 
@@ -37,7 +39,7 @@ def test_every_length_class_at_many_alignments(device: Device, lanes: int) -> No
     data = values(64 << 10)
     with device.upload(data) as memory, device.alloc(16 * len(LENGTHS)) as out:
         for shift in (0, 1, 2, 4, 7, 8, 15):
-            lines = [Line(memory.address + shift, length) for length in LENGTHS]
+            lines = [DigestLine(memory.address + shift, length) for length in LENGTHS]
             got = hashed(device, pack_lines(lines, out.address), out.address, lanes)
             for k, length in enumerate(LENGTHS):
                 want = xxhash.xxh3_128_digest(data[shift : shift + length])
@@ -48,7 +50,7 @@ def test_the_hash_of_nothing(device: Device) -> None:
     with device.alloc(16) as out:
         row = np.zeros(1, DESC)
         row["src"], row["dst"], row["rows"], row["tiles_per_row"] = out.address, out.address, 1, 1
-        assert hashed(device, Descriptors(row, 1, 0), out.address) == xxhash.xxh3_128_digest(b"")
+        assert hashed(device, PackedDescriptors(row, 1, 0), out.address) == xxhash.xxh3_128_digest(b"")
 
 
 @pytest.mark.parametrize("lanes", LANES)
@@ -57,7 +59,7 @@ def test_leaves_of_a_long_line_beside_short_ones(device: Device, lanes: int, shi
     data = values(2 * LEAF + 4000)
     with device.upload(data) as memory, device.alloc(16 * 30) as out:
         lengths = [5, 2 * LEAF + 1077, 200, LEAF, 1300, LEAF - 1, 16, LEAF + 17, 0, 241]
-        lines = [Line(memory.address + shift, length) for length in lengths]
+        lines = [DigestLine(memory.address + shift, length) for length in lengths]
         packed = pack_lines(lines, out.address)
         got = hashed(device, packed, out.address, lanes, blocks=2, threads=64)
     want = b""
@@ -72,7 +74,7 @@ def test_pieces_that_begin_inside_a_leaf(device: Device) -> None:
     data = values(3 * LEAF)
     spans = [(100, 50), (LEAF - 5, 5), (LEAF - 5, 6), (77, LEAF), (LEAF // 2, 2 * LEAF), (LEAF, LEAF), (9, 0)]
     with device.upload(data) as memory:
-        got = leaf_hashes(device, [Line(memory.address + at, size, at) for at, size in spans])
+        got = leaf_hashes(device, [DigestLine(memory.address + at, size, at) for at, size in spans])
     want = b""
     for at, size in spans:
         stream = LeafStream(at, at + size, len(data), exact=True)
@@ -88,7 +90,7 @@ def test_what_lies_beside_a_line_is_not_read_into_it(device: Device) -> None:
     hashes = []
     for data in (quiet, loud):
         with device.upload(data) as memory:
-            hashes.append(leaf_hashes(device, [Line(memory.address + 1001, 5000)]))
+            hashes.append(leaf_hashes(device, [DigestLine(memory.address + 1001, 5000)]))
     assert hashes[0] == hashes[1] == xxhash.xxh3_128_digest(quiet[1001:6001])
 
 
@@ -97,7 +99,7 @@ def test_leaves_far_beyond_32_bits(device: Device) -> None:
     data, before = values(LEAF + 3000), 1 << 40
     with device.upload(data) as memory, device.alloc(32) as out:
         for lanes in LANES:
-            lines = pack_lines([Line(memory.address, len(data))], out.address)
+            lines = pack_lines([DigestLine(memory.address, len(data))], out.address)
             row = lines.packed
             row["tile0"] = (1 << 64) - before
             row["src"] -= np.uint64(before * LEAF)
@@ -132,7 +134,7 @@ def test_nothing_is_read_outside_a_line(shim: Device, lanes: int) -> None:
             ):
                 legal = np.zeros(8192, np.uint8)
                 legal[shift : shift + length] = 1
-                line = pack_lines([Line(memory.address + shift, length)], out.address)
+                line = pack_lines([DigestLine(memory.address + shift, length)], out.address)
                 with Watched(shim, [(memory.address, legal)], [(out.address, np.ones(16, np.uint8))]) as watched:
                     kernels.digest(shim, line, lanes=lanes)
                 assert watched.fault() == "", f"{length} bytes at {shift}"
@@ -141,12 +143,12 @@ def test_nothing_is_read_outside_a_line(shim: Device, lanes: int) -> None:
 
 def test_no_lines_launch_nothing_and_wrong_calls_are_refused(device: Device) -> None:
     assert leaf_hashes(device, []) == b""
-    assert leaf_hashes(device, [Line(0, 0)]) == b""
+    assert leaf_hashes(device, [DigestLine(0, 0)]) == b""
     with device.alloc(64) as memory:
         with pytest.raises(InternalError) as error:
-            pack_lines([Line(memory.address, 4)], memory.address + 8)
+            pack_lines([DigestLine(memory.address, 4)], memory.address + 8)
         assert error.value.code == "E1576"
-        line = pack_lines([Line(memory.address, 4)], memory.address + 16)
+        line = pack_lines([DigestLine(memory.address, 4)], memory.address + 16)
         for wrong in ({"lanes": 5}, {"lanes": 64}, {"threads": 33}, {"threads": 512}, {"lanes": -4}, {"threads": -32}):
             with pytest.raises(StorageError):
                 kernels.digest(device, line, **wrong)
@@ -155,13 +157,13 @@ def test_no_lines_launch_nothing_and_wrong_calls_are_refused(device: Device) -> 
 # -- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def whole(dtype: str, shape: tuple[int, ...], address: int, offset: int = 0) -> Placed:
+def whole(dtype: str, shape: tuple[int, ...], address: int, offset: int = 0) -> PlacedTensor:
     kind = DTYPES[dtype]
     region = Region(
         0, offset, 0, shape, tuple(s * kind.bits // 8 for s in contiguous_strides(shape)), contiguous_strides(shape)
     )
     flat = Region(0, offset, 0, (math.prod(shape),), (kind.bits // 8,), (1,))
-    return Placed(kind, shape, (flat if 0 not in shape and shape else region,), (address,))
+    return PlacedTensor(kind, shape, (flat if 0 not in shape and shape else region,), (address,))
 
 
 def test_whole_tensors_have_the_digest_of_verify(device: Device) -> None:
@@ -209,7 +211,7 @@ def test_tensors_in_boxes_are_laid_out_first(device: Device, window: int) -> Non
             )
             addresses.append(memories[-1].address)
             regions += [box_region(shape, box, 4, k, offset), box_region(shape, box, 4, k, offset, replica=1)]
-        placed.append(Placed(DTYPES["U32"], shape, tuple(regions), tuple(addresses)))
+        placed.append(PlacedTensor(DTYPES["U32"], shape, tuple(regions), tuple(addresses)))
         want.append(digest("U32", shape, array.tobytes()))
     got = digests(device, placed, window=window)
     for memory in memories:
@@ -226,12 +228,12 @@ def test_a_transposed_tensor_has_the_digest_of_its_line(device: Device, name: st
     )  # holds a (33, 70) tensor by columns
     region = box_region((33, 70), Box((0, 0), (33, 70)), item, 0, 0, strides=(1, 33))
     with device.upload(stored) as memory:
-        got = digests(device, [Placed(kind, (33, 70), (region,), (memory.address,))])
+        got = digests(device, [PlacedTensor(kind, (33, 70), (region,), (memory.address,))])
     assert got == [digest(name, (33, 70), stored.T.tobytes())]
 
 
 def test_regions_that_leave_a_gap_are_an_error(device: Device) -> None:
     region = box_region((4, 4), Box((0, 0), (4, 3)), 4, 0, 0)
     with device.alloc(64) as memory, pytest.raises(InternalError) as error:
-        digests(device, [Placed(DTYPES["F32"], (4, 4), (region,), (memory.address,))])
+        digests(device, [PlacedTensor(DTYPES["F32"], (4, 4), (region,), (memory.address,))])
     assert error.value.code == "E1577"

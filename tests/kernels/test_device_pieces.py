@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from ckpt_tool.device.loading import Piece, fetches, stores
+from ckpt_tool.device.loading import FileSpans, fetches, stores
 from ckpt_tool.plan.copy import Region
 
 ROOM = 3 << 20
@@ -46,7 +46,7 @@ def places(region: Region, item: int) -> list[tuple[int, int]]:
     ]
 
 
-def elements(piece: Piece) -> list[tuple[int, int]]:
+def elements(piece: FileSpans) -> list[tuple[int, int]]:
     """(byte of the file, byte of the line) of each element of a piece, by way of the image."""
     spans = [(low, at) for low, at in piece.spans()]
     found = []

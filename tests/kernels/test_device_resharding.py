@@ -10,7 +10,7 @@ import pytest
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.device.library import Device, Memory
-from ckpt_tool.device.resharding import Shard, planned, reshard
+from ckpt_tool.device.resharding import DeviceBox, planned, reshard
 from ckpt_tool.errors import CkptError
 
 POISON = 0xA5
@@ -70,13 +70,13 @@ def test_any_cut_becomes_any_other(held: Held, seed: int) -> None:
         values[name] = np.arange(np.prod(shape, dtype=int), dtype=kind).reshape(shape)
         for cuts in range(rng.integers(1, 3)):  # the second is a replica, cut another way
             have += [
-                Shard(
+                DeviceBox(
                     name, shape, dtype, box, held.put(part(values[name], box) if not cuts else part(values[name], box))
                 )
                 for box in cut(rng, shape)
             ]
         want += [
-            Shard(name, shape, dtype, box, held.room(box.numel * kind.itemsize))
+            DeviceBox(name, shape, dtype, box, held.room(box.numel * kind.itemsize))
             for box in cut(rng, shape)[: rng.integers(1, 9)]
         ]
     moved = reshard(held.device, have, want)
@@ -90,12 +90,12 @@ def test_any_cut_becomes_any_other(held: Held, seed: int) -> None:
 def test_one_launch_moves_thousands_of_experts(held: Held) -> None:
     whole = np.arange(64 * 12 * 10, dtype=np.uint16).reshape(64, 12, 10)
     experts = [
-        Shard(f"e{i}", (12, 10), DTYPES["BF16"], Box((r, 0), (6, 10)), held.put(whole[i, r : r + 6]))
+        DeviceBox(f"e{i}", (12, 10), DTYPES["BF16"], Box((r, 0), (6, 10)), held.put(whole[i, r : r + 6]))
         for i in range(64)
         for r in (0, 6)
     ]
     out = [
-        Shard(f"e{i}", (12, 10), DTYPES["BF16"], Box((0, c), (12, 5)), held.room(120))
+        DeviceBox(f"e{i}", (12, 10), DTYPES["BF16"], Box((0, c), (12, 5)), held.room(120))
         for i in range(64)
         for c in (0, 5)
     ]
@@ -110,8 +110,8 @@ def test_one_launch_moves_thousands_of_experts(held: Held) -> None:
 
 def test_a_transposed_holder(held: Held) -> None:
     whole = np.arange(96 * 70, dtype=np.uint16).reshape(96, 70)
-    have = [Shard("w", (96, 70), DTYPES["BF16"], Box((0, 0), (96, 70)), held.put(whole.T), strides=(2, 192))]
-    want = [Shard("w", (96, 70), DTYPES["BF16"], Box((5, 3), (90, 60)), held.room(90 * 60 * 2))]
+    have = [DeviceBox("w", (96, 70), DTYPES["BF16"], Box((0, 0), (96, 70)), held.put(whole.T), strides=(2, 192))]
+    want = [DeviceBox("w", (96, 70), DTYPES["BF16"], Box((5, 3), (90, 60)), held.room(90 * 60 * 2))]
     assert [launch.kernel for launch in planned(have, want).launches] == ["box_transpose"]
     reshard(held.device, have, want)
     np.testing.assert_array_equal(held.get(want[0].address, (90, 60), np.dtype("u2")), whole[5:95, 3:63])
@@ -119,8 +119,10 @@ def test_a_transposed_holder(held: Held) -> None:
 
 def test_half_bytes_move_as_bytes(held: Held) -> None:
     whole = np.arange(6 * 8, dtype=np.uint8).reshape(6, 8)  # (6, 16) of F4
-    have = [Shard("q", (6, 16), DTYPES["F4"], Box((0, c * 2), (6, 8)), held.put(whole[:, c : c + 4])) for c in (0, 4)]
-    want = [Shard("q", (6, 16), DTYPES["F4"], Box((1, 4), (4, 10)), held.room(20))]
+    have = [
+        DeviceBox("q", (6, 16), DTYPES["F4"], Box((0, c * 2), (6, 8)), held.put(whole[:, c : c + 4])) for c in (0, 4)
+    ]
+    want = [DeviceBox("q", (6, 16), DTYPES["F4"], Box((1, 4), (4, 10)), held.room(20))]
     reshard(held.device, have, want)
     np.testing.assert_array_equal(held.get(want[0].address, (4, 5), np.dtype("u1")), whole[1:5, 2:7])
     with pytest.raises(CkptError, match="inside a byte"):
@@ -129,12 +131,12 @@ def test_half_bytes_move_as_bytes(held: Held) -> None:
 
 def test_what_nobody_holds_is_named_whole(held: Held) -> None:
     have = [
-        Shard("w", (8, 4), DTYPES["F32"], Box((0, 0), (4, 4)), held.room(64)),
-        Shard("w", (8, 4), DTYPES["F32"], Box((2, 0), (4, 2)), held.room(32)),
+        DeviceBox("w", (8, 4), DTYPES["F32"], Box((0, 0), (4, 4)), held.room(64)),
+        DeviceBox("w", (8, 4), DTYPES["F32"], Box((2, 0), (4, 2)), held.room(32)),
     ]
     want = [
-        Shard("w", (8, 4), DTYPES["F32"], Box((3, 0), (4, 4)), held.room(64)),
-        Shard("v", (2,), DTYPES["F32"], Box((0,), (2,)), held.room(8)),
+        DeviceBox("w", (8, 4), DTYPES["F32"], Box((3, 0), (4, 4)), held.room(64)),
+        DeviceBox("v", (2,), DTYPES["F32"], Box((0,), (2,)), held.room(8)),
     ]
     with pytest.raises(CkptError) as caught:
         planned(have, want)
@@ -157,19 +159,19 @@ def test_what_nobody_holds_is_named_whole(held: Held) -> None:
     ],
 )
 def test_shards_that_contradict_each_other_are_refused(held: Held, other: dict[str, object]) -> None:
-    shard = Shard("w", (8, 4), DTYPES["F32"], Box((0, 0), (8, 4)), held.room(128))
+    shard = DeviceBox("w", (8, 4), DTYPES["F32"], Box((0, 0), (8, 4)), held.room(128))
     with pytest.raises(CkptError) as caught:
         planned([shard], [shard._replace(address=held.room(128), **other)])
     assert caught.value.code == "E1565" and caught.value.key == "w"
 
 
 def test_memory_that_is_read_and_written_is_refused(held: Held) -> None:
-    shard = Shard("w", (8, 4), DTYPES["F32"], Box((0, 0), (8, 4)), held.room(256))
+    shard = DeviceBox("w", (8, 4), DTYPES["F32"], Box((0, 0), (8, 4)), held.room(256))
     with pytest.raises(CkptError) as caught:
         planned([shard], [shard._replace(address=shard.address + 64)])
     assert caught.value.code == "E1571"
 
 
 def test_nothing_wanted_moves_nothing(held: Held) -> None:
-    empty = Shard("w", (0, 4), DTYPES["F32"], Box((0, 0), (0, 4)), 0)
+    empty = DeviceBox("w", (0, 4), DTYPES["F32"], Box((0, 0), (0, 4)), 0)
     assert reshard(held.device, [], [empty]) == 0 and planned([], []).launches == ()

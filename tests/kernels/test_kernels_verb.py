@@ -125,7 +125,7 @@ def test_check_finds_nothing_and_finds_what_is_wrong(shim_at_hand: None, monkeyp
 
 
 def test_bench(shim_at_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = bench.Row("box_copy", "one run", "ckpt", 1, 2 << 20, 0.45678, 4.6321, 0.13512, 0.00451)
+    row = bench.BenchRow("box_copy", "one run", "ckpt", 1, 2 << 20, 0.45678, 4.6321, 0.13512, 0.00451)
     asked: dict[str, int] = {}
     monkeypatch.setattr(bench, "measured", lambda device, **given: asked.update(given) or [row])
     document = kernels.bench(quick=True)

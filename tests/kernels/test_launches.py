@@ -188,7 +188,7 @@ def test_boxes_of_too_many_rows_or_levels_are_parted(dims: list[int]) -> None:
     assert covered(boxes) == int(np.prod(dims, dtype=object))
     made = pack(boxes)
     assert made.nbytes == covered(boxes) and made.packed["rows"].max() < 1 << 32 and (made.packed["rows"] > 0).all()
-    spans = sorted(descriptors.Side(b.target, b.extents, b.target_strides, b.run).hull for b in boxes)
+    spans = sorted(descriptors.BoxSide(b.target, b.extents, b.target_strides, b.run).hull for b in boxes)
     assert spans[0][0] == 0 and spans[-1][1] == 2 * int(np.prod(dims, dtype=object)) - 1
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
     sources = sorted((box.target, box.source) for box in boxes)
@@ -235,16 +235,16 @@ def test_a_box_of_more_tiles_than_the_kernel_counts_is_refused() -> None:
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------
-def places(side: descriptors.Side) -> list[int]:
+def places(side: descriptors.BoxSide) -> list[int]:
     index = itertools.product(*(range(n) for n in side.extents))
     starts = [side.start + sum(i * s for i, s in zip(at, side.strides, strict=True)) for at in index]
     return [start + x for start in starts for x in range(side.run)]
 
 
-def random_side(rng: np.random.Generator) -> descriptors.Side:
+def random_side(rng: np.random.Generator) -> descriptors.BoxSide:
     levels = int(rng.integers(0, 4))
     extents, strides = (tuple(int(n) for n in rng.integers(low, high, levels)) for low, high in ((1, 5), (-12, 40)))
-    return descriptors.Side(int(rng.integers(100, 200)), extents, strides, int(rng.integers(1, 6)))
+    return descriptors.BoxSide(int(rng.integers(100, 200)), extents, strides, int(rng.integers(1, 6)))
 
 
 def test_meeting_equals_sets_of_bytes() -> None:
@@ -303,7 +303,7 @@ def test_reading_the_same_bytes_often_is_legal() -> None:
 
 def test_a_knot_that_is_not_undone_is_refused_rather_than_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descriptors, "MOST_TRIES", 50)
-    one = descriptors.Side(0, (997, 991, 983), (30030, 2 * 3 * 5 * 7, 2 * 3 * 11), 1)
+    one = descriptors.BoxSide(0, (997, 991, 983), (30030, 2 * 3 * 5 * 7, 2 * 3 * 11), 1)
     with pytest.raises(InternalError, match="can't find out") as e:
         descriptors.meet(one, one._replace(start=1, strides=(30030, 2 * 3 * 5 * 14, 2 * 3 * 22)))
     assert e.value.code == "E1572"

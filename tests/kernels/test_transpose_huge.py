@@ -11,7 +11,7 @@ import mmap
 import numpy as np
 import pytest
 
-from ckpt_tool.device.descriptors import Descriptors, Turned, pack_turned
+from ckpt_tool.device.descriptors import PackedDescriptors, Turned, pack_turned
 from ckpt_tool.device.kernels import box_transpose
 from ckpt_tool.device.library import Device
 
@@ -27,10 +27,10 @@ def holes(nbytes: int) -> np.ndarray:
         pytest.skip(f"no {nbytes >> 30} GiB of address space here: {e}")
 
 
-def last_tiles(boxes: Descriptors, count: int) -> Descriptors:
+def last_tiles(boxes: PackedDescriptors, count: int) -> PackedDescriptors:
     packed = boxes.packed.copy()
     packed["tile0"] = np.uint64(-(boxes.tiles - count) % (1 << 64))
-    return Descriptors(packed, count, 0)
+    return PackedDescriptors(packed, count, 0)
 
 
 def test_extents_up_to_31_bits(shim: Device) -> None:
@@ -62,6 +62,6 @@ def test_batches_up_to_32_bits(device: Device, batch: int, by_target: int) -> No
             packed = boxes.packed.copy()
             packed["tile0"] = np.uint64(-(batch - count + k) % (1 << 64))
             device.fill(dst.address, 0xA5, dst.nbytes)
-            box_transpose(device, Descriptors(packed, 1, 0))
+            box_transpose(device, PackedDescriptors(packed, 1, 0))
             want = source[k * by_source // 4 :][: 20 * 24].reshape(20, 24).T
             np.testing.assert_array_equal(device.download(dst.address, dst.nbytes).view("<u4").reshape(24, 20), want)

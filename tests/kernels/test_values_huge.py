@@ -14,8 +14,8 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.device import kernels
 from ckpt_tool.device.casts import CAST_TILE, line, pack_casts
 from ckpt_tool.device.comparisons import RECORD, TILE, pack_pairs
-from ckpt_tool.device.descriptors import Descriptors, Strided
-from ckpt_tool.device.digests import Line, pack_lines
+from ckpt_tool.device.descriptors import PackedDescriptors, Strided
+from ckpt_tool.device.digests import DigestLine, pack_lines
 from ckpt_tool.device.library import Device
 from ckpt_tool.run.compute import cast
 from ckpt_tool.run.digest import LEAF
@@ -24,11 +24,11 @@ F32, BF16 = DTYPES["F32"], DTYPES["BF16"]
 NONE = (1 << 64) - 1
 
 
-def window(boxes: Descriptors, first: int, count: int) -> Descriptors:
+def window(boxes: PackedDescriptors, first: int, count: int) -> PackedDescriptors:
     """Tiles first..first+count of a list of one box."""
     packed = boxes.packed.copy()
     packed["tile0"] = np.uint64(-first % (1 << 64))
-    return Descriptors(packed, count, 0)
+    return PackedDescriptors(packed, count, 0)
 
 
 @pytest.mark.parametrize("shift", [0, 4])
@@ -54,10 +54,10 @@ def test_digests_of_lines_beyond_4_gib(device: Device, lanes: int) -> None:
     first = 5 << 30  # leaves: 1.25 PiB
     data = np.random.default_rng(4).integers(0, 256, LEAF + 999, np.uint8)
     with device.upload(data) as src, device.alloc(32) as out:
-        lines = pack_lines([Line(src.address, len(data))], out.address).packed.copy()
+        lines = pack_lines([DigestLine(src.address, len(data))], out.address).packed.copy()
         lines["run"], lines["src"] = first * LEAF + len(data), (src.address - first * LEAF) % (1 << 64)
         lines["dst"] = out.address - first * 16
-        kernels.digest(device, window(Descriptors(lines, 2, 0), first, 2), lanes=lanes)
+        kernels.digest(device, window(PackedDescriptors(lines, 2, 0), first, 2), lanes=lanes)
         got = device.download(out.address, 32).tobytes()
     assert got == xxhash.xxh3_128_digest(data[:LEAF]) + xxhash.xxh3_128_digest(data[LEAF:])
 

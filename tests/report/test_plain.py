@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tool.report import palette, plain
-from ckpt_tool.report.page import STATE, Column, Facts, Lines, Page, Styled, Table, Verdict
+from ckpt_tool.report.page import STATE, Column, Facts, Lines, Page, PageTable, Styled, Verdict
 from ckpt_tool.report.plain import Look, look_of, render
 from ckpt_tool.report.text import cells
 
 LONG = "model.layers.[0-31].self_attn.q_proj.weight_scale_inv"
-TABLE = Table(
+TABLE = PageTable(
     "tensors",
     (Column("tensor"), Column("count", right=True, drop=2), Column("dtype"), Column("bytes", right=True, drop=1)),
     ((Styled("model", "name"), "33", "", "96 kB"), (LONG, "32", "BF16", "64 kB"), ("short", "1", "F32", "32 kB")),
@@ -64,7 +64,8 @@ ROWS = st.lists(st.tuples(TEXTS, TEXTS, TEXTS), max_size=6).map(tuple)
 def test_no_control_character_and_nothing_lost(rows: tuple[tuple[str, str, str], ...], width: int) -> None:
     columns = (Column("a"), Column("b"), Column("", right=True))
     page = Page(
-        "t", (Table("x", columns, rows, tuple(i % 3 for i in range(len(rows)))), Lines("y", tuple(r[0] for r in rows)))
+        "t",
+        (PageTable("x", columns, rows, tuple(i % 3 for i in range(len(rows)))), Lines("y", tuple(r[0] for r in rows))),
     )
     out = render(page, Look(width=width))
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", out)
@@ -124,11 +125,11 @@ def test_columns_of_the_environment_count_in_a_pipe_too(monkeypatch: pytest.Monk
 
 
 def test_wide_characters_keep_the_columns() -> None:
-    table = Table("", (Column("a"), Column("b")), (("层层", "x"), ("abcd", "y")))
+    table = PageTable("", (Column("a"), Column("b")), (("层层", "x"), ("abcd", "y")))
     assert render(Page("t", (table,)), Look()).splitlines()[1:] == ["层层  x", "abcd  y"]
 
 
-NAMES = Table(
+NAMES = PageTable(
     "names",
     (Column("name in the source"), Column("name in the output"), Column("tensors", right=True)),
     (("model.layers.*.self_attn.q_proj.weight", "decoder.layers.*.self_attention.linear_qkv.weight", "12"),),
@@ -138,7 +139,7 @@ NAMES = Table(
 @pytest.mark.parametrize("width", [30, 36, 50, 80, 200])
 def test_no_table_is_wider_than_its_window(width: int) -> None:
     title = "each name with its states: model, master, exp_avg, exp_avg_sq"
-    values = Table(
+    values = PageTable(
         title, (Column("tensor"), *(Column(word, right=True) for word in ("min", "max"))), ((LONG, "1", "2"),)
     )
     for table in (NAMES, values, TABLE):
@@ -158,7 +159,9 @@ def test_numbers_that_fit_nowhere_have_their_titles() -> None:
 
 
 def test_names_break_behind_their_parts() -> None:
-    page = Page("t", (Table("", (Column("module"), STATE), (("layers.0.post_attention_layernorm.weight", "model"),)),))
+    page = Page(
+        "t", (PageTable("", (Column("module"), STATE), (("layers.0.post_attention_layernorm.weight", "model"),)),)
+    )
     assert render(page, Look(width=36)).splitlines() == [
         f"{'module':31}state",
         "layers.0.post_attention_layernorm.",
@@ -176,7 +179,7 @@ def test_a_state_is_never_dropped() -> None:
 
 
 def test_states_have_their_colours_and_no_other_text() -> None:
-    page = Page("t", (Table("", (STATE, Column("n", right=True)), (("model", "1"), ("exp_avg", "2"))),))
+    page = Page("t", (PageTable("", (STATE, Column("n", right=True)), (("model", "1"), ("exp_avg", "2"))),))
     coloured = render(page, Look(colour=True))
     assert f"\x1b[{palette.terminal_code('model')}mmodel\x1b[0m" in coloured
     assert f"\x1b[{palette.terminal_code('exp_avg')}mexp_avg\x1b[0m" in coloured

@@ -15,7 +15,7 @@ import ckpt_tool as ckpt
 from ckpt_tool.core.progress import MODES, Checking, Silent, working_on
 from ckpt_tool.report import progress as module
 from ckpt_tool.report.plain import Look
-from ckpt_tool.report.progress import Bar, JsonLines, Lines, progress_of
+from ckpt_tool.report.progress import Bar, JsonLines, PlainProgress, progress_of
 
 PLAN = {"schema_version": 1, "plan": {"bytes_read": 10, "bytes_written": 20, "files": 1, "copies": 2}}
 
@@ -34,14 +34,14 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_looks_who_is_watching(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(progress_of("auto", Tty()), Bar)
-    assert type(progress_of("auto", io.StringIO())) is Lines
+    assert type(progress_of("auto", io.StringIO())) is PlainProgress
     assert isinstance(progress_of("auto", io.StringIO(), json_result=True), Silent), "stderr holds errors alone"
     assert isinstance(progress_of("auto", Tty(), json_result=True), Bar)
     assert isinstance(progress_of("none", Tty()), Silent)
     assert isinstance(progress_of("plain", None), Silent)
     assert isinstance(progress_of("json", io.StringIO(), json_result=True), JsonLines)
     monkeypatch.setenv("TERM", "dumb")
-    assert type(progress_of("auto", Tty())) is Lines
+    assert type(progress_of("auto", Tty())) is PlainProgress
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -64,7 +64,7 @@ def test_lines_tell_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
-    progress = Lines(stream, Look())
+    progress = PlainProgress(stream, Look())
     progress.start(10_000_000_000, "writing")
     for _ in range(10):
         now[0] += 1.0
@@ -81,7 +81,7 @@ def test_lines_name_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
-    progress = Checking(Lines(stream, Look()), lambda document: None)  # as under --report
+    progress = Checking(PlainProgress(stream, Look()), lambda document: None)  # as under --report
     progress.start(10_000_000, "writing")
     working_on(progress, "iter_5/mp\x1b[31m_rank_00.pt")
     now[0] += 5.0
@@ -142,7 +142,7 @@ def test_every_phase_of_a_run_has_its_name(tmp_path: Path) -> None:
 
 
 def test_a_short_run_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    for make in (lambda s: Lines(s, Look()), lambda s: Bar(s, Look(width=80))):
+    for make in (lambda s: PlainProgress(s, Look()), lambda s: Bar(s, Look(width=80))):
         stream = io.StringIO()
         progress = make(stream)
         progress.start(10, "writing")
@@ -193,7 +193,7 @@ class Gone(io.StringIO):
 @pytest.mark.parametrize("mode", ["tty", "plain", "json"])
 def test_a_screen_that_goes_away_does_not_end_the_run(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BAR_PATIENCE", 0.0)
-    for kind in (Bar, Lines, JsonLines):
+    for kind in (Bar, PlainProgress, JsonLines):
         monkeypatch.setattr(kind, "interval", 0.0)
     progress = progress_of(mode, Gone())
     progress.plan(PLAN)

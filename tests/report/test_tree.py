@@ -9,7 +9,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tool.report.tree import Folding, Line, Tree
+from ckpt_tool.report.tree import FoldedTree, Folding, Line
 
 SEGMENT = st.sampled_from(["0", "1", "2", "3", "10", "a", "b", "weight", "01", "", "٣"])
 NAMES = st.lists(st.lists(SEGMENT, min_size=1, max_size=5).map(".".join), unique=True, max_size=60)
@@ -22,7 +22,7 @@ def leaves(lines: list[Line]) -> int:
 @given(NAMES, st.integers(0, 2))
 def test_every_tensor_is_on_one_line(names: list[str], kinds: int) -> None:
     tensors = [(name, len(name) % (kinds + 1), len(name) + 1) for name in names]
-    lines = Tree(tensors).lines(depth=99)
+    lines = FoldedTree(tensors).lines(depth=99)
     assert leaves(lines) == len(names)
     top = [line for line in lines if line.level == 0]
     assert sum(line.tensors for line in top) == len(names)
@@ -34,7 +34,7 @@ def test_the_names_can_be_read_back(names: list[str]) -> None:
     """Another road: unfold every label of the printed tree and compare with the names (numbers without gaps)."""
     trail: list[str] = []
     found: set[str] = set()
-    for line in Tree((name, 0, 1) for name in names).lines(depth=99):
+    for line in FoldedTree((name, 0, 1) for name in names).lines(depth=99):
         del trail[line.level :]
         if line.label == "(itself)":
             found |= expanded(".".join(trail))
@@ -73,7 +73,7 @@ def llama(layers: int, *, odd: int | None = None) -> list[tuple[str, str, int]]:
 
 
 def test_layers_share_a_line() -> None:
-    lines = Tree(llama(32)).lines()
+    lines = FoldedTree(llama(32)).lines()
     assert [(line.level, line.label) for line in lines] == [
         (0, "embed.weight"),
         (0, "layers.[0-31]"),
@@ -89,18 +89,18 @@ def test_layers_share_a_line() -> None:
 
 
 def test_a_layer_of_another_dtype_stands_alone() -> None:
-    labels = [line.label for line in Tree(llama(32, odd=7)).lines() if line.level == 0]
+    labels = [line.label for line in FoldedTree(llama(32, odd=7)).lines() if line.level == 0]
     assert labels == ["embed.weight", "layers.[0-6,8-31]", "layers.7"]
 
 
 def test_a_layer_with_a_missing_tensor_stands_alone() -> None:
     tensors = [row for row in llama(4) if row[0] != "layers.2.attn.k.weight"]
-    assert [line.label for line in Tree(tensors).lines(depth=1)] == ["embed.weight", "layers.[0-1,3]", "layers.2"]
+    assert [line.label for line in FoldedTree(tensors).lines(depth=1)] == ["embed.weight", "layers.[0-1,3]", "layers.2"]
 
 
 def test_a_repeated_subtree_names_its_twin() -> None:
     tensors = [(f"{side}.{layer}.{name}", "F32", 4) for side in ("enc", "dec") for layer in range(3) for name in "abc"]
-    lines = Tree(tensors).lines(most=6)
+    lines = FoldedTree(tensors).lines(most=6)
     assert [(line.label, line.twin) for line in lines] == [
         ("enc.[0-2]", ""),
         ("a", ""),
@@ -108,7 +108,7 @@ def test_a_repeated_subtree_names_its_twin() -> None:
         ("c", ""),
         ("dec.[0-2]", "enc.[0-2]"),
     ]
-    assert not any(line.twin for line in Tree(tensors).lines(depth=9)), "an asked-for depth shows everything"
+    assert not any(line.twin for line in FoldedTree(tensors).lines(depth=9)), "an asked-for depth shows everything"
 
 
 def test_ninety_thousand_names_are_a_screenful_in_a_second() -> None:
@@ -118,7 +118,7 @@ def test_ninety_thousand_names_are_a_screenful_in_a_second() -> None:
             tensors.append((f"model.layers.{layer}.mlp.experts.{expert}.{name}", "BF16", 6))
             tensors.append((f"model.layers.{layer}.mlp.experts.{expert}.{name}_scale", "F32", 1))
     began = time.process_time()
-    lines = Tree(tensors).lines()
+    lines = FoldedTree(tensors).lines()
     assert time.process_time() - began < 3.0  # about 0.2 s alone; the bound is for a busy machine
     assert len(tensors) > 90_000 and len(lines) < 50
     assert lines[0].tensors == len(tensors)
@@ -126,12 +126,12 @@ def test_ninety_thousand_names_are_a_screenful_in_a_second() -> None:
 
 def test_a_hostile_name_makes_no_deep_tree() -> None:
     name = ".".join("a" * 200_000)
-    (line,) = Tree([(name, 0, 1)]).lines()
+    (line,) = FoldedTree([(name, 0, 1)]).lines()
     assert line.tensors == 1 and line.level == 0
 
 
 def test_numbers_that_are_none_stay_names() -> None:
-    labels = {line.label for line in Tree((f"x.{n}.w", 0, 1) for n in ("01", "1", "٣", "9" * 30)).lines(depth=9)}
+    labels = {line.label for line in FoldedTree((f"x.{n}.w", 0, 1) for n in ("01", "1", "٣", "9" * 30)).lines(depth=9)}
     assert labels == {"x", "01.w", "1.w", "٣.w", "9" * 30 + ".w"}
 
 
@@ -139,7 +139,7 @@ def test_the_order_of_a_layers_tensors_makes_no_difference() -> None:
     """Files are cut anywhere and sort by dtype first, so equal layers come in different orders."""
     rows = llama(3)
     tensors = [*rows[:6], *reversed(rows[6:11]), *rows[11:]]
-    assert [line.label for line in Tree(tensors).lines(depth=1)] == ["embed.weight", "layers.[0-2]"]
+    assert [line.label for line in FoldedTree(tensors).lines(depth=1)] == ["embed.weight", "layers.[0-2]"]
 
 
 def test_columns_fold_as_rows_do() -> None:
@@ -147,4 +147,4 @@ def test_columns_fold_as_rows_do() -> None:
     folding = Folding()
     for part in (rows[:20], rows[20:]):
         folding.add([name.encode() for name, _, _ in part], [folding.leaf(what, size) for _, what, size in part])
-    assert Tree(folding).lines(depth=9) == Tree(rows).lines(depth=9)
+    assert FoldedTree(folding).lines(depth=9) == FoldedTree(rows).lines(depth=9)

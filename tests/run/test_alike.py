@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.core.listing import Block
+from ckpt_tool.core.listing import RowBlock
 from ckpt_tool.quantised.alike import Alike
-from ckpt_tool.quantised.weights import Kind, find
+from ckpt_tool.quantised.weights import TensorKind, find
 
 ENDINGS = [
     *("weight", "weight_scale_inv", "weight_scale", "scale", "weight_packed", "weight_shape", "weight_zero_point"),
@@ -20,12 +20,12 @@ MODULES = ["", "lm_head.", "model.", *(f"model.layers.{i}.mlp." for i in range(1
 SHAPES = [(), (1,), (64,), (64, 1), (2, 4), (64, 32), (64, 8), (4, 64, 2, 16), (4, 64, 2)]
 
 
-def blocks_of(tensors: dict[str, Kind], generator: np.random.Generator) -> list[Block]:
+def blocks_of(tensors: dict[str, TensorKind], generator: np.random.Generator) -> list[RowBlock]:
     """The tensors in three files, a module's in several of them."""
     names, cuts = list(tensors), sorted(generator.integers(0, len(tensors) + 1, 2))
     parts = [names[: cuts[0]], names[cuts[0] : cuts[1]], names[cuts[1] :]]
     return [
-        Block(
+        RowBlock(
             "model",
             lambda part=part: [name.encode("utf-8", "surrogatepass") for name in part],  # type: ignore[misc]
             [(tensors[name].dtype, tensors[name].shape, 0) for name in part],
@@ -43,7 +43,9 @@ def test_classes_say_what_every_tensor_by_itself_would(seed: int) -> None:
     chosen = generator.permutation(len(names))[: generator.integers(1, len(names))]
     simple = seed % 2  # few kinds, so that many modules are alike
     tensors = {
-        names[i]: Kind(dtypes[generator.integers(2 if simple else 6)], SHAPES[generator.integers(2 if simple else 9)])
+        names[i]: TensorKind(
+            dtypes[generator.integers(2 if simple else 6)], SHAPES[generator.integers(2 if simple else 9)]
+        )
         for i in map(int, chosen)
     }
     every = find(tensors)
@@ -54,11 +56,11 @@ def test_classes_say_what_every_tensor_by_itself_would(seed: int) -> None:
         assert first.items() <= tensors.items() and list(alike.names()) == list(tensors)
         found = find(first)
 
-        def kinds(names: list[str], shown: set[str] | None = wanted) -> Counter[Kind]:
+        def kinds(names: list[str], shown: set[str] | None = wanted) -> Counter[TensorKind]:
             return Counter(tensors[name] for name in names if shown is None or name in shown)
 
-        def counted(names: list[str], alike: Alike = alike) -> Counter[Kind]:
-            total: Counter[Kind] = Counter()
+        def counted(names: list[str], alike: Alike = alike) -> Counter[TensorKind]:
+            total: Counter[TensorKind] = Counter()
             for name in names:
                 total[tensors[name]] += alike.count(name)
             return +total
@@ -75,7 +77,7 @@ def test_classes_say_what_every_tensor_by_itself_would(seed: int) -> None:
 
 def test_a_thousand_layers_are_one_class() -> None:
     tensors = {
-        f"layers.{i}.q.{ending}": Kind(DTYPES[dtype], shape)
+        f"layers.{i}.q.{ending}": TensorKind(DTYPES[dtype], shape)
         for i in range(1000)
         for ending, dtype, shape in (("weight", "F8_E4M3", (64, 64)), ("weight_scale_inv", "F32", (1, 1)))
     }

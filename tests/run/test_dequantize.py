@@ -17,7 +17,7 @@ from ckpt_tool.formats.paddle.quant import recipes_of
 from ckpt_tool.formats.paddle_unified.files import optimizer_key
 from ckpt_tool.quantised.floats import states
 from ckpt_tool.run.computed import ComputedTree
-from ckpt_tool.storage.safetensors_file import read_header
+from ckpt_tool.storage.safetensors_files.safetensors_file import read_header
 from ckpt_tool.storage.source import Tree
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "paddle-quant"

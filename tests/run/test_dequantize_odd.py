@@ -14,7 +14,7 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError
 from ckpt_tool.quantised.floats import recipe
-from ckpt_tool.quantised.weights import Kind, find
+from ckpt_tool.quantised.weights import TensorKind, find
 from ckpt_tool.run.computed import ComputedTree, Input
 from ckpt_tool.storage.source import Tree
 
@@ -88,7 +88,8 @@ def test_floats_or_an_error_of_ours(seed: int, tmp_path: Path) -> None:
         if any(tensor.nbytes > 1 << 18 for tensor in tensors.values()):
             continue
         found = find(
-            {name: Kind(each.dtype, each.shape) for name, each in tensors.items()}, bits=draw.choice(((), (4,), (8,)))
+            {name: TensorKind(each.dtype, each.shape) for name, each in tensors.items()},
+            bits=draw.choice(((), (4,), (8,))),
         )
         stated = (
             (*odd.lead, odd.rows, odd.columns) if draw.random() < 0.9 else (draw.randrange(-2, 70),) * draw.randrange(4)

@@ -26,7 +26,7 @@ from ckpt_tool.plan.schedule import build_moves, units
 from ckpt_tool.run import executor, finish, transposed
 from ckpt_tool.run.digest import digest
 from ckpt_tool.run.executor import Executor, RunOptions
-from ckpt_tool.storage.destination import staging_path
+from ckpt_tool.storage.output.destination import staging_path
 from ckpt_tool.storage.source import Tree
 
 
@@ -414,7 +414,7 @@ def test_an_output_that_appears_meanwhile_is_left_alone(tmp_path):
 
 
 def test_a_second_run_is_told_who_writes(tmp_path):
-    from ckpt_tool.storage.staging import Staging
+    from ckpt_tool.storage.output.staging import Staging
 
     case = Case(tmp_path, np.random.default_rng(9), shapes=[(30, 70)])
     with Staging(case.out, "another", []), pytest.raises(OutputExists, match=f"process {os.getpid()}"):

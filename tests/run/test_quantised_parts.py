@@ -20,7 +20,7 @@ from ckpt_tool.cli import run
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.quantised.kept_whole import found_in
 from ckpt_tool.quantised.parts import LAYOUTS, find_layout
-from ckpt_tool.quantised.weights import Kind
+from ckpt_tool.quantised.weights import TensorKind
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -206,7 +206,7 @@ def parts_of(checkpoint: str, layout: str) -> dict[str, str]:
     """Role -> name, of the first weight of a layout in a checkpoint."""
     folder = FIXTURES / checkpoint
     tensors = read(folder / "model.safetensors")
-    kinds = {name: Kind(DTYPES[each.dtype], tuple(each.shape)) for name, each in tensors.items()}
+    kinds = {name: TensorKind(DTYPES[each.dtype], tuple(each.shape)) for name, each in tensors.items()}
     _, found = found_in(kinds, json.loads((folder / "config.json").read_text()))
     weight = next(each for each in found.weights.values() if find_layout(each, kinds).name == layout)
     return {"codes": weight.lead, **weight.parts}

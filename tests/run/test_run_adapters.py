@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_tool.adapters.arithmetic import Biased, Folded, Kept, Rows, Term
+from ckpt_tool.adapters.arithmetic import Biased, Folded, MatrixRows, ProductTerm, RunCache
 from ckpt_tool.core.tensor import TensorKey
 
 KEY = TensorKey("w")
@@ -69,8 +69,8 @@ def test_any_range_has_the_same_bits(rows, columns, rank, turned, dora, seed, sc
     outputs, inner = (columns, rows) if turned else (rows, columns)
     w, a, b = drawn(seed, rows, columns), drawn(seed + 1, rank, inner), drawn(seed + 2, outputs, rank)
     m = np.abs(drawn(seed + 3, outputs)) + 1
-    term = Term(1, 2, rank, scaling, turned, 3 if dora else None)
-    made, read = recipe(Folded, [w, a, b, m], w.shape, (term,), 1, Kept())
+    term = ProductTerm(1, 2, rank, scaling, turned, 3 if dora else None)
+    made, read = recipe(Folded, [w, a, b, m], w.shape, (term,), 1, RunCache())
     whole = made.values(read, 0, w.size)
     want = written_out(w, a, b, scaling, turned=turned, magnitude=m if dora else None).reshape(-1)
     np.testing.assert_array_equal(whole, want)
@@ -91,7 +91,7 @@ def test_stacked_experts(turned):
     experts, rank, inner, outputs = 5, 3, 20, 36
     shape = (experts, inner, outputs) if turned else (experts, outputs, inner)
     w, a, b = drawn(1, *shape), drawn(2, experts * rank, inner), drawn(3, outputs, rank * experts)
-    made, read = recipe(Folded, [w, a, b], shape, (Term(1, 2, rank, 1.5, turned),), experts, Kept())
+    made, read = recipe(Folded, [w, a, b], shape, (ProductTerm(1, 2, rank, 1.5, turned),), experts, RunCache())
     by_expert = b.reshape(outputs, rank, experts)
     want = [
         written_out(w[e], a[e * rank : (e + 1) * rank], by_expert[:, :, e], 1.5, turned=turned) for e in range(experts)
@@ -105,7 +105,12 @@ def test_terms_come_one_after_another():
     w = drawn(1, 40, 50)
     factors = [drawn(s, *shape) for s, shape in ((2, (4, 50)), (3, (40, 4)), (4, (7, 50)), (5, (40, 7)))]
     made, read = recipe(
-        Folded, [w, *factors], w.shape, (Term(1, 2, 4, 0.5, False), Term(3, 4, 7, -2.0, False)), 1, Kept()
+        Folded,
+        [w, *factors],
+        w.shape,
+        (ProductTerm(1, 2, 4, 0.5, False), ProductTerm(3, 4, 7, -2.0, False)),
+        1,
+        RunCache(),
     )
     want = written_out(written_out(w, *factors[:2], 0.5, turned=False), *factors[2:], -2.0, turned=False)
     np.testing.assert_array_equal(made.values(read, 0, w.size), want.reshape(-1))
@@ -117,15 +122,15 @@ def test_biases_and_rows():
     want = bias + one * np.float32(0.5) + two * np.float32(3)
     np.testing.assert_array_equal(made.values(read, 3, 29), want[3:29])
     table, rows = np.arange(60, dtype="f4").reshape(10, 6), -np.arange(12, dtype="f4").reshape(2, 6) - 1
-    made, read = recipe(Rows, [table, rows], table.shape, ((2, 1), (9, 0)))
+    made, read = recipe(MatrixRows, [table, rows], table.shape, ((2, 1), (9, 0)))
     table[2], table[9] = rows[1], rows[0]
     for low, high in ((0, 60), (13, 14), (10, 17), (55, 60), (0, 12)):
         np.testing.assert_array_equal(made.values(read, low, high), table.reshape(-1)[low:high])
 
 
 def test_factors_are_let_go(monkeypatch):
-    monkeypatch.setattr(Kept, "ROOM", 4000)
-    kept = Kept()
+    monkeypatch.setattr(RunCache, "ROOM", 4000)
+    kept = RunCache()
     for key in range(9):
         kept.factors(key, lambda: (np.zeros(400, "f4"),))
     assert len(kept._held) == 2

@@ -15,7 +15,7 @@ from ckpt_tool.errors import InconsistentCheckpoint, StorageError
 from ckpt_tool.plan.copy import Region, source_region
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run import transposed
-from ckpt_tool.run.blocks import Reader
+from ckpt_tool.run.blocks import BlockReader
 from ckpt_tool.run.transposed import Dim, cut_group, cut_strip, is_transposed, strip_of
 from ckpt_tool.storage.source import Tree
 
@@ -130,7 +130,7 @@ def test_any_part_of_the_line_is_what_numpy_has(tmp_path, sizes, seed, kind):
     shape = tuple(rng.integers(1, (0, 0, 60, 14, 7)[n := int(rng.integers(2, 5))], n).tolist())
     case = Case(tmp_path, rng, shape, kind, replicas=1 + seed % 3 // 2, far=seed % 5 == 4)
     line, item = case.whole.tobytes(), case.whole.itemsize
-    reader = Reader(case.files, 2, {}, panel=int(rng.integers(1, 2 * len(line) + 2)))
+    reader = BlockReader(case.files, 2, {}, panel=int(rng.integers(1, 2 * len(line) + 2)))
     assert (reader.turned(case.move) is not None) == case.turned
     for _ in range(3):
         start, stop = sorted(int(i) for i in rng.integers(0, case.whole.size + 1, 2))
@@ -144,7 +144,7 @@ def test_any_part_of_the_line_is_what_numpy_has(tmp_path, sizes, seed, kind):
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_matrices_of_real_proportions(tmp_path, shape, kind):
     case = Case(tmp_path, np.random.default_rng(3), shape, kind, order=(1, 0))
-    reader = Reader(case.files, 2, {}, panel=200_000)
+    reader = BlockReader(case.files, 2, {}, panel=200_000)
     block = memoryview(bytearray(case.whole.nbytes))
     reader.fill(case.move, block, 0, case.whole.size)
     assert bytes(block) == case.whole.tobytes()
@@ -173,7 +173,7 @@ def test_every_strip_is_read_once_and_none_beyond_the_share(tmp_path, monkeypatc
     read = []
     true = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: read.append(true(fd, views, at)) or read[-1])
-    reader, block = Reader(case.files, 2, {}, panel=panel), memoryview(bytearray(2000))
+    reader, block = BlockReader(case.files, 2, {}, panel=panel), memoryview(bytearray(2000))
     start, stop = 1000 * 40, 6000 * 40
     for at in range(start, stop, 1000):
         reader.fill(case.move, block, at, at + 1000, until=stop)
@@ -188,7 +188,7 @@ def test_gaps_that_are_bridged_cost_few_calls(tmp_path, monkeypatch):
     calls = []
     true = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: calls.append(len(views)) or true(fd, views, at))
-    reader = Reader(case.files, 2, {}, panel=(2000 - 200) * 600 * 2)
+    reader = BlockReader(case.files, 2, {}, panel=(2000 - 200) * 600 * 2)
     got = read_in_blocks(reader, case, rng, 0, 1800 * 600, 1800 * 600)
     assert got == case.whole[:1800].tobytes()
     reader.close()
@@ -197,7 +197,7 @@ def test_gaps_that_are_bridged_cost_few_calls(tmp_path, monkeypatch):
 
 def test_memory_stays_within_the_bound(tmp_path):
     case, rng = stored_whole(tmp_path, (3000, 700))
-    reader = Reader(case.files, 2, {}, panel=1 << 20)
+    reader = BlockReader(case.files, 2, {}, panel=1 << 20)
     assert read_in_blocks(reader, case, rng, 0, case.whole.size, case.whole.size) == case.whole.tobytes()
     strips = reader.strips
     assert len(strips._panels) == 1 << 20
@@ -207,13 +207,13 @@ def test_memory_stays_within_the_bound(tmp_path):
 def test_a_replica_that_differs_is_named(tmp_path):
     case = Case(tmp_path, np.random.default_rng(1), (50, 60), "c16", order=(1, 0), replicas=2)
     block = memoryview(bytearray(case.whole.nbytes))
-    Reader(case.files, 2, {}).fill(case.move, block, 0, case.whole.size)
+    BlockReader(case.files, 2, {}).fill(case.move, block, 0, case.whole.size)
     number = next(region.file for region in case.move.sources if region.replica)
     region = case.move.sources[number]
     data = bytearray((tmp_path / f"{number}.bin").read_bytes())
     data[region.offset + region.strides[0]] ^= 1
     (tmp_path / f"{number}.bin").write_bytes(data)
-    reader = Reader(case.files, 2, {})
+    reader = BlockReader(case.files, 2, {})
     for _ in range(2):  # nothing of the bad panel is kept
         with pytest.raises(InconsistentCheckpoint, match="replicas differ") as e:
             reader.fill(case.move, block, 0, case.whole.size)
@@ -223,7 +223,7 @@ def test_a_replica_that_differs_is_named(tmp_path):
 def test_a_panel_that_failed_is_not_taken_for_the_one_before(tmp_path, monkeypatch):
     monkeypatch.setattr(transposed, "GROUP", 2000)
     case, _ = stored_whole(tmp_path, (400, 300))
-    reader, block = Reader(case.files, 2, {}, panel=30_000), memoryview(bytearray(600))
+    reader, block = BlockReader(case.files, 2, {}, panel=30_000), memoryview(bytearray(600))
     reader.fill(case.move, block, 0, 300)
     os.truncate(tmp_path / "0.bin", case.whole.nbytes - 300)
     with pytest.raises(StorageError):
@@ -237,13 +237,13 @@ def test_a_file_that_is_shorter_is_an_error_and_no_silence(tmp_path):
     os.truncate(tmp_path / "0.bin", case.whole.nbytes - 1)
     block = memoryview(bytearray(case.whole.nbytes))
     with pytest.raises(StorageError, match="shorter"):
-        Reader(case.files, 2, {}).fill(case.move, block, 0, case.whole.size)
+        BlockReader(case.files, 2, {}).fill(case.move, block, 0, case.whole.size)
 
 
 def test_a_remote_source_is_asked_seldom(tmp_path):
     case, rng = stored_whole(tmp_path, (3000, 700))
     case.files.far = True
-    reader = Reader(case.files, 2, {})
+    reader = BlockReader(case.files, 2, {})
     assert read_in_blocks(reader, case, rng, 0, case.whole.size, case.whole.size) == case.whole.tobytes()
     assert len(case.files.asked) < 30 and max(case.files.asked) <= transposed.FAR_READ
 

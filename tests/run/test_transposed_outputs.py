@@ -19,10 +19,10 @@ from ckpt_tool.plan import schedule
 from ckpt_tool.plan.copy import Region, box_region, is_transposed
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run import transposed, transposed_outputs, walk
-from ckpt_tool.run.blocks import Reader, Writer
+from ckpt_tool.run.blocks import BlockReader, Writer
 from ckpt_tool.run.digest import LEAF, digest, root
 from ckpt_tool.run.transposed_outputs import TransposedOutputs
-from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Job, Walk, read_back
+from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Walk, WalkBuffers, read_back
 
 KINDS = {"u1": "U8", "u2": "BF16", "f4": "F32", "f8": "F64", "c16": "C128"}
 FILL = 0x77
@@ -118,9 +118,9 @@ def job_of(tmp_path, source, out, line, panel):
     for i, where in enumerate(out.where):
         (there.folder / f"{i}.bin").write_bytes(bytes([FILL]) * where.size)
     writer = Writer(there.staged(), [there.path(i) for i in range(len(out.where))], 2, {})
-    reader = Reader(here, 2, {}, panel=panel)
+    reader = BlockReader(here, 2, {}, panel=panel)
     block, scratch = memoryview(bytearray(ROOM)), memoryview(bytearray(STRIDED_BLOCK))
-    return Job(reader, writer, block, scratch, True, lambda: False, lambda n: None), there
+    return WalkBuffers(reader, writer, block, scratch, True, lambda: False, lambda n: None), there
 
 
 @pytest.mark.share(3)
@@ -139,7 +139,7 @@ def test_any_share_between_any_layouts(tmp_path, sizes, seed, kind):
     dtype = DTYPES[KINDS[kind]]
     outputs = tuple(region._replace(replica=0) for region in out.regions)
     move = Move(TensorKey("w"), shape, dtype, dtype, whole.size, item, item, tuple(source.regions), outputs)
-    again = Reader(there, 2, {}, panel=int(rng.integers(1, 2 * line.size + 300)))
+    again = BlockReader(there, 2, {}, panel=int(rng.integers(1, 2 * line.size + 300)))
     cuts = sorted({0, whole.size, *rng.integers(0, whole.size + 1, 2).tolist()})
     shares, leaves = list(itertools.pairwise(cuts)), b""
     done = np.zeros(line.size, bool)
@@ -184,7 +184,7 @@ def test_matrices_of_real_proportions(tmp_path, shape, sides):
         for stream, into in ((step.source_leaves, leaves), (step.out_leaves, leaves_out)):
             if stream.leaves:
                 into[stream.first] = bytes(stream.leaves)
-        assert step.written() == read_back(Reader(there, 2, {}, panel=100_000), move, start, stop)
+        assert step.written() == read_back(BlockReader(there, 2, {}, panel=100_000), move, start, stop)
     for i, want in enumerate(out.files(np.frombuffer(after.tobytes(), np.uint8), 0, after.nbytes)):
         assert there.bytes(i) == want
     for values, found, kind in ((whole, leaves, kinds[0]), (after, leaves_out, kinds[1])):
@@ -212,10 +212,10 @@ def test_read_back_sees_a_byte_of_either_copy(tmp_path):
         data = bytearray(there.bytes(i))
         data[-1] ^= 1
         (there.folder / f"{i}.bin").write_bytes(data)
-        assert read_back(Reader(there, 2, {}), move, 0, 5000) != step.written()
+        assert read_back(BlockReader(there, 2, {}), move, 0, 5000) != step.written()
         data[-1] ^= 1
         (there.folder / f"{i}.bin").write_bytes(data)
-    assert read_back(Reader(there, 2, {}), move, 0, 5000) == step.written()
+    assert read_back(BlockReader(there, 2, {}), move, 0, 5000) == step.written()
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -249,7 +249,7 @@ def test_a_panel_that_another_move_has_overwritten_is_made_again(tmp_path):
     other = Move(key, (40, 60), dtype, dtype, 2400, 2, 2, (along,), (across,))
     writer = Writer(there.staged(), [there.path(0), there.path(1)], 2, {})
     block, scratch = memoryview(bytearray(ROOM)), memoryview(bytearray(STRIDED_BLOCK))
-    job = Job(Reader(here, 2, {}), writer, block, scratch, False, lambda: False, lambda n: None)
+    job = WalkBuffers(BlockReader(here, 2, {}), writer, block, scratch, False, lambda: False, lambda n: None)
     for move, start, stop in ((one, 0, 1230), (other, 0, 2400), (one, 1230, 2400)):
         Walk(job, move, start, stop).run()
     assert there.bytes(1) == whole.tobytes()

@@ -26,11 +26,20 @@ from hypothesis import strategies as st
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.extras import Opaque, Symbol, to_json
 from ckpt_tool.errors import CkptError, CorruptFile, UnsafeInput, UsageError
-from ckpt_tool.storage import pickle_machine, pickles
-from ckpt_tool.storage.pickle_globals import tier
-from ckpt_tool.storage.pickle_machine import Machine
-from ckpt_tool.storage.pickle_values import Misuse, NumpyArray, OrderedMap, Record, Span, TensorRef, as_extras
-from ckpt_tool.storage.pickle_writer import TorchSize, dumps, plan_pickle, stored
+from ckpt_tool.storage.pickles import pickle_machine
+from ckpt_tool.storage.pickles import pickle_reader as pickles
+from ckpt_tool.storage.pickles.pickle_globals import tier
+from ckpt_tool.storage.pickles.pickle_machine import Machine
+from ckpt_tool.storage.pickles.pickle_values import (
+    Misuse,
+    NumpyArray,
+    OrderedMap,
+    PickledRecord,
+    StorageSpan,
+    TensorRef,
+    as_extras,
+)
+from ckpt_tool.storage.pickles.pickle_writer import TorchSize, dumps, plan_pickle, stored
 from ckpt_tool.storage.source import Tree
 
 HERE = pathlib.Path(__file__).parent
@@ -160,7 +169,7 @@ def test_large_byte_strings_stay_in_the_file(tmp_path):
     assert done.value["tail"] == (1, 2) and not done.unsafe and done.end == len(data)
     for name, want in arrays.items():
         array = done.value[name]
-        assert isinstance(array.data, Span) and array.data.nbytes == want.nbytes
+        assert isinstance(array.data, StorageSpan) and array.data.nbytes == want.nbytes
         raw = data[array.data.offset : array.data.offset + array.data.nbytes]
         np.testing.assert_array_equal(np.frombuffer(raw, array.dtype).reshape(array.shape), want)
     assert tree.bytes_read < 200_000 < len(data) / 20
@@ -302,7 +311,7 @@ def test_a_frameworks_function_is_a_value_but_not_to_be_called():
 
 
 def test_a_record_tells_its_fields():
-    chunk = Record("a.Chunk", state={"offsets": (0,), "sizes": [1]})
+    chunk = PickledRecord("a.Chunk", state={"offsets": (0,), "sizes": [1]})
     assert (
         chunk.offsets == (0,)
         and chunk.get("sizes", list) == [1]
@@ -421,7 +430,7 @@ def test_nothing_is_imported_or_run(tmp_path):
     script = """
     import sys, pathlib, gc
     from ckpt_tool.errors import CkptError
-    from ckpt_tool.storage import pickles, pickle_opcodes
+    from ckpt_tool.storage.pickles import pickle_reader as pickles, pickle_opcodes
     files = [(path.name, path.read_bytes()) for path in sorted(pathlib.Path(sys.argv[1]).glob("*.pkl"))]
     seen = []
     quiet = {"builtins.id"}
@@ -461,7 +470,7 @@ def test_lying_lengths_cost_no_memory(tmp_path):
     script = """
     import pathlib, resource, sys
     from ckpt_tool.errors import CkptError
-    from ckpt_tool.storage import pickles, pickle_opcodes
+    from ckpt_tool.storage.pickles import pickle_reader as pickles, pickle_opcodes
     files = [path.read_bytes() for path in sorted(pathlib.Path(sys.argv[1]).glob("*.pkl"))]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for data in files:
@@ -536,7 +545,7 @@ def test_objects_written_are_the_real_ones():
     [
         Symbol("posix.system"),
         Opaque("posix.system", ("true",)),
-        Record("foo.Bar"),
+        PickledRecord("foo.Bar"),
         Opaque("megatron.core.X"),
         object(),
         1 << 3000,
@@ -562,8 +571,8 @@ def test_a_value_that_holds_itself_is_not_written():
 def test_arrays_are_laid_out_before_their_bytes_exist():
     one, two = np.arange(3000, dtype="<f4").reshape(30, 100), np.arange(3, dtype="<u2")
     value = {
-        "a": NumpyArray("<f4", (30, 100), False, Span(0, one.nbytes)),
-        "b": ("static", NumpyArray("<u2", (3,), False, Span(0, 6))),
+        "a": NumpyArray("<f4", (30, 100), False, StorageSpan(0, one.nbytes)),
+        "b": ("static", NumpyArray("<u2", (3,), False, StorageSpan(0, 6))),
     }
     plan = plan_pickle(value)
     out = bytearray(plan.size)

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from ckpt_tool.formats.hf import index
 from ckpt_tool.sources.config import parsed
-from ckpt_tool.storage import json_strings, safetensors_entries, strict_json
+from ckpt_tool.storage import json_strings
 from ckpt_tool.storage.possessive import greedy
-from ckpt_tool.storage.strict_json import members, parse
+from ckpt_tool.storage.safetensors_files import safetensors_entries
+from ckpt_tool.storage.texts import strict_json
+from ckpt_tool.storage.texts.strict_json import members, parse
 
 newer = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="Python 3.10 has no possessive quantifiers to compare with"

@@ -23,10 +23,10 @@ from ckpt_tool.errors import (
     UnsafeInput,
     UsageError,
 )
-from ckpt_tool.storage.fsspec_store import FsspecStore
 from ckpt_tool.storage.opening import open_tree
-from ckpt_tool.storage.remote import FIRST_FETCH, LAST_FETCH, PIECES, RemoteTree
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.stores.fsspec_store import FsspecStore
+from ckpt_tool.storage.stores.remote import FIRST_FETCH, LAST_FETCH, PIECES, RemoteTree
 
 fsspec = pytest.importorskip("fsspec")
 

@@ -22,10 +22,10 @@ from ckpt_tool import api
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, CorruptFile, UnsafeInput, UsageError
-from ckpt_tool.storage import safetensors_entries as entries
 from ckpt_tool.storage.magic import what_is
-from ckpt_tool.storage.safetensors_file import build_header, parse_header, read_header, refuse_twin
-from ckpt_tool.storage.safetensors_table import HeaderTable, first_twice
+from ckpt_tool.storage.safetensors_files import safetensors_entries as entries
+from ckpt_tool.storage.safetensors_files.safetensors_file import build_header, parse_header, read_header, refuse_twin
+from ckpt_tool.storage.safetensors_files.safetensors_table import HeaderTable, first_twice
 from ckpt_tool.storage.source import Tree
 
 TABLE_A = Path(__file__).parents[1] / "hostile" / "safetensors_cases.py"

@@ -14,8 +14,8 @@ import pytest
 
 from ckpt_tool.core.inner_path import JOURNAL
 from ckpt_tool.errors import OutputExists
-from ckpt_tool.storage.destination import staging_path
-from ckpt_tool.storage.staging import Staging
+from ckpt_tool.storage.output.destination import staging_path
+from ckpt_tool.storage.output.staging import Staging
 
 
 def test_a_part_waits_while_another_looks_whether_it_is_the_last(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckpt_tool.errors import CorruptFile
-from ckpt_tool.storage import strict_json
-from ckpt_tool.storage.strict_json import members, parse, pointer, value_at
+from ckpt_tool.storage.texts import strict_json
+from ckpt_tool.storage.texts.strict_json import members, parse, pointer, value_at
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 VALUES = st.recursive(

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt_tool.storage.pickles.survey import survey, unsafe_names
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.survey import survey, unsafe_names
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from ckpt_tool.core.box import contiguous_strides
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.errors import CkptError, CorruptFile, InputError, UnsafeInput, UsageError
-from ckpt_tool.storage import pickles
-from ckpt_tool.storage.pickle_values import TensorRef, WrapperRef
-from ckpt_tool.storage.pickle_writer import dumps, stored
+from ckpt_tool.storage.pickles import pickle_reader as pickles
+from ckpt_tool.storage.pickles.pickle_values import TensorRef, WrapperRef
+from ckpt_tool.storage.pickles.pickle_writer import dumps, stored
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.torch_stream import TorchStream, is_stream, is_tar, refuse_tar
-from ckpt_tool.storage.torchzip import TorchZip, plan_zip
+from ckpt_tool.storage.torch_files.torch_stream import TorchStream, is_stream, is_tar, refuse_tar
+from ckpt_tool.storage.torch_files.torchzip import TorchZip, plan_zip
 
 HERE = pathlib.Path(__file__).parent
 FIXTURES = HERE.parents[1] / "fixtures"
@@ -436,7 +436,9 @@ def test_reading_opens_the_file_and_does_nothing_else(tmp_path):
     script = """
     import os, sys
     from ckpt_tool.errors import CkptError
-    from ckpt_tool.storage import pickles, pickle_opcodes, source, torch_stream, torchzip
+    from ckpt_tool.storage import source
+    from ckpt_tool.storage.pickles import pickle_reader as pickles, pickle_opcodes
+    from ckpt_tool.storage.torch_files import torch_stream, torchzip
     trees = [source.Tree(os.path.join(sys.argv[1], folder, "model.pt")) for folder in sorted(os.listdir(sys.argv[1]))]
     seen = set()
     sys.addaudithook(lambda event, args: seen.add((event, str(args[0]) if event != "builtins.id" else "")))

@@ -30,8 +30,8 @@ from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan import schedule
 from ckpt_tool.run import executor, shares
-from ckpt_tool.storage import block_blobs, multipart, store, store_claims
-from ckpt_tool.storage.block_blobs import BLOCKS, Container
+from ckpt_tool.storage.stores import block_blobs, multipart, store, store_claims
+from ckpt_tool.storage.stores.block_blobs import BLOCKS, Container
 
 pytestmark = pytest.mark.server
 ROOT = Path(__file__).parents[2]

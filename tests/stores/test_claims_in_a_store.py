@@ -22,7 +22,7 @@ from test_real_server import files, pending
 
 from ckpt_tool.cli import run
 from ckpt_tool.commands.clean import clean
-from ckpt_tool.storage import multipart
+from ckpt_tool.storage.stores import multipart
 
 pytestmark = pytest.mark.server
 PART = 5 << 20  # bytes, the least that S3 takes
@@ -35,7 +35,7 @@ import sys, time
 from ckpt_tool.cli import run
 from ckpt_tool.plan import schedule
 from ckpt_tool.run import executor, shares, store_executor
-from ckpt_tool.storage import store_claims
+from ckpt_tool.storage.stores import store_claims
 store_claims.LEASE, store_claims.BEAT = 3.0, 0.5
 executor._PAUSE, store_executor._LONGEST, shares.SHARE = 0.1, 0.5, 5 << 20
 executor.units = lambda moves: schedule.units(moves, size=1 << 20)

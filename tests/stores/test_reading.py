@@ -27,9 +27,9 @@ from ckpt_tool.plan.plan import Move
 from ckpt_tool.run import executor
 from ckpt_tool.run.scan import Visit, digests_of
 from ckpt_tool.sources.opening import open_source
-from ckpt_tool.storage import object_store, read_ahead, store
 from ckpt_tool.storage.opening import open_tree
-from ckpt_tool.storage.remote import RemoteTree
+from ckpt_tool.storage.stores import object_store, read_ahead, store
+from ckpt_tool.storage.stores.remote import RemoteTree
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CASES = [
@@ -467,8 +467,8 @@ def test_local_runs_load_no_store() -> None:
 
     code = (
         "import sys; from ckpt_tool.cli import run; run(['inspect', sys.argv[1], '--json']);"
-        "sys.exit(any(n.split('.')[0] in ('obstore', 'fsspec', 'boto3') or 'storage.store' in n"
-        " or n.endswith(('object_store', 'storage.remote')) for n in sys.modules))"
+        "sys.exit(any(n.split('.')[0] in ('obstore', 'fsspec', 'boto3') or 'storage.stores.store' in n"
+        " or n.endswith(('object_store', 'storage.stores.remote')) for n in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", code, FIXTURES / "dcp/tp2_dp2"], check=True, stdout=subprocess.DEVNULL)
 

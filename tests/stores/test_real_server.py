@@ -24,8 +24,8 @@ from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import OutputExists, StorageError
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
-from ckpt_tool.storage import multipart, store
-from ckpt_tool.storage.multipart import Bucket
+from ckpt_tool.storage.stores import multipart, store
+from ckpt_tool.storage.stores.multipart import WritableBucket
 
 pytestmark = pytest.mark.server
 ROOT = Path(__file__).parents[2]
@@ -106,7 +106,7 @@ def test_an_inspect_costs_one_listing_and_two_ranges_a_shard(real: S3, model: Pa
 def test_a_listing_goes_on_and_ranges_are_those_of_the_object(real: S3) -> None:
     for number in range(1001):  # a page is 1000
         real.put(f"many/{number:04d}", b"%04d" % number)
-    bucket = Bucket.at(f"s3://{BUCKET}/many")
+    bucket = WritableBucket.at(f"s3://{BUCKET}/many")
     assert sorted(bucket.objects()) == [f"{number:04d}" for number in range(1001)]
     assert sum(each.lists for each in real.proxy.asked) == 2
 
@@ -127,7 +127,7 @@ def test_objects_are_the_files_of_a_local_output(real: S3, model: Path, tmp_path
 
 
 def test_what_is_noted_of_parts_and_wholes_is_what_the_server_has(real: S3) -> None:
-    bucket, parts = Bucket.at(OUT), {2: bytearray(b"end"), 1: bytearray(os.urandom(PART))}
+    bucket, parts = WritableBucket.at(OUT), {2: bytearray(b"end"), 1: bytearray(os.urandom(PART))}
     upload = bucket.begin("big", {"note": "yes"})
     etags = {number: bucket.part("big", upload, number, data) for number, data in parts.items()}
     assert {number: each.etag for number, each in bucket.parts("big", upload).items()} == {
@@ -141,7 +141,7 @@ def test_what_is_noted_of_parts_and_wholes_is_what_the_server_has(real: S3) -> N
 
 def test_nothing_that_is_there_is_replaced(real: S3) -> None:
     """If-None-Match, of an object put whole and of one of parts; what the server refuses is not ours by its ETag."""
-    bucket = Bucket.at(OUT)
+    bucket = WritableBucket.at(OUT)
     bucket.put("a", b"first", {}, new=True)
     bucket.put("a", b"first", {}, new=True)  # an answer that was lost: ours
     with pytest.raises(OutputExists):
@@ -162,7 +162,7 @@ def test_a_part_that_changed_on_its_way_is_refused(real: S3, monkeypatch: pytest
     monkeypatch.setattr(store, "UNANSWERED", 0.1)
     if by == "md5":
         monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
-    bucket = Bucket.at(OUT)
+    bucket = WritableBucket.at(OUT)
     upload = bucket.begin("a", {})
     with monkeypatch.context() as wrong:
         wrong.setattr(multipart, by, lambda data: {"crc32": 1, "md5": bytes(16)}[by])

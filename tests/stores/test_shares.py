@@ -20,10 +20,10 @@ from ckpt_tool.plan import schedule
 from ckpt_tool.run import executor, share_upload, shares
 from ckpt_tool.run.file_parts import in_order_of_files
 from ckpt_tool.run.store_objects import objects_of
-from ckpt_tool.storage import multipart, store, store_claims
-from ckpt_tool.storage.journal import parsed
-from ckpt_tool.storage.output_store import output_store, staging_url
-from ckpt_tool.storage.store_claims import StoreClaims
+from ckpt_tool.storage.output.journal import parsed
+from ckpt_tool.storage.stores import multipart, store, store_claims
+from ckpt_tool.storage.stores.output_store import output_store, staging_url
+from ckpt_tool.storage.stores.store_claims import StoreClaims
 
 RECORDS = ".out.ckpt-partial"
 
@@ -323,7 +323,7 @@ def test_two_that_commit_at_once_do_no_harm(ground: Ground, monkeypatch: pytest.
     """The one was silent; the other took over, and is done before the first completes its last object. What is there is
     known by the plan's note where ETags tell nothing."""
     if etags == "kms":
-        monkeypatch.setattr(multipart.Bucket, "_etag", lambda *_: "no MD5")
+        monkeypatch.setattr(multipart.WritableBucket, "_etag", lambda *_: "no MD5")
     finish, second = share_upload.ShareUpload.finish, list[int]()
 
     def late(self: Any, *given: Any) -> None:

@@ -29,7 +29,7 @@ from ckpt_tool.errors import CkptError, OutputExists, SourceChanged, StorageErro
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.run import upload
-from ckpt_tool.storage import multipart, store
+from ckpt_tool.storage.stores import multipart, store
 
 ROOT = Path(__file__).parents[2]
 FIXTURES, INPUTS = ROOT / "fixtures", ROOT / "tests/golden_outputs/inputs"
@@ -310,14 +310,14 @@ def test_a_server_without_checksums_of_objects_gets_md5s(
     s3: S3, shards: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """As the uploads begin; nothing that was begun on the way is left."""
-    request, checked = multipart.Bucket._request, list[str]()
+    request, checked = multipart.WritableBucket._request, list[str]()
 
     def older(self: Any, operation: str, key: str, **more: Any) -> Any:
         answer = request(self, operation, key, **more)
         checked.extend(name for name in more if name in ("ContentMD5", "ChecksumCRC32") and operation == "upload_part")
         return {name: value for name, value in answer.items() if name != "ChecksumType"}
 
-    monkeypatch.setattr(multipart.Bucket, "_request", older)
+    monkeypatch.setattr(multipart.WritableBucket, "_request", older)
     refused = list[Asked]()
 
     def refuse(asked: Asked) -> Answer | None:

@@ -19,13 +19,13 @@ from statistics import median
 from typing import NamedTuple
 
 from ckpt_tool.device.library import Device
-from ckpt_tool.device.trial.workloads import WORKS, Arena, Knobs, Work, values
+from ckpt_tool.device.trial.workloads import WORKS, Arena, Knobs, Workload, values
 
 PASSES = 2
 SEED_BYTES = 32 << 20  # random values are made once and laid out again and again
 
 
-class Row(NamedTuple):
+class BenchRow(NamedTuple):
     """One work, or one peer of it. milliseconds: the median; gbs: bytes read and written a nanosecond; share: of the
     plain copy; spread: the difference of the two passes over their mean."""
 
@@ -87,7 +87,7 @@ class Measured:
         self.times.setdefault(key, []).append(milliseconds)
         self.copies.setdefault(key, []).append(plain)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[BenchRow]:
         found = []
         for key, times in self.times.items():
             boxes, moved = self.sizes[key]
@@ -95,7 +95,7 @@ class Measured:
             share = sum(speed / plain for speed, plain in zip(speeds, self.copies[key], strict=True)) / len(speeds)
             mean = sum(times) / len(times)
             spread = (max(times) - min(times)) / mean
-            found.append(Row(*key, boxes, moved, mean, sum(speeds) / len(speeds), share, spread))
+            found.append(BenchRow(*key, boxes, moved, mean, sum(speeds) / len(speeds), share, spread))
         return found
 
 
@@ -135,8 +135,8 @@ def measured(
     slots: int = 2,
     knobs: Knobs | None = None,
     only: Collection[str] = (),
-    watch: Callable[[Work], None] | None = None,
-) -> list[Row]:
+    watch: Callable[[Workload], None] | None = None,
+) -> list[BenchRow]:
     """Every work on this device, after a row for the plain copy. payload: bytes of each side. only: kernels, all where
     empty.
     watch: is given each work before it begins."""
@@ -154,10 +154,10 @@ def run_pass(
     arena: Arena,
     timer: Timer,
     found: Measured,
-    works: Sequence[Work],
+    works: Sequence[Workload],
     repeats: int,
     knobs: Knobs,
-    watch: Callable[[Work], None] | None = None,
+    watch: Callable[[Workload], None] | None = None,
 ) -> None:
     """All works once, ordered by the values that they need."""
     lay_out(device, arena, "bytes")

@@ -25,9 +25,9 @@ import xxhash
 
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.device import adamw, comparisons, kernels
-from ckpt_tool.device.casts import CodeBox, Scales, line, pack_casts, pack_codes
+from ckpt_tool.device.casts import CastScales, CodeBox, line, pack_casts, pack_codes
 from ckpt_tool.device.descriptors import Strided, Turned, as_strided, pack, pack_turned
-from ckpt_tool.device.digests import Line, leaf_hashes
+from ckpt_tool.device.digests import DigestLine, leaf_hashes
 from ckpt_tool.device.library import Device
 from ckpt_tool.device.quantising import FLOATS as FLOATS_TO_QUANTISE
 from ckpt_tool.device.quantising import FloatBox, pack_floats
@@ -88,14 +88,14 @@ POISON = 0xA5
 RUNS = (1, 2, 3, 5, 7, 8, 12, 16, 31, 48, 64, 96, 130, 255, 256, 511, 512, 513, 1040, 4096, 5003, 40_000)
 
 
-class Side(NamedTuple):
+class CheckedSide(NamedTuple):
     """One side of a box: the strides of its levels and the bytes from its first to beyond its last."""
 
     strides: tuple[int, ...]
     span: int
 
 
-def side(rng: np.random.Generator, extents: Sequence[int], run: int, grain: int) -> Side:
+def side(rng: np.random.Generator, extents: Sequence[int], run: int, grain: int) -> CheckedSide:
     """Strides that keep rows apart, with gaps of multiples of `grain` bytes, or none."""
     strides: list[int] = []
     span = run
@@ -103,7 +103,7 @@ def side(rng: np.random.Generator, extents: Sequence[int], run: int, grain: int)
         step = span + int(rng.integers(0, 4)) * grain
         strides.insert(0, step)
         span += (extent - 1) * step if extent else 0
-    return Side(tuple(strides), span)
+    return CheckedSide(tuple(strides), span)
 
 
 def random_boxes(rng: np.random.Generator, most: int = 12) -> tuple[list[Strided], int, int]:
@@ -241,7 +241,7 @@ def box_dequantise(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     with device.upload(stored) as read, device.upload(powers) as scaled, device.alloc(numel * item) as written:
         device.fill(written.address, POISON, numel * item)
         first = powers.shape[1] * (top // high) + left // wide
-        scales = Scales(scaled.address + first, DTYPES["F8_E8M0"], (high, wide), (0, powers.shape[1]))
+        scales = CastScales(scaled.address + first, DTYPES["F8_E8M0"], (high, wide), (0, powers.shape[1]))
         halves = 2 if codes.bits == 4 else 1
         begin = read.address * halves + top * columns + left
         box = CodeBox(
@@ -313,7 +313,7 @@ def box_quantise(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     return stored.nbytes + codes.nbytes + scales.nbytes, f"{about}: {wrong}" if wrong else ""
 
 
-class Quantised(NamedTuple):
+class QuantisedCheck(NamedTuple):
     """What the CPU makes: codes as bytes, scales as (matrices, rows, columns) of blocks, nvfp4's factor or 1."""
 
     codes: Bytes
@@ -321,7 +321,9 @@ class Quantised(NamedTuple):
     whole: float
 
 
-def by_cpu(values: npt.NDArray[np.generic], shape: tuple[int, int, int], source: DType, scheme: Scheme) -> Quantised:
+def by_cpu(
+    values: npt.NDArray[np.generic], shape: tuple[int, int, int], source: DType, scheme: Scheme
+) -> QuantisedCheck:
     """The same by `quantised.nearest`, matrix by matrix and band by band."""
     (matrices, rows, columns), (high, _) = shape, scheme.block
     width = scheme.group(columns)
@@ -339,9 +341,9 @@ def by_cpu(values: npt.NDArray[np.generic], shape: tuple[int, int, int], source:
             scales.append(made.reshape(1, -1))
             with np.errstate(over="ignore"):  # in the error figures, which nobody asks for here
                 codes.append(np.empty(len(band.line), np.uint8))
-                nearest.codes_of(band, nearest.Place(columns, 0, width), divisors, scheme, codes[-1])
+                nearest.codes_of(band, nearest.ValuePlace(columns, 0, width), divisors, scheme, codes[-1])
     found = nearest.packed(np.concatenate(codes), scheme)
-    return Quantised(
+    return QuantisedCheck(
         found,
         np.concatenate(scales).reshape(matrices, -(-rows // high), -1),
         float(whole[0]) if whole is not None else 1.0,
@@ -358,7 +360,7 @@ def digest(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     at, placed, wanted = 0, [], b""
     with device.upload(memory) as read:
         for before, nbytes in lines:
-            placed.append(Line(read.address + at + before, nbytes))
+            placed.append(DigestLine(read.address + at + before, nbytes))
             held = memory[at + before : at + before + nbytes]
             wanted += b"".join(xxhash.xxh3_128_digest(held[k : k + LEAF].tobytes()) for k in range(0, nbytes, LEAF))
             at += before + nbytes

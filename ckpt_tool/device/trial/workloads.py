@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.device.adamw import Constants, Flat, step, swap
-from ckpt_tool.device.casts import CodeBox, Scales, line, pack_casts, pack_codes
+from ckpt_tool.device.casts import CastScales, CodeBox, line, pack_casts, pack_codes
 from ckpt_tool.device.comparisons import RECORD, pack_pairs
-from ckpt_tool.device.descriptors import SPANS_FROM, TILE, Descriptors, Strided, Turned, pack, pack_turned
-from ckpt_tool.device.digests import Line, pack_lines
+from ckpt_tool.device.descriptors import SPANS_FROM, TILE, PackedDescriptors, Strided, Turned, pack, pack_turned
+from ckpt_tool.device.digests import DigestLine, pack_lines
 from ckpt_tool.device.library import Device, Memory
 from ckpt_tool.device.quantising import FloatBox, pack_floats
 from ckpt_tool.quantised.schemes import SCHEMES
@@ -77,7 +77,7 @@ class Prepared(NamedTuple):
             memory.close()
 
 
-class Work(NamedTuple):
+class Workload(NamedTuple):
     """kernel: its name in the C ABI. values: what the source holds: "bytes", or a dtype whose normal values fill it."""
 
     name: str
@@ -89,7 +89,7 @@ class Work(NamedTuple):
 def _counting(
     device: Device,
     kernel: str,
-    lists: Sequence[Descriptors],
+    lists: Sequence[PackedDescriptors],
     kinds: tuple[int, int],
     counts: npt.NDArray[np.uint64],
     moved: int,
@@ -117,7 +117,7 @@ Lists = Callable[[int, int, int], Iterable[Strided]]  # source, target, payload
 
 
 def _boxes(
-    device: Device, arena: Arena, knobs: Knobs, kernel: str, lists: Sequence[Descriptors], moved: int
+    device: Device, arena: Arena, knobs: Knobs, kernel: str, lists: Sequence[PackedDescriptors], moved: int
 ) -> Prepared:
     """A kernel that takes a list and nothing else: one list a slot."""
     held = tuple(device.upload(boxes.packed) for boxes in lists)
@@ -263,7 +263,7 @@ def codes(kind: str, block: tuple[int, int], scale: str) -> Callable[[Device, Ar
         values = code_scales(rows, wide, block, scale)
         per_row = values.shape[1]
         beside = device.upload(values)
-        about = Scales(beside.address, scales, block, (0, per_row * scales.bits // 8))
+        about = CastScales(beside.address, scales, block, (0, per_row * scales.bits // 8))
         pitch = wide if given.bits == 4 else wide * given.bits // 8  # F4 counts half bytes
         lists = []
         for k in range(arena.slots):
@@ -320,7 +320,7 @@ def quantised(source: str, name: str) -> Callable[[Device, Arena, Knobs], Prepar
 def digest(device: Device, arena: Arena, knobs: Knobs) -> Prepared:
     """The leaves of one line."""
     out = device.alloc(arena.payload // 1024 + PAD)
-    lists = [pack_lines([Line(arena.at(k)[0], arena.payload)], out.address) for k in range(arena.slots)]
+    lists = [pack_lines([DigestLine(arena.at(k)[0], arena.payload)], out.address) for k in range(arena.slots)]
     held = (out, *(device.upload(made.packed) for made in lists))
 
     def call(slot: int) -> None:
@@ -421,28 +421,28 @@ COPIES: dict[str, Lists] = {
 }
 
 
-def _all() -> Iterable[Work]:
+def _all() -> Iterable[Workload]:
     for name, lists in COPIES.items():
-        yield Work(name, "box_copy", "bytes", _copy(lists))
+        yield Workload(name, "box_copy", "bytes", _copy(lists))
     for item in (1, 2, 4, 8):
-        yield Work(f"{item} B, 4096 x 4096", "box_transpose", "bytes", swaps(item, 4096, 4096))
-    yield Work("2 B, 4095 x 4097", "box_transpose", "bytes", swaps(2, 4095, 4097))
-    yield Work("2 B, 128 x 7168", "box_transpose", "bytes", swaps(2, 128, 7168))
+        yield Workload(f"{item} B, 4096 x 4096", "box_transpose", "bytes", swaps(item, 4096, 4096))
+    yield Workload("2 B, 4095 x 4097", "box_transpose", "bytes", swaps(2, 4095, 4097))
+    yield Workload("2 B, 128 x 7168", "box_transpose", "bytes", swaps(2, 128, 7168))
     for source, target in (("F32", "BF16"), ("BF16", "F32"), ("F32", "F16"), ("BF16", "F8_E4M3")):
-        yield Work(f"{source} to {target}", "box_cast", source, cast(source, target))
-    yield Work("F32 to BF16 by 16,384", "box_cast", "F32", cast("F32", "BF16", 16384))
-    yield Work("F8_E4M3, 128 x 128, to BF16", "box_dequantise", "F8_E4M3", codes("F8_E4M3", (128, 128), "F32"))
-    yield Work("F4, 1 x 32, to BF16", "box_dequantise", "bytes", codes("F4", (1, 32), "F8_E8M0"))
+        yield Workload(f"{source} to {target}", "box_cast", source, cast(source, target))
+    yield Workload("F32 to BF16 by 16,384", "box_cast", "F32", cast("F32", "BF16", 16384))
+    yield Workload("F8_E4M3, 128 x 128, to BF16", "box_dequantise", "F8_E4M3", codes("F8_E4M3", (128, 128), "F32"))
+    yield Workload("F4, 1 x 32, to BF16", "box_dequantise", "bytes", codes("F4", (1, 32), "F8_E8M0"))
     for source, scheme in QUANTISED:
-        yield Work(f"{source} to {scheme}", "box_quantise", source, quantised(source, scheme))
-    yield Work("leaves of 256 KiB", "digest", "bytes", digest)
-    yield Work("BF16", "compare", "BF16", compare("BF16"))
-    yield Work("F32", "compare", "F32", compare("F32"))
-    yield Work("AdamW and average, BF16 parameters", "adamw_ema", "F32", optimizer)
-    yield Work("weights and average swapped", "ema_swap", "F32", exchange)
+        yield Workload(f"{source} to {scheme}", "box_quantise", source, quantised(source, scheme))
+    yield Workload("leaves of 256 KiB", "digest", "bytes", digest)
+    yield Workload("BF16", "compare", "BF16", compare("BF16"))
+    yield Workload("F32", "compare", "F32", compare("F32"))
+    yield Workload("AdamW and average, BF16 parameters", "adamw_ema", "F32", optimizer)
+    yield Workload("weights and average swapped", "ema_swap", "F32", exchange)
 
 
-WORKS: dict[tuple[str, str], Work] = {(work.kernel, work.name): work for work in _all()}
+WORKS: dict[tuple[str, str], Workload] = {(work.kernel, work.name): work for work in _all()}
 
 
 def values(kind: str, nbytes: int) -> npt.NDArray[np.uint8]:

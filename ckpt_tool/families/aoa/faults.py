@@ -15,7 +15,7 @@ LISTED = 3  # faults of one kind and statement that are listed
 NEAR_MISSES = 6  # hints by likeness: each costs a look at all names
 
 
-class Fault(NamedTuple):
+class StatementFault(NamedTuple):
     """number: of the statement, from 1; 0 where no single one is at fault."""
 
     code: str
@@ -29,11 +29,11 @@ class Faults:
 
     def __init__(self, statements: Sequence[str]) -> None:
         self.statements = statements
-        self.found: list[Fault] = []
+        self.found: list[StatementFault] = []
         self._hints = 0
 
     def add(self, code: str, number: int, message: str, hint: str = "") -> None:
-        self.found.append(Fault(code, number, message, hint))
+        self.found.append(StatementFault(code, number, message, hint))
 
     def take(self, number: int, error: UsageError) -> None:
         """One that was raised where the statement's number is not known."""
@@ -48,7 +48,7 @@ class Faults:
         """Raise UsageError with every fault so far; the first one gives the code. Silent without faults."""
         if not self.found:
             return
-        listed: list[Fault] = []
+        listed: list[StatementFault] = []
         more: dict[tuple[str, int], int] = {}
         for fault in sorted(dict.fromkeys(self.found), key=lambda fault: fault.number or len(self.statements) + 1):
             kind = fault.code, fault.number
@@ -73,6 +73,6 @@ class Faults:
         text = " ".join(self.statements[number - 1].split()) if number else ""
         return f"statement {number} `{text[:160]}{'...' if len(text) > 160 else ''}`" if number else ""
 
-    def _line(self, fault: Fault) -> str:
+    def _line(self, fault: StatementFault) -> str:
         place = f"statement {fault.number}: " if fault.number else ""
         return f"{place}{fault.message} [{fault.code}]" + (f"; {fault.hint}" if fault.hint else "")

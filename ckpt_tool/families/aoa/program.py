@@ -54,9 +54,9 @@ from ckpt_tool.algebra.mapped import Made, Mapped
 from ckpt_tool.core.box import first_overlap
 from ckpt_tool.errors import UsageError
 from ckpt_tool.families.aoa.faults import Faults
-from ckpt_tool.families.aoa.slices import Slice, Value, cast, concat, permute, pieces_of, split, whole
+from ckpt_tool.families.aoa.slices import NamedValue, Slice, cast, concat, permute, pieces_of, split, whole
 from ckpt_tool.families.aoa.statement import AoaText, Forms, Statement, expand, parse, read_aoa
-from ckpt_tool.families.aoa.steps import TEMPORARY, Shards, Step, shown, steps_of
+from ckpt_tool.families.aoa.steps import TEMPORARY, AoaStep, Shards, shown, steps_of
 
 __all__ = ["AoaText", "Shards", "compile_aoa", "read_aoa", "steps_for"]
 
@@ -91,7 +91,7 @@ def compile_aoa(
     faults = Faults(statements)
     goal = None if wanted is None else _goal(wanted)
     steps = _steps(statements, shapes, goal, shards or Shards(), faults, reverse=reverse, skip=skip_unmatched)
-    run = Run(shapes, faults, doubtful=bool(faults.found))
+    run = AoaRun(shapes, faults, doubtful=bool(faults.found))
     run.steps(steps)
     faults.check()
     outputs = run.outputs(goal)
@@ -113,7 +113,7 @@ def steps_for(
     shards: Shards | None = None,
     wanted: Wanted | None = None,
     skip_unmatched: bool = False,
-) -> list[Step]:
+) -> list[AoaStep]:
     """The steps that the statements come to, in the order in which they run. Arguments and errors as `compile_aoa`."""
     faults = Faults(statements)
     goal = None if wanted is None else _goal(wanted)
@@ -131,7 +131,7 @@ def _steps(
     *,
     reverse: bool,
     skip: bool,
-) -> list[Step]:
+) -> list[AoaStep]:
     parsed: list[Statement] = []
     for number, text in enumerate(statements, start=1):
         for line in filter(str.strip, text.splitlines()):
@@ -148,7 +148,7 @@ def _goal(wanted: Wanted) -> dict[str, Shape | None]:
     return dict(wanted) if isinstance(wanted, Mapping) else dict.fromkeys(wanted)
 
 
-def _in_source_order(outputs: Mapping[str, Value], shapes: Mapping[str, Shape]) -> list[str]:
+def _in_source_order(outputs: Mapping[str, NamedValue], shapes: Mapping[str, Shape]) -> list[str]:
     order = {name: place for place, name in enumerate(shapes)}
     return sorted(outputs, key=lambda name: min(order[piece.source] for piece in outputs[name].slices))
 
@@ -156,7 +156,7 @@ def _in_source_order(outputs: Mapping[str, Value], shapes: Mapping[str, Shape]) 
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-class Run:
+class AoaRun:
     """The names of a program while it runs.
 
     doubtful: statements before this pass have failed, so a name that is not there is no fault of its reader.
@@ -164,17 +164,17 @@ class Run:
 
     def __init__(self, shapes: Mapping[str, Shape], faults: Faults, *, doubtful: bool = False) -> None:
         self.shapes, self.faults, self.doubtful = shapes, faults, doubtful
-        self.values: dict[str, Value | None] = {name: whole(name, shape) for name, shape in shapes.items()}
+        self.values: dict[str, NamedValue | None] = {name: whole(name, shape) for name, shape in shapes.items()}
         self.maker: dict[str, int] = {}  # assigned names: the statement that made their value
         self.reader: dict[str, int] = {}  # names whose value has been read: the statement that did first
         self.dropped: dict[str, int] = {}  # names: the statement that drops them
-        self.left_out: list[Value] = []  # what they held
+        self.left_out: list[NamedValue] = []  # what they held
         self.unfilled: dict[str, int] = {}
         self.buried: dict[str, int] = {}  # sources that were assigned before anything read them: by which statement
         # the source's names that are said to stay, `x -> x`, and are only renamed afterwards
         self.stated: set[str] = set()
 
-    def steps(self, steps: Iterable[Step]) -> None:
+    def steps(self, steps: Iterable[AoaStep]) -> None:
         """Carry them out in order. Faults: E1215 to E1219, E1221."""
         for step in steps:
             if step.kind == "add":
@@ -184,7 +184,7 @@ class Run:
             else:
                 read = [self._read(name, step.number) for name in step.left]
                 known = [value for value in read if value is not None]
-                made: Sequence[Value | None] = [None] * len(step.right)
+                made: Sequence[NamedValue | None] = [None] * len(step.right)
                 if len(known) == len(read):
                     try:
                         made = _made(step, known)
@@ -197,7 +197,7 @@ class Run:
                 elif step.left == step.right and step.left[0] in self.shapes:
                     self.stated.update(step.right)
 
-    def _read(self, name: str, number: int) -> Value | None:
+    def _read(self, name: str, number: int) -> NamedValue | None:
         if name not in self.values:
             if not self.doubtful:
                 gone = self.dropped.get(name)
@@ -212,7 +212,7 @@ class Run:
         self.reader.setdefault(name, number)
         return self.values[name]
 
-    def _assign(self, name: str, value: Value | None, number: int) -> None:
+    def _assign(self, name: str, value: NamedValue | None, number: int) -> None:
         if name in self.unfilled:
             self._contradiction(name, self.unfilled[name], number)
         if name in self.values and name not in self.reader:
@@ -230,7 +230,7 @@ class Run:
         self.reader.pop(name, None)
         self.stated.discard(name)
 
-    def _drop(self, step: Step) -> None:
+    def _drop(self, step: AoaStep) -> None:
         (name,) = step.left
         if name in self.reader:
             self.faults.add(
@@ -248,7 +248,7 @@ class Run:
             self.dropped[name] = step.number
             self.left_out.append(value)
 
-    def _add(self, step: Step) -> None:
+    def _add(self, step: AoaStep) -> None:
         (name,) = step.right
         if name in self.values:
             self._contradiction(name, step.number, self.maker.get(name, 0))
@@ -264,7 +264,7 @@ class Run:
             "leave one of the two out" if maker else f"drop it first: `{name} -> _`",
         )
 
-    def outputs(self, wanted: Mapping[str, Shape | None] | None) -> dict[str, Value]:
+    def outputs(self, wanted: Mapping[str, Shape | None] | None) -> dict[str, NamedValue]:
         """The output tensors by name. Faults: E1219 to E1224."""
         if wanted is None:
             found = {
@@ -277,8 +277,8 @@ class Run:
         self._account(found)
         return found
 
-    def _wanted(self, wanted: Mapping[str, Shape | None]) -> dict[str, Value]:
-        found: dict[str, Value] = {}
+    def _wanted(self, wanted: Mapping[str, Shape | None]) -> dict[str, NamedValue]:
+        found: dict[str, NamedValue] = {}
         for name, shape in wanted.items():
             value = self.values.get(name)
             if name in self.unfilled:
@@ -329,7 +329,7 @@ class Run:
                 )
         return found
 
-    def _account(self, outputs: Mapping[str, Value]) -> None:
+    def _account(self, outputs: Mapping[str, NamedValue]) -> None:
         """Does every element of the source reach one place?"""
         for name, number in self.buried.items():
             self.faults.add(
@@ -353,7 +353,7 @@ class Run:
                 self.faults.add(fault[0], 0, fault[1], fault[2])
 
 
-def _made(step: Step, values: Sequence[Value]) -> list[Value]:
+def _made(step: AoaStep, values: Sequence[NamedValue]) -> list[NamedValue]:
     first, name = values[0], step.left[0]
     match step.kind:
         case "split":

@@ -44,7 +44,7 @@ class Slice(NamedTuple):
         return Box(self.start, tuple(extents))
 
 
-class Value(NamedTuple):
+class NamedValue(NamedTuple):
     """What a name holds. dtype: what its elements are cast to, None for nothing."""
 
     shape: Shape
@@ -52,13 +52,13 @@ class Value(NamedTuple):
     dtype: DType | None = None
 
 
-def whole(source: str, shape: Shape) -> Value:
+def whole(source: str, shape: Shape) -> NamedValue:
     """A source tensor itself."""
     zero = (0,) * len(shape)
-    return Value(shape, (Slice(source, zero, zero, shape, tuple(range(len(shape)))),))
+    return NamedValue(shape, (Slice(source, zero, zero, shape, tuple(range(len(shape)))),))
 
 
-def split(value: Value, parts: int, axis: int, name: str, why: str) -> list[Value]:
+def split(value: NamedValue, parts: int, axis: int, name: str, why: str) -> list[NamedValue]:
     """`parts` equal parts along `axis`. Raises UsageError: E1216 no such axis, E1215 no equal parts."""
     _check_axis(value, axis, name)
     length, rest = divmod(value.shape[axis], parts)
@@ -89,7 +89,7 @@ def _cut(slices: Iterable[Slice], axis: int, low: int, length: int) -> Iterator[
             )
 
 
-def concat(values: Sequence[Value], axis: int, names: Sequence[str], *, even: bool) -> Value:
+def concat(values: Sequence[NamedValue], axis: int, names: Sequence[str], *, even: bool) -> NamedValue:
     """The values end to end along `axis`. Raises UsageError: E1216 other shapes, E1217 casts that differ."""
     first = values[0]
     _check_axis(first, axis, names[0])
@@ -133,7 +133,7 @@ def _append(joined: list[Slice], piece: Slice, axis: int) -> None:
     joined.append(piece)
 
 
-def permute(value: Value, dims: Sequence[int], name: str) -> Value:
+def permute(value: NamedValue, dims: Sequence[int], name: str) -> NamedValue:
     """Dim i of the result is dim `dims[i]` of the value; () reverses them. Raises UsageError (E1216)."""
     order = tuple(dims) or tuple(reversed(range(len(value.shape))))
     if sorted(order) != list(range(len(value.shape))):
@@ -150,7 +150,7 @@ def permute(value: Value, dims: Sequence[int], name: str) -> Value:
     return value._replace(shape=turned(value.shape), slices=tuple(slices))
 
 
-def cast(value: Value, dtype: DType | None, name: str) -> Value:
+def cast(value: NamedValue, dtype: DType | None, name: str) -> NamedValue:
     """Raises UsageError (E1217) where an earlier cast has rounded to another dtype: one cast says what is meant."""
     if value.dtype not in (None, dtype) and _dtype(value) != "F32":
         raise UsageError(
@@ -161,7 +161,7 @@ def cast(value: Value, dtype: DType | None, name: str) -> Value:
     return value._replace(dtype=dtype)
 
 
-def pieces_of(name: str, value: Value, shapes: Mapping[str, Shape]) -> tuple[Piece, ...]:
+def pieces_of(name: str, value: NamedValue, shapes: Mapping[str, Shape]) -> tuple[Piece, ...]:
     """The pieces that fill the tensor `name`. An empty tensor has one too, which says where it comes from."""
     steps = contiguous_strides(value.shape)
     out = []
@@ -222,7 +222,7 @@ def _with(values: Shape, axis: int, value: int) -> Shape:
     return (*values[:axis], value, *values[axis + 1 :])
 
 
-def _check_axis(value: Value, axis: int, name: str) -> None:
+def _check_axis(value: NamedValue, axis: int, name: str) -> None:
     if axis >= len(value.shape):
         raise UsageError(
             f"`{shown(name)}` has shape {list(value.shape)}: there is no axis {axis}",
@@ -231,7 +231,7 @@ def _check_axis(value: Value, axis: int, name: str) -> None:
         )
 
 
-def _dtype(value: Value) -> str:
+def _dtype(value: NamedValue) -> str:
     return value.dtype.name if value.dtype else "nothing"
 
 

@@ -51,7 +51,7 @@ class Shards(NamedTuple):
     destination: Mapping[str, int] = {}
 
 
-class Step(NamedTuple):
+class AoaStep(NamedTuple):
     """kind: split, concat (along `axis`), permute (`dims`, () = all reversed), cast (to `dtype`), rename, drop, add.
 
     number: of the statement that it comes from. why: the words that ask for a split, for messages. even: the parts of a
@@ -76,7 +76,7 @@ def steps_of(
     faults: Faults,
     *,
     reverse: bool,
-) -> list[Step]:
+) -> list[AoaStep]:
     """The steps in the order in which they run; `statements` without placeholders and stars.
 
     Args:
@@ -85,7 +85,7 @@ def steps_of(
     E1213 shards that are not known, E1214 `dtype` in reverse.
     """
     counts = _Counts(statements, shards, leaves, reverse)
-    out: list[Step] = []
+    out: list[AoaStep] = []
     for statement in statements:
         try:
             out += _steps(statement, counts, reverse)
@@ -94,16 +94,16 @@ def steps_of(
     return out[::-1] if reverse else out
 
 
-def _steps(statement: Statement, counts: _Counts, reverse: bool) -> list[Step]:
+def _steps(statement: Statement, counts: _Counts, reverse: bool) -> list[AoaStep]:
     plain, steps = _untransposed(statement)
     steps += _fused(plain, counts) if plain.word else [_plain(plain, reverse)]
     return [_reversed(step) for step in steps] if reverse else steps
 
 
-def _untransposed(statement: Statement) -> tuple[Statement, list[Step]]:
+def _untransposed(statement: Statement) -> tuple[Statement, list[AoaStep]]:
     """The statement that reads transposed copies, and the steps that make them."""
     names = [name.removesuffix(TRANSPOSED) for name in statement.left if name.endswith(TRANSPOSED)]
-    steps = [Step(statement.number, "permute", (name,), (_transposed(name),)) for name in dict.fromkeys(names)]
+    steps = [AoaStep(statement.number, "permute", (name,), (_transposed(name),)) for name in dict.fromkeys(names)]
     left = tuple(
         _transposed(name.removesuffix(TRANSPOSED)) if name.endswith(TRANSPOSED) else name for name in statement.left
     )
@@ -120,12 +120,12 @@ def shown(name: str) -> str:
     return text.replace(TEMPORARY, " part ").replace("_tmp.", " part ") if name.startswith(TEMPORARY) else name
 
 
-def _plain(statement: Statement, reverse: bool) -> Step:
+def _plain(statement: Statement, reverse: bool) -> AoaStep:
     """A statement without a fusion."""
     number, left, right, attributes, _ = statement
     requested = set(attributes)
     if NOTHING in (*left, *right):
-        return Step(number, "drop" if right == (NOTHING,) else "add", left, right)
+        return AoaStep(number, "drop" if right == (NOTHING,) else "add", left, right)
     if len(left) > 1 or len(right) > 1:
         if requested != {"axis"}:
             wants = "a split" if len(right) > 1 else "a concatenation"
@@ -135,18 +135,18 @@ def _plain(statement: Statement, reverse: bool) -> Step:
                 code="E1203",
                 hint=near or "axis=1 joins columns, axis=0 rows",
             )
-        return Step(number, "split" if len(right) > 1 else "concat", left, right, int(attributes["axis"]))
+        return AoaStep(number, "split" if len(right) > 1 else "concat", left, right, int(attributes["axis"]))
     if requested <= {"axis"}:  # `a -> b, axis=0`: what a star or a range of one name leaves over
-        return Step(number, "rename", left, right)
+        return AoaStep(number, "rename", left, right)
     if requested == {"permute"}:
-        return Step(number, "permute", left, right, dims=permutation(str(attributes["permute"])))
+        return AoaStep(number, "permute", left, right, dims=permutation(str(attributes["permute"])))
     if requested == {"dtype"} and reverse:
         raise UsageError(
             "dtype= can't be run in reverse", code="E1214", hint="say both ends: src_dtype='...', dst_dtype='...'"
         )
     if requested in ({"dtype"}, {"src_dtype", "dst_dtype"}):
         to = "dtype" if "dtype" in requested else "src_dtype" if reverse else "dst_dtype"
-        return Step(number, "cast", left, right, dtype=CASTS[str(attributes[to])])
+        return AoaStep(number, "cast", left, right, dtype=CASTS[str(attributes[to])])
     raise UsageError(
         f"{', '.join(sorted(requested))} in one statement",
         code="E1203",
@@ -157,7 +157,7 @@ def _plain(statement: Statement, reverse: bool) -> Step:
 _BACK = {"split": "concat", "concat": "split", "drop": "add", "add": "drop"}
 
 
-def _reversed(step: Step) -> Step:
+def _reversed(step: AoaStep) -> AoaStep:
     """The step that undoes it. (A cast's `dtype` already is that of the way back.)"""
     dims = tuple(sorted(range(len(step.dims)), key=step.dims.__getitem__))
     return step._replace(kind=_BACK.get(step.kind, step.kind), left=step.right, right=step.left, dims=dims)
@@ -166,7 +166,7 @@ def _reversed(step: Step) -> Step:
 # -- fusions -----------------------------------------------------------------------------------------------------------
 
 
-def _fused(statement: Statement, counts: _Counts) -> list[Step]:
+def _fused(statement: Statement, counts: _Counts) -> list[AoaStep]:
     attributes, word = statement.attributes, statement.word
     allowed = {"axis"} if word == FFN else {"axis", "num_heads", "num_key_value_groups"}
     if set(attributes) - allowed:
@@ -210,7 +210,7 @@ def _heads(statement: Statement) -> tuple[int, int]:
     return heads, groups
 
 
-def _by_groups(statement: Statement, heads: int, groups: int) -> Iterator[Step]:
+def _by_groups(statement: Statement, heads: int, groups: int) -> Iterator[AoaStep]:
     """`fused_qkv`."""
     axis, number = int(statement.attributes.get("axis", 1)), statement.number
     splitting = len(statement.left) == 1
@@ -233,7 +233,7 @@ def _by_groups(statement: Statement, heads: int, groups: int) -> Iterator[Step]:
         yield _concat(number, order, whole, axis)
 
 
-def _by_shards(statement: Statement, counts: _Counts, heads: int = 0, groups: int = 0) -> Iterator[Step]:
+def _by_shards(statement: Statement, counts: _Counts, heads: int = 0, groups: int = 0) -> Iterator[AoaStep]:
     """`fused_ffn`, and `fused_qkv_old` where there are heads."""
     axis, number, word = int(statement.attributes.get("axis", 1)), statement.number, statement.word
     left, right = statement.left, statement.right
@@ -275,14 +275,14 @@ def _by_shards(statement: Statement, counts: _Counts, heads: int = 0, groups: in
             yield _concat(number, parts, name, axis)
 
 
-def _split(number: int, name: str, parts: Sequence[str], axis: int, why: str) -> Step:
+def _split(number: int, name: str, parts: Sequence[str], axis: int, why: str) -> AoaStep:
     """One part is a renaming: it must not ask for an axis that it does not need."""
     kind = "split" if len(parts) > 1 else "rename"
-    return Step(number, kind, (name,), tuple(parts), axis, why=why)
+    return AoaStep(number, kind, (name,), tuple(parts), axis, why=why)
 
 
-def _concat(number: int, parts: Sequence[str], name: str, axis: int, *, even: bool = False) -> Step:
-    return Step(number, "concat" if len(parts) > 1 else "rename", tuple(parts), (name,), axis, even=even)
+def _concat(number: int, parts: Sequence[str], name: str, axis: int, *, even: bool = False) -> AoaStep:
+    return AoaStep(number, "concat" if len(parts) > 1 else "rename", tuple(parts), (name,), axis, even=even)
 
 
 class _Counts:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tool.families.config.words import LAYERS, Arguments, Form, Model, Values, same
+from ckpt_tool.families.config.words import LAYERS, Arguments, ConfigWords, Form, Values, same
 
 _EXPERTS = same(
     ("num_experts_per_tok", "moe_router_topk"),
@@ -27,7 +27,7 @@ _EXPERTS = same(
 )
 
 
-def _experts_to(model: Model, out: Values) -> None:
+def _experts_to(model: ConfigWords, out: Values) -> None:
     out["num_experts"] = model.get("num_experts") or None
     _EXPERTS.to(model, out)
 
@@ -65,11 +65,11 @@ def _pattern(args: Arguments) -> list[int]:
     return sparse_pattern(args.get("moe_layer_freq"), layers) if args.get("num_experts") else [0] * min(layers, LAYERS)
 
 
-def _layers(model: Model) -> range:
+def _layers(model: ConfigWords) -> range:
     return range(min(model.count("num_hidden_layers") or 0, LAYERS))
 
 
-def _sparse_layers_to(model: Model, out: Values) -> None:
+def _sparse_layers_to(model: ConfigWords, out: Values) -> None:
     dense, step = model.get("mlp_only_layers") or [], model.count("decoder_sparse_step") or 1
     _sparse(out, [int(i not in dense and (i + 1) % step == 0) for i in _layers(model)])
 
@@ -82,7 +82,7 @@ def _sparse_layers_back(args: Arguments, out: Values) -> None:
     out["mlp_only_layers"] = [] if even else [i for i, each in enumerate(layers) if not each]
 
 
-def _first_dense_to(model: Model, out: Values) -> None:
+def _first_dense_to(model: ConfigWords, out: Values) -> None:
     first, kinds, layers = model.count("first_k_dense_replace") or 0, model.get("mlp_layer_types"), _layers(model)
     listed = isinstance(kinds, list) and len(kinds) == len(layers)  # as transformers 5 saves them
     _sparse(out, [int(kind == "sparse") for kind in kinds] if listed else [int(i >= first) for i in layers])
@@ -96,7 +96,7 @@ def _first_dense_back(args: Arguments, out: Values) -> None:
         args.lost("moe_layer_freq: the class has experts from one layer on, the arguments leave some out")
 
 
-def _kinds_to(model: Model, out: Values) -> None:
+def _kinds_to(model: ConfigWords, out: Values) -> None:
     """Where no other form has written which layers are sparse."""
     if "moe_layer_freq" not in out:
         _listed_to(model, out)
@@ -107,7 +107,7 @@ def _kinds_back(args: Arguments, out: Values) -> None:
     out["mlp_layer_types"] = ["sparse" if each else "dense" for each in _pattern(args)]
 
 
-def _interval_to(model: Model, out: Values) -> None:
+def _interval_to(model: ConfigWords, out: Values) -> None:
     start, every = model.count("moe_layer_start_index") or 0, model.count("moe_layer_interval") or 1
     end = model.get("moe_layer_end_index")
     layers = _layers(model)
@@ -125,7 +125,7 @@ def _interval_back(args: Arguments, out: Values) -> None:
         args.lost("moe_layer_freq: the class has experts at an interval, the arguments do not")
 
 
-def _softmax_to(model: Model, out: Values) -> None:
+def _softmax_to(model: ConfigWords, out: Values) -> None:
     if out.get("num_experts"):
         out["moe_router_pre_softmax"] = not model.get("norm_topk_prob")
 
@@ -134,7 +134,7 @@ def _softmax_back(args: Arguments, out: Values) -> None:
     out["norm_topk_prob"] = not args.get("moe_router_pre_softmax")
 
 
-def _listed_to(model: Model, out: Values) -> None:
+def _listed_to(model: ConfigWords, out: Values) -> None:
     """A list of which layers are sparse, under either name; without it the class's own (`mlp_layer_types`)."""
     layers, freq, kinds = _layers(model), model.config.get("moe_layer_freq"), model.config.get("mlp_layer_types")
     dense = model.facts.defaults.get("first_k_dense_replace", 0)
@@ -151,7 +151,7 @@ def _listed_back(args: Arguments, out: Values) -> None:
     _kinds_back(args, out)
 
 
-def _scaled_to(model: Model, out: Values) -> None:
+def _scaled_to(model: ConfigWords, out: Values) -> None:
     if out.get("num_experts"):
         scale = model.get("routed_scaling_factor")
         out["moe_router_topk_scaling_factor"] = float(scale) if scale not in (None, 1, 1.0) else None
@@ -162,11 +162,11 @@ def _scaled_back(args: Arguments, out: Values) -> None:
         out[args.key("routed_scaling_factor")] = args.get("moe_router_topk_scaling_factor") or 1.0
 
 
-def _groups_to(model: Model, out: Values) -> None:
+def _groups_to(model: ConfigWords, out: Values) -> None:
     _in_groups(model, out, rated_by=2)
 
 
-def _in_groups(model: Model, out: Values, *, rated_by: int, used: bool = True) -> None:
+def _in_groups(model: ConfigWords, out: Values, *, rated_by: int, used: bool = True) -> None:
     """Routing that first chooses groups of experts, each rated by so many of its best. used: does the model do so?"""
     if not out.get("num_experts"):
         return
@@ -188,7 +188,7 @@ def _groups_back(args: Arguments, out: Values) -> None:
     out["norm_topk_prob"] = True
 
 
-def _limited_to(model: Model, out: Values) -> None:
+def _limited_to(model: ConfigWords, out: Values) -> None:
     """DeepSeek-V2's: a softmax over all, groups rated by their best expert, `topk_method` says whether at all."""
     _in_groups(model, out, rated_by=1, used=model.get("topk_method") == "group_limited_greedy")
 
@@ -201,7 +201,7 @@ def _limited_back(args: Arguments, out: Values) -> None:
     out["norm_topk_prob"] = False
 
 
-def _shared_to(model: Model, out: Values) -> None:
+def _shared_to(model: ConfigWords, out: Values) -> None:
     count, width = model.count("n_shared_experts"), model.count("moe_intermediate_size")
     if out.get("num_experts") and count and width:
         out["moe_shared_expert_intermediate_size"] = count * width
@@ -221,7 +221,7 @@ def _shared_back(args: Arguments, out: Values) -> None:
         out[args.key("n_shared_experts")] = count
 
 
-def _shared_expert_to(model: Model, out: Values) -> None:
+def _shared_expert_to(model: ConfigWords, out: Values) -> None:
     if out.get("num_experts"):
         out["moe_shared_expert_intermediate_size"] = model.get("shared_expert_intermediate_size")
 
@@ -231,7 +231,7 @@ def _shared_expert_back(args: Arguments, out: Values) -> None:
         out["shared_expert_intermediate_size"] = args.get("moe_shared_expert_intermediate_size")
 
 
-def _one_shared_to(model: Model, out: Values) -> None:
+def _one_shared_to(model: ConfigWords, out: Values) -> None:
     if out.get("num_experts") and model.count("shared_intermediate_size"):
         out["moe_shared_expert_intermediate_size"] = model.count("shared_intermediate_size")
 
@@ -241,7 +241,7 @@ def _one_shared_back(args: Arguments, out: Values) -> None:
         out["shared_intermediate_size"] = args.get("moe_shared_expert_intermediate_size") or 0
 
 
-def _two_pools_to(model: Model, out: Values) -> None:
+def _two_pools_to(model: ConfigWords, out: Values) -> None:
     """ERNIE 4.5 VL's: experts of text and, as many, of images, each of their own width."""
     widths = model.get("moe_intermediate_size")
     if out.get("num_experts") and isinstance(widths, list) and widths:
@@ -259,7 +259,7 @@ def _two_pools_back(args: Arguments, out: Values) -> None:
         out[args.key("n_shared_experts")] = (args.get("moe_shared_expert_intermediate_size") or 0) // widths[0]
 
 
-def _ahead_to(model: Model, out: Values) -> None:
+def _ahead_to(model: ConfigWords, out: Values) -> None:
     out["mtp_num_layers"] = model.count("num_nextn_predict_layers") or None
 
 
@@ -269,7 +269,7 @@ def _ahead_back(args: Arguments, out: Values) -> None:
         out[args.key("num_nextn_predict_layers")] = ahead
 
 
-def _interleaved_to(model: Model, out: Values) -> None:
+def _interleaved_to(model: ConfigWords, out: Values) -> None:
     """Llama 4's: by a list or a step; one shared expert as wide as each of the others, probabilities at the input."""
     sparse, step = model.get("moe_layers"), model.count("interleave_moe_layer_step") or 1
     if isinstance(sparse, list):
@@ -290,7 +290,7 @@ def _interleaved_back(args: Arguments, out: Values) -> None:
         args.lost("moe_shared_expert_intermediate_size: the class's shared expert is as wide as each of the others")
 
 
-def _all_sparse_to(model: Model, out: Values) -> None:
+def _all_sparse_to(model: ConfigWords, out: Values) -> None:
     out["moe_layer_freq"] = 1
 
 

@@ -24,7 +24,7 @@ from ckpt_tool.families.config.experts import EXPERT_FORMS
 from ckpt_tool.families.config.gates import GATE_FORMS
 from ckpt_tool.families.config.kinds import KIND_FORMS
 from ckpt_tool.families.config.mixers import MIXER_FORMS
-from ckpt_tool.families.config.words import LAYERS, Arguments, Form, Model, Values, same
+from ckpt_tool.families.config.words import LAYERS, Arguments, ConfigWords, Form, Values, same
 
 _LLAMA3 = {
     "low_freq_factor": 1.0,
@@ -47,7 +47,7 @@ _SIZES = same(
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-def _heads_to(model: Model, out: Values) -> None:
+def _heads_to(model: ConfigWords, out: Values) -> None:
     heads, groups = model.count("num_attention_heads"), model.count("num_key_value_heads")
     out["group_query_attention"] = groups is not None and groups != heads
     out["num_query_groups"] = groups if out["group_query_attention"] else 1
@@ -65,7 +65,7 @@ def _heads_back(args: Arguments, out: Values) -> None:
         out["head_dim"] = width or even
 
 
-def _latent_to(model: Model, out: Values) -> None:
+def _latent_to(model: ConfigWords, out: Values) -> None:
     out |= {"multi_latent_attention": True, "group_query_attention": False, "num_query_groups": 1}
     pairs = (
         ("q_lora_rank", "q_lora_rank"),
@@ -97,7 +97,7 @@ def _latent_back(args: Arguments, out: Values) -> None:
     }
 
 
-def windowed_layers(model: Model) -> tuple[int | None, list[bool]]:
+def windowed_layers(model: ConfigWords) -> tuple[int | None, list[bool]]:
     """(tokens that a windowed layer sees, whether each layer is one)."""
     size, layers = model.get("sliding_window"), min(model.count("num_hidden_layers") or 0, LAYERS)
     kinds = model.get("layer_types")
@@ -109,7 +109,7 @@ def windowed_layers(model: Model) -> tuple[int | None, list[bool]]:
     return size, [i >= first for i in range(layers)]
 
 
-def _window_to(model: Model, out: Values) -> None:
+def _window_to(model: ConfigWords, out: Values) -> None:
     size, layers = windowed_layers(model)
     if size is not None and any(layers):
         out["window_size"] = (size - 1, 0)
@@ -161,7 +161,7 @@ def _turned(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> float | N
     return dims / width if type(dims) is int and type(width) is int and 0 < dims <= width else None
 
 
-def _rope_to(model: Model, out: Values) -> None:
+def _rope_to(model: ConfigWords, out: Values) -> None:
     rope = rope_of(model.config, model.facts.defaults)
     theta = rope["theta"]
     out["rotary_base"] = int(theta) if isinstance(theta, float) and theta.is_integer() else theta
@@ -205,7 +205,7 @@ def _yarn_name(key: str) -> str:
     return {"factor": "rotary_scaling_factor", "truncate": "correction_range_round_to_int"}.get(key, key)
 
 
-def _latent_rope_to(rope: Values, model: Model, out: Values) -> None:
+def _latent_rope_to(rope: Values, model: ConfigWords, out: Values) -> None:
     out["rope_type"] = "rope" if rope["type"] == "default" else "yarn"
     if rope["type"] not in ("default", "yarn"):
         model.lost(f"rope_scaling: MLA of Megatron has no rope of type {rope['type']}")
@@ -264,7 +264,7 @@ def _rope_back(args: Arguments, out: Values) -> None:
 # -- switches ----------------------------------------------------------------------------------------------------------
 
 
-def _tied_to(model: Model, out: Values) -> None:
+def _tied_to(model: ConfigWords, out: Values) -> None:
     out["untie_embeddings_and_output_weights"] = not model.get("tie_word_embeddings")
 
 
@@ -272,7 +272,7 @@ def _tied_back(args: Arguments, out: Values) -> None:
     out["tie_word_embeddings"] = not args.get("untie_embeddings_and_output_weights")
 
 
-def _silu_to(model: Model, out: Values) -> None:
+def _silu_to(model: ConfigWords, out: Values) -> None:
     if model.get("hidden_act") not in ("silu", "swish"):
         out["swiglu"] = False
         model.lost(f"hidden_act: Megatron's arguments have no gated {model.get('hidden_act')}")
@@ -282,7 +282,7 @@ def _silu_back(args: Arguments, out: Values) -> None:
     out["hidden_act"] = "silu"
 
 
-def _biases_to(model: Model, out: Values) -> None:
+def _biases_to(model: ConfigWords, out: Values) -> None:
     attention, mlp = bool(model.get("attention_bias")), bool(model.get("mlp_bias"))
     out["add_bias_linear"] = attention and mlp
     if attention != mlp:

@@ -27,8 +27,8 @@ from ckpt_tool.core.attention_window import window_pattern
 from ckpt_tool.families.config.words import (
     LAYERS,
     Arguments,
+    ConfigWords,
     Form,
-    Model,
     Values,
     no_rope_pattern,
     same,
@@ -37,7 +37,7 @@ from ckpt_tool.families.config.words import (
 _TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate")
 
 
-def _gelu_to(model: Model, out: Values) -> None:
+def _gelu_to(model: ConfigWords, out: Values) -> None:
     stated = model.get("activation_function")
     out["bias_gelu_fusion"] = stated in _TANH
     if stated not in (*_TANH, "gelu"):
@@ -53,7 +53,7 @@ def _gelu_back(args: Arguments, out: Values) -> None:
         out[args.key("intermediate_size")] = 4 * args.get("hidden_size")
 
 
-def _gated_gelu_to(model: Model, out: Values) -> None:
+def _gated_gelu_to(model: ConfigWords, out: Values) -> None:
     out["geglu"] = True
     model.lost(
         f"hidden_activation {model.get('hidden_activation')}: Megatron-LM's arguments have no gated GELU; "
@@ -69,7 +69,7 @@ def _gated_gelu_to(model: Model, out: Values) -> None:
         model.lost("rope_local_base_freq: Megatron-LM has one rope for all layers; Megatron-Bridge's layer has two")
 
 
-def _rope(model: Model) -> Mapping[str, object]:
+def _rope(model: ConfigWords) -> Mapping[str, object]:
     rope = model.config.get("rope_parameters")
     return rope if isinstance(rope, Mapping) else {}
 
@@ -81,7 +81,7 @@ def _gated_gelu_back(args: Arguments, out: Values) -> None:
 def _turns(every: int) -> Form:
     """Layers that see a window, but for each `every`-th, which sees all."""
 
-    def to(model: Model, out: Values) -> None:
+    def to(model: ConfigWords, out: Values) -> None:
         size, layers = model.get("sliding_window"), min(model.count("num_hidden_layers") or 0, LAYERS)
         kinds = model.config.get("layer_types")
         turn = model.config.get("sliding_window_pattern")
@@ -102,7 +102,7 @@ def _turns(every: int) -> Form:
     return Form(to, back)
 
 
-def _no_rope_to(model: Model, out: Values) -> None:
+def _no_rope_to(model: ConfigWords, out: Values) -> None:
     layers = min(model.count("num_hidden_layers") or 0, LAYERS)
     turned, every = model.config.get("no_rope_layers"), model.count("no_rope_layer_interval") or 4
     if not isinstance(turned, list):
@@ -116,7 +116,7 @@ def _no_rope_back(args: Arguments, out: Values) -> None:
     out["no_rope_layers"] = [1 - each for each in skipped]
 
 
-def _window_rope_to(model: Model, out: Values) -> None:
+def _window_rope_to(model: ConfigWords, out: Values) -> None:
     if out.get("window_size") is not None:
         out["no_rope_freq"] = [1 - each for each in out["window_attn_skip_freq"]]
 
@@ -128,7 +128,7 @@ def _window_rope_back(args: Arguments, out: Values) -> None:
         out |= {"sliding_window": None, "layer_types": ["full_attention"] * layers}
 
 
-def _norms_after_to(model: Model, out: Values) -> None:
+def _norms_after_to(model: ConfigWords, out: Values) -> None:
     out["norms_after"] = True
     model.lost("norms after the modules alone: Megatron-LM's arguments have none; Megatron-Bridge's layer has")
 
@@ -137,7 +137,7 @@ def _norms_after_back(args: Arguments, out: Values) -> None:
     """What the class always does."""
 
 
-def _wide_norms_to(model: Model, out: Values) -> None:
+def _wide_norms_to(model: ConfigWords, out: Values) -> None:
     out["qk_norms_over_heads"] = True
     model.lost("norms over all heads of q and of k: Megatron-LM's arguments have none; Megatron-Bridge's layer has")
 
@@ -149,7 +149,7 @@ def _wide_norms_back(args: Arguments, out: Values) -> None:
 _CHUNKS = same(("attention_chunk_size", "attention_chunk_size"), ("attn_temperature_tuning", "attn_temperature_tuning"))
 
 
-def _chunks_to(model: Model, out: Values) -> None:
+def _chunks_to(model: ConfigWords, out: Values) -> None:
     _CHUNKS.to(model, out)
     out["qk_l2_norm"] = bool(model.get("use_qk_norm"))
     if out.get("attention_chunk_size") is not None:
@@ -167,7 +167,7 @@ def _chunks_back(args: Arguments, out: Values) -> None:
 _INDEXER = same(("index_n_heads", "index_n_heads"), ("index_head_dim", "index_head_dim"))
 
 
-def _block_indexer_to(model: Model, out: Values) -> None:
+def _block_indexer_to(model: ConfigWords, out: Values) -> None:
     kinds, sparse = model.get("layer_types"), model.config.get("sparse_attention_config")
     freq = sparse.get("sparse_attention_freq") if isinstance(sparse, Mapping) else None
     if isinstance(kinds, list):
@@ -190,7 +190,7 @@ def _block_indexer_back(args: Arguments, out: Values) -> None:
         out["layer_types"] = ["minimax_m3_sparse" if i in indexed else "full_attention" for i in range(layers)]
 
 
-def _falcon_to(model: Model, out: Values) -> None:
+def _falcon_to(model: ConfigWords, out: Values) -> None:
     heads, hidden = model.count("num_attention_heads"), model.count("hidden_size") or 0
     new = bool(model.get("new_decoder_architecture"))
     groups = (model.count("num_kv_heads") or heads) if new else 1 if model.get("multi_query") else heads

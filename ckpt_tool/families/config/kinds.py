@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tool.core.attention_window import window_pattern
-from ckpt_tool.families.config.words import LAYERS, Arguments, Form, Model, Values, same
+from ckpt_tool.families.config.words import LAYERS, Arguments, ConfigWords, Form, Values, same
 
 _LOCAL = 10000.0  # the base of both models' windowed layers, where nothing states it
 
 
-def _local_base(model: Model) -> float:
+def _local_base(model: ConfigWords) -> float:
     """The base of the rope of layers that look through a window."""
     ropes = model.config.get("rope_parameters")
     local = ropes.get("sliding_attention") if isinstance(ropes, Mapping) else None
@@ -60,7 +60,7 @@ _GEMMA4_EXPERTS = same(
 )
 
 
-def _of_whole_layers(model: Model, released: str, key: str) -> int | None:
+def _of_whole_layers(model: ConfigWords, released: str, key: str) -> int | None:
     """What layers that see all have: as released, or in transformers' `per_layer_config`, which leaves out what is as in
     the others."""
     stated = model.config.get("per_layer_config")
@@ -69,7 +69,7 @@ def _of_whole_layers(model: Model, released: str, key: str) -> int | None:
     return model.count(released) or each or (model.count(key) if rows else None)
 
 
-def _gemma4_to(model: Model, out: Values) -> None:
+def _gemma4_to(model: ConfigWords, out: Values) -> None:
     _GEMMA4.to(model, out)
     groups = _of_whole_layers(model, "num_global_key_value_heads", "num_key_value_heads")
     out["num_global_query_groups"] = groups or model.count("num_key_value_heads")
@@ -109,7 +109,7 @@ _MIMO = same(("v_head_dim", "v_head_dim"), ("attention_value_scale", "attention_
 _EVERY = 6  # without a list, layer 0 and each sixth see all
 
 
-def _mimo_v2_to(model: Model, out: Values) -> None:
+def _mimo_v2_to(model: ConfigWords, out: Values) -> None:
     _MIMO.to(model, out)
     layers = min(model.count("num_hidden_layers") or 0, LAYERS)
     stated, kinds = model.config.get("hybrid_layer_pattern"), model.get("layer_types")

@@ -20,12 +20,12 @@ from collections.abc import Mapping
 
 from ckpt_tool.families.config.experts import without_experts
 from ckpt_tool.families.config.megatron_arguments import DELTA_ARGUMENTS, QWEN4_EXP_WORDS
-from ckpt_tool.families.config.words import LAYERS, Arguments, Form, Model, Values, linear_pattern, same
+from ckpt_tool.families.config.words import LAYERS, Arguments, ConfigWords, Form, Values, linear_pattern, same
 
 _DELTA = same(*((name, name) for name in DELTA_ARGUMENTS if name != "linear_attention_freq"))
 
 
-def _delta_net_to(model: Model, out: Values) -> None:
+def _delta_net_to(model: ConfigWords, out: Values) -> None:
     _DELTA.to(model, out)
     layers, kinds = min(model.count("num_hidden_layers") or 0, LAYERS), model.get("layer_types")
     if isinstance(kinds, list) and len(kinds) == layers:
@@ -47,7 +47,7 @@ def _delta_net_back(args: Arguments, out: Values) -> None:
 _QWEN4_EXP = same(*((name, name) for name in QWEN4_EXP_WORDS), ("seed", "ple_seed"))
 
 
-def _qwen4_exp_to(model: Model, out: Values) -> None:
+def _qwen4_exp_to(model: ConfigWords, out: Values) -> None:
     _QWEN4_EXP.to(model, out)
     model.lost(
         "hyper-connections, embeddings of n-grams and an indexer: Megatron-Core 0.19.2 has none; mcore-bridge's layers have"
@@ -88,14 +88,14 @@ def hybrid_pattern(args: Arguments) -> tuple[str, list[str]]:
     return main, [each for each in ahead if each]
 
 
-def _letters(model: Model, pattern: str, kinds: str) -> str:
+def _letters(model: ConfigWords, pattern: str, kinds: str) -> str:
     stated, listed = model.get(pattern), model.get(kinds)
     if isinstance(stated, str):
         return stated
     return "".join(_LETTERS.get(str(kind), "?") for kind in listed) if isinstance(listed, list) else ""
 
 
-def _hybrid_to(model: Model, out: Values) -> None:
+def _hybrid_to(model: ConfigWords, out: Values) -> None:
     _HYBRID.to(model, out)
     main = _letters(model, "hybrid_override_pattern", "layers_block_type")
     inner = _letters(model, "mtp_hybrid_override_pattern", "mtp_layers_block_type")
@@ -145,7 +145,7 @@ _SAME = same(
 )
 
 
-def _falcon_h1_to(model: Model, out: Values) -> None:
+def _falcon_h1_to(model: ConfigWords, out: Values) -> None:
     _SAME.to(model, out)
     heads, wide = model.count("mamba_n_heads"), model.count("mamba_d_ssm")
     wide = wide or (model.count("mamba_expand") or 2) * (model.count("hidden_size") or 0)

@@ -23,7 +23,7 @@ from typing import Any
 from ckpt_tool.families.config import VERSIONS, ernie_vision
 from ckpt_tool.families.config.forms import rope_of
 from ckpt_tool.families.config.translation import Translated, kind_of
-from ckpt_tool.families.config.words import OTHER_WORDS, Model, Values, sound
+from ckpt_tool.families.config.words import OTHER_WORDS, ConfigWords, Values, sound
 from ckpt_tool.families.model_class import ModelClass
 from ckpt_tool.families.models import CLASSES, family_of_class
 
@@ -45,7 +45,7 @@ def paddle_config(config: Mapping[str, Any]) -> Translated:
     else:
         facts, notes = CLASSES[kind], ()
     config = sound(config, facts)
-    model = Model(config, facts)
+    model = ConfigWords(config, facts)
     out: Values = {}
     for key in facts.defaults:
         own = facts.keys.get(key, key)

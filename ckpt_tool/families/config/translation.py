@@ -40,7 +40,7 @@ from ckpt_tool.families.config.megatron_arguments import (
 from ckpt_tool.families.config.mixers import FALCON_H1_ARGUMENTS, hybrid_pattern
 from ckpt_tool.families.config.words import (
     Arguments,
-    Model,
+    ConfigWords,
     Values,
     fits,
     kinds_of,
@@ -118,7 +118,7 @@ def megatron_args(config: Mapping[str, Any], kind: str | None = None) -> Transla
 
 
 def _arguments(config: Mapping[str, Any], facts: ModelClass) -> Translated:
-    model, out = Model(sound(config, facts), facts), dict(facts.megatron)
+    model, out = ConfigWords(sound(config, facts), facts), dict(facts.megatron)
     for form in facts.forms:
         FORMS[form].to(model, out)
     for key, value in facts.unsayable.items():
@@ -187,7 +187,7 @@ def from_megatron(args: Mapping[str, Any], family: str | None = None) -> Transla
 
 def _strange(config: Mapping[str, Any], facts: ModelClass) -> int:
     """How many of the values that the class takes by itself are others in the config."""
-    model, rope = Model(config, replace(facts, defaults={})), rope_of(config, {})
+    model, rope = ConfigWords(config, replace(facts, defaults={})), rope_of(config, {})
     stated = {"rope_theta": rope["theta"], "partial_rotary_factor": rope["part"]}
     return sum(stated.get(key, model.get(key)) != value for key, value in facts.defaults.items())
 
@@ -304,7 +304,7 @@ def _some(lines: list[str]) -> str:
 def contradictions(config: Mapping[str, Any]) -> Iterator[str]:
     """What no model of such a config can be: heads that do not divide, more experts a token than there are, ..."""
     kind = kind_of(config)
-    model = Model(config, CLASSES[kind] if kind else _SIZES)
+    model = ConfigWords(config, CLASSES[kind] if kind else _SIZES)
     types = kinds_of(model.facts)
     counted = (
         "num_hidden_layers",

@@ -1,6 +1,6 @@
 """Words: a config and Megatron's arguments as forms look at them, and the form that says the same in the same shape.
 
-    Model(config, facts).get("num_experts")        config["num_local_experts"] of a Mixtral, else the class's default
+    ConfigWords(config, facts).get("num_experts")        config["num_local_experts"] of a Mixtral, else the class's default
     Arguments(args, facts).get("rotary_percent")   1.0 where the arguments are silent, as in Megatron
     same(("num_hidden_layers", "num_layers"))      a form of one pair
 
@@ -238,7 +238,7 @@ def sound(values: Mapping[str, Any], facts: ModelClass) -> Mapping[str, Any]:
 
 
 @dataclass(slots=True)
-class Model:
+class ConfigWords:
     """A config while it is translated into arguments. get: by our word for a key, the class's default where it is
     silent."""
 
@@ -286,14 +286,14 @@ class Arguments:
 
 
 class Form(NamedTuple):
-    to: Callable[[Model, Values], None]
+    to: Callable[[ConfigWords, Values], None]
     back: Callable[[Arguments, Values], None]
 
 
 def same(*pairs: tuple[str, str]) -> Form:
     """Keys and arguments that say the same in the same shape: (key, argument)."""
 
-    def to(model: Model, out: Values) -> None:
+    def to(model: ConfigWords, out: Values) -> None:
         for key, name in pairs:
             if (value := model.get(key)) is not None:
                 out[name] = value

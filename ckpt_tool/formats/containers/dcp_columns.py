@@ -1,7 +1,7 @@
 """Boxes of a DCP save of very many ranks as columns, from the rows of `.metadata` up to the catalog.
 
 The one idea: what is asked of a million boxes (does each have an item, is each item a twin, do they tile the tensor) is
-asked of arrays; a `Piece`, a `StoredArray` or a `Chunk` is made when somebody looks at it.
+asked of arrays; a `DcpPiece`, a `StoredArray` or a `Chunk` is made when somebody looks at it.
 
     rows of storage_data  -> Places     where the items of each tensor lie
     rows of chunks        -> Pieces     with those: a sequence of Piece
@@ -24,8 +24,8 @@ import numpy as np
 
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.tensor import Chunk, ChunkColumns, OnDemand, StoredArray
-from ckpt_tool.formats.containers.dcp_pieces import RANK_LIMIT, Piece
-from ckpt_tool.storage.pickle_values import Irregular, Run
+from ckpt_tool.formats.containers.dcp_pieces import RANK_LIMIT, DcpPiece
+from ckpt_tool.storage.pickles.pickle_values import Irregular, RowRun
 
 if TYPE_CHECKING:
     from ckpt_tool.formats.containers.dcp_items import Twin
@@ -38,7 +38,7 @@ _CODES = {"text": ("ids", np.int32), "int": ("ints", np.int64)}
 # -- columns of rows ---------------------------------------------------------------------------------------------------
 
 
-def _column(run: Run, name: str) -> Ints:
+def _column(run: RowRun, name: str) -> Ints:
     """A column of numbers, or of the ids of texts. Raises Irregular for rows without it."""
     kind, place, count = run.columns.get(name, ("", 0, 0))
     if kind not in _CODES:
@@ -47,7 +47,7 @@ def _column(run: Run, name: str) -> Ints:
     return np.frombuffer(getattr(run.taken, field), code)[place::count]
 
 
-def _sizes(run: Run, name: str) -> Iterator[tuple[int, Ints, Ints]]:
+def _sizes(run: RowRun, name: str) -> Iterator[tuple[int, Ints, Ints]]:
     """A column of sizes, by their dims: (dims, numbers of the rows that have so many, their sizes)."""
     kind, place, count = run.columns.get(name, ("", 0, 0))
     if kind != "size":
@@ -77,7 +77,7 @@ def _ordered(rows: Ints) -> Ints:
     return np.lexsort(rows.T[::-1]) if rows.shape[1] else np.arange(len(rows))
 
 
-class Places:
+class PieceLocations:
     """Where the items of tensors lie. number: the id that stands for a text in the rows. paths: by the ids of files."""
 
     def __init__(self, number: Callable[[str], int]) -> None:
@@ -95,7 +95,7 @@ class Places:
         self.paths[number] = path
         self._rows[len(corner)].append(((self._number(fqn), number, at, length), corner))
 
-    def run(self, run: Run) -> list[tuple[int, int]]:
+    def run(self, run: RowRun) -> list[tuple[int, int]]:
         """Items of a run; (id of a file, id of the tensor) of the files that are new."""
         fqn, file, at, length = (_column(run, name) for name in ("fqn", "file", "at", "length"))
         for dims, rows, corners in _sizes(run, "corner"):
@@ -105,7 +105,7 @@ class Places:
         return [(number, int(fqn[ids.index(number)])) for number in dict.fromkeys(ids) if number not in self.paths]
 
     @staticmethod
-    def objects(run: Run) -> Iterator[tuple[str, str, int, int]] | None:
+    def objects(run: RowRun) -> Iterator[tuple[str, str, int, int]] | None:
         """(fqn, file, byte, length) of each row of a run of objects, which have no corner; None for tensors' items."""
         if "corner" in run.columns:
             return None
@@ -185,7 +185,7 @@ def boxes_of(chunks: Iterable[Any], dims: int, row: Any) -> tuple[tuple[Ints, In
             alone.clear()
 
     for chunk in chunks:
-        if isinstance(chunk, Run):
+        if isinstance(chunk, RowRun):
             met += chunk.taken.rows
             flush()
             offsets, extents = ([*_sizes(chunk, name)] for name in ("offset", "extent"))
@@ -206,7 +206,7 @@ def boxes_of(chunks: Iterable[Any], dims: int, row: Any) -> tuple[tuple[Ints, In
     return (offsets_, extents_), met
 
 
-def sizes_of(run: Run) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def sizes_of(run: RowRun) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(offset, extent) of each box of a run."""
     rows: list[list[tuple[int, ...]]] = []
     for name in ("offset", "extent"):
@@ -221,7 +221,7 @@ def sizes_of(run: Run) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
 # -- sequences ---------------------------------------------------------------------------------------------------------
 
 
-class Pieces(OnDemand[Piece]):
+class Pieces(OnDemand[DcpPiece]):
     """The pieces of a tensor. offsets, extents: (pieces, dims). table: (pieces, 3), as Piece has them: file, whose path
     is in `paths`, byte, length. No box stands twice."""
 
@@ -233,12 +233,12 @@ class Pieces(OnDemand[Piece]):
     def __len__(self) -> int:
         return len(self.table)
 
-    def make(self, rows: slice) -> Iterator[Piece]:
+    def make(self, rows: slice) -> Iterator[DcpPiece]:
         known: dict[tuple[int, ...], tuple[int, ...]] = {}
         columns = (column[rows].tolist() for column in (self.offsets, self.extents, self.table))
         for offset, extent, (file, at, length) in zip(*columns, strict=True):
             shape = tuple(extent)
-            yield Piece(tuple(offset), known.setdefault(shape, shape), self.paths[file], at, length)
+            yield DcpPiece(tuple(offset), known.setdefault(shape, shape), self.paths[file], at, length)
 
     def __eq__(self, other: object) -> bool:
         return self is other or isinstance(other, list | Pieces) and list(self) == list(other)
@@ -246,7 +246,7 @@ class Pieces(OnDemand[Piece]):
     __hash__ = None  # type: ignore[assignment]  # as a list
 
 
-class Table(NamedTuple):
+class PieceTable(NamedTuple):
     """Where the items of a tensor's pieces lie. twins: the number of each one's twin, -1 for one that has none."""
 
     files: Ints
@@ -263,7 +263,7 @@ class Arrays(OnDemand[StoredArray]):
 
     def __init__(
         self,
-        table: Table,
+        table: PieceTable,
         names: Sequence[str],
         twins: Sequence[Twin],
         others: Mapping[int, StoredArray],
@@ -286,7 +286,7 @@ class Arrays(OnDemand[StoredArray]):
         others = dict[int, StoredArray]()
         if self.others:
             others = {new: self.others[old] for new, old in enumerate(rows.tolist()) if old in self.others}
-        table = Table(*(column[rows] for column in self.table))
+        table = PieceTable(*(column[rows] for column in self.table))
         return Arrays(table, self.names, self.twins, others, self.leads + leads)
 
     def __eq__(self, other: object) -> bool:
@@ -295,7 +295,7 @@ class Arrays(OnDemand[StoredArray]):
     __hash__ = None  # type: ignore[assignment]  # as a list
 
 
-class Columns(ChunkColumns):
+class DcpColumns(ChunkColumns):
     """The chunks of a tensor: the boxes of its pieces and their arrays."""
 
     __slots__ = ("arrays", "pieces")
@@ -315,12 +315,12 @@ class Columns(ChunkColumns):
             inner = within.get(shape) or within.setdefault(shape, whole(shape))
             yield Chunk(Box(tuple(offset), inner.shape), array, inner)
 
-    def apart(self, leads: int) -> Iterator[tuple[tuple[int, ...], Columns]] | None:
+    def apart(self, leads: int) -> Iterator[tuple[tuple[int, ...], DcpColumns]] | None:
         """The chunks at each position of the first `leads` dims, without these; None where a box covers several."""
         offsets, extents = self.pieces.offsets, self.pieces.extents
         return None if (extents[:, :leads] != 1).any() else self._at_positions(leads, _ordered(offsets[:, :leads]))
 
-    def _at_positions(self, leads: int, order: Ints) -> Iterator[tuple[tuple[int, ...], Columns]]:
+    def _at_positions(self, leads: int, order: Ints) -> Iterator[tuple[tuple[int, ...], DcpColumns]]:
         at = self.pieces.offsets[order, :leads]
         firsts = np.concatenate(([True], (at[1:] != at[:-1]).any(axis=1)))[: len(at)]
         for rows in np.split(order, np.flatnonzero(firsts)[1:]) if len(order) else ():
@@ -328,7 +328,7 @@ class Columns(ChunkColumns):
                 column[rows] for column in (self.pieces.offsets, self.pieces.extents, self.pieces.table)
             )
             pieces = Pieces(offsets[:, leads:], _kept_once(extents[:, leads:]), table, self.pieces.paths)
-            yield tuple(offsets[0, :leads].tolist()), Columns(pieces, self.arrays.some(rows, leads))
+            yield tuple(offsets[0, :leads].tolist()), DcpColumns(pieces, self.arrays.some(rows, leads))
 
     def starts(self) -> list[int]:
         return [len(np.unique(along)) for along in self.pieces.offsets.T]
@@ -360,7 +360,7 @@ class Columns(ChunkColumns):
         return Records(nbytes, crcs, within, table.files, arrays.names)
 
 
-def joined(parts: Sequence[tuple[Columns, int]]) -> Columns | None:
+def joined(parts: Sequence[tuple[DcpColumns, int]]) -> DcpColumns | None:
     """The chunks of several tensors of one save as those of one, each so many rows further down than it was. None where
     they have no rows."""
     columns = [part for part, _ in parts]
@@ -376,8 +376,8 @@ def joined(parts: Sequence[tuple[Columns, int]]) -> Columns | None:
         others |= {start + number: array for number, array in of.others.items()}
         start += len(of)
     extents, table = (np.concatenate(each) for each in zip(*((of.extents, of.table) for of in pieces), strict=True))
-    whole_table = Table(*(np.concatenate(each) for each in zip(*(of.table for of in arrays), strict=True)))
-    return Columns(
+    whole_table = PieceTable(*(np.concatenate(each) for each in zip(*(of.table for of in arrays), strict=True)))
+    return DcpColumns(
         Pieces(np.concatenate(offsets), _kept_once(extents), table, pieces[0].paths),
         Arrays(whole_table, first.names, first.twins, others, first.leads),
     )

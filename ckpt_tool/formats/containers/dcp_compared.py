@@ -18,18 +18,18 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.inner_path import is_view
 from ckpt_tool.core.tensor import StoredArray
-from ckpt_tool.formats.containers.dcp_columns import LARGEST, Arrays, Ints, Pieces, Table
-from ckpt_tool.formats.containers.dcp_pieces import Item
+from ckpt_tool.formats.containers.dcp_columns import LARGEST, Arrays, Ints, Pieces, PieceTable
+from ckpt_tool.formats.containers.dcp_pieces import DcpItem
 
 if TYPE_CHECKING:
-    from ckpt_tool.compiled.twins import Compare, Kind
-    from ckpt_tool.formats.containers.dcp_items import Items, Twin
-    from ckpt_tool.formats.containers.dcp_metadata import TensorEntry
+    from ckpt_tool.compiled.twins import Compare, TwinKind
+    from ckpt_tool.formats.containers.dcp_items import DcpItems, Twin
+    from ckpt_tool.formats.containers.dcp_metadata import DcpTensorEntry
 
 LARGEST_END = 1 << 20  # bytes of a head or an end that are compared with others in one call
 
 
-class _Kind(NamedTuple):
+class _TwinKind(NamedTuple):
     """What twins have in common, as the metadata says it."""
 
     dtype: DType
@@ -37,8 +37,8 @@ class _Kind(NamedTuple):
     length: int
 
 
-def compared(items: Items, tensors: Sequence[TensorEntry], compare: Compare) -> dict[str, Sequence[StoredArray]]:
-    """What `Items.arrays` gives."""
+def compared(items: DcpItems, tensors: Sequence[DcpTensorEntry], compare: Compare) -> dict[str, Sequence[StoredArray]]:
+    """What `DcpItems.arrays` gives."""
     return _Comparing(items, sorted(tensors, key=lambda tensor: tensor.fqn), compare).arrays()
 
 
@@ -47,15 +47,15 @@ class _Comparing:
     the end. crcs, twins: what was found of each row, twins -1 where it is none; others: the arrays of those, by tensor
     and number of the piece. numbers: of tensors, by id."""
 
-    def __init__(self, items: Items, tensors: Sequence[TensorEntry], compare: Compare) -> None:
+    def __init__(self, items: DcpItems, tensors: Sequence[DcpTensorEntry], compare: Compare) -> None:
         self.items, self.tensors, self.compare = items, tensors, compare
-        self.kinds: dict[_Kind, int] = {}
+        self.kinds: dict[_TwinKind, int] = {}
         self.met: list[Twin] = []
-        self.compared: list[Kind] = []  # the same for a call
+        self.compared: list[TwinKind] = []  # the same for a call
         self.twin_of: dict[int, int] = {}  # number of a kind -> number of its twin
         self.others: list[dict[int, StoredArray]] = [{} for _ in tensors]
         self.numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-        met = _Names()
+        met = _FileNumbers()
         parts = [_columns(tensor, met) for tensor in tensors]
         self.names = sorted(met.numbers)
         order = {name: number for number, name in enumerate(self.names)}
@@ -80,18 +80,18 @@ class _Comparing:
         for number, tensor in enumerate(self.tensors):
             rows = slice(*self.starts[number : number + 2].tolist())
             if tensor.fqn not in self.items.odd and rows.start < rows.stop:
-                table = Table(self.files[rows], self.at[rows], self.crcs[rows], self.twins[rows])
+                table = PieceTable(self.files[rows], self.at[rows], self.crcs[rows], self.twins[rows])
                 found[tensor.fqn] = Arrays(table, self.names, self.met, self.others[number])
         return found
 
-    def _kinds(self, tensor: TensorEntry, extents: Ints, lengths: Ints) -> Ints:
+    def _kinds(self, tensor: DcpTensorEntry, extents: Ints, lengths: Ints) -> Ints:
         """The kinds of a tensor's pieces."""
         rows = np.column_stack((extents, lengths))
         if len(rows) and (rows == rows[0]).all():
             different, inverse = rows[:1], np.zeros(len(rows), np.int64)
         else:
             different, inverse = np.unique(rows, axis=0, return_inverse=True)
-        kinds = (_Kind(tensor.dtype, tuple(shape), length) for *shape, length in different.tolist())
+        kinds = (_TwinKind(tensor.dtype, tuple(shape), length) for *shape, length in different.tolist())
         numbers = [self.kinds.setdefault(kind, len(self.kinds)) for kind in kinds]
         return np.array(numbers, np.int32)[inverse.reshape(-1)]
 
@@ -105,7 +105,7 @@ class _Comparing:
         tensors = np.searchsorted(self.starts, left, side="right") - 1
         columns = (each.tolist() for each in (self.at[left], tensors, left - self.starts[tensors], self.lengths[left]))
         items = [
-            Item(at, self.tensors[tensor].fqn, number, self.tensors[tensor], length)
+            DcpItem(at, self.tensors[tensor].fqn, number, self.tensors[tensor], length)
             for at, tensor, number, length in zip(*columns, strict=True)
         ]
         for item, found in self.items.in_file(file, items):
@@ -128,7 +128,7 @@ class _Comparing:
         tree.met.several(file, array("q", self.at[good].tobytes()), array("q", self.lengths[good].tobytes()))
         return same
 
-    def _twin(self, kind: _Kind, number: int) -> int:
+    def _twin(self, kind: _TwinKind, number: int) -> int:
         """The number of a kind's twin, -1 while there is none."""
         if number not in self.twin_of:
             twin = self.items.twin(*kind)
@@ -140,7 +140,7 @@ class _Comparing:
         return self.twin_of[number]
 
 
-class _Names:
+class _FileNumbers:
     """Files, numbered as they are met."""
 
     def __init__(self) -> None:
@@ -157,7 +157,7 @@ class _Names:
         return self._of[id(paths)][pieces.table[:, 0]]
 
 
-def _columns(tensor: TensorEntry, names: _Names) -> tuple[Ints, Ints, Ints, Ints]:
+def _columns(tensor: DcpTensorEntry, names: _FileNumbers) -> tuple[Ints, Ints, Ints, Ints]:
     """(extents, files, first bytes, lengths) of a tensor's pieces."""
     pieces = tensor.pieces
     if isinstance(pieces, Pieces):

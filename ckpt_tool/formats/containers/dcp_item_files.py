@@ -4,11 +4,11 @@ The one idea: a zip is laid out once for each dtype and shape and moved to where
 are looked at once for all tensors that are cut alike (experts, layers): of each then only the bytes where its items
 begin are counted. What lies in a file is listed when somebody looks at it, which a dry run does not:
 
-    96 experts in 8 boxes each   -> 96 `Share`s of one cut; 768 numbers; sizes of files; `.metadata`
+    96 experts in 8 boxes each   -> 96 `TensorShare`s of one cut; 768 numbers; sizes of files; `.metadata`
     a file's literals, arrays    -> listed at the first look, and kept
 
 Items begin at multiples of 64 bytes, so that storages are aligned in the file too (torch's do not; offsets are read
-from the metadata). They follow one another and each holds its array (`_Kind`), so no two overlap.
+from the metadata). They follow one another and each holds its array (`_ItemKind`), so no two overlap.
 
 Source: as in `containers.dcp_items`. Cost: 0.5 us a box, 2 us more where it is listed.
 """
@@ -25,19 +25,19 @@ from typing import NamedTuple
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.core.target import Kept, Patch, TargetArray, TargetFile, WantedTensor
+from ckpt_tool.core.target import LazySequence, Patch, TargetArray, TargetFile, WantedTensor
 from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import InternalError, UsageError
-from ckpt_tool.formats.containers.dcp_metadata import Band, ObjectEntry, Tail, WrittenTensor
+from ckpt_tool.formats.containers.dcp_metadata import ObjectEntry, PieceBand, Tail, WrittenTensor
 from ckpt_tool.formats.torch.composer import TorchComposer
-from ckpt_tool.storage.pickle_writer import dumps, stored
-from ckpt_tool.storage.zip_plan import ZipPlan, plan_zip
+from ckpt_tool.storage.pickles.pickle_writer import dumps, stored
+from ckpt_tool.storage.torch_files.zip_plan import ZipPlan, plan_zip
 
 ROOT = "archive"  # the top folder in an item's zip, as torch.save to a buffer names it
 ALIGNMENT = 64  # bytes between written items
 
 
-class Item(NamedTuple):
+class StoredItem(NamedTuple):
     """`box` of a wanted tensor is stored at `offset` of the stored tensor, in `shape`, both without leading dims, by
     rank number `rank`, counted from the first that holds the tensor. A box of as many dims that is smaller than `shape`
     is filled up with zeros at the end of each dim; with no elements it is zeros alone."""
@@ -48,13 +48,13 @@ class Item(NamedTuple):
     rank: int
 
 
-class Share(NamedTuple):
+class TensorShare(NamedTuple):
     """What wanted tensor number `tensor` is of a stored tensor: the items `cut` at position `lead` of its leading dims
     (() where it has none: one tensor, one stored tensor), by ranks counted from `first`. Tensors that are cut alike
     have one `cut`, the same object."""
 
     tensor: int
-    cut: tuple[Item, ...]
+    cut: tuple[StoredItem, ...]
     lead: tuple[int, ...] = ()
     first: int = 0
 
@@ -98,7 +98,7 @@ class _File:
             self.patches.append(patch._replace(offset=base + patch.offset, of=of, span=span))
 
 
-class _Kind:
+class _ItemKind:
     """What items of one zip hold of boxes of one shape, counted from where the item begins. held: any element, or
     zeros alone? padded: the stored shape where it is larger. holes: of the CRCs, () for an item without elements."""
 
@@ -131,8 +131,8 @@ class _Lot(NamedTuple):
     tails: tuple[Tail, ...]
     paths: tuple[str, ...]
     files: tuple[_File, ...]
-    kinds: tuple[_Kind, ...]
-    cut: tuple[Item, ...]
+    kinds: tuple[_ItemKind, ...]
+    cut: tuple[StoredItem, ...]
 
     def begins(self, count: int) -> list[list[int]]:
         """The bytes where the items begin of so many shares that now lie at the ends of the files. Each share lies as
@@ -148,7 +148,7 @@ class _Lot(NamedTuple):
         return rows
 
 
-class _Run(NamedTuple):
+class _ShareRun(NamedTuple):
     """Shares of one lot that follow one another. at: the bytes where the items of each begin."""
 
     lot: _Lot
@@ -172,15 +172,17 @@ class ItemFiles:
         self.entries: dict[str, WrittenTensor | ObjectEntry] = {}
         self._files: dict[tuple[str, int], _File] = {}
         self._zips: dict[tuple[DType, tuple[int, ...]], ZipPlan] = {}
-        self._laid: list[_Run | _Whole] = []
+        self._laid: list[_ShareRun | _Whole] = []
         self._unlisted = self._laid
         self._lots: dict[tuple[int, DType, str, int, int], _Lot] = {}  # which keep their cuts
-        self._alike: dict[tuple[int, DType, int], tuple[tuple[Tail, ...], tuple[_Kind, ...]]] = {}
+        self._alike: dict[tuple[int, DType, int], tuple[tuple[Tail, ...], tuple[_ItemKind, ...]]] = {}
 
-    def tensor(self, fqn: str, path: Path, shape: tuple[int, ...], shares: Iterable[Share], folder: str = "") -> None:
+    def tensor(
+        self, fqn: str, path: Path, shape: tuple[int, ...], shares: Iterable[TensorShare], folder: str = ""
+    ) -> None:
         """A stored tensor of `shape` and its shares, at least one: an item a box, in its rank's file. Raises UsageError
         E0242."""
-        given, bands, runs = list(shares), list[Band](), list[_Run]()
+        given, bands, runs = list(shares), list[PieceBand](), list[_ShareRun]()
         dtype = torch_dtype(self.tensors[given[0].tensor])
         lots = dict[tuple[int, int], _Lot]()  # of this dtype and folder
         last = None
@@ -189,18 +191,18 @@ class ItemFiles:
             if lot is None:
                 lot = lots[id(cut), first] = self._lot(cut, dtype, folder, first, len(lead))
             if lot is not last:
-                runs.append(_Run(lot, [], []))
+                runs.append(_ShareRun(lot, [], []))
                 last = lot
             runs[-1].tensors.append(tensor)
         leads = iter(given)
         for run in runs:
             run.at.extend(run.lot.begins(len(run.tensors)))
             tails, paths = run.lot.tails, run.lot.paths
-            bands += [Band(next(leads).lead, tails, paths, at) for at in run.at]
+            bands += [PieceBand(next(leads).lead, tails, paths, at) for at in run.at]
         self._laid += runs
         self.entries[fqn] = WrittenTensor(fqn, path, dtype, shape, bands)
 
-    def _lot(self, cut: tuple[Item, ...], dtype: DType, folder: str, first: int, leads: int) -> _Lot:
+    def _lot(self, cut: tuple[StoredItem, ...], dtype: DType, folder: str, first: int, leads: int) -> _Lot:
         known = id(cut), dtype, folder, first, leads
         lot = self._lots.get(known)
         if lot is None:
@@ -211,12 +213,14 @@ class ItemFiles:
             lot = self._lots[known] = _Lot(alike[0], tuple([file.path for file in files]), files, alike[1], cut)
         return lot
 
-    def _kinds(self, cut: tuple[Item, ...], dtype: DType, leads: int) -> tuple[tuple[Tail, ...], tuple[_Kind, ...]]:
-        one, found = (1,) * leads, dict[tuple[object, ...], _Kind]()
+    def _kinds(
+        self, cut: tuple[StoredItem, ...], dtype: DType, leads: int
+    ) -> tuple[tuple[Tail, ...], tuple[_ItemKind, ...]]:
+        one, found = (1,) * leads, dict[tuple[object, ...], _ItemKind]()
         shapes = [(*one, *item.shape) for item in cut]
         for shape, item in zip(shapes, cut, strict=True):
             if (shape, item.box.shape) not in found:
-                found[shape, item.box.shape] = _Kind(self._zip(dtype, shape), dtype, shape, item.box)
+                found[shape, item.box.shape] = _ItemKind(self._zip(dtype, shape), dtype, shape, item.box)
         kinds = tuple([found[shape, item.box.shape] for shape, item in zip(shapes, cut, strict=True)])
         rows = zip(shapes, cut, kinds, strict=True)
         return tuple([Tail(item.offset, shape, kind.size) for shape, item, kind in rows]), kinds
@@ -242,7 +246,9 @@ class ItemFiles:
         entry = self.entries[fqn]
         if isinstance(entry, ObjectEntry):
             tails = (Tail((0,) * len(shape), shape, entry.length),)
-            self.entries[fqn] = WrittenTensor(fqn, path, dtype, shape, [Band((), tails, (entry.file,), [entry.at])])
+            self.entries[fqn] = WrittenTensor(
+                fqn, path, dtype, shape, [PieceBand((), tails, (entry.file,), [entry.at])]
+            )
 
     def finished(self) -> list[TargetFile]:
         """The files, by folder and rank. Nothing is added to them any more."""
@@ -250,8 +256,11 @@ class ItemFiles:
         return [self._finished(file) for _, file in sorted(self._files.items())]
 
     def _finished(self, file: _File) -> TargetFile:
-        literals, arrays = Kept(lambda: self._listed(file).literals), Kept(lambda: self._listed(file).arrays)
-        return TargetFile(file.path, file.size, literals, arrays, Kept(lambda: self._listed(file).patches))
+        literals, arrays = (
+            LazySequence(lambda: self._listed(file).literals),
+            LazySequence(lambda: self._listed(file).arrays),
+        )
+        return TargetFile(file.path, file.size, literals, arrays, LazySequence(lambda: self._listed(file).patches))
 
     def _listed(self, file: _File) -> _File:
         """A file with what lies in it: that of all files is listed at once."""
@@ -274,7 +283,7 @@ class ItemFiles:
 
     def places(self, files: Sequence[TargetFile]) -> ItemPlaces:
         """Where the tensors lie. files: all of the target, the finished ones among them."""
-        cuts: dict[int, tuple[tuple[Item, ...], ...]] = {}
+        cuts: dict[int, tuple[tuple[StoredItem, ...], ...]] = {}
         whole: dict[int, TargetFile] = {}
         for each in self._laid:
             if isinstance(each, _Whole):
@@ -300,7 +309,7 @@ class ItemPlaces:
         self,
         tensors: Sequence[WantedTensor],
         files: Sequence[TargetFile],
-        cuts: Mapping[int, tuple[tuple[Item, ...], ...]],
+        cuts: Mapping[int, tuple[tuple[StoredItem, ...], ...]],
         apart: Mapping[int, tuple[Box, ...]],
     ) -> None:
         self._tensors, self._files = tensors, files

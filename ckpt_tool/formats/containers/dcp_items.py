@@ -34,17 +34,18 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.tensor import StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, InconsistentCheckpoint, InputError, UnsafeInput
-from ckpt_tool.formats.containers.dcp_metadata import ObjectEntry, TensorEntry
-from ckpt_tool.formats.containers.dcp_pieces import Item, Piece
-from ckpt_tool.storage import pickles, strict_json
-from ckpt_tool.storage.coded_states import CODES, coded
-from ckpt_tool.storage.pickle_values import Pickled, TensorRef
-from ckpt_tool.storage.safetensors_file import Header, looks_like_header, read_header
+from ckpt_tool.formats.containers.dcp_metadata import DcpTensorEntry, ObjectEntry
+from ckpt_tool.formats.containers.dcp_pieces import DcpItem, DcpPiece
+from ckpt_tool.storage.pickles import pickle_reader as pickles
+from ckpt_tool.storage.pickles.coded_states import CODES, coded
+from ckpt_tool.storage.pickles.pickle_values import Pickled, TensorRef
+from ckpt_tool.storage.safetensors_files.safetensors_file import SafetensorsHeader, looks_like_header, read_header
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.torchzip import TorchZip, ZipRecord
+from ckpt_tool.storage.texts import strict_json
+from ckpt_tool.storage.torch_files.torchzip import TorchZip, ZipRecord
 
 if TYPE_CHECKING:
-    from ckpt_tool.compiled.twins import Compare, Kind
+    from ckpt_tool.compiled.twins import Compare, TwinKind
 
 MISMATCH = "E0394"
 _OBJECTS = ("E0420", "E0421")  # a name that only an unpickler would run; a tensor that hangs on an object
@@ -155,10 +156,10 @@ def _comparing(tree: Tree, items: int) -> Compare | None:
     return ready(items)
 
 
-class Items:
+class DcpItems:
     """Reads items of one checkpoint. unsafe, globals: of the pickles met so far.
 
-    coded: parts of states that are kept as codes (`storage.coded_states`), by fqn and number of the piece. odd: what
+    coded: parts of states that are kept as codes (`pickles.coded_states`), by fqn and number of the piece. odd: what
     else is no plain tensor, as (class of the object that holds it, the line that says why it can't be read, or the
     fault of a tensor that torch keeps in a form of its own); by fqn. Both are empty unless `every` is asked for:
     without it such items are refused. `arrays` gives the codes of the first, and nothing of the second.
@@ -176,9 +177,9 @@ class Items:
         self._twins: dict[tuple[str, tuple[int, ...], int], Twin | None] = {}
         self._seen: dict[tuple[str, tuple[int, ...], int], int] = {}
         self._tails: dict[int, int] = {}
-        self._headers: dict[str, tuple[Header, dict[str, int], dict[str, list[int]]] | None] = {}
+        self._headers: dict[str, tuple[SafetensorsHeader, dict[str, int], dict[str, list[int]]] | None] = {}
 
-    def arrays(self, tensors: Iterable[TensorEntry]) -> Mapping[str, Sequence[StoredArray]]:
+    def arrays(self, tensors: Iterable[DcpTensorEntry]) -> Mapping[str, Sequence[StoredArray]]:
         """Where the bytes of each tensor's pieces lie, in the pieces' order; by fqn.
 
         Items are read in the order in which they lie. Raises CorruptFile and UnsafeInput of the containers;
@@ -190,11 +191,11 @@ class Items:
             from ckpt_tool.formats.containers.dcp_compared import compared
 
             return compared(self, every, compare)
-        files: defaultdict[str, list[Item]] = defaultdict(list)
+        files: defaultdict[str, list[DcpItem]] = defaultdict(list)
         for tensor in every:
             tensor.pieces = list(tensor.pieces)  # each is looked at several times
             for number, piece in enumerate(tensor.pieces):
-                files[piece.file].append(Item(piece.at, tensor.fqn, number, tensor, piece.length))
+                files[piece.file].append(DcpItem(piece.at, tensor.fqn, number, tensor, piece.length))
         found: defaultdict[str, dict[int, StoredArray]] = defaultdict(dict)
 
         def read(file: str) -> None:
@@ -208,7 +209,7 @@ class Items:
             if fqn not in self.odd
         }
 
-    def in_file(self, file: str, items: Sequence[Item]) -> Iterator[tuple[Item, StoredArray]]:
+    def in_file(self, file: str, items: Sequence[DcpItem]) -> Iterator[tuple[DcpItem, StoredArray]]:
         """The arrays of a file's items, which are in order; none of one that is odd."""
         self._window.expect(file, {item.at: item.length for item in items})
         read = self._in_safetensors if self.in_safetensors(file) else self._in_zip
@@ -264,7 +265,7 @@ class Items:
             self.unsafe += [f"{use} at {shown}, item {fqn}, opcode {use.position}" for use in pickled.unsafe]
         return zip_, pickled
 
-    def _in_zip(self, tensor: TensorEntry, number: int) -> StoredArray | None:
+    def _in_zip(self, tensor: DcpTensorEntry, number: int) -> StoredArray | None:
         piece = tensor.pieces[number]
         kind = (tensor.dtype.name, piece.shape, piece.length)
         twin = self._twins.get(kind)
@@ -303,7 +304,7 @@ class Items:
                 self._twins[kind] = twin_of(zip_, array)
         return array
 
-    def _mismatch(self, tensor: TensorEntry, piece: Piece, found: str) -> InconsistentCheckpoint:
+    def _mismatch(self, tensor: DcpTensorEntry, piece: DcpPiece, found: str) -> InconsistentCheckpoint:
         return InconsistentCheckpoint(
             f"{found}; the metadata says {tensor.dtype.name} {list(piece.shape)} at {list(piece.offset)}",
             code=MISMATCH,
@@ -322,7 +323,7 @@ class Items:
             self._headers[file] = self._header(file) if looks_like_header(head, self.tree.size(file)) else None
         return self._headers[file] is not None
 
-    def _header(self, file: str) -> tuple[Header, dict[str, int], dict[str, list[int]]]:
+    def _header(self, file: str) -> tuple[SafetensorsHeader, dict[str, int], dict[str, list[int]]]:
         header = read_header(self.tree, file)
         offsets: dict[str, list[int]] = {}
         text = (header.metadata or {}).get(SHARDING_INFO)
@@ -342,7 +343,7 @@ class Items:
             offsets = {name: each["saved_offsets"] for name, each in info.items()}
         return header, {name: row for row, name in enumerate(header.names)}, offsets
 
-    def _in_safetensors(self, tensor: TensorEntry, number: int) -> StoredArray:
+    def _in_safetensors(self, tensor: DcpTensorEntry, number: int) -> StoredArray:
         piece = tensor.pieces[number]
         found = self._headers[piece.file]
         if found is None or tensor.fqn not in found[1]:
@@ -398,15 +399,15 @@ class Twin(NamedTuple):
         """Bytes of an item."""
         return self.data + self.nbytes + self.end
 
-    def kind(self) -> Kind:
+    def kind(self) -> TwinKind:
         """The same for a call that compares many."""
-        from ckpt_tool.compiled.twins import Kind
+        from ckpt_tool.compiled.twins import TwinKind
 
         end, fixed = bytearray(self.end), bytearray(self.end)
         for offset, piece in self.fixed:
             end[offset : offset + len(piece)] = piece
             fixed[offset : offset + len(piece)] = b"\xff" * len(piece)
-        return Kind(self.head, self.data + self.nbytes, bytes(end), bytes(fixed), self.crc, self.id_crc)
+        return TwinKind(self.head, self.data + self.nbytes, bytes(end), bytes(fixed), self.crc, self.id_crc)
 
 
 def twin_of(opened: TorchZip, array: StoredArray) -> Twin | None:

@@ -1,6 +1,6 @@
 """What a `.distcp` file says without its `.metadata`: how many items it holds, of what dtype and shape.
 
-    read_items(tree, "__0_0.distcp").rows  ->  (Row("__0_0.item 0", "unknown", F32, (10, 4), 160), ...)
+    read_items(tree, "__0_0.distcp").rows  ->  (CatalogRow("__0_0.item 0", "unknown", F32, (10, 4), 160), ...)
 
 Names, states and the places in whole tensors are in `.metadata` alone, so an item is called by its number in the file.
 The items are zips end to end: the file is followed from its end to its beginning, from directory to directory. A file
@@ -15,16 +15,16 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
-from ckpt_tool.core.catalog import Row
+from ckpt_tool.core.catalog import CatalogRow
 from ckpt_tool.core.tensor import UNKNOWN
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.base import FileContent
-from ckpt_tool.storage import pickles
-from ckpt_tool.storage.pickle_values import Pickled, TensorRef
+from ckpt_tool.storage.pickles import pickle_reader as pickles
+from ckpt_tool.storage.pickles.pickle_values import Pickled, TensorRef
+from ckpt_tool.storage.pickles.survey import find_zips
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.survey import find_zips
-from ckpt_tool.storage.torchzip import TorchZip
-from ckpt_tool.storage.zip_directory import END, LOCAL
+from ckpt_tool.storage.torch_files.torchzip import TorchZip
+from ckpt_tool.storage.torch_files.zip_directory import END, LOCAL
 
 _ITEM_END = 16 << 10  # bytes behind an item's values at most: small records, the directory and its end
 _ITEM_HEAD = 4 << 10  # bytes between an item's pickle and its values at most
@@ -46,7 +46,7 @@ def is_item_file(tree: Tree, path: str) -> bool:
 
 def read_items(tree: Tree, path: str) -> FileContent:
     """The items of one file. Raises what their zips and pickles raise."""
-    rows: list[Row] = []
+    rows: list[CatalogRow] = []
     unsafe: list[str] = []
     objects = 0
     stem = path.removesuffix(".distcp")
@@ -57,7 +57,7 @@ def read_items(tree: Tree, path: str) -> FileContent:
         tensor = item.value
         if isinstance(tensor, TensorRef):
             nbytes = tensor.dtype.nbytes(prod(tensor.shape))
-            rows.append(Row(f"{stem}.item {number}", UNKNOWN, tensor.dtype, tensor.shape, nbytes))
+            rows.append(CatalogRow(f"{stem}.item {number}", UNKNOWN, tensor.dtype, tensor.shape, nbytes))
         else:
             objects += 1
 

@@ -1,6 +1,7 @@
 """DCP's `.metadata`, read and written: which box of which tensor lies in which bytes of which file.
 
-The one idea: between the pickle and its users stand columns of plain integers (`Piece`, `ObjectEntry`). Read as data,
+The one idea: between the pickle and its users stand columns of plain integers (`DcpPiece`, `ObjectEntry`). Read as
+data,
 never unpickled, every number is held against the others before anyone uses it: a box inside its tensor, an item for
 every box, file names that stay in the folder. Written opcode by opcode (`pickled`): no object is made for any of a
 save's 100,000 boxes; each text and name is written once and fetched from the memo afterwards, each torch.Size once made
@@ -9,7 +10,7 @@ is kept as bytes. Equal entries give equal bytes: `save_id` and `checkpoint_id` 
     Metadata.state_dict_metadata  {"model.w": TensorStorageMetadata(size (4, 2), chunks [(0, 0) (2, 2), (2, 0) (2, 2)])}
     Metadata.storage_data         {MetadataIndex("model.w", (0, 0)): _StorageInfo("__0_0.distcp", 0, 1577), ...}
     Metadata.planner_data         {"model.w": ("model", "w")}
-    -> TensorEntry("model.w", ("model", "w"), F32, (4, 2), [Piece((0, 0), (2, 2), "__0_0.distcp", 0, 1577), ...])
+    -> DcpTensorEntry("model.w", ("model", "w"), F32, (4, 2), [DcpPiece((0, 0), (2, 2), "__0_0.distcp", 0, 1577), ...])
 
 Facts (torch 2.13 `distributed/checkpoint/metadata.py`, `filesystem.py`, `default_planner.py`): a pickle of protocol 4
 of `Metadata`, fields in the order in which `pickled` writes them; `properties` is pickled as the tuple (dtype, layout,
@@ -41,14 +42,14 @@ from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import Chunk, Path, StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError
-from ckpt_tool.formats.containers.dcp_pieces import RANK_LIMIT, Piece
-from ckpt_tool.storage import pickles
-from ckpt_tool.storage.pickle_rows import Rows, rows_of
-from ckpt_tool.storage.pickle_values import Irregular, Pickled, Record, Run
+from ckpt_tool.formats.containers.dcp_pieces import RANK_LIMIT, DcpPiece
+from ckpt_tool.storage.pickles import pickle_reader as pickles
+from ckpt_tool.storage.pickles.pickle_rows import Rows, rows_of
+from ckpt_tool.storage.pickles.pickle_values import Irregular, Pickled, PickledRecord, RowRun
 from ckpt_tool.storage.source import Tree, safe_relative
 
 if TYPE_CHECKING:
-    from ckpt_tool.formats.containers.dcp_columns import Pieces, Places
+    from ckpt_tool.formats.containers.dcp_columns import PieceLocations, Pieces
 
 SIZE_LIMIT = 4 << 30  # bytes of one .metadata; 100,000 chunks take 20 MB
 SHOWN = 100  # faults that one message lists
@@ -97,21 +98,21 @@ class ObjectEntry(NamedTuple):
 
 
 @dataclass(slots=True)
-class TensorEntry:
+class DcpTensorEntry:
     """A tensor as the metadata states it. path: from planner_data, `(fqn,)` without."""
 
     fqn: str
     path: Path
     dtype: DType
     shape: tuple[int, ...]
-    pieces: list[Piece] | Pieces
+    pieces: list[DcpPiece] | Pieces
 
     def chunks(self, arrays: Sequence[StoredArray]) -> Sequence[Chunk]:
         """Its pieces, whose bytes are `arrays`, in the same order; columns where both are."""
         if not isinstance(self.pieces, list) and not isinstance(arrays, list):
-            from ckpt_tool.formats.containers.dcp_columns import Arrays, Columns
+            from ckpt_tool.formats.containers.dcp_columns import Arrays, DcpColumns
 
-            return Columns(self.pieces, cast(Arrays, arrays))
+            return DcpColumns(self.pieces, cast(Arrays, arrays))
         pieces = list(self.pieces)
         within = {shape: whole(shape) for shape in {piece.shape for piece in pieces}}
         return [
@@ -123,19 +124,19 @@ class TensorEntry:
         """The same as it is written: all pieces as one band."""
         pieces = list(self.pieces)
         tails = tuple([Tail(piece.offset, piece.shape, piece.length) for piece in pieces])
-        band = Band((), tails, tuple([piece.file for piece in pieces]), [piece.at for piece in pieces])
+        band = PieceBand((), tails, tuple([piece.file for piece in pieces]), [piece.at for piece in pieces])
         return WrittenTensor(self.fqn, self.path, self.dtype, self.shape, [band])
 
 
 @dataclass(slots=True)
-class Listing:
+class DcpListing:
     """What one DCP folder says it holds. files: relative to the tree's root. planner: does planner_data say how the
     keys nest? unsafe, globals: of the pickles (see `core.catalog`). reformed: the true shapes of tensors that Megatron
     stored flattened (`formats.megatron_dist.read`). differing: objects that other ranks saved too, and nobody
     reads."""
 
     folder: str
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    tensors: dict[str, DcpTensorEntry] = field(default_factory=dict)
     objects: dict[str, ObjectEntry] = field(default_factory=dict)
     files: dict[str, None] = field(default_factory=dict)
     planner: bool = True
@@ -145,7 +146,7 @@ class Listing:
     reformed: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def read_listing(tree: Tree, folder: str, metadata_files: Iterable[str]) -> Listing:
+def read_listing(tree: Tree, folder: str, metadata_files: Iterable[str]) -> DcpListing:
     """The listing of `folder` ("" or "name/"), merged from its metadata files (one, or one a rank).
 
     Raises InputError E0309 (items missing), E0389, E2603 (form), E1333 (not torch's metadata), E0395 (compressed
@@ -161,9 +162,9 @@ def read_listing(tree: Tree, folder: str, metadata_files: Iterable[str]) -> List
     return _listing(tree, folder, names, None)
 
 
-def _listing(tree: Tree, folder: str, names: Sequence[str], rows: Rows | None) -> Listing:
+def _listing(tree: Tree, folder: str, names: Sequence[str], rows: Rows | None) -> DcpListing:
     """The listing. rows: take the rows of the one file as columns; raises Irregular where that won't do."""
-    listing = Listing(folder)
+    listing = DcpListing(folder)
 
     def load(name: str) -> Pickled:
         size = tree.size_within(folder + name, limit=SIZE_LIMIT)
@@ -174,8 +175,8 @@ def _listing(tree: Tree, folder: str, names: Sequence[str], rows: Rows | None) -
         shown = tree.display(folder + name)
         value = pickled.value
         if isinstance(value, Opaque) and value.name == _MEGATRON and isinstance(value.state, dict):
-            value = Record(_METADATA, state=value.state)
-        if not isinstance(value, Record) or value.name != _METADATA:
+            value = PickledRecord(_METADATA, state=value.state)
+        if not isinstance(value, PickledRecord) or value.name != _METADATA:
             pickles.refuse_unsafe(pickled, shown)
             raise InputError(
                 f"the metadata is {_what(value)}, want torch's Metadata",
@@ -187,7 +188,7 @@ def _listing(tree: Tree, folder: str, names: Sequence[str], rows: Rows | None) -
         listing.unsafe += [f"{use} at {shown}, opcode {use.position}" for use in pickled.unsafe]
         listing.globals.update(dict.fromkeys(map(str, pickled.globals)))
         try:
-            reading = _Reading(listing, shown, rows)
+            reading = _DcpMetadataReading(listing, shown, rows)
             reading.metadata(value)
             if rows is not None and reading.met != rows.taken:
                 raise Irregular  # some stand where nobody looks for them
@@ -200,10 +201,10 @@ def _listing(tree: Tree, folder: str, names: Sequence[str], rows: Rows | None) -
     return listing
 
 
-class _Reading:
+class _DcpMetadataReading:
     """One metadata file, checked and put into the listing. rows: it may have Runs."""
 
-    def __init__(self, listing: Listing, shown: str, rows: Rows | None) -> None:
+    def __init__(self, listing: DcpListing, shown: str, rows: Rows | None) -> None:
         self.listing = listing
         self.shown = shown
         self.safe: dict[str, str] = {}
@@ -211,7 +212,7 @@ class _Reading:
         self.places = None if rows is None else _places(rows)
         self.met = 0  # rows of the Runs
 
-    def metadata(self, value: Record) -> None:
+    def metadata(self, value: PickledRecord) -> None:
         states = value.get("state_dict_metadata", dict)
         items = self.items(value.get("storage_data", dict))
         paths = self.paths(value.state.get("planner_data") if value.state else None, states)
@@ -220,9 +221,9 @@ class _Reading:
         for fqn in self.order(states, paths):
             entry = states[fqn]
             path = paths.get(fqn, (fqn,))
-            if isinstance(entry, Record) and entry.name == _TENSOR:
+            if isinstance(entry, PickledRecord) and entry.name == _TENSOR:
                 self.tensor(fqn, path, entry, items.pop(fqn, {}), missing)
-            elif isinstance(entry, Record) and entry.name == _BYTES:
+            elif isinstance(entry, PickledRecord) and entry.name == _BYTES:
                 where = items.get(fqn, {}).get(None)
                 if where is None:
                     missing.append(fqn)
@@ -272,12 +273,12 @@ class _Reading:
         """Where the items of each fqn lie, by offset; `storage` is empty then (it takes more memory than all else)."""
         out: defaultdict[str, dict[_Offset, _Where]] = defaultdict(dict)
         for index, info in storage.items():
-            if isinstance(index, Run):
+            if isinstance(index, RowRun):
                 self.run_of_items(index, info, out)
                 continue
             if (
-                not isinstance(index, Record)
-                or not isinstance(info, Record)
+                not isinstance(index, PickledRecord)
+                or not isinstance(info, PickledRecord)
                 or index.state is None
                 or info.state is None
             ):
@@ -310,7 +311,7 @@ class _Reading:
             self.places.finished()
         return out
 
-    def run_of_items(self, run: Run, info: Any, out: dict[str, dict[_Offset, _Where]]) -> None:
+    def run_of_items(self, run: RowRun, info: Any, out: dict[str, dict[_Offset, _Where]]) -> None:
         """The same of rows that were taken as columns, whose numbers and sizes are known to be such."""
         if info is not run or self.places is None:
             raise Irregular
@@ -361,9 +362,11 @@ class _Reading:
         if known is not entry:
             self.listing.differing.append(entry)
 
-    def tensor(self, fqn: str, path: Path, entry: Record, items: dict[_Offset, _Where], missing: list[str]) -> None:
+    def tensor(
+        self, fqn: str, path: Path, entry: PickledRecord, items: dict[_Offset, _Where], missing: list[str]
+    ) -> None:
         shape = _size(entry.get("size"), fqn)
-        dtype = self.dtype(entry.get("properties", Record), fqn)
+        dtype = self.dtype(entry.get("properties", PickledRecord), fqn)
         chunks = entry.get("chunks", list)
         if self.places is not None:
             columns = self.places.pieces(fqn, shape, self.columns(chunks, fqn, len(shape)))
@@ -371,7 +374,7 @@ class _Reading:
                 self.merge(fqn, path, dtype, shape, columns)
                 return
             items = self.places.of(fqn)  # an item of a tensor has an offset, so all are there
-        pieces: dict[tuple[Any, Any], Piece] = {}
+        pieces: dict[tuple[Any, Any], DcpPiece] = {}
         numel, dims = prod(shape), len(shape)
         known: tuple[int, ...] | None = None
         count, room = 0, shape  # of the last extent: its elements, and how far its box may begin
@@ -389,11 +392,11 @@ class _Reading:
             if where is None:
                 missing.append(f"{fqn} at {list(offset)}")
                 continue
-            pieces[offset, known] = Piece(offset, known, *where)
+            pieces[offset, known] = DcpPiece(offset, known, *where)
         self.merge(fqn, path, dtype, shape, list(pieces.values()))
 
     def columns(self, chunks: Iterable[Any], fqn: str, dims: int) -> Any:
-        """The boxes of a tensor's list as `Places.pieces` takes them."""
+        """The boxes of a tensor's list as `PieceLocations.pieces` takes them."""
         from ckpt_tool.formats.containers.dcp_columns import boxes_of
 
         boxes, rows = boxes_of(chunks, dims, lambda chunk: self.box(chunk, fqn))
@@ -403,7 +406,7 @@ class _Reading:
     def boxes(self, chunks: Iterable[Any], fqn: str) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """(offset, shape) of each box of a tensor's list."""
         for chunk in chunks:
-            if isinstance(chunk, Run):
+            if isinstance(chunk, RowRun):
                 from ckpt_tool.formats.containers.dcp_columns import sizes_of
 
                 yield from sizes_of(chunk)
@@ -412,23 +415,25 @@ class _Reading:
 
     def box(self, chunk: Any, fqn: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The same of one that is an object."""
-        if not isinstance(chunk, Record):
+        if not isinstance(chunk, PickledRecord):
             raise CorruptFile(f"a chunk is {_what(chunk)}", code="E2603", key=fqn, hint="the metadata is damaged")
         return _size(chunk.get("offsets"), fqn), _size(chunk.get("sizes"), fqn)
 
-    def merge(self, fqn: str, path: Path, dtype: DType, shape: tuple[int, ...], pieces: list[Piece] | Pieces) -> None:
+    def merge(
+        self, fqn: str, path: Path, dtype: DType, shape: tuple[int, ...], pieces: list[DcpPiece] | Pieces
+    ) -> None:
         known = self.listing.tensors.get(fqn)
         if known is None:
-            self.listing.tensors[fqn] = TensorEntry(fqn, path, dtype, shape, pieces)
+            self.listing.tensors[fqn] = DcpTensorEntry(fqn, path, dtype, shape, pieces)
         elif known.shape != shape or known.dtype != dtype:
             self.faults.append(
                 f"{fqn}: {dtype.name} {list(shape)} here, {known.dtype.name} {list(known.shape)} in another "
                 "rank's metadata"
             )
         else:
-            cast(list[Piece], known.pieces).extend(pieces)  # of several files, none is taken as columns
+            cast(list[DcpPiece], known.pieces).extend(pieces)  # of several files, none is taken as columns
 
-    def dtype(self, properties: Record, fqn: str) -> DType:
+    def dtype(self, properties: PickledRecord, fqn: str) -> DType:
         name = properties.get("dtype")
         found = from_torch(name.name) if isinstance(name, Symbol) else None
         if found is None:
@@ -441,10 +446,10 @@ class _Reading:
         return found
 
 
-def _places(rows: Rows) -> Places:
-    from ckpt_tool.formats.containers.dcp_columns import Places
+def _places(rows: Rows) -> PieceLocations:
+    from ckpt_tool.formats.containers.dcp_columns import PieceLocations
 
-    return Places(rows.number)
+    return PieceLocations(rows.number)
 
 
 def _size(value: Any, fqn: str) -> tuple[int, ...]:
@@ -460,7 +465,7 @@ def _size(value: Any, fqn: str) -> tuple[int, ...]:
     )
 
 
-def _text(record: Record, field_: str) -> str:
+def _text(record: PickledRecord, field_: str) -> str:
     """A field that must be a text."""
     value = record.state and record.state.get(field_)
     return value if type(value) is str else record.get(field_, str)
@@ -472,7 +477,7 @@ def _what(value: Any) -> str:
     return pickles.shown(str(name)) if isinstance(name, str) else type(value).__name__
 
 
-def check_files(tree: Tree, listings: Sequence[Listing], metadata: str) -> None:
+def check_files(tree: Tree, listings: Sequence[DcpListing], metadata: str) -> None:
     """Raise Incomplete (E0301) naming every file that the metadata names and that is not there. metadata: the first
     metadata file."""
     have = tree.listing()
@@ -492,7 +497,7 @@ def check_files(tree: Tree, listings: Sequence[Listing], metadata: str) -> None:
         report_missing(fault, files=counts, file_bytes=sizes)
 
 
-def _leave_out(listing: Listing, counts: dict[str, int], sizes: dict[str, int]) -> None:
+def _leave_out(listing: DcpListing, counts: dict[str, int], sizes: dict[str, int]) -> None:
     """Take what lies in missing files out of a listing, and count the items and their bytes by file.
 
     Args:
@@ -528,7 +533,7 @@ class Tail(NamedTuple):
     length: int
 
 
-class Band(NamedTuple):
+class PieceBand(NamedTuple):
     """Pieces of a tensor, one behind the other in its list: their offsets begin with `lead`, and byte `at[i]` of file
     `files[i]` is where the i-th lies. Bands that differ in `lead` and `at` alone have the same objects for the rest."""
 
@@ -539,23 +544,23 @@ class Band(NamedTuple):
 
 
 class WrittenTensor(NamedTuple):
-    """A tensor as the metadata will state it: `TensorEntry` by bands."""
+    """A tensor as the metadata will state it: `DcpTensorEntry` by bands."""
 
     fqn: str
     path: Path
     dtype: DType
     shape: tuple[int, ...]
-    bands: Sequence[Band]
+    bands: Sequence[PieceBand]
 
 
 def pickled(
-    entries: Iterable[WrittenTensor | TensorEntry | ObjectEntry], folder: str = "", *, nested: bool = True
+    entries: Iterable[WrittenTensor | DcpTensorEntry | ObjectEntry], folder: str = "", *, nested: bool = True
 ) -> bytes:
     """The `.metadata` of `folder` ("" or with a slash at its end) that lists `entries`, in this order. nested: are the
     entries' paths written (planner_data), or do keys not nest?"""
     memo = _Memo()
     text, name = memo.text, memo.name
-    every = [entry.written() if isinstance(entry, TensorEntry) else entry for entry in entries]
+    every = [entry.written() if isinstance(entry, DcpTensorEntry) else entry for entry in entries]
     out = [b"\x80\x04" + name(_META, "Metadata") + _NEW + _EMPTY + text("state_dict_metadata") + _EMPTY]
     for entry in every:
         out.append(text(entry.fqn))

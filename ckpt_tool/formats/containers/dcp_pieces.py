@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from ckpt_tool.formats.containers.dcp_metadata import TensorEntry
+    from ckpt_tool.formats.containers.dcp_metadata import DcpTensorEntry
 
 RANK_LIMIT = 64
 
 
-class Piece(NamedTuple):
+class DcpPiece(NamedTuple):
     """A box of a tensor and where its item lies. offset, shape: elements; at, length: bytes in `file`."""
 
     offset: tuple[int, ...]
@@ -20,11 +20,11 @@ class Piece(NamedTuple):
     length: int
 
 
-class Item(NamedTuple):
+class DcpItem(NamedTuple):
     """A piece of a tensor, by where it lies. at, length: bytes in its file. number: of the piece."""
 
     at: int
     fqn: str
     number: int
-    tensor: TensorEntry
+    tensor: DcpTensorEntry
     length: int

@@ -20,12 +20,12 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.faults import both, for_each
 from ckpt_tool.core.tensor import ChunkColumns, LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import InputError
-from ckpt_tool.formats.containers.dcp_items import DATA, Items, ReadObject
-from ckpt_tool.formats.containers.dcp_metadata import Listing, TensorEntry
+from ckpt_tool.formats.containers.dcp_items import DATA, DcpItems, ReadObject
+from ckpt_tool.formats.containers.dcp_metadata import DcpListing, DcpTensorEntry
 from ckpt_tool.formats.state_dict.coded import coded_note, joined
 from ckpt_tool.formats.state_dict.tree import SLOT, dotted, part, part_path
 from ckpt_tool.formats.state_dict.unread import Hidden, hidden_in
-from ckpt_tool.storage.pickle_values import WrapperRef
+from ckpt_tool.storage.pickles.pickle_values import WrapperRef
 from ckpt_tool.storage.source import Tree
 
 DTENSOR = "E2607"
@@ -39,14 +39,14 @@ class State:
     read (`formats.state_dict.unread.set_apart`); those that ask for code have lines in `unsafe` too.
     """
 
-    def __init__(self, tree: Tree, listings: Sequence[Listing]) -> None:
+    def __init__(self, tree: Tree, listings: Sequence[DcpListing]) -> None:
         self.tree = tree
         self.listings = listings
-        self.items = Items(tree, every=True)
+        self.items = DcpItems(tree, every=True)
         self.unsafe: list[str] = []
         self.coded: list[str] = []
         self.tensors: list[LogicalTensor] = []
-        self.extras = Nested()
+        self.extras = NestedExtras()
         for listing, (arrays, objects) in zip(listings, for_each(listings, self._items, file=id), strict=True):
             for fqn, entry in listing.tensors.items():
                 if fqn in self.items.odd:
@@ -62,7 +62,7 @@ class State:
             for fqn in listing.objects:
                 self._object(objects[fqn])
 
-    def _items(self, listing: Listing) -> tuple[Mapping[str, Sequence[StoredArray]], dict[str, ReadObject]]:
+    def _items(self, listing: DcpListing) -> tuple[Mapping[str, Sequence[StoredArray]], dict[str, ReadObject]]:
         """Where the pieces of a listing lie, and its objects; every file that does not read is named."""
         items, objects = self.items, list(listing.objects.values())
         return both(
@@ -70,7 +70,7 @@ class State:
             lambda: {read.entry.fqn: read for read in items.objects(objects)},
         )
 
-    def _coded(self, fqn: str, entry: TensorEntry) -> None:
+    def _coded(self, fqn: str, entry: DcpTensorEntry) -> None:
         """A state that is kept as codes: its parts, where its pieces make a whole."""
         boxes = [Box(piece.offset, piece.shape) for piece in entry.pieces]
         parts = [self.items.coded[fqn].get(number, {}) for number in range(len(boxes))]
@@ -151,7 +151,7 @@ class State:
                 )
 
 
-def _logical(entry: TensorEntry, arrays: Sequence[StoredArray]) -> LogicalTensor:
+def _logical(entry: DcpTensorEntry, arrays: Sequence[StoredArray]) -> LogicalTensor:
     chunks = entry.chunks(arrays)
     if not isinstance(chunks, ChunkColumns):
         chunks = mark_replicas(chunks) if len(chunks) > 1 else tuple(chunks)
@@ -162,7 +162,7 @@ class _List(dict[Any, Any]):
     """A list of the extras while its positions are met in any order."""
 
 
-class Nested:
+class NestedExtras:
     """The nested extras, built from paths whose integers are list positions."""
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ def _finish(value: Any) -> Any:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-class Slot(NamedTuple):
+class NestingSlot(NamedTuple):
     """Tensor `number` of the wanted ones."""
 
     number: int
@@ -242,5 +242,5 @@ def _flatten(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 def stays(value: list[Any]) -> bool:
     """Is the list one object, since no tensor, dict or such a list is in it?"""
     return not any(
-        isinstance(item, Slot | Known | Mapping) or isinstance(item, list) and not stays(item) for item in value
+        isinstance(item, NestingSlot | Known | Mapping) or isinstance(item, list) and not stays(item) for item in value
     )

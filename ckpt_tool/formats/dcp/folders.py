@@ -27,7 +27,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple
 
-from ckpt_tool.core.hints import Names
+from ckpt_tool.core.hints import NamesHint
 from ckpt_tool.core.missing import report_missing
 from ckpt_tool.errors import Incomplete, UnknownFormat
 from ckpt_tool.formats.containers.dcp_items import DATA
@@ -48,7 +48,7 @@ _MODULE = re.compile(FSDP_MODEL)
 MARKER = "meta.pt"  # Lightning: all but the states, beside its FSDP saves
 
 
-class Save(NamedTuple):
+class DcpSave(NamedTuple):
     """One DCP save. folder: "" for the root, else with a slash at its end. metadata: its metadata files, none if it was
     not finished. tmp: a metadata file that was not yet renamed."""
 
@@ -57,14 +57,14 @@ class Save(NamedTuple):
     tmp: str | None = None
 
 
-class Folders(Names):
+class Folders(NamesHint):
     """The folders of the saves of a source that has several."""
 
     __slots__ = ()
     KEY: ClassVar[str] = "folders"
 
 
-def find(listing: Iterable[str]) -> list[Save]:
+def find(listing: Iterable[str]) -> list[DcpSave]:
     """The saves of a tree: that at the root, or else those nearest to it. Empty when there is none."""
     folders: dict[str, list[str]] = {}
     for path in listing:
@@ -77,20 +77,20 @@ def find(listing: Iterable[str]) -> list[Save]:
     return sorted((save for save in saves if save.folder.count("/") == nearest), key=lambda save: save.folder)
 
 
-def _save(folder: str, names: list[str]) -> Save | None:
+def _save(folder: str, names: list[str]) -> DcpSave | None:
     have = set(names)
     ranks = sorted((int(m[1]), m[0]) for name in names if (m := _RANK_METADATA.fullmatch(name)))
     tmp = next((name for name in sorted(names) if name.endswith(METADATA + ".tmp") and name[:1] in "._"), None)
     if METADATA in have:
-        return Save(folder, (METADATA,), tmp)
+        return DcpSave(folder, (METADATA,), tmp)
     if ranks:
-        return Save(folder, tuple(name for _, name in ranks), tmp)
+        return DcpSave(folder, tuple(name for _, name in ranks), tmp)
     if tmp or any(DATA.fullmatch(name) for name in names):
-        return Save(folder, (), tmp)
+        return DcpSave(folder, (), tmp)
     return None
 
 
-def files(saves: Iterable[Save], listing: Iterable[str]) -> frozenset[str]:
+def files(saves: Iterable[DcpSave], listing: Iterable[str]) -> frozenset[str]:
     """The files of the saves: their metadata, and everything in their folders that is called as a data file."""
     folders = {save.folder for save in saves}
     named = {save.folder + name for save in saves for name in (*save.metadata, *filter(None, (save.tmp,)))}
@@ -101,7 +101,7 @@ def files(saves: Iterable[Save], listing: Iterable[str]) -> frozenset[str]:
     return frozenset(named)
 
 
-def why(saves: list[Save]) -> str:
+def why(saves: list[DcpSave]) -> str:
     """What was found, in words."""
     if len(saves) > 1:
         return f"{len(saves)} DCP folders: {', '.join(save.folder.rstrip('/') for save in saves[:6])}"
@@ -110,7 +110,7 @@ def why(saves: list[Save]) -> str:
     return f"{what} in {save.folder.rstrip('/')}/" if save.folder else what
 
 
-def check(saves: list[Save], shown: str) -> None:
+def check(saves: list[DcpSave], shown: str) -> None:
     """Raise Incomplete (E0385) for a save that was not finished, UnknownFormat (E0392) for folders that are not one
     checkpoint. shown: the root, for messages."""
     for save in saves:

@@ -13,15 +13,15 @@ from ckpt_tool.errors import UnknownFormat
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.containers.dcp_items import DATA
-from ckpt_tool.formats.containers.dcp_metadata import Listing, check_files, read_listing
+from ckpt_tool.formats.containers.dcp_metadata import DcpListing, check_files, read_listing
 from ckpt_tool.formats.containers.dcp_state import State
 from ckpt_tool.formats.dcp import folders as dcp_folders
-from ckpt_tool.formats.dcp.folders import Folders, Save
+from ckpt_tool.formats.dcp.folders import DcpSave, Folders
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
 from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
+from ckpt_tool.storage.pickles.survey import unsafe_names
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.survey import unsafe_names
 
 _OF_ACCELERATE = ("random_states", "scheduler", "sampler", "custom_checkpoint", "scaler")
 
@@ -49,15 +49,15 @@ def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
                 finished=tree.exists(f"{listing.folder}metadata.json"),
             )
     check_files(tree, listings, saves[0].folder + saves[0].metadata[0])
-    catalog = _Reading(tree, saves, listings).catalog(required=options.require_checksums)
+    catalog = _DcpReading(tree, saves, listings).catalog(required=options.require_checksums)
     catalog.check()
     return catalog
 
 
-class _Reading:
+class _DcpReading:
     """One read: tensors and objects of all listings, put into one catalog."""
 
-    def __init__(self, tree: Tree, saves: Sequence[Save], listings: Sequence[Listing]) -> None:
+    def __init__(self, tree: Tree, saves: Sequence[DcpSave], listings: Sequence[DcpListing]) -> None:
         self.tree = tree
         self.saves = saves
         self.state = State(tree, listings)

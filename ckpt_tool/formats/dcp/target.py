@@ -25,18 +25,18 @@ from ckpt_tool.core.layout import Layout, Placement
 from ckpt_tool.core.target import Target, TargetFile, Wanted, whole_file
 from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.containers.dcp_item_files import Item, ItemFiles, Share, torch_dtype
+from ckpt_tool.formats.containers.dcp_item_files import ItemFiles, StoredItem, TensorShare, torch_dtype
 from ckpt_tool.formats.containers.dcp_metadata import METADATA, pickled
-from ckpt_tool.formats.containers.dcp_state import Slot, flatten, stays
+from ckpt_tool.formats.containers.dcp_state import NestingSlot, flatten, stays
 from ckpt_tool.formats.dcp.folders import Folders, is_pair
 from ckpt_tool.formats.state_dict.nesting import nest
 from ckpt_tool.formats.state_dict.tree import dotted
-from ckpt_tool.formats.torch.composer import Part, TorchComposer
+from ckpt_tool.formats.torch.composer import StoragePart, TorchComposer
 
 
 def dcp_target(wanted: Wanted, layout: Layout) -> Target:
     """The folder. Raises UsageError E0240 (two keys flatten to one), E0241, E0242 (a dtype torch lacks)."""
-    nested = nest(wanted, [Slot(i) for i in range(len(wanted.tensors))], whole_numbers=False)
+    nested = nest(wanted, [NestingSlot(i) for i in range(len(wanted.tensors))], whole_numbers=False)
     folders = _folders(wanted.hints.get(Folders))
     leaves: dict[str, tuple[Path, Any]] = {}
     for path, value in flatten(nested.tree):
@@ -49,12 +49,12 @@ def dcp_target(wanted: Wanted, layout: Layout) -> Target:
                 hint="DCP joins keys by dots: rename one of them, or write another format",
             )
         leaves[key] = (path, value)
-    writer = _Writer(wanted, layout, folders)
+    writer = _DcpWriter(wanted, layout, folders)
     for key, (path, value) in leaves.items():  # objects first, as torch orders a file
-        if not isinstance(value, Slot):
+        if not isinstance(value, NestingSlot):
             writer.object(key, path, value)
     for key, (path, value) in leaves.items():
-        if isinstance(value, Slot):
+        if isinstance(value, NestingSlot):
             writer.tensor(key, path, value.number)
     files = writer.finished(list(leaves))
     copies = tuple(TargetFile(name, size, copy_of=name) for name, size in wanted.sidefiles)
@@ -85,7 +85,7 @@ def _folders(hint: Folders | None) -> dict[str, str]:
     return {"model": model + "/", "optimizer": optimizer + "/"}
 
 
-class _Writer:
+class _DcpWriter:
     """Lays items into files."""
 
     def __init__(self, wanted: Wanted, layout: Layout, folders: Mapping[str, str]) -> None:
@@ -93,7 +93,7 @@ class _Writer:
         self.layout = layout
         self.folders = folders
         self.files = ItemFiles(wanted.tensors)
-        self._cuts: dict[tuple[Placement, tuple[int, ...]], tuple[Item, ...]] = {}
+        self._cuts: dict[tuple[Placement, tuple[int, ...]], tuple[StoredItem, ...]] = {}
 
     def _folder(self, path: Path) -> str:
         return self.folders.get(str(path[0]), next(iter(self.folders.values()), ""))
@@ -104,9 +104,9 @@ class _Writer:
         self.files.object(key, path, composer.file("", self._filled(value, composer)), self._folder(path))
 
     def _filled(self, value: Any, composer: TorchComposer) -> Any:
-        if isinstance(value, Slot):
+        if isinstance(value, NestingSlot):
             tensor = self.wanted.tensors[value.number]
-            part = Part(value.number, whole(tensor.shape), 0)
+            part = StoragePart(value.number, whole(tensor.shape), 0)
             return composer.tensor(tensor.shape, torch_dtype(tensor), [part])
         if isinstance(value, tuple):
             return tuple(self._filled(item, composer) for item in value)
@@ -130,9 +130,9 @@ class _Writer:
                     boxes.setdefault(held.box, numbers[tuple(held.coords.items())])
             if 0 in shape:
                 boxes = {whole(shape): next(iter(boxes.values()), 0)}
-            found = tuple([Item(box, box.offset, box.shape, rank) for box, rank in boxes.items()])
+            found = tuple([StoredItem(box, box.offset, box.shape, rank) for box, rank in boxes.items()])
             self._cuts[known] = found
-        self.files.tensor(key, path, shape, [Share(index, found)], self._folder(path))
+        self.files.tensor(key, path, shape, [TensorShare(index, found)], self._folder(path))
 
     def finished(self, keys: Sequence[str]) -> list[TargetFile]:
         """The files. keys: in the order of the metadata."""

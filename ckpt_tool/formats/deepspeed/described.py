@@ -165,7 +165,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ZeroGroup:
     """A parameter group. options: without `params`. scalars: `step` and such. ep: expert ranks, 0 for a group without
     experts. listed: does the source list it? number: among `groups_of`."""
 
@@ -177,20 +177,20 @@ class Group:
     number: int = 0
 
 
-def groups_of(extras: Mapping[str, Any], masters: Mapping[str, tuple[int, ...]]) -> list[Group]:
+def groups_of(extras: Mapping[str, Any], masters: Mapping[str, tuple[int, ...]]) -> list[ZeroGroup]:
     """The groups of the parameters in `masters`, in the source's order."""
-    out: list[Group] = []
+    out: list[ZeroGroup] = []
     seen: set[str] = set()
     for stated, scalars in stated_groups(extras):
         names = [name for name in dict.fromkeys(names_of(stated)) if name in masters and name not in seen]
         seen |= set(names)
         options = {key: item for key, item in stated.items() if key not in ("params", "param_names")}
         if names:
-            out.append(Group(names, options, scalars, number=len(out)))
+            out.append(ZeroGroup(names, options, scalars, number=len(out)))
     rest = [name for name in masters if name not in seen]
     if rest:
-        first = out[0] if out else Group([])
-        out.append(Group(rest, first.options, first.scalars, listed=False, number=len(out)))
+        first = out[0] if out else ZeroGroup([])
+        out.append(ZeroGroup(rest, first.options, first.scalars, listed=False, number=len(out)))
     return out
 
 

@@ -102,7 +102,7 @@ def rank_in(path: str) -> dict[str, int] | None:
 
 
 @dataclass(slots=True)
-class Files:
+class ZeroFiles:
     """The files of one checkpoint by kind. optim, model3: (data rank, model rank) -> name. model: model rank -> name.
     layers: layer index -> name. experts: (MoE layer, expert) -> name. expp: expert rank -> name of its optimizer
     without ZeRO. refused: (name, why) of kinds that are not read. prefixes: of the optimizer files: `bf16_` or ""."""
@@ -126,9 +126,9 @@ class Files:
         return (*numbered, *paired)
 
 
-def sort_files(names: Iterable[str]) -> Files:
+def sort_files(names: Iterable[str]) -> ZeroFiles:
     """The kinds of the files directly in a checkpoint's folder; names of no kind are left alone."""
-    out = Files()
+    out = ZeroFiles()
     for name in names:
         for kind, pattern in _KINDS.items():
             if match := pattern.fullmatch(name):
@@ -137,7 +137,7 @@ def sort_files(names: Iterable[str]) -> Files:
     return out
 
 
-def _sort(out: Files, kind: str, name: str, parts: Mapping[str, str]) -> None:
+def _sort(out: ZeroFiles, kind: str, name: str, parts: Mapping[str, str]) -> None:
     at = {part: int(number) for part, number in parts.items() if part != "prefix"}
     if kind == OPTIM:
         out.optim[at["data"], at["model"]] = name

@@ -1,8 +1,8 @@
 """The job of a DeepSpeed checkpoint: which interval of which parameter lies where in which rank's flat tensors.
 
-The one idea: a `Job` is the ZeRO stage, the ranks and the flat groups, and says of every rank what its flat tensors
-hold (`Job.arrays`). The reader makes it from `param_shapes` and matches it to what the optimizer files have, the writer
-makes it from the parameter groups and fills it.
+The one idea: a `ZeroJob` is the ZeRO stage, the ranks and the flat groups, and says of every rank what its flat tensors
+hold (`ZeroJob.arrays`). The reader makes it from `param_shapes` and matches it to what the optimizer files have, the
+writer makes it from the parameter groups and fills it.
 
 ZeRO 1 and 2 (and BF16_Optimizer) lay the parameters of a group end to end and cut the whole into equal partitions;
 ZeRO 3 cuts every parameter by itself:
@@ -34,7 +34,7 @@ from functools import cached_property
 from math import gcd, prod
 from typing import NamedTuple, TypeVar
 
-from ckpt_tool.core.flat_line import FlatLine, Place
+from ckpt_tool.core.flat_line import FlatLine, LinePlace
 from ckpt_tool.formats.deepspeed.names import global_names
 
 START_ALIGNMENT = 2  # elements: DeepSpeed's nccl_start_alignment_factor
@@ -145,12 +145,12 @@ def shares(shapes: Mapping[str, Shape], ranks: int, rank: int) -> tuple[FlatLine
         count = share(numel, ranks)
         start, stop = min(rank * count, numel), min((rank + 1) * count, numel)
         if start < stop:
-            places.append(Place(name, at, start, stop, shape))
+            places.append(LinePlace(name, at, start, stop, shape))
         at += count
     return FlatLine(tuple(places)), at
 
 
-class RankArray(NamedTuple):
+class FlatArray(NamedTuple):
     """A flat tensor of a rank; its fp32 weights and each of its moments are laid out alike.
 
     group: number of its parameter group. line: what it holds, under the names of the whole model. names: these names ->
@@ -175,7 +175,7 @@ class RankArray(NamedTuple):
         return out
 
 
-class _Whole(NamedTuple):
+class _WholeLine(NamedTuple):
     """A group's flat line on one expert rank, before it is cut."""
 
     line: FlatLine[str]
@@ -183,7 +183,7 @@ class _Whole(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class ZeroJob:
     """zero: the stage, 1 to 3. dp: data ranks. data_first: `use_data_before_expert_parallelism`. stages: the flat
     groups of every pipeline stage."""
 
@@ -199,28 +199,28 @@ class Job:
         number, rank = divmod(data, ep)
         return rank, number
 
-    def arrays(self, data: int, stage: int) -> list[RankArray]:
+    def arrays(self, data: int, stage: int) -> list[FlatArray]:
         """The flat tensors of a rank, in the order of its file."""
         whole = self._array if not self.borders else self._cut
         return [whole(data, stage, number) for number in range(len(self.stages[stage]))]
 
-    def _cut(self, data: int, stage: int, number: int) -> RankArray:
+    def _cut(self, data: int, stage: int, number: int) -> FlatArray:
         array = self._array(data, stage, number)
         return array._replace(line=array.line.cut(self.borders))
 
-    def _array(self, data: int, stage: int, number: int) -> RankArray:
+    def _array(self, data: int, stage: int, number: int) -> FlatArray:
         group = self.stages[stage][number]
         if self.zero == 3:
             line, size = shares(group.shapes, self.dp, data)
-            return RankArray(group.number, line, {name: name for name in group.shapes}, size, 0, self.dp, ())
+            return FlatArray(group.number, line, {name: name for name in group.shapes}, size, 0, self.dp, ())
         expert, turn = self.expert_rank(data, group.ep)
         whole = self._lines[stage][number][expert]
         stop = (turn + 1) * group.size
         line, spare = whole.line.window(stop - group.size, stop), min(group.size, max(0, stop - whole.line.end))
-        return RankArray(group.number, line, whole.names, group.size, spare, self.dp // group.ep, group.gaps)
+        return FlatArray(group.number, line, whole.names, group.size, spare, self.dp // group.ep, group.gaps)
 
     @cached_property
-    def _lines(self) -> list[list[list[_Whole]]]:
+    def _lines(self) -> list[list[list[_WholeLine]]]:
         """By stage, group and expert rank."""
         return [[[_line(group, expert) for expert in range(group.ep)] for group in stage] for stage in self.stages]
 
@@ -239,7 +239,7 @@ class Job:
         return out
 
 
-def _line(group: FlatGroup, expert: int) -> _Whole:
+def _line(group: FlatGroup, expert: int) -> _WholeLine:
     names = global_names(group.shapes, expert)
     line = FlatLine.end_to_end(zip(names, group.shapes.values(), group.gaps, strict=True))
-    return _Whole(line, dict(zip(names, group.shapes, strict=True)))
+    return _WholeLine(line, dict(zip(names, group.shapes, strict=True)))

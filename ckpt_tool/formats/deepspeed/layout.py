@@ -37,9 +37,9 @@ from ckpt_tool.core.target import LayoutWish, Wanted
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import Fitted
-from ckpt_tool.formats.deepspeed.described import OPTIMIZER, UNUSED, Described, Group, groups_of
+from ckpt_tool.formats.deepspeed.described import OPTIMIZER, UNUSED, Described, ZeroGroup, groups_of
 from ckpt_tool.formats.deepspeed.files import LAYOUT_KEYS
-from ckpt_tool.formats.deepspeed.job import Config, FlatGroup, Job, Shape, deal, partitioned, sub_groups
+from ckpt_tool.formats.deepspeed.job import Config, FlatGroup, Shape, ZeroJob, deal, partitioned, sub_groups
 from ckpt_tool.formats.deepspeed.names import TIED, counts, expert_name_of, first_rank, global_names
 from ckpt_tool.formats.state_dict.nesting import writable
 
@@ -254,8 +254,8 @@ class Laid:
     extras: dict[str, Any]
     notes: list[str]
     moved: bool
-    stages: Sequence[Sequence[Group]] = ()
-    job: Job | None = None
+    stages: Sequence[Sequence[ZeroGroup]] = ()
+    job: ZeroJob | None = None
 
     @property
     def plain_bf16(self) -> bool:
@@ -270,7 +270,7 @@ class Laid:
         """Of a parameter's fp32 weight."""
         return self.wanted.tensors[self.rows[TensorKey(name, MASTER)]].shape
 
-    def flat_groups(self, groups: Sequence[Group]) -> Iterator[FlatGroup]:
+    def flat_groups(self, groups: Sequence[ZeroGroup]) -> Iterator[FlatGroup]:
         """A pipeline stage's groups as they lie in flat tensors."""
         dtype = DTYPES.get(self.described.dtype)
         itemsize = (dtype.bits // 8 if dtype else 2) if self.described.aligned and not self.plain_bf16 else 0
@@ -320,12 +320,12 @@ def settle(wanted: Wanted) -> Laid:
     stages = _stages_of(groups, described, pp, wanted.wish.pp_split)
     if described.stages and stage > 1:
         raise _unfit(f"--zero {stage}: DeepSpeed's pipelines take no more than ZeRO 1", "write --zero 1")
-    job = Job(stage, dp, config.data_first, [[*laid.flat_groups(one)] for one in stages]) if stage else None
+    job = ZeroJob(stage, dp, config.data_first, [[*laid.flat_groups(one)] for one in stages]) if stage else None
     _set_aside(laid)
     return replace(laid, stages=stages, job=job)
 
 
-def _note_foreign(groups: Sequence[Group], described: Described, stage: int, notes: list[str]) -> None:
+def _note_foreign(groups: Sequence[ZeroGroup], described: Described, stage: int, notes: list[str]) -> None:
     """What the source does not say of its groups and layers."""
     unlisted = [name for group in groups if not group.listed for name in group.names]
     if stage and unlisted:
@@ -374,7 +374,7 @@ def _foreign(wanted: Wanted, stage: int, notes: list[str]) -> Described:
     return _completed(Described(stage, module=tuple(model), buffers=tuple(others)), wanted)
 
 
-def _check_states(laid: Laid, groups: Sequence[Group]) -> None:
+def _check_states(laid: Laid, groups: Sequence[ZeroGroup]) -> None:
     """Every parameter of a group has the same states, in its own shape and one dtype: a flat tensor has no holes."""
     faults = []
     for group in groups:
@@ -436,7 +436,7 @@ def is_random(key: str) -> bool:
 # -- groups by expert ranks and stages ---------------------------------------------------------------------------------
 
 
-def _with_experts(groups: Sequence[Group], dp: int, ep: int, notes: list[str]) -> list[Group]:
+def _with_experts(groups: Sequence[ZeroGroup], dp: int, ep: int, notes: list[str]) -> list[ZeroGroup]:
     """The groups with experts in groups of their own. Raises UsageError E0287 where `ep` does not divide the ranks or
     the experts, naming the nearest degrees that do."""
     out = []
@@ -466,7 +466,9 @@ def _with_experts(groups: Sequence[Group], dp: int, ep: int, notes: list[str]) -
     return out
 
 
-def _stages_of(groups: Sequence[Group], described: Described, pp: int, split: Sequence[int]) -> list[list[Group]]:
+def _stages_of(
+    groups: Sequence[ZeroGroup], described: Described, pp: int, split: Sequence[int]
+) -> list[list[ZeroGroup]]:
     """The groups of every pipeline stage. Raises UsageError E0288 where the stages do not follow from what the
     source states."""
     known = described.stages
@@ -506,7 +508,7 @@ def _no_split(what: str, hint: str, key: str = "") -> UsageError:
     return UsageError(what, code=SPLIT, key=key, hint=hint)
 
 
-def _part(group: Group, names: Sequence[str]) -> Group:
+def _part(group: ZeroGroup, names: Sequence[str]) -> ZeroGroup:
     """The group's parameters among `names`, in their order."""
     mine = set(group.names)
     return replace(group, names=[name for name in names if name in mine])

@@ -22,7 +22,7 @@ from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.tensor import EMA, EXTRAS, Chunk, LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.formats.deepspeed.described import UNUSED
-from ckpt_tool.formats.deepspeed.files import EXPERT, LAYER, Files, ModuleFile, disagree, lost, read_tensors
+from ckpt_tool.formats.deepspeed.files import EXPERT, LAYER, ModuleFile, ZeroFiles, disagree, lost, read_tensors
 from ckpt_tool.formats.deepspeed.job import Shape, shares
 from ckpt_tool.formats.deepspeed.names import expert_name_of, global_name, key_of_layer, tied_keys
 from ckpt_tool.formats.state_dict.tree import dotted
@@ -40,7 +40,7 @@ class Module:
     shared: alias -> kept name. clients: tensors of the client's state."""
 
     tree: Tree
-    files: Files
+    files: ZeroFiles
     modules: Mapping[tuple[int, int], ModuleFile]
     trained: Mapping[str, Shape]
     dp: int

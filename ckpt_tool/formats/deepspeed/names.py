@@ -30,7 +30,7 @@ TIED = "tied_modules."
 Shape = tuple[int, ...]
 
 
-class ExpertName(NamedTuple):
+class ZeroExpertName(NamedTuple):
     """`layer` + number + `part` is the name. layer: `moe.deepspeed_moe.experts.deepspeed_experts.`, part:
     `.w1.weight`."""
 
@@ -39,10 +39,10 @@ class ExpertName(NamedTuple):
     part: str
 
 
-def expert_name_of(name: str) -> ExpertName | None:
+def expert_name_of(name: str) -> ZeroExpertName | None:
     """The parts of an expert parameter's name; None for any other parameter."""
     match = _EXPERT.match(name) if MARK in name else None
-    return ExpertName(match[1], int(match[2]), match[3]) if match else None
+    return ZeroExpertName(match[1], int(match[2]), match[3]) if match else None
 
 
 def counts(names: Iterable[str]) -> dict[str, int]:

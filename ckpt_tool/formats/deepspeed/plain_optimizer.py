@@ -41,7 +41,7 @@ _RESUME = "resume it once with ZeRO 1 and save it"
 Arrays = Mapping[str, StoredArray]
 
 
-class Plain(NamedTuple):
+class PlainOptimizer(NamedTuple):
     """tensors: of the optimizer. options: None without one. stages: names of each stage's groups."""
 
     tensors: dict[TensorKey, LogicalTensor]
@@ -50,7 +50,7 @@ class Plain(NamedTuple):
     notes: list[Note]
 
 
-class _Entry(NamedTuple):
+class _StateEntry(NamedTuple):
     """A tensor of an optimizer: of parameter `number` (counted over all stages)."""
 
     number: int
@@ -58,27 +58,27 @@ class _Entry(NamedTuple):
     array: StoredArray
 
 
-class _Part(NamedTuple):
+class _FileOptimizer(NamedTuple):
     """One file's optimizer. groups: `params` are numbers, from `_part`'s start on. wrapper: of DeepSpeed's 16-bit
     one."""
 
     groups: list[dict[str, Any]]
-    entries: list[_Entry]
+    entries: list[_StateEntry]
     wrapper: dict[str, Any]
 
 
-def of_modules(files: Sequence[ModuleFile], model: Arrays) -> Plain:
+def of_modules(files: Sequence[ModuleFile], model: Arrays) -> PlainOptimizer:
     """The optimizers of the module files, one a stage. model: the module's parameters in order, buffers left out. Takes
     the optimizer out of the files' values. Raises InputError E0356 for wrappers without names and stages that can't be
     named."""
-    parts: list[_Part] = []
+    parts: list[_FileOptimizer] = []
     for file in files:
         parts.append(_part(file, sum(len(group["params"]) for part in parts for group in part.groups)))
     groups = [group for part in parts for group in part.groups]
     entries = [entry for part in parts for entry in part.entries]
     sizes = [len(part.groups) for part in parts if part.groups]
     if not groups:
-        return Plain({}, None, [], [])
+        return PlainOptimizer({}, None, [], [])
     if len(set(sizes)) > 1:
         what = f"the stages have {sizes[:8]} parameter groups, want as many in each"
         raise disagree(what, files[0].path)
@@ -103,10 +103,10 @@ def of_modules(files: Sequence[ModuleFile], model: Arrays) -> Plain:
         for group, all_of in zip(groups[:count], merged, strict=True)
     ]
     stages = [[[names[n] for n in group["params"]] for group in part.groups] for part in parts if part.groups]
-    return Plain(_tensors(held, files[0].path), _options(options, parts, held), stages, [note])
+    return PlainOptimizer(_tensors(held, files[0].path), _options(options, parts, held), stages, [note])
 
 
-def of_experts(files: Mapping[int, ModuleFile], dense: Arrays, experts: Arrays, shown: str) -> Plain:
+def of_experts(files: Mapping[int, ModuleFile], dense: Arrays, experts: Arrays, shown: str) -> PlainOptimizer:
     """The optimizers of all expert ranks. files: by expert rank. experts: global names in the order of layers, experts
     and parts. Raises Incomplete E0302, InconsistentCheckpoint E0359, InputError E0356 where the numbers can't be
     named."""
@@ -138,13 +138,13 @@ def of_experts(files: Mapping[int, ModuleFile], dense: Arrays, experts: Arrays, 
         for group, so_far in zip(part.groups, names, strict=True):
             so_far |= dict.fromkeys(named[n] for n in group["params"])
     options = [{**_bare(group), "params": [*mine]} for group, mine in zip(parts[0].groups, names, strict=True)]
-    return Plain(_tensors(held, shown), _options(options, list(parts.values()), held), [], [])
+    return PlainOptimizer(_tensors(held, shown), _options(options, list(parts.values()), held), [], [])
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def _names(part: _Part, dense: Arrays, experts: Arrays, path: str) -> dict[int, str]:
+def _names(part: _FileOptimizer, dense: Arrays, experts: Arrays, path: str) -> dict[int, str]:
     """Number -> name of one expert rank's optimizer."""
     out: dict[int, str] = {}
     for moe, arrays in ((False, dense), (True, experts)):
@@ -159,7 +159,7 @@ def _names(part: _Part, dense: Arrays, experts: Arrays, path: str) -> dict[int, 
     return out
 
 
-def _align(groups: Sequence[Mapping[str, Any]], entries: Sequence[_Entry], arrays: Arrays) -> Aligned:
+def _align(groups: Sequence[Mapping[str, Any]], entries: Sequence[_StateEntry], arrays: Arrays) -> Aligned:
     shapes: dict[int, dict[str, tuple[int, ...]]] = {}
     for entry in entries:
         shapes.setdefault(entry.number, {})[entry.state] = entry.array.shape
@@ -179,7 +179,7 @@ def _tensors(held: Mapping[TensorKey, Sequence[StoredArray]], shown: str) -> dic
     return tensors
 
 
-def _options(groups: list[dict[str, Any]], parts: Sequence[_Part], held: Mapping[TensorKey, Any]) -> Options:
+def _options(groups: list[dict[str, Any]], parts: Sequence[_FileOptimizer], held: Mapping[TensorKey, Any]) -> Options:
     wrapper = next((part.wrapper for part in parts if part.wrapper), {})
     has_wrapper = bool(wrapper) or any(key.state == MASTER for key in held)
     return Options(groups, rest={WRAPPER: wrapper} if has_wrapper else {})
@@ -192,11 +192,11 @@ def _bare(group: Mapping[str, Any]) -> dict[str, Any]:
 # -- one file ----------------------------------------------------------------------------------------------------------
 
 
-def _part(file: ModuleFile, start: int = 0) -> _Part:
+def _part(file: ModuleFile, start: int = 0) -> _FileOptimizer:
     """The optimizer of one file, taken out of its values. Raises InputError E0356 for the fused wrapper."""
     values = file.values.pop("optimizer", None)
     if not isinstance(values, dict):
-        return _Part([], [], {})
+        return _FileOptimizer([], [], {})
     if any(path[1:2] == ("fp32_groups_flat",) for path, _ in file.optimizer):
         raise refused(
             "the optimizer of DeepSpeed's fused 16-bit wrapper without ZeRO: its flat fp32 groups have no names",
@@ -212,19 +212,21 @@ def _part(file: ModuleFile, start: int = 0) -> _Part:
     numbers = {n: start + i for i, n in enumerate(n for group in groups for n in group["params"])}
     entries = [_entry(path, array, numbers, groups, file.path) for path, array in file.optimizer]
     _check(entries, file.path)
-    return _Part([{**group, "params": [numbers[n] for n in group["params"]]} for group in groups], entries, beside)
+    return _FileOptimizer(
+        [{**group, "params": [numbers[n] for n in group["params"]]} for group in groups], entries, beside
+    )
 
 
 def _entry(
     path: Path, array: StoredArray, numbers: Mapping[int, int], groups: Sequence[Mapping[str, Any]], shown: str
-) -> _Entry:
+) -> _StateEntry:
     """A state, or an fp32 weight."""
     if path[-3:-2] == ("state",) and path[-2] in numbers:
-        return _Entry(numbers[int(path[-2])], str(path[-1]), array)
+        return _StateEntry(numbers[int(path[-2])], str(path[-1]), array)
     params = groups[int(path[2])]["params"] if _index(path, 2, len(groups)) else []
     if path[1:2] != ("fp32_groups",) or len(path) != 4 or not _index(path, 3, len(params)):
         raise refused(f"the optimizer keeps a tensor at {dotted(path)[:200]}, which is not understood", shown, _RESUME)
-    return _Entry(numbers[params[int(path[3])]], MASTER, array)
+    return _StateEntry(numbers[params[int(path[3])]], MASTER, array)
 
 
 def _index(path: Path, at: int, count: int) -> bool:
@@ -233,7 +235,7 @@ def _index(path: Path, at: int, count: int) -> bool:
     return type(step) is int and 0 <= step < count
 
 
-def _check(entries: Sequence[_Entry], path: str) -> None:
+def _check(entries: Sequence[_StateEntry], path: str) -> None:
     """The fp32 weight and the moments of a parameter have one shape, and all parameters have a weight or none."""
     shapes: dict[int, tuple[int, ...]] = {}
     masters = {entry.number for entry in entries if entry.state == MASTER}

@@ -1,7 +1,8 @@
 """All files of a DeepSpeed checkpoint as one catalog: which must be there, that they are of one save, what they hold.
 
 The one idea: the module files say names and shapes in flat order, from which `deepspeed.job` says what every rank's
-flat tensors hold; a `Reader` holds that against what the optimizer files have and makes chunks of it. At stage 3 every
+flat tensors hold; a `ZeroReader` holds that against what the optimizer files have and makes chunks of it. At stage 3
+every
 data rank writes `param_shapes`, `frozen_param_shapes`, `buffer_names` of the whole model stage, and the flat tensors of
 all ranks are cut by one of them: a rank that says otherwise has a flat tensor of another model, or was edited, and a
 name that its own module does not have is no parameter of this model.
@@ -33,10 +34,10 @@ from ckpt_tool.formats.deepspeed.files import (
     MALFORMED,
     MODEL,
     SHOWN,
-    Files,
     FlatTensor,
     ModuleFile,
     OptimizerFile,
+    ZeroFiles,
     disagree,
     lost,
     rank_files,
@@ -45,10 +46,10 @@ from ckpt_tool.formats.deepspeed.files import (
     refused,
     sort_files,
 )
-from ckpt_tool.formats.deepspeed.job import Config, FlatGroup, Job, RankArray, Shape, undeal
+from ckpt_tool.formats.deepspeed.job import Config, FlatArray, FlatGroup, Shape, ZeroJob, undeal
 from ckpt_tool.formats.deepspeed.module import Module
 from ckpt_tool.formats.deepspeed.names import expert_name_of, global_names
-from ckpt_tool.formats.deepspeed.plain_optimizer import Plain, of_experts, of_modules
+from ckpt_tool.formats.deepspeed.plain_optimizer import PlainOptimizer, of_experts, of_modules
 from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.storage.source import Tree
 
@@ -70,7 +71,7 @@ def read(tree: Tree) -> Catalog:
             path=tree.display(),
             hint="pass the folder that holds mp_rank_00_model_states.pt, or the one above it with the file `latest`",
         )
-    reader = Reader(tree, files)
+    reader = ZeroReader(tree, files)
     reader.open()
     if reader.optimizers:
         reader.flat_tensors()
@@ -82,13 +83,13 @@ def read(tree: Tree) -> Catalog:
 
 
 @dataclass(slots=True)
-class Reader:
+class ZeroReader:
     """The files of one checkpoint and what was found in them so far. modules, optimizers: (data rank, model rank) ->
     file. shapes: of all parameters of flat tensors, in order of first sight. stages: of each pipeline stage and
     parameter group the names in the group's own order."""
 
     tree: Tree
-    files: Files
+    files: ZeroFiles
     modules: dict[tuple[int, int], ModuleFile] = field(default_factory=dict)
     optimizers: dict[tuple[int, int], OptimizerFile] = field(default_factory=dict)
     config: Config = Config()
@@ -274,7 +275,7 @@ class Reader:
     def flat_tensors(self) -> None:
         """Every rank's flat tensors as chunks of the parameters, as the job lays them out."""
         stages = [list(self._groups(mp)) for mp in range(self.pp)]
-        job = Job(self.stage, self.dp, self.config.data_first, stages)
+        job = ZeroJob(self.stage, self.dp, self.config.data_first, stages)
         self.tied = frozenset(job.borders)
         for mp in range(self.pp):
             for dp in range(self.dp):
@@ -323,7 +324,7 @@ class Reader:
         size = max(array.numel for rank in ranks for array in (rank.master, *rank.states.values()))
         return FlatGroup(shapes, number, ep, size, gaps if len(gaps) == len(shapes) else (0,) * len(shapes))
 
-    def _check(self, stored: FlatTensor, array: RankArray, path: str) -> None:
+    def _check(self, stored: FlatTensor, array: FlatArray, path: str) -> None:
         """What the job says of a flat tensor against its length and against what the rank itself says of it."""
         have = stored.master.numel
         if self.stage == 3 and have != array.size:
@@ -392,7 +393,7 @@ class Reader:
             unread=unread,
         )
 
-    def _plain(self, module: Module) -> Plain:
+    def _plain(self, module: Module) -> PlainOptimizer:
         """The optimizer without ZeRO: in the module files, or one for each expert rank."""
         if not self.files.expp:
             return of_modules([file for _, file in sorted(self.modules.items())], module.parameters())

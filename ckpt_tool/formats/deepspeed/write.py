@@ -1,6 +1,7 @@
 """Writing: every rank's files of a DeepSpeed checkpoint, for any number of data ranks, expert ranks and ZeRO stage.
 
-The one idea: what `deepspeed.layout` settled is written down file by file: a `_Writer` knows every wanted tensor once,
+The one idea: what `deepspeed.layout` settled is written down file by file: a `_ZeroWriter` knows every wanted tensor
+once,
 by kind (parameter, frozen, buffer, expert, layer), and each file takes its part; a flat tensor is a storage with parts
 of many parameters in it, which the job states.
 
@@ -32,15 +33,15 @@ from ckpt_tool.core.flat_line import FlatLine
 from ckpt_tool.core.target import Target, TargetFile, Wanted, whole_file
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, Path, TensorKey
 from ckpt_tool.formats.deepspeed import files
-from ckpt_tool.formats.deepspeed.described import HOME, OPTIMIZER, UNUSED, WRAPPER, Group, Options
-from ckpt_tool.formats.deepspeed.job import Job, RankArray, shares
+from ckpt_tool.formats.deepspeed.described import HOME, OPTIMIZER, UNUSED, WRAPPER, Options, ZeroGroup
+from ckpt_tool.formats.deepspeed.job import FlatArray, ZeroJob, shares
 from ckpt_tool.formats.deepspeed.layout import Laid, is_random, settle
 from ckpt_tool.formats.deepspeed.names import counts, expert_name_of, first_rank, global_names, layer_and_local
 from ckpt_tool.formats.state_dict.nesting import ordered
 from ckpt_tool.formats.state_dict.tree import join
-from ckpt_tool.formats.torch.composer import Part, TorchComposer
-from ckpt_tool.storage.pickle_values import OrderedMap, TensorRef
-from ckpt_tool.storage.pickle_writer import TorchSize
+from ckpt_tool.formats.torch.composer import StoragePart, TorchComposer
+from ckpt_tool.storage.pickles.pickle_values import OrderedMap, TensorRef
+from ckpt_tool.storage.pickles.pickle_writer import TorchSize
 
 VERSION = "0.19.8"  # the DeepSpeed whose layout is written
 STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
@@ -57,14 +58,14 @@ def target(wanted: Wanted) -> Target:
     folder = f"global_step{steps if type(steps) is int and 0 <= steps < 1 << 62 else 0}"
     placed = [
         TargetFile(f"{folder}/{file.path}", file.size, file.literals, file.arrays, file.patches)
-        for file in _Writer(laid).files()
+        for file in _ZeroWriter(laid).files()
     ]
     copies = [TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles]
     latest = whole_file("latest", folder.encode())
     return Target("deepspeed", (latest, *placed, *copies), notes=tuple(dict.fromkeys(laid.notes)))
 
 
-class _Writer:
+class _ZeroWriter:
     """The tensors of what is laid out, by kind. layers: prefixes of the MoE layers in the order of their numbers."""
 
     def __init__(self, laid: Laid) -> None:
@@ -101,7 +102,7 @@ class _Writer:
     def _whole(self, composer: TorchComposer, name: str, state: str) -> TensorRef:
         row = self.laid.rows[TensorKey(name, state)]
         tensor = self.laid.wanted.tensors[row]
-        return composer.tensor(tensor.shape, tensor.dtype, [Part(row, whole(tensor.shape), 0)])
+        return composer.tensor(tensor.shape, tensor.dtype, [StoragePart(row, whole(tensor.shape), 0)])
 
     # -- the module ----------------------------------------------------------------------------------------------------
 
@@ -158,7 +159,7 @@ class _Writer:
             out.attributes = attributes
         return out
 
-    def _param_shapes(self, job: Job, model: int) -> list[OrderedMap]:
+    def _param_shapes(self, job: ZeroJob, model: int) -> list[OrderedMap]:
         kind = tuple if any(group.ep for group in self.laid.stages[model]) else TorchSize
         return [OrderedMap((name, kind(shape)) for name, shape in group.shapes.items()) for group in job.stages[model]]
 
@@ -257,7 +258,7 @@ class _Writer:
             return inner
         return {**(wrapper or {}), "optimizer_state_dict": inner, "fp32_groups": masters}
 
-    def _optimizer_file(self, name: str, job: Job, data: int, model: int) -> TargetFile:
+    def _optimizer_file(self, name: str, job: ZeroJob, data: int, model: int) -> TargetFile:
         """A rank's fp32 weights and moments as flat tensors, with what DeepSpeed says of them."""
         laid, composer = self.laid, TorchComposer()
         groups, arrays = laid.stages[model], job.arrays(data, model)
@@ -278,7 +279,7 @@ class _Writer:
         return composer.file(name, {"optimizer_state_dict": state, "ds_config": self._config(), "ds_version": version})
 
     def _state(
-        self, base: dict[str, Any], flat: list[TensorRef], arrays: Sequence[RankArray], version: Any
+        self, base: dict[str, Any], flat: list[TensorRef], arrays: Sequence[FlatArray], version: Any
     ) -> dict[str, Any]:
         """`optimizer_state_dict`, with its keys in the order of each optimizer."""
         stage = {"zero_stage": Symbol(STAGE, (self.laid.stage,))}
@@ -319,7 +320,7 @@ class _Writer:
             given["loss_scaler"] = files.opaque({"class": LOSS_SCALER, **state})
         return given
 
-    def _moments(self, composer: TorchComposer, group: Group, array: RankArray) -> dict[str, Any]:
+    def _moments(self, composer: TorchComposer, group: ZeroGroup, array: FlatArray) -> dict[str, Any]:
         """The states of one flat group: scalars first, as torch's optimizers make them."""
         laid = self.laid
         out: dict[str, Any] = {}
@@ -337,13 +338,13 @@ class _Writer:
                 out[state] = self._flat(composer, array, state, array.size)
         return out
 
-    def _flat(self, composer: TorchComposer, array: RankArray, state: str, size: int) -> TensorRef:
+    def _flat(self, composer: TorchComposer, array: FlatArray, state: str, size: int) -> TensorRef:
         """A flat tensor of `size` elements with the parts of the parameters in it, zeros between."""
         laid = self.laid
         row = next((laid.rows[TensorKey(name, state)] for name in array.names), None)
         dtype = DTYPES["F32"] if row is None else laid.wanted.tensors[row].dtype
         return composer.tensor((size,), dtype, self._parts(array.line, state))
 
-    def _parts(self, line: FlatLine[str], state: str) -> list[Part]:
+    def _parts(self, line: FlatLine[str], state: str) -> list[StoragePart]:
         rows = self.laid.rows
-        return [Part(rows[TensorKey(part.of, state)], part.box, part.at) for part in line.parts()]
+        return [StoragePart(rows[TensorKey(part.of, state)], part.box, part.at) for part in line.parts()]

@@ -83,9 +83,9 @@ class _Universal:
         Raises Incomplete E0302 (files, parameters missing), InconsistentCheckpoint E0359 (parts that contradict each
         other), CorruptFile E0355, UnknownFormat E0393, and what containers and pickles raise.
         """
-        from ckpt_tool.formats.deepspeed_universal.read import Reader
+        from ckpt_tool.formats.deepspeed_universal.read import UniversalReader
 
-        return Reader(tree).catalog(required=options.require_checksums)
+        return UniversalReader(tree).catalog(required=options.require_checksums)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """The folder that DeepSpeed resumes from, and the pointer to it."""

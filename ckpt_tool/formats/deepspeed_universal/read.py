@@ -36,8 +36,8 @@ from ckpt_tool.formats.deepspeed.described import HOME, OPTIMIZER, Described, Op
 from ckpt_tool.formats.deepspeed.files import (
     MODEL3,
     OPTIMIZER_LAYOUT,
-    Files,
     ModuleFile,
+    ZeroFiles,
     disagree,
     lost,
     malformed,
@@ -67,7 +67,7 @@ class _Param:
     step: float | int | None = None
 
 
-class Reader:
+class UniversalReader:
     """One universal checkpoint and what was found in it so far. values, buffers: of the first module file. shapes: of
     each group (stage 3: sub-group), name -> shape."""
 
@@ -153,7 +153,7 @@ class Reader:
 
     # -- the module files ----------------------------------------------------------------------------------------------
 
-    def _module_files(self, files: Files, record: Recorded | None) -> None:
+    def _module_files(self, files: ZeroFiles, record: Recorded | None) -> None:
         """Every one that is needed. Raises Incomplete E0302, InconsistentCheckpoint E0359 (shares of frozen
         parameters)."""
         names = [files.model[rank] for rank in sorted(files.model)]

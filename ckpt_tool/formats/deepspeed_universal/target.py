@@ -36,9 +36,9 @@ from ckpt_tool.formats.deepspeed.names import expert_name_of
 from ckpt_tool.formats.deepspeed.write import STAGE, VERSION
 from ckpt_tool.formats.deepspeed_universal.record import CUTS, KEY, OWN_KEYS, STATES, TENSORS, Recorded
 from ckpt_tool.formats.state_dict.nesting import writable
-from ckpt_tool.formats.torch.composer import Part, TorchComposer
-from ckpt_tool.storage.pickle_values import OrderedMap, TensorRef
-from ckpt_tool.storage.pickle_writer import TorchSize
+from ckpt_tool.formats.torch.composer import StoragePart, TorchComposer
+from ckpt_tool.storage.pickles.pickle_values import OrderedMap, TensorRef
+from ckpt_tool.storage.pickles.pickle_writer import TorchSize
 
 NO_DTYPE = "E0242"
 SHOWN = 20
@@ -68,7 +68,7 @@ def target(wanted: Wanted) -> Target:
             hint="cast it with --dtype, or write safetensors",
         )
     extras, left_out = writable(wanted.extras)
-    writer = _Writer(wanted, extras)
+    writer = _UniversalWriter(wanted, extras)
     if left_out:
         writer.notes.append(f"left out, because no plain value holds it: {', '.join(left_out[:SHOWN])}")
     steps = extras.get("global_steps", extras.get("iteration"))
@@ -79,7 +79,7 @@ def target(wanted: Wanted) -> Target:
     return Target("deepspeed-universal", (*placed, pointer, *copies), notes=tuple(writer.notes))
 
 
-class _Writer:
+class _UniversalWriter:
     """What is where. folders: parameter -> file (state) -> row of the wanted tensors. beside: rows of the states that
     get no folder. repeats: parameters whose `fp32` is the model's. steps: parameter -> its group's step, None
     if unknown."""
@@ -193,7 +193,7 @@ class _Writer:
 
     def _tensor(self, composer: TorchComposer, row: int) -> TensorRef:
         tensor = self.wanted.tensors[row]
-        return composer.tensor(tensor.shape, tensor.dtype, [Part(row, whole(tensor.shape), 0)])
+        return composer.tensor(tensor.shape, tensor.dtype, [StoragePart(row, whole(tensor.shape), 0)])
 
     def _folder(self, name: str, rows: Mapping[str, int]) -> Iterator[TargetFile]:
         """A parameter's files."""

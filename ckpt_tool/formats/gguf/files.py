@@ -21,7 +21,7 @@ SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 
-class Model(NamedTuple):
+class GgufFiles(NamedTuple):
     """The files of one model in their order; of a split all that there should be."""
 
     files: tuple[str, ...]
@@ -36,7 +36,7 @@ def split_name(stem: str, number: int, count: int) -> str:
     return f"{stem}-{number + 1:05d}-of-{count:05d}{SUFFIX}"
 
 
-def models(tree: Tree) -> list[Model]:
+def models(tree: Tree) -> list[GgufFiles]:
     """Every model that lies directly in the tree, by names and the first four bytes."""
     if tree.single is not None:
         return [_model_of(tree.single)] if _is_gguf(tree, tree.single) else []
@@ -52,15 +52,15 @@ def _is_gguf(tree: Tree, name: str) -> bool:
         return False
 
 
-def _model_of(name: str) -> Model:
+def _model_of(name: str) -> GgufFiles:
     found = _SPLIT.fullmatch(name)
     count = int(found["count"]) if found else 0
     if found is None or not 0 < int(found["no"]) <= count or count > 9999:
-        return Model((name,))
-    return Model(tuple(split_name(found["stem"], number, count) for number in range(count)))
+        return GgufFiles((name,))
+    return GgufFiles(tuple(split_name(found["stem"], number, count) for number in range(count)))
 
 
-def chosen_model(tree: Tree) -> Model:
+def chosen_model(tree: Tree) -> GgufFiles:
     """The one model. Raises UnknownFormat E0393 for none, E1704 for several; Incomplete E1703 for files of a split that
     are missing."""
     found = models(tree)
@@ -92,7 +92,7 @@ def chosen_model(tree: Tree) -> Model:
             hint="fetch the missing files into the same folder",
         )
         report_missing(fault, files=missing)
-        return Model(tuple(name for name in found[0].files if name not in missing))
+        return GgufFiles(tuple(name for name in found[0].files if name not in missing))
     return found[0]
 
 

@@ -54,7 +54,7 @@ SCALARS = {
 _AGAIN = "the file is damaged or cut short: fetch it again, and compare its size with the source"
 
 
-class Entry(NamedTuple):
+class MetadataPair(NamedTuple):
     """A pair of the metadata. kind: the type of its value. start, stop: where type and value lie, bytes of the file.
     value: None for an array that is longer than `SHORT`. length: of an array. inner: the type of its values."""
 
@@ -82,7 +82,7 @@ class Header(NamedTuple):
     path: str
     version: int
     big: bool  # are its numbers big-endian?
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, MetadataPair]
     tensors: tuple[Info, ...]
     data: int  # where the tensors begin, in bytes of the file
     paddings: tuple[tuple[int, int], ...]  # (first byte, bytes) behind each tensor that has some, in bytes of the file
@@ -93,7 +93,7 @@ class Header(NamedTuple):
         return None if found is None else found.value
 
 
-class _Window:
+class _FileFront:
     """The front of a file, read as far as somebody asks."""
 
     def __init__(self, tree: Tree, path: str, entry: bytes | None = None) -> None:
@@ -162,10 +162,10 @@ def read_header(tree: Tree, path: str) -> Header:
     """The header of file `path`, read once a tree. Raises CorruptFile E1700 for what is no sound header, E2870 for
     values that it does not account for; InconsistentCheckpoint E1701 for names that stand twice, E1702 for tensors that
     overlap."""
-    return tree.met.header("gguf", path, lambda: _read(_Window(tree, path)))
+    return tree.met.header("gguf", path, lambda: _read(_FileFront(tree, path)))
 
 
-def _read(window: _Window) -> Header:
+def _read(window: _FileFront) -> Header:
     window.need(24, "the first fields")
     if bytes(window.bytes[:4]) != MAGIC:
         raise window.fault(f"the file begins with {bytes(window.bytes[:4])!r}, want {MAGIC!r}")
@@ -180,7 +180,7 @@ def _read(window: _Window) -> Header:
     room = window.size - window.at
     if count > min(MOST_TENSORS, room // 24) or pairs > min(MOST_PAIRS, room // 13):
         raise window.fault(f"{count} tensors and {pairs} metadata pairs in {room} bytes", at=8)
-    entries: dict[str, Entry] = {}
+    entries: dict[str, MetadataPair] = {}
     for number in range(pairs):
         entry = _entry(window, number)
         if entry.key in entries:
@@ -216,13 +216,13 @@ def name_of(kind: int) -> str:
 
 def value_of(tree: Tree, header: Header, key: str) -> Any:
     """The whole value of an entry, long arrays too. What is no UTF-8 of a string is escaped."""
-    window = _Window(tree, header.path, raw(tree, header, key))
+    window = _FileFront(tree, header.path, raw(tree, header, key))
     window.order, window.whole = ">" if header.big else "<", True
     kind = window.number("I", f"the type of {key}")
     return _array(window, key, 1)[0] if kind == ARRAY else _scalar(window, kind, key)
 
 
-def _entry(window: _Window, number: int) -> Entry:
+def _entry(window: _FileFront, number: int) -> MetadataPair:
     begin = window.at
     key = window.text(f"metadata key number {number}", NAME_LIMIT)
     if not key:
@@ -233,10 +233,10 @@ def _entry(window: _Window, number: int) -> Entry:
         value, count, inner = _array(window, key, 1)
     else:
         value = _scalar(window, kind, key)
-    return Entry(key, kind, start, window.at, value, count, inner)
+    return MetadataPair(key, kind, start, window.at, value, count, inner)
 
 
-def _scalar(window: _Window, kind: int, key: str) -> Any:
+def _scalar(window: _FileFront, kind: int, key: str) -> Any:
     if kind == STRING:
         return window.text(f"the value of {key}", strict=False)
     if kind not in SCALARS:
@@ -245,7 +245,7 @@ def _scalar(window: _Window, kind: int, key: str) -> Any:
     return bool(value) if kind == BOOL else value
 
 
-def _array(window: _Window, key: str, depth: int) -> tuple[Any, int, int]:
+def _array(window: _FileFront, key: str, depth: int) -> tuple[Any, int, int]:
     """(the values where they are few, their number, their type)."""
     if depth > DEEPEST:
         raise window.fault(f"{key} has arrays in arrays, more than {DEEPEST} deep")
@@ -270,7 +270,7 @@ def _array(window: _Window, key: str, depth: int) -> tuple[Any, int, int]:
     return [_scalar(window, inner, key) for _ in range(count)], count, inner
 
 
-def _alignment(window: _Window, entry: Entry | None) -> int:
+def _alignment(window: _FileFront, entry: MetadataPair | None) -> int:
     if entry is None:
         return DEFAULT_ALIGNMENT
     value = entry.value
@@ -279,7 +279,7 @@ def _alignment(window: _Window, entry: Entry | None) -> int:
     return value
 
 
-def _rows(window: _Window, count: int) -> list[Info]:
+def _rows(window: _FileFront, count: int) -> list[Info]:
     """Every tensor, with its offset from the data's start."""
     rows: list[Info] = []
     names = set[str]()
@@ -310,7 +310,7 @@ def _rows(window: _Window, count: int) -> list[Info]:
     return rows
 
 
-def _placed(window: _Window, rows: list[Info], data: int, alignment: int) -> tuple[Info, ...]:
+def _placed(window: _FileFront, rows: list[Info], data: int, alignment: int) -> tuple[Info, ...]:
     """The tensors where they lie in the file. Raises for those that lie beyond its end, unaligned, or over others."""
     faults: list[CkptError] = []
     for row in rows:
@@ -344,7 +344,7 @@ def _not_padding(tree: Tree, path: str, offset: int, message: str, *, key: str |
     )
 
 
-def _check_front_padding(window: _Window, data: int) -> None:
+def _check_front_padding(window: _FileFront, data: int) -> None:
     """Raise CorruptFile E2870 where something is stored between the table of tensors and their values: a count that is
     too small ends the table early, and its other rows would be read as values."""
     stop = min(data, window.size)
@@ -355,7 +355,9 @@ def _check_front_padding(window: _Window, data: int) -> None:
         raise _not_padding(window.tree, window.path, window.at, message)
 
 
-def _check_packed(window: _Window, tensors: tuple[Info, ...], data: int, alignment: int) -> tuple[tuple[int, int], ...]:
+def _check_packed(
+    window: _FileFront, tensors: tuple[Info, ...], data: int, alignment: int
+) -> tuple[tuple[int, int], ...]:
     """The padding behind the tensors. Raises CorruptFile E2870 for a tensor that does not begin where the one before
     it ends, and for bytes behind the last one, as llama.cpp does: those bytes belong to a tensor that the header does
     not have, or the header's offsets, types or alignment are not those that the values were written with."""
@@ -381,7 +383,7 @@ def _check_packed(window: _Window, tensors: tuple[Info, ...], data: int, alignme
     return tuple(paddings)
 
 
-def _overlaps(window: _Window, rows: list[Info]) -> Iterator[CkptError]:
+def _overlaps(window: _FileFront, rows: list[Info]) -> Iterator[CkptError]:
     last: Info | None = None
     end = 0
     for row in sorted((row for row in rows if prod(row.shape)), key=lambda row: row.offset):
@@ -396,7 +398,7 @@ def _overlaps(window: _Window, rows: list[Info]) -> Iterator[CkptError]:
         last, end = row, row.offset + row.dtype.nbytes(prod(row.shape))
 
 
-def _twice(window: _Window, what: str) -> InconsistentCheckpoint:
+def _twice(window: _FileFront, what: str) -> InconsistentCheckpoint:
     return InconsistentCheckpoint(
         f"{what} appears there twice",
         code=TWICE,

@@ -78,7 +78,7 @@ Pair = tuple[str, str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class TokenizerFiles:
     """What lies beside a model. tokenizer, settings: tokenizer.json and tokenizer_config.json. pieces: tokenizer.model.
     added: added_tokens.json. template: chat_template.jinja. config: the model's."""
 
@@ -96,7 +96,7 @@ class _Vocabulary(NamedTuple):
     kinds: list[int]
 
 
-def tokenizer_pairs(files: Files, architecture: str) -> tuple[list[Pair], list[str]]:
+def tokenizer_pairs(files: TokenizerFiles, architecture: str) -> tuple[list[Pair], list[str]]:
     """(key, type, value) of the tokenizer, lines about what is left out. Raises UsageError E1713."""
     size = files.config.get("vocab_size")
     if type(size) is not int or not 0 < size <= MOST:
@@ -140,7 +140,7 @@ _UNIGRAMS = (
 )
 
 
-def _is_bpe(files: Files, architecture: str) -> bool:
+def _is_bpe(files: TokenizerFiles, architecture: str) -> bool:
     """Phi-4 has both files, and its class says which one counts."""
     return architecture == "phi3" and (files.settings or {}).get("tokenizer_class") == "GPT2Tokenizer"
 
@@ -174,7 +174,7 @@ def _regex(step: Mapping[str, Any]) -> str | None:
     return regex if isinstance(regex, str) else None
 
 
-def _of_bpe(files: Files, model: Mapping[str, Any], size: int) -> _Vocabulary:
+def _of_bpe(files: TokenizerFiles, model: Mapping[str, Any], size: int) -> _Vocabulary:
     tokens: list[str | bytes] = [f"[PAD{number}]" for number in range(size)]
     kinds = [UNUSED] * size
     vocab = model.get("vocab")
@@ -190,7 +190,7 @@ def _of_bpe(files: Files, model: Mapping[str, Any], size: int) -> _Vocabulary:
     return _Vocabulary(tokens, [], kinds)
 
 
-def _added(files: Files) -> Iterator[tuple[int, str, bool]]:
+def _added(files: TokenizerFiles) -> Iterator[tuple[int, str, bool]]:
     """(number, text, special) of what was added to the vocabulary, by both files that say so."""
     rows = {}
     listed = (files.tokenizer or {}).get("added_tokens")
@@ -242,7 +242,7 @@ def _at(number: object, size: int, text: str) -> None:
 # -- SentencePiece -----------------------------------------------------------------------------------------------------
 
 
-def _of_pieces(files: Files, size: int, architecture: str) -> _Vocabulary:
+def _of_pieces(files: TokenizerFiles, size: int, architecture: str) -> _Vocabulary:
     tokens: list[str | bytes] = [f"[PAD{number}]" for number in range(size)]
     scores, kinds = [-10000.0] * size, [UNUSED] * size
     for number, (text, score, kind) in enumerate(pieces_of(files.pieces or b"")):
@@ -253,8 +253,8 @@ def _of_pieces(files: Files, size: int, architecture: str) -> _Vocabulary:
         if type(place) is int and 0 <= place < size:
             tokens[place], scores[place], kinds[place] = word, -1000.0, USER
     phi = architecture == "phi3"
-    rows = list(_added(Files(settings=files.settings)))
-    for place, word, special in [*rows, *(_added(Files(tokenizer=files.tokenizer)) if phi else ())]:
+    rows = list(_added(TokenizerFiles(settings=files.settings)))
+    for place, word, special in [*rows, *(_added(TokenizerFiles(tokenizer=files.tokenizer)) if phi else ())]:
         if 0 <= place < size:
             control = special or not phi and looks_special(word)
             kinds[place], scores[place] = CONTROL if control else USER, -1000.0
@@ -322,7 +322,7 @@ def _no_model(why: str) -> UsageError:
 # -- BPE that falls back on bytes --------------------------------------------------------------------------------------
 
 
-def _like_pieces(files: Files, model: Mapping[str, Any], size: int) -> tuple[list[Pair], list[str]]:
+def _like_pieces(files: TokenizerFiles, model: Mapping[str, Any], size: int) -> tuple[list[Pair], list[str]]:
     """The pairs of a tokenizer.json that SentencePiece's was turned into, lines about what is left out."""
     stated, vocab = files.tokenizer or {}, model.get("vocab")
     if not isinstance(vocab, Mapping) or not _one_line(stated.get("pre_tokenizer")):
@@ -414,7 +414,7 @@ class _Special(NamedTuple):
     words: dict[str, Any]  # KIND_token -> text
 
 
-def _special(files: Files, size: int | None) -> Iterator[Pair]:
+def _special(files: TokenizerFiles, size: int | None) -> Iterator[Pair]:
     """What `SpecialVocab` makes of the files. size: numbers beyond it are left out, None for no bound."""
     kinds: tuple[str, ...] = _SPECIAL
     ids, adds = dict[str, int](), dict[str, bool]()

@@ -67,7 +67,7 @@ class _Unfit(Exception):
     """Why there is no tokenizer."""
 
 
-class _Vocabulary(NamedTuple):
+class _TokenTable(NamedTuple):
     """tokens, kinds: by number. numbers: text -> number, without padding."""
 
     tokens: list[str]
@@ -111,7 +111,7 @@ def _listed(stated: Mapping[str, Any], name: str, kind: type, length: int | None
     return found
 
 
-def _vocabulary(stated: Mapping[str, Any]) -> _Vocabulary:
+def _vocabulary(stated: Mapping[str, Any]) -> _TokenTable:
     tokens = _listed(stated, "tokens", str)
     kinds = _listed(stated, "token_type", int, len(tokens))
     if not 0 < len(tokens) <= MOST:
@@ -124,7 +124,7 @@ def _vocabulary(stated: Mapping[str, Any]) -> _Vocabulary:
             raise _Unfit(f"the token of number {number} is not UTF-8")
         if numbers.setdefault(text, number) != number:
             raise _Unfit(f"the tokens of numbers {numbers[text]} and {number} are the same text")
-    return _Vocabulary(tokens, kinds, numbers)
+    return _TokenTable(tokens, kinds, numbers)
 
 
 def _is_text(text: str) -> bool:
@@ -135,7 +135,7 @@ def _is_text(text: str) -> bool:
     return True
 
 
-def _model(vocabulary: _Vocabulary, merges: list[str], **more: Any) -> dict[str, Any]:
+def _model(vocabulary: _TokenTable, merges: list[str], **more: Any) -> dict[str, Any]:
     """tokenizer.json, but for how a text is split before and put together behind."""
     kinds = vocabulary.kinds
     whole = {"normalized": False, "single_word": False, "lstrip": False, "rstrip": False}
@@ -153,7 +153,7 @@ def _model(vocabulary: _Vocabulary, merges: list[str], **more: Any) -> dict[str,
 # -- byte-level BPE ----------------------------------------------------------------------------------------------------
 
 
-def _byte_level(stated: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[dict[str, Any], list[str]]:
+def _byte_level(stated: Mapping[str, Any], vocabulary: _TokenTable) -> tuple[dict[str, Any], list[str]]:
     pre = stated.get("tokenizer.ggml.pre")
     name = _ALIKE.get(str(pre), str(pre))
     if name not in _SPLITS:
@@ -182,7 +182,7 @@ def _bytes(*, use_regex: bool) -> dict[str, Any]:
 # -- SentencePiece -----------------------------------------------------------------------------------------------------
 
 
-def _of_pieces(stated: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[dict[str, Any], list[str]]:
+def _of_pieces(stated: Mapping[str, Any], vocabulary: _TokenTable) -> tuple[dict[str, Any], list[str]]:
     numbers, kinds = vocabulary.numbers, vocabulary.kinds
     scores = _listed(stated, "scores", float, len(kinds))
     whole = {text: n for text, n in numbers.items() if kinds[n] == NORMAL}
@@ -216,7 +216,7 @@ def _of_pieces(stated: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[dict
 # -- special tokens ----------------------------------------------------------------------------------------------------
 
 
-def _special(stated: Mapping[str, Any], vocabulary: _Vocabulary) -> dict[str, str]:
+def _special(stated: Mapping[str, Any], vocabulary: _TokenTable) -> dict[str, str]:
     """bos, eos, ... -> the token's text."""
     words: dict[str, str] = {}
     usual = _LLAMA if stated["tokenizer.ggml.model"] == "llama" else {}
@@ -241,7 +241,7 @@ def _adds(stated: Mapping[str, Any], word: str) -> bool:
     return found
 
 
-def _processor(stated: Mapping[str, Any], vocabulary: _Vocabulary, words: Mapping[str, str]) -> dict[str, Any] | None:
+def _processor(stated: Mapping[str, Any], vocabulary: _TokenTable, words: Mapping[str, str]) -> dict[str, Any] | None:
     """What is put around a text, None for nothing."""
     around = [words.get(word) if _adds(stated, word) else None for word in ("bos", "eos")]
     tokens = [text for text in dict.fromkeys(around) if text]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ckpt_tool.core.dtype import DTYPES, DType
 
 
-class Kind(NamedTuple):
+class GgufType(NamedTuple):
     """number: in the file. elements, nbytes: of a block; 1 element where there are no blocks."""
 
     number: int
@@ -34,7 +34,7 @@ _TABLE = """
     39 MXFP4 32 17, 40 NVFP4 64 36, 41 Q1_0 128 18, 42 Q2_0 64 18
 """  # number, name, elements and bytes of a block
 KINDS = tuple(
-    Kind(int(number), name, int(elements), int(nbytes))
+    GgufType(int(number), name, int(elements), int(nbytes))
     for number, name, elements, nbytes in (row.split() for row in _TABLE.split(","))
 )
 # `general.file_type` of files that are mostly of a type (`LlamaFileType`)
@@ -71,13 +71,13 @@ def of_name(name: str) -> DType:
     return _dtype(_BY_NAME[name], big=False)
 
 
-def _dtype(kind: Kind, *, big: bool) -> DType:
+def _dtype(kind: GgufType, *, big: bool) -> DType:
     if kind.elements == 1 and (not big or kind.nbytes == 1):
         return DTYPES[kind.name]
     return DType(kind.name + _BIG * big, 8 * kind.nbytes, f"V{kind.nbytes}", False, None, kind.elements)
 
 
-def kind_of(dtype: DType) -> Kind:
+def kind_of(dtype: DType) -> GgufType:
     """The type that has this dtype. Raises KeyError where GGUF has none such: `holds` says which."""
     return _BY_NAME[dtype.name.removesuffix(_BIG)]
 

@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterable, Mapping
 from ckpt_tool.core.catalog import Note, Unread
 from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.formats.state_dict.words import is_average
-from ckpt_tool.storage.safetensors_file import Header
+from ckpt_tool.storage.safetensors_files.safetensors_file import SafetensorsHeader
 
 
-def has_average(headers: Iterable[Header]) -> bool:
+def has_average(headers: Iterable[SafetensorsHeader]) -> bool:
     """Does a name begin with a word of averages?"""
     words: set[bytes] = set()
     for header in headers:

@@ -2,7 +2,7 @@
 
 Specification
 -------------
-One file: `model.safetensors`; its bytes are specified in `storage.safetensors_file`.
+One file: `model.safetensors`; its bytes are specified in `safetensors_files.safetensors_file`.
 Many files: `model-00001-of-00003.safetensors`, ... and `model.safetensors.index.json` (see `formats.hf.index`); any
 stem is read (`diffusion_pytorch_model`, ...). A tensor lies whole in one file. Each file's `__metadata__` is
 `{"format": "pt"}`, without which transformers refuses to load it; torchao states its tensors there
@@ -48,14 +48,14 @@ from ckpt_tool.formats.hf.index import Index, read_index, write_index
 from ckpt_tool.formats.hf.modules import module_files, modules_note
 from ckpt_tool.formats.hf.saved_by import MLX, SavedBy
 from ckpt_tool.formats.two_models import refuse_file_next_to_index
-from ckpt_tool.storage.safetensors_entries import warning_code
-from ckpt_tool.storage.safetensors_file import (
-    Header,
+from ckpt_tool.storage.safetensors_files.safetensors_entries import warning_code
+from ckpt_tool.storage.safetensors_files.safetensors_file import (
+    SafetensorsHeader,
     build_header,
     looks_like_header,
     read_header,
 )
-from ckpt_tool.storage.safetensors_table import HeaderTable, first_twice
+from ckpt_tool.storage.safetensors_files.safetensors_table import HeaderTable, first_twice
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:  # reading needs none of these
@@ -228,7 +228,7 @@ def _read(tree: Tree, chosen: FileSet, *, lenient: bool, forced: bool) -> Catalo
     )
 
 
-def _read_headers(tree: Tree, files: Sequence[str], *, lenient: bool) -> list[Header]:
+def _read_headers(tree: Tree, files: Sequence[str], *, lenient: bool) -> list[SafetensorsHeader]:
     """Every header; all files at fault are named at once."""
     return for_each(files, lambda file: read_header(tree, file, lenient=lenient))
 
@@ -244,7 +244,7 @@ def _delta(tree: Tree, path: str) -> UnknownFormat:
     )
 
 
-def _read_indexed(tree: Tree, path: str, *, lenient: bool, forced: bool) -> tuple[list[Header], list[Note]]:
+def _read_indexed(tree: Tree, path: str, *, lenient: bool, forced: bool) -> tuple[list[SafetensorsHeader], list[Note]]:
     """The headers of every file that the index at `path` names, and what is odd about them.
 
     Raises Incomplete (E0380) when files are missing, (E0381) when tensors are; InconsistentCheckpoint (E0383) for a
@@ -258,7 +258,7 @@ def _read_indexed(tree: Tree, path: str, *, lenient: bool, forced: bool) -> tupl
     for file in missing:
         del shards[file]
     del index  # its names go file by file as the headers' come, so that both never lie in memory whole
-    headers: list[Header] = []
+    headers: list[SafetensorsHeader] = []
     faults: list[CkptError] = []
     absent: list[tuple[str, str]] = []  # (tensor, file that should hold it)
     strangers: list[tuple[str, str]] = []  # (tensor, file that holds it unasked)
@@ -380,7 +380,7 @@ def _strangers(tree: Tree, path: str, strangers: list[tuple[str, str]], *, lenie
     )
 
 
-def _total_size(path: str, stated: object, headers: Sequence[Header], *, whole: bool) -> list[Note]:
+def _total_size(path: str, stated: object, headers: Sequence[SafetensorsHeader], *, whole: bool) -> list[Note]:
     """A note where the index states another size than the files have (`verify` makes it a finding). whole: the headers
     have all tensors of their files."""
     if whole:  # tensors tile a file's data
@@ -392,7 +392,7 @@ def _total_size(path: str, stated: object, headers: Sequence[Header], *, whole: 
     return [Note(TOTAL_SIZE, f"the index states total_size {str(stated)[:40]}, the tensors have {actual} bytes", path)]
 
 
-def _refuse_twice(tree: Tree, headers: Sequence[Header]) -> None:
+def _refuse_twice(tree: Tree, headers: Sequence[SafetensorsHeader]) -> None:
     twice = first_twice(headers)
     if twice is not None:
         name, file, other = twice
@@ -406,7 +406,9 @@ def _refuse_twice(tree: Tree, headers: Sequence[Header]) -> None:
         )
 
 
-def _gather(tree: Tree, headers: Sequence[Header], *, lenient: bool) -> tuple[hf_shards.PartTable, list[Note]]:
+def _gather(
+    tree: Tree, headers: Sequence[SafetensorsHeader], *, lenient: bool
+) -> tuple[hf_shards.PartTable, list[Note]]:
     """DCP shards as one table, its cover checked here because no global shape says what it should be."""
     tensors, found = hf_shards.gather(headers, {h.path: tree.display(h.path) for h in headers}, lenient=lenient)
     if is_collecting():
@@ -419,13 +421,13 @@ def _gather(tree: Tree, headers: Sequence[Header], *, lenient: bool) -> tuple[hf
     return tensors, list(found)
 
 
-def _saved_by(headers: Sequence[Header]) -> list[SavedBy]:
+def _saved_by(headers: Sequence[SafetensorsHeader]) -> list[SavedBy]:
     """The library that the files name as their own (`format`), where it is not one of those that save as torch does."""
     names = {header.metadata.get("format", "") for header in headers}
     return [SavedBy(MLX)] if MLX in names else []
 
 
-def _extras(headers: Sequence[Header]) -> dict[str, Any]:
+def _extras(headers: Sequence[SafetensorsHeader]) -> dict[str, Any]:
     """What `__metadata__` says beyond its layout: what all files agree on, and by file where they differ."""
     common: dict[str, str] = {}
     differing: set[str] = set()

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint
-from ckpt_tool.storage import strict_json
-from ckpt_tool.storage.name_column import NameColumn
 from ckpt_tool.storage.possessive import possessive
+from ckpt_tool.storage.safetensors_files.name_column import NameColumn
 from ckpt_tool.storage.source import Tree, safe_relative
+from ckpt_tool.storage.texts import strict_json
 
 INDEX_LIMIT = 64_000_000  # bytes
 TENSOR_LIMIT = 1_000_000

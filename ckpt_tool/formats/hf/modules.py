@@ -16,8 +16,8 @@ from __future__ import annotations
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.inner_path import unfit
 from ckpt_tool.errors import CkptError, StorageError
-from ckpt_tool.storage import strict_json
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.texts import strict_json
 
 MODULES = "modules.json"
 _LIMIT = 1 << 20  # bytes

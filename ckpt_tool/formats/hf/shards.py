@@ -21,12 +21,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt_tool.core.box import Box, whole
-from ckpt_tool.core.catalog import Note, Row, mark_replicas
+from ckpt_tool.core.catalog import CatalogRow, Note, mark_replicas
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import MODEL, Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint
-from ckpt_tool.storage.safetensors_file import Header
-from ckpt_tool.storage.strict_json import parse, pointer
+from ckpt_tool.storage.safetensors_files.safetensors_file import SafetensorsHeader
+from ckpt_tool.storage.texts.strict_json import parse, pointer
 
 INFO = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
@@ -37,10 +37,10 @@ SHARD = re.compile(r"shard-(\d{1,7})-model-(\d{1,7})-of-\d{1,7}\.safetensors$")
 SHOWN = 50
 
 
-class Part(NamedTuple):
+class ShardRow(NamedTuple):
     """Row `row` of `header` holds the box at `offset` (elements) of its tensor."""
 
-    header: Header
+    header: SafetensorsHeader
     row: int
     offset: tuple[int, ...]
 
@@ -48,14 +48,14 @@ class Part(NamedTuple):
 class PartTable(Mapping[TensorKey, LogicalTensor]):
     """Tensors in parts; a `LogicalTensor` is made when asked. Order: by name."""
 
-    def __init__(self, parts: Mapping[str, list[Part]]) -> None:
+    def __init__(self, parts: Mapping[str, list[ShardRow]]) -> None:
         self._parts = {name: parts[name] for name in sorted(parts)}
         self._shapes = {name: _global_shape(name, found) for name, found in self._parts.items()}
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[CatalogRow]:
         for name, shape in self._shapes.items():
             dtype = self._dtype(name)
-            yield Row(name, MODEL, dtype, shape, dtype.nbytes(whole(shape).numel))
+            yield CatalogRow(name, MODEL, dtype, shape, dtype.nbytes(whole(shape).numel))
 
     def parted(self) -> Iterator[LogicalTensor]:
         """The tensors that lie in parts."""
@@ -83,20 +83,22 @@ class PartTable(Mapping[TensorKey, LogicalTensor]):
 
 
 def gather(
-    headers: Iterable[Header], shown: Mapping[str, str], *, lenient: bool = False
+    headers: Iterable[SafetensorsHeader], shown: Mapping[str, str], *, lenient: bool = False
 ) -> tuple[PartTable, tuple[Note, ...]]:
     """The tensors of all shards. shown: what messages call each file. lenient: a part may lie in two files.
 
     Raises CorruptFile (E0339) for sharding information that is wrong, InconsistentCheckpoint (E0384) for parts that
     disagree on dtype or rank, (E1631) for files that hold another's parts. Cover and overlap are `Catalog.check`'s.
     """
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[ShardRow]] = {}
     notes = []
     for header in headers:
         offsets = _offsets(header, shown[header.path])
         for row, name in enumerate(header.names):
             rank = len(header.kinds[row].shape)
-            parts.setdefault(name, []).append(Part(header, row, _offset_of(name, rank, offsets, shown[header.path])))
+            parts.setdefault(name, []).append(
+                ShardRow(header, row, _offset_of(name, rank, offsets, shown[header.path]))
+            )
         strangers = set(offsets or ()).difference(header.names)
         if strangers:
             some = ", ".join(sorted(strangers)[:5])
@@ -118,7 +120,7 @@ def gather(
     return PartTable(parts), (*notes, *_maybe_missing(parts))
 
 
-def _held_twice(parts: Mapping[str, list[Part]]) -> Iterator[tuple[str, str, str]]:
+def _held_twice(parts: Mapping[str, list[ShardRow]]) -> Iterator[tuple[str, str, str]]:
     """(tensor, file, what is wrong), at most once a pair of files: torch writes each part once, and all parts of a
     tensor to files of one number. A file in another's place would go unseen otherwise: without its last part a tensor
     reads as a smaller one."""
@@ -145,7 +147,7 @@ def _held_twice(parts: Mapping[str, list[Part]]) -> Iterator[tuple[str, str, str
             number, home = number or match[2], home or path
 
 
-def _maybe_missing(parts: Mapping[str, list[Part]]) -> Iterator[Note]:
+def _maybe_missing(parts: Mapping[str, list[ShardRow]]) -> Iterator[Note]:
     """A note for each file that a rank seems to lack: it has others, and tensors of that file end where the bands of so
     many ranks would not (torch cuts a dim of n over w ranks in bands of ceil(n / w)). A save in which several ranks
     share their parts (HSDP) can look the same, so it is no error."""
@@ -172,7 +174,7 @@ def _maybe_missing(parts: Mapping[str, list[Part]]) -> Iterator[Note]:
                 )
 
 
-def _ends_early(found: Sequence[Part], number: int, ranks: int) -> bool:
+def _ends_early(found: Sequence[ShardRow], number: int, ranks: int) -> bool:
     """Do the parts, all in files of `number`, end where bands over `ranks` ranks along one dim would not?"""
     if len(found) < 2 or any((match := SHARD.search(p.header.path)) is None or int(match[2]) != number for p in found):
         return False
@@ -185,7 +187,7 @@ def _ends_early(found: Sequence[Part], number: int, ranks: int) -> bool:
     return max(shape[dim] for shape in shapes) != -(-total // ranks)
 
 
-def _offsets(header: Header, path: str) -> dict[str, object] | None:
+def _offsets(header: SafetensorsHeader, path: str) -> dict[str, object] | None:
     """DCP_SHARDING_INFO as parsed; None where the file has none (its tensors are whole)."""
     text = header.metadata.get(INFO)
     if text is None:
@@ -222,7 +224,7 @@ def _bad(message: str, path: str, name: str | None = None) -> CorruptFile:
     )
 
 
-def _global_shape(name: str, parts: list[Part]) -> tuple[int, ...]:
+def _global_shape(name: str, parts: list[ShardRow]) -> tuple[int, ...]:
     """The largest end of any part, in elements. Raises InconsistentCheckpoint where parts disagree on dtype or rank."""
     first = parts[0]
     dtype, shape = first.header.kinds[first.row].dtype, [0] * len(first.offset)

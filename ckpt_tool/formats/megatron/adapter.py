@@ -40,8 +40,8 @@ from ckpt_tool.core.hints import Hint
 from ckpt_tool.core.tensor import MODEL, Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import InputError, UsageError
 from ckpt_tool.formats.megatron.args import facts_of
-from ckpt_tool.storage import strict_yaml
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.texts import strict_yaml
 
 RUN_CONFIG = "run_config.yaml"  # megatron-bridge 0.6.2, `training/utils/checkpoint_utils.py` (`CONFIG_FILE`)
 UNREADABLE, STATED = "E2009", "E2791"

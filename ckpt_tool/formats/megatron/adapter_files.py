@@ -33,15 +33,15 @@ from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.adapter import LoraHints, is_adapter, is_gated, with_alpha
-from ckpt_tool.formats.megatron.args import Facts, facts_of
+from ckpt_tool.formats.megatron.args import MegatronFacts, facts_of
 from ckpt_tool.formats.megatron.folders import MISSING, coordinates
-from ckpt_tool.formats.megatron.job import CONTRADICTION, Job, Rank, RankArray
+from ckpt_tool.formats.megatron.job import CONTRADICTION, MegatronJob, MegatronRank, RankArray
 from ckpt_tool.formats.megatron.read import Gathering
 from ckpt_tool.formats.megatron.stages import Stages, from_counts
 from ckpt_tool.formats.megatron.verl_files import ADAPTERS, STATES, adapter_files, states_beside
 from ckpt_tool.formats.torch.content import TorchContent, read_content
-from ckpt_tool.storage import strict_json
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.texts import strict_json
 
 ROOT_KEY, CONFIG = "adapter_state_dict", "transformer_config.json"
 NUMBERS, NO_DEGREES = "E2790", "E3030"
@@ -138,7 +138,7 @@ def _config(tree: Tree) -> Mapping[str, Any]:
     return {key: value for key, value in plain if isinstance(value, int | float | str | bool)}
 
 
-def _degrees(tree: Tree, files: Mapping[str, tuple[int, ...]], facts: Facts, *, known: bool) -> dict[str, int]:
+def _degrees(tree: Tree, files: Mapping[str, tuple[int, ...]], facts: MegatronFacts, *, known: bool) -> dict[str, int]:
     """The job's degrees: those that its config states, else what the names show. Raises Incomplete E3030 for names of
     two numbers that nothing explains."""
     if known:
@@ -163,10 +163,10 @@ def _degrees(tree: Tree, files: Mapping[str, tuple[int, ...]], facts: Facts, *, 
     return out
 
 
-Held = list[tuple[Rank, list[tuple[str, StoredArray]]]]
+Held = list[tuple[MegatronRank, list[tuple[str, StoredArray]]]]
 
 
-def _job(tree: Tree, held: Held, facts: Facts, degrees: dict[str, int], hints: LoraHints) -> Job:
+def _job(tree: Tree, held: Held, facts: MegatronFacts, degrees: dict[str, int], hints: LoraHints) -> MegatronJob:
     local = [name for _, arrays in held for name, _ in arrays]
     stages = _stages(tree, held, facts, degrees, local)
     shapes = {name: array.shape for _, arrays in held for name, array in arrays}
@@ -180,10 +180,10 @@ def _job(tree: Tree, held: Held, facts: Facts, degrees: dict[str, int], hints: L
             hint="the files belong to another model than the config: fetch both from one save",
         )
     gated = is_gated(hints, shapes)
-    return Job(facts, degrees, stages, own * degrees["ep"], gated=gated is not False, down_shared=False)
+    return MegatronJob(facts, degrees, stages, own * degrees["ep"], gated=gated is not False, down_shared=False)
 
 
-def _stages(tree: Tree, held: Held, facts: Facts, degrees: Mapping[str, int], local: Iterable[str]) -> Stages:
+def _stages(tree: Tree, held: Held, facts: MegatronFacts, degrees: Mapping[str, int], local: Iterable[str]) -> Stages:
     """Layers of each stage, as the files show them. Raises Incomplete E0302 where they are not all of the model's: of a
     virtual pipeline they never are."""
     if facts.vpp > 1:
@@ -202,7 +202,7 @@ def _stages(tree: Tree, held: Held, facts: Facts, degrees: Mapping[str, int], lo
     return from_counts(counts, degrees["pp"])
 
 
-def _first_chunks(tree: Tree, facts: Facts, local: Iterable[str]) -> Incomplete:
+def _first_chunks(tree: Tree, facts: MegatronFacts, local: Iterable[str]) -> Incomplete:
     """The error (E0302) for a virtual pipeline. `save_adapter_checkpoint` takes `models[0]`, but the manager leaves all
     chunks (`model0`, `model1`, ...) in what it saves of the optimizer: `generate_state_dict` takes out `model` alone.
     local: names in the files; some have rows in an order of the tensor ranks, which beside a base nothing undoes."""
@@ -226,7 +226,9 @@ def _is_stack(name: str, array: StoredArray) -> bool:
     return _GROUPED.fullmatch(name) is not None and len(array.shape) == _EXPERTS_ARRAY
 
 
-def _members(job: Job, name: str, array: StoredArray, rank: Rank) -> Iterator[tuple[RankArray, StoredArray]]:
+def _members(
+    job: MegatronJob, name: str, array: StoredArray, rank: MegatronRank
+) -> Iterator[tuple[RankArray, StoredArray]]:
     """What an array of a rank is in the whole model: one tensor, or one of each expert of a grouped linear."""
     name, found = _plain(name), _GROUPED.fullmatch(_plain(name))
     if found is None:

@@ -37,7 +37,7 @@ _SIZES = (
 _LARGEST = 1 << 20  # of a degree, a count of heads or experts: above is a damaged file
 
 
-class Facts(NamedTuple):
+class MegatronFacts(NamedTuple):
     """Of the model and the job. None: the arguments do not say. dp: data ranks without context-parallel ones.
 
     gated: fc1 holds gate and up. te: norms are fused into Transformer Engine's linears. container: of experts.
@@ -112,10 +112,10 @@ def with_spec(args: Mapping[str, Any], spec: object) -> Mapping[str, Any]:
     return {**args, "transformer_impl": "transformer_engine" if spec == TE else "local", **grouped}
 
 
-def facts_of(args: Mapping[str, Any], spec: object = None) -> Facts:
+def facts_of(args: Mapping[str, Any], spec: object = None) -> MegatronFacts:
     """The facts that `args` (attributes by name) state. spec: of `SPECS`, where there are no arguments to say it."""
     if spec == TE and not args:
-        return Facts(te=True, container=TE_GROUPED)
+        return MegatronFacts(te=True, container=TE_GROUPED)
 
     def whole(name: str, least: int = 1) -> int | None:
         value = args.get(name)
@@ -131,7 +131,7 @@ def facts_of(args: Mapping[str, Any], spec: object = None) -> Facts:
     te = args.get("transformer_impl") == "transformer_engine"
     overlap = bool(args.get("overlap_grad_reduce"))
     lr = args.get("decoupled_lr")
-    return Facts(
+    return MegatronFacts(
         tp=tp,
         pp=whole("pipeline_model_parallel_size") or 1,
         vpp=whole("virtual_pipeline_model_parallel_size") or 1,

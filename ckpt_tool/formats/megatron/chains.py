@@ -31,8 +31,8 @@ from ckpt_tool.errors import Incomplete
 from ckpt_tool.formats.megatron.groups import chained, groups_of, is_expert_group, is_matrix, key_of_group, members_of
 
 if TYPE_CHECKING:
-    from ckpt_tool.formats.megatron.args import Facts
-    from ckpt_tool.formats.megatron.job import Rank, RankArray
+    from ckpt_tool.formats.megatron.args import MegatronFacts
+    from ckpt_tool.formats.megatron.job import MegatronRank, RankArray
     from ckpt_tool.storage.source import Tree
 
 SHARE = re.compile(r"layer_wise_optimizer_(\d{1,6})\.pt")
@@ -44,7 +44,7 @@ def is_layer_wise(args: Mapping[str, Any]) -> bool:
     return args.get("optimizer") == "dist_muon" or bool(args.get("use_layer_wise_distributed_optimizer"))
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """A data rank's file. dense, experts: (its number, how many there are) among the ranks that share dense parameters,
     parallel experts."""
 
@@ -66,8 +66,8 @@ def is_share(path: str) -> bool:
 
 
 def shares_beside(
-    path: str, where: Rank, degrees: Mapping[str, int], files: Container[str], tree: Tree
-) -> Iterator[Share]:
+    path: str, where: MegatronRank, degrees: Mapping[str, int], files: Container[str], tree: Tree
+) -> Iterator[RankShare]:
     """The shares in a rank's folder. files: those that there are.
 
     Raises Incomplete E0302 naming every file that is missing, E2002 for ranks that wrote over each other's.
@@ -97,10 +97,10 @@ def shares_beside(
     for d, rank in own.items():
         if f"{path}/layer_wise_optimizer_{d}.pt" in missing:
             continue
-        yield Share(f"{path}/layer_wise_optimizer_{d}.pt", (d, dp), (rank // grid, max(1, tp * dp // grid)))
+        yield RankShare(f"{path}/layer_wise_optimizer_{d}.pt", (d, dp), (rank // grid, max(1, tp * dp // grid)))
 
 
-def matrices_at(chain: Sequence[Any], facts: Facts) -> int | None:
+def matrices_at(chain: Sequence[Any], facts: MegatronFacts) -> int | None:
     """Which of a chain's two optimizers for dense parameters steps the matrices; None where there are not two."""
     dense = [at for at, one in enumerate(chain) if groups_of(one) and not all(map(is_expert_group, groups_of(one)))]
     if len(dense) != 2:
@@ -109,7 +109,7 @@ def matrices_at(chain: Sequence[Any], facts: Facts) -> int | None:
     return dense[1] if whole == [False, True] else dense[0]
 
 
-def held_by(optimizer: Any, at: int | None, facts: Facts) -> Callable[[str, Sequence[int]], bool]:
+def held_by(optimizer: Any, at: int | None, facts: MegatronFacts) -> Callable[[str, Sequence[int]], bool]:
     """Whether number `at` of a stored chain steps a parameter (its name, its shape); experts' optimizers are not told
     from the dense ones."""
     first = matrices_at(chained(optimizer), facts)
@@ -137,7 +137,7 @@ def say_adam(chain: Sequence[Sequence[dict[str, Any]]]) -> bool:
     return bool(silent)
 
 
-def chain_members(chain: Sequence[Any], params: Sequence[RankArray], facts: Facts) -> list[Members] | None:
+def chain_members(chain: Sequence[Any], params: Sequence[RankArray], facts: MegatronFacts) -> list[Members] | None:
     """The parameters of each group of each optimizer, in the order of their numbers; None where the groups are of a
     kind that the rules don't make."""
     every = [groups_of(one) for one in chain]
@@ -167,7 +167,7 @@ def _mixed(groups: Sequence[Mapping[str, Any]]) -> bool:
     return len({is_expert_group(group) for group in groups}) > 1
 
 
-def _of_kinds(groups: Sequence[Mapping[str, Any]], own: Sequence[RankArray], facts: Facts) -> Members | None:
+def _of_kinds(groups: Sequence[Mapping[str, Any]], own: Sequence[RankArray], facts: MegatronFacts) -> Members | None:
     """As `members_of`, where dense and expert parameters have groups in one optimizer."""
     if not _mixed(groups):
         return members_of(groups, own, facts)

@@ -27,7 +27,7 @@ from typing import Any
 from ckpt_tool.core.mesh import divisors
 from ckpt_tool.core.missing import report_missing
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UsageError
-from ckpt_tool.formats.megatron.job import CONTRADICTION, Rank, carved, check_experts
+from ckpt_tool.formats.megatron.job import CONTRADICTION, MegatronRank, carved, check_experts
 from ckpt_tool.formats.megatron.stages import nearest
 from ckpt_tool.storage.source import Tree
 
@@ -102,7 +102,7 @@ def coordinates(
     *,
     experts: bool,
     file: str = f"/{MODEL_FILE}",
-) -> list[Rank]:
+) -> list[MegatronRank]:
     """Each folder's coordinates. ranks: the number of the writing rank by folder, where its arguments say it. file:
     what follows the folder's name in the name of the rank's file.
 
@@ -128,7 +128,7 @@ def coordinates(
                 path=path,
                 hint="Megatron kept one of them: expert shards are lost (NVIDIA/Megatron-LM#1836); save as torch_dist",
             )
-        out.append(Rank(path, tp, pp, ep, etp))
+        out.append(MegatronRank(path, tp, pp, ep, etp))
     if beyond:
         shown = ", ".join(f"{name} {size}" for name, size in degrees.items() if name in ("tp", "pp", "ep"))
         raise InconsistentCheckpoint(
@@ -155,7 +155,7 @@ def _possible(found: int, degrees: Mapping[str, int]) -> None:
         )
 
 
-def _whole(ranks: Iterable[Rank], degrees: Mapping[str, int], *, experts: bool, file: str) -> None:
+def _whole(ranks: Iterable[MegatronRank], degrees: Mapping[str, int], *, experts: bool, file: str) -> None:
     """Raise Incomplete when a shard of dense tensors or of experts has no folder."""
     every = list(ranks)
     dense = {(rank.pp, rank.tp) for rank in every}
@@ -223,7 +223,9 @@ def fit(degrees: Mapping[str, int], experts: int | None) -> tuple[dict[str, int]
     return carved(out, notes), notes
 
 
-def refuse_renamed(tree: Tree, ranks: Iterable[tuple[Rank, Mapping[str, Any]]], degrees: Mapping[str, int]) -> None:
+def refuse_renamed(
+    tree: Tree, ranks: Iterable[tuple[MegatronRank, Mapping[str, Any]]], degrees: Mapping[str, int]
+) -> None:
     """Raise InconsistentCheckpoint E0305 for folders whose `args.rank` is another's: their slices would go to a wrong
     place.
 
@@ -240,7 +242,9 @@ def refuse_renamed(tree: Tree, ranks: Iterable[tuple[Rank, Mapping[str, Any]]], 
             continue
         mixed = bool(args.get("use_tp_pp_dp_mapping"))
         within = tp * cp if mixed else world // pp
-        inside = Rank("", number % tp, number // within % pp, rank.ep if mixed else number % within // etp % ep, 0)
+        inside = MegatronRank(
+            "", number % tp, number // within % pp, rank.ep if mixed else number % within // etp % ep, 0
+        )
         if inside[1:4] != rank[1:4]:
             others = [other.path for other, _, theirs, _ in known if theirs == number and other is not rank]
             faults.append((rank, f"{_coordinates(inside, degrees)} (args.rank {number} of {world}{_as(others)})"))
@@ -255,7 +259,7 @@ def refuse_renamed(tree: Tree, ranks: Iterable[tuple[Rank, Mapping[str, Any]]], 
         )
 
 
-def _coordinates(rank: Rank, degrees: Mapping[str, int]) -> str:
+def _coordinates(rank: MegatronRank, degrees: Mapping[str, int]) -> str:
     expert = f", expert rank {rank.ep}" if degrees["ep"] > 1 else ""
     return f"tensor rank {rank.tp} of stage {rank.pp}{expert}"
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpt_tool.formats.megatron.names import EMBEDDING, TIED_HEAD, stem
 
 if TYPE_CHECKING:  # readers of states need neither
-    from ckpt_tool.formats.megatron.args import Facts
+    from ckpt_tool.formats.megatron.args import MegatronFacts
     from ckpt_tool.formats.megatron.job import RankArray
 
 
@@ -31,7 +31,7 @@ class GroupKey(NamedTuple):
     decoupled: bool
 
 
-def key_of_param(local: str, shape: Sequence[int], facts: Facts) -> GroupKey:
+def key_of_param(local: str, shape: Sequence[int], facts: MegatronFacts) -> GroupKey:
     """The key of a parameter by its name, the rank's or the logical one."""
     words = local.split(".")
     qk = facts.qk_decay and words[-2:-1] and words[-2] in ("q_layernorm", "k_layernorm")
@@ -46,7 +46,7 @@ def is_matrix(name: str, shape: Sequence[int]) -> bool:
     return len(shape) == 2 and stem(name) not in (EMBEDDING, TIED_HEAD)
 
 
-def key_of_group(group: Mapping[str, Any], facts: Facts) -> GroupKey:
+def key_of_group(group: Mapping[str, Any], facts: MegatronFacts) -> GroupKey:
     """A stored group's key, from its hyperparameters."""
     decoupled = bool(group.get("is_decoupled_lr"))
     if facts.decoupled_lr is not None and group.get("max_lr") == facts.decoupled_lr:
@@ -56,7 +56,7 @@ def key_of_group(group: Mapping[str, Any], facts: Facts) -> GroupKey:
 
 
 def members_of(
-    groups: Sequence[Mapping[str, Any]], arrays: Sequence[RankArray], facts: Facts
+    groups: Sequence[Mapping[str, Any]], arrays: Sequence[RankArray], facts: MegatronFacts
 ) -> list[list[RankArray]] | None:
     """The parameters of each stored group, in order; None when the groups are of another kind (a parameter fits none,
     or two groups have one key)."""
@@ -98,7 +98,7 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def groups_for(
-    stored: Sequence[Mapping[str, Any]], keys: Set[GroupKey], facts: Facts, *, experts: bool
+    stored: Sequence[Mapping[str, Any]], keys: Set[GroupKey], facts: MegatronFacts, *, experts: bool
 ) -> list[dict[str, Any]]:
     """The groups of an optimizer whose parameters have `keys`: those of its kind in `stored`, then those made."""
     own = [group for group in stored if is_expert_group(group) is experts]
@@ -114,7 +114,7 @@ def groups_for(
     return list(out.values())
 
 
-def _made(key: GroupKey, twins: Sequence[Mapping[str, Any]], facts: Facts, *, experts: bool) -> dict[str, Any]:
+def _made(key: GroupKey, twins: Sequence[Mapping[str, Any]], facts: MegatronFacts, *, experts: bool) -> dict[str, Any]:
     """A group that the source does not have, from the one nearest to it."""
     same = next((dict(twin) for twin in twins if key_of_group(twin, facts) == key), None)
     group = same or dict(twins[0]) if twins else {"lr_mult": 1.0, "is_decoupled_lr": key.decoupled}

@@ -7,7 +7,8 @@ description serves all of them, legacy and torch_dist, reader and writer:
     tensor rank 1 of 2, stage 1 (layers 2, 3):  decoder.layers.0.mlp.linear_fc1.weight (48, 32)
     <-> decoder.layers.2.mlp.linear_fc1.weight (96, 32): rows 24..48 are rows 0..24, rows 72..96 are rows 24..48
 
-`Job.array` takes what is there: from a rank's name and shape follow the slots. `Ranks.arrays` gives what must be there:
+`MegatronJob.array` takes what is there: from a rank's name and shape follow the slots. `JobRanks.arrays` gives what
+must be there:
 from the logical names and shapes follow all arrays of a rank, in the order in which its modules register them, which is
 that of its optimizer. GroupedMLP's weight1 (h, E*2f) is (E, h, 2f) in memory, weight2 (E*f, h) is (E, f, h): each
 expert's matrix is a transposed view.
@@ -25,19 +26,19 @@ from typing import NamedTuple
 
 from ckpt_tool.core.box import Box, contiguous_strides, whole
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.core.flat_line import Place
+from ckpt_tool.core.flat_line import LinePlace
 from ckpt_tool.core.mesh import divisors
 from ckpt_tool.core.tensor import Chunk, StoredArray
 from ckpt_tool.errors import InconsistentCheckpoint, UnmappedTensor, UsageError
 from ckpt_tool.formats.megatron import names
-from ckpt_tool.formats.megatron.args import Facts
+from ckpt_tool.formats.megatron.args import MegatronFacts
 from ckpt_tool.formats.megatron.names import EMBEDDING, TIED_HEAD
 from ckpt_tool.formats.megatron.rules import (
     ETP,
     TP,
-    Piece,
-    Rule,
-    Units,
+    DivisibleUnits,
+    MegatronRule,
+    RankPiece,
     check_degree,
     global_shape,
     is_vocabulary,
@@ -54,7 +55,7 @@ _LAST = ("decoder.", "encoder.", "output_layer.", "lm_head.")  # on the head's s
 Shape = tuple[int, ...]
 
 
-class Rank(NamedTuple):
+class MegatronRank(NamedTuple):
     """A model-parallel rank. path: its folder, relative to the root. tp: of dense tensors. etp: of experts."""
 
     path: str
@@ -112,7 +113,7 @@ class RankArray(NamedTuple):
             start += sum(o * s for o, s in zip(slot.within.offset, strides, strict=True))
             yield slot.name, slot.box, start, strides if slot.view else None
 
-    def places(self, at: int) -> Iterator[Place]:
+    def places(self, at: int) -> Iterator[LinePlace]:
         """Where the logical tensors lie on a flat line on which the array begins at `at`, by (name, is it transposed
         there?)."""
         for name in self.names:
@@ -120,10 +121,10 @@ class RankArray(NamedTuple):
             view = own[0].view
             if view is None:
                 boxes = [(slot.box, slot.within) for slot in own]
-                yield Place((name, False), at, 0, self.numel, self.shape, boxes)
+                yield LinePlace((name, False), at, 0, self.numel, self.shape, boxes)
             else:
                 boxes = [(_turned(slot.box), _turned(slot.within)) for slot in own]
-                yield Place((name, True), at + view.start, 0, prod(view.shape), view.shape[::-1], boxes)
+                yield LinePlace((name, True), at + view.start, 0, prod(view.shape), view.shape[::-1], boxes)
 
 
 def carved(degrees: Mapping[str, int], notes: list[str]) -> dict[str, int]:
@@ -160,7 +161,7 @@ def turned(chunk: Chunk) -> Chunk:
     return Chunk(box, chunk.array.view(start, box.shape, strides[::-1]), whole(box.shape), chunk.replica)
 
 
-class Job(NamedTuple):
+class MegatronJob(NamedTuple):
     """How parameters are parted and spelled. experts: of a layer. gated: fc1 holds gate and up. down_shared: MLA's down
     projections are cut. te: norms are fused into Transformer Engine's linears. container: of experts. mtp_inner: what
     an MTP layer calls its inner one. convolution: what stands in `conv1d_weight` of Mamba, `_` or `.`. rows: of stored
@@ -169,7 +170,7 @@ class Job(NamedTuple):
     counted apart). sections, spanning: of `rules.sections_of`, `rules.norms_span`.
     """
 
-    facts: Facts
+    facts: MegatronFacts
     degrees: Mapping[str, int]
     stages: Stages
     experts: int
@@ -185,12 +186,12 @@ class Job(NamedTuple):
     sections: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     spanning: bool | None = False
 
-    def of_shapes(self, shapes: Mapping[str, Shape], ranks: int) -> Job:
+    def of_shapes(self, shapes: Mapping[str, Shape], ranks: int) -> MegatronJob:
         """The job with what the shapes of one rank of `ranks` (1: of the whole model) show of sections and norms."""
         sections = sections_of(shapes, self.facts)
         return self._replace(sections=sections, spanning=norms_span(shapes, self.facts, ranks))
 
-    def rule(self, name: str, rank: int) -> Rule:
+    def rule(self, name: str, rank: int) -> MegatronRule:
         """The rule of a logical tensor of so many dims."""
         return rule_of(
             name,
@@ -203,7 +204,7 @@ class Job(NamedTuple):
 
     def check(self, shapes: Iterable[tuple[str, Shape]]) -> list[str]:
         """Notes. Raises UsageError E0273 where tensor ranks can't share a parameter."""
-        units: dict[str, list[Units]] = {TP: [], ETP: []}
+        units: dict[str, list[DivisibleUnits]] = {TP: [], ETP: []}
         for name, shape in shapes:
             rule = self.rule(name, len(shape))
             found = units_of(name, rule, shape, self.facts) if 0 not in shape else None
@@ -211,20 +212,20 @@ class Job(NamedTuple):
                 units[rule.axis].append(found)
         return [note for axis, own in units.items() for note in check_degree(axis, self.degrees[axis], own)]
 
-    def pieces(self, name: str, shape: Shape, rank: Rank) -> list[Piece]:
+    def pieces(self, name: str, shape: Shape, rank: MegatronRank) -> list[RankPiece]:
         """What a rank keeps of a tensor of `shape` (padding included), in the order of its own rows."""
         rule = self.rule(name, len(shape))
         number, size = (rank.etp if rule.axis == ETP else rank.tp), self.degrees[rule.axis]
         found = self.boxes.get(name)
         if found is None:
             return pieces(rule, shape, number, size)
-        out, row = list[Piece](), 0
+        out, row = list[RankPiece](), 0
         for box in found if len(found) == 1 or len(found) % size else found[number::size]:
-            out.append(Piece(box, Box((row, *(0,) * (len(shape) - 1)), box.shape) if shape else box))
+            out.append(RankPiece(box, Box((row, *(0,) * (len(shape) - 1)), box.shape) if shape else box))
             row += box.shape[0] if shape else 0
         return out
 
-    def array(self, local: str, shape: Shape, dtype: DType, rank: Rank, chunk: int) -> RankArray:
+    def array(self, local: str, shape: Shape, dtype: DType, rank: MegatronRank, chunk: int) -> RankArray:
         """The rank's array that is there. Raises UnmappedTensor E2003 for names without a rule where tensor ranks
         share, InconsistentCheckpoint E0305 for grouped experts that do not fit."""
         count, which, own = self.experts // self.degrees["ep"], 0, shape
@@ -265,7 +266,13 @@ class Job(NamedTuple):
         return made if made.shape == shape else made._replace(shape=shape)  # odd halves: the catalog names the gap
 
     def made(
-        self, local: str, chunk: int, dtype: DType, members: Sequence[tuple[str, Shape]], rank: Rank, which: int = 0
+        self,
+        local: str,
+        chunk: int,
+        dtype: DType,
+        members: Sequence[tuple[str, Shape]],
+        rank: MegatronRank,
+        which: int = 0,
     ) -> RankArray:
         """The rank's array that holds its part of `members`, logical tensors by name and shape (padding included).
         which: of GroupedMLP's two weights, 0 for any other array."""
@@ -279,7 +286,7 @@ class Job(NamedTuple):
             if self.kept is not None and is_vocabulary(name) and shape:
                 shape = (min(self.kept, shape[0]), *shape[1:])
                 boxes = [(piece.box & whole(shape), piece.within.offset) for piece in held]
-                held = [Piece(box, Box(offset, box.shape)) for box, offset in boxes if box]
+                held = [RankPiece(box, Box(offset, box.shape)) for box, offset in boxes if box]
             slots += [Slot(name, shape, box, within, view) for box, within in held]
             start += prod(own)
         if which:
@@ -307,10 +314,10 @@ class Job(NamedTuple):
             yield head if own.startswith(_LAST) else first, name
 
 
-class Ranks:
+class JobRanks:
     """What every rank of a job keeps of `tensors`: shape and dtype by logical name."""
 
-    def __init__(self, job: Job, tensors: Mapping[str, tuple[Shape, DType]]) -> None:
+    def __init__(self, job: MegatronJob, tensors: Mapping[str, tuple[Shape, DType]]) -> None:
         self.job = job
         self.tensors = tensors
         self._dense: dict[tuple[int, int], list[tuple[str, str]]] = {}  # by (stage, chunk): (spelled, logical)
@@ -325,7 +332,7 @@ class Ranks:
                     members = self._experts.setdefault((stage.pp, stage.vpp, ep), [])
                     members.append((expert._replace(expert=own), name))
 
-    def arrays(self, rank: Rank) -> list[RankArray]:
+    def arrays(self, rank: MegatronRank) -> list[RankArray]:
         """The arrays of a rank, chunk by chunk, in the order in which the model registers them."""
         out = []
         for chunk in range(self.job.stages.vpp):
@@ -333,7 +340,7 @@ class Ranks:
             out += [own[i] for i in names.registration_order([array.local for array in own])]
         return out
 
-    def _chunk(self, rank: Rank, stage: Stage) -> Iterator[RankArray]:
+    def _chunk(self, rank: MegatronRank, stage: Stage) -> Iterator[RankArray]:
         job = self.job
         grouped: dict[str, list[tuple[int, str]]] = {}
         plain = list(self._dense.get((stage.pp, stage.vpp), ()))

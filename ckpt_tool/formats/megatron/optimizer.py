@@ -34,14 +34,14 @@ from math import lcm
 from typing import NamedTuple
 
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.formats.megatron.job import Job, RankArray
+from ckpt_tool.formats.megatron.job import MegatronJob, RankArray
 from ckpt_tool.formats.megatron.names import EMBEDDING, TIED_HEAD, stem
 
 ALIGNMENT = 64  # elements at which a parameter starts
 BUSBW = 1 << 16  # elements, with pad_buckets_for_high_nccl_busbw
 
 
-class Place(NamedTuple):
+class BucketPlace(NamedTuple):
     """Where a parameter lies. start: elements from the start of its bucket."""
 
     bucket: int
@@ -62,7 +62,7 @@ class Bucket(NamedTuple):
 class FlatBuffer(NamedTuple):
     """A buffer laid out. places: of each parameter, in the order of REGISTRATION (as they were given)."""
 
-    places: tuple[Place, ...]
+    places: tuple[BucketPlace, ...]
     buckets: tuple[Bucket, ...]
 
     @property
@@ -92,7 +92,7 @@ def lay_flat(
     """
     divisor = lcm(data_ranks, 128, BUSBW) if busbw else lcm(data_ranks, 128)
     alone = tuple(shared) or (False,) * len(numels)
-    places: list[Place] = [Place(0, 0, 0)] * len(numels)
+    places: list[BucketPlace] = [BucketPlace(0, 0, 0)] * len(numels)
     buckets: list[Bucket] = []
     begun, start, first = 0, 0, 0  # of the current bucket; of the next parameter; in the coalesced buffer
     filled = False
@@ -110,7 +110,7 @@ def lay_flat(
         if alone[i] and filled:
             start = close(start)
         stop = start + numels[i]
-        places[i] = Place(len(buckets), start - begun, numels[i])
+        places[i] = BucketPlace(len(buckets), start - begun, numels[i])
         filled = True
         full = bucket_size is not None and stop - begun >= bucket_size
         start = close(stop) if full or alone[i] else stop
@@ -147,7 +147,7 @@ class Bucketing(NamedTuple):
     alone: bool
 
 
-def bucketing_of(job: Job, *, experts: bool) -> Bucketing:
+def bucketing_of(job: MegatronJob, *, experts: bool) -> Bucketing:
     """The buckets of the dense or the experts' buffers."""
     facts, degrees = job.facts, job.degrees
     ranks = degrees["dp"] * degrees["cp"]
@@ -157,7 +157,7 @@ def bucketing_of(job: Job, *, experts: bool) -> Bucketing:
     return Bucketing(size, ranks, facts.busbw, True)
 
 
-def _shared(array: RankArray, arrays: Sequence[RankArray], job: Job, pp: int) -> bool:
+def _shared(array: RankArray, arrays: Sequence[RankArray], job: MegatronJob, pp: int) -> bool:
     """Is it an embedding that two pipeline stages share, so that it has a bucket of its own?"""
     if job.stages.pp == 1 or not (job.facts.tied or job.facts.mtp) or stem(array.local) not in (EMBEDDING, TIED_HEAD):
         return False
@@ -168,7 +168,9 @@ def _shared(array: RankArray, arrays: Sequence[RankArray], job: Job, pp: int) ->
     return job.facts.tied and not any(stem(a.local) == EMBEDDING and a.chunk == array.chunk for a in arrays)
 
 
-def lay_buffers(arrays: Sequence[RankArray], job: Job, pp: int, bucketing: Bucketing, grads: DType) -> list[Buffer]:
+def lay_buffers(
+    arrays: Sequence[RankArray], job: MegatronJob, pp: int, bucketing: Bucketing, grads: DType
+) -> list[Buffer]:
     """The buffers of an optimizer of these parameters, in the order of their numbers (`gbuf_idx`). grads: dtype of
     gradients where they are reduced in fp32."""
     kinds: dict[tuple[int, str], list[RankArray]] = {}

@@ -116,9 +116,9 @@ class Gathered:
         starts = [0, *accumulate(self.rows[part] for part in self.parts)]
         held = [(self.held[part], start) for part, start in zip(self.parts, starts, strict=False)]
         if all(isinstance(chunks, ChunkColumns) for chunks, _ in held):
-            from ckpt_tool.formats.containers.dcp_columns import Columns, joined
+            from ckpt_tool.formats.containers.dcp_columns import DcpColumns, joined
 
-            columns = joined([(cast(Columns, chunks), start) for chunks, start in held])
+            columns = joined([(cast(DcpColumns, chunks), start) for chunks, start in held])
             if columns is not None:
                 return starts[-1], columns
         return starts[-1], [moved(chunk, start) for chunks, start in held for chunk in chunks]

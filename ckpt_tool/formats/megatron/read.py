@@ -57,7 +57,7 @@ from ckpt_tool.formats.megatron.folders import (
 )
 from ckpt_tool.formats.megatron.groups import VALUES, chained, groups_of
 from ckpt_tool.formats.megatron.hints import MegatronHints
-from ckpt_tool.formats.megatron.job import CONTRADICTION, Job, Rank, RankArray
+from ckpt_tool.formats.megatron.job import CONTRADICTION, MegatronJob, MegatronRank, RankArray
 from ckpt_tool.formats.megatron.optimizer import Bucketing, Buffer, bucketing_of, lay_buffers
 from ckpt_tool.formats.megatron.rules import gated
 from ckpt_tool.formats.megatron.stages import Stages, from_counts
@@ -76,7 +76,7 @@ EXTRA_BYTES = 1 << 26  # of an extra state: 1024 steps of amax of a thousand ten
 
 
 @dataclass(slots=True)
-class _Rank:
+class _RankFiles:
     """A rank's files, taken apart. chunks: of the virtual pipeline -> parameters and buffers in the model's order."""
 
     path: str
@@ -86,7 +86,7 @@ class _Rank:
     optimizer: list[tuple[Path, StoredArray]]
     ours: list[tuple[Path, StoredArray]]
     rng: list[tuple[Path, StoredArray]]
-    where: Rank = field(default_factory=lambda: Rank("", 0, 0, 0, 0))
+    where: MegatronRank = field(default_factory=lambda: MegatronRank("", 0, 0, 0, 0))
 
     @property
     def extras(self) -> dict[Any, Any]:
@@ -107,11 +107,11 @@ def read_ranks(tree: Tree) -> Catalog:
     optims += share_files(tree, folders)
     contents = by_file((*(f"{path}/{MODEL_FILE}" for path in folders), *optims), lambda file: read_content(tree, file))
     ranks = [_open(tree, path, contents[f"{path}/{MODEL_FILE}"]) for path in folders]
-    return _Reading(tree, folders, ranks, {file: contents[file] for file in optims}).catalog()
+    return _MegatronReading(tree, folders, ranks, {file: contents[file] for file in optims}).catalog()
 
 
-def _open(tree: Tree, path: str, content: TorchContent) -> _Rank:
-    rank = _Rank(path, content, [], [], [], [], [])
+def _open(tree: Tree, path: str, content: TorchContent) -> _RankFiles:
+    rank = _RankFiles(path, content, [], [], [], [], [])
     keys: dict[str, list[tuple[str, StoredArray]]] = {}
     for leaf, array in content.leaves:
         head = str(leaf[0])
@@ -207,12 +207,12 @@ class Gathering:
         return out
 
 
-class _Optimizer:
+class _RankOptimizer:
     """A rank's optimizer, whose arrays go to `out`. params: the rank's trainable parameters. stored: its state without
     tensors. path: of the model file, for messages."""
 
     def __init__(
-        self, job: Job, rank: Rank, params: Sequence[RankArray], stored: Any, path: str, out: Gathering
+        self, job: MegatronJob, rank: MegatronRank, params: Sequence[RankArray], stored: Any, path: str, out: Gathering
     ) -> None:
         self.job = job
         self.rank = rank
@@ -395,14 +395,14 @@ class _Optimizer:
         )
 
 
-class _Reading:
+class _MegatronReading:
     """One read."""
 
     def __init__(
         self,
         tree: Tree,
         folders: Mapping[str, tuple[int, ...]],
-        ranks: list[_Rank],
+        ranks: list[_RankFiles],
         optims: Mapping[str, TorchContent],
     ) -> None:
         """optims: of the ranks' files of the distributed optimizer, by path."""
@@ -502,7 +502,7 @@ class _Reading:
                 hint="rank files of different saves are mixed: take all ranks from one",
             )
 
-    def _unlike(self, rank: _Rank) -> Iterator[str]:
+    def _unlike(self, rank: _RankFiles) -> Iterator[str]:
         """What a rank says otherwise than the first does; of what decides nothing, a note."""
         mine, theirs = rank.extras, self.first.extras
         for key in ("iteration", "checkpoint_version", "num_floating_point_operations_so_far", "opt_param_scheduler"):
@@ -561,7 +561,7 @@ class _Reading:
         for number, at in enumerate(empty):
             counts[at] = layers // len(empty) + (number < layers % len(empty))
 
-    def _job(self) -> Job:
+    def _job(self) -> MegatronJob:
         every = [pair for rank in self.ranks for chunk in rank.chunks for pair in chunk]
         shapes = {name: array.shape for name, array in every if not is_shapeless(array)}
         own = names.experts_count(self.local)
@@ -576,7 +576,7 @@ class _Reading:
                 hint="expert tensors are missing from the rank files",
             )
             report_missing(fault)
-        return Job(
+        return MegatronJob(
             self.facts,
             self.degrees,
             self.stages,
@@ -607,7 +607,7 @@ class _Reading:
 
     # -- tensors -------------------------------------------------------------------------------------------------------
 
-    def _model(self, rank: _Rank, out: Gathering) -> list[RankArray]:
+    def _model(self, rank: _RankFiles, out: Gathering) -> list[RankArray]:
         """The rank's trainable parameters, in order; all that its model holds goes to `out`."""
         params = []
         dropped = [name for name, value in _plain_entries(rank) if value is not None and not is_extra_state(name)]
@@ -637,7 +637,7 @@ class _Reading:
             self.notes.append(Note("N0301", what, rank.path, dropped[0]))
         return params
 
-    def _extra_states(self, rank: _Rank) -> Iterator[tuple[int, str, Any]]:
+    def _extra_states(self, rank: _RankFiles) -> Iterator[tuple[int, str, Any]]:
         """(chunk, name, value) of the extra states that are not empty; a uint8 tensor as bytes, another as None."""
         plain = [chunk for name, chunk in rank.extras.items() if _is_chunk(name) and isinstance(chunk, dict)]
         for number, chunk in enumerate(plain):
@@ -649,7 +649,7 @@ class _Reading:
                     small = array.numel <= EXTRA_BYTES
                     yield number, name, read_array(self.tree, array) if known and small else None
 
-    def _ours(self, rank: _Rank, out: Gathering) -> None:
+    def _ours(self, rank: _RankFiles, out: Gathering) -> None:
         """What lies under `ckpt`: further states by the rank's names, and tensors that are whole."""
         for leaf, array in rank.ours:
             match leaf:
@@ -668,7 +668,7 @@ class _Reading:
                         hint="written by a newer version of ckpt?",
                     )
 
-    def _optimizer(self, rank: _Rank, params: list[RankArray], out: Gathering) -> None:
+    def _optimizer(self, rank: _RankFiles, params: list[RankArray], out: Gathering) -> None:
         numbered = [pair for pair in rank.optimizer if pair[0][-1:] != ("scale",)]
         if is_layer_wise(self.args) and numbered:
             self._shares(rank, params, out)
@@ -677,7 +677,7 @@ class _Reading:
         if not numbered and content is None:
             return
         path = self.tree.display(f"{rank.path}/{MODEL_FILE}")
-        optimizer = _Optimizer(self.job, rank.where, params, rank.extras.get("optimizer"), path, out)
+        optimizer = _RankOptimizer(self.job, rank.where, params, rank.extras.get("optimizer"), path, out)
         if numbered:
             optimizer.numbered(numbered)
         if content is not None:
@@ -685,14 +685,14 @@ class _Reading:
             self.globals.update(dict.fromkeys(content.globals))
             optimizer.flat(content.leaves)
 
-    def _shares(self, rank: _Rank, params: list[RankArray], out: Gathering) -> None:
+    def _shares(self, rank: _RankFiles, params: list[RankArray], out: Gathering) -> None:
         """What the data ranks of a layer-wise optimizer wrote beside a rank's model, whose own optimizer is one of
         their shares again."""
         for share in shares_beside(rank.path, rank.where, self.degrees, self.optims, self.tree):
             path = self.tree.display(share.file)
             content = self.optims[share.file]
             stored = content.extras.get("value", content.extras) if isinstance(content.extras, dict) else content.extras
-            optimizer = _Optimizer(self.job, rank.where, params, stored, path, out)
+            optimizer = _RankOptimizer(self.job, rank.where, params, stored, path, out)
             leaves = [(leaf[1:] if leaf[:1] == ("value",) else leaf, array) for leaf, array in content.leaves]
             optimizer.numbered(leaves, dealt(optimizer.members(), optimizer.chain, share.dense, share.experts))
             self.unsafe += content.unsafe
@@ -789,12 +789,12 @@ def _short(value: Any) -> str:
     return str(value)[:80]
 
 
-def _rank_number(rank: _Rank) -> int | None:
+def _rank_number(rank: _RankFiles) -> int | None:
     value = arguments(rank.extras).get("rank")
     return value if type(value) is int else None
 
 
-def _guessed(folders: Mapping[str, tuple[int, ...]], ranks: Iterable[_Rank]) -> dict[str, int]:
+def _guessed(folders: Mapping[str, tuple[int, ...]], ranks: Iterable[_RankFiles]) -> dict[str, int]:
     """Degrees from the folders' names, where no arguments state them: two numbers mean stages."""
     numbers = list(folders.values())
     out = dict.fromkeys(("pp", "vpp", "ep", "dp", "cp"), 1)
@@ -820,13 +820,13 @@ def _without_params(optimizer: Any) -> Any:
     return out
 
 
-def _plain_entries(rank: _Rank) -> list[tuple[str, Any]]:
+def _plain_entries(rank: _RankFiles) -> list[tuple[str, Any]]:
     """What a rank's model holds beside tensors."""
     chunks = [chunk for name, chunk in rank.extras.items() if _is_chunk(name) and isinstance(chunk, dict)]
     return [(str(key), value) for chunk in chunks for key, value in chunk.items()]
 
 
-def _extra_states(rank: _Rank) -> list[str]:
+def _extra_states(rank: _RankFiles) -> list[str]:
     """Modules that have an extra state, by the rank's names."""
     stated = [name for name, _ in _plain_entries(rank)]
     stated += [name for chunk in rank.chunks for name, _ in chunk]

@@ -57,7 +57,7 @@ from typing import NamedTuple
 
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.megatron.args import Facts
+from ckpt_tool.formats.megatron.args import MegatronFacts
 from ckpt_tool.formats.megatron.names import BY_HEAD, is_foreign, is_tower, stem
 from ckpt_tool.formats.megatron.stages import nearest
 
@@ -65,7 +65,7 @@ DEGREE = "E0273"
 TP, ETP = "tp", "etp"
 
 
-class Rule(NamedTuple):
+class MegatronRule(NamedTuple):
     """dim: shared between ranks, None: each keeps a copy. parts: the proportions of what lies end to end along `dim`,
     each cut on its own. axis: `tp` or `etp`. known: False for a name that no rule knows (a copy each is then only right
     for one rank). lacks: what has to be known for a rule."""
@@ -82,7 +82,7 @@ class Rule(NamedTuple):
         return () if rest else tuple(unit * part for part in self.parts)
 
 
-class Piece(NamedTuple):
+class RankPiece(NamedTuple):
     """`box` of the whole tensor is `within` of a rank's."""
 
     box: Box
@@ -171,7 +171,7 @@ def rule_of(
     down_shared: bool,
     sections: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     spanning: bool | None = False,
-) -> Rule:
+) -> MegatronRule:
     """The rule of a logical name. rank: of the tensor (1 for biases). gated: fc1 holds gate and up. down_shared: MLA's
     down projections are cut (the local spec). sections: of `sections_of`. spanning: of `norms_span`."""
     if (found := _ADAPTER.fullmatch(name)) is not None:
@@ -186,38 +186,38 @@ def rule_of(
     if kind:
         return _of_recurrent(kind, words, rank, sections)
     if not _WHOLE.isdisjoint(words) and module != "ngram_embedding":
-        return Rule(None)
+        return MegatronRule(None)
     if module in _CUT_THERE and module in sections:
-        return Rule(_CUT_THERE[module])
+        return MegatronRule(_CUT_THERE[module])
     if module in ("q_layernorm", "k_layernorm") and spanning is not False:
-        return Rule(0 if spanning else None, known=spanning is not None)
+        return MegatronRule(0 if spanning else None, known=spanning is not None)
     if module in _COPIES or _NORM.fullmatch(module) or leaf in _OWN:
-        return Rule(None, axis=axis)
+        return MegatronRule(None, axis=axis)
     if module == "core_attention" and leaf in _SINKS:
-        return Rule(0)
+        return MegatronRule(0)
     if leaf not in ("weight", "bias"):
-        return Rule(None, axis=axis, known=False)
+        return MegatronRule(None, axis=axis, known=False)
     if module in _ROWS:
-        return Rule(0, axis=axis)
+        return MegatronRule(0, axis=axis)
     if module in _COLUMNS:
-        return Rule(1 if leaf == "weight" and rank > 1 else None, axis=axis)
+        return MegatronRule(1 if leaf == "weight" and rank > 1 else None, axis=axis)
     if module == "linear_fc1":
-        return Rule(0, (1, 1) if gated else (1,), axis)
+        return MegatronRule(0, (1, 1) if gated else (1,), axis)
     if module in _DOWN:
-        return Rule(0 if down_shared and KIMI not in sections else None)  # which are Transformer Engine's
-    return Rule(None, axis=axis, known=False)
+        return MegatronRule(0 if down_shared and KIMI not in sections else None)  # which are Transformer Engine's
+    return MegatronRule(None, axis=axis, known=False)
 
 
-def _of_adapter(base: Rule, part: str, *, apart: bool) -> Rule:
+def _of_adapter(base: MegatronRule, part: str, *, apart: bool) -> MegatronRule:
     """The rule of a part of a LoRA beside a weight that has the rule `base`. megatron-bridge 0.6.2 `peft/utils.py`
     (`ParallelLinearAdapter`): A is cut as the inputs are, else its rank is; B always by outputs. apart: of one of
     several that the weight fuses."""
     if part in ("linear_in.weight", "lora_A"):
-        return Rule(1 if base.dim == 1 else 0, axis=base.axis)
+        return MegatronRule(1 if base.dim == 1 else 0, axis=base.axis)
     cut = base.dim == 0
     if part == "weight_magnitude":
-        return Rule(0 if cut else None, base.parts if cut else (1,), base.axis)
-    return Rule(0, base.parts if cut and not apart else (1,), base.axis)
+        return MegatronRule(0 if cut else None, base.parts if cut else (1,), base.axis)
+    return MegatronRule(0, base.parts if cut and not apart else (1,), base.axis)
 
 
 def _recurrent(words: Sequence[str]) -> str:
@@ -234,43 +234,43 @@ def _by_key_head(words: Sequence[str]) -> bool:
     return words[-1].endswith(BY_HEAD) or words[-2] in _PROJECTIONS
 
 
-def _of_recurrent(kind: str, words: Sequence[str], rank: int, sections: Mapping[str, tuple[int, ...]]) -> Rule:
+def _of_recurrent(kind: str, words: Sequence[str], rank: int, sections: Mapping[str, tuple[int, ...]]) -> MegatronRule:
     leaf, module = words[-1], words[-2]
     if leaf in _HEADS or module == "norm" or _by_key_head(words):
-        return Rule(0)
+        return MegatronRule(0)
     if module == "out_norm" or leaf in ("layer_norm_weight", "layer_norm_bias"):
-        return Rule(None)
+        return MegatronRule(None)
     if module == "out_proj":
-        return Rule(1 if leaf == "weight" and rank > 1 else None, known=leaf in ("weight", "bias"))
+        return MegatronRule(1 if leaf == "weight" and rank > 1 else None, known=leaf in ("weight", "bias"))
     which = _sectioned(words)
     found = (1, 1, 1) if kind == KIMI and which else sections.get(f"{kind}.{which}")
     if found:
-        return Rule(0, found)
-    return Rule(None, known=False, lacks=_WANTED[kind] if which else "")
+        return MegatronRule(0, found)
+    return MegatronRule(None, known=False, lacks=_WANTED[kind] if which else "")
 
 
-def _of_tower(name: str, words: Sequence[str], rank: int, sections: Mapping[str, tuple[int, ...]]) -> Rule:
+def _of_tower(name: str, words: Sequence[str], rank: int, sections: Mapping[str, tuple[int, ...]]) -> MegatronRule:
     """The rule of a tensor beside the language model. Towers that transformers' own modules make are copies; those of
     Megatron's modules are cut like a language model's layers."""
     words = words[1:] if words[0] in ("thinker", "llava_model") else words
     root, inside, leaf = words[0], words[1] if len(words) > 2 else "", words[-1]
     if root == "multi_modal_projector":  # Bridge's gemma3_vl has a ColumnParallelLinear there
-        return Rule(0 if inside == "proj" else None)
+        return MegatronRule(0 if inside == "proj" else None)
     if not is_foreign(name) and inside in ("decoder", "merger", "encoder"):
         module = words[-2]
         if module == "linear_fc1":
-            return Rule(0, sections.get(f"{root}.linear_fc1", (1,)))
+            return MegatronRule(0, sections.get(f"{root}.linear_fc1", (1,)))
         if module in _ROWS or module == "encoder":  # an affine projection is a ColumnParallelLinear of that name
-            return Rule(0)
+            return MegatronRule(0)
         if module in _COLUMNS:
-            return Rule(1 if leaf == "weight" and rank > 1 else None)
-        return Rule(None, known=_NORM.fullmatch(module) is not None or leaf.startswith("layer_norm_"))
+            return MegatronRule(1 if leaf == "weight" and rank > 1 else None)
+        return MegatronRule(None, known=_NORM.fullmatch(module) is not None or leaf.startswith("layer_norm_"))
     if root == "vision_model" and inside in ("embedder", "video_embedder"):  # core's RADIO
-        return Rule(0)
-    return Rule(None)
+        return MegatronRule(0)
+    return MegatronRule(None)
 
 
-def gated(shapes: Mapping[str, tuple[int, ...]], facts: Facts) -> bool:
+def gated(shapes: Mapping[str, tuple[int, ...]], facts: MegatronFacts) -> bool:
     """Does the language model's fc1 hold gate and up? By its size beside fc2's, else as the arguments say."""
     found = _gated(shapes, "")
     return bool(facts.gated) if found is None else found
@@ -290,7 +290,7 @@ def _in_tower(name: str, tower: str) -> bool:
     return tower in name.split(".")[:2] if is_tower(name) else not tower
 
 
-def sections_of(shapes: Mapping[str, tuple[int, ...]], facts: Facts) -> dict[str, tuple[int, ...]]:
+def sections_of(shapes: Mapping[str, tuple[int, ...]], facts: MegatronFacts) -> dict[str, tuple[int, ...]]:
     """The proportions of what lies end to end in the projections and convolutions of recurrent modules, and in a
     tower's gated fc1: by the shapes of one rank or of the whole model, else by the arguments; none where layers
     differ. `BY_HEAD`, `KIMI` and what mcore-bridge alone cuts, where names show that the model is mcore-bridge's."""
@@ -339,7 +339,7 @@ def _shown(kind: str, front: str, shapes: Mapping[str, tuple[int, ...]]) -> tupl
     return (wide[0], half, heads[0]) if kind == MAMBA else (half, wide[0], heads[0])
 
 
-def norms_span(shapes: Mapping[str, tuple[int, ...]], facts: Facts, degree: int) -> bool | None:
+def norms_span(shapes: Mapping[str, tuple[int, ...]], facts: MegatronFacts, degree: int) -> bool | None:
     """Do q and k norms span all heads, so that ranks share them? By the shapes of one rank of `degree` (1: of the whole
     model). Bridge's minimax_m2 cuts such norms with the heads; its olmoe, which has as many keys as queries, has them
     whole on every rank. A rank of one head does not show it: then they are core's, of one head's length. None: nothing
@@ -357,25 +357,25 @@ def norms_span(shapes: Mapping[str, tuple[int, ...]], facts: Facts, degree: int)
     return False
 
 
-def global_shape(rule: Rule, local: Sequence[int], size: int) -> tuple[int, ...]:
+def global_shape(rule: MegatronRule, local: Sequence[int], size: int) -> tuple[int, ...]:
     """The whole tensor's shape from a rank's, of `size` ranks."""
     if rule.dim is None or rule.dim >= len(local):
         return tuple(local)
     return tuple(n * size if dim == rule.dim else n for dim, n in enumerate(local))
 
 
-def local_shape(rule: Rule, shape: Sequence[int], size: int) -> tuple[int, ...]:
+def local_shape(rule: MegatronRule, shape: Sequence[int], size: int) -> tuple[int, ...]:
     """A rank's shape from the whole tensor's; the dim must divide (`check_degrees`)."""
     if rule.dim is None or rule.dim >= len(shape):
         return tuple(shape)
     return tuple(n // size if dim == rule.dim else n for dim, n in enumerate(shape))
 
 
-def pieces(rule: Rule, shape: Sequence[int], rank: int, size: int, *, apart: bool = False) -> list[Piece]:
+def pieces(rule: MegatronRule, shape: Sequence[int], rank: int, size: int, *, apart: bool = False) -> list[RankPiece]:
     """What rank `rank` of `size` keeps of a tensor of `shape` (whole), in the order of its own rows. apart: are parts
     pieces of their own even where one rank has all?"""
     if rule.dim is None or rule.dim >= len(shape) or size == 1 and not apart:
-        return [Piece(whole(shape), whole(shape))]
+        return [RankPiece(whole(shape), whole(shape))]
     dim = rule.dim
     zero = [0] * len(shape)
     out, first, row = [], 0, 0
@@ -384,7 +384,7 @@ def pieces(rule: Rule, shape: Sequence[int], rank: int, size: int, *, apart: boo
         mine = tuple(own if d == dim else n for d, n in enumerate(shape))
         at, inside = list(zero), list(zero)
         at[dim], inside[dim] = first + rank * own, row
-        out.append(Piece(Box(tuple(at), mine), Box(tuple(inside), mine)))
+        out.append(RankPiece(Box(tuple(at), mine), Box(tuple(inside), mine)))
         first, row = first + part, row + own
     return out
 
@@ -392,7 +392,7 @@ def pieces(rule: Rule, shape: Sequence[int], rank: int, size: int, *, apart: boo
 # -- degrees -----------------------------------------------------------------------------------------------------------
 
 
-class Units(NamedTuple):
+class DivisibleUnits(NamedTuple):
     """What a degree must divide: `amount` of `what` (of tensor `name`). rows: those that a degree must divide which is
     a multiple of `amount` itself; 0: that is no way to share them."""
 
@@ -408,7 +408,7 @@ class Units(NamedTuple):
         return self.rows > 0 and degree % self.amount == 0 and self.rows % degree == 0
 
 
-def units_of(name: str, rule: Rule, shape: Sequence[int], facts: Facts) -> Units | None:
+def units_of(name: str, rule: MegatronRule, shape: Sequence[int], facts: MegatronFacts) -> DivisibleUnits | None:
     """What the axis of `rule` must divide for this tensor; None where any degree will do (vocabularies are padded)."""
     if rule.dim is None or rule.dim >= len(shape) or is_vocabulary(name):
         return None
@@ -417,32 +417,34 @@ def units_of(name: str, rule: Rule, shape: Sequence[int], facts: Facts) -> Units
     own = rule.sections(shape[rule.dim])
     if not own:
         what = f"rows that are no {len(rule.parts)} parts of {', '.join(map(str, rule.parts))} ({shape[rule.dim]})"
-        return Units(1, what if len(rule.parts) != 2 else f"rows that are no two halves ({shape[rule.dim]})", name)
+        return DivisibleUnits(
+            1, what if len(rule.parts) != 2 else f"rows that are no two halves ({shape[rule.dim]})", name
+        )
     if module == "linear_kv_proj":
-        return Units(1, "key and value that all heads share", name)
+        return DivisibleUnits(1, "key and value that all heads share", name)
     extent = gcd(*own)
     kind = "" if is_tower(name) else _recurrent(words)
     if kind and len(own) > 1:
         heads = facts.mamba_groups if kind == MAMBA else facts.delta_heads
         if heads and extent % heads == 0:
-            return Units(heads, "groups" if kind == MAMBA else "key heads", name)
-        return Units(extent, f"rows that divide all {len(own)} sections", name)
+            return DivisibleUnits(heads, "groups" if kind == MAMBA else "key heads", name)
+        return DivisibleUnits(extent, f"rows that divide all {len(own)} sections", name)
     if kind and _by_key_head(words) and facts.delta_heads and extent % facts.delta_heads == 0:
-        return Units(facts.delta_heads, "key heads", name)
+        return DivisibleUnits(facts.delta_heads, "key heads", name)
     if kind and words[-1] in _HEADS:
-        return Units(extent, "heads", name)
+        return DivisibleUnits(extent, "heads", name)
     if not is_tower(name):
         if module == "linear_qkv" and facts.groups and extent % facts.groups == 0:
-            return Units(facts.groups, "query groups", name, 0 if facts.groups_whole else shape[0])
+            return DivisibleUnits(facts.groups, "query groups", name, 0 if facts.groups_whole else shape[0])
         if module == "k_layernorm" and facts.groups and extent % facts.groups == 0:
-            return Units(facts.groups, "query groups", name)
+            return DivisibleUnits(facts.groups, "query groups", name)
         if module in _BY_HEAD and facts.heads and extent % facts.heads == 0:
-            return Units(facts.heads, "attention heads", name)
+            return DivisibleUnits(facts.heads, "attention heads", name)
     what = {"linear_fc1": "ffn rows", "linear_fc2": "ffn columns"}.get(module, "rows" if rule.dim == 0 else "columns")
-    return Units(extent, what, name)
+    return DivisibleUnits(extent, what, name)
 
 
-def check_degree(flag: str, degree: int, units: Iterable[Units]) -> list[str]:
+def check_degree(flag: str, degree: int, units: Iterable[DivisibleUnits]) -> list[str]:
     """Notes. Raises UsageError E0273 with the nearest valid degrees when so many ranks can't share everything that they
     must."""
     every = list(units)

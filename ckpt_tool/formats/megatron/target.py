@@ -53,7 +53,7 @@ from ckpt_tool.formats.megatron.groups import (
     members_of,
 )
 from ckpt_tool.formats.megatron.hints import MegatronHints
-from ckpt_tool.formats.megatron.job import Rank, RankArray, Ranks
+from ckpt_tool.formats.megatron.job import JobRanks, MegatronRank, RankArray
 from ckpt_tool.formats.megatron.names import EMBEDDING, TIED_HEAD
 from ckpt_tool.formats.megatron.optimizer import bucketing_of, lay_buffers
 from ckpt_tool.formats.megatron.pointer import RELEASE, pointer_to, step_name
@@ -61,9 +61,9 @@ from ckpt_tool.formats.megatron.rng import tensors_of_rng
 from ckpt_tool.formats.megatron.rules import is_vocabulary
 from ckpt_tool.formats.megatron.wanted import Decided, decide
 from ckpt_tool.formats.state_dict.tree import join
-from ckpt_tool.formats.torch.composer import Part, TorchComposer
-from ckpt_tool.storage.pickle_values import OrderedMap
-from ckpt_tool.storage.pickle_writer import dumps
+from ckpt_tool.formats.torch.composer import StoragePart, TorchComposer
+from ckpt_tool.storage.pickles.pickle_values import OrderedMap
+from ckpt_tool.storage.pickles.pickle_writer import dumps
 
 OURS = "ckpt"
 MOST = 1 << 62  # an iteration: more is no number of steps, and would be a long name
@@ -255,10 +255,10 @@ class _States:
         own = [array for array in arrays if not names.is_buffer(array.names[0])]
         return [[a for a in own if link.holds(a.local, a.shape, expert=a.expert)] for link in self.chains]
 
-    def parts(self, array: RankArray, state: str, at: int = 0) -> list[Part]:
+    def parts(self, array: RankArray, state: str, at: int = 0) -> list[StoragePart]:
         """Where the values of `state` come from. at: where the array begins in its storage, in elements."""
         return [
-            Part(self.at[state, name], box, at + start, strides)
+            StoragePart(self.at[state, name], box, at + start, strides)
             for name, box, start, strides in array.parts()
             if (state, name) in self.at
         ]
@@ -296,7 +296,7 @@ class _States:
         number = self.at[state, array.names[0]]
         tensor = self.decided.tensor(number)
         if self._scalar(state, array.names[0]):
-            return composer.tensor(tensor.shape, tensor.dtype, [Part(number, whole(tensor.shape), 0)])
+            return composer.tensor(tensor.shape, tensor.dtype, [StoragePart(number, whole(tensor.shape), 0)])
         return composer.tensor(array.shape, tensor.dtype, self.parts(array, state))
 
     def cut(self, arrays: Iterable[RankArray], composer: TorchComposer) -> dict[int, dict[str, dict[str, Any]]]:
@@ -309,7 +309,9 @@ class _States:
                     out.setdefault(array.chunk, {}).setdefault(state, {})[array.local] = made
         return out
 
-    def flat(self, rank: Rank, arrays: Iterable[RankArray], holds: Sequence[bool], composer: TorchComposer) -> Any:
+    def flat(
+        self, rank: MegatronRank, arrays: Iterable[RankArray], holds: Sequence[bool], composer: TorchComposer
+    ) -> Any:
         """The value of `distrib_optim.pt`: a chain's dict, or the list [dense, experts] with None where the file of
         another rank holds it. holds: which chains are this file's."""
         made: list[Any] = []
@@ -343,7 +345,7 @@ class _Writing:
         self.job = decided.job
         self.extras = dict(decided.wanted.extras)
         tensors = {name: decided.tensor(number) for name, number in decided.model.items()}
-        self.ranks = Ranks(self.job, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+        self.ranks = JobRanks(self.job, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
         self.states = _States(decided)
         self.notes = [*decided.notes, *([SAYS_ADAM] if self.states.says_adam else [])]
         self.iteration = self._iteration()
@@ -365,7 +367,7 @@ class _Writing:
         experts = {(r % tp, r // etp % ep) for r in range(min(ep * etp, stage_ranks(degrees)))}
         for pp in range(degrees["pp"]):
             for (t, e), r in sorted(existing.items()):
-                rank = Rank(folder_name(t, pp, e, degrees), t, pp, e, r % etp)
+                rank = MegatronRank(folder_name(t, pp, e, degrees), t, pp, e, r % etp)
                 arrays = self.ranks.arrays(rank)
                 files.append(self._model_file(rank, arrays, pp * stage_ranks(degrees) + r, first=not files))
                 holds = [(t, e) in dense, (t, e) in experts][: len(self.states.chains)]
@@ -484,7 +486,7 @@ class _Writing:
 
     # -- a rank's model file -------------------------------------------------------------------------------------------
 
-    def _model_file(self, rank: Rank, arrays: list[RankArray], number: int, *, first: bool) -> TargetFile:
+    def _model_file(self, rank: MegatronRank, arrays: list[RankArray], number: int, *, first: bool) -> TargetFile:
         composer = TorchComposer()
         args = updated(self.args, self.job.degrees, self.job.stages, number)
         out: dict[Any, Any] = {"args": Opaque(NAMESPACE, (), args)}
@@ -561,13 +563,13 @@ class _Writing:
             if tensor.shape[:1] == (every,):
                 shape = (every - kept, *tensor.shape[1:])
                 box = Box((kept, *(0,) * (len(shape) - 1)), shape)
-                made = composer.tensor(shape, tensor.dtype, [Part(number, box, 0)])
+                made = composer.tensor(shape, tensor.dtype, [StoragePart(number, box, 0)])
                 out.setdefault(tensor.key.state, {})[tensor.key.name] = made
         return out
 
     def _whole(self, number: int, composer: TorchComposer) -> Any:
         tensor = self.decided.tensor(number)
-        return composer.tensor(tensor.shape, tensor.dtype, [Part(number, whole(tensor.shape), 0)])
+        return composer.tensor(tensor.shape, tensor.dtype, [StoragePart(number, whole(tensor.shape), 0)])
 
     def _ours(self, arrays: list[RankArray], composer: TorchComposer, *, first: bool) -> dict[str, Any]:
         """What Megatron has no place for; whole tensors and extras in the first file alone."""

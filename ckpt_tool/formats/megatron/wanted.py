@@ -27,10 +27,10 @@ from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.megatron import names
-from ckpt_tool.formats.megatron.args import Facts, arguments, facts_of, with_spec
+from ckpt_tool.formats.megatron.args import MegatronFacts, arguments, facts_of, with_spec
 from ckpt_tool.formats.megatron.folders import fit
 from ckpt_tool.formats.megatron.hints import MegatronHints
-from ckpt_tool.formats.megatron.job import Job
+from ckpt_tool.formats.megatron.job import MegatronJob
 from ckpt_tool.formats.megatron.names import EMBEDDING, TIED_HEAD
 from ckpt_tool.formats.megatron.rules import gated, is_vocabulary
 from ckpt_tool.formats.megatron.stages import NO_SPLIT, Stages, chosen_stages, from_counts
@@ -46,7 +46,7 @@ class Decided(NamedTuple):
     wanted: Wanted
     model: Mapping[str, int]  # logical name -> number of the wanted tensor
     args: Mapping[str, Any]
-    job: Job
+    job: MegatronJob
     all_rows: int | None
     notes: tuple[str, ...]
     extra_states: frozenset[str] | None
@@ -82,7 +82,7 @@ def decide(wanted: Wanted) -> Decided:
     facts = _completed(stated, model, experts)
     degrees, notes = fit(wanted.wish.degrees.stated(), experts)
     te = alike.te if alike else stated.te
-    job = Job(
+    job = MegatronJob(
         facts,
         degrees,
         _stages(wanted, own, args, facts, degrees),
@@ -112,7 +112,7 @@ def decide(wanted: Wanted) -> Decided:
     )
 
 
-def _completed(facts: Facts, model: Mapping[str, int], experts: int) -> Facts:
+def _completed(facts: MegatronFacts, model: Mapping[str, int], experts: int) -> MegatronFacts:
     """The facts with what the tensors themselves show."""
     own = {names.stem(name) for name in model}
     tied = EMBEDDING in own and TIED_HEAD not in own and (facts.tied or not facts.stated)
@@ -126,7 +126,7 @@ def _completed(facts: Facts, model: Mapping[str, int], experts: int) -> Facts:
 
 
 def _stages(
-    wanted: Wanted, own: MegatronHints | None, args: Mapping[str, Any], facts: Facts, degrees: Mapping[str, int]
+    wanted: Wanted, own: MegatronHints | None, args: Mapping[str, Any], facts: MegatronFacts, degrees: Mapping[str, int]
 ) -> Stages:
     pp, vpp, layers = degrees["pp"], degrees["vpp"], facts.layers or 0
     if vpp > 1 and pp == 1:
@@ -152,7 +152,7 @@ def _counts_fit(counts: Sequence[int], before: Degrees | None, pp: int, vpp: int
     return same and len(counts) == pp * vpp and sum(counts) == layers
 
 
-def _check(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _check(job: MegatronJob, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Notes. Raises UsageError when tensor ranks can't share a parameter."""
     by_head = [name for name in shapes if name.endswith(names.BY_HEAD)]
     if by_head and names.BY_HEAD not in job.sections:
@@ -182,7 +182,7 @@ def _check(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 
 
 def vocabulary_rows(
-    wanted: Wanted, model: Mapping[str, int], facts: Facts, tp: int
+    wanted: Wanted, model: Mapping[str, int], facts: MegatronFacts, tp: int
 ) -> tuple[int | None, int | None, tuple[str, ...]]:
     """(rows to store, rows of the source to keep, notes) of the vocabulary tensors; (None, None, ()) without any."""
     found = {

@@ -24,7 +24,7 @@ _EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d{1,9})\.(.+)", re.DOTALL
 _NUMBER = re.compile(r"\.(0|[1-9][0-9]{0,8})(?=\.)")
 
 
-class Spot(NamedTuple):
+class StackSpot(NamedTuple):
     """Where a tensor stands: template of its key, layer and expert (None: not in one). stack: whose layer it is, the
     language model's or a tower's ("": in none)."""
 
@@ -41,7 +41,7 @@ class Spot(NamedTuple):
         return f"{self.stack}.{self.layer}.{out[len(self.stack) + 1 :]}" if layer and self.layer is not None else out
 
 
-def spot_of(name: str) -> Spot:
+def spot_of(name: str) -> StackSpot:
     """The spot that a name tells."""
     layer = expert = None
     found = _LAYER.fullmatch(name)
@@ -51,10 +51,10 @@ def spot_of(name: str) -> Spot:
     inner = _EXPERT.fullmatch(template)
     if inner is not None and inner[2] == str(int(inner[2])):
         expert, template = int(inner[2]), f"{inner[1]}.experts.{inner[3]}"
-    return Spot(template, stack, layer, expert)
+    return StackSpot(template, stack, layer, expert)
 
 
-class Member(NamedTuple):
+class StackMember(NamedTuple):
     """Wanted tensor number `number`, and the layer and the expert that its name tells."""
 
     number: int
@@ -66,11 +66,11 @@ class Class(NamedTuple):
     """Tensors that are laid out alike, in the order of the wanted ones. name, spot: the first one's."""
 
     name: str
-    spot: Spot
+    spot: StackSpot
     state: str
     shape: tuple[int, ...]
     dtype: DType
-    members: list[Member]
+    members: list[StackMember]
 
 
 def classes(tensors: Iterable[tuple[int, WantedTensor]]) -> list[Class]:
@@ -85,7 +85,7 @@ def classes(tensors: Iterable[tuple[int, WantedTensor]]) -> list[Class]:
         known = found.get(key)
         if known is None:
             known = found[key] = Class(name, spot_of(name), state, shape, dtype, [])
-        known.members.append(Member(number, layer, expert))
+        known.members.append(StackMember(number, layer, expert))
     return list(found.values())
 
 
@@ -107,7 +107,7 @@ def _read(every: Iterable[str]) -> Iterator[tuple[str, tuple[int, int | None, in
         yield name, (form, int(numbers[layer]) if layer >= 0 else None, int(numbers[expert]) if expert >= 0 else None)
 
 
-def _holes(spot: Spot, texts: tuple[str, ...]) -> tuple[int, int]:
+def _holes(spot: StackSpot, texts: tuple[str, ...]) -> tuple[int, int]:
     """Which of the numbers between `texts` are the layer's and the expert's of a name of that spot; -1: none. The texts
     decide that alone."""
     last = len(texts) - 2 - (texts[-1] == ".")  # a number with nothing behind it numbers nothing

@@ -42,13 +42,13 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.catalog import Unread
 from ckpt_tool.core.dtype import DTYPES, DType
-from ckpt_tool.core.flat_line import FlatLine, Place
+from ckpt_tool.core.flat_line import FlatLine, LinePlace
 from ckpt_tool.core.tensor import MASTER, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, InputError
-from ckpt_tool.formats.containers.dcp_metadata import TensorEntry
+from ckpt_tool.formats.containers.dcp_metadata import DcpTensorEntry
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import facts_of
-from ckpt_tool.formats.megatron.job import Job, Rank, RankArray, Ranks, turned
+from ckpt_tool.formats.megatron.job import JobRanks, MegatronJob, MegatronRank, RankArray, turned
 from ckpt_tool.formats.megatron.optimizer import ALIGNMENT, Buffer, bucketing_of, lay_buffers
 from ckpt_tool.formats.megatron.stages import from_args, from_counts
 
@@ -61,7 +61,7 @@ CHUNKS = 1 << 16  # of all stages: more is a damaged argument
 _MASTERS = ("param", "master_param", "fp32_param")
 
 
-class Line(NamedTuple):
+class BucketLine(NamedTuple):
     """One state of one bucket: its pieces in order. starts: elements; arrays: 1-d, in the same order."""
 
     fqn: str
@@ -94,12 +94,12 @@ class _Of(NamedTuple):
 
 
 Gathered = Sequence[tuple[int, int, int, str, dict[str, StoredArray]]]  # as `Objects` has them
-_Buckets = dict[_Where, dict[int, dict[str, Line]]]
+_Buckets = dict[_Where, dict[int, dict[str, BucketLine]]]
 _Found = dict[TensorKey, dict[tuple[Box, ...], list[list[Chunk]]]]
 
 
 def flat_states(
-    flat: Sequence[tuple[TensorEntry, Sequence[StoredArray]]],
+    flat: Sequence[tuple[DcpTensorEntry, Sequence[StoredArray]]],
     gathered: Gathered,
     tensors: Mapping[TensorKey, LogicalTensor],
     args: Mapping[str, Any],
@@ -150,7 +150,7 @@ def flat_states(
 
 
 def nameless(
-    flat: Sequence[tuple[TensorEntry, Sequence[StoredArray]]], gathered: Gathered, why: CkptError
+    flat: Sequence[tuple[DcpTensorEntry, Sequence[StoredArray]]], gathered: Gathered, why: CkptError
 ) -> tuple[Unread, ...]:
     """The buckets and buffers as they lie, for who leaves them behind."""
     rows = [(entry.fqn.rpartition("."), entry.dtype, entry.shape) for entry, _ in flat]
@@ -163,7 +163,9 @@ def nameless(
     )
 
 
-def _readings(model: Mapping[str, LogicalTensor], args: Mapping[str, Any], degrees: Mapping[str, int]) -> Iterator[Job]:
+def _readings(
+    model: Mapping[str, LogicalTensor], args: Mapping[str, Any], degrees: Mapping[str, int]
+) -> Iterator[MegatronJob]:
     """What the arguments say, then what they may mean."""
     layers = names.layers_count(name for name in model if names.stem(name).startswith("decoder."))
     mtp = names.mtp_count(model)
@@ -178,7 +180,7 @@ def _readings(model: Mapping[str, LogicalTensor], args: Mapping[str, Any], degre
     facts = facts_of(args)._replace(mtp=mtp, tied=names.TIED_HEAD not in map(names.stem, model))
     found = {name: {chunk.box for chunk in tensor.chunks} for name, tensor in model.items()}
     boxes = {name: sorted(own, key=lambda box: box.offset) for name, own in found.items()}
-    job = Job(facts, degrees, stages, experts, bool(facts.gated), not facts.te, boxes=boxes)
+    job = MegatronJob(facts, degrees, stages, experts, bool(facts.gated), not facts.te, boxes=boxes)
     for container in dict.fromkeys((facts.container, *names.CONTAINERS)) if experts else (names.SEQUENTIAL,):
         for te in (facts.te, not facts.te):
             yield job._replace(container=container, te=te)
@@ -188,10 +190,10 @@ class _Buffers:
     """The flat buffers of every dp group, as one reading has them. apart: names that another optimizer of the chain
     holds, in no bucket."""
 
-    def __init__(self, job: Job, model: Mapping[str, LogicalTensor], apart: Set[str]) -> None:
+    def __init__(self, job: MegatronJob, model: Mapping[str, LogicalTensor], apart: Set[str]) -> None:
         self.job = job
         self.apart = apart
-        self.ranks = Ranks(job, {name: (tensor.shape, tensor.dtype) for name, tensor in model.items()})
+        self.ranks = JobRanks(job, {name: (tensor.shape, tensor.dtype) for name, tensor in model.items()})
         self._known: dict[tuple[bool, int], list[Buffer]] = {}
 
     def of(self, where: _Where, dtype: str) -> Buffer | None:
@@ -206,9 +208,9 @@ class _Buffers:
     def _laid(self, experts: bool, group: int) -> list[Buffer]:
         tp, ep, etp = (self.job.degrees[dim] for dim in ("tp", "ep", "etp"))
         if experts:
-            rank = Rank("", 0, group // (etp * ep), group // etp % ep, group % etp)
+            rank = MegatronRank("", 0, group // (etp * ep), group // etp % ep, group % etp)
         else:
-            rank = Rank("", group % tp, group // tp, 0, group % tp % etp)
+            rank = MegatronRank("", group % tp, group // tp, 0, group % tp % etp)
         if rank.pp >= self.job.stages.pp:
             return []
         own = [array for array in self.ranks.arrays(rank) if self.apart.isdisjoint(array.names)]
@@ -217,7 +219,7 @@ class _Buffers:
 
 
 def _buckets(
-    flat: Sequence[tuple[TensorEntry, Sequence[StoredArray]]], parallel: bool, shown: str
+    flat: Sequence[tuple[DcpTensorEntry, Sequence[StoredArray]]], parallel: bool, shown: str
 ) -> tuple[_Buckets, dict[_Where, str]]:
     """The lines, by buffer, bucket and state; and the parameters' dtype of each buffer."""
     out: _Buckets = {}
@@ -236,7 +238,7 @@ def _buckets(
         order = sorted(range(len(arrays)), key=lambda i: entry.pieces[i].offset)
         starts = [entry.pieces[i].offset[0] for i in order]
         stops = [entry.pieces[i].offset[0] + entry.pieces[i].shape[0] for i in order]
-        line = Line(entry.fqn, entry.shape[0], entry.dtype, starts, stops, [arrays[i] for i in order])
+        line = BucketLine(entry.fqn, entry.shape[0], entry.dtype, starts, stops, [arrays[i] for i in order])
         dtypes[where] = found[4]
         out.setdefault(where, {}).setdefault(int(found[6]), {})[_state(found[7])] = line
     return out, dtypes
@@ -271,21 +273,23 @@ def _coalesced(gathered: Gathered, ranks: _Buffers, out: _Found, shown: str) -> 
         members = [(array, buffer.flat.coalesced(at)) for at, array in enumerate(buffer.members)] if buffer else []
         need = buffer.flat.unpadded if buffer else 0
         for state, stored in arrays.items():
-            line = Line(f"dp group {group}, buffer {number}", stored.numel, stored.dtype, [0], [stored.numel], [stored])
+            line = BucketLine(
+                f"dp group {group}, buffer {number}", stored.numel, stored.dtype, [0], [stored.numel], [stored]
+            )
             if need != stored.numel:
                 raise _misfit(line, f"the parameters that belong there take {need}", shown)
             _place(members, {_state(state): line}, out)
 
 
-def _place(members: Sequence[tuple[RankArray, int]], lines: Mapping[str, Line], out: _Found) -> None:
+def _place(members: Sequence[tuple[RankArray, int]], lines: Mapping[str, BucketLine], out: _Found) -> None:
     """The chunks of parameters that begin at these elements of the lines, into `out`: a list for each copy of a
     region."""
-    places: list[Place] = []
+    places: list[LinePlace] = []
     for array, start in sorted(members, key=lambda member: member[1]):
         for place in array.places(start):
             name, transposed = place.of
             region = tuple(slot.box for slot in array.slots if slot.name == name)
-            places.append(Place(_Of(len(places), name, region, transposed), *place[1:]))
+            places.append(LinePlace(_Of(len(places), name, region, transposed), *place[1:]))
     for key in (TensorKey(name, state) for array, _ in members for state in lines for name in array.names):
         out.setdefault(key, {})  # in the order of the parameters
     flat: FlatLine[_Of] = FlatLine(tuple(places))
@@ -298,7 +302,7 @@ def _place(members: Sequence[tuple[RankArray, int]], lines: Mapping[str, Line], 
             out[TensorKey(of.name, state)].setdefault(of.region, []).append(chunks)
 
 
-def _fill(left: list[RankArray], lines: Mapping[str, Line], size: int, out: _Found, shown: str) -> None:
+def _fill(left: list[RankArray], lines: Mapping[str, BucketLine], size: int, out: _Found, shown: str) -> None:
     """Take as many parameters off `left` as the bucket of `size` elements holds."""
     stop, members = 0, list[tuple[RankArray, int]]()
     while -(-stop // ALIGNMENT) * ALIGNMENT < size:  # a bucket closed by a shared embedding keeps the gap at its end
@@ -317,7 +321,7 @@ def _fill(left: list[RankArray], lines: Mapping[str, Line], size: int, out: _Fou
     _place(members, lines, out)
 
 
-def _misfit(line: Line, what: str, shown: str) -> InconsistentCheckpoint:
+def _misfit(line: BucketLine, what: str, shown: str) -> InconsistentCheckpoint:
     return InconsistentCheckpoint(f"{line.fqn} of {line.numel} elements: {what}", code=MISFIT, path=shown, key=line.fqn)
 
 

@@ -30,8 +30,8 @@ from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InputError
 from ckpt_tool.formats.containers.dcp_items import DATA
 from ckpt_tool.formats.containers.dcp_metadata import MEGATRON_OBJECTS, METADATA, UNFINISHED
 from ckpt_tool.formats.megatron.pointer import pointed
-from ckpt_tool.storage import strict_json
 from ckpt_tool.storage.source import Tree, safe_relative
+from ckpt_tool.storage.texts import strict_json
 
 CONFIG, COMMON, INTEGRITY = "metadata.json", "common.pt", "integrity.json"
 BACKEND, DAMAGED = "E0303", "E2005"

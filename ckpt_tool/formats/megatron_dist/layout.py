@@ -33,18 +33,18 @@ from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import EXTRAS, MASTER, MODEL
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.containers.dcp_item_files import Item, Share
+from ckpt_tool.formats.containers.dcp_item_files import StoredItem, TensorShare
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.adapter import Stretch, stretches
 from ckpt_tool.formats.megatron.args import facts_of
 from ckpt_tool.formats.megatron.groups import is_matrix
 from ckpt_tool.formats.megatron.hints import DistHints
-from ckpt_tool.formats.megatron.job import Job, carved, check_experts
+from ckpt_tool.formats.megatron.job import MegatronJob, carved, check_experts
 from ckpt_tool.formats.megatron.parts import HALF, of_part
 from ckpt_tool.formats.megatron.rules import pieces, section_names
 from ckpt_tool.formats.megatron.stages import NO_SPLIT, Stages, chosen_stages, from_counts
 from ckpt_tool.formats.megatron.wanted import unheld
-from ckpt_tool.formats.megatron_dist.alike import Class, Member, Spot, classes, spot_of
+from ckpt_tool.formats.megatron_dist.alike import Class, StackMember, StackSpot, classes, spot_of
 from ckpt_tool.formats.megatron_dist.keys import (
     APART,
     HALVES,
@@ -68,12 +68,12 @@ _NUMBER = itemgetter(0)  # of a share's tensor
 _BY_TE = frozenset(f"{how}:{norm}_layernorm." for how in ("fused", "plain") for norm in ("pre_mlp", "input"))
 
 
-class _Part(NamedTuple):
+class _KeyPart(NamedTuple):
     """What of a tensor is stored under one key ("": all, under the tensor's own). shape: the part's."""
 
     part: str
     shape: tuple[int, ...]
-    cut: tuple[Item, ...]
+    cut: tuple[StoredItem, ...]
 
 
 class DistLayout:
@@ -109,7 +109,7 @@ class DistLayout:
         check_experts(self.degrees["ep"], self.experts, EXPERTS)
         gated = bool(self.facts.gated or HALVES in self.styles)
         self.shapes = {t.key.name: t.shape for _, t in self.tensors}
-        job = Job(self.facts, self.degrees, self._stages(), self.experts, gated, not self.facts.te)
+        job = MegatronJob(self.facts, self.degrees, self._stages(), self.experts, gated, not self.facts.te)
         self.job = job.of_shapes(self._showing(), 1)
         alike: dict[tuple[str, str, Shape], str] = {}  # one of each kind: their rules are the same
         for each in self.classes:
@@ -123,7 +123,7 @@ class DistLayout:
         self.grids = self._grids()
         # what tensors have in common, found once
         self._keys: dict[tuple[str, str, str], DistKey] = {}
-        self._cuts: dict[tuple[str, str, bool, Shape], list[_Part]] = {}
+        self._cuts: dict[tuple[str, str, bool, Shape], list[_KeyPart]] = {}
         self._stage_of: dict[tuple[str, int | None], int] = {}
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -256,11 +256,11 @@ class DistLayout:
         """The layer, where its tensors have keys of their own."""
         return None if stack in self.stacked else layer
 
-    def _placed(self, spot: Spot, *, grid: bool) -> str:
+    def _placed(self, spot: StackSpot, *, grid: bool) -> str:
         """The template with the numbers that stand in a key: of layers that are not stacked, of experts in no grid."""
         return spot.placed(layer=spot.stack not in self.stacked, expert=not grid)
 
-    def _key(self, number: int, spot: Spot) -> DistKey | None:
+    def _key(self, number: int, spot: StackSpot) -> DistKey | None:
         """The key of a tensor; None where it would be read back under another name."""
         tensor = self.wanted.tensors[number]
         (name, state), kind = tensor.key, self._kind(spot.stack, spot.layer)
@@ -313,10 +313,10 @@ class DistLayout:
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
-    def entries(self) -> dict[str, tuple[tuple[int, ...], list[Share]]]:
+    def entries(self) -> dict[str, tuple[tuple[int, ...], list[TensorShare]]]:
         """Every stored tensor: key -> (shape, shares); a share for each part that is stored under a key of its own.
         Raises UsageError E2001 for a name that can't be kept."""
-        found: dict[str, tuple[tuple[int, ...], list[Share]]] = {}
+        found: dict[str, tuple[tuple[int, ...], list[TensorShare]]] = {}
         refused: list[int] = []
         for each in self.classes:
             cut = self._cut(each)
@@ -337,27 +337,29 @@ class DistLayout:
                 shares = self._shares(members, key, each)
                 for part, shape, items in cut:
                     _, under = found.setdefault(of_part(fqn, part) if part else fqn, ((*lead, *shape), []))
-                    under += [Share(number, items, at, first) for number, at, first in shares]
+                    under += [TensorShare(number, items, at, first) for number, at, first in shares]
         if refused:
             raise unheld("megatron-dist", self.wanted.tensors[min(refused)], self.wanted.tensors)
         for _, under in found.values():
             under.sort(key=_NUMBER)
         return dict(sorted(found.items(), key=lambda row: row[1][1][0].tensor))
 
-    def _by_key(self, each: Class, state: str) -> Iterable[tuple[tuple[object, ...], list[Member]]]:
+    def _by_key(self, each: Class, state: str) -> Iterable[tuple[tuple[object, ...], list[StackMember]]]:
         """The members that have one key, with what tells it from the others of the class. state: whose grids count."""
         template, stack, *_ = each.spot
         if stack in self.stacked and not self.apart:
             if each.spot.expert is None or self.grids.get((state, template, None)):
                 return [((None, "", False), each.members)]
-        own: dict[tuple[object, ...], list[Member]] = {}
+        own: dict[tuple[object, ...], list[StackMember]] = {}
         for member in each.members:
             alone = self._apart(stack, member.layer)
             grid = member.expert is None or self.grids.get((state, template, alone))
             own.setdefault((alone, self._kind(stack, member.layer), not grid and member.expert), []).append(member)
         return own.items()
 
-    def _shares(self, members: Iterable[Member], key: DistKey, each: Class) -> list[tuple[int, tuple[int, ...], int]]:
+    def _shares(
+        self, members: Iterable[StackMember], key: DistKey, each: Class
+    ) -> list[tuple[int, tuple[int, ...], int]]:
         """(number, position, first of the global ranks that hold it) of tensors of one key."""
         tp, ep, etp, dp, cp = (self.degrees[dim] for dim in ("tp", "ep", "etp", "dp", "cp"))
         per, behind = max(self.experts // ep, 1), tp * cp * dp
@@ -374,7 +376,7 @@ class DistLayout:
             out.append((number, _at(key, counted[layer], expert), first))
         return out
 
-    def _cut(self, each: Class) -> list[_Part]:
+    def _cut(self, each: Class) -> list[_KeyPart]:
         """How tensors are cut. Decided once for those of one shape in all layers, of all experts."""
         tensor, spot, shape = self.wanted.tensors[each.members[0].number], each.spot, each.shape
         case = (spot.stack, spot.template, spot.expert is None, shape)
@@ -386,14 +388,14 @@ class DistLayout:
             if lying:
                 self._cuts[case] = found = [_stretched(shape, lying)]
                 return found
-            whole_ = tuple([Item(box, box.offset, box.shape, rank) for box, rank in boxes])
-            found = [] if parts else [_Part("", shape, whole_)]
+            whole_ = tuple([StoredItem(box, box.offset, box.shape, rank) for box, rank in boxes])
+            found = [] if parts else [_KeyPart("", shape, whole_)]
             for part, start, rows in parts:
                 own = Box((start, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
                 inside = [(box & own, rank) for box, rank in boxes]
                 items = [(box, (box.offset[0] - start, *box.offset[1:]), rank) for box, rank in inside if box]
-                cut = tuple([Item(box, offset, box.shape, rank) for box, offset, rank in items])
-                found.append(_Part(part, own.shape, cut))
+                cut = tuple([StoredItem(box, offset, box.shape, rank) for box, offset, rank in items])
+                found.append(_KeyPart(part, own.shape, cut))
             self._cuts[case] = found
         return found
 
@@ -430,13 +432,13 @@ def _at(key: DistKey, layer: int | None, expert: int | None) -> tuple[int, ...]:
     return (*at, expert) if key.experts and expert is not None else at
 
 
-def _stretched(shape: Shape, rows: Iterable[Stretch]) -> _Part:
+def _stretched(shape: Shape, rows: Iterable[Stretch]) -> _KeyPart:
     """A tensor whose rows lie in another order where it is stored."""
-    rest, items = (0,) * len(shape[1:]), list[Item]()
+    rest, items = (0,) * len(shape[1:]), list[StoredItem]()
     for row in rows:
         box = Box((row.there, *rest), (row.rows, *shape[1:]))
-        items.append(Item(box, (row.here, *rest), box.shape, row.rank))
-    return _Part("", shape, tuple(items))
+        items.append(StoredItem(box, (row.here, *rest), box.shape, row.rank))
+    return _KeyPart("", shape, tuple(items))
 
 
 def _count(numbers: Sequence[int], what: str) -> int:

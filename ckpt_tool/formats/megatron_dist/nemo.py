@@ -37,12 +37,12 @@ from typing import Any
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.core.tensor import MODEL as MODEL_STATE
-from ckpt_tool.formats.containers.dcp_metadata import TensorEntry
+from ckpt_tool.formats.containers.dcp_metadata import DcpTensorEntry
 from ckpt_tool.formats.megatron.args import NAMESPACE
 from ckpt_tool.formats.megatron.names import EMBEDDING, stem
 from ckpt_tool.formats.megatron_dist.keys import parse
-from ckpt_tool.storage import strict_yaml
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.texts import strict_yaml
 
 WEIGHTS, CONTEXT = "weights/", "context/"
 MODEL = f"{CONTEXT}model.yaml"
@@ -73,7 +73,7 @@ _TE_ALONE = ("core_attention._extra_state", "norm._extra_state")
 
 
 def with_context(
-    tree: Tree, folder: str, extras: dict[str, Any], tensors: Mapping[str, TensorEntry], states: Iterable[str]
+    tree: Tree, folder: str, extras: dict[str, Any], tensors: Mapping[str, DcpTensorEntry], states: Iterable[str]
 ) -> list[Note]:
     """Put the arguments of a folder of NeMo's into `extras`, which has none; what was done, and what is not read.
 
@@ -106,7 +106,7 @@ def with_context(
     return [*notes, Note("N-nemo", f"{len(found)} arguments are those of NeMo's config", model)]
 
 
-def _run(found: dict[str, Any], tensors: Mapping[str, TensorEntry], states: Iterable[str], model: str) -> list[Note]:
+def _run(found: dict[str, Any], tensors: Mapping[str, DcpTensorEntry], states: Iterable[str], model: str) -> list[Note]:
     """What the tensors say of the run, into `found`: how its layers are built; no degrees that are another run's."""
     keys = tuple(states)
     if keys:

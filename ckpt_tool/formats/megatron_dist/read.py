@@ -34,16 +34,16 @@ from ckpt_tool.core.tensor import (
 from ckpt_tool.errors import InconsistentCheckpoint, InputError
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import ReadOptions
-from ckpt_tool.formats.containers.dcp_items import Items
+from ckpt_tool.formats.containers.dcp_items import DcpItems
 from ckpt_tool.formats.containers.dcp_metadata import (
     CONTRADICTION,
     METADATA,
-    Listing,
-    TensorEntry,
+    DcpListing,
+    DcpTensorEntry,
     check_files,
     read_listing,
 )
-from ckpt_tool.formats.containers.dcp_pieces import Piece
+from ckpt_tool.formats.containers.dcp_pieces import DcpPiece
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.megatron.adapter import degrees_of_run, is_adapter, read_adapter
 from ckpt_tool.formats.megatron.args import arguments, facts_of
@@ -61,7 +61,7 @@ from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:  # reading needs none of these
-    from ckpt_tool.formats.containers.dcp_columns import Columns
+    from ckpt_tool.formats.containers.dcp_columns import DcpColumns
 
 FLAT = ".distributed.dp_group_idx_"
 POSITIONS = 1 << 18  # layers times experts of one key
@@ -75,20 +75,22 @@ def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
     notes = megatron_dist_folder.check_integrity(tree, folder)
     listing = read_listing(tree, folder, (METADATA,))
     check_files(tree, [listing], folder + METADATA)
-    catalog = _Reading(tree, folder, listing, notes, options).catalog(required=options.require_checksums)
+    catalog = _TorchDistReading(tree, folder, listing, notes, options).catalog(required=options.require_checksums)
     catalog.check()
     return catalog
 
 
-class _Reading:
+class _TorchDistReading:
     """One read: entries and objects, put into one catalog."""
 
-    def __init__(self, tree: Tree, folder: str, listing: Listing, notes: Iterable[Note], options: ReadOptions) -> None:
+    def __init__(
+        self, tree: Tree, folder: str, listing: DcpListing, notes: Iterable[Note], options: ReadOptions
+    ) -> None:
         self.tree = tree
         self.options = options
         self.folder = folder
         self.listing = listing
-        self.items = Items(tree)
+        self.items = DcpItems(tree)
         self.notes = list(notes)
         self.found: dict[TensorKey, Gathered] = {}
         self.styles: dict[str, None] = {}
@@ -178,7 +180,7 @@ class _Reading:
 
     # -- tensors -------------------------------------------------------------------------------------------------------
 
-    def _entry(self, entry: TensorEntry, arrays: Sequence[StoredArray]) -> None:
+    def _entry(self, entry: DcpTensorEntry, arrays: Sequence[StoredArray]) -> None:
         """One stored tensor: its chunks go to the parameters that lie in it."""
         key = parse(entry.fqn)
         shape = self.listing.reformed.get(entry.fqn, entry.shape)
@@ -231,7 +233,7 @@ class _Reading:
             )
         return lambda at: (layers[at[0]], *at[1:]) if at[0] < len(layers) else at
 
-    def _parameter(self, key: DistKey, at: tuple[int, ...], shape: tuple[int, ...], entry: TensorEntry) -> None:
+    def _parameter(self, key: DistKey, at: tuple[int, ...], shape: tuple[int, ...], entry: DcpTensorEntry) -> None:
         name = TensorKey(name_of(key, at), key.state)
         known = self.found.get(name)
         if known is None:
@@ -309,10 +311,10 @@ def _columns_apart(chunks: Sequence[Chunk], leads: int) -> Iterable[tuple[At, Se
     """Columns at each position of the first `leads` dims, without these; None for what goes chunk by chunk."""
     if not isinstance(chunks, ChunkColumns):
         return None
-    return cast("Columns", chunks).apart(leads) if leads else [((), chunks)]
+    return cast("DcpColumns", chunks).apart(leads) if leads else [((), chunks)]
 
 
-def chunks_of(entry: TensorEntry, arrays: Sequence[StoredArray], true_shape: At | None) -> Sequence[Chunk]:
+def chunks_of(entry: DcpTensorEntry, arrays: Sequence[StoredArray], true_shape: At | None) -> Sequence[Chunk]:
     """The pieces of `entry` as chunks of the tensor that its key means (leading dims included).
 
     arrays: the pieces' bytes, in the same order. true_shape: of a tensor whose stored form is the flattened one. Raises
@@ -326,7 +328,7 @@ def chunks_of(entry: TensorEntry, arrays: Sequence[StoredArray], true_shape: At 
     ]
 
 
-def _cell(entry: TensorEntry, true_shape: At) -> At:
+def _cell(entry: DcpTensorEntry, true_shape: At) -> At:
     """The local shape that each grid cell of the stored, flattened tensor holds."""
     grid, numel = entry.shape[:-1], entry.shape[-1] if entry.shape else 0
     fits = len(grid) == len(true_shape) and all(n and not size % n for size, n in zip(true_shape, grid, strict=True))
@@ -341,7 +343,7 @@ def _cell(entry: TensorEntry, true_shape: At) -> At:
     return cell
 
 
-def _flattened(piece: Piece, array: StoredArray, cell: At) -> Iterator[Chunk]:
+def _flattened(piece: DcpPiece, array: StoredArray, cell: At) -> Iterator[Chunk]:
     start, count = piece.offset[-1], piece.shape[-1]
     if prod(piece.shape[:-1]) != 1:
         raise InconsistentCheckpoint(

@@ -36,7 +36,7 @@ from ckpt_tool.core.faults import both, for_each
 from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import Path, StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError, UnsafeInput
-from ckpt_tool.formats.containers.dcp_items import Items, ReadObject
+from ckpt_tool.formats.containers.dcp_items import DcpItems, ReadObject
 from ckpt_tool.formats.containers.dcp_metadata import ObjectEntry
 from ckpt_tool.formats.megatron.extra_states import EXTRA_STATES, WITHOUT, holds_scales, is_empty, is_extra_state
 from ckpt_tool.formats.megatron.groups import groups_of
@@ -46,8 +46,8 @@ from ckpt_tool.formats.megatron_dist.keys import parse_object
 from ckpt_tool.formats.state_dict.tree import part
 from ckpt_tool.formats.state_dict.unread import hidden_in
 from ckpt_tool.formats.torch.content import read_content
-from ckpt_tool.storage import pickles
-from ckpt_tool.storage.pickle_values import NumpyArray, Record, TensorRef, WrapperRef, as_extras
+from ckpt_tool.storage.pickles import pickle_reader as pickles
+from ckpt_tool.storage.pickles.pickle_values import NumpyArray, PickledRecord, TensorRef, WrapperRef, as_extras
 from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
@@ -78,7 +78,7 @@ class Objects:
     common_file: bool = False
 
 
-def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], items: Items) -> Objects:
+def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], items: DcpItems) -> Objects:
     """Everything that is no tensor entry. Raises Incomplete (E0301) without a common state, InconsistentCheckpoint
     (E0379) for step counters that differ, and what pickles and containers raise."""
     out = Objects()
@@ -209,7 +209,7 @@ def _plain(tree: Tree, read: ReadObject, value: Any, depth: int) -> Any:
     if isinstance(value, list | tuple):
         parts = [_plain(tree, read, item, depth + 1) for item in value]
         return tuple(parts) if isinstance(value, tuple) else parts
-    if isinstance(value, Opaque | Record):
+    if isinstance(value, Opaque | PickledRecord):
         args = tuple(_plain(tree, read, item, depth + 1) for item in value.args)
         return as_extras(Opaque(value.name, args, _plain(tree, read, value.state, depth + 1)))
     return as_extras(value)
@@ -241,7 +241,7 @@ def _array(tree: Tree, read: ReadObject, ref: TensorRef | WrapperRef) -> Any:
     return as_extras(NumpyArray(kind, ref.shape, False, data))
 
 
-def _filled(tree: Tree, entries: list[ObjectEntry], items: Items, out: Objects) -> dict[str, Any]:
+def _filled(tree: Tree, entries: list[ObjectEntry], items: DcpItems, out: Objects) -> dict[str, Any]:
     """The extra states that hold something. They repeat: of a length that is known to hold nothing, the pickle is
     compared."""
     known: dict[int, tuple[int, bytes]] = {}  # length of the item -> (where its pickle lies in it, the pickle)

@@ -45,7 +45,7 @@ NO_EXPERTS_OF_CHAIN = (
 OURS = ("rng_state", "sharded_objects", EXTRA_STATES)  # extras that are objects here
 
 
-class Stored(NamedTuple):
+class StoredState(NamedTuple):
     """The common state and the objects of a new checkpoint. notes: what was left out."""
 
     common: dict[Any, Any]
@@ -53,7 +53,7 @@ class Stored(NamedTuple):
     notes: tuple[str, ...]
 
 
-def stored_state(wanted: Wanted, layout: DistLayout) -> Stored:
+def stored_state(wanted: Wanted, layout: DistLayout) -> StoredState:
     """Everything that is no tensor. Objects: (key with its shard, value)."""
     notes = list(layout.notes)
     extras = wanted.extras
@@ -84,7 +84,7 @@ def stored_state(wanted: Wanted, layout: DistLayout) -> Stored:
     if "optimizer" in common:
         common["optimizer"] = _optimizers(common["optimizer"], layout, notes, distributed=distributed)
     objects = [*_extra_states(wanted, layout, notes), *rng, *_others(wanted, layout, notes)]
-    return Stored(common, objects, tuple(notes))
+    return StoredState(common, objects, tuple(notes))
 
 
 def _content(extras: Mapping[str, Any], layout: DistLayout) -> dict[str, Any]:

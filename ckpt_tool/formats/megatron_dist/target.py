@@ -46,7 +46,7 @@ from ckpt_tool.formats.megatron_dist.layout import DistLayout
 from ckpt_tool.formats.megatron_dist.state import COMMON_STATE
 from ckpt_tool.formats.megatron_dist.stored_state import stored_state
 from ckpt_tool.formats.state_dict.tree import join
-from ckpt_tool.formats.torch.composer import Part, TorchComposer
+from ckpt_tool.formats.torch.composer import StoragePart, TorchComposer
 
 _STEP_PATH = ("state", "common_step")
 _HOLE = "0" * 64  # a SHA-256 in hex, before it is known
@@ -114,9 +114,11 @@ def _common(wanted: Wanted, common: dict[Any, Any], layout: DistLayout, composer
     for number, tensor in enumerate(wanted.tensors):
         if tensor.key.state == EXTRAS:
             path = tensor.path or (tensor.key.name,)
-            leaves.append((path, composer.tensor(tensor.shape, tensor.dtype, [Part(number, whole(tensor.shape), 0)])))
+            leaves.append(
+                (path, composer.tensor(tensor.shape, tensor.dtype, [StoragePart(number, whole(tensor.shape), 0)]))
+            )
         elif tensor.key.state == STEP and step is None and tensor.shape == ():
-            step = composer.tensor((), tensor.dtype, [Part(number, Box((), ()), 0)])
+            step = composer.tensor((), tensor.dtype, [StoragePart(number, Box((), ()), 0)])
     if step is not None:
         counted = [(t.key.name, t.key.name in layout.shapes) for t in wanted.tensors if t.key.state == STEP]
         every = common.get("optimizer")

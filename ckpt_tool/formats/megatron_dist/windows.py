@@ -17,8 +17,8 @@ from ckpt_tool.core.attention_window import hub_windows, stated_windows
 from ckpt_tool.errors import CorruptFile, InputError
 from ckpt_tool.formats.megatron.adapter import RUN_CONFIG, run_config
 from ckpt_tool.formats.megatron.args import arguments
-from ckpt_tool.storage import strict_json
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.texts import strict_json
 
 KINDS_UNKNOWN = "E2006"
 _CONFIG = "config.json"

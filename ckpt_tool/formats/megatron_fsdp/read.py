@@ -24,7 +24,7 @@ from ckpt_tool.formats.containers.dcp_metadata import (
     CONTRADICTION,
     FSDP_GROUPS,
     METADATA,
-    Listing,
+    DcpListing,
     check_files,
     read_listing,
 )
@@ -64,15 +64,15 @@ def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
         )
     listing = read_listing(tree, folder, (METADATA,))
     check_files(tree, [listing], folder + METADATA)
-    catalog = _Reading(tree, folder, listing, options).catalog()
+    catalog = _MegatronFsdpReading(tree, folder, listing, options).catalog()
     catalog.check()
     return catalog
 
 
-class _Reading:
+class _MegatronFsdpReading:
     """One read."""
 
-    def __init__(self, tree: Tree, folder: str, listing: Listing, options: ReadOptions) -> None:
+    def __init__(self, tree: Tree, folder: str, listing: DcpListing, options: ReadOptions) -> None:
         self.tree = tree
         self.folder = folder
         self.listing = listing

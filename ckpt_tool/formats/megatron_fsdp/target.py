@@ -31,9 +31,9 @@ from ckpt_tool.core.layout import block
 from ckpt_tool.core.target import Target, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import EXTRAS, MODEL
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.containers.dcp_item_files import Item, ItemFiles, Share
+from ckpt_tool.formats.containers.dcp_item_files import ItemFiles, StoredItem, TensorShare
 from ckpt_tool.formats.containers.dcp_metadata import METADATA, pickled
-from ckpt_tool.formats.containers.dcp_state import Known, Slot, flatten
+from ckpt_tool.formats.containers.dcp_state import Known, NestingSlot, flatten
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import DIMS, NAMESPACE, arguments, facts_of, updated, with_spec
 from ckpt_tool.formats.megatron.extra_states import EXTRA_STATES, LEFT
@@ -46,7 +46,7 @@ from ckpt_tool.formats.megatron.groups import (
     key_of_group,
     key_of_param,
 )
-from ckpt_tool.formats.megatron.job import Job, carved, check_experts
+from ckpt_tool.formats.megatron.job import MegatronJob, carved, check_experts
 from ckpt_tool.formats.megatron.parts import HALF
 from ckpt_tool.formats.megatron.pointer import folder_of, pointer_to
 from ckpt_tool.formats.megatron.rng import by_rank, tensors_of_rng
@@ -73,7 +73,7 @@ _OWN = ("args", "model", "optimizer", "rng_state", OURS)  # keys that are laid o
 _FOREIGN = ("content_metadata", "sharded_objects", EXTRA_STATES)  # what torch_dist says of its own files
 
 
-class _Stored(NamedTuple):
+class _StoredKey(NamedTuple):
     """What of a tensor is stored under one key. part: of `megatron.parts`. shape: the stored tensor's. moves: (box of
     the stored tensor, box of the whole one)."""
 
@@ -85,15 +85,15 @@ class _Stored(NamedTuple):
 def fsdp_target(wanted: Wanted) -> Target:
     """The whole output. Raises UsageError: E0237, E0273 (degrees that the model can't take), E0275 (sections that are
     not known), E2001 (what can't be held), E0242."""
-    return _Writing(wanted).target()
+    return _MegatronFsdpWriting(wanted).target()
 
 
-def _undivided(number: int, shape: tuple[int, ...]) -> Share:
+def _undivided(number: int, shape: tuple[int, ...]) -> TensorShare:
     """A tensor that rank 0 stores whole."""
-    return Share(number, (Item(whole(shape), (0,) * len(shape), shape, 0),))
+    return TensorShare(number, (StoredItem(whole(shape), (0,) * len(shape), shape, 0),))
 
 
-class _Writing:
+class _MegatronFsdpWriting:
     """One target in the making."""
 
     def __init__(self, wanted: Wanted) -> None:
@@ -112,7 +112,7 @@ class _Writing:
         self.experts = experts
         self.hints = self._spelling(wanted.hints.get(FsdpHints), shapes)
         stages = from_counts([names.layers_count(shapes)], 1, mtp=names.mtp_count(shapes))
-        job = Job(self.facts, self.degrees, stages, experts, gated(shapes, self.facts), not self.hints.te)
+        job = MegatronJob(self.facts, self.degrees, stages, experts, gated(shapes, self.facts), not self.hints.te)
         self.job = job.of_shapes(shapes, 1)
         self._check_rules(shapes)
         self.notes += self.job.check(shapes.items())
@@ -120,7 +120,7 @@ class _Writing:
         self.items = ItemFiles(wanted.tensors)
         self.folder = folder_of(wanted.extras.get("iteration"))
         self._whole: list[str] = []  # one of each kind that is stored whole, the rows of each tensor rank together
-        self._cuts: dict[tuple[str, tuple[int, ...]], list[_Stored]] = {}
+        self._cuts: dict[tuple[str, tuple[int, ...]], list[_StoredKey]] = {}
 
     def _spelling(self, own: FsdpHints | None, shapes: Mapping[str, tuple[int, ...]]) -> FsdpHints:
         """How keys are spelled: as the source's, or by its arguments (a spec is wished, another format)."""
@@ -214,7 +214,7 @@ class _Writing:
 
     def _value(self, path: tuple[str | int, ...], value: Any) -> None:
         fqn = self._add(dotted(path))
-        if isinstance(value, Slot):
+        if isinstance(value, NestingSlot):
             shape = self.wanted.tensors[value.number].shape
             self.items.tensor(fqn, path, shape, [_undivided(value.number, shape)], self.folder)
         elif isinstance(value, Known):
@@ -240,7 +240,7 @@ class _Writing:
             if own:  # each half has a step, and nothing else that is not its parameter's shape
                 self.items.tensor(self._add(fqn), path, tensor.shape, [_undivided(number, tensor.shape)], self.folder)
             else:
-                share = Share(number, tuple(self._items(number, stored)))
+                share = TensorShare(number, tuple(self._items(number, stored)))
                 self.items.tensor(self._add(fqn), path, stored.shape, [share], self.folder)
 
     def _check(self, fqn: str, tensor: WantedTensor, part: str, *, own: bool) -> None:
@@ -250,7 +250,7 @@ class _Writing:
         if made is None or made.key != tensor.key or made.part != part or own and part and tensor.shape:
             raise unheld("megatron-fsdp", tensor, self.wanted.tensors)
 
-    def _stored(self, name: str, shape: tuple[int, ...]) -> list[_Stored]:
+    def _stored(self, name: str, shape: tuple[int, ...]) -> list[_StoredKey]:
         """What is stored of a tensor, by key. Decided once for those of one shape in all layers, of all experts."""
         template = ".".join("*" if word.isdecimal() else word for word in name.split("."))
         found = self._cuts.get((template, shape))
@@ -258,7 +258,7 @@ class _Writing:
             found = self._cuts[template, shape] = list(self._apart(name, shape))
         return found
 
-    def _apart(self, name: str, shape: tuple[int, ...]) -> Iterator[_Stored]:
+    def _apart(self, name: str, shape: tuple[int, ...]) -> Iterator[_StoredKey]:
         rule = self.job.rule(name, len(shape))
         own = rule.sections(shape[0]) if rule.dim == 0 and len(rule.parts) > 1 and shape else ()
         words = section_names(name) if self.hints.sections else ()
@@ -268,21 +268,21 @@ class _Writing:
             start = 0
             for word, rows in zip(words, own, strict=True):
                 part = (rows, *shape[1:])
-                yield _Stored(word, part, [(whole(part), Box((start, *(0,) * (len(shape) - 1)), part))])
+                yield _StoredKey(word, part, [(whole(part), Box((start, *(0,) * (len(shape) - 1)), part))])
                 start += rows
             return
         size = self.degrees[rule.axis]
         if not own or size == 1:
-            yield _Stored("", shape, [(whole(shape), whole(shape))])
+            yield _StoredKey("", shape, [(whole(shape), whole(shape))])
             return
         self._whole.append(name)
         rows, moves = shape[0] // size, []
         for rank in range(size):
             for piece in pieces(rule, shape, rank, size):
                 moves.append((piece.within.translate((rank * rows, *(0,) * (len(shape) - 1))), piece.box))
-        yield _Stored("", shape, moves)
+        yield _StoredKey("", shape, moves)
 
-    def _items(self, number: int, stored: _Stored) -> Iterator[Item]:
+    def _items(self, number: int, stored: _StoredKey) -> Iterator[StoredItem]:
         """The boxes under one key: of tensor ranks, cut by rows between data ranks."""
         tp, ep, etp = self.degrees["tp"], self.degrees["ep"], self.degrees["etp"]
         data = self.degrees["dp"] * self.degrees["cp"]
@@ -302,9 +302,9 @@ class _Writing:
                     if shared := box & at:
                         inside = shared.translate(at.offset, sign=-1).translate(source.offset)
                         kept = inside & true or Box(true.offset, (0,) * len(true.shape))
-                        yield Item(kept, shared.offset, shared.shape, first + rank + inner * shard)
+                        yield StoredItem(kept, shared.offset, shared.shape, first + rank + inner * shard)
         if 0 in stored.shape:
-            yield Item(stored.moves[0][1], (0,) * len(stored.shape), stored.shape, first)
+            yield StoredItem(stored.moves[0][1], (0,) * len(stored.shape), stored.shape, first)
 
     # -- everything else -----------------------------------------------------------------------------------------------
 
@@ -319,7 +319,7 @@ class _Writing:
         if scales := self.wanted.extras.get(EXTRA_STATES):
             self.notes.append(f"{len(scales)} {LEFT} {next(iter(scales))}: Megatron-FSDP keeps none")
         leaves = [
-            (tensor.path or (tensor.key.name,), Slot(number))
+            (tensor.path or (tensor.key.name,), NestingSlot(number))
             for number, tensor in enumerate(self.wanted.tensors)
             if tensor.key.state == EXTRAS
         ]

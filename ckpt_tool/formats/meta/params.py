@@ -1,7 +1,7 @@
 """`params.json`: the sizes of a model in Meta's words, as far as the format needs them to join and to cut shards.
 
     {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 128256, "multiple_of": 1024, ...}
-    -> Sizes(dim=4096, layers=32, heads=32, kv=8, head=128, vocab=128256)
+    -> MetaSizes(dim=4096, layers=32, heads=32, kv=8, head=128, vocab=128256)
 
 Sources: llama-models (July 2025) `models/llama3/args.py`; mistral-inference 1.6 `args.py` (head_dim, hidden_dim); a
 `model` level around it, as some releases have, is stepped into (transformers 4.45, `convert_llama_weights_to_hf.py`).
@@ -18,14 +18,14 @@ from ckpt_tool.core.hints import Hint
 from ckpt_tool.errors import CorruptFile
 from ckpt_tool.formats.meta.files import PARAMS
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.strict_json import parse
+from ckpt_tool.storage.texts.strict_json import parse
 
 WRONG = "E1405"
 LIMIT = 1 << 20  # bytes: real ones have some hundred
 MOST = 1 << 40  # of any size: what no model comes near
 
 
-class Sizes(NamedTuple):
+class MetaSizes(NamedTuple):
     """heads, kv: of queries, of keys and values. head: elements of one. vocab: None where the file leaves it to the
     tokenizer."""
 
@@ -64,7 +64,7 @@ def read_params(tree: Tree) -> Mapping[str, Any] | None:
     return value
 
 
-def sizes_of(params: Mapping[str, Any], path: str) -> Sizes:
+def sizes_of(params: Mapping[str, Any], path: str) -> MetaSizes:
     """The sizes that params state. path: of the file, for messages. Raises CorruptFile E1405, all faults at once."""
     inner = params.get("model")
     level = inner if isinstance(inner, Mapping) else params
@@ -95,7 +95,7 @@ def sizes_of(params: Mapping[str, Any], path: str) -> Sizes:
             hint="fetch params.json again: it states the model's sizes",
         )
     vocab = level.get("vocab_size")
-    return Sizes(
+    return MetaSizes(
         dim, level["n_layers"], heads, kv, level.get("head_dim") or dim // heads, vocab if _count(vocab) else None
     )
 

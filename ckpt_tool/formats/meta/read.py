@@ -24,7 +24,7 @@ from ckpt_tool.formats import checksums
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.meta import files as meta_files
 from ckpt_tool.formats.meta.files import PARAMS
-from ckpt_tool.formats.meta.params import MetaHints, Sizes, read_params, sizes_of
+from ckpt_tool.formats.meta.params import MetaHints, MetaSizes, read_params, sizes_of
 from ckpt_tool.formats.meta.rules import ALL, EITHER, EMBEDDING, cut_of, is_key_or_value, layer_of, shape_of
 from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.formats.torch.content import TorchContent, read_content
@@ -48,7 +48,7 @@ class _Shards(NamedTuple):
 
     names: Sequence[str]
     held: Sequence[Mapping[str, StoredArray]]
-    sizes: Sizes | None
+    sizes: MetaSizes | None
 
     @property
     def hidden(self) -> int | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 
-from ckpt_tool.formats.meta.params import Sizes
+from ckpt_tool.formats.meta.params import MetaSizes
 
 EMBEDDING = "tok_embeddings.weight"
 ALL = -1  # every rank holds the whole tensor
@@ -56,7 +56,7 @@ def is_key_or_value(name: str) -> bool:
     return name.endswith((".attention.wk.weight", ".attention.wv.weight"))
 
 
-def shape_of(name: str, sizes: Sizes, hidden: int | None) -> tuple[int | None, ...] | None:
+def shape_of(name: str, sizes: MetaSizes, hidden: int | None) -> tuple[int | None, ...] | None:
     """The whole tensor's shape by params.json; None for a dim that it does not state, None where it states nothing.
 
     hidden: the width of the MLP, which the files tell.

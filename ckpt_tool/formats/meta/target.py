@@ -16,9 +16,9 @@ from ckpt_tool.core.mesh import divisors_near
 from ckpt_tool.core.target import Target, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.meta.files import PARAMS
-from ckpt_tool.formats.meta.params import MetaHints, Sizes, sizes_of
+from ckpt_tool.formats.meta.params import MetaHints, MetaSizes, sizes_of
 from ckpt_tool.formats.meta.rules import ALL, EITHER, EMBEDDING, cut_of
-from ckpt_tool.formats.torch.composer import Part, TorchComposer
+from ckpt_tool.formats.torch.composer import StoragePart, TorchComposer
 
 DEGREE, UNSURE, INDIVISIBLE = "E1410", "E1411", "E1412"
 LLAMA3_THETA = 500_000.0  # of every Llama 3; Llama 1 and 2 have 10,000, Code Llama 1,000,000
@@ -97,7 +97,7 @@ def _cuts(
     return cuts, notes
 
 
-def _check(tensors: Sequence[WantedTensor], cuts: Sequence[int], tp: int, sizes: Sizes) -> None:
+def _check(tensors: Sequence[WantedTensor], cuts: Sequence[int], tp: int, sizes: MetaSizes) -> None:
     """Raise UsageError E1412 naming everything that the degree does not divide."""
     faults = [f"{n} heads of {what}" for n, what in ((sizes.heads, "queries"), (sizes.kv, "keys")) if n % tp]
     for tensor, cut in zip(tensors, cuts, strict=True):
@@ -124,5 +124,5 @@ def _shard(tensors: Sequence[WantedTensor], cuts: Sequence[int], rank: int, tp: 
             offset, shape = [0] * len(tensor.shape), list(tensor.shape)
             offset[cut], shape[cut] = rank * band, band
             box = Box(tuple(offset), tuple(shape))
-        state[tensor.key.name] = composer.tensor(box.shape, tensor.dtype, [Part(number, box, 0)])
+        state[tensor.key.name] = composer.tensor(box.shape, tensor.dtype, [StoragePart(number, box, 0)])
     return composer.file(f"consolidated.{rank:02d}.pth", state)

@@ -24,16 +24,16 @@ from ckpt_tool.core.faults import together
 from ckpt_tool.core.missing import is_collecting, report_missing
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, CorruptFile, InconsistentCheckpoint
-from ckpt_tool.formats.orbax.items import DAMAGED, METADATA, Item, Leaf
+from ckpt_tool.formats.orbax.items import DAMAGED, METADATA, OrbaxItem, OrbaxLeaf
+from ckpt_tool.storage.arrays.zarr import HEADERS, Array
 from ckpt_tool.storage.source import Tree, missing_file
-from ckpt_tool.storage.zarr import HEADERS, Array
 
 NO_LEAF = "E2871"
 _CHUNK = re.compile(r"c|(c/)?\d+([./]\d+)*")
 _SHOWN = 50
 
 
-def check_chunks(tree: Tree, item: Item, arrays: Sequence[Array], *, lenient: bool) -> list[Note]:
+def check_chunks(tree: Tree, item: OrbaxItem, arrays: Sequence[Array], *, lenient: bool) -> list[Note]:
     """Notes on chunks that are read as the fill value. Raises Incomplete E0309 for those that are lost."""
     faults = [fault for array in arrays if (fault := array.missing()) is not None]
     if faults and item.sparse is None:
@@ -67,7 +67,9 @@ def _report_chunks(tree: Tree, arrays: Sequence[Array]) -> None:
             report_missing(fault, tensors={TensorKey(array.name): array.dtype.nbytes(lost)})
 
 
-def check_leaves(tree: Tree, item: Item, keys: Iterable[str] | None, rows: Sequence[tuple[Leaf, Array]]) -> None:
+def check_leaves(
+    tree: Tree, item: OrbaxItem, keys: Iterable[str] | None, rows: Sequence[tuple[OrbaxLeaf, Array]]
+) -> None:
     """Raise InconsistentCheckpoint E2871 for arrays and chunks that are stored and that nothing names. keys: those of
     the database, None where the arrays are folders."""
     names = {array.name for _, array in rows}
@@ -101,7 +103,7 @@ def _array_names(keys: Iterable[str]) -> list[str]:
     return names
 
 
-def _find_strays(tree: Tree, item: Item, arrays: Sequence[Array]) -> list[str]:
+def _find_strays(tree: Tree, item: OrbaxItem, arrays: Sequence[Array]) -> list[str]:
     """The names of arrays in folders that no leaf names, and of those with chunks beyond their header's grid."""
     expected = {f"{array.name}/{key}" for array in arrays for key in array.chunk_keys()}
     names = {array.name for array in arrays}
@@ -126,7 +128,7 @@ def _find_strays(tree: Tree, item: Item, arrays: Sequence[Array]) -> list[str]:
     return list(strays)
 
 
-def _check_write_shapes(tree: Tree, item: Item, rows: Sequence[tuple[Leaf, Array]]) -> None:
+def _check_write_shapes(tree: Tree, item: OrbaxItem, rows: Sequence[tuple[OrbaxLeaf, Array]]) -> None:
     """Raise CorruptFile E2755 for headers that do not agree with what `_METADATA` says of each device's part."""
     faults: list[CkptError] = []
     for leaf, array in rows:

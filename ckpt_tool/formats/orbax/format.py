@@ -10,10 +10,10 @@ Specification (orbax-checkpoint 0.12.8 `_src/metadata/tree.py`, `_src/serializat
 
 * Items, steps, runs and `_METADATA`: `formats.orbax.items`. Names and states: `formats.orbax.names`.
 * An array's name is its path joined by dots, which may be ambiguous, so the path is `_METADATA`'s. With
-  `manifest.ocdbt` the arrays are keys of the database (`storage.ocdbt`), whose B-tree leads into `ocdbt.process_N/d/`;
+  `manifest.ocdbt` the arrays are keys of the database (`arrays.ocdbt`), whose B-tree leads into `ocdbt.process_N/d/`;
   what these folders have of their own is left over, and `ckpt verify` alone looks at it. Without, an array is a folder
   of that name.
-* `use_zarr3` says which version of zarr (`storage.zarr`). Chunks are the shards of the job's devices, cut again for
+* `use_zarr3` says which version of zarr (`arrays.zarr`). Chunks are the shards of the job's devices, cut again for
   what was replicated: any sharding is just a grid, so there is no mesh to read.
 * A chunk that is not there is lost, unless `store_array_data_equal_to_fill_value` is false: then it holds the fill
   value. What is stored and no leaf names is an error as well (`formats.orbax.accounts`).
@@ -35,7 +35,7 @@ from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.base import AS_IS, Evidence, FileContent, Fitted, Holds, ReadOptions, Specificity
 from ckpt_tool.formats.orbax.items import METADATA, TEMPORARY, files, lost_items, own_files, processes, steps
-from ckpt_tool.storage.ocdbt import MANIFEST, read_keys
+from ckpt_tool.storage.arrays.ocdbt import MANIFEST, read_keys
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:  # reading needs none of these

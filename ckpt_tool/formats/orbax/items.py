@@ -22,9 +22,9 @@ from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import CorruptFile, Incomplete, UnknownFormat
 from ckpt_tool.formats.hf.files import is_sidefile
-from ckpt_tool.storage import strict_json
-from ckpt_tool.storage.ocdbt import MANIFEST
+from ckpt_tool.storage.arrays.ocdbt import MANIFEST
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.texts import strict_json
 
 METADATA, STEP_METADATA, STRINGS = "_METADATA", "_CHECKPOINT_METADATA", "_strings.json"
 JSON_ITEM, METRICS_ITEM = "metadata", "metrics"  # the file of a JSON item; that of the manager's metrics is another
@@ -52,7 +52,7 @@ SEQUENCE, DICT = 1, 2  # kinds of a key
 DEEPEST = 64  # keys of a path
 
 
-class Leaf(NamedTuple):
+class OrbaxLeaf(NamedTuple):
     """A leaf of the tree."""
 
     path: Path  # dict keys as text, places in sequences as numbers
@@ -65,26 +65,26 @@ class Leaf(NamedTuple):
         return ".".join(map(str, self.path))
 
 
-class Item(NamedTuple):
+class OrbaxItem(NamedTuple):
     """One tree."""
 
     folder: str  # below the tree of files, "" or with a slash
     name: str  # its item's, "" for one that is the step itself
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[OrbaxLeaf, ...]
     ocdbt: bool  # is there a database?
     zarr3: bool
     sparse: bool | None  # were chunks of nothing but the fill value left out? None where no flag says it
     custom: Any  # metadata of the user's
 
 
-class Step(NamedTuple):
+class OrbaxStep(NamedTuple):
     """The folder of the items, "" or with a slash, and their names: [""] for a step that is its item itself."""
 
     folder: str
     items: tuple[str, ...]
 
 
-def steps(tree: Tree) -> list[Step]:
+def steps(tree: Tree) -> list[OrbaxStep]:
     """The steps that lie here, by names alone; one for an item or a step."""
     found: dict[str, list[str]] = {}
     for path in tree.listing() if tree.single is None else ():
@@ -97,7 +97,7 @@ def steps(tree: Tree) -> list[Step]:
             found.setdefault("".join(f"{name}/" for name in above[:1]), []).append("".join(above[1:]))
     if "" in found:
         found = {"": [""] if "" in found[""] else found[""]}
-    return [Step(folder, tuple(names)) for folder, names in found.items()]
+    return [OrbaxStep(folder, tuple(names)) for folder, names in found.items()]
 
 
 def lost_items(tree: Tree) -> list[str]:
@@ -114,7 +114,7 @@ def lost_items(tree: Tree) -> list[str]:
     ]
 
 
-def files(tree: Tree, found: Sequence[Step]) -> tuple[str, ...]:
+def files(tree: Tree, found: Sequence[OrbaxStep]) -> tuple[str, ...]:
     """The files of these steps, without side files beside them."""
     folders = tuple(f"{step.folder}{item}/" if item else step.folder for step in found for item in step.items)
     above = tuple(f"{step.folder}{STEP_METADATA}" for step in found)
@@ -125,7 +125,7 @@ def files(tree: Tree, found: Sequence[Step]) -> tuple[str, ...]:
     )
 
 
-def own_files(tree: Tree, step: Step) -> tuple[str, ...]:
+def own_files(tree: Tree, step: OrbaxStep) -> tuple[str, ...]:
     """The files of a step that Orbax wrote, by the names that it gives. `files` is for a claim, and takes in all that
     is in the step's folders; of that, some may be somebody's own."""
     folders = [f"{step.folder}{item}/" if item else step.folder for item in step.items]
@@ -154,7 +154,7 @@ def _is_of_array(path: str, arrays: Collection[str]) -> bool:
     return chunked is not None and path[: chunked.start()] in arrays
 
 
-def processes(tree: Tree, found: Sequence[Step]) -> list[str]:
+def processes(tree: Tree, found: Sequence[OrbaxStep]) -> list[str]:
     """The folders in which processes of the job had a database each, before the one above them was made of all."""
     folders = [f"{step.folder}{item}/" if item else step.folder for step in found for item in step.items]
     return [
@@ -165,7 +165,7 @@ def processes(tree: Tree, found: Sequence[Step]) -> list[str]:
     ]
 
 
-def chosen_step(tree: Tree) -> Step:
+def chosen_step(tree: Tree) -> OrbaxStep:
     """The one step. Raises UnknownFormat E0393 for none, E0392 for several; Incomplete E2756 where the only save did
     not finish."""
     found = steps(tree)
@@ -209,7 +209,7 @@ def _number(name: str) -> int:
     return int(last) if numeral(last) else -1
 
 
-def read_item(tree: Tree, step: Step, name: str) -> Item:
+def read_item(tree: Tree, step: OrbaxStep, name: str) -> OrbaxItem:
     """The tree of an item. Raises CorruptFile E2755 for a `_METADATA` that is none."""
     folder = f"{step.folder}{name}/" if name else step.folder
     path = folder + METADATA
@@ -220,7 +220,7 @@ def read_item(tree: Tree, step: Step, name: str) -> Item:
     leaves = tuple(_leaf(tree, path, key, row) for key, row in rows.items())
     _check_names(tree, path, leaves)
     stores_fill = raw.get("store_array_data_equal_to_fill_value")
-    return Item(
+    return OrbaxItem(
         folder,
         name,
         leaves,
@@ -231,7 +231,7 @@ def read_item(tree: Tree, step: Step, name: str) -> Item:
     )
 
 
-def _check_names(tree: Tree, path: str, leaves: Sequence[Leaf]) -> None:
+def _check_names(tree: Tree, path: str, leaves: Sequence[OrbaxLeaf]) -> None:
     """Raise CorruptFile E2755 for two leaves of one name, and for one that hangs below another."""
     seen, stored = set[str](), [leaf for leaf in leaves if leaf.kind not in EMPTY]
     for leaf in stored:
@@ -244,7 +244,7 @@ def _check_names(tree: Tree, path: str, leaves: Sequence[Leaf]) -> None:
         raise _damaged(tree, path, f"{'.'.join(above)[:200]!r} is a leaf, and others are below it")
 
 
-def _leaf(tree: Tree, path: str, shown: str, row: Any) -> Leaf:
+def _leaf(tree: Tree, path: str, shown: str, row: Any) -> OrbaxLeaf:
     try:
         keys = [(each["key"], each["key_type"]) for each in row["key_metadata"]]
         kind = row["value_metadata"]["value_type"]
@@ -263,14 +263,14 @@ def _leaf(tree: Tree, path: str, shown: str, row: Any) -> Leaf:
     is_shape = isinstance(write_shape, list) and all(type(extent) is int and extent >= 0 for extent in write_shape)
     if write_shape is not None and not is_shape:
         raise _damaged(tree, path, f"write_shape of {shown[:200]} is no list of sizes")
-    return Leaf(tuple(path_keys), kind, None if write_shape is None else tuple(write_shape))
+    return OrbaxLeaf(tuple(path_keys), kind, None if write_shape is None else tuple(write_shape))
 
 
 def _damaged(tree: Tree, path: str, message: str) -> CorruptFile:
     return CorruptFile(message, code=DAMAGED, path=tree.display(path), hint="fetch the checkpoint again")
 
 
-def strings(tree: Tree, item: Item) -> dict[str, str]:
+def strings(tree: Tree, item: OrbaxItem) -> dict[str, str]:
     """The texts of an item, by their leaves' names, of which slashes nest. Raises CorruptFile E2755."""
     wanted = [leaf.stored for leaf in item.leaves if leaf.kind == STRING]
     path = item.folder + STRINGS
@@ -300,7 +300,7 @@ def _names_of_texts(value: Any, above: str = "") -> Iterator[str]:
         yield above
 
 
-def keys_of_prngs(tree: Tree, item: Item) -> dict[str, str]:
+def keys_of_prngs(tree: Tree, item: OrbaxItem) -> dict[str, str]:
     """The arrays that are keys of a PRNG, by name: its kind, as `array_metadatas` says. The first process knows all."""
     path = f"{item.folder}{ARRAYS}/process_0"
     if not tree.exists(path) or not 0 < tree.size(path) <= _JSON_LIMIT:
@@ -316,14 +316,14 @@ def keys_of_prngs(tree: Tree, item: Item) -> dict[str, str]:
     return {str(name): str(kind) for name, kind in found.items()}
 
 
-def json_items(tree: Tree, step: Step) -> Iterator[tuple[str, Any]]:
+def json_items(tree: Tree, step: OrbaxStep) -> Iterator[tuple[str, Any]]:
     """(name, value) of the items beside the trees that are JSON."""
     for name, path in _json_files(tree, step):
         raw = tree.read_whole(path, limit=_JSON_LIMIT)
         yield name, strict_json.parse(raw, path=tree.display(path))
 
 
-def _json_files(tree: Tree, step: Step) -> Iterator[tuple[str, str]]:
+def _json_files(tree: Tree, step: OrbaxStep) -> Iterator[tuple[str, str]]:
     """(name, file) of the same items."""
     if step.items == ("",):
         return
@@ -334,7 +334,7 @@ def _json_files(tree: Tree, step: Step) -> Iterator[tuple[str, str]]:
                 yield name, path
 
 
-def step_metadata(tree: Tree, step: Step) -> Mapping[str, Any]:
+def step_metadata(tree: Tree, step: OrbaxStep) -> Mapping[str, Any]:
     """What `_CHECKPOINT_METADATA` says, {} where there is none."""
     path = step.folder + STEP_METADATA
     if not tree.exists(path):
@@ -345,7 +345,7 @@ def step_metadata(tree: Tree, step: Step) -> Mapping[str, Any]:
     return raw
 
 
-def check_items(tree: Tree, step: Step) -> None:
+def check_items(tree: Tree, step: OrbaxStep) -> None:
     """Raise Incomplete E2872 for items of a step that its metadata or their own files show, and that are not there.
 
     Orbax lists the items that it saved in `_CHECKPOINT_METADATA`; a tree that lost its `_METADATA` still has the

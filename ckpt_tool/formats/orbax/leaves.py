@@ -33,19 +33,19 @@ _ARRAY, _SCALAR = "np.ndarray", "scalar"
 _GONE = object()
 
 
-class Plain(NamedTuple):
+class PlainLeaf(NamedTuple):
     """A scalar: its bytes."""
 
     dtype: DType
     raw: bytes
 
 
-class Row(NamedTuple):
+class LeafRow(NamedTuple):
     """A leaf. kind: its value_type. value: the number of the wanted tensor, a scalar, a text, or None for nothing."""
 
     path: Path
     kind: str
-    value: int | Plain | str | None
+    value: int | PlainLeaf | str | None
 
     @property
     def stored(self) -> str:
@@ -54,11 +54,11 @@ class Row(NamedTuple):
 
 
 @dataclass(slots=True)
-class Laid:
+class LaidLeaf:
     """items: of each its rows, "" for the folder itself. json: the items that are JSON. step: of its metadata."""
 
     hint: Trees
-    items: dict[str, list[Row]] = field(default_factory=dict)
+    items: dict[str, list[LeafRow]] = field(default_factory=dict)
     json: dict[str, Any] = field(default_factory=dict)
     step: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -109,10 +109,10 @@ def _is_scalar(shape: tuple[int, ...], dtype: DType) -> bool:
     return shape == () and dtype.name in PLAIN
 
 
-def laid_out(wanted: Wanted) -> Laid:
+def laid_out(wanted: Wanted) -> LaidLeaf:
     """Every leaf of the output. Raises UsageError E2757 where two want one place."""
     hint = wanted.hints.get(Trees)
-    laid = Laid(hint or _at_home(wanted))
+    laid = LaidLeaf(hint or _at_home(wanted))
     extras: dict[str, Any] = dict(wanted.extras)
     if hint is not None:
         laid.json = {name: extras.pop(name) for name in hint.json if name in extras and hint.items}
@@ -140,17 +140,17 @@ def _at_home(wanted: Wanted) -> Trees:
     return MAXTEXT if system == "maxtext" else OPTAX
 
 
-def _rows(wanted: Wanted, hint: Trees, extras: Mapping[str, Any], *, known: bool) -> tuple[list[Row], list[str]]:
+def _rows(wanted: Wanted, hint: Trees, extras: Mapping[str, Any], *, known: bool) -> tuple[list[LeafRow], list[str]]:
     """(rows, what is left out). known: is the hint the source's?"""
     known_rows = {tuple(path): (kind, dtype) for path, kind, dtype in hint.rows}
     places = {tensor.path: n for n, tensor in enumerate(wanted.tensors) if tensor.path in known_rows}
-    rows: list[Row] = []
+    rows: list[LeafRow] = []
     used = set[Path]()
     for path, (kind, dtype) in known_rows.items():
         if path in places:
-            rows.append(Row(path, _ARRAY, places[path]))
+            rows.append(LeafRow(path, _ARRAY, places[path]))
         elif kind in EMPTY:
-            rows.append(Row(path, kind, None))
+            rows.append(LeafRow(path, kind, None))
         elif (value := _at(extras, path)) is not _GONE and (row := _plain(path, value, dtype, kind)) is not None:
             rows.append(row)
             used.add(path)
@@ -162,7 +162,7 @@ def _rows(wanted: Wanted, hint: Trees, extras: Mapping[str, Any], *, known: bool
             continue
         path = hint.count if tensor.key.state == STEP else _path(tensor.key, hint, names)
         moments |= path[: len(hint.optimizer)] == hint.optimizer
-        rows.append(Row(path, _ARRAY, number))
+        rows.append(LeafRow(path, _ARRAY, number))
     left_out: list[str] = []
     spelled = {tuple(map(str, path)) for path in used}
     for path, value in _leaves(extras, ()):
@@ -177,7 +177,7 @@ def _rows(wanted: Wanted, hint: Trees, extras: Mapping[str, Any], *, known: bool
     if moments and not known:
         hung = {tuple(map(str, row.path[:2])) for row in rows}
         empty = ((hint.optimizer[0], n) for n in (1, 2))
-        rows += [Row(path, "None", None) for path in empty if tuple(map(str, path)) not in hung]
+        rows += [LeafRow(path, "None", None) for path in empty if tuple(map(str, path)) not in hung]
     return rows, left_out
 
 
@@ -189,11 +189,11 @@ def _path(key: TensorKey, hint: Trees, names: set[tuple[str, str]]) -> Path:
     return path
 
 
-def _check(rows: Sequence[Row], wanted: Wanted) -> None:
+def _check(rows: Sequence[LeafRow], wanted: Wanted) -> None:
     """Raise UsageError E2757 where two leaves want one place, E0243 where a place gives a tensor another name."""
-    seen: dict[Path, Row] = {}
+    seen: dict[Path, LeafRow] = {}
     branches = {row.path[:n]: row for row in rows for n in range(1, len(row.path))}
-    stored: dict[str, Row] = {}
+    stored: dict[str, LeafRow] = {}
     for row in rows:
         other = seen.get(row.path) or branches.get(row.path) or stored.get(row.stored)
         if other is not None:
@@ -204,7 +204,7 @@ def _check(rows: Sequence[Row], wanted: Wanted) -> None:
                 hint="rename one of them, or leave it out with --remove-keys",
             )
         seen[row.path] = stored[row.stored] = row
-    leaves = [row for row in rows if isinstance(row.value, int | Plain)]
+    leaves = [row for row in rows if isinstance(row.value, int | PlainLeaf)]
     tensors = [wanted.tensors[row.value] if isinstance(row.value, int) else None for row in leaves]
     plain = [tensor is None or _is_scalar(tensor.shape, tensor.dtype) for tensor in tensors]
     keys = name_leaves([row.path for row in leaves], plain).keys
@@ -243,13 +243,13 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
-def _plain(path: Path, value: Any, dtype: str = "", was: str = _SCALAR) -> Row | None:
+def _plain(path: Path, value: Any, dtype: str = "", was: str = _SCALAR) -> LeafRow | None:
     """The leaf of a plain value; None where none holds it. dtype, was: what it was stored as, and its value_type."""
     if isinstance(value, str):
-        return Row(path, STRING, value) if value.isprintable() or value.isascii() else None
+        return LeafRow(path, STRING, value) if value.isprintable() or value.isascii() else None
     if value is None or value in ({}, [], ()):
         empty = "Dict" if isinstance(value, dict) else "List" if isinstance(value, list) else "Tuple"
-        return Row(path, "None" if value is None else empty, None)
+        return LeafRow(path, "None" if value is None else empty, None)
     if not isinstance(value, bool | int | float):
         return None
     kind = "BOOL" if isinstance(value, bool) else "I64" if isinstance(value, int) else "F64"
@@ -260,8 +260,10 @@ def _plain(path: Path, value: Any, dtype: str = "", was: str = _SCALAR) -> Row |
             and (isinstance(value, bool) == (each == "BOOL"))
         ):
             try:
-                return Row(
-                    path, _SCALAR if was == _SCALAR else _ARRAY, Plain(DTYPES[each], struct.pack(PLAIN[each], value))
+                return LeafRow(
+                    path,
+                    _SCALAR if was == _SCALAR else _ARRAY,
+                    PlainLeaf(DTYPES[each], struct.pack(PLAIN[each], value)),
                 )
             except (struct.error, OverflowError):
                 continue

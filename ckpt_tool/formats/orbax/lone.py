@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from math import prod
 
-from ckpt_tool.core.catalog import Row
+from ckpt_tool.core.catalog import CatalogRow
 from ckpt_tool.core.missing import collected_missing
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.base import FileContent
 from ckpt_tool.formats.orbax.names import name_leaves
-from ckpt_tool.storage.ocdbt import MANIFEST, read_keys
+from ckpt_tool.storage.arrays.ocdbt import MANIFEST, read_keys
+from ckpt_tool.storage.arrays.zarr import HEADERS, Array, ZarrFiles, ZarrStore, read_array
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.zarr import HEADERS, Array, Files, Store, read_array
 
 _PROCESS = re.compile(r"(.*?)ocdbt\.process_\d+/")
 _IN_ITEM = ("d/", "ocdbt.process_")
@@ -58,7 +58,7 @@ def read_item(tree: Tree, item: str, databases: list[str]) -> FileContent:
     paths = [tuple(re.split(r"[./]", name)) for name in arrays]
     keys = name_leaves(paths, [array.shape == () for array in arrays.values()]).keys if paths else []
     rows = [
-        Row(key.name, key.state, array.dtype, array.shape, array.dtype.nbytes(prod(array.shape)))
+        CatalogRow(key.name, key.state, array.dtype, array.shape, array.dtype.nbytes(prod(array.shape)))
         for key, array in zip(keys, arrays.values(), strict=True)
         if key is not None
     ]
@@ -67,7 +67,7 @@ def read_item(tree: Tree, item: str, databases: list[str]) -> FileContent:
 
 def _stores(
     tree: Tree, item: str, databases: list[str], notes: list[str]
-) -> Iterator[tuple[Store, list[tuple[str, int]]]]:
+) -> Iterator[tuple[ZarrStore, list[tuple[str, int]]]]:
     """(a store, the arrays whose headers are in it, with their version of zarr). What can't be read is added to
     `notes`."""
     for folder in databases:
@@ -80,7 +80,10 @@ def _stores(
         notes += [f"{path} is missing" for path in parts.files]
         yield keys, list(_names_of(keys, nested=True))
     below = [path.removeprefix(item) for path in tree.listing() if path.startswith(item)]
-    yield Files(tree, item), list(_names_of((path for path in below if not path.startswith(_IN_ITEM)), nested=False))
+    yield (
+        ZarrFiles(tree, item),
+        list(_names_of((path for path in below if not path.startswith(_IN_ITEM)), nested=False)),
+    )
 
 
 def _names_of(keys: Iterable[str], *, nested: bool) -> Iterator[tuple[str, int]]:

@@ -81,7 +81,7 @@ MAXTEXT = Trees((), (_PARAMS, _PARAMS), ("opt_state", 0), ("items",))  # of MaxT
 BARE = Trees((), (), ("opt_state", 0))  # of weights alone, as Gemma's library has them
 
 
-class Named(NamedTuple):
+class NamedLeaf(NamedTuple):
     """keys: of each leaf that is a tensor; None for a plain value. model, optimizer: where the parameters hang, and
     what hangs beside `mu`, None where there is none. variables: are leaves the values of nnx's Variables?"""
 
@@ -96,7 +96,7 @@ class Named(NamedTuple):
         return _without_value(path) if self.variables else path
 
 
-def name_leaves(paths: Sequence[Path], plain: Sequence[bool]) -> Named:
+def name_leaves(paths: Sequence[Path], plain: Sequence[bool]) -> NamedLeaf:
     """Keys for the leaves of one step. plain: is it a scalar that may as well be a plain value?"""
     root = _model_root(paths)
     own = [path for path in paths if path[: len(root)] == root]
@@ -127,7 +127,7 @@ def name_leaves(paths: Sequence[Path], plain: Sequence[bool]) -> Named:
         notes.append(
             Note("N-bare-model", f"nothing is called params: all arrays are taken for the model, under {tops}")
         )
-    return Named(keys, notes, root, optimizer, variables)
+    return NamedLeaf(keys, notes, root, optimizer, variables)
 
 
 def _without_value(path: Path) -> Path:

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.bounds import numeral
-from ckpt_tool.core.catalog import Catalog, Note, Row
+from ckpt_tool.core.catalog import Catalog, CatalogRow, Note
 from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.missing import is_collecting, report_missing
@@ -17,11 +17,11 @@ from ckpt_tool.errors import Incomplete
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.orbax import items as orbax_items
 from ckpt_tool.formats.orbax.accounts import check_chunks, check_leaves
-from ckpt_tool.formats.orbax.items import EMPTY, STRING, Item, Leaf, Step
-from ckpt_tool.formats.orbax.names import COUNT, COUNTED, OPTAX, STATES, Named, Trees, name_leaves
-from ckpt_tool.storage.ocdbt import MANIFEST, read_keys
+from ckpt_tool.formats.orbax.items import EMPTY, STRING, OrbaxItem, OrbaxLeaf, OrbaxStep
+from ckpt_tool.formats.orbax.names import COUNT, COUNTED, OPTAX, STATES, NamedLeaf, Trees, name_leaves
+from ckpt_tool.storage.arrays.ocdbt import MANIFEST, read_keys
+from ckpt_tool.storage.arrays.zarr import Array, ZarrFiles, ZarrStore, read_array
 from ckpt_tool.storage.source import Tree, missing_file
-from ckpt_tool.storage.zarr import Array, Files, Store, read_array
 
 PLAIN = {
     "BOOL": "?",
@@ -39,7 +39,7 @@ _COUNTS = ("I32", "I64", "U32")
 METRICS, CUSTOM = "metrics", "custom_metadata"
 
 
-class _Stored(NamedTuple):
+class _StoredLeaf(NamedTuple):
     """A leaf that is an array. path: with its item's name, where a step has several."""
 
     path: Path
@@ -49,15 +49,15 @@ class _Stored(NamedTuple):
 class _Tensors(Mapping[TensorKey, LogicalTensor]):
     """Tensors whose chunks are looked for when they are wanted: indexes of shards take a read each."""
 
-    def __init__(self, found: Mapping[TensorKey, _Stored]) -> None:
+    def __init__(self, found: Mapping[TensorKey, _StoredLeaf]) -> None:
         self._found = found
         self._made: dict[TensorKey, LogicalTensor] = {}
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[CatalogRow]:
         """Every tensor as `inspect` lists it."""
         for key, (_, array) in self._found.items():
             nbytes = array.dtype.nbytes(prod(array.shape))
-            yield Row(key.name, key.state, array.dtype, array.shape, nbytes)
+            yield CatalogRow(key.name, key.state, array.dtype, array.shape, nbytes)
 
     def parted(self) -> Iterator[LogicalTensor]:
         """None: chunks are a grid, and what a grid lacks was found by its keys (`Array.missing`)."""
@@ -88,14 +88,14 @@ def read_tree(tree: Tree, *, lenient: bool = False) -> Catalog:
     trees = [orbax_items.read_item(tree, step, name) for name in step.items]
     several = len(trees) > 1
     extras: dict[Any, Any] = {}
-    stored: list[_Stored] = []
+    stored: list[_StoredLeaf] = []
     filled: list[Note] = []
     for item in trees:
         prefix = (item.name,) if several else ()
         texts = orbax_items.strings(tree, item)
         arrays, notes_of_item = _arrays(tree, item, lenient=lenient)
         filled += notes_of_item
-        stored += [_Stored((*prefix, *leaf.path), array) for leaf, array in arrays]
+        stored += [_StoredLeaf((*prefix, *leaf.path), array) for leaf, array in arrays]
         for leaf in item.leaves:
             if leaf.kind == STRING:
                 _put(extras, (*prefix, *leaf.path), texts[leaf.stored])
@@ -129,7 +129,7 @@ def read_tree(tree: Tree, *, lenient: bool = False) -> Catalog:
 
 
 def _count(
-    stored: Sequence[_Stored], named: Named, tensors: Mapping[TensorKey, _Stored], notes: list[Note]
+    stored: Sequence[_StoredLeaf], named: NamedLeaf, tensors: Mapping[TensorKey, _StoredLeaf], notes: list[Note]
 ) -> LogicalTensor | None:
     """The one count of the optimizer's steps, None where there is none, or several are beside moments."""
     moments = [each.path for key, each in tensors.items() if key.state in (STATES[word] for word in COUNTED)]
@@ -151,9 +151,9 @@ def _count(
     return LogicalTensor(TensorKey(".".join(map(str, path)), STEP), (), array.dtype, chunks, path) if chunks else None
 
 
-def _leaves_with_header(tree: Tree, store: Store, leaves: Sequence[Leaf], version: int) -> list[Leaf]:
+def _leaves_with_header(tree: Tree, store: ZarrStore, leaves: Sequence[OrbaxLeaf], version: int) -> list[OrbaxLeaf]:
     """The leaves whose arrays have a header; the others are reported as missing."""
-    kept: list[Leaf] = []
+    kept: list[OrbaxLeaf] = []
     for leaf in leaves:
         try:
             read_array(tree, store, leaf.stored, version=version, holes=True)
@@ -164,13 +164,13 @@ def _leaves_with_header(tree: Tree, store: Store, leaves: Sequence[Leaf], versio
     return kept
 
 
-def _arrays(tree: Tree, item: Item, *, lenient: bool) -> tuple[list[tuple[Leaf, Array]], list[Note]]:
+def _arrays(tree: Tree, item: OrbaxItem, *, lenient: bool) -> tuple[list[tuple[OrbaxLeaf, Array]], list[Note]]:
     """(the arrays of an item's leaves, notes on chunks that are not stored)."""
     if not item.ocdbt and any(path.startswith(f"{item.folder}ocdbt.process_") for path in tree.listing()):
         path = item.folder + MANIFEST
         report_missing(missing_file(path, tree.display(path)), files=[path])
     keys = read_keys(tree, item.folder) if item.ocdbt else None
-    store: Store = Files(tree, item.folder) if keys is None else keys
+    store: ZarrStore = ZarrFiles(tree, item.folder) if keys is None else keys
     leaves = [leaf for leaf in item.leaves if leaf.kind not in EMPTY and leaf.kind != STRING]
     version = 3 if item.zarr3 else 2
     may_be_absent = item.sparse or (item.sparse is None and lenient)
@@ -216,9 +216,9 @@ def _as_lists(value: Any) -> Any:
 
 def _hint(
     tree: Tree,
-    step: Step,
-    trees: list[Item],
-    named: Named,
+    step: OrbaxStep,
+    trees: list[OrbaxItem],
+    named: NamedLeaf,
     extras: dict[str, Any],
     notes: list[Note],
     dtypes: Mapping[Path, str],

@@ -33,9 +33,9 @@ from ckpt_tool.formats.orbax.items import (
     STEP_METADATA,
     STRINGS,
 )
-from ckpt_tool.formats.orbax.leaves import Plain, Row, laid_out
+from ckpt_tool.formats.orbax.leaves import LeafRow, PlainLeaf, laid_out
 from ckpt_tool.formats.orbax.read import CUSTOM, METRICS
-from ckpt_tool.storage.ocdbt import MANIFEST, Stored, encode
+from ckpt_tool.storage.arrays.ocdbt import MANIFEST, OcdbtNode, encode
 
 CHUNK = 64 << 20  # bytes
 _HANDLERS = "orbax.checkpoint._src.handlers."
@@ -80,9 +80,9 @@ class _Placed(NamedTuple):
 class _Tree:
     """One item on its way to files. zarr3: are headers of version 3?"""
 
-    def __init__(self, wanted: Wanted, folder: str, rows: Sequence[Row], *, zarr3: bool) -> None:
+    def __init__(self, wanted: Wanted, folder: str, rows: Sequence[LeafRow], *, zarr3: bool) -> None:
         self.wanted, self.folder, self.rows, self.zarr3 = wanted, folder, rows, zarr3
-        self.values: list[Stored] = []
+        self.values: list[OcdbtNode] = []
         self.chunks: list[list[_Placed]] = []  # by file
         self.ends: list[int] = []  # bytes of each file
 
@@ -92,9 +92,9 @@ class _Tree:
         for row in self.rows:
             if isinstance(row.value, str):
                 _nest(texts, row.stored.split("/"), row.value)
-            elif isinstance(row.value, Plain):
+            elif isinstance(row.value, PlainLeaf):
                 self._header(row, (), (), row.value.dtype)
-                self.values.append(Stored(self._key(row, ()), row.value.raw))
+                self.values.append(OcdbtNode(self._key(row, ()), row.value.raw))
             elif isinstance(row.value, int):
                 self._array(row, row.value)
         told = blake2b(repr([value[:1] + value[2:] for value in self.values]).encode(), digest_size=16).digest()
@@ -132,12 +132,12 @@ class _Tree:
             "custom_metadata": custom,
         }
 
-    def _key(self, row: Row, index: Sequence[int]) -> bytes:
+    def _key(self, row: LeafRow, index: Sequence[int]) -> bytes:
         numbers = ("/" if self.zarr3 else ".").join(map(str, index))
         last = ("c/" + numbers if index else "c") if self.zarr3 else numbers or "0"
         return f"{row.stored}/{last}".encode("utf-8", "surrogateescape")
 
-    def _array(self, row: Row, number: int) -> None:
+    def _array(self, row: LeafRow, number: int) -> None:
         tensor = self.wanted.tensors[number]
         full = _cut(tensor.shape, tensor.dtype)
         self._header(row, tensor.shape, full, tensor.dtype)
@@ -149,17 +149,17 @@ class _Tree:
             offset = tuple(i * step for i, step in zip(index, full, strict=True))
             shape = tuple(min(step, n - o) for step, n, o in zip(full, tensor.shape, offset, strict=True))
             self.chunks[-1].append(_Placed(number, Box(offset, shape), full, self.ends[-1]))
-            self.values.append(Stored(self._key(row, index), None, len(self.ends) - 1, self.ends[-1], nbytes))
+            self.values.append(OcdbtNode(self._key(row, index), None, len(self.ends) - 1, self.ends[-1], nbytes))
             self.ends[-1] += nbytes
 
-    def _header(self, row: Row, shape: tuple[int, ...], full: tuple[int, ...], dtype: DType) -> None:
+    def _header(self, row: LeafRow, shape: tuple[int, ...], full: tuple[int, ...], dtype: DType) -> None:
         if self.zarr3:
             header = _v3(shape, full, dtype)
         else:
             header = _v2(shape, full, dtype)
         name = f"{row.stored}/{'zarr.json' if self.zarr3 else '.zarray'}"
         raw = json.dumps(header, separators=(",", ":")).encode()
-        self.values.append(Stored(name.encode("utf-8", "surrogateescape"), raw))
+        self.values.append(OcdbtNode(name.encode("utf-8", "surrogateescape"), raw))
 
 
 def _cut(shape: tuple[int, ...], dtype: DType) -> tuple[int, ...]:

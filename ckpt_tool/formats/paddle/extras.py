@@ -22,10 +22,10 @@ from ckpt_tool.core.tensor import EXTRAS, LogicalTensor, TensorKey, simple_tenso
 from ckpt_tool.errors import CkptError, CorruptFile
 from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.paddle.pickle_file import PaddleComposer, chunks_of, read_paddle
-from ckpt_tool.formats.torch.composer import Part
-from ckpt_tool.storage.safetensors_file import build_header, read_header
+from ckpt_tool.formats.torch.composer import StoragePart
+from ckpt_tool.storage.safetensors_files.safetensors_file import build_header, read_header
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.strict_json import parse
+from ckpt_tool.storage.texts.strict_json import parse
 
 if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.core.target import TargetFile, Wanted, WantedTensor
@@ -120,7 +120,7 @@ def extras_files(wanted: Wanted, extras: Mapping[str, Any]) -> list[TargetFile]:
         state = dict(rest.pop(what, {}))
         for number, tensor in mine:
             name = tensor.key.name.partition(".")[2]
-            state[name] = composer.tensor(tensor.shape, tensor.dtype, [Part(number, whole(tensor.shape), 0)])
+            state[name] = composer.tensor(tensor.shape, tensor.dtype, [StoragePart(number, whole(tensor.shape), 0)])
         out.append(composer.file(f"{what}.pdparams", state, None))
         tensors = [pair for pair in tensors if pair not in mine]
     if rest:

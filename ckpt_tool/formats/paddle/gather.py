@@ -43,12 +43,12 @@ from ckpt_tool.core.flat_line import Boxes, FlatLine
 from ckpt_tool.core.missing import is_collecting
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, InputError
-from ckpt_tool.formats.paddle.job import ALIGNMENT, JobDegrees, Rank, padded
+from ckpt_tool.formats.paddle.job import ALIGNMENT, JobDegrees, PaddleRank, padded
 from ckpt_tool.formats.paddle.names import SCALARS
 from ckpt_tool.formats.paddle.pickle_file import Saved, chunks_of
 from ckpt_tool.formats.paddle.ranks import CONTRADICTION, two_jobs
 from ckpt_tool.formats.paddle.rules import (
-    Cut,
+    PaddleCut,
     experts_are_cut,
     is_expert,
     joined_shape,
@@ -149,17 +149,17 @@ SLICES, TWICE = "E1316", "E1317"
 _NUMBERS = re.compile(r"\d+")
 
 
-class Held(NamedTuple):
+class FileShare(NamedTuple):
     """What one file holds of a key. buffered: it may be a slice of a fused buffer (v2)."""
 
-    where: Rank
+    where: PaddleRank
     saved: Saved
     dtype: DType
     buffered: bool
 
 
 @dataclass(slots=True)
-class Gathering:
+class PaddleGathering:
     """All keys while files are taken apart. config: the model's. shapes: structured name -> shape of a tensor rank's
     part. distributed: what the meta says of it. sliced: the states are slices (v2), None where nothing states it.
     apart: is a name an expert of one rank, which others lack? differ: do the ranks' arrays of a name (a list a state)
@@ -173,8 +173,8 @@ class Gathering:
     apart: Callable[[str], bool] = lambda name: False
     differ: Callable[[str, list[list[StoredArray]]], bool | None] = lambda name, lists: None
     saw_slices: bool = False
-    _found: dict[TensorKey, dict[tuple[int, int, int], list[Held]]] = field(default_factory=dict)
-    _cuts: dict[str, Cut] = field(default_factory=dict)
+    _found: dict[TensorKey, dict[tuple[int, int, int], list[FileShare]]] = field(default_factory=dict)
+    _cuts: dict[str, PaddleCut] = field(default_factory=dict)
     _kinds: dict[str, bool | None] = field(default_factory=dict)
 
     def shape(self, name: str, shape: tuple[int, ...], path: str) -> None:
@@ -183,7 +183,7 @@ class Gathering:
         if known != shape:
             raise two_jobs(CONTRADICTION, f"a part of shape {list(shape)}, another rank's is {list(known)}", path, name)
 
-    def hold(self, key: TensorKey, held: Held) -> None:
+    def hold(self, key: TensorKey, held: FileShare) -> None:
         """Note what a file holds. Raises InconsistentCheckpoint E1317 when one file holds a key twice."""
         where = held.where
         own = where.ep if self.degrees.by_data or self.apart(key.name) else 0
@@ -246,7 +246,7 @@ class Gathering:
                 chunks += [chunk._replace(replica=copy) for chunk in part] if copy else part
         return LogicalTensor(key, shape, first.dtype, tuple(chunks))
 
-    def _scalar(self, key: TensorKey, groups: Iterable[list[Held]], local: tuple[int, ...] | None) -> bool:
+    def _scalar(self, key: TensorKey, groups: Iterable[list[FileShare]], local: tuple[int, ...] | None) -> bool:
         """Is it one number a parameter (a power of beta)?"""
         if key.state in SCALARS:
             return True
@@ -255,14 +255,14 @@ class Gathering:
         numel = prod(local)
         return all(len(group) < numel and all(h.saved.shape in ((), (1,)) for h in group) for group in groups)
 
-    def _apart_in_shape(self, key: TensorKey, groups: Iterable[list[Held]], local: tuple[int, ...]) -> bool:
+    def _apart_in_shape(self, key: TensorKey, groups: Iterable[list[FileShare]], local: tuple[int, ...]) -> bool:
         """Is it a state of a shape of its own (factors, scales of quantised moments), whole in one file? Moments are
         not."""
         if key.state in (MODEL, MASTER, EMA) or key.state in MOMENTS or self.degrees.tp > 1 or self.sliced:
             return False
         return all(len(group) == 1 and group[0].saved.shape != local for group in groups)
 
-    def _copies(self, key: TensorKey, held: list[Held]) -> LogicalTensor:
+    def _copies(self, key: TensorKey, held: list[FileShare]) -> LogicalTensor:
         shape = held[0].saved.shape
         chunks: list[Chunk] = []
         for copy, one in enumerate(held):
@@ -279,7 +279,7 @@ class Gathering:
             chunks += [c._replace(replica=copy) for c in chunks_of(one.saved, whole(shape), dtype=one.dtype)]
         return LogicalTensor(key, shape, held[0].dtype, tuple(chunks))
 
-    def _cut(self, name: str, local: tuple[int, ...]) -> Cut:
+    def _cut(self, name: str, local: tuple[int, ...]) -> PaddleCut:
         cut = self._cuts.get(name)
         if cut is None:
             degrees = self.degrees
@@ -315,7 +315,9 @@ class Gathering:
         seen = [parted for kind, parted in self._kinds.items() if kind.endswith(".k_proj.weight")]
         return seen[0] if seen else None
 
-    def _parts(self, key: TensorKey, local: tuple[int, ...], pieces: Boxes, group: list[Held]) -> Iterable[list[Chunk]]:
+    def _parts(
+        self, key: TensorKey, local: tuple[int, ...], pieces: Boxes, group: list[FileShare]
+    ) -> Iterable[list[Chunk]]:
         """The copies that one group holds, as chunks of the logical tensor."""
         group = sorted(group, key=lambda held: self._turn(key.name, held.where))
         if self.sliced is not False and group[0].buffered and self._are_slices(local, group):
@@ -327,16 +329,18 @@ class Gathering:
                 raise self._differ(key, held, f"shapes {list(local)} and {list(held.saved.shape)}")
             yield [chunk for there, here in pieces for chunk in chunks_of(held.saved, there, here, held.dtype)]
 
-    def _turn(self, name: str, where: Rank) -> int:
+    def _turn(self, name: str, where: PaddleRank) -> int:
         """The rank within the group that shares the states of `name`."""
         return where.moe_shard if self.apart(name) else where.shard
 
-    def _are_slices(self, local: tuple[int, ...], group: list[Held]) -> bool:
+    def _are_slices(self, local: tuple[int, ...], group: list[FileShare]) -> bool:
         if any(len(held.saved.shape) != 1 for held in group):
             return False
         return bool(self.sliced) or any(held.saved.shape != local for held in group)
 
-    def _from_slices(self, key: TensorKey, local: tuple[int, ...], pieces: Boxes, group: list[Held]) -> list[Chunk]:
+    def _from_slices(
+        self, key: TensorKey, local: tuple[int, ...], pieces: Boxes, group: list[FileShare]
+    ) -> list[Chunk]:
         turns = [self._turn(key.name, held.where) for held in group]
         total, numel = sum(held.saved.shape[0] for held in group), prod(local)
         if turns != list(range(turns[0], turns[0] + len(turns))) or total not in self._padded(key.name, numel):
@@ -365,7 +369,7 @@ class Gathering:
         widths = (2,) if TensorKey(name, MASTER) in self._found else (2, 4)
         return {padded(numel, width, ranks) for width in widths}
 
-    def _differ(self, key: TensorKey, held: Held, what: str) -> InconsistentCheckpoint:
+    def _differ(self, key: TensorKey, held: FileShare, what: str) -> InconsistentCheckpoint:
         return two_jobs(
             CONTRADICTION,
             f"ranks hold it with different {'types' if 'shapes' not in what else ''}{what}".replace("  ", " "),

@@ -83,7 +83,7 @@ class PaddleHints(Hint):
     stem: str | None = None
 
 
-class Rank(NamedTuple):
+class PaddleRank(NamedTuple):
     """A rank. number: in the job, as the Trainer orders them. ep: its expert rank. moe_shard: its rank in the experts'
     sharding group (without expert parallelism `shard`)."""
 
@@ -113,14 +113,14 @@ class JobDegrees(NamedTuple):
         apart = self.ep > 1 and not self.by_data
         return max(self.tp * self.sharding // self.ep, 1) if apart else self.sharding
 
-    def rank(self, pp: int, tp: int, shard: int) -> Rank:
+    def rank(self, pp: int, tp: int, shard: int) -> PaddleRank:
         number = (shard * self.pp + pp) * self.tp + tp
         if self.ep == 1 or self.by_data:
-            return Rank(number, pp, tp, shard, 0, shard)
+            return PaddleRank(number, pp, tp, shard, 0, shard)
         moe_shard, ep = divmod(shard * self.tp + tp, self.ep)
-        return Rank((moe_shard * self.pp + pp) * self.ep + ep, pp, tp, shard, ep, moe_shard)
+        return PaddleRank((moe_shard * self.pp + pp) * self.ep + ep, pp, tp, shard, ep, moe_shard)
 
-    def ranks(self) -> Iterator[Rank]:
+    def ranks(self) -> Iterator[PaddleRank]:
         """Every rank but the copies that plain data parallelism makes, stage by stage, tensor ranks fastest."""
         for pp in range(self.pp):
             for shard in range(self.sharding):
@@ -138,7 +138,7 @@ BUFFER_MB = 256  # `sharding_comm_buffer_size_MB`, Paddle's default
 _WIDTHS = {"F16": 2, "BF16": 2, "F32": 4}
 
 
-class Member(NamedTuple):
+class OptimizerMember(NamedTuple):
     """A parameter of the optimizer's list, as a rank holds it. dtype: the model's (Paddle pads by it), in the house's
     names. width: bytes of an element of it."""
 
@@ -148,7 +148,7 @@ class Member(NamedTuple):
     width: int
 
 
-class Span(NamedTuple):
+class ParameterSpan(NamedTuple):
     """Elements [start, stop) of a parameter's row-major line, followed by padding up to `length` elements."""
 
     start: int
@@ -156,7 +156,7 @@ class Span(NamedTuple):
     length: int
 
 
-def owners(members: Sequence[Member], ranks: int) -> dict[str, int]:
+def owners(members: Sequence[OptimizerMember], ranks: int) -> dict[str, int]:
     """The rank that owns each parameter under v1, in the order in which Paddle deals them."""
     sizes = [0] * ranks
     out = {}
@@ -167,7 +167,9 @@ def owners(members: Sequence[Member], ranks: int) -> dict[str, int]:
     return out
 
 
-def spans(members: Sequence[Member], ranks: int, rank: int, *, buffer_mb: int = BUFFER_MB) -> dict[str, Span]:
+def spans(
+    members: Sequence[OptimizerMember], ranks: int, rank: int, *, buffer_mb: int = BUFFER_MB
+) -> dict[str, ParameterSpan]:
     """What rank `rank` of the group holds of each parameter of one colour under v2; parameters of which it holds
     nothing are left out."""
     out = {}
@@ -176,7 +178,7 @@ def spans(members: Sequence[Member], ranks: int, rank: int, *, buffer_mb: int = 
         share = sum(sizes) // ranks
         line = FlatLine.end_to_end((member, (size,), 0) for member, size in zip(buffer, sizes, strict=True))
         for member, _, start, stop, *_ in line.window(rank * share, (rank + 1) * share).places:
-            out[member.name] = Span(min(start, member.numel), min(stop, member.numel), stop - start)
+            out[member.name] = ParameterSpan(min(start, member.numel), min(stop, member.numel), stop - start)
     return out
 
 
@@ -186,12 +188,12 @@ def padded(numel: int, width: int, ranks: int) -> int:
     return -(-numel // unit) * unit
 
 
-def buffers(members: Sequence[Member], buffer_mb: int = BUFFER_MB) -> list[list[Member]]:
+def buffers(members: Sequence[OptimizerMember], buffer_mb: int = BUFFER_MB) -> list[list[OptimizerMember]]:
     """The parameters of each buffer. Sorted by the name of the dtype: bfloat16, float16, float32."""
     limit = buffer_mb << 20
     order = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
-    done: list[list[Member]] = []
-    current: list[Member] = []
+    done: list[list[OptimizerMember]] = []
+    current: list[OptimizerMember] = []
     filled = 0
     for member in sorted(members, key=lambda m: order.get(m.dtype, m.dtype)):
         if current and current[0].dtype != member.dtype:
@@ -268,7 +270,7 @@ def items_of(names: Iterable[str], config: Mapping[str, Any]) -> Items:
     return Items(prefix, layers, max(most - layers, len(own)))
 
 
-class Stages(NamedTuple):
+class PaddleStages(NamedTuple):
     """borders: `pp + 1` positions in the list of layers; stage s holds [borders[s], borders[s + 1]). method: in
     Paddle's words."""
 
@@ -294,7 +296,7 @@ class Stages(NamedTuple):
         return next(stage for stage, stop in enumerate(self.borders[1:]) if at < stop)
 
 
-def stages_of(items: Items, pp: int, wish: Sequence[int] = (), before: Sequence[int] = ()) -> Stages:
+def stages_of(items: Items, pp: int, wish: Sequence[int] = (), before: Sequence[int] = ()) -> PaddleStages:
     """The stages of a job with `pp` of them. wish: `--pp-split`. before: decoder layers of each of the source's stages,
     kept where they fit. Raises UsageError E1250."""
     if wish:
@@ -317,9 +319,9 @@ def stages_of(items: Items, pp: int, wish: Sequence[int] = (), before: Sequence[
         return _by_counts(items, [items.layers // pp] * pp, "layer:DecoderLayer")
     size, extra = divmod(items.total, pp)
     sizes = [size + (stage >= pp - extra) for stage in range(pp)]
-    return Stages(items, tuple(accumulate(sizes, initial=0)), "uniform")
+    return PaddleStages(items, tuple(accumulate(sizes, initial=0)), "uniform")
 
 
-def _by_counts(items: Items, counts: Sequence[int], method: str) -> Stages:
+def _by_counts(items: Items, counts: Sequence[int], method: str) -> PaddleStages:
     inner = tuple(accumulate(counts[:-1], initial=1))[1:]
-    return Stages(items, (0, *inner, items.total), method)
+    return PaddleStages(items, (0, *inner, items.total), method)

@@ -4,8 +4,9 @@ every parameter.
 Stage and names decide which parameters a rank has (`paddle.job`), the tensor rank which part of them (`paddle.rules`):
 a `Block`. Experts are whole on their expert rank. Where ranks of the tensor group share the experts (`moe_group` of
 ERNIE's classes, "mp" unless the config says otherwise) an expert is whole on one tensor rank, and is a parameter like
-others for sharding: `Laid.by_tensor`. The states of a block are dealt to the ranks of its group, dense ones over
-`sharding`, experts over `moe_sharding`: whole to an owner (v1) or as flat slices with padding (v2): a `Share`.
+others for sharding: `LaidParameter.by_tensor`. The states of a block are dealt to the ranks of its group, dense ones
+over
+`sharding`, experts over `moe_sharding`: whole to an owner (v1) or as flat slices with padding (v2): a `BlockShare`.
 
     laid = settle(wanted)
     for rank in laid.degrees.ranks():
@@ -47,18 +48,18 @@ from ckpt_tool.formats.paddle.job import (
     V2,
     Items,
     JobDegrees,
-    Member,
+    OptimizerMember,
     PaddleHints,
-    Rank,
-    Span,
-    Stages,
+    PaddleRank,
+    PaddleStages,
+    ParameterSpan,
     items_of,
     owners,
     spans,
     stages_of,
 )
 from ckpt_tool.formats.paddle.names import EMBEDDINGS, HEAD, registration_order
-from ckpt_tool.formats.paddle.rules import HEADS, Cut, cut_of, is_expert, local_boxes, model_type_of, text_config
+from ckpt_tool.formats.paddle.rules import HEADS, PaddleCut, cut_of, is_expert, local_boxes, model_type_of, text_config
 
 # -- degrees -----------------------------------------------------------------------------------------------------------
 
@@ -197,7 +198,8 @@ Rows = Mapping[str, Mapping[str, WantedTensor]]  # name -> state -> tensor
 
 class Parameter(NamedTuple):
     """A parameter or buffer of the model. dtype: what it is computed with. trained: has the optimizer a state of it?
-    expert: the expert rank (or tensor rank, `Laid.by_tensor`) that alone has this routed expert, None where all have
+    expert: the expert rank (or tensor rank, `LaidParameter.by_tensor`) that alone has this routed expert, None where
+    all have
     it. stages: all that hold it. alias: the tied parameter whose states are this one's too, None for others."""
 
     name: str
@@ -237,7 +239,7 @@ def expert_of(name: str) -> tuple[str, int | None]:
 def parameters_of(
     names: Sequence[str],
     rows: Rows,
-    stages: Stages,
+    stages: PaddleStages,
     config: Mapping[str, Any],
     statics: Mapping[str, str],
     holders: int,
@@ -309,12 +311,13 @@ def _dtype(states: Mapping[str, WantedTensor]) -> DType:
 
 class Block(NamedTuple):
     """A tensor rank's part of a parameter. shape: its own. boxes: (box in the parameter, box in the block), tiling the
-    block. cut: how tensor ranks part it; rank, of: this part's number; (Cut(None), 0, 1) where each holds the whole."""
+    block. cut: how tensor ranks part it; rank, of: this part's number; (PaddleCut(None), 0, 1) where each holds the
+    whole."""
 
     parameter: Parameter
     shape: tuple[int, ...]
     boxes: tuple[tuple[Box, Box], ...]
-    cut: Cut
+    cut: PaddleCut
     rank: int
     of: int
 
@@ -325,21 +328,21 @@ class Block(NamedTuple):
         return tuple(self.rank * n if axis == self.cut.dim else 0 for axis, n in enumerate(self.shape))
 
 
-class Share(NamedTuple):
+class BlockShare(NamedTuple):
     """What a rank keeps of a block's states: the whole block in its own shape, or with v2 a span of its row-major
     line."""
 
     block: Block
-    span: Span | None
+    span: ParameterSpan | None
 
 
-class Laid:
+class LaidParameter:
     """Everything that was decided. parameters: by name, in the order in which Paddle registers them."""
 
     def __init__(
         self,
         degrees: JobDegrees,
-        stages: Stages,
+        stages: PaddleStages,
         parameters: Mapping[str, Parameter],
         config: Mapping[str, Any],
         notes: Sequence[str],
@@ -358,7 +361,7 @@ class Laid:
         self._blocks = lru_cache(maxsize=None)(self._make_blocks)
         self._owners = lru_cache(maxsize=None)(self._make_owners)
 
-    def blocks(self, rank: Rank) -> Sequence[Block]:
+    def blocks(self, rank: PaddleRank) -> Sequence[Block]:
         """What the rank's model consists of, in the order of registration."""
         return self._blocks(rank.pp, rank.tp, rank.ep)
 
@@ -367,35 +370,35 @@ class Laid:
         for parameter in self._by_stage[pp]:
             if parameter.expert is not None and parameter.expert != (tp if self.by_tensor else ep):
                 continue
-            alone = Cut(None) if parameter.expert is not None else None
+            alone = PaddleCut(None) if parameter.expert is not None else None
             cut = alone or cut_of(parameter.name, parameter.shape, self.config, self.degrees.tp, ep=self.degrees.ep)
             shape, boxes = local_boxes(parameter.shape, cut, self.degrees.tp, tp)
             of = 1 if cut.dim is None else self.degrees.tp
             out.append(Block(parameter, shape, tuple(boxes), cut, tp if of > 1 else 0, of))
         return tuple(out)
 
-    def optimized(self, rank: Rank) -> list[Block]:
+    def optimized(self, rank: PaddleRank) -> list[Block]:
         """The blocks of the optimizer's list of parameters: a tied pair stands in it once."""
         every = self.blocks(rank)
         here = {block.parameter.name for block in every}
         return [b for b in every if b.parameter.trained and b.parameter.alias not in here]
 
-    def shares(self, rank: Rank) -> list[Share]:
+    def shares(self, rank: PaddleRank) -> list[BlockShare]:
         """What the rank keeps of the states, in the order of the optimizer's list; under v1 in that of dealing."""
         blocks = self.optimized(rank)
         if not self.degrees.version:
-            return [Share(block, None) for block in blocks]
+            return [BlockShare(block, None) for block in blocks]
         if self.degrees.version == V1:
             named = {block.parameter.name: block for block in blocks}
             dealt = self.owner_of(rank).items()
-            return [Share(b, None) for name, to in dealt if to == self.group_rank(b := named[name], rank)]
-        held: dict[str, Span] = {}
+            return [BlockShare(b, None) for name, to in dealt if to == self.group_rank(b := named[name], rank)]
+        held: dict[str, ParameterSpan] = {}
         for colour in self.colours(blocks):
             ranks, own = self.group_size(colour[0]), self.group_rank(colour[0], rank)
             held |= spans([_member(b) for b in colour], ranks, own)
-        return [Share(b, held[b.parameter.name]) for b in blocks if b.parameter.name in held]
+        return [BlockShare(b, held[b.parameter.name]) for b in blocks if b.parameter.name in held]
 
-    def group_rank(self, block: Block, rank: Rank) -> int:
+    def group_rank(self, block: Block, rank: PaddleRank) -> int:
         """The rank's number in the group that shares the block's states."""
         return rank.moe_shard if self._grouped(block) else rank.shard
 
@@ -413,24 +416,24 @@ class Laid:
         experts = [block for block in blocks if self._grouped(block)]
         return [kind for kind in (dense, experts) if kind]
 
-    def owner_of(self, rank: Rank) -> Mapping[str, int]:
+    def owner_of(self, rank: PaddleRank) -> Mapping[str, int]:
         """Under v1: the rank, in its group, that owns each parameter of the rank's model."""
         return self._owners(rank.pp, rank.tp, rank.ep)
 
     def _make_owners(self, pp: int, tp: int, ep: int) -> dict[str, int]:
-        any_rank = Rank(0, pp, tp, 0, ep, 0)
+        any_rank = PaddleRank(0, pp, tp, 0, ep, 0)
         out: dict[str, int] = {}
         for colour in self.colours(self.optimized(any_rank)):
             out |= owners([_member(b) for b in colour], self.group_size(colour[0]))
         return out
 
 
-def _member(block: Block) -> Member:
+def _member(block: Block) -> OptimizerMember:
     dtype = block.parameter.dtype
-    return Member(block.parameter.name, prod(block.shape), dtype.name, max(1, dtype.bits // 8))
+    return OptimizerMember(block.parameter.name, prod(block.shape), dtype.name, max(1, dtype.bits // 8))
 
 
-def settle(wanted: Wanted) -> Laid:
+def settle(wanted: Wanted) -> LaidParameter:
     """All of it for what is wanted. Raises UsageError E1250 to E1253, and as `paddle.rules.cut_of`."""
     own = paddle_hints(wanted)
     config = config_of(wanted)
@@ -451,7 +454,7 @@ def settle(wanted: Wanted) -> Laid:
     holders = degrees.tp if by_tensor else degrees.ep
     parameters = parameters_of(names, rows, stages, config, own.names or {}, holders)
     check_heads(config, degrees, names)
-    laid = Laid(degrees, stages, parameters, config, notes, by_tensor=by_tensor)
+    laid = LaidParameter(degrees, stages, parameters, config, notes, by_tensor=by_tensor)
     if degrees.version == V1 and degrees.ep > 1:
         notes.append("sharding v1 with expert ranks: experts are dealt to owners inside their own sharding group")
         laid.notes = tuple(notes)

@@ -74,7 +74,7 @@ class Owner(NamedTuple):
     state: str
 
 
-class Table:
+class NameTable:
     """Static name -> the first structured name that has it, of one rank; of a tied pair the embedding's."""
 
     def __init__(self, names: Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ each array is, and writing it is leaving holes where the bytes will go.
       -> Saved(("fc.weight",), "linear_0.w_0", (8, 12), F32, (StoredArray("model_state.pdparams", 721, ...),))
 
     composer = PaddleComposer()
-    weight = composer.tensor((8, 12), F32, [Part(0, whole((8, 12)), 0)])
+    weight = composer.tensor((8, 12), F32, [StoragePart(0, whole((8, 12)), 0)])
     file = composer.file("model_state.pdparams", {"fc.weight": weight}, {"fc.weight": "linear_0.w_0"})
 
 Specification (PaddlePaddle 3.3.1, `python/paddle/framework/io.py`, `io_utils.py`; checked against files that it wrote):
@@ -20,9 +20,9 @@ Specification (PaddlePaddle 3.3.1, `python/paddle/framework/io.py`, `io_utils.py
 * bfloat16 is stored as uint16 bits, float8 as int8 bits, without a mark. Paddle has no uint16 tensors of its own.
 * Protocols 2 and 3 cut arrays of more than (2^30 - 1) / itemsize elements: flat parts `KEY@@.0`, `KEY@@.1`, ... and
   `UnpackBigParamInfor@@` {KEY: {"OriginShape": shape, "slices": [the parts' keys]}}.
-* In protocol 2 arrays are text (`storage.inline_arrays`). Versions after 3.3 write protocol 5 (NumPy's `_frombuffer`).
+* In protocol 2 arrays are text (`pickles.inline_arrays`). Versions after 3.3 write protocol 5 (NumPy's `_frombuffer`).
 
-Written: protocol 4, the bytes that Paddle writes (`storage.pickle_frames`). Cost: as the pickle; some us a value
+Written: protocol 4, the bytes that Paddle writes (`pickles.pickle_frames`). Cost: as the pickle; some us a value
 written. What it does not do: names and states (`paddle.names`); `use_binary_format`, a C++ dump that is no pickle.
 """
 
@@ -41,11 +41,11 @@ from ckpt_tool.core.tensor import Chunk, Path, StoredArray
 from ckpt_tool.errors import CorruptFile, InputError, InternalError, UnsafeInput, UsageError
 from ckpt_tool.formats.paddle.dtypes import BY_CODE, CODES
 from ckpt_tool.formats.state_dict.tree import DEPTH_LIMIT, SLOT, dotted
-from ckpt_tool.formats.torch.composer import Part
-from ckpt_tool.storage import pickles
-from ckpt_tool.storage.inline_arrays import INLINE, inline_arrays, refuse_large
-from ckpt_tool.storage.pickle_frames import Anew, Pair, plan_framed
-from ckpt_tool.storage.pickle_values import NumpyArray, Span, as_extras
+from ckpt_tool.formats.torch.composer import StoragePart
+from ckpt_tool.storage.pickles import pickle_reader as pickles
+from ckpt_tool.storage.pickles.inline_arrays import INLINE, inline_arrays, refuse_large
+from ckpt_tool.storage.pickles.pickle_frames import Anew, FramePair, plan_framed
+from ckpt_tool.storage.pickles.pickle_values import NumpyArray, StorageSpan, as_extras
 from ckpt_tool.storage.source import Tree
 
 # -- composing ---------------------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ TABLE = "StructuredToParameterName@@"
 DTYPE = "E1302"
 
 
-class ArrayRef(NamedTuple):
+class PaddleArray(NamedTuple):
     """A tensor of a `PaddleComposer`, to be put into a state."""
 
     number: int
@@ -62,15 +62,15 @@ class ArrayRef(NamedTuple):
     dtype: DType
 
 
-class Named(NamedTuple):
+class NamedTensor(NamedTuple):
     """A tensor with its own name: written as the pair of encoding B."""
 
     name: str
-    ref: ArrayRef
+    ref: PaddleArray
 
 
-class _Source(NamedTuple):
-    parts: Sequence[Part]
+class _PickleSource(NamedTuple):
+    parts: Sequence[StoragePart]
     data: bytes | None  # known already
 
 
@@ -78,32 +78,32 @@ class PaddleComposer:
     """A new `paddle.save` file, array by array. Equal input gives equal bytes."""
 
     def __init__(self) -> None:
-        self._sources: list[_Source] = []
+        self._sources: list[_PickleSource] = []
 
-    def tensor(self, shape: Sequence[int], dtype: DType, parts: Sequence[Part]) -> ArrayRef:
+    def tensor(self, shape: Sequence[int], dtype: DType, parts: Sequence[StoragePart]) -> PaddleArray:
         """A tensor that `parts` fill; what they leave out is zero. BF16 is written as uint16 bits. Raises UsageError
         E0258 for a type that NumPy lacks."""
         return self._add(shape, dtype, parts, None)
 
-    def value(self, shape: Sequence[int], dtype: DType, data: bytes) -> ArrayRef:
+    def value(self, shape: Sequence[int], dtype: DType, data: bytes) -> PaddleArray:
         """A tensor whose bytes (little-endian, row-major) are known already."""
         if len(data) != dtype.nbytes(prod(shape)):
             raise InternalError(f"{len(data)} bytes for a {dtype.name} tensor of shape {tuple(shape)}")
         return self._add(shape, dtype, (), data)
 
-    def _add(self, shape: Sequence[int], dtype: DType, parts: Sequence[Part], data: bytes | None) -> ArrayRef:
+    def _add(self, shape: Sequence[int], dtype: DType, parts: Sequence[StoragePart], data: bytes | None) -> PaddleArray:
         if dtype.name not in CODES:
             raise UsageError(
                 f"paddle.save has no place for {dtype.name}", code="E0258", hint="choose another type with --dtype"
             )
-        self._sources.append(_Source(parts, data))
-        return ArrayRef(len(self._sources) - 1, tuple(shape), dtype)
+        self._sources.append(_PickleSource(parts, data))
+        return PaddleArray(len(self._sources) - 1, tuple(shape), dtype)
 
     def file(self, path: str, state: Mapping[str, Any], names: Mapping[str, str] | None) -> TargetFile:
         """The file of `state`, in which the tensors made here stand. names: the tensors' own names by key, for encoding
-        A; None for encoding B, whose tensors are `Named`. Raises UsageError E0375 for values that no pickle of ours
-        holds."""
-        order: list[ArrayRef] = []
+        A; None for encoding B, whose tensors are `NamedTensor`. Raises UsageError E0375 for values that no pickle of
+        ours holds."""
+        order: list[PaddleArray] = []
         body = {key: _body(item, order) for key, item in state.items()}
         if names is not None:
             body[TABLE] = {key: Anew(name) for key, name in names.items()}
@@ -119,15 +119,15 @@ class PaddleComposer:
         return TargetFile(path, plan.size, tuple(sorted(literals)), tuple(arrays))
 
 
-def _target(part: Part, dtype: DType, offset: int) -> TargetArray:
+def _target(part: StoragePart, dtype: DType, offset: int) -> TargetArray:
     return TargetArray(part.tensor, part.box, offset + dtype.nbytes(part.start), strides=part.strides)
 
 
-def _body(item: Any, order: list[ArrayRef]) -> Any:
+def _body(item: Any, order: list[PaddleArray]) -> Any:
     """A state's value as the pickle takes it, its tensors noted in the order of writing."""
-    if isinstance(item, Named):
-        return Pair((Anew(item.name), _array(item.ref, order)))
-    if isinstance(item, ArrayRef):
+    if isinstance(item, NamedTensor):
+        return FramePair((Anew(item.name), _array(item.ref, order)))
+    if isinstance(item, PaddleArray):
         return _array(item, order)
     if isinstance(item, Mapping):
         return {key: _body(value, order) for key, value in item.items()}
@@ -138,11 +138,11 @@ def _body(item: Any, order: list[ArrayRef]) -> Any:
     return item
 
 
-def _array(ref: ArrayRef, order: list[ArrayRef]) -> NumpyArray:
+def _array(ref: PaddleArray, order: list[PaddleArray]) -> NumpyArray:
     order.append(ref)
     code = CODES[ref.dtype.name]
     order_mark = "|" if code in ("b1", "i1", "u1") else "<"
-    return NumpyArray(order_mark + code, ref.shape, False, Span(0, ref.dtype.nbytes(prod(ref.shape))))
+    return NumpyArray(order_mark + code, ref.shape, False, StorageSpan(0, ref.dtype.nbytes(prod(ref.shape))))
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def read_paddle(tree: Tree, name: str) -> PaddleContent:
     pickled = pickles.load_file(tree, name, span_from=512, places=True)
     unsafe = [f"{use} at {shown}, opcode {use.position}" for use in pickled.unsafe]
     value = pickled.value
-    reading = _Reading(name, shown)
+    reading = _PaddleTensorWalk(name, shown)
     reading.place_inline(value)
     table: dict[Any, Any] = {}
     slices: dict[Any, Any] = {}
@@ -245,7 +245,7 @@ def _malformed(what: str, shown: str, key: str | None = None) -> CorruptFile:
 _GONE = object()  # a dict of which nothing is left
 
 
-class _Reading:
+class _PaddleTensorWalk:
     """The tensors of one file, met on a walk through its value."""
 
     def __init__(self, file: str, shown: str) -> None:
@@ -255,7 +255,7 @@ class _Reading:
         self._inline: dict[int, int] = {}  # id of an array whose bytes are text -> its offset in the view
 
     def place_inline(self, value: Any) -> None:
-        """Find the arrays of protocol 2 in the file's view (`storage.inline_arrays`)."""
+        """Find the arrays of protocol 2 in the file's view (`pickles.inline_arrays`)."""
         at = 0
         for array in inline_arrays(value):
             self._inline[id(array)] = at
@@ -295,7 +295,7 @@ class _Reading:
         strides = None
         if array.fortran and len(array.shape) > 1:
             strides = tuple(reversed(contiguous_strides(tuple(reversed(array.shape)))))
-        if isinstance(array.data, Span):
+        if isinstance(array.data, StorageSpan):
             stored = StoredArray(self.file, array.data.offset, dtype, array.shape, strides)
         else:
             stored = StoredArray(self.file + INLINE, self._inline.get(id(array), 0), dtype, array.shape, strides)
@@ -344,7 +344,7 @@ def _holds_array(value: Any) -> bool:
     todo = [value]
     while todo:
         item = todo.pop()
-        if isinstance(item, NumpyArray | Span):
+        if isinstance(item, NumpyArray | StorageSpan):
             return True
         if id(item) in seen or isinstance(item, str | bytes | int | float | None):
             continue

@@ -52,7 +52,7 @@ class QuantisedStates(Hint):
     resume_times: int
 
 
-class Quantised(NamedTuple):
+class PaddleQuantised(NamedTuple):
     """One state to be made: `made` (F32, of the shape of `stored`) from `stored` and its scales, all of one
     parameter."""
 
@@ -61,14 +61,20 @@ class Quantised(NamedTuple):
     scales: tuple[str, ...]
 
 
-RECIPES: Mapping[str, Sequence[Quantised]] = {
-    "O1": (Quantised("exp_avg", FIRST8, (FIRST_SCALES,)), Quantised("exp_avg_sq", SECOND8, (SECOND_LOW, SECOND_HIGH))),
-    "O2": (Quantised("exp_avg", PACKED, (FIRST_SCALES,)), Quantised("exp_avg_sq", PACKED, (SECOND_LOW, SECOND_HIGH))),
+RECIPES: Mapping[str, Sequence[PaddleQuantised]] = {
+    "O1": (
+        PaddleQuantised("exp_avg", FIRST8, (FIRST_SCALES,)),
+        PaddleQuantised("exp_avg_sq", SECOND8, (SECOND_LOW, SECOND_HIGH)),
+    ),
+    "O2": (
+        PaddleQuantised("exp_avg", PACKED, (FIRST_SCALES,)),
+        PaddleQuantised("exp_avg_sq", PACKED, (SECOND_LOW, SECOND_HIGH)),
+    ),
 }
 STATES = frozenset((FIRST8, FIRST_SCALES, SECOND8, SECOND_LOW, SECOND_HIGH, PACKED))
 
 
-def recipes_of(states: Sequence[str]) -> tuple[Quantised, ...]:
+def recipes_of(states: Sequence[str]) -> tuple[PaddleQuantised, ...]:
     """What the quantised states of one parameter come to; () where it has none.
 
     >>> [recipe.made for recipe in recipes_of(["exp_avg@int8", "exp_avg@scales", "beta1_pow_acc"])]

@@ -40,9 +40,9 @@ from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.missing import report_missing
 from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats.paddle.dtypes import DTYPE_NUMBERS
-from ckpt_tool.formats.paddle.job import V1, V2, JobDegrees, Rank
+from ckpt_tool.formats.paddle.job import V1, V2, JobDegrees, PaddleRank
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.strict_json import parse
+from ckpt_tool.storage.texts.strict_json import parse
 
 # -- names of files ----------------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ def two_jobs(
     return InconsistentCheckpoint(what, code=code, path=path, key=key, hint=hint)
 
 
-def rank_of(file: RankFile, degrees: JobDegrees) -> Rank:
+def rank_of(file: RankFile, degrees: JobDegrees) -> PaddleRank:
     """Whose a file is. A model file without a sharding rank is rank 0's, or its expert rank's."""
     at = file.at
     rank = degrees.rank(at.get("pp", 0), at.get("tp", 0), at.get("shard", 0))

@@ -31,9 +31,9 @@ from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, Unk
 from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.paddle.extras import lies_beside, read_config, read_extras
-from ckpt_tool.formats.paddle.gather import Gathering, Held, Numbering, differ, number_experts
-from ckpt_tool.formats.paddle.job import PaddleHints, Rank
-from ckpt_tool.formats.paddle.names import MASTER_WEIGHTS, SCHEDULER, Owner, Table, without_master
+from ckpt_tool.formats.paddle.gather import FileShare, Numbering, PaddleGathering, differ, number_experts
+from ckpt_tool.formats.paddle.job import PaddleHints, PaddleRank
+from ckpt_tool.formats.paddle.names import MASTER_WEIGHTS, SCHEDULER, NameTable, Owner, without_master
 from ckpt_tool.formats.paddle.pickle_file import PaddleContent, Saved, chunks_of, read_paddle
 from ckpt_tool.formats.paddle.ranks import (
     CONTRADICTION,
@@ -66,7 +66,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,9})\.")
 _NAMES_KEPT = 1 << 17  # static names that the hints carry
 
 
-class Reading:
+class PaddleReading:
     """One read of rank files. tables: also those of files whose tensors are not read (a lone optimizer's model)."""
 
     def __init__(self, tree: Tree, files: list[RankFile], config: Mapping[str, Any], extra: Iterable[str] = ()) -> None:
@@ -83,7 +83,7 @@ class Reading:
         self._names: dict[tuple[int, int, int], dict[str, str]] = {}
         self._collect_names(extra)
         self.numbering = self._numbering()
-        self.gathering = Gathering(
+        self.gathering = PaddleGathering(
             self.degrees,
             self._with_sizes(),
             sliced=self._strategy(),
@@ -123,10 +123,10 @@ class Reading:
 
     # -- names --------------------------------------------------------------------------------------------------------
 
-    def _stage(self, where: Rank) -> tuple[int, int, int]:
+    def _stage(self, where: PaddleRank) -> tuple[int, int, int]:
         return (where.tp, where.pp, where.ep)
 
-    def _meta_of(self, where: Rank) -> StageMeta | None:
+    def _meta_of(self, where: PaddleRank) -> StageMeta | None:
         stages = self.meta.stages
         return stages.get((where.tp, where.pp, where.ep)) or stages.get((where.tp, where.pp, 0))
 
@@ -142,7 +142,7 @@ class Reading:
         for name in extra:
             self._add_names(self.degrees.rank(0, 0, 0), read_paddle(self.tree, name), self.tree.display(name))
 
-    def _add_names(self, where: Rank, content: PaddleContent, shown: str) -> None:
+    def _add_names(self, where: PaddleRank, content: PaddleContent, shown: str) -> None:
         mine = self._names.setdefault(self._stage(where), {})
         for saved in content.leaves:
             if len(saved.path) != 1 or not saved.name:
@@ -156,12 +156,12 @@ class Reading:
                     name,
                 )
 
-    def _table(self, where: Rank) -> Table | None:
+    def _table(self, where: PaddleRank) -> NameTable | None:
         """The table for a rank's optimizer; None where no table of its (tensor rank, stage) is known."""
         own = self._names.get(self._stage(where))
         if own is None and self.degrees.ep > 1:  # data ranks without a model file of their own
             own = next((names for at, names in self._names.items() if at[:2] == (where.tp, where.pp)), None)
-        return Table(own) if own else None
+        return NameTable(own) if own else None
 
     def _numbering(self) -> Numbering:
         held: dict[tuple[int, int, int], set[str]] = {at: set(names) for at, names in self._names.items()}
@@ -172,7 +172,7 @@ class Reading:
         flags = {p.no_sync for stage in self.meta.stages.values() for n, p in stage.params.items() if is_expert(n)}
         return number_experts(held, self.degrees, self.config, parted=flags != {False})
 
-    def _logical(self, name: str, where: Rank) -> str:
+    def _logical(self, name: str, where: PaddleRank) -> str:
         return self.numbering.logical(name, where.ep)
 
     def _order(self) -> list[str]:
@@ -215,7 +215,7 @@ class Reading:
             logical = self._logical(name, where)
             self.gathering.shape(logical, saved.shape, self.tree.display(file.name))
             dtype = self.dtype(saved, param.dtype if param else None)
-            self.gathering.hold(TensorKey(logical, MODEL), Held(where, saved, dtype, False))
+            self.gathering.hold(TensorKey(logical, MODEL), FileShare(where, saved, dtype, False))
 
     def _states(self, file: RankFile, content: PaddleContent) -> None:
         """An optimizer's file, or an average's."""
@@ -229,7 +229,7 @@ class Reading:
                 unknown.append(dotted(saved.path))
                 continue
             buffered = saved.path[0] == MASTER_WEIGHTS or file.kind != EMA_FILE
-            self.gathering.hold(key, Held(where, saved, self.dtype(saved, None), buffered))
+            self.gathering.hold(key, FileShare(where, saved, self.dtype(saved, None), buffered))
         if unknown:
             raise Incomplete(
                 f"{len(unknown)} of {len(content.leaves)} tensors belong to parameters that no table names: "
@@ -248,7 +248,7 @@ class Reading:
                 file.name,
             )
 
-    def _refuse_others_shares(self, file: RankFile, content: PaddleContent, table: Table | None) -> None:
+    def _refuse_others_shares(self, file: RankFile, content: PaddleContent, table: NameTable | None) -> None:
         """Raise InconsistentCheckpoint E0305 for a sharding rank's file with states that the meta deals to other ranks:
         it is one of theirs. (Experts are dealt inside a group of their own.)"""
         where = self.where[file.name]
@@ -273,7 +273,7 @@ class Reading:
                 hint=f"{stage.shown} says who owns what: another rank's file is here, or it comes from another save",
             )
 
-    def _key_of(self, file: RankFile, saved: Saved, table: Table | None, where: Rank) -> TensorKey | None:
+    def _key_of(self, file: RankFile, saved: Saved, table: NameTable | None, where: PaddleRank) -> TensorKey | None:
         path = [str(step) for step in saved.path]
         average = file.kind == EMA_FILE
         if path[0] == MASTER_WEIGHTS and len(path) == 2:
@@ -283,7 +283,7 @@ class Reading:
         elif average:
             return TensorKey(self._logical(path[0], where), EMA)
         else:
-            owner = table.owner(path[0]) if table else Table({}).guess(path[0])
+            owner = table.owner(path[0]) if table else NameTable({}).guess(path[0])
         if owner is None or table is None and self.tree.single is None:
             return None
         name = table.structured.get(owner.static) if table else owner.static
@@ -346,7 +346,7 @@ class Reading:
             return
         frozen: dict[str, None] = {}
         for (_, _, ep), stage in self.meta.stages.items():
-            first = set(Table(stage.names).structured.values())
+            first = set(NameTable(stage.names).structured.values())
             for name, static in stage.names.items():
                 if self.numbering.logical(name, ep) in held or name not in first:
                     continue
@@ -510,7 +510,7 @@ def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
         _refuse_lost_optimizer(tree, names, files)
     beside = read_extras(tree)
     tensors = {k: t if isinstance(t, LogicalTensor) else simple_tensor(k, t.array()) for k, t in beside.tensors.items()}
-    reading = Reading(tree, files, config)
+    reading = PaddleReading(tree, files, config)
     job = [name for name in names if _JOB_FILES.fullmatch(name)]
     if job:
         message = f"the job's own files, not read and not copied: {', '.join(job[:8])}"
@@ -539,7 +539,7 @@ def _refuse_lost_optimizer(tree: Tree, names: list[str], files: list[RankFile]) 
         report_missing(fault)
 
 
-def _refuse_lost_masters(tree: Tree, reading: Reading) -> None:
+def _refuse_lost_masters(tree: Tree, reading: PaddleReading) -> None:
     """Raise Incomplete E0302 where an optimizer's tensors are called after masters that their file lacks."""
     _refuse_lost_averages(tree, reading)
     for file in reading.files:
@@ -558,7 +558,7 @@ def _refuse_lost_masters(tree: Tree, reading: Reading) -> None:
                 report_missing(fault)
 
 
-def _refuse_lost_averages(tree: Tree, reading: Reading) -> None:
+def _refuse_lost_averages(tree: Tree, reading: PaddleReading) -> None:
     """Raise Incomplete E0302 for an average's file that lacks what the optimizer's of the same rank has masters of."""
 
     def masters(file: RankFile) -> set[str]:
@@ -603,7 +603,7 @@ def _read_one(tree: Tree, name: str, config: dict[str, Any], *, lenient: bool) -
     if file.kind != MODEL_FILE:
         model = f"{_MODEL_STEM.get(file.stem, file.stem)}.pdparams"
         extra = [model] if lies_beside(tree, model) else []
-    reading = Reading(tree, [file], config, extra)
+    reading = PaddleReading(tree, [file], config, extra)
     catalog = reading.catalog({}, (), ())
     if not lenient and not catalog.unsafe:
         _refuse_lost_masters(tree, reading)

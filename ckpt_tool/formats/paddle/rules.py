@@ -4,8 +4,8 @@ The one idea: the module's own name says its layer class, and the class says the
 last axis (Paddle's Linear weights are [in, out]) and its bias, a row parallel one axis 0 and no bias, an embedding its
 rows. Two kinds hold several matrices side by side, of which each rank has a share of each:
 
-    up_gate_proj [h, 2f], tp 2    logical [gate | up]    rank 0: [g_0 | u_0], rank 1: [g_1 | u_1]    Cut(1, (1, 1))
-    qkv_proj, grouped a kv head   logical = ranks laid end to end                                    Cut(1)
+    up_gate_proj [h, 2f], tp 2    logical [gate | up]    rank 0: [g_0 | u_0], rank 1: [g_1 | u_1]    PaddleCut(1, (1,
+    1)) qkv_proj, grouped a kv head   logical = ranks laid end to end                                    PaddleCut(1)
 
 Specification, from `_get_tensor_parallel_mappings` of PaddleNLP 3.0.0b4 and PaddleFormers 0.4.0 (every model folder),
 from `transformers/conversion_utils.py` (`normal_fuse_split_tp`, `naive_fuse_split_tp`: two or three matrices, the third
@@ -45,7 +45,7 @@ COLUMN, ROW, GATED, THREE, KV = "column", "row", "gated", "three", "kv"
 VOCAB, HEAD, MIX, WHOLE = "vocab", "head", "mix", "whole"
 
 
-class Cut(NamedTuple):
+class PaddleCut(NamedTuple):
     """dim: the axis that ranks share, None when each holds the whole. parts: relative sizes of the matrices that are
     stored side by side along it, each shared by all ranks; () for one."""
 
@@ -54,7 +54,7 @@ class Cut(NamedTuple):
 
 
 HEADS = "paddle_heads"  # an extra of ours: {"tensor_ranks": 2, "parted": True}, seen where no config tells
-_NOT = Cut(None)
+_NOT = PaddleCut(None)
 _GATED = ("up_gate_proj", "gate_up_fused_proj", "gate_up_proj")
 _KINDS = {
     COLUMN: "q_proj up_proj gate_proj qkv_proj q_b_proj linear1 fc1 w3",
@@ -108,7 +108,7 @@ _TENSOR_GROUPS = frozenset(("mp", "model", "tp", "mpdp"))
 # -- the cut -----------------------------------------------------------------------------------------------------------
 
 
-def cut_of(name: str, shape: tuple[int, ...], config: Mapping[str, Any], tp: int, *, ep: int = 1) -> Cut:
+def cut_of(name: str, shape: tuple[int, ...], config: Mapping[str, Any], tp: int, *, ep: int = 1) -> PaddleCut:
     """How `tp` ranks part tensor `name` whose whole shape is `shape`. config: the model's config.json, {} where none is
     known. ep: expert parallel ranks. Raises UsageError E1265 (no rule, or one that needs the config), E1266
     (uneven)."""
@@ -141,7 +141,7 @@ def stored_cut(
     *,
     ep: int = 1,
     distributed: bool | None = None,
-) -> Cut:
+) -> PaddleCut:
     """The same of a tensor that is stored in `tp` files, each with a part of shape `local`. distributed: what
     model_meta.json says; it settles what else the config's sizes would. Raises InputError E1310."""
     if tp == 1 or not local or distributed is False:
@@ -165,7 +165,7 @@ def _judge(
     tp: int,
     ep: int,
     cut: bool,
-) -> Cut | str:
+) -> PaddleCut | str:
     """The cut, or what is missing to say it. shape: the whole one where `whole` is it, else a rank's. cut: it is known
     to be a part."""
     facts = text_config(config)
@@ -220,16 +220,16 @@ def _vocabulary(
     return COLUMN if axis or len(shape) == 1 else ROW
 
 
-def _cut(kind: str, leaf: str, ndim: int, facts: Mapping[str, Any]) -> Cut:
+def _cut(kind: str, leaf: str, ndim: int, facts: Mapping[str, Any]) -> PaddleCut:
     column = kind in (COLUMN, GATED, THREE)
     if kind == WHOLE or leaf == "lora_A" and column or leaf in ("lora_B", "bias") and not column:
         return _NOT
     dim = ndim - 1 if column else 0
     if kind == GATED:
-        return Cut(dim, (1, 1))
+        return PaddleCut(dim, (1, 1))
     if kind == THREE:
-        return Cut(dim, _three(facts))
-    return Cut(dim)
+        return PaddleCut(dim, _three(facts))
+    return PaddleCut(dim)
 
 
 def _three(facts: Mapping[str, Any]) -> tuple[int, ...]:
@@ -319,7 +319,7 @@ def experts_are_cut(config: Mapping[str, Any], ep: int) -> bool:
 # -- geometry ----------------------------------------------------------------------------------------------------------
 
 
-def divides(shape: tuple[int, ...], cut: Cut, tp: int) -> bool:
+def divides(shape: tuple[int, ...], cut: PaddleCut, tp: int) -> bool:
     """Does the cut part `shape` evenly?"""
     if cut.dim is None:
         return True
@@ -327,17 +327,19 @@ def divides(shape: tuple[int, ...], cut: Cut, tp: int) -> bool:
     return length % parts == 0 and all(length // parts * part % tp == 0 for part in cut.parts or (1,))
 
 
-def joined_shape(local: tuple[int, ...], cut: Cut, tp: int) -> tuple[int, ...]:
-    """The whole tensor's shape.  ((4, 6), Cut(1), 2) -> (4, 12)"""
+def joined_shape(local: tuple[int, ...], cut: PaddleCut, tp: int) -> tuple[int, ...]:
+    """The whole tensor's shape.  ((4, 6), PaddleCut(1), 2) -> (4, 12)"""
     if cut.dim is None:
         return local
     return (*local[: cut.dim], local[cut.dim] * tp, *local[cut.dim + 1 :])
 
 
-def local_boxes(shape: tuple[int, ...], cut: Cut, tp: int, rank: int) -> tuple[tuple[int, ...], list[tuple[Box, Box]]]:
+def local_boxes(
+    shape: tuple[int, ...], cut: PaddleCut, tp: int, rank: int
+) -> tuple[tuple[int, ...], list[tuple[Box, Box]]]:
     """A rank's shape, and where its elements are: (box in the whole tensor, box in the rank's own). Even cuts only.
 
-    >>> local_boxes((2, 8), Cut(1, (1, 1)), 2, 1)[1][1]
+    >>> local_boxes((2, 8), PaddleCut(1, (1, 1)), 2, 1)[1][1]
     (Box(offset=(0, 6), shape=(2, 2)), Box(offset=(0, 2), shape=(2, 2)))
     """
     origin = (0,) * len(shape)

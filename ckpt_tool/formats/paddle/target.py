@@ -48,8 +48,8 @@ from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, Ten
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import Fitted
 from ckpt_tool.formats.paddle.extras import extras_files
-from ckpt_tool.formats.paddle.job import V1, Rank
-from ckpt_tool.formats.paddle.layout import Block, Laid, Parameter, Share, config_of, paddle_hints, settle
+from ckpt_tool.formats.paddle.job import V1, PaddleRank
+from ckpt_tool.formats.paddle.layout import Block, BlockShare, LaidParameter, Parameter, config_of, paddle_hints, settle
 from ckpt_tool.formats.paddle.names import (
     ACCUMULATORS,
     EMBEDDINGS,
@@ -59,11 +59,11 @@ from ckpt_tool.formats.paddle.names import (
     static_key,
     static_names,
 )
-from ckpt_tool.formats.paddle.pickle_file import ArrayRef, Named, PaddleComposer
+from ckpt_tool.formats.paddle.pickle_file import NamedTensor, PaddleArray, PaddleComposer
 from ckpt_tool.formats.paddle.ranks import EMA_FILE, MODEL_FILE, OPTIMIZER_FILE, Param, StageMeta, file_name, meta_json
 from ckpt_tool.formats.paddle.ranks import NAME as META
 from ckpt_tool.formats.paddle.rules import HEADS, text_config
-from ckpt_tool.formats.torch.composer import Part
+from ckpt_tool.formats.torch.composer import StoragePart
 
 # -- the whole output --------------------------------------------------------------------------------------------------
 
@@ -73,10 +73,10 @@ PLAIN, IO = "plain", "sharding_io"
 
 def paddle_target(wanted: Wanted) -> Target:
     """The files of every rank. Raises UsageError as `paddle.layout.settle` does, and E1254."""
-    return _Writing(wanted).target()
+    return _PaddleWriting(wanted).target()
 
 
-def kind_of(laid: Laid, wanted: Wanted) -> str:
+def kind_of(laid: LaidParameter, wanted: Wanted) -> str:
     """`sharding_io` where ranks share states, but for a source that did without; `plain` else."""
     if laid.degrees.sharding == 1:
         return PLAIN
@@ -84,7 +84,7 @@ def kind_of(laid: Laid, wanted: Wanted) -> str:
     return PLAIN if own.kind == PLAIN and (own.sharding_degree or 1) > 1 else IO
 
 
-class _Writing:
+class _PaddleWriting:
     """One target in the making."""
 
     def __init__(self, wanted: Wanted) -> None:
@@ -159,7 +159,7 @@ class _Writing:
                 return {}
         return names
 
-    def _static(self, rank: Rank) -> Mapping[str, str]:
+    def _static(self, rank: PaddleRank) -> Mapping[str, str]:
         """Structured name -> static name of a rank's parameters."""
         key = rank.pp, rank.tp if self.laid.by_tensor else 0, rank.ep
         if key not in self.statics:
@@ -172,7 +172,7 @@ class _Writing:
                 self.statics[key] = static_names(names, aliases, pipeline=self.laid.degrees.pp > 1)
         return self.statics[key]
 
-    def _path(self, stem: str, kind: str, rank: Rank, *, shard: bool, expert: bool = False) -> str:
+    def _path(self, stem: str, kind: str, rank: PaddleRank, *, shard: bool, expert: bool = False) -> str:
         d = self.laid.degrees
         at = {"tp": (rank.tp, d.tp), "pp": (rank.pp, d.pp)}
         at |= {"shard": (rank.shard, d.sharding)} if shard else {}
@@ -190,12 +190,12 @@ class _Writing:
         others = [*tied] if parameter.alias is None else [parameter.alias]
         return next((self.at[state, name] for name in others if (state, name) in self.at), None)
 
-    def _writes_model(self, rank: Rank) -> bool:
+    def _writes_model(self, rank: PaddleRank) -> bool:
         if self.kind == IO:
             return True
         return rank.moe_shard == 0 if self.laid.degrees.ep > 1 else rank.shard == 0
 
-    def _model_blocks(self, rank: Rank) -> list[Block]:
+    def _model_blocks(self, rank: PaddleRank) -> list[Block]:
         """The parameters that are stored in the rank's model file."""
         blocks = self.laid.blocks(rank)
         if self.kind == PLAIN:
@@ -216,13 +216,13 @@ class _Writing:
                 out.append(block)
         return out
 
-    def _model_file(self, rank: Rank) -> TargetFile:
+    def _model_file(self, rank: PaddleRank) -> TargetFile:
         composer = PaddleComposer()
-        state: dict[str, ArrayRef] = {}
+        state: dict[str, PaddleArray] = {}
         for block in self._model_blocks(rank):
             number = self._number(MODEL, block.parameter)
             if number is not None:
-                state[block.parameter.name] = self._array(composer, Share(block, None), number)
+                state[block.parameter.name] = self._array(composer, BlockShare(block, None), number)
         static = self._static(rank)
         path = self._path(self._stem(), MODEL_FILE, rank, shard=self.kind == IO, expert=self.kind == PLAIN)
         return composer.file(path, state, {name: static[name] for name in state})
@@ -235,12 +235,12 @@ class _Writing:
 
     # -- the optimizer and the average ---------------------------------------------------------------------------------
 
-    def _array(self, composer: PaddleComposer, share: Share, number: int) -> ArrayRef:
+    def _array(self, composer: PaddleComposer, share: BlockShare, number: int) -> PaddleArray:
         """A rank's part of a wanted tensor: a share of its parameter, or the whole where it is a number of its own."""
         tensor, block = self.wanted.tensors[number], share.block
         if tensor.shape != block.parameter.shape:
             if prod(tensor.shape) == 1:
-                return composer.tensor(tensor.shape, tensor.dtype, [Part(number, whole(tensor.shape), 0)])
+                return composer.tensor(tensor.shape, tensor.dtype, [StoragePart(number, whole(tensor.shape), 0)])
             if block.of > 1 or share.span is not None:
                 raise UsageError(
                     f"the state {tensor.key.state} has shape {list(tensor.shape)}, its parameter "
@@ -250,21 +250,21 @@ class _Writing:
                     hint="write it with --tp 1 and --zero 0 or --sharding v1, with --dequantize if it is quantised, or "
                     "--drop optimizer",
                 )
-            return composer.tensor(tensor.shape, tensor.dtype, [Part(number, whole(tensor.shape), 0)])
+            return composer.tensor(tensor.shape, tensor.dtype, [StoragePart(number, whole(tensor.shape), 0)])
         shape = block.shape if share.span is None else (share.span.length,)
         span = share.span and (share.span.start, share.span.stop)
         return composer.tensor(shape, tensor.dtype, parts_of(number, block.shape, block.boxes, span))
 
-    def _optimizer_file(self, rank: Rank) -> TargetFile:
+    def _optimizer_file(self, rank: PaddleRank) -> TargetFile:
         composer, static = PaddleComposer(), self._static(rank)
         shares = self.laid.shares(rank)
-        masters: dict[str, Named] = {}
+        masters: dict[str, NamedTensor] = {}
         for share in shares:
             number = self._number(MASTER, share.block.parameter)
             if number is not None:
                 name = static[share.block.parameter.name]
-                masters[name] = Named(static_key(name, MASTER), self._array(composer, share, number))
-        arrays: dict[str, ArrayRef] = {}
+                masters[name] = NamedTensor(static_key(name, MASTER), self._array(composer, share, number))
+        arrays: dict[str, PaddleArray] = {}
         for state in self.states:
             for share in shares:
                 number = self._number(state, share.block.parameter)
@@ -276,20 +276,20 @@ class _Writing:
         path = self._path("optimizer", OPTIMIZER_FILE, rank, shard=True)
         if not masters:
             return composer.file(path, {**arrays, **scheduler}, {key: key for key in arrays})
-        named = {key: Named(key, ref) for key, ref in arrays.items()}
+        named = {key: NamedTensor(key, ref) for key, ref in arrays.items()}
         return composer.file(path, {**named, MASTER_WEIGHTS: masters, **scheduler}, None)
 
-    def _average_file(self, rank: Rank) -> TargetFile:
+    def _average_file(self, rank: PaddleRank) -> TargetFile:
         """Averages of parameters with a master as the masters are, others whole where their weight is stored."""
         composer, static = PaddleComposer(), self._static(rank)
         state: dict[str, Any] = {}
-        masters: dict[str, Named] = {}
+        masters: dict[str, NamedTensor] = {}
         for share in self.laid.shares(rank):
             parameter = share.block.parameter
             number = self._number(EMA, parameter)
             if number is not None and self._number(MASTER, parameter) is not None:
                 name = static[parameter.name]
-                masters[name] = Named(static_key(name, MASTER), self._array(composer, share, number))
+                masters[name] = NamedTensor(static_key(name, MASTER), self._array(composer, share, number))
         blocks = self._model_blocks(rank)
         if self.kind == PLAIN:
             blocks = [block for block in blocks if self.laid.group_rank(block, rank) == 0]
@@ -298,7 +298,7 @@ class _Writing:
             number = self.at.get((EMA, parameter.name))
             if number is not None and self._number(MASTER, parameter) is None:
                 name = static[parameter.name]
-                state[parameter.name] = Named(name, self._array(composer, Share(block, None), number))
+                state[parameter.name] = NamedTensor(name, self._array(composer, BlockShare(block, None), number))
         path = self._path("ema", EMA_FILE, rank, shard=True)
         return composer.file(path, {MASTER_WEIGHTS: masters, **state}, None)
 
@@ -352,10 +352,12 @@ class _Writing:
             )
 
 
-def parts_of(number: int, shape: tuple[int, ...], boxes: Boxes, span: tuple[int, int] | None = None) -> list[Part]:
+def parts_of(
+    number: int, shape: tuple[int, ...], boxes: Boxes, span: tuple[int, int] | None = None
+) -> list[StoragePart]:
     """Wanted tensor `number` as it fills a block, or the span of its line that begins at element 0 of an array."""
     start, stop = span or (0, prod(shape))
-    return [Part(*part) for part in FlatLine.of_block(number, shape, boxes).window(start, stop).parts()]
+    return [StoragePart(*part) for part in FlatLine.of_block(number, shape, boxes).window(start, stop).parts()]
 
 
 # -- which tensors -----------------------------------------------------------------------------------------------------
@@ -379,7 +381,7 @@ def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hint
     return Fitted(tuple(rows), casts, tuple(dropped))
 
 
-def _settled(rows: Rows, requested: Wanted) -> tuple[Wanted, Laid]:
+def _settled(rows: Rows, requested: Wanted) -> tuple[Wanted, LaidParameter]:
     wanted = with_rows(requested, rows)
     return wanted, settle(wanted)
 
@@ -389,7 +391,7 @@ def with_rows(requested: Wanted, rows: Rows) -> Wanted:
     return replace(requested, tensors=tuple(WantedTensor(row.key, row.shape, row.dtype) for _, row in rows))
 
 
-def with_head(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
+def with_head(rows: Rows, laid: LaidParameter, dropped: list[dict[str, Any]]) -> Rows:
     """The tied head beside the embedding, as Paddle's files have it, where the config says that they are one."""
     names = {row.key.name for _, row in rows if row.key.state == MODEL}
     has_head = any(name == HEAD or name.endswith(f".{HEAD}") for name in names)
@@ -420,7 +422,7 @@ def _without_copies(rows: Rows, dropped: list[dict[str, Any]]) -> Rows:
     return [(index, row) for index, row in rows if row.key not in gone]
 
 
-def _tied(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
+def _tied(rows: Rows, laid: LaidParameter, dropped: list[dict[str, Any]]) -> Rows:
     """States of a tied pair under the names that their stages have."""
     head = next((p for p in laid.parameters.values() if p.alias is not None), None)
     if head is None or head.alias is None:

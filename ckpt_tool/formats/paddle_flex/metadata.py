@@ -6,7 +6,7 @@ inside its shape, a range inside its box, a file name that stays in the folder.
 
     state_dict_metadata  {"w": [LocalTensorMetadata((0, 0), (8, 4), "bfloat16", (16, 4), True, (0, 20)), ...]}
     storage_metadata     {LocalTensorIndex("w", (0, 0), True, (0, 20), None, (8, 4)): "0_0.distcp", ...}
-      -> Entry("w", ("w",), BF16, (16, 4), [Shard((0, 0), (8, 4), (0, 20), "0_0.distcp", 0), ...])
+      -> FlexEntry("w", ("w",), BF16, (16, 4), [Shard((0, 0), (8, 4), (0, 20), "0_0.distcp", 0), ...])
 
 Facts (PaddlePaddle 3.3.1, `flex_checkpoint/dcp/metadata.py`; older versions call the module
 `paddle.distributed.checkpoint.metadata` and lack `global_shape`, `is_flattened`, `flattened_range`, `replica_id`,
@@ -30,8 +30,8 @@ from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, InputError
 from ckpt_tool.formats.paddle.dtypes import DTYPE_NAMES
-from ckpt_tool.storage import pickles
-from ckpt_tool.storage.pickle_values import Record
+from ckpt_tool.storage.pickles import pickle_reader as pickles
+from ckpt_tool.storage.pickles.pickle_values import PickledRecord
 from ckpt_tool.storage.source import Tree, safe_relative
 
 CONTRADICTION, FOREIGN, UNKNOWN_DTYPE, PLACELESS = "E1332", "E1333", "E1334", "E1335"
@@ -54,7 +54,7 @@ class Shard(NamedTuple):
 
 
 @dataclass(slots=True)
-class Entry:
+class FlexEntry:
     """A key of the metadata. path: how it nested, `(key,)` where nothing says it."""
 
     key: str
@@ -65,19 +65,19 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Listing:
+class FlexListing:
     """What one save says it holds. entries: by key, in the metadata's order. files: relative to the root. nested: does
     any key nest? unsafe, globals: of the pickle (see `core.catalog`)."""
 
     folder: str
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, FlexEntry] = field(default_factory=dict)
     files: dict[str, None] = field(default_factory=dict)
     nested: bool = False
     unsafe: list[str] = field(default_factory=list)
     globals: list[str] = field(default_factory=list)
 
 
-def read_metadata(tree: Tree, folder: str, name: str) -> Listing:
+def read_metadata(tree: Tree, folder: str, name: str) -> FlexListing:
     """The listing of `folder` ("" or "name/") from its metadata file.
 
     Raises InconsistentCheckpoint E1332 (contradictions), InputError E1333 (not Paddle's metadata), E1334 (a dtype that
@@ -88,7 +88,7 @@ def read_metadata(tree: Tree, folder: str, name: str) -> Listing:
     shown = tree.display(path)
     pickled = pickles.load_file(tree, path, opcodes=pickles.METADATA_OPCODES, span_from=0)
     value = pickled.value
-    if not isinstance(value, Record) or value.name not in [f"{module}.Metadata" for module in _MODULES]:
+    if not isinstance(value, PickledRecord) or value.name not in [f"{module}.Metadata" for module in _MODULES]:
         pickles.refuse_unsafe(pickled, shown)
         raise InputError(
             f"the metadata is {_what(value)}, want Paddle's Metadata",
@@ -96,7 +96,7 @@ def read_metadata(tree: Tree, folder: str, name: str) -> Listing:
             path=shown,
             hint="the file is damaged, or of another system",
         )
-    reading = _Reading(folder, shown)
+    reading = _FlexMetadataReading(folder, shown)
     reading.listing.unsafe += [f"{use} at {shown}, opcode {use.position}" for use in pickled.unsafe]
     reading.listing.globals += map(str, pickled.globals)
     try:
@@ -128,15 +128,15 @@ class _Stated(NamedTuple):
     whole: tuple[int, ...] | None
 
 
-class _Reading:
+class _FlexMetadataReading:
     """One metadata file, checked and put into the listing."""
 
     def __init__(self, folder: str, shown: str) -> None:
-        self.listing = Listing(folder)
+        self.listing = FlexListing(folder)
         self.shown = shown
         self.faults: list[str] = []
 
-    def metadata(self, value: Record) -> None:
+    def metadata(self, value: PickledRecord) -> None:
         states = _dict(value.get("state_dict_metadata") if "state_dict_metadata" in value else None)
         stored = self.storage(_dict(value.get("storage_metadata") if "storage_metadata" in value else None))
         nesting = value.get("flat_mapping") if "flat_mapping" in value else None
@@ -171,7 +171,7 @@ class _Reading:
         out: dict[str, list[_Stored]] = {}
         safe: dict[str, str] = {}
         for index, file in rows.items():
-            if not isinstance(index, Record) or index.state is None or not isinstance(file, str):
+            if not isinstance(index, PickledRecord) or index.state is None or not isinstance(file, str):
                 raise self.damaged(
                     f"storage_metadata maps {_what(index)} to {_what(file)}, want an index and a file name"
                 )
@@ -197,7 +197,7 @@ class _Reading:
         return out
 
     def stated(self, row: Any, key: str) -> _Stated:
-        if not isinstance(row, Record) or row.state is None:
+        if not isinstance(row, PickledRecord) or row.state is None:
             raise self.damaged(f"an entry is {_what(row)}, want LocalTensorMetadata", key)
         whole = row.state.get("global_shape")
         return _Stated(
@@ -274,7 +274,7 @@ class _Reading:
                 key=key,
                 hint="the save was cut short or edited: nothing says where its bytes are stored",
             )
-        self.listing.entries[key] = Entry(key, path, DTYPES[dtype], shape, shards)
+        self.listing.entries[key] = FlexEntry(key, path, DTYPES[dtype], shape, shards)
 
     def whole(self, key: str, stated: list[_Stated]) -> tuple[int, ...] | None:
         """The tensor's shape: what the shards say; old metadata says nothing, then it ends where the last block

@@ -53,7 +53,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box, whole
-from ckpt_tool.core.catalog import Catalog, Note, Row, mark_replicas
+from ckpt_tool.core.catalog import Catalog, CatalogRow, Note, mark_replicas
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.flat_line import Boxes, FlatLine
@@ -69,7 +69,7 @@ from ckpt_tool.formats.paddle.extras import read_config, read_extras
 from ckpt_tool.formats.paddle.job import PaddleHints
 from ckpt_tool.formats.paddle.names import INFIX
 from ckpt_tool.formats.paddle.pickle_file import Saved, chunks_of, read_paddle
-from ckpt_tool.formats.paddle.rules import Cut, divides, local_boxes, side_by_side
+from ckpt_tool.formats.paddle.rules import PaddleCut, divides, local_boxes, side_by_side
 from ckpt_tool.formats.paddle_flex import folders
 from ckpt_tool.formats.paddle_flex.folders import (
     EMA_FOLDER,
@@ -81,11 +81,11 @@ from ckpt_tool.formats.paddle_flex.folders import (
     suffix_of,
     trainer_key,
 )
-from ckpt_tool.formats.paddle_flex.metadata import Entry, Listing, Shard, read_metadata
+from ckpt_tool.formats.paddle_flex.metadata import FlexEntry, FlexListing, Shard, read_metadata
 from ckpt_tool.formats.state_dict.tree import dotted
-from ckpt_tool.storage.safetensors_file import read_header
+from ckpt_tool.storage.safetensors_files.safetensors_file import read_header
 from ckpt_tool.storage.source import Tree, missing_file
-from ckpt_tool.storage.strict_json import parse
+from ckpt_tool.storage.texts.strict_json import parse
 
 # -- data files --------------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class DataFiles:
             for name, array in zip(header.names, arrays, strict=True)
         }
 
-    def unlisted(self, entries: Mapping[str, Entry], files: Iterable[str]) -> dict[str, list[str]]:
+    def unlisted(self, entries: Mapping[str, FlexEntry], files: Iterable[str]) -> dict[str, list[str]]:
         """Keys that are stored in these files and that the metadata does not list for them: key -> files."""
         listed = {(entry.key, shard.file) for entry in entries.values() for shard in entry.shards}
         out: dict[str, list[str]] = {}
@@ -170,14 +170,14 @@ def read_lone_file(tree: Tree, path: str) -> FileContent:
     """What a data file says without the metadata of its save: the parts of its rank under their keys."""
     content = read_paddle(tree, path)
     folder = path.rpartition("/")[0].rpartition("/")[2] or tree.root.name
-    rows: list[Row] = []
+    rows: list[CatalogRow] = []
     for saved in content.leaves:
         key = trainer_key(folder, dotted(saved.path)) if folder in folders.FOLDERS else TensorKey(dotted(saved.path))
-        rows.append(Row(key.name, key.state, saved.dtype, saved.shape, saved.dtype.nbytes(prod(saved.shape))))
+        rows.append(CatalogRow(key.name, key.state, saved.dtype, saved.shape, saved.dtype.nbytes(prod(saved.shape))))
     return FileContent(path, tuple(rows), tuple(content.unsafe))
 
 
-def chunks_of_entry(entry: Entry, files: DataFiles, parts: tuple[int, ...]) -> tuple[Chunk, ...]:
+def chunks_of_entry(entry: FlexEntry, files: DataFiles, parts: tuple[int, ...]) -> tuple[Chunk, ...]:
     """The chunks of a key. parts: relative widths of what stand side by side in it and is recorded rank by rank (the
     Trainer's folders): (1, 1) for `[gate | up]`, () for one matrix.
 
@@ -216,7 +216,7 @@ def _fit(pairs: Boxes, shape: tuple[int, ...]) -> Boxes:
     ]
 
 
-def fused_blocks(entry: Entry, parts: tuple[int, ...]) -> dict[int, Boxes] | None:
+def fused_blocks(entry: FlexEntry, parts: tuple[int, ...]) -> dict[int, Boxes] | None:
     """Where the blocks of a fused tensor belong, by their offset on the last axis; None where nothing is interleaved:
     one matrix, one block, or blocks that no tensor parallel job makes. parts: see `chunks_of_entry`."""
     if not parts or not entry.shape:
@@ -226,14 +226,14 @@ def fused_blocks(entry: Entry, parts: tuple[int, ...]) -> dict[int, Boxes] | Non
     tp, total = len(offsets), entry.shape[-1]
     if (
         tp < 2
-        or not divides((total,), Cut(0, parts), tp)
+        or not divides((total,), PaddleCut(0, parts), tp)
         or widths != {(rank * total // tp, total // tp) for rank in range(tp)}
     ):
         return None
-    return {offsets[rank]: local_boxes((total,), Cut(0, parts), tp, rank)[1] for rank in range(tp)}
+    return {offsets[rank]: local_boxes((total,), PaddleCut(0, parts), tp, rank)[1] for rank in range(tp)}
 
 
-def _stored(entry: Entry, shard: Shard, files: DataFiles) -> Saved:
+def _stored(entry: FlexEntry, shard: Shard, files: DataFiles) -> Saved:
     """What the file holds of a shard, held against the metadata."""
     saved = files.of(shard.file).get(entry.key)
     shown = files.tree.display(shard.file)
@@ -287,7 +287,7 @@ META, META_LIMIT = "model_meta.json", 256 << 20  # bytes
 _MADE = re.compile(r"(?:generated_tensor|eager_tmp|eager_in_tmp|auto)_\d+.*")
 
 
-def statics(listings: Mapping[str, Listing], files: DataFiles) -> dict[str, set[str]]:
+def statics(listings: Mapping[str, FlexListing], files: DataFiles) -> dict[str, set[str]]:
     """Structured name -> its static names (one; several where files contradict each other or stages count anew)."""
     out: dict[str, set[str]] = {}
     for structured, static in (*_of_tables(listings, files), *_of_meta(files)):
@@ -296,7 +296,7 @@ def statics(listings: Mapping[str, Listing], files: DataFiles) -> dict[str, set[
     return out
 
 
-def _of_tables(listings: Mapping[str, Listing], files: DataFiles) -> Iterator[tuple[str, str]]:
+def _of_tables(listings: Mapping[str, FlexListing], files: DataFiles) -> Iterator[tuple[str, str]]:
     for folder, listing in listings.items():
         kind = folder.rstrip("/")
         if kind == EMA_FOLDER or not kind:
@@ -328,7 +328,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d{1,9})\.")
 
 
-def degrees_of(listings: Iterable[Listing], ranks: int) -> tuple[dict[str, int], str]:
+def degrees_of(listings: Iterable[FlexListing], ranks: int) -> tuple[dict[str, int], str]:
     """(degrees, sharding version). degrees: tp, pp, ep, and dp (all data ranks) where they account for all `ranks`."""
     every = list(listings)
     model = [entry for listing in every for entry in listing.entries.values()]
@@ -351,7 +351,7 @@ def degrees_of(listings: Iterable[Listing], ranks: int) -> tuple[dict[str, int],
     return degrees, version
 
 
-def _blocks(entry: Entry) -> int:
+def _blocks(entry: FlexEntry) -> int:
     """Into how many blocks an entry is cut along one axis."""
     if len(entry.shards) < 2 or not entry.shape:
         return 1
@@ -365,7 +365,7 @@ def _rank_of(file: str) -> str:
     return file.rpartition("/")[2].partition("_")[0]
 
 
-def _stages(entries: Sequence[Entry]) -> int:
+def _stages(entries: Sequence[FlexEntry]) -> int:
     """Groups of ranks that share no layer, where each group has layers of its own."""
     layers: dict[int, set[str]] = {}
     for entry in entries:
@@ -391,7 +391,7 @@ def _stages(entries: Sequence[Entry]) -> int:
     return len(sizes) if len(set(sizes.values())) == 1 else 1
 
 
-def _experts(entries: Sequence[Entry]) -> int:
+def _experts(entries: Sequence[FlexEntry]) -> int:
     """Runs of experts that are stored in files of their own, each as long as the others."""
     homes: dict[str, dict[int, set[str]]] = {}
     for entry in entries:
@@ -426,7 +426,7 @@ HINT = "load and save it with Paddle in a job of the same degrees, or remove the
 class _Home(NamedTuple):
     """The entry of another folder that shares the average's layout, and the file of the same rank there."""
 
-    entry: Entry
+    entry: FlexEntry
     file: str
 
 
@@ -434,14 +434,14 @@ class OldEma(NamedTuple):
     """listing: as if a metadata file had it. rounded: keys left out, 16-bit copies of averages that are there in
     fp32."""
 
-    listing: Listing
+    listing: FlexListing
     rounded: tuple[str, ...]
 
 
-def old_ema(save: Save, listings: Mapping[str, Listing], files: DataFiles) -> OldEma:
+def old_ema(save: Save, listings: Mapping[str, FlexListing], files: DataFiles) -> OldEma:
     """The averages as if a metadata file listed them. listings: of the other folders, by folder. Raises InputError
     E1338."""
-    made = Listing(save.folder)
+    made = FlexListing(save.folder)
     known = _parameters(save, listings, files)
     rounded: dict[str, None] = {}
     for masters in (True, False):
@@ -465,7 +465,7 @@ def old_ema(save: Save, listings: Mapping[str, Listing], files: DataFiles) -> Ol
     return OldEma(made, tuple(rounded))
 
 
-def _parameters(save: Save, listings: Mapping[str, Listing], files: DataFiles) -> dict[str, list[str]]:
+def _parameters(save: Save, listings: Mapping[str, FlexListing], files: DataFiles) -> dict[str, list[str]]:
     """Static name -> structured names, by all that is stated of them."""
     known: dict[str, list[str]] = {}
     for structured, names in statics(listings, files).items():
@@ -478,9 +478,9 @@ def _parameters(save: Save, listings: Mapping[str, Listing], files: DataFiles) -
     return known
 
 
-def _add(made: Listing, home: Entry, shard: Shard, saved: Saved) -> None:
+def _add(made: FlexListing, home: FlexEntry, shard: Shard, saved: Saved) -> None:
     dtype = DTYPES["BF16"] if saved.dtype.name == "U16" else saved.dtype  # Paddle has no uint16 tensors
-    entry = made.entries.setdefault(home.key, Entry(home.key, (home.key,), dtype, home.shape, []))
+    entry = made.entries.setdefault(home.key, FlexEntry(home.key, (home.key,), dtype, home.shape, []))
     entry.shards.append(shard)
 
 
@@ -503,7 +503,7 @@ def _cut(saved: Saved, shard: Shard) -> Saved:
     return saved._replace(shape=shape, parts=(saved.parts[0]._replace(shape=shape),))
 
 
-def _home(saved: Saved, name: str, listings: Mapping[str, Listing], known: Mapping[str, list[str]]) -> _Home | None:
+def _home(saved: Saved, name: str, listings: Mapping[str, FlexListing], known: Mapping[str, list[str]]) -> _Home | None:
     """What another folder says about the parameter that this is the average of. known: static -> structured names."""
     folder = MODEL_FOLDER if saved.path[0] != MASTERS else MASTER_FOLDER
     listing = listings.get(f"{folder}/")
@@ -558,12 +558,12 @@ def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
             path=tree.display(),
             hint="pass the folder that holds model_state/, or the one with 0.metadata",
         )
-    catalog = _Reading(tree, saves, options).catalog()
+    catalog = _FlexReading(tree, saves, options).catalog()
     catalog.check()
     return catalog
 
 
-class _Reading:
+class _FlexReading:
     """One read: the tensors of all folders, put into one catalog."""
 
     def __init__(self, tree: Tree, saves: Sequence[Save], options: ReadOptions) -> None:
@@ -571,7 +571,7 @@ class _Reading:
         self.notes = folders.check(saves, tree.display(), tree.names(), lenient=options.lenient)
         self.files = DataFiles(tree)
         self.trainer = bool(saves[0].folder)
-        self.listings: dict[str, Listing] = {}
+        self.listings: dict[str, FlexListing] = {}
         self.tensors: dict[TensorKey, LogicalTensor] = {}
         self.roots: Mapping[str, str] = {}
 
@@ -635,7 +635,7 @@ class _Reading:
 
     # -- tensors -------------------------------------------------------------------------------------------------------
 
-    def _add(self, save: Save, listing: Listing) -> None:
+    def _add(self, save: Save, listing: FlexListing) -> None:
         entries = list(listing.entries.values())
         kind = save.kind or (self.tree.root.name if self.tree.root.name in folders.FOLDERS else "")
         if kind:
@@ -676,7 +676,7 @@ class _Reading:
                 hint="files of two saves are mixed: remove those of the older one",
             )
 
-    def _unlisted(self, save: Save, listing: Listing) -> None:
+    def _unlisted(self, save: Save, listing: FlexListing) -> None:
         """Keys of the data files that the metadata does not list: averages keep them, elsewhere they are left over."""
         found = self.files.unlisted(listing.entries, listing.files)
         left = []

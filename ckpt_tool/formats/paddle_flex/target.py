@@ -15,7 +15,7 @@ them (47 bytes a rank). States that Paddle has no suffix for are kept as `NAME.S
 loader looks for the keys it knows alone. Without degrees one rank holds everything and no rule of tensor parallelism is
 needed.
 
-An `Item` is one local tensor with its place in the global one, made from the layout's blocks and shares
+An `FlexBlock` is one local tensor with its place in the global one, made from the layout's blocks and shares
 (`paddle.layout`); what Paddle's own save does with them, all ranks' items in a row, is then repeated to the letter:
 
     equal items (key, offset, range, shape) are stored once, in the file that has the least items so far; of those in
@@ -61,8 +61,16 @@ from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, Pat
 from ckpt_tool.formats.base import Fitted
 from ckpt_tool.formats.paddle.dtypes import DTYPE_NAMES
 from ckpt_tool.formats.paddle.extras import extras_files
-from ckpt_tool.formats.paddle.job import JobDegrees, Rank
-from ckpt_tool.formats.paddle.layout import Block, Laid, Share, config_of, nothing_shared, paddle_hints, settle
+from ckpt_tool.formats.paddle.job import JobDegrees, PaddleRank
+from ckpt_tool.formats.paddle.layout import (
+    Block,
+    BlockShare,
+    LaidParameter,
+    config_of,
+    nothing_shared,
+    paddle_hints,
+    settle,
+)
 from ckpt_tool.formats.paddle.names import static_key
 from ckpt_tool.formats.paddle.pickle_file import PaddleComposer
 from ckpt_tool.formats.paddle.ranks import meta_json
@@ -79,14 +87,14 @@ from ckpt_tool.formats.paddle_flex.folders import (
 )
 from ckpt_tool.formats.paddle_flex.metadata import MODULE
 from ckpt_tool.formats.state_dict.tree import dotted
-from ckpt_tool.storage.pickle_frames import plan_framed
-from ckpt_tool.storage.pickle_values import Record
-from ckpt_tool.storage.safetensors_file import build_header
+from ckpt_tool.storage.pickles.pickle_frames import plan_framed
+from ckpt_tool.storage.pickles.pickle_values import PickledRecord
+from ckpt_tool.storage.safetensors_files.safetensors_file import build_header
 
 # -- items -------------------------------------------------------------------------------------------------------------
 
 
-class Item(NamedTuple):
+class FlexBlock(NamedTuple):
     """One local tensor. name: its own (static) name. offset, shape, whole: of its block in the global tensor. span: the
     part of the block's line that is stored, None for all of it. boxes: what fills the block, of wanted tensor
     `number`."""
@@ -112,35 +120,35 @@ class Item(NamedTuple):
         return self.shape if self.span is None else (self.span[1] - self.span[0],)
 
 
-def whole_item(key: str, path: Path, name: str, tensor: WantedTensor, number: int) -> Item:
+def whole_item(key: str, path: Path, name: str, tensor: WantedTensor, number: int) -> FlexBlock:
     """A tensor that every rank holds whole."""
     shape, box = tensor.shape, whole(tensor.shape)
-    return Item(key, path, name, tensor.dtype, (0,) * len(shape), shape, shape, None, number, ((box, box),))
+    return FlexBlock(key, path, name, tensor.dtype, (0,) * len(shape), shape, shape, None, number, ((box, box),))
 
 
 def block_item(
     key: str, name: str, tensor: WantedTensor, number: int, block: Block, span: tuple[int, int] | None
-) -> Item:
+) -> FlexBlock:
     """A rank's block of a tensor, or a range of its line. The global tensor is the blocks laid end to end."""
     shape = joined_shape(block.shape, block.cut, block.of)
-    return Item(key, (key,), name, tensor.dtype, block.offset, block.shape, shape, span, number, block.boxes)
+    return FlexBlock(key, (key,), name, tensor.dtype, block.offset, block.shape, shape, span, number, block.boxes)
 
 
-class Kept(NamedTuple):
+class FlexSave(NamedTuple):
     """A save of all ranks. files: rank -> the items that its file keeps, in their order. storage: (item, rank) in the
     order of the metadata. stated: the different shards of each key, in order."""
 
-    files: Mapping[int, list[Item]]
-    storage: Sequence[tuple[Item, int]]
-    stated: Mapping[str, list[Item]]
+    files: Mapping[int, list[FlexBlock]]
+    storage: Sequence[tuple[FlexBlock, int]]
+    stated: Mapping[str, list[FlexBlock]]
 
 
-def kept(ranks: Iterable[tuple[int, Sequence[Item]]], unique: int = 0) -> Kept:
+def kept(ranks: Iterable[tuple[int, Sequence[FlexBlock]]], unique: int = 0) -> FlexSave:
     """What each rank's file keeps of its items. ranks: (rank, its items), in the order of ranks."""
     homes: dict[tuple[object, ...], list[int]] = {}
-    first: dict[tuple[object, ...], Item] = {}
-    stated: dict[str, list[Item]] = {}
-    mine: dict[int, Sequence[Item]] = {}
+    first: dict[tuple[object, ...], FlexBlock] = {}
+    stated: dict[str, list[FlexBlock]] = {}
+    mine: dict[int, Sequence[FlexBlock]] = {}
     indexes: dict[int, list[tuple[object, ...]]] = {}  # of a list of items: ranks may share one
     for rank, items in ranks:
         mine[rank] = items
@@ -159,7 +167,7 @@ def kept(ranks: Iterable[tuple[int, Sequence[Item]]], unique: int = 0) -> Kept:
         owner[index] = min(candidates, key=lambda r: (load[r], names[r]))
         load[owner[index]] += 1
     files = {rank: [item for item in items if owner[item.identity] == rank] for rank, items in mine.items()}
-    return Kept(files, [(first[index], rank) for index, rank in owner.items()], stated)
+    return FlexSave(files, [(first[index], rank) for index, rank in owner.items()], stated)
 
 
 def file_name(rank: int, unique: int = 0, *, safetensors: bool = False) -> str:
@@ -207,11 +215,11 @@ def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hint
     return Fitted(tuple(rows), casts, tuple(dropped))
 
 
-def _settled(rows: Rows, requested: Wanted) -> Laid:
+def _settled(rows: Rows, requested: Wanted) -> LaidParameter:
     return settle(with_heads(with_rows(requested, rows))[0])
 
 
-def _tied(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
+def _tied(rows: Rows, laid: LaidParameter, dropped: list[dict[str, Any]]) -> Rows:
     """States of a tied pair under every name by which Paddle's loader asks for them, beside those that there are."""
     head = next((p for p in laid.parameters.values() if p.alias is not None), None)
     if head is None or head.alias is None:
@@ -247,7 +255,7 @@ def flex_target(wanted: Wanted) -> Target:
     if plain is not None:
         files = _plain_files(wanted, plain)
     else:
-        writer = _Writer(wanted)
+        writer = _FlexWriter(wanted)
         files = writer.files()
         notes += writer.notes
         if writer.laid is None and wanted.wish.sharding:
@@ -262,7 +270,7 @@ def flex_target(wanted: Wanted) -> Target:
 # -- the Trainer's folders ---------------------------------------------------------------------------------------------
 
 
-class _Writer:
+class _FlexWriter:
     """One output of the Trainer's kind."""
 
     def __init__(self, wanted: Wanted) -> None:
@@ -300,7 +308,7 @@ class _Writer:
         degrees = self.laid.degrees if self.laid else JobDegrees()
         return meta_json(degrees, {})
 
-    def ranks(self) -> list[tuple[int, dict[str, list[Item]]]]:
+    def ranks(self) -> list[tuple[int, dict[str, list[FlexBlock]]]]:
         """(rank, its items by folder), in the order of ranks. What the layout gives to no rank, rank 0 holds whole."""
         if self.laid is None:
             return [(0, self._whole(range(len(self.wanted.tensors))))]
@@ -312,8 +320,8 @@ class _Writer:
             out[0][1][folder] = [*out[0][1][folder], *items]
         return out
 
-    def _whole(self, numbers: Iterable[int]) -> dict[str, list[Item]]:
-        out: dict[str, list[Item]] = {folder: [] for folder in (*ALWAYS, EMA_FOLDER)}
+    def _whole(self, numbers: Iterable[int]) -> dict[str, list[FlexBlock]]:
+        out: dict[str, list[FlexBlock]] = {folder: [] for folder in (*ALWAYS, EMA_FOLDER)}
         for number in numbers:
             tensor = self.wanted.tensors[number]
             if tensor.key.state != EXTRAS:
@@ -321,9 +329,9 @@ class _Writer:
                 out[folder_of(tensor.key)].append(whole_item(key, (key,), self.name(tensor), tensor, number))
         return out
 
-    def _rank(self, laid: Laid, rank: Rank) -> dict[str, list[Item]]:
+    def _rank(self, laid: LaidParameter, rank: PaddleRank) -> dict[str, list[FlexBlock]]:
         model, averages = self._blocks(laid, rank.pp, rank.tp, rank.ep)
-        out: dict[str, list[Item]] = {
+        out: dict[str, list[FlexBlock]] = {
             MODEL_FOLDER: model,
             OPTIMIZER_FOLDER: [],
             MASTER_FOLDER: [],
@@ -343,10 +351,10 @@ class _Writer:
                     out[folder_of(self.tensor(number).key)].append(item)
         return out
 
-    def _make_blocks(self, laid: Laid, pp: int, tp: int, ep: int) -> tuple[list[Item], list[Item]]:
+    def _make_blocks(self, laid: LaidParameter, pp: int, tp: int, ep: int) -> tuple[list[FlexBlock], list[FlexBlock]]:
         """Items of the model, and of the averages that are stored as the model is: the same for all ranks that share
         states."""
-        found: tuple[list[Item], list[Item]] = ([], [])
+        found: tuple[list[FlexBlock], list[FlexBlock]] = ([], [])
         for block in laid.blocks(laid.degrees.rank(pp, tp, 0)._replace(ep=ep)):
             for state, items in zip((MODEL, EMA), found, strict=True):
                 number = self.by_state.get(state, {}).get(block.parameter.name)
@@ -355,7 +363,7 @@ class _Writer:
                     items.append(block_item(self.key(tensor), self.name(tensor), tensor, number, block, None))
         return found
 
-    def _share(self, share: Share, number: int) -> Item | None:
+    def _share(self, share: BlockShare, number: int) -> FlexBlock | None:
         """A rank's share of a state; None where it holds padding alone, or where the model's blocks have it already."""
         tensor, block, span = self.tensor(number), share.block, share.span
         key, name = self.key(tensor), self.name(tensor)
@@ -400,12 +408,12 @@ def _wants_ranks(wanted: Wanted) -> bool:
 # -- a plain folder ----------------------------------------------------------------------------------------------------
 
 
-def _plain_items(wanted: Wanted) -> list[Item] | None:
+def _plain_items(wanted: Wanted) -> list[FlexBlock] | None:
     """The items of one rank's plain save, where the source was one and everything still has a key there; else None."""
     own = paddle_hints(wanted)
     if own.flex != "plain" or wanted.source_format != "paddle-flex" or _wants_ranks(wanted):
         return None
-    items: list[Item] = []
+    items: list[FlexBlock] = []
     for number, tensor in enumerate(wanted.tensors):
         if tensor.key.state == EXTRAS:
             continue
@@ -432,14 +440,14 @@ def _plain_path(tensor: WantedTensor, roots: Mapping[str, Any]) -> Path | None:
     return None
 
 
-def _plain_files(wanted: Wanted, items: list[Item]) -> list[TargetFile]:
+def _plain_files(wanted: Wanted, items: list[FlexBlock]) -> list[TargetFile]:
     return _save_files("", kept([(0, items)]), safetensors=bool(paddle_hints(wanted).safetensors))
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def _save_files(folder: str, save: Kept, *, safetensors: bool = False) -> list[TargetFile]:
+def _save_files(folder: str, save: FlexSave, *, safetensors: bool = False) -> list[TargetFile]:
     """A save's data files and its metadata."""
     out = []
     for rank, items in save.files.items():
@@ -449,7 +457,7 @@ def _save_files(folder: str, save: Kept, *, safetensors: bool = False) -> list[T
     return [*out, whole_file(f"{folder}0.metadata", plan.literals[0][1])]
 
 
-def _distcp(path: str, items: Sequence[Item]) -> TargetFile:
+def _distcp(path: str, items: Sequence[FlexBlock]) -> TargetFile:
     composer = PaddleComposer()
     state = {
         item.key: composer.tensor(
@@ -460,7 +468,7 @@ def _distcp(path: str, items: Sequence[Item]) -> TargetFile:
     return composer.file(path, state, {item.key: item.name for item in items})
 
 
-def _safetensors(path: str, items: Sequence[Item]) -> TargetFile:
+def _safetensors(path: str, items: Sequence[FlexBlock]) -> TargetFile:
     head, offsets, size = build_header([(item.key, item.dtype, item.stored_shape) for item in items], {})
     arrays = tuple(
         TargetArray(item.number, whole(item.shape), offset)
@@ -470,22 +478,22 @@ def _safetensors(path: str, items: Sequence[Item]) -> TargetFile:
     return TargetFile(path, size, ((0, head),), arrays)
 
 
-def _metadata(save: Kept, *, safetensors: bool) -> Record:
+def _metadata(save: FlexSave, *, safetensors: bool) -> PickledRecord:
     """Paddle's `Metadata` of a save."""
     states = {
-        key: [Record(f"{MODULE}.LocalTensorMetadata", state=_stated(item)) for item in items]
+        key: [PickledRecord(f"{MODULE}.LocalTensorMetadata", state=_stated(item)) for item in items]
         for key, items in save.stated.items()
     }
     storage = {
-        Record(f"{MODULE}.LocalTensorIndex", state=_index(item)): file_name(rank, safetensors=safetensors)
+        PickledRecord(f"{MODULE}.LocalTensorIndex", state=_index(item)): file_name(rank, safetensors=safetensors)
         for item, rank in save.storage
     }
     paths = {key: items[0].path for key, items in save.stated.items()}
     state = {"state_dict_metadata": states, "storage_metadata": storage, "flat_mapping": paths}
-    return Record(f"{MODULE}.Metadata", state=state)
+    return PickledRecord(f"{MODULE}.Metadata", state=state)
 
 
-def _stated(item: Item) -> dict[str, Any]:
+def _stated(item: FlexBlock) -> dict[str, Any]:
     return {
         "global_offset": item.offset,
         "local_shape": item.shape,
@@ -496,7 +504,7 @@ def _stated(item: Item) -> dict[str, Any]:
     }
 
 
-def _index(item: Item) -> dict[str, Any]:
+def _index(item: FlexBlock) -> dict[str, Any]:
     return {
         "tensor_key": item.key,
         "global_offset": item.offset,

@@ -57,8 +57,8 @@ from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats.hf.index import read_value
 from ckpt_tool.formats.paddle import quant
 from ckpt_tool.formats.paddle.names import KINDS, kind_of
-from ckpt_tool.storage.safetensors_entries import warning_code
-from ckpt_tool.storage.safetensors_file import Header, read_header
+from ckpt_tool.storage.safetensors_files.safetensors_entries import warning_code
+from ckpt_tool.storage.safetensors_files.safetensors_file import SafetensorsHeader, read_header
 from ckpt_tool.storage.source import Tree
 
 # -- keys --------------------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ SIGNALS = r"saved_signal_\d+|\.model_done|\.(model|master|optimizer)_weight\.don
 _SIGNAL = re.compile(SIGNALS)
 
 
-class RankFile(NamedTuple):
+class UnifiedRankFile(NamedTuple):
     """A rank's own file. at: (dim, coordinate) as the name has them; part: number behind the extension, 0 without."""
 
     path: str
@@ -207,7 +207,7 @@ class UnifiedFiles(NamedTuple):
 
     indexes: Mapping[str, str]
     numbered: Mapping[str, list[str]]
-    ranks: Mapping[str, list[RankFile]]
+    ranks: Mapping[str, list[UnifiedRankFile]]
 
     @property
     def stem(self) -> str:
@@ -225,7 +225,7 @@ def classify(names: Iterable[str]) -> UnifiedFiles:
     """The files by what their names say."""
     indexes: dict[str, str] = {}
     numbered: dict[str, list[str]] = {}
-    ranks: dict[str, list[RankFile]] = {}
+    ranks: dict[str, list[UnifiedRankFile]] = {}
     for name in sorted(names):
         if name.endswith(INDEX_SUFFIX) and name.removesuffix(INDEX_SUFFIX) in STEMS:
             indexes[name.removesuffix(INDEX_SUFFIX)] = name
@@ -233,7 +233,7 @@ def classify(names: Iterable[str]) -> UnifiedFiles:
             numbered.setdefault(found[1], []).append(name)
         elif found := _RANK.fullmatch(name):
             at = tuple((part[1], int(part[2])) for part in _COORDINATE.finditer(found[2] or ""))
-            ranks.setdefault(found[1], []).append(RankFile(name, at, int(found[3] or 0)))
+            ranks.setdefault(found[1], []).append(UnifiedRankFile(name, at, int(found[3] or 0)))
     return UnifiedFiles(indexes, numbered, ranks)
 
 
@@ -350,18 +350,18 @@ def _some(names: list[str]) -> str:
 MISSING_FILES, NOT_IN_FILE, NOT_IN_INDEX, TWICE = "E0380", "E0381", "E0382", "E0383"
 
 
-class Part(NamedTuple):
+class IndexedFiles(NamedTuple):
     """What one index names. rows: tensor -> (header, row), in the index's order, scales of a quantised optimizer last.
     again: the same tensors in other files: slices of sharding v2, else a fault."""
 
     listed: PaddleIndex
-    headers: list[Header]
-    rows: dict[str, tuple[Header, int]]
-    again: dict[str, list[tuple[Header, int]]]
+    headers: list[SafetensorsHeader]
+    rows: dict[str, tuple[SafetensorsHeader, int]]
+    again: dict[str, list[tuple[SafetensorsHeader, int]]]
     notes: list[Note]
 
 
-def read_part(tree: Tree, index: PaddleIndex, *, lenient: bool) -> Part:
+def read_part(tree: Tree, index: PaddleIndex, *, lenient: bool) -> IndexedFiles:
     """The headers of every file that `index` names, held against it.
 
     Raises Incomplete (E0380 files, E0381 tensors), InconsistentCheckpoint (E0383 a tensor in two files, E0382 one that
@@ -371,9 +371,9 @@ def read_part(tree: Tree, index: PaddleIndex, *, lenient: bool) -> Part:
     _refuse_missing(tree, index, named)
     there = [file for file in named if file in tree.listing()]
     headers = for_each(there, lambda file: read_header(tree, file, lenient=lenient))
-    rows: dict[str, tuple[Header, int]] = {}
-    more: dict[str, tuple[Header, int]] = {}
-    again: dict[str, list[tuple[Header, int]]] = {}
+    rows: dict[str, tuple[SafetensorsHeader, int]] = {}
+    more: dict[str, tuple[SafetensorsHeader, int]] = {}
+    again: dict[str, list[tuple[SafetensorsHeader, int]]] = {}
     strangers: dict[str, list[str]] = {}
     absent, notes = list[tuple[str, str]](), list[Note]()
     for header in headers:
@@ -396,7 +396,7 @@ def read_part(tree: Tree, index: PaddleIndex, *, lenient: bool) -> Part:
     rows = {name: rows[name] for name in order if name in rows} | more
     notes += _total(index, rows, again)
     notes += [Note(warning_code(warning), warning, header.path) for header in headers for warning in header.warnings]
-    return Part(index, headers, rows, again, notes)
+    return IndexedFiles(index, headers, rows, again, notes)
 
 
 def _refuse_missing(tree: Tree, index: PaddleIndex, named: Mapping[str, Sequence[str]]) -> None:
@@ -429,7 +429,7 @@ def _strangers(tree: Tree, path: str, names: Sequence[str], *, lenient: bool) ->
     raise two_saves(NOT_IN_INDEX, message, tree.display(path), names[0], names[1:50])
 
 
-def refuse_twice(tree: Tree, part: Part) -> None:
+def refuse_twice(tree: Tree, part: IndexedFiles) -> None:
     """Raise InconsistentCheckpoint E0383 for a tensor that is stored in two files."""
     for name, found in part.again.items():
         other = found[0][0].path
@@ -470,7 +470,9 @@ def _refuse_absent(
 
 
 def _total(
-    index: PaddleIndex, rows: Mapping[str, tuple[Header, int]], again: Mapping[str, Sequence[tuple[Header, int]]]
+    index: PaddleIndex,
+    rows: Mapping[str, tuple[SafetensorsHeader, int]],
+    again: Mapping[str, Sequence[tuple[SafetensorsHeader, int]]],
 ) -> list[Note]:
     """A note where the index states another size than its tensors have. A quantised optimizer's is of before."""
     if index.total_size is None or index.stage:

@@ -29,9 +29,9 @@ from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import MASTER, Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UsageError
 from ckpt_tool.formats.paddle import quant
-from ckpt_tool.formats.paddle.rules import Cut, cut_of, joined_shape, local_boxes, module_of, stored_cut
-from ckpt_tool.formats.paddle_unified.files import MASTER_STEM, OPTIMIZER_STEM, RankFile, optimizer_key
-from ckpt_tool.storage.safetensors_file import Header, read_header
+from ckpt_tool.formats.paddle.rules import PaddleCut, cut_of, joined_shape, local_boxes, module_of, stored_cut
+from ckpt_tool.formats.paddle_unified.files import MASTER_STEM, OPTIMIZER_STEM, UnifiedRankFile, optimizer_key
+from ckpt_tool.storage.safetensors_files.safetensors_file import SafetensorsHeader, read_header
 from ckpt_tool.storage.source import Tree
 
 MISSING_RANK, UNPLACED = "E1355", "E1356"
@@ -43,7 +43,7 @@ _BY_SHAPE = frozenset(
 Shape = tuple[int, ...]
 
 
-class Held(NamedTuple):
+class ArrayOfRank(NamedTuple):
     """One rank's array of a tensor. at: (tp, pp, shard, moe)."""
 
     at: tuple[int, int, int, int]
@@ -54,13 +54,13 @@ class RankTensors(NamedTuple):
     """headers: of every file. degrees: as the names show them."""
 
     tensors: dict[TensorKey, LogicalTensor]
-    headers: list[Header]
+    headers: list[SafetensorsHeader]
     degrees: dict[str, int]
 
 
 def read_ranks(
     tree: Tree,
-    ranks: Mapping[str, Sequence[RankFile]],
+    ranks: Mapping[str, Sequence[UnifiedRankFile]],
     shapes: Mapping[str, Shape],
     config: Mapping[str, Any],
     *,
@@ -74,7 +74,7 @@ def read_ranks(
     Raises Incomplete E1355 for ranks' files that are missing, InputError E1356 for what can't be placed.
     """
     degrees = check_ranks(tree, ranks, parts=parts, marked=marked)
-    held: dict[TensorKey, list[Held]] = {}
+    held: dict[TensorKey, list[ArrayOfRank]] = {}
     stems = (OPTIMIZER_STEM, MASTER_STEM)
     paths = [file.path for stem in stems for file in ranks.get(stem, ())]
     headers = by_file(paths, lambda path: read_header(tree, path, lenient=lenient))
@@ -91,13 +91,15 @@ def read_ranks(
                     if stem == MASTER_STEM
                     else optimizer_key(name, array.dtype, path=tree.display(file.path))
                 )
-                held.setdefault(key, []).append(Held((at[0], at[1], at[2], at[3]), array))
+                held.setdefault(key, []).append(ArrayOfRank((at[0], at[1], at[2], at[3]), array))
     tp = degrees.get("tp", 1)
     tensors = {key: join(key, found, shapes, config, tp) for key, found in held.items()}
     return RankTensors(tensors, list(headers.values()), degrees)
 
 
-def check_ranks(tree: Tree, ranks: Mapping[str, Sequence[RankFile]], *, parts: int, marked: bool) -> dict[str, int]:
+def check_ranks(
+    tree: Tree, ranks: Mapping[str, Sequence[UnifiedRankFile]], *, parts: int, marked: bool
+) -> dict[str, int]:
     """The degrees, by the names. Raises Incomplete E1355 unless all ranks' files are there, InconsistentCheckpoint
     E0384 for names of two jobs."""
     every = [file for files in ranks.values() for file in files]
@@ -143,7 +145,7 @@ def _name(stem: str, at: Sequence[tuple[str, int]], part: int) -> str:
 
 
 def join(
-    key: TensorKey, held: Sequence[Held], shapes: Mapping[str, Shape], config: Mapping[str, Any], tp: int
+    key: TensorKey, held: Sequence[ArrayOfRank], shapes: Mapping[str, Shape], config: Mapping[str, Any], tp: int
 ) -> LogicalTensor:
     """The whole tensor of one key, from what `tp` tensor ranks and their sharding ranks hold of it."""
     first = held[0].array
@@ -164,7 +166,7 @@ def join(
     return LogicalTensor(key, full, first.dtype, mark_replicas(chunks))
 
 
-def _copies(key: TensorKey, shape: Shape, held: Sequence[Held]) -> LogicalTensor:
+def _copies(key: TensorKey, shape: Shape, held: Sequence[ArrayOfRank]) -> LogicalTensor:
     """Every rank holds the whole: the first writes, the others are compared."""
     chunks = [Chunk(whole(shape), each.array, whole(shape)) for each in held if each.array.shape == shape]
     if len(chunks) != len(held):
@@ -172,9 +174,9 @@ def _copies(key: TensorKey, shape: Shape, held: Sequence[Held]) -> LogicalTensor
     return LogicalTensor(key, shape, held[0].array.dtype, mark_replicas(chunks))
 
 
-def _groups(held: Sequence[Held]) -> Iterator[list[Held]]:
+def _groups(held: Sequence[ArrayOfRank]) -> Iterator[list[ArrayOfRank]]:
     """What the sharding ranks of one tensor rank of one stage hold, in their order."""
-    groups: dict[tuple[int, int, int], list[Held]] = {}
+    groups: dict[tuple[int, int, int], list[ArrayOfRank]] = {}
     for each in sorted(held, key=lambda each: each.at):
         tp, pp, _, moe = each.at
         groups.setdefault((tp, pp, moe), []).append(each)
@@ -182,8 +184,8 @@ def _groups(held: Sequence[Held]) -> Iterator[list[Held]]:
 
 
 def _cut(
-    key: TensorKey, held: Sequence[Held], full: Shape | None, config: Mapping[str, Any], tp: int
-) -> tuple[Shape, Cut]:
+    key: TensorKey, held: Sequence[ArrayOfRank], full: Shape | None, config: Mapping[str, Any], tp: int
+) -> tuple[Shape, PaddleCut]:
     """The whole shape and how tensor ranks part it. Raises InputError E1356, E1310."""
     local = held[0].array.shape
     if full is None:
@@ -194,16 +196,16 @@ def _cut(
         cut = stored_cut(key.name, local, config, tp)
         return joined_shape(local, cut, tp), cut
     if tp == 1:
-        return (local if len(local) > 1 else full), Cut(None)  # the array itself shows how it is stored
+        return (local if len(local) > 1 else full), PaddleCut(None)  # the array itself shows how it is stored
     whole_numel = prod(full)
     share = max(sum(each.array.numel for each in group) for group in _groups(held))
     if module_of(key.name) in _BY_SHAPE and len(local) == len(full):
         dims = [d for d, (n, m) in enumerate(zip(local, full, strict=True)) if n * tp == m]
         others = sum(n != m for n, m in zip(local, full, strict=True))
         if len(local) > 1 and others == 1 and len(dims) == 1:
-            return full, Cut(dims[0])
+            return full, PaddleCut(dims[0])
     if "experts." in key.name and len({each.at[0] for each in held}) == 1 and share >= whole_numel:
-        return full, Cut(None)  # experts spread over the tensor ranks: one rank has it, whole
+        return full, PaddleCut(None)  # experts spread over the tensor ranks: one rank has it, whole
     try:
         return full, cut_of(key.name, full, config, tp)
     except UsageError as fault:
@@ -216,7 +218,7 @@ def _cut(
         ) from fault
 
 
-def _placed(key: TensorKey, group: Sequence[Held], full: Shape, cut: Cut, tp: int) -> Iterator[Chunk]:
+def _placed(key: TensorKey, group: Sequence[ArrayOfRank], full: Shape, cut: PaddleCut, tp: int) -> Iterator[Chunk]:
     """The chunks of one tensor rank's share."""
     rank = group[0].at[0] if cut.dim is not None else 0
     local, pairs = local_boxes(full, cut, tp, rank)

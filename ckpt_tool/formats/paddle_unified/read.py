@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ckpt_tool.core.catalog import Catalog, Note, Row
+from ckpt_tool.core.catalog import Catalog, CatalogRow, Note
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.hints import Degrees, Dialect, Hints
 from ckpt_tool.core.missing import report_missing
@@ -53,16 +53,16 @@ from ckpt_tool.formats.paddle_unified.files import (
     MASTER_STEM,
     OPTIMIZER_STEM,
     TWICE,
+    IndexedFiles,
     PaddleIndex,
-    Part,
     UnifiedFiles,
     optimizer_key,
     read_index,
     read_part,
     refuse_twice,
 )
-from ckpt_tool.formats.paddle_unified.ranks import Held, join, read_ranks
-from ckpt_tool.storage.safetensors_file import Header, read_header
+from ckpt_tool.formats.paddle_unified.ranks import ArrayOfRank, join, read_ranks
+from ckpt_tool.storage.safetensors_files.safetensors_file import SafetensorsHeader, read_header
 from ckpt_tool.storage.source import Tree
 
 # -- which weights are transposed --------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def _undecided(names: list[str], shapes: Mapping[str, Shape], config: Mapping[st
 class Lying(NamedTuple):
     """A whole tensor in a file. dtype: what its bits are. flip: is it stored transposed?"""
 
-    header: Header
+    header: SafetensorsHeader
     row: int
     dtype: DType
     flip: bool = False
@@ -181,12 +181,12 @@ class UnifiedTable(Mapping[TensorKey, LogicalTensor]):
     def __init__(self, entries: Mapping[TensorKey, Lying | LogicalTensor]) -> None:
         self._entries = entries
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[CatalogRow]:
         for (name, state), entry in self._entries.items():
             if isinstance(entry, Lying):
-                yield Row(name, state, entry.dtype, entry.shape, entry.header.kinds[entry.row].nbytes)
+                yield CatalogRow(name, state, entry.dtype, entry.shape, entry.header.kinds[entry.row].nbytes)
             else:
-                yield Row(name, state, entry.dtype, entry.shape, entry.nbytes)
+                yield CatalogRow(name, state, entry.dtype, entry.shape, entry.nbytes)
 
     def parted(self) -> Iterator[LogicalTensor]:
         """The tensors that ranks hold in parts, or several times."""
@@ -223,7 +223,7 @@ def read_catalog(tree: Tree, name: str, options: ReadOptions) -> Catalog:
     files_of.check_indexes(tree, files)
     config = read_config(tree, options)
     named = bool(options.config or options.family)
-    reading = _Reading(tree, files, config, lenient=lenient, named=named)
+    reading = _UnifiedReading(tree, files, config, lenient=lenient, named=named)
     entries = reading.entries()
     sidefiles = tuple(
         path for path in tree.names() if (is_sidefile(path) or path in SIDEFILES) and tree.listing()[path] >= 0
@@ -243,7 +243,7 @@ def read_catalog(tree: Tree, name: str, options: ReadOptions) -> Catalog:
     )
 
 
-class _Reading:
+class _UnifiedReading:
     """One folder being read. taken: files; notes: in order."""
 
     def __init__(
@@ -318,7 +318,7 @@ class _Reading:
         self._check_masters({**ours, **out})
         return {**ours, **out}
 
-    def _part(self, stem: str) -> Part | None:
+    def _part(self, stem: str) -> IndexedFiles | None:
         path = self.files.indexes.get(stem)
         plain = stem + files_of.SUFFIX
         if path is None and stem == self.files.stem and plain in self.tree.names():
@@ -334,10 +334,12 @@ class _Reading:
         self.notes += part.notes
         return part
 
-    def _key(self, name: str, header: Header, row: int) -> TensorKey:
+    def _key(self, name: str, header: SafetensorsHeader, row: int) -> TensorKey:
         return optimizer_key(name, header.kinds[row].dtype, path=header.path)
 
-    def _whole(self, part: Part, model: Part | None, key_of: Callable[[str, Header, int], TensorKey]) -> Entries:
+    def _whole(
+        self, part: IndexedFiles, model: IndexedFiles | None, key_of: Callable[[str, SafetensorsHeader, int], TensorKey]
+    ) -> Entries:
         """The tensors of masters or optimizer; slices of sharding v2 joined."""
         keys = {name: key_of(name, *where) for name, where in part.rows.items()}
         if len(set(keys.values())) < len(keys):
@@ -361,13 +363,13 @@ class _Reading:
         out: Entries = {}
         for name, where in part.rows.items():
             held = [
-                Held((0, 0, order[header.path], 0), _lying(header, row).array())
+                ArrayOfRank((0, 0, order[header.path], 0), _lying(header, row).array())
                 for header, row in (where, *part.again.get(name, ()))
             ]
             out[keys[name]] = join(keys[name], held, shapes, self.config, 1)
         return out
 
-    def _refuse_merged_slices(self, part: Part, model: Part | None, name: str) -> None:
+    def _refuse_merged_slices(self, part: IndexedFiles, model: IndexedFiles | None, name: str) -> None:
         """Slices under tensor parallelism were laid side by side by length, and nothing says that there was any."""
         dense = {header.path for key, (header, _) in (model.rows.items() if model else ()) if not is_expert(key)}
         if len(dense) > 1:  # expert ranks write their own experts, and no more
@@ -387,7 +389,7 @@ class _Reading:
         )
         self.notes.append(Note("W-slices", message, part.listed.path))
 
-    def _shapes(self, model: Part | None, others: Entries) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, model: IndexedFiles | None, others: Entries) -> dict[str, tuple[int, ...]]:
         """A first look at the model's shapes, in Paddle's layout."""
         if model is None:
             return {}
@@ -440,7 +442,7 @@ class _Reading:
         )
         report_missing(fault)
 
-    def _model(self, part: Part, others: Entries, *, settle: bool = True) -> Entries:
+    def _model(self, part: IndexedFiles, others: Entries, *, settle: bool = True) -> Entries:
         """The model's tensors under `model`, or `master` where its files are the master weights. settle: as in
         `paddle_unified.read.transposed`; without it a first look at the shapes."""
         stated = {header.path: header.metadata.get("format", "np") for header in part.headers}
@@ -472,7 +474,7 @@ class _Reading:
         """Is a 16-bit integer bfloat16? Paddle has no other use of them for a weight."""
         return name in trained or dtype_of(self.config) == "BF16"
 
-    def _refuse(self, header: Header, name: str) -> Lying:
+    def _refuse(self, header: SafetensorsHeader, name: str) -> Lying:
         dtype = dtype_of(self.config)
         raise InputError(
             f"16-bit integers that may be bfloat16: config.json {f'says {dtype}' if dtype else 'has no dtype'}, and "
@@ -483,7 +485,7 @@ class _Reading:
             hint='if it is bf16, pass --config FILE that holds {"dtype": "bfloat16"}',
         )
 
-    def _state_of(self, part: Part, others: Entries) -> str:
+    def _state_of(self, part: IndexedFiles, others: Entries) -> str:
         index = self.optimizer
         if index is None or index.weight_map is None or not index.stated.get("master_weights"):
             return MODEL
@@ -531,7 +533,7 @@ class _Reading:
 # -- small -------------------------------------------------------------------------------------------------------------
 
 
-def _may_be_slices(part: Part) -> bool:
+def _may_be_slices(part: IndexedFiles) -> bool:
     """Nothing but vectors: whole matrices show themselves."""
     return all(len(header.kinds[row].shape) == 1 for header, row in part.rows.values()) and bool(part.rows)
 
@@ -542,7 +544,7 @@ def _is_slice(key: TensorKey, stored: tuple[int, ...], shapes: Mapping[str, tupl
     return full is not None and len(stored) == 1 and stored != full and not key.state.endswith("pow_acc")
 
 
-def _lying(header: Header, row: int, *, flip: bool = False, bf16: bool = True) -> Lying:
+def _lying(header: SafetensorsHeader, row: int, *, flip: bool = False, bf16: bool = True) -> Lying:
     dtype = header.kinds[row].dtype
     return Lying(header, row, DTYPES["BF16"] if dtype.name == "U16" and bf16 else dtype, flip)
 

@@ -47,7 +47,7 @@ from ckpt_tool.formats.paddle_unified.files import (
     write_index,
 )
 from ckpt_tool.formats.paddle_unified.read import dtype_of
-from ckpt_tool.storage.safetensors_file import build_header
+from ckpt_tool.storage.safetensors_files.safetensors_file import build_header
 
 TAKEN, UNFIT = "E1272", "E1273"
 OWN = frozenset((EXTRAS_FILE, EXTRAS_TENSORS, *(f"{what}.pdparams" for what in PICKLED)))

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey, simple_tensor
 from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, UsageError
-from ckpt_tool.storage.safetensors_file import read_header
-from ckpt_tool.storage.safetensors_table import HeaderTable
+from ckpt_tool.storage.safetensors_files.safetensors_file import read_header
+from ckpt_tool.storage.safetensors_files.safetensors_table import HeaderTable
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:

@@ -50,11 +50,11 @@ from ckpt_tool.formats.peft.beside import join_tensors, read_state_dict, read_tr
 from ckpt_tool.formats.peft.lone import CONFIG, PeftHints, is_adapter, without_config
 from ckpt_tool.formats.peft.mlx import FILE as MLX
 from ckpt_tool.formats.peft.mlx import is_mlx, read_mlx
-from ckpt_tool.storage.safetensors_entries import warning_code
-from ckpt_tool.storage.safetensors_file import build_header, read_header
-from ckpt_tool.storage.safetensors_table import HeaderTable
+from ckpt_tool.storage.safetensors_files.safetensors_entries import warning_code
+from ckpt_tool.storage.safetensors_files.safetensors_file import build_header, read_header
+from ckpt_tool.storage.safetensors_files.safetensors_table import HeaderTable
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.strict_json import parse
+from ckpt_tool.storage.texts.strict_json import parse
 
 if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.core.layout import Layout

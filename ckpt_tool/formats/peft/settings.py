@@ -106,7 +106,7 @@ def settings_of(config: Mapping[str, Any], path: str, *, weight: float = 1.0, le
     Raises UsageError E1422 (what can't be folded, all at once), CorruptFile E1423 (values that make no sense).
     """
     _refuse(config, path, lenient=lenient)
-    take = _Taken(config, path)
+    take = _TakenKeys(config, path)
     tokens = config.get("trainable_token_indices")
     return Settings(
         path,
@@ -224,7 +224,7 @@ def _refuse(config: Mapping[str, Any], path: str, *, lenient: bool) -> None:
         )
 
 
-class _Taken:
+class _TakenKeys:
     """Values out of the config. Raises CorruptFile E1423 with the place."""
 
     def __init__(self, config: Mapping[str, Any], path: str) -> None:

@@ -31,8 +31,8 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.layout import Held, Layout, Placement, held
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import TargetArray, Wanted
-from ckpt_tool.storage.safetensors_entries import METADATA, NAME_LIMIT
-from ckpt_tool.storage.safetensors_file import ALIGNMENT, dtype_rank
+from ckpt_tool.storage.safetensors_files.safetensors_entries import METADATA, NAME_LIMIT
+from ckpt_tool.storage.safetensors_files.safetensors_file import ALIGNMENT, dtype_rank
 
 Shape = tuple[int, ...]
 _HEADER_ENTRY = len('"":{"dtype":"","shape":,"data_offsets":[,]},')  # bytes of an entry that are not its own
@@ -80,7 +80,7 @@ class Geometry:
         return json_length(box) + 2 * len(box) + 1
 
 
-class Band:
+class GridBand:
     """Tensors that the same ranks hold in the same extents. rows: (place in the sort order, kind number)."""
 
     def __init__(self, base: int, ranks: tuple[int, ...]) -> None:
@@ -95,7 +95,7 @@ class Band:
         return own + self.names + 2 * _BOX_QUOTES * len(self.rows)
 
 
-class Kind(NamedTuple):
+class ArrayKind(NamedTuple):
     """nbytes: of one array. fixed: characters of its entry but for its name and offsets."""
 
     nbytes: int
@@ -105,7 +105,7 @@ class Kind(NamedTuple):
 class Sheet:
     """What ranks with the same bands have in common. begins: bytes from the start of the data, by sorted place."""
 
-    def __init__(self, bands: Sequence[Band], kinds: Sequence[Kind]) -> None:
+    def __init__(self, bands: Sequence[GridBand], kinds: Sequence[ArrayKind]) -> None:
         rows = bands[0].rows if len(bands) == 1 else sorted(row for band in bands for row in band.rows)
         self.bands = bands
         self.order = [place for place, _ in rows]
@@ -120,7 +120,7 @@ class Sheet:
         return dict(zip(self.order, self._starts, strict=False))
 
 
-class Slot(NamedTuple):
+class GridSlot(NamedTuple):
     """One file. rank: its number. size, data_start: bytes."""
 
     state: str
@@ -134,10 +134,10 @@ class _Route(NamedTuple):
     """How a class of tensors is laid out: its group, and for each band the kind of its array."""
 
     group: int
-    bands: tuple[tuple[Band, int], ...]
+    bands: tuple[tuple[GridBand, int], ...]
 
 
-class State:
+class GridState:
     """One state's tensors. numbers: of the wanted tensors. order: positions, sorted as headers are."""
 
     def __init__(self, grid: Grid, state: str, numbers: list[int]) -> None:
@@ -148,7 +148,7 @@ class State:
         self.dtypes = [tensors[i].dtype for i in numbers]
         self.placements = [placements[i] for i in numbers]
 
-    def same(self, other: State) -> bool:
+    def same(self, other: GridState) -> bool:
         """Is the other laid out the same in every byte but the values?"""
         return (
             self.names == other.names
@@ -161,11 +161,11 @@ class State:
 class Sheets:
     """The bands and sheets of a state, or of several that are laid out the same."""
 
-    def __init__(self, grid: Grid, state: State) -> None:
+    def __init__(self, grid: Grid, state: GridState) -> None:
         self.state = state
-        self.kinds: list[Kind] = []
+        self.kinds: list[ArrayKind] = []
         self._kind_numbers: dict[tuple[Shape, DType], int] = {}
-        self._bands: dict[tuple[int, tuple[int, ...]], Band] = {}
+        self._bands: dict[tuple[int, tuple[int, ...]], GridBand] = {}
         self.order = _header_order(state)
         keys = list(zip(map(id, state.placements), state.shapes, map(id, state.dtypes), strict=True))
         tensors = dict(zip(keys, zip(state.placements, state.shapes, state.dtypes, strict=True), strict=True))
@@ -192,16 +192,16 @@ class Sheets:
             if kind is None:
                 kind = self._kind_numbers[stored, dtype] = len(self.kinds)
                 fixed = _HEADER_ENTRY + len(dtype.name) + json_length(stored)
-                self.kinds.append(Kind(dtype.nbytes(prod(stored)), fixed))
+                self.kinds.append(ArrayKind(dtype.nbytes(prod(stored)), fixed))
             band = self._bands.get((base, ranks))
             if band is None:
-                band = self._bands[base, ranks] = Band(base, ranks)
+                band = self._bands[base, ranks] = GridBand(base, ranks)
             bands.append((band, kind))
         return _Route(group, tuple(bands))
 
     def _sheets(self) -> dict[int, Sheet]:
         """Rank number -> its sheet, for the ranks that hold something."""
-        held: dict[int, list[Band]] = {}
+        held: dict[int, list[GridBand]] = {}
         for band in self._bands.values():
             for rank in band.ranks:
                 held.setdefault(band.base + rank, []).append(band)
@@ -215,7 +215,7 @@ class Sheets:
         return found
 
 
-def _header_order(state: State) -> list[int]:
+def _header_order(state: GridState) -> list[int]:
     """Positions as a header sorts its entries: wide dtypes first, then by name."""
     names, dtypes = state.names, state.dtypes
     if all(dtype is dtypes[0] for dtype in dtypes):
@@ -236,7 +236,7 @@ class Grid:
         numbers: dict[str, list[int]] = {}
         for number, item in enumerate(wanted.tensors):
             numbers.setdefault(item.key.state, []).append(number)
-        self.states = {state: State(self, state, found) for state, found in numbers.items()}
+        self.states = {state: GridState(self, state, found) for state, found in numbers.items()}
         self.sheets: dict[str, Sheets] = {}
         for name, state in self.states.items():
             twin = next((each for each in self.sheets.values() if each.state.same(state)), None)
@@ -272,7 +272,7 @@ class Grid:
             found.append((numbers[position], geometry.held[rank - base]))
         return found
 
-    def places(self, slot: Slot) -> dict[int, int]:
+    def places(self, slot: GridSlot) -> dict[int, int]:
         """Number of the wanted tensor -> where its array begins, bytes from the start of the file."""
         order, numbers = self.sheets[slot.state].order, self.states[slot.state].numbers
         return {numbers[order[place]]: slot.data_start + begin for place, begin in slot.sheet.begins.items()}
@@ -295,7 +295,7 @@ class GridPlaces:
 
     listable = False
 
-    def __init__(self, grid: Grid, slots: Sequence[Slot], identity: Callable[[], str]) -> None:
+    def __init__(self, grid: Grid, slots: Sequence[GridSlot], identity: Callable[[], str]) -> None:
         self.grid, self.slots, self._identity = grid, slots, identity
         self._files = {(slot.state, slot.rank): number for number, slot in enumerate(slots)}
         self._home: list[tuple[str, int]] = [("", 0)] * len(grid.wanted.tensors)  # state, position

@@ -41,7 +41,7 @@ _HEX = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _NOT_TAKEN = "-" * DIGEST_CHARS  # what `--verify off` leaves in a hole
 
 
-class FileEntry(NamedTuple):
+class IndexFile(NamedTuple):
     """One rank's file of one state. size: bytes. boxes: hash of what the file holds (see `boxes_hash`)."""
 
     path: str
@@ -51,7 +51,7 @@ class FileEntry(NamedTuple):
     boxes: str
 
 
-class TensorEntry(NamedTuple):
+class IndexTensor(NamedTuple):
     """One logical tensor. placement: number in the index's list. digest: `NO_DIGEST` where it is not known."""
 
     dtype: DType
@@ -81,12 +81,12 @@ class Origin(Hint):
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class ShardedIndex:
     """The whole index. extras, hints: in the JSON form of `core.extras`."""
 
     mesh: Mesh
-    files: tuple[FileEntry, ...]
-    tensors: Mapping[TensorKey, TensorEntry]
+    files: tuple[IndexFile, ...]
+    tensors: Mapping[TensorKey, IndexTensor]
     placements: tuple[Placement, ...]
     fallbacks: tuple[dict[str, Any], ...] = ()
     extras: Any = None
@@ -162,7 +162,7 @@ def fallbacks_of(tensors: Sequence[TensorKey], layout: Layout) -> tuple[dict[str
 # -- writing ------------------------------------------------------------------------------------------------------
 
 
-def index_text(index: Index) -> tuple[bytes, dict[TensorKey, int]]:
+def index_text(index: ShardedIndex) -> tuple[bytes, dict[TensorKey, int]]:
     """The index's bytes, and the offset in bytes of every tensor's digest in them."""
     head = [
         f'{{"ckpt_format":"sharded",\n"ckpt_version":{VERSION},\n',
@@ -196,7 +196,7 @@ def _lines(items: Iterable[str], brackets: str) -> str:
     return f"{brackets[0]}\n{body}{brackets[1]}" if body else brackets
 
 
-def tensor_text(name: str, tensor: TensorEntry) -> tuple[str, str]:
+def tensor_text(name: str, tensor: IndexTensor) -> tuple[str, str]:
     """The entry's text before and after the 32 digits of the digest."""
     rest: dict[str, Any] = {"dtype": tensor.dtype.name, "placement": tensor.placement, "shape": list(tensor.shape)}
     if tensor.path:
@@ -204,7 +204,7 @@ def tensor_text(name: str, tensor: TensorEntry) -> tuple[str, str]:
     return f'{dumps(name)}:{{"digest":"', '",' + dumps(rest)[1:]
 
 
-def file_json(entry: FileEntry) -> dict[str, Any]:
+def file_json(entry: IndexFile) -> dict[str, Any]:
     return {"path": entry.path, "size": entry.size, "state": entry.state, "rank": entry.rank, "boxes": entry.boxes}
 
 
@@ -313,7 +313,7 @@ class Fields:
         return out
 
 
-def parse_index(document: object, path: str) -> Index:
+def parse_index(document: object, path: str) -> ShardedIndex:
     """The index from its parsed JSON. Raises CorruptFile E0386 with the JSON pointer, UnknownFormat E2602 when a newer
     version wrote it, CorruptFile E0388 when it does not match its own save id."""
     top = Fields(document, path)
@@ -330,8 +330,8 @@ def parse_index(document: object, path: str) -> Index:
         )
     mesh = Mesh.of(**top["mesh"].coords())
     placements = tuple(_parse_placement(item, mesh) for item in top["placements"].each())
-    seen: dict[Case, TensorEntry] = {}
-    index = Index(
+    seen: dict[Case, IndexTensor] = {}
+    index = ShardedIndex(
         mesh=mesh,
         files=tuple(_parse_file(item, mesh) for item in top["files"].each()),
         tensors={
@@ -380,8 +380,8 @@ def _pair(item: Fields) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def _parse_file(item: Fields, mesh: Mesh) -> FileEntry:
-    return FileEntry(
+def _parse_file(item: Fields, mesh: Mesh) -> IndexFile:
+    return IndexFile(
         item["path"].text(),
         item["size"].whole(8),
         item["state"].text(),
@@ -400,7 +400,7 @@ def case_of(*lists: Any) -> Case | None:
     return case
 
 
-def _parse_tensor(item: Fields, placements: int, seen: dict[Case, TensorEntry]) -> TensorEntry:
+def _parse_tensor(item: Fields, placements: int, seen: dict[Case, IndexTensor]) -> IndexTensor:
     value = item.value if type(item.value) is dict else {}
     case = case_of((value.get("dtype"), value.get("placement")), value.get("shape"))
     known, digest = seen.get(case) if case else None, value.get("digest")
@@ -415,7 +415,7 @@ def _parse_tensor(item: Fields, placements: int, seen: dict[Case, TensorEntry]) 
     path = []
     for part in item.get("path", []).each():
         path.append(part.value if type(part.value) is int else part.text())
-    entry = TensorEntry(DTYPES[dtype], item["shape"].shape(), number)
+    entry = IndexTensor(DTYPES[dtype], item["shape"].shape(), number)
     if case is not None:
         seen[case] = entry
     stated = NO_DIGEST if digest == _NOT_TAKEN else item["digest"].hex32()

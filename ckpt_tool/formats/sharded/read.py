@@ -29,17 +29,17 @@ from ckpt_tool.formats.sharded.index import (
     NO_DIGEST,
     Case,
     Fields,
-    FileEntry,
-    Index,
+    IndexFile,
     Origin,
+    ShardedIndex,
     boxes_hash,
     case_of,
     file_name,
     parse_index,
 )
-from ckpt_tool.storage import strict_json
-from ckpt_tool.storage.safetensors_file import Header, read_header
+from ckpt_tool.storage.safetensors_files.safetensors_file import SafetensorsHeader, read_header
 from ckpt_tool.storage.source import Tree, safe_relative
+from ckpt_tool.storage.texts import strict_json
 
 INDEX_LIMIT = 256 << 20  # bytes; DeepSeek-V3 with its optimizer's states has 55 MB
 INDEX_VALUES = 20_000_000  # JSON values in it
@@ -113,7 +113,7 @@ def _values(form: Any, shown: str, pointer: str) -> dict[Any, Any]:
 # -- the index against the folder ---------------------------------------------------------------------------------
 
 
-def _check_files(tree: Tree, index: Index) -> tuple[str, ...]:
+def _check_files(tree: Tree, index: ShardedIndex) -> tuple[str, ...]:
     """Every file under its one possible name, there, and of its size.
 
     Returns the side files' names: those that the save knew and those that people put beside a model (config.json).
@@ -178,7 +178,7 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
 
 
-def _rank(entry: FileEntry) -> str:
+def _rank(entry: IndexFile) -> str:
     coords = " ".join(f"{name} {entry.rank[name]}" for name in DIMS if name in entry.rank)
     return f"{entry.path} (state {entry.state}{', rank ' + coords if coords else ''})"
 
@@ -186,7 +186,7 @@ def _rank(entry: FileEntry) -> str:
 # -- the index against the headers --------------------------------------------------------------------------------
 
 
-def _read_file(tree: Tree, entry: FileEntry, index: Index, found: _Found, *, lenient: bool) -> None:
+def _read_file(tree: Tree, entry: IndexFile, index: ShardedIndex, found: _Found, *, lenient: bool) -> None:
     """Check one file's header against the index, and add its boxes to `found`."""
     header = read_header(tree, entry.path, lenient=lenient)
     shown = tree.display(entry.path)
@@ -212,7 +212,7 @@ def _read_file(tree: Tree, entry: FileEntry, index: Index, found: _Found, *, len
             found.setdefault(key, []).append(chunk)
 
 
-def _check_whose(header: Header, entry: FileEntry, index: Index, shown: str) -> None:
+def _check_whose(header: SafetensorsHeader, entry: IndexFile, index: ShardedIndex, shown: str) -> None:
     """The file's own word on its save, mesh, state and rank must be the index's."""
     metadata = header.metadata
     save = metadata.get("save")
@@ -235,7 +235,7 @@ def _check_whose(header: Header, entry: FileEntry, index: Index, shown: str) -> 
             raise _contradiction(f"its {name} is {have()!r}, the index says {want!r}", shown, f"{METADATA}/{name}")
 
 
-def _json(header: Header, name: str, shown: str) -> Fields:
+def _json(header: SafetensorsHeader, name: str, shown: str) -> Fields:
     """A metadata string that holds JSON."""
     pointer = f"{METADATA}/{name}"
     text = header.metadata.get(name)
@@ -253,7 +253,13 @@ class _Place(NamedTuple):
 
 
 def _chunk(
-    header: Header, row: int, item: Fields, index: Index, key: TensorKey, shown: str, seen: dict[Case, _Place]
+    header: SafetensorsHeader,
+    row: int,
+    item: Fields,
+    index: ShardedIndex,
+    key: TensorKey,
+    shown: str,
+    seen: dict[Case, _Place],
 ) -> Chunk | None:
     """The chunk of one array; None where it holds nothing but padding. seen: boxes that were checked before."""
     array, entry = header.stored(row), index.tensors.get(key)
@@ -288,7 +294,7 @@ def _place(item: Fields, array: StoredArray, shown: str, key: TensorKey) -> _Pla
     return _Place(shape, box, within)
 
 
-def _check_all_found(index: Index, found: _Found, shown: str) -> None:
+def _check_all_found(index: ShardedIndex, found: _Found, shown: str) -> None:
     lost = sorted(str(key) for key in index.tensors.keys() - found.keys())
     if lost and not is_collecting():
         raise _contradiction(

@@ -21,14 +21,14 @@ from ckpt_tool.core.extras import to_json
 from ckpt_tool.core.layout import Held, Layout, Placement, held
 from ckpt_tool.core.target import DIGEST_CHARS, Later, Patch, Target, TargetArray, TargetFile, Wanted
 from ckpt_tool.errors import InternalError, UsageError
-from ckpt_tool.formats.sharded.grid import Grid, GridPlaces, Slot, State, header_size, padded, plain
+from ckpt_tool.formats.sharded.grid import Grid, GridPlaces, GridSlot, GridState, header_size, padded, plain
 from ckpt_tool.formats.sharded.index import (
     INDEX,
     VERSION,
-    FileEntry,
-    Index,
+    IndexFile,
+    IndexTensor,
     Origin,
-    TensorEntry,
+    ShardedIndex,
     boxes_hash,
     dumps,
     fallbacks_of,
@@ -39,14 +39,14 @@ from ckpt_tool.formats.sharded.index import (
     save_id,
     tensor_text,
 )
-from ckpt_tool.storage.safetensors_entries import METADATA
-from ckpt_tool.storage.safetensors_file import build_header
+from ckpt_tool.storage.safetensors_files.safetensors_entries import METADATA
+from ckpt_tool.storage.safetensors_files.safetensors_file import build_header
 
 FORMAT_NAME = "sharded"
 MANY = 4_000_000  # tensors times ranks
 
 
-class _Part(NamedTuple):
+class _RankPart(NamedTuple):
     """What a rank's file holds of one tensor: number `tensor` of the wanted ones."""
 
     tensor: int
@@ -58,7 +58,7 @@ class _RankFile(NamedTuple):
 
     state: str
     rank: dict[str, int]
-    parts: list[_Part]
+    parts: list[_RankPart]
 
 
 def sharded_target(wanted: Wanted, layout: Layout) -> Target:
@@ -82,7 +82,7 @@ def sharded_target(wanted: Wanted, layout: Layout) -> Target:
             for part, offset in zip(file.parts, offsets, strict=True)
         )
         out.append(TargetFile(path, size, ((0, head),), arrays))
-        entries.append(FileEntry(path, size, file.state, file.rank, hashes[path]))
+        entries.append(IndexFile(path, size, file.state, file.rank, hashes[path]))
     out.extend(TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles)
     out.append(_index_file(wanted, layout, extras, entries))
     return Target(FORMAT_NAME, tuple(out))
@@ -117,7 +117,7 @@ def _lay_out(wanted: Wanted, layout: Layout) -> dict[str, _RankFile]:
             if label not in names:
                 names[label] = file_name(item.key.state, mesh, each.coords)
                 files[names[label]] = _RankFile(item.key.state, each.coords, [])
-            files[names[label]].parts.append(_Part(number, each))
+            files[names[label]].parts.append(_RankPart(number, each))
     return dict(sorted(files.items()))
 
 
@@ -144,22 +144,24 @@ def _rows(wanted: Wanted, file: _RankFile) -> list[tuple[str, DType, tuple[int, 
     return [(tensors[number].key.name, tensors[number].dtype, each.shape) for number, each in file.parts]
 
 
-def _index_file(wanted: Wanted, layout: Layout, extras: object, files: list[FileEntry]) -> TargetFile:
+def _index_file(wanted: Wanted, layout: Layout, extras: object, files: list[IndexFile]) -> TargetFile:
     """`ckpt.index.json` with its holes for the digests."""
     text, holes = index_text(_index(wanted, layout, extras, files))
     patches = tuple(Patch(holes[item.key], "digest", number) for number, item in enumerate(wanted.tensors))
     return TargetFile(INDEX, len(text), ((0, text),), patches=patches)
 
 
-def _index(wanted: Wanted, layout: Layout, extras: object, files: Sequence[FileEntry], *, bare: bool = False) -> Index:
+def _index(
+    wanted: Wanted, layout: Layout, extras: object, files: Sequence[IndexFile], *, bare: bool = False
+) -> ShardedIndex:
     """The index; bare: without its tensors."""
     cuts = _Cuts(layout)
     origin = wanted.hints.get(Origin)
-    return Index(
+    return ShardedIndex(
         mesh=layout.mesh,
         files=tuple(files),
         tensors={
-            item.key: TensorEntry(item.dtype, item.shape, cuts.number(placement), item.path)
+            item.key: IndexTensor(item.dtype, item.shape, cuts.number(placement), item.path)
             for item, placement in zip(wanted.tensors, layout.placements, strict=True)
         }
         if not bare
@@ -212,7 +214,7 @@ class _Large:
         files.append(TargetFile(INDEX, self._index_size(), index, patches=Later(lambda: self._index_file().patches)))
         return Target(FORMAT_NAME, tuple(files), places=GridPlaces(self.grid, self.slots, self.identity))
 
-    def _slots(self) -> tuple[list[Slot], list[str]]:
+    def _slots(self) -> tuple[list[GridSlot], list[str]]:
         """Every file in the order of its path."""
         grid, mesh = self.grid, self.layout.mesh
         blank = _metadata(self.layout, "0" * 32, "", {}, "")
@@ -223,24 +225,26 @@ class _Large:
             for rank, sheet in sheets.by_rank.items():
                 boxes = 1 + len(sheet.order) + sum(band.box_length(rank) for band in sheet.bands)
                 start = header_size(sheet, fixed + _characters(state) - 2 + ranks[rank] + boxes)
-                slot = Slot(state, rank, start + sheet.nbytes, start, sheet)
+                slot = GridSlot(state, rank, start + sheet.nbytes, start, sheet)
                 found.append((file_name(state, mesh, grid.ranks[rank]), slot))
         found.sort(key=lambda pair: pair[0])
         return [slot for _, slot in found], [path for path, _ in found]
 
-    def _file(self, slot: Slot) -> _RankFile:
-        parts = [_Part(number, each) for number, each in sorted(self.grid.parts(slot.state, slot.rank), key=_number)]
+    def _file(self, slot: GridSlot) -> _RankFile:
+        parts = [
+            _RankPart(number, each) for number, each in sorted(self.grid.parts(slot.state, slot.rank), key=_number)
+        ]
         return _RankFile(slot.state, self.grid.ranks[slot.rank], parts)
 
     @cached_property
     def _hashes(self) -> dict[str, str]:
         return {path: self._hash(slot) for path, slot in zip(self.paths, self.slots, strict=True)}
 
-    def _hash(self, slot: Slot) -> str:
+    def _hash(self, slot: GridSlot) -> str:
         file = self._file(slot)
         return boxes_hash(dumps(_boxes(self.wanted, file)), ((n, d.name, s) for n, d, s in _rows(self.wanted, file)))
 
-    def _head(self, slot: Slot) -> tuple[tuple[int, bytes]]:
+    def _head(self, slot: GridSlot) -> tuple[tuple[int, bytes]]:
         file = self._file(slot)
         save = save_id(self.layout.mesh, self.extras, self._hashes)
         boxes = dumps(_boxes(self.wanted, file))
@@ -254,7 +258,7 @@ class _Large:
             )
         return ((0, head),)
 
-    def _arrays(self, slot: Slot) -> tuple[TargetArray, ...]:
+    def _arrays(self, slot: GridSlot) -> tuple[TargetArray, ...]:
         places = self.grid.places(slot)
         return tuple(
             TargetArray(part.tensor, part.held.box, places[part.tensor], padded(part.held))
@@ -263,7 +267,7 @@ class _Large:
 
     def _index_file(self) -> TargetFile:
         entries = [
-            FileEntry(path, slot.size, slot.state, self.grid.ranks[slot.rank], self._hashes[path])
+            IndexFile(path, slot.size, slot.state, self.grid.ranks[slot.rank], self._hashes[path])
             for path, slot in zip(self.paths, self.slots, strict=True)
         ]
         return _index_file(self.wanted, self.layout, self.extras, entries)
@@ -278,7 +282,7 @@ class _Large:
 
     def _index_size(self) -> int:
         """Bytes of the index: its text without files and tensors, and the lengths of theirs."""
-        entry = FileEntry("", 0, "", {}, "0" * 32)
+        entry = IndexFile("", 0, "", {}, "0" * 32)
         fixed = len(dumps(file_json(entry))) - len('0{}""') + len(",\n")
         ranks = [len(dumps(rank)) for rank in self.grid.ranks]
         states = {state: len(dumps(state)) for state in self.grid.states}
@@ -289,7 +293,7 @@ class _Large:
         tensors = sum(map(self._tensors_size, self.grid.states.values())) + len("},") * (len(states) - 1)
         return len(self._bare_index) + len("\n") + files - len(",\n") + tensors + len("}")
 
-    def _tensors_size(self, state: State) -> int:
+    def _tensors_size(self, state: GridState) -> int:
         """Bytes of one state's tensors in the index. Their names are plain, so they take two quotes more."""
         opening = len(dumps(state.state)) + len("\n:{\n") - len(",\n")
         sheets = id(self.grid.sheets[state.state])
@@ -302,7 +306,7 @@ class _Large:
         size = sum(map(len, state.names))
         for key, count in Counter(keys).items():
             shape, dtype, placement, path = what[key]
-            before, after = tensor_text("", TensorEntry(dtype, shape, self._cuts.number(placement), path))
+            before, after = tensor_text("", IndexTensor(dtype, shape, self._cuts.number(placement), path))
             size += count * (len(before) + DIGEST_CHARS + len(after) + len(",\n"))
         if bare:
             self._sizes[sheets] = size

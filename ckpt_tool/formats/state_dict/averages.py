@@ -36,7 +36,7 @@ _LIST_ALONE, _NO_TWIN = "E2951", "E2952"
 Shape = tuple[int, ...]
 
 
-class Listed(NamedTuple):
+class ListedAverage(NamedTuple):
     """Averages that are a list. root: where it is. members: (number, leaf) in the list's order."""
 
     root: Path
@@ -48,7 +48,7 @@ class Sorted(NamedTuple):
     others: leaves that are no average."""
 
     named: dict[int, str]
-    lists: tuple[Listed, ...]
+    lists: tuple[ListedAverage, ...]
     others: tuple[int, ...]
 
 
@@ -72,11 +72,11 @@ def sort_averages(paths: Mapping[int, Path], root: Path, below: Path) -> Sorted:
     if is_pytorch_ema:
         others += [leaf for leaf, name in named.items() if not name.startswith(_WITHIN[0])]
         named = {leaf: name.removeprefix(_WITHIN[0]) for leaf, name in named.items() if leaf not in others}
-    found = tuple(Listed(where, tuple(sorted(members))) for where, members in lists.items())
+    found = tuple(ListedAverage(where, tuple(sorted(members))) for where, members in lists.items())
     return Sorted(named, found, tuple(others))
 
 
-def name_list(listed: Listed, shapes: Sequence[Shape], model: Sequence[Candidate]) -> Aligned:
+def name_list(listed: ListedAverage, shapes: Sequence[Shape], model: Sequence[Candidate]) -> Aligned:
     """The parameters that a list of averages follows, by number. shapes: of the list's tensors."""
     numbers = [number for number, _ in listed.members]
     if numbers != list(range(len(numbers))):
@@ -85,7 +85,7 @@ def name_list(listed: Listed, shapes: Sequence[Shape], model: Sequence[Candidate
     return align([{"params": numbers}], moments, model)
 
 
-def refuse_list(listed: Listed, leaf: Path, why: str) -> InputError:
+def refuse_list(listed: ListedAverage, leaf: Path, why: str) -> InputError:
     """The error (E2951) for a list of averages that can't be named."""
     return InputError(
         f"{dotted(listed.root)} lists averages without names, and the model of the file does not state them ({why})",

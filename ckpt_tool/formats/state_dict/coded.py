@@ -5,7 +5,7 @@
 
 Blocks run along a piece's own row-major line, so the scales of pieces of rows, one behind the other, are those of the
 whole; pieces along other dims have no such whole. Tables of values are replicas, compared when they are read.
-Source: torchao 0.18.0 `optim/adam.py` (`_new_buffer`: codes of a DTensor's local part). `storage.coded_states` says
+Source: torchao 0.18.0 `optim/adam.py` (`_new_buffer`: codes of a DTensor's local part). `pickles.coded_states` says
 what a piece holds. What it does not do: pieces of which some are plain.
 """
 
@@ -19,7 +19,7 @@ from ckpt_tool.core.catalog import Note, mark_replicas
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import InputError
 from ckpt_tool.formats.state_dict.tree import dotted
-from ckpt_tool.storage.coded_states import CODES, PARTS, QMAP, SCALE
+from ckpt_tool.storage.pickles.coded_states import CODES, PARTS, QMAP, SCALE
 
 MIXED = "E1379"
 Piece = tuple[Box, Mapping[str, StoredArray]]

@@ -26,8 +26,8 @@ from ckpt_tool.formats.state_dict.optimizer_ids import Candidate, align
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
 from ckpt_tool.formats.state_dict.roots import Ordered, Roots
 from ckpt_tool.formats.state_dict.tree import SLOT, dotted, join
-from ckpt_tool.storage.pickle_values import OrderedMap
-from ckpt_tool.storage.pickle_writer import dumps
+from ckpt_tool.storage.pickles.pickle_values import OrderedMap
+from ckpt_tool.storage.pickles.pickle_writer import dumps
 
 _LEAVE = object()
 

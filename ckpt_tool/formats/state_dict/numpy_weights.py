@@ -19,9 +19,9 @@ from typing import Any
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.core.tensor import Path
 from ckpt_tool.formats.state_dict.words import MASTER_ROOTS, MODEL_ROOTS, OPTIMIZER_ROOTS, is_average
-from ckpt_tool.storage import pickles
-from ckpt_tool.storage.pickle_numpy import is_text, tensor_dtype
-from ckpt_tool.storage.pickle_values import ArrayRef, NumpyArray, TensorRef, WrapperRef
+from ckpt_tool.storage.pickles import pickle_reader as pickles
+from ckpt_tool.storage.pickles.pickle_numpy import is_text, tensor_dtype
+from ckpt_tool.storage.pickles.pickle_values import ArrayRef, NumpyArray, TensorRef, WrapperRef
 
 _ROOTS = frozenset(MODEL_ROOTS) | MASTER_ROOTS | OPTIMIZER_ROOTS
 _VALUES = re.compile(r"(?:^|[._])(?:rng|random|seed|param_groups)(?:[._]|$)")

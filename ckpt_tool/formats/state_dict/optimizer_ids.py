@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.buffers import is_buffer
 from ckpt_tool.formats.state_dict.coded import shape_of_codes
 from ckpt_tool.formats.state_dict.words import SAME_SHAPE
-from ckpt_tool.storage.coded_states import CODES, QMAP
+from ckpt_tool.storage.pickles.coded_states import CODES, QMAP
 
 STATE_LIMIT = 400_000  # cells
 

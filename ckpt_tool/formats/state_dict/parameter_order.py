@@ -102,32 +102,32 @@ def tree_order(shapes: Mapping[str, Shape], groups: Sequence[Sequence[Shape | No
     return next(iter(found.values()), None) if search.left > 0 else None
 
 
-class _Place(NamedTuple):
+class _ModulePlace(NamedTuple):
     """What is left of a module: its name, its leaves and modules that were not visited. below: the rest of those that
     it lies in."""
 
     prefix: str
     rest: tuple[str, ...]
-    below: _Place | None
+    below: _ModulePlace | None
 
 
-class _Taken(NamedTuple):
+class _TakenLeaf(NamedTuple):
     """A parameter and the group that has it, and those that were taken before."""
 
     group: int
     name: str
-    before: _Taken | None
+    before: _TakenLeaf | None
 
 
 class _At(NamedTuple):
     """How far an order has come. at: how many each group has taken. spare: tensors that may still be passed over.
     chosen: the orders of siblings that are settled."""
 
-    place: _Place | None
+    place: _ModulePlace | None
     at: tuple[int, ...]
     spare: int
     chosen: _Orders
-    taken: _Taken | None = None
+    taken: _TakenLeaf | None = None
 
 
 class _Search:
@@ -150,7 +150,7 @@ class _Search:
     def orders(self) -> Iterator[list[tuple[int, str]]]:
         """(group, parameter) in turn, of every order that fits; the same deal may come several times, with modules that
         hold no parameters in other places."""
-        start = _Place("", tuple(self.children.get("", ())), None)
+        start = _ModulePlace("", tuple(self.children.get("", ())), None)
         waiting = [_At(start, (0,) * len(self.groups), self.spare, {})] if self.spare >= 0 else []
         while waiting and self.left > 0:
             self.left -= 1
@@ -163,13 +163,13 @@ class _Search:
             else:
                 waiting += self._after(here, place)
 
-    def _after(self, here: _At, place: _Place) -> Iterator[_At]:
+    def _after(self, here: _At, place: _ModulePlace) -> Iterator[_At]:
         """Each way on from a place."""
         for child, order in self._next(place, here.chosen):
             name = f"{place.prefix}.{child}" if place.prefix else child
             rest = place._replace(rest=tuple(each for each in place.rest if each != child))
             if name not in self.shapes:
-                yield here._replace(place=_Place(name, tuple(self.children[name]), rest), chosen=order)
+                yield here._replace(place=_ModulePlace(name, tuple(self.children[name]), rest), chosen=order)
                 continue
             if here.spare:
                 yield here._replace(place=rest, spare=here.spare - 1, chosen=order)
@@ -177,9 +177,9 @@ class _Search:
                 taken = here.at[g]
                 if taken < len(group) and group[taken] in (None, self.shapes[name]):
                     at = (*here.at[:g], taken + 1, *here.at[g + 1 :])
-                    yield _At(rest, at, here.spare, order, _Taken(g, name, here.taken))
+                    yield _At(rest, at, here.spare, order, _TakenLeaf(g, name, here.taken))
 
-    def _next(self, place: _Place, chosen: _Orders) -> Iterator[tuple[str, _Orders]]:
+    def _next(self, place: _ModulePlace, chosen: _Orders) -> Iterator[tuple[str, _Orders]]:
         """The siblings that may come next, each with the orders that are settled then."""
         if all(map(numeral, place.rest)):
             yield min(place.rest, key=int), chosen
@@ -197,11 +197,11 @@ class _Search:
         for child in leaves or place.rest:  # a module's own come first
             yield child, {**chosen, kind: (*known, child)}
 
-    def _is_leaf(self, place: _Place, child: str) -> bool:
+    def _is_leaf(self, place: _ModulePlace, child: str) -> bool:
         return (f"{place.prefix}.{child}" if place.prefix else child) in self.shapes
 
 
-def _listed(taken: _Taken | None) -> list[tuple[int, str]]:
+def _listed(taken: _TakenLeaf | None) -> list[tuple[int, str]]:
     found = []
     while taken is not None:
         found.append((taken.group, taken.name))

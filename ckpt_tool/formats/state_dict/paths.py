@@ -53,7 +53,7 @@ from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.state_dict.averages import (
     COUNTERS,
     LISTS,
-    Listed,
+    ListedAverage,
     find_twins,
     find_within,
     name_list,
@@ -145,7 +145,7 @@ class _Naming:
         self.ids: dict[Path, dict[str, str]] = {}
         self.prefix = ""  # of the model's keys, where there is no nesting: "model."
         self.root: Path | None = None
-        self.lists: list[Listed] = []
+        self.lists: list[ListedAverage] = []
         self.average_roots: list[tuple[str, tuple[int, ...]]] = []  # a level of averages, the leaves with names there
         self.faults: dict[int, CkptError] = {}  # leaf -> why it can't be read as what it is
 

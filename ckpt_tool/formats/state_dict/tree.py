@@ -6,11 +6,11 @@ parts into the leaves `("model", "w")` -> T0 and `("rng", 0)` -> T1 and the extr
 a dict that held nothing but tensors vanishes (the paths bring it back), while a list or tuple keeps a `SLOT` where a
 tensor (or a dict of nothing but tensors) stood, because positions matter there. `join` is the inverse.
 
-A state that torchao keeps as codes (`storage.coded_states`) parts into its plain tensors: `exp_avg@codes`,
-`exp_avg@scale`, `exp_avg@qmap`; a weight that it does (`storage.coded_weights`): `m._weight_qdata`, `m._weight_scale`.
+A state that torchao keeps as codes (`pickles.coded_states`) parts into its plain tensors: `exp_avg@codes`,
+`exp_avg@scale`, `exp_avg@qmap`; a weight that it does (`pickles.coded_weights`): `m._weight_qdata`, `m._weight_scale`.
 
 Cost: one visit a value. What this module does not do: know names, states or files; look into objects of unknown
-classes (`storage.pickles.refuse_weight_bearing` judges what hangs in those).
+classes (`pickles.pickle_reader.refuse_weight_bearing` judges what hangs in those).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import CorruptFile
 from ckpt_tool.formats.state_dict.numpy_weights import as_tensor, is_tensor_place
 from ckpt_tool.quantised.weights import subclass_part
-from ckpt_tool.storage import pickles
-from ckpt_tool.storage.coded_states import coded
-from ckpt_tool.storage.coded_weights import coded_weight
-from ckpt_tool.storage.pickle_globals import is_tensor_record
-from ckpt_tool.storage.pickle_values import (
+from ckpt_tool.storage.pickles import pickle_reader as pickles
+from ckpt_tool.storage.pickles.coded_states import coded
+from ckpt_tool.storage.pickles.coded_weights import coded_weight
+from ckpt_tool.storage.pickles.pickle_globals import is_tensor_record
+from ckpt_tool.storage.pickles.pickle_values import (
     ArrayRef,
     NumpyArray,
-    Record,
+    PickledRecord,
     StorageRef,
     TensorRef,
     WrapperRef,
@@ -46,7 +46,7 @@ _GONE = object()  # a dict of which nothing is left
 _TENSORS = (TensorRef, WrapperRef, ArrayRef)
 
 
-class Held(NamedTuple):
+class TensorHolder(NamedTuple):
     """An object at `path` that holds a tensor. before: leaves that were met before it. whole: the distributed tensor
     of which it is this file's part."""
 
@@ -69,7 +69,7 @@ class Parted:
     leaves: list[tuple[Path, Any]] = field(default_factory=list)
     extras: Any = None
     hanging: list[str] = field(default_factory=list)
-    held: list[Held] = field(default_factory=list)
+    held: list[TensorHolder] = field(default_factory=list)
     ordered: list[tuple[Path, Any]] = field(default_factory=list)
     visits: int = 0
 
@@ -96,7 +96,7 @@ def _part(value: Any, path: Path, out: Parted) -> Any:
             hint="the file is damaged or malicious: no trainer writes such a state",
         )
     if isinstance(value, WrapperRef) and type(value.local) is Opaque and holds_tensor(value.local):
-        out.held.append(Held(path, value.local, len(out.leaves), value))
+        out.held.append(TensorHolder(path, value.local, len(out.leaves), value))
         return SLOT
     if isinstance(value, _TENSORS):
         out.leaves.append((path, value))
@@ -127,11 +127,11 @@ def _part(value: Any, path: Path, out: Parted) -> Any:
         items = [_part(item, (*path, i), out) for i, item in enumerate(value)]
         filled = [SLOT if item is _GONE else item for item in items]
         return tuple(filled) if isinstance(value, tuple) else filled
-    if isinstance(value, Record | set | frozenset) and holds_tensor(value):
+    if isinstance(value, PickledRecord | set | frozenset) and holds_tensor(value):
         name = getattr(value, "name", type(value).__name__)
         out.hanging.append(f"a tensor is held by a {name}, which is not understood, at {dotted(path)}")
     elif type(value) is Opaque and (value.name == pickles.ITSELF or holds_tensor(value)):
-        out.held.append(Held(path, value, len(out.leaves)))
+        out.held.append(TensorHolder(path, value, len(out.leaves)))
         return SLOT
     return as_extras(value)
 
@@ -144,7 +144,7 @@ def _part_array(value: NumpyArray, path: Path, out: Parted) -> Any:
     if isinstance(tensor, ArrayRef):
         out.leaves.append((path, tensor))
     else:
-        out.held.append(Held(path, tensor, len(out.leaves)))
+        out.held.append(TensorHolder(path, tensor, len(out.leaves)))
     return SLOT
 
 
@@ -159,7 +159,7 @@ def part_path(path: Path, name: str) -> Path:
 
 def _key(key: Any) -> Any:
     """A dict's key as extras can hold it."""
-    if isinstance(key, Record | Opaque | NumpyArray):
+    if isinstance(key, PickledRecord | Opaque | NumpyArray):
         return f"<{getattr(key, 'name', 'numpy.ndarray')}>"
     return as_extras(key)
 
@@ -174,7 +174,7 @@ def holds_tensor(value: Any, depth: int = 0) -> bool:
         return any(holds_tensor(item, depth + 1) for pair in value.items() for item in pair)
     if isinstance(value, list | tuple | set | frozenset):
         return any(holds_tensor(item, depth + 1) for item in value)
-    if isinstance(value, Record | Opaque):
+    if isinstance(value, PickledRecord | Opaque):
         return holds_tensor(value.args, depth + 1) or holds_tensor(value.state, depth + 1)
     return False
 

@@ -23,12 +23,12 @@ from ckpt_tool.core.dtype import DTYPES, from_torch
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.tensor import EXTRAS, MODEL, ChunkColumns, LogicalTensor, Path, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError
-from ckpt_tool.formats.state_dict.tree import Held, Parted, dotted
+from ckpt_tool.formats.state_dict.tree import Parted, TensorHolder, dotted
 from ckpt_tool.formats.state_dict.words import MODEL_ROOTS, SAME_SHAPE
-from ckpt_tool.storage import pickles
-from ckpt_tool.storage.pickle_globals import META_TENSOR
-from ckpt_tool.storage.pickle_numpy import tensor_dtype
-from ckpt_tool.storage.pickle_values import StorageRef, TensorRef, WrapperRef
+from ckpt_tool.storage.pickles import pickle_reader as pickles
+from ckpt_tool.storage.pickles.pickle_globals import META_TENSOR
+from ckpt_tool.storage.pickles.pickle_numpy import tensor_dtype
+from ckpt_tool.storage.pickles.pickle_values import StorageRef, TensorRef, WrapperRef
 
 _WRAPPER, _PARAMETER = "torch._utils._rebuild_wrapper_subclass", "torch._utils._rebuild_parameter"
 _SPARSE = "torch._utils._rebuild_sparse"
@@ -92,7 +92,7 @@ def hidden_in(value: Any, parted: Parted, shown: str, where: str) -> tuple[list[
     return list(lines.values()), [_hidden(held, lines, shown) for held in parted.held]
 
 
-def _hidden(held: Held, lines: Mapping[str, str], shown: str) -> Hidden:
+def _hidden(held: TensorHolder, lines: Mapping[str, str], shown: str) -> Hidden:
     name, line = held.value.name, lines.get(held.value.name, "")
     looks = _looks(held.value) if held.whole is None else (held.whole.shape, held.whole.dtype.name)
     if line:

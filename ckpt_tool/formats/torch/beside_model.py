@@ -22,21 +22,21 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.tensor import EXTRAS, MODEL, LogicalTensor, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError, StorageError
-from ckpt_tool.formats.base import ReadOptions, Walked
+from ckpt_tool.formats.base import ReadOptions, WalkedModel
 from ckpt_tool.formats.beside import RECIPE, SCHEDULER, UNREAD, lost_optimizer, optimizer_files, recipe_note
 from ckpt_tool.formats.state_dict.optimizer_ids import numbers_of, shape_of
 from ckpt_tool.formats.state_dict.parameter_order import Shape, class_order, tree_order
 from ckpt_tool.formats.state_dict.paths import UNNAMED, Leaf, name_leaves
 from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.formats.torch.content import TorchContent, read_content
+from ckpt_tool.storage.pickles.survey import unsafe_names
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.strict_json import parse
-from ckpt_tool.storage.survey import unsafe_names
+from ckpt_tool.storage.texts.strict_json import parse
 
 _ROOT = "optimizer"
 _BESIDE = "where it has names, ckpt convert it with --dialect hf, and ckpt merge the two"
 _CONFIG, _LIMIT = "config.json", 16 << 20
-_Walk = Callable[[Mapping[str, Any], Mapping[str, Shape]], Walked | None]
+_Walk = Callable[[Mapping[str, Any], Mapping[str, Shape]], WalkedModel | None]
 
 
 def with_optimizer(tree: Tree, catalog: Catalog, options: ReadOptions, *, in_order: bool) -> Catalog:
@@ -79,7 +79,7 @@ class Way(NamedTuple):
 
     shapes: Mapping[str, Shape]
     order: Sequence[str]
-    walked: Walked | None
+    walked: WalkedModel | None
 
 
 def _ways(
@@ -166,7 +166,7 @@ def _with_scheduler(tree: Tree, catalog: Catalog) -> Catalog:
     return catalog
 
 
-def _place(catalog: Catalog, name: str, walked: Walked | None) -> tuple[object, ...] | None:
+def _place(catalog: Catalog, name: str, walked: WalkedModel | None) -> tuple[object, ...] | None:
     """Equal for tied weights, which an optimizer counts once; None for what may be made of several."""
     if walked is not None:
         return None

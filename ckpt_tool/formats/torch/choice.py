@@ -25,9 +25,9 @@ from ckpt_tool.core.missing import report_missing
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, StorageError
 from ckpt_tool.formats.base import Evidence, Specificity
 from ckpt_tool.storage.magic import NPZ, what_is
-from ckpt_tool.storage.safetensors_file import looks_like_header
+from ckpt_tool.storage.safetensors_files.safetensors_file import looks_like_header
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.torch_stream import is_stream, is_tar
+from ckpt_tool.storage.torch_files.torch_stream import is_stream, is_tar
 
 INDEX_SUFFIX = ".bin.index.json"
 WHOLE = "pytorch_model.bin"
@@ -58,7 +58,7 @@ _OF_RANK = re.compile(
 _OF_WHOLE_RANK = re.compile(r"(.+)\.rank_(\d{1,6})\.(?:pt|pth|bin)")  # a rank's whole state: fvcore, DINOv2
 
 
-class RankFile(NamedTuple):
+class TorchRankFile(NamedTuple):
     """A rank's own file. kind: `model`, `optim`, ...: the level of the state that it holds, "" for a whole one. world:
     ranks, where its name says so. rank: whose it is, None where nothing says so."""
 
@@ -69,29 +69,29 @@ class RankFile(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenFiles:
     """why: in words. files: in order; empty where the index tells. index: its path. ranks: a file a rank."""
 
     why: str
     files: tuple[str, ...] = ()
     index: str | None = None
     notes: tuple[Note, ...] = ()
-    ranks: tuple[RankFile, ...] = ()
+    ranks: tuple[TorchRankFile, ...] = ()
 
 
-def rank_files(names: Sequence[str]) -> tuple[RankFile, ...]:
+def rank_files(names: Sequence[str]) -> tuple[TorchRankFile, ...]:
     """Those of `names` that are a rank's, sorted by kind and rank."""
     found = [(name, match) for name in names if (match := _OF_RANK.fullmatch(name.rpartition("/")[2]))]
-    ranked = [RankFile(n, m[1], int(m[2]) if m[2] else None, int(m[3])) for n, m in found]
+    ranked = [TorchRankFile(n, m[1], int(m[2]) if m[2] else None, int(m[3])) for n, m in found]
     if not ranked:
         wholes = [(name, match) for name in names if (match := _OF_WHOLE_RANK.fullmatch(name.rpartition("/")[2]))]
         if len({match[1] for _, match in wholes}) == 1:
-            ranked = [RankFile(name, "", None, int(match[2])) for name, match in wholes]
+            ranked = [TorchRankFile(name, "", None, int(match[2])) for name, match in wholes]
     kinds = {kind: number for number, kind in enumerate(("", "model", "ema", "optim", "optimizer", "extra_state"))}
     return tuple(sorted(ranked, key=lambda file: (kinds[file.kind], file.world or 0, file.rank)))
 
 
-def choose(tree: Tree, prefer: str | None = None) -> Chosen | None:
+def choose(tree: Tree, prefer: str | None = None) -> ChosenFiles | None:
     """The files that count, None when there is no torch checkpoint. prefer: the one file to take where there is an
     index too, or `files`: no index. Never raises for another format's tree."""
     if tree.single is not None:
@@ -102,28 +102,28 @@ def choose(tree: Tree, prefer: str | None = None) -> Chosen | None:
     alone = not any(name.endswith(_OTHERS) for name in names)
     is_whole = alone and len(wholes) > 1 and _looks(tree, wholes[0].name)
     if is_whole or any(file.kind == "model" for file in ranked):
-        return Chosen(f"{len(ranked)} files of single ranks", ranks=ranked)
+        return ChosenFiles(f"{len(ranked)} files of single ranks", ranks=ranked)
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     usual = [name for name in indexes if name == "pytorch_model" + INDEX_SUFFIX]
     if indexes and prefer == WHOLE and WHOLE in names:
-        return Chosen(f"{WHOLE}, as asked for", (WHOLE,))
+        return ChosenFiles(f"{WHOLE}, as asked for", (WHOLE,))
     if indexes and prefer != WITHOUT_INDEX:
         index = (usual or indexes)[0]
-        return Chosen(f"an index, {index}", index=index)
+        return ChosenFiles(f"an index, {index}", index=index)
     weights = [name for name in names if not _BESIDE.fullmatch(name)]
     numbered = [name for name in names if _NUMBERED.fullmatch(name)]
     stems = {found[1] for name in numbered if (found := _NUMBERED.fullmatch(name))}
     whole = "pytorch_model" in stems or not any(name.endswith(_OTHERS) or _PART.match(name) for name in names)
     if len(stems) == 1 and whole and _looks(tree, numbered[0]):
-        return Chosen(f"{len(numbered)} numbered files without an index", tuple(numbered))
+        return ChosenFiles(f"{len(numbered)} numbered files without an index", tuple(numbered))
     if WHOLE in weights:
-        return Chosen(WHOLE, (WHOLE,))
+        return ChosenFiles(WHOLE, (WHOLE,))
     if not whole or len(weights) > LOOKED_AT:
         return None
     looking = [name for name in weights if _looks(tree, name)]
     if len(looking) != 1:
         return None
-    return Chosen(f"{ONLY}, {looking[0]}", (looking[0],))
+    return ChosenFiles(f"{ONLY}, {looking[0]}", (looking[0],))
 
 
 def names_of_index(index: str) -> tuple[str, str]:
@@ -156,25 +156,25 @@ def evidence(tree: Tree) -> Evidence | None:
     )
 
 
-def _one(tree: Tree, name: str) -> Chosen | None:
+def _one(tree: Tree, name: str) -> ChosenFiles | None:
     """A single file: torch's by content; a damaged one by its end or its name."""
     head = tree.head(name, HEAD)
     if name.endswith(INDEX_SUFFIX) and head.lstrip()[:1] == b"{":
-        return Chosen("an index of .bin files", index=name)
+        return ChosenFiles("an index of .bin files", index=name)
     size = tree.size(name)
     if looks_like_header(head, size):
         return None
     if what_is(head) == NPZ:
         return None
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06") or is_stream(head):
-        return Chosen(
+        return ChosenFiles(
             "a zip archive" if head[:2] == b"PK" else "torch's stream before 1.6", (name,), notes=_shard(name)
         )
     if is_tar(head) and name.endswith(_TORCH_NAMES):
-        return Chosen("a tar archive", (name,))
+        return ChosenFiles("a tar archive", (name,))
     end = tree.read(name, max(0, size - _END), min(size, _END))
     if b"PK\x05\x06" in end and b"data.pkl" in end:
-        return Chosen("a zip's end after something else", (name,))
+        return ChosenFiles("a zip's end after something else", (name,))
     return None
 
 

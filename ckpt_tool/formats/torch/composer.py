@@ -1,8 +1,8 @@
 """A new torch file, composed of pieces: the mirror of `torch.content`.
 
     composer = TorchComposer()
-    flat = composer.tensor((1904,), F32, [Part(0, box, 0) for ...])   # a storage that several boxes fill, zeros between
-    file = composer.file("mp_rank_00/distrib_optim.pt", {0: {"param": flat}})
+    flat = composer.tensor((1904,), F32, [StoragePart(0, box, 0) for ...])   # a storage that several boxes fill, zeros
+    between file = composer.file("mp_rank_00/distrib_optim.pt", {0: {"param": flat}})
 
 Cost: as the pickle and the directory.
 """
@@ -18,14 +18,14 @@ from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.target import Patch, TargetArray, TargetFile
 from ckpt_tool.errors import InternalError
-from ckpt_tool.storage.pickle_values import TensorRef
-from ckpt_tool.storage.pickle_writer import dumps, stored
-from ckpt_tool.storage.zip_plan import plan_zip
+from ckpt_tool.storage.pickles.pickle_values import TensorRef
+from ckpt_tool.storage.pickles.pickle_writer import dumps, stored
+from ckpt_tool.storage.torch_files.zip_plan import plan_zip
 
 ROOT = "archive"  # the zip's top folder: one name for all, so that a file's bytes do not depend on what it is called
 
 
-class Part(NamedTuple):
+class StoragePart(NamedTuple):
     """`box` of wanted tensor number `tensor` lies at element `start` of a storage, row-major without gaps, or with
     `strides` (elements) between neighbours: columns of a wider matrix."""
 
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 class _Storage(NamedTuple):
     dtype: DType
     nbytes: int
-    parts: Sequence[Part]
+    parts: Sequence[StoragePart]
     data: bytes | None  # a value that is known already
 
 
@@ -48,7 +48,7 @@ class TorchComposer:
     def __init__(self) -> None:
         self._storages: list[_Storage] = []
 
-    def tensor(self, shape: Sequence[int], dtype: DType, parts: Sequence[Part]) -> TensorRef:
+    def tensor(self, shape: Sequence[int], dtype: DType, parts: Sequence[StoragePart]) -> TensorRef:
         """A tensor with a storage of its own that `parts` fill; what they leave out is zero. Put it into the
         skeleton."""
         return self._add(shape, dtype, parts, None)
@@ -59,7 +59,7 @@ class TorchComposer:
             raise InternalError(f"{len(data)} bytes for a {dtype.name} tensor of shape {tuple(shape)}")
         return self._add(shape, dtype, (), data)
 
-    def _add(self, shape: Sequence[int], dtype: DType, parts: Sequence[Part], data: bytes | None) -> TensorRef:
+    def _add(self, shape: Sequence[int], dtype: DType, parts: Sequence[StoragePart], data: bytes | None) -> TensorRef:
         ref = stored(str(len(self._storages)), shape, dtype)
         self._storages.append(_Storage(dtype, dtype.nbytes(prod(shape)), parts, data))
         return ref

@@ -20,10 +20,10 @@ from ckpt_tool.errors import InputError
 from ckpt_tool.formats.state_dict.tree import SLOT, dotted, part
 from ckpt_tool.formats.state_dict.unread import hidden_in, with_shapes
 from ckpt_tool.formats.torch.sharded_tensors import is_sharded
-from ckpt_tool.storage.pickle_values import TensorRef, WrapperRef
+from ckpt_tool.storage.pickles.pickle_values import TensorRef, WrapperRef
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.torch_stream import TorchStream, is_stream, is_tar, refuse_tar
-from ckpt_tool.storage.torchzip import TorchZip
+from ckpt_tool.storage.torch_files.torch_stream import TorchStream, is_stream, is_tar, refuse_tar
+from ckpt_tool.storage.torch_files.torchzip import TorchZip
 
 DTENSOR = "E0399"
 

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.errors import InputError
-from ckpt_tool.storage.pickle_values import Record, TensorRef
+from ckpt_tool.storage.pickles.pickle_values import PickledRecord, TensorRef
 
 UNPLACED = "E0399"
 RANKS_LIMIT = 1 << 17
@@ -79,26 +79,26 @@ class RankMesh(NamedTuple):
         return Mesh.of(**self.degrees())
 
 
-class Cut(NamedTuple):
+class DTensorCut(NamedTuple):
     """How one mesh dim cuts: along tensor dim `dim`, after cutting `factor` pieces first (1: none)."""
 
     dim: int
     factor: int = 1
 
 
-class Placed(NamedTuple):
+class DTensorPlacement(NamedTuple):
     """A DTensor's layout. cuts: one a mesh dim, None for Replicate. order: mesh dims, in the order in which they
     cut."""
 
     mesh: RankMesh
-    cuts: tuple[Cut | None, ...]
+    cuts: tuple[DTensorCut | None, ...]
     order: tuple[int, ...]
 
 
 def read_mesh(record: Any, load: Callable[[TensorRef], Sequence[int]], rank: int | None) -> RankMesh:
     """The mesh of a DeviceMesh record. load: gives an int tensor's values. rank: whose file it is in, for a mesh that
     is one of several slices of a larger one. Raises InputError E0399."""
-    if not isinstance(record, Record):
+    if not isinstance(record, PickledRecord):
         raise _unplaced("its mesh is no DeviceMesh")
     fields = record.state or {}
     names = fields.get("_mesh_dim_names", fields.get("mesh_dim_names"))
@@ -131,7 +131,7 @@ def _by_layout(
         else ()
     )
     axes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    if isinstance(layout, Record):
+    if isinstance(layout, PickledRecord):
         if "axes" in layout:
             parts = [(axis.get("shape"), axis.get("stride")) for axis in layout.get("axes", (list, tuple))]
         else:
@@ -178,35 +178,35 @@ def _ints(value: Any) -> tuple[int, ...]:
     return tuple(out)
 
 
-def read_placed(spec: Any, mesh: RankMesh, rank: int) -> Placed:
+def read_placed(spec: Any, mesh: RankMesh, rank: int) -> DTensorPlacement:
     """The layout that a DTensorSpec record states for a tensor of `rank` dims. Raises InputError E0399."""
-    placements = spec.get("placements", (list, tuple)) if isinstance(spec, Record) else ()
+    placements = spec.get("placements", (list, tuple)) if isinstance(spec, PickledRecord) else ()
     if len(placements) != len(mesh.shape):
         raise _unplaced(f"{len(placements)} placements on a mesh of {len(mesh.shape)} dims")
-    cuts: list[Cut | None] = []
+    cuts: list[DTensorCut | None] = []
     for item in placements:
-        name = item.name.rpartition(".")[2] if isinstance(item, Record) else type(item).__name__
+        name = item.name.rpartition(".")[2] if isinstance(item, PickledRecord) else type(item).__name__
         if name == "Replicate":
             cuts.append(None)
         elif name in ("Shard", "_StridedShard"):
             dim, factor = item.get("dim", int), item.get("split_factor", int) if name == "_StridedShard" else 1
             if not 0 <= dim < rank or not 1 <= factor <= BOXES_LIMIT:
                 raise _unplaced(f"{name}({dim}) of a tensor with {rank} dims")
-            cuts.append(Cut(dim, factor))
+            cuts.append(DTensorCut(dim, factor))
         else:
             raise _unplaced(
                 f"its placement is {name}: the ranks' values were not summed up yet, none of them has the tensor's"
             )
-    return Placed(mesh, tuple(cuts), _order(spec, cuts, mesh))
+    return DTensorPlacement(mesh, tuple(cuts), _order(spec, cuts, mesh))
 
 
-def _order(spec: Record, cuts: Sequence[Cut | None], mesh: RankMesh) -> tuple[int, ...]:
+def _order(spec: PickledRecord, cuts: Sequence[DTensorCut | None], mesh: RankMesh) -> tuple[int, ...]:
     """The mesh dims in cutting order; () where split factors have to be carried out as they stand."""
     stated = (spec.state or {}).get("shard_order")
     usual = [m for m, cut in enumerate(cuts) if cut]
     if all(cut is None or cut.factor == 1 for cut in cuts):
         if isinstance(stated, list | tuple):
-            listed = [m for entry in stated if isinstance(entry, Record) for m in _line(entry.get("mesh_dims"))]
+            listed = [m for entry in stated if isinstance(entry, PickledRecord) for m in _line(entry.get("mesh_dims"))]
             if all(type(m) is int for m in listed) and sorted(listed) == usual:
                 return tuple(listed)
         return tuple(usual)
@@ -225,7 +225,9 @@ def _order(spec: Record, cuts: Sequence[Cut | None], mesh: RankMesh) -> tuple[in
     return tuple(order)
 
 
-def boxes(shape: Sequence[int], placed: Placed, at: Sequence[int]) -> tuple[tuple[int, ...], list[tuple[Box, Box]]]:
+def boxes(
+    shape: Sequence[int], placed: DTensorPlacement, at: Sequence[int]
+) -> tuple[tuple[int, ...], list[tuple[Box, Box]]]:
     """(the shape of the part at mesh coordinates `at`, its boxes: (in the whole tensor, in the part)).
 
     A part whose lines are not one run (undecodable split factors) has several boxes; an empty part has none.

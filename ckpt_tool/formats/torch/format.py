@@ -6,8 +6,8 @@ tensor of a 100 GB file costs a few hundred bytes to find, and no pickle is ever
     training.pt  {"model": {"w": T}, "optimizer": {"state": {0: {"exp_avg": T}}, "param_groups": [...]}, "epoch": 3}
     ->  w, w [exp_avg], extras {"optimizer": {"param_groups": [...]}, "epoch": 3}
 
-Specification. Containers: `storage.torchzip` (torch >= 1.6: a zip of stored records with `data.pkl`) and
-`storage.torch_stream` (before). Content, by torch 2.13 `_utils.py`, `serialization.py`, `optim/optimizer.py`:
+Specification. Containers: `torch_files.torchzip` (torch >= 1.6: a zip of stored records with `data.pkl`) and
+`torch_files.torch_stream` (before). Content, by torch 2.13 `_utils.py`, `serialization.py`, `optim/optimizer.py`:
 
 * A file holds any object; a state dict is an OrderedDict with `_metadata` (module versions), a training state nests
   several. Names and states: `formats.state_dict.paths`; an optimizer's numbers: `formats.state_dict.optimizer_ids`.
@@ -56,12 +56,12 @@ from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.formats.state_dict.words import is_average
 from ckpt_tool.formats.torch import choice as torch_choice
 from ckpt_tool.formats.torch.beside_model import with_optimizer
-from ckpt_tool.formats.torch.choice import Chosen, RankFile
+from ckpt_tool.formats.torch.choice import ChosenFiles, TorchRankFile
 from ckpt_tool.formats.torch.content import TorchContent, read_content
 from ckpt_tool.formats.two_models import refuse_file_next_to_index
-from ckpt_tool.storage.pickle_writer import dumps, stored
+from ckpt_tool.storage.pickles.pickle_writer import dumps, stored
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.torchzip import plan_zip
+from ckpt_tool.storage.torch_files.torchzip import plan_zip
 
 MISSING, ABSENT, STRANGER, TWICE = "E0380", "E0381", "E0382", "E0383"
 FOREIGN = "E0393"
@@ -98,7 +98,7 @@ class _Torch:
         prefer = options.prefer
         chosen = torch_choice.choose(tree, prefer)
         if chosen is None and tree.single is not None:
-            chosen = Chosen("asked for", (tree.single,))
+            chosen = ChosenFiles("asked for", (tree.single,))
         if chosen is None:
             raise UnknownFormat(
                 "no torch file, or more than one, is directly in the folder",
@@ -124,7 +124,7 @@ FORMAT = _Torch()
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def _read(tree: Tree, chosen: Chosen, options: ReadOptions) -> Catalog:
+def _read(tree: Tree, chosen: ChosenFiles, options: ReadOptions) -> Catalog:
     expected = _expected(tree, chosen.index) if chosen.index else dict.fromkeys(chosen.files)
     required = options.require_checksums
     from ckpt_tool.formats.torch import ranks as torch_ranks  # few sources are of this kind
@@ -133,7 +133,7 @@ def _read(tree: Tree, chosen: Chosen, options: ReadOptions) -> Catalog:
         return torch_ranks.read(tree, chosen, required=required)
     files = by_file(expected, lambda name: read_content(tree, name, dtensors=True))
     if any(file.wrapped for file in files.values()):
-        own = [(torch_choice.rank_files([n]) or (RankFile(n, "", None, None),))[0]._replace(name=n) for n in files]
+        own = [(torch_choice.rank_files([n]) or (TorchRankFile(n, "", None, None),))[0]._replace(name=n) for n in files]
         return torch_ranks.read(tree, replace(chosen, ranks=tuple(own)), required=required)
     notes = [*chosen.notes, *_hold_against(tree, expected, files, lenient=options.lenient)]
     return with_optimizer(tree, _catalog(tree, chosen, files, notes, required=required), options, in_order=True)
@@ -235,7 +235,7 @@ def _hold_against(
 
 
 def _catalog(
-    tree: Tree, chosen: Chosen, files: Mapping[str, TorchContent], notes: list[Note], *, required: bool
+    tree: Tree, chosen: ChosenFiles, files: Mapping[str, TorchContent], notes: list[Note], *, required: bool
 ) -> Catalog:
     found = [leaf for file in files.values() for leaf in file.leaves]
     extras: dict[str, Any] = {}
@@ -278,7 +278,7 @@ def _catalog(
     )
 
 
-def _is_hugging_face(chosen: Chosen, leaves: Sequence[Leaf], extras: Mapping[str, Any]) -> bool:
+def _is_hugging_face(chosen: ChosenFiles, leaves: Sequence[Leaf], extras: Mapping[str, Any]) -> bool:
     """A model by its file names, flat as Hugging Face keeps it: every key is a tensor's name, whatever it looks
     like, but for averages."""
     named = chosen.index is not None or all(name.startswith("pytorch_model") for name in chosen.files)

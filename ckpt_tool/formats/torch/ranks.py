@@ -46,11 +46,11 @@ from ckpt_tool.formats.state_dict.roots import Ordered
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.formats.torch import dtensor_spec
-from ckpt_tool.formats.torch.choice import MISSING, MIXED, Chosen, RankFile
+from ckpt_tool.formats.torch.choice import MISSING, MIXED, ChosenFiles, TorchRankFile
 from ckpt_tool.formats.torch.content import TorchContent, read_content
-from ckpt_tool.formats.torch.dtensor_spec import Placed, RankMesh
-from ckpt_tool.formats.torch.sharded_tensors import Shards, is_sharded, read_shards
-from ckpt_tool.storage.pickle_values import Record, TensorRef, WrapperRef
+from ckpt_tool.formats.torch.dtensor_spec import DTensorPlacement, RankMesh
+from ckpt_tool.formats.torch.sharded_tensors import ShardOfRank, is_sharded, read_shards
+from ckpt_tool.storage.pickles.pickle_values import PickledRecord, TensorRef, WrapperRef
 from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
@@ -59,21 +59,21 @@ SHOWN = 50
 RNG = frozenset(("rng", "rng_state", "rng_states", "random_state", "random_states"))
 
 
-class _Part(NamedTuple):
+class _RankShare(NamedTuple):
     """A rank's share of one tensor. shape: the whole tensor's. placed: of a DTensor. shards: of a ShardedTensor."""
 
     rank: int
     array: StoredArray
     shape: tuple[int, ...]
-    placed: Placed | None
-    shards: Shards | None = None
+    placed: DTensorPlacement | None
+    shards: ShardOfRank | None = None
 
 
 @dataclass(slots=True)
-class _State:
+class _RankStates:
     """The ranks' files, laid over each other."""
 
-    parts: dict[Path, list[_Part]] = field(default_factory=dict)
+    parts: dict[Path, list[_RankShare]] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
     unsafe: dict[str, None] = field(default_factory=dict)
     globals: dict[str, None] = field(default_factory=dict)
@@ -83,14 +83,14 @@ class _State:
     kinds: dict[str, list[int]] = field(default_factory=dict)
 
 
-def read(tree: Tree, chosen: Chosen, *, required: bool) -> Catalog:
+def read(tree: Tree, chosen: ChosenFiles, *, required: bool) -> Catalog:
     """The catalog of `chosen.ranks`. required: refuse files without CRCs.
 
     Raises Incomplete E0380 naming the ranks without a file or a tensor, InconsistentCheckpoint E0384 (files of two
     jobs) and E0354 (ranks that disagree), InputError E0399 (a part that can't be placed).
     """
     _check_ranks(tree, chosen.ranks)
-    state = _State()
+    state = _RankStates()
     contents = by_file((file.name for file in chosen.ranks), lambda name: read_content(tree, name, dtensors=True))
     for file in chosen.ranks:
         _add(tree, file, contents[file.name], state)
@@ -132,7 +132,7 @@ def read(tree: Tree, chosen: Chosen, *, required: bool) -> Catalog:
     )
 
 
-def _check_ranks(tree: Tree, files: Sequence[RankFile]) -> None:
+def _check_ranks(tree: Tree, files: Sequence[TorchRankFile]) -> None:
     """Raise when the names do not count one whole job."""
     worlds = sorted({file.world for file in files if file.world is not None})
     if len(worlds) > 1:
@@ -173,7 +173,7 @@ def _check_ranks(tree: Tree, files: Sequence[RankFile]) -> None:
         report_missing(fault, files=missing)
 
 
-def _name_of_rank(peer: RankFile, rank: int) -> str:
+def _name_of_rank(peer: TorchRankFile, rank: int) -> str:
     """What the file of a rank is called whose peer's name is known."""
     folder, slash, name = peer.name.rpartition("/")
     before, _, after = name.rpartition(str(peer.rank))
@@ -183,7 +183,7 @@ def _name_of_rank(peer: RankFile, rank: int) -> str:
 # -- one file ----------------------------------------------------------------------------------------------------------
 
 
-def _add(tree: Tree, file: RankFile, content: TorchContent, state: _State) -> None:
+def _add(tree: Tree, file: TorchRankFile, content: TorchContent, state: _RankStates) -> None:
     shown = tree.display(file.name)
     state.unsafe.update(dict.fromkeys(content.unsafe))
     state.globals.update(dict.fromkeys(content.globals))
@@ -212,7 +212,7 @@ def _add(tree: Tree, file: RankFile, content: TorchContent, state: _State) -> No
         owner = rank if rank is not None else 0
         shape = wrapper.shape if wrapper is not None else array.shape
         at = _own_path(root, path, owner, state)
-        state.parts.setdefault(at, []).append(_Part(owner, array, shape, placed, shards))
+        state.parts.setdefault(at, []).append(_RankShare(owner, array, shape, placed, shards))
     owner = rank if rank is not None else 0
     state.kinds.setdefault(file.kind, []).append(owner)
     _add_extras(content.extras, file, owner, state, shown)
@@ -220,7 +220,7 @@ def _add(tree: Tree, file: RankFile, content: TorchContent, state: _State) -> No
         state.ordered += [((*root, *path), attributes) for path, attributes in content.ordered]
 
 
-def _shards(wrapper: WrapperRef, path: Path, rank: int | None, shown: str) -> Shards:
+def _shards(wrapper: WrapperRef, path: Path, rank: int | None, shown: str) -> ShardOfRank:
     """What a ShardedTensor states, held against the rank in the file's name."""
     try:
         shards = read_shards(wrapper, str(path[-1]))
@@ -237,13 +237,15 @@ def _shards(wrapper: WrapperRef, path: Path, rank: int | None, shown: str) -> Sh
     return shards
 
 
-def _placed(wrapper: WrapperRef, meshes: dict[int, RankMesh], load: Any, rank: int | None) -> tuple[Placed, int]:
+def _placed(
+    wrapper: WrapperRef, meshes: dict[int, RankMesh], load: Any, rank: int | None
+) -> tuple[DTensorPlacement, int]:
     """(the layout, whose file it is). A mesh that names its rank (torch 2.13) is held against the file's name."""
     spec = wrapper.spec
-    if not isinstance(spec, Record):
+    if not isinstance(spec, PickledRecord):
         raise InputError("a DTensor without its spec", code=UNPLACED, hint="the file is damaged: save it again")
     record = spec.get("mesh")
-    stated = (record.state or {}).get("_rank") if isinstance(record, Record) else None
+    stated = (record.state or {}).get("_rank") if isinstance(record, PickledRecord) else None
     owner = rank if rank is not None else stated if type(stated) is int else None
     if type(stated) is int and stated != owner:
         raise InconsistentCheckpoint(
@@ -279,7 +281,7 @@ def _integers(tree: Tree, content: TorchContent, ref: TensorRef) -> list[int]:
     return [int.from_bytes(data[i : i + width], "little", signed=True) for i in range(0, len(data), width)]
 
 
-def _own_path(root: Path, path: Path, rank: int, state: _State) -> Path:
+def _own_path(root: Path, path: Path, rank: int, state: _RankStates) -> Path:
     """Where the state keeps it: below `rank_R` what each rank has of its own (RNG states)."""
     if root == ("extra_state",) and str(path[0]).lower() in RNG:
         state.own.setdefault(str(path[0]), []).append(rank)
@@ -287,7 +289,7 @@ def _own_path(root: Path, path: Path, rank: int, state: _State) -> Path:
     return (*root, *path)
 
 
-def _add_extras(extras: Any, file: RankFile, rank: int, state: _State, shown: str) -> None:
+def _add_extras(extras: Any, file: TorchRankFile, rank: int, state: _RankStates, shown: str) -> None:
     """Plain values: the first rank's; the others' have to be equal, but for RNG states."""
     if not file.kind:
         _add_whole_extras(extras, rank, state, shown)
@@ -320,7 +322,7 @@ def _add_extras(extras: Any, file: RankFile, rank: int, state: _State, shown: st
         )
 
 
-def _add_whole_extras(extras: Any, rank: int, state: _State, shown: str) -> None:
+def _add_whole_extras(extras: Any, rank: int, state: _RankStates, shown: str) -> None:
     """The same for files that hold a rank's whole state, whose levels are those of the pickle."""
     shared = dict(extras) if isinstance(extras, dict) else {"value": extras}
     for key in [key for key in shared if str(key).lower() in RNG]:
@@ -364,7 +366,7 @@ def _difference(a: Any, b: Any) -> Path | None:
     return None if same else ()
 
 
-def _own_notes(state: _State) -> Iterable[Note]:
+def _own_notes(state: _RankStates) -> Iterable[Note]:
     for name, ranks in state.own.items():
         count = len(set(ranks))
         if count > 1:
@@ -375,7 +377,7 @@ def _own_notes(state: _State) -> Iterable[Note]:
             )
 
 
-def _check_flat(tree: Tree, files: Sequence[RankFile], state: _State) -> None:
+def _check_flat(tree: Tree, files: Sequence[TorchRankFile], state: _RankStates) -> None:
     """Raise for FSDP1's flat optimizer states: plain 1-d pieces beside a model of DTensors that ranks share out."""
     cut = any(
         p.placed and any(p.placed.cuts) for path, parts in state.parts.items() if path[0] == "model" for p in parts
@@ -397,7 +399,7 @@ def _check_flat(tree: Tree, files: Sequence[RankFile], state: _State) -> None:
 # -- one tensor --------------------------------------------------------------------------------------------------------
 
 
-def _tensor(tree: Tree, path: Path, parts: Sequence[_Part], names: Mapping[Any, str]) -> LogicalTensor:
+def _tensor(tree: Tree, path: Path, parts: Sequence[_RankShare], names: Mapping[Any, str]) -> LogicalTensor:
     """The tensor that the ranks' parts make up."""
     first, key = parts[0], dotted(path)[:200]
     for part in parts[1:]:
@@ -435,14 +437,14 @@ def _tensor(tree: Tree, path: Path, parts: Sequence[_Part], names: Mapping[Any, 
     return _logical(path, first, [chunk for part in parts for chunk in _chunks(tree, part, key)] or [_nothing(first)])
 
 
-def _cutting(part: _Part) -> Any:
+def _cutting(part: _RankShare) -> Any:
     """How a part is cut, whichever of several meshes of this shape it is on (one a tensor parallel rank)."""
     if part.shards is not None:
         return part.shards.every
     return None if part.placed is None else (part.placed.mesh.shape, part.placed.cuts, part.placed.order)
 
 
-def _stated_chunks(tree: Tree, parts: Sequence[_Part], shards: Shards, key: str) -> list[Chunk]:
+def _stated_chunks(tree: Tree, parts: Sequence[_RankShare], shards: ShardOfRank, key: str) -> list[Chunk]:
     """The boxes of a ShardedTensor that its metadata states. Raises Incomplete E0380 for those that no file has."""
     boxes = {part.shards.box for part in parts if part.shards is not None}
     missing = [rank for rank, box in enumerate(shards.every) if box not in boxes and box.numel]
@@ -463,13 +465,13 @@ def _stated_chunks(tree: Tree, parts: Sequence[_Part], shards: Shards, key: str)
     ]
 
 
-def _nothing(first: _Part) -> Chunk:
+def _nothing(first: _RankShare) -> Chunk:
     """The one chunk of an empty tensor."""
     zeros = (0,) * len(first.shape)
     return Chunk(Box(zeros, first.shape), first.array, Box(zeros, first.array.shape))
 
 
-def _chunks(tree: Tree, part: _Part, key: str) -> Iterable[Chunk]:
+def _chunks(tree: Tree, part: _RankShare, key: str) -> Iterable[Chunk]:
     """A rank's boxes of a DTensor."""
     at = part.placed.mesh.coordinates(part.rank) if part.placed is not None else None
     if part.placed is None or at is None:
@@ -492,5 +494,5 @@ def _chunks(tree: Tree, part: _Part, key: str) -> Iterable[Chunk]:
     return [Chunk(box, part.array, within) for box, within in found]
 
 
-def _logical(path: Path, first: _Part, chunks: Sequence[Chunk]) -> LogicalTensor:
+def _logical(path: Path, first: _RankShare, chunks: Sequence[Chunk]) -> LogicalTensor:
     return LogicalTensor(TensorKey(""), first.shape, first.array.dtype, mark_replicas(chunks), path)

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.box import Box
 from ckpt_tool.errors import InputError
 from ckpt_tool.formats.torch.dtensor_spec import UNPLACED
-from ckpt_tool.storage.pickle_globals import SHARDED_TENSOR
-from ckpt_tool.storage.pickle_values import Record, WrapperRef
+from ckpt_tool.storage.pickles.pickle_globals import SHARDED_TENSOR
+from ckpt_tool.storage.pickles.pickle_values import PickledRecord, WrapperRef
 
 SHARDS_LIMIT = 1 << 17
 _FLAT = re.compile(r"(?:^|\.)_?flat_param(?:_\d+)?$")
 
 
-class Shards(NamedTuple):
+class ShardOfRank(NamedTuple):
     """A rank's part of a ShardedTensor. box: what this file has of it, None where it has nothing. every: the boxes of
     all ranks. rank: the one that saved it, None where the file does not say."""
 
@@ -40,7 +40,7 @@ def is_sharded(wrapper: WrapperRef) -> bool:
     return wrapper.name == SHARDED_TENSOR
 
 
-def read_shards(wrapper: WrapperRef, name: str) -> Shards:
+def read_shards(wrapper: WrapperRef, name: str) -> ShardOfRank:
     """What the metadata of a ShardedTensor states. name: its name in the state. Raises InputError E0399."""
     if _FLAT.search(name):
         raise _unplaced(
@@ -53,7 +53,7 @@ def read_shards(wrapper: WrapperRef, name: str) -> Shards:
     if len(listed) > SHARDS_LIMIT:
         raise _unplaced(f"it states {len(listed)} shards")
     every = tuple(_box(each, wrapper.shape) for each in listed)
-    own = [shard.get("metadata", Record) for shard in state.get("shards", ())]
+    own = [shard.get("metadata", PickledRecord) for shard in state.get("shards", ())]
     if len(own) > 1:
         raise _unplaced("it has several shards on one rank")
     box = _box(own[0], wrapper.shape) if own else None
@@ -63,13 +63,13 @@ def read_shards(wrapper: WrapperRef, name: str) -> Shards:
     if box is not None and getattr(local, "shape", None) != box.shape:
         raise _unplaced(f"the shard in the file is not of the shape {list(box.shape)} that its metadata states")
     group = state.get("group")
-    stated = (group.state or {}).get("global_rank") if isinstance(group, Record) else None
-    return Shards(box, every, stated if type(stated) is int else None)
+    stated = (group.state or {}).get("global_rank") if isinstance(group, PickledRecord) else None
+    return ShardOfRank(box, every, stated if type(stated) is int else None)
 
 
 def _box(shard: Any, shape: tuple[int, ...]) -> Box:
     """The box of a ShardMetadata, inside the whole tensor."""
-    if not isinstance(shard, Record):
+    if not isinstance(shard, PickledRecord):
         raise _unplaced("its metadata is not that of a ShardedTensor")
     offsets = tuple(shard.get("shard_offsets", (list, tuple)))
     sizes = tuple(shard.get("shard_sizes", (list, tuple)))

@@ -18,33 +18,33 @@ from typing import Any
 import torch
 
 from ckpt_tool.harness.saving import torch_dcp
-from ckpt_tool.harness.saving.torch_dcp import Part
-from ckpt_tool.harness.saving.whole import HARNESS, Whole, adam_group, first_holders, muon_group
+from ckpt_tool.harness.saving.torch_dcp import TensorBox
+from ckpt_tool.harness.saving.whole import HARNESS, WholeState, adam_group, first_holders, muon_group
 
 _ROOTS = {"model": ("model",), "master": ("master_weights",), "ema": ("ema",)}
 
 
-def write(whole: Whole, folder: Path) -> None:
+def write(whole: WholeState, folder: Path) -> None:
     """The DCP folder and config.json."""
     paths: dict[str, tuple[Any, ...]] = {}
-    parts: list[list[Part]] = [[] for _ in whole.ranks]
+    parts: list[list[TensorBox]] = [[] for _ in whole.ranks]
     for number, (state, name), box, values in first_holders(whole):
         path = (*_ROOTS[state], name) if state in _ROOTS else ("optim", "state", name, state)
         key = ".".join(path)
         paths[key] = path
-        parts[number].append(Part(key, box.offset, values, tuple(whole.tensors[state, name].shape)))
+        parts[number].append(TensorBox(key, box.offset, values, tuple(whole.tensors[state, name].shape)))
     step = torch.tensor(float(whole.scalars["step"]))
     for name in whole.state("exp_avg"):
         path = ("optim", "state", name, "step")
         paths[".".join(path)] = path
-        parts[0].append(Part(".".join(path), (), step, ()))
+        parts[0].append(TensorBox(".".join(path), (), step, ()))
     objects = _objects(whole, paths)
-    ranks = [torch_dcp.Rank(mine, objects if number == 0 else {}) for number, mine in enumerate(parts)]
+    ranks = [torch_dcp.DcpRank(mine, objects if number == 0 else {}) for number, mine in enumerate(parts)]
     torch_dcp.write(ranks, folder, paths)
     (folder / "config.json").write_text(json.dumps(whole.config, indent=2))
 
 
-def _objects(whole: Whole, paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+def _objects(whole: WholeState, paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     """Plain values, flattened as torch flattens them: dicts and lists of dicts by their keys, other lists whole."""
     objects: dict[str, Any] = {}
     groups = [{"params": list(whole.state("exp_avg")), **adam_group(whole.scalars)}]

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from ckpt_tool.harness.saving.fault_point import fault_point
-from ckpt_tool.harness.saving.whole import HARNESS, Whole, adam_group
+from ckpt_tool.harness.saving.whole import HARNESS, WholeState, adam_group
 
 _VERSION = "0.19.8"
 _STATES = ("exp_avg", "exp_avg_sq")
@@ -62,7 +62,7 @@ _CLASSES: Mapping[str, type] = {
 }
 
 
-def write(whole: Whole, folder: Path) -> None:
+def write(whole: WholeState, folder: Path) -> None:
     """`latest`, the step's folder, config.json."""
     stage = whole.layout.zero or 1  # one rank without ZeRO is ZeRO 1 over one rank
     tag = f"global_step{int(whole.scalars['step'])}"
@@ -107,11 +107,11 @@ def _named() -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def _flat(whole: Whole, state: str, names: Sequence[str]) -> torch.Tensor:
+def _flat(whole: WholeState, state: str, names: Sequence[str]) -> torch.Tensor:
     return torch.cat([whole.tensors[state, name].reshape(-1) for name in names])
 
 
-def _optimizer12(whole: Whole, groups: Sequence[Sequence[str]], rank: int, stage: int) -> dict[str, Any]:
+def _optimizer12(whole: WholeState, groups: Sequence[Sequence[str]], rank: int, stage: int) -> dict[str, Any]:
     """Rank's part of each group: the line, padded to twice the ranks, cut evenly; masters without the padding."""
     ranks = whole.layout.dp
     masters, moments, paddings, mappings = [], {}, [], []
@@ -142,7 +142,7 @@ def _optimizer12(whole: Whole, groups: Sequence[Sequence[str]], rank: int, stage
     }
 
 
-def _fragments(whole: Whole, names: Sequence[str], low: int, high: int) -> OrderedDict[str, fragment_address]:
+def _fragments(whole: WholeState, names: Sequence[str], low: int, high: int) -> OrderedDict[str, fragment_address]:
     found: OrderedDict[str, fragment_address] = OrderedDict()
     at = 0
     for name in names:
@@ -154,7 +154,7 @@ def _fragments(whole: Whole, names: Sequence[str], low: int, high: int) -> Order
     return found
 
 
-def _optimizer3(whole: Whole, groups: Sequence[Sequence[str]], rank: int) -> dict[str, Any]:
+def _optimizer3(whole: WholeState, groups: Sequence[Sequence[str]], rank: int) -> dict[str, Any]:
     """Rank's share of every parameter, zeros where there is less than a share."""
     ranks = whole.layout.dp
 
@@ -182,13 +182,13 @@ def _optimizer3(whole: Whole, groups: Sequence[Sequence[str]], rank: int) -> dic
     }
 
 
-def _param_groups(whole: Whole, count: int) -> list[dict[str, Any]]:
+def _param_groups(whole: WholeState, count: int) -> list[dict[str, Any]]:
     group = adam_group(whole.scalars)
     decays = [group["weight_decay"], 0.0]
     return [{**group, "weight_decay": decays[number], "params": [number]} for number in range(count)]
 
 
-def _module(whole: Whole, groups: Sequence[Sequence[str]], stage: int) -> dict[str, Any]:
+def _module(whole: WholeState, groups: Sequence[Sequence[str]], stage: int) -> dict[str, Any]:
     """The module file: DeepSpeed's members, then the client's."""
     shapes = [OrderedDict((name, whole.tensors["master", name].shape) for name in names) for names in groups]
     module = whole.state("model")
@@ -220,7 +220,7 @@ def _module(whole: Whole, groups: Sequence[Sequence[str]], stage: int) -> dict[s
     }
 
 
-def _config(whole: Whole, stage: int) -> dict[str, Any]:
+def _config(whole: WholeState, stage: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": _clip(whole),
@@ -229,5 +229,5 @@ def _config(whole: Whole, stage: int) -> dict[str, Any]:
     }
 
 
-def _clip(whole: Whole) -> float:
+def _clip(whole: WholeState) -> float:
     return float(whole.scalars["optimizer"]["clip"])

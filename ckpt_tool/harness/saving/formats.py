@@ -25,20 +25,20 @@ from ckpt_tool.harness.saving import (
     paddle_unified,
     sharded,
 )
-from ckpt_tool.harness.saving.whole import Whole
+from ckpt_tool.harness.saving.whole import WholeState
 
 UNKNOWN, LAYOUT = "E1534", "E1535"
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class FormatWriter:
     """write: into an empty folder. takes: degrees above 1 that a job of the system can have. dims: those that the tool
     is requested. zero: the stages; says_zero: is one requested of the tool? cuts: does the system cut every matrix but
     the router's over its tensor ranks, so that it has no weight which they all hold? unkept: states that it does not
     store, since another one is their twin. muon: the ZeRO stages of a job whose matrices Muon steps; none where the
     system has no such job. muon_ep: can the experts of such a job be parallel?"""
 
-    write: Callable[[Whole, Path], None]
+    write: Callable[[WholeState, Path], None]
     takes: tuple[str, ...] = ("tp", "pp", "ep", "dp", "vpp")
     dims: tuple[str, ...] = ("tp", "pp", "ep", "dp")
     zero: tuple[int, ...] = (0, 1, 2, 3)
@@ -50,15 +50,15 @@ class Writer:
 
 
 _MEGATRON = ("tp", "pp", "ep", "dp", "vpp")
-WRITERS: Mapping[str, Writer] = {
-    "sharded": Writer(sharded.write, says_zero=True, muon=(0, 1, 2)),
-    "dcp": Writer(dcp.write, says_zero=True, muon=(0, 1, 2)),
-    "deepspeed": Writer(deepspeed.write, ("dp",), ("dp",), (1, 2, 3), says_zero=True),
-    "paddle-flex": Writer(paddle_flex.write, cuts=True),
-    "paddle-unified": Writer(paddle_unified.write, dims=()),
-    "megatron": Writer(megatron.write, dims=_MEGATRON, zero=(0, 1), cuts=True, muon=(0,), muon_ep=False),
-    "megatron-dist": Writer(megatron_dist.write, dims=_MEGATRON, zero=(0, 1), cuts=True, muon=(0, 1)),
-    "megatron-fsdp": Writer(
+WRITERS: Mapping[str, FormatWriter] = {
+    "sharded": FormatWriter(sharded.write, says_zero=True, muon=(0, 1, 2)),
+    "dcp": FormatWriter(dcp.write, says_zero=True, muon=(0, 1, 2)),
+    "deepspeed": FormatWriter(deepspeed.write, ("dp",), ("dp",), (1, 2, 3), says_zero=True),
+    "paddle-flex": FormatWriter(paddle_flex.write, cuts=True),
+    "paddle-unified": FormatWriter(paddle_unified.write, dims=()),
+    "megatron": FormatWriter(megatron.write, dims=_MEGATRON, zero=(0, 1), cuts=True, muon=(0,), muon_ep=False),
+    "megatron-dist": FormatWriter(megatron_dist.write, dims=_MEGATRON, zero=(0, 1), cuts=True, muon=(0, 1)),
+    "megatron-fsdp": FormatWriter(
         megatron_fsdp.write, ("tp", "ep", "dp"), ("tp", "ep", "dp"), cuts=True, unkept=frozenset({"master"})
     ),
 }
@@ -113,7 +113,7 @@ def check(fmt: str, layout: Any, shape: Any = None, *, muon: bool = False) -> No
             )
 
 
-def write(fmt: str, whole: Whole, folder: Path) -> None:
+def write(fmt: str, whole: WholeState, folder: Path) -> None:
     """The checkpoint into `folder`, which is there and empty. Raises what `check` raises."""
     check(fmt, whole.layout, muon=whole.muon is not None)
     WRITERS[fmt].write(whole, folder)

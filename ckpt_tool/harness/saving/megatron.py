@@ -31,7 +31,7 @@ import torch
 from ckpt_tool.harness.pieces import RankState
 from ckpt_tool.harness.saving.fault_point import fault_point
 from ckpt_tool.harness.saving.megatron_model import (
-    Module,
+    MegatronWeight,
     hyperparameters,
     joined,
     modules,
@@ -39,7 +39,7 @@ from ckpt_tool.harness.saving.megatron_model import (
     scheduler,
     share_of,
 )
-from ckpt_tool.harness.saving.whole import HARNESS, Whole, region
+from ckpt_tool.harness.saving.whole import HARNESS, WholeState, region
 
 _ALIGNMENT = 64  # elements
 _FLAT = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -52,11 +52,11 @@ class Local(NamedTuple):
 
     name: str
     chunk: int
-    module: Module
+    module: MegatronWeight
     shared: bool = False
 
 
-def write(whole: Whole, folder: Path) -> None:
+def write(whole: WholeState, folder: Path) -> None:
     """The iteration's folder, config.json and the pointer file."""
     iteration = int(whole.scalars["step"])
     layout, args = whole.layout, namespace(whole)
@@ -80,7 +80,7 @@ def write(whole: Whole, folder: Path) -> None:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def _locals(whole: Whole, rank: RankState) -> list[Local]:
+def _locals(whole: WholeState, rank: RankState) -> list[Local]:
     """The rank's parameters in the order of registration, chunk by chunk."""
     found: list[Local] = []
     last = len(rank.at.chunks) - 1
@@ -103,13 +103,13 @@ def _locals(whole: Whole, rank: RankState) -> list[Local]:
     return found
 
 
-def _value(whole: Whole, rank: RankState, param: Local, state: str) -> torch.Tensor:
+def _value(whole: WholeState, rank: RankState, param: Local, state: str) -> torch.Tensor:
     """The rank's part of a state: its boxes laid end to end."""
     tensor = joined(param.module, state, whole)
     return torch.cat([tensor[region(box)] for box in share_of(param.module, rank)]).contiguous()
 
 
-def _rank_file(whole: Whole, rank: RankState, params: Sequence[Local]) -> dict[str, Any]:
+def _rank_file(whole: WholeState, rank: RankState, params: Sequence[Local]) -> dict[str, Any]:
     chunks = range(len(rank.at.chunks))
     models: dict[str, dict[str, Any]] = {f"model{chunk}" if len(chunks) > 1 else "model": {} for chunk in chunks}
     averages: dict[int, dict[str, Any]] = {chunk: {"ema": {}} for chunk in chunks}
@@ -131,7 +131,7 @@ def _rank_file(whole: Whole, rank: RankState, params: Sequence[Local]) -> dict[s
 # -- the optimizer -----------------------------------------------------------------------------------------------------
 
 
-def _parts(whole: Whole, params: Sequence[Local]) -> list[list[Local]]:
+def _parts(whole: WholeState, params: Sequence[Local]) -> list[list[Local]]:
     """The parameters of each optimizer: all, or dense and expert ones where experts are parallel; Muon's, then the
     rest."""
     if whole.muon is not None:
@@ -141,7 +141,7 @@ def _parts(whole: Whole, params: Sequence[Local]) -> list[list[Local]]:
     return [[p for p in params if (p.module.expert is not None) is expert] for expert in (False, True)]
 
 
-def _optimizer(whole: Whole, rank: RankState, params: Sequence[Local]) -> Any:
+def _optimizer(whole: WholeState, rank: RankState, params: Sequence[Local]) -> Any:
     """What `model_optim_rng.pt` says of it: groups alone with the distributed optimizer, else everything."""
     parts, muon = _parts(whole, params), whole.muon is not None
     made = [
@@ -151,7 +151,7 @@ def _optimizer(whole: Whole, rank: RankState, params: Sequence[Local]) -> Any:
     return made if len(made) > 1 else made[0]
 
 
-def _one(whole: Whole, rank: RankState, params: Sequence[Local], *, expert: bool, muon: bool) -> dict[str, Any]:
+def _one(whole: WholeState, rank: RankState, params: Sequence[Local], *, expert: bool, muon: bool) -> dict[str, Any]:
     groups = [[p for p in params if _decays(p) is decays] for decays in (True, False)]
     state: dict[int, Any] = {}
     described, masters = [], []
@@ -177,11 +177,11 @@ def _decays(param: Local) -> bool:
     return not param.name.endswith("layernorm.weight")
 
 
-def _is_fp32(whole: Whole, param: Local) -> bool:
+def _is_fp32(whole: WholeState, param: Local) -> bool:
     return whole.tensors["model", param.module.parts[0]].dtype == torch.float32
 
 
-def _distributed(whole: Whole, rank: RankState, params: Sequence[Local]) -> Any:
+def _distributed(whole: WholeState, rank: RankState, params: Sequence[Local]) -> Any:
     """`distrib_optim.pt`: of each optimizer its buffers, None where another folder has the dense one."""
     made: list[Any] = []
     for number, part in enumerate(_parts(whole, params)):
@@ -190,7 +190,7 @@ def _distributed(whole: Whole, rank: RankState, params: Sequence[Local]) -> Any:
     return made if len(made) > 1 else made[0]
 
 
-def _buffers(whole: Whole, rank: RankState, params: Sequence[Local]) -> dict[Any, Any]:
+def _buffers(whole: WholeState, rank: RankState, params: Sequence[Local]) -> dict[Any, Any]:
     """Number of the buffer -> {(dtype, dtype of its gradients): the lines}; one a chunk and dtype."""
     found: dict[Any, Any] = {"buckets_coalesced": True}
     for chunk in range(len(rank.at.chunks)):
@@ -205,7 +205,7 @@ def _buffers(whole: Whole, rank: RankState, params: Sequence[Local]) -> dict[Any
     return found
 
 
-def _line(whole: Whole, rank: RankState, members: Sequence[Local], state: str) -> torch.Tensor:
+def _line(whole: WholeState, rank: RankState, members: Sequence[Local], state: str) -> torch.Tensor:
     """The buffer of a state: buckets end to end, each without the padding at its end."""
     buckets: list[list[torch.Tensor]] = [[]]
     for param in reversed(members):

@@ -27,7 +27,7 @@ import torch
 from ckpt_tool.harness.pieces import MUON_STATES, STATES
 from ckpt_tool.harness.saving import torch_dcp
 from ckpt_tool.harness.saving.megatron_model import (
-    Module,
+    MegatronWeight,
     hyperparameters,
     joined,
     modules,
@@ -35,8 +35,8 @@ from ckpt_tool.harness.saving.megatron_model import (
     scheduler,
     share_of,
 )
-from ckpt_tool.harness.saving.torch_dcp import Part
-from ckpt_tool.harness.saving.whole import HARNESS, Whole, region
+from ckpt_tool.harness.saving.torch_dcp import TensorBox
+from ckpt_tool.harness.saving.whole import HARNESS, WholeState, region
 
 SHARDING = "fully_reshardable"
 _NORMS = {
@@ -46,12 +46,12 @@ _NORMS = {
 _LINEAR = re.compile(r"(.*\.linear_(?:proj|qkv|fc1|fc2))\.weight")
 
 
-def write(whole: Whole, folder: Path) -> None:
+def write(whole: WholeState, folder: Path) -> None:
     """The folder with its pointer file and config.json."""
     iteration = int(whole.scalars["step"])
     inner = folder / f"iter_{iteration:07d}"
     inner.mkdir()
-    parts: list[list[Part]] = [[] for _ in whole.ranks]
+    parts: list[list[TensorBox]] = [[] for _ in whole.ranks]
     objects: list[dict[str, Any]] = [{} for _ in whole.ranks]
     for module in modules(whole.config):
         key, position, count = _key(module, whole)
@@ -72,10 +72,10 @@ def write(whole: Whole, folder: Path) -> None:
                     values, offset, shape = tensor[region(box)], box.offset, tuple(tensor.shape)
                     if position is not None:
                         values, offset, shape = values[None], (position, *offset), (count, *shape)
-                    parts[number].append(Part(states[state] + key, offset, values.contiguous(), shape))
+                    parts[number].append(TensorBox(states[state] + key, offset, values.contiguous(), shape))
                 if linear := _LINEAR.fullmatch(key):
                     objects[number][f"{linear[1]}._extra_state/shard_{position or 0}_{count}"] = [None]
-    ranks = [torch_dcp.Rank(mine, found) for mine, found in zip(parts, objects, strict=True)]
+    ranks = [torch_dcp.DcpRank(mine, found) for mine, found in zip(parts, objects, strict=True)]
     torch.save(_common(whole), inner / "common.pt")
     torch_dcp.write(ranks, inner)
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -86,7 +86,7 @@ def write(whole: Whole, folder: Path) -> None:
     (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 
 
-def _key(module: Module, whole: Whole) -> tuple[str, int | None, int]:
+def _key(module: MegatronWeight, whole: WholeState) -> tuple[str, int | None, int]:
     """The key, and of stacked experts the position and how many there are."""
     name = module.name
     for local, stored in _NORMS.items():
@@ -97,7 +97,7 @@ def _key(module: Module, whole: Whole) -> tuple[str, int | None, int]:
     return stacked, module.expert, int(whole.config["moe_num_experts"])
 
 
-def _common(whole: Whole) -> dict[str, Any]:
+def _common(whole: WholeState) -> dict[str, Any]:
     """The common state: what is the same on all ranks. A distributed optimizer says how its states lie."""
     lies = {"param_state_sharding_type": SHARDING} if whole.layout.zero else {}
     dense = {"optimizer": {"param_groups": [_group(whole, decays, expert=False) for decays in (True, False)]}} | lies
@@ -125,5 +125,5 @@ def _common(whole: Whole) -> dict[str, Any]:
     }
 
 
-def _group(whole: Whole, decays: bool, *, expert: bool) -> dict[str, Any]:
+def _group(whole: WholeState, decays: bool, *, expert: bool) -> dict[str, Any]:
     return hyperparameters(whole.scalars, decays=decays, expert=expert)

@@ -23,7 +23,7 @@ import torch
 from ckpt_tool.core.box import Box
 from ckpt_tool.harness.saving import torch_dcp
 from ckpt_tool.harness.saving.megatron_model import (
-    Module,
+    MegatronWeight,
     hyperparameters,
     joined,
     modules,
@@ -31,20 +31,20 @@ from ckpt_tool.harness.saving.megatron_model import (
     scheduler,
     share_of,
 )
-from ckpt_tool.harness.saving.torch_dcp import Part
-from ckpt_tool.harness.saving.whole import HARNESS, Whole, region
+from ckpt_tool.harness.saving.torch_dcp import TensorBox
+from ckpt_tool.harness.saving.whole import HARNESS, WholeState, region
 
 _WRAPPED = "module.module.module."
 _STATES = ("exp_avg", "exp_avg_sq", "ema")
 Keys = tuple[str, ...]
 
 
-def write(whole: Whole, folder: Path) -> None:
+def write(whole: WholeState, folder: Path) -> None:
     """The folder with its pointer file and config.json."""
     iteration = int(whole.scalars["step"])
     inner = folder / f"iter_{iteration:07d}"
     inner.mkdir()
-    parts: list[list[Part]] = [[] for _ in whole.ranks]
+    parts: list[list[TensorBox]] = [[] for _ in whole.ranks]
     paths: dict[str, tuple[Any, ...]] = {}
     objects: dict[str, Any] = {}
 
@@ -61,7 +61,7 @@ def write(whole: Whole, folder: Path) -> None:
         for part in ("_w", "_v") if module.kind == "gated" else ("",):
             path: Keys = ("optimizer", "state", name + part, "step")
             paths[".".join(path)] = path
-            parts[0].append(Part(".".join(path), (), step, ()))
+            parts[0].append(TensorBox(".".join(path), (), step, ()))
         for state in ("master", *_STATES):
             tensor = joined(module, state, whole)
             for number, box in _boxes(module, whole):
@@ -69,24 +69,24 @@ def write(whole: Whole, folder: Path) -> None:
                 path = ("model", f"module.{module.name}{part}")
                 path = path if state == "master" else ("optimizer", "state", name + part, state)
                 paths[".".join(path)] = path
-                parts[number].append(Part(".".join(path), offset, tensor[region(box)].float().contiguous(), shape))
+                parts[number].append(TensorBox(".".join(path), offset, tensor[region(box)].float().contiguous(), shape))
     args = namespace(whole)
     args.ckpt_format, args.use_megatron_fsdp = "fsdp_dtensor", True
     rest = {"checkpoint_version": 3.0, "iteration": iteration, "opt_param_scheduler": scheduler(whole)}
     for key, value in {"args": args, **rest, HARNESS: dict(whole.scalars)}.items():
         put((key,), value)
-    ranks = [torch_dcp.Rank(mine, objects if number == 0 else {}) for number, mine in enumerate(parts)]
+    ranks = [torch_dcp.DcpRank(mine, objects if number == 0 else {}) for number, mine in enumerate(parts)]
     torch_dcp.write(ranks, inner, paths)
     (folder / "config.json").write_text(json.dumps(whole.config, indent=2))
     (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 
 
-def _group(module: Module, whole: Whole) -> dict[str, Any]:
+def _group(module: MegatronWeight, whole: WholeState) -> dict[str, Any]:
     decays = not module.name.endswith("norm.weight")
     return hyperparameters(whole.scalars, decays=decays, expert=False)
 
 
-def _boxes(module: Module, whole: Whole) -> Iterator[tuple[int, Box]]:
+def _boxes(module: MegatronWeight, whole: WholeState) -> Iterator[tuple[int, Box]]:
     """(rank, box of the joined weight): what several ranks share is cut by whole rows between them, unevenly."""
     holders: dict[Box, list[int]] = {}
     for number, rank in enumerate(whole.ranks):
@@ -101,7 +101,7 @@ def _boxes(module: Module, whole: Whole) -> Iterator[tuple[int, Box]]:
             start = end
 
 
-def _stored(module: Module, box: Box, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+def _stored(module: MegatronWeight, box: Box, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """(end of the key, where the box begins in what is stored under it, that one's shape)."""
     if module.kind != "gated":
         return "", box.offset, shape

@@ -23,14 +23,14 @@ import torch
 from ckpt_tool.core.box import Box
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.megatron.chains import ADAM
-from ckpt_tool.harness.pieces import Piece, RankState
-from ckpt_tool.harness.saving.whole import Whole
+from ckpt_tool.harness.pieces import RankState, TensorPiece
+from ckpt_tool.harness.saving.whole import WholeState
 
 UNFIT = "E1535"
 Kind = Literal["plain", "qkv", "gated"]
 
 
-class Module(NamedTuple):
+class MegatronWeight(NamedTuple):
     """One weight of Megatron's. name: with global layer and expert numbers. parts: the hub tensors in it. cut: the dim
     that tensor ranks share, None for a replicated one."""
 
@@ -48,31 +48,31 @@ class Module(NamedTuple):
         return self.layer is not None and not self.name.endswith("layernorm.weight")
 
 
-def modules(config: Mapping[str, Any]) -> list[Module]:
+def modules(config: Mapping[str, Any]) -> list[MegatronWeight]:
     """Every weight, in the order of registration."""
-    found = [Module("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "plain", 0)]
+    found = [MegatronWeight("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "plain", 0)]
     for layer in range(int(config["num_hidden_layers"])):
         found += _layer(layer, config)
-    found.append(Module("decoder.final_layernorm.weight", ("model.norm.weight",), "plain", None))
+    found.append(MegatronWeight("decoder.final_layernorm.weight", ("model.norm.weight",), "plain", None))
     if not config["tie_word_embeddings"]:
-        found.append(Module("output_layer.weight", ("lm_head.weight",), "plain", 0))
+        found.append(MegatronWeight("output_layer.weight", ("lm_head.weight",), "plain", 0))
     return found
 
 
-def _layer(layer: int, config: Mapping[str, Any]) -> Iterator[Module]:
+def _layer(layer: int, config: Mapping[str, Any]) -> Iterator[MegatronWeight]:
     ours, hub = f"decoder.layers.{layer}.", f"model.layers.{layer}."
     attention = tuple(f"{hub}self_attn.{part}_proj.weight" for part in "qkv")
     sparse = int(config["moe_num_experts"]) > 0 and layer >= int(config["moe_layer_start_index"])
-    yield Module(f"{ours}input_layernorm.weight", (f"{hub}input_layernorm.weight",), "plain", None, layer)
+    yield MegatronWeight(f"{ours}input_layernorm.weight", (f"{hub}input_layernorm.weight",), "plain", None, layer)
     proj = (f"{hub}self_attn.o_proj.weight",)
-    yield Module(f"{ours}self_attention.linear_proj.weight", proj, "plain", 1, layer)
-    yield Module(f"{ours}self_attention.linear_qkv.weight", attention, "qkv", 0, layer)
+    yield MegatronWeight(f"{ours}self_attention.linear_proj.weight", proj, "plain", 1, layer)
+    yield MegatronWeight(f"{ours}self_attention.linear_qkv.weight", attention, "qkv", 0, layer)
     norm = (f"{hub}post_attention_layernorm.weight",)
-    yield Module(f"{ours}pre_mlp_layernorm.weight", norm, "plain", None, layer)
+    yield MegatronWeight(f"{ours}pre_mlp_layernorm.weight", norm, "plain", None, layer)
     if not sparse:
         yield from _mlp(f"{ours}mlp.", f"{hub}mlp.", layer, None)
         return
-    yield Module(f"{ours}mlp.router.weight", (f"{hub}mlp.gate.weight",), "plain", None, layer)
+    yield MegatronWeight(f"{ours}mlp.router.weight", (f"{hub}mlp.gate.weight",), "plain", None, layer)
     for expert in range(int(config["moe_num_experts"])):
         inner = f"{ours}mlp.experts.local_experts.{expert}."
         yield from _mlp(inner, f"{hub}mlp.experts.{expert}.", layer, expert)
@@ -80,13 +80,13 @@ def _layer(layer: int, config: Mapping[str, Any]) -> Iterator[Module]:
         yield from _mlp(f"{ours}mlp.shared_experts.", f"{hub}mlp.shared_experts.", layer, None)
 
 
-def _mlp(ours: str, hub: str, layer: int, expert: int | None) -> Iterator[Module]:
+def _mlp(ours: str, hub: str, layer: int, expert: int | None) -> Iterator[MegatronWeight]:
     gated = (f"{hub}gate_proj.weight", f"{hub}up_proj.weight")
-    yield Module(f"{ours}linear_fc1.weight", gated, "gated", 0, layer, expert)
-    yield Module(f"{ours}linear_fc2.weight", (f"{hub}down_proj.weight",), "plain", 1, layer, expert)
+    yield MegatronWeight(f"{ours}linear_fc1.weight", gated, "gated", 0, layer, expert)
+    yield MegatronWeight(f"{ours}linear_fc2.weight", (f"{hub}down_proj.weight",), "plain", 1, layer, expert)
 
 
-def joined(module: Module, state: str, whole: Whole) -> torch.Tensor:
+def joined(module: MegatronWeight, state: str, whole: WholeState) -> torch.Tensor:
     """The module's whole tensor of a state."""
     parts = [whole.tensors[state, name] for name in module.parts]
     if module.kind == "plain":
@@ -97,7 +97,7 @@ def joined(module: Module, state: str, whole: Whole) -> torch.Tensor:
     return torch.cat([part.reshape(groups, -1, width) for part in parts], 1).reshape(-1, width)
 
 
-def share_of(module: Module, rank: RankState) -> list[Box]:
+def share_of(module: MegatronWeight, rank: RankState) -> list[Box]:
     """What the rank computes with, as boxes of the joined tensor: two for gate and up; none where it has no part of it.
 
     Raises UsageError E1535 where the trainer cuts it otherwise than Megatron could.
@@ -129,11 +129,11 @@ def share_of(module: Module, rank: RankState) -> list[Box]:
     return [Box(offset, tuple(part if dim == module.cut else n for dim, n in enumerate(shape)))]
 
 
-def _shape(pieces: Sequence[Piece]) -> tuple[int, ...]:
+def _shape(pieces: Sequence[TensorPiece]) -> tuple[int, ...]:
     return (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
 
 
-def namespace(whole: Whole) -> argparse.Namespace:
+def namespace(whole: WholeState) -> argparse.Namespace:
     """What a job's `args` say of model, degrees and optimizer: the part of Megatron's 650 attributes that decides about
     files."""
     config, layout, settings = whole.config, whole.layout, whole.scalars["optimizer"]
@@ -209,7 +209,7 @@ def namespace(whole: Whole) -> argparse.Namespace:
     return argparse.Namespace(**model, **job)
 
 
-def _pipeline(whole: Whole) -> str | None:
+def _pipeline(whole: WholeState) -> str | None:
     """Megatron's layout string where the layers do not spread evenly: `Ett|t|tL`."""
     layout, stages = whole.layout, {rank.at.pp: rank.at.chunks for rank in whole.ranks}
     counts = [len(stages[stage][chunk]) for chunk in range(layout.vpp) for stage in range(layout.pp)]
@@ -219,7 +219,7 @@ def _pipeline(whole: Whole) -> str | None:
     return "|".join(["E" + parts[0], *parts[1:-1], parts[-1] + "L"])
 
 
-def scheduler(whole: Whole) -> dict[str, Any]:
+def scheduler(whole: WholeState) -> dict[str, Any]:
     """The learning rate's schedule in Megatron's words (`OptimizerParamScheduler.state_dict`)."""
     stated = whole.scalars["scheduler"]
     return {

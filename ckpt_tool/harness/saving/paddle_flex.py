@@ -26,10 +26,10 @@ import torch
 from ckpt_tool.harness.pieces import RankState
 from ckpt_tool.harness.saving.fault_point import fault_point
 from ckpt_tool.harness.saving.megatron_model import joined, share_of
-from ckpt_tool.harness.saving.paddle_model import Weight, powers, scheduler, weights, with_states
-from ckpt_tool.harness.saving.whole import HARNESS, Whole, region
-from ckpt_tool.storage.pickle_values import NumpyArray, Record
-from ckpt_tool.storage.pickle_writer import dumps
+from ckpt_tool.harness.saving.paddle_model import PaddleWeight, powers, scheduler, weights, with_states
+from ckpt_tool.harness.saving.whole import HARNESS, WholeState, region
+from ckpt_tool.storage.pickles.pickle_values import NumpyArray, PickledRecord
+from ckpt_tool.storage.pickles.pickle_writer import dumps
 
 _MODULE = "paddle.distributed.flex_checkpoint.dcp.metadata"
 _DTYPES = {torch.float32: ("float32", "<f4"), torch.bfloat16: ("bfloat16", "<u2")}
@@ -41,7 +41,7 @@ _STATES = (
 )
 
 
-class Item(NamedTuple):
+class RankBlock(NamedTuple):
     """What a rank hands over. shape, offset, whole: of its block. span: the part of the block's line in `values`, None
     for all."""
 
@@ -58,9 +58,9 @@ class Item(NamedTuple):
         return self.key, self.offset, self.span, self.shape
 
 
-def write(whole: Whole, folder: Path) -> None:
+def write(whole: WholeState, folder: Path) -> None:
     """The Trainer's folders and what is beside them."""
-    saves: dict[str, list[list[Item]]] = {
+    saves: dict[str, list[list[RankBlock]]] = {
         name: [[] for _ in whole.ranks] for name in ("model_state", "optimizer_state")
     }
     saves |= {name: [[] for _ in whole.ranks] for name in ("master_weight", "ema_state")}
@@ -87,15 +87,15 @@ def write(whole: Whole, folder: Path) -> None:
     (folder / "scheduler.pdparams").write_bytes(scheduler(whole, HARNESS))
 
 
-def _items(whole: Whole, rank: RankState) -> list[tuple[str, Item]]:
+def _items(whole: WholeState, rank: RankState) -> list[tuple[str, RankBlock]]:
     """(folder, item) of all that the rank holds."""
-    found: list[tuple[str, Item]] = []
+    found: list[tuple[str, RankBlock]] = []
     mine = [weight for weight in weights(whole) if share_of(weight.module, rank)]
     for weight in mine:
         found.append(("model_state", _block(whole, rank, weight, "model", weight.name)))
     mine = with_states(mine, whole)
     found += [
-        ("optimizer_state", Item(f"{weight.name}.{suffix}", power, (1,), (0,), (1,), None))
+        ("optimizer_state", RankBlock(f"{weight.name}.{suffix}", power, (1,), (0,), (1,), None))
         for weight in mine
         for suffix, power in powers(whole)
     ]
@@ -106,7 +106,7 @@ def _items(whole: Whole, rank: RankState) -> list[tuple[str, Item]]:
     return found
 
 
-def _block(whole: Whole, rank: RankState, weight: Weight, state: str, key: str) -> Item:
+def _block(whole: WholeState, rank: RankState, weight: PaddleWeight, state: str, key: str) -> RankBlock:
     """The rank's block of a weight, whole."""
     tensor = joined(weight.module, state, whole)
     values = torch.cat([tensor[region(box)] for box in share_of(weight.module, rank)])
@@ -116,12 +116,12 @@ def _block(whole: Whole, rank: RankState, weight: Weight, state: str, key: str) 
     offset = tuple(at * n if dim == cut else 0 for dim, n in enumerate(values.shape))
     if weight.turned:
         values, shape, offset = values.t(), shape[::-1], offset[::-1]
-    return Item(key, values.contiguous(), tuple(values.shape), offset, shape, None)
+    return RankBlock(key, values.contiguous(), tuple(values.shape), offset, shape, None)
 
 
 def _shares(
-    whole: Whole, rank: RankState, group: Sequence[Weight], state: str, suffix: str, *, expert: bool
-) -> list[Item]:
+    whole: WholeState, rank: RankState, group: Sequence[PaddleWeight], state: str, suffix: str, *, expert: bool
+) -> list[RankBlock]:
     """The rank's part of a state: of all blocks laid end to end, its equal part; whole blocks without ZeRO."""
     layout = whole.layout
     ranks, at = (layout.dp // layout.ep, rank.at.dp // layout.ep) if expert else (layout.dp, rank.at.dp)
@@ -145,35 +145,35 @@ def _shares(
     return found
 
 
-def _save(folder: Path, ranks: Sequence[Sequence[Item]]) -> None:
+def _save(folder: Path, ranks: Sequence[Sequence[RankBlock]]) -> None:
     """What `save_state_dict` of all ranks leaves: a data file a rank, one metadata file."""
     folder.mkdir()
     holders: dict[tuple[object, ...], list[int]] = {}
-    first: dict[tuple[object, ...], Item] = {}
+    first: dict[tuple[object, ...], RankBlock] = {}
     for number, items in enumerate(ranks):
         for item in items:
             holders.setdefault(item.identity, []).append(number)
             first.setdefault(item.identity, item)
-    stored: list[list[Item]] = [[] for _ in ranks]
+    stored: list[list[RankBlock]] = [[] for _ in ranks]
     for identity, numbers in holders.items():
         stored[min(numbers, key=lambda number: (len(stored[number]), f"{number}_0"))].append(first[identity])
-    states: dict[str, list[Record]] = {}
-    storage: dict[Record, str] = {}
+    states: dict[str, list[PickledRecord]] = {}
+    storage: dict[PickledRecord, str] = {}
     for number, items in enumerate(stored):
         file = f"{number}_0.distcp"
         for item in items:
-            states.setdefault(item.key, []).append(Record(f"{_MODULE}.LocalTensorMetadata", state=_stated(item)))
-            storage[Record(f"{_MODULE}.LocalTensorIndex", state=_index(item))] = file
+            states.setdefault(item.key, []).append(PickledRecord(f"{_MODULE}.LocalTensorMetadata", state=_stated(item)))
+            storage[PickledRecord(f"{_MODULE}.LocalTensorIndex", state=_index(item))] = file
         (folder / file).write_bytes(_data(items))
     state = {
         "state_dict_metadata": states,
         "storage_metadata": storage,
         "flat_mapping": {key: (key,) for key in states},
     }
-    (folder / "0.metadata").write_bytes(dumps(Record(f"{_MODULE}.Metadata", state=state), protocol=4))
+    (folder / "0.metadata").write_bytes(dumps(PickledRecord(f"{_MODULE}.Metadata", state=state), protocol=4))
 
 
-def _data(items: Sequence[Item]) -> bytes:
+def _data(items: Sequence[RankBlock]) -> bytes:
     """`paddle.save` of a flat dict: arrays, then the table of the tensors' own names; bf16 as its bits."""
     body: dict[str, Any] = {}
     for item in items:
@@ -185,7 +185,7 @@ def _data(items: Sequence[Item]) -> bytes:
     return dumps({**body, "StructuredToParameterName@@": names}, protocol=4)
 
 
-def _stated(item: Item) -> dict[str, Any]:
+def _stated(item: RankBlock) -> dict[str, Any]:
     return {
         "global_offset": item.offset,
         "local_shape": item.shape,
@@ -196,7 +196,7 @@ def _stated(item: Item) -> dict[str, Any]:
     }
 
 
-def _index(item: Item) -> dict[str, Any]:
+def _index(item: RankBlock) -> dict[str, Any]:
     return {
         "tensor_key": item.key,
         "global_offset": item.offset,

@@ -17,23 +17,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_tool.harness.saving.megatron_model import Module, joined, modules
-from ckpt_tool.harness.saving.whole import Whole
-from ckpt_tool.storage.pickle_writer import dumps
+from ckpt_tool.harness.saving.megatron_model import MegatronWeight, joined, modules
+from ckpt_tool.harness.saving.whole import WholeState
+from ckpt_tool.storage.pickles.pickle_writer import dumps
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _FUSED = {"qkv": ("q_proj", "qkv_proj"), "gated": ("gate_proj", "up_gate_proj")}
 
 
-class Weight(NamedTuple):
+class PaddleWeight(NamedTuple):
     """A weight of Paddle's. module: what it is made of. turned: is it the transpose of the module's?"""
 
     name: str
-    module: Module
+    module: MegatronWeight
     turned: bool
 
 
-def weights(whole: Whole) -> list[Weight]:
+def weights(whole: WholeState) -> list[PaddleWeight]:
     """Every weight, in the order of the layers."""
     found = []
     for module in modules(whole.config):
@@ -41,33 +41,33 @@ def weights(whole: Whole) -> list[Weight]:
         if module.kind in _FUSED:
             name = name.replace(*_FUSED[module.kind])
         linear = "layers." in name and not name.endswith("layernorm.weight")
-        found.append(Weight(name, module, linear))
+        found.append(PaddleWeight(name, module, linear))
     if whole.config["tie_word_embeddings"]:  # Paddle stores a tied pair under both names
-        found.append(Weight(HEAD, modules(whole.config)[0], False))
+        found.append(PaddleWeight(HEAD, modules(whole.config)[0], False))
     return found
 
 
-def with_states(found: Sequence[Weight], whole: Whole) -> list[Weight]:
+def with_states(found: Sequence[PaddleWeight], whole: WholeState) -> list[PaddleWeight]:
     """Those under whose names states are stored: of a tied pair on one stage the first in the alphabet, on two stages
     both."""
     once = bool(whole.config["tie_word_embeddings"]) and whole.layout.pp == 1
     return [weight for weight in found if not (once and weight.name == EMBEDDING)]
 
 
-def value(weight: Weight, state: str, whole: Whole) -> torch.Tensor:
+def value(weight: PaddleWeight, state: str, whole: WholeState) -> torch.Tensor:
     """The whole tensor of a state, as Paddle lays it."""
     tensor = joined(weight.module, state, whole)
     return tensor.t().contiguous() if weight.turned else tensor
 
 
-def powers(whole: Whole) -> Iterator[tuple[str, torch.Tensor]]:
+def powers(whole: WholeState) -> Iterator[tuple[str, torch.Tensor]]:
     """Paddle's accumulators of Adam's bias correction: beta to the power of the next step."""
     step, settings = int(whole.scalars["step"]), whole.scalars["optimizer"]
     for number in (1, 2):
         yield f"beta{number}_pow_acc_0", torch.tensor([settings[f"beta{number}"] ** (step + 1)], dtype=torch.float32)
 
 
-def scheduler(whole: Whole, key: str) -> bytes:
+def scheduler(whole: WholeState, key: str) -> bytes:
     """`scheduler.pdparams`: what paddle.save makes of a scheduler's state; the job's scalars ride in it."""
     state: dict[str, Any] = {"last_epoch": int(whole.scalars["step"]), "last_lr": float(whole.scalars["lr"])}
     return dumps({**state, key: dict(whole.scalars)}, protocol=4)

@@ -19,15 +19,15 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt_tool.harness.saving.fault_point import fault_point
-from ckpt_tool.harness.saving.paddle_model import Weight, powers, scheduler, value, weights, with_states
-from ckpt_tool.harness.saving.whole import HARNESS, Whole
+from ckpt_tool.harness.saving.paddle_model import PaddleWeight, powers, scheduler, value, weights, with_states
+from ckpt_tool.harness.saving.whole import HARNESS, WholeState
 
 _SUFFIXES = {"exp_avg": "moment1_0", "exp_avg_sq": "moment2_0"}
 
 
-def write(whole: Whole, folder: Path) -> None:
+def write(whole: WholeState, folder: Path) -> None:
     """The files of every writing rank, then the indexes."""
-    parts: list[list[Weight]] = [[] for _ in range(whole.layout.pp * whole.layout.ep)]
+    parts: list[list[PaddleWeight]] = [[] for _ in range(whole.layout.pp * whole.layout.ep)]
     for weight in weights(whole):
         parts[_writer(weight, whole)].append(weight)
     parts = [part for part in parts if part]
@@ -51,7 +51,7 @@ def write(whole: Whole, folder: Path) -> None:
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=4))
 
 
-def _writer(weight: Weight, whole: Whole) -> int:
+def _writer(weight: PaddleWeight, whole: WholeState) -> int:
     """Which file: of the first stage that holds it, and the expert rank of an expert."""
     for rank in whole.ranks:
         if any(piece.name == weight.module.parts[0] for piece in rank.pieces):
@@ -60,7 +60,7 @@ def _writer(weight: Weight, whole: Whole) -> int:
     return 0
 
 
-def _files(part: list[Weight], whole: Whole) -> dict[str, dict[str, torch.Tensor]]:
+def _files(part: list[PaddleWeight], whole: WholeState) -> dict[str, dict[str, torch.Tensor]]:
     optimizer: dict[str, torch.Tensor] = {}
     stated = with_states(part, whole)
     for weight in stated:

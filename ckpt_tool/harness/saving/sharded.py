@@ -20,16 +20,16 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt_tool.core.box import Box
-from ckpt_tool.harness.pieces import Piece, RankState
+from ckpt_tool.harness.pieces import RankState, TensorPiece
 from ckpt_tool.harness.saving.fault_point import fault_point
-from ckpt_tool.harness.saving.whole import HARNESS, Whole, region
+from ckpt_tool.harness.saving.whole import HARNESS, WholeState, region
 
 _DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
 _ORDER = ("tp", "pp", "ep", "dp")
 NO_DIGEST = "0" * 32
 
 
-def write(whole: Whole, folder: Path) -> None:
+def write(whole: WholeState, folder: Path) -> None:
     """Every rank's files, then the index."""
     mesh = mesh_of(whole.layout)
     files = _files(whole, mesh)
@@ -70,7 +70,7 @@ def write(whole: Whole, folder: Path) -> None:
     (folder / "ckpt.index.json").write_text(json.dumps(index))
 
 
-def _files(whole: Whole, mesh: dict[str, int]) -> dict[str, dict[str, Any]]:
+def _files(whole: WholeState, mesh: dict[str, int]) -> dict[str, dict[str, Any]]:
     """Path -> state, rank, arrays by name, their boxes as text, and the hash of that: one file a state and rank."""
     files: dict[str, dict[str, Any]] = {}
     for rank in whole.ranks:
@@ -89,7 +89,7 @@ def _files(whole: Whole, mesh: dict[str, int]) -> dict[str, dict[str, Any]]:
     return files
 
 
-def _tensors(whole: Whole, mesh: dict[str, int]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+def _tensors(whole: WholeState, mesh: dict[str, int]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
     """(the distinct placements, state -> name -> what the index says of the tensor)."""
     placements: list[dict[str, Any]] = []
     tensors: dict[str, dict[str, Any]] = {}
@@ -137,7 +137,7 @@ def _written(files: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, 
         yield path, file
 
 
-def _part(piece: Piece, rank: RankState) -> Box | None:
+def _part(piece: TensorPiece, rank: RankState) -> Box | None:
     """The box that the rank writes; None where a short tensor leaves it nothing."""
     if piece.flat is None:
         return Box(piece.offset, piece.box)
@@ -150,7 +150,7 @@ def _part(piece: Piece, rank: RankState) -> Box | None:
     return Box(offset, (last - first, *piece.box[1:])) if last > first else None
 
 
-def _placement(whole: Whole, state: str, name: str, mesh: dict[str, int]) -> dict[str, Any]:
+def _placement(whole: WholeState, state: str, name: str, mesh: dict[str, int]) -> dict[str, Any]:
     """Which mesh dims cut which tensor dim, derived from the boxes themselves; `at` for what one stage or expert rank
     has."""
     held = [

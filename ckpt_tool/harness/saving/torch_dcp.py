@@ -1,6 +1,7 @@
 """Boxes of tensors through torch's own distributed checkpointing, one planner a rank, without a process group.
 
-    write([Rank([Part("w", (0, 0), w[:2], (4, 6))], {}), Rank([Part("w", (2, 0), w[2:], (4, 6))], {})], folder)
+    write([DcpRank([TensorBox("w", (0, 0), w[:2], (4, 6))], {}), DcpRank([TensorBox("w", (2, 0), w[2:], (4, 6))], {})],
+    folder)
 
 The one idea: torch parts a save into local plans, one global plan and the writing, and exchanges them over a process
 group; here they are handed over as values. Plans, files and `.metadata` are torch's (`FileSystemWriter`,
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from ckpt_tool.harness.saving.fault_point import fault_point
 
 
-class Part(NamedTuple):
+class TensorBox(NamedTuple):
     """A box of a tensor. key: the flat name. offset, shape: where it starts in the whole, and the whole's shape."""
 
     key: str
@@ -38,14 +39,14 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class DcpRank:
     """What one rank writes. objects: by flat name, anything that torch.save takes."""
 
-    parts: Sequence[Part]
+    parts: Sequence[TensorBox]
     objects: Mapping[str, Any]
 
 
-def write(ranks: Sequence[Rank], folder: Path, paths: Mapping[str, tuple[Any, ...]] | None = None) -> None:
+def write(ranks: Sequence[DcpRank], folder: Path, paths: Mapping[str, tuple[Any, ...]] | None = None) -> None:
     """A DCP folder. paths: flat name -> the keys that lead to it in the nested state dict; None where nothing nests."""
     planners = [_Planner(rank) for rank in ranks]
     writer = FileSystemWriter(folder, sync_files=False)
@@ -68,7 +69,7 @@ def write(ranks: Sequence[Rank], folder: Path, paths: Mapping[str, tuple[Any, ..
 class _Planner(DefaultSavePlanner):
     """Plans the boxes and objects of one rank."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: DcpRank) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.rank = rank
         self.values = {_index(part): part.values for part in rank.parts}
@@ -91,5 +92,5 @@ class _Planner(DefaultSavePlanner):
         return self.values[replace(write_item.index, index=None)].contiguous()
 
 
-def _index(part: Part) -> MetadataIndex:
+def _index(part: TensorBox) -> MetadataIndex:
     return MetadataIndex(part.key, torch.Size(part.offset))

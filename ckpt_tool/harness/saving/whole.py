@@ -20,7 +20,7 @@ import torch
 
 from ckpt_tool.core.box import Box, flat_boxes
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
-from ckpt_tool.harness.pieces import MUON_STATES, STATES, Piece, RankState
+from ckpt_tool.harness.pieces import MUON_STATES, STATES, RankState, TensorPiece
 
 DRIFT, HOLES, FOREIGN = "E1520", "E1521", "E1522"
 HARNESS = "harness"  # the key under which the job's scalars are stored, in any format
@@ -29,7 +29,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeState:
     """tensors: by (state, hub name), CPU, contiguous, in the order of registration. ranks: one state a rank, by rank
     number.
     config: the model's hub config. scalars: of the job."""
@@ -41,7 +41,7 @@ class Whole:
 
     @property
     def layout(self) -> Any:
-        """The `harness.layout.Layout` of the job."""
+        """The `harness.layout.HarnessLayout` of the job."""
         return self.ranks[0].layout
 
     @property
@@ -54,7 +54,7 @@ class Whole:
         return {name: tensor for (of, name), tensor in self.tensors.items() if of == state}
 
 
-def assemble(states: Sequence[RankState]) -> Whole:
+def assemble(states: Sequence[RankState]) -> WholeState:
     """The whole of all ranks' states.
 
     Raises InconsistentCheckpoint E1520 (ranks that hold the same element disagree; scalars too), E1522 (a piece that
@@ -85,10 +85,10 @@ def assemble(states: Sequence[RankState]) -> Whole:
             hint="a rank's state is missing, or the trainer lost a piece",
         )
     ordered: dict[Key, torch.Tensor] = {key: tensors[key] for key in wanted}
-    return Whole(ordered, ranks, dict(ranks[0].shape.config()), ranks[0].scalars)
+    return WholeState(ordered, ranks, dict(ranks[0].shape.config()), ranks[0].scalars)
 
 
-def boxes(piece: Piece) -> Iterator[tuple[Box, torch.Tensor]]:
+def boxes(piece: TensorPiece) -> Iterator[tuple[Box, torch.Tensor]]:
     """The piece as boxes of its logical tensor, each with its values in its own shape; a flat one has up to 2n - 1."""
     if piece.flat is None:
         yield Box(piece.offset, piece.box), piece.tensor.reshape(piece.box)
@@ -100,7 +100,7 @@ def boxes(piece: Piece) -> Iterator[tuple[Box, torch.Tensor]]:
         at += box.numel
 
 
-def first_holders(whole: Whole) -> Iterator[tuple[int, Key, Box, torch.Tensor]]:
+def first_holders(whole: WholeState) -> Iterator[tuple[int, Key, Box, torch.Tensor]]:
     """(rank, key, box, values): every element once, by the first rank of the first stage that holds it."""
     stage: dict[Key, int] = {}
     for rank in whole.ranks:
@@ -155,7 +155,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(_BITS[tensor.element_size()])
 
 
-def _lay(piece: Piece, tensor: torch.Tensor, covered: torch.Tensor, rank: int) -> None:
+def _lay(piece: TensorPiece, tensor: torch.Tensor, covered: torch.Tensor, rank: int) -> None:
     shown = f"{piece.name} [{piece.state}]"
     if tuple(tensor.shape) != piece.shape or tensor.dtype != piece.tensor.dtype:
         raise InconsistentCheckpoint(

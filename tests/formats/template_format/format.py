@@ -37,7 +37,7 @@ from ckpt_tool.errors import CorruptFile, Incomplete, UnknownFormat
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specificity
 from ckpt_tool.storage.records import plain_array
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.strict_json import parse
+from ckpt_tool.storage.texts.strict_json import parse
 
 FILES = ("rank-0.toy", "rank-1.toy")
 HEAD_LIMIT = 100_000_000  # bytes: a number in a file is held against a bound before it is believed

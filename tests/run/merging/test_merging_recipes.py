@@ -234,7 +234,7 @@ def test_bits_do_not_depend_on_ranges_threads_or_tiles(name: str, monkeypatch: p
 
 
 def test_a_thread_that_fails_fails_those_that_wait() -> None:
-    total = tiles.Whole(10_000, 0, lambda a, b: a + b)
+    total = tiles.WalkOutcome(10_000, 0, lambda a, b: a + b)
 
     def look(start: int, stop: int) -> int:
         if start >= 5_000:
@@ -244,7 +244,7 @@ def test_a_thread_that_fails_fails_those_that_wait() -> None:
     with ThreadPoolExecutor(4) as pool:
         found = [pool.submit(total.get, look, tiles.same) for _ in range(4)]
         assert all(isinstance(each.exception(20), OSError) for each in found)
-    assert tiles.Whole(10_000, 0, lambda a, b: a + b).get(lambda start, stop: stop - start, tiles.same) == 10_000
+    assert tiles.WalkOutcome(10_000, 0, lambda a, b: a + b).get(lambda start, stop: stop - start, tiles.same) == 10_000
 
 
 def test_counts_are_not_kept() -> None:

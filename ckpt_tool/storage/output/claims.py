@@ -1,0 +1,176 @@
+"""Claims: workers of one plan agree on who does what, by files that only one of them can create.
+
+    .ckpt-journal-claim-12-1    who does share 12: the name of a worker's journal
+    .ckpt-journal-claim-12-2    who took it over, for that worker was dead or slow
+    .ckpt-journal-done-12       share 12 is done
+
+    .ckpt-journal-commit        locked by the one that commits
+
+There is no coordinator. A worker that does something touches its journal every few seconds; a claim whose worker's
+journal nobody holds (the process is gone), or that was not touched for a lease, is anybody's who creates its next file.
+A worker that was only slow writes the same bytes to the same places as the one who took over: that costs time and
+nothing else. Committing is different: heads are written with holes which are filled later, so two must never do that at
+once, and a lock is what it takes, which a dead process lets go and a slow one keeps. Times are compared as the file
+system gives them: clocks of machines may differ. The folder is removed at the commit: a worker that was slow and still
+holds it open can make nothing in it any more, and so leaves nothing in the output.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import threading
+from contextlib import suppress
+from typing import NamedTuple
+
+from ckpt_tool.core.inner_path import JOURNAL
+from ckpt_tool.storage.output import journal
+from ckpt_tool.storage.output.open_below import open_own
+
+LEASE = 60.0  # seconds
+FOLDER = f"{JOURNAL}-claims"
+_COMMIT = "commit"
+_FILE = re.compile(r"(\d{1,9})-(?:(\d{1,9})|done)", re.ASCII)
+
+
+class Taken(NamedTuple):
+    """A share that this worker has claimed. over: another had begun it."""
+
+    number: int
+    over: bool
+
+
+class Claims:
+    """The claims in an open staging folder. A context manager: while it lasts, this worker's claims are kept alive.
+
+    Args:
+        folder, own: descriptors of the folder and of this worker's journal. me: the journal's name.
+        count: shares of the plan, numbered from 0.
+    """
+
+    def __init__(self, folder: int, own: int, me: str, count: int, lease: float = LEASE) -> None:
+        self._staged, self._own, self._me, self._count, self._lease = folder, own, me, count, lease
+        self._stop, self._committing = threading.Event(), -1
+        with suppress(FileExistsError):
+            os.mkdir(FOLDER, 0o700, dir_fd=folder)
+        self._folder = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        self._first = hash(me) % max(count, 1)  # workers begin at different places and seldom meet
+
+    def __enter__(self) -> Claims:
+        self._beating = threading.Thread(target=self._beat, daemon=True)
+        self._beating.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._beating.join()
+        for fd in (self._committing, self._folder):
+            if fd >= 0:
+                os.close(fd)
+
+    def take(self, most: int) -> list[Taken]:
+        """At most so many shares that nobody does, now this worker's."""
+        claims, done = self._seen()
+        found: list[Taken] = []
+        for place in range(self._count):
+            number = (self._first + place) % self._count
+            if len(found) == most:
+                break
+            if number not in done:
+                generation, owner = claims.get(number, (0, ""))
+                if (not generation or not self._alive(owner)) and self._create(number, generation):
+                    found.append(Taken(number, generation > 0))
+        return found
+
+    def take_commit(self) -> bool:
+        """Is it this worker that commits? From then on no other does, until it ends. Only asked when all is done."""
+        if self._committing < 0:
+            try:
+                self._committing = open_own(self._folder, _COMMIT, os.O_RDWR | os.O_CREAT)
+            except FileNotFoundError:  # another has committed
+                return False
+        try:
+            fcntl.flock(self._committing, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def finish(self, number: int) -> None:
+        """Say that a share is done."""
+        with suppress(FileNotFoundError):  # it was overtaken, and the output is committed
+            os.close(os.open(f"{number}-done", os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=self._folder))
+
+    def left(self) -> int:
+        """Shares that are not done."""
+        return self._count - len(self._seen()[1])
+
+    def done(self) -> set[int]:
+        """Shares that are done, by whomever."""
+        return self._seen()[1]
+
+    def _seen(self) -> tuple[dict[int, tuple[int, str]], set[int]]:
+        """({share: (generation of its last claim, that claim's file)}, shares that are done)."""
+        claims: dict[int, tuple[int, str]] = {}
+        done = set()
+        for name in os.listdir(self._folder):
+            match = _FILE.fullmatch(name)
+            if match and match[2] is None:
+                done.add(int(match[1]))
+            elif match:
+                number = int(match[1])
+                claims[number] = max(claims.get(number, (0, "")), (int(match[2]), name))
+        return claims, done
+
+    def _alive(self, name: str) -> bool:
+        """Is the claim's worker at work?"""
+        try:
+            fd = open_own(self._folder, name, os.O_RDONLY)
+            try:
+                owner, made = os.read(fd, 255).decode("ascii", "replace"), os.fstat(fd).st_mtime
+            finally:
+                os.close(fd)
+            if owner == self._me:
+                return True
+            held, touched = journal.held(self._staged, owner) if journal.worker_of(owner) else (True, made)
+        except OSError:
+            return True  # it is just being made, the folder is being committed, or the disk does not say
+        return held and max(touched, made) > self._now() - self._lease
+
+    def _create(self, number: int, generation: int) -> bool:
+        try:
+            made = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            fd = os.open(f"{number}-{generation + 1}", made, 0o600, dir_fd=self._folder)
+        except (FileExistsError, FileNotFoundError):  # another was quicker, or has committed
+            return False
+        try:
+            os.write(fd, self._me.encode())
+        finally:
+            os.close(fd)
+        return True
+
+    def _now(self) -> float:
+        """The time as the file system has it."""
+        os.utime(self._own)
+        return os.fstat(self._own).st_mtime
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self._lease / 6):
+            os.utime(self._own)
+
+
+def remove(folder: int) -> None:
+    """Remove the claims from an open staging folder, whoever may still add to them."""
+    for _ in range(1000):
+        try:
+            fd = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        except FileNotFoundError:
+            return
+        try:
+            for name in os.listdir(fd):
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=fd)
+        finally:
+            os.close(fd)
+        with suppress(OSError):  # a slow worker has just made a file
+            os.rmdir(FOLDER, dir_fd=folder)

@@ -1,0 +1,156 @@
+"""Files below an open folder: made, opened and listed without ever leaving it.
+
+    open_beneath(staging_fd, "zero/w/fp32.pt", os.O_RDWR | os.O_CREAT, make=True)
+
+The path is one that `core.inner_path` lets pass, each folder on the way is opened from the one above it and never
+through a link, and what is opened is a regular file under one name alone: a link, a FIFO, a device or a second hard
+link was put there by someone else, and leads elsewhere. So whatever happens to the folder's own path meanwhile, bytes
+go into it or nowhere.
+
+Why not `openat2(RESOLVE_BENEATH)`: it costs less for deep paths alone, is Linux 5.6, and seccomp profiles of containers
+refuse it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from ckpt_tool.core.inner_path import inner_path
+from ckpt_tool.storage.descriptors import close_read
+from ckpt_tool.storage.platform_calls import flush
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO never blocks
+
+
+class UnexpectedEntry(OSError):
+    """Something lies at a name below the folder that no run has put there; `strerror` says what."""
+
+
+def open_beneath(folder: int, path: str, flags: int, mode: int = 0o666, *, make: bool = False) -> int:
+    """A descriptor of the file `path` below the open `folder`. make: the folders on the way too.
+
+    Raises UnsafeInput E1600 for a path that leads elsewhere, Irregular for what is no file of a run, OSError.
+    """
+    *parents, name = inner_path(path)
+    return _open(folder, parents, name, flags, mode, make=make)
+
+
+def open_own(folder: int, name: str, flags: int, mode: int = 0o600) -> int:
+    """The same for a name that is the caller's own, directly in the folder."""
+    return _open(folder, [], name, flags, mode, make=False)
+
+
+def _open(folder: int, parents: list[str], name: str, flags: int, mode: int, *, make: bool) -> int:
+    with folder_beneath(folder, parents, make=make) as at:
+        try:
+            fd = os.open(name, flags | _FILE, mode, dir_fd=at)
+        except OSError as e:
+            if e.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise UnexpectedEntry(e.errno, "is no regular file") from e
+            raise
+    try:
+        info = os.fstat(fd)
+    except OSError:
+        close_read(fd)
+        raise
+    if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:  # (some file systems count no names)
+        close_read(fd)
+        why = f"has {info.st_nlink} names" if stat.S_ISREG(info.st_mode) else "is no regular file"
+        raise UnexpectedEntry(errno.EMLINK, why)
+    return fd
+
+
+@contextmanager
+def folder_beneath(folder: int, parents: Iterable[str], *, make: bool = False) -> Iterator[int]:
+    """The folder at `parents` below the open `folder`, open for a while. Raises Irregular for a link or a file on the
+    way."""
+    at = folder
+    try:
+        for part in parents:
+            below = _enter(at, part, make=make)
+            if at != folder:
+                close_read(at)
+            at = below
+        yield at
+    finally:
+        if at != folder:
+            close_read(at)
+
+
+def _enter(folder: int, name: str, *, make: bool) -> int:
+    while True:
+        try:
+            return os.open(name, _FOLDER, dir_fd=folder)
+        except FileNotFoundError:
+            if not make:
+                raise
+        except OSError as e:
+            if e.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise UnexpectedEntry(e.errno, f"is in {name}, which is no folder") from e
+            raise
+        try:
+            os.mkdir(name, 0o777, dir_fd=folder)
+        except FileExistsError:  # another thread or another part made it
+            continue
+
+
+def files_beneath(folder: int) -> Iterator[str]:
+    """The path of everything below the open folder that is no folder itself."""
+    for at, folders, names, fd in os.fwalk(".", onerror=_fail, dir_fd=folder):
+        for name in (*names, *(link for link in folders if stat.S_ISLNK(os.lstat(link, dir_fd=fd).st_mode))):
+            yield os.path.normpath(os.path.join(at, name))
+
+
+def _fail(error: OSError) -> NoReturn:
+    raise error
+
+
+def wipe(folder: int, *, keep: str | None = None) -> None:
+    """Remove all that lies in the open folder, but for the file `keep`. Links are removed, not followed."""
+    with os.scandir(folder) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries if entry.name != keep]
+    for name, is_folder in found:
+        if is_folder:
+            _remove_folder(name, folder)
+        else:
+            os.unlink(name, dir_fd=folder)
+
+
+def _remove_folder(name: str, parent: int) -> None:
+    """Remove a folder of the open folder `parent` with all that is in it. Raises OSError.
+
+    `shutil.rmtree` takes `dir_fd` from Python 3.11 on alone.
+    """
+    for _, folders, files, fd in os.fwalk(name, topdown=False, onerror=_fail, dir_fd=parent):
+        for entry in files:
+            os.unlink(entry, dir_fd=fd)
+
+        for entry in folders:
+            is_link = stat.S_ISLNK(os.lstat(entry, dir_fd=fd).st_mode)
+            if is_link:
+                os.unlink(entry, dir_fd=fd)
+            else:
+                os.rmdir(entry, dir_fd=fd)
+
+    os.rmdir(name, dir_fd=parent)
+
+
+def sync_folders(folder: int) -> None:
+    """fsync the open folder and all folders below it, the inner ones first. Raises OSError."""
+    for _, _, _, fd in os.fwalk(".", topdown=False, onerror=_fail, dir_fd=folder):
+        sync_folder(fd)
+
+
+def sync_folder(fd: int) -> None:
+    """fsync an open folder. Raises OSError."""
+    try:
+        flush(fd)
+    except OSError as e:
+        if e.errno != errno.EINVAL:  # some network file systems have no folder fsync
+            raise

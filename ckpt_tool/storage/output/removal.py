@@ -1,0 +1,186 @@
+"""Taking away what is whole, so that it is whole or gone at every moment, whenever the process is killed.
+
+    step-100/  ->  .step-100.3f9c21aa.ckpt-removed/      one rename, made durable by an fsync of the folder
+                   deleted file by file                   a kill here leaves a hidden name that `ckpt clean` removes
+
+`measure` says beforehand what deleting would free and what stands in the way: files that have other names elsewhere
+(hard links) free nothing, links that lead elsewhere are named, a file system that is mounted inside is never entered.
+Nothing here follows a link. What it does not do: choose (`commands.prune`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from secrets import token_hex
+from typing import NamedTuple
+
+from ckpt_tool.core.inner_path import COMPONENT, REMOVED, is_removed
+from ckpt_tool.errors import SourceChanged, wrap_os_error
+from ckpt_tool.storage import platform_calls
+from ckpt_tool.storage.descriptors import close_read
+from ckpt_tool.storage.links import real_path
+from ckpt_tool.storage.output.open_below import sync_folder
+
+Inode = tuple[int, int]  # device and number
+Identity = tuple[int, int, int]  # device, number, mtime in ns: numbers are used again
+
+
+class PathContents(NamedTuple):
+    """What a path holds. files: (inode, bytes, how many names it has anywhere), one row for each name below the path.
+    changed: mtime of its newest file, seconds, 0 where there is none. links: symbolic links and where they lead.
+    mounted: a folder of another file system inside, closed: one that nothing may be deleted in; "" for none."""
+
+    identity: Identity
+    files: tuple[tuple[Inode, int, int], ...]
+    changed: float
+    links: tuple[tuple[str, str], ...]
+    mounted: str = ""
+    closed: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files, each once."""
+        return sum({inode: size for inode, size, _ in self.files}.values())
+
+
+def measure(path: Path) -> PathContents:
+    """Look at a file, a link or all of a folder, by names and sizes. Raises StorageError."""
+    try:
+        info = os.lstat(path)
+        files, links, changed, mounted, closed = list[tuple[Inode, int, int]](), list[tuple[str, str]](), 0.0, "", ""
+        for place, each in _below(path, info):
+            if stat.S_ISLNK(each.st_mode):
+                links.append((place, real_path(place)))
+            elif stat.S_ISDIR(each.st_mode):
+                mounted = mounted or (place if each.st_dev != info.st_dev else "")
+                closed = closed or ("" if _may_delete_in(place) else place)
+            else:
+                files.append(((each.st_dev, each.st_ino), each.st_size, each.st_nlink))
+                changed = max(changed, each.st_mtime)
+    except OSError as e:
+        raise wrap_os_error(e, path, "looking at what it holds") from e
+    return PathContents(_identity(info), tuple(files), changed, tuple(links), mounted, closed)
+
+
+def _below(path: Path, info: os.stat_result) -> Iterator[tuple[str, os.stat_result]]:
+    """The path and all that lies below it, links not followed."""
+    yield os.fspath(path), info
+    if stat.S_ISDIR(info.st_mode):
+        with os.scandir(path) as entries:
+            for entry in entries:
+                yield from _below(Path(entry.path), entry.stat(follow_symlinks=False))
+
+
+def _may_delete_in(folder: str) -> bool:
+    """May this user delete names in a folder? Raises OSError where the disk does not say, which `os.access` hides."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.access(os.fsencode(folder), os.W_OK | os.X_OK) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        raise OSError(number, os.strerror(number), folder)
+    return False
+
+
+def _identity(info: os.stat_result) -> Identity:
+    return info.st_dev, info.st_ino, info.st_mtime_ns
+
+
+def freed(held: Iterable[PathContents]) -> int:
+    """Bytes that are free when all of these are gone: of files that have no other name."""
+    names: dict[Inode, list[int]] = {}
+    for each in held:
+        for inode, size, count in each.files:
+            names.setdefault(inode, [size, count])[1] -= 1
+    return sum(size for size, left in names.values() if left <= 0)
+
+
+def retire(path: Path, identity: Identity) -> Path | None:
+    """Take a path away in one step: the hidden name that it has now, None where it was gone. Durable when this returns.
+    Raises StorageError, and SourceChanged E0612 where another thing bears the name by now."""
+    token = f".{token_hex(4)}{REMOVED}"
+    short = os.fsdecode(os.fsencode(path.name)[: COMPONENT - len(token) - 1])
+    hidden = path.parent / f".{short}{token}"
+    try:
+        if _identity(os.lstat(path)) != identity:
+            raise SourceChanged(
+                "it was replaced by another while prune looked at the run",
+                code="E0612",
+                path=path,
+                hint="it was left alone: run again when nothing writes into the run's folder",
+            )
+        _mark_taken(path)
+        os.rename(path, hidden)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            sync_folder(folder)
+        finally:
+            close_read(folder)
+    except FileNotFoundError:
+        return None
+    except OSError as e:
+        raise wrap_os_error(e, path, "taking it away") from e
+    return hidden
+
+
+_TAKEN = "user.ckpt.removed"
+NO_MARKS = (errno.EOPNOTSUPP, errno.EPERM)  # the file system, or this kind of file on it, has no marks
+
+
+def _mark_taken(path: Path) -> None:
+    """Say on a path itself that it is being taken away, where the file system has such marks."""
+    with suppress(OSError):
+        platform_calls.set_mark(path, _TAKEN, b"1")
+
+
+def was_taken(hidden: Path) -> bool:
+    """Did `retire` give it its hidden name? By its mark, or by the form of the name where the file system has no marks.
+    Raises OSError where the disk does not say: a person may have given it such a name."""
+    if not is_removed(hidden.name):
+        return False
+    try:
+        return platform_calls.get_mark(hidden, _TAKEN) == b"1"
+    except OSError as e:
+        if e.errno in NO_MARKS:
+            return True
+        if e.errno == errno.ENODATA:
+            return False
+        raise
+
+
+def erase(hidden: Path) -> None:
+    """Delete what was taken away, locked meanwhile, so that `ckpt clean` leaves it alone. Raises StorageError; what is
+    left then keeps its hidden name."""
+    fd = -1
+    try:
+        if hidden.is_dir() and not hidden.is_symlink():
+            fd = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(hidden)
+        else:
+            os.unlink(hidden)
+    except OSError as e:
+        raise wrap_os_error(e, hidden, "deleting what was taken away") from e
+    finally:
+        if fd >= 0:
+            close_read(fd)
+
+
+def is_locked(folder: Path) -> bool:
+    """Does a process hold the lock on a hidden folder? Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        close_read(fd)

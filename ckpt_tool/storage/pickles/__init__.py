@@ -1,0 +1,1 @@
+"""Pickles as data: read, written and surveyed without running any of them."""

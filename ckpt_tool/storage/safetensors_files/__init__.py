@@ -1,0 +1,1 @@
+"""The safetensors file: its header as columns, strictly checked, and the head of a new one."""

@@ -1,0 +1,1 @@
+"""Object stores and other URLs: read by ranges, written in parts."""

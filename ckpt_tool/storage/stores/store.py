@@ -1,0 +1,117 @@
+"""What a tree behind a URL asks of a store, and how long a store that does not answer is tried again.
+
+A store is a bucket and a place in it: it lists what lies below, looks at one object and gets ranges of it, each pinned
+to the object that was seen first. `stores.object_store` is one for S3, Google Cloud and Azure, `stores.fsspec_store`
+one for every other scheme. Keys are relative to the place; "" is the place itself.
+
+`patiently` tries again where that may help: after 0.2 s, then twice as long each time, half of it at random so
+that many clients do not come back together; 30 s in all, two minutes where the store wants fewer requests.
+Every wait is reported (`core.progress.aside`), one line a second at most. A server's `Retry-After` is obeyed where the
+client hands it on: boto3 does, obstore 0.12 does not.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from ckpt_tool.core.progress import aside
+
+T = TypeVar("T")
+Parts = Sequence[memoryview]  # bytes that follow each other
+FIRST_WAIT, LONGEST_WAIT = 0.2, 8.0  # seconds
+UNANSWERED, THROTTLED = 30.0, 120.0  # seconds in all
+_said_at = 0.0
+_saying = threading.Lock()
+
+
+class StoreEntry(NamedTuple):
+    """An object as it was seen. size: bytes, -1 for what is no regular file. mark: its ETag, or what else changes with
+    its content. time: when it was modified, where there is no mark."""
+
+    size: int
+    mark: str = ""
+    time: str = ""
+
+
+class ObjectChanged(Exception):
+    """The object is another one than the entry that it was pinned to."""
+
+
+class Store(Protocol):
+    """Thread-safe. Raises FileNotFoundError for a missing object, CkptError for all else."""
+
+    def single(self) -> StoreEntry | None:
+        """The entry of the place itself where it is an object, None where it is a folder; FileNotFoundError where
+        nothing is there."""
+        ...
+
+    def list(self) -> dict[str, StoreEntry]:
+        """Everything below the place."""
+        ...
+
+    def look(self, key: str) -> StoreEntry:
+        """The object as it is now."""
+        ...
+
+    def get(self, key: str, start: int, stop: int, pinned: StoreEntry) -> Parts:
+        """Bytes [start, stop) of the object in parts, in order, fewer where it ends. Raises Changed."""
+        ...
+
+    def parent(self, name: str) -> Store:
+        """The folder that holds the place. name: the key of the place there, which has no secrets as a URL may."""
+        ...
+
+    def below(self, folder: str) -> Store:
+        """A folder below the place."""
+        ...
+
+
+class Again(NamedTuple):
+    """Why a request is worth another try. throttled: the store wants fewer requests. wait: seconds that it asks for."""
+
+    reason: str
+    throttled: bool = False
+    wait: float = 0.0
+
+
+def patiently(
+    ask: Callable[[], T],
+    *,
+    shown: str,
+    faults: tuple[type[Exception], ...],
+    judge: Callable[[Exception], Again | None],
+) -> T:
+    """What `ask` gives; tried again after one of `faults` that `judge` finds worth it. The last failure is raised, from
+    the one before it where it was not the first."""
+    began, wait = time.monotonic(), FIRST_WAIT
+    before: Exception | None = None
+    while True:
+        try:
+            return ask()
+        except faults as e:
+            again = judge(e)
+            limit = THROTTLED if again and again.throttled else UNANSWERED
+            left = limit - (time.monotonic() - began)
+            if again is None or max(wait, again.wait) >= left:
+                if before is None:
+                    raise
+                raise e from before
+            before = e
+            pause = max(wait * random.uniform(0.5, 1.0), again.wait)
+            _say(f"{shown}: {again.reason}, trying again in {pause:.1f} s, for {left:.0f} s more at most")
+        time.sleep(pause)
+        wait = min(2 * wait, LONGEST_WAIT)
+
+
+def _say(message: str) -> None:
+    global _said_at
+    with _saying:
+        now = time.monotonic()
+        if now - _said_at < 1.0:
+            return
+        _said_at = now
+    aside(message)

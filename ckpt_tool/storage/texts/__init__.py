@@ -1,0 +1,1 @@
+"""JSON and YAML from strangers: strict, bounded, and every fault has a place."""
