@@ -64,13 +64,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def errors_have_the_class_of_their_code() -> None:
     """Codes reach an error by many roads (tables, helpers, other errors): each that is built is held against the
     catalogue."""
-    codes, build = errors.catalogue(), errors.CkptError.__init__
+    codes = errors.catalogue()
+    build = errors.CkptError.__init__
 
     def checked(self: errors.CkptError, message: str, *, code: str | None = None, **fields: Any) -> None:
         build(self, message, code=code, **fields)
         if code in codes:
             kinds = {kind.__name__ for kind in type(self).__mro__}
-            wanted, public = codes[code].kind, type(self).__module__ == errors.__name__
+            wanted = codes[code].kind
+            public = type(self).__module__ == errors.__name__
             assert type(self).__name__ == wanted if public else wanted in kinds, (
                 f"{code} is {wanted}, not {type(self).__name__}"
             )

@@ -64,7 +64,8 @@ def formats(language: str) -> list[str]:
 
 def capabilities() -> list[str]:
     """Columns: read, write, model, optimizer, master, EMA, experts, TP, PP, VPP, EP, ETP, DP."""
-    states, degrees = ("model", "optimizer", "master", "ema"), ("tp", "pp", "vpp", "ep", "etp", "dp")
+    states = ("model", "optimizer", "master", "ema")
+    degrees = ("tp", "pp", "vpp", "ep", "etp", "dp")
     holds = {name: load(name).holds for name in entries()}
     return [
         row(name, True, True, *(each.has(state) for state in states), True, *(dim in each.mesh for dim in degrees))
@@ -120,7 +121,8 @@ def bridges() -> list[str]:
     made: dict[str, tuple[list[str], list[str]]] = {}
     for file in sorted((ROOT / "fixtures" / "bridge").glob("*.config.json")):
         case = file.name.removesuffix(".config.json")
-        document, config = json.loads(file.with_name(f"{case}.json").read_text()), json.loads(file.read_text())
+        document = json.loads(file.with_name(f"{case}.json").read_text())
+        config = json.loads(file.read_text())
         family = find(config, {name: tuple(shape) for name, shape in document["hub"].items()}).family.name
         made.setdefault(family, ([], []))[document["versions"].startswith("mcore")].append(case)
     rows = []

@@ -30,7 +30,8 @@ def last_words(
         out, _ = started.communicate(timeout=limit)
         late = False
     except subprocess.TimeoutExpired:
-        out, late = _stopped(started), True
+        out = _stopped(started)
+        late = True
     except BaseException:
         _stopped(started)
         raise

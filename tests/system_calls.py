@@ -118,11 +118,16 @@ OPENING = {"open": 1, "openat": 2, "openat2": 2}  # which argument has the flags
 LOCKS = (fcntl.F_SETLK, fcntl.F_SETLKW, 37, 38)  # what fcntl does to a file; 37 and 38 are locks of open descriptions
 
 # <linux/seccomp.h>, <linux/audit.h>, <linux/filter.h>
-_SECCOMP, _PR_SET_NO_NEW_PRIVS = 317, 38
-_SET_MODE_FILTER, _NEW_LISTENER = 1, 8
-_NOTIFY, _ALLOW = 0x7FC00000, 0x7FFF0000
+_SECCOMP = 317
+_PR_SET_NO_NEW_PRIVS = 38
+_SET_MODE_FILTER = 1
+_NEW_LISTENER = 8
+_NOTIFY = 0x7FC00000
+_ALLOW = 0x7FFF0000
 _ARCH = 0xC000003E
-_LOAD, _EQUALS, _RETURN = 0x20, 0x15, 0x06
+_LOAD = 0x20
+_EQUALS = 0x15
+_RETURN = 0x06
 _NOTIF = struct.Struct("=QIIiIQ6Q")
 _ANSWER = struct.Struct("=QqiI")
 _ADD_FD = struct.Struct("=QIIII")
@@ -130,7 +135,9 @@ _RECEIVE = 3 << 30 | _NOTIF.size << 16 | ord("!") << 8
 _SEND = 3 << 30 | _ANSWER.size << 16 | ord("!") << 8 | 1
 _ADD = 1 << 30 | _ADD_FD.size << 16 | ord("!") << 8 | 3
 _SET_FLAGS = 1 << 30 | 8 << 16 | ord("!") << 8 | 4
-_GO_ON, _SET_FD, _SYNC_WAKE_UP = 1, 1, 1
+_GO_ON = 1
+_SET_FD = 1
+_SYNC_WAKE_UP = 1
 
 
 def why_not() -> str:
@@ -179,7 +186,8 @@ class Supervisor:
     """
 
     def __init__(self, process: int, listener: int, under: str, fault: dict[str, Any], ops: str) -> None:
-        self._process, self._listener = process, listener
+        self._process = process
+        self._listener = listener
         self._under = os.path.realpath(under) + "/"
         self._at: int = fault.get("at", 0)
         self._do: str | None = fault.get("do")

@@ -86,7 +86,8 @@ class Stub:
         self.kwargs: dict[str, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self.args, self.kwargs = args, kwargs
+        self.args = args
+        self.kwargs = kwargs
         if isinstance(self.document, BaseException):
             raise self.document
         return self.document

@@ -114,7 +114,7 @@ def holds_pickle(path: Path) -> bool:
     safe = int.from_bytes(data[:8], "little") <= len(
         data
     )  # a safetensors header of 640 bytes, ... begins like a pickle
-    return data[:2] == b"PK" or data[:1] == b"\x80" and not safe
+    return data[:2] == b"PK" or (data[:1] == b"\x80" and not safe)
 
 
 def cases() -> Iterator[object]:
@@ -147,7 +147,8 @@ CASES = list(cases())
 @pytest.mark.share(24)
 @pytest.mark.parametrize(("fixture", "inside", "how"), CASES)
 def test_code_is_refused_first_and_listed(fixture: Path, inside: Path, how: str, tmp_path: Path, capfd) -> None:
-    source, canary = tmp_path / "source" / fixture.name, tmp_path / "canary"
+    source = tmp_path / "source" / fixture.name
+    canary = tmp_path / "canary"
     source.parent.mkdir()
     (shutil.copytree if fixture.is_dir() else shutil.copy)(fixture, source)
     poisoned = source.parent / inside

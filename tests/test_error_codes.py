@@ -176,8 +176,8 @@ def sites_of(house: House) -> list[Site]:
     for name, helper in helpers:  # grows while it runs: a helper may call a helper
         for file, call, inside in by_name[name]:
             known = house.names[file].get(name)
-            at_home = (
-                file == helper.file or isinstance(known, tuple) and _file(known[0] or "", house.trees) == helper.file
+            at_home = file == helper.file or (
+                isinstance(known, tuple) and _file(known[0] or "", house.trees) == helper.file
             )
             if isinstance(call.func, ast.Attribute) or at_home:
                 given = next((word.value for word in call.keywords if word.arg == helper.parameter), None)
@@ -191,7 +191,8 @@ def sites_of(house: House) -> list[Site]:
 @no_garbage()
 def faults_of(sources: Mapping[str, str]) -> list[str]:
     """Every raise that is not as the catalogue has it."""
-    house, found = House(sources), list[str]()
+    house = House(sources)
+    found = list[str]()
     for file, line, kind, code in sites_of(house):
         row = CODES.get(code or "")
         if code is None:

@@ -59,7 +59,8 @@ def snapshot(path):
 @pytest.mark.parametrize("case", ROWS)
 def test_bad_input_is_told_and_leaves_nothing(case, tmp_path, capfd):
     row, make, want, words = case[:4]
-    folder, outputs = tmp_path / "source", tmp_path / "outputs"
+    folder = tmp_path / "source"
+    outputs = tmp_path / "outputs"
     folder.mkdir()
     outputs.mkdir()
     source = make(folder)

@@ -111,7 +111,8 @@ def faults_of(file: str, source: str, known: Mapping[str, str] = MODULES) -> lis
 
 
 def _import_faults(file: str, source: str, known: Mapping[str, str]) -> Iterator[Fault]:
-    floor, room = floor_of(file), file.split("/")[0]
+    floor = floor_of(file)
+    room = file.split("/")[0]
     top = len(WALLS["floors"]) - 1
     for line, module, lazy in imports_of(source, known):
         if module.endswith(".py") or module in known:
@@ -165,7 +166,8 @@ def size_faults(file: str, source: str) -> tuple[list[Fault], list[Fault]]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             measured.append((f"{file}:{node.name}", node.lineno, lines, sizes["function"], sizes["function_limit"]))
-    faults, large = [], []
+    faults = []
+    large = []
     for name, line, lines, good, limit in measured:
         limit = sizes["allowed"].get(name, limit)
         fault = Fault(file, line, f"{name.rpartition(':')[2]} has {lines} lines, the limit is {limit}")
@@ -278,7 +280,8 @@ def test_formats_and_families_lie_where_they_are_found() -> None:
 
 
 def test_a_misplaced_format_is_seen() -> None:
-    entry, format_ = "from ckpt_tool.formats.entry import Entry\nENTRY = Entry('x')\n", "FORMAT = Foo()\n"
+    entry = "from ckpt_tool.formats.entry import Entry\nENTRY = Entry('x')\n"
+    format_ = "FORMAT = Foo()\n"
     class_ = "class Foo:\n" + "".join(f"    def {name}(self): pass\n" for name in ("detect", "read", "target"))
     sound = {"formats/foo/__init__.py": entry, "formats/foo/format.py": class_ + format_, "formats/kin/__init__.py": ""}
     assert not misplaced(sound)

@@ -30,7 +30,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "file": ("0099", "99999", "9999999", "9" * 30),
 }
 LEVEL = re.compile(r"(?:^|\.)(layers|h|blocks|experts|local_experts)\.(\d+)(?=\.)")
-SECONDS, MEMORY = 10, 1 << 30  # of a verb, above what the test itself holds
+# of a verb, above what the test itself holds
+SECONDS = 10
+MEMORY = 1 << 30
 CONTRACT = {0, 1, 2, 3, 4, 5, 6, 7}
 OTHERS = {
     "": ("paddle.safetensors",),
@@ -178,7 +180,8 @@ def _in_fork(lines: list[list[str]], write: int) -> None:
     os.dup2(scratch, 1)
     told = os.memfd_create("stderr")
     os.dup2(told, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
     for number in (signal.SIGALRM, signal.SIGPROF):
         signal.signal(number, signal.SIG_DFL)
     for line in lines:

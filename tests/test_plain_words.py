@@ -91,7 +91,8 @@ def lines_of(*paths: Path) -> Iterator[tuple[str, str]]:
 
 def find_words(lines: Iterable[tuple[str, str]]) -> tuple[list[str], int]:
     """Where a word of the list is, and how many lines there are."""
-    places, count = [], 0
+    places = []
+    count = 0
     for place, line in lines:
         count += 1
         places += [f"{place}: {match[0]!r} in {line.strip()[:120]!r}" for match in PATTERN.finditer(line)]

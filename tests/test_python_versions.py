@@ -118,7 +118,8 @@ def test_one_oldest_and_one_newest_python():
     minors = [int(minor) for minor in stated]
     assert minors == [*range(minors[0], minors[-1] + 1)]
 
-    oldest, newest = f"3.{minors[0]}", f"3.{minors[-1]}"
+    oldest = f"3.{minors[0]}"
+    newest = f"3.{minors[-1]}"
     assert f'requires-python = ">={oldest}"' in PROJECT
     assert f'target-version = "py{oldest.replace(".", "")}"' in PROJECT
     assert f"Python {oldest} or newer" in (ROOT / "README.md").read_text()

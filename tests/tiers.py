@@ -28,7 +28,8 @@ else:
     import tomli as tomllib
 
 TESTS = Path(__file__).resolve().parent
-ONE_OF, ONE_OF_A_FILE = 32, 3
+ONE_OF = 32
+ONE_OF_A_FILE = 3
 FEW = 4  # like cases that all run by default; of more, half
 # those that train, measure, kill or compile, and one whose cases take seconds to find in all fixtures
 SLOW_PLACES = frozenset(

@@ -43,6 +43,7 @@ import numpy as np
 from ckpt_tool.adapters import chain
 from ckpt_tool.compiled.library import KINDS, CompiledLibrary, ready
 from ckpt_tool.compiled.library import CTerm as Product
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.run.computed import Array, Floats, Lend, Read, Recipe
 
 COLUMNS = 512  # of a block; few rows, so that little is made twice where a range ends within them
@@ -111,8 +112,9 @@ class Folded(Recipe):
     def values(self, read: Read, start: int, stop: int) -> Floats:
         out = _floats(read(0, start, stop))
         size = self.numel // self.experts
-        for e in range(start // size, -(-stop // size)):
-            low, high = max(start, e * size), min(stop, (e + 1) * size)
+        for e in range(start // size, ceil_div(stop, size)):
+            low = max(start, e * size)
+            high = min(stop, (e + 1) * size)
             part = out[low - start : high - start]
             for number in range(len(self.terms)):
                 self._add(read, number, e, part, low - e * size, high - e * size)
@@ -123,9 +125,12 @@ class Folded(Recipe):
         if library is None or not library.pair:  # products want a fused multiply-add, which not every processor has
             return False
         values, kind = lend(0, start, stop)
-        size, item, made = self.numel // self.experts, values.nbytes // (stop - start), out[0]
-        for e in range(start // size, -(-stop // size)):
-            low, high = max(start, e * size), min(stop, (e + 1) * size)
+        size = self.numel // self.experts
+        item = values.nbytes // (stop - start)
+        made = out[0]
+        for e in range(start // size, ceil_div(stop, size)):
+            low = max(start, e * size)
+            high = min(stop, (e + 1) * size)
             base = values[(low - start) * item : (high - start) * item]
             terms = [self._term(library, read, number, e) for number in range(len(self.terms))]
             where = (low - e * size, high - e * size, self.matrix[1])
@@ -158,7 +163,8 @@ class Folded(Recipe):
     def _add(self, read: Read, number: int, e: int, part: Floats, low: int, high: int) -> None:
         """Fold term `number` into `part`, elements [low, high) of expert `e`, in place."""
         term, (_, width) = self.terms[number], self.matrix
-        first, last = low // width, (high - 1) // width
+        first = low // width
+        last = (high - 1) // width
         strip = first == last  # within one row: its own columns are enough
         left, right = (low - first * width, high - first * width) if strip else (0, width)
         delta = self._product(read, number, e, (first, last + 1), (left, right), strip=strip)
@@ -181,9 +187,12 @@ class Folded(Recipe):
         """s B A (or its transpose) of expert `e` in [rows) x [columns), C-contiguous."""
         term = self.terms[number]
         left, right = self.kept.factors((self.key, number, e), lambda: self._thin(read, term, e))
-        tall, wide = left.shape[1], right.shape[-1]
-        low, high = rows[0] // tall, -(-rows[1] // tall)
-        first, last = columns[0] // wide, -(-columns[1] // wide)
+        tall = left.shape[1]
+        wide = right.shape[-1]
+        low = rows[0] // tall
+        high = ceil_div(rows[1], tall)
+        first = columns[0] // wide
+        last = ceil_div(columns[1], wide)
         where = (self.key, number, e, low, first, last)
         if strip and getattr(self.kept.strips, "at", None) == where:
             block: Floats = self.kept.strips.block
@@ -214,9 +223,9 @@ class Folded(Recipe):
         tall, flat = self._factors_of(read, term, e)
         wide = max(16, min(COLUMNS, PRODUCTS // (chain.MOST_ROWS * term.rank) // 16 * 16))
         rows = chain.rows_of(term.rank, wide)
-        left = np.zeros((-(-tall.shape[0] // rows) * rows, term.rank), np.float32)
+        left = np.zeros((ceil_div(tall.shape[0], rows) * rows, term.rank), np.float32)
         left[: tall.shape[0]] = tall * np.float32(term.scaling) if _exact(term.scaling) else tall
-        right = np.zeros((term.rank, -(-flat.shape[1] // wide) * wide), np.float32)
+        right = np.zeros((term.rank, ceil_div(flat.shape[1], wide) * wide), np.float32)
         right[:, : flat.shape[1]] = flat
         blocks = np.ascontiguousarray(right.reshape(term.rank, -1, wide).transpose(1, 0, 2))
         return left.reshape(-1, rows, term.rank), blocks
@@ -288,7 +297,8 @@ class MatrixRows(Recipe):
         out = _floats(read(0, start, stop))
         width = prod(self.shape[1:])
         for row, k in self.rows:
-            low, high = max(start, row * width), min(stop, (row + 1) * width)
+            low = max(start, row * width)
+            high = min(stop, (row + 1) * width)
             if low < high:
                 at = (k - row) * width
                 out[low - start : high - start] = _floats(read(1, low + at, high + at))

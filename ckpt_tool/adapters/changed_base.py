@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from ckpt_tool.adapters.arithmetic import RunCache
     from ckpt_tool.run.computed import Input, Recipe
 
-WEIGHTS, NO_FLOATS, CONFLICT = "E1421", "E1427", "E1429"
+WEIGHTS = "E1421"
+NO_FLOATS = "E1427"
+CONFLICT = "E1429"
 _SUMS = ("F32", "F16", "BF16")
 
 
@@ -42,17 +44,22 @@ def changed(
         for name, of_tensor in each.changes.items():
             changes.setdefault(name, []).extend((adapter, change) for change in of_tensor)
     _refuse_conflicts(changes)
-    recipes, dtypes, replaced = [], dict[TensorKey, DType](), dict[TensorKey, Stored]()
+    recipes = []
+    dtypes = dict[TensorKey, DType]()
+    replaced = dict[TensorKey, Stored]()
     from ckpt_tool.adapters.arithmetic import RunCache
     from ckpt_tool.run.computed import Input
 
-    shared, left = RunCache(), set(changes)
+    shared = RunCache()
+    left = set(changes)
     for row in kept.stored:
-        key, tensor = row.tensor.key, row.tensor
+        key = row.tensor.key
+        tensor = row.tensor
         if key.name not in changes:
             continue
         left.discard(key.name)
-        source, rest = kept.input(row), list[tuple[Adapter, Change]]()
+        source = kept.input(row)
+        rest = list[tuple[Adapter, Change]]()
         for adapter, change in changes[key.name]:
             if isinstance(change, ReplacedTensor):
                 source = Input(change.tensor, adapter.opened.tree)
@@ -107,11 +114,13 @@ def _recipe(key: TensorKey, base: Input, changes: Sequence[tuple[Adapter, Change
                 number(adapter, change.added)
                 scalings.append(change.scaling)
         return Biased(key, shape, tuple(inputs), text, tuple(scalings))
-    terms, experts = [], 1
+    terms = []
+    experts = 1
     for adapter, change in changes:
         if isinstance(change, Low):
             experts = change.experts
-            a, b = number(adapter, change.a), number(adapter, change.b)
+            a = number(adapter, change.a)
+            b = number(adapter, change.b)
             magnitude = number(adapter, change.magnitude) if change.magnitude is not None else None
             terms.append(ProductTerm(a, b, change.rank, change.scaling, change.turned, magnitude))
     return Folded(key, shape, tuple(inputs), text, tuple(terms), experts, shared)
@@ -151,7 +160,7 @@ def _refuse_conflicts(changes: Mapping[str, Sequence[tuple[Adapter, Change]]]) -
     faults = []
     for name, found in changes.items():
         kinds = [type(change) for _, change in found]
-        if kinds.count(Tokens) > 1 or kinds.count(ReplacedTensor) > 1 and not _all_the_same(found):
+        if kinds.count(Tokens) > 1 or (kinds.count(ReplacedTensor) > 1 and not _all_the_same(found)):
             faults.append(f"{name}: two adapters replace it")
         elif Tokens in kinds and len(set(kinds)) > 1:
             faults.append(f"{name}: rows of it are replaced and it is changed as a whole")
@@ -166,7 +175,7 @@ def _refuse_conflicts(changes: Mapping[str, Sequence[tuple[Adapter, Change]]]) -
         )
     for name, found in changes.items():
         for adapter, change in found:
-            absolute = not isinstance(change, Low | Bias) or isinstance(change, Low) and change.magnitude is not None
+            absolute = not isinstance(change, Low | Bias) or (isinstance(change, Low) and change.magnitude is not None)
             if absolute and adapter.settings.weight != 1:
                 what = "a DoRA magnitude" if isinstance(change, Low) else "a tensor that replaces the base's"
                 raise UsageError(

@@ -43,8 +43,14 @@ from ckpt_tool.sources.config import config_of
 from ckpt_tool.sources.opening import Opened, open_source
 
 OPTION = "--method lora"
-USAGE, WEIGHTS, OTHER_BASE, TIED, PARTS = "E1420", "E1421", "E1424", "E1425", "E1434"
-HUB, FUSED, PADDLE = "hf", "hf-fused", "paddle"
+USAGE = "E1420"
+WEIGHTS = "E1421"
+OTHER_BASE = "E1424"
+TIED = "E1425"
+PARTS = "E1434"
+HUB = "hf"
+FUSED = "hf-fused"
+PADDLE = "paddle"
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
 
@@ -293,21 +299,23 @@ def _refuse_tied(named: Chosen, adapters: Sequence[Adapter], found: Sequence[Mat
 def _ties(config: Mapping[str, Any]) -> bool:
     """Is the head the embedding, where the base has no head of its own? A config that says nothing means so of language
     models."""
-    tied, classes = config.get(TIE), config.get("architectures")
+    tied = config.get(TIE)
+    classes = config.get("architectures")
     words = classes if isinstance(classes, list) else []
-    return tied is True or tied is None and any("CausalLM" in str(each) or "LMHead" in str(each) for each in words)
+    return tied is True or (tied is None and any("CausalLM" in str(each) or "LMHead" in str(each) for each in words))
 
 
 def _as_wanted(folded: Chosen, everything: Chosen, named: Chosen, job: Conversion) -> Chosen:
     """The folded base under the output's names: those it came with, unless `--to` or `--dialect` say otherwise."""
-    fmt, reading, writing = job.fmt, job.reading, job.writing
+    fmt = job.fmt
+    reading = job.reading
+    writing = job.writing
     home = _home(everything, named, reading)
     if reading.family:
         job = job._replace(reading=replace(reading, family=reading.family.partition(":")[0]))
     requested = writing.dialect not in (None, "keep") or writing.aoa
-    if (
-        requested
-        or writing.dialect is None
+    if requested or (
+        writing.dialect is None
         and fmt.holds.dialect not in ("keep", home)
         and fmt.name != everything.sources[0].catalog.format
     ):

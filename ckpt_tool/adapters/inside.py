@@ -23,7 +23,8 @@ from ckpt_tool.sources.adapter_config import config_of_inside
 from ckpt_tool.sources.chosen import Chosen
 from ckpt_tool.sources.opening import Opened
 
-USAGE, ELSEWHERE = "E1420", "E2934"
+USAGE = "E1420"
+ELSEWHERE = "E2934"
 
 
 def split_inside(chosen: Chosen, opened: Opened, reading: Reading, weight: float) -> tuple[Chosen, Adapter]:

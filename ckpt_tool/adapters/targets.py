@@ -50,7 +50,9 @@ from ckpt_tool.formats.peft.settings import Settings
 Shape = tuple[int, ...]
 TRANSPOSED = ("gpt_oss", "aria", "openai_privacy_filter")  # model types whose stacked experts are (experts, in, out)
 _MOST = 6  # parameters of one module
-_NEAR, _MANY = 10, 2000  # names that near misses are looked for in a base of less than _MANY: each is held against all
+# names that near misses are looked for in a base of less than _MANY: each is held against all
+_NEAR = 10
+_MANY = 2000
 
 
 class Low(NamedTuple):
@@ -114,7 +116,8 @@ class _Matching:
         settings: Settings,
         config: Mapping[str, Any],
     ) -> None:
-        self.base, self.settings = base, settings
+        self.base = base
+        self.settings = settings
         self.children: dict[str, dict[str, LogicalTensor]] = {}
         for name, tensor in base.items():
             if len(tensor.shape) in (2, 3):
@@ -156,9 +159,11 @@ class _Matching:
                     module = other
             self.own[module] = part.module
             if part.kind == WHOLE:
-                known_as, row = module, self.whole
+                known_as = module
+                row = self.whole
             else:
-                known_as, row = part.kind, self.parts.setdefault((module, part.level), {})
+                known_as = part.kind
+                row = self.parts.setdefault((module, part.level), {})
             if known_as in row:
                 self.faults.append(f"{tensor.key.name}: appears twice, under two adapter names")
             row[known_as] = tensor
@@ -171,7 +176,7 @@ class _Matching:
         stacked: dict[str, dict[int, dict[str, LogicalTensor]]] = {}
         plain: list[tuple[str, dict[str, LogicalTensor]]] = []
         for (module, level), row in self.parts.items():
-            if level or f"{module}.weight" not in self.base and self._parameters(module):
+            if level or (f"{module}.weight" not in self.base and self._parameters(module)):
                 stacked.setdefault(module, {})[level] = row
             else:
                 plain.append((module, row))
@@ -239,7 +244,9 @@ class _Matching:
     # -- modules with a weight -----------------------------------------------------------------------------------------
 
     def _votes(self, module: str, row: Mapping[str, LogicalTensor]) -> None:
-        target, a, b = self.base.get(f"{module}.weight"), row.get(A), row.get(B)
+        target = self.base.get(f"{module}.weight")
+        a = row.get(A)
+        b = row.get(B)
         if (
             target is not None
             and a is not None
@@ -283,7 +290,8 @@ class _Matching:
         *,
         embedding: bool,
     ) -> None:
-        rank, outputs = a.shape[0] if a.shape else 0, b.shape[0] if b.shape else 0
+        rank = a.shape[0] if a.shape else 0
+        outputs = b.shape[0] if b.shape else 0
         straight = target.shape == (outputs, *a.shape[1:])
         turned = target.shape == (prod(a.shape[1:]), outputs)
         if rank == 0 or len(a.shape) < 2 or prod(b.shape[1:]) != rank:
@@ -402,7 +410,9 @@ class _Matching:
         ways = {name: _ways(row, parameters[name]) for name, row in rows.items()}
         sure = {next(iter(way)) for way in ways.values() if len(way) == 1}
         for name, row in rows.items():
-            tensor, a, b = parameters[name], row[A], row[B]
+            tensor = parameters[name]
+            a = row[A]
+            b = row[B]
             experts = tensor.shape[0] if len(tensor.shape) == 3 else 1
             rank = a.shape[0] // experts
             turned = (
@@ -420,7 +430,8 @@ class _Matching:
 
 def _ways(row: Mapping[str, LogicalTensor], tensor: LogicalTensor) -> set[bool]:
     """How A (e r, in) and B (out, e r) fit stacked matrices: False for (e, out, in), True for (e, in, out)."""
-    a, b = row[A].shape, row[B].shape
+    a = row[A].shape
+    b = row[B].shape
     experts = tensor.shape[0] if len(tensor.shape) == 3 else 1
     if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] == 0 or a[0] % experts:
         return set()
@@ -441,16 +452,14 @@ def _registered(name: str) -> int:
 # -- names of an adapter's tensors -------------------------------------------------------------------------------------
 
 
-A, B, BIAS, MAGNITUDE, EMBEDDING_A, EMBEDDING_B, TOKENS, WHOLE = (
-    "lora_A",
-    "lora_B",
-    "lora_B.bias",
-    "lora_magnitude_vector",
-    "lora_embedding_A",
-    "lora_embedding_B",
-    "trainable tokens",
-    "whole",
-)
+A = "lora_A"
+B = "lora_B"
+BIAS = "lora_B.bias"
+MAGNITUDE = "lora_magnitude_vector"
+EMBEDDING_A = "lora_embedding_A"
+EMBEDDING_B = "lora_embedding_B"
+TOKENS = "trainable tokens"
+WHOLE = "whole"
 PREFIX = "base_model.model."
 _WRAPPED = re.compile(rf"^(?:module\.)*{re.escape(PREFIX)}")  # `module.`: of DDP and DeepSpeed
 _LORA = re.compile(r"(.+)\.lora_(A|B)(?:\.(?!weight$|bias$)[^.]+)?\.(weight|bias)")
@@ -499,7 +508,8 @@ def part_of(name: str) -> AdapterPart | None:
 def _unwrapped(module: str) -> tuple[str, int]:
     level = 0
     while module.endswith(_LEVEL):
-        module, level = module.removesuffix(_LEVEL), level + 1
+        module = module.removesuffix(_LEVEL)
+        level = level + 1
     return module, level
 
 
@@ -549,7 +559,8 @@ _NUMBER = re.compile(r"\d+")
 def absent(base: Iterable[str], adapted: Collection[str], whole: Collection[str], settings: Settings) -> list[str]:
     """One line each. base: names of its tensors; adapted: its modules with a pair; whole: its tensors that are
     replaced."""
-    out, targets = [], frozenset(settings.targets)
+    out = []
+    targets = frozenset(settings.targets)
     kinds = {_NUMBER.sub("#", module) for module in adapted} if targets else set()
     for name in base:
         module, _, last = name.rpartition(".")

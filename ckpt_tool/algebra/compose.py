@@ -32,8 +32,10 @@ def compose(first: Iterable[Piece], second: Iterable[Piece]) -> list[Piece]:
     tensor that only one of them knows, InconsistentCheckpoint (E0358) where they don't hold the same elements of it:
     nothing is lost in silence.
     """
-    first, second = list(first), list(second)
-    makers, takers = _by_tensor(first, "dst"), _by_tensor(second, "src")
+    first = list(first)
+    second = list(second)
+    makers = _by_tensor(first, "dst")
+    takers = _by_tensor(second, "src")
     _check_partners(makers, takers)
     meetings = _Meetings()
     out = [piece for piece in first if piece.dst.name == PAD]
@@ -43,7 +45,8 @@ def compose(first: Iterable[Piece], second: Iterable[Piece]) -> list[Piece]:
         if len(group) == len(others) == 1 and group[0].ext == others[0].ext and group[0].dst == others[0].src:
             # one and the same place, most often: nothing to look for, and nothing to count
             ext, src, _, maps = group[0]
-            dst, more = others[0].dst, others[0].maps
+            dst = others[0].dst
+            more = others[0].maps
             if src.name != PAD or dst.name != PAD:
                 out.append(Piece(ext, src, dst, joined(maps, more) if maps or more else ()))
             continue
@@ -112,7 +115,8 @@ class _Rows:
     starts: row and class of each of `pieces`; those of one class are one, shifted by whole rows."""
 
     def __init__(self, pieces: Sequence[Piece], step: int) -> None:
-        self.pieces, self.step = pieces, step
+        self.pieces = pieces
+        self.step = step
         numbers: dict[object, int] = {}
         self.starts = []
         for ext, src, dst, maps in pieces:
@@ -188,13 +192,16 @@ def meet(a: Piece, b: Piece) -> Iterator[Piece]:
     backwards = _boxes(a.swap(), chain)
     for b_offset, b_digits in _boxes(b, chain):
         for a_offset, a_digits in backwards:
-            src, dst = a_offset, b_offset
+            src = a_offset
+            dst = b_offset
             axes: list[tuple[int, int, int]] = []
             for (i, n, s), (j, m, d) in zip(a_digits, b_digits, strict=True):
-                start, stop = max(i, j), min(i + n, j + m)
+                start = max(i, j)
+                stop = min(i + n, j + m)
                 if start >= stop:
                     break
-                src, dst = src + (start - i) * s, dst + (start - j) * d
+                src = src + (start - i) * s
+                dst = dst + (start - j) * d
                 if stop - start > 1:
                     axes.append((stop - start, s, d))
             else:
@@ -223,7 +230,8 @@ def _boxes(piece: Piece, chain: Sequence[int]) -> list[tuple[int, Digits]]:
     out = []
     for part in map(compact, parts):
         axes = {s: (n, d) for n, s, d in zip(part.ext, part.src.strides, part.dst.strides, strict=True)}
-        rest, digits = part.src.offset, []
+        rest = part.src.offset
+        digits = []
         for step in chain:
             digits.append((rest // step, *axes.get(step, (1, 0))))
             rest %= step

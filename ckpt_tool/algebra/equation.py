@@ -104,7 +104,8 @@ class Equation:
         out: dict[str, Shape] = {}
         if not self.holds(sizes, config):
             return out
-        names, copies = self._names(sizes, config), _copies(self.left, self.right)
+        names = self._names(sizes, config)
+        copies = _copies(self.left, self.right)
         for k, term in enumerate(self.left):
             if term.name and k not in copies:
                 rows = self._rows(term.axes, sizes, names)
@@ -155,7 +156,8 @@ class Equation:
 
     def _names(self, sizes: Sizes, config: Config | None) -> Config:
         """What conditions and indices may ask for: extents, then the config. Checks every axis first."""
-        faults, seen = [], {}
+        faults = []
+        seen = {}
         for axis in self.axes:
             try:
                 seen[axis] = size_of(axis, sizes)
@@ -178,7 +180,8 @@ class Equation:
     def choice(self, indices: Sequence[str], names: Mapping[str, Any]) -> Callable[[Sequence[int]], bool]:
         """Whether the rule holds under given values of `indices`, `names` answering for all else: each case of what its
         condition asks for is worked out once."""
-        condition, known = self.condition, dict[tuple[int, ...], bool]()
+        condition = self.condition
+        known = dict[tuple[int, ...], bool]()
         if condition is None:
             return lambda values: True
         asked = [k for k, axis in enumerate(indices) if axis in condition.names]
@@ -304,7 +307,8 @@ def _type_faults(left: Sequence[Term], right: Sequence[Term], condition: Express
             for axis in set(term.axes) & set(kind):
                 yield UsageError(f"axis {axis!r} is in the name and in the pattern of `{term}`", code="E0227")
         lent = {*here.axes, *there.axes} if here.name is None or there.name is None else set()
-        ours, its = {*here.axes, *mine, *lent}, {*there.axes, *theirs, *lent}
+        ours = {*here.axes, *mine, *lent}
+        its = {*there.axes, *theirs, *lent}
         if ours != its:
             alone = [
                 f"{', '.join(sorted(x - y))} only on the {side}"

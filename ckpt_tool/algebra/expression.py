@@ -93,7 +93,7 @@ def extent(text: str, names: Mapping[str, Any]) -> Extent:
     """
     if text.startswith(_COUNT):
         entries = expression(text.removeprefix(_COUNT)).value(names)
-        if entries and (isinstance(entries, str) or isinstance(entries, list) and _texts(entries)):
+        if entries and (isinstance(entries, str) or (isinstance(entries, list) and _texts(entries))):
             return len(entries)
         raise UsageError(f"`{text}` is {entries!r}: want text or a list of texts", code="E0231")
     parts = [expression(part).value(names) for part in text.split(":")]
@@ -207,7 +207,8 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
                 return found[_value(index, names)]
             raise TypeError(f"{found!r} is no list")
         case ast.Compare(left=left, ops=[op], comparators=[right]) | ast.BinOp(left=left, op=op, right=right):
-            a, b = _value(left, names), _value(right, names)
+            a = _value(left, names)
+            b = _value(right, names)
             kind = type(op)
             return _ANY[kind](a, b) if kind in _ANY else _BINARY[kind](_number(a), _number(b))
     raise TypeError(f"no value of {type(node).__name__}")  # `_check` lets nothing else pass

@@ -35,7 +35,9 @@ from typing import NamedTuple
 from ckpt_tool.core.box import contiguous_strides
 from ckpt_tool.errors import UsageError, near_misses
 
-MAX_CHARS, MAX_DEPTH, MAX_PARTS = 400, 20, 4096
+MAX_CHARS = 400
+MAX_DEPTH = 20
+MAX_PARTS = 4096
 Sizes = Mapping[str, int | Sequence[int]]  # an axis: its extent, or the indices that its name takes in order
 
 _TOKEN = re.compile(r"\s*([A-Za-z_]\w*|[0-9]+|[()+@])")
@@ -172,7 +174,8 @@ def size_of(axis: str, sizes: Sizes) -> int:
 
 def indices_of(axis: str, sizes: Sizes) -> Sequence[int]:
     """What `{axis}` in a name counts through. Raises UsageError as `size_of`."""
-    count, size = size_of(axis, sizes), sizes[axis]
+    count = size_of(axis, sizes)
+    size = sizes[axis]
     return size if isinstance(size, Sequence) else range(count)
 
 
@@ -202,7 +205,8 @@ class _Parser:
     """Recursive descent over one pattern."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
+        self.text = text
+        self.at = 0
         self.tokens: list[tuple[str, int]] = []
         end = len(text.rstrip())
         here = 0

@@ -74,7 +74,8 @@ class Piece(NamedTuple):
                 n *= out.pop()[2]
             out.append((d, s, n))
         d_strides, s_strides, ext = zip(*out, strict=True) if out else ((), (), ())
-        src, dst = self.src._replace(strides=s_strides), self.dst._replace(strides=d_strides)
+        src = self.src._replace(strides=s_strides)
+        dst = self.dst._replace(strides=d_strides)
         return Piece(ext, src, dst, self.maps)
 
     def cut(self, side: SideName, shape: Sequence[int], box: Box) -> list[Piece]:
@@ -177,7 +178,9 @@ def aligned(piece: Piece, step: int) -> Iterator[Piece]:
 
     Then `index // step` depends only on the axes that step by multiples of `step`, and `index % step` on the others.
     """
-    ext, offset, strides = piece.ext, piece.src.offset, piece.src.strides
+    ext = piece.ext
+    offset = piece.src.offset
+    strides = piece.src.strides
     low = [j for j, stride in enumerate(strides) if stride % step and ext[j] > 1]
     if offset % step + sum((ext[j] - 1) * strides[j] for j in low) < step:
         yield piece
@@ -188,12 +191,14 @@ def aligned(piece: Piece, step: int) -> Iterator[Piece]:
                 yield from aligned(narrow(piece, j, k, k + 1), step)
             return
     j = max(low, key=strides.__getitem__)
-    stride, n = strides[j], ext[j]
+    stride = strides[j]
+    n = ext[j]
     if offset % stride + sum((ext[i] - 1) * strides[i] for i in low if i != j) >= stride:
         for part in aligned(piece, stride):
             yield from aligned(part, step)
         return
-    block, first = step // stride, offset % step // stride
+    block = step // stride
+    first = offset % step // stride
     head = min(block - first, n) if first else 0
     body = head + (n - head) // block * block
     if head:
@@ -231,8 +236,12 @@ def _clip(piece: Piece, step: int, base: int, low: int, high: int, *, modulo: in
     stride, j = max(axes)
     n = piece.ext[j]
     below = span - (n - 1) * stride
-    first, last = max(0, -((base - low) // stride)), min(n, (high - 1 - below - base) // stride + 1)  # wholly inside
-    start, stop = max(0, -((base - low + below) // stride)), min(n, (high - 1 - base) // stride + 1)  # touching
+    # wholly inside
+    first = max(0, -((base - low) // stride))
+    last = min(n, (high - 1 - below - base) // stride + 1)
+    # touching
+    start = max(0, -((base - low + below) // stride))
+    stop = min(n, (high - 1 - base) // stride + 1)
     edges: Iterable[int] = range(start, stop)
     if first < last:
         yield narrow(piece, j, first, last)

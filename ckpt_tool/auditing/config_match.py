@@ -25,7 +25,8 @@ from ckpt_tool.quantised.scheme import quantisation, section
 from ckpt_tool.quantised.weights import CODES, CONFIG_KEYS, DTYPES, has_integers
 from ckpt_tool.sources.config import tree_of
 
-_TOKENIZER, _ADDED = "tokenizer.json", "added_tokens.json"
+_TOKENIZER = "tokenizer.json"
+_ADDED = "added_tokens.json"
 _TOKENIZER_LIMIT = 256 << 20  # bytes: the largest real ones have 35 MB
 _FLOATS = ("F32", "F16", "BF16")
 _FEW = 3  # an outlier is at most one of so many, of at least so many layers
@@ -84,7 +85,7 @@ def _vocabulary(subject: Subject) -> Iterator[FoundFault]:
     stated = config.get("vocab_size")
     padded = subject.found is not None and subject.found.dialect.startswith("megatron")
     name = next(iter(rows))
-    wrong = type(stated) is int and (rows[name] < stated or rows[name] > stated and not padded)
+    wrong = type(stated) is int and (rows[name] < stated or (rows[name] > stated and not padded))
     if wrong and subject.sure:
         yield FoundFault(WORDS, f"{name} has {rows[name]} rows, and the config says vocab_size {stated}", name)
     different = [each for each in rows if rows[each] != rows[name]]
@@ -125,7 +126,8 @@ def _numbers(value: Any) -> Iterable[Any]:
 
 
 def _quantised(subject: Subject) -> Iterator[FoundFault]:
-    stated, kinds = quantisation(subject.model.config), subject.kinds
+    stated = quantisation(subject.model.config)
+    kinds = subject.kinds
     found = subject.quantised
     by_name = quantisation(None, kinds) if has_integers(kinds.values()) else None
 

@@ -70,7 +70,9 @@ SPECULATORS = Report(
     "vllm-project/speculators/pull/739",
     "a save that is killed leaves a folder that resuming takes for the newest step",
 )
-_SHORT, _BESIDE = ("E0315", "E0317", "E0334"), "E1671"  # weights that end early; files of a training state
+# weights that end early; files of a training state
+_SHORT = ("E0315", "E0317", "E0334")
+_BESIDE = "E1671"
 
 
 def signatures(subject: Subject | None, found: Sequence[FoundFault], path: str) -> list[FoundFault]:
@@ -94,7 +96,7 @@ def signatures(subject: Subject | None, found: Sequence[FoundFault], path: str) 
         out.append(_seen(BRIDGE_INDEX, "files hold tensors that the index lacks", "make the index from the files"))
     step = step_of(path.rstrip("/").rpartition("/")[2], numbers=True)
     beside = any(each.code == _BESIDE and not (each.file or "").endswith(".json") for each in found)
-    if beside or step is not None and codes.intersection(_SHORT):
+    if beside or (step is not None and codes.intersection(_SHORT)):
         out.append(_seen(SPECULATORS, "a file ends early", "resume from what ckpt latest names, and save again"))
     return out
 

@@ -14,20 +14,23 @@ from typing import Any, Literal, NamedTuple
 from ckpt_tool.errors import catalogue
 
 Severity = Literal["error", "warning", "suspicion"]
-MISSING, SURPLUS, SHAPE, EXPERTS, AHEAD, NUMBERS, NOTHING, CONFIG = (
-    "A0101",
-    "A0102",
-    "A0103",
-    "A0104",
-    "A0105",
-    "A0106",
-    "A0107",
-    "A0108",
-)
+MISSING = "A0101"
+SURPLUS = "A0102"
+SHAPE = "A0103"
+EXPERTS = "A0104"
+AHEAD = "A0105"
+NUMBERS = "A0106"
+NOTHING = "A0107"
+CONFIG = "A0108"
 WRAPPED = "A0109"
 OUTSIDE = "A0110"
-COPIES, ZEROS, CONSTANT, NOT_FINITE, ORDER = "A0201", "A0202", "A0203", "A0204", "A0205"
-HEAD, DTYPE = "A0301", "A0302"
+COPIES = "A0201"
+ZEROS = "A0202"
+CONSTANT = "A0203"
+NOT_FINITE = "A0204"
+ORDER = "A0205"
+HEAD = "A0301"
+DTYPE = "A0302"
 WORDS = "A0401"
 QUANTISED = "A0501"
 EXPORTER = "A0901"

@@ -25,9 +25,13 @@ from ckpt_tool.errors import CkptError
 from ckpt_tool.families.rewrite import sizes_of
 from ckpt_tool.families.table import form_of, instances
 
-_CLEAR, _WEAK = 0.7, 0.15  # of the variance: explained by the other arrangement at least, by the stated one at most
+# of the variance: explained by the other arrangement at least, by the stated one at most
+_CLEAR = 0.7
+_WEAK = 0.15
 _MORE = 0.3  # than a plain slope over the rows explains
-_LAYERS, _ROWS = 2, 64  # at least, that say so
+# at least, that say so
+_LAYERS = 2
+_ROWS = 64
 _SURE = 3.0  # standard deviations between gate and up
 _OTHERS = 4  # layers that agree, of which one does not
 _RANKS = (2, 4, 8)
@@ -52,7 +56,8 @@ def findings(subject: Subject) -> Iterator[FoundFault]:
     counts: dict[str, int] = defaultdict(int)
     for fused in fused_weights(subject):
         norms = row_norms(subject.opened.catalog, subject.opened.tree, TensorKey(fused.name, subject.state))
-        form, share = form_of(fused.name)[0], explained(norms, fused.stated)
+        form = form_of(fused.name)[0]
+        share = explained(norms, fused.stated)
         counts[form] += 1
         best = max(fused.others, key=lambda each: explained(norms, fused.others[each]), default=None)
         if best is not None:
@@ -85,7 +90,8 @@ def fused_weights(subject: Subject) -> Iterator[Fused]:
     if subject.found is None:
         return
     family, dialect = subject.found
-    table, shapes = family.table(dialect), subject.shapes
+    table = family.table(dialect)
+    shapes = subject.shapes
     named, _ = instances(table.left, shapes)
     sizes, _ = sizes_of(family, table, named, shapes, family.facts(subject.config))
     for group in named:

@@ -189,7 +189,8 @@ def _experts(subject: Subject) -> Iterator[FoundFault]:
 
 def ahead(subject: Subject) -> tuple[int, set[int | str]]:
     """(layers of multi-token prediction that the config promises, those of which there are tensors: numbers from 0)."""
-    promised, layers = subject.arguments.get("mtp_num_layers"), subject.arguments.get("num_layers")
+    promised = subject.arguments.get("mtp_num_layers")
+    layers = subject.arguments.get("num_layers")
     promised = promised if type(promised) is int else 0
     there = set[int | str]()
     for name in subject.kinds if promised else ():

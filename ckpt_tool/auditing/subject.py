@@ -49,7 +49,7 @@ class Subject(NamedTuple):
         """Does a config of the model itself, or the user, say which family it is? What is made of a job's arguments, or
         known by names alone, may be another that is near."""
         return self.found is not None and (
-            self.asked or self.model.config is not None and self.model.origin != ARGUMENTS
+            self.asked or (self.model.config is not None and self.model.origin != ARGUMENTS)
         )
 
     def ruled(self, name: str) -> bool:
@@ -105,7 +105,8 @@ def _family(
 ) -> tuple[FamilyMatch | None, str]:
     if model.foreign is not None and reading.family is None:
         return None, model.foreign.message
-    said, home = opened.catalog.hints.dialect, registry.by_name(opened.catalog.format).holds.dialect
+    said = opened.catalog.hints.dialect
+    home = registry.by_name(opened.catalog.format).holds.dialect
     stated = said if isinstance(said, str) and said in DIALECTS else home
     try:
         alike = {name: kinds[name].shape for name in one_of_each(kinds)}

@@ -56,7 +56,8 @@ def findings(subject: Subject, progress: Progress) -> Iterator[FoundFault]:
     from ckpt_tool.run.scan import digests_of
     from ckpt_tool.run.stats import Statistics
 
-    catalog, tree = subject.opened.catalog, subject.opened.tree
+    catalog = subject.opened.catalog
+    tree = subject.opened.tree
     keys = [TensorKey(name, subject.state) for name in subject.kinds]
     progress.start(sum(catalog.tensors[key].nbytes for key in keys), "auditing")
     seen = Statistics()
@@ -75,7 +76,8 @@ def _copies(subject: Subject, digests: Mapping[str, str], alike: set[str]) -> It
     for pattern, what in ((_LAYER, "layer"), (_EXPERT, "expert")):
         modules: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
         for name, digest in digests.items():
-            found, shape = pattern.match(name), subject.kinds[name].shape
+            found = pattern.match(name)
+            shape = subject.kinds[name].shape
             if found and len(shape) > 1 and prod(shape) >= _LEAST and name not in alike:
                 modules[found[1]][int(found[2])][found[3]] = digest
         for front, numbers in modules.items():
@@ -91,12 +93,13 @@ def _constants(subject: Subject, sums: Mapping[str, Mapping[str, Any]], alike: s
     forms = Counter(form_of(name)[0] for name in subject.kinds)
     same = Counter(form_of(name)[0] for name in alike)
     for name in sorted(alike):
-        shape, form = subject.kinds[name].shape, form_of(name)[0]
+        shape = subject.kinds[name].shape
+        form = form_of(name)[0]
         everywhere = same[form] == forms[form]
         if not subject.kinds[name].dtype.is_float or prod(shape) < _LEAST or part_of(name) is not None:
             continue
         vector = len(shape) < 2 or name.endswith(("bias", *_MASKS))
-        if any(word in name for word in _BEGUN_AT_ZERO) or vector and (everywhere or forms[form] < 2):
+        if any(word in name for word in _BEGUN_AT_ZERO) or (vector and (everywhere or forms[form] < 2)):
             continue
         value = sums[name]["min"]
         if value == 0:

@@ -127,7 +127,8 @@ class _Shown:
     was."""
 
     def __init__(self, show: Show) -> None:
-        self._show, self.done = show, False
+        self._show = show
+        self.done = False
 
     def plan(self, document: Mapping[str, Any]) -> None:
         from ckpt_tool.report.plain import look_of, render
@@ -195,7 +196,8 @@ def _check_report(path: str, job: VerbJob, document: Mapping[str, Any]) -> None:
     """Refuse a report in a source or an output: those of the command line, and those that the document names."""
     from ckpt_tool.storage.output.destination import check_beside
 
-    source, target = document.get("source") or {}, document.get("target") or {}
+    source = document.get("source") or {}
+    target = document.get("target") or {}
     read = source.get("paths") or [source.get("path")]
     check_beside(path, "--report", (*job.sources, *filter(None, read)), (*job.outputs, target.get("path")))
 
@@ -324,7 +326,8 @@ def _as_ours(fault: Exception) -> CkptError:
 
 def _last_frame(fault: BaseException) -> str:
     """`ckpt_tool/plan/plan.py, line 12`: the innermost frame of our own."""
-    place, trace = "", fault.__traceback__
+    place = ""
+    trace = fault.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
         if f"{os.sep}ckpt_tool{os.sep}" in name:
@@ -343,7 +346,9 @@ def _tell(error: CkptError, arguments: Sequence[str], job: VerbJob | None, *, tr
         error.path = job.sources[0]
     typed = list(arguments)[: list(arguments).index("--")] if "--" in arguments else list(arguments)
     if job is not None:
-        as_document, verbose, color = job.show.json, job.show.verbose, job.show.color
+        as_document = job.show.json
+        verbose = job.show.verbose
+        color = job.show.color
     else:  # the line could not be parsed: take what was plainly asked for
         as_document = "--json" in typed
         verbose = 2 if "-vv" in typed else typed.count("-v") + typed.count("--verbose")

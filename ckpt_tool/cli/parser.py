@@ -149,7 +149,8 @@ def _function(verb: Verb) -> Callable[..., VerbJob]:
     def call(**line: Any) -> VerbJob:
         return verb.job([line.pop(argument.name) for argument in arguments], line)
 
-    call.__name__, call.__doc__ = verb.name, verb.about
+    call.__name__ = verb.name
+    call.__doc__ = verb.about
     call.__annotations__ = {each.name: each.annotation for each in parameters}
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return call
@@ -257,11 +258,12 @@ def _verb_first(arguments: list[str]) -> list[str]:
     from ckpt_tool.options.reading import Show
 
     options = {name: option for option in options_of(Show).values() for name in option.names}
-    moved, rest = [], arguments
+    moved = []
+    rest = arguments
     while rest:
         name, joined, _ = rest[0].partition("=")
         option = options.get(name if name.startswith("--") else name[:2])
-        if option is None or joined and not option.metavar:
+        if option is None or (joined and not option.metavar):
             break
         taken = 2 if option.metavar and not joined else 1
         moved += rest[:taken]

@@ -27,7 +27,8 @@ def plain_job(line: Sequence[str]) -> VerbJob | None:
     """The job of a plain line, None for all others."""
     if not line or line[0] not in PLAIN or "_CKPT_COMPLETE" in os.environ:
         return None
-    verb, words = VERBS[line[0]], iter(line[1:])
+    verb = VERBS[line[0]]
+    words = iter(line[1:])
     options = {name: option for option in verb.options().values() for name in option.names}
     paths: list[str] = []
     given: dict[str, Any] = {}
@@ -37,7 +38,7 @@ def plain_job(line: Sequence[str]) -> VerbJob | None:
             continue
         name, joined, value = word.partition("=")
         option = options.get(name)
-        if option is None or option.kind == "pair" or joined and not option.metavar:
+        if option is None or option.kind == "pair" or (joined and not option.metavar):
             return None
         if option.metavar and not joined:
             value = next(words, "")

@@ -616,7 +616,7 @@ def status(show: Show, target: str, wanted: Looking) -> VerbJob:
 
     def sound(document: Document) -> bool:
         parts = document["parts"]
-        return not parts or bool(document["running"]) and all(part["state"] != "dead" for part in parts)
+        return not parts or (bool(document["running"]) and all(part["state"] != "dead" for part in parts))
 
     return VerbJob("status", show, run, page, sound=sound)
 
@@ -694,7 +694,8 @@ def _check_action(word: str, wanted: Kernels) -> None:
             hint=near_misses(word, actions) or f"there are {', '.join(actions)}",
         )
     for option in options_of(*_of_kernels()).values():
-        action, value = option.help.partition(":")[0], getattr(wanted, option.field)
+        action = option.help.partition(":")[0]
+        value = getattr(wanted, option.field)
         if action != word and value is not False and value not in (None, ()):
             raise UsageError(
                 f"{option.names[0]} belongs to ckpt kernels {action}", code="E0284", place=f"ckpt kernels {word}"

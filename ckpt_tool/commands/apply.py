@@ -118,7 +118,8 @@ class _Job(NamedTuple):
 
 def _check_output(job: _Job, trees: Mapping[str, Tree]) -> ReplacedOutput:
     """What `--force` replaces; raises what is wrong with the output's place before anything is written."""
-    destination, force = job.destination, job.writing.force
+    destination = job.destination
+    force = job.writing.force
     if isinstance(destination, RemotePlace):
         check_apart(destination, [root for root, tree in trees.items() if not tree.local])
     else:
@@ -136,7 +137,9 @@ def _carried_out(
     job: _Job, trees: Mapping[str, Tree], seal: Seal | None, replaced: ReplacedOutput, progress: Progress
 ) -> tuple[dict[str, Any], dict[TensorKey, int]]:
     """(the document, overflows of lossy casts) after this process's work. Raises as `carry_out.execute`."""
-    plan, part, worker = job.plan, job.part, job.worker
+    plan = job.plan
+    part = job.part
+    worker = job.worker
     moving = movers_of(job.writing, plan)
     document = {**with_device(plan.report, moving), **replaced.document()}
     progress.plan(document)
@@ -153,7 +156,7 @@ def _carried_out(
             seal=seal,
             replaced=replaced,
         )
-    document["committed"] = result.committed or worker is not None and is_committed(plan)
+    document["committed"] = result.committed or (worker is not None and is_committed(plan))
     if not result.committed and part is not None:
         document["parts"] = _states(result.parts, part)
     return document, result.overflows

@@ -27,7 +27,9 @@ from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.output.destination import check_beside
 from ckpt_tool.storage.source import Tree, unchanged
 
-_NO_TENSORS, _EMPTY_INDEX, _BAD_CONFIG = "E1642", "E0336", "E0239"
+_NO_TENSORS = "E1642"
+_EMPTY_INDEX = "E0336"
+_BAD_CONFIG = "E0239"
 _TORN = ("E0307", "E0308", "E0309")  # tensors whose values can't be read whole
 
 
@@ -39,7 +41,8 @@ def audit(src: str, reading: Reading, wanted: Auditing, *, progress: Progress) -
         if path:
             check_beside(path, option, (src,), ())
             files.check_target(path, option, kind.is_ours)
-    subject, found = None, list[FoundFault]()
+    subject = None
+    found = list[FoundFault]()
     try:
         opened = open_source(src, reading)
         subject = subject_of(opened, reading)

@@ -111,7 +111,8 @@ def _uploads(url: str, *, remove: bool) -> list[dict[str, Any]]:
     from ckpt_tool.storage.stores.output_store import output_store, staging_url
     from ckpt_tool.storage.stores.store_claims import is_held, is_record, remove_records
 
-    bucket, found = output_store(url), list[dict[str, Any]]()
+    bucket = output_store(url)
+    found = list[dict[str, Any]]()
     outputs = {url: ""}  # a place that is shared out -> what its objects' keys begin with
     for key in bucket.objects():
         at = _RECORDS.search(key)

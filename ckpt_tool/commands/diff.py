@@ -167,10 +167,13 @@ def _paired(
 ) -> tuple[list[dict[str, Any]], list[tuple[_Side, _Side]], _Counted]:
     """(an entry for each tensor that headers show to differ, the pairs whose values are to be compared, steps of one
     side where the optimizer of the other has one count). first: compare first replicas alone."""
-    found, pairs, counted = list[dict[str, Any]](), list[tuple[_Side, _Side]](), _Counted()
+    found = list[dict[str, Any]]()
+    pairs = list[tuple[_Side, _Side]]()
+    counted = _Counted()
     for key in {**here, **there}:
         base = {"name": key.name, "state": key.state}
-        mine, theirs = here.get(key), there.get(key)
+        mine = here.get(key)
+        theirs = there.get(key)
         if mine is None or theirs is None:
             lacking, side = (opened[0], theirs) if mine is None else (opened[1], mine)
             if key.state == STEP and side is not None and lacking.catalog.count is not None:
@@ -248,7 +251,8 @@ def _compared(
         groups.setdefault((id(mine.tree), id(theirs.tree)), []).append((mine, theirs))
     for group in groups.values():
         tensors = [(mine.tensor, theirs.tensor) for mine, theirs in group]
-        left, right = group[0][0].tree, group[0][1].tree
+        left = group[0][0].tree
+        right = group[0][1].tree
         differences = _differences(tensors, left, right, wanted, on, progress)
         for (_, theirs), difference in zip(group, differences, strict=True):
             if difference is not None:

@@ -92,7 +92,9 @@ def _open_files() -> int:
 
 def _file_system() -> str:
     """The type of the file system of the working folder, as the kernel's mount table names it."""
-    here, best, kind = os.path.realpath("."), "", "unknown"
+    here = os.path.realpath(".")
+    best = ""
+    kind = "unknown"
     try:
         lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -100,7 +102,8 @@ def _file_system() -> str:
     for line in lines:
         fields = line.split()
         if len(fields) > 2 and (here + "/").startswith(fields[1].rstrip("/") + "/") and len(fields[1]) >= len(best):
-            best, kind = fields[1], fields[2]
+            best = fields[1]
+            kind = fields[2]
     return kind
 
 
@@ -120,7 +123,8 @@ def _self_test() -> str:
         head, _, total = build_header([("a.weight", DTYPES["F32"], (6, 4)), ("b.bias", DTYPES["BF16"], (8,))], {})
         (root / "model.safetensors").write_bytes(head + bytes(i % 251 for i in range(total - len(head))))
         try:
-            source, quiet = str(root / "model.safetensors"), Silent()
+            source = str(root / "model.safetensors")
+            quiet = Silent()
             convert(
                 source, str(root / "two"), Reading(), Writing(to="sharded", degrees={"tp": 2}, verify="full"), quiet
             )

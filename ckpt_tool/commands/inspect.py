@@ -107,7 +107,8 @@ def _of_opened(opened: Opened, reading: Reading, wanted: Inspection, *, columns:
 
 def _document(opened: Opened, rows: Sequence[dict[str, Any]], tally: Tally) -> dict[str, Any]:
     """What every inspection says. rows: the listed tensors. tally: the same, counted."""
-    catalog, by_state = opened.catalog, _by_state(tally)
+    catalog = opened.catalog
+    by_state = _by_state(tally)
     return {
         "schema_version": 1,
         "format": catalog.format,
@@ -148,7 +149,9 @@ def _add_survey(security: dict[str, Any], tree: Tree) -> None:
     """Add what the files hold to `unsafe` and `globals`, and `files`: [{file, member, globals, unsafe, unseen}]."""
     from ckpt_tool.storage.pickles.survey import survey, unsafe_lines
 
-    files, unsafe, names = [], dict[str, None](), dict.fromkeys(security["globals"])
+    files = []
+    unsafe = dict[str, None]()
+    names = dict.fromkeys(security["globals"])
     for found in survey(tree):
         lines = unsafe_lines(tree, found)
         unsafe.update(dict.fromkeys(lines))
@@ -304,7 +307,7 @@ def _rows(catalog: Catalog, match: Sequence[str], states: Sequence[str]) -> Iter
     found = Names(row.name for row in catalog.rows()).matched(match)[0] if match else None
     wanted = state_filter(states, catalog.states()) if states else None
     for name, state, dtype, shape, nbytes in catalog.rows():
-        if wanted is not None and not wanted(state) or found is not None and name not in found:
+        if (wanted is not None and not wanted(state)) or (found is not None and name not in found):
             continue
         yield {"name": name, "state": state, "dtype": dtype.name, "shape": list(dtype.elements(shape)), "bytes": nbytes}
 

@@ -27,9 +27,12 @@ def info() -> dict[str, Any]:
     """What a run would use and why; driver, GPUs, nvcc, sources and what the cache holds. Builds nothing."""
     from ckpt_tool.device import build, cache, choose, driver
 
-    choice, found, nvcc = choose.chosen(), driver.probe(), build.find_nvcc()
+    choice = choose.chosen()
+    found = driver.probe()
+    nvcc = build.find_nvcc()
     digest = build.source_digest()
-    libraries, refused = [], []
+    libraries = []
+    refused = []
     for key, kept in cache.every(cache.folder()):
         if isinstance(kept, str):
             refused.append(kept)
@@ -226,10 +229,8 @@ def bench(*, quick: bool = False) -> dict[str, Any]:
 
     device = choose.open_device()
     most = 1 << 20 if device.info.host else 1 << 28 if quick else 1 << 30
-    payload, repeats = (
-        min(most, device.info.free_bytes // 8 // (1 << 20) << 20),
-        2 if device.info.host else 10 if quick else 30,
-    )
+    payload = min(most, device.info.free_bytes // 8 // (1 << 20) << 20)
+    repeats = 2 if device.info.host else 10 if quick else 30
     rows = benching.measured(device, payload=payload, repeats=repeats)
     return {
         "schema_version": 1,

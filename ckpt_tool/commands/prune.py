@@ -45,7 +45,10 @@ from ckpt_tool.storage.output.replaced import some_of
 
 RECENT = 3600  # seconds: a broken step that was changed later may be being written
 APART = 60  # seconds between files of two steps that tell which was written first
-NO_STORE, NO_RULE, FAILED, UNREAD = "E1672", "E1673", "E1674", "E2851"
+NO_STORE = "E1672"
+NO_RULE = "E1673"
+FAILED = "E1674"
+UNREAD = "E2851"
 
 
 class Fate(NamedTuple):
@@ -86,7 +89,8 @@ def prune(src: str, reading: Reading, wanted: Retention, *, progress: Progress) 
     for place, why in unread.items():
         progress.note(f"{place} could not be read: {why}")
     going = [fate for fate in fates if not fate.keep]
-    gone, failed = frozenset[str](), list[CkptError]()
+    gone = frozenset[str]()
+    failed = list[CkptError]()
     if not wanted.dry_run and last is not None and going:
         gone, failed = _remove(run, last, going, progress)
     if failed:
@@ -227,7 +231,9 @@ def _untouchable(
     unread: dict[str, str],
 ) -> list[str]:
     """Why a step that no rule keeps stays all the same. What could not be read is added to `unread`."""
-    path, mine, newest = Path(run.of(step)), held[step.name], held[last.name]
+    path = Path(run.of(step))
+    mine = held[step.name]
+    newest = held[last.name]
     if mine is None:
         return ["it could not be read"]
     if mine.mounted:
@@ -320,7 +326,8 @@ def _remove(run: Run, last: RunStep, going: list[Fate], progress: Progress) -> t
     folder = local_path(run.path)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise StorageError(f"no permission to rename in {folder}", code="E0705", path=folder)
-    gone, failed = set[str](), list[CkptError]()
+    gone = set[str]()
+    failed = list[CkptError]()
     progress.start(sum(fate.held.nbytes for fate in going if fate.held), "pruning")
     for fate in going:
         if not _is_there(Path(run.of(last))):
@@ -330,7 +337,8 @@ def _remove(run: Run, last: RunStep, going: list[Fate], progress: Progress) -> t
                 path=run.of(last),
                 hint="nothing more was removed; look at what is there: ckpt latest",
             )
-        path, held = Path(run.of(fate.step)), fate.held
+        path = Path(run.of(fate.step))
+        held = fate.held
         try:
             if held is not None and (not _is_there(path) or _is_unchanged(held, measure(path))):
                 hidden = retire(path, held.identity)

@@ -19,7 +19,8 @@ from ckpt_tool.storage.output.journal import PartStatus
 
 _EVERY = 1.0  # seconds between two looks
 _SHARE = 20  # of the time that a look takes, at least: journals of large plans are long
-_WRITTEN, _GROWING = "written", "growing"
+_WRITTEN = "written"
+_GROWING = "growing"
 
 
 def status(target: str, progress: Progress, *, watch: bool = False) -> dict[str, Any]:
@@ -31,7 +32,8 @@ def status(target: str, progress: Progress, *, watch: bool = False) -> dict[str,
     destination, whole = _destination(target)
     document = _looked_at(destination, whole)
     if watch:
-        shown, took = document["bytes"], 0.0
+        shown = document["bytes"]
+        took = 0.0
         progress.start(document["of_bytes"], str(destination))
         progress.advance(shown)
         while document["state"] == _GROWING and document["running"]:
@@ -66,11 +68,13 @@ def _destination(target: str) -> tuple[Place, int]:
 
 def _looked_at(destination: Place, whole: int) -> dict[str, Any]:
     stands = output_state(destination)
-    parts, whole = stands.parts, stands.of or whole
+    parts = stands.parts
+    whole = stands.of or whole
     of = max((part.part[1] for part in parts if part.part), default=1)
     begun = {part.part[0] for part in parts if part.part}
     missing = [number for number in range(1, of + 1) if number not in begun] if begun else []
-    done, total = stands.moved, sum(part.of_bytes for part in parts)
+    done = stands.moved
+    total = sum(part.of_bytes for part in parts)
     if missing and begun and not whole:
         total = total * of // len(begun)  # parts are of about one size
     speed = sum(_speed(part) for part in parts if part.state == "running")

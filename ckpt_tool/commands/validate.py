@@ -31,7 +31,8 @@ def validate(wanted: Validating, *, progress: Progress) -> dict[str, Any]:
     _torch(wanted)
     from ckpt_tool.harness import evidence, roundtrip
 
-    began, cases = time.perf_counter(), _cases(wanted)
+    began = time.perf_counter()
+    cases = _cases(wanted)
     for case in cases:
         roundtrip.check(case) if isinstance(case, roundtrip.RoundTrip) else evidence.check(case)
     documents = []

@@ -95,7 +95,8 @@ def _read_all(
     opened: Opened, broken: Container[str | None], on: Device | None, progress: Progress, read: _Read
 ) -> None:
     """Read every tensor that is not in `broken`, and every record; what is found goes to `read`."""
-    catalog, records = opened.catalog, list[CkptError]()
+    catalog = opened.catalog
+    records = list[CkptError]()
 
     def note(fault: CkptError) -> None:
         if fault.code == DAMAGED:
@@ -171,7 +172,8 @@ def _digested(
     opened: Opened, keys: Sequence[TensorKey], on: Device | None, progress: Progress, note: Callable[[CkptError], None]
 ) -> tuple[dict[TensorKey, str], dict[str, int]]:
     """(digests, values that are not finite) of all that can be read; faults go to `note`."""
-    catalog, tree = opened.catalog, opened.tree
+    catalog = opened.catalog
+    tree = opened.tree
     if on is not None:
         from ckpt_tool.device.verify import scanned
 
@@ -200,7 +202,8 @@ def _files(
     that were read; damaged: the records that were found damaged then."""
     from ckpt_tool.run.checksum_cover import look
 
-    catalog, tree = opened.catalog, opened.tree
+    catalog = opened.catalog
+    tree = opened.tree
     there = tree.listing()
     files = [path for path in dict.fromkeys((*catalog.files, *catalog.sidefiles)) if there.get(path, -1) >= 0]
     holders: dict[tuple[str, int], str] = {}  # of a record: the first tensor in it

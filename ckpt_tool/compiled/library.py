@@ -25,6 +25,7 @@ import numpy as np
 
 from ckpt_tool import compiled
 from ckpt_tool.compiled import loading
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import UsageError
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -108,7 +109,7 @@ class CompiledLibrary:
         """(rank, columns) as `folded` takes it: panels of a few columns, (panels, rank, columns of a panel), fp32, the
         last one padded by zeros."""
         rank, columns = right.shape
-        count = -(-columns // self.pair)
+        count = ceil_div(columns, self.pair)
         wide = np.zeros((rank, count * self.pair), np.float32)
         wide[:, :columns] = right
         return np.ascontiguousarray(wide.reshape(rank, count, self.pair).transpose(1, 0, 2))
@@ -141,7 +142,8 @@ class CompiledLibrary:
         line, dtype = values
         if dtype not in _KINDS:
             return False
-        rows, pitch = len(line) // columns, out.shape[1] if len(out) > 1 else 0
+        rows = len(line) // columns
+        pitch = out.shape[1] if len(out) > 1 else 0
         self._largest(line.ctypes.data, _KINDS[dtype], rows, columns, width, pitch, out.ctypes.data)
         return True
 
@@ -156,7 +158,8 @@ class CompiledLibrary:
         if dtype not in _KINDS or to not in _CODES:
             return None
         error = (c_double * 3)()
-        rows, pitch = len(line) // where[0], divisors.shape[1] if len(divisors) > 1 else 0
+        rows = len(line) // where[0]
+        pitch = divisors.shape[1] if len(divisors) > 1 else 0
         self._codes(
             *(line.ctypes.data, _KINDS[dtype], rows, *where, divisors.ctypes.data, pitch),
             *(_CODES[to], out.ctypes.data, error),
@@ -187,17 +190,20 @@ class CompiledLibrary:
         """target[...] = source, two views of one shape whose items lie side by side along one axis each, not the same.
 
         False, with nothing written, where they are no such views."""
-        item, shape = source.itemsize, source.shape
+        item = source.itemsize
+        shape = source.shape
         along = [d for d in range(len(shape)) if shape[d] > 1 and source.strides[d] == item]
         across = [d for d in range(len(shape)) if shape[d] > 1 and target.strides[d] == item]
         if len(along) != 1 or len(across) != 1 or along == across or item > 8:
             return False
-        columns, rows = along[0], across[0]
+        columns = along[0]
+        rows = across[0]
         others = [d for d in range(len(shape)) if d not in (rows, columns)]
         slabs = [1 if d in (rows, columns) else n for d, n in enumerate(shape)]
         if functools.reduce(lambda a, b: a * b, slabs, 1) > _SLABS:
             return False
-        read, write = source.ctypes.data, target.ctypes.data
+        read = source.ctypes.data
+        write = target.ctypes.data
         for index in np.ndindex(*slabs):
             shift = sum(index[d] * source.strides[d] for d in others)
             to = sum(index[d] * target.strides[d] for d in others)
@@ -306,12 +312,14 @@ def _trial(library: CompiledLibrary) -> str:
             return "transposes"
     x, y = rng.standard_normal((2, 1000)).astype(np.float32)
     sums = (x * np.float32(0.3)).astype(np.float64) + y.astype(np.float64) * np.float64(np.float32(0.9))
-    want, found = sums.astype(np.float32) / np.float32(1.2), np.empty(1000, np.float32)
+    want = sums.astype(np.float32) / np.float32(1.2)
+    found = np.empty(1000, np.float32)
     pair = [float(np.float32(0.3)), float(np.float32(0.9))]
     if not library.linear([(x, "F32"), (y, "F32")], pair, 1.2, found, "F32") or not np.array_equal(found, want):
         return "sums"
     bits = rng.integers(0, 0x7F7F0000, 1000, np.uint32) & np.uint32(0xFFFF8000)  # half of them ties
-    half, made = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16), np.empty(1000, np.uint16)
+    half = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
+    made = np.empty(1000, np.uint16)
     if not library.linear([(bits.view(np.float32), "F32")], [1.0], 1.0, made, "BF16") or not np.array_equal(made, half):
         return "sums in bf16"
     return _products(library, rng) or _codes(library)
@@ -324,17 +332,21 @@ def _codes(library: CompiledLibrary) -> str:
     middle = (exact[:-1] + exact[1:]) / 2
     values = np.concatenate((exact, middle, -exact)).astype(np.float32) * np.float32(3)
     want = np.concatenate((code, code[:-1] + code[:-1] % 2, code + 128)).astype(np.uint8)
-    out, sizes = np.empty(len(values), np.uint8), np.zeros((1, 1), np.float32)
+    out = np.empty(len(values), np.uint8)
+    sizes = np.zeros((1, 1), np.float32)
     three = np.full((1, 1), 3, np.float32)
     library.largest((values, "F32"), len(values), len(values), sizes)
     library.codes((values, "F32"), (len(values), 0, len(values)), three, "F8_E4M3", out)
     if not np.array_equal(out, want) or sizes[0, 0] != 1344:
         return "codes"
     steps = np.concatenate(([-8.0], np.arange(31) % 16 - 8)).astype(np.float32)  # a scale of 1
-    four, eight, back = np.empty((1, 18), np.uint8), np.empty((1, 34), np.uint8), np.empty(32, np.float32)
+    four = np.empty((1, 18), np.uint8)
+    eight = np.empty((1, 34), np.uint8)
+    back = np.empty(32, np.float32)
     library.blocks((steps, "F32"), "Q4_0", four)
     library.blocks((np.append(steps[1:] + np.float32(0.5), np.float32(127)), "F32"), "Q8_0", eight)  # away from zero
-    low, away = steps.astype(np.int8) + 8, np.append(steps[1:] + (steps[1:] >= 0), 127).astype(np.int8)
+    low = steps.astype(np.int8) + 8
+    away = np.append(steps[1:] + (steps[1:] >= 0), 127).astype(np.int8)
     one = np.float16(1).tobytes()
     want_blocks = one + (low[:16] | low[16:] << 4).astype(np.uint8).tobytes() + one + away.tobytes()
     known = library.floats(four, "Q4_0", back, "F32") and np.array_equal(back, steps)
@@ -345,10 +357,12 @@ def _products(library: CompiledLibrary, rng: np.random.Generator) -> str:
     """The products: integers that fp32 holds to the last bit, and sums that only a fused step gives."""
     if not library.pair:
         return ""
-    rank, width = 19, 64
+    rank = 19
+    width = 64
     left = rng.integers(-99, 99, (5, rank)).astype(np.float32)
     right = rng.integers(-99, 99, (rank, width)).astype(np.float32)
-    base, out = np.zeros(5 * width, np.float32), np.empty(5 * width, np.float32)
+    base = np.zeros(5 * width, np.float32)
+    out = np.empty(5 * width, np.float32)
     if not library.folded(
         (base, "F32"), (out, "F32"), (0, 5 * width, width), [CTerm(left, library.panels(right), 2.0)]
     ):

@@ -88,8 +88,10 @@ class RowReader:
         if not self._rows:
             raise MemoryError
         self._texts: list[bytes] = []
-        self._ids, self._ints = (c_int32 * (ROWS * 4))(), (c_int64 * (ROWS * 4))()
-        self._dims, self._sizes = (c_uint8 * (ROWS * 2))(), (c_int64 * (ROWS * 16))()
+        self._ids = (c_int32 * (ROWS * 4))()
+        self._ints = (c_int64 * (ROWS * 4))()
+        self._dims = (c_uint8 * (ROWS * 2))()
+        self._sizes = (c_int64 * (ROWS * 16))()
         self._taken = _Taken(
             ROWS, ROWS * 16, *[ctypes.addressof(block) for block in (self._ids, self._ints, self._dims, self._sizes)]
         )
@@ -130,7 +132,8 @@ class RowReader:
             *(flat.buffer_info()[0], len(program), ctypes.byref(self._taken)),
         )
         kinds = [step for step, _ in program]
-        done, rows = self._taken, self._taken.rows
+        done = self._taken
+        rows = self._taken.rows
         return RowColumns(
             rows,
             _array("i", self._ids, rows * kinds.count(RowStep.TEXT)),

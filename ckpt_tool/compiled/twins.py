@@ -60,10 +60,13 @@ def compare_of(library: ctypes.CDLL) -> Compare:
                 for k in kinds
             )
         )
-        heads, ends = max(len(k.head) for k in kinds), max(len(k.end) for k in kinds)
-        starts, numbers = np.ascontiguousarray(at, np.int64), np.ascontiguousarray(kinds_of, np.int32)
+        heads = max(len(k.head) for k in kinds)
+        ends = max(len(k.end) for k in kinds)
+        starts = np.ascontiguousarray(at, np.int64)
+        numbers = np.ascontiguousarray(kinds_of, np.int32)
         crcs = np.full(len(starts), -1, np.int64)
-        head, tail = ctypes.create_string_buffer(heads), ctypes.create_string_buffer(heads + ends)
+        head = ctypes.create_string_buffer(heads)
+        tail = ctypes.create_string_buffer(heads + ends)
         lists = (starts.ctypes.data, numbers.ctypes.data, head, tail, crcs.ctypes.data)
         nbytes: int = call(fd, ctypes.addressof(table), len(starts), *lists)
         return crcs, nbytes
@@ -79,7 +82,8 @@ class TwinsShelf(Shelf[Compare]):
 
     def trial(self, functions: Compare) -> str:
         kind = TwinKind(b"head", 10, b"end.1234.1234.56.56..", b"\xff" * 4 + bytes(17), (4, 9), (13, 13))
-        good, bad = b"head......end.abcd.abcd.56.56..", b"head......end.abcd.abce.56.56.."
+        good = b"head......end.abcd.abcd.56.56.."
+        bad = b"head......end.abcd.abce.56.56.."
         with tempfile.TemporaryFile() as file:
             file.write(good + bad + b"." + good + good[:-1])
             file.flush()

@@ -160,7 +160,8 @@ def is_exact_sidefile(name: str) -> bool:
 def _accounted_by(opened: Opened, given: Tree, is_side: Callable[[str], bool] = is_exact_sidefile) -> Iterator[str]:
     """The files that the reader and the writers of the opened checkpoint know, relative to the given tree. is_side: is
     a file of this name one that a library writes next to a checkpoint?"""
-    tree, catalog = opened.tree, opened.catalog
+    tree = opened.tree
+    catalog = opened.catalog
     evidence = opened.format.detect(tree)
     loose = evidence is None or evidence.specificity == Specificity.CONTAINER
     if loose and len(catalog.files) > 1:
@@ -171,7 +172,7 @@ def _accounted_by(opened: Opened, given: Tree, is_side: Callable[[str], bool] = 
     inside = _prefix_of(tree, given)
     odd = {path for path in module_files(tree) if not _is_of_module(path) or not _is_written_in_module(path)}
     for path in (*catalog.files, *catalog.indexes, *catalog.sidefiles):
-        is_odd = path in odd or is_sidefile(path) and not is_side(path)
+        is_odd = path in odd or (is_sidefile(path) and not is_side(path))
         if not _is_code(path) and not is_odd:
             yield inside + path
     markers = opened.format.holds.markers
@@ -181,7 +182,8 @@ def _accounted_by(opened: Opened, given: Tree, is_side: Callable[[str], bool] = 
     holds_lora = any(".lora_" in key.name for key in catalog.tensors)
     # Side files are beside the checkpoint's files, and beside the pointer file that names its folder.
     for folder in filter(None, (tree, opened.outer, given)):
-        prefix, names = _prefix_of(folder, given), folder.names()
+        prefix = _prefix_of(folder, given)
+        names = folder.names()
         if holds_lora and ADAPTER_CONFIG in names:  # written with an adapter's tensors, in whatever format
             yield prefix + ADAPTER_CONFIG
         yield from (prefix + name for name in names if is_side(name) and not _is_code(name))

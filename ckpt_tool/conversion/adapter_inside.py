@@ -26,7 +26,8 @@ from ckpt_tool.sources.opening import Opened
 if TYPE_CHECKING:
     from ckpt_tool.formats.peft.inside import AdapterInside
 
-INSIDE, SEVERAL = "E2933", "E2934"
+INSIDE = "E2933"
+SEVERAL = "E2934"
 HUB = "hf"
 
 
@@ -34,7 +35,8 @@ def without_adapter_inside(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen`, which holds no adapter inside a model any more unless the output keeps names. Raises UsageError E2933
     where it would, E2934 and what finding a config raises for `--to peft`."""
     inside = inside_of(chosen)
-    fmt, writing = job.fmt, job.writing
+    fmt = job.fmt
+    writing = job.writing
     if fmt.holds.adapter and writing.dialect != "keep" and chosen.all_hints.get(PeftHints) is None:
         if inside is not None:
             return _adapter_alone(chosen, job, inside)

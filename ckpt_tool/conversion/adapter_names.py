@@ -46,7 +46,9 @@ from ckpt_tool.sources.config import ARGUMENTS, config_of
 if TYPE_CHECKING:
     from ckpt_tool.families.base import Family
 
-UNEQUAL, UNSAID, PARTS = "E1435", "E1436", "E1437"
+UNEQUAL = "E1435"
+UNSAID = "E1436"
+PARTS = "E1437"
 _CLASSES = {"LoRA": "lora.LoRA", "DoRA": "dora.DoRA", "CanonicalLoRA": "canonical_lora.CanonicalLoRA"}
 _OF_KEY = {
     "adapter_q": "linear_q",
@@ -71,7 +73,7 @@ def adapters_named(chosen: Chosen, job: Conversion) -> Chosen:
     wanted = job.writing.dialect if job.writing.dialect in VARIANTS else job.dialect
     if source != HUB or wanted != HUB:
         _refuse_to_lose_scaling(job)
-    if source == wanted or source != HUB and wanted == MEGATRON and job.writing.dialect is None:
+    if source == wanted or (source != HUB and wanted == MEGATRON and job.writing.dialect is None):
         return chosen
     return under_names(chosen, job, wanted)
 
@@ -182,7 +184,8 @@ def _refuse_ranks(chosen: Chosen) -> None:
 
 def _spelled(chosen: Chosen, dialect: str) -> Chosen:
     """The adapter's tensors as the dialect's table spells them: without the name that a job gave its adapter."""
-    own, stored = SPELLINGS[dialect], []
+    own = SPELLINGS[dialect]
+    stored = []
     for row in chosen.stored:
         part = part_of(row.tensor.key.name)
         if part is not None:
@@ -307,14 +310,16 @@ def _filled(
         part = part_of(made.name)
         if part is not None and part.key:
             held.setdefault(part.module, {}).setdefault(part.key, {})[part.kind] = made
-    more, modules = list[Made](), list[str]()
+    more = list[Made]()
+    modules = list[str]()
     for module, keys in held.items():
         group = next(each for each in GROUPS if next(iter(keys)) in each)
         for key in (each for each in group if each not in keys):
             a, b = (keys[next(iter(keys))][kind] for kind in ("a", "b"))
             source = part_of(a.name)
             other = f".{source.key}." if source is not None else ""
-            like, name = a.name.replace(other, f".{key}."), b.name.replace(other, f".{key}.")
+            like = a.name.replace(other, f".{key}.")
+            name = b.name.replace(other, f".{key}.")
             moved = tuple(piece._replace(dst=piece.dst._replace(name=like)) for piece in a.pieces)
             rows = _rows(name, family, chosen, config)
             shape = (rows, b.shape[1])
@@ -334,7 +339,8 @@ def _rows(name: str, family: Family, chosen: Chosen, config: Mapping[str, Any] |
     from ckpt_tool.families.table import form_of, instances
     from ckpt_tool.plan.mapping import parameter_shapes
 
-    own, shapes = adapter_family(family), parameter_shapes(chosen.stored)
+    own = adapter_family(family)
+    shapes = parameter_shapes(chosen.stored)
     table = own.table(HUB)
     facts = own.facts(config or {})
     sizes, reasons = sizes_of(own, table, instances(table.left, shapes)[0], shapes, facts)
@@ -380,7 +386,9 @@ def _in_part(e: CkptError, chosen: Chosen) -> Incomplete:
 def _one_a(mapped: Mapped, chosen: Chosen) -> tuple[Mapped, list[str], int]:
     """(the mapping with one source for each A, lines on weights whose A's differ, how many A's are not written
     again)."""
-    made, unequal, again = list[Made](), list[str](), list[str]()
+    made = list[Made]()
+    unequal = list[str]()
+    again = list[str]()
     for each in mapped.made:
         names = list(dict.fromkeys(piece.src.name for piece in each.pieces))
         part = part_of(each.name)
@@ -444,7 +452,8 @@ def _settings(chosen: Chosen, job: Conversion, config: Mapping[str, Any] | None)
     other system has no word for."""
     path = chosen.sources[0].path
     hints = chosen.all_hints
-    peft, lora = hints.get(PeftHints), hints.get(LoraHints)
+    peft = hints.get(PeftHints)
+    lora = hints.get(LoraHints)
     ranks = _ranks(chosen)
     common = Counter(ranks.values()).most_common(1)[0][0]
     dora = any((part := part_of(name)) is not None and part.kind == "magnitude" for name in chosen.model)
@@ -459,7 +468,8 @@ def _settings(chosen: Chosen, job: Conversion, config: Mapping[str, Any] | None)
             path=path,
             hint="put the run's run_config.yaml back next to the items, or say the run's alpha with --lora-alpha N",
         )
-    dim, alpha = lora.peft.get("dim"), lora.peft.get("alpha")
+    dim = lora.peft.get("dim")
+    alpha = lora.peft.get("alpha")
     if type(dim) is not int or not isinstance(alpha, int | float):
         raise UsageError(
             f"the run's config says rank {str(dim)[:40]} and alpha {str(alpha)[:40]}, want two numbers",

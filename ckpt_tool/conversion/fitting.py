@@ -40,7 +40,7 @@ def refuse_idle(fmt: Format, writing: Writing) -> None:
     """Raise UsageError E0261 for options that would change nothing in silence, all at once."""
     given = {
         SHARD_SIZE: writing.max_shard_size is not None,
-        "zero": bool(writing.zero) or writing.zero is not None and "dp" in fmt.holds.mesh,
+        "zero": bool(writing.zero) or (writing.zero is not None and "dp" in fmt.holds.mesh),
         "sharding": writing.sharding is not None,
         "spec": writing.spec is not None,
         "gguf-only": bool(writing.gguf_only),
@@ -64,7 +64,8 @@ def refuse_unsplit(target: Target, fmt: Format, writing: Writing) -> None:
     if writing.max_shard_size is None or target.by_size:
         return
     if target.single is not None:
-        why, hint = f"{target.single} is one file", "leave it off, or name a folder as the output"
+        why = f"{target.single} is one file"
+        hint = "leave it off, or name a folder as the output"
     else:
         why = f"{fmt.name} writes training state and extras as one file"
         hint = "leave it off, or write the model alone: --state model"
@@ -78,7 +79,8 @@ def single_name(destination: Place, fmt: Format) -> str | None:
     format's weights is an error (UsageError E1611): a reader would take the file for what it is not. Formats of folders
     take any name, and a folder that is there keeps being one.
     """
-    single, suffix = fmt.holds.single, destination.suffix.lower()
+    single = fmt.holds.single
+    suffix = destination.suffix.lower()
     if not single or destination.is_dir():
         return None
     if suffix in single:
@@ -106,7 +108,8 @@ def _whose(option: str) -> str:
 def held(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen` without what the target format has no place for, left behind by name; what was asked for in words is an
     error."""
-    fmt, writing = job.fmt, job.writing
+    fmt = job.fmt
+    writing = job.writing
     requested = {name for name in writing.states if name != "all"} - set(writing.drop)
     groups = {state: group_of(state) for state in {row.tensor.key.state for row in chosen.stored}}
     homeless = {state for state, group in groups.items() if state != MODEL and not fmt.holds.has(group)}

@@ -162,7 +162,8 @@ def _fewer_layers(chosen: Chosen, stated: Mapping[str, Any]) -> _Fewer | None:
     UsageError E2820 where those that stay are not the first ones: llama.cpp numbers them without gaps."""
     key = f"{stated.get('general.architecture')}.block_count"
     have = _layers(row.tensor.key.name for row in chosen.stored)
-    gone, before = _layers(tensor.key.name for tensor in chosen.removed) - have, stated.get(key)
+    gone = _layers(tensor.key.name for tensor in chosen.removed) - have
+    before = stated.get(key)
     if not gone or type(before) is not int:
         return None
     if have != set(range(len(have))) or len(have) + len(gone) != before:

@@ -23,7 +23,8 @@ from ckpt_tool.formats.megatron.hints import DistHints, MegatronHints
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion
 
-NONE, FAULT = "none", "E2792"
+NONE = "none"
+FAULT = "E2792"
 _MEGATRON = "megatron"
 
 

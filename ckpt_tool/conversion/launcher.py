@@ -22,7 +22,9 @@ _RANKS = (  # (number of the process from 0, how many there are)
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("JOB_COMPLETION_INDEX", "JOB_COMPLETIONS"),
 )
-_ARRAY, _FIRST, _STEP = "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_STEP"
+_ARRAY = "SLURM_ARRAY_TASK_ID"
+_FIRST = "SLURM_ARRAY_TASK_MIN"
+_STEP = "SLURM_ARRAY_TASK_STEP"
 _TASKS = ("SLURM_PROCID", "SLURM_NTASKS")
 _MOST = 10**9  # shares
 
@@ -56,9 +58,12 @@ def part_of_environment(environment: Mapping[str, str]) -> LauncherPart:
 
 def _found(environment: Mapping[str, str], pairs: list[tuple[str, str]]) -> LauncherPart:
     """Pairs of (number, count), the outer one first."""
-    at, of, words = 0, 1, []
+    at = 0
+    of = 1
+    words = []
     for index, count in pairs:
-        number, size = _number(environment, index), _number(environment, count)
+        number = _number(environment, index)
+        size = _number(environment, count)
         if index == _ARRAY:
             step = _number(environment, _STEP) if _STEP in environment else 1
             number = (number - (_number(environment, _FIRST) if _FIRST in environment else 0)) // max(step, 1)
@@ -68,7 +73,8 @@ def _found(environment: Mapping[str, str], pairs: list[tuple[str, str]]) -> Laun
                 code="E0267",
                 hint="give --part I/N",
             )
-        at, of = at * size + number, of * size
+        at = at * size + number
+        of = of * size
         words.append(f"{index}={environment[index]} and {count}={environment[count]}")
     return LauncherPart((at + 1, of), ", ".join(words))
 

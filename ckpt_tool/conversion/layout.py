@@ -37,7 +37,9 @@ from ckpt_tool.sources.chosen import Chosen
 if TYPE_CHECKING:
     from ckpt_tool.quantised.weights import Units
 
-FEW, RANKS = 1024, 1 << 17  # of one job: planned whatever the tensors are; the largest so far have some 100,000
+# of one job: planned whatever the tensors are; the largest so far have some 100,000
+FEW = 1024
+RANKS = 1 << 17
 
 
 def degrees_of(chosen: Chosen, writing: Writing) -> Degrees:
@@ -170,7 +172,8 @@ def _carve_experts(degrees: Mapping[str, int], writing: Writing) -> dict[str, in
             f"--{name} has no meaning for this format", code="E0261", hint="it belongs to Megatron's formats"
         )
     if "ep" in writing.degrees and "dp" in writing.degrees:
-        dp, ep = out.get("dp", 1), out.get("ep", 1)
+        dp = out.get("dp", 1)
+        ep = out.get("ep", 1)
         if dp > 1 and dp % ep:
             near = divisors_near(dp, ep)
             raise UsageError(
@@ -199,7 +202,8 @@ def _cut_dim(tensor: LogicalTensor, mesh: Mesh) -> int | None:
     if len(dims) != 1:
         return None
     dim = dims.pop()
-    bands, tp = len({chunk.box.offset[dim] for chunk in tensor.chunks}), mesh["tp"]
+    bands = len({chunk.box.offset[dim] for chunk in tensor.chunks})
+    tp = mesh["tp"]
     if mesh.dims and (tp == 1 or bands not in (tp, tp * mesh["dp"] * mesh["ep"])):
         return None
     return dim

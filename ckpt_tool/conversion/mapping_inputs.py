@@ -20,6 +20,7 @@ from ckpt_tool.algebra.mapped import Made, Mapped
 from ckpt_tool.algebra.piece import PAD, Side
 from ckpt_tool.core.box import contiguous_strides
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.options.writing import Writing
@@ -45,13 +46,16 @@ def _filled(chosen: Chosen, mapped: Mapped, writing: Writing, by: str) -> tuple[
         return chosen, mapped
     from ckpt_tool.plan.mapping import parameter_shapes
 
-    shapes, zeros, out = parameter_shapes(chosen.stored), dict[str, int](), list[Made]()
+    shapes = parameter_shapes(chosen.stored)
+    zeros = dict[str, int]()
+    out = list[Made]()
     filled = list[tuple[str, int, int]]()
     for made in mapped.made:
         empty = [piece for piece in made.pieces if piece.src.name == PAD and piece.numel]
         name = next((piece.src.name for piece in made.pieces if piece.src.name != PAD), made.like or None)
         if empty and name is not None:
-            start, pieces = prod(shapes[name]), [piece for piece in made.pieces if piece.src.name != PAD]
+            start = prod(shapes[name])
+            pieces = [piece for piece in made.pieces if piece.src.name != PAD]
             for piece in empty:
                 pieces.append(piece._replace(src=Side(name, start, contiguous_strides(piece.ext))))
                 start += piece.numel
@@ -64,11 +68,13 @@ def _filled(chosen: Chosen, mapped: Mapped, writing: Writing, by: str) -> tuple[
         return chosen, mapped
     from ckpt_tool.run.recipes import Grown
 
-    recipes, dtypes = [], dict[TensorKey, DType]()
+    recipes = []
+    dtypes = dict[TensorKey, DType]()
     for row in chosen.stored:
-        key, shape = row.tensor.key, row.tensor.shape
+        key = row.tensor.key
+        shape = row.tensor.shape
         if key.name in zeros and shape == shapes[key.name] and row.tensor.dtype.is_float:
-            rows = -(-zeros[key.name] // max(prod(shape[1:]), 1))
+            rows = ceil_div(zeros[key.name], max(prod(shape[1:]), 1))
             recipes.append(Grown(key, (shape[0] + rows, *shape[1:]), (chosen.input(row),), f"{rows} rows of zeros"))
             dtypes[key] = chosen.casts.get(key, row.tensor.dtype)
     lines = [f"{by}: {line}" for line in lines_alike(filled, "zeros")]
@@ -96,9 +102,11 @@ def _changed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str) -> tuple
             )
     from ckpt_tool.run.recipes import Changed
 
-    recipes, dtypes = [], dict[TensorKey, DType]()
+    recipes = []
+    dtypes = dict[TensorKey, DType]()
     for row in chosen.stored:
-        key, tensor = row.tensor.key, row.tensor
+        key = row.tensor.key
+        tensor = row.tensor
         (steps,) = changes.get(key.name, ((),))
         if steps and key.state in _VALUES and tensor.dtype.is_float:
             what = ", ".join(map(str, steps))

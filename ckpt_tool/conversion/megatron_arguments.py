@@ -19,6 +19,7 @@ from typing import Any
 
 from ckpt_tool.conversion.output_config import torch_dtype
 from ckpt_tool.core.extras import Opaque, Symbol
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.target import Wanted
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
@@ -134,7 +135,7 @@ def _of_tensors(args: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
         out["vocab_size"] = wanted.wish.vocab_size or rows
         out["make_vocab_size_divisible_by"] = vocabulary_multiple(rows, tp)
         unit = out["make_vocab_size_divisible_by"] * tp
-        out["padded_vocab_size"] = -(-out["vocab_size"] // unit) * unit
+        out["padded_vocab_size"] = ceil_div(out["vocab_size"], unit) * unit
     ahead = {found[1] for name in model if (found := _AHEAD.match(name))}
     out = with_ahead(out, len(ahead))
     te = wanted.wish.spec == "te"
@@ -158,14 +159,15 @@ def vocabulary_multiple(rows: int, tp: int) -> int:
 def flags_beside(args: Mapping[str, Any]) -> list[str]:
     """Megatron-LM's flags for what it does not take over from a checkpoint and what is not its default."""
     out = []
-    latent, scaled = args.get("multi_latent_attention"), args.get("use_rope_scaling")
+    latent = args.get("multi_latent_attention")
+    scaled = args.get("use_rope_scaling")
     for name, (default, flag) in _FLAGS.items():
         value = args.get(name, default)
         ours = not (
             name.startswith(("q_lora", "kv_lora", "qk_head", "qk_pos", "v_head", "rope_type", "rotary_s", "mscale"))
             and not latent
         )
-        if value in (None, False, default) or not ours or name == "rope_scaling_factor" and not scaled:
+        if value in (None, False, default) or not ours or (name == "rope_scaling_factor" and not scaled):
             continue
         if isinstance(value, tuple | list):
             between = {"window_size": ",", "mrope_section": " "}

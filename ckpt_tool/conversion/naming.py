@@ -45,7 +45,10 @@ AOA_LIMIT = 16 << 20  # bytes of a file of statements: one for each tensor of th
 HUB = "hf"
 SYSTEMS = (HUB, "megatron")  # between which an adapter is named by a pass of its own
 DEQUANTIZE = "--dequantize converts it to floats on the way"
-NO_FAMILY, STRANGE, SEVERAL = "E1372", "E1373", "E1232"  # of `families.registry.find`
+# of `families.registry.find`
+NO_FAMILY = "E1372"
+STRANGE = "E1373"
+SEVERAL = "E1232"
 _SHAPE = "E1370"  # of `families.rewrite.mapping`
 _MEGATRON = frozenset(f"decoder.layers.0.self_attention.linear_{each}.weight" for each in ("qkv", "kv_down_proj"))
 _NLP = frozenset(
@@ -64,7 +67,9 @@ _MATRICES = (
 def named(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen` under the names that `--aoa` or `--dialect` (default: what is at home in the format) ask for. Raises
     UsageError, InputError."""
-    reading, writing, target = job.reading, job.writing, job.dialect
+    reading = job.reading
+    writing = job.writing
+    target = job.dialect
     if writing.experts and (writing.aoa or target != HUB):
         refuse_experts(writing, "--aoa says how names change" if writing.aoa else _other_names(job))
     if writing.aoa:
@@ -164,7 +169,9 @@ def _by_family(chosen: Chosen, job: Conversion, source: str | None) -> Chosen:
     explicitly, what can't be derived is kept as it is, with a line, unless the source says that its names are foreign.
 
     source: the dialect that the source states."""
-    reading, writing, home = job.reading, job.writing, job.dialect
+    reading = job.reading
+    writing = job.writing
+    home = job.dialect
     opened = chosen.sources[0]
     model = config_of(opened, reading)
     config = _as_asked(model.config if chosen.config is None else chosen.config, writing)
@@ -183,7 +190,8 @@ def _by_family(chosen: Chosen, job: Conversion, source: str | None) -> Chosen:
             nobody_knows |= not _mostly_known(chosen) or _is_named_as(home, chosen)
         other_names = home != HUB or source not in (None, home) or _is_beside_another_config(chosen, reading)
         if requested or (other_names and not nobody_knows):
-            e.faults, e.path = (*e.faults, *model.notes), e.path or opened.path
+            e.faults = (*e.faults, *model.notes)
+            e.path = e.path or opened.path
             raise
         return chosen.noted(f"names and structure are kept as they are: {e.message}")
     target = _variant(found.family, writing) or home
@@ -284,7 +292,8 @@ def _translated(chosen: Chosen, found: FamilyMatch, target: str, job: Conversion
     from ckpt_tool.families.base import SHIFTED
     from ckpt_tool.plan.mapping import parameter_shapes
 
-    config, home = chosen.config, job.dialect
+    config = chosen.config
+    home = job.dialect
     if found.dialect == "megatron" and centred_norms(chosen.sources[0]) == (not found.family.centred):
         found = found._replace(dialect=SHIFTED)
     if found.dialect.startswith("megatron"):
@@ -594,7 +603,8 @@ def renamed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str, hints: Se
     casts = {TensorKey(made.name): made.dtype for made in mapped.made if made.dtype is not None}
     lines = [f"{by}: {name} has no source and is not written" for name in mapped.unfilled]
     lines += [f"{by}: {line}" for line in lines_alike(_left_over(chosen, mapped), "left out")]
-    extras, hints = chosen.extras, list(hints)
+    extras = chosen.extras
+    hints = list(hints)
     roots = chosen.all_hints.get(Roots)
     if roots is not None and roots.ids:
         extras = groups_by_name(extras, roots.ids)

@@ -106,8 +106,11 @@ class _Ended(NamedTuple):
 
 def _ended(ray: Any, waiting: list[Any], plan: Plan, progress: Progress) -> _Ended:
     """Wait for the workers, and show how far the output is meanwhile."""
-    found, lost, failure = list[dict[TensorKey, int]](), list[str](), None
-    shown, due = 0, 0.0
+    found = list[dict[TensorKey, int]]()
+    lost = list[str]()
+    failure = None
+    shown = 0
+    due = 0.0
     while waiting:
         done, waiting = ray.wait(waiting, num_returns=1, timeout=_LOOK)
         if time.monotonic() >= due:

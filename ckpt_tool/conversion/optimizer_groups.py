@@ -77,7 +77,8 @@ def groups_by_name(value: Any, ids: Mapping[Path, Mapping[str, str]], path: Path
     if not isinstance(value, dict):
         return value
     out = {key: groups_by_name(item, ids, (*path, str(key))) for key, item in value.items()}
-    groups, names = out.get("param_groups"), ids.get(path, {})
+    groups = out.get("param_groups")
+    names = ids.get(path, {})
     if names and isinstance(groups, list):
         out["param_groups"] = [_listing_names(group, names) for group in groups]
     return out
@@ -122,12 +123,14 @@ def _renamed_keys(key: Any, names: Names) -> list[Any]:
 
 def _renamed_lists(groups: list[Any], names: Names) -> list[Any]:
     seen: dict[str, int] = {}
-    renames, out = any(names.values()), []
+    renames = any(names.values())
+    out = []
     for number, group in enumerate(groups):
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
             out.append(group)
             continue
-        params, listed = group["params"], group.get("param_names")
+        params = group["params"]
+        listed = group.get("param_names")
         beside = isinstance(listed, list) and len(listed) == len(params)
         rows: dict[str, tuple[Any, Any]] = {}  # name -> what `params` and `param_names` hold
         for param, name in zip(params, listed if isinstance(listed, list) and beside else params, strict=True):

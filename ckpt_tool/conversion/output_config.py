@@ -39,7 +39,8 @@ def config_of_output(
     """(config.json of the output, lines for the report)."""
     from ckpt_tool.quantised.scheme import without
 
-    dialect, notes = chosen.dialect_in(fmt), list[str]()
+    dialect = chosen.dialect_in(fmt)
+    notes = list[str]()
     config: Mapping[str, Any] = without(config_of_source, chosen.untrue) if chosen.untrue else config_of_source
     if chosen.stated:
         config, more = _with_stated(config, chosen.stated)
@@ -138,7 +139,8 @@ def corrected(
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """The config with what the tensors show: rows of the vocabulary, the dtype that was written (as torch calls it),
     whether the head is the embedding. None where the tensors show nothing. A value that changes is in the notes."""
-    out, notes = dict(config), list[str]()
+    out = dict(config)
+    notes = list[str]()
 
     def correct(key: str, value: Any) -> None:
         if out.get(key) != value:

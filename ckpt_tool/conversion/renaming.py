@@ -17,7 +17,9 @@ from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.sources.opening import Opened
 from ckpt_tool.sources.select import near_names
 
-MATCHES_NOTHING, ONE_NAME, NO_NAME = "E2970", "E2971", "E2972"
+MATCHES_NOTHING = "E2970"
+ONE_NAME = "E2971"
+NO_NAME = "E2972"
 
 
 def rename_tensors(chosen: Chosen, job: Conversion) -> Chosen:

@@ -27,10 +27,13 @@ def rewriting_of(chosen: Chosen, wanted: Wanted, target: Target, layout: Layout,
     used = {row.source for row in chosen.stored}
     only = chosen.sources[min(used)] if len(used) == 1 else None
     if only is not None and _in_files(only):
-        mesh, prefix = only.catalog.mesh.to_json(), {min(used): ""}
+        mesh = only.catalog.mesh.to_json()
+        prefix = {min(used): ""}
         rank_of: RankOf = whose(only.catalog, ranks_of(only.format, mesh))
     else:
-        mesh, prefix, rank_of = {}, _names({number: chosen.sources[number] for number in used}), nobody
+        mesh = {}
+        prefix = _names({number: chosen.sources[number] for number in used})
+        rank_of = nobody
 
     def rows() -> Iterator[Given]:
         for row in chosen.stored:
@@ -49,7 +52,8 @@ def _in_files(opened: Opened) -> bool:
 
 def rewriting_of_plan(plan: Plan) -> Rewriting:
     """The same of a plan that was saved: of the source's mesh and of who took which fallback it says less."""
-    said, files = plan.report, [file.path for file in plan.outputs]
+    said = plan.report
+    files = [file.path for file in plan.outputs]
     roots = {file.root for file in plan.sources}
     named = [file.path if len(roots) < 2 else f"{PurePath(file.root).name}/{file.path}" for file in plan.sources]
     formats = (said.get("source", {}).get("format"), plan.format)

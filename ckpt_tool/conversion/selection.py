@@ -24,7 +24,8 @@ from ckpt_tool.sources.select import group_of, left_by_word, removed_keys, split
 
 def refuse_code(opened: Opened, job: Conversion) -> None:
     """Raise UnsafeInput for what asks to be run, but in states that are left behind by option or by the format."""
-    writing, unread = job.writing, [one.key for one in opened.catalog.unread]
+    writing = job.writing
+    unread = [one.key for one in opened.catalog.unread]
     opened.refuse_unsafe(
         left_by_word(writing.states, writing.drop),
         lambda state: job.fmt.holds.has(group_of(state)),
@@ -73,7 +74,8 @@ def _other_saves(opened: Opened) -> Iterable[CkptError]:
 
 def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
     """The tensors and extras of the source that `--state`, `--drop`, `--keep-keys` and `--remove-keys` ask for."""
-    catalog, writing = chosen.sources[0].catalog, job.writing
+    catalog = chosen.sources[0].catalog
+    writing = job.writing
     count = [STEP] if catalog.count is not None else []
     present = dict.fromkeys([*catalog.states(), *(one.key.state for one in catalog.unread), *count])
     requested = state_filter(writing.states, [*present, *(["extras"] if catalog.extras else [])])
@@ -129,7 +131,8 @@ def refuse_left_optimizer(opened: Opened, job: Conversion) -> None:
     tree = opened.tree
     left = optimizer_files(tree.names() if tree.single is None else (), opened.catalog.files)
     if not left and opened.outer is not None and has_recipe(opened.outer):
-        tree, left = opened.outer, [RECIPE_OF_RUN]
+        tree = opened.outer
+        left = [RECIPE_OF_RUN]
     if left:
         why = next((note.message for note in opened.catalog.notes if note.code == UNREAD), "")
         numbered = "by parameter number, and nothing says which parameter each is, so it"
@@ -183,7 +186,8 @@ def _refuse_partial_average(parameters: Sequence[str], path: str, averaged: int)
 def as_model(chosen: Chosen, job: Conversion) -> Chosen:
     """`--as-model ema|master`: that state written as the model. Parameters without an average are an error unless
     `--as-model ema,model` asks for the model's own: nothing is mixed in silence."""
-    state, rows = job.writing.state_as_model, chosen.stored
+    state = job.writing.state_as_model
+    rows = chosen.stored
     if not state:
         return chosen
     takes_models_own = job.writing.as_model == EMA_THEN_MODEL
@@ -216,7 +220,8 @@ def as_model(chosen: Chosen, job: Conversion) -> Chosen:
     gone = (
         row.tensor
         for row in rows
-        if row.tensor.key.state not in (MODEL, state) or row.tensor.key.state == MODEL and row.tensor.key.name in taken
+        if row.tensor.key.state not in (MODEL, state)
+        or (row.tensor.key.state == MODEL and row.tensor.key.name in taken)
     )
     dropped = left_behind(gone, f"--as-model {state}", named=False)
     buffers = [name for name in missing if name not in parameters]

@@ -115,7 +115,7 @@ def _with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted
     code = [file.path for file in target.files if any(fnmatchcase(file.path, pattern) for pattern in CODE)]
     if code:
         target = target.noted(f"code is copied as text, and not run: {', '.join(sorted(code))}")
-    if fmt.holds.dialect == "keep" and not chosen.untrue or fmt.holds.adapter:
+    if (fmt.holds.dialect == "keep" and not chosen.untrue) or fmt.holds.adapter:
         return target
     try:
         before = file_config(chosen.sources[0])

@@ -29,7 +29,8 @@ _GONE = object()
 def steps_of_count(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen` with a step of each parameter that has moments, where the source has one count and another format is
     written."""
-    catalog, writing = chosen.sources[0].catalog, job.writing
+    catalog = chosen.sources[0].catalog
+    writing = job.writing
     count = catalog.count
     if count is None or job.fmt.name == catalog.format or not job.fmt.holds.all_states:
         return chosen

@@ -53,7 +53,9 @@ def trim_vocabulary(stored: Iterable[Stored], size: int) -> tuple[list[Stored], 
 
     Raises UsageError E2302 where no tensor is a vocabulary.
     """
-    rows, out, gone = list(stored), list[Stored](), dict[str, dict[str, Any]]()
+    rows = list(stored)
+    out = list[Stored]()
+    gone = dict[str, dict[str, Any]]()
     if not any(_has_rows(row.tensor) for row in rows):
         raise UsageError(
             f"--vocab-size {size}: no tensor here is named as a vocabulary",
@@ -182,7 +184,8 @@ def without_padding(chosen: Chosen, config: Mapping[str, Any] | None) -> Chosen:
     from ckpt_tool.formats.megatron.args import arguments
 
     args = arguments(chosen.sources[0].catalog.extras)
-    size, padded = (config or {}).get("vocab_size"), args.get("padded_vocab_size")
+    size = (config or {}).get("vocab_size")
+    padded = args.get("padded_vocab_size")
     multiple = args.get("make_vocab_size_divisible_by")
     rows = {
         row.tensor.shape[0]

@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict[str, Any]:
     """Plan and, unless `dry_run`, carry out. Returns the writers' JSON document of `cli.md`."""
     began = time.monotonic()
-    writing, destination = job.writing, place_of(dst)
+    writing = job.writing
+    destination = place_of(dst)
     refuse_idle(job.fmt, writing)
     seal = _seal(writing, destination)
     if writing.emit and not writing.plan_file:

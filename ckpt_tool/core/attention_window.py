@@ -17,7 +17,9 @@ from typing import Any
 
 from ckpt_tool.core.bounds import LEAST
 
-WINDOWED, WHOLE = "sliding_attention", "full_attention"  # of `layer_types`
+# of `layer_types`
+WINDOWED = "sliding_attention"
+WHOLE = "full_attention"
 
 
 def window_pattern(freq: Any, layers: int) -> list[bool]:

@@ -51,7 +51,9 @@ class Box(NamedTuple):
         shared = self & other
         if shared is None:
             return [self] if self.numel else []
-        left, offset, shape = list[Box](), list(self.offset), list(self.shape)
+        left = list[Box]()
+        offset = list(self.offset)
+        shape = list(self.shape)
         for d, (start, extent) in enumerate(zip(shared.offset, shared.shape, strict=True)):
             for low, high in ((offset[d], start), (start + extent, offset[d] + shape[d])):
                 if low < high:
@@ -84,7 +86,8 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
+    strides = []
+    step = 1
     for extent in reversed(shape):
         strides.append(step)
         step *= max(extent, 1)
@@ -108,7 +111,8 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     row = prod(shape[1:])
     if row == 1:
         return [Box((start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]))]
-    first, last = start // row, stop // row
+    first = start // row
+    last = stop // row
     if first == last:
         return _rows(shape, first, flat_boxes(shape[1:], start - first * row, stop - first * row))
     boxes: list[Box] = []

@@ -242,7 +242,8 @@ def _fault_of(tensor: LogicalTensor) -> CkptError | None:
             key=name,
             hint="two files claim the same elements: was a newer save written over an older one?",
         )
-    have, want = sum(chunk.box.numel for chunk in primary), prod(tensor.shape)
+    have = sum(chunk.box.numel for chunk in primary)
+    want = prod(tensor.shape)
     if have != want:
         return Incomplete(
             f"{want - have} of {want} elements are in no file (shape {list(tensor.shape)}, {len(primary)} boxes)",

@@ -123,7 +123,8 @@ def _from_json(value: Any) -> Any:
 def _body(tag: str, value: dict[str, Any]) -> Any:
     if tag not in _BODIES:
         raise CorruptFile(f"unknown tag {tag!r}", code="E0314", hint="written by a newer version?")
-    body, want = value[tag], _BODIES[tag]
+    body = value[tag]
+    want = _BODIES[tag]
     if type(body) is not want:  # JSON gives exact types
         raise CorruptFile(
             f"want a {want.__name__} under {tag}, found a {type(body).__name__}",

@@ -50,7 +50,8 @@ def choose(
     if granule < 1 or n % granule:
         raise UsageError(f"{n} elements are no whole number of granules of {granule}", code="E0213")
     live = [(name, size) for name, size in dims if size > 1]
-    units, degree = n // granule, prod(size for _, size in live)
+    units = n // granule
+    degree = prod(size for _, size in live)
     if not live:
         return Choice(names, (), "even")
     if units % degree == 0:
@@ -102,5 +103,6 @@ def _best_subset(units: int, dims: MeshDims) -> tuple[str, ...]:
         for subset in combinations(dims, count):
             size = prod(s for _, s in subset)
             if units % size == 0 and size > degree:
-                best, degree = tuple(name for name, _ in subset), size
+                best = tuple(name for name, _ in subset)
+                degree = size
     return best

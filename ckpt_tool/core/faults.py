@@ -26,7 +26,8 @@ def by_file(names: Iterable[str], read: Callable[[str], V]) -> dict[str, V]:
 
 def together(faults: Sequence[CkptError]) -> CkptError:
     """The first of several faults of one pass, to raise: with the others beside it, each with its place."""
-    first, lines = faults[0], list[str]()
+    first = faults[0]
+    lines = list[str]()
     for fault in faults[1:FAULTS_SHOWN]:
         lines += [f"{fault.message} ({fault.where()})", *fault.faults]
     first.faults = (*first.faults, *lines[:FAULTS_SHOWN])

@@ -70,7 +70,8 @@ class FlatLine(Generic[T]):
     @staticmethod
     def end_to_end(blocks: Iterable[tuple[T, tuple[int, ...], int]]) -> FlatLine[T]:
         """Whole tensors one behind the other: (of, shape, elements of padding behind it)."""
-        places, at = [], 0
+        places = []
+        at = 0
         for of, shape, gap in blocks:
             places.append(LinePlace(of, at, 0, prod(shape), shape))
             at += prod(shape) + gap
@@ -88,7 +89,8 @@ class FlatLine(Generic[T]):
             place = self.places[number]
             if place.at >= stop:
                 break
-            low, high = max(place.at, start), min(place.end, stop)
+            low = max(place.at, start)
+            high = min(place.end, stop)
             if start == 0 and low < high == place.end:
                 out.append(place)
             elif low < high:

@@ -163,7 +163,8 @@ def output_faults(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
     another in case alone (some file systems take the two for one), a file where another has a folder."""
     seen: dict[str, str] = {}
     for path in paths:
-        why, folded = unfit(path), path.casefold()
+        why = unfit(path)
+        folded = path.casefold()
         other = seen.get(folded)
         if other is None:
             seen[folded] = path

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.fallback import Choice, choose
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.errors import UsageError
 
@@ -21,7 +22,7 @@ def block(n: int, degree: int, index: int, *, granule: int = 1) -> tuple[int, in
     """(start, extent) in elements of block `index` of `degree` even blocks, the last ones short or empty (ceil
     rule)."""
     units = n // granule
-    size = -(-units // degree)
+    size = ceil_div(units, degree)
     start = min(index * size, units)
     return start * granule, (min(start + size, units) - start) * granule
 
@@ -74,7 +75,11 @@ def place(
                 code="E0209",
                 hint="no rank would hold it: check the stages and the experts' ranks",
             )
-    shard, choices, padded, uneven, granules = [], [], [], [], []
+    shard = []
+    choices = []
+    padded = []
+    uneven = []
+    granules = []
     for dim, names in wishes:
         if not 0 <= dim < len(shape):
             if len(shape) == 0:
@@ -118,7 +123,9 @@ def held(shape: Sequence[int], placement: Placement, mesh: Mesh, *, granule: int
     free = [name for name, size in mesh.dims if name not in cut and name not in fixed]
     cuts = [(dim, names, _blocks(shape, dim, names, placement, mesh, granule)) for dim, names in placement.shard]
     for coords in mesh.ranks(placement.at):
-        offset, extent, stored = [0] * len(shape), list(shape), list(shape)
+        offset = [0] * len(shape)
+        extent = list(shape)
+        stored = list(shape)
         for dim, names, blocks in cuts:
             index = 0
             for name in names:
@@ -134,7 +141,8 @@ def _blocks(
     shape: Sequence[int], dim: int, names: Sequence[str], placement: Placement, mesh: Mesh, granule: int
 ) -> list[tuple[int, int, int]]:
     """(start, extent, stored extent) of the blocks of a tensor dim that the mesh dims `names` cut, major first."""
-    whole, sizes = shape[dim], [mesh[name] for name in names]
+    whole = shape[dim]
+    sizes = [mesh[name] for name in names]
     degree = prod(sizes)
     if dim not in placement.uneven and dim not in placement.padded:
         return [(start, n, n) for start, n in (block(whole, degree, index) for index in range(degree))]

@@ -51,7 +51,8 @@ class Mesh:
         {'tp': 2, 'ep': 2, 'dp': 2}
         """
         sizes = dict(degrees)
-        dp, ep = sizes.get("dp", 1), sizes.get("ep", 1)
+        dp = sizes.get("dp", 1)
+        ep = sizes.get("ep", 1)
         sizes["dp"] = dp // ep if dp % ep == 0 else dp
         if sizes.get("etp", 1) == sizes.get("tp", 1):
             sizes.pop("etp", None)

@@ -22,7 +22,11 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
-LENGTH, DEPTH, COUNT, STEPS, STEPS_EACH = 1024, 16, 1000, 200_000, 64
+LENGTH = 1024
+DEPTH = 16
+COUNT = 1000
+STEPS = 200_000
+STEPS_EACH = 64
 Places = frozenset[int]
 Step = Callable[["_Run", Places], Places]
 _PLAIN = re.compile(r"[\w.\-]*")
@@ -44,7 +48,9 @@ class _Run:
     """One name being matched, and what it may still cost: `STEPS`, and `STEPS_EACH` for each pattern."""
 
     def __init__(self, name: str, patterns: int = 1) -> None:
-        self.name, self.pattern, self._left = name, "", STEPS + patterns * STEPS_EACH
+        self.name = name
+        self.pattern = ""
+        self._left = STEPS + patterns * STEPS_EACH
         self.begins = frozenset((0, *(i + 1 for i, char in enumerate(name) if char == ".")))
 
     def spend(self, steps: int) -> None:
@@ -167,7 +173,8 @@ class _PatternParser:
         while at < len(self._text) and self._text[at] != ")":
             if self._text[at] == "|":
                 branches.append(_all(steps))
-                steps, at = [], at + 1
+                steps = []
+                at = at + 1
                 continue
             step, at = self._repeated(at, depth)
             steps.append(step)
@@ -188,7 +195,7 @@ class _PatternParser:
             else:
                 break
             repeats += 1
-            if repeats > 1 or max(least, most or 0) > COUNT or most is not None and most < least:
+            if repeats > 1 or max(least, most or 0) > COUNT or (most is not None and most < least):
                 raise self._refuse("a repeat that is not understood")
             step = _times(step, least, most)
             if self._text[at : at + 1] == "?":  # lazy: the same names match
@@ -212,7 +219,7 @@ class _PatternParser:
         if char == "$":
             return _at(lambda i, name: i == len(name)), at + 1
         found = _ATOM.match(self._text, at)
-        if found is None or len(found[0]) > 1 and _SET_OPERATION.search(found[0]):
+        if found is None or (len(found[0]) > 1 and _SET_OPERATION.search(found[0])):
             raise self._refuse(f"{self._text[at : at + 20]!r} is not understood")
         try:
             return _char(char.__eq__ if len(found[0]) == 1 and char != "." else re.compile(found[0]).match), found.end()

@@ -79,14 +79,17 @@ class Names:
         """The names that have a literal part of the glob where it must be: more than match, but few."""
         if self._tables is None:
             ordered = sorted(self.names)
-            starts, at = [], 0
+            starts = []
+            at = 0
             for name in self.names:
                 starts.append(at)
                 at += len(name) + 1
             self._tables = ordered, sorted(name[::-1] for name in self.names), "\n".join(self.names), starts
         ordered, turned, text, starts = self._tables
         parts = _WILD.split(pattern.partition("[")[0])  # (what stands behind a class is not looked at)
-        first, last, longest = parts[0], "" if "[" in pattern else parts[-1][::-1], max(parts, key=len)
+        first = parts[0]
+        last = "" if "[" in pattern else parts[-1][::-1]
+        longest = max(parts, key=len)
         if len(first) == len(longest):
             return _beginning(ordered, first) if first else self.names
         if len(last) == len(longest):
@@ -95,7 +98,8 @@ class Names:
 
     def _holding(self, part: str, text: str, starts: list[int]) -> list[str]:
         """The names that hold `part`, which has no line feed or is looked for in vain."""
-        found, at = [], text.find(part)
+        found = []
+        at = text.find(part)
         while at >= 0:
             number = bisect_right(starts, at) - 1
             found.append(self.names[number])

@@ -84,7 +84,8 @@ _listener = SILENT
 def listening(progress: Progress) -> Iterator[None]:
     """While it lasts, `aside` is a note of this progress. For the rim, around one command."""
     global _listener
-    before, _listener = _listener, progress
+    before = _listener
+    _listener = progress
     try:
         yield
     finally:
@@ -100,13 +101,12 @@ class Checking:
     """A progress for which `check` looks at every plan before it is shown: what it raises ends the run there."""
 
     def __init__(self, progress: Progress, check: Callable[[Mapping[str, Any]], None]) -> None:
-        self._progress, self._check = progress, check
-        self.start, self.advance, self.note, self.finish = (
-            progress.start,
-            progress.advance,
-            progress.note,
-            progress.finish,
-        )
+        self._progress = progress
+        self._check = check
+        self.start = progress.start
+        self.advance = progress.advance
+        self.note = progress.note
+        self.finish = progress.finish
         self.at = partial(working_on, progress)
 
     def plan(self, document: Mapping[str, Any]) -> None:

@@ -22,7 +22,8 @@ def collected(wanted: bool = True) -> Iterator[ReportData]:
     """Collect what `for_report` is given while the block runs, by its kind; nothing where it is not wanted."""
     global _data
     data = dict[str, list[Any]]()
-    before, _data = _data, data if wanted else None
+    before = _data
+    _data = data if wanted else None
     try:
         yield data
     finally:

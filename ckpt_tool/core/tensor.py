@@ -23,7 +23,11 @@ from ckpt_tool.core.inner_path import base_of
 
 Path = tuple[str | int, ...]  # where a value hung in a nested state dict: ("optim", "state", "w", "exp_avg")
 
-MODEL, MASTER, EMA, STEP, EXTRAS = "model", "master", "ema", "step", "extras"
+MODEL = "model"
+MASTER = "master"
+EMA = "ema"
+STEP = "step"
+EXTRAS = "extras"
 UNKNOWN = "unknown"  # of a tensor whose name is lost: only `inspect` of a broken checkpoint lists such
 # States of the optimizer other than these are named as the optimizer names them (`exp_avg`, `momentum_buffer`, ...).
 
@@ -168,7 +172,7 @@ class ChunkColumns(OnDemand[Chunk]):
         return iter(self._all())
 
     def __eq__(self, other: object) -> bool:
-        return self is other or isinstance(other, tuple | ChunkColumns) and self._all() == tuple(other)
+        return self is other or (isinstance(other, tuple | ChunkColumns) and self._all() == tuple(other))
 
     def __hash__(self) -> int:
         return hash(self._all())
@@ -198,7 +202,9 @@ def plainly_tile(chunks: Sequence[Chunk], shape: tuple[int, ...]) -> bool:
         return False
     if isinstance(chunks, ChunkColumns):
         return chunks.plainly_tile(shape)
-    at, corner, width = 0, (0,) * (len(shape) - 1), shape[1:]
+    at = 0
+    corner = (0,) * (len(shape) - 1)
+    width = shape[1:]
     for box, _, _, replica in chunks:
         offset, extent = box
         if replica or offset[:1] != (at,) or offset[1:] != corner or extent[1:] != width or extent[:1] <= (0,):
@@ -243,7 +249,8 @@ def first_rows(tensor: LogicalTensor, rows: int) -> LogicalTensor:
         kept = min(chunk.box.shape[0], rows - chunk.box.offset[0])
         if kept <= 0:
             continue
-        box, within = Box(chunk.box.offset, (kept, *chunk.box.shape[1:])), chunk.within
+        box = Box(chunk.box.offset, (kept, *chunk.box.shape[1:]))
+        within = chunk.within
         shape = box.shape if within.shape == chunk.box.shape else (box.numel,)  # a flat slice keeps its front
         chunks.append(chunk._replace(box=box, within=Box(within.offset, shape)))
     return tensor._replace(shape=(rows, *tensor.shape[1:]), chunks=tuple(chunks))

@@ -213,7 +213,9 @@ def _hide_in_url(found: re.Match[str]) -> str:
     if found["spelled"] is not None:
         return _remember(whole, lambda mark: f"{found['spelled']}{mark}", [whole.removeprefix(found["spelled"])])
 
-    start, user, query = found["start"], found["user"] or "", found["query"] or ""
+    start = found["start"]
+    user = found["user"] or ""
+    query = found["query"] or ""
     authority, path = _split_path(found["path"])
     secrets: list[str] = []
 
@@ -309,4 +311,6 @@ def _percent_encode(text: str, safe: str = "") -> str:
     """`a/b` as `a%2Fb`. safe: characters that stay, next to letters, digits and `-._~`."""
     kept = f"{safe}-._~".encode()
     raw = text.encode("utf-8", "replace")
-    return "".join(chr(byte) if chr(byte).isalnum() and byte < 128 or byte in kept else f"%{byte:02X}" for byte in raw)
+    return "".join(
+        chr(byte) if (chr(byte).isalnum() and byte < 128) or byte in kept else f"%{byte:02X}" for byte in raw
+    )

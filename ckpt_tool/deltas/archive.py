@@ -31,7 +31,8 @@ from ckpt_tool.sources.steps import step_of
 from ckpt_tool.storage.source import Tree
 
 _BYTE = DTYPES["U8"]
-NOT_A_FOLDER, NOT_KEPT = "E2617", "E2850"
+NOT_A_FOLDER = "E2617"
+NOT_KEPT = "E2850"
 SHOWN = 20  # names in one error
 
 
@@ -45,7 +46,8 @@ class ArchiveEntry(NamedTuple):
 def whole_step(opened: Opened) -> Opened:
     """The step as the user gave it. A Trainer's step is opened at the folder of DeepSpeed's inside it, and the files
     around that folder belong to the step too; a run that was opened at one of its steps stays at that step."""
-    outer, inner = opened.outer, opened.tree
+    outer = opened.outer
+    inner = opened.tree
     if outer is None or outer.single is not None or not (outer.local and inner.local):
         return opened
     is_step = step_of(outer.root.name, numbers=True) is not None
@@ -74,7 +76,8 @@ def entries_of(opened: Opened) -> dict[str, ArchiveEntry]:
     found: dict[str, ArchiveEntry] = {}
     arrays = _arrays(opened)
     for path, size in sorted(listing.items()):
-        rest, at = list[tuple[int, int]](), 0
+        rest = list[tuple[int, int]]()
+        at = 0
         for offset, nbytes, name in arrays.get(path, ()):
             if offset < at or offset + nbytes > size:  # shared with the one before, or not there at all
                 continue
@@ -148,7 +151,9 @@ def _arrays(opened: Opened) -> dict[str, list[tuple[int, int, str]]]:
 
 def _tensor(name: str, path: str, size: int, spans: list[tuple[int, int]]) -> LogicalTensor:
     """Bytes [start, stop) of a file, one behind the other."""
-    whole, chunks, at = StoredArray(path, 0, _BYTE, (size,)), [], 0
+    whole = StoredArray(path, 0, _BYTE, (size,))
+    chunks = []
+    at = 0
     for start, stop in spans:
         box = Box((at,), (stop - start,))
         chunks.append(Chunk(box, whole.view(start, box.shape), Box((0,), box.shape)))

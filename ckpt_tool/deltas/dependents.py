@@ -68,7 +68,8 @@ def deltas_around(src: str, run: Run, more: Iterable[str] = ()) -> Around:
     the folders `more`."""
     faults: list[CkptError] = []
     try:
-        top, steps = real_path(src), real_path(run.path)
+        top = real_path(src)
+        steps = real_path(run.path)
     except OSError as e:
         return Around((), (wrap_os_error(e, src, "looking for deltas"),))
 

@@ -37,7 +37,8 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 LEVEL = 1
 MOST_POSITIONS = 1 << 32  # bytes of a tensor
-FRAME, TOO_LARGE = "E2611", "E2613"
+FRAME = "E2611"
+TOO_LARGE = "E2613"
 _STEP = 64 << 10  # bytes of positions that are read at a time
 
 
@@ -94,7 +95,8 @@ class Spool:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self.file, self.size = _nameless(folder), 0
+        self.file = _nameless(folder)
+        self.size = 0
         self._positions: IO[bytes] | None = None
         self._values: IO[bytes] | None = None
 
@@ -140,7 +142,10 @@ class Encoder:
         self, encoding: str, checksum: str, nbytes: int, spool: Spool, name: str, *, always: bool = False
     ) -> None:
         """always: a frame, though nothing changes."""
-        self._digest, self._nbytes, self._spool, self._always = digest_of(checksum), nbytes, spool, always
+        self._digest = digest_of(checksum)
+        self._nbytes = nbytes
+        self._spool = spool
+        self._always = always
         self._at = self._changed = 0
         self._kind: _Xor | _Overwrite = (_Xor if encoding == "xor" else _Overwrite)(nbytes, spool)
         if encoding != "xor" and nbytes >= MOST_POSITIONS:
@@ -170,7 +175,10 @@ class _Xor:
     """Compressed as it comes; nothing before the first change."""
 
     def __init__(self, nbytes: int, spool: Spool) -> None:
-        self._nbytes, self._spool, self._begin, self._done = nbytes, spool, spool.size, 0
+        self._nbytes = nbytes
+        self._spool = spool
+        self._begin = spool.size
+        self._done = 0
         self._frame: ZstdCompressionObj | None = None
 
     def add(self, at: int, old: Bytes | None, new: Bytes) -> int:
@@ -207,7 +215,8 @@ class _Overwrite:
     """Gathered, and compressed at the end: a frame begins with what is known last."""
 
     def __init__(self, nbytes: int, spool: Spool) -> None:
-        self._spool, self._count = spool, 0
+        self._spool = spool
+        self._count = 0
         self._files: tuple[IO[bytes], IO[bytes]] | None = None
 
     def add(self, at: int, old: Bytes | None, new: Bytes) -> int:
@@ -269,7 +278,9 @@ class XorReader:
     """Applies a frame of `xor` to ranges of a tensor of `nbytes`, in order."""
 
     def __init__(self, compressed: Compressed, place: FramePlace, nbytes: int) -> None:
-        self._frame, self._nbytes, self.at = Frame(compressed, place.size, place.fault), nbytes, 0
+        self._frame = Frame(compressed, place.size, place.fault)
+        self._nbytes = nbytes
+        self.at = 0
         if self._frame.size not in (None, nbytes):
             raise place.fault(f"it holds {self._frame.size} bytes, the tensor {nbytes}: is it of another model?")
         self._room = np.empty(0, np.uint8)
@@ -291,12 +302,10 @@ class OverwriteReader:
     """Applies a frame of `overwrite` to ranges of a tensor of `nbytes`, in order."""
 
     def __init__(self, compressed: Compressed, place: FramePlace, nbytes: int) -> None:
-        self._positions, self._place, self._nbytes, self.at = (
-            Frame(compressed, place.size, place.fault),
-            place,
-            nbytes,
-            0,
-        )
+        self._positions = Frame(compressed, place.size, place.fault)
+        self._place = place
+        self._nbytes = nbytes
+        self.at = 0
         head = bytearray(4)
         self._positions.take(memoryview(head))
         self._left = self._count = int.from_bytes(head, "little")  # positions not read yet
@@ -315,7 +324,8 @@ class OverwriteReader:
         while True:
             cut = int(np.searchsorted(self._ahead, stop))
             if cut:
-                where, values = self._ahead[:cut], np.empty(cut, np.uint8)
+                where = self._ahead[:cut]
+                values = np.empty(cut, np.uint8)
                 self._values.take(values.data)
                 first = int(np.searchsorted(where, offset))  # before it: passed over
                 block[where[first:] - offset] = values[first:]
@@ -336,7 +346,8 @@ class OverwriteReader:
             raise self._place.fault("its positions do not ascend")
         if found[-1] >= self._nbytes:
             raise self._place.fault(f"position {int(found[-1])} in a tensor of {self._nbytes} bytes")
-        self._ahead, self._last = found, int(found[-1])
+        self._ahead = found
+        self._last = int(found[-1])
         self._left -= len(found)
 
 
@@ -349,7 +360,9 @@ class Passed:
     what comes in order is hashed, what does not is left for the end (`at` says from where)."""
 
     def __init__(self, checksum: str, nbytes: int) -> None:
-        self._digest, self._nbytes, self.at = digest_of(checksum), nbytes, 0
+        self._digest = digest_of(checksum)
+        self._nbytes = nbytes
+        self.at = 0
         self._lock = threading.Lock()
 
     def feed(self, offset: int, data: Bytes) -> None:

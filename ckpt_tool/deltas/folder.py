@@ -39,7 +39,9 @@ INDEX = STEM + INDEX_SUFFIX
 ENCODINGS = ("xor", "overwrite")
 CHECKSUMS = {"xxh3-128": 32, "blake3": 64, "adler32": 8}  # name -> hex digits
 COMPRESSION = "zstd"
-INDEX_FAULT, CHAIN, NO_DELTA = "E2608", "E2609", "E2610"
+INDEX_FAULT = "E2608"
+CHAIN = "E2609"
+NO_DELTA = "E2610"
 _DIGITS = frozenset("0123456789abcdef")
 
 
@@ -158,7 +160,8 @@ def _frames(
     stray = [name for name in tree.listing() if name.endswith(SUFFIX) and "/" not in name and name not in files]
     if stray:
         raise _fault(tree, f"{stray[0]} is next to the files of the index, and SGLang would apply it too", "weight_map")
-    frames, digests = dict[str, LogicalTensor](), dict[str, str]()
+    frames = dict[str, LogicalTensor]()
+    digests = dict[str, str]()
     for file in files:
         header = read_header(tree, file)
         for row, name in enumerate(header.names):
@@ -184,12 +187,16 @@ def _archive(tree: Tree, value: Any, digests: Mapping[str, str]) -> Archive:
             path: (int(size), tuple((int(nbytes), str(name)) for nbytes, name in pieces))
             for path, (size, pieces) in value["files"].items()
         }
-        kind, whole = str(value["format"]), frozenset(map(str, value["whole"]))
+        kind = str(value["format"])
+        whole = frozenset(map(str, value["whole"]))
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise _fault(tree, "it does not say how files are put together", "archive") from e
-    placed, sizes = dict[str, tuple[int, tuple[ArchivedRange, ...]]](), dict[str, int]()
+    placed = dict[str, tuple[int, tuple[ArchivedRange, ...]]]()
+    sizes = dict[str, int]()
     for path, (size, pieces) in files.items():
-        bad, at, laid = "", 0, list[ArchivedRange]()
+        bad = ""
+        at = 0
+        laid = list[ArchivedRange]()
         for nbytes, name in pieces:
             if nbytes < 1 or name not in digests:
                 bad = bad or f"piece {name[:200]} of {nbytes} bytes"

@@ -50,7 +50,8 @@ from ckpt_tool.storage.output.staging import Staging
 from ckpt_tool.storage.safetensors_files.safetensors_file import build_header
 from ckpt_tool.storage.source import Tree
 
-UNLIKE, VERSION = "E2615", "E2616"
+UNLIKE = "E2615"
+VERSION = "E2616"
 _WEIGHTS = re.compile(r"weight_v(\d{1,18})")
 _PIECE = 1 << 20  # bytes of a spool that are copied at a time
 
@@ -74,8 +75,10 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
     """Write the delta; returns the document of `delta --json`.
 
     Raises InconsistentCheckpoint E2615, UsageError E2616, and what opening, reading and writing raise."""
-    began, destination = time.monotonic(), local_path(dst)
-    old, fresh = open_source(base, reading), open_source(new, reading)
+    began = time.monotonic()
+    destination = local_path(dst)
+    old = open_source(base, reading)
+    fresh = open_source(new, reading)
     check_destination(
         destination,
         [
@@ -90,7 +93,8 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
     notes: list[str] = [each.resolved for each in (old, fresh) if each.resolved]
     dropped: Sequence[dict[str, Any]] = ()
     if wanted.dedup:
-        old, fresh = whole_step(old), whole_step(fresh)
+        old = whole_step(old)
+        fresh = whole_step(fresh)
         entries = entries_of(fresh)
         refuse_unkept(fresh.tree)
         empty = list_empty_folders(fresh.tree)
@@ -213,7 +217,8 @@ def _of_models(
 ) -> tuple[list[TensorPair], list[dict[str, Any]], list[str]]:
     """(the pairs, what is left out, lines for the report). Raises InconsistentCheckpoint E2615 unless both hold the
     same tensors in name, shape and dtype."""
-    mine, notes = old.model, [*old.notes, *new.notes]
+    mine = old.model
+    notes = [*old.notes, *new.notes]
     dropped = [entry for entry in new.dropped if entry.get("tensors") or entry.get("names")]
     rows = {
         name: row.tensor.shape[0]
@@ -224,7 +229,8 @@ def _of_models(
     stored = new.stored
     if len(wanted) == 1:
         trimmed, gone = trim_vocabulary(new.stored, min(wanted))
-        stored, dropped = tuple(trimmed), [*dropped, *gone]
+        stored = tuple(trimmed)
+        dropped = [*dropped, *gone]
     theirs = {row.tensor.key.name: row for row in stored}
     faults = [f"{name}: in {base} alone" for name in mine if name not in theirs]
     faults += [f"{name}: in {path} alone" for name in theirs if name not in mine]
@@ -260,9 +266,12 @@ class Frames:
     """Every pair, encoded. Use as a context manager: the spools go with it. folder: where they lie."""
 
     def __init__(self, folder: str, wanted: Making) -> None:
-        self._folder, self._wanted = folder, wanted
+        self._folder = folder
+        self._wanted = wanted
         self.made: dict[str, tuple[EncodedFrame, Spool]] = {}
-        self._own, self._spools, self._lock = threading.local(), list[Spool](), threading.Lock()
+        self._own = threading.local()
+        self._spools = list[Spool]()
+        self._lock = threading.Lock()
 
     def fill(self, pairs: Sequence[TensorPair], progress: Progress) -> None:
         """Read and encode. Raises SourceChanged where a source is not what it was at the beginning."""
@@ -289,7 +298,8 @@ class Frames:
 
         def visit(move: Move) -> Visit:
             name, twin = names[id(move)], twins.get(id(move))
-            encoding, checksum = self._wanted.encoding, self._wanted.checksum
+            encoding = self._wanted.encoding
+            checksum = self._wanted.checksum
             encoder = Encoder(encoding, checksum, move.nbytes, self._spool(), name, always=old is None)
             reader: BlockReader | None = None
             room: Bytes = np.empty(STRIDED_BLOCK, np.uint8)
@@ -338,7 +348,8 @@ class Frames:
         while left:
             data = spool.read(offset, min(left, _PIECE))
             yield data
-            offset, left = offset + len(data), left - len(data)
+            offset = offset + len(data)
+            left = left - len(data)
 
     def __enter__(self) -> Frames:
         return self

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.deltas.encoding import (
     FRAME_MEMORY,
@@ -80,7 +81,8 @@ class Patched(ExactRecipe):
     ) -> Patched:
         """The tensor after those deltas of `chain` that name it."""
         inputs = [] if base is None else [base]
-        links, name = [], key.name
+        links = []
+        name = key.name
         for delta in chain:
             if name in delta.frames:
                 links.append(Link(delta, len(inputs)))
@@ -102,7 +104,8 @@ class Patched(ExactRecipe):
 
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
         item = max(1, self.kind.bits // 8)
-        start, stop = offset // item * item, -(-(offset + nbytes) // item) * item
+        start = offset // item * item
+        stop = ceil_div(offset + nbytes, item) * item
         block = self._made(read, start, stop)
         self.passed.feed(start, block)
         return block.data[offset - start : offset - start + nbytes]
@@ -113,7 +116,8 @@ class Patched(ExactRecipe):
             stop = min(at + _TILE, self.nbytes)
             self.passed.feed(at, self._made(read, at, stop))
         last = self.links[-1].delta
-        have, want = self.passed.hexdigest(), last.digests[self.key.name]
+        have = self.passed.hexdigest()
+        want = last.digests[self.key.name]
         if have != want:
             yield self._blamed(read)
 
@@ -165,7 +169,8 @@ class Patched(ExactRecipe):
                     reader.apply(block, at)
                 digest.update(block.data)
         for number, (link, digest) in enumerate(zip(self.links, digests, strict=True)):
-            want, have = link.delta.digests[self.key.name], digest.hexdigest()
+            want = link.delta.digests[self.key.name]
+            have = digest.hexdigest()
             if have == want:
                 continue
             path = link.delta.tree.display()

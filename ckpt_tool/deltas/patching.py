@@ -46,7 +46,8 @@ from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.output.destination import place_of
 from ckpt_tool.storage.source import Tree
 
-UNLIKE, OPTION = "E2615", "E2618"
+UNLIKE = "E2615"
+OPTION = "E2618"
 _APPLIED = ".weight_sync/state.json"  # which version SGLang's copy of the model is
 _READERS = 64 << 20  # bytes of all threads' readers, where one thread's are not more
 _RUN = frozenset(
@@ -134,7 +135,8 @@ def _patched(chosen: Chosen, chain: Sequence[Delta], writing: Writing) -> Chosen
         for name, row in model.items()
         if name in named
     ]
-    last, left = chain[-1], len(model) - len(recipes)
+    last = chain[-1]
+    left = len(model) - len(recipes)
     line = f"version {last.version} from version {chain[0].base_version}; {_applied(chain)}; tensors: {len(recipes)}"
     if left:
         line += f"; {left} that no delta names are the base's, and nothing proves them"
@@ -167,7 +169,8 @@ def _rebuild(
     opened: Opened, chain: Sequence[Delta], archive: Archive, dst: str, writing: Writing, progress: Progress
 ) -> dict[str, Any]:
     """The files of the step that the last delta keeps."""
-    began, plain = time.monotonic(), Writing()
+    began = time.monotonic()
+    plain = Writing()
     given = [each.name for each in fields(Writing) if getattr(writing, each.name) != getattr(plain, each.name)]
     if wrong := [name for name in given if name not in _RUN]:
         raise UsageError(
@@ -193,7 +196,9 @@ def _entries(opened: Opened, chain: Sequence[Delta], archive: Archive) -> list[P
     """A recipe of each entry. Raises InconsistentCheckpoint E2615 for one that nothing in the chain has."""
     # Archives of older versions have the files inside a step under their names there, without the folder.
     base = entries_of(opened) | entries_of(whole_step(opened))
-    cursors, sizes, faults = Cursors(), dict[str, int](), list[str]()
+    cursors = Cursors()
+    sizes = dict[str, int]()
+    faults = list[str]()
     for _, pieces in archive.files.values():
         for piece in pieces:
             sizes[piece.name] = sizes.get(piece.name, 0) + piece.nbytes

@@ -33,7 +33,8 @@ from ckpt_tool.errors import StorageError, UsageError, wrap_os_error
 KERNELS = ("box_copy", "box_cast", "box_quantise", "box_transpose", "digest", "compare", "adamw_ema")
 ARCHITECTURES = (80, 90, 100)  # A100, H100 and H200, B200; PTX of the last serves what comes after
 PACKAGE = Path(__file__).resolve().parents[1]
-COMPILE_SECONDS, LOCK_SECONDS = 900, 1200
+COMPILE_SECONDS = 900
+LOCK_SECONDS = 1200
 
 Kind = Literal["host", "cuda"]
 

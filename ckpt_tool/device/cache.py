@@ -31,7 +31,8 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.errors import StorageError, wrap_os_error
 
-LIBRARY, ABOUT = "libck.so", "about.json"
+LIBRARY = "libck.so"
+ABOUT = "about.json"
 HOMELESS = Path("/dev/null/ckpt/kernels")  # below a file there can be no folder
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ABOUT_LIMIT = 1 << 20  # bytes
@@ -151,7 +152,8 @@ def _about(opened: int) -> dict[str, Any]:
 
 def sha256_of(opened: int) -> str:
     """The SHA-256 of an open file, from its start."""
-    digest, offset = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    offset = 0
     while piece := os.pread(opened, 1 << 20, offset):
         digest.update(piece)
         offset += len(piece)

@@ -147,7 +147,8 @@ def cast_boxes(
         return
     item = source.bits // 8
     dims, run = merged(copy, item, target.bits // 8)
-    begin, end = sources[copy.source] + copy.source_offset, targets[copy.output] + copy.output_offset
+    begin = sources[copy.source] + copy.source_offset
+    end = targets[copy.output] + copy.output_offset
     yield from levelled(begin, end, dims, run // item)
 
 
@@ -176,7 +177,9 @@ def pack_codes(boxes: Iterable[CodeBox], codes: DType, target: DType) -> CodeLis
     scales: list[tuple[int, ...]] = []
     records: list[int] = []
     number = -1
-    step, item = max(1, codes.bits // 8), target.bits // 8  # of F4 half a byte
+    # of F4 half a byte
+    step = max(1, codes.bits // 8)
+    item = target.bits // 8
     for number, box in enumerate(boxes):
         if 0 in box.shape:
             continue
@@ -184,7 +187,8 @@ def pack_codes(boxes: Iterable[CodeBox], codes: DType, target: DType) -> CodeLis
             listed.append(piece)
             scales.append(scale)
             records.append(number)
-    out, packed = filled(listed), np.array(scales, SCALES)
+    out = filled(listed)
+    packed = np.array(scales, SCALES)
     tiles = _cut(out, step, item, packed)
     out["aux"] = np.arange(len(out))
     nbytes = int((out["rows"] * out["run"]).sum()) * item
@@ -197,7 +201,8 @@ def _cut(out: npt.NDArray[np.void], step: int, item: int, scales: npt.NDArray[np
     """Cut every box into tiles. step: what an element adds to an address of the source. Returns their sum."""
     if not len(out):
         return 0
-    run, rows = out["run"], out["rows"].astype(np.uint64)
+    run = out["run"]
+    rows = out["rows"].astype(np.uint64)
     per_row = (run + np.uint64(CAST_TILE - 1)) // np.uint64(CAST_TILE)
     per_tile = np.clip(np.uint64(CAST_TILE) // run, 1, rows)  # 1 of rows that are cut
     tiles = np.where(per_row > 1, rows * per_row, (rows + per_tile - np.uint64(1)) // per_tile)

@@ -63,7 +63,8 @@ def differences(station: Station, blocks: Sequence[CheckBlock]) -> Iterator[tupl
             continue
         worst = Worst(block.move.shape)
         if comparisons.comparable(block.move.dtype):
-            worst.first, worst.count = block.start + difference.first, difference.elements
+            worst.first = block.start + difference.first
+            worst.count = difference.elements
             worst.ulp = difference.ulp
             worst.gap = difference.max_abs if block.move.dtype.bits >= 8 else 0.0
         else:

@@ -89,7 +89,10 @@ class _Two:
         found: dict[int, Worst],
         stopped: Callable[[], bool],
     ) -> None:
-        self._station, self._twins, self._found, self._stopped = station, twins, found, stopped
+        self._station = station
+        self._twins = twins
+        self._found = found
+        self._stopped = stopped
         self._ours, self._theirs = readers
 
     def compare(self, moves: Sequence[Move], advance: Advance | None) -> None:
@@ -101,7 +104,8 @@ class _Two:
                 advance(2 * sum(window.nbytes for window in batch))
 
     def _batch(self, batch: Sequence[Window]) -> None:
-        station, stopped = self._station, self._stopped
+        station = self._station
+        stopped = self._stopped
         other = [window._replace(move=self._twins[id(window.move)]) for window in batch]
         doubled = [window for window in other if any(region.replica for region in window.move.sources)]
         if doubled:  # their replicas are looked at where both lines are free for them
@@ -117,7 +121,8 @@ class _Two:
 
 def _blocks(window: Window) -> Iterator[CheckBlock]:
     """A window in the blocks in which the CPU looks at it."""
-    move, step = window.move, STRIDED_BLOCK // window.move.item
+    move = window.move
+    step = STRIDED_BLOCK // window.move.item
     at = window.start
     while at < window.end:
         end = min((at // step + 1) * step, window.end)

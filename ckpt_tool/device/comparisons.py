@@ -96,7 +96,8 @@ def pack_pairs(boxes: Sequence[Strided], dtypes: Sequence[DType], *, one_side: b
     packed = filled([box if 0 not in box.extents else Strided(0, 0, (), (), (), 0) for box in boxes])
     if not boxes:
         return PackedDescriptors(packed, 0, 0)
-    run, items = packed["run"], np.array([max(1, dtype.bits // 8) for dtype in dtypes], np.uint64)
+    run = packed["run"]
+    items = np.array([max(1, dtype.bits // 8) for dtype in dtypes], np.uint64)
     kinds = np.array([KINDS.get(dtype.name, BYTES) for dtype in dtypes], np.uint8)
     odd = np.flatnonzero(run % items)
     if odd.size:
@@ -107,8 +108,10 @@ def pack_pairs(boxes: Sequence[Strided], dtypes: Sequence[DType], *, one_side: b
     aligned = np.bitwise_or.reduce(sides) % np.uint64(16) == 0
     packed["vlog"], packed["op"], packed["flags"] = np.where(aligned, UNITS, 0), kinds, ONE_SIDE if one_side else 0
     packed["aux"] = np.arange(len(boxes))
-    rows, tile = packed["rows"].astype(np.uint64), np.uint64(TILE)
-    cut, begun = run > tile, (run + np.uint64(15)) // np.uint64(16)
+    rows = packed["rows"].astype(np.uint64)
+    tile = np.uint64(TILE)
+    cut = run > tile
+    begun = (run + np.uint64(15)) // np.uint64(16)
     per_row = np.where(cut, (run + tile - np.uint64(1)) // tile, 1)
     per_tile = np.where(cut, 1, np.minimum(rows, np.maximum(1, tile // np.maximum(run, 1))))
     if int(per_row.max()) >= 1 << 32:

@@ -23,6 +23,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import InternalError
 from ckpt_tool.plan.copy import Copy
 
@@ -135,7 +136,8 @@ def strided(copy: Copy, item: int, sources: Sequence[int], targets: Sequence[int
     sources, targets: the addresses of byte 0 of the files that the copy numbers."""
     if 0 not in copy.extents:
         dims, run = merged(copy, item)
-        source, target = sources[copy.source] + copy.source_offset, targets[copy.output] + copy.output_offset
+        source = sources[copy.source] + copy.source_offset
+        target = targets[copy.output] + copy.output_offset
         yield from levelled(source, target, dims, run)
 
 
@@ -202,7 +204,8 @@ def number_tiles(out: npt.NDArray[np.void], tiles: npt.NDArray[np.uint64]) -> in
 
 def _choose_ways(out: npt.NDArray[np.void], tile: int, spans_from: Sequence[int]) -> None:
     """How each box is moved: `vlog`, `op` and `flags`."""
-    run, strides = out["run"], np.concatenate([out["sstr"], out["dstr"]], axis=1).view(np.uint64)
+    run = out["run"]
+    strides = np.concatenate([out["sstr"], out["dstr"]], axis=1).view(np.uint64)
     bits = out["src"] | out["dst"] | run | np.bitwise_or.reduce(strides, axis=1) | np.uint64(16)
     out["vlog"] = np.log2(bits & (~bits + np.uint64(1)))
     least = np.array([*spans_from, *[MOST] * (5 - len(spans_from))], np.uint64)[out["vlog"]]
@@ -213,7 +216,8 @@ def _choose_ways(out: npt.NDArray[np.void], tile: int, spans_from: Sequence[int]
 
 def _cut(out: npt.NDArray[np.void], tile: int) -> npt.NDArray[np.uint64]:
     """Cut every box into tiles. Returns how many each has."""
-    run, rows = out["run"], out["rows"].astype(np.uint64)
+    run = out["run"]
+    rows = out["rows"].astype(np.uint64)
     pieces = out["op"] == PIECES
     each = _up(_up(run, _up(run, tile)), 128) * np.uint64(128)  # of a row, in pieces of about the same size
     per_row = np.where(pieces, _up(run, each), 1)
@@ -308,12 +312,14 @@ def pack_turned(boxes: Iterable[Turned]) -> PackedDescriptors:
     tiles: list[int] = []
     for box, to in zip(listed, out, strict=True):
         batch, rows, columns = box.extents
-        log, edge = width_log(box.item), EDGES[box.item]
+        log = width_log(box.item)
+        edge = EDGES[box.item]
         # a side is moved 16 bytes at a time where its rows are all alike: the grid of tiles then begins on 16 bytes
         wide_source, wide_target = (not any(n % 16 for n in side) for side in (box.source_strides, box.target_strides))
         column_skew = box.source % 16 // box.item if wide_source else 0
         row_skew = box.target % 16 // box.item if wide_target else 0
-        down, across = -(-(rows + row_skew) // edge), -(-(columns + column_skew) // edge)
+        down = ceil_div(rows + row_skew, edge)
+        across = ceil_div(columns + column_skew, edge)
         to["src"], to["dst"], to["run"], to["op"] = box.source, box.target, box.item, log
         to["sstr"], to["dstr"] = (
             (*box.source_strides, box.item),
@@ -399,7 +405,8 @@ def crossing(read: Sequence[BoxSide], written: Sequence[BoxSide]) -> Iterator[tu
 
 def meets_itself(side: BoxSide) -> bool:
     """Are two of its elements at one place? A stride that clears all that is below it is proof that they are not."""
-    reach, levels = side.run, [(n, abs(s)) for n, s in zip(side.extents, side.strides, strict=True) if n > 1]
+    reach = side.run
+    levels = [(n, abs(s)) for n, s in zip(side.extents, side.strides, strict=True) if n > 1]
     nested = True
     for extent, stride in sorted(levels, key=lambda level: level[1]):
         nested = nested and stride >= reach
@@ -434,7 +441,9 @@ def _reaches(levels: Levels, low: int, high: int) -> bool:
         joined[abs(stride)] = before[0] + first, before[1] + last
     joined.pop(0, None)
     ordered = sorted(((stride, first, last) for stride, (first, last) in joined.items()), reverse=True)
-    least, most = [0], [0]  # what the levels from k on can make up
+    # what the levels from k on can make up
+    least = [0]
+    most = [0]
     for stride, first, last in reversed(ordered):
         least.insert(0, least[0] + first * stride)
         most.insert(0, most[0] + last * stride)
@@ -450,7 +459,7 @@ def _reaches(levels: Levels, low: int, high: int) -> bool:
                 return True
             continue
         stride, first, last = ordered[level]
-        start = max(first, -(-(below - most[level + 1]) // stride))
+        start = max(first, ceil_div(below - most[level + 1], stride))
         stop = min(last, (above - least[level + 1]) // stride)
         todo.extend(
             (level + 1, below - k * stride, above - k * stride) for k in range(stop, start - 1, -1)[:MOST_TRIES]
@@ -481,7 +490,8 @@ def boxes_of(copy: Copy, item: int, sources: Sequence[int], targets: Sequence[in
     if 0 in copy.extents:
         return ()
     dims, run = merged(copy, item)
-    source, target = sources[copy.source] + copy.source_offset, targets[copy.output] + copy.output_offset
+    source = sources[copy.source] + copy.source_offset
+    target = targets[copy.output] + copy.output_offset
     return list(turned(source, target, dims, run)) or list(levelled(source, target, dims, run))
 
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.device.descriptors import DESC, PackedDescriptors, launches
 from ckpt_tool.device.kernels import digest, launch
 from ckpt_tool.device.library import Device
@@ -62,7 +63,7 @@ class DigestLine(NamedTuple):
 
     @property
     def leaves(self) -> int:
-        return -(-(self.at + self.nbytes) // LEAF) - self.at // LEAF if self.nbytes else 0
+        return ceil_div(self.at + self.nbytes, LEAF) - self.at // LEAF if self.nbytes else 0
 
 
 def pack_lines(lines: Sequence[DigestLine], out: int) -> PackedDescriptors:
@@ -114,7 +115,7 @@ def digests(device: Device, tensors: Sequence[PlacedTensor], *, window: int = WI
     rest = [(number, tensor) for number, tensor in enumerate(tensors) if number not in waiting and tensor.nbytes]
     if rest:
         room = max(LEAF, window // LEAF * LEAF)
-        room = min(room, sum(-(-tensor.nbytes // GRID) * GRID for _, tensor in rest))
+        room = min(room, sum(ceil_div(tensor.nbytes, GRID) * GRID for _, tensor in rest))
         with device.alloc(room) as buffer:
             for batch in _batches(rest, room):
                 copies = [copy for part in batch for copy in part.copies(buffer.address)]
@@ -155,14 +156,18 @@ class _LinePart(NamedTuple):
 
     def copies(self, base: int) -> Iterator[tuple[Copy, int]]:
         """What lays it out in the window at address `base`; offsets are addresses."""
-        item, tensor = self.tensor.item, self.tensor
-        start, stop, covered = self.at // item, (self.at + self.nbytes) // item, 0
+        item = self.tensor.item
+        tensor = self.tensor
+        start = self.at // item
+        stop = (self.at + self.nbytes) // item
+        covered = 0
         for region in tensor.regions:
             if region.replica:
                 continue
             for piece in clip(region, start, stop):
                 covered += piece.numel
-                to, steps = base + self.to + (piece.at - start) * item, tuple(step * item for step in piece.steps)
+                to = base + self.to + (piece.at - start) * item
+                steps = tuple(step * item for step in piece.steps)
                 source = tensor.addresses[piece.file] + piece.offset
                 yield Copy(0, source, piece.strides, 0, to, steps, piece.extents), item
         if covered != stop - start:
@@ -174,7 +179,8 @@ class _LinePart(NamedTuple):
 
 def _batches(tensors: Sequence[tuple[int, PlacedTensor]], room: int) -> Iterator[list[_LinePart]]:
     """The tensors' lines cut into windows of `room` bytes: small ones together, large ones by whole leaves."""
-    batch, used = list[_LinePart](), 0
+    batch = list[_LinePart]()
+    used = 0
     for number, tensor in tensors:
         at = 0
         while at < tensor.nbytes:
@@ -182,9 +188,11 @@ def _batches(tensors: Sequence[tuple[int, PlacedTensor]], room: int) -> Iterator
             fits = left if left <= room - used else (room - used) // LEAF * LEAF
             if fits:
                 batch.append(_LinePart(number, tensor, at, fits, used))
-                at, used = at + fits, min(room, -(-(used + fits) // GRID) * GRID)
+                at = at + fits
+                used = min(room, ceil_div(used + fits, GRID) * GRID)
             if at < tensor.nbytes:
                 yield batch
-                batch, used = [], 0
+                batch = []
+                used = 0
     if batch:
         yield batch

@@ -16,7 +16,9 @@ import ctypes
 from typing import Any, NamedTuple
 
 DRIVER = "libcuda.so.1"
-_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*, cuda.h
+# CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*, cuda.h
+_MAJOR = 75
+_MINOR = 76
 _NO_DEVICE = 100
 
 
@@ -47,7 +49,8 @@ def probe(name: str = DRIVER) -> Probe:
         initialise = driver.cuInit
     except (OSError, AttributeError) as e:
         return Probe(0, (), f"no NVIDIA driver: {e}")
-    version, count = ctypes.c_int(0), ctypes.c_int(0)
+    version = ctypes.c_int(0)
+    count = ctypes.c_int(0)
     driver.cuDriverGetVersion(ctypes.byref(version))
     status = initialise(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if status == _NO_DEVICE or (status == 0 and count.value == 0):
@@ -56,7 +59,9 @@ def probe(name: str = DRIVER) -> Probe:
         return Probe(version.value, (), f"the NVIDIA driver can't start: {_error_name(driver, status)}")
     cards = []
     for number in range(count.value):
-        device, major, minor = ctypes.c_int(0), ctypes.c_int(0), ctypes.c_int(0)
+        device = ctypes.c_int(0)
+        major = ctypes.c_int(0)
+        minor = ctypes.c_int(0)
         text = ctypes.create_string_buffer(256)
         driver.cuDeviceGet(ctypes.byref(device), number)
         driver.cuDeviceGetName(text, len(text), device)

@@ -52,7 +52,8 @@ class DeviceInfo(NamedTuple):
     host: bool
 
 
-ADDRESS, STREAM = c_void_p, c_void_p
+ADDRESS = c_void_p
+STREAM = c_void_p
 LISTED = (ADDRESS, c_uint32, c_uint64, c_int, c_int, STREAM)  # list, count, tiles, blocks, threads, stream
 
 # Name -> argument types; all return a cudaError_t.
@@ -157,7 +158,8 @@ class Library:
             )
         for name, types in FUNCTIONS.items():
             function = getattr(self._dll, name)
-            function.argtypes, function.restype = types, c_int
+            function.argtypes = types
+            function.restype = c_int
         for name in ("ck_error_name", "ck_error_text"):
             getattr(self._dll, name).argtypes, getattr(self._dll, name).restype = (c_int,), c_char_p
 
@@ -226,7 +228,8 @@ class Memory(Closed):
     """`nbytes` of device memory at `address`; freed by `close` or at the end of a `with`."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
-        self.device, self.nbytes = device, nbytes
+        self.device = device
+        self.nbytes = nbytes
         out = c_void_p()
         device.library.call("alloc", byref(out), nbytes)
         self.address = out.value or 0
@@ -245,7 +248,8 @@ class Device:
     """
 
     def __init__(self, library: Library, number: int = 0) -> None:
-        self.library, self.number = library, number
+        self.library = library
+        self.number = number
         library.call("use", number)
         self.info: DeviceInfo = library.info(number)
 

@@ -18,6 +18,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.device.checks import unequal
 from ckpt_tool.device.descriptors import Strided, boxes_of, strided
 from ckpt_tool.device.station import ALIGNED, Box, Station
@@ -81,7 +82,8 @@ def fetches(part: Region, item: int, room: int) -> Iterator[FileSpans]:
     low = len(dims)
     while low and _worth(dims[low - 1 :], item, room):
         low -= 1
-    outer, inner = dims[:low], dims[low:]
+    outer = dims[:low]
+    inner = dims[low:]
     if outer and 0 < outer[-1].stride <= GAP:  # thin rows: some MiB with gaps cost less than a call a row
         dim = outer.pop()
         many = max(1, min(dim.extent, SCRATCH // dim.stride))
@@ -103,7 +105,8 @@ def fetches(part: Region, item: int, room: int) -> Iterator[FileSpans]:
 def stores(part: Region, item: int, room: int) -> Iterator[FileSpans]:
     """The pieces by which a part of at most `room` bytes is written: every span is a run of the part's own bytes."""
     dims = _dims(part, item)
-    low, run = len(dims), item
+    low = len(dims)
+    run = item
     while low and dims[low - 1].stride == run:
         low -= 1
         run *= dims[low].extent
@@ -136,11 +139,12 @@ def _fit(
     """Pieces of at most `room` bytes: the outermost dim is cut where it must be. at: bytes of the line."""
     span = item + sum((dim.extent - 1) * dim.stride for dim in inner)
     own = span == item * prod(dim.extent for dim in inner if dim.stride)
-    pitch = span if dense or not outer else -(-span // PITCH) * PITCH
+    pitch = span if dense or not outer else ceil_div(span, PITCH) * PITCH
     if prod(dim.extent for dim in outer) * pitch <= room or not outer:
         yield _piece(file, offset, at, outer, inner, span, pitch, own=own)
         return
-    first, rest = outer[0], outer[1:]
+    first = outer[0]
+    rest = outer[1:]
     many = room // (pitch * prod(dim.extent for dim in rest))
     for i in range(0, first.extent, max(1, many)):
         place = (file, offset + i * first.stride, at + i * first.step)
@@ -154,7 +158,8 @@ def _fit(
 def _piece(
     file: int, offset: int, at: int, outer: Sequence[_Dim], inner: Sequence[_Dim], span: int, pitch: int, *, own: bool
 ) -> FileSpans:
-    by, images = pitch, list[int]()
+    by = pitch
+    images = list[int]()
     for dim in reversed(outer):
         images.insert(0, by)
         by *= dim.extent
@@ -228,7 +233,8 @@ def batches(every: Iterable[Window], room: int) -> Iterator[list[Window]]:
     for window in every:
         if batch and used + window.room > room:
             yield batch
-            batch, used = [], 0
+            batch = []
+            used = 0
         batch.append(window._replace(at=used))
         used += window.room
     if batch:
@@ -245,7 +251,10 @@ class _Image:
     def __init__(
         self, station: Station, reader: BlockReader, stopped: Callable[[], bool], *, count: bool = True
     ) -> None:
-        self._station, self._reader, self._stopped, self._count = station, reader, stopped, count
+        self._station = station
+        self._reader = reader
+        self._stopped = stopped
+        self._count = count
         self._used = 0
         self._boxes: list[Box] = []
 
@@ -258,7 +267,8 @@ class _Image:
         if begin + piece.nbytes > station.room + ALIGNED:
             self.flush()
             begin = _begin(0, line + piece.copy.output_offset)
-        view, remote = station.host.view, self._reader.remote(piece.file) is not None
+        view = station.host.view
+        remote = self._reader.remote(piece.file) is not None
         count = count and self._count and piece.own and piece.times < COUNTED
         for offset, at in piece.spans():
             for skip in range(0, piece.span, REMOTE if remote else piece.span):
@@ -272,12 +282,13 @@ class _Image:
         if self._boxes:
             self._station.upload(self._used)
             self._station.move(self._boxes)
-        self._used, self._boxes = 0, []
+        self._used = 0
+        self._boxes = []
 
 
 def _begin(used: int, address: int) -> int:
     """Where in the image a piece begins, so that it is aligned as its address is."""
-    return -(-used // 16) * 16 + address % 16
+    return ceil_div(used, 16) * 16 + address % 16
 
 
 def never() -> bool:
@@ -304,7 +315,8 @@ def fill(
 
 
 def _take(image: _Image, window: Window, region: Region, line: int, room: int) -> None:
-    item, origin = window.move.item, line + window.at - window.start * window.move.item
+    item = window.move.item
+    origin = line + window.at - window.start * window.move.item
     for low, high, count in ((window.start, window.stop, True), (window.stop, window.end, False)):
         for part in clip(region, low, high):
             for piece in fetches(part, item, room):
@@ -376,7 +388,8 @@ def _layers(batch: Sequence[Window]) -> Iterator[list[tuple[Window, Region]]]:
 def read_again(reader: BlockReader, move: Move, start: int, stop: int) -> None:
     """Read elements [start, stop) as the CPU does: it raises what it has to say of them, such as replicas that
     differ."""
-    step, block = STRIDED_BLOCK // move.item, memoryview(bytearray(STRIDED_BLOCK))
+    step = STRIDED_BLOCK // move.item
+    block = memoryview(bytearray(STRIDED_BLOCK))
     at = start
     while at < stop:
         end = min((at // step + 1) * step, stop)
@@ -388,7 +401,8 @@ class _Writes:
     """Runs on their way from a line to files."""
 
     def __init__(self, station: Station, writer: Writer) -> None:
-        self._station, self._writer = station, writer
+        self._station = station
+        self._writer = writer
         self._used = 0
         self._boxes: list[Box] = []
         self._runs: list[tuple[int, int, int, int]] = []  # file, offset, bytes into the image, bytes
@@ -399,7 +413,8 @@ class _Writes:
         self._joins = False
 
     def take(self, piece: FileSpans, item: int, line: int) -> None:
-        station, copy = self._station, piece.copy
+        station = self._station
+        copy = piece.copy
         last = self._runs[-1] if self._joins and self._runs else (-1, 0, 0, 0)
         goes_on = (piece.file, piece.offset) == (last[0], last[1] + last[3]) and last[2] + last[3] == self._used
         begin = self._used if goes_on else _begin(self._used, line + copy.output_offset)
@@ -423,7 +438,9 @@ class _Writes:
             self._station.download(self._used)
             for file, offset, at, nbytes in self._runs:
                 self._writer.pwrite(file, offset, self._station.host.view[at : at + nbytes])
-        self._used, self._boxes, self._runs = 0, [], []
+        self._used = 0
+        self._boxes = []
+        self._runs = []
 
 
 def drain(station: Station, writer: Writer, batch: Sequence[tuple[Window, int]]) -> None:

@@ -18,12 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.device.casts import CAST_TILE, UNFIT, kind
 from ckpt_tool.device.descriptors import MOST_ROWS, PackedDescriptors, Strided, filled, magic, magics, number_tiles
 from ckpt_tool.errors import InternalError
 from ckpt_tool.quantised.schemes import SCHEMES, Scheme
 
-MOST_THREADS, HELD = 256, 64  # as in box_quantise.cu: of a block, and values of a row that a thread has in registers
+# as in box_quantise.cu: of a block, and values of a row that a thread has in registers
+MOST_THREADS = 256
+HELD = 64
 FLOATS = ("F32", "BF16", "F16")
 TABLE = np.dtype(
     {
@@ -73,7 +76,9 @@ def pack_floats(boxes: Iterable[FloatBox], source: DType, scheme: Scheme, scales
     listed: list[Strided] = []
     table: list[tuple[float, ...]] = []
     records: list[int] = []
-    number, item, size = -1, source.bits // 8, of.bits // 8
+    number = -1
+    item = source.bits // 8
+    size = of.bits // 8
     for number, box in enumerate(boxes):
         if 0 in box.shape:
             continue
@@ -81,7 +86,7 @@ def pack_floats(boxes: Iterable[FloatBox], source: DType, scheme: Scheme, scales
             raise InternalError(f"{scheme.name} of {box.shape}, scales at {box.scales:#x}", code=UNFIT)
         for piece in _pieces(box, scheme, item, size):
             matrices, rows, columns = piece.shape
-            down = -(-rows // scheme.block[0])
+            down = ceil_div(rows, scheme.block[0])
             strides = (piece.source_strides, piece.target_strides)
             listed.append(Strided(piece.source, piece.target, (matrices, rows), *strides, columns))
             about = kind(of) if of.name in FLOATS else 0
@@ -91,9 +96,10 @@ def pack_floats(boxes: Iterable[FloatBox], source: DType, scheme: Scheme, scales
     tiles = _cut(out, item, scheme)
     out["aux"] = np.arange(len(out))
     nbytes = int((out["rows"] * out["run"]).sum()) * item
-    of_scheme, threads = list(SCHEMES).index(scheme.codes_of), 0
+    of_scheme = list(SCHEMES).index(scheme.codes_of)
+    threads = 0
     if scheme.block[1] == 0:
-        threads = min(-(-int(out["run"].max(initial=1)) // (32 * HELD)) * 32, MOST_THREADS)
+        threads = min(ceil_div(int(out["run"].max(initial=1)), 32 * HELD) * 32, MOST_THREADS)
     boxes_ = PackedDescriptors(out, tiles, nbytes)
     return FloatList(boxes_, np.array(table, TABLE), kind(source), of_scheme, tuple(records), number + 1, threads)
 
@@ -124,7 +130,9 @@ def _cut(out: npt.NDArray[np.void], item: int, scheme: Scheme) -> int:
     """Cut every box into tiles: of blocks one each. item: bytes of a float. Returns their sum."""
     if not len(out):
         return 0
-    run, rows, chunk = out["run"], out["rows"].astype(np.uint64), np.uint64(16 // item)
+    run = out["run"]
+    rows = out["rows"].astype(np.uint64)
+    chunk = np.uint64(16 // item)
     codes = int(chunk) * scheme.bits // 8  # bytes of a chunk of them
     off = run % chunk  # is anything off the grid of chunks?
     for address, strides, grid in (("src", "sstr", 16), ("dst", "dstr", codes)):
@@ -141,7 +149,8 @@ def _cut(out: npt.NDArray[np.void], item: int, scheme: Scheme) -> int:
     else:
         down = (out["ext"][:, 2] + np.uint64(high - 1)) // np.uint64(high)
         per_row = (run + np.uint64(wide - 1)) // np.uint64(wide) if wide else np.ones(len(out), np.uint64)
-        per_tile, tiles = np.ones(len(out), np.uint64), out["ext"][:, 1] * down * per_row
+        per_tile = np.ones(len(out), np.uint64)
+        tiles = out["ext"][:, 1] * down * per_row
         out["divr"] = magics(per_row)
     total = number_tiles(out, tiles)
     out["tiles_per_row"], out["rows_per_tile"] = per_row, per_tile

@@ -72,7 +72,8 @@ def planned(held: Sequence[DeviceBox], wanted: Sequence[DeviceBox]) -> Reshardin
     written and read.
     """
     _agree((*held, *wanted))
-    held, wanted = [_in_bytes(shard) for shard in held], [_in_bytes(shard) for shard in wanted]
+    held = [_in_bytes(shard) for shard in held]
+    wanted = [_in_bytes(shard) for shard in wanted]
     by_name: dict[str, list[tuple[int, DeviceBox]]] = {}
     for number, shard in enumerate(held):
         by_name.setdefault(shard.tensor, []).append((number, shard))
@@ -113,7 +114,7 @@ def _agree(shards: Sequence[DeviceBox]) -> None:
                 key=shard.tensor,
                 hint="resharding moves bytes: cast before or after it",
             )
-        if not shard.box.inside(shard.shape) or shard.strides is not None and len(shard.strides) != len(shard.shape):
+        if not shard.box.inside(shard.shape) or (shard.strides is not None and len(shard.strides) != len(shard.shape)):
             raise UsageError(
                 f"{shard.tensor}: {shard.box.shape} from {shard.box.offset} on, strides {shard.strides}, in "
                 f"{shard.shape}",
@@ -155,7 +156,8 @@ def _in_bytes(shard: DeviceBox) -> DeviceBox:
 
 def _without(box: Box, hole: Box) -> Iterator[Box]:
     """What is left of a box without a box inside it: at most two slabs a dim."""
-    offset, shape = list(box.offset), list(box.shape)
+    offset = list(box.offset)
+    shape = list(box.shape)
     for dim, (low, count) in enumerate(zip(hole.offset, hole.shape, strict=True)):
         before = low - offset[dim]
         if before:

@@ -26,6 +26,7 @@ from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.device.descriptors import DESC, PackedDescriptors, Strided, Turned, pack, pack_turned
 from ckpt_tool.device.library import Bytes, Closed, Device
 from ckpt_tool.errors import InternalError, UsageError
@@ -55,12 +56,16 @@ class Pinned(Closed):
     __slots__ = ("_pool", "_room", "address", "nbytes", "view")
 
     def __init__(self, pool: Pool, address: int, nbytes: int, room: int) -> None:
-        self._pool, self.address, self.nbytes, self._room = pool, address, nbytes, room
+        self._pool = pool
+        self.address = address
+        self.nbytes = nbytes
+        self._room = room
         self.view = memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B") if nbytes else memoryview(b"")
 
     def close(self) -> None:
         if self._room:
-            room, self._room = self._room, 0
+            room = self._room
+            self._room = 0
             self.view = memoryview(b"")
             self._pool.give_back(self.address, room)
 
@@ -73,7 +78,8 @@ class Pool:
     """
 
     def __init__(self, device: Device, *, small: int = 0, large: int = 0, limit: int | None = None) -> None:
-        self._device, self._limit = device, limit
+        self._device = device
+        self._limit = limit
         self._lock = threading.Lock()
         self._regions: dict[int, int] = {}  # address -> bytes, all that is pinned
         self._classes: dict[int, list[int]] = {}  # bytes of a small block -> the free ones
@@ -182,18 +188,20 @@ class Pool:
 
     def _join(self, address: int, room: int) -> None:
         """Put a large block back, grown together with its free neighbours of the same region."""
-        start, end = address, address + room
+        start = address
+        end = address + room
         for block in [block for block in self._large if block[0] + block[1] == address or block[0] == end]:
-            if block[0] in self._regions and block[0] == end or address in self._regions and block[0] < address:
+            if (block[0] in self._regions and block[0] == end) or (address in self._regions and block[0] < address):
                 continue  # two regions that happen to be side by side stay two
             self._large.remove(block)
-            start, end = min(start, block[0]), max(end, block[0] + block[1])
+            start = min(start, block[0])
+            end = max(end, block[0] + block[1])
         insort(self._large, (start, end - start))
 
 
 def up(nbytes: int, grain: int) -> int:
     """The next multiple of `grain`."""
-    return -(-nbytes // grain) * grain
+    return ceil_div(nbytes, grain) * grain
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -256,7 +264,7 @@ def sizes_for(device: Device, *, threads: int, memory: int, work: int) -> Statio
             path=device.info.name,
             hint="free memory of the device, or leave --device out: the CPU does the same",
         )
-    count = max(1, min(threads, memory // (LEAST + SLACK + LISTS), free // _of_device(LEAST), -(-work // LEAST)))
+    count = max(1, min(threads, memory // (LEAST + SLACK + LISTS), free // _of_device(LEAST), ceil_div(work, LEAST)))
     by_host = memory // count - SLACK - LISTS
     by_device = (free // count - SLACK - LISTS) // 3
     line = max(LEAST, min(MOST, by_host, by_device, -(-2 * work // count)))
@@ -268,7 +276,8 @@ class Station(Closed):
     holds."""
 
     def __init__(self, device: Device, pool: Pool, sizes: StationSizes) -> None:
-        self.device, self.room = device, sizes.image - ALIGNED
+        self.device = device
+        self.room = sizes.image - ALIGNED
         device.use()
         self._held = ExitStack()
         try:
@@ -318,7 +327,8 @@ class Station(Closed):
     def _launch(self, kernel: str, packed: PackedDescriptors) -> None:
         if not packed.tiles:
             return
-        library, nbytes = self.device.library, packed.packed.nbytes
+        library = self.device.library
+        nbytes = packed.packed.nbytes
         self._list_host.view[:nbytes] = packed.packed.tobytes()
         library.call("upload", self._list, self._list_host.address, nbytes, self.stream)
         library.call(kernel, self._list, len(packed.packed), packed.tiles, 0, 0, self.stream)

@@ -99,7 +99,8 @@ def gathered(moves: Sequence[Move], queue: Iterator[int], room: int) -> Iterator
         need = move.nbytes + LEAF
         if some and used + need > room:
             yield some
-            some, used = [], 0
+            some = []
+            used = 0
         some.append(move)
         used += need
     if some:
@@ -122,8 +123,12 @@ class _Scan:
         advance: Callable[[int], None] | None,
         stopped: Callable[[], bool],
     ) -> None:
-        self._station, self._reader, self._seen = station, reader, seen
-        self._note, self._advance, self._stopped = note, advance, stopped
+        self._station = station
+        self._reader = reader
+        self._seen = seen
+        self._note = note
+        self._advance = advance
+        self._stopped = stopped
 
     def read(self, moves: Sequence[Move], *, count: bool = True) -> None:
         """Read some tensors. A fault of one is reported and the others are read again without it."""
@@ -141,7 +146,8 @@ class _Scan:
                 self._note(self._as_the_cpu_says(moves[0], fault))
 
     def _batch(self, batch: Sequence[Window], *, count: bool) -> None:
-        station, reader = self._station, self._reader
+        station = self._station
+        reader = self._reader
         fill(station, reader, batch, station.first, stopped=self._stopped, count=count)
         compare_replicas(station, reader, batch, stopped=self._stopped, count=count)
         ranges = [

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 import xxhash
 
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.device import casts, kernels
 from ckpt_tool.device.checks import hashes
 from ckpt_tool.device.descriptors import Strided
@@ -43,7 +44,10 @@ class DeviceItem:
     """One item of a unit while it passes through the device, and what the journal wants of it."""
 
     def __init__(self, move: Move, start: int, stop: int, *, hashing: bool) -> None:
-        self.move, self.start, self.stop, self.hashing = move, start, stop, hashing
+        self.move = move
+        self.start = start
+        self.stop = stop
+        self.hashing = hashing
         self.lost = 0
         self.casts = move.dtype != move.dtype_out
         self.source_leaves = self._stream(move.item)
@@ -67,7 +71,8 @@ class DeviceItem:
         if self.casts:
             yield from _leaves(self.out_leaves, window, move.item_out, out, self.stop)
         if self.pieces is not self.out_leaves:
-            low, stop = window.start * move.item_out, window.stop * move.item_out
+            low = window.start * move.item_out
+            stop = window.stop * move.item_out
             origin = out + window.at - low
             while low < stop:
                 high = min((low // LEAF + 1) * LEAF, stop)
@@ -79,8 +84,9 @@ def _leaves(
     stream: LeafStream, window: Window, item: int, line: int, stop: int
 ) -> Iterator[tuple[LeafStream, int, int]]:
     """The leaves of a stream that begin in the window and before element `stop`."""
-    low, high = window.start * item, window.end * item
-    begin = -(-low // LEAF) * LEAF
+    low = window.start * item
+    high = window.end * item
+    begin = ceil_div(low, LEAF) * LEAF
     while begin < min(high, stop * item):
         yield stream, line + window.at + begin - low, min(begin + LEAF, window.move.numel * item) - begin
         begin += LEAF
@@ -90,11 +96,14 @@ class DeviceMover:
     """One thread's units. `job`: its reader and writer."""
 
     def __init__(self, station: Station, job: WalkBuffers, moves: Sequence[Move]) -> None:
-        self._station, self._job, self._moves = station, job, moves
+        self._station = station
+        self._job = job
+        self._moves = moves
 
     def unit(self, items: Sequence[MoveRange]) -> list[Walked] | None:
         """Carry out a unit; None when the run was stopped in it."""
-        job, walked = self._job, list[Walked]()
+        job = self._job
+        walked = list[Walked]()
         here: list[DeviceItem] = []
         for index, start, stop in items:
             move = self._moves[index]
@@ -149,7 +158,8 @@ class DeviceMover:
             done += len(batch)
 
     def _batch(self, owners: Sequence[DeviceItem], batch: Sequence[Window]) -> None:
-        station, job = self._station, self._job
+        station = self._station
+        job = self._job
         fill(station, job.reader, batch, station.first, stopped=job.stopped)
         compare_replicas(station, job.reader, batch, stopped=job.stopped)
         lines = []
@@ -237,7 +247,8 @@ def cast_there(station: Station, batch: Sequence[Window]) -> list[int]:
 
 
 def _line(station: Station, window: Window, start: int, stop: int) -> list[Strided]:
-    move, skip = window.move, start - window.start
+    move = window.move
+    skip = start - window.start
     return casts.line(
         station.first + window.at + skip * move.item, station.second + window.at + skip * move.item_out, stop - start
     )

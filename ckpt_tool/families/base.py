@@ -271,7 +271,8 @@ def _table(family: Family, dialect: str) -> Table:
     if dialect == BARE and dialect not in family.dialects and dialect in family.known_dialects:
         return Variant(HUB, root="").changed(family.table(HUB), family.table(HUB), family.kinds)
     if dialect not in family.dialects:
-        known, begins = family.known_dialects, dialect.partition("-")[0]
+        known = family.known_dialects
+        begins = dialect.partition("-")[0]
         system = SYSTEMS.get(begins)
         other = not any(name.partition("-")[0] == begins for name in known)
         own = family.unmapped.get(begins)

@@ -87,7 +87,8 @@ def _fronts_of_layers(table: Table) -> tuple[str, ...]:
 def missing(family: Family, dialect: str, names: Iterable[str], config: Config | None) -> list[str]:
     """The tensors that a whole model would have beside `names`, as far as names and config tell; [] for a whole one."""
     exactly = expected(family, dialect, config)
-    table, config = family.table(dialect), family.facts(config or {})
+    table = family.table(dialect)
+    config = family.facts(config or {})
     if exactly is not None:
         have = set(names)
         head = _whole_model(family, table, have, config)
@@ -111,7 +112,8 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
         if row and f".{front}".endswith(_BLOCKS) and table.in_tower(name) is not None:
             layers[front][row[0]].add(f"{front}%d.{_of_module(rest, row[1:])}")
     lost = list(_whole_model(family, table, names, config))
-    whole, decoders = _layer_count(family, config), _decoders(table)
+    whole = _layer_count(family, config)
+    decoders = _decoders(table)
     if whole and decoders and not decoders & layers.keys():
         lost.append(f"{min(decoders)}*")
     for front, found_layers in layers.items():
@@ -130,7 +132,8 @@ def expected(family: Family, dialect: str, config: Config | None) -> list[str] |
     if not (config and family.exact(dialect)):
         return None
     facts = family.facts(config)
-    sizes, found = configured(family.axes, facts)[0], dict[str, None]()
+    sizes = configured(family.axes, facts)[0]
+    found = dict[str, None]()
     for rule in family.table(dialect).rules:
         try:
             shapes = rule.left_shapes(sizes, facts)

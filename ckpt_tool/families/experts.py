@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping
 from ckpt_tool.families.base import HUB, MEMORY, Family
 from ckpt_tool.families.table import Table, form_of
 
-SPLIT, FUSED = "split", "fused"
+SPLIT = "split"
+FUSED = "fused"
 LAYOUTS: Mapping[str, str] = {SPLIT: "hf-split", FUSED: "hf-fused"}  # layout -> its dialect where it has a name for it
 # A tensor of one expert, and one of all of a layer's, in the hub's names and in those of trainers
 _APART = re.compile(r"(.*\bexperts)\.\d+\..+")
@@ -49,7 +50,8 @@ def mixed_experts(names: Iterable[str]) -> list[str]:
     >>> mixed_experts(["model.layers.0.mlp.experts.1.up_proj.weight", "model.layers.1.mlp.experts.gate_up_proj"])
     ['model.layers.%d.mlp.experts']
     """
-    apart, fused = set[str](), dict[str, None]()
+    apart = set[str]()
+    fused = dict[str, None]()
     for name in names:
         if found := _APART.fullmatch(name):
             apart.add(form_of(found[1])[0])
@@ -74,11 +76,12 @@ def _layouts(family: Family, dialect: str) -> tuple[set[str], set[str]]:
     hub's tensors, the one that is written."""
     table = family.table(dialect)
     axes = _expert_axes(family.table(HUB)) | _expert_axes(table)
-    decoder, every = set[str](), set[str]()
+    decoder = set[str]()
+    every = set[str]()
     for number in {spots[0].rule for spots in table.right.values()}:
         for term in (term for term in table.rules[number].left if term.name is not None):
             numbered = axes.intersection(term.axes)
-            if numbered or axes.intersection(term.pattern.axes) and len(term.pattern.dims) > 2:
+            if numbered or (axes.intersection(term.pattern.axes) and len(term.pattern.dims) > 2):
                 layout = SPLIT if numbered else FUSED
                 every.add(layout)
                 decoder |= {layout} if "i" in term.axes else set()

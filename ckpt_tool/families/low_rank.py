@@ -31,7 +31,9 @@ from ckpt_tool.algebra.term import Term
 from ckpt_tool.families.base import HUB, Family
 from ckpt_tool.families.table import Table, table_of
 
-MEGATRON, SWIFT, CANONICAL = "megatron", "megatron-swift", "megatron-canonical"
+MEGATRON = "megatron"
+SWIFT = "megatron-swift"
+CANONICAL = "megatron-canonical"
 RANK = "rank"  # the axis
 _WEIGHT = ".weight"
 
@@ -188,7 +190,8 @@ def _sides(rule: Equation) -> tuple[tuple[Term, Dims], list[tuple[Term, Dims]]] 
     dims = _dims(left.pattern)
     if left.name is None or len(dims) != 2 or not left.name.text.endswith(_WEIGHT):
         return None
-    inputs, right = _axes(dims[1]), list[tuple[Term, Dims]]()
+    inputs = _axes(dims[1])
+    right = list[tuple[Term, Dims]]()
     if any(term.name is None or {*term.name.axes} != {*left.name.axes} for term in rule.right):
         return None
     for term in rule.right:

@@ -34,7 +34,8 @@ from typing import NamedTuple
 from ckpt_tool.families import hub
 from ckpt_tool.families.base import Variant
 
-SCANNED, UNSCANNED = "maxtext", "maxtext-unscanned"
+SCANNED = "maxtext"
+UNSCANNED = "maxtext-unscanned"
 MODEL = """
     token_embedder.embedding : v h = model.embed_tokens.weight : v h
     decoder.decoder_norm.scale : h = model.norm.weight : h

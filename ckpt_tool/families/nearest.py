@@ -70,7 +70,8 @@ class Near(NamedTuple):
         """How to use the family anyway; "" where its rules do not fit."""
         if not self.close or self.unfit:
             return ""
-        name, also = self.family.name, f" (or {', '.join(self.also)}, as near)" if self.also else ""
+        name = self.family.name
+        also = f" (or {', '.join(self.also)}, as near)" if self.also else ""
         converts = "--lenient converts what its rules know and keeps the rest" if self.strange else "converts it"
         return f"if it computes like {name}{also}, --family {name} {converts}"
 
@@ -134,8 +135,10 @@ def _lacking(near: Near, kinds: Mapping[str, str], config: Config) -> Near:
     """`near` with the names of rules that find no tensor: not biases and layers of multi-token prediction where the
     checkpoint has none at all, what no model computes with, second spellings of what is there, a head that is the
     embedding."""
-    table, config = near.family.table(near.dialect), near.family.facts(config)
-    biased, ahead = any(form.endswith("bias") for form in kinds), any("mtp" in form.split(".") for form in kinds)
+    table = near.family.table(near.dialect)
+    config = near.family.facts(config)
+    biased = any(form.endswith("bias") for form in kinds)
+    ahead = any("mtp" in form.split(".") for form in kinds)
     rules = [(rule.condition, *each) for rule in table.rules for each in _terms(rule)]
     there = {form for _, name, hub in rules if name.form in kinds for form in hub}
     there |= {alias.name.form for alias in near.family.table(HUB).aliases if alias.of.form in there}

@@ -26,7 +26,8 @@ def followers(
 ) -> tuple[list[Made], list[str]]:
     """(parts of quantised weights under the names of their weights, parts that can't follow) among the names that no
     rule of the dialect `here` knows."""
-    renamed, lost = list[Made](), list[str]()
+    renamed = list[Made]()
+    lost = list[str]()
     places: dict[str, list[Made]] | None = None
     for name in unknown:
         stem = part_of(name)
@@ -41,7 +42,8 @@ def followers(
         if len(targets) != 1 or not _is_renamed(targets[0], shapes.get(stem)):
             lost.append(name)
             continue
-        shape, new = tuple(shapes[name]), _beside(name, stem, targets[0].name)
+        shape = tuple(shapes[name])
+        new = _beside(name, stem, targets[0].name)
         steps = contiguous_strides(shape)
         renamed.append(Made(new, shape, (Piece(shape, Side(name, 0, steps), Side(new, 0, steps)),)))
     return renamed, lost

@@ -96,7 +96,8 @@ def _no_family(config: Config, names: Mapping[str, Shape] | list[str], stated: s
     """What to say of a checkpoint whose config names no family of ours, or whose names none knows."""
     from ckpt_tool.families.nearest import nearest
 
-    kind, classes = config.get("model_type"), stated_classes(config)
+    kind = config.get("model_type")
+    classes = stated_classes(config)
     if kind is not None or classes:
         says = f"model_type {kind!r}" if kind is not None else f"architectures {classes}"
         what = f"config.json says {says}, for which there is no family"
@@ -181,7 +182,8 @@ def _known(family: Family, names: list[str]) -> dict[str, _Known]:
 def _dialect(
     family: Family, names: list[str], shapes: Mapping[str, Shape] | None, config: Config, stated: str | None
 ) -> str:
-    whole, config = config, family.facts(config)
+    whole = config
+    config = family.facts(config)
     known = {dialect: each.much for dialect, each in _known(family, names).items()}
     if stated is not None:
         known = {dialect: n for dialect, n in known.items() if dialect == stated or dialect.startswith(f"{stated}-")}

@@ -144,7 +144,8 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     tensor that would move).
     """
     config = family.facts(config or {})
-    here, there = family.table(source), family.table(target)
+    here = family.table(source)
+    there = family.table(target)
     named, unknown = instances(here.left, shapes)
     sizes, reasons = sizes_of(family, here, named, shapes, config)
     own = dict.fromkeys(family.own) | {a: n for a, n in configured(family.axes, config)[0].items() if a in family.own}
@@ -519,7 +520,8 @@ def _taken(
     kept: dict[str, list[Piece]] = defaultdict(list)
     missing: dict[str, list[str]] = defaultdict(list)
     for piece in rule.swap().pieces(sizes, config):
-        source, name = piece.src.name, piece.dst.name
+        source = piece.src.name
+        name = piece.dst.name
         if name == PAD:
             if source in names:
                 result.dropped.append(source)
@@ -536,7 +538,8 @@ def _named_in(table: Table, hub_name: str, config: Config) -> list[str]:
     the one in its place where both sides have as many."""
     form, numbers = form_of(hub_name)
     for spot in table.right.get(form, ()):
-        values, rule = spot.reader(config)(numbers), table.rules[spot.rule]
+        values = spot.reader(config)(numbers)
+        rule = table.rules[spot.rule]
         if values is None or not _within(spot, values, config):
             continue
         at = dict(zip(spot.axes, values, strict=True))
@@ -569,9 +572,11 @@ def _by_source(made: Iterable[Made], shapes: Mapping[str, Shape]) -> tuple[Made,
 
 def _mapped(pieces: Iterable[Piece], target: _Target, shapes: Mapping[str, Shape]) -> tuple[Made, ...]:
     """The made tensors in the order of their first source."""
-    made, like = target.shapes, target.like
+    made = target.shapes
+    like = target.like
     parts: dict[str, list[Piece]] = {name: [] for name in made}
-    place, last = {name: number for number, name in enumerate(shapes)}, len(shapes)
+    place = {name: number for number, name in enumerate(shapes)}
+    last = len(shapes)
     first = {name: place[of] for name, of in like.items()}
     flat: dict[tuple[Shape, Shape, Shape], tuple[Shape, Shape, Shape]] = {}
     for piece in pieces:

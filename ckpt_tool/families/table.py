@@ -188,7 +188,8 @@ class Table:
 
     def apart(self) -> Table:
         """The same, and last what is fused in it under the hub's names, matrices turned: a second spelling."""
-        more, known = [], set(self.left)
+        more = []
+        known = set(self.left)
         for rule in self.rules:
             if len(rule.left) == 1 < len(rule.right) and rule.condition is None:
                 left = tuple(replace(term, pattern=_turned(term.pattern)) for term in rule.right)
@@ -215,7 +216,8 @@ class Table:
         `decoder.layers.{i}.X` is also `mtp.layers.{i - num_hidden_layers}.transformer_layer.X`, and `mtp.layers.{i}.X`
         has such a number. (Megatron-Core's names; megatron-core 0.16.1 `multi_token_prediction.py`.)"""
         made = []
-        later, not_yet = expression(condition), expression(f"not ({condition})")
+        later = expression(condition)
+        not_yet = expression(f"not ({condition})")
         for rule in self.rules:
             fronts = {".".join(term.name.text.split(".")[:2]) for term in rule.left if term.name}
             if "decoder.layers" in fronts:
@@ -229,7 +231,8 @@ class Table:
 
     def short(self, condition: str, hub: Table) -> Table:
         """The same without the layers for which the condition holds: there every rule of the hub is one that drops."""
-        gone, there = expression(condition), expression(f"not ({condition})")
+        gone = expression(condition)
+        there = expression(f"not ({condition})")
         layered = [rule for rule in self.rules if "i" in rule.indices]
         made = [replace(rule, condition=there) if rule in layered else rule for rule in self.rules]
         for rule in hub.rules:
@@ -265,7 +268,8 @@ def table_of(text: str, kinds: Mapping[str, str] | None = None) -> Table:
 
 @lru_cache(maxsize=512)
 def _parsed(text: str) -> Table:
-    stated, towers = list[str](), list[Tower]()
+    stated = list[str]()
+    towers = list[Tower]()
     for line in _stated(text).splitlines():
         tower = _TOWER.fullmatch(line)
         towers += [Tower(tower[1], tower[2])] if tower else []

@@ -81,7 +81,9 @@ def describe_prefix(names: Collection[str], families: Iterable[Family]) -> str:
             if known == most and longer == prefix:
                 family_names.append(family.name)
             elif 2 * known > len(having) and known > max(most, _most_known(family, having)):
-                most, prefix, family_names = known, longer, [family.name]
+                most = known
+                prefix = longer
+                family_names = [family.name]
     if not most:
         return ""
 

@@ -100,7 +100,7 @@ class Holds(NamedTuple):
 
     def has(self, group: str) -> bool:
         """Is there a place for this group of states: `model`, `optimizer`, `master`, `ema`?"""
-        return group == "model" or self.all_states and group not in self.lacks
+        return group == "model" or (self.all_states and group not in self.lacks)
 
 
 class WalkedModel(NamedTuple):

@@ -33,8 +33,12 @@ class _Every(NamedTuple):
 
 
 def _every(tensors: Sequence[LogicalTensor]) -> _Every:
-    sizes, names = dict[int, int](), dict[str, int]()
-    records, paths, known = list[Ints](), list[Ints](), dict[int, Ints]()  # known: numbers of a save's paths
+    sizes = dict[int, int]()
+    names = dict[str, int]()
+    # known: numbers of a save's paths
+    records = list[Ints]()
+    paths = list[Ints]()
+    known = dict[int, Ints]()
     for tensor in tensors:
         nbytes, crcs, files, of = _rows(tensor)
         different, inverse = np.unique(nbytes, return_inverse=True)
@@ -64,7 +68,8 @@ def _rows(tensor: LogicalTensor) -> tuple[Ints, Ints, Ints, Sequence[str]]:
 def _met_again(every: _Every) -> tuple[Ints, bool]:
     """(the records that several files hold, in the order in which that is seen; are there arrays without one?)"""
     order = np.argsort(every.records, kind="stable")
-    records, paths = every.records[order], every.paths[order]
+    records = every.records[order]
+    paths = every.paths[order]
     firsts = np.flatnonzero(np.concatenate(([True], records[1:] != records[:-1]))[: len(records)])
     counts = np.diff(np.append(firsts, len(records)))
     apart = np.flatnonzero((paths != np.repeat(paths[firsts], counts)) & (records >= 0))
@@ -86,18 +91,22 @@ class Copied:
     def stands(self, hash_of: _Hash) -> tuple[Stands, dict[int, StoredArray]]:
         """(what each of the records stands for in each of its files, an array of each). hash_of: of a chunk and the
         byte at which its record begins."""
-        every, stands, sample = self._every, Stands(), dict[int, StoredArray]()
+        every = self._every
+        stands = Stands()
+        sample = dict[int, StoredArray]()
         stands.update({record: {} for record in self.again})
         ascending = np.sort(self._again)
         rows = np.flatnonzero(np.isin(every.records, ascending))
         if not len(rows):
             return stands, sample
         values = np.concatenate([*self._hashes(rows, hash_of)])
-        record, path = np.searchsorted(ascending, every.records[rows]), every.paths[rows]
+        record = np.searchsorted(ascending, every.records[rows])
+        path = every.paths[rows]
         pairs = record * len(every.names) + path
         order = np.argsort(pairs, kind="stable")
         starts = np.flatnonzero(np.concatenate(([True], pairs[order][1:] != pairs[order][:-1])))
-        sums, firsts = np.bitwise_xor.reduceat(values[order], starts), order[starts]
+        sums = np.bitwise_xor.reduceat(values[order], starts)
+        firsts = order[starts]
         for at in np.argsort(firsts).tolist():
             first = int(firsts[at])
             number = every.record(int(ascending[record[first]]))

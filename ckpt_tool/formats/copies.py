@@ -166,7 +166,8 @@ class _Copied:
         self.plain = False
         for tensor in tensors:
             for chunk in tensor.chunks:
-                crc, path = chunk.array.crc, chunk.array.path
+                crc = chunk.array.crc
+                path = chunk.array.path
                 if crc is None:
                     self.plain = True
                 elif first.setdefault(record := crc[1] << 32 | crc[2], path) != path:
@@ -228,7 +229,8 @@ def _parts_of(tensors: Sequence[LogicalTensor], paths: Set[str]) -> dict[str, _P
     out: dict[str, _Parts] = {path: {} for path in paths}
     for tensor in tensors if paths else ():
         for chunk in tensor.chunks:
-            array, base = chunk.array, base_of(chunk.array.path)
+            array = chunk.array
+            base = base_of(chunk.array.path)
             if base in paths and chunk.box.numel:
                 record = array.crc or (array.offset, array.dtype.nbytes(_extent(array)), -1)
                 at = array.offset + array.dtype.nbytes(chunk.region()[0])
@@ -241,7 +243,8 @@ def _contradiction(
 ) -> tuple[_FilePart, _FilePart] | None:
     """A place at which two files hold equal bytes for different parts; None where they differ, or where that says
     nothing."""
-    mine, theirs = parts[path], parts[other]
+    mine = parts[path]
+    theirs = parts[other]
     apart = [(at, part) for at, part in mine.items() if at not in theirs or part[:2] != theirs[at][:2]]
     several = len({part.key.name for _, part in apart}) > 1
     found = None
@@ -250,7 +253,8 @@ def _contradiction(
         if not (several or named) and _may_be_equal(tree, whole, a.key, b.key):
             continue
         nbytes = min(a.nbytes, b.nbytes, PROBE)
-        data, same = tree.read(path + view, a.offset, nbytes), tree.read(other + view, b.offset, nbytes)
+        data = tree.read(path + view, a.offset, nbytes)
+        same = tree.read(other + view, b.offset, nbytes)
         if data != same or a.crc != b.crc:
             return None
         if found is None and _changes(data):
@@ -266,7 +270,8 @@ def _may_be_equal(tree: Tree, whole: Mapping[TensorKey, LogicalTensor], a: Tenso
     if a.state != b.state:
         return a.state in _WEIGHTS and b.state in _WEIGHTS
     for state in {key.state for key in whole if key.name == a.name} - {a.state, STEP}:
-        one, other = whole[TensorKey(a.name, state)], whole.get(TensorKey(b.name, state))
+        one = whole[TensorKey(a.name, state)]
+        other = whole.get(TensorKey(b.name, state))
         if other is None or _front(tree, one) != _front(tree, other):
             return False
     return True

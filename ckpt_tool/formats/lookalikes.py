@@ -32,7 +32,8 @@ from ckpt_tool.storage.source import Tree
 LOOKED_AT = 40  # files
 NAMED = 20  # models of a cache
 _WEIGHTS = (".safetensors", "pytorch_model.bin", ".safetensors.index.json", ".bin.index.json")
-_PIPELINE, _MODULES = "model_index.json", "modules.json"
+_PIPELINE = "model_index.json"
+_MODULES = "modules.json"
 _NEMO_RANK = re.compile(r"(?:mp_rank_\d+|tp_rank_\d+_pp_rank_\d+)/model_weights\.ckpt")
 
 
@@ -149,8 +150,7 @@ def looks_like(tree: Tree, below: Sequence[str]) -> tuple[str, str]:
             for name in names
             if name == "saved_model.pb"
             or name.endswith(".ckpt.index")
-            or name.endswith(".index")
-            and f"{name[:-6]}.data-00000-of-00001" in names
+            or (name.endswith(".index") and f"{name[:-6]}.data-00000-of-00001" in names)
         ),
         None,
     )

@@ -70,7 +70,8 @@ def check_sound(catalog: Catalog, holds: Holds, more: Iterable[CkptError] = ()) 
 def _moments(catalog: Catalog) -> Iterator[CkptError]:
     shapes = _shapes(catalog)
     yield from _pairs(catalog, shapes)
-    model, masters = shapes.get(MODEL, {}), shapes.get(MASTER, {})
+    model = shapes.get(MODEL, {})
+    masters = shapes.get(MASTER, {})
     if not model and not masters:
         return
     without = [name for name in masters if name not in model]
@@ -83,7 +84,8 @@ def _moments(catalog: Catalog) -> Iterator[CkptError]:
             hint=f"a rank's part of the model is missing, or was copied over by another's{_LENIENT}",
         )
     parameters = {**masters, **model}
-    names, lost = set[str](), list[tuple[str, str]]()
+    names = set[str]()
+    lost = list[tuple[str, str]]()
     for state in (MASTER, *(state for state in shapes if state in MOMENTS)):
         mine = shapes.get(state, {})
         if state != MASTER:
@@ -117,7 +119,8 @@ def _pairs(catalog: Catalog, shapes: Mapping[str, Mapping[str, Any]]) -> Iterato
     first, second = (shapes.get(state, {}) for state in ("exp_avg", "exp_avg_sq"))
     alone = [name for name in (*first, *second) if (name in first) != (name in second)]
     if alone:
-        whole, lone = Counter(map(_place, first.keys() & second.keys())), Counter(map(_place, alone))
+        whole = Counter(map(_place, first.keys() & second.keys()))
+        lone = Counter(map(_place, alone))
         alone = [name for name in alone if whole[_place(name)] or lone[_place(name)] == 1]
     if not alone or _FACTORED in shapes or len(alone) >= len(first.keys() & second.keys()):
         return

@@ -34,7 +34,9 @@ NEAR = 1e-5  # relative: a step changes the smallest power (of 0.999) by a thous
 RECORD = "trainer_state.json"
 RECORD_LIMIT = 64 << 20  # bytes: it lists all that was logged
 SCALER = "scaler"
-FEW_SKIPPED, MANY_STEPS = 20, 20  # a loss scaler skips steps at the start, and now and then one of many
+# a loss scaler skips steps at the start, and now and then one of many
+FEW_SKIPPED = 20
+MANY_STEPS = 20
 _GLOBAL_STEP = re.compile(rb'"global_step"\s*:\s*(\d{1,15})\b')
 _CODES = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 

@@ -35,7 +35,9 @@ class Comm(ABC):
     """The six calls, and who this is: `rank` of `world`, tensors on `device`."""
 
     def __init__(self, rank: int, world: int, device: torch.device) -> None:
-        self.rank, self.world, self.device = rank, world, device
+        self.rank = rank
+        self.world = world
+        self.device = device
 
     @property
     def everyone(self) -> Group:
@@ -131,7 +133,8 @@ class SimComm(Comm):
         """As `Comm.exchange`."""
         if len(group) == 1:
             return [parts[0]]
-        key, here = self._turn("exchange", group), group.index(self.rank)
+        key = self._turn("exchange", group)
+        here = group.index(self.rank)
         self._board.put(key, self.rank, [part.clone() for part in parts])
         return [left[here] for left in self._board.take(key, group, len(group))]
 

@@ -161,7 +161,8 @@ class _Announced:
     """Passes lines on and keeps them with the seconds at which they came."""
 
     def __init__(self, say: Say) -> None:
-        self._say, self._began = say, time.perf_counter()
+        self._say = say
+        self._began = time.perf_counter()
         self.lines: list[dict[str, Any]] = []
 
     def __call__(self, line: str) -> None:
@@ -198,12 +199,14 @@ def _digest_check(
 ) -> Document:
     """Tensor by tensor, state by state. unkept: states that may be missing as a whole on a side, and are no evidence
     then."""
-    rows, differ = [], []
+    rows = []
+    differ = []
     skipped = {state for state in unkept if state not in left or state not in right}
     for state in dict.fromkeys([*left, *right]):
         if state in skipped:
             continue
-        mine, theirs = left.get(state, {}), right.get(state, {})
+        mine = left.get(state, {})
+        theirs = right.get(state, {})
         names = dict.fromkeys([*mine, *theirs])
         equal = sum(mine.get(name) == theirs.get(name) for name in names)
         differ += [f"{name} [{state}]" for name in names if mine.get(name) != theirs.get(name)]
@@ -219,7 +222,8 @@ def _digest_check(
 def _curve(want: Sequence[TrainingStep], got: Sequence[TrainingStep], case: Case) -> Document:
     """Loss and gradient norm of both runs, step by step."""
     resumed = {step.step: step for step in got}
-    rows, ok = [], True
+    rows = []
+    ok = True
     for step in want:
         twin = resumed.get(step.step)
         row: Document = {"step": step.step, "loss": step.loss, "norm": step.norm, "rate": step.rate}
@@ -287,7 +291,8 @@ def _fingerprint(case: Case, folder: Path, steps: int) -> _Fingerprint:
     job = case.job(HarnessLayout())
 
     def entry(comm: Any) -> dict[str, Any]:
-        source, trainer = Loader(folder), Trainer(job, comm)
+        source = Loader(folder)
+        trainer = Trainer(job, comm)
         trainer.load(source.read, source.scalars)
         whole: WholeState = assemble([trainer.state()])
         before = _of_memory(whole)

@@ -249,7 +249,8 @@ def _end(ranks: Sequence[_Rank]) -> None:
 
 def _threads(world: int, entry: Entry, device: str) -> list[Any]:
     """All ranks of a simulation, in this process."""
-    board, results = Board(), [None] * world
+    board = Board()
+    results = [None] * world
     first: list[tuple[int, BaseException]] = []
 
     def run(rank: int) -> None:

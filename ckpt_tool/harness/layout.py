@@ -87,7 +87,9 @@ class HarnessLayout:
         return tp + self.tp * (dp + self.dp * pp)
 
     def at(self, rank: int, shape: ModelShape) -> Coordinates:
-        tp, dp, pp = rank % self.tp, rank // self.tp % self.dp, rank // self.tp // self.dp
+        tp = rank % self.tp
+        dp = rank // self.tp % self.dp
+        pp = rank // self.tp // self.dp
         layers = self.stage_layers(shape)
         chunks = tuple(layers[chunk * self.pp + pp] for chunk in range(self.vpp))
         return Coordinates(rank, tp, pp, dp, dp % self.ep, chunks)

@@ -33,7 +33,10 @@ FOREIGN = frozenset(("megatron", "megatron-dist", "megatron-fsdp", "paddle", "pa
 POINTERS = ("latest_checkpointed_iteration.txt", "latest")
 TWINS = {"master": "model", "model": "master"}
 TIED = {"model.embed_tokens.weight": "lm_head.weight", "lm_head.weight": "model.embed_tokens.weight"}
-MISSING, SHAPE, TOOL, SCALARS = "E1530", "E1531", "E1532", "E1533"
+MISSING = "E1530"
+SHAPE = "E1531"
+TOOL = "E1532"
+SCALARS = "E1533"
 
 
 class ToolFailed(CkptError):

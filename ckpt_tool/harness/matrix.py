@@ -125,7 +125,8 @@ def cases(
     found = []
     for number, pair in enumerate(pairs):
         shape = MODELS[pair.model or which]
-        left, right = HarnessLayout.parse(pair.source), HarnessLayout.parse(pair.target)
+        left = HarnessLayout.parse(pair.source)
+        right = HarnessLayout.parse(pair.target)
         by_muon = muon or pair.muon
         found.append(
             Case(

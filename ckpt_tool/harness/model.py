@@ -50,12 +50,16 @@ def attention(x: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *, cos: Ten
         return (wide @ weight.t()).view(tokens, -1, depth).transpose(0, 1)
 
     def turned(states: Tensor) -> Tensor:
-        even, odd = states[..., ::2], states[..., 1::2]
+        even = states[..., ::2]
+        odd = states[..., 1::2]
         return states * cos + torch.stack([-odd, even], -1).flatten(-2) * sin
 
-    queries, keys, values = turned(heads(q)), turned(heads(k)), heads(v)
+    queries = turned(heads(q))
+    keys = turned(heads(k))
+    values = heads(v)
     shared = queries.shape[0] // keys.shape[0]
-    keys, values = keys.repeat_interleave(shared, 0), values.repeat_interleave(shared, 0)
+    keys = keys.repeat_interleave(shared, 0)
+    values = values.repeat_interleave(shared, 0)
     scores = queries @ keys.transpose(1, 2) / math.sqrt(depth)
     future = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
     seen = scores.masked_fill(future, -math.inf).softmax(-1) @ values
@@ -100,7 +104,11 @@ class Model:
     def __init__(
         self, shape: ModelShape, layout: HarnessLayout, at: Coordinates, comm: Comm, seed: int, *, canonical: bool
     ) -> None:
-        self._shape, self._layout, self._at, self._comm, self._seed = shape, layout, at, comm, seed
+        self._shape = shape
+        self._layout = layout
+        self._at = at
+        self._comm = comm
+        self._seed = seed
         self.shards = (VIRTUAL if canonical else layout.tp) // layout.tp  # own virtual shards
         self._ep = layout.ep_group(at)
         angles = torch.outer(
@@ -111,7 +119,8 @@ class Model:
 
     def embed(self, tape: Tape, tokens: Tensor, moment: StepMoment) -> Node:
         """The embeddings of (sequence,) token ids, (sequence, hidden) bf16."""
-        name, shape = "model.embed_tokens.weight", self._shape
+        name = "model.embed_tokens.weight"
+        shape = self._shape
         rows = shape.rows // (self.shards * self._layout.tp)
 
         def found(shard: int) -> Node:
@@ -126,7 +135,8 @@ class Model:
 
     def layer(self, tape: Tape, x: Node, layer: int, moment: StepMoment) -> Node:
         """One decoder layer, `layer` its global number: x in, x out, (sequence, hidden) bf16."""
-        root, m = f"model.layers.{layer}", moment.microbatch
+        root = f"model.layers.{layer}"
+        m = moment.microbatch
         a = self._norm(tape, x, f"{root}.input_layernorm.weight", m)
         names = [f"{root}.self_attn.{part}_proj.weight" for part in "qkvo"]
         a = self._sharded(
@@ -139,7 +149,8 @@ class Model:
 
     def loss(self, tape: Tape, x: Node, targets: Tensor, moment: StepMoment) -> Node:
         """The mean loss of the microbatch, a 0-d fp32 node."""
-        shape, m = self._shape, moment.microbatch
+        shape = self._shape
+        m = moment.microbatch
         x = self._norm(tape, x, "model.norm.weight", m)
 
         def logits(x: Node, shard: int) -> Node:
@@ -195,7 +206,9 @@ class Model:
     # -- experts ------------------------------------------------------------------------------------------------------
 
     def _experts(self, tape: Tape, x: Node, layer: int, moment: StepMoment) -> Node:
-        shape, root, m = self._shape, f"model.layers.{layer}.mlp", moment.microbatch
+        shape = self._shape
+        root = f"model.layers.{layer}.mlp"
+        m = moment.microbatch
         shares = tape.block(lambda x, w: routed(x, w, top=shape.top), [x], [Ref(f"{root}.gate.weight", 0)], m)
         chosen = [column.nonzero().flatten() for column in (shares.value != 0).unbind(1)]  # tokens of each expert
         order = torch.cat(chosen)

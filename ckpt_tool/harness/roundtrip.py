@@ -117,7 +117,8 @@ def _document(trip: RoundTrip, checks: list[Document], notes: list[str], began: 
 
 def _fitting(trip: RoundTrip) -> tuple[list[str], list[str]]:
     """The formats that have a place for both layouts; why the others have none."""
-    fitting, unfit = [], []
+    fitting = []
+    unfit = []
     for fmt in trip.formats:
         try:
             for layout in (trip.source, trip.target):
@@ -158,7 +159,8 @@ def _save(job: TrainingJob, trained: Path, root: Path, wanted: Sequence[str]) ->
     start = latest(trained).path
 
     def entry(comm: Comm) -> None:
-        trainer, source = Trainer(job, comm, steps=False), Loader(start)
+        trainer = Trainer(job, comm, steps=False)
+        source = Loader(start)
         trainer.load(source.read, source.scalars)
         state = trainer.state()
         for fmt in wanted:
@@ -171,7 +173,8 @@ def _save(job: TrainingJob, trained: Path, root: Path, wanted: Sequence[str]) ->
 
 def _there_and_back(trip: RoundTrip, fmt: str, first: Path, folder: Path) -> Document:
     """One format's check. What the tool refuses is a check that failed, with the tool's words."""
-    away, back = folder / fmt / "away", folder / fmt / "back"
+    away = folder / fmt / "away"
+    back = folder / fmt / "back"
     away.parent.mkdir(parents=True)
     try:
         run_tool("reshard", first, away, *_words(fmt, trip.target, trip.shape))

@@ -134,8 +134,11 @@ class ModelShape:
         return found
 
     def _layer(self, layer: int) -> list[ParameterShape]:
-        room, root, h = str(layer), f"model.layers.{layer}", self.hidden
-        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        room = str(layer)
+        root = f"model.layers.{layer}"
+        h = self.hidden
+        query = self.heads * self.head_dim
+        key = self.kv_heads * self.head_dim
         deep = 0.08 / math.sqrt(2 * self.layers)
         found = [
             ParameterShape(f"{root}.input_layernorm.weight", (h,), room),
@@ -155,7 +158,8 @@ class ModelShape:
         return found
 
     def _gated(self, root: str, room: str, ffn: int, expert: int | None = None) -> list[ParameterShape]:
-        wide, deep = (ffn, self.hidden), 0.08 / math.sqrt(2 * self.layers)
+        wide = (ffn, self.hidden)
+        deep = 0.08 / math.sqrt(2 * self.layers)
         return [
             ParameterShape(f"{root}.gate_proj.weight", wide, room, self._cut(0, ffn), expert, std=0.08),
             ParameterShape(f"{root}.up_proj.weight", wide, room, self._cut(0, ffn), expert, std=0.08),

@@ -38,7 +38,8 @@ class RankParameter(NamedTuple):
 def held(shape: ModelShape, layout: HarnessLayout, at: Coordinates) -> list[RankParameter]:
     """The parameters of a rank in the order of the model, its virtual stages one after the other."""
     rooms = {str(layer) for chunk in at.chunks for layer in chunk}
-    first, last = at.pp == 0, at.pp == layout.pp - 1
+    first = at.pp == 0
+    last = at.pp == layout.pp - 1
     rooms |= {"embed"} if first else set()
     rooms |= {"head"} if last else set()
     per = max(1, shape.experts // layout.ep)
@@ -56,7 +57,8 @@ def held(shape: ModelShape, layout: HarnessLayout, at: Coordinates) -> list[Rank
 
 def local_box(param: ParameterShape, tp: int, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offset and shape of what TP rank `index` holds of a parameter."""
-    offset, box = [0] * len(param.shape), list(param.shape)
+    offset = [0] * len(param.shape)
+    box = list(param.shape)
     if param.cut is not None:
         box[param.cut] //= tp
         offset[param.cut] = index * box[param.cut]
@@ -80,7 +82,8 @@ def parts(
         found[item.param.name] = (0, item.numel if mine else 0)
     line = [item for item in params if item.param.name not in found]
     share = math.ceil(sum(item.numel for item in line) / size)
-    low, start = index * share, 0
+    low = index * share
+    start = 0
     for item in line:
         cut = [min(max(edge - start, 0), item.numel) for edge in (low, low + share)]
         found[item.param.name] = (cut[0], cut[1])

@@ -29,7 +29,8 @@ from ckpt_tool.errors import CorruptFile, Incomplete
 from ckpt_tool.harness.pieces import Coordinates, RankState, TensorPiece
 from ckpt_tool.harness.saving.fault_point import fault_point
 
-UNFINISHED, DAMAGED = "E1536", "E1537"
+UNFINISHED = "E1536"
+DAMAGED = "E1537"
 
 
 class Snapshot:

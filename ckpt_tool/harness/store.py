@@ -40,7 +40,8 @@ from ckpt_tool.harness.saving.fault_point import fault_point, saving
 from ckpt_tool.harness.saving.whole import assemble
 
 COMPLETE = "harness.complete.json"
-NONE_GOOD, FAILED = "E1538", "E1539"
+NONE_GOOD = "E1538"
+FAILED = "E1539"
 _STEP = re.compile(r"step_(\d{7,})")
 _HIDDEN = re.compile(r"\.step_(\d{7,})\.\S+\.(partial|trash)")
 _POLL = 0.005  # seconds between looks for the other ranks' markers
@@ -64,8 +65,13 @@ class RankStore:
         least 1.
         durable: fsync before the rename. Raises UsageError E1534 for a format that is not written here."""
         formats.check_name(fmt)
-        self.root, self.fmt, self.rank, self.world, self.run = root, fmt, rank, world, run
-        self.keep, self.durable = max(keep, 1), durable
+        self.root = root
+        self.fmt = fmt
+        self.rank = rank
+        self.world = world
+        self.run = run
+        self.keep = max(keep, 1)
+        self.durable = durable
         self.waited = 0.0  # seconds that steps spent waiting for the disk
         self.copied = 0.0  # seconds that steps spent copying
         self._snapshot = spool.Snapshot()
@@ -86,7 +92,8 @@ class RankStore:
     def wait(self) -> None:
         """Until the last save's files are there: the rank's own, and on rank 0 the whole checkpoint. Raises what it
         failed with; StorageError E1539 for what the disk refused."""
-        last, self._saving = self._saving, None
+        last = self._saving
+        self._saving = None
         if last is None:
             return
         try:

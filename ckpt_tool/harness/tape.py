@@ -59,7 +59,8 @@ class Node:
         self.grad = grad if self.grad is None else self.grad + grad
 
     def take(self) -> torch.Tensor:
-        grad, self.grad = self.grad, None
+        grad = self.grad
+        self.grad = None
         return torch.zeros_like(self.value) if grad is None else grad
 
 
@@ -77,8 +78,12 @@ class Tape:
     def __init__(
         self, comm: Comm, tp: Group, weights: Weights, sink: GradientSink, *, canonical: bool, recompute: bool
     ) -> None:
-        self._comm, self._tp, self._weights, self._sink = comm, tp, weights, sink
-        self._canonical, self._recompute = canonical, recompute
+        self._comm = comm
+        self._tp = tp
+        self._weights = weights
+        self._sink = sink
+        self._canonical = canonical
+        self._recompute = recompute
         self._undo: list[Callable[[], None]] = []
 
     def backward(self) -> None:
@@ -148,7 +153,8 @@ class Tape:
     def columns(self, nodes: Sequence[Node]) -> Node:
         """All shards of all ranks side by side along the last dim; back: each gets its own columns."""
         parts = self._comm.all_gather(self._tp, torch.stack([node.value for node in nodes]))
-        out, width = Node(torch.cat([part for own in parts for part in own], -1)), nodes[0].value.shape[-1]
+        out = Node(torch.cat([part for own in parts for part in own], -1))
+        width = nodes[0].value.shape[-1]
         first = self._tp.index(self._comm.rank) * len(nodes) * width
 
         def undo() -> None:
@@ -216,11 +222,13 @@ class GradientSums:
         if not self._canonical:
             tree[0, 0] = tree[0, 0] + gradient if (0, 0) in tree else gradient
             return
-        level, place = 0, microbatch
+        level = 0
+        place = microbatch
         while (level, place ^ 1) in tree:
             other = tree.pop((level, place ^ 1))
             gradient = gradient + other  # a + b is b + a to the bit
-            level, place = level + 1, place >> 1
+            level = level + 1
+            place = place >> 1
         tree[level, place] = gradient
 
     def joined(self, comm: Comm, group: Group, refs: Sequence[Ref]) -> torch.Tensor:

@@ -71,9 +71,12 @@ class Trainer:
 
     def __init__(self, job: TrainingJob, comm: Comm, *, steps: bool = True) -> None:
         job.layout.check(job.shape, canonical=job.canonical, steps=steps, muon=job.muon is not None)
-        self.job, self.comm = job, comm
+        self.job = job
+        self.comm = comm
         self.at = job.layout.at(comm.rank, job.shape)
-        self.step, self.consumed, self.seed = 0, 0, job.seed
+        self.step = 0
+        self.consumed = 0
+        self.seed = job.seed
         self._tp = job.layout.tp_group(self.at)
         self._kernels = kernels_for(comm.device)
         self._build()
@@ -94,7 +97,8 @@ class Trainer:
             yield self._one()
 
     def _one(self) -> TrainingStep:
-        shape, layout = self.job.shape, self.job.layout
+        shape = self.job.shape
+        layout = self.job.layout
         losses = torch.zeros(shape.batch, dtype=torch.float64)
         for op in schedule(layout.pp, layout.vpp, shape.batch // layout.dp)[self.at.pp]:
             if op.forward:
@@ -117,7 +121,9 @@ class Trainer:
 
     def _forward(self, op: Op, losses: torch.Tensor) -> None:
         """One microbatch through one chunk; what goes on is sent, what backward needs is kept."""
-        shape, layout, moment = self.job.shape, self.job.layout, self._moment(op)
+        shape = self.job.shape
+        layout = self.job.layout
+        moment = self._moment(op)
         stage = op.chunk * layout.pp + self.at.pp
         tokens = sample(shape, self.seed, self.consumed + moment.microbatch).to(self.comm.device)
         flight = _Flight([], Node(torch.zeros(0)), Node(torch.zeros(0)))
@@ -143,13 +149,15 @@ class Trainer:
 
     def _backward(self, op: Op) -> None:
         """The way back: a layer's tape at a time, the last first, each forgotten at once."""
-        shape, layout = self.job.shape, self.job.layout
+        shape = self.job.shape
+        layout = self.job.layout
         stage = op.chunk * layout.pp + self.at.pp
         tapes, entry, out = self._flights.pop((op.microbatch, op.chunk))
         if stage == layout.stages - 1:
             out.add(torch.ones_like(out.value))
         else:
-            size, source = (shape.sequence, shape.hidden), self._rank_of(stage + 1)
+            size = (shape.sequence, shape.hidden)
+            source = self._rank_of(stage + 1)
             out.add(self.comm.recv(size, torch.bfloat16, source, self._tag(op, stage, forward=False)))
         while tapes:
             room, tape = tapes.pop()
@@ -197,7 +205,8 @@ class Trainer:
         else:
             line = self._sums.joined(self.comm, group, own)
         line = line / self.job.shape.batch
-        start, places = 0, self._places()
+        start = 0
+        places = self._places()
         for item in bucket:
             size = item.numel
             mine = line[start : start + size]
@@ -233,11 +242,13 @@ class Trainer:
         return {ref: place for place, ref in enumerate(refs)}
 
     def _update(self, gradients: dict[str, torch.Tensor], norm: float) -> None:
-        adam, rate = self.job.adam, self.job.schedule.rate(self.step)
+        adam = self.job.adam
+        rate = self.job.schedule.rate(self.step)
         scale = adam.scale(norm)
         for name, item in self.weights.params.items():
             gradient = gradients.pop(name).mul_(scale)
-            slices, decays = self.weights.slices[name], item.param.decays
+            slices = self.weights.slices[name]
+            decays = item.param.decays
             if isinstance(slices, MuonSlices):
                 self._muon_step(item, slices, gradient, rate)
             else:
@@ -246,7 +257,8 @@ class Trainer:
 
     def _muon_step(self, item: RankParameter, slices: MuonSlices, gradient: torch.Tensor, rate: float) -> None:
         """By the whole matrix, whose parts the tensor ranks have; the data ranks that weren't dealt it do nothing."""
-        muon, dim = self.job.muon, item.param.cut
+        muon = self.job.muon
+        dim = item.param.cut
         if muon is None or not gradient.numel():
             return
         own = muon.ahead(slices, gradient).view(item.box)

@@ -42,7 +42,11 @@ class RankWeights:
         *,
         muon: bool = False,
     ) -> None:
-        self._layout, self._at, self._comm, self.shards, self._muon = layout, at, comm, shards, muon
+        self._layout = layout
+        self._at = at
+        self._comm = comm
+        self.shards = shards
+        self._muon = muon
         self.params: dict[str, RankParameter] = {item.param.name: item for item in held(shape, layout, at)}
         self._tied = shape.tied
         self._shares: list[list[dict[str, tuple[int, int]]]] = []  # by kind, what each member of its group updates
@@ -82,7 +86,8 @@ class RankWeights:
     def block(self, ref: Ref) -> torch.Tensor:
         """The values of one virtual shard, contiguous."""
         name = self.alias(ref.name)
-        value, item = self._values[name], self.params[name]
+        value = self._values[name]
+        item = self.params[name]
         if item.param.cut is None:
             return value
         size = item.box[item.param.cut] // self.shards
@@ -144,7 +149,8 @@ class RankWeights:
                 self._rebuild_line(group, items, shares)
                 continue
             for item in items:
-                name, dtype = item.param.name, _DTYPES[item.param.dtype]
+                name = item.param.name
+                dtype = _DTYPES[item.param.dtype]
                 rounded = self.slices[name].master.to(dtype)
                 if self._layout.zero == 3:
                     self._own[name] = rounded.clone()
@@ -174,7 +180,9 @@ class RankWeights:
         return [piece for item in self.params.values() for piece in self._pieces_of(item)]
 
     def _pieces_of(self, item: RankParameter) -> Iterator[TensorPiece]:
-        name, slices, zero = item.param.name, self.slices[item.param.name], self._layout.zero
+        name = item.param.name
+        slices = self.slices[item.param.name]
+        zero = self._layout.zero
         for state in states_of(item.param, muon=self._muon):
             cut = zero > 0 if state != "model" else zero == 3
             if state != "model":
@@ -194,7 +202,8 @@ class RankWeights:
 
     def _replica(self, item: RankParameter) -> int:
         """The number of a copy that every data rank has."""
-        at, layout = self._at, self._layout
+        at = self._at
+        layout = self._layout
         index = at.dp if item.param.expert is None else at.dp // layout.ep
         return index * 2 * layout.tp + item.copies
 
@@ -215,10 +224,12 @@ class RankWeights:
         """The rank's part of a parameter's line, a new 1-d tensor."""
         start, stop = self._parts[item.param.name]
         width = math.prod(item.box[1:])
-        low, high = start // width, math.ceil(stop / width)
+        low = start // width
+        high = math.ceil(stop / width)
         if start == stop:
             return torch.zeros(0, device=self._comm.device)
-        offset, box = (item.offset[0] + low, *item.offset[1:]), (high - low, *item.box[1:])
+        offset = (item.offset[0] + low, *item.offset[1:])
+        box = (high - low, *item.box[1:])
         rows = read(item.param.name, state, offset, box).to(self._comm.device).reshape(-1)
         return rows[start - low * width : stop - low * width].clone()
 

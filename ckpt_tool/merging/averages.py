@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckpt_tool.compiled.library import KINDS, ready
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.merging.tiles import TILE, Doubles, Span, Tiled, WalkOutcome, floats, rooms, same, tiles
 from ckpt_tool.run.computed import Array, Floats, Lend, Read
 
@@ -62,7 +63,8 @@ class Linear(Tiled):
         room, place = rooms(TILE)
 
         def made(low: int, high: int) -> Floats:
-            wide, sums = room[: high - low], place[: high - low]
+            wide = room[: high - low]
+            sums = place[: high - low]
             for number, weight in enumerate(weights):
                 values = floats(read(number, low, high))
                 if number == 0:  # onto 0: the product alone is rounded, which fp32 does as well
@@ -110,7 +112,8 @@ def _added(a: Products, b: Products) -> Products:
 
 def _products(x: Array, y: Array, axis: int | None) -> Products:
     """Sums of the products along `axis` of fp32 arrays, in fp64, where products of fp32 are exact."""
-    a, b = x.astype(np.float64), y.astype(np.float64)
+    a = x.astype(np.float64)
+    b = y.astype(np.float64)
     return Products((a * a).sum(axis=axis), (b * b).sum(axis=axis), (a * b).sum(axis=axis))
 
 
@@ -162,7 +165,8 @@ class Slerp(Tiled):
 
     def _coefficients(self, found: Products) -> tuple[np.float32, np.float32]:
         x, y = (np.sqrt(each) if np.sqrt(each) > TINY else 1.0 for each in (found.xx, found.yy))
-        t, cosine = np.float32(self.t), np.float32(min(max(found.xy / (x * y), -1.0), 1.0))
+        t = np.float32(self.t)
+        cosine = np.float32(min(max(found.xy / (x * y), -1.0), 1.0))
         if abs(cosine) > PARALLEL:
             return np.float32(1) - t, t
         angle = _arccos(cosine)
@@ -209,11 +213,13 @@ class NuSlerp(Tiled):
             found = self.whole.get(self._of_columns(x, y), same)
 
         def made(low: int, high: int) -> Floats:
-            a, b = x(low, high), y(low, high)
+            a = x(low, high)
+            b = y(low, high)
             if self.along is None:
                 mixed = self._mixed(found, a, b)
             else:
-                a, b = a.reshape(-1, self.columns), b.reshape(-1, self.columns)
+                a = a.reshape(-1, self.columns)
+                b = b.reshape(-1, self.columns)
                 sums = found if self.along == 0 else Products(*(s[:, None] for s in _products(a, b, -1)))
                 mixed = self._mixed(sums, a, b).reshape(-1)
             return floats(read(2, low, high)) + mixed if self.of_base else mixed
@@ -226,7 +232,7 @@ class NuSlerp(Tiled):
         def look(start: int, stop: int) -> Products:
             zero: Doubles = np.zeros(self.columns, np.float64)
             found = Products(zero, zero, zero)
-            first, last = (-(-at // self.row) * self.row for at in (start, stop))
+            first, last = (ceil_div(at, self.row) * self.row for at in (start, stop))
             for low, high in tiles(first, last, self.row) if first < last else ():
                 a, b = (each(low, high).reshape(-1, self.columns) for each in (x, y))
                 found = _added(found, _products(a, b, 0))
@@ -238,7 +244,8 @@ class NuSlerp(Tiled):
         norm_x, norm_y = (np.maximum(np.sqrt(each), TINY_ROW) for each in (sums.xx, sums.yy))
         cosine = np.clip(sums.xy / (norm_x * norm_y), -1, 1).astype(np.float32)
         parallel = 1 - cosine * cosine <= TINY**2
-        t, angle = np.float32(self.t), _arccos(np.where(parallel, np.float32(0), cosine))
+        t = np.float32(self.t)
+        angle = _arccos(np.where(parallel, np.float32(0), cosine))
         rest = np.float32(1) - t
         arc: Floats = (_sin(rest * angle) * x + _sin(t * angle) * y) / _sin(angle)
         if not np.any(parallel):
@@ -279,7 +286,8 @@ class ModelStock(Tiled):
         ratio = None if self.by_row else self._ratio(self.whole.get(look, same))
 
         def made(low: int, high: int) -> Floats:
-            base, models = floats(read(0, low, high)), [floats(read(k + 1, low, high)) for k in range(count)]
+            base = floats(read(0, low, high))
+            models = [floats(read(k + 1, low, high)) for k in range(count)]
             total: Floats = np.zeros(base.shape, np.float32)
             for model in models:
                 total += model

@@ -46,7 +46,9 @@ class Grouping:
     the output where it is not sliced, in order."""
 
     def __init__(self, job: MergeJob, models: Mapping[str, Tensors], names: Sequence[str]) -> None:
-        self._job, self._models, self._names = job, models, names
+        self._job = job
+        self._models = models
+        self._names = names
         self.faults: dict[str, None] = {}
         self.wrong: dict[str, None] = {}  # faults of parameters
         self.layers: list[tuple[str, int]] | None = None  # of a sliced output: (first model, its layer)
@@ -80,7 +82,8 @@ class Grouping:
         (stack,) = of_language
         lengths = {path: self._length(path, stack) for path in self._models}
         inside = {path: self._inside(path, stack) for path in self._models}
-        first, last = self._job.slices[0], self._job.slices[-1]
+        first = self._job.slices[0]
+        last = self._job.slices[-1]
         outside = list(
             dict.fromkeys(
                 name
@@ -155,7 +158,8 @@ class Grouping:
 
     def _group(self, name: str, slice_: LayerSlice, inputs: Sequence[str], t: float) -> MergeGroup | None:
         """The group of one tensor; None where a model lacks it or a shape differs, which is a fault."""
-        rows, sound = [], True
+        rows = []
+        sound = True
         for part, held in zip(slice_.parts, inputs, strict=True):
             row = self._models[part.model].get(held)
             if row is None:
@@ -171,7 +175,8 @@ class Grouping:
         if not sound:
             return None
         place = ParameterPlace(name, t)
-        shared, own = dict[str, Value | None](), dict[str, tuple[Value | None, ...]]()
+        shared = dict[str, Value | None]()
+        own = dict[str, tuple[Value | None, ...]]()
         base = self._job.base_of(slice_)
         for key, parameter in self._job.method.parameters.items():
             if parameter.scope == "shared":

@@ -139,7 +139,8 @@ def _along(values: Gradient, t: float) -> Value:
     low = int(scaled)
     if isinstance(values[0], bool):
         return values[low]
-    high, share = min(len(values) - 1, low + 1), scaled - low
+    high = min(len(values) - 1, low + 1)
+    share = scaled - low
     return (1 - share) * values[low] + share * values[high]
 
 
@@ -148,7 +149,7 @@ def _checked(name: str, parameter: MethodParameter, value: Value) -> Value:
         return value
     if abs(value) > LARGEST:
         raise ValueError(f"{name} is {value:g}, beyond the range of fp32, in which merges compute")
-    if value < parameter.low or value > parameter.high or parameter.above and value <= parameter.low:
+    if value < parameter.low or value > parameter.high or (parameter.above and value <= parameter.low):
         bounds = f"{'above' if parameter.above else 'from'} {parameter.low:g} to {parameter.high:g}"
         raise ValueError(f"{name} is {value:g}, want {bounds}")
     return value
@@ -184,7 +185,8 @@ def idle_filters(job: MergeJob, names: Sequence[str]) -> list[str]:
     cases = [
         (name, case.filter) for scope in scopes for name, cases in scope.items() for case in cases if not _for_all(case)
     ]
-    parts, every = {part for each in names for part in each.split(".")}, "\n".join(names)
+    parts = {part for each in names for part in each.split(".")}
+    every = "\n".join(names)
     faults: list[str] = []
     for name, text in dict.fromkeys(cases):
         if "\n" in text or text not in every:
@@ -207,10 +209,12 @@ def _out_of_bounds(name: str, parameter: MethodParameter, setting: Setting) -> I
 
 def contract_faults(job: MergeJob) -> list[str]:
     """What is wrong with the number of models and the base of each slice, one line each."""
-    method, faults = job.method, []
+    method = job.method
+    faults = []
     for number, slice_ in enumerate(job.slices, 1):
         where = f"slice {number}: " if job.sliced else ""
-        models, base = [part.model for part in slice_.parts], job.base_of(slice_)
+        models = [part.model for part in slice_.parts]
+        base = job.base_of(slice_)
         held = base in models
         tasks = len(models) - held
         if len(set(models)) < len(models):
@@ -219,7 +223,7 @@ def contract_faults(job: MergeJob) -> list[str]:
             faults.append(f"{where}{method.name} needs a base (--base, base_model)")
         elif base is not None and not held and method.base != "none":
             faults.append(f"{where}the base {base} is not among the models")
-        if len(models) < method.least or method.most is not None and len(models) > method.most:
+        if len(models) < method.least or (method.most is not None and len(models) > method.most):
             bound = "" if method.most == method.least else "at most " if method.most else "at least "
             count = method.most or method.least
             wanted = f"{bound}{count} model{'s' * (count > 1)}{', the base counted' * (method.base != 'none')}"
@@ -252,7 +256,8 @@ def all_faults(job: MergeJob) -> list[str]:
 def job_of(options: MergeOptions, sources: Sequence[str]) -> MergeJob:
     """The job. sources: as given, in their order. Raises UsageError E1442 with every fault."""
     averages = options.name in (AVERAGE, EMA)
-    method, faults = METHODS["linear" if averages else options.name], list[str]()
+    method = METHODS["linear" if averages else options.name]
+    faults = list[str]()
     models = list(sources)
     base = options.base
     if method.name == "slerp" and base is None and len(models) == 2:
@@ -316,7 +321,7 @@ def _shared(options: MergeOptions, method: Method) -> dict[str, Setting]:
 
 
 def _each(values: tuple[float, ...], models: Sequence[str], option: str, faults: list[str]) -> list[Setting]:
-    if len(values) not in (0, 1, len(models)) or option == "--weight" and len(values) == 1 < len(models):
+    if len(values) not in (0, 1, len(models)) or (option == "--weight" and len(values) == 1 < len(models)):
         faults.append(
             f"{option} is given {len(values)} times for {len(models)} models"
             + (" (the base has none)" if option == "--weight" else "")

@@ -88,7 +88,8 @@ def _grows(model: MergedModel, size: int) -> bool:
 
 def _chosen(job: MergeJob, models: Sequence[MergedModel], writing: Writing, option: str, notes: list[str]) -> Chosen:
     donor = models[0]
-    offsets, sources = dict[str, int](), list[Opened]()
+    offsets = dict[str, int]()
+    sources = list[Opened]()
     for model in models:
         offsets[model.path] = len(sources)
         sources += model.chosen.sources
@@ -97,7 +98,9 @@ def _chosen(job: MergeJob, models: Sequence[MergedModel], writing: Writing, opti
     copied = [group for group, kind in zip(groups, kinds, strict=True) if kind is None]
     _check_numbers(copied, models)
     parts = {model.path: model.chosen for model in models}
-    recipes, dtypes, rows = list["Recipe"](), dict[TensorKey, DType](), list[Stored]()
+    recipes = list["Recipe"]()
+    dtypes = dict[TensorKey, DType]()
+    rows = list[Stored]()
     for group, kind in zip(groups, kinds, strict=True):
         part, row = group.rows[0]
         key = TensorKey(group.name)
@@ -286,7 +289,8 @@ def recipe_of(job: MergeJob, group: MergeGroup, inputs: Sequence[Input]) -> Reci
     """What computes the group's tensor. inputs: of the group's rows, in their order."""
     from ckpt_tool.merging.averages import Linear, ModelStock, NuSlerp, Slerp
 
-    method, key = job.method, TensorKey(group.name)
+    method = job.method
+    key = TensorKey(group.name)
     shape = group.rows[0][1].tensor.shape
     base = job.base_of(group.slice_)
     held = [part.model == base for part, _ in group.rows]

@@ -69,7 +69,8 @@ def read_config(path: str, *, seed: int | None = None, tokenizer: str | None = N
 
     Raises UsageError E1443 (no YAML), E1444 with every fault of the config, StorageError.
     """
-    data, faults = read_yaml(path), _Faults()
+    data = read_yaml(path)
+    faults = _Faults()
     if not isinstance(data, dict):
         raise UsageError(
             "the config is not a mapping", code="E1444", path=path, hint="it begins with merge_method: NAME"
@@ -159,7 +160,8 @@ def _without_idle(
     slices: tuple[LayerSlice, ...], base: str | None, method: Method
 ) -> tuple[tuple[LayerSlice, ...], list[str]]:
     """The slices without what configs like to say of the base and mergekit passes over, and a line for each."""
-    notes, out = dict[str, None](), []
+    notes = dict[str, None]()
+    out = []
     for slice_ in slices:
         parts = []
         for part in slice_.parts:
@@ -204,7 +206,8 @@ def _notes(data: Mapping[str, Any], settings: Mapping[str, Setting]) -> tuple[st
 def _slices(
     data: Mapping[str, Any], base: str | None, method: Method | None, faults: _Faults
 ) -> tuple[tuple[LayerSlice, ...], bool]:
-    models, slices = data.get("models"), data.get("slices")
+    models = data.get("models")
+    slices = data.get("slices")
     if bool(models) == bool(slices):
         if "modules" not in data:
             faults.add("/models", "want one of models and slices, with at least one entry")
@@ -358,11 +361,13 @@ def _check_tokenizer(
     data: Mapping[str, Any], base: str | None, slices: tuple[LayerSlice, ...], faults: _Faults
 ) -> None:
     """The tokenizer must be the one that is copied anyway, the base's or the first model's."""
-    place, source = "/tokenizer_source", data.get("tokenizer_source")
+    place = "/tokenizer_source"
+    source = data.get("tokenizer_source")
     if isinstance(data.get("tokenizer"), dict):
         if source is not None:
             faults.add("/tokenizer", "tokenizer_source and tokenizer say the same thing: give one")
-        place, inside = "/tokenizer", data["tokenizer"]
+        place = "/tokenizer"
+        inside = data["tokenizer"]
         for key in inside:
             if key != "source":
                 faults.add(f"/tokenizer/{key}", f"tokenizer.{key}: this build moves no rows of embeddings")

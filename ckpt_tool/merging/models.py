@@ -34,7 +34,9 @@ from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.texts.strict_json import parse
 
-ARCHITECTURES, TENSORS, TOKENIZERS = "E1446", "E1447", "E1448"
+ARCHITECTURES = "E1446"
+TENSORS = "E1447"
+TOKENIZERS = "E1448"
 # What makes two models of one kind another architecture; the number of layers is compared where no slices are taken.
 _SAME = tuple(
     """
@@ -45,7 +47,8 @@ _SAME = tuple(
 )
 # of adapters
 _SCALING = tuple("peft_type r lora_alpha rank_pattern alpha_pattern use_rslora use_dora fan_in_fan_out".split())
-_LAYERS, _TEXT = "num_hidden_layers", "text_config"
+_LAYERS = "num_hidden_layers"
+_TEXT = "text_config"
 _TELLING = ("rope_theta", "rope_scaling", "rms_norm_eps", "tie_word_embeddings", "sliding_window")
 _BY_NUMBER = tuple(
     """
@@ -80,7 +83,8 @@ def open_models(paths: Sequence[str], reading: Reading, writing: Writing, comput
         writing, states=(MODEL, "extras"), drop=(), remove_keys=(), keep_keys=(), dialect=None, aoa=None, dtypes={}
     )
     hub = registry.of_dialect("hf")
-    out, plain = list[MergedModel](), list[UsageError]()
+    out = list[MergedModel]()
+    plain = list[UsageError]()
     for path in paths:
         opened = open_source(path, reading)
         states = (MODEL, "extras") if opened.catalog.extras else (MODEL,)
@@ -117,7 +121,9 @@ def check_models(models: Sequence[MergedModel], *, sliced: bool, any_tokenizer: 
 
     sliced: layers are picked, so their number may differ.
     """
-    first, faults, notes = models[0], list[tuple[str, str]](), list[str]()
+    first = models[0]
+    faults = list[tuple[str, str]]()
+    notes = list[str]()
     for other in models[1:]:
         pair = f"{other.path} and {first.path}"
         for key, a, b in _differences(first.config, other.config, (*_SAME, *(() if sliced else (_LAYERS,)))):
@@ -188,7 +194,8 @@ def sliced_config(
             path=models[0].path,
             hint="merge whole models; layers of such a model can't be renumbered",
         )
-    count, out = config.get(_LAYERS), {**config, _LAYERS: len(origins)}
+    count = config.get(_LAYERS)
+    out = {**config, _LAYERS: len(origins)}
     for key, value in config.items():
         if isinstance(value, list) and len(value) == count and type(count) is int:
             lists = [(configs[path] or {}).get(key, value) for path, _ in origins]
@@ -207,7 +214,8 @@ LIMIT = 256 << 20  # bytes; the largest real ones have some 30 MB
 def difference(first: Tree, other: Tree) -> str | None:
     """How the tokenizers of two models differ, in words; None where they don't, or where one of them has
     none."""
-    mine, theirs = _files(first), _files(other)
+    mine = _files(first)
+    theirs = _files(other)
     if not mine or not theirs:
         return None
     both = [name for name in mine if name in theirs]

@@ -10,7 +10,10 @@ from ckpt_tool.options.statement import OPTIONS, options_of
 from ckpt_tool.options.values import count, integer, number, numbers, text, words
 
 # next to the methods of arithmetic: tensors as they are, adapters folded, averages of the steps of a run
-UNION, LORA, AVERAGE, EMA = "union", "lora", "average", "ema"
+UNION = "union"
+LORA = "lora"
+AVERAGE = "average"
+EMA = "ema"
 NAMES = (UNION, LORA, *METHODS, AVERAGE, EMA)
 
 

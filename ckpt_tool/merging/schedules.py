@@ -23,7 +23,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import cos, pi, sqrt
 
-UNIFORM, EXPONENTIAL = "uniform", "ema"
+UNIFORM = "uniform"
+EXPONENTIAL = "ema"
 _CURVES: dict[str, Callable[[float], float]] = {
     "linear": lambda x: 1 - x,
     "cosine": lambda x: (1 + cos(pi * x)) / 2,

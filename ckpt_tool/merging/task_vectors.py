@@ -41,6 +41,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.merging.tiles import TILE, Doubles, Span, Tiled, WalkOutcome, floats, same, tiles
 from ckpt_tool.run.computed import Floats, Read
 
@@ -67,7 +68,8 @@ class Trim(NamedTuple):
             return []
         if self.kind == "largest":
             return [Ask(model, max(1, int(self.density * numel)), True)]
-        left, top = int(self.density * numel), int(self.gamma * numel)
+        left = int(self.density * numel)
+        top = int(self.gamma * numel)
         bottom = max(0, numel - left - top)
         return [Ask(model, count, False) for count in (bottom, bottom + left) if 0 < count < numel]
 
@@ -119,7 +121,8 @@ class TaskVectors(Tiled):
 
     def _crumbs(self, trim: Trim, cuts: Sequence[MagnitudeCut], bits: Bits, low: int) -> Flags:
         """Those among the smallest `bottom + left` and not among the smallest `bottom`."""
-        left, top = int(trim.density * self.numel), int(trim.gamma * self.numel)
+        left = int(trim.density * self.numel)
+        top = int(trim.gamma * self.numel)
         bottom = max(0, self.numel - left - top)
         if not left:
             return np.zeros(bits.shape, np.bool_)
@@ -189,7 +192,8 @@ class TaskVectors(Tiled):
         return made
 
     def _summed(self, parts: Sequence[Floats], weights: Sequence[np.float32]) -> Floats:
-        total, divisor = np.zeros(parts[0].shape, np.float32), np.float32(0)
+        total = np.zeros(parts[0].shape, np.float32)
+        divisor = np.float32(0)
         for part, weight in zip(parts, weights, strict=True):
             total += part
             divisor = divisor + weight
@@ -203,7 +207,8 @@ class TaskVectors(Tiled):
         for part in parts:
             total += part
         positive = total >= 0
-        mixed, divisor = np.zeros_like(total), np.zeros_like(total)
+        mixed = np.zeros_like(total)
+        divisor = np.zeros_like(total)
         for part, weight in zip(parts, weights, strict=True):
             flags = (part > 0) == positive
             flags &= part != 0
@@ -231,7 +236,8 @@ def stream(seed: int, model: int, name: str) -> Stream:
 
 def draws(key: Stream, low: int, high: int) -> Bits:
     """The numbers of elements [low, high), each of 32 uniform bits."""
-    first, last = low // _BLOCK, -(-high // _BLOCK)
+    first = low // _BLOCK
+    last = ceil_div(high, _BLOCK)
     generator = np.random.Philox(key=np.array(key, np.uint64), counter=np.array([first, 0, 0, 0], np.uint64))
     raw: np.ndarray[Any, np.dtype[np.uint64]] = generator.random_raw((last - first) * 4)
     return raw.astype("<u8", copy=False).view("<u4")[low - first * _BLOCK : high - first * _BLOCK]
@@ -270,7 +276,8 @@ Bits = np.ndarray[Any, np.dtype[np.uint32]]
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Deltas = Callable[[int, int], Iterator[Floats]]  # elements [low, high) of each model's task vector
-_HALF, _LOW = 16, 1 << 16
+_HALF = 16
+_LOW = 1 << 16
 _TOP = 1 << 15  # upper halves of 31 bits
 
 
@@ -319,7 +326,8 @@ class Selection:
     """What some Asks about one tensor find, found once."""
 
     def __init__(self, numel: int, asks: Sequence[Ask]) -> None:
-        self._numel, self._asks = numel, tuple(asks)
+        self._numel = numel
+        self._asks = tuple(asks)
         self._models = tuple(dict.fromkeys(ask.model for ask in asks))
         none: Counts = np.zeros((1, 1), np.int64)  # counts are added to it whatever their number
         nowhere: Counts = np.zeros((0, len(self._asks)), np.int64)
@@ -354,7 +362,8 @@ class Selection:
         found = []
         for (half, below), counts, ask in zip(halves, lower, self._asks, strict=True):
             rest, under = self._place(counts, self._rank(ask) - below)
-            equal, smaller = int(counts[rest]), below + under
+            equal = int(counts[rest])
+            smaller = below + under
             taken = ask.taken - (self._numel - smaller - equal if ask.largest else smaller)
             found.append(Threshold(half << _HALF | rest, taken, equal))
         return found

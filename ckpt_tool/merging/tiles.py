@@ -28,6 +28,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.run.computed import Array, Floats, Read, Recipe
 
 TILE = 1 << 16  # elements
@@ -40,7 +41,8 @@ def tiles(start: int, stop: int, row: int = 1) -> Iterator[tuple[int, int]]:
     row."""
     row = max(row, 1)
     step = max(TILE // row, 1) * row
-    low, end = start - start % row, stop + -stop % row
+    low = start - start % row
+    end = stop + -stop % row
     while low < end:
         yield low, min(low + step, end)
         low += step
@@ -60,7 +62,8 @@ _ROOMS = _Rooms()
 def rooms(numel: int) -> tuple[Doubles, Floats]:
     """This thread's working memory, fp64 and fp32, of `numel` elements; good until it asks again."""
     if _ROOMS.wide.size < numel:
-        _ROOMS.wide, _ROOMS.narrow = np.empty(numel, np.float64), np.empty(numel, np.float32)
+        _ROOMS.wide = np.empty(numel, np.float64)
+        _ROOMS.narrow = np.empty(numel, np.float32)
     return _ROOMS.wide[:numel], _ROOMS.narrow[:numel]
 
 
@@ -79,7 +82,8 @@ class Tiled(Recipe):
         out: Floats = np.empty(stop - start, np.float32)
         make = self.tile(read)
         for low, high in tiles(start, stop, self.row):
-            a, b = max(low, start), min(high, stop)
+            a = max(low, start)
+            b = min(high, stop)
             part = make(low, high)
             out[a - start : b - start] = part if (a, b) == (low, high) else part[a - low : b - low]
         return out
@@ -104,8 +108,10 @@ class WalkOutcome(Generic[T, P, R]):
     `empty` on; `finish` makes of the last one what is kept, so that a table of counts lives as long as its walk."""
 
     def __init__(self, numel: int, empty: T, join: Callable[[T, P], T]) -> None:
-        self._numel, self._sum, self._join = numel, empty, join
-        self._count = -(-numel // SEGMENT)
+        self._numel = numel
+        self._sum = empty
+        self._join = join
+        self._count = ceil_div(numel, SEGMENT)
         self._next = self._joined = 0
         self._parts: dict[int, P] = {}
         self._found: list[R] = []

@@ -201,7 +201,7 @@ def words_given(given: Mapping[str, Any], options: Mapping[str, Option]) -> list
     words: list[str] = []
     for keyword, value in given.items():
         option = options.get(keyword)
-        if option is None or value is None or option.kind in ("flag", "values", "pair", "count") and not value:
+        if option is None or value is None or (option.kind in ("flag", "values", "pair", "count") and not value):
             continue
         if option.kind in ("flag", "switch"):
             words += [option.names[0 if value else -1]] if value != option.default else []

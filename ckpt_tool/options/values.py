@@ -128,7 +128,8 @@ def size(value: int | str) -> int:
     )
     if match is None:
         raise BadValue(f"found {value!r}, want a size", hint="write it like 5GB, 512MiB or 1048576")
-    digits, unit = match[1], match[2].lower()
+    digits = match[1]
+    unit = match[2].lower()
     if unit not in _UNITS:
         decimal = f"{unit[0]}b" if unit[0] in "kmgt" else ""
         hint = (

@@ -42,7 +42,8 @@ def balanced(sizes: Sequence[int], stages: int) -> tuple[int, ...]:
 
 def _smallest_maximum(until: Sequence[int], stages: int) -> int:
     """The least size of the largest stage. until: bytes of the first n layers."""
-    low, high = 0, until[-1]
+    low = 0
+    high = until[-1]
     while low < high:
         most = (low + high) // 2
         if _stages_within(until, most, stages):
@@ -54,10 +55,12 @@ def _smallest_maximum(until: Sequence[int], stages: int) -> int:
 
 def _stages_within(until: Sequence[int], most: int, stages: int) -> bool:
     """Do all layers go into so many stages of at most `most` bytes? With fewer, some can be parted further."""
-    begun, used = 0, 1
+    begun = 0
+    used = 1
     for end in range(1, len(until)):
         if until[end] - until[end - 1] > most:
             return False
         if until[end] - until[begun] > most:
-            begun, used = end - 1, used + 1
+            begun = end - 1
+            used = used + 1
     return used <= stages

@@ -79,7 +79,8 @@ def _records(plan: Plan) -> Iterator[str]:
 
 
 def _moves(plan: Plan) -> Iterator[str]:
-    read, written = [file.identity[2] for file in plan.sources], [file.size for file in plan.outputs]
+    read = [file.identity[2] for file in plan.sources]
+    written = [file.size for file in plan.outputs]
     known = _Verdicts()
     for move in plan.moves:
         why = _sizes(move)
@@ -91,9 +92,11 @@ def _moves(plan: Plan) -> Iterator[str]:
 
 def _sizes(move: Move) -> str:
     """Do dtype, shape, numel and items agree?"""
-    dtype, out = move.dtype, move.dtype_out
+    dtype = move.dtype
+    out = move.dtype_out
     bits = prod(move.shape) * dtype.bits
-    item, item_out = max(1, dtype.bits // 8), max(1, out.bits // 8)
+    item = max(1, dtype.bits // 8)
+    item_out = max(1, out.bits // 8)
     if bits % 8 or move.numel * item * 8 != bits:
         return f"{move.numel} elements are not those of shape {list(move.shape)} in {dtype.name}"
     if move.order and (sorted(move.order) != list(range(len(move.shape))) or dtype.bits < 8):
@@ -184,7 +187,8 @@ def box_of(shape: Sequence[int], at: int, extents: Sequence[int], steps: Sequenc
     offset = [at // step % n for n, step in zip(shape, dims, strict=True)]
     if at != sum(o * step for o, step in zip(offset, dims, strict=True)):
         return None
-    size, dim = [1] * len(shape), len(shape)
+    size = [1] * len(shape)
+    dim = len(shape)
     for extent, step in reversed(list(zip(extents, steps, strict=True))):
         if extent < 2:  # runs along nothing: `collapse` leaves none
             return None
@@ -248,12 +252,13 @@ def _arrays(file: TargetFile, arrays: Sequence[Extent], filled: set[tuple[int, i
 
 def _patches(plan: Plan, number: int, hashed: set[int]) -> str:
     """Does every patch have its hole in the file and something that it is taken of?"""
-    file, arrays = plan.outputs[number], plan.arrays[number]
+    file = plan.outputs[number]
+    arrays = plan.arrays[number]
     for offset, kind, of, span in file.patches:
-        if offset + PATCH_BYTES[kind] > file.size or span is not None and sum(span) > file.size:
+        if offset + PATCH_BYTES[kind] > file.size or (span is not None and sum(span) > file.size):
             return "a patch leaves the file"
         known = {"digest": len(plan.moves), "sha256": len(plan.outputs), "crc32": len(arrays)}[kind]
-        if span is None and not 0 <= of < known or span is not None and kind != "crc32":
+        if (span is None and not 0 <= of < known) or (span is not None and kind != "crc32"):
             return f"a patch of kind {kind} is taken of number {of}, and there are {known}"
         if kind == "digest" and plan.moves[of].order:
             return "the digest of a tensor whose dims are moved in another order than their own"

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import Chunk
 from ckpt_tool.errors import InputError
 
@@ -55,7 +56,8 @@ class Region(NamedTuple):
     def row(self, index: int) -> Region:
         """What of it has that index along the first dim."""
         file, offset, at, extents, strides, steps, replica = self
-        offset, at = offset + index * strides[0], at + index * steps[0]
+        offset = offset + index * strides[0]
+        at = at + index * steps[0]
         return Region(file, offset, at, extents[1:], strides[1:], steps[1:], replica)
 
     def in_file_order(self) -> Region:
@@ -165,7 +167,8 @@ def box_region(
 ) -> Region:
     """The region of a row-major array of `stored` shape (default: the box's) at byte `offset` that holds `box`; with
     `strides` (elements) of one that lies otherwise."""
-    stored, strides = stored and tuple(stored), strides and tuple(strides)
+    stored = stored and tuple(stored)
+    strides = strides and tuple(strides)
     return Region(file, offset, *_form(tuple(shape), box, stored, strides, size, tuple(order)), replica)
 
 
@@ -227,10 +230,14 @@ def clip(region: Region, start: int, stop: int) -> Iterable[Region]:
     file, offset, at, extents, strides, steps, replica = region
     if start >= stop or not extents or len(extents) > 2:
         return _clip(offset, at, 0, region, start, stop)
-    rows, step, low, high = extents[0], steps[0], start - at, stop - 1 - at
+    rows = extents[0]
+    step = steps[0]
+    low = start - at
+    high = stop - 1 - at
     inner = (extents[1] - 1) * steps[1] if len(extents) == 2 else 0  # from the first to the last element of a row
-    first, end = max(0, -(-low // step)), min(rows, (high - inner) // step + 1)
-    if inner and (first > max(0, -(-(low - inner) // step)) or end < min(rows, high // step + 1)):
+    first = max(0, ceil_div(low, step))
+    end = min(rows, (high - inner) // step + 1)
+    if inner and (first > max(0, ceil_div(low - inner, step)) or end < min(rows, high // step + 1)):
         return _clip(offset, at, 0, region, start, stop)  # a row is parted
     if first >= end:
         return ()
@@ -239,7 +246,9 @@ def clip(region: Region, start: int, stop: int) -> Iterable[Region]:
 
 
 def _clip(offset: int, at: int, dim: int, region: Region, start: int, stop: int) -> Iterator[Region]:
-    extents, strides, steps = region.extents[dim:], region.strides[dim:], region.steps[dim:]
+    extents = region.extents[dim:]
+    strides = region.strides[dim:]
+    steps = region.steps[dim:]
     last = at
     for n, s in zip(extents, steps, strict=True):
         last += (n - 1) * s
@@ -248,11 +257,13 @@ def _clip(offset: int, at: int, dim: int, region: Region, start: int, stop: int)
     if at >= start and last < stop:
         yield Region(region.file, offset, at, extents, strides, steps, region.replica)
         return
-    step, stride, n = steps[0], strides[0], extents[0]
+    step = steps[0]
+    stride = strides[0]
+    n = extents[0]
     inner = last - at - (n - 1) * step  # the distance from the first to the last element of one row
-    first_whole = max(0, -(-(start - at) // step))
+    first_whole = max(0, ceil_div(start - at, step))
     end_whole = min(n, (stop - 1 - at - inner) // step + 1)
-    first_touched = max(0, -(-(start - at - inner) // step))
+    first_touched = max(0, ceil_div(start - at - inner, step))
     end_touched = min(n, (stop - 1 - at) // step + 1)
     end_whole = max(end_whole, first_whole)
     for i in range(first_touched, min(first_whole, end_touched)):
@@ -279,7 +290,7 @@ def intersect(source: Region, output: Region) -> Iterator[Copy]:
 
     Walks the output's innermost runs when both sides are strided; one copy where one side is a plain run.
     """
-    if not output.extents or len(output.extents) == 1 and output.steps == (1,):
+    if not output.extents or (len(output.extents) == 1 and output.steps == (1,)):
         for part in clip(source, *hull(output)):
             by = output.strides[0] if output.strides else 0
             yield Copy(
@@ -294,7 +305,7 @@ def intersect(source: Region, output: Region) -> Iterator[Copy]:
         return
     low, high = hull(source)
     length = hull(output.row(0))[1] - output.at
-    first = max(0, -(-(low - output.at - length + 1) // output.steps[0]))
+    first = max(0, ceil_div(low - output.at - length + 1, output.steps[0]))
     last = min(output.extents[0], (high - 1 - output.at) // output.steps[0] + 1)
     for i in range(first, last):
         yield from intersect(source, output.row(i))

@@ -267,7 +267,8 @@ def _unrolled(piece: Piece, shape: Shape) -> Iterator[tuple[Box, int, Shape]]:
     for axis, (n, d, s) in enumerate(zip(piece.ext, piece.dst.strides, piece.src.strides, strict=True)):
         dim = next(k for k, step in enumerate(steps) if shape[k] > 1 and d >= step)
         axes[dim].append((d // steps[dim], s, n, axis))
-    extents, strides = [1] * len(shape), list(contiguous_strides(shape))
+    extents = [1] * len(shape)
+    strides = list(contiguous_strides(shape))
     for dim, found in enumerate(axes):
         found.sort()
         for index, (step, source, n, axis) in enumerate(found):
@@ -278,7 +279,8 @@ def _unrolled(piece: Piece, shape: Shape) -> Iterator[tuple[Box, int, Shape]]:
             else:
                 yield from (box for k in range(n) for box in _unrolled(compact(narrow(piece, axis, k, k + 1)), shape))
                 return
-    offset, rest = [], piece.dst.offset
+    offset = []
+    rest = piece.dst.offset
     for step in steps:
         offset.append(rest // step)
         rest %= step

@@ -54,7 +54,9 @@ FileNumber = Callable[[int, str], int]  # (source, path) -> number of the plan's
 
 def output_region(array: TargetArray, item: WantedTensor, file: int, order: Sequence[int] = ()) -> Region:
     """The region of an array of the target in its file number `file`; order: of the line's dims."""
-    line, box, size = item.shape, array.box, item.dtype.bits // 8
+    line = item.shape
+    box = array.box
+    size = item.dtype.bits // 8
     if not size:
         if array.strides not in (None, contiguous_strides(array.box.shape)):
             refuse_strides(item.dtype, str(item.key))
@@ -135,7 +137,8 @@ def _corners(region: Region, move: Move) -> list[tuple[int, int]]:
 
 def box_of(region: Region, move: Move) -> Box | None:
     """The box of the tensor that a region holds, None for one that is no box of it."""
-    shape, bits = move.shape, move.dtype.bits
+    shape = move.shape
+    bits = move.dtype.bits
     if not shape or region.numel == move.numel:
         return whole(shape)
     per_byte = 8 // bits if bits < 8 else 1  # a line of less than bytes is one of bytes (`plan.copy.byte_view`)
@@ -143,7 +146,8 @@ def box_of(region: Region, move: Move) -> Box | None:
     if not line:
         return None
     spans = [line[move.order.index(dim)] for dim in range(len(shape))] if move.order else line
-    offset, extents = [first for first, _ in spans], [last - first + 1 for first, last in spans]
+    offset = [first for first, _ in spans]
+    extents = [last - first + 1 for first, last in spans]
     return Box((*offset[:-1], offset[-1] * per_byte), (*extents[:-1], extents[-1] * per_byte))
 
 
@@ -153,10 +157,12 @@ def _spans(region: Region, shape: Sequence[int]) -> list[tuple[int, int]]:
     if 0 in region.extents:
         return []
     low, end = hull(region)
-    high, spans = end - 1, list[tuple[int, int]]()
+    high = end - 1
+    spans = list[tuple[int, int]]()
     for extent in reversed(shape):
         spans.append((low % extent, high % extent))
-        low, high = low // extent, high // extent
+        low = low // extent
+        high = high // extent
     is_box = all(a <= b for a, b in spans) and prod(b - a + 1 for a, b in spans) == region.numel
     return spans if is_box else []
 
@@ -173,7 +179,10 @@ class LaterMoves(Moves):
         *,
         first_replica: bool = False,
     ) -> None:
-        self._stored, self._wanted, self._places, self._number = stored, wanted, places, file_number
+        self._stored = stored
+        self._wanted = wanted
+        self._places = places
+        self._number = file_number
         self._first = first_replica
 
     def first_replicas(self) -> LaterMoves:
@@ -205,7 +214,8 @@ class LaterMoves(Moves):
 
     def check(self) -> None:
         """Raise what making any of the moves would raise."""
-        every, stored = self._wanted.tensors, self._stored
+        every = self._wanted.tensors
+        stored = self._stored
         apart = map(ne, map(_SHAPE, stored), map(_ITEM_SHAPE, every))
         small = map(gt, repeat(8), map(min, map(_BITS, stored), map(_ITEM_BITS, every)))
         for number in compress(range(len(stored)), map(or_, apart, small)):
@@ -262,7 +272,8 @@ class LaterMoves(Moves):
         total = sum(count * sizes[group] for group, (count, _) in self._places.groups().items())
         known: dict[tuple[object, ...], int] = {}
         for index in self._several:
-            group, tensor = self._places.group(index), self._stored[index].tensor
+            group = self._places.group(index)
+            tensor = self._stored[index].tensor
             key = (group, *((chunk.box, chunk.replica) for chunk in tensor.chunks))
             if key not in known:
                 known[key] = count_copies([self._alike(index)])

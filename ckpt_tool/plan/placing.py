@@ -145,7 +145,8 @@ class _Name(NamedTuple):
 
 
 def _numbered(name: str) -> _Name:
-    layer, expert = _LAYER.search(name), _EXPERT.search(name)
+    layer = _LAYER.search(name)
+    expert = _EXPERT.search(name)
     if expert is None:
         return _Name(None, None, name) if layer is None else _Name(int(layer[1]), None, _without(name, layer.span(1)))
     if layer is None:
@@ -172,7 +173,10 @@ class _Deciding:
     def __init__(
         self, wishes: Wishes, stages: Mapping[str, int], experts: Mapping[str, int], names: Mapping[str, _Name]
     ) -> None:
-        self.wishes, self.stages, self.experts, self.names = wishes, stages, experts, names
+        self.wishes = wishes
+        self.stages = stages
+        self.experts = experts
+        self.names = names
         self.sources: dict[str, None] = {}
         self._wishes: dict[tuple[Any, ...], _Wish] = {}
         self._placements: dict[tuple[Any, ...], Placement] = {}
@@ -208,14 +212,16 @@ class _Deciding:
             alike = (found.alike, found.expert is None, self._kind(state), len(shape), self.wishes.cuts.get(name))
             if alike not in self._wishes:
                 self._wishes[alike] = _wish(name, state, shape, self.wishes, self.stages, self.experts)[1]
-            at, wish = _at(name, self.stages, self.experts), self._wishes[alike]
+            at = _at(name, self.stages, self.experts)
+            wish = self._wishes[alike]
         self.sources[wish.source] = None
         return self._decided(shape, wish, at)
 
     def _joint(self, name: str, units: Units) -> Placement:
         """Where codes or scales of a quantised weight lie: as the weight is cut, in whole blocks, shared where they
         serve all pieces. The policies that cut unevenly fall back as the default does."""
-        lead, found = units.lead, self.names[units.lead]
+        lead = units.lead
+        found = self.names[units.lead]
         by_rule = any(fnmatchcase(lead, rule.match) for rule in self.wishes.rules)
         alike = (found.alike, found.expert is None, units.whole, self.wishes.cuts.get(lead), lead if by_rule else "")
         if alike not in self._wishes or self.wishes.rules:
@@ -265,7 +271,7 @@ def _wish(
     cut: dict[int, list[str]] = {}
     data: list[str] = []
     source = "replicated"
-    if not expert and mesh["tp"] > 1 or expert and mesh["tp"] > 1 and mesh["etp"] == 1:
+    if (not expert and mesh["tp"] > 1) or (expert and mesh["tp"] > 1 and mesh["etp"] == 1):
         dim, source = _tensor_parallel_dim(name, shape, wishes)
         if dim is not None:
             cut.setdefault(dim, []).append("tp")

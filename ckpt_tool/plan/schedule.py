@@ -107,10 +107,12 @@ def _check_paths(target: Target, wanted: Wanted) -> None:
 
 def _extents(file: TargetFile, wanted: Wanted) -> list[Extent]:
     """The file's arrays, from the first to the last byte of each."""
-    every, out = wanted.tensors, list[Extent]()
+    every = wanted.tensors
+    out = list[Extent]()
     known: dict[tuple[object, ...], int] = {}  # layers and experts repeat
     for array in file.arrays:
-        item, box = every[array.tensor], array.box
+        item = every[array.tensor]
+        box = array.box
         kind = item.dtype.bits, box.shape, array.shape, array.strides
         reach = known.get(kind)
         if reach is None:
@@ -234,11 +236,14 @@ def grain(move: Move, most: int) -> int:
 
 def _parts(spans: Sequence[tuple[int, int, int]], numel: int) -> Iterator[tuple[int, int, frozenset[int]]]:
     """Group overlapping hulls: each group is one part with the files of its members."""
-    start, stop, files = 0, 0, set[int]()
+    start = 0
+    stop = 0
+    files = set[int]()
     for low, high, file in spans:
         if low >= stop and files:
             yield start, stop, frozenset(files)
-            start, files = stop, set()
+            start = stop
+            files = set()
         stop = max(stop, high)
         files.add(file)
     yield start, max(stop, numel), frozenset(files)

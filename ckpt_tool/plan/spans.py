@@ -38,7 +38,8 @@ def comb_of(offset: int, extents: Sequence[int], strides: Sequence[int], item: i
 
     offset, strides, item: bytes; extents: elements.
     """
-    width, pitch = item, 0
+    width = item
+    pitch = 0
     for extent, stride in sorted(zip(extents, strides, strict=True), key=lambda dim: dim[1]):
         if extent == 1:
             continue
@@ -69,7 +70,8 @@ def first_clash(spans: Iterable[Span]) -> Span | None:
     ordered = sorted(spans, key=itemgetter(0, 1))
     if all(a.stop <= b.start for a, b in pairwise(ordered)) and not any(span.comb for span in ordered):
         return None
-    end, teeth = 0, _Teeth(0)
+    end = 0
+    teeth = _Teeth(0)
     for span in ordered:
         if span.start >= end:
             teeth = _Teeth(span.comb.pitch if span.comb else 0)

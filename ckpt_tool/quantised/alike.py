@@ -79,7 +79,9 @@ class Alike:
 
     def like(self, names: Iterable[str]) -> dict[str, TensorKind]:
         """All tensors of the modules that are like those of `names`, in the order of the blocks."""
-        wanted, kinds, classes = {self._place(name)[0] for name in names}, self.kinds(), self._classes
+        wanted = {self._place(name)[0] for name in names}
+        kinds = self.kinds()
+        classes = self._classes
         return {
             _text(name): kinds[number]
             for column, numbers in self._columns()

@@ -19,7 +19,8 @@ from ckpt_tool.sources.chosen import Chosen, Conversion, with_computed
 if TYPE_CHECKING:
     from ckpt_tool.run.computed import Recipe
 
-LEFT, NO_WAY = "E1706", "E1707"
+LEFT = "E1706"
+NO_WAY = "E1707"
 
 
 def refuse_blocks(chosen: Chosen, job: Conversion) -> None:
@@ -28,7 +29,7 @@ def refuse_blocks(chosen: Chosen, job: Conversion) -> None:
 
     coded = [row.tensor for row in chosen.stored if row.tensor.dtype.coded]
     big = any(is_big(tensor.dtype) for tensor in coded)
-    if not coded or job.fmt.holds.blocks and job.dialect in (chosen.home, "keep") and not big:
+    if not coded or (job.fmt.holds.blocks and job.dialect in (chosen.home, "keep") and not big):
         return
     first = coded[0]
     what = "of big-endian numbers" if big else f"quantised, {first.key.name} as {first.dtype.name}"
@@ -95,7 +96,8 @@ def as_blocks(chosen: Chosen, job: Conversion) -> Chosen:
     rows = [row for row in chosen.stored if row.tensor.key in wanted and not row.tensor.dtype.coded]
     recipes = []
     for row in rows:
-        key, shape = row.tensor.key, row.tensor.shape
+        key = row.tensor.key
+        shape = row.tensor.shape
         dtype = wanted[key]
         items = (*shape[:-1], shape[-1] // dtype.block)
         recipes.append(BlocksOfFloats(key, items, (chosen.input(row),), f"GGUF {dtype.name}", dtype))

@@ -26,6 +26,7 @@ import numpy as np
 from ckpt_tool.compiled.library import BLOCKS, FLOATS, KINDS, ready
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.installation import install_command
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.gguf.types import NO_FLOATS, GgufType, is_big, kind_of
 from ckpt_tool.quantised.codes import Array, Floats, not_finite, widened
@@ -65,12 +66,14 @@ class FloatsOfBlocks(Recipe):
             self._make(read, offset // 4, np.frombuffer(out, np.float32))
 
     def rounded(self, read: Read, lend: Lend, start: int, stop: int, out: tuple[Array, str]) -> bool:
-        dtype, made = self.inputs[0].tensor.dtype, out[0]
+        dtype = self.inputs[0].tensor.dtype
+        made = out[0]
         kind = kind_of(dtype)
         library = ready(4 * (stop - start)) if kind.name in FLOATS and out[1] in KINDS else None
         if library is None:
             return False
-        low, high = start // kind.elements, -(-stop // kind.elements)
+        low = start // kind.elements
+        high = ceil_div(stop, kind.elements)
         whole = (high - low) * kind.elements == stop - start
         room = made if whole else np.empty((high - low) * kind.elements, made.dtype)
         items = lend(0, low, high)[0].reshape(high - low, kind.nbytes)
@@ -82,14 +85,18 @@ class FloatsOfBlocks(Recipe):
 
     def _make(self, read: Read, start: int, out: Floats) -> None:
         """out: elements of the line from `start` on."""
-        dtype, stop = self.inputs[0].tensor.dtype, start + len(out)
+        dtype = self.inputs[0].tensor.dtype
+        stop = start + len(out)
         kind = kind_of(dtype)
         step = max(_TILE // kind.elements, 1)
-        low, high = start // kind.elements, -(-stop // kind.elements)
+        low = start // kind.elements
+        high = ceil_div(stop, kind.elements)
         for first in range(low, high, step):
-            last, at = min(first + step, high), first * kind.elements - start
+            last = min(first + step, high)
+            at = first * kind.elements - start
             items = read(0, first, last).view(np.uint8).reshape(last - first, kind.nbytes)
-            begin, end = max(-at, 0), min((last - first) * kind.elements, stop - start - at)
+            begin = max(-at, 0)
+            end = min((last - first) * kind.elements, stop - start - at)
             _floats(kind, _turned(kind, items) if is_big(dtype) else items, begin, out[at + begin : at + end])
 
     @property
@@ -113,7 +120,8 @@ class BlocksOfFloats(ExactRecipe):
 
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
         kind = kind_of(self.as_dtype)
-        low, high = offset // kind.nbytes, -(-(offset + nbytes) // kind.nbytes)
+        low = offset // kind.nbytes
+        high = ceil_div(offset + nbytes, kind.nbytes)
         found = np.empty((high - low) * kind.nbytes, np.uint8).data
         self.fill(read, low * kind.nbytes, found)
         return found[offset - low * kind.nbytes :][:nbytes]
@@ -123,7 +131,8 @@ class BlocksOfFloats(ExactRecipe):
         if offset % kind.nbytes or len(out) % kind.nbytes:
             super().fill(read, offset, out)
             return
-        low, found = offset // kind.nbytes, np.frombuffer(out, np.uint8).reshape(-1, kind.nbytes)
+        low = offset // kind.nbytes
+        found = np.frombuffer(out, np.uint8).reshape(-1, kind.nbytes)
         step = max(_TILE // kind.elements, 1)
         for at in range(0, len(found), step):
             some = found[at : at + step]
@@ -133,19 +142,22 @@ class BlocksOfFloats(ExactRecipe):
     def _make(self, kind: GgufType, line: Array, block: int, out: Bytes) -> None:
         """out: (blocks, bytes of one), from number `block` on. What compiled code leaves to the library goes there with
         few neighbours. Raises InconsistentCheckpoint E2720 for a value that is no finite number."""
-        dtype, step = self.inputs[0].tensor.dtype, len(out)
+        dtype = self.inputs[0].tensor.dtype
+        step = len(out)
         library = ready(line.nbytes) if dtype.name in KINDS and kind.name in BLOCKS else None
         if library is not None:
             if library.blocks((line, dtype.name), kind.name, out):
                 return
             step = _FEW
         for first in range(0, len(out), step):
-            some, part = out[first : first + step], line[first * kind.elements : (first + step) * kind.elements]
+            some = out[first : first + step]
+            part = line[first * kind.elements : (first + step) * kind.elements]
             if library is None or not library.blocks((part, dtype.name), kind.name, some):
                 floats = widened(part, dtype)
                 finite = np.isfinite(floats)
                 if not finite.all():
-                    at, tensor = (block + first) * kind.elements + int(np.argmin(finite)), self.inputs[0].tensor
+                    at = (block + first) * kind.elements + int(np.argmin(finite))
+                    tensor = self.inputs[0].tensor
                     index = [int(i) for i in np.unravel_index(at, tensor.shape)]
                     raise not_finite(str(tensor.key), index, "--gguf-type bf16 keeps it")
                 some[...] = _blocks(kind, floats).reshape(some.shape)

@@ -18,6 +18,7 @@ from math import prod
 
 import numpy as np
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats.state_dict.coded import part_of, shape_of_codes
@@ -40,7 +41,8 @@ class Coded(Recipe):
     block: int
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
-        first, last = start * self.bits // 8, -(-stop * self.bits // 8)
+        first = start * self.bits // 8
+        last = -(-stop * self.bits // 8)
         codes = read(0, first, last).view(np.uint8)
         if self.bits == 4:
             codes = np.stack([codes >> 4, codes & 15], axis=1).reshape(-1)[start - 2 * first :][: stop - start]
@@ -49,7 +51,8 @@ class Coded(Recipe):
             table[: 1 << self.bits] = read(2, 0, 1 << self.bits)
         else:
             table = of_bytes(self.inputs[0].tensor.dtype)
-        low, high = start // self.block, -(-stop // self.block)
+        low = start // self.block
+        high = ceil_div(stop, self.block)
         scale = self.inputs[1].tensor
         scales = np.repeat(as_floats(read(1, low, high), scale.dtype, str(scale.key)), self.block)
         with np.errstate(all="ignore"):
@@ -83,9 +86,10 @@ def _recipe(key: TensorKey, parts: dict[str, LogicalTensor], source: Tree) -> Co
             hint="fetch the whole checkpoint, or take all states of the optimizer along",
         )
     shape = shape_of_codes(codes.shape, qmap.shape if qmap is not None else None)
-    blocks, numel = prod(scale.shape), prod(shape)
+    blocks = prod(scale.shape)
+    numel = prod(shape)
     bits = 4 if shape != codes.shape else 8
-    if not blocks or numel % blocks or qmap is not None and qmap.shape != (1 << bits,):
+    if not blocks or numel % blocks or (qmap is not None and qmap.shape != (1 << bits,)):
         raise InconsistentCheckpoint(
             f"scales of shape {list(scale.shape)} for a state of shape {list(shape)}",
             code=SCALES,

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.quantised.weights import TILE
 from ckpt_tool.run.compute import looked_up, numpy_type
@@ -59,7 +60,8 @@ def two_a_byte(values: tuple[float, ...]) -> np.ndarray[Any, np.dtype[np.uint64]
 @cache
 def _pairs(values: bytes) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """The same by the bits of the values: tuples that differ in the sign of a zero are equal."""
-    half, every = np.frombuffer(values, np.float32), np.arange(256)
+    half = np.frombuffer(values, np.float32)
+    every = np.arange(256)
     return np.ascontiguousarray(np.stack([half[every & 15], half[every >> 4]], axis=1)).view(np.uint64).reshape(256)
 
 
@@ -75,7 +77,8 @@ def unpacked(words: np.ndarray[Any, np.dtype[np.uint8]], bits: int, skip: int, c
     """
     if bits == 8:
         return words[:, skip // 8 : skip // 8 + count].astype(np.float32) - np.float32(128)
-    low, high = skip // 8, -(-(skip + count * bits) // 8)
+    low = skip // 8
+    high = ceil_div(skip + count * bits, 8)
     if bits == 4:
         pairs = halves(INT4, words[:, low:high].reshape(-1)).reshape(len(words), -1)
         first = skip // 4 - 2 * low
@@ -89,7 +92,8 @@ def unpacked(words: np.ndarray[Any, np.dtype[np.uint8]], bits: int, skip: int, c
 # -- scales ------------------------------------------------------------------------------------------------------------
 
 
-NAN, NOT_FINITE = "E1463", "E2720"
+NAN = "E1463"
+NOT_FINITE = "E2720"
 Numbers = np.ndarray[Any, np.dtype[np.intp]]
 
 
@@ -104,7 +108,8 @@ class Rectangle(NamedTuple):
 
 def rectangles(start: int, stop: int, columns: int) -> Iterator[Rectangle]:
     """Elements [start, stop) of a row-major line as at most three rectangles, each of whole rows or within one."""
-    first, last = start // columns, (stop - 1) // columns
+    first = start // columns
+    last = (stop - 1) // columns
     if first == last:
         yield Rectangle(first, first + 1, start - first * columns, stop - first * columns)
         return
@@ -143,8 +148,10 @@ class ScaleGrid:
         height, width = self.block
         rows = np.arange(where.low, where.high)
         taken = rows // self.rows * self.step + rows % self.rows // height
-        low, high = int(taken[0]), int(taken[-1]) + 1
-        first, last = where.left // width, -(-where.right // width)
+        low = int(taken[0])
+        high = int(taken[-1]) + 1
+        first = where.left // width
+        last = ceil_div(where.right, width)
         if self.tiles:
             stored = self._of_tiles(read, low, high)[:, first:last]
         elif high - low == 1:
@@ -161,8 +168,9 @@ class ScaleGrid:
 
     def _of_tiles(self, read: Read, low: int, high: int) -> np.ndarray[Any, np.dtype[Any]]:
         """Rows [low, high) of scales that lie in tiles: (32, 4, 4) of row mod 32, row div 32, column."""
-        (height, width), across = TILE, -(-self.columns // TILE[1])
-        first, last = low // height, -(-high // height)
+        (height, width), across = TILE, ceil_div(self.columns, TILE[1])
+        first = low // height
+        last = ceil_div(high, height)
         size = across * height * width
         tiles = read(self.input, first * size, last * size).reshape(last - first, across, 32, height // 32, width)
         rows = tiles.transpose(0, 3, 2, 1, 4).reshape((last - first) * height, across * width)

@@ -21,6 +21,7 @@ from math import prod
 import numpy as np
 
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.quantised.codes import Array, Floats, Rectangle, not_finite, rectangles
 from ckpt_tool.quantised.figures import GRAIN, Figures
@@ -140,7 +141,8 @@ class _OfFloats(ExactRecipe):
 
     def read_values(self, read: Read, start: int, stop: int) -> Values:
         """Elements [start, stop) of the line, rounded as they are to be first."""
-        line, tensor = self._line(read, start, stop), self.inputs[0].tensor
+        line = self._line(read, start, stop)
+        tensor = self.inputs[0].tensor
         if self.floats == tensor.dtype:
             return Values(line, tensor.dtype)
         rounded, _ = cast(line.view(np.uint8).data, tensor.dtype, self.floats)
@@ -155,7 +157,8 @@ class _OfFloats(ExactRecipe):
         while start < stop:
             matrix, row = divmod(start // columns, rows)
             first = row // each * each
-            last, base = min(first + each, rows), (matrix * rows + first) * columns
+            last = min(first + each, rows)
+            base = (matrix * rows + first) * columns
             panel = self._panel(read, matrix, first, last)
             parts.append(panel[start - base : min(stop - base, len(panel))])
             start += len(parts[-1])
@@ -163,7 +166,8 @@ class _OfFloats(ExactRecipe):
 
     def _panel(self, read: Read, matrix: int, first: int, last: int) -> Array:
         """Rows [first, last) of a turned matrix: columns of the stored one."""
-        place, kept = (self.key, matrix, first), self.kept.panel
+        place = (self.key, matrix, first)
+        kept = self.kept.panel
         if kept is None or kept[0] != place:
             rows, columns = self.matrix[-2:]
             base = matrix * rows * columns
@@ -195,7 +199,8 @@ class _OfFloats(ExactRecipe):
         columns, (start, stop) = self.columns, self.band(band)
         few = (stop - start) * self.floats.bits // 8 <= _BAND
         step = stop - start if few else max(_TILE // columns, 1) * columns
-        parts, values = list[Floats](), None
+        parts = list[Floats]()
+        values = None
         for at in range(start, stop, step):
             values = self.read_values(read, at, min(at + step, stop))
             parts.append(self.checked(largest(values, columns, self.width, of_all=True), values, at)[0])
@@ -207,12 +212,12 @@ class _OfFloats(ExactRecipe):
     def blocks(self) -> int:
         """Of the whole tensor."""
         *before, rows, columns = self.matrix
-        return prod(before) * -(-rows // self.height) * -(-columns // self.width)
+        return prod(before) * ceil_div(rows, self.height) * ceil_div(columns, self.width)
 
     def band(self, number: int) -> tuple[int, int]:
         """The elements of a band."""
         rows = self.matrix[-2]
-        each = -(-rows // self.height)
+        each = ceil_div(rows, self.height)
         matrix, here = divmod(number, each)
         low = matrix * rows + here * self.height
         return low * self.columns, min(low + self.height, (matrix + 1) * rows) * self.columns
@@ -229,7 +234,8 @@ class _OfFloats(ExactRecipe):
 
     def _largest(self, read: Read) -> Floats:
         """The largest magnitude of the whole tensor."""
-        numel, step = self.inputs[0].tensor.numel, max(_TILE // self.width, 1) * self.width
+        numel = self.inputs[0].tensor.numel
+        step = max(_TILE // self.width, 1) * self.width
         tiles = ((at, min(at + step, numel)) for at in range(0, numel, step))
         sizes = [self.sizes(self.read_values(read, *tile), tile[0]).max(keepdims=True) for tile in tiles]
         found: Floats = np.maximum.reduce(sizes)
@@ -242,7 +248,8 @@ class Scales(_OfFloats):
 
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
         item = self.as_dtype.bits // 8
-        first, last = offset // item, -(-(offset + nbytes) // item)
+        first = offset // item
+        last = ceil_div(offset + nbytes, item)
         sizes = np.concatenate([*self._sizes(read, first, last)])
         scales = scales_of(sizes, self.scheme, self.scales, self.factor(read))
         made = np.ascontiguousarray(scales).view(np.uint8)
@@ -273,7 +280,8 @@ class Codes(_OfFloats):
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
         per_byte = 8 // self.scheme.bits
         step = per_byte * (self.as_dtype.bits // 8)  # elements of an item
-        start, stop = offset * per_byte // step * step, -(-(offset + nbytes) * per_byte // step) * step
+        start = offset * per_byte // step * step
+        stop = -(-(offset + nbytes) * per_byte // step) * step
         codes = np.empty(stop - start, np.uint8)
         self._make(read, start, codes)
         return packed(codes, self.scheme)[offset - start // per_byte :][:nbytes].data
@@ -300,27 +308,34 @@ class Codes(_OfFloats):
 
     def _of_groups(self, read: Read, start: int, stop: int, out: Bytes) -> Error:
         """Blocks are parts of the line: it is seen as rows of one block each."""
-        width, error = self.width, Error()
-        low, high = start // width, -(-stop // width)
+        width = self.width
+        error = Error()
+        low = start // width
+        high = ceil_div(stop, width)
         values = self.read_values(read, low * width, high * width)
         divisors = self.divisors(read, self.sizes(values, low * width)).reshape(-1, 1)
         for where in rectangles(start - low * width, stop - low * width, width):
             place = ValuePlace(where.right - where.left, where.left, width)
-            first, last = where.low * width + where.left, (where.high - 1) * width + where.right
-            some, at = divisors[where.low : where.high], low * width - start
+            first = where.low * width + where.left
+            last = (where.high - 1) * width + where.right
+            some = divisors[where.low : where.high]
+            at = low * width - start
             error += codes_of(values.part(first, last), place, some, self.scheme, out[at + first : at + last])
         return error
 
     def _of_bands(self, read: Read, start: int, stop: int, out: Bytes) -> Error:
         """Blocks are of several rows: rectangle by rectangle of each band."""
-        error, rows, begin = Error(), self.matrix[-2], start
-        each = -(-rows // self.height)
+        error = Error()
+        rows = self.matrix[-2]
+        begin = start
+        each = ceil_div(rows, self.height)
         while start < stop:
             matrix, row = divmod(start // self.columns, rows)
             band = matrix * each + row // self.height
             end = min(self.band(band)[1], stop)
             for where in rectangles(start, end, self.columns):
-                first, last = where.low * self.columns + where.left, (where.high - 1) * self.columns + where.right
+                first = where.low * self.columns + where.left
+                last = (where.high - 1) * self.columns + where.right
                 error += self._rectangle(read, band, where, out[first - begin : last - begin])
             start = end
         return error
@@ -334,11 +349,12 @@ class Codes(_OfFloats):
         values = values.part(first - base, last - base) if values else self.read_values(read, first, last)
         left = where.left // self.width
         place = ValuePlace(where.right - where.left, where.left - left * self.width, self.width)
-        return codes_of(values, place, divisors[None, left : -(-where.right // self.width)], self.scheme, out)
+        return codes_of(values, place, divisors[None, left : ceil_div(where.right, self.width)], self.scheme, out)
 
     def _band(self, read: Read, number: int) -> tuple[Floats, Values | None]:
         """(what the values of its blocks are divided by, those values where they are few)."""
-        place, kept = (self.key, number), self.kept.band
+        place = (self.key, number)
+        kept = self.kept.band
         if kept is None or kept[0] != place:
             sizes, values = self.band_sizes(read, number)
             kept = self.kept.band = (place, self.divisors(read, sizes), values)

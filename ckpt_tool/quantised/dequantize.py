@@ -43,7 +43,10 @@ if TYPE_CHECKING:
     from ckpt_tool.storage.source import Tree
 
 OPTION = "--dequantize"
-LACKING, MISFIT, UNKNOWN, NOTHING = "E1460", "E1461", "E1464", "E2403"
+LACKING = "E1460"
+MISFIT = "E1461"
+UNKNOWN = "E1464"
+NOTHING = "E2403"
 _VOCABULARY = re.compile(r"embed|lm_head|wte|output\.weight")  # whose rows a trainer may pad
 _MOST_TEXT = 4096  # bytes; bitsandbytes writes 80 to 300
 _CONFIGURED = ("dtype", "torch_dtype")
@@ -74,8 +77,10 @@ def dequantized(chosen: Chosen, job: Conversion) -> Chosen:
     from ckpt_tool.quantised.floats import States, states
 
     rows = [row for row in chosen.stored if row.source == 0]
-    own, tree = [row.tensor for row in rows], chosen.sources[0].tree
-    paddle, torchao = states(own, tree), coded_states(own, tree)
+    own = [row.tensor for row in rows]
+    tree = chosen.sources[0].tree
+    paddle = states(own, tree)
+    torchao = coded_states(own, tree)
     moments = States((*paddle.recipes, *torchao.recipes), paddle.used | torchao.used)
     config = model_config(chosen)
     tensors = {row.tensor.key.name: row.tensor for row in rows if row.tensor.key.state == MODEL}

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from math import sqrt
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.quantised.nearest import Error
 
 GRAIN = 1 << 18  # elements
@@ -24,7 +25,9 @@ class Figures:
     """Those of one weight. lead: the tensor that holds its codes. For many threads."""
 
     def __init__(self, name: str, lead: str, numel: int) -> None:
-        self.name, self.lead, self.numel = name, lead, numel
+        self.name = name
+        self.lead = lead
+        self.numel = numel
         self._grains: dict[int, Error] = {}
         self._total: Error | None = None
         self._lock = threading.Lock()
@@ -36,14 +39,14 @@ class Figures:
         with self._lock:
             if self._total is None:
                 self._grains[start // GRAIN] = error
-                if len(self._grains) == -(-self.numel // GRAIN):
+                if len(self._grains) == ceil_div(self.numel, GRAIN):
                     self._total = sum((self._grains[n] for n in sorted(self._grains)), Error())
                     self._grains.clear()
 
     def missing(self) -> Iterator[tuple[int, int]]:
         """The grains that are not noted yet."""
         if self._total is None:
-            for number in range(-(-self.numel // GRAIN)):
+            for number in range(ceil_div(self.numel, GRAIN)):
                 if number not in self._grains:
                     yield number * GRAIN, min((number + 1) * GRAIN, self.numel)
 

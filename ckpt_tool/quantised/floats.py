@@ -40,6 +40,7 @@ import numpy as np
 
 from ckpt_tool.core.box import contiguous_strides, whole
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, Path, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats.paddle import quant
@@ -112,8 +113,11 @@ class Weight(Recipe):
 
     def _decoded(self, read: Read, where: Rectangle) -> Floats:
         """The codes of a rectangle as floats."""
-        rows, count, columns = where.high - where.low, where.right - where.left, self.shape[-1] if self.shape else 1
-        first, last = where.low * columns + where.left, (where.high - 1) * columns + where.right
+        rows = where.high - where.low
+        count = where.right - where.left
+        columns = self.shape[-1] if self.shape else 1
+        first = where.low * columns + where.left
+        last = (where.high - 1) * columns + where.right
         if self.codes == BYTES:
             return looked_up(of_bytes(self.packed), read(0, first, last).view(np.uint8)).reshape(rows, count)
         if self.codes == WORDS:
@@ -123,7 +127,7 @@ class Weight(Recipe):
             words = read(0, where.low * wide + low, (where.high - 1) * wide + high).view(np.uint8).reshape(rows, -1)
             return unpacked(words, self.bits, where.left * self.bits - 32 * low, count)
         low = first // 2
-        pairs = halves(self.fours, read(0, low, -(-last // 2)).view(np.uint8))
+        pairs = halves(self.fours, read(0, low, ceil_div(last, 2)).view(np.uint8))
         return pairs[first - 2 * low : last - 2 * low].reshape(rows, count)
 
     def _zeros(self, read: Read, where: Rectangle, grid: ScaleGrid) -> tuple[Floats, Numbers]:
@@ -135,11 +139,14 @@ class Weight(Recipe):
                 raise _fault(grid.name, "zero points that are no integers")
             return zeros, taken
         rows = np.arange(where.low, where.high)
-        bits, columns, here = self.bits, grid.columns, rows % grid.rows
+        bits = self.bits
+        columns = grid.columns
+        here = rows % grid.rows
         found: list[Floats] = []
         for matrix in np.unique(rows // grid.rows):
             inside = here[rows // grid.rows == matrix]
-            low, high = int(inside[0]) * bits // 32, -(-(int(inside[-1]) + 1) * bits // 32)
+            low = int(inside[0]) * bits // 32
+            high = -(-(int(inside[-1]) + 1) * bits // 32)
             base = int(matrix) * self.packed_zero
             words = read(grid.input, (base + low) * columns, (base + high) * columns).reshape(high - low, columns)
             stream = np.ascontiguousarray(words.T).view(np.uint8)
@@ -174,18 +181,22 @@ def recipe(
         from ckpt_tool.quantised.tabled import bytes_127, tabled
 
         return (tabled if weight.codes == TABLED else bytes_127)(weight, key, of, numbers)
-    lead, dtype = of[weight.lead], of[weight.lead].tensor.dtype
-    inputs, shape = [lead], weight.shape
+    lead = of[weight.lead]
+    dtype = of[weight.lead].tensor.dtype
+    inputs = [lead]
+    shape = weight.shape
 
     def input_of(role: str) -> int:
         inputs.append(of[weight.parts[role]])
         return len(inputs) - 1
 
-    bits, block = weight.bits, weight.block
+    bits = weight.bits
+    block = weight.block
     if weight.codes == WORDS:
         shape, bits, block = _stated(weight, of, tuple(numbers(of[weight.parts["shape"]])))
     scales = _grid(input_of("scale"), of[weight.parts["scale"]].tensor, shape, block, weight)
-    zero, packed_zero = None, 0
+    zero = None
+    packed_zero = 0
     if "zero_point" in weight.parts and weight.codes in (WORDS, BYTES):
         tensor = of[weight.parts["zero_point"]].tensor
         zero, packed_zero = _zero(input_of("zero_point"), tensor, shape, bits, scales, weight)
@@ -206,7 +217,8 @@ def _stated(
 ) -> tuple[tuple[int, ...], int, tuple[int, int]]:
     """(shape, bits, block) of packed integers: `X_shape` says how many codes a row has; as many bits as fill its
     words."""
-    words, grid = of[weight.lead].tensor.shape, of[weight.parts["scale"]].tensor.shape
+    words = of[weight.lead].tensor.shape
+    grid = of[weight.parts["scale"]].tensor.shape
     rows = words[:-1]
     if len(stated) < 2 or stated[-1] < 1 or prod(stated[:-1]) != prod(rows):
         raise _fault(weight.parts["shape"], f"it says {list(stated)}, the packed words are {list(words)}")
@@ -240,7 +252,8 @@ def _grid(
     if len(shape) == 1 and tensor.numel > 1:
         raise _fault(tensor.key.name, f"{tensor.numel} scales for a vector")
     matrices = prod(shape[:-2])
-    across, down = -(-columns // block[1]), -(-rows // block[0])
+    across = ceil_div(columns, block[1])
+    down = ceil_div(rows, block[0])
     if weight.order == TILED:
         return ScaleGrid(number, tensor.dtype, rows, down, across, block, tensor.key.name, tiles=True)
     own = tensor.numel == matrices * down * across  # each matrix has scales of its own, or one serves all
@@ -251,7 +264,8 @@ def _grid(
 
 def turned(made: LogicalTensor) -> LogicalTensor:
     """Floats of shape (..., rows, columns), one array, seen as (..., columns, rows)."""
-    array, steps = made.chunks[0].array, contiguous_strides(made.shape)
+    array = made.chunks[0].array
+    steps = contiguous_strides(made.shape)
     shape = (*made.shape[:-2], made.shape[-1], made.shape[-2])
     array = array._replace(shape=shape, strides=(*steps[:-2], steps[-1], steps[-2]))
     return made._replace(shape=shape, chunks=(Chunk(whole(shape), array, whole(shape)),))
@@ -272,7 +286,8 @@ def kinds(tensors: Sequence[LogicalTensor]) -> dict[str, TensorKind]:
 
 
 EPSILON = np.float32(1e-8)
-SCALES, LACKING = "E1362", "E1363"
+SCALES = "E1362"
+LACKING = "E1363"
 
 
 class States(NamedTuple):
@@ -309,7 +324,8 @@ def states(tensors: Iterable[LogicalTensor], source: Tree) -> States:
             )
         used |= {found[state].key for state in done}
         for rule in rules:
-            stored, scales = found[rule.stored], [found[state] for state in rule.scales]
+            stored = found[rule.stored]
+            scales = [found[state] for state in rule.scales]
             _check(stored, scales)
             inputs = tuple(Input(each, source) for each in (stored, *scales))
             recipes.append(Moment(TensorKey(name, rule.made), stored.shape, inputs, f"dequantised {rule.stored}"))
@@ -377,12 +393,14 @@ class Moment(Recipe):
     def _made(self, read: Read, codes: np.ndarray[Any, np.dtype[np.uint8]], low: int, left: int) -> Floats:
         """A rectangle whose first element is (low, left)."""
         packed = self.inputs[0].tensor.key.state == quant.PACKED
-        rows, right = len(codes), left + codes.shape[1]
+        rows = len(codes)
+        right = left + codes.shape[1]
         scales = []
         for number, each in enumerate(self.inputs[1:], 1):
             columns = each.tensor.shape[-1] if each.tensor.shape else 1
             if packed:
-                first, last = low // quant.GROUP, -(-(low + rows) // quant.GROUP)
+                first = low // quant.GROUP
+                last = ceil_div(low + rows, quant.GROUP)
                 wide = read(number, first * columns, last * columns).reshape(last - first, columns)
                 wide = np.repeat(wide, quant.GROUP, axis=0)[low - first * quant.GROUP :][:rows]
             else:

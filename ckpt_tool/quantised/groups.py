@@ -47,7 +47,8 @@ class _Groups(Recipe):
 
     def _words(self, read: Read, where: Rectangle) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], int]:
         """(the words of a rectangle's rows as bytes, the bits of a row that lie before its codes)."""
-        bits, rows = self.bits, where.high - where.low
+        bits = self.bits
+        rows = where.high - where.low
         wide = self.shape[-1] * bits // 32
         low, high = (where.left * bits // 32, -(-where.right * bits // 32)) if rows == 1 else (0, wide)
         words = read(0, where.low * wide + low, (where.high - 1) * wide + high).view(np.uint8).reshape(rows, -1)
@@ -60,7 +61,9 @@ class Floating(_Groups):
 
     def _within(self, read: Read, where: Rectangle) -> Floats:
         words, skip = self._words(read, where)
-        eight, first, count = self.bits == 8, skip // self.bits, where.right - where.left
+        eight = self.bits == 8
+        first = skip // self.bits
+        count = where.right - where.left
         line = np.ascontiguousarray(words).reshape(-1)
         codes = looked_up(of_bytes(DTYPES["F8_E4M3"]), line) if eight else halves(FP4, line)
         values = np.ascontiguousarray(codes.reshape(len(words), -1)[:, first : first + count])
@@ -97,7 +100,8 @@ def of_groups(weight: Quantised, key: TensorKey, of: Mapping[str, Input]) -> Aff
     """How the floats of a weight of STREAM codes are made. Raises InconsistentCheckpoint E1462 for scales of affine
     codes that are no floats."""
     inputs = tuple(of[name] for name in weight.names)
-    tensor, rows = inputs[1].tensor, weight.shape[-2]
+    tensor = inputs[1].tensor
+    rows = weight.shape[-2]
     dtype = DTYPES["F8_E4M3"] if weight.order == "nvfp4" else tensor.dtype
     if weight.order == AFFINE and dtype.name not in ("F32", "BF16", "F16"):
         name = tensor.key.name

@@ -59,7 +59,8 @@ def with_their_parts(
     if not found.weights:
         return kept, removed
     parts = (part for weight in found.weights.values() for part in weight.parts.values())
-    gone, named = set(removed), Names(parts).matched(writing.remove_keys)[0] if writing.keep_keys else set[str]()
+    gone = set(removed)
+    named = Names(parts).matched(writing.remove_keys)[0] if writing.keep_keys else set[str]()
     for weight in found.weights.values():
         leaves = TensorKey(weight.lead) in gone
         for part in map(TensorKey, weight.parts.values()):
@@ -126,9 +127,10 @@ def refuse_cut_blocks(target: Target, wanted: Wanted, chosen: Chosen, fmt: Forma
         for array in file.arrays:
             unit = together.get(names[array.tensor])
             for dim, pieces in enumerate(unit.mine if unit is not None else ()):
-                size, low = shapes[names[array.tensor]][dim], array.box.offset[dim]
+                size = shapes[names[array.tensor]][dim]
+                low = array.box.offset[dim]
                 high = low + array.box.shape[dim]
-                if unit is None or pieces == 1 and (low, high) == (0, size):
+                if unit is None or (pieces == 1 and (low, high) == (0, size)):
                     continue
                 step = size // pieces
                 if low % step or high % step or pieces == 1:

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.quantised.codes import Array, Floats, Rectangle, as_floats, rectangles, unpacked
@@ -53,7 +54,8 @@ class Matrix(Recipe):
 
     def _within(self, read: Read, where: Rectangle) -> Floats:
         of = self._groups(read, where)
-        low, high = int(of.min()), int(of.max()) + 1
+        low = int(of.min())
+        high = int(of.max()) + 1
         scales = as_floats(
             read(1, low * self.shape[1], high * self.shape[1]),
             self.inputs[1].tensor.dtype,
@@ -68,7 +70,7 @@ class Matrix(Recipe):
     def _groups(self, read: Read, where: Rectangle) -> Array:
         """The row of scales that each input takes. Raises InconsistentCheckpoint E1468 for one that is not there."""
         if len(self.inputs) < 4:
-            return np.arange(where.low, where.high) // -(-self.shape[0] // self.groups)
+            return np.arange(where.low, where.high) // ceil_div(self.shape[0], self.groups)
         of = read(3, where.low, where.high).astype(np.int64)
         of = np.where(of < 0, of + self.groups, of)  # GPTQModel counts from the end, as Python does
         if ((of < 0) | (of >= self.groups)).any():
@@ -84,8 +86,10 @@ class Matrix(Recipe):
         """The codes of a rectangle, as floats from 0 on."""
         if self.order == "awq":
             return self._nibbles(read, 0, where.low, where.high)[:, where.left : where.right].copy()
-        bits, columns = self.bits, self.shape[1]
-        low, high = where.low * bits // 32, -(-where.high * bits // 32)
+        bits = self.bits
+        columns = self.shape[1]
+        low = where.low * bits // 32
+        high = -(-where.high * bits // 32)
         words = read(0, low * columns, high * columns).reshape(high - low, columns)[:, where.left : where.right]
         stream = np.ascontiguousarray(words.T).view(np.uint8)
         found = unpacked(stream, bits, where.low * bits - 32 * low, where.high - where.low)
@@ -95,7 +99,8 @@ class Matrix(Recipe):
         """Zero points of rows [low, high) of the scales."""
         if self.order == "awq":
             return self._nibbles(read, 2, low, high)
-        bits, columns = self.bits, self.shape[1]
+        bits = self.bits
+        columns = self.shape[1]
         wide = columns * bits // 32
         words = as_meant(read(2, low * wide, high * wide).view(np.uint32), bits, self.order).reshape(high - low, wide)
         return unpacked(np.ascontiguousarray(words).view(np.uint8), bits, 0, columns) + np.float32(1 << (bits - 1))

@@ -30,6 +30,7 @@ import numpy as np
 
 from ckpt_tool.compiled.library import KINDS, ready
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.quantised.codes import FP4, Array, Floats, as_floats, of_bytes
 from ckpt_tool.quantised.schemes import Scheme
 from ckpt_tool.run.compute import cast, looked_up, numpy_type
@@ -72,7 +73,8 @@ class Values(NamedTuple):
 def largest(values: Values, columns: int, width: int, *, of_all: bool = False) -> Floats:
     """The largest magnitudes of rows of `columns` values, of each row's blocks of `width` columns: (rows, blocks); of
     all rows together where `of_all`: (1, blocks). A block with what is no finite number has none either."""
-    rows, blocks = len(values.line) // columns, -(-columns // width)
+    rows = len(values.line) // columns
+    blocks = ceil_div(columns, width)
     library = ready(values.line.nbytes) if values.dtype.name in KINDS else None
     if library is not None:
         out = np.zeros((1 if of_all else rows, blocks), np.float32)
@@ -175,7 +177,9 @@ def _four_bits(ratio: Floats) -> Bytes:
 def _error(values: Floats, made: Floats) -> Error:
     """Of values and what they are when dequantised."""
     far = values - made
-    most, exact, wide = np.abs(far).max(initial=0.0), far.astype(np.float64).ravel(), values.astype(np.float64).ravel()
+    most = np.abs(far).max(initial=0.0)
+    exact = far.astype(np.float64).ravel()
+    wide = values.astype(np.float64).ravel()
     return Error(float(most), float(exact @ exact), float(wide @ wide))
 
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.module_patterns import NotUnderstood, first_at_the_front
 from ckpt_tool.quantised.weights import (
     AFFINE,
@@ -315,7 +316,8 @@ def _misfits(weight: Quantised, layout: WeightLayout, tensors: Mapping[str, Tens
         if part.is_needed and role not in weight.parts:
             yield WeightFault(weight.lead, f"codes without {role}, which {layout.name} has next to them", lacking=True)
     for role, name in weight.parts.items():
-        dtype, shape = tensors[name].dtype.name, tensors[name].shape
+        dtype = tensors[name].dtype.name
+        shape = tensors[name].shape
         if role not in layout.parts:
             yield WeightFault(name, f"a {role} next to codes of {layout.name}, which has none", lacking=False)
         elif dtype not in layout.parts[role].dtypes:
@@ -331,7 +333,8 @@ def _zeros_fit(weight: Quantised, tensors: Mapping[str, TensorKind]) -> bool:
     """Are there as many zero points as scales, or words full of them along the rows?"""
     if weight.codes == MATRIX:
         return True  # `weights` compares them
-    zeros, scales = tensors[weight.parts["zero_point"]], tensors[weight.parts["scale"]].shape
+    zeros = tensors[weight.parts["zero_point"]]
+    scales = tensors[weight.parts["scale"]].shape
     if zeros.shape == scales or prod(zeros.shape) == prod(scales) == 1:
         return True
     if weight.codes == BYTES:
@@ -359,7 +362,7 @@ def _unlike(
     if wanted.bits and layout.name == PACKED_INTEGERS:  # of several bits headers alone can't tell which a weight has
         columns = columns * weight.bits // wanted.bits
     block = (wanted.block[0] or max(rows, 1), wanted.block[1] or max(columns, 1))
-    grid = (-(-rows // block[0]), -(-columns // block[1]))
+    grid = (ceil_div(rows, block[0]), ceil_div(columns, block[1]))
     if wanted.divides and columns % block[1]:
         what = f"groups of {block[1]} by the config, which do not divide rows of {columns}"
         faults.append(WeightFault(weight.lead, what, lacking=False))

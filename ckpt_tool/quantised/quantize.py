@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 OPTION = "--quantize"
 _HEAD = "lm_head"
-NOTHING, STACKED = "E2721", "E2723"
+NOTHING = "E2721"
+STACKED = "E2723"
 INDIVISIBLE = "rows that the groups of the scheme do not divide"
 UNEVEN = "sizes that are no multiples of {}, which its library's product wants"
 
@@ -127,7 +128,8 @@ def _staying(rows: Mapping[str, Stored], scheme: Scheme, skip: Sequence[str], on
     refuse_misses([*misses, *others], known.names)
     found: dict[str, str] = {}
     for name, row in rows.items():
-        shape, dtype = row.tensor.shape, row.tensor.dtype
+        shape = row.tensor.shape
+        dtype = row.tensor.dtype
         if name in skipped:
             found[name] = "--quantize-skip"
         elif only and name not in named:
@@ -188,11 +190,14 @@ def _recipes(
     from ckpt_tool.quantised.coding import Codes, GlobalScale, Numbers, Scales, Sizes, ThreadCache
     from ckpt_tool.quantised.figures import Figures
 
-    kept, noted = ThreadCache(), Sizes()
+    kept = ThreadCache()
+    noted = Sizes()
     out: list[tuple[list[Recipe], Figures]] = []
     for row in rows:
-        tensor, parts = row.tensor, made[row.tensor.key.name]
-        rounded, scales = floats[tensor.key.name], parts["scale"][1].dtype
+        tensor = row.tensor
+        parts = made[row.tensor.key.name]
+        rounded = floats[tensor.key.name]
+        scales = parts["scale"][1].dtype
         figure = Figures(tensor.key.name, parts["codes"][0], tensor.numel)
         whole = GlobalScale() if "global_scale" in parts else None
         found: list[Recipe] = []

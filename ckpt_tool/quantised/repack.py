@@ -121,7 +121,7 @@ def _refuse_others(scheme: DeclaredScheme | None, found: FoundWeights) -> None:
             code=INEXACT,
             hint=floats if scheme.known else "convert them to floats with their own library first",
         )
-    if others or not found.weights and not found.faults:
+    if others or (not found.weights and not found.faults):
         raise UsageError(
             f"{OPTION}: there are no weights of GPTQ or AWQ here" + (f", they belong to {named}" if named else ""),
             code=NOTHING,
@@ -151,14 +151,17 @@ def _recipes(each: _Weight, of: Mapping[str, Input]) -> Iterator[Recipe]:
     from ckpt_tool.quantised.repacked import Packed, RepackedScales, Shape, ZeroPoints
 
     weight, (outputs, inputs) = each.weight, each.weight.floats
-    parts, bits, order = weight.parts, weight.bits, weight.order
+    parts = weight.parts
+    bits = weight.bits
+    order = weight.order
 
     def own(role: str) -> tuple[TensorKey, tuple[int, ...]]:
         name, kind = each.parts[role]
         return TensorKey(name), tuple(reversed(kind.shape))  # shown turned
 
     text = f"repacked {order} {bits} {each.packing}"
-    codes, scales = of[weight.lead], [of[parts["scale"]]]
+    codes = of[weight.lead]
+    scales = [of[parts["scale"]]]
     yield Packed(*own("codes"), (codes,), text, bits, order)
     checks: dict[str, int] = {}
     for role, is_checked in (("g_idx", "g_idx" in parts), ("zero_point", each.packing.symmetric)):
@@ -183,7 +186,7 @@ def _recipes(each: _Weight, of: Mapping[str, Input]) -> Iterator[Recipe]:
 def _left_out(each: _Weight) -> Iterator[str]:
     """Tensors of a weight that are not written: what they say is what compressed-tensors takes without them."""
     for role, name in each.weight.parts.items():
-        if role == "g_idx" or role == "zero_point" and each.packing.symmetric:
+        if role == "g_idx" or (role == "zero_point" and each.packing.symmetric):
             yield name
 
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.quantised.codes import Array, Rectangle, rectangles
 from ckpt_tool.quantised.matrix import AWQ_ORDER, Words, as_meant, middle
@@ -44,7 +45,8 @@ class _ExactRectangles(ExactRecipe):
 
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
         item = self.dtype.bits // 8
-        start, stop = offset // item, -(-(offset + nbytes) // item)
+        start = offset // item
+        stop = ceil_div(offset + nbytes, item)
         parts = [self._within(read, where).reshape(-1) for where in rectangles(start, stop, self.shape[1])]
         found = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return np.ascontiguousarray(found).view(np.uint8)[offset - start * item :][:nbytes].data
@@ -56,7 +58,8 @@ class _ExactRectangles(ExactRecipe):
     def _zeros(self, read: Read, number: int, where: Rectangle, wide: int) -> Words:
         """Words of zero points, in the order of the outputs and as they are meant. wide: words of a row."""
         each = 1 if 32 % self.bits == 0 else self.bits  # words that are whole codes
-        left, right = where.left // each * each, -(-where.right // each) * each
+        left = where.left // each * each
+        right = ceil_div(where.right, each) * each
         words = _rectangle(read, number, where._replace(left=left, right=right), wide).view(np.uint32)
         words = in_order(words) if self.order == "awq" else as_meant(words, self.bits, self.order)
         return words[:, where.left - left : where.right - left]
@@ -73,7 +76,9 @@ class Packed(_ExactRectangles):
     def _within(self, read: Read, where: Rectangle) -> Array:
         if self.order != "awq":
             return _rectangle(read, 0, where, self.shape[1])
-        wide, first, last = self.shape[1] // 8, where.left // 8, -(-where.right // 8)
+        wide = self.shape[1] // 8
+        first = where.left // 8
+        last = ceil_div(where.right, 8)
         rows = [(row * wide + first, row * wide + last) for row in range(8 * where.low, 8 * where.high)]
         if last - first == wide:
             rows = [(rows[0][0], rows[-1][1])]
@@ -117,7 +122,8 @@ class RepackedScales(_ExactRectangles):
 
     def _check_groups(self, read: Read, number: int, where: Rectangle) -> None:
         """Raise UsageError E1471 for an input that is of another group than the one in which it lies."""
-        low, high = where.low * self.group, where.high * self.group
+        low = where.low * self.group
+        high = where.high * self.group
         wrong = np.flatnonzero(read(number, low, high) != np.arange(low, high) // self.group)
         if wrong.size:
             raise in_the_order_of_activations(self.inputs[number].tensor.key.name, low + int(wrong[0]))
@@ -126,7 +132,7 @@ class RepackedScales(_ExactRectangles):
         """Raise InconsistentCheckpoint E1472 for a zero point that is not the middle."""
         each = 32 // self.bits if 32 % self.bits == 0 else 32  # columns that are whole words
         step = each * self.bits // 32
-        part = where._replace(left=where.left // each * step, right=-(-where.right // each) * step)
+        part = where._replace(left=where.left // each * step, right=ceil_div(where.right, each) * step)
         words = self._zeros(read, number, part, self.shape[1] * self.bits // 32)
         if (words.reshape(-1, step) != middle(self.bits)).any():
             raise InconsistentCheckpoint(
@@ -154,7 +160,8 @@ class Shape(ExactRecipe):
 
 def _rectangle(read: Read, number: int, where: Rectangle, columns: int) -> Array:
     """A rectangle of an input, of one row or of whole ones."""
-    first, last = where.low * columns + where.left, (where.high - 1) * columns + where.right
+    first = where.low * columns + where.left
+    last = (where.high - 1) * columns + where.right
     return read(number, first, last).reshape(where.high - where.low, -1)
 
 

@@ -44,8 +44,11 @@ _TORCHAO = frozenset(
 )
 _OF_MODULES = ("fqn_to_config", "module_fqn_to_config")
 _BITS = {"gptq": (2, 3, 4, 8), "awq": (4,)}
-_GPTQ_OR_AWQ, _MLX = "GPTQ or AWQ", "MLX without its config"  # whose names alone don't tell how they are stored
-_QUANTO, _QUANTO_PACKED = "quanto", "quanto of 2 or 4 bits"
+# whose names alone don't tell how they are stored
+_GPTQ_OR_AWQ = "GPTQ or AWQ"
+_MLX = "MLX without its config"
+_QUANTO = "quanto"
+_QUANTO_PACKED = "quanto of 2 or 4 bits"
 # endings of names that only one scheme has
 _BY_NAME = {
     ".qweight": _GPTQ_OR_AWQ,
@@ -147,7 +150,7 @@ def quantisation(config: Mapping[str, Any] | None, names: Iterable[str] = ()) ->
     if stated is None:
         return _by_name(names)
     method = str(stated.get("quant_method") or stated.get("quant_algo") or "").lower()
-    if method == "compressed-tensors" or not method and "config_groups" in stated:
+    if method == "compressed-tensors" or (not method and "config_groups" in stated):
         return _compressed(stated)
     blocks = stated.get("weight_block_size") or ()
     sizes = tuple(int(n) for n in blocks if isinstance(n, int)) if isinstance(blocks, list | tuple) else ()
@@ -176,13 +179,15 @@ def found_by(scheme: DeclaredScheme | None, tensors: Mapping[str, TensorKind], *
 
 def _of_matrices(method: str, stated: Mapping[str, Any]) -> DeclaredScheme:
     """GPTQ, whose zero points are one too low unless it says `gptq_v2`, and AWQ's `gemm`."""
-    bits, layout = stated.get("bits", 4), str(stated.get("checkpoint_format") or stated.get("version") or "").lower()
+    bits = stated.get("bits", 4)
+    layout = str(stated.get("checkpoint_format") or stated.get("version") or "").lower()
     orders = {"gptq": {"": "gptq", "gptq": "gptq", "gptq_v2": "gptq_v2"}, "awq": {"": "awq", "gemm": "awq"}}
     order = orders[method].get(layout, "")
     why = "" if order else f"its layout {layout}"
     rules = _dynamic(stated.get("dynamic")) if method == "gptq" else ()
     if isinstance(rules, str):
-        why, rules = rules, ()
+        why = rules
+        rules = ()
     every = (bits, *(rule.bits for rule in rules if rule.bits is not None))
     strange = [each for each in every if type(each) is not int or each not in _BITS[method]]  # 4.0 is no number of bits
     if strange:
@@ -251,7 +256,8 @@ def _of_fp8(stated: Mapping[str, Any], block: tuple[int, ...]) -> tuple[WantedPa
 
 
 def _of_bitsandbytes(stated: Mapping[str, Any]) -> tuple[WantedParts, ...]:
-    four, eight = frozenset({"bitsandbytes of 4 bits"}), frozenset({"bitsandbytes of 8 bits"})
+    four = frozenset({"bitsandbytes of 4 bits"})
+    eight = frozenset({"bitsandbytes of 8 bits"})
     if stated.get("load_in_4bit") is True:
         return (WantedParts(four),)
     if stated.get("load_in_8bit") is True:

@@ -29,6 +29,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.quantised.weights import (
     BLOCKS,
     BYTES,
@@ -105,7 +106,8 @@ def _plain(kind: str, data: Any) -> dict[str, Any]:
     return {"_type": kind, "_data": data}
 
 
-_CT, _TORCHAO = "compressed-tensors", "torchao"
+_CT = "compressed-tensors"
+_TORCHAO = "torchao"
 _AO_E4M3, _AO_AUTO = _plain("torch.dtype", "float8_e4m3fn"), _plain("KernelPreference", "AUTO")
 _AO_ROW, _AO_SYMMETRIC = _plain("PerRow", {"dim": -1}), _plain("MappingType", "SYMMETRIC")
 _AO_PRODUCT = _plain("Float8MMConfig", {"emulate": False, "use_fast_accum": True, "pad_inner_dim": False})
@@ -194,7 +196,8 @@ def laid_out(scheme: Scheme, name: str, shape: Shape, floats: DType) -> dict[str
     *before, rows, columns = scheme.matrix(shape)
     group = scheme.group(columns)
     scales = TensorKind(
-        DTYPES[scheme.scales] if scheme.scales else floats, (*before, -(-rows // scheme.block[0]), -(-columns // group))
+        DTYPES[scheme.scales] if scheme.scales else floats,
+        (*before, ceil_div(rows, scheme.block[0]), ceil_div(columns, group)),
     )
     stored = columns * scheme.bits // DTYPES[scheme.dtype].bits
     if scheme.subclass:

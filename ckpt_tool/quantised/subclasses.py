@@ -19,8 +19,10 @@ from ckpt_tool.quantised.parts import WantedParts, unlike
 from ckpt_tool.quantised.weights import FoundWeights, TensorKind, WeightFault, subclasses_in
 from ckpt_tool.sources.chosen import Chosen, Conversion
 
-LACKING, UNSTATED = "E1460", "E1474"
-_COMMON, _BY_FILE = "metadata", "metadata_by_file"
+LACKING = "E1460"
+UNSTATED = "E1474"
+_COMMON = "metadata"
+_BY_FILE = "metadata_by_file"
 
 
 def with_stated(chosen: Chosen, job: Conversion) -> Chosen:

@@ -81,7 +81,8 @@ def _sizes(names: Iterable[str], kinds: Mapping[str, TensorKind], tensors: Alike
     numel = nbytes = 0
     for name in names:
         (dtype, shape), count = kinds[name], tensors.count(name)
-        numel, nbytes = numel + count * prod(shape), nbytes + count * (prod(shape) * dtype.bits // 8)
+        numel = numel + count * prod(shape)
+        nbytes = nbytes + count * (prod(shape) * dtype.bits // 8)
     return numel, nbytes
 
 

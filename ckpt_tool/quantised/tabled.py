@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, UsageError
 from ckpt_tool.quantised.codes import Floats, as_floats, of_bytes, rectangles
@@ -30,7 +31,8 @@ from ckpt_tool.run.compute import looked_up
 from ckpt_tool.run.computed import Input, Read, Recipe
 from ckpt_tool.storage.texts.strict_json import parse
 
-SHAPE, UNKNOWN = "E1462", "E1464"
+SHAPE = "E1462"
+UNKNOWN = "E1464"
 _OF_127 = np.float32(7.874015718698502e-3)
 _LANES = 16  # values that bitsandbytes' loop for AVX-512 takes at once
 _TORCH_BLOCK = 2048  # values of a block from which on it leaves that loop to PyTorch
@@ -52,7 +54,8 @@ class Tabled(Recipe):
         first = start // 2 // item
         stored = read(0, first, -(-stop // 2 // item)).view(np.uint8)
         codes = np.stack([stored >> 4, stored & 15], axis=1).reshape(-1)[start - 2 * first * item :][: stop - start]
-        low, high = start // self.block, -(-stop // self.block)
+        low = start // self.block
+        high = ceil_div(stop, self.block)
         scales = np.repeat(self._scales(read, low, high), self.block)[start - low * self.block :][: stop - start]
         table = read(2, 0, 16).copy()
         if self.signed:
@@ -65,7 +68,8 @@ class Tabled(Recipe):
         stored = read(1, low, high)
         if not self.nested[0]:
             return as_floats(stored, self.inputs[1].tensor.dtype, self.inputs[1].tensor.key.name)
-        first, last = low // self.nested[0], -(-high // self.nested[0])
+        first = low // self.nested[0]
+        last = ceil_div(high, self.nested[0])
         above = self.inputs[3].tensor
         upper = np.repeat(as_floats(read(3, first, last), above.dtype, above.key.name), self.nested[0])
         with np.errstate(all="ignore"):
@@ -78,10 +82,12 @@ class Bytes127(Recipe):
     """A weight of 8 bits. Inputs: codes, the largest magnitude of each row."""
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
-        codes, scales = self.inputs[0].tensor, self.inputs[1].tensor
+        codes = self.inputs[0].tensor
+        scales = self.inputs[1].tensor
         values = looked_up(of_bytes(codes.dtype), read(0, start, stop).view(np.uint8))
         for where in rectangles(start, stop, self.shape[1]):
-            first, last = where.low * self.shape[1] + where.left, (where.high - 1) * self.shape[1] + where.right
+            first = where.low * self.shape[1] + where.left
+            last = (where.high - 1) * self.shape[1] + where.right
             rows = values[first - start : last - start].reshape(where.high - where.low, -1)
             rows *= as_floats(read(1, where.low, where.high), scales.dtype, scales.key.name)[:, None]
         values *= _OF_127
@@ -111,13 +117,15 @@ def tabled(weight: Quantised, key: TensorKey, of: Mapping[str, Input], numbers: 
     shape, (block,) = _sizes(name, state.get("shape")), _sizes(name, [state.get("blocksize")])
     if not 0 <= weight.shape[0] - prod(shape) < 2:
         raise _fault(name, f"a weight of {list(shape)} is not {weight.shape[0]} codes")
-    if -(-prod(shape) // block) != scales.numel:
+    if ceil_div(prod(shape), block) != scales.numel:
         raise _fault(weight.parts["scale"], f"{scales.numel} scales for {prod(shape)} values in blocks of {block}")
-    inputs, nested = [of[weight.lead], of[weight.parts["scale"]], of[weight.parts["quant_map"]]], (0, 0.0)
+    inputs = [of[weight.lead], of[weight.parts["scale"]], of[weight.parts["quant_map"]]]
+    nested = (0, 0.0)
     if "nested_absmax" in weight.parts:
-        above, offset = of[weight.parts["nested_absmax"]], state.get("nested_offset")
+        above = of[weight.parts["nested_absmax"]]
+        offset = state.get("nested_offset")
         (each,) = _sizes(name, [state.get("nested_blocksize")])
-        if -(-scales.numel // each) != above.tensor.numel:
+        if ceil_div(scales.numel, each) != above.tensor.numel:
             raise _fault(name, f"{above.tensor.numel} scales of {scales.numel} scales in blocks of {each}")
         if not isinstance(offset, float):
             raise _fault(name, f"nested_offset is {offset}")

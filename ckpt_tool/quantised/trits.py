@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.quantised.codes import Floats, Rectangle, as_floats, rectangles
 from ckpt_tool.quantised.weights import TRIT_SCALES, Quantised
@@ -42,10 +43,11 @@ class Trits(Recipe):
 
     def _codes(self, read: Read, where: Rectangle) -> Floats:
         """The codes of a rectangle, quarter by quarter of the rows."""
-        columns, quarter = self.shape[1], self.shape[0] // 4
+        columns = self.shape[1]
+        quarter = self.shape[0] // 4
         found = np.empty((where.high - where.low, where.right - where.left), np.float32)
 
-        for number in range(where.low // quarter, -(-where.high // quarter)):
+        for number in range(where.low // quarter, ceil_div(where.high, quarter)):
             low = max(where.low, number * quarter)
             high = min(where.high, (number + 1) * quarter)
             first = low - number * quarter

@@ -49,10 +49,17 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.integers import ceil_div
 
 Shape = tuple[int, ...]
-BYTES, NIBBLES, WORDS, TURNED, MATRIX = "bytes", "nibbles", "words", "turned nibbles", "words of a transposed matrix"
-TABLED, OF_127 = "numbers of a table", "bytes of which 127 is the largest"  # bitsandbytes: 4 bits, 8 bits
+BYTES = "bytes"
+NIBBLES = "nibbles"
+WORDS = "words"
+TURNED = "turned nibbles"
+MATRIX = "words of a transposed matrix"
+# bitsandbytes: 4 bits, 8 bits
+TABLED = "numbers of a table"
+OF_127 = "bytes of which 127 is the largest"
 STREAM = "a stream of bits"  # MLX
 # where configs keep it; the second is compressed-tensors' old name, the third MLX's
 CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
@@ -69,9 +76,15 @@ CODES = frozenset(
 )  # dtypes that are codes, as it seems
 DTYPES = CODES | {"U8", "I32", "U32"}  # a checkpoint without any of these has nothing quantised
 WIDTH = 128  # codes of a block where nothing says another number
-SCALE_INV, SCALE, SCALES, PACKED, BLOCKS = "_scale_inv", "_scale", "_scales", "_packed", "_blocks"
+SCALE_INV = "_scale_inv"
+SCALE = "_scale"
+SCALES = "_scales"
+PACKED = "_packed"
+BLOCKS = "_blocks"
 _SCALES = (SCALE_INV, SCALE)
-_OF_MODULE, _SCB, _FORMAT = (".scale", ".qscale_weight"), ".SCB", ".weight_format"
+_OF_MODULE = (".scale", ".qscale_weight")
+_SCB = ".SCB"
+_FORMAT = ".weight_format"
 _ABSMAX = ".absmax"
 _OF_TABLE = {  # role -> ending, of a TABLED weight's parts
     "quant_map": ".quant_map",
@@ -87,7 +100,10 @@ _ROLES = {
     "_g_idx": "g_idx",
 }
 ENDINGS = {role: ending for ending, role in _ROLES.items()}
-QDATA, DATA, QWEIGHT = "_qdata", "._data", ".qweight"  # what the names of codes end in: torchao, quanto, GPTQ
+# what the names of codes end in: torchao, quanto, GPTQ
+QDATA = "_qdata"
+DATA = "._data"
+QWEIGHT = ".qweight"
 _OF_SUBCLASS = ("scale", "zero_point", "per_tensor_scale")  # roles of a torchao weight's parts, as these are called
 _PRE_SCALE = "act_pre_scale"
 SUBCLASS_ROLES = (  # of torchao's, the longer before what they end in
@@ -211,7 +227,8 @@ def find(
     weights: dict[str, Quantised] = {}
     wrong: list[WeightFault] = []
     taken: set[str] = set()
-    stated, roles = tuple(block), _roles_among(tensors)
+    stated = tuple(block)
+    roles = _roles_among(tensors)
     tables = {name.removesuffix(_ABSMAX) for name in tensors if name.endswith(_ABSMAX)}
     for name, kind in tensors.items():
         if name not in tables and kind.dtype.name not in DTYPES:
@@ -335,11 +352,8 @@ def _plain(
         if there is None:
             return WeightFault(name, f"{kind.dtype.name} codes without a scale ({scale})", lacking=True)
         scale = there
-    if (
-        kind.dtype.name == "F4"
-        or kind.dtype.name == "I8"
-        and scale != f"{name}_scale"
-        and _is_halved(kind, tensors[scale])
+    if kind.dtype.name == "F4" or (
+        kind.dtype.name == "I8" and scale != f"{name}_scale" and _is_halved(kind, tensors[scale])
     ):
         return _nibbles(name, name, kind, scale, tensors)
     shape = _over(kind.shape)
@@ -354,7 +368,8 @@ def _packed(
 ) -> Quantised | WeightFault | None:
     """A weight whose codes have another name than its own."""
     if name.endswith(BLOCKS) and kind.dtype.name == "U8":
-        made, scales = name.removesuffix(BLOCKS), f"{name.removesuffix(BLOCKS)}{SCALES}"
+        made = name.removesuffix(BLOCKS)
+        scales = f"{name.removesuffix(BLOCKS)}{SCALES}"
         if scales not in tensors:
             return WeightFault(name, f"MXFP4 blocks without {scales}", lacking=True) if len(kind.shape) > 3 else None
         if made in tensors:
@@ -384,7 +399,8 @@ def _tabled(name: str, kind: TensorKind, tensors: Mapping[str, TensorKind]) -> Q
     """Codes of 4 bits of a line, two a byte, whatever dtype these are declared as."""
     parts = {"scale": f"{name}{_ABSMAX}"}
     state = next((f"{name}{ending}" for ending in _STATES if f"{name}{ending}" in tensors), f"{name}{_STATES[0]}")
-    scales, nested = tensors[parts["scale"]], tensors[parts["scale"]].dtype.name == "U8"
+    scales = tensors[parts["scale"]]
+    nested = tensors[parts["scale"]].dtype.name == "U8"
     parts |= {role: f"{name}{ending}" for role, ending in _OF_TABLE.items() if nested or role == "quant_map"}
     parts["state"] = state
     lacking = next((part for part in parts.values() if part not in tensors), None)
@@ -393,13 +409,13 @@ def _tabled(name: str, kind: TensorKind, tensors: Mapping[str, TensorKind]) -> Q
     sizes = {"quant_map": (16,), "nested_quant_map": (256,)}
     for role, part in parts.items():
         told = tensors[part]
-        dtype = "U8" if role == "state" or nested and role == "scale" else "F32"
+        dtype = "U8" if role == "state" or (nested and role == "scale") else "F32"
         if (told.dtype.name, len(told.shape)) != (dtype, 1) or told.shape != sizes.get(role, told.shape):
             return WeightFault(part, f"{told.dtype.name} {list(told.shape)} next to codes of a table", lacking=False)
     numel = prod(kind.shape) * kind.dtype.bits // 4
     if not numel or not scales.shape[0] or kind.dtype.bits % 8:
         return _misfit(parts["scale"], tensors, kind.shape)
-    return Quantised(name, TABLED, name, parts, (numel,), (1, -(-numel // scales.shape[0])), 4)
+    return Quantised(name, TABLED, name, parts, (numel,), (1, ceil_div(numel, scales.shape[0])), 4)
 
 
 def _apart(name: str, kind: TensorKind, tensors: Mapping[str, TensorKind]) -> Quantised | WeightFault | None:
@@ -450,8 +466,7 @@ def _stream(
         len(kind.shape) < 2
         or not all(kind.shape)
         or any(tensors[part] != scales for part in parts.values())
-        or mode != AFFINE
-        and scales.dtype.name != "U8"
+        or (mode != AFFINE and scales.dtype.name != "U8")
         or columns * bits != 32 * kind.shape[-1]
         or scales.shape[:-1] != kind.shape[:-1]
         or scales.shape[-1] * group != columns
@@ -508,7 +523,7 @@ def tiled(rows: int, columns: int) -> Shape:
     >>> tiled(200, 12)
     (64, 48)
     """
-    return 32 * -(-rows // TILE[0]), 16 * -(-columns // TILE[1])
+    return 32 * ceil_div(rows, TILE[0]), 16 * ceil_div(columns, TILE[1])
 
 
 def _subclass(name: str, weight: str, kind: TensorKind, tensors: Mapping[str, TensorKind]) -> Quantised | WeightFault:
@@ -527,7 +542,7 @@ def _subclass(name: str, weight: str, kind: TensorKind, tensors: Mapping[str, Te
     scales = tensors[parts["scale"]]
     halved = kind.dtype.name == "U8"
     shape = (*kind.shape[:-1], 2 * kind.shape[-1]) if halved and kind.shape else kind.shape
-    if kind.dtype.name not in CODES | {"U8"} or halved and scales.dtype.bits > 8 or len(shape) < 2 or not prod(shape):
+    if kind.dtype.name not in CODES | {"U8"} or (halved and scales.dtype.bits > 8) or len(shape) < 2 or not prod(shape):
         return WeightFault(
             name, f"{kind.dtype.name} codes {list(kind.shape)} with {scales.dtype.name} scales", lacking=False
         )
@@ -535,7 +550,8 @@ def _subclass(name: str, weight: str, kind: TensorKind, tensors: Mapping[str, Te
     order = ""
     block: tuple[int, int] | None
     if group and len(shape) == 2 and not shape[1] % group and scales.shape == tiled(shape[0], shape[1] // group):
-        block, order = (1, group), TILED
+        block = (1, group)
+        order = TILED
     elif group:
         fits = scales.shape == (*shape[:-1], shape[-1] // group) and not shape[-1] % group
         block = (1, group) if fits else None
@@ -558,19 +574,21 @@ def _matrix(
         return WeightFault(name, f"packed codes without {lacking}", lacking=True)
     if order != "awq" and f"{module}.g_idx" in tensors:
         parts["g_idx"] = f"{module}.g_idx"
-    grid, zeros = tensors[parts["scale"]].shape, tensors[parts["zero_point"]].shape
+    grid = tensors[parts["scale"]].shape
+    zeros = tensors[parts["zero_point"]].shape
     if len(kind.shape) != 2 or len(grid) != 2 or not all((*kind.shape, *grid)):
         return _misfit(parts["scale"], tensors, kind.shape)
-    inputs, outputs = kind.shape[0] if order == "awq" else kind.shape[0] * 32 // bits, grid[1]
+    inputs = kind.shape[0] if order == "awq" else kind.shape[0] * 32 // bits
+    outputs = grid[1]
     stored = (inputs, outputs * bits // 32) if order == "awq" else (inputs * bits // 32, outputs)
     given = tensors[parts["g_idx"]].shape if "g_idx" in parts else (inputs,)
-    if kind.shape != stored or outputs * bits % 32 or inputs * bits % 32 and order != "awq" or grid[0] > inputs:
+    if kind.shape != stored or outputs * bits % 32 or (inputs * bits % 32 and order != "awq") or grid[0] > inputs:
         return _misfit(parts["scale"], tensors, kind.shape)
     if zeros != (grid[0], outputs * bits // 32) or given != (inputs,):
         return WeightFault(
             name, f"zero points {list(zeros)} and groups of {list(given)} for {list(grid)} scales", lacking=False
         )
-    block = -(-inputs // grid[0])
+    block = ceil_div(inputs, grid[0])
     return Quantised(f"{module}.weight", MATRIX, name, parts, (inputs, outputs), (block, 1), bits, order)
 
 
@@ -648,7 +666,7 @@ def block_of(shape: Shape, grid: Shape, stated: tuple[int, ...] = ()) -> tuple[i
     ((128, 128), (1, 8), (64, 8), None)
     """
     rows, columns = shape[-2:]
-    if prod(grid) == 1 or len(shape) > 2 and grid in (shape[:-2], (*shape[:-2], 1), (*shape[:-2], 1, 1)):
+    if prod(grid) == 1 or (len(shape) > 2 and grid in (shape[:-2], (*shape[:-2], 1), (*shape[:-2], 1, 1))):
         return max(rows, 1), max(columns, 1)
     if grid == shape[:-1]:
         return 1, max(columns, 1)
@@ -663,10 +681,10 @@ def block_of(shape: Shape, grid: Shape, stated: tuple[int, ...] = ()) -> tuple[i
 
 def _width(n: int, count: int, stated: int) -> int:
     """Elements a block of `count` blocks along a dim of `n`; 0 where none fits."""
-    if count == 1 and not (stated and -(-n // stated) == 1):
+    if count == 1 and not (stated and ceil_div(n, stated) == 1):
         return max(n, 1)
     for width in (stated, WIDTH):
-        if width and -(-n // width) == count:
+        if width and ceil_div(n, width) == count:
             return width
     return n // count if count and n % count == 0 else 0
 

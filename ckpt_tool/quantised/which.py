@@ -27,18 +27,17 @@ _LAST = re.compile(  # a module that decides where tokens go, or how much passes
 _TURNED = re.compile(r"(^|\.)h\.\d+\.\w+\.(c_attn|q_attn|c_fc|c_proj)\.weight$")  # GPT-2's, which are no nn.Linear
 _CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # models of transformers that have them
 EXPERTS = ".experts."
-SHORT, OUTSIDE, TOWERS, SMALL, OTHER = (
-    "vectors (norms, biases)",
-    "outside the layers (embeddings, heads)",
-    "of an image or audio tower",
-    "routers, gates, norms and the like inside layers",
-    "no weight of a projection",
-)
+SHORT = "vectors (norms, biases)"
+OUTSIDE = "outside the layers (embeddings, heads)"
+TOWERS = "of an image or audio tower"
+SMALL = "routers, gates, norms and the like inside layers"
+OTHER = "no weight of a projection"
 
 
 def why_not(tensor: LogicalTensor) -> str:
     """Why a tensor stays as it is, "" for one that is quantised."""
-    name, dtype = tensor.key.name, tensor.dtype
+    name = tensor.key.name
+    dtype = tensor.dtype
     parts = name.split(".")
     if len(tensor.shape) < 2 or not all(tensor.shape):
         return SHORT
@@ -52,7 +51,7 @@ def why_not(tensor: LogicalTensor) -> str:
     modules = parts[:-1] if parts[-1] == "weight" else parts
     if any(map(_ASIDE.search, modules)) or _TURNED.search(name) or _LAST.search(modules[-1]):
         return SMALL
-    return "" if stacked or len(tensor.shape) == 2 and parts[-1] == "weight" else OTHER
+    return "" if stacked or (len(tensor.shape) == 2 and parts[-1] == "weight") else OTHER
 
 
 def is_conv1d(name: str, model_type: object) -> bool:

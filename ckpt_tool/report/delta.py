@@ -13,7 +13,8 @@ from ckpt_tool.report.writing import warnings_of
 
 def made(document: Mapping[str, Any], *, everything: bool = False) -> Page:
     """The page of a run, or of a dry run."""
-    plan, delta = document["plan"], document["delta"]
+    plan = document["plan"]
+    delta = document["delta"]
     rows: list[tuple[str, Cell]] = [
         ("from", " to ".join(document["source"]["paths"])),
         ("to", str(document["target"]["path"])),

@@ -130,7 +130,8 @@ def of_target(
     tensors: Sequence[WantedTensor], target: Target, mesh: Mapping[str, int], rank_of: RankOf = nobody
 ) -> Holdings:
     """Who will hold what of an output, in the order of its tensors."""
-    places, files = target.places, target.files
+    places = target.places
+    files = target.files
     if places is None:
         parts: list[list[tuple[str, Box]]] = [[] for _ in tensors]
         for file in files:

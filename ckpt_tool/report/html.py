@@ -122,7 +122,8 @@ def _data(data: Mapping[str, Any]) -> str:
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)  # ASCII: U+2028 and its like are spelled out
     coding = ""
     if len(text) > _PLAIN:
-        text, coding = b64encode(zlib.compress(text.encode(), 9)).decode(), ' data-coding="deflate"'
+        text = b64encode(zlib.compress(text.encode(), 9)).decode()
+        coding = ' data-coding="deflate"'
     for char in "<>&":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return f'<script type="application/json" id="data"{coding}>{text}</script>\n'
@@ -233,9 +234,18 @@ def _classes(names: Sequence[str]) -> str:
 # Curves and tiles as inline SVG: no script, no style sheet, numbers and escaped text only.
 
 
-WIDE, HIGH = 720, 260  # of a chart, in pixels
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 34  # its margins
-TILE_LEAST, LETTER, LINE, GAP = 128, 6.7, 15, 8
+# of a chart, in pixels
+WIDE = 720
+HIGH = 260
+# its margins
+LEFT = 64
+RIGHT = 16
+TOP = 14
+BOTTOM = 34
+TILE_LEAST = 128
+LETTER = 6.7
+LINE = 15
+GAP = 8
 TILE_LETTERS = 40  # of a line of a tile; the rest is in its title
 LEGEND = 190  # pixels a name takes
 
@@ -245,10 +255,13 @@ def curves(block: Curves) -> str:
     points = [value for _, values in block.series for value in values if value is not None]
     if not points or not block.xs:
         return ""
-    low, high = min(points), max(points)
+    low = min(points)
+    high = max(points)
     pad = (high - low) * 0.05 or abs(high) * 0.01 or 1.0
-    low, high = low - pad, high + pad
-    first, last = min(block.xs), max(block.xs)
+    low = low - pad
+    high = high + pad
+    first = min(block.xs)
+    last = max(block.xs)
     decimals = max(0, min(9, 2 - floor(log10(high - low))))  # of every number at the axis
 
     def x(at: float) -> float:

@@ -19,7 +19,8 @@ from ckpt_tool.report.tree import FoldedTree, Folding
 
 Document = Mapping[str, Any]
 EXTRAS_SHOWN = 16
-METADATA_SHOWN, TEXT_SHOWN = 32, 80
+METADATA_SHOWN = 32
+TEXT_SHOWN = 80
 FILES_SHOWN = 40
 MISSING_SHOWN = 20
 STATS = ("min", "max", "mean", "std", "zeros", "nan", "inf")
@@ -139,7 +140,8 @@ def _missing(document: Document, *, everything: bool) -> Iterator[Block]:
 
 def _quantised(found: Document) -> str:
     """`fp8: 1,024 weights of 8 bits, a scale for each 128 x 128`."""
-    text, bits = str(found.get("scheme")), " and ".join(map(str, found.get("bits") or ()))
+    text = str(found.get("scheme"))
+    bits = " and ".join(map(str, found.get("bits") or ()))
     blocks: Sequence[Sequence[int]] = found.get("blocks") or []
     if found.get("weights"):
         text += f": {plural(int(found['weights']), 'weight')} of {bits} bits"

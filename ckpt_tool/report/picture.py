@@ -63,13 +63,15 @@ def _of_one(document: Document, checkpoint: Checkpoint) -> dict[str, Any]:
     if total != len(rows):  # `--match`, `--state`: what is not listed is not drawn
         listed = {(row["name"], row["state"]) for row in document["tensors"]}
         kept = [number for number, row in enumerate(rows) if (row.name, row.state) in listed]
-        rows, cuts = [rows[number] for number in kept], [cuts[number] for number in kept]
+        rows = [rows[number] for number in kept]
+        cuts = [cuts[number] for number in kept]
     return {**_columns(rows, (PictureSide("", held, cuts),)), **_findings(document, rows)}
 
 
 def _of_pair(document: Document, left: Checkpoint, right: Checkpoint) -> dict[str, Any]:
     """Of two checkpoints, under the names of the second."""
-    sides, keys = [], dict[TensorKey, Tensor]()
+    sides = []
+    keys = dict[TensorKey, Tensor]()
     for checkpoint in (right, left):
         for row in checkpoint.catalog.rows():
             keys.setdefault(TensorKey(row.name, row.state), Tensor(row.name, row.state, row.dtype, row.shape))

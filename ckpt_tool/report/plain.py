@@ -268,7 +268,8 @@ def _titles(frame: _Frame) -> Iterator[str]:
 
 def _lines_of_row(texts: Sequence[str], styles: Sequence[Style], indent: int, frame: _Frame) -> Iterator[str]:
     """The lines of one row: one, or the name on its own and the other cells below it."""
-    base, look = frame.base, frame.look
+    base = frame.base
+    look = frame.look
     if len(texts) == 1 or cells(texts[0]) + indent <= frame.widths[0]:
         yield " " * base + _row(texts, styles, indent, frame)
         return

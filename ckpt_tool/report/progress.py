@@ -67,7 +67,10 @@ class _Meter:
 
     def start(self, total_bytes: int, what: str) -> None:
         with self._lock:
-            self._done, self._total, self._what, self._file = 0, max(total_bytes, 0), what, ""
+            self._done = 0
+            self._total = max(total_bytes, 0)
+            self._what = what
+            self._file = ""
             self._began = self._drawn = time.monotonic()
             self._running = True
             self._opened()

@@ -17,7 +17,8 @@ Document = Mapping[str, Any]
 
 
 def pruning(document: Document) -> Page:
-    keep, remove = document["keep"], document["remove"]
+    keep = document["keep"]
+    remove = document["remove"]
     blocks: list[Block] = []
     blocks += [_table(f"keep {plural(len(keep), 'step')}", keep)] if keep else []
     blocks += [_table(f"remove {plural(len(remove), 'step')}", remove)] if remove else []

@@ -29,7 +29,9 @@ def status(document: Mapping[str, Any]) -> Page:
 
 
 def _row(part: Mapping[str, Any]) -> tuple[Cell, ...]:
-    number, speed, left = part["part"], part["bytes_per_s"], part["seconds_left"]
+    number = part["part"]
+    speed = part["bytes_per_s"]
+    left = part["seconds_left"]
     return (
         f"{number[0]}/{number[1]}" if number else "a worker" if part.get("worker") else "the whole",
         Styled(part["state"], _STYLES.get(part["state"], "plain")),

@@ -85,11 +85,13 @@ def count(number: int) -> str:
 
 def parameters(number: int) -> str:
     """Parameters as the field counts them: `6.74 B`, `125 M`."""
-    value, unit = float(number), ""
+    value = float(number)
+    unit = ""
     for bigger in ("K", "M", "B", "T"):
         if value < 999.5:
             break
-        value, unit = value / 1000, bigger
+        value = value / 1000
+        unit = bigger
     if not unit:
         return str(number)
     digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2

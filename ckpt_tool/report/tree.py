@@ -46,7 +46,9 @@ class FoldedTree:
         """tensors: rows, or a folding that has taken its columns (the way for very many)."""
         folding = tensors if isinstance(tensors, Folding) else _folding(tensors)
         self._root = folding.fold()
-        self._whats, self._sizes, self._subtrees = folding.whats, folding.sizes, folding.subtrees
+        self._whats = folding.whats
+        self._sizes = folding.sizes
+        self._subtrees = folding.subtrees
 
     def lines(self, *, depth: int | None = None, most: int = 48) -> list[Line]:
         """The tree top down: all of it down to `depth` levels, or, without a depth, what is best seen in `most` lines.
@@ -91,11 +93,15 @@ class FoldedTree:
         numbers: `layers.[0-31]`."""
         nodes: list[_Node] = []
         for item in self._subtrees[number].items:
-            label, child, times = prefix + item.label, item.number, copies * item.copies
+            label = prefix + item.label
+            child = item.number
+            times = copies * item.copies
             subtree = self._subtrees[child]
             while subtree.leaf < 0 and len(subtree.items) == 1:
                 only = subtree.items[0]
-                label, child, times = f"{label}.{only.label}", only.number, times * only.copies
+                label = f"{label}.{only.label}"
+                child = only.number
+                times = times * only.copies
                 subtree = self._subtrees[child]
             if subtree.leaf < 0 and all(inner.numeric for inner in subtree.items):
                 nodes += self._children(child, f"{label}.", path, level, times)
@@ -107,7 +113,8 @@ class FoldedTree:
 
     def _below(self, node: _Node) -> list[_Node]:
         subtree = self._subtrees[node.number]
-        level, copies = node.level + 1, node.line.copies
+        level = node.level + 1
+        copies = node.line.copies
         inner = self._children(node.number, "", f"{node.path}.", level, copies)
         if subtree.leaf >= 0 and inner:  # `a` and `a.b` are both tensors
             own = Line(level, "(itself)", copies, copies, copies * self._sizes[subtree.leaf], self._whats[subtree.leaf])
@@ -185,7 +192,9 @@ def _relative(path: str, of: str) -> str:
 SEGMENTS = 40  # dots beyond this many belong to the last segment: a hostile name can't make a deep tree
 K = TypeVar("K")
 V = TypeVar("V")
-_LEAF, _NUMBERED = 0, 1  # the keys under which a small trie keeps its own tensor and its numbers: no segment is an int
+# the keys under which a small trie keeps its own tensor and its numbers: no segment is an int
+_LEAF = 0
+_NUMBERED = 1
 _HEAD = re.compile(rb"(?:.*\.)?(?:0|[1-9][0-9]{0,8})(?=\.|\Z)", re.DOTALL)
 # Names that differ in digits alone are cut at one place; a leading zero makes a number a name, so 0 stays 0.
 _MASK = bytes.maketrans(b"123456789", b"111111111")
@@ -274,7 +283,10 @@ class Folding:
         masks: Sequence[bytes] = b"\n".join(names).translate(_MASK).split(b"\n")
         if len(masks) != len(names):  # a name with a line feed
             masks = [name.translate(_MASK) for name in names]
-        splits, blocks, tails, root = self._splits, self._blocks, self._tails, self._root
+        splits = self._splits
+        blocks = self._blocks
+        tails = self._tails
+        root = self._root
         for name, key in zip(names, zip(masks, leaves, strict=True), strict=True):
             cut, tail = splits[key]
             if tail < 0:
@@ -347,7 +359,8 @@ class Folding:
         if known is None:
             node: dict[Any, Any] = {}
             for tail in block:
-                row, at = self._rows[tail], node
+                row = self._rows[tail]
+                at = node
                 for segment in row.path:
                     at = at.setdefault(segment, {})
                 if row.leaf >= 0:
@@ -359,7 +372,8 @@ class Folding:
 
     def _number(self, node: dict[Any, Any]) -> int:
         """The number of the node's subtree; equal subtrees have equal numbers. Depth is at most SEGMENTS + 1."""
-        leaf, numbered = node.pop(_LEAF, -1), node.pop(_NUMBERED, ())
+        leaf = node.pop(_LEAF, -1)
+        numbered = node.pop(_NUMBERED, ())
         named = [(segment, self._number(child)) for segment, child in node.items()]
         key = (leaf, frozenset(named), numbered)
         known = self._numbers.get(key)

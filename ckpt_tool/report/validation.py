@@ -117,7 +117,8 @@ def _case(case: Document) -> Iterator[Block]:
 
 
 def _curve(case: Document) -> Iterator[Block]:
-    rows, steps = case["curve"], tuple(int(row["step"]) for row in case["curve"])
+    rows = case["curve"]
+    steps = tuple(int(row["step"]) for row in case["curve"])
     for key, title in (("loss", "loss"), ("norm", "gradient norm")):
         series = (
             ("uninterrupted", tuple(row[key] for row in rows)),

@@ -71,7 +71,8 @@ def _errors(document: Document, *, everything: bool) -> list[Block]:
 
 def _unmoved(document: Document) -> str:
     """What came of a run that moved no byte."""
-    saved, job = document.get("plan_file"), document.get("job_file")
+    saved = document.get("plan_file")
+    job = document.get("job_file")
     if job:
         return f"{'plan and ' if saved else ''}job file saved; its first lines say how to start it: {job}"
     return f"plan saved; run it with ckpt apply {saved}" if saved else "dry run: nothing was written"
@@ -221,8 +222,10 @@ def _dropped(entry: Document) -> str:
 
 
 def _done(document: Document) -> Verdict:
-    plan, target = document.get("plan") or {}, document.get("target") or {}
-    seconds, nbytes = float(document["elapsed_s"]), plan.get("bytes_written", 0)
+    plan = document.get("plan") or {}
+    target = document.get("target") or {}
+    seconds = float(document["elapsed_s"])
+    nbytes = plan.get("bytes_written", 0)
     if document.get("committed") is False:
         part, of = document.get("part") or (1, 1)
         others = (

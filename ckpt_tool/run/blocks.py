@@ -68,10 +68,12 @@ class Spans:
 
     def parts(self, start: int, stop: int) -> list[Region]:
         """What the regions have of elements [start, stop)."""
-        spans, at = self._spans, self._next if start >= self._at else 0
+        spans = self._spans
+        at = self._next if start >= self._at else 0
         while at < len(spans) and spans[at][1] <= start:
             at += 1
-        self._at, self._next = start, at
+        self._at = start
+        self._next = at
         found: list[Region] = []
         while at < len(spans):
             low, high, region = spans[at]
@@ -148,7 +150,8 @@ class Sources:
     """The plan's source files, opened and held to the identity that the plan saw. Thread-safe (no state of its own)."""
 
     def __init__(self, files: Sequence[SourceFile], trees: dict[str, Tree]) -> None:
-        self.files, self.trees = files, trees
+        self.files = files
+        self.trees = trees
 
     def shown(self, number: int) -> str:
         file = self.files[number]
@@ -207,7 +210,8 @@ class StagedFiles:
     """The output's files while they are staged, or a finished output's, by number."""
 
     def __init__(self, opener: Callable[[str], int], names: Sequence[str]) -> None:
-        self._opener, self._names = opener, names
+        self._opener = opener
+        self._names = names
 
     def path(self, number: int) -> str:
         return self._names[number]
@@ -281,7 +285,8 @@ class BlockReader:
         tree = self._files.remote(only.file)
         if tree is None or not in_runs(only, move.item):
             return None
-        parts, at = tree.parts(self._files.path(only.file), only.offset, (stop - start) * move.item), only.offset
+        parts = tree.parts(self._files.path(only.file), only.offset, (stop - start) * move.item)
+        at = only.offset
         for part in parts:
             self._count(only.file, at, part)
             at += len(part)
@@ -308,7 +313,9 @@ class BlockReader:
     def turned(self, move: Move) -> Transposed | None:
         """The panels of a move with transposed sources, None for others. Good until another move is asked for."""
         if self._move is not move:
-            self._move, self._spans, self._turned = move, Spans(()), None
+            self._move = move
+            self._spans = Spans(())
+            self._turned = None
             if any(map(is_transposed, move.sources)):
                 self._turned = Transposed(move, self, self.strips, partial(self._differs, move))
             else:
@@ -321,7 +328,8 @@ class BlockReader:
         other = memoryview(bytearray(len(block)))
         self._read(part, other, start, move.item, count=count)
         view = ((part.at - start) * move.item, part.extents, [step * move.item for step in part.steps], move.item)
-        mine, theirs = strided(block, *view), strided(other, *view)
+        mine = strided(block, *view)
+        theirs = strided(other, *view)
         if not np.array_equal(mine, theirs):
             self._differs(move, part)
 
@@ -341,7 +349,8 @@ class BlockReader:
                 for i in range(part.extents[0]):
                     self._read(part.row(i), block, start, item, count=count)
                 return
-            at, nbytes = (part.at - start) * item, part.extents[0] * item if part.extents else item
+            at = (part.at - start) * item
+            nbytes = part.extents[0] * item if part.extents else item
             self.pread(part.file, part.offset, block[at : at + nbytes], count=count)
         else:
             self._spread(part.in_file_order(), block, start, item, count=count)
@@ -349,13 +358,15 @@ class BlockReader:
     def _spread(self, part: Region, block: memoryview, start: int, item: int, *, count: bool) -> None:
         """Read a strided part, its dims in the file's order: spans through the scratch, the outermost dim split until a
         span fits and is dense, or is thin and of many rows that lie near each other."""
-        extents, strides = part.extents, part.strides
-        span, useful = part.reach(item), item
+        extents = part.extents
+        strides = part.strides
+        span = part.reach(item)
+        useful = item
         for n, s in zip(extents, strides, strict=True):
             useful *= n if s else 1
         near = bool(extents) and 0 < strides[0] <= GAP
         few = SCRATCH // strides[0] if near else 1  # rows of one span
-        if span <= max(GAP, min(4 * useful, SCRATCH)) or near and extents[0] <= few:
+        if span <= max(GAP, min(4 * useful, SCRATCH)) or (near and extents[0] <= few):
             if len(self._scratch) < span:
                 self._scratch = bytearray(max(span, SCRATCH))
             self.pread(part.file, part.offset, memoryview(self._scratch)[:span], count=count and span == useful)
@@ -363,7 +374,8 @@ class BlockReader:
             there[...] = strided(self._scratch, 0, extents, strides, item)
         elif few > 1:
             for i in range(0, extents[0], few):
-                first, rows = part.row(i), min(few, extents[0] - i)
+                first = part.row(i)
+                rows = min(few, extents[0] - i)
                 some = part._replace(offset=first.offset, at=first.at, extents=(rows, *extents[1:]))
                 self._spread(some, block, start, item, count=count)
         else:
@@ -432,7 +444,9 @@ class BlockReader:
                 raise wrap_os_error(e, self._files.shown(file), "copying", offset=offset) from e
             if n == 0:
                 raise self._files.changed(file)
-            offset, to_offset, nbytes = offset + n, to_offset + n, nbytes - n
+            offset = offset + n
+            to_offset = to_offset + n
+            nbytes = nbytes - n
         return True
 
     def close(self) -> None:
@@ -445,7 +459,8 @@ class Writer:
     def __init__(
         self, staging: Staging, names: Sequence[str], room: int, crc_starts: Mapping[int, Container[int]]
     ) -> None:
-        self._staging, self._names = staging, names
+        self._staging = staging
+        self._names = names
         self.fds = FdCache(
             lambda number: staging.open(names[number]), room, lambda number: staging.path / names[number]
         )
@@ -466,12 +481,15 @@ class Writer:
     def drain(self, regions: Sequence[Region], block: memoryview, start: int, stop: int, item: int) -> None:
         """Write what `regions` want of elements [start, stop), which `block` holds."""
         if self._regions is not regions:
-            self._regions, self._spans = regions, Spans(regions)
+            self._regions = regions
+            self._spans = Spans(regions)
         for part in self._spans.parts(start, stop):
             self._write(part, block, start, item)
 
     def _write(self, part: Region, block: memoryview, start: int, item: int) -> None:
-        run, at, rows = part.numel * item, (part.at - start) * item, in_runs(part, item)
+        run = part.numel * item
+        at = (part.at - start) * item
+        rows = in_runs(part, item)
         if rows and len(part.extents) < 2:
             self.pwrite(part.file, part.offset, block[at : at + run])
             return
@@ -490,7 +508,8 @@ class Writer:
     def pwrite(self, file: int, offset: int, view: memoryview, *, count: bool = True) -> None:
         """Write all of `view` at byte `offset` of the staged file. count: whether a record's checksum takes it in
         now."""
-        fd, done = self.fds[file], 0
+        fd = self.fds[file]
+        done = 0
         try:
             done = os.pwrite(fd, view, offset)
             while done < len(view):

@@ -34,7 +34,9 @@ def _multiply(a: int, b: int) -> int:
 @lru_cache(maxsize=4096)
 def _shift(nbytes: int) -> int:
     """x^(8 * nbytes) modulo the polynomial."""
-    result, power = 1 << 31, 0x00800000  # 1 and x^8
+    # 1 and x^8
+    result = 1 << 31
+    power = 0x00800000
     while nbytes:
         if nbytes & 1:
             result = _multiply(result, power)
@@ -60,7 +62,10 @@ class RunPieces:
     """Collects the CRCs of one file's runs as they pass; runs that follow each other grow into one piece."""
 
     def __init__(self) -> None:
-        self._begin, self._stop, self._crc = -1, -1, 0  # the piece that grew last, [begin, stop)
+        # the piece that grew last, [begin, stop)
+        self._begin = -1
+        self._stop = -1
+        self._crc = 0
         self._others: dict[int, ChecksummedRange] = {}  # by stop: pieces that a run starting there continues
 
     def add(self, start: int, data: memoryview, *, breaks: Container[int]) -> None:
@@ -80,13 +85,16 @@ class RunPieces:
         """All pieces; none are left."""
         self._set_aside()
         pieces = list(self._others.values())
-        self._begin, self._stop, self._others = -1, -1, {}
+        self._begin = -1
+        self._stop = -1
+        self._others = {}
         return pieces
 
 
 def join(start: int, stop: int, pieces: Iterable[ChecksummedRange], read: Callable[[int, int], Iterable[bytes]]) -> int:
     """The CRC of [start, stop) from the pieces that lie in it; what they leave out is read: `read(offset, nbytes)`."""
-    at, total = start, 0
+    at = start
+    total = 0
 
     def fill(until: int) -> None:
         nonlocal at, total

@@ -57,7 +57,9 @@ def look(
     known: dict[tuple[str, int], str] = {}
 
     def one(number: int) -> None:
-        path, faults, records = files[number], list[CkptError](), list[CoveredRange]()
+        path = files[number]
+        faults = list[CkptError]()
+        records = list[CoveredRange]()
         try:
             for extent in extents(tree, path):
                 records += stored(tree, path, extent)
@@ -78,7 +80,8 @@ def look(
 
 def extents(tree: Tree, path: str) -> list[FileExtent]:
     """The zips in a file: those that its reader met, or the whole file where it is one that nobody opened."""
-    met, size = tree.met.zips(path), tree.size(path)
+    met = tree.met.zips(path)
+    size = tree.size(path)
     if met or size < len(HEAD) or tree.head(path, len(HEAD)) != HEAD:
         return met
     whole = FileExtent(0, size)
@@ -104,7 +107,8 @@ def stored(tree: Tree, path: str, extent: FileExtent) -> list[CoveredRange]:
 def damaged_records(tree: Tree, path: str, records: Sequence[CoveredRange]) -> Iterator[CkptError]:
     """A fault for every record whose bytes have another CRC-32."""
     for some in _together(records):
-        start, stop = some[0].offset, some[-1].offset + some[-1].nbytes
+        start = some[0].offset
+        stop = some[-1].offset + some[-1].nbytes
         if len(some) > 1 or stop - start <= _TOGETHER:
             data = memoryview(tree.read(path, start, stop - start))
             have = [crc32(data[each.offset - start :][: each.nbytes]) for each in some]

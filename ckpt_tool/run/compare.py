@@ -99,7 +99,11 @@ class Worst:
     """
 
     def __init__(self, shape: Sequence[int]) -> None:
-        self.shape, self.first, self.ulp, self.gap, self.count = shape, -1, 0, 0.0, 0
+        self.shape = shape
+        self.first = -1
+        self.ulp = 0
+        self.gap = 0.0
+        self.count = 0
         self.norms = Norms()
         self.equal: list[tuple[int, int]] = []
 
@@ -108,14 +112,16 @@ class Worst:
         if self.first < 0:
             self.first = at + int(hits[0])
         self.count += len(hits)
-        self.ulp, self.gap = max(self.ulp, ulp), max(self.gap, gap)
+        self.ulp = max(self.ulp, ulp)
+        self.gap = max(self.gap, gap)
 
     def merge(self, other: Worst) -> None:
         """Take up the differences of a later block of the same pair."""
         if self.first < 0:
             self.first = other.first
         self.count += other.count
-        self.ulp, self.gap = max(self.ulp, other.ulp), max(self.gap, other.gap)
+        self.ulp = max(self.ulp, other.ulp)
+        self.gap = max(self.gap, other.gap)
 
     def report(self) -> Difference | None:
         """What differs, as `--json` has it, with `norms` for whoever adds up several tensors; None if nothing does."""
@@ -229,10 +235,13 @@ def differ(worst: Worst, at: int, a: Bytes, b: Bytes, kind: DType, other: DType,
         where = (a.reshape(items, -1) != b.reshape(items, -1)).any(axis=1) if len(a) == len(b) else np.ones(items, bool)
         worst.add(at, where, 0, 0.0)
         return
-    x, y = a.view(numpy_type(kind)), b.view(numpy_type(other))
+    x = a.view(numpy_type(kind))
+    y = b.view(numpy_type(other))
     wide = np.complex128 if "C" in (kind.name[0], other.name[0]) else np.float64
     with np.errstate(invalid="ignore", over="ignore"):
-        u, v = x.astype(wide), y.astype(wide)  # signalling NaNs are no news
+        # signalling NaNs are no news
+        u = x.astype(wide)
+        v = y.astype(wide)
         gaps = np.abs(u - v)
         if rtol or atol:
             near = (gaps <= atol + rtol * np.abs(v)) | (u == v) | (np.isnan(u) & np.isnan(v))
@@ -251,12 +260,14 @@ def differ(worst: Worst, at: int, a: Bytes, b: Bytes, kind: DType, other: DType,
 def _ulps(a: Bytes, b: Bytes, kind: DType) -> int:
     """The greatest distance between two bit patterns taken as ordered integers; complex by parts, 0 for booleans."""
     size = {"C64": 4, "C128": 8}.get(kind.name, kind.bits // 8)
-    x, y = a.view(f"u{size}"), b.view(f"u{size}")
+    x = a.view(f"u{size}")
+    y = b.view(f"u{size}")
     if kind.is_float or kind.name.startswith("C"):
         sign = x.dtype.type(1 << (size * 8 - 1))
         x = np.where(x & sign, ~x, x | sign)
         y = np.where(y & sign, ~y, y | sign)
     elif kind.name.startswith("I"):
         flip = x.dtype.type(1 << (size * 8 - 1))
-        x, y = x ^ flip, y ^ flip
+        x = x ^ flip
+        y = y ^ flip
     return int(np.max(np.where(x > y, x - y, y - x)))

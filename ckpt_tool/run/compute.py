@@ -44,7 +44,8 @@ _ML = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }
-_BF16, _F32 = DTYPES["BF16"], DTYPES["F32"]
+_BF16 = DTYPES["BF16"]
+_F32 = DTYPES["F32"]
 _STRETCH = 1 << 14  # elements of a look-up: its indexes stay in L2
 _SATURATES = {"F8_E4M3": 448.0}  # without infinities: what lies beyond becomes this
 _HALF_STEP = 16.0  # 464 lies between 448 and 480, which is not there, and rounds to the even 448
@@ -79,7 +80,7 @@ def cast(block: memoryview, source: DType, target: DType) -> tuple[memoryview, i
         narrow, first = cast(block, source, _F32)
         found, lost = cast(narrow, _F32, target)
         return found, lost if target.name in _SATURATES else lost + first
-    by_table = source.bits == 8 or source.bits == 16 and target.bits <= 16
+    by_table = source.bits == 8 or (source.bits == 16 and target.bits <= 16)
     with np.errstate(over="ignore", invalid="ignore"):
         if by_table and source.is_float and target.is_float:
             out, lost = _looked_up(np.frombuffer(block, f"u{source.bits // 8}"), source, target)
@@ -146,7 +147,8 @@ def _odd_halves(halves: Array) -> Array:
     """fp32 as (n, 2) halves, the lower first: the upper ones, the last bit set where the lower one is not zero."""
     out = np.empty(len(halves), np.uint16)
     for start in range(0, len(halves), _STRETCH):
-        lower, upper = halves[start : start + _STRETCH, 0], halves[start : start + _STRETCH, 1]
+        lower = halves[start : start + _STRETCH, 0]
+        upper = halves[start : start + _STRETCH, 1]
         np.bitwise_or(upper, lower != 0, out=out[start : start + _STRETCH])
     return out
 

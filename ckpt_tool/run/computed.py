@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError, InternalError
 from ckpt_tool.plan.plan import Move
@@ -95,7 +96,8 @@ class Recipe(ABC):
 
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
         """Bytes [offset, offset + nbytes) of the made tensor's row-major line, little-endian: those of `values`."""
-        start, stop = offset // 4, -(-(offset + nbytes) // 4)
+        start = offset // 4
+        stop = ceil_div(offset + nbytes, 4)
         values = self.values(read, start, stop)
         if values.dtype != np.float32 or values.shape != (stop - start,):
             raise InternalError(f"{self.key}: {values.dtype} {values.shape} for {stop - start} elements")
@@ -140,7 +142,8 @@ class _Lines:
     """The inputs of the recipe of `path`, for one thread."""
 
     def __init__(self, path: str, inputs: list[tuple[Move, BlockReader]]) -> None:
-        self.path, self.inputs = path, inputs
+        self.path = path
+        self.inputs = inputs
         self._lent: dict[int, Array] = {}  # the pages of fresh arrays cost more than a pass over them
 
     def read(self, number: int, start: int, stop: int) -> Array:
@@ -153,7 +156,8 @@ class _Lines:
     def lend(self, number: int, start: int, stop: int) -> tuple[Array, str]:
         """Their bytes, in memory that the next call for this input takes again, and the dtype's name."""
         move, reader = self.inputs[number]
-        size, room = (stop - start) * move.item, self._lent.get(number)
+        size = (stop - start) * move.item
+        room = self._lent.get(number)
         if room is None or room.size != size:
             room = self._lent[number] = np.empty(size, np.uint8)
         reader.fill(move, room.data, start, stop, until=stop)
@@ -163,7 +167,8 @@ class _Lines:
 class ComputedTree(Tree):
     """A source whose files are computed. Its root is no folder: everything is read through `read`."""
 
-    local, computed = False, True
+    local = False
+    computed = True
 
     def __init__(self, shown: str, recipes: Iterable[Recipe]) -> None:
         """shown: for messages, unlike that of every other tree of the run."""
@@ -171,8 +176,10 @@ class ComputedTree(Tree):
         first = next(iter(self._recipes.values()), None)
         if first is None or not all(recipe.inputs for recipe in self._recipes.values()):
             raise InternalError("a computed source without a recipe, or a recipe without an input")
-        self.shown, self.bytes_read = shown, 0
-        self.root, self.single = first.inputs[0].tree.root, None
+        self.shown = shown
+        self.bytes_read = 0
+        self.root = first.inputs[0].tree.root
+        self.single = None
         self._first_sight: dict[tuple[str, str], str] = {}
         self._of_thread = threading.local()
         self._readers: dict[BlockReader, Tree] = {}
@@ -253,7 +260,8 @@ class ComputedTree(Tree):
     def late_faults(self, paths: Iterable[str]) -> Iterator[CkptError]:
         """What the recipes of the files `paths` find wrong, and damaged records of their inputs; what was not read of
         them is read now."""
-        names, found = list(paths), list[CkptError]()
+        names = list(paths)
+        found = list[CkptError]()
 
         def settle(number: int) -> None:
             recipe = self._recipes[names[number]]
@@ -316,8 +324,10 @@ class ComputedTree(Tree):
 
     def rounded(self, path: str, start: int, dtype: DType, out: memoryview) -> bool:
         """See `Tree.rounded`."""
-        recipe, item = self._recipes[path], dtype.bits // 8
-        lines, made = self._lines_of(path, recipe), np.frombuffer(out, f"u{item}")
+        recipe = self._recipes[path]
+        item = dtype.bits // 8
+        lines = self._lines_of(path, recipe)
+        made = np.frombuffer(out, f"u{item}")
         return recipe.rounded(lines.read, lines.lend, start, start + len(out) // item, (made, dtype.name))
 
     def _lines_of(self, path: str, recipe: Recipe) -> _Lines:

@@ -19,6 +19,8 @@ from typing import Protocol
 
 import xxhash
 
+from ckpt_tool.core.integers import ceil_div
+
 LEAF = 256 << 10  # bytes
 
 
@@ -52,15 +54,16 @@ class LeafStream:
 
     def __init__(self, start: int, stop: int, total: int, *, exact: bool = False) -> None:
         self.aligned = start % LEAF == 0 and (stop % LEAF == 0 or stop == total)
-        self.first = -(-start // LEAF)
-        last = -(-stop // LEAF)  # leaves [first, last) begin in [start, stop)
+        self.first = ceil_div(start, LEAF)
+        last = ceil_div(stop, LEAF)  # leaves [first, last) begin in [start, stop)
         self.begin = self.first * LEAF
         self.end = min(last * LEAF, total) if last > self.first else stop
         self.leaves = bytearray()
         self._at = self.begin
         self._stop = self.end if last > self.first else self.begin
         if exact:
-            self._at, self._stop = start, stop
+            self._at = start
+            self._stop = stop
         self._hash: _Hash | None = None
 
     def feed(self, at: int, data: memoryview) -> None:
@@ -72,10 +75,12 @@ class LeafStream:
             self._at += size
             return
         skip = max(0, self._at - at)
-        position, view = at + skip, data[skip : max(skip, self._stop - at)]
+        position = at + skip
+        view = data[skip : max(skip, self._stop - at)]
         while view:
             room = LEAF - position % LEAF
-            part, view = view[:room], view[room:]
+            part = view[:room]
+            view = view[room:]
             position += len(part)
             ends = position % LEAF == 0 or position == self._stop
             if ends and self._hash is None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpt_tool import compiled
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.progress import Progress, working_on
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import (
@@ -160,16 +161,22 @@ class Executor:
         seal: SealWriter | None = None,
         replaced: ReplacedOutput | None = None,
     ) -> None:
-        self.plan, self.options, self.part, self.worker = plan, options, part, worker
-        self.progress, self.check = progress, check
+        self.plan = plan
+        self.options = options
+        self.part = part
+        self.worker = worker
+        self.progress = progress
+        self.check = check
         self.sources = Sources(plan.sources, dict(trees))
-        self.hashing, self.full = options.verify != "off", options.verify == "full"
+        self.hashing = options.verify != "off"
+        self.full = options.verify == "full"
         per_thread = 4 * STRIDED_BLOCK
         wanted = options.threads or min(os.cpu_count() or 1, 8)
         self.threads = max(1, min(wanted, options.memory // per_thread))
         if movers is not None:
             self.threads = max(1, min(self.threads, movers.threads))
-        self._movers, self._seal = movers, seal
+        self._movers = movers
+        self._seal = seal
         self._replaced = replaced
         self._panel = max(STRIDED_BLOCK, min(PANEL, options.memory // self.threads - per_thread))
         self.units = units(plan.moves)
@@ -245,12 +252,15 @@ class Executor:
     def _run_claims(self, staging: Staging) -> Result:
         """As one of any number of workers: what is claimed is done, until all is; one of them commits."""
         self._prepare(staging, heads=False)
-        shares, state, mine = _shared_out(self.units), RunState([]), set[int]()
+        shares = _shared_out(self.units)
+        state = RunState([])
+        mine = set[int]()
         total = sum(unit.nbytes for unit in self.units)
         staging.begin(len(self.units), total)
         if self.progress:
             self.progress.start(total, WRITING)
-        waits, seen = Waits(self.progress), set[int]()
+        waits = Waits(self.progress)
+        seen = set[int]()
         with staging.claims(len(shares)) as claims:
             while not staging.gone:
                 others = claims.done() - seen
@@ -281,7 +291,8 @@ class Executor:
 
     def _hash_on_the_way(self, staging: Staging, state: RunState, mine: Sequence[tuple[int, Unit]]) -> None:
         """Take the files' hashes while the queue is moved, in the order in which that goes best."""
-        state.hashes, waiting = FileHashes(self.plan, staging, self.threads), {number for number, _ in state.queue}
+        state.hashes = FileHashes(self.plan, staging, self.threads)
+        waiting = {number for number, _ in state.queue}
         for number, unit in mine:
             if number not in waiting:
                 state.hashes.landed(unit, later=True)
@@ -363,7 +374,8 @@ class Executor:
 
     def _clear_gaps(self, staging: Staging) -> None:
         """Zeros where nobody writes, whatever someone has left there."""
-        gaps, reader = Gaps(self.plan), BlockReader(StagedFiles(staging.open, self._names), 1, {})
+        gaps = Gaps(self.plan)
+        reader = BlockReader(StagedFiles(staging.open, self._names), 1, {})
         try:
             for number, file in enumerate(self.plan.outputs):
                 for offset, nbytes in gaps.stray(number, reader):
@@ -406,9 +418,12 @@ class Executor:
     def _worker(
         self, new_writer: Callable[[], Writer], record: Callable[[dict[str, Any]], None], state: RunState, room: int
     ) -> None:
-        reader, writer = BlockReader(self.sources, room, self._record_starts, panel=self._panel), new_writer()
-        block, scratch = memoryview(bytearray(ROOM)), memoryview(bytearray(STRIDED_BLOCK))
-        me, mover = threading.get_ident(), None
+        reader = BlockReader(self.sources, room, self._record_starts, panel=self._panel)
+        writer = new_writer()
+        block = memoryview(bytearray(ROOM))
+        scratch = memoryview(bytearray(STRIDED_BLOCK))
+        me = threading.get_ident()
+        mover = None
         ahead = self._ahead(state, reader, me)
 
         def advance(nbytes: int) -> None:
@@ -447,7 +462,8 @@ class Executor:
     def _ahead(self, state: RunState, reader: BlockReader, me: int) -> Prefetch[tuple[int, Unit]]:
         """A thread's units. Of a store the next one's bytes are asked for before one is over; a card reads in its own
         way."""
-        moves, far = self.plan.moves, self._movers is None and self.sources.far
+        moves = self.plan.moves
+        far = self._movers is None and self.sources.far
 
         def take() -> tuple[int, Unit] | None:
             with state.lock:
@@ -466,13 +482,15 @@ class Executor:
         if not state.queue:
             return None
         taken = {file for files in state.busy.values() for file in files}
-        index, most = 0, -1
+        index = 0
+        most = -1
         for i, (_, unit) in enumerate(state.queue[:256] if not self.in_order else ()):
             if unit.files & taken:
                 continue
             left = max(map(state.waiting.__getitem__, unit.files), default=0) if len(unit.files) <= 8 else 0
             if left > most:
-                index, most = i, left
+                index = i
+                most = left
         number, unit = state.queue.pop(index)
         for file in unit.files:
             state.waiting[file] -= unit.nbytes
@@ -485,12 +503,15 @@ class Executor:
         walked = mover.unit(unit.items)
         if walked is None:
             return None
-        leaves, hashes, overflows = [], [], dict[str, int]()
+        leaves = []
+        hashes = []
+        overflows = dict[str, int]()
         for (index, _, _), walk in zip(unit.items, walked, strict=True):
             if walk.lost:
                 overflows[str(index)] = overflows.get(str(index), 0) + walk.lost
             if self.hashing:
-                source, out = walk.source_leaves, walk.out_leaves
+                source = walk.source_leaves
+                out = walk.out_leaves
                 leaves.append(
                     [index, source.first, b64encode(source.leaves).decode(), out.first, b64encode(out.leaves).decode()]
                 )
@@ -570,7 +591,8 @@ class Executor:
         """Hash what is left and write the files of the seal. Returns their names."""
         if self.progress:
             self.progress.start(hashes.left, "hashing")
-        found, names = hashes.finish(self.advance), list[str]()
+        found = hashes.finish(self.advance)
+        names = list[str]()
         for name, data in self._seal.files(found, result) if self._seal else ():
             fd = staging.create(name, len(data))
             try:
@@ -589,7 +611,9 @@ class Waits:
     """Pauses between two looks at what others do, with a line for people at the first of each kind."""
 
     def __init__(self, progress: Progress | None) -> None:
-        self._progress, self._said, self._pause = progress, "", _PAUSE
+        self._progress = progress
+        self._said = ""
+        self._pause = _PAUSE
 
     def a_while(self, why: str, longest: float = 0.0) -> None:
         """longest: up to which the pauses grow, and are not of one length."""
@@ -604,7 +628,8 @@ class Waits:
 
 def _shared_out(units: Sequence[Unit]) -> list[list[tuple[int, Unit]]]:
     """The units, numbered, in at most `_SHARES` shares of neighbours: what workers claim."""
-    numbered, most = list(enumerate(units)), -(-len(units) // _SHARES) or 1
+    numbered = list(enumerate(units))
+    most = ceil_div(len(units), _SHARES) or 1
     return [numbered[at : at + most] for at in range(0, len(numbered), most)]
 
 

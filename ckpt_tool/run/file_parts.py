@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.plan.copy import Region, clip
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.schedule import Unit
@@ -19,15 +20,16 @@ class FileParts:
     """A file of `size` bytes, cut every `step` bytes. moved: part -> bytes that moves write of it."""
 
     def __init__(self, size: int, step: int) -> None:
-        self.size, self.step = size, step
-        self.parts = max(1, -(-size // step))
+        self.size = size
+        self.step = step
+        self.parts = max(1, ceil_div(size, step))
         self.moved: dict[int, int] = {}
 
     def bounds(self, part: int) -> tuple[int, int]:
         return part * self.step, min((part + 1) * self.step, self.size)
 
     def parts_of(self, start: int, stop: int) -> range:
-        return range(start // self.step, -(-stop // self.step))
+        return range(start // self.step, ceil_div(stop, self.step))
 
     def count(self, region: Region, nbytes: int) -> None:
         """Add a region's bytes, elements of `nbytes`, to those that moves write of each part."""
@@ -39,7 +41,8 @@ class FileParts:
         again."""
         if 0 in region.extents:
             return
-        reach, whole = region.reach(nbytes), region.numel * nbytes
+        reach = region.reach(nbytes)
+        whole = region.numel * nbytes
         parts = self.parts_of(region.offset, region.offset + reach)
         if len(parts) == 1:
             yield parts[0], whole

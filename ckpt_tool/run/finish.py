@@ -33,7 +33,8 @@ def copy_sidefiles(plan: Plan, sources: Sources, staging: Staging) -> None:
     for file in plan.outputs:
         if file.copy_of is None:
             continue
-        reader, fd = BlockReader(sources, 1, {}), staging.open(file.path)
+        reader = BlockReader(sources, 1, {})
+        fd = staging.open(file.path)
         try:
             offset = 0
             for data in reader.chunks(numbers[file.copy_of], 0, file.size):
@@ -55,7 +56,8 @@ def fill_patches(
     patched = [(number, file) for number, file in enumerate(plan.outputs) if file.patches]
     for number, file in sorted(patched, key=lambda row: any(patch.kind == "sha256" for patch in row[1].patches)):
         arrays = plan.arrays[number]
-        fd, written = staging.open(file.path), sorted(pieces.get(number, ()))
+        fd = staging.open(file.path)
+        written = sorted(pieces.get(number, ()))
         try:
             spans = dict[tuple[int, int], list[int]]()  # (offset, length) -> where its CRC goes
             for patch in file.patches:
@@ -77,7 +79,8 @@ def _checksums(fd: int, spans: Collection[tuple[int, int]], written: Sequence[Ch
     """The CRC-32 of each (offset, length) of a file; by several threads where much of it was not seen when written."""
 
     def crc(span: tuple[int, int]) -> int:
-        offset, stop = span[0], sum(span)
+        offset = span[0]
+        stop = sum(span)
         return join(offset, stop, within(written, offset, stop), partial(read_chunks, fd))
 
     seen = sum(piece.stop - piece.start for piece in written)
@@ -91,7 +94,8 @@ def _checksums(fd: int, spans: Collection[tuple[int, int]], written: Sequence[Ch
 
 def _sha256(staging: Staging, path: str) -> bytes:
     """The hash of a finished output file, in hex."""
-    digest, fd = hashlib.sha256(), staging.open(path)
+    digest = hashlib.sha256()
+    fd = staging.open(path)
     try:
         for data in read_chunks(fd, 0, stat_of(fd, staging.path / path).st_size):
             digest.update(data)
@@ -103,7 +107,8 @@ def _sha256(staging: Staging, path: str) -> bytes:
 def sync_all(staging: Staging, names: Sequence[str], done: Callable[[str], None] = lambda name: None) -> None:
     """fsync every file, by a few threads: the disk takes them together. The first failure is final and is raised.
     done: is called with each file that is safe."""
-    left, failures = list(names), list[CkptError]()
+    left = list(names)
+    failures = list[CkptError]()
 
     def sync_some() -> None:
         while left and not failures:
@@ -148,4 +153,5 @@ def write_all(fd: int, data: bytes, offset: int, name: str) -> None:
             n = os.pwrite(fd, view, offset)
         except OSError as e:
             raise wrap_os_error(e, name, "writing", offset=offset) from e
-        view, offset = view[n:], offset + n
+        view = view[n:]
+        offset = offset + n

@@ -45,8 +45,11 @@ class _HashedFile(FileParts):
 
     def __init__(self, file: TargetFile, arrays: Sequence[Extent]) -> None:
         super().__init__(file.size, WINDOW)
-        self.path, self.copied = file.path, file.copy_of is not None
-        self.at, self.first = 0, 0  # first: no window before it lacks anything
+        self.path = file.path
+        self.copied = file.copy_of is not None
+        # first: no window before it lacks anything
+        self.at = 0
+        self.first = 0
         self.digest = hashlib.sha256()
         self.turn = threading.Lock()
         self.left: dict[int, int] = {}
@@ -78,14 +81,17 @@ class FileHashes:
     filled."""
 
     def __init__(self, plan: Plan, staging: Staging, threads: int) -> None:
-        self._moves, self._staging, self._threads = plan.moves, staging, threads
+        self._moves = plan.moves
+        self._staging = staging
+        self._threads = threads
         self._files = [_HashedFile(file, arrays) for file, arrays in zip(plan.outputs, plan.arrays, strict=True)]
         self._lock = threading.Lock()
         for move in plan.moves:
             for region in move.outputs:
                 self._files[region.file].count(region, move.item_out)
         for file in self._files:
-            file.left, file.moved = file.moved, {}
+            file.left = file.moved
+            file.moved = {}
 
     def landed(self, unit: Unit, *, later: bool = False) -> None:
         """All that the unit writes is there. later: it is not hashed now."""
@@ -93,7 +99,8 @@ class FileHashes:
         for index, start, stop in unit.items:
             move = self._moves[index]
             for region in move.outputs:
-                file, windows = self._files[region.file], came[region.file]
+                file = self._files[region.file]
+                windows = came[region.file]
                 for part in clip(region, start, stop):
                     for window, nbytes in file.shares(part.in_file_order(), move.item_out):
                         windows[window] += nbytes
@@ -149,7 +156,8 @@ class FileHashes:
     def finish(self, advance: Callable[[int], None]) -> dict[str, str]:
         """Path -> hash in hex, with what was still to be hashed; advance is called with how many bytes that takes.
         Raises StorageError E0709 where a CRC that was hashed is not the one that the file has."""
-        waiting, failures = sorted(self._files, key=lambda file: file.size - file.at), list[BaseException]()
+        waiting = sorted(self._files, key=lambda file: file.size - file.at)
+        failures = list[BaseException]()
 
         def work() -> None:
             try:

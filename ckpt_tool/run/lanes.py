@@ -96,7 +96,9 @@ def bands_of(regions: Sequence[Region], item: int) -> tuple[int, list[LineBand]]
 
 def _rows(region: Region, row: int, column: int, item: int) -> tuple[int, int] | None:
     """(rows, elements of a row) of a region that is a band, stored densely."""
-    extents, strides, steps = region.extents, region.strides, region.steps
+    extents = region.extents
+    strides = region.strides
+    steps = region.steps
     if len(extents) == 2:
         height, width = extents
         dense = strides == (width * item, item) and steps[1] == 1
@@ -104,7 +106,7 @@ def _rows(region: Region, row: int, column: int, item: int) -> tuple[int, int] |
     if len(extents) == 1 and steps[0] == row != 1:
         return (extents[0], 1) if strides[0] == item else None
     length = extents[0] if extents else 1
-    if len(extents) > 1 or extents and strides[0] != item:
+    if len(extents) > 1 or (extents and strides[0] != item):
         return None
     if column + length <= row:
         return 1, length
@@ -115,7 +117,8 @@ class Runs:
     """A side of plain runs. Blocks must come in line order."""
 
     def __init__(self, runs: list[LineRun], transfer: Transfer) -> None:
-        self._runs, self._transfer = runs, transfer
+        self._runs = runs
+        self._transfer = transfer
         self._next = 0  # the first run that does not end before the block
 
     def one(self, start: int, stop: int) -> tuple[int, int] | None:
@@ -127,7 +130,8 @@ class Runs:
 
     def pass_by(self, data: memoryview, start: int, stop: int) -> None:
         """Move bytes [start, stop) of the line, which lie (or shall lie) in `data`."""
-        runs, at = self._runs, self._next
+        runs = self._runs
+        at = self._next
         while at < len(runs) and runs[at].stop <= start:
             at += 1
         self._next = at
@@ -138,7 +142,8 @@ class Runs:
             if low <= start and stop <= high:
                 self._transfer(file, start + shift, data)
             elif high > start:
-                low, high = max(low, start), min(high, stop)
+                low = max(low, start)
+                high = min(high, stop)
                 self._transfer(file, low + shift, data[low - start : high - start])
             at += 1
 
@@ -168,8 +173,13 @@ class Bands:
         *,
         reads: bool,
     ) -> None:
-        self._bands, self._row, self._item = bands, row, item
-        self._block, self._scratch, self._transfer, self._reads = block, scratch, transfer, reads
+        self._bands = bands
+        self._row = row
+        self._item = item
+        self._block = block
+        self._scratch = scratch
+        self._transfer = transfer
+        self._reads = reads
         self._views: dict[tuple[int, int, int, int], _Views] = {}
 
     def whole(self, start: int, stop: int) -> bool:
@@ -179,11 +189,14 @@ class Bands:
     def pass_by(self, data: memoryview, start: int, stop: int) -> None:
         """Move elements [start, stop) of the line, whole rows, which lie (or shall lie) in `data`, the block's
         start."""
-        first, last, length = start // self._row, stop // self._row, self._row * self._item
+        first = start // self._row
+        last = stop // self._row
+        length = self._row * self._item
         for low, high, column, width, file, offset in self._bands:
             if low >= last or high <= first:
                 continue
-            top, end = max(low, first), min(high, last)
+            top = max(low, first)
+            end = min(high, last)
             at = offset + (top - low) * width
             if width == length:
                 self._transfer(file, at, data[(top - first) * length : (end - first) * length])
@@ -199,7 +212,8 @@ class Bands:
 
     def _view(self, where: tuple[int, int, int, int]) -> _Views:
         top, height, column, width = where
-        item, length = self._item, self._row * self._item
+        item = self._item
+        length = self._row * self._item
         extents = (height, width // item)
         views = self._views[where] = _Views(
             strided(self._block, top * length + column, extents, (length, item), item),

@@ -16,6 +16,7 @@ import numpy as np
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import MODEL, Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError, near_misses
 from ckpt_tool.run.compute import Bytes, numpy_type
@@ -78,7 +79,7 @@ class LazyTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """The size of each dim, after slicing."""
-        full = [-(-n // abs(step)) for n, step in zip(self._box.shape, self._steps, strict=True)]
+        full = [ceil_div(n, abs(step)) for n, step in zip(self._box.shape, self._steps, strict=True)]
         return tuple(n for d, n in enumerate(full) if d not in self._drop)
 
     def __getitem__(self, index: Index) -> LazyTensor:
@@ -99,7 +100,10 @@ class LazyTensor:
             at = items.index(Ellipsis)
             items = (*items[:at], *(slice(None),) * (len(self._box.shape) - len(items) + 1), *items[at + 1 :])
         items = (*items, *(slice(None),) * (len(self._box.shape) - len(items)))
-        offset, shape, steps, drop = [], [], [], []
+        offset = []
+        shape = []
+        steps = []
+        drop = []
         for d, (item, low, n) in enumerate(zip(items, self._box.offset, self._box.shape, strict=True)):
             start, count, step = _bounds(item, n)
             if not isinstance(item, slice):

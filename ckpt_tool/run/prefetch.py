@@ -34,12 +34,16 @@ class Prefetch(Iterator[T], Generic[T]):
         *,
         early: bool = True,
     ) -> None:
-        self._take, self._expect, self._size, self._early = take, expect, size, early
+        self._take = take
+        self._expect = expect
+        self._size = size
+        self._early = early
         self._next: T | None = None
         self._left = 0
 
     def __next__(self) -> T:
-        item, self._next = self._next, None
+        item = self._next
+        self._next = None
         if item is None:
             item = self._take()
             if item is None:

@@ -31,7 +31,8 @@ class CheckedRecords:
     """The checksummed records of some files, and what passed by of them. Thread-safe."""
 
     def __init__(self, files: OpenFiles, records: Sequence[Record]) -> None:
-        self.files, self.records = files, records
+        self.files = files
+        self.records = records
         self._starts: dict[int, set[int]] = {}
         for record in records:
             self._starts.setdefault(record.file, set()).add(record.offset)
@@ -71,7 +72,8 @@ def record_faults(
     by_file = {file: sorted(found) for file, found in pieces.items()}
 
     def fault(record: Record) -> CorruptFile | None:
-        stop, reader = record.offset + record.nbytes, BlockReader(files, 1, {})
+        stop = record.offset + record.nbytes
+        reader = BlockReader(files, 1, {})
         own = within(by_file.get(record.file, []), record.offset, stop)
         try:
             have = join(record.offset, stop, own, partial(reader.chunks, record.file))
@@ -95,7 +97,8 @@ def record_faults(
 
 def _is_whole(record: Record, pieces: Sequence[ChecksummedRange]) -> bool:
     """Did all bytes of the record pass by?"""
-    at, stop = record.offset, record.offset + record.nbytes
+    at = record.offset
+    stop = record.offset + record.nbytes
     for piece in within(pieces, at, stop):
         at = piece.stop if piece.start == at else at
     return at == stop

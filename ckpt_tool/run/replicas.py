@@ -52,7 +52,8 @@ class Apart(NamedTuple):
 def with_replicas(moves: Iterable[Move], most: int | None = None) -> list[Move] | None:
     """The moves whose sources are held more than once; None where more than `most` bytes would be read to compare
     them."""
-    found, nbytes = list[Move](), 0
+    found = list[Move]()
+    nbytes = 0
     for move in moves:
         if any(region.replica for region in move.sources):
             found.append(move)
@@ -150,7 +151,9 @@ class _ReplicaReader(BlockReader):
     def turned(self, move: Move) -> None:
         """No panels: strided sides are read piece by piece, which needs no room and takes longer."""
         if self._move is not move:
-            self._move, self._spans, self._turned = move, Spans(move.sources), None
+            self._move = move
+            self._spans = Spans(move.sources)
+            self._turned = None
             self._worst = {}
 
     def _compare(self, move: Move, part: Region, block: memoryview, start: int, *, count: bool) -> None:
@@ -162,7 +165,8 @@ class _ReplicaReader(BlockReader):
         self._read(part, memoryview(other), start, move.item, count=count)
         if other != block:
             worst = self._worst.setdefault(part.file, Worst(move.shape))
-            mine, theirs = np.frombuffer(block, np.uint8), np.frombuffer(other, np.uint8)
+            mine = np.frombuffer(block, np.uint8)
+            theirs = np.frombuffer(other, np.uint8)
             differ(worst, start, mine, theirs, move.dtype, move.dtype, 0.0, 0.0)
 
     def apart(self, move: Move) -> Apart | None:

@@ -39,7 +39,8 @@ def drifts(catalog: Catalog, tree: Tree, *, skip: frozenset[str] = frozenset()) 
     skip: tensors, as `str(key)`, that could not be read.
     """
     pairs = pairs_of(catalog, skip)
-    mine, theirs = readable([a for a, _ in pairs], tree), readable([b for _, b in pairs], tree)
+    mine = readable([a for a, _ in pairs], tree)
+    theirs = readable([b for _, b in pairs], tree)
     masters = {move.key.name: move for move in theirs.moves}
     found: dict[TensorKey, list[int]] = {}
 
@@ -79,7 +80,8 @@ def pairs_of(catalog: Catalog, skip: frozenset[str]) -> list[tuple[LogicalTensor
     for key in [key for key in catalog.tensors if key.state == MASTER]:
         twin = TensorKey(key.name, MODEL)
         if twin in catalog.tensors and not {str(key), str(twin)} & skip:
-            model, master = catalog.tensors[twin], catalog.tensors[key]
+            model = catalog.tensors[twin]
+            master = catalog.tensors[key]
             if model.dtype.name in ("BF16", "F16") and master.dtype.name == "F32" and model.shape == master.shape:
                 out.append((model, master))
     return out

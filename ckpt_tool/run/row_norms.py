@@ -60,7 +60,8 @@ def sloped(norms: Norms) -> float:
 def apart(norms: Norms, labels: Sequence[int]) -> float:
     """How far the rows of part 0 lie above those of part 1, in standard deviations within the parts."""
     kinds = np.asarray(labels)
-    one, other = norms[kinds == 0], norms[kinds == 1]
+    one = norms[kinds == 0]
+    other = norms[kinds == 1]
     spread = float(np.sqrt((one.var() + other.var()) / 2))
     return float(one.mean() - other.mean()) / spread if spread > 0 else 0.0
 

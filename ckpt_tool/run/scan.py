@@ -50,7 +50,8 @@ def readable(tensors: Iterable[LogicalTensor], tree: Tree, orders: Orders = Mapp
     records: dict[Record, None] = {}
     moves = []
     for tensor in tensors:
-        regions, order = [], orders.get(tensor.key, ())
+        regions = []
+        order = orders.get(tensor.key, ())
         for chunk in tensor.chunks:
             if chunk.box.numel:
                 number = numbers.setdefault(chunk.array.path, len(numbers))
@@ -59,7 +60,8 @@ def readable(tensors: Iterable[LogicalTensor], tree: Tree, orders: Orders = Mapp
                     records[Record(number, *chunk.array.crc)] = None
         item = max(1, tensor.dtype.bits // 8)
         numel = tensor.nbytes if tensor.dtype.bits < 8 else tensor.numel
-        kinds, sides = (tensor.dtype, tensor.dtype), (tuple(regions), ())
+        kinds = (tensor.dtype, tensor.dtype)
+        sides = (tuple(regions), ())
         moves.append(Move(tensor.key, tensor.shape, *kinds, numel, item, item, *sides, order))
     files = tuple(SourceFile(tree.shown, path, tuple(tree.identity(path))) for path in numbers)
     return Readable(tuple(moves), Sources(files, {tree.shown: tree}), tuple(records))
@@ -117,7 +119,9 @@ class Queue:
     """Numbers for several threads, until one of them fails."""
 
     def __init__(self, numbers: Iterable[int]) -> None:
-        self._numbers, self._lock, self.errors = iter(numbers), threading.Lock(), list[BaseException]()
+        self._numbers = iter(numbers)
+        self._lock = threading.Lock()
+        self.errors = list[BaseException]()
 
     def __iter__(self) -> Queue:
         return self
@@ -201,7 +205,8 @@ def _read_one(
     bytewise: bool,
 ) -> bool:
     """Was all of it read? passed: is called with the bytes of each block."""
-    step, unit = STRIDED_BLOCK // move.item, move.item if bytewise else 1
+    step = STRIDED_BLOCK // move.item
+    unit = move.item if bytewise else 1
     for at in range(0, move.numel, step):
         end = min(at + step, move.numel)
         nbytes = (end - at) * move.item

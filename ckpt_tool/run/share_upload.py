@@ -75,7 +75,8 @@ class ShareUpload(Upload):
     def begin_share(self, number: int, order: Sequence[Unit], *, over: bool) -> None:
         """Take the parts of a share from now on. order: what is going to be moved. over: another has begun it, and
         may have sent parts. Raises StorageError E2711 as `begin`."""
-        self._share, self.gathered = number, 0
+        self._share = number
+        self.gathered = 0
         self._open.clear()
         for item in self.objects:
             item.forget()
@@ -128,7 +129,8 @@ class ShareUpload(Upload):
         if self._share == NOBODY:
             return
         with self._lock:
-            before, self.gathered = self.gathered, self.gathered + nbytes
+            before = self.gathered
+            self.gathered = self.gathered + nbytes
         most = _MOST * self.shares[self._share].nbytes
         if before < most <= self.gathered:
             self.nearly()

@@ -19,11 +19,14 @@ from collections.abc import Iterator, Sequence
 from heapq import heapreplace
 from typing import NamedTuple, Protocol
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.plan.copy import clip
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.schedule import MoveRange, Unit, grain
 
-SHARE, MOST = 256 << 20, 4096  # bytes of a share, at least; shares of a plan
+# bytes of a share, at least; shares of a plan
+SHARE = 256 << 20
+MOST = 4096
 CELL = 1 << 20  # bytes of an item's line that are moved as one where two shares want them
 NOBODY = -1
 
@@ -57,11 +60,12 @@ class Shares(Sequence[UploadShare]):
     """A plan's shares. order: its units, numbered, as objects lie."""
 
     def __init__(self, plan: Plan, objects: Sequence[Object], order: Sequence[tuple[int, Unit]]) -> None:
-        self._plan, self._objects = plan, objects
+        self._plan = plan
+        self._objects = objects
         self._units = dict(order)
         self._owner = [array("i", [NOBODY]) * (max(item.moved, default=-1) + 1) for item in objects]
         self._found: list[UploadShare] = []
-        self._cut(order, max(SHARE, -(-sum(item.size for item in objects if item.valued) // MOST)))
+        self._cut(order, max(SHARE, ceil_div(sum(item.size for item in objects if item.valued), MOST)))
 
     def __len__(self) -> int:
         return len(self._found)
@@ -117,7 +121,8 @@ class Shares(Sequence[UploadShare]):
     def work(self, number: int) -> Iterator[Work]:
         """What share `number` moves, in order."""
         for each in self._found[number].units:
-            unit, whole = self._units[each], list[MoveRange]()
+            unit = self._units[each]
+            whole = list[MoveRange]()
             for item in unit.items:
                 owners = self._owners(item)
                 if owners == {number}:

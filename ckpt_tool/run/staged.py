@@ -82,7 +82,9 @@ def _is_there(reader: BlockReader, moves: Sequence[Move], unit: Unit, line: Line
 
 def _is_sound(line: Line, unit: Unit) -> bool:
     """Has a journal's line the form of one of this unit? A journal is a file, and its seal is no secret."""
-    hashes, leaves, overflows = line.get("hashes"), line.get("leaves"), line.get("overflows")
+    hashes = line.get("hashes")
+    leaves = line.get("leaves")
+    overflows = line.get("overflows")
     if not isinstance(hashes, list) or not isinstance(leaves, list) or not isinstance(overflows, dict):
         return False
     own = {str(item.move) for item in unit.items}
@@ -135,7 +137,8 @@ class Gaps:
 
     def _gaps(self, number: int) -> Iterator[tuple[int, int]]:
         """Stretches between what is dense; combs lie in them."""
-        dense, file = self._dense[number], self._plan.outputs[number]
+        dense = self._dense[number]
+        file = self._plan.outputs[number]
         spans = [*zip(dense[::2], dense[1::2], strict=True), *((at, at + len(data)) for at, data in file.literals)]
         end = 0
         for start, stop in sorted(spans):
@@ -162,7 +165,8 @@ def _clear_teeth(odd: np.ndarray[Any, np.dtype[np.bool_]], at: int, region: Regi
     import numpy as np
 
     dims = sorted(zip(region.extents, region.strides, strict=True), key=lambda dim: -dim[1])
-    extents, strides = tuple(n for n, _ in dims), tuple(s for _, s in dims)
+    extents = tuple(n for n, _ in dims)
+    strides = tuple(s for _, s in dims)
     lead = item - 1  # an element may begin before the window, or end behind it
     room = np.zeros(lead + len(odd) + lead, np.bool_)
     along = Region(0, 0, region.offset, extents, (0,) * len(extents), strides)  # its line is the file

@@ -120,7 +120,9 @@ class StoreExecutor(Executor):
         sizes = [share.nbytes for share in upload.shares]
         mine = None if self.part is None else of_part(sizes, self.part)
         claims = StoreClaims(records, self.plan.identifier(), self.part or self.worker, sizes, mine)
-        upload.sole, upload.nearly, claims.moving = claims.commits_still, claims.ahead, lambda: upload.gathered
+        upload.sole = claims.commits_still
+        upload.nearly = claims.ahead
+        claims.moving = lambda: upload.gathered
         result = Result({}, {}, {}, committed=False)
         try:
             with claims:
@@ -151,7 +153,9 @@ class StoreExecutor(Executor):
         return result
 
     def _claim_shares(self, upload: ShareUpload, claims: StoreClaims) -> Result:
-        waits, own, seen = Waits(self.progress), set[int](), set[int]()
+        waits = Waits(self.progress)
+        own = set[int]()
+        seen = set[int]()
         sizes = {number: upload.shares[number].nbytes for number in claims.mine}
         moved = sum(unit.nbytes for unit in self.units) / max(1, sum(share.nbytes for share in upload.shares))
         if self.progress:
@@ -218,7 +222,8 @@ class StoreExecutor(Executor):
 
     def _take_records(self, upload: ShareUpload, claims: StoreClaims) -> tuple[RunState, set[int]]:
         """What the workers' records say, and the shares of which they say nothing, or nothing that is so."""
-        state, missing = RunState([]), set[int]()
+        state = RunState([])
+        missing = set[int]()
         upload.begin_commit()
         for number, record in enumerate(claims.records()):
             if not record:

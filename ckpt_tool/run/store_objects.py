@@ -33,7 +33,12 @@ class UploadPart:
     __slots__ = ("data", "file", "holes", "left", "number", "start")
 
     def __init__(self, file: int, number: int, start: int, data: bytearray, left: int) -> None:
-        self.file, self.number, self.start, self.data, self.left, self.holes = file, number, start, data, left, 0
+        self.file = file
+        self.number = number
+        self.start = start
+        self.data = data
+        self.left = left
+        self.holes = 0
 
     @property
     def stop(self) -> int:
@@ -46,7 +51,8 @@ class StoredObject(FileParts):
 
     def __init__(self, number: int, file: TargetFile, arrays: Sequence[tuple[int, int]]) -> None:
         super().__init__(file.size, part_size(file.size))
-        self.number, self.path = number, file.path
+        self.number = number
+        self.path = file.path
         self.literals = sorted(file.literals)
         self.valued = False  # does it hold what moves write?
         self.done = set[int]()  # parts that were whole
@@ -67,7 +73,8 @@ class StoredObject(FileParts):
         """Begin anew: nothing is known of what moves write."""
         self.done.clear()
         self.known.clear()
-        self.before, self.etags = {}, {}
+        self.before = {}
+        self.etags = {}
         self.pieces = {span: [] for span in self.spans}
         self.seen = dict.fromkeys(self.spans, 0)
 
@@ -99,7 +106,8 @@ def objects_of(plan: Plan) -> list[StoredObject]:
 def within(literals: Iterable[tuple[int, bytes]], start: int, stop: int) -> Iterator[tuple[int, bytes]]:
     """What of the literals lies in [start, stop)."""
     for offset, data in literals:
-        low, high = max(offset, start), min(offset + len(data), stop)
+        low = max(offset, start)
+        high = min(offset + len(data), stop)
         if low < high:
             yield low, data[low - offset : high - offset]
 

@@ -14,8 +14,11 @@ class Workers:
     """`count` daemon threads that each run `work`, which raises nothing."""
 
     def __init__(self, work: Callable[[], None], count: int) -> None:
-        self._work, self._lock = work, threading.Lock()
-        self._entered, self._called_off, self._ended = 0, False, threading.Semaphore(0)
+        self._work = work
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._called_off = False
+        self._ended = threading.Semaphore(0)
         self._threads = [threading.Thread(target=self._one, name=f"ckpt-{k}", daemon=True) for k in range(count)]
 
     def run(self, stop: Callable[[BaseException], None], *, waits: bool = True) -> None:

@@ -62,6 +62,7 @@ from itertools import pairwise, repeat
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.plan.copy import Region, clip, hull, is_transposed, row_of
 from ckpt_tool.plan.plan import Move
 
@@ -71,12 +72,16 @@ if TYPE_CHECKING:
 
 PANEL = 32 << 20  # bytes: the most that is put in order at a time
 STRIP = 16 << 10  # bytes: longer strips gain nothing
-SHORT, NEAR = 2 << 10, 2 << 10  # bytes: strips shorter than SHORT are taken as one with what lies NEAR between them
+# bytes: strips shorter than SHORT are taken as one with what lies NEAR between them
+SHORT = 2 << 10
+NEAR = 2 << 10
 GROUP = 1 << 20  # bytes of strips that are turned together: they stay in L2
 EVEN = 32  # strips of a group, or a multiple: 64 bytes of bf16
 COLUMNS = 64  # of a tile: one NumPy call turns so many strips
 BRIDGE = 2 << 10  # bytes: strips closer than this are read in one call
-FAR_BRIDGE, FAR_READ = 1 << 20, 8 << 20  # the same through a remote tree, and the most of one request
+# the same through a remote tree, and the most of one request
+FAR_BRIDGE = 1 << 20
+FAR_READ = 8 << 20
 _VECTORS = 1024  # buffers of one preadv: IOV_MAX of Linux
 _TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
@@ -141,7 +146,10 @@ class Transposed:
     """
 
     def __init__(self, move: Move, source: Source, strips: Strips, differ: Callable[[Region], None]) -> None:
-        self._source, self._strips, self._differ, self._item = source, strips, differ, move.item
+        self._source = source
+        self._strips = strips
+        self._differ = differ
+        self._item = move.item
         self._regions = [(*hull(region), region) for region in move.sources]
         both = (*move.sources, *move.outputs) if move.dtype == move.dtype_out else move.sources
         self._row, self._height = rows_of(both)
@@ -186,14 +194,19 @@ class Transposed:
 
     def _load(self, start: int, until: int) -> None:
         """Make the panel that begins with the row of element `start`: whole rows, as many as there is room for."""
-        item, row, room = self._item, self._row, len(self._panels[0])
+        item = self._item
+        row = self._row
+        room = len(self._panels[0])
         self._low = self._high = 0
         if row * item > room:
-            low, high = start, min(start + max(1, room // item), until)
+            low = start
+            high = min(start + max(1, room // item), until)
         else:
-            first, last = start // row, -(-until // row)
+            first = start // row
+            last = ceil_div(until, row)
             rows = even_rows(last - first, room // (row * item), self._height, item)
-            low, high = first * row, min((first + rows) * row, self._numel)
+            low = first * row
+            high = min((first + rows) * row, self._numel)
         panel = self._panel = self._panels[0]
         copies = []
         for begin, end, region in self._regions:
@@ -209,7 +222,8 @@ class Transposed:
             for part in clip(region, low, high):
                 self._gather(part, other, low)
                 self._compare(part, panel, other, low)
-        self._low, self._high = low, high
+        self._low = low
+        self._high = high
 
     def _compare(self, part: Region, panel: memoryview, other: memoryview, low: int) -> None:
         import numpy as np
@@ -224,17 +238,18 @@ class Transposed:
 
     def _gather(self, part: Region, panel: memoryview, low: int) -> None:
         """Read a region of which all is wanted, and lay it into the panel, whose first element is `low`."""
-        item, at = self._item, (part.at - low) * self._item
+        item = self._item
+        at = (part.at - low) * self._item
         dims = [
             Dim(n, stride, step * item) for n, stride, step in zip(part.extents, part.strides, part.steps, strict=True)
         ]
-        if not dims or len(dims) == 1 and dims[0].stride == item == dims[0].step:
+        if not dims or (len(dims) == 1 and dims[0].stride == item == dims[0].step):
             self._source.pread(part.file, part.offset, panel[at : at + part.numel * item], count=False)
             return
         inner, outer = strip_of(dims, item)
         for offset, to, few in cut_strip(inner, STRIP if outer else GROUP):
             span = item + sum((n - 1) * stride for n, stride, _ in few)
-            pitch = -(-span // 64) * 64
+            pitch = ceil_div(span, 64) * 64
             pitch += 64 * (pitch % 1024 == 0)  # rows 4096 bytes apart fall into the same few cache sets
             for shift, target, many in cut_group(outer, group_of(pitch)):
                 self._turn(part.file, part.offset + offset + shift, panel, at + to + target, many, few, span, pitch)
@@ -258,7 +273,8 @@ class Transposed:
         strips, slots = self._strips.slots(pitch, span, len(offsets))
         read(self._source, self._strips, file, offsets, slots)
         dims = [*order, *inner]
-        kind, extents = _TYPES[self._item], tuple(dim.extent for dim in dims)
+        kind = _TYPES[self._item]
+        extents = tuple(dim.extent for dim in dims)
         source = np.ndarray(extents, kind, strips, 0, (*packed, *(dim.stride for dim in inner)))
         target = np.ndarray(extents, kind, panel, at, tuple(dim.step for dim in dims))
         lay(source, target, min(range(len(dims)), key=lambda d: dims[d].step))
@@ -301,8 +317,8 @@ def even_rows(total: int, room: int, height: int, item: int) -> int:
     most = max(1, min(STRIP // item, room))
     if most >= height:
         most -= most % height
-    rows = -(-total // -(-total // most))
-    return min(-(-rows // height) * height, most) if most >= height else rows
+    rows = ceil_div(total, ceil_div(total, most))
+    return min(ceil_div(rows, height) * height, most) if most >= height else rows
 
 
 def offsets_of(order: Sequence[Dim], offset: int, pitch: int) -> tuple[Sequence[int], list[int]]:
@@ -324,9 +340,10 @@ def strip_of(dims: Sequence[Dim], item: int) -> tuple[list[Dim], list[Dim]]:
 
     A strip grows by a dim as long as it is short and what lies between is shorter than it, or short.
     """
-    inner, span = list[Dim](), item
+    inner = list[Dim]()
+    span = item
     left = sorted(dims, key=lambda dim: dim.stride)
-    while left and (not inner or left[0].stride < span or span < SHORT and left[0].stride <= span + max(span, NEAR)):
+    while left and (not inner or left[0].stride < span or (span < SHORT and left[0].stride <= span + max(span, NEAR))):
         dim = left.pop(0)
         inner.append(dim)
         span += (dim.extent - 1) * dim.stride
@@ -419,7 +436,8 @@ def _read_bridged(
 
 def _read_far(tree: Tree, path: str, offsets: Sequence[int], slots: Sequence[memoryview]) -> None:
     """Through a tree without descriptors: every request costs a journey, so it takes all that lies near."""
-    length, i = len(slots[0]), 0
+    length = len(slots[0])
+    i = 0
     while i < len(offsets):
         end = i + 1
         while (

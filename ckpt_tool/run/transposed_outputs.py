@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import Protocol
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.plan.copy import Region, clip, hull, is_transposed
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.transposed import (
@@ -79,7 +80,9 @@ class TransposedOutputs:
     def __init__(
         self, move: Move, share: tuple[int, int, int], strips: Strips, sink: Sink, source: Transposed | None
     ) -> None:
-        self._item, self._strips, self._sink = move.item_out, strips, sink
+        self._item = move.item_out
+        self._strips = strips
+        self._sink = sink
         self._at, self._stop, self._until = share  # elements before `_at` are written
         copies: dict[tuple[object, ...], tuple[int, int, Region, list[tuple[int, int]]]] = {}
         for region in filter(is_transposed, move.outputs):
@@ -104,11 +107,13 @@ class TransposedOutputs:
 
     def _end(self, at: int) -> int:
         """The element before which the panel ends that begins with `at`: at a row's end where there is room for one."""
-        row, room = self._row, len(self._panel) // self._item
+        row = self._row
+        room = len(self._panel) // self._item
         rows = (room + at % row) // row  # the first may be a part of one
         if not rows:
             return min(at + room, self._stop)
-        first, last = at // row, -(-self._stop // row)
+        first = at // row
+        last = ceil_div(self._stop, row)
         return min((first + even_rows(last - first, rows, self._height, self._item)) * row, self._stop)
 
     def room(self, at: int, end: int) -> memoryview:
@@ -130,14 +135,15 @@ class TransposedOutputs:
 
     def _put(self, part: Region, panel: memoryview, base: int, places: Sequence[tuple[int, int]]) -> None:
         """Write a region of which the panel, whose first element is `base`, holds all, to each of its places."""
-        item, at = self._item, (part.at - base) * self._item
+        item = self._item
+        at = (part.at - base) * self._item
         dims = [
             Dim(n, stride, step * item) for n, stride, step in zip(part.extents, part.strides, part.steps, strict=True)
         ]
         inner, outer = run_of(dims, item)
         for offset, to, few in cut_strip(inner, STRIP if outer else GROUP) if inner else ((0, 0, inner),):
             span = item + sum((n - 1) * stride for n, stride, _ in few)
-            pitch = -(-span // 64) * 64
+            pitch = ceil_div(span, 64) * 64
             pitch += 64 * (pitch % 1024 == 0)  # as with sources
             for shift, source, many in cut_group(outer, group_of(pitch)) if outer else ((0, 0, outer),):
                 order = sorted(many, key=lambda dim: -dim.stride)  # the file's
@@ -153,7 +159,8 @@ class TransposedOutputs:
     ) -> None:
         import numpy as np
 
-        kind, extents = _TYPES[self._item], tuple(dim.extent for dim in dims)
+        kind = _TYPES[self._item]
+        extents = tuple(dim.extent for dim in dims)
         source = np.ndarray(extents, kind, panel, at, tuple(dim.step for dim in dims))
         target = np.ndarray(extents, kind, strips, 0, strides)
         if not dims:
@@ -164,7 +171,8 @@ class TransposedOutputs:
 
 def run_of(dims: Sequence[Dim], item: int) -> tuple[list[Dim], list[Dim]]:
     """(the dims that make up a strip without gaps, smallest stride first; the others, largest step first)."""
-    inner, span = list[Dim](), item
+    inner = list[Dim]()
+    span = item
     left = sorted(dims, key=lambda dim: dim.stride)
     while left and left[0].stride == span:
         inner.append(left.pop(0))

@@ -24,6 +24,7 @@ from queue import Queue
 
 import numpy as np
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.target import DIGEST_CHARS
 from ckpt_tool.errors import InternalError, OutputExists, StorageError
 from ckpt_tool.plan.copy import clip
@@ -62,8 +63,12 @@ class Upload:
         resume: bool = True,
         replaced: ReplacedOutput | None = None,
     ) -> None:
-        self._plan, self._bucket, self._sources = plan, bucket, sources
-        self._memory, self._force, self._resume = memory, force, resume
+        self._plan = plan
+        self._bucket = bucket
+        self._sources = sources
+        self._memory = memory
+        self._force = force
+        self._resume = resume
         self._replaced = replaced or ReplacedOutput({})
         self._id = plan.identifier()
         self._notes = {PLAN: self._id}
@@ -115,7 +120,7 @@ class Upload:
                 f"allows {self._memory}",
                 code="E2711",
                 path=self._plan.destination,
-                hint=f"pass --memory {-(-need // (1 << 30))}GiB, fewer ranks, or write to a local path and upload that",
+                hint=f"pass --memory {ceil_div(need, 1 << 30)}GiB, fewer ranks, or write to a local path and upload that",
             )
 
     def check_there(self) -> None:
@@ -160,12 +165,14 @@ class Upload:
 
     def write(self, file: int, offset: int, view: memoryview | bytes) -> None:
         """Bytes of a move, at `offset` of output file number `file`."""
-        item, view = self.objects[file], memoryview(view)
+        item = self.objects[file]
+        view = memoryview(view)
         while view:
             number = offset // item.step
             if not self._takes(file, number):
                 some = (number + 1) * item.step - offset
-                view, offset = view[some:], offset + some
+                view = view[some:]
+                offset = offset + some
                 continue
             with self._lock:
                 part = self._open.get((file, number)) or self._begin_part(item, number)
@@ -179,7 +186,8 @@ class Upload:
                 whole = part.left == 0
             if whole:
                 self._whole(item, part)
-            view, offset = view[some:], offset + some
+            view = view[some:]
+            offset = offset + some
 
     def _takes(self, file: int, part: int) -> bool:
         """Is it this upload that fills the part?"""
@@ -210,7 +218,8 @@ class Upload:
         """All that moves write of the part has come: count it into the CRCs of its records, send it or keep it back."""
         crcs = []
         for span in item.spans:
-            low, high = max(span[0], part.start), min(sum(span), part.stop)
+            low = max(span[0], part.start)
+            high = min(sum(span), part.stop)
             if low < high:
                 crcs.append(
                     (
@@ -372,7 +381,8 @@ class Upload:
         if copy_of is None:
             return
         numbers = {file.path: number for number, file in reversed(list(enumerate(self._plan.sources)))}
-        reader, offset = BlockReader(self._sources, 1, {}), 0
+        reader = BlockReader(self._sources, 1, {})
+        offset = 0
         try:
             for data in reader.chunks(numbers[copy_of], 0, item.size):
                 yield offset, data
@@ -487,7 +497,8 @@ class PartWriter(Writer):
     def __init__(self, upload: Upload) -> None:
         self._upload = upload
         self._scratch = bytearray()
-        self._regions, self._spans = (), Spans(())
+        self._regions = ()
+        self._spans = Spans(())
         self.pieces = {}
         self.fds = _NoDescriptors(lambda number: -1, 1)
 
@@ -514,7 +525,9 @@ class Seen:
     known."""
 
     def __init__(self, upload: Upload, store: Store, base: str = "") -> None:
-        self._upload, self._store, self._base = upload, store, base
+        self._upload = upload
+        self._store = store
+        self._base = base
         self._coming = {
             item.path.removeprefix(base): item
             for item in upload.objects

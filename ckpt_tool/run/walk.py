@@ -70,7 +70,8 @@ class Walks:
     """The mover of this machine's CPU: item by item."""
 
     def __init__(self, job: WalkBuffers, moves: Sequence[Move]) -> None:
-        self._job, self._moves = job, moves
+        self._job = job
+        self._moves = moves
 
     def unit(self, items: Sequence[MoveRange]) -> list[Walked] | None:
         """Move a unit."""
@@ -99,8 +100,13 @@ class Walk:
     """One item of a unit: elements [start, stop) of a move, block by block."""
 
     def __init__(self, job: WalkBuffers, move: Move, start: int, stop: int) -> None:
-        self.job, self.move, self.start, self.stop = job, move, start, stop
-        self.reader, self.writer, self.block = job.reader, job.writer, job.block
+        self.job = job
+        self.move = move
+        self.start = start
+        self.stop = stop
+        self.reader = job.reader
+        self.writer = job.writer
+        self.block = job.block
         self.cast = move.dtype != move.dtype_out
         self.lost = 0
         self._made = is_made(move, self.reader.remote)
@@ -129,7 +135,8 @@ class Walk:
 
     def run(self) -> None:
         """Move all blocks of the item, or end early where the job was stopped."""
-        move, hashing = self.move, self.job.hashing
+        move = self.move
+        hashing = self.job.hashing
         if not hashing and not self.cast and self._copy_runs():
             return
         per_block = self._choose_lanes()
@@ -228,7 +235,8 @@ class Walk:
 
     def _rounded(self, at: int, end: int) -> memoryview | None:
         """Computed elements [at, end) as they are written, None where there is no short way to them."""
-        move, lane = self.move, self._reads
+        move = self.move
+        lane = self._reads
         place = lane.one(at * move.item, end * move.item) if isinstance(lane, Runs) else None
         tree = self.reader.remote(place[0]) if place else None
         if place is None or tree is None:
@@ -238,7 +246,8 @@ class Walk:
         return out if short else None
 
     def _fill(self, block: memoryview, at: int, end: int) -> None:
-        lane, item = self._reads, self.move.item
+        lane = self._reads
+        item = self.move.item
         if isinstance(lane, Runs):
             lane.pass_by(block, at * item, end * item)
         elif lane is not None and lane.whole(at, end):
@@ -247,7 +256,8 @@ class Walk:
             self.reader.fill(self.move, block, at, end, until=self.until)
 
     def _drain(self, out: memoryview, at: int, end: int) -> None:
-        lane, item = self._writes, self.move.item_out
+        lane = self._writes
+        item = self.move.item_out
         if isinstance(lane, Runs):
             lane.pass_by(out, at * item, end * item)
         elif lane is not None and lane.whole(at, end):
@@ -289,7 +299,8 @@ def read_back(reader: BlockReader, move: Move, start: int, stop: int) -> str | N
         regions.append(region._replace(replica=seen.get(same, 0)))
         seen[same] = seen.get(same, 0) + 1
     written = move._replace(sources=tuple(regions), outputs=(), item=move.item_out)
-    item, at = move.item_out, start
+    item = move.item_out
+    at = start
     stream = LeafStream(start * item, stop * item, move.numel * item, exact=True)
     step = STRIDED_BLOCK // item
     block = memoryview(bytearray(STRIDED_BLOCK))

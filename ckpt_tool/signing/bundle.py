@@ -67,7 +67,8 @@ def unpacked(document: Any, path: str) -> Signed:
     try:
         if document["mediaType"] != MEDIA_TYPE:
             raise _unread(path, f"the media type is {str(document['mediaType'])[:80]!r}, want {MEDIA_TYPE}")
-        envelope, material = document["dsseEnvelope"], document["verificationMaterial"]
+        envelope = document["dsseEnvelope"]
+        material = document["verificationMaterial"]
         if envelope["payloadType"] != PAYLOAD_TYPE:
             raise _unread(path, f"the payload is {str(envelope['payloadType'])[:80]!r}, want {PAYLOAD_TYPE}")
         if not isinstance(material.get("publicKey"), dict):

@@ -51,11 +51,13 @@ def check(tree: Tree, key_file: str | None, attestation: str | None, progress: P
     Raises UsageError E1680, E1681 of the key, StorageError.
     """
     key = public_key(key_file) if key_file is not None else None
-    faults, claims = list[CkptError](), list[_Claim]()
+    faults = list[CkptError]()
+    claims = list[_Claim]()
     said: dict[str, dict[str, Any] | None] = {"signature": None, "attestation": None}
     sealed = tree.single is None and tree.exists(SIGNATURE_FILE)
     if sealed:
-        raw, shown = tree.read_whole(SIGNATURE_FILE, limit=bundle.LIMIT), tree.display(SIGNATURE_FILE)
+        raw = tree.read_whole(SIGNATURE_FILE, limit=bundle.LIMIT)
+        shown = tree.display(SIGNATURE_FILE)
         said["signature"] = _take(raw, shown, SIGNATURE, key, SIGNATURE_FILE, claims, faults)
     if attestation is not None:
         own = _within(tree, attestation)
@@ -74,7 +76,8 @@ def check(tree: Tree, key_file: str | None, attestation: str | None, progress: P
 
 def _unsigned(said: Mapping[str, dict[str, Any] | None], claims: list[_Claim], path: str) -> Iterator[CkptError]:
     """What `--key` was given for and nobody has signed: an attestation may lie among the files that are."""
-    signature, attested = said["signature"], said["attestation"]
+    signature = said["signature"]
+    attested = said["attestation"]
     if not any(one and one["signed"] for one in (signature, attested)):
         yield _nothing("nothing here is signed", path)
     elif attested and not attested["signed"]:
@@ -156,7 +159,8 @@ def _hashes(tree: Tree, claims: list[_Claim], progress: Progress) -> _Have:
     def one(number: int) -> None:
         path, algorithm, start, stop = parts[number]
         working_on(progress, path)
-        digest, end = hashlib.new(algorithm), there[path] if stop is None else stop
+        digest = hashlib.new(algorithm)
+        end = there[path] if stop is None else stop
         for at in range(start, end, _BLOCK):
             data = tree.read(path, at, min(_BLOCK, end - at))
             digest.update(data)
@@ -170,7 +174,8 @@ def _hashes(tree: Tree, claims: list[_Claim], progress: Progress) -> _Have:
 
 def _held(tree: Tree, claim: _Claim, have: _Have | None) -> Iterator[CkptError]:
     """What differs between the files that are there and those that a claim names. have: None where none was hashed."""
-    there, parts = tree.listing(), defaultdict[str, list[Digest]](list)
+    there = tree.listing()
+    parts = defaultdict[str, list[Digest]](list)
     for digest in claim.files.digests:
         parts[digest.path].append(digest)
     for path, digests in sorted(parts.items()):

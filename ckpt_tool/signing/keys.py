@@ -57,7 +57,8 @@ class PrivateKey:
 def private_key(path: str) -> PrivateKey:
     """The key of `--sign`. Raises UsageError E1680 without the package, E1681 for what is no such key, StorageError."""
     _, serialization = _package()
-    raw, password = _read(path), os.environ.get(PASSWORD)
+    raw = _read(path)
+    password = os.environ.get(PASSWORD)
     encrypted = b"ENCRYPTED" in raw
     if encrypted and password is None:
         raise _unfit(path, "the private key is encrypted", f"set {PASSWORD} to its passphrase")

@@ -105,7 +105,8 @@ def listed(statement: Any, path: str, wanted: str) -> ListedFile:
     """The files of a statement whose predicate is `wanted`. path: of the file, for messages. Raises CorruptFile
     E1683."""
     try:
-        kind, predicate_type = statement["_type"], statement["predicateType"]
+        kind = statement["_type"]
+        predicate_type = statement["predicateType"]
         if kind != STATEMENT or predicate_type != wanted:
             raise _unread(
                 path, f"it is {str(kind)[:60]!r} of {str(predicate_type)[:80]!r}, want {STATEMENT} of {wanted}"
@@ -124,19 +125,24 @@ def listed(statement: Any, path: str, wanted: str) -> ListedFile:
 
 def _signed(statement: Any, path: str) -> ListedFile:
     predicate, (subject,) = statement["predicate"], statement["subject"]
-    how, resources = predicate["serialization"], predicate["resources"]
+    how = predicate["serialization"]
+    resources = predicate["resources"]
     if how["method"] not in ("files", "shards"):
         raise _unread(path, f"files are hashed by the method {str(how['method'])[:40]!r}, want files or shards")
-    digests, whole = [], hashlib.sha256()
+    digests = []
+    whole = hashlib.sha256()
     for each in resources:
         algorithm = each["algorithm"].partition("-")[0]  # "sha256-sharded-1000000000"
         if algorithm not in ALGORITHMS:
             raise _unread(path, f"files are hashed with {algorithm[:40]!r}, want {' or '.join(ALGORITHMS)}")
         whole.update(bytes.fromhex(each["digest"]))
-        name, start, stop = each["name"], 0, None
+        name = each["name"]
+        start = 0
+        stop = None
         if how["method"] == "shards":
             name, low, high = name.rsplit(":", 2)
-            start, stop = int(low), int(high)
+            start = int(low)
+            stop = int(high)
         digests.append(Digest(name, algorithm, each["digest"].lower(), start, stop))
     if whole.hexdigest() != subject["digest"]["sha256"]:
         raise _unread(path, "its digest of the whole model is not that of the files it names")

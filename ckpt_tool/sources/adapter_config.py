@@ -24,7 +24,8 @@ from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.texts.strict_json import parse
 
-UNSTATED, CONTRADICTED = "E2932", "E2791"
+UNSTATED = "E2932"
+CONTRADICTED = "E2791"
 LIMIT = 16 << 20  # bytes
 _OF_VERL = "lora_train_meta.json"
 _FOLDERS = ("", "lora_adapter/", "huggingface/")

@@ -80,9 +80,11 @@ def _unlike(catalog: Catalog, states: Collection[LogicalTensor], lora: LoraHints
     from ckpt_tool.formats.megatron.adapter import is_gated, stretches
 
     shapes = {key.name: tensor.shape for key, tensor in catalog.tensors.items()}
-    ranks, gated = catalog.mesh.to_json().get("tp", 1), is_gated(lora, shapes) is not False
+    ranks = catalog.mesh.to_json().get("tp", 1)
+    gated = is_gated(lora, shapes) is not False
     for tensor in states:
-        name, shape = tensor.key.name, shapes.get(tensor.key.name)
+        name = tensor.key.name
+        shape = shapes.get(tensor.key.name)
         if shape is None:
             yield f"it has states of {name}, which the adapter's files do not have"
         elif tensor.numel != 1 and tensor.shape != shape:

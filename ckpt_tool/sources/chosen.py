@@ -196,7 +196,8 @@ def with_computed(
     refuse_saved_plan(writing, option)
     if not recipes:
         return chosen.noted(*notes)
-    tree, number = ComputedTree(shown, recipes), len(chosen.sources)
+    tree = ComputedTree(shown, recipes)
+    number = len(chosen.sources)
     made = {tensor.key: Stored(number, tensor) for tensor in tree.tensors}
     stored = [made.pop(row.tensor.key, row) for row in chosen.stored]
     opened = Opened(tree, chosen.sources[0].format, Catalog(chosen.sources[0].catalog.format, {}))

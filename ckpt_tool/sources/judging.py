@@ -35,7 +35,8 @@ _STATE = re.compile(
     r"|actor|critic|reward",
     re.IGNORECASE,
 )
-_TRAINER, _BEST = "trainer_state.json", ("best_model_checkpoint", "best_model_path")
+_TRAINER = "trainer_state.json"
+_BEST = ("best_model_checkpoint", "best_model_path")
 _DEPTH = 2  # folders of a step in which its checkpoints are looked for: veRL's `actor/dist_ckpt`
 
 
@@ -55,7 +56,8 @@ class Judge:
     """Judges the steps of one run, each once."""
 
     def __init__(self, run: Run, reading: Reading) -> None:
-        self.run, self._reading = run, reading
+        self.run = run
+        self._reading = reading
         self._judged: dict[str, Judged] = {}
 
     def of(self, step: RunStep) -> Judged:
@@ -103,7 +105,8 @@ class Judge:
             parts = parts_of(path, self._reading)
             if not parts:
                 return Judged(step, None, "it is no checkpoint", checkpoint=False)
-            found, taken = list[Mapping[str, Any]](), set[str]()
+            found = list[Mapping[str, Any]]()
+            taken = set[str]()
             for at, fmt in parts:
                 faults, files = findings_at(at, self._reading, fmt)
                 found += faults
@@ -114,7 +117,8 @@ class Judge:
             place = f" ({e.where()})" if e.where() not in ("", path) else ""
             return Judged(step, sound, f"{e.message}{place}", (e.code,))
         if found:
-            first, more = found[0], f"; {len(found) - 1} more" if len(found) > 1 else ""
+            first = found[0]
+            more = f"; {len(found) - 1} more" if len(found) > 1 else ""
             file = str(first["file"] or "").rpartition("/")[2]
             place = f" ({file})" if file and file not in first["message"] and file != step.name else ""
             return Judged(step, False, f"{first['message']}{place}{more}", tuple({f["code"]: None for f in found}))
@@ -189,7 +193,7 @@ def parts_of(path: str, reading: Reading, depth: int = 0) -> list[tuple[str, str
     if components:  # beside them lies what is no checkpoint of its own, such as a data loader's state
         return [part for name in components for part in parts_of(f"{path.rstrip('/')}/{name}", reading, depth + 1)]
     here = registry.settle(registry.claims(tree))
-    if tree.single is not None or here and not _inside(tree):
+    if tree.single is not None or (here and not _inside(tree)):
         return [(path, claim.name if len(here) > 1 else None) for claim in here]
     inside = [f"{path.rstrip('/')}/{name}" for name in _inside(tree)]
     if inside:

@@ -26,5 +26,6 @@ def moved(above: Tree, below: Tree, folder: str, catalog: Catalog) -> Catalog:
     for key, tensor in catalog.tensors.items():
         chunks = (each._replace(array=each.array._replace(path=of(each.array.path))) for each in tensor.chunks)
         tensors[key] = tensor._replace(chunks=tuple(chunks))
-    files, indexes = tuple(map(of, catalog.files)), tuple(map(of, catalog.indexes))
+    files = tuple(map(of, catalog.files))
+    indexes = tuple(map(of, catalog.indexes))
     return replace(catalog, tensors=tensors, files=files, indexes=indexes)

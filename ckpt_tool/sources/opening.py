@@ -148,7 +148,8 @@ def _checkpoint(opened: Opened) -> Checkpoint:
 
 
 def _opened(given: Tree, reading: Reading) -> Opened:
-    tree, resolved = given, ""
+    tree = given
+    resolved = ""
     try:
         tree, resolved = resolve(given, reading)
         fmt = registry.by_name(reading.from_format) if reading.from_format else registry.detect(tree)[0]
@@ -338,7 +339,8 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
     if _claimed_beside(tree, steps):
         return tree, ""
     if len(steps) == 1:
-        below, only = tree.below(steps[0]), f"{steps[0]} is the only checkpoint in the folder"
+        below = tree.below(steps[0])
+        only = f"{steps[0]} is the only checkpoint in the folder"
         if any(below.exists(pointer) for pointer in POINTERS):  # a Trainer's folder with DeepSpeed's inside
             inner, why = resolve(below, reading)
             return inner, f"{only}, {why}"
@@ -389,11 +391,13 @@ def _of_run(tree: Tree, reading: Reading) -> tuple[Tree, str] | None:
     if not held or _claimed_beside(tree, held):
         return None
     ((name, run),) = held.items()
-    below, why = tree.below(name), f"the run's steps are in {name}"
+    below = tree.below(name)
+    why = f"the run's steps are in {name}"
     if not registry.claims(below) and not steps_in(below) and not run.pointers:  # numbers as names, files
         if len(run.steps) > 1:
             raise _several(below, [step.name for step in run.steps])
-        below, why = below.below(run.steps[0].name), f"{why}, {run.steps[0].name} is the only checkpoint there"
+        below = below.below(run.steps[0].name)
+        why = f"{why}, {run.steps[0].name} is the only checkpoint there"
     inner, further = resolve(below, reading)
     return inner, ", ".join(filter(None, (why, further)))
 
@@ -450,7 +454,8 @@ def _two(tree: Tree, pointer: str) -> bool:
 # -- Hugging Face's cache ----------------------------------------------------------------------------------------------
 
 
-MAIN, SNAPSHOTS = "refs/main", "snapshots/"
+MAIN = "refs/main"
+SNAPSHOTS = "snapshots/"
 UNKNOWN_SNAPSHOT = "E1641"
 
 

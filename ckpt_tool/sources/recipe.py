@@ -75,7 +75,8 @@ def with_recipe(run: Tree, below: Tree, catalog: Catalog, reading: Reading) -> t
         raise
     except (CkptError, _OtherModel) as e:
         why = "; ".join(filter(None, (e.message, e.hint))) if isinstance(e, CkptError) else str(e)
-        note, code = recipe_note(RECIPE_OF_RUN, why), unsafe_names(run, (RECIPE_OF_RUN,))
+        note = recipe_note(RECIPE_OF_RUN, why)
+        code = unsafe_names(run, (RECIPE_OF_RUN,))
         unsafe = tuple(dict.fromkeys((*catalog.unsafe, *code)))
         return replace(catalog, notes=(*catalog.notes, note), unsafe=unsafe), False
     if found.notes and found.notes[-1].code == UNREAD:

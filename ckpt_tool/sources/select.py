@@ -43,7 +43,8 @@ def state_filter(requested: Sequence[str], present: Iterable[str]) -> Callable[[
 def left_by_word(requested: Sequence[str], dropped: Sequence[str] = ()) -> Callable[[str], bool]:
     """Is a state left behind because `--state` asks for others, or `--drop` names it? What a format has no place for is
     not: that is nobody's word."""
-    taken, gone = frozenset(requested or ("all",)), frozenset(dropped)
+    taken = frozenset(requested or ("all",))
+    gone = frozenset(dropped)
 
     def left(state: str) -> bool:
         names = {state, group_of(state), "all"}
@@ -69,7 +70,7 @@ def split_keys(
     dropped = set(gone)
     kept = [key for key in keys if key not in dropped]
     weights = (MODEL,) if model_only else (MODEL, MASTER)  # a job may keep most weights as masters alone
-    if not kept or not any(key.state in weights for key in kept) and any(key.state == MODEL for key in keys):
+    if not kept or (not any(key.state in weights for key in kept) and any(key.state == MODEL for key in keys)):
         raise UsageError(
             "the patterns would remove every tensor of the model",
             code="E0256",

@@ -191,7 +191,7 @@ def dangling_link(tree: Tree, file: str) -> str:
 
 def _fits(name: str, entries: Mapping[str, bool]) -> bool:
     """May a step lie under this name? One that is a file has a suffix: NeMo's markers have none."""
-    return entries[name] and not name.endswith(UNFINISHED) or re.search(rf"{_SUFFIX}$", name) is not None
+    return (entries[name] and not name.endswith(UNFINISHED)) or re.search(rf"{_SUFFIX}$", name) is not None
 
 
 def entries_of(tree: Tree) -> dict[str, bool]:

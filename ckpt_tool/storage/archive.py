@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ckpt_tool.core.inner_path import base_of, is_view
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import CorruptFile, StorageError, UnsafeInput
 from ckpt_tool.storage.records import past_the_end
 from ckpt_tool.storage.source import FILE_LIMIT, Identity, Tree, missing_file, safe_relative
@@ -26,7 +27,8 @@ from ckpt_tool.storage.stores.seekable import Seekable
 from ckpt_tool.storage.torch_files.torch_stream import is_tar
 from ckpt_tool.storage.views import behind
 
-DAMAGED, ODD = "E2795", "E2796"
+DAMAGED = "E2795"
+ODD = "E2796"
 _HEAD = 512  # bytes
 _HEADER_LIMIT = 1 << 20  # bytes of one read of a header: names have some hundred
 _PADDING = 1 << 16  # bytes behind the last member at most: a mark of the end, and zeros up to a record
@@ -45,7 +47,8 @@ class _Headers(Seekable):
 
     def __init__(self, tree: Tree, path: str) -> None:
         super().__init__(tree.size(path))
-        self._tree, self._path = tree, path
+        self._tree = tree
+        self._path = path
 
     def read(self, size: int = -1) -> bytes:
         count = max(0, self._size - self._at) if size < 0 else min(size, max(0, self._size - self._at))
@@ -63,8 +66,12 @@ class ArchiveTree(Tree):
 
     def __init__(self, archive: Tree, members: dict[str, TarMember], shown: str) -> None:
         """archive: the tree of that one file. members: by path, all of them or those below a folder."""
-        self._archive, self._file, self._members = archive, archive.single or "", members
-        self.shown, self.single, self.root = shown, None, archive.root
+        self._archive = archive
+        self._file = archive.single or ""
+        self._members = members
+        self.shown = shown
+        self.single = None
+        self.root = archive.root
         self.packed_in = archive.root / self._file if archive.local else None
         self._listing: dict[str, int] | None = None
         self._links = False
@@ -158,7 +165,8 @@ def unpacked(tree: Tree) -> Tree:
 
 def _members(tree: Tree, file: str) -> dict[str, TarMember]:
     out: dict[str, TarMember] = {}
-    size, shown = tree.size(file), tree.display(file)
+    size = tree.size(file)
+    shown = tree.display(file)
     try:
         with tarfile.open(fileobj=_Headers(tree, file), mode="r:", errorlevel=2) as archive:
             for info in archive:
@@ -171,7 +179,7 @@ def _members(tree: Tree, file: str) -> dict[str, TarMember]:
                 if info.size < 0 or info.offset_data + info.size > size or len(out) >= FILE_LIMIT:
                     raise tarfile.ReadError(f"member {path[:80]} of {info.size} bytes at {info.offset_data}")
                 out[path] = TarMember(info.offset_data, info.size)
-        end = max((each.start + -(-each.size // _HEAD) * _HEAD for each in out.values()), default=0)
+        end = max((each.start + ceil_div(each.size, _HEAD) * _HEAD for each in out.values()), default=0)
         if not end + _HEAD <= size <= end + _PADDING:
             raise tarfile.ReadError(
                 f"its last member ends at {end} of {size} bytes, without the mark of an archive's end after it"

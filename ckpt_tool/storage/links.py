@@ -21,7 +21,10 @@ from ckpt_tool.storage.descriptors import close_read
 from ckpt_tool.storage.output.open_below import folder_beneath
 
 CACHE_DEPTH = 6  # folders between a file of a snapshot and `snapshots`
-LEAVES, NOWHERE, CIRCLE, NO_FILE = "leaves the folder", "leads nowhere", "leads in a circle", "leads to no regular file"
+LEAVES = "leaves the folder"
+NOWHERE = "leads nowhere"
+CIRCLE = "leads in a circle"
+NO_FILE = "leads to no regular file"
 _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 

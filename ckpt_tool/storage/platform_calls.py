@@ -29,10 +29,15 @@ from typing import Any
 VARIABLE = "CKPT_TEST_WITHOUT"
 _WITHOUT = frozenset(os.environ.get(VARIABLE, "").split(","))
 
-_NOREPLACE, _EXCHANGE = 1, 2  # of renameat2
-_MAC_SWAP, _MAC_EXCLUSIVE = 2, 4  # of renamex_np
+# of renameat2
+_NOREPLACE = 1
+_EXCHANGE = 2
+# of renamex_np
+_MAC_SWAP = 2
+_MAC_EXCLUSIVE = 4
 _MAC_NOFOLLOW = 1  # of its extended attributes: the link itself
-_MAC_ENOATTR, _MAC_ENOTSUP = 93, 45
+_MAC_ENOATTR = 93
+_MAC_ENOTSUP = 45
 LONGEST_MARK = 4096
 _AT_FDCWD = -100
 UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
@@ -70,7 +75,8 @@ def _rename(old: Path, new: Path, *, linux: int, mac: int) -> bool:
         return False
 
     libc = ctypes.CDLL(None, use_errno=True)
-    source, target = os.fsencode(old), os.fsencode(new)
+    source = os.fsencode(old)
+    target = os.fsencode(new)
     if hasattr(libc, "renameat2"):
         status = libc.renameat2(_AT_FDCWD, source, _AT_FDCWD, target, ctypes.c_uint(linux))
     elif hasattr(libc, "renamex_np"):

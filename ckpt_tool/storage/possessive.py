@@ -43,7 +43,8 @@ def _spell_greedy(found: re.Match[bytes]) -> bytes:
     if escape_or_class:
         return escape_or_class
 
-    closes_group, quantifier = found[3], found[4]
+    closes_group = found[3]
+    quantifier = found[4]
     if not closes_group or quantifier not in b"*+":
         return closes_group + quantifier
 

@@ -97,7 +97,8 @@ def past_the_end(shown: str, offset: int, nbytes: int, size: int) -> CorruptFile
 def plain_array(tree: Tree, path: str, offset: int, dtype: DType, shape: tuple[int, ...]) -> StoredArray:
     """An array that lies row-major at `offset` (bytes) of a file without checksums. Raises CorruptFile (E0311) where
     the file does not hold all of it."""
-    size, nbytes = tree.size(path), dtype.nbytes(prod(shape))
+    size = tree.size(path)
+    nbytes = dtype.nbytes(prod(shape))
     if min(offset, *shape, 0) < 0 or offset + nbytes > size:
         raise past_the_end(tree.display(path), offset, nbytes, size)
     return StoredArray(path, offset, dtype, shape)
@@ -112,9 +113,11 @@ def read_array(tree: Tree, array: StoredArray, nbytes: int | None = None) -> byt
     offset, length, want = array.crc
     if length <= _BLOCK and offset <= array.offset and array.offset + wanted <= offset + length:
         record = tree.read(array.path, offset, length)
-        have, data = zlib.crc32(record), record[array.offset - offset : array.offset - offset + wanted]
+        have = zlib.crc32(record)
+        data = record[array.offset - offset : array.offset - offset + wanted]
     else:
-        have, data = 0, tree.read(array.path, array.offset, wanted)
+        have = 0
+        data = tree.read(array.path, array.offset, wanted)
         for at in range(offset, offset + length, _BLOCK):
             have = zlib.crc32(tree.read(array.path, at, min(_BLOCK, offset + length - at)), have)
     if have != want:

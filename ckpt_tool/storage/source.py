@@ -91,7 +91,8 @@ class Tree:
     show -> why: whoever answers for everything that is there has to look at them too.
     """
 
-    local, computed = True, False
+    local = True
+    computed = False
     packed_in: Path | None = None
     odd_links: dict[str, str] = {}
     left_out: dict[str, str] = {}
@@ -191,7 +192,8 @@ class Tree:
         except OSError as e:
             raise wrap_os_error(e, self.display(prefix), "listing") from e
         for entry in entries:
-            path, inner = prefix + entry.name, os.path.join(real, entry.name)
+            path = prefix + entry.name
+            inner = os.path.join(real, entry.name)
             linked = entry.is_symlink()
             folder = entry.is_dir(follow_symlinks=False)
             if linked:
@@ -435,7 +437,8 @@ class Tree:
         size = stat_of(fd, self.display(path)).st_size
         if offset < 0 or nbytes < 0 or offset + nbytes > size:
             raise past_the_end(self.display(path), offset, nbytes, size)
-        parts, at = [], offset
+        parts = []
+        at = offset
         while nbytes:
             try:
                 part = os.pread(fd, min(nbytes, 1 << 30), at)

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from ckpt_tool.storage.source import Tree
 
 PIECE = 1 << 20  # bytes
-SMALL, KEPT = PIECE, 32 << 20  # bytes
+# bytes
+SMALL = PIECE
+KEPT = 32 << 20
 LARGEST_WINDOW = 128 << 20  # bytes: zstd's own bound on what it reads unasked
 LARGEST_RATIO = 1 << 15  # bytes that a byte comes to: zstd's blocks of one value, 128 KiB in 4 bytes; gzip has 1032
 DAMAGED = "E2750"
@@ -96,7 +98,10 @@ class _Gzip:
     """What a gzip or zlib stream decompresses to, as `zstd_frames.Frame` reads a frame."""
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, fault: Callable[[str], CorruptFile]) -> None:
-        self._read, self._size, self._fault, self._at = read, size, fault, 0
+        self._read = read
+        self._size = size
+        self._fault = fault
+        self._at = 0
         self._stream = zlib.decompressobj(wbits=47)
         self._left = b""
 
@@ -105,7 +110,8 @@ class _Gzip:
         while not self._stream.eof:
             if not self._left and self._at < self._size:
                 end = min(self._at + (64 << 10), self._size)
-                self._left, self._at = self._read(self._at, end), end
+                self._left = self._read(self._at, end)
+                self._at = end
             try:
                 data = self._stream.decompress(self._left, most)
             except zlib.error as e:
@@ -135,7 +141,10 @@ class _Held:
 
     def __init__(self, file: IO[bytes] | None = None, at: int = 0) -> None:
         self.lock = threading.Lock()
-        self.ready, self.data, self.file, self.at = False, b"", file, at
+        self.ready = False
+        self.data = b""
+        self.file = file
+        self.at = at
 
 
 class Views:
@@ -214,9 +223,10 @@ class Views:
             free = disk_usage(gettempdir()).free
             if size > free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if not self._halves or self._end and self._end + size > self._most:
+            if not self._halves or (self._end and self._end + size > self._most):
                 self._halves = [*self._halves[-1:], (TemporaryFile(), {})]  # who still reads the older holds it open
-                self._end, self._most = 0, free // 4
+                self._end = 0
+                self._most = free // 4
         except OSError as e:
             raise wrap_os_error(e, gettempdir(), f"decompressing {size} bytes into") from e
         file, own = self._halves[-1]

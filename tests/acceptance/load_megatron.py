@@ -35,7 +35,8 @@ def spelled(flags: str) -> str:
 
 def known(part: made.Part, place: made.Place, rows: int) -> torch.Tensor:
     """Which elements of a rank's part of a vocabulary tensor the source has: a flat mask like `place.values`."""
-    count, width = part.shape[0] // part.size, part.shape[1]
+    count = part.shape[0] // part.size
+    width = part.shape[1]
     has = torch.arange(count * part.rank, count * (part.rank + 1)) < rows
     return has.repeat_interleave(width)[place.start : place.start + place.values.numel()]
 
@@ -45,7 +46,8 @@ def wrong(state: str, its: list[made.Part], place: made.Place, rows: int) -> str
     want = place.values.reshape(-1).to(have.dtype)
     if its[0].name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         mask = known(its[0], place, rows)
-        have, want = have[mask], want[mask]
+        have = have[mask]
+        want = want[mask]
     if torch.equal(have, want):
         return None
     return f"{state} {its[0].name}: {int((have != want).sum())} of {have.numel()} differ"
@@ -55,7 +57,8 @@ def body(rank: int, world: int, checkpoint: str, flags: str, report: str) -> Non
     words = spelled(flags)
     rows = made.ROWS
     model, optimizer, scheduler = made.job(rank, world, f"{words} --load {checkpoint} --exit-on-missing-checkpoint")
-    found, compared = [], 0
+    found = []
+    compared = 0
     for state, its, place in made.places(model, optimizer):
         compared += 1
         fault = wrong(state, its, place, rows)

@@ -19,7 +19,8 @@ import torch
 
 def stand_in() -> None:
     """fairscale for one rank."""
-    initialize, layers = types.ModuleType("initialize"), types.ModuleType("layers")
+    initialize = types.ModuleType("initialize")
+    layers = types.ModuleType("layers")
 
     def linear(inputs: int, outputs: int, bias: bool = True, **_: Any) -> torch.nn.Module:
         return torch.nn.Linear(inputs, outputs, bias=bias)
@@ -32,10 +33,12 @@ def stand_in() -> None:
         setattr(layers, name, linear)
     for name in ("VocabParallelEmbedding", "ParallelEmbedding"):
         setattr(layers, name, embedding)
-    path, above = "fairscale", types.ModuleType("fairscale")
+    path = "fairscale"
+    above = types.ModuleType("fairscale")
     sys.modules[path] = above
     for name in ("nn", "model_parallel"):
-        path, module = f"{path}.{name}", types.ModuleType(name)
+        path = f"{path}.{name}"
+        module = types.ModuleType(name)
         sys.modules[path] = module
         setattr(above, name, module)
         above = module

@@ -36,7 +36,8 @@ def compare(live: Any) -> dict[str, Any]:
     import numpy as np
     from paddle_tiny import plain, rounded
 
-    wrong, compared = [], 0
+    wrong = []
+    compared = 0
 
     def check(state: str, static: str, tensor: Any, wanted: Any) -> None:
         nonlocal compared

@@ -53,7 +53,8 @@ def trainer(folder: str, kind: str, dtype: str) -> dict[str, bytes]:
     dist.fleet.get_hybrid_communicate_group = lambda: None
     job.optimizer._inner_opt = None
     job._load_flex_checkpoint(folder)
-    statics, names = named(job.model), dict[str, str]()
+    statics = named(job.model)
+    names = dict[str, str]()
     for name, tensor in sorted(model.state_dict().items()):  # a tied pair's states have the first name
         names.setdefault(tensor.name, name)
     found = {f"model/{name}": raw(tensor) for name, tensor in model.state_dict().items()}

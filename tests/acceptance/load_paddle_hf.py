@@ -38,7 +38,8 @@ def main(folder: str, kind: str, report: str) -> None:
         found = plain(loaded.state_dict()[name])
         if found.shape != values.shape or not np.array_equal(found, values):
             wrong.append(name)
-    difference, kept = None, None
+    difference = None
+    kept = None
     if kind != "moe":
         tokens = paddle.arange(1, 11).reshape([2, 5])  # token 0 is padding
         loaded.eval()

@@ -30,7 +30,8 @@ def main(folder: str, kind: str, dtype: str, truth: str, convert: str) -> None:
     for tensor in live.values():
         tensor.set_value(paddle.zeros_like(tensor))
     kinds = {state: kind for kind, state in STATES.items()}
-    compared, wrong = 0, []
+    compared = 0
+    wrong = []
     with tempfile.TemporaryDirectory() as scratch:
         job = trainer(
             model,

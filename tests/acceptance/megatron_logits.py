@@ -54,7 +54,8 @@ class Core(torch.nn.Module):
 
 def sizes(c: dict[str, Any], tp: int, ep: int) -> dict[str, Any]:
     """TransformerConfig's arguments."""
-    kind, heads = c["model_type"], c["num_attention_heads"]
+    kind = c["model_type"]
+    heads = c["num_attention_heads"]
     out: dict[str, Any] = {
         "num_layers": c["num_hidden_layers"],
         "hidden_size": c["hidden_size"],
@@ -112,7 +113,9 @@ def experts_of(c: dict[str, Any]) -> int | None:
 
 def routed(c: dict[str, Any]) -> dict[str, Any]:
     """What MoE layers need."""
-    kind, layers, sigmoid = c["model_type"], c["num_hidden_layers"], c["model_type"] in SIGMOID
+    kind = c["model_type"]
+    layers = c["num_hidden_layers"]
+    sigmoid = c["model_type"] in SIGMOID
     dense = set(
         c.get("mlp_only_layers") or range(c.get("first_k_dense_replace") or c.get("moe_layer_start_index") or 0)
     )

@@ -34,7 +34,8 @@ def of_gpt2(c: Config) -> Config:
     }
 
 
-sizes_of, model_of = plain.sizes, plain.model_of
+sizes_of = plain.sizes
+model_of = plain.model_of
 
 
 def sizes(c: Config, tp: int, ep: int) -> Config:
@@ -88,7 +89,8 @@ def any_model_of(c: Config, tp: int, ep: int, rows: int) -> GPTModel:
 
 
 if __name__ == "__main__":
-    plain.sizes, plain.model_of = sizes, any_model_of
+    plain.sizes = sizes
+    plain.model_of = any_model_of
     folder, config, tokens, out, *degrees = sys.argv[1:]
     tp, ep = map(int, degrees)
     plain.on_ranks(max(tp, ep), plain.body, folder, config, tokens, out, tp, ep)

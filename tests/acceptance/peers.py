@@ -66,7 +66,8 @@ class Runner:
     """`ckpt VERB ... --json` in a process of its own, forked from one that has the tool imported already."""
 
     def __init__(self, scratch: Path) -> None:
-        self._out, self._err = scratch / "stdout", scratch / "stderr"
+        self._out = scratch / "stdout"
+        self._err = scratch / "stderr"
         command = [sys.executable, str(Path(__file__).with_name("warm_command.py"))]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         self._warm = subprocess.Popen(
@@ -79,7 +80,8 @@ class Runner:
         self._warm.stdin.write(json.dumps(line) + "\n")
         self._warm.stdin.flush()
         code = int(self._warm.stdout.readline())
-        out, err = self._out.read_text(), self._err.read_text()
+        out = self._out.read_text()
+        err = self._err.read_text()
         assert "Traceback" not in err, err
         return Ran(code, json.loads(out) if out.strip() else None, err)
 
@@ -124,9 +126,11 @@ def by_state(nested: Mapping[str, Any]) -> Tensors:
             dotted = ".".join(words).split("state.", 1)[1]
             name, state = dotted.rsplit(".", 1)
         elif words[0] in roots:
-            name, state = ".".join(words[1:]), words[0].removesuffix("_state_dict")
+            name = ".".join(words[1:])
+            state = words[0].removesuffix("_state_dict")
         else:
-            name, state = ".".join(words), "extras" if roots else "model"
+            name = ".".join(words)
+            state = "extras" if roots else "model"
         assert f"{state}/{name}" not in found
         found[f"{state}/{name}"] = value
     return found
@@ -198,7 +202,8 @@ def assert_same(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor
     faults = [f"missing: {key}" for key in sorted(want.keys() - got.keys())]
     faults += [f"not wanted: {key}" for key in sorted(got.keys() - want.keys())]
     for key in sorted(want.keys() & got.keys()):
-        a, b = got[key].detach(), want[key].detach()
+        a = got[key].detach()
+        b = want[key].detach()
         if a.dtype != b.dtype or a.shape != b.shape:
             faults.append(f"{key}: {a.dtype} {tuple(a.shape)}, want {b.dtype} {tuple(b.shape)}")
         elif not torch.equal(bits(a), bits(b)):

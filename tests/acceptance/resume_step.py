@@ -38,7 +38,8 @@ class Job:
     """A fresh model on `world` ranks with nothing of a checkpoint in it: weights all 7, learning rates all 0.5."""
 
     def __init__(self, layout: str, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
+        self.rank = rank
+        self.world = world
         model: Any = Tiny(hidden=22) if layout == "tp" else Tiny()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -84,7 +85,9 @@ class Job:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # asked for, not used: the group exists
         PartialState(cpu=True, backend="gloo")
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
-        self.num_processes, self.process_index, self.is_fsdp2 = self.world, self.rank, True
+        self.num_processes = self.world
+        self.process_index = self.rank
+        self.is_fsdp2 = True
         load_fsdp_model(plugin, self, self.model, checkpoint)
         load_fsdp_optimizer(plugin, self, self.optimizer, self.model, checkpoint)
 

@@ -15,7 +15,8 @@ from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 
 FLEX = Path(__file__).parents[2] / "fixtures" / "paddle-flex"
-SOURCE, TRUTH = FLEX / "ernie_ema_tp2sd2v2", FLEX / "ernie_ema_tp2sd2v2.truth.safetensors"
+SOURCE = FLEX / "ernie_ema_tp2sd2v2"
+TRUTH = FLEX / "ernie_ema_tp2sd2v2.truth.safetensors"
 CHAIN = (
     ("megatron-dist", {}),
     ("paddle-unified", {}),
@@ -54,7 +55,8 @@ def test_the_end_of_the_chain_is_the_live_run(tmp_path: Path) -> None:
         for key in truth.keys():
             state, name = key.split("/", 1)
             with safe_open(tmp_path / "out" / f"{state}.safetensors", "pt") as found:
-                mine, want = found.get_tensor(name), truth.get_tensor(key)
+                mine = found.get_tensor(name)
+                want = truth.get_tensor(key)
             assert (
                 mine.dtype == want.dtype
                 and mine.shape == want.shape

@@ -153,7 +153,8 @@ def test_deepspeed_holds_the_truth_in_a_shape_of_another_kind(
 def test_over_three_ranks_the_mean_rounds(
     made: Made, job: Ran, ckpt: Runner, tmp_path: Path, case: str, world: int
 ) -> None:
-    source, stage = made(case), int(case[1])
+    source = made(case)
+    stage = int(case[1])
     ckpt("reshard", source, tmp_path / "out", "--dp", world)
     found = job(case, str(tmp_path / "out"), world, stage)
     assert_loaded(found, load_file(source.parent / f"{case}.truth.safetensors"))
@@ -168,7 +169,8 @@ def test_a_universal_checkpoint_of_ours_does_what_deepspeeds_own_does(
 ) -> None:
     """DeepSpeed 0.19.8 loads no frozen parameters of a universal checkpoint below stage 3, and at stage 3 its next step
     with two groups is not the uninterrupted run's, with a universal checkpoint of its own making as with ours."""
-    source, stage = made(case), int(case[1])
+    source = made(case)
+    stage = int(case[1])
     tag = (source / "latest").read_text()
     theirs = tmp_path / "theirs" / f"{tag}_universal"
     command = [PYTHON, "-W", "ignore", "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]

@@ -27,7 +27,8 @@ def test_the_logits_are_those_of_the_quantised_model(case: str, tmp_path: Path) 
     writing = Writing(to="safetensors", fsync=False, dequantize=True)
     convert(str(FIXTURES / case), str(tmp_path / "floats"), Reading(), writing, Silent())
     tokens = torch.arange(12).reshape(2, 6)
-    logits, info = [], {}
+    logits = []
+    info = {}
     for folder in (FIXTURES / case, tmp_path / "floats"):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.bfloat16, output_loading_info=True

@@ -67,7 +67,8 @@ Saved = Callable[[str], tuple[Any, Path]]
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """family -> (its model, the folder that transformers saved), once a module."""
-    folder, made = tmp_path_factory.mktemp("hub"), dict[str, Any]()
+    folder = tmp_path_factory.mktemp("hub")
+    made = dict[str, Any]()
 
     def make(family: str) -> tuple[Any, Path]:
         if family not in made and family in DRAWN:
@@ -104,7 +105,8 @@ def as_released(source: Path, family: str, folder: Path) -> Path:
 
 def assert_same(found: Path, want: Path) -> None:
     """The same names, dtypes, shapes and bits."""
-    mine, theirs = load_file(found / "model.safetensors"), load_file(want / "model.safetensors")
+    mine = load_file(found / "model.safetensors")
+    theirs = load_file(want / "model.safetensors")
     assert mine.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert (mine[name].dtype, mine[name].shape) == (tensor.dtype, tensor.shape), name
@@ -184,7 +186,8 @@ def test_every_class_of_a_family_comes_back(family: str, kind: str, architecture
     DCP."""
     if kind == "gemma3n":
         pytest.importorskip("timm", reason="its tower is timm's")
-    model, source = tiny_model(family, classes=(kind, architecture)), tmp_path / "hub"
+    model = tiny_model(family, classes=(kind, architecture))
+    source = tmp_path / "hub"
     model.save_pretrained(source)
     ranks = {"tp": 2, "pp": 2, **({"ep": 2} if family in EXPERTS else {})}
     to, degrees = ("dcp", {"dp": 3}) if family in HUB_ALONE else ("megatron-dist", ranks)
@@ -283,7 +286,8 @@ def test_layers_of_multi_token_prediction_come_back(family: str, saved: Saved, t
     shutil.copytree(source, hub)
     config = {**json.loads((hub / "config.json").read_text()), "num_nextn_predict_layers": 1}
     (hub / "config.json").write_text(json.dumps(config))
-    have, at = load_file(hub / "model.safetensors"), "model.layers.4."
+    have = load_file(hub / "model.safetensors")
+    at = "model.layers.4."
     copies = {f"{at}embed_tokens.weight": "model.embed_tokens.weight", f"{at}shared_head.head.weight": "lm_head.weight"}
     shapes = {name: shape for name, shape in hub_shapes(family, config, mtp=True).items() if name.startswith(at)}
     for seed, (name, shape) in enumerate(shapes.items()):

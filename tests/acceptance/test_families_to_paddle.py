@@ -31,7 +31,8 @@ ROUTES = [("paddle-unified", 1), ("paddle", 2), ("paddle-flex", 2)]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder, made = tmp_path_factory.mktemp("hub"), set[str]()
+    folder = tmp_path_factory.mktemp("hub")
+    made = set[str]()
 
     def make(family: str) -> Path:
         if family not in made:
@@ -72,7 +73,8 @@ def test_a_rank_of_phi3_holds_its_share_of_q_k_and_v(saved: Any, tmp_path: Path)
     hop(source, tmp_path / "there", "paddle", degrees={"tp": 2})
     hub = load_file(source / "model.safetensors")
     d = config["head_dim"]
-    q, k = config["num_attention_heads"] * d, config["num_key_value_heads"] * d
+    q = config["num_attention_heads"] * d
+    k = config["num_key_value_heads"] * d
     for rank, held in enumerate(ranks(tmp_path / "there")):
         whole = hub["model.layers.1.self_attn.qkv_proj.weight"]
         parts = [np.split(part, 2)[rank] for part in np.split(whole, [q, q + k])]

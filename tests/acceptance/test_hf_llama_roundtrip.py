@@ -57,7 +57,9 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 def test_there_and_back(llama: Path, ckpt: Runner, tmp_path: Path) -> None:
-    cut, recut, back = tmp_path / "tp4pp2", tmp_path / "tp2", tmp_path / "back"
+    cut = tmp_path / "tp4pp2"
+    recut = tmp_path / "tp2"
+    back = tmp_path / "back"
     ckpt("convert", llama, cut, "--to", "sharded", "--tp", "4", "--pp", "2")
     assert {path.name for path in cut.glob("*.safetensors")} == {
         f"model.tp{t:02d}_pp{p:02d}.safetensors" for t in range(4) for p in range(2)
@@ -85,7 +87,8 @@ def test_the_shards_tile_the_model(llama: Path, ckpt: Runner, tmp_path: Path) ->
     """The files of `sharded --tp 4` are plain safetensors: each box, by its header's offset, is a slice of the
     whole."""
     ckpt("convert", llama, tmp_path / "out", "--to", "sharded", "--tp", "4")
-    whole, seen = stored(llama), {name: torch.zeros_like(t, dtype=torch.bool) for name, t in stored(llama).items()}
+    whole = stored(llama)
+    seen = {name: torch.zeros_like(t, dtype=torch.bool) for name, t in stored(llama).items()}
     for file in sorted((tmp_path / "out").glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             said = " ".join(opened.metadata().values())

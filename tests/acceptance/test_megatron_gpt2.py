@@ -38,7 +38,8 @@ def test_transformers_takes_a_gpt2_of_megatron(tmp_path: Path) -> None:
     np.testing.assert_array_equal(tokens, want["embedding.word_embeddings.weight"][: len(tokens)])
     np.testing.assert_array_equal(found["transformer.wpe.weight"], want["embedding.position_embeddings.weight"])
     for i in range(4):
-        here, there = f"transformer.h.{i}", f"decoder.layers.{i}"
+        here = f"transformer.h.{i}"
+        there = f"decoder.layers.{i}"
         for leaf in ("weight", "bias"):
             whole = want[f"{there}.self_attention.linear_qkv.{leaf}"]
             split = whole.reshape(HEADS, 3, -1, *whole.shape[1:])

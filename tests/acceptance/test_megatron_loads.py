@@ -78,7 +78,9 @@ class Hop(NamedTuple):
     degrees: str
 
 
-LLAMA, MOE, GPT2 = "BASE LLAMA BF16 ADAM", "BASE LLAMA MOE BF16 ADAM", "BASE GPT2 BF16 ADAM"
+LLAMA = "BASE LLAMA BF16 ADAM"
+MOE = "BASE LLAMA MOE BF16 ADAM"
+GPT2 = "BASE GPT2 BF16 ADAM"
 DIST = [
     Hop("dist_tp2pp2_dpresh", 4, f"{LLAMA} DIST {mesh(tp=4)}", "--tp 4 --pp 1 --dp 1"),
     Hop("dist_tp2pp2_dpresh", 2, f"{LLAMA} DIST VPP {mesh(pp=2)}", "--tp 1 --pp 2 --vpp 2 --dp 1"),

@@ -46,7 +46,8 @@ def computed(hub: Path, tp: int, ep: int, ckpt: Runner, tmp_path: Path, *options
 def judged(model: Any, tp: int, ep: int, ckpt: Runner, tmp_path: Path, *options: object) -> None:
     model.save_pretrained(tmp_path / "hf")
     save_file({"input_ids": tokens(model.config).contiguous()}, tmp_path / "tokens.safetensors")
-    found, want = computed(tmp_path / "hf", tp, ep, ckpt, tmp_path, *options)["logits"], logits(model)
+    found = computed(tmp_path / "hf", tp, ep, ckpt, tmp_path, *options)["logits"]
+    want = logits(model)
     assert found.shape == want.shape and want.std() > 0.1
     torch.testing.assert_close(found, want, rtol=0, atol=TOLERANCE)
 
@@ -107,7 +108,8 @@ def test_layers_of_multi_token_prediction_are_taken(ckpt: Runner, tmp_path: Path
     more |= {f"model.layers.4.{name}.weight": have[of].clone() for name, of in copies.items()}
     save_file({**have, **more}, hub / "model.safetensors", {"format": "pt"})
     found = computed(hub, 1, 1, ckpt, tmp_path)
-    at, inner = "model.layers.4.", "mtp.layers.0.transformer_layer."
+    at = "model.layers.4."
+    inner = "mtp.layers.0.transformer_layer."
     same = {
         "mtp.layers.0.enorm.weight": "enorm.weight",
         "mtp.layers.0.hnorm.weight": "hnorm.weight",

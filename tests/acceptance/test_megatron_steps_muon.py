@@ -65,7 +65,8 @@ def test_megatron_s_muon_steps_alike_from_both_layouts(source: str, target: str,
     layouts = HarnessLayout.parse(source), HarnessLayout.parse(target)
     case = Case(*layouts, "megatron-dist", shape=SHAPE, muon=True, before=2, after=1, planted=())
     assert gather(case, tmp_path / "made")["ok"]
-    saved, resharded = tmp_path / "made/run/step_0000002", tmp_path / "made/resharded"
+    saved = tmp_path / "made/run/step_0000002"
+    resharded = tmp_path / "made/resharded"
     one = stepped(saved, flags, tmp_path / "one.safetensors")
     two = stepped(resharded, f"{flags} --pipeline-model-parallel-size 2", tmp_path / "two.safetensors")
     opened = open_source(str(saved), Reading())

@@ -31,7 +31,8 @@ def hop(source: Path, out: Path, to: str, config: Path | None = None, **writing:
 
 
 def assert_same(found: Path, want: Path) -> None:
-    mine, theirs = load_file(found), load_file(want)
+    mine = load_file(found)
+    theirs = load_file(want)
     assert mine.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert mine[name].dtype == tensor.dtype and torch.equal(mine[name], tensor), name

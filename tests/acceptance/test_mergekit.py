@@ -79,7 +79,8 @@ def fuse(source: Path, target: Path) -> None:
 
 
 def fused(tensors: Tensors) -> Tensors:
-    out, experts = Tensors(), dict[str, dict[str, list[torch.Tensor]]]()
+    out = Tensors()
+    experts = dict[str, dict[str, list[torch.Tensor]]]()
     for name in sorted(tensors):
         layer, found, rest = name.partition(".block_sparse_moe.experts.")
         if found:
@@ -248,7 +249,8 @@ def both(ckpt: Runner, merged: Path, kind: str, case: Case, tmp_path: Path) -> t
         config = tmp_path / "fused.yaml"
         config.write_text(text)
     ckpt("merge", tmp_path / "out", "--config", config)
-    want, got = tensors_of(merged / kind / case.name), tensors_of(tmp_path / "out")
+    want = tensors_of(merged / kind / case.name)
+    got = tensors_of(tmp_path / "out")
     assert {k: (v.shape, v.dtype) for k, v in got.items()} == {k: (v.shape, v.dtype) for k, v in want.items()}
     return want, got
 
@@ -296,7 +298,8 @@ def test_equal_bit_for_bit(ckpt: Runner, merged: Path, kind: str, case: Case, tm
 @pytest.mark.parametrize("name", ["linear", "task-arithmetic"])
 def test_experts_one_by_one_give_the_same(ckpt: Runner, merged: Path, name: str, tmp_path: Path) -> None:
     ckpt("merge", tmp_path / "out", "--config", merged / f"moe.{name}.yaml")
-    want, got = tensors_of(merged / "moe" / name), fused(tensors_of(tmp_path / "out"))
+    want = tensors_of(merged / "moe" / name)
+    got = fused(tensors_of(tmp_path / "out"))
     assert want.keys() == got.keys() and all(torch.equal(want[each], got[each]) for each in want)
 
 
@@ -309,13 +312,17 @@ def test_near(ckpt: Runner, merged: Path, kind: str, case: Case, tmp_path: Path)
     this tool rounds.)
     """
     want, got = both(ckpt, merged, kind, case, tmp_path)
-    worst, differ, total = 0.0, 0, 0
+    worst = 0.0
+    differ = 0
+    total = 0
     for name, theirs in want.items():
-        a, b = theirs.double(), got[name].double()
+        a = theirs.double()
+        b = got[name].double()
         scale = torch.maximum(torch.maximum(a.abs(), b.abs()), torch.tensor(0.05))
         far = ((a - b).abs() / scale)[~at_thresholds(merged, kind, case, name)]
         worst = max(worst, float(far.max()) if far.numel() else 0.0)
-        differ, total = differ + int((far > 0).sum()), total + far.numel()
+        differ = differ + int((far > 0).sum())
+        total = total + far.numel()
     print(f"{kind} {case.name}: {worst:.2e}, {differ} of {total} differ")
     short = kind == "moe" and case.name == "nuslerp-columns"  # vectors of 4, nearly parallel: acos has few digits there
     assert worst <= (2**-7 if kind == "bf16" else 5e-4 if short else case.far)
@@ -341,9 +348,11 @@ def test_the_same_law(ckpt: Runner, merged: Path, kind: str, case: Case, tmp_pat
             share[who][1] += int((kept & large).sum())
             share[who][2] += kept.numel()
             assert float((made - start).abs().sum() / delta.abs().sum()) == pytest.approx(1, abs=2e-5)
-    n, density = share["ours"][2], case.models[0]["density"]
+    n = share["ours"][2]
+    density = case.models[0]["density"]
     sigma = (density * (1 - density) / n) ** 0.5
     for index in (0, 1):
-        theirs, ours = share["theirs"][index] / n, share["ours"][index] / n
+        theirs = share["theirs"][index] / n
+        ours = share["ours"][index] / n
         assert abs(theirs - ours) < 7 * sigma, (theirs, ours)
     assert abs(share["ours"][0] / n - density) < 5 * sigma

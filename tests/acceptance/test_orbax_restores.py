@@ -36,7 +36,8 @@ def restored(a: Path, b: Path) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_call_restores_what_was_written(case: str, tmp_path: Path) -> None:
-    source, out = FIXTURES / "orbax" / case, tmp_path / "out"
+    source = FIXTURES / "orbax" / case
+    out = tmp_path / "out"
     assert run(["reshard", str(source), str(out), "-q"]) == 0
     found = restored(source, out)
     assert len(found) >= 2 and all(call["leaves"] and not call["wrong"] for call in found), found
@@ -44,7 +45,9 @@ def test_every_call_restores_what_was_written(case: str, tmp_path: Path) -> None
 
 def test_a_state_that_came_through_dcp_is_restored(tmp_path: Path) -> None:
     """But for the parts of the chain that hold nothing, which DCP has no place for."""
-    source, through, out = FIXTURES / "orbax/plain_ocdbt", tmp_path / "dcp", tmp_path / "out"
+    source = FIXTURES / "orbax/plain_ocdbt"
+    through = tmp_path / "dcp"
+    out = tmp_path / "out"
     assert run(["convert", str(source), str(through), "--to", "dcp", "--dp", "2", "-q"]) == 0
     assert run(["convert", str(through), str(out), "--to", "orbax", "-q"]) == 0
     assert all(not call["wrong"] for call in restored(source, out))
@@ -63,7 +66,9 @@ print(state[0].count, state[0].count.dtype, after[0].count)
 
 
 def test_optax_counts_on_from_the_steps_that_torch_left(tmp_path: Path) -> None:
-    source, through, out = FIXTURES / "orbax/adamw_ocdbt_zarr2", tmp_path / "dcp", tmp_path / "out"
+    source = FIXTURES / "orbax/adamw_ocdbt_zarr2"
+    through = tmp_path / "dcp"
+    out = tmp_path / "out"
     assert run(["convert", str(source), str(through), "--to", "dcp", "--drop", "extras", "-q"]) == 0
     assert run(["convert", str(through), str(out), "--to", "orbax", "-q"]) == 0
     words = [str(PYTHON), "-c", COUNT_ON, str(out)]
@@ -73,7 +78,8 @@ def test_optax_counts_on_from_the_steps_that_torch_left(tmp_path: Path) -> None:
 
 
 def test_maxtext_s_own_tree_is_restored_for_ours(tmp_path: Path) -> None:
-    made, out = FIXTURES / "maxtext/qwen3_moe", tmp_path / "out"
+    made = FIXTURES / "maxtext/qwen3_moe"
+    out = tmp_path / "out"
     assert run(["convert", str(made / "hub"), str(out), "--to", "orbax", "--dialect", "maxtext", "-q"]) == 0
     calls = {call["call"]: call["wrong"] for call in restored(made / "scanned/items", out / "items")}
     del calls["v1"]  # which wants the step's folder, and a model of the hub has no `step`

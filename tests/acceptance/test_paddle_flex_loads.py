@@ -67,7 +67,8 @@ def judged(*args: object) -> str:
 def test_the_trainer_resumes(
     source: str, kind: str, way: tuple[list[str], ...], made: Made, ckpt: Runner, tmp_path: Path
 ) -> None:
-    at, truth = made(source), made(f"{kind}_bf16_flex_single")
+    at = made(source)
+    truth = made(f"{kind}_bf16_flex_single")
     for number, degrees in enumerate(way):
         out = tmp_path / str(number)
         ckpt("convert", at, out, "--to", "paddle-flex", *degrees)

@@ -174,7 +174,8 @@ def test_numbers_and_names_of_groups_leave_together(ckpt: Runner, tmp_path: Path
     for group in parameters:
         for name, parameter in group:
             number = groups[0 if name in matrices else 1]["params"][[n for n, _ in group].index(name)]
-            got, want = optimizer.state[parameter]["exp_avg"], loaded["optimizer"]["state"][number]["exp_avg"]
+            got = optimizer.state[parameter]["exp_avg"]
+            want = loaded["optimizer"]["state"][number]["exp_avg"]
             assert torch.equal(got, want) and got.shape == parameter.shape
 
 

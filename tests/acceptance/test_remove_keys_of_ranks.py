@@ -43,7 +43,8 @@ def raw(tensor: torch.Tensor) -> bytes:
 def test_the_keys_their_twins_and_their_bytes_are_gone(
     fixture: str, pattern: str, ckpt: Runner, tmp_path: Path
 ) -> None:
-    source, out = FIXTURES / fixture, tmp_path / "out"
+    source = FIXTURES / fixture
+    out = tmp_path / "out"
     truth = load_file(f"{source}.truth.safetensors")
     gone = {key: tensor for key, tensor in truth.items() if fnmatchcase(key.split("/", 1)[1], pattern)}
     left = {key: tensor for key, tensor in truth.items() if key not in gone}

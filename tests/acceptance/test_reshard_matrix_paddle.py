@@ -124,7 +124,8 @@ def test_there_and_back(
     start = laid(model, first)
     ckpt_tool.reshard(start, tmp_path / "x", **degrees(model, second))
     ckpt_tool.reshard(tmp_path / "x", tmp_path / "back", **degrees(model, first))
-    before, after = opened(start, tmp_path / "before"), opened(tmp_path / "back", tmp_path / "after")
+    before = opened(start, tmp_path / "before")
+    after = opened(tmp_path / "back", tmp_path / "after")
     assert before.keys() <= after.keys()
     assert {key.split("/", 1)[0] for key in after.keys() - before.keys()} <= {"model"}  # rounded masters, as it says
     states = {key.split("/", 1)[0] for key in after}

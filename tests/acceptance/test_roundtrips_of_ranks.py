@@ -50,11 +50,13 @@ def words(shape: tuple[int, ...], start: int, odd: bool) -> torch.Tensor:
 
 @st.composite
 def training_states(draw: st.DrawFn) -> Drawn:
-    half, odd = draw(st.booleans()), draw(st.booleans())
+    half = draw(st.booleans())
+    odd = draw(st.booleans())
     tensors: Tensors = {}
     groups: list[list[str]] = [[] for _ in range(draw(st.integers(1, 2)))]
     for number in range(draw(st.integers(1, 6))):
-        name, shape = f"layers.{number}.{draw(st.sampled_from(('weight', 'bias', 'mlp.w1')))}", draw(SHAPES)
+        name = f"layers.{number}.{draw(st.sampled_from(('weight', 'bias', 'mlp.w1')))}"
+        shape = draw(SHAPES)
         kind = draw(st.sampled_from(("trained", "trained", "trained", "frozen", "buffer")))
         weight = words(shape, 100 * number, odd and kind == "trained" and not half)
         if kind == "buffer":
@@ -111,7 +113,7 @@ def there_and_back(first: str, second: str, drawn: Drawn, one: Mapping[str, Any]
     for key in got.keys() - drawn.tensors.keys():
         state, name = key.split("/", 1)
         weight = drawn.tensors[f"model/{name}"]
-        assert state == "step" or state == "master" and raw(got[key]) == raw(weight), key
+        assert state == "step" or (state == "master" and raw(got[key]) == raw(weight)), key
 
 
 @pytest.mark.share(3)

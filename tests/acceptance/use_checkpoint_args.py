@@ -43,7 +43,8 @@ KEPT = (
 
 def job_flags() -> list[str]:
     """BASE without what says anything of the model."""
-    words, out = made.BASE.split(), []
+    words = made.BASE.split()
+    out = []
     skip = False
     for word in words:
         skip, was = word in SIZES, skip

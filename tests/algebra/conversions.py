@@ -27,7 +27,8 @@ class Conversion:
 
 def tagged(shapes: dict[str, tuple[int, ...]]) -> Arrays:
     """Tensors whose every element is another number, none 0."""
-    out, tag = {}, 1
+    out = {}
+    tag = 1
     for name, shape in shapes.items():
         numel = int(np.prod(shape, dtype=int))
         out[name] = np.arange(tag, tag + numel).reshape(shape)
@@ -40,7 +41,10 @@ def random_sizes(axes: str, rng: random.Random) -> Sizes:
 
 
 def qkv(x: Arrays, s: Sizes) -> Arrays:
-    g, r, d, h = s["g"], s["r"], s["d"], s["h"]
+    g = s["g"]
+    r = s["r"]
+    d = s["d"]
+    h = s["h"]
     by_group = [x["q"].reshape(g, r, d, h), x["k"].reshape(g, 1, d, h), x["v"].reshape(g, 1, d, h)]
     return {"qkv": np.concatenate(by_group, axis=1).reshape(-1, h)}
 

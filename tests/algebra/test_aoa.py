@@ -32,7 +32,8 @@ MODEL = {
 
 
 def numbered(shapes: dict[str, tuple[int, ...]]) -> Arrays:
-    out, tag = {}, 1
+    out = {}
+    tag = 1
     for name, shape in shapes.items():
         out[name] = np.arange(tag, tag + int(np.prod(shape, dtype=int))).reshape(shape)
         tag += 1000 + int(np.prod(shape, dtype=int))
@@ -58,14 +59,16 @@ class Program:
     concatenations alone, so that the reverse is the way back."""
 
     def __init__(self, seed: int, *, undoes: bool) -> None:
-        self.rng, self.undoes = random.Random(seed), undoes
+        self.rng = random.Random(seed)
+        self.undoes = undoes
         rank = self.rng.choice([1, 2, 2, 3])
         self.dims = [self.rng.choice([1, 2, 4, 6]) for _ in range(rank)]
         shapes = {f"in.{i}": tuple(self.dims) for i in range(self.rng.randint(1, 4))}
         if not undoes:
             shapes |= {f"odd.{i}": (self.rng.randint(1, 5), *self.dims[1:]) for i in range(2)}
         self.source = numbered(shapes)
-        self.now, self.count = dict(self.source), 0
+        self.now = dict(self.source)
+        self.count = 0
         self.statements: list[str] = []
         acts: list[Callable[[], None]] = [
             self.split,
@@ -145,7 +148,8 @@ class Program:
     def fuse(self) -> None:
         """q, k, v of their own, by reshape and by the rank-wise order of the old layout."""
         groups, each, dim = self.heads()
-        axis, other = self.rng.choice([0, 1]), self.rng.randint(1, 3)
+        axis = self.rng.choice([0, 1])
+        other = self.rng.randint(1, 3)
         tag = f"m{len(self.statements)}"
         sizes = (groups * each * dim, groups * dim, groups * dim)
         new = numbered({f"{tag}.{x}": (n, other)[:: 1 if axis == 0 else -1] for x, n in zip("qkv", sizes, strict=True)})
@@ -167,7 +171,8 @@ class Program:
     def part(self) -> None:
         """And back apart."""
         groups, each, dim = self.heads()
-        other, tag = self.rng.randint(1, 3), f"m{len(self.statements)}"
+        other = self.rng.randint(1, 3)
+        tag = f"m{len(self.statements)}"
         new = numbered({f"{tag}.qkv": (other, groups * (each + 2) * dim)})
         self.source |= (new := {name: array + 100_000 * (1 + len(self.statements)) for name, array in new.items()})
         grid = new[f"{tag}.qkv"].reshape(other, groups, each + 2, dim)
@@ -182,7 +187,8 @@ class Program:
 @settings(max_examples=250, deadline=None)
 def test_programs_equal_numpy(seed: int) -> None:
     program = Program(seed, undoes=False)
-    arrays, shapes = program.source, {name: array.shape for name, array in program.source.items()}
+    arrays = program.source
+    shapes = {name: array.shape for name, array in program.source.items()}
     for wanted in (None, list(program.now)):
         mapped = compile_aoa(program.statements, shapes, wanted=wanted)
         got = carried_out(mapped, arrays)
@@ -195,7 +201,8 @@ def test_programs_equal_numpy(seed: int) -> None:
 @settings(max_examples=150, deadline=None)
 def test_forth_and_back_is_nothing(seed: int) -> None:
     program = Program(seed, undoes=True)
-    arrays, shapes = program.source, {name: array.shape for name, array in program.source.items()}
+    arrays = program.source
+    shapes = {name: array.shape for name, array in program.source.items()}
     forth = compile_aoa(program.statements, shapes)
     there = carried_out(forth, arrays)
     back = compile_aoa(program.statements, {m.name: m.shape for m in forth.made}, reverse=True, wanted=shapes)
@@ -209,11 +216,15 @@ def test_fusions_by_shards_equal_the_order_of_ranks(seed: int) -> None:
     """`fused_ffn` and `fused_qkv_old`: NumPy concatenates what each rank holds. Forth, back, and from one cut to
     another."""
     rng = random.Random(seed)
-    a, b = rng.choice([1, 2, 3, 4, 6]), rng.choice([1, 2, 4])
+    a = rng.choice([1, 2, 3, 4, 6])
+    b = rng.choice([1, 2, 4])
     lowest = int(np.lcm(a, b))
-    unit, hidden, axis = rng.randint(1, 2), rng.randint(1, 3), rng.choice([0, 1])
+    unit = rng.randint(1, 2)
+    hidden = rng.randint(1, 3)
+    axis = rng.choice([0, 1])
     old = seed % 2 == 1
-    groups, each = lowest, rng.randint(1, 2)
+    groups = lowest
+    each = rng.randint(1, 2)
     sizes = (
         {"q": groups * each * unit, "k": groups * unit, "v": groups * unit}
         if old

@@ -25,7 +25,8 @@ CASTS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 def numbered(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """Tensors whose every element is another number, none 0."""
-    out, tag = {}, 1
+    out = {}
+    tag = 1
     for name, shape in shapes.items():
         out[name] = np.arange(tag, tag + int(np.prod(shape))).reshape(shape)
         tag += int(np.prod(shape)) + 1000

@@ -45,7 +45,8 @@ def both_sizes(route: str, rng: random.Random) -> tuple[dict[str, int], dict[str
         a, b = (rng.choice([t for t in range(1, f + 1) if f % t == 0]) for _ in range(2))
         return {"t": a, "u": f // a, "h": sizes["h"]}, {"t": b, "u": f // b, "h": sizes["h"]}
     if follow == "stripe":
-        t, u = rng.randint(1, 4), rng.randint(1, 4)
+        t = rng.randint(1, 4)
+        u = rng.randint(1, 4)
         return {"f": t * u, "h": sizes["h"]}, {"t": t, "u": u, "h": sizes["h"]}
     return sizes, follow(sizes, rng)
 
@@ -58,7 +59,8 @@ def test_composed_equals_applied_twice_and_numpy(route: str, seed: int) -> None:
     to_hub = equation(first.text)
     from_hub = equation(second.text).swap()
     hub = tagged(first.right(here))
-    source, want = first.left(hub, here), second.left(hub, there)
+    source = first.left(hub, here)
+    want = second.left(hub, there)
     pieces = compose(to_hub.pieces(here), from_hub.pieces(there))
     shapes = {name: array.shape for name, array in want.items()}
     got = apply(pieces, source, shapes)
@@ -78,7 +80,9 @@ def test_meet_of_any_two_pieces(seed: int) -> None:
     rng = random.Random(seed)
 
     def side(name: str, ext: list[int]) -> Side:
-        order, step, strides = rng.sample(range(len(ext)), len(ext)), 1, [0] * len(ext)
+        order = rng.sample(range(len(ext)), len(ext))
+        step = 1
+        strides = [0] * len(ext)
         for axis in order:
             strides[axis] = step
             step = step * ext[axis] + rng.choice([0, 0, 1, 2])
@@ -88,7 +92,8 @@ def test_meet_of_any_two_pieces(seed: int) -> None:
         ext = [rng.choice([1, 2, 3, 4, 5]) for _ in range(rng.randint(0, 3))]
         return Piece(tuple(ext), side(src, ext), side(dst, ext))
 
-    a, b = piece("a", "hub"), piece("hub", "c")
+    a = piece("a", "hub")
+    b = piece("hub", "c")
     there = {dst: src for src, dst in listed(a)}
     want = sorted((there[src], dst) for src, dst in listed(b) if src in there)
     met = list(meet(a, b))
@@ -251,7 +256,8 @@ def test_rows_of_a_tensor_meet_as_one_by_one(seed: int, monkeypatch: pytest.Monk
     halves = "f + f" in made
     taken = ["hub : e (f + f) h = x.{e}.<gate|up> : f h, f h", "hub : e (f + f) h = x.{e} : h (f + f)"]
     taken = taken if halves else ["hub : e f h = x.{e} : h f", "hub : e f h = x.{e} : f h"]
-    first, second = equation(made).pieces(sizes), equation(rng.choice(taken)).pieces(sizes)
+    first = equation(made).pieces(sizes)
+    second = equation(rng.choice(taken)).pieces(sizes)
     rng.shuffle(second)
     by_rows = []
     of = _Rows.of

@@ -60,7 +60,8 @@ def assert_chunks_move(pieces: list[Piece], source: Arrays, wanted: Arrays, rng:
                     moved = moved.into("src", source[whole.src.name].shape, here, 0, contiguous_strides(here.shape))
                 if b is not None:
                     moved = moved.into("dst", wanted[whole.dst.name].shape, there, 0, contiguous_strides(there.shape))
-                src, dst = elements(moved, moved.src), elements(moved, moved.dst)
+                src = elements(moved, moved.src)
+                dst = elements(moved, moved.dst)
                 if a is not None:
                     taken[whole.src.name][a][src] += 1
                 if b is not None:

@@ -41,7 +41,9 @@ def brute(text: str, sizes: Sizes) -> list[list[tuple[tuple[int, ...], dict[str,
         return out
 
     def group() -> list[tuple[tuple[int, ...], dict[str, int]]]:
-        summands, items, places = [], [], list[int]()
+        summands = []
+        items = []
+        places = list[int]()
         while (token := tokens.pop(0)) != ")":
             if token == "(":
                 items.append(group())

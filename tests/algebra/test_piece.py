@@ -47,7 +47,8 @@ def random_piece(rng: random.Random) -> tuple[Piece, tuple[int, ...], tuple[int,
         before = [rng.choice([0, 0, 1, 2]) for _ in ext]
         room = [n + b + rng.choice([0, 0, 1, 3]) for n, b in zip(ext, before, strict=True)]
         shape = tuple(int(np.prod([room[a] for a in dim])) for dim in dims)
-        strides, step = [0] * len(ext), 1
+        strides = [0] * len(ext)
+        step = 1
         for axis in reversed(order):
             strides[axis] = step
             step *= room[axis]
@@ -104,7 +105,8 @@ def test_cuts_follow_one_another_and_swap(seed: int) -> None:
     """Cut by source box, then by destination box, then merged, swapped, cut again: still the same pairs."""
     rng = random.Random(seed)
     piece, src_shape, dst_shape = random_piece(rng)
-    a, b = random_box(rng, src_shape), random_box(rng, dst_shape)
+    a = random_box(rng, src_shape)
+    b = random_box(rng, dst_shape)
     once = [q for p in piece.cut("src", src_shape, a) for q in p.cut("dst", dst_shape, b)]
     other = [q for p in piece.merged().cut("dst", dst_shape, b) for q in p.merged().cut("src", src_shape, a)]
     back = [q.swap() for p in piece.swap().cut("src", dst_shape, b) for q in p.cut("dst", src_shape, a)]

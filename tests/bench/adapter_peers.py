@@ -59,7 +59,8 @@ def same_folded(hf: str, adapter: str, out: str) -> None:
     """Prints the bytes compared; ends with 1 where a tensor differs."""
     parts = load_file(Path(adapter) / "adapter_model.safetensors")
     have = {name: file for file in sorted(Path(out).glob("*.safetensors")) for name in safe_open(file, "pt").keys()}
-    compared, wrong = 0, []
+    compared = 0
+    wrong = []
     for file in sorted(Path(hf).glob("*.safetensors")):
         with safe_open(file, "pt") as f:
             for name in f.keys():

@@ -39,8 +39,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PYTHON = sys.executable
 CKPT = [PYTHON, "-m", "ckpt_tool"]
-FSYNC, NO_FSYNC = "ckpt --fsync", "ckpt --no-fsync"
-CP, CP_FSYNC = "cp", "cp and fsync"
+FSYNC = "ckpt --fsync"
+NO_FSYNC = "ckpt --no-fsync"
+CP = "cp"
+CP_FSYNC = "cp and fsync"
 TINY = "3MB"
 
 # The same command with the executor's fsync off, for builds whose command line has no --no-fsync: all of them older
@@ -241,7 +243,8 @@ class Sources:
     """The checkpoints that the jobs read, each built when first asked for and kept below `folder`."""
 
     def __init__(self, folder: Path, size: str) -> None:
-        self.folder, self.size = folder / size, size
+        self.folder = folder / size
+        self.size = size
 
     def path(self, name: str) -> Path:
         """The source `name`, built if it is not there."""
@@ -362,7 +365,8 @@ class Measured:
 def measured(job: Job, options: Options) -> Measured:
     sources = Sources(options.work, options.size)
     suffix = ".pt" if job.file else ""
-    reference, out = sources.folder / f"reference{suffix}", sources.folder / f"out{suffix}"
+    reference = sources.folder / f"reference{suffix}"
+    out = sources.folder / f"out{suffix}"
     sources.path(job.source)
     start = start_up(job, options)
     measure.remove(reference)
@@ -475,7 +479,9 @@ def main() -> int:
     chosen = [job for job in JOBS if given.only in job.name or fnmatch.fnmatch(job.name, given.only)]
     if not chosen:
         raise SystemExit(f"no job is called {given.only!r}; there are: {', '.join(job.name for job in JOBS)}")
-    found, results, failed = [], [], []
+    found = []
+    results = []
+    failed = []
     for job in chosen:
         try:
             result = measured(job, options)

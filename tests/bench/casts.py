@@ -156,7 +156,8 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{'cast':20}{'way':12}{'ns/elem':>9}{'x copy':>8}  bits")
     for source, target in PAIRS:
-        values, all_ways = block(source, arguments.block), ways(source, target)
+        values = block(source, arguments.block)
+        all_ways = ways(source, target)
         times: dict[str, list[float]] = {name: [] for name in ("copy", *all_ways)}
         for turn in range(arguments.rounds + 1):
             began = time.perf_counter()

@@ -42,7 +42,10 @@ from ckpt_tool.storage.stores.store_claims import StoreClaims
 
 T = TypeVar("T")
 _SAMPLE = 40  # shares that are looked at closely
-WRITES, READS, PAGE = 3500, 5500, 1000  # a second, a second, keys
+# a second, a second, keys
+WRITES = 3500
+READS = 5500
+PAGE = 1000
 
 
 class Dead(BaseException):
@@ -55,7 +58,8 @@ class Simulation:
     def __init__(self) -> None:
         self.now = 0.0
         self._due: list[tuple[float, int, threading.Lock]] = []
-        self._count, self._back = 0, threading.Lock()
+        self._count = 0
+        self._back = threading.Lock()
         self._back.acquire()
 
     def spawn(self, job: Callable[[], None], at: float = 0.0) -> None:
@@ -98,7 +102,9 @@ class SimulatedStore:
     shown = "simulated"
 
     def __init__(self, simulation: Simulation, latency: float) -> None:
-        self._sim, self._latency, self._random = simulation, latency, random.Random(0)
+        self._sim = simulation
+        self._latency = latency
+        self._random = random.Random(0)
         self._free = {"writes": 0.0, "reads": 0.0}
         self.data: dict[str, tuple[bytes, float]] = {}
         self._listed: dict[str, ListedObject] = {}
@@ -167,10 +173,16 @@ class Worker:
     def __init__(
         self, sim: Simulation, store: SimulatedStore, name: str, sizes: list[int], speed: float, dies: float
     ) -> None:
-        self._sim, self._sizes, self._speed, self._dies = sim, sizes, speed, dies
+        self._sim = sim
+        self._sizes = sizes
+        self._speed = speed
+        self._dies = dies
         self.claims = SimulatedClaims(sim, store, name, sizes)
         self.lost = self.worked = self.last = 0.0
-        self.did, self.over, self.commits, self._ended = list[int](), 0, False, False
+        self.did = list[int]()
+        self.over = 0
+        self.commits = False
+        self._ended = False
 
     def run(self) -> None:
         began = self._sim.now
@@ -224,10 +236,12 @@ def simulate(
     sizes: list[int], workers: int, *, speed: float, latency: float, die: int = 0, late: int = 0, seed: int = 0
 ) -> dict[str, Any]:
     """speed: bytes a second of a worker. die, late: so many are killed or come late, somewhere in the run's time."""
-    rng, sim = random.Random(seed), Simulation()
+    rng = random.Random(seed)
+    sim = Simulation()
     store = SimulatedStore(sim, latency)
     length = sum(sizes) / workers / speed
-    dying, coming = set(rng.sample(range(workers), die)), set(rng.sample(range(workers), late))
+    dying = set(rng.sample(range(workers), die))
+    coming = set(rng.sample(range(workers), late))
     crowd = []
     for number in range(workers):
         dies = rng.uniform(0, length) if number in dying else float("inf")
@@ -238,7 +252,8 @@ def simulate(
     sim.run()
     did = Counter(number for worker in crowd for number in worker.did)
     end = max(worker.last for worker in crowd)
-    lost, worked = sum(worker.lost for worker in crowd), sum(worker.worked for worker in crowd)
+    lost = sum(worker.lost for worker in crowd)
+    worked = sum(worker.worked for worker in crowd)
     return {
         "workers": workers,
         "shares": len(sizes),

@@ -34,7 +34,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-LAYERS, HIDDEN, WIDTH, KEYS, WORDS = 80, 8192, 28672, 1024, 131072  # words: of Llama 3, filled up to what ranks divide
+# words: of Llama 3, filled up to what ranks divide
+LAYERS = 80
+HIDDEN = 8192
+WIDTH = 28672
+KEYS = 1024
+WORDS = 131072
 STATES = ("exp_avg", "exp_avg_sq")
 
 Shape = tuple[int, ...]
@@ -157,7 +162,8 @@ def _metadata(items: list[Item], ranks: int) -> Metadata:
     chunks: dict[str, list[ChunkStorageMetadata]] = {item.fqn: [] for item in items}
     stored: dict[MetadataIndex, _StorageInfo] = {}
     for rank in range(ranks):
-        results, file = [], f"__{rank}_0.distcp"
+        results = []
+        file = f"__{rank}_0.distcp"
         for item in items:
             offsets, sizes = map(torch.Size, item.box(rank, ranks))
             chunks[item.fqn].append(ChunkStorageMetadata(offsets, sizes))

@@ -21,9 +21,22 @@ from math import prod
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-HIDDEN, LAYERS, DENSE, EXPERTS, VOCAB, HEADS = 7168, 61, 3, 256, 129280, 128
-DENSE_WIDTH, EXPERT_WIDTH, Q_RANK, KV_RANK, NOPE, ROPE, V_HEAD = 18432, 2048, 1536, 512, 128, 64, 128
-FILES, SHARD = 163, 4_244_000_000  # bytes; packs into 163 files
+HIDDEN = 7168
+LAYERS = 61
+DENSE = 3
+EXPERTS = 256
+VOCAB = 129280
+HEADS = 128
+DENSE_WIDTH = 18432
+EXPERT_WIDTH = 2048
+Q_RANK = 1536
+KV_RANK = 512
+NOPE = 128
+ROPE = 64
+V_HEAD = 128
+# bytes; packs into 163 files
+FILES = 163
+SHARD = 4_244_000_000
 BITS = {"F8_E4M3": 8, "BF16": 16, "F32": 32}
 RANK = {"F32": 0, "BF16": 1, "F8_E4M3": 2}  # the library's writer puts wide types first
 
@@ -42,7 +55,8 @@ def mlp(name: str, width: int) -> Iterator[Entry]:
 
 
 def layer(i: int) -> Iterator[Entry]:
-    at, mp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+    at = f"model.layers.{i}.self_attn"
+    mp = f"model.layers.{i}.mlp"
     yield from quantised(f"{at}.q_a_proj", Q_RANK, HIDDEN)
     yield f"{at}.q_a_layernorm.weight", "BF16", (Q_RANK,)
     yield from quantised(f"{at}.q_b_proj", HEADS * (NOPE + ROPE), Q_RANK)

@@ -74,7 +74,8 @@ def speed(source: Path, work: Path, rounds: int) -> list[list[str]]:
     """A row for each contestant of each job."""
     rows = []
     for job in JOBS:
-        mine, theirs = work / "ours", work / "theirs"
+        mine = work / "ours"
+        theirs = work / "theirs"
 
         def same(out: Path, job: str = job, mine: Path = mine) -> None:
             """Once: the peer's output holds what ours holds."""
@@ -103,7 +104,8 @@ def speed(source: Path, work: Path, rounds: int) -> list[list[str]]:
 
 def losses(work: Path) -> list[list[str]]:
     """What each script, and ckpt, makes of checkpoints of other kinds."""
-    folder, rows = work / "kinds", []
+    folder = work / "kinds"
+    rows = []
     folder.mkdir(exist_ok=True)
     for case, kind in LOSSES.items():
         if not (folder / f"{case}.truth.safetensors").exists():

@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from measure import Failed, Sample, bytes_below, run
 
-READ, ENCODINGS = "read both", ("xor", "overwrite")
+READ = "read both"
+ENCODINGS = ("xor", "overwrite")
 PAIR = """
 import json, sys
 import numpy as np
@@ -64,12 +65,16 @@ def main() -> None:
     parser.add_argument("--patience", type=int, default=600, help="seconds for xdelta3")
     given = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="ckpt-deltas-"))
-    base, new, ckpt = work / "base", work / "new", [sys.executable, "-m", "ckpt_tool"]
+    base = work / "base"
+    new = work / "new"
+    ckpt = [sys.executable, "-m", "ckpt_tool"]
     base.mkdir()
     new.mkdir()
     subprocess.run([sys.executable, "-c", PAIR, str(work), str(given.gb), str(given.changed)], check=True)
-    old, file = base / "model.safetensors", new / "model.safetensors"
-    quiet, delta = ["--no-fsync", "-q"], [*ckpt, "delta", str(base), str(new)]
+    old = base / "model.safetensors"
+    file = new / "model.safetensors"
+    quiet = ["--no-fsync", "-q"]
+    delta = [*ckpt, "delta", str(base), str(new)]
     rows: dict[str, tuple[list[str], str | None]] = {
         f"{READ}, cold": (["cat", str(old), str(file)], None),
         **{f"ckpt delta {way}, cold": ([*delta, str(work / way), "--encoding", way, *quiet], way) for way in ENCODINGS},
@@ -108,7 +113,7 @@ def main() -> None:
         for number in range(given.rounds):
             for name, (command, output) in rows.items():
                 slow = "xdelta3" in command
-                if shutil.which("xdelta3" if slow else command[0]) is None or slow and number:
+                if shutil.which("xdelta3" if slow else command[0]) is None or (slow and number):
                     print(f"# {name} left out in round {number}", flush=True)
                     continue
                 if output:

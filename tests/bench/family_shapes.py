@@ -105,7 +105,8 @@ def build(kind: str, folder: Path) -> None:
             files.append([])
             filled = 0
         files[-1].append((name, "BF16", tuple(shape)))
-        filled, total = filled + size, total + size
+        filled = filled + size
+        total = total + size
     weight_map = {}
     for number, entries in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
@@ -141,7 +142,8 @@ def main() -> int:
         out = ["--to", "megatron-dist", *DEGREES, *experts, "--dry-run", "-q"]
         line = [*CKPT, "convert", str(given.work / name), str(given.work / "out"), *out]
         samples = [measure.run(line) for _ in range(given.rounds + 1)][1:]  # the first warms the caches
-        least, wall = min(sample.cpu for sample in samples), median(samples, "wall")
+        least = min(sample.cpu for sample in samples)
+        wall = median(samples, "wall")
         rows.append([name, f"{least - start:.2f}", f"{wall:.2f}", f"{median(samples, 'peak') / 2**20:.0f}", "1 s CPU"])
     print(f"{given.rounds} rounds, warm cache; {measure.machine(given.work)}\n")
     print(measure.table(("dry run to tp 4, pp 4, ep 8", "least CPU s", "wall s", "peak MiB", "goal"), rows))

@@ -85,9 +85,12 @@ class Contest:
     was left."""
 
     def __init__(self, device: Device, payload: int, repeats: int, until: float, cub: Path | None) -> None:
-        self.device, self.repeats, self.until = device, repeats, until
+        self.device = device
+        self.repeats = repeats
+        self.until = until
         self.buffers = Buffers(payload, 2, "cpu" if device.info.host else "cuda")
-        self.timer, self.found = Timer(device), Measured()
+        self.timer = Timer(device)
+        self.found = Measured()
         self.peers: dict[tuple[str, str], list[Any]] = {}
         for work, name, same, how in peers(cub, device):
             self.peers.setdefault(work, []).append((name, same, how))
@@ -163,7 +166,8 @@ def sweep(device: Device, payload: int, repeats: int, until: float, folder: Path
         for knobs in plans if library is None else [Knobs()]:
             if time.monotonic() > until:
                 return
-            found, timer = Measured(), Timer(with_it)
+            found = Measured()
+            timer = Timer(with_it)
             with bench.arena_on(with_it, payload, 2) as arena:
                 bench.run_pass(with_it, arena, timer, found, works, repeats, knobs)
             timer.close()
@@ -174,7 +178,8 @@ def sweep(device: Device, payload: int, repeats: int, until: float, folder: Path
 def loaded(device: Device, folder: Path) -> Iterator[tuple[int, Library]]:
     """The kernels with other numbers of loads in flight, where they can be built."""
     for loads in (2, 8):
-        target, extra = folder / f"loads{loads}.so", (f"-DCK_COPY_LOADS={loads}",)
+        target = folder / f"loads{loads}.so"
+        extra = (f"-DCK_COPY_LOADS={loads}",)
         if device.info.host:
             build.compile_to(build.host_recipe(extra), target)
         else:
@@ -210,7 +215,8 @@ def markdown(rows: Iterable[BenchRow], about: dict[str, Any]) -> str:
 
 def report(device: Device, arguments: argparse.Namespace) -> int:
     began = time.monotonic()
-    until, info = began + arguments.seconds, device.info
+    until = began + arguments.seconds
+    info = device.info
     about = {
         "device": info.name,
         "uuid": info.uuid,

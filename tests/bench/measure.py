@@ -139,11 +139,13 @@ def machine(folder: Path) -> str:
 def file_system(folder: Path) -> str:
     """The type of the file system that holds `folder`, by the longest mount point above it."""
     real = str(folder.resolve()) + "/"
-    best, kind = "", "?"
+    best = ""
+    kind = "?"
     for line in _lines("/proc/self/mounts"):
         _, point, name, *_ = line.split()
         if real.startswith(point.rstrip("/") + "/") and len(point) >= len(best):
-            best, kind = point, name
+            best = point
+            kind = name
     return kind
 
 

@@ -64,7 +64,8 @@ def same_merged(method: str, out: str, hf: str, *grown: str) -> None:
         {name: file for file in sorted(folder.glob("*.safetensors")) for name in safe_open(file, "pt").keys()}
         for folder in folders
     ]
-    compared, wrong = 0, []
+    compared = 0
+    wrong = []
     for name in places[1]:
         have, base, *rest = (safe_open(place[name], "pt").get_tensor(name) for place in places)
         want, loose = _linear(base, rest[0]) if method == "linear" else _ties(base, rest)
@@ -83,7 +84,8 @@ def _linear(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _ties(base: torch.Tensor, models: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    deltas, loose = [], torch.zeros(base.shape, dtype=torch.bool)
+    deltas = []
+    loose = torch.zeros(base.shape, dtype=torch.bool)
     for model in models:
         delta = model.float() - base.float()
         size = delta.abs().flatten()

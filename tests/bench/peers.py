@@ -212,7 +212,8 @@ def _verdict(compared: int, wrong: list[str]) -> None:
 
 def same_hf(a: str, b: str) -> None:
     left = dict(_read(a))
-    compared, wrong = 0, []
+    compared = 0
+    wrong = []
     for name, tensor in _read(b):
         compared += tensor.nbytes
         if name not in left or not _same(tensor, left.pop(name)):
@@ -226,7 +227,8 @@ def same_tp(hf: str, out: str, ranks: str) -> None:
         raise SystemExit(f"{len(files)} rank files, want {ranks}")
     handles = [safe_open(path, "pt").__enter__() for path in files]
     names = {name for handle in handles for name in handle.keys()}
-    compared, wrong = 0, []
+    compared = 0
+    wrong = []
     for name, tensor in _read(hf):
         dim = cut_dim(name)
         parts = [tensor] * len(files) if dim is None else tensor.chunk(len(files), dim)
@@ -254,7 +256,8 @@ def same_torch(training: str, file: str) -> None:
 
 def _same_state(training: str, state: Mapping[str, Any]) -> None:
     have = {(kind, name): tensor for kind, name, tensor in _leaves(state)}
-    compared, wrong = 0, []
+    compared = 0
+    wrong = []
     for kind, name, tensor in _training(training):
         found = have.pop((kind, name), None)
         compared += tensor.nbytes

@@ -36,14 +36,16 @@ def load(folder: str) -> Tensors:
 
 def megatron(hf: Tensors, config: dict[str, Any]) -> Tensors:
     """The whole model under Megatron's names."""
-    groups, size = config["num_key_value_heads"], config["head_dim"]
+    groups = config["num_key_value_heads"]
+    size = config["head_dim"]
     out = {
         "embedding.word_embeddings.weight": hf["model.embed_tokens.weight"],
         "decoder.final_layernorm.weight": hf["model.norm.weight"],
         "output_layer.weight": hf["lm_head.weight"],
     }
     for i in range(config["num_hidden_layers"]):
-        at, to = f"model.layers.{i}", f"decoder.layers.{i}"
+        at = f"model.layers.{i}"
+        to = f"decoder.layers.{i}"
         q, k, v = (hf[f"{at}.self_attn.{name}_proj.weight"].unflatten(0, (groups, -1)) for name in "qkv")
         assert k.shape[1] == size
         out[f"{to}.self_attention.linear_qkv.weight"] = torch.cat([q, k, v], 1).flatten(0, 1)
@@ -67,7 +69,8 @@ def part(name: str, tensor: torch.Tensor, rank: int, tp: int) -> torch.Tensor:
 
 
 def to_megatron(src: str, out: str, ranks: str) -> None:
-    whole, tp = megatron(load(src), json.loads(Path(src, "config.json").read_text())), int(ranks)
+    whole = megatron(load(src), json.loads(Path(src, "config.json").read_text()))
+    tp = int(ranks)
     for rank in range(tp):
         folder = Path(out, f"iter_0000001/mp_rank_{rank:02d}")
         os.makedirs(folder)
@@ -112,7 +115,9 @@ def to_fp8(src: str, out: str) -> None:
 
 
 def same_fp8(hf: str, out: str) -> None:
-    compared, wrong, have = 0, [], load(out)
+    compared = 0
+    wrong = []
+    have = load(out)
     for name, want in fp8(load(hf)).items():
         found = have.pop(name, None)
         compared += want.nbytes
@@ -122,8 +127,10 @@ def same_fp8(hf: str, out: str) -> None:
 
 
 def same_megatron(hf: str, out: str, ranks: str) -> None:
-    whole, tp = megatron(load(hf), json.loads(Path(hf, "config.json").read_text())), int(ranks)
-    compared, wrong = 0, []
+    whole = megatron(load(hf), json.loads(Path(hf, "config.json").read_text()))
+    tp = int(ranks)
+    compared = 0
+    wrong = []
     for rank in range(tp):
         (file,) = Path(out).rglob(f"mp_rank_{rank:02d}/model_optim_rng.pt")
         with torch.serialization.safe_globals([Namespace]):
@@ -152,7 +159,8 @@ def same_paddle(hf: str, out: str) -> None:
     (file,) = Path(out).rglob("*.pdparams")
     with file.open("rb") as data:
         state = _Arrays(data).load()
-    compared, wrong = 0, []
+    compared = 0
+    wrong = []
     for name, tensor in load(hf).items():
         want = _bits(tensor)
         want = want.T if _LINEAR.search(name) else want

@@ -45,7 +45,9 @@ class Killing(Silent):
     """Kills the first worker that has begun to write to `out`, or what `kill` kills instead."""
 
     def __init__(self, out: Path, kill: Callable[[], None] | None = None) -> None:
-        self._out, self._kill, self.killed = out, kill, False
+        self._out = out
+        self._kill = kill
+        self.killed = False
 
     def advance(self, nbytes: int) -> None:
         for file in () if self.killed else sorted(staging_path(self._out).glob(".ckpt-journal-by-*")):
@@ -90,7 +92,8 @@ def main() -> int:
     where: dict[str, Any] = {"address": nodes.address} if nodes else {"num_cpus": 2}
     ray.init(**where, log_to_driver=False, logging_level="error", runtime_env={"env_vars": {"PYTHONPATH": here}})
     with tempfile.TemporaryDirectory(prefix="ckpt-ray-") as name:
-        root, count = Path(name), max(2, asked.mb // 32)
+        root = Path(name)
+        count = max(2, asked.mb // 32)
         tensors = {f"w{i}": np.full((1 << 23,), i + 0.5, np.float32) for i in range(count)}
         safetensors.numpy.save_file(tensors, root / "in.safetensors")
         _convert(root, root / "alone", Silent(), on=None)
@@ -102,13 +105,15 @@ def main() -> int:
 
 
 def _round(number: int, root: Path, nodes: Nodes | None) -> bool:
-    began, out = time.monotonic(), root / f"out{number}"
+    began = time.monotonic()
+    out = root / f"out{number}"
     signal.alarm(LIMIT)
     try:
         if nodes is not None:
             progress = Killing(out, nodes.kill)
             _convert(root, out, progress, on="local")
-            what, wanted = f"node killed: {progress.killed}", progress.killed
+            what = f"node killed: {progress.killed}"
+            wanted = progress.killed
             nodes.renew()
         elif number % 2:
             failed = _failed(root, out)
@@ -118,10 +123,13 @@ def _round(number: int, root: Path, nodes: Nodes | None) -> bool:
         else:
             progress = Killing(out)
             _convert(root, out, progress, on="local")
-            what, wanted = f"worker killed: {progress.killed}", progress.killed
+            what = f"worker killed: {progress.killed}"
+            wanted = progress.killed
         same = _contents(out) == _contents(root / "alone")
     except (CkptError, TimeoutError) as e:
-        what, wanted, same = f"{type(e).__name__}: {e}", False, False
+        what = f"{type(e).__name__}: {e}"
+        wanted = False
+        same = False
     signal.alarm(0)
     print(f"{number:3} {time.monotonic() - began:5.1f} s  {what}, {'equal' if same else 'NOT EQUAL'}", flush=True)
     for file in out.iterdir() if out.is_dir() else ():

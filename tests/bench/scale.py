@@ -96,7 +96,8 @@ def write_training(out: str) -> None:
 
 def sources(work: Path) -> tuple[Path, Path]:
     """(the model's folder, the training checkpoint's), built where they are not there."""
-    model, training = work / "deepseek_v3", work / "deepseek_v3_training"
+    model = work / "deepseek_v3"
+    training = work / "deepseek_v3_training"
     partial = work / "partial"
     for path in (model, training):
         if path.exists():

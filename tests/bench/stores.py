@@ -32,7 +32,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-PIECE, AT_ONCE = 4 << 20, 16
+PIECE = 4 << 20
+AT_ONCE = 16
 Job = tuple[str, int, int]  # key, first byte, end
 
 
@@ -67,7 +68,9 @@ def upload(bucket: str, nbytes: int, shard: int) -> list[tuple[str, int]]:
     import safetensors.numpy
     from botocore.exceptions import BotoCoreError, ClientError
 
-    client, made, index = boto3.client("s3"), [], {}
+    client = boto3.client("s3")
+    made = []
+    index = {}
     for attempt in range(60):
         try:
             client.create_bucket(Bucket=bucket)
@@ -135,7 +138,9 @@ def by_boto3(bucket: str, objects: list[tuple[str, int]]) -> int:
 def by_s3fs(bucket: str, objects: list[tuple[str, int]]) -> int:
     import s3fs
 
-    fs, total, todo = s3fs.S3FileSystem(), 0, jobs(objects)
+    fs = s3fs.S3FileSystem()
+    total = 0
+    todo = jobs(objects)
     for i in range(0, len(todo), AT_ONCE):
         some = todo[i : i + AT_ONCE]
         found = fs.cat_ranges([f"{bucket}/{key}" for key, _, _ in some], [a for _, a, _ in some], [b for *_, b in some])
@@ -164,7 +169,8 @@ def written_by_boto3(bucket: str, objects: list[tuple[str, int]]) -> int:
     import boto3
     from boto3.s3.transfer import TransferConfig
 
-    client, config = boto3.client("s3"), TransferConfig(multipart_chunksize=2 * PIECE, max_concurrency=AT_ONCE // 2)
+    client = boto3.client("s3")
+    config = TransferConfig(multipart_chunksize=2 * PIECE, max_concurrency=AT_ONCE // 2)
     for key, _ in objects:
         client.upload_file(_local(key), bucket, f"out-boto3/{key}", Config=config)
     return sum(size for _, size in objects)
@@ -217,9 +223,11 @@ def measured(way: str, bucket: str, objects: list[tuple[str, int]], server: int)
     if not pid:
         try:
             _import(way)
-            began, imports = time.monotonic(), time.process_time()
+            began = time.monotonic()
+            imports = time.process_time()
             total = WAYS[way](bucket, objects)
-            wall, used = time.monotonic() - began, time.process_time() - imports
+            wall = time.monotonic() - began
+            used = time.process_time() - imports
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
             os.write(writing, f"{total} {wall} {used} {peak}".encode())
         except Exception:

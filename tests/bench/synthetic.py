@@ -46,7 +46,9 @@ class Shape(NamedTuple):
     layers: int
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        h, f, kv = self.hidden, self.inner, self.kv_heads * HEAD_DIM
+        h = self.hidden
+        f = self.inner
+        kv = self.kv_heads * HEAD_DIM
         yield "model.embed_tokens.weight", (self.vocab, h)
         for i in range(self.layers):
             at = f"model.layers.{i}"

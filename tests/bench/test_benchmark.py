@@ -26,7 +26,8 @@ def test_a_failed_command_is_no_measurement() -> None:
 
 
 def test_contestants_take_turns_and_leave_nothing(tmp_path: Path) -> None:
-    log, out = tmp_path / "log", tmp_path / "out"
+    log = tmp_path / "log"
+    out = tmp_path / "out"
     seen: list[bool] = []
     runs = [
         Contestant(

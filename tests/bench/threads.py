@@ -58,7 +58,8 @@ def measured(job: bench.Job, sources: bench.Sources, threads: Sequence[int], rou
     scratch = sources.folder / "threads"
     measure.remove(scratch)
     scratch.mkdir(parents=True)
-    reference, out = scratch / "reference", scratch / "out"
+    reference = scratch / "reference"
+    out = scratch / "out"
     measure.run([*bench.CKPT, *sources.fill(job.ours, job, reference), "-q", "--no-fsync"])
     command = [*bench.CKPT, *sources.fill(job.ours, job, out), "-q", "--no-fsync", "--threads"]
     same = bench.same_bytes(reference)
@@ -73,7 +74,8 @@ def measured(job: bench.Job, sources: bench.Sources, threads: Sequence[int], rou
 
 def row(name: str, threads: int, found: Found) -> list[str]:
     samples = found.samples
-    ours, cp = samples[f"{threads} threads"], samples["cp"]
+    ours = samples[f"{threads} threads"]
+    cp = samples["cp"]
     wall = median(ours, "wall")
     return [
         name,
@@ -99,7 +101,8 @@ def main() -> int:
     arguments = parser.parse_args()
     work = arguments.work / "ckpt-bench-threads"
     measure.as_installed(bench.ROOT, work)
-    sources, threads = bench.Sources(work, arguments.size), doubled(arguments.most)
+    sources = bench.Sources(work, arguments.size)
+    threads = doubled(arguments.most)
     say(measure.machine(work.parent))
     rows: list[list[str]] = []
     found: dict[str, Found] = {}

@@ -94,7 +94,8 @@ def foreach(lists: Lists) -> Callable[[Buffers], Call]:
     def make(buffers: Buffers) -> Call:
         def of_slot(source: T, target: T) -> Call:
             pairs = _pairs(lists, buffers.arena.payload, source, target)
-            to, from_ = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            to = [pair[0] for pair in pairs]
+            from_ = [pair[1] for pair in pairs]
             return lambda _: torch._foreach_copy_(to, from_)
 
         return buffers.each(of_slot)
@@ -158,7 +159,8 @@ def swap(item: int, rows: int, columns: int, *, contiguous: bool) -> Callable[[B
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[item]
 
     def make(buffers: Buffers) -> Call:
-        r, c = rows, columns
+        r = rows
+        c = columns
         if r * c * item > buffers.arena.payload:
             r = c = workloads.isqrt(buffers.arena.payload // item)
         count = buffers.arena.payload // (r * c * item)
@@ -180,7 +182,8 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F
 
 def cast(source: str, target: str, pieces_of: int = 0, *, loop: bool = False) -> Callable[[Buffers], Call]:
     """`copy_`; in pieces `_foreach_copy_`, or a loop."""
-    given, wanted = DTYPES[source], DTYPES[target]
+    given = DTYPES[source]
+    wanted = DTYPES[target]
 
     def make(buffers: Buffers) -> Call:
         count = buffers.arena.payload // max(given.itemsize, wanted.itemsize)
@@ -256,7 +259,8 @@ def e2m1(ratio: T) -> T:
 
 def quantised(source: str, name: str) -> Callable[[Buffers], Call]:
     """As model code does it: the largest of a view, a division, a cast."""
-    scheme, dtype = SCHEMES[name], DTYPES[source]
+    scheme = SCHEMES[name]
+    dtype = DTYPES[source]
     (high, wide), most = scheme.block, {"F8_E4M3": 448.0, "I8": 127.5, "I32": 7.5, "U8": 6.0}[scheme.dtype]
 
     def make(buffers: Buffers) -> Call:

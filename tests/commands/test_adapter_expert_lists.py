@@ -60,7 +60,9 @@ def test_equals_the_stacked_adapter(stacked, tmp_path):
     base, adapter = stacked
     lists = as_list(adapter, tmp_path / "lists")
     fold([str(base), str(lists)], str(tmp_path / "out"), Reading(), Writing(verify="full"), Silent())
-    ours, theirs, before = load(tmp_path / "out"), merged(base, adapter), load(base)
+    ours = load(tmp_path / "out")
+    theirs = merged(base, adapter)
+    before = load(base)
     assert ours.keys() == theirs.keys()
     assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
     assert sum(not torch.equal(ours[name], before[name]) for name in ours) == 6
@@ -101,7 +103,8 @@ def test_a_head_of_a_family_without_rules_is_untied(kind, tmp_path):
         fold(sources, str(tmp_path / "no"), Reading(), Writing(), Silent())
     assert "--tied-head untie" in e.value.hint
     fold(sources, str(tmp_path / "out"), Reading(), Writing(tied_head="untie"), Silent())
-    ours, before = load(tmp_path / "out"), load(tmp_path / "base")
+    ours = load(tmp_path / "out")
+    before = load(tmp_path / "base")
     torch.testing.assert_close(ours.pop("lm_head.weight"), want.detach(), rtol=1e-6, atol=1e-6)
     assert all(torch.equal(ours[name], before[name]) for name in before)
     assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False

@@ -56,7 +56,8 @@ def test_names(name, part):
 
 @pytest.mark.parametrize("root", ROOTS)
 def test_roots(root):
-    old, new = root.old or "", root.new or ""
+    old = root.old or ""
+    new = root.new or ""
     base = {f"{new}layers.{i}.q.weight": (6, 4) for i in range(2)}
     adapter = {key: shape for i in range(2) for key, shape in pair(f"{old}layers.{i}.q", 4, 6).items()}
     found = matched(adapter, base)
@@ -104,7 +105,8 @@ def test_convolutions_and_embeddings():
 def test_stacked_experts_of_gpt_oss():
     """down_proj is square, gate_up_proj tells which way the module's experts lie."""
     base = {"m.experts.gate_up_proj": (3, 8, 16), "m.experts.down_proj": (3, 8, 8), "m.experts.down_proj_bias": (3, 8)}
-    inner, outer = (f"{P}m.experts.base_layer", f"{P}m.experts")
+    inner = f"{P}m.experts.base_layer"
+    outer = f"{P}m.experts"
     adapter = {
         f"{inner}.lora_A.weight": (6, 8),
         f"{inner}.lora_B.weight": (16, 6),

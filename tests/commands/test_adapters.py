@@ -124,11 +124,13 @@ def distances(ours, theirs):
 @pytest.mark.parametrize("case", CASES)
 def test_equals_pefts_own_merge(case, bases, tmp_path):
     kind, settings, bound = CASES[case]
-    base, adapter = bases(kind), save_adapter(kind, tmp_path / "adapter", **settings)
+    base = bases(kind)
+    adapter = save_adapter(kind, tmp_path / "adapter", **settings)
     run(base, adapter, out=tmp_path / "out")
     state = merged(base, adapter)
     theirs = load(saved(state, kind, tmp_path / "theirs"))
-    ours, before = load(tmp_path / "out"), load(base)
+    ours = load(tmp_path / "out")
+    before = load(base)
     assert any(not torch.equal(ours[name], before[name]) for name in ours), "nothing was folded"
     far = distances(ours, theirs)
     assert max(far.values(), default=0) <= bound, far
@@ -139,11 +141,13 @@ def test_bf16_where_peft_rounds_twice(case, bases, tmp_path):
     """Of embeddings and stacked experts PEFT rounds the product to bf16 before it is added: 1 ulp apart at most, of the
     sum's or, where the sum cancels, of the product's size. We round once."""
     kind, settings, _ = CASES[case]
-    base, adapter = bases(kind, torch.bfloat16), save_adapter(kind, tmp_path / "adapter", **settings)
+    base = bases(kind, torch.bfloat16)
+    adapter = save_adapter(kind, tmp_path / "adapter", **settings)
     run(base, adapter, out=tmp_path / "out")
     theirs = load(saved(merged(base, adapter), kind, tmp_path / "theirs"))
     for name, ours in load(tmp_path / "out").items():
-        a, b = ours.float(), theirs[name].float()
+        a = ours.float()
+        b = theirs[name].float()
         assert ((a - b).abs() <= 2**-7 * torch.maximum(a.abs(), b.abs()) + 2**-8).all(), name
 
 
@@ -152,7 +156,8 @@ def test_the_adapter_that_came_with_the_task(tmp_path, capsys):
     from ckpt_tool.cli import run as command
 
     fixtures = Path(__file__).parents[2] / "fixtures"
-    base, adapter = fixtures / "safetensors/hf_llama_sharded", fixtures / "peft/given"
+    base = fixtures / "safetensors/hf_llama_sharded"
+    adapter = fixtures / "peft/given"
     arguments = [
         "merge",
         str(base),
@@ -177,7 +182,8 @@ def test_bf16_bases_are_rounded_once(case, bases, tmp_path):
     """PEFT keeps the adapter in fp32 beside a bf16 base, adds in fp32 and rounds once: so do we, bit for bit (DoRA: 1
     ulp)."""
     kind, settings, bound = CASES[case]
-    base, adapter = bases(kind, torch.bfloat16), save_adapter(kind, tmp_path / "adapter", **settings)
+    base = bases(kind, torch.bfloat16)
+    adapter = save_adapter(kind, tmp_path / "adapter", **settings)
     run(base, adapter, out=tmp_path / "out")
     ours = load(tmp_path / "out")
     assert {tensor.dtype for tensor in ours.values()} == {torch.bfloat16}
@@ -230,7 +236,8 @@ def test_two_adapters_are_folded_one_after_another(bases, tmp_path):
 
 def test_two_adapters_of_one_head(bases, tmp_path):
     """PEFT saves the base's head and embedding beside their adapters: the same in both, so nothing is at odds."""
-    base, wanted = bases("llama"), {"r": 3, "target_modules": ["lm_head", "embed_tokens"]}
+    base = bases("llama")
+    wanted = {"r": 3, "target_modules": ["lm_head", "embed_tokens"]}
     one, two = (save_adapter("llama", tmp_path / f"a{seed}", seed=seed, **wanted) for seed in (4, 5))
     assert any("base_layer.weight" in name or name.endswith("lm_head.weight") for name in load(one))
     run(base, one, two, out=tmp_path / "out")
@@ -258,7 +265,8 @@ def test_weights_are_pefts_concatenation(bases, tmp_path):
 
 def test_two_dora_adapters(bases, tmp_path):
     """Each norm is that of the base with its own adapter alone, as PEFT takes it."""
-    base, wanted = bases("llama"), {"r": 4, "use_dora": True, "target_modules": ["q_proj"]}
+    base = bases("llama")
+    wanted = {"r": 4, "use_dora": True, "target_modules": ["q_proj"]}
     one, two = (save_adapter("llama", tmp_path / f"d{seed}", seed=seed, **wanted) for seed in (6, 7))
     run(base, one, two, out=tmp_path / "out")
     far = distances(load(tmp_path / "out"), merged(base, one, two))
@@ -272,18 +280,21 @@ def test_peft_loads_what_we_write(name, tmp_path):
 
     source = Path(__file__).parents[2] / "fixtures/peft" / name
     convert(str(source), str(tmp_path / "out"), Reading(), Writing(to="peft", dtypes={"": "F16"}), Silent())
-    theirs, ours = load_peft_weights(str(source), "cpu"), load_peft_weights(str(tmp_path / "out"), "cpu")
+    theirs = load_peft_weights(str(source), "cpu")
+    ours = load_peft_weights(str(tmp_path / "out"), "cpu")
     assert theirs.keys() == ours.keys() and all(torch.equal(ours[key], value.half()) for key, value in theirs.items())
     assert PeftConfig.from_pretrained(source) == PeftConfig.from_pretrained(tmp_path / "out")
 
 
 def test_a_quantised_base_is_dequantised_first(bases, tmp_path):
-    base, adapter = tmp_path / "fp8", save_adapter("llama", tmp_path / "adapter", **CASES["lora"][1])
+    base = tmp_path / "fp8"
+    adapter = save_adapter("llama", tmp_path / "adapter", **CASES["lora"][1])
     base.mkdir()
     config = json.loads((bases("llama") / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
     (base / "config.json").write_text(json.dumps(config))
-    tensors, plain = {}, {}
+    tensors = {}
+    plain = {}
     for name, value in load(bases("llama")).items():
         if name.endswith("_proj.weight"):
             tensors[name] = (value * 100).to(torch.float8_e4m3fn)
@@ -317,7 +328,8 @@ def test_a_quantised_base_is_dequantised_first(bases, tmp_path):
     ],
 )
 def test_a_base_in_another_format_folds_to_the_same(to, options, bases, tmp_path):
-    base, adapter = bases("moe"), save_adapter("moe", tmp_path / "adapter", **CASES["experts"][1])
+    base = bases("moe")
+    adapter = save_adapter("moe", tmp_path / "adapter", **CASES["experts"][1])
     config = str(base / "config.json")
     run(base, adapter, out=tmp_path / "want")
     other = tmp_path / "other"
@@ -335,7 +347,8 @@ def test_a_base_in_another_format_folds_to_the_same(to, options, bases, tmp_path
 @pytest.mark.parametrize(("to", "dialect"), [("torch", "hf-fused"), ("dcp", "megatron"), ("sharded", "paddle")])
 def test_a_base_that_says_nothing_of_its_names(to, dialect, bases, tmp_path):
     """An adapter of single experts (transformers 4) on a base that training saved with its own names."""
-    base, adapter = bases("moe"), tmp_path / "adapter"
+    base = bases("moe")
+    adapter = tmp_path / "adapter"
     adapter.mkdir()
     tensors = {}
     for e, name, inner, outer in ((0, "gate_proj", 24, 20), (3, "down_proj", 20, 24)):
@@ -360,7 +373,8 @@ def assert_same(a, b):
 @pytest.mark.parametrize(("to", "degrees"), [("megatron-dist", {"tp": 2}), ("paddle-unified", {})])
 def test_fused_bases_join_what_changed_with_what_did_not(to, degrees, case, bases, tmp_path):
     """q_proj is folded, k_proj is not, biases come whole from the adapter: one linear_qkv, one qkv_proj."""
-    base, adapter = bases("llama"), save_adapter("llama", tmp_path / "adapter", **CASES[case][1])
+    base = bases("llama")
+    adapter = save_adapter("llama", tmp_path / "adapter", **CASES[case][1])
     config = Reading(config=str(base / "config.json"))
     run(base, adapter, out=tmp_path / "want")
     convert(str(base), str(tmp_path / "other"), Reading(), Writing(to=to, degrees=degrees), Silent())
@@ -370,7 +384,8 @@ def test_fused_bases_join_what_changed_with_what_did_not(to, degrees, case, base
 
 
 def test_the_same_bytes_whatever_threads_and_memory(bases, tmp_path):
-    base, adapter = bases("llama"), save_adapter("llama", tmp_path / "adapter", **CASES["dora"][1])
+    base = bases("llama")
+    adapter = save_adapter("llama", tmp_path / "adapter", **CASES["dora"][1])
     for to in ("safetensors", "paddle-unified"):
         outs = []
         for number, options in enumerate(({"threads": 1}, {"threads": 4, "memory": 16 << 20})):
@@ -381,7 +396,8 @@ def test_the_same_bytes_whatever_threads_and_memory(bases, tmp_path):
 
 
 def test_one_hop_to_another_system(bases, tmp_path):
-    base, adapter = bases("llama"), save_adapter("llama", tmp_path / "adapter", **CASES["lora"][1])
+    base = bases("llama")
+    adapter = save_adapter("llama", tmp_path / "adapter", **CASES["lora"][1])
     run(base, adapter, out=tmp_path / "hop", to="paddle-unified")
     run(base, adapter, out=tmp_path / "folded")
     convert(str(tmp_path / "folded"), str(tmp_path / "two"), Reading(), Writing(to="paddle-unified"), Silent())
@@ -389,7 +405,8 @@ def test_one_hop_to_another_system(bases, tmp_path):
 
 
 def test_keys_go_with_the_folding(bases, tmp_path):
-    base, adapter = bases("llama"), save_adapter("llama", tmp_path / "adapter", **CASES["embedding"][1])
+    base = bases("llama")
+    adapter = save_adapter("llama", tmp_path / "adapter", **CASES["embedding"][1])
     said = run(base, adapter, out=tmp_path / "out", remove_keys=("lm_head.*",))
     assert said["removed_bytes"] == 53 * 24 * 4
     ours = load(tmp_path / "out")
@@ -585,7 +602,8 @@ def test_tied_heads_want_a_word(bases, tmp_path):
     run(base, adapter, out=tmp_path / "both", reading=Reading(lenient=True))
     assert distances(load(tmp_path / "both"), merged(base, adapter)) == {}
     run(base, adapter, out=tmp_path / "apart", tied_head="untie")
-    apart, before = load(tmp_path / "apart"), load(base)
+    apart = load(tmp_path / "apart")
+    before = load(base)
     assert torch.equal(apart["lm_head.weight"], before["model.embed_tokens.weight"])
     assert torch.equal(apart["model.embed_tokens.weight"], load(tmp_path / "both")["model.embed_tokens.weight"])
 

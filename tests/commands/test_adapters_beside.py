@@ -88,7 +88,8 @@ def test_names_of_wrappers_and_of_modules_to_save(llama, tmp_path):
     base, plain = llama
     shutil.copytree(plain, tmp_path / "adapter")
     trained = trained_weights()
-    head, norm = "base_model.model.lm_head.weight", "base_model.model.model.norm.weight"
+    head = "base_model.model.lm_head.weight"
+    norm = "base_model.model.model.norm.weight"
     renamed = {
         "module.base_model.model.lm_head.modules_to_save.default.weight": trained[head],
         norm: trained[norm],
@@ -96,7 +97,8 @@ def test_names_of_wrappers_and_of_modules_to_save(llama, tmp_path):
     torch.save(renamed, tmp_path / "adapter/non_lora_trainables.bin")
 
     run(base, tmp_path / "adapter", tmp_path / "out")
-    ours, theirs = load(tmp_path / "out"), merged_by_peft(base, plain, {name: trained[name] for name in (head, norm)})
+    ours = load(tmp_path / "out")
+    theirs = merged_by_peft(base, plain, {name: trained[name] for name in (head, norm)})
     assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
 
 

@@ -67,7 +67,8 @@ def test_it_is_folded_as_peft_folds_it(case, tmp_path):
     adapter = save_adapter("llama", tmp_path / "adapter", **CASES[case])
     mlx = as_mlx(adapter, tmp_path / "mlx")
     fold([str(base), str(mlx)], str(tmp_path / "out"), Reading(), Writing(verify="full"), Silent())
-    ours, theirs = load(tmp_path / "out"), merged(base, adapter)
+    ours = load(tmp_path / "out")
+    theirs = merged(base, adapter)
     assert ours.keys() == theirs.keys()
     assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
 

@@ -34,7 +34,8 @@ def run(base, out, adapter=ROOT / "adapter", reading=None, **writing):
 
 def test_equals_paddleformers_own_merge(tmp_path):
     run(ROOT / "base", tmp_path / "out")
-    ours, theirs = values(tmp_path / "out"), load_file(ROOT / "merged.safetensors")
+    ours = values(tmp_path / "out")
+    theirs = load_file(ROOT / "merged.safetensors")
     before = load_file(ROOT / "base/model.safetensors")
     assert ours.keys() == theirs.keys() and any((theirs[name] != before[name]).any() for name in theirs)
     for name, array in theirs.items():
@@ -55,7 +56,8 @@ def test_on_a_base_of_another_format(to, tmp_path):
     opened = open_source(str(tmp_path / "same"), Reading())
     assert opened.catalog.format == to
     run(tmp_path / "base", tmp_path / "paddle", reading=config, to="paddle-unified", force=True)
-    ours, theirs = values(tmp_path / "paddle"), load_file(ROOT / "merged.safetensors")
+    ours = values(tmp_path / "paddle")
+    theirs = load_file(ROOT / "merged.safetensors")
     for name, array in theirs.items():
         np.testing.assert_array_equal(ours[name], array, err_msg=name)
     if to == "safetensors":
@@ -106,7 +108,8 @@ def test_what_is_no_sum_is_refused(settings, tmp_path):
 )
 def test_settings_that_change_no_product_pass(settings, tmp_path):
     run(ROOT / "base", tmp_path / "out", with_settings(tmp_path / "adapter", **settings))
-    ours, theirs = values(tmp_path / "out"), load_file(ROOT / "merged.safetensors")
+    ours = values(tmp_path / "out")
+    theirs = load_file(ROOT / "merged.safetensors")
     for name, array in theirs.items():
         np.testing.assert_array_equal(ours[name], array, err_msg=name)
 

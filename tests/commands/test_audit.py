@@ -190,7 +190,8 @@ def test_a_save_that_was_killed(cut: str, share: float, tmp_path: Path) -> None:
 
 # -- what is planted ---------------------------------------------------------------------------------------------------
 
-UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
+NORM = "model.layers.1.input_layernorm.weight"
 Change = Callable[[Tensors, dict[str, Any]], None]
 
 
@@ -340,7 +341,11 @@ def test_index_against_files(tmp_path: Path) -> None:
 def fused_model(order: str, layers: int = 6, turned: int | None = None) -> tuple[dict[str, Any], Tensors]:
     """Phi-3 with queries, keys and values, gates and ups of the sizes that trained ones have (rows of Llama's: queries
     and keys larger than values, gates larger than ups), laid out as `order` says."""
-    heads, groups, size, hidden, inner = 8, 2, 16, 64, 96
+    heads = 8
+    groups = 2
+    size = 16
+    hidden = 64
+    inner = 96
     rng = np.random.default_rng(3)
 
     def rows(count: int, scale: float) -> np.ndarray:
@@ -355,8 +360,11 @@ def fused_model(order: str, layers: int = 6, turned: int | None = None) -> tuple
     out = {"model.embed_tokens.weight": rows(40, 0.02), "lm_head.weight": rows(40, 0.02)}
     for layer in range(layers):
         front = f"model.layers.{layer}"
-        q, k, v = rows(heads * size, 0.04), rows(groups * size, 0.06), rows(groups * size, 0.02)
-        gate, up = rows(inner, 0.03), rows(inner, 0.02)
+        q = rows(heads * size, 0.04)
+        k = rows(groups * size, 0.06)
+        v = rows(groups * size, 0.02)
+        gate = rows(inner, 0.03)
+        up = rows(inner, 0.02)
         parts = [each.reshape(groups, -1, hidden) for each in (q, k, v)]
         qkv = np.concatenate(parts, 1).reshape(-1, hidden) if order == "by group" else np.concatenate((q, k, v))
         pair = [up, gate] if layer == turned else [gate, up]

@@ -57,7 +57,8 @@ def test_norms_are_the_hubs(tmp_path: Path, name: str, there: bool, by: float, a
     job_with(tmp_path / "megatron", {"layernorm_zero_centered_gamma": None, argument: there}, by)
     config = str(tmp_path / "hf" / "config.json")
     report = ckpt.convert(str(tmp_path / "megatron"), str(tmp_path / "back"), to="safetensors", config=config)
-    want, have = ckpt.open(str(tmp_path / "hf")), ckpt.open(str(tmp_path / "back"))
+    want = ckpt.open(str(tmp_path / "hf"))
+    have = ckpt.open(str(tmp_path / "back"))
     assert set(want) == set(have)
     for key in want:
         assert have[key].dtype == want[key].dtype and np.array_equal(have[key].numpy(), want[key].numpy()), key
@@ -72,5 +73,6 @@ def test_the_dialect_can_be_named(tmp_path: Path) -> None:
         str(tmp_path / "megatron"), str(tmp_path / "back"), to="safetensors", family="qwen3:megatron-1p", config=config
     )
     name = "model.layers.1.self_attn.k_norm.weight"
-    want, have = ckpt.open(str(tmp_path / "hf")), ckpt.open(str(tmp_path / "back"))
+    want = ckpt.open(str(tmp_path / "hf"))
+    have = ckpt.open(str(tmp_path / "back"))
     assert np.array_equal(have[name].numpy().astype(np.float32), want[name].numpy().astype(np.float32) + 1)

@@ -26,7 +26,8 @@ CASES = ("adamw8bit_dp2", "adamw4bit.pt", "adamwfp8")
 
 @pytest.mark.parametrize("case", CASES)
 def test_states_come_out_as_torchao_makes_them(case: str, tmp_path: Path) -> None:
-    out, truth = tmp_path / "out", load_file(FIXTURES / f"{case.removesuffix('.pt')}.truth.safetensors")
+    out = tmp_path / "out"
+    truth = load_file(FIXTURES / f"{case.removesuffix('.pt')}.truth.safetensors")
     words = ["--to", "sharded", "--dequantize", "--dp", "2"]
     assert run(["convert", str(FIXTURES / case), str(out), *words, "-q"]) == 0
     catalog = ckpt_tool.open(out)
@@ -59,7 +60,8 @@ def test_codes_cut_by_columns_are_listed_and_the_model_converts(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As AdamW8bit leaves them under tensor parallelism: blocks of a piece's own lines, which make no whole."""
-    source, out = tmp_path / "source", str(tmp_path / "out")
+    source = tmp_path / "source"
+    out = str(tmp_path / "out")
     shutil.copytree(FIXTURES / "adamw8bit_dp2", source)
     metadata = pickle.loads((source / ".metadata").read_bytes())
     name, known = next((n, m) for n, m in metadata.state_dict_metadata.items() if n.endswith("weight.exp_avg"))

@@ -75,7 +75,7 @@ def released(hub: dict[str, torch.Tensor], *, sees: bool) -> dict[str, torch.Ten
             stem = place.rpartition(".")[0]
             value = torch.cat([hub[f"{stem}.{part}_proj.{leaf}"] for part in parts])
             key = f"{stem}.{'qkv' if parts[0] == 'q' else 'up_gate'}_proj.{leaf}"
-        straight = "embed_tokens" in key or "e_score" in key or sees and ".mlp.gate." in key
+        straight = "embed_tokens" in key or "e_score" in key or (sees and ".mlp.gate." in key)
         key = (
             key.replace("model.vision_model.", "vision_model.")
             if "vision_model" in key

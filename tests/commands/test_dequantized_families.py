@@ -42,7 +42,9 @@ def quantised(value: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("family", ["deepseek_v32", "minimax_m2", "qwen3_next", "glm4_moe_lite", "qwen3_omni_moe"])
 def test_blocks_of_fp8_on_the_way_to_megatron(family: str, tmp_path: Path) -> None:
     config = config_of(family)
-    rng, codes, plain = np.random.default_rng(7), dict[str, np.ndarray](), dict[str, np.ndarray]()
+    rng = np.random.default_rng(7)
+    codes = dict[str, np.ndarray]()
+    plain = dict[str, np.ndarray]()
     for name, shape in hub_shapes(family, config).items():
         value = rng.normal(size=shape).astype(np.float32)
         if len(shape) == 2 and (".experts." in name or name.endswith("_proj.weight")):

@@ -34,7 +34,8 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 def in_memory(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Experts as transformers 5 holds them: gate and up of all in one tensor."""
-    out, experts = dict(tensors), {name.split(".experts.0.")[0] for name in tensors if ".experts.0." in name}
+    out = dict(tensors)
+    experts = {name.split(".experts.0.")[0] for name in tensors if ".experts.0." in name}
     for layer in experts:
         count = len({name for name in tensors if name.startswith(f"{layer}.experts.") and "gate_proj.weight" in name})
         each = [
@@ -235,7 +236,8 @@ def test_experts_fused_as_transformers_holds_them(tmp_path: Path) -> None:
 def test_groups_of_another_scheme_each(tmp_path: Path) -> None:
     """compressed-tensors' mixed-precision: attention in int4, the MLP in FP8, as Kimi's checkpoints are."""
     cases = {"int4_group": "self_attn", "fp8_channel": "mlp"}
-    tensors, want = {}, {}
+    tensors = {}
+    want = {}
     for case, module in cases.items():
         found = load_file(FIXTURES / case / "model.safetensors")
         tensors |= {name: tensor for name, tensor in found.items() if module in name or "_proj" not in name}

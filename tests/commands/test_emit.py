@@ -34,7 +34,9 @@ class Place:
     """A folder with a plan that writes `out`, and what the same conversion writes at once."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.plan, self.out = folder, folder / "plan.json", folder / "out"
+        self.folder = folder
+        self.plan = folder / "plan.json"
+        self.out = folder / "out"
         self.bin = folder.parent / "bin"
         folder.mkdir(exist_ok=True)
         self.bin.mkdir(exist_ok=True)
@@ -112,7 +114,8 @@ def test_a_job_of_kubernetes_comes_to_one_output(place: Place, wanted: dict[str,
 
 def test_a_program_for_ray_submits_the_command(place: Place) -> None:
     """Against a stand-in of ray's client, which writes down what is submitted."""
-    job, ray = place.folder / "job.py", place.folder.parent / "ray"
+    job = place.folder / "job.py"
+    ray = place.folder.parent / "ray"
     assert run(place.line("--plan", str(place.plan), "--emit", "ray", str(job), "--threads", "3")) == 0
     ray.mkdir()
     (ray / "__init__.py").touch()
@@ -238,7 +241,8 @@ def test_options_come_along(plain: Place) -> None:
 def test_words_of_options_are_read_back_as_they_were(pinned: str) -> None:
     given = {"force": True, "fsync": False, "memory": "2GiB", "threads": 3, "pinned": pinned, "verify": "off"}
     (writing,) = values_of(given, Writing)
-    words, again = iter(words_of(writing, RUN)), dict[str, object]()
+    words = iter(words_of(writing, RUN))
+    again = dict[str, object]()
     for word in words:
         name = word[2:].removeprefix("no-")
         again[name] = not word.startswith("--no-") if name in ("force", "fsync") else next(words)

@@ -24,7 +24,8 @@ from family_models import EXPERTS, config_of, counted, hub_shapes, saved_shapes
 
 _ONE = re.compile(r"experts\.\d")
 CONVERT = Path(__file__).parents[2] / "fixtures" / "convert"
-MIXTRAL, LLAMA = str(CONVERT / "mixtral" / "hf"), str(CONVERT / "llama" / "hf")
+MIXTRAL = str(CONVERT / "mixtral" / "hf")
+LLAMA = str(CONVERT / "llama" / "hf")
 
 
 def released(folder: Path, family: str) -> None:
@@ -42,7 +43,8 @@ def test_experts_are_stacked_and_taken_apart(tmp_path: Path) -> None:
     ckpt.convert(MIXTRAL, megatron, to="megatron-dist", ep=2)
     ckpt.convert(megatron, fused, to="safetensors", experts="fused")
     ckpt.convert(fused, split, to="safetensors", experts="split")
-    before, stacked = load_file(f"{MIXTRAL}/model.safetensors"), load_file(f"{fused}/model.safetensors")
+    before = load_file(f"{MIXTRAL}/model.safetensors")
+    stacked = load_file(f"{fused}/model.safetensors")
     for layer in range(2):
         there = f"model.layers.{layer}.block_sparse_moe.experts"
         w1, w2, w3 = ([before[f"{there}.{e}.{name}.weight"] for e in range(4)] for name in ("w1", "w2", "w3"))

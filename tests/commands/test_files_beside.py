@@ -62,7 +62,8 @@ def test_another_file_stays(tmp_path: Path, capfd: Any, option: str, what: str) 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_link_and_what_it_leads_to_stay(tmp_path: Path, capfd: Any, option: str, where: str) -> None:
     (tmp_path / "there").mkdir()
-    target, file = tmp_path / "there" / "target", tmp_path / "file"
+    target = tmp_path / "there" / "target"
+    file = tmp_path / "file"
     if where == "a key":
         target.write_bytes(KEY)
     if where == "an earlier one":
@@ -112,7 +113,8 @@ def test_two_options_do_not_share_a_file(tmp_path: Path, capfd: Any) -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_where_an_attestation_waits_somebody_elses_file_stays(tmp_path: Path, capfd: Any, fails: bool) -> None:
     """It waits under a hidden name until the output is there; that name may be taken, by a link too."""
-    waiting, target = tmp_path / ".a.json.ckpt-partial", tmp_path / "target"
+    waiting = tmp_path / ".a.json.ckpt-partial"
+    target = tmp_path / "target"
     target.write_bytes(KEY)
     waiting.symlink_to(target)
     line = ["convert", str(SOURCE), str(tmp_path / "out"), "--to", "sharded", "--attest", str(tmp_path / "a.json")]

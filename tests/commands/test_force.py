@@ -177,7 +177,8 @@ def test_what_was_written_is_replaced_by_the_same_command(tmp_path: Path, capfd:
 
 def test_what_goes_is_said_before(tmp_path: Path, capfd: Any) -> None:
     """A dry run, a saved plan and the run itself name the files that are replaced, in JSON and as text."""
-    out, names = tmp_path / "out", ["config.json", "generation_config.json", "model.safetensors"]
+    out = tmp_path / "out"
+    names = ["config.json", "generation_config.json", "model.safetensors"]
     shutil.copytree(SOURCE, out)
     line = ["convert", str(SOURCE), str(out), "--to", "dcp", "--force"]
     plan = str(tmp_path / "plan.json")
@@ -285,7 +286,8 @@ def test_where_names_can_not_be_exchanged(tmp_path: Path, capfd: Any, monkeypatc
         """A C library without renameat2."""
 
     monkeypatch.setattr(platform_calls.ctypes, "CDLL", lambda *args, **more: Old())
-    out, to = tmp_path / name, "sharded" if name == "out" else "safetensors"
+    out = tmp_path / name
+    to = "sharded" if name == "out" else "safetensors"
     for _ in range(2):
         assert convert(out, capfd, to=to)[0] == 0
         assert os.listdir(tmp_path) == [name]

@@ -23,7 +23,8 @@ OPTIMIZER = FIXTURES / "megatron-dist/dp2_model_space"
 @pytest.mark.parametrize("case", GOLDEN)
 def test_names_are_those_of_megatrons_tool(case: str) -> None:
     golden = GOLDEN[case]
-    names, letters = list(golden["there"].values()), letters_of(golden["pattern"])
+    names = list(golden["there"].values())
+    letters = letters_of(golden["pattern"])
     there = across(names, letters, back=False)
     assert {there.get(name, name): name for name in names} == golden["there"]
     own = list(golden["there"])
@@ -38,7 +39,8 @@ def test_names_are_those_of_megatrons_tool(case: str) -> None:
 @pytest.mark.parametrize("case", ["llama", "mixtral"])
 def test_every_element_of_a_released_model_goes_there_and_back(case: str, tmp_path: Path) -> None:
     """From the hub in one hop, and from there back in one."""
-    golden, hub = GOLDEN[case], FIXTURES / "convert" / case / "hf"
+    golden = GOLDEN[case]
+    hub = FIXTURES / "convert" / case / "hf"
     convert(str(hub), str(tmp_path / "hybrid"), to="megatron-dist", tp=2, hybrid_layer_pattern=golden["pattern"])
     opened = ckpt.open(str(tmp_path / "hybrid"))
     live = load_file(FIXTURES / "convert" / case / "megatron.safetensors")
@@ -54,10 +56,12 @@ def test_every_element_of_a_released_model_goes_there_and_back(case: str, tmp_pa
 
 
 def test_the_optimizer_follows_and_layers_are_stacked_again(tmp_path: Path) -> None:
-    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    there = str(tmp_path / "there")
+    back = str(tmp_path / "back")
     report = convert(str(OPTIMIZER), there, to="megatron-dist", hybrid_layer_pattern="*-|*-", pp=2)
     assert any(note.startswith("layers: GPTModel to HybridModel") for note in report["notes"])
-    source, made = ckpt.open(str(OPTIMIZER)), ckpt.open(there)
+    source = ckpt.open(str(OPTIMIZER))
+    made = ckpt.open(there)
     for state in ("model", "master", "exp_avg", "exp_avg_sq"):
         old = source.state(state)["decoder.layers.1.mlp.linear_fc1.weight"].numpy()
         np.testing.assert_array_equal(made.state(state)["decoder.layers.3.mlp.linear_fc1.weight"].numpy(), old)

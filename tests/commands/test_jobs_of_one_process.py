@@ -77,7 +77,8 @@ def test_torch_s_own_loader_takes_the_dcp(
     set_optimizer_state_dict(fresh, its, state[names[1]])
 
     assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in model.state_dict().items())
-    want, have = optimizer.state_dict(), its.state_dict()
+    want = optimizer.state_dict()
+    have = its.state_dict()
     for number, states in want["state"].items():
         assert states.keys() == have["state"][number].keys()
         for name, value in states.items():

@@ -22,7 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "families"))
 
 from family_models import config_of, counted, hub_shapes
 
-HEADS, WIDTH = 4, 6  # 96 and 128 in the released model
+# 96 and 128 in the released model
+HEADS = 4
+WIDTH = 6
 A_LOG = "language_model.model.layers.0.self_attn.A_log"
 # What has an extra state in Megatron-Bridge's modules: linears and norms that are Transformer Engine's
 LINEARS = """

@@ -78,7 +78,8 @@ def test_the_newest_is_taken_and_a_broken_one_is_not(kind: str, tmp_path: Path, 
 @pytest.mark.parametrize("folder", ["checkpoint", "checkpoints"])
 def test_steps_one_folder_down_are_the_runs(folder: str, kind: str, tmp_path: Path) -> None:
     """For what opens a checkpoint as for `ckpt latest`, which has the same rule."""
-    run, other = tmp_path / "run", "checkpoint" if folder == "checkpoints" else "checkpoints"
+    run = tmp_path / "run"
+    other = "checkpoint" if folder == "checkpoints" else "checkpoints"
     (run / other).mkdir(parents=True)
     older, newer, _ = laid(run / folder, kind)
     (run / "log.txt").write_text("")

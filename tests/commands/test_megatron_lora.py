@@ -18,7 +18,8 @@ from ckpt_tool.options.reading import Reading
 
 HERE = Path(__file__).parents[2] / "fixtures/megatron-lora"
 BASE = {"moe_ep2": "qwen3_moe", "moe_shared": "qwen3_moe"}
-SAFE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+SAFE = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
 SWIFT = {"swift_tp2": "llama", "swift_ep2": "qwen3_moe"}
 CASES = ("llama_tp2", "canonical_tp2", "dora_tp2", "moe_ep2", "moe_shared")
 
@@ -49,7 +50,8 @@ def changed(case: str, to: Path, change: Any, **config: Any) -> Path:
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_what_the_bridge_exports(case: str, tmp_path: Path) -> None:
     report = convert(str(HERE / case), str(tmp_path / "peft"), to="peft", config=base_of(case))
-    made, want = tensors(tmp_path / "peft"), tensors(HERE / f"{case}.hf")
+    made = tensors(tmp_path / "peft")
+    want = tensors(HERE / f"{case}.hf")
     magnitudes = {name for name in made if name.endswith("lora_magnitude_vector")}
     assert same({name: made[name] for name in made.keys() - magnitudes}, want)
     assert bool(magnitudes) == (case == "dora_tp2")
@@ -126,7 +128,8 @@ def test_a_megatron_base_takes_a_megatron_adapter(tmp_path: Path) -> None:
         convert(str(tmp_path / case), str(tmp_path / f"{case}.hf"), to="safetensors")
         folders = (tmp_path / f"{case}.hf", Path(base_of(case)))
         held, base = (load_file(folder / "model.safetensors") for folder in folders)
-        adapter, config = tensors(HERE / f"{case}.hf"), json.loads((HERE / f"{case}.hf" / CONFIG).read_text())
+        adapter = tensors(HERE / f"{case}.hf")
+        config = json.loads((HERE / f"{case}.hf" / CONFIG).read_text())
         for name, weight in base.items():
             at = f"base_model.model.{name.removesuffix('.weight')}"
             if f"{at}.lora_A.weight" in adapter:
@@ -146,7 +149,8 @@ def test_projections_without_an_adapter_get_one_that_adds_nothing(kept: str, tmp
     report = convert(str(source), str(tmp_path / "run"), to="megatron-dist", tp=2, config=base_of("llama_tp2"))
     assert any("one that adds nothing" in note for note in report["notes"])
     convert(str(tmp_path / "run"), str(tmp_path / "back"), to="peft", config=base_of("llama_tp2"))
-    made, held = tensors(tmp_path / "back"), tensors(source)
+    made = tensors(tmp_path / "back")
+    held = tensors(source)
     assert same({name: made[name] for name in held}, held)
     assert len(made) == 12
     added = [value for name, value in made.items() if name not in held and ".lora_B." in name]
@@ -206,7 +210,8 @@ def test_without_the_runs_config_there_is_no_scaling(tmp_path: Path) -> None:
 
 def test_an_adapter_beside_its_base_has_its_rows_where_the_ranks_had_them(tmp_path: Path) -> None:
     """Canonical gate and up and DoRA's magnitudes: written by two ranks, then by four, and read as they were."""
-    fc1, rng = "decoder.layers.0.mlp.linear_fc1.", np.random.default_rng(0)
+    fc1 = "decoder.layers.0.mlp.linear_fc1."
+    rng = np.random.default_rng(0)
     shapes = {"to_wrap.weight": (32, 16), "adapter.weight_magnitude": (32,), "adapter.linear_out.weight": (32, 4)}
     shapes |= {f"adapter.adapter_{part}.linear_out.weight": (16, 4) for part in ("gate", "up")}
     values = {fc1 + name: rng.standard_normal(shape).astype("f4") for name, shape in shapes.items()}

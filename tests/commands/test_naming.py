@@ -59,7 +59,8 @@ lm_head.weight -> lm_head.weight, dtype='bfloat16'
 def hub_model(folder: Path, config: dict[str, Any] | None) -> dict[str, np.ndarray]:
     names = {"model.embed_tokens.weight": (10, 8), "model.norm.weight": (8,), "lm_head.weight": (10, 8)}
     names |= {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in SHAPES.items()}
-    arrays, start = {}, 0
+    arrays = {}
+    start = 0
     for name, shape in names.items():
         arrays[name] = np.arange(start, start + np.prod(shape), dtype=np.float32).reshape(shape)
         start += arrays[name].size

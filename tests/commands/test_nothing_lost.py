@@ -154,7 +154,8 @@ def surround(place: Path) -> None:
 def verbs(place: Path) -> list[list[str]]:
     """The lines of every writing verb, with `out` as what they write or work in."""
     out, source, job, plan = (str(path) for path in (place / "out", SOURCE, JOB, place.parent / "plan.json"))
-    delta, archive = str(place.parent / "delta"), str(place.parent / "archive")
+    delta = str(place.parent / "delta")
+    archive = str(place.parent / "archive")
     other = str(MODEL)
     adapter = str(FIXTURES / "peft" / "on_llama")
     lines = [

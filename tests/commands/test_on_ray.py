@@ -42,7 +42,8 @@ class Seen(Silent):
         self.done += nbytes
         for file in sorted(staging_path(self._kill).glob(".ckpt-journal-by-*")) if self._kill else ():
             os.kill(int(file.name.split("-")[-2]), signal.SIGKILL)
-            self._kill, self.killed = None, True
+            self._kill = None
+            self.killed = True
             break
 
 
@@ -91,7 +92,8 @@ class Losing(Seen):
 
     def __init__(self, cluster: Any, nodes: Sequence[Any], out: Path) -> None:
         super().__init__()
-        self._cluster, self._out = cluster, out
+        self._cluster = cluster
+        self._out = out
         self._nodes = {node.all_processes["raylet"][0].process.pid: node for node in nodes}
         self.left = 0  # bytes to come when it went
 
@@ -101,7 +103,8 @@ class Losing(Seen):
             node = self._nodes.get(_parent(int(file.name.split("-")[-2])))
             if node is not None:
                 self._cluster.remove_node(node, allow_graceful=False)
-                self.killed, self.left = True, self.total - self.done
+                self.killed = True
+                self.left = self.total - self.done
                 break
 
 

@@ -90,7 +90,8 @@ def test_an_option_changes_the_output_or_is_an_error(
 def test_a_patched_model_without_keys_and_under_other_names(place: Path, tmp_path: Path) -> None:
     """The same as the patched model, from which convert removes and renames."""
     words = ["--remove-keys", "lm_head*", "--rename", "model.*=net.*", "-q"]
-    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    one = str(tmp_path / "one")
+    two = str(tmp_path / "two")
     assert run(["patch", str(place / "base"), str(place / "delta"), one, *words]) == 0
     assert run(["convert", str(place / "new"), two, "--to", "safetensors", *words]) == 0
     assert run(["diff", one, two, "-q"]) == 0

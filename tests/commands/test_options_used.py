@@ -140,7 +140,8 @@ def test_what_holds_anyway_may_be_said(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OF_FORMAT)
 def test_a_name_says_what_is_written(name: str, suffix: str, tmp_path: Path) -> None:
     """One file under a suffix of its own; an error under another's where one file may be had; else a folder."""
-    source, single = str(FIXTURES / OF_FORMAT[name][0]), registry.by_name(name).holds.single
+    source = str(FIXTURES / OF_FORMAT[name][0])
+    single = registry.by_name(name).holds.single
     out = tmp_path / f"out{suffix}"
     if single and suffix not in single:
         with pytest.raises(UsageError, match="named like a file of another format") as caught:
@@ -160,7 +161,8 @@ def test_a_name_says_what_is_written(name: str, suffix: str, tmp_path: Path) -> 
 
 
 def test_training_state_of_torch_is_one_file(tmp_path: Path) -> None:
-    source, out = str(FIXTURES / "torch" / "training.pt"), str(tmp_path / "out")
+    source = str(FIXTURES / "torch" / "training.pt")
+    out = str(tmp_path / "out")
     with pytest.raises(UsageError, match="--max-shard-size has no effect: torch writes training state"):
         convert(source, out, Reading(), Writing(to="torch", max_shard_size=200), SILENT)
     model = Writing(to="torch", max_shard_size=200, states=("model",), drop=("extras",), fsync=False)

@@ -55,7 +55,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("line", PLAIN)
 def test_a_plain_line_is_the_same_job(line: str, calls: list[Any]) -> None:
-    plain, parsed = plain_job(line.split()), parse(line.split())
+    plain = plain_job(line.split())
+    parsed = parse(line.split())
     assert isinstance(plain, VerbJob) and isinstance(parsed, VerbJob)
     for job in (plain, parsed):
         job.run(SILENT)

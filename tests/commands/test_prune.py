@@ -191,7 +191,8 @@ def test_a_universal_twin_goes_and_stays_with_its_step(tmp_path: Path) -> None:
 
 
 def test_links_are_neither_followed_nor_broken(tmp_path: Path) -> None:
-    run_, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run_ = tmp_path / "run"
+    elsewhere = tmp_path / "elsewhere"
     run_.mkdir()
     steps = laid(run_, (1, 2, 3, 4, 5, 6, 9))
     shutil.copytree(ONE, elsewhere)

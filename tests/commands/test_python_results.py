@@ -129,7 +129,8 @@ def test_a_plan_without_a_format_is_a_reshard(tmp_path: Path) -> None:
 def test_deltas(tmp_path: Path) -> None:
     save_file({"w": np.zeros(8, np.float32), "v": np.ones(4, np.float32)}, tmp_path / "old.safetensors")
     save_file({"w": np.ones(8, np.float32), "v": np.ones(4, np.float32)}, tmp_path / "new.safetensors")
-    old, new = tmp_path / "old.safetensors", tmp_path / "new.safetensors"
+    old = tmp_path / "old.safetensors"
+    new = tmp_path / "new.safetensors"
     check(ckpt.delta(old, new, tmp_path / "planned", dry_run=True), ckpt.DeltaResult)
     made = check(ckpt.delta(old, new, tmp_path / "delta"), ckpt.DeltaResult)
     assert made["delta"]["changed"] == 1

@@ -51,13 +51,15 @@ def test_parameters_are_those_of_the_model_and_bytes_those_of_the_file(case: str
         [
             name
             for name in tensors
-            if ("_proj" in name or f"{name.removesuffix('.weight')}.scales" in tensors)
-            and not name.endswith(("bias", ".biases", ".SCB", "_format"))
-            and ".weight." not in name
-            and (tensors[name].element_size() != 2 or f"{name}.absmax" in tensors)
-            and "scale" not in name
-            and "shape" not in name
-            and "zero" not in name
+            if (
+                ("_proj" in name or f"{name.removesuffix('.weight')}.scales" in tensors)
+                and not name.endswith(("bias", ".biases", ".SCB", "_format"))
+                and ".weight." not in name
+                and (tensors[name].element_size() != 2 or f"{name}.absmax" in tensors)
+                and "scale" not in name
+                and "shape" not in name
+                and "zero" not in name
+            )
             or name.endswith("embed_tokens._weight_qdata")
         ]
     )
@@ -91,7 +93,8 @@ def run(source: Path, out: Path, **writing: Any) -> dict[str, Any]:
     return convert(str(source), str(out), Reading(), Writing(to="safetensors", fsync=False, **writing), Silent())
 
 
-Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
+Q = "model.layers.0.self_attn.q_proj.weight"
+K = "model.layers.0.self_attn.k_proj.weight"
 
 
 def test_a_removed_weight_takes_its_scales_along(tmp_path: Path) -> None:

@@ -35,23 +35,24 @@ def ranks(out: Path) -> list[dict[str, torch.Tensor]]:
 def floats(name: str, here: dict[str, torch.Tensor], case: str) -> torch.Tensor:
     """The floats of what one rank holds of a weight."""
     if case == "mxfp4_gpt_oss":
-        blocks, scales = here[f"{name}_blocks"], here[f"{name}_scales"]
+        blocks = here[f"{name}_blocks"]
+        scales = here[f"{name}_scales"]
         pairs = torch.stack([FP4[(blocks & 15).long()], FP4[(blocks >> 4).long()]], -1).flatten(-3)
         values = pairs.reshape(*scales.shape, 32) * torch.exp2(scales.float() - 127)[..., None]
         return values.flatten(-2).transpose(-1, -2)
     if case.startswith("int4"):
-        packed, scales = here[f"{name}_packed"], here[f"{name}_scale"].float()
+        packed = here[f"{name}_packed"]
+        scales = here[f"{name}_scale"].float()
         shifts = torch.arange(0, 32, 4)
         codes = ((packed[..., None] >> shifts) & 15).flatten(-2).float() - 8
         if f"{name}_zero_point" in here:
             zeros = ((here[f"{name}_zero_point"][:, None] >> shifts[None, :, None]) & 15).flatten(0, 1).float() - 8
             codes = codes - zeros.repeat_interleave(32, 1)
         return codes * scales.repeat_interleave(32, 1)
-    codes, scales = (
-        here[name].float(),
-        next(here[f"{name}{end}"] for end in ("_scale_inv", "_scale") if f"{name}{end}" in here),
-    )
-    high, wide = codes.shape[0] // scales.shape[0], codes.shape[1] // scales.shape[1]
+    codes = here[name].float()
+    scales = next(here[f"{name}{end}"] for end in ("_scale_inv", "_scale") if f"{name}{end}" in here)
+    high = codes.shape[0] // scales.shape[0]
+    wide = codes.shape[1] // scales.shape[1]
     return codes * scales.float().repeat_interleave(high, 0).repeat_interleave(wide, 1)
 
 
@@ -87,7 +88,8 @@ def test_a_rank_alone_has_the_right_floats(case: str, tmp_path: Path) -> None:
 def test_what_would_part_a_block_falls_back_and_is_said(tmp_path: Path) -> None:
     report = cut(FIXTURES / "fp8_block", tmp_path / "out", degrees={"tp": 4})
     here = ranks(tmp_path / "out")[0]
-    q, k = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
+    q = "model.layers.0.self_attn.q_proj.weight"
+    k = "model.layers.0.self_attn.k_proj.weight"
     assert here[q].shape == (64, 64) and here[f"{q}_scale_inv"].shape == (2, 2), (
         "two blocks of 32 rows do not make four"
     )

@@ -39,7 +39,8 @@ def raw(tensor: torch.Tensor) -> np.ndarray:
 
 def decoded(name: str, stored: dict[str, torch.Tensor]) -> np.ndarray:
     """The floats of a weight, element by element of its definition: a code's value times its group's scale, in fp32."""
-    packed, module = f"{name}_packed", name.removesuffix("weight")
+    packed = f"{name}_packed"
+    module = name.removesuffix("weight")
     codes = stored.get(packed, stored.get(name))
     scales = next(stored[each] for each in (f"{name}_scale", f"{name}_scale_inv", f"{module}scale") if each in stored)
     if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
@@ -57,7 +58,9 @@ def decoded(name: str, stored: dict[str, torch.Tensor]) -> np.ndarray:
         halves = np.stack([raw(codes) & 15, raw(codes) >> 4], -1).reshape(len(codes), -1)
         values = E2M1[halves & 7] * np.where(halves & 8, np.float32(-1), np.float32(1))
     if f"{name}_scale_2" in stored:
-        values, scale = values + np.float32(0), scale * stored[f"{name}_scale_2"].numpy()  # -0 is 0
+        # -0 is 0
+        values = values + np.float32(0)
+        scale = scale * stored[f"{name}_scale_2"].numpy()
     grid = scale.reshape(scale.shape if scale.ndim == 2 else (1, 1))
     spread = np.kron(grid, np.ones([n // k for n, k in zip(values.shape, grid.shape, strict=True)], np.float32))
     return (values * spread).astype(ml_dtypes.bfloat16).view(np.uint16)
@@ -65,7 +68,8 @@ def decoded(name: str, stored: dict[str, torch.Tensor]) -> np.ndarray:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_floats_are_those_of_the_libraries_and_of_the_definition(case: str, tmp_path: Path) -> None:
-    stored, truth = load_file(FIXTURES / case / "model.safetensors"), load_file(FIXTURES / f"{case}.truth.safetensors")
+    stored = load_file(FIXTURES / case / "model.safetensors")
+    truth = load_file(FIXTURES / f"{case}.truth.safetensors")
     notes = run(FIXTURES / case, tmp_path / "out", dequantize=True)["notes"]
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert any(f"{len(truth)} quantised weights are written as BF16" in note for note in notes)
@@ -109,7 +113,8 @@ def test_unasked_every_byte_stays_over_other_files(case: str, tmp_path: Path) ->
 @pytest.mark.parametrize("case", CASES)
 def test_floats_on_the_way_to_megatron(case: str, tmp_path: Path) -> None:
     """The same bytes as of the model whose weights are the libraries' floats."""
-    stored, truth = load_file(FIXTURES / case / "model.safetensors"), load_file(FIXTURES / f"{case}.truth.safetensors")
+    stored = load_file(FIXTURES / case / "model.safetensors")
+    truth = load_file(FIXTURES / f"{case}.truth.safetensors")
     plain = {name: tensor for name, tensor in stored.items() if not is_part(name, truth)} | truth
     (tmp_path / "plain").mkdir()
     save_file(plain, tmp_path / "plain" / "model.safetensors", {"format": "pt"})

@@ -67,7 +67,8 @@ def wide(
     stored = 2.0 ** (scales.double() - 127) if scales.dtype == torch.uint8 else scales.double()
     if "_global_scale" in parts:  # the quotient is rounded to fp32, as in the library
         stored = (scales.float() / parts["_global_scale"]).double()
-    height, width = row.block[0], row.block[1] or columns
+    height = row.block[0]
+    width = row.block[1] or columns
     divisors = np.repeat(np.repeat(stored.numpy(), height, 0)[:rows], width, 1)[:, :columns]
     four = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     if scheme in ("mxfp4", "nvfp4"):
@@ -223,7 +224,8 @@ def test_what_stays_and_what_the_patterns_say(tmp_path: Path) -> None:
         names = load_file(tmp_path / out / "model.safetensors")
         return {name.removesuffix("_scale_inv") for name in names if name.endswith("_scale_inv")}
 
-    up, q = "model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"
+    up = "model.layers.0.mlp.up_proj.weight"
+    q = "model.layers.0.self_attn.q_proj.weight"
     assert scales_of("rule") == {up, q}
     config = json.loads((tmp_path / "rule" / "config.json").read_text())["quantization_config"]
     assert set(config["modules_to_not_convert"]) == {"model.layers.0.mlp.gate", "visual.blocks.0.attn.qkv", "lm_head"}
@@ -322,7 +324,8 @@ def test_scales_read_what_the_codes_have_not(
     scheme: str, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = model_of(tmp_path / "m", {NAME.replace("0", str(n)): torch.randn(600, 320) for n in range(3)})
-    readers, read_values = list[str](), coding.Codes.read_values
+    readers = list[str]()
+    read_values = coding.Codes.read_values
 
     def read(self: Any, *where: Any) -> Any:
         readers.append(type(self).__name__)
@@ -426,7 +429,8 @@ def test_a_merge_is_quantised_on_the_way(tmp_path: Path) -> None:
 def test_experts_of_gpt_oss_are_turned(panel: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of each expert are those of its matrix turned; attention stays."""
     monkeypatch.setattr(coding, "_PANEL", panel)
-    name, q = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.self_attn.q_proj.weight"
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    q = "model.layers.0.self_attn.q_proj.weight"
     weight = torch.randn(3, 64, 200, generator=torch.Generator().manual_seed(5)).bfloat16()
     beside = {q: torch.randn(64, 64).bfloat16(), f"{name}_bias": torch.randn(3, 200).bfloat16()}
     source = model_of(tmp_path / "m", {name: weight, **beside}, model_type="gpt_oss")

@@ -63,13 +63,16 @@ def compressed(name: str, weight: Any) -> dict[str, Any]:
     args = scheme.weights
     group = args.group_size or columns
     seen = weight.float().reshape(rows, columns // group, group)
-    low, high = seen.amin(-1), seen.amax(-1)
-    whole, state = None, {"weight": weight.float()}
+    low = seen.amin(-1)
+    high = seen.amax(-1)
+    whole = None
+    state = {"weight": weight.float()}
     if name == "nvfp4":
         whole = utils.generate_gparam(weight.float().amin(), weight.float().amax()).reshape(1)
         state["weight_global_scale"] = whole
     if name in ("fp8-channel", "int8", "int4-g128"):  # its scales are of the model's dtype
-        low, high = low.to(weight.dtype), high.to(weight.dtype)
+        low = low.to(weight.dtype)
+        high = high.to(weight.dtype)
     scales, _ = utils.calculate_qparams(low, high, args, global_scale=whole)
     state["weight_scale"] = scales.float()
     stored = compressors.BaseCompressor.get_value_from_registry(scheme.format.value).compress(state, scheme)

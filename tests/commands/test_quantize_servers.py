@@ -24,8 +24,10 @@ from ckpt_tool.options.writing import Writing
 
 INPUTS = Path(__file__).parents[2] / "fixtures/quantized-inputs"
 MODULE = "model.layers.0.mlp.up_proj"
-OUT, IN = 200, 384
-E4M3, FLOATS = torch.float8_e4m3fn, torch.bfloat16
+OUT = 200
+IN = 384
+E4M3 = torch.float8_e4m3fn
+FLOATS = torch.bfloat16
 
 
 def words(size: int, bits: int) -> int:
@@ -111,7 +113,8 @@ def test_torchao_has_a_place_for_the_same_codes_and_scales(scheme: str, tmp_path
     (tmp_path / "m/config.json").write_text('{"model_type": "llama", "dtype": "bfloat16"}')
     run(tmp_path / "m", tmp_path / "q", quantize=scheme)
     run(tmp_path / "q", tmp_path / "f", dequantize=True)
-    ours, floats = parts_of(tmp_path / "q"), parts_of(tmp_path / "f")["weight"]
+    ours = parts_of(tmp_path / "q")
+    floats = parts_of(tmp_path / "f")["weight"]
     parts = {"qdata": ours["weight"], "scale": ours["weight_scale"].float(), "block_size": [1, IN], "dtype": FLOATS}
     kind = quantization.Float8Tensor if scheme == "fp8-channel" else quantization.Int8Tensor
     if scheme == "int8":

@@ -97,7 +97,8 @@ def test_a_store_that_changes_under_a_run_is_exit_6(
     store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = upload(store, FIXTURES / "dcp" / "tp2_dp2")
-    real, calls = type(store).cat_file, [0]
+    real = type(store).cat_file
+    calls = [0]
 
     def changing(self: Any, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         calls[0] += 1

@@ -39,7 +39,8 @@ def test_the_library_decompresses_it_to_the_same_floats(made: tuple[Path, dict[s
     config = quantization.QuantizationConfig.model_validate(stated)
     (scheme,) = config.config_groups.values()
     compressor = compressors.BaseCompressor.get_value_from_registry("pack-quantized")
-    tensors, seen = load_file(folder / "model.safetensors"), 0
+    tensors = load_file(folder / "model.safetensors")
+    seen = 0
     for name in [name for name in tensors if name.endswith("_packed")]:
         weight = name.removesuffix("_packed")
         module = weight.removesuffix("weight")

@@ -81,7 +81,8 @@ def drift(folder: Path, name: str, most: int = 6) -> dict[str, tuple[int, float,
         copies = [chunk for chunk in tensor.chunks if chunk.replica and chunk.array.crc is None]
         if not copies or tensor.dtype.name not in FLOATS or len(told) == most:
             continue
-        array, size = copies[-1].array, tensor.dtype.bits // 8
+        array = copies[-1].array
+        size = tensor.dtype.bits // 8
         if (
             array.strides
             or copies[-1].within.shape != array.shape

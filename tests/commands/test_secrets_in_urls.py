@@ -175,7 +175,8 @@ def test_secrets_in_odd_places_are_used_and_not_shown(
     url: str, shown: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     Vault.store[url] = Vault.store["/b/model.safetensors"]
-    plan, out = tmp_path / "plan.json", tmp_path / "out"
+    plan = tmp_path / "plan.json"
+    out = tmp_path / "out"
     lines = [
         ["inspect", url],
         ["verify", url, "--json"],
@@ -196,7 +197,8 @@ def test_secrets_in_odd_places_are_used_and_not_shown(
 
 
 def test_two_files_that_only_their_query_tells_apart_stay_two() -> None:
-    one, two = hide_secrets("https://host/get?id=1"), hide_secrets("https://host/get?id=2")
+    one = hide_secrets("https://host/get?id=1")
+    two = hide_secrets("https://host/get?id=2")
     assert one != two and (full_url(one), full_url(two)) == ("https://host/get?id=1", "https://host/get?id=2")
 
 
@@ -286,7 +288,8 @@ def test_an_endpoint_that_is_wrong_is_an_error_without_its_secrets(
 def test_a_plan_goes_on_with_the_urls_of_the_environment(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, out = tmp_path / "plan.json", tmp_path / "out"
+    plan = tmp_path / "plan.json"
+    out = tmp_path / "out"
     assert run(["convert", URL, str(out), "--to", "safetensors", "--plan", str(plan)]) == 0
     assert urls.VARIABLE in capfd.readouterr().out
 

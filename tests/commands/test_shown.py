@@ -17,7 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "fixtures"
-HF, RANKS = FIXTURES / "convert" / "llama" / "hf", FIXTURES / "paddle" / "llama_bf16_legacy_tp2"
+HF = FIXTURES / "convert" / "llama" / "hf"
+RANKS = FIXTURES / "paddle" / "llama_bf16_legacy_tp2"
 # lines of every writer, with fallbacks, removed tensors, what stays behind, notes
 LINES: dict[str, list[str]] = {
     "convert": [
@@ -77,7 +78,9 @@ def seen(line: list[str], folder: Path, columns: int) -> str:
 
 def screen(text: str) -> str:
     """What stays on a terminal: a bar that a slow machine has seen is drawn over."""
-    rows, at, column = [""], 0, 0
+    rows = [""]
+    at = 0
+    column = 0
     for token in re.split(rf"({ESCAPES.pattern}|\r|\n)", text):
         if token == "\r":
             column = 0

@@ -75,7 +75,8 @@ def model(folder: Path, config: dict[str, Any] | None = CONFIG) -> dict[str, np.
     }
     names = {"model.embed_tokens.weight": (10, 8), "model.norm.weight": (8,), "lm_head.weight": (10, 8)}
     names |= {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
-    arrays, start = dict[str, np.ndarray](), 0
+    arrays = dict[str, np.ndarray]()
+    start = 0
     for name, shape in names.items():
         arrays[name] = np.arange(start, start + np.prod(shape), dtype=np.float32).reshape(shape)
         start += arrays[name].size

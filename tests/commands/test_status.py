@@ -43,7 +43,8 @@ def states(document: dict[str, Any]) -> dict[int, str]:
 
 
 def test_parts_that_live_that_are_dead_and_that_are_missing(plan: str, tmp_path: Path, capfd: Any) -> None:
-    out, plan_id = str(tmp_path / "out"), load_plan(plan).identifier()
+    out = str(tmp_path / "out")
+    plan_id = load_plan(plan).identifier()
     assert run(["apply", plan, "--part", "1/4", "-q"]) == 0
     with Staging(tmp_path / "out", plan_id, [], part=(3, 4)) as dead:
         dead.begin(1, 500)

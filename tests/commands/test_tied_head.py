@@ -14,7 +14,8 @@ import torch
 import ckpt_tool as ckpt
 from ckpt_tool.errors import InputError, UsageError
 
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBED = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 
 def model(folder: Path, head: np.ndarray[Any, Any] | None) -> str:

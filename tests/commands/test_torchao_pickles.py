@@ -28,7 +28,8 @@ CASES = ("subclasses", "affine")
 def test_the_floats_are_torchaos_own(case: str, tmp_path: Path) -> None:
     words = ["--to", "safetensors", "--dequantize", "-q"]
     assert run(["convert", str(FIXTURES / f"{case}.bin"), str(tmp_path / "out"), *words]) == 0
-    found, want = load_file(tmp_path / "out/model.safetensors"), load_file(FIXTURES / f"{case}.truth.safetensors")
+    found = load_file(tmp_path / "out/model.safetensors")
+    want = load_file(FIXTURES / f"{case}.truth.safetensors")
     assert found.keys() == want.keys() and len(want) >= 16
     for name, value in want.items():
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
@@ -64,7 +65,8 @@ def test_quantised_anew_it_is_stated(tmp_path: Path) -> None:
         "--dialect",
         "keep",
     ]
-    source, out = str(FIXTURES / "affine.bin"), str(tmp_path / "out")
+    source = str(FIXTURES / "affine.bin")
+    out = str(tmp_path / "out")
     assert run(["convert", source, out, "--to", "safetensors", "--dequantize", "-q", *words]) == 0
     assert "float8._weight_qdata" in load_file(tmp_path / "out/model.safetensors")
 
@@ -91,9 +93,12 @@ def inner(value: Opaque, change: Callable[[Opaque], Opaque]) -> Opaque:
 
 
 def test_what_an_object_holds_beside_its_parts_is_not_lost() -> None:
-    int8, float8, affine = weight("subclasses", "int8"), weight("affine", "float8"), weight("affine", "int8_group")
+    int8 = weight("subclasses", "int8")
+    float8 = weight("affine", "float8")
+    affine = weight("affine", "int8_group")
     parts = [coded_weight(each) for each in (int8, float8, affine)]
-    pair, three = {"qdata", "scale"}, {"qdata", "scale", "zero_point"}
+    pair = {"qdata", "scale"}
+    three = {"qdata", "scale", "zero_point"}
     assert [{*each} for each in parts if each] == [three, pair, three]
     stray = int8.state["scale"]
     assert type(stray) is TensorRef
@@ -114,7 +119,8 @@ def test_what_an_object_holds_beside_its_parts_is_not_lost() -> None:
 
 def test_a_layout_that_only_a_kernel_reads_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The class of one weight's data by another name, in the pickle itself."""
-    before, after = b"PlainAQTTensorImpl", b"OtherAQTTensorImpl"
+    before = b"PlainAQTTensorImpl"
+    after = b"OtherAQTTensorImpl"
     target = tmp_path / "model.bin"
     with zipfile.ZipFile(FIXTURES / "affine.bin") as old, zipfile.ZipFile(target, "w") as new:
         for item in old.infolist():

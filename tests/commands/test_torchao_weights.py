@@ -78,7 +78,8 @@ def test_another_format_keeps_it_and_gives_it_back(to: str, tmp_path: Path) -> N
     run(tmp_path / "there", tmp_path / "back")
     (found,) = headers(tmp_path / "back")
     assert stated(found) == want
-    before, after = tensors_of(MIXED), tensors_of(tmp_path / "back")
+    before = tensors_of(MIXED)
+    after = tensors_of(tmp_path / "back")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -87,7 +88,7 @@ def test_headers_that_differ_are_joined_as_transformers_joins_them(tmp_path: Pat
     tensors, (want,) = load_file(MIXED / "model.safetensors"), map(stated, headers(MIXED))
     (tmp_path / "in").mkdir()
     for number, module in enumerate(("mlp", "self_attn", ""), 1):
-        own = [name for name in want if module in name and (module or "mlp" not in name and "self_attn" not in name)]
+        own = [name for name in want if module in name and (module or ("mlp" not in name and "self_attn" not in name))]
         files = {name: tensors.pop(name) for name in [*tensors] if module in name}
         said = {name: json.dumps(want[name]) for name in own} | {"tensor_names": json.dumps(own), "format": "pt"}
         save_file(files, tmp_path / f"in/model-{number:05}-of-00003.safetensors", said)
@@ -187,7 +188,8 @@ def test_what_quantize_writes_for_torchao_is_found_and_stated(scheme: str, tmp_p
     run(source, tmp_path / "out", quantize=scheme, max_shard_size=30_000)
     quantised = inspect(str(tmp_path / "out"), Reading())["quantization"]
     assert quantised["dequantizes"] and quantised["weights"] == 7 and "faults" not in quantised
-    tensors, found = tensors_of(tmp_path / "out"), [stated(each) for each in headers(tmp_path / "out")]
+    tensors = tensors_of(tmp_path / "out")
+    found = [stated(each) for each in headers(tmp_path / "out")]
     assert len(found) > 1 and all(each == found[0] for each in found)
     for name, each in found[0].items():
         if each["_type"] == "Tensor":
@@ -197,10 +199,12 @@ def test_what_quantize_writes_for_torchao_is_found_and_stated(scheme: str, tmp_p
         parts = {part: tensors[f"{module}._{parameter}_{part}"] for part in each["_tensor_data_names"]}
         assert each["_data"]["block_size"] == [1, parts["qdata"].shape[1]] and parts["scale"].dtype == torch.float32
         assert parts["scale"].shape == (len(parts["qdata"]), 1)
-    plain, whole = tmp_path / "plain", tmp_path / "whole"
+    plain = tmp_path / "plain"
+    whole = tmp_path / "whole"
     run(tmp_path / "out", plain, dequantize=True, dtypes={"": "F32"})
     run(source, whole, dtypes={"": "F32"})
-    made, before = tensors_of(plain), tensors_of(whole)
+    made = tensors_of(plain)
+    before = tensors_of(whole)
     for name, value in before.items():
         steps = value.abs().amax(-1, keepdim=True) / (127.5 if scheme.startswith("int8") else 448 / 32)
         assert bool(((made[name] - value).abs() <= steps * 0.5001).all()), name

@@ -20,7 +20,8 @@ RECIPE = "recipe_state/recipe_state.pt"
 
 def holds(path: Path, case: str, states: tuple[str, ...] = ("model", "exp_avg", "exp_avg_sq")) -> None:
     """Every element of the live model and optimizer is there, and nothing else in these states."""
-    opened, truth = ckpt.open(str(path)), load_file(HERE / f"{case}.truth.safetensors")
+    opened = ckpt.open(str(path))
+    truth = load_file(HERE / f"{case}.truth.safetensors")
     wanted = {key: value for key, value in truth.items() if key.split("/")[0] in states}
     assert {f"{key.state}/{key.name}" for key in opened.catalog.tensors if key.state in states} == wanted.keys()
     for key, value in wanted.items():
@@ -56,7 +57,8 @@ def test_olmo_core_is_read_and_mapped_as_its_own_converter_maps_it(case: str, hu
     convert(str(HERE / case), str(tmp_path / "hub"), to="safetensors", config=config)
     holds(tmp_path / "hub", case, ("model",))
     convert(str(tmp_path / "dcp"), str(tmp_path / "back"), to="dcp", dialect="olmo-core", config=config)
-    made, own = ckpt.open(str(tmp_path / "back")), ckpt.open(str(HERE / case))
+    made = ckpt.open(str(tmp_path / "back"))
+    own = ckpt.open(str(HERE / case))
     assert made.catalog.tensors.keys() == own.catalog.tensors.keys()
     for state in ("model", "exp_avg"):
         for name in own.state(state):
@@ -69,7 +71,8 @@ def test_torchtunes_own_names_are_mapped_with_the_moments(tmp_path: Path) -> Non
     convert(str(HERE / "torchtune_dcp"), str(tmp_path / "hub"), to="dcp", dialect="hf", config=config)
     holds(tmp_path / "hub", "torchtune_dcp")
     convert(str(tmp_path / "hub"), str(tmp_path / "back"), to="dcp", dialect="torchtune", config=config)
-    own, made = ckpt.open(str(HERE / "torchtune_dcp")), ckpt.open(str(tmp_path / "back"))
+    own = ckpt.open(str(HERE / "torchtune_dcp"))
+    made = ckpt.open(str(tmp_path / "back"))
     assert made.catalog.tensors.keys() == own.catalog.tensors.keys()
     for name in ("layers.0.attn.q_proj.weight", "norm.scale"):
         np.testing.assert_array_equal(made.state("exp_avg")[name].numpy(), own.state("exp_avg")[name].numpy())
@@ -77,7 +80,8 @@ def test_torchtunes_own_names_are_mapped_with_the_moments(tmp_path: Path) -> Non
 
 def test_a_recipes_optimizer_joins_a_step_that_is_passed_itself_by_two_commands(tmp_path: Path) -> None:
     """What lies above a folder that was passed is not looked at."""
-    run, config = HERE / "torchtune_full", str(HERE / "torchtune_full/epoch_0")
+    run = HERE / "torchtune_full"
+    config = str(HERE / "torchtune_full/epoch_0")
     holds(run, "torchtune_full")
     holds(run / "epoch_0", "torchtune_full", ("model",))
     convert(str(run / RECIPE), str(tmp_path / "optimizer"), to="dcp", dialect="hf", config=config)

@@ -20,7 +20,8 @@ from ckpt_tool.options.reading import Reading
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 HERE = FIXTURES / "verl"
-SAFE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+SAFE = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
 CASES = {"lora_tp2pp2": 6, "canonical_tp2": 8, "dora_tp2": 8, "moe_ep2": 8, "moe_apart_ep2": 8}
 
 
@@ -31,7 +32,8 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_what_the_bridge_exports(case: str, tmp_path: Path) -> None:
     convert(str(HERE / case), str(tmp_path / "peft"), to="peft", lora_alpha=CASES[case])
-    made, want = load_file(tmp_path / "peft" / SAFE), load_file(HERE / f"{case}.hf" / SAFE)
+    made = load_file(tmp_path / "peft" / SAFE)
+    want = load_file(HERE / f"{case}.hf" / SAFE)
     magnitudes = {name for name in made if name.endswith("lora_magnitude_vector")}
     assert same({name: made[name] for name in made.keys() - magnitudes}, want)
     assert bool(magnitudes) == (case == "dora_tp2")
@@ -50,7 +52,8 @@ def test_magnitudes_are_those_of_the_ranks(tmp_path: Path) -> None:
     made = load_file(tmp_path / "peft" / SAFE)
     folder = HERE / "dora_tp2/adapter_checkpoint"
     ranks = [torch.load(folder / f"mp_rank_0{rank}_adapter.pt")["adapter_state_dict"] for rank in (0, 1)]
-    layer, name = "base_model.model.model.layers.1.", "lora_magnitude_vector"
+    layer = "base_model.model.model.layers.1."
+    name = "lora_magnitude_vector"
     qkv = [rank["decoder.layers.1.self_attention.linear_qkv.adapter.weight_magnitude"].numpy() for rank in ranks]
     np.testing.assert_array_equal(made[f"{layer}self_attn.q_proj.{name}"], np.concatenate([part[:16] for part in qkv]))
     np.testing.assert_array_equal(made[f"{layer}self_attn.v_proj.{name}"], np.concatenate([part[24:] for part in qkv]))

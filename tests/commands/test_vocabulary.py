@@ -33,13 +33,16 @@ def training(rows: int = 12) -> dict[str, object]:
 def test_rows_are_cut_in_every_state(tmp_path: Path, degrees: dict[str, int]) -> None:
     source = tmp_path / "training.pt"
     torch.save(training(), source)
-    whole, out = tmp_path / "whole", tmp_path / "out"
+    whole = tmp_path / "whole"
+    out = tmp_path / "out"
     ckpt.convert(str(source), str(whole), to="sharded", **degrees)
     report = ckpt.convert(str(whole), str(out), to="sharded", vocab_size=10)
-    before, after = ckpt.open(str(source)), ckpt.open(str(out))
+    before = ckpt.open(str(source))
+    after = ckpt.open(str(out))
     for state in ("model", "exp_avg"):
         for name in before.state(state):
-            have, want = after.state(state)[name].numpy(), before.state(state)[name].numpy()
+            have = after.state(state)[name].numpy()
+            want = before.state(state)[name].numpy()
             assert np.array_equal(have, want if name == "norm.weight" else want[:10]), (state, name)
     went = {entry["state"]: entry for entry in report["dropped"]}
     assert went["model"]["bytes"] == 2 * 2 * 6 * 4 and went["exp_avg"]["names"] == [
@@ -50,16 +53,20 @@ def test_rows_are_cut_in_every_state(tmp_path: Path, degrees: dict[str, int]) ->
 
 @pytest.mark.parametrize("degrees", [{}, {"tp": 4}, {"tp": 2, "dp": 3}])
 def test_rows_of_zeros_are_added_in_every_state(tmp_path: Path, degrees: dict[str, int]) -> None:
-    source, whole, out = tmp_path / "training.pt", tmp_path / "whole", tmp_path / "out"
+    source = tmp_path / "training.pt"
+    whole = tmp_path / "whole"
+    out = tmp_path / "out"
     state = training()
     state["model"]["lm_head.weight"] = state["model"]["lm_head.weight"].bfloat16()  # type: ignore[index]
     torch.save(state, source)
     ckpt.convert(str(source), str(whole), to="sharded", **degrees)
     report = ckpt.convert(str(whole), str(out), to="sharded", vocab_size=15, tp=3)
-    before, after = ckpt.open(str(source)), ckpt.open(str(out))
+    before = ckpt.open(str(source))
+    after = ckpt.open(str(out))
     for state_name in ("model", "exp_avg"):
         for name in before.state(state_name):
-            have, want = after.state(state_name)[name].numpy(), before.state(state_name)[name].numpy()
+            have = after.state(state_name)[name].numpy()
+            want = before.state(state_name)[name].numpy()
             if name != "norm.weight":
                 want = np.concatenate([want, np.zeros((3, 6), want.dtype)])
             assert have.dtype == want.dtype and np.array_equal(have, want), (state_name, name)

@@ -50,7 +50,8 @@ def library(loops: Opened, request: pytest.FixtureRequest) -> CompiledLibrary:
 def shelf(library: CompiledLibrary, monkeypatch: pytest.MonkeyPatch) -> compiled.BlocksShelf:
     """The process uses this path."""
     shelf = compiled.BlocksShelf()
-    shelf.library, shelf._is_decided = library, True
+    shelf.library = library
+    shelf._is_decided = True
     monkeypatch.setattr(compiled, "_shelf", shelf)
     return shelf
 
@@ -112,14 +113,17 @@ def test_every_bf16_is_rounded_as_ml_dtypes_does(library: CompiledLibrary) -> No
 def test_products(library: CompiledLibrary, rank: int, rows: int, columns: int) -> None:
     if not library.pair:
         pytest.skip("this path has no fused multiply-add: NumPy makes its products")
-    b, a = drawn(1, (rows, rank), "F32", 1), drawn(2, (rank, columns), "F32", 1)
-    base, numel = drawn(3, (rows, columns), "BF16", 1), rows * columns
+    b = drawn(1, (rows, rank), "F32", 1)
+    a = drawn(2, (rank, columns), "F32", 1)
+    base = drawn(3, (rows, columns), "BF16", 1)
+    numel = rows * columns
     delta = np.zeros((rows, columns), np.float32)
     for start in range(0, rank, 320):
         part = written_out(b[:, start : start + 320], a[start : start + 320])
         delta = delta + part if start else part
     want = (base.astype("f4") + delta * np.float32(1.7)).astype("f4")
-    terms, line = [CTerm(b, library.panels(a), 1.7)], base.reshape(-1)
+    terms = [CTerm(b, library.panels(a), 1.7)]
+    line = base.reshape(-1)
     ranges = np.sort(np.random.default_rng(rank).integers(0, numel + 1, (12, 2)), axis=1)
     for start, stop in [(0, numel), *((int(low), int(high)) for low, high in ranges if low < high)]:
         for dtype in ("F32", "BF16"):
@@ -172,7 +176,8 @@ def test_recipes_give_the_same_bits_by_both_roads(
     base = drawn(0, shape, "BF16")
     if odd:
         base.reshape(-1)[100] = np.nan
-    w, y = stored(tmp_path, "w", base, "BF16"), stored(tmp_path, "y", drawn(1, shape, "BF16"), "BF16")
+    w = stored(tmp_path, "w", base, "BF16")
+    y = stored(tmp_path, "y", drawn(1, shape, "BF16"), "BF16")
     a = stored(tmp_path, "a", drawn(2, (4 * experts, 40), "F32"), "F32")
     b = stored(tmp_path, "b", drawn(3, (23, 4 * experts), "F32"), "F32")
     terms = (Adapter(1, 2, 4, 1.7, turned=False), Adapter(1, 2, 4, 2.0, turned=False))
@@ -194,15 +199,19 @@ def test_recipes_give_the_same_bits_by_both_roads(
 def test_a_merge_is_the_same_file_by_both_roads(
     library: CompiledLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hf, twin, calls = str(FIXTURES / "convert" / "llama" / "hf"), str(tmp_path / "twin"), []
+    hf = str(FIXTURES / "convert" / "llama" / "hf")
+    twin = str(tmp_path / "twin")
+    calls = []
     shutil.copytree(hf, twin)
     line = ["merge", hf, twin, "--method", "linear", "--weight", "0.3", "--weight", "0.9", "-q", "--no-fsync"]
-    turned, summed = CompiledLibrary.turned, CompiledLibrary.linear
+    turned = CompiledLibrary.turned
+    summed = CompiledLibrary.linear
     monkeypatch.setattr(CompiledLibrary, "turned", lambda *a: (calls.append("turned"), turned(*a))[1])
     monkeypatch.setattr(CompiledLibrary, "linear", lambda *a: (calls.append("linear"), summed(*a))[1])
     for name in ("numpy", "compiled"):
         shelf = compiled.BlocksShelf()
-        shelf.library, shelf._is_decided = library if name == "compiled" else None, True
+        shelf.library = library if name == "compiled" else None
+        shelf._is_decided = True
         monkeypatch.setattr(compiled, "_shelf", shelf)
         for to in ("safetensors", "paddle"):
             assert run([*line[:3], str(tmp_path / f"{name}-{to}"), *line[3:], "--to", to, "--dtype", "bf16"]) == 0
@@ -295,7 +304,8 @@ def test_blocks_of_gguf(
     calm = drawn(1, (1 << 16,), dtype)
     with np.errstate(all="ignore"):
         blocks = [hard(seed).astype(NUMPY[dtype]) for seed in range(300)]
-    made, taken = np.empty(judged(calm).shape, np.uint8), 0
+    made = np.empty(judged(calm).shape, np.uint8)
+    taken = 0
     assert library.blocks((calm, dtype), name, made) and np.array_equal(made, judged(calm))
     for seed, values in enumerate(blocks):
         if library.blocks((values, dtype), name, made[:1]):
@@ -306,7 +316,8 @@ def test_blocks_of_gguf(
     recipe = BlocksOfFloats(
         *(TensorKey("w"), (whole.size // 32,), (stored(tmp_path, "w", whole, dtype),), "", of_name(name))
     )
-    tree, want = ComputedTree("made", [recipe]), judged(whole).tobytes()
+    tree = ComputedTree("made", [recipe])
+    want = judged(whole).tobytes()
     monkeypatch.setattr(gguf_blocks, "_FEW", 3)
     for low, high in ((0, len(want)), (1000, 30001)):
         assert bytes(tree.view("model/w", low, high - low)) == want[low:high]
@@ -318,7 +329,8 @@ def test_floats_of_ggufs_blocks(
 ) -> None:
     """Blocks of any bytes, block by block, and as a recipe makes them, with blocks that the call does not take."""
     gguf = pytest.importorskip("gguf")
-    number, dtype = gguf.GGMLQuantizationType[name], of_name(name)
+    number = gguf.GGMLQuantizationType[name]
+    dtype = of_name(name)
     elements, nbytes = gguf.GGML_QUANT_SIZES[number]
     blocks = np.random.default_rng(len(name)).integers(0, 256, (700, nbytes), np.uint8)
     blocks[:64] = 0
@@ -344,7 +356,8 @@ def test_floats_of_ggufs_blocks(
     stored_as = simple_tensor(TensorKey("w"), StoredArray("w", 0, dtype, (len(blocks),)))
     (tmp_path / "w").write_bytes(blocks.tobytes())
     recipe = FloatsOfBlocks(TensorKey("w"), (want.size,), (Input(stored_as, Tree(tmp_path)),), "")
-    tree, line = ComputedTree("made", [recipe]), want.reshape(-1).view(np.uint8)
+    tree = ComputedTree("made", [recipe])
+    line = want.reshape(-1).view(np.uint8)
     monkeypatch.setattr(gguf_blocks, "_TILE", 8 * elements)
     for low, high in ((0, want.size), (3, 29 * elements + 1), (elements * 7, elements * 50)):
         np.testing.assert_array_equal(

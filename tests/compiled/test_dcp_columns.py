@@ -84,7 +84,8 @@ STATE: State = {
 
 
 _FC1, _FC2 = ((12, 3), cut((12, 3), (RANKS, 1))), ((6, 4), cut((6, 4), (3, 2)))
-_FSDP, _ONE = "optimizer.state.module.module.module.decoder.layers.0.mlp.", ((), [((), ())])
+_FSDP = "optimizer.state.module.module.module.decoder.layers.0.mlp."
+_ONE = ((), [((), ())])
 FSDP: State = {
     "model.module.decoder.layers.0.mlp.linear_fc1.weight_w": (*_FC1, 1),
     "model.module.decoder.layers.0.mlp.linear_fc2.weight": (*_FC2, 2),
@@ -94,7 +95,8 @@ FSDP: State = {
     f"{_FSDP}linear_fc2.weight.exp_avg": (*_FC2, None),
     **{f"{_FSDP}linear_{name}.step": (*_ONE, 5) for name in ("fc1.weight_w", "fc1.weight_v", "fc2.weight")},
 }
-_STACKED, _SINGLE = ((2, 12, 3), cut((2, 12, 3), (2, 3, 1))), "decoder.layers.mlp.experts.experts"
+_STACKED = ((2, 12, 3), cut((2, 12, 3), (2, 3, 1)))
+_SINGLE = "decoder.layers.mlp.experts.experts"
 TORCH_DIST: State = {
     "decoder.layers.mlp.linear_fc2.weight": (*_STACKED, 1),
     "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight": (*_STACKED, None),
@@ -157,7 +159,8 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             return e.code, e.exit_code, e.message, e.path, e.offset, e.key, e.place, e.faults, e.hint
 
     def run(folder: Path, *, lenient: bool = False, name: str = "dcp") -> Any:
-        columns, objects = read(folder, "baseline", lenient, name), read(folder, "off", lenient, name)
+        columns = read(folder, "baseline", lenient, name)
+        objects = read(folder, "off", lenient, name)
         if isinstance(objects[0], Catalog):
             assert [*columns[0].tensors] == [*objects[0].tensors]
             assert not any(isinstance(t.chunks, ChunkColumns) for t in objects[0].tensors.values())
@@ -209,7 +212,8 @@ def test_columns_answer_as_their_chunks(both: Any, tmp_path: Path, name: str) ->
     folder = save(tmp_path / "save", state=OTHERS.get(name, STATE))
     catalog, _ = both(folder, name=name)
     for tensor in catalog.tensors.values():
-        chunks, made = tensor.chunks, tuple(tensor.chunks)
+        chunks = tensor.chunks
+        made = tuple(tensor.chunks)
         if not isinstance(chunks, ChunkColumns):
             continue
         assert len(chunks) == len(made) and chunks[-1] == made[-1] and chunks[1:3] == made[1:3]
@@ -232,7 +236,8 @@ def test_what_plainly_tiles_has_no_fault(seed: int) -> None:
     judged = set()
     for change in range(60):
         some = [(list(offset), list(extent)) for offset, extent in boxes]
-        at, d = rng.randrange(len(some)), rng.randrange(len(shape))
+        at = rng.randrange(len(some))
+        d = rng.randrange(len(shape))
         if change % 3 == 1 and len(some) > 1:
             del some[at]
         elif change % 3 == 2:
@@ -258,7 +263,8 @@ def test_copies_are_seen_alike(both: Any, tmp_path: Path) -> None:
     catalog, _ = both(save(tmp_path / "save"))
     tensors = [*catalog.tensors.values()]
     whole = [tensor._replace(chunks=tuple(tensor.chunks)) for tensor in tensors]
-    columns, objects = copies._copied(tensors), copies._copied(whole)
+    columns = copies._copied(tensors)
+    objects = copies._copied(whole)
     assert type(columns) is not type(objects) and columns.again and not columns.plain
     assert [*columns.again] == [*objects.again] and columns.plain == objects.plain
     (mine, samples), (theirs, other_samples) = (each.stands(copies._hash) for each in (columns, objects))
@@ -313,7 +319,8 @@ def of_another_shape(metadata: Any, tensors: Any) -> None:
 
 def swapped(metadata: Any, tensors: Any) -> None:
     """Items of two kinds change places: each is then no twin of its kind, and not what the metadata says."""
-    a, b = MetadataIndex("model.rows", torch.Size((4, 0))), MetadataIndex("model.norm", torch.Size((8,)))
+    a = MetadataIndex("model.rows", torch.Size((4, 0)))
+    b = MetadataIndex("model.norm", torch.Size((8,)))
     items = metadata.storage_data
     items[a], items[b] = items[b], items[a]
 
@@ -375,7 +382,8 @@ SAVES = sorted(path.name for path in (FIXTURES / "dcp").iterdir() if (path / ".m
 @pytest.mark.parametrize("case", SAVES)
 def test_saves_of_trainers_keep_their_columns(both: Any, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """With the rows of their objects (settings of parameter groups), and `.metadata` is read once."""
-    read, met = pickles.load_file, []
+    read = pickles.load_file
+    met = []
 
     def counted(tree: Tree, path: str, **how: Any) -> Any:
         met.append((path, how.get("rows") is not None))

@@ -180,7 +180,10 @@ def test_doctor_says_which_loops_are_used_and_why(loops: Opened, setting: str, m
 
 # -- the same files ----------------------------------------------------------------------------------------------------
 
-HIDDEN, INNER, LAYERS, RANK = 256, 384, 2, 20
+HIDDEN = 256
+INNER = 384
+LAYERS = 2
+RANK = 20
 SIZES = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),
     "self_attn.k_proj": (HIDDEN // 2, HIDDEN),
@@ -309,7 +312,8 @@ def test_a_run_starts_no_compiler_and_leaves_nothing_at_home(
     loops: Opened, inputs: dict[str, Path], is_writable: bool, tmp_path: Path
 ) -> None:
     """A compiler stands on the PATH, and would say that it was called."""
-    home, tools = tmp_path / "home", tmp_path / "tools"
+    home = tmp_path / "home"
+    tools = tmp_path / "tools"
     for folder in (home, tools):
         folder.mkdir()
     for name in ("cc", "gcc", "clang", "g++"):

@@ -62,7 +62,8 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], tuple[Any, int]]:
 
     def run(folder: Path) -> tuple[Any, int]:
         made.clear()
-        columns, objects = read(folder, "baseline"), read(folder, "off")
+        columns = read(folder, "baseline")
+        objects = read(folder, "off")
         assert columns == objects
         if isinstance(objects, dcp_metadata.DcpListing):
             assert [*columns.tensors] == [*objects.tensors] and [*columns.files] == [*objects.files]
@@ -83,7 +84,8 @@ def of_torch(ranks: int, layers: int = 1, change: Callable[[Any], None] = lambda
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
     import dcp_shape
 
-    items, at = [], 0
+    items = []
+    at = 0
     for name, shape in dcp_shape.parameters(layers):
         for road in (("model", name), ("optim", "state", name, "exp_avg")):
             items.append(dcp_shape.Item(".".join(road), road, (), shape, at, 1000 + shape[0]))
@@ -136,7 +138,8 @@ def test_what_we_write(both: Any, tmp_path: Path, seed: int) -> None:
         if number % 7 == 3:
             entries.append(ObjectEntry(fqn, (fqn,), "__0_0.distcp", rng.randrange(1 << 40), 7))
             continue
-        dims, rows_ = rng.randrange(11), rng.randrange(1, 1 << rng.choice([4, 12, 20, 40]))
+        dims = rng.randrange(11)
+        rows_ = rng.randrange(1, 1 << rng.choice([4, 12, 20, 40]))
         ranks = rng.choice([1, 3, 40]) if dims else 1
         shape = (rows_ * ranks, *(rng.randrange(1, 300) for _ in range(dims - 1))) if dims else ()
         pieces = [
@@ -166,7 +169,8 @@ def test_damage(both: Any, tmp_path: Path, seed: int) -> None:
     )
     found = set()
     for _ in range(60):
-        at, opcode = rng.randrange(len(raw)), rng.choice([*b"0012\x94\x85(tuaesbh\x81R.N", rng.randrange(256)])
+        at = rng.randrange(len(raw))
+        opcode = rng.choice([*b"0012\x94\x85(tuaesbh\x81R.N", rng.randrange(256)])
         if rng.random() < 0.5:  # behind a row
             at = raw.find(b"ub", at) + 2
         cut = rng.choice([0, 0, 1])

@@ -145,7 +145,8 @@ def test_empty_and_scalar_tensors() -> None:
 
 
 def test_replicas_are_numbered_and_count_once() -> None:
-    box, other = Box((0,), (2,)), Box((2,), (2,))
+    box = Box((0,), (2,))
+    other = Box((2,), (2,))
     marked = mark_replicas([chunk(box, "a"), chunk(other, "a"), chunk(box, "b"), chunk(box, "c"), chunk(other, "b")])
     assert [(each.array.path, each.replica) for each in marked] == [("a", 0), ("a", 0), ("b", 1), ("c", 2), ("b", 1)]
     assert mark_replicas(marked) == marked
@@ -196,14 +197,17 @@ def test_bands_are_judged_as_all_other_boxes(seed: int, monkeypatch: pytest.Monk
     """Bands along dim 0 that tile a tensor, and what is left of them after a box was moved, cut, left out or copied."""
     rng = random.Random(seed)
     dims = rng.randrange(1, 4)
-    width, heights = tuple(rng.randrange(3) for _ in range(dims - 1)), [rng.randrange(1, 4) for _ in range(5)]
+    width = tuple(rng.randrange(3) for _ in range(dims - 1))
+    heights = [rng.randrange(1, 4) for _ in range(5)]
     boxes = [Box((sum(heights[:i]), *(0,) * (dims - 1)), (n, *width)) for i, n in enumerate(heights)]
     shape = (sum(heights), *width)
     assert plainly_tile(tensor("w", shape, boxes).chunks, shape)
     for _ in range(40):
         some = list(boxes)
-        at, d = rng.randrange(5), rng.randrange(dims)
-        offset, extent = list(some[at].offset), list(some[at].shape)
+        at = rng.randrange(5)
+        d = rng.randrange(dims)
+        offset = list(some[at].offset)
+        extent = list(some[at].shape)
         offset[d], extent[d] = offset[d] + rng.choice([0, 0, 1, -1]), extent[d] + rng.choice([0, 0, 1, -1])
         some[at] = Box(tuple(offset), tuple(extent))
         change = rng.randrange(5)

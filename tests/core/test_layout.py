@@ -227,7 +227,8 @@ def test_choices_ask_for_no_names_and_ignore_dims_of_size_1(n: int, sizes: list[
 
     plain = [(f"a{k}", size) for k, size in enumerate(sizes)]
     renamed = [(f"z{len(sizes) - k}", size) for k, size in enumerate(sizes)]
-    a, b = chosen(plain), chosen(renamed)
+    a = chosen(plain)
+    b = chosen(renamed)
     if isinstance(a, str) or isinstance(b, str):
         assert a == b
         return

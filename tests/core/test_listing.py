@@ -11,7 +11,8 @@ from ckpt_tool.core import listing as module
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.listing import Kind, Listing, RowBlock
 
-BF16, F32 = DTYPES["BF16"], DTYPES["F32"]
+BF16 = DTYPES["BF16"]
+F32 = DTYPES["F32"]
 MATRIX: Kind = (BF16, (2, 3), 12)
 VECTOR: Kind = (F32, (3,), 12)
 

@@ -102,10 +102,8 @@ CONFIGS = st.recursive(
 def test_no_config_stops_it(told: object) -> None:
     config = told if isinstance(told, dict) else {"quantization_config": told}
     found = quantisation(config, ["m.weight"])
-    assert (
-        found is None
-        or isinstance(found.scheme, str)
-        and all(type(n) is int and n > 0 for n in (*found.block, *found.bits))
+    assert found is None or (
+        isinstance(found.scheme, str) and all(type(n) is int and n > 0 for n in (*found.block, *found.bits))
     )
     assert section(without(config, CONFIG_KEYS)) is None
 

@@ -20,7 +20,8 @@ def tensors(path: Path) -> tuple[dict[str, tuple[dict[str, Any], bytes]], dict[s
     raw = path.read_bytes()
     (size,) = struct.unpack("<Q", raw[:8])
     head = json.loads(raw[8 : 8 + size])
-    metadata, data = head.pop("__metadata__", {}), raw[8 + size :]
+    metadata = head.pop("__metadata__", {})
+    data = raw[8 + size :]
     return {name: (entry, data[slice(*entry["data_offsets"])]) for name, entry in head.items()}, metadata
 
 
@@ -55,7 +56,8 @@ def apply(old: dict[str, bytes], folder: Path) -> dict[str, bytes]:
                 new = bytes(a ^ b for a, b in zip(old[name], change, strict=True))
             else:
                 (count,) = struct.unpack_from("<I", change)
-                positions, values = struct.unpack_from(f"<{count}I", change, 4), change[4 + 4 * count :]
+                positions = struct.unpack_from(f"<{count}I", change, 4)
+                values = change[4 + 4 * count :]
                 assert len(values) == count and list(positions) == sorted(set(positions))
                 edited = bytearray(old[name])
                 for position, value in zip(positions, values, strict=True):

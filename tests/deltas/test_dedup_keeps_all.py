@@ -31,7 +31,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def steps(tmp_path: Path) -> tuple[Path, Path]:
     """Two steps of a run."""
-    one, two = tmp_path / "run/checkpoint-100", tmp_path / "run/checkpoint-200"
+    one = tmp_path / "run/checkpoint-100"
+    two = tmp_path / "run/checkpoint-200"
     shutil.copytree(LLAMA, one)
     shutil.copytree(LLAMA, two)
     return one, two
@@ -40,7 +41,8 @@ def steps(tmp_path: Path) -> tuple[Path, Path]:
 def archive(steps: tuple[Path, Path], **options: Any) -> dict[str, Any]:
     """Make an archive of the second step, and rebuild the step of it."""
     one, two = steps
-    out, again = two.parents[1] / "archive", two.parents[1] / "again"
+    out = two.parents[1] / "archive"
+    again = two.parents[1] / "again"
     document = ckpt.delta(one, two, out, dedup=True, fsync=False, **options)
     ckpt.patch(one, [out], again, fsync=False)
     assert contents(again) == contents(two)
@@ -108,7 +110,8 @@ def test_force_replaces_the_output_of_patch_and_leaves_a_person_s_files(steps: t
     """A step that is rebuilt from its archive replaces what its reader accounts for, as a conversion does."""
     one, two = steps
     (two / "README.md").write_text("of the second step")
-    out, again = two.parents[1] / "archive", two.parents[1] / "again"
+    out = two.parents[1] / "archive"
+    again = two.parents[1] / "again"
     ckpt.delta(one, two, out, dedup=True, fsync=False)
     shutil.copytree(one, again)
     planned = ckpt.patch(one, [out], again, force=True, dry_run=True)

@@ -90,7 +90,8 @@ def _refused(sources, out):
 
 
 def test_the_link_that_went_wrong_is_named(tmp_path):
-    first, second = tmp_path / "weight_v000001", tmp_path / "weight_v000002"
+    first = tmp_path / "weight_v000001"
+    second = tmp_path / "weight_v000002"
     one = trained(LLAMA, tmp_path / "one", 1)
     two = trained(one, tmp_path / "two", 2)
     ckpt.delta(LLAMA, one, first)
@@ -114,7 +115,9 @@ def test_the_link_that_went_wrong_is_named(tmp_path):
 
 @pytest.mark.parametrize(("encoding", "checksum"), [("xor", "xxh3-128"), ("overwrite", "adler32")])
 def test_a_chain_is_what_the_specification_makes_of_it(tmp_path, encoding, checksum):
-    steps, chain, judged = [LLAMA], [], judge.model(LLAMA)
+    steps = [LLAMA]
+    chain = []
+    judged = judge.model(LLAMA)
     for number in (1, 2, 3):
         steps.append(trained(steps[-1], tmp_path / f"step{number}", number))
         chain.append(tmp_path / f"weight_v00000{number}")
@@ -232,7 +235,8 @@ def test_the_files_of_a_step_come_back_byte_for_byte(tmp_path, case):
     from ckpt_tool.sources.opening import open_source
 
     found = next(path for path in sorted(FIXTURES.glob(case)) if path.is_dir())
-    steps, chain = [Path(open_source(str(found), Reading()).tree.root)], []
+    steps = [Path(open_source(str(found), Reading()).tree.root)]
+    chain = []
     for number in (1, 2):
         step = tmp_path / f"step_{number}"
         shutil.copytree(steps[-1], step)
@@ -256,7 +260,8 @@ def test_the_files_of_a_step_come_back_byte_for_byte(tmp_path, case):
 
 
 def test_steps_give_the_versions_their_numbers(tmp_path):
-    one, two = tmp_path / "checkpoint-100", tmp_path / "checkpoint-250"
+    one = tmp_path / "checkpoint-100"
+    two = tmp_path / "checkpoint-250"
     shutil.copytree(LLAMA, one)
     trained(LLAMA, two, 1)
     document = ckpt.delta(one, two, tmp_path / "archive", dedup=True, fsync=False)

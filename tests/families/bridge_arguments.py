@@ -188,7 +188,7 @@ def main(out: Path, names: list[str]) -> int:
     for case in (*CASES, *CONFIGS):
         if case.swift and "gemma4" in case.name:
             continue  # mcore-bridge's model reads the hub's config itself, its parser states little of it
-        if names and case.name not in names or f"transformers {transformers.__version__}" not in case.versions:
+        if (names and case.name not in names) or f"transformers {transformers.__version__}" not in case.versions:
             continue
         try:
             document[case.name] = row(case)

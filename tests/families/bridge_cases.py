@@ -76,7 +76,8 @@ def hunyuan(shapes: Shapes, again: Again) -> Shapes:
 
 def mimo(shapes: Shapes, _: Again) -> Shapes:
     """`model.mtp.layers.0`: sliding attention, a dense MLP."""
-    there, h = "model.mtp.layers.0.", shapes["model.norm.weight"][0]
+    there = "model.mtp.layers.0."
+    h = shapes["model.norm.weight"][0]
     layer = {name.replace("model.layers.1.", there): shape for name, shape in shapes.items()
              if name.startswith("model.layers.1.self_attn.")}  # fmt: skip
     layer |= {name.replace("model.layers.0.", there): shape for name, shape in shapes.items()
@@ -92,7 +93,8 @@ def mimo(shapes: Shapes, _: Again) -> Shapes:
 
 def mimo_7b(shapes: Shapes, _: Again) -> Shapes:
     """Two `model.mtp_layers`, each as the last of the decoder's, and what joins it."""
-    h, made = shapes["model.norm.weight"][0], dict(shapes)
+    h = shapes["model.norm.weight"][0]
+    made = dict(shapes)
     for layer in range(2):
         there = f"model.mtp_layers.{layer}."
         made |= {k.replace("model.layers.2.", there): v for k, v in shapes.items() if k.startswith("model.layers.2.")}
@@ -124,7 +126,8 @@ def packed(made: Shapes, _: Again | None = None) -> Shapes:
 
 def qwen4(shapes: Shapes, _: Again) -> Shapes:
     """Packed experts, and `mtp.*`: a layer as the last of the decoder's, what joins it, and a mixer of its own."""
-    root, wide = "model.language_model.", shapes["model.language_model.hyper_connection_mixer.hc_norm.weight"]
+    root = "model.language_model."
+    wide = shapes["model.language_model.hyper_connection_mixer.hc_norm.weight"]
     mixer = {
         f"mtp.{k.removeprefix(root)}": v for k, v in shapes.items() if k.startswith(f"{root}hyper_connection_mixer")
     }
@@ -251,7 +254,8 @@ NEMOTRON_H = {
 
 def nemotron_mtp(shapes: Shapes, _: Again, blocks: int = 1) -> Shapes:
     """`mtp.layers`, blocks of two: one of attention, which joins, and one of experts, which ends."""
-    h, made = shapes["backbone.norm_f.weight"][0], dict(shapes)
+    h = shapes["backbone.norm_f.weight"][0]
+    made = dict(shapes)
     for block in range(blocks):
         for inner, like in ((0, 2), (1, 3)):
             made |= {f"mtp.layers.{2 * block + inner}.{name.split('.', 3)[3]}": shape for name, shape in shapes.items()

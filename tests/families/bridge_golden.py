@@ -79,7 +79,8 @@ def saved_shapes(case: Case, config: dict[str, Any], folder: Path) -> Shapes:
 
 def counted(shapes: Shapes) -> dict[str, np.ndarray]:
     """Every element another even number, exact in fp32."""
-    arrays, start = {}, 1
+    arrays = {}
+    start = 1
     for name, shape in shapes.items():
         n = int(np.prod(shape))
         arrays[name] = 2 * np.arange(start, start + n, dtype=np.int64).reshape(shape)
@@ -164,7 +165,8 @@ def keys_of(module: torch.nn.Module) -> tuple[dict[str, list[int]], str]:
         apply_factories(state)
         return [each for each in nested_values(state) if isinstance(each, ShardedTensor)]
 
-    found, unsaved = shards(), ""
+    found = shards()
+    unsaved = ""
     try:
         validate_sharding_integrity(determine_global_metadata(dict(enumerate(found)))[1])
     except AssertionError as e:  # of two shapes under one key
@@ -192,7 +194,8 @@ def loaded(
         for value in state().values():
             value.fill_(float("nan") if value.is_floating_point() else -1)
     load()
-    arrays, untouched = {}, []
+    arrays = {}
+    untouched = []
     for name, value in state().items():
         if not value.is_floating_point() and (value == -1).all():  # counts that no file has
             continue
@@ -209,14 +212,17 @@ def loaded(
 
 def runs(array: np.ndarray) -> list[Any]:
     """[shape, [first, length, step]...] of the values in row-major order."""
-    flat, found, at = array.ravel(), [], 0
+    flat = array.ravel()
+    found = []
+    at = 0
     steps = np.diff(flat)
     while at < len(flat):
         step = int(steps[at]) if at < len(steps) else 2
         change = np.flatnonzero(steps[at:] != step)
         length = int(change[0]) + 1 if len(change) else len(flat) - at
         if length == 1 or (length == 2 and step != 2):
-            length, step = 1, 2
+            length = 1
+            step = 2
         found.append([int(flat[at]), length, step])
         at += length
     return [list(array.shape), found]
@@ -313,7 +319,8 @@ def alike(case: Case, folder: Path) -> bool:
         if not golden(replace(case, swift=True, provider=mtp, posing={}), Path(temp)):
             return False
         mine, theirs = (json.loads((at / f"{case.name}.json").read_text()) for at in (folder, Path(temp)))
-    tensors, others = mine["megatron"], theirs["megatron"]
+    tensors = mine["megatron"]
+    others = theirs["megatron"]
     differ = [name for name in sorted(tensors | others) if tensors.get(name) != others.get(name)]
     keys = [key for key in sorted(mine["torch_dist"] | theirs["torch_dist"]) if key not in theirs["torch_dist"]]
     print(f"{case.name}: {len(differ)} tensors otherwise {differ[:4]}, keys missing {keys[:4]}", flush=True)

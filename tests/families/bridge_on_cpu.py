@@ -102,7 +102,8 @@ class Norm(_Module):
     def __init__(self, normalized_shape: Any = None, eps: float = 1e-5, *, zero_centered_gamma: bool = False,
                  params_dtype: Any = None, hidden_size: Any = None, **_: Any) -> None:  # fmt: skip
         super().__init__()
-        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
         self.weight = _empty(normalized_shape or hidden_size, dtype=params_dtype)
         _filled(self.weight, None if zero_centered_gamma else torch.nn.init.ones_)
 
@@ -131,7 +132,9 @@ class Linear(_Module):
             tp_size = tp_group.size()
         self.in_features = in_features // tp_size if parallel_mode == "row" else in_features
         self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
-        self.parallel_mode, self.use_bias, self.tp_size = parallel_mode, bias, tp_size
+        self.parallel_mode = parallel_mode
+        self.use_bias = bias
+        self.tp_size = tp_size
         self.weight = _empty(self.out_features, self.in_features, dtype=params_dtype)
         _filled(self.weight, init_method)
         self._cut(self.weight, 0 if parallel_mode == "column" else 1)
@@ -144,7 +147,8 @@ class Linear(_Module):
 
     def _cut(self, parameter: Any, dim: int) -> None:
         parameter.tensor_model_parallel = self.parallel_mode is not None and self.tp_size > 1
-        parameter.partition_dim, parameter.partition_stride = dim, 1
+        parameter.partition_dim = dim
+        parameter.partition_stride = 1
 
 
 class LayerNormLinear(Linear):
@@ -164,7 +168,10 @@ class GroupedLinear(_Module):
                  init_method: Any = None, bias: bool = True, parallel_mode: str | None = None,
                  params_dtype: Any = None, **_: Any) -> None:  # fmt: skip
         super().__init__()
-        self.num_gemms, self.use_bias, self.tp_size, self.parallel_mode = num_gemms, bias, tp_size, parallel_mode
+        self.num_gemms = num_gemms
+        self.use_bias = bias
+        self.tp_size = tp_size
+        self.parallel_mode = parallel_mode
         self.in_features = in_features // tp_size if parallel_mode == "row" else in_features
         self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
         for number in range(num_gemms):

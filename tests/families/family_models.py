@@ -51,7 +51,8 @@ def config_of(family: str, **change: Any) -> dict[str, Any]:
     """A config.json: 2 layers (the first dense), 6 heads in 2 groups of 4, hidden 18. change: by the keys of
     `SIZES`. Where `tiny` has a part of its own for the language model, the sizes stand there."""
     known = by_name(family)
-    first, read = known.classes[0], set(re.findall(r"[a-z_]+", " ".join(known.axes.values())))
+    first = known.classes[0]
+    read = set(re.findall(r"[a-z_]+", " ".join(known.axes.values())))
     named = {"model_type": first.model_type, "architectures": [first.architecture]}
     whole: dict[str, Any] = {"tie_word_embeddings": False, **deepcopy(dict(known.tiny))}
     part = whole
@@ -103,7 +104,8 @@ def as_it_has_them(dialect: str, config: dict[str, Any]) -> dict[str, Any]:
 def random_config(family: str, seed: int, **change: Any) -> dict[str, Any]:
     """Odd sizes that the real class takes: heads divide the hidden size, and rotary halves a head."""
     rng = random.Random(seed)
-    groups, repeats = rng.randint(1, 3), rng.randint(1, 3)
+    groups = rng.randint(1, 3)
+    repeats = rng.randint(1, 3)
     repeats *= 2 if any("2 * g" in size for size in by_name(family).axes.values()) else 1  # layers of twice the groups
     sizes = {
         "hidden_size": groups * repeats * rng.randint(1, 3),
@@ -122,7 +124,8 @@ def class_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
     if "vision_config" not in given or "text_config" in given:
         return given
-    vision, tied = given.pop("vision_config"), given["tie_word_embeddings"]
+    vision = given.pop("vision_config")
+    tied = given["tie_word_embeddings"]
     layers = ["dense"] + ["sparse"] * (given["num_hidden_layers"] - 1)
     text = {**given, "moe_num_experts": given["moe_num_experts"][0], "mlp_layer_types": layers}
     return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
@@ -147,14 +150,17 @@ def hub_shapes(family: str, config: Mapping[str, Any], *, mtp: bool = False) -> 
     """{name: shape} in dialect `hf`, as the real class saves them, or by the family's rules where it saves in another;
     with `mtp`, one layer of multi-token prediction as published files have it (transformers builds none: it is a layer
     like the others, and what joins it to them)."""
-    shapes, known = saved_shapes(config), by_name(family)
+    shapes = saved_shapes(config)
+    known = by_name(family)
     if known.saved != "hf":
         made = mapping(known, known.saved, "hf", shapes, config).made
         used = {piece.src.name for each in made for piece in each.pieces}
         shapes = {name: n for name, n in shapes.items() if name not in used} | {each.name: each.shape for each in made}
     if not mtp:
         return shapes
-    h, v, layers = config["hidden_size"], config["vocab_size"], config["num_hidden_layers"]
+    h = config["hidden_size"]
+    v = config["vocab_size"]
+    layers = config["num_hidden_layers"]
     more = _saved(json.dumps({**config, "num_hidden_layers": layers + 1}))
     if family == "ernie4_5_moe":
         shapes |= {
@@ -197,7 +203,8 @@ def in_a_tower(family: str, name: str) -> bool:
 
 def counted(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """Arrays of those shapes in which no two elements are alike."""
-    arrays, start = {}, 0
+    arrays = {}
+    start = 0
     for name, shape in shapes.items():
         n = int(np.prod(shape))
         arrays[name] = np.arange(start, start + n, dtype=np.int64).reshape(shape)

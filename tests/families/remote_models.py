@@ -56,28 +56,29 @@ class Gate(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        heads, groups, d, h = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            config.hidden_size,
-        )
+        heads = config.num_attention_heads
+        groups = config.num_key_value_heads
+        d = config.head_dim
+        h = config.hidden_size
         self.query_key_value = nn.Linear(h, (heads + 2 * groups) * d, bias=getattr(config, "use_qkv_bias", False))
-        self.query_layernorm, self.key_layernorm = Norm(d), Norm(d)
+        self.query_layernorm = Norm(d)
+        self.key_layernorm = Norm(d)
         self.dense = nn.Linear(heads * d, h, bias=getattr(config, "use_bias", False))
 
 
 class Mlp(nn.Module):
     def __init__(self, h: int, f: int) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(h, f, bias=False), nn.Linear(h, f, bias=False)
+        self.gate_proj = nn.Linear(h, f, bias=False)
+        self.up_proj = nn.Linear(h, f, bias=False)
         self.down_proj = nn.Linear(f, h, bias=False)
 
 
 class Experts(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        h, m = config.hidden_size, config.moe_intermediate_size
+        h = config.hidden_size
+        m = config.moe_intermediate_size
         self.gate = Gate(config)
         self.experts = nn.ModuleList(Mlp(h, m) for _ in range(config.num_experts))
         self.shared_experts = Mlp(h, m * config.num_shared_experts)
@@ -89,12 +90,15 @@ class Layer(nn.Module):
     def __init__(self, config: Any, number: int) -> None:
         super().__init__()
         h = config.hidden_size
-        self.input_layernorm, self.post_attention_layernorm = Norm(h), Norm(h)
+        self.input_layernorm = Norm(h)
+        self.post_attention_layernorm = Norm(h)
         self.attention = Attention(config)
         dense = number < config.first_k_dense_replace
         self.mlp = Mlp(h, config.intermediate_size) if dense else Experts(config)
         if number >= config.num_hidden_layers:
-            self.enorm, self.hnorm, self.final_layernorm = Norm(h), Norm(h), Norm(h)
+            self.enorm = Norm(h)
+            self.hnorm = Norm(h)
+            self.final_layernorm = Norm(h)
             self.eh_proj = nn.Linear(2 * h, h, bias=False)
 
 
@@ -132,27 +136,36 @@ class KimiK3Config(PreTrainedConfig):  # type: ignore[misc]
 class KimiDelta(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        stated, h = config.linear_attn_config, config.hidden_size
-        heads, d, kernel = stated["num_heads"], stated["head_dim"], stated["short_conv_kernel_size"]
+        stated = config.linear_attn_config
+        h = config.hidden_size
+        heads = stated["num_heads"]
+        d = stated["head_dim"]
+        kernel = stated["short_conv_kernel_size"]
         for name in ("q", "k", "v"):
             setattr(self, f"{name}_proj", nn.Linear(h, heads * d, bias=False))
             convolution = nn.Conv1d(heads * d, heads * d, kernel, groups=heads * d, bias=False)
             setattr(self, f"{name}_conv1d", convolution)
-        self.A_log, self.dt_bias = nn.Parameter(torch.empty(heads)), nn.Parameter(torch.empty(heads * d))
-        self.f_a_proj, self.f_b_proj = nn.Linear(h, d, bias=False), nn.Linear(d, heads * d, bias=False)
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads * d))
+        self.f_a_proj = nn.Linear(h, d, bias=False)
+        self.f_b_proj = nn.Linear(d, heads * d, bias=False)
         self.b_proj = nn.Linear(h, heads, bias=False)
         if stated.get("use_full_rank_gate", False):
             self.g_proj = nn.Linear(h, heads * d, bias=False)
         else:
-            self.g_a_proj, self.g_b_proj = nn.Linear(h, d, bias=False), nn.Linear(d, heads * d, bias=False)
-        self.o_norm, self.o_proj = Norm(d), nn.Linear(heads * d, h, bias=False)
+            self.g_a_proj = nn.Linear(h, d, bias=False)
+            self.g_b_proj = nn.Linear(d, heads * d, bias=False)
+        self.o_norm = Norm(d)
+        self.o_proj = nn.Linear(heads * d, h, bias=False)
 
 
 class KimiLatent(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        heads, h = config.num_attention_heads, config.hidden_size
-        query, values = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+        heads = config.num_attention_heads
+        h = config.hidden_size
+        query = config.qk_nope_head_dim + config.qk_rope_head_dim
+        values = config.v_head_dim
         if config.q_lora_rank is None:
             self.q_proj = nn.Linear(h, heads * query, bias=False)
         else:
@@ -170,17 +183,16 @@ class KimiLatent(nn.Module):
 class KimiExpert(nn.Module):
     def __init__(self, h: int, m: int) -> None:
         super().__init__()
-        self.w1, self.w2, self.w3 = (
-            nn.Linear(h, m, bias=False),
-            nn.Linear(m, h, bias=False),
-            nn.Linear(h, m, bias=False),
-        )
+        self.w1 = nn.Linear(h, m, bias=False)
+        self.w2 = nn.Linear(m, h, bias=False)
+        self.w3 = nn.Linear(h, m, bias=False)
 
 
 class KimiExperts(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        h, m = config.hidden_size, config.moe_intermediate_size
+        h = config.hidden_size
+        m = config.moe_intermediate_size
         inner = config.routed_expert_hidden_size or h
         self.experts = nn.ModuleList(KimiExpert(inner, m) for _ in range(config.num_experts))
         self.gate = nn.Module()
@@ -204,9 +216,11 @@ class KimiK3Layer(nn.Module):
             self.mlp = Mlp(h, config.intermediate_size)
         else:
             self.block_sparse_moe = KimiExperts(config)
-        self.input_layernorm, self.post_attention_layernorm = Norm(h), Norm(h)
+        self.input_layernorm = Norm(h)
+        self.post_attention_layernorm = Norm(h)
         if config.attn_res_block_size is not None:
-            self.self_attention_res_norm, self.mlp_res_norm = Norm(h), Norm(h)
+            self.self_attention_res_norm = Norm(h)
+            self.mlp_res_norm = Norm(h)
             self.self_attention_res_proj = nn.Linear(h, 1, bias=False)
             self.mlp_res_proj = nn.Linear(h, 1, bias=False)
 
@@ -219,7 +233,8 @@ class KimiK3Decoder(nn.Module):
         self.layers = nn.ModuleList(KimiK3Layer(config, number) for number in range(config.num_hidden_layers))
         self.norm = Norm(h)
         if config.attn_res_block_size is not None:
-            self.output_attn_res_norm, self.output_attn_res_proj = Norm(h), nn.Linear(h, 1, bias=False)
+            self.output_attn_res_norm = Norm(h)
+            self.output_attn_res_proj = nn.Linear(h, 1, bias=False)
 
 
 class KimiK3Language(nn.Module):
@@ -232,19 +247,24 @@ class KimiK3Language(nn.Module):
 class KimiK3Block(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        h, wide = config.vt_hidden_size, config.qkv_hidden_size
-        self.norm0, self.norm1 = Norm(h), Norm(h)
+        h = config.vt_hidden_size
+        wide = config.qkv_hidden_size
+        self.norm0 = Norm(h)
+        self.norm1 = Norm(h)
         self.mlp = nn.Module()
         self.mlp.fc0 = nn.Linear(h, config.vt_intermediate_size, bias=False)
         self.mlp.fc1 = nn.Linear(config.vt_intermediate_size, h, bias=False)
-        self.wqkv, self.wo = nn.Linear(h, 3 * wide, bias=False), nn.Linear(wide, h, bias=False)
+        self.wqkv = nn.Linear(h, 3 * wide, bias=False)
+        self.wo = nn.Linear(wide, h, bias=False)
 
 
 class KimiK3Tower(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        h, patch = config.vt_hidden_size, config.patch_size
-        self.patch_embed, self.encoder = nn.Module(), nn.Module()
+        h = config.vt_hidden_size
+        patch = config.patch_size
+        self.patch_embed = nn.Module()
+        self.encoder = nn.Module()
         self.patch_embed.proj = nn.Conv2d(3, h, patch, patch, bias=False)
         self.patch_embed.pos_emb = nn.Module()
         sizes = config.init_pos_emb_height, config.init_pos_emb_width

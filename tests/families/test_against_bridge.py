@@ -53,7 +53,8 @@ def config_of(case: str) -> dict[str, Any]:
 
 def hub_of(document: dict[str, Any]) -> Arrays:
     """The checkpoint that the bridge was given: 2, 4, 6, ..."""
-    arrays, start = {}, 1
+    arrays = {}
+    start = 1
     for name, shape in document["hub"].items():
         n = int(np.prod(shape))
         arrays[name] = 2 * np.arange(start, start + n, dtype=np.int64).reshape(shape)
@@ -131,7 +132,8 @@ def test_what_no_bridge_was_run_for_is_listed() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_megatron_s_tensors_are_the_bridge_s(case: str) -> None:
-    document, config = golden(case), config_of(case)
+    document = golden(case)
+    config = config_of(case)
     hub = hub_of(document)
     family, dialect = find(config, shapes_of(hub))  # `hf`, or what transformers saves in another layout
     want = arrays_of(document["megatron"], by_head=by_head(document))
@@ -230,7 +232,9 @@ def hub_folder(case: str, folder: Path) -> str:
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("swift_")])
 def test_ms_swift_s_layout_is_written_and_read(case: str, tmp_path: Path) -> None:
     """By the command, over two ranks: its elements are those of the real model, and the hub's files come back."""
-    document, hub, there = golden(case), hub_folder(case, tmp_path / "hub"), str(tmp_path / "there")
+    document = golden(case)
+    hub = hub_folder(case, tmp_path / "hub")
+    there = str(tmp_path / "there")
     writing = Writing(to="megatron-dist", dialect="megatron-swift", degrees={"tp": 2}, fsync=False)
     convert(hub, there, Reading(), writing, Silent())
     found = ckpt.open(there)
@@ -258,7 +262,8 @@ def test_ms_swift_s_layout_is_written_and_read(case: str, tmp_path: Path) -> Non
 
 def test_one_bridge_s_layout_becomes_the_other_s(tmp_path: Path) -> None:
     """From Megatron-Bridge's checkpoint, without the hub between."""
-    hub, nvidia = hub_folder("swift_qwen3_next", tmp_path / "hub"), str(tmp_path / "nvidia")
+    hub = hub_folder("swift_qwen3_next", tmp_path / "hub")
+    nvidia = str(tmp_path / "nvidia")
     convert(hub, nvidia, Reading(), Writing(to="megatron-dist", fsync=False), Silent())
     writing = Writing(to="megatron-dist", dialect="megatron-swift", fsync=False)
     convert(nvidia, str(tmp_path / "swift"), Reading(), writing, Silent())

@@ -115,7 +115,8 @@ def as_arguments(case: str) -> dict[str, Any]:
     if "provider" not in row:
         out = {**SWIFT, **out, **({"squared_relu": True} if out.get("activation_func") == "squared_relu" else {})}
     else:  # what the class of all GPT models has where it is not stated
-        gated, activation = out.pop("gated_linear_unit", False), out.pop("activation_func", "gelu")
+        gated = out.pop("gated_linear_unit", False)
+        activation = out.pop("activation_func", "gelu")
         if gated:
             out[GATES[activation]] = True
         elif activation == "squared_relu":
@@ -170,6 +171,7 @@ def test_what_is_listed_differs() -> None:
 @pytest.mark.parametrize("case", ROWS)
 def test_numbers_that_decide_nothing_alone(case: str) -> None:
     """Lengths, initial values, dropout: stated, and not compared by `differing`."""
-    args, theirs = megatron_args(config_of(case)).config, as_arguments(case)
+    args = megatron_args(config_of(case)).config
+    theirs = as_arguments(case)
     for name in ("attention_dropout", "init_method_std", "hidden_dropout"):
         assert args.get(name, theirs.get(name)) == theirs.get(name, args.get(name)), name

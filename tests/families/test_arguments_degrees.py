@@ -61,7 +61,8 @@ GROUPED = [
 
 
 def job(folder: Path, config: dict[str, Any], shapes: dict[str, Any], tp: int) -> dict[str, Any]:
-    hub, arrays = folder / "hub", {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    hub = folder / "hub"
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     hub.mkdir()
     safetensors.save_file(arrays, hub / "model.safetensors", {"format": "pt"})
     (hub / "config.json").write_text(json.dumps(config))

@@ -18,7 +18,8 @@ CONFIG = {
     "intermediate_size": 96,
     "vocab_size": 48,
 }
-OLD, NEW = "model.layers.1.self_attn.o_proj", "decoder.layers.1.self_attention.linear_proj"
+OLD = "model.layers.1.self_attn.o_proj"
+NEW = "decoder.layers.1.self_attention.linear_proj"
 
 
 def test_a_renamed_weight_takes_its_scales_along() -> None:

@@ -56,7 +56,8 @@ def test_layers_have_their_own_attentions() -> None:
 def test_the_hub_s_files_come_back(tmp_path: Path) -> None:
     reading = Reading(config=config(tmp_path))
     convert(str(SAVED), str(tmp_path / "hub"), reading, Writing(to="safetensors", fsync=False), Silent())
-    got, want = load_file(tmp_path / "hub" / "model.safetensors"), hub_of(golden("gemma4"))
+    got = load_file(tmp_path / "hub" / "model.safetensors")
+    want = hub_of(golden("gemma4"))
     assert got.keys() == want.keys()
     for name, array in want.items():
         np.testing.assert_array_equal(got[name], array, err_msg=name)

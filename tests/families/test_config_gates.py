@@ -123,7 +123,7 @@ def held(kind: str, config: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(("kind", "config"), CASES, ids=[f"{kind}-{n}" for n, (kind, _) in enumerate(CASES)])
 def test_there_and_back(kind: str, config: dict[str, Any]) -> None:
     args, notes = megatron_args({"model_type": kind, **config})
-    assert bool(notes) == (kind.startswith("gemma") or kind == "falcon" and config.get("parallel_attn", True))
+    assert bool(notes) == (kind.startswith("gemma") or (kind == "falcon" and config.get("parallel_attn", True)))
     back, lost = from_megatron(args, "phi3" if kind == "phi3" else None)  # Phi-3's arguments are Llama's
     assert not lost and back["model_type"] == kind
     assert held(kind, back) == held(kind, config)

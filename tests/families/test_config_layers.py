@@ -230,7 +230,7 @@ def held(kind: str, config: dict[str, Any]) -> dict[str, Any]:
     told |= {"eos_token_id": 1}  # without one Qwen4-Exp has no embeddings of n-grams
     loaded = transformers.AutoConfig.for_model(kind, **told).to_dict()
     kept = {
-        key: value for key, value in loaded.items() if key not in SILENT or kind == "qwen3_next" and key[:4] == "norm"
+        key: value for key, value in loaded.items() if key not in SILENT or (kind == "qwen3_next" and key[:4] == "norm")
     }
     rope = loaded["rope_parameters"] if "rope_parameters" in loaded else {}
     return {**kept, "rope_parameters": {key: value for key, value in (rope or {}).items() if key != "type"}}
@@ -243,7 +243,8 @@ def test_there_and_back(kind: str, config: dict[str, Any], words: tuple[str, ...
     back, lost = from_megatron(args, family_of(kind).name)
     if kind in TEXTS:
         assert back["model_type"] == TEXTS[kind] and "sees or hears" in lost[0]
-        back, lost = {**back["text_config"], "tie_word_embeddings": back["tie_word_embeddings"]}, lost[1:]
+        back = {**back["text_config"], "tie_word_embeddings": back["tie_word_embeddings"]}
+        lost = lost[1:]
     assert not lost and back["model_type"] == kind
     assert held(kind, back) == held(kind, config)
     again = megatron_args(back)

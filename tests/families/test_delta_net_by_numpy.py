@@ -41,7 +41,8 @@ def with_ahead(name: str, config: dict[str, Any]) -> tuple[Arrays, str]:
     shapes = hub_shapes(name, config)
     root = next(key for key in shapes if key.endswith("embed_tokens.weight")).removesuffix("embed_tokens.weight")
     text = by_name(name).facts(config)
-    last, h = f"{root}layers.{text['num_hidden_layers'] - 1}.", text["hidden_size"]
+    last = f"{root}layers.{text['num_hidden_layers'] - 1}."
+    h = text["hidden_size"]
     layer = {key.replace(last, "mtp.layers.0."): n for key, n in shapes.items() if key.startswith(last)}
     fused = layer.pop("mtp.layers.0.mlp.experts.gate_up_proj", None)  # released one by one here, whatever the others
     layer.pop("mtp.layers.0.mlp.experts.down_proj", None)
@@ -56,7 +57,8 @@ def with_ahead(name: str, config: dict[str, Any]) -> tuple[Arrays, str]:
 
 
 def attention(hub: Arrays, at: str, config: dict[str, Any], swift: bool) -> Arrays:
-    groups, d = config["num_key_value_heads"], config["head_dim"]
+    groups = config["num_key_value_heads"]
+    d = config["head_dim"]
     out = {}
     for leaf in ("weight", "bias"):
         if f"{at}q_proj.{leaf}" not in hub:
@@ -97,7 +99,8 @@ def delta_net(hub: Arrays, at: str, config: dict[str, Any], swift: bool) -> Arra
     else:
         parts = end_to_end(hub[f"{at}in_proj_qkv.weight"], *wide)
         parts += [hub[f"{at}in_proj_{x}.weight"].reshape(heads, -1, parts[0].shape[-1]) for x in "zba"]
-    kernel, mark = hub[f"{at}conv1d.weight"], "_by_head" if swift else ""
+    kernel = hub[f"{at}conv1d.weight"]
+    mark = "_by_head" if swift else ""
     return {
         f"in_proj.weight{mark}": joined(parts).reshape(-1, parts[0].shape[-1]),
         f"conv1d.weight{mark}": joined(end_to_end(kernel, *wide)).reshape(kernel.shape),
@@ -113,7 +116,8 @@ def delta_net(hub: Arrays, at: str, config: dict[str, Any], swift: bool) -> Arra
 def test_both_layouts_equal_what_numpy_makes_of_the_hub(name: str, dialect: str, change: dict[str, Any]) -> None:
     config = config_of(name, num_hidden_layers=4, **change)
     hub, root = with_ahead(name, config)
-    text, swift = by_name(name).facts(config), dialect.endswith("swift")
+    text = by_name(name).facts(config)
+    swift = dialect.endswith("swift")
     got = moved(name, "hf", dialect, hub, config)
     front = "language_model." if root.count("language_model") else ""
     want: Arrays = {f"{front}mtp.layers.0.{there}.weight": hub[f"mtp.{here}.weight"] for here, there in JOINED.items()}

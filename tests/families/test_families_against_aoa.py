@@ -24,11 +24,13 @@ CASES: dict[str, dict[str, Any]] = json.loads(
 )
 Arrays = dict[str, np.ndarray]
 TIED = [name for name in CASES if CASES[name]["config"]["tie_word_embeddings"]]
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def source_of(name: str) -> Arrays:
-    out, tag = {}, 1
+    out = {}
+    tag = 1
     for key, shape in CASES[name]["shapes"].items():
         out[key] = np.arange(tag, tag + int(np.prod(shape))).reshape(shape)
         tag += int(np.prod(shape))

@@ -37,10 +37,14 @@ def grouped(q: np.ndarray, k: np.ndarray, v: np.ndarray, groups: int, d: int) ->
 
 
 def of_phi3(hub: Arrays, at: str, config: dict[str, Any]) -> Arrays:
-    groups, d = config["num_key_value_heads"], config["head_dim"]
-    rows, key_rows = config["num_attention_heads"] * d, groups * d
+    groups = config["num_key_value_heads"]
+    d = config["head_dim"]
+    rows = config["num_attention_heads"] * d
+    key_rows = groups * d
     whole = hub[f"{at}.self_attn.qkv_proj.weight"]
-    q, k, v = whole[:rows], whole[rows : rows + key_rows], whole[rows + key_rows :]
+    q = whole[:rows]
+    k = whole[rows : rows + key_rows]
+    v = whole[rows + key_rows :]
     return {
         "input_layernorm.weight": hub[f"{at}.input_layernorm.weight"],
         "pre_mlp_layernorm.weight": hub[f"{at}.post_attention_layernorm.weight"],
@@ -53,7 +57,8 @@ def of_phi3(hub: Arrays, at: str, config: dict[str, Any]) -> Arrays:
 
 def of_llama(hub: Arrays, at: str, config: dict[str, Any]) -> Arrays:
     """The attention that glm4, gemma and gpt-oss share."""
-    groups, d = config["num_key_value_heads"], config["head_dim"]
+    groups = config["num_key_value_heads"]
+    d = config["head_dim"]
     out = {"self_attention.linear_proj.weight": hub[f"{at}.self_attn.o_proj.weight"]}
     for leaf in ("weight", "bias"):
         if f"{at}.self_attn.q_proj.{leaf}" in hub:
@@ -121,7 +126,9 @@ def of_gpt2(hub: Arrays, at: str, config: dict[str, Any]) -> Arrays:
 
 
 def of_falcon(hub: Arrays, at: str, config: dict[str, Any]) -> Arrays:
-    heads, h, new = config["num_attention_heads"], config["hidden_size"], config["new_decoder_architecture"]
+    heads = config["num_attention_heads"]
+    h = config["hidden_size"]
+    new = config["new_decoder_architecture"]
     d = h // heads
     norms = {
         "ln_attn": "input_layernorm",
@@ -140,13 +147,22 @@ def of_falcon(hub: Arrays, at: str, config: dict[str, Any]) -> Arrays:
         tail = whole.shape[1:]
         if new:
             split = whole.reshape(-1, heads // config["num_kv_heads"] + 2, d, *tail)
-            q, k, v, groups = split[:, :-2], split[:, -2], split[:, -1], config["num_kv_heads"]
+            q = split[:, :-2]
+            k = split[:, -2]
+            v = split[:, -1]
+            groups = config["num_kv_heads"]
         elif not config["multi_query"]:
             split = whole.reshape(heads, 3, d, *tail)
-            q, k, v, groups = split[:, 0], split[:, 1], split[:, 2], heads
+            q = split[:, 0]
+            k = split[:, 1]
+            v = split[:, 2]
+            groups = heads
         else:
             split = whole.reshape(heads + 2, d, *tail)
-            q, k, v, groups = split[:-2], split[[-2]], split[[-1]], 1
+            q = split[:-2]
+            k = split[[-2]]
+            v = split[[-1]]
+            groups = 1
         q, k, v = (part.reshape(-1, *tail) for part in (q, k, v))
         out |= {
             f"self_attention.linear_qkv.{leaf}": grouped(q, k, v, groups, d),
@@ -236,7 +252,9 @@ def test_these_heads_are_tied_unless_the_config_says_otherwise(name: str, said: 
     shapes = {key: n for key, n in hub_shapes(name, config_of(name)).items() if key != "lm_head.weight"}
     dialect = "megatron" if name != "bloom" else "hf-bare"
     (alias,) = mapping(by_name(name), "hf", dialect, shapes, config).aliases
-    assert alias[0] in ("output_layer.weight", "lm_head.weight") and "word_embeddings" in alias[1] or "wte" in alias[1]
+    assert (alias[0] in ("output_layer.weight", "lm_head.weight") and "word_embeddings" in alias[1]) or "wte" in alias[
+        1
+    ]
     if dialect == "megatron":
         both = mapping(by_name(name), "hf", dialect, hub_shapes(name, config_of(name)), config)
         assert both.dropped == ("lm_head.weight",)

@@ -30,7 +30,8 @@ def tree_of(folder):
 @pytest.mark.parametrize("layout", ["flat", "nested"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tree_is_the_hub_s_model(name, layout, tmp_path):
-    tree, hub = MADE / name / layout, MADE / name / "hub"
+    tree = MADE / name / layout
+    hub = MADE / name / "hub"
     words = ["convert", str(tree), str(tmp_path / "hub"), "--to", "safetensors", "--config", str(hub / "config.json")]
     assert run([*words, "-q"]) == 0
     assert same(tmp_path / "hub", hub)
@@ -38,7 +39,8 @@ def test_a_tree_is_the_hub_s_model(name, layout, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_of_the_hub_is_a_tree(name, tmp_path):
-    out, flat = tmp_path / "tree", MADE / name / "flat"
+    out = tmp_path / "tree"
+    flat = MADE / name / "flat"
     words = ["convert", str(MADE / name / "hub"), str(out), "--to", "orbax", "--dialect", "gemma", "-q"]
     assert run(words) == 0
     assert same(out, flat)
@@ -48,7 +50,9 @@ def test_a_model_of_the_hub_is_a_tree(name, tmp_path):
 def test_moments_follow_their_weights(tmp_path):
     """With an optimizer it is a trainer's tree: weights below `params`, moments in optax's state."""
     torch = pytest.importorskip("torch")
-    hub, source, out = MADE / "gemma3/hub", tmp_path / "state.pt", tmp_path / "tree"
+    hub = MADE / "gemma3/hub"
+    source = tmp_path / "state.pt"
+    out = tmp_path / "tree"
     model = {name: torch.from_numpy(value) for name, value in load_file(hub / "model.safetensors").items()}
     state = {
         name: {"exp_avg": value * 2, "exp_avg_sq": value * 3, "step": torch.tensor(4.0)}
@@ -66,7 +70,8 @@ def test_moments_follow_their_weights(tmp_path):
 @pytest.mark.parametrize("gone", ["layer_1.mlp.linear", "layer_2", "final_norm", "embedder"])
 @pytest.mark.parametrize("layout", ["flat", "nested"])
 def test_what_a_tree_lacks_is_named(layout, gone, tmp_path, capsys):
-    hub, tree = MADE / "gemma3/hub", MADE / "gemma3" / layout
+    hub = MADE / "gemma3/hub"
+    tree = MADE / "gemma3" / layout
     pattern = f"*{gone if layout == 'nested' else gone.replace('.', '/')}*"
     part = tmp_path / "part"
     assert (

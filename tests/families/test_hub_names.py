@@ -63,7 +63,8 @@ def test_the_names_in_memory_come_to_those_that_the_real_library_saves(family: s
     want = {name: tensor.numpy() for name, tensor in revert_weight_conversion(model, dict(live)).items()}
     arrays = {name: tensor.numpy() for name, tensor in live.items()}
     shapes = {name: array.shape for name, array in arrays.items()}
-    dialect, saved = find(config, shapes).dialect, by_name(family).saved
+    dialect = find(config, shapes).dialect
+    saved = by_name(family).saved
     assert (dialect == saved) == (arrays.keys() == want.keys())
     mapped = mapping(by_name(family), dialect, saved, shapes, config)
     pieces = [piece for made in mapped.made for piece in made.pieces]

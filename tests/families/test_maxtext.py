@@ -30,7 +30,8 @@ def same(a, b):
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_a_tree_is_the_hub_s_model_and_back(name, layout, tmp_path):
-    tree, hub = MADE / name / layout, MADE / name / "hub"
+    tree = MADE / name / layout
+    hub = MADE / name / "hub"
     words = ["--config", str(hub / "config.json"), "-q"]
     words += ["--vocab-size", "40"] if name in ROWS else []
     words += ["--dtype", "bf16"] if name in ROUNDED else []
@@ -38,7 +39,8 @@ def test_a_tree_is_the_hub_s_model_and_back(name, layout, tmp_path):
     back = MADE / name / "back"  # what MaxText's hooks make of the tree, where it is not the hub's to the bit
     assert same(tmp_path / "hub", back if back.exists() else hub)
     dialect = "maxtext" if layout == "scanned" else "maxtext-unscanned"
-    out, words = tmp_path / "tree", ["--vocab-size", ROWS[name], "-q"] if name in ROWS else ["-q"]
+    out = tmp_path / "tree"
+    words = ["--vocab-size", ROWS[name], "-q"] if name in ROWS else ["-q"]
     assert run(["convert", str(hub), str(out), "--to", "orbax", "--dialect", dialect, *words]) == 0
     assert same(out, tree)
     rows = [json.loads((path / "items/_METADATA").read_text())["tree_metadata"] for path in (out, tree)]
@@ -48,7 +50,9 @@ def test_a_tree_is_the_hub_s_model_and_back(name, layout, tmp_path):
 def test_moments_follow_their_weights(tmp_path):
     """Adam's moments lie as their weight does, beside one count."""
     torch = pytest.importorskip("torch")
-    hub, source, out = MADE / "qwen3/hub", tmp_path / "state.pt", tmp_path / "tree"
+    hub = MADE / "qwen3/hub"
+    source = tmp_path / "state.pt"
+    out = tmp_path / "tree"
     model = {name: torch.from_numpy(value) for name, value in load_file(hub / "model.safetensors").items()}
     moments = {"exp_avg": 2.0, "exp_avg_sq": 3.0}
     state = {
@@ -68,7 +72,8 @@ def test_moments_follow_their_weights(tmp_path):
 
 def test_queries_in_another_scale_are_rounded_once_and_named(tmp_path, capsys):
     """Both layouts of one model are one change: from one to the other every bit stays."""
-    hub, tree = MADE / "llama31/hub", MADE / "llama31/scanned"
+    hub = MADE / "llama31/hub"
+    tree = MADE / "llama31/scanned"
     assert run(["convert", str(hub), str(tmp_path / "out"), "--to", "orbax", "--dialect", "maxtext"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
@@ -82,7 +87,8 @@ def test_queries_in_another_scale_are_rounded_once_and_named(tmp_path, capsys):
 @pytest.mark.parametrize("case", ["llama", "gemma4_experts"])  # queries; an embedding
 def test_moments_of_another_scale_are_refused(case, tmp_path, capsys):
     torch = pytest.importorskip("torch")
-    hub, source = MADE / case / "hub", tmp_path / "state.pt"
+    hub = MADE / case / "hub"
+    source = tmp_path / "state.pt"
     model = {name: torch.from_numpy(value) for name, value in load_file(hub / "model.safetensors").items()}
     state = {name: {"exp_avg": value, "exp_avg_sq": value, "step": torch.tensor(4.0)} for name, value in model.items()}
     torch.save({"model": model, "optim": {"state": state, "param_groups": []}}, source)
@@ -95,7 +101,8 @@ def test_moments_of_another_scale_are_refused(case, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_between_layouts_every_bit_stays(name, tmp_path):
     """Numbers that are added in fp32 and taken off again are none, and so are roots."""
-    tree, config = MADE / name / "scanned", ["--config", str(MADE / name / "hub/config.json")]
+    tree = MADE / name / "scanned"
+    config = ["--config", str(MADE / name / "hub/config.json")]
     words = ["--to", "orbax", "--dialect", "maxtext-unscanned", *config, "--vocab-size", ROWS[name], "-q"]
     assert run(["convert", str(tree), str(tmp_path / "apart"), *words]) == 0
     assert same(tmp_path / "apart", MADE / name / "unscanned")
@@ -110,7 +117,8 @@ def test_a_vocabulary_of_another_length_says_which_option_helps(tmp_path, capsys
 
 def changed(name, tmp_path, keep, **change):
     """A hub's model with the tensors that `keep` keeps, and with other values in its config."""
-    hub, out = MADE / name / "hub", tmp_path / "in"
+    hub = MADE / name / "hub"
+    out = tmp_path / "in"
     out.mkdir()
     values = {key: np.array(value) for key, value in load_file(hub / "model.safetensors").items() if keep(key)}
     save_file(values, out / "model.safetensors")
@@ -138,7 +146,8 @@ def test_what_all_layers_lack_is_named(tmp_path, capsys):
 @pytest.mark.parametrize("gone", ["decoder.layers.*", "decoder.layers.self_attention.out.kernel"])
 def test_a_stack_that_is_missing_is_named(gone, tmp_path, capsys):
     """One tensor holds all layers, so that no other layer tells; a tree without any layer too."""
-    part, config = tmp_path / "part", ["--config", str(MADE / "qwen3/hub/config.json")]
+    part = tmp_path / "part"
+    config = ["--config", str(MADE / "qwen3/hub/config.json")]
     words = ["merge", str(MADE / "qwen3/scanned"), str(part), "--to", "orbax", "--remove-keys", gone, "-q"]
     assert run(words) == 0
     assert run(["convert", str(part), str(tmp_path / "out"), "--to", "safetensors", *config]) == 3
@@ -189,7 +198,8 @@ def test_a_layer_that_is_missing_is_named(tmp_path, capsys):
 
 def test_a_part_of_a_tree_is_known_and_not_whole(tmp_path, capsys):
     """By what is left: names that end as Flax's do."""
-    tree, config = str(MADE / "qwen3/scanned"), ["--config", str(MADE / "qwen3/hub/config.json")]
+    tree = str(MADE / "qwen3/scanned")
+    config = ["--config", str(MADE / "qwen3/hub/config.json")]
     words = ["merge", tree, str(tmp_path / "part"), "--to", "orbax", "--remove-keys", "token_embedder.*", "-q"]
     assert run(words) == 0
     words = ["convert", str(tmp_path / "part"), str(tmp_path / "out"), "--to", "safetensors", *config]
@@ -203,7 +213,8 @@ def test_a_part_of_a_tree_is_known_and_not_whole(tmp_path, capsys):
 def test_an_embedding_s_scale_is_the_function_of_maxtext(width, kind):
     """`pad_hf_embedding_layer` and `pad_and_scale_embedding` of param_mapping.py, in their own words."""
     x = np.random.default_rng(5).normal(size=4000).astype("f4").astype(kind)
-    plain, rounded = np.dtype("float32").type(width**0.5), np.dtype("bfloat16").type(width**0.5)
+    plain = np.dtype("float32").type(width**0.5)
+    rounded = np.dtype("bfloat16").type(width**0.5)
     for name, root in (("embed_scale", plain), ("embed_scale_bf16", rounded)):
         step = element_map(f"{name}({width})")
         there = step(x.astype("f4")).astype(kind)
@@ -212,6 +223,7 @@ def test_an_embedding_s_scale_is_the_function_of_maxtext(width, kind):
 
 
 def test_a_number_added_in_fp32_and_taken_off_is_none():
-    wide, back = element_map("add_wide(1)"), element_map("add(-1)")
+    wide = element_map("add_wide(1)")
+    back = element_map("add(-1)")
     assert wide.undone == back and wide.wide and not back.wide
     assert joined([wide], [back]) == joined([back], [wide]) == ()

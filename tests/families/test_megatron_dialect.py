@@ -97,14 +97,16 @@ def in_layer(
     if module in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj") and not latent:
         if module != "self_attn.q_proj":
             return {}
-        g, d = config["num_key_value_heads"], config["head_dim"]
+        g = config["num_key_value_heads"]
+        d = config["head_dim"]
         parts = [hub[key.replace(".q_proj", f".{x}_proj")] for x in "qkv"]
         heads = [part.reshape(g, -1, d, *part.shape[1:]) for part in parts]
         whole = np.concatenate(heads, axis=1).reshape(-1, *value.shape[1:])
         return {f"{at}.self_attention.linear_qkv.{leaf}": whole}
     expert = re.fullmatch(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)", module)
     if expert:
-        there, part = f"{at}.mlp.experts.local_experts.{expert[1]}", expert[2]
+        there = f"{at}.mlp.experts.local_experts.{expert[1]}"
+        part = expert[2]
     else:
         there, _, part = f"{at}.{module.replace('shared_expert.', 'shared_experts.')}".rpartition(".")
     if part in ("gate_proj", "w1"):
@@ -122,7 +124,8 @@ def placed(config: dict[str, Any], name: str) -> str:
     found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
     if not found or int(found[1]) < config["num_hidden_layers"]:
         return name
-    number, rest = int(found[1]) - config["num_hidden_layers"], found[2].replace("shared_head.norm", "final_layernorm")
+    number = int(found[1]) - config["num_hidden_layers"]
+    rest = found[2].replace("shared_head.norm", "final_layernorm")
     inner = "" if rest.split(".")[0] in ("enorm", "hnorm", "eh_proj", "final_layernorm") else "transformer_layer."
     return f"mtp.layers.{number}.{inner}{rest}"
 
@@ -155,7 +158,8 @@ def test_megatron_equals_what_numpy_makes_of_the_hub(name: str, layers: int) -> 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"])
 def test_other_dialects_lead_to_the_same_tensors(name: str, between: str) -> None:
     """Experts in one tensor, as transformers 5 has them in memory; transposed and fused as Paddle has them."""
-    config, family = config_of(name), by_name(name)
+    config = config_of(name)
+    family = by_name(name)
     hub = counted(hub_shapes(name, config))
     there = moved(mapping(family, "hf", between, shapes_of(hub), config), hub)
     got = moved(mapping(family, between, "megatron", shapes_of(there), config), there)
@@ -238,12 +242,14 @@ def test_the_mtp_layer_of_k_exaone_is_dense_and_has_what_joins_it_at_the_top() -
     """Names of the released files and of Megatron-Bridge 0.6.2, exaone_moe_bridge.py, written out."""
     config = config_of("exaone_moe", num_nextn_predict_layers=1)
     layer = hub_shapes("exaone_moe", config)
-    at, mlp = "model.layers.0.", {"mtp.fc.weight": (18, 36)}
+    at = "model.layers.0."
+    mlp = {"mtp.fc.weight": (18, 36)}
     hub = {name.replace(at, "mtp.layers.0."): shape for name, shape in layer.items() if name.startswith(at)} | mlp
     hub |= {f"mtp.{name}.weight": (18,) for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
     arrays = counted(hub)
     mapped = mapping(by_name("exaone_moe"), "hf", "megatron", hub, config)
-    got, inner = moved(mapped, arrays), "mtp.layers.0.transformer_layer."
+    got = moved(mapped, arrays)
+    inner = "mtp.layers.0.transformer_layer."
     renamed = {
         "mtp.layers.0.eh_proj": "mtp.fc",
         "mtp.layers.0.final_layernorm": "mtp.norm",

@@ -47,8 +47,10 @@ MIXTRAL = {**MISTRAL, "hidden_dim": 32, "moe": {"num_experts": 4, "num_experts_p
 def weights(params: dict[str, Any], vocabulary: int = 51) -> dict[str, np.ndarray]:
     """Random tensors under Meta's names, shapes as `model.py` builds them."""
     rng = np.random.default_rng(7)
-    dim, heads = params["dim"], params["n_heads"]
-    head, kv = params.get("head_dim") or dim // heads, params.get("n_kv_heads") or heads
+    dim = params["dim"]
+    heads = params["n_heads"]
+    head = params.get("head_dim") or dim // heads
+    kv = params.get("n_kv_heads") or heads
     rows = params.get("hidden_dim") or width(dim, params["multiple_of"], params.get("ffn_dim_multiplier"))
     shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (vocabulary, dim)}
     for i in range(params["n_layers"]):
@@ -77,7 +79,9 @@ def frequencies(params: dict[str, Any], head: int) -> np.ndarray:
     freqs = params.get("rope_theta", 10000.0) ** -(np.arange(0, head, 2) / head)
     if not params.get("use_scaled_rope"):
         return freqs
-    long, short = 8192 / 1, 8192 / 4  # wavelengths above the first are stretched by 8, below the second kept
+    # wavelengths above the first are stretched by 8, below the second kept
+    long = 8192 / 1
+    short = 8192 / 4
     out = []
     for f in freqs:
         wave = 2 * math.pi / f
@@ -111,7 +115,8 @@ def meta_logits(w: dict[str, np.ndarray], params: dict[str, Any], tokens: np.nda
         at = f"layers.{i}."
         y = norm(x, f"{at}attention_norm.weight")
         q, k, v = (y @ w[f"{at}attention.w{c}.weight"].T for c in "qkv")
-        q, k = rotated(q.reshape(len(tokens), heads, head)), rotated(k.reshape(len(tokens), kv, head))
+        q = rotated(q.reshape(len(tokens), heads, head))
+        k = rotated(k.reshape(len(tokens), kv, head))
         k, v = (a.reshape(len(tokens), kv, head).repeat(heads // kv, 1) for a in (k, v))
         scores = np.einsum("shd,thd->hst", q, k) / math.sqrt(head)
         scores = np.where(np.tri(len(tokens), dtype=bool), scores, -np.inf)
@@ -122,7 +127,8 @@ def meta_logits(w: dict[str, np.ndarray], params: dict[str, Any], tokens: np.nda
         if "moe" not in params:
             x = x + mlp(w, f"{at}feed_forward.", y)
             continue
-        scores, best = y @ w[f"{at}feed_forward.gate.weight"].T, params["moe"]["num_experts_per_tok"]
+        scores = y @ w[f"{at}feed_forward.gate.weight"].T
+        best = params["moe"]["num_experts_per_tok"]
         for t, row in enumerate(scores):  # softmax over the best alone
             chosen = np.argsort(row)[-best:]
             share = np.exp(row[chosen]) / np.exp(row[chosen]).sum()
@@ -162,7 +168,8 @@ def test_the_same_logits_as_transformers(params: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("g", "r", "d"), [(1, 1, 2), (2, 3, 4), (3, 1, 6), (4, 2, 10)])
 def test_rows_lie_as_the_script_of_transformers_lays_them(g: int, r: int, d: int) -> None:
     """`permute` of convert_llama_weights_to_hf.py: view(heads, d / 2, 2, dim).transpose(1, 2)."""
-    heads, dim = g * r, g * r * d
+    heads = g * r
+    dim = g * r * d
     w = {
         "layers.3.attention.wq.weight": np.arange(dim * dim).reshape(dim, dim),
         "layers.3.attention.wk.weight": np.arange(g * d * dim).reshape(g * d, dim),

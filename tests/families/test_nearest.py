@@ -11,7 +11,8 @@ from ckpt_tool.families.nearest import nearest
 from ckpt_tool.families.registry import by_name, find
 from ckpt_tool.families.rewrite import mapping
 
-SCALE, OWN = "model.layers.{}.self_attn.scale", "model.layers.{}.mlp.mixer.weight"
+SCALE = "model.layers.{}.self_attn.scale"
+OWN = "model.layers.{}.mlp.mixer.weight"
 
 
 def plus(**change: tuple[int, ...]) -> tuple[dict[str, object], Shapes]:
@@ -99,10 +100,8 @@ def test_names_of_another_system_are_held_against_its_rules() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_family_s_own_model_is_known_whole(name: str) -> None:
     """By it alone, and so by the nearest of all: several have the same tensors."""
-    config, shapes = (
-        {**config_of(name), "model_type": "unknown", "architectures": []},
-        hub_shapes(name, config_of(name)),
-    )
+    config = {**config_of(name), "model_type": "unknown", "architectures": []}
+    shapes = hub_shapes(name, config_of(name))
     for families in ([by_name(name)], FAMILIES):
         near = nearest(families, shapes, config, name)
         assert near is not None and near.known == near.kinds and not near.strange and not near.unfit

@@ -32,7 +32,8 @@ def test_only_linear_layers_are_taken_and_few_stay(family: str) -> None:
     taken = set()
     for name, tensor in model.state_dict().items():
         array = StoredArray("file", 0, DTYPES["BF16"], tuple(tensor.shape))
-        module, why = name.removesuffix(".weight"), why_not(simple_tensor(TensorKey(name), array))
+        module = name.removesuffix(".weight")
+        why = why_not(simple_tensor(TensorKey(name), array))
         if not why:
             taken.add(module)
             assert module in linear or ".experts." in name, name

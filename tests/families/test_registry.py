@@ -73,7 +73,8 @@ def test_names_and_shapes_tell_the_dialect(name: str, dialect: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_family_comes_from_the_model_type_or_from_a_class(name: str) -> None:
-    config, shapes = config_of(name), shapes_in(name, "hf")
+    config = config_of(name)
+    shapes = shapes_in(name, "hf")
     kind = {key: value for key, value in config.items() if key != "architectures"}
     classes = {key: value for key, value in config.items() if key != "model_type"}
     assert find(kind, shapes, stated="hf").family.name == name

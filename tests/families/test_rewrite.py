@@ -272,7 +272,8 @@ def test_a_shape_settles_what_fits_alone() -> None:
 
 def test_a_tower_keeps_what_follows_its_place() -> None:
     """Whatever lies there, scales of quantised weights too; what a rule makes as well is a fault."""
-    family, config = by_name("qwen2_vl"), config_of("qwen2_vl")
+    family = by_name("qwen2_vl")
+    config = config_of("qwen2_vl")
     shapes = {
         "visual.blocks.0.odd.weight": (3, 2, 1),
         "visual.merger.mlp.0.weight_scale_inv": (),

@@ -90,7 +90,8 @@ def test_a_number_counted_on_from_a_size() -> None:
         "b.{e - x}.w : h = m.{e}.w : h if e >= x\na.{e}.w : h = m.{e}.w : h if e < x",
         "b.{o}.w : h = m.{o + x}.w : h\na.{o}.w : h = m.{o}.w : h",
     ):
-        table, sizes = table_of(text), {"x": 3}
+        table = table_of(text)
+        sizes = {"x": 3}
         axis = "e" if "{e}" in text else "o"
         shift = 3 if axis == "e" else 0
         (left,) = table.left["b.%d.w"]

@@ -62,9 +62,12 @@ def moved(mapped: Mapped, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray
 
 @pytest.mark.parametrize(("name", "dialect"), PAIRS)
 def test_a_dialect_speaks_of_every_hub_tensor_in_the_hub_s_shape(name: str, dialect: str) -> None:
-    family, config = by_name(name), as_it_has_them(dialect, config_of(name))
+    family = by_name(name)
+    config = as_it_has_them(dialect, config_of(name))
     shapes = shapes_of(name, dialect, config)
-    hub, table, facts = family.table("hf"), family.table(dialect), family.facts(config)
+    hub = family.table("hf")
+    table = family.table(dialect)
+    facts = family.facts(config)
     assert {form_of(each)[0] for each in shapes if not in_a_tower(name, each)} <= table.right.keys()
     assert table.right.keys() <= hub.right.keys()
     assert all(hub.in_tower(tower.right) is not None for tower in table.towers)
@@ -111,7 +114,8 @@ def paddle_by_hand(name: str, config: dict[str, Any], hub: dict[str, np.ndarray]
     """PaddleFormers' tensors from the hub's, by the prose of its AOA statements: one name at a time, in NumPy."""
     out: dict[str, np.ndarray] = {}
     fused = name not in ("llama", "mixtral", "deepseek_v3", "gpt_oss")
-    g, d = config["num_key_value_heads"], config["head_dim"]
+    g = config["num_key_value_heads"]
+    d = config["head_dim"]
     layers = config["num_hidden_layers"]
     if name == "ernie4_5_vl_moe":  # nothing is fused, the tower has a root of its own, routers lie as in the hub
         straight = ("mlp.gate.weight", "e_score_correction_bias", "embed_tokens.weight")
@@ -142,7 +146,7 @@ def paddle_by_hand(name: str, config: dict[str, Any], hub: dict[str, np.ndarray]
             out[key_there] = value
         else:
             straight = (
-                name == "glm4_moe" and key.endswith("mlp.gate.weight") or "router" in key or "experts.gate_up" in key
+                (name == "glm4_moe" and key.endswith("mlp.gate.weight")) or "router" in key or "experts.gate_up" in key
             )
             straight |= name == "gpt_oss" and "experts.down" in key
             out[key_there] = value if straight else value.T

@@ -37,7 +37,8 @@ def test_a_model_goes_as_torchtunes_own_converter_takes_it(case: str, source: st
     convert(
         str(tmp_path / "in"), str(tmp_path / "out"), to="dcp", dialect=dialect, family=family, config=str(HERE / case)
     )
-    made, wanted = ckpt.open(str(tmp_path / "out")).state("model"), told(case, target)
+    made = ckpt.open(str(tmp_path / "out")).state("model")
+    wanted = told(case, target)
     assert set(made) == wanted.keys()
     for name, value in wanted.items():
         np.testing.assert_array_equal(made[name].numpy(), value, err_msg=name)

@@ -105,12 +105,13 @@ def test_biases_that_megatron_s_bridge_does_not_map_are_refused_there(
 def test_a_variant_is_known_whole_and_comes_back(family: str, change: dict[str, Any]) -> None:
     config = config_of(family)
     config |= {key: {**config[key], **own} if isinstance(config.get(key), dict) else own for key, own in change.items()}
-    known, shapes = by_name(family), hub_shapes(family, config)
+    known = by_name(family)
+    shapes = hub_shapes(family, config)
     shapes = {name: shape for name, shape in shapes.items() if not in_a_tower(family, name)}
     arrays = {name: array.astype(np.float64) for name, array in counted(shapes).items()}  # some dialects divide
     for dialect in known.known_dialects:
         there = mapping(known, "hf", dialect, shapes, config)
-        assert not there.dropped or dialect == "megatron" and change.get("tie_word_embeddings")
+        assert not there.dropped or (dialect == "megatron" and change.get("tie_word_embeddings"))
         made = {each.name: each.shape for each in there.made}
         assert missing(known, dialect, made, config) == [] and strange(known, dialect, made) == []
         moved = apply([piece for each in there.made for piece in each.pieces], arrays, made)
@@ -141,7 +142,8 @@ def test_the_released_config_of_mimo_states_heads_and_kinds() -> None:
 def test_layers_ahead_of_mimo() -> None:
     """Windowed and dense, under their own root (Megatron-Bridge's names); they come back."""
     config = config_of("mimo_v2_flash")
-    family, shapes = by_name("mimo_v2_flash"), hub_shapes("mimo_v2_flash", config)
+    family = by_name("mimo_v2_flash")
+    shapes = hub_shapes("mimo_v2_flash", config)
     windowed = {name: shape for name, shape in shapes.items() if ".1.self_attn." in name}
     inner = {name.replace("layers.1", "mtp.layers.0"): shape for name, shape in windowed.items()}
     dense = {n.replace("layers.0", "mtp.layers.0"): shape for n, shape in shapes.items() if ".0.mlp." in n}
@@ -198,7 +200,9 @@ def test_the_layer_ahead_of_qwen4() -> None:
     """As mcore-bridge reads it from the released files: a layer as the last of the decoder's, a mixer of its own, and
     two projections where others have one."""
     config = config_of("qwen4_exp")
-    family, shapes, root = by_name("qwen4_exp"), hub_shapes("qwen4_exp", config), "model.language_model."
+    family = by_name("qwen4_exp")
+    shapes = hub_shapes("qwen4_exp", config)
+    root = "model.language_model."
     inner = {f"mtp.{n.removeprefix(root).replace('.7.', '.0.')}": s for n, s in shapes.items() if ".layers.7." in n}
     mixer = {
         f"mtp.{n.removeprefix(root)}": s for n, s in shapes.items() if n.startswith(f"{root}hyper_connection_mixer")
@@ -233,7 +237,8 @@ def test_glm_5_3_is_two_layers_a_layer_in_megatron() -> None:
     """As `Glm5NextBridge` of mcore-bridge 1.6.5 has it, read and not run. Layer 3 is of latent attention, the last one
     of multi-token prediction."""
     config = config_of("glm5_next", num_hidden_layers=4)
-    root, family = "model.language_model.layers", by_name("glm5_next")
+    root = "model.language_model.layers"
+    family = by_name("glm5_next")
     shapes = {n: s for n, s in hub_shapes("glm5_next", config).items() if not in_a_tower("glm5_next", n)}
     last = {
         n.replace(f"{root}.3.", f"{root}.4."): s for n, s in shapes.items() if f"{root}.3." in n and ".hc_" not in n
@@ -241,7 +246,8 @@ def test_glm_5_3_is_two_layers_a_layer_in_megatron() -> None:
     hub = counted(shapes | last)
     there = mapping(family, "hf", "megatron", {name: array.shape for name, array in hub.items()}, config)
     got = apply([p for each in there.made for p in each.pieces], hub, {each.name: each.shape for each in there.made})
-    at, lm = f"{root}.1.", "language_model.decoder.layers"
+    at = f"{root}.1."
+    lm = "language_model.decoder.layers"
     for mine, kind in (("in_proj.weight", "proj"), ("conv1d.weight", "conv1d")):
         parts = [hub[f"{at}self_attn.{each}_{kind}.weight"] for each in "qkv"]
         np.testing.assert_array_equal(got[f"{lm}.2.inner_layer.self_attention.{mine}"], np.concatenate(parts))
@@ -277,7 +283,8 @@ def test_shards_of_unequal_height_are_no_part_of_one_table_in_memory() -> None:
     memory, where a rule would have to say which shard is the last."""
     config = config_of("qwen4_exp")
     config["text_config"] |= {"split_ngram_parts": 3, "tie_word_embeddings": False}
-    known, shapes = by_name("qwen4_exp"), hub_shapes("qwen4_exp", config)
+    known = by_name("qwen4_exp")
+    shapes = hub_shapes("qwen4_exp", config)
     heights = {shape for name, shape in shapes.items() if ".layers.2.ple.ple_embedding.ngram_embedding.shard" in name}
     assert len(heights) == 2
     made = {each.name: each.shape for each in mapping(known, "hf", "hf", shapes, config).made}

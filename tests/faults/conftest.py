@@ -118,8 +118,12 @@ class Ground:
     def __init__(
         self, root: Path, server: FaultServer, kind: str, source: Path = FIXTURE, to: Sequence[str] = ()
     ) -> None:
-        self.root, self.server, self.kind, self.fixture = root, server, kind, source
-        self.source, self.place = root / "source", root / "place"
+        self.root = root
+        self.server = server
+        self.kind = kind
+        self.fixture = source
+        self.source = root / "source"
+        self.place = root / "place"
         shutil.copytree(source, self.source)
         self.final = self.place / ("out.safetensors" if kind == "file" else "out")
         to = to or (["--to", "safetensors"] if kind == "file" else ["--to", "sharded", "--tp", "2"])
@@ -255,7 +259,8 @@ class MergeGround(Ground):
 
 @pytest.fixture(scope="module")
 def merge_ground(server: FaultServer, tmp_path_factory: pytest.TempPathFactory) -> Ground:
-    folder, rng = tmp_path_factory.mktemp("models"), np.random.default_rng(0)
+    folder = tmp_path_factory.mktemp("models")
+    rng = np.random.default_rng(0)
     base = {f"w{k}": rng.normal(size=(300, 500)).astype(np.float32) for k in range(4)}
     for name in ("base", "a", "b"):
         grown = {key: w + (name != "base") * rng.normal(0, 0.1, w.shape).astype(np.float32) for key, w in base.items()}

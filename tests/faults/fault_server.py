@@ -64,15 +64,16 @@ class Fault:
     def __init__(self, job: dict[str, Any]) -> None:
         self.under = os.path.realpath(job["under"])
         fault = job.get("fault") or {}
-        self.at, self.op, self.do, self.on = (
-            fault.get("at", 0),
-            fault.get("op"),
-            fault.get("do"),
-            fault.get("on", False),
-        )
-        self.number, self.path, self.file = fault.get("number", 0), fault.get("path", ""), fault.get("file", "")
+        self.at = fault.get("at", 0)
+        self.op = fault.get("op")
+        self.do = fault.get("do")
+        self.on = fault.get("on", False)
+        self.number = fault.get("number", 0)
+        self.path = fault.get("path", "")
+        self.file = fault.get("file", "")
         self.done = False
-        self.reads, self.looks = fault.get("reads", False), fault.get("looks", False)
+        self.reads = fault.get("reads", False)
+        self.looks = fault.get("looks", False)
         self.count = 0
         self.lock = threading.Lock()
         self.ops = open(job["ops"], "w", buffering=1) if job.get("ops") else None
@@ -110,7 +111,10 @@ class Fault:
                 time.sleep(0.01)
 
 
-open_file, exists, rename_file = open, os.path.exists, os.rename  # as they are before the wrapping
+# as they are before the wrapping
+open_file = open
+exists = os.path.exists
+rename_file = os.rename
 
 
 def disturb(path: str, how: str) -> None:
@@ -166,7 +170,9 @@ def wrap(fault: Fault) -> None:
         """An entry of a scandir: each question to it is an operation, though it need not be a system call."""
 
         def __init__(self, entry: os.DirEntry[str], folder: str | None) -> None:
-            self._entry, self.name, self.path = entry, entry.name, entry.path
+            self._entry = entry
+            self.name = entry.name
+            self.path = entry.path
             self._where = os.path.join(folder or "", os.fsdecode(entry.name))
 
         def __fspath__(self) -> str:
@@ -196,7 +202,8 @@ def wrap(fault: Fault) -> None:
         """What scandir gives."""
 
         def __init__(self, entries: Any, folder: str | None) -> None:
-            self._entries, self._folder = entries, folder
+            self._entries = entries
+            self._folder = folder
 
         def __enter__(self) -> Any:
             return self

@@ -54,7 +54,9 @@ class Ground:
     """A source of an optimizer's states, a plan, and the plan's output."""
 
     def __init__(self, root: Path, *options: str) -> None:
-        self.place, self.out, self.plan = root / "place", root / "place" / "out", str(root / "plan.json")
+        self.place = root / "place"
+        self.out = root / "place" / "out"
+        self.plan = str(root / "plan.json")
         self.place.mkdir()
         tensors = {
             f"layers.{i}.mlp.{kind}_proj.weight": np.arange(n * 40, dtype=np.float32).reshape(n, 40) + i

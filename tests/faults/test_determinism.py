@@ -19,10 +19,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "fixtures" / "dcp" / "tp2_dp2"
-DEEPSPEED, MEGATRON = (
-    ROOT / "fixtures" / "deepspeed" / "z2_align_dp4",
-    ROOT / "fixtures" / "megatron" / "moe_tp2ep2etp1",
-)
+DEEPSPEED = ROOT / "fixtures" / "deepspeed" / "z2_align_dp4"
+MEGATRON = ROOT / "fixtures" / "megatron" / "moe_tp2ep2etp1"
 TARGETS = {
     "sharded": (SOURCE, "out", ["--to", "sharded", "--tp", "2", "--dp", "2", "--zero", "1"]),
     "safetensors": (SOURCE, "out", ["--to", "safetensors", "--max-shard-size", "2KB"]),
@@ -129,7 +127,8 @@ def test_the_same_umask_gives_the_same_modes(made: Made, quick: Callable[..., No
     plain = tmp_path / "plain"
     plain.mkdir()
     (plain / "f").write_bytes(b"")
-    usual_file, usual_folder = stat.S_IMODE((plain / "f").stat().st_mode), stat.S_IMODE(plain.stat().st_mode)
+    usual_file = stat.S_IMODE((plain / "f").stat().st_mode)
+    usual_folder = stat.S_IMODE(plain.stat().st_mode)
     if os.umask(0o022) == 0o022 and out.is_dir():
         assert set(modes(out).values()) == {usual_file, usual_folder}
 
@@ -156,7 +155,8 @@ def test_another_place_and_another_order_of_the_files(made: Made, quick: Callabl
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_parts_of_a_plan_in_any_order(made: Made, quick: Callable[..., None], tmp_path: Path, count: int) -> None:
     first, source, name, options = made
-    plan, out = tmp_path / "plan.json", tmp_path / name
+    plan = tmp_path / "plan.json"
+    out = tmp_path / name
     quick("convert", source, out, *options, "--plan", plan)
     for number in range(count, 0, -1):
         assert not out.exists()
@@ -168,7 +168,8 @@ def test_parts_of_a_plan_in_any_order(made: Made, quick: Callable[..., None], tm
 @pytest.mark.share(6)
 def test_parts_at_the_same_time(made: Made, tmp_path: Path) -> None:
     first, source, name, options = made
-    plan, out = tmp_path / "plan.json", tmp_path / name
+    plan = tmp_path / "plan.json"
+    out = tmp_path / name
     ckpt("convert", source, out, *options, "--plan", plan, PYTHONHASHSEED="7")
     runs = [
         subprocess.Popen(

@@ -40,7 +40,8 @@ class Ground:
     """One plan with its output, and a place where edited ones are carried out, with victims around it."""
 
     def __init__(self, root: Path, source: Path, options: list[str]) -> None:
-        self.root, self.place = root, root / "a" / "place"
+        self.root = root
+        self.place = root / "a" / "place"
         self.place.mkdir(parents=True)
         self.source = root / "source"
         if source.is_dir():
@@ -132,7 +133,8 @@ def edited(document: Any, rng: random.Random, root: Path) -> tuple[Any, str]:
             new = rng.choice([new, old + "x", old[:-1]])
     elif isinstance(old, list) and old:
         how = rng.randrange(5)
-        i, j = rng.randrange(len(old)), rng.randrange(len(old))
+        i = rng.randrange(len(old))
+        j = rng.randrange(len(old))
         new = list(old)
         if how == 0:
             del new[i]

@@ -54,7 +54,8 @@ def fixtures() -> Iterator[Any]:
 
 def members_of(data: bytes) -> list[Member]:
     """The records with a CRC of the zip that the file is, or of those that lie in it end to end."""
-    found, start = list[Member](), 0
+    found = list[Member]()
+    start = 0
     if not data.startswith(b"PK\x03\x04"):
         return found
     while (end := data.find(END, start)) >= 0:
@@ -179,7 +180,8 @@ def flip_all(path: Path, tmp_path: Path, *, digests: bool | None = None) -> None
         data = file.read_bytes()
         if not data:
             continue
-        members, row = members_of(data), uncovered.get(file.resolve())
+        members = members_of(data)
+        row = uncovered.get(file.resolve())
         if row is not None and not digests:  # of `sharded`, digests of the values cover them too
             assert row == {
                 "file": row["file"],
@@ -187,7 +189,8 @@ def flip_all(path: Path, tmp_path: Path, *, digests: bool | None = None) -> None
                 "bytes": len(data) - sum(m.stop - m.start for m in members),
             }
         for what, at in places(data, members, dice).items():
-            member, bit = covering(members, at), dice.randrange(8)
+            member = covering(members, at)
+            bit = dice.randrange(8)
             where = f"{file.relative_to(tmp_path)} byte {at} bit {bit} ({what}, {member})"
             flipped(file, at, bit)
             after, refused = judged(source)
@@ -202,7 +205,7 @@ def flip_all(path: Path, tmp_path: Path, *, digests: bool | None = None) -> None
                         (file.resolve(), member.start, member.name)
                     ], (where, new)
                 else:
-                    assert new or row is not None and not covering(members, at), (
+                    assert new or (row is not None and not covering(members, at)), (
                         f"{where}: not found, and said to be covered"
                     )
             if member is not None:
@@ -340,7 +343,8 @@ def test_no_verb_that_reads_values_takes_a_flipped_bit(what: str, number: int, t
 
 
 def test_a_damaged_adapter_is_not_folded(tmp_path: Path) -> None:
-    base, lora = small(tmp_path / "base", 1), adapter(tmp_path / "lora", safe=False)
+    base = small(tmp_path / "base", 1)
+    lora = adapter(tmp_path / "lora", safe=False)
     file = lora / "adapter_model.bin"
     member = storages_of(file)[0]
     flipped(file, member.start + 7, 3)
@@ -350,7 +354,8 @@ def test_a_damaged_adapter_is_not_folded(tmp_path: Path) -> None:
 
 
 def test_both_sides_of_a_diff_are_told_at_once(tmp_path: Path) -> None:
-    a, b = small(tmp_path / "a", 1), small(tmp_path / "b", 1)
+    a = small(tmp_path / "a", 1)
+    b = small(tmp_path / "b", 1)
     for folder in (a, b):
         file = folder / "pytorch_model.bin"
         flipped(file, storages_of(file)[1].start + 8, 1)

@@ -181,7 +181,8 @@ def test_a_failed_fsync_as_the_kernel_sees_it(folder_ground: Any, tmp_path: Path
     """G7 by strace: of the descriptor whose fsync failed there is no second fsync."""
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
-    ground, log = folder_ground, tmp_path / "trace"
+    ground = folder_ground
+    log = tmp_path / "trace"
     ground.reset()
     done = subprocess.run(
         [
@@ -464,7 +465,8 @@ def test_a_staging_folder_of_another_user_is_refused(ground: Any) -> None:
 
 def test_a_part_that_fails_leaves_the_others_work(server: Any, folder_ground: Any, tmp_path: Path) -> None:
     """G22: part 2 of 3 meets a full disk before it has done anything; parts 1 and 3 are not lost by it."""
-    ground, plan = folder_ground, tmp_path / "plan.json"
+    ground = folder_ground
+    plan = tmp_path / "plan.json"
     ground.reset()
     assert ground.run("--plan", str(plan)).status == 0
 
@@ -598,7 +600,8 @@ def test_an_output_that_touches_the_source_is_refused(server: Any, tmp_path: Pat
 
 
 def test_an_output_that_is_a_hard_link_to_the_source_file_is_refused(server: Any, tmp_path: Path) -> None:
-    source, out = tmp_path / "m.safetensors", tmp_path / "place" / "out.safetensors"
+    source = tmp_path / "m.safetensors"
+    out = tmp_path / "place" / "out.safetensors"
     safetensors.numpy.save_file({"w": np.arange(6, dtype=np.float32)}, source)
     out.parent.mkdir()
     os.link(source, out)
@@ -702,7 +705,8 @@ def shards(folder: Path, count: int) -> Path:
 @pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_many_shards_under_a_small_limit_of_descriptors(server: Any, tmp_path: Path, count: int) -> None:
     """F6."""
-    source, out = shards(tmp_path / "source", count), tmp_path / "out"
+    source = shards(tmp_path / "source", count)
+    out = tmp_path / "out"
     args = ["convert", str(source), str(out), "--to", "sharded", "--tp", "4", "--threads", "2", "--json", "-q"]
     done = server.run(args, under=tmp_path, limits={"RLIMIT_NOFILE": 24})
     assert done.status == 0, done.err

@@ -241,7 +241,8 @@ def test_other_options_start_over(folder_ground: Any, half_done: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_at_any_operation_ends_with_its_code_and_resumes(folder_ground: Any, number: int) -> None:
     """G3: 130 or 143, or 0 when the signal came too late to matter; never a half-made output."""
-    ground, codes = folder_ground, set()
+    ground = folder_ground
+    codes = set()
     total = len(ground.operations)
     for at in sorted({*range(1, total + 1, max(1, total // 5)), total}):
         ground.reset()
@@ -358,7 +359,8 @@ def big_source(folder: Path, nbytes: int) -> Path:
 def random_kills(root: Path, count: int, nbytes: int, seed: int) -> dict[str, int]:
     """Kill `count` runs of 4 threads at random moments; what state each left, and how the next run ended."""
     source = big_source(root / "source", nbytes)
-    place, good = root / "place", root / "good"
+    place = root / "place"
+    good = root / "good"
     place.mkdir()
     args = [sys.executable, "-m", "ckpt_tool", "convert", str(source), "--to", "sharded", "--tp", "2", "--threads", "4"]
     args += ["-q", "--json"]
@@ -367,7 +369,8 @@ def random_kills(root: Path, count: int, nbytes: int, seed: int) -> dict[str, in
     took = time.monotonic() - began
     want = {path.name: path.read_bytes() for path in good.iterdir()}
     before = {path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in source.iterdir()}
-    rng, seen = random.Random(seed), {"absent": 0, "new": 0, "resumed": 0, "finished in time": 0}
+    rng = random.Random(seed)
+    seen = {"absent": 0, "new": 0, "resumed": 0, "finished in time": 0}
     final = place / "out"
     for number in range(count):
         process = subprocess.Popen([*args, str(final)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)

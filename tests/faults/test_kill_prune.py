@@ -34,7 +34,8 @@ class Pruned:
     """A run of four steps, of which the last is broken and the one before it is the last complete one."""
 
     def __init__(self, root: Path) -> None:
-        self.run, self._kept = root / "run", root / "kept"
+        self.run = root / "run"
+        self._kept = root / "kept"
         for step in STEPS:
             shutil.copytree(FIXTURE, self._kept / f"checkpoint-{step}")
             (self._kept / f"checkpoint-{step}/additional_chat_templates").mkdir()

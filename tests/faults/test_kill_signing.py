@@ -32,7 +32,8 @@ def signing_ground(server: FaultServer, tmp_path_factory: pytest.TempPathFactory
 def test_kills_leave_no_half_of_it(signing_ground: Any) -> None:
     """Each end is checked for the very bytes of an undisturbed run, the signature (RFC 6979) among them."""
     ops = signing_ground.operations
-    total, written = len(ops), [i for i, op in enumerate(ops, 1) if op.endswith("model.sig")]
+    total = len(ops)
+    written = [i for i, op in enumerate(ops, 1) if op.endswith("model.sig")]
     seen = kill_everywhere(signing_ground, "kill", sorted({total // 2, *written[1::2], total - 1}))
     assert seen.get("absent", 0) >= 3
     kill_after_the_commit(signing_ground)

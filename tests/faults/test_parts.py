@@ -39,7 +39,8 @@ class Ground:
     """One source, a plan A and a plan B to the same output, and A's output."""
 
     def __init__(self, root: Path, options: list[str]) -> None:
-        self.place, self.out = root / "place", root / "place" / "out"
+        self.place = root / "place"
+        self.out = root / "place" / "out"
         self.place.mkdir()
         tensors = {
             f"layers.{i}.mlp.{kind}_proj.weight": np.arange(n * 40, dtype=np.float32).reshape(n, 40) + i

@@ -31,7 +31,9 @@ pytestmark = pytest.mark.timeout(60)
 
 class Ground:
     def __init__(self, root: Path, to: str) -> None:
-        self.root, self.place, self.out = root, root / "place", root / "place" / "out"
+        self.root = root
+        self.place = root / "place"
+        self.out = root / "place" / "out"
         self.place.mkdir()
         self.precious = root / "precious"
         self.precious.write_bytes(b"precious" * 100)

@@ -49,7 +49,9 @@ class Replacing:
     """`convert --force` over an older output, with a person's files beside it. kind: `folder` or `file`."""
 
     def __init__(self, root: Path, server: Any, kind: str) -> None:
-        self.server, self.place, self._kept = server, root / "place", root / "kept"
+        self.server = server
+        self.place = root / "place"
+        self._kept = root / "kept"
         name = "out.safetensors" if kind == "file" else "out"
         old = FIXTURES / "safetensors" / "llama_one_file"
         self._kept.mkdir()
@@ -194,7 +196,9 @@ class Cleaning:
     """A folder with what killed runs left, and a person's files, in it and in what they left."""
 
     def __init__(self, root: Path, server: Any) -> None:
-        self.server, self.place, self._kept = server, root / "place", root / "kept"
+        self.server = server
+        self.place = root / "place"
+        self._kept = root / "kept"
         self.args = ["clean", str(self.place), "--remove", "--json", "-q"]
         self._kept.mkdir()
         source = str(FIXTURES / "dcp" / "tp2_dp2")

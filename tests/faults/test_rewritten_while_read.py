@@ -66,7 +66,8 @@ def test_what_changes_while_it_is_read_is_said(
     name: str, verb: str, how: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ) -> None:
     given = FIXTURES / SOURCES[name]
-    source, copy = tmp_path / "a" / given.name, tmp_path / "b" / given.name
+    source = tmp_path / "a" / given.name
+    copy = tmp_path / "b" / given.name
     for target in (source, copy):
         target.parent.mkdir()
         if given.is_dir():

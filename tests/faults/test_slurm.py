@@ -36,7 +36,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_an_array_job_commits_once_with_the_bytes_of_one_process(tmp_path: Path, share: str) -> None:
     if why := _cluster():
         pytest.skip(why)
-    source, plan, out = tmp_path / "in.safetensors", str(tmp_path / "plan.json"), tmp_path / "place" / "out"
+    source = tmp_path / "in.safetensors"
+    plan = str(tmp_path / "plan.json")
+    out = tmp_path / "place" / "out"
     out.parent.mkdir()
     tensors = {f"layers.{i}.mlp.up_proj.weight": np.full((1024, 512), i, np.float32) for i in range(24)}
     safetensors.numpy.save_file(tensors, source)

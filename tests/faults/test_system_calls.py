@@ -309,8 +309,10 @@ class Play:
     """A scene in a folder of its own, and what is known of its undisturbed run."""
 
     def __init__(self, scene: Scene, root: Path, server: Any) -> None:
-        self.scene, self._server = scene, server
-        self.place, self._kept = root / "place", root / "kept"
+        self.scene = scene
+        self._server = server
+        self.place = root / "place"
+        self._kept = root / "kept"
         self._kept.mkdir()
         scene.build(self._kept)
         words = [str(self.place / word[1:]) if word[0] == "@" else word for word in scene.line]
@@ -402,7 +404,8 @@ class Play:
 
     def _check_files(self, there: Snapshot) -> None:
         """What the undisturbed run leaves alone is there; each unit is as before or as after; nothing else is there."""
-        scene, known = self.scene, dict[str, tuple[Any, ...]]()
+        scene = self.scene
+        known = dict[str, tuple[Any, ...]]()
         for unit in scene.units:
             now = below(there, unit)
             assert now in (below(self.before, unit), below(self.after, unit)), f"{unit} by halves: {sorted(now)}"

@@ -47,7 +47,8 @@ class Field:
     """A run of six steps, of which two may go, and what keeps the others."""
 
     def __init__(self, root: Path) -> None:
-        self.run, self._kept = root / "around/run", root / "kept"
+        self.run = root / "around/run"
+        self._kept = root / "kept"
         for step in (100, 150, 200, 250, 300, 400):
             shutil.copytree(FIXTURE, self._kept / f"checkpoint-{step}")
         state = {"best_model_checkpoint": "out/checkpoint-300"}
@@ -196,7 +197,8 @@ class Step:
     """Two steps of a run; the archive of the second is made in a folder of its own."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.place = root, root / "place"
+        self.root = root
+        self.place = root / "place"
         self.steps = root / "run/checkpoint-1", root / "run/checkpoint-2"
         for step in self.steps:
             shutil.copytree(FIXTURE, step)

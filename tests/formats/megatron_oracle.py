@@ -11,7 +11,12 @@ from pathlib import Path
 
 import torch
 
-HIDDEN, HEADS, GROUPS, WIDTH, FFN, VOCAB = 8, 12, 12, 2, 12, 16
+HIDDEN = 8
+HEADS = 12
+GROUPS = 12
+WIDTH = 2
+FFN = 12
+VOCAB = 16
 ATTENTION = ("self_attention.linear_proj.weight", "self_attention.linear_qkv.weight")
 
 

@@ -17,7 +17,10 @@ from typing import Any
 import numpy as np
 
 TABLE = "StructuredToParameterName@@"
-HIDDEN, FFN, VOCAB, KV = 8, 12, 20, 4
+HIDDEN = 8
+FFN = 12
+VOCAB = 20
+KV = 4
 CONFIG = {
     "model_type": "qwen2_moe",
     "hidden_size": HIDDEN,
@@ -189,7 +192,8 @@ class Job:
         where = self.suffix(tp=tp, pp=pp, shard=shard)
         infix = "_fp32_master_0" if self.bf16 else ""
         optimizer: dict[str, Any] = {}
-        masters, averages = {}, {}
+        masters = {}
+        averages = {}
         for n in names:
             for state, key in (("exp_avg", "moment1_0"), ("exp_avg_sq", "moment2_0")):
                 kept = self.kept(self.states[state, n], n, tp, shard)
@@ -215,7 +219,8 @@ class Job:
                 for tp in range(self.tp):
                     ep, _, moe_size = self.groups(tp, shard)
                     key = f"tp{tp:02d}_pp{pp:02d}" + (f"_ep{ep:02d}" if self.ep > 1 else "")
-                    static, names = self.static(tp, pp, ep), self.held(tp, pp, ep)
+                    static = self.static(tp, pp, ep)
+                    names = self.held(tp, pp, ep)
                     owners = {}
                     for n in names:
                         size = moe_size if self.expert_rank(n) is not None else self.sharding

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 Arrays = dict[tuple[str, str], np.ndarray]  # (state, name) -> the whole array
-COLUMN, ROW = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+COLUMN = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj")
+ROW = ("o_proj", "down_proj")
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 8, "vocab_size": 12}
 
 
@@ -43,7 +44,8 @@ class Job(NamedTuple):
 def model_of(kind: str, layers: int, experts: int, half: bool, ffn: int = 4, hidden: int = 8) -> Model:
     """A llama, a fused `ernie` or a `moe` model; every element of every tensor is another number (mod 2^16 for
     bits)."""
-    names, shapes = ["model.embed_tokens.weight"], [(12, hidden)]
+    names = ["model.embed_tokens.weight"]
+    shapes = [(12, hidden)]
 
     def add(name: str, *shape: int) -> None:
         names.append(name)
@@ -110,7 +112,7 @@ def cut(name: str, array: np.ndarray, job: Job, tp: int) -> np.ndarray:
     """A tensor rank's part of a whole tensor."""
     words = name.split(".")
     module = words[-2]
-    if job.tp == 1 or expert_of(name) is not None and (job.ep > 1 or job.by_tensor):
+    if job.tp == 1 or (expert_of(name) is not None and (job.ep > 1 or job.by_tensor)):
         return array
     if module == "up_gate_proj":
         gate, up = np.split(array, 2, axis=-1)
@@ -198,7 +200,8 @@ def slices(
         own_kind = [name for name in names if (model.arrays["model", name].dtype == np.uint16) is bits]
         unit = (256 // (2 if bits else 4)) * ranks
         for state in ("master", "exp_avg", "exp_avg_sq"):
-            lines, owner = [], []
+            lines = []
+            owner = []
             for name in own_kind:
                 if (state, name) not in model.arrays:
                     continue

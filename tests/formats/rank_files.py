@@ -93,7 +93,9 @@ def of_another_step(root: Path, file: str) -> Stale:
     """Rewrite `file` as an earlier save would have left it: all values changed in their last bits, all counters
     raised."""
     catalog = open_source(str(root), Reading()).catalog
-    path, spans, crcs = root / file, dict[int, tuple[int, str]](), set[tuple[int, int, int]]()
+    path = root / file
+    spans = dict[int, tuple[int, str]]()
+    crcs = set[tuple[int, int, int]]()
     assert not any(chunk.array.path == file + INLINE for t in catalog.tensors.values() for chunk in t.chunks)
     for tensor in catalog.tensors.values():
         for chunk in tensor.chunks if tensor.key.state != EXTRAS else ():
@@ -101,7 +103,9 @@ def of_another_step(root: Path, file: str) -> Stale:
             if array.path == file and array.dtype.is_float:
                 spans[array.offset] = max(spans.get(array.offset, (0, "")), (array.numel, array.dtype.name))
                 crcs |= {array.crc} if array.crc else set()
-    raw, scalars, plain = bytearray(path.read_bytes()), 0, 0
+    raw = bytearray(path.read_bytes())
+    scalars = 0
+    plain = 0
     for offset, (numel, dtype) in spans.items():
         if numel == 1 and dtype in _SIZES:
             (value,) = struct.unpack_from(_SIZES[dtype], raw, offset)
@@ -146,7 +150,8 @@ def _raised(match: re.Match[bytes]) -> bytes:
 
 def _fix_crc(raw: bytearray, offset: int, nbytes: int, crc: int) -> None:
     """Put the record's new CRC wherever its old one stood."""
-    old, new = crc.to_bytes(4, "little"), zlib.crc32(raw[offset : offset + nbytes]).to_bytes(4, "little")
+    old = crc.to_bytes(4, "little")
+    new = zlib.crc32(raw[offset : offset + nbytes]).to_bytes(4, "little")
     at = raw.find(old)
     while at >= 0:
         if not offset <= at < offset + nbytes:

@@ -66,7 +66,8 @@ def test_two_norms_alike_are_not_told_apart(tmp_path: Path, capfd: pytest.Captur
 def test_moments_go_along_under_their_names(tmp_path: Path) -> None:
     source = FIXTURES / "safetensors/trainer_qwen3"
     assert run(["convert", str(source), str(tmp_path / "all.pt"), "--to", "torch", "-q"]) == 0
-    saved, truth = torch.load(tmp_path / "all.pt"), load_file(f"{source}.truth.safetensors")
+    saved = torch.load(tmp_path / "all.pt")
+    truth = load_file(f"{source}.truth.safetensors")
     groups = saved["optimizer"]["param_groups"]
     assert len(groups) == 2 and groups[0]["weight_decay"] == 0.1
     given = torch.load(source / "optimizer.pt")["state"]

@@ -126,7 +126,8 @@ def test_values_equal_the_live_run(name, path):
 @pytest.mark.parametrize("other", registry.NAMES)
 @each_case
 def test_there_and_back_through_every_format(name, path, other, tmp_path):
-    through, back = tmp_path / "through", tmp_path / "back"
+    through = tmp_path / "through"
+    back = tmp_path / "back"
     done = _convert(path, through, other)
     if not done:
         return
@@ -144,7 +145,7 @@ def test_there_and_back_through_every_format(name, path, other, tmp_path):
         main = "dtype" in kinds and "megatron" in other and left <= {"model", "master"}
         assert tied or main or left <= {"step"} or "master" in {d.key.state for d in _tensors(path)}
     else:
-        assert same["equal"] or not holds_all and kinds == {"missing_right"}, (other, same["differences"][:3])
+        assert same["equal"] or (not holds_all and kinds == {"missing_right"}), (other, same["differences"][:3])
     returned = _convert(through, back, name) if same["equal"] else None
     if returned:
         states = ("model",) if not registry.by_name(name).holds.all_states else ()
@@ -155,7 +156,7 @@ def test_there_and_back_through_every_format(name, path, other, tmp_path):
         fits = isinstance(registry.by_name(name), Fitting) and len(made) == len(
             {d["state"] for d in again["differences"]}
         )
-        assert again["equal"] or fits and made <= {entry["state"] for entry in returned["dropped"]}, (
+        assert again["equal"] or (fits and made <= {entry["state"] for entry in returned["dropped"]}), (
             other,
             again["differences"][:3],
         )
@@ -172,8 +173,8 @@ def _convert(source, target, to):
         return convert(str(source), str(target), Reading(), Writing(to=to, verify="full", dialect="keep"), Silent())
     except CkptError as e:
         assert (
-            e.exit_code == 2 and e.code in ("E0249", "E0258", "E2001", "E0259", "E0286", "E1433") or e.code == "E1600"
-        ), (
+            e.exit_code == 2 and e.code in ("E0249", "E0258", "E2001", "E0259", "E0286", "E1433")
+        ) or e.code == "E1600", (
             to,
             e,
         )

@@ -85,7 +85,7 @@ def test_no_damage_is_a_silent_loss(path: Path, how: str, tmp_path: Path) -> Non
         try:
             report = convert(str(source), str(out), Reading(), Writing(to="sharded"), Silent())
         except CkptError as fault:
-            assert fault.exit_code in (3, 4) or fault.exit_code == 2 and how == "delete", (where, fault)
+            assert fault.exit_code in (3, 4) or (fault.exit_code == 2 and how == "delete"), (where, fault)
             assert fault.message and (fault.path or fault.key), f"{where}: the error names no place: {fault}"
             assert not out.exists(), where
         else:

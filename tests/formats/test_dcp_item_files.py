@@ -29,7 +29,8 @@ def files(*, together: bool) -> ItemFiles:
 
 
 def test_tensors_that_are_cut_alike_lie_as_they_would_one_by_one() -> None:
-    one, other = files(together=True), files(together=False)
+    one = files(together=True)
+    other = files(together=False)
     listed = [
         [
             file._replace(literals=(*file.literals,), arrays=(*file.arrays,), patches=(*file.patches,))

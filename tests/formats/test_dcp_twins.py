@@ -97,7 +97,8 @@ def test_twins_of_a_file_are_compared_in_one_call(
     folder: Path, tmp_path: Path, compare: twins.Compare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_two_files(folder, tmp_path)
-    found, read = [], []
+    found = []
+    read = []
     for call in (None, compare):
         monkeypatch.setattr(dcp_items, "_comparing", lambda tree, items, call=call: call)
         tree = Tree(tmp_path)

@@ -92,7 +92,8 @@ def differences(a: Any, b: Any, at: str, *, values: bool) -> list[str]:
 @pytest.mark.parametrize("case", CASES)
 def test_writing_it_again_gives_deepspeeds_own_files(case: str, tmp_path: Path) -> None:
     write(HERE / case, tmp_path / "out")
-    mine, theirs = tag(tmp_path / "out"), HERE / case
+    mine = tag(tmp_path / "out")
+    theirs = HERE / case
     assert {path.name for path in mine.iterdir()} == {path.name for path in theirs.iterdir()}
     for path in sorted(theirs.iterdir()):
         last = case.startswith("z3") and "rank_3_" in path.name  # the padding of its shares is not zero in DeepSpeed's
@@ -139,7 +140,8 @@ def test_partitions_are_those_of_torch(stage: int, ranks: int, tmp_path: Path) -
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_shares_of_stage_3_are_those_of_torch(ranks: int, tmp_path: Path) -> None:
     write(HERE / "z3_bf16_dp4", tmp_path / "out", dp=ranks)
-    truth, folder = truth_of("z3_bf16_dp4"), tag(tmp_path / "out")
+    truth = truth_of("z3_bf16_dp4")
+    folder = tag(tmp_path / "out")
     for rank in range(ranks):
         module = load(folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
         saved = load(folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
@@ -160,14 +162,17 @@ def test_shares_of_stage_3_are_those_of_torch(ranks: int, tmp_path: Path) -> Non
 @pytest.mark.parametrize(("ranks", "ep"), [(2, 1), (2, 2), (4, 4), (8, 4)])
 def test_experts_of_each_rank(ranks: int, ep: int, tmp_path: Path) -> None:
     write(HERE / "moe_z2_ep2_dp4", tmp_path / "out", dp=ranks, ep=ep)
-    truth, folder = truth_of("moe_z2_ep2_dp4"), tag(tmp_path / "out")
+    truth = truth_of("moe_z2_ep2_dp4")
+    folder = tag(tmp_path / "out")
     module = load(folder / "mp_rank_00_model_states.pt")
     each = 4 // ep
     for rank in range(ranks):
         saved = load(folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
         names = []
         for name in module["param_shapes"][1]:
-            head, number, tail = name.rsplit(".", 3)[0], name.rsplit(".", 3)[1], name.rsplit(".", 2)[1:]
+            head = name.rsplit(".", 3)[0]
+            number = name.rsplit(".", 3)[1]
+            tail = name.rsplit(".", 2)[1:]
             names.append(".".join([head, str(rank % ep * each + int(number)), *tail]))
         line = torch.cat([truth[f"exp_avg/{name}"].flatten() for name in names])
         copies = ranks // ep

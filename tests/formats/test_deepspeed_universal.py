@@ -151,10 +151,13 @@ def test_sub_parameters_of_uneven_shapes_come_back(tmp_path: Path, monkeypatch: 
 
     class SubparamShape:
         def __init__(self, patterns: Any, shape: Any, partition_dim: int) -> None:
-            self.patterns, self.shape, self.partition_dim = patterns, shape, partition_dim
+            self.patterns = patterns
+            self.shape = shape
+            self.partition_dim = partition_dim
 
     module = types.ModuleType("deepspeed.checkpoint.universal_checkpoint")
-    SubparamShape.__module__, SubparamShape.__qualname__ = module.__name__, "SubparamShape"
+    SubparamShape.__module__ = module.__name__
+    SubparamShape.__qualname__ = "SubparamShape"
     module.SubparamShape = SubparamShape  # type: ignore[attr-defined]
     for name in ("deepspeed", "deepspeed.checkpoint"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -293,7 +296,8 @@ def test_a_foreign_source_keeps_everything(tmp_path: Path) -> None:
     document = to(source, tmp_path / "out")
     assert any("cat_dim" in note for note in document["notes"])
     assert equal(source, tmp_path / "out")
-    catalog, before = catalog_of(tmp_path / "out"), catalog_of(source)
+    catalog = catalog_of(tmp_path / "out")
+    before = catalog_of(source)
     assert catalog.extras == before.extras and "master" not in catalog.states()
     (root,) = (path for path in (tmp_path / "out").iterdir() if path.is_dir())
     state = torch.load(root / "zero/optimizer_state.pt", weights_only=False)

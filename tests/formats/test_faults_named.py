@@ -95,7 +95,7 @@ def test_every_broken_file_is_named_at_once(
         open_source(str(source), Reading(from_format=name)).catalog.check()
     lines = [f"{caught.value.message} {caught.value.where()}", *caught.value.faults]
     unnamed = [path for path in felt if not any(path.as_posix() in line for line in lines)]
-    assert not unnamed or len(lines) >= len(felt) and all(path.name in " ".join(lines) for path in unnamed), lines
+    assert not unnamed or (len(lines) >= len(felt) and all(path.name in " ".join(lines) for path in unnamed)), lines
 
 
 def breaks(source: Path, path: Path, name: str, how: str) -> bool:

@@ -97,8 +97,11 @@ class Stubs(pickle.Unpickler):
 
 def edit(path: Path, change: Callable[[Any], None]) -> None:
     """Change the value of a torch file of our own fixtures."""
-    before, stubs = set(sys.modules), types.ModuleType("stubs")
-    stubs.Unpickler, stubs.load = Stubs, pickle.load  # type: ignore[attr-defined]
+    before = set(sys.modules)
+    stubs = types.ModuleType("stubs")
+    # type: ignore[attr-defined]
+    stubs.Unpickler = Stubs
+    stubs.load = pickle.load
     value = torch.load(path, pickle_module=stubs, weights_only=False)
     change(value)
     torch.save(value, path)
@@ -110,7 +113,7 @@ def edit(path: Path, change: Callable[[Any], None]) -> None:
 def hang(value: Any, kind: Callable[[torch.Tensor], Any], under: tuple[Any, ...] = ()) -> None:
     """Hang every moment in `value` on an object of class `kind`."""
     for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
-        if isinstance(item, torch.Tensor) and (key == MOMENT or key == "param" and not under):
+        if isinstance(item, torch.Tensor) and (key == MOMENT or (key == "param" and not under)):
             value[key] = kind(item)
         elif isinstance(item, dict | list):
             hang(item, kind, (*under, key))

@@ -67,12 +67,14 @@ def test_every_type_is_listed_as_it_is() -> None:
 @pytest.mark.parametrize("name", ["every_type", "big_endian", "quantised"])
 def test_floats_are_those_of_the_library(name, tmp_path) -> None:
     pytest.importorskip("gguf", reason="the gguf package makes them")
-    source, out = MADE / f"{name}.gguf", tmp_path / "out"
+    source = MADE / f"{name}.gguf"
+    out = tmp_path / "out"
     assert call("convert", source, out, "--to", "safetensors", "--dialect", "keep") == 2
     assert (
         call("convert", source, out, "--to", "safetensors", "--dialect", "keep", "--dequantize", "--dtype", "f32") == 0
     )
-    want, have = load_file(source.with_suffix(".floats.safetensors")), load_file(out / "model.safetensors")
+    want = load_file(source.with_suffix(".floats.safetensors"))
+    have = load_file(out / "model.safetensors")
     assert want.keys() == have.keys()
     for key, values in want.items():
         np.testing.assert_array_equal(
@@ -83,7 +85,8 @@ def test_floats_are_those_of_the_library(name, tmp_path) -> None:
 @pytest.mark.parametrize("kind", ["q8_0", "tq2_0", "mxfp4"])
 def test_blocks_are_those_of_the_library(kind, tmp_path) -> None:
     gguf = pytest.importorskip("gguf", reason="the gguf package makes them")
-    source, out = tmp_path / "m.safetensors", tmp_path / "m.gguf"
+    source = tmp_path / "m.safetensors"
+    out = tmp_path / "m.gguf"
     rng = np.random.default_rng(0)
     values = {
         "blk.0.attn_q.weight": rng.standard_normal((600, 512)),
@@ -126,7 +129,8 @@ def test_matrices_that_do_not_get_the_type_are_named(tmp_path, capsys) -> None:
 def test_what_llama_cpp_s_quantiser_wrote_of_one_row_is_a_matrix(tmp_path) -> None:
     """It leaves out dims of 1, which the converter had written; the hub has the gate of a shared expert as one row."""
     pytest.importorskip("gguf", reason="the gguf package makes the floats")
-    source, out = MADE / "quantised.gguf", tmp_path / "out"
+    source = MADE / "quantised.gguf"
+    out = tmp_path / "out"
     assert call("convert", source, out, "--to", "safetensors", "--dequantize") == 0
     have = load_torch(out / "model.safetensors")
     assert have["model.layers.0.mlp.shared_expert_gate.weight"].shape == (1, 64)
@@ -151,7 +155,9 @@ def test_an_architecture_that_no_family_has_is_not_guessed_by_names(tmp_path, ca
 
 
 def test_a_split_is_what_the_whole_file_is(tmp_path) -> None:
-    whole, out, joined = golden("llama3"), tmp_path / "split", tmp_path / "joined.gguf"
+    whole = golden("llama3")
+    out = tmp_path / "split"
+    joined = tmp_path / "joined.gguf"
     assert call("convert", whole, out, "--to", "gguf", "--max-shard-size", 20_000) == 0
     files = sorted(path.name for path in out.iterdir())
     assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.gguf"
@@ -192,7 +198,8 @@ def test_a_model_comes_back(name, tmp_path) -> None:
 def test_a_release_of_gpt_oss_keeps_the_values_of_its_experts(tmp_path) -> None:
     """MXFP4 of the hub as GGUF's, which has other scales for some blocks and the same values; nothing else is cut."""
     pytest.importorskip("gguf", reason="the gguf package makes the blocks")
-    source, out = tmp_path / "in", tmp_path / "m.gguf"
+    source = tmp_path / "in"
+    out = tmp_path / "m.gguf"
     shutil.copytree(FIXTURES / "quantized/mxfp4_gpt_oss", source)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "layer_types": ["sliding_attention"]}))
@@ -220,7 +227,9 @@ def test_patterns_of_types_want_a_type_and_a_matrix(tmp_path, capsys) -> None:
 @pytest.mark.parametrize("name", ["llama3", "qwen3_moe"])
 def test_the_header_is_read_once(name, to, tmp_path, monkeypatch) -> None:
     """And the pairs that are written, or that make a tokenizer, once more: where they lie, and nothing after them."""
-    source, reads, whole = golden(name), [], Tree.read
+    source = golden(name)
+    reads = []
+    whole = Tree.read
     header = read_header(Tree(source), source.name)
     pairs = sum(entry.stop - entry.start for entry in header.entries.values())
 
@@ -236,7 +245,8 @@ def test_the_header_is_read_once(name, to, tmp_path, monkeypatch) -> None:
 
 
 def test_into_a_training_format_and_out_of_it(tmp_path) -> None:
-    job, out = tmp_path / "job", tmp_path / "m.gguf"
+    job = tmp_path / "job"
+    out = tmp_path / "m.gguf"
     assert call("convert", golden("qwen3_moe"), job, "--to", "megatron-dist", "--tp", 2, "--dtype", "bf16") == 0
     shutil.copy(MADE / "qwen3_moe" / "config.json", job)
     assert call("convert", job, out, "--to", "gguf") == 0
@@ -244,7 +254,8 @@ def test_into_a_training_format_and_out_of_it(tmp_path) -> None:
 
 
 def test_a_merge_computes_with_floats_alone(tmp_path, capsys) -> None:
-    a, b = golden("qwen3_moe"), tmp_path / "b.gguf"
+    a = golden("qwen3_moe")
+    b = tmp_path / "b.gguf"
     whole, less, merged = (tmp_path / each for each in ("a.gguf", "less.gguf", "m.gguf"))
     for out in (whole, b):
         assert call("convert", a, out, "--to", "gguf", "--gguf-type", "q8_0") == 0
@@ -262,7 +273,9 @@ def test_a_merge_computes_with_floats_alone(tmp_path, capsys) -> None:
 
 
 def test_one_of_several_models_may_be_quantised(tmp_path) -> None:
-    plain, eight, merged = golden("qwen3_moe"), tmp_path / "a.gguf", tmp_path / "m.gguf"
+    plain = golden("qwen3_moe")
+    eight = tmp_path / "a.gguf"
+    merged = tmp_path / "m.gguf"
     assert call("convert", plain, eight, "--to", "gguf", "--gguf-type", "q8_0") == 0
     words = ["--method", "linear", "--to", "gguf", "--dequantize"]
     assert call("merge", eight, plain, merged, *words) == 0
@@ -277,7 +290,8 @@ def test_the_metadata_counts_the_layers_that_stay(name, tmp_path, capsys) -> Non
     key = f"{pairs['general.architecture']}.block_count"
     last = pairs[key] - 1
     for number, (source, root) in enumerate(((golden(name), "blk"), (MADE / name, "model.layers"))):
-        out, words = tmp_path / f"{number}.gguf", ("--to", "gguf", "--remove-keys")
+        out = tmp_path / f"{number}.gguf"
+        words = ("--to", "gguf", "--remove-keys")
         assert call("convert", source, out, *words, f"{root}.0.*") == 2
         assert json.loads(capsys.readouterr().err)["error"]["code"] == "E2820" and not out.exists()
         assert call("convert", source, out, *words, f"{root}.{last}.*") == 0
@@ -292,11 +306,13 @@ def test_the_metadata_counts_the_layers_that_stay(name, tmp_path, capsys) -> Non
 
 def test_layers_that_llama_cpp_leaves_out_are_reported(tmp_path, capsys) -> None:
     """A layer of multi-token prediction, as DeepSeek publishes it: `conversion/deepseek.py` skips it whole."""
-    folder, out = tmp_path / "m", tmp_path / "m.gguf"
+    folder = tmp_path / "m"
+    out = tmp_path / "m.gguf"
     shutil.copytree(MADE / "deepseek_v3", folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
-    last, hidden = config["num_hidden_layers"], config["hidden_size"]
+    last = config["num_hidden_layers"]
+    hidden = config["hidden_size"]
     tensors = load_torch(folder / "model.safetensors")
     ahead = {k.replace(f".{last - 1}.", f".{last}.", 1): v for k, v in tensors.items() if f"layers.{last - 1}." in k}
     root = f"model.layers.{last}"
@@ -311,12 +327,16 @@ def test_layers_that_llama_cpp_leaves_out_are_reported(tmp_path, capsys) -> None
 
 
 def test_shards_of_a_training_job_and_fp8_become_blocks(tmp_path) -> None:
-    job, straight, out = tmp_path / "job", tmp_path / "s.gguf", tmp_path / "m.gguf"
+    job = tmp_path / "job"
+    straight = tmp_path / "s.gguf"
+    out = tmp_path / "m.gguf"
     assert call("convert", MADE / "qwen3_moe", straight, "--to", "gguf", "--gguf-type", "q8_0") == 0
     assert call("convert", MADE / "qwen3_moe", job, "--to", "dcp", "--tp", 2) == 0
     assert call("convert", job, out, "--to", "gguf", "--gguf-type", "q8_0") == 0
     assert out.read_bytes() == straight.read_bytes()
-    fp8, back, floats = FIXTURES / "quantized" / "fp8_block", tmp_path / "back", tmp_path / "floats"
+    fp8 = FIXTURES / "quantized" / "fp8_block"
+    back = tmp_path / "back"
+    floats = tmp_path / "floats"
     assert call("convert", fp8, tmp_path / "f.gguf", "--to", "gguf") == 3  # scales can't follow rotated rows
     assert call("convert", fp8, tmp_path / "f.gguf", "--to", "gguf", "--dequantize") == 0
     assert call("convert", tmp_path / "f.gguf", back, "--to", "safetensors", "--dtype", "bf16") == 0
@@ -326,7 +346,9 @@ def test_shards_of_a_training_job_and_fp8_become_blocks(tmp_path) -> None:
 
 def test_fp8_values_want_an_option_that_the_error_names(tmp_path, capsys) -> None:
     """In a family that rotates no rows: codes with their scale are dequantised, values without one are cast."""
-    name, folder, out = "model.layers.0.self_attn.o_proj.weight", tmp_path / "m", tmp_path / "m.gguf"
+    name = "model.layers.0.self_attn.o_proj.weight"
+    folder = tmp_path / "m"
+    out = tmp_path / "m.gguf"
     shutil.copytree(MADE / "qwen3_moe", folder)
     tensors = load_torch(folder / "model.safetensors")
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)

@@ -34,7 +34,8 @@ FILES = {
     "big_endian": FIXTURES / "gguf-made/big_endian.gguf",
 }
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-STRING, ARRAY = 8, 9
+STRING = 8
+ARRAY = 9
 
 
 @dataclass
@@ -79,14 +80,16 @@ class Parts:
                 length = number("Q")
                 position += length
             elif kind == ARRAY:
-                inner, count = number("I"), number("Q")
+                inner = number("I")
+                count = number("Q")
                 for _ in range(count):
                     skip_value(inner)
             else:
                 position += SIZES[kind]
 
         position = 8
-        tensor_count, pair_count = number("Q"), number("Q")
+        tensor_count = number("Q")
+        pair_count = number("Q")
         pairs = []
         for _ in range(pair_count):
             start = position
@@ -132,7 +135,9 @@ def without(items: list, number: int) -> list:
 
 def edits(parts: Parts):
     """(name, bytes) of every case."""
-    rows, pairs, data = parts.rows, parts.pairs, parts.data
+    rows = parts.rows
+    pairs = parts.pairs
+    data = parts.data
 
     def edit(**changes: object) -> bytes:
         return replace(parts, **changes).encode()
@@ -163,7 +168,8 @@ def edits(parts: Parts):
 
     starts = [row.offset for row in rows] + [len(data)]
     for number, row in enumerate(rows):
-        start, stop = starts[number], starts[number + 1]
+        start = starts[number]
+        stop = starts[number + 1]
         yield f"row {number} removed", edit(rows=without(rows, number))
         yield f"row {number} removed, counted", edit(rows=without(rows, number), tensor_count=1)
         yield f"row {number} twice", edit(rows=[*rows, row])

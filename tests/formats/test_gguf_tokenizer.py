@@ -60,7 +60,8 @@ def test_pieces_without_their_model_are_what_the_converter_writes_but_for_the_sc
     want = pairs_of(MADE / "llama_pieces.gguf")
     found, lines = tokenizer_pairs(files_of(MADE / "llama_pieces"), "llama")
     have = {key: value for key, _, value in found}
-    count, scores = len(want["tokenizer.ggml.tokens"]), have.pop("tokenizer.ggml.scores")
+    count = len(want["tokenizer.ggml.tokens"])
+    scores = have.pop("tokenizer.ggml.scores")
     assert lines == [] and set(want.pop("tokenizer.ggml.scores")) == {-1000.0}  # the converter has none to write
     for key in ("tokens", "token_type"):  # and no rows beyond the tokens, without which llama.cpp refuses the embedding
         assert len(have[f"tokenizer.ggml.{key}"]) == 320 > count
@@ -137,7 +138,8 @@ def test_no_space_is_put_before_texts_where_the_tokenizer_puts_none() -> None:
 
 
 def test_a_model_of_unigrams_is_said_to_be_merged() -> None:
-    raw, config = (MADE / "gemma3/tokenizer.model").read_bytes(), {"vocab_size": 320}
+    raw = (MADE / "gemma3/tokenizer.model").read_bytes()
+    config = {"vocab_size": 320}
     assert tokenizer_pairs(TokenizerFiles(pieces=raw, config=config), "llama")[1] == []
     trained = b"\x12\x02\x18\x01"  # trainer_spec { model_type = UNIGRAM }, which is laid over what stands before
     _, lines = tokenizer_pairs(TokenizerFiles(pieces=raw + trained, config=config), "llama")

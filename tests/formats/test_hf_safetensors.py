@@ -303,7 +303,8 @@ def test_both_roads_read_one_index_alike(tmp_path_factory, weight_map, metadata,
 def test_no_changed_byte_passes_the_quick_road_alone(byte, indent, tmp_path):
     """Whatever the quick road reads, the strict one reads too, and the same."""
     index = {"weight_map": {f"{name}.w": f"{file}.safetensors" for name, file in ("ax", "bx", "cy", "dx", "ez")}}
-    text, path = json.dumps(index, indent=indent).encode(), tmp_path / "i.json"
+    text = json.dumps(index, indent=indent).encode()
+    path = tmp_path / "i.json"
     both = 0
     for at in range(len(text)):
         path.write_bytes(text[:at] + bytes([byte]) + text[at + 1 :])
@@ -394,7 +395,8 @@ def test_the_files_are_those_of_save_pretrained(limit, tied, tmp_path):
         tie_word_embeddings=tied,
     )
     model = LlamaForCausalLM(config).bfloat16()
-    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    theirs = tmp_path / "theirs"
+    ours = tmp_path / "ours"
     ours.mkdir()
     model.save_pretrained(theirs, max_shard_size=limit)
     state = {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
@@ -446,7 +448,8 @@ def test_a_deepseek_v3_opens_in_little_memory_without_numpy(tmp_path):
 
 
 def test_a_component_of_diffusers_keeps_its_name_and_has_variants(tmp_path):
-    np, stored = pytest.importorskip("numpy"), pytest.importorskip("safetensors.numpy")
+    np = pytest.importorskip("numpy")
+    stored = pytest.importorskip("safetensors.numpy")
     source = tmp_path / "unet"
     source.mkdir()
     (source / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')

@@ -57,7 +57,8 @@ def seen(path: Path, reading: Reading | None = None) -> dict[str, str]:
 @each_format
 def test_a_cache_of_links_reads_as_the_folder_does(name: str, tmp_path: Path) -> None:
     """Every file a link into `blobs/`, as huggingface_hub lays a repository out."""
-    snapshot, blobs = tmp_path / "models--org--name" / "snapshots" / "0a1b", tmp_path / "models--org--name" / "blobs"
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0a1b"
+    blobs = tmp_path / "models--org--name" / "blobs"
     blobs.mkdir(parents=True)
     for number, file in enumerate(sorted(path for path in original(name).rglob("*") if path.is_file())):
         shutil.copyfile(file, blobs / f"{number:040x}")
@@ -94,7 +95,8 @@ def test_links_inside_what_was_given_are_followed(name: str, folders: bool, tmp_
 @each_format
 def test_links_that_leave_it_are_named_and_followed_when_asked_for(name: str, folders: bool, tmp_path: Path) -> None:
     run, parts = linked(name, tmp_path, folders=folders)
-    checkpoint, some = run / "c", sorted(path.name for path in parts.iterdir())
+    checkpoint = run / "c"
+    some = sorted(path.name for path in parts.iterdir())
     if not some:
         pytest.skip("the format has no folders")
     reading = Reading(from_format=name)
@@ -176,7 +178,9 @@ def test_a_config_that_is_such_a_link_is_refused_or_named(name: str, tmp_path: P
     (tmp_path / "c" / "config.json").symlink_to("../config.json")
     try:
         notes = open_source(str(tmp_path / "c"), Reading()).catalog.notes
-        said, hint = "\n".join(note.message for note in notes), "--follow-symlinks"
+        said = "\n".join(note.message for note in notes)
+        hint = "--follow-symlinks"
     except CkptError as error:
-        said, hint = error.message, str(error.hint)
+        said = error.message
+        hint = str(error.hint)
     assert "config.json is" in said and "link that leaves the folder" in said and "--follow-symlinks" in hint

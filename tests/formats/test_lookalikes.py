@@ -124,7 +124,8 @@ CASES: dict[str, tuple[Maker, str, str, str]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_named_and_refused_by_every_verb(name: str, tmp_path: Path, capfd) -> None:
     make, code, message, hint = CASES[name]
-    source, out = tmp_path / "source", tmp_path / "out"
+    source = tmp_path / "source"
+    out = tmp_path / "out"
     source.mkdir()
     make(source)
     for verb in (
@@ -277,7 +278,8 @@ def test_a_number_in_verls_pointer_is_its_own_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("system", ["fsdp", "megatron"])
 def test_verl_s_run_opens_at_its_one_model(system: str, tmp_path: Path) -> None:
     """Megatron's `dist_ckpt/` has no arguments of a job: the config lies in `huggingface/` beside it."""
-    actor, real = tmp_path / "run/global_step_7/actor", FIXTURES / "convert/llama"
+    actor = tmp_path / "run/global_step_7/actor"
+    real = FIXTURES / "convert/llama"
     if system == "fsdp":
         shutil.copytree(FIXTURES / "torch/ranks_tp2_dp2", actor)
     else:
@@ -320,7 +322,7 @@ def test_moments_are_not_left_behind_in_silence(name: str, model: str, tmp_path:
             continue  # a hub's model stays one: there is no place for moments
         assert run([verb, str(source), str(tmp_path / verb), *to, "--json"]) == (3 if left else 2), verb
         error = json.loads(capfd.readouterr().err.strip().splitlines()[-1])["error"]
-        assert left or error["code"] == "E1643" and name in error["message"] and "--drop optimizer" in error["hint"]
+        assert left or (error["code"] == "E1643" and name in error["message"] and "--drop optimizer" in error["hint"])
         assert not (tmp_path / verb).exists()
     if left:
         return

@@ -169,11 +169,15 @@ def test_keys_of_objects() -> None:
 )
 def test_flattened_slices_are_put_where_they_belong(dims: list[tuple[int, int]], ranks: int, leads: int) -> None:
     """Against NumPy: cells of the grid flattened, cut in ranks, each slice an array of its own."""
-    grid, cell = tuple(g for g, _ in dims), tuple(c for _, c in dims)
-    shape, numel = tuple(g * c for g, c in dims), int(np.prod(cell))
+    grid = tuple(g for g, _ in dims)
+    cell = tuple(c for _, c in dims)
+    shape = tuple(g * c for g, c in dims)
+    numel = int(np.prod(cell))
     leads = min(leads, len(shape))
     want = np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
-    pieces, data, arrays = [], [], []
+    pieces = []
+    data = []
+    arrays = []
     for index in np.ndindex(*grid):
         flat = want[tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, cell, strict=True))].ravel()
         for part in np.array_split(np.arange(numel), ranks):
@@ -210,7 +214,8 @@ def test_rows_of_a_stacked_piece() -> None:
 def test_layers_are_the_rows_that_torch_loads(case: str) -> None:
     """Every raw key that torch loads, position by position."""
     folder = iteration(HOME / case)
-    catalog, seen = FORMAT.read(Tree(folder)), set()
+    catalog = FORMAT.read(Tree(folder))
+    seen = set()
     parts: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
     for fqn, whole in loaded(folder).items():
         if ".distributed." in fqn:
@@ -305,7 +310,8 @@ def test_a_grouped_line_is_transposed_back(
     h: int, f: int, cut: int, rank: int, gated: bool, data: st.DataObject
 ) -> None:
     """GroupedMLP's weight1: (h, [gate; up]) of one expert in a line, cut at any elements."""
-    ranks, rows = rank + 1, f * (2 if gated else 1)
+    ranks = rank + 1
+    rows = f * (2 if gated else 1)
     want = np.arange(ranks * rows * h).reshape(ranks * rows, h)
     parts = (
         [want[r * f : (r + 1) * f] for r in range(ranks)]
@@ -368,7 +374,8 @@ def test_integrity_is_written_as_megatron_does(llama: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("degrees", [{"tp": 1}, {"pp": 3}, {"tp": 2, "pp": 3, "dp": 3}])
 def test_torch_loads_the_same_tensors_under_the_same_keys(degrees: dict[str, int], tmp_path: Path) -> None:
-    before, out = loaded(iteration(HOME / "llama_tp2")), reshaped(HOME / "llama_tp2", tmp_path / "out", **degrees)
+    before = loaded(iteration(HOME / "llama_tp2"))
+    out = reshaped(HOME / "llama_tp2", tmp_path / "out", **degrees)
     after = loaded(out)
     assert set(after) == set(before)
     for fqn, want in before.items():

@@ -24,7 +24,8 @@ from ckpt_tool.sources.opening import open_source
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 DIST = FIXTURES / "megatron-dist" / "fp8_tp2"
-LEGACY, STREAMS = FIXTURES / "megatron" / "fp8_pp2", FIXTURES / "megatron" / "fp8_streams"
+LEGACY = FIXTURES / "megatron" / "fp8_pp2"
+STREAMS = FIXTURES / "megatron" / "fp8_streams"
 
 
 def written(source: Path, out: Path, to: str, **degrees: int) -> tuple[Path, str]:

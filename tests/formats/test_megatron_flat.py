@@ -13,14 +13,18 @@ from ckpt_tool.formats.megatron.optimizer import default_bucket_size, lay_flat
 
 def slow(numels, shared, bucket_size, data_ranks):
     """[(parameter or None, bucket)] for every element of the padded buffer, made one element at a time."""
-    line, buckets, begun, members = [], [], 0, 0
+    line = []
+    buckets = []
+    begun = 0
+    members = 0
 
     def close():
         nonlocal begun, members
         buckets.append((begun, len(line)))
         while len(line) % lcm(data_ranks, 128):
             line.append(None)
-        begun, members = len(line), 0
+        begun = len(line)
+        members = 0
 
     for i in reversed(range(len(numels))):
         while len(line) % 64:
@@ -29,7 +33,7 @@ def slow(numels, shared, bucket_size, data_ranks):
             close()
         line.extend((i, k) for k in range(numels[i]))
         members += 1
-        if shared[i] or bucket_size is not None and len(line) - begun >= bucket_size:
+        if shared[i] or (bucket_size is not None and len(line) - begun >= bucket_size):
             close()
     if members:
         close()
@@ -42,7 +46,8 @@ def slow(numels, shared, bucket_size, data_ranks):
     st.integers(1, 6),
 )
 def test_every_element_is_where_the_rule_puts_it(params, bucket_size, data_ranks):
-    numels, shared = [n for n, _ in params], [s for _, s in params]
+    numels = [n for n, _ in params]
+    shared = [s for _, s in params]
     flat = lay_flat(numels, shared=shared, bucket_size=bucket_size, data_ranks=data_ranks)
     line, buckets = slow(numels, shared, bucket_size, data_ranks)
     coalesced = [one for start, stop in buckets for one in line[start:stop]]

@@ -95,7 +95,8 @@ def test_hyperparameters_states_and_the_rest_come_along() -> None:
 
 
 def test_a_pointer_a_step_and_a_plain_reading() -> None:
-    run, step = HOME / "fsdp_dp2", HOME / "fsdp_dp2" / "iter_0000002"
+    run = HOME / "fsdp_dp2"
+    step = HOME / "fsdp_dp2" / "iter_0000002"
     assert registry.detect(Tree(run))[0].name == registry.detect(Tree(step))[0].name == "megatron-fsdp"
     plain = open_source(str(step), Reading(from_format="dcp")).catalog
     assert {f"module.{FC1}_w", f"module.{FC1}_v"} <= {key.name for key in plain.tensors}, "as it lies"
@@ -116,9 +117,11 @@ def test_keys_and_tensors_are_those_that_megatron_wrote(case: str, tmp_path: Pat
     source = open_source(str(HOME / case), Reading()).catalog
     degrees = source.hints.get(Degrees).stated()
     write(HOME / case, tmp_path / "out", **{**degrees, "dp": degrees["dp"] * 2})
-    have, want = listed(tmp_path / "out"), listed(HOME / case)
+    have = listed(tmp_path / "out")
+    want = listed(HOME / case)
     assert have.tensors.keys() == want.tensors.keys() and have.objects.keys() == want.objects.keys()
-    mine, theirs = by_torch(steps(tmp_path / "out")), by_torch(steps(HOME / case))
+    mine = by_torch(steps(tmp_path / "out"))
+    theirs = by_torch(steps(HOME / case))
     assert [key for key, tensor in theirs.items() if not torch.equal(tensor, mine[key])] == []
     pieces = [piece for entry in have.tensors.values() for piece in entry.pieces]
     assert len({piece.file for piece in pieces}) > degrees["tp"], "data ranks share the rows"
@@ -150,7 +153,8 @@ def test_there_and_back(case: str, to: str, degrees: dict[str, int], tmp_path: P
         return
     assert {entry["state"] for entry in report["dropped"]} == {"model", "master"}
     opened = open_source(str(tmp_path / "through"), Reading())
-    through, truth = OpenCatalog(opened.tree, opened.catalog), load_file(HOME / f"{case}.truth.safetensors")
+    through = OpenCatalog(opened.tree, opened.catalog)
+    truth = load_file(HOME / f"{case}.truth.safetensors")
     for name in [key.removeprefix("exp_avg/") for key in truth if key.startswith("exp_avg/")]:
         main = truth[f"model/{name}"]
         assert torch.equal(through[name].torch(), main.bfloat16()), name
@@ -159,8 +163,10 @@ def test_there_and_back(case: str, to: str, degrees: dict[str, int], tmp_path: P
 
 def test_rows_of_tensor_ranks_lie_together_where_a_gated_fc1_is_whole(tmp_path: Path) -> None:
     write(HOME / "geglu_tp2", tmp_path / "one", tp=1)
-    name, key = "decoder.layers.0.mlp.linear_fc1.weight", "model.module.decoder.layers.0.mlp.linear_fc1.weight"
-    two, one = by_torch(steps(HOME / "geglu_tp2"))[key], by_torch(steps(tmp_path / "one"))[key]
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    key = "model.module.decoder.layers.0.mlp.linear_fc1.weight"
+    two = by_torch(steps(HOME / "geglu_tp2"))[key]
+    one = by_torch(steps(tmp_path / "one"))[key]
     assert torch.equal(one, load_file(HOME / "geglu_tp2.truth.safetensors")[f"model/{name}"])
     gate, up = one.chunk(2)
     assert torch.equal(two, torch.cat([gate[:10], up[:10], gate[10:], up[10:]]))

@@ -30,7 +30,8 @@ oracle = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(oracle)
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "megatron"
-MOE, ADAMW = FIXTURES / "moe_tp2ep2etp1", FIXTURES / "gpt2_tied_pp2_adamw"
+MOE = FIXTURES / "moe_tp2ep2etp1"
+ADAMW = FIXTURES / "gpt2_tied_pp2_adamw"
 
 
 def write(source, out, *, split=(), dtypes=None, keep=(), vocab=None, **degrees):
@@ -115,7 +116,8 @@ def test_writes_what_slicing_cuts(tmp_path):
         "mp_rank_01_001",
     ]
     state = oracle.load(folder / "mp_rank_01_001" / "model_optim_rng.pt")
-    first, second = state["model0"], state["model1"]
+    first = state["model0"]
+    second = state["model1"]
     assert "model" not in state and "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in first
     name = "decoder.layers.3.mlp.linear_fc1.weight"  # chunk 1 of stage 1 holds layer 3 alone
     assert torch.equal(
@@ -203,7 +205,7 @@ WHERE = {"moe": (MOE, {"tp": 2, "ep": 2, "etp": 1, "dp": 2}), "adamw": (ADAMW, {
         (which, layout)
         for which in WHERE
         for layout in LAYOUTS
-        if which == "moe" or layout.get("ep", 1) == 1 and "etp" not in layout
+        if which == "moe" or (layout.get("ep", 1) == 1 and "etp" not in layout)
     ],
 )
 def test_there_and_back_is_the_same_bit_for_bit(tmp_path, which, layout):
@@ -250,7 +252,8 @@ def differences(a, b, at):
     if any(word in at for word in IGNORED):
         return
     if hasattr(a, "__dict__") and type(a).__name__ == "Namespace":
-        a, b = vars(a), vars(b)
+        a = vars(a)
+        b = vars(b)
     if isinstance(a, torch.Tensor):
         if a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a, b):
             yield at
@@ -589,7 +592,8 @@ def test_megatron_objects_among_the_arguments(tmp_path, monkeypatch):
     def change(state):
         args = state["args"]
         args.cuda_graph_scope = [made["CudaGraphScope"].attn]
-        args.pipeline_model_parallel_layout, args.odd = layout, made["Odd"]()
+        args.pipeline_model_parallel_layout = layout
+        args.odd = made["Odd"]()
 
     edited(tmp_path / "a/iter_0000007/mp_rank_00/model_optim_rng.pt", change)
     report = write(tmp_path / "a", tmp_path / "b", tp=2)

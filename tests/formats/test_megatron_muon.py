@@ -27,7 +27,8 @@ from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.sources.opening import open_source
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-FILES, FLAT = FIXTURES / "megatron" / "muon_files_tp2dp2", FIXTURES / "megatron-dist" / "muon_flat_pp2dp2"
+FILES = FIXTURES / "megatron" / "muon_files_tp2dp2"
+FLAT = FIXTURES / "megatron-dist" / "muon_flat_pp2dp2"
 LION = FIXTURES / "megatron" / "lion_files_tp2"
 STATES = {FILES: "momentum_buffer", FLAT: "momentum_buffer", LION: "exp_avg"}
 

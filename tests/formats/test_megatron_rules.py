@@ -98,7 +98,8 @@ SECTIONS = {  # of the shapes above
 
 def each(array, rows, rank, size):
     """Part `rank` of each section, one below the other."""
-    cut, first = [], 0
+    cut = []
+    first = 0
     for count in rows:
         cut.append(np.split(array[first : first + count], size)[rank])
         first += count

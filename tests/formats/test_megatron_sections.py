@@ -31,7 +31,8 @@ from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-DIST, RANKS = FIXTURES / "megatron-dist", FIXTURES / "megatron" / "hybrid_tp2pp2"
+DIST = FIXTURES / "megatron-dist"
+RANKS = FIXTURES / "megatron" / "hybrid_tp2pp2"
 STEP = "iter_0000002"
 MIXER = {"in_proj.weight": (42, 4), "out_proj.weight": (4, 12), "A_log": (6,), "conv1d_weight": (24, 1, 4)}
 
@@ -75,7 +76,8 @@ def test_two_tensor_ranks_hold_what_one_holds():
 def test_keys_and_boxes_are_those_that_core_writes(source, tp, like, tmp_path):
     write(DIST / source, tmp_path / "out", "megatron-dist", tp=tp)
     assert boxes(tmp_path / "out" / STEP) == boxes(DIST / like / STEP)
-    theirs, ours = listing(DIST / like / STEP).objects, listing(tmp_path / "out" / STEP).objects
+    theirs = listing(DIST / like / STEP).objects
+    ours = listing(tmp_path / "out" / STEP).objects
     assert set(ours) == {key for key in theirs if not key.startswith(("rng_state/", "rerun_state_machine_state/"))}
     assert differences(tmp_path / "out", DIST / like) == []
 
@@ -101,7 +103,8 @@ def test_each_rank_holds_what_cores_rank_holds(tmp_path):
     files = sorted(path.relative_to(RANKS) for path in RANKS.rglob("*.pt"))
     assert len(files) == 8
     for file in files:
-        theirs, ours = leaves(RANKS / file), leaves(tmp_path / "out" / file)
+        theirs = leaves(RANKS / file)
+        ours = leaves(tmp_path / "out" / file)
         assert list(theirs) == list(ours) and theirs == ours, file
     args = open_source(str(tmp_path / "out"), Reading()).catalog.extras["args"].state
     assert args["hybrid_layer_pattern"] == "MGM|*-"
@@ -286,10 +289,12 @@ def test_a_model_that_sees_over_ranks_and_stages(tmp_path):
             have = {at[1]: leaf for at, leaf in leaves(file).items() if at[0] == "model"}
             want = {}
             for name, (_, how) in SHAPES.items():
-                array, local = model[name], name
+                array = model[name]
+                local = name
                 if name.startswith("language_model.decoder.layers."):
                     layer = int(name.split(".")[3])
-                    here, local = layer // 2, name.replace(f".{layer}.", f".{layer % 2}.", 1)
+                    here = layer // 2
+                    local = name.replace(f".{layer}.", f".{layer % 2}.", 1)
                 else:
                     here = int(name.startswith(("language_model.decoder.final", "language_model.output")))
                 if here != pp:

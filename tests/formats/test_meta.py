@@ -165,8 +165,8 @@ def test_cut_anew_each_rank_holds_what_meta_s_modules_hold(case: str, tp: int, t
         assert list(mine) == [row.name for row in open_source(str(FIXTURES / case), Reading()).catalog.rows()]
         for name, value in truth.items():
             end = name.rpartition(".weight")[0].rpartition(".")[2]
-            columns = end in ("wo", "w2") or end == "tok_embeddings" and not vocabulary
-            rows = end in ("wq", "wk", "wv", "w1", "w3", "output") or end == "tok_embeddings" and vocabulary
+            columns = end in ("wo", "w2") or (end == "tok_embeddings" and not vocabulary)
+            rows = end in ("wq", "wk", "wv", "w1", "w3", "output") or (end == "tok_embeddings" and vocabulary)
             part = value.chunk(tp, 1 if columns else 0)[rank] if columns or rows else value
             assert mine[name].is_contiguous() and (bits(mine[name]) == bits(part)).all(), name
     back = open_source(str(out), Reading())

@@ -70,7 +70,8 @@ def test_a_written_tree_is_the_tree_that_was_read(case, tmp_path):
     assert run(["reshard", str(CASES / case), str(out), "-q"]) == 0
     assert run(["diff", str(CASES / case), str(out), "-q"]) == 0
     inner = "checkpoint_00000003/state" if case == "manager" else ""
-    want, have = leaves_of(CASES / case / inner), leaves_of(out / ("state" if case == "manager" else ""))
+    want = leaves_of(CASES / case / inner)
+    have = leaves_of(out / ("state" if case == "manager" else ""))
     assert have == {keys: "np.ndarray" if kind == "jax.Array" else kind for keys, kind in want.items()}
     assert opened(out).catalog.extras == opened(CASES / case).catalog.extras
     if case == "manager":
@@ -80,7 +81,8 @@ def test_a_written_tree_is_the_tree_that_was_read(case, tmp_path):
 
 def test_what_comes_from_elsewhere_hangs_as_optax_has_it(tmp_path):
     """Through DCP, which knows nothing of optax: names with dots are levels, moments hang beside one count."""
-    through, out = tmp_path / "dcp", tmp_path / "out"
+    through = tmp_path / "dcp"
+    out = tmp_path / "out"
     assert run(["convert", str(CASES / "adamw_ocdbt_zarr2"), str(through), "--to", "dcp", "-q"]) == 0
     assert run(["convert", str(through), str(out), "--to", "orbax", "-q"]) == 0
     assert run(["diff", str(CASES / "adamw_ocdbt_zarr2"), str(out), "-q"]) == 0
@@ -101,7 +103,8 @@ def test_steps_of_parameters_become_one_count(tmp_path):
     state = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
     for step, code in ((2, 0), (5, 3)):
         state["bias"]["step"] = torch.tensor(float(step))
-        source, out = tmp_path / f"{step}.pt", tmp_path / f"out{step}"
+        source = tmp_path / f"{step}.pt"
+        out = tmp_path / f"out{step}"
         torch.save({"model": model.state_dict(), "optim": {"state": state, "param_groups": []}}, source)
         assert run(["convert", str(source), str(out), "--to", "orbax", "-q"]) == code
     extras = opened(tmp_path / "out2").catalog.extras
@@ -119,7 +122,9 @@ def steps_of(path):
 
 @pytest.mark.parametrize("fmt", ["dcp", "torch", "sharded"])
 def test_the_one_count_is_the_step_of_each_parameter_and_back(fmt, tmp_path, capsys):
-    source, there, back = CASES / "manager", tmp_path / ("m.pt" if fmt == "torch" else "out"), tmp_path / "back"
+    source = CASES / "manager"
+    there = tmp_path / ("m.pt" if fmt == "torch" else "out")
+    back = tmp_path / "back"
     assert run(["convert", str(source), str(there), "--to", fmt, "--json"]) == 0
     line = "opt_state.1.0.count, the one count of the optimizer, is the step of 6 parameters, in F32"
     assert line in json.loads(capsys.readouterr().out)["notes"]
@@ -144,7 +149,8 @@ def test_steps_that_are_not_the_count_differ(tmp_path, capsys):
     torch = pytest.importorskip("torch")
     source = tmp_path / "m.pt"
     assert run(["convert", str(CASES / "adamw_ocdbt_zarr2"), str(source), "--to", "torch", "-q"]) == 0
-    o, states = opened(source), ("exp_avg", "exp_avg_sq", "step")
+    o = opened(source)
+    states = ("exp_avg", "exp_avg_sq", "step")
     held = {state: OpenCatalog(o.tree, o.catalog).state(state) for state in states}
     state = {name: {each: held[each][name].torch() for each in states} for name in held["step"]}
     state["layer_0.norm.scale"]["step"] += 1
@@ -157,7 +163,8 @@ def test_steps_that_are_not_the_count_differ(tmp_path, capsys):
 
 
 def test_a_plan_of_steps_can_be_saved(tmp_path):
-    plan, out = tmp_path / "plan.json", tmp_path / "out"
+    plan = tmp_path / "plan.json"
+    out = tmp_path / "out"
     words = ["convert", str(CASES / "adamw_ocdbt_zarr2"), str(out), "--to", "dcp", "--dp", "2", "--plan", str(plan)]
     assert run([*words, "-q"]) == 0 and run(["apply", str(plan), "-q"]) == 0
     count = opened(CASES / "adamw_ocdbt_zarr2").catalog.extras["opt_state"]["1"]["0"]["count"]
@@ -258,7 +265,8 @@ def test_a_fault_of_a_compressed_chunk_names_its_file(tmp_path, capsys):
 
 
 def test_names_that_begin_others_are_one_key(tmp_path):
-    source, out = tmp_path / "m.safetensors", tmp_path / "out"
+    source = tmp_path / "m.safetensors"
+    out = tmp_path / "out"
     save_file({"a": np.arange(3, dtype="f4"), "a.b": np.arange(4, dtype="f4")}, source)
     assert run(["convert", str(source), str(out), "--to", "orbax", "-q"]) == 0
     assert set(leaves_of(out)) == {(("params", 2), ("a", 2)), (("params", 2), ("a.b", 2))}
@@ -270,7 +278,8 @@ def test_large_arrays_are_cut_and_padded(tmp_path, monkeypatch):
 
     monkeypatch.setattr(target, "CHUNK", 64)
     values = np.arange(7 * 5 * 3, dtype="f4").reshape(7, 5, 3)
-    source, out = tmp_path / "m.safetensors", tmp_path / "out"
+    source = tmp_path / "m.safetensors"
+    out = tmp_path / "out"
     save_file({"w": values}, source)
     assert run(["convert", str(source), str(out), "--to", "orbax", "-q"]) == 0
     o = opened(out)
@@ -280,7 +289,8 @@ def test_large_arrays_are_cut_and_padded(tmp_path, monkeypatch):
 
 
 def test_max_shard_size_parts_the_values(tmp_path):
-    source, out = tmp_path / "m.safetensors", tmp_path / "out"
+    source = tmp_path / "m.safetensors"
+    out = tmp_path / "out"
     save_file({name: np.zeros((1000, 1000), "f4") for name in "abc"}, source)
     assert run(["convert", str(source), str(out), "--to", "orbax", "--max-shard-size", "5MB", "-q"]) == 0
     assert sorted(path.stat().st_size for path in (out / "d").iterdir())[-3:] == [4_000_000] * 3
@@ -495,7 +505,8 @@ def test_large_views_are_forgotten_by_halves(tmp_path, monkeypatch):
     monkeypatch.setattr(views, "SMALL", 10)
     packed = [zstandard.ZstdCompressor().compress(bytes([n]) * 1000) for n in range(9)]
     (tmp_path / "f").write_bytes(b"".join(packed))
-    tree, starts = Tree(tmp_path), [sum(map(len, packed[:n])) for n in range(9)]
+    tree = Tree(tmp_path)
+    starts = [sum(map(len, packed[:n])) for n in range(9)]
     for n in (*range(9), *range(9)):
         if tree.views._halves:
             tree.views._most = 2500

@@ -55,7 +55,8 @@ def edits_of_files(folder: Path) -> Iterator[tuple[str, Edit]]:
         if len(other_raw) != len(raw):
 
             def exchange(at: Path, file: Path = file, other: Path = other) -> None:
-                one, two = (at / file).read_bytes(), (at / other).read_bytes()
+                one = (at / file).read_bytes()
+                two = (at / other).read_bytes()
                 (at / file).write_bytes(two)
                 (at / other).write_bytes(one)
 

@@ -92,7 +92,9 @@ def compose(name):
     """The file again, from what was read of it."""
     tree = Tree(FILES)
     content = read_paddle(tree, name)
-    composer, values, names = PaddleComposer(), [], {}
+    composer = PaddleComposer()
+    values = []
+    names = {}
     state: dict = {}
     for saved in content.leaves:
         ref = composer.tensor(saved.shape, saved.dtype, [StoragePart(len(values), whole(saved.shape), 0)])
@@ -134,7 +136,8 @@ def _reconstruct(*args):
     raise AssertionError("never called")
 
 
-_reconstruct.__module__, _reconstruct.__qualname__ = "numpy.core.multiarray", "_reconstruct"
+_reconstruct.__module__ = "numpy.core.multiarray"
+_reconstruct.__qualname__ = "_reconstruct"
 
 
 def theirs(value):
@@ -165,7 +168,8 @@ STATES = {
 
 @pytest.mark.parametrize("state", list(STATES))
 def test_frames_and_memo_are_those_of_cpython(state):
-    composer, values = PaddleComposer(), []
+    composer = PaddleComposer()
+    values = []
 
     def ours(value):
         if not isinstance(value, np.ndarray):

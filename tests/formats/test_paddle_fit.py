@@ -13,7 +13,8 @@ from ckpt_tool.formats.base import Fitted
 from ckpt_tool.formats.paddle.job import PaddleHints
 from ckpt_tool.formats.paddle.target import fit, paddle_target
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 NAMES = (EMBEDDING, *(f"model.layers.{i}.mlp.down_proj.weight" for i in range(2)), HEAD)
 
 

@@ -131,10 +131,12 @@ def test_the_metadata_is_what_paddle_wrote(case, degrees, sharding, config, tmp_
     rewrite(FIXTURES / case, tmp_path / "one", {}, config=config)
     assert sorted(p.name for p in (tmp_path / "one/model_state").iterdir()) == ["0.metadata", "0_0.distcp"]
     rewrite(tmp_path / "one", tmp_path / "job", degrees, sharding, config)
-    ours, theirs = Tree(tmp_path / "job"), Tree(FIXTURES / case)
+    ours = Tree(tmp_path / "job")
+    theirs = Tree(FIXTURES / case)
     folders = ("model_state/", "optimizer_state/", "master_weight/", "ema_state/")
     for folder in folders if case == "ernie_ema_tp2sd2v2" else folders[:3]:
-        a, b = read_metadata(ours, folder, "0.metadata"), read_metadata(theirs, folder, "0.metadata")
+        a = read_metadata(ours, folder, "0.metadata")
+        b = read_metadata(theirs, folder, "0.metadata")
         if case == "ernie_ema_tp2sd2v2":
             assert list(a.entries) == list(b.entries) and list(a.files) == list(b.files)
         assert a.entries.keys() == b.entries.keys()
@@ -197,7 +199,8 @@ def jobs(draw):
 
 
 def model_of(layers, names, states, experts):
-    tensors, values = [], []
+    tensors = []
+    values = []
     routed = [
         f"experts.{number}.{name}" for number in range(experts) for name in ("up_gate_proj.weight", "down_proj.weight")
     ]
@@ -258,7 +261,8 @@ def test_a_rank_holds_its_gate_beside_its_up(tmp_path, tp):
     tensors = (WantedTensor(TensorKey(name), (8, 24), DTYPES["F32"]),)
     wish = LayoutWish(Degrees(tp=tp), config=ERNIE)
     lay_out(FORMAT.target(Wanted(tensors, wish=wish), None), tmp_path, [whole])
-    gate, up = whole[:, :12], whole[:, 12:]
+    gate = whole[:, :12]
+    up = whole[:, 12:]
     for rank in range(tp):
         tree = Tree(tmp_path)
         (saved,) = read_paddle(tree, f"model_state/{rank}_0.distcp").leaves
@@ -367,7 +371,8 @@ def test_averages_keep_the_key_that_no_metadata_lists():
 def old_metadata(folder, module):
     """A folder as Paddle 2.x wrote it: the old module, offsets and keys alone."""
     shutil.copytree(FIXTURES / "parts", folder)
-    stated, stored = {}, {}
+    stated = {}
+    stored = {}
     for rank, (low, high) in enumerate(((0, 3), (3, 6), (6, 9), (9, 10))):
         state = {"global_offset": (low, 0), "local_shape": (high - low, 3), "dtype": "float32"}
         stated.setdefault("uneven", []).append(PickledRecord(f"{module}.LocalTensorMetadata", state=state))
@@ -414,7 +419,8 @@ def test_newer_files_are_read(tmp_path):
 
 def test_what_is_no_tensor_parallel_fuse_is_left_as_recorded():
     def entry(*widths):
-        shards, start = [], 0
+        shards = []
+        start = 0
         for width in widths:
             shards.append(Shard((0, start), (4, width), None, "f", 0))
             start += width

@@ -22,7 +22,8 @@ from ckpt_tool.formats.paddle.rules import head_axis
 from ckpt_tool.sources.select import split_keys
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-PLAIN, UNIFIED = FIXTURES / "paddle/llama_tied_bf16_legacy_single", FIXTURES / "paddle-unified/llama_tied_hf"
+PLAIN = FIXTURES / "paddle/llama_tied_bf16_legacy_single"
+UNIFIED = FIXTURES / "paddle-unified/llama_tied_hf"
 
 
 def said(capfd, *arguments, code=0):

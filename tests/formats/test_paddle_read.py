@@ -274,9 +274,11 @@ def test_one_ranks_file_alone_is_refused_but_leniently_shown(tmp_path):
 
 
 def test_an_adapter_is_read_with_its_config_beside(tmp_path):
-    a, b = np.arange(16, dtype="f4").reshape(8, 2), np.arange(16, dtype="f4").reshape(2, 8) + 100
+    a = np.arange(16, dtype="f4").reshape(8, 2)
+    b = np.arange(16, dtype="f4").reshape(2, 8) + 100
     o = np.arange(16, dtype="f4").reshape(8, 2) + 200
-    q, w = "model.layers.0.self_attn.q_proj.", "model.layers.0.self_attn.o_proj."
+    q = "model.layers.0.self_attn.q_proj."
+    w = "model.layers.0.self_attn.o_proj."
     for tp in (0, 1):
         state = {
             q + "lora_A": a,

@@ -238,7 +238,8 @@ def test_cuts_are_those_of_the_real_classes(path):
 
 
 def _whole_shape(name, config, *, is_column):
-    vocab, hidden = config["vocab_size"], config.get("hidden_size", 64)
+    vocab = config["vocab_size"]
+    hidden = config.get("hidden_size", 64)
     if name.endswith(("bias", "sinks")):
         return (96,)
     if any(word in name for word in ("embed", "wte", "shared.", "lm_head", "shared_head")):
@@ -247,7 +248,8 @@ def _whole_shape(name, config, *, is_column):
 
 
 def test_heads_that_were_seen_tell_without_a_config() -> None:
-    name, shape = "model.layers.0.self_attn.k_proj.weight", (32, 16)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    shape = (32, 16)
     parted, kept = ({rules.HEADS: {"tensor_ranks": 4, "parted": is_parted}} for is_parted in (True, False))
     assert [rules.cut_of(name, shape, parted, tp).dim for tp in (2, 4)] == [1, 1]
     assert [rules.cut_of(name, shape, kept, tp).dim for tp in (4, 8)] == [None, None]

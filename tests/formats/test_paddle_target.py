@@ -45,7 +45,8 @@ def lay_down(target: Target, wanted: Wanted, model: pm.Model, folder: Path) -> N
     """The target on disk, element by element; nothing twice."""
     values = [model.arrays[t.key.state, t.key.name] for t in wanted.tensors]
     for file in target.files:
-        data, taken = np.zeros(file.size, np.uint8), np.zeros(file.size, np.int8)
+        data = np.zeros(file.size, np.uint8)
+        taken = np.zeros(file.size, np.int8)
         for offset, piece in file.literals:
             data[offset : offset + len(piece)] = np.frombuffer(piece, np.uint8)
             taken[offset : offset + len(piece)] += 1
@@ -144,10 +145,13 @@ def check_back(folder: Path, model: pm.Model, config: Mapping[str, Any]) -> None
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[pm.Model, pm.Job]:
     kind = draw(st.sampled_from(("llama", "ernie", "moe")))
-    tp, pp = draw(st.sampled_from((1, 2))), draw(st.integers(1, 2))
+    tp = draw(st.sampled_from((1, 2)))
+    pp = draw(st.integers(1, 2))
     layers = pp * draw(st.integers(1, 2))
-    sharding, version = draw(st.integers(1, 3)), draw(st.sampled_from(("v1", "v2")))
-    ep, by_tensor = 1, False
+    sharding = draw(st.integers(1, 3))
+    version = draw(st.sampled_from(("v1", "v2")))
+    ep = 1
+    by_tensor = False
     experts = 4
     if kind == "moe":
         layers = max(layers, 2)
@@ -198,7 +202,8 @@ def test_an_average_lies_as_its_master_and_whole_where_there_is_none(tmp_path: P
 
 
 def test_a_stage_names_its_parameters_after_its_own_counters(tmp_path: Path) -> None:
-    model, job = pm.model_of("llama", 2, 0, True), pm.Job(pp=2)
+    model = pm.model_of("llama", 2, 0, True)
+    job = pm.Job(pp=2)
     wanted = wanted_of(model, job)
     lay_down(paddle_target(wanted), wanted, model, tmp_path)
     last = statics_of(tmp_path, job, pm.Place(1, 0, 0))
@@ -207,7 +212,8 @@ def test_a_stage_names_its_parameters_after_its_own_counters(tmp_path: Path) -> 
 
 
 def test_the_source_s_names_are_kept_where_no_rank_holds_another_s(tmp_path: Path) -> None:
-    model, job = pm.model_of("llama", 2, 0, True), pm.Job(tp=2)
+    model = pm.model_of("llama", 2, 0, True)
+    job = pm.Job(tp=2)
     names = {name: f"mine_{i}.w_0" for i, name in enumerate(model.names)}
     hints = {"degrees": {"tp": 1, "dp": 1}, "paddle": {"names": names}}
     wanted = wanted_of(model, job, **hints)

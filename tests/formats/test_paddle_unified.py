@@ -66,7 +66,8 @@ def write(
 ) -> None:
     """Files and index of one kind, as Paddle names them."""
     folder.mkdir(exist_ok=True)
-    names, weight_map = list(tensors), {}
+    names = list(tensors)
+    weight_map = {}
     for number in range(files):
         mine = {name: np.array(tensors[name], order="C") for name in names[number::files]}
         path = f"{stem}-{number + 1:05d}-of-{files:05d}.safetensors"
@@ -449,7 +450,8 @@ def test_slices_of_sharding_v2_in_merged_files(tmp_path: Path) -> None:
 
 def test_slices_of_a_job_with_expert_ranks(tmp_path: Path) -> None:
     """Expert ranks write model files of their own, in which nothing but experts lies: no tensor or pipeline ranks."""
-    dense, expert = "model.norm.weight", "model.layers.0.mlp.experts.1.down_proj.weight"
+    dense = "model.norm.weight"
+    expert = "model.layers.0.mlp.experts.1.down_proj.weight"
     shapes = {dense: (4,), expert: (4, 6)}
     truth = {f"{state}/{name}": values(9, shape) for name, shape in shapes.items() for state in ("model", "master")}
     write(tmp_path, "model", {dense: truth[f"model/{dense}"], expert: truth[f"model/{expert}"]}, files=2)
@@ -495,7 +497,8 @@ def test_pickles_that_ask_for_code_are_named_and_refused(tmp_path: Path) -> None
 
 def test_the_same_kind_is_written_again_to_the_byte(tmp_path: Path) -> None:
     for layout in ("pt", "np"):
-        source, out = tmp_path / layout, tmp_path / f"{layout}_out"
+        source = tmp_path / layout
+        out = tmp_path / f"{layout}_out"
         job(source, layout=layout)
         convert(str(source), str(out), Reading(), Writing(to="paddle-unified", verify="full"), Silent())
         for path in source.iterdir():
@@ -585,7 +588,8 @@ def test_weights_are_rounded_from_masters_that_are_alone(tmp_path: Path) -> None
 def test_states_of_a_tied_pair_are_written_under_both_names() -> None:
     """The loader of a job of several processes looks for both."""
     array = StoredArray("x", 0, DTYPES["F32"], (6, 4))
-    head, table = "lm_head.weight", "model.embed_tokens.weight"
+    head = "lm_head.weight"
+    table = "model.embed_tokens.weight"
     rows = [simple_tensor(TensorKey(*key), array) for key in ((head, "model"), (table, "model"), (table, "exp_avg"))]
     tied = Hints.of(PaddleHints(config={"tie_word_embeddings": True}))
     made = FORMAT.fit(rows, {}, tied, LayoutWish())

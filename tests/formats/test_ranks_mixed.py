@@ -190,7 +190,7 @@ def test_a_file_of_another_step(path: Path, tmp_path: Path) -> None:
         shutil.copytree(path, source)
         stale = of_another_step(source, file)
         others = [count for other, count in scalars.items() if other != file and count >= 2]
-        says = stale.plain and not file.endswith(".distcp") or scalars.get(file, 0) >= 2 and others
+        says = (stale.plain and not file.endswith(".distcp")) or (scalars.get(file, 0) >= 2 and others)
         if not says or not stale.values or _alone(path, file):
             continue
         try:
@@ -202,7 +202,8 @@ def test_a_file_of_another_step(path: Path, tmp_path: Path) -> None:
 
 
 def test_counters_tell_files_of_two_saves_apart(tmp_path: Path) -> None:
-    source, file = tmp_path / "source", "__1_0.distcp"
+    source = tmp_path / "source"
+    file = "__1_0.distcp"
     shutil.copytree(FIXTURES / "dcp" / "fsdp2_dp3_bf16", source)
     of_another_step(source, file)
     with pytest.raises(CkptError, match=r"all step in \S+ are [23], all in \S+ [23]") as caught:
@@ -215,7 +216,8 @@ def test_counters_tell_files_of_two_saves_apart(tmp_path: Path) -> None:
 
 def test_parameters_that_count_apart_are_none(tmp_path: Path) -> None:
     """torch counts a parameter without a gradient apart: one of a file's counters differs."""
-    source, file = tmp_path / "source", "__1_0.distcp"
+    source = tmp_path / "source"
+    file = "__1_0.distcp"
     shutil.copytree(FIXTURES / "dcp" / "safetensors_inside", source)
     catalog = open_source(str(source), Reading()).catalog
     array = next(
@@ -394,7 +396,8 @@ SHAPES: dict[str, Callable[[Any], None]] = {
 @pytest.mark.parametrize("what", SHAPES)
 @pytest.mark.parametrize("case", ["z3_bf16_dp4", "z3_sub_groups_dp4"])
 def test_deepspeed_ranks_that_disagree(case: str, what: str, rank: int, tmp_path: Path) -> None:
-    source, truth = tmp_path / "source", FIXTURES / "deepspeed" / case
+    source = tmp_path / "source"
+    truth = FIXTURES / "deepspeed" / case
     shutil.copytree(truth, source)
     file = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
     edit(source / file, SHAPES[what])

@@ -540,8 +540,10 @@ def test_files_of_another_save_are_named(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_two_ranks_swapped_are_told(tiny: Path) -> None:
-    a, b = tiny / "model.tp00_dp00.safetensors", tiny / "model.tp01_dp00.safetensors"
-    one, two = a.read_bytes(), b.read_bytes()
+    a = tiny / "model.tp00_dp00.safetensors"
+    b = tiny / "model.tp01_dp00.safetensors"
+    one = a.read_bytes()
+    two = b.read_bytes()
     a.write_bytes(two)
     b.write_bytes(one)
     error = fault(tiny, CorruptFile, "E0388")

@@ -35,7 +35,8 @@ class Lenient:
                 return type(name, (), {"__init__": lambda self, *_: None})
             return super().find_class(module, name)
 
-    load, loads = pickle.load, pickle.loads
+    load = pickle.load
+    loads = pickle.loads
 
 
 def state(folder: Path, rank: int = 0, part: int = 0) -> dict[int, dict[str, Any]]:
@@ -117,7 +118,8 @@ def test_what_tensor_ranks_hold_of_a_shared_parameter_s_is_named_and_the_rest_ca
     assert caught.value.code == "E2004" and "--drop L,R,Q_L,Q_R" in str(caught.value.hint)
     done = reshard(str(TWO), str(tmp_path / "out"), Reading(), Writing(degrees={"tp": 1}, drop=SQUARE), Silent())
     assert {row["state"] for row in done["dropped"]} >= set(SQUARE)
-    joined, ranks = state(tmp_path / "out"), [state(TWO, rank) for rank in range(2)]
+    joined = state(tmp_path / "out")
+    ranks = [state(TWO, rank) for rank in range(2)]
     for number, one in joined.items():
         assert one["step"] == 2 and not set(SQUARE) & set(one)
         halves = [rank[number]["exp_avg"] for rank in ranks]

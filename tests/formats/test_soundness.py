@@ -22,7 +22,8 @@ def catalog(*tensors: tuple[str, str, tuple[int, ...]], **extras: Any) -> Catalo
     return Catalog("made", made, extras)
 
 
-W, V = ("w", "model", (3, 4)), ("v", "model", (2,))
+W = ("w", "model", (3, 4))
+V = ("v", "model", (2,))
 MOMENTS = (("w", "exp_avg", (3, 4)), ("w", "exp_avg_sq", (3, 4)), ("v", "exp_avg", (2,)), ("w", "step", ()))
 
 

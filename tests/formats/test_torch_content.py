@@ -16,13 +16,15 @@ from ckpt_tool.formats.torch.composer import StoragePart, TorchComposer
 from ckpt_tool.formats.torch.content import read_content
 from ckpt_tool.storage.opening import open_tree
 
-F32, I64 = DTYPES["F32"], DTYPES["I64"]
+F32 = DTYPES["F32"]
+I64 = DTYPES["I64"]
 
 
 def test_pieces_gaps_and_known_values(tmp_path: Path) -> None:
     values = [ramp((4, 6)), ramp((3,), start=100)]
     composer = TorchComposer()
-    start, parts = 2, []
+    start = 2
+    parts = []
     for box in flat_boxes((4, 6), 3, 20):
         parts.append(StoragePart(0, box, start))
         start += box.numel

@@ -261,7 +261,8 @@ def test_files_of_two_jobs_are_told_apart(tmp_path: Path) -> None:
 
 def test_a_renamed_file_is_noticed(tmp_path: Path) -> None:
     folder = edited(tmp_path / "a")
-    one, two = folder / "model_world_size_4_rank_0.pt", folder / "model_world_size_4_rank_1.pt"
+    one = folder / "model_world_size_4_rank_0.pt"
+    two = folder / "model_world_size_4_rank_1.pt"
     one.rename(tmp_path / "x")
     two.rename(one)
     (tmp_path / "x").rename(two)

@@ -65,7 +65,8 @@ def pairs() -> Iterator[object]:
     for one, other in combinations(FOLDERS, 2):
         for left in FOLDERS[one]:
             for right in FOLDERS[other]:
-                a, b = FIXTURES / one / left, FIXTURES / other / right
+                a = FIXTURES / one / left
+                b = FIXTURES / other / right
                 common = {p.relative_to(a) for p in a.rglob("*") if p.is_file()} & {
                     p.relative_to(b) for p in b.rglob("*")
                 }

@@ -129,10 +129,13 @@ def _in_pickle(data: bytes):
 @lru_cache(maxsize=2)  # the numbers and the texts of a part are looked for one after the other
 def _opcodes(data: bytes) -> list[Number]:
     """The numbers, flags and texts that the opcodes of the pickles push."""
-    stream, found = io.BytesIO(data), list[Number]()
+    stream = io.BytesIO(data)
+    found = list[Number]()
     try:
         while stream.tell() < len(data):
-            one, begun = list[Number](), None  # an opcode that counts, until the next shows where it ends
+            # an opcode that counts, until the next shows where it ends
+            one = list[Number]()
+            begun = None
             for op, argument, start in pickletools.genops(stream):
                 if begun:
                     one.append(Number(begun[0], start, begun[1], ""))

@@ -36,7 +36,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 FIXTURES = ROOT / "fixtures"
-SECONDS, MEMORY = 20, 512 << 20
+SECONDS = 20
+MEMORY = 512 << 20
 CONTRACT = {0, 1, 2, 3, 4}
 SECRET = b"what lies outside of the checkpoint 7c1d"
 LARGEST = 400_000  # bytes of a fixture
@@ -62,7 +63,8 @@ class Group(NamedTuple):
     lines: tuple[str, ...]
 
 
-_READS, _KEPT = ("inspect", "verify"), "=convert --to sharded --dialect keep"
+_READS = ("inspect", "verify")
+_KEPT = "=convert --to sharded --dialect keep"
 GROUPS = {
     "gguf": Group(
         ("gguf/*.gguf", "gguf-made/*.gguf"),
@@ -224,9 +226,11 @@ def _in_fork(lines: list[list[str]], write: int, scratch: Path) -> None:
         int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line
     ]
     resource.setrlimit(resource.RLIMIT_DATA, (held[0] + MEMORY, held[0] + MEMORY))
-    null, told = os.open("/dev/null", os.O_RDWR), os.memfd_create("stderr")
+    null = os.open("/dev/null", os.O_RDWR)
+    told = os.memfd_create("stderr")
     os.dup2(null, 0), os.dup2(null, 1), os.dup2(told, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
     signal.signal(signal.SIGALRM, signal.SIG_DFL), signal.signal(signal.SIGPROF, signal.SIG_DFL)
     wrote: list[str] = []
     sys.addaudithook(lambda event, args: _watched(event, args, str(scratch), wrote))
@@ -287,7 +291,8 @@ def judge(
     """(findings, how the lines ended) of a case."""
     name, single, files, done, rng = case(group, number)
     shutil.rmtree(scratch, ignore_errors=True)
-    source, out = scratch / "source", scratch / "out"
+    source = scratch / "source"
+    out = scratch / "out"
     lay(files, source)
     out.mkdir()
     (scratch / "secret").write_bytes(SECRET * 100)
@@ -425,7 +430,8 @@ def _integers(files: dict[str, bytes], each: Any) -> list[int]:
     tensor = each.tensor
     if tensor.numel > 4096 or not tensor.dtype.name.startswith(("I", "U")):
         raise CkptError("too many", code="E1461")
-    array, item = tensor.chunks[0].array, tensor.dtype.bits // 8
+    array = tensor.chunks[0].array
+    item = tensor.dtype.bits // 8
     data = files[array.path][array.offset : array.offset + tensor.nbytes]
     return [
         int.from_bytes(data[n : n + item], "little", signed=tensor.dtype.name[0] == "I")
@@ -549,7 +555,10 @@ def main() -> None:
         for finding in findings:
             print(finding["trace"])
         return
-    end, number, total, seen = time.monotonic() + given.seconds, given.seed, Counter(), Counter()
+    end = time.monotonic() + given.seconds
+    number = given.seed
+    total = Counter()
+    seen = Counter()
     groups = given.only or list(GROUPS)
     warm(groups, scratch / "warm")
     with open(given.out / "findings.jsonl", "a", encoding="utf-8") as log:
@@ -562,7 +571,8 @@ def main() -> None:
                     findings, ends = judge(group, number, scratch / "case", programs=given.processes)
             except Exception:  # of this program: told, and no case
                 print(f"{group}:{number}", traceback.format_exc()[-600:], file=sys.stderr, flush=True)
-                findings, ends = [], Counter({"no case": 1})
+                findings = []
+                ends = Counter({"no case": 1})
             total += ends
             total[f"cases {group}"] += 1
             for finding in findings:

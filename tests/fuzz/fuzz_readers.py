@@ -72,7 +72,10 @@ class Memory(source.Tree):
     """A tree of one file that is these bytes."""
 
     def __init__(self, data):
-        self.data, self.shown, self.single, self.bytes_read = data, "input", "input", 0
+        self.data = data
+        self.shown = "input"
+        self.single = "input"
+        self.bytes_read = 0
 
     def size(self, path):
         return len(self.data)
@@ -150,9 +153,11 @@ def one_zip(data):
     except CkptError as error:
         str(error), error.to_json()
         return
-    todo, seen = [done.value], 0
+    todo = [done.value]
+    seen = 0
     while todo and seen < 1000:
-        item, seen = todo.pop(), seen + 1
+        item = todo.pop()
+        seen = seen + 1
         if isinstance(item, pickle_values.TensorRef):
             try:
                 array = container.array(item)

@@ -163,8 +163,10 @@ def edit_json(rng: Random, document: Any, *, only: Callable[[tuple[Any, ...]], b
     if not found:
         return "nothing"
     trail = rng.choice(found[:50] if rng.random() < 0.5 else found)
-    holder, key = at(document, trail[:-1]), trail[-1]
-    old, kind = holder[key], rng.randrange(14)
+    holder = at(document, trail[:-1])
+    key = trail[-1]
+    old = holder[key]
+    kind = rng.randrange(14)
     shown = "/".join(map(str, trail))[:80]
     if kind < 4:
         holder[key] = value(rng)
@@ -235,7 +237,8 @@ class Model(NamedTuple):
     tensors: dict[str, list[Any]]
 
     def file(self) -> bytes:
-        head, body = ({"__metadata__": self.metadata} if self.metadata else {}), bytearray()
+        head = {"__metadata__": self.metadata} if self.metadata else {}
+        body = bytearray()
         for name, (dtype, shape, data) in self.tensors.items():
             head[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(body), len(body) + len(data)]}
             body += data
@@ -248,7 +251,8 @@ def model_of(data: bytes) -> Model | None:
     head = as_json(data[8 : 8 + size]) if 2 <= size <= len(data) - 8 and data[8:9] == b"{" else None
     if not isinstance(head, dict):
         return None
-    metadata, body = head.pop("__metadata__", None), data[8 + size :]
+    metadata = head.pop("__metadata__", None)
+    body = data[8 + size :]
     try:
         rows = {
             name: [row["dtype"], row["shape"], body[row["data_offsets"][0] : row["data_offsets"][1]]]
@@ -269,7 +273,8 @@ def edit_safetensors(rng: Random, data: bytes) -> tuple[bytes, str]:
     quantised = [name for name in names if model.tensors[name][0] not in ("F32", "BF16", "F16")]
     parts = [name for name in names if any(word in name for word in ("scale", "zero", "shape", "absmax", "quant", "g_idx", "SCB", "bias"))]  # fmt: skip  # noqa: E501
     name = rng.choice((parts or names) if rng.random() < 0.5 else (quantised or names) if rng.random() < 0.6 else names)
-    row, kind = model.tensors[name], rng.randrange(15)
+    row = model.tensors[name]
+    kind = rng.randrange(15)
     dtype, shape, body = row
     done = f"{name}: "
     if kind == 0:  # as many bits under another dtype
@@ -363,11 +368,13 @@ class Gguf:
     """A GGUF file, field by field. pairs: [key, type and value as they lie]. tensors: [name, dims, type, offset]."""
 
     def __init__(self, data: bytes) -> None:
-        self.data, self.at = data, 4
+        self.data = data
+        self.at = 4
         self.order = "<"
         (self.version,) = self.take("I")
         if self.version & 0xFFFF == 0:
-            self.order, self.at = ">", 4
+            self.order = ">"
+            self.at = 4
             (self.version,) = self.take("I")
         count, many = self.take("QQ")
         self.pairs = [[self.text(), self.value()] for _ in range(many)]
@@ -540,7 +547,8 @@ def split_gguf(rng: Random, data: bytes) -> tuple[Files, str]:
         own = Gguf(data)
         rows = whole.tensors[number::parts]
         own.pairs = own.pairs if number == 0 or rng.random() < 0.2 else []
-        own.tensors, own.values = [], b""
+        own.tensors = []
+        own.values = b""
         bounds = sorted({each[3] for each in whole.tensors} | {len(whole.values)})
         for name, dims, kind, offset in rows:
             stop = bounds[bounds.index(offset) + 1]
@@ -605,7 +613,7 @@ def edit_ocdbt(rng: Random, files: Files) -> tuple[Files, str] | None:
     tables = sorted({row.path.removeprefix(folder) for row in found.values() if "//" not in row.path})
     rows: list[tuple[str, Any]] = []
     for key, row in found.items():
-        here = "//" in row.path or row.nbytes < 2000 and key.rpartition("/")[2] in (".zarray", "zarr.json")
+        here = "//" in row.path or (row.nbytes < 2000 and key.rpartition("/")[2] in (".zarray", "zarr.json"))
         inner = (
             tree.read(row.path, row.offset, row.nbytes)
             if here
@@ -614,7 +622,8 @@ def edit_ocdbt(rng: Random, files: Files) -> tuple[Files, str] | None:
         rows.append((key, inner))
     number = rng.randrange(len(rows))
     key, inner = rows[number]
-    kind, done = rng.randrange(12), key[:60]
+    kind = rng.randrange(12)
+    done = key[:60]
     headers = [i for i, row in enumerate(rows) if row[0].rpartition("/")[2] in (".zarray", "zarr.json")]
     if kind < 5 and headers:
         number = rng.choice(headers)
@@ -697,7 +706,8 @@ def edit_bytes(rng: Random, data: bytes, *, same: bool = False) -> tuple[bytes, 
     """Bytes of no meaning. same: of the same length."""
     if not data:
         return b"\0" * 9, "nine zeros"
-    begin, kind = rng.randrange(len(data)), rng.randrange(2 if same else 7)
+    begin = rng.randrange(len(data))
+    kind = rng.randrange(2 if same else 7)
     if kind == 0:
         out = bytearray(data)
         out[begin] ^= 1 << rng.randrange(8)
@@ -760,7 +770,9 @@ def edit_file(rng: Random, path: str, data: bytes) -> tuple[bytes, str]:
 
 def edit_names(rng: Random, files: Files) -> str:
     """The folder: files gone, twice, exchanged, links, pipes."""
-    path, other, kind = rng.choice(list(files)), rng.choice(list(files)), rng.randrange(8)
+    path = rng.choice(list(files))
+    other = rng.choice(list(files))
+    kind = rng.randrange(8)
     if kind == 0:
         del files[path]
         return f"{path} gone"
@@ -787,7 +799,8 @@ def edit_names(rng: Random, files: Files) -> str:
 
 def mutated(rng: Random, files: Files) -> tuple[Files, list[str]]:
     """The files with one to three edits, and what these are."""
-    files, done = dict(files), list[str]()
+    files = dict(files)
+    done = list[str]()
     if len(files) == 1 and rng.random() < 0.08:
         (path,) = files
         if path.endswith(".gguf"):
@@ -824,4 +837,4 @@ def _edited(rng: Random, files: Files, plain: list[str]) -> tuple[Files, str]:
 
 
 def _of_quantisation(trail: tuple[Any, ...]) -> bool:
-    return len(trail) > 1 and "quant" in str(trail[0]) or len(trail) > 2 and "quant" in str(trail[1])
+    return (len(trail) > 1 and "quant" in str(trail[0])) or (len(trail) > 2 and "quant" in str(trail[1]))

@@ -90,7 +90,10 @@ class Files(source.Tree):
     """A tree in memory. files: path -> bytes."""
 
     def __init__(self, files, shown="input"):
-        self.files, self.shown, self.single, self.bytes_read = dict(sorted(files.items())), shown, None, 0
+        self.files = dict(sorted(files.items()))
+        self.shown = shown
+        self.single = None
+        self.bytes_read = 0
         self._lock = __import__("threading").Lock()
         self.root = pathlib.Path(shown)
 
@@ -130,7 +133,8 @@ class Script:
     """Bytes as numbers, one after the other; 0 behind the end."""
 
     def __init__(self, data):
-        self.data, self.at = data, 0
+        self.data = data
+        self.at = 0
 
     def more(self):
         return self.at < len(self.data)
@@ -200,7 +204,8 @@ def one_tree(data):
     for _ in range(8):
         if not script.more():
             break
-        kind, path = script.byte() % 8, paths[script.below(len(paths))]
+        kind = script.byte() % 8
+        path = paths[script.below(len(paths))]
         if kind == 0:
             files.pop(path, None)
         elif kind == 1:
@@ -230,11 +235,13 @@ def _edit(script, kind, own, numbers):
     if own is None:
         return (0, 0, b"")
     if kind in (3, 4, 5) and numbers:
-        number, value = numbers[script.below(len(numbers))], NUMBERS[script.below(len(NUMBERS))]
+        number = numbers[script.below(len(numbers))]
+        value = NUMBERS[script.below(len(NUMBERS))]
         new = edits.as_opcode(value) if own.kind == "pickle" else json.dumps(value).encode()
         return (number.start, number.end, new)
     if kind == 6 and numbers:  # one number in the place of another
-        one, other = numbers[script.below(len(numbers))], numbers[script.below(len(numbers))]
+        one = numbers[script.below(len(numbers))]
+        other = numbers[script.below(len(numbers))]
         return (one.start, one.end, own.data[other.start : other.end])
     start = script.below(len(own.data) + 1)
     end = min(len(own.data), start + script.byte() % 24)
@@ -242,7 +249,8 @@ def _edit(script, kind, own, numbers):
 
 
 def _edited(own, made):
-    data, at = own.data, len(own.data) + 1
+    data = own.data
+    at = len(own.data) + 1
     for start, end, new in sorted(made, reverse=True):
         if end <= at:
             at = start
@@ -352,13 +360,16 @@ def one_plan(data):
     """Which plan, then edits of its values."""
     script = Script(data)
     which = script.below(len(plans()))
-    document, places = json.loads(plans()[which]), plan_nodes(which)
+    document = json.loads(plans()[which])
+    places = plan_nodes(which)
     for _ in range(8):
         if not script.more():
             break
-        kind, trail = script.byte() % 6, places[script.below(len(places))]
+        kind = script.byte() % 6
+        trail = places[script.below(len(places))]
         try:
-            holder, old = at(document, trail[:-1]), at(document, trail)
+            holder = at(document, trail[:-1])
+            old = at(document, trail)
             if kind <= 1:
                 holder[trail[-1]] = NUMBERS[script.below(len(NUMBERS))]
             elif kind == 2:

@@ -79,7 +79,8 @@ def report_digest(document: Mapping[str, Any]) -> dict[str, str]:
 @contextlib.contextmanager
 def surroundings(folder: Path) -> Iterator[None]:
     """The working folder and the umask of a run."""
-    before, mask = Path.cwd(), os.umask(0o022)
+    before = Path.cwd()
+    mask = os.umask(0o022)
     os.chdir(folder)
     try:
         yield
@@ -92,7 +93,9 @@ class Room:
     """A folder in which cases are run; outputs that other cases read are made once."""
 
     def __init__(self, root: Path, rows: Mapping[str, Mapping[str, Any]], stem: str = "the-output") -> None:
-        self.root, self.rows, self.stem = root, rows, stem
+        self.root = root
+        self.rows = rows
+        self.stem = stem
         self.inputs = root / "inputs"
         self.inputs.mkdir(parents=True)
         for path in sorted(path for path in (HERE / "inputs").iterdir() if path.is_file()):
@@ -135,7 +138,8 @@ class Room:
         """(exit code, stdout, the error's code and message)."""
         from ckpt_tool import cli
 
-        out, err = io.StringIO(), io.StringIO()
+        out = io.StringIO()
+        err = io.StringIO()
         with surroundings(self.root), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = cli.run(words)
         if out.getvalue():
@@ -151,7 +155,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     found = [f"exit code {now['exit']}, was {before['exit']}"] if now["exit"] != before["exit"] else []
     found += [now.get("error", "no error")] if now.get("error") != before.get("error") else []
     found += ["bytes, paths or permissions of the output"] if now.get("tree") != before.get("tree") else []
-    here, there = now.get("report", {}), before.get("report", {})
+    here = now.get("report", {})
+    there = before.get("report", {})
     keys = [key for key in sorted(here.keys() | there.keys()) if here.get(key) != there.get(key)]
     return found + ([f"the report's {', '.join(keys)}"] if keys and "error" not in now else [])
 
@@ -193,7 +198,7 @@ def record(wanted: list[str], keep: Path | None, check: bool) -> int:
     print(f"{len(names)} cases, {changed} changed, {unsteady} not the same twice")
     if not check and changed:
         write(rows)
-    return 1 if unsteady or check and changed else 0
+    return 1 if unsteady or (check and changed) else 0
 
 
 def write(rows: Mapping[str, Mapping[str, Any]]) -> None:

@@ -71,7 +71,9 @@ class Cut(NamedTuple):
 
 
 def shapes(spec: Spec) -> dict[str, Cut]:
-    h, q, k = spec.hidden, spec.kv * spec.per * spec.head, spec.kv * spec.head
+    h = spec.hidden
+    q = spec.kv * spec.per * spec.head
+    k = spec.kv * spec.head
     found = {"model.embed_tokens.weight": Cut((spec.vocab, h), 0)}
     for i in range(spec.layers):
         base = f"model.layers.{i}."
@@ -113,7 +115,8 @@ def chunks(spec: Spec, lay: Any) -> list[tuple[tuple[int, ...], ...]]:
     """Of each stage, the layers of each virtual chunk; an uneven rest goes to the first."""
     parts = lay.pp * lay.vpp
     counts = getattr(lay, "split", None) or [spec.layers // parts + (i < spec.layers % parts) for i in range(parts)]
-    at, every = 0, []
+    at = 0
+    every = []
     for count in counts:
         every.append(tuple(range(at, at + count)))
         at += count
@@ -129,7 +132,9 @@ def ranks(spec: Spec, lay: Any, replicated: tuple[str, ...] = (), values: Any = 
         config=spec.config, parameters=lambda: [SimpleNamespace(name=name) for name in shapes(spec)]
     )
     for number in range(lay.tp * lay.dp * lay.pp):
-        tp, dp, pp = number % lay.tp, number // lay.tp % lay.dp, number // (lay.tp * lay.dp)
+        tp = number % lay.tp
+        dp = number // lay.tp % lay.dp
+        pp = number // (lay.tp * lay.dp)
         at = Coordinates(number, tp, pp, dp, dp % lay.ep, stages[pp])
         found.append(RankState(lay, shape, at, _pieces(spec, lay, at, whole, replicated), dict(SCALARS)))
     return found
@@ -140,7 +145,8 @@ def _pieces(spec: Spec, lay: Any, at: Coordinates, whole: Any, replicated: tuple
     for name, cut in shapes(spec).items():
         if not _here(name, spec, lay, at):
             continue
-        offset, box = [0] * len(cut.shape), list(cut.shape)
+        offset = [0] * len(cut.shape)
+        box = list(cut.shape)
         if cut.dim is not None and lay.tp > 1 and not name.endswith(replicated or ("\0",)):
             box[cut.dim] //= lay.tp
             offset[cut.dim] = at.tp * box[cut.dim]
@@ -161,7 +167,8 @@ def _pieces(spec: Spec, lay: Any, at: Coordinates, whole: Any, replicated: tuple
                     continue
                 if lay.zero == 3:
                     each = -(-numel // ranks)
-                    start, stop = min(index * each, numel), min((index + 1) * each, numel)
+                    start = min(index * each, numel)
+                    stop = min((index + 1) * each, numel)
                 else:
                     start, stop = (min(max(edge - line, 0), numel) for edge in (index * share, (index + 1) * share))
                 line += numel

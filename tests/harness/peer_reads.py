@@ -62,7 +62,9 @@ def paddle_flex(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    which, folder, out = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    which = sys.argv[1]
+    folder = Path(sys.argv[2])
+    out = sys.argv[3]
     readers = {"deepspeed": deepspeed, "megatron-dist": megatron_dist, "megatron": megatron, "paddle-flex": paddle_flex}
     found = readers[which](folder)
     if which == "paddle-flex":  # this Python has no torch

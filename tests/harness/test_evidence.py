@@ -159,10 +159,8 @@ def test_three_data_ranks_hold_what_they_cannot_train(tmp_path: Path) -> None:
 
 def test_tied_and_untied_models_are_not_mixed_up(tmp_path: Path) -> None:
     """A head that the job doesn't have would be lost in silence; one that the checkpoint lacks can't be made up."""
-    tied, untied = (
-        TrainingJob(ModelShape.quick().with_(tied=True), HarnessLayout()),
-        TrainingJob(ModelShape.quick(), HarnessLayout()),
-    )
+    tied = TrainingJob(ModelShape.quick().with_(tied=True), HarnessLayout())
+    untied = TrainingJob(ModelShape.quick(), HarnessLayout())
     for name, job in (("tied", tied), ("untied", untied)):
         runs.run(job, 1, saving=Saving(tmp_path / name, "sharded", (1,)))
     with pytest.raises(InconsistentCheckpoint, match="lm_head.weight") as e:
@@ -189,7 +187,8 @@ def test_what_cannot_be_had_is_said_before_anything_runs() -> None:
 
 def test_the_matrix_has_what_the_issue_names() -> None:
     """Both directions of every layout, uneven and interleaved pipelines, tied and indivisible models, all formats."""
-    quick, full = matrix.cases("quick"), matrix.cases("full", planted=("step",))
+    quick = matrix.cases("quick")
+    full = matrix.cases("full", planted=("step",))
     for one in (*quick, *full):
         check(one)
     assert {one.fmt for one in full} == set(evidence.formats.WRITERS) and len({one.fmt for one in quick}) >= 2

@@ -70,10 +70,12 @@ def start(root: Path, layout: str, fmt: str, run_id: str, *, scratch: Path, poin
         os.setpgid(0, 0)
         if point:
             os.environ[VARIABLE] = point
-        done, here = 0, None
+        done = 0
+        here = None
         try:
             good = store.latest(root)
-            done, here = good.step, prepared(good.path, scratch)
+            done = good.step
+            here = prepared(good.path, scratch)
         except Incomplete:
             pass
         saving = Saving(root, fmt, tuple(range(done + 1, STEPS + 1)), run=run_id)
@@ -107,7 +109,9 @@ def trials(seed: int, count: int, seconds: float) -> Iterator[Trial]:
     """Half of them at a moment in time, half at a point of a save."""
     dice = random.Random(seed)
     for number in range(count):
-        layout, then, fmt = LAYOUTS[number % 3], dice.choice(LAYOUTS), FORMATS[number % len(FORMATS)]
+        layout = LAYOUTS[number % 3]
+        then = dice.choice(LAYOUTS)
+        fmt = FORMATS[number % len(FORMATS)]
         if number % 2 == 0:
             yield Trial(layout, then, fmt, dice.uniform(0.0, 1.1 * seconds))
         else:
@@ -128,10 +132,12 @@ def carry_out(trial: Trial, truth: Truth, root: Path) -> tuple[int, int]:
         assert status != 0, "the point was not reached"
     try:
         good = store.latest(root)
-        step, torn = good.step, len(good.notes)
+        step = good.step
+        torn = len(good.notes)
         assert store.fault_of(good.path) is None
     except Incomplete as e:
-        step, torn = 0, len(e.faults or ())
+        step = 0
+        torn = len(e.faults or ())
     store.clean(root)
     _, status = os.waitpid(start(root, trial.then, trial.fmt, "again", scratch=root.parent / "second"), 0)
     assert status == 0, "the job did not go on"
@@ -157,7 +163,8 @@ def test_killed_jobs_go_on(truth: Truth, number: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_fifty_kills_at_random_moments(truth: Truth, tmp_path: Path) -> None:
-    went_on, torn = [], 0
+    went_on = []
+    torn = 0
     for number, trial in enumerate(trials(20261121, 50, truth.seconds)):
         root = tmp_path / f"{number}" / "run"
         root.mkdir(parents=True)

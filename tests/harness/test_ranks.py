@@ -158,7 +158,8 @@ class _OfTheParent:
     cycle."""
 
     def __init__(self) -> None:
-        self.me, self.pid = self, os.getpid()
+        self.me = self
+        self.pid = os.getpid()
 
     def __del__(self) -> None:
         if os.getpid() != self.pid:
@@ -263,7 +264,8 @@ def test_a_layout_reads_what_it_prints(text: str) -> None:
 
 def test_who_sits_where() -> None:
     """Megatron's order tp, dp, pp; experts are carved out of the data ranks; chunks take turns."""
-    layout, shape = HarnessLayout.parse("tp2,pp2,dp4,ep2,vpp2"), ModelShape()
+    layout = HarnessLayout.parse("tp2,pp2,dp4,ep2,vpp2")
+    shape = ModelShape()
     at = layout.at(13, shape)  # 1 + 2 * (2 + 4 * 1)
     assert (at.tp, at.dp, at.pp, at.ep) == (1, 2, 1, 0) and at.chunks == ((1,), (3,))
     assert layout.tp_group(at) == (12, 13) and layout.dp_group(at) == (9, 11, 13, 15)

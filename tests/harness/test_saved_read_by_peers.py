@@ -48,7 +48,8 @@ def read(peer: str, fmt: str, folder: Path, tmp_path: Path) -> dict[str, torch.T
     python = os.environ.get(f"CKPT_{peer}_PYTHON", "")
     if not python:
         pytest.skip(f"set CKPT_{peer}_PYTHON")
-    program, out = Path(__file__).with_name("peer_reads.py"), tmp_path / "read.safetensors"
+    program = Path(__file__).with_name("peer_reads.py")
+    out = tmp_path / "read.safetensors"
     environment = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     last_words([python, program, fmt, folder, out], 500, environment=environment)
     return load_file(out)
@@ -57,7 +58,8 @@ def read(peer: str, fmt: str, folder: Path, tmp_path: Path) -> dict[str, torch.T
 def qkv(state: str, layer: int) -> torch.Tensor:
     """Query groups: its queries, then its key, then its value. By index, not by the writers' reshapes."""
     q, k, v = (TRUTH[state, f"model.layers.{layer}.self_attn.{part}_proj.weight"] for part in "qkv")
-    d, r = SPEC.head, SPEC.per
+    d = SPEC.head
+    r = SPEC.per
     rows = []
     for group in range(SPEC.kv):
         rows += [q[group * r * d : (group + 1) * r * d], k[group * d : (group + 1) * d], v[group * d : (group + 1) * d]]
@@ -87,7 +89,8 @@ def test_megatron_loads_every_tensor(tmp_path: Path) -> None:
         want = {"embedding.word_embeddings.weight": TRUTH[state, "model.embed_tokens.weight"]}
         want["output_layer.weight"] = TRUTH[state, "lm_head.weight"]
         for layer in range(SPEC.layers):
-            ours, hub = f"decoder.layers.{layer}", f"model.layers.{layer}"
+            ours = f"decoder.layers.{layer}"
+            hub = f"model.layers.{layer}"
             want[f"{ours}.self_attention.linear_qkv.weight"] = qkv(state, layer)
             want[f"{ours}.self_attention.linear_proj.weight"] = TRUTH[state, f"{hub}.self_attn.o_proj.weight"]
             want[f"{ours}.self_attention.linear_qkv.layer_norm_weight"] = TRUTH[state, f"{hub}.input_layernorm.weight"]

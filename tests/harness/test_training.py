@@ -257,13 +257,15 @@ def plain_loss(shape: ModelShape, weights: dict[str, torch.Tensor], tokens: torc
 
     x = weights["model.embed_tokens.weight"][tokens[:-1]]
     for layer in range(shape.layers):
-        root, a = f"model.layers.{layer}", None
+        root = f"model.layers.{layer}"
+        a = None
         a = scaled(x, f"{root}.input_layernorm.weight")
         q, k, v = (
             (a @ weights[f"{root}.self_attn.{part}_proj.weight"].T).unflatten(-1, (-1, shape.head_dim))
             for part in "qkv"
         )
-        q, k = turn(q), turn(k)
+        q = turn(q)
+        k = turn(k)
         k, v = (part.repeat_interleave(shape.heads // shape.kv_heads, 1) for part in (k, v))
         seen = torch.nn.functional.scaled_dot_product_attention(*(p.transpose(0, 1) for p in (q, k, v)), is_causal=True)
         x = x + seen.transpose(0, 1).flatten(1) @ weights[f"{root}.self_attn.o_proj.weight"].T
@@ -365,10 +367,13 @@ def test_blocks_of_a_shard_add_up() -> None:
 
 def test_the_update_is_torchs(tmp_path: Path) -> None:
     """AdamW against torch.optim.AdamW; any cut of the line gives the same bits."""
-    start, gradients = torch.randn(101), torch.randn(5, 101)
-    adam, leaf = AdamW(), torch.nn.Parameter(start.clone())
+    start = torch.randn(101)
+    gradients = torch.randn(5, 101)
+    adam = AdamW()
+    leaf = torch.nn.Parameter(start.clone())
     theirs = torch.optim.AdamW([leaf], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    whole, halves = Slices.fresh(start), [Slices.fresh(start[:37]), Slices.fresh(start[37:])]
+    whole = Slices.fresh(start)
+    halves = [Slices.fresh(start[:37]), Slices.fresh(start[37:])]
     for step, gradient in enumerate(gradients, 1):
         leaf.grad = gradient.clone()
         theirs.step()
@@ -384,7 +389,9 @@ def test_the_update_is_torchs(tmp_path: Path) -> None:
 def test_muon_steps_along_the_nearest_orthogonal_matrix(shape: tuple[int, int]) -> None:
     """Against the singular value decomposition, and the momentum against torch's SGD; a part of the line has the same
     bits."""
-    muon, adam, gradients = Muon(), AdamW(weight_decay=0.0), torch.randn(4, *shape)
+    muon = Muon()
+    adam = AdamW(weight_decay=0.0)
+    gradients = torch.randn(4, *shape)
     slices = MuonSlices.fresh(torch.zeros(gradients[0].numel()))
     half = MuonSlices.fresh(torch.zeros(gradients[0].numel() // 2))
     want = torch.zeros(shape)
@@ -398,7 +405,8 @@ def test_muon_steps_along_the_nearest_orthogonal_matrix(shape: tuple[int, int]) 
     step = muon.orthogonal(ahead.view(shape))
     left, _, right = torch.linalg.svd(ahead.view(shape), full_matrices=False)
     near = left.mT @ (step / (max(shape) ** 0.5 * muon.scale)) @ right.mT
-    values, off = near.diagonal(), near - near.diagonal().diag()
+    values = near.diagonal()
+    off = near - near.diagonal().diag()
     assert off.abs().max() < 1e-2 and values[:-2].sub(1).abs().max() < 0.3, "the smallest values converge last"
     muon.update(slices, step.reshape(-1), adam, rate=0.5)
     assert torch.equal(slices.master, -step.reshape(-1) * 0.5)
@@ -410,8 +418,10 @@ def test_the_kernel_of_the_update_gives_the_same_bits(monkeypatch: pytest.Monkey
     assert kernels_for(torch.device("cpu")) is None
     monkeypatch.setenv("CKPT_KERNELS", "host")
     device = kernels_for(torch.device("cpu"))
-    start, adam = torch.linspace(-1, 1, 1003), AdamW()
-    ours, theirs = Slices.fresh(start), Slices.fresh(start)
+    start = torch.linspace(-1, 1, 1003)
+    adam = AdamW()
+    ours = Slices.fresh(start)
+    theirs = Slices.fresh(start)
     for step, gradient in enumerate(torch.randn(4, 1003), 1):
         adam.update(ours, gradient, step=step, rate=1e-2, decays=step % 2 == 0)
         adam.update(theirs, gradient, step=step, rate=1e-2, decays=step % 2 == 0, device=device)
@@ -436,7 +446,8 @@ def test_a_stage_frees_what_it_used() -> None:
 
     def entry(comm: object) -> int:
         trainer = Trainer(TrainingJob(ModelShape(), HarnessLayout.parse("pp2")), comm)  # type: ignore[arg-type]
-        forward, flying = trainer._forward, []
+        forward = trainer._forward
+        flying = []
 
         def counted(*arguments: object) -> None:
             forward(*arguments)  # type: ignore[arg-type]
@@ -453,7 +464,8 @@ def test_a_stage_frees_what_it_used() -> None:
 def test_zero_3_keeps_no_whole_weights() -> None:
     def entry(comm: object) -> list[int]:
         trainer = Trainer(job("dp4,zero3"), comm)  # type: ignore[arg-type]
-        gather, most = trainer.weights.gather, [0]
+        gather = trainer.weights.gather
+        most = [0]
 
         def counted(room: str) -> None:
             gather(room)

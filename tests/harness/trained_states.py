@@ -62,8 +62,10 @@ def together(pieces: list[TensorPiece]) -> Whole:
         count = writers.setdefault(key, torch.zeros(piece.shape))
         where = tuple(slice(low, low + size) for low, size in zip(piece.offset, piece.box, strict=True))
         start, stop = piece.flat or (0, full[where].numel())
-        line, seen = full[where].reshape(-1).clone(), count[where].reshape(-1).clone()
-        before, values = line[start:stop], piece.tensor.reshape(-1)
+        line = full[where].reshape(-1).clone()
+        seen = count[where].reshape(-1).clone()
+        before = line[start:stop]
+        values = piece.tensor.reshape(-1)
         assert torch.all(before.isnan() | (before == values)), f"{key}: copies differ"
         line[start:stop] = values
         seen[start:stop] += piece.replica == 0

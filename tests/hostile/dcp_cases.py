@@ -15,7 +15,8 @@ import struct
 import zipfile
 
 SHOWN = {"inspect": 0, "*": 4}  # inspect shows the name in red, everything else refuses
-META, STORE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+META = "torch.distributed.checkpoint.metadata"
+STORE = "torch.distributed.checkpoint.filesystem"
 
 
 # -- opcodes -----------------------------------------------------------------------------------------------------------
@@ -98,7 +99,8 @@ class Save:
 
     def items(self):
         """(key, fqn, offset, file, byte, length)"""
-        first, second = len(self.blobs["__0_0.distcp"][0]), len(self.blobs["__0_0.distcp"][1])
+        first = len(self.blobs["__0_0.distcp"][0])
+        second = len(self.blobs["__0_0.distcp"][1])
         yield "w0", "model.w", self.chunks[0][0], "__0_0.distcp", 0, first
         yield "w1", "model.w", self.chunks[1][0], "__1_0.distcp", 0, len(self.blobs["__1_0.distcp"][0])
         yield "epoch", "epoch", None, "__0_0.distcp", first, second

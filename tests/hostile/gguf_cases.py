@@ -21,7 +21,8 @@ def info(name, dims, kind, offset):
 
 
 NAME = ("general.architecture", struct.pack("<I", 8) + text("llama"))
-A, B = ("a", (8, 2), 0, 0), ("b", (8, 2), 0, 64)
+A = ("a", (8, 2), 0, 0)
+B = ("b", (8, 2), 0, 64)
 
 
 def built(pairs=(NAME,), tensors=(A, B), version=3, count=None, many=None, values=128, magic=b"GGUF"):
@@ -98,13 +99,18 @@ def config(architecture, tensors=(A, B), values=128, **own):
     return file(pairs=pairs, tensors=tensors, values=values)
 
 
-COUNT, WIDTH = "attention.head_count", "attention.key_length"
+COUNT = "attention.head_count"
+WIDTH = "attention.key_length"
 HEADS, NO_HEADS, WIDE = {COUNT: u32(4), WIDTH: u32(8)}, {COUNT: u32(0), WIDTH: u32(8)}, {WIDTH: u32(1 << 31)}
 TURNED, LARGEST = {"rope.dimension_count": u32(8)}, {"block_count": u32(46)}
-ROPE, BEHIND_ROPE = ("rope_freqs.weight", (8,), 0, 0), ("b", (8, 2), 0, 32)
+ROPE = ("rope_freqs.weight", (8,), 0, 0)
+BEHIND_ROPE = ("b", (8, 2), 0, 32)
 # the model's config is made of it where other names are wanted, and there alone
-MADE, HUB = {"convert": 3, "*": 0}, ("--to", "safetensors")
-NAMED, STRANGE, NO_ROPE = (MADE, "want a number", HUB), (MADE, "has a tensor a", HUB), (MADE, "of no rope", HUB)
+MADE = {"convert": 3, "*": 0}
+HUB = ("--to", "safetensors")
+NAMED = (MADE, "want a number", HUB)
+STRANGE = (MADE, "has a tensor a", HUB)
+NO_ROPE = (MADE, "of no rope", HUB)
 CASES = [
     ("G1 cut in the head", cut(20), 3, "bytes"),
     ("G2 cut in the pairs", cut(50), 3, "cut short"),

@@ -20,7 +20,8 @@ NOT_HERE = {
     "B17": "`latest` is resolved by the commands (`sources.opening`) and the DeepSpeed formats",
 }
 
-ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+ONE = "model-00001-of-00002.safetensors"
+TWO = "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
@@ -69,7 +70,8 @@ add_path("B1", "/etc/passwd", "is absolute")
 
 @add("B2", 4, "'..'", "/weight_map/b")
 def _(folder: Path) -> Path:
-    other, source = folder / "other", folder / "source"
+    other = folder / "other"
+    source = folder / "source"
     other.mkdir()
     source.mkdir()
     (other / "model.safetensors").write_bytes(shard("b"))

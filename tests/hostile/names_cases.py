@@ -14,7 +14,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-LLAMA, ADAPTER = FIXTURES / "convert/llama/hf", FIXTURES / "peft/given"
+LLAMA = FIXTURES / "convert/llama/hf"
+ADAPTER = FIXTURES / "peft/given"
 UNREAD = {"inspect": 0, "*": 3}  # inspect names what can't be read, everything else refuses
 CONVERTED = {"convert": 3, "*": 0}  # what only another system, or an option, has no place for
 AUDITED = {**CONVERTED, "audit": 1}

@@ -14,8 +14,10 @@ import zstandard
 from ckpt_tool.storage.arrays.crc32c import crc32c
 
 BIG = 1 << 62
-MANIFEST, NODE = 0x0CDB3A2A, 0x0CDB20DE
-DATA, NODES = "d/" + "a" * 32, "d/" + "b" * 32
+MANIFEST = 0x0CDB3A2A
+NODE = 0x0CDB20DE
+DATA = "d/" + "a" * 32
+NODES = "d/" + "b" * 32
 VALUES = struct.pack("<8f", *range(8))
 
 
@@ -139,11 +141,15 @@ def sharded(index, *, data=VALUES[:16], crc=None, **changes):
 
 def dag(folder):
     """Sixty nodes above one another, each with the one below it twice: 2^60 ways to one leaf."""
-    nodes, offset, length = b"", 0, 0
+    nodes = b""
+    offset = 0
+    length = 0
     for height in range(60):
         body = leaf(rows()) if not height else inner([("a", offset, length), ("b", offset, length)], height)
         made = framed(NODE, body)
-        offset, length, nodes = len(nodes), len(made), nodes + made
+        offset = len(nodes)
+        length = len(made)
+        nodes = nodes + made
     top = framed(MANIFEST, manifest(length, offset=offset, height=59))
     return item(top=top, nodes=nodes)(folder)
 

@@ -14,13 +14,12 @@ from pathlib import Path
 import numpy as np
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-TABLE, MASTERS = "StructuredToParameterName@@", "master_weights"
+TABLE = "StructuredToParameterName@@"
+MASTERS = "master_weights"
 SHOWN = {"inspect": 0, "*": 4}  # inspect shows the name in red, everything else refuses
-PLAIN, SLICED, OWNED = (
-    "paddle/llama_tied_bf16_legacy_single",
-    "paddle/ernie_bf16_io_tp2sd2v2",
-    "paddle/llama_bf16_io_ema_sd2v1",
-)
+PLAIN = "paddle/llama_tied_bf16_legacy_single"
+SLICED = "paddle/ernie_bf16_io_tp2sd2v2"
+OWNED = "paddle/llama_bf16_io_ema_sd2v1"
 CALL = b"cposix\nsystem\n(X\x04\x00\x00\x00truetR0"  # its result is thrown away
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 
@@ -73,7 +72,8 @@ def straddling(folder):
     """The slice of a parameter that begins in one rank's file and ends in the next one's, taken out of the first."""
     target = copied(folder, SLICED)
     path, other = (target / f"optimizer.tp00_shard0{shard}.pdopt" for shard in (0, 1))
-    value, following = pickle.loads(path.read_bytes()), pickle.loads(other.read_bytes())
+    value = pickle.loads(path.read_bytes())
+    following = pickle.loads(other.read_bytes())
     (static,) = value[MASTERS].keys() & following[MASTERS].keys()
     del value[MASTERS][static]
     for key in [key for key in value if key.startswith(f"{static}_")]:

@@ -113,7 +113,8 @@ def evil_head(path):
 
 
 def swapped(target):
-    a, b = target / "model_state/0_0.distcp", target / "model_state/1_0.distcp"
+    a = target / "model_state/0_0.distcp"
+    b = target / "model_state/1_0.distcp"
     kept = a.read_bytes()
     a.write_bytes(b.read_bytes())
     b.write_bytes(kept)
@@ -147,7 +148,8 @@ def linked(path):
     path.symlink_to(moved)
 
 
-PARTS, TIED = "parts", "llama_tied_pp2"
+PARTS = "parts"
+TIED = "llama_tied_pp2"
 CASES = [
     ("PF1 offset beyond", edited(PARTS, both("uneven", 2, global_offset=(9, 0))), 3, ("leaves the tensor", "uneven")),
     ("PF2 offset negative", edited(PARTS, both("uneven", 1, global_offset=(-3, 0))), 3, ("whole numbers", "uneven")),

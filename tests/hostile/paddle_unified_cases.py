@@ -20,7 +20,9 @@ FIXTURES = Path(__file__).parents[2] / "fixtures" / "paddle-unified"
 SHOWN = {"inspect": 0, "*": 4}  # inspect shows the name in red, everything else refuses
 TOLD = {"inspect": 0, "verify": 0, "*": 0}  # read as it is, and said in a note
 UNSOUND = {"inspect": 0, "verify": 1, "*": 3}  # headers are sound, the tensors do not belong together
-TIED, RANKS, LORA = "llama_tied_hf", "ernie_nm_tp2", "llama_lora_hf"
+TIED = "llama_tied_hf"
+RANKS = "ernie_nm_tp2"
+LORA = "llama_lora_hf"
 MODEL, OPTIMIZER, MASTERS = (f"{stem}.safetensors.index.json" for stem in ("model", "optimizer", "master_weights"))
 ONE = "-00001-of-00001.safetensors"
 

@@ -64,7 +64,9 @@ def tensor(
         path = folder / "model.safetensors"
         raw = path.read_bytes()
         size = int.from_bytes(raw[:8], "little")
-        head, body, out = json.loads(raw[8 : 8 + size]), raw[8 + size :], b""
+        head = json.loads(raw[8 : 8 + size])
+        body = raw[8 + size :]
+        out = b""
         first = next(name for name in head if name.endswith(ending))
         for name in sorted(name for name in head if name != "__metadata__"):
             found, (begin, end) = head[name], head[name]["data_offsets"]
@@ -110,12 +112,10 @@ def text(raw: bytes) -> Callable[[str, list[int], bytes], tuple[str, list[int], 
 
 # -- quantised ---------------------------------------------------------------------------------------------------------
 
-GPTQ, AWQ, MLX, NF4 = (
-    "quantized-inputs/gptq_int4",
-    "quantized-inputs/awq_gemm",
-    "quantized/mlx_4bit",
-    "quantized/bnb_nf4",
-)
+GPTQ = "quantized-inputs/gptq_int4"
+AWQ = "quantized-inputs/awq_gemm"
+MLX = "quantized/mlx_4bit"
+NF4 = "quantized/bnb_nf4"
 PACKED = "quantized/int4_group"
 NF4_STATE = ".quant_state.bitsandbytes__nf4"
 row("Q1 GPTQ of 4.0 bits", GPTQ, 2, "4.0 bits", DEQUANTIZE, bits(4.0))

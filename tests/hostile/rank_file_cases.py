@@ -17,12 +17,10 @@ SHOWN = {"inspect": 0, "*": 4}  # inspect shows the name in red, everything else
 DS, STAGE3, PIPE, MOE = (
     f"deepspeed/{name}" for name in ("z1_bf16_dp4", "z3_bf16_dp4", "pipe_pp2_dp2_z1", "moe_z2_ep2_dp4")
 )
-UNI, UNI3, DIST, RANKS = (
-    "deepspeed-universal/z1_bf16_dp2",
-    "deepspeed-universal/z3_bf16_dp2",
-    "megatron-dist/llama_tp2",
-    "torch/ranks_fsdp2_dp4",
-)
+UNI = "deepspeed-universal/z1_bf16_dp2"
+UNI3 = "deepspeed-universal/z3_bf16_dp2"
+DIST = "megatron-dist/llama_tp2"
+RANKS = "torch/ranks_fsdp2_dp4"
 MEGATRON = "megatron/moe_tp2ep2etp1"
 KINDS = [
     ("module", DS, "mp_rank_00_model_states.pt"),

@@ -21,12 +21,18 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 FOUND = {"inspect": 0, "verify": 1, "*": 3}  # inspect shows it, verify reports it, writers refuse
 WARNED = {"verify": 1, "*": 0}  # the values are told as they are; verify says that they do not fit together
 
-STAGE1, STAGE3, ALIGNED = "deepspeed/z1_bf16_dp4", "deepspeed/z3_bf16_dp4", "deepspeed/z2_align_dp4"
-PIPE, EXPERTS, OFF = "deepspeed/pipe_pp2_dp2_z1", "deepspeed/moe_z2_ep2_dp4", "deepspeed/z0_bf16_dp2"
+STAGE1 = "deepspeed/z1_bf16_dp4"
+STAGE3 = "deepspeed/z3_bf16_dp4"
+ALIGNED = "deepspeed/z2_align_dp4"
+PIPE = "deepspeed/pipe_pp2_dp2_z1"
+EXPERTS = "deepspeed/moe_z2_ep2_dp4"
+OFF = "deepspeed/z0_bf16_dp2"
 UNI, UNI3, UNI_PIPE = (f"deepspeed-universal/{name}" for name in ("z1_bf16_dp2", "z3_bf16_dp2", "pipe_pp2_dp2"))
 DIST, DIST_EXPERTS, DIST_INTEGRITY = (f"megatron-dist/{name}" for name in ("dp2_model_space", "moe_ep2_flat", "core19"))
-MEGATRON, MEGATRON_PIPE = "megatron/moe_tp2ep2etp1", "megatron/gpt2_tied_pp2_adamw"
-RANKS, RANKS_2D = "torch/ranks_fsdp2_dp4", "torch/ranks_tp2_dp2"
+MEGATRON = "megatron/moe_tp2ep2etp1"
+MEGATRON_PIPE = "megatron/gpt2_tied_pp2_adamw"
+RANKS = "torch/ranks_fsdp2_dp4"
+RANKS_2D = "torch/ranks_tp2_dp2"
 MODULE = "mp_rank_00_model_states.pt"
 
 
@@ -74,7 +80,8 @@ class _Frameworks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 @contextlib.contextmanager
 def stand_ins():
     """Within, frameworks that are not installed can be named by a pickle of our own fixtures."""
-    finder, before = _Frameworks(), set(sys.modules)
+    finder = _Frameworks()
+    before = set(sys.modules)
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -269,9 +276,12 @@ def other_degrees(value):
     value["args"].tensor_model_parallel_size = 4
 
 
-M0, M1 = "iter_0000002/mp_rank_00_000", "iter_0000002/mp_rank_01_001"
-P0, P1 = "iter_0000002/mp_rank_00_000", "iter_0000002/mp_rank_00_001"
-I2, I5 = "iter_0000002", "iter_0000005"
+M0 = "iter_0000002/mp_rank_00_000"
+M1 = "iter_0000002/mp_rank_01_001"
+P0 = "iter_0000002/mp_rank_00_000"
+P1 = "iter_0000002/mp_rank_00_001"
+I2 = "iter_0000002"
+I5 = "iter_0000005"
 SAVED_WHOLE = "fetch one save whole"
 CASES = [
     # a rank's file is missing: the message names it

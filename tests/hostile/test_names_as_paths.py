@@ -84,7 +84,8 @@ class Field:
     """A folder whose every level above the output holds a victim."""
 
     def __init__(self, root: Path, capfd: Any) -> None:
-        self.root, self.capfd = root, capfd
+        self.root = root
+        self.capfd = capfd
         self.place = root / "deep" / "er" / "place"
         self.place.mkdir(parents=True)
         for folder in (root, root / "deep", root / "deep" / "er", self.place):
@@ -152,7 +153,8 @@ def test_hostile_states_and_counters_stay_inside(to: str, tmp_path: Path, field:
     another."""
     import torch
 
-    ramp, base = torch.arange(6.0).reshape(2, 3), {"w.weight": torch.arange(6.0).reshape(2, 3)}
+    ramp = torch.arange(6.0).reshape(2, 3)
+    base = {"w.weight": torch.arange(6.0).reshape(2, 3)}
     for name in ("../../victim", "..", "x\0y", "a/b", "n" * 300, str(field.root / "victim"), ".ckpt-journal"):
         states = {"w.weight": {"exp_avg": ramp, "exp_avg_sq": ramp, name: ramp}}
         state = {"state": states, "param_groups": [{"lr": 0.1, "params": ["w.weight"]}]}

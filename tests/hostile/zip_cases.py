@@ -174,7 +174,8 @@ def overlapping(quoted):
         raw = archive([*sound(), ("data/1", FLOATS)])
         where = local(raw, "model/data/0")
         return patched(raw, central(raw, "model/data/1") + 42, where, "<I")
-    start, end = struct.unpack_from("<I", raw, len(raw) - 6)[0], len(raw) - 22
+    start = struct.unpack_from("<I", raw, len(raw) - 6)[0]
+    end = len(raw) - 22
     entry = bytearray(raw[central(raw, "model/data/0") : central(raw, "model/version")])
     entry[46:58] = b"model/data/1"
     struct.pack_into("<III", entry, 16, zlib.crc32(FLOATS), 24, 24)

@@ -77,16 +77,21 @@ class _Buffer:
     """Lays tensors out one after another, each on the grid. tight: no guard bytes, no margins."""
 
     def __init__(self, rng: np.random.Generator, grid: int, tight: bool) -> None:
-        self.rng, self.grid, self.tight, self.nbytes = rng, grid, tight, 0
+        self.rng = rng
+        self.grid = grid
+        self.tight = tight
+        self.nbytes = 0
 
     def place(self, extents: list[int], item: int, granule: int, order: list[int]) -> Place:
         """A tensor somewhat larger than the box in it, dims stored in `order`, the innermost by granules."""
-        full, before = list(extents), [0] * len(extents)
+        full = list(extents)
+        before = [0] * len(extents)
         for axis in range(len(extents)):
             if not self.tight and self.rng.random() < 0.4:
                 low, high = (int(n) * (granule if axis == order[-1] else 1) for n in self.rng.integers(0, 3, 2))
                 before[axis], full[axis] = low, low + extents[axis] + high
-        strides, step = [0] * len(extents), item
+        strides = [0] * len(extents)
+        step = item
         for axis in reversed(order):
             strides[axis], step = step, step * full[axis]
         if not self.tight:
@@ -118,7 +123,8 @@ def _extents(rng: np.random.Generator, item: int, granule: int) -> list[int]:
 
 def _pieces(rng: np.random.Generator, grid: int, tight: bool) -> tuple[list[Piece], int, int]:
     """(some boxes, bytes of the source, bytes of the target)."""
-    sides, room = (_Buffer(rng, grid, tight), _Buffer(rng, grid, tight)), (0, 0)
+    sides = (_Buffer(rng, grid, tight), _Buffer(rng, grid, tight))
+    room = (0, 0)
     pieces: list[Piece] = []
     for _ in range(1 if tight else int(rng.choice([1, 1, 2, 3, 5]))):
         item = int(rng.choice(ITEMS))
@@ -140,7 +146,8 @@ def make_case(seed: int, *, tight: bool = False) -> Case:
     grid = int(rng.choice(GRIDS))
     pieces, from_bytes, to_bytes = _pieces(rng, grid, tight)
     begin = int(rng.integers(len(POOL) - from_bytes))
-    source, want = POOL[begin : begin + from_bytes].copy(), np.full(to_bytes, POISON, np.uint8)
+    source = POOL[begin : begin + from_bytes].copy()
+    want = np.full(to_bytes, POISON, np.uint8)
     for piece in pieces:
         if 0 not in piece.extents:
             piece.view(want, piece.target)[...] = piece.view(source, piece.source)
@@ -169,7 +176,8 @@ class Bench:
 
     def run(self, case: Case, widths: Counter[str] | None = None) -> Bytes:
         """What the kernel makes of a poisoned target."""
-        source, target = self.source.address + case.shifts[0], self.target.address + case.shifts[1]
+        source = self.source.address + case.shifts[0]
+        target = self.target.address + case.shifts[1]
         boxes = list_of(case, source, target)
         if widths is not None:
             widths.update(kinds(boxes))
@@ -180,12 +188,14 @@ class Bench:
 
     def run_watched(self, case: Case) -> tuple[Bytes, str]:
         """(what the kernel makes of it, "" where it read and wrote the boxes alone, and wrote each byte once)."""
-        reads, writes = np.zeros_like(case.source), np.zeros_like(case.want)
+        reads = np.zeros_like(case.source)
+        writes = np.zeros_like(case.want)
         for piece in case.pieces:
             if 0 not in piece.extents:
                 for buffer, place in ((reads, piece.source), (writes, piece.target)):
                     piece.view(buffer, place)[...] = np.frombuffer(b"\1" * piece.item, f"V{piece.item}")
-        source, target = self.source.address + case.shifts[0], self.target.address + case.shifts[1]
+        source = self.source.address + case.shifts[0]
+        target = self.target.address + case.shifts[1]
         with Watched(self.device, [(source, reads)], [(target, writes)]) as watched:
             got = self.run(case)
         return got, watched.fault()
@@ -241,7 +251,8 @@ class Watched:
         first = c_uint64()
         self.dll.ck_unwatch.restype = c_uint64
         counts = (c_uint64 * 10)()
-        self.complaints, self.first = self.dll.ck_unwatch(byref(first), counts), first.value
+        self.complaints = self.dll.ck_unwatch(byref(first), counts)
+        self.first = first.value
         self.loads, self.stores = ({1 << log: counts[row + log] for log in range(5)} for row in (0, 5))  # by width
 
     def fault(self) -> str:
@@ -270,7 +281,9 @@ def device_of(path: Path) -> Device:
 
 
 def main(arguments: list[str]) -> int:
-    library, cases, first = Path(arguments[0]), int(arguments[1]) if len(arguments) > 1 else 400, 0
+    library = Path(arguments[0])
+    cases = int(arguments[1]) if len(arguments) > 1 else 400
+    first = 0
     if len(arguments) > 2:
         first = int(arguments[2])
     bench = Bench(device_of(library))

@@ -35,13 +35,16 @@ from ckpt_tool.quantised.schemes import SCHEMES
 from ckpt_tool.run.compute import cast, numpy_type
 from ckpt_tool.run.digest import LEAF
 
-BLOCKS, THREADS = (0, 1, 2, 5), (0, 32, 96, 256)
+BLOCKS = (0, 1, 2, 5)
+THREADS = (0, 32, 96, 256)
 Strides = tuple[int, ...]
 
 
 def laid_out(rng: np.random.Generator, extents: list[int], item: int, order: list[int]) -> tuple[Strides, int, int]:
     """(strides in bytes of a tensor with gaps, its first byte, bytes of its buffer)."""
-    grid, step, strides = int(rng.choice([item, item, 16])), item, [0] * len(extents)
+    grid = int(rng.choice([item, item, 16]))
+    step = item
+    strides = [0] * len(extents)
     for axis in reversed(order):
         strides[axis] = step
         step = (extents[axis] + int(rng.integers(0, 3))) * step
@@ -76,7 +79,8 @@ def first_fault(got: npt.NDArray[Any], want: npt.NDArray[Any], watched: Watched,
 
 
 def box_copy(device: Device, seed: int) -> str:
-    bench, case = Bench(device), make_case(seed)
+    bench = Bench(device)
+    case = make_case(seed)
     got, fault = bench.run_watched(case)
     bench.close()
     return fault if np.array_equal(got, case.want) else f"differs: {case.pieces}"
@@ -92,11 +96,13 @@ def box_transpose(device: Device, seed: int) -> str:
     order = [[int(axis) for axis in rng.permutation(len(extents))] for _ in range(2)]
     sides = [laid_out(rng, extents, item, dims) for dims in order]
     (by_source, begin, room), (by_target, to, out_room) = sides
-    source, want = rng.integers(0, 256, room, np.uint8), np.full(out_room, POISON, np.uint8)
+    source = rng.integers(0, 256, room, np.uint8)
+    want = np.full(out_room, POISON, np.uint8)
     view(want, f"V{item}", extents, to, by_target)[...] = view(source, f"V{item}", extents, begin, by_source)
     copy = Copy(0, begin, by_source, 0, to, by_target, tuple(extents))
     with device.upload(source) as src, device.upload(np.full_like(want, POISON)) as dst:
-        reads, writes = marked(room, item, extents, begin, by_source), marked(out_room, item, extents, to, by_target)
+        reads = marked(room, item, extents, begin, by_source)
+        writes = marked(out_room, item, extents, to, by_target)
         with Watched(device, [(src.address, reads)], [(dst.address, writes)]) as watched:
             for launch in launches([(copy, item)], [src.address], [dst.address]):
                 kernels.launch(device, launch, **grid_of(rng))
@@ -110,7 +116,8 @@ def box_cast(device: Device, seed: int) -> str:
     source, target = (
         DTYPES[str(name)] for name in rng.choice(["F64", "F32", "BF16", "F16", "F8_E4M3"], 2, replace=False)
     )
-    size, item = source.bits // 8, target.bits // 8
+    size = source.bits // 8
+    item = target.bits // 8
     extents = [int(n) for n in rng.integers(1, 5, rng.integers(0, 3))] + [int(rng.choice([1, 7, 16, 64, 300, 9000]))]
     plain = list(range(len(extents)))
     (by_source, begin, room), (by_target, to, out_room) = (
@@ -124,7 +131,8 @@ def box_cast(device: Device, seed: int) -> str:
     copy = Copy(0, begin, by_source, 0, to, by_target, tuple(extents))
     with device.upload(data) as src, device.upload(np.full_like(want, POISON)) as dst:
         casts = pack_casts(cast_boxes(copy, source, target, [src.address], [dst.address]), source, target)
-        reads, writes = marked(room, size, extents, begin, by_source), marked(out_room, item, extents, to, by_target)
+        reads = marked(room, size, extents, begin, by_source)
+        writes = marked(out_room, item, extents, to, by_target)
         with Watched(device, [(src.address, reads)], [(dst.address, writes)]) as watched:
             counted = kernels.box_cast(device, casts, **grid_of(rng))
         got = device.download(dst.address, len(want))
@@ -137,12 +145,11 @@ def box_cast(device: Device, seed: int) -> str:
 def box_dequantise(device: Device, seed: int) -> str:
     """E4M3 codes with fp32 scales of blocks to fp32, a box of a tensor."""
     rng = np.random.default_rng((seed, 23))
-    rows, columns = int(rng.integers(1, 60)), int(rng.choice([1, 9, 32, 64, 200, 512]))
+    rows = int(rng.integers(1, 60))
+    columns = int(rng.choice([1, 9, 32, 64, 200, 512]))
     block = [(128, 128), (3, 5), (1, 16), (8, 32)][int(rng.integers(4))]
-    row, column = (
-        int(rng.integers(rows)),
-        int(rng.choice([0, 16 * int(rng.integers(columns // 16 + 1)), int(rng.integers(columns))])),
-    )
+    row = int(rng.integers(rows))
+    column = int(rng.choice([0, 16 * int(rng.integers(columns // 16 + 1)), int(rng.integers(columns))]))
     column = min(column, columns - 1)
     extents = [rows - row, columns - column]
     codes = rng.integers(0, 0x7F, rows * columns, np.uint8) | rng.integers(0, 2, rows * columns, np.uint8) << 7
@@ -153,13 +160,15 @@ def box_dequantise(device: Device, seed: int) -> str:
     by_target, to, room = laid_out(rng, extents, 4, [0, 1])
     want = np.full(room, POISON, np.uint8)
     view(want, "f4", extents, to, by_target)[...] = values
-    begin, by_source = row * columns + column, (columns, 1)
+    begin = row * columns + column
+    by_source = (columns, 1)
     with device.upload(codes) as src, device.upload(np.full_like(want, POISON)) as dst, device.upload(scales) as by:
         grid = CastScales(by.address, DTYPES["F32"], block, (0, 4 * scales.shape[1]))
         box = CodeBox(
             src.address + begin, dst.address + to, (1, *extents), (0, columns), (0, by_target[0]), grid, row, column
         )
-        reads, writes = marked(len(codes), 1, extents, begin, by_source), marked(room, 4, extents, to, by_target)
+        reads = marked(len(codes), 1, extents, begin, by_source)
+        writes = marked(room, 4, extents, to, by_target)
         with Watched(device, [(src.address, reads)], [(dst.address, writes)]) as watched:
             kernels.box_dequantise(device, pack_codes([box], DTYPES["F8_E4M3"], DTYPES["F32"]), **grid_of(rng))
         got = device.download(dst.address, len(want))
@@ -169,11 +178,13 @@ def box_dequantise(device: Device, seed: int) -> str:
 def box_quantise(device: Device, seed: int) -> str:
     """Matrices in rows with gaps, anywhere, their codes and scales elsewhere, of values of any size."""
     rng = np.random.default_rng((seed, 26))
-    scheme, source = SCHEMES[str(rng.choice([*SCHEMES]))], DTYPES[str(rng.choice(["F32", "BF16", "F16"]))]
+    scheme = SCHEMES[str(rng.choice([*SCHEMES]))]
+    source = DTYPES[str(rng.choice(["F32", "BF16", "F16"]))]
     high, wide = scheme.block
     rows = int(rng.choice([1, 3, 129, 200])) if high > 1 else int(rng.integers(1, 12))
     columns = wide * int(rng.integers(1, 9)) if high == 1 and wide else int(rng.choice([1, 9, 64, 130, 300, 2100]))
-    matrices, item = int(rng.integers(1, 3)), source.bits // 8
+    matrices = int(rng.integers(1, 3))
+    item = source.bits // 8
     wide_values = rng.standard_normal((matrices, rows, columns), np.float32) * 10.0 ** rng.integers(-42, 39)
     with np.errstate(over="ignore"):
         values = np.where(rng.random(wide_values.shape) < 0.9, wide_values, -0.0).astype(np.float32)
@@ -181,7 +192,9 @@ def box_quantise(device: Device, seed: int) -> str:
     if not np.isfinite(line.astype(np.float32)).all():
         line = np.where(np.isfinite(line.astype(np.float32)), line, line.dtype.type(1))
     want = by_cpu(line, (matrices, rows, columns), source, scheme)
-    size, step, plain = want.scales.itemsize, columns * scheme.bits // 8, [0, 1, 2]
+    size = want.scales.itemsize
+    step = columns * scheme.bits // 8
+    plain = [0, 1, 2]
     by_source, begin, room = laid_out(rng, [matrices, rows, columns], item, plain)
     by_codes, to, codes_room = laid_out(rng, [matrices, rows, step], 1, plain)
     by_scales, first, scales_room = laid_out(rng, [*want.scales.shape], size, plain)
@@ -230,13 +243,15 @@ def digest(device: Device, seed: int) -> str:
     ]
     if seed % 8 == 0:
         lengths.append(LEAF + int(rng.integers(0, 1000)))
-    starts, at = [], 0
+    starts = []
+    at = 0
     for length in lengths:
         starts.append(at := at + int(rng.integers(1, 40)))
         at += length
     data = rng.integers(0, 256, at + 8, np.uint8)
     lanes = int(rng.choice([4, 8, 16, 32]))
-    reads, want = np.zeros(len(data), np.uint8), b""
+    reads = np.zeros(len(data), np.uint8)
+    want = b""
     for start, length in zip(starts, lengths, strict=True):
         reads[start : start + length] = 1
         line = data[start : start + length]
@@ -258,8 +273,10 @@ def compared(device: Device, seed: int) -> str:
     extents = [int(n) for n in rng.integers(1, 5, rng.integers(0, 3))] + [int(rng.choice([1, 5, 16, 200, 9000]))]
     plain = list(range(len(extents)))
     (by_a, first_a, room_a), (by_b, first_b, room_b) = (laid_out(rng, extents, item, plain) for _ in range(2))
-    a, b = rng.integers(0, 256, room_a, np.uint8), rng.integers(0, 256, room_b, np.uint8)
-    left, right = view(a, f"V{item}", extents, first_a, by_a), view(b, f"V{item}", extents, first_b, by_b)
+    a = rng.integers(0, 256, room_a, np.uint8)
+    b = rng.integers(0, 256, room_b, np.uint8)
+    left = view(a, f"V{item}", extents, first_a, by_a)
+    right = view(b, f"V{item}", extents, first_b, by_b)
     right[...] = left
     changed = rng.random(left.shape) < float(rng.choice([0, 0.01, 0.5]))
     inverse = np.frombuffer((~np.frombuffer(left[changed].tobytes(), np.uint8)).tobytes(), f"V{item}")
@@ -291,7 +308,9 @@ def stepped(device: Device, seed: int) -> str:
     there or not."""
     rng = np.random.default_rng(seed)
     count = int(rng.choice([0, 1, 3, 4, 5, 63, 257, 2000, 9001]))
-    has_ema, kind, out = bool(rng.integers(2)), str(rng.choice(["F32", "BF16"])), str(rng.choice(["", "F32", "BF16"]))
+    has_ema = bool(rng.integers(2))
+    kind = str(rng.choice(["F32", "BF16"]))
+    out = str(rng.choice(["", "F32", "BF16"]))
     types = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16)}
     arrays = {name: rng.standard_normal(count, np.float32) for name in ("master", "exp_avg", "exp_avg_sq", "ema")}
     arrays["exp_avg_sq"] **= 2
@@ -359,7 +378,8 @@ def stepped(device: Device, seed: int) -> str:
 
 def _swapped(arrays: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
     """Weights and average change places; the parameter follows the weights."""
-    master, ema = arrays["ema"], arrays["master"]
+    master = arrays["ema"]
+    ema = arrays["master"]
     return {"master": master, "ema": ema, "parameter": master.astype(arrays["parameter"].dtype)}
 
 
@@ -387,7 +407,8 @@ KERNELS: dict[str, Callable[[Device, int], str]] = {
 
 
 def main(arguments: list[str]) -> int:
-    device, kernel = device_of(Path(arguments[0])), arguments[1]
+    device = device_of(Path(arguments[0]))
+    kernel = arguments[1]
     cases = int(arguments[2]) if len(arguments) > 2 else 50
     for seed in range(cases):
         if fault := KERNELS[kernel](device, seed):

@@ -77,7 +77,8 @@ def resources_of(report: str) -> dict[Entry, Resources]:
     frame = (0, 0, 0)
     for line in report.splitlines():
         if match := _ENTRY.search(line):
-            entry, frame = (match[1], int(match[2])), (0, 0, 0)
+            entry = (match[1], int(match[2]))
+            frame = (0, 0, 0)
         elif match := _FRAME.search(line):
             frame = (int(match[1]), int(match[2]), int(match[3]))
         elif (match := _USED.search(line)) and entry is not None:
@@ -91,7 +92,8 @@ def accesses_of(listing: Iterable[str]) -> dict[Entry, Counter[str]]:
     """cuobjdump's listing as opcodes by kernel and architecture, with their widths: `LDG.128`, `STG.16`, `LDL.32`, and
     the reciprocals that a division costs (`MUFU.RCP`)."""
     found: dict[Entry, Counter[str]] = {}
-    architecture, counted = 0, Counter[str]()
+    architecture = 0
+    counted = Counter[str]()
     for line in listing:
         if match := _ARCHITECTURE.search(line):
             architecture = int(match[1])
@@ -131,7 +133,9 @@ def faults(
 ) -> list[str]:
     """Every broken promise, in words. accesses: empty where there was no disassembler."""
     promises = PROMISES if promises is None else promises
-    kernels, architectures, found = list(kernels), list(architectures), []
+    kernels = list(kernels)
+    architectures = list(architectures)
+    found = []
     for name in kernels:
         if name not in promises:
             found.append(f"{name}: says nothing of its accesses: give it a row in PROMISES")
@@ -170,7 +174,8 @@ def spelled(mangled: str) -> str:
 
 def disassembler() -> str | None:
     """cuobjdump: named by $CUOBJDUMP, on the PATH, beside nvcc, or in the triton wheel where that is installed."""
-    nvcc, spec = build.find_nvcc(), importlib.util.find_spec("triton")
+    nvcc = build.find_nvcc()
+    spec = importlib.util.find_spec("triton")
     places = [
         os.environ.get("CUOBJDUMP"),
         shutil.which("cuobjdump"),
@@ -226,7 +231,8 @@ def main() -> int:
     parser.add_argument("--arch", default=",".join(map(str, build.ARCHITECTURES)))
     parser.add_argument("--keep", type=Path, help="leave the library there")
     arguments = parser.parse_args()
-    nvcc, program = build.find_nvcc(), disassembler()
+    nvcc = build.find_nvcc()
+    program = disassembler()
     if nvcc is None:
         print("no nvcc here: the kernels were not compiled for any GPU")
         return 0

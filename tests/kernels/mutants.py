@@ -41,7 +41,9 @@ from equivalent import why_alike
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SOURCES = ROOT / "kernels"
-CASES, QUICK = 2000, 40  # of the random lists of boxes; of the watched cases of a kernel
+# of the random lists of boxes; of the watched cases of a kernel
+CASES = 2000
+QUICK = 40
 TRAPS = (
     "-fsanitize=undefined",
     "-fsanitize-undefined-trap-on-error",
@@ -210,7 +212,8 @@ def changes(kind: str, text: str) -> tuple[str, ...]:
     match = re.fullmatch(r"(0[xX][0-9a-fA-F]+|\d+)([uUlL]*)", text)
     if match is None:
         return ()
-    value, suffix = int(match[1], 0), match[2]
+    value = int(match[1], 0)
+    suffix = match[2]
     return (f"{value + 1}{suffix}", f"{value - 1}{suffix}") if value else (f"1{suffix}",)
 
 
@@ -241,7 +244,8 @@ def tokens_of_python(source: str) -> Iterator[tuple[int, str, str]]:
 
 def mutants_of(target: Target) -> list[Mutant]:
     source = (ROOT / target.file).read_text()
-    begin, lines = source.index(target.after), source.splitlines()
+    begin = source.index(target.after)
+    lines = source.splitlines()
     end = source.index(target.before) if target.before else len(source)
     tokens = tokens_of_python(source) if target.file.endswith(".py") else tokens_of_c(source, begin)
     seen: Counter[tuple[int, str]] = Counter()
@@ -269,7 +273,8 @@ class Shim:
 
         self.units = [f"{name}.cu" for name in build.KERNELS] + ["host.cpp"]
         self.flags = [flag for flag in build.HOST_FLAGS if flag not in ("-O2", "-g", "-shared")] + ["-O1", "-w", *TRAPS]
-        self.plain, self.folder = scratch / "plain", scratch / "mutated"
+        self.plain = scratch / "plain"
+        self.folder = scratch / "mutated"
         for folder in (self.plain, self.folder):
             shutil.copytree(SOURCES, folder)
         prefix = scratch / "prefix.h"
@@ -417,7 +422,8 @@ def judge(name: str, chosen: list[Mutant], *, loud: bool = True, trust: bool = F
 
     trust: those that equivalent.py knows are not run: they take longest.
     """
-    target, verdicts = TARGETS[name], []
+    target = TARGETS[name]
+    verdicts = []
     source = (ROOT / target.file).read_text()
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         shim = Shim(Path(scratch))

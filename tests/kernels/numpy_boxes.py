@@ -44,7 +44,8 @@ def copy_boxes(boxes: PackedDescriptors) -> None:
 def transpose_boxes(boxes: PackedDescriptors) -> None:
     """What box_transpose does."""
     for box in boxes.packed:
-        extents, word = tuple(int(n) for n in box["ext"]), WORDS[int(box["run"])]
+        extents = tuple(int(n) for n in box["ext"])
+        word = WORDS[int(box["run"])]
         to = view(int(box["dst"]), extents, tuple(int(n) for n in box["dstr"]), word)
         to[...] = view(int(box["src"]), extents, tuple(int(n) for n in box["sstr"]), word)
 

@@ -25,7 +25,8 @@ def differs(case: Case, got: np.ndarray) -> str:
 @pytest.mark.parametrize("count", [250, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_random_boxes_equal_numpy(device: Device, count: int) -> None:
     """And every way through the kernel is taken, and often."""
-    bench, count = Bench(device), min(count, CASES)
+    bench = Bench(device)
+    count = min(count, CASES)
     seen: Counter[str] = Counter()
     dims: Counter[int] = Counter()
     for seed in range(count):
@@ -62,7 +63,9 @@ def test_every_alignment_of_both_sides_and_every_end(device: Device, runs: range
     boxes = []
     with device.upload(source) as src, device.upload(want) as dst:
         for number in range(count):
-            run, from_, to = runs[number // 256], 16 + number % 16, 16 + number // 16 % 16
+            run = runs[number // 256]
+            from_ = 16 + number % 16
+            to = 16 + number // 16 % 16
             start = number * pitch
             want[start + to : start + to + run] = source[start + from_ : start + from_ + run]
             boxes.append(Strided(src.address + start + from_, dst.address + start + to, (), (), (), run))
@@ -94,7 +97,8 @@ def vectors_of(source: int, target: int, nbytes: int, before: int, after: int) -
     found = 0
     for block in range(-(-target // 16) * 16, target + nbytes - 15, 16):
         begin = source + block - target
-        low, high = begin // 16 * 16, -(-(begin + 16) // 16) * 16
+        low = begin // 16 * 16
+        high = -(-(begin + 16) // 16) * 16
         found += low >= source - before and high <= source + nbytes + after
     return found
 
@@ -104,7 +108,8 @@ def test_spans_move_all_they_can_by_16_bytes(shim: Device, run: int) -> None:
     """Values can't show it: bytes one by one are as right, and slow."""
     with shim.alloc(2048) as src, shim.alloc(2048) as dst:
         for number in range(256):
-            source, target = src.address + number % 16, dst.address + number // 16
+            source = src.address + number % 16
+            target = dst.address + number // 16
             boxes = pack([Strided(source, target, (), (), (), run)])
             if boxes.packed["op"][0] != SPANS:
                 continue
@@ -123,7 +128,8 @@ def test_pieces_look_beyond_their_ends_rather_than_go_by_bytes(shim: Device) -> 
     run = 3 * TILE + 100
     with shim.alloc(run + 64) as src, shim.alloc(run + 64) as dst:
         for from_, to in ((0, 0), (3, 3), (0, 5), (7, 2), (15, 1), (1, 15), (8, 4)):
-            source, target = src.address + from_, dst.address + to
+            source = src.address + from_
+            target = dst.address + to
             with Watched(shim, [], [(target, np.ones(run, np.uint8))]) as watched:
                 box_copy(shim, pack([Strided(source, target, (), (), (), run)]))
             assert not watched.fault()

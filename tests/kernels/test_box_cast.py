@@ -196,7 +196,8 @@ def test_torch_makes_the_same(device: Device) -> None:
 )
 def test_all_fp32_there_are(device: Device, target: DType) -> None:
     """2^32 of them, by groups; a minute a target on the shim."""
-    f32, size = DTYPES["F32"], 1 << 22
+    f32 = DTYPES["F32"]
+    size = 1 << 22
     for first in range(0, 1 << 32, size):
         values: Bits = np.arange(first, first + size, dtype=np.uint32)
         got, lost = cast_line(device, values, f32, target)
@@ -227,7 +228,8 @@ def _strided_case(
         )
     sides = []
     for _ in items:
-        strides, step = [0] * ndim, 1
+        strides = [0] * ndim
+        step = 1
         order = list(range(ndim)) if rng.random() < 0.8 else [int(k) for k in rng.permutation(ndim)]
         for axis in reversed(order):
             strides[axis] = step
@@ -237,7 +239,9 @@ def _strided_case(
 
 
 def _check_strided(device: Device, rng: np.random.Generator, source: DType, target: DType, case: list[Any]) -> None:
-    at, views, copies = [0, 0], [], []
+    at = [0, 0]
+    views = []
+    copies = []
     for extents, sides in case:
         spots = []
         for side, (offset, strides) in enumerate(sides):
@@ -253,7 +257,8 @@ def _check_strided(device: Device, rng: np.random.Generator, source: DType, targ
         copies.append(Copy(0, spots[0][0] * source.bits // 8, by[0], 0, spots[1][0] * target.bits // 8, by[1], extents))
     data = rng.integers(0, 256, at[0] * source.bits // 8, np.uint8)
     want = np.full(at[1] * target.bits // 8, POISON, np.uint8)
-    bits, out = data.view(unsigned(source)), want.view(unsigned(target))
+    bits = data.view(unsigned(source))
+    out = want.view(unsigned(target))
     known = []
     for extents, ((first, strides), (begin, steps)) in views:
         if 0 in extents:
@@ -272,7 +277,8 @@ def _check_strided(device: Device, rng: np.random.Generator, source: DType, targ
         device.alloc(len(want) + 1) as theirs,
     ):
         device.fill(theirs.address, POISON, len(want) + 1)
-        boxes, records = [], []
+        boxes = []
+        records = []
         for number, copy in enumerate(copies):
             for box in cast_boxes(copy, source, target, [mine.address + shift], [theirs.address]):
                 boxes.append(box)
@@ -288,7 +294,9 @@ def _check_strided(device: Device, rng: np.random.Generator, source: DType, targ
 
 @pytest.mark.parametrize("run", [16, 300, CAST_TILE + 9])
 def test_rows_may_lie_backwards(device: Device, run: int) -> None:
-    f32, bf16, rows = DTYPES["F32"], DTYPES["BF16"], 5
+    f32 = DTYPES["F32"]
+    bf16 = DTYPES["BF16"]
+    rows = 5
     values: Bits = np.arange(rows * run, dtype=np.float32).view(np.uint32)
     want = wanted(values, f32, bf16)[0].reshape(rows, run)
     for mine, theirs in ((1, -1), (-1, 1), (-1, -1)):
@@ -306,9 +314,11 @@ def test_rows_may_lie_backwards(device: Device, run: int) -> None:
 
 def test_the_end_of_a_line_of_more_than_2_32_elements(device: Device) -> None:
     """A list whose first tile number is -F begins with tile F of its box: only these elements are there."""
-    f32, bf16 = DTYPES["F32"], DTYPES["BF16"]
+    f32 = DTYPES["F32"]
+    bf16 = DTYPES["BF16"]
     skipped = (1 << 32) // CAST_TILE - 1
-    first, numel = skipped * CAST_TILE, (1 << 32) + CAST_TILE + 777
+    first = skipped * CAST_TILE
+    numel = (1 << 32) + CAST_TILE + 777
     values: Bits = np.arange(numel - first, dtype=np.float32).view(np.uint32)
     with device.upload(values) as begin, device.alloc(len(values) * 2) as end:
         casts = pack_casts(line(begin.address - first * 4, end.address - first * 2, numel), f32, bf16)
@@ -319,7 +329,8 @@ def test_the_end_of_a_line_of_more_than_2_32_elements(device: Device) -> None:
 
 
 def test_nothing_launches_nothing(device: Device) -> None:
-    f32, bf16 = DTYPES["F32"], DTYPES["BF16"]
+    f32 = DTYPES["F32"]
+    bf16 = DTYPES["BF16"]
     assert box_cast(device, pack_casts([], f32, bf16)) == [0]
     assert box_cast(device, pack_casts(line(0, 0, 0), f32, bf16)) == [0]
     assert not list(cast_boxes(Copy(0, 0, (4,), 0, 0, (2,), (0,)), f32, bf16, [0], [0]))
@@ -345,7 +356,8 @@ def test_what_no_kernel_casts_is_refused(device: Device) -> None:
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda dtype: dtype.name)
 def test_groups_where_all_lies_on_their_grid(source: DType, target: DType) -> None:
     """Addresses, strides and runs in whole groups give groups; any one of them half a group off gives elements."""
-    s, t = source.bits // 8, target.bits // 8
+    s = source.bits // 8
+    t = target.bits // 8
     group = 16 // max(s, t)
     box = Strided(
         1 << 20,
@@ -382,8 +394,10 @@ def test_groups_where_all_lies_on_their_grid(source: DType, target: DType) -> No
 @pytest.mark.parametrize(("source", "target"), list(permutations(COMMON, 2)), ids=lambda dtype: dtype.name)
 def test_groups_go_by_their_width(shim: Device, source: DType, target: DType) -> None:
     """The wider side by 16 bytes at a time, wherever both are on their grid together; else by element, or byte."""
-    s, t = source.bits // 8, target.bits // 8
-    group, count = 16 // max(s, t), 2 * CAST_TILE + 1003
+    s = source.bits // 8
+    t = target.bits // 8
+    group = 16 // max(s, t)
+    count = 2 * CAST_TILE + 1003
     values = np.ones(count, numpy_type(source)).view(np.uint8)
     tiles = (CAST_TILE, CAST_TILE, 1003)
     for shifts, groups, by in (
@@ -397,7 +411,8 @@ def test_groups_go_by_their_width(shim: Device, source: DType, target: DType) ->
             shim.upload(np.concatenate([np.zeros(shifts[0], np.uint8), values])) as begin,
             shim.alloc(count * t + shifts[1]) as end,
         ):
-            mine, theirs = begin.address + shifts[0], end.address + shifts[1]
+            mine = begin.address + shifts[0]
+            theirs = end.address + shifts[1]
             with Watched(shim, [(mine, np.ones(count * s))], [(theirs, np.ones(count * t))]) as watched:
                 box_cast(shim, pack_casts(line(mine, theirs, count), source, target))
         if (shifts, t) == ((0, 1), 1):  # one byte is an element
@@ -410,7 +425,8 @@ def test_groups_go_by_their_width(shim: Device, source: DType, target: DType) ->
 
 
 def test_short_rows_go_in_groups(shim: Device) -> None:
-    f32, bf16 = DTYPES["F32"], DTYPES["BF16"]
+    f32 = DTYPES["F32"]
+    bf16 = DTYPES["BF16"]
     for run, rows in ((8, 700), (252, 70), (256, 64), (260, 3)):
         with shim.upload(np.ones(run * rows, np.float32)) as begin, shim.alloc(run * rows * 4) as end:
             boxes = [Strided(begin.address, end.address, (rows,), (4 * run,), (4 * run,), run)]
@@ -424,8 +440,11 @@ def test_short_rows_go_in_groups(shim: Device) -> None:
 @pytest.mark.parametrize("off", [0, 1])
 def test_warps_share_long_rows_on_the_grid_of_groups(shim: Device, off: int) -> None:
     """Every element once, in groups but for the ends of a row, also where rows begin off the grid. off: elements."""
-    f32, bf16 = DTYPES["F32"], DTYPES["BF16"]
-    run, rows, pitch = 2500, 3, 2504
+    f32 = DTYPES["F32"]
+    bf16 = DTYPES["BF16"]
+    run = 2500
+    rows = 3
+    pitch = 2504
     values = np.arange(rows * pitch, dtype=np.float32)
     with shim.upload(values) as begin, shim.alloc(rows * pitch * 2) as end:
         boxes = [Strided(begin.address + 4 * off, end.address + 2 * off, (rows,), (4 * pitch,), (2 * pitch,), run)]
@@ -443,7 +462,8 @@ def test_warps_share_long_rows_on_the_grid_of_groups(shim: Device, off: int) -> 
 
 
 def test_rows_are_cut_at_tiles() -> None:
-    f32, bf16 = DTYPES["F32"], DTYPES["BF16"]
+    f32 = DTYPES["F32"]
+    bf16 = DTYPES["BF16"]
     runs = (CAST_TILE - 1, CAST_TILE, CAST_TILE + 1, 3 * CAST_TILE, 1)
     boxes = [Strided(0, 0, (3,), (1 << 20,), (1 << 20,), run) for run in runs]
     (packed, tiles, nbytes), *_, records = pack_casts(boxes, f32, bf16, [4, 0, 2, 1, 3])
@@ -454,7 +474,8 @@ def test_rows_are_cut_at_tiles() -> None:
 
 
 def test_runs_are_joined_where_both_sides_run_on() -> None:
-    f32, bf16 = DTYPES["F32"], DTYPES["BF16"]
+    f32 = DTYPES["F32"]
+    bf16 = DTYPES["BF16"]
     copy = Copy(0, 40, (96, 24, 4), 1, 50, (48, 12, 2), (5, 4, 6))
     assert list(cast_boxes(copy, f32, bf16, [1000], [0, 2000])) == [Strided(1040, 2050, (), (), (), 120)]
     double = copy._replace(source_strides=(192, 48, 8))
@@ -468,7 +489,8 @@ def test_runs_are_joined_where_both_sides_run_on() -> None:
 
 def test_lists_of_huge_boxes_count_right() -> None:
     """Over 2^32 elements, rows and strides: the list alone, no memory is touched."""
-    f32, bf16 = DTYPES["F32"], DTYPES["BF16"]
+    f32 = DTYPES["F32"]
+    bf16 = DTYPES["BF16"]
     one = pack_casts(line(1 << 40, 1 << 50, 3 << 32), f32, bf16)
     assert one.boxes.tiles == (3 << 32) // CAST_TILE and one.boxes.nbytes == 3 << 33
     rows = Copy(0, 0, (12,), 0, 0, (6,), (1 << 33,))

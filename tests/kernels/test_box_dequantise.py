@@ -81,7 +81,8 @@ def make(rng: np.random.Generator, dtype: DType, scale_dtype: DType, *, wild: bo
     rows = int(rng.choice([1, 5, 40, 130, 260]))
     columns = int(rng.choice([1, 7, 32, 64, 96, 129, 256, 384, 1000]))
     if rng.random() < 0.03:
-        rows, columns = 2, 9000
+        rows = 2
+        columns = 9000
     if dtype.bits == 4 and matrices * rows * columns % 2:
         columns += 1
     codes = rng.integers(0, 256, matrices * rows * columns * dtype.bits // 8, np.uint8)
@@ -90,7 +91,8 @@ def make(rng: np.random.Generator, dtype: DType, scale_dtype: DType, *, wild: bo
     own = matrices if rng.random() < 0.7 else 1
     shape = (own, -(-rows // block[0]), -(-columns // block[1]))
     if own == 1 and matrices > 1:  # one serves all: a single number, as the recipes have it
-        block, shape = (rows, columns), (1, 1, 1)
+        block = (rows, columns)
+        shape = (1, 1, 1)
     return Tensor(
         dtype, (matrices, rows, columns), codes, scale_dtype, scale_values(rng, scale_dtype, shape, wild=wild), block
     )
@@ -99,7 +101,8 @@ def make(rng: np.random.Generator, dtype: DType, scale_dtype: DType, *, wild: bo
 def check(device: Device, rng: np.random.Generator, tensor: Tensor, target: DType) -> None:
     """A random box of the tensor, and one more list entry that is the whole of it."""
     want, floats = tensor.values(target)
-    item, width = target.bits // 8, tensor.scales.itemsize
+    item = target.bits // 8
+    width = tensor.scales.itemsize
     matrices, rows, columns = tensor.shape
     first = [int(rng.integers(0, n)) for n in tensor.shape] if rng.random() < 0.7 else [0, 0, 0]
     if rng.random() < 0.5:
@@ -239,7 +242,8 @@ def test_a_nan_scale_is_counted(device: Device) -> None:
 
 def test_what_the_kernel_does_not_know_is_refused(device: Device) -> None:
     box = CodeBox(256, 512, (1, 1, 16), (0, 0), (0, 0), CastScales(1024, DTYPES["F16"], (1, 16), (0, 0)))
-    e4m3, bf16 = DTYPES["F8_E4M3"], DTYPES["BF16"]
+    e4m3 = DTYPES["F8_E4M3"]
+    bf16 = DTYPES["BF16"]
     with pytest.raises(InternalError, match="cast them to F32 first"):
         pack_codes([box], e4m3, bf16)
     with pytest.raises(InternalError, match="cast them to F32 first"):
@@ -259,8 +263,11 @@ def test_what_the_kernel_does_not_know_is_refused(device: Device) -> None:
 def test_huge_boxes_stay_below_32_bits_in_the_kernel() -> None:
     """5 * 2^30 rows and 2^33 columns in pieces whose counts fit; each piece finds its own scale. No memory is
     touched."""
-    e4m3, bf16, f32 = DTYPES["F8_E4M3"], DTYPES["BF16"], DTYPES["F32"]
-    tall, wide = 5 << 30, 1 << 33
+    e4m3 = DTYPES["F8_E4M3"]
+    bf16 = DTYPES["BF16"]
+    f32 = DTYPES["F32"]
+    tall = 5 << 30
+    wide = 1 << 33
     scales = CastScales(1 << 52, f32, (128, 128), (0, 4 * (wide // 128)))
     box = CodeBox(1 << 54, 1 << 56, (1, tall, 256), (0, 256), (0, 512), scales, row=100)
     listed = pack_codes([box], e4m3, bf16)
@@ -276,7 +283,9 @@ def test_huge_boxes_stay_below_32_bits_in_the_kernel() -> None:
         listed = pack_codes([box], e4m3, bf16)
         columns = 0
         for part, scale in zip(listed.boxes.packed, listed.scales, strict=True):
-            n, width, column0 = int(part["run"]), int(scale["width"]), int(scale["column0"])
+            n = int(part["run"])
+            width = int(scale["width"])
+            column0 = int(scale["column0"])
             assert column0 + n < 1 << 32
             assert int(part["src"]) == (1 << 54) + columns and int(part["dst"]) == (1 << 56) + 2 * columns
             first = (int(scale["address"]) - scales.address) // 4
@@ -342,8 +351,10 @@ def test_groups_where_all_lies_on_their_grid(codes: DType, target: DType) -> Non
 @pytest.mark.parametrize("name", ["F8_E4M3", "F4"])
 def test_groups_go_by_their_width(shim: Device, name: str, target: DType) -> None:
     """Floats are stored 16 bytes at a time where every group has one scale; else one by one."""
-    codes, item = DTYPES[name], target.bits // 8
-    group, half = 16 // item, codes.bits == 4
+    codes = DTYPES[name]
+    item = target.bits // 8
+    group = 16 // item
+    half = codes.bits == 4
     for columns, column, wide in (
         (1024, 0, 128),
         (1024, 16, 32),

@@ -61,10 +61,15 @@ def entries(path: Path) -> tuple[npt.NDArray[np.uint8], dict[str, Entry]]:
 
 
 def box_of(weight: Quantised, tensors: dict[str, Entry], base: int, target: int) -> tuple[CodeBox, DType]:
-    codes, scale = tensors[weight.lead], tensors[weight.parts["scale"]]
+    codes = tensors[weight.lead]
+    scale = tensors[weight.parts["scale"]]
     rows, columns = weight.shape[-2:]
-    matrices, height, width = prod(weight.shape[:-2]), weight.block[0], weight.block[1]
-    size, across, down = scale.dtype.bits // 8, -(-columns // width), -(-rows // height)
+    matrices = prod(weight.shape[:-2])
+    height = weight.block[0]
+    width = weight.block[1]
+    size = scale.dtype.bits // 8
+    across = -(-columns // width)
+    down = -(-rows // height)
     half = weight.codes in (NIBBLES, TURNED)
     of = CastScales(base + scale.offset, scale.dtype, weight.block, (down * across * size, across * size))
     source = (base + codes.offset) * (2 if half else 1)

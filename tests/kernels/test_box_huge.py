@@ -49,7 +49,9 @@ def spans_of(box: Strided, one: np.void, first: int, count: int) -> list[Span]:
             Span(*(offset(r, box.extents, s) for s in (box.source_strides, box.target_strides)), box.run, 0, 0)
             for r in rows
         ]
-    found, per, size = [], int(one["tiles_per_row"]), int(one["aux"])
+    found = []
+    per = int(one["tiles_per_row"])
+    size = int(one["aux"])
     for tile in range(first, first + count):
         row, piece = divmod(tile, per)
         from_, to = (offset(row, box.extents, strides) for strides in (box.source_strides, box.target_strides))
@@ -68,10 +70,12 @@ def check(device: Device, box: Strided, first: int, count: int) -> None:
     low = [min(span[side] for span in moved) // 256 * 256 for side in (0, 1)]
     room = [max(span[side] + span[2] for span in moved) - low[side] + 64 for side in (0, 1)]
     assert max(room) < 64 << 20
-    source, want = np.resize(POOL, room[0]), np.full(room[1], POISON, np.uint8)
+    source = np.resize(POOL, room[0])
+    want = np.full(room[1], POISON, np.uint8)
     legal = np.zeros_like(source)
     for span in moved:
-        at, into = span.source - low[0] + box.source, span.target - low[1] + box.target
+        at = span.source - low[0] + box.source
+        into = span.target - low[1] + box.target
         want[into : into + span.nbytes] = source[at : at + span.nbytes]
         legal[max(at - span.before, 0) : at + span.nbytes + span.after] = 1
     with device.upload(source) as src, device.upload(np.full_like(want, POISON)) as dst:
@@ -132,8 +136,10 @@ def test_strides_beyond_4_gib(device: Device, run: int) -> None:
     )
     packed = pack([box]).packed
     for row in (0, 1, 7, 23, 59):
-        from_, to = offset(row, box.extents, box.source_strides), offset(row, box.extents, box.target_strides)
-        source, want = POOL[: run + 32], np.full(run + 32, POISON, np.uint8)
+        from_ = offset(row, box.extents, box.source_strides)
+        to = offset(row, box.extents, box.target_strides)
+        source = POOL[: run + 32]
+        want = np.full(run + 32, POISON, np.uint8)
         want[16 : 16 + run] = source[16 : 16 + run]
         with device.upload(source) as src, device.upload(np.full_like(want, POISON)) as dst:
             packed["src"], packed["dst"] = src.address + 16 - from_, dst.address + 16 - to

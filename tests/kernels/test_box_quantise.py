@@ -32,9 +32,12 @@ def made(
     """(codes as bytes, scales as bytes, blocks that are not finite) of (matrices, rows, columns)."""
     matrices, rows, columns = values.shape
     high, wide = scheme.block
-    down, across = -(-rows // high), -(-columns // (wide or columns))
+    down = -(-rows // high)
+    across = -(-columns // (wide or columns))
     of = DTYPES[scheme.scales] if scheme.scales else source
-    item, size, step = source.bits // 8, of.bits // 8, columns * scheme.bits // 8
+    item = source.bits // 8
+    size = of.bits // 8
+    step = columns * scheme.bits // 8
     with (
         device.upload(np.ascontiguousarray(values)) as read,
         device.alloc(matrices * rows * step) as codes,
@@ -97,7 +100,8 @@ def test_quotients_beside_ties(device: Device, scheme: Scheme) -> None:
 def test_blocks_at_the_ends_of_the_range(device: Device, source: DType, scheme: Scheme) -> None:
     """Zeros of both signs, the least and the greatest numbers alone and together."""
     about = ml_dtypes.finfo(numpy_type(source))
-    least, top = float(about.smallest_subnormal), float(about.max)
+    least = float(about.smallest_subnormal)
+    top = float(about.max)
     rows = np.zeros((1, 12, 128), np.float32)
     rows[0, 1] = -0.0
     for row, value in enumerate((least, -least, float(about.tiny), top, -top, top * 0.87, 1.75, 448.0, 1e-38), 2):

@@ -23,7 +23,8 @@ POISON = 0xA5
 
 def laid_out(rng: np.random.Generator, extents: Sequence[int], item: int) -> tuple[list[int], int]:
     """(byte strides of dims stored in a random order with gaps, bytes): rows on 16 bytes or not."""
-    grid, step = int(rng.choice([item, item, 16])), item
+    grid = int(rng.choice([item, item, 16]))
+    step = item
     strides = [0] * len(extents)
     for axis in rng.permutation(len(extents)):
         strides[axis] = step
@@ -64,7 +65,8 @@ def random_turn(seed: int) -> Turn:
         extents[axis] = int(rng.integers(1, 3 * EDGES[item]))
     (by_source, from_bytes), (by_target, to_bytes) = (laid_out(rng, extents, item) for _ in range(2))
     first, to = (item * int(n) for n in rng.integers(0, 16 // item + 2, 2))
-    source, target = rng.integers(0, 256, from_bytes + 32, np.uint8), np.full(to_bytes + 32, POISON, np.uint8)
+    source = rng.integers(0, 256, from_bytes + 32, np.uint8)
+    target = np.full(to_bytes + 32, POISON, np.uint8)
     there = np.ndarray(extents, f"V{item}", target.data, to, by_target)
     there[...] = np.ndarray(extents, f"V{item}", source.data, first, by_source)
     return Turn(item, Copy(0, first, tuple(by_source), 0, to, tuple(by_target), tuple(extents)), source, target, rng)
@@ -76,7 +78,8 @@ def test_random_transposes_equal_numpy(device: Device, part: int) -> None:
         item, copy, source, want, rng = random_turn(seed)
         with device.upload(source) as src, device.upload(np.full_like(want, POISON)) as dst:
             for launch in launches([(copy, item)], [src.address], [dst.address]):
-                blocks, threads = int(rng.choice([0, 1, 3, 40])), int(rng.choice([0, 32, 96, 256]))
+                blocks = int(rng.choice([0, 1, 3, 40]))
+                threads = int(rng.choice([0, 32, 96, 256]))
                 kernels.launch(device, launch, blocks=blocks, threads=threads)
             got = device.download(dst.address, len(want))
         wrong = np.flatnonzero(got != want)
@@ -100,7 +103,8 @@ def test_the_random_transposes_take_every_way_through_the_kernel() -> None:
 @pytest.mark.parametrize("dtype", ["<u1", "<u2", "<u4", "<u8"])
 def test_every_first_byte_and_every_ragged_end(device: Device, dtype: str) -> None:
     """Rows on 16 bytes, the box beginning at every item of 16 bytes on both sides and ending at several: one launch."""
-    item, edge = np.dtype(dtype).itemsize, EDGES[np.dtype(dtype).itemsize]
+    item = np.dtype(dtype).itemsize
+    edge = EDGES[np.dtype(dtype).itemsize]
     per = 16 // item
     pitch = 3 * edge  # items
     source = np.arange(pitch * pitch).astype(dtype)
@@ -116,7 +120,8 @@ def test_every_first_byte_and_every_ragged_end(device: Device, dtype: str) -> No
         for k, (i, j, rows, columns) in enumerate(cases):
             grid = source.reshape(pitch, pitch)
             want[k, 1 : 1 + columns, i : i + rows] = grid[2 : 2 + rows, j : j + columns].T
-            first, to = src.address + (2 * pitch + j) * item, dst.address + (k * pitch * pitch + pitch + i) * item
+            first = src.address + (2 * pitch + j) * item
+            to = dst.address + (k * pitch * pitch + pitch + i) * item
             boxes.append(Turned(first, to, item, (1, rows, columns), (0, pitch * item), (0, pitch * item)))
         kernels.box_transpose(device, pack_turned(boxes))
         got = device.download(dst.address, want.nbytes).view(dtype).reshape(want.shape)
@@ -144,7 +149,8 @@ def test_sizes_about_whole_tiles(device: Device, item: int, edge: int) -> None:
 
 def test_batches_and_heads(shim: Device) -> None:
     """(layer, head, position, 8 bytes) to (position, head, ...), many boxes in one launch; NumPy's stand-in agrees."""
-    shape, swapped = (3, 5, 70, 4), (3, 70, 5, 4)
+    shape = (3, 5, 70, 4)
+    swapped = (3, 70, 5, 4)
     source = np.arange(np.prod(shape), dtype=np.uint16)
     target = np.zeros_like(source)
     there = contiguous_strides(swapped)

@@ -42,12 +42,10 @@ class Held:
     GUARD = 0xC3
 
     def __init__(self, device: Device, stack: ExitStack, arrays: dict[str, np.ndarray], shift: int = 0) -> None:
-        self.device, self.arrays, self.address, self.whole = (
-            device,
-            arrays,
-            dict[str, int](),
-            dict[str, tuple[int, int]](),
-        )
+        self.device = device
+        self.arrays = arrays
+        self.address = dict[str, int]()
+        self.whole = dict[str, tuple[int, int]]()
         for name, array in arrays.items():
             raw = np.full(512 + array.nbytes + 64, self.GUARD, np.uint8)
             start = 256 + shift * array.itemsize // 4
@@ -168,7 +166,8 @@ def test_it_is_the_step_of_the_harness(device: Device) -> None:
             for name in ("exp_avg", "exp_avg_sq"):
                 same(held.get(name), getattr(slices, name).numpy(), f"{name} at step {number}")
             for name in ("master", "ema"):
-                got, want = held.get(name), getattr(slices, name).numpy()
+                got = held.get(name)
+                want = getattr(slices, name).numpy()
                 np.testing.assert_allclose(got, want, rtol=1e-6, atol=3e-7, err_msg=f"{name} at step {number}")
                 assert np.mean(got == want) > 0.9
 

@@ -128,7 +128,8 @@ def test_directed_patterns_one_by_one(device: Device, name: str) -> None:
     with device.upload(a) as left, device.upload(b) as right:
         boxes = [Strided(left.address + k, right.address + k, (), (), (), size) for k in range(0, len(a), size)]
         for k, found in enumerate(compare(device, boxes, [kind] * len(boxes))):
-            x, y = a[k * size : k * size + size], b[k * size : k * size + size]
+            x = a[k * size : k * size + size]
+            y = b[k * size : k * size + size]
             check(found, x, y, kind, f"{name} {x.view(bits.dtype)} {y.view(bits.dtype)}")
             with np.errstate(all="ignore"):
                 u, v = (side.view(numpy_type(kind)).astype(np.float64)[0] for side in (x, y))
@@ -171,7 +172,8 @@ def spread_out(line: np.ndarray, rows: int, run: int, gap: int, shift: int, nois
 def test_random_boxes_of_all_types_in_one_list(device: Device, seed: int) -> None:
     rng = np.random.default_rng(seed)
     pairs = [random_pair(rng, str(rng.choice(KINDS))) for _ in range(60)]
-    memories, boxes = [], []
+    memories = []
+    boxes = []
     for pair in pairs:
         rows, run, left, right = pair.spread
         sides = [
@@ -190,7 +192,9 @@ def test_random_boxes_of_all_types_in_one_list(device: Device, seed: int) -> Non
             )
         )
     kinds = [pair.kind for pair in pairs]
-    found, counts, differ_at = compare(device, boxes, kinds), count_bad(device, boxes, kinds), unequal(device, boxes)
+    found = compare(device, boxes, kinds)
+    counts = count_bad(device, boxes, kinds)
+    differ_at = unequal(device, boxes)
     for memory in memories:
         memory.close()
     for n, pair in enumerate(pairs):
@@ -204,7 +208,8 @@ def test_random_boxes_of_all_types_in_one_list(device: Device, seed: int) -> Non
 @pytest.mark.parametrize("shift", [0, 8])
 @pytest.mark.parametrize("threads", [32, 256])
 def test_long_runs_are_cut_into_tiles(device: Device, name: str, shift: int, threads: int) -> None:
-    kind, item = DTYPES[name], max(1, DTYPES[name].bits // 8)
+    kind = DTYPES[name]
+    item = max(1, DTYPES[name].bits // 8)
     rng = np.random.default_rng(3)
     for nbytes in (TILE - item, TILE, TILE + item, 3 * TILE + 40):
         a = rng.integers(0, 256, 2 * nbytes, dtype=np.uint8)
@@ -248,7 +253,8 @@ def test_the_first_is_the_first_whoever_finds_it(device: Device) -> None:
 @pytest.mark.parametrize("cut", [True, False])
 def test_places_far_beyond_32_bits(device: Device, cut: bool) -> None:
     """Only the last tiles of the box are looked at: the list says that the others were before it."""
-    kind, most = DTYPES["U16"], (1 << 32) - 1
+    kind = DTYPES["U16"]
+    most = (1 << 32) - 1
     rows, run = (1, 2 * TILE) if cut else (16, TILE // 16)
     before = most - 4 if cut else (1 << 28) - 3  # tiles
     a = np.random.default_rng(0).integers(0, 256, rows * run, dtype=np.uint8)
@@ -278,7 +284,8 @@ def test_nothing_is_read_outside_the_runs(shim: Device, rows: int) -> None:
     with shim.upload(data) as left, shim.upload(data) as right:
         for shifts in ((0, 0), (0, 16), (3, 3), (0, 5), (15, 1), (8, 12)):
             for run in (1, 2, 15, 16, 17, 31, 32, 33, 47, 100, 160):
-                boxes, maps = [], []
+                boxes = []
+                maps = []
                 for memory, shift in ((left, shifts[0]), (right, shifts[1])):
                     legal = np.zeros(4096, np.uint8)
                     for row in range(rows):

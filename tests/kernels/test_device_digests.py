@@ -84,7 +84,8 @@ def test_pieces_that_begin_inside_a_leaf(device: Device) -> None:
 
 
 def test_what_lies_beside_a_line_is_not_read_into_it(device: Device) -> None:
-    quiet, loud = np.zeros(9000, np.uint8), np.full(9000, 0xFF, np.uint8)
+    quiet = np.zeros(9000, np.uint8)
+    loud = np.full(9000, 0xFF, np.uint8)
     for data in (quiet, loud):
         data[1001:6001] = values(5000)
     hashes = []
@@ -96,7 +97,8 @@ def test_what_lies_beside_a_line_is_not_read_into_it(device: Device) -> None:
 
 def test_leaves_far_beyond_32_bits(device: Device) -> None:
     """The list says that the line began 2^40 leaves before: 2^58 bytes of which only the last are there."""
-    data, before = values(LEAF + 3000), 1 << 40
+    data = values(LEAF + 3000)
+    before = 1 << 40
     with device.upload(data) as memory, device.alloc(32) as out:
         for lanes in LANES:
             lines = pack_lines([DigestLine(memory.address, len(data))], out.address)
@@ -187,7 +189,8 @@ def shards(shape: tuple[int, ...], dim: int, ways: int, item: int) -> list[Box]:
     size = -(-shape[dim] // ways)
     out = []
     for k in range(ways):
-        offset, extent = [0] * len(shape), list(shape)
+        offset = [0] * len(shape)
+        extent = list(shape)
         offset[dim], extent[dim] = min(k * size, shape[dim]), max(0, min(size, shape[dim] - k * size))
         out.append(Box(tuple(offset), tuple(extent)))
     return [box for box in out if box.numel]
@@ -197,10 +200,13 @@ def shards(shape: tuple[int, ...], dim: int, ways: int, item: int) -> list[Box]:
 def test_tensors_in_boxes_are_laid_out_first(device: Device, window: int) -> None:
     rng = np.random.default_rng(5)
     shapes = [(64, 96), (3, 5, 7), (17,), (400, 500), (2, 130, 600), (1, 9)]
-    placed, want, memories = [], [], []
+    placed = []
+    want = []
+    memories = []
     for n, shape in enumerate(shapes):
         array = (np.arange(math.prod(shape), dtype=np.uint32) * np.uint32(2654435761 + n)).reshape(shape)
-        regions, addresses = [], []
+        regions = []
+        addresses = []
         for k, box in enumerate(shards(shape, int(rng.integers(len(shape))), int(rng.integers(2, 5)), 4)):
             part = array[tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))]
             offset = int(rng.integers(0, 9)) * 4

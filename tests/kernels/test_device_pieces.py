@@ -21,12 +21,14 @@ def a_region(rng: np.random.Generator) -> tuple[Region, int]:
     extents = tuple(map(int, rng.integers(1, 7, rng.integers(0, 4))))
     if extents and rng.random() < 0.3:
         extents = (*extents[:-1], int(rng.integers(50, 3000)))
-    steps, step = [], 1
+    steps = []
+    step = 1
     for extent in reversed(extents):
         steps.insert(0, step)
         step *= extent + int(rng.integers(0, 3))
     order = rng.permutation(len(extents)) if rng.random() < 0.4 else range(len(extents) - 1, -1, -1)
-    strides, stride = [0] * len(extents), item
+    strides = [0] * len(extents)
+    stride = item
     for dim in order:
         strides[dim] = stride
         gap = int(rng.choice([0, 0, 0, 1, 5, 40_000, 200_000])) if stride < 1 << 22 else 0

@@ -20,7 +20,8 @@ class Held:
     """Arrays that lie on the device while a test runs."""
 
     def __init__(self, device: Device) -> None:
-        self.device, self.memory = device, list[Memory]()
+        self.device = device
+        self.memory = list[Memory]()
 
     def put(self, values: np.ndarray) -> int:
         self.memory.append(self.device.upload(np.ascontiguousarray(values)))
@@ -64,7 +65,9 @@ def test_any_cut_becomes_any_other(held: Held, seed: int) -> None:
     rng = np.random.default_rng(seed)
     dtype = DTYPES[rng.choice(["U8", "BF16", "F32", "F64"])]
     kind = np.dtype(f"u{dtype.bits // 8}")
-    have, want, values = [], [], {}
+    have = []
+    want = []
+    values = {}
     for name in ("a", "b.weight"):
         shape = tuple(map(int, rng.integers(0 if seed % 10 == 0 else 1, 9, rng.integers(0, 4))))
         values[name] = np.arange(np.prod(shape, dtype=int), dtype=kind).reshape(shape)

@@ -211,7 +211,7 @@ def test_replicas_that_differ(tmp_path: Path, at: int) -> None:
     assert files, sorted(ranks.iterdir())
     damage(files[-1], at)
     on_cpu, on_device = both("verify", ranks, tmp_path=tmp_path)
-    assert on_device == on_cpu and "E0330" in str(on_cpu.document) or "replica" in str(on_cpu.document)
+    assert (on_device == on_cpu and "E0330" in str(on_cpu.document)) or "replica" in str(on_cpu.document)
     on_cpu, on_device = both("reshard", ranks, tmp_path=tmp_path, dp=1)
     assert on_device == on_cpu and on_cpu.document["exit"] == 3 and not on_cpu.files
     on_cpu, on_device = both("reshard", ranks, tmp_path=tmp_path, dp=1, replica_policy="first", verify="off")
@@ -239,7 +239,8 @@ def test_values_beyond_the_range_of_a_cast(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tolerance", [{}, {"rtol": 1e-3, "atol": 1e-6}], ids=str)
 def test_diff_counts_what_differs(tmp_path: Path, tolerance: dict[str, float]) -> None:
-    a, b = model(tmp_path / "a", rows=600), model(tmp_path / "b", rows=600)
+    a = model(tmp_path / "a", rows=600)
+    b = model(tmp_path / "b", rows=600)
     values = load_file(b / "model.safetensors")
     flat = values["big.weight"].reshape(-1)
     flat[[3, 299_999, 300_000, 618_599]] = [
@@ -264,7 +265,8 @@ def test_diff_counts_what_differs(tmp_path: Path, tolerance: dict[str, float]) -
 
 @pytest.mark.usefixtures("small_windows")
 def test_a_difference_in_a_later_block_has_its_own_index(tmp_path: Path) -> None:
-    a, b = model(tmp_path / "a", rows=600), model(tmp_path / "b", rows=600)
+    a = model(tmp_path / "a", rows=600)
+    b = model(tmp_path / "b", rows=600)
     values = load_file(b / "model.safetensors")
     values["big.weight"][599, 1030] += 1
     save_file(values, b / "model.safetensors")
@@ -291,7 +293,8 @@ def interrupted(source: Path, output: Path, device: str, monkeypatch: pytest.Mon
 def test_a_run_is_gone_on_with_on_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: str, ended: str
 ) -> None:
-    source, options = model(tmp_path / "in", rows=400), {"to": "sharded", "tp": 2, "dtype": "bf16", "allow_lossy": True}
+    source = model(tmp_path / "in", rows=400)
+    options = {"to": "sharded", "tp": 2, "dtype": "bf16", "allow_lossy": True}
     ckpt.convert(source, tmp_path / "whole", **options)
     interrupted(source, tmp_path / "out", begun, monkeypatch, **options)
     moved: list[object] = []
@@ -329,7 +332,8 @@ def test_shares_of_a_plan(tmp_path: Path) -> None:
 
 
 def test_a_device_that_fails_stops_the_run_and_is_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, calls = model(tmp_path / "in"), list[str]()
+    source = model(tmp_path / "in")
+    calls = list[str]()
     own = Library.call
 
     def failing(self: Library, name: str, *arguments: Any) -> None:
@@ -350,7 +354,8 @@ def test_a_device_that_fails_stops_the_run_and_is_no_finding(tmp_path: Path, mon
 
 @pytest.mark.parametrize("verify", ["quick", "full", "off"])
 def test_a_way_back_that_loses_a_bit_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: str) -> None:
-    own, calls = station.Station.download, list[int]()
+    own = station.Station.download
+    calls = list[int]()
 
     def losing(self: station.Station, nbytes: int) -> None:
         own(self, nbytes)
@@ -546,8 +551,11 @@ def test_an_interruption_waits_for_the_threads_that_use_the_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     """Pinned memory is given back when nobody reads into it any more."""
-    source, at_work, after = model(tmp_path / "in"), threading.Event(), list[str]()
-    own, closed = loading.Reader.pread, station.Pool.close
+    source = model(tmp_path / "in")
+    at_work = threading.Event()
+    after = list[str]()
+    own = loading.Reader.pread
+    closed = station.Pool.close
 
     def slow(self: loading.Reader, *words: Any, **more: Any) -> None:
         if not at_work.is_set():

@@ -52,7 +52,8 @@ def calls(home: Path) -> int:
 
 
 def test_built_once_and_found_again(home: Path) -> None:
-    first, second = build.built("cuda", (90,)), build.built("cuda", (90,))
+    first = build.built("cuda", (90,))
+    second = build.built("cuda", (90,))
     assert (first.key, first.path, first.architectures) == (second.key, second.path, (90,))
     assert first.seconds > 0 == second.seconds and calls(home) == 1
     assert first.path == home / "cache" / "kernels" / first.key / "libck.so" and first.note == ""

@@ -99,8 +99,10 @@ def test_one_launch_a_kernel_and_the_same_bytes_from_numpy(shim: Device) -> None
 
 
 def test_numpy_carries_out_backward_strides_and_repeated_rows() -> None:
-    source, target = np.arange(12, dtype=np.uint8), np.zeros(24, np.uint8)
-    at, to = source.ctypes.data, target.ctypes.data
+    source = np.arange(12, dtype=np.uint8)
+    target = np.zeros(24, np.uint8)
+    at = source.ctypes.data
+    to = target.ctypes.data
     numpy_boxes.copy_boxes(pack([Strided(at + 8, to, (3,), (-4,), (4,), 4), Strided(at, to + 12, (3,), (0,), (4,), 4)]))
     assert target.tolist() == [8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3, *[0, 1, 2, 3] * 3]
 
@@ -144,9 +146,11 @@ def test_tiles_follow_one_another_and_hold_about_as_much() -> None:
         at = 0
         for box in made.packed:
             assert int(box["tile0"]) == at
-            run, rows = int(box["run"]), int(box["rows"])
+            run = int(box["run"])
+            rows = int(box["rows"])
             if box["op"] == PIECES:
-                per, each = int(box["tiles_per_row"]), int(box["aux"])
+                per = int(box["tiles_per_row"])
+                each = int(box["aux"])
                 assert each % 128 == 0 and each <= tile and (per - 1) * each < run <= per * each
                 assert 2 * each > tile - 256, "pieces are at least half a tile"
                 at += rows * per
@@ -199,7 +203,8 @@ def test_boxes_of_too_many_rows_or_levels_are_parted(dims: list[int]) -> None:
     ("batch", "rows", "columns"), [(1, 1 << 33, 64), (1, 64, 1 << 32), (1 << 34, 32, 32), (1, 1 << 28, 1 << 22)]
 )
 def test_transposes_of_too_many_tiles_are_parted(batch: int, rows: int, columns: int) -> None:
-    by_source, by_target = (rows * columns, columns, 1), (3 * rows * columns, 1, 2 * rows)
+    by_source = (rows * columns, columns, 1)
+    by_target = (3 * rows * columns, 1, 2 * rows)
     dims = list(zip((batch, rows, columns), by_source, by_target, strict=True))
     boxes = list(turned(0, 0, dims, 1))
     assert len(boxes) > 1 and max(max(box.extents[1:]) for box in boxes) <= 1 << 31
@@ -251,7 +256,8 @@ def test_meeting_equals_sets_of_bytes() -> None:
     rng = np.random.default_rng(11)
     found = {True: 0, False: 0}
     for _ in range(4000):
-        one, other = random_side(rng), random_side(rng)
+        one = random_side(rng)
+        other = random_side(rng)
         mine = places(one)
         assert one.hull == (min(mine), max(mine) + 1)
         want = not set(mine).isdisjoint(places(other))

@@ -66,7 +66,8 @@ def test_the_machine_code() -> None:
 
 
 def test_every_broken_promise_is_told() -> None:
-    resources, accesses = machine_code.resources_of(REPORT), machine_code.accesses_of(LISTING.splitlines())
+    resources = machine_code.resources_of(REPORT)
+    accesses = machine_code.accesses_of(LISTING.splitlines())
     promises = {"box_copy": ("LDG", "STG")}
     found = machine_code.faults(resources, accesses, ["box_copy", "box_cast"], [80, 90, 100], promises)
     for part in (
@@ -126,7 +127,8 @@ def test_every_word_of_the_header_on_the_shim(tmp_path: Path) -> None:
     lists = np.concatenate([boxes.packed, boxes.packed])
     lists["tile0"] = (0, 3, 7, 8)
     assert lists.dtype == DESC
-    read, written = np.arange(32, dtype=np.uint8), np.zeros(32, np.uint8)
+    read = np.arange(32, dtype=np.uint8)
+    written = np.zeros(32, np.uint8)
     sums = np.array([0, 2**63, 0, 2**63, 0, 0, 0, 0, 0, 0], np.uint64)
     call = ctypes.CDLL(str(library)).ck_words
     call.argtypes = [
@@ -194,7 +196,8 @@ CK_KERNEL(64) void spoiled(uint64_t to, uint32_t n) {
 }
 CK_API int ck_spoiled(uint64_t to, uint32_t n, void* stream) { return CK_LAUNCH(spoiled, 1, 64, stream, to, n); }
 """)
-    nvcc, library = build.find_nvcc(), tmp_path / "spoiled.so"
+    nvcc = build.find_nvcc()
+    library = tmp_path / "spoiled.so"
     assert nvcc is not None
     command = [
         nvcc,
@@ -203,7 +206,8 @@ CK_API int ck_spoiled(uint64_t to, uint32_t n, void* stream) { return CK_LAUNCH(
         str(tmp_path / "spoiled.cu"),
     ]
     done = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True, check=True)
-    resources, program = machine_code.resources_of(done.stderr), machine_code.disassembler()
+    resources = machine_code.resources_of(done.stderr)
+    program = machine_code.disassembler()
     accesses = machine_code.disassembled(program, library) if program else {}
     found = machine_code.faults(resources, accesses, ["spoiled"], [90], {"spoiled": ("STG",)})
     assert any("bytes of stack" in line for line in found)

@@ -135,7 +135,8 @@ def test_an_overstated_width_is_seen(request: pytest.FixtureRequest) -> None:
 
 # -- what the shim sees at barriers ------------------------------------------------------------------------------------
 
-FIRST, SECOND = "ck_sync(); // all parts are there", "ck_sync(); // the next round writes them again"
+FIRST = "ck_sync(); // all parts are there"
+SECOND = "ck_sync(); // the next round writes them again"
 
 
 def probe(planted: Planted, old: str, new: str, flags: tuple[str, ...]) -> Path:

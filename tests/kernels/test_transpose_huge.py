@@ -34,8 +34,10 @@ def last_tiles(boxes: PackedDescriptors, count: int) -> PackedDescriptors:
 
 
 def test_extents_up_to_31_bits(shim: Device) -> None:
-    rows, columns = 1 << 31, 40
-    source, target = holes(rows * columns), holes(rows * columns)
+    rows = 1 << 31
+    columns = 40
+    source = holes(rows * columns)
+    target = holes(rows * columns)
     source[(rows - 300) * columns :] = np.arange(300 * columns) % 251 + 1
     boxes = pack_turned(
         [Turned(source.ctypes.data, target.ctypes.data, 1, (1, rows, columns), (0, columns), (0, rows))]
@@ -51,7 +53,8 @@ def test_extents_up_to_31_bits(shim: Device) -> None:
 )
 def test_batches_up_to_32_bits(device: Device, batch: int, by_target: int) -> None:
     """Three matrices of (20, 24) at the end of as many as a list may have, far apart on one side."""
-    by_source, count = 20 * 24 * 4 + 16, 3
+    by_source = 20 * 24 * 4 + 16
+    count = 3
     source = np.arange(count * by_source // 4, dtype=np.uint32)
     with device.upload(source) as src, device.alloc(20 * 24 * 4) as dst:
         for k in range(count):

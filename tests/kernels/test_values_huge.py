@@ -20,7 +20,8 @@ from ckpt_tool.device.library import Device
 from ckpt_tool.run.compute import cast
 from ckpt_tool.run.digest import LEAF
 
-F32, BF16 = DTYPES["F32"], DTYPES["BF16"]
+F32 = DTYPES["F32"]
+BF16 = DTYPES["BF16"]
 NONE = (1 << 64) - 1
 
 

@@ -25,7 +25,8 @@ hatchling = pytest.importorskip("hatchling", reason="the extra `package` is not 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "fixtures"
 SOURCES = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore", "ckpt_tool", "kernels")
-LIBRARY, REASON = "ckpt_tool/compiled/libckpt_loops.so", "ckpt_tool/compiled/no_library.txt"
+LIBRARY = "ckpt_tool/compiled/libckpt_loops.so"
+REASON = "ckpt_tool/compiled/no_library.txt"
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
 

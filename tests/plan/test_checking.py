@@ -23,8 +23,14 @@ from ckpt_tool.plan.saved import read_plan
 from ckpt_tool.plan.spans import Comb, Span, comb_of, first_clash, meets_itself
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-SOURCE, OPTIONS = "dcp/fsdp2_dp4", ["--to", "sharded", "--tp", "2", "--dp", "3", "--on-indivisible", "pad"]
-NUMEL, ITEM, ITEM_OUT, SOURCES, OUTPUTS = 4, 5, 6, 7, 8  # of a move
+SOURCE = "dcp/fsdp2_dp4"
+OPTIONS = ["--to", "sharded", "--tp", "2", "--dp", "3", "--on-indivisible", "pad"]
+# of a move
+NUMEL = 4
+ITEM = 5
+ITEM_OUT = 6
+SOURCES = 7
+OUTPUTS = 8
 FILE, OFFSET, AT, EXTENTS, STRIDES, STEPS, REPLICA = range(7)  # of a region
 
 
@@ -151,7 +157,8 @@ def test_what_makes_no_sense_is_found(document: dict[str, Any], what: str) -> No
 @pytest.mark.parametrize("what", ["sound", "no dims", "a dim twice", "too many", "digest"])
 def test_the_order_of_a_line_is_held_against_its_tensor(what: str, tmp_path: Path) -> None:
     """A file in Hugging Face's layout as a file in Hugging Face's layout, by way of tensors in Paddle's."""
-    source, order = FIXTURES / "paddle-unified/llama_tied_hf", -1
+    source = FIXTURES / "paddle-unified/llama_tied_hf"
+    order = -1
     plan = ["--plan", str(tmp_path / "p.json"), "-q"]
     assert run(["convert", str(source), str(tmp_path / "out"), "--to", "paddle-unified", *plan]) == 0
     made = json.loads((tmp_path / "p.json").read_text())
@@ -197,12 +204,17 @@ def test_a_region_is_a_box_when_it_is_one(shape: tuple[int, ...], rng: random.Ra
 def test_spans_that_are_passed_share_no_byte(rng: random.Random) -> None:
     """Against sets of bytes; what our own arrays look like (nested strides, one pitch) is passed when it is
     disjoint."""
-    spans, sets, alike = [], [], True
+    spans = []
+    sets = []
+    alike = True
     pitch = rng.choice([8, 12, 16])
     for _ in range(rng.randint(1, 5)):
-        rows, width, start = rng.randint(1, 4), rng.randint(1, 4), rng.randrange(40)
+        rows = rng.randint(1, 4)
+        width = rng.randint(1, 4)
+        start = rng.randrange(40)
         step = pitch if rng.random() < 0.8 else rng.choice([4, 6, 10])
-        extents, strides = (rows, width), (step, 1)
+        extents = (rows, width)
+        strides = (step, 1)
         held = [start + i * step + j for i in range(rows) for j in range(width)]
         assert meets_itself(extents, strides, 1) == (len(set(held)) < len(held)) or step < width * 2
         if meets_itself(extents, strides, 1):

@@ -57,7 +57,8 @@ def test_clipping_keeps_exactly_the_elements_inside(case, a, b):
 
 
 def test_the_order_that_all_arrays_have_in_common():
-    turned, wide = ((4, 3), (1, 4)), ((4, 3), (3, 1))
+    turned = ((4, 3), (1, 4))
+    wide = ((4, 3), (3, 1))
     assert common_order([turned, ((4, 2), (1, 9))]) == (1, 0)
     assert common_order([turned, wide]) == () == common_order([wide, wide])
     assert common_order([((4, 1), (1, 4)), wide]) == (), "a dim of one element lies in any order"
@@ -69,7 +70,9 @@ def test_the_order_that_all_arrays_have_in_common():
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_a_region_along_a_line_of_another_order(order):
     """The same elements at the same bytes; the line is that of the transposed tensor."""
-    shape, box, strides = (4, 5, 6), Box((1, 0, 2), (3, 5, 3)), (7, 100, 30)
+    shape = (4, 5, 6)
+    box = Box((1, 0, 2), (3, 5, 3))
+    strides = (7, 100, 30)
     region = box_region(shape, box, 2, 0, 10, strides=strides, order=order)
     line = np.arange(120).reshape([shape[d] for d in order]).transpose(np.argsort(order))
     want = {
@@ -104,7 +107,8 @@ def test_intersections_are_the_shared_elements(case, data):
         if shape
         else Box((), ())
     )
-    source, output = box_region(shape, box, 2, 0, 0), box_region(shape, other, 2, 1, 500)
+    source = box_region(shape, box, 2, 0, 0)
+    output = box_region(shape, other, 2, 1, 500)
     by_line = dict(elements(output))
     want = sorted((byte, by_line[element]) for element, byte in elements(source) if element in by_line)
     got = []

@@ -140,7 +140,8 @@ GATE_UP = "gate : f h ; up : f h = fc : h ((1 + 1) f)"
 
 
 def test_states_follow_and_counters_are_compared() -> None:
-    disk, sizes = Disk(), {"f": 3, "h": 2}
+    disk = Disk()
+    sizes = {"f": 3, "h": 2}
     rows = []
     for state in ("model", "exp_avg"):
         for name in ("gate", "up"):

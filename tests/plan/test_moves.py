@@ -30,11 +30,13 @@ SHAPES = st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=0, max_size=3).map(
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[Stored], Wanted, Layout]:
     """Tensors cut over some source ranks (with replicas), wanted on others."""
-    stored, wanted = [], []
+    stored = []
+    wanted = []
     source = Mesh.of(tp=draw(st.sampled_from([1, 2])), dp=draw(st.sampled_from([1, 2])))
     for state in ("model", "exp_avg"):
         for number, shape in enumerate(draw(st.lists(SHAPES, min_size=1, max_size=4))):
-            key, dtype = TensorKey(f"layers.{number}.q_proj.weight", state), DTYPES["BF16"]
+            key = TensorKey(f"layers.{number}.q_proj.weight", state)
+            dtype = DTYPES["BF16"]
             cut = ((0, ("tp",)),) if shape and shape[0] % 2 == 0 else ()
             chunks = []
             for rank, each in enumerate(held(shape, Placement(cut), source)):
@@ -61,7 +63,8 @@ def plan_of(stored: list[Stored], wanted: Wanted, layout: Layout, *, large: bool
 @given(cases(), st.booleans())
 def test_a_large_plan_is_the_small_one(case: tuple[list[Stored], Wanted, Layout], first: bool) -> None:
     (small, _), (large, _) = plan_of(*case, large=False), plan_of(*case, large=True)
-    moves, later = small.moves, large.moves
+    moves = small.moves
+    later = large.moves
     assert isinstance(later, LaterMoves) and not isinstance(moves, LaterMoves)
     if first:
         moves = tuple(m._replace(sources=tuple(r for r in m.sources if r.replica == 0)) for m in moves)
@@ -99,7 +102,8 @@ def test_what_a_dry_run_counts_of_item_files_is_what_a_run_lists(case: tuple[lis
 
 def test_a_count_refuses_what_a_list_would() -> None:
     """Elements of half a byte, cut inside one: whether or not anybody makes the move."""
-    key, dtype = TensorKey("w"), DTYPES["F4"]
+    key = TensorKey("w")
+    dtype = DTYPES["F4"]
     whole = StoredArray("f", 0, dtype, (2, 4))
     tensor = LogicalTensor(key, (2, 4), dtype, (Chunk(Box((0, 0), (2, 4)), whole, Box((0, 0), (2, 4))),))
 

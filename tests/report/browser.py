@@ -40,7 +40,8 @@ class Browser:
         self._in, to_write = os.pipe()
 
         def descriptors() -> None:
-            low, high = os.dup(to_read), os.dup(to_write)
+            low = os.dup(to_read)
+            high = os.dup(to_write)
             os.dup2(low, 3)
             os.dup2(high, 4)
 
@@ -57,7 +58,9 @@ class Browser:
         )
         os.close(to_read)
         os.close(to_write)
-        self._rest, self._number, self.events = b"", 0, list[dict[str, Any]]()
+        self._rest = b""
+        self._number = 0
+        self.events = list[dict[str, Any]]()
         self._target = ""
 
     def __enter__(self) -> Browser:
@@ -118,7 +121,8 @@ class Tab:
     """An open page."""
 
     def __init__(self, browser: Browser, session: str) -> None:
-        self._browser, self._session = browser, session
+        self._browser = browser
+        self._session = session
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         return self._browser.call(method, self._session, **params)

@@ -42,7 +42,8 @@ WIDTHS = (400, 800, 1400)
 
 def model(folder: Path, change: bool = False) -> Path:
     """A Llama of 4 layers as Hugging Face has it; changed, one that differs in values, a shape and a lost tensor."""
-    rng, tensors = np.random.default_rng(0), {}
+    rng = np.random.default_rng(0)
+    tensors = {}
     shapes = {"self_attn.q_proj": (16, 16), "self_attn.k_proj": (8, 16), "mlp.up_proj": (32, 16)}
     for layer in range(4):
         for name, shape in shapes.items():
@@ -66,13 +67,16 @@ def reports(tmp_path_factory) -> dict[str, Path]:
     """A report of each verb, made by the tool itself but for those that would train or need hostile files."""
     root = tmp_path_factory.mktemp("reports")
     found = {name: root / f"{name}.html" for name in (*DRAWN, *PLAIN)}
-    a, b = model(root / "a"), model(root / "b", change=True)
-    sharded, plan = FIXTURES / "sharded/llama_tp4_pp2", root / "plan.json"
+    a = model(root / "a")
+    b = model(root / "b", change=True)
+    sharded = FIXTURES / "sharded/llama_tp4_pp2"
+    plan = root / "plan.json"
     damaged = root / "damaged"
     shutil.copytree(sharded, damaged)
     file = damaged / "model.tp02_pp00.safetensors"
     file.write_bytes((data := bytearray(file.read_bytes()))[:-40] + bytes([data[-40] ^ 1]) + data[-39:])
-    one_rank, moments = root / "one_rank", root / "moments"
+    one_rank = root / "one_rank"
+    moments = root / "moments"
     assert run(["convert", str(FIXTURES / "megatron/hybrid_tp2pp2"), str(one_rank), "--to", "sharded", "-q"]) == 0
     shutil.copytree(one_rank, moments)
     for state in ("exp_avg", "exp_avg_sq"):
@@ -140,7 +144,8 @@ def test_names_are_put_together_as_they_were(reports, chromium):
 
 
 def test_the_table_filters_as_one_types(reports, chromium):
-    tab, names = chromium.open(reports["inspect"]), names_of(data_in(reports["inspect"]))
+    tab = chromium.open(reports["inspect"])
+    names = names_of(data_in(reports["inspect"]))
     first = "document.querySelector('.body .line')?.firstChild.title"
     tab.value("document.getElementById('filter').focus()")
     for typed, wanted in (("MLP", ["mlp"]), (" fc1", ["mlp", "fc1"]), (" state:master", ["mlp", "fc1"])):
@@ -157,7 +162,8 @@ def test_the_table_filters_as_one_types(reports, chromium):
 
 
 def test_everything_is_reached_by_keyboard(reports, chromium):
-    tab, selected = chromium.open(reports["reshard"]), "document.getElementById('cut-name').textContent"
+    tab = chromium.open(reports["reshard"])
+    selected = "document.getElementById('cut-name').textContent"
     stops = []
     for _ in range(40):
         tab.press("Tab")
@@ -371,7 +377,8 @@ def test_no_colour_means_two_things(reports, chromium):
         found = tab.value(f"[...document.querySelectorAll('{selector}')].map((rect) => rect.getAttribute('fill'))")
         return {fill for fill in found if fill.startswith("#")}
 
-    states, ranks = fills("[aria-label=states] rect"), fills(".rank .swatch rect")
+    states = fills("[aria-label=states] rect")
+    ranks = fills(".rank .swatch rect")
     modules = fills(".tile > rect:first-of-type")
     assert (len(states), len(ranks)) == (4, 4) and len(modules) > 4
     assert not states & ranks and not states & modules and not ranks & modules

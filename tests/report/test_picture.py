@@ -48,7 +48,9 @@ class Read(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.tags, self.texts, self.attributes = list[str](), dict[str, list[str]](), list[tuple[str, str]]()
+        self.tags = list[str]()
+        self.texts = dict[str, list[str]]()
+        self.attributes = list[tuple[str, str]]()
         self._inside = ""
         self.feed(text)
 
@@ -103,7 +105,8 @@ def catalog_of(names) -> Catalog:
     ids=lambda text: text.split("/")[0] if "{" not in text else None,
 )
 def test_every_byte_of_the_output_comes_from_somewhere(source, command, tmp_path, capsys):
-    report, out = tmp_path / "r.html", tmp_path / "out"
+    report = tmp_path / "r.html"
+    out = tmp_path / "out"
     words = [word.format(src=FIXTURES / source, out=out) for word in command.split()]
     assert run([*words, "--report", str(report), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

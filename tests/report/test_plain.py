@@ -81,7 +81,8 @@ def test_lines_fit_the_window(texts: list[str], width: int) -> None:
 
 
 def test_colour_only_where_wanted() -> None:
-    plain, coloured = render(PAGE, Look()), render(PAGE, Look(colour=True))
+    plain = render(PAGE, Look())
+    coloured = render(PAGE, Look(colour=True))
     assert "\x1b" not in plain
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == plain and "\x1b[32mdone\x1b[0m" in coloured
 

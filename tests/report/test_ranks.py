@@ -87,7 +87,8 @@ def test_a_real_checkpoint_on_a_terminal_and_in_a_pipe() -> None:
     wanted = Inspection(placement=True)
     document = inspect(str(FIXTURES / "deepspeed" / "z2_align_dp4"), Reading(), wanted)
     page = inspection(document)
-    terminal, pipe = render(page, Look(width=80, terminal=True)), render(page, Look())
+    terminal = render(page, Look(width=80, terminal=True))
+    pipe = render(page, Look())
     assert "|   4.82 kB |   4.78 kB |   4.87 kB |   4.73 kB |" in terminal
     assert "what each rank holds" not in pipe and "+--" not in pipe
     files = {chunk["file"]: chunk["rank"] for row in document["tensors"] for chunk in row["chunks"]}

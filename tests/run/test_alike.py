@@ -22,7 +22,8 @@ SHAPES = [(), (1,), (64,), (64, 1), (2, 4), (64, 32), (64, 8), (4, 64, 2, 16), (
 
 def blocks_of(tensors: dict[str, TensorKind], generator: np.random.Generator) -> list[RowBlock]:
     """The tensors in three files, a module's in several of them."""
-    names, cuts = list(tensors), sorted(generator.integers(0, len(tensors) + 1, 2))
+    names = list(tensors)
+    cuts = sorted(generator.integers(0, len(tensors) + 1, 2))
     parts = [names[: cuts[0]], names[cuts[0] : cuts[1]], names[cuts[1] :]]
     return [
         RowBlock(

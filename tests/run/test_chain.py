@@ -45,7 +45,8 @@ SINGLE = st.floats(width=32, allow_nan=False, allow_infinity=False).filter(lambd
 @settings(max_examples=400)
 @given(SINGLE, SINGLE, SINGLE)
 def test_written_out_rounds_once(a, b, c):
-    left, right = np.array([[1, a]], "f4"), np.array([[c], [b]], "f4")
+    left = np.array([[1, a]], "f4")
+    right = np.array([[c], [b]], "f4")
     assert chain.written_out(left, right)[0, 0] == fused(a, b, c)
 
 
@@ -56,10 +57,12 @@ def test_ties_that_rounding_twice_gets_wrong():
         (2.0**-30, -(2.0**-30), 1 + 2.0**-24),
         (3 * 2.0**-41, 2.0**-40, 2.0**-24),
     ):
-        left, right = np.array([[1, 1, a]], "f4"), np.array([[1], [np.float32(c - 1 if c > 1 else c)], [b]], "f4")
+        left = np.array([[1, 1, a]], "f4")
+        right = np.array([[1], [np.float32(c - 1 if c > 1 else c)], [b]], "f4")
         so_far = fused(1.0, right[1, 0], np.float32(1))
         assert chain.written_out(left, right)[0, 0] == fused(np.float32(a), np.float32(b), so_far)
-    left, right = np.array([[1 + 2.0**-12, 1]], "f4"), np.array([[1 + 2.0**-12], [2.0**-54]], "f4")
+    left = np.array([[1 + 2.0**-12, 1]], "f4")
+    right = np.array([[1 + 2.0**-12], [2.0**-54]], "f4")
     assert chain.written_out(left[:, ::-1], right[::-1])[0, 0] == fused(1 + 2.0**-12, 1 + 2.0**-12, 2.0**-54)
     assert chain.written_out(left[:, ::-1], -right[::-1])[0, 0] == -fused(1 + 2.0**-12, 1 + 2.0**-12, 2.0**-54)
 

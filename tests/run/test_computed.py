@@ -25,13 +25,15 @@ class Mixed(Recipe):
     weight: float
 
     def values(self, read: Any, start: int, stop: int) -> Any:
-        a, b = read(0, start, stop).astype(np.float32), read(1, start, stop).astype(np.float32)
+        a = read(0, start, stop).astype(np.float32)
+        b = read(1, start, stop).astype(np.float32)
         return a + np.float32(self.weight) * b
 
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> tuple[Path, np.ndarray[Any, Any], Any]:
-    a, b = np.arange(60, dtype=np.float32).reshape(6, 10), np.arange(60, 120).astype(np.float16).reshape(6, 10)
+    a = np.arange(60, dtype=np.float32).reshape(6, 10)
+    b = np.arange(60, 120).astype(np.float16).reshape(6, 10)
     inputs = []
     for name, array in (("a", a), ("b", b)):
         safetensors.numpy.save_file({"w": array}, tmp_path / f"{name}.safetensors")
@@ -46,7 +48,8 @@ def mixed(tmp_path: Path) -> tuple[Path, np.ndarray[Any, Any], Any]:
 
 def test_every_range_of_bytes_is_that_of_the_line(mixed: Any) -> None:
     _, want, make = mixed
-    tree, line = make(0.5), want.tobytes()
+    tree = make(0.5)
+    line = want.tobytes()
     for offset in range(0, 240, 7):
         for nbytes in (0, 1, 5, 16, 240 - offset):
             n = min(nbytes, 240 - offset)
@@ -69,7 +72,8 @@ def test_the_identity_is_that_of_the_parameters_and_the_files(mixed: Any) -> Non
     folder, _, make = mixed
     assert make(0.5).identity("model/w") == make(0.5).identity("model/w") == make(0.5).identity_by_name("model/w")
     assert make(0.5).identity("model/w") != make(0.25).identity("model/w")
-    before, tree = make(0.5).identity("model/w"), make(0.5)
+    before = make(0.5).identity("model/w")
+    tree = make(0.5)
     data = (folder / "b.safetensors").read_bytes()
     (folder / "b.safetensors").unlink()
     (folder / "b.safetensors").write_bytes(data)

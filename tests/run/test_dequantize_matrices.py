@@ -22,7 +22,9 @@ from ckpt_tool.quantised.scheme import quantisation
 INPUTS = Path(__file__).parents[2] / "fixtures/quantized-inputs"
 FIXTURE = INPUTS / "gptq_int4"
 WRITTEN = sorted(path.name for path in INPUTS.iterdir() if path.is_dir())  # by the libraries themselves
-ACT, AWQ = "gptq_int4_act", "awq_gemm"  # in the order of activations; AutoAWQ's
+# in the order of activations; AutoAWQ's
+ACT = "gptq_int4_act"
+AWQ = "awq_gemm"
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -73,7 +75,8 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
     """All tensors; safetensors' NumPy road knows no bf16."""
     raw = (folder / "model.safetensors").read_bytes()
     base = 8 + int.from_bytes(raw[:8], "little")
-    found, dtypes = {}, {"BF16": bfloat16, "F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64}
+    found = {}
+    dtypes = {"BF16": bfloat16, "F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64}
     for name, row in json.loads(raw[8:base]).items():
         if name != "__metadata__":
             low, high = row["data_offsets"]
@@ -114,7 +117,8 @@ def test_every_layout_is_a_plain_decode(method: str, bits: int, config: dict[str
 
 
 def test_floats_of_it_are_a_model_that_megatron_takes(tmp_path: Path) -> None:
-    hub, ranks = tmp_path / "hub", tmp_path / "ranks"
+    hub = tmp_path / "hub"
+    ranks = tmp_path / "ranks"
     assert run(["convert", str(FIXTURE), str(hub), "--to", "safetensors", "--dequantize", "-q"]) == 0
     words = ["--to", "megatron-dist", "--tp", "2", "--dequantize", "-q"]
     assert run(["convert", str(FIXTURE), str(ranks), *words]) == 0
@@ -219,7 +223,8 @@ def same_model(case: str, tmp_path: Path) -> None:
 )
 def test_every_part_is_a_plain_decode(method: str, bits: int, config: dict[str, Any], tmp_path: Path) -> None:
     want = packed(tmp_path / "in", method, bits, **config)
-    before, made = tensors_of(tmp_path / "in"), converted(tmp_path / "in", tmp_path / "out", *REPACK)
+    before = tensors_of(tmp_path / "in")
+    made = converted(tmp_path / "in", tmp_path / "out", *REPACK)
     symmetric = bool(config.get("sym"))
     assert made.keys() - before.keys() == {
         f"m.weight_{part}" for part in ("packed", "scale", "shape", *(() if symmetric else ("zero_point",)))
@@ -318,7 +323,8 @@ def test_a_weight_that_goes_takes_its_parts_along(tmp_path: Path) -> None:
 
 
 def test_a_dtype_leaves_codes_and_scales_alone(tmp_path: Path) -> None:
-    plain, before = converted(FIXTURE, tmp_path / "a", "--dtype", "fp32"), tensors_of(FIXTURE)
+    plain = converted(FIXTURE, tmp_path / "a", "--dtype", "fp32")
+    before = tensors_of(FIXTURE)
     assert plain["model.norm.weight"].dtype == np.float32
     for name, value in plain.items():
         assert name.rpartition(".")[2] == "weight" or value.tobytes() == before[name].tobytes(), name

@@ -86,7 +86,8 @@ def test_what_does_not_fit_is_an_error(
     name: str, change: Change, code: str, status: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fixture = FIXTURES / f"mlx_{name}"
-    tensors, config = load_file(fixture / "model.safetensors"), json.loads((fixture / "config.json").read_text())
+    tensors = load_file(fixture / "model.safetensors")
+    config = json.loads((fixture / "config.json").read_text())
     del config["quantization_config"]  # as mlx-lm wrote it at first
     change(tensors, config)
     (tmp_path / "in").mkdir()

@@ -26,9 +26,11 @@ class Odd:
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
-        self.rows, self.columns = draw.choice(DIMS), draw.choice(DIMS) * draw.choice((1, 1, 16))
+        self.rows = draw.choice(DIMS)
+        self.columns = draw.choice(DIMS) * draw.choice((1, 1, 16))
         self.lead = () if draw.random() < 0.7 else (draw.choice((1, 2, 3)),)
-        self.groups, self.bits = draw.choice((1, 2, 4, 8)), draw.choice((2, 3, 4, 8))
+        self.groups = draw.choice((1, 2, 4, 8))
+        self.bits = draw.choice((2, 3, 4, 8))
 
     def shape(self, *dims: int) -> tuple[int, ...]:
         found = [*self.lead, *dims]
@@ -37,9 +39,12 @@ class Odd:
         return tuple(found[:-1] if self.draw.random() < 0.05 else found)
 
     def parts(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        rows, columns, words = self.rows, self.columns, -(-self.columns * self.bits // 32)
+        rows = self.rows
+        columns = self.columns
+        words = -(-self.columns * self.bits // 32)
         kind = self.draw.choice(("F32", "BF16", "F16", "F8_E8M0", "U8", "F8_E4M3"))
-        row, grid = self.shape(rows, 1), self.shape(rows, self.groups)
+        row = self.shape(rows, 1)
+        grid = self.shape(rows, self.groups)
         blocks = self.shape(-(-rows // 16), -(-columns // 16))
         which = self.draw.choice(("bytes", "words", "nibbles", "blocks"))
         if which == "bytes":
@@ -75,11 +80,13 @@ class Odd:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("seed", range(4))
 def test_floats_or_an_error_of_ours(seed: int, tmp_path: Path) -> None:
-    draw, seen = random.Random(seed), Counter[str]()
+    draw = random.Random(seed)
+    seen = Counter[str]()
     (tmp_path / "f").write_bytes(random.Random(9).randbytes(1 << 19))
     tree = Tree(tmp_path)
     for _ in range(500):
-        odd, tensors = Odd(draw), {}
+        odd = Odd(draw)
+        tensors = {}
         for name, (dtype, shape) in odd.parts().items():
             array = StoredArray("f", 8 * draw.randrange(1 << 10), DTYPES[dtype], shape)
             tensors[name] = LogicalTensor(

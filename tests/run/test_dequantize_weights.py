@@ -79,7 +79,8 @@ def test_every_byte_with_many_scales(dtype: torch.dtype, tmp_path: Path) -> None
     codes = torch.arange(256, dtype=torch.uint8).repeat(len(scales), 1).view(dtype)
     save_file({"m.weight": codes, "m.weight_scale": scales.reshape(-1, 1).contiguous()}, tmp_path / "w.safetensors")
     tree, seen = floats_of(tmp_path / "w.safetensors")
-    found, want = whole(tree, seen["m.weight"]), codes.float() * scales.float().reshape(-1, 1)
+    found = whole(tree, seen["m.weight"])
+    want = codes.float() * scales.float().reshape(-1, 1)
     same(found, want)
     theirs = want.to(torch.bfloat16).reshape(-1)
     kept = ~torch.isnan(theirs).numpy()
@@ -109,7 +110,8 @@ def test_the_table_of_powers_is_that_of_torch() -> None:
 
 def deepseek(codes: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
     """`weight_dequant` of DeepSeek V3, element by element: row and column of the block by division."""
-    rows, columns = torch.arange(codes.shape[-2]) // block, torch.arange(codes.shape[-1]) // block
+    rows = torch.arange(codes.shape[-2]) // block
+    columns = torch.arange(codes.shape[-1]) // block
     return codes.float() * scales[..., rows[:, None], columns[None, :]]
 
 
@@ -197,7 +199,8 @@ def test_any_range_is_a_part_of_the_whole(case: str) -> None:
     tree, _ = floats_of(CASES / case / "model.safetensors", config)
     rng = np.random.default_rng(3)
     for tensor in tree.tensors:
-        path, line = tensor.chunks[0].array.path, tree.read(tensor.chunks[0].array.path, 0, 4 * tensor.numel)
+        path = tensor.chunks[0].array.path
+        line = tree.read(tensor.chunks[0].array.path, 0, 4 * tensor.numel)
         for start, n in zip(rng.integers(0, tensor.numel, 12), rng.integers(1, 400, 12), strict=True):
             stop = min(int(start + n), tensor.numel)
             assert tree.read(path, 4 * int(start), 4 * (stop - int(start))) == line[4 * start : 4 * stop], (

@@ -63,10 +63,13 @@ class Case:
         turned_out=False,
         digested=True,
     ):
-        self.root, self.out = root, root / "out"
+        self.root = root
+        self.out = root / "out"
         source = root / "source"
         source.mkdir()
-        self.values, stored, wanted = {}, [], []
+        self.values = {}
+        stored = []
+        wanted = []
         files = [bytearray(b"head" * int(rng.integers(0, 3))) for _ in range(3)]
         for i, shape in enumerate(shapes):
             whole = (np.arange(np.prod(shape, dtype=int)) + 7 * i).astype(kind).reshape(shape)
@@ -75,10 +78,13 @@ class Case:
             for box in cut(rng, shape):
                 for replica in range(replicas):
                     number = int(rng.integers(0, 3))
-                    array, within, strides = whole[slices(box)], Box((0,) * len(shape), box.shape), None
+                    array = whole[slices(box)]
+                    within = Box((0,) * len(shape), box.shape)
+                    strides = None
                     raw = np.ascontiguousarray(array)
-                    if len(shape) == 2 and (turned or view and rng.integers(0, 2)):
-                        raw, strides = np.ascontiguousarray(array.T), (1, box.shape[0])
+                    if len(shape) == 2 and (turned or (view and rng.integers(0, 2))):
+                        raw = np.ascontiguousarray(array.T)
+                        strides = (1, box.shape[0])
                     data = raw.tobytes()
                     at = len(files[number])
                     check = (at, len(data), crc32(data)) if crc else None
@@ -92,7 +98,10 @@ class Case:
             (source / f"f{number}.bin").write_bytes(data)
         self.tree = Tree(source)
         self.places = []
-        arrays, sizes, patches, literals = [[], []], [16, 16], [[], []], [[(0, b"A" * 16)], [(0, b"B" * 16)]]
+        arrays = [[], []]
+        sizes = [16, 16]
+        patches = [[], []]
+        literals = [[(0, b"A" * 16)], [(0, b"B" * 16)]]
         for i, shape in enumerate(shapes):
             for box in cut(rng, shape):
                 for number in (0, 1) if rng.integers(0, 5) == 0 else (int(rng.integers(0, 2)),):
@@ -222,7 +231,8 @@ def test_transpositions_on_both_sides_cancel(tmp_path, monkeypatch, seed):
     rng = np.random.default_rng(seed)
     monkeypatch.setattr(executor, "units", partial(units, size=int(rng.integers(50_000, 600_000))))
     monkeypatch.setattr(transposed, "Transposed", None)
-    shapes, out = [(700, 900), (90, 11), (77,), (), (1, 40), (40, 1)], ("F32", "BF16")[seed % 2]
+    shapes = [(700, 900), (90, 11), (77,), (), (1, 40), (40, 1)]
+    out = ("F32", "BF16")[seed % 2]
     case = Case(tmp_path, rng, shapes=shapes, out=out, crc=seed > 2, turned=True, turned_out=True, digested=False)
     orders = {move.key.name: move.order for move in case.plan.moves}
     assert orders == {f"t{i}": (1, 0) if i < 2 else () for i in range(len(shapes))}
@@ -355,7 +365,8 @@ def test_a_failed_run_goes_on_where_it_stopped(tmp_path, monkeypatch, turned):
     monkeypatch.setattr(executor, "units", lambda moves: schedule.units(moves, size=1 << 14))
     shapes = [(300, 700), (64, 1000), (2000, 300)]
     case = Case(tmp_path, np.random.default_rng(6), shapes=shapes, turned=turned, turned_out=turned)
-    real, seen = executor.Executor._unit, []
+    real = executor.Executor._unit
+    seen = []
 
     def breaks(self, taken, job, state):
         seen.append(taken[0])

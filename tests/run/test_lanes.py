@@ -44,16 +44,19 @@ def arrays(shape, kind):
 def test_bands_read_and_write_what_slices_hold(seed, kind):
     rng = np.random.default_rng(seed)
     shape = (int(rng.integers(2, 40)), int(rng.integers(2, 30)))
-    whole, boxes = arrays(shape, kind), grid(rng, shape)
+    whole = arrays(shape, kind)
+    boxes = grid(rng, shape)
     item = whole.itemsize
-    regions, files = regions_of(shape, boxes, item), files_of(whole, boxes)
+    regions = regions_of(shape, boxes, item)
+    files = files_of(whole, boxes)
     found = bands_of(regions, item)
     if found is None:  # full rows everywhere, or a single column: plain runs
         assert runs_of(regions, item, 0, whole.size) is not None
         return
     row, bands = found
     assert row == shape[1]
-    block, scratch = memoryview(bytearray(whole.nbytes)), memoryview(bytearray(whole.nbytes))
+    block = memoryview(bytearray(whole.nbytes))
+    scratch = memoryview(bytearray(whole.nbytes))
 
     def read(file, offset, view):
         view[:] = files[file][offset : offset + len(view)]
@@ -95,7 +98,8 @@ def test_runs_move_any_part_of_the_line(seed):
     def read(file, offset, view):
         view[:] = files[file][offset : offset + len(view)]
 
-    lane, at = Runs(runs, read), start * 2
+    lane = Runs(runs, read)
+    at = start * 2
     while at < stop * 2:
         end = min(at + int(rng.integers(1, 3 * LONG)), stop * 2)
         part = memoryview(bytearray(end - at))

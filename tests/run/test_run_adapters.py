@@ -44,7 +44,8 @@ def norms(rows, *, lanes):
     """Row by row, one number after another in each lane: torch's order."""
     out = []
     for row in rows:
-        sums, whole = [np.float32(0)] * lanes, len(row) // lanes * lanes
+        sums = [np.float32(0)] * lanes
+        whole = len(row) // lanes * lanes
         for k, value in enumerate(row[:whole]):
             sums[k % lanes] += value * value
         for lane in range(1, lanes):
@@ -67,7 +68,9 @@ def norms(rows, *, lanes):
 )
 def test_any_range_has_the_same_bits(rows, columns, rank, turned, dora, seed, scaling):
     outputs, inner = (columns, rows) if turned else (rows, columns)
-    w, a, b = drawn(seed, rows, columns), drawn(seed + 1, rank, inner), drawn(seed + 2, outputs, rank)
+    w = drawn(seed, rows, columns)
+    a = drawn(seed + 1, rank, inner)
+    b = drawn(seed + 2, outputs, rank)
     m = np.abs(drawn(seed + 3, outputs)) + 1
     term = ProductTerm(1, 2, rank, scaling, turned, 3 if dora else None)
     made, read = recipe(Folded, [w, a, b, m], w.shape, (term,), 1, RunCache())
@@ -81,16 +84,22 @@ def test_any_range_has_the_same_bits(rows, columns, rank, turned, dora, seed, sc
     for _ in range(5):  # strips within a row, column by column, as panels ask for them
         left, right = sorted(rng.integers(0, columns + 1, 2))
         for row in range(rows):
-            low, high = row * columns + left, row * columns + right
+            low = row * columns + left
+            high = row * columns + right
             if low < high:
                 np.testing.assert_array_equal(made.values(read, low, high), whole[low:high])
 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_stacked_experts(turned):
-    experts, rank, inner, outputs = 5, 3, 20, 36
+    experts = 5
+    rank = 3
+    inner = 20
+    outputs = 36
     shape = (experts, inner, outputs) if turned else (experts, outputs, inner)
-    w, a, b = drawn(1, *shape), drawn(2, experts * rank, inner), drawn(3, outputs, rank * experts)
+    w = drawn(1, *shape)
+    a = drawn(2, experts * rank, inner)
+    b = drawn(3, outputs, rank * experts)
     made, read = recipe(Folded, [w, a, b], shape, (ProductTerm(1, 2, rank, 1.5, turned),), experts, RunCache())
     by_expert = b.reshape(outputs, rank, experts)
     want = [
@@ -117,11 +126,14 @@ def test_terms_come_one_after_another():
 
 
 def test_biases_and_rows():
-    bias, one, two = drawn(1, 30), drawn(2, 30), drawn(3, 30)
+    bias = drawn(1, 30)
+    one = drawn(2, 30)
+    two = drawn(3, 30)
     made, read = recipe(Biased, [bias, one, two], (30,), (0.5, 3.0))
     want = bias + one * np.float32(0.5) + two * np.float32(3)
     np.testing.assert_array_equal(made.values(read, 3, 29), want[3:29])
-    table, rows = np.arange(60, dtype="f4").reshape(10, 6), -np.arange(12, dtype="f4").reshape(2, 6) - 1
+    table = np.arange(60, dtype="f4").reshape(10, 6)
+    rows = -np.arange(12, dtype="f4").reshape(2, 6) - 1
     made, read = recipe(MatrixRows, [table, rows], table.shape, ((2, 1), (9, 0)))
     table[2], table[9] = rows[1], rows[0]
     for low, high in ((0, 60), (13, 14), (10, 17), (55, 60), (0, 12)):

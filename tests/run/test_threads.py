@@ -13,7 +13,8 @@ from ckpt_tool.run.threads import Workers
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_an_interruption_is_handed_on_when_all_have_ended(waits: bool) -> None:
-    stopped, ended = threading.Event(), list[float]()
+    stopped = threading.Event()
+    ended = list[float]()
     first = threading.Lock()
 
     def work() -> None:

@@ -26,7 +26,9 @@ class Files:
     """Numbered files of one folder, with or without descriptors."""
 
     def __init__(self, folder, far=False):
-        self.folder, self.far, self.asked = folder, far, []
+        self.folder = folder
+        self.far = far
+        self.asked = []
 
     def open(self, number):
         return os.open(self.path(number), os.O_RDONLY)
@@ -56,7 +58,8 @@ class Case:
 
     def __init__(self, folder, rng, shape, kind, *, order=None, replicas=1, far=False):
         self.whole = np.arange(np.prod(shape)).astype(kind).reshape(shape)
-        chunks, number = [], 0
+        chunks = []
+        number = 0
         for box in grid(rng, shape):
             for replica in range(replicas):
                 axes = rng.permutation(len(shape)) if order is None else order
@@ -109,7 +112,9 @@ def sizes(request, monkeypatch):
 
 def read_in_blocks(reader, case, rng, start, stop, until):
     """Elements [start, stop), some through `view` where the panel has them in one piece."""
-    item, at, got = case.whole.itemsize, start, b""
+    item = case.whole.itemsize
+    at = start
+    got = b""
     while at < stop:
         end = min(stop, at + int(rng.integers(1, max(2, case.whole.size // 3))))
         turned = reader.turned(case.move) if rng.integers(0, 2) else None
@@ -129,7 +134,8 @@ def test_any_part_of_the_line_is_what_numpy_has(tmp_path, sizes, seed, kind):
     rng = np.random.default_rng(seed)
     shape = tuple(rng.integers(1, (0, 0, 60, 14, 7)[n := int(rng.integers(2, 5))], n).tolist())
     case = Case(tmp_path, rng, shape, kind, replicas=1 + seed % 3 // 2, far=seed % 5 == 4)
-    line, item = case.whole.tobytes(), case.whole.itemsize
+    line = case.whole.tobytes()
+    item = case.whole.itemsize
     reader = BlockReader(case.files, 2, {}, panel=int(rng.integers(1, 2 * len(line) + 2)))
     assert (reader.turned(case.move) is not None) == case.turned
     for _ in range(3):
@@ -156,9 +162,11 @@ def stored_whole(tmp_path, shape, kind="u2"):
     rng = np.random.default_rng(0)
     whole = np.arange(np.prod(shape)).astype(kind).reshape(shape)
     (tmp_path / "0.bin").write_bytes(np.ascontiguousarray(whole.T).tobytes())
-    item, case = whole.itemsize, Case.__new__(Case)
+    item = whole.itemsize
+    case = Case.__new__(Case)
     source = Region(0, 0, 0, shape, (item, shape[0] * item), (shape[1], 1))
-    case.whole, case.files = whole, Files(tmp_path)
+    case.whole = whole
+    case.files = Files(tmp_path)
     case.move = Move(
         TensorKey("w"), shape, DTYPES[KINDS[kind]], DTYPES[KINDS[kind]], whole.size, item, item, (source,), ()
     )
@@ -173,8 +181,10 @@ def test_every_strip_is_read_once_and_none_beyond_the_share(tmp_path, monkeypatc
     read = []
     true = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: read.append(true(fd, views, at)) or read[-1])
-    reader, block = BlockReader(case.files, 2, {}, panel=panel), memoryview(bytearray(2000))
-    start, stop = 1000 * 40, 6000 * 40
+    reader = BlockReader(case.files, 2, {}, panel=panel)
+    block = memoryview(bytearray(2000))
+    start = 1000 * 40
+    stop = 6000 * 40
     for at in range(start, stop, 1000):
         reader.fill(case.move, block, at, at + 1000, until=stop)
         assert bytes(block) == case.whole.reshape(-1)[at : at + 1000].tobytes()
@@ -223,7 +233,8 @@ def test_a_replica_that_differs_is_named(tmp_path):
 def test_a_panel_that_failed_is_not_taken_for_the_one_before(tmp_path, monkeypatch):
     monkeypatch.setattr(transposed, "GROUP", 2000)
     case, _ = stored_whole(tmp_path, (400, 300))
-    reader, block = BlockReader(case.files, 2, {}, panel=30_000), memoryview(bytearray(600))
+    reader = BlockReader(case.files, 2, {}, panel=30_000)
+    block = memoryview(bytearray(600))
     reader.fill(case.move, block, 0, 300)
     os.truncate(tmp_path / "0.bin", case.whole.nbytes - 300)
     with pytest.raises(StorageError):
@@ -252,7 +263,8 @@ def test_a_remote_source_is_asked_seldom(tmp_path):
 def test_cuts_tile_the_dims(seed):
     rng = np.random.default_rng(seed)
     extents = rng.integers(1, 30, rng.integers(1, 4)).tolist()
-    shape, axes = tuple(extents), rng.permutation(len(extents))
+    shape = tuple(extents)
+    axes = rng.permutation(len(extents))
     where = np.arange(np.prod(shape)).reshape(shape)
     stored = np.ascontiguousarray(where.transpose(axes)).transpose(np.argsort(axes))
     dims = [Dim(n, s // 8 * 2, t // 8 * 2) for n, s, t in zip(shape, stored.strides, where.strides, strict=True)]

@@ -33,7 +33,8 @@ class Folder:
 
     def __init__(self, folder):
         folder.mkdir()
-        self.folder, self.path = folder, lambda number: str(folder / f"{number}.bin")
+        self.folder = folder
+        self.path = lambda number: str(folder / f"{number}.bin")
         self.shown = self.path
 
     def open(self, number):
@@ -66,7 +67,8 @@ class Side:
 
     def __init__(self, rng, shape, item, *, order=None, copies=1, tight=False):
         line = np.arange(np.prod(shape) * item).reshape(*shape, item)
-        self.regions, self.where = [], []
+        self.regions = []
+        self.where = []
         for box in [tuple(slice(0, n) for n in shape)] if tight else grid(rng, shape):
             extents = tuple(s.stop - s.start for s in box)
             axes = order or rng.permutation(len(shape)).tolist()
@@ -87,7 +89,8 @@ class Side:
     def files(self, line, start, stop):
         """What every file holds once bytes [start, stop) of the line are written over FILL."""
         for where in self.where:
-            data, mine = np.full(where.size, FILL, np.uint8), (where >= start) & (where < stop)
+            data = np.full(where.size, FILL, np.uint8)
+            mine = (where >= start) & (where < stop)
             data[mine] = line[where[mine]]
             yield data.tobytes()
 
@@ -112,14 +115,16 @@ def sizes(request, monkeypatch):
 
 def job_of(tmp_path, source, out, line, panel):
     """(a job between two folders, the output's folder)"""
-    here, there = Folder(tmp_path / "source"), Folder(tmp_path / "out")
+    here = Folder(tmp_path / "source")
+    there = Folder(tmp_path / "out")
     for i, data in enumerate(source.files(line, 0, line.size)):
         (here.folder / f"{i}.bin").write_bytes(data)
     for i, where in enumerate(out.where):
         (there.folder / f"{i}.bin").write_bytes(bytes([FILL]) * where.size)
     writer = Writer(there.staged(), [there.path(i) for i in range(len(out.where))], 2, {})
     reader = BlockReader(here, 2, {}, panel=panel)
-    block, scratch = memoryview(bytearray(ROOM)), memoryview(bytearray(STRIDED_BLOCK))
+    block = memoryview(bytearray(ROOM))
+    scratch = memoryview(bytearray(STRIDED_BLOCK))
     return WalkBuffers(reader, writer, block, scratch, True, lambda: False, lambda n: None), there
 
 
@@ -131,7 +136,8 @@ def test_any_share_between_any_layouts(tmp_path, sizes, seed, kind):
     rng = np.random.default_rng(seed)
     shape = tuple(rng.integers(1, (0, 0, 60, 14, 7)[n := int(rng.integers(2, 5))], n).tolist())
     whole = np.arange(np.prod(shape)).astype(kind).reshape(shape)
-    item, line = whole.itemsize, np.frombuffer(whole.tobytes(), np.uint8)
+    item = whole.itemsize
+    line = np.frombuffer(whole.tobytes(), np.uint8)
     plain = tuple(range(n))
     source = Side(rng, shape, item, order=plain if seed % 3 == 0 else None, copies=1 + seed % 2)
     out = Side(rng, shape, item, order=(1, 0, *plain[2:]) if seed % 5 == 0 else None, copies=3)
@@ -141,7 +147,8 @@ def test_any_share_between_any_layouts(tmp_path, sizes, seed, kind):
     move = Move(TensorKey("w"), shape, dtype, dtype, whole.size, item, item, tuple(source.regions), outputs)
     again = BlockReader(there, 2, {}, panel=int(rng.integers(1, 2 * line.size + 300)))
     cuts = sorted({0, whole.size, *rng.integers(0, whole.size + 1, 2).tolist()})
-    shares, leaves = list(itertools.pairwise(cuts)), b""
+    shares = list(itertools.pairwise(cuts))
+    leaves = b""
     done = np.zeros(line.size, bool)
     for start, stop in [shares[i] for i in rng.permutation(len(shares))]:
         step = Walk(job, move, start, stop)
@@ -177,7 +184,8 @@ def test_matrices_of_real_proportions(tmp_path, shape, sides):
     kinds = DTYPES["F32"], DTYPES["BF16" if "cast" in sides else "F32"]
     move = Move(TensorKey("w"), shape, *kinds, whole.size, 4, after.itemsize, tuple(source.regions), tuple(out.regions))
     cuts = sorted({0, whole.size, *rng.integers(0, whole.size + 1, 3).tolist()})
-    leaves, leaves_out = {}, {}
+    leaves = {}
+    leaves_out = {}
     for start, stop in itertools.pairwise(cuts):
         step = Walk(job, move, start, stop)
         step.run()
@@ -198,11 +206,10 @@ def test_read_back_sees_a_byte_of_either_copy(tmp_path):
     rng = np.random.default_rng(1)
     whole = np.arange(5000, dtype="u2").reshape(50, 100)
     line = np.frombuffer(whole.tobytes(), np.uint8)
-    source, out = Side(rng, (50, 100), 2, order=(0, 1)), Side(rng, (50, 100), 2, order=(1, 0), tight=True)
-    out.regions, out.where = (
-        [*out.regions, *(r._replace(file=r.file + len(out.where)) for r in out.regions)],
-        out.where * 2,
-    )
+    source = Side(rng, (50, 100), 2, order=(0, 1))
+    out = Side(rng, (50, 100), 2, order=(1, 0), tight=True)
+    out.regions = [*out.regions, *(r._replace(file=r.file + len(out.where)) for r in out.regions)]
+    out.where = out.where * 2
     job, there = job_of(tmp_path, source, out, line, 1 << 20)
     dtype = DTYPES["BF16"]
     move = Move(TensorKey("w"), (50, 100), dtype, dtype, 5000, 2, 2, tuple(source.regions), tuple(out.regions))
@@ -221,7 +228,9 @@ def test_read_back_sees_a_byte_of_either_copy(tmp_path):
 @pytest.mark.parametrize("both", [False, True])
 def test_strips_are_as_long_as_the_panel_is_high(tmp_path, monkeypatch, both):
     """A matrix of 3000 x 1400 in three panels: three strips a stored row, each byte written once."""
-    rng, shape, written = np.random.default_rng(0), (3000, 1400), []
+    rng = np.random.default_rng(0)
+    shape = (3000, 1400)
+    written = []
     whole = np.arange(np.prod(shape)).astype("u2").reshape(shape)
     line = np.frombuffer(whole.tobytes(), np.uint8)
     source = Side(rng, shape, 2, order=(1, 0) if both else (0, 1), tight=True)
@@ -238,9 +247,12 @@ def test_strips_are_as_long_as_the_panel_is_high(tmp_path, monkeypatch, both):
 
 def test_a_panel_that_another_move_has_overwritten_is_made_again(tmp_path):
     """One thread: half of a move with transposed sources, one with transposed outputs, then the other half."""
-    whole, dtype = np.arange(2400, dtype="u2").reshape(40, 60), DTYPES["BF16"]
-    across, along = Region(0, 0, 0, (40, 60), (2, 80), (60, 1)), Region(1, 0, 0, (2400,), (2,), (1,))
-    here, there = Folder(tmp_path / "source"), Folder(tmp_path / "out")
+    whole = np.arange(2400, dtype="u2").reshape(40, 60)
+    dtype = DTYPES["BF16"]
+    across = Region(0, 0, 0, (40, 60), (2, 80), (60, 1))
+    along = Region(1, 0, 0, (2400,), (2,), (1,))
+    here = Folder(tmp_path / "source")
+    there = Folder(tmp_path / "out")
     for i, data in enumerate((whole.T.tobytes(), bytes(4800))):
         (here.folder / f"{i}.bin").write_bytes(data)
         (there.folder / f"{i}.bin").write_bytes(bytes(4800))
@@ -248,7 +260,8 @@ def test_a_panel_that_another_move_has_overwritten_is_made_again(tmp_path):
     one = Move(key, (40, 60), dtype, dtype, 2400, 2, 2, (across,), (along,))
     other = Move(key, (40, 60), dtype, dtype, 2400, 2, 2, (along,), (across,))
     writer = Writer(there.staged(), [there.path(0), there.path(1)], 2, {})
-    block, scratch = memoryview(bytearray(ROOM)), memoryview(bytearray(STRIDED_BLOCK))
+    block = memoryview(bytearray(ROOM))
+    scratch = memoryview(bytearray(STRIDED_BLOCK))
     job = WalkBuffers(BlockReader(here, 2, {}), writer, block, scratch, False, lambda: False, lambda n: None)
     for move, start, stop in ((one, 0, 1230), (other, 0, 2400), (one, 1230, 2400)):
         Walk(job, move, start, stop).run()
@@ -259,7 +272,9 @@ class Sink:
     """Takes `most` bytes a call through the descriptor; `pwrite` keeps what it is given."""
 
     def __init__(self, path):
-        self.fds, self.path, self.kept = {0: os.open(path, os.O_RDWR)}, path, []
+        self.fds = {0: os.open(path, os.O_RDWR)}
+        self.path = path
+        self.kept = []
 
     def pwrite(self, file, offset, view, *, count=True):
         assert not count
@@ -294,7 +309,8 @@ def test_copies_of_a_box_are_turned_once(tmp_path, monkeypatch):
         tuple(Region(i, 5 * i, 0, (4, 6), (1, 4), (6, 1)) for i in range(3)),
     )
     assert all(map(is_transposed, move.outputs))
-    turned, seen = [], []
+    turned = []
+    seen = []
     true = TransposedOutputs._turn
     monkeypatch.setattr(TransposedOutputs, "_turn", lambda *a: turned.append(1) or true(*a))
     monkeypatch.setattr(
@@ -326,10 +342,8 @@ def test_copies_of_a_box_are_turned_once(tmp_path, monkeypatch):
 def test_shares_end_where_rows_do(columns, most, share, side):
     assert schedule.LEAF == LEAF
     rows = 500
-    across, along = (
-        Region(0, 0, 0, (rows, columns), (2, 2 * rows), (columns, 1)),
-        Region(0, 0, 0, (rows * columns,), (2,), (1,)),
-    )
+    across = Region(0, 0, 0, (rows, columns), (2, 2 * rows), (columns, 1))
+    along = Region(0, 0, 0, (rows * columns,), (2,), (1,))
     regions = ((across,), (along,)) if side == "source" else ((along,), (across,))
     move = Move(TensorKey("w"), (rows, columns), DTYPES["BF16"], DTYPES["BF16"], rows * columns, 2, 2, *regions)
     parts = [(start, stop) for start, stop, _ in schedule.segments(move, 2 * most)]

@@ -35,7 +35,8 @@ def new_key(folder: Path, curve: str = "SECP256R1", password: bytes | None = Non
     from cryptography.hazmat.primitives.asymmetric import ec
 
     made = ec.generate_private_key(getattr(ec, curve)())
-    private, public = folder / f"{curve}.pem", folder / f"{curve}.pub"
+    private = folder / f"{curve}.pem"
+    public = folder / f"{curve}.pub"
     how = s.BestAvailableEncryption(password) if password else s.NoEncryption()
     private.write_bytes(made.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, how))
     public.write_bytes(made.public_key().public_bytes(s.Encoding.PEM, s.PublicFormat.SubjectPublicKeyInfo))
@@ -149,7 +150,8 @@ def test_what_the_real_library_signed_is_checked(made: str, tmp_path: Path) -> N
 def test_a_statement_that_was_edited_is_not_by_the_key(key: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     ckpt.convert(FIXTURES / "dcp/tp2_dp2", out, to="safetensors", sign=key[0])
-    bundle, statement = json.loads((out / "model.sig").read_bytes()), payload(out / "model.sig")
+    bundle = json.loads((out / "model.sig").read_bytes())
+    statement = payload(out / "model.sig")
     flip(out / "model.safetensors")
     resources = statement["predicate"]["resources"]
     for row in resources:
@@ -197,13 +199,16 @@ def test_what_a_signature_never_covers_is_named(key: tuple[Path, Path], tmp_path
 
 
 def test_an_attestation_says_what_was_made_of_what(key: tuple[Path, Path], tmp_path: Path) -> None:
-    source, out, said = FIXTURES / "dcp/tp2_dp2", tmp_path / "out", tmp_path / "out.intoto.json"
+    source = FIXTURES / "dcp/tp2_dp2"
+    out = tmp_path / "out"
+    said = tmp_path / "out.intoto.json"
     ckpt.convert(source, out, to="safetensors", attest=said, state=["model"])
     statement = json.loads(said.read_bytes())
     assert statement["_type"] == "https://in-toto.io/Statement/v1"
     assert statement["predicateType"] == "https://slsa.dev/provenance/v1"
     assert {row["name"]: row["digest"]["sha256"] for row in statement["subject"]} == sums(out)
-    build, run = statement["predicate"]["buildDefinition"], statement["predicate"]["runDetails"]
+    build = statement["predicate"]["buildDefinition"]
+    run = statement["predicate"]["runDetails"]
     assert build["externalParameters"]["command"][:4] == ["ckpt", "convert", "--to", "safetensors"]
     assert run["builder"]["version"]["ckpt-tool"] == ckpt.__version__
     files = [row for row in build["resolvedDependencies"] if row["name"] != "tensors as read"]
@@ -281,7 +286,8 @@ def _but(options: dict[str, str]) -> dict[str, str]:
 def test_shares_of_a_plan_are_not_sealed(share: tuple[str, ...], key: tuple[Path, Path], tmp_path: Path) -> None:
     from ckpt_tool.cli import run
 
-    plan, out = tmp_path / "p.json", tmp_path / "out"
+    plan = tmp_path / "p.json"
+    out = tmp_path / "out"
     ckpt.convert(FIXTURES / "dcp/tp2_dp2", out, to="safetensors", plan=plan)
     assert run(["apply", str(plan), *share, "--sign", str(key[0]), "-q"]) == 2 and not out.exists()
     assert run(["apply", str(plan), "--sign", str(key[0]), "-q"]) == 0

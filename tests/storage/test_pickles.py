@@ -569,7 +569,8 @@ def test_a_value_that_holds_itself_is_not_written():
 
 
 def test_arrays_are_laid_out_before_their_bytes_exist():
-    one, two = np.arange(3000, dtype="<f4").reshape(30, 100), np.arange(3, dtype="<u2")
+    one = np.arange(3000, dtype="<f4").reshape(30, 100)
+    two = np.arange(3, dtype="<u2")
     value = {
         "a": NumpyArray("<f4", (30, 100), False, StorageSpan(0, one.nbytes)),
         "b": ("static", NumpyArray("<u2", (3,), False, StorageSpan(0, 6))),

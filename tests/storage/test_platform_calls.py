@@ -58,7 +58,8 @@ def test_the_same_bytes(words: tuple[Any, ...], off: str, tmp_path: Path) -> Non
 
 
 def test_what_is_there_is_refused_and_replaced_with_force(tmp_path: Path) -> None:
-    source, out = FIXTURES / "convert/llama/hf", tmp_path / "out"
+    source = FIXTURES / "convert/llama/hf"
+    out = tmp_path / "out"
     line = ("convert", source, out, "--to", "sharded", "-q")
     assert ckpt(*line, without=ALL).returncode == 0
     before = files_of(out)
@@ -87,7 +88,8 @@ def test_a_run_is_pruned(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("without")
 def test_a_name_that_is_taken_stays(tmp_path: Path) -> None:
-    old, new = tmp_path / "old", tmp_path / "new"
+    old = tmp_path / "old"
+    new = tmp_path / "new"
     old.mkdir()
     new.mkdir()
     with pytest.raises(FileExistsError):
@@ -101,7 +103,9 @@ def test_a_name_that_is_taken_stays(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("without")
 def test_an_exchange_in_three_steps(tmp_path: Path) -> None:
-    old, new, aside = tmp_path / "old", tmp_path / "new", tmp_path / "aside"
+    old = tmp_path / "old"
+    new = tmp_path / "new"
+    aside = tmp_path / "aside"
     old.write_text("a")
     new.write_text("b")
     platform_calls.exchange(old, new, aside)
@@ -115,7 +119,9 @@ def test_an_exchange_in_three_steps(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("without")
 def test_an_exchange_that_fails_leaves_both_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new, aside = tmp_path / "old", tmp_path / "new", tmp_path / "aside"
+    old = tmp_path / "old"
+    new = tmp_path / "new"
+    aside = tmp_path / "aside"
     old.write_text("a")
     new.write_text("b")
     real = os.rename
@@ -161,7 +167,8 @@ class Mac:
 def test_macos_has_a_call_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mac = Mac()
     monkeypatch.setattr(platform_calls.ctypes, "CDLL", lambda *args, **kwargs: mac)
-    old, new = tmp_path / "old", tmp_path / "new"
+    old = tmp_path / "old"
+    new = tmp_path / "new"
     platform_calls.rename_new(old, new)
     platform_calls.exchange(old, new, tmp_path / "aside")
     names = (os.fsencode(old), os.fsencode(new))
@@ -191,7 +198,9 @@ class MacMarks:
             assert options == 1
             return 0 if self.marks.pop((path, name), None) is not None else self.fail(45)
 
-        self.setxattr, self.getxattr, self.removexattr = setxattr, getxattr, removexattr
+        self.setxattr = setxattr
+        self.getxattr = getxattr
+        self.removexattr = removexattr
 
     @staticmethod
     def fail(number: int) -> int:

@@ -169,7 +169,8 @@ def test_a_store_that_caches_its_listings_is_asked_afresh(store: Any, monkeypatc
 
 
 def test_identity_is_the_same_in_another_process_or_tree(store: Any) -> None:
-    one, two = far("memory://b"), far("memory://b")
+    one = far("memory://b")
+    two = far("memory://b")
     one.listing()  # from a listing here, from a question there
     assert one.identity("a.bin") == two.identity("a.bin")
 

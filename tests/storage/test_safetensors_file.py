@@ -47,7 +47,8 @@ def fill(number, nbytes):
 
 def library_file(tensors, metadata=None):
     """The file that the library writes: {name: (our dtype name, shape)}, bytes by `fill` in the order given."""
-    kept, specs = [], {}
+    kept = []
+    specs = {}
     for number, (name, (dtype, shape)) in enumerate(tensors.items()):
         data = np.frombuffer(fill(number, DTYPES[dtype].nbytes(prod(shape))) or b"\0", np.uint8)
         kept.append(data)

@@ -542,7 +542,8 @@ def test_many_threads_read_the_right_bytes_and_are_all_counted(tmp_path: Path) -
 
     def work(seed: int) -> None:
         for step in range(300):
-            i, at = (seed * 7 + step * 5) % 9, (seed * 131 + step * 17) % 4900
+            i = (seed * 7 + step * 5) % 9
+            at = (seed * 131 + step * 17) % 4900
             if tree.read(f"{i}.bin", at, 100) != bytes((i * 31 + k) % 251 for k in range(at, at + 100)):
                 wrong.append(f"{seed}/{step}")
 

@@ -44,7 +44,8 @@ def test_a_part_does_not_wait_for_a_whole_run(tmp_path: Path) -> None:
 def test_a_part_that_begins_while_another_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first part has made the folder, and writes its journal in the moment in which the second looks what lies
     there."""
-    out, walk = tmp_path / "out", os.fwalk
+    out = tmp_path / "out"
+    walk = os.fwalk
     staged = staging_path(out)
 
     def begin_late(*args: Any, **options: Any) -> Iterator[Any]:

@@ -194,7 +194,8 @@ def test_a_control_character_in_a_string_is_called_that(name: str, where: str) -
     }[where]
     with pytest.raises(CorruptFile) as caught:
         parse(text, path="x.json")
-    message, at = caught.value.message, text.index(b"x" + raw) + 1
+    message = caught.value.message
+    at = text.index(b"x" + raw) + 1
     line, column = ("3", "11") if where == "after others" else ("1", str(at + 1))
     assert message == (
         f"control character ({name}) inside a string at line {line} column {column}; JSON writes it as {CONTROL[name]}"

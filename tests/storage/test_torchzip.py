@@ -162,7 +162,8 @@ def test_fixtures_are_read_as_torch_reads_them(path):
 
 def test_attributes_of_a_tensor_are_kept(tmp_path):
     weight = torch.nn.Parameter(ramp((2, 3), torch.float32))
-    weight.tensor_model_parallel, weight.partition_dim = True, 0
+    weight.tensor_model_parallel = True
+    weight.partition_dim = 0
     torch.save({"w": weight, "t": torch.ones(2)}, tmp_path / "a.pt")
     _, done = opened(tmp_path / "a.pt")
     assert done.value["w"].attributes == {"tensor_model_parallel": True, "partition_dim": 0}
@@ -224,7 +225,9 @@ def test_reading_touches_no_storage(tmp_path):
 
 def test_an_item_inside_a_file_takes_two_reads(tmp_path):
     """A DCP file is zips end to end: items are opened at their offset, offsets come back absolute."""
-    path, items, tensors = tmp_path / "__0_0.distcp", [], []
+    path = tmp_path / "__0_0.distcp"
+    items = []
+    tensors = []
     with path.open("wb") as file:
         for i in range(20):
             buffer = io.BytesIO()
@@ -291,7 +294,8 @@ def written(path, root, pickle, blobs):
 
 def sample():
     """(value for dumps, blobs): one tensor of each dtype that torch has, scalars and empties among them."""
-    value, blobs = {}, []
+    value = {}
+    blobs = []
     for number, (name, torch_dtype) in enumerate(TORCH_DTYPES.items()):
         shape = ((3, number), (), (number + 1,), (0, 4))[number % 4]
         float_ = DTYPES[name].is_float and number % 3 == 0
@@ -369,7 +373,9 @@ def test_a_root_is_a_plain_name(root):
 def test_archives_beyond_4_gib(tmp_path, monkeypatch):
     """Zip64: a storage of more than 4 GiB, one behind it, and a directory behind that; the storages are holes."""
     path = tmp_path / "big.pt"
-    big, small = (1 << 32) + 116, 40  # the zip64 offset of the second header moves its data by an alignment step
+    # the zip64 offset of the second header moves its data by an alignment step
+    big = (1 << 32) + 116
+    small = 40
     value = {"a": stored("0", (big,), DTYPES["U8"]), "b": stored("1", (10,), DTYPES["F32"])}
     plan = plan_zip("big", dumps(value), [("0", big), ("1", small)])
     blob = ramp((10,), torch.float32).numpy().tobytes()

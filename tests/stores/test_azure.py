@@ -36,7 +36,8 @@ from ckpt_tool.storage.stores.block_blobs import BLOCKS, Container
 pytestmark = pytest.mark.server
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "fixtures"
-CONTAINER, PART = "box", 64 << 10
+CONTAINER = "box"
+PART = 64 << 10
 OUT = f"az://{CONTAINER}/out"
 WRITINGS: dict[str, dict[str, Any]] = {
     "safetensors": {"max_shard_size": 300_000},
@@ -60,7 +61,8 @@ class Blobs:
     """proxy: what the tool sees of the store. client: the tests' own, past the proxy."""
 
     def __init__(self, proxy: Proxy, client: Any) -> None:
-        self.proxy, self.client = proxy, client
+        self.proxy = proxy
+        self.client = client
 
     def upload(self, source: Path) -> str:
         for path in source.rglob("*"):
@@ -108,7 +110,8 @@ def blobs(server: Azurite, monkeypatch: pytest.MonkeyPatch) -> Iterator[Blobs]:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A model of 1 MB in one file."""
-    random, folder = np.random.default_rng(0), tmp_path / "model"
+    random = np.random.default_rng(0)
+    folder = tmp_path / "model"
     folder.mkdir()
     weights = {f"layers.{i}.weight": random.standard_normal((128, 256)).astype(np.float32) for i in range(8)}
     safetensors.numpy.save_file(weights, folder / "model.safetensors")

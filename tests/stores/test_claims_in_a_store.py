@@ -26,7 +26,8 @@ from ckpt_tool.storage.stores import multipart
 
 pytestmark = pytest.mark.server
 PART = 5 << 20  # bytes, the least that S3 takes
-OUT, RECORDS = f"s3://{BUCKET}/out", ".out.ckpt-partial"
+OUT = f"s3://{BUCKET}/out"
+RECORDS = ".out.ckpt-partial"
 ROOT = Path(__file__).parents[2]
 SLOW_JOBS = (("slurm", ["--part", "auto"]), ("k8s", []))
 # A worker in a process of its own, with units of 1 MiB and pauses between them: there is time to die in
@@ -57,7 +58,9 @@ class Ground:
     """A source of 48 MB, a plan into the store, and what the same conversion writes to a disk."""
 
     def __init__(self, s3: S3, root: Path, *options: str, tensors: int = 12) -> None:
-        self.s3, self.plan, numbers = s3, str(root / "plan.json"), np.random.default_rng(0)
+        self.s3 = s3
+        self.plan = str(root / "plan.json")
+        numbers = np.random.default_rng(0)
         weights = {
             f"layers.{i}.mlp.up_proj.weight": numbers.integers(0, 1 << 32, (1024, 1000), np.uint32).view(np.float32)
             for i in range(tensors)
@@ -82,7 +85,7 @@ class Ground:
         """How often the store has taken the object that is written last."""
         return sum(
             asked.path == f"/{BUCKET}/out/{last}"
-            and (asked.method == "PUT" and "partNumber" not in asked.query or "uploadId" in asked.query)
+            and ((asked.method == "PUT" and "partNumber" not in asked.query) or "uploadId" in asked.query)
             and asked.method in ("PUT", "POST")
             and status == 200
             for asked, status in self.s3.proxy.done
@@ -122,14 +125,17 @@ def test_a_worker_that_dies_and_one_that_comes_late(real: S3, tmp_path: Path) ->
 def test_an_emitted_job_fills_the_store(real: S3, tmp_path: Path, engine: str, way: list[str]) -> None:
     """What the engine would run, with the variables that it sets: two workers at a time of the eight that the file asks
     for, as many as it takes."""
-    ground, job = Ground(real, tmp_path, "--to", "dcp", tensors=3), tmp_path / "job"
+    ground = Ground(real, tmp_path, "--to", "dcp", tensors=3)
+    job = tmp_path / "job"
     assert run(["apply", ground.plan, *way, "--emit", engine, str(job), "--threads", "1", "-q"]) == 0
     (tmp_path / "ckpt").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m ckpt_tool "$@"\n')
     (tmp_path / "ckpt").chmod(0o755)
-    command, counted = ["bash", str(job)], "SLURM_ARRAY_TASK_COUNT"
+    command = ["bash", str(job)]
+    counted = "SLURM_ARRAY_TASK_COUNT"
     if engine == "k8s":
         (container,) = yaml.safe_load(job.read_text())["spec"]["template"]["spec"]["containers"]
-        command, counted = [word.replace("$$", "$") for word in container["command"]], "JOB_COMPLETIONS"
+        command = [word.replace("$$", "$") for word in container["command"]]
+        counted = "JOB_COMPLETIONS"
     numbers = {"slurm": "SLURM_ARRAY_TASK_ID", "k8s": "JOB_COMPLETION_INDEX"}[engine]
     first = int(engine == "slurm")
     base = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), counted: "8"}

@@ -95,7 +95,8 @@ def test_a_store_and_a_folder_give_the_same_bytes(s3: S3, tmp_path: Path, case: 
 def test_an_inspect_is_one_listing_and_at_most_two_ranges_a_shard(s3: S3, shards: Path) -> None:
     url = s3.upload(shards)
     assert inspect(url, Reading())["total"]["tensors"] == 12
-    lists, got = [asked for asked in s3.proxy.asked if asked.lists], ranges(s3.proxy)
+    lists = [asked for asked in s3.proxy.asked if asked.lists]
+    got = ranges(s3.proxy)
     assert len(lists) == 1 and len(got) <= 2 * 12 + 1 and len(s3.proxy.asked) == len(lists) + len(got)
     assert s3.proxy.bytes_sent <= 13 * 2 * (64 << 10) + (64 << 10)
 
@@ -109,7 +110,9 @@ def test_headers_come_many_at_once(s3: S3, shards: Path) -> None:
 
 
 def test_a_conversion_is_few_large_requests_many_at_once(s3: S3, shards: Path, tmp_path: Path) -> None:
-    url, at_once, most = s3.upload(shards), [0], [0]
+    url = s3.upload(shards)
+    at_once = [0]
+    most = [0]
     lock = threading.Lock()
 
     def slow(asked: Asked) -> Answer | None:
@@ -164,7 +167,8 @@ def test_a_store_that_has_died_is_told_soon_and_shown_while_it_lasts(s3: S3, imp
     url = s3.upload(shards)
     tree = open_tree(url)
     s3.proxy.fault = lambda asked: Answer(gone=True)
-    noted, began = Noted(), time.monotonic()
+    noted = Noted()
+    began = time.monotonic()
     with listening(noted), pytest.raises(StorageError) as info:
         tree.read("model-00001-of-00012.safetensors", 0, 100)
     assert time.monotonic() - began < 5
@@ -175,7 +179,8 @@ def test_a_store_that_has_died_is_told_soon_and_shown_while_it_lasts(s3: S3, imp
 
 
 def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, tries = [0.0], [0]
+    now = [0.0]
+    tries = [0]
     monkeypatch.setattr(store.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(store.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
 
@@ -342,7 +347,8 @@ def test_what_is_ahead_is_bounded_and_right_in_any_order(monkeypatch: pytest.Mon
     monkeypatch.setattr(read_ahead, "NEAR", 10)
     monkeypatch.setattr(read_ahead, "WINDOW", 4000)
     monkeypatch.setattr(read_ahead, "SHARE", 2000)
-    bytes_, held = Bytes(), list[int]()
+    bytes_ = Bytes()
+    held = list[int]()
     fetchers = read_ahead.Fetchers(bytes_)
     mine = read_ahead.Ahead(fetchers)
     mine.expect([("f", i * 700, 690) for i in range(30)])
@@ -404,10 +410,12 @@ def test_the_next_unit_is_asked_for_before_one_is_written(
     s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A conversion keeps the store at work from unit to unit; what lies on a disk is taken when its turn comes."""
-    size, taken = 3 << 20, list[int]()
+    size = 3 << 20
+    taken = list[int]()
     safetensors.numpy.save_file({name: np.zeros(size, np.uint8) for name in "ab"}, tmp_path / "x.safetensors")
     monkeypatch.setattr(executor, "units", lambda moves: schedule.units(moves, size=size))
-    next_, unit = executor.Executor._next, executor.Executor._unit
+    next_ = executor.Executor._next
+    unit = executor.Executor._unit
 
     def noted(self: Any, *given: Any) -> Any:
         found = next_(self, *given)
@@ -432,7 +440,8 @@ def test_the_next_unit_is_asked_for_before_one_is_written(
 
 def test_the_next_tensor_is_asked_for_before_one_is_read(s3: S3, tmp_path: Path) -> None:
     """Else the store is idle between any two."""
-    size, seen = 3 << 20, list[bool]()
+    size = 3 << 20
+    seen = list[bool]()
     safetensors.numpy.save_file({name: np.zeros(size, np.uint8) for name in "ab"}, tmp_path / "x.safetensors")
     opened = open_source(s3.upload(tmp_path / "x.safetensors"), Reading())
 

@@ -48,13 +48,15 @@ def least_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A shard of 24 MB and one of 3 MB."""
-    folder, random = tmp_path / "model", np.random.default_rng(0)
+    folder = tmp_path / "model"
+    random = np.random.default_rng(0)
     folder.mkdir()
     weights = {
         f"model.layers.{i}.mlp.up_proj.weight": random.integers(0, 1 << 32, (1536, 512), np.uint32).view(np.float32)
         for i in range(9)
     }
-    names, index = list(weights), {}
+    names = list(weights)
+    index = {}
     for number, part in enumerate((names[:8], names[8:]), start=1):
         file = f"model-{number:05d}-of-00002.safetensors"
         safetensors.numpy.save_file({name: weights[name] for name in part}, folder / file)
@@ -98,7 +100,8 @@ def test_an_inspect_costs_one_listing_and_two_ranges_a_shard(real: S3, model: Pa
     url = real.upload(model)
     inspect(url, Reading())
     asked = real.proxy.asked
-    lists, ranges = [each for each in asked if each.lists], [each for each in asked if each.range]
+    lists = [each for each in asked if each.lists]
+    ranges = [each for each in asked if each.range]
     assert len(lists) == 1 and len(ranges) <= 2 * 2 + 1 and len(asked) == len(lists) + len(ranges)
     assert real.proxy.bytes_sent <= 5 * (64 << 10) + (64 << 10)
 
@@ -127,7 +130,8 @@ def test_objects_are_the_files_of_a_local_output(real: S3, model: Path, tmp_path
 
 
 def test_what_is_noted_of_parts_and_wholes_is_what_the_server_has(real: S3) -> None:
-    bucket, parts = WritableBucket.at(OUT), {2: bytearray(b"end"), 1: bytearray(os.urandom(PART))}
+    bucket = WritableBucket.at(OUT)
+    parts = {2: bytearray(b"end"), 1: bytearray(os.urandom(PART))}
     upload = bucket.begin("big", {"note": "yes"})
     etags = {number: bucket.part("big", upload, number, data) for number, data in parts.items()}
     assert {number: each.etag for number, each in bucket.parts("big", upload).items()} == {
@@ -146,7 +150,8 @@ def test_nothing_that_is_there_is_replaced(real: S3) -> None:
     bucket.put("a", b"first", {}, new=True)  # an answer that was lost: ours
     with pytest.raises(OutputExists):
         bucket.put("a", b"second", {}, new=True)
-    upload, data = bucket.begin("a", {}), bytearray(b"third")
+    upload = bucket.begin("a", {})
+    data = bytearray(b"third")
     etag = bucket.part("a", upload, 1, data)
     with pytest.raises(OutputExists):
         bucket.complete("a", upload, {1: etag}, {}, new=True)
@@ -215,7 +220,9 @@ def test_a_kill_of_either_side(
 ) -> None:
     """At a request of a reshard with its optimizer from bucket to bucket: nothing half-visible, the same command
     finishes, the bytes are those of the local output, `clean` leaves no part."""
-    url, at = real.upload(training, "src"), 1 + point * 7 // 4  # of 89
+    # of 89
+    url = real.upload(training, "src")
+    at = 1 + point * 7 // 4
     reshard(str(training), str(tmp_path / "out"), Reading(), Writing(degrees={"tp": 2}), Silent())
     wanted = files(tmp_path / "out")
     command = [sys.executable, "-c", PROGRAM, "reshard", url, OUT, "--tp", "2", "--progress", "none", "--threads", "2"]

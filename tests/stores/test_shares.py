@@ -66,7 +66,9 @@ class Ground:
     """A source of 50 KiB, a plan that writes it as DCP (whose heads know the CRC of what follows), its output here."""
 
     def __init__(self, s3: S3, root: Path, *options: str, to: str = "dcp", rows: int = 32) -> None:
-        self.s3, self.root, self.plan = s3, root, str(root / "plan.json")
+        self.s3 = s3
+        self.root = root
+        self.plan = str(root / "plan.json")
         numbers = np.random.default_rng(0)
         weights = {f"layers.{i}.up_proj.weight": numbers.random((rows, 100), np.float32) for i in range(4)}
         safetensors.numpy.save_file(weights, root / "in.safetensors")
@@ -127,7 +129,8 @@ def test_parts_say_which_are_missing_and_status_does(ground: Ground, capsys: pyt
 
 def test_from_bucket_to_bucket_by_a_plan_file(s3: S3, tmp_path: Path) -> None:
     """The plan says which objects it saw, and is read where it is carried out."""
-    case, plan = FIXTURES / "dcp/fsdp2_dp4", str(tmp_path / "plan.json")
+    case = FIXTURES / "dcp/fsdp2_dp4"
+    plan = str(tmp_path / "plan.json")
     line = ["--to", "sharded", "--tp", "2", "-q"]
     assert run(["convert", s3.upload(case), OUT, *line, "--plan", plan]) == 0
     assert run(["convert", str(case), str(tmp_path / "out"), *line]) == 0
@@ -175,7 +178,8 @@ def test_what_comes_meanwhile_stays(ground: Ground) -> None:
 @pytest.mark.slow
 def test_force_replaces_an_older_checkpoint(s3: S3, tmp_path: Path) -> None:
     assert run(["convert", str(FIXTURES / "safetensors/hf_llama_sharded"), OUT, "--to", "safetensors", "-q"]) == 0
-    old, seen = objects(s3, "out"), list[bool]()
+    old = objects(s3, "out")
+    seen = list[bool]()
     ground = Ground(s3, tmp_path)
     s3.proxy.fault = lambda asked: seen.append(objects(s3, "out") == old) if "partNumber" in asked.query else None
     assert ground.apply("--part", "1/2", "--force") == 0 and seen and all(seen)
@@ -220,7 +224,8 @@ def test_overflows_are_counted_once(s3: S3, tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.slow
 def test_a_damaged_source_is_noticed_by_who_commits(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """CRCs of the records that workers read are joined from what each has seen; nothing is read again."""
-    source, plan = tmp_path / "training.pt", str(tmp_path / "plan.json")
+    source = tmp_path / "training.pt"
+    plan = str(tmp_path / "plan.json")
     data = bytearray((FIXTURES / "torch/training.pt").read_bytes())
     with zipfile.ZipFile(FIXTURES / "torch/training.pt") as archive:
         largest = max(
@@ -324,7 +329,8 @@ def test_two_that_commit_at_once_do_no_harm(ground: Ground, monkeypatch: pytest.
     known by the plan's note where ETags tell nothing."""
     if etags == "kms":
         monkeypatch.setattr(multipart.WritableBucket, "_etag", lambda *_: "no MD5")
-    finish, second = share_upload.ShareUpload.finish, list[int]()
+    finish = share_upload.ShareUpload.finish
+    second = list[int]()
 
     def late(self: Any, *given: Any) -> None:
         if not second:
@@ -340,7 +346,8 @@ def test_two_that_commit_at_once_do_no_harm(ground: Ground, monkeypatch: pytest.
 
 def test_one_that_slept_through_the_commit_leaves_nothing(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     """It wakes with its share moved, and finds neither records nor uploads."""
-    end, slept = share_upload.ShareUpload.end_share, list[int]()
+    end = share_upload.ShareUpload.end_share
+    slept = list[int]()
 
     def late(self: Any) -> Any:
         if not slept:
@@ -371,7 +378,8 @@ def test_no_sign_of_life_is_given_after_the_commit(ground: Ground) -> None:
 @pytest.mark.parametrize("options", [("--to", "dcp"), ("--to", "sharded", "--tp", "8")], ids=["one file", "eight"])
 def test_shares_tile_the_parts_and_move_little_twice(s3: S3, tmp_path: Path, options: tuple[str, ...]) -> None:
     plan = load_plan(Ground(s3, tmp_path, *options[2:], to=options[1], rows=128).plan)
-    objects_, every = objects_of(plan), executor.units(plan.moves)
+    objects_ = objects_of(plan)
+    every = executor.units(plan.moves)
     made = shares.Shares(plan, objects_, in_order_of_files(plan, list(enumerate(every))))
     owners = [made.owner(item.number, part) for item in objects_ for part in item.moved if item.valued]
     assert set(owners) == set(range(len(made))) and len(made) > 5

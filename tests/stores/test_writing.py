@@ -32,7 +32,8 @@ from ckpt_tool.run import upload
 from ckpt_tool.storage.stores import multipart, store
 
 ROOT = Path(__file__).parents[2]
-FIXTURES, INPUTS = ROOT / "fixtures", ROOT / "tests/golden_outputs/inputs"
+FIXTURES = ROOT / "fixtures"
+INPUTS = ROOT / "tests/golden_outputs/inputs"
 MODEL = FIXTURES / "safetensors/hf_llama_sharded"
 TRAINING = FIXTURES / "dcp/tp2_dp2"
 OUT = f"s3://{BUCKET}/out"
@@ -124,7 +125,8 @@ def test_objects_are_the_files_of_a_local_output(
     assert objects(s3, made.name) == files(made)
     sent = parts_sent(s3)
     assert len(sent) == len(set(sent)) and not pending(s3)
-    here, there = json.loads(said), json.loads(captured.out)
+    here = json.loads(said)
+    there = json.loads(captured.out)
     assert there["plan"].pop("peak_memory") > here["plan"].pop("peak_memory")
     assert here["plan"] == there["plan"] and here["digest_checked"] == there["digest_checked"]
 
@@ -139,7 +141,8 @@ def dcp(**more: Any) -> Writing:
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
     """Four shards of 64 KiB."""
-    folder, names = tmp_path / "shards", {}
+    folder = tmp_path / "shards"
+    names = {}
     folder.mkdir()
     for i in range(4):
         file = f"model-{i + 1:05d}-of-00004.safetensors"
@@ -160,10 +163,8 @@ def put_events(s3: S3) -> list[str]:
     return [
         asked.path.removeprefix(f"/{BUCKET}/out/")
         for asked in s3.proxy.asked
-        if asked.method == "PUT"
-        and "partNumber" not in asked.query
-        or asked.method == "POST"
-        and "uploadId" in asked.query
+        if (asked.method == "PUT" and "partNumber" not in asked.query)
+        or (asked.method == "POST" and "uploadId" in asked.query)
     ]
 
 
@@ -218,7 +219,8 @@ def test_what_is_no_checkpoint_of_ours_is_not_touched(s3: S3, shards: Path) -> N
 
 def test_force_replaces_what_is_there_and_shows_no_mixture(s3: S3, shards: Path) -> None:
     convert(str(shards), OUT, Reading(), Writing(to="safetensors", max_shard_size=1 << 17), Silent())
-    before, states = objects(s3, "out"), list[set[str]]()
+    before = objects(s3, "out")
+    states = list[set[str]]()
 
     def look(asked: Asked) -> Answer | None:
         if (
@@ -310,7 +312,8 @@ def test_a_server_without_checksums_of_objects_gets_md5s(
     s3: S3, shards: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """As the uploads begin; nothing that was begun on the way is left."""
-    request, checked = multipart.WritableBucket._request, list[str]()
+    request = multipart.WritableBucket._request
+    checked = list[str]()
 
     def older(self: Any, operation: str, key: str, **more: Any) -> Any:
         answer = request(self, operation, key, **more)
@@ -340,7 +343,8 @@ def test_from_bucket_to_bucket(s3: S3, tmp_path: Path) -> None:
 
 
 def test_a_source_that_changes_leaves_nothing(s3: S3, shards: Path) -> None:
-    url, key = s3.upload(shards), "run/model-00003-of-00004.safetensors"
+    url = s3.upload(shards)
+    key = "run/model-00003-of-00004.safetensors"
 
     def change(asked: Asked) -> Answer | None:
         if "partNumber" in asked.query:

@@ -141,7 +141,8 @@ def measured(
     empty.
     watch: is given each work before it begins."""
     works = [work for work in WORKS.values() if not only or work.kernel in only]
-    timer, found = Timer(device), Measured()
+    timer = Timer(device)
+    found = Measured()
     with arena_on(device, payload, slots) as arena:
         for _ in range(PASSES):
             run_pass(device, arena, timer, found, works, repeats, knobs or Knobs(), watch)

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.device import adamw, comparisons, kernels
 from ckpt_tool.device.casts import CastScales, CodeBox, line, pack_casts, pack_codes
 from ckpt_tool.device.descriptors import Strided, Turned, as_strided, pack, pack_turned
@@ -61,7 +62,10 @@ def trials(device: Device, *, cases: int, seed: int, only: Iterable[str] = ()) -
 
 
 def _outcome(device: Device, name: str, cases: int, seed: int) -> Outcome:
-    began, nbytes, findings, done = time.monotonic(), 0, [], 0
+    began = time.monotonic()
+    nbytes = 0
+    findings = []
+    done = 0
     for case in range(cases):
         rng = np.random.default_rng([seed, case, *name.encode()])
         done += 1
@@ -113,14 +117,16 @@ def random_boxes(rng: np.random.Generator, most: int = 12) -> tuple[list[Strided
     source_end = target_end = 0
     for _ in range(int(rng.integers(0, most))):
         grain = int(rng.choice((1, 2, 4, 8, 16)))
-        run = -(-int(rng.choice(RUNS)) // grain) * grain
+        run = ceil_div(int(rng.choice(RUNS)), grain) * grain
         extents = tuple(int(n) for n in rng.integers(1, 7 if run < 5000 else 3, int(rng.integers(0, 4))))
-        read, written = side(rng, extents, run, grain), side(rng, extents, run, grain)
+        read = side(rng, extents, run, grain)
+        written = side(rng, extents, run, grain)
         at = int(rng.integers(0, max(1, source_end))) // grain * grain
         to = target_end + int(rng.integers(0, 64)) // grain * grain
         to += -to % grain
         boxes.append(Strided(at, to, extents, read.strides, written.strides, run))
-        source_end, target_end = max(source_end, at + read.span), to + written.span
+        source_end = max(source_end, at + read.span)
+        target_end = to + written.span
     order = rng.permutation(len(boxes))
     return [boxes[i] for i in order], source_end, target_end + 64
 
@@ -171,13 +177,17 @@ def box_transpose(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     source_end = target_end = 0
     for _ in range(int(rng.integers(0, 5))):
         item = int(rng.choice((1, 2, 4, 8, 16)))
-        batch, rows, columns = int(rng.integers(1, 4)), int(rng.integers(1, 150)), int(rng.integers(1, 150))
+        batch = int(rng.integers(1, 4))
+        rows = int(rng.integers(1, 150))
+        columns = int(rng.integers(1, 150))
         grid = 16 if rng.integers(0, 2) else item  # 16: both sides can be moved 16 bytes at a time
-        s1, t2 = (-(-(n * item + int(rng.integers(0, 3)) * item) // grid) * grid for n in (columns, rows))
-        s0, t0 = rows * s1 + int(rng.integers(0, 2)) * grid, columns * t2 + int(rng.integers(0, 2)) * grid
-        at, to = (-(-(end + int(rng.integers(0, 9))) // grid) * grid for end in (source_end, target_end))
+        s1, t2 = (ceil_div(n * item + int(rng.integers(0, 3)) * item, grid) * grid for n in (columns, rows))
+        s0 = rows * s1 + int(rng.integers(0, 2)) * grid
+        t0 = columns * t2 + int(rng.integers(0, 2)) * grid
+        at, to = (ceil_div(end + int(rng.integers(0, 9)), grid) * grid for end in (source_end, target_end))
         boxes.append(Turned(at, to, item, (batch, rows, columns), (s0, s1), (t0, t2)))
-        source_end, target_end = at + batch * s0, to + batch * t0
+        source_end = at + batch * s0
+        target_end = to + batch * t0
     source = rng.integers(0, 256, source_end, np.uint8)
     poison = np.full(target_end + 64, POISON, np.uint8)
     with device.upload(source) as read, device.upload(poison) as written:
@@ -202,7 +212,8 @@ def box_cast(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     """A line of any bits from one float type to another, begun off any grid, and how many values were lost."""
     source, target = (FLOATS[int(k)] for k in rng.choice(len(FLOATS), 2, replace=False))
     numel, (before, behind) = int(rng.choice((1, 7, 300, 5000, MOST))), (int(n) for n in rng.integers(0, 3, 2))
-    step, item = source.bits // 8, target.bits // 8
+    step = source.bits // 8
+    item = target.bits // 8
     values = _values(rng, source, numel + before)
     poison = np.full((numel + behind) * item + 64, POISON, np.uint8)
     with device.upload(values) as read, device.upload(poison) as written:
@@ -229,13 +240,13 @@ def box_dequantise(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     codes = DTYPES["F8_E4M3" if rng.integers(0, 2) else "F4"]
     target = DTYPES[str(rng.choice(("F32", "BF16", "F16")))]
     high, wide = (128, 128) if codes.bits == 8 else (1, 32)
-    rows, columns = (
-        int(rng.integers(1, 300)),
-        int(rng.integers(1, 10)) * 32 + (int(rng.integers(0, 32)) if codes.bits == 8 else 0),
-    )
-    top, left = int(rng.integers(0, rows)), int(rng.integers(0, columns // 32)) * 32
-    shape, item = (1, rows - top, columns - left), target.bits // 8
-    powers = rng.integers(100, 140, (-(-rows // high), -(-columns // wide)), np.uint8)
+    rows = int(rng.integers(1, 300))
+    columns = int(rng.integers(1, 10)) * 32 + (int(rng.integers(0, 32)) if codes.bits == 8 else 0)
+    top = int(rng.integers(0, rows))
+    left = int(rng.integers(0, columns // 32)) * 32
+    shape = (1, rows - top, columns - left)
+    item = target.bits // 8
+    powers = rng.integers(100, 140, (ceil_div(rows, high), ceil_div(columns, wide)), np.uint8)
     stored = _codes(rng, codes, rows * columns)
     numel = shape[1] * shape[2]
     with device.upload(stored) as read, device.upload(powers) as scaled, device.alloc(numel * item) as written:
@@ -274,7 +285,8 @@ def _decoded(stored: Bytes, codes: DType) -> npt.NDArray[np.float32]:
 
 def box_quantise(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     """Matrices of any scheme, of values of many sizes, with rows that run on or have gaps, codes and scales alike."""
-    scheme, source = SCHEMES[str(rng.choice([*SCHEMES]))], DTYPES[str(rng.choice(FLOATS_TO_QUANTISE))]
+    scheme = SCHEMES[str(rng.choice([*SCHEMES]))]
+    source = DTYPES[str(rng.choice(FLOATS_TO_QUANTISE))]
     wide = scheme.block[1] if scheme.block[0] == 1 else 0
     matrices, rows, columns = (int(rng.integers(1, n)) for n in (3, 300 if scheme.block[0] > 1 else 40, 9))
     columns = columns * wide if wide else int(rng.choice((1, 8, 100, 128, 384, 1000)))
@@ -283,13 +295,15 @@ def box_quantise(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     values[rng.random(values.shape) < 0.1] = -0.0
     values[:, : int(rng.integers(0, rows))] *= bool(rng.integers(0, 4))  # now and then zeros
     given = np.frombuffer(compute.cast(values.reshape(-1).view(np.uint8).data, DTYPES["F32"], source)[0], np.uint8)
-    item, gap = source.bits // 8, int(rng.choice((0, 1, 16))) * source.bits // 8
+    item = source.bits // 8
+    gap = int(rng.choice((0, 1, 16))) * source.bits // 8
     pitch = columns * item + gap
     stored = np.zeros((matrices, rows, pitch), np.uint8)
     stored[..., : columns * item] = given.reshape(matrices, rows, -1)
     wanted = by_cpu(given.view(compute.numpy_type(source)), (matrices, rows, columns), source, scheme)
     across, down = wanted.scales.shape[-2:][::-1]
-    size, step = wanted.scales.itemsize, columns * scheme.bits // 8
+    size = wanted.scales.itemsize
+    step = columns * scheme.bits // 8
     poison = np.full(wanted.codes.nbytes + 64, POISON, np.uint8)
     around = np.full(wanted.scales.nbytes + 64, POISON, np.uint8)
     with device.upload(stored) as read, device.upload(poison) as coded, device.upload(around) as scaled:
@@ -307,7 +321,7 @@ def box_quantise(device: Device, rng: np.random.Generator) -> tuple[int, str]:
         codes, scales = (device.download(memory.address, memory.nbytes) for memory in (coded, scaled))
     poison[: wanted.codes.nbytes] = wanted.codes
     around[: wanted.scales.nbytes] = np.frombuffer(wanted.scales.tobytes(), np.uint8)
-    wrong = difference(codes, poison) or (said := difference(scales, around)) and f"scales: {said}"
+    wrong = difference(codes, poison) or ((said := difference(scales, around)) and f"scales: {said}")
     wrong = wrong or (f"{bad[0]} blocks are not finite, want 0" if bad != [0] else "")
     about = f"{scheme.name} of {source.name} {matrices, rows, columns}"
     return stored.nbytes + codes.nbytes + scales.nbytes, f"{about}: {wrong}" if wrong else ""
@@ -332,7 +346,8 @@ def by_cpu(
     if scheme.name == "nvfp4":
         size = nearest.largest(nearest.Values(values, source), columns, columns, of_all=True)
         whole = nearest.whole_of(size.reshape(1))
-    codes, scales = [], []
+    codes = []
+    scales = []
     for matrix in values.reshape(matrices, rows * columns):
         for row in range(0, rows, high):
             band = nearest.Values(matrix[row * columns : min(row + high, rows) * columns], source)
@@ -345,7 +360,7 @@ def by_cpu(
     found = nearest.packed(np.concatenate(codes), scheme)
     return QuantisedCheck(
         found,
-        np.concatenate(scales).reshape(matrices, -(-rows // high), -1),
+        np.concatenate(scales).reshape(matrices, ceil_div(rows, high), -1),
         float(whole[0]) if whole is not None else 1.0,
     )
 
@@ -357,7 +372,9 @@ def digest(device: Device, rng: np.random.Generator) -> tuple[int, str]:
         for _ in range(rng.integers(0, 5))
     ]
     memory = rng.integers(0, 256, sum(before + nbytes for before, nbytes in lines), np.uint8)
-    at, placed, wanted = 0, [], b""
+    at = 0
+    placed = []
+    wanted = b""
     with device.upload(memory) as read:
         for before, nbytes in lines:
             placed.append(DigestLine(read.address + at + before, nbytes))
@@ -371,7 +388,8 @@ def digest(device: Device, rng: np.random.Generator) -> tuple[int, str]:
 def compare(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     """Two lines of which little differs: how many, the first, the greatest distance."""
     dtype = FLOATS[int(rng.integers(0, len(FLOATS)))]
-    numel, item = int(rng.choice((1, 7, 300, 5000, MOST))), dtype.bits // 8
+    numel = int(rng.choice((1, 7, 300, 5000, MOST)))
+    item = dtype.bits // 8
     a = _values(rng, dtype, numel)
     b = a.copy()
     b[rng.integers(0, len(b), int(rng.choice((0, 1, 5))))] ^= np.uint8(1 << int(rng.integers(0, 8)))
@@ -396,7 +414,8 @@ def adamw_ema(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     state = np.concatenate([g, p, m, v, e])
     poison = np.full(2 * count + 64, POISON, np.uint8)
     with device.upload(state) as held, device.upload(poison) as written:
-        first, step = held.address, 4 * count
+        first = held.address
+        step = 4 * count
         flat = adamw.Flat(
             count, first, first + step, first + 2 * step, first + 3 * step, first + 4 * step, written.address
         )

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.device.adamw import Constants, Flat, step, swap
 from ckpt_tool.device.casts import CastScales, CodeBox, line, pack_casts, pack_codes
 from ckpt_tool.device.comparisons import RECORD, pack_pairs
@@ -166,7 +167,8 @@ def columns(run: int, ways: int = 8, *, merge: bool = False, gap: int = 0) -> Li
     def make(source: int, target: int, payload: int) -> Iterable[Strided]:
         rows = max(1, (payload - PAD) // (ways * (run + gap)))
         for k in range(ways):
-            whole, part = k * run, k * rows * (run + gap)
+            whole = k * run
+            part = k * rows * (run + gap)
             if merge:
                 yield Strided(source + part, target + whole, (rows,), (run + gap,), (ways * run,), run)
             else:
@@ -179,7 +181,9 @@ def levels(run: int) -> Lists:
     """Groups of query, key and value rows of which a rank takes columns: three levels above the run."""
 
     def make(source: int, target: int, payload: int) -> Iterable[Strided]:
-        groups, parts, rows = 4, 3, 64
+        groups = 4
+        parts = 3
+        rows = 64
         pitch = 2 * run
         block = groups * (parts + 1) * rows * pitch
         for k in range(max(1, payload // block)):
@@ -196,10 +200,12 @@ def swaps(item: int, rows: int, columns_: int) -> Callable[[Device, Arena, Knobs
     """Matrices of (rows, columns) items to (columns, rows), as many as fit."""
 
     def prepare(device: Device, arena: Arena, knobs: Knobs) -> Prepared:
-        r, c = rows, columns_
+        r = rows
+        c = columns_
         if r * c * item > arena.payload:
             r = c = isqrt(arena.payload // item)
-        count, nbytes = arena.payload // (r * c * item), r * c * item
+        count = arena.payload // (r * c * item)
+        nbytes = r * c * item
         slots = []
         for k in range(arena.slots):
             source, target = arena.at(k)
@@ -213,7 +219,8 @@ def swaps(item: int, rows: int, columns_: int) -> Callable[[Device, Arena, Knobs
 
 def cast(source: str, target: str, pieces_of: int = 0) -> Callable[[Device, Arena, Knobs], Prepared]:
     """A line from one dtype to another, whole or in pieces of so many elements; the wider side is the payload."""
-    given, wanted = DTYPES[source], DTYPES[target]
+    given = DTYPES[source]
+    wanted = DTYPES[target]
 
     def prepare(device: Device, arena: Arena, knobs: Knobs) -> Prepared:
         count = arena.payload * 8 // max(given.bits, wanted.bits)
@@ -227,7 +234,8 @@ def cast(source: str, target: str, pieces_of: int = 0) -> Callable[[Device, Aren
                 for box in line(begin + at * given.bits // 8, to + at * wanted.bits // 8, min(each, count - at))
             ]
             slots.append(pack_casts(boxes, given, wanted))
-        nbytes, counts = count * (given.bits + wanted.bits) // 8, np.zeros(2, np.uint64)
+        nbytes = count * (given.bits + wanted.bits) // 8
+        counts = np.zeros(2, np.uint64)
         return _counting(
             device,
             "box_cast",
@@ -250,13 +258,14 @@ def code_shape(payload: int, item: int = 2) -> tuple[int, int]:
 
 def code_scales(rows: int, wide: int, block: tuple[int, int], scale: str) -> npt.NDArray[np.generic]:
     """Random scales of a matrix, 2^-7 to 2^2 as exponents and about 1 as floats."""
-    table = np.random.default_rng(3).integers(120, 130, (-(-rows // block[0]), -(-wide // block[1])), np.uint8)
+    table = np.random.default_rng(3).integers(120, 130, (ceil_div(rows, block[0]), ceil_div(wide, block[1])), np.uint8)
     return table if scale == "F8_E8M0" else table.astype(np.float32) / 128
 
 
 def codes(kind: str, block: tuple[int, int], scale: str) -> Callable[[Device, Arena, Knobs], Prepared]:
     """A matrix of codes with a scale a block as bfloat16; the bfloat16 are the payload."""
-    given, scales = DTYPES[kind], DTYPES[scale]
+    given = DTYPES[kind]
+    scales = DTYPES[scale]
 
     def prepare(device: Device, arena: Arena, knobs: Knobs) -> Prepared:
         rows, wide = code_shape(arena.payload)
@@ -289,12 +298,15 @@ def codes(kind: str, block: tuple[int, int], scale: str) -> Callable[[Device, Ar
 
 def quantised(source: str, name: str) -> Callable[[Device, Arena, Knobs], Prepared]:
     """A matrix of floats, which are the payload, as codes in the target and scales beside it."""
-    floats, scheme = DTYPES[source], SCHEMES[name]
+    floats = DTYPES[source]
+    scheme = SCHEMES[name]
 
     def prepare(device: Device, arena: Arena, knobs: Knobs) -> Prepared:
         rows, wide = code_shape(arena.payload, floats.bits // 8)
-        of, across = DTYPES[scheme.scales] if scheme.scales else floats, wide // scheme.group(wide)
-        size, pitch = rows // scheme.block[0] * across * of.bits // 8, wide * scheme.bits // 8
+        of = DTYPES[scheme.scales] if scheme.scales else floats
+        across = wide // scheme.group(wide)
+        size = rows // scheme.block[0] * across * of.bits // 8
+        pitch = wide * scheme.bits // 8
         beside = device.alloc(size)
         steps = ((0, wide * floats.bits // 8), (0, pitch), (0, across * of.bits // 8))
         lists = []
@@ -338,7 +350,8 @@ def compare(dtype: str) -> Callable[[Device, Arena, Knobs], Prepared]:
     def prepare(device: Device, arena: Arena, knobs: Knobs) -> Prepared:
         begun = np.zeros(1, RECORD)
         begun["first"] = (1 << 64) - 1
-        records, kind = device.upload(begun), DTYPES[dtype]
+        records = device.upload(begun)
+        kind = DTYPES[dtype]
         lists = []
         for k in range(arena.slots):
             source, target = arena.at(k)

@@ -163,7 +163,9 @@ class AoaRun:
     """
 
     def __init__(self, shapes: Mapping[str, Shape], faults: Faults, *, doubtful: bool = False) -> None:
-        self.shapes, self.faults, self.doubtful = shapes, faults, doubtful
+        self.shapes = shapes
+        self.faults = faults
+        self.doubtful = doubtful
         self.values: dict[str, NamedValue | None] = {name: whole(name, shape) for name, shape in shapes.items()}
         self.maker: dict[str, int] = {}  # assigned names: the statement that made their value
         self.reader: dict[str, int] = {}  # names whose value has been read: the statement that did first
@@ -354,7 +356,8 @@ class AoaRun:
 
 
 def _made(step: AoaStep, values: Sequence[NamedValue]) -> list[NamedValue]:
-    first, name = values[0], step.left[0]
+    first = values[0]
+    name = step.left[0]
     match step.kind:
         case "split":
             return split(first, len(step.right), step.axis, name, step.why)

@@ -166,10 +166,13 @@ def pieces_of(name: str, value: NamedValue, shapes: Mapping[str, Shape]) -> tupl
     steps = contiguous_strides(value.shape)
     out = []
     for run in _runs(sorted(value.slices, key=lambda s: s.at)):
-        first, second = run[0], run[min(1, len(run) - 1)]
+        first = run[0]
+        second = run[min(1, len(run) - 1)]
         there = contiguous_strides(shapes[first.source])
         strides = tuple(there[dim] for dim in first.dims)
-        ext, src, dst = first.shape, _flat(first.start, there), _flat(first.at, steps)
+        ext = first.shape
+        src = _flat(first.start, there)
+        dst = _flat(first.at, steps)
         if len(run) > 1:
             jump = _flat(second.start, there) - src
             out.append(

@@ -45,13 +45,16 @@ from ckpt_tool.families.aoa.faults import Faults
 
 NOTHING = "_"
 TRANSPOSED = "^T"
-QKV, QKV_OLD, FFN = "fused_qkv", "fused_qkv_old", "fused_ffn"
+QKV = "fused_qkv"
+QKV_OLD = "fused_qkv_old"
+FFN = "fused_ffn"
 WORDS = (QKV, QKV_OLD, FFN)
 PLACEHOLDERS = ("$LAYER_ID_OFFSET", "$LAYER_ID", "$EXPERT_ID")
 CASTS: dict[str, DType | None] = {name: from_torch(name) for name in ("float16", "float32", "bfloat16")}
 MAX_NAMES = 65_536  # on one side; above any number of experts or heads
 
-_NUMBERS, _TEXTS = ("axis", "num_heads", "num_key_value_groups"), ("permute", "dtype", "src_dtype", "dst_dtype")
+_NUMBERS = ("axis", "num_heads", "num_key_value_groups")
+_TEXTS = ("permute", "dtype", "src_dtype", "dst_dtype")
 _TOKEN = re.compile(
     r"\s*(?:(?P<arrow>->)|(?P<mark>[=:\[\],])|(?P<number>[0-9]+)|(?P<text>\"[^\"]*\"|'[^']*')"
     r"|(?P<name>[A-Za-z_][A-Za-z0-9_.$*^]*))"
@@ -156,7 +159,8 @@ def parse(text: str, number: int) -> Statement:
 
 def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
     """(kind, text, column from 1), an `end` last."""
-    here, end = 0, len(text.rstrip())
+    here = 0
+    end = len(text.rstrip())
     while here < end:
         match = _TOKEN.match(text, here)
         if match is None:
@@ -277,7 +281,9 @@ def permutation(text: str) -> tuple[int, ...]:
 
 
 def _check_names(statement: Statement) -> None:
-    left, right, word = statement.left, statement.right, statement.word
+    left = statement.left
+    right = statement.right
+    word = statement.word
     for name in right:
         if name.endswith(TRANSPOSED):
             raise UsageError(
@@ -313,7 +319,8 @@ def _check_names(statement: Statement) -> None:
 
 # -- for every layer and expert ----------------------------------------------------------------------------------------
 
-_STAR, _OFFSET = "*", "$LAYER_ID_OFFSET"
+_STAR = "*"
+_OFFSET = "$LAYER_ID_OFFSET"
 _HOLDER = re.compile("|".join(re.escape(word) for word in (*PLACEHOLDERS, _STAR)))
 _DIGITS = re.compile("[0-9]+")
 Ids = dict[str, int]  # placeholder -> number
@@ -331,7 +338,8 @@ class Forms:
     def ids(self, pattern: str) -> list[Ids]:
         """The numbers that stand for the placeholders (and the star) of `pattern` in each name that it fits."""
         groups: dict[str, str] = {}
-        regex, at = "", 0
+        regex = ""
+        at = 0
         for match in _HOLDER.finditer(pattern):
             known = match[0] in groups
             group = groups.setdefault(match[0], f"g{len(groups)}")
@@ -368,7 +376,11 @@ def expand(
 
 class _Names:
     def __init__(self, source: Forms, wanted: Forms | None, faults: Faults, reverse: bool, skip: bool) -> None:
-        self.source, self.wanted, self.faults, self.reverse, self.skip = source, wanted, faults, reverse, skip
+        self.source = source
+        self.wanted = wanted
+        self.faults = faults
+        self.reverse = reverse
+        self.skip = skip
 
     def by_ids(self, statement: Statement) -> Iterator[Statement]:
         """Once for each id that `$LAYER_ID` and its like stand for."""
@@ -378,7 +390,8 @@ class _Names:
             yield statement
             return
         if len(holders) > 1:
-            few, many = min(names, key=_holders), max(names, key=_holders)
+            few = min(names, key=_holders)
+            many = max(names, key=_holders)
             raise UsageError(
                 f"`{few}` and `{many}` have unlike placeholders",
                 code="E1209",
@@ -467,7 +480,8 @@ class _Names:
     def _written(self, pattern: str, *, read: bool) -> list[str]:
         if _STAR not in pattern:
             return [pattern]
-        forms, bare = self.source if read else self.wanted, pattern.removesuffix(TRANSPOSED)
+        forms = self.source if read else self.wanted
+        bare = pattern.removesuffix(TRANSPOSED)
         if forms is None:
             raise UsageError(
                 f"what `{pattern}` means is not known",

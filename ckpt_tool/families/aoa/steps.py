@@ -167,7 +167,8 @@ def _reversed(step: AoaStep) -> AoaStep:
 
 
 def _fused(statement: Statement, counts: _Counts) -> list[AoaStep]:
-    attributes, word = statement.attributes, statement.word
+    attributes = statement.attributes
+    word = statement.word
     allowed = {"axis"} if word == FFN else {"axis", "num_heads", "num_key_value_groups"}
     if set(attributes) - allowed:
         raise UsageError(
@@ -212,7 +213,8 @@ def _heads(statement: Statement) -> tuple[int, int]:
 
 def _by_groups(statement: Statement, heads: int, groups: int) -> Iterator[AoaStep]:
     """`fused_qkv`."""
-    axis, number = int(statement.attributes.get("axis", 1)), statement.number
+    axis = int(statement.attributes.get("axis", 1))
+    number = statement.number
     splitting = len(statement.left) == 1
     whole = statement.left[0] if splitting else statement.right[0]
     q, k, v = statement.right if splitting else statement.left
@@ -235,8 +237,11 @@ def _by_groups(statement: Statement, heads: int, groups: int) -> Iterator[AoaSte
 
 def _by_shards(statement: Statement, counts: _Counts, heads: int = 0, groups: int = 0) -> Iterator[AoaStep]:
     """`fused_ffn`, and `fused_qkv_old` where there are heads."""
-    axis, number, word = int(statement.attributes.get("axis", 1)), statement.number, statement.word
-    left, right = statement.left, statement.right
+    axis = int(statement.attributes.get("axis", 1))
+    number = statement.number
+    word = statement.word
+    left = statement.left
+    right = statement.right
     here = counts.of(left[0], "left") if len(left) == 1 else 1
     there = counts.of(right[0], "right") if len(right) == 1 else 1
     if word == FFN:

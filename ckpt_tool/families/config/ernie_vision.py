@@ -68,7 +68,7 @@ def is_sound(config: Mapping[str, Any]) -> bool:
         all(type(config.get(key, 1)) is int and config.get(key, 1) > 0 for key in counts)
         and config.get("num_hidden_layers", 1) <= LEAST
         and (config.get("head_dim") is None or type(config["head_dim"]) is int)
-        and all(type(end) is int or isinstance(end, list) and {*map(type, end)} == {int} for end in ends)
+        and all(type(end) is int or (isinstance(end, list) and {*map(type, end)} == {int}) for end in ends)
         and isinstance(seen, Mapping)
         and all(type(seen.get(key, 1)) in (int, float) for key in ("hidden_size", "mlp_ratio"))
     )
@@ -77,11 +77,9 @@ def is_sound(config: Mapping[str, Any]) -> bool:
 def nested(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of transformers 5 of a flat one."""
     text = {key: config.get(key, silent) for key, silent in _TEXT.items()}
-    layers, start, end = (
-        text["num_hidden_layers"],
-        config.get("moe_layer_start_index", 0),
-        config.get("moe_layer_end_index", -1),
-    )
+    layers = text["num_hidden_layers"]
+    start = config.get("moe_layer_start_index", 0)
+    end = config.get("moe_layer_end_index", -1)
     first = min(start) if isinstance(start, list) else start
     last = max(end) if isinstance(end, list) else end if end >= 0 else layers - 1
     every = config.get("moe_layer_interval", 2)
@@ -125,7 +123,8 @@ def nested(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def flat(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """(Paddle's config of a nested one, lines about what it can't say)."""
-    text, seen = config["text_config"], config.get("vision_config") or {}
+    text = config["text_config"]
+    seen = config.get("vision_config") or {}
     out: dict[str, Any] = {key: text[key] for key in _TEXT if text.get(key) is not None}
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
     out |= {
@@ -170,7 +169,8 @@ def _layers(kinds: list[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
     sparse = [i for i, kind in enumerate(kinds) if kind == "sparse"]
     if not sparse:
         return {"moe_num_experts": [0, 0]}, ()
-    first, last = sparse[0], sparse[-1]
+    first = sparse[0]
+    last = sparse[-1]
     every = sparse[1] - first if len(sparse) > 1 else 1
     if [i for i in range(first, last + 1) if (i + 1) % every == 0] == sparse:
         return {

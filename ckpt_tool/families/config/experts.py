@@ -70,7 +70,8 @@ def _layers(model: ConfigWords) -> range:
 
 
 def _sparse_layers_to(model: ConfigWords, out: Values) -> None:
-    dense, step = model.get("mlp_only_layers") or [], model.count("decoder_sparse_step") or 1
+    dense = model.get("mlp_only_layers") or []
+    step = model.count("decoder_sparse_step") or 1
     _sparse(out, [int(i not in dense and (i + 1) % step == 0) for i in _layers(model)])
 
 
@@ -83,7 +84,9 @@ def _sparse_layers_back(args: Arguments, out: Values) -> None:
 
 
 def _first_dense_to(model: ConfigWords, out: Values) -> None:
-    first, kinds, layers = model.count("first_k_dense_replace") or 0, model.get("mlp_layer_types"), _layers(model)
+    first = model.count("first_k_dense_replace") or 0
+    kinds = model.get("mlp_layer_types")
+    layers = _layers(model)
     listed = isinstance(kinds, list) and len(kinds) == len(layers)  # as transformers 5 saves them
     _sparse(out, [int(kind == "sparse") for kind in kinds] if listed else [int(i >= first) for i in layers])
 
@@ -108,7 +111,8 @@ def _kinds_back(args: Arguments, out: Values) -> None:
 
 
 def _interval_to(model: ConfigWords, out: Values) -> None:
-    start, every = model.count("moe_layer_start_index") or 0, model.count("moe_layer_interval") or 1
+    start = model.count("moe_layer_start_index") or 0
+    every = model.count("moe_layer_interval") or 1
     end = model.get("moe_layer_end_index")
     layers = _layers(model)
     stop = end if type(end) is int and end >= 0 else len(layers) - 1
@@ -136,7 +140,9 @@ def _softmax_back(args: Arguments, out: Values) -> None:
 
 def _listed_to(model: ConfigWords, out: Values) -> None:
     """A list of which layers are sparse, under either name; without it the class's own (`mlp_layer_types`)."""
-    layers, freq, kinds = _layers(model), model.config.get("moe_layer_freq"), model.config.get("mlp_layer_types")
+    layers = _layers(model)
+    freq = model.config.get("moe_layer_freq")
+    kinds = model.config.get("mlp_layer_types")
     dense = model.facts.defaults.get("first_k_dense_replace", 0)
     if isinstance(freq, list) and len(freq) == len(layers):
         _sparse(out, [int(bool(each)) for each in freq])
@@ -202,13 +208,15 @@ def _limited_back(args: Arguments, out: Values) -> None:
 
 
 def _shared_to(model: ConfigWords, out: Values) -> None:
-    count, width = model.count("n_shared_experts"), model.count("moe_intermediate_size")
+    count = model.count("n_shared_experts")
+    width = model.count("moe_intermediate_size")
     if out.get("num_experts") and count and width:
         out["moe_shared_expert_intermediate_size"] = count * width
 
 
 def _shared_back(args: Arguments, out: Values) -> None:
-    whole, width = args.get("moe_shared_expert_intermediate_size"), args.get("moe_ffn_hidden_size")
+    whole = args.get("moe_shared_expert_intermediate_size")
+    width = args.get("moe_ffn_hidden_size")
     if not args.get("num_experts"):
         return
     count = (whole or 0) // width if width else 0
@@ -271,7 +279,8 @@ def _ahead_back(args: Arguments, out: Values) -> None:
 
 def _interleaved_to(model: ConfigWords, out: Values) -> None:
     """Llama 4's: by a list or a step; one shared expert as wide as each of the others, probabilities at the input."""
-    sparse, step = model.get("moe_layers"), model.count("interleave_moe_layer_step") or 1
+    sparse = model.get("moe_layers")
+    step = model.count("interleave_moe_layer_step") or 1
     if isinstance(sparse, list):
         _sparse(out, [int(i in sparse) for i in _layers(model)])
     else:

@@ -48,7 +48,8 @@ _SIZES = same(
 
 
 def _heads_to(model: ConfigWords, out: Values) -> None:
-    heads, groups = model.count("num_attention_heads"), model.count("num_key_value_heads")
+    heads = model.count("num_attention_heads")
+    groups = model.count("num_key_value_heads")
     out["group_query_attention"] = groups is not None and groups != heads
     out["num_query_groups"] = groups if out["group_query_attention"] else 1
     width = model.count("head_dim") or (model.count("hidden_size") or 0) // (heads or 1)
@@ -57,10 +58,12 @@ def _heads_to(model: ConfigWords, out: Values) -> None:
 
 
 def _heads_back(args: Arguments, out: Values) -> None:
-    heads, groups = args.get("num_attention_heads"), args.args.get("num_query_groups")
+    heads = args.get("num_attention_heads")
+    groups = args.args.get("num_query_groups")
     out["num_key_value_heads"] = groups if args.get("group_query_attention") and groups else heads
     hidden = args.get("hidden_size")
-    width, even = args.get("kv_channels"), hidden // heads if heads and type(hidden) is int else None
+    width = args.get("kv_channels")
+    even = hidden // heads if heads and type(hidden) is int else None
     if (width or even) and (width not in (None, even) or "head_dim" in args.facts.defaults):
         out["head_dim"] = width or even
 
@@ -99,7 +102,8 @@ def _latent_back(args: Arguments, out: Values) -> None:
 
 def windowed_layers(model: ConfigWords) -> tuple[int | None, list[bool]]:
     """(tokens that a windowed layer sees, whether each layer is one)."""
-    size, layers = model.get("sliding_window"), min(model.count("num_hidden_layers") or 0, LAYERS)
+    size = model.get("sliding_window")
+    layers = min(model.count("num_hidden_layers") or 0, LAYERS)
     kinds = model.get("layer_types")
     if type(size) is not int or model.get("use_sliding_window") is False:
         return None, [False] * layers
@@ -117,7 +121,8 @@ def _window_to(model: ConfigWords, out: Values) -> None:
 
 
 def _window_back(args: Arguments, out: Values) -> None:
-    window, layers = args.get("window_size"), args.get("num_layers") or 0
+    window = args.get("window_size")
+    layers = args.get("num_layers") or 0
     every = "max_window_layers" not in args.facts.defaults
     if not (isinstance(window, tuple | list) and len(window) == 2 and type(window[0]) is int):
         out |= {"sliding_window": None} if every else {"use_sliding_window": False}
@@ -283,7 +288,8 @@ def _silu_back(args: Arguments, out: Values) -> None:
 
 
 def _biases_to(model: ConfigWords, out: Values) -> None:
-    attention, mlp = bool(model.get("attention_bias")), bool(model.get("mlp_bias"))
+    attention = bool(model.get("attention_bias"))
+    mlp = bool(model.get("mlp_bias"))
     out["add_bias_linear"] = attention and mlp
     if attention != mlp:
         model.lost(f"attention_bias {attention}, mlp_bias {mlp}: Megatron has biases at all linear layers or at none")

@@ -62,7 +62,8 @@ def _gated_gelu_to(model: ConfigWords, out: Values) -> None:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if model.get(key) is not None:
             model.lost(f"{key} {model.get(key)}: Megatron-LM has none; Megatron-Bridge's layer has")
-    scale, width = model.get("query_pre_attn_scalar"), model.count("head_dim")
+    scale = model.get("query_pre_attn_scalar")
+    width = model.count("head_dim")
     if scale is not None and scale != width:
         model.lost(f"query_pre_attn_scalar {scale}: Megatron-LM scales by heads of {width}")
     if isinstance(model.get("rope_local_base_freq"), int | float) or "sliding_attention" in _rope(model):
@@ -82,7 +83,8 @@ def _turns(every: int) -> Form:
     """Layers that see a window, but for each `every`-th, which sees all."""
 
     def to(model: ConfigWords, out: Values) -> None:
-        size, layers = model.get("sliding_window"), min(model.count("num_hidden_layers") or 0, LAYERS)
+        size = model.get("sliding_window")
+        layers = min(model.count("num_hidden_layers") or 0, LAYERS)
         kinds = model.config.get("layer_types")
         turn = model.config.get("sliding_window_pattern")
         turn = turn if type(turn) is int and turn > 0 else every
@@ -93,7 +95,8 @@ def _turns(every: int) -> Form:
             out["window_attn_skip_freq"] = [int(kind == "sliding_attention") for kind in kinds]
 
     def back(args: Arguments, out: Values) -> None:
-        window, layers = args.get("window_size"), args.get("num_layers") or 0
+        window = args.get("window_size")
+        layers = args.get("num_layers") or 0
         if isinstance(window, tuple | list) and len(window) == 2 and type(window[0]) is int:
             seen = window_pattern(args.get("window_attn_skip_freq"), layers)
             out["sliding_window"] = window[0] + 1
@@ -104,7 +107,8 @@ def _turns(every: int) -> Form:
 
 def _no_rope_to(model: ConfigWords, out: Values) -> None:
     layers = min(model.count("num_hidden_layers") or 0, LAYERS)
-    turned, every = model.config.get("no_rope_layers"), model.count("no_rope_layer_interval") or 4
+    turned = model.config.get("no_rope_layers")
+    every = model.count("no_rope_layer_interval") or 4
     if not isinstance(turned, list):
         turned = [(i + 1) % every != 0 for i in range(layers)]
     out["no_rope_freq"] = [int(not each) for each in turned]
@@ -168,7 +172,8 @@ _INDEXER = same(("index_n_heads", "index_n_heads"), ("index_head_dim", "index_he
 
 
 def _block_indexer_to(model: ConfigWords, out: Values) -> None:
-    kinds, sparse = model.get("layer_types"), model.config.get("sparse_attention_config")
+    kinds = model.get("layer_types")
+    sparse = model.config.get("sparse_attention_config")
     freq = sparse.get("sparse_attention_freq") if isinstance(sparse, Mapping) else None
     if isinstance(kinds, list):
         indexed = [i for i, kind in enumerate(kinds) if kind == "minimax_m3_sparse"]
@@ -184,14 +189,16 @@ def _block_indexer_to(model: ConfigWords, out: Values) -> None:
 
 
 def _block_indexer_back(args: Arguments, out: Values) -> None:
-    indexed, layers = args.get("lightning_indexer_layers"), min(args.get("num_layers") or 0, LAYERS)
+    indexed = args.get("lightning_indexer_layers")
+    layers = min(args.get("num_layers") or 0, LAYERS)
     if isinstance(indexed, list):
         _INDEXER.back(args, out)
         out["layer_types"] = ["minimax_m3_sparse" if i in indexed else "full_attention" for i in range(layers)]
 
 
 def _falcon_to(model: ConfigWords, out: Values) -> None:
-    heads, hidden = model.count("num_attention_heads"), model.count("hidden_size") or 0
+    heads = model.count("num_attention_heads")
+    hidden = model.count("hidden_size") or 0
     new = bool(model.get("new_decoder_architecture"))
     groups = (model.count("num_kv_heads") or heads) if new else 1 if model.get("multi_query") else heads
     out["group_query_attention"] = groups != heads
@@ -212,7 +219,8 @@ def _falcon_to(model: ConfigWords, out: Values) -> None:
 
 
 def _falcon_back(args: Arguments, out: Values) -> None:
-    heads, new = args.get("num_attention_heads"), bool(args.get("new_decoder_architecture"))
+    heads = args.get("num_attention_heads")
+    new = bool(args.get("new_decoder_architecture"))
     groups = args.args.get("num_query_groups") if args.get("group_query_attention") else heads
     out |= {"new_decoder_architecture": new, "parallel_attn": bool(args.get("parallel_attention"))}
     if type(norms := args.args.get("num_ln_in_parallel_attn")) is int:

@@ -22,10 +22,14 @@ from ckpt_tool.errors import InputError, UsageError
 
 Config = Mapping[str, Any]
 Pair = tuple[str, str, Any]  # key, the type of its value, the value
-UNSAYABLE, UNKNOWN, FOREIGN = "E1711", "E1712", "E1714"
+UNSAYABLE = "E1711"
+UNKNOWN = "E1712"
+FOREIGN = "E1714"
 ARCHITECTURE = "general.architecture"
 QUANTIZATION_VERSION = 2  # `GGML_QUANT_VERSION`
-INT, FLOAT, TRUTH = "UINT32", "FLOAT32", "BOOL"
+INT = "UINT32"
+FLOAT = "FLOAT32"
+TRUTH = "BOOL"
 
 
 class Key(NamedTuple):
@@ -151,7 +155,7 @@ def metadata(config: Config) -> tuple[list[Pair], list[str]]:
         own = {**_deepseek(own), "num_key_value_heads": 1}  # latent attention is that of one head of keys
     for key in (*DECODER, *found.more):
         value = own.get(key.hub)
-        if value is None or key is _HEAD and "head_dim" not in config:
+        if value is None or (key is _HEAD and "head_dim" not in config):
             continue
         out.append((f"{found.name}.{key.stated}", key.kind, _number(value, key, faults)))
         if key is _HEAD:
@@ -179,12 +183,15 @@ def rope_factors(config: Config) -> list[float] | None:
         return None
     import math
 
-    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    hidden = config.get("hidden_size")
+    heads = config.get("num_attention_heads")
     dim = config.get("head_dim") or (hidden // heads if type(hidden) is int and type(heads) is int and heads else 0)
     if dim > 1 << 16:  # no head is so wide: metadata that lies
         return None
-    base, factor = rope.get("rope_theta", 10000.0), rope.get("factor", 8.0)
-    low, high = rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)
+    base = rope.get("rope_theta", 10000.0)
+    factor = rope.get("factor", 8.0)
+    low = rope.get("low_freq_factor", 1.0)
+    high = rope.get("high_freq_factor", 4.0)
     old = rope.get("original_max_position_embeddings", 8192)
     out = []
     for at in range(0, dim, 2):
@@ -251,7 +258,8 @@ def _deepseek(config: Config) -> Config:
 
 def _of_kind(config: Config, found: Architecture) -> Iterable[Pair]:
     """Keys that are computed of several of the config's."""
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    heads = config["num_attention_heads"]
+    hidden = config["hidden_size"]
     if found.name == "llama":
         yield "vocab_size", INT, config["vocab_size"]
         yield "rope.dimension_count", INT, config.get("head_dim") or hidden // heads
@@ -261,7 +269,8 @@ def _of_kind(config: Config, found: Architecture) -> Iterable[Pair]:
         if config.get("sliding_window") is None:
             yield "attention.sliding_window", INT, 0
     if found.name == "deepseek2":
-        rank, turned = config["kv_lora_rank"], config["qk_rope_head_dim"]
+        rank = config["kv_lora_rank"]
+        turned = config["qk_rope_head_dim"]
         yield "vocab_size", INT, config["vocab_size"]
         yield "attention.key_length", INT, rank + turned
         yield "attention.value_length", INT, rank
@@ -319,8 +328,10 @@ def _faults(config: Config, found: Architecture) -> Iterable[str]:
     kinds = config.get("layer_types")
     if turn and (
         config.get("sliding_window_pattern", turn) != turn
-        or isinstance(kinds, list)
-        and kinds != ["full_attention" if (i + 1) % turn == 0 else "sliding_attention" for i in range(len(kinds))]
+        or (
+            isinstance(kinds, list)
+            and kinds != ["full_attention" if (i + 1) % turn == 0 else "sliding_attention" for i in range(len(kinds))]
+        )
     ):
         yield f"windows in other layers than {turn - 1} of {turn}"
     if found.name == "gemma3" and config.get("attn_logit_softcapping") is not None:
@@ -333,7 +344,8 @@ def _unsaid(config: Config, found: Architecture) -> Iterable[str]:
     ahead = config.get("num_nextn_predict_layers")
     if found.name == "deepseek2" and ahead:
         yield "llama.cpp reads no layers of multi-token prediction of this model"
-    scalar, head = config.get("query_pre_attn_scalar"), config.get("head_dim")
+    scalar = config.get("query_pre_attn_scalar")
+    head = config.get("head_dim")
     if found.act == _GELU and scalar is not None and scalar != head:
         yield f"query_pre_attn_scalar {scalar} has no word: llama.cpp takes it by the model's size"
 
@@ -344,7 +356,8 @@ def _unsaid(config: Config, found: Architecture) -> Iterable[str]:
 def foreign(stated: Config) -> InputError | None:
     """Why no family is asked, where the metadata states an architecture without a row here: others have the same names
     for tensors that lie, or are meant, otherwise (norms of EXAONE 4 look as Gemma 3's, which are stored plus one)."""
-    name, known = stated.get(ARCHITECTURE), dict.fromkeys(each.name for each in ARCHITECTURES)
+    name = stated.get(ARCHITECTURE)
+    known = dict.fromkeys(each.name for each in ARCHITECTURES)
     if name is None or name in known:
         return None
     return InputError(
@@ -430,7 +443,8 @@ def _backwards(config: dict[str, Any], own: Config, found: Architecture, faults:
     """What `_of_kind` has computed."""
     if found.name == "deepseek2":
         config["num_key_value_heads"] = config.get("num_attention_heads")
-        whole, turned = own.get("attention.key_length_mla"), config.get("qk_rope_head_dim")
+        whole = own.get("attention.key_length_mla")
+        turned = config.get("qk_rope_head_dim")
         if type(whole) is int and type(turned) is int:
             config["qk_nope_head_dim"] = whole - turned
         else:
@@ -444,11 +458,9 @@ def _backwards(config: dict[str, Any], own: Config, found: Architecture, faults:
     if found.name == "phi3":
         if config.get("sliding_window") == 0:
             config["sliding_window"] = None
-        heads, hidden, turned = (
-            config.get("num_attention_heads"),
-            config.get("hidden_size"),
-            own.get("rope.dimension_count"),
-        )
+        heads = config.get("num_attention_heads")
+        hidden = config.get("hidden_size")
+        turned = own.get("rope.dimension_count")
         if type(turned) is int and type(heads) is int and type(hidden) is int and turned * heads != hidden > 0:
             config["partial_rotary_factor"] = turned * heads / hidden
         if type(size := own.get("rope.scaling.original_context_length")) is int:
@@ -463,7 +475,8 @@ def _scalar(config: Config, found: Architecture) -> int:
     """What a head's products are scaled by: the largest models of each generation by hidden / heads, as llama.cpp's
     `src/models/gemma2.cpp` and `gemma3.cpp` have it."""
     largest = {"gemma2": 46, "gemma3": 62}[found.name]
-    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    hidden = config.get("hidden_size")
+    heads = config.get("num_attention_heads")
     if config.get("num_hidden_layers") == largest and hidden and heads:
         return int(hidden // heads)
     return int(config["head_dim"])

@@ -112,7 +112,8 @@ _EVERY = 6  # without a list, layer 0 and each sixth see all
 def _mimo_v2_to(model: ConfigWords, out: Values) -> None:
     _MIMO.to(model, out)
     layers = min(model.count("num_hidden_layers") or 0, LAYERS)
-    stated, kinds = model.config.get("hybrid_layer_pattern"), model.get("layer_types")
+    stated = model.config.get("hybrid_layer_pattern")
+    kinds = model.get("layer_types")
     if isinstance(stated, list) and len(stated) == layers:
         windowed = [int(bool(each)) for each in stated]
     elif isinstance(kinds, list) and len(kinds) == layers:

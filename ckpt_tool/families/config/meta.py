@@ -52,7 +52,8 @@ def hub_config(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
     """
     inner = params.get("model")
     params = inner if isinstance(inner, Mapping) else params
-    dim, heads = params["dim"], params["n_heads"]
+    dim = params["dim"]
+    heads = params["n_heads"]
     mistral = any(name in params for name in ("hidden_dim", "sliding_window", "head_dim"))
     moe = params.get("moe") if isinstance(params.get("moe"), Mapping) else None
     first = f"layers.0.feed_forward.{'experts.0.' if moe else ''}w1.weight"
@@ -118,7 +119,9 @@ def params_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             faults=odd[1:],
             hint="give the model's own config.json with --config FILE",
         )
-    dim, rows, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    dim = config["hidden_size"]
+    rows = config["intermediate_size"]
+    heads = config["num_attention_heads"]
     head = config.get("head_dim") or dim // heads
     mistral = config.get("model_type") in ("mistral", "mixtral")
     out: dict[str, Any] = {

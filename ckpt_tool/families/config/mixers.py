@@ -27,7 +27,8 @@ _DELTA = same(*((name, name) for name in DELTA_ARGUMENTS if name != "linear_atte
 
 def _delta_net_to(model: ConfigWords, out: Values) -> None:
     _DELTA.to(model, out)
-    layers, kinds = min(model.count("num_hidden_layers") or 0, LAYERS), model.get("layer_types")
+    layers = min(model.count("num_hidden_layers") or 0, LAYERS)
+    kinds = model.get("layer_types")
     if isinstance(kinds, list) and len(kinds) == layers:
         out["linear_attention_freq"] = [int(kind == "linear_attention") for kind in kinds]
     else:
@@ -82,14 +83,16 @@ def hybrid_pattern(args: Arguments) -> tuple[str, list[str]]:
     two arguments said it."""
     stated = args.get("hybrid_layer_pattern") or args.args.get("hybrid_override_pattern")
     main, *ahead = stated.replace("|", "").split("/") if isinstance(stated, str) else [""]
-    inner, depths = args.args.get("mtp_hybrid_override_pattern"), args.get("mtp_num_layers") or 0
+    inner = args.args.get("mtp_hybrid_override_pattern")
+    depths = args.get("mtp_num_layers") or 0
     if not any(ahead) and isinstance(inner, str):
         ahead = [inner] * min(depths, _DEPTHS)
     return main, [each for each in ahead if each]
 
 
 def _letters(model: ConfigWords, pattern: str, kinds: str) -> str:
-    stated, listed = model.get(pattern), model.get(kinds)
+    stated = model.get(pattern)
+    listed = model.get(kinds)
     if isinstance(stated, str):
         return stated
     return "".join(_LETTERS.get(str(kind), "?") for kind in listed) if isinstance(listed, list) else ""
@@ -147,7 +150,8 @@ _SAME = same(
 
 def _falcon_h1_to(model: ConfigWords, out: Values) -> None:
     _SAME.to(model, out)
-    heads, wide = model.count("mamba_n_heads"), model.count("mamba_d_ssm")
+    heads = model.count("mamba_n_heads")
+    wide = model.count("mamba_d_ssm")
     wide = wide or (model.count("mamba_expand") or 2) * (model.count("hidden_size") or 0)
     if heads and wide % heads == 0:
         out["mamba_head_dim"] = wide // heads
@@ -157,7 +161,8 @@ def _falcon_h1_to(model: ConfigWords, out: Values) -> None:
 
 def _falcon_h1_back(args: Arguments, out: Values) -> None:
     _SAME.back(args, out)
-    heads, width = args.args.get("mamba_num_heads"), args.args.get("mamba_head_dim")
+    heads = args.args.get("mamba_num_heads")
+    width = args.args.get("mamba_head_dim")
     if type(heads) is int and type(width) is int:
         out |= {"mamba_d_ssm": heads * width, "mamba_d_head": width}
 

@@ -38,12 +38,11 @@ def paddle_config(config: Mapping[str, Any]) -> Translated:
     facts: ModelClass
     notes: tuple[str, ...]
     if kind is None:
-        facts, notes = (
-            ModelClass("", ""),
-            (f"{config.get('model_type')!r} is none of our classes: what Paddle takes for unsaid keys may differ",),
-        )
+        facts = ModelClass("", "")
+        notes = (f"{config.get('model_type')!r} is none of our classes: what Paddle takes for unsaid keys may differ",)
     else:
-        facts, notes = CLASSES[kind], ()
+        facts = CLASSES[kind]
+        notes = ()
     config = sound(config, facts)
     model = ConfigWords(config, facts)
     out: Values = {}

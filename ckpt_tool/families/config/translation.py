@@ -118,7 +118,8 @@ def megatron_args(config: Mapping[str, Any], kind: str | None = None) -> Transla
 
 
 def _arguments(config: Mapping[str, Any], facts: ModelClass) -> Translated:
-    model, out = ConfigWords(sound(config, facts), facts), dict(facts.megatron)
+    model = ConfigWords(sound(config, facts), facts)
+    out = dict(facts.megatron)
     for form in facts.forms:
         FORMS[form].to(model, out)
     for key, value in facts.unsayable.items():
@@ -167,7 +168,7 @@ def from_megatron(args: Mapping[str, Any], family: str | None = None) -> Transla
         rank = len(wrong), _strange(config, facts) if args.get("num_experts") else 0
         if best is None or rank < best[0]:
             best = rank, home, facts, wrong, Translated(config, translated.notes)
-    if best is None or best[3] and family is None:
+    if best is None or (best[3] and family is None):
         near = f"; the nearest, {best[2].model_type}, has {_some(best[3])}" if best else ""
         return Translated(
             _translated_back(args, _SIZES).config, (f"Megatron's arguments are those of no class that we know{near}",)
@@ -187,7 +188,8 @@ def from_megatron(args: Mapping[str, Any], family: str | None = None) -> Transla
 
 def _strange(config: Mapping[str, Any], facts: ModelClass) -> int:
     """How many of the values that the class takes by itself are others in the config."""
-    model, rope = ConfigWords(config, replace(facts, defaults={})), rope_of(config, {})
+    model = ConfigWords(config, replace(facts, defaults={}))
+    rope = rope_of(config, {})
     stated = {"rope_theta": rope["theta"], "partial_rotary_factor": rope["part"]}
     return sum(stated.get(key, model.get(key)) != value for key, value in facts.defaults.items())
 
@@ -210,7 +212,8 @@ def _as_a_part(family: Family, translated: Translated) -> Translated:
 
 
 def _translated_back(args: Mapping[str, Any], facts: ModelClass) -> Translated:
-    arguments, out = Arguments(args, facts), Values()
+    arguments = Arguments(args, facts)
+    out = Values()
     for form in facts.forms:
         FORMS[form].back(arguments, out)
     return Translated(
@@ -221,7 +224,8 @@ def _translated_back(args: Mapping[str, Any], facts: ModelClass) -> Translated:
 
 def differing(args: Mapping[str, Any], others: Mapping[str, Any]) -> Iterator[str]:
     """`name is this, not that` for each argument that decides what a model computes and is another in `others`."""
-    mine, theirs = _decisive(args), _decisive(others)
+    mine = _decisive(args)
+    theirs = _decisive(others)
     for name in dict.fromkeys((*mine, *theirs)):
         if mine.get(name) != theirs.get(name):
             yield f"{name} {mine.get(name)!r}, not {theirs.get(name)!r}"
@@ -230,7 +234,8 @@ def differing(args: Mapping[str, Any], others: Mapping[str, Any]) -> Iterator[st
 def _decisive(args: Mapping[str, Any]) -> Values:
     """The arguments that decide what the model computes, in one spelling each."""
     facts = Arguments(sound(args, _SIZES), _SIZES)
-    latent, experts = bool(facts.get("multi_latent_attention")), bool(facts.get("num_experts"))
+    latent = bool(facts.get("multi_latent_attention"))
+    experts = bool(facts.get("num_experts"))
     names = [
         *ARGUMENTS,
         *BRIDGE_ARGUMENTS,
@@ -331,14 +336,17 @@ def contradictions(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"{heads} attention heads do not divide over {groups} key-value heads"
     if heads and hidden and hidden % heads and not model.get("head_dim") and not latent:
         yield f"a hidden size of {hidden} does not divide over {heads} attention heads, and there is no head_dim"
-    experts, top = model.count("num_experts"), model.count("num_experts_per_tok")
+    experts = model.count("num_experts")
+    top = model.count("num_experts_per_tok")
     if experts and top and top > experts and model.key("num_experts") in config:
         yield f"{top} experts a token of {experts} experts"
-    parts, best = model.count("n_group"), model.count("topk_group")
+    parts = model.count("n_group")
+    best = model.count("topk_group")
     if "n_group" in config and experts and parts and experts % parts:
         yield f"{experts} experts do not divide over n_group {parts}"
     if "topk_group" in config and parts and best and best > parts:
         yield f"topk_group {best} of n_group {parts}"
-    layers, kinds = model.count("num_hidden_layers"), config.get("layer_types")
+    layers = model.count("num_hidden_layers")
+    kinds = config.get("layer_types")
     if layers is not None and isinstance(kinds, list) and len(kinds) != layers:
         yield f"layer_types has {len(kinds)} entries for {layers} layers"

@@ -52,7 +52,8 @@ def _sizes(run: RowRun, name: str) -> Iterator[tuple[int, Ints, Ints]]:
     kind, place, count = run.columns.get(name, ("", 0, 0))
     if kind != "size":
         raise Irregular
-    dims, numbers = np.frombuffer(run.taken.dims, np.uint8), np.frombuffer(run.taken.sizes, np.int64)
+    dims = np.frombuffer(run.taken.dims, np.uint8)
+    numbers = np.frombuffer(run.taken.sizes, np.int64)
     if len(dims) and (dims == dims[0]).all():
         yield int(dims[0]), np.arange(run.taken.rows), numbers.reshape(run.taken.rows, count, dims[0])[:, place]
         return
@@ -126,7 +127,8 @@ class PieceLocations:
             self._flush(dims)
             fqn, *places, corners = (np.concatenate(parts) for parts in zip(*self._blocks.pop(dims), strict=True))
             order = np.argsort(fqn, kind="stable")
-            fqn, corners = fqn[order], corners[order]
+            fqn = fqn[order]
+            corners = corners[order]
             table = np.stack([column[order] for column in places], axis=1)
             starts = np.flatnonzero(np.concatenate(([True], fqn[1:] != fqn[:-1])))
             for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(fqn)], strict=True):
@@ -158,7 +160,8 @@ class PieceLocations:
         if 0 not in shape:
             there = (extents != 0).all(axis=1)  # not of a rank whose shard is empty
             if not there.all():
-                offsets, extents = offsets[there], extents[there]
+                offsets = offsets[there]
+                extents = extents[there]
         if _same_rows(offsets, corners):
             offsets = corners  # kept once
         else:
@@ -176,7 +179,8 @@ def boxes_of(chunks: Iterable[Any], dims: int, row: Any) -> tuple[tuple[Ints, In
     gives the two of an object."""
     parts: list[tuple[Ints, Ints]] = []
     alone: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    met, fits = 0, True
+    met = 0
+    fits = True
 
     def flush() -> None:
         if alone:
@@ -228,7 +232,10 @@ class Pieces(OnDemand[DcpPiece]):
     __slots__ = ("extents", "offsets", "paths", "table")
 
     def __init__(self, offsets: Ints, extents: Ints, table: Ints, paths: Mapping[int, str]) -> None:
-        self.offsets, self.extents, self.table, self.paths = offsets, extents, table, paths
+        self.offsets = offsets
+        self.extents = extents
+        self.table = table
+        self.paths = paths
 
     def __len__(self) -> int:
         return len(self.table)
@@ -241,7 +248,7 @@ class Pieces(OnDemand[DcpPiece]):
             yield DcpPiece(tuple(offset), known.setdefault(shape, shape), self.paths[file], at, length)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or isinstance(other, list | Pieces) and list(self) == list(other)
+        return self is other or (isinstance(other, list | Pieces) and list(self) == list(other))
 
     __hash__ = None  # type: ignore[assignment]  # as a list
 
@@ -269,7 +276,11 @@ class Arrays(OnDemand[StoredArray]):
         others: Mapping[int, StoredArray],
         leads: int = 0,
     ) -> None:
-        self.table, self.names, self.twins, self.others, self.leads = table, names, twins, others, leads
+        self.table = table
+        self.names = names
+        self.twins = twins
+        self.others = others
+        self.leads = leads
 
     def __len__(self) -> int:
         return len(self.table.twins)
@@ -290,7 +301,7 @@ class Arrays(OnDemand[StoredArray]):
         return Arrays(table, self.names, self.twins, others, self.leads + leads)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or isinstance(other, list | Arrays) and list(self) == list(other)
+        return self is other or (isinstance(other, list | Arrays) and list(self) == list(other))
 
     __hash__ = None  # type: ignore[assignment]  # as a list
 
@@ -302,7 +313,8 @@ class DcpColumns(ChunkColumns):
 
     def __init__(self, pieces: Pieces, arrays: Arrays) -> None:
         super().__init__()
-        self.pieces, self.arrays = pieces, arrays
+        self.pieces = pieces
+        self.arrays = arrays
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -317,7 +329,8 @@ class DcpColumns(ChunkColumns):
 
     def apart(self, leads: int) -> Iterator[tuple[tuple[int, ...], DcpColumns]] | None:
         """The chunks at each position of the first `leads` dims, without these; None where a box covers several."""
-        offsets, extents = self.pieces.offsets, self.pieces.extents
+        offsets = self.pieces.offsets
+        extents = self.pieces.extents
         return None if (extents[:, :leads] != 1).any() else self._at_positions(leads, _ordered(offsets[:, :leads]))
 
     def _at_positions(self, leads: int, order: Ints) -> Iterator[tuple[tuple[int, ...], DcpColumns]]:
@@ -339,7 +352,9 @@ class DcpColumns(ChunkColumns):
         return bool(without.any()) or any(array.crc is None for array in self.arrays.others.values())
 
     def plainly_tile(self, shape: tuple[int, ...]) -> bool:
-        offsets, extents, cells = self.pieces.offsets, self.pieces.extents, 1
+        offsets = self.pieces.offsets
+        extents = self.pieces.extents
+        cells = 1
         for along, widths, n in zip(offsets.T, extents.T, shape, strict=True):
             starts = np.unique(along)
             sides = np.diff(starts, append=n)
@@ -350,9 +365,12 @@ class DcpColumns(ChunkColumns):
 
     def records(self) -> Records:
         """The stored records that hold the arrays."""
-        arrays, table = self.arrays, self.arrays.table
+        arrays = self.arrays
+        table = self.arrays.table
         sizes = np.array([*(twin.nbytes for twin in arrays.twins), 0], np.int64)
-        nbytes, crcs, within = sizes[table.twins], table.crcs.astype(np.int64), np.zeros(len(arrays), np.int64)
+        nbytes = sizes[table.twins]
+        crcs = table.crcs.astype(np.int64)
+        within = np.zeros(len(arrays), np.int64)
         nbytes[crcs == 0] = -1
         for number, array in arrays.others.items():
             start, nbytes[number], crcs[number] = array.crc or (array.offset, -1, 0)
@@ -364,14 +382,16 @@ def joined(parts: Sequence[tuple[DcpColumns, int]]) -> DcpColumns | None:
     """The chunks of several tensors of one save as those of one, each so many rows further down than it was. None where
     they have no rows."""
     columns = [part for part, _ in parts]
-    pieces, arrays = [part.pieces for part in columns], [part.arrays for part in columns]
+    pieces = [part.pieces for part in columns]
+    arrays = [part.arrays for part in columns]
     first = arrays[0]
     if not pieces[0].offsets.shape[1] or any(of.names is not first.names or of.leads != first.leads for of in arrays):
         return None
     offsets = [of.offsets.copy() for of in pieces]
     for moved, (_, rows) in zip(offsets, parts, strict=True):
         moved[:, 0] += rows
-    others, start = dict[int, StoredArray](), 0
+    others = dict[int, StoredArray]()
+    start = 0
     for of in arrays:
         others |= {start + number: array for number, array in of.others.items()}
         start += len(of)

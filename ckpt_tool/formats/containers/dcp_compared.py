@@ -48,7 +48,9 @@ class _Comparing:
     and number of the piece. numbers: of tensors, by id."""
 
     def __init__(self, items: DcpItems, tensors: Sequence[DcpTensorEntry], compare: Compare) -> None:
-        self.items, self.tensors, self.compare = items, tensors, compare
+        self.items = items
+        self.tensors = tensors
+        self.compare = compare
         self.kinds: dict[_TwinKind, int] = {}
         self.met: list[Twin] = []
         self.compared: list[TwinKind] = []  # the same for a call
@@ -65,7 +67,8 @@ class _Comparing:
         self.files = np.array([order[name] for name in met.numbers], np.int32)[files]
         self.starts = np.cumsum([0, *(len(tensor.pieces) for tensor in tensors)])
         self.of = np.concatenate([self._kinds(t, part[0], part[3]) for t, part in zip(tensors, parts, strict=True)])
-        self.crcs, self.twins = np.zeros(len(files), np.uint32), np.full(len(files), -1, np.int32)
+        self.crcs = np.zeros(len(files), np.uint32)
+        self.twins = np.full(len(files), -1, np.int32)
 
     def arrays(self) -> dict[str, Sequence[StoredArray]]:
         order = np.argsort(self.files, kind="stable")
@@ -88,7 +91,8 @@ class _Comparing:
         """The kinds of a tensor's pieces."""
         rows = np.column_stack((extents, lengths))
         if len(rows) and (rows == rows[0]).all():
-            different, inverse = rows[:1], np.zeros(len(rows), np.int64)
+            different = rows[:1]
+            inverse = np.zeros(len(rows), np.int64)
         else:
             different, inverse = np.unique(rows, axis=0, return_inverse=True)
         kinds = (_TwinKind(tensor.dtype, tuple(shape), length) for *shape, length in different.tolist())
@@ -116,7 +120,8 @@ class _Comparing:
         number_of = np.full(len(self.kinds), -1, np.int32)
         for kind, number in self.kinds.items():
             number_of[number] = self._twin(kind, number)
-        twins, tree = number_of[self.of[rows]], self.items.tree
+        twins = number_of[self.of[rows]]
+        tree = self.items.tree
         same: Ints = (twins >= 0) & (self.at[rows] <= tree.size(file) - self.lengths[rows])
         if not same.any():
             return same

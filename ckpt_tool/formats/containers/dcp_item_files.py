@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.target import LazySequence, Patch, TargetArray, TargetFile, WantedTensor
 from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import InternalError, UsageError
@@ -83,7 +84,7 @@ class _File:
 
     def append(self, size: int) -> int:
         """The byte where an item of `size` bytes begins that now lies at the end."""
-        base = -(-self.size // ALIGNMENT) * ALIGNMENT
+        base = ceil_div(self.size, ALIGNMENT) * ALIGNMENT
         self.size = base + size
         return base
 
@@ -105,7 +106,9 @@ class _ItemKind:
     __slots__ = ("at", "held", "holes", "literals", "nbytes", "padded", "size")
 
     def __init__(self, plan: ZipPlan, dtype: DType, extents: tuple[int, ...], box: Box) -> None:
-        self.size, self.literals, self.at = plan.size, plan.literals, plan.offsets[0]
+        self.size = plan.size
+        self.literals = plan.literals
+        self.at = plan.offsets[0]
         self.nbytes = dtype.nbytes(prod(extents))
         self.held = 0 not in extents and box.numel > 0
         self.holes = () if 0 in extents else plan.crcs[0]
@@ -182,7 +185,9 @@ class ItemFiles:
     ) -> None:
         """A stored tensor of `shape` and its shares, at least one: an item a box, in its rank's file. Raises UsageError
         E0242."""
-        given, bands, runs = list(shares), list[PieceBand](), list[_ShareRun]()
+        given = list(shares)
+        bands = list[PieceBand]()
+        runs = list[_ShareRun]()
         dtype = torch_dtype(self.tensors[given[0].tensor])
         lots = dict[tuple[int, int], _Lot]()  # of this dtype and folder
         last = None
@@ -197,7 +202,8 @@ class ItemFiles:
         leads = iter(given)
         for run in runs:
             run.at.extend(run.lot.begins(len(run.tensors)))
-            tails, paths = run.lot.tails, run.lot.paths
+            tails = run.lot.tails
+            paths = run.lot.paths
             bands += [PieceBand(next(leads).lead, tails, paths, at) for at in run.at]
         self._laid += runs
         self.entries[fqn] = WrittenTensor(fqn, path, dtype, shape, bands)
@@ -216,7 +222,8 @@ class ItemFiles:
     def _kinds(
         self, cut: tuple[StoredItem, ...], dtype: DType, leads: int
     ) -> tuple[tuple[Tail, ...], tuple[_ItemKind, ...]]:
-        one, found = (1,) * leads, dict[tuple[object, ...], _ItemKind]()
+        one = (1,) * leads
+        found = dict[tuple[object, ...], _ItemKind]()
         shapes = [(*one, *item.shape) for item in cut]
         for shape, item in zip(shapes, cut, strict=True):
             if (shape, item.box.shape) not in found:
@@ -256,15 +263,14 @@ class ItemFiles:
         return [self._finished(file) for _, file in sorted(self._files.items())]
 
     def _finished(self, file: _File) -> TargetFile:
-        literals, arrays = (
-            LazySequence(lambda: self._listed(file).literals),
-            LazySequence(lambda: self._listed(file).arrays),
-        )
+        literals = LazySequence(lambda: self._listed(file).literals)
+        arrays = LazySequence(lambda: self._listed(file).arrays)
         return TargetFile(file.path, file.size, literals, arrays, LazySequence(lambda: self._listed(file).patches))
 
     def _listed(self, file: _File) -> _File:
         """A file with what lies in it: that of all files is listed at once."""
-        laid, self._unlisted = self._unlisted, []
+        laid = self._unlisted
+        self._unlisted = []
         for each in laid:
             if isinstance(each, _Whole):
                 each.file.hold(each.at, each.made)
@@ -312,13 +318,15 @@ class ItemPlaces:
         cuts: Mapping[int, tuple[tuple[StoredItem, ...], ...]],
         apart: Mapping[int, tuple[Box, ...]],
     ) -> None:
-        self._tensors, self._files = tensors, files
+        self._tensors = tensors
+        self._files = files
         numbers: dict[tuple[object, ...], int] = {}
         self._groups: list[int] = []
         self._boxes: list[list[Box]] = []
         known: dict[tuple[int, int], int] = {}  # by the cuts, which shares of one run have in common, and the shape
         for number, tensor in enumerate(tensors):
-            mine, others = cuts.get(number, ()), apart.get(number, ())
+            mine = cuts.get(number, ())
+            others = apart.get(number, ())
             group = None if others else known.get((id(mine), id(tensor.shape)))
             if group is None:
                 key = (tensor.shape, others, *map(id, mine))

@@ -52,9 +52,14 @@ _OBJECTS = ("E0420", "E0421")  # a name that only an unpickler would run; a tens
 DATA = re.compile(r"__(\d{1,9})_(\d{1,9})\.distcp")  # rank, number of the rank's file
 SHARDING_INFO = "DCP_SHARDING_INFO"
 _ID = ".data/serialization_id"
-_DESCRIPTOR, _CENTRAL = b"PK\x07\x08", b"PK\x01\x02"
-_CENTRAL_SIZE, _CRC_IN_CENTRAL = 46, 16  # bytes (APPNOTE 4.3.12)
-_DESCRIPTOR_SIZE, _LOCAL_SIZE = 16, 30  # bytes (4.3.9, 4.3.7)
+_DESCRIPTOR = b"PK\x07\x08"
+_CENTRAL = b"PK\x01\x02"
+# bytes (APPNOTE 4.3.12)
+_CENTRAL_SIZE = 46
+_CRC_IN_CENTRAL = 16
+# bytes (4.3.9, 4.3.7)
+_DESCRIPTOR_SIZE = 16
+_LOCAL_SIZE = 30
 
 
 MANY = 10_000  # items: few are compared one by one before a library is loaded
@@ -80,9 +85,11 @@ class _Window:
     is the tree's own."""
 
     def __init__(self, tree: Tree) -> None:
-        self._tree, self.met = tree, tree.met
+        self._tree = tree
+        self.met = tree.met
         self._pieces: list[tuple[str, int, bytes]] = []  # the last three: (file, offset, bytes)
-        self._file, self._heads = "", dict[int, int]()
+        self._file = ""
+        self._heads = dict[int, int]()
         self._head = 0  # bytes of the last head that was read
         self._end = (0, 0, b"")  # of the item before: where its end begins, its size, what was read from there
         self._size: tuple[str, int] = ("", 0)  # the last file's
@@ -92,7 +99,9 @@ class _Window:
 
     def expect(self, file: str, heads: dict[int, int]) -> None:
         """Items of `file` come next. heads: first byte of an item -> its bytes."""
-        self._file, self._heads, self._end = file, heads, (0, 0, b"")
+        self._file = file
+        self._heads = heads
+        self._end = (0, 0, b"")
 
     def size(self, path: str) -> int:
         """As `Tree.size`."""
@@ -389,7 +398,8 @@ class Twin(NamedTuple):
 
     def at(self, path: str, at: int, crc: int) -> StoredArray:
         """The array of the item at byte `at` of `path`, whose tensor has that CRC-32."""
-        start, first = at + self.data, self.array
+        start = at + self.data
+        first = self.array
         return StoredArray(
             path, start, first.dtype, first.shape, first.strides, (start, self.nbytes, crc) if crc else None
         )
@@ -403,7 +413,8 @@ class Twin(NamedTuple):
         """The same for a call that compares many."""
         from ckpt_tool.compiled.twins import TwinKind
 
-        end, fixed = bytearray(self.end), bytearray(self.end)
+        end = bytearray(self.end)
+        fixed = bytearray(self.end)
         for offset, piece in self.fixed:
             end[offset : offset + len(piece)] = piece
             fixed[offset : offset + len(piece)] = b"\xff" * len(piece)
@@ -414,11 +425,13 @@ def twin_of(opened: TorchZip, array: StoredArray) -> Twin | None:
     """What later items of the same dtype, shape and length are compared with; None for an item that is not laid out as
     torch does (it then has no twins)."""
     records = opened.records
-    storage, label = records.get("data/0"), records.get(_ID)
+    storage = records.get("data/0")
+    label = records.get(_ID)
     if storage is None or label is None or not storage.nbytes or array.offset != storage.offset:
         return None
     stop = storage.offset + storage.nbytes
-    start, length = opened.start, opened.length
+    start = opened.start
+    length = opened.length
     header = max(r.offset + r.nbytes for name, r in records.items() if name not in ("version", "data/0", _ID))
     end = opened.tree.read(opened.path, stop, start + length - stop)
     holes = _holes(opened.root, "data/0", storage, end, stop), _holes(opened.root, _ID, label, end, stop)
@@ -429,7 +442,8 @@ def twin_of(opened: TorchZip, array: StoredArray) -> Twin | None:
         return None
     head = opened.tree.read(opened.path, start, behind - start)
     skipped = sorted([*((at, 4) for pair in holes if pair for at in pair), (label.offset - stop, label.nbytes)])
-    fixed, done = [], 0
+    fixed = []
+    done = 0
     for at, nbytes in skipped:
         fixed.append((done, end[done:at]))
         done = at + nbytes

@@ -61,10 +61,18 @@ MEGATRON_OBJECTS = (b"common_state/shard_0_1", b"._extra_state/shard_0", b"rng_s
 # Keys that Megatron-FSDP alone has: of its parameters' hyperparameters; of states, behind two wrappers at least; of a
 # model, behind one.
 FSDP_OWN = ("optimizer.param_to_group_meta.", "optimizer.state.module.module.")
-FSDP_GROUPS, FSDP_MODEL = FSDP_OWN[0], r"model\d{0,4}\.module\."
-INCOMPLETE, CONTRADICTION, FOREIGN, COMPRESSED, PLANNER = "E0309", "E0389", "E1333", "E0395", "E0396"
-_META, _STORE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-_METADATA, _TENSOR, _BYTES = f"{_META}.Metadata", f"{_META}.TensorStorageMetadata", f"{_META}.BytesStorageMetadata"
+FSDP_GROUPS = FSDP_OWN[0]
+FSDP_MODEL = r"model\d{0,4}\.module\."
+INCOMPLETE = "E0309"
+CONTRADICTION = "E0389"
+FOREIGN = "E1333"
+COMPRESSED = "E0395"
+PLANNER = "E0396"
+_META = "torch.distributed.checkpoint.metadata"
+_STORE = "torch.distributed.checkpoint.filesystem"
+_METADATA = f"{_META}.Metadata"
+_TENSOR = f"{_META}.TensorStorageMetadata"
+_BYTES = f"{_META}.BytesStorageMetadata"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"  # core 0.15's subclass of Metadata
 
 
@@ -287,8 +295,11 @@ class _DcpMetadataReading:
                     code="E2603",
                     hint="the metadata is damaged, or of a storage that is not a file system",
                 )
-            fqn, offset = _text(index, "fqn"), index.state.get("offset")
-            file, at, length = _text(info, "relative_path"), info.get("offset"), info.get("length")
+            fqn = _text(index, "fqn")
+            offset = index.state.get("offset")
+            file = _text(info, "relative_path")
+            at = info.get("offset")
+            length = info.get("length")
             if info.state.get("transform_descriptors"):
                 raise InputError(
                     f"the item is stored through {list(info.state['transform_descriptors'])}: such streams "
@@ -347,7 +358,7 @@ class _DcpMetadataReading:
             if (
                 not isinstance(path, tuple | list)
                 or not path
-                or not all(type(step) is str or type(step) is int and 0 <= step < 1_000_000 for step in path)
+                or not all(type(step) is str or (type(step) is int and 0 <= step < 1_000_000) for step in path)
             ):
                 raise CorruptFile(
                     f"planner_data of {str(fqn)[:200]!r} is {_what(path)}, want a path of keys and positions",
@@ -375,12 +386,17 @@ class _DcpMetadataReading:
                 return
             items = self.places.of(fqn)  # an item of a tensor has an offset, so all are there
         pieces: dict[tuple[Any, Any], DcpPiece] = {}
-        numel, dims = prod(shape), len(shape)
+        numel = prod(shape)
+        dims = len(shape)
         known: tuple[int, ...] | None = None
-        count, room = 0, shape  # of the last extent: its elements, and how far its box may begin
+        # of the last extent: its elements, and how far its box may begin
+        count = 0
+        room = shape
         for offset, extent in self.boxes(chunks, fqn):
             if extent != known:
-                known, count, room = extent, prod(extent), tuple(map(sub, shape, extent))
+                known = extent
+                count = prod(extent)
+                room = tuple(map(sub, shape, extent))
             if not len(offset) == len(extent) == dims or any(map(gt, offset, room)):
                 self.faults.append(
                     f"{fqn}: a box at {list(offset)} of shape {list(extent)} leaves the tensor of shape {list(shape)}"
@@ -455,7 +471,7 @@ def _places(rows: Rows) -> PieceLocations:
 def _size(value: Any, fqn: str) -> tuple[int, ...]:
     """A torch.Size as it was read: integers >= 0, at most 64 of them."""
     if type(value) is tuple and len(value) <= RANK_LIMIT and _INTEGERS.issuperset(map(type, value)):
-        if not value or min(value) >= 0 and max(value) < 1 << 63:
+        if not value or (min(value) >= 0 and max(value) < 1 << 63):
             return value
     raise CorruptFile(
         f"a size or an offset is {str(value)[:100]}, want whole numbers >= 0",
@@ -491,7 +507,8 @@ def check_files(tree: Tree, listings: Sequence[DcpListing], metadata: str) -> No
             faults=missing[20:SHOWN],
             hint="copy the missing files from where the job wrote them: __R_S.distcp is rank R's",
         )
-        counts, sizes = dict.fromkeys(missing, 0), dict.fromkeys(missing, 0)
+        counts = dict.fromkeys(missing, 0)
+        sizes = dict.fromkeys(missing, 0)
         for listing in listings:
             _leave_out(listing, counts, sizes)
         report_missing(fault, files=counts, file_bytes=sizes)
@@ -522,7 +539,10 @@ def _leave_out(listing: DcpListing, counts: dict[str, int], sizes: dict[str, int
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 VERSION = "1.0.0"
-_NEW, _EMPTY, _BUILD = b")\x81", b"}(", b"ub"  # NEWOBJ of (); a dict opened; the dict closed and given to BUILD
+# NEWOBJ of (); a dict opened; the dict closed and given to BUILD
+_NEW = b")\x81"
+_EMPTY = b"}("
+_BUILD = b"ub"
 
 
 class Tail(NamedTuple):
@@ -559,7 +579,8 @@ def pickled(
     """The `.metadata` of `folder` ("" or with a slash at its end) that lists `entries`, in this order. nested: are the
     entries' paths written (planner_data), or do keys not nest?"""
     memo = _Memo()
-    text, name = memo.text, memo.name
+    text = memo.text
+    name = memo.name
     every = [entry.written() if isinstance(entry, DcpTensorEntry) else entry for entry in entries]
     out = [b"\x80\x04" + name(_META, "Metadata") + _NEW + _EMPTY + text("state_dict_metadata") + _EMPTY]
     for entry in every:
@@ -630,11 +651,15 @@ class _Memo:
 
     def items(self, entry: WrittenTensor, folder: str, out: list[bytes]) -> None:
         """The rows of storage_data of a tensor's pieces."""
-        dims, number, numbers = len(entry.shape), 0, self._numbers
+        dims = len(entry.shape)
+        number = 0
+        numbers = self._numbers
         numbers += [_integer(n) for n in range(len(numbers), sum(len(band.at) for band in entry.bands))]
-        front, opened = self._index(entry.fqn), self.text("offset") + self._opened(dims)
+        front = self._index(entry.fqn)
+        opened = self.text("offset") + self._opened(dims)
         for lead, tails, files, at in entry.bands:
-            known, start = (id(tails), id(files), dims), opened + self._lead(lead)
+            known = (id(tails), id(files), dims)
+            start = opened + self._lead(lead)
             ends = self._places.get(known)
             if ends is None:
                 met = len(self._fetched)
@@ -645,7 +670,8 @@ class _Memo:
                 place = b"J" + _I32(byte) if 65536 <= byte < 1 << 31 else _integer(byte)  # most often
                 out += (front, numbers[number], start, middle, place, end)
                 if not number:  # as above
-                    front, opened = self._index(entry.fqn), self.text("offset") + self._opened(dims)
+                    front = self._index(entry.fqn)
+                    opened = self.text("offset") + self._opened(dims)
                     start = opened + self._lead(lead)
                 number += 1
 
@@ -665,7 +691,8 @@ class _Memo:
         """The row of storage_data of an object."""
         found = self._objects.get((at.file, at.length))
         if found is None:
-            met, index = len(self._fetched), self.name(_META, "MetadataIndex") + _NEW + _EMPTY + self.text("fqn")
+            met = len(self._fetched)
+            index = self.name(_META, "MetadataIndex") + _NEW + _EMPTY + self.text("fqn")
             middle = self.text("index") + b"N" + self.text("offset") + b"N" + self._info()
             middle += self.text(at.file[len(folder) :]) + self.text("offset")
             found = index, middle, self.text("length") + _integer(at.length) + _BUILD

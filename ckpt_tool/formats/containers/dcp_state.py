@@ -93,7 +93,8 @@ class State:
 
     def _object(self, read: ReadObject) -> None:
         """An object item: plain values into the extras; tensors inside it are tensors like others."""
-        entry, value = read.entry, read.value
+        entry = read.entry
+        value = read.value
         shown = self.tree.display(entry.file)
         parted = part(value, entry.path)
         lines, hidden = hidden_in(value, parted, shown, f"item {entry.fqn} of {shown}")
@@ -129,7 +130,8 @@ class State:
         """Tensors that are kept as codes, files that belong to nothing, objects of several ranks."""
         if self.coded:
             yield coded_note(self.coded)
-        used, folders = set(self.files), [listing.folder for listing in self.listings]
+        used = set(self.files)
+        folders = [listing.folder for listing in self.listings]
         stray = [
             path
             for path in self.tree.listing()
@@ -242,5 +244,6 @@ def _flatten(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 def stays(value: list[Any]) -> bool:
     """Is the list one object, since no tensor, dict or such a list is in it?"""
     return not any(
-        isinstance(item, NestingSlot | Known | Mapping) or isinstance(item, list) and not stays(item) for item in value
+        isinstance(item, NestingSlot | Known | Mapping) or (isinstance(item, list) and not stays(item))
+        for item in value
     )

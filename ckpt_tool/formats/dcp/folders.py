@@ -39,7 +39,9 @@ from ckpt_tool.formats.containers.dcp_metadata import (
     UNFINISHED,
 )
 
-SEVERAL, NOT_READ, DEEPER = "E0392", "E1640", "E1644"
+SEVERAL = "E0392"
+NOT_READ = "E1640"
+DEEPER = "E1644"
 _RANK_METADATA = re.compile(r"__(\d{1,9})\.metadata")
 _MODEL = re.compile(r"(?:pytorch_)?model(?:_fsdp)?(?:_\d+)?|app")
 _OPTIMIZER = re.compile(r"optim(?:izer)?(?:_\d+)?")

@@ -63,7 +63,8 @@ class _DcpReading:
         self.state = State(tree, listings)
 
     def catalog(self, *, required: bool) -> Catalog:
-        state, listings = self.state, self.state.listings
+        state = self.state
+        listings = self.state.listings
         extras = state.extras.finished()
         leaves = [Leaf(tensor.path, tensor.shape) for tensor in state.tensors]
         named = name_leaves(leaves, extras, path=self.tree.display(self._metadata()[0]))
@@ -126,7 +127,7 @@ class _DcpReading:
         beside = [
             name
             for name in self.tree.listing()
-            if name not in taken and (name.endswith(_PICKLES) or "/" not in name and name.startswith(_OF_ACCELERATE))
+            if name not in taken and (name.endswith(_PICKLES) or ("/" not in name and name.startswith(_OF_ACCELERATE)))
         ]
         if beside:
             more = f" and {len(beside) - 20} more" if len(beside) > 20 else ""
@@ -143,7 +144,8 @@ def _mesh(tensors: Iterable[LogicalTensor]) -> Mesh:
             continue
         cuts = starts_of(tensor.chunks, len(tensor.shape))
         inner = max(cuts[1:], default=1)
-        rows, columns = max(rows, cuts[0]), max(columns, inner)
+        rows = max(rows, cuts[0])
+        columns = max(columns, inner)
         if inner > 1:
             both = max(both, cuts[0])
     if columns == 1:

@@ -60,7 +60,8 @@ def dcp_target(wanted: Wanted, layout: Layout) -> Target:
     copies = tuple(TargetFile(name, size, copy_of=name) for name, size in wanted.sidefiles)
     empty = list(_empty_dicts(nested.tree))
     lost = [f"empty dicts leave no trace in a DCP: {', '.join(empty[:20])}"] if empty else []
-    files, notes = [*files, *copies], (*nested.notes, *lost)
+    files = [*files, *copies]
+    notes = (*nested.notes, *lost)
     return Target("dcp", tuple(files), notes=notes, places=writer.files.places(files))
 
 

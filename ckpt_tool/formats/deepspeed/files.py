@@ -34,7 +34,10 @@ from ckpt_tool.formats.torch.content import TorchContent, read_content
 from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
-MALFORMED, REFUSED, DISAGREE, MISSING = "E0355", "E0356", "E0359", "E0302"
+MALFORMED = "E0355"
+REFUSED = "E0356"
+DISAGREE = "E0359"
+MISSING = "E0302"
 SHOWN = 100
 TWO_RUNS = "the files come from two runs or two steps: fetch one save whole"
 
@@ -176,7 +179,9 @@ def rank_files(stage: int, prefix: str, dp: int, pp: int) -> RankFiles:
 
 # -- what a file holds -------------------------------------------------------------------------------------------------
 
-OPTIMIZER, BASE, MASTERS = "optimizer_state_dict", "base_optimizer_state", "single_partition_of_fp32_groups"
+OPTIMIZER = "optimizer_state_dict"
+BASE = "base_optimizer_state"
+MASTERS = "single_partition_of_fp32_groups"
 FLAT3 = "fp32_flat_groups"
 _SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i", "BOOL": "<?"}
 # Keys of a module file that say how it is laid out: made anew when it is written.
@@ -275,7 +280,8 @@ class OptimizerFile:
 def read_module(tree: Tree, name: str) -> ModuleFile:
     """A `*_model_states.pt` file. Raises CorruptFile E0355 where it is not laid out as DeepSpeed does, and what
     containers and pickles raise."""
-    content, shown = read_content(tree, name), tree.display(name)
+    content = read_content(tree, name)
+    shown = tree.display(name)
     values = dict(_mapping(content.extras, "the file", shown))
     out = ModuleFile(
         shown,
@@ -367,7 +373,8 @@ class _OptimizerParts:
     weights. states: number -> state -> array. rest: single numbers kept as tensors beside them."""
 
     def __init__(self, tree: Tree, content: TorchContent, shown: str) -> None:
-        self.tree, self.shown = tree, shown
+        self.tree = tree
+        self.shown = shown
         self.state = _mapping(_mapping(content.extras, "the file", shown).get(OPTIMIZER), OPTIMIZER, shown)
         if isinstance(self.state.get(BASE), list):
             older = "its states are laid out in an older way"
@@ -472,7 +479,8 @@ class _OptimizerParts:
         out = {}
         for name, item in (stated or {}).items():
             state = item.state if isinstance(item, Opaque) and isinstance(item.state, dict) else {}
-            numel, start = state.get("numel"), state.get("start")
+            numel = state.get("numel")
+            start = state.get("start")
             if type(numel) is not int or type(start) is not int:
                 raise malformed("an entry of param_slice_mappings is no fragment_address", self.shown)
             out[str(name)] = numel, start

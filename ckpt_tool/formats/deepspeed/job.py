@@ -35,6 +35,7 @@ from math import gcd, prod
 from typing import NamedTuple, TypeVar
 
 from ckpt_tool.core.flat_line import FlatLine, LinePlace
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.formats.deepspeed.names import global_names
 
 START_ALIGNMENT = 2  # elements: DeepSpeed's nccl_start_alignment_factor
@@ -96,13 +97,14 @@ def partitioned(shapes: Mapping[str, Shape], number: int, ep: int, ranks: int, i
     numels = [prod(shape) for shape in shapes.values()]
     gaps = alignment_gaps(numels, itemsize) if itemsize else (0,) * len(numels)
     unit = START_ALIGNMENT * ranks
-    return FlatGroup(shapes, number, ep, -(-(sum(numels) + sum(gaps)) // unit) * unit // ranks, gaps)
+    return FlatGroup(shapes, number, ep, ceil_div(sum(numels) + sum(gaps), unit) * unit // ranks, gaps)
 
 
 def alignment_gaps(numels: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """Elements of padding behind each parameter under `parameter_alignment`."""
     unit = PARAMETER_ALIGNMENT // gcd(PARAMETER_ALIGNMENT, itemsize)
-    out, at = [], 0
+    out = []
+    at = 0
     for number, numel in enumerate(numels):
         out.append(0 if number == len(numels) - 1 else -(at + numel) % unit)
         at += numel + out[-1]
@@ -113,12 +115,15 @@ def sub_groups(shapes: Mapping[str, Shape], number: int, ranks: int, size: int) 
     """A parameter group's sub-groups at ZeRO 3. size: `sub_group_size`, elements of a rank."""
     names = list(shapes)
     counts = [share(prod(shape), ranks) for shape in shapes.values()]
-    begin, filled, whole = 0, 0, size >= sum(counts)
+    begin = 0
+    filled = 0
+    whole = size >= sum(counts)
     for i, count in enumerate(counts):
         filled += count
-        if not whole and filled >= size or i == len(counts) - 1:
+        if (not whole and filled >= size) or i == len(counts) - 1:
             yield FlatGroup({name: shapes[name] for name in names[begin : i + 1]}, number)
-            begin, filled = i + 1, 0
+            begin = i + 1
+            filled = 0
 
 
 def deal(items: Sequence[T], hands: int) -> list[T]:
@@ -134,16 +139,18 @@ def undeal(items: Sequence[T], hands: int) -> list[T]:
 
 def share(numel: int, ranks: int) -> int:
     """Elements of each rank's share of one parameter at ZeRO 3, padding included."""
-    return -(-numel // ranks)
+    return ceil_div(numel, ranks)
 
 
 def shares(shapes: Mapping[str, Shape], ranks: int, rank: int) -> tuple[FlatLine[str], int]:
     """(what a rank's shares of some parameters hold, laid end to end, their elements with padding)."""
-    places, at = [], 0
+    places = []
+    at = 0
     for name, shape in shapes.items():
         numel = prod(shape)
         count = share(numel, ranks)
-        start, stop = min(rank * count, numel), min((rank + 1) * count, numel)
+        start = min(rank * count, numel)
+        stop = min((rank + 1) * count, numel)
         if start < stop:
             places.append(LinePlace(name, at, start, stop, shape))
         at += count
@@ -216,7 +223,8 @@ class ZeroJob:
         expert, turn = self.expert_rank(data, group.ep)
         whole = self._lines[stage][number][expert]
         stop = (turn + 1) * group.size
-        line, spare = whole.line.window(stop - group.size, stop), min(group.size, max(0, stop - whole.line.end))
+        line = whole.line.window(stop - group.size, stop)
+        spare = min(group.size, max(0, stop - whole.line.end))
         return FlatArray(group.number, line, whole.names, group.size, spare, self.dp // group.ep, group.gaps)
 
     @cached_property

@@ -43,7 +43,9 @@ from ckpt_tool.formats.deepspeed.job import Config, FlatGroup, Shape, ZeroJob, d
 from ckpt_tool.formats.deepspeed.names import TIED, counts, expert_name_of, first_rank, global_names
 from ckpt_tool.formats.state_dict.nesting import writable
 
-UNFIT, DEGREE, SPLIT = "E0286", "E0287", "E0288"
+UNFIT = "E0286"
+DEGREE = "E0287"
+SPLIT = "E0288"
 _NO_OPTIMIZER = frozenset((MODEL, EMA, EXTRAS))
 Rows = list[tuple[int, LogicalTensor]]
 
@@ -62,7 +64,8 @@ def _unlike(expert: str, what: str) -> UsageError:
 
 def stage_of(states: Sequence[str], described: Described | None, wished: int | None) -> int:
     """The ZeRO stage to write. Raises UsageError E0286 for `--zero 0` beside fp32 master weights."""
-    has_master, trains = MASTER in states, any(state not in _NO_OPTIMIZER for state in states)
+    has_master = MASTER in states
+    trains = any(state not in _NO_OPTIMIZER for state in states)
     wrapped = described is not None and described.zero_stage == 0  # DeepSpeed's 16-bit wrapper keeps masters
     if wished is not None:
         if wished == 0 and has_master and not wrapped:
@@ -136,7 +139,8 @@ class _Fitting:
 
     def add_masters(self) -> None:
         """fp32 weights are their own master where a parameter has states and no master."""
-        model, masters = self.of(MODEL), self.of(MASTER)
+        model = self.of(MODEL)
+        masters = self.of(MASTER)
         stateful = {row.key.name for _, row in self.rows if row.key.state not in (*_NO_OPTIMIZER, MASTER)}
         made = [(name, *model[name]) for name in model if name in stateful and name not in masters]
         for name, _, row in made:
@@ -174,7 +178,9 @@ class _Fitting:
 
     def add_module(self) -> None:
         """The module's weights, rounded from the master where the source has none."""
-        have, masters, shared = self.of(MODEL), self.of(MASTER), self.described.shared
+        have = self.of(MODEL)
+        masters = self.of(MASTER)
+        shared = self.described.shared
         kinds = [row.dtype.name for _, row in have.values() if row.dtype.is_float]
         dtype = self.described.dtype or max(kinds, key=kinds.count, default=_configured(self.extras))
         made: Rows = []
@@ -301,12 +307,15 @@ def settle(wanted: Wanted) -> Laid:
     described = _completed(described, wanted) if described else _foreign(wanted, stage, notes)
     states = [state for state in present if state not in (MODEL, MASTER, EMA, EXTRAS) and (state != STEP or stage == 0)]
     masters = {
-        t.key.name: t.shape for t in wanted.tensors if t.key.state == MASTER or not stage and t.key.state in states
+        t.key.name: t.shape for t in wanted.tensors if t.key.state == MASTER or (not stage and t.key.state in states)
     }
-    dp, pp, ep = degrees["dp"], degrees["pp"], degrees["ep"]
+    dp = degrees["dp"]
+    pp = degrees["pp"]
+    ep = degrees["ep"]
     groups = groups_of(extras, masters)
     _note_foreign(groups, described, stage, notes)
-    config, rows = Config.of(extras.get("ds_config")), {tensor.key: n for n, tensor in enumerate(wanted.tensors)}
+    config = Config.of(extras.get("ds_config"))
+    rows = {tensor.key: n for n, tensor in enumerate(wanted.tensors)}
     moved = _moved(wanted, dp, pp, ep)
     laid = Laid(wanted, described, config, stage, dp, pp, ep, rows, states, extras, notes, moved)
     if stage or any(expert_name_of(name) for group in groups for name in group.names):

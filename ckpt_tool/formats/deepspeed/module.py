@@ -165,7 +165,8 @@ class Module:
         """The expert files. Every expert that the optimizer knows must have one."""
         for (layer, number), file, arrays in self._files_of(self.files.experts):
             for name, array in arrays.items():
-                found, shown = expert_name_of(name), self.tree.display(file)
+                found = expert_name_of(name)
+                shown = self.tree.display(file)
                 if found is None or found.number != number:
                     hint = "the file was renamed: its names say which expert it holds"
                     raise disagree(f"the file of expert {number} holds {name[:200]}", shown, name[:200], hint)
@@ -242,7 +243,8 @@ class Module:
         """An alias that lies elsewhere than the parameter it shares must hold the same values: the two are replicas."""
         for alias, kept in self.shared.items():
             if alias in self.arrays and kept in self.arrays and alias != kept:
-                mine, theirs = list(self.arrays[alias]), list(self.arrays[kept])
+                mine = list(self.arrays[alias])
+                theirs = list(self.arrays[kept])
                 for array in mine:
                     self._add(kept, array)
                 for array in theirs:

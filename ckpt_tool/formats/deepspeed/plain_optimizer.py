@@ -243,7 +243,7 @@ def _check(entries: Sequence[_StateEntry], path: str) -> None:
         if entry.array.shape in ((), (1,)):  # a number of the parameter's: its step, Paddle's powers of beta
             continue
         shape = shapes.setdefault(entry.number, entry.array.shape)
-        if shape != entry.array.shape or masters and entry.number not in masters:
+        if shape != entry.array.shape or (masters and entry.number not in masters):
             raise disagree(
                 f"{entry.state} of parameter {entry.number} has shape {list(entry.array.shape)}, another state "
                 f"{list(shape)}, and {len(masters)} parameters have an fp32 weight",

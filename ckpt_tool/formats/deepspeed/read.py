@@ -318,7 +318,7 @@ class ZeroReader:
         count = ranks[0].count
         ep = self.dp // count if count and self.dp % count == 0 else 0
         moe = bool(file.param_groups[number].get("moe")) or any(expert_name_of(name) for name in shapes)
-        if ep < 1 or ep > 1 and not moe:
+        if ep < 1 or (ep > 1 and not moe):
             raise disagree(f"partition_count is {count} of {self.dp} data ranks", shown)
         gaps = ranks[0].gaps
         size = max(array.numel for rank in ranks for array in (rank.master, *rank.states.values()))
@@ -335,7 +335,8 @@ class ZeroReader:
             raise disagree(f"the fp32 partition has {have} elements, its parameters take {array.line.end}", path)
         if stored.mapping is None or self.config.round_robin:  # dealt out, DeepSpeed states the undealt places
             return
-        stated, ours = stored.mapping, array.slices()
+        stated = stored.mapping
+        ours = array.slices()
         for wrong in (name for name in (*ours, *stated) if stated.get(name) != ours.get(name)):
             raise disagree(
                 f"param_slice_mappings puts {wrong} at {stated.get(wrong)} (elements, start), its shape and order at "
@@ -348,7 +349,8 @@ class ZeroReader:
     def flat(self) -> dict[TensorKey, LogicalTensor]:
         """The parameters of the flat tensors, state by state; gaps are left to the catalog's check. Those without
         elements lie nowhere and have the states that the others have."""
-        out, empty = {}, {}
+        out = {}
+        empty = {}
         for state in self.states:
             dtype = next((c[0].array.dtype for key, c in self.chunks.items() if key.state == state), DTYPES["F32"])
             for name, shape in self.shapes.items():
@@ -371,7 +373,8 @@ class ZeroReader:
             options = self._options()
         else:
             plain = self._plain(module)
-            options, tensors = plain.options, tensors | plain.tensors
+            options = plain.options
+            tensors = tensors | plain.tensors
             self.notes += plain.notes
             self.stages = plain.stages
         tensors, unread = set_apart(tensors | module.clients)
@@ -490,7 +493,8 @@ def _other(path: str, what: str, theirs: Any, mine: Any, first: str) -> Inconsis
 
 def _unlike(file: ModuleFile, first: ModuleFile) -> Iterator[str]:
     """What a data rank's module file says otherwise than the first one of its stage."""
-    mine, theirs = file.shapes, first.shapes
+    mine = file.shapes
+    theirs = first.shapes
     if mine is None or theirs is None or len(mine) != len(theirs):
         if mine != theirs:
             yield f"param_shapes has {_count(mine)}, but {_count(theirs)}"

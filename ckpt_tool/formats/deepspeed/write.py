@@ -72,7 +72,8 @@ class _ZeroWriter:
         self.laid = laid
         self.model = [t.key.name for t in laid.wanted.tensors if t.key.state == MODEL]
         self.options = Options.from_extras(laid.extras)
-        described, have = laid.described, set(self.model)
+        described = laid.described
+        have = set(self.model)
         self.trained = {t.key.name for t in laid.wanted.tensors if t.key.state == MASTER}
         self.shared = {a: k for a, k in described.shared.items() if k in self.trained or k in have}
         self.buffers = [name for name in described.buffers if name in have]
@@ -107,7 +108,8 @@ class _ZeroWriter:
     # -- the module ----------------------------------------------------------------------------------------------------
 
     def _module_file(self, name: str, data: int, model: int) -> TargetFile:
-        laid, composer = self.laid, TorchComposer()
+        laid = self.laid
+        composer = TorchComposer()
         pipeline = bool(laid.described.stages)
         refs = {} if pipeline else self._refs(composer)
         shared = dict(self.shared) if data == model == 0 else {}
@@ -145,14 +147,15 @@ class _ZeroWriter:
 
     def _module(self, composer: TorchComposer, refs: Mapping[str, TensorRef]) -> OrderedMap:
         """`module` in the module's own order, with placeholders at stage 3."""
-        laid, out = self.laid, OrderedMap()
+        laid = self.laid
+        out = OrderedMap()
         without = {*self.trained, *self.frozen} if laid.stage == 3 else set()
         empty: TensorRef | None = None  # one for all placeholders
         in_order = (t.key.name for t in laid.wanted.tensors if t.key.name in refs or t.key.name in without)
         for name in dict.fromkeys([*laid.described.module, *in_order]):
             if name in refs:
                 out[name] = refs[name]
-            elif name in without or laid.stage == 3 and name in self.shared:
+            elif name in without or (laid.stage == 3 and name in self.shared):
                 empty = empty or composer.value((0,), DTYPES.get(laid.described.dtype) or DTYPES["BF16"], b"")
                 out[name] = empty
         for attributes in (item for path, item in ordered(laid.wanted.hints) if path == ("module",)):
@@ -171,7 +174,8 @@ class _ZeroWriter:
 
     def _values(self) -> dict[str, Any]:
         """Counters, sizes, configuration, then the client's state."""
-        laid, extras = self.laid, self.laid.extras
+        laid = self.laid
+        extras = self.laid.extras
         out: dict[str, Any] = {key: extras.get(key) for key in _KNOWN}
         out |= {key: extras.get(key, 0) for key in _COUNTERS}
         if "global_samples" in extras:
@@ -205,12 +209,13 @@ class _ZeroWriter:
                 yield (EMA, tensor.key.name), self._whole(composer, tensor.key.name, EMA)
             elif tensor.key.state == EXTRAS:
                 path = tensor.path if own and tensor.path else (tensor.key.name,)
-                aside = path[0] in unused or laid.moved and path[0] != UNUSED and is_random(str(path[0]))
+                aside = path[0] in unused or (laid.moved and path[0] != UNUSED and is_random(str(path[0])))
                 yield ((UNUSED,) if aside else ()) + path, self._whole(composer, tensor.key.name, EXTRAS)
 
     def _layer_files(self) -> Iterator[TargetFile]:
         """Layer files: their names are global, so every stage finds its own."""
-        described, have = self.laid.described, set(self.model)
+        described = self.laid.described
+        have = set(self.model)
         layers: dict[int, list[tuple[str, str]]] = {}
         for name in dict.fromkeys([*(n for n in described.module if n in have), *self.model]):
             index, local = layer_and_local(name, described.tied)
@@ -239,7 +244,8 @@ class _ZeroWriter:
         their numbers; in DeepSpeed's 16-bit wrapper where the source had one."""
         laid = self.laid
         numbers: dict[str, int] = {}
-        groups, masters = [], []
+        groups = []
+        masters = []
         for group in laid.stages[model]:
             names = global_names(first_rank(group.names, group.ep), expert) if group.ep else group.names
             mine = [numbers.setdefault(name, len(numbers)) for name in names]
@@ -260,8 +266,10 @@ class _ZeroWriter:
 
     def _optimizer_file(self, name: str, job: ZeroJob, data: int, model: int) -> TargetFile:
         """A rank's fp32 weights and moments as flat tensors, with what DeepSpeed says of them."""
-        laid, composer = self.laid, TorchComposer()
-        groups, arrays = laid.stages[model], job.arrays(data, model)
+        laid = self.laid
+        composer = TorchComposer()
+        groups = laid.stages[model]
+        arrays = job.arrays(data, model)
         flat: list[TensorRef] = []
         states: dict[int, Any] = {}
         options = [{**group.options, "params": list[int]()} for group in groups]

@@ -74,7 +74,8 @@ class _Universal:
             return None
         below = (path for path in tree.listing() if path.startswith(ZERO) and path.endswith(".pt"))
         modules = sort_files(tree.names())
-        modules.optim, modules.expp = {}, {}
+        modules.optim = {}
+        modules.expp = {}
         return Evidence(f"{found} parameters below zero/", Specificity.OWN, frozenset((*modules.all(), *below)))
 
     def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:

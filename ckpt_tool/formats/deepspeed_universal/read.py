@@ -160,7 +160,7 @@ class UniversalReader:
         of_rank = {data: name for (data, model), name in sorted(files.model3.items()) if model == 0}
         if not names:
             names = [name for (data, _), name in sorted(files.model3.items()) if data == 0]
-        if not names or record is not None and not files.model:  # in ours the stage 3 file has no tensors
+        if not names or (record is not None and not files.model):  # in ours the stage 3 file has no tensors
             raise lost(
                 f"no {'mp_rank_00' if names else '*'}_model_states.pt is next to zero/",
                 self.tree.display(),
@@ -179,7 +179,8 @@ class UniversalReader:
             for mine, group in zip(self.shapes, file.shapes or (), strict=False):
                 mine |= group
             self.shared |= file.shared
-        self.values, self.buffers = first.values, first.buffers
+        self.values = first.values
+        self.buffers = first.buffers
         sliced = len(names) > 1 and any(file.module for file in modules)
         if sliced:
             self.notes.append(
@@ -269,11 +270,12 @@ class UniversalReader:
 
     def _param(self, name: str, contents: Mapping[str, TorchContent], files: Mapping[str, str]) -> _Param:
         """A folder's files."""
-        out, hidden = _Param(states=set(files)), dict[str, StoredArray]()
+        out = _Param(states=set(files))
+        hidden = dict[str, StoredArray]()
         for state, content in contents.items():
             shown = self.tree.display(files[state])
             extras = content.extras if isinstance(content.extras, dict) else {}
-            if len(content.leaves) > 1 or content.leaves and str(content.leaves[0][0][0]) not in ("param", "value"):
+            if len(content.leaves) > 1 or (content.leaves and str(content.leaves[0][0][0]) not in ("param", "value")):
                 raise malformed(f"{len(content.leaves)} tensors, want one, under param", shown, name)
             if state == STEP:
                 out.step = self._step(content, extras, shown, name)
@@ -314,7 +316,8 @@ class UniversalReader:
                 continue
             lacks = sorted(states - self.params[name].states)
             if lacks:
-                what, hint = ", ".join(f"{state}.pt" for state in lacks), "a part was lost: run the conversion again"
+                what = ", ".join(f"{state}.pt" for state in lacks)
+                hint = "a part was lost: run the conversion again"
                 fault = lost(f"its folder lacks {what}", self.tree.display(f"zero/{name}"), hint, name)
                 report_missing(fault, files=[f"zero/{name}/{state}.pt" for state in lacks])
 
@@ -327,7 +330,7 @@ class UniversalReader:
         for state in dict.fromkeys(["fp32", *(s for name in order for s in self.params[name].arrays)]):
             for name in order:
                 array = self.params[name].arrays.get(state)
-                if array is None or state == STEP and record is not None and record.step == "group":
+                if array is None or (state == STEP and record is not None and record.step == "group"):
                     continue
                 alone = set(self.params[name].arrays) == {"fp32"}
                 if state == "fp32" and alone and name not in shapes and TensorKey(name) in self.tensors:

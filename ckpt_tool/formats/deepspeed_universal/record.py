@@ -26,7 +26,9 @@ KEY = "ckpt"
 CUTS = (
     "cuts"  # in the extras under `deepspeed`: parameter -> what stands beside its tensor, where not `cat_dim: 0` alone
 )
-TENSORS, STATES = "ckpt_tensors", "ckpt_states"  # in the module file: extras that are tensors, states without a folder
+# in the module file: extras that are tensors, states without a folder
+TENSORS = "ckpt_tensors"
+STATES = "ckpt_states"
 # Keys of a module file that DeepSpeed lays out; a foreign source's values under these names go into the record.
 OWN_KEYS = LAYOUT_KEYS | {"deepspeed", KEY, TENSORS, STATES}
 
@@ -58,8 +60,11 @@ class Recorded:
         """The record; None where there is none of this version."""
         if not isinstance(value, Mapping) or value.get("version") != 1:
             return None
-        extras, hints = value.get("extras"), value.get("hints")
-        made, repeats, step = _strings(value.get("made")), _strings(value.get("repeats")), value.get("step")
+        extras = value.get("extras")
+        hints = value.get("hints")
+        made = _strings(value.get("made"))
+        repeats = _strings(value.get("repeats"))
+        step = value.get("step")
         if not isinstance(extras, Mapping) or not isinstance(hints, Mapping) or step not in ("tensor", "group"):
             return None
         folders = value.get("folders")

@@ -134,7 +134,8 @@ class _UniversalWriter:
 
     def _groups(self) -> list[_Group]:
         """Parameter groups and their steps, from wherever the source keeps them; the first has what none lists."""
-        out, taken = list[_Group](), set[str]()
+        out = list[_Group]()
+        taken = set[str]()
         for stated, scalars in stated_groups(self.extras):
             names = [name for name in names_of(stated) if name in self.folders and name not in taken]
             taken.update(names)
@@ -261,7 +262,9 @@ class _UniversalWriter:
 
     def _module(self, top: Mapping[str, Any]) -> TargetFile:
         composer = TorchComposer()
-        module, tensors, states = OrderedMap(), dict[str, TensorRef](), dict[str, dict[str, TensorRef]]()
+        module = OrderedMap()
+        tensors = dict[str, TensorRef]()
+        states = dict[str, dict[str, TensorRef]]()
         for row in self.beside:
             (name, state), ref = self.wanted.tensors[row].key, self._tensor(composer, row)
             of_state = module if state == MODEL else tensors if state == EXTRAS else states.setdefault(state, {})

@@ -16,7 +16,9 @@ from ckpt_tool.formats.gguf.header import MAGIC, Header
 from ckpt_tool.storage.source import Tree
 
 SUFFIX = ".gguf"
-LACKING, SEVERAL, MIXED = "E1703", "E1704", "E1705"
+LACKING = "E1703"
+SEVERAL = "E1704"
+MIXED = "E1705"
 SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
@@ -99,7 +101,8 @@ def chosen_model(tree: Tree) -> GgufFiles:
 def check_split(tree: Tree, headers: list[Header]) -> None:
     """Raise InconsistentCheckpoint E1705 where what the files state of the split is not what their names say, or one is
     of the other byte order."""
-    total, count = sum(len(header.tensors) for header in headers), len(headers)
+    total = sum(len(header.tensors) for header in headers)
+    count = len(headers)
     for number, header in enumerate(headers):
         wanted = dict(zip(SPLIT_KEYS, (number, count, total), strict=True))
         stated = {key: header.value(key) for key in SPLIT_KEYS if key in header.entries}

@@ -66,6 +66,6 @@ def _kind(tensor: LogicalTensor, asked: DType | None, *, cast: bool) -> DType | 
         return DTYPES["F32"]
     if asked is None:
         return None if cast or tensor.dtype.name in _HELD else DTYPES["F32"]
-    if asked.coded and (tensor.shape[-1] % asked.block or asked.name.startswith("TQ") and name in _ENDS):
+    if asked.coded and (tensor.shape[-1] % asked.block or (asked.name.startswith("TQ") and name in _ENDS)):
         return DTYPES["F16"]
     return asked

@@ -29,14 +29,23 @@ MAGIC = b"GGUF"
 ALIGNMENT = "general.alignment"
 ARCHITECTURE = "general.architecture"
 DEFAULT_ALIGNMENT = 32  # bytes; `GGUF_DEFAULT_ALIGNMENT`
-DAMAGED, TWICE, OVERLAP = "E1700", "E1701", "E1702"
+DAMAGED = "E1700"
+TWICE = "E1701"
+OVERLAP = "E1702"
 NOT_PADDING = "E2870"
 HEADER_LIMIT = 256 << 20  # bytes: the largest vocabularies come to 20 MB
-MOST_TENSORS, MOST_PAIRS, MOST_DIMS, DEEPEST = 1_000_000, 65_536, 64, 4
-NAME_LIMIT, STRING_LIMIT = 65_535, 64 << 20  # bytes
+MOST_TENSORS = 1_000_000
+MOST_PAIRS = 65_536
+MOST_DIMS = 64
+DEEPEST = 4
+# bytes
+NAME_LIMIT = 65_535
+STRING_LIMIT = 64 << 20
 SHORT = 64  # values of an array that are kept; of longer ones the count
 SHOWN = 50
-STRING, ARRAY, BOOL = 8, 9, 7
+STRING = 8
+ARRAY = 9
+BOOL = 7
 # type of a value -> (its name, struct's letter)
 SCALARS = {
     0: ("UINT8", "B"),
@@ -98,8 +107,11 @@ class _FileFront:
 
     def __init__(self, tree: Tree, path: str, entry: bytes | None = None) -> None:
         """entry: the one entry of it that is looked at."""
-        self.tree, self.path = tree, path
-        self.bytes, self.at, self.order = bytearray(entry or b""), 0, "<"
+        self.tree = tree
+        self.path = path
+        self.bytes = bytearray(entry or b"")
+        self.at = 0
+        self.order = "<"
         self.size = tree.size(path) if entry is None else len(entry)
         self.whole = False  # keep long arrays, and strings as they are
 
@@ -130,7 +142,8 @@ class _FileFront:
 
     def text(self, what: str, limit: int = STRING_LIMIT, *, strict: bool = True) -> str:
         """A string. strict: what is no UTF-8 is a fault; else it reads as U+FFFD."""
-        begin, length = self.at, self.number("Q", f"the length of {what}")
+        begin = self.at
+        length = self.number("Q", f"the length of {what}")
         if length > limit:
             raise self.fault(f"{what} should have {length} bytes, want at most {limit}", at=begin)
         self.need(length, what)
@@ -172,11 +185,13 @@ def _read(window: _FileFront) -> Header:
     window.at = 4
     version = window.number("I", "the version")
     if version & 0xFFFF == 0:
-        window.order, window.at = ">", 4
+        window.order = ">"
+        window.at = 4
         version = window.number("I", "the version")
     if version not in (2, 3):
         raise window.fault(f"version {version} of GGUF, want 2 or 3", at=4)
-    count, pairs = window.number("Q", "the number of tensors"), window.number("Q", "the number of metadata pairs")
+    count = window.number("Q", "the number of tensors")
+    pairs = window.number("Q", "the number of metadata pairs")
     room = window.size - window.at
     if count > min(MOST_TENSORS, room // 24) or pairs > min(MOST_PAIRS, room // 13):
         raise window.fault(f"{count} tensors and {pairs} metadata pairs in {room} bytes", at=8)
@@ -217,7 +232,8 @@ def name_of(kind: int) -> str:
 def value_of(tree: Tree, header: Header, key: str) -> Any:
     """The whole value of an entry, long arrays too. What is no UTF-8 of a string is escaped."""
     window = _FileFront(tree, header.path, raw(tree, header, key))
-    window.order, window.whole = ">" if header.big else "<", True
+    window.order = ">" if header.big else "<"
+    window.whole = True
     kind = window.number("I", f"the type of {key}")
     return _array(window, key, 1)[0] if kind == ARRAY else _scalar(window, kind, key)
 
@@ -227,7 +243,8 @@ def _entry(window: _FileFront, number: int) -> MetadataPair:
     key = window.text(f"metadata key number {number}", NAME_LIMIT)
     if not key:
         raise window.fault(f"metadata key number {number} is empty", at=begin)
-    start, kind = window.at, window.number("I", f"the type of {key}")
+    start = window.at
+    kind = window.number("I", f"the type of {key}")
     count = inner = 0
     if kind == ARRAY:
         value, count, inner = _array(window, key, 1)
@@ -249,7 +266,8 @@ def _array(window: _FileFront, key: str, depth: int) -> tuple[Any, int, int]:
     """(the values where they are few, their number, their type)."""
     if depth > DEEPEST:
         raise window.fault(f"{key} has arrays in arrays, more than {DEEPEST} deep")
-    inner, count = window.number("I", f"the type of {key}"), window.number("Q", f"the length of {key}")
+    inner = window.number("I", f"the type of {key}")
+    count = window.number("Q", f"the length of {key}")
     least = 12 if inner == ARRAY else 8 if inner == STRING else None
     if least is None:
         if inner not in SCALARS:
@@ -290,7 +308,8 @@ def _rows(window: _FileFront, count: int) -> list[Info]:
         if dims > MOST_DIMS:
             raise window.fault(f"{dims} dims, want at most {MOST_DIMS}", at=begin, key=name[:200])
         shape = tuple(window.number("Q", f"a dim of {name[:200]}") for _ in range(dims))[::-1]
-        kind, offset = window.number("I", f"the type of {name[:200]}"), window.number("Q", "an offset")
+        kind = window.number("I", f"the type of {name[:200]}")
+        offset = window.number("Q", "an offset")
         dtype = of_number(kind, big=window.order == ">")
         if dtype is None:
             raise window.fault(f"type {kind}, which this build does not know", at=begin, key=name[:200])
@@ -314,7 +333,8 @@ def _placed(window: _FileFront, rows: list[Info], data: int, alignment: int) -> 
     """The tensors where they lie in the file. Raises for those that lie beyond its end, unaligned, or over others."""
     faults: list[CkptError] = []
     for row in rows:
-        nbytes, room = row.dtype.nbytes(prod(row.shape)), window.size - data
+        nbytes = row.dtype.nbytes(prod(row.shape))
+        room = window.size - data
         if row.offset % alignment:
             faults.append(
                 window.fault(f"its offset {row.offset} is no multiple of {alignment}", at=data, key=row.name[:200])
@@ -395,7 +415,8 @@ def _overlaps(window: _FileFront, rows: list[Info]) -> Iterator[CkptError]:
                 key=row.name[:200],
                 hint="one of the two is overwritten: fetch the file again",
             )
-        last, end = row, row.offset + row.dtype.nbytes(prod(row.shape))
+        last = row
+        end = row.offset + row.dtype.nbytes(prod(row.shape))
 
 
 def _twice(window: _FileFront, what: str) -> InconsistentCheckpoint:

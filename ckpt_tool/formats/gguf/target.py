@@ -15,15 +15,19 @@ from typing import Any, ClassVar
 
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.hints import Hint
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.target import Target, TargetArray, TargetFile, Wanted, WantedTensor
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.gguf.files import SPLIT_KEYS, SUFFIX, split_name
 from ckpt_tool.formats.gguf.header import ARCHITECTURE, DEFAULT_ALIGNMENT, MAGIC, SCALARS, STRING
 from ckpt_tool.formats.gguf.types import kind_of
 
-VERSION, STEM = 3, "model"
+VERSION = 3
+STEM = "model"
 TOO_MANY_DIMS = "E1709"
-MOST_DIMS, MOST_NAME = 4, 63  # `GGML_MAX_DIMS`, `GGML_MAX_NAME` less its end
+# `GGML_MAX_DIMS`, `GGML_MAX_NAME` less its end
+MOST_DIMS = 4
+MOST_NAME = 63
 _NUMBERS = {name: (number, letter) for number, (name, letter) in SCALARS.items()}
 
 
@@ -72,7 +76,8 @@ def gguf_target(wanted: Wanted) -> Target:
     hint = wanted.hints.get(Pairs)
     pairs = dict(hint.raw) if hint is not None else {}
     groups = _groups(wanted.tensors, wanted.shard_size) if wanted.single is None else [range(len(wanted.tensors))]
-    count, files = len(groups), []
+    count = len(groups)
+    files = []
     for number, group in enumerate(groups):
         own = dict(pairs) if number == 0 else {}
         if count > 1:
@@ -92,7 +97,8 @@ def gguf_target(wanted: Wanted) -> Target:
 
 def _groups(tensors: Sequence[WantedTensor], limit: int) -> list[range]:
     """Tensors of each file: a file ends before the tensor that would make it longer than `limit` bytes."""
-    starts, size = [0], 0
+    starts = [0]
+    size = 0
     for number, tensor in enumerate(tensors):
         if size and size + tensor.nbytes > limit:
             starts.append(number)
@@ -102,14 +108,15 @@ def _groups(tensors: Sequence[WantedTensor], limit: int) -> list[range]:
 
 
 def _padded(nbytes: int) -> int:
-    return -(-nbytes // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
+    return ceil_div(nbytes, DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
 
 
 def _file(name: str, pairs: Mapping[str, bytes], tensors: Sequence[WantedTensor], numbers: Sequence[int]) -> TargetFile:
     """The file of these tensors, of which `numbers` are the positions among the wanted ones."""
     head = [MAGIC, struct.pack("<IQQ", VERSION, len(numbers), len(pairs))]
     head += [_text(key) + raw for key, raw in pairs.items()]
-    at, places = 0, []
+    at = 0
+    places = []
     for number in numbers:
         tensor = tensors[number]
         kind = kind_of(tensor.dtype)

@@ -32,7 +32,13 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.errors import UsageError
 
-NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # `TokenType`; SentencePiece has the same numbers
+# `TokenType`; SentencePiece has the same numbers
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER = 4
+UNUSED = 5
+BYTE = 6
 WRONG = "E1713"
 MOST = 1 << 24  # tokens
 _CASES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -244,7 +250,8 @@ def _at(number: object, size: int, text: str) -> None:
 
 def _of_pieces(files: TokenizerFiles, size: int, architecture: str) -> _Vocabulary:
     tokens: list[str | bytes] = [f"[PAD{number}]" for number in range(size)]
-    scores, kinds = [-10000.0] * size, [UNUSED] * size
+    scores = [-10000.0] * size
+    kinds = [UNUSED] * size
     for number, (text, score, kind) in enumerate(pieces_of(files.pieces or b"")):
         if number >= size:
             break
@@ -256,7 +263,7 @@ def _of_pieces(files: TokenizerFiles, size: int, architecture: str) -> _Vocabula
     rows = list(_added(TokenizerFiles(settings=files.settings)))
     for place, word, special in [*rows, *(_added(TokenizerFiles(tokenizer=files.tokenizer)) if phi else ())]:
         if 0 <= place < size:
-            control = special or not phi and looks_special(word)
+            control = special or (not phi and looks_special(word))
             kinds[place], scores[place] = CONTROL if control else USER, -1000.0
             tokens[place] = word if control or phi else word.replace("\u2581", " ")
     return _Vocabulary(tokens, scores, kinds)
@@ -267,7 +274,9 @@ def pieces_of(raw: bytes) -> Iterator[tuple[bytes, float, int]]:
     for number, value in _fields(raw):
         if number == 1 and isinstance(value, bytes):
             piece = dict(_fields(value))
-            text, score, kind = piece.get(1, b""), piece.get(2, bytes(4)), piece.get(3, NORMAL)
+            text = piece.get(1, b"")
+            score = piece.get(2, bytes(4))
+            kind = piece.get(3, NORMAL)
             if not (isinstance(text, bytes) and isinstance(score, bytes) and len(score) == 4 and isinstance(kind, int)):
                 raise _no_model("a piece is none")
             if not NORMAL <= kind <= BYTE:
@@ -307,7 +316,9 @@ def _varint(raw: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
     while at < len(raw) and shift < 64:
         byte = raw[at]
-        value, at, shift = value | (byte & 127) << shift, at + 1, shift + 7
+        value = value | (byte & 127) << shift
+        at = at + 1
+        shift = shift + 7
         if byte < 128:
             return value, at
     raise _no_model("it is cut short")
@@ -324,14 +335,16 @@ def _no_model(why: str) -> UsageError:
 
 def _like_pieces(files: TokenizerFiles, model: Mapping[str, Any], size: int) -> tuple[list[Pair], list[str]]:
     """The pairs of a tokenizer.json that SentencePiece's was turned into, lines about what is left out."""
-    stated, vocab = files.tokenizer or {}, model.get("vocab")
+    stated = files.tokenizer or {}
+    vocab = model.get("vocab")
     if not isinstance(vocab, Mapping) or not _one_line(stated.get("pre_tokenizer")):
         return [], [_without("tokenizer.json splits texts before it merges, and there is no tokenizer.model")]
     merged = _scores(vocab, model.get("merges"))
     if merged is None:
         return [], [_without("the merges of tokenizer.json are in no order of scores, and there is no tokenizer.model")]
     tokens: list[str | bytes] = [f"[PAD{number}]" for number in range(size)]
-    scores, kinds = [-1000.0] * size, [UNUSED] * size
+    scores = [-1000.0] * size
+    kinds = [UNUSED] * size
     special = _named_special(files.settings or {})
     for text, number in vocab.items():
         _at(number, size, text)
@@ -357,13 +370,14 @@ def _scores(vocab: Mapping[str, Any], merges: Any) -> dict[str, float] | None:
     """piece -> the place of its merges, less than 0, so that pieces merged by it are merged as by `merges`; None where
     no scores are: a piece has merges apart from one another, or may be made in a way that is no merge."""
     ways: dict[str, int] = {}
-    last, rows = "", merges if isinstance(merges, list) else []
+    last = ""
+    rows = merges if isinstance(merges, list) else []
     for row in rows:
         parts = row.split(" ") if isinstance(row, str) else row
         if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(part, str) for part in parts):
             return None
         made = "".join(parts)
-        if made != last and made in ways or made not in vocab:
+        if (made != last and made in ways) or made not in vocab:
             return None
         ways[made], last = ways.get(made, 0) + 1, made
     for text in vocab:
@@ -385,7 +399,9 @@ def _one_line(step: Any) -> bool:
     if isinstance(step, Mapping) and step.get("type") == "Sequence":
         inner = step.get("pretokenizers")
         return isinstance(inner, list) and all(map(_one_line, inner))
-    return step is None or isinstance(step, Mapping) and step.get("type") == "Metaspace" and step.get("split") is False
+    return step is None or (
+        isinstance(step, Mapping) and step.get("type") == "Metaspace" and step.get("split") is False
+    )
 
 
 def _prepends(step: Any) -> bool:
@@ -394,7 +410,7 @@ def _prepends(step: Any) -> bool:
         return False
     inner = step.get("normalizers", step.get("pretokenizers"))
     metaspace = step.get("type") == "Metaspace" and step.get("prepend_scheme", "always") != "never"
-    return metaspace or step.get("type") == "Prepend" or isinstance(inner, list) and any(map(_prepends, inner))
+    return metaspace or step.get("type") == "Prepend" or (isinstance(inner, list) and any(map(_prepends, inner)))
 
 
 def _named_special(settings: Mapping[str, Any]) -> set[Any]:
@@ -417,10 +433,12 @@ class _Special(NamedTuple):
 def _special(files: TokenizerFiles, size: int | None) -> Iterator[Pair]:
     """What `SpecialVocab` makes of the files. size: numbers beyond it are left out, None for no bound."""
     kinds: tuple[str, ...] = _SPECIAL
-    ids, adds = dict[str, int](), dict[str, bool]()
+    ids = dict[str, int]()
+    adds = dict[str, bool]()
     if files.tokenizer is not None:
         found = _by_template(files.tokenizer, dict(files.settings or {}))
-        adds, settings = found.adds, found.words
+        adds = found.adds
+        settings = found.words
         kinds = (*kinds, *(kind for kind in ("eot", "eom") if f"{kind}_token" in settings))
     else:
         settings = dict(files.settings or {})
@@ -498,7 +516,7 @@ def _between(
     if ends != ["A", "B"] or not middle:
         return
     words = [_text(settings.get(f"{kind}_token")) for kind in ("sep", "eos")]
-    adds["sep"] = middle[0] in words and last is None or len(middle) == 2 and middle[1] in words
+    adds["sep"] = (middle[0] in words and last is None) or (len(middle) == 2 and middle[1] in words)
     adds["sep"] &= None not in middle[:2]
     if adds["sep"] and settings and not words[0]:
         settings["sep_token"] = words[1]

@@ -42,7 +42,8 @@ from ckpt_tool.formats.gguf.tokenizer import (
 )
 
 PREFIX = "tokenizer."
-TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
 _ALIKE = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2", "llama4": "gpt-4o"}
 _SPLITS = {name: regexes for regexes, name in PRE.items()}
 _NFC = ("qwen2", "qwen35")
@@ -183,7 +184,8 @@ def _bytes(*, use_regex: bool) -> dict[str, Any]:
 
 
 def _of_pieces(stated: Mapping[str, Any], vocabulary: _TokenTable) -> tuple[dict[str, Any], list[str]]:
-    numbers, kinds = vocabulary.numbers, vocabulary.kinds
+    numbers = vocabulary.numbers
+    kinds = vocabulary.kinds
     scores = _listed(stated, "scores", float, len(kinds))
     whole = {text: n for text, n in numbers.items() if kinds[n] == NORMAL}
     long = next((n for text, n in whole.items() if len(text) > LONGEST), None)
@@ -233,7 +235,8 @@ def _special(stated: Mapping[str, Any], vocabulary: _TokenTable) -> dict[str, st
 
 def _adds(stated: Mapping[str, Any], word: str) -> bool:
     """Does llama.cpp put this token before (bos) or behind (eos) a text?"""
-    model, pre = stated["tokenizer.ggml.model"], stated.get("tokenizer.ggml.pre")
+    model = stated["tokenizer.ggml.model"]
+    pre = stated.get("tokenizer.ggml.pre")
     usual = word == "bos" and (model == "llama" or _ALIKE.get(str(pre), str(pre)) in WHOLE_WORDS)
     found = stated.get(f"tokenizer.ggml.add_{word}_token", usual)
     if not isinstance(found, bool):

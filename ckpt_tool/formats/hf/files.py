@@ -30,7 +30,8 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 DCP_FOLDER = "sharded/"  # torch 2.13 _hf_utils.SHARDED_DIR_NAME
 DCP_NOTE = "W-sharded-folder"
-MISSING, MIXED = "E0380", "E0384"
+MISSING = "E0380"
+MIXED = "E0384"
 WITHOUT_INDEX = "files"  # of `--prefer`
 SHOWN = 20  # names that one message lists
 
@@ -159,7 +160,7 @@ def claimed(chosen: FileSet, listing: Iterable[str]) -> frozenset[str]:
     if chosen.index is None:
         return frozenset((*chosen.files, *shards))
     stem = chosen.index.removesuffix(INDEX_SUFFIX)
-    parts = (n for n in listing if n == stem + SUFFIX or n.startswith(stem + "-") and _NUMBERED.fullmatch(n))
+    parts = (n for n in listing if n == stem + SUFFIX or (n.startswith(stem + "-") and _NUMBERED.fullmatch(n)))
     return frozenset((chosen.index, *parts, *shards))
 
 
@@ -196,15 +197,22 @@ def _whole_files(weights: list[str], prefer: str | None) -> FileSet:
     if stems and not hub_file_first and (STEM in stems or len(stems) == 1):
         stem = STEM if STEM in stems else next(iter(stems))
         files = stems[stem]
-        kind, why = "numbered", f"{len(files)} numbered files {stem}-*-of-*{SUFFIX} without an index"
+        kind = "numbered"
+        why = f"{len(files)} numbered files {stem}-*-of-*{SUFFIX} without an index"
     elif "model" + SUFFIX in weights:
-        files, kind, why = ["model" + SUFFIX], "one", "model" + SUFFIX
+        files = ["model" + SUFFIX]
+        kind = "one"
+        why = "model" + SUFFIX
     elif len(weights) == 1:
-        files, kind, why = weights, "one", weights[0]
+        files = weights
+        kind = "one"
+        why = weights[0]
     elif chosen := _variant(weights, prefer):
         return chosen
     else:
-        files, kind, why = weights, "union", f"{len(weights)} safetensors files without an index"
+        files = weights
+        kind = "union"
+        why = f"{len(weights)} safetensors files without an index"
     return FileSet(kind, why, tuple(files))
 
 

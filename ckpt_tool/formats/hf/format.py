@@ -67,8 +67,13 @@ HEAD = 4 << 10  # bytes that `detect` looks at in a single file
 
 DELTA = "delta_encoding"  # slime `utils/disk_delta.py`: in the metadata of its index
 NOT_READ = "E1640"
-MISSING_SHARDS, NOT_IN_SHARD, NOT_IN_INDEX, TWICE = "E0380", "E0381", "E0382", "E0383"
-NO_GLOBAL_SHAPE, TOTAL_SIZE, EXTRA = "W-no-global-shape", "W-total-size", "W-extra-tensors"
+MISSING_SHARDS = "E0380"
+NOT_IN_SHARD = "E0381"
+NOT_IN_INDEX = "E0382"
+TWICE = "E0383"
+NO_GLOBAL_SHAPE = "W-no-global-shape"
+TOTAL_SIZE = "W-total-size"
+EXTRA = "W-extra-tensors"
 
 
 class HfSafetensors:
@@ -254,7 +259,9 @@ def _read_indexed(tree: Tree, path: str, *, lenient: bool, forced: bool) -> tupl
     if DELTA in index.metadata and not forced:
         raise _delta(tree, path)
     missing = _refuse_missing(tree, index)
-    shards, metadata, total = dict(index.shards), index.metadata, len(index)
+    shards = dict(index.shards)
+    metadata = index.metadata
+    total = len(index)
     for file in missing:
         del shards[file]
     del index  # its names go file by file as the headers' come, so that both never lie in memory whole
@@ -506,7 +513,8 @@ def pack(sizes: Sequence[int], limit: int) -> list[list[int]]:
             continue
         if filled + size > limit:
             done.append(open_file)
-            open_file, filled = [], 0
+            open_file = []
+            filled = 0
         open_file.append(i)
         filled += size
     if open_file:

@@ -31,7 +31,10 @@ INDEX_LIMIT = 64_000_000  # bytes
 TENSOR_LIMIT = 1_000_000
 PIECE = 1 << 18  # bytes read at a time
 
-FORM, TOO_BIG, NOT_A_NAME, COLLISION = "E0336", "E0337", "E0338", "E0387"
+FORM = "E0336"
+TOO_BIG = "E0337"
+NOT_A_NAME = "E0338"
+COLLISION = "E0387"
 
 _WS = rb"[ \t\n\r]*+"
 _TEXT = rb'[^"\\\x00-\x1f]*+'
@@ -166,7 +169,8 @@ def _quick(tree: Tree, path: str, size: int) -> Index | None:
 
 def _take_all(tree: Tree, path: str, size: int, text: bytes, at: int, collected: _Collected) -> bytes | None:
     """Take every pair but the last out of the file, whose first piece is `text`; what is left, None in doubt."""
-    rest, done = text[at:], len(text)
+    rest = text[at:]
+    done = len(text)
     boundary = collected.comma + b'"'
     while True:
         cut = rest.rfind(boundary) if collected.comma else -1
@@ -180,14 +184,16 @@ def _take_all(tree: Tree, path: str, size: int, text: bytes, at: int, collected:
         if len(rest) > 8 * PIECE:
             return None
         piece = tree.read(path, done, min(PIECE, size - done))
-        rest, done = rest + piece, done + len(piece)
+        rest = rest + piece
+        done = done + len(piece)
 
 
 class _Collected:
     """Names by file, as the pieces give them. colon, comma: how this index separates; no comma: it has one pair."""
 
     def __init__(self, *, colon: bytes, comma: bytes) -> None:
-        self.colon, self.comma = colon, comma
+        self.colon = colon
+        self.comma = comma
         self.odd = (colon + comma).translate(_ODD).count(0)  # of one pair
         self.joined: dict[bytes, bytearray] = {}
         self.counts: dict[bytes, int] = {}
@@ -202,7 +208,8 @@ class _Collected:
             except UnicodeDecodeError:
                 return False
         parts = text.split(b'"')  # "", then name, colon, file, comma, again and again
-        names, files = parts[1::4], parts[3::4]
+        names = parts[1::4]
+        files = parts[3::4]
         count = len(names)
         if not count or parts[0] or len(parts) != 4 * count + 1 or text.translate(_ODD).count(0) != count * self.odd:
             return False
@@ -277,7 +284,8 @@ def _value(tree: Tree, path: str, shown: str, *, lacking: bool = False) -> dict[
 def _strict(tree: Tree, path: str, shown: str) -> Index:
     """Any index that keeps the rules."""
     value = _value(tree, path, shown)
-    weight_map, metadata = value["weight_map"], value.get("metadata", {})
+    weight_map = value["weight_map"]
+    metadata = value.get("metadata", {})
     if metadata is not None and type(metadata) is not dict:
         raise _fault(shown, FORM, f"metadata is {_kind(metadata)}, want an object", "metadata")
     if not weight_map:

@@ -34,10 +34,8 @@ def module_files(tree: Tree) -> tuple[str, ...]:
     found = [
         path
         for path, size in listing.items()
-        if size >= 0
-        and (path in _BESIDE or path.startswith("sentence_") and path.endswith("_config.json"))
-        or path.endswith(_CARRIED)
-        and any(path.startswith(folder) for folder in folders)
+        if (size >= 0 and (path in _BESIDE or (path.startswith("sentence_") and path.endswith("_config.json"))))
+        or (path.endswith(_CARRIED) and any(path.startswith(folder) for folder in folders))
     ]
     return tuple(sorted(found)) if folders else ()
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import CatalogRow, Note, mark_replicas
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import MODEL, Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint
 from ckpt_tool.storage.safetensors_files.safetensors_file import SafetensorsHeader
@@ -31,7 +32,9 @@ from ckpt_tool.storage.texts.strict_json import parse, pointer
 INFO = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
 LAYOUT_KEYS = frozenset({INFO, "DCP_VERSION", "format"})  # metadata that says how, not what
-BAD_INFO, DISAGREE, HELD_TWICE = "E0339", "E0384", "E1631"
+BAD_INFO = "E0339"
+DISAGREE = "E0384"
+HELD_TWICE = "E1631"
 NUMBER_LIMIT = 1 << 63
 SHARD = re.compile(r"shard-(\d{1,7})-model-(\d{1,7})-of-\d{1,7}\.safetensors$")
 SHOWN = 50
@@ -127,7 +130,8 @@ def _held_twice(parts: Mapping[str, list[ShardRow]]) -> Iterator[tuple[str, str,
     reported: set[tuple[str, str]] = set()
     for name, found in parts.items():
         first: dict[tuple[int, ...], str] = {}
-        number, home = "", ""
+        number = ""
+        home = ""
         for part in found:
             path = part.header.path
             match = SHARD.search(path)
@@ -144,7 +148,8 @@ def _held_twice(parts: Mapping[str, list[ShardRow]]) -> Iterator[tuple[str, str,
                     path,
                     f"{home} and {path} hold parts of {name[:200]}, though their names say that no tensor is in both",
                 )
-            number, home = number or match[2], home or path
+            number = number or match[2]
+            home = home or path
 
 
 def _maybe_missing(parts: Mapping[str, list[ShardRow]]) -> Iterator[Note]:
@@ -184,7 +189,7 @@ def _ends_early(found: Sequence[ShardRow], number: int, ranks: int) -> bool:
         return False
     dim = dims.pop()
     total = max(part.offset[dim] + shape[dim] for part, shape in zip(found, shapes, strict=True))
-    return max(shape[dim] for shape in shapes) != -(-total // ranks)
+    return max(shape[dim] for shape in shapes) != ceil_div(total, ranks)
 
 
 def _offsets(header: SafetensorsHeader, path: str) -> dict[str, object] | None:
@@ -227,7 +232,8 @@ def _bad(message: str, path: str, name: str | None = None) -> CorruptFile:
 def _global_shape(name: str, parts: list[ShardRow]) -> tuple[int, ...]:
     """The largest end of any part, in elements. Raises InconsistentCheckpoint where parts disagree on dtype or rank."""
     first = parts[0]
-    dtype, shape = first.header.kinds[first.row].dtype, [0] * len(first.offset)
+    dtype = first.header.kinds[first.row].dtype
+    shape = [0] * len(first.offset)
     for part in parts:
         kind = part.header.kinds[part.row]
         if kind.dtype != dtype or len(kind.shape) != len(shape):

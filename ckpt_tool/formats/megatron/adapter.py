@@ -44,7 +44,8 @@ from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.texts import strict_yaml
 
 RUN_CONFIG = "run_config.yaml"  # megatron-bridge 0.6.2, `training/utils/checkpoint_utils.py` (`CONFIG_FILE`)
-UNREADABLE, STATED = "E2009", "E2791"
+UNREADABLE = "E2009"
+STATED = "E2791"
 _LIMIT = 1 << 20  # bytes
 _SECTIONS = "peft model checkpoint".split()
 _OF_ADAPTER = re.compile(
@@ -214,7 +215,9 @@ def read_adapter(
     document = run_config(tree, folder)
     hints = hints_of(document) if document or not args else hints_of_arguments(args)
     alone = not any(key.state == MODEL for key in tensors.keys() - own.keys())
-    ranks, unknown, out = tensor_ranks(hints.model), False, dict(tensors)
+    ranks = tensor_ranks(hints.model)
+    unknown = False
+    out = dict(tensors)
     gated = is_gated(hints, {key.name: tensor.shape for key, tensor in own.items()})
     gated = gated is not False if alone else gated is True  # as the writer takes a whole model that does not say it
     for key, tensor in own.items():
@@ -229,7 +232,8 @@ def read_adapter(
     if not alone:
         return out, None, notes
     shapes = {key.name: tensor.shape for key, tensor in tensors.items() if key.state == MODEL}
-    said, hints = bool(hints.peft), with_alpha(hints, shapes, alpha, tree.display())
+    said = bool(hints.peft)
+    hints = with_alpha(hints, shapes, alpha, tree.display())
     if not hints.peft:
         line = f"an adapter, and nothing says its scaling: neither {RUN_CONFIG} next to it nor a job's arguments"
     else:
@@ -263,7 +267,8 @@ def is_gated(hints: LoraHints, shapes: Mapping[str, tuple[int, ...]]) -> bool | 
 
 def _moved(tensor: LogicalTensor, rows: Iterable[Stretch]) -> LogicalTensor:
     """The tensor with its rows in order."""
-    chunks, rest = [], tensor.shape[1:]
+    chunks = []
+    rest = tensor.shape[1:]
     for each in rows:
         stored = Box((each.here, *(0,) * len(rest)), (each.rows, *rest))
         for chunk in tensor.chunks:

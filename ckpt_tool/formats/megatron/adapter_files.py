@@ -43,8 +43,10 @@ from ckpt_tool.formats.torch.content import TorchContent, read_content
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.texts import strict_json
 
-ROOT_KEY, CONFIG = "adapter_state_dict", "transformer_config.json"
-NUMBERS, NO_DEGREES = "E2790", "E3030"
+ROOT_KEY = "adapter_state_dict"
+CONFIG = "transformer_config.json"
+NUMBERS = "E2790"
+NO_DEGREES = "E3030"
 _LIMIT = 1 << 20  # bytes
 _MOST = 1 << 20  # ranks of a job, and adapters of experts: beyond is a damaged config
 _GROUPED = re.compile(r"(.*\.experts\.)(linear_fc[12]\.adapter\..+)", re.DOTALL)
@@ -236,7 +238,7 @@ def _members(
         return
     count = job.experts // job.degrees["ep"]
     apart = len(array.shape) == _EXPERTS_ARRAY
-    if not count or apart and array.shape[0] != count:
+    if not count or (apart and array.shape[0] != count):
         raise InconsistentCheckpoint(
             f"adapters of {array.shape[0] if apart else 'unknown numbers of'} experts, the rank has {count}",
             code=CONTRADICTION,

@@ -173,16 +173,21 @@ def facts_of(args: Mapping[str, Any], spec: object = None) -> MegatronFacts:
 
 
 def _mamba(whole: Callable[[str], int | None]) -> tuple[int, int, int] | None:
-    heads, wide = whole("mamba_num_heads"), whole("mamba_head_dim")
-    groups, state, hidden = whole("mamba_num_groups"), whole("mamba_state_dim"), whole("hidden_size")
+    heads = whole("mamba_num_heads")
+    wide = whole("mamba_head_dim")
+    groups = whole("mamba_num_groups")
+    state = whole("mamba_state_dim")
+    hidden = whole("hidden_size")
     if heads is None and wide and hidden and 2 * hidden % wide == 0:
         heads = 2 * hidden // wide  # core's default: `expand` 2
     return (heads * wide, groups * state, heads) if heads and wide and groups and state else None
 
 
 def _delta(whole: Callable[[str], int | None]) -> tuple[int, int, int] | None:
-    keys, key = whole("linear_num_key_heads"), whole("linear_key_head_dim")
-    values, value = whole("linear_num_value_heads"), whole("linear_value_head_dim")
+    keys = whole("linear_num_key_heads")
+    key = whole("linear_key_head_dim")
+    values = whole("linear_num_value_heads")
+    value = whole("linear_value_head_dim")
     return (keys * key, values * value, values) if keys and key and values and value else None
 
 
@@ -195,7 +200,9 @@ def _container(args: Mapping[str, Any], *, te: bool) -> str:
 def updated(args: Mapping[str, Any], degrees: Mapping[str, int], stages: Stages, rank: int) -> dict[str, Any]:
     """A copy of `args` for other degrees and rank number `rank`. Attributes that the source does not have are added
     only where Megatron needs them to load what was written."""
-    tp, pp, vpp = degrees["tp"], degrees["pp"], degrees["vpp"]
+    tp = degrees["tp"]
+    pp = degrees["pp"]
+    vpp = degrees["vpp"]
     world = tp * pp * degrees["dp"] * degrees["cp"]
     chunk = max(stages.counts, default=0)
     new: dict[str, Any] = {

@@ -147,7 +147,8 @@ def chain_members(chain: Sequence[Any], params: Sequence[RankArray], facts: Mega
     if not all(every) or sum(not one for one in alone) > 2 or sum(alone) > 2:
         return None
     seconds = sum(alone) == 2  # the experts' matrices, then the rest of theirs
-    out, met = list[Members](), 0
+    out = list[Members]()
+    met = 0
     for at, groups in enumerate(every):
         own = [array for array in params if not parallel or array.expert == alone[at] or _mixed(groups)]
         if alone[at]:

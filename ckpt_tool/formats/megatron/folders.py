@@ -31,9 +31,11 @@ from ckpt_tool.formats.megatron.job import CONTRADICTION, MegatronRank, carved, 
 from ckpt_tool.formats.megatron.stages import nearest
 from ckpt_tool.storage.source import Tree
 
-MISSING, DEGREES = "E0302", "E0274"
+MISSING = "E0302"
+DEGREES = "E0274"
 MOST_FOLDERS = 1 << 14  # that are counted though they are not there
-MODEL_FILE, OPTIM_FILE = "model_optim_rng.pt", "distrib_optim.pt"
+MODEL_FILE = "model_optim_rng.pt"
+OPTIM_FILE = "distrib_optim.pt"
 _FOLDER = re.compile(r"((?:iter_\d{7,}/|release/)?)(mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?)/(.+)", re.ASCII)
 
 
@@ -76,7 +78,9 @@ def stage_ranks(degrees: Mapping[str, int]) -> int:
 
 def pairs(degrees: Mapping[str, int]) -> dict[tuple[int, int], int]:
     """Every existing (tensor rank, expert rank) of a stage -> its first rank within the stage."""
-    tp, ep, etp = degrees["tp"], degrees["ep"], degrees["etp"]
+    tp = degrees["tp"]
+    ep = degrees["ep"]
+    etp = degrees["etp"]
     found: dict[tuple[int, int], int] = {}
     for r in range(min(stage_ranks(degrees), lcm(tp, etp * ep))):
         found.setdefault((r % tp, r // etp % ep), r)
@@ -85,7 +89,9 @@ def pairs(degrees: Mapping[str, int]) -> dict[tuple[int, int], int]:
 
 def expert_tensor_rank(tp_rank: int, ep_rank: int, degrees: Mapping[str, int], rank: int | None) -> int | None:
     """The experts' tensor rank of a folder; None when its name leaves it open. rank: the writer's own, if known."""
-    tp, ep, etp = degrees["tp"], degrees["ep"], degrees["etp"]
+    tp = degrees["tp"]
+    ep = degrees["ep"]
+    etp = degrees["etp"]
     fits = {r % etp for r in range(tp_rank, lcm(tp, etp * ep), tp) if r // etp % ep == ep_rank}
     if len(fits) == 1:
         return fits.pop()
@@ -109,9 +115,12 @@ def coordinates(
     Raises Incomplete E0302 naming every missing folder, InconsistentCheckpoint E0305 for folders beyond the degrees.
     """
     _possible(len(folders), degrees)
-    out, beyond = [], []
+    out = []
+    beyond = []
     for path, numbers in folders.items():
-        tp, pp, ep = numbers[0], 0, 0
+        tp = numbers[0]
+        pp = 0
+        ep = 0
         if len(numbers) == 3:
             pp, ep = numbers[1:]
         elif len(numbers) == 2:

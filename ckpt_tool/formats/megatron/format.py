@@ -72,7 +72,8 @@ class _Megatron:
 
     def detect(self, tree: Tree) -> Evidence | None:
         """By the names of rank folders, or of verl's files of adapters: what its `dist_ckpt/` holds is theirs then."""
-        folders, adapters = rank_folders(tree), adapter_files(tree)
+        folders = rank_folders(tree)
+        adapters = adapter_files(tree)
         if adapters and not folders:
             why = f"{len(adapters)} files of adapters, {next(iter(adapters))} first"
             return Evidence(why, Specificity.SIGNED, frozenset(adapters) | states_beside(tree))

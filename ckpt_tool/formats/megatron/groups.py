@@ -35,7 +35,7 @@ def key_of_param(local: str, shape: Sequence[int], facts: MegatronFacts) -> Grou
     """The key of a parameter by its name, the rank's or the logical one."""
     words = local.split(".")
     qk = facts.qk_decay and words[-2:-1] and words[-2] in ("q_layernorm", "k_layernorm")
-    decay = len(shape) != 1 and words[-1] != "bias" or bool(qk)
+    decay = (len(shape) != 1 and words[-1] != "bias") or bool(qk)
     return GroupKey(decay, facts.decoupled_lr is not None and stem(local) in (EMBEDDING, TIED_HEAD))
 
 

@@ -25,18 +25,25 @@ from typing import Any
 from ckpt_tool.formats.megatron.names import ROOT
 
 PATTERN = "hybrid_layer_pattern"
-ATTENTION, MIXER, DENSE, EXPERTS = "*", "M", "-", "E"
+ATTENTION = "*"
+MIXER = "M"
+DENSE = "-"
+EXPERTS = "E"
 _OLD_PATTERN = "hybrid_override_pattern"  # core 0.16 and before
 _LAYER = re.compile(rf"({ROOT}decoder\.layers\.)(\d{{1,9}})\.(.+)", re.DOTALL)
-_GPT_NORM, _HYBRID_NORM = "final_layernorm", "final_norm"  # the last of each
+# the last of each
+_GPT_NORM = "final_layernorm"
+_HYBRID_NORM = "final_norm"
 _LAST = re.compile(rf"({ROOT}decoder\.)({_GPT_NORM}|{_HYBRID_NORM})(\..+)", re.DOTALL)
 _AHEAD = re.compile(rf"{ROOT}mtp\.")
-_OF_ATTENTION, _OF_MLP = ("self_attention.", "input_layernorm."), ("mlp.", "pre_mlp_layernorm.")
+_OF_ATTENTION = ("self_attention.", "input_layernorm.")
+_OF_MLP = ("mlp.", "pre_mlp_layernorm.")
 # attention that no HybridModel's `*` is: latent, gated delta nets
 _OTHERS = re.compile(
     r"self_attention\.(?:linear_(?:q|kv)_(?:down|up)_proj|linear_q_proj|in_proj|conv1d|core_attention\.)"
 )
-_OF_EXPERTS, _OF_DENSE = ("mlp.router.", "mlp.experts."), ("mlp.linear_fc1.", "mlp.linear_fc2.")
+_OF_EXPERTS = ("mlp.router.", "mlp.experts.")
+_OF_DENSE = ("mlp.linear_fc1.", "mlp.linear_fc2.")
 
 
 def _absent(value: Any) -> bool:
@@ -45,7 +52,9 @@ def _absent(value: Any) -> bool:
 
 # what the tool refuses: argument -> what it may be
 _PLAIN: Mapping[str, Callable[[Any], bool]] = {
-    "moe_layer_freq": lambda n: n in (None, 1, "", "1") or isinstance(n, list | tuple) and all(each == 1 for each in n),
+    "moe_layer_freq": lambda n: (
+        n in (None, 1, "", "1") or (isinstance(n, list | tuple) and all(each == 1 for each in n))
+    ),
     "experimental_attention_variant": _absent,
     "linear_attention_freq": lambda n: n is None,
     "heterogeneous_layers_config_path": _absent,
@@ -121,7 +130,9 @@ def across(names: Iterable[str], letters: str, *, back: bool) -> dict[str, str]:
         {at: i for i, at in enumerate(own)} if back else dict(enumerate(own)) for own in (attention, mlp)
     )
     there = _GPT_NORM if back else _HYBRID_NORM
-    out, odd, held = dict[str, str](), list[str](), set[int]()
+    out = dict[str, str]()
+    odd = list[str]()
+    held = set[int]()
     for name in names:
         found = _LAYER.fullmatch(name)
         if found is None:
@@ -130,7 +141,8 @@ def across(names: Iterable[str], letters: str, *, back: bool) -> dict[str, str]:
             elif _AHEAD.match(name):
                 odd.append(name)
             continue
-        layer, inside = int(found[2]), found[3]
+        layer = int(found[2])
+        inside = found[3]
         place = of_attention if inside.startswith(_OF_ATTENTION) else of_mlp if inside.startswith(_OF_MLP) else {}
         if (
             layer not in place

@@ -50,7 +50,8 @@ from ckpt_tool.formats.megatron.rules import (
 )
 from ckpt_tool.formats.megatron.stages import Stage, Stages, nearest
 
-UNMAPPED, CONTRADICTION = "E2003", "E0305"
+UNMAPPED = "E2003"
+CONTRADICTION = "E0305"
 _LAST = ("decoder.", "encoder.", "output_layer.", "lm_head.")  # on the head's stage
 Shape = tuple[int, ...]
 
@@ -129,7 +130,8 @@ class RankArray(NamedTuple):
 
 def carved(degrees: Mapping[str, int], notes: list[str]) -> dict[str, int]:
     """Degrees with data ranks enough for the experts' ranks to be carved out of them; `notes` says where they grew."""
-    out, others = dict(degrees), degrees["tp"] * degrees["cp"]
+    out = dict(degrees)
+    others = degrees["tp"] * degrees["cp"]
     grid = degrees["etp"] * degrees["ep"]
     out["dp"] = lcm(degrees["dp"] * others, grid) // others
     if out["dp"] != degrees["dp"]:
@@ -215,11 +217,13 @@ class MegatronJob(NamedTuple):
     def pieces(self, name: str, shape: Shape, rank: MegatronRank) -> list[RankPiece]:
         """What a rank keeps of a tensor of `shape` (padding included), in the order of its own rows."""
         rule = self.rule(name, len(shape))
-        number, size = (rank.etp if rule.axis == ETP else rank.tp), self.degrees[rule.axis]
+        number = rank.etp if rule.axis == ETP else rank.tp
+        size = self.degrees[rule.axis]
         found = self.boxes.get(name)
         if found is None:
             return pieces(rule, shape, number, size)
-        out, row = list[RankPiece](), 0
+        out = list[RankPiece]()
+        row = 0
         for box in found if len(found) == 1 or len(found) % size else found[number::size]:
             out.append(RankPiece(box, Box((row, *(0,) * (len(shape) - 1)), box.shape) if shape else box))
             row += box.shape[0] if shape else 0
@@ -228,7 +232,9 @@ class MegatronJob(NamedTuple):
     def array(self, local: str, shape: Shape, dtype: DType, rank: MegatronRank, chunk: int) -> RankArray:
         """The rank's array that is there. Raises UnmappedTensor E2003 for names without a rule where tensor ranks
         share, InconsistentCheckpoint E0305 for grouped experts that do not fit."""
-        count, which, own = self.experts // self.degrees["ep"], 0, shape
+        count = self.experts // self.degrees["ep"]
+        which = 0
+        own = shape
         name = names.canonical(names.shift_layer(local, self.stages.of(rank.pp, chunk).first))
         name = names.by_head(name) if names.BY_HEAD in self.sections else name
         members = [name]
@@ -276,7 +282,9 @@ class MegatronJob(NamedTuple):
     ) -> RankArray:
         """The rank's array that holds its part of `members`, logical tensors by name and shape (padding included).
         which: of GroupedMLP's two weights, 0 for any other array."""
-        slots, start, own = list[Slot](), 0, Shape()
+        slots = list[Slot]()
+        start = 0
+        own = Shape()
         for name, shape in members:
             held = self.pieces(name, shape, rank)
             own = held[0].within.shape
@@ -358,7 +366,8 @@ class JobRanks:
 
     def _cut(self, name: str) -> tuple[str, Shape]:
         """The name, and the shape that ranks share: with the padding of a vocabulary."""
-        shape, rows = self.tensors[name][0], self.job.rows
+        shape = self.tensors[name][0]
+        rows = self.job.rows
         return name, (rows, *shape[1:]) if rows is not None and is_vocabulary(name) and shape else shape
 
     def _local(self, name: str, stage: Stage) -> str:

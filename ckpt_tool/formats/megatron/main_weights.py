@@ -47,7 +47,8 @@ def with_masters(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any]) ->
     if half is None:
         return Fitted(tuple(enumerate(tensors)))
     stepped = {t.key.name for t in tensors if t.key.state not in _NO_OPTIMIZER}
-    rows, masters = list[tuple[int, LogicalTensor]](), list[tuple[int, LogicalTensor]]()
+    rows = list[tuple[int, LogicalTensor]]()
+    masters = list[tuple[int, LogicalTensor]]()
     casts = dict[TensorKey, DType]()
     for number, tensor in enumerate(tensors):
         rows.append((number, tensor))
@@ -66,7 +67,10 @@ def as_the_model(tensors: Sequence[LogicalTensor]) -> Fitted:
     """The tensors with masters in place of the model's weights that they round to; other 16-bit weights widened."""
     masters = {t.key.name: number for number, t in enumerate(tensors) if t.key.state == MASTER}
     have = {t.key.name for t in tensors if t.key.state == MODEL}
-    rows, casts, gone, wide = list[tuple[int, LogicalTensor]](), dict[TensorKey, DType](), list[LogicalTensor](), 0
+    rows = list[tuple[int, LogicalTensor]]()
+    casts = dict[TensorKey, DType]()
+    gone = list[LogicalTensor]()
+    wide = 0
     for number, tensor in enumerate(tensors):
         name, state = tensor.key
         if state == MODEL and name in masters:

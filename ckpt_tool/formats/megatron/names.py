@@ -42,7 +42,8 @@ from typing import NamedTuple
 from ckpt_tool.core.bounds import bounded, numeral
 
 CONTAINERS = SEQUENTIAL, TE_GROUPED, GROUPED = "sequential", "te_grouped", "grouped"
-TIED_HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+TIED_HEAD = "output_layer.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
 
 ROOT = r"(?:(?:thinker\.|llava_model\.)?language_model\.)?"  # of the language model's names
 _ROOT = re.compile(ROOT)
@@ -87,7 +88,9 @@ NORMED_BEFORE = ("self_attention.core_attention.indexer.linear_wq_b", DEEPSEEK_V
 RESIDUAL = "mlp_res_norm"  # of a layer with attention residuals
 # Layers of Megatron-Bridge's Gemma 4, by what they have beside core's: without experts its own modules, where no norm
 # is fused, with experts Transformer Engine's. ms-swift's have neither norm
-GEMMA4, GEMMA4_DENSE, GEMMA4_SPARSE = "layer_scalar", "post_self_attn_layernorm.weight", "post_ffn_layernorm.weight"
+GEMMA4 = "layer_scalar"
+GEMMA4_DENSE = "post_self_attn_layernorm.weight"
+GEMMA4_SPARSE = "post_ffn_layernorm.weight"
 # Leaves that are buffers: in the model's state, in no optimizer.
 BUFFERS = frozenset(
     "expert_bias tid2eid local_tokens_per_expert global_tokens_per_expert inv_freq layer_multipliers "
@@ -212,7 +215,7 @@ def norm_place(name: str, every: Container[str]) -> NormPlace | None:
         return None
     for fused, plain in NORM_ALIASES:
         front, here, rest = name.rpartition(plain)
-        if not here or "." in rest or front and not front.endswith("."):
+        if not here or "." in rest or (front and not front.endswith(".")):
             continue
         linear = f"{front}{fused.removesuffix('layer_norm_')}weight"
         there = linear in every or f"{linear}{BY_HEAD}" in every

@@ -34,6 +34,7 @@ from math import lcm
 from typing import NamedTuple
 
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.formats.megatron.job import MegatronJob, RankArray
 from ckpt_tool.formats.megatron.names import EMBEDDING, TIED_HEAD, stem
 
@@ -94,19 +95,23 @@ def lay_flat(
     alone = tuple(shared) or (False,) * len(numels)
     places: list[BucketPlace] = [BucketPlace(0, 0, 0)] * len(numels)
     buckets: list[Bucket] = []
-    begun, start, first = 0, 0, 0  # of the current bucket; of the next parameter; in the coalesced buffer
+    # of the current bucket; of the next parameter; in the coalesced buffer
+    begun = 0
+    start = 0
+    first = 0
     filled = False
 
     def close(stop: int) -> int:
         nonlocal begun, first, filled
-        padded = -(-stop // divisor) * divisor
+        padded = ceil_div(stop, divisor) * divisor
         buckets.append(Bucket(begun, padded - begun, stop - begun, first))
         first += stop - begun
-        begun, filled = padded, False
+        begun = padded
+        filled = False
         return padded
 
     for i in reversed(range(len(numels))):
-        start = -(-start // ALIGNMENT) * ALIGNMENT
+        start = ceil_div(start, ALIGNMENT) * ALIGNMENT
         if alone[i] and filled:
             start = close(start)
         stop = start + numels[i]
@@ -149,7 +154,8 @@ class Bucketing(NamedTuple):
 
 def bucketing_of(job: MegatronJob, *, experts: bool) -> Bucketing:
     """The buckets of the dense or the experts' buffers."""
-    facts, degrees = job.facts, job.degrees
+    facts = job.facts
+    degrees = job.degrees
     ranks = degrees["dp"] * degrees["cp"]
     size = (facts.bucket_size or default_bucket_size(ranks)) if facts.overlap else None
     if experts:

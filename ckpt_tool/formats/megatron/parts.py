@@ -72,7 +72,9 @@ class Gathered:
     __slots__ = ("chunks", "dtype", "held", "parts", "rows", "shape")
 
     def __init__(self, shape: tuple[int, ...], dtype: DType, parts: tuple[str, ...]) -> None:
-        self.shape, self.dtype, self.parts = shape, dtype, parts
+        self.shape = shape
+        self.dtype = dtype
+        self.parts = parts
         self.chunks: Sequence[Chunk] = ()
         self.held: dict[str, Sequence[Chunk]] = {}
         self.rows: dict[str, int] = {}
@@ -93,7 +95,8 @@ class Gathered:
     def whole(self, key: TensorKey, path: str) -> LogicalTensor:
         """The tensor, its parts one below the other. Raises Incomplete E0309 for a part that is missing. path: the
         folder, for the message."""
-        shape, chunks = self.shape, self.chunks
+        shape = self.shape
+        chunks = self.chunks
         if self.parts:
             rows, chunks = self._joined(key, path)
             shape = (rows, *shape[1:]) if shape else shape  # a step counter: one a part, all alike

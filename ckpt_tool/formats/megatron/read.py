@@ -69,7 +69,9 @@ from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
 OURS = "ckpt"  # the key of what Megatron has no place for
-STEPS, FORM, UNFIT = "E0379", "E0303", "E2004"
+STEPS = "E0379"
+FORM = "E0303"
+UNFIT = "E2004"
 RNG_RANKS = 64  # beyond so many ranks their RNG states are left unread
 RNG_BYTES = 1 << 16  # of one state
 EXTRA_BYTES = 1 << 26  # of an extra state: 1024 steps of amax of a thousand tensors are 4 MiB
@@ -140,7 +142,7 @@ def _open(tree: Tree, path: str, content: TorchContent) -> _RankFiles:
 
 
 def _is_chunk(key: Any) -> bool:
-    return isinstance(key, str) and (key == "model" or key[:5] == "model" and numeral(key[5:]) and len(key) < 9)
+    return isinstance(key, str) and (key == "model" or (key[:5] == "model" and numeral(key[5:]) and len(key) < 9))
 
 
 class Gathering:
@@ -504,7 +506,8 @@ class _MegatronReading:
 
     def _unlike(self, rank: _RankFiles) -> Iterator[str]:
         """What a rank says otherwise than the first does; of what decides nothing, a note."""
-        mine, theirs = rank.extras, self.first.extras
+        mine = rank.extras
+        theirs = self.first.extras
         for key in ("iteration", "checkpoint_version", "num_floating_point_operations_so_far", "opt_param_scheduler"):
             if mine.get(key) != theirs.get(key):
                 yield f"belongs to {key} {_short(mine.get(key))}, not {_short(theirs.get(key))} as"
@@ -611,7 +614,8 @@ class _MegatronReading:
         """The rank's trainable parameters, in order; all that its model holds goes to `out`."""
         params = []
         dropped = [name for name, value in _plain_entries(rank) if value is not None and not is_extra_state(name)]
-        scales, without = self.scales.setdefault(rank.path.rpartition("/")[2], {}), []
+        scales = self.scales.setdefault(rank.path.rpartition("/")[2], {})
+        without = []
         for number, name, value in self._extra_states(rank):
             if value is None:
                 dropped.append(name)

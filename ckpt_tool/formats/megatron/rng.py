@@ -31,7 +31,9 @@ def rank_name(at: tuple[int, ...], shape: tuple[int, ...]) -> str:
 
 def by_rank(states: Any, degrees: Mapping[str, int]) -> tuple[tuple[int, ...], dict[tuple[int, ...], Any]]:
     """(shape, RNG states by stage, tensor rank and, where the names show it, data rank), from names of rank folders."""
-    pp, tp, data = degrees["pp"], degrees["tp"], degrees["dp"] * degrees["cp"]
+    pp = degrees["pp"]
+    tp = degrees["tp"]
+    data = degrees["dp"] * degrees["cp"]
     out: dict[tuple[int, ...], Any] = {}
     by_data = False
     for name, value in states.items() if isinstance(states, dict) else ():

@@ -62,7 +62,8 @@ from ckpt_tool.formats.megatron.names import BY_HEAD, is_foreign, is_tower, stem
 from ckpt_tool.formats.megatron.stages import nearest
 
 DEGREE = "E0273"
-TP, ETP = "tp", "etp"
+TP = "tp"
+ETP = "etp"
 
 
 class MegatronRule(NamedTuple):
@@ -124,7 +125,9 @@ _ADAPTER = re.compile(
 )
 _NORM = re.compile(r"(?:.*_)?(?:layernorm|layer_norm|norm)(?:_\d)?")
 VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"})
-MAMBA, DELTA, KIMI = "mamba", "gated delta net", "kimi delta attention"
+MAMBA = "mamba"
+DELTA = "gated delta net"
+KIMI = "kimi delta attention"
 _PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")  # mcore-bridge's, by key head
 _WANTED = {  # what the arguments have to say where a module's other tensors are not there
     MAMBA: "mamba_num_heads, mamba_head_dim, mamba_num_groups and mamba_state_dim",
@@ -150,7 +153,8 @@ def section_names(name: str) -> tuple[str, ...]:
 
 
 def _sectioned(words: Sequence[str]) -> str:
-    leaf, module = words[-1], words[-2]
+    leaf = words[-1]
+    module = words[-2]
     if leaf.endswith(BY_HEAD):
         return ""
     if module == "in_proj" and leaf == "weight":
@@ -178,7 +182,8 @@ def rule_of(
         base = rule_of(f"{found[1]}.weight", 2, gated=gated, down_shared=down_shared, sections=sections)
         return _of_adapter(base, found[3], apart=found[2] is not None)
     words = name.split(".")
-    leaf, module = words[-1], words[-2] if len(words) > 1 else ""
+    leaf = words[-1]
+    module = words[-2] if len(words) > 1 else ""
     axis = ETP if "experts" in words else TP
     if is_tower(name):
         return _of_tower(name, words, rank, sections)
@@ -235,7 +240,8 @@ def _by_key_head(words: Sequence[str]) -> bool:
 
 
 def _of_recurrent(kind: str, words: Sequence[str], rank: int, sections: Mapping[str, tuple[int, ...]]) -> MegatronRule:
-    leaf, module = words[-1], words[-2]
+    leaf = words[-1]
+    module = words[-2]
     if leaf in _HEADS or module == "norm" or _by_key_head(words):
         return MegatronRule(0)
     if module == "out_norm" or leaf in ("layer_norm_weight", "layer_norm_bias"):
@@ -253,7 +259,9 @@ def _of_tower(name: str, words: Sequence[str], rank: int, sections: Mapping[str,
     """The rule of a tensor beside the language model. Towers that transformers' own modules make are copies; those of
     Megatron's modules are cut like a language model's layers."""
     words = words[1:] if words[0] in ("thinker", "llava_model") else words
-    root, inside, leaf = words[0], words[1] if len(words) > 2 else "", words[-1]
+    root = words[0]
+    inside = words[1] if len(words) > 2 else ""
+    leaf = words[-1]
     if root == "multi_modal_projector":  # Bridge's gemma3_vl has a ColumnParallelLinear there
         return MegatronRule(0 if inside == "proj" else None)
     if not is_foreign(name) and inside in ("decoder", "merger", "encoder"):
@@ -374,18 +382,22 @@ def local_shape(rule: MegatronRule, shape: Sequence[int], size: int) -> tuple[in
 def pieces(rule: MegatronRule, shape: Sequence[int], rank: int, size: int, *, apart: bool = False) -> list[RankPiece]:
     """What rank `rank` of `size` keeps of a tensor of `shape` (whole), in the order of its own rows. apart: are parts
     pieces of their own even where one rank has all?"""
-    if rule.dim is None or rule.dim >= len(shape) or size == 1 and not apart:
+    if rule.dim is None or rule.dim >= len(shape) or (size == 1 and not apart):
         return [RankPiece(whole(shape), whole(shape))]
     dim = rule.dim
     zero = [0] * len(shape)
-    out, first, row = [], 0, 0
+    out = []
+    first = 0
+    row = 0
     for part in rule.sections(shape[dim]) or (shape[dim] // len(rule.parts),) * len(rule.parts):
         own = part // size
         mine = tuple(own if d == dim else n for d, n in enumerate(shape))
-        at, inside = list(zero), list(zero)
+        at = list(zero)
+        inside = list(zero)
         at[dim], inside[dim] = first + rank * own, row
         out.append(RankPiece(Box(tuple(at), mine), Box(tuple(inside), mine)))
-        first, row = first + part, row + own
+        first = first + part
+        row = row + own
     return out
 
 

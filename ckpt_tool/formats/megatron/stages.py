@@ -76,7 +76,8 @@ class Stages(NamedTuple):
 def from_counts(counts: Sequence[int], pp: int, vpp: int = 1, *, mtp: int = 0, mtp_at: int | None = None) -> Stages:
     """Stages with these numbers of layers, chunk-major (`counts[vpp * PP + pp]`). mtp: MTP layers, on chunk `mtp_at`
     (position in the same order), by default the last."""
-    chunks, first = [], 0
+    chunks = []
+    first = 0
     last = len(counts) - 1
     for i, layers in enumerate(counts):
         here = mtp if i == (last if mtp_at is None else mtp_at) else 0
@@ -130,7 +131,8 @@ def from_args(args: Mapping[str, Any], pp: int, vpp: int, layers: int, *, mtp: i
         return made if made and made.vpp == vpp and sum(made.counts) == layers else None
     if pp == 1 and vpp == 1:
         return from_counts([layers], 1, mtp=mtp)
-    first, last = args.get("decoder_first_pipeline_num_layers"), args.get("decoder_last_pipeline_num_layers")
+    first = args.get("decoder_first_pipeline_num_layers")
+    last = args.get("decoder_last_pipeline_num_layers")
     if isinstance(first, int) or isinstance(last, int):
         counts = _uneven(layers, pp, vpp, first, last)
     else:
@@ -205,7 +207,7 @@ def chosen_stages(
     if wish:
         return from_wish(wish, pp, vpp, layers, mtp=mtp)
     made = from_args(args, pp, vpp, layers, mtp=mtp) or from_args({}, pp, vpp, layers, mtp=mtp)
-    if made is None or not layers and pp > 1:
+    if made is None or (not layers and pp > 1):
         with_vpp = f" with --vpp {vpp}" if vpp > 1 else ""
         valid = nearest(pp, even_degrees(layers, vpp) if layers else [1])
         raise UsageError(
@@ -240,12 +242,15 @@ def args_of(stages: Stages, args: Mapping[str, Any] = MappingProxyType({})) -> d
         "account_for_embedding_in_pipeline_split": False,
         "account_for_loss_in_pipeline_split": False,
     }
-    counts, pp, vpp = stages.counts, stages.pp, stages.vpp
+    counts = stages.counts
+    pp = stages.pp
+    vpp = stages.vpp
     layers = sum(counts)
     pattern = _pattern(args)
     if pattern:
         name, main, rest = pattern
-        letters, begin = main.replace("|", ""), [sum(counts[:i]) for i in range(len(counts))]
+        letters = main.replace("|", "")
+        begin = [sum(counts[:i]) for i in range(len(counts))]
         if len(letters) == layers:
             parted = "|".join(letters[at : at + n] for at, n in zip(begin, counts, strict=True))
             return plain | {name: parted + rest}

@@ -167,9 +167,10 @@ class _States:
 
     def _fits(self, state: str, name: str, number: int) -> bool:
         """Can the state be cut like its parameter, or is it a counter of it?"""
-        own, model = self.decided.tensor(number), self.decided.tensor(self.decided.model[name])
+        own = self.decided.tensor(number)
+        model = self.decided.tensor(self.decided.model[name])
         uncut = self._uncut() and state not in (MASTER, EMA) and prod(own.shape) != 1
-        return own.shape == model.shape or state == STEP and len(own.shape) == 0 or uncut
+        return own.shape == model.shape or (state == STEP and len(own.shape) == 0) or uncut
 
     def _uncut(self) -> bool:
         """Is every parameter whole on its rank, under its own name?"""
@@ -232,7 +233,8 @@ class _States:
 
     def _groups(self) -> tuple[tuple[dict[str, Any], ...], ...]:
         every = [groups_of(one) for one in chained(self.decided.wanted.extras.get("optimizer"))]
-        facts, out = self.decided.job.facts, list[tuple[dict[str, Any], ...]]()
+        facts = self.decided.job.facts
+        out = list[tuple[dict[str, Any], ...]]()
         for link in self.chains:
             own = every if link.at is None else [every[link.at]]
             stored = [group for groups in own for group in groups if "wd_mult" in group]
@@ -271,7 +273,9 @@ class _States:
                 out.append({"optimizer": {"param_groups": [dict(group) for group in groups]}})
                 continue
             members = members_of(groups, params, self.decided.job.facts) or []
-            entries, listed, number = dict[int, Any](), list[dict[str, Any]](), 0
+            entries = dict[int, Any]()
+            listed = list[dict[str, Any]]()
+            number = 0
             for group, own in zip(groups, members, strict=True):
                 listed.append({**group, "params": list(range(number, number + len(own)))})
                 for array in own:
@@ -361,7 +365,9 @@ class _Writing:
     def target(self) -> Target:
         files: list[TargetFile] = []
         degrees = self.job.degrees
-        tp, ep, etp = degrees["tp"], degrees["ep"], degrees["etp"]
+        tp = degrees["tp"]
+        ep = degrees["ep"]
+        etp = degrees["etp"]
         existing = pairs(degrees)
         dense = {(r % tp, r // etp % ep) for r in range(tp)}
         experts = {(r % tp, r // etp % ep) for r in range(min(ep * etp, stage_ranks(degrees)))}
@@ -404,7 +410,8 @@ class _Writing:
 
     def _args(self) -> dict[str, Any]:
         """The source's arguments as far as they can be written, or the few that a reader needs."""
-        decided, facts = self.decided, self.job.facts
+        decided = self.decided
+        facts = self.job.facts
         sizes: dict[str, Any] = {}
         if facts.layers or not decided.args:
             sizes["num_layers"] = facts.layers
@@ -466,7 +473,9 @@ class _Writing:
 
     def _extra_tensors(self) -> tuple[int | None, list[tuple[tuple[str | int, ...], int]], list[int]]:
         """Tensors among the extras: (the loss scale, those with a place of their own, those under our key)."""
-        scale, placed, kept = None, [], []
+        scale = None
+        placed = []
+        kept = []
         for number, tensor in enumerate(self.decided.wanted.tensors):
             if tensor.key.state != EXTRAS:
                 continue
@@ -543,7 +552,7 @@ class _Writing:
             None,
         )
         for one in made:
-            if scaler is None and self.scale is None or "optimizer" not in one:
+            if (scaler is None and self.scale is None) or "optimizer" not in one:
                 continue
             own = dict(scaler or {})
             scale = {} if self.scale is None else {"scale": self._whole(self.scale, composer)}
@@ -555,7 +564,8 @@ class _Writing:
 
     def _tail(self, composer: TorchComposer) -> dict[str, dict[str, Any]]:
         """Rows of vocabularies that Megatron does not load at this tensor parallel size: {state: {name: tensor}}."""
-        kept, every = self.job.kept, self.decided.all_rows
+        kept = self.job.kept
+        every = self.decided.all_rows
         out: dict[str, dict[str, Any]] = {}
         for number, tensor in enumerate(self.decided.wanted.tensors):
             if kept is None or every is None or kept >= every or not is_vocabulary(tensor.key.name):
@@ -589,7 +599,8 @@ class _Writing:
         optimizer = self.extras.get("optimizer")
         if optimizer is not None and not _States.is_ours(optimizer) and writable(optimizer):
             extras["optimizer"] = optimizer
-        rows, kept = self.job.rows, self.job.kept
+        rows = self.job.rows
+        kept = self.job.kept
         if rows is not None and kept is not None and rows > kept:
             out["vocab_rows"] = kept
         tail = self._tail(composer)

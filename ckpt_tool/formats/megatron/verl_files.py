@@ -7,7 +7,9 @@ import re
 
 from ckpt_tool.storage.source import Tree
 
-ADAPTERS, STATES = "adapter_checkpoint/", "dist_ckpt/"  # verl's, in the folder of a model
+# verl's, in the folder of a model
+ADAPTERS = "adapter_checkpoint/"
+STATES = "dist_ckpt/"
 _ADAPTER = re.compile(rf"(?:{ADAPTERS})?mp_rank_(\d{{2,4}})(?:_(\d{{3,4}}))?(?:_(\d{{3,4}}))?_adapter\.pt", re.ASCII)
 _OF_STATES = re.compile(rf"{STATES}(?:\.metadata|common\.pt|metadata\.json|__\d{{1,6}}_\d{{1,6}}\.distcp)", re.ASCII)
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.bounds import bounded
 from ckpt_tool.core.hints import Degrees
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
@@ -35,7 +36,9 @@ from ckpt_tool.formats.megatron.names import EMBEDDING, TIED_HEAD
 from ckpt_tool.formats.megatron.rules import gated, is_vocabulary
 from ckpt_tool.formats.megatron.stages import NO_SPLIT, Stages, chosen_stages, from_counts
 
-VOCAB, NO_RULE, UNHELD = "E0276", "E0275", "E2001"
+VOCAB = "E0276"
+NO_RULE = "E0275"
+UNHELD = "E2001"
 
 
 class Decided(NamedTuple):
@@ -128,7 +131,9 @@ def _completed(facts: MegatronFacts, model: Mapping[str, int], experts: int) -> 
 def _stages(
     wanted: Wanted, own: MegatronHints | None, args: Mapping[str, Any], facts: MegatronFacts, degrees: Mapping[str, int]
 ) -> Stages:
-    pp, vpp, layers = degrees["pp"], degrees["vpp"], facts.layers or 0
+    pp = degrees["pp"]
+    vpp = degrees["vpp"]
+    layers = facts.layers or 0
     if vpp > 1 and pp == 1:
         raise UsageError(
             f"--vpp {vpp} without pipeline stages", code=NO_SPLIT, hint="give --pp of at least 2, or leave --vpp off"
@@ -205,13 +210,14 @@ def vocabulary_rows(
     real = wanted.wish.vocab_size or bounded(facts.vocab or 0, 16 * have, "rows by vocab_size in the arguments")
     unit = multiple * tp
     if isinstance(real, int) and 0 < real:
-        need = -(-real // unit) * unit
-        rows = max(need, -(-have // unit) * unit) if have < real else need
-    elif have % unit == 0 or not facts.stated and have % tp == 0 or tp == facts.tp and have % tp == 0:
+        need = ceil_div(real, unit) * unit
+        rows = max(need, ceil_div(have, unit) * unit) if have < real else need
+    elif have % unit == 0 or (not facts.stated and have % tp == 0) or (tp == facts.tp and have % tp == 0):
         rows = have
     else:
         old = multiple * facts.tp
-        low, high = -(-(max(have - old, 0) + 1) // unit) * unit, -(-have // unit) * unit
+        low = ceil_div(max(have - old, 0) + 1, unit) * unit
+        high = ceil_div(have, unit) * unit
         if low != high or not facts.stated:
             raise UsageError(
                 f"--tp {tp}: {have} rows of the vocabulary do not show its real size: Megatron would pad it to"
@@ -243,5 +249,6 @@ def unheld(whose: str, tensor: WantedTensor, tensors: Sequence[WantedTensor]) ->
         what = f"has no key for the state {tensor.key.state}: in its keys a state is one word, without a dot"
         hint = f"leave out what has no place with --drop {','.join(dotted)}"
     else:
-        what, hint = f"would read {tensor.key.name!r} back under another name", "rename or remove it (--remove-keys)"
+        what = f"would read {tensor.key.name!r} back under another name"
+        hint = "rename or remove it (--remove-keys)"
     return UsageError(f"{whose} {what}", code=UNHELD, key=str(tensor.key), hint=f"{hint}, or choose another format")

@@ -45,12 +45,16 @@ def spot_of(name: str) -> StackSpot:
     """The spot that a name tells."""
     layer = expert = None
     found = _LAYER.fullmatch(name)
-    stack, template = "", name
+    stack = ""
+    template = name
     if found is not None and found[2] == str(int(found[2])):
-        stack, layer, template = found[1], int(found[2]), f"{found[1]}.{found[3]}"
+        stack = found[1]
+        layer = int(found[2])
+        template = f"{found[1]}.{found[3]}"
     inner = _EXPERT.fullmatch(template)
     if inner is not None and inner[2] == str(int(inner[2])):
-        expert, template = int(inner[2]), f"{inner[1]}.experts.{inner[3]}"
+        expert = int(inner[2])
+        template = f"{inner[1]}.experts.{inner[3]}"
     return StackSpot(template, stack, layer, expert)
 
 
@@ -95,7 +99,8 @@ def _read(every: Iterable[str]) -> Iterator[tuple[str, tuple[int, int | None, in
     forms: dict[object, int] = {}
     for name in every:
         parts = _NUMBER.split(name)
-        texts, numbers = tuple(parts[::2]), parts[1::2]
+        texts = tuple(parts[::2])
+        numbers = parts[1::2]
         at = holes.get(texts)
         if at is None:
             at = holes[texts] = _holes(spot_of(name), texts)

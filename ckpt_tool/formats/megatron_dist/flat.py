@@ -43,6 +43,7 @@ from ckpt_tool.core.box import Box
 from ckpt_tool.core.catalog import Unread
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.flat_line import FlatLine, LinePlace
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import MASTER, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, InputError
 from ckpt_tool.formats.containers.dcp_metadata import DcpTensorEntry
@@ -74,7 +75,7 @@ class BucketLine(NamedTuple):
     def ends_at(self, element: int) -> bool:
         """Does a piece begin or end at this element?"""
         where = bisect_right(self.starts, element) - 1
-        return element == self.numel or where >= 0 and element in (self.starts[where], self.stops[where])
+        return element == self.numel or (where >= 0 and element in (self.starts[where], self.stops[where]))
 
 
 class _Where(NamedTuple):
@@ -169,7 +170,8 @@ def _readings(
     """What the arguments say, then what they may mean."""
     layers = names.layers_count(name for name in model if names.stem(name).startswith("decoder."))
     mtp = names.mtp_count(model)
-    pp, vpp = degrees["pp"], degrees["vpp"]
+    pp = degrees["pp"]
+    vpp = degrees["vpp"]
     if pp * vpp > CHUNKS:
         return
     stages = from_args(args, pp, vpp, layers, mtp=mtp)
@@ -304,13 +306,16 @@ def _place(members: Sequence[tuple[RankArray, int]], lines: Mapping[str, BucketL
 
 def _fill(left: list[RankArray], lines: Mapping[str, BucketLine], size: int, out: _Found, shown: str) -> None:
     """Take as many parameters off `left` as the bucket of `size` elements holds."""
-    stop, members = 0, list[tuple[RankArray, int]]()
-    while -(-stop // ALIGNMENT) * ALIGNMENT < size:  # a bucket closed by a shared embedding keeps the gap at its end
+    stop = 0
+    members = list[tuple[RankArray, int]]()
+    while (
+        ceil_div(stop, ALIGNMENT) * ALIGNMENT < size
+    ):  # a bucket closed by a shared embedding keeps the gap at its end
         some = next(iter(lines.values()))
         if not left:
             raise _misfit(some, f"{size - stop} of its {size} elements belong to no parameter", shown)
         array = left.pop(0)
-        start = -(-stop // ALIGNMENT) * ALIGNMENT
+        start = ceil_div(stop, ALIGNMENT) * ALIGNMENT
         stop = start + array.numel
         members.append((array, start))
         for line in lines.values():

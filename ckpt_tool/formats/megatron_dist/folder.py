@@ -33,10 +33,15 @@ from ckpt_tool.formats.megatron.pointer import pointed
 from ckpt_tool.storage.source import Tree, safe_relative
 from ckpt_tool.storage.texts import strict_json
 
-CONFIG, COMMON, INTEGRITY = "metadata.json", "common.pt", "integrity.json"
-BACKEND, DAMAGED = "E0303", "E2005"
+CONFIG = "metadata.json"
+COMMON = "common.pt"
+INTEGRITY = "integrity.json"
+BACKEND = "E0303"
+DAMAGED = "E2005"
 HASHED = 16 << 20  # bytes of a file that is hashed when the folder is opened
-_CONFIG_LIMIT, _LIST_LIMIT = 4096, 64 << 20  # bytes
+# bytes
+_CONFIG_LIMIT = 4096
+_LIST_LIMIT = 64 << 20
 _BLOCK = 4 << 20  # bytes of a read while hashing
 JOB = "dist_ckpt/"  # verl's, beside `huggingface/`, where the model's config is
 _FOLDERS = ("", "weights/", "model_weights/", JOB)
@@ -76,7 +81,7 @@ def files(tree: Tree, folder: str) -> frozenset[str]:
     found = set()
     for path in tree.listing():
         other, slash, name = path.rpartition("/")
-        same = other + slash == folder or _STEP.fullmatch(folder) and _STEP.fullmatch(other + slash)
+        same = other + slash == folder or (_STEP.fullmatch(folder) and _STEP.fullmatch(other + slash))
         if same and (name in (METADATA, COMMON, CONFIG, INTEGRITY) or DATA.fullmatch(name)):
             found.add(path)
     return frozenset(found)
@@ -191,7 +196,8 @@ def sha256(tree: Tree, path: str) -> str:
     """The file's SHA-256 in lower-case hex. Reads it whole, 4 MiB at a time."""
     import hashlib  # OpenSSL behind it takes longer to load than most checkpoints to inspect
 
-    digest, size = hashlib.sha256(), tree.size(path)
+    digest = hashlib.sha256()
+    size = tree.size(path)
     for offset in range(0, size, _BLOCK):
         digest.update(tree.read(path, offset, min(_BLOCK, size - offset)))
     return digest.hexdigest()

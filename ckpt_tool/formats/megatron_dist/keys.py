@@ -119,10 +119,12 @@ def parse_object(fqn: str) -> ObjectKey | None:
 
 def parse(fqn: str) -> DistKey:
     """Any tensor key but those of flat buckets."""
-    state, key = MODEL, fqn
+    state = MODEL
+    key = fqn
     found = _OPTIMIZER.fullmatch(fqn)
     if found is not None:
-        state, key = MASTER if found[1] in _MASTERS else found[1], found[2]
+        state = MASTER if found[1] in _MASTERS else found[1]
+        key = found[2]
     key = _NEMO.sub("", key, count=1) if key.startswith("mod") else key
     key, part = apart(key)
     layers = _STACKED.fullmatch(key) is not None
@@ -143,7 +145,8 @@ def of_kind(key: str, kind: str) -> str:
 def name_of(key: DistKey, at: tuple[int, ...] = ()) -> str:
     """The logical name of the tensor of that layer, of that expert (as many numbers as `key.leads`). Layers of a kind
     have their numbers among all."""
-    name, rest = key.plain, list(at)
+    name = key.plain
+    rest = list(at)
     if key.layers:
         found = _STACKED.fullmatch(name)
         if found is not None:
@@ -162,7 +165,10 @@ def stored(name: str) -> str:
 
 # -- how a source spells its keys, to spell them so again --------------------------------------------------------------
 
-STACKED_LAYERS, STACKED_EXPERTS, SINGLETONS, HALVES = "stacked-layers", "stacked-experts", "singletons", "halves"
+STACKED_LAYERS = "stacked-layers"
+STACKED_EXPERTS = "stacked-experts"
+SINGLETONS = "singletons"
+HALVES = "halves"
 APART = "attentions-apart"  # by `KINDS`
 
 
@@ -178,7 +184,7 @@ def styles_of(key: DistKey) -> tuple[str, ...]:
     out = [stacked_style(found[1])] if found is not None else []
     out += [STACKED_EXPERTS] if key.experts else []
     out += [APART] if key.kind else []
-    out += [SINGLETONS] if key.part in HALF or _EXPERTS in key.key and not key.experts else []
+    out += [SINGLETONS] if key.part in HALF or (_EXPERTS in key.key and not key.experts) else []
     out += [HALVES] if key.part in HALF else []
     for fused, alias in NORM_ALIASES:
         for style, text in (("fused", fused), ("plain", alias)):

@@ -61,7 +61,8 @@ from ckpt_tool.formats.megatron_dist.keys import (
 )
 
 Shape = tuple[int, ...]
-EXPERTS, NO_RULE = "E0237", "E0275"
+EXPERTS = "E0237"
+NO_RULE = "E0275"
 CHUNKS = 1 << 16  # of all stages
 _NUMBER = itemgetter(0)  # of a share's tensor
 # norms of layers in Transformer Engine's spec: in the linear that follows, where there is one
@@ -132,7 +133,7 @@ class DistLayout:
         """As Megatron would spell the keys, by its arguments."""
         args = self.args
         several = [args.get("moe_layer_freq"), args.get("linear_attention_freq")]
-        differing = any(isinstance(n, list) or type(n) is int and n > 1 for n in several)
+        differing = any(isinstance(n, list) or (type(n) is int and n > 1) for n in several)
         differing |= bool(args.get("hetereogenous_dist_checkpoint") or args.get("heterogeneous_layers_config_path"))
         differing |= any(
             names.stem(name).startswith("decoder.final_norm.") for name in self.examples
@@ -182,7 +183,9 @@ class DistLayout:
         return self.windows.count(KINDS[kind]) if kind else self.counts[stack]
 
     def _stages(self) -> Stages:
-        pp, vpp, layers = self.degrees["pp"], self.degrees["vpp"], self.layers
+        pp = self.degrees["pp"]
+        vpp = self.degrees["vpp"]
+        layers = self.layers
         if pp * vpp > CHUNKS:
             raise UsageError(f"--pp {pp} --vpp {vpp} are {pp * vpp} chunks", code=NO_SPLIT, hint="give smaller degrees")
         mtp = names.mtp_count(self.examples)
@@ -265,7 +268,8 @@ class DistLayout:
         tensor = self.wanted.tensors[number]
         (name, state), kind = tensor.key, self._kind(spot.stack, spot.layer)
         grid = spot.expert is None or self.grids[state, spot.template, self._apart(spot.stack, spot.layer)]
-        layers, key = spot.stack in self.stacked, self._placed(spot, grid=grid)
+        layers = spot.stack in self.stacked
+        key = self._placed(spot, grid=grid)
         made = self._keys.get((state, kind, key))
         if made is None:  # names of one key differ in its positions alone
             part = next(iter(self._sections(tensor)), ("",))[0]
@@ -362,8 +366,10 @@ class DistLayout:
     ) -> list[tuple[int, tuple[int, ...], int]]:
         """(number, position, first of the global ranks that hold it) of tensors of one key."""
         tp, ep, etp, dp, cp = (self.degrees[dim] for dim in ("tp", "ep", "etp", "dp", "cp"))
-        per, behind = max(self.experts // ep, 1), tp * cp * dp
-        stage, counted = self._stage_of, dict[int | None, int | None]()
+        per = max(self.experts // ep, 1)
+        behind = tp * cp * dp
+        stage = self._stage_of
+        counted = dict[int | None, int | None]()
         out = []
         for number, layer, expert in members:
             place = (each.spot.stack if layer is not None else each.name, layer)
@@ -378,7 +384,9 @@ class DistLayout:
 
     def _cut(self, each: Class) -> list[_KeyPart]:
         """How tensors are cut. Decided once for those of one shape in all layers, of all experts."""
-        tensor, spot, shape = self.wanted.tensors[each.members[0].number], each.spot, each.shape
+        tensor = self.wanted.tensors[each.members[0].number]
+        spot = each.spot
+        shape = each.shape
         case = (spot.stack, spot.template, spot.expert is None, shape)
         found = self._cuts.get(case)
         if found is None:
@@ -415,7 +423,8 @@ class DistLayout:
     def _boxes(self, tensor: WantedTensor) -> Iterator[tuple[Box, int]]:
         """The tensor's boxes, and how far behind the first rank that holds it the one is that writes each: it has the
         first replica."""
-        shape, rule = tensor.shape, self.job.rule(tensor.key.name, len(tensor.shape))
+        shape = tensor.shape
+        rule = self.job.rule(tensor.key.name, len(tensor.shape))
         degree = self.degrees[rule.axis]
         own = rule.sections(shape[rule.dim]) if rule.dim is not None and rule.dim < len(shape) else ()
         if not own or 0 in shape or any(n % degree for n in own):
@@ -434,7 +443,8 @@ def _at(key: DistKey, layer: int | None, expert: int | None) -> tuple[int, ...]:
 
 def _stretched(shape: Shape, rows: Iterable[Stretch]) -> _KeyPart:
     """A tensor whose rows lie in another order where it is stored."""
-    rest, items = (0,) * len(shape[1:]), list[StoredItem]()
+    rest = (0,) * len(shape[1:])
+    items = list[StoredItem]()
     for row in rows:
         box = Box((row.there, *rest), (row.rows, *shape[1:]))
         items.append(StoredItem(box, (row.here, *rest), box.shape, row.rank))

@@ -44,9 +44,12 @@ from ckpt_tool.formats.megatron_dist.keys import parse
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.texts import strict_yaml
 
-WEIGHTS, CONTEXT = "weights/", "context/"
+WEIGHTS = "weights/"
+CONTEXT = "context/"
 MODEL = f"{CONTEXT}model.yaml"
-WEIGHTS_1, MODEL_1 = "model_weights/", "model_config.yaml"  # NeMo 1's
+# NeMo 1's
+WEIGHTS_1 = "model_weights/"
+MODEL_1 = "model_config.yaml"
 _BESIDE = {
     WEIGHTS: (CONTEXT, MODEL),
     WEIGHTS_1: ("", MODEL_1),
@@ -127,7 +130,8 @@ def arguments_of_1(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("mcore_gpt") is False:
         return {}
     said = {_WORDS_1.get(key, key): value for key, value in config.items() if value is not None}
-    activation, norm = str(config.get("activation") or "gelu"), str(config.get("normalization") or "layernorm").lower()
+    activation = str(config.get("activation") or "gelu")
+    norm = str(config.get("normalization") or "layernorm").lower()
     gated = activation.endswith("glu")
     said |= {"swiglu": gated, "squared_relu": activation == "squared-relu", "normalization": _NORMS_1.get(norm, norm)}
     if gated and not activation.endswith("swiglu"):

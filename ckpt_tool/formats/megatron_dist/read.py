@@ -111,7 +111,8 @@ class _TorchDistReading:
                 flat.append((entry, own))
             else:
                 self._entry(entry, own)
-        tensors, degrees = self._tensors(), _degrees(objects)
+        tensors = self._tensors()
+        degrees = _degrees(objects)
         misfits: tuple[Unread, ...] = ()
         if (flat or objects.gathered) and is_adapter(key.name for key in tensors if key.state == MODEL):
             line = "optimizer states of the adapter's run are left out: they are stored in flat buckets without names"
@@ -243,8 +244,7 @@ class _TorchDistReading:
             or known.parts != key.parts
             or key.part in known.held
             or (known.shape[1:], known.dtype) != (shape[1:], entry.dtype)
-            or key.part in HALF
-            and known.shape != shape
+            or (key.part in HALF and known.shape != shape)
         ):
             raise InconsistentCheckpoint(
                 f"{name} is stored twice, once under {entry.fqn}",
@@ -257,7 +257,9 @@ class _TorchDistReading:
             known.begin(key.part, shape)
 
     def _tensors(self) -> dict[TensorKey, LogicalTensor]:
-        out, frozen, path = {}, list[str](), self.tree.display(self.folder)
+        out = {}
+        frozen = list[str]()
+        path = self.tree.display(self.folder)
         for key, found in self.found.items():
             tensor = found.whole(key, path)
             if not tensor.chunks and key.state != MODEL and 0 not in tensor.shape:
@@ -330,7 +332,8 @@ def chunks_of(entry: DcpTensorEntry, arrays: Sequence[StoredArray], true_shape: 
 
 def _cell(entry: DcpTensorEntry, true_shape: At) -> At:
     """The local shape that each grid cell of the stored, flattened tensor holds."""
-    grid, numel = entry.shape[:-1], entry.shape[-1] if entry.shape else 0
+    grid = entry.shape[:-1]
+    numel = entry.shape[-1] if entry.shape else 0
     fits = len(grid) == len(true_shape) and all(n and not size % n for size, n in zip(true_shape, grid, strict=True))
     cell = tuple(size // n for size, n in zip(true_shape, grid, strict=True)) if fits else ()
     if not fits or prod(cell) != numel:
@@ -344,7 +347,8 @@ def _cell(entry: DcpTensorEntry, true_shape: At) -> At:
 
 
 def _flattened(piece: DcpPiece, array: StoredArray, cell: At) -> Iterator[Chunk]:
-    start, count = piece.offset[-1], piece.shape[-1]
+    start = piece.offset[-1]
+    count = piece.shape[-1]
     if prod(piece.shape[:-1]) != 1:
         raise InconsistentCheckpoint(
             f"a piece of shape {list(piece.shape)} covers several cells of the grid",
@@ -383,7 +387,8 @@ def apart(chunk: Chunk, leads: int) -> Iterator[tuple[At, Chunk]]:
 
 def _row(chunk: Chunk, inner: Box, index: At) -> Chunk:
     """The chunk's box at position `index` (relative to the box) of its leading dims."""
-    array, leads = chunk.array, len(index)
+    array = chunk.array
+    leads = len(index)
     strides = array.strides or contiguous_strides(array.shape)
     lead = zip(chunk.within.offset[:leads], index, strides[:leads], strict=True)
     skipped = sum((offset + i) * stride for offset, i, stride in lead)

@@ -52,7 +52,8 @@ from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
 COMMON_STATE = "common_state"
-MISSING, STEPS = "E0301", "E0379"
+MISSING = "E0301"
+STEPS = "E0379"
 _DISTRIBUTED = re.compile(r"(?:chained_(\d{1,4})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,9})\.(\w+)")
 _BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded")
 _TENSOR_LIMIT = 1 << 20  # bytes of a tensor inside an object that becomes a value

@@ -118,7 +118,7 @@ def _optimizers(value: Any, layout: DistLayout, notes: list[str], *, distributed
     if say_adam([groups_of(one) for one in several]):
         notes.append(SAYS_ADAM)
     for one in several:
-        if not distributed or layout.facts.layer_wise and not one.get(SHARDING) and one is not several[-1]:
+        if not distributed or (layout.facts.layer_wise and not one.get(SHARDING) and one is not several[-1]):
             one.pop(SHARDING, None)
         else:
             one[SHARDING] = FULLY
@@ -136,7 +136,7 @@ def _bare(one: Mapping[Any, Any]) -> dict[Any, Any]:
     """An optimizer's values without what stood in place of tensors and without numbers of parameters."""
     out: dict[Any, Any] = {}
     for key, item in one.items():
-        if key in ("fp32_from_fp16_params", "param_state") or key == "state" and _empty(item):
+        if key in ("fp32_from_fp16_params", "param_state") or (key == "state" and _empty(item)):
             continue
         if key == "param_groups" and isinstance(item, list):
             out[key] = [{k: v for k, v in g.items() if k != "params"} if isinstance(g, dict) else g for g in item]

@@ -146,7 +146,8 @@ def _integrity(folder: str, files: Sequence[TargetFile]) -> TargetFile:
     numbers = {file.path[len(folder) :]: number for number, file in enumerate(files)}
     names = sorted(numbers)
     text = json.dumps({"algorithm": "sha256", "files": dict.fromkeys(names, _HOLE)}, indent=2)
-    patches, at = [], 0
+    patches = []
+    at = 0
     for name in names:
         at = text.index(_HOLE, at)
         patches.append(Patch(len(text[:at].encode()), "sha256", numbers[name]))

@@ -45,7 +45,8 @@ from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
-SHARED, STATELESS = "E2008", "E0302"
+SHARED = "E2008"
+STATELESS = "E0302"
 RNG, _GROUPS = "rng_state", FSDP_GROUPS.split(".")[1]
 _RNG_LIMIT = 1 << 20  # bytes of a state that becomes a value
 _PLACE = re.compile(r"\((\d{1,9}), (\d{1,9})\)")
@@ -197,7 +198,8 @@ class _MegatronFsdpReading:
         each tensor rank holds, one rank's behind the other's."""
         facts = facts_of(arguments(extras))
         shapes = {key.name: tensor.shape for key, tensor in tensors.items() if key.state == MODEL}
-        sections, gate = sections_of(shapes, facts), gated(shapes, facts)
+        sections = sections_of(shapes, facts)
+        gate = gated(shapes, facts)
         for key, tensor in tensors.items():
             rule = rule_of(key.name, len(tensor.shape), gated=gate, down_shared=False, sections=sections)
             size = facts.degrees[rule.axis]

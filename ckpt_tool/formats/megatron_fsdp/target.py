@@ -68,7 +68,8 @@ from ckpt_tool.formats.megatron_fsdp.keys import (
 from ckpt_tool.formats.state_dict.tree import dotted, join
 from ckpt_tool.formats.torch.composer import TorchComposer
 
-EXPERTS, NO_RULE = "E0237", "E0275"
+EXPERTS = "E0237"
+NO_RULE = "E0275"
 _OWN = ("args", "model", "optimizer", "rng_state", OURS)  # keys that are laid out here
 _FOREIGN = ("content_metadata", "sharded_objects", EXTRA_STATES)  # what torch_dist says of its own files
 
@@ -173,9 +174,11 @@ class _MegatronFsdpWriting:
         for name, shape in shapes.items():
             rule = self.job.rule(name, len(shape))
             if name.endswith(names.BY_HEAD):
-                what, hint = "its rows are stored by key head, as mcore-bridge has them", "write --to megatron-dist"
+                what = "its rows are stored by key head, as mcore-bridge has them"
+                hint = "write --to megatron-dist"
             elif rule.lacks and (self.hints.sections or self.degrees[rule.axis] > 1):
-                what, hint = "its sections are not known", f"they follow from the arguments {rule.lacks}"
+                what = "its sections are not known"
+                hint = f"they follow from the arguments {rule.lacks}"
             elif not rule.known and self.degrees[rule.axis] > 1:
                 what = f"no rule says how {self.degrees[rule.axis]} tensor ranks share it"
                 hint = "bring the names into Megatron's (--dialect megatron), or write with --tp 1"
@@ -202,7 +205,8 @@ class _MegatronFsdpWriting:
         files = [*self.items.finished(), whole_file(folder + METADATA, pickled(entries, folder))]
         files.append(pointer_to(folder))
         copies = (TargetFile(path, size, copy_of=path) for path, size in self.wanted.sidefiles)
-        files, notes = [*files, *copies], tuple(dict.fromkeys(self.notes))
+        files = [*files, *copies]
+        notes = tuple(dict.fromkeys(self.notes))
         return Target("megatron-fsdp", tuple(files), notes=notes, places=self.items.places(files))
 
     def _add(self, fqn: str) -> str:
@@ -247,7 +251,7 @@ class _MegatronFsdpWriting:
         """Raise UsageError E2001 for a name that would not be read back, or a state of a shape of its `own` that has to
         go to several parts."""
         made = parse(fqn)
-        if made is None or made.key != tensor.key or made.part != part or own and part and tensor.shape:
+        if made is None or made.key != tensor.key or made.part != part or (own and part and tensor.shape):
             raise unheld("megatron-fsdp", tensor, self.wanted.tensors)
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> list[_StoredKey]:
@@ -276,7 +280,8 @@ class _MegatronFsdpWriting:
             yield _StoredKey("", shape, [(whole(shape), whole(shape))])
             return
         self._whole.append(name)
-        rows, moves = shape[0] // size, []
+        rows = shape[0] // size
+        moves = []
         for rank in range(size):
             for piece in pieces(rule, shape, rank, size):
                 moves.append((piece.within.translate((rank * rows, *(0,) * (len(shape) - 1))), piece.box))
@@ -284,15 +289,19 @@ class _MegatronFsdpWriting:
 
     def _items(self, number: int, stored: _StoredKey) -> Iterator[StoredItem]:
         """The boxes under one key: of tensor ranks, cut by rows between data ranks."""
-        tp, ep, etp = self.degrees["tp"], self.degrees["ep"], self.degrees["etp"]
+        tp = self.degrees["tp"]
+        ep = self.degrees["ep"]
+        etp = self.degrees["etp"]
         data = self.degrees["dp"] * self.degrees["cp"]
-        name, true = self.wanted.tensors[number].key.name, whole(self.wanted.tensors[number].shape)
+        name = self.wanted.tensors[number].key.name
+        true = whole(self.wanted.tensors[number].shape)
         expert = names.expert_of(name)
         rule = self.job.rule(name, len(stored.shape))
         size = self.degrees[rule.axis]
         dim = rule.dim if rule.dim is not None and rule.dim < len(stored.shape) else None
         if dim is None or 0 in stored.shape or stored.shape[dim] % size:
-            dim, size = None, 1
+            dim = None
+            size = 1
         first = etp * (expert.expert // max(self.experts // ep, 1)) if expert else 0
         inner, shards = (etp * ep, max(tp * data // (etp * ep), 1)) if expert else (tp, data)
         for rank in range(size):

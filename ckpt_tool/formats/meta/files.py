@@ -16,7 +16,8 @@ from ckpt_tool.core.missing import report_missing
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
 
 PARAMS = "params.json"
-MISSING, MIXED = "E1400", "E1401"
+MISSING = "E1400"
+MIXED = "E1401"
 _SHARD = re.compile(r"consolidated\.(\d{1,4})\.pth")
 _WHOLE = re.compile(r"consolidated(-\d{5}-of-\d{5})?\.safetensors|consolidated\.safetensors\.index\.json")
 

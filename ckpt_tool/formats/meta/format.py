@@ -124,7 +124,8 @@ def _safetensors(tree: Tree, files: Sequence[str], options: ReadOptions = AS_IS)
     from ckpt_tool.formats.hf.format import read_of
     from ckpt_tool.formats.meta.params import read_params, sizes_of
 
-    catalog, params = read_of(tree, files, options), read_params(tree)
+    catalog = read_of(tree, files, options)
+    params = read_params(tree)
     if params is not None:
         sizes_of(params, tree.display(PARAMS))
     return replace(catalog, format="meta", extras={}, hints=Hints.of(MetaHints(params, None, params is not None)))

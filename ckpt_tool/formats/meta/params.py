@@ -80,7 +80,8 @@ def sizes_of(params: Mapping[str, Any], path: str) -> MetaSizes:
         if level.get(name) is not None and not _number(level[name]):
             faults.append(f"{name} is {_shown(level[name])}, want a number above 0")
     if not faults:
-        dim, heads = level["dim"], level["n_heads"]
+        dim = level["dim"]
+        heads = level["n_heads"]
         kv = level.get("n_kv_heads") or heads
         if heads % kv:
             faults.append(f"{heads} heads don't divide among {kv} heads of keys (n_kv_heads)")

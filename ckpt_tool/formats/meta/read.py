@@ -30,15 +30,13 @@ from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.formats.torch.content import TorchContent, read_content
 from ckpt_tool.storage.source import Tree
 
-NO_PARAMS, SHAPE, NO_RULE, LAYERS, ABSENT, UNLIKE, NESTED = (
-    "E1402",
-    "E1403",
-    "E1404",
-    "E1406",
-    "E1407",
-    "E1408",
-    "E1409",
-)
+NO_PARAMS = "E1402"
+SHAPE = "E1403"
+NO_RULE = "E1404"
+LAYERS = "E1406"
+ABSENT = "E1407"
+UNLIKE = "E1408"
+NESTED = "E1409"
 _AGAIN = "files and params.json come from two saves: fetch both again"
 _MORE = "a shard is missing, or params.json is another model's: fetch the folder again"
 
@@ -171,10 +169,12 @@ def _joined(tree: Tree, shards: _Shards, name: str, faults: list[CkptError]) -> 
 
 def _placed(shards: _Shards, name: str, arrays: Sequence[StoredArray], faults: list[CkptError]) -> LogicalTensor | None:
     """Where each shard's array lies in the whole tensor; its shape is not compared yet."""
-    first, count = arrays[0], len(arrays)
+    first = arrays[0]
+    count = len(arrays)
     if count == 1:
         return simple_tensor(TensorKey(name), first, (name,))
-    sizes, cut = shards.sizes, cut_of(name)
+    sizes = shards.sizes
+    cut = cut_of(name)
     if cut is None or sizes is None:
         faults.append(
             UnmappedTensor(
@@ -191,7 +191,8 @@ def _placed(shards: _Shards, name: str, arrays: Sequence[StoredArray], faults: l
     if cut == ALL or len(first.shape) != 2:
         same = [Chunk(whole(first.shape), array, whole(first.shape)) for array in arrays]
         return LogicalTensor(TensorKey(name), first.shape, first.dtype, mark_replicas(same), (name,))
-    band, repeats = first.shape[cut], 1
+    band = first.shape[cut]
+    repeats = 1
     if is_key_or_value(name) and count > sizes.kv and band == sizes.head:
         repeats = count // sizes.kv
     shape = list(first.shape)
@@ -260,6 +261,7 @@ def _raise(faults: list[CkptError], notes: list[Note], *, lenient: bool) -> None
                 notes.append(Note("W-extra-tensors", f"not read: {fault.message}", fault.path, fault.key))
         faults = [fault for fault in faults if fault.code != NO_RULE]
     if faults:
-        first, rest = faults[0], faults[1:]
+        first = faults[0]
+        rest = faults[1:]
         first.faults = tuple(f"{fault.key or fault.path}: {fault.message}" for fault in rest[:100])
         raise first

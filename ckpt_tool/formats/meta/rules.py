@@ -61,7 +61,9 @@ def shape_of(name: str, sizes: MetaSizes, hidden: int | None) -> tuple[int | Non
 
     hidden: the width of the MLP, which the files tell.
     """
-    dim, q, kv = sizes.dim, sizes.heads * sizes.head, sizes.kv * sizes.head
+    dim = sizes.dim
+    q = sizes.heads * sizes.head
+    kv = sizes.kv * sizes.head
     found = _LAYER.fullmatch(name)
     return {
         EMBEDDING: (sizes.vocab, dim),

@@ -20,7 +20,9 @@ from ckpt_tool.formats.meta.params import MetaHints, MetaSizes, sizes_of
 from ckpt_tool.formats.meta.rules import ALL, EITHER, EMBEDDING, cut_of
 from ckpt_tool.formats.torch.composer import StoragePart, TorchComposer
 
-DEGREE, UNSURE, INDIVISIBLE = "E1410", "E1411", "E1412"
+DEGREE = "E1410"
+UNSURE = "E1411"
+INDIVISIBLE = "E1412"
 LLAMA3_THETA = 500_000.0  # of every Llama 3; Llama 1 and 2 have 10,000, Code Llama 1,000,000
 
 
@@ -121,7 +123,8 @@ def _shard(tensors: Sequence[WantedTensor], cuts: Sequence[int], rank: int, tp: 
         box = whole(tensor.shape)
         if cut != ALL:
             band = tensor.shape[cut] // tp
-            offset, shape = [0] * len(tensor.shape), list(tensor.shape)
+            offset = [0] * len(tensor.shape)
+            shape = list(tensor.shape)
             offset[cut], shape[cut] = rank * band, band
             box = Box(tuple(offset), tuple(shape))
         state[tensor.key.name] = composer.tensor(box.shape, tensor.dtype, [StoragePart(number, box, 0)])

@@ -26,11 +26,20 @@ from ckpt_tool.storage.arrays.ocdbt import MANIFEST
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.texts import strict_json
 
-METADATA, STEP_METADATA, STRINGS = "_METADATA", "_CHECKPOINT_METADATA", "_strings.json"
-JSON_ITEM, METRICS_ITEM = "metadata", "metrics"  # the file of a JSON item; that of the manager's metrics is another
-SHARDING, ARRAYS = "_sharding", "array_metadatas"  # beside the arrays of a tree
+METADATA = "_METADATA"
+STEP_METADATA = "_CHECKPOINT_METADATA"
+STRINGS = "_strings.json"
+# the file of a JSON item; that of the manager's metrics is another
+JSON_ITEM = "metadata"
+METRICS_ITEM = "metrics"
+# beside the arrays of a tree
+SHARDING = "_sharding"
+ARRAYS = "array_metadatas"
 JSON_HANDLER = "JsonCheckpointHandler"
-DAMAGED, UNFINISHED, LOST_ITEM, NO_METADATA = "E2755", "E2756", "E2872", "E3031"
+DAMAGED = "E2755"
+UNFINISHED = "E2756"
+LOST_ITEM = "E2872"
+NO_METADATA = "E3031"
 TEMPORARY = ".orbax-checkpoint-tmp"
 _PROCESS = re.compile(rf"ocdbt\.process_\d+/{re.escape(MANIFEST)}")
 _ITEM_MARK = re.compile(rf"((?:[^/]+/){{0,2}}?)(?:{SHARDING}|(?:ocdbt\.process_\d+/)?{re.escape(MANIFEST)})")
@@ -44,11 +53,16 @@ _HEADERS = (".zarray", ".zattrs", ".zgroup", "zarr.json")
 _ARRAY = ("/.zarray", "/zarr.json")
 _CHUNK2 = re.compile(r"\d+(?:\.\d+)*")
 _CHUNK3 = re.compile(r"/c(?:/\d+)*$")
-_LIMIT, _VALUES = 256 << 20, 20_000_000  # bytes, JSON values: a leaf has some 12
+# bytes, JSON values: a leaf has some 12
+_LIMIT = 256 << 20
+_VALUES = 20_000_000
 _JSON_LIMIT = 16 << 20
-STRING, _KEY = "string", "random_key_impl"
+STRING = "string"
+_KEY = "random_key_impl"
 EMPTY = ("None", "Dict", "List", "Tuple", "NamedTuple")  # value types of which nothing is stored
-SEQUENCE, DICT = 1, 2  # kinds of a key
+# kinds of a key
+SEQUENCE = 1
+DICT = 2
 DEEPEST = 64  # keys of a path
 
 
@@ -121,7 +135,7 @@ def files(tree: Tree, found: Sequence[OrbaxStep]) -> tuple[str, ...]:
     return tuple(
         path
         for path in tree.listing()
-        if path.startswith(folders) and not ("/" not in path and is_sidefile(path)) or path in above
+        if (path.startswith(folders) and not ("/" not in path and is_sidefile(path))) or path in above
     )
 
 
@@ -233,7 +247,8 @@ def read_item(tree: Tree, step: OrbaxStep, name: str) -> OrbaxItem:
 
 def _check_names(tree: Tree, path: str, leaves: Sequence[OrbaxLeaf]) -> None:
     """Raise CorruptFile E2755 for two leaves of one name, and for one that hangs below another."""
-    seen, stored = set[str](), [leaf for leaf in leaves if leaf.kind not in EMPTY]
+    seen = set[str]()
+    stored = [leaf for leaf in leaves if leaf.kind not in EMPTY]
     for leaf in stored:
         if leaf.stored in seen:
             raise _damaged(tree, path, f"two leaves are called {leaf.stored[:200]!r}")
@@ -253,7 +268,7 @@ def _leaf(tree: Tree, path: str, shown: str, row: Any) -> OrbaxLeaf:
         raise _damaged(tree, path, f"the row of {shown[:200]} lacks a field") from None
     path_keys: list[str | int] = []
     for key, key_type in keys:
-        if type(key) is not str or key_type not in (SEQUENCE, DICT) or key_type == SEQUENCE and not numeral(key):
+        if type(key) is not str or key_type not in (SEQUENCE, DICT) or (key_type == SEQUENCE and not numeral(key)):
             raise _damaged(
                 tree, path, f"a key of {shown[:200]} is not one: {str(key)[:80]} of type {str(key_type)[:20]}"
             )

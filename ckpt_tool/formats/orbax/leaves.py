@@ -28,8 +28,10 @@ from ckpt_tool.formats.orbax.items import EMPTY, STRING
 from ckpt_tool.formats.orbax.names import BARE, MAXTEXT, OPTAX, Trees, name_leaves
 from ckpt_tool.formats.orbax.read import CUSTOM, METRICS, PLAIN
 
-CLASH, UNLIKE_STEPS = "E2757", "E2758"
-_ARRAY, _SCALAR = "np.ndarray", "scalar"
+CLASH = "E2757"
+UNLIKE_STEPS = "E2758"
+_ARRAY = "np.ndarray"
+_SCALAR = "scalar"
 _GONE = object()
 
 
@@ -69,7 +71,8 @@ def fitted(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: H
     UsageError E2758 for counters of several shapes or dtypes."""
     rows = list(enumerate(tensors))
     scalars = [tensor for tensor in tensors if tensor.key.state == EXTRAS and _is_scalar(tensor.shape, tensor.dtype)]
-    unlisted, dropped = tuple(tensor.key for tensor in scalars), list[dict[str, Any]]()
+    unlisted = tuple(tensor.key for tensor in scalars)
+    dropped = list[dict[str, Any]]()
     if scalars:
         nbytes = sum(tensor.nbytes for tensor in scalars)
         reason = "scalars, which are read back as plain values"
@@ -183,7 +186,8 @@ def _rows(wanted: Wanted, hint: Trees, extras: Mapping[str, Any], *, known: bool
 
 def _path(key: TensorKey, hint: Trees, names: set[tuple[str, str]]) -> Path:
     """Where a tensor goes that has no place of its own."""
-    path, parts = hint.path(key), key.name.split(".")
+    path = hint.path(key)
+    parts = key.name.split(".")
     if any((key.state, ".".join(parts[:n])) in names for n in range(1, len(parts))):
         return (*path[: len(path) - len(parts)], key.name)
     return path
@@ -209,7 +213,7 @@ def _check(rows: Sequence[LeafRow], wanted: Wanted) -> None:
     plain = [tensor is None or _is_scalar(tensor.shape, tensor.dtype) for tensor in tensors]
     keys = name_leaves([row.path for row in leaves], plain).keys
     for row, tensor, key, scalar in zip(leaves, tensors, keys, plain, strict=True):
-        want = None if tensor is None or tensor.key.state in (STEP, EXTRAS) and scalar else tensor.key
+        want = None if tensor is None or (tensor.key.state in (STEP, EXTRAS) and scalar) else tensor.key
         if key != want:
             raise UsageError(
                 f"no place in a tree gives {tensor.key if tensor else row.stored} its name back",

@@ -36,8 +36,11 @@ from ckpt_tool.formats.state_dict.words import MASTER_ROOTS, MODEL_ROOTS, OPTIMI
 
 STATES = {"mu": "exp_avg", "nu": "exp_avg_sq", "nu_max": "max_exp_avg_sq", "trace": "momentum_buffer"}
 _BY_STATE = {state: name for name, state in STATES.items()}
-COUNT, COUNTED = "count", ("mu", "nu", "nu_max")  # the steps, and what hangs beside them
-_MUON, _MOMENTUM = "ns_coeffs", "momentum_buffer"
+# the steps, and what hangs beside them
+COUNT = "count"
+COUNTED = ("mu", "nu", "nu_max")
+_MUON = "ns_coeffs"
+_MOMENTUM = "momentum_buffer"
 _VALUE = "value"
 _OPTIMIZERS = OPTIMIZER_ROOTS | {"opt_state"}
 _PARAMS = "params"
@@ -171,7 +174,7 @@ def _key(
         return None
     for at, step in enumerate(path[1:-1], start=1):
         rest = _rest(path, at, root)
-        if rest in names and not numeral(step) or step in STATES and rest and rest[:-1] not in names:
+        if (rest in names and not numeral(step)) or (step in STATES and rest and rest[:-1] not in names):
             state = _MOMENTUM if step == "mu" and path[:at] in muon else STATES.get(str(step), str(step))
             return TensorKey(_dotted(rest), state), path[:at]
     return None

@@ -36,7 +36,8 @@ PLAIN = {
 }
 PLAIN |= {"F16": "<e", "F32": "<f", "F64": "<d"}
 _COUNTS = ("I32", "I64", "U32")
-METRICS, CUSTOM = "metrics", "custom_metadata"
+METRICS = "metrics"
+CUSTOM = "custom_metadata"
 
 
 class _StoredLeaf(NamedTuple):

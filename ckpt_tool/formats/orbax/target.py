@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.target import Target, TargetArray, TargetFile, Wanted, whole_file
 from ckpt_tool.formats.orbax.items import (
     DICT,
@@ -81,7 +82,10 @@ class _Tree:
     """One item on its way to files. zarr3: are headers of version 3?"""
 
     def __init__(self, wanted: Wanted, folder: str, rows: Sequence[LeafRow], *, zarr3: bool) -> None:
-        self.wanted, self.folder, self.rows, self.zarr3 = wanted, folder, rows, zarr3
+        self.wanted = wanted
+        self.folder = folder
+        self.rows = rows
+        self.zarr3 = zarr3
         self.values: list[OcdbtNode] = []
         self.chunks: list[list[_Placed]] = []  # by file
         self.ends: list[int] = []  # bytes of each file
@@ -142,8 +146,8 @@ class _Tree:
         full = _cut(tensor.shape, tensor.dtype)
         self._header(row, tensor.shape, full, tensor.dtype)
         nbytes = tensor.dtype.nbytes(prod(full))
-        for index in product(*(range(-(-n // step)) for n, step in zip(tensor.shape, full, strict=True))):
-            if not self.ends or self.ends[-1] and self.ends[-1] + nbytes > self.wanted.shard_size:
+        for index in product(*(range(ceil_div(n, step)) for n, step in zip(tensor.shape, full, strict=True))):
+            if not self.ends or (self.ends[-1] and self.ends[-1] + nbytes > self.wanted.shard_size):
                 self.ends.append(0)
                 self.chunks.append([])
             offset = tuple(i * step for i, step in zip(index, full, strict=True))
@@ -166,10 +170,10 @@ def _cut(shape: tuple[int, ...], dtype: DType) -> tuple[int, ...]:
     """The shape of a chunk, the first dims cut until it has at most `CHUNK` bytes."""
     full = [max(extent, 1) for extent in shape]
     for dim, extent in enumerate(full):
-        parts = -(-dtype.nbytes(prod(full)) // CHUNK)
+        parts = ceil_div(dtype.nbytes(prod(full)), CHUNK)
         if parts <= 1:
             break
-        full[dim] = -(-extent // min(parts, extent))
+        full[dim] = ceil_div(extent, min(parts, extent))
     return tuple(full)
 
 

@@ -30,11 +30,14 @@ from ckpt_tool.storage.texts.strict_json import parse
 if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.core.target import TargetFile, Wanted, WantedTensor
 
-EXTRAS_FILE, EXTRAS_TENSORS = "ckpt_extras.json", "ckpt_extras.safetensors"
+EXTRAS_FILE = "ckpt_extras.json"
+EXTRAS_TENSORS = "ckpt_extras.safetensors"
 PICKLED = ("scheduler", "scaler")
 LIMIT = 64_000_000  # bytes of a file of plain values
 CODE = "E1360"
-CONFIG, CONFIG_LIMIT = "config.json", 16 << 20  # bytes
+# bytes
+CONFIG = "config.json"
+CONFIG_LIMIT = 16 << 20
 
 
 class Beside(NamedTuple):
@@ -51,7 +54,8 @@ def read_extras(tree: Tree) -> Beside:
     names = tree.names()
     extras: dict[str, Any] = {}
     tensors: dict[TensorKey, LogicalTensor] = {}
-    files, unsafe = list[str](), list[str]()
+    files = list[str]()
+    unsafe = list[str]()
     if EXTRAS_FILE in names:
         files.append(EXTRAS_FILE)
         value = from_json(parse(tree.read_whole(EXTRAS_FILE, limit=LIMIT), path=tree.display(EXTRAS_FILE)))
@@ -114,7 +118,7 @@ def extras_files(wanted: Wanted, extras: Mapping[str, Any]) -> list[TargetFile]:
     for what in PICKLED if paddle else ():
         mine = [(number, tensor) for number, tensor in tensors if _fits(what, tensor)]
         value = rest.get(what)
-        if not mine and value is None or value is not None and not _plain(value):
+        if (not mine and value is None) or (value is not None and not _plain(value)):
             continue
         composer = PaddleComposer()
         state = dict(rest.pop(what, {}))

@@ -83,7 +83,7 @@ class _Paddle:
         names = tree.names()
         files = rank_files(names)
         weights = any(name.endswith(".safetensors") for name in names)
-        if not files or weights and not any(file.kind == "model" for file in files):
+        if not files or (weights and not any(file.kind == "model" for file in files)):
             return None
         return Evidence(
             f"{len(files)} files of paddle.save, {files[0].name} first", files=frozenset(file.name for file in files)

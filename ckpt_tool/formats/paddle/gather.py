@@ -145,7 +145,8 @@ def number_experts(
 
 # -- gathering ---------------------------------------------------------------------------------------------------------
 
-SLICES, TWICE = "E1316", "E1317"
+SLICES = "E1316"
+TWICE = "E1317"
 _NUMBERS = re.compile(r"\d+")
 
 
@@ -284,7 +285,7 @@ class PaddleGathering:
         if cut is None:
             degrees = self.degrees
             distributed = self.distributed.get(name)
-            if self.apart(name) or is_expert(name) and not experts_are_cut(self.config, degrees.ep):
+            if self.apart(name) or (is_expert(name) and not experts_are_cut(self.config, degrees.ep)):
                 distributed = False
             try:
                 cut = stored_cut(name, local, self.config, degrees.tp, ep=degrees.ep, distributed=distributed)
@@ -342,7 +343,8 @@ class PaddleGathering:
         self, key: TensorKey, local: tuple[int, ...], pieces: Boxes, group: list[FileShare]
     ) -> list[Chunk]:
         turns = [self._turn(key.name, held.where) for held in group]
-        total, numel = sum(held.saved.shape[0] for held in group), prod(local)
+        total = sum(held.saved.shape[0] for held in group)
+        numel = prod(local)
         if turns != list(range(turns[0], turns[0] + len(turns))) or total not in self._padded(key.name, numel):
             if is_collecting():  # a slice is missing, and where the others begin depends on it
                 return []
@@ -354,7 +356,8 @@ class PaddleGathering:
                 key=str(key),
                 hint="files of two jobs are mixed, or the model's shapes are another's",
             )
-        line, at = FlatLine.of_block(key, local, pieces), 0
+        line = FlatLine.of_block(key, local, pieces)
+        at = 0
         chunks: list[Chunk] = []
         for held in group:
             for array in held.saved.parts:

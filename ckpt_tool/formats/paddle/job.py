@@ -50,10 +50,12 @@ from typing import Any, ClassVar, NamedTuple
 from ckpt_tool.core.bounds import bounded
 from ckpt_tool.core.flat_line import FlatLine
 from ckpt_tool.core.hints import Hint
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.paddle.rules import text_config
 
-V1, V2 = "v1", "v2"
+V1 = "v1"
+V2 = "v2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,7 @@ def spans(
 def padded(numel: int, width: int, ranks: int) -> int:
     """Elements that a parameter takes in its buffer. width: bytes of an element."""
     unit = ALIGNMENT // width * ranks
-    return -(-numel // unit) * unit
+    return ceil_div(numel, unit) * unit
 
 
 def buffers(members: Sequence[OptimizerMember], buffer_mb: int = BUFFER_MB) -> list[list[OptimizerMember]]:
@@ -197,11 +199,15 @@ def buffers(members: Sequence[OptimizerMember], buffer_mb: int = BUFFER_MB) -> l
     filled = 0
     for member in sorted(members, key=lambda m: order.get(m.dtype, m.dtype)):
         if current and current[0].dtype != member.dtype:
-            done, current, filled = [*done, current], [], 0
+            done = [*done, current]
+            current = []
+            filled = 0
         current.append(member)
         filled += member.numel * member.width
         if filled >= limit:
-            done, current, filled = [*done, current], [], 0
+            done = [*done, current]
+            current = []
+            filled = 0
     return [*done, current] if current else done
 
 
@@ -315,7 +321,7 @@ def stages_of(items: Items, pp: int, wish: Sequence[int] = (), before: Sequence[
             code=NO_SPLIT,
             hint=f"the nearest that it takes is --pp {items.total}",
         )
-    if items.layers % pp == 0 and items.layers or pp == 1:
+    if (items.layers % pp == 0 and items.layers) or pp == 1:
         return _by_counts(items, [items.layers // pp] * pp, "layer:DecoderLayer")
     size, extra = divmod(items.total, pp)
     sizes = [size + (stage >= pp - extra) for stage in range(pp)]

@@ -39,6 +39,7 @@ from ckpt_tool.core.bounds import bounded
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.hints import Degrees
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.mesh import divisors_near
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL
@@ -63,7 +64,9 @@ from ckpt_tool.formats.paddle.rules import HEADS, PaddleCut, cut_of, is_expert, 
 
 # -- degrees -----------------------------------------------------------------------------------------------------------
 
-DEGREE, LACKS, SHARDING = "E1251", "E1252", "E1253"
+DEGREE = "E1251"
+LACKS = "E1252"
+SHARDING = "E1253"
 _TENSOR = ("mp", "model", "tp", "mpdp")  # `moe_group`s that are the tensor group
 
 
@@ -142,7 +145,8 @@ def _with_experts(tp: int, ep: int, dp: int, experts: int, notes: list[str]) -> 
 
 def _inherited(wanted: Wanted, dp: int) -> int:
     """Sharding ranks where nobody says: as the source had it, all data ranks where that can't be."""
-    before, had = wanted.hints.get(Degrees), paddle_hints(wanted).sharding_degree
+    before = wanted.hints.get(Degrees)
+    had = paddle_hints(wanted).sharding_degree
     if had is None or before is None:
         return dp
     if before.at("dp") == dp and dp % max(had, 1) == 0:
@@ -247,7 +251,7 @@ def parameters_of(
     """The parameters, in the order of `names`. statics: the source's own names. holders: ranks that experts are spread
     over."""
     pair = tied_pair(names, rows, stages.items, config, statics)
-    local = {front: -(-count // holders) for front, count in _expert_counts(names).items()}
+    local = {front: ceil_div(count, holders) for front, count in _expert_counts(names).items()}
     trains = any(state not in (MODEL, EMA) for states in rows.values() for state in states)
     out = {}
     for name in names:
@@ -349,8 +353,12 @@ class LaidParameter:
         *,
         by_tensor: bool = False,
     ) -> None:
-        self.degrees, self.stages, self.parameters, self.by_tensor = degrees, stages, parameters, by_tensor
-        self.config, self.notes = config, tuple(notes)
+        self.degrees = degrees
+        self.stages = stages
+        self.parameters = parameters
+        self.by_tensor = by_tensor
+        self.config = config
+        self.notes = tuple(notes)
         self._by_stage: list[list[Parameter]] = [[] for _ in range(degrees.pp)]
         for parameter in parameters.values():
             for stage in parameter.stages:
@@ -394,7 +402,8 @@ class LaidParameter:
             return [BlockShare(b, None) for name, to in dealt if to == self.group_rank(b := named[name], rank)]
         held: dict[str, ParameterSpan] = {}
         for colour in self.colours(blocks):
-            ranks, own = self.group_size(colour[0]), self.group_rank(colour[0], rank)
+            ranks = self.group_size(colour[0])
+            own = self.group_rank(colour[0], rank)
             held |= spans([_member(b) for b in colour], ranks, own)
         return [BlockShare(b, held[b.parameter.name]) for b in blocks if b.parameter.name in held]
 

@@ -47,8 +47,10 @@ from ckpt_tool.errors import UsageError
 
 # -- accumulators ------------------------------------------------------------------------------------------------------
 
-MASTER_WEIGHTS, SCHEDULER = "master_weights", "LR_Scheduler"
-EMBEDDINGS, HEAD = ("embed_tokens.weight", "word_embeddings.weight"), "lm_head.weight"
+MASTER_WEIGHTS = "master_weights"
+SCHEDULER = "LR_Scheduler"
+EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight")
+HEAD = "lm_head.weight"
 INFIX = "_fp32_master_0"  # of states that stand beside a master
 STATES = {
     "moment1": "exp_avg",

@@ -148,7 +148,9 @@ def _array(ref: PaddleArray, order: list[PaddleArray]) -> NumpyArray:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 SLICES = "UnpackBigParamInfor@@"
-TOO_LARGE, ORDER, MALFORMED = "E1301", "E1303", "E1304"
+TOO_LARGE = "E1301"
+ORDER = "E1303"
+MALFORMED = "E1304"
 _NOT_PICKLE = "E1305"
 KEY_LIMIT = 4096  # characters of a key on the way to a tensor, as for safetensors
 
@@ -249,7 +251,8 @@ class _PaddleTensorWalk:
     """The tensors of one file, met on a walk through its value."""
 
     def __init__(self, file: str, shown: str) -> None:
-        self.file, self.shown = file, shown
+        self.file = file
+        self.shown = shown
         self.leaves: list[Saved] = []
         self.unsafe: list[str] = []
         self._inline: dict[int, int] = {}  # id of an array whose bytes are text -> its offset in the view
@@ -433,7 +436,8 @@ def chunks_of(saved: Saved, box: Box, within: Box | None = None, dtype: DType | 
         return (Chunk(box, flat, whole(flat.shape)),)
     if within.shape != box.shape:
         raise InternalError(f"a part of {saved.path} in another shape")
-    line, start = FlatLine.of_block(box, saved.shape, ((box, within),)), 0
+    line = FlatLine.of_block(box, saved.shape, ((box, within),))
+    start = 0
     chunks: list[Chunk] = []
     for part in parts:
         chunks += (chunk for _, chunk in line.chunks(part._replace(shape=(part.numel,), strides=None), start))

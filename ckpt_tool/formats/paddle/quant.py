@@ -34,10 +34,15 @@ from typing import ClassVar, NamedTuple
 
 from ckpt_tool.core.hints import Hint
 
-SYMMETRIC, LOW, HIGH = "@scales", "@min_scales", "@max_scales"
+SYMMETRIC = "@scales"
+LOW = "@min_scales"
+HIGH = "@max_scales"
 SUFFIXES = (SYMMETRIC, LOW, HIGH)
-FIRST8, FIRST_SCALES = "exp_avg@int8", "exp_avg@scales"
-SECOND8, SECOND_LOW, SECOND_HIGH = "exp_avg_sq@uint8", "exp_avg_sq@min_scales", "exp_avg_sq@max_scales"
+FIRST8 = "exp_avg@int8"
+FIRST_SCALES = "exp_avg@scales"
+SECOND8 = "exp_avg_sq@uint8"
+SECOND_LOW = "exp_avg_sq@min_scales"
+SECOND_HIGH = "exp_avg_sq@max_scales"
 PACKED = "exp_avg_exp_avg_sq@int4"
 GROUP = 32  # rows of O2 that share a scale
 

@@ -46,8 +46,11 @@ from ckpt_tool.storage.texts.strict_json import parse
 
 # -- names of files ----------------------------------------------------------------------------------------------------
 
-MISSING, CONTRADICTION = "E0302", "E0305"
-MODEL_FILE, OPTIMIZER_FILE, EMA_FILE = "model", "optimizer", "ema"
+MISSING = "E0302"
+CONTRADICTION = "E0305"
+MODEL_FILE = "model"
+OPTIMIZER_FILE = "optimizer"
+EMA_FILE = "ema"
 EXTENSIONS = (".pdparams", ".pdopt", ".pd", ".pdema")
 BESIDE = ("scheduler.pdparams", "scaler.pdparams")
 _LARGEST = 1 << 16  # of a coordinate: above is no rank
@@ -221,7 +224,7 @@ def _expected(own: Sequence[RankFile], degrees: JobDegrees) -> Iterable[str]:
     }
     # a stated degree that the names lack shows as a token that they lack
     order = [t for t in ("tp", "pp") if sizes[t] > 1 or t in first.at]
-    if first.kind != MODEL_FILE and degrees.sharding > 1 or "shard" in first.at:
+    if (first.kind != MODEL_FILE and degrees.sharding > 1) or "shard" in first.at:
         order.append("shard")
     order += [t for t in ("moe_sharding", "moe") if t in first.at]
     of: dict[tuple[int, ...], int] = {}
@@ -239,7 +242,8 @@ def _expected(own: Sequence[RankFile], degrees: JobDegrees) -> Iterable[str]:
 
 # -- model_meta.json ---------------------------------------------------------------------------------------------------
 
-MALFORMED, CONTRADICTS = "E1311", "E1312"
+MALFORMED = "E1311"
+CONTRADICTS = "E1312"
 NAME = "model_meta.json"
 LIMIT = 1 << 30  # bytes
 _OLD = re.compile(r"shard_meta\.(tp\d+_pp\d+(?:_ep\d+)?)\.json")
@@ -354,7 +358,7 @@ def _mapping(value: Any, key: str, shown: str, kind: type = object) -> dict[str,
     if not isinstance(inner, dict):
         raise _malformed(f"{key} is missing, or no object", shown)
     for name, item in inner.items():
-        if not isinstance(item, kind) or kind is int and type(item) is not int:
+        if not isinstance(item, kind) or (kind is int and type(item) is not int):
             raise _malformed(f"{key} holds a {type(item).__name__}, want {kind.__name__}", shown, name[:200])
     return inner
 
@@ -406,7 +410,8 @@ def _param(name: str, item: list[Any], shown: str) -> Param:
 def _check_degrees(meta: Meta, shown: str) -> None:
     """Do the degrees go together, and is every rank of the grid described?"""
     tp, pp, ep = (meta.degrees.get(dim, 1) for dim in ("tp", "pp", "ep"))
-    sharding, moe = meta.degrees.get("sharding", 1), meta.degrees.get("moe_sharding", 1)
+    sharding = meta.degrees.get("sharding", 1)
+    moe = meta.degrees.get("moe_sharding", 1)
     if ep > 1 and tp * sharding != ep * moe:
         raise InconsistentCheckpoint(
             f"parallel_config: {tp} x {sharding} tensor and sharding ranks, {ep} x {moe} expert ranks",

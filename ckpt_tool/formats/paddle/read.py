@@ -60,8 +60,12 @@ from ckpt_tool.storage.source import Tree
 
 # -- files of ranks ----------------------------------------------------------------------------------------------------
 
-NO_NAME, NO_DTYPE, NESTED = "E1313", "E1314", "E1318"
-STATIC_NAMES, FROZEN, BY_VALUES = "N1301", "N1302", "N1304"
+NO_NAME = "E1313"
+NO_DTYPE = "E1314"
+NESTED = "E1318"
+STATIC_NAMES = "N1301"
+FROZEN = "N1302"
+BY_VALUES = "N1304"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,9})\.")
 _NAMES_KEPT = 1 << 17  # static names that the hints carry
 
@@ -284,7 +288,7 @@ class PaddleReading:
             return TensorKey(self._logical(path[0], where), EMA)
         else:
             owner = table.owner(path[0]) if table else NameTable({}).guess(path[0])
-        if owner is None or table is None and self.tree.single is None:
+        if owner is None or (table is None and self.tree.single is None):
             return None
         name = table.structured.get(owner.static) if table else owner.static
         return None if name is None else TensorKey(self._logical(name, where), owner.state)
@@ -445,7 +449,8 @@ def element_type(saved: Saved, stated: DType | None, *, bf16: bool) -> DType:
 
     Raises InputError E1314 where nothing says what U16 is, InconsistentCheckpoint E1312 where the meta contradicts the
     file."""
-    path, key = saved.parts[0].path, dotted(saved.path)[:200]
+    path = saved.parts[0].path
+    key = dotted(saved.path)[:200]
     if stated is not None and stated != saved.dtype:
         marked = {"U16": ("BF16",), "I8": ("F8_E4M3", "F8_E5M2")}.get(saved.dtype.name, ())
         if stated.name not in marked:
@@ -481,7 +486,8 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 # -- a folder ----------------------------------------------------------------------------------------------------------
 
-JOB, UNREAD = "N1303", "N1305"
+JOB = "N1303"
+UNREAD = "N1305"
 _JOB_FILES = re.compile(
     r"training_args\.bin|trainer_state\.(?:bin|json)|rng_state.*\.pth|static_name_to_dyg_name\.json|\.saving_info"
 )

@@ -39,10 +39,19 @@ from ckpt_tool.core.box import Box
 from ckpt_tool.core.mesh import divisors_near
 from ckpt_tool.errors import InputError, UsageError
 
-UNKNOWN_STORED, UNKNOWN_WANTED, UNEVEN = "E1310", "E1265", "E1266"
+UNKNOWN_STORED = "E1310"
+UNKNOWN_WANTED = "E1265"
+UNEVEN = "E1266"
 
-COLUMN, ROW, GATED, THREE, KV = "column", "row", "gated", "three", "kv"
-VOCAB, HEAD, MIX, WHOLE = "vocab", "head", "mix", "whole"
+COLUMN = "column"
+ROW = "row"
+GATED = "gated"
+THREE = "three"
+KV = "kv"
+VOCAB = "vocab"
+HEAD = "head"
+MIX = "mix"
+WHOLE = "whole"
 
 
 class PaddleCut(NamedTuple):
@@ -174,7 +183,7 @@ def _judge(
         if len(shape) == 1 and (leaf == "weight" or "norm" in name):
             return _NOT
         return "no rule for this name"
-    if kind == WHOLE or _EXPERT.search(name) and not experts_are_cut(facts, ep):
+    if kind == WHOLE or (_EXPERT.search(name) and not experts_are_cut(facts, ep)):
         return _NOT
     if kind == KV and cut:
         kind = COLUMN
@@ -209,8 +218,8 @@ def _vocabulary(
     """ROW, COLUMN or WHOLE for the two tensors that have an axis of tokens; a sentence where nothing shows it."""
     axis = 0 if kind == VOCAB or len(shape) == 1 else head_axis(shape, facts, tp if whole is None else 1)
     rows = whole[axis] if whole is not None else _int(facts, "vocab_size", "padded_vocab_size")
-    if (
-        cut or rows is None and shape[axis] % tp == 0
+    if cut or (
+        rows is None and shape[axis] % tp == 0
     ):  # a whole vocabulary is in every file only where tp does not divide it
         rows = shape[axis] * tp
     if rows is None:
@@ -222,7 +231,7 @@ def _vocabulary(
 
 def _cut(kind: str, leaf: str, ndim: int, facts: Mapping[str, Any]) -> PaddleCut:
     column = kind in (COLUMN, GATED, THREE)
-    if kind == WHOLE or leaf == "lora_A" and column or leaf in ("lora_B", "bias") and not column:
+    if kind == WHOLE or (leaf == "lora_A" and column) or (leaf in ("lora_B", "bias") and not column):
         return _NOT
     dim = ndim - 1 if column else 0
     if kind == GATED:
@@ -247,7 +256,8 @@ _NLP_ONLY = ("mixtral",)  # models that PaddleNLP alone has
 def head_axis(shape: tuple[int, ...], facts: Mapping[str, Any], share: int) -> int:
     """The vocabulary's axis of an lm_head; `share` ranks have a part each. [vocab, hidden] where the sizes are
     alike."""
-    hidden, vocab = _int(facts, "hidden_size"), _int(facts, "vocab_size", "padded_vocab_size")
+    hidden = _int(facts, "hidden_size")
+    vocab = _int(facts, "vocab_size", "padded_vocab_size")
     fits = [
         axis
         for axis in (0, 1)
@@ -323,7 +333,8 @@ def divides(shape: tuple[int, ...], cut: PaddleCut, tp: int) -> bool:
     """Does the cut part `shape` evenly?"""
     if cut.dim is None:
         return True
-    length, parts = shape[cut.dim], sum(cut.parts) or 1
+    length = shape[cut.dim]
+    parts = sum(cut.parts) or 1
     return length % parts == 0 and all(length // parts * part % tp == 0 for part in cut.parts or (1,))
 
 
@@ -345,15 +356,19 @@ def local_boxes(
     origin = (0,) * len(shape)
     if cut.dim is None:
         return shape, [(Box(origin, shape), Box(origin, shape))]
-    dim, unit = cut.dim, shape[cut.dim] // (sum(cut.parts) or 1)
+    dim = cut.dim
+    unit = shape[cut.dim] // (sum(cut.parts) or 1)
     local = (*shape[:dim], shape[dim] // tp, *shape[dim + 1 :])
-    boxes, start, at = [], 0, 0
+    boxes = []
+    start = 0
+    at = 0
     for part in cut.parts or (1,):
         width = unit * part // tp
         size = (*shape[:dim], width, *shape[dim + 1 :])
         there = (*origin[:dim], start + rank * width, *origin[dim + 1 :])
         boxes.append((Box(there, size), Box((*origin[:dim], at, *origin[dim + 1 :]), size)))
-        start, at = start + unit * part, at + width
+        start = start + unit * part
+        at = at + width
     return local, boxes
 
 

@@ -68,7 +68,8 @@ from ckpt_tool.formats.torch.composer import StoragePart
 # -- the whole output --------------------------------------------------------------------------------------------------
 
 UNCUT = "E1254"
-PLAIN, IO = "plain", "sharding_io"
+PLAIN = "plain"
+IO = "sharding_io"
 
 
 def paddle_target(wanted: Wanted) -> Target:
@@ -88,7 +89,8 @@ class _PaddleWriting:
     """One target in the making."""
 
     def __init__(self, wanted: Wanted) -> None:
-        self.wanted, self.laid = wanted, settle(wanted)
+        self.wanted = wanted
+        self.laid = settle(wanted)
         self.at = {(t.key.state, t.key.name): number for number, t in enumerate(wanted.tensors)}
         self.notes = list(self.laid.notes)
         nameless = [p.name for p in self.laid.parameters.values() if p.trained and self._number(MODEL, p) is None]
@@ -141,14 +143,15 @@ class _PaddleWriting:
 
     def _kept_names(self) -> Mapping[str, str]:
         """The source's static names, where every stage and expert rank holds what it held; {} else."""
-        own, before = paddle_hints(self.wanted), self.wanted.hints.get(Degrees)
+        own = paddle_hints(self.wanted)
+        before = self.wanted.hints.get(Degrees)
         names = own.names
         if not names or before is None:
             return {}
         d = self.laid.degrees
         same = (before.at("pp"), before.at("ep")) == (d.pp, d.ep)
         same = same and (not self.laid.by_tensor or before.at("tp") == d.tp)
-        if not same or d.pp > 1 and (own.counts or ()) != self.laid.stages.counts:
+        if not same or (d.pp > 1 and (own.counts or ()) != self.laid.stages.counts):
             return {}
         if not all(name in names for name in self.laid.parameters):
             return {}
@@ -237,7 +240,8 @@ class _PaddleWriting:
 
     def _array(self, composer: PaddleComposer, share: BlockShare, number: int) -> PaddleArray:
         """A rank's part of a wanted tensor: a share of its parameter, or the whole where it is a number of its own."""
-        tensor, block = self.wanted.tensors[number], share.block
+        tensor = self.wanted.tensors[number]
+        block = share.block
         if tensor.shape != block.parameter.shape:
             if prod(tensor.shape) == 1:
                 return composer.tensor(tensor.shape, tensor.dtype, [StoragePart(number, whole(tensor.shape), 0)])
@@ -256,7 +260,8 @@ class _PaddleWriting:
         return composer.tensor(shape, tensor.dtype, parts_of(number, block.shape, block.boxes, span))
 
     def _optimizer_file(self, rank: PaddleRank) -> TargetFile:
-        composer, static = PaddleComposer(), self._static(rank)
+        composer = PaddleComposer()
+        static = self._static(rank)
         shares = self.laid.shares(rank)
         masters: dict[str, NamedTensor] = {}
         for share in shares:
@@ -281,7 +286,8 @@ class _PaddleWriting:
 
     def _average_file(self, rank: PaddleRank) -> TargetFile:
         """Averages of parameters with a master as the masters are, others whole where their weight is stored."""
-        composer, static = PaddleComposer(), self._static(rank)
+        composer = PaddleComposer()
+        static = self._static(rank)
         state: dict[str, Any] = {}
         masters: dict[str, NamedTensor] = {}
         for share in self.laid.shares(rank):
@@ -310,7 +316,8 @@ class _PaddleWriting:
         stages: dict[tuple[int, int, int], StageMeta] = {}
         for rank in d.ranks():
             if (at := (rank.tp, rank.pp, rank.ep)) not in stages:
-                static, blocks = self._static(rank), self.laid.blocks(rank)
+                static = self._static(rank)
+                blocks = self.laid.blocks(rank)
                 owner = self.laid.owner_of(rank) if d.version == V1 else {}
                 owners = {static[name]: to for name, to in sorted(owner.items(), key=lambda item: item[1])}
                 names = {block.parameter.name: static[block.parameter.name] for block in blocks}
@@ -427,7 +434,8 @@ def _tied(rows: Rows, laid: LaidParameter, dropped: list[dict[str, Any]]) -> Row
     head = next((p for p in laid.parameters.values() if p.alias is not None), None)
     if head is None or head.alias is None:
         return rows
-    first, last = head.alias, head.name
+    first = head.alias
+    last = head.name
     apart = laid.parameters[first].stages != head.stages
     held: dict[str, dict[str, tuple[int, LogicalTensor]]] = {}
     for index, row in rows:

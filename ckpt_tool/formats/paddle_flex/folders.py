@@ -39,14 +39,14 @@ from ckpt_tool.formats.state_dict.words import MASTER_ROOTS, MODEL_ROOTS, OPTIMI
 
 # -- saves -------------------------------------------------------------------------------------------------------------
 
-MODEL_FOLDER, OPTIMIZER_FOLDER, MASTER_FOLDER, EMA_FOLDER = (
-    "model_state",
-    "optimizer_state",
-    "master_weight",
-    "ema_state",
-)
+MODEL_FOLDER = "model_state"
+OPTIMIZER_FOLDER = "optimizer_state"
+MASTER_FOLDER = "master_weight"
+EMA_FOLDER = "ema_state"
 FOLDERS = (MODEL_FOLDER, OPTIMIZER_FOLDER, MASTER_FOLDER, EMA_FOLDER)
-UNFINISHED, MIXED, OTHER_SAVE = "E1330", "E1331", "E1632"
+UNFINISHED = "E1330"
+MIXED = "E1331"
+OTHER_SAVE = "E1632"
 METADATA = re.compile(r"(\d{1,9})\.metadata")
 DATA = re.compile(r"(\d{1,9})_(\d{1,9})\.(distcp|safetensors)")
 _LOCK = re.compile(r"(\d{1,9})\.metadata\.lock")

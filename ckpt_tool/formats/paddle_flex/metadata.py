@@ -34,7 +34,10 @@ from ckpt_tool.storage.pickles import pickle_reader as pickles
 from ckpt_tool.storage.pickles.pickle_values import PickledRecord
 from ckpt_tool.storage.source import Tree, safe_relative
 
-CONTRADICTION, FOREIGN, UNKNOWN_DTYPE, PLACELESS = "E1332", "E1333", "E1334", "E1335"
+CONTRADICTION = "E1332"
+FOREIGN = "E1333"
+UNKNOWN_DTYPE = "E1334"
+PLACELESS = "E1335"
 RANK_LIMIT = 64
 KEY_LIMIT = 4096  # characters: nested keys are joined
 SHOWN = 100  # faults that one message lists
@@ -298,14 +301,16 @@ class _FlexMetadataReading:
         given = {(row.offset, row.shape if shaped else None, row.span): row for row in stated}
         have = {(row.offset, row.shape if shaped else None, row.span): row for row in stored}
         for where, row in given.items():
-            if 0 in row.shape or row.span is not None and row.span[0] == row.span[1]:
+            if 0 in row.shape or (row.span is not None and row.span[0] == row.span[1]):
                 continue
             if where not in have and stored:
                 self.faults.append(f"{key}: {_block(row)} is in no file, though state_dict_metadata states it")
             if any(o + n > w for o, n, w in zip(row.offset, row.shape, whole, strict=True)):
                 self.faults.append(f"{key}: {_block(row)} leaves the tensor of shape {list(whole)}")
         for where, held in have.items():
-            empty = held.shape is not None and 0 in held.shape or held.span is not None and held.span[0] == held.span[1]
+            empty = (held.shape is not None and 0 in held.shape) or (
+                held.span is not None and held.span[0] == held.span[1]
+            )
             if where not in given and not empty:
                 self.faults.append(f"{key}: {held.file} holds {_block(held)}, which state_dict_metadata does not state")
 

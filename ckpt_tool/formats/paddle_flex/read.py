@@ -89,7 +89,8 @@ from ckpt_tool.storage.texts.strict_json import parse
 
 # -- data files --------------------------------------------------------------------------------------------------------
 
-MISSING, MISMATCH = "E1336", "E1337"
+MISSING = "E1336"
+MISMATCH = "E1337"
 _STORED = {"BF16": ("U16", "BF16"), "F8_E4M3": ("I8", "U8", "F8_E4M3"), "F8_E5M2": ("I8", "U8", "F8_E5M2")}
 
 
@@ -223,7 +224,8 @@ def fused_blocks(entry: FlexEntry, parts: tuple[int, ...]) -> dict[int, Boxes] |
         return None
     widths = {(shard.offset[-1], shard.shape[-1]) for shard in entry.shards if prod(shard.shape)}
     offsets = sorted(offset for offset, _ in widths)
-    tp, total = len(offsets), entry.shape[-1]
+    tp = len(offsets)
+    total = entry.shape[-1]
     if (
         tp < 2
         or not divides((total,), PaddleCut(0, parts), tp)
@@ -283,7 +285,9 @@ def place(saved: Saved, shard: Shard, dtype: DType, pairs: Boxes) -> Iterator[Ch
 
 # -- static names ------------------------------------------------------------------------------------------------------
 
-META, META_LIMIT = "model_meta.json", 256 << 20  # bytes
+# bytes
+META = "model_meta.json"
+META_LIMIT = 256 << 20
 _MADE = re.compile(r"(?:generated_tensor|eager_tmp|eager_in_tmp|auto)_\d+.*")
 
 
@@ -567,7 +571,9 @@ class _FlexReading:
     """One read: the tensors of all folders, put into one catalog."""
 
     def __init__(self, tree: Tree, saves: Sequence[Save], options: ReadOptions) -> None:
-        self.tree, self.saves, self.options = tree, saves, options
+        self.tree = tree
+        self.saves = saves
+        self.options = options
         self.notes = folders.check(saves, tree.display(), tree.names(), lenient=options.lenient)
         self.files = DataFiles(tree)
         self.trainer = bool(saves[0].folder)
@@ -642,7 +648,8 @@ class _FlexReading:
             keys = [trainer_key(kind, entry.key) for entry in entries]
         else:
             plain = plain_keys((entry.key, entry.path) for entry in entries)
-            keys, self.roots = plain.keys, plain.roots
+            keys = plain.keys
+            self.roots = plain.roots
         recorded: list[str] = []
         config = self._config()
         for key, entry in zip(keys, entries, strict=True):
@@ -694,7 +701,8 @@ class _FlexReading:
                     path=self.tree.display(homes[0]),
                     hint="nothing says how the parts make up the tensor",
                 )
-            shape, dtype = saved[0].shape, saved[0].dtype
+            shape = saved[0].shape
+            dtype = saved[0].dtype
             if dtype.name == "U16":  # Paddle has no such tensors: its bits are a bfloat16
                 dtype = DTYPES["BF16"]
             chunks = mark_replicas(chunk for one in saved for chunk in chunks_of(one, whole(shape), dtype=dtype))

@@ -122,7 +122,8 @@ class FlexBlock(NamedTuple):
 
 def whole_item(key: str, path: Path, name: str, tensor: WantedTensor, number: int) -> FlexBlock:
     """A tensor that every rank holds whole."""
-    shape, box = tensor.shape, whole(tensor.shape)
+    shape = tensor.shape
+    box = whole(tensor.shape)
     return FlexBlock(key, path, name, tensor.dtype, (0,) * len(shape), shape, shape, None, number, ((box, box),))
 
 
@@ -365,8 +366,11 @@ class _FlexWriter:
 
     def _share(self, share: BlockShare, number: int) -> FlexBlock | None:
         """A rank's share of a state; None where it holds padding alone, or where the model's blocks have it already."""
-        tensor, block, span = self.tensor(number), share.block, share.span
-        key, name = self.key(tensor), self.name(tensor)
+        tensor = self.tensor(number)
+        block = share.block
+        span = share.span
+        key = self.key(tensor)
+        name = self.name(tensor)
         if tensor.key.state == EMA and not key.endswith(MASTER_SUFFIX):
             return None
         if span is not None and span.start == span.stop:

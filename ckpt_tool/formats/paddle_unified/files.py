@@ -169,11 +169,15 @@ def write_index(weight_map: Mapping[str, str], total_size: int, stated: Mapping[
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-MODEL_STEM, PEFT_STEM, OPTIMIZER_STEM, MASTER_STEM = "model", "peft_model", "optimizer", "master_weights"
+MODEL_STEM = "model"
+PEFT_STEM = "peft_model"
+OPTIMIZER_STEM = "optimizer"
+MASTER_STEM = "master_weights"
 EMA_STEM = "ckpt_ema"  # ours: Paddle's unified checkpoints have no place for averages
 STEMS = (MODEL_STEM, PEFT_STEM, OPTIMIZER_STEM, MASTER_STEM, EMA_STEM)
 MODEL_TYPE = "ckpt_model_type"  # in a header of ours, where no config.json says it
-UNFINISHED, LOST_INDEX = "E1351", "E1352"
+UNFINISHED = "E1351"
+LOST_INDEX = "E1352"
 
 _NUMBERED = re.compile(rf"({'|'.join(STEMS)})-\d{{1,7}}-of-\d{{1,7}}\.safetensors")
 _RANK = re.compile(
@@ -291,7 +295,7 @@ def check_markers(tree: Tree, files: UnifiedFiles) -> None:
     parts = [
         part
         for part, stem in (("model", MODEL_STEM), ("optimizer", OPTIMIZER_STEM), ("master", MASTER_STEM))
-        if stem in files.indexes or stem in files.ranks or part == "model" and PEFT_STEM in files.indexes
+        if stem in files.indexes or stem in files.ranks or (part == "model" and PEFT_STEM in files.indexes)
     ]
     missing = [f".{part}_weight.done.{rank}" for part in parts for rank in sorted(ranks - done.get(part, set()))]
     if missing:
@@ -321,7 +325,9 @@ def check_indexes(tree: Tree, files: UnifiedFiles) -> None:
 def notes_of(tree: Tree, taken: Iterable[str], sidefiles: Iterable[str]) -> list[Note]:
     """What is beside and is not read: files of the job, files that no index names, anything else."""
     known = {*taken, *sidefiles}
-    job, stray, other = list[str](), list[str](), list[str]()
+    job = list[str]()
+    stray = list[str]()
+    other = list[str]()
     for name in tree.seen(tree.names()):
         if name in known or _SIGNAL.fullmatch(name) or _PLAIN.fullmatch(name):
             continue
@@ -347,7 +353,10 @@ def _some(names: list[str]) -> str:
 
 # -- files held against their index ------------------------------------------------------------------------------------
 
-MISSING_FILES, NOT_IN_FILE, NOT_IN_INDEX, TWICE = "E0380", "E0381", "E0382", "E0383"
+MISSING_FILES = "E0380"
+NOT_IN_FILE = "E0381"
+NOT_IN_INDEX = "E0382"
+TWICE = "E0383"
 
 
 class IndexedFiles(NamedTuple):
@@ -375,7 +384,8 @@ def read_part(tree: Tree, index: PaddleIndex, *, lenient: bool) -> IndexedFiles:
     more: dict[str, tuple[SafetensorsHeader, int]] = {}
     again: dict[str, list[tuple[SafetensorsHeader, int]]] = {}
     strangers: dict[str, list[str]] = {}
-    absent, notes = list[tuple[str, str]](), list[Note]()
+    absent = list[tuple[str, str]]()
+    notes = list[Note]()
     for header in headers:
         where = {name: row for row, name in enumerate(header.names)}
         for name in named[header.path]:

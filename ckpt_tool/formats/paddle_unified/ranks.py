@@ -34,7 +34,8 @@ from ckpt_tool.formats.paddle_unified.files import MASTER_STEM, OPTIMIZER_STEM, 
 from ckpt_tool.storage.safetensors_files.safetensors_file import SafetensorsHeader, read_header
 from ckpt_tool.storage.source import Tree
 
-MISSING_RANK, UNPLACED = "E1355", "E1356"
+MISSING_RANK = "E1355"
+UNPLACED = "E1356"
 DIMS = ("tp", "pp", "shard", "moe")
 _BY_SHAPE = frozenset(
     ("k_proj", "v_proj", "kv_b_proj", "embed_tokens", "lm_head")
@@ -153,7 +154,7 @@ def join(
         raise _mixed("the ranks hold it in several dtypes", first.path, str(key))
     full = shapes.get(key.name)
     if key.state in (quant.FIRST8, quant.SECOND8, quant.PACKED) and any(
-        each.array.shape != (full or first.shape) or full is None and tp > 1 for each in held
+        each.array.shape != (full or first.shape) or (full is None and tp > 1) for each in held
     ):
         hint = "resume it in Paddle at these degrees and save with the optimizer merged"
         raise _unplaced(key, first, "a quantised state in parts: each rank has scales of its own", hint)
@@ -227,7 +228,8 @@ def _placed(key: TensorKey, group: Sequence[ArrayOfRank], full: Shape, cut: Padd
             for there, here in pairs:
                 yield Chunk(there, each.array, here)
         return
-    line, at = FlatLine.of_block(key, local, pairs), 0
+    line = FlatLine.of_block(key, local, pairs)
+    at = 0
     for each in group:
         if len(each.array.shape) != 1:
             raise _unplaced(

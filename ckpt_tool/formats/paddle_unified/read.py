@@ -67,7 +67,8 @@ from ckpt_tool.storage.source import Tree
 
 # -- which weights are transposed --------------------------------------------------------------------------------------
 
-UNDECIDED, DISAGREE = "E1353", "E1354"
+UNDECIDED = "E1353"
+DISAGREE = "E1354"
 
 Shape = tuple[int, ...]
 
@@ -92,13 +93,16 @@ def transposed(
     """
     matrices = {name: shape for name, shape in stored.items() if may_be_transposed(name, shape)}
     seen = _seen(matrices, trained, path)
-    flips, open_, odd = set[str](), list[str](), set[str]()
+    flips = set[str]()
+    open_ = list[str]()
+    odd = set[str]()
     rules: dict[str, bool | None] = {}
     for name in matrices:
         tail = ".".join(name.rsplit(".", 4)[-4:])  # the lists have the last words, and there are few of them
         if tail not in rules:
             rules[tail] = transposed_in_hf(name, 2, config)
-        rule, shown = rules[tail], seen.get(module_of(name)) if seen else None
+        rule = rules[tail]
+        shown = seen.get(module_of(name)) if seen else None
         if shown is not None and rule is not None and shown != rule:
             odd.add(module_of(name))
         flip = rule if shown is None else shown
@@ -208,7 +212,10 @@ class UnifiedTable(Mapping[TensorKey, LogicalTensor]):
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
-SIXTEEN_BITS, NO_STATES, LOST_MASTERS, SLICED = "E1357", "E1358", "E1359", "E1361"
+SIXTEEN_BITS = "E1357"
+NO_STATES = "E1358"
+LOST_MASTERS = "E1359"
+SLICED = "E1361"
 SIDEFILES = ("lora_config.json", "vera_config.json", "lokr_config.json", "prefix_config.json", "sft_config.json")
 _HALF = {"bfloat16": "BF16", "float16": "F16"}
 
@@ -249,7 +256,10 @@ class _UnifiedReading:
     def __init__(
         self, tree: Tree, files: UnifiedFiles, config: Mapping[str, Any], *, lenient: bool, named: bool
     ) -> None:
-        self.tree, self.files, self.config, self.lenient = tree, files, config, lenient
+        self.tree = tree
+        self.files = files
+        self.config = config
+        self.lenient = lenient
         self.named = named  # by the user
         self.taken: list[str] = []
         self.notes: list[Note] = []
@@ -295,7 +305,8 @@ class _UnifiedReading:
     def entries(self) -> Entries:
         """All tensors. The model's layout is settled last: it leans on the shapes of the others."""
         model = self._part(self.files.stem)
-        masters, averages = self._part(MASTER_STEM), self._part(EMA_STEM)
+        masters = self._part(MASTER_STEM)
+        averages = self._part(EMA_STEM)
         if OPTIMIZER_STEM in self.files.indexes:
             self.optimizer = read_index(self.tree, self.files.indexes[OPTIMIZER_STEM], merged=False)
         merged = self.optimizer is not None and self.optimizer.weight_map is not None

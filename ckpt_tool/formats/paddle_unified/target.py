@@ -49,7 +49,8 @@ from ckpt_tool.formats.paddle_unified.files import (
 from ckpt_tool.formats.paddle_unified.read import dtype_of
 from ckpt_tool.storage.safetensors_files.safetensors_file import build_header
 
-TAKEN, UNFIT = "E1272", "E1273"
+TAKEN = "E1272"
+UNFIT = "E1273"
 OWN = frozenset((EXTRAS_FILE, EXTRAS_TENSORS, *(f"{what}.pdparams" for what in PICKLED)))
 
 NP = {"format": "np"}
@@ -132,7 +133,8 @@ def _all_lora(tensors: Numbered) -> bool:
 
 def _facts(wanted: Wanted) -> tuple[PaddleHints, Mapping[str, Any], bool]:
     """(what a Paddle source left in the hints, the model's config, did the user name it?)."""
-    own, given = paddle_hints(wanted), wanted.wish.config
+    own = paddle_hints(wanted)
+    given = wanted.wish.config
     for config in (given, own.config):
         if config:
             return own, config, config is given or own.told is True
@@ -252,9 +254,11 @@ def _optimizer(tensors: Numbered, wanted: Wanted, stated: Mapping[str, Any], not
     where = {number: name for name, rows in zip(names, bins, strict=True) for number, _ in rows}
     stage, times = _stage(wanted)
     has_quantised = any(tensor.key.state in quant.STATES for _, tensor in tensors)
-    weight_map, total = dict[str, str](), 0
+    weight_map = dict[str, str]()
+    total = 0
     for number, tensor in tensors:
-        key, state = file_key(tensor.key), tensor.key.state
+        key = file_key(tensor.key)
+        state = tensor.key.state
         if key.endswith(quant.SUFFIXES) and state in quant.STATES:
             continue  # Paddle's index names none of them
         weight_map[key] = where[number]
@@ -305,7 +309,7 @@ def _rounded(
     have = {tensor.key.name for _, tensor in rows if tensor.key.state == MODEL}
     alone = [(i, tensor) for i, tensor in rows if tensor.key.state == MASTER and tensor.key.name not in have | removed]
     dtype = dtype_of(config)
-    if masters_alone and not have or dtype not in ("BF16", "F16"):
+    if (masters_alone and not have) or dtype not in ("BF16", "F16"):
         return [], {}
     made = [(i, tensor._replace(key=TensorKey(tensor.key.name, MODEL), path=())) for i, tensor in alone]
     return made, {tensor.key: DTYPES[dtype] for _, tensor in made}

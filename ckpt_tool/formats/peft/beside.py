@@ -27,7 +27,9 @@ from ckpt_tool.storage.source import Tree
 if TYPE_CHECKING:
     from ckpt_tool.core.catalog import Unread
 
-TWICE, NO_STATE_DICT, UNKNOWN_WEIGHTS = "E2930", "E1432", "E2931"
+TWICE = "E2930"
+NO_STATE_DICT = "E1432"
+UNKNOWN_WEIGHTS = "E2931"
 SAFETENSORS = ".safetensors"
 _STEMS = ("non_lora_state_dict", "non_lora_trainables", "trainable_params")
 _WEIGHTS = (".bin", SAFETENSORS, ".pt", ".pth", ".ckpt", ".npz")

@@ -60,10 +60,12 @@ if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.core.layout import Layout
     from ckpt_tool.core.target import Target, Wanted
 
-SAFE, BIN = "adapter_model.safetensors", "adapter_model.bin"
+SAFE = "adapter_model.safetensors"
+BIN = "adapter_model.bin"
 CONFIG_LIMIT = 16 << 20  # bytes: a rank for each module of the largest models has a few megabytes
 METADATA = {"format": "pt"}
-NO_WEIGHTS, NOT_AN_ADAPTER = "E1431", "E1433"
+NO_WEIGHTS = "E1431"
+NOT_AN_ADAPTER = "E1433"
 
 
 class Peft:

@@ -17,7 +17,8 @@ from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import Incomplete
 from ckpt_tool.storage.source import Tree
 
-CONFIG, PADDLE_CONFIG = "adapter_config.json", "lora_config.json"
+CONFIG = "adapter_config.json"
+PADDLE_CONFIG = "lora_config.json"
 NO_CONFIG = "E1612"
 _PREFIX = "base_model.model."
 

@@ -23,7 +23,8 @@ from ckpt_tool.formats.peft.inside import split_names
 from ckpt_tool.formats.peft.lone import adapter_config
 from ckpt_tool.formats.peft.settings import settings_of
 
-EMPTY, CONTRADICTED = "E2935", "E2936"
+EMPTY = "E2935"
+CONTRADICTED = "E2936"
 _SHOWN = 20
 _PREFIX = "base_model.model."
 

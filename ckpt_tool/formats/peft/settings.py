@@ -21,7 +21,9 @@ from typing import Any
 from ckpt_tool.core.module_patterns import NotUnderstood, first_match
 from ckpt_tool.errors import CorruptFile, UsageError
 
-REFUSED, MALFORMED, PATTERN = "E1422", "E1423", "E1426"
+REFUSED = "E1422"
+MALFORMED = "E1423"
+PATTERN = "E1426"
 LARGEST = 3.4028234663852886e38  # of fp32
 # settings -> why an adapter that has them is no sum with its base
 _VARIANTS = {
@@ -207,7 +209,7 @@ def _refuse(config: Mapping[str, Any], path: str, *, lenient: bool) -> None:
         for name in config
         if name not in _KNOWN
         and config[name] not in (None, False, "", 0)
-        and (config[name] is True or isinstance(config[name], dict | list) and config[name])
+        and (config[name] is True or (isinstance(config[name], dict | list) and config[name]))
     ]
     if not lenient:
         faults += [f"{name}: a setting that this build does not know" for name in odd]
@@ -228,7 +230,8 @@ class _TakenKeys:
     """Values out of the config. Raises CorruptFile E1423 with the place."""
 
     def __init__(self, config: Mapping[str, Any], path: str) -> None:
-        self._config, self._path = config, path
+        self._config = config
+        self._path = path
 
     def whole(self, place: str, value: Any) -> int:
         if type(value) is not int or not 0 < value < 1 << 20:

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.layout import Held, Layout, Placement, held
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import TargetArray, Wanted
@@ -84,7 +85,8 @@ class GridBand:
     """Tensors that the same ranks hold in the same extents. rows: (place in the sort order, kind number)."""
 
     def __init__(self, base: int, ranks: tuple[int, ...]) -> None:
-        self.base, self.ranks = base, ranks
+        self.base = base
+        self.ranks = ranks
         self.rows: list[tuple[int, int]] = []
         self.geometries: Counter[Geometry] = Counter()
         self.names = 0  # characters of all names
@@ -141,8 +143,10 @@ class GridState:
     """One state's tensors. numbers: of the wanted tensors. order: positions, sorted as headers are."""
 
     def __init__(self, grid: Grid, state: str, numbers: list[int]) -> None:
-        tensors, placements = grid.wanted.tensors, grid.layout.placements
-        self.state, self.numbers = state, numbers
+        tensors = grid.wanted.tensors
+        placements = grid.layout.placements
+        self.state = state
+        self.numbers = numbers
         self.names = [tensors[i].key.name for i in numbers]
         self.shapes = [tensors[i].shape for i in numbers]
         self.dtypes = [tensors[i].dtype for i in numbers]
@@ -217,7 +221,8 @@ class Sheets:
 
 def _header_order(state: GridState) -> list[int]:
     """Positions as a header sorts its entries: wide dtypes first, then by name."""
-    names, dtypes = state.names, state.dtypes
+    names = state.names
+    dtypes = state.dtypes
     if all(dtype is dtypes[0] for dtype in dtypes):
         return sorted(range(len(names)), key=names.__getitem__)
     return sorted(range(len(names)), key=lambda i: (dtype_rank(dtypes[i]), names[i]))
@@ -227,7 +232,9 @@ class Grid:
     """The whole layout. Raises nothing: what can't be held was checked before."""
 
     def __init__(self, wanted: Wanted, layout: Layout) -> None:
-        self.wanted, self.layout, self.mesh = wanted, layout, layout.mesh
+        self.wanted = wanted
+        self.layout = layout
+        self.mesh = layout.mesh
         self.ranks = list(layout.mesh.ranks())
         self._strides = _strides(layout.mesh)
         self.geometries: list[tuple[Geometry, int]] = []  # by group: the boxes, and the base of their ranks
@@ -264,7 +271,8 @@ class Grid:
 
     def parts(self, state: str, rank: int) -> list[tuple[int, Held]]:
         """(number of the wanted tensor, what the rank holds of it) of a file's arrays, as its header sorts them."""
-        sheets, numbers = self.sheets[state], self.states[state].numbers
+        sheets = self.sheets[state]
+        numbers = self.states[state].numbers
         found = []
         for place in sheets.by_rank[rank].order:
             position = sheets.order[place]
@@ -274,7 +282,8 @@ class Grid:
 
     def places(self, slot: GridSlot) -> dict[int, int]:
         """Number of the wanted tensor -> where its array begins, bytes from the start of the file."""
-        order, numbers = self.sheets[slot.state].order, self.states[slot.state].numbers
+        order = self.sheets[slot.state].order
+        numbers = self.states[slot.state].numbers
         return {numbers[order[place]]: slot.data_start + begin for place, begin in slot.sheet.begins.items()}
 
 
@@ -286,7 +295,7 @@ def _strides(mesh: Mesh) -> dict[str, int]:
 
 def header_size(sheet: Sheet, metadata: int) -> int:
     """Bytes before the data. metadata: characters of `"__metadata__":{...}`."""
-    return 8 + -(-(1 + metadata + 1 + sheet.entries) // ALIGNMENT) * ALIGNMENT
+    return 8 + ceil_div(1 + metadata + 1 + sheet.entries, ALIGNMENT) * ALIGNMENT
 
 
 class GridPlaces:
@@ -296,7 +305,9 @@ class GridPlaces:
     listable = False
 
     def __init__(self, grid: Grid, slots: Sequence[GridSlot], identity: Callable[[], str]) -> None:
-        self.grid, self.slots, self._identity = grid, slots, identity
+        self.grid = grid
+        self.slots = slots
+        self._identity = identity
         self._files = {(slot.state, slot.rank): number for number, slot in enumerate(slots)}
         self._home: list[tuple[str, int]] = [("", 0)] * len(grid.wanted.tensors)  # state, position
         for state in grid.states.values():

@@ -177,7 +177,8 @@ def index_text(index: ShardedIndex) -> tuple[bytes, dict[TensorKey, int]]:
         f'"source":{dumps({"format": index.source_format, "hints": index.hints})},\n',
         '"tensors":{',
     ]
-    parts, holes = head, {}
+    parts = head
+    holes = {}
     at = sum(map(len, parts))
     state: str | None = None
     for key in sorted(index.tensors, key=lambda key: (key.state, key.name)):
@@ -231,7 +232,10 @@ class Fields:
 
     def __init__(self, value: object, path: str, at: str = "", within: Fields | None = None) -> None:
         """at: the pointer, or the name of one step where `within` is the container."""
-        self.value, self.path, self._at, self._within = value, path, at, within
+        self.value = value
+        self.path = path
+        self._at = at
+        self._within = within
 
     @property
     def pointer(self) -> str:
@@ -403,7 +407,8 @@ def case_of(*lists: Any) -> Case | None:
 def _parse_tensor(item: Fields, placements: int, seen: dict[Case, IndexTensor]) -> IndexTensor:
     value = item.value if type(item.value) is dict else {}
     case = case_of((value.get("dtype"), value.get("placement")), value.get("shape"))
-    known, digest = seen.get(case) if case else None, value.get("digest")
+    known = seen.get(case) if case else None
+    digest = value.get("digest")
     if known is not None and "path" not in value and type(digest) is str and _HEX.fullmatch(digest):
         return known._replace(digest=digest)
     dtype = item["dtype"].text()

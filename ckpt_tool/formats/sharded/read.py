@@ -192,7 +192,8 @@ def _read_file(tree: Tree, entry: IndexFile, index: ShardedIndex, found: _Found,
     shown = tree.display(entry.path)
     _check_whose(header, entry, index, shown)
     boxes = _json(header, "boxes", shown)
-    names, seen = list(header.names), dict[Case, _Place]()
+    names = list(header.names)
+    seen = dict[Case, _Place]()
     held = {} if not isinstance(boxes.value, dict) else boxes.value
     if set(names) != set(held):
         odd = sorted(set(names) ^ set(held))
@@ -262,7 +263,8 @@ def _chunk(
     seen: dict[Case, _Place],
 ) -> Chunk | None:
     """The chunk of one array; None where it holds nothing but padding. seen: boxes that were checked before."""
-    array, entry = header.stored(row), index.tensors.get(key)
+    array = header.stored(row)
+    entry = index.tensors.get(key)
     if entry is None:
         raise _contradiction("the index does not know this tensor", shown, item.pointer, key=str(key))
     value = item.value if type(item.value) is dict else {}
@@ -273,16 +275,19 @@ def _chunk(
         if case is not None:
             seen[case] = place
     if (place.shape, array.dtype) != (entry.shape, entry.dtype):
-        have, want = f"{array.dtype.name} {list(place.shape)}", f"{entry.dtype.name} {list(entry.shape)}"
+        have = f"{array.dtype.name} {list(place.shape)}"
+        want = f"{entry.dtype.name} {list(entry.shape)}"
         raise _contradiction(f"it is {have} in all, the index says {want}", shown, item.pointer, key=str(key))
     return Chunk(place.box, array, place.within) if place.box.numel or not entry.numel else None
 
 
 def _place(item: Fields, array: StoredArray, shown: str, key: TensorKey) -> _Place:
     """One entry of `boxes`, which must fit its array and its tensor."""
-    shape, offset = item["shape"].shape(), item["offset"].shape()
+    shape = item["shape"].shape()
+    offset = item["offset"].shape()
     extents = item.get("box", list(array.shape)).shape()
-    box, within = Box(offset, extents), Box((0,) * len(array.shape), extents)
+    box = Box(offset, extents)
+    within = Box((0,) * len(array.shape), extents)
     if len(offset) != len(shape) or not box.inside(shape) or not within.inside(array.shape):
         raise _contradiction(
             f"the box at {list(offset)} of {list(extents)} fits neither an array of {list(array.shape)} nor a tensor of"

@@ -74,7 +74,8 @@ def sharded_target(wanted: Wanted, layout: Layout) -> Target:
     rows = {path: _rows(wanted, file) for path, file in files.items()}
     hashes = {path: boxes_hash(boxes[path], ((n, d.name, s) for n, d, s in rows[path])) for path in files}
     save = save_id(layout.mesh, extras, hashes)
-    out, entries = [], []
+    out = []
+    entries = []
     for path, file in files.items():
         head, offsets, size = build_header(rows[path], _metadata(layout, save, file.state, file.rank, boxes[path]))
         arrays = tuple(
@@ -198,7 +199,9 @@ class _Large:
     """The long list made short: sizes now, heads when they are written."""
 
     def __init__(self, wanted: Wanted, layout: Layout) -> None:
-        self.wanted, self.layout, self.extras = wanted, layout, _plain(wanted.extras, "extras")
+        self.wanted = wanted
+        self.layout = layout
+        self.extras = _plain(wanted.extras, "extras")
         self.grid = Grid(wanted, layout)
         self._sizes: dict[int, int] = {}  # bytes of tensors in the index, by the id of Sheets
         self.slots, self.paths = self._slots()
@@ -216,7 +219,8 @@ class _Large:
 
     def _slots(self) -> tuple[list[GridSlot], list[str]]:
         """Every file in the order of its path."""
-        grid, mesh = self.grid, self.layout.mesh
+        grid = self.grid
+        mesh = self.layout.mesh
         blank = _metadata(self.layout, "0" * 32, "", {}, "")
         fixed = _characters({METADATA: dict(sorted(blank.items()))}) - 2 - _characters("{}")
         ranks = [_characters(dumps(rank)) for rank in grid.ranks]

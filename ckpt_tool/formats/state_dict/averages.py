@@ -31,7 +31,8 @@ COUNTERS = frozenset(("decay", "num_updates", "initted", "step", "n_averaged", "
 _WITHIN = ("ema_model.", "online_model.")  # ema-pytorch's names of the average and of the model itself
 _WRAPPER = "module"
 _MODULE_TOO = "ema"  # says less than `model_ema`: a model's own module may be called so
-_LIST_ALONE, _NO_TWIN = "E2951", "E2952"
+_LIST_ALONE = "E2951"
+_NO_TWIN = "E2952"
 
 Shape = tuple[int, ...]
 

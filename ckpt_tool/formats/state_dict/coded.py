@@ -30,7 +30,8 @@ def joined(pieces: Sequence[Piece], shape: tuple[int, ...], fqn: str) -> dict[st
     Raises InputError E1335 where the pieces have no parts in common, or scales that are no line."""
     if len({tuple(parts) for _, parts in pieces}) > 1:
         raise _mixed("some of its pieces are kept as codes and others not", fqn)
-    row, steps = prod(shape[1:]), {box.numel // parts[SCALE].shape[0] for box, parts in pieces if CODES in parts}
+    row = prod(shape[1:])
+    steps = {box.numel // parts[SCALE].shape[0] for box, parts in pieces if CODES in parts}
     if not all(CODES in parts for _, parts in pieces) or len(steps) > 1:
         raise _mixed("its pieces are kept as codes of other blocks", fqn)
     (step,) = steps

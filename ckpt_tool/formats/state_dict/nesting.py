@@ -126,7 +126,8 @@ def _paths(wanted: Wanted, roots: Roots, extras: Mapping[Any, Any], *, kept: boo
     numbered = {name for names in roots.ids.values() for name in names.values()}
     out = []
     for tensor in wanted.tensors:
-        path, name = tensor.path, tensor.key.name
+        path = tensor.path
+        name = tensor.key.name
         if not kept or not path or not (name in numbered or name in clean(dotted(path))):
             path = roots.path(tensor.key)
         out.append(_with_integer(path, extras) if whole_numbers else path)

@@ -42,7 +42,7 @@ def is_tensor_place(path: Path, siblings: Iterable[tuple[Any, Any]] = ()) -> boo
     if any(_is_root(str(key).lower()) and isinstance(item, Mapping) for key, item in items):
         return False
     dotted_names = "." in str(path[-1]) if path else False
-    return among_tensors or dotted_names or bool(items) and all(isinstance(item, NumpyArray) for _, item in items)
+    return among_tensors or dotted_names or (bool(items) and all(isinstance(item, NumpyArray) for _, item in items))
 
 
 def _is_root(word: str) -> bool:

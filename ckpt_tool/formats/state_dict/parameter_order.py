@@ -134,7 +134,8 @@ class _Search:
     """All orders of the tree that the shapes allow."""
 
     def __init__(self, shapes: Mapping[str, Shape], groups: Sequence[Sequence[Shape | None]]) -> None:
-        self.shapes, self.groups = shapes, [list(group) for group in groups]
+        self.shapes = shapes
+        self.groups = [list(group) for group in groups]
         self.children: dict[str, list[str]] = {}
         inside: set[tuple[str, str]] = set()
         for name in shapes:

@@ -371,14 +371,15 @@ class _Naming:
         training = bool(self.optimizers) or bool(self.extras)
         named = []
         for i in rest:
-            path, shape = self.leaves[i].path, self.leaves[i].shape
+            path = self.leaves[i].path
+            shape = self.leaves[i].shape
             word = str(path[0])
             counter = training and len(path) == 1 and word in _COUNTERS and shape in ((), (1,))
             if path[0] == EXTRAS and len(path) > 1:
                 self._extra(i)
                 continue
             rng = _RNG.search(dotted(path)) and (len(path) > 1 or "." not in word)
-            if bare and len(path) > 1 or rng or counter:
+            if (bare and len(path) > 1) or rng or counter:
                 self._extra(i)
             elif self.prefix and not word.startswith(self.prefix):
                 if not self._prefixed_ema(i, word):

@@ -30,7 +30,8 @@ from ckpt_tool.storage.pickles.pickle_globals import META_TENSOR
 from ckpt_tool.storage.pickles.pickle_numpy import tensor_dtype
 from ckpt_tool.storage.pickles.pickle_values import StorageRef, TensorRef, WrapperRef
 
-_WRAPPER, _PARAMETER = "torch._utils._rebuild_wrapper_subclass", "torch._utils._rebuild_parameter"
+_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
+_PARAMETER = "torch._utils._rebuild_parameter"
 _SPARSE = "torch._utils._rebuild_sparse"
 _VIEWS = frozenset(f"torch._utils._rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "qtensor"))
 _SHOWN = 10
@@ -93,7 +94,8 @@ def hidden_in(value: Any, parted: Parted, shown: str, where: str) -> tuple[list[
 
 
 def _hidden(held: TensorHolder, lines: Mapping[str, str], shown: str) -> Hidden:
-    name, line = held.value.name, lines.get(held.value.name, "")
+    name = held.value.name
+    line = lines.get(held.value.name, "")
     looks = _looks(held.value) if held.whole is None else (held.whole.shape, held.whole.dtype.name)
     if line:
         return Hidden(held.path, *looks, name, line, at=held.before)
@@ -142,7 +144,8 @@ def set_apart(
         if not parts:
             found[key] = tensor
             continue
-        one, lines = parts[0], dict.fromkeys(part.line for part in parts if part.line)
+        one = parts[0]
+        lines = dict.fromkeys(part.line for part in parts if part.line)
         if key.state == EXTRAS and str(one.path[-1]) in MODEL_ROOTS:
             key = TensorKey(key.name, MODEL)
         shown = f"{one.dtype or 'an object'} {list(tensor.shape)}"

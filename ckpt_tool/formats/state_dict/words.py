@@ -45,7 +45,8 @@ LIVE_MODELS = (
 )
 _AVERAGE = re.compile(r"(?:^|_)ema(?:_|$)")
 # Lightning's WeightAveraging: where this is, `state_dict` holds the averages and LIVE_ROOT the model that is trained
-LIVE_ROOT, AVERAGING = "current_model_state", "averaging_state"
+LIVE_ROOT = "current_model_state"
+AVERAGING = "averaging_state"
 MASTER_ROOTS = frozenset(
     ("master", "master_weights", "master_params", "master_model", "fp32_params", "fp32_weights", "fp32_master_weights")
 )

@@ -35,7 +35,8 @@ from ckpt_tool.storage.texts.strict_json import parse
 
 _ROOT = "optimizer"
 _BESIDE = "where it has names, ckpt convert it with --dialect hf, and ckpt merge the two"
-_CONFIG, _LIMIT = "config.json", 16 << 20
+_CONFIG = "config.json"
+_LIMIT = 16 << 20
 _Walk = Callable[[Mapping[str, Any], Mapping[str, Shape]], WalkedModel | None]
 
 
@@ -90,7 +91,8 @@ def _ways(
     stored = {key.name: tensor.shape for key, tensor in catalog.tensors.items()}
     if in_order:
         return [Way(stored, list(stored), None)]
-    walked, found = walk(config, stored), []
+    walked = walk(config, stored)
+    found = []
     for shapes, each in ((walked.shapes, walked), (stored, None)) if walked else ((stored, None),):
         order = _order(shapes, config.get("model_type"), content)
         found += [] if order is None else [Way(shapes, order, each)]

@@ -33,7 +33,8 @@ INDEX_SUFFIX = ".bin.index.json"
 WHOLE = "pytorch_model.bin"
 ONLY = "the only torch file"
 WITHOUT_INDEX = "files"  # of `--prefer`
-MISSING, MIXED = "E0380", "E0384"
+MISSING = "E0380"
+MIXED = "E0384"
 LOOKED_AT = 200  # files
 HEAD = 512  # bytes
 _END = 4096  # bytes of a file's end
@@ -195,7 +196,7 @@ def _looks(tree: Tree, name: str) -> bool:
         raise
     except CkptError:  # not readable: whoever reads the folder will say so
         return False
-    return is_stream(head) or head[:4] == b"PK\x03\x04" and b"/data.pkl" in head
+    return is_stream(head) or (head[:4] == b"PK\x03\x04" and b"/data.pkl" in head)
 
 
 def beside_notes(tree: Tree, taken: Iterable[str]) -> tuple[Note, ...]:

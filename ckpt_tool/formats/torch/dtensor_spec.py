@@ -30,6 +30,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.errors import InputError
 from ckpt_tool.storage.pickles.pickle_values import PickledRecord, TensorRef
@@ -61,7 +62,8 @@ class RankMesh(NamedTuple):
         """Where `rank` stands; None when it is not in the mesh."""
         if rank not in self.ranks:
             return None
-        at, out = self.ranks.index(rank), []
+        at = self.ranks.index(rank)
+        out = []
         for size in reversed(self.shape):
             at, index = divmod(at, size)
             out.append(index)
@@ -105,7 +107,8 @@ def read_mesh(record: Any, load: Callable[[TensorRef], Sequence[int]], rank: int
     known = tuple(map(str, names)) if isinstance(names, list | tuple) else ()
     tensor = fields.get("mesh")
     if isinstance(tensor, TensorRef):
-        shape, ranks = tensor.shape, tuple(load(tensor))
+        shape = tensor.shape
+        ranks = tuple(load(tensor))
     else:
         shape, ranks = _by_layout(fields, load, rank)
     if (
@@ -121,7 +124,8 @@ def _by_layout(
     fields: dict[str, Any], load: Callable[[TensorRef], Sequence[int]], rank: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A mesh as torch >= 2.9 keeps it: strides into the flat list of the ranks of the mesh that it is a slice of."""
-    listed, layout = fields.get("_flatten_rank_map"), fields.get("_layout")
+    listed = fields.get("_flatten_rank_map")
+    layout = fields.get("_layout")
     stored = fields.get("_rank_map")
     flat = (
         tuple(listed)
@@ -135,7 +139,8 @@ def _by_layout(
         if "axes" in layout:
             parts = [(axis.get("shape"), axis.get("stride")) for axis in layout.get("axes", (list, tuple))]
         else:
-            shape, stride = _line(layout.get("shape")), _line(layout.get("stride"))
+            shape = _line(layout.get("shape"))
+            stride = _line(layout.get("stride"))
             parts = list(zip(shape, stride, strict=False)) if len(shape) == len(stride) else []
         axes = [(_ints(shape), _ints(stride)) for shape, stride in parts]
     if (
@@ -189,7 +194,8 @@ def read_placed(spec: Any, mesh: RankMesh, rank: int) -> DTensorPlacement:
         if name == "Replicate":
             cuts.append(None)
         elif name in ("Shard", "_StridedShard"):
-            dim, factor = item.get("dim", int), item.get("split_factor", int) if name == "_StridedShard" else 1
+            dim = item.get("dim", int)
+            factor = item.get("split_factor", int) if name == "_StridedShard" else 1
             if not 0 <= dim < rank or not 1 <= factor <= BOXES_LIMIT:
                 raise _unplaced(f"{name}({dim}) of a tensor with {rank} dims")
             cuts.append(DTensorCut(dim, factor))
@@ -245,7 +251,8 @@ def boxes(
         return local, []
     starts = []
     for runs in lines:
-        begin, here = 0, []
+        begin = 0
+        here = []
         for start, n in runs:
             here.append((start, begin, n))
             begin += n
@@ -262,11 +269,12 @@ def boxes(
 def _share(runs: Sequence[tuple[int, int]], parts: int, index: int, factor: int) -> list[tuple[int, int]]:
     """The share `index` of `parts` of a line made of runs; with a factor, that share of each of `factor` pieces."""
     length = sum(n for _, n in runs)
-    wide = -(-length // factor)
+    wide = ceil_div(length, factor)
     out: list[tuple[int, int]] = []
     for piece in range(min(factor, length)):
-        low, high = min(piece * wide, length), min((piece + 1) * wide, length)
-        step = -(-(high - low) // parts)
+        low = min(piece * wide, length)
+        high = min((piece + 1) * wide, length)
+        step = ceil_div(high - low, parts)
         out += _cut(runs, min(low + index * step, high), min(low + (index + 1) * step, high))
     merged: list[tuple[int, int]] = []
     for start, n in out:
@@ -279,9 +287,11 @@ def _share(runs: Sequence[tuple[int, int]], parts: int, index: int, factor: int)
 
 def _cut(runs: Sequence[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
     """Elements `low` to `high` of the line."""
-    out, at = [], 0
+    out = []
+    at = 0
     for start, n in runs:
-        first, last = max(low, at), min(high, at + n)
+        first = max(low, at)
+        last = min(high, at + n)
         if first < last:
             out.append((start + first - at, last - first))
         at += n

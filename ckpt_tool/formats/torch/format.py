@@ -63,7 +63,10 @@ from ckpt_tool.storage.pickles.pickle_writer import dumps, stored
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.torch_files.torchzip import plan_zip
 
-MISSING, ABSENT, STRANGER, TWICE = "E0380", "E0381", "E0382", "E0383"
+MISSING = "E0380"
+ABSENT = "E0381"
+STRANGER = "E0382"
+TWICE = "E0383"
 FOREIGN = "E0393"
 SINGLE = "checkpoint.pt"
 ROOT = "archive"  # one name for all, so that a file's bytes do not depend on what it is called

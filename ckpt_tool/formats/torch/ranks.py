@@ -54,7 +54,8 @@ from ckpt_tool.storage.pickles.pickle_values import PickledRecord, TensorRef, Wr
 from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
-DISAGREE, UNPLACED = "E0354", dtensor_spec.UNPLACED
+DISAGREE = "E0354"
+UNPLACED = dtensor_spec.UNPLACED
 SHOWN = 50
 RNG = frozenset(("rng", "rng_state", "rng_states", "random_state", "random_states"))
 
@@ -95,7 +96,8 @@ def read(tree: Tree, chosen: ChosenFiles, *, required: bool) -> Catalog:
     for file in chosen.ranks:
         _add(tree, file, contents[file.name], state)
     _check_flat(tree, chosen.ranks, state)
-    leaves, tensors = [], []
+    leaves = []
+    tensors = []
     names = {(file.kind, file.rank): file.name for file in chosen.ranks}
     for path, parts in state.parts.items():
         tensor = _tensor(tree, path, parts, names)
@@ -206,7 +208,8 @@ def _add(tree: Tree, file: TorchRankFile, content: TorchContent, state: _RankSta
             try:
                 placed, rank = _placed(wrapper, meshes, load, rank)
             except CkptError as e:
-                e.path, e.key = e.path or shown, e.key or dotted(path)[:200]
+                e.path = e.path or shown
+                e.key = e.key or dotted(path)[:200]
                 raise
             state.meshes[placed.mesh] = None
         owner = rank if rank is not None else 0
@@ -362,7 +365,7 @@ def _difference(a: Any, b: Any) -> Path | None:
             if below is not None:
                 return (i, *below)
         return None
-    same = type(a) is type(b) and (a == b or a != a and b != b)
+    same = type(a) is type(b) and (a == b or (a != a and b != b))
     return None if same else ()
 
 
@@ -401,7 +404,8 @@ def _check_flat(tree: Tree, files: Sequence[TorchRankFile], state: _RankStates) 
 
 def _tensor(tree: Tree, path: Path, parts: Sequence[_RankShare], names: Mapping[Any, str]) -> LogicalTensor:
     """The tensor that the ranks' parts make up."""
-    first, key = parts[0], dotted(path)[:200]
+    first = parts[0]
+    key = dotted(path)[:200]
     for part in parts[1:]:
         for what, mine, theirs in (
             ("global shape", list(first.shape), list(part.shape)),

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.harness.saving.fault_point import fault_point
 from ckpt_tool.harness.saving.whole import HARNESS, WholeState, adam_group
 
@@ -39,7 +40,8 @@ class LossScaler:
     """A static scale, as bf16 has it."""
 
     def __init__(self) -> None:
-        self.cur_scale, self.dynamic = 1.0, False
+        self.cur_scale = 1.0
+        self.dynamic = False
 
 
 class ZeroStageEnum(int, Enum):
@@ -52,7 +54,8 @@ class fragment_address:
     """DeepSpeed's name for a parameter's part of a rank's flat tensor, in elements."""
 
     def __init__(self, numel: int, start: int) -> None:
-        self.numel, self.start = numel, start
+        self.numel = numel
+        self.start = start
 
 
 _CLASSES: Mapping[str, type] = {
@@ -114,11 +117,15 @@ def _flat(whole: WholeState, state: str, names: Sequence[str]) -> torch.Tensor:
 def _optimizer12(whole: WholeState, groups: Sequence[Sequence[str]], rank: int, stage: int) -> dict[str, Any]:
     """Rank's part of each group: the line, padded to twice the ranks, cut evenly; masters without the padding."""
     ranks = whole.layout.dp
-    masters, moments, paddings, mappings = [], {}, [], []
+    masters = []
+    moments = {}
+    paddings = []
+    mappings = []
     for number, names in enumerate(groups):
         total = sum(whole.tensors["master", name].numel() for name in names)
-        size = -(-total // (2 * ranks)) * 2
-        low, high = rank * size, min((rank + 1) * size, total)
+        size = ceil_div(total, 2 * ranks) * 2
+        low = rank * size
+        high = min((rank + 1) * size, total)
         padding = size - max(high - low, 0)
         masters.append(_flat(whole, "master", names)[low:high].clone())
         moments[number] = {"step": torch.tensor(float(whole.scalars["step"]))} | {
@@ -147,7 +154,8 @@ def _fragments(whole: WholeState, names: Sequence[str], low: int, high: int) -> 
     at = 0
     for name in names:
         numel = whole.tensors["master", name].numel()
-        start, stop = max(at, low), min(at + numel, high)
+        start = max(at, low)
+        stop = min(at + numel, high)
         if start < stop:
             found[name] = fragment_address(stop - start, start - low)
         at += numel
@@ -162,7 +170,7 @@ def _optimizer3(whole: WholeState, groups: Sequence[Sequence[str]], rank: int) -
         parts = []
         for name in names:
             line = whole.tensors[state, name].reshape(-1)
-            each = -(-line.numel() // ranks)
+            each = ceil_div(line.numel(), ranks)
             part = line[rank * each : (rank + 1) * each]
             parts += [part, torch.zeros(each - part.numel())]
         return torch.cat(parts)
@@ -194,7 +202,8 @@ def _module(whole: WholeState, groups: Sequence[Sequence[str]], stage: int) -> d
     module = whole.state("model")
     if stage == 3:
         module = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in module.items()}
-    steps, consumed = int(whole.scalars["step"]), int(whole.scalars["consumed"])
+    steps = int(whole.scalars["step"])
+    consumed = int(whole.scalars["consumed"])
     return {
         "module": OrderedDict(module),
         "buffer_names": [],

@@ -27,7 +27,8 @@ from ckpt_tool.harness.saving import (
 )
 from ckpt_tool.harness.saving.whole import WholeState
 
-UNKNOWN, LAYOUT = "E1534", "E1535"
+UNKNOWN = "E1534"
+LAYOUT = "E1535"
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,8 @@ class Local(NamedTuple):
 def write(whole: WholeState, folder: Path) -> None:
     """The iteration's folder, config.json and the pointer file."""
     iteration = int(whole.scalars["step"])
-    layout, args = whole.layout, namespace(whole)
+    layout = whole.layout
+    args = namespace(whole)
     written = [rank for rank in whole.ranks if rank.at.dp < layout.ep]  # the first data rank of each set of experts
     for number, rank in enumerate(written):
         if number == len(written) // 2:
@@ -143,7 +144,8 @@ def _parts(whole: WholeState, params: Sequence[Local]) -> list[list[Local]]:
 
 def _optimizer(whole: WholeState, rank: RankState, params: Sequence[Local]) -> Any:
     """What `model_optim_rng.pt` says of it: groups alone with the distributed optimizer, else everything."""
-    parts, muon = _parts(whole, params), whole.muon is not None
+    parts = _parts(whole, params)
+    muon = whole.muon is not None
     made = [
         _one(whole, rank, part, expert=number == 1 and not muon, muon=number == 0 and muon)
         for number, part in enumerate(parts)
@@ -154,7 +156,8 @@ def _optimizer(whole: WholeState, rank: RankState, params: Sequence[Local]) -> A
 def _one(whole: WholeState, rank: RankState, params: Sequence[Local], *, expert: bool, muon: bool) -> dict[str, Any]:
     groups = [[p for p in params if _decays(p) is decays] for decays in (True, False)]
     state: dict[int, Any] = {}
-    described, masters = [], []
+    described = []
+    masters = []
     for decays, group in zip((True, False), groups, strict=True):
         if not group:
             continue

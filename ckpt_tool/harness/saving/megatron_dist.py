@@ -69,9 +69,13 @@ def write(whole: WholeState, folder: Path) -> None:
                     continue
                 seen.add(box)
                 for state, tensor in tensors.items():
-                    values, offset, shape = tensor[region(box)], box.offset, tuple(tensor.shape)
+                    values = tensor[region(box)]
+                    offset = box.offset
+                    shape = tuple(tensor.shape)
                     if position is not None:
-                        values, offset, shape = values[None], (position, *offset), (count, *shape)
+                        values = values[None]
+                        offset = (position, *offset)
+                        shape = (count, *shape)
                     parts[number].append(TensorBox(states[state] + key, offset, values.contiguous(), shape))
                 if linear := _LINEAR.fullmatch(key):
                     objects[number][f"{linear[1]}._extra_state/shard_{position or 0}_{count}"] = [None]

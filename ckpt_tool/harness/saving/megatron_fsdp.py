@@ -56,7 +56,8 @@ def write(whole: WholeState, folder: Path) -> None:
             paths[".".join(path)], objects[".".join(path)] = path, value
 
     for module in modules(whole.config):
-        name, step = _WRAPPED + module.name, torch.tensor(float(iteration))
+        name = _WRAPPED + module.name
+        step = torch.tensor(float(iteration))
         put(("optimizer", "param_to_group_meta", name), _group(module, whole))
         for part in ("_w", "_v") if module.kind == "gated" else ("",):
             path: Keys = ("optimizer", "state", name + part, "step")
@@ -71,7 +72,8 @@ def write(whole: WholeState, folder: Path) -> None:
                 paths[".".join(path)] = path
                 parts[number].append(TensorBox(".".join(path), offset, tensor[region(box)].float().contiguous(), shape))
     args = namespace(whole)
-    args.ckpt_format, args.use_megatron_fsdp = "fsdp_dtensor", True
+    args.ckpt_format = "fsdp_dtensor"
+    args.use_megatron_fsdp = True
     rest = {"checkpoint_version": 3.0, "iteration": iteration, "opt_param_scheduler": scheduler(whole)}
     for key, value in {"args": args, **rest, HARNESS: dict(whole.scalars)}.items():
         put((key,), value)
@@ -93,7 +95,8 @@ def _boxes(module: MegatronWeight, whole: WholeState) -> Iterator[tuple[int, Box
         for box in share_of(module, rank):
             holders.setdefault(box, []).append(number)
     for box, ranks in holders.items():
-        rows, start = box.shape[0], 0
+        rows = box.shape[0]
+        start = 0
         for place, number in enumerate(ranks):
             end = rows if place == len(ranks) - 1 else min(rows, -(-rows * (place + 1) // len(ranks)) + place % 2)
             if end > start:

@@ -60,7 +60,8 @@ def modules(config: Mapping[str, Any]) -> list[MegatronWeight]:
 
 
 def _layer(layer: int, config: Mapping[str, Any]) -> Iterator[MegatronWeight]:
-    ours, hub = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+    ours = f"decoder.layers.{layer}."
+    hub = f"model.layers.{layer}."
     attention = tuple(f"{hub}self_attn.{part}_proj.weight" for part in "qkv")
     sparse = int(config["moe_num_experts"]) > 0 and layer >= int(config["moe_layer_start_index"])
     yield MegatronWeight(f"{ours}input_layernorm.weight", (f"{hub}input_layernorm.weight",), "plain", None, layer)
@@ -93,7 +94,8 @@ def joined(module: MegatronWeight, state: str, whole: WholeState) -> torch.Tenso
         return parts[0]
     if module.kind == "gated":
         return torch.cat(parts)
-    groups, width = int(whole.config["num_key_value_heads"]), parts[0].shape[1]
+    groups = int(whole.config["num_key_value_heads"])
+    width = parts[0].shape[1]
     return torch.cat([part.reshape(groups, -1, width) for part in parts], 1).reshape(-1, width)
 
 
@@ -136,9 +138,12 @@ def _shape(pieces: Sequence[TensorPiece]) -> tuple[int, ...]:
 def namespace(whole: WholeState) -> argparse.Namespace:
     """What a job's `args` say of model, degrees and optimizer: the part of Megatron's 650 attributes that decides about
     files."""
-    config, layout, settings = whole.config, whole.layout, whole.scalars["optimizer"]
+    config = whole.config
+    layout = whole.layout
+    settings = whole.scalars["optimizer"]
     experts = int(config["moe_num_experts"])
-    layers, first = int(config["num_hidden_layers"]), int(config["moe_layer_start_index"])
+    layers = int(config["num_hidden_layers"])
+    first = int(config["moe_layer_start_index"])
     model = {
         "num_layers": layers,
         "hidden_size": config["hidden_size"],
@@ -211,7 +216,8 @@ def namespace(whole: WholeState) -> argparse.Namespace:
 
 def _pipeline(whole: WholeState) -> str | None:
     """Megatron's layout string where the layers do not spread evenly: `Ett|t|tL`."""
-    layout, stages = whole.layout, {rank.at.pp: rank.at.chunks for rank in whole.ranks}
+    layout = whole.layout
+    stages = {rank.at.pp: rank.at.chunks for rank in whole.ranks}
     counts = [len(stages[stage][chunk]) for chunk in range(layout.vpp) for stage in range(layout.pp)]
     if len(set(counts)) == 1:
         return None

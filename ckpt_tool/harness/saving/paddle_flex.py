@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.harness.pieces import RankState
 from ckpt_tool.harness.saving.fault_point import fault_point
 from ckpt_tool.harness.saving.megatron_model import joined, share_of
@@ -115,7 +116,9 @@ def _block(whole: WholeState, rank: RankState, weight: PaddleWeight, state: str,
     at = rank.at.tp if cut is not None and whole.layout.tp > 1 else 0
     offset = tuple(at * n if dim == cut else 0 for dim, n in enumerate(values.shape))
     if weight.turned:
-        values, shape, offset = values.t(), shape[::-1], offset[::-1]
+        values = values.t()
+        shape = shape[::-1]
+        offset = offset[::-1]
     return RankBlock(key, values.contiguous(), tuple(values.shape), offset, shape, None)
 
 
@@ -125,7 +128,8 @@ def _shares(
     """The rank's part of a state: of all blocks laid end to end, its equal part; whole blocks without ZeRO."""
     layout = whole.layout
     ranks, at = (layout.dp // layout.ep, rank.at.dp // layout.ep) if expert else (layout.dp, rank.at.dp)
-    found, line = [], 0
+    found = []
+    line = 0
     blocks = []
     for weight in group:
         plain = whole.tensors["model", weight.module.parts[0]].dtype == torch.float32
@@ -133,7 +137,7 @@ def _shares(
             continue
         key = weight.name + ("" if plain and state == "ema" else suffix)
         blocks.append(_block(whole, rank, weight, state, key))
-    share = -(-sum(block.values.numel() for block in blocks) // ranks)
+    share = ceil_div(sum(block.values.numel() for block in blocks), ranks)
     for block in blocks:
         numel = block.values.numel()
         start, stop = (min(max(edge - line, 0), numel) for edge in (at * share, (at + 1) * share))

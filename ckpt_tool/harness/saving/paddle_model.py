@@ -21,7 +21,8 @@ from ckpt_tool.harness.saving.megatron_model import MegatronWeight, joined, modu
 from ckpt_tool.harness.saving.whole import WholeState
 from ckpt_tool.storage.pickles.pickle_writer import dumps
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 _FUSED = {"qkv": ("q_proj", "qkv_proj"), "gated": ("gate_proj", "up_gate_proj")}
 
 
@@ -62,7 +63,8 @@ def value(weight: PaddleWeight, state: str, whole: WholeState) -> torch.Tensor:
 
 def powers(whole: WholeState) -> Iterator[tuple[str, torch.Tensor]]:
     """Paddle's accumulators of Adam's bias correction: beta to the power of the next step."""
-    step, settings = int(whole.scalars["step"]), whole.scalars["optimizer"]
+    step = int(whole.scalars["step"])
+    settings = whole.scalars["optimizer"]
     for number in (1, 2):
         yield f"beta{number}_pow_acc_0", torch.tensor([settings[f"beta{number}"] ** (step + 1)], dtype=torch.float32)
 

@@ -114,7 +114,8 @@ def mesh_of(layout: Any) -> dict[str, int]:
 
 def coordinates(rank: RankState, mesh: dict[str, int]) -> dict[str, int]:
     """The rank's place in the mesh."""
-    at, layout = rank.at, rank.layout
+    at = rank.at
+    layout = rank.layout
     every = {"tp": at.tp, "pp": at.pp, "ep": at.ep, "dp": at.dp // layout.ep}
     return {dim: every[dim] for dim in mesh}
 
@@ -141,11 +142,14 @@ def _part(piece: TensorPiece, rank: RankState) -> Box | None:
     """The box that the rank writes; None where a short tensor leaves it nothing."""
     if piece.flat is None:
         return Box(piece.offset, piece.box)
-    ranks, mine = rank.layout.dp, rank.at.dp
+    ranks = rank.layout.dp
+    mine = rank.at.dp
     if ".experts." in piece.name:
-        ranks, mine = ranks // rank.layout.ep, mine // rank.layout.ep
+        ranks = ranks // rank.layout.ep
+        mine = mine // rank.layout.ep
     rows = piece.box[0]
-    first, last = mine * rows // ranks, (mine + 1) * rows // ranks
+    first = mine * rows // ranks
+    last = (mine + 1) * rows // ranks
     offset = (piece.offset[0] + first, *piece.offset[1:])
     return Box(offset, (last - first, *piece.box[1:])) if last > first else None
 

@@ -22,7 +22,9 @@ from ckpt_tool.core.box import Box, flat_boxes
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
 from ckpt_tool.harness.pieces import MUON_STATES, STATES, RankState, TensorPiece
 
-DRIFT, HOLES, FOREIGN = "E1520", "E1521", "E1522"
+DRIFT = "E1520"
+HOLES = "E1521"
+FOREIGN = "E1522"
 HARNESS = "harness"  # the key under which the job's scalars are stored, in any format
 Key = tuple[str, str]  # state, hub name
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -171,7 +173,8 @@ def _lay(piece: TensorPiece, tensor: torch.Tensor, covered: torch.Tensor, rank: 
                 code=FOREIGN,
                 key=shown,
             )
-        here, seen = tensor[region(box)], covered[region(box)]
+        here = tensor[region(box)]
+        seen = covered[region(box)]
         mine = values.detach().cpu()
         if bool(seen.any()) and not torch.equal(bits(mine)[seen], bits(here)[seen]):
             raise _drift(f"rank {rank} holds other values than the ranks before it", shown)

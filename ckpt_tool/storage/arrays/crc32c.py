@@ -25,7 +25,8 @@ def _table() -> tuple[int, ...]:
 
 def crc32c(data: bytes | memoryview) -> int:
     """The CRC-32C of `data`."""
-    table, crc = _table(), 0xFFFFFFFF
+    table = _table()
+    crc = 0xFFFFFFFF
     for byte in data:
         crc = table[(crc ^ byte) & 0xFF] ^ crc >> 8
     return crc ^ 0xFFFFFFFF

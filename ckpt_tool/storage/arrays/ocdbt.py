@@ -39,11 +39,17 @@ from ckpt_tool.storage.source import Tree, missing_file
 from ckpt_tool.storage.views import Compressed
 
 MANIFEST = "manifest.ocdbt"
-DAMAGED, UNKNOWN_KIND = "E2751", "E2752"
-_MANIFEST, _NODE = 0x0CDB3A2A, 0x0CDB20DE
+DAMAGED = "E2751"
+UNKNOWN_KIND = "E2752"
+_MANIFEST = 0x0CDB3A2A
+_NODE = 0x0CDB20DE
 _NOWHERE = (1 << 64) - 1  # the root of an empty tree
-MOST_MANIFEST, MOST_NODE = 16 << 20, 256 << 20  # bytes, decompressed; Orbax asks for nodes of 100 MB
-MOST_KEYS, MOST_NODES, MOST_KEY = 8_000_000, 100_000, 65_535
+# bytes, decompressed; Orbax asks for nodes of 100 MB
+MOST_MANIFEST = 16 << 20
+MOST_NODE = 256 << 20
+MOST_KEYS = 8_000_000
+MOST_NODES = 100_000
+MOST_KEY = 65_535
 _AGAIN = "the file is damaged or cut short: fetch the checkpoint again"
 
 
@@ -70,7 +76,11 @@ class _Body:
     """The body of the manifest or of a node, read forward. view: where its bytes lie as a file's or a view's."""
 
     def __init__(self, shown: str, place: int, body: bytes, view: tuple[str, int]) -> None:
-        self.shown, self.place, self.body, self.at, self.view = shown, place, body, 0, view
+        self.shown = shown
+        self.place = place
+        self.body = body
+        self.at = 0
+        self.view = view
 
     def fault(self, message: str) -> CorruptFile:
         return CorruptFile(message, code=DAMAGED, path=self.shown, offset=self.place, hint=_AGAIN)
@@ -85,12 +95,15 @@ class _Body:
         """A column of varints."""
         if count > len(self.body) - self.at:
             raise self.fault(f"{count} numbers ({what}), but {len(self.body) - self.at} bytes are left of the node")
-        body, at, out = self.body, self.at, list[int]()
+        body = self.body
+        at = self.at
+        out = list[int]()
         try:
             for _ in range(count):
                 byte = body[at]
                 at += 1
-                value, shift = byte & 127, 0
+                value = byte & 127
+                shift = 0
                 while byte > 127:
                     byte = body[at]
                     at += 1
@@ -113,8 +126,10 @@ class _Body:
         """The table of files: (path, the folder that the node there counts from). base: the folder of this one."""
         count = self.number("files")
         shared = [0, *self.numbers(count - 1, "paths")] if count else []
-        rests, bases = self.numbers(count, "paths"), self.numbers(count, "paths")
-        out, last = list[tuple[str, str]](), b""
+        rests = self.numbers(count, "paths")
+        bases = self.numbers(count, "paths")
+        out = list[tuple[str, str]]()
+        last = b""
         for prefix, rest, own in zip(shared, rests, bases, strict=True):
             path = last[:prefix] + self.raw(rest, "a path")
             if prefix > len(last) or own > len(path) or len(path) > MOST_KEY:
@@ -137,12 +152,14 @@ class _Body:
 
     def keys(self, count: int, *, inner: bool) -> tuple[list[bytes], list[int]]:
         """(keys, how much of each all keys below it begin with)."""
-        shared, rests = [0, *self.numbers(count - 1, "keys")], self.numbers(count, "keys")
+        shared = [0, *self.numbers(count - 1, "keys")]
+        rests = self.numbers(count, "keys")
         common = self.numbers(count, "keys") if inner else []
-        out, last = list[bytes](), b""
+        out = list[bytes]()
+        last = b""
         for number, (prefix, rest) in enumerate(zip(shared, rests, strict=True)):
             key = last[:prefix] + self.raw(rest, "a key")
-            if prefix > len(last) or len(key) > MOST_KEY or number and key <= last:
+            if prefix > len(last) or len(key) > MOST_KEY or (number and key <= last):
                 raise self.fault("the keys of a node do not ascend")
             if inner and common[number] > len(key):
                 raise self.fault("a key of a node is shorter than the prefix of all keys below it")
@@ -166,7 +183,8 @@ def read_keys(tree: Tree, folder: str = "") -> dict[str, Value]:
     body = _opened(tree, path, 0, size, _MANIFEST, MOST_MANIFEST)
     root = _root(body, folder)
     found: dict[str, Value] = {}
-    todo, nodes = [root] if root else [], 0
+    todo = [root] if root else []
+    nodes = 0
     while todo:
         child = todo.pop()
         nodes += 1
@@ -232,7 +250,8 @@ def _node(tree: Tree, child: _Child, found: dict[str, Value]) -> list[_Child]:
             _Child(*_file(body, files, at), start, size, height - 1, child.prefix + key[:shared])
             for key, shared, at, start, size in rows
         ]
-    sizes, kinds = body.numbers(count, "values"), body.raw(count, "values")
+    sizes = body.numbers(count, "values")
+    kinds = body.raw(count, "values")
     if any(kind > 1 for kind in kinds):
         raise body.fault("a value that is neither in the node nor in a file")
     outer = sum(kinds)
@@ -265,7 +284,8 @@ def _opened(tree: Tree, path: str, offset: int, nbytes: int, magic: int, most: i
     raw = tree.read(path, offset, nbytes)
     if int.from_bytes(raw[:4], "big") != magic or int.from_bytes(raw[4:12], "little") != nbytes:
         raise fault(f"it begins with {raw[:12].hex()}, want {magic:08x} and its length, {nbytes}")
-    stored, have = int.from_bytes(raw[-4:], "little"), crc32c(memoryview(raw)[:-4])
+    stored = int.from_bytes(raw[-4:], "little")
+    have = crc32c(memoryview(raw)[:-4])
     if stored != have:
         raise fault(f"the stored CRC-32C is {stored:08x}, the bytes give {have:08x}")
     if raw[12] != 0 or raw[13] > 1:
@@ -279,7 +299,8 @@ def _opened(tree: Tree, path: str, offset: int, nbytes: int, magic: int, most: i
 
 
 def _whole(frame: Frame, most: int, fault: Callable[[str], CorruptFile]) -> bytes:
-    out, room = bytearray(), memoryview(bytearray(256 << 10))
+    out = bytearray()
+    room = memoryview(bytearray(256 << 10))
     while got := frame.some(room):
         out += room[:got]
         if len(out) > most:
@@ -303,7 +324,10 @@ class OcdbtNode(NamedTuple):
 
 
 _LEAF_KEYS = 100_000  # of a node
-_INLINE, _NODE_BYTES, _ARITY = 1024, 100_000_000, 4  # as Orbax asks for
+# as Orbax asks for
+_INLINE = 1024
+_NODE_BYTES = 100_000_000
+_ARITY = 4
 
 
 def encode(files: Sequence[str], values: Sequence[OcdbtNode], uuid: bytes, node_file: str) -> tuple[bytes, bytes]:
@@ -314,12 +338,15 @@ def encode(files: Sequence[str], values: Sequence[OcdbtNode], uuid: bytes, node_
     level = list[_Written]()
     for start in range(0, len(rows), _LEAF_KEYS):
         part = rows[start : start + _LEAF_KEYS]
-        node, outer = _leaf(files, part), sum(row.nbytes for row in part if row.data is None)
+        node = _leaf(files, part)
+        outer = sum(row.nbytes for row in part if row.data is None)
         level.append(_Written(part[0].key, len(out), len(node), len(part), len(node), outer))
         out += node
-    root, height = level[0] if level else None, 0
+    root = level[0] if level else None
+    height = 0
     if len(level) > 1:
-        node, height = _inner(node_file, level), 1
+        node = _inner(node_file, level)
+        height = 1
         keys, tree, outer = (sum(getattr(each, name) for each in level) for name in ("keys", "tree", "outer"))
         root = _Written(b"", len(out), len(node), keys, tree + len(node), outer)
         out += node

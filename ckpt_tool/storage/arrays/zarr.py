@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.inner_path import is_view
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.missing import is_collecting, report_missing
 from ckpt_tool.core.tensor import Chunk, StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InputError
@@ -34,7 +35,9 @@ from ckpt_tool.storage.source import Tree, missing_file
 from ckpt_tool.storage.texts import strict_json
 from ckpt_tool.storage.views import CODECS, LARGEST_RATIO, Compressed, fill_view
 
-DAMAGED, UNSUPPORTED, HOLE = "E2753", "E2754", "E0309"
+DAMAGED = "E2753"
+UNSUPPORTED = "E2754"
+HOLE = "E0309"
 HEADER_LIMIT = 1 << 20  # bytes
 MOST_CHUNKS = 4_000_000  # of an array
 MOST_DIMS = 64
@@ -78,7 +81,8 @@ class ZarrFiles:
     """The files below a folder of a tree as a store. folder: "" or with a slash."""
 
     def __init__(self, tree: Tree, folder: str) -> None:
-        self._listing, self._folder = tree.listing(), folder
+        self._listing = tree.listing()
+        self._folder = folder
 
     def get(self, key: str) -> Value | None:
         size = self._listing.get(self._folder + key, -1)
@@ -111,7 +115,7 @@ class ZarrLayout(NamedTuple):
     @property
     def grid(self) -> tuple[int, ...]:
         """Chunks along each dim."""
-        return tuple(-(-extent // step) for extent, step in zip(self.shape, self.chunk, strict=True))
+        return tuple(ceil_div(extent, step) for extent, step in zip(self.shape, self.chunk, strict=True))
 
     def key(self, index: Sequence[int]) -> str:
         """The key of a chunk, below the array's."""
@@ -217,19 +221,22 @@ class Array(NamedTuple):
         """The chunk of shape `full` at `offset`; None for one that is padding alone, or lost."""
         layout = self.layout
         shape = tuple(min(step, extent - o) for step, extent, o in zip(full, layout.shape, offset, strict=True))
-        if any(extent <= 0 for extent in shape) or value is None and self.holes:
+        if any(extent <= 0 for extent in shape) or (value is None and self.holes):
             return None
-        box, within = Box(offset, shape), Box((0,) * len(shape), shape)
+        box = Box(offset, shape)
+        within = Box((0,) * len(shape), shape)
         if value is None:
             path = fill_view(self.header.path, layout.fill)
             return Chunk(box, StoredArray(path, 0, layout.dtype, full, (0,) * len(full)), within)
         nbytes = layout.dtype.nbytes(prod(full))
         self._within(value)
-        path, at = value.path, value.offset
+        path = value.path
+        at = value.offset
         if layout.codec and nbytes > LARGEST_RATIO * value.nbytes:
             raise self._fault(f"no chunk of {value.nbytes} bytes becomes {nbytes}, decompressed", value)
         if layout.codec:
-            path, at = Compressed(value.path, value.offset, value.nbytes, nbytes, layout.codec).view, 0
+            path = Compressed(value.path, value.offset, value.nbytes, nbytes, layout.codec).view
+            at = 0
         elif value.nbytes != nbytes:
             raise self._fault(f"a chunk of {value.nbytes} bytes, want {nbytes}", value)
         strides = None
@@ -289,7 +296,9 @@ class _Header:
     """A header on its way to a layout."""
 
     def __init__(self, raw: Any, shown: str, name: str) -> None:
-        self.raw, self.shown, self.name = raw, shown, name
+        self.raw = raw
+        self.shown = shown
+        self.name = name
         if not isinstance(raw, dict):
             self.damaged("the header is no JSON object")
 
@@ -319,7 +328,8 @@ class _Header:
             self.refused(f"a dtype {str(spelled)[:80]!r}", _CAST)
         if raw.get("filters"):
             self.refused(f"filters {str(raw['filters'])[:80]}")
-        shape, chunk = self.sizes(raw.get("shape"), "shape", 0), self.sizes(raw.get("chunks"), "chunks", 1)
+        shape = self.sizes(raw.get("shape"), "shape", 0)
+        chunk = self.sizes(raw.get("chunks"), "chunks", 1)
         order = tuple(range(len(shape)))
         if raw.get("order", "C") not in ("C", "F"):
             self.damaged(f"order is {str(raw['order'])[:40]}, want C or F")
@@ -360,7 +370,8 @@ class _Header:
         if separator not in (".", "/"):
             self.damaged(f"separator is {str(separator)[:40]}, want . or /")
         order, codec, shards = self.codecs(raw.get("codecs"), chunk)
-        prefix, fill = "c" if encoding == "default" else "", self.fill(raw.get("fill_value"), dtype)
+        prefix = "c" if encoding == "default" else ""
+        fill = self.fill(raw.get("fill_value"), dtype)
         return self.checked(ZarrLayout(dtype, shape, chunk, order, codec, separator, prefix, fill, shards))
 
     def named(self, value: Any) -> tuple[str, Mapping[str, Any]]:
@@ -377,7 +388,10 @@ class _Header:
         """(order, compression, shards) of a list of codecs."""
         if not isinstance(value, list):
             self.damaged("codecs is no list")
-        order, codec, shards, ended = tuple(range(len(chunk))), "", None, False
+        order = tuple(range(len(chunk)))
+        codec = ""
+        shards = None
+        ended = False
         for name, config in map(self.named, value):
             if name == "transpose" and not ended:
                 order = tuple(order[dim] for dim in self.permutation(config.get("order"), len(chunk)))
@@ -423,7 +437,7 @@ class _Header:
         if len(layout.shape) != len(layout.chunk):
             self.damaged(f"a shape {list(layout.shape)} in chunks of {list(layout.chunk)}")
         inner = layout.shards.shape if layout.shards else layout.chunk
-        cells = prod(-(-extent // step) for extent, step in zip(layout.shape, inner, strict=True))
+        cells = prod(ceil_div(extent, step) for extent, step in zip(layout.shape, inner, strict=True))
         if cells > MOST_CHUNKS or prod(layout.shape) >= 1 << 56 or prod(layout.chunk) >= 1 << 48:
             self.damaged(f"{cells} chunks of {list(inner)} for a shape {list(layout.shape)}")
         return layout
@@ -431,7 +445,7 @@ class _Header:
     def fill(self, value: Any, dtype: DType) -> bytes:
         """The bytes of the fill value, in the spellings of both versions."""
         size = dtype.bits // 8
-        if value is None or type(value) in (int, bool) and not value or value == 0.0 and str(value) == "0.0":
+        if value is None or (type(value) in (int, bool) and not value) or (value == 0.0 and str(value) == "0.0"):
             return bytes(size)
         if isinstance(value, str) and value[:2] == "0x" and len(value) == 2 + 2 * size:
             try:

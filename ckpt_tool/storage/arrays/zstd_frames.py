@@ -40,7 +40,9 @@ class _Source(io.RawIOBase):
 
     def __init__(self, compressed: Compressed, size: int) -> None:
         super().__init__()
-        self._compressed, self._size, self.at = compressed, size, 0
+        self._compressed = compressed
+        self._size = size
+        self.at = 0
 
     def readable(self) -> bool:
         return True
@@ -48,7 +50,8 @@ class _Source(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         """For zstandard: the next compressed bytes."""
         end = min(self.at + max(0, size), self._size)
-        data, self.at = self._compressed(self.at, end) if end > self.at else b"", end
+        data = self._compressed(self.at, end) if end > self.at else b""
+        self.at = end
         return data
 
 
@@ -58,7 +61,9 @@ class Frame:
     def __init__(
         self, compressed: Compressed, size: int, fault: Callable[[str], CorruptFile], *, window: int = WINDOW
     ) -> None:
-        self._fault, self._nbytes, self._source = fault, size, _Source(compressed, size)
+        self._fault = fault
+        self._nbytes = size
+        self._source = _Source(compressed, size)
         library = zstandard("zstd frames are read by")
         head = compressed(0, min(size, 18))
         self._errors = library.ZstdError

@@ -50,8 +50,13 @@ class Claims:
     """
 
     def __init__(self, folder: int, own: int, me: str, count: int, lease: float = LEASE) -> None:
-        self._staged, self._own, self._me, self._count, self._lease = folder, own, me, count, lease
-        self._stop, self._committing = threading.Event(), -1
+        self._staged = folder
+        self._own = own
+        self._me = me
+        self._count = count
+        self._lease = lease
+        self._stop = threading.Event()
+        self._committing = -1
         with suppress(FileExistsError):
             os.mkdir(FOLDER, 0o700, dir_fd=folder)
         self._folder = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
@@ -127,7 +132,8 @@ class Claims:
         try:
             fd = open_own(self._folder, name, os.O_RDONLY)
             try:
-                owner, made = os.read(fd, 255).decode("ascii", "replace"), os.fstat(fd).st_mtime
+                owner = os.read(fd, 255).decode("ascii", "replace")
+                made = os.fstat(fd).st_mtime
             finally:
                 os.close(fd)
             if owner == self._me:

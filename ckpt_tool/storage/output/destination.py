@@ -46,7 +46,9 @@ class RemotePlace:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._path = PurePosixPath(self.url.partition("://")[2])
-        self.name, self.stem, self.suffix = self._path.name, self._path.stem, self._path.suffix
+        self.name = self._path.name
+        self.stem = self._path.stem
+        self.suffix = self._path.suffix
 
     def is_dir(self) -> bool:
         """What is there is looked at when it is written to."""
@@ -161,7 +163,7 @@ def check_beside(path: str, option: str, sources: Iterable[str], outputs: Iterab
             if not root or scheme_of(root) is not None:
                 continue
             resolved = Path(os.path.realpath(root))
-            if _identity(resolved) in above or kind == "output" and resolved in (real, *real.parents):
+            if _identity(resolved) in above or (kind == "output" and resolved in (real, *real.parents)):
                 raise OutputExists(
                     f"the file of {option} would be or be inside the {kind} {root}",
                     code="E0510",

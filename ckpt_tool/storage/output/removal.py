@@ -55,7 +55,11 @@ def measure(path: Path) -> PathContents:
     """Look at a file, a link or all of a folder, by names and sizes. Raises StorageError."""
     try:
         info = os.lstat(path)
-        files, links, changed, mounted, closed = list[tuple[Inode, int, int]](), list[tuple[str, str]](), 0.0, "", ""
+        files = list[tuple[Inode, int, int]]()
+        links = list[tuple[str, str]]()
+        changed = 0.0
+        mounted = ""
+        closed = ""
         for place, each in _below(path, info):
             if stat.S_ISLNK(each.st_mode):
                 links.append((place, real_path(place)))

@@ -156,7 +156,8 @@ class Staging:
             raise exists(self.destination)
         lines = self._read(name)
         if lines and lines[0]["plan"] == self.plan_id and resume:
-            self.went_on, self.resumed = True, lines[1:]
+            self.went_on = True
+            self.resumed = lines[1:]
             return
         if self.part is None:
             self._wipe(keep=name)

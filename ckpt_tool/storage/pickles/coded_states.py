@@ -28,7 +28,9 @@ from ckpt_tool.core.extras import Opaque
 from ckpt_tool.storage.pickles.pickle_globals import CODED_STATES
 from ckpt_tool.storage.pickles.pickle_values import TensorRef
 
-CODES, SCALE, QMAP = "codes", "scale", "qmap"
+CODES = "codes"
+SCALE = "scale"
+QMAP = "qmap"
 PARTS = (CODES, SCALE, QMAP)
 _QMAPS = {"OptimState8bit": (256,), "OptimState4bit": (16,), "OptimStateFp8": None}  # shape of the table
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
@@ -42,7 +44,8 @@ def coded(value: Any) -> Mapping[str, TensorRef] | None:
     made = wrapper(value, CODED_STATES)
     if made is None:
         return None
-    shape, table = made.args[2], _QMAPS[value.name.rpartition(".")[2]]
+    shape = made.args[2]
+    table = _QMAPS[value.name.rpartition(".")[2]]
     codes, scale, qmap = (value.state.get(part) for part in PARTS)
     if type(codes) is not TensorRef or type(scale) is not TensorRef or type(shape) is not tuple:
         return None

@@ -82,7 +82,8 @@ def array_in(path: str, start: int, nbytes: int, ref: ArrayRef) -> StoredArray:
 
     Of a BF16 tensor that is kept as F32 the upper half of each number is its value.
     """
-    array, shape = ref.array, ref.array.shape
+    array = ref.array
+    shape = ref.array.shape
     factor = 2 if ref.widened else 1
     steps = [factor] * len(shape)
     order = range(len(shape)) if array.fortran else range(len(shape) - 1, -1, -1)

@@ -91,7 +91,9 @@ def storage(pid: Any) -> StorageRef | Symbol:
     if name is None:
         shown = pid[1].name if type(pid[1]) is Symbol else _brief(pid[1])
         raise Misuse(f"unknown storage class {shown}", "E0366")
-    key, location, numel = pid[2], pid[3], pid[4]
+    key = pid[2]
+    location = pid[3]
+    numel = pid[4]
     if type(key) is int:
         key = str(key)
     _want(type(key) is str and 0 < len(key) <= KEY_LIMIT, f"storage key is {_brief(key)}", "E0366")
@@ -106,7 +108,8 @@ def storage(pid: Any) -> StorageRef | Symbol:
 
 def tensor(ref: Any, offset: Any, size: Any, stride: Any, dtype: DType, requires_grad: Any = False) -> TensorRef:
     """A view of a storage, checked: offset, size and stride in elements of `dtype`, all inside the storage."""
-    shape, steps = _sizes(size, "size"), _sizes(stride, "stride")
+    shape = _sizes(size, "size")
+    steps = _sizes(stride, "stride")
     _want(type(ref) is StorageRef, "tensor without a storage", "E0372")
     _want(type(offset) is int and 0 <= offset < 1 << 63, f"storage offset is {_brief(offset)}", "E0372")
     _want(len(shape) == len(steps), f"size has {len(shape)} dims, stride {len(steps)}", "E0372")
@@ -137,7 +140,7 @@ def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 def _tensor_v2(args: Args) -> TensorRef | Opaque:
     _want(len(args) in (4, 6, 7), f"_rebuild_tensor takes 4, 6 or 7 arguments, not {len(args)}", "E0372")
     ref = args[0]
-    if type(ref) is StorageRef and ref.dtype is None or _math_bits(args[6:]):
+    if (type(ref) is StorageRef and ref.dtype is None) or _math_bits(args[6:]):
         return Opaque("torch._utils._rebuild_tensor_v2", args)
     dtype = ref.dtype if type(ref) is StorageRef else None
     if dtype is None:
@@ -200,7 +203,8 @@ def _from_type(args: Args) -> Any:
         if made.name == SHARDED_TENSOR:
             return _sharded(made, state)
         fields = _fields(state)
-        local, spec = fields.get("_local_tensor"), fields.get("_spec")
+        local = fields.get("_local_tensor")
+        spec = fields.get("_spec")
         made.local = local if type(local) in (TensorRef, Opaque) else None
         made.spec = spec
         made.state = {k: v for k, v in fields.items() if k not in ("_local_tensor", "_spec")} or None
@@ -240,7 +244,8 @@ def _wrapper(args: Args) -> WrapperRef | Opaque:
     known = from_torch(dtype.name) if type(dtype) is Symbol else None
     if type(kind) is not Symbol or kind.name not in WRAPPERS or known is None:
         return Opaque("torch._utils._rebuild_wrapper_subclass", args)
-    shape, steps = _sizes(size, "size"), _sizes(stride, "stride")
+    shape = _sizes(size, "size")
+    steps = _sizes(stride, "stride")
     _want(len(shape) == len(steps) <= RANK_LIMIT, "size and stride differ in rank", "E0372")
     return WrapperRef(kind.name, shape, steps, known, bool(args[7]))
 

@@ -83,7 +83,8 @@ class _Framed(PickleWriter):
         nbytes = len(self.out) + self.shift - self._start - self._start_shift
         if nbytes >= _LEAST:
             self.frames.append((self._start, nbytes))
-        self._start, self._start_shift = len(self.out), self.shift
+        self._start = len(self.out)
+        self._start_shift = self.shift
 
     def save(self, value: Any) -> None:
         if len(self.out) + self.shift - self._start - self._start_shift >= FRAME:
@@ -109,7 +110,8 @@ class _Framed(PickleWriter):
         else:
             self.out += data
         if nbytes >= FRAME:
-            self._start, self._start_shift = len(self.out), self.shift
+            self._start = len(self.out)
+            self._start_shift = self.shift
 
     def plan(self) -> PicklePlan:
         """Literals and holes, with the frames' heads put in."""
@@ -128,7 +130,8 @@ class _Framed(PickleWriter):
                 literals.append((start, bytes(piece)))
                 size = start + len(piece)
                 offsets.append(size)
-                start, piece = size + holes[at], bytearray()
+                start = size + holes[at]
+                piece = bytearray()
             piece += heads.get(at, b"")
         literals.append((start, bytes(piece)))
         return PicklePlan(start + len(piece), tuple(literals), tuple(offsets))

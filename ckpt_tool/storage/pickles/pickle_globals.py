@@ -644,7 +644,8 @@ def users_own(line: str) -> bool:
     >>> users_own("__main__.Config at a.pt, opcode 4"), users_own("os.PathLike at a.pt, opcode 4")
     (True, False)
     """
-    full, at = class_of(line), " at " in line
+    full = class_of(line)
+    at = " at " in line
     module = full.rpartition(".")[0]
     root = module.partition(".")[0]
     plain = all(part.isidentifier() for part in full.split("."))

@@ -150,7 +150,9 @@ class Machine:
         have = len(self.data) - self.at
         if self.refill is not None and have < wanted and have < self.end - start:
             self.data = self.refill(start, min(wanted, self.end - start))
-            self.origin, self.pos, self.at = start, 0, 0
+            self.origin = start
+            self.pos = 0
+            self.at = 0
             return
         if isinstance(error, MoreWanted):
             raise Misuse(
@@ -163,14 +165,23 @@ class Machine:
     def _loop(self) -> None:
         """Execute until STOP or an exception. One long function by intent: a call for each opcode would double the
         time, and the opcodes inlined here are nine of ten in any file."""
-        data, pos, meta, memo = self.data, self.pos, self.meta, self.memo
+        data = self.data
+        pos = self.pos
+        meta = self.meta
+        memo = self.memo
         stack = self.stack
-        push, remember = stack.append, memo.append
-        builders, records, torch_size = BUILDERS, RECORDS, BUILDERS["torch.Size"]
-        count, at = self.count, self.at
+        push = stack.append
+        remember = memo.append
+        builders = BUILDERS
+        records = RECORDS
+        torch_size = BUILDERS["torch.Size"]
+        count = self.count
+        at = self.at
         extra = 0  # opcodes beyond one a turn, where a common run of them is taken in one step
         starts = data.startswith
-        rows, handlers, odd = self.rows, self.handlers, self.odd
+        rows = self.rows
+        handlers = self.handlers
+        odd = self.odd
         try:
             for count in range(self.count, self.opcodes):
                 at = pos
@@ -259,8 +270,11 @@ class Machine:
                         continue
                     build_state(self, made, state)
                     if rows is not None and type(made) is PickledRecord:
-                        self.stack, self.pos, self.count = stack, pos, count + extra
-                        extra, pos = extra + rows.take(self), self.pos
+                        self.stack = stack
+                        self.pos = pos
+                        self.count = count + extra
+                        extra = extra + rows.take(self)
+                        pos = self.pos
                     continue
                 elif op == 0x75:  # SETITEMS
                     items = stack
@@ -321,7 +335,9 @@ class Machine:
                     push(_BININT(data, pos)[0])
                     pos += 4
                     continue
-                self.stack, self.at, self.count = stack, at, count + extra
+                self.stack = stack
+                self.at = at
+                self.count = count + extra
                 pos = handlers[op](self, pos)
                 if self.stopped:
                     return
@@ -329,7 +345,10 @@ class Machine:
                 push = stack.append
             raise Misuse(f"more than {self.opcodes} opcodes", "E0369")
         finally:
-            self.stack, self.at, self.pos, self.count = stack, at, pos, count + extra
+            self.stack = stack
+            self.at = at
+            self.pos = pos
+            self.count = count + extra
 
     # -- what opcodes do ----------------------------------------------------------------------------------------------
 

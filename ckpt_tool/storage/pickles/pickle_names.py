@@ -68,7 +68,10 @@ class _Walk:
     """A walk over opcodes, until one that there is not."""
 
     def __init__(self, tree: Tree, path: str, start: int, end: int) -> None:
-        self.tree, self.path, self.at, self.end = tree, path, start, end
+        self.tree = tree
+        self.path = path
+        self.at = start
+        self.end = end
         self.protocol = 0
         self.stopped = False  # at STOP
         self._window = (start, b"")
@@ -77,7 +80,8 @@ class _Walk:
         """The next bytes, fewer at the end."""
         at, data = self._window
         if not at <= self.at <= self.at + nbytes <= at + len(data):
-            at, data = self.at, self.tree.read(self.path, self.at, max(0, min(max(nbytes, _LINE), self.end - self.at)))
+            at = self.at
+            data = self.tree.read(self.path, self.at, max(0, min(max(nbytes, _LINE), self.end - self.at)))
             self._window = (at, data)
         found = data[self.at - at : self.at - at + nbytes]
         self.at += len(found)
@@ -134,4 +138,5 @@ class _Walk:
             elif op in b"qrp":
                 memo[number] = last
             elif op not in b"\x80\x95":
-                before, last = last, memo.get(number) if op in b"hjg" else text
+                before = last
+                last = memo.get(number) if op in b"hjg" else text

@@ -146,19 +146,28 @@ def _filled(array: NumpyArray, shape: Any, dtype: Any, *, fortran: bool, data: A
     if code == OBJECTS:
         if type(data) is not list or len(data) != prod(shape):
             raise _fault("a NumPy array of Python objects without its values")
-        array.shape, array.dtype, array.fortran, array.data = shape, code, fortran, data
+        array.shape = shape
+        array.dtype = code
+        array.fortran = fortran
+        array.data = data
         return array
     if type(data) is Placed:
         data = StorageSpan(data.offset, len(data))
     if code == STRUCTURED:
         if type(data) not in (bytes, StorageSpan):
             raise _fault("a NumPy array of records without its bytes")
-        array.shape, array.dtype, array.fortran, array.data = shape, code, fortran, data
+        array.shape = shape
+        array.dtype = code
+        array.fortran = fortran
+        array.data = data
         return array
     have = data.nbytes if type(data) is StorageSpan else len(data) if type(data) is bytes else -1
     if have != prod(shape) * item_nbytes(code):
         raise _fault(f"a NumPy array of shape {list(shape)[:8]} of {code} has {have} bytes")
-    array.shape, array.dtype, array.fortran, array.data = shape, code, fortran, data
+    array.shape = shape
+    array.dtype = code
+    array.fortran = fortran
+    array.data = data
     return array
 
 
@@ -221,7 +230,8 @@ def _scalar(args: tuple[Any, ...]) -> Any:
     """A Python number where that is exact, Opaque("numpy.scalar", (dtype, bytes)) for the rest."""
     if len(args) != 2:
         raise _fault("a NumPy scalar takes a dtype and bytes")
-    code, data = dtype_code(args[0]), args[1]
+    code = dtype_code(args[0])
+    data = args[1]
     if type(data) is str and len(data) <= 16:
         data = data.encode("utf-8", "surrogatepass")
     if code == STRUCTURED and isinstance(data, bytes):

@@ -214,7 +214,8 @@ def _appends(m: Machine, pos: int) -> int:
 
 
 def _setitem(m: Machine, pos: int) -> int:
-    value, key = m.stack.pop(), m.stack.pop()
+    value = m.stack.pop()
+    key = m.stack.pop()
     dict_of(m, m.stack[-1])[safe_key(key)] = value
     return pos
 
@@ -297,7 +298,8 @@ def _obj(m: Machine, pos: int) -> int:
 
 
 def _newobj_ex(m: Machine, pos: int) -> int:
-    kwargs, args = m.stack.pop(), m.stack.pop()
+    kwargs = m.stack.pop()
+    args = m.stack.pop()
     if not isinstance(kwargs, dict) or type(args) is not tuple:
         raise Misuse("NEWOBJ_EX wants a tuple and a dict", "E0363")
     m.stack[-1] = call(m, m.stack[-1], (*args, kwargs) if kwargs else args)

@@ -408,7 +408,8 @@ def _is_slight(value: Any, opcodes: int, *, texts: bool) -> bool:
     gets the exact count instead. Runs have no parts here: each has fewer than its rows' opcodes.
     """
     budget = 2 * opcodes + 1000
-    level, depth = ([value] if type(value) in _INSIDE else []), 0
+    level = [value] if type(value) in _INSIDE else []
+    depth = 0
     while level and depth < DEPTH_LIMIT and budget >= 0 and not texts:
         depth += 1
         budget -= len(level)

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from ckpt_tool.storage.pickles.pickle_machine import Machine
 
 LEAST = 1 << 20  # bytes of a pickle: below, the machine is done before a library is loaded
-_FEW, _MOST = 4, 64  # rows: a run of fewer is a poor one; how many are at most left to the machine after it
+# rows: a run of fewer is a poor one; how many are at most left to the machine after it
+_FEW = 4
+_MOST = 64
 _DUP, _POPS = ord("2"), (ord("0"), ord("1"))
 
 # Class -> its fields, each with what it holds ("text", "int", "size", "skip") and what a column of it is called.
@@ -60,7 +62,8 @@ class Rows:
         self.memo = Memo(reader)
         self.taken = 0
         self.handlers = _HANDLERS
-        self._reader, self._symbol = reader, SYMBOL
+        self._reader = reader
+        self._symbol = SYMBOL
         self._kinds = {name: kind for kind in kinds for name in kind[-1][0]}
         self.watched = frozenset((*BACK_REFERENCES, *self._kinds))
         self._steps = {"text": RowStep.TEXT, "int": RowStep.INT, "size": RowStep.SIZE, "skip": RowStep.SKIP}
@@ -84,7 +87,8 @@ class Rows:
         if found is None:
             return 0
         program, columns = found
-        end, left = machine.end - machine.origin, machine.opcodes - machine.count - 1
+        end = machine.end - machine.origin
+        left = machine.opcodes - machine.count - 1
         taken = self._reader.take(machine.data, machine.pos, end, len(self.memo), left, program)
         self._wait = 0 if taken.rows >= _FEW else min(2 * self._wait + 1, _MOST)
         self._left = self._wait
@@ -122,7 +126,9 @@ class Rows:
         if key not in self._programs:
             from ckpt_tool.compiled.rows import RowStep
 
-            intern, program, columns = self._reader.intern, list[tuple[RowStep, int]](), list[tuple[str, str]]()
+            intern = self._reader.intern
+            program = list[tuple[RowStep, int]]()
+            columns = list[tuple[str, str]]()
             size = intern(self._symbol + b"torch.Size")
             for made, (_, fields) in zip(row, kind, strict=True):
                 program += [(RowStep.NAME, intern(self._symbol + made.name.encode())), (RowStep.OPEN, 0)]
@@ -151,9 +157,12 @@ class Memo:
     def __init__(self, reader: RowReader) -> None:
         from ckpt_tool.compiled.rows import SYMBOL
 
-        self._reader, self._symbol = reader, SYMBOL
+        self._reader = reader
+        self._symbol = SYMBOL
         self._tail: list[Any] = []
-        self._starts, self._parts = [0], [self._tail]  # of objects
+        # of objects
+        self._starts = [0]
+        self._parts = [self._tail]
         self._at = 0  # index of the tail's first
 
     def __len__(self) -> int:
@@ -183,7 +192,8 @@ class Memo:
     def skip(self, length: int) -> None:
         """Rows made entries up to this length."""
         if length > len(self):
-            self._tail, self._at = [], length
+            self._tail = []
+            self._at = length
             self._starts.append(length)
             self._parts.append(self._tail)
 

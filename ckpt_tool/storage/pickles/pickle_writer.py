@@ -116,12 +116,14 @@ def plan_pickle(value: Any, *, protocol: int = 4) -> PicklePlan:
     writer = PickleWriter(protocol)
     writer.save(value)
     writer.out += b"."
-    literals, offsets = [], []
+    literals = []
+    offsets = []
     start = shift = 0  # in `out`; bytes of the holes so far
     for at, nbytes in writer.holes:
         literals.append((start + shift, bytes(writer.out[start:at])))
         offsets.append(at + shift)
-        start, shift = at, shift + nbytes
+        start = at
+        shift = shift + nbytes
     literals.append((start + shift, bytes(writer.out[start:])))
     return PicklePlan(len(writer.out) + shift, tuple(literals), tuple(offsets))
 
@@ -310,7 +312,7 @@ class PickleWriter:
             self.named(value.name)
         elif value.name in LAYOUTS and not value.args:
             self._call("torch.serialization._get_layout", (value.name,))
-        elif value.name == "torch.device" and value.args or value.name in ENUMS and len(value.args) == 1:
+        elif (value.name == "torch.device" and value.args) or (value.name in ENUMS and len(value.args) == 1):
             self._call(value.name, value.args)
         elif value.name == "numpy.dtype" and len(value.args) == 1:
             self._numpy_dtype(value.args[0])

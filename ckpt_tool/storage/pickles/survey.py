@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import CkptError
 from ckpt_tool.storage.pickles import pickle_reader as pickles
 from ckpt_tool.storage.pickles.pickle_names import mentioned
@@ -106,7 +107,10 @@ def _range(tree: Tree, path: str, start: int, end: int, within: str) -> Iterator
 
 def _streams(tree: Tree, path: str, start: int, end: int, within: str) -> Iterator[Surveyed]:
     """Pickles back to back, until something else follows."""
-    at, uses, streams, unseen = start, dict[tuple[str, str], GlobalUse](), 0, ""
+    at = start
+    uses = dict[tuple[str, str], GlobalUse]()
+    streams = 0
+    unseen = ""
     while at < end and streams < STREAMS and (at == start or tree.read(path, at, 1)[:1] == b"\x80"):
         done = mentioned(tree, path, at, end)
         if done.lost is not None:
@@ -144,7 +148,8 @@ def _zips(tree: Tree, path: str, start: int, end: int, within: str) -> Iterator[
                 yield from _streams(tree, path, data, end, pickles.shown(name))
             elif data < end:
                 yield from _range(tree, path, data, end, pickles.shown(name))
-        first, end = False, begin
+        first = False
+        end = begin
 
 
 def find_zips(tree: Tree, path: str) -> list[int]:
@@ -186,7 +191,8 @@ def _directory(
     if not start <= begin <= directory <= at or count > MEMBERS or at - directory > DIRECTORY_LIMIT:
         return None, []
     raw = tree.read(path, directory, at - directory)
-    entries, where = [], 0
+    entries = []
+    where = 0
     while where + CENTRAL.size <= len(raw) and raw[where : where + 4] == b"PK\x01\x02":
         fields = CENTRAL.unpack_from(raw, where)
         names, extra, note = fields[10:13]
@@ -200,7 +206,8 @@ def _directory(
 def _members(tree: Tree, path: str, start: int, end: int, within: str) -> Iterator[Surveyed]:
     """A zip without its directory: from local header to local header as far as sizes are known. torch writes the pickle
     first."""
-    at, number = start, 0
+    at = start
+    number = 0
     while at + LOCAL.size <= end and number < MEMBERS:
         head = LOCAL.unpack(tree.read(path, at, LOCAL.size))
         if head[0] != b"PK\x03\x04":
@@ -225,12 +232,14 @@ def _members(tree: Tree, path: str, start: int, end: int, within: str) -> Iterat
         follows = gap.find(b"PK\x03\x04")
         if follows < 0:
             return
-        at, number = data + nbytes + follows, number + 1
+        at = data + nbytes + follows
+        number = number + 1
 
 
 def _tar(tree: Tree, path: str, start: int, end: int) -> Iterator[Surveyed]:
     """The members of a tar archive (a NeMo `.nemo`, torch before 0.1.10)."""
-    at, number = start, 0
+    at = start
+    number = 0
     while at + 512 <= end and number < MEMBERS:
         block = tree.read(path, at, 512)
         name = block[:100].rstrip(b"\0").decode("utf-8", "replace")
@@ -240,4 +249,5 @@ def _tar(tree: Tree, path: str, start: int, end: int) -> Iterator[Surveyed]:
         nbytes = int(octal, 8)
         if 0 < nbytes <= end - at - 512:
             yield from _range(tree, path, at + 512, at + 512 + nbytes, pickles.shown(name))
-        at, number = at + 512 + -(-nbytes // 512) * 512, number + 1
+        at = at + 512 + ceil_div(nbytes, 512) * 512
+        number = number + 1

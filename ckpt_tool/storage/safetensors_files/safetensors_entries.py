@@ -42,7 +42,13 @@ NUMBER_LIMIT = 1 << 63  # of a dim or an offset, exclusive
 ENTRY_VALUES = 200_000  # JSON values inside one member (`__metadata__` may have many)
 
 NULL_METADATA = "__metadata__ is null"
-TYPE, SHAPE, DTYPE, SIZE, OFFSETS, OVERLAP, HOLE = "E0327", "E0328", "E0329", "E0330", "E0331", "E0332", "E0333"
+TYPE = "E0327"
+SHAPE = "E0328"
+DTYPE = "E0329"
+SIZE = "E0330"
+OFFSETS = "E0331"
+OVERLAP = "E0332"
+HOLE = "E0333"
 
 _BLOCK = 1 << 20  # bytes of header matched at a time
 _INT = rb"(?:0|[1-9][0-9]{0,17}+)"  # fits 64 bits; longer ones are the strict path's
@@ -122,7 +128,8 @@ def quick(text: bytes, *, path: str, offset: int = 8) -> Columns | None:
         return None
     names: list[bytes] = []
     kinds: list[EntryKind] = []
-    begins, ends = array("Q"), array("Q")
+    begins = array("Q")
+    ends = array("Q")
     known: dict[bytes, EntryKind] = {}
     for block in _blocks(text, at, end, spelling):
         found = spelling.entry.findall(block)
@@ -306,7 +313,8 @@ def _metadata(member: JsonMember, path: str) -> dict[str, str]:
 
 def _entry(member: JsonMember, path: str, warnings: list[str]) -> _Entry:
     """Check one entry against every rule that concerns it alone."""
-    name, value = member.key, member.value
+    name = member.key
+    value = member.value
 
     def fault(code: str, message: str, *place: str | int, hint: str) -> CorruptFile:
         at = pointer(name, *place)
@@ -383,7 +391,8 @@ def _what(value: Any) -> str:
 
 def _check_tiles(entries: list[_Entry], path: str) -> int:
     """Raise unless the entries lie end to end from 0; the end of the last."""
-    at, before = 0, ""
+    at = 0
+    before = ""
     for entry in sorted(entries, key=lambda each: (each.begin, each.end)):
         if entry.begin != at:
             if entry.begin < at:
@@ -399,5 +408,6 @@ def _check_tiles(entries: list[_Entry], path: str) -> int:
                 key=entry.name[:200],
                 hint="the tensors must be stored end to end: the file was made by a faulty writer, or to deceive",
             )
-        at, before = entry.end, entry.name
+        at = entry.end
+        before = entry.name
     return at

@@ -38,8 +38,15 @@ from ckpt_tool.storage.source import Tree
 HEADER_LIMIT = 100_000_000  # bytes; tensor.rs MAX_HEADER_SIZE
 ALIGNMENT = 8  # bytes: N is a multiple of it in files that the library writes
 
-SHORT, LENGTH_LIMIT, LENGTH_EOF, EMPTY = "E0315", "E0316", "E0317", "E0318"
-BEGIN, PADDING, CUT, FOREIGN, POLYGLOT = "E0325", "E0326", "E0334", "E0335", "E0415"
+SHORT = "E0315"
+LENGTH_LIMIT = "E0316"
+LENGTH_EOF = "E0317"
+EMPTY = "E0318"
+BEGIN = "E0325"
+PADDING = "E0326"
+CUT = "E0334"
+FOREIGN = "E0335"
+POLYGLOT = "E0415"
 
 # tensor.rs: enum Dtype, in this order; the writer puts the last first.
 _DTYPE_ORDER = (

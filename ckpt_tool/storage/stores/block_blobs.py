@@ -47,7 +47,10 @@ class Container(PutsWhole):
     """A place in a container to write to. Keys are relative to it. Thread-safe."""
 
     def __init__(self, client: Any, name: str, base: str, shown: str) -> None:
-        self._client, self.name, self._base, self.shown = client, name, base, shown
+        self._client = client
+        self.name = name
+        self._base = base
+        self.shown = shown
 
     @classmethod
     def at(cls, url: str) -> Container:
@@ -106,7 +109,7 @@ class Container(PutsWhole):
             return {blob.name.removeprefix(self._base): blob for blob in files}
 
         found = self._request(ask, "", "listing")
-        return {name.lstrip("/"): blob for name, blob in found.items() if name == "" or name[0] == "/" and name[1:]}
+        return {name.lstrip("/"): blob for name, blob in found.items() if name == "" or (name[0] == "/" and name[1:])}
 
     def note(self, key: str, name: str) -> str | None:
         metadata = self._request(lambda: self._blob(key).get_blob_properties().metadata, key, "looking at")
@@ -281,7 +284,8 @@ class Container(PutsWhole):
         raise fault(status, code, text, AZURE, self.name, shown, doing) from error
 
 
-NO_BLOCKS, NOT_THERE = "E2509", "E0702"
+NO_BLOCKS = "E2509"
+NOT_THERE = "E0702"
 
 
 def _account(url: str) -> str:

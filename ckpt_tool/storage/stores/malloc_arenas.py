@@ -12,7 +12,9 @@ from __future__ import annotations
 import ctypes
 import os
 
-_ARENA_MAX, _TRIM_THRESHOLD, _MMAP_THRESHOLD = -8, -1, -3
+_ARENA_MAX = -8
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
 _SETTINGS = (  # parameter, value, the variable by which a user says otherwise
     (_ARENA_MAX, 2, "MALLOC_ARENA_MAX"),
     (_TRIM_THRESHOLD, 24 << 20, "MALLOC_TRIM_THRESHOLD_"),

@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ckpt_tool.core.installation import install_command
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.urls import cause_without_secrets, hide_in_message
 from ckpt_tool.errors import OutputExists, StorageError, UsageError
 from ckpt_tool.storage.crc import crc32
@@ -35,7 +36,9 @@ from ckpt_tool.storage.stores.seekable import Seekable
 from ckpt_tool.storage.stores.store import Again, patiently
 
 T = TypeVar("T")
-LEAST, MOST_PARTS = 5 << 20, 9000  # bytes of a part (S3 takes no less), parts of an object (S3 takes 10,000)
+# bytes of a part (S3 takes no less), parts of an object (S3 takes 10,000)
+LEAST = 5 << 20
+MOST_PARTS = 9000
 CONNECTIONS = 8
 AT_ONCE = 256 << 10  # bytes handed to a socket at once; a second's worth of a slow line, which has 5 s for it
 _CRC = "crc32:"  # before the name of an upload whose parts are checked by CRC-32
@@ -43,7 +46,7 @@ _CRC = "crc32:"  # before the name of an upload whose parts are checked by CRC-3
 
 def part_size(nbytes: int) -> int:
     """Bytes of each part of an object but the last: the same for every run."""
-    return LEAST if nbytes <= LEAST * MOST_PARTS else -(-nbytes // (MOST_PARTS << 20)) << 20
+    return LEAST if nbytes <= LEAST * MOST_PARTS else ceil_div(nbytes, MOST_PARTS << 20) << 20
 
 
 def md5(data: bytes | bytearray | memoryview) -> bytes:
@@ -143,7 +146,10 @@ class WritableBucket(PutsWhole):
     """A place in a bucket to write to. Keys are relative to it. Thread-safe."""
 
     def __init__(self, client: Any, bucket: str, base: str, shown: str) -> None:
-        self._client, self.name, self._base, self.shown = client, bucket, base, shown
+        self._client = client
+        self.name = bucket
+        self._base = base
+        self.shown = shown
         self._crcs = os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", "").lower() != "when_required"
         self._by_crc = dict[str, bool]()  # what was learnt of uploads whose names don't say it
 
@@ -190,12 +196,13 @@ class WritableBucket(PutsWhole):
         return {key: each.nbytes for key, each in self.listing().objects.items()}
 
     def listing(self) -> StoreListing:
-        found, now = dict[str, ListedObject](), 0.0
+        found = dict[str, ListedObject]()
+        now = 0.0
         for page in self._pages("list_objects_v2", Prefix=self._base):
             now = now or time_of(page["ResponseMetadata"]["HTTPHeaders"].get("date", ""))
             for entry in page.get("Contents", ()):
                 name = entry["Key"].removeprefix(self._base)
-                if name == "" or name.startswith("/") and len(name) > 1:
+                if name == "" or (name.startswith("/") and len(name) > 1):
                     listed = ListedObject(entry["Size"], entry["LastModified"].timestamp(), entry["ETag"].strip('"'))
                     found[name.lstrip("/")] = listed
         return StoreListing(now, found)

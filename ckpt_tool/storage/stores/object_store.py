@@ -69,7 +69,11 @@ class ObjectStore:
     """A place in a bucket. key: without slashes at its ends."""
 
     def __init__(self, store: Any, cloud: Cloud, bucket: str, key: str, shown: str) -> None:
-        self._store, self._cloud, self._bucket, self._base, self._shown = store, cloud, bucket, key, shown
+        self._store = store
+        self._cloud = cloud
+        self._bucket = bucket
+        self._base = key
+        self._shown = shown
         self._listed: dict[str, StoreEntry] | None = None
         self._keys: dict[str, str] = {}  # name without secrets -> the key's last part, where it has a secret
 
@@ -112,20 +116,22 @@ class ObjectStore:
         return self.look("")
 
     def list(self) -> dict[str, StoreEntry]:
-        listed, self._listed = self._listed, None
+        listed = self._listed
+        self._listed = None
         return self._list() if listed is None else listed
 
     def _list(self) -> dict[str, StoreEntry]:
         import obstore
 
-        prefix, found = f"{self._base}/" if self._base else "", dict[str, StoreEntry]()
+        prefix = f"{self._base}/" if self._base else ""
+        found = dict[str, StoreEntry]()
 
         def ask() -> None:
             found.clear()
             for batch in obstore.list(self._store, self._base or None, chunk_size=1000):
                 for meta in batch:
                     name = meta["path"].removeprefix(prefix)
-                    if name and not (name.endswith("/") or meta["size"] == 0 and name.endswith("_$folder$")):
+                    if name and not (name.endswith("/") or (meta["size"] == 0 and name.endswith("_$folder$"))):
                         found[name] = _entry(meta)
 
         self._request(ask, "", "listing")
@@ -208,7 +214,9 @@ def _judge(error: Exception) -> Again | None:
     """Server errors, throttling and connections that break are worth another try; what the server means is not."""
     if isinstance(error, FileNotFoundError):
         return None
-    text, status, code = _reason(error), _status(error), _code(error)
+    text = _reason(error)
+    status = _status(error)
+    code = _code(error)
     if again := passing(status, code):
         return again
     if status or any(word in text for word in ("redirect", "builder error", *_NO_KEYS)):
@@ -339,7 +347,8 @@ def _profile() -> dict[str, Any]:
         ("AWS_CONFIG_FILE", "~/.aws/config", name if name == "default" else f"profile {name}"),
         ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", name),
     ):
-        parser, path = RawConfigParser(), os.path.expanduser(environ.get(variable) or file)
+        parser = RawConfigParser()
+        path = os.path.expanduser(environ.get(variable) or file)
         try:
             with open(path, encoding="utf-8") as opened:
                 parser.read_file(opened)

@@ -24,7 +24,9 @@ from ckpt_tool.storage.stores.store import Parts
 PIECE = 4 << 20  # bytes of one request, at most
 NEAR = 512 << 10  # bytes: ranges closer than this are one request
 SHORT = 512 << 10  # bytes: no request of its own beside a longer one
-WINDOW, SHARE = 32 << 20, 8 << 20  # bytes under way or unread, of all threads and of one
+# bytes under way or unread, of all threads and of one
+WINDOW = 32 << 20
+SHARE = 8 << 20
 CONNECTIONS = 16  # requests at once, of one tree
 IDLE = 10.0  # seconds
 
@@ -38,7 +40,9 @@ class FetchedRange:
     __slots__ = ("_error", "_here", "_parts", "begun", "path", "start", "stop")
 
     def __init__(self, path: str, start: int, stop: int) -> None:
-        self.path, self.start, self.stop = path, start, stop
+        self.path = path
+        self.start = start
+        self.stop = stop
         self.begun = False
         self._here = threading.Event()
         self._parts: Parts = ()
@@ -66,7 +70,8 @@ def cut(parts: Parts, at: int, end: int) -> list[memoryview]:
     >>> [bytes(part) for part in cut([memoryview(b"abc"), memoryview(b"def"), memoryview(b"ghi")], 1, 5)]
     [b'bc', b'de']
     """
-    found, start = [], 0
+    found = []
+    start = 0
     for part in parts:
         stop = start + len(part)
         if stop > at and start < end:
@@ -79,7 +84,9 @@ class Fetchers:
     """The threads that fetch for all readers of a tree; they end when there was nothing to fetch for a while."""
 
     def __init__(self, fetch: Fetch) -> None:
-        self._fetch, self._wanted, self._threads = fetch, SimpleQueue[FetchedRange](), 0
+        self._fetch = fetch
+        self._wanted = SimpleQueue[FetchedRange]()
+        self._threads = 0
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
         self.held = 0  # bytes begun and not forgotten, by all threads
@@ -126,7 +133,8 @@ class Ahead:
         """Forget what was expected, begin what is expected now. then: after what was expected last, which stays."""
         while self._expected and not (then and len(self._expected) == 1):
             self._forget_first()
-        more, by_file = pieces_of(ranges), dict[str, list[FetchedRange]]()
+        more = pieces_of(ranges)
+        by_file = dict[str, list[FetchedRange]]()
         for piece in more:
             by_file.setdefault(piece.path, []).append(piece)
         for pieces in by_file.values():

@@ -57,12 +57,14 @@ class RemoteTree(Tree):
         self.bytes_read = 0
         self.requests = 0
         self._listing: dict[str, int] | None = None
-        self._links, self._blobs = False, None
+        self._links = False
+        self._blobs = None
         self._lock = threading.Lock()
         self._local = threading.local()
         self._entries: dict[str, StoreEntry] = {}
         self._fetched: set[str] = set()  # files of which something was read
-        self._store, self._listed = store, listed
+        self._store = store
+        self._listed = listed
         self.single: str | None = None
         if listed is None:
             try:
@@ -217,7 +219,9 @@ class RemoteTree(Tree):
             yield memoryview(self.views.read(path, offset, nbytes))
             return
         size = self._check(path, offset, nbytes)
-        mine, at, end = self._mine(), offset, offset + nbytes
+        mine = self._mine()
+        at = offset
+        end = offset + nbytes
         while at < end:
             parts = mine.ahead.take(path, at, end) or mine.take(path, at, end)
             if not parts and end - at > PIECE:  # long, and not expected by anybody: many requests at once

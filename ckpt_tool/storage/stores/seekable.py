@@ -9,7 +9,8 @@ class Seekable(io.RawIOBase):
     """A place in `size` bytes, `_at`. Who derives from it reads there."""
 
     def __init__(self, size: int) -> None:
-        self._size, self._at = size, 0
+        self._size = size
+        self._at = 0
 
     def readable(self) -> bool:
         return True

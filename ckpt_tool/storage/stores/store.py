@@ -22,8 +22,12 @@ from ckpt_tool.core.progress import aside
 
 T = TypeVar("T")
 Parts = Sequence[memoryview]  # bytes that follow each other
-FIRST_WAIT, LONGEST_WAIT = 0.2, 8.0  # seconds
-UNANSWERED, THROTTLED = 30.0, 120.0  # seconds in all
+# seconds
+FIRST_WAIT = 0.2
+LONGEST_WAIT = 8.0
+# seconds in all
+UNANSWERED = 30.0
+THROTTLED = 120.0
 _said_at = 0.0
 _saying = threading.Lock()
 
@@ -87,7 +91,8 @@ def patiently(
 ) -> T:
     """What `ask` gives; tried again after one of `faults` that `judge` finds worth it. The last failure is raised, from
     the one before it where it was not the first."""
-    began, wait = time.monotonic(), FIRST_WAIT
+    began = time.monotonic()
+    wait = FIRST_WAIT
     before: Exception | None = None
     while True:
         try:

@@ -40,7 +40,8 @@ from ckpt_tool.storage.stores.output_store import OutputStore
 
 T = TypeVar("T")
 BEAT = 15.0  # seconds between two signs of life
-PLAN, COMMIT = "plan", "commit"
+PLAN = "plan"
+COMMIT = "commit"
 AT_ONCE = 16  # requests for records
 _TRIES = 4  # claims that are tried before the next listing
 _CLAIM = re.compile(r"claim-(\d{1,9}|commit)-(\d{1,9})", re.ASCII)
@@ -76,7 +77,10 @@ class StoreClaims:
         sizes: Sequence[int],
         mine: Collection[int] | None = None,
     ) -> None:
-        self._store, self._plan, self._sizes, self._claims = store, plan_id, sizes, mine is None
+        self._store = store
+        self._plan = plan_id
+        self._sizes = sizes
+        self._claims = mine is None
         self._me = journal.name_of(writer)
         self._token = token_hex(8)  # two processes may be the same part
         self._random = random.Random(f"{self._me} {self._token}")
@@ -87,7 +91,8 @@ class StoreClaims:
         self._held = dict[int | str, str]()  # the claims that are kept alive
         self._next: Callable[[], Taken | None] | None = None
         self._said: Callable[[], None] = lambda: None
-        self._began, self._ended = time.time(), ""
+        self._began = time.time()
+        self._ended = ""
         self._beat_at = time.monotonic()
         self._stop, self._beating = threading.Event(), threading.Thread(target=self._go_on, daemon=True)
         self.moving: Callable[[], int] = lambda: 0  # bytes of the share that is being done
@@ -164,7 +169,8 @@ class StoreClaims:
     def take(self) -> Taken | None:
         """A share that nobody does, now this worker's; None where there is none, by what was seen just now. Of a part:
         the next of its own that is not done."""
-        ahead, self._next = self._next, None
+        ahead = self._next
+        self._next = None
         taken = ahead() if ahead is not None else None
         return taken or (self._take() if self._claims else self._own_next())
 
@@ -353,7 +359,8 @@ def statuses(store: OutputStore) -> list[journal.PartStatus]:
 
 
 def _status(name: str, data: bytes, listing: StoreListing) -> journal.PartStatus:
-    lines, modified = journal.parsed(data), listing.objects[name].modified
+    lines = journal.parsed(data)
+    modified = listing.objects[name].modified
     about = lines[0].get("worker", {}) if lines else {}
     alive = modified > listing.now - LEASE and not about.get("ended")
     return journal.PartStatus(

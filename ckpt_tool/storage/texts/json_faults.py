@@ -144,14 +144,15 @@ def _number(raw: bytes, at: int) -> JsonFault | None:
     begin = at
     while begin and raw[begin - 1 : begin] in (b"-", b"0") and raw[at : at + 1].isalnum():
         begin -= 1
-    before, mark = raw[begin:at], raw[at : at + 1]
+    before = raw[begin:at]
+    mark = raw[at : at + 1]
     spelled = re.match(rb"[+-]?[0-9A-Za-z_.]*", raw[begin : begin + 40])
     shown = spelled[0].decode() if spelled else ""
     if before.endswith(b"0") and mark.isdigit():
         return JsonFault(f"the number {shown} begins with a zero", begin, EDITED, "JSON has no leading zeros")
     if before.endswith(b"0") and mark in b"xXoObB" and mark:
         return JsonFault(f"the number {shown}", begin, EDITED, "JSON has decimal numbers alone")
-    if mark in (b"+", b".") and raw[at + 1 : at + 2].isdigit() or mark == b"." and raw[at - 1 : at].isdigit():
+    if (mark in (b"+", b".") and raw[at + 1 : at + 2].isdigit()) or (mark == b"." and raw[at - 1 : at].isdigit()):
         message = "a number with a plus sign" if mark == b"+" else "a number without digits on both sides of its point"
         return JsonFault(message, at, EDITED, "JSON has none")
     return None
@@ -159,7 +160,8 @@ def _number(raw: bytes, at: int) -> JsonFault | None:
 
 def bad_escape(token: bytes, at: int, raw: bytes) -> JsonFault:
     """The escape in the string `token` (quotes included, at `raw[at]`) that JSON does not know."""
-    position, place = 1, at
+    position = 1
+    place = at
     while position < len(token) - 1:
         if token[position : position + 1] == b"\\":
             wrong = _ESCAPE.match(token, position)

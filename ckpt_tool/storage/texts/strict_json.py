@@ -36,7 +36,12 @@ DEPTH_LIMIT = 64  # containers
 VALUE_LIMIT = 2_000_000  # values of one document
 DIGIT_LIMIT = 4_300  # CPython's own bound on int() of a string
 
-NOT_UTF8, SYNTAX, DUPLICATE, NOT_A_NUMBER, LIMIT, SURROGATE = "E0319", "E0320", "E0321", "E0322", "E0323", "E0324"
+NOT_UTF8 = "E0319"
+SYNTAX = "E0320"
+DUPLICATE = "E0321"
+NOT_A_NUMBER = "E0322"
+LIMIT = "E0323"
+SURROGATE = "E0324"
 
 _BLOCK = 1 << 20  # bytes decoded at a time
 _SPACE = possessive(rb"[ \t\n\r]*+")
@@ -360,7 +365,8 @@ class _Exact:
                     break
                 if mark != (b"}" if kind is dict else b"]"):
                     self.want(f"',' or the closing {'}' if kind is dict else ']'!r}", at)
-                value, at = self.open.pop().box, at + 1
+                value = self.open.pop().box
+                at = at + 1
             else:
                 return value, at
 
@@ -383,7 +389,8 @@ class _Exact:
             return self.number(token[3], token.start(3)), end
         if token[4] is not None:
             return _WORDS[token[4]], end
-        mark, start = token[1], token.start(1)
+        mark = token[1]
+        start = token.start(1)
         if mark not in b"{[":
             self.want("a value", start)
         if len(self.open) == DEPTH_LIMIT:

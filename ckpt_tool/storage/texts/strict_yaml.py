@@ -22,7 +22,9 @@ class NotPlain(ValueError):
 
     def __init__(self, what: str, place: str | None = None, offset: int | None = None) -> None:
         super().__init__(what)
-        self.what, self.place, self.offset = what, place, offset
+        self.what = what
+        self.place = place
+        self.offset = offset
 
 
 def parse(data: bytes) -> Any:
@@ -47,7 +49,8 @@ class _NodeValues:
     """Nodes of one file as values; aliases count each time."""
 
     def __init__(self, yaml: Any) -> None:
-        self._yaml, self._seen = yaml, 0
+        self._yaml = yaml
+        self._seen = 0
         self._scalars = yaml.SafeLoader("")
 
     def of(self, node: Any, depth: int) -> Any:

@@ -117,7 +117,8 @@ def _storages(tree: Tree, path: str, whole: Pickled, listed: Pickled) -> dict[st
             offset=listed.end,
             hint="the file is damaged: save it again",
         )
-    at, size = listed.end, tree.size(path)
+    at = listed.end
+    size = tree.size(path)
     found: dict[str, tuple[int, int]] = {}
     for key in keys:
         if at + 8 > size:

@@ -66,7 +66,10 @@ class ZipArchive:
     __slots__ = ("_ahead", "_first", "_tail", "length", "path", "start", "tree")
 
     def __init__(self, tree: Tree, path: str, start: int, length: int) -> None:
-        self.tree, self.path, self.start, self.length = tree, path, start, length
+        self.tree = tree
+        self.path = path
+        self.start = start
+        self.length = length
         # What was read and is kept, each (offset, bytes): the first headers, those read last, the end.
         self._first = self._ahead = self._tail = (0, b"")
 
@@ -340,7 +343,9 @@ def _local(archive: ZipArchive, entries: list[ZipMember], directory: int) -> lis
     # (data.pkl, version, ...) is small and read along.
     stops = [m.header + LOCAL.size + len(m.raw_name) for m in entries if "/data/" in m.name or m.nbytes > SMALL]
     stops = [stop for stop in stops if stop < directory] + [directory]
-    nearest, end = 0, 0  # end: of the member before, without its descriptor
+    # end: of the member before, without its descriptor
+    nearest = 0
+    end = 0
     found: list[ZipMember] = []
     for member in (*entries, None):
         header = directory if member is None else member.header

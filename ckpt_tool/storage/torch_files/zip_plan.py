@@ -132,14 +132,17 @@ class _ZipWriter:
 
     def literal(self, name: str, data: bytes) -> None:
         """A member whose bytes are known."""
-        raw, header, crc = f"{self.root}/{name}".encode(), self.at, zlib.crc32(data)
+        raw = f"{self.root}/{name}".encode()
+        header = self.at
+        crc = zlib.crc32(data)
         self._header(raw, len(data))
         self._put(data)
         self.entries.append(_ZipEntry(raw, len(data), header, crc, self._descriptor(header, len(data), crc)))
 
     def hole(self, name: str, nbytes: int) -> int:
         """A member whose bytes come later: the offset where they go."""
-        raw, header = f"{self.root}/{name}".encode(), self.at
+        raw = f"{self.root}/{name}".encode()
+        header = self.at
         self._header(raw, nbytes)
         offset = self.at
         self.at += nbytes
@@ -157,7 +160,8 @@ class _ZipWriter:
             if entry.header >= _WIDE:
                 wide += struct.pack("<Q", entry.header)
             extra = struct.pack("<HH", 1, len(wide)) + wide if wide else b""
-            size, header = min(entry.nbytes, _WIDE), min(entry.header, _WIDE)
+            size = min(entry.nbytes, _WIDE)
+            header = min(entry.header, _WIDE)
             if entry.crc is None:
                 holes.append((entry.descriptor + 4, self.at + 16))
             elif entry.name[len(self.root.encode()) + 1 :].startswith(b"data/"):
@@ -166,7 +170,9 @@ class _ZipWriter:
             lengths = (len(entry.name), len(extra), 0, 0, 0, 0)
             fixed = (b"PK\x01\x02", 0, 0, flags, 0, 0, 0, entry.crc or 0, size, size, *lengths, header)
             self._put(CENTRAL.pack(*fixed) + entry.name + extra)
-        count, nbytes, end = len(self.entries), self.at - directory, self.at
+        count = len(self.entries)
+        nbytes = self.at - directory
+        end = self.at
         self._put(END64.pack(b"PK\x06\x06", 44, 0x031E, 45, 0, 0, count, count, nbytes, directory))
         self._put(LOCATOR.pack(b"PK\x06\x07", 0, end, 1))
         few = min(count, 0xFFFF)

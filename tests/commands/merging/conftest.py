@@ -29,7 +29,11 @@ Tensors = dict[str, torch.Tensor]
 
 def llama(seed: int, layers: int = 3) -> Tensors:
     """Model 0 is arange-like; the others are it with noise of their own."""
-    v, h, f, q, k = 48, 16, 24, 16, 8
+    v = 48
+    h = 16
+    f = 24
+    q = 16
+    k = 8
     shapes = {"model.embed_tokens.weight": (v, h)}
     for i in range(layers):
         at = f"model.layers.{i}."

@@ -68,7 +68,8 @@ def test_layers_are_repeated_and_towers_stay(kind, form, tmp_path):
             f"  vision_tower:\n    models: [{{model: {src}}}]\n"
         )
     run(text, tmp_path / "out")
-    before, after = load_file(src / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    before = load_file(src / "model.safetensors")
+    after = load_file(tmp_path / "out/model.safetensors")
     stack = STACKS[kind][0]
     pattern = re.compile(rf"({re.escape(stack)})(\d+)")
     for name, value in after.items():

@@ -142,7 +142,9 @@ def test_layers_laid_end_to_end(models: Models, tmp_path: Path) -> None:
         f"0.5}}]}}}}]\n"
     )
     said = ckpt.merge([], tmp_path / "out", config=tmp_path / "merge.yaml")
-    got, one, two = tensors_of(tmp_path / "out"), tensors_of(paths[1]), tensors_of(paths[2])
+    got = tensors_of(tmp_path / "out")
+    one = tensors_of(paths[1])
+    two = tensors_of(paths[2])
     origin = [(one, 0), (one, 1), (two, 1), (two, 2), (one, 2)]
     assert {name.split(".")[2] for name in got if ".layers." in name} == {"0", "1", "2", "3", "4"}
     for name, tensor in got.items():
@@ -249,7 +251,9 @@ def test_models_of_megatron_come_back_as_megatrons(models: Models, tmp_path: Pat
     found = ckpt.open(tmp_path / "out")
     assert found.catalog.format == "megatron-dist" and any("linear_qkv" in name for name in found)
     ckpt.convert(tmp_path / "out", tmp_path / "back", to="safetensors")
-    a, b, got = tensors_of(paths[0]), tensors_of(paths[1]), tensors_of(tmp_path / "back")
+    a = tensors_of(paths[0])
+    b = tensors_of(paths[1])
+    got = tensors_of(tmp_path / "back")
     assert got.keys() == a.keys()
     assert all(torch.equal(got[name], oracle.linear([a[name], b[name]], (0.25, 0.75))) for name in a)
 
@@ -258,7 +262,8 @@ def test_bf16_is_rounded_once_and_models_of_two_dtypes_make_fp32(models: Models,
     paths = models(2)
     ckpt.convert(paths[1], tmp_path / "short", to="safetensors", dtype="bf16")
     ckpt.merge([tmp_path / "short", paths[0]], tmp_path / "out", method="linear")
-    a, b = tensors_of(tmp_path / "short"), tensors_of(paths[0])
+    a = tensors_of(tmp_path / "short")
+    b = tensors_of(paths[0])
     got = tensors_of(tmp_path / "out")
     assert all(torch.equal(got[name], oracle.linear([a[name], b[name]], (1, 1))) for name in a)
     ckpt.merge([tmp_path / "short", paths[0]], tmp_path / "out16", method="linear", dtype="bf16")

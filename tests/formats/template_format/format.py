@@ -69,7 +69,9 @@ class Toy:
             try:
                 extras = from_json(head["extras"])
                 for row in head["tensors"]:
-                    key, shape, dtype = TensorKey(row["name"], row["state"]), tuple(row["shape"]), DTYPES[row["dtype"]]
+                    key = TensorKey(row["name"], row["state"])
+                    shape = tuple(row["shape"])
+                    dtype = DTYPES[row["dtype"]]
                     box = Box(tuple(row["offset"]), tuple(row["extent"]))
                     array = plain_array(tree, file, values + row["at"], dtype, box.shape)
                     known = tensors.get(key, LogicalTensor(key, shape, dtype, ()))

@@ -86,7 +86,8 @@ def vectors(shape: Any, count: int, kept: Any, weights: Any, **flags: Any) -> Ta
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("normalize", [True, False])
 def test_linear_is_equal_bit_for_bit(shape: Any, normalize: bool) -> None:
-    tensors, weights = models(shape, 4), (0.3, 0.7, -0.1, 2.5)
+    tensors = models(shape, 4)
+    weights = (0.3, 0.7, -0.1, 2.5)
     got = made(Linear(KEY, tuple(shape), inputs(4), "", weights, normalize), tensors)
     assert ulps(got, oracle.linear(tensors, weights, normalize=normalize)) == 0
 
@@ -180,14 +181,16 @@ def mask_of(trim: Trim, delta: torch.Tensor) -> torch.Tensor:
 
 def test_chance_keeps_its_share() -> None:
     """Of 400 000 elements, within five standard deviations; of neighbours, pairs as often as independence says."""
-    n, density = 400_000, 0.3
+    n = 400_000
+    density = 0.3
     flags = task_vectors.kept(task_vectors.draws(task_vectors.stream(1, 0, "w"), 0, n), density)
     assert abs(flags.mean() - density) < 5 * (density * (1 - density) / n) ** 0.5
     assert abs((flags[1:] & flags[:-1]).mean() - density**2) < 5 * (density**2 / n) ** 0.5
 
 
 def test_ranks_keep_large_ones_more_often() -> None:
-    rows, columns = 4000, 101
+    rows = 4000
+    columns = 101
     values = np.tile(np.linspace(-1, 1, columns, dtype=np.float32), rows)
     numbers = task_vectors.draws(task_vectors.stream(1, 0, "w"), 0, rows * columns)
     share = task_vectors.kept_by_rank(numbers, magnitudes_of(values), columns, 0.5, 0.3).reshape(rows, columns).mean(0)

@@ -22,7 +22,8 @@ def linear(models: Sequence[Tensor], weights: Sequence[float], *, normalize: boo
 
 
 def slerp(t: float, x: Tensor, y: Tensor) -> Tensor:
-    a, b = x.float().flatten(), y.float().flatten()
+    a = x.float().flatten()
+    b = y.float().flatten()
     na, nb = (n if n > 1e-8 else torch.tensor(1.0) for n in (a.norm(), b.norm()))
     cosine = ((a / na) * (b / nb)).sum().clamp(-1, 1)
     share = torch.tensor(t)
@@ -37,9 +38,12 @@ def slerp(t: float, x: Tensor, y: Tensor) -> Tensor:
 def nuslerp(t: float, x: Tensor, y: Tensor, base: Tensor | None = None, axis: int | None = None) -> Tensor:
     shape = x.shape
     origin = torch.zeros_like(x) if base is None else base
-    a, b = x - origin if base is not None else x, y - origin if base is not None else y
+    a = x - origin if base is not None else x
+    b = y - origin if base is not None else y
     if axis is None or a.ndim == 1:
-        a, b, axis = a.flatten(), b.flatten(), 0
+        a = a.flatten()
+        b = b.flatten()
+        axis = 0
     ua, ub = (v / v.norm(dim=axis, keepdim=True).clamp(min=1e-7) for v in (a, b))
     cosine = (ua * ub).sum(dim=axis, keepdim=True).clamp(-1, 1)
     angle = torch.acos(cosine)
@@ -50,13 +54,15 @@ def nuslerp(t: float, x: Tensor, y: Tensor, base: Tensor | None = None, axis: in
 
 def model_stock(base: Tensor, models: Sequence[Tensor], *, by_row: bool = False) -> Tensor:
     rows = [v.reshape(-1, v.shape[-1]) if by_row else v.reshape(1, -1) for v in (base, *models)]
-    start, ends = rows[0], rows[1:]
+    start = rows[0]
+    ends = rows[1:]
     offsets = [end - start for end in ends]
     cosines = []
     for i, a in enumerate(offsets):
         for b in offsets[i + 1 :]:
             cosines.append(((a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1)).clamp(min=1e-6)).clamp(-1, 1))
-    cosine, n = torch.stack(cosines).mean(0).unsqueeze(-1), len(ends)
+    cosine = torch.stack(cosines).mean(0).unsqueeze(-1)
+    n = len(ends)
     below = 1 + (n - 1) * cosine
     t = torch.where(below.abs() < 1e-6, torch.zeros_like(below), n * cosine / below)
     return (t * (sum(ends) / n) + (1 - t) * start).reshape(base.shape)  # type: ignore[no-any-return]
@@ -78,7 +84,8 @@ def task_vectors(
         delta = model - base
         if trim is not None:
             masked = delta * trim(number, delta)
-            before, after = delta.abs().sum(), masked.abs().sum()
+            before = delta.abs().sum()
+            after = masked.abs().sum()
             delta = masked * (before / after) if rescale and before >= 1e-7 and after >= 1e-7 else masked
         deltas.append(delta)
     stack = torch.stack(deltas)
@@ -87,10 +94,12 @@ def task_vectors(
     if consensus:
         majority = (stack.sum(0) >= 0).float() * 2 - 1
         mask = (stack.sign() == majority).float()
-        mixed, divisor = (stack * mask).sum(0), (factors * mask).sum(0)
+        mixed = (stack * mask).sum(0)
+        divisor = (factors * mask).sum(0)
         divisor[divisor == 0] = 1
     else:
-        mixed, divisor = stack.sum(0), factors.sum(0)
+        mixed = stack.sum(0)
+        divisor = factors.sum(0)
         divisor[divisor.abs() < 1e-8] = 1
     if normalize:
         mixed = mixed / divisor
