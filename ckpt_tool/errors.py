@@ -210,18 +210,14 @@ class Interrupted(CkptError):
 
 
 class Code(NamedTuple):
-    """What an error code means: a row of the catalogue.
-
-    kind: the class that is raised with it, or `Finding` for what only a report lists (exit 1). exit_code: None where it
-    is that of another command. title: the meaning. why: how it comes about. do: what helps.
-    """
+    """What an error code means: a row of the catalogue."""
 
     code: str
-    kind: str
-    exit_code: int | None
-    title: str
-    why: str
-    do: str
+    kind: str  # the class that is raised with it, or `Finding` for what only a report lists (exit 1)
+    exit_code: int | None  # None where it is that of another command
+    title: str  # the meaning
+    why: str  # how it comes about
+    do: str  # what helps
 
 
 @cache

@@ -90,23 +90,23 @@ class RunCache:
 
 
 class ProductTerm(NamedTuple):
-    """One adapter's share in a tensor. a, b, magnitude: numbers of the recipe's inputs. rank: of one expert's. turned:
-    the product is added transposed."""
+    """One adapter's share in a tensor."""
 
+    # a, b, magnitude: numbers of the recipe's inputs
     a: int
     b: int
-    rank: int
+    rank: int  # of one expert's
     scaling: float
-    turned: bool
+    turned: bool  # the product is added transposed
     magnitude: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Folded(Recipe):
-    """The base (input 0) and low-rank terms. experts: matrices stacked along the first dim, 1 for a plain weight."""
+    """The base (input 0) and low-rank terms."""
 
     terms: tuple[ProductTerm, ...]
-    experts: int
+    experts: int  # matrices stacked along the first dim, 1 for a plain weight
     kept: RunCache
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
@@ -289,9 +289,9 @@ class Biased(Recipe):
 
 @dataclass(frozen=True, eq=False)
 class MatrixRows(Recipe):
-    """An embedding (input 0) in which row `rows[k]` is row k of input 1. rows: ascending, with their k."""
+    """An embedding (input 0) in which row `rows[k]` is row k of input 1."""
 
-    rows: tuple[tuple[int, int], ...]
+    rows: tuple[tuple[int, int], ...]  # ascending, with their k
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
         out = _floats(read(0, start, stop))

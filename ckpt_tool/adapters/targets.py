@@ -75,10 +75,10 @@ class Bias(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Rows of an embedding that an adapter replaces. rows: their numbers; values: (len(rows), width)."""
+    """Rows of an embedding that an adapter replaces."""
 
-    rows: tuple[int, ...]
-    values: LogicalTensor
+    rows: tuple[int, ...]  # their numbers
+    values: LogicalTensor  # (len(rows), width)
 
 
 class ReplacedTensor(NamedTuple):

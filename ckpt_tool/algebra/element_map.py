@@ -81,10 +81,10 @@ _CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*\(\s*(-?[0-9]+(?:\.[0-9]+)?|[A-Za-z_]\w
 
 
 class ElementMap(NamedTuple):
-    """`add(1)`: kind and argument. by: a number, or the axis whose size it is."""
+    """`add(1)`: kind and argument."""
 
     kind: str
-    by: Number | str
+    by: Number | str  # a number, or the axis whose size it is
 
     def __call__(self, value: Any) -> Any:
         """The mapped value; any number or array."""

@@ -44,8 +44,9 @@ _TOKEN = re.compile(r"\s*([A-Za-z_]\w*|[0-9]+|[()+@])")
 
 
 class Part(NamedTuple):
-    """One summand of a pattern. offset, strides: in elements of the tensor's row-major space."""
+    """One summand of a pattern."""
 
+    # offset, strides: in elements of the tensor's row-major space
     offset: int
     strides: dict[str, int]
 
@@ -60,13 +61,12 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _PatternNode:
-    """kind `axis` (name), `group` (items, row-major) or `sum` (items, end to end). order: the items' places in a sum,
-    from 0; () as they are written."""
+    """kind `axis` (name), `group` (items, row-major) or `sum` (items, end to end)."""
 
     kind: str
     name: str = ""
     items: tuple[_PatternNode, ...] = ()
-    order: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()  # the items' places in a sum, from 0; () as they are written
 
     def size(self, sizes: Sizes) -> int:
         if self.kind == "axis":

@@ -35,20 +35,21 @@ SideName = Literal["src", "dst"]
 
 
 class Side(NamedTuple):
-    """Where a piece lies in one tensor. offset, strides: in elements of the tensor's row-major space."""
+    """Where a piece lies in one tensor."""
 
     name: str
+    # offset, strides: in elements of the tensor's row-major space
     offset: int
     strides: tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """A strided block bijection. maps: applied to values on the way from src to dst. See the module."""
+    """A strided block bijection. See the module."""
 
     ext: tuple[int, ...]
     src: Side
     dst: Side
-    maps: tuple[ElementMap, ...] = ()
+    maps: tuple[ElementMap, ...] = ()  # applied to values on the way from src to dst
 
     @property
     def numel(self) -> int:

@@ -31,14 +31,13 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A tensor name with indices. form: `%d` for each of `indices`. axes: the rule's axes that the indices ask for.
-    plain: is every index an axis itself?"""
+    """A tensor name with indices."""
 
     text: str
-    form: str
+    form: str  # `%d` for each of `indices`
     indices: tuple[Expression, ...]
-    axes: tuple[str, ...]
-    plain: bool = field(init=False, compare=False)
+    axes: tuple[str, ...]  # the rule's axes that the indices ask for
+    plain: bool = field(init=False, compare=False)  # is every index an axis itself?
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plain", self.axes == tuple(index.text for index in self.indices))

@@ -53,47 +53,43 @@ Document = dict[str, Any]
 
 
 class VerbJob(NamedTuple):
-    """A verb, ready to run.
-
-    run: reads and writes, returns the document. page: the document for people, uncut with True. sound: is there nothing
-    to find fault with (exit 1 otherwise)? writes: makes an output (silent under -q). plans: shows its plan before it
-    writes. sources, outputs: what it reads and makes, where no report may be put. pages: long text, which a terminal
-    shows through a pager. line: in place of the page, the one line that scripts read, "" for none. fault: what is wrong
-    with the source though a result could be shown; it is told after the result, and gives the exit code.
-    """
+    """A verb, ready to run."""
 
     verb: str
     show: Show
-    run: Callable[[Progress], Document]
-    page: Callable[[Document, bool], Shown]
+    run: Callable[[Progress], Document]  # reads and writes, returns the document
+    page: Callable[[Document, bool], Shown]  # the document for people, uncut with True
+    # is there nothing to find fault with (exit 1 otherwise)?
     sound: Callable[[Document], bool] = lambda document: True
-    writes: bool = False
-    plans: bool = False
+    writes: bool = False  # makes an output (silent under -q)
+    plans: bool = False  # shows its plan before it writes
+    # sources, outputs: what it reads and makes, where no report may be put
     sources: tuple[str, ...] = ()
     outputs: tuple[str | None, ...] = ()
-    pages: bool = False
+    pages: bool = False  # long text, which a terminal shows through a pager
+    # in place of the page, the one line that scripts read, "" for none
     line: Callable[[Document], str] | None = None
+    # what is wrong with the source though a result could be shown; it is told after the result, and gives the exit code
     fault: Callable[[Document], CkptError | None] = lambda document: None
 
 
 class Argument(NamedTuple):
-    """What stands on a line without a name. kind: `many` takes one or more words, `optional` none or one."""
+    """What stands on a line without a name."""
 
     metavar: str
     help: str
-    kind: Literal["one", "many", "optional"] = "one"
+    kind: Literal["one", "many", "optional"] = "one"  # `many` takes one or more words, `optional` none or one
 
 
 class Verb(NamedTuple):
-    """A verb. summary: in the list of verbs. about: at the top of its help. takes: the groups of its options, called
-    when the verb is. but: sections of those groups that the command line leaves out."""
+    """A verb."""
 
     name: str
-    summary: str
-    about: str
+    summary: str  # in the list of verbs
+    about: str  # at the top of its help
     arguments: tuple[Argument, ...]
-    takes: Callable[[], tuple[type, ...]]
-    but: tuple[Section, ...]
+    takes: Callable[[], tuple[type, ...]]  # the groups of its options, called when the verb is
+    but: tuple[Section, ...]  # sections of those groups that the command line leaves out
     examples: tuple[str, ...]
     ready: Callable[..., VerbJob]
 

@@ -100,14 +100,13 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
 
 
 class _Job(NamedTuple):
-    """What this process is to do of a plan. part: (i, n), from 1, for one share of it. worker: its name, where it
-    claims what it does. Both None: all of it."""
+    """What this process is to do of a plan."""
 
     plan: Plan
     plan_file: str
     destination: Place
-    part: tuple[int, int] | None
-    worker: str | None
+    part: tuple[int, int] | None  # (i, n), from 1, for one share of it
+    worker: str | None  # its name, where it claims what it does. Both None: all of it.
     writing: Writing
 
     @property

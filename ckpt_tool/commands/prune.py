@@ -52,11 +52,11 @@ UNREAD = "E2851"
 
 
 class Fate(NamedTuple):
-    """What becomes of a step. keep: why it stays, () where it goes. held: None where it can't be looked at."""
+    """What becomes of a step."""
 
     step: RunStep
-    keep: tuple[str, ...]
-    held: PathContents | None
+    keep: tuple[str, ...]  # why it stays, () where it goes
+    held: PathContents | None  # None where it can't be looked at
 
 
 def prune(src: str, reading: Reading, wanted: Retention, *, progress: Progress) -> dict[str, Any]:

@@ -82,12 +82,12 @@ def _name_ranks(findings: list[dict[str, Any]], opened: Opened) -> None:
 
 @dataclass(slots=True)
 class _Read:
-    """What is known of the values: what the headers say, and more once `_read_all` has read them. uncovered: files with
-    bytes that no checksum covers, None where nobody looked."""
+    """What is known of the values: what the headers say, and more once `_read_all` has read them."""
 
     findings: list[dict[str, Any]]
     digests: dict[TensorKey, str]
     nonfinite: dict[str, int] = field(default_factory=dict)
+    # files with bytes that no checksum covers, None where nobody looked
     uncovered: list[dict[str, Any]] | None = None
 
 

@@ -42,11 +42,10 @@ _SLABS = 64  # of a turn with more than two dims at most: more are NumPy's
 
 
 class CTerm(NamedTuple):
-    """A product that is added: scaling * (left @ right). left: (rows, rank), fp32. right: of
-    `CompiledLibrary.panels`."""
+    """A product that is added: scaling * (left @ right)."""
 
-    left: Array
-    right: Array
+    left: Array  # (rows, rank), fp32
+    right: Array  # of `CompiledLibrary.panels`
     scaling: float
 
 

@@ -40,18 +40,17 @@ class RowStep(IntEnum):
 
 
 class RowColumns(NamedTuple):
-    """Rows. ids, ints: of texts and numbers, row by row. dims: of the sizes, row by row; sizes: their numbers, one
-    behind the other. at: where in the window the next row would begin. memo: its length by then. opcodes: of the
-    rows."""
+    """Rows."""
 
     rows: int
+    # ids, ints: of texts and numbers, row by row
     ids: array[int]
     ints: array[int]
-    dims: bytes
-    sizes: array[int]
-    at: int
-    memo: int
-    opcodes: int
+    dims: bytes  # of the sizes, row by row
+    sizes: array[int]  # their numbers, one behind the other
+    at: int  # where in the window the next row would begin
+    memo: int  # its length by then
+    opcodes: int  # of the rows
 
 
 class _Taken(Structure):

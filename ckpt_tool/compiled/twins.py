@@ -23,14 +23,13 @@ Compare = Callable[[int, "Array | Sequence[int]", "Array | Sequence[int]", Seque
 
 
 class TwinKind(NamedTuple):
-    """What items have in common. head: their first bytes. end_at: where their end begins, from their start. fixed: 255
-    for each byte of the end that is to be equal, else 0. crc, id_crc: where in the end a CRC-32 stands twice; the first
-    is the tensor's."""
+    """What items have in common."""
 
-    head: bytes
-    end_at: int
+    head: bytes  # their first bytes
+    end_at: int  # where their end begins, from their start
     end: bytes
-    fixed: bytes
+    fixed: bytes  # 255 for each byte of the end that is to be equal, else 0
+    # crc, id_crc: where in the end a CRC-32 stands twice; the first is the tensor's
     crc: tuple[int, int]
     id_crc: tuple[int, int]
 

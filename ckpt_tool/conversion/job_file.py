@@ -40,18 +40,16 @@ _READ = 8  # times the bytes of a plan file that a worker takes for it: 6.6 meas
 
 
 class _Work(NamedTuple):
-    """What every engine is to run. words: of the command. memory: GiB a worker. folders: of this machine, that each
-    node has to see under the same paths. stores: does it need a store's credentials? at: where to run it, "" where
-    the plan names no relative path."""
+    """What every engine is to run."""
 
-    words: list[str]
+    words: list[str]  # of the command
     name: str
     threads: int
-    memory: int
+    memory: int  # GiB a worker
     gpu: bool
-    folders: list[str]
-    stores: bool
-    at: str
+    folders: list[str]  # of this machine, that each node has to see under the same paths
+    stores: bool  # does it need a store's credentials?
+    at: str  # where to run it, "" where the plan names no relative path
 
 
 def write_job(plan: Plan, plan_file: str, share: Share, writing: Writing, emit: tuple[str, str]) -> str:

@@ -96,12 +96,11 @@ def execute_on_ray(
 
 
 class _Ended(NamedTuple):
-    """How the workers ended. found: the overflows of each that committed. lost: why, of those that Ray lost. failure:
-    the first error of the others."""
+    """How the workers ended."""
 
-    found: list[dict[TensorKey, int]]
-    lost: list[str]
-    failure: CkptError | None
+    found: list[dict[TensorKey, int]]  # the overflows of each that committed
+    lost: list[str]  # why, of those that Ray lost
+    failure: CkptError | None  # the first error of the others
 
 
 def _ended(ray: Any, waiting: list[Any], plan: Plan, progress: Progress) -> _Ended:

@@ -25,9 +25,9 @@ _LAYER = re.compile(r"(.*?\.)([0-9]{1,9})\.")  # the stack that a name's layer b
 
 
 class Stack(NamedTuple):
-    """A stack of layers of which whole ones are removed. name: what their names begin with: `model.layers.`."""
+    """A stack of layers of which whole ones are removed."""
 
-    name: str
+    name: str  # what their names begin with: `model.layers.`
     kept: tuple[int, ...]
     removed: tuple[int, ...]
 

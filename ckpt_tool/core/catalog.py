@@ -25,13 +25,13 @@ PEERS = 4096  # tensors that are looked at to find out which file lacks a part o
 
 
 class CatalogRow(NamedTuple):
-    """One tensor as `inspect` lists it. nbytes: of the values, replicas not counted."""
+    """One tensor as `inspect` lists it."""
 
     name: str
     state: str
     dtype: DType
     shape: tuple[int, ...]
-    nbytes: int
+    nbytes: int  # of the values, replicas not counted
 
 
 class Note(NamedTuple):
@@ -45,50 +45,41 @@ class Note(NamedTuple):
 
 class Unread(NamedTuple):
     """A tensor that is there and that no reader gives: an object of a foreign class holds it, or its parts make no
-    whole.
-
-    shown: its dtype and shape, for people. kind: the full name of the object's class. lines: those of `Catalog.unsafe`
-    that say so, of each file that holds a part. fault: what is raised where it is asked for, if nothing asks for code.
-    """
+    whole."""
 
     key: TensorKey
-    shown: str
-    kind: str = ""
-    lines: tuple[str, ...] = ()
-    fault: CkptError | None = None
+    shown: str  # its dtype and shape, for people
+    kind: str = ""  # the full name of the object's class
+    lines: tuple[str, ...] = ()  # those of `Catalog.unsafe` that say so, of each file that holds a part
+    fault: CkptError | None = None  # what is raised where it is asked for, if nothing asks for code
 
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """A whole checkpoint as values.
-
-    tensors: in the source's own order. extras: plain nested values (see `core.extras`) as the source nests them.
-    mesh: the degrees that the source states or its boxes show; empty when it says nothing.
-    files: every file that the checkpoint consists of, relative to the root, with `/`.
-    sidefiles: small files beside it (config.json, tokenizer) that a conversion copies as they are.
-    unsafe: globals of tier 3 (see `pickles.pickle_reader`), as `module.name at FILE, opcode N`; `inspect` shows them,
-        every other verb refuses.
-    unread: tensors of the states whose values no reader gives; `inspect` names them, and who leaves their states behind
-        can have the rest. Of what a format does not list here `unsafe` has lines alone.
-    hints: what a format wants to remember for writing itself again (key prefixes, item style).
-    digests: layout-free digests that the source recorded for its tensors.
-    indexes: files that say which box lies in which file, where the format has them: what they leave out is in no file.
-    count: the one number of steps of an optimizer whose parameters have none of their own, which the extras have at its
-        path.
-    """
+    """A whole checkpoint as values."""
 
     format: str
-    tensors: Mapping[TensorKey, LogicalTensor]
+    tensors: Mapping[TensorKey, LogicalTensor]  # in the source's own order
+    # plain nested values (see `core.extras`) as the source nests them
     extras: Mapping[str, Any] = field(default_factory=dict)
-    mesh: Mesh = Mesh()
-    files: tuple[str, ...] = ()
+    mesh: Mesh = Mesh()  # the degrees that the source states or its boxes show; empty when it says nothing
+    files: tuple[str, ...] = ()  # every file that the checkpoint consists of, relative to the root, with `/`
+    # small files beside it (config.json, tokenizer) that a conversion copies as they are
     sidefiles: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
+    # globals of tier 3 (see `pickles.pickle_reader`), as `module.name at FILE, opcode N`; `inspect` shows them, every
+    # other verb refuses
     unsafe: tuple[str, ...] = ()
+    # what a format wants to remember for writing itself again (key prefixes, item style)
     hints: Hints = Hints()
+    # layout-free digests that the source recorded for its tensors
     digests: Mapping[TensorKey, str] = field(default_factory=dict)
+    # files that say which box lies in which file, where the format has them: what they leave out is in no file
     indexes: tuple[str, ...] = ()
+    # tensors of the states whose values no reader gives; `inspect` names them, and who leaves their states behind can
+    # have the rest. Of what a format does not list here `unsafe` has lines alone.
     unread: tuple[Unread, ...] = ()
+    # the one number of steps of an optimizer whose parameters have none of their own, which the extras have at its path
     count: LogicalTensor | None = None
 
     def rows(self) -> Iterator[CatalogRow]:

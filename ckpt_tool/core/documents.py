@@ -383,13 +383,13 @@ class Finding(TypedDict):
 
 
 class SignedEntry(TypedDict):
-    """A signature or an attestation. authentic: None where no key was given to check it with."""
+    """A signature or an attestation."""
 
     file: str
     files: int
     signed: bool
     key: str | None
-    authentic: bool | None
+    authentic: bool | None  # None where no key was given to check it with
     ignored: NotRequired[list[str]]
 
 
@@ -484,11 +484,11 @@ class LatestResult(TypedDict):
 
 
 class StepEntry(TypedDict):
-    """A step of a run. sound: None where it was not looked at."""
+    """A step of a run."""
 
     path: str
     step: int | None
-    sound: bool | None
+    sound: bool | None  # None where it was not looked at
     bytes: int | None
     reasons: NotRequired[list[str]]  # why it stays
     why: NotRequired[str]  # why it is not complete

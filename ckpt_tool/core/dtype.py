@@ -18,19 +18,16 @@ from ckpt_tool.errors import InputError
 
 
 class DType(NamedTuple):
-    """An element type. `bits` is the width of one element, `numpy` the NumPy name that holds its bits.
-
-    block: elements that one item of a type of blocks stands for, 0 where items are elements; 1 for numbers of another
-    byte order.
-    `numpy` names a type of the same width whose values are right where NumPy has the type (`exact`), or an
-    unsigned integer that only carries the bits (BF16, FP8).
-    """
+    """An element type. `bits` is the width of one element, `numpy` the NumPy name that holds its bits."""
 
     name: str
     bits: int
     numpy: str
     exact: bool
     torch: str | None
+    # elements that one item of a type of blocks stands for, 0 where items are elements; 1 for numbers of another byte
+    # order. `numpy` names a type of the same width whose values are right where NumPy has the type (`exact`), or an
+    # unsigned integer that only carries the bits (BF16, FP8).
     block: int = 0
 
     def nbytes(self, numel: int) -> int:

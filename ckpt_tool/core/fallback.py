@@ -21,15 +21,12 @@ MeshDims = Sequence[tuple[str, int]]
 
 
 class Choice(NamedTuple):
-    """The mesh dims that cut a tensor dim: `used` of `requested`, and why.
-
-    reason: `even`, `fallback`, `replicated`, `uneven` (dtensor) or `padded`. better: the subset with a higher degree
-    that `best-subset` would have taken, () when there is none.
-    """
+    """The mesh dims that cut a tensor dim: `used` of `requested`, and why."""
 
     requested: tuple[str, ...]
     used: tuple[str, ...]
-    reason: str
+    reason: str  # `even`, `fallback`, `replicated`, `uneven` (dtensor) or `padded`
+    # the subset with a higher degree that `best-subset` would have taken, () when there is none
     better: tuple[str, ...] = ()
 
 

@@ -29,17 +29,15 @@ Boxes = Sequence[tuple[Box, Box]]  # (box of the tensor, box of the block), tili
 
 
 class LinePlace(NamedTuple):
-    """Elements [start, stop) of a block's row-major line lie at element `at` of the flat line.
+    """Elements [start, stop) of a block's row-major line lie at element `at` of the flat line."""
 
-    of: what the block is of, in the caller's terms (a name, a tensor's number). shape: the block's. boxes: where the
-    block lies in its tensor (a fused matrix in two boxes); (): the block is the whole tensor.
-    """
-
+    # what the block is of, in the caller's terms (a name, a tensor's number)
     of: Any  # Python 3.10 has no generic NamedTuple, so `FlatLine[T]` alone states the type
     at: int
     start: int
     stop: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # the block's
+    # where the block lies in its tensor (a fused matrix in two boxes); (): the block is the whole tensor
     boxes: Boxes = ()
 
     @property
@@ -48,18 +46,19 @@ class LinePlace(NamedTuple):
 
 
 class LinePart(NamedTuple):
-    """`box` of tensor `of` lies at element `at` of the line, row-major; strides: in elements, where it has gaps."""
+    """`box` of tensor `of` lies at element `at` of the line, row-major;"""
 
     of: Any
     box: Box
     at: int
-    strides: tuple[int, ...] | None
+    strides: tuple[int, ...] | None  # in elements, where it has gaps
 
 
 @dataclass(frozen=True, slots=True)
 class FlatLine(Generic[T]):
-    """See the module. places: by `at`, none begins before the one before ends; between them lies padding."""
+    """See the module."""
 
+    # by `at`, none begins before the one before ends; between them lies padding
     places: tuple[LinePlace, ...]
 
     @staticmethod

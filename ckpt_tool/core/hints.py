@@ -73,8 +73,9 @@ H = TypeVar("H", bound=Hint)
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """The hints of a source. plain: key -> plain values, also of hints that this version does not know."""
+    """The hints of a source."""
 
+    # key -> plain values, also of hints that this version does not know
     plain: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -119,8 +120,7 @@ class Dialect(Hint):
 
 @dataclass(frozen=True, slots=True)
 class Degrees(Hint):
-    """How many ways a job is parallel, as far as anybody states it. dp: all data ranks, those of experts too. `vpp`
-    cuts no tensor."""
+    """How many ways a job is parallel, as far as anybody states it."""
 
     KEY: ClassVar[str] = "degrees"
     tp: int | None = None
@@ -128,7 +128,7 @@ class Degrees(Hint):
     vpp: int | None = None
     ep: int | None = None
     etp: int | None = None
-    dp: int | None = None
+    dp: int | None = None  # all data ranks, those of experts too. `vpp` cuts no tensor.
     cp: int | None = None
 
     def stated(self) -> dict[str, int]:
@@ -172,13 +172,12 @@ class NamesHint(Hint):
 
 @dataclass(frozen=True, slots=True)
 class Stated(Hint):
-    """What the header of a source's files states of the model, in the words of its format; `inspect` shows it. format:
-    whose words they are. values: plain ones. long: how many values a list has that is not kept."""
+    """What the header of a source's files states of the model, in the words of its format; `inspect` shows it."""
 
     KEY: ClassVar[str] = "stated"
-    format: str
-    values: Mapping[str, Any]
-    long: Mapping[str, int] = field(default_factory=dict)
+    format: str  # whose words they are
+    values: Mapping[str, Any]  # plain ones
+    long: Mapping[str, int] = field(default_factory=dict)  # how many values a list has that is not kept
 
 
 class Globals(NamesHint):

@@ -28,19 +28,15 @@ def block(n: int, degree: int, index: int, *, granule: int = 1) -> tuple[int, in
 
 
 class Placement(NamedTuple):
-    """How the mesh cuts one logical parameter.
+    """How the mesh cuts one logical parameter."""
 
-    shard: (tensor dim, mesh dims major first), each mesh dim at most once. at: (mesh dim, coordinate) where it lives
-    alone. choices: what the fallback decided, one per tensor dim that was asked to be cut. padded: tensor dims whose
-    blocks are filled up with zeros to the same extent. uneven: tensor dims cut as DTensor does. granules: (tensor dim,
-    elements that stay together) of those two kinds of dims; even blocks are whole granules anyway.
-    """
-
+    # (tensor dim, mesh dims major first), each mesh dim at most once
     shard: tuple[tuple[int, tuple[str, ...]], ...] = ()
-    at: tuple[tuple[str, int], ...] = ()
-    choices: tuple[Choice, ...] = ()
-    padded: tuple[int, ...] = ()
-    uneven: tuple[int, ...] = ()
+    at: tuple[tuple[str, int], ...] = ()  # (mesh dim, coordinate) where it lives alone
+    choices: tuple[Choice, ...] = ()  # what the fallback decided, one per tensor dim that was asked to be cut
+    padded: tuple[int, ...] = ()  # tensor dims whose blocks are filled up with zeros to the same extent
+    uneven: tuple[int, ...] = ()  # tensor dims cut as DTensor does
+    # (tensor dim, elements that stay together) of those two kinds of dims; even blocks are whole granules anyway
     granules: tuple[tuple[int, int], ...] = ()
 
 
@@ -161,12 +157,11 @@ def _blocks(
 
 
 class Layout(NamedTuple):
-    """A mesh and a placement for each wanted tensor, in the same order. source: which rule gave them, for the
-    report."""
+    """A mesh and a placement for each wanted tensor, in the same order."""
 
     mesh: Mesh
     placements: tuple[Placement, ...]
-    source: str = ""
+    source: str = ""  # which rule gave them, for the report
 
     def held(self, index: int, shape: Sequence[int]) -> Iterator[Held]:
         return held(shape, self.placements[index], self.mesh)

@@ -27,11 +27,11 @@ ROWS = 4096  # of one piece of JSON: 0.5 MB
 
 
 class RowBlock(NamedTuple):
-    """Tensors of one state in the source's order. names: gives their names as UTF-8. kinds: what each is."""
+    """Tensors of one state in the source's order."""
 
     state: str
-    names: Callable[[], Sequence[bytes]]
-    kinds: Sequence[Kind]
+    names: Callable[[], Sequence[bytes]]  # gives their names as UTF-8
+    kinds: Sequence[Kind]  # what each is
 
 
 class Listing(Sequence[dict[str, Any]]):

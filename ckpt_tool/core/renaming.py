@@ -33,27 +33,19 @@ class BadRule(ValueError):
 
 
 class RenamingRule(NamedTuple):
-    """One rule.
+    """One rule."""
 
-    text: as the user wrote it. pattern: which names it matches, as `core.patterns` reads it. replace: gives the new
-    name of one that matches.
-    """
-
-    text: str
-    pattern: str
-    replace: Callable[[str], str]
+    text: str  # as the user wrote it
+    pattern: str  # which names it matches, as `core.patterns` reads it
+    replace: Callable[[str], str]  # gives the new name of one that matches
 
 
 class Renamed(NamedTuple):
-    """What rules make of names.
+    """What rules make of names."""
 
-    names: old name -> new name, of the names that a rule matches. unmatched: rules that match no name at all.
-    shadowed: rules that match some, each of which an earlier rule renames.
-    """
-
-    names: Mapping[str, str]
-    unmatched: Sequence[str]
-    shadowed: Sequence[str]
+    names: Mapping[str, str]  # old name -> new name, of the names that a rule matches
+    unmatched: Sequence[str]  # rules that match no name at all
+    shadowed: Sequence[str]  # rules that match some, each of which an earlier rule renames
 
 
 def read_rule(text: str) -> RenamingRule:

@@ -58,17 +58,16 @@ class LazySequence(Later[T]):
 
 
 class TargetArray(NamedTuple):
-    """`box` of tensor number `tensor` lies row-major at `offset` (bytes) of the file.
-
-    shape: the stored array's shape where it is larger than the box (padding, filled with zeros at the end of each
-    dim); None: the box's own. strides: elements between neighbours along each dim of the box where the array lies
-    otherwise than row-major, without gaps (a transposed matrix); None: row-major.
-    """
+    """`box` of tensor number `tensor` lies row-major at `offset` (bytes) of the file."""
 
     tensor: int
     box: Box
     offset: int
+    # the stored array's shape where it is larger than the box (padding, filled with zeros at the end of each dim);
+    # None: the box's own
     shape: tuple[int, ...] | None = None
+    # elements between neighbours along each dim of the box where the array lies otherwise than row-major, without gaps
+    # (a transposed matrix); None: row-major
     strides: tuple[int, ...] | None = None
 
 
@@ -88,16 +87,14 @@ class Patch(NamedTuple):
 
 
 class TargetFile(NamedTuple):
-    """One output file. `literals`: (offset in bytes, bytes), disjoint from the arrays; what neither covers is zero.
-
-    copy_of: the file is a byte-for-byte copy of this file of the source (then it has no literals or arrays).
-    """
+    """One output file. `literals`: (offset in bytes, bytes), disjoint from the arrays; what neither covers is zero."""
 
     path: str
     size: int
     literals: Sequence[tuple[int, bytes]] = ()
     arrays: Sequence[TargetArray] = ()
     patches: Sequence[Patch] = ()
+    # the file is a byte-for-byte copy of this file of the source (then it has no literals or arrays)
     copy_of: str | None = None
 
 
@@ -131,16 +128,16 @@ class Places(Protocol):
 
 
 class Target(NamedTuple):
-    """Every file of the output. `single`: the output is one file of this name, not a folder. by_size: files end where
-    `Wanted.shard_size` says. places: given where the files' arrays are `Later`s: the same answers, tensor by tensor. A
-    plan that nobody runs is then counted by its groups."""
+    """Every file of the output. `single`: the output is one file of this name, not a folder."""
 
     format: str
     files: tuple[TargetFile, ...]
     single: str | None = None
     notes: tuple[str, ...] = ()
+    # given where the files' arrays are `Later`s: the same answers, tensor by tensor. A plan that nobody runs is then
+    # counted by its groups.
     places: Places | None = None
-    by_size: bool = False
+    by_size: bool = False  # files end where `Wanted.shard_size` says
 
     @property
     def nbytes(self) -> int:
@@ -152,12 +149,12 @@ class Target(NamedTuple):
 
 
 class WantedTensor(NamedTuple):
-    """A tensor of the output: `dtype` is the output's. path: where the source's nested dict held it, () if nowhere."""
+    """A tensor of the output: `dtype` is the output's."""
 
     key: TensorKey
     shape: tuple[int, ...]
     dtype: DType
-    path: Path = ()
+    path: Path = ()  # where the source's nested dict held it, () if nowhere
 
     @property
     def nbytes(self) -> int:
@@ -165,45 +162,37 @@ class WantedTensor(NamedTuple):
 
 
 class LayoutWish(NamedTuple):
-    """What is wished of a format with a layout of its own (`formats.base.Holds.own_layout`).
+    """What is wished of a format with a layout of its own (`formats.base.Holds.own_layout`)."""
 
-    degrees: what is known of them. zero: the ZeRO stage, 0 to 3. pp_split: layers of each stage, () for even ones.
-    sharding: how Paddle's ranks share states, `v1` or `v2`. spec: Megatron's layer spec, `te` or `local`. config: the
-    model's. removed: the keys that were removed by pattern. gguf_type: what GGUF's matrices shall be, those named
-    by gguf_only where that is not None. None where nobody says. cast: has the model's dtype been chosen (`--dtype`)?
-    """
-
-    degrees: Degrees = Degrees()
-    zero: int | None = None
-    pp_split: tuple[int, ...] = ()
-    sharding: str | None = None
-    spec: str | None = None
-    config: Mapping[str, Any] | None = None
+    degrees: Degrees = Degrees()  # what is known of them
+    zero: int | None = None  # the ZeRO stage, 0 to 3
+    pp_split: tuple[int, ...] = ()  # layers of each stage, () for even ones
+    sharding: str | None = None  # how Paddle's ranks share states, `v1` or `v2`
+    spec: str | None = None  # Megatron's layer spec, `te` or `local`
+    config: Mapping[str, Any] | None = None  # the model's
     vocab_size: int | None = None
-    removed: frozenset[TensorKey] = frozenset()
+    removed: frozenset[TensorKey] = frozenset()  # the keys that were removed by pattern
+    # what GGUF's matrices shall be, those named by gguf_only where that is not None. None where nobody says.
     gguf_type: str | None = None
     gguf_only: frozenset[str] | None = None
-    cast: bool = False
+    cast: bool = False  # has the model's dtype been chosen (`--dtype`)?
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the output shall hold, before any format has laid it out.
-
-    extras, hints: the source catalog's (see `core.catalog`), less what was dropped by name.
-    source_format: a format may write its own kind back more faithfully (key prefixes) than a foreign one.
-    sidefiles: (path, size in bytes) of the source's side files to copy as they are.
-    single: the output's file name where the user asked for one file (`OUT.pt`), None for a folder.
-    shard_size: `--max-shard-size` in bytes.
-    """
+    """What the output shall hold, before any format has laid it out."""
 
     tensors: tuple[WantedTensor, ...]
+    # extras, hints: the source catalog's (see `core.catalog`), less what was dropped by name
     extras: Mapping[str, Any] = field(default_factory=dict)
     hints: Hints = Hints()
+    # a format may write its own kind back more faithfully (key prefixes) than a foreign one
     source_format: str = ""
+    # (path, size in bytes) of the source's side files to copy as they are
     sidefiles: tuple[tuple[str, int], ...] = ()
+    # the output's file name where the user asked for one file (`OUT.pt`), None for a folder
     single: str | None = None
-    shard_size: int = 5_000_000_000
+    shard_size: int = 5_000_000_000  # `--max-shard-size` in bytes
     wish: LayoutWish = LayoutWish()
 
 

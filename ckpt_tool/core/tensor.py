@@ -46,19 +46,14 @@ class TensorKey(NamedTuple):
 
 
 class StoredArray(NamedTuple):
-    """An array lying in a file: all that a reader says about bytes.
+    """An array lying in a file: all that a reader says about bytes."""
 
-    path: relative to the checkpoint's root, with `/`.
-    offset: bytes from the start of the file to element (0, 0, ...).
-    strides: in elements; None means row-major without gaps.
-    crc: (offset, length, crc32) of the stored record that holds the array, in bytes, where the container has one.
-    """
-
-    path: str
-    offset: int
+    path: str  # relative to the checkpoint's root, with `/`
+    offset: int  # bytes from the start of the file to element (0, 0, ...)
     dtype: DType
     shape: tuple[int, ...]
-    strides: tuple[int, ...] | None = None
+    strides: tuple[int, ...] | None = None  # in elements; None means row-major without gaps
+    # (offset, length, crc32) of the stored record that holds the array, in bytes, where the container has one
     crc: tuple[int, int, int] | None = None
 
     @property
@@ -214,17 +209,13 @@ def plainly_tile(chunks: Sequence[Chunk], shape: tuple[int, ...]) -> bool:
 
 
 class LogicalTensor(NamedTuple):
-    """Above this line TP, PP, EP and DP do not exist.
-
-    shape: the whole tensor's. chunks: tile it (replicas aside). path: where the source's nested dict held it, ()
-    where the source has no nesting.
-    """
+    """Above this line TP, PP, EP and DP do not exist."""
 
     key: TensorKey
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # the whole tensor's
     dtype: DType
-    chunks: Sequence[Chunk]
-    path: Path = ()
+    chunks: Sequence[Chunk]  # tile it (replicas aside)
+    path: Path = ()  # where the source's nested dict held it, () where the source has no nesting
 
     @property
     def numel(self) -> int:

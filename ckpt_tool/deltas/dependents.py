@@ -46,21 +46,19 @@ _OF_A_MODEL = re.compile(r"(?!model-0+-of-).+-\d{1,7}-of-\d{1,7}\.safetensors|mo
 
 
 class FoundDelta(NamedTuple):
-    """A delta somewhere around a run. path: its folder, resolved. base: the folder that it names as its base, resolved,
-    "" where it names none or that is not there. base_version: the number of the step that it is made on, None for
-    none. is_archive: made with `--dedup`, of a step's files."""
+    """A delta somewhere around a run."""
 
-    path: str
-    base: str
-    base_version: int | None
-    is_archive: bool
+    path: str  # its folder, resolved
+    base: str  # the folder that it names as its base, resolved, "" where it names none or that is not there
+    base_version: int | None  # the number of the step that it is made on, None for none
+    is_archive: bool  # made with `--dedup`, of a step's files
 
 
 class Around(NamedTuple):
-    """What was found around a run. faults: what could not be read there, and why."""
+    """What was found around a run."""
 
     deltas: tuple[FoundDelta, ...]
-    faults: tuple[CkptError, ...]
+    faults: tuple[CkptError, ...]  # what could not be read there, and why
 
 
 def deltas_around(src: str, run: Run, more: Iterable[str] = ()) -> Around:

@@ -82,11 +82,11 @@ def digest_of(name: str) -> Hasher:
 
 
 class EncodedFrame(NamedTuple):
-    """A tensor, encoded. frame: (offset, bytes) in the spool; None where nothing changed. changed: bytes."""
+    """A tensor, encoded."""
 
-    frame: tuple[int, int] | None
+    frame: tuple[int, int] | None  # (offset, bytes) in the spool; None where nothing changed
     digest: str
-    changed: int
+    changed: int  # bytes
 
 
 class Spool:
@@ -255,11 +255,11 @@ def compressor() -> Any:
 
 
 class FramePlace(NamedTuple):
-    """Where a frame lies, for messages. size: of the frame in bytes."""
+    """Where a frame lies, for messages."""
 
     path: str
     offset: int
-    size: int
+    size: int  # of the frame in bytes
     key: str
 
     def fault(self, message: str) -> CorruptFile:

@@ -55,12 +55,12 @@ class ArchivedRange(NamedTuple):
 
 
 class Archive(NamedTuple):
-    """A step's files, kept byte for byte. files: path -> (size, its pieces in order, without gaps). whole: entries that
-    are kept whole: changes to as many zeros. format: what the step is. An entry is its pieces end to end."""
+    """A step's files, kept byte for byte."""
 
-    format: str
+    format: str  # what the step is. An entry is its pieces end to end.
+    # path -> (size, its pieces in order, without gaps)
     files: Mapping[str, tuple[int, tuple[ArchivedRange, ...]]]
-    whole: frozenset[str]
+    whole: frozenset[str]  # entries that are kept whole: changes to as many zeros
 
     def to_json(self) -> dict[str, Any]:
         files = {
@@ -71,16 +71,15 @@ class Archive(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One delta, from its headers. frames: name -> the compressed bytes as a tensor U8 [n]. digests: of the whole new
-    tensors, those that are the base's included."""
+    """One delta, from its headers."""
 
     tree: Tree
     version: int
     base_version: int
     encoding: str
     checksum: str
-    frames: Mapping[str, LogicalTensor]
-    digests: Mapping[str, str]
+    frames: Mapping[str, LogicalTensor]  # name -> the compressed bytes as a tensor U8 [n]
+    digests: Mapping[str, str]  # of the whole new tensors, those that are the base's included
     archive: Archive | None = None
 
     @property

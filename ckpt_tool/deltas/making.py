@@ -64,10 +64,10 @@ class HeldTensor(NamedTuple):
 
 
 class TensorPair(NamedTuple):
-    """A tensor as it was and as it is. old: None for as many zeros."""
+    """A tensor as it was and as it is."""
 
     name: str
-    old: HeldTensor | None
+    old: HeldTensor | None  # None for as many zeros
     new: HeldTensor
 
 

@@ -12,7 +12,7 @@ from ckpt_tool.options.writing import DEFAULT_SHARD_SIZE
 
 @dataclass(frozen=True)
 class Making:
-    """As given. weight_version: None for what the names of the folders say."""
+    """As given."""
 
     encoding: str = OPTIONS.choice(
         "Encode changes as xor (smallest) or overwrite (may be applied twice). Default xor.",
@@ -22,6 +22,7 @@ class Making:
     checksum: str = OPTIONS.choice(
         "Store this digest of each tensor. Default xxh3-128.", tuple(CHECKSUMS), default=next(iter(CHECKSUMS))
     )
+    # None for what the names of the folders say
     weight_version: int | None = OPTIONS.option(
         "Number the version that NEW is: --weight-version 2. Default: as the folders are called "
         "(weight_v000002), or 1.",

@@ -40,10 +40,10 @@ _TILE = 1 << 20  # bytes
 
 
 class Link(NamedTuple):
-    """One change of a tensor. input: the number of its frame among the recipe's inputs, None where this version leaves
-    the tensor as it is."""
+    """One change of a tensor."""
 
     delta: Delta
+    # the number of its frame among the recipe's inputs, None where this version leaves the tensor as it is
     input: int | None
 
 

@@ -68,18 +68,15 @@ CUDA_FLAGS = (
 
 
 class Built(NamedTuple):
-    """A library that may be loaded (`Library(path, through)`).
-
-    architectures: those it has code for; () for the shim. seconds: what the build took, 0 where it was found. note:
-    what a reader should know, "" for nothing: an entry of the cache that was refused, a folder that could not be
-    used."""
+    """A library that may be loaded (`Library(path, through)`)."""
 
     path: Path
     through: Path
     kind: Kind
     key: str
-    architectures: tuple[int, ...]
-    seconds: float
+    architectures: tuple[int, ...]  # those it has code for; () for the shim
+    seconds: float  # what the build took, 0 where it was found
+    # what a reader should know, "" for nothing: an entry of the cache that was refused, a folder that could not be used
     note: str
     about: dict[str, Any]
 

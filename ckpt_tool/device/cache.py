@@ -48,11 +48,11 @@ _TOLD = {
 
 
 class Kept(NamedTuple):
-    """A library that may be loaded. opened: its open file, to be loaded through; about: what the build wrote down."""
+    """A library that may be loaded."""
 
     path: Path
-    opened: int
-    about: dict[str, Any]
+    opened: int  # its open file, to be loaded through
+    about: dict[str, Any]  # what the build wrote down
 
     def through(self) -> Path:
         """The name by which exactly the checked file is loaded. The file stays open as long as the process: the loader

@@ -72,43 +72,38 @@ SCALES = np.dtype(
 
 
 class Casts(NamedTuple):
-    """A packed list from one kind of element to another. records: how many numbers its boxes have in `aux`."""
+    """A packed list from one kind of element to another."""
 
     boxes: PackedDescriptors
     source: int
     target: int
-    records: int
+    records: int  # how many numbers its boxes have in `aux`
 
 
 class CastScales(NamedTuple):
-    """The scales of a tensor: that of row 0, column 0 of a box's first matrix is at `address`.
-
-    block: (rows, columns) that share one. strides: bytes from those of a matrix to those of the next, 0 where all share
-    them, and from a row of scales to the next.
-    """
+    """The scales of a tensor: that of row 0, column 0 of a box's first matrix is at `address`."""
 
     address: int
     dtype: DType
-    block: tuple[int, int]
+    block: tuple[int, int]  # (rows, columns) that share one
+    # bytes from those of a matrix to those of the next, 0 where all share them, and from a row of scales to the next
     strides: tuple[int, int]
 
 
 class CodeBox(NamedTuple):
-    """A box of codes, (matrices, rows, columns), and where its floats go.
+    """A box of codes, (matrices, rows, columns), and where its floats go."""
 
-    source: address of the first code; source_strides: from a matrix, from a row to the next. Of F4 all three count half
-    bytes: codes that begin with the byte at A have source 2 * A. target, target_strides: the same in bytes. row,
-    column: where the box begins in its matrix.
-    """
-
-    source: int
+    source: int  # address of the first code
+    # target, target_strides: the same in bytes. row,
     target: int
     shape: tuple[int, int, int]
+    # from a matrix, from a row to the next. Of F4 all three count half bytes: codes that begin with the byte at A have
+    # source 2 * A.
     source_strides: tuple[int, int]
     target_strides: tuple[int, int]
     scales: CastScales
     row: int = 0
-    column: int = 0
+    column: int = 0  # where the box begins in its matrix
 
 
 class CodeList(NamedTuple):

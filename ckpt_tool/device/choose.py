@@ -27,12 +27,13 @@ CPU_HINT = "--device cpu (the default) does the same on the CPU; ckpt kernels in
 
 
 class DeviceChoice(NamedTuple):
-    """What a run uses and why. path: the library that was named; architectures: those of the GPUs (90 for compute
-    capability 9.0); code and hint: of the error that `open_device` raises where the level is numpy."""
+    """What a run uses and why."""
 
     level: Level
     reason: str
-    path: Path | None = None
+    path: Path | None = None  # the library that was named
+    # those of the GPUs (90 for compute capability 9.0); code and hint: of the error that `open_device` raises where the
+    # level is numpy
     architectures: tuple[int, ...] = ()
     code: str = ""
     hint: str = CPU_HINT

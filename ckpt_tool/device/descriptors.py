@@ -257,17 +257,14 @@ MOST_EXTENT = 1 << 31
 
 class Turned(NamedTuple):
     """A transpose in bytes. Item (b, i, j) goes from `source + b*s0 + i*s1 + j*item` to `target + b*t0 + i*item +
-    j*t2`.
-
-    extents: batch, rows, columns. source_strides: s0, s1. target_strides: t0, t2.
-    """
+    j*t2`."""
 
     source: int
     target: int
     item: int
-    extents: tuple[int, int, int]
-    source_strides: tuple[int, int]
-    target_strides: tuple[int, int]
+    extents: tuple[int, int, int]  # batch, rows, columns
+    source_strides: tuple[int, int]  # s0, s1
+    target_strides: tuple[int, int]  # t0, t2
 
 
 def turned(source: int, target: int, dims: Dims, run: int) -> Iterator[Turned]:

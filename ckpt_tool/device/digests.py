@@ -35,11 +35,11 @@ GRID = 256  # lines begin on this many bytes in the window: 16-byte loads
 
 
 class PlacedTensor(NamedTuple):
-    """A tensor on the device. regions: where its elements are stored, `file` a number in `addresses`, offsets in bytes
-    from there."""
+    """A tensor on the device."""
 
     dtype: DType
     shape: tuple[int, ...]
+    # where its elements are stored, `file` a number in `addresses`, offsets in bytes from there
     regions: tuple[Region, ...]
     addresses: Sequence[int]
 

@@ -23,10 +23,10 @@ _NO_DEVICE = 100
 
 
 class Card(NamedTuple):
-    """A device as the driver names it. architecture: 90 for compute capability 9.0."""
+    """A device as the driver names it."""
 
     name: str
-    architecture: int
+    architecture: int  # 90 for compute capability 9.0
 
 
 class Probe(NamedTuple):

@@ -38,7 +38,7 @@ class _Info(ctypes.Structure):
 
 
 class DeviceInfo(NamedTuple):
-    """What a device is. driver, runtime: 13000 is CUDA 13.0. host: the shim, which is no device."""
+    """What a device is."""
 
     name: str
     uuid: str
@@ -47,9 +47,10 @@ class DeviceInfo(NamedTuple):
     capability: tuple[int, int]
     multiprocessors: int
     l2_bytes: int
+    # driver, runtime: 13000 is CUDA 13.0
     driver: int
     runtime: int
-    host: bool
+    host: bool  # the shim, which is no device
 
 
 ADDRESS = c_void_p

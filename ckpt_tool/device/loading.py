@@ -39,21 +39,16 @@ class _Dim(NamedTuple):
 
 
 class FileSpans(NamedTuple):
-    """Spans of one file, the same number of bytes each, and where their elements are along the line.
-
-    outer: (extent, bytes of the file from one to the next), each combination is one span. pitch: bytes of the image
-    from one span to the next. copy: image (from byte 0 of the piece) -> line (from byte 0 of the tensor), as a list
-    takes it.
-    own: do the spans hold nothing but the elements?
-    """
+    """Spans of one file, the same number of bytes each, and where their elements are along the line."""
 
     file: int
     offset: int
+    # (extent, bytes of the file from one to the next), each combination is one span
     outer: tuple[tuple[int, int], ...]
     span: int
-    pitch: int
-    copy: Copy
-    own: bool
+    pitch: int  # bytes of the image from one span to the next
+    copy: Copy  # image (from byte 0 of the piece) -> line (from byte 0 of the tensor), as a list takes it
+    own: bool  # do the spans hold nothing but the elements?
 
     @property
     def times(self) -> int:
@@ -195,14 +190,13 @@ COUNTED = 64  # spans of a piece from which on their checksums are left for the 
 
 
 class Window(NamedTuple):
-    """Elements [start, end) of a line, of which [start, stop) are written; the rest completes a leaf. at: bytes into
-    the lines."""
+    """Elements [start, end) of a line, of which [start, stop) are written; the rest completes a leaf."""
 
     move: Move
     start: int
     stop: int
     end: int
-    at: int
+    at: int  # bytes into the lines
 
     @property
     def nbytes(self) -> int:

@@ -40,8 +40,7 @@ TABLE = np.dtype(
 
 class FloatBox(NamedTuple):
     """A box of floats, (matrices, rows, columns), and where its codes and scales go. All strides are in bytes, from a
-    matrix and from a row (of scales: of blocks) to the next. whole: nvfp4's factor of the scales (`nearest.whole_of`).
-    """
+    matrix and from a row (of scales: of blocks) to the next."""
 
     source: int
     target: int
@@ -50,13 +49,12 @@ class FloatBox(NamedTuple):
     target_strides: tuple[int, int]
     scales: int
     scale_strides: tuple[int, int]
-    whole: float = 1.0
+    whole: float = 1.0  # nvfp4's factor of the scales (`nearest.whole_of`)
 
 
 class FloatList(NamedTuple):
     """A packed list of floats and the table of its boxes. Packed box k is part of box `records[k]` of the `given`
-    ones. threads: of a block, as few as hold the longest row, so that many rows are in flight; 0 for the kernel's
-    own choice."""
+    ones."""
 
     boxes: PackedDescriptors
     table: npt.NDArray[np.void]
@@ -64,6 +62,7 @@ class FloatList(NamedTuple):
     scheme: int
     records: tuple[int, ...]
     given: int
+    # of a block, as few as hold the longest row, so that many rows are in flight; 0 for the kernel's own choice
     threads: int
 
 

@@ -31,17 +31,14 @@ from ckpt_tool.plan.copy import Copy
 
 
 class DeviceBox(NamedTuple):
-    """A box of a tensor in device memory: its first element is at `address`.
-
-    shape: of the whole tensor. strides: bytes from one element to the next in each dim, None where the box is row by
-    row without gaps.
-    """
+    """A box of a tensor in device memory: its first element is at `address`."""
 
     tensor: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
     dtype: DType
     box: Box
     address: int
+    # bytes from one element to the next in each dim, None where the box is row by row without gaps
     strides: tuple[int, ...] | None = None
 
 

@@ -42,12 +42,12 @@ REGION = 32 << 20  # bytes that are pinned at once where more is needed than was
 
 
 class Standing(NamedTuple):
-    """What a pool has and lends, in bytes; calls: how often it pinned memory."""
+    """What a pool has and lends, in bytes;"""
 
     pinned: int
     lent: int
     most_lent: int
-    calls: int
+    calls: int  # how often it pinned memory
 
 
 class Pinned(Closed):

@@ -124,29 +124,22 @@ FUSED_MIXTRAL_EXPERTS = """
 
 
 class Variant(NamedTuple):
-    """A dialect derived from another one, or from a table, in this order:
+    """A dialect derived from another one, or from a table, in this order:"""
 
-    of: the other dialect's name, or a table. swap: `swap[1]` for `swap[0]` in the text of that table. root: in place of
-    `instead`, `model.` (GPT-2: `transformer.`) unless it says so. over: rules that come first and instead of those of their names. inner: where
-    `inner[1]` holds of a layer, its `inner[2:]` are one level down, under `inner[0]`. apart: what is fused may also are
-    stored apart, under the hub's names, turned.
-    like_hub: names that the hub has are laid out as in the hub. ahead: layers beyond the decoder's are Megatron's of
-        MTP. short: they are left out.
-    when: a condition on the config; where names and shapes fit two dialects, the one of which it holds is meant.
-    exact: its rules are what a whole model has by its config, neither more nor less, but for a head that is tied.
-    """
-
-    of: str
-    root: str = "model."
-    over: str = ""
-    swap: tuple[str, str] = ("", "")
+    of: str  # the other dialect's name, or a table
+    root: str = "model."  # in place of `instead`, `model.` (GPT-2: `transformer.`) unless it says so
+    over: str = ""  # rules that come first and instead of those of their names
+    swap: tuple[str, str] = ("", "")  # `swap[1]` for `swap[0]` in the text of that table
+    # where `inner[1]` holds of a layer, its `inner[2:]` are one level down, under `inner[0]`
     inner: tuple[str, ...] = ()
-    apart: bool = False
-    like_hub: bool = False
-    ahead: bool = False
-    short: bool = False
+    apart: bool = False  # what is fused may also are stored apart, under the hub's names, turned
+    like_hub: bool = False  # names that the hub has are laid out as in the hub
+    ahead: bool = False  # layers beyond the decoder's are Megatron's of MTP
+    short: bool = False  # they are left out
+    # a condition on the config; where names and shapes fit two dialects, the one of which it holds is meant
     when: str = ""
     instead: str = ""
+    # its rules are what a whole model has by its config, neither more nor less, but for a head that is tied
     exact: bool = False
 
     def changed(self, table: Table, hub: Table, kinds: Mapping[str, str]) -> Table:

@@ -268,13 +268,12 @@ GEMMA3_LAYER = (SANDWICH + MLP + ATTENTION).replace("@", "") + QK_NORMS.replace(
 
 
 class MaxtextLayers(NamedTuple):
-    """Where MaxText has layers. at: how their names begin. number: the hub's, of its axes. stacked: the axes along
-    which each tensor has them. turn: the axis that the word `turn` of a condition stands for."""
+    """Where MaxText has layers."""
 
-    at: str
-    number: str
-    stacked: str = ""
-    turn: str = "i"
+    at: str  # how their names begin
+    number: str  # the hub's, of its axes
+    stacked: str = ""  # the axes along which each tensor has them
+    turn: str = "i"  # the axis that the word `turn` of a condition stands for
 
     def rules(self, text: str) -> str:
         """Rules of a layer, with `{}` where layers are stacked, as those of the layers here.

@@ -25,30 +25,31 @@ ENDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # of the name
 
 @dataclass(frozen=True, slots=True)
 class ModelClass:
-    """One class of models of a family.
+    """One class of models of a family."""
 
-    model_type, architecture: its names in config.json. also: other names of the architecture (Paddle's, an inner
-        model's).
-    forms: names in `families.config.forms`, in order; () for a class whose config has no translation: its tensors
-    convert, its config.json is copied. keys: its own name for a key (`num_experts` -> `num_local_experts`). defaults:
-    what transformers takes where config.json is silent. megatron, paddle: what the class fixes in Megatron's arguments,
-    in a Paddle config. paddle_defaults: what PaddleFormers takes where transformers takes another. unsayable: {key: the
-    value that Megatron computes with}; another value is reported as lost. like: a class of transformers with the same
-    tensors, where the class's own code lies with its files alone: the tests build that one. part: the language model alone of a model that sees or hears, whose class is its
-    family's first; Megatron's arguments are of that part.
-    """
-
+    # model_type, architecture: its names in config.json
     model_type: str
     architecture: str
+    # names in `families.config.forms`, in order; () for a class whose config has no translation: its tensors convert,
+    # its config.json is copied
     forms: tuple[str, ...] = ()
+    # its own name for a key (`num_experts` -> `num_local_experts`)
     keys: Mapping[str, str] = field(default_factory=dict)
+    # what transformers takes where config.json is silent
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    # megatron, paddle: what the class fixes in Megatron's arguments, in a Paddle config
     megatron: Mapping[str, Any] = field(default_factory=dict)
     paddle: Mapping[str, Any] = field(default_factory=dict)
+    # what PaddleFormers takes where transformers takes another
     paddle_defaults: Mapping[str, Any] = field(default_factory=dict)
+    # {key: the value that Megatron computes with}; another value is reported as lost
     unsayable: Mapping[str, Any] = field(default_factory=dict)
-    also: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()  # other names of the architecture (Paddle's, an inner model's)
+    # a class of transformers with the same tensors, where the class's own code lies with its files alone: the tests
+    # build that one
     like: str = ""
+    # the language model alone of a model that sees or hears, whose class is its family's first; Megatron's arguments
+    # are of that part
     part: bool = False
 
     @property

@@ -27,21 +27,16 @@ _BY_CHANCE = 0.6  # of how alike two words are; `difflib.get_close_matches` has 
 
 
 class Near(NamedTuple):
-    """How near a family is.
-
-    kinds: of names in the checkpoint. known: those that the rules know, with shapes that fit. strange: names that no
-    rule knows, one of each kind. lacking: names of rules that find no tensor. unfit: shapes that do not fit. also:
-    other families of which all of this holds in like measure.
-    """
+    """How near a family is."""
 
     family: Family
     dialect: str
-    kinds: int
-    known: int
-    strange: tuple[str, ...] = ()
-    lacking: tuple[str, ...] = ()
-    unfit: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
+    kinds: int  # of names in the checkpoint
+    known: int  # those that the rules know, with shapes that fit
+    strange: tuple[str, ...] = ()  # names that no rule knows, one of each kind
+    lacking: tuple[str, ...] = ()  # names of rules that find no tensor
+    unfit: tuple[str, ...] = ()  # shapes that do not fit
+    also: tuple[str, ...] = ()  # other families of which all of this holds in like measure
 
     @property
     def close(self) -> bool:

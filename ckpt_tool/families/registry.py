@@ -158,11 +158,10 @@ def _named(config: Config, names: list[str]) -> Family | None:
 
 
 class _Known(NamedTuple):
-    """What a dialect knows of names. much: how many its rules know, how much of the others its towers' names tell.
-    layered: is one of those in a layer?"""
+    """What a dialect knows of names."""
 
-    much: tuple[int, int]
-    layered: bool
+    much: tuple[int, int]  # how many its rules know, how much of the others its towers' names tell
+    layered: bool  # is one of those in a layer?
 
 
 def _known(family: Family, names: list[str]) -> dict[str, _Known]:

@@ -48,16 +48,14 @@ class RewriteFault(NamedTuple):
 
 
 class HalfRule(NamedTuple):
-    """A rule of which one side is there.
-
-    axes, rows: the indices in the names of that side, and the numbers seen. example: a name that asks for it. own: the
-    sizes of axes that these rows alone have (`Family.own`).
-    """
+    """A rule of which one side is there."""
 
     rule: Equation
+    # axes, rows: the indices in the names of that side, and the numbers seen
     axes: tuple[str, ...]
     rows: set[tuple[int, ...]]
-    example: str
+    example: str  # a name that asks for it
+    # the sizes of axes that these rows alone have (`Family.own`)
     own: Mapping[str, int] = MappingProxyType({})
 
     @property
@@ -114,10 +112,10 @@ class HalfRule(NamedTuple):
 
 
 class _Hub(NamedTuple):
-    """What the source makes of the hub's tensors. made: {hub tensor: the source tensors it is made of}."""
+    """What the source makes of the hub's tensors."""
 
     pieces: list[Piece]
-    made: dict[str, list[str]]
+    made: dict[str, list[str]]  # {hub tensor: the source tensors it is made of}
     used: set[str]  # source tensors that a rule knows
     dropped: list[str]
     shapes: dict[str, Shape]  # of every hub tensor that the rules speak of
@@ -235,12 +233,12 @@ def sizes_of(
 
 
 class Unfitting(NamedTuple):
-    """A tensor whose shape no rule of its name can have. wanted: what one of them says, None where that is open."""
+    """A tensor whose shape no rule of its name can have."""
 
     name: str
     shape: Shape
     pattern: str
-    wanted: tuple[int | None, ...]
+    wanted: tuple[int | None, ...]  # what one of them says, None where that is open
 
 
 def unfitting(

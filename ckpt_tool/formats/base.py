@@ -39,63 +39,56 @@ class Specificity(IntEnum):
 
 
 class Evidence(NamedTuple):
-    """Why a tree is of a format: `why`, in words for a person.
-
-    files: every file of the checkpoint, as far as names tell; side files are left out. loader, turn: the software that
-    opens such a folder and, where the folder holds one model in several forms, takes the form of the lowest turn
-    (`transformers` takes model.safetensors, and pytorch_model.bin only without it); "" where there is no such rule.
-    """
+    """Why a tree is of a format: `why`, in words for a person."""
 
     why: str
     specificity: Specificity = Specificity.NAMES
+    # every file of the checkpoint, as far as names tell; side files are left out
     files: frozenset[str] = frozenset()
+    # loader, turn: the software that opens such a folder and, where the folder holds one model in several forms, takes
+    # the form of the lowest turn (`transformers` takes model.safetensors, and pytorch_model.bin only without it); ""
+    # where there is no such rule
     loader: str = ""
     turn: int = 0
 
 
 class Holds(NamedTuple):
-    """What a format's files can express.
+    """What a format's files can express."""
 
-    all_states: every state, or the model alone. lacks: groups of states (`optimizer`, `master`, `ema`) that have no
-    place although others have. extras: a place for plain values. mesh: the mesh dims whose ranks it lays out in files
-    (() for formats that hold whole tensors). replicas: does each rank keep its own copy of what is replicated (else
-    only replica 0 is written)? zero: how DP shards by default (0-3). single: the suffixes under which the output may be
-    one file, () for folders alone. uses_options: of the options that only some formats can use (max-shard-size, zero,
-    sharding, spec, pp-split, layout, on-indivisible) those that change what is written.
-    dialect: the names that are at home here. own_layout: the system itself fixes which rank holds what (Megatron,
-    DeepSpeed): `target` gets a Layout without placements and takes degrees and wishes from `Wanted.wish`.
-    adapter: its tensors are an adapter's. safetensors: its weights are files of safetensors. pointers: files that name
-    the step's folder, of this format alone. config: the file in which it states the model's config. with_args: extras
-    that its loader wants beside Megatron's arguments. lone_shards: one file of several is read as a checkpoint, so
-    states without their parameters are no fault. all_experts: its ranks hold all, so a gap in their numbers is one.
-    run_config: it has a place for what a Megatron run says of its adapter. blocks: it holds GGUF's types of blocks.
-    own_sidefiles: names of files beside it that only its own loaders read, copied from and to this format alone.
-    own_header: its files state the model and its tokenizer themselves, in its own words, in place of side files.
-    markers: a regular expression of the names of files that say only that a rank is done, "" where there are none.
-    """
-
-    all_states: bool = True
-    extras: bool = True
+    all_states: bool = True  # every state, or the model alone
+    extras: bool = True  # a place for plain values
+    # the mesh dims whose ranks it lays out in files (() for formats that hold whole tensors)
     mesh: tuple[str, ...] = ()
+    # does each rank keep its own copy of what is replicated (else only replica 0 is written)?
     replicas: bool = False
-    zero: int = 0
-    single: tuple[str, ...] = ()
+    zero: int = 0  # how DP shards by default (0-3)
+    single: tuple[str, ...] = ()  # the suffixes under which the output may be one file, () for folders alone
+    # of the options that only some formats can use (max-shard-size, zero, sharding, spec, pp-split, layout,
+    # on-indivisible) those that change what is written
     uses_options: frozenset[str] = frozenset()
-    dialect: str = "keep"
+    dialect: str = "keep"  # the names that are at home here
+    # the system itself fixes which rank holds what (Megatron, DeepSpeed): `target` gets a Layout without placements and
+    # takes degrees and wishes from `Wanted.wish`
     own_layout: bool = False
     dtypes: frozenset[str] = frozenset()  # names it can't hold
+    # groups of states (`optimizer`, `master`, `ema`) that have no place although others have
     lacks: frozenset[str] = frozenset()
-    adapter: bool = False
-    safetensors: bool = False
-    pointers: tuple[str, ...] = ()
-    config: str = "config.json"
+    adapter: bool = False  # its tensors are an adapter's
+    safetensors: bool = False  # its weights are files of safetensors
+    pointers: tuple[str, ...] = ()  # files that name the step's folder, of this format alone
+    config: str = "config.json"  # the file in which it states the model's config
+    # extras that its loader wants beside Megatron's arguments
     with_args: Mapping[str, Any] = MappingProxyType({})
+    # one file of several is read as a checkpoint, so states without their parameters are no fault
     lone_shards: bool = False
-    all_experts: bool = False
-    run_config: bool = False
-    blocks: bool = False
+    all_experts: bool = False  # its ranks hold all, so a gap in their numbers is one
+    run_config: bool = False  # it has a place for what a Megatron run says of its adapter
+    blocks: bool = False  # it holds GGUF's types of blocks
+    # its files state the model and its tokenizer themselves, in its own words, in place of side files
     own_header: bool = False
+    # names of files beside it that only its own loaders read, copied from and to this format alone
     own_sidefiles: frozenset[str] = frozenset()
+    # a regular expression of the names of files that say only that a rank is done, "" where there are none
     markers: str = ""
 
     def has(self, group: str) -> bool:
@@ -104,13 +97,11 @@ class Holds(NamedTuple):
 
 
 class WalkedModel(NamedTuple):
-    """A model's parameters as the trainer had them, where it saves them under other names or in other tensors.
+    """A model's parameters as the trainer had them, where it saves them under other names or in other tensors."""
 
-    shapes: {parameter: elements}. stored: the tensors of an optimizer under these names as those of the parameters that
-    lie in the files, and which these are of each: {parameter: what is stored of it}. Raises InputError.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]]  # {parameter: elements}
+    # the tensors of an optimizer under these names as those of the parameters that lie in the files, and which these
+    # are of each: {parameter: what is stored of it}. Raises InputError.
     stored: Callable[[Sequence[LogicalTensor]], tuple[list[LogicalTensor], Mapping[str, tuple[str, ...]]]]
 
 
@@ -119,21 +110,17 @@ def _as_stored(config: object, shapes: object) -> None:
 
 
 class ReadOptions(NamedTuple):
-    """What a user may say of a source beside its path, and what formats, which know no families, are told.
+    """What a user may say of a source beside its path, and what formats, which know no families, are told."""
 
-    lenient: faults that leave the values sound are notes. prefer: which of several kinds of files to read.
-    require_checksums: an error for what no checksum covers. family, config: the model type and the config.json, where
-    the files hold none. forced: `--from` names the format, so nothing else was looked for. lora_alpha: of an adapter
-    whose files don't say it. walked: a model of that config.json and those shapes as its trainer had it.
-    """
-
-    lenient: bool = False
-    prefer: str | None = None
-    require_checksums: bool = False
+    lenient: bool = False  # faults that leave the values sound are notes
+    prefer: str | None = None  # which of several kinds of files to read
+    require_checksums: bool = False  # an error for what no checksum covers
+    # family, config: the model type and the config.json, where the files hold none
     family: str | None = None
     config: Mapping[str, Any] | None = None
-    forced: bool = False
-    lora_alpha: float | None = None
+    forced: bool = False  # `--from` names the format, so nothing else was looked for
+    lora_alpha: float | None = None  # of an adapter whose files don't say it
+    # a model of that config.json and those shapes as its trainer had it
     walked: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], WalkedModel | None] = _as_stored
 
 
@@ -221,14 +208,13 @@ class ReadsAlone(Protocol):
 
 
 class Fitted(NamedTuple):
-    """What a format keeps of the tensors it was offered. tensors: (number of the offered tensor that it is made of, the
-    tensor). casts: dtypes of those that are rounded. dropped: entries of the report, one for each thing left out or
-    made.
-    unlisted: those that its reader gives back as plain values, not as tensors (a step counter)."""
+    """What a format keeps of the tensors it was offered."""
 
+    # (number of the offered tensor that it is made of, the tensor)
     tensors: tuple[tuple[int, LogicalTensor], ...]
-    casts: Mapping[TensorKey, DType] = {}
-    dropped: tuple[dict[str, Any], ...] = ()
+    casts: Mapping[TensorKey, DType] = {}  # dtypes of those that are rounded
+    dropped: tuple[dict[str, Any], ...] = ()  # entries of the report, one for each thing left out or made
+    # those that its reader gives back as plain values, not as tensors (a step counter)
     unlisted: tuple[TensorKey, ...] = ()
 
 

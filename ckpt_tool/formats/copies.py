@@ -59,14 +59,14 @@ _NUMBER = re.compile(r"\d+")
 
 
 class _FilePart(NamedTuple):
-    """What a file holds at one place: the box of a tensor that begins at `start`. offset, nbytes: of the stored record
-    around it, or of its array where there are no records. crc: of the record, -1 without one."""
+    """What a file holds at one place: the box of a tensor that begins at `start`."""
 
     key: TensorKey
     start: tuple[int, ...]
+    # offset, nbytes: of the stored record around it, or of its array where there are no records
     offset: int
     nbytes: int
-    crc: int
+    crc: int  # of the record, -1 without one
 
 
 _Parts = dict[tuple[str, int], _FilePart]  # by "" (or the ending of a file's view) and bytes from its start

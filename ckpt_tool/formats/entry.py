@@ -31,20 +31,16 @@ def _may_be(tree: Tree) -> bool:
 
 
 class Entry(NamedTuple):
-    """A format's row in the lists.
-
-    order: its place in them, by number.
-    called: other words for it that people type; a hint leads from them to the name.
-    en, zh: what it is, for the tables of formats, as Markdown.
-    may_be: a quick look at the names of a tree, False only where the format's `detect` would give None; it spares
-        loading the format.
-    """
+    """A format's row in the lists."""
 
     name: str
-    order: int
+    order: int  # its place in them, by number
+    # en, zh: what it is, for the tables of formats, as Markdown
     en: str
     zh: str
-    called: tuple[str, ...] = ()
+    called: tuple[str, ...] = ()  # other words for it that people type; a hint leads from them to the name
+    # a quick look at the names of a tree, False only where the format's `detect` would give None; it spares loading the
+    # format
     may_be: Callable[[Tree], bool] = _may_be
 
 

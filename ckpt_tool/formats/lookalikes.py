@@ -38,11 +38,11 @@ _NEMO_RANK = re.compile(r"(?:mp_rank_\d+|tp_rank_\d+_pp_rank_\d+)/model_weights\
 
 
 class Lookalike(NamedTuple):
-    """A kind of folder that is not read. name: in words. find: its claim. hint: what to do with such a folder, some of
-    whose folders are claimed by formats."""
+    """A kind of folder that is not read."""
 
-    name: str
-    find: Callable[[Tree], Evidence | None]
+    name: str  # in words
+    find: Callable[[Tree], Evidence | None]  # its claim
+    # what to do with such a folder, some of whose folders are claimed by formats
     hint: Callable[[Tree, Sequence[str]], str]
 
 

@@ -50,22 +50,22 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One pair. before, after: steps until the save, and after the resume; after 0 only asks whether the target can
-    hold the state (three data ranks can't share eight microbatches). planted: faults of the negative controls.
-    reference: the layout of the run without a break, None for the source's. muon: does it step the matrices?"""
+    """One pair."""
 
     source: HarnessLayout
     target: HarnessLayout
     fmt: str = "sharded"
     shape: ModelShape = field(default_factory=ModelShape.quick)
     canonical: bool = True
+    # before, after: steps until the save, and after the resume; after 0 only asks whether the target can hold the state
+    # (three data ranks can't share eight microbatches)
     before: int = 3
     after: int = 3
     seed: int = 1234
     machine: RunMachine = RunMachine()
-    planted: tuple[str, ...] = ()
-    reference: HarnessLayout | None = None
-    muon: bool = False
+    planted: tuple[str, ...] = ()  # faults of the negative controls
+    reference: HarnessLayout | None = None  # the layout of the run without a break, None for the source's
+    muon: bool = False  # does it step the matrices?
 
     @property
     def model(self) -> ModelShape:

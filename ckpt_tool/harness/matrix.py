@@ -18,15 +18,14 @@ from ckpt_tool.harness.shape import ModelShape
 
 
 class Pair(NamedTuple):
-    """From one layout to another. model: "" for the matrix's own. fmt: None to take turns. trains: False where the
-    target can only hold the state. muon: does it step the matrices?"""
+    """From one layout to another."""
 
     source: str
     target: str
-    model: str = ""
-    fmt: str | None = None
-    trains: bool = True
-    muon: bool = False
+    model: str = ""  # "" for the matrix's own
+    fmt: str | None = None  # None to take turns
+    trains: bool = True  # False where the target can only hold the state
+    muon: bool = False  # does it step the matrices?
 
 
 MODELS = {

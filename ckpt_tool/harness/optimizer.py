@@ -109,14 +109,11 @@ class AdamW:
 
 @dataclass(frozen=True, slots=True)
 class Muon:
-    """Constants of Muon's update; learning rate, decay of weights and of the average are the job's AdamW's.
-
-    coefficients: of the five Newton-Schulz iterations ("quintic"). scale: beside the root of the longer side, so that
-    steps are as long as AdamW's.
-    """
+    """Constants of Muon's update; learning rate, decay of weights and of the average are the job's AdamW's."""
 
     momentum: float = 0.95
-    scale: float = 0.2
+    scale: float = 0.2  # beside the root of the longer side, so that steps are as long as AdamW's
+    # of the five Newton-Schulz iterations ("quintic")
     coefficients: tuple[tuple[float, float, float], ...] = (
         (4.0848, -6.8946, 2.9270),
         (3.9505, -6.3029, 2.6377),

@@ -44,11 +44,11 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """One pair. fmt: one format, None for all."""
+    """One pair."""
 
     source: HarnessLayout
     target: HarnessLayout
-    fmt: str | None = None
+    fmt: str | None = None  # one format, None for all
     shape: ModelShape = field(default_factory=ModelShape.quick)
     seed: int = 1234
 

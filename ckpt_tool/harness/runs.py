@@ -30,22 +30,22 @@ from ckpt_tool.harness.train import Trainer, TrainingJob, TrainingStep
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Where and after which steps a job saves. keep: whole checkpoints that stay. run: names this start of the job."""
+    """Where and after which steps a job saves."""
 
     root: Path
     fmt: str
     at: tuple[int, ...]
-    keep: int = 2
-    run: str = "0"
+    keep: int = 2  # whole checkpoints that stay
+    run: str = "0"  # names this start of the job
 
 
 @dataclass(frozen=True, slots=True)
 class RunMachine:
-    """What the ranks run on: how they talk, and on which device. limit: seconds for a run."""
+    """What the ranks run on: how they talk, and on which device."""
 
     backend: How = "gloo"
     device: str = "cpu"
-    limit: float = 600.0
+    limit: float = 600.0  # seconds for a run
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -48,11 +48,11 @@ _POLL = 0.005  # seconds between looks for the other ranks' markers
 
 
 class Good(NamedTuple):
-    """A whole checkpoint. notes: a line for each newer save that was passed over."""
+    """A whole checkpoint."""
 
     path: Path
     step: int
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # a line for each newer save that was passed over
 
 
 class RankStore:

@@ -36,15 +36,14 @@ _HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """What is trained and how. `canonical`: bitwise over layouts; False is native mode, with all-reduces. muon: steps
-    the matrices of the layers, AdamW the rest; None: AdamW everything."""
+    """What is trained and how. `canonical`: bitwise over layouts; False is native mode, with all-reduces."""
 
     shape: ModelShape
     layout: HarnessLayout
     seed: int = 1234
     canonical: bool = True
     adam: AdamW = AdamW()
-    muon: Muon | None = None
+    muon: Muon | None = None  # steps the matrices of the layers, AdamW the rest; None: AdamW everything
     schedule: Schedule = Schedule()
 
 

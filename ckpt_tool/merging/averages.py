@@ -45,10 +45,10 @@ from ckpt_tool.run.computed import Array, Floats, Lend, Read
 
 @dataclass(frozen=True, eq=False)
 class Linear(Tiled):
-    """inputs: the models. weights: one for each. normalize: divide by the sum of the weights, which is not 0."""
+    """inputs: the models."""
 
-    weights: tuple[float, ...]
-    normalize: bool = True
+    weights: tuple[float, ...]  # one for each
+    normalize: bool = True  # divide by the sum of the weights, which is not 0
 
     @cached_property
     def numbers(self) -> tuple[list[np.float64], np.float32]:
@@ -176,13 +176,11 @@ class Slerp(Tiled):
 
 @dataclass(frozen=True, eq=False)
 class NuSlerp(Tiled):
-    """inputs: two models and, where `of_base`, the base that both are taken relative to.
-
-    along: the axis of the vectors: the last (-1), the first (0), or the whole line (None), as for tensors of one axis.
-    """
+    """inputs: two models and, where `of_base`, the base that both are taken relative to."""
 
     t: float
     of_base: bool
+    # the axis of the vectors: the last (-1), the first (0), or the whole line (None), as for tensors of one axis
     along: int | None = None
     whole: WalkOutcome[Products, Products, Products] = field(init=False)
 

@@ -26,11 +26,12 @@ Tensors = Mapping[str, Stored]
 
 @dataclass(frozen=True, slots=True)
 class MergeGroup:
-    """One tensor of the output. rows: what each part of the slice gives. shared, own: parameters, by name and part."""
+    """One tensor of the output."""
 
     name: str
     slice_: LayerSlice
-    rows: tuple[tuple[LayersOfModel, Stored], ...]
+    rows: tuple[tuple[LayersOfModel, Stored], ...]  # what each part of the slice gives
+    # shared, own: parameters, by name and part
     shared: Mapping[str, Value | None]
     own: Mapping[str, tuple[Value | None, ...]]
 

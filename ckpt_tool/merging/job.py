@@ -50,20 +50,20 @@ Settings = Mapping[str, Setting]
 
 @dataclass(frozen=True, slots=True)
 class LayersOfModel:
-    """A model in a slice. layers: [first, last) of its own, None for all."""
+    """A model in a slice."""
 
     model: str
     settings: Settings = field(default_factory=dict)
-    layers: tuple[int, int] | None = None
+    layers: tuple[int, int] | None = None  # [first, last) of its own, None for all
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSlice:
-    """Layers of the output that are made of the same models. base: where it is another than the job's."""
+    """Layers of the output that are made of the same models."""
 
     parts: tuple[LayersOfModel, ...]
     settings: Settings = field(default_factory=dict)
-    base: str | None = None
+    base: str | None = None  # where it is another than the job's
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,11 +61,11 @@ _OPTIMIZER = re.compile(r"optim|param_group|scheduler|rng|scaler", re.IGNORECASE
 
 @dataclass(frozen=True, slots=True)
 class MergedModel:
-    """One model. chosen: its tensors under the hub's names. first: its number in the output's sources is this or
-    above."""
+    """One model."""
 
     path: str
     opened: Opened
+    # its tensors under the hub's names. first: its number in the output's sources is this or above.
     chosen: Chosen
     config: Mapping[str, Any] | None
 

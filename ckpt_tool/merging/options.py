@@ -19,10 +19,10 @@ NAMES = (UNION, LORA, *METHODS, AVERAGE, EMA)
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """The options of `merge`, as given. weights, density: one for each source but the base, or one for all. factor:
-    `--lambda`. config: a mergekit config, which says all but the seed and the tokenizer."""
+    """The options of `merge`, as given."""
 
     method: str | None = OPTIONS.choice(f"Merge by this method: {', '.join(NAMES)}. Default union.", NAMES, "NAME")
+    # weights, density: one for each source but the base, or one for all
     weights: tuple[float, ...] = OPTIONS.option(
         "Weight a source, in their order: --weight 0.7 --weight 0.3. Repeatable.",
         numbers,
@@ -46,6 +46,7 @@ class MergeOptions:
     gamma: float | None = OPTIONS.option(
         "Leave out this share of the largest values with breadcrumbs: --gamma 0.02. Default 0.01.", number, "G"
     )
+    # `--lambda`
     factor: float | None = OPTIONS.option(
         "Multiply the merged task vector: --lambda 0.8. Default 1.", number, "L", keyword="lambda_"
     )
@@ -62,6 +63,7 @@ class MergeOptions:
     )
     seed: int | None = OPTIONS.option("Seed the random choices of dare and della: --seed 7. Default 0.", integer, "N")
     tokenizer: str | None = OPTIONS.choice("Merge though tokenizers differ, and keep the base's.", ("base",))
+    # a mergekit config, which says all but the seed and the tokenizer
     config: str | None = OPTIONS.option(
         "Read a mergekit config, which names the sources; only OUT is given then: --config merge.yaml.", text, "FILE"
     )

@@ -33,9 +33,7 @@ class Region(NamedTuple):
     element `at + i*steps[0] + j*steps[1] + ...` of the line.
 
     Dims are ordered by `steps`, largest first, so that steps[d] >= extents[d+1] * steps[d+1]: the clipping relies on
-    it.
-    replica: 0 for the regions that tile the line; the others hold the same elements again.
-    """
+    it."""
 
     file: int
     offset: int
@@ -43,7 +41,7 @@ class Region(NamedTuple):
     extents: tuple[int, ...]
     strides: tuple[int, ...]
     steps: tuple[int, ...]
-    replica: int = 0
+    replica: int = 0  # 0 for the regions that tile the line; the others hold the same elements again
 
     @property
     def numel(self) -> int:

@@ -63,20 +63,19 @@ class PlacingRule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the user asked for. zero: 0-3, how far DP shards the states. policy: for dims that do not divide. uneven: do
-    data ranks cut those as DTensor does, whatever the policy? cuts: name -> tensor dim that the source's ranks cut.
-    pp_split: layers of each stage, () for even stages, of about the same bytes where the layers do not divide. in_out:
-    matrices lie as (inputs, outputs), Paddle's way round, so that what cuts outputs cuts dim 1. together: tensors of
-    quantised weights, which are cut between blocks."""
+    """What the user asked for."""
 
     mesh: Mesh
-    zero: int = 0
-    policy: str = "largest-dim"
-    uneven: bool = False
+    zero: int = 0  # 0-3, how far DP shards the states
+    policy: str = "largest-dim"  # for dims that do not divide
+    uneven: bool = False  # do data ranks cut those as DTensor does, whatever the policy?
     rules: tuple[PlacingRule, ...] = ()
-    cuts: Mapping[str, int] = field(default_factory=dict)
+    cuts: Mapping[str, int] = field(default_factory=dict)  # name -> tensor dim that the source's ranks cut
+    # layers of each stage, () for even stages, of about the same bytes where the layers do not divide
     pp_split: tuple[int, ...] = ()
+    # matrices lie as (inputs, outputs), Paddle's way round, so that what cuts outputs cuts dim 1
     in_out: bool = False
+    # tensors of quantised weights, which are cut between blocks
     together: Mapping[str, Units] = field(default_factory=dict)
 
 
@@ -103,9 +102,9 @@ def lay_out(tensors: Sequence[WantedTensor], wishes: Wishes) -> tuple[Layout, li
 
 
 class _State(NamedTuple):
-    """The tensors of one state as columns. indexes: into the wanted tensors."""
+    """The tensors of one state as columns."""
 
-    indexes: list[int]
+    indexes: list[int]  # into the wanted tensors
     names: list[str]
     shapes: list[Shape]
 
@@ -137,11 +136,11 @@ def _shapes(states: Mapping[str, _State]) -> dict[str, Shape]:
 
 
 class _Name(NamedTuple):
-    """What a name says of its place. alike: the name without those numbers: equal for what is cut alike."""
+    """What a name says of its place."""
 
     layer: int | None
     expert: int | None
-    alike: str
+    alike: str  # the name without those numbers: equal for what is cut alike
 
 
 def _numbered(name: str) -> _Name:
@@ -160,11 +159,11 @@ def _without(name: str, number: tuple[int, int]) -> str:
 
 
 class _Wish(NamedTuple):
-    """How a tensor shall be cut. source: where that came from. spread: mesh dims of data ranks, which cut unevenly."""
+    """How a tensor shall be cut."""
 
     cuts: Cuts = ()
-    source: str = ""
-    spread: tuple[str, ...] = ()
+    source: str = ""  # where that came from
+    spread: tuple[str, ...] = ()  # mesh dims of data ranks, which cut unevenly
 
 
 class _Deciding:

@@ -25,14 +25,11 @@ PLAN_VERSION = 2
 
 
 class SourceFile(NamedTuple):
-    """A source file as the plan saw it: root as the user gave it, path below it, identity, CRC records in use.
-
-    identity: (dev, ino, size, mtime_ns, ctime_ns).
-    """
+    """A source file as the plan saw it: root as the user gave it, path below it, identity, CRC records in use."""
 
     root: str
     path: str
-    identity: tuple[int, ...]
+    identity: tuple[int, ...]  # (dev, ino, size, mtime_ns, ctime_ns)
 
 
 class Record(NamedTuple):
@@ -45,20 +42,15 @@ class Record(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """An array of an output file: bytes [offset, offset + nbytes), padding included. move: the number of the move that
-    fills it, -1 where none does (all of it is padding)."""
+    """An array of an output file: bytes [offset, offset + nbytes), padding included."""
 
     offset: int
     nbytes: int
-    move: int
+    move: int  # the number of the move that fills it, -1 where none does (all of it is padding)
 
 
 class Move(NamedTuple):
-    """One tensor from its sources to its outputs. numel counts line elements of `item` bytes on the source side.
-
-    sources: replica 0 tiles the line; higher replicas are read and compared. item_out: bytes of an element written.
-    order: the tensor's dims in the order of the line, () for their own (`plan.copy.common_order`).
-    """
+    """One tensor from its sources to its outputs. numel counts line elements of `item` bytes on the source side."""
 
     key: TensorKey
     shape: tuple[int, ...]
@@ -66,9 +58,10 @@ class Move(NamedTuple):
     dtype_out: DType
     numel: int
     item: int
-    item_out: int
-    sources: tuple[Region, ...]
+    item_out: int  # bytes of an element written
+    sources: tuple[Region, ...]  # replica 0 tiles the line; higher replicas are read and compared
     outputs: tuple[Region, ...]
+    # the tensor's dims in the order of the line, () for their own (`plan.copy.common_order`)
     order: tuple[int, ...] = ()
 
     @property

@@ -178,11 +178,11 @@ class MoveRange(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """One share of work. files: the output files it writes. nbytes: source bytes it reads."""
+    """One share of work."""
 
-    files: frozenset[int]
+    files: frozenset[int]  # the output files it writes
     items: tuple[MoveRange, ...]
-    nbytes: int
+    nbytes: int  # source bytes it reads
 
 
 def units(moves: Sequence[Move], *, size: int = UNIT) -> tuple[Unit, ...]:

@@ -26,11 +26,11 @@ class Comb(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Bytes [start, stop); comb: only those of its teeth, where the gaps are of one size."""
+    """Bytes [start, stop);"""
 
     start: int
     stop: int
-    comb: Comb | None = None
+    comb: Comb | None = None  # only those of its teeth, where the gaps are of one size
 
 
 def comb_of(offset: int, extents: Sequence[int], strides: Sequence[int], item: int) -> Comb | None:

@@ -34,11 +34,10 @@ KEPT = "E1469"
 
 @dataclass(frozen=True, eq=False)
 class Coded(Recipe):
-    """One state. Inputs: codes, scales, and the table of values where there is one. bits: of a code. block: elements
-    that share a scale."""
+    """One state. Inputs: codes, scales, and the table of values where there is one."""
 
-    bits: int
-    block: int
+    bits: int  # of a code
+    block: int  # elements that share a scale
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
         first = start * self.bits // 8

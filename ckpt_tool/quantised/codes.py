@@ -125,21 +125,16 @@ def rectangles(start: int, stop: int, columns: int) -> Iterator[Rectangle]:
 
 @dataclass(frozen=True, slots=True)
 class ScaleGrid:
-    """The scales of a tensor seen as (rows, columns), in input number `input` of a recipe.
-
-    rows: of each matrix of the tensor. step: rows of scales of each matrix, 0 where all matrices share them. columns:
-    of the scales. block: (rows, columns) of the tensor that share one. dtype: of the scales; U8 are powers of two.
-    tiles: they lie tile by tile (`weights.TILE`), not row by row.
-    """
+    """The scales of a tensor seen as (rows, columns), in input number `input` of a recipe."""
 
     input: int
-    dtype: DType
-    rows: int
-    step: int
-    columns: int
-    block: tuple[int, int]
+    dtype: DType  # of the scales; U8 are powers of two
+    rows: int  # of each matrix of the tensor
+    step: int  # rows of scales of each matrix, 0 where all matrices share them
+    columns: int  # of the scales
+    block: tuple[int, int]  # (rows, columns) of the tensor that share one
     name: str
-    tiles: bool = False
+    tiles: bool = False  # they lie tile by tile (`weights.TILE`), not row by row
 
     def over(self, read: Read, where: Rectangle) -> tuple[Floats, Numbers]:
         """(scales of rows of blocks, one a column of the rectangle; which of those rows each row of it takes).

@@ -99,16 +99,14 @@ class GlobalScale:
 
 @dataclass(frozen=True, eq=False)
 class _OfFloats(ExactRecipe):
-    """A tensor that is made of the floats of its one input.
-
-    floats: what they are rounded to first. scales: the dtype of the scales. whole: what these are multiplied by, where
-    there is such. kept, noted: shared by all recipes of a run."""
+    """A tensor that is made of the floats of its one input."""
 
     scheme: Scheme
     as_dtype: DType
-    floats: DType
-    scales: DType
-    whole: GlobalScale | None
+    floats: DType  # what they are rounded to first
+    scales: DType  # the dtype of the scales
+    whole: GlobalScale | None  # what these are multiplied by, where there is such
+    # kept, noted: shared by all recipes of a run
     kept: ThreadCache
     noted: Sizes
 
@@ -273,9 +271,9 @@ class Scales(_OfFloats):
 
 @dataclass(frozen=True, eq=False)
 class Codes(_OfFloats):
-    """The codes of all values. figures: where the errors are noted."""
+    """The codes of all values."""
 
-    figures: Figures
+    figures: Figures  # where the errors are noted
 
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
         per_byte = 8 // self.scheme.bits

@@ -79,18 +79,18 @@ SHAPE = "E1462"
 
 @dataclass(frozen=True, eq=False)
 class Weight(Recipe):
-    """One weight. codes, packed: how its values are stored in input 0, and as which dtype. zero: of packed integers.
-    factor: (input, its dtype, divides?) of one number for the whole tensor that the scales are multiplied by, or
-    divided. fours: what a code of four bits stands for."""
+    """One weight."""
 
+    # codes, packed: how its values are stored in input 0, and as which dtype
     codes: str
     packed: DType
     bits: int
     scales: ScaleGrid
-    zero: ScaleGrid | None = None
+    zero: ScaleGrid | None = None  # of packed integers
     packed_zero: int = 0  # words a column of zero points, where those are packed along the rows
+    # (input, its dtype, divides?) of one number for the whole tensor that the scales are multiplied by, or divided
     factor: tuple[int, DType, bool] | None = None
-    fours: tuple[float, ...] = FP4
+    fours: tuple[float, ...] = FP4  # what a code of four bits stands for
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
         columns = self.shape[-1] if self.shape else 1

@@ -42,11 +42,11 @@ GROUP = "E1468"
 @dataclass(frozen=True, eq=False)
 class Matrix(Recipe):
     """One matrix, of shape (inputs, outputs). Inputs: codes, scales, zero points, and group numbers where there are
-    such. groups: rows of scales."""
+    such."""
 
     bits: int
     order: str
-    groups: int
+    groups: int  # rows of scales
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
         parts = [self._within(read, where).reshape(-1) for where in rectangles(start, stop, self.shape[1])]

@@ -45,11 +45,10 @@ _WHOLE = 448.0 * 6.0  # what the largest value of a tensor is in nvfp4, in units
 
 
 class Error(NamedTuple):
-    """How far some dequantised values are from what they were. most: the largest distance. squares: the sum of the
-    distances' squares, `of`: that of the values'."""
+    """How far some dequantised values are from what they were."""
 
-    most: float = 0.0
-    squares: float = 0.0
+    most: float = 0.0  # the largest distance
+    squares: float = 0.0  # the sum of the distances' squares, `of`: that of the values'
     of: float = 0.0
 
     def __add__(self, other: Error) -> Error:  # type: ignore[override]
@@ -57,9 +56,9 @@ class Error(NamedTuple):
 
 
 class Values(NamedTuple):
-    """A line of floats as it was read. line: 1-d, of its dtype's NumPy type."""
+    """A line of floats as it was read."""
 
-    line: Array
+    line: Array  # 1-d, of its dtype's NumPy type
     dtype: DType
 
     @property
@@ -123,12 +122,11 @@ def divisors_of(scales: Array, dtype: DType, name: str, whole: Floats | None = N
 
 
 class ValuePlace(NamedTuple):
-    """Where values lie. columns: of their rows. skip: columns of the first block that lie before them. width: columns
-    of a block."""
+    """Where values lie."""
 
-    columns: int
-    skip: int
-    width: int
+    columns: int  # of their rows
+    skip: int  # columns of the first block that lie before them
+    width: int  # columns of a block
 
 
 def codes_of(values: Values, place: ValuePlace, divisors: Floats, scheme: Scheme, out: Bytes) -> Error:

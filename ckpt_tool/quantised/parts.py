@@ -203,10 +203,10 @@ class WantedParts(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """What a config says of all modules. groups: alternatives, of which a weight has to fit one. of_module: what it
-    says of one module apart, None for nothing."""
+    """What a config says of all modules."""
 
-    groups: tuple[WantedParts, ...] = ()
+    groups: tuple[WantedParts, ...] = ()  # alternatives, of which a weight has to fit one
+    # what it says of one module apart, None for nothing
     of_module: Callable[[str], WantedParts | None] | None = None
     is_stated: bool = False  # does a config, or a name that only one scheme has, tell a scheme that is known?
     endings: tuple[str, ...] = ()  # of parts that only this scheme's names have

@@ -263,12 +263,12 @@ def _few(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Errors:
-    """What the report says of quantised weights (`sources.chosen.Reported`). stays: why tensors stay -> how many."""
+    """What the report says of quantised weights (`sources.chosen.Reported`)."""
 
     scheme: Scheme
     figures: tuple[Figures, ...]
     tree: ComputedTree
-    stays: Mapping[str, int]
+    stays: Mapping[str, int]  # why tensors stay -> how many
 
     def document(self, *, done: bool) -> dict[str, Any]:
         rows = list[dict[str, object]]()

@@ -39,10 +39,11 @@ _WHY = {
 
 
 class _Weight(NamedTuple):
-    """One weight on its way. parts: role -> the tensor that is made, as `schemes.packed_parts` has it."""
+    """One weight on its way."""
 
     weight: Quantised
     packing: Packing
+    # role -> the tensor that is made, as `schemes.packed_parts` has it
     parts: Mapping[str, tuple[str, TensorKind]]
 
 

@@ -100,12 +100,11 @@ class ZeroPoints(_ExactRectangles):
 
 @dataclass(frozen=True, eq=False)
 class RepackedScales(_ExactRectangles):
-    """Scales, of shape (groups, outputs). Inputs: `scales`; then what is held against them, where it is there.
+    """Scales, of shape (groups, outputs). Inputs: `scales`; then what is held against them, where it is there."""
 
-    g_idx, zeros: the numbers of the inputs that say which group an input is of, and the zero points that are not
-    written. group: inputs of a group."""
-
-    group: int
+    group: int  # inputs of a group
+    # g_idx, zeros: the numbers of the inputs that say which group an input is of, and the zero points that are not
+    # written
     g_idx: int | None
     zeros: int | None
 
@@ -146,9 +145,9 @@ class RepackedScales(_ExactRectangles):
 
 @dataclass(frozen=True, eq=False)
 class Shape(ExactRecipe):
-    """The shape of the weight, (outputs, inputs), as numbers. stated: that shape."""
+    """The shape of the weight, (outputs, inputs), as numbers."""
 
-    stated: tuple[int, int]
+    stated: tuple[int, int]  # that shape
 
     @property
     def dtype(self) -> DType:

@@ -71,10 +71,10 @@ _BY_NAME = {
 
 
 class ModuleRule(NamedTuple):
-    """What GPTQModel's `dynamic` says of the modules whose names begin with `pattern`. bits, symmetric: None where they
-    have those of all others."""
+    """What GPTQModel's `dynamic` says of the modules whose names begin with `pattern`."""
 
     pattern: str
+    # bits, symmetric: None where they have those of all others
     bits: int | None
     symmetric: bool | None
     group: int | None = None

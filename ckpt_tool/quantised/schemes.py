@@ -49,29 +49,25 @@ from ckpt_tool.quantised.weights import (
 
 
 class Scheme(NamedTuple):
-    """How a weight is stored.
-
-    codes: one of `weights`'. dtype: of the tensor that holds them. block: codes that share a scale, (rows, columns), 0
-    for a whole row; of TURNED codes rows are those of the turned matrix. scale: what the name of the scales ends in.
-    scales: their dtype, "" for that of the weights. method: what a config calls it. form, weights, activations: what
-    compressed-tensors' config says, or torchao's (its class, its values). subclass, attributes: torchao's class of a
-    weight, and what all weights have alike. multiple: of both sizes, what the product of its library takes.
-    """
+    """How a weight is stored."""
 
     name: str
-    codes: str
-    dtype: str
+    codes: str  # one of `weights`'
+    dtype: str  # of the tensor that holds them
     bits: int
+    # codes that share a scale, (rows, columns), 0 for a whole row; of TURNED codes rows are those of the turned matrix
     block: tuple[int, int]
-    scale: str
-    scales: str
-    method: str
+    scale: str  # what the name of the scales ends in
+    scales: str  # their dtype, "" for that of the weights
+    method: str  # what a config calls it
+    # form, weights, activations: what compressed-tensors' config says, or torchao's (its class, its values)
     form: str = ""
     weights: Mapping[str, Any] = {}
     activations: Mapping[str, Any] | None = None
+    # subclass, attributes: torchao's class of a weight, and what all weights have alike
     subclass: str = ""
     attributes: Mapping[str, Any] = {}
-    multiple: int = 1
+    multiple: int = 1  # of both sizes, what the product of its library takes
 
     @property
     def codes_of(self) -> str:
@@ -282,13 +278,12 @@ def _compressed_config(
 
 
 class Packing(NamedTuple):
-    """How compressed-tensors packs integers (`pack-quantized`). group: codes of a row that share a scale; channel: all
-    of a row do. symmetric: the zero point is the middle, and not stored."""
+    """How compressed-tensors packs integers (`pack-quantized`)."""
 
     bits: int
-    group: int
-    symmetric: bool
-    channel: bool
+    group: int  # codes of a row that share a scale
+    symmetric: bool  # the zero point is the middle, and not stored
+    channel: bool  # all of a row do
 
 
 def packed_parts(

@@ -42,12 +42,11 @@ Numbers = Callable[[Input], Sequence[int]]
 @dataclass(frozen=True, eq=False)
 class Tabled(Recipe):
     """A weight of 4 bits. Inputs: codes, absmax, quant_map, and nested_absmax and nested_quant_map where there are
-    such. block: values that share a scale. signed: is code 8 a negative zero, whatever the table says? nested: scales
-    that share one, and what is added to them."""
+    such."""
 
-    block: int
-    signed: bool
-    nested: tuple[int, float]
+    block: int  # values that share a scale
+    signed: bool  # is code 8 a negative zero, whatever the table says?
+    nested: tuple[int, float]  # scales that share one, and what is added to them
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
         item = self.inputs[0].tensor.dtype.bits // 8

@@ -27,9 +27,9 @@ _DIVIDED, _ = TRIT_SCALES
 
 @dataclass(frozen=True, eq=False)
 class Trits(Recipe):
-    """One weight. Inputs: bytes, the scale. divides: is the code divided by it?"""
+    """One weight. Inputs: bytes, the scale."""
 
-    divides: bool
+    divides: bool  # is the code divided by it?
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
         scale = self.inputs[1].tensor

@@ -132,22 +132,18 @@ class TensorKind(NamedTuple):
 
 
 class Quantised(NamedTuple):
-    """One quantised weight.
+    """One quantised weight."""
 
-    made: what it is called when it is floats. codes: how its values are stored in `lead`. parts: role -> tensor beside
-    it. shape: of the values as stored, in elements; codes TURNED and MATRIX are floats of shape (..., cols, rows) when
-    made. block: codes that share a scale along each of the last two dims of `shape`, (rows, cols). bits: of a code.
-    order: of a MATRIX, one of ORDERS; of a STREAM, one of MODES; of others TILED or "".
-    """
-
-    made: str
-    codes: str
+    made: str  # what it is called when it is floats
+    codes: str  # how its values are stored in `lead`
     lead: str
-    parts: Mapping[str, str]
+    parts: Mapping[str, str]  # role -> tensor beside it
+    # of the values as stored, in elements; codes TURNED and MATRIX are floats of shape (..., cols, rows) when made
     shape: Shape
+    # codes that share a scale along each of the last two dims of `shape`, (rows, cols)
     block: tuple[int, int]
-    bits: int
-    order: str = ""
+    bits: int  # of a code
+    order: str = ""  # of a MATRIX, one of ORDERS; of a STREAM, one of MODES; of others TILED or ""
 
     @property
     def turns(self) -> bool:
@@ -166,22 +162,21 @@ class Quantised(NamedTuple):
 
 
 class Units(NamedTuple):
-    """How a weight and its parts may be cut. made: the weight. whole: along each dim of the tensor that holds the
-    codes, the pieces that must stay whole, 1 where it can't be cut. mine: the same of this tensor, 1 where it is shared
-    by all pieces."""
+    """How a weight and its parts may be cut."""
 
     lead: str
-    made: str
+    made: str  # the weight
+    # along each dim of the tensor that holds the codes, the pieces that must stay whole, 1 where it can't be cut
     whole: Shape
-    mine: Shape
+    mine: Shape  # the same of this tensor, 1 where it is shared by all pieces
 
 
 class WeightFault(NamedTuple):
-    """What does not fit: a scale that is missing or has another shape. lacking: it is missing."""
+    """What does not fit: a scale that is missing or has another shape."""
 
     name: str
     what: str
-    lacking: bool
+    lacking: bool  # it is missing
 
 
 class FoundWeights(NamedTuple):

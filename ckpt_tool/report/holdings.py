@@ -31,13 +31,12 @@ Parts = Sequence[tuple[str, Box]]  # (file, box of the tensor that lies in it)
 
 
 class Holder(NamedTuple):
-    """Someone who holds a part. coords: the rank's, {} for a file of nobody in particular. states: state -> (tensors
-    that it holds a part of, bytes of those parts)."""
+    """Someone who holds a part."""
 
     name: str
-    coords: Coords
+    coords: Coords  # the rank's, {} for a file of nobody in particular
     files: tuple[str, ...]
-    states: Mapping[str, tuple[int, int]]
+    states: Mapping[str, tuple[int, int]]  # state -> (tensors that it holds a part of, bytes of those parts)
 
     @property
     def nbytes(self) -> int:
@@ -52,12 +51,12 @@ class CutShown(NamedTuple):
 
 
 class Holdings(NamedTuple):
-    """Who holds what. tensors: the number of each tensor's cut, in the order in which they were given."""
+    """Who holds what."""
 
     mesh: Mapping[str, int]
     holders: tuple[Holder, ...]
     cuts: tuple[CutShown, ...]
-    tensors: Sequence[int]
+    tensors: Sequence[int]  # the number of each tensor's cut, in the order in which they were given
 
     @property
     def of_ranks(self) -> bool:
@@ -66,13 +65,13 @@ class Holdings(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A tensor and its parts. alike: equal for tensors whose parts are the same, None where nobody knows."""
+    """A tensor and its parts."""
 
     state: str
     dtype: DType
     shape: tuple[int, ...]
     parts: Callable[[], Parts]
-    alike: Hashable = None
+    alike: Hashable = None  # equal for tensors whose parts are the same, None where nobody knows
 
 
 class Tensor(NamedTuple):
@@ -85,9 +84,9 @@ class Tensor(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that a command opened. path: as its document names it."""
+    """A checkpoint that a command opened."""
 
-    path: str
+    path: str  # as its document names it
     catalog: Catalog
     rank_of: RankOf
 

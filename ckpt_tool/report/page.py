@@ -54,45 +54,38 @@ class Facts(NamedTuple):
 
 
 class PageTable(NamedTuple):
-    """Rows under columns.
-
-    indents: levels by row, for trees. more: a closing line ("... 340 more"). drawn: does a figure of a report show the
-    same? There the table is folded away.
-    """
+    """Rows under columns."""
 
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    indents: tuple[int, ...] = ()
-    more: str = ""
-    drawn: bool = False
+    indents: tuple[int, ...] = ()  # levels by row, for trees
+    more: str = ""  # a closing line ("... 340 more").
+    drawn: bool = False  # does a figure of a report show the same? There the table is folded away
 
 
 class Lines(NamedTuple):
-    """A title and plain lines, each wrapped on its own. drawn: as of `PageTable`."""
+    """A title and plain lines, each wrapped on its own."""
 
     title: str
     lines: tuple[Cell, ...]
-    drawn: bool = False
+    drawn: bool = False  # as of `PageTable`
 
 
 class Verdict(NamedTuple):
-    """What it comes to, in one line. ok: None for a mere statement."""
+    """What it comes to, in one line."""
 
-    ok: bool | None
+    ok: bool | None  # None for a mere statement
     text: str
 
 
 class Curves(NamedTuple):
-    """Lines over whole numbers, drawn by HTML alone: what they show stands in a table too. None: no point there.
-
-    marks: (x, label), drawn as upright lines.
-    """
+    """Lines over whole numbers, drawn by HTML alone: what they show stands in a table too. None: no point there."""
 
     title: str
     xs: tuple[int, ...]
     series: tuple[tuple[str, tuple[float | None, ...]], ...]
-    marks: tuple[tuple[int, str], ...] = ()
+    marks: tuple[tuple[int, str], ...] = ()  # (x, label), drawn as upright lines
 
 
 class Tiles(NamedTuple):
@@ -104,13 +97,11 @@ class Tiles(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """A grid of ranks, drawn on a terminal alone: a pipe has the table of files, HTML a picture.
-
-    across: the heads of the columns. rows: (lines of the label, the lines of each cell, None where no rank is there).
-    """
+    """A grid of ranks, drawn on a terminal alone: a pipe has the table of files, HTML a picture."""
 
     title: str
-    across: tuple[str, ...]
+    across: tuple[str, ...]  # the heads of the columns
+    # (lines of the label, the lines of each cell, None where no rank is there)
     rows: tuple[tuple[tuple[str, ...], tuple[tuple[str, ...] | None, ...]], ...]
 
 

@@ -21,10 +21,10 @@ from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP
 
 
 class Fill(NamedTuple):
-    """How an area is painted. pattern: 0 for the bare colour, else the number of a pattern over it."""
+    """How an area is painted."""
 
     colour: str
-    pattern: int = 0
+    pattern: int = 0  # 0 for the bare colour, else the number of a pattern over it
 
 
 # What a state is, by its name; the names of optimizers' states are those of torch, Paddle and Megatron.

@@ -36,11 +36,11 @@ NONE = -1
 
 
 class PictureSide(NamedTuple):
-    """Who holds what on one side. cuts: by row, NONE where the side lacks the tensor."""
+    """Who holds what on one side."""
 
     title: str
     holdings: Holdings
-    cuts: Sequence[int]
+    cuts: Sequence[int]  # by row, NONE where the side lacks the tensor
 
 
 def picture(verb: str, document: Document, seen: ReportData) -> dict[str, Any]:

@@ -25,12 +25,11 @@ LEAST_TEXT = 12  # columns that wrapped text keeps, whatever stands before it
 
 
 class Look(NamedTuple):
-    """What a stream can show. width: columns of the window, None for a pipe without a stated one. terminal: is a person
-    looking on?"""
+    """What a stream can show."""
 
     colour: bool = False
-    width: int | None = None
-    terminal: bool = False
+    width: int | None = None  # columns of the window, None for a pipe without a stated one
+    terminal: bool = False  # is a person looking on?
 
     def paint(self, text: str, style: Style) -> str:
         return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if self.colour and style in _CODES and text else text
@@ -244,11 +243,11 @@ def _table(table: PageTable, look: Look) -> Iterator[str]:
 
 
 class _Frame(NamedTuple):
-    """Where the rows of a table are drawn. base: columns before each of its lines."""
+    """Where the rows of a table are drawn."""
 
     columns: tuple[Column, ...]
     widths: list[int]
-    base: int
+    base: int  # columns before each of its lines
     look: Look
 
     @property

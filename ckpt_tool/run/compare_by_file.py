@@ -27,11 +27,11 @@ Side = Literal["first", "second"]
 
 @dataclass(slots=True)
 class FileDifference:
-    """What differs in one file. tensors: those with a difference in it. max_abs: the greatest absolute difference."""
+    """What differs in one file."""
 
-    tensors: set[TensorKey] = field(default_factory=set)
+    tensors: set[TensorKey] = field(default_factory=set)  # those with a difference in it
     elements: int = 0
-    max_abs: float = 0.0
+    max_abs: float = 0.0  # the greatest absolute difference
 
 
 def differing_files(

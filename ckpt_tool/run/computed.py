@@ -62,15 +62,14 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Recipe(ABC):
-    """How one tensor is made. Subclasses add their parameters as fields and give `values`; they hold no state of a run.
+    """How one tensor is made. Subclasses add their parameters as fields and give `values`; they hold no state of a
+    run."""
 
-    key, shape: of the tensor that is made. text: all that its values depend on but the inputs' bytes, in words.
-    """
-
+    # key, shape: of the tensor that is made
     key: TensorKey
     shape: tuple[int, ...]
     inputs: tuple[Input, ...]
-    text: str
+    text: str  # all that its values depend on but the inputs' bytes, in words
 
     @abstractmethod
     def values(self, read: Read, start: int, stop: int) -> Floats:

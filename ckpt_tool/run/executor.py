@@ -116,20 +116,16 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a plan is carried out.
+    """How a plan is carried out."""
 
-    threads, memory: bounds (memory in bytes); threads are lowered until the buffers fit. verify: `off`, `quick` or
-    `full`; digests are computed unless `off`. resume: go on from what an earlier run has staged. force: replace what
-    is there. fsync: wait for the disk before the commit. allow_lossy: casts may overflow, and are counted.
-    """
-
+    # threads, memory: bounds (memory in bytes); threads are lowered until the buffers fit
     threads: int | None = None
     memory: int = 1 << 30
-    verify: str = "quick"
-    resume: bool = True
-    force: bool = False
-    fsync: bool = True
-    allow_lossy: bool = False
+    verify: str = "quick"  # `off`, `quick` or `full`; digests are computed unless `off`
+    resume: bool = True  # go on from what an earlier run has staged
+    force: bool = False  # replace what is there
+    fsync: bool = True  # wait for the disk before the commit
+    allow_lossy: bool = False  # casts may overflow, and are counted
 
 
 class Executor:

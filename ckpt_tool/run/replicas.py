@@ -30,14 +30,14 @@ SHOWN = 100  # tensors that are named
 
 
 class Apart(NamedTuple):
-    """A tensor whose replicas differ. file: where the one lies that differs most. elements: how many of them; first:
-    index of the first, () where it has none that a person counts by. ulp, gap: the greatest distances."""
+    """A tensor whose replicas differ."""
 
     name: str
-    file: str
-    elements: int
+    file: str  # where the one lies that differs most
+    elements: int  # how many of them
     numel: int
-    first: tuple[int, ...]
+    first: tuple[int, ...]  # index of the first, () where it has none that a person counts by
+    # ulp, gap: the greatest distances
     ulp: int
     gap: float
 

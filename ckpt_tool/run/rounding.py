@@ -26,11 +26,11 @@ from ckpt_tool.storage.source import Tree
 
 
 class Drift(NamedTuple):
-    """A parameter whose model is no rounding of its master. elements: how many differ. first: index of the first."""
+    """A parameter whose model is no rounding of its master."""
 
     key: TensorKey
-    elements: int
-    first: tuple[int, ...]
+    elements: int  # how many differ
+    first: tuple[int, ...]  # index of the first
 
 
 def drifts(catalog: Catalog, tree: Tree, *, skip: frozenset[str] = frozenset()) -> list[Drift]:

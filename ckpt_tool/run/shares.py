@@ -50,10 +50,10 @@ class UploadShare(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a share moves. counts: is it this share that counts the unit's overflows?"""
+    """What a share moves."""
 
     unit: Unit
-    counts: bool
+    counts: bool  # is it this share that counts the unit's overflows?
 
 
 class Shares(Sequence[UploadShare]):

@@ -29,14 +29,13 @@ ROOM = STRIDED_BLOCK + LEAF  # bytes of the buffer that a walk needs
 
 
 class WalkBuffers(NamedTuple):
-    """What a thread lends to its walks. block: at least ROOM bytes, scratch: STRIDED_BLOCK. hashing: False moves bytes
-    unseen."""
+    """What a thread lends to its walks."""
 
     reader: BlockReader
     writer: Writer
-    block: memoryview
+    block: memoryview  # at least ROOM bytes, scratch: STRIDED_BLOCK
     scratch: memoryview
-    hashing: bool
+    hashing: bool  # False moves bytes unseen
     stopped: Callable[[], bool]
     advance: Callable[[int], None]
 

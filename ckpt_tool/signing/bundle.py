@@ -33,11 +33,11 @@ _HINT = "get the file again from who signed the checkpoint"
 
 
 class Signed(NamedTuple):
-    """A statement with its signature. hint: of whose key it is said to be, "" where nothing is said."""
+    """A statement with its signature."""
 
     payload: bytes
     signature: bytes
-    hint: str
+    hint: str  # of whose key it is said to be, "" where nothing is said
 
     def by(self, key: PublicKey) -> str:
         """Why it is not this key's, "" where it is."""

@@ -36,13 +36,12 @@ class Checked(NamedTuple):
 
 
 class _Claim(NamedTuple):
-    """A statement that was read. name: what messages call it. own: its file, where it lies in the tree. said: what the
-    document says of it."""
+    """A statement that was read."""
 
-    name: str
+    name: str  # what messages call it
     files: ListedFile
-    own: str | None
-    said: dict[str, Any]
+    own: str | None  # its file, where it lies in the tree
+    said: dict[str, Any]  # what the document says of it
 
 
 def check(tree: Tree, key_file: str | None, attestation: str | None, progress: Progress, *, contents: bool) -> Checked:

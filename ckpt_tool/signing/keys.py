@@ -26,9 +26,9 @@ _HASHES = {"secp256r1": "SHA256", "secp384r1": "SHA384", "secp521r1": "SHA512"} 
 
 @dataclass(frozen=True, slots=True)
 class PublicKey:
-    """What a signature is checked with. hint: the SHA-256, in hex, of the key as PEM."""
+    """What a signature is checked with."""
 
-    hint: str
+    hint: str  # the SHA-256, in hex, of the key as PEM
     _key: Any
 
     def made(self, signature: bytes, data: bytes) -> bool:

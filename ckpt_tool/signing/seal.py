@@ -54,12 +54,12 @@ _SUM = (
 
 @dataclass(frozen=True)
 class Seal:
-    """What one run adds to its output. inside: the attestation's path below the output, where it is to lie there."""
+    """What one run adds to its output."""
 
     destination: Path
     key: PrivateKey | None
     attest: str | None
-    inside: str | None
+    inside: str | None  # the attestation's path below the output, where it is to lie there
     writing: Writing
     plan: Plan | None = None
     trees: Mapping[str, Tree] = field(default_factory=dict)

@@ -29,13 +29,13 @@ ALGORITHMS = ("sha256", "blake2b")  # hashlib's names, and model_signing's; the 
 
 
 class Digest(NamedTuple):
-    """What bytes [start, stop) of a file hash to. stop: None for its end. algorithm: hashlib's name."""
+    """What bytes [start, stop) of a file hash to."""
 
     path: str
-    algorithm: str
+    algorithm: str  # hashlib's name
     hex: str
     start: int = 0
-    stop: int | None = None
+    stop: int | None = None  # None for its end
 
 
 class ListedFile(NamedTuple):

@@ -43,18 +43,16 @@ class Reported(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What shall be written, before any format has seen it.
-
-    stored: each tensor and the source (by position in `sources`) that holds it, under the key it shall have.
-    removed, dropped: for the report. inherits: degrees that the user does not name are those of the first source.
-    """
+    """What shall be written, before any format has seen it."""
 
     sources: tuple[Opened, ...]
+    # each tensor and the source (by position in `sources`) that holds it, under the key it shall have
     stored: tuple[Stored, ...]
     extras: Mapping[str, Any]
+    # removed, dropped: for the report
     removed: tuple[LogicalTensor, ...] = ()
     dropped: tuple[dict[str, Any], ...] = ()
-    inherits: bool = False
+    inherits: bool = False  # degrees that the user does not name are those of the first source
     notes: tuple[str, ...] = ()
     renewed: frozenset[TensorKey] = frozenset()  # their values are not those of the source's tensor of that key
     lenient: bool = False  # `--lenient`
@@ -105,16 +103,13 @@ class Chosen:
 
 
 class Conversion(NamedTuple):
-    """What a conversion is to do: how its sources are read, what is written, in which format.
-
-    inherits: degrees that the user does not name are those of the source.
-    of_several: its source is one of several, so a rule of --rename that matches nothing in it may match in another.
-    """
+    """What a conversion is to do: how its sources are read, what is written, in which format."""
 
     reading: Reading
     writing: Writing
     fmt: Format
-    inherits: bool = False
+    inherits: bool = False  # degrees that the user does not name are those of the source
+    # its source is one of several, so a rule of --rename that matches nothing in it may match in another
     of_several: bool = False
 
     @classmethod

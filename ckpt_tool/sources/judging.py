@@ -41,15 +41,14 @@ _DEPTH = 2  # folders of a step in which its checkpoints are looked for: veRL's 
 
 
 class Judged(NamedTuple):
-    """A step, and what was found. sound: None where it is no checkpoint, or could not be judged. codes: of the
-    findings. unread: a disk or a store failed while it was looked at, so that nothing is known of it."""
+    """A step, and what was found."""
 
     step: RunStep
-    sound: bool | None
+    sound: bool | None  # None where it is no checkpoint, or could not be judged
     why: str = ""
-    codes: tuple[str, ...] = ()
+    codes: tuple[str, ...] = ()  # of the findings
     checkpoint: bool = True
-    unread: bool = False
+    unread: bool = False  # a disk or a store failed while it was looked at, so that nothing is known of it
 
 
 class Judge:

@@ -60,14 +60,14 @@ def _all(state: str) -> bool:
 
 
 class Opened(NamedTuple):
-    """An open source. resolved: why another folder than the given one was taken, "" where it was not. outer: the given
-    folder then, whose side files are beside its pointer file; where the checkpoint lies in both, the one that was
-    taken."""
+    """An open source."""
 
     tree: Tree
     format: Format
     catalog: Catalog
-    resolved: str = ""
+    resolved: str = ""  # why another folder than the given one was taken, "" where it was not
+    # the given folder then, whose side files are beside its pointer file; where the checkpoint lies in both, the one
+    # that was taken
     outer: Tree | None = None
 
     @property

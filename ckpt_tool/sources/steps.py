@@ -44,14 +44,13 @@ UNFINISHED = "-unfinished"  # NeMo's marker beside a step, removed when it is wr
 
 
 class RunStep(NamedTuple):
-    """An entry of a run's folder that is called as a step is. number: None for what a pointer file alone makes a step.
-    word: what is counted, `epoch` or `step`. twin: DeepSpeed's universal form of the step of that number."""
+    """An entry of a run's folder that is called as a step is."""
 
     name: str
-    number: int | None
-    word: Literal["step", "epoch"] = "step"
+    number: int | None  # None for what a pointer file alone makes a step
+    word: Literal["step", "epoch"] = "step"  # what is counted, `epoch` or `step`
     epoch: int = 0
-    twin: bool = False
+    twin: bool = False  # DeepSpeed's universal form of the step of that number
 
     @property
     def order(self) -> tuple[bool, int, int, bool]:

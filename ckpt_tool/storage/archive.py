@@ -36,8 +36,9 @@ _OF_NEMO = ("model_config.yaml", "model_weights")
 
 
 class TarMember(NamedTuple):
-    """Where a member lies in the archive. start, size: bytes."""
+    """Where a member lies in the archive."""
 
+    # start, size: bytes
     start: int
     size: int
 

@@ -29,11 +29,10 @@ _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class Bounds(NamedTuple):
-    """Where links may lead. within: the folder that the user gave, resolved. blobs: of the Hugging Face cache that it
-    lies in, None elsewhere."""
+    """Where links may lead."""
 
-    within: str
-    blobs: str | None
+    within: str  # the folder that the user gave, resolved
+    blobs: str | None  # of the Hugging Face cache that it lies in, None elsewhere
 
     @classmethod
     def of(cls, root: Path) -> Bounds:

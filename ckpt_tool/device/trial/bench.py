@@ -26,18 +26,17 @@ SEED_BYTES = 32 << 20  # random values are made once and laid out again and agai
 
 
 class BenchRow(NamedTuple):
-    """One work, or one peer of it. milliseconds: the median; gbs: bytes read and written a nanosecond; share: of the
-    plain copy; spread: the difference of the two passes over their mean."""
+    """One work, or one peer of it."""
 
     kernel: str
     work: str
     who: str
     boxes: int
     moved: int
-    milliseconds: float
-    gbs: float
-    share: float
-    spread: float
+    milliseconds: float  # the median
+    gbs: float  # bytes read and written a nanosecond
+    share: float  # of the plain copy
+    spread: float  # the difference of the two passes over their mean
 
 
 class Timer:

@@ -66,11 +66,11 @@ class Knobs(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A work on a device. call(slot) queues it; moved: bytes that it reads and writes at least; boxes: in its list."""
+    """A work on a device. call(slot) queues it;"""
 
     call: Callable[[int], None]
-    moved: int
-    boxes: int
+    moved: int  # bytes that it reads and writes at least
+    boxes: int  # in its list
     held: tuple[Memory, ...]
 
     def close(self) -> None:

@@ -45,11 +45,11 @@ class Slice(NamedTuple):
 
 
 class NamedValue(NamedTuple):
-    """What a name holds. dtype: what its elements are cast to, None for nothing."""
+    """What a name holds."""
 
     shape: Shape
     slices: tuple[Slice, ...]
-    dtype: DType | None = None
+    dtype: DType | None = None  # what its elements are cast to, None for nothing
 
 
 def whole(source: str, shape: Shape) -> NamedValue:

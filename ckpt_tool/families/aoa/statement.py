@@ -75,10 +75,10 @@ class Statement(NamedTuple):
 
 
 class AoaText(NamedTuple):
-    """What a file of statements says. reverse: they are to be run from right to left, last one first."""
+    """What a file of statements says."""
 
     statements: list[str]
-    reverse: bool
+    reverse: bool  # they are to be run from right to left, last one first
 
 
 def read_aoa(text: str) -> AoaText:

@@ -254,12 +254,12 @@ class Pieces(OnDemand[DcpPiece]):
 
 
 class PieceTable(NamedTuple):
-    """Where the items of a tensor's pieces lie. twins: the number of each one's twin, -1 for one that has none."""
+    """Where the items of a tensor's pieces lie."""
 
     files: Ints
     starts: Ints
     crcs: Ints
-    twins: Ints
+    twins: Ints  # the number of each one's twin, -1 for one that has none
 
 
 class Arrays(OnDemand[StoredArray]):
@@ -404,11 +404,11 @@ def joined(parts: Sequence[tuple[DcpColumns, int]]) -> DcpColumns | None:
 
 
 class Records(NamedTuple):
-    """A row for each chunk of a tensor. nbytes, crcs: of the record that holds its array, -1 and 0 without one. within:
-    bytes from its start to the array. files: numbers in `names`."""
+    """A row for each chunk of a tensor."""
 
+    # nbytes, crcs: of the record that holds its array, -1 and 0 without one
     nbytes: Ints
     crcs: Ints
-    within: Ints
-    files: Ints
+    within: Ints  # bytes from its start to the array
+    files: Ints  # numbers in `names`
     names: Sequence[str]

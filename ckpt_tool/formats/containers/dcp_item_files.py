@@ -152,11 +152,11 @@ class _Lot(NamedTuple):
 
 
 class _ShareRun(NamedTuple):
-    """Shares of one lot that follow one another. at: the bytes where the items of each begin."""
+    """Shares of one lot that follow one another."""
 
     lot: _Lot
     tensors: list[int]
-    at: list[list[int]]
+    at: list[list[int]]  # the bytes where the items of each begin
 
 
 class _Whole(NamedTuple):

@@ -369,17 +369,15 @@ class DcpItems:
 
 
 class Twin(NamedTuple):
-    """An item's bytes around its storage. data: bytes from the item's start to the storage, nbytes its size. head: from
-    the start; fixed: (offset in the end, bytes) that must be equal; crc: offsets in the end of the storage's CRCs,
-    id_crc: of the id's; all relative to `data + nbytes`."""
+    """An item's bytes around its storage."""
 
-    data: int
+    data: int  # bytes from the item's start to the storage, nbytes its size
     nbytes: int
-    head: bytes
-    fixed: tuple[tuple[int, bytes], ...]
+    head: bytes  # from the start
+    fixed: tuple[tuple[int, bytes], ...]  # (offset in the end, bytes) that must be equal
     end: int
-    crc: tuple[int, int]
-    id_crc: tuple[int, int]
+    crc: tuple[int, int]  # offsets in the end of the storage's CRCs,
+    id_crc: tuple[int, int]  # of the id's; all relative to `data + nbytes`
     array: StoredArray
 
     def of(self, window: _Window, path: str, at: int) -> StoredArray | None:

@@ -107,10 +107,10 @@ class ObjectEntry(NamedTuple):
 
 @dataclass(slots=True)
 class DcpTensorEntry:
-    """A tensor as the metadata states it. path: from planner_data, `(fqn,)` without."""
+    """A tensor as the metadata states it."""
 
     fqn: str
-    path: Path
+    path: Path  # from planner_data, `(fqn,)` without
     dtype: DType
     shape: tuple[int, ...]
     pieces: list[DcpPiece] | Pieces
@@ -138,19 +138,19 @@ class DcpTensorEntry:
 
 @dataclass(slots=True)
 class DcpListing:
-    """What one DCP folder says it holds. files: relative to the tree's root. planner: does planner_data say how the
-    keys nest? unsafe, globals: of the pickles (see `core.catalog`). reformed: the true shapes of tensors that Megatron
-    stored flattened (`formats.megatron_dist.read`). differing: objects that other ranks saved too, and nobody
-    reads."""
+    """What one DCP folder says it holds."""
 
     folder: str
     tensors: dict[str, DcpTensorEntry] = field(default_factory=dict)
     objects: dict[str, ObjectEntry] = field(default_factory=dict)
-    files: dict[str, None] = field(default_factory=dict)
-    planner: bool = True
+    files: dict[str, None] = field(default_factory=dict)  # relative to the tree's root
+    planner: bool = True  # does planner_data say how the keys nest?
+    # unsafe, globals: of the pickles (see `core.catalog`)
     unsafe: list[str] = field(default_factory=list)
     globals: dict[str, None] = field(default_factory=dict)
+    # objects that other ranks saved too, and nobody reads
     differing: list[ObjectEntry] = field(default_factory=list)
+    # the true shapes of tensors that Megatron stored flattened (`formats.megatron_dist.read`)
     reformed: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -546,11 +546,11 @@ _BUILD = b"ub"
 
 
 class Tail(NamedTuple):
-    """What pieces of one place in their bands have in common. offset: behind the band's lead. length: bytes."""
+    """What pieces of one place in their bands have in common."""
 
-    offset: tuple[int, ...]
+    offset: tuple[int, ...]  # behind the band's lead
     shape: tuple[int, ...]
-    length: int
+    length: int  # bytes
 
 
 class PieceBand(NamedTuple):

@@ -11,20 +11,23 @@ RANK_LIMIT = 64
 
 
 class DcpPiece(NamedTuple):
-    """A box of a tensor and where its item lies. offset, shape: elements; at, length: bytes in `file`."""
+    """A box of a tensor and where its item lies."""
 
+    # offset, shape: elements
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     file: str
+    # at, length: bytes in `file`
     at: int
     length: int
 
 
 class DcpItem(NamedTuple):
-    """A piece of a tensor, by where it lies. at, length: bytes in its file. number: of the piece."""
+    """A piece of a tensor, by where it lies."""
 
+    # at, length: bytes in its file
     at: int
     fqn: str
-    number: int
+    number: int  # of the piece
     tensor: DcpTensorEntry
     length: int

@@ -51,12 +51,11 @@ MARKER = "meta.pt"  # Lightning: all but the states, beside its FSDP saves
 
 
 class DcpSave(NamedTuple):
-    """One DCP save. folder: "" for the root, else with a slash at its end. metadata: its metadata files, none if it was
-    not finished. tmp: a metadata file that was not yet renamed."""
+    """One DCP save."""
 
-    folder: str
-    metadata: tuple[str, ...]
-    tmp: str | None = None
+    folder: str  # "" for the root, else with a slash at its end
+    metadata: tuple[str, ...]  # its metadata files, none if it was not finished
+    tmp: str | None = None  # a metadata file that was not yet renamed
 
 
 class Folders(NamesHint):

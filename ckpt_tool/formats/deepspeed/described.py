@@ -132,13 +132,12 @@ _BELIEVED: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What stands under `optimizer`. groups: `param_groups`, whose `params` are names. scalars: of each group (`step`),
-    None without ZeRO. dtypes: of those that were tensors. rest: of the whole optimizer (`loss_scaler`)."""
+    """What stands under `optimizer`."""
 
-    groups: Sequence[Mapping[str, Any]] = ()
-    scalars: Sequence[Mapping[str, Any]] | None = None
-    dtypes: Mapping[str, str] = field(default_factory=dict)
-    rest: Mapping[str, Any] = field(default_factory=dict)
+    groups: Sequence[Mapping[str, Any]] = ()  # `param_groups`, whose `params` are names
+    scalars: Sequence[Mapping[str, Any]] | None = None  # of each group (`step`), None without ZeRO
+    dtypes: Mapping[str, str] = field(default_factory=dict)  # of those that were tensors
+    rest: Mapping[str, Any] = field(default_factory=dict)  # of the whole optimizer (`loss_scaler`)
 
     def to_extras(self) -> dict[str, Any]:
         """Plain values."""
@@ -166,15 +165,14 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class ZeroGroup:
-    """A parameter group. options: without `params`. scalars: `step` and such. ep: expert ranks, 0 for a group without
-    experts. listed: does the source list it? number: among `groups_of`."""
+    """A parameter group."""
 
     names: list[str]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    scalars: Mapping[str, Any] = field(default_factory=dict)
-    ep: int = 0
-    listed: bool = True
-    number: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)  # without `params`
+    scalars: Mapping[str, Any] = field(default_factory=dict)  # `step` and such
+    ep: int = 0  # expert ranks, 0 for a group without experts
+    listed: bool = True  # does the source list it?
+    number: int = 0  # among `groups_of`
 
 
 def groups_of(extras: Mapping[str, Any], masters: Mapping[str, tuple[int, ...]]) -> list[ZeroGroup]:

@@ -106,18 +106,17 @@ def rank_in(path: str) -> dict[str, int] | None:
 
 @dataclass(slots=True)
 class ZeroFiles:
-    """The files of one checkpoint by kind. optim, model3: (data rank, model rank) -> name. model: model rank -> name.
-    layers: layer index -> name. experts: (MoE layer, expert) -> name. expp: expert rank -> name of its optimizer
-    without ZeRO. refused: (name, why) of kinds that are not read. prefixes: of the optimizer files: `bf16_` or ""."""
+    """The files of one checkpoint by kind."""
 
+    # optim, model3: (data rank, model rank) -> name
     optim: dict[tuple[int, int], str] = field(default_factory=dict)
-    model: dict[int, str] = field(default_factory=dict)
+    model: dict[int, str] = field(default_factory=dict)  # model rank -> name
     model3: dict[tuple[int, int], str] = field(default_factory=dict)
-    layers: dict[int, str] = field(default_factory=dict)
-    experts: dict[tuple[int, int], str] = field(default_factory=dict)
-    expp: dict[int, str] = field(default_factory=dict)
-    refused: list[tuple[str, str]] = field(default_factory=list)
-    prefixes: set[str] = field(default_factory=set)
+    layers: dict[int, str] = field(default_factory=dict)  # layer index -> name
+    experts: dict[tuple[int, int], str] = field(default_factory=dict)  # (MoE layer, expert) -> name
+    expp: dict[int, str] = field(default_factory=dict)  # expert rank -> name of its optimizer without ZeRO
+    refused: list[tuple[str, str]] = field(default_factory=list)  # (name, why) of kinds that are not read
+    prefixes: set[str] = field(default_factory=set)  # of the optimizer files: `bf16_` or ""
 
     def __bool__(self) -> bool:
         return bool(self.optim or self.model or self.model3)
@@ -217,21 +216,21 @@ OPTIMIZER_LAYOUT = frozenset(
 
 @dataclass(slots=True)
 class ModuleFile:
-    """A module file. module, fragments: name -> array, in order. shapes: of each flat group (sub-group at stage 3),
-    name -> shape in flat order; None without ZeRO. frozen: shapes of frozen parameters (stage 2 and 3). shared: alias
-    -> kept name.
-    others: tensors of the client's state, at their paths. values: all that is no tensor. optimizer: (path, array) of
-    the optimizer that lies in this file without ZeRO."""
+    """A module file."""
 
     path: str
+    # module, fragments: name -> array, in order
     module: dict[str, StoredArray]
     buffers: list[str]
+    # of each flat group (sub-group at stage 3), name -> shape in flat order; None without ZeRO
     shapes: list[dict[str, tuple[int, ...]]] | None
-    frozen: dict[str, tuple[int, ...]]
+    frozen: dict[str, tuple[int, ...]]  # shapes of frozen parameters (stage 2 and 3)
     fragments: dict[str, StoredArray]
-    shared: dict[str, str]
-    values: dict[str, Any]
+    shared: dict[str, str]  # alias -> kept name
+    values: dict[str, Any]  # all that is no tensor
+    # (path, array) of the optimizer that lies in this file without ZeRO
     optimizer: list[tuple[Path, StoredArray]] = field(default_factory=list)
+    # tensors of the client's state, at their paths
     others: list[tuple[Path, StoredArray]] = field(default_factory=list)
     unsafe: list[str] = field(default_factory=list)
     globals: list[str] = field(default_factory=list)
@@ -246,33 +245,28 @@ class ModuleFile:
 
 @dataclass(slots=True)
 class FlatTensor:
-    """A flat tensor of this rank. options: number of its parameter group. count: ranks that share the group. gaps:
-    padding behind each parameter, () where the file does not say. mapping: name -> (elements, start), likewise None.
-    states: 1-d arrays as long as the partition. scalars: one value for the whole group. dtypes: of those that were
-    tensors."""
+    """A flat tensor of this rank."""
 
     master: StoredArray
-    options: int
-    count: int
-    gaps: tuple[int, ...]
-    mapping: dict[str, tuple[int, int]] | None
-    states: dict[str, StoredArray] = field(default_factory=dict)
-    scalars: dict[str, Any] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
+    options: int  # number of its parameter group
+    count: int  # ranks that share the group
+    gaps: tuple[int, ...]  # padding behind each parameter, () where the file does not say
+    mapping: dict[str, tuple[int, int]] | None  # name -> (elements, start), likewise None
+    states: dict[str, StoredArray] = field(default_factory=dict)  # 1-d arrays as long as the partition
+    scalars: dict[str, Any] = field(default_factory=dict)  # one value for the whole group
+    dtypes: dict[str, str] = field(default_factory=dict)  # of those that were tensors
 
 
 @dataclass(slots=True)
 class OptimizerFile:
-    """An optimizer file. stage: 1, 2 or 3. plain_bf16: written by BF16_Optimizer. param_groups: options without
-    `params`.
-    rest: scalars of the whole optimizer (loss scaler, clip_grad, ...)."""
+    """An optimizer file."""
 
     path: str
-    stage: int
-    plain_bf16: bool
+    stage: int  # 1, 2 or 3
+    plain_bf16: bool  # written by BF16_Optimizer
     groups: list[FlatTensor]
-    param_groups: list[dict[str, Any]]
-    rest: dict[str, Any]
+    param_groups: list[dict[str, Any]]  # options without `params`
+    rest: dict[str, Any]  # scalars of the whole optimizer (loss scaler, clip_grad, ...)
     unsafe: list[str]
     globals: list[str]
 

@@ -47,15 +47,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What of `ds_config` decides how flat tensors are cut. sub_group_size: elements of a rank. fp32_accumulation: of
-    gradients, on the device."""
+    """What of `ds_config` decides how flat tensors are cut."""
 
     stage: object = None
     round_robin: bool = False
     aligned: bool = False
-    sub_group_size: int = SUB_GROUP_SIZE
+    sub_group_size: int = SUB_GROUP_SIZE  # elements of a rank
     data_first: bool = False
-    fp32_accumulation: bool = False
+    fp32_accumulation: bool = False  # of gradients, on the device
 
     @staticmethod
     def of(ds_config: object) -> Config:
@@ -77,18 +76,14 @@ class Config:
 
 
 class FlatGroup(NamedTuple):
-    """A flat group of a pipeline stage; at ZeRO 3 a sub-group.
+    """A flat group of a pipeline stage; at ZeRO 3 a sub-group."""
 
-    shapes: name -> shape in flat order, experts under the numbers that expert rank 0 gives them: an entry of
-    `param_shapes`. number: of its parameter group. ep: expert ranks, each with a line of its own of the group. size:
-    elements of each rank's partition; gaps: elements of padding behind each parameter (both of ZeRO 1 and 2).
-    """
-
+    # name -> shape in flat order, experts under the numbers that expert rank 0 gives them: an entry of `param_shapes`
     shapes: Mapping[str, Shape]
-    number: int
-    ep: int = 1
-    size: int = 0
-    gaps: tuple[int, ...] = ()
+    number: int  # of its parameter group
+    ep: int = 1  # expert ranks, each with a line of its own of the group
+    size: int = 0  # elements of each rank's partition
+    gaps: tuple[int, ...] = ()  # elements of padding behind each parameter (both of ZeRO 1 and 2)
 
 
 def partitioned(shapes: Mapping[str, Shape], number: int, ep: int, ranks: int, itemsize: int) -> FlatGroup:
@@ -158,20 +153,15 @@ def shares(shapes: Mapping[str, Shape], ranks: int, rank: int) -> tuple[FlatLine
 
 
 class FlatArray(NamedTuple):
-    """A flat tensor of a rank; its fp32 weights and each of its moments are laid out alike.
+    """A flat tensor of a rank; its fp32 weights and each of its moments are laid out alike."""
 
-    group: number of its parameter group. line: what it holds, under the names of the whole model. names: these names ->
-    the rank's own, of all parameters of the group. size: elements, the last `spare` of which belong to no parameter
-    (gaps count as parameters'). partitions: ranks that share the group. gaps: as in `FlatGroup`.
-    """
-
-    group: int
-    line: FlatLine[str]
-    names: Mapping[str, str]
-    size: int
+    group: int  # number of its parameter group
+    line: FlatLine[str]  # what it holds, under the names of the whole model
+    names: Mapping[str, str]  # these names -> the rank's own, of all parameters of the group
+    size: int  # elements, the last `spare` of which belong to no parameter (gaps count as parameters')
     spare: int
-    partitions: int
-    gaps: tuple[int, ...]
+    partitions: int  # ranks that share the group
+    gaps: tuple[int, ...]  # as in `FlatGroup`
 
     def slices(self) -> dict[str, tuple[int, int]]:
         """The rank's own name of each parameter in it -> (elements, place of the first): `param_slice_mappings`."""

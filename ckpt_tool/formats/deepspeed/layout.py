@@ -245,8 +245,7 @@ def _configured(extras: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """What is to be written. rows: key -> its number among the wanted tensors. states: the optimizer's, in order.
-    stages: the groups of every pipeline stage. job: of ZeRO 1 to 3. moved: other degrees than the source's?"""
+    """What is to be written."""
 
     wanted: Wanted
     described: Described
@@ -255,13 +254,13 @@ class Laid:
     dp: int
     pp: int
     ep: int
-    rows: Mapping[TensorKey, int]
-    states: Sequence[str]
+    rows: Mapping[TensorKey, int]  # key -> its number among the wanted tensors
+    states: Sequence[str]  # the optimizer's, in order
     extras: dict[str, Any]
     notes: list[str]
-    moved: bool
-    stages: Sequence[Sequence[ZeroGroup]] = ()
-    job: ZeroJob | None = None
+    moved: bool  # other degrees than the source's?
+    stages: Sequence[Sequence[ZeroGroup]] = ()  # the groups of every pipeline stage
+    job: ZeroJob | None = None  # of ZeRO 1 to 3
 
     @property
     def plain_bf16(self) -> bool:

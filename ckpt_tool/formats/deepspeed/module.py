@@ -34,27 +34,25 @@ K = TypeVar("K", int, tuple[int, int])
 
 @dataclass(slots=True)
 class Module:
-    """The module's tensors. modules: (data rank, model rank) -> file. trained: shapes of the parameters that lie in
-    flat tensors. arrays: name -> where it lies (several places: replicas). order: the names of the module. dtypes: how
-    many parameters have which. layers: of a pipeline, tied key -> layer. moe: number of each MoE layer -> prefix.
-    shared: alias -> kept name. clients: tensors of the client's state."""
+    """The module's tensors."""
 
     tree: Tree
     files: ZeroFiles
-    modules: Mapping[tuple[int, int], ModuleFile]
-    trained: Mapping[str, Shape]
+    modules: Mapping[tuple[int, int], ModuleFile]  # (data rank, model rank) -> file
+    trained: Mapping[str, Shape]  # shapes of the parameters that lie in flat tensors
     dp: int
     pp: int
     stage: int
+    # name -> where it lies (several places: replicas)
     arrays: dict[str, list[StoredArray]] = field(default_factory=dict)
     fragments: dict[str, LogicalTensor] = field(default_factory=dict)
-    order: dict[str, None] = field(default_factory=dict)
+    order: dict[str, None] = field(default_factory=dict)  # the names of the module
     buffers: dict[str, None] = field(default_factory=dict)
-    dtypes: Counter[str] = field(default_factory=Counter)
-    layers: dict[str, int] = field(default_factory=dict)
-    moe: dict[int, str] = field(default_factory=dict)
-    shared: dict[str, str] = field(default_factory=dict)
-    clients: dict[TensorKey, LogicalTensor] = field(default_factory=dict)
+    dtypes: Counter[str] = field(default_factory=Counter)  # how many parameters have which
+    layers: dict[str, int] = field(default_factory=dict)  # of a pipeline, tied key -> layer
+    moe: dict[int, str] = field(default_factory=dict)  # number of each MoE layer -> prefix
+    shared: dict[str, str] = field(default_factory=dict)  # alias -> kept name
+    clients: dict[TensorKey, LogicalTensor] = field(default_factory=dict)  # tensors of the client's state
     notes: list[Note] = field(default_factory=list)
     unsafe: list[str] = field(default_factory=list)
     globals: dict[str, None] = field(default_factory=dict)

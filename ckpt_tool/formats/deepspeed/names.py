@@ -31,10 +31,9 @@ Shape = tuple[int, ...]
 
 
 class ZeroExpertName(NamedTuple):
-    """`layer` + number + `part` is the name. layer: `moe.deepspeed_moe.experts.deepspeed_experts.`, part:
-    `.w1.weight`."""
+    """`layer` + number + `part` is the name."""
 
-    layer: str
+    layer: str  # `moe.deepspeed_moe.experts.deepspeed_experts.`, part: `.w1.weight`
     number: int
     part: str
 

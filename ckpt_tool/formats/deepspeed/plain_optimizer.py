@@ -59,12 +59,11 @@ class _StateEntry(NamedTuple):
 
 
 class _FileOptimizer(NamedTuple):
-    """One file's optimizer. groups: `params` are numbers, from `_part`'s start on. wrapper: of DeepSpeed's 16-bit
-    one."""
+    """One file's optimizer."""
 
-    groups: list[dict[str, Any]]
+    groups: list[dict[str, Any]]  # `params` are numbers, from `_part`'s start on
     entries: list[_StateEntry]
-    wrapper: dict[str, Any]
+    wrapper: dict[str, Any]  # of DeepSpeed's 16-bit one
 
 
 def of_modules(files: Sequence[ModuleFile], model: Arrays) -> PlainOptimizer:

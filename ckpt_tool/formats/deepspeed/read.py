@@ -84,18 +84,19 @@ def read(tree: Tree) -> Catalog:
 
 @dataclass(slots=True)
 class ZeroReader:
-    """The files of one checkpoint and what was found in them so far. modules, optimizers: (data rank, model rank) ->
-    file. shapes: of all parameters of flat tensors, in order of first sight. stages: of each pipeline stage and
-    parameter group the names in the group's own order."""
+    """The files of one checkpoint and what was found in them so far."""
 
     tree: Tree
     files: ZeroFiles
+    # modules, optimizers: (data rank, model rank) -> file
     modules: dict[tuple[int, int], ModuleFile] = field(default_factory=dict)
     optimizers: dict[tuple[int, int], OptimizerFile] = field(default_factory=dict)
     config: Config = Config()
+    # of all parameters of flat tensors, in order of first sight
     shapes: dict[str, Shape] = field(default_factory=dict)
     chunks: dict[TensorKey, list[Chunk]] = field(default_factory=dict)
     states: dict[str, None] = field(default_factory=dict)
+    # of each pipeline stage and parameter group the names in the group's own order
     stages: list[list[list[str]]] = field(default_factory=list)
     tied: frozenset[str] = frozenset()
     notes: list[Note] = field(default_factory=list)

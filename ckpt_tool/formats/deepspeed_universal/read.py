@@ -57,14 +57,13 @@ from ckpt_tool.storage.source import Tree
 
 @dataclass(slots=True)
 class _Param:
-    """A folder below `zero/`. arrays: state -> where it lies. facts: what stands beside the tensor of how tensor
-    parallel ranks cut it, None where it is nothing but `cat_dim: 0`. states: of which there is a file. step: its
-    number."""
+    """A folder below `zero/`."""
 
-    arrays: dict[str, StoredArray] = field(default_factory=dict)
+    arrays: dict[str, StoredArray] = field(default_factory=dict)  # state -> where it lies
+    # what stands beside the tensor of how tensor parallel ranks cut it, None where it is nothing but `cat_dim: 0`
     facts: dict[str, Any] | None = None
-    states: set[str] = field(default_factory=set)
-    step: float | int | None = None
+    states: set[str] = field(default_factory=set)  # of which there is a file
+    step: float | int | None = None  # its number
 
 
 class UniversalReader:

@@ -49,11 +49,11 @@ _COUNTERS = ("skipped_steps", "global_steps", "global_samples")
 
 @dataclass(slots=True)
 class _Group:
-    """A parameter group. options: without names. step: None if unknown."""
+    """A parameter group."""
 
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # without names
     names: list[str] = field(default_factory=list)
-    step: float | int | None = None
+    step: float | int | None = None  # None if unknown
 
 
 def target(wanted: Wanted) -> Target:

@@ -64,25 +64,25 @@ _AGAIN = "the file is damaged or cut short: fetch it again, and compare its size
 
 
 class MetadataPair(NamedTuple):
-    """A pair of the metadata. kind: the type of its value. start, stop: where type and value lie, bytes of the file.
-    value: None for an array that is longer than `SHORT`. length: of an array. inner: the type of its values."""
+    """A pair of the metadata."""
 
     key: str
-    kind: int
+    kind: int  # the type of its value
+    # start, stop: where type and value lie, bytes of the file
     start: int
     stop: int
-    value: Any = None
-    length: int = 0
-    inner: int = 0
+    value: Any = None  # None for an array that is longer than `SHORT`
+    length: int = 0  # of an array
+    inner: int = 0  # the type of its values
 
 
 class Info(NamedTuple):
-    """A tensor. shape: in items of the dtype, slowest first. offset: in bytes of the file."""
+    """A tensor."""
 
     name: str
     dtype: DType
-    shape: tuple[int, ...]
-    offset: int
+    shape: tuple[int, ...]  # in items of the dtype, slowest first
+    offset: int  # in bytes of the file
 
 
 class Header(NamedTuple):

@@ -85,15 +85,15 @@ Pair = tuple[str, str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What lies beside a model. tokenizer, settings: tokenizer.json and tokenizer_config.json. pieces: tokenizer.model.
-    added: added_tokens.json. template: chat_template.jinja. config: the model's."""
+    """What lies beside a model."""
 
+    # tokenizer, settings: tokenizer.json and tokenizer_config.json
     tokenizer: Mapping[str, Any] | None = None
     settings: Mapping[str, Any] | None = None
-    pieces: bytes | None = None
-    added: Mapping[str, Any] = field(default_factory=dict)
-    template: str | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
+    pieces: bytes | None = None  # tokenizer.model
+    added: Mapping[str, Any] = field(default_factory=dict)  # added_tokens.json
+    template: str | None = None  # chat_template.jinja
+    config: Mapping[str, Any] = field(default_factory=dict)  # the model's
 
 
 class _Vocabulary(NamedTuple):

@@ -94,14 +94,13 @@ STEMS = (STEM, "diffusion_pytorch_model")
 
 @dataclass(frozen=True, slots=True)
 class FileSet:
-    """The files that count. kind: `index`, `numbered`, `one`, `union` or `ranks`. files: weights, sorted ((): the index
-    tells). why: in words for a person. notes: what lies beside them and is not taken."""
+    """The files that count."""
 
-    kind: str
-    why: str
-    files: tuple[str, ...] = ()
+    kind: str  # `index`, `numbered`, `one`, `union` or `ranks`
+    why: str  # in words for a person
+    files: tuple[str, ...] = ()  # weights, sorted ((): the index tells)
     index: str | None = None
-    notes: tuple[Note, ...] = ()
+    notes: tuple[Note, ...] = ()  # what lies beside them and is not taken
 
 
 ADAPTER = "adapter_model.safetensors"  # PEFT's, and a checkpoint of this format only where its config is lost

@@ -66,13 +66,12 @@ _HALVED = re.compile(r".+\.linear_fc1\.adapter\.adapter_(?:gate|up)\.linear_out\
 
 @dataclass(frozen=True, slots=True)
 class LoraHints(Hint):
-    """What the run says of its adapter. peft: the section of that name of `run_config.yaml`. model: the base's fields.
-    base: where the run took the base from, "" where nothing says it."""
+    """What the run says of its adapter."""
 
     KEY: ClassVar[str] = "lora"
-    peft: Mapping[str, Any]
-    model: Mapping[str, Any]
-    base: str = ""
+    peft: Mapping[str, Any]  # the section of that name of `run_config.yaml`
+    model: Mapping[str, Any]  # the base's fields
+    base: str = ""  # where the run took the base from, "" where nothing says it
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -45,10 +45,10 @@ def is_layer_wise(args: Mapping[str, Any]) -> bool:
 
 
 class RankShare(NamedTuple):
-    """A data rank's file. dense, experts: (its number, how many there are) among the ranks that share dense parameters,
-    parallel experts."""
+    """A data rank's file."""
 
     file: str
+    # dense, experts: (its number, how many there are) among the ranks that share dense parameters, parallel experts
     dense: tuple[int, int]
     experts: tuple[int, int]
 

@@ -57,21 +57,21 @@ Shape = tuple[int, ...]
 
 
 class MegatronRank(NamedTuple):
-    """A model-parallel rank. path: its folder, relative to the root. tp: of dense tensors. etp: of experts."""
+    """A model-parallel rank."""
 
-    path: str
-    tp: int
+    path: str  # its folder, relative to the root
+    tp: int  # of dense tensors
     pp: int
     ep: int
-    etp: int
+    etp: int  # of experts
 
 
 class View(NamedTuple):
-    """A strided part of an array of the rank's own shape. start: elements. strides: elements."""
+    """A strided part of an array of the rank's own shape."""
 
-    start: int
+    start: int  # elements
     shape: Shape
-    strides: Shape
+    strides: Shape  # elements
 
 
 class Slot(NamedTuple):
@@ -89,14 +89,13 @@ class Slot(NamedTuple):
 
 
 class RankArray(NamedTuple):
-    """A parameter or buffer of a rank, in the rank's own spelling and shape. chunk: of the virtual pipeline. names: the
-    logical tensors in it (several for GroupedMLP)."""
+    """A parameter or buffer of a rank, in the rank's own spelling and shape."""
 
     local: str
-    chunk: int
+    chunk: int  # of the virtual pipeline
     shape: Shape
     dtype: DType
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the logical tensors in it (several for GroupedMLP)
     slots: tuple[Slot, ...]
 
     @property
@@ -164,27 +163,24 @@ def turned(chunk: Chunk) -> Chunk:
 
 
 class MegatronJob(NamedTuple):
-    """How parameters are parted and spelled. experts: of a layer. gated: fc1 holds gate and up. down_shared: MLA's down
-    projections are cut. te: norms are fused into Transformer Engine's linears. container: of experts. mtp_inner: what
-    an MTP layer calls its inner one. convolution: what stands in `conv1d_weight` of Mamba, `_` or `.`. rows: of stored
-    vocabularies, None: as many as they have. kept: those that are the model's, None: all; what follows is padding.
-    boxes: of tensors that were found cut; they count before any rule, the r-th of a tensor's is rank r's (gate and up
-    counted apart). sections, spanning: of `rules.sections_of`, `rules.norms_span`.
-    """
+    """How parameters are parted and spelled."""
 
     facts: MegatronFacts
     degrees: Mapping[str, int]
     stages: Stages
-    experts: int
-    gated: bool
-    down_shared: bool
-    te: bool = False
-    container: str = names.SEQUENTIAL
-    mtp_inner: str = "transformer_layer"
-    convolution: str = "_"
-    rows: int | None = None
-    kept: int | None = None
+    experts: int  # of a layer
+    gated: bool  # fc1 holds gate and up
+    down_shared: bool  # MLA's down projections are cut
+    te: bool = False  # norms are fused into Transformer Engine's linears
+    container: str = names.SEQUENTIAL  # of experts
+    mtp_inner: str = "transformer_layer"  # what an MTP layer calls its inner one
+    convolution: str = "_"  # what stands in `conv1d_weight` of Mamba, `_` or `.`
+    rows: int | None = None  # of stored vocabularies, None: as many as they have
+    kept: int | None = None  # those that are the model's, None: all; what follows is padding
+    # of tensors that were found cut; they count before any rule, the r-th of a tensor's is rank r's (gate and up
+    # counted apart)
     boxes: Mapping[str, Sequence[Box]] = MappingProxyType({})
+    # sections, spanning: of `rules.sections_of`, `rules.norms_span`
     sections: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     spanning: bool | None = False
 

@@ -198,14 +198,15 @@ def is_fused_norm(name: str) -> bool:
 
 
 class NormPlace(NamedTuple):
-    """Where a norm may be stored. fused, plain: of `NORM_ALIASES`. front, rest: around them. there: has the layer the
-    linear that would hold it?"""
+    """Where a norm may be stored."""
 
+    # front, rest: around them
     front: str
+    # fused, plain: of `NORM_ALIASES`
     fused: str
     plain: str
     rest: str
-    there: bool
+    there: bool  # has the layer the linear that would hold it?
 
 
 def norm_place(name: str, every: Container[str]) -> NormPlace | None:

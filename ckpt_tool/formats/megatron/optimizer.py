@@ -43,10 +43,10 @@ BUSBW = 1 << 16  # elements, with pad_buckets_for_high_nccl_busbw
 
 
 class BucketPlace(NamedTuple):
-    """Where a parameter lies. start: elements from the start of its bucket."""
+    """Where a parameter lies."""
 
     bucket: int
-    start: int
+    start: int  # elements from the start of its bucket
     numel: int
 
 
@@ -61,9 +61,9 @@ class Bucket(NamedTuple):
 
 
 class FlatBuffer(NamedTuple):
-    """A buffer laid out. places: of each parameter, in the order of REGISTRATION (as they were given)."""
+    """A buffer laid out."""
 
-    places: tuple[BucketPlace, ...]
+    places: tuple[BucketPlace, ...]  # of each parameter, in the order of REGISTRATION (as they were given)
     buckets: tuple[Bucket, ...]
 
     @property
@@ -133,23 +133,22 @@ def default_bucket_size(data_ranks: int) -> int:
 
 
 class Buffer(NamedTuple):
-    """A flat buffer. members: its parameters, in registration order. grads: dtype of its gradients."""
+    """A flat buffer."""
 
     chunk: int
     dtype: DType
-    grads: DType
-    members: tuple[RankArray, ...]
+    grads: DType  # dtype of its gradients
+    members: tuple[RankArray, ...]  # its parameters, in registration order
     flat: FlatBuffer
 
 
 class Bucketing(NamedTuple):
-    """What decides buckets. size: elements, None for one bucket a buffer. alone: do shared embeddings get a bucket of
-    their own?"""
+    """What decides buckets."""
 
-    size: int | None
+    size: int | None  # elements, None for one bucket a buffer
     data_ranks: int
     busbw: bool
-    alone: bool
+    alone: bool  # do shared embeddings get a bucket of their own?
 
 
 def bucketing_of(job: MegatronJob, *, experts: bool) -> Bucketing:

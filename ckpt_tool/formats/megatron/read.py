@@ -79,10 +79,11 @@ EXTRA_BYTES = 1 << 26  # of an extra state: 1024 steps of amax of a thousand ten
 
 @dataclass(slots=True)
 class _RankFiles:
-    """A rank's files, taken apart. chunks: of the virtual pipeline -> parameters and buffers in the model's order."""
+    """A rank's files, taken apart."""
 
     path: str
     content: TorchContent
+    # of the virtual pipeline -> parameters and buffers in the model's order
     chunks: list[list[tuple[str, StoredArray]]]
     rest: list[tuple[Path, StoredArray]]
     optimizer: list[tuple[Path, StoredArray]]

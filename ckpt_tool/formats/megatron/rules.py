@@ -405,12 +405,12 @@ def pieces(rule: MegatronRule, shape: Sequence[int], rank: int, size: int, *, ap
 
 
 class DivisibleUnits(NamedTuple):
-    """What a degree must divide: `amount` of `what` (of tensor `name`). rows: those that a degree must divide which is
-    a multiple of `amount` itself; 0: that is no way to share them."""
+    """What a degree must divide: `amount` of `what` (of tensor `name`)."""
 
     amount: int
     what: str
     name: str
+    # those that a degree must divide which is a multiple of `amount` itself; 0: that is no way to share them
     rows: int = 0
 
     def shared_by(self, degree: int) -> bool:

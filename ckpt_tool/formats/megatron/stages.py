@@ -37,12 +37,12 @@ _LAYOUT_LIMIT = 1 << 20  # characters of an unrolled layout
 
 
 class Stage(NamedTuple):
-    """One chunk of one stage. first: global number of its first layer. layers: how many."""
+    """One chunk of one stage."""
 
     pp: int
     vpp: int
-    first: int
-    layers: int
+    first: int  # global number of its first layer
+    layers: int  # how many
     embedding: bool
     head: bool
     mtp: int = 0

@@ -107,12 +107,11 @@ class _Form(NamedTuple):
 
 
 class _Link(NamedTuple):
-    """An optimizer of the chain. experts: are its parameters experts' (None: both kinds)? matrices: those that Muon or
-    Lion steps, or the rest (None: all)? at: its number in the source's chain, None where that has no chain of two."""
+    """An optimizer of the chain."""
 
-    experts: bool | None
-    matrices: bool | None = None
-    at: int | None = None
+    experts: bool | None  # are its parameters experts' (None: both kinds)?
+    matrices: bool | None = None  # those that Muon or Lion steps, or the rest (None: all)?
+    at: int | None = None  # its number in the source's chain, None where that has no chain of two
 
     def holds(self, name: str, shape: Sequence[int], *, expert: bool) -> bool:
         wanted = self.matrices is None or is_matrix(name, shape) == self.matrices

@@ -42,19 +42,18 @@ UNHELD = "E2001"
 
 
 class Decided(NamedTuple):
-    """Everything that was decided. args: the source's, {} without. job: how ranks share it. all_rows: of the source's
-    vocabularies. extra_states: templates of the modules that have one, None where nothing says it. release,
-    distributed: what the source was (None: nothing says it)."""
+    """Everything that was decided."""
 
     wanted: Wanted
     model: Mapping[str, int]  # logical name -> number of the wanted tensor
-    args: Mapping[str, Any]
-    job: MegatronJob
-    all_rows: int | None
+    args: Mapping[str, Any]  # the source's, {} without
+    job: MegatronJob  # how ranks share it
+    all_rows: int | None  # of the source's vocabularies
     notes: tuple[str, ...]
+    # templates of the modules that have one, None where nothing says it. release,
     extra_states: frozenset[str] | None
     release: bool
-    distributed: bool | None
+    distributed: bool | None  # what the source was (None: nothing says it)
 
     def tensor(self, number: int) -> WantedTensor:
         return self.wanted.tensors[number]

@@ -25,11 +25,10 @@ _NUMBER = re.compile(r"\.(0|[1-9][0-9]{0,8})(?=\.)")
 
 
 class StackSpot(NamedTuple):
-    """Where a tensor stands: template of its key, layer and expert (None: not in one). stack: whose layer it is, the
-    language model's or a tower's ("": in none)."""
+    """Where a tensor stands: template of its key, layer and expert (None: not in one)."""
 
     template: str
-    stack: str
+    stack: str  # whose layer it is, the language model's or a tower's ("": in none)
     layer: int | None
     expert: int | None
 
@@ -67,8 +66,9 @@ class StackMember(NamedTuple):
 
 
 class Class(NamedTuple):
-    """Tensors that are laid out alike, in the order of the wanted ones. name, spot: the first one's."""
+    """Tensors that are laid out alike, in the order of the wanted ones."""
 
+    # name, spot: the first one's
     name: str
     spot: StackSpot
     state: str

@@ -63,14 +63,14 @@ _MASTERS = ("param", "master_param", "fp32_param")
 
 
 class BucketLine(NamedTuple):
-    """One state of one bucket: its pieces in order. starts: elements; arrays: 1-d, in the same order."""
+    """One state of one bucket: its pieces in order."""
 
     fqn: str
     numel: int
     dtype: DType
-    starts: list[int]
+    starts: list[int]  # elements
     stops: list[int]
-    arrays: list[StoredArray]
+    arrays: list[StoredArray]  # 1-d, in the same order
 
     def ends_at(self, element: int) -> bool:
         """Does a piece begin or end at this element?"""
@@ -85,13 +85,12 @@ class _Where(NamedTuple):
 
 
 class _Of(NamedTuple):
-    """A logical tensor in a parameter, number so many on its line. region: what the parameter holds of it. transposed:
-    is it so in the parameter?"""
+    """A logical tensor in a parameter, number so many on its line."""
 
     number: int
     name: str
-    region: tuple[Box, ...]
-    transposed: bool
+    region: tuple[Box, ...]  # what the parameter holds of it
+    transposed: bool  # is it so in the parameter?
 
 
 Gathered = Sequence[tuple[int, int, int, str, dict[str, StoredArray]]]  # as `Objects` has them

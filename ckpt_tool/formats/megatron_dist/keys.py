@@ -66,15 +66,15 @@ _MASTERS = ("param", "fp32_param", "master_param")
 
 
 class DistKey(NamedTuple):
-    """A tensor's key, taken apart. key: of the model's tensor, without the optimizer's front. layers, experts: does a
-    leading dim number layers, experts? part: the one that is stored under it, of `parts` that lie one below the other
-    in the tensor ("" and none for all): the gate's ("w") or the up's ("v") half of a singleton fc1, a section of a
-    recurrent module."""
+    """A tensor's key, taken apart."""
 
     state: str
-    key: str
+    key: str  # of the model's tensor, without the optimizer's front
+    # layers, experts: does a leading dim number layers, experts?
     layers: bool
     experts: bool
+    # the one that is stored under it, of `parts` that lie one below the other in the tensor ("" and none for all): the
+    # gate's ("w") or the up's ("v") half of a singleton fc1, a section of a recurrent module
     part: str = ""
 
     @property

@@ -70,10 +70,10 @@ _BY_TE = frozenset(f"{how}:{norm}_layernorm." for how in ("fused", "plain") for 
 
 
 class _KeyPart(NamedTuple):
-    """What of a tensor is stored under one key ("": all, under the tensor's own). shape: the part's."""
+    """What of a tensor is stored under one key ("": all, under the tensor's own)."""
 
     part: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # the part's
     cut: tuple[StoredItem, ...]
 
 

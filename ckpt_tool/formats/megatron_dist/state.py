@@ -65,11 +65,11 @@ _SMALL = 4096  # bytes of an object item that is compared whole
 
 @dataclass(slots=True)
 class Objects:
-    """What was found. extras: as the catalog has them. leaves: tensors of the common state. extra_states: base key of
-    each extra state -> its shape."""
+    """What was found."""
 
-    extras: dict[str, Any] = field(default_factory=dict)
-    leaves: list[tuple[Path, StoredArray]] = field(default_factory=list)
+    extras: dict[str, Any] = field(default_factory=dict)  # as the catalog has them
+    leaves: list[tuple[Path, StoredArray]] = field(default_factory=list)  # tensors of the common state
+    # base key of each extra state -> its shape
     extra_states: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unsafe: list[str] = field(default_factory=list)
     globals: dict[str, None] = field(default_factory=dict)

@@ -46,11 +46,11 @@ OURS = ("rng_state", "sharded_objects", EXTRA_STATES)  # extras that are objects
 
 
 class StoredState(NamedTuple):
-    """The common state and the objects of a new checkpoint. notes: what was left out."""
+    """The common state and the objects of a new checkpoint."""
 
     common: dict[Any, Any]
     objects: list[tuple[str, Any]]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what was left out
 
 
 def stored_state(wanted: Wanted, layout: DistLayout) -> StoredState:

@@ -34,31 +34,29 @@ _MLA = "linear_qkv_down_proj."
 
 
 class FsdpKey(NamedTuple):
-    """A tensor's key, taken apart. wrappers: the `module.` in front. local: what the module calls the whole tensor.
-    part: of `megatron.parts`, "" for the whole."""
+    """A tensor's key, taken apart."""
 
     key: TensorKey
-    wrappers: str
-    local: str
-    part: str
+    wrappers: str  # the `module.` in front
+    local: str  # what the module calls the whole tensor
+    part: str  # of `megatron.parts`, "" for the whole
 
 
 @dataclass(frozen=True, slots=True)
 class FsdpHints(Hint):
-    """How the source spells its keys. model, optimizer: the wrappers in front. te: norms in the linears that follow.
-    container: of experts. mtp_inner: what an MTP layer calls its inner one. halves: is a gated fc1 in halves?
-    sections: are projections of recurrent modules in sections? convolution: what stands in Mamba's `conv1d_weight`.
-    groups: parameters in another group than their name and shape say (`megatron.groups`) -> its number."""
+    """How the source spells its keys."""
 
     KEY: ClassVar[str] = "megatron_fsdp"
+    # model, optimizer: the wrappers in front
     model: str
     optimizer: str
-    te: bool
-    container: str | None
-    mtp_inner: str | None
-    halves: bool
-    sections: bool
-    convolution: str | None
+    te: bool  # norms in the linears that follow
+    container: str | None  # of experts
+    mtp_inner: str | None  # what an MTP layer calls its inner one
+    halves: bool  # is a gated fc1 in halves?
+    sections: bool  # are projections of recurrent modules in sections?
+    convolution: str | None  # what stands in Mamba's `conv1d_weight`
+    # parameters in another group than their name and shape say (`megatron.groups`) -> its number
     groups: Mapping[str, int]
 
 

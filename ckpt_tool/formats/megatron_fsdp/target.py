@@ -75,12 +75,11 @@ _FOREIGN = ("content_metadata", "sharded_objects", EXTRA_STATES)  # what torch_d
 
 
 class _StoredKey(NamedTuple):
-    """What of a tensor is stored under one key. part: of `megatron.parts`. shape: the stored tensor's. moves: (box of
-    the stored tensor, box of the whole one)."""
+    """What of a tensor is stored under one key."""
 
-    part: str
-    shape: tuple[int, ...]
-    moves: list[tuple[Box, Box]]
+    part: str  # of `megatron.parts`
+    shape: tuple[int, ...]  # the stored tensor's
+    moves: list[tuple[Box, Box]]  # (box of the stored tensor, box of the whole one)
 
 
 def fsdp_target(wanted: Wanted) -> Target:

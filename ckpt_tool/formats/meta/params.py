@@ -39,13 +39,12 @@ class MetaSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MetaHints(Hint):
-    """What a reader of Meta's files remembers. params: of params.json. embedding: the dim along which the embedding is
-    cut. as_read: the params are those of a file that lies in the source."""
+    """What a reader of Meta's files remembers."""
 
     KEY: ClassVar[str] = "meta"
-    params: Mapping[str, Any] | None
-    embedding: int | None
-    as_read: bool
+    params: Mapping[str, Any] | None  # of params.json
+    embedding: int | None  # the dim along which the embedding is cut
+    as_read: bool  # the params are those of a file that lies in the source
 
 
 def read_params(tree: Tree) -> Mapping[str, Any] | None:

@@ -43,10 +43,11 @@ class PlainLeaf(NamedTuple):
 
 
 class LeafRow(NamedTuple):
-    """A leaf. kind: its value_type. value: the number of the wanted tensor, a scalar, a text, or None for nothing."""
+    """A leaf."""
 
     path: Path
-    kind: str
+    kind: str  # its value_type
+    # the number of the wanted tensor, a scalar, a text, or None for nothing
     value: int | PlainLeaf | str | None
 
     @property

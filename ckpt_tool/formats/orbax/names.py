@@ -48,17 +48,16 @@ _PARAMS = "params"
 
 @dataclass(frozen=True, slots=True)
 class Trees(Hint):
-    """The trees of a source, for writing them again. rows: of each leaf its path, value_type and dtype. model,
-    optimizer: where the parameters hang, and what hangs beside `mu`. items: the first steps of the paths that are
-    items. custom: what users have said in `_METADATA`, by item. step: what `_CHECKPOINT_METADATA` says."""
+    """The trees of a source, for writing them again."""
 
     KEY: ClassVar[str] = "orbax"
-    rows: tuple[Any, ...]
+    rows: tuple[Any, ...]  # of each leaf its path, value_type and dtype. model,
     model: tuple[Any, ...]
-    optimizer: tuple[Any, ...]
-    items: tuple[str, ...] = ()
+    optimizer: tuple[Any, ...]  # where the parameters hang, and what hangs beside `mu`
+    items: tuple[str, ...] = ()  # the first steps of the paths that are items
     json: tuple[str, ...] = ()
     zarr3: bool = False
+    # what users have said in `_METADATA`, by item. step: what `_CHECKPOINT_METADATA` says.
     custom: Mapping[str, Any] | None = None
 
     def path(self, key: TensorKey) -> Path:

@@ -41,9 +41,9 @@ CUSTOM = "custom_metadata"
 
 
 class _StoredLeaf(NamedTuple):
-    """A leaf that is an array. path: with its item's name, where a step has several."""
+    """A leaf that is an array."""
 
-    path: Path
+    path: Path  # with its item's name, where a step has several
     array: Array
 
 

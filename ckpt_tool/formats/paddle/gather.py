@@ -151,27 +151,26 @@ _NUMBERS = re.compile(r"\d+")
 
 
 class FileShare(NamedTuple):
-    """What one file holds of a key. buffered: it may be a slice of a fused buffer (v2)."""
+    """What one file holds of a key."""
 
     where: PaddleRank
     saved: Saved
     dtype: DType
-    buffered: bool
+    buffered: bool  # it may be a slice of a fused buffer (v2)
 
 
 @dataclass(slots=True)
 class PaddleGathering:
-    """All keys while files are taken apart. config: the model's. shapes: structured name -> shape of a tensor rank's
-    part. distributed: what the meta says of it. sliced: the states are slices (v2), None where nothing states it.
-    apart: is a name an expert of one rank, which others lack? differ: do the ranks' arrays of a name (a list a state)
-    hold different values (`paddle.gather`)?"""
+    """All keys while files are taken apart."""
 
     degrees: JobDegrees
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # the model's
+    # structured name -> shape of a tensor rank's part
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    distributed: dict[str, bool] = field(default_factory=dict)
-    sliced: bool | None = None
-    apart: Callable[[str], bool] = lambda name: False
+    distributed: dict[str, bool] = field(default_factory=dict)  # what the meta says of it
+    sliced: bool | None = None  # the states are slices (v2), None where nothing states it
+    apart: Callable[[str], bool] = lambda name: False  # is a name an expert of one rank, which others lack?
+    # do the ranks' arrays of a name (a list a state) hold different values (`paddle.gather`)?
     differ: Callable[[str, list[list[StoredArray]]], bool | None] = lambda name, lists: None
     saw_slices: bool = False
     _found: dict[TensorKey, dict[tuple[int, int, int], list[FileShare]]] = field(default_factory=dict)

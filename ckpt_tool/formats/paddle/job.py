@@ -60,41 +60,33 @@ V2 = "v2"
 
 @dataclass(frozen=True, slots=True)
 class PaddleHints(Hint):
-    """What a reader of Paddle's formats remembers; None where that format has no such thing.
-
-    flex: `trainer` or `plain`. kind: `plain`, `sharding_io`, `nested`, `unified`. layout: of a unified model file, `np`
-    or `pt`. skip_save_model_weight: it has the masters alone. sharding: `v1`, `v2`, "" where no ranks share states;
-    sharding_degree: how many do. told: the user named the config. names: structured -> static. counts: decoder layers
-    of each stage. roots: where a plain flex folder keeps what. safetensors: its files are of that kind. config: the
-    model's. stem: of the model file's name.
-    """
+    """What a reader of Paddle's formats remembers; None where that format has no such thing."""
 
     KEY: ClassVar[str] = "paddle"
-    flex: str | None = None
-    kind: str | None = None
-    layout: str | None = None
-    skip_save_model_weight: bool | None = None
-    sharding: str | None = None
-    sharding_degree: int | None = None
-    told: bool | None = None
-    names: Mapping[str, str] | None = None
-    counts: tuple[int, ...] | None = None
-    roots: Mapping[str, Any] | None = None
-    safetensors: bool | None = None
-    config: Mapping[str, Any] | None = None
-    stem: str | None = None
+    flex: str | None = None  # `trainer` or `plain`
+    kind: str | None = None  # `plain`, `sharding_io`, `nested`, `unified`
+    layout: str | None = None  # of a unified model file, `np` or `pt`
+    skip_save_model_weight: bool | None = None  # it has the masters alone
+    sharding: str | None = None  # `v1`, `v2`, "" where no ranks share states
+    sharding_degree: int | None = None  # how many do
+    told: bool | None = None  # the user named the config
+    names: Mapping[str, str] | None = None  # structured -> static
+    counts: tuple[int, ...] | None = None  # decoder layers of each stage
+    roots: Mapping[str, Any] | None = None  # where a plain flex folder keeps what
+    safetensors: bool | None = None  # its files are of that kind
+    config: Mapping[str, Any] | None = None  # the model's
+    stem: str | None = None  # of the model file's name
 
 
 class PaddleRank(NamedTuple):
-    """A rank. number: in the job, as the Trainer orders them. ep: its expert rank. moe_shard: its rank in the experts'
-    sharding group (without expert parallelism `shard`)."""
+    """A rank."""
 
-    number: int
+    number: int  # in the job, as the Trainer orders them
     pp: int
     tp: int
     shard: int
-    ep: int
-    moe_shard: int
+    ep: int  # its expert rank
+    moe_shard: int  # its rank in the experts' sharding group (without expert parallelism `shard`)
 
 
 class JobDegrees(NamedTuple):
@@ -141,13 +133,12 @@ _WIDTHS = {"F16": 2, "BF16": 2, "F32": 4}
 
 
 class OptimizerMember(NamedTuple):
-    """A parameter of the optimizer's list, as a rank holds it. dtype: the model's (Paddle pads by it), in the house's
-    names. width: bytes of an element of it."""
+    """A parameter of the optimizer's list, as a rank holds it."""
 
     name: str
     numel: int
-    dtype: str
-    width: int
+    dtype: str  # the model's (Paddle pads by it), in the house's names
+    width: int  # bytes of an element of it
 
 
 class ParameterSpan(NamedTuple):
@@ -221,9 +212,9 @@ _HEADS = ("lm_head", "output_layer", "score", "classifier", "qa_outputs", "cls")
 
 
 class Items(NamedTuple):
-    """The sequential layers of a model. prefix: of the names of decoder layers (`model.`)."""
+    """The sequential layers of a model."""
 
-    prefix: str
+    prefix: str  # of the names of decoder layers (`model.`)
     layers: int
     mtp: int
 

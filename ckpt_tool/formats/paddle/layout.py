@@ -201,18 +201,17 @@ Rows = Mapping[str, Mapping[str, WantedTensor]]  # name -> state -> tensor
 
 
 class Parameter(NamedTuple):
-    """A parameter or buffer of the model. dtype: what it is computed with. trained: has the optimizer a state of it?
-    expert: the expert rank (or tensor rank, `LaidParameter.by_tensor`) that alone has this routed expert, None where
-    all have
-    it. stages: all that hold it. alias: the tied parameter whose states are this one's too, None for others."""
+    """A parameter or buffer of the model."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: DType
-    trained: bool
+    dtype: DType  # what it is computed with
+    trained: bool  # has the optimizer a state of it?
+    # the expert rank (or tensor rank, `LaidParameter.by_tensor`) that alone has this routed expert, None where all have
+    # it
     expert: int | None
-    stages: tuple[int, ...]
-    alias: str | None = None
+    stages: tuple[int, ...]  # all that hold it
+    alias: str | None = None  # the tied parameter whose states are this one's too, None for others
 
 
 def rows_of(tensors: Sequence[WantedTensor]) -> dict[str, dict[str, WantedTensor]]:
@@ -314,14 +313,13 @@ def _dtype(states: Mapping[str, WantedTensor]) -> DType:
 
 
 class Block(NamedTuple):
-    """A tensor rank's part of a parameter. shape: its own. boxes: (box in the parameter, box in the block), tiling the
-    block. cut: how tensor ranks part it; rank, of: this part's number; (PaddleCut(None), 0, 1) where each holds the
-    whole."""
+    """A tensor rank's part of a parameter."""
 
     parameter: Parameter
-    shape: tuple[int, ...]
-    boxes: tuple[tuple[Box, Box], ...]
-    cut: PaddleCut
+    shape: tuple[int, ...]  # its own
+    boxes: tuple[tuple[Box, Box], ...]  # (box in the parameter, box in the block), tiling the block
+    cut: PaddleCut  # how tensor ranks part it
+    # rank, of: this part's number; (PaddleCut(None), 0, 1) where each holds the whole
     rank: int
     of: int
 

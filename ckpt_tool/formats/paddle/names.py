@@ -70,10 +70,10 @@ _GUESS = re.compile(
 
 
 class Owner(NamedTuple):
-    """Whose a tensor of the optimizer is. static: its parameter's own name. state: in the house's words."""
+    """Whose a tensor of the optimizer is."""
 
-    static: str
-    state: str
+    static: str  # its parameter's own name
+    state: str  # in the house's words
 
 
 class NameTable:

@@ -156,27 +156,24 @@ KEY_LIMIT = 4096  # characters of a key on the way to a tensor, as for safetenso
 
 
 class Saved(NamedTuple):
-    """One tensor of a file. path: the keys down to it; slices are joined under their key; ("value",) for a bare tensor.
-    name: the tensor's own (static) name, "" where nothing says it. shape, dtype: as stored. parts: one array, or the
-    flat slices in the order of the line."""
+    """One tensor of a file."""
 
-    path: Path
-    name: str
+    path: Path  # the keys down to it; slices are joined under their key; ("value",) for a bare tensor
+    name: str  # the tensor's own (static) name, "" where nothing says it
+    # shape, dtype: as stored
     shape: tuple[int, ...]
     dtype: DType
-    parts: tuple[StoredArray, ...]
+    parts: tuple[StoredArray, ...]  # one array, or the flat slices in the order of the line
 
 
 class PaddleContent(NamedTuple):
-    """One file, taken apart. leaves: its tensors, in the file's order. extras: the plain values that are left. unsafe:
-    uses of names that only an unpickler would run. globals: every name that the pickle mentions. table: had it a name
-    table (encoding A)?"""
+    """One file, taken apart."""
 
-    leaves: list[Saved]
-    extras: Any
-    unsafe: list[str]
-    globals: list[str]
-    table: bool
+    leaves: list[Saved]  # its tensors, in the file's order
+    extras: Any  # the plain values that are left
+    unsafe: list[str]  # uses of names that only an unpickler would run
+    globals: list[str]  # every name that the pickle mentions
+    table: bool  # had it a name table (encoding A)?
 
 
 def read_paddle(tree: Tree, name: str) -> PaddleContent:

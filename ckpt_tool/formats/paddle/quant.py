@@ -49,12 +49,12 @@ GROUP = 32  # rows of O2 that share a scale
 
 @dataclass(frozen=True, slots=True)
 class QuantisedStates(Hint):
-    """That a source holds such states. resume_times: how often they were read and written since."""
+    """That a source holds such states."""
 
     KEY: ClassVar[str] = "quantised"
     kind: str
     stage: str
-    resume_times: int
+    resume_times: int  # how often they were read and written since
 
 
 class PaddleQuantised(NamedTuple):

@@ -66,13 +66,13 @@ _SIGNAL = re.compile(SIGNAL)
 
 
 class RankFile(NamedTuple):
-    """One file. kind: model, optimizer or ema. at: coordinate by token, in the name's order. part, of: numbers of a
-    file in several parts, (1, 1) else."""
+    """One file."""
 
     name: str
-    kind: str
+    kind: str  # model, optimizer or ema
     stem: str
-    at: Mapping[str, int]
+    at: Mapping[str, int]  # coordinate by token, in the name's order
+    # part, of: numbers of a file in several parts, (1, 1) else
     part: int
     of: int
 
@@ -261,23 +261,22 @@ _NUMBERS = {name: number for number, name in DTYPE_NUMBERS.items()}
 
 
 class Param(NamedTuple):
-    """A tensor rank's part of a parameter. distributed: is it a part (or an expert rank's own)? no_sync: an
-    expert's."""
+    """A tensor rank's part of a parameter."""
 
     shape: tuple[int, ...]
     dtype: DType | None
-    distributed: bool
-    no_sync: bool
+    distributed: bool  # is it a part (or an expert rank's own)?
+    no_sync: bool  # an expert's
 
 
 @dataclass(frozen=True, slots=True)
 class StageMeta:
-    """Of one (tp, pp, ep). names: structured -> static. owners: static -> sharding rank, v1. strategy: v1, v2 or ""."""
+    """Of one (tp, pp, ep)."""
 
-    names: Mapping[str, str]
+    names: Mapping[str, str]  # structured -> static
     params: Mapping[str, Param]
-    owners: Mapping[str, int]
-    strategy: str
+    owners: Mapping[str, int]  # static -> sharding rank, v1
+    strategy: str  # v1, v2 or ""
     shown: str = ""  # the file and place, for messages
 
 

@@ -53,16 +53,14 @@ _LOCK = re.compile(r"(\d{1,9})\.metadata\.lock")
 
 
 class Save(NamedTuple):
-    """One save. folder: "" for the root, else with a slash at its end. unique: N. metadata: its file's name, None where
-    there is none. data: the names of its data files, by rank. lock: a lock that is beside it. older: other N with
-    files."""
+    """One save."""
 
-    folder: str
-    unique: int
-    metadata: str | None
-    data: tuple[str, ...]
-    lock: str | None = None
-    older: tuple[int, ...] = ()
+    folder: str  # "" for the root, else with a slash at its end
+    unique: int  # N
+    metadata: str | None  # its file's name, None where there is none
+    data: tuple[str, ...]  # the names of its data files, by rank
+    lock: str | None = None  # a lock that is beside it
+    older: tuple[int, ...] = ()  # other N with files
 
     @property
     def kind(self) -> str:
@@ -225,11 +223,10 @@ def trainer_key(kind: str, key: str) -> TensorKey:
 
 
 class Plain(NamedTuple):
-    """Keys of a plain folder. keys: one for each (key, path) that was given. roots: role -> the first level of its
-    path."""
+    """Keys of a plain folder."""
 
-    keys: list[TensorKey]
-    roots: Mapping[str, str]
+    keys: list[TensorKey]  # one for each (key, path) that was given
+    roots: Mapping[str, str]  # role -> the first level of its path
 
 
 def plain_keys(entries: Iterable[tuple[str, Path]]) -> Plain:

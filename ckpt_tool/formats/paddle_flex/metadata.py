@@ -46,22 +46,23 @@ _MODULES = (MODULE, "paddle.distributed.checkpoint.metadata")
 
 
 class Shard(NamedTuple):
-    """A block of a tensor and where it is stored. offset, shape: of the block. span: the part of its row-major line
-    that is stored, None for all of it in its own shape. file: relative to the root. replica: 0 the one to load."""
+    """A block of a tensor and where it is stored."""
 
+    # offset, shape: of the block
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+    # the part of its row-major line that is stored, None for all of it in its own shape
     span: tuple[int, int] | None
-    file: str
-    replica: int
+    file: str  # relative to the root
+    replica: int  # 0 the one to load
 
 
 @dataclass(slots=True)
 class FlexEntry:
-    """A key of the metadata. path: how it nested, `(key,)` where nothing says it."""
+    """A key of the metadata."""
 
     key: str
-    path: Path
+    path: Path  # how it nested, `(key,)` where nothing says it
     dtype: DType
     shape: tuple[int, ...]
     shards: list[Shard]
@@ -69,13 +70,13 @@ class FlexEntry:
 
 @dataclass(slots=True)
 class FlexListing:
-    """What one save says it holds. entries: by key, in the metadata's order. files: relative to the root. nested: does
-    any key nest? unsafe, globals: of the pickle (see `core.catalog`)."""
+    """What one save says it holds."""
 
     folder: str
-    entries: dict[str, FlexEntry] = field(default_factory=dict)
-    files: dict[str, None] = field(default_factory=dict)
-    nested: bool = False
+    entries: dict[str, FlexEntry] = field(default_factory=dict)  # by key, in the metadata's order
+    files: dict[str, None] = field(default_factory=dict)  # relative to the root
+    nested: bool = False  # does any key nest?
+    # unsafe, globals: of the pickle (see `core.catalog`)
     unsafe: list[str] = field(default_factory=list)
     globals: list[str] = field(default_factory=list)
 

@@ -95,20 +95,19 @@ from ckpt_tool.storage.safetensors_files.safetensors_file import build_header
 
 
 class FlexBlock(NamedTuple):
-    """One local tensor. name: its own (static) name. offset, shape, whole: of its block in the global tensor. span: the
-    part of the block's line that is stored, None for all of it. boxes: what fills the block, of wanted tensor
-    `number`."""
+    """One local tensor."""
 
     key: str
     path: Path
-    name: str
+    name: str  # its own (static) name
     dtype: DType
+    # offset, shape, whole: of its block in the global tensor
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     whole: tuple[int, ...]
-    span: tuple[int, int] | None
+    span: tuple[int, int] | None  # the part of the block's line that is stored, None for all of it
     number: int
-    boxes: Boxes
+    boxes: Boxes  # what fills the block, of wanted tensor `number`
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -136,12 +135,11 @@ def block_item(
 
 
 class FlexSave(NamedTuple):
-    """A save of all ranks. files: rank -> the items that its file keeps, in their order. storage: (item, rank) in the
-    order of the metadata. stated: the different shards of each key, in order."""
+    """A save of all ranks."""
 
-    files: Mapping[int, list[FlexBlock]]
-    storage: Sequence[tuple[FlexBlock, int]]
-    stated: Mapping[str, list[FlexBlock]]
+    files: Mapping[int, list[FlexBlock]]  # rank -> the items that its file keeps, in their order
+    storage: Sequence[tuple[FlexBlock, int]]  # (item, rank) in the order of the metadata
+    stated: Mapping[str, list[FlexBlock]]  # the different shards of each key, in order
 
 
 def kept(ranks: Iterable[tuple[int, Sequence[FlexBlock]]], unique: int = 0) -> FlexSave:

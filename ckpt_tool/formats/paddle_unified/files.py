@@ -199,11 +199,11 @@ _SIGNAL = re.compile(SIGNALS)
 
 
 class UnifiedRankFile(NamedTuple):
-    """A rank's own file. at: (dim, coordinate) as the name has them; part: number behind the extension, 0 without."""
+    """A rank's own file."""
 
     path: str
-    at: tuple[tuple[str, int], ...]
-    part: int
+    at: tuple[tuple[str, int], ...]  # (dim, coordinate) as the name has them
+    part: int  # number behind the extension, 0 without
 
 
 class UnifiedFiles(NamedTuple):
@@ -360,12 +360,13 @@ TWICE = "E0383"
 
 
 class IndexedFiles(NamedTuple):
-    """What one index names. rows: tensor -> (header, row), in the index's order, scales of a quantised optimizer last.
-    again: the same tensors in other files: slices of sharding v2, else a fault."""
+    """What one index names."""
 
     listed: PaddleIndex
     headers: list[SafetensorsHeader]
+    # tensor -> (header, row), in the index's order, scales of a quantised optimizer last
     rows: dict[str, tuple[SafetensorsHeader, int]]
+    # the same tensors in other files: slices of sharding v2, else a fault
     again: dict[str, list[tuple[SafetensorsHeader, int]]]
     notes: list[Note]
 

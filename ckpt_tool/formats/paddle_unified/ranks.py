@@ -45,9 +45,9 @@ Shape = tuple[int, ...]
 
 
 class ArrayOfRank(NamedTuple):
-    """One rank's array of a tensor. at: (tp, pp, shard, moe)."""
+    """One rank's array of a tensor."""
 
-    at: tuple[int, int, int, int]
+    at: tuple[int, int, int, int]  # (tp, pp, shard, moe)
     array: StoredArray
 
 

@@ -160,12 +160,12 @@ def _undecided(names: list[str], shapes: Mapping[str, Shape], config: Mapping[st
 
 
 class Lying(NamedTuple):
-    """A whole tensor in a file. dtype: what its bits are. flip: is it stored transposed?"""
+    """A whole tensor in a file."""
 
     header: SafetensorsHeader
     row: int
-    dtype: DType
-    flip: bool = False
+    dtype: DType  # what its bits are
+    flip: bool = False  # is it stored transposed?
 
     @property
     def shape(self) -> tuple[int, ...]:

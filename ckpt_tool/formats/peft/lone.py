@@ -25,10 +25,10 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class PeftHints(Hint):
-    """What the reader of an adapter remembers. config: adapter_config.json."""
+    """What the reader of an adapter remembers."""
 
     KEY: ClassVar[str] = "peft"
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # adapter_config.json
 
 
 def adapter_config(catalog: Catalog) -> Mapping[str, Any]:

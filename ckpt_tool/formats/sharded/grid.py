@@ -123,10 +123,11 @@ class Sheet:
 
 
 class GridSlot(NamedTuple):
-    """One file. rank: its number. size, data_start: bytes."""
+    """One file."""
 
     state: str
-    rank: int
+    rank: int  # its number
+    # size, data_start: bytes
     size: int
     data_start: int
     sheet: Sheet

@@ -42,23 +42,23 @@ _NOT_TAKEN = "-" * DIGEST_CHARS  # what `--verify off` leaves in a hole
 
 
 class IndexFile(NamedTuple):
-    """One rank's file of one state. size: bytes. boxes: hash of what the file holds (see `boxes_hash`)."""
+    """One rank's file of one state."""
 
     path: str
-    size: int
+    size: int  # bytes
     state: str
     rank: dict[str, int]
-    boxes: str
+    boxes: str  # hash of what the file holds (see `boxes_hash`)
 
 
 class IndexTensor(NamedTuple):
-    """One logical tensor. placement: number in the index's list. digest: `NO_DIGEST` where it is not known."""
+    """One logical tensor."""
 
     dtype: DType
     shape: tuple[int, ...]
-    placement: int
+    placement: int  # number in the index's list
     path: Path = ()
-    digest: str = NO_DIGEST
+    digest: str = NO_DIGEST  # `NO_DIGEST` where it is not known
 
     @property
     def numel(self) -> int:
@@ -82,13 +82,14 @@ class Origin(Hint):
 
 @dataclass(frozen=True, slots=True)
 class ShardedIndex:
-    """The whole index. extras, hints: in the JSON form of `core.extras`."""
+    """The whole index."""
 
     mesh: Mesh
     files: tuple[IndexFile, ...]
     tensors: Mapping[TensorKey, IndexTensor]
     placements: tuple[Placement, ...]
     fallbacks: tuple[dict[str, Any], ...] = ()
+    # extras, hints: in the JSON form of `core.extras`
     extras: Any = None
     source_format: str = ""
     hints: Any = None

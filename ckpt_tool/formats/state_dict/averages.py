@@ -38,19 +38,18 @@ Shape = tuple[int, ...]
 
 
 class ListedAverage(NamedTuple):
-    """Averages that are a list. root: where it is. members: (number, leaf) in the list's order."""
+    """Averages that are a list."""
 
-    root: Path
-    members: tuple[tuple[int, int], ...]
+    root: Path  # where it is
+    members: tuple[tuple[int, int], ...]  # (number, leaf) in the list's order
 
 
 class Sorted(NamedTuple):
-    """The leaves below one level of averages. named: leaf -> the name of its parameter. lists: those without names.
-    others: leaves that are no average."""
+    """The leaves below one level of averages."""
 
-    named: dict[int, str]
-    lists: tuple[ListedAverage, ...]
-    others: tuple[int, ...]
+    named: dict[int, str]  # leaf -> the name of its parameter
+    lists: tuple[ListedAverage, ...]  # those without names
+    others: tuple[int, ...]  # leaves that are no average
 
 
 def sort_averages(paths: Mapping[int, Path], root: Path, below: Path) -> Sorted:
@@ -97,12 +96,11 @@ def refuse_list(listed: ListedAverage, leaf: Path, why: str) -> InputError:
 
 
 class Within(NamedTuple):
-    """What tensors of a flat state dict that are averages by their first word are. twins: name -> the weight of which
-    it is one. refused: name -> the error for one without such a weight. counters: what an average counts with."""
+    """What tensors of a flat state dict that are averages by their first word are."""
 
-    twins: dict[str, str]
-    refused: dict[str, InputError]
-    counters: list[str]
+    twins: dict[str, str]  # name -> the weight of which it is one
+    refused: dict[str, InputError]  # name -> the error for one without such a weight
+    counters: list[str]  # what an average counts with
     words: dict[str, int]  # word -> how many averages have it
 
 

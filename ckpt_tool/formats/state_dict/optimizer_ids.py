@@ -28,12 +28,11 @@ STATE_LIMIT = 400_000  # cells
 
 
 class Candidate(NamedTuple):
-    """A tensor of the model that a number may mean. name; shape in elements; same: equal for tensors over the same
-    bytes, None when that is unknown."""
+    """A tensor of the model that a number may mean. name; shape in elements;"""
 
     name: str
     shape: tuple[int, ...]
-    same: Any = None
+    same: Any = None  # equal for tensors over the same bytes, None when that is unknown
 
 
 class Aligned(NamedTuple):

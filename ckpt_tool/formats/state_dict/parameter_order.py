@@ -103,12 +103,11 @@ def tree_order(shapes: Mapping[str, Shape], groups: Sequence[Sequence[Shape | No
 
 
 class _ModulePlace(NamedTuple):
-    """What is left of a module: its name, its leaves and modules that were not visited. below: the rest of those that
-    it lies in."""
+    """What is left of a module: its name, its leaves and modules that were not visited."""
 
     prefix: str
     rest: tuple[str, ...]
-    below: _ModulePlace | None
+    below: _ModulePlace | None  # the rest of those that it lies in
 
 
 class _TakenLeaf(NamedTuple):
@@ -120,13 +119,12 @@ class _TakenLeaf(NamedTuple):
 
 
 class _At(NamedTuple):
-    """How far an order has come. at: how many each group has taken. spare: tensors that may still be passed over.
-    chosen: the orders of siblings that are settled."""
+    """How far an order has come."""
 
     place: _ModulePlace | None
-    at: tuple[int, ...]
-    spare: int
-    chosen: _Orders
+    at: tuple[int, ...]  # how many each group has taken
+    spare: int  # tensors that may still be passed over
+    chosen: _Orders  # the orders of siblings that are settled
     taken: _TakenLeaf | None = None
 
 

@@ -84,12 +84,11 @@ _COUNTERS = frozenset(("step", "global_step", "iteration", "iter", "epoch", "los
 
 
 class Leaf(NamedTuple):
-    """A tensor of a state. path: where it hangs, never empty. shape: elements. same: equal for tensors over the very
-    same bytes, None when unknown."""
+    """A tensor of a state."""
 
-    path: Path
-    shape: tuple[int, ...]
-    same: Hashable = None
+    path: Path  # where it hangs, never empty
+    shape: tuple[int, ...]  # elements
+    same: Hashable = None  # equal for tensors over the very same bytes, None when unknown
 
 
 class Named(NamedTuple):
@@ -123,12 +122,11 @@ def name_leaves(leaves: Sequence[Leaf], extras: Mapping[str, Any], *, path: str 
 
 @dataclass(slots=True)
 class _Optimizer:
-    """One optimizer: its path, and (leaf, parameter, state) of each tensor. prefix: what stands before `state.` in a
-    flat key; None in the nested form."""
+    """One optimizer: its path, and (leaf, parameter, state) of each tensor."""
 
     path: Path
     entries: list[tuple[int, Any, str]]
-    prefix: str | None = None
+    prefix: str | None = None  # what stands before `state.` in a flat key; None in the nested form
 
 
 class _Naming:

@@ -47,29 +47,25 @@ _TENSORS = (TensorRef, WrapperRef, ArrayRef)
 
 
 class TensorHolder(NamedTuple):
-    """An object at `path` that holds a tensor. before: leaves that were met before it. whole: the distributed tensor
-    of which it is this file's part."""
+    """An object at `path` that holds a tensor."""
 
     path: Path
     value: Opaque
-    before: int
-    whole: WrapperRef | None = None
+    before: int  # leaves that were met before it
+    whole: WrapperRef | None = None  # the distributed tensor of which it is this file's part
 
 
 @dataclass(slots=True)
 class Parted:
-    """A state taken apart.
+    """A state taken apart."""
 
-    leaves: (path, TensorRef, WrapperRef or ArrayRef), in the order in which they were met. extras: what is left.
-    hanging: a line for every set or record that holds a tensor. held: objects of foreign classes that hold one.
-    ordered: (path, attributes) of every OrderedDict that carried attributes of its own (`_metadata` of a torch module's
-    state dict).
-    """
-
+    # (path, TensorRef, WrapperRef or ArrayRef), in the order in which they were met
     leaves: list[tuple[Path, Any]] = field(default_factory=list)
-    extras: Any = None
-    hanging: list[str] = field(default_factory=list)
-    held: list[TensorHolder] = field(default_factory=list)
+    extras: Any = None  # what is left
+    hanging: list[str] = field(default_factory=list)  # a line for every set or record that holds a tensor
+    held: list[TensorHolder] = field(default_factory=list)  # objects of foreign classes that hold one
+    # (path, attributes) of every OrderedDict that carried attributes of its own (`_metadata` of a torch module's state
+    # dict)
     ordered: list[tuple[Path, Any]] = field(default_factory=list)
     visits: int = 0
 

@@ -38,16 +38,16 @@ _SHOWN = 10
 
 
 class Hidden(NamedTuple):
-    """One of them, before it has a name. dtype: as `DType.name`, "" where the object does not tell. kind, fault: those
-    of `core.catalog.Unread`. line: that of `Catalog.unsafe`. at: leaves of the state that come before it."""
+    """One of them, before it has a name."""
 
     path: Path
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # as `DType.name`, "" where the object does not tell
+    # kind, fault: those of `core.catalog.Unread`
     kind: str = ""
-    line: str = ""
+    line: str = ""  # that of `Catalog.unsafe`
     fault: CkptError | None = None
-    at: int = 0
+    at: int = 0  # leaves of the state that come before it
 
     def array(self, file: str) -> StoredArray:
         """It as an array of `file`, for readers to name and place like any other. What the object does not tell is a

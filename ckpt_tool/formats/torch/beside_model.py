@@ -75,12 +75,11 @@ def _unread(catalog: Catalog, name: str, why: str) -> Catalog:
 
 
 class Way(NamedTuple):
-    """How the trainer may have had the model. shapes: {parameter: elements}; order: of its parameters; walked: how its
-    names become those in the files, None where they are the same."""
+    """How the trainer may have had the model."""
 
-    shapes: Mapping[str, Shape]
-    order: Sequence[str]
-    walked: WalkedModel | None
+    shapes: Mapping[str, Shape]  # {parameter: elements}
+    order: Sequence[str]  # of its parameters
+    walked: WalkedModel | None  # how its names become those in the files, None where they are the same
 
 
 def _ways(

@@ -60,13 +60,12 @@ _OF_WHOLE_RANK = re.compile(r"(.+)\.rank_(\d{1,6})\.(?:pt|pth|bin)")  # a rank's
 
 
 class TorchRankFile(NamedTuple):
-    """A rank's own file. kind: `model`, `optim`, ...: the level of the state that it holds, "" for a whole one. world:
-    ranks, where its name says so. rank: whose it is, None where nothing says so."""
+    """A rank's own file."""
 
     name: str
-    kind: str
-    world: int | None
-    rank: int | None
+    kind: str  # `model`, `optim`, ...: the level of the state that it holds, "" for a whole one
+    world: int | None  # ranks, where its name says so
+    rank: int | None  # whose it is, None where nothing says so
 
 
 @dataclass(frozen=True, slots=True)

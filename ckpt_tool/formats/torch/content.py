@@ -29,22 +29,18 @@ DTENSOR = "E0399"
 
 
 class TorchContent(NamedTuple):
-    """One torch file, taken apart.
+    """One torch file, taken apart."""
 
-    leaves: (path, array), in the pickle's order; tensors that foreign objects hold, or that are kept in other forms
-    than dense ones, lie `Nowhere` (`formats.state_dict.unread`). extras: what is left (`formats.state_dict.tree.part`).
-    unsafe: uses of names that only an unpickler would run, and on what such tensors hang.
-    globals: every name that the pickle mentions. ordered: the attributes of OrderedDicts.
-    wrapped: the DTensors among the leaves, whose array is the rank's own part (`formats.torch.ranks` places it). find:
-    where a tensor that hangs inside one (its mesh) lies.
-    """
-
+    # (path, array), in the pickle's order; tensors that foreign objects hold, or that are kept in other forms than
+    # dense ones, lie `Nowhere` (`formats.state_dict.unread`)
     leaves: list[tuple[Path, StoredArray]]
-    extras: Any
-    unsafe: list[str]
-    globals: list[str]
-    ordered: list[tuple[Path, Any]]
+    extras: Any  # what is left (`formats.state_dict.tree.part`)
+    unsafe: list[str]  # uses of names that only an unpickler would run, and on what such tensors hang
+    globals: list[str]  # every name that the pickle mentions
+    ordered: list[tuple[Path, Any]]  # the attributes of OrderedDicts
+    # the DTensors among the leaves, whose array is the rank's own part (`formats.torch.ranks` places it)
     wrapped: Mapping[Path, WrapperRef] = MappingProxyType({})
+    # where a tensor that hangs inside one (its mesh) lies
     find: Callable[[TensorRef], StoredArray] | None = None
 
 

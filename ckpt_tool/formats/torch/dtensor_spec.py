@@ -89,12 +89,11 @@ class DTensorCut(NamedTuple):
 
 
 class DTensorPlacement(NamedTuple):
-    """A DTensor's layout. cuts: one a mesh dim, None for Replicate. order: mesh dims, in the order in which they
-    cut."""
+    """A DTensor's layout."""
 
     mesh: RankMesh
-    cuts: tuple[DTensorCut | None, ...]
-    order: tuple[int, ...]
+    cuts: tuple[DTensorCut | None, ...]  # one a mesh dim, None for Replicate
+    order: tuple[int, ...]  # mesh dims, in the order in which they cut
 
 
 def read_mesh(record: Any, load: Callable[[TensorRef], Sequence[int]], rank: int | None) -> RankMesh:

@@ -61,13 +61,13 @@ RNG = frozenset(("rng", "rng_state", "rng_states", "random_state", "random_state
 
 
 class _RankShare(NamedTuple):
-    """A rank's share of one tensor. shape: the whole tensor's. placed: of a DTensor. shards: of a ShardedTensor."""
+    """A rank's share of one tensor."""
 
     rank: int
     array: StoredArray
-    shape: tuple[int, ...]
-    placed: DTensorPlacement | None
-    shards: ShardOfRank | None = None
+    shape: tuple[int, ...]  # the whole tensor's
+    placed: DTensorPlacement | None  # of a DTensor
+    shards: ShardOfRank | None = None  # of a ShardedTensor
 
 
 @dataclass(slots=True)

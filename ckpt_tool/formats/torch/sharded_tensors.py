@@ -27,12 +27,11 @@ _FLAT = re.compile(r"(?:^|\.)_?flat_param(?:_\d+)?$")
 
 
 class ShardOfRank(NamedTuple):
-    """A rank's part of a ShardedTensor. box: what this file has of it, None where it has nothing. every: the boxes of
-    all ranks. rank: the one that saved it, None where the file does not say."""
+    """A rank's part of a ShardedTensor."""
 
-    box: Box | None
-    every: tuple[Box, ...]
-    rank: int | None
+    box: Box | None  # what this file has of it, None where it has nothing
+    every: tuple[Box, ...]  # the boxes of all ranks
+    rank: int | None  # the one that saved it, None where the file does not say
 
 
 def is_sharded(wrapper: WrapperRef) -> bool:

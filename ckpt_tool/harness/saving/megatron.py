@@ -47,13 +47,12 @@ _LINEAR = ("linear_proj.weight", "linear_qkv.weight", "linear_fc1.weight", "line
 
 
 class Local(NamedTuple):
-    """A parameter of a rank. name: the rank's own. chunk: of the virtual pipeline. shared: a tied embedding on two
-    stages."""
+    """A parameter of a rank."""
 
-    name: str
-    chunk: int
+    name: str  # the rank's own
+    chunk: int  # of the virtual pipeline
     module: MegatronWeight
-    shared: bool = False
+    shared: bool = False  # a tied embedding on two stages
 
 
 def write(whole: WholeState, folder: Path) -> None:

@@ -31,13 +31,12 @@ Kind = Literal["plain", "qkv", "gated"]
 
 
 class MegatronWeight(NamedTuple):
-    """One weight of Megatron's. name: with global layer and expert numbers. parts: the hub tensors in it. cut: the dim
-    that tensor ranks share, None for a replicated one."""
+    """One weight of Megatron's."""
 
-    name: str
-    parts: tuple[str, ...]
+    name: str  # with global layer and expert numbers
+    parts: tuple[str, ...]  # the hub tensors in it
     kind: Kind
-    cut: int | None
+    cut: int | None  # the dim that tensor ranks share, None for a replicated one
     layer: int | None = None
     expert: int | None = None
 

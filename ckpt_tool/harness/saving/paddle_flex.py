@@ -43,15 +43,15 @@ _STATES = (
 
 
 class RankBlock(NamedTuple):
-    """What a rank hands over. shape, offset, whole: of its block. span: the part of the block's line in `values`, None
-    for all."""
+    """What a rank hands over."""
 
     key: str
     values: torch.Tensor
+    # shape, offset, whole: of its block
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     whole: tuple[int, ...]
-    span: tuple[int, int] | None
+    span: tuple[int, int] | None  # the part of the block's line in `values`, None for all
 
     @property
     def identity(self) -> tuple[object, ...]:

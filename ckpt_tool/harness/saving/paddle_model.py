@@ -27,11 +27,11 @@ _FUSED = {"qkv": ("q_proj", "qkv_proj"), "gated": ("gate_proj", "up_gate_proj")}
 
 
 class PaddleWeight(NamedTuple):
-    """A weight of Paddle's. module: what it is made of. turned: is it the transpose of the module's?"""
+    """A weight of Paddle's."""
 
     name: str
-    module: MegatronWeight
-    turned: bool
+    module: MegatronWeight  # what it is made of
+    turned: bool  # is it the transpose of the module's?
 
 
 def weights(whole: WholeState) -> list[PaddleWeight]:

@@ -30,9 +30,10 @@ from ckpt_tool.harness.saving.fault_point import fault_point
 
 
 class TensorBox(NamedTuple):
-    """A box of a tensor. key: the flat name. offset, shape: where it starts in the whole, and the whole's shape."""
+    """A box of a tensor."""
 
-    key: str
+    key: str  # the flat name
+    # offset, shape: where it starts in the whole, and the whole's shape
     offset: tuple[int, ...]
     values: torch.Tensor
     shape: tuple[int, ...]
@@ -40,10 +41,10 @@ class TensorBox(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DcpRank:
-    """What one rank writes. objects: by flat name, anything that torch.save takes."""
+    """What one rank writes."""
 
     parts: Sequence[TensorBox]
-    objects: Mapping[str, Any]
+    objects: Mapping[str, Any]  # by flat name, anything that torch.save takes
 
 
 def write(ranks: Sequence[DcpRank], folder: Path, paths: Mapping[str, tuple[Any, ...]] | None = None) -> None:

@@ -313,10 +313,11 @@ def _whole(frame: Frame, most: int, fault: Callable[[str], CorruptFile]) -> byte
 
 
 class OcdbtNode(NamedTuple):
-    """A value to write. key: UTF-8. data: its bytes, which lie in the tree; None for one that lies in a file: the
-    number of the file, where it begins and its length, in bytes."""
+    """A value to write."""
 
-    key: bytes
+    key: bytes  # UTF-8
+    # its bytes, which lie in the tree; None for one that lies in a file: the number of the file, where it begins and
+    # its length, in bytes
     data: bytes | None
     file: int = 0
     offset: int = 0

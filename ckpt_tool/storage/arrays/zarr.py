@@ -90,26 +90,24 @@ class ZarrFiles:
 
 
 class _ShardedChunks(NamedTuple):
-    """Each chunk is a file of inner chunks of this shape. front: does its index lie before them? checked: has it a
-    checksum?"""
+    """Each chunk is a file of inner chunks of this shape."""
 
     shape: tuple[int, ...]
-    front: bool
-    checked: bool
+    front: bool  # does its index lie before them?
+    checked: bool  # has it a checksum?
 
 
 class ZarrLayout(NamedTuple):
-    """How an array is cut and stored. order: of a chunk's dims, the slowest first. codec: "" for none. separator,
-    prefix: of a chunk's key. fill: the bytes of an element that nobody stored."""
+    """How an array is cut and stored."""
 
     dtype: DType
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
-    order: tuple[int, ...]
-    codec: str
+    order: tuple[int, ...]  # of a chunk's dims, the slowest first
+    codec: str  # "" for none. separator,
     separator: str
-    prefix: str
-    fill: bytes
+    prefix: str  # of a chunk's key
+    fill: bytes  # the bytes of an element that nobody stored
     shards: _ShardedChunks | None = None
 
     @property
@@ -124,15 +122,14 @@ class ZarrLayout(NamedTuple):
 
 
 class Array(NamedTuple):
-    """One array. name: its key in the store. header: where its header lies. holes: is a chunk that is not there lost,
-    or are its elements the fill value?"""
+    """One array."""
 
-    name: str
+    name: str  # its key in the store
     layout: ZarrLayout
     tree: Tree
     store: ZarrStore
-    header: Value
-    holes: bool
+    header: Value  # where its header lies
+    holes: bool  # is a chunk that is not there lost, or are its elements the fill value?
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -35,10 +35,10 @@ _FILE = re.compile(r"(\d{1,9})-(?:(\d{1,9})|done)", re.ASCII)
 
 
 class Taken(NamedTuple):
-    """A share that this worker has claimed. over: another had begun it."""
+    """A share that this worker has claimed."""
 
     number: int
-    over: bool
+    over: bool  # another had begun it
 
 
 class Claims:

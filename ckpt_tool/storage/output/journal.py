@@ -47,22 +47,21 @@ def part_of(name: str) -> tuple[int, int] | None:
 
 
 class PartStatus(NamedTuple):
-    """How far a part (i, n) is, a worker, or a whole run (None). state: `done`, `running`, `dead` (it ended too early).
-    units, nbytes: done of `of_units`, `of_bytes`, which are 0 where nobody has said; `before`: bytes of them that an
-    earlier process had done. began, last: when the process began and last wrote a line, in seconds since 1970. process:
-    whose it is, `PID on HOST`.
-    """
+    """How far a part (i, n) is, a worker, or a whole run (None)."""
 
     part: tuple[int, int] | None
-    state: str
+    state: str  # `done`, `running`, `dead` (it ended too early)
+    # units, nbytes: done of `of_units`, `of_bytes`, which are 0 where nobody has said; `before`: bytes of them that an
+    # earlier process had done
     units: int
     of_units: int
     nbytes: int
     of_bytes: int
     before: int
+    # began, last: when the process began and last wrote a line, in seconds since 1970
     began: float
     last: float
-    process: str
+    process: str  # whose it is, `PID on HOST`
     worker: str | None
 
 

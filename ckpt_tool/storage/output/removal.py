@@ -34,14 +34,14 @@ Identity = tuple[int, int, int]  # device, number, mtime in ns: numbers are used
 
 
 class PathContents(NamedTuple):
-    """What a path holds. files: (inode, bytes, how many names it has anywhere), one row for each name below the path.
-    changed: mtime of its newest file, seconds, 0 where there is none. links: symbolic links and where they lead.
-    mounted: a folder of another file system inside, closed: one that nothing may be deleted in; "" for none."""
+    """What a path holds."""
 
     identity: Identity
+    # (inode, bytes, how many names it has anywhere), one row for each name below the path
     files: tuple[tuple[Inode, int, int], ...]
-    changed: float
-    links: tuple[tuple[str, str], ...]
+    changed: float  # mtime of its newest file, seconds, 0 where there is none
+    links: tuple[tuple[str, str], ...]  # symbolic links and where they lead
+    # a folder of another file system inside, closed: one that nothing may be deleted in; "" for none
     mounted: str = ""
     closed: str = ""
 

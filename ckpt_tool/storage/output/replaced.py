@@ -57,9 +57,9 @@ class Stamp(NamedTuple):
 
 
 class ReplacedOutput(NamedTuple):
-    """What may be removed. files: path below the output -> what was there; "" is an output that is one file."""
+    """What may be removed."""
 
-    files: Mapping[str, Stamp]
+    files: Mapping[str, Stamp]  # path below the output -> what was there; "" is an output that is one file
 
     @property
     def nbytes(self) -> int:

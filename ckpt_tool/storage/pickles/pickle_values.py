@@ -48,19 +48,14 @@ class Placed(bytes):
 
 
 class StorageRef(NamedTuple):
-    """A torch storage that a persistent id names.
+    """A torch storage that a persistent id names."""
 
-    key: record `data/<key>` of a zip, or the key of a legacy stream. dtype: None when torch's type has no twin here
-    (quantised types, complex32). numel: elements of the storage class, bytes for an UntypedStorage. nbytes: bytes.
-    location: where it lived (`cpu`, `cuda:0`); ignored. kind: the storage class, `FloatStorage`.
-    """
-
-    key: str
-    dtype: DType | None
-    numel: int
-    nbytes: int
-    location: str
-    kind: str
+    key: str  # record `data/<key>` of a zip, or the key of a legacy stream
+    dtype: DType | None  # None when torch's type has no twin here (quantised types, complex32)
+    numel: int  # elements of the storage class, bytes for an UntypedStorage
+    nbytes: int  # bytes
+    location: str  # where it lived (`cpu`, `cuda:0`); ignored
+    kind: str  # the storage class, `FloatStorage`
 
 
 class TensorRef(NamedTuple):
@@ -94,20 +89,17 @@ class TensorRef(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class WrapperRef:
-    """A tensor subclass that wraps a local tensor: `torch.distributed.tensor.DTensor`.
+    """A tensor subclass that wraps a local tensor: `torch.distributed.tensor.DTensor`."""
 
-    name: the class. shape, stride: the GLOBAL ones, in elements. local: what this file holds of it, an object where
-    that is of yet another class, None until its state was read. spec: the DTensorSpec as a Record (mesh, placements,
-    tensor_meta).
-    """
-
-    name: str
+    name: str  # the class
+    # shape, stride: the GLOBAL ones, in elements
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: DType
     requires_grad: bool
+    # what this file holds of it, an object where that is of yet another class, None until its state was read
     local: TensorRef | Opaque | None = None
-    spec: PickledRecord | None = None
+    spec: PickledRecord | None = None  # the DTensorSpec as a Record (mesh, placements, tensor_meta)
     state: Any = None
 
 
@@ -232,11 +224,11 @@ class NumpyArray:
 
 
 class ArrayRef(NamedTuple):
-    """A dense tensor whose values are a NumPy array's. dtype: the tensor's own. widened: the tensor is BF16 and the
-    array holds its values as F32, as torch pickles tensors of devices without storage."""
+    """A dense tensor whose values are a NumPy array's."""
 
     array: NumpyArray
-    dtype: DType
+    dtype: DType  # the tensor's own
+    # the tensor is BF16 and the array holds its values as F32, as torch pickles tensors of devices without storage
     widened: bool = False
 
     @property
@@ -246,31 +238,28 @@ class ArrayRef(NamedTuple):
 
 
 class GlobalUse(NamedTuple):
-    """A global that the pickle names, at its first use. module, name: as the file spells them. position: number of
-    the opcode, from 0. offset: bytes from the start of the stream's file. tier: 1 understood, 2 kept as a record,
-    3 unsafe."""
+    """A global that the pickle names, at its first use."""
 
+    # module, name: as the file spells them
     module: str
     name: str
-    position: int
-    offset: int
-    tier: int
+    position: int  # number of the opcode, from 0
+    offset: int  # bytes from the start of the stream's file
+    tier: int  # 1 understood, 2 kept as a record, 3 unsafe
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
 
 
 class Pickled(NamedTuple):
-    """One pickle, read. globals: each once, in order of first use. end: bytes from the start of the file to just
-    behind STOP. opcodes: how many were executed. protocol: the PROTO opcode's, 0 without one. storages: each torch
-    storage that a persistent id names, once."""
+    """One pickle, read."""
 
     value: Any
-    globals: tuple[GlobalUse, ...]
-    end: int
-    opcodes: int
-    protocol: int
-    storages: tuple[StorageRef, ...] = ()
+    globals: tuple[GlobalUse, ...]  # each once, in order of first use
+    end: int  # bytes from the start of the file to just behind STOP
+    opcodes: int  # how many were executed
+    protocol: int  # the PROTO opcode's, 0 without one
+    storages: tuple[StorageRef, ...] = ()  # each torch storage that a persistent id names, once
 
     @property
     def unsafe(self) -> tuple[GlobalUse, ...]:

@@ -98,12 +98,11 @@ def dumps(value: Any, *, protocol: int = 2) -> bytes:
 
 
 class PicklePlan(NamedTuple):
-    """A pickle before its arrays' bytes exist. size: bytes. literals: (offset, bytes). offsets: where the bytes of each
-    Span go, in the order of the value."""
+    """A pickle before its arrays' bytes exist."""
 
-    size: int
-    literals: tuple[tuple[int, bytes], ...]
-    offsets: tuple[int, ...]
+    size: int  # bytes
+    literals: tuple[tuple[int, bytes], ...]  # (offset, bytes)
+    offsets: tuple[int, ...]  # where the bytes of each Span go, in the order of the value
 
 
 def plan_pickle(value: Any, *, protocol: int = 4) -> PicklePlan:

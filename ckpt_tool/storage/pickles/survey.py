@@ -47,13 +47,12 @@ _PICKLES = (
 
 
 class Surveyed(NamedTuple):
-    """A pickle. path: of its file. member: where in the file, "" for the file itself. uses: its globals. unseen: why it
-    was not looked into, "" where it was."""
+    """A pickle."""
 
-    path: str
-    member: str
-    uses: tuple[GlobalUse, ...] = ()
-    unseen: str = ""
+    path: str  # of its file
+    member: str  # where in the file, "" for the file itself
+    uses: tuple[GlobalUse, ...] = ()  # its globals
+    unseen: str = ""  # why it was not looked into, "" where it was
 
 
 def survey(tree: Tree, paths: Iterable[str] | None = None) -> Iterator[Surveyed]:

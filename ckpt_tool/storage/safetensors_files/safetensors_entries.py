@@ -55,11 +55,11 @@ _INT = rb"(?:0|[1-9][0-9]{0,17}+)"  # fits 64 bits; longer ones are the strict p
 
 
 class EntryKind(NamedTuple):
-    """What many tensors share. nbytes: of one such tensor."""
+    """What many tensors share."""
 
     dtype: DType
     shape: tuple[int, ...]
-    nbytes: int
+    nbytes: int  # of one such tensor
 
 
 class Columns(NamedTuple):
@@ -77,13 +77,13 @@ class Columns(NamedTuple):
 
 
 class _Spelling(NamedTuple):
-    """How a writer spaces its JSON. mark: what follows every name. fixed: bytes of an entry outside the groups."""
+    """How a writer spaces its JSON."""
 
     entry: re.Pattern[bytes]
     kind: re.Pattern[bytes]
-    mark: bytes
+    mark: bytes  # what follows every name
     comma: bytes
-    fixed: int
+    fixed: int  # bytes of an entry outside the groups
 
 
 def _spelling(colon: bytes, comma: bytes) -> _Spelling:
@@ -226,13 +226,13 @@ def _tiles(begins: array[int], ends: array[int]) -> bool:
 
 
 class _Entry(NamedTuple):
-    """One entry as read. place: bytes from the start of the file to its value."""
+    """One entry as read."""
 
     name: str
     kind: EntryKind
     begin: int
     end: int
-    place: int
+    place: int  # bytes from the start of the file to its value
 
 
 def warning_code(warning: str) -> str:

@@ -78,20 +78,16 @@ _RANK = {name: -i for i, name in enumerate(_DTYPE_ORDER)}
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """One file's header. Rows are in header order.
+    """One file's header. Rows are in header order."""
 
-    path: relative to the tree. size: of the file, bytes. data_start: bytes from the start of the file to the data.
-    begin: bytes from `data_start` to each tensor. warnings: what was accepted but is not right, in words.
-    """
-
-    path: str
-    size: int
-    data_start: int
+    path: str  # relative to the tree
+    size: int  # of the file, bytes
+    data_start: int  # bytes from the start of the file to the data
     names: NameColumn
     kinds: list[EntryKind]
-    begin: array[int]
+    begin: array[int]  # bytes from `data_start` to each tensor
     metadata: Mapping[str, str]
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # what was accepted but is not right, in words
 
     def __len__(self) -> int:
         return len(self.kinds)

@@ -64,26 +64,26 @@ def whole_etag(etags: Mapping[int, str]) -> str | None:
 
 
 class Sent(NamedTuple):
-    """A part that the store has. etag: as it gives it, without quotes."""
+    """A part that the store has."""
 
-    etag: str
+    etag: str  # as it gives it, without quotes
     nbytes: int
 
 
 class Pending(NamedTuple):
-    """A multipart upload that was begun and neither completed nor aborted. goes_on: can parts be added to it?"""
+    """A multipart upload that was begun and neither completed nor aborted."""
 
     key: str
     upload: str
     begun: str
-    goes_on: bool = True
+    goes_on: bool = True  # can parts be added to it?
 
 
 class ListedObject(NamedTuple):
-    """An object in a listing. modified: seconds since 1970, by the store's clock."""
+    """An object in a listing."""
 
     nbytes: int
-    modified: float
+    modified: float  # seconds since 1970, by the store's clock
     etag: str
 
 

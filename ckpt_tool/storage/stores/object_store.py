@@ -36,10 +36,10 @@ _REGION = re.compile(r"<Region>([\w-]+)</Region>")
 
 
 class Cloud(NamedTuple):
-    """What errors say of one of the three. keys: the variables of its credentials, in words."""
+    """What errors say of one of the three."""
 
     name: str
-    keys: str
+    keys: str  # the variables of its credentials, in words
     bucket: str
     place: str  # where it looks for the store
 

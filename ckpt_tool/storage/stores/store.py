@@ -33,12 +33,11 @@ _saying = threading.Lock()
 
 
 class StoreEntry(NamedTuple):
-    """An object as it was seen. size: bytes, -1 for what is no regular file. mark: its ETag, or what else changes with
-    its content. time: when it was modified, where there is no mark."""
+    """An object as it was seen."""
 
-    size: int
-    mark: str = ""
-    time: str = ""
+    size: int  # bytes, -1 for what is no regular file
+    mark: str = ""  # its ETag, or what else changes with its content
+    time: str = ""  # when it was modified, where there is no mark
 
 
 class ObjectChanged(Exception):
@@ -75,11 +74,11 @@ class Store(Protocol):
 
 
 class Again(NamedTuple):
-    """Why a request is worth another try. throttled: the store wants fewer requests. wait: seconds that it asks for."""
+    """Why a request is worth another try."""
 
     reason: str
-    throttled: bool = False
-    wait: float = 0.0
+    throttled: bool = False  # the store wants fewer requests
+    wait: float = 0.0  # seconds that it asks for
 
 
 def patiently(

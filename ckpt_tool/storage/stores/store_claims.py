@@ -52,11 +52,11 @@ _RECORD = re.compile(
 
 
 class _View(NamedTuple):
-    """A listing, read. claims: share or `COMMIT` -> (generation, when it was put last). here: is the plan?"""
+    """A listing, read."""
 
     now: float
-    here: bool
-    claims: dict[int | str, tuple[int, float]]
+    here: bool  # is the plan?
+    claims: dict[int | str, tuple[int, float]]  # share or `COMMIT` -> (generation, when it was put last)
     done: set[int]
     names: set[str]
 

@@ -52,15 +52,13 @@ def refuse_tar(path: str) -> None:
 
 
 class TorchStream(NamedTuple):
-    """An opened legacy stream. pickled: the object, every storage it names present. start: bytes from the start of the
-    file to that pickle. storages: key -> (absolute offset,
-    nbytes), both in bytes."""
+    """An opened legacy stream."""
 
     tree: Tree
     path: str
-    pickled: Pickled
-    start: int
-    storages: dict[str, tuple[int, int]]
+    pickled: Pickled  # the object, every storage it names present
+    start: int  # bytes from the start of the file to that pickle
+    storages: dict[str, tuple[int, int]]  # key -> (absolute offset, nbytes), both in bytes
 
     @staticmethod
     def open(tree: Tree, path: str, *, opcodes: int = pickles.OPCODE_LIMIT) -> TorchStream:

@@ -41,32 +41,28 @@ SCRIPT = ("constants.pkl", "code/", "bytecode.pkl")
 
 
 class ZipRecord(NamedTuple):
-    """One stored member. offset: absolute bytes in the file to its first byte; nbytes; crc32: None when the writer
-    did not compute one (a stored 0)."""
+    """One stored member."""
 
-    offset: int
+    offset: int  # absolute bytes in the file to its first byte; nbytes
     nbytes: int
-    crc32: int | None
+    crc32: int | None  # None when the writer did not compute one (a stored 0)
 
 
 @dataclass(frozen=True, slots=True)
 class TorchZip:
-    """An opened torch zip: `records` by name below the root folder (`data.pkl`, `data/0`, `version`).
+    """An opened torch zip: `records` by name below the root folder (`data.pkl`, `data/0`, `version`)."""
 
-    tree, path: where it lies. start, length: the byte range of the file that is the zip (a DCP item is a range of a
-    `.distcp`). root: the archive's top folder. byteorder: "little".
-    head: bytes before the first storage's data. tail: bytes behind the last storage's.
-    """
-
+    # tree, path: where it lies
     tree: Tree
     path: str
+    # start, length: the byte range of the file that is the zip (a DCP item is a range of a `.distcp`)
     start: int
     length: int
-    root: str
+    root: str  # the archive's top folder
     records: dict[str, ZipRecord]
-    byteorder: str
-    head: int
-    tail: int
+    byteorder: str  # "little"
+    head: int  # bytes before the first storage's data
+    tail: int  # bytes behind the last storage's
     _archive: ZipArchive = field(repr=False, compare=False)
 
     @staticmethod

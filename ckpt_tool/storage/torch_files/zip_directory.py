@@ -46,15 +46,15 @@ _METHODS = {8: "deflated", 9: "deflated", 12: "bzip2-compressed", 14: "LZMA-comp
 
 
 class ZipMember(NamedTuple):
-    """One member. header: bytes from the archive's start to its local header; data: to its first byte."""
+    """One member."""
 
     name: str
     flags: int
     crc32: int
     nbytes: int
-    header: int
+    header: int  # bytes from the archive's start to its local header
     raw_name: bytes
-    data: int = -1
+    data: int = -1  # to its first byte
 
 
 class ZipArchive:

@@ -31,26 +31,23 @@ _DESCRIPTOR = 0x0008  # CRC and sizes follow the data
 
 
 class ZipPlan(NamedTuple):
-    """The whole layout of a torch zip before any tensor byte exists.
+    """The whole layout of a torch zip before any tensor byte exists."""
 
-    size: bytes. literals: (offset, bytes), everything but the storages, holes zero. offsets: where the bytes of each
-    given storage go, in bytes. crcs: for each given storage the offsets (bytes) of its CRC-32 holes, 4 bytes
-    little-endian each; () for an empty one, whose CRC is 0. All offsets count from `base` bytes before the zip.
-    """
-
-    size: int
-    literals: tuple[tuple[int, bytes], ...]
-    offsets: tuple[int, ...]
+    size: int  # bytes
+    literals: tuple[tuple[int, bytes], ...]  # (offset, bytes), everything but the storages, holes zero
+    offsets: tuple[int, ...]  # where the bytes of each given storage go, in bytes
+    # for each given storage the offsets (bytes) of its CRC-32 holes, 4 bytes little-endian each; () for an empty one,
+    # whose CRC is 0. All offsets count from `base` bytes before the zip.
     crcs: tuple[tuple[int, ...], ...]
 
 
 class _ZipEntry(NamedTuple):
-    """What the directory will say of a member. crc: None for a storage."""
+    """What the directory will say of a member."""
 
     name: bytes
     nbytes: int
     header: int
-    crc: int | None
+    crc: int | None  # None for a storage
     descriptor: int  # offset of the descriptor, -1 for an empty member
 
 
