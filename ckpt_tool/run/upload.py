@@ -120,7 +120,8 @@ class Upload:
                 f"allows {self._memory}",
                 code="E2711",
                 path=self._plan.destination,
-                hint=f"pass --memory {ceil_div(need, 1 << 30)}GiB, fewer ranks, or write to a local path and upload that",
+                hint=f"pass --memory {ceil_div(need, 1 << 30)}GiB, fewer ranks, or write to a local path and upload"
+                " that",
             )
 
     def check_there(self) -> None:
