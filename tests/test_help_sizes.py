@@ -47,6 +47,18 @@ def test_the_short_help_of_convert_fits_a_screen(capsys: pytest.CaptureFixture[s
     assert len(names_in(help_of(capsys, "convert", "-h"))) <= 13
 
 
+def test_the_short_help_of_convert_has_what_the_readme_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {"--config", "--tp", "--dtype", "--rename", "--drop", "--dry-run"} <= names_in(
+        help_of(capsys, "convert", "-h")
+    )
+
+
+@pytest.mark.parametrize("size", ["-h", "--help"])
+def test_help_says_how_its_two_sizes_differ(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, "convert", size)
+    assert "Show the everyday options (-h) or all options (--help) and exit." in text
+
+
 def test_options_of_one_system_come_last(capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(capsys, "convert", "--help")
     headings = re.findall(r"^(\w[\w ]*):$", text, flags=re.M)

@@ -27,9 +27,10 @@ Exit codes: 0 done, 1 findings, 2 usage, 3 malformed input, 4 refused for safety
 5 output exists, 6 source changed, 7 I/O, 70 our bug, 130/143 interrupted."""
 # Options that -h shows of any verb that has them, next to the verb's own
 EVERYDAY = frozenset(
-    ("tp", "pp", "ep", "dp", "dtype", "drop", "remove_keys", "rename", "max_shard_size", "dry_run", "json")
+    ("tp", "pp", "ep", "dp", "dtype", "drop", "remove_keys", "rename", "config", "dry_run", "json")
 )
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_HELP_ABOUT = "Show the everyday options (-h) or all options (--help) and exit."
 # Stands for a hyphen while help is wrapped: click would break `--dry-run` behind any of its own
 _HYPHEN = "\N{NON-BREAKING HYPHEN}"
 
@@ -45,7 +46,11 @@ class VerbCommand(TyperCommand):
     """A verb whose help comes in sections and whose values stay text."""
 
     def get_params(self, ctx: Any) -> Any:
-        return _as_text(super().get_params(ctx))
+        params = _as_text(super().get_params(ctx))
+        for param in params:
+            if "--help" in param.opts:
+                param.help = _HELP_ABOUT
+        return params
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", *(str(param.metavar) for param in self.params if param.param_type_name == "argument")]

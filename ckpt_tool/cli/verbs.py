@@ -117,7 +117,7 @@ class Verb(NamedTuple):
 VERBS: dict[str, Verb] = {}
 F = Callable[..., VerbJob]
 SRC = Argument("SRC", "A file, a folder or a URL.")
-DST = Argument("DST", "The output: a new file or folder, or a place in a store (s3://, az://).")
+DST = Argument("DST", "The output (OUT in the guide): a new file or folder, or a place in a store (s3://, az://).")
 
 
 def verb(

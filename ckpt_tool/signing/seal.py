@@ -185,7 +185,7 @@ def seal_of(writing: Writing, destination: Place, *, part: str = "") -> Seal | N
         raise _no(
             writing,
             f"with {part or '--ray'} no process has seen all that is written",
-            "run the plan whole; or sign what it has written: model_signing sign key DST --private_key KEY",
+            "run the plan whole; or sign what it has written: model_signing sign key OUT --private_key KEY",
         )
     key = private_key(writing.sign) if writing.sign else None
     if writing.sign:
