@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
@@ -244,12 +244,29 @@ def _exit_code(row: Mapping[str, Any]) -> int | None:
     return int(number) or None
 
 
-def near_misses(wrong: str, known: Iterable[str], *, most: int = 3) -> str:
+def near_misses(wrong: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.5) -> str:
     """A "did you mean" ending for a hint, "" when nothing is near. `known` may be large."""
     from difflib import get_close_matches  # 1 ms of every start
 
-    close = get_close_matches(wrong, list(known)[:20_000], n=most, cutoff=0.5)
+    close = get_close_matches(wrong, list(known)[:20_000], n=most, cutoff=cutoff)
     return f"did you mean {', '.join(close)}?" if close else ""
+
+
+STEPS_LISTED = 8
+
+
+def several_steps(shown: str, steps: Sequence[str]) -> UnknownFormat:
+    """The error E0392 for a folder of several steps that nothing chooses from. shown: the folder. steps: their paths,
+    the oldest first."""
+    listed = list(steps[-STEPS_LISTED:])
+    if len(steps) > STEPS_LISTED:
+        listed.insert(0, "...")
+    return UnknownFormat(
+        f"the folder holds {len(steps)} checkpoints and no pointer file",
+        code="E0392",
+        path=shown,
+        hint=f"pass one of them: {', '.join(listed)}; ckpt latest {shown} prints the newest complete one",
+    )
 
 
 def wrap_os_error(

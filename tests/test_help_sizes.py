@@ -55,7 +55,7 @@ def test_the_short_help_of_convert_has_what_the_readme_asks_for(capsys: pytest.C
 
 @pytest.mark.parametrize("size", ["-h", "--help"])
 def test_help_says_how_its_two_sizes_differ(size: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = help_of(capsys, "convert", size)
+    text = " ".join(help_of(capsys, "convert", size).split())
     assert "Show the everyday options (-h) or all options (--help) and exit." in text
 
 

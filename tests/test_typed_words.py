@@ -9,10 +9,12 @@ import pytest
 from ckpt_tool.cli.parser import unknown_verb
 from ckpt_tool.cli.typed_words import DELETING, OPTIONS_MEANT, VERBS_MEANT
 from ckpt_tool.cli.verbs import VERBS
-from ckpt_tool.errors import UsageError
+from ckpt_tool.commands.help import _PAGES_MEANT, help_on
+from ckpt_tool.errors import UsageError, several_steps
 from ckpt_tool.formats.entry import entries
 from ckpt_tool.options.statement import value_of
 from ckpt_tool.options.writing import Writing
+from ckpt_tool.sources.select import state_filter
 
 EVERY_OPTION = {name for verb in VERBS.values() for option in verb.options().values() for name in option.names}
 
@@ -65,3 +67,25 @@ def test_quantised_weights_are_no_dtype(word: str) -> None:
 @pytest.mark.parametrize("word", ["bf16", "fp16", "float32", "half", "float8_e4m3fn", "F8_E4M3"])
 def test_floats_are_dtypes(word: str) -> None:
     value_of({"dtype": [word]}, Writing)
+
+
+@pytest.mark.parametrize("topic", _PAGES_MEANT)
+def test_a_topic_by_another_word_leads_to_a_page(topic: str) -> None:
+    with pytest.raises(UsageError, match="has no page") as caught:
+        help_on(topic)
+    page = re.match(r"ckpt help ([\w-]+) has it", caught.value.hint or "")
+    assert page is not None and help_on(page[1])["text"]
+
+
+def test_the_option_that_was_typed_is_named() -> None:
+    with pytest.raises(UsageError, match="--drop optimiser: no such state") as caught:
+        state_filter(["optimiser"], ["model", "exp_avg"], option="--drop")
+    assert "did you mean optimizer" in (caught.value.hint or "")
+
+
+def test_a_folder_of_steps_lists_as_many_as_it_counts() -> None:
+    steps = [f"run/step-{number}" for number in range(1, 5)]
+    fault = several_steps("run", steps)
+    assert fault.message.startswith("the folder holds 4 checkpoints") and ", ".join(steps) in (fault.hint or "")
+    long = several_steps("run", [f"run/step-{number}" for number in range(1, 21)])
+    assert "pass one of them: ..., run/step-13, " in (long.hint or "")

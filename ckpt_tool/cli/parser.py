@@ -26,9 +26,7 @@ _CLOSING = """ckpt VERB -h shows a verb's everyday options, ckpt VERB --help all
 Exit codes: 0 done, 1 findings, 2 usage, 3 malformed input, 4 refused for safety,
 5 output exists, 6 source changed, 7 I/O, 70 our bug, 130/143 interrupted."""
 # Options that -h shows of any verb that has them, next to the verb's own
-EVERYDAY = frozenset(
-    ("tp", "pp", "ep", "dp", "dtype", "drop", "remove_keys", "rename", "config", "dry_run", "json")
-)
+EVERYDAY = frozenset(("tp", "pp", "ep", "dp", "dtype", "drop", "remove_keys", "rename", "config", "dry_run", "json"))
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _HELP_ABOUT = "Show the everyday options (-h) or all options (--help) and exit."
 # Stands for a hyphen while help is wrapped: click would break `--dry-run` behind any of its own
@@ -325,4 +323,5 @@ def _near_option(name: str, context: Any) -> str:
     ]
     if others:
         return f"{name} belongs to ckpt {', ckpt '.join(others)}"
-    return near_misses(name, [option for option in known if option.startswith("--")])
+    near = near_misses(name, [option for option in known if option.startswith("--")])
+    return near_misses(name, ("--help",), cutoff=0.8) or near

@@ -78,4 +78,7 @@ OPTIONS_MEANT = {
     "--exclude": "--remove-keys",
     "--include": "--keep-keys",
     "--safe-serialization": "--to safetensors",
+    "--drop-optimizer": "--drop optimizer",
+    "--no-optimizer": "--drop optimizer",
+    "--strip-optimizer": "--drop optimizer",
 }

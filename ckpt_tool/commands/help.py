@@ -8,6 +8,26 @@ from typing import Any
 from ckpt_tool import guide
 from ckpt_tool.errors import UsageError, near_misses
 
+# topic that people ask for -> the page that has it
+_PAGES_MEANT = {
+    "lora": "merging",
+    "peft": "merging",
+    "adapter": "merging",
+    "adapters": "merging",
+    "average": "merging",
+    "layers": "merging",
+    "s3": "stores",
+    "slurm": "machines",
+    "quantizing": "quantising",
+    "quantize": "quantising",
+    "dequantize": "quantising",
+    "latest": "runs",
+    "prune": "runs",
+    "megatron": "formats",
+    "deepspeed": "formats",
+    "optimizer": "training-state",
+}
+
 
 def help_on(topic: str | None, language: str | None = None) -> dict[str, Any]:
     """The page `topic`: `text` is its Markdown; without a topic `topics` lists all pages.
@@ -23,12 +43,13 @@ def help_on(topic: str | None, language: str | None = None) -> dict[str, Any]:
         text = guide.text_of(topic, language)
     except KeyError as e:
         names = [each["topic"] for each in listed]
+        meant = _PAGES_MEANT.get(topic.lower())
+        page = f"ckpt help {meant} has it" if meant else near_misses(topic, names)
         raise UsageError(
             f"the guide has no page {topic!r}",
             code="E1660",
             place="ckpt help",
-            hint=f"{near_misses(topic, names) or 'the pages are ' + ', '.join(names)}; ckpt VERB --help "
-            "has the options",
+            hint=f"{page or 'the pages are ' + ', '.join(names)}; ckpt VERB --help has the options",
         ) from e
     return {**document, "topic": topic, "text": text}
 

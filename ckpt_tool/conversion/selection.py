@@ -79,7 +79,7 @@ def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
     count = [STEP] if catalog.count is not None else []
     present = dict.fromkeys([*catalog.states(), *(one.key.state for one in catalog.unread), *count])
     requested = state_filter(writing.states, [*present, *(["extras"] if catalog.extras else [])])
-    unwanted = state_filter(writing.drop, [*present, EXTRAS]) if writing.drop else lambda state: False
+    unwanted = state_filter(writing.drop, [*present, EXTRAS], option="--drop") if writing.drop else lambda state: False
     unread = [one.key for one in catalog.unread]  # these are left behind, but patterns may name them
     keys = [*catalog.tensors, *unread] if unread else catalog.tensors
     kept, removed = split_keys(keys, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only)

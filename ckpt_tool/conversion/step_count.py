@@ -35,7 +35,7 @@ def steps_of_count(chosen: Chosen, job: Conversion) -> Chosen:
     if count is None or job.fmt.name == catalog.format or not job.fmt.holds.all_states:
         return chosen
     present = (*catalog.states(), STEP, EXTRAS)
-    dropped = bool(writing.drop) and state_filter(writing.drop, present)(STEP)
+    dropped = bool(writing.drop) and state_filter(writing.drop, present, option="--drop")(STEP)
     names = dict.fromkeys(row.tensor.key.name for row in chosen.stored if row.tensor.key.state in _MOMENTS)
     if not names or dropped or not state_filter(writing.states, present)(STEP):
         return chosen

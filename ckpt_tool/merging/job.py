@@ -388,17 +388,23 @@ def last_of(folder: str, names: Sequence[str], count: int) -> list[str]:
     """
     found = _numbered_steps(names)
     kinds = {name.rstrip("0123456789") for name in found}
-    if len(found) < count or len(kinds) > 1:
-        what = (
-            f"{len(found)} checkpoints"
-            if len(kinds) < 2
-            else f"checkpoints of {len(kinds)} kinds ({', '.join(sorted(kinds))})"
-        )
+    if len(kinds) > 1:
         raise UsageError(
-            f"--last {count}: the folder holds {what}",
+            f"--last {count}: the folder holds checkpoints of {len(kinds)} kinds ({', '.join(sorted(kinds))})",
             code="E1450",
             path=folder,
-            hint="it takes iter_N, checkpoint-N, global_stepN, ...; or name the checkpoints themselves",
+            hint="name the checkpoints themselves, or their steps with --steps",
+        )
+    if len(found) < count:
+        names_of_steps = "steps are folders called iter_N, checkpoint-N, global_stepN, ...; name others one by one"
+        all_of_them = (
+            f"they are {', '.join(found[:8])}{', ...' if len(found) > 8 else ''}: --last {len(found)} takes all"
+        )
+        raise UsageError(
+            f"--last {count}: the folder holds {len(found)} checkpoints",
+            code="E1450",
+            path=folder,
+            hint=all_of_them if len(found) > 1 else names_of_steps,
         )
     return [f"{folder.rstrip('/')}/{name}" for name in found[-count:]]
 

@@ -62,6 +62,10 @@ class Option(NamedTuple):
         """The heading of the help under which it stands."""
         return self.system or self.section.title
 
+    def usage(self) -> str:
+        """What it takes, for a value that can't be: `--tp N: Write for N tensor parallel ranks: --tp 8.`"""
+        return f"{self.names[0]} {self.metavar}".strip() + f": {self.help}"
+
     def accepts(self) -> str:
         """The Python type of the keyword: what the parser's annotation says."""
         known = getattr(self.parse, "__annotations__", {"value": "bool"})["value"]
@@ -235,7 +239,7 @@ def values_of(given: Mapping[str, Any], *groups: type[G]) -> list[G]:
         try:
             found = option.parse(given[keyword])
         except BadValue as fault:
-            faults.append(BadValue(f"{option.names[0]}: {fault}", hint=fault.hint, path=fault.path))
+            faults.append(BadValue(f"{option.names[0]}: {fault}", hint=fault.hint or option.usage(), path=fault.path))
             continue
         try:
             option.fill(values[number], found)

@@ -22,7 +22,7 @@ from ckpt_tool.core.extras import names_in
 from ckpt_tool.core.gc_pause import gc_paused
 from ckpt_tool.core.report_data import for_report
 from ckpt_tool.core.tensor import EXTRAS, MODEL, TensorKey
-from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput
+from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput, several_steps
 from ckpt_tool.formats import checksums, registry
 from ckpt_tool.formats.base import Format, ReadOptions, Specificity, ranks_of
 from ckpt_tool.formats.beside import RECIPE_OF_RUN, has_recipe
@@ -368,13 +368,7 @@ def _is_empty_adapter(tree: Tree, claim: registry.Claim) -> bool:
 
 def _several(tree: Tree, steps: Sequence[str]) -> UnknownFormat:
     """The error for a folder of several steps, the oldest first, none of which a pointer file names."""
-    return UnknownFormat(
-        f"the folder holds {len(steps)} checkpoints and no pointer file",
-        code="E0392",
-        path=tree.display(),
-        hint=f"pass one of them: {', '.join(map(tree.display, steps[-3:]))}; "
-        f"ckpt latest {tree.display()} prints the newest complete one",
-    )
+    return several_steps(tree.display(), list(map(tree.display, steps)))
 
 
 def _in_steps(claim: registry.Claim, steps: Collection[str]) -> bool:

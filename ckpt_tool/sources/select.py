@@ -21,8 +21,9 @@ def group_of(state: str) -> str:
     return state if state in (MODEL, MASTER, EMA, EXTRAS) else "optimizer"
 
 
-def state_filter(requested: Sequence[str], present: Iterable[str]) -> Callable[[str], bool]:
+def state_filter(requested: Sequence[str], present: Iterable[str], *, option: str = "--state") -> Callable[[str], bool]:
     """Does a state belong to what `--state` asks for? Groups and exact states (`exp_avg`) both count; () means all.
+    option: what was typed, for the error.
 
     Raises UsageError E0253 for a name that is neither a group nor a state of this checkpoint.
     """
@@ -30,7 +31,7 @@ def state_filter(requested: Sequence[str], present: Iterable[str]) -> Callable[[
     for name in requested:
         if name not in GROUPS and name not in states:
             raise UsageError(
-                f"--state {name}: no such state here",
+                f"{option} {name}: no such state here",
                 code="E0253",
                 hint=near_misses(name, (*GROUPS, *states)) or f"this checkpoint holds {', '.join(states)}",
             )

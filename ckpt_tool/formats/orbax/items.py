@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import Path
-from ckpt_tool.errors import CorruptFile, Incomplete, UnknownFormat
+from ckpt_tool.errors import CorruptFile, Incomplete, UnknownFormat, several_steps
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.storage.arrays.ocdbt import MANIFEST
 from ckpt_tool.storage.source import Tree
@@ -209,13 +209,7 @@ def chosen_step(tree: Tree) -> OrbaxStep:
             hint=f"pass the folder that holds {METADATA}, or the step that holds it",
         )
     names = sorted((step.folder.rstrip("/") for step in found), key=lambda name: (_number(name), name))
-    raise UnknownFormat(
-        f"the folder holds {len(found)} checkpoints and no pointer file",
-        code="E0392",
-        path=tree.display(),
-        hint=f"pass one of them: {', '.join(map(tree.display, names[-3:]))}; "
-        f"ckpt latest {tree.display()} prints the newest complete one",
-    )
+    raise several_steps(tree.display(), list(map(tree.display, names)))
 
 
 def _number(name: str) -> int:

@@ -205,6 +205,7 @@ def test_the_last_checkpoints_of_a_folder(name: str, models: Models, tmp_path: P
     with pytest.raises(UsageError, match="the folder holds 4 checkpoints") as caught:
         ckpt.merge([tmp_path / "run"], tmp_path / "out5", method="linear", last=5)
     assert caught.value.code == "E1450"
+    assert name.format(1000) in caught.value.hint and caught.value.hint.endswith("--last 4 takes all")
     ckpt.merge([tmp_path / "run"], tmp_path / "ema", method="ema", last=3, decay=0.9)
     average = held[0]["model.norm.weight"]
     for each in held[1:]:
