@@ -242,7 +242,7 @@ def test_there_and_back(kind: str, config: dict[str, Any], words: tuple[str, ...
     assert all(any(word in note for note in notes) for word in words) and bool(notes) == bool(words)
     back, lost = from_megatron(args, family_of(kind).name)
     if kind in TEXTS:
-        assert back["model_type"] == TEXTS[kind] and "sees or hears" in lost[0]
+        assert back["model_type"] == TEXTS[kind] and "image or audio part" in lost[0]
         back = {**back["text_config"], "tie_word_embeddings": back["tie_word_embeddings"]}
         lost = lost[1:]
     assert not lost and back["model_type"] == kind
@@ -375,7 +375,7 @@ def test_a_part_may_be_another_family_s_class(family: str, kind: str) -> None:
     assert args.items() >= load(family).parts[kind].items() and facts.part and not CLASSES[kind].part
     back, notes = from_megatron(args, family)
     assert (back["model_type"], back["architectures"]) == (whole.model_type, [whole.architecture])
-    assert back["text_config"]["num_hidden_layers"] == 4 and "sees or hears" in notes[-1]
+    assert back["text_config"]["num_hidden_layers"] == 4 and "image or audio part" in notes[-1]
     assert list(differing(args, megatron_args(back).config)) == []
 
 

@@ -354,7 +354,9 @@ def test_the_language_model_of_a_model_that_sees() -> None:
     several = from_megatron(nested.config)  # Qwen2-VL and the Omni have such a language model too
     assert "model_type" not in several.config and "qwen2_5_vl, qwen2_vl" in several.notes[0]
     back, notes = from_megatron(nested.config, "qwen2_5_vl")
-    assert {key: back[key] for key in whole} == whole and "vision_config" not in back and "sees or hears" in notes[0]
+    assert (
+        {key: back[key] for key in whole} == whole and "vision_config" not in back and "image or audio part" in notes[0]
+    )
     assert back["text_config"].items() >= {"model_type": "qwen2_5_vl_text", "num_key_value_heads": 2}.items()
     assert megatron_args(back).config == nested.config
     assert (

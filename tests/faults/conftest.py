@@ -253,7 +253,8 @@ class MergeGround(Ground):
     def run(self, *extra: str, **fault: Any) -> Ran:
         base, *models = (str(self.source / f"{name}.safetensors") for name in ("base", "a", "b"))
         args = ["merge", *models, str(self.final), "--method", "dare-ties", "--base", base, "--density", "0.5"]
-        options = ["--seed", "3", "--threads", "2", "--json", "-q"]
+        seed = [] if "--seed" in extra else ["--seed", "3"]
+        options = [*seed, "--threads", "2", "--json", "-q"]
         return self.server.run([*args, *options, *extra], under=self.place, **fault)
 
 

@@ -21,7 +21,14 @@ TEMPLATE = ROOT / "tests/formats/template_format"
 SOURCE = ROOT / "fixtures/dcp/fsdp2_dp4"
 READMES = ["README.md", "README_zh.md"]  # they have other tables that are derived
 TABLES = ["ckpt_tool/guide/en/formats.md", "ckpt_tool/guide/zh/formats.md"]
-TESTS = ["conftest.py", "tiers.py", "derive_tables.py", "families/bridge_open.py", "formats/test_conformance.py"]
+TESTS = [
+    "conftest.py",
+    "syntax.py",
+    "tiers.py",
+    "derive_tables.py",
+    "families/bridge_open.py",
+    "formats/test_conformance.py",
+]
 
 
 @pytest.fixture(scope="module")
