@@ -32,16 +32,20 @@ from ckpt_tool.auditing.findings import (
     FoundFault,
 )
 from ckpt_tool.auditing.subject import Subject
-from ckpt_tool.conversion.vocabulary import is_vocabulary
+from ckpt_tool.conversion.config_fit import (
+    modules_of_unknown_codes,
+    say_missing,
+    say_surplus,
+    say_unfitting,
+    surplus_names,
+    unfitting_shapes,
+)
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.families.completeness import missing, outside, strange
 from ckpt_tool.families.config.translation import contradictions
 from ckpt_tool.families.experts import mixed_experts
 from ckpt_tool.families.registry import configured_family, names_a_model, stated_classes
-from ckpt_tool.families.rewrite import unfitting
 from ckpt_tool.families.wrappers import advise_on_prefix, describe_prefix, find_certain_wrapper
-from ckpt_tool.quantised.scheme import is_of_one_scheme, quantisation
-from ckpt_tool.quantised.weights import DTYPES
 
 _NUMBERED = re.compile(r"(.*-)(\d{1,7})-of-(\d{1,7})(\.[a-z]+)")
 _EXPERT = re.compile(r"(.*\.(?:layers|blocks|h)\.(\d{1,9})\..*?experts\.)(\d{1,9})\.")
@@ -109,17 +113,13 @@ def lost_names(subject: Subject) -> list[str]:
 
 def _missing(subject: Subject) -> Iterator[FoundFault]:
     for name in lost_names(subject):
-        yield FoundFault(MISSING, f"{name} is not there", name)
+        yield FoundFault(MISSING, say_missing(name), name)
 
 
 def _strange(subject: Subject) -> Iterator[FoundFault]:
     if subject.found is not None and subject.sure:
-        family, dialect = subject.found
-        coded = _modules_of_codes(subject)
-        for name in strange(family, dialect, subject.weights):
-            if name.rpartition(".")[0] in coded:
-                continue
-            yield FoundFault(SURPLUS, f"{name} is in a layer, and no rule of {family.name} has it", name)
+        for name in surplus_names(subject.found, subject.tensors, subject.model.config):
+            yield FoundFault(SURPLUS, say_surplus(name, subject.found), name)
 
 
 def _outside(subject: Subject) -> Iterator[FoundFault]:
@@ -132,36 +132,19 @@ def _outside(subject: Subject) -> Iterator[FoundFault]:
     if not listed.issuperset(stated_classes(subject.config)):
         return
 
-    coded = _modules_of_codes(subject)
+    coded = modules_of_unknown_codes(subject.kinds, subject.model.config)
     names = [name for name in outside(family, dialect, subject.weights) if name.rpartition(".")[0] not in coded]
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield FoundFault(OUTSIDE, f"{names[0]}{more}: outside the layers, and in no rule of {family.name}", names[0])
 
 
-def _modules_of_codes(subject: Subject) -> set[str]:
-    """Modules of a scheme that is not known, of whose tensors nobody can say which belong to it."""
-    scheme = quantisation(subject.model.config, subject.kinds)
-    if scheme is None or scheme.known:
-        return set()
-    return {
-        name.rpartition(".")[0]
-        for name, kind in subject.kinds.items()
-        if kind.dtype.name in DTYPES or is_of_one_scheme(name)
-    }
-
-
 def _shapes(subject: Subject) -> Iterator[FoundFault]:
-    """Against the sizes of the config. Rows of vocabularies are another check's, shapes of codes no parameters'."""
+    """Against the sizes of the config."""
     if subject.found is None or not subject.sure or not subject.model.config:
         return
-    family, dialect = subject.found
-    codes = {name for name, kind in subject.kinds.items() if not kind.dtype.is_float or kind.dtype.bits < 16}
-    codes |= subject.quantised.names  # bitsandbytes may call its bytes bf16
-    shapes = {name: shape for name, shape in subject.shapes.items() if name not in codes and not is_vocabulary(name)}
-    for each in unfitting(family, dialect, shapes, family.facts(subject.config), every=True):
-        wanted = ", ".join("any" if n is None else str(n) for n in each.wanted)
-        yield FoundFault(SHAPE, f"{each.name} is {list(each.shape)}, by the config [{wanted}]", each.name)
+    for fault in unfitting_shapes(subject.found, subject.tensors, subject.config):
+        yield FoundFault(SHAPE, say_unfitting(fault), fault.name)
 
 
 def _experts(subject: Subject) -> Iterator[FoundFault]:

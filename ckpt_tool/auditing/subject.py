@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ckpt_tool.conversion.config_fit import ModelTensors, tensors_of_model
 from ckpt_tool.core.tensor import MASTER, MODEL
 from ckpt_tool.errors import CkptError, InputError, UsageError
 from ckpt_tool.families.base import Config
@@ -18,7 +19,6 @@ from ckpt_tool.families.table import one_of_each
 from ckpt_tool.formats import registry
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import DIALECTS
-from ckpt_tool.quantised.kept_whole import found_in
 from ckpt_tool.quantised.weights import FoundWeights as Quantised
 from ckpt_tool.quantised.weights import TensorKind
 from ckpt_tool.sources.config import ARGUMENTS, ModelConfig, config_of
@@ -65,6 +65,11 @@ class Subject(NamedTuple):
         return {name: kind.shape for name, kind in self.kinds.items()}
 
     @property
+    def tensors(self) -> ModelTensors:
+        """The parameters, as the checks that conversions share take them."""
+        return ModelTensors(self.kinds, self.quantised, self.weights)
+
+    @property
     def whole(self) -> bool:
         """Is it a model, and no adapter?"""
         return not self.opened.format.holds.adapter and not any("lora_" in name for name in self.kinds)
@@ -76,28 +81,14 @@ def subject_of(opened: Opened, reading: Reading) -> Subject:
     rows = list(opened.catalog.rows())
     state = MODEL if any(row.state == MODEL for row in rows) else MASTER
     kinds = {row.name: TensorKind(row.dtype, row.shape) for row in rows if row.state == state}
-    _, quantised = found_in(kinds, model.config)
-    weights = _as_weights(kinds, quantised)
-    found, why = _family(opened, model, weights, reading)
+    tensors = tensors_of_model(kinds, model.config)
+    found, why = _family(opened, model, tensors.weights, reading)
     try:
         arguments = megatron_args(model.config).config if model.config else {}
     except CkptError:  # a config of which nothing is known
         arguments = {}
     asked = reading.family is not None
-    return Subject(opened, model, kinds, weights, quantised, state, found, why, arguments, asked)
-
-
-def _as_weights(kinds: Mapping[str, TensorKind], quantised: Quantised) -> Mapping[str, TensorKind]:
-    """`kinds` with one tensor a quantised weight, where its codes were."""
-    if not quantised.weights:
-        return kinds
-    made = quantised.weights
-    own = quantised.names - made.keys()
-    return {
-        made[name].made if name in made else name: TensorKind(kind.dtype, made[name].floats) if name in made else kind
-        for name, kind in kinds.items()
-        if name not in own
-    }
+    return Subject(opened, model, kinds, tensors.weights, tensors.quantised, state, found, why, arguments, asked)
 
 
 def _family(

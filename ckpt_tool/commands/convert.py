@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckpt_tool.conversion.kept_names import check_kept_names
 from ckpt_tool.conversion.passes import NAMES, SELECTION, selected
 from ckpt_tool.conversion.unused_options import refuse_new_names, refuse_without_patterns
 from ckpt_tool.conversion.writing import write
@@ -33,7 +34,7 @@ def reshard(src: str, dst: str, reading: Reading, writing: Writing, progress: Pr
     refuse_without_patterns("reshard", writing)
     opened = open_source(src, reading)
     job = Conversion(reading, writing, registry.by_name(writing.to or opened.catalog.format), inherits=True)
-    return write(selected(opened, job), dst, job, progress)
+    return write(check_kept_names(selected(opened, job), job, "reshard"), dst, job, progress)
 
 
 def convert(src: str, dst: str, reading: Reading, writing: Writing, progress: Progress) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ckpt_tool.conversion.kept_names import check_kept_names
 from ckpt_tool.conversion.naming import refuse_experts
 from ckpt_tool.conversion.optimizer_groups import without_removed
 from ckpt_tool.conversion.passes import selected
@@ -69,14 +70,15 @@ def merge(
         )
     job = Conversion.of(opened[0], reading, writing)
     if len(opened) == 1:
-        return write(selected(opened[0], job), dst, job, progress)
+        return write(check_kept_names(selected(opened[0], job), job, "merge"), dst, job, progress)
     if writing.dequantize:
         raise UsageError(
             "--dequantize takes one source: codes and scales of several are joined first",
             code="E1467",
             hint="merge them as they are, then convert the result with --dequantize",
         )
-    return write(_union(opened, job, options.on_conflict), dst, job, progress)
+    joined = check_kept_names(_union(opened, job, options.on_conflict), job, "merge")
+    return write(joined, dst, job, progress)
 
 
 def _configured(config: str, options: MergeOptions) -> MergeJob:

@@ -83,7 +83,7 @@ def named(chosen: Chosen, job: Conversion) -> Chosen:
     if target in SYSTEMS and holds_adapter(chosen):  # named by a pass of its own
         refuse_experts(writing, "an adapter has its experts as the library that trained it has them")
         return chosen
-    source = _dialect_of(chosen)
+    source = dialect_of(chosen)
     if source in (None, HUB) and is_from_mlx(chosen):
         asked = writing.dialect is not None or reading.family is not None
         if target == HUB and not asked and holds_codes(chosen):
@@ -155,7 +155,7 @@ def _is_beside_another_config(chosen: Chosen, reading: Reading) -> bool:
     return knows_most(family, names) or bool(describe_prefix(names, [family]))
 
 
-def _dialect_of(chosen: Chosen) -> str | None:
+def dialect_of(chosen: Chosen) -> str | None:
     """What the first source says of its names, or whose they were given since: `hf`, `paddle`, ...; None for
     nothing."""
     dialect = chosen.all_hints.dialect

@@ -127,6 +127,10 @@ def _with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted
     from ckpt_tool.conversion.output_config import config_of_output
 
     config, notes = config_of_output(stated, chosen, fmt, wanted, writing)
+    if fmt.holds.dialect == "hf" and chosen.config_path is not None and stated != before:
+        from ckpt_tool.conversion.config_fit import check_config_fits
+
+        notes += check_config_fits(config, chosen, wanted)
     target, copied = target.noted(*notes), next((file for file in target.files if file.path == NAME), None)
     if (copied or _makes_one(chosen, fmt)) and (copied is None or config != before or copied.copy_of is None):
         data = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()

@@ -78,6 +78,15 @@ def outside(family: Family, dialect: str, names: Iterable[str]) -> list[str]:
     return [name for name in table.names_without_rule(names) if not form_of(name)[0].startswith(elsewhere)]
 
 
+def is_head(name: str) -> bool:
+    """Is it the output layer's weight, under any system's name?
+
+    >>> is_head("lm_head.weight"), is_head("output.weight"), is_head("model.norm.weight")
+    (True, True, False)
+    """
+    return f".{name}".endswith(_HEADS)
+
+
 def _fronts_of_layers(table: Table) -> tuple[str, ...]:
     """What the forms of names in layers begin with, the number included."""
     numbers = ((form, _NUMBERED.search(form)) for form in table.left)
@@ -139,7 +148,7 @@ def expected(family: Family, dialect: str, config: Config | None) -> list[str] |
             shapes = rule.left_shapes(sizes, facts)
         except UsageError:
             return None
-        found |= dict.fromkeys(name for name, n in shapes.items() if 0 not in n and not f".{name}".endswith(_HEADS))
+        found |= dict.fromkeys(name for name, n in shapes.items() if 0 not in n and not is_head(name))
     return list(found)
 
 
