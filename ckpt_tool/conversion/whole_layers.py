@@ -4,6 +4,7 @@ A config that counts more layers than there are makes a library fill the gap wit
 
     --remove-keys 'model.layers.3.*' of four layers     num_hidden_layers becomes 3, lists of one entry a layer too
     --remove-keys 'model.layers.1.*' of four layers     an error: the layers behind it would need other numbers
+    the same without a config (DCP, torch, Megatron)    written, and a note says that the numbers have a gap
 
 What it does not do: renumber layers, look at layers of which a part stays.
 """
@@ -11,7 +12,7 @@ What it does not do: renumber layers, look at layers of which a part stays.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.tensor import MODEL
@@ -49,6 +50,28 @@ def removed_layers(chosen: Chosen) -> list[Stack]:
         for name, gone in removed.items()
         if kept.get(name) and gone - kept[name]
     ]
+
+
+def notes_on_gaps(chosen: Chosen) -> list[str]:
+    """Lines for the report about layers that are removed while later ones stay and keep their numbers. A format without
+    a count of layers takes them, and whoever reads it counts from 0."""
+    stacks = removed_layers(chosen)
+    written = _layers_in(chosen.model).values() if stacks else ()
+    if all(set(range(len(numbers))) == set(numbers) for numbers in written):  # --rename may have closed the gap
+        return []
+
+    notes: list[str] = []
+    for stack in stacks:
+        gap = next((number for number in stack.removed if number < stack.kept[-1]), None)
+        if gap is None:
+            continue
+        later = next(number for number in stack.kept if number > gap)
+        notes.append(
+            f"the numbers of {stack.name}* have a gap: layer {_list_numbers(stack.removed)} is removed, and "
+            f"{_list_numbers(stack.kept)} keep their numbers. A model built of {len(stack.kept)} layers does not find "
+            f"them all; --rename '{stack.name}{later}.*={stack.name}{gap}.*' and so on closes the gap"
+        )
+    return notes
 
 
 def without_layers(
@@ -89,15 +112,23 @@ def without_layers(
 def _refuse_gap(stack: Stack, key: str, *, lenient: bool) -> None:
     if lenient:
         return
-    gone = ", ".join(map(str, stack.removed[:5])) + (", ..." if len(stack.removed) > 5 else "")
     raise UsageError(
-        f"layer {gone} of {stack.name}* would be gone while later ones stay, and config.json says {key}: "
-        f"{stack.layers}, so that a library gives it random values",
+        f"layer {_list_numbers(stack.removed)} of {stack.name}* would be gone while later ones stay, and config.json "
+        f"says {key}: {stack.layers}, so that a library gives it random values",
         code="E2973",
         key=f"{stack.name}{stack.removed[0]}",
         hint="ckpt merge --config FILE with method passthrough picks layers by slices and numbers them again from 0; "
         "--lenient removes the tensors and keeps the config",
     )
+
+
+def _list_numbers(numbers: Sequence[int]) -> str:
+    """The first five numbers.
+
+    >>> _list_numbers((0, 2)), _list_numbers(range(9))
+    ('0, 2', '0, 1, 2, 3, 4, ...')
+    """
+    return ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
 
 
 def _layers_in(names: Iterable[str]) -> dict[str, set[int]]:

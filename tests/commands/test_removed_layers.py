@@ -72,6 +72,37 @@ def test_parts_of_layers_and_other_tensors_leave_the_count_alone(model: Path, tm
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"] == 4
 
 
+@pytest.mark.parametrize("to", ["dcp", "torch", "megatron-dist"])
+def test_a_gap_in_the_numbers_is_noted_where_no_config_counts_layers(to: str, model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    ckpt.convert(model, source, to=to)
+    stack = "decoder.layers." if to == "megatron-dist" else "model.layers."
+    written = ckpt.merge([source], tmp_path / "out", remove_keys=[f"{stack}1.*"])
+    gap = [note for note in written["notes"] if "have a gap" in note]
+    assert len(gap) == 1 and "layer 1 is removed, and 0, 2, 3 keep" in gap[0]
+
+    last = ckpt.merge([source], tmp_path / "last", remove_keys=[f"{stack}3.*"])
+    assert not any("have a gap" in note for note in last["notes"])
+
+
+def test_the_gap_is_closed_as_the_note_says(model: Path, tmp_path: Path) -> None:
+    ckpt.convert(model, tmp_path / "run", to="dcp")
+    patterns = ["model.layers.1.*"]
+    [note] = [
+        note
+        for note in ckpt.merge([tmp_path / "run"], tmp_path / "out", remove_keys=patterns)["notes"]
+        if "have a gap" in note
+    ]
+    rename = "model.layers.2.*=model.layers.1.*"
+    assert f"--rename '{rename}'" in note
+
+    rules = [rename, "model.layers.3.*=model.layers.2.*"]
+    written = ckpt.merge([tmp_path / "run"], tmp_path / "closed", remove_keys=patterns, rename=rules)
+    names = list(ckpt.open(tmp_path / "closed"))
+    assert {name.split(".")[2] for name in names if ".layers." in name} == {"0", "1", "2"}
+    assert not any("have a gap" in note for note in written["notes"])
+
+
 def test_formats_without_a_config_of_the_hub_take_any_layers(model: Path, tmp_path: Path) -> None:
     ckpt.convert(model, tmp_path / "out", to="dcp", remove_keys=["model.layers.1.*"])
     assert not any(".layers.1." in name for name in ckpt.open(tmp_path / "out"))
