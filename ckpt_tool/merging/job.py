@@ -82,15 +82,23 @@ class MergeJob:
     seed: int = 0
     any_tokenizer: bool = False
     notes: tuple[str, ...] = ()
+    called: str = ""  # the method as it was asked for, where it is another's name: `average` is a `linear`
+    newest: str | None = None  # of an average over steps, the model whose counters, extras and config the output takes
+
+    @property
+    def method_typed(self) -> str:
+        return self.called or self.method.name
 
     def base_of(self, slice_: LayerSlice) -> str | None:
         return slice_.base or self.base
 
     def models(self) -> tuple[str, ...]:
-        """Every model once; the one whose config and tokenizer the output takes comes first: the base, or the first."""
+        """Every model once; the one whose config and tokenizer the output takes comes first: the base, of an
+        average the newest, else the first."""
         named = [part.model for each in self.slices for part in each.parts]
         bases = [base for base in (self.base, *(each.base for each in self.slices)) if base]
-        return tuple(dict.fromkeys((*bases, *named)))
+        newest = [self.newest] if self.newest else []
+        return tuple(dict.fromkeys((*bases, *newest, *named)))
 
 
 class ParameterPlace(NamedTuple):
@@ -296,8 +304,18 @@ def job_of(options: MergeOptions, sources: Sequence[str]) -> MergeJob:
         seed=options.seed or 0,
         notes=notes,
         any_tokenizer=options.tokenizer == "base",
+        called=options.name,
+        newest=models[-1] if averages else None,
     )
     faults += all_faults(job)
+    if averages and len(models) == 1:
+        raise UsageError(
+            f"{options.name} needs at least 2 checkpoints, and there is {models[0]} alone",
+            code="E1442",
+            place="ckpt merge",
+            hint=f"ckpt merge RUN OUT --method {options.name} --last N averages the last N steps of a run, --steps A,B "
+            "those that are named; without --method ckpt merge SRC OUT copies one",
+        )
     if faults:
         raise UsageError(
             faults[0],

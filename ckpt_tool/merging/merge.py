@@ -44,13 +44,14 @@ if TYPE_CHECKING:
 
 
 NUMBERS = "E1449"
+_NO_OPTIMIZER = "a merge has no optimizer"
 _COMPUTED = ("F32", "BF16", "F16")  # dtypes that are merged; fp64 would lose bits, integers and fp8 are no weights
 
 
 def merge_models(job: MergeJob, dst: str, reading: Reading, writing: Writing, progress: Progress) -> dict[str, Any]:
     """Carry the job out. Returns the writers' document. Raises UsageError, InputError E1446-E1449, and what writing
     raises."""
-    option = f"merge --method {job.method.name}"
+    option = f"merge --method {job.method_typed}"
     refuse_saved_plan(writing, option)
     lost = [state for state in writing.states if state not in ("model", "all", "extras")]
     if lost:
@@ -124,8 +125,10 @@ def _chosen(job: MergeJob, models: Sequence[MergedModel], writing: Writing, opti
         config=config,
         notes=tuple(dict.fromkeys(note for model in models for note in model.chosen.notes)),
     )
-    shown = f"{job.method.name} of {' and '.join(model.path for model in models)}"
-    line = f"{len(recipes)} tensors are merged by {job.method.name}, {len(rows) - len(recipes)} are taken as they are"
+    shown = f"{job.method_typed} of {' and '.join(model.path for model in models)}"
+    line = f"{len(recipes)} tensors are merged by {job.method_typed}, {len(rows) - len(recipes)} are taken as they are"
+    if job.newest:
+        notes.append(f"counters, extras and side files are those of the newest checkpoint, {job.newest}")
     return with_computed(base, recipes, shown, writing, option=option, dtypes=dtypes, notes=(*notes, line))
 
 
@@ -151,7 +154,7 @@ def _groups(
             hint=_how_to_make_alike(held, faults[0]),
         )
     if wrong:
-        raise UsageError(wrong[0], code="E1441", faults=wrong[1:100], place=f"--method {job.method.name}")
+        raise UsageError(wrong[0], code="E1441", faults=wrong[1:100], place=f"--method {job.method_typed}")
     if job.sliced:
         kept, out = _kept([group.name for group in groups], writing)
         gone = [group.rows[0][1].tensor for group in groups if group.name in set(out)]
@@ -245,17 +248,29 @@ def _check_numbers(groups: Sequence[MergeGroup], models: Sequence[MergedModel]) 
 
 
 def _dropped(models: Sequence[MergedModel], gone: Sequence[str]) -> tuple[dict[str, Any], ...]:
-    """What of the models stays behind, by model, for the report."""
-    other = {AS_REQUESTED: "a merge has no optimizer"}
-    entries = [
-        {**entry, "reason": f"{model.path}: {other.get(entry['reason'], entry['reason'])}"}
-        if "reason" in entry
-        else entry
-        for model in models
-        for entry in model.chosen.dropped
-    ]
+    """What of the models is left out, for the report: in one entry what several models leave out for one reason."""
+    alike: dict[tuple[str, str], list[tuple[str, dict[str, Any]]]] = {}
+    for model in models:
+        for entry in model.chosen.dropped:
+            reason = str(entry.get("reason", ""))
+            reason = _NO_OPTIMIZER if reason == AS_REQUESTED else reason
+            alike.setdefault((entry["state"], reason), []).append((model.path, entry))
+
+    entries = []
+    for (_, reason), of_models in alike.items():
+        paths = [path for path, _ in of_models]
+        first = of_models[0][1]
+        joined = {**first, **{name: sum(entry.get(name, 0) for _, entry in of_models) for name in ("tensors", "bytes")}}
+        if "names" in first:
+            names = (name for _, entry in of_models for name in entry.get("names", ()))
+            joined["names"] = list(dict.fromkeys(names))[:50]
+        if reason:
+            whose = paths[0] if len(paths) == 1 else f"of {len(paths)} models"
+            joined["reason"] = f"{whose}: {reason}"
+        entries.append(joined)
+
     if gone:
-        entries.append({"state": "extras", "tensors": 0, "bytes": 0, "names": list(gone), "reason": "of the optimizer"})
+        entries.append({"state": "extras", "tensors": 0, "bytes": 0, "names": list(gone), "reason": _NO_OPTIMIZER})
     return tuple(entries)
 
 

@@ -13,6 +13,8 @@ import ckpt_tool as ckpt
 from ckpt_tool.errors import UsageError
 from ckpt_tool.merging.schedules import SCHEDULES, weights_of
 
+ROOT = Path(__file__).parents[3]
+
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
 def test_weights_follow_the_decay_curves(count: int) -> None:
@@ -91,3 +93,35 @@ def test_what_does_not_go_together_is_said(options: dict, code: str, said: str, 
     assert said in " ".join((caught.value.message, caught.value.hint or "", *caught.value.faults))
     if code == "E1442" and "method" not in options:
         assert "--method average" in (caught.value.hint or "")
+
+
+def test_counters_of_an_average_are_those_of_the_newest_step(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    for step in (90, 100, 200):
+        (tmp_path / f"run/checkpoint-{step}").mkdir(parents=True)
+        state = {"model": {"w": torch.ones(4)}, "iteration": step, "optimizer": {"lr": 0.1}}
+        torch.save(state, tmp_path / f"run/checkpoint-{step}/checkpoint.pt")
+    report = ckpt.merge([tmp_path / "run"], tmp_path / "out.pt", method="average", last=3, to="torch")
+    assert ckpt.open(tmp_path / "out.pt").extras["iteration"] == 200
+    newest = f"counters, extras and side files are those of the newest checkpoint, {tmp_path}/run/checkpoint-200"
+    assert newest in report["notes"] and "1 tensors are merged by average, 0 are taken as they are" in report["notes"]
+    reasons = [entry["reason"] for entry in report["dropped"]]
+    assert reasons == ["a merge has no optimizer"]
+
+
+def test_what_all_steps_leave_out_is_one_entry(tmp_path: Path) -> None:
+    steps = []
+    for step in (1, 2, 3):
+        steps.append(tmp_path / f"step-{step}")
+        steps[-1].symlink_to(ROOT / "fixtures/dcp/fsdp2_dp4")
+    report = ckpt.merge(steps, tmp_path / "out", method="average")
+    left = [(entry["state"], entry["tensors"]) for entry in report["dropped"]]
+    assert left == [("step", 15), ("exp_avg", 15), ("exp_avg_sq", 15), ("extras", 0)]
+
+
+@pytest.mark.parametrize("options", [{}, {"last": 1}, {"steps": "20"}])
+def test_one_checkpoint_has_no_average(options: dict, run: Path, tmp_path: Path) -> None:
+    source = run if options else run / "checkpoint-20"
+    with pytest.raises(UsageError, match="needs at least 2 checkpoints") as caught:
+        ckpt.merge([source], tmp_path / "out", method="average", **options)
+    assert caught.value.code == "E1442" and not (tmp_path / "out").exists()
