@@ -251,7 +251,7 @@ def test_names_tell_whose_part_a_language_model_is(family: str, saved: Saved, tm
     hop(source, tmp_path / "there", "megatron-dist", degrees={"tp": 2})
     (tmp_path / "there" / "config.json").unlink()
     notes = hop(tmp_path / "there", tmp_path / "back", "safetensors")["notes"]
-    assert any(f"what a {family} sees or hears with" in note for note in notes)
+    assert any(f"the image or audio part of a {family}" in note for note in notes)
     assert_same(tmp_path / "back", as_released(source, family, tmp_path / "released"))
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == family
 

@@ -410,7 +410,7 @@ REFUSED = {
     "embed -> a, fused_fnn": ("E1203", "a split wants axis=N", "fused_ffn"),
     "embed, head -> a, axis=0, dtype='float16'": ("E1203", "found axis, dtype", ""),
     "embed -> a, permute='[]', dtype='float16'": ("E1203", "dtype, permute", ""),
-    "embed -> a, axis=0, b": ("E1203", "behind the attributes", ""),
+    "embed -> a, axis=0, b": ("E1203", "after the attributes", ""),
     "embed -> a, fused_ffn, num_heads=2": ("E1203", "fused_ffn takes no num_heads", "axis"),
     "embed -> a, fused_ffn, fused_qkv": ("E1203", "in one statement", ""),
     "embed -> a, axis='0'": ("E1204", "without quotes", ""),

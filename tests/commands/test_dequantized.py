@@ -72,5 +72,5 @@ def test_what_can_not_be_done_is_a_usage_error(tmp_path: Path) -> None:
     unified(tmp_path / "uc", "o1")
     with pytest.raises(UsageError, match="saved plan"):
         run(tmp_path / "uc", tmp_path / "out", dequantize=True, plan_file=str(tmp_path / "p.json"))
-    with pytest.raises(UsageError, match="none here"):
+    with pytest.raises(UsageError, match="no quantised state here"):
         run(tmp_path / "uc", tmp_path / "out", dequantize=True, drop=("optimizer",))

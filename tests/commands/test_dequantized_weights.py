@@ -291,7 +291,7 @@ def test_scales_under_other_names(ending: str, tmp_path: Path) -> None:
 
 def test_nothing_quantised_is_said(tmp_path: Path) -> None:
     save_file({"w": torch.ones(4, 4)}, tmp_path / "model.safetensors")
-    with pytest.raises(UsageError, match="none here"):
+    with pytest.raises(UsageError, match="no quantised state here"):
         run(tmp_path / "model.safetensors", tmp_path / "out", dequantize=True)
 
 

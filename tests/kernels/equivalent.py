@@ -193,7 +193,7 @@ EQUIVALENT = (
     Alike("casts.py", r"_LONGEST = 1 << 31", r"31 to 30", "any limit below it keeps the kernel's sums in 32 bits"),
     Alike(
         "casts.py",
-        r"step, item = max\(1, codes\.bits // 8\)",
+        r"step = max\(1, codes\.bits // 8\)",
         r"8 to 7",
         "a seventh of 4, 8, 16 or 32 bits, rounded down, is an eighth",
     ),

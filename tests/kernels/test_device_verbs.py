@@ -554,10 +554,10 @@ def test_an_interruption_waits_for_the_threads_that_use_the_pool(
     source = model(tmp_path / "in")
     at_work = threading.Event()
     after = list[str]()
-    own = loading.Reader.pread
+    own = loading.BlockReader.pread
     closed = station.Pool.close
 
-    def slow(self: loading.Reader, *words: Any, **more: Any) -> None:
+    def slow(self: loading.BlockReader, *words: Any, **more: Any) -> None:
         if not at_work.is_set():
             at_work.set()
             signal.raise_signal(signal.SIGINT)  # noticed by the main thread, which waits for this one
@@ -570,7 +570,7 @@ def test_an_interruption_waits_for_the_threads_that_use_the_pool(
         assert self.standing.lent == 0
         closed(self, force=force)
 
-    monkeypatch.setattr(loading.Reader, "pread", slow)
+    monkeypatch.setattr(loading.BlockReader, "pread", slow)
     monkeypatch.setattr(station.Pool, "close", close)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

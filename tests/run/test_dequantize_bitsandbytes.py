@@ -134,7 +134,7 @@ def test_names_alone_tell_it(tmp_path: Path) -> None:
 
 def test_other_names_want_floats(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     line = ["convert", str(FIXTURES / "bnb_nf4"), str(tmp_path / "out"), "--to", "megatron"]
-    assert run(line) == 3 and "--dequantize makes floats" in capfd.readouterr().err
+    assert run(line) == 3 and "--dequantize converts it to floats" in capfd.readouterr().err
     assert run([*line, "--dequantize"]) == 0
 
 

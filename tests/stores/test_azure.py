@@ -276,7 +276,7 @@ def test_a_container_that_is_not_there(blobs: Blobs, model: Path) -> None:
 # -- kills -----------------------------------------------------------------------------------------------------------
 
 RUN = (
-    "import sys; from ckpt_tool.storage import multipart; multipart.LEAST = 65536;"
+    "import sys; from ckpt_tool.storage.stores import multipart; multipart.LEAST = 65536;"
     "from ckpt_tool.cli import run; sys.exit(run(sys.argv[1:]))"
 )
 
@@ -326,7 +326,7 @@ def test_a_kill_of_the_server(blobs: Blobs, server: Azurite, model: Path, tmp_pa
 
     blobs.proxy.fault = kill
     program = RUN.replace(
-        "from ckpt_tool.cli", "from ckpt_tool.storage import store; store.UNANSWERED = 1.0; from ckpt_tool.cli"
+        "from ckpt_tool.cli", "from ckpt_tool.storage.stores import store; store.UNANSWERED = 1.0; from ckpt_tool.cli"
     )
     command = [sys.executable, "-c", program, "convert", str(model), OUT, "--to", "safetensors", "--progress", "none"]
     first = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

@@ -189,7 +189,8 @@ def test_clean_shows_and_aborts(real: S3) -> None:
 # -- kills -----------------------------------------------------------------------------------------------------------
 
 PROGRAM = (
-    "import sys; from ckpt_tool.storage import multipart, store; multipart.LEAST = 5 << 20; store.UNANSWERED = 1.0;"
+    "import sys; from ckpt_tool.storage.stores import multipart, store;"
+    "multipart.LEAST = 5 << 20; store.UNANSWERED = 1.0;"
     "from ckpt_tool.cli import run; sys.exit(run(sys.argv[1:]))"
 )
 

@@ -521,7 +521,7 @@ def test_a_process_that_is_killed(s3: S3, shards: Path, tmp_path: Path, after: i
 
     s3.proxy.fault = kill
     program = (
-        "import sys; from ckpt_tool.storage import multipart; multipart.LEAST = 4096;"
+        "import sys; from ckpt_tool.storage.stores import multipart; multipart.LEAST = 4096;"
         "from ckpt_tool.cli import run; sys.exit(run(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", program, "convert", str(shards), OUT, "--to", "dcp", "--progress", "none"]
