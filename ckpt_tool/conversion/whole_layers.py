@@ -117,7 +117,8 @@ def _refuse_gap(stack: Stack, key: str, *, lenient: bool) -> None:
         f"says {key}: {stack.layers}, so that a library gives it random values",
         code="E2973",
         key=f"{stack.name}{stack.removed[0]}",
-        hint="ckpt merge --config FILE with method passthrough picks layers by slices and numbers them again from 0; "
+        hint="ckpt merge --config FILE with method passthrough picks layers by slices and numbers them again from 0 "
+        "(ckpt help merging shows one); "
         "--lenient removes the tensors and keeps the config",
     )
 
