@@ -36,10 +36,15 @@ def test_the_short_help_has_the_verbs_own_options_and_everyday_ones(
     text = help_of(capsys, verb, "-h")
     listed = names_in(text)
     own = {o.names[0] for o in VERBS[verb].options().values() if o.section.title == OPTIONS.title and not o.system}
-    everyday = {o.names[0] for name, o in VERBS[verb].options().items() if name in EVERYDAY}
+    shown_too = EVERYDAY | {*VERBS[verb].everyday}
+    everyday = {o.names[0] for name, o in VERBS[verb].options().items() if name in shown_too}
     switches = {o.names[0] for o in VERBS[verb].options().values() if o.kind == "switch"}
     assert own - switches <= listed <= own | everyday | switches | {"--help"}
     assert f"All options: ckpt {verb} --help" in text
+
+
+def test_the_short_help_of_diff_names_what_lists_more(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {"--verbose", "--report"} <= names_in(help_of(capsys, "diff", "-h"))
 
 
 def test_the_short_help_of_convert_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:

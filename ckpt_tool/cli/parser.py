@@ -25,7 +25,7 @@ Nothing in a checkpoint is ever run."""
 _CLOSING = """ckpt VERB -h shows a verb's everyday options, ckpt VERB --help all of them.
 Exit codes: 0 done, 1 findings, 2 usage, 3 malformed input, 4 refused for safety,
 5 output exists, 6 source changed, 7 I/O, 70 our bug, 130/143 interrupted."""
-# Options that -h shows of any verb that has them, next to the verb's own
+# Options that -h shows of any verb that has them, next to the verb's own (`Verb.everyday`: those of one verb)
 EVERYDAY = frozenset(("tp", "pp", "ep", "dp", "dtype", "drop", "remove_keys", "rename", "config", "dry_run", "json"))
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _HELP_ABOUT = "Show the everyday options (-h) or all options (--help) and exit."
@@ -62,7 +62,7 @@ class VerbCommand(TyperCommand):
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             is_argument = param.param_type_name == "argument"
-            if self.is_short and not is_argument and not _is_everyday(param):
+            if self.is_short and not is_argument and not _is_everyday(param, VERBS[str(self.name)].everyday):
                 continue
             title = "Arguments" if is_argument else _heading(param)
             sections.setdefault(title, []).append((_names(param), (param.help or "").replace("-", _HYPHEN)))
@@ -102,9 +102,10 @@ def _heading(param: Any) -> str:
     return getattr(param, "rich_help_panel", None) or REPORTING.title
 
 
-def _is_everyday(param: Any) -> bool:
-    """Is it one of the verb's own options, or one that is asked for every day?"""
-    return _heading(param) == OPTIONS.title or param.name in EVERYDAY or "--help" in param.opts
+def _is_everyday(param: Any, of_verb: Sequence[str]) -> bool:
+    """Is it one of the verb's own options, or one that is asked for every day, of any verb or of this one?"""
+    is_asked_for = param.name in EVERYDAY or param.name in of_verb or "--help" in param.opts
+    return is_asked_for or _heading(param) == OPTIONS.title
 
 
 class VerbGroup(TyperGroup):

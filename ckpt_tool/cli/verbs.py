@@ -91,6 +91,7 @@ class Verb(NamedTuple):
     takes: Callable[[], tuple[type, ...]]  # the groups of its options, called when the verb is
     but: tuple[Section, ...]  # sections of those groups that the command line leaves out
     examples: tuple[str, ...]
+    everyday: tuple[str, ...]  # keywords of shared options that its short help shows too
     ready: Callable[..., VerbJob]
 
     def options(self) -> dict[str, Option]:
@@ -126,12 +127,13 @@ def verb(
     takes: Callable[[], tuple[type, ...]] = tuple,
     but: tuple[Section, ...] = (),
     examples: tuple[str, ...],
+    everyday: tuple[str, ...] = (),
 ) -> Callable[[F], F]:
     """Make a function a verb of its own name."""
 
     def add(function: F) -> F:
         name = function.__name__
-        VERBS[name] = Verb(name, summary, function.__doc__ or "", arguments, takes, but, examples, function)
+        VERBS[name] = Verb(name, summary, function.__doc__ or "", arguments, takes, but, examples, everyday, function)
         return function
 
     return add
@@ -388,6 +390,7 @@ def _comparing() -> tuple[type, ...]:
         "ckpt diff hf megatron --dialect hf",
         "ckpt diff a b --atol 1e-6 --state model --rank",
     ),
+    everyday=("verbose", "report"),
 )
 def diff(show: Show, a: str, b: str, wanted: Comparison, reading: Reading) -> VerbJob:
     """Are two checkpoints equal in value, in whatever formats and layouts they lie? Exit 1 when they are not."""

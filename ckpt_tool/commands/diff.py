@@ -16,7 +16,7 @@ from ckpt_tool.formats.base import ranks_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Comparison
 from ckpt_tool.options.writing import Writing
-from ckpt_tool.report.difference_groups import group_differences
+from ckpt_tool.report.difference_groups import group_differences, measure_layers
 from ckpt_tool.report.holdings import RankOf, rank_name, whose
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.sources.select import left_by_word, state_filter
@@ -59,7 +59,7 @@ def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, 
         except ReplicasDiffer as e:
             raise _replicas_error(pairs) or e from e
     found += _other_steps(counted)
-    summary = _summary_of(pairs, counted, found)
+    summary, by_layer = _summaries_of(pairs, counted, found)
     extras = _extras_differ(left.catalog.extras, right.catalog.extras) if not wanted.states else []
     return {
         "schema_version": 1,
@@ -67,6 +67,7 @@ def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, 
         "compared": len(pairs) + len(counted),
         "differences": found,
         "summary": summary,
+        "by_layer": by_layer,
         **({"by_rank": _by_rank(pairs, found, (left, right), wanted)} if wanted.rank else {}),
         "suggestion": _suggestion(here, there, (left, right), reading),
         "left": left.path,
@@ -75,19 +76,21 @@ def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, 
     }
 
 
-def _summary_of(
+def _summaries_of(
     pairs: Sequence[tuple[_Side, _Side]], counted: Mapping[TensorKey, Any], found: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """The summary by state and module. The sums that its norms are made of are taken out of `found`."""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The summaries by state and module, and by layer. The sums that their norms are made of are taken out of
+    `found`."""
     from ckpt_tool.run.compare import NORMS
 
     differing = {(difference["name"], difference["state"]) for difference in found}
     compared = [*(theirs.tensor.key for _, theirs in pairs), *counted]
     equal = [key for key in compared if (key.name, key.state) not in differing]
     summary = group_differences(equal, found, NORMS)
+    by_layer = measure_layers(found, NORMS)
     for difference in found:
         difference.pop(NORMS, None)
-    return summary
+    return summary, by_layer
 
 
 def _by_rank(

@@ -319,6 +319,16 @@ class Difference(TypedDict):
     right: NotRequired[list[int] | str]
 
 
+class WorstTensor(TypedDict):
+    """The tensor of a group whose values differ most."""
+
+    name: str
+    rel_l2: float | None
+    cosine: float | None
+    max_abs: float | None
+    max_ulp: int | None
+
+
 class DifferenceGroup(TypedDict):
     """The tensors of one state whose names are equal but for numbers."""
 
@@ -338,6 +348,18 @@ class DifferenceGroup(TypedDict):
     max_ulp: int | None
     elements: int
     nonfinite: int
+    worst: WorstTensor | None
+
+
+class LayerDifference(TypedDict):
+    """A layer (`model.layers.3`) in which values differ. The norms are those of its changed tensors together."""
+
+    state: str
+    layer: str
+    changed: int
+    rel_l2: float | None
+    cosine: float | None
+    max_abs: float | None
 
 
 class RankDifference(TypedDict):
@@ -359,6 +381,7 @@ class DiffResult(TypedDict):
     compared: int
     differences: list[Difference]
     summary: list[DifferenceGroup]  # worst first
+    by_layer: list[LayerDifference]  # worst first
     suggestion: str | None  # the option that would make the names match
     left: str
     right: str

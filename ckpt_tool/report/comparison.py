@@ -9,15 +9,24 @@ bytes that no checksum covers), `signature` and `attestation` (`signing.checked`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
+from statistics import median_low
 from typing import Any
 
+from ckpt_tool.core.tensor import EMA, MASTER, MODEL, STEP
+from ckpt_tool.report.difference_groups import numbers_of, severity
 from ckpt_tool.report.inspection import note_text
 from ckpt_tool.report.page import STATE, Block, Cell, Column, Facts, Lines, Page, PageTable, Styled, Verdict
 from ckpt_tool.report.text import count, duration, more, plural, size
 
 Document = Mapping[str, Any]
 LISTED = 40  # lines of a list without -v
+FIRST_STATE_ROWS = 20  # groups of the first state that has any, without -v
+OTHER_STATE_ROWS = 5  # groups of each further state, without -v
+LAYERS_LISTED = 10
+ALIKE = 2.0  # layers changed alike where the worst has at most so many times the median of the relative norms
 SMALL_ULP = 16  # a distance in units in the last place that says more than the absolute difference
+SHOWN_ULP = 1024  # a greater distance in units in the last place tells nobody anything
 KINDS = {
     "value": "values differ",
     "shape": "shapes differ",
@@ -25,6 +34,28 @@ KINDS = {
     "missing_left": "only in the second",
     "missing_right": "only in the first",
 }
+
+_AMOUNT_COLUMNS = (
+    Column("rel. L2", right=True),
+    Column("cosine", right=True, drop=5),
+    Column("max abs", right=True, drop=4),
+)
+_WORST = Column("worst", right=True)  # the number of the tensor that the amounts are of
+_ULP = Column("ulp", right=True, drop=8)
+_CHANGED_COLUMNS = (
+    Column("module"),
+    Column("changed", right=True),
+    _WORST,
+    *_AMOUNT_COLUMNS,
+)
+_TENSOR_COLUMNS = (
+    Column("tensor"),
+    STATE,
+    *_AMOUNT_COLUMNS,
+    _ULP,
+    Column("elements", right=True, drop=6),
+    Column("first at", right=True, drop=7),
+)
 
 
 def comparison(document: Document, *, everything: bool = False) -> Page:
@@ -41,11 +72,13 @@ def comparison(document: Document, *, everything: bool = False) -> Page:
 
     if differences:
         blocks += _changed_groups(summary, everything=everything)
+        blocks += _by_layer(document.get("by_layer") or ())
+        blocks += _other_kinds(summary, everything=everything)
         blocks += _one_sided_groups(summary, everything=everything)
         blocks += _equal_states(summary)
         blocks += _by_holder(document.get("by_rank") or (), everything=everything)
         if everything or not summary:
-            blocks.append(_each_difference(differences, everything=everything))
+            blocks += _each_difference(differences, everything=everything)
         blocks.append(_by_kind(differences))
 
     blocks += _notes(document)
@@ -67,50 +100,108 @@ def _verdict_of(document: Document, differences: Sequence[Document]) -> Verdict:
 
 
 def _changed_groups(summary: Sequence[Document], *, everything: bool) -> list[Block]:
-    """The groups of which both sides have tensors that differ, worst first."""
-    groups = [group for group in summary if group["changed"] or group["other_shape"] or group["other_dtype"]]
-    if not groups:
-        return []
+    """A table for each state of the groups whose values differ, worst first; the model's state comes first."""
+    by_state: dict[str, list[Document]] = {}
+    for group in summary:
+        if group["changed"]:
+            by_state.setdefault(group["state"], []).append(group)
+    states = sorted(by_state, key=_order_of_state)
 
-    listed = groups if everything else groups[:LISTED]
-    columns = (
-        Column("module"),
-        STATE,
-        Column("changed", right=True),
-        Column("relative L2", right=True),
-        Column("cosine", right=True, drop=1),
-        Column("max abs", right=True),
-    )
-    rows = tuple(_changed_row(group) for group in listed)
-    blocks: list[Block] = [
-        PageTable("what differs, worst first", columns, rows, more=more(len(groups) - len(listed), "group"))
-    ]
+    blocks: list[Block] = []
+    for state in states:
+        groups = sorted(by_state[state], key=_severity_of_group)
+        most = FIRST_STATE_ROWS if state == states[0] else OTHER_STATE_ROWS
+        listed = groups if everything else groups[:most]
+        title = f"{state}: what differs, worst first"
+        if any(group["changed"] > 1 for group in listed):
+            title += " (amounts of each row's worst tensor)"
+        rows = tuple(_changed_row(group) for group in listed)
+        hidden = more(len(groups) - len(listed), "group")
+        table = PageTable(title, _CHANGED_COLUMNS, rows, more=hidden, one_line=True)
+        blocks.append(_without_empty(table, _CHANGED_COLUMNS.index(_WORST)))
 
-    left_out = sum(int(group["nonfinite"]) for group in groups)
+    left_out = sum(int(group["nonfinite"]) for groups in by_state.values() for group in groups)
     if left_out:
         line = f"{plural(left_out, 'element')} with NaN or Inf on either side: not in the norms and cosines"
         blocks.append(Lines("", (line,)))
     return blocks
 
 
+def _order_of_state(state: str) -> int:
+    """Weights first, counts of steps last, the optimizer's other states between them as they come."""
+    weights = (MODEL, MASTER, EMA)
+    if state in weights:
+        return weights.index(state)
+    return len(weights) + (state == STEP)
+
+
+def _severity_of_group(group: Document) -> tuple[float, float]:
+    return severity(group.get("worst") or group)
+
+
 def _changed_row(group: Document) -> tuple[Cell, ...]:
     both_sides = int(group["tensors"]) - int(group["only_left"]) - int(group["only_right"])
-    differing = int(group["changed"]) + int(group["other_shape"]) + int(group["other_dtype"])
-    changed = f"{count(differing)} of {count(both_sides)}"
-    names = group["names"]
-    if not group["changed"]:
-        kind = "other_shape" if group["other_shape"] else "other_dtype"
-        return names[kind], group["state"], changed, kind.replace("_", " "), "", ""
-    relative = _number(group["rel_l2"])
-    cosine = "" if group["cosine"] is None else f"{float(group['cosine']):.6f}"
-    return names["changed"], group["state"], changed, relative, cosine, _greatest(group)
+    changed = f"{count(group['changed'])} of {count(both_sides)}"
+    worst = group.get("worst") or group
+    number = ".".join(map(str, numbers_of(worst["name"]))) if "name" in worst and group["changed"] > 1 else ""
+    return group["names"]["changed"], changed, number, *_amounts(worst)
 
 
-def _greatest(group: Document) -> str:
+def _amounts(entry: Document) -> tuple[str, str, str]:
+    """The cells of the relative L2 norm, the cosine and the greatest absolute difference."""
+    cosine = entry.get("cosine")
+    return _number(entry.get("rel_l2")), "" if cosine is None else f"{float(cosine):.6f}", _greatest(entry)
+
+
+def _greatest(entry: Document) -> str:
     """The greatest absolute difference; with its distance in units in the last place where that is small."""
-    gap = _number(group["max_abs"])
-    ulp = group["max_ulp"]
+    gap = _number(entry.get("max_abs"))
+    ulp = entry.get("max_ulp")
     return f"{gap} ({ulp} ulp)" if ulp is not None and 0 < int(ulp) <= SMALL_ULP else gap
+
+
+def _other_kinds(summary: Sequence[Document], *, everything: bool) -> list[Block]:
+    """The groups whose shapes or dtypes differ, a table for each."""
+    blocks: list[Block] = []
+    for key, kind in (("other_shape", "shape"), ("other_dtype", "dtype")):
+        groups = sorted((group for group in summary if group[key]), key=lambda group: _order_of_state(group["state"]))
+        if groups:
+            listed = groups if everything else groups[:FIRST_STATE_ROWS]
+            rows = tuple((group["names"][key], group["state"], count(int(group[key]))) for group in listed)
+            columns = (Column("module"), STATE, Column("tensors", right=True))
+            hidden = more(len(groups) - len(listed), "group")
+            blocks.append(PageTable(KINDS[kind], columns, rows, more=hidden, one_line=True))
+    return blocks
+
+
+def _by_layer(layers: Sequence[Document]) -> list[Block]:
+    """The layers of the first state that has several, worst first; one line where they changed alike."""
+    if not layers:
+        return []
+    state = min((layer["state"] for layer in layers), key=_order_of_state)
+    of_state = [layer for layer in layers if layer["state"] == state]
+    if len(of_state) < 2:
+        return []
+
+    amounts = [inf if layer["rel_l2"] is None else float(layer["rel_l2"]) for layer in of_state]
+    if amounts[0] <= ALIKE * median_low(amounts):
+        least, most = (_number(layer["rel_l2"]) for layer in (of_state[-1], of_state[0]))
+        if not most:
+            return []
+        line = f"{state}: all {len(of_state)} layers changed alike, relative L2 {least} to {most}"
+        return [Lines("", (line,))]
+
+    columns = (
+        Column("layer"),
+        Column("tensors", right=True),
+        *_AMOUNT_COLUMNS,
+    )
+    listed = of_state[:LAYERS_LISTED]
+    rows = tuple((layer["layer"], count(layer["changed"]), *_amounts(layer)) for layer in listed)
+    hidden = len(of_state) - len(listed)
+    closing = f"... {plural(hidden, 'layer')} that changed less; --json lists all" if hidden else ""
+    title = f"{state}: by layer, worst first (relative L2 of what changed in it)"
+    return [PageTable(title, columns, rows, more=closing, one_line=True)]
 
 
 def _number(value: Any) -> str:
@@ -160,13 +251,64 @@ def _by_holder(rows: Sequence[Document], *, everything: bool) -> list[Block]:
     return [PageTable("where it is stored", columns, table, more=more(len(rows) - len(listed), "file"))]
 
 
-def _each_difference(differences: Sequence[Document], *, everything: bool) -> PageTable:
-    listed = differences if everything else differences[:LISTED]
-    columns = (Column("tensor"), STATE, Column("what"), Column("where, how much"))
-    rows: tuple[tuple[Cell, ...], ...] = tuple(
-        (d["name"], d.get("state", ""), KINDS.get(d["kind"]) or d["kind"], _detail(d)) for d in listed
+def _each_difference(differences: Sequence[Document], *, everything: bool) -> list[Block]:
+    """The tensors whose values differ, by state and worst first, then those that differ otherwise."""
+    changed = [difference for difference in differences if difference["kind"] == "value"]
+    changed.sort(key=lambda difference: (_order_of_state(difference.get("state", "")), severity(difference)))
+    others = [difference for difference in differences if difference["kind"] != "value"]
+    blocks: list[Block] = []
+
+    if changed:
+        listed = changed if everything else changed[:LISTED]
+        rows = tuple(_changed_tensor(difference) for difference in listed)
+        hidden = more(len(changed) - len(listed), "difference")
+        title = "tensors whose values differ, worst first"
+        table = PageTable(title, _TENSOR_COLUMNS, rows, more=hidden, drawn=True, one_line=True)
+        blocks.append(_without_empty(table, _TENSOR_COLUMNS.index(_ULP)))
+
+    if others:
+        listed = others if everything else others[:LISTED]
+        columns = (Column("tensor"), STATE, Column("what"), Column("first / second"))
+        other_rows: tuple[tuple[Cell, ...], ...] = tuple(
+            (each["name"], each.get("state", ""), KINDS.get(each["kind"]) or each["kind"], _both_sides(each))
+            for each in listed
+        )
+        hidden = more(len(others) - len(listed), "difference")
+        blocks.append(PageTable("tensors that differ otherwise", columns, other_rows, more=hidden, drawn=True))
+    return blocks
+
+
+def _changed_tensor(difference: Document) -> tuple[Cell, ...]:
+    ulp = difference.get("max_ulp")
+    elements = difference.get("elements")
+    index = difference.get("first_index")
+    cosine = difference.get("cosine")
+    return (
+        difference["name"],
+        difference.get("state", ""),
+        _number(difference.get("rel_l2")),
+        "" if cosine is None else f"{float(cosine):.6f}",
+        _number(difference.get("max_abs")),
+        count(int(ulp)) if ulp is not None and 0 < int(ulp) <= SHOWN_ULP else "",
+        "" if elements is None else count(int(elements)),
+        "" if index is None else str(list(index)),
     )
-    return PageTable("", columns, rows, more=more(len(differences) - len(listed), "difference"), drawn=True)
+
+
+def _without_empty(table: PageTable, index: int) -> PageTable:
+    """The table without one column if none of its rows has anything there."""
+    if any(row[index] for row in table.rows):
+        return table
+    columns = table.columns[:index] + table.columns[index + 1 :]
+    rows = tuple(row[:index] + row[index + 1 :] for row in table.rows)
+    return table._replace(columns=columns, rows=rows)
+
+
+def _both_sides(difference: Document) -> str:
+    """The shapes or the dtypes of the two, where they are what differs."""
+    if "left" not in difference or "right" not in difference:
+        return ""
+    return f"{difference['left']} / {difference['right']}"
 
 
 def verification(document: Document, *, everything: bool = False) -> Page:
@@ -257,20 +399,6 @@ def _uncovered(rows: Sequence[Document]) -> list[Block]:
     if parts:
         lines.append(f"{size(sum(parts))} around the records of {plural(len(parts), 'other' if whole else 'file')}")
     return [Facts((("no checksum covers", "; ".join(lines)),))] if lines else []
-
-
-def _detail(difference: Document) -> str:
-    parts = []
-    if difference.get("first_index") is not None:
-        parts.append(f"first at {list(difference['first_index'])}")
-    if difference.get("max_ulp") is not None:
-        parts.append(f"max {count(int(difference['max_ulp']))} ulp")
-    if difference.get("elements") is not None:
-        parts.append(plural(int(difference["elements"]), "element"))
-    if difference.get("max_abs") is not None:
-        parts.append(f"max abs {_number(difference['max_abs'])}")
-    parts += [f"{difference['left']} / {difference['right']}"] if "left" in difference and "right" in difference else []
-    return ", ".join(parts)
 
 
 def _by_kind(differences: Any) -> Lines:

@@ -4,9 +4,11 @@ Names that are equal but for the numbers between their dots are one group:
 
     model.layers.0.mlp.down_proj.weight, ...31...  ->  model.layers.*.mlp.down_proj.weight
 
-A group says how many of its tensors are equal, differ or are on one side alone, and how much those whose values differ
-do so, all of them taken together as one vector. Groups come worst first: changed values by their relative norm, then
-other shapes and dtypes, then tensors of one side, then what is equal.
+A group says how many of its tensors are equal, differ or are on one side alone, how much those whose values differ
+do so, all of them taken together as one vector, and which of them differs most. Groups come worst first: changed values
+by their relative norm, then other shapes and dtypes, then tensors of one side, then what is equal.
+
+`measure_layers` takes the same tensors together by layer instead: a name up to its first number, `model.layers.3`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ _COUNTS = {
 }
 
 
+AMOUNTS = ("rel_l2", "cosine", "max_abs", "max_ulp")  # by how much values differ: keys of a document
+
+
 @dataclass(slots=True)
 class Group:
     """The tensors of one state whose names have one pattern."""
@@ -46,6 +51,8 @@ class Group:
     max_abs: float | None = None
     max_ulp: int | None = None
     elements: int = 0
+    # the entry of the tensor that differs most (`severity`)
+    worst: Mapping[str, Any] | None = None
 
     def add(self, what: str, numbers: list[int]) -> None:
         """Count a tensor whose name has these numbers. what: `equal`, or how it differs."""
@@ -81,7 +88,14 @@ class Group:
             "max_ulp": self.max_ulp,
             "elements": self.elements,
             "nonfinite": self.norms.nonfinite if self.norms is not None else 0,
+            "worst": self.worst_tensor(),
         }
+
+    def worst_tensor(self) -> dict[str, Any] | None:
+        """The tensor of other values that differs most: its name and by how much; None if no values differ."""
+        if self.worst is None:
+            return None
+        return {"name": self.worst["name"], **{key: self.worst.get(key) for key in AMOUNTS}}
 
     def names_of(self, what: str) -> str:
         """The names that differ in one way, as the pattern with numbers: `model.layers.[0-31].mlp.down_proj.weight`."""
@@ -116,19 +130,80 @@ def group_differences(
         norms = difference.get(norms_key)
         if norms is not None:
             group.norms = norms if group.norms is None else group.norms.plus(norms)
+        if difference["kind"] == "value" and (group.worst is None or severity(difference) < severity(group.worst)):
+            group.worst = difference
 
     ordered = sorted(groups.values(), key=Group.severity)  # stable: else in the order of the checkpoint
     return [group.document() for group in ordered]
 
 
+def measure_layers(differences: Iterable[Mapping[str, Any]], norms_key: str) -> list[dict[str, Any]]:
+    """An entry for each layer of each state in which values differ, worst first. Names without a number are in none.
+
+    The norms are those of the layer's changed tensors, taken together as one vector.
+    """
+    layers: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for difference in differences:
+        layer = layer_of(difference["name"])
+        if layer and difference["kind"] == "value":
+            layers.setdefault((difference["state"], layer), []).append(difference)
+
+    entries = []
+    for (state, layer), changed in layers.items():
+        norms = None
+        max_abs = None
+        for difference in changed:
+            of_tensor = difference.get(norms_key)
+            if of_tensor is not None:
+                norms = of_tensor if norms is None else norms.plus(of_tensor)
+            max_abs = _larger(max_abs, difference.get("max_abs"))
+        entries.append(
+            {
+                "state": state,
+                "layer": layer,
+                "changed": len(changed),
+                "rel_l2": None if norms is None else norms.relative(),
+                "cosine": None if norms is None else norms.cosine(),
+                "max_abs": max_abs,
+            }
+        )
+    return sorted(entries, key=severity)
+
+
+def layer_of(name: str) -> str:
+    """The layer that a tensor belongs to: its name up to the first number, `model.layers.3`; "" without a number."""
+    number = _NUMBER.search(name)
+    return name[: number.end()] if number else ""
+
+
+def severity(entry: Mapping[str, Any]) -> tuple[float, float]:
+    """Where an entry with `rel_l2` and `max_abs` is listed among others, worst first: smaller is worse.
+
+    Without a relative norm (the first side is all zeros, or its values are unknown) it comes first.
+    """
+    relative = entry.get("rel_l2")
+    max_abs = entry.get("max_abs")
+    by_norm = -inf if relative is None else -float(relative)
+    by_distance = 0.0 if max_abs is None else -float(max_abs)
+    return by_norm, -inf if isnan(by_distance) else by_distance
+
+
 def _count(groups: dict[tuple[str, str], Group], state: str, name: str, what: str) -> Group:
     """Count one tensor in its group, and give the group."""
-    has_star = "*" in name.split(".")
-    pattern = name if has_star else _NUMBER.sub("*", name)  # a name with a * of its own is its own pattern
-    numbers = [] if has_star else [int(found) for found in _NUMBER.findall(name)]
+    pattern = name if _has_star(name) else _NUMBER.sub("*", name)  # a name with a * of its own is its own pattern
+    numbers = numbers_of(name)
     group = groups.setdefault((state, pattern), Group(state, pattern))
     group.add(what, numbers)
     return group
+
+
+def numbers_of(name: str) -> list[int]:
+    """The numbers that tell a tensor from others of its group; none where the name has a * of its own."""
+    return [] if _has_star(name) else [int(number) for number in _NUMBER.findall(name)]
+
+
+def _has_star(name: str) -> bool:
+    return "*" in name.split(".")
 
 
 def _larger(one: Any, other: Any) -> Any:

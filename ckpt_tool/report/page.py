@@ -62,6 +62,7 @@ class PageTable(NamedTuple):
     indents: tuple[int, ...] = ()  # levels by row, for trees
     more: str = ""  # a closing line ("... 340 more").
     drawn: bool = False  # does a figure of a report show the same? There the table is folded away
+    one_line: bool = False  # do columns that can be missed go before a row takes two lines?
 
 
 class Lines(NamedTuple):

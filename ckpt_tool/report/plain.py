@@ -1,8 +1,8 @@
 """A page as text: aligned columns, colour where the stream wants it, readable from 40 columns up.
 
-Where a table doesn't fit, columns that can be missed go first (`Column.drop`), then long names take a line of their
-own and the numbers follow below, still aligned. In a pipe nothing is cut: no width, no colour. This renderer needs
-no library, so `ckpt inspect` doesn't pay for one.
+Where a table doesn't fit, columns that can be missed go first (`Column.drop`), which a line below it says, then long
+names take a line of their own and the numbers follow below, still aligned. In a pipe nothing is cut: no width, no
+colour. This renderer needs no library, so `ckpt inspect` doesn't pay for one.
 """
 
 from __future__ import annotations
@@ -231,7 +231,9 @@ def _table(table: PageTable, look: Look) -> Iterator[str]:
         [[style_of(cell) for cell in row] for row in table.rows],
         [min(level, 12) * 2 for level in indents],
     )
-    grid, widths = _narrowed(grid, look_width(look) - base)
+    room = look_width(look) - base
+    fitting = _without_missable(grid, room) if table.one_line else None
+    grid, widths = fitting or _narrowed(grid, room)
 
     frame = _Frame(grid.columns, widths, base, look)
     if any(column.title for column in grid.columns):
@@ -240,6 +242,10 @@ def _table(table: PageTable, look: Look) -> Iterator[str]:
         yield from _lines_of_row(texts, styles, indent, frame)
     if table.more:
         yield from wrapped(shown(table.more), look, "dim", first=" " * base, rest=" " * base)
+    dropped = [column.title for column in table.columns if column not in grid.columns]
+    if dropped:
+        line = f"no room here for: {', '.join(dropped)}"
+        yield from wrapped(shown(line), look, "dim", first=" " * base, rest=" " * base)
 
 
 class _Frame(NamedTuple):
@@ -289,6 +295,18 @@ def _lines_of_row(texts: Sequence[str], styles: Sequence[Style], indent: int, fr
     hang = " " * (base + HANG)
     style: Style = "dim" if styles[0] == "dim" else "plain"
     yield from wrapped((" " * GUTTER).join(filter(None, labelled)), look, style, first=hang, rest=hang + "  ")
+
+
+def _without_missable(grid: _Grid, room: int) -> tuple[_Grid, list[int]] | None:
+    """The grid with as few columns dropped as lets every row fit on one line; None where none does."""
+    while True:
+        widths = grid.widths()
+        if sum(widths) + GUTTER * (len(widths) - 1) <= room:
+            return grid, widths
+        droppable = [(column.drop, i) for i, column in enumerate(grid.columns) if i and column.drop]
+        if not droppable:
+            return None
+        grid = grid.without(max(droppable)[1])
 
 
 def _narrowed(grid: _Grid, room: int) -> tuple[_Grid, list[int]]:

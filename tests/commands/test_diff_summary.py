@@ -51,11 +51,120 @@ def test_groups_come_worst_first(changed: Path) -> None:
 @pytest.mark.parametrize("width", [None, 200, 80, 50, 30])
 def test_a_person_sees_modules_states_and_amounts_at_any_width(changed: Path, width: int | None) -> None:
     text = render(comparison(ckpt.diff(HUB, changed)), Look(width=width))
-    assert "what differs, worst first" in text
-    assert "relative L2" in text
+    assert "rel. L2" in text
     joined = "".join(text.split())  # a narrow window breaks names
+    assert "model:whatdiffers,worstfirst" in joined
     assert joined.index("q_proj") < joined.index("down_proj") < joined.index("onlyinthefirst")
     assert joined.endswith("differ") and "notequal:4tensorsof" in joined
+
+
+LAYERS = 6
+MODULES = ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj", "post_attention_layernorm")
+
+
+def save_layers(path: Path, steps: dict[int, float]) -> Path:
+    """A model of six layers, its values moved at random, by `steps[layer]` of their own size."""
+    random = np.random.default_rng(1)
+    tensors = {"model.norm.weight": np.ones(8, np.float32)}
+    for layer in range(LAYERS):
+        for module in MODULES:
+            values = random.normal(size=(8, 8)).astype(np.float32)
+            change = random.normal(size=(8, 8)).astype(np.float32)
+            tensors[f"model.layers.{layer}.{module}.weight"] = values + np.float32(steps.get(layer, 0)) * change
+    save_file(tensors, path)
+    return path
+
+
+@pytest.fixture
+def one_layer_more(tmp_path: Path) -> tuple[Path, Path]:
+    """Two models: every layer of the second has changed, layer 3 a hundred times more than the others."""
+    steps = {layer: 0.1 if layer == 3 else 0.001 for layer in range(LAYERS)}
+    return save_layers(tmp_path / "a.safetensors", {}), save_layers(tmp_path / "b.safetensors", steps)
+
+
+def test_the_worst_layer_is_named_in_each_row_and_in_a_table(one_layer_more: tuple[Path, Path]) -> None:
+    document = ckpt.diff(*one_layer_more)
+    assert document["by_layer"][0]["layer"] == "model.layers.3"
+    assert document["by_layer"][0]["rel_l2"] == pytest.approx(0.1, rel=0.2)
+    assert document["by_layer"][1]["rel_l2"] == pytest.approx(0.001, rel=0.2)
+    assert all(group["worst"]["name"].startswith("model.layers.3.") for group in document["summary"][:4])
+
+    lines = render(comparison(document), Look()).splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("model: what differs, worst first"))
+    assert lines[start].endswith("(amounts of each row's worst tensor)")
+    first = lines[start + 2].split()
+    assert first[1:5] == ["6", "of", "6", "3"]
+    assert float(first[5]) == pytest.approx(document["summary"][0]["worst"]["rel_l2"], rel=0.1)
+    start = next(number for number, line in enumerate(lines) if line.startswith("model: by layer, worst first"))
+    assert lines[start + 2].split()[0] == "model.layers.3"
+
+
+def test_layers_that_changed_alike_take_one_line(tmp_path: Path) -> None:
+    left = save_layers(tmp_path / "a.safetensors", {})
+    right = save_layers(tmp_path / "b.safetensors", dict.fromkeys(range(LAYERS), 0.01))
+    text = render(comparison(ckpt.diff(left, right)), Look())
+    assert "model: all 6 layers changed alike, relative L2 9." in text
+    assert "by layer" not in text
+
+
+def test_ten_layers_are_listed() -> None:
+    amounts = [1.0, *[0.001] * 29]
+    layers = [
+        {"state": "model", "layer": f"layers.{number}", "changed": 1, "rel_l2": x, "cosine": 0.5, "max_abs": x}
+        for number, x in enumerate(amounts)
+    ]
+    difference = {"name": "layers.0.w", "state": "model", "kind": "value"}
+    document = {"equal": False, "compared": 30, "differences": [difference], "by_layer": layers}
+    text = render(comparison(document), Look())
+    assert "layers.9 " in text and "layers.10 " not in text
+    assert "... 20 layers that changed less; --json lists all" in text
+
+
+def test_single_tensors_come_worst_first_with_their_norms(one_layer_more: tuple[Path, Path]) -> None:
+    text = render(comparison(ckpt.diff(*one_layer_more), everything=True), Look())
+    lines = text.split("tensors whose values differ, worst first\n")[1].splitlines()
+    assert " ".join(lines[0].split()) == "tensor state rel. L2 cosine max abs elements first at"  # no ulp is small
+    assert all(line.split()[0].startswith("model.layers.3.") for line in lines[1:5])
+    amounts = [float(line.split()[2]) for line in lines[1:25]]
+    assert amounts == sorted(amounts, reverse=True)
+
+
+def test_small_distances_in_the_last_place_are_shown(tmp_path: Path) -> None:
+    values = np.ones(4, np.float32)
+    save_file({"w": values}, tmp_path / "a.safetensors")
+    save_file({"w": np.nextafter(values, np.float32(2))}, tmp_path / "b.safetensors")
+    document = ckpt.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    lines = render(comparison(document, everything=True), Look()).split("tensors whose values differ")[1].splitlines()
+    assert lines[1].split()[-4:] == ["ulp", "elements", "first", "at"]
+    assert lines[2].split()[-3:] == ["1", "4", "[0]"]
+
+
+def test_the_optimizer_follows_the_model_and_is_cut_short() -> None:
+    """Counts of steps change by far the most, and a difference of weights is what people look for."""
+    groups = []
+    for state, amount in (("step", 9.0), ("exp_avg_sq", 3.0), ("model", 0.1)):
+        for number in range(12):
+            pattern = f"{'abcdefghijkl'[number]}.*.weight"
+            numbers = {"changed": pattern.replace("*", "[0-1]")}
+            amounts = {"rel_l2": amount, "cosine": 0.5, "max_abs": 1.0, "max_ulp": 9999}
+            worst = {"name": pattern.replace("*", "1"), **amounts}
+            counts = {"tensors": 2, "equal": 0, "changed": 2, "other_shape": 0, "other_dtype": 0}
+            sides = {"only_left": 0, "only_right": 0, "nonfinite": 0, "names": numbers}
+            groups.append({"state": state, "pattern": pattern, **counts, **sides, **worst, "worst": worst})
+    document = {"equal": False, "compared": 72, "differences": [{"kind": "value", "name": "a"}], "summary": groups}
+    text = render(comparison(document), Look())
+    order = [text.index(f"{state}: what differs") for state in ("model", "exp_avg_sq", "step")]
+    assert order == sorted(order)
+    assert [text[start:].split("\n\n")[0].count("[0-1]") for start in order] == [12, 5, 5]
+    assert text.count("... 7 more groups; -v lists all") == 2
+
+
+def test_rows_fit_a_window_of_80_columns_and_missing_columns_are_named(one_layer_more: tuple[Path, Path]) -> None:
+    text = render(comparison(ckpt.diff(*one_layer_more)), Look(width=80))
+    lines = text.split("(amounts of each row's worst tensor)\n")[1].splitlines()
+    assert lines[0].split() == ["module", "changed", "worst", "rel.", "L2"]
+    assert all(len(line) <= 80 and line.endswith(("e-01", "e-02")) for line in lines[1:5])
+    assert lines[5] == "  no room here for: cosine, max abs"
 
 
 def test_the_state_is_never_left_out(tmp_path: Path) -> None:

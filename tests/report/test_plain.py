@@ -54,6 +54,16 @@ def test_a_narrow_window_drops_then_stacks() -> None:
     ]
     lines = render(Page("t", (TABLE,)), Look(width=40)).splitlines()
     assert lines[1].split() == ["tensor", "dtype", "bytes"] and all(len(line) <= 40 for line in lines)
+    assert lines[-1] == "  no room here for: count"
+
+
+def test_columns_go_before_a_row_of_one_line_takes_two() -> None:
+    table = TABLE._replace(one_line=True)
+    lines = render(Page("t", (table,)), Look(width=72)).splitlines()
+    assert lines[1].split() == ["tensor", "dtype", "bytes"] and len(lines) == 6
+    assert lines[-1] == "  no room here for: count"
+    lines = render(Page("t", (table,)), Look(width=50)).splitlines()  # no column's loss would do: all but two stay
+    assert lines[1].split() == ["tensor", "count", "dtype", "bytes"]
 
 
 TEXTS = st.text(st.characters(max_codepoint=0x2FFF), max_size=60)
