@@ -22,7 +22,7 @@ _FUNCTIONS = frozenset(
 )
 _ERRORS = frozenset(
     "CkptError CorruptFile Incomplete InconsistentCheckpoint InputError InternalError Interrupted OutputExists "
-    "ReplicasDiffer SourceChanged StorageError UnknownFormat UnmappedTensor UnsafeInput UsageError".split()
+    "ReplicasDiffer SourceChanged StorageError Unexplained UnknownFormat UnmappedTensor UnsafeInput UsageError".split()
 )
 _PROGRESS = frozenset({"Progress", "Silent"})
 _CATALOG = frozenset({"LazyTensor", "OpenCatalog"})

@@ -115,6 +115,11 @@ class Incomplete(InputError):
     """A part of the checkpoint is missing: a shard, a rank, a box, or the file that says how the others fit."""
 
 
+class Unexplained(Incomplete):
+    """The file that says how the parts fit is not there. Other versions or systems never write it, so that the
+    checkpoint may be complete all the same."""
+
+
 class UnknownFormat(InputError):
     """No format, or more than one, claims the path."""
 

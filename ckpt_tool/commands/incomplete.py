@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from ckpt_tool import errors
 from ckpt_tool.core.catalog import Catalog, CatalogRow
 from ckpt_tool.core.missing import MissingParts, collected_missing
 from ckpt_tool.core.tensor import TensorKey
@@ -85,7 +86,7 @@ def fault_of(document: Mapping[str, Any]) -> InputError | None:
     if not missing or missing["lenient"]:
         return None
     error = missing["error"]
-    kind = UnknownFormat if error["code"] == UNRECOGNISED else Incomplete
+    kind: type[InputError] = getattr(errors, errors.catalogue()[error["code"]].kind)
     return kind(
         error["message"],
         code=error["code"],

@@ -253,6 +253,9 @@ def _untouchable(
         return ["it could not be read"]
     if is_recent and judge.of(step).sound is False:
         return ["not complete, and changed within the last hour"]
+    judged = judge.of(step)
+    if judged.sound is None and not judged.unread:
+        return ["it can't be judged"]
     if newest is not None and mine.changed > newest.changed + APART:
         return [f"written after {last.name}"]
     return []

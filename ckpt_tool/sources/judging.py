@@ -23,7 +23,7 @@ from ckpt_tool.errors import CkptError, InputError, StorageError, UnsafeInput, f
 from ckpt_tool.formats import registry
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import open_source
-from ckpt_tool.sources.sound import JSON_LIMIT, cut_short, finding, findings_at
+from ckpt_tool.sources.sound import JSON_LIMIT, cut_short, finding, findings_at, is_damage
 from ckpt_tool.sources.steps import POINTERS, UNFINISHED, Run, RunStep, entries_of, pointed, pointer_text
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.source import Tree
@@ -44,7 +44,7 @@ class Judged(NamedTuple):
     """A step, and what was found."""
 
     step: RunStep
-    sound: bool | None  # None where it is no checkpoint, or could not be judged
+    sound: bool | None  # None where it is no checkpoint, or could not be judged (`sound.is_damage`)
     why: str = ""
     codes: tuple[str, ...] = ()  # of the findings
     checkpoint: bool = True
@@ -112,7 +112,7 @@ class Judge:
                 taken |= files
             found += map(finding, cut_short(open_tree(path, follow_symlinks=self._reading.follow_symlinks), taken))
         except (InputError, UnsafeInput, StorageError) as e:
-            sound = False if isinstance(e, InputError) else None
+            sound = False if is_damage(e) else None
             place = f" ({e.where()})" if e.where() not in ("", path) else ""
             return Judged(step, sound, f"{e.message}{place}", (e.code,))
         if found:

@@ -13,7 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.core.catalog import faults_of
-from ckpt_tool.errors import CkptError, CorruptFile, InputError
+from ckpt_tool.errors import (
+    CkptError,
+    CorruptFile,
+    Incomplete,
+    InconsistentCheckpoint,
+    InputError,
+    Unexplained,
+)
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES
 from ckpt_tool.formats.peft.pairs import find_adapter_faults
 from ckpt_tool.formats.soundness import unsound
@@ -26,6 +33,7 @@ from ckpt_tool.storage.source import Tree
 # Notes of readers that make a checkpoint unsound; the others (files that are ignored, shapes that can't be known)
 # inform.
 UNSOUND = frozenset({"W-total-size", "W-header", "W-bool", "W-extra-tensors", "W-rank-file-missing", LFS_POINTER})
+DAMAGE = (CorruptFile, Incomplete, InconsistentCheckpoint)
 JSON_LIMIT = 64 << 20  # bytes: a trainer_state.json of a long run has some megabytes
 _PICKLES = (".pkl", ".pickle")
 CUT_SHORT = "E1671"
@@ -59,12 +67,20 @@ def findings_of(opened: Opened) -> tuple[list[dict[str, Any]], Set[str | None]]:
 
 def findings_at(path: str, reading: Reading, from_format: str | None = None) -> tuple[list[dict[str, Any]], set[str]]:
     """(what names and headers show to be wrong with the checkpoint at `path`, its files as messages show them). Raises
-    what keeps it from being judged: UnsafeInput, StorageError."""
+    what keeps it from being judged: UnsafeInput, StorageError, and InputError that shows no damage (`is_damage`)."""
     try:
         opened = open_source(path, replace(reading, from_format=from_format or reading.from_format))
         return findings_of(opened)[0], {opened.tree.display(file) for file in opened.catalog.files}
     except InputError as e:
+        if not is_damage(e):
+            raise
         return [finding(e)], set()
+
+
+def is_damage(fault: CkptError) -> bool:
+    """Does the error say that the checkpoint is broken? A form that is not read, a newer version, and a file that older
+    versions never wrote say nothing of what a save is worth."""
+    return isinstance(fault, DAMAGE) and not isinstance(fault, Unexplained)
 
 
 def _refuse_twins(opened: Opened) -> None:

@@ -293,3 +293,53 @@ def test_what_a_killed_prune_left_is_cleaned(tmp_path: Path, capfd: Any) -> None
     assert left["path"] == str(hidden) and left["bytes"] and not left["locked"] and not left["removed"]
     assert run(["clean", str(tmp_path), "--remove"]) == 0
     assert names(tmp_path) == ["checkpoint-2"]
+
+
+# What says how the parts of a save fit, and what another version or system never wrote: (fixture, file, code).
+UNEXPLAINED = [
+    ("orbax/plain_ocdbt", "_METADATA", "E3031"),
+    ("paddle/llama_bf16_io_ema_sd2v1", "model_meta.json", "E1313"),
+    ("paddle-flex/ema", "ema_state/0.metadata", "E1338"),
+    ("paddle-unified/llama_tied_hf", "config.json", "E1353"),
+    ("verl/moe_ep2", "transformer_config.json", "E3030"),
+]
+
+
+@pytest.mark.parametrize(("fixture", "lost", "code"), UNEXPLAINED, ids=[code for _, _, code in UNEXPLAINED])
+def test_steps_that_another_version_may_have_completed_stay(
+    fixture: str, lost: str, code: str, tmp_path: Path, capfd: Any
+) -> None:
+    """Three older steps lack the file: they are neither counted nor removed, whatever number is to be kept."""
+    steps = laid(tmp_path, (100, 200, 300, 400, 500), source=FIXTURES / fixture)
+    for step in (100, 200, 300):
+        next(steps[step].rglob(lost)).unlink()
+        age(steps[step], 10**8 - 3600 * step)
+    before = names(tmp_path)
+    assert run(["prune", str(tmp_path), "--keep-last", "3", "--dry-run"]) == 0
+    assert capfd.readouterr().out.count("can't be judged") == 3 and names(tmp_path) == before
+    document = ckpt.prune(tmp_path, keep_last=3, dry_run=True)
+    assert document["remove"] == [] and document["last_sound"] == str(steps[500])
+    assert [row["sound"] for row in document["keep"]] == [None, None, None, True, True]
+    newer = ckpt.prune(tmp_path, keep_last=1, dry_run=True)
+    assert [Path(row["path"]).name for row in newer["remove"]] == ["checkpoint-400"]
+    shutil.rmtree(steps[500])
+    shutil.rmtree(steps[400])
+    assert [row["codes"] for row in ckpt.latest(tmp_path)["passed_over"]] == [[code]] * 3
+
+
+def test_a_dcp_step_without_its_metadata_is_not_complete(tmp_path: Path) -> None:
+    """Every version of DCP writes `.metadata`, last of all: such a save was killed."""
+    steps = laid(tmp_path, (100, 200, 300), source=FIXTURES / "dcp/fsdp1_dp2")
+    (steps[100] / ".metadata").unlink()
+    age(steps[100], 10**8)
+    document = ckpt.prune(tmp_path, keep_last=3, dry_run=True)
+    assert [Path(row["path"]).name for row in document["remove"]] == ["checkpoint-100"]
+
+
+def test_a_step_of_a_newer_version_stays(tmp_path: Path) -> None:
+    """What this build can't read says nothing of what it is worth."""
+    steps = laid(tmp_path, (100, 200), source=FIXTURES / "orbax/files_zarr2")
+    header = next(steps[100].rglob(".zarray"))
+    header.write_text(json.dumps({**json.loads(header.read_text()), "filters": [{"id": "delta"}]}))
+    age(steps[100], 10**8)
+    assert kept(ckpt.prune(tmp_path, keep_last=2, dry_run=True))["checkpoint-100"] == ["it can't be judged"]

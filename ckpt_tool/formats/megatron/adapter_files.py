@@ -29,7 +29,7 @@ from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import MODEL, StoredArray
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, Unexplained
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.adapter import LoraHints, is_adapter, is_gated, with_alpha
@@ -141,7 +141,7 @@ def _config(tree: Tree) -> Mapping[str, Any]:
 
 
 def _degrees(tree: Tree, files: Mapping[str, tuple[int, ...]], facts: MegatronFacts, *, known: bool) -> dict[str, int]:
-    """The job's degrees: those that its config states, else what the names show. Raises Incomplete E3030 for names of
+    """The job's degrees: those that its config states, else what the names show. Raises Unexplained E3030 for names of
     two numbers that nothing explains."""
     if known:
         degrees = dict(facts.degrees)
@@ -149,7 +149,7 @@ def _degrees(tree: Tree, files: Mapping[str, tuple[int, ...]], facts: MegatronFa
     numbers = list(files.values())
     several = any(len(found) > 2 and found[1] for found in numbers)
     if several or any(len(found) == 2 for found in numbers):
-        raise Incomplete(
+        raise Unexplained(
             f"nothing says whether the second number of {next(iter(files))} is the stage's or the experts'"
             if not several
             else f"they are from several pipeline stages ({list(files)[-1]}), and nothing says how many layers the "
@@ -204,7 +204,7 @@ def _stages(tree: Tree, held: Held, facts: MegatronFacts, degrees: Mapping[str, 
     return from_counts(counts, degrees["pp"])
 
 
-def _first_chunks(tree: Tree, facts: MegatronFacts, local: Iterable[str]) -> Incomplete:
+def _first_chunks(tree: Tree, facts: MegatronFacts, local: Iterable[str]) -> Unexplained:
     """The error (E0302) for a virtual pipeline. `save_adapter_checkpoint` takes `models[0]`, but the manager leaves all
     chunks (`model0`, `model1`, ...) in what it saves of the optimizer: `generate_state_dict` takes out `model` alone.
     local: names in the files; some have rows in an order of the tensor ranks, which beside a base nothing undoes."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import Path
-from ckpt_tool.errors import CorruptFile, Incomplete, UnknownFormat, several_steps
+from ckpt_tool.errors import CorruptFile, Incomplete, Unexplained, UnknownFormat, several_steps
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.storage.arrays.ocdbt import MANIFEST
 from ckpt_tool.storage.source import Tree
@@ -194,7 +194,7 @@ def chosen_step(tree: Tree) -> OrbaxStep:
         )
     lost = lost_items(tree) if not found else []
     if lost:
-        raise Incomplete(
+        raise Unexplained(
             f"{lost[0]}{METADATA} is missing, which lists the arrays of the tree",
             code=NO_METADATA,
             path=tree.display(lost[0] + METADATA),
@@ -355,10 +355,12 @@ def step_metadata(tree: Tree, step: OrbaxStep) -> Mapping[str, Any]:
 
 
 def check_items(tree: Tree, step: OrbaxStep) -> None:
-    """Raise Incomplete E2872 for items of a step that its metadata or their own files show, and that are not there.
+    """Raise Incomplete E2872 for items of a step that its metadata or their own files show, and that are not there;
+    Unexplained E3031 where only a `_METADATA` is missing.
 
-    Orbax lists the items that it saved in `_CHECKPOINT_METADATA`; a tree that lost its `_METADATA` still has the
-    database or the list of its arrays. Folders of other kinds (a data loader's state) are left alone.
+    Orbax lists the items that it saved in `_CHECKPOINT_METADATA`; a tree without its `_METADATA` still has the database
+    or the list of its arrays. Versions of 2023 wrote `_METADATA` for some handlers of a step and not for others
+    (`PyTreeCheckpointHandler(write_tree_metadata=False)`). Folders of other kinds (a data loader's state) are left alone.
     """
     if step.items == ("",):
         return
@@ -373,6 +375,7 @@ def check_items(tree: Tree, step: OrbaxStep) -> None:
     handlers = step_metadata(tree, step).get("item_handlers")
     listed = handlers if isinstance(handlers, dict) else {}
     lost: list[str] = []
+    unlisted: list[str] = []
     for name in sorted(listed.keys() | files_of.keys()):
         there = files_of.get(name, set())
         is_tree = any(file in (MANIFEST, SHARDING) or file.startswith(f"{ARRAYS}/") for file in there)
@@ -382,16 +385,18 @@ def check_items(tree: Tree, step: OrbaxStep) -> None:
         if not there:
             lost.append(f"{name}: it has no files")
         elif is_tree:
-            lost.append(f"{name}: its {METADATA} is missing")
+            unlisted.append(f"{name}: its {METADATA} is missing")
         elif is_json and not there & {JSON_ITEM, METRICS_ITEM}:
             lost.append(f"{name}: its file {JSON_ITEM} is missing")
 
-    if lost:
-        fault = Incomplete(
-            f"an item of the step is incomplete: {lost[0]}",
-            code=LOST_ITEM,
+    faults = [*lost, *unlisted]
+    if faults:
+        kind = Incomplete if lost else Unexplained
+        fault = kind(
+            f"an item of the step is incomplete: {faults[0]}",
+            code=LOST_ITEM if lost else NO_METADATA,
             path=tree.display(step.folder.rstrip("/")),
-            faults=lost[1:50],
+            faults=faults[1:50],
             hint="fetch the whole step again",
         )
         report_missing(fault)

@@ -27,7 +27,7 @@ from ckpt_tool.core.hints import Degrees, Dialect, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, StoredArray, TensorKey, simple_tensor
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, Unexplained, UnknownFormat
 from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.paddle.extras import lies_beside, read_config, read_extras
@@ -235,7 +235,7 @@ class PaddleReading:
             buffered = saved.path[0] == MASTER_WEIGHTS or file.kind != EMA_FILE
             self.gathering.hold(key, FileShare(where, saved, self.dtype(saved, None), buffered))
         if unknown:
-            raise Incomplete(
+            raise Unexplained(
                 f"{len(unknown)} of {len(content.leaves)} tensors belong to parameters that no table names: "
                 f"{unknown[0][:120]}",
                 code=NO_NAME,

@@ -61,7 +61,7 @@ from ckpt_tool.core.hints import Degrees, Dialect, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.missing import is_collecting, report_missing
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Chunk, LogicalTensor, TensorKey
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UnknownFormat
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, Unexplained, UnknownFormat
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import FileContent, ReadOptions
 from ckpt_tool.formats.hf.files import is_sidefile
@@ -488,8 +488,8 @@ def _add(made: FlexListing, home: FlexEntry, shard: Shard, saved: Saved) -> None
     entry.shards.append(shard)
 
 
-def _unplaced(key: str, shown: str) -> Incomplete:
-    return Incomplete(
+def _unplaced(key: str, shown: str) -> Unexplained:
+    return Unexplained(
         f"nothing says which part of which parameter this is: the {EMA_FOLDER} has no metadata, and no other folder "
         "has the same rank's layout",
         code=UNPLACED,
@@ -537,7 +537,7 @@ def _shard(saved: Saved, home: _Home, file: str, shown: str) -> Shard | None:
             return None
         if len(mine) == 1 and mine[0].span and mine[0].span[1] - mine[0].span[0] <= numel:
             return mine[0]._replace(file=file, replica=0)
-    raise Incomplete(
+    raise Unexplained(
         f"an average of shape {list(saved.shape)} fits no one part of its parameter of shape {list(home.entry.shape)}",
         code=UNPLACED,
         path=shown,

@@ -21,7 +21,7 @@ its shape. What decides, in this order:
     a master weight or moment of another shape than [out, in]     its shape settles this weight, and all weights of the
                                                                   module's name: the writer goes by that name alone
     the list of the model type (`paddle.rules.transposed_in_hf`)  settles the rest
-    neither                                                       Incomplete E1353 that says what to pass
+    neither                                                       Unexplained E1353 that says what to pass
 
     model gate_proj BF16 [48, 32], master gate_proj F32 [32, 48]  ->  gate_proj is transposed, of every layer
     file [48, 32] "pt"   ->   shape (32, 48), strides (1, 32): no byte moves for it
@@ -40,7 +40,7 @@ from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.hints import Degrees, Dialect, Hints
 from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, StoredArray, TensorKey, simple_tensor
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, Unexplained
 from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.paddle import quant
@@ -89,7 +89,7 @@ def transposed(
     of master weights and moments, in Paddle's layout. path: the folder, for messages. settle: False for a first look,
     in which what stays open counts as stored.
 
-    Raises InconsistentCheckpoint E1354 for weights that contradict each other, Incomplete E1353 for what stays open.
+    Raises InconsistentCheckpoint E1354 for weights that contradict each other, Unexplained E1353 for what stays open.
     """
     matrices = {name: shape for name, shape in stored.items() if may_be_transposed(name, shape)}
     seen = _seen(matrices, trained, path)
@@ -141,10 +141,10 @@ def _seen(matrices: Mapping[str, Shape], trained: Mapping[str, Shape], path: str
     return {module: flip for module, (flip, _) in seen.items()}
 
 
-def _undecided(names: list[str], shapes: Mapping[str, Shape], config: Mapping[str, Any], path: str) -> Incomplete:
+def _undecided(names: list[str], shapes: Mapping[str, Shape], config: Mapping[str, Any], path: str) -> Unexplained:
     kind = model_type_of(config)
     about = f"the model type {kind!r} is not known" if kind else "nothing says the model type"
-    return Incomplete(
+    return Unexplained(
         f"{len(names)} weights may or may not be in the Hugging Face layout: {about}, and no master weight of "
         f"another shape shows it; the first: {names[0]} {list(shapes[names[0]])}",
         code=UNDECIDED,
