@@ -360,7 +360,8 @@ def check_items(tree: Tree, step: OrbaxStep) -> None:
 
     Orbax lists the items that it saved in `_CHECKPOINT_METADATA`; a tree without its `_METADATA` still has the database
     or the list of its arrays. Versions of 2023 wrote `_METADATA` for some handlers of a step and not for others
-    (`PyTreeCheckpointHandler(write_tree_metadata=False)`). Folders of other kinds (a data loader's state) are left alone.
+    (`PyTreeCheckpointHandler(write_tree_metadata=False)`). Folders of other kinds (a data loader's state) are left
+    alone.
     """
     if step.items == ("",):
         return
