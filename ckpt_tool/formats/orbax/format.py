@@ -73,9 +73,11 @@ class _Orbax:
         return Evidence(first, Specificity.OWN, frozenset(files(tree, found)))
 
     def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
-        """The catalog, from headers alone. Raises UnknownFormat E0393, E0392; Unexplained E3031; Incomplete E2756, E2872,
-        E0301, E0309, E0313; CorruptFile E2751, E2753, E2755, E0311; InconsistentCheckpoint E2871; InputError E2752, E2754;
-        UnsafeInput E0410."""
+        """The catalog, from headers alone.
+
+        Raises UnknownFormat E0393, E0392; Unexplained E3031; Incomplete E2756, E2872, E0301, E0309, E0313; CorruptFile
+        E2751, E2753, E2755, E0311; InconsistentCheckpoint E2871; InputError E2752, E2754; UnsafeInput E0410.
+        """
         from ckpt_tool.formats.orbax.read import read_tree
 
         return read_tree(tree, lenient=options.lenient)
