@@ -204,7 +204,7 @@ def _stages(tree: Tree, held: Held, facts: MegatronFacts, degrees: Mapping[str, 
     return from_counts(counts, degrees["pp"])
 
 
-def _first_chunks(tree: Tree, facts: MegatronFacts, local: Iterable[str]) -> Unexplained:
+def _first_chunks(tree: Tree, facts: MegatronFacts, local: Iterable[str]) -> Incomplete:
     """The error (E0302) for a virtual pipeline. `save_adapter_checkpoint` takes `models[0]`, but the manager leaves all
     chunks (`model0`, `model1`, ...) in what it saves of the optimizer: `generate_state_dict` takes out `model` alone.
     local: names in the files; some have rows in an order of the tensor ranks, which beside a base nothing undoes."""
