@@ -26,6 +26,7 @@ from ckpt_tool.errors import OutputExists as OutputExists
 from ckpt_tool.errors import ReplicasDiffer as ReplicasDiffer
 from ckpt_tool.errors import SourceChanged as SourceChanged
 from ckpt_tool.errors import StorageError as StorageError
+from ckpt_tool.errors import Unexplained as Unexplained
 from ckpt_tool.errors import UnknownFormat as UnknownFormat
 from ckpt_tool.errors import UnmappedTensor as UnmappedTensor
 from ckpt_tool.errors import UnsafeInput as UnsafeInput
