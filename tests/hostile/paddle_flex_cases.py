@@ -188,7 +188,7 @@ CASES = [
     ),
     ("PF26 a call in the metadata", at(PARTS, "0.metadata", evil_head), SHOWN, ("posix.system",)),
     ("PF27 a call in a data file", at(PARTS, "1_0.distcp", evil_head), SHOWN, ("posix.system",)),
-    ("PF28 files of two ranks swapped", at(TIED, "", swapped), 3, ("another save",)),
+    ("PF28 files of two ranks swapped", at(TIED, "", swapped), 3, ("two saves",)),
     ("PF29 replicas that differ", at("replicas", "1_0.distcp", flipped), FOUND, ("replica",)),
     ("PF30 a save under way", at(PARTS, "0.metadata.lock", lambda p: p.write_bytes(b"")), 3, ("not finished", "lock")),
     (
