@@ -187,7 +187,7 @@ FITTING = (
         "header",
         "what the format's files state of the model in their own words (GGUF's metadata)",
         asked.states_model,
-        "conversion.own_header:with_header",
+        "conversion.gguf_header:with_metadata",
     ),
 )
 PASSES = (*SELECTION, *NAMES, *FITTING)
