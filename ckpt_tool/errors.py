@@ -218,8 +218,8 @@ class Code(NamedTuple):
     """What an error code means: a row of the catalogue."""
 
     code: str
-    kind: str  # the class that is raised with it, or `Finding` for what only a report lists (exit 1)
-    exit_code: int | None  # None where it is that of another command
+    kind: str  # the class that is raised with it; `Finding`: only a report lists it (exit 1); `Note`: it is no error
+    exit_code: int | None  # None where it is that of another command, and for notes
     title: str  # the meaning
     why: str  # how it comes about
     do: str  # what helps
@@ -243,8 +243,10 @@ def catalogue() -> Mapping[str, Code]:
 
 
 def _exit_code(row: Mapping[str, Any]) -> int | None:
-    """Of a row: its own `exit`, or that of its class; 0 stands for the exit code of another command."""
+    """Of a row: its own `exit`, or that of its class; 0 stands for the exit code of another command. None for notes."""
     kind = globals().get(row["class"])
+    if row["class"] == "Note":
+        return None
     number = row.get("exit", 1 if kind is None else kind.exit_code)
     return int(number) or None
 

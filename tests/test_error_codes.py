@@ -26,6 +26,7 @@ from ckpt_tool.commands.explain import explain
 from ckpt_tool.errors import CkptError, UsageError, catalogue
 from ckpt_tool.report.explanation import explanation
 from ckpt_tool.report.plain import Look, render
+from ckpt_tool.sources.sound import UNSOUND
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
@@ -41,7 +42,8 @@ PACKAGE = ROOT / "ckpt_tool"
 TABLE = "ckpt_tool/error_codes.toml"
 MODULES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 TEXTS = [*ROOT.glob("*.md"), *PACKAGE.rglob("*.md"), *(ROOT / "kernels").glob("*.md"), *(ROOT / "tests").rglob("*.py")]
-CODE = re.compile(r"(?<![\w.+-])[AE]\d{4}(?!\w)")  # A: of `ckpt audit`
+CODE = re.compile(r"(?<![\w.+-])[AENW]\d{4}(?!\w)")  # A: of `ckpt audit`; N, W: of notes
+WORDED = re.compile(r"[NW]-[a-z0-9]+(?:-[a-z0-9]+)*")  # notes: `N-tied`
 CODES = catalogue()
 
 
@@ -210,7 +212,8 @@ def constants(sources: Mapping[str, str]) -> Iterator[tuple[str, int, str]]:
     """Every text of the code that is a code: (file, line, code). Docstrings aside."""
     for file, source in sources.items():
         for node in nodes_of(source):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and CODE.fullmatch(node.value):
+            is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+            if is_text and (CODE.fullmatch(node.value) or WORDED.fullmatch(node.value)):
                 yield file, node.lineno, node.value
 
 
@@ -234,6 +237,22 @@ def test_every_mention_has_an_entry() -> None:
     assert not found, "\n".join(found)
 
 
+def test_every_code_that_is_written_out_has_an_entry() -> None:
+    """Codes of notes and findings are raised by nothing: each that the package writes can be explained all the same."""
+    written = {code: f"{file}:{line}" for file, line, code in constants(MODULES)}
+    assert len([code for code in written if WORDED.fullmatch(code)]) > 50, "the notes were not seen"
+    assert {code: place for code, place in written.items() if code not in CODES} == {}
+
+
+def test_notes_are_no_errors() -> None:
+    """What `verify` counts as a finding has exit code 1; all other notes have none."""
+    findings = {code for code in CODES if WORDED.fullmatch(code) and CODES[code].kind == "Finding"}
+    assert findings == UNSOUND | {"W-master"}
+    for code, row in CODES.items():
+        if code[0] in "NW" and code not in findings:
+            assert (row.kind, row.exit_code) == ("Note", None), code
+
+
 def test_no_entry_is_unused() -> None:
     unused = sorted(set(CODES) - {code for _, _, code in constants(MODULES)})
     assert not unused, f"nothing raises or reports {', '.join(unused)}: remove them from {TABLE}"
@@ -244,8 +263,13 @@ def test_entries_are_whole() -> None:
     rows = tomllib.loads(text)
     assert list(rows) == sorted(rows), f"{TABLE} is ordered by code"
     for code, row in rows.items():
-        assert CODE.fullmatch(code) and set(row) - {"exit"} == {"class", "title", "why", "do"}, code
-        assert row["class"] == "Finding" or issubclass(getattr(errors, row["class"]), CkptError), code
+        assert (CODE.fullmatch(code) or WORDED.fullmatch(code)) and set(row) - {"exit"} == {
+            "class",
+            "title",
+            "why",
+            "do",
+        }, code
+        assert row["class"] in ("Finding", "Note") or issubclass(getattr(errors, row["class"]), CkptError), code
         assert row["title"] and row["title"][-1] not in ".:" and len(row["title"]) <= 100, code
         assert all(row[field][-1] == "." or "ckpt" in row[field] or "pip" in row[field] for field in ("why", "do")), (
             code
@@ -258,7 +282,7 @@ def test_entries_are_whole() -> None:
 
 def test_entries_name_options_that_exist() -> None:
     known = {name for verb in VERBS.values() for option in verb.options().values() for name in option.names}
-    known |= {"--help", "--head", "--dist-ckpt-optim-fully-reshardable"}  # of Ray, of Megatron
+    known |= {"--help", "--head", "--no-load-rng", "--dist-ckpt-optim-fully-reshardable"}  # of Ray, of Megatron
     named = {
         (row.code, word)
         for row in CODES.values()
@@ -283,7 +307,7 @@ def test_every_code_is_explained(width: int) -> None:
             row.why,
             "what to do",
             row.do,
-            str(row.exit_code or "that of the command"),
+            "unchanged" if row.kind == "Note" else str(row.exit_code or "that of the command"),
         ):
             assert "".join(text.split()) in "".join(shown.split()), code
         assert max(map(len, shown.splitlines())) <= width, code
@@ -293,7 +317,8 @@ def test_the_exit_code_is_that_of_the_class() -> None:
     for code, row in CODES.items():
         kind = getattr(errors, row.kind, None)
         if code not in ("E1430", "E1532"):
-            assert row.exit_code == (kind.exit_code if kind else 1), code
+            of_reports = None if row.kind == "Note" else 1
+            assert row.exit_code == (kind.exit_code if kind else of_reports), code
     assert (CODES["E1300"].exit_code, CODES["E1430"].exit_code, CODES["E1532"].exit_code) == (130, 143, None)
 
 
@@ -304,6 +329,22 @@ def test_a_code_in_any_spelling(word: str) -> None:
     assert explain(word)["code"] == "E0301"
 
 
+@pytest.mark.parametrize(
+    ("word", "code"),
+    [("N-tied", "N-tied"), ("n-TIED", "N-tied"), ("W-header", "W-header"), ("n301", "N0301"), ("A0110", "A0110")],
+)
+def test_a_code_of_a_note_or_finding(word: str, code: str) -> None:
+    document = explain(word)
+    assert document["code"] == code and document["what_to_do"]
+
+
+@pytest.mark.parametrize(("word", "near"), [("N-tide", "N-tied"), ("W-heder", "W-header"), ("N" + "0309", "N0305")])
+def test_near_misses_of_notes(word: str, near: str) -> None:
+    with pytest.raises(UsageError) as fault:
+        explain(word)
+    assert near in str(fault.value.hint)
+
+
 @pytest.mark.parametrize("word", ["E0399x", "9999", "E03011", "replicas", "E-301", "\x1b[31m"])
 def test_an_unknown_code_is_a_usage_error(word: str) -> None:
     with pytest.raises(UsageError) as fault:
@@ -312,7 +353,7 @@ def test_an_unknown_code_is_a_usage_error(word: str) -> None:
 
 
 def test_near_misses_of_a_code() -> None:
-    with pytest.raises(UsageError, match="no error code") as fault:
+    with pytest.raises(UsageError, match="no code") as fault:
         explain("300")
     assert "E0301, E0302" in str(fault.value.hint)
 
@@ -320,7 +361,7 @@ def test_near_misses_of_a_code() -> None:
 def test_the_list_has_every_code_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["explain"]) == 0
     out = capsys.readouterr().out
-    assert sorted(re.findall(r"^  ([AE]\d{4})  ", out, re.M)) == list(CODES) and "exit code 2: usage" in out
+    assert sorted(re.findall(r"^  ([AENW]-?[a-z0-9-]+)  ", out, re.M)) == list(CODES) and "exit code 2: usage" in out
     assert cli.run(["explain", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [row["code"] for row in document["codes"]] == list(CODES) and document["schema_version"] == 1

@@ -765,12 +765,12 @@ def clean(show: Show, folder: str, wanted: Cleaning) -> VerbJob:
 
 
 @verb(
-    "what an error code means, why it comes, what to do",
-    Argument("[CODE]", "As an error shows it: E0301. Without it, all.", "optional"),
+    "what a code of an error, a finding or a note means, why it comes, what to do",
+    Argument("[CODE]", "As an error or a report shows it: E0301, A0101, W-header. Without it, all.", "optional"),
     examples=("ckpt explain E0301", "ckpt explain"),
 )
 def explain(show: Show, code: str) -> VerbJob:
-    """What an error code means, why it comes, what to do."""
+    """What a code of an error, a finding or a note means, why it comes, what to do."""
 
     def run(progress: Progress) -> Document:
         from ckpt_tool.commands.explain import explain as command

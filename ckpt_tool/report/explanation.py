@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckpt_tool.report.page import Block, Facts, Lines, Page, Styled
@@ -21,6 +21,8 @@ EXITS: dict[int | None, str] = {
     143: "interrupted",
     None: "that of the command that failed",
 }
+NOTE = "Note"  # the class of codes that never change an exit code
+NOTES = "notes: no error, the exit code stays what it is"
 
 
 def explanation(document: Mapping[str, Any]) -> Page:
@@ -28,9 +30,12 @@ def explanation(document: Mapping[str, Any]) -> Page:
     if "codes" in document:
         return Page("ckpt explain", tuple(_listed(document)))
     number = document["exit_code"]
+    exit_code = f"{number}, {EXITS[number]}" if number is not None else EXITS[None]
+    if document["class"] == NOTE:
+        exit_code = "unchanged: a note is no error"
     rows = (
         (document["code"], Styled(document["title"], "strong")),
-        ("exit code", f"{number}, {EXITS[number]}" if number is not None else EXITS[None]),
+        ("exit code", exit_code),
         ("why", document["why"]),
         ("what to do", document["what_to_do"]),
     )
@@ -39,8 +44,17 @@ def explanation(document: Mapping[str, Any]) -> Page:
 
 def _listed(document: Mapping[str, Any]) -> list[Block]:
     blocks: list[Block] = []
+    errors = [row for row in document["codes"] if row["class"] != NOTE]
     for number, what in EXITS.items():
-        lines = tuple(f"{row['code']}  {row['title']}" for row in document["codes"] if row["exit_code"] == number)
+        lines = _lines_of(row for row in errors if row["exit_code"] == number)
         if lines:
             blocks.append(Lines(f"exit code {number}: {what}" if number is not None else f"exit code: {what}", lines))
+    notes = _lines_of(row for row in document["codes"] if row["class"] == NOTE)
+    if notes:
+        blocks.append(Lines(NOTES, notes))
     return blocks
+
+
+def _lines_of(rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """A line for each code: the code and its title."""
+    return tuple(f"{row['code']}  {row['title']}" for row in rows)
