@@ -52,7 +52,7 @@ class Figures(NamedTuple):
 
 
 def room_of(file: str, *, deep: bool = False) -> str:
-    """`formats/hf/index.py` -> `formats` or, deep, `formats/hf`; a file of the rim -> `.`."""
+    """`formats/hub_folder/index.py` -> `formats` or, deep, `systems/hub/safetensors`; a file of the rim -> `.`."""
     folders = file.split("/")[:-1]
     return "/".join(folders[: 2 if deep else 1]) or "."
 

@@ -85,15 +85,28 @@ def _file(module: str, known: Mapping[str, str]) -> str:
     return f"{path}.py"
 
 
+def room_of(file: str) -> str:
+    """The room whose rules a file obeys: its top folder, or itself; what a system has of another layer is of that
+    layer's room (`joined`)."""
+    joined = [room for pattern, room in WALLS["joined"].items() if matches(file, pattern)]
+    return joined[0] if joined else file.split("/")[0]
+
+
+def matches(file: str, pattern: str) -> bool:
+    """Is the file what the pattern names, or in a folder that it names? `*` is any part of one name."""
+    expression = re.escape(pattern).replace(r"\*", "[^/]*")
+    return re.fullmatch(f"{expression}(/.*)?", file) is not None
+
+
 def floor_of(file: str) -> int:
     """The floor that a file lies on. Raises LookupError for a room that the table does not have."""
     for number, rooms in enumerate(WALLS["floors"]):
-        if file in rooms or file.split("/")[0] in rooms:
+        if room_of(file) in rooms:
             return number
     raise LookupError(f"{file} lies on no floor of pyproject.toml [tool.ckpt.walls]")
 
 
-def inside(file: str, rooms: list[str]) -> bool:
+def inside(file: str, rooms: Iterable[str]) -> bool:
     return any(file == room or file.startswith(f"{room}/") for room in rooms)
 
 
@@ -113,17 +126,17 @@ def faults_of(file: str, source: str, known: Mapping[str, str] = MODULES) -> lis
 
 def _import_faults(file: str, source: str, known: Mapping[str, str]) -> Iterator[Fault]:
     floor = floor_of(file)
-    room = file.split("/")[0]
+    room = room_of(file)
     top = len(WALLS["floors"]) - 1
     for line, module, lazy in imports_of(source, known):
         if module.endswith(".py") or module in known:
             below = floor_of(module)
             if below > floor:
                 yield Fault(file, line, f"imports {module} from a higher floor")
-            elif below == floor and module.split("/")[0] != room and floor != top:
+            elif below == floor and room_of(module) != room and floor != top:
                 yield Fault(file, line, f"imports {module}, another room of its own floor")
-            elif inside(module, WALLS["blind"].get(room, [])):
-                yield Fault(file, line, f"{room} may not know {module.split('/')[0]}")
+            elif room_of(module) in WALLS["blind"].get(room, []):
+                yield Fault(file, line, f"{room} may not know {room_of(module)}")
             continue
         rooms = WALLS["rooms"].get(module)
         if rooms is not None and not inside(file, rooms):
@@ -365,15 +378,15 @@ def test_no_format_is_named_by_others() -> None:
     ("file", "source", "lines"),
     [
         ("report/x.py", 'if catalog.format == "dcp" or fmt.name in ("torch", "hf"):\n    pass\n', [1]),
-        ("formats/torch/x.py", 'x = 1\nif wanted.source_format == "torch":\n    y = "dcp"\n', [3]),
+        ("systems/torch/torch_save/x.py", 'x = 1\nif wanted.source_format == "torch":\n    y = "dcp"\n', [3]),
         ("formats/beside.py", 'x = wanted.source_format != "torch"\n', [1]),
-        ("formats/dcp/x.py", 'import torch\nx = ("torch", "Size"), "dcp"\n', []),
+        ("systems/torch/dcp/x.py", 'import torch\nx = ("torch", "Size"), "dcp"\n', []),
         ("report/x.py", 'x = "dcp"\n', []),
         ("report/x.py", 'WHOLE = frozenset(("dcp", "x"))\ny = catalog.format in WHOLE\n', [2]),
     ],
 )
 def test_a_named_format_is_seen(file: str, source: str, lines: list[int]) -> None:
-    assert formats_named(file, source, {"dcp": "formats/dcp", "torch": "formats/torch"}) == lines
+    assert formats_named(file, source, {"dcp": "systems/torch/dcp", "torch": "systems/torch/torch_save"}) == lines
 
 
 def options_restated(source: str, known: Collection[str]) -> list[str]:

@@ -37,14 +37,14 @@ UNASKED = (
     "quantised.kept_whole",
     "quantised.quantize",
     "quantised.repack",
-    "quantised.scheme.",
+    "weight_schemes.scheme.",
     "signing.",
     *(f"formats.{system}.{module}" for system in ("deepspeed", "megatron", "orbax", "paddle", "gguf")
       for module in ("format", "read", "target", "args")),
-    "formats.megatron_dist.read",
-    "formats.megatron_fsdp.read",
-    "formats.peft.pairs",
-    "formats.peft.inside",
+    "systems.megatron.torch_dist.read",
+    "systems.megatron.fsdp_dtensor.read",
+    "systems.hub.peft.pairs",
+    "systems.hub.peft.inside",
 )  # fmt: skip
 PROGRAM = """
 import sys

@@ -7,8 +7,8 @@
 Shapes decide whether a weight is transposed; a square one follows its namesakes in other layers, then the config's
 `fan_in_fan_out`. Stacked experts (`target_parameters`) nest a level for each parameter of a module: the levels are
 given to the parameters whose shapes they fit, the first registered innermost. Nothing raises here: faults are
-collected, so that an adapter of another base is reported as a whole. Source: PEFT 0.21.2, see `formats.peft.format` and
-`adapters.arithmetic`.
+collected, so that an adapter of another base is reported as a whole. Source: PEFT 0.21.2, see `systems.hub.peft.format`
+and `adapters.arithmetic`.
 
 Names say which module each tensor of the adapter belongs to, and what it is there:
 
@@ -19,7 +19,7 @@ Names say which module each tensor of the adapter belongs to, and what it is the
 Names that were saved with the adapter's own name in them (`lora_A.default.weight`), or with those of wrappers (FSDP,
 torch.compile), mean the same. Modules are those of the model that was wrapped: a causal LM's are the base's; a bare
 model's lack its `model.`, and newer transformers moved some (`Root`). Source: PEFT 0.21.2 `utils/save_and_load.py`; see
-`formats.peft.format`.
+`systems.hub.peft.format`.
 
 What the config names and the file lacks is reported: an adapter that was cut short would fold without a fault, in part.
 
@@ -45,7 +45,7 @@ from ckpt_tool.adapters.towers import Towers, describe_renaming
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.core.wrapper_words import clean
 from ckpt_tool.errors import near_misses
-from ckpt_tool.formats.peft.settings import Settings
+from ckpt_tool.systems.hub.peft.settings import Settings
 
 Shape = tuple[int, ...]
 TRANSPOSED = ("gpt_oss", "aria", "openai_privacy_filter")  # model types whose stacked experts are (experts, in, out)

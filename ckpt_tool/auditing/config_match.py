@@ -21,9 +21,9 @@ from ckpt_tool.auditing.subject import Subject
 from ckpt_tool.conversion.tied_head import TIED, pair_of
 from ckpt_tool.conversion.vocabulary import is_vocabulary
 from ckpt_tool.families.table import form_of
-from ckpt_tool.quantised.scheme import quantisation, section
-from ckpt_tool.quantised.weights import CODES, CONFIG_KEYS, DTYPES, has_integers
 from ckpt_tool.sources.config import tree_of
+from ckpt_tool.weight_schemes.scheme import quantisation, section
+from ckpt_tool.weight_schemes.weights import CODES, CONFIG_KEYS, DTYPES, has_integers
 
 _TOKENIZER = "tokenizer.json"
 _ADDED = "added_tokens.json"

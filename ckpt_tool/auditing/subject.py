@@ -19,10 +19,10 @@ from ckpt_tool.families.table import one_of_each
 from ckpt_tool.formats import registry
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import DIALECTS
-from ckpt_tool.quantised.weights import FoundWeights as Quantised
-from ckpt_tool.quantised.weights import TensorKind
 from ckpt_tool.sources.config import ARGUMENTS, ModelConfig, config_of
 from ckpt_tool.sources.opening import Opened
+from ckpt_tool.weight_schemes.weights import FoundWeights as Quantised
+from ckpt_tool.weight_schemes.weights import TensorKind
 
 Shape = tuple[int, ...]
 

@@ -15,10 +15,8 @@ from ckpt_tool.auditing.subject import Subject, subject_of
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import InputError, UnknownFormat, UsageError
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES
-from ckpt_tool.formats.peft.inside import find_inside
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Auditing
-from ckpt_tool.quantised.weights import has_codes
 from ckpt_tool.report import files, junit, sarif
 from ckpt_tool.sources.config import config_in
 from ckpt_tool.sources.opening import open_source
@@ -26,6 +24,8 @@ from ckpt_tool.sources.sound import UNSOUND, cut_short, finding, findings_of
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.output.destination import check_beside
 from ckpt_tool.storage.source import Tree, unchanged
+from ckpt_tool.systems.hub.peft.inside import find_inside
+from ckpt_tool.weight_schemes.weights import has_codes
 
 _NO_TENSORS = "E1642"
 _EMPTY_INDEX = "E0336"

@@ -29,10 +29,10 @@ from ckpt_tool.core.tensor import MASTER, MODEL, UNKNOWN, TensorKey
 from ckpt_tool.errors import CkptError, InputError, UnsafeInput
 from ckpt_tool.formats.base import ranks_of
 from ckpt_tool.options.reading import Inspection, Reading
-from ckpt_tool.quantised.weights import DTYPES as CODED
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.sources.select import state_filter
 from ckpt_tool.storage.source import Tree, unchanged
+from ckpt_tool.weight_schemes.weights import DTYPES as CODED
 
 Tally = Mapping[tuple[str, tuple[Any, tuple[int, ...], int]], int]  # (state, (dtype, shape, bytes of one)) -> how many
 

@@ -21,13 +21,13 @@ from ckpt_tool.errors import REPLICAS_DIFFER, CkptError
 from ckpt_tool.formats.base import Hashing, ranks_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Verification
-from ckpt_tool.quantised.weights import has_codes
 from ckpt_tool.report.holdings import rank_name, whose
 from ckpt_tool.sources.opening import Opened, open_source, resolve
 from ckpt_tool.sources.sound import UNSOUND, finding, findings_of, row
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.records import DAMAGED
 from ckpt_tool.storage.source import unchanged
+from ckpt_tool.weight_schemes.weights import has_codes
 
 if TYPE_CHECKING:
     from ckpt_tool.device.library import Device

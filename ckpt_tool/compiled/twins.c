@@ -1,5 +1,5 @@
 /* Items of a file that are compared with the first of their kind: what stands around a tensor's bytes, and no byte of
-   the tensor. `formats/containers/dcp_items.py` says what a twin is, and compares one item as this does all of a file.
+   the tensor. `formats/dcp_container/dcp_items.py` says what a twin is, and compares one item as this does all of a file.
 
    Nothing is refused here: what is no twin, or can't be read, is left to the caller. */
 

@@ -1,4 +1,4 @@
-"""Items of a file compared with the first of their kind in one call (`twins.c`); `formats.containers.dcp_items` says
+"""Items of a file compared with the first of their kind in one call (`twins.c`); `formats.dcp_container.dcp_items` says
 what a twin is and has the road without.
 
     compare = ready(items)                               # items: how many there are; None: one by one
@@ -74,7 +74,7 @@ def compare_of(library: ctypes.CDLL) -> Compare:
 
 
 class TwinsShelf(Shelf[Compare]):
-    """The function of twins.c; who asks has enough to do (`formats.containers.dcp_items.MANY`)."""
+    """The function of twins.c; who asks has enough to do (`formats.dcp_container.dcp_items.MANY`)."""
 
     def load(self, library: ctypes.CDLL, path: str) -> Compare:
         return compare_of(library)  # one for all paths

@@ -37,11 +37,11 @@ from ckpt_tool.families.low_rank import (
     adapter_family,
     part_of,
 )
-from ckpt_tool.formats.megatron.adapter import LoraHints, is_swift, tensor_ranks
-from ckpt_tool.formats.peft.lone import PeftHints, without_config
 from ckpt_tool.options.writing import VARIANTS
 from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.sources.config import ARGUMENTS, config_of
+from ckpt_tool.systems.hub.peft.lone import PeftHints, without_config
+from ckpt_tool.systems.megatron.adapter import LoraHints, is_swift, tensor_ranks
 
 if TYPE_CHECKING:
     from ckpt_tool.families.base import Family
@@ -156,7 +156,7 @@ def _refuse_others(chosen: Chosen, source: str) -> None:
 
 def _refuse_ranks(chosen: Chosen) -> None:
     """Raise UsageError E1436 for what several tensor ranks left in a form that is no adapter of the whole weight."""
-    from ckpt_tool.formats.megatron.rules import rule_of
+    from ckpt_tool.systems.megatron.rules import rule_of
 
     run = chosen.all_hints.get(LoraHints)
     ranks = (tensor_ranks(run.model) if run is not None else None) or 1
@@ -486,7 +486,7 @@ def _settings(chosen: Chosen, job: Conversion, config: Mapping[str, Any] | None)
 def _of_peft(
     config: Mapping[str, Any], ranks: Mapping[str, int], common: int, path: str, topk: int, *, lenient: bool
 ) -> AdapterSettings:
-    from ckpt_tool.formats.peft.settings import settings_of
+    from ckpt_tool.systems.hub.peft.settings import settings_of
 
     said = settings_of(config, path, lenient=lenient)
     scaled = {module: said.scaling(module, rank) for module, rank in ranks.items()}

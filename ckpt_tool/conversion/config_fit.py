@@ -20,16 +20,16 @@ from ckpt_tool.conversion.vocabulary import is_vocabulary
 from ckpt_tool.core.target import Wanted
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import InconsistentCheckpoint, InputError, UsageError
-from ckpt_tool.families import mlx
 from ckpt_tool.families.base import HUB, Config
 from ckpt_tool.families.completeness import is_head, missing, strange
 from ckpt_tool.families.registry import FamilyMatch, find
 from ckpt_tool.families.rewrite import Unfitting, unfitting
 from ckpt_tool.families.table import one_of_each
 from ckpt_tool.quantised.kept_whole import found_in
-from ckpt_tool.quantised.scheme import is_of_one_scheme, quantisation
-from ckpt_tool.quantised.weights import DTYPES, FoundWeights, TensorKind
 from ckpt_tool.sources.chosen import Chosen
+from ckpt_tool.systems.hub import mlx_names as mlx
+from ckpt_tool.weight_schemes.scheme import is_of_one_scheme, quantisation
+from ckpt_tool.weight_schemes.weights import DTYPES, FoundWeights, TensorKind
 
 _NO_NAMES = "E1373"  # of `families.registry.find`: the family that the config names has none of the names
 _OF_HUB = (HUB, mlx.NAME)  # what dialects begin with whose names libraries of the hub load

@@ -24,11 +24,11 @@ from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES, Fitting, Format
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
-from ckpt_tool.quantised.weights import CODES, part_of
 from ckpt_tool.sources.chosen import Chosen, Conversion, dtypes_of, extras_left_behind, left_behind, written_as
 from ckpt_tool.sources.config import config_in, quantised_config_in
 from ckpt_tool.sources.select import group_of, refuse_misses
 from ckpt_tool.storage.output.destination import Place
+from ckpt_tool.weight_schemes.weights import CODES, part_of
 
 SHARD_SIZE = "max-shard-size"
 

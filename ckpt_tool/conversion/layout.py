@@ -35,7 +35,7 @@ from ckpt_tool.plan.placing import PlacingRule, Wishes, lay_out, rules_from, sho
 from ckpt_tool.sources.chosen import Chosen
 
 if TYPE_CHECKING:
-    from ckpt_tool.quantised.weights import Units
+    from ckpt_tool.weight_schemes.weights import Units
 
 # of one job: planned whatever the tensors are; the largest so far have some 100,000
 FEW = 1024

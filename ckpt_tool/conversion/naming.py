@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.conversion.mapping_inputs import lines_alike, moves_alone
-from ckpt_tool.conversion.mlx_source import holds_codes, is_from_mlx, is_named_by, refuse_layout
 from ckpt_tool.conversion.optimizer_groups import groups_by_name, renamed_groups
 from ckpt_tool.conversion.tied_head import TIED, as_the_hub_has_it, refuse_to_lose_copies
 from ckpt_tool.conversion.vocabulary import is_vocabulary, without_padding
@@ -24,10 +23,6 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.hints import Dialect, Hint
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InputError, UsageError, near_misses, wrap_os_error
-from ckpt_tool.families import mlx
-from ckpt_tool.formats.hf.saved_by import SavedBy
-from ckpt_tool.formats.megatron.hybrid import shown
-from ckpt_tool.formats.peft.lone import PeftHints
 from ckpt_tool.formats.state_dict.roots import Roots
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import DIALECTS, VARIANTS, Writing
@@ -35,6 +30,11 @@ from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.kept_whole import refuse_to_part
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind
 from ckpt_tool.sources.config import ARGUMENTS, ModelConfig, centred_norms, check_config, config_of, file_config
+from ckpt_tool.systems.hub import mlx_names as mlx
+from ckpt_tool.systems.hub.passes.mlx_source import holds_codes, is_from_mlx, is_named_by, refuse_layout
+from ckpt_tool.systems.hub.peft.lone import PeftHints
+from ckpt_tool.systems.hub.safetensors.saved_by import SavedBy
+from ckpt_tool.systems.megatron.hybrid import shown
 
 if TYPE_CHECKING:
     from ckpt_tool.families.base import Family
@@ -477,7 +477,7 @@ def _refuse_lacking(family: Family, target: str, mapped: Mapped, config: Mapping
 
 def _refuse_codes(odd: Sequence[str], config: Mapping[str, Any] | None, family: str) -> None:
     """Raise InputError E1486 where what no rule takes are the codes of a quantised release: one cause, one line."""
-    from ckpt_tool.quantised.scheme import quantisation
+    from ckpt_tool.weight_schemes.scheme import quantisation
 
     scheme = quantisation(config, odd)
     if scheme is None:
@@ -502,7 +502,7 @@ def _mapped(
 ) -> Mapped:
     """The mapping. Of a quantised release codes may lie in a shape of their own: an error's hint says what helps."""
     from ckpt_tool.families.rewrite import mapping
-    from ckpt_tool.quantised.scheme import quantisation
+    from ckpt_tool.weight_schemes.scheme import quantisation
 
     both = {**config, TIED: False} if target == "meta" and config is not None else config  # as `with_head` wrote them
     try:
@@ -522,13 +522,13 @@ def _hints(target: str, config: Mapping[str, Any] | None, *, renamed: bool) -> t
     """(the hints for the target's format, lines about what it can't say)."""
     hints: list[Hint] = [Dialect(target)]
     if target == "paddle" and config is not None:
-        from ckpt_tool.formats.paddle.job import PaddleHints
+        from ckpt_tool.systems.paddle.job import PaddleHints
 
         plain = {key: value for key, value in config.items() if isinstance(value, str | int | float | bool)}
         hints.append(PaddleHints(config={**plain, "architectures": config.get("architectures")}))
     if target == "meta" and config is not None and renamed:
-        from ckpt_tool.families.config.meta import params_of
-        from ckpt_tool.formats.meta.params import MetaHints
+        from ckpt_tool.systems.meta.config import params_of
+        from ckpt_tool.systems.meta.consolidated.params import MetaHints
 
         params, lost = params_of(config)
         return [*hints, MetaHints(params, None, False)], lost
@@ -552,8 +552,8 @@ def _as_asked(config: Mapping[str, Any] | None, writing: Writing) -> Mapping[str
 
 
 def _by_statements(chosen: Chosen, reading: Reading, writing: Writing) -> Chosen:
-    from ckpt_tool.families.aoa.program import Shards, compile_aoa, read_aoa
     from ckpt_tool.plan.mapping import parameter_shapes
+    from ckpt_tool.systems.paddle.aoa.program import Shards, compile_aoa, read_aoa
 
     file = Path(writing.aoa or "")
     try:

@@ -2,7 +2,7 @@
 
     hf -> safetensors --dtype bf16      dtype is bfloat16 now
     hf -> safetensors --vocab-size N    vocab_size is N
-    paddle -> safetensors               in the hub's words (`families.config.paddle`)
+    paddle -> safetensors               in the hub's words (`systems.paddle.config`)
 
 Only what the written tensors contradict is changed, and each change is a line of the report. Cost: one look at names
 and shapes of the model.
@@ -37,7 +37,7 @@ def config_of_output(
     config_of_source: Mapping[str, Any], chosen: Chosen, fmt: Format, wanted: Wanted, writing: Writing
 ) -> tuple[Mapping[str, Any], list[str]]:
     """(config.json of the output, lines for the report)."""
-    from ckpt_tool.quantised.scheme import without
+    from ckpt_tool.weight_schemes.scheme import without
 
     dialect = chosen.dialect_in(fmt)
     notes = list[str]()
@@ -51,7 +51,7 @@ def config_of_output(
     as_it_was = chosen.home == dialect and chosen.config is None
     if dialect in ("hf", "megatron"):
         if foreign and not as_it_was:
-            from ckpt_tool.families.config.paddle import from_paddle
+            from ckpt_tool.systems.paddle.config import from_paddle
 
             config, more = from_paddle(config)
             notes += more
@@ -59,7 +59,7 @@ def config_of_output(
         if names:
             notes.append(f"{NAME} says one rank for {', '.join(names)}: the degrees were the job's")
     elif dialect == "paddle" and not foreign:
-        from ckpt_tool.families.config.paddle import paddle_config
+        from ckpt_tool.systems.paddle.config import paddle_config
 
         config, more = paddle_config(config)
         notes += more

@@ -117,7 +117,7 @@ NAMES = (
         "layers",
         "--hybrid-layer-pattern none: a HybridModel of Megatron's as a GPTModel",
         asked.has_layer_pattern,
-        "conversion.hybrid_layers:as_gpt",
+        "systems.megatron.passes.hybrid_layers:as_gpt",
     ),
     Pass(
         "names",
@@ -129,7 +129,7 @@ NAMES = (
         "pattern",
         "--hybrid-layer-pattern: a GPTModel as a HybridModel, by the letters of its layers",
         asked.has_layer_pattern,
-        "conversion.hybrid_layers:as_hybrid",
+        "systems.megatron.passes.hybrid_layers:as_hybrid",
     ),
 )
 # As the format keeps them
@@ -187,7 +187,7 @@ FITTING = (
         "header",
         "what the format's files state of the model in their own words (GGUF's metadata)",
         asked.states_model,
-        "conversion.gguf_header:with_metadata",
+        "systems.llamacpp.passes.gguf_metadata:with_metadata",
     ),
 )
 PASSES = (*SELECTION, *NAMES, *FITTING)

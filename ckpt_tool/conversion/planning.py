@@ -52,7 +52,7 @@ def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing)
         wish_of(chosen, fmt, writing) if fmt.holds.own_layout else LayoutWish(),
     )
     if fmt.holds.dialect == "megatron":
-        from ckpt_tool.conversion.megatron_arguments import with_arguments
+        from ckpt_tool.systems.megatron.passes.arguments_from_config import with_arguments
 
         extras, lines = with_arguments(wanted, chosen, fmt)
         wanted = replace(wanted, extras=extras)

@@ -3,7 +3,7 @@
     hf -> safetensors --dtype bf16    tokenizer, README: byte for byte; config.json: corrected (`output_config`)
     hf -> megatron-dist               all of them at the top of the folder, config.json as it was: the way back is exact
     megatron-dist -> safetensors      config.json from Megatron's arguments (`sources.config`)
-    hf -> paddle                      config.json in Paddle's words (`families.config.paddle`)
+    hf -> paddle                      config.json in Paddle's words (`systems.paddle.config`)
     gguf -> safetensors               config.json and the tokenizer's files of the metadata
 
 The one idea: a name is on the list or it is not copied: indexes, optimizers and a job's pickles of another save would
@@ -22,13 +22,13 @@ from ckpt_tool.core.hints import Stated
 from ckpt_tool.core.target import Target, Wanted, whole_file
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import Format
-from ckpt_tool.formats.hf.files import CODE, NESTED, TOKENIZER, is_sidefile, tokenizer_files
-from ckpt_tool.formats.hf.modules import module_files, module_weights
-from ckpt_tool.formats.peft.lone import CONFIG as ADAPTER_CONFIG
+from ckpt_tool.formats.hub_folder.model_files import CODE, NESTED, TOKENIZER, is_sidefile, tokenizer_files
+from ckpt_tool.formats.hub_folder.modules import module_files, module_weights
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.chosen import Chosen
 from ckpt_tool.sources.config import NAME, file_config, files_of_config, tree_of
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.hub.peft.lone import CONFIG as ADAPTER_CONFIG
 
 if TYPE_CHECKING:
     pass
@@ -163,7 +163,7 @@ def _with_tokenizer(target: Target, chosen: Chosen, fmt: Format) -> Target:
         or any(fnmatchcase(file.path, "tokenizer*") for file in target.files)
     ):
         return target
-    from ckpt_tool.conversion.gguf_header import hub_tokenizer
+    from ckpt_tool.systems.llamacpp.passes.gguf_metadata import hub_tokenizer
 
     files, notes = hub_tokenizer(chosen.sources[0])
     whole = tuple(whole_file(name, data) for name, data in files.items())

@@ -4,11 +4,10 @@
 
 optax counts once for all parameters, in int32; optimizers of torch keep a number a parameter beside its moments, in
 fp32, and begin anew without. The count is moved, not copied: it is gone from the extras, so that what a trainer counts
-on is all that says it when the way leads back (`formats.orbax.leaves` makes one count of steps that are equal). fp32
-has every count up to 2^24.
-Sources: optax 0.2.8 `_src/transform.py` (ScaleByAdamState), torch 2.13 `optim/adamw.py` (`_init_group`). Cost: 1 us a
-parameter. What it does not do: several counts, each for some parameters (`optax.multi_transform`).
-"""
+on is all that says it when the way leads back (`systems.jax.orbax.leaves` makes one count of steps that are equal).
+fp32 has every count up to 2^24. Sources: optax 0.2.8 `_src/transform.py` (ScaleByAdamState), torch 2.13
+`optim/adamw.py` (`_init_group`). Cost: 1 us a parameter. What it does not do: several counts, each for some parameters
+(`optax.multi_transform`)."""
 
 from __future__ import annotations
 

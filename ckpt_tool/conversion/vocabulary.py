@@ -181,7 +181,7 @@ _RANKS = 64  # tensor ranks of the largest jobs: a rank pads by less than the mu
 
 def without_padding(chosen: Chosen, config: Mapping[str, Any] | None) -> Chosen:
     """`chosen` without the rows that only fill up Megatron's vocabulary, in every state; counted in the report."""
-    from ckpt_tool.formats.megatron.args import arguments
+    from ckpt_tool.systems.megatron.args import arguments
 
     args = arguments(chosen.sources[0].catalog.extras)
     size = (config or {}).get("vocab_size")

@@ -1,7 +1,7 @@
 """Catalog: what a checkpoint holds, read from headers alone, and the checks that it is whole.
 
 A catalog of 92,000 tensors must open in a fraction of a second, so `tensors` is any Mapping: readers of plain
-formats give a lazy one that makes a `LogicalTensor` when asked (`formats.hf.format`), and `rows()` lists
+formats give a lazy one that makes a `LogicalTensor` when asked (`systems.hub.safetensors.format`), and `rows()` lists
 names, shapes and sizes without making any.
 """
 

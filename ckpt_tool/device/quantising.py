@@ -22,7 +22,7 @@ from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.device.casts import CAST_TILE, UNFIT, kind
 from ckpt_tool.device.descriptors import MOST_ROWS, PackedDescriptors, Strided, filled, magic, magics, number_tiles
 from ckpt_tool.errors import InternalError
-from ckpt_tool.quantised.schemes import SCHEMES, Scheme
+from ckpt_tool.weight_schemes.schemes import SCHEMES, Scheme
 
 # as in box_quantise.cu: of a block, and values of a row that a thread has in registers
 MOST_THREADS = 256

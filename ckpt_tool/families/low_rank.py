@@ -12,7 +12,7 @@ One A is that of all that is fused: read, each has it; written, they must be equ
 dialect CANONICAL is the layout that has one for each (Megatron-Bridge's CanonicalLoRA: q, k, v, gate and up). Ranks are
 settled by each tensor's own shape.
 
-Names: PEFT 0.21.2 (`formats.peft.format`); megatron-bridge 0.6.2 `peft/{utils,canonical_lora,dora_layers}.py`;
+Names: PEFT 0.21.2 (`systems.hub.peft.format`); megatron-bridge 0.6.2 `peft/{utils,canonical_lora,dora_layers}.py`;
 mcore-bridge 1.6.5 `tuners/lora.py` (SWIFT: PEFT's own names inside Megatron). Cost: as the family's own tables. What it
 does not do: experts stacked in one tensor of the hub, biases, embeddings.
 """

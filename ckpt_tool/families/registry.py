@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 from ckpt_tool.algebra.expression import expression
 from ckpt_tool.errors import InputError, UsageError, near_misses
-from ckpt_tool.families import mlx
 from ckpt_tool.families.base import HUB, Config, Family, Shape, Variant
 from ckpt_tool.families.models import FAMILIES, NAMES, family_of_class, known_family, load
 from ckpt_tool.families.rewrite import misfits
 from ckpt_tool.families.table import form_of, instances
+from ckpt_tool.systems.hub import mlx_names as mlx
 
 _KEEP = "or keep the source's names with --dialect keep"
 _LIST = f"`ckpt help families` lists the {len(NAMES)} that there are"

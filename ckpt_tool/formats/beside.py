@@ -8,9 +8,9 @@
 
 `optimizer.state_dict()` knows parameters by number, in the order in which they were given to the optimizer: groups,
 frozen weights and tied ones change it, and weights of one shape may stand for each other. Where one order alone fits
-(`formats.torch.beside_model`) the states are read; else nothing is guessed.
+(`systems.torch.torch_save.beside_model`) the states are read; else nothing is guessed.
 
-torchtune's has torchtune's names, or numbers, and is above the model: `sources.recipe` joins it.
+torchtune's has torchtune's names, or numbers, and is above the model: `systems.trainers.torchtune_recipe` joins it.
 
 Sources: torchtune 0.6.1 `training/checkpointing/` (RECIPE_STATE_DIRNAME); accelerate 1.15.0 `checkpointing.py`
 (OPTIMIZER_NAME), transformers 5.23.0 `trainer.py`.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.formats.containers.dcp_columns import DcpColumns, Ints
+from ckpt_tool.formats.dcp_container.dcp_columns import DcpColumns, Ints
 
 Stands = dict[int, dict[str, int]]  # size << 32 | CRC of a record -> path -> a hash of what it stands for there
 _Hash = Callable[[TensorKey, Chunk, int], int]

@@ -5,10 +5,10 @@
     >>> load("safetensors").holds.dialect
     'hf'
 
-A folder of `formats/` with a `format.py` is a format. Its `__init__.py` holds its `ENTRY` and imports nothing else, its
-`format.py` the `FORMAT` (`formats.base.Format`). Nothing else names it: `--from` and `--to`, detection, the tables of
-the READMEs and the guide (`tests/derive_tables.py`) and the conformance tests go by what lies there. To add one: copy
-`tests/formats/template_format`, and put fixtures under `fixtures/NAME/`.
+A folder `systems/SYSTEM/FORMAT` with a `format.py` is a format. Its `__init__.py` holds its `ENTRY` and imports nothing
+else, its `format.py` the `FORMAT` (`formats.base.Format`). Nothing else names it: `--from` and `--to`, detection, the
+tables of the READMEs and the guide (`tests/derive_tables.py`) and the conformance tests go by what lies there. To add
+one: copy `tests/formats/template_format`, and put fixtures under `fixtures/NAME/`.
 
 Cost: 1.5 ms for the entries of thirteen formats; those that read pickles take 20 ms each to load.
 """
@@ -47,9 +47,15 @@ class Entry(NamedTuple):
 @cache
 def _found() -> dict[str, tuple[Entry, str]]:
     """name -> (its entry, its package), in the entries' order."""
-    here = os.path.dirname(__file__)
-    folders = [name for name in os.listdir(here) if os.path.isfile(os.path.join(here, name, "format.py"))]
-    packages = [f"{__package__}.{folder}" for folder in folders]
+    root = os.path.join(os.path.dirname(os.path.dirname(__file__)), "systems")
+    packages: list[str] = []
+    for system in os.listdir(root):
+        folder = os.path.join(root, system)
+        if not os.path.isdir(folder):
+            continue
+        with_format = [name for name in os.listdir(folder) if os.path.isfile(os.path.join(folder, name, "format.py"))]
+        packages += [f"ckpt_tool.systems.{system}.{name}" for name in with_format]
+
     found: list[tuple[Entry, str]] = [(import_module(package).ENTRY, package) for package in packages]
     return {entry.name: (entry, package) for entry, package in sorted(found, key=lambda pair: pair[0][1::-1])}
 

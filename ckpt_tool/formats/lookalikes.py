@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.base import Evidence, Specificity
-from ckpt_tool.formats.hf.modules import module_files
+from ckpt_tool.formats.hub_folder.modules import module_files
 from ckpt_tool.storage.magic import HEAD, advice, what_is
 from ckpt_tool.storage.source import Tree
 
@@ -122,8 +122,8 @@ LOOKALIKES = (
 def part_of(name: str) -> str:
     """What a file of this name is one of, "" where a single file may be a checkpoint."""
     if name.endswith((".distcp", ".metadata")):
-        from ckpt_tool.formats.containers.dcp_items import DATA
-        from ckpt_tool.formats.containers.dcp_metadata import METADATA
+        from ckpt_tool.formats.dcp_container.dcp_items import DATA
+        from ckpt_tool.formats.dcp_container.dcp_metadata import METADATA
 
         last = name.rpartition("/")[2]
         if DATA.fullmatch(last) or last == METADATA:

@@ -27,7 +27,7 @@ from ckpt_tool.options.values import (
     with_file,
     words,
 )
-from ckpt_tool.quantised.schemes import SCHEMES
+from ckpt_tool.weight_schemes.schemes import SCHEMES
 
 SHARDINGS = ("v1", "v2")  # what Paddle calls its stages of sharding: whole tensors by owner, slices of fused buffers
 EMA_THEN_MODEL = "ema,model"  # of --as-model: where there is no average, the model's own

@@ -25,7 +25,7 @@ NO_WAY = "E1707"
 
 def refuse_blocks(chosen: Chosen, job: Conversion) -> None:
     """Raise UsageError E1706 where tensors of blocks would travel to what has no such type, or under other names."""
-    from ckpt_tool.formats.gguf.types import is_big
+    from ckpt_tool.weight_schemes.ggml_types import is_big
 
     coded = [row.tensor for row in chosen.stored if row.tensor.dtype.coded]
     big = any(is_big(tensor.dtype) for tensor in coded)
@@ -82,7 +82,7 @@ def as_blocks(chosen: Chosen, job: Conversion) -> Chosen:
     E0264 with --plan and --ray."""
     if job.writing.gguf_type is None:
         return chosen
-    from ckpt_tool.formats.gguf.types import of_name
+    from ckpt_tool.weight_schemes.ggml_types import of_name
 
     kind = of_name(job.writing.gguf_type.upper())
     wanted = {key: dtype for key, dtype in chosen.casts.items() if dtype.coded}

@@ -28,9 +28,9 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.installation import install_command
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.gguf.types import NO_FLOATS, GgufType, is_big, kind_of
 from ckpt_tool.quantised.codes import Array, Floats, not_finite, widened
 from ckpt_tool.run.computed import ExactRecipe, Lend, Read, Recipe
+from ckpt_tool.weight_schemes.ggml_types import NO_FLOATS, GgufType, is_big, kind_of
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 NO_LIBRARY = "E1710"

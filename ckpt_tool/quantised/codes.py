@@ -30,9 +30,9 @@ import numpy as np
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import InconsistentCheckpoint
-from ckpt_tool.quantised.weights import TILE
 from ckpt_tool.run.compute import looked_up, numpy_type
 from ckpt_tool.run.computed import Read
+from ckpt_tool.weight_schemes.weights import TILE
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]

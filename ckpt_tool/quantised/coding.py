@@ -37,10 +37,10 @@ from ckpt_tool.quantised.nearest import (
     scales_of,
     whole_of,
 )
-from ckpt_tool.quantised.schemes import Scheme
-from ckpt_tool.quantised.weights import TURNED
 from ckpt_tool.run.compute import cast, numpy_type
 from ckpt_tool.run.computed import ExactRecipe, Read
+from ckpt_tool.weight_schemes.schemes import Scheme
+from ckpt_tool.weight_schemes.weights import TURNED
 
 _TILE = 1 << 18  # elements that are worked on at once
 _BAND = 8 << 20  # bytes of a band that are kept

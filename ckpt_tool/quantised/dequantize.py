@@ -1,8 +1,8 @@
 """`--dequantize`: quantised weights and optimizer states as the floats that they stand for, made while they are read.
 
-Weights (`quantised.weights`) become the dtype of the model's config, bf16 where it says none, or what `--dtype` says;
-their scales, and those of activations and caches, are not written, and neither is what the config says of quantising.
-"""
+Weights (`weight_schemes.weights`) become the dtype of the model's config, bf16 where it says none, or what `--dtype`
+says; their scales, and those of activations and caches, are not written, and neither is what the config says of
+quantising."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from ckpt_tool.formats.state_dict.coded import part_of
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.kept_whole import found_in
-from ckpt_tool.quantised.scheme import DeclaredScheme, section
 from ckpt_tool.quantised.subclasses import header_faults
-from ckpt_tool.quantised.weights import (
+from ckpt_tool.quantised.which import is_conv1d
+from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, refuse_saved_plan, with_computed
+from ckpt_tool.sources.config import quantised_config_in
+from ckpt_tool.weight_schemes.scheme import DeclaredScheme, section
+from ckpt_tool.weight_schemes.weights import (
     CONFIG_KEYS,
     MATRIX,
     OF_127,
@@ -33,9 +36,6 @@ from ckpt_tool.quantised.weights import (
     TensorKind,
     WeightFault,
 )
-from ckpt_tool.quantised.which import is_conv1d
-from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, refuse_saved_plan, with_computed
-from ckpt_tool.sources.config import quantised_config_in
 
 if TYPE_CHECKING:
     from ckpt_tool.families.rewrite import Unfitting

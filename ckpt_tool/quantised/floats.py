@@ -11,7 +11,7 @@ a code of 8 bits times a bf16 is exact in fp32. (fp16 scales of a bf16 model: th
 of gpt-oss is made as (..., rows, columns) and shown turned, as transformers' `convert_moe_packed_tensors` returns it.
 Cost: 3 ns an element for FP8, 4 for FP4. Memory: a block of the executor and as much again.
 
-Quantised optimizer states of Paddle as the floats that they stand for (`formats.paddle.quant` says what is stored).
+Quantised optimizer states of Paddle as the floats that they stand for (`systems.paddle.quant` says what is stored).
 
     w [exp_avg@int8] I8 (4, 8), w [exp_avg@scales] F32 (8,)   ->   w [exp_avg] F32 (4, 8)
 
@@ -43,7 +43,6 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, Path, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
-from ckpt_tool.formats.paddle import quant
 from ckpt_tool.quantised.codes import (
     FP4,
     FP4_MODELOPT,
@@ -58,7 +57,11 @@ from ckpt_tool.quantised.codes import (
     scale,
     unpacked,
 )
-from ckpt_tool.quantised.weights import (
+from ckpt_tool.run.compute import looked_up
+from ckpt_tool.run.computed import Input, Read, Recipe
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.paddle import quant
+from ckpt_tool.weight_schemes.weights import (
     BYTES,
     MATRIX,
     OF_127,
@@ -70,9 +73,6 @@ from ckpt_tool.quantised.weights import (
     Quantised,
     TensorKind,
 )
-from ckpt_tool.run.compute import looked_up
-from ckpt_tool.run.computed import Input, Read, Recipe
-from ckpt_tool.storage.source import Tree
 
 SHAPE = "E1462"
 
@@ -278,7 +278,7 @@ def _fault(name: str, what: str) -> InconsistentCheckpoint:
 
 
 def kinds(tensors: Sequence[LogicalTensor]) -> dict[str, TensorKind]:
-    """Tensors as `quantised.weights.find` takes them."""
+    """Tensors as `weight_schemes.weights.find` takes them."""
     return {tensor.key.name: TensorKind(tensor.dtype, tensor.shape) for tensor in tensors}
 
 

@@ -25,9 +25,9 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.quantised.codes import FP4, Floats, Rectangle, ScaleGrid, halves, of_bytes, rectangles, scale, unpacked
-from ckpt_tool.quantised.weights import AFFINE, Quantised
 from ckpt_tool.run.compute import cast, looked_up, numpy_type
 from ckpt_tool.run.computed import Input, Read, Recipe
+from ckpt_tool.weight_schemes.weights import AFFINE, Quantised
 
 
 @dataclass(frozen=True, eq=False)

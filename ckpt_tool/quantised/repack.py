@@ -21,10 +21,10 @@ from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.dequantize import model_config, refuse_misfits
 from ckpt_tool.quantised.kept_whole import found_in
 from ckpt_tool.quantised.quantize import check_found, modules_that_stay, refuse_names
-from ckpt_tool.quantised.scheme import INEXACT, DeclaredScheme
-from ckpt_tool.quantised.schemes import Packing, packed_config, packed_parts
-from ckpt_tool.quantised.weights import CONFIG_KEYS, MATRIX, QUANTISER_FILES, FoundWeights, Quantised, TensorKind
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, with_computed
+from ckpt_tool.weight_schemes.scheme import INEXACT, DeclaredScheme
+from ckpt_tool.weight_schemes.schemes import Packing, packed_config, packed_parts
+from ckpt_tool.weight_schemes.weights import CONFIG_KEYS, MATRIX, QUANTISER_FILES, FoundWeights, Quantised, TensorKind
 
 if TYPE_CHECKING:
     from ckpt_tool.run.computed import Input, Recipe

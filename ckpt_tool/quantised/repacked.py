@@ -30,8 +30,8 @@ from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.quantised.codes import Array, Rectangle, rectangles
 from ckpt_tool.quantised.matrix import AWQ_ORDER, Words, as_meant, middle
-from ckpt_tool.quantised.scheme import INEXACT
 from ckpt_tool.run.computed import ExactRecipe, Read
+from ckpt_tool.weight_schemes.scheme import INEXACT
 
 ASYMMETRIC = "E1472"
 

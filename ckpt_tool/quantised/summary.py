@@ -17,10 +17,10 @@ from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.quantised.alike import Alike
-from ckpt_tool.quantised.scheme import found_by, quantisation
-from ckpt_tool.quantised.weights import FoundWeights, TensorKind, has_integers
 from ckpt_tool.sources.config import quantised_config_in, read_config
 from ckpt_tool.sources.opening import Opened
+from ckpt_tool.weight_schemes.scheme import found_by, quantisation
+from ckpt_tool.weight_schemes.weights import FoundWeights, TensorKind, has_integers
 
 
 def summary(opened: Opened, reading: Reading, listed: Collection[str] | None) -> dict[str, Any] | None:

@@ -26,10 +26,10 @@ from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, UsageError
 from ckpt_tool.quantised.codes import Floats, as_floats, of_bytes, rectangles
-from ckpt_tool.quantised.weights import Quantised
 from ckpt_tool.run.compute import looked_up
 from ckpt_tool.run.computed import Input, Read, Recipe
 from ckpt_tool.storage.texts.strict_json import parse
+from ckpt_tool.weight_schemes.weights import Quantised
 
 SHAPE = "E1462"
 UNKNOWN = "E1464"

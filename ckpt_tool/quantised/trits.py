@@ -19,8 +19,8 @@ import numpy as np
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.quantised.codes import Floats, Rectangle, as_floats, rectangles
-from ckpt_tool.quantised.weights import TRIT_SCALES, Quantised
 from ckpt_tool.run.computed import Input, Read, Recipe
+from ckpt_tool.weight_schemes.weights import TRIT_SCALES, Quantised
 
 _DIVIDED, _ = TRIT_SCALES
 

@@ -1,12 +1,12 @@
 """The optimizer of an adapter that verl trained in Megatron: in `dist_ckpt/` beside the adapter's files.
 
-    actor/adapter_checkpoint/mp_rank_TT[_PPP][_EEE]_adapter.pt    the adapter (`formats.megatron.adapter_files`)
+    actor/adapter_checkpoint/mp_rank_TT[_PPP][_EEE]_adapter.pt    the adapter (`systems.megatron.legacy.adapter_files`)
     actor/dist_ckpt/    optimizer.state.exp_avg.decoder.layers.self_attention.linear_proj.adapter.linear_in.weight, ...
 
 `MegatronCheckpointManager.generate_state_dict` hands Megatron's optimizer the model's sharded state dict, so its states
-have the model's keys, as a torch_dist has them (`formats.megatron_dist`): an adapter's are called as its tensors are.
-They are joined where every name and shape is the adapter's and no rows lie in an order of the tensor ranks
-(`formats.megatron.adapter.stretches`); else they stay behind, and a note says why.
+have the model's keys, as a torch_dist has them (`systems.megatron.torch_dist`): an adapter's are called as its tensors
+are. They are joined where every name and shape is the adapter's and no rows lie in an order of the tensor ranks
+(`systems.megatron.adapter.stretches`); else they stay behind, and a note says why.
 
 Source: volcengine/verl b178a3cd `utils/checkpoint/megatron_checkpoint_manager.py`,
 `utils/megatron/dist_checkpointing.py`.
@@ -26,12 +26,12 @@ from ckpt_tool.core.tensor import EXTRAS, MODEL, LogicalTensor
 from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import ReadOptions
-from ckpt_tool.formats.megatron.verl_files import STATES, adapter_files, states_beside
 from ckpt_tool.sources.moved import moved
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.megatron.legacy.verl_files import STATES, adapter_files, states_beside
 
 if TYPE_CHECKING:
-    from ckpt_tool.formats.megatron.adapter import LoraHints
+    from ckpt_tool.systems.megatron.adapter import LoraHints
 
 _FOLDER = STATES.rstrip("/")
 
@@ -41,7 +41,7 @@ def with_states(tree: Tree, catalog: Catalog, options: ReadOptions) -> Catalog:
     fault of that folder is in the note."""
     if not states_beside(tree) or not adapter_files(tree).keys() & {*catalog.files}:
         return catalog
-    from ckpt_tool.formats.megatron.adapter import LoraHints
+    from ckpt_tool.systems.megatron.adapter import LoraHints
 
     lora = catalog.hints.get(LoraHints)
     if lora is None:
@@ -77,7 +77,7 @@ def _left(catalog: Catalog, why: str) -> Catalog:
 
 def _unlike(catalog: Catalog, states: Collection[LogicalTensor], lora: LoraHints) -> Iterator[str]:
     """What keeps states from being those of the adapter."""
-    from ckpt_tool.formats.megatron.adapter import is_gated, stretches
+    from ckpt_tool.systems.megatron.adapter import is_gated, stretches
 
     shapes = {key.name: tensor.shape for key, tensor in catalog.tensors.items()}
     ranks = catalog.mesh.to_json().get("tp", 1)

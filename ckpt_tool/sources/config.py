@@ -3,8 +3,8 @@
 In the hub's words it comes from `--config`, config.json, or Megatron's arguments:
 
     config.json beside the weights               as it is
-    Meta's params.json, nothing beside           what it says (`families.config.meta`)
-    GGUF's metadata, nothing beside              what it says (`families.config.gguf`)
+    Meta's params.json, nothing beside           what it says (`systems.meta.config`)
+    GGUF's metadata, nothing beside              what it says (`systems.llamacpp.config`)
     Megatron's arguments, nothing beside         what they say (`families.config.translation`)
     both                                         config.json, with what the arguments say otherwise, noted
 
@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpt_tool.core.hints import Stated
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CorruptFile, InputError, UsageError, wrap_os_error
-from ckpt_tool.formats.hf.files import NESTED, is_sidefile
+from ckpt_tool.formats.hub_folder.model_files import NESTED, is_sidefile
 from ckpt_tool.options.reading import Reading
-from ckpt_tool.quantised.weights import CONFIG_KEYS, QUANTISER_FILES
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.texts.strict_json import parse
+from ckpt_tool.weight_schemes.weights import CONFIG_KEYS, QUANTISER_FILES
 
 if TYPE_CHECKING:
     from ckpt_tool.sources.opening import Opened
@@ -106,7 +106,7 @@ def _with_quantisation(config: Mapping[str, Any] | None, tree: Tree) -> Mapping[
     if not files:
         return config
 
-    from ckpt_tool.quantised.scheme import of_quantiser, section
+    from ckpt_tool.weight_schemes.scheme import of_quantiser, section
 
     if config is not None and section(config) is not None:
         return config
@@ -216,7 +216,7 @@ def config_of(opened: Opened, reading: Reading | None = None, family: str | None
 
 def _beside(args: Mapping[str, Any]) -> dict[str, Any]:
     """What the arguments say of the tensors alone."""
-    from ckpt_tool.formats.megatron.args import torch_dtype
+    from ckpt_tool.systems.megatron.args import torch_dtype
 
     dtype = torch_dtype(args.get("params_dtype"))
     rows = args.get("vocab_size") or args.get("padded_vocab_size")
@@ -235,12 +235,12 @@ def file_config(opened: Opened) -> Mapping[str, Any] | None:
 
 def meta_config(opened: Opened) -> Mapping[str, Any] | None:
     """What Meta's params.json says, None where the source has none."""
-    from ckpt_tool.formats.meta.params import MetaHints
+    from ckpt_tool.systems.meta.consolidated.params import MetaHints
 
     own = opened.catalog.hints.get(MetaHints)
     if own is None or own.params is None:
         return None
-    from ckpt_tool.families.config.meta import hub_config
+    from ckpt_tool.systems.meta.config import hub_config
 
     return hub_config(own.params, {row.name: row.shape for row in opened.catalog.rows()})
 
@@ -252,7 +252,7 @@ def stated_config(opened: Opened) -> Mapping[str, Any] | None:
     own = opened.catalog.hints.get(Stated)
     if own is None:
         return None
-    from ckpt_tool.families.config.gguf import hub_config
+    from ckpt_tool.systems.llamacpp.config import hub_config
 
     shapes = {row.name: row.dtype.elements(row.shape) for row in opened.catalog.rows()}
     return hub_config(own.values, shapes, _rope_freqs(opened))
@@ -262,14 +262,14 @@ def _foreign(opened: Opened) -> InputError | None:
     own = opened.catalog.hints.get(Stated)
     if own is None:
         return None
-    from ckpt_tool.families.config.gguf import foreign
+    from ckpt_tool.systems.llamacpp.config import foreign
 
     return foreign(own.values)
 
 
 def _rope_freqs(opened: Opened) -> tuple[float, ...]:
     """The few numbers that llama.cpp keeps of Llama 3's rope, () where there are none."""
-    from ckpt_tool.families.config.gguf import ROPE_FREQS
+    from ckpt_tool.systems.llamacpp.config import ROPE_FREQS
 
     tensor = opened.catalog.tensors.get(TensorKey(ROPE_FREQS))
     if tensor is None or tensor.dtype.name != "F32" or tensor.numel > 4096 or len(tensor.chunks) != 1:
@@ -283,11 +283,11 @@ def model_arguments(opened: Opened) -> dict[str, Any]:
     extras = opened.catalog.extras
     args: Mapping[str, Any]
     if "args" in extras:
-        from ckpt_tool.formats.megatron.args import arguments
+        from ckpt_tool.systems.megatron.args import arguments
 
         args = arguments(extras)
     elif opened.catalog.format.startswith("megatron"):
-        from ckpt_tool.formats.megatron.adapter import LoraHints
+        from ckpt_tool.systems.megatron.adapter import LoraHints
 
         run = opened.catalog.hints.get(LoraHints)
         args = run.arguments if run is not None else {}
@@ -300,7 +300,7 @@ def centred_norms(opened: Opened) -> bool | None:
     """Do Megatron's norms multiply by 1 + weight (`--apply-layernorm-1p`)? None where nothing states it."""
     if "args" not in opened.catalog.extras:
         return None
-    from ckpt_tool.formats.megatron.args import arguments
+    from ckpt_tool.systems.megatron.args import arguments
 
     args = arguments(opened.catalog.extras)
     for name in ("layernorm_zero_centered_gamma", "apply_layernorm_1p"):

@@ -28,8 +28,6 @@ from ckpt_tool.formats.base import Format, ReadOptions, Specificity, ranks_of
 from ckpt_tool.formats.beside import RECIPE_OF_RUN, has_recipe
 from ckpt_tool.formats.copies import look_for_copies
 from ckpt_tool.formats.lookalikes import part_of
-from ckpt_tool.formats.megatron.pointer import RELEASE
-from ckpt_tool.formats.peft.lone import is_adapter, note_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.adapter_states import with_states
 from ckpt_tool.sources.config import read_config
@@ -38,6 +36,8 @@ from ckpt_tool.sources.steps import POINTERS, pointed, run_below, runs_in, steps
 from ckpt_tool.storage.magic import LFS_LIMIT, is_lfs_pointer
 from ckpt_tool.storage.pickles.pickle_globals import class_of, users_own
 from ckpt_tool.storage.source import Tree, safe_relative
+from ckpt_tool.systems.hub.peft.lone import is_adapter, note_of
+from ckpt_tool.systems.megatron.pointer import RELEASE
 
 if TYPE_CHECKING:
     from ckpt_tool.report.holdings import Checkpoint
@@ -176,7 +176,7 @@ def _opened(given: Tree, reading: Reading) -> Opened:
         note = Note("W-links", f"not read: {'; '.join(_odd_links(given, tree))} ({FOLLOW})")
         catalog = replace(catalog, notes=(*catalog.notes, note))
     if tree is not given and has_recipe(given):  # what reads it reads pickles
-        from ckpt_tool.sources.recipe import with_recipe
+        from ckpt_tool.systems.trainers.torchtune_recipe import with_recipe
 
         catalog, whole = with_recipe(given, tree, catalog, reading)
         if whole:
@@ -346,7 +346,7 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
             return inner, f"{only}, {why}"
         return below, only
     if has_recipe(tree):
-        from ckpt_tool.sources.recipe import newest_with_recipe
+        from ckpt_tool.systems.trainers.torchtune_recipe import newest_with_recipe
 
         if newest := newest_with_recipe(tree, steps):
             return tree.below(newest), f"{RECIPE_OF_RUN} goes on from {newest}"

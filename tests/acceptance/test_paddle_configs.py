@@ -17,9 +17,9 @@ import pytest
 import transformers
 from test_paddle_loads import program, pytestmark
 
-from ckpt_tool.families.config.paddle import from_paddle, paddle_config
 from ckpt_tool.families.config.words import OTHER_WORDS
 from ckpt_tool.families.models import CLASSES
+from ckpt_tool.systems.paddle.config import from_paddle, paddle_config
 
 __all__ = ["pytestmark"]
 SMALL = {

@@ -16,7 +16,7 @@ from tiling import check_tiling
 from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.algebra.piece import apply
 from ckpt_tool.errors import UsageError
-from ckpt_tool.families.aoa.program import AoaText, Shards, compile_aoa, read_aoa
+from ckpt_tool.systems.paddle.aoa.program import AoaText, Shards, compile_aoa, read_aoa
 
 Arrays = dict[str, np.ndarray]
 MODEL = {

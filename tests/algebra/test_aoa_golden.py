@@ -15,7 +15,7 @@ from tiling import check_tiling
 
 from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.algebra.piece import apply
-from ckpt_tool.families.aoa.program import Shards, compile_aoa, steps_for
+from ckpt_tool.systems.paddle.aoa.program import Shards, compile_aoa, steps_for
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "paddle-aoa"
 RANDOM: list[dict[str, Any]] = json.loads((FIXTURES / "random.json").read_text())["cases"]

@@ -142,7 +142,7 @@ def build(folder: Path) -> None:
 CHILD = """
 import resource, time
 start = time.perf_counter()
-from ckpt_tool.formats.hf.format import FORMAT
+from ckpt_tool.systems.hub.safetensors.format import FORMAT
 from ckpt_tool.storage.source import Tree
 tree = Tree({folder!r})
 loaded = time.perf_counter()

@@ -76,7 +76,7 @@ def write_training(out: str) -> None:
     from ckpt_tool.core.mesh import Mesh
     from ckpt_tool.core.target import Wanted, WantedTensor
     from ckpt_tool.core.tensor import TensorKey
-    from ckpt_tool.formats.sharded.format import FORMAT
+    from ckpt_tool.systems.ckpt.sharded.format import FORMAT
 
     shapes = {name: shape for name, _, shape in deepseek_shape.tensors() if not name.endswith("_scale_inv")}
     wanted = [

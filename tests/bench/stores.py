@@ -242,8 +242,8 @@ def measured(way: str, bucket: str, objects: list[tuple[str, int]], server: int)
 
 
 _LATER = (  # what the command imports when it sees what it is given
-    "ckpt_tool.formats.hf.format",
-    "ckpt_tool.formats.dcp.format",
+    "ckpt_tool.systems.hub.safetensors.format",
+    "ckpt_tool.systems.torch.dcp.format",
     "ckpt_tool.conversion.writing",
     "ckpt_tool.run.scan",
     "ckpt_tool.run.upload",

@@ -165,7 +165,7 @@ def _write_safetensors(path: Path, entries: list[tuple[str, tuple[int, ...]]], g
 
 def write_training(out: Path, shape: Shape) -> None:
     """A `sharded` checkpoint of one rank: the model in bf16, AdamW's two moments in fp32 and a step a parameter."""
-    from ckpt_tool.formats.sharded.format import FORMAT
+    from ckpt_tool.systems.ckpt.sharded.format import FORMAT
 
     states = (("model", "BF16"), ("exp_avg", "F32"), ("exp_avg_sq", "F32"))
     wanted = [

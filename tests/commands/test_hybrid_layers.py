@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 import ckpt_tool as ckpt
 from ckpt_tool.api import convert, diff
 from ckpt_tool.errors import Incomplete, UsageError
-from ckpt_tool.formats.megatron.args import arguments
-from ckpt_tool.formats.megatron.hybrid import Unfit, across, letters_of, shown
+from ckpt_tool.systems.megatron.args import arguments
+from ckpt_tool.systems.megatron.hybrid import Unfit, across, letters_of, shown
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 GOLDEN = json.loads((FIXTURES / "hybrid.json").read_text())
@@ -100,7 +100,7 @@ def _keys(folder: Path) -> set[str]:
     from ckpt_tool.storage.source import Tree
 
     tree = Tree(str(folder))
-    from ckpt_tool.formats.containers.dcp_metadata import read_listing
+    from ckpt_tool.formats.dcp_container.dcp_metadata import read_listing
 
     step = next(path.rpartition("/")[0] for path in tree.listing() if path.endswith("/.metadata"))
     return set(read_listing(tree, f"{step}/", (".metadata",)).tensors)

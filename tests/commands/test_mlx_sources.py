@@ -13,9 +13,9 @@ from safetensors.numpy import load_file, save_file
 
 import ckpt_tool as ckpt
 from ckpt_tool.errors import CkptError, InputError
-from ckpt_tool.families import mlx
 from ckpt_tool.families.models import FAMILIES
 from ckpt_tool.families.registry import by_name, find
+from ckpt_tool.systems.hub import mlx_names as mlx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "families"))
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 import ckpt_tool as ckpt
 from ckpt_tool.core.urls import full_url, hide_secrets
 from ckpt_tool.errors import CkptError
-from ckpt_tool.formats.hf.files import choose
+from ckpt_tool.formats.hub_folder.model_files import choose
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

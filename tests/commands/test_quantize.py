@@ -25,7 +25,7 @@ from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.quantised import coding
 from ckpt_tool.quantised.figures import GRAIN, Figures
-from ckpt_tool.quantised.schemes import SCHEMES
+from ckpt_tool.weight_schemes.schemes import SCHEMES
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}

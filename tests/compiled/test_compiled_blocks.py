@@ -21,16 +21,16 @@ from ckpt_tool.compiled.library import CompiledLibrary, CTerm
 from ckpt_tool.compiled.loading import PATHS, Opened
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
-from ckpt_tool.formats.gguf.types import of_name
 from ckpt_tool.merging.averages import Linear
 from ckpt_tool.quantised import blocks as gguf_blocks
 from ckpt_tool.quantised import nearest
 from ckpt_tool.quantised.blocks import BlocksOfFloats, FloatsOfBlocks
 from ckpt_tool.quantised.nearest import Error, ValuePlace, Values, codes_of, largest
-from ckpt_tool.quantised.schemes import SCHEMES
 from ckpt_tool.run.compute import cast
 from ckpt_tool.run.computed import ComputedTree, Input
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.weight_schemes.ggml_types import of_name
+from ckpt_tool.weight_schemes.schemes import SCHEMES
 
 NUMPY = {"F32": np.float32, "BF16": ml_dtypes.bfloat16}
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"

@@ -25,8 +25,8 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import ChunkColumns, plainly_tile
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import copies
-from ckpt_tool.formats.containers.dcp_columns import Arrays, DcpColumns, Pieces, PieceTable
 from ckpt_tool.formats.copies import look_for_copies
+from ckpt_tool.formats.dcp_container.dcp_columns import Arrays, DcpColumns, Pieces, PieceTable
 from ckpt_tool.formats.registry import by_name
 from ckpt_tool.storage.pickles import pickle_reader as pickles
 from ckpt_tool.storage.source import Tree

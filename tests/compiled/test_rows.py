@@ -18,9 +18,9 @@ from ckpt_tool.compiled import VARIABLE, rows
 from ckpt_tool.compiled.loading import Opened
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.errors import CkptError
-from ckpt_tool.formats.containers import dcp_metadata
-from ckpt_tool.formats.containers.dcp_metadata import DcpTensorEntry, ObjectEntry, pickled, read_listing
-from ckpt_tool.formats.containers.dcp_pieces import DcpPiece
+from ckpt_tool.formats.dcp_container import dcp_metadata
+from ckpt_tool.formats.dcp_container.dcp_metadata import DcpTensorEntry, ObjectEntry, pickled, read_listing
+from ckpt_tool.formats.dcp_container.dcp_pieces import DcpPiece
 from ckpt_tool.storage.pickles import pickle_rows
 from ckpt_tool.storage.source import Tree
 

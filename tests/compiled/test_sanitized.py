@@ -68,7 +68,7 @@ from ckpt_tool.compiled import library
 shelf = library.BlocksShelf()
 calls = shelf.load(ctypes.CDLL(sys.argv[1]), "")
 assert shelf.trial(calls) == ""
-from ckpt_tool.formats.gguf.types import kind_of, of_name
+from ckpt_tool.weight_schemes.ggml_types import kind_of, of_name
 rng = np.random.default_rng(1)
 for name in sorted(library.FLOATS):
     kind = kind_of(of_name(name))

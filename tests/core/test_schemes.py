@@ -7,9 +7,9 @@ from math import prod
 import pytest
 
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.quantised.scheme import quantisation
-from ckpt_tool.quantised.schemes import SCHEMES, config_of, laid_out
-from ckpt_tool.quantised.weights import find
+from ckpt_tool.weight_schemes.scheme import quantisation
+from ckpt_tool.weight_schemes.schemes import SCHEMES, config_of, laid_out
+from ckpt_tool.weight_schemes.weights import find
 
 SHAPES = [(128, 128), (1, 256), (300, 384), (576, 7168), (2, 200, 256)]
 

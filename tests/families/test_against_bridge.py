@@ -26,12 +26,13 @@ from ckpt_tool.families.completeness import missing, strange
 from ckpt_tool.families.models import FAMILIES
 from ckpt_tool.families.registry import find
 from ckpt_tool.families.rewrite import mapping
-from ckpt_tool.formats.containers.dcp_metadata import read_listing
-from ckpt_tool.formats.megatron import names, rules
-from ckpt_tool.formats.megatron.args import MegatronFacts
+from ckpt_tool.formats.dcp_container.dcp_metadata import read_listing
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.megatron import rules
+from ckpt_tool.systems.megatron import stored_names as names
+from ckpt_tool.systems.megatron.args import MegatronFacts
 
 Arrays = dict[str, np.ndarray]
 GOLDEN = Path(__file__).parents[2] / "fixtures" / "bridge"
@@ -63,7 +64,8 @@ def hub_of(document: dict[str, Any]) -> Arrays:
 
 
 def arrays_of(tensors: dict[str, Any], *, by_head: bool = False) -> Arrays:
-    """Megatron's tensors under the names of our dialect: `formats.megatron.names` knows Transformer Engine's. by_head:
+    """Megatron's tensors under the names of our dialect: `systems.megatron.stored_names` knows Transformer Engine's.
+    by_head:
     of mcore-bridge, whose gated delta nets have rows by key head."""
     found: Arrays = {}
     for name, (shape, runs) in tensors.items():

@@ -19,7 +19,7 @@ from ckpt_tool.commands.convert import convert, reshard
 from ckpt_tool.core.attention_window import stated_windows
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import InputError
-from ckpt_tool.formats.containers.dcp_metadata import read_listing
+from ckpt_tool.formats.dcp_container.dcp_metadata import read_listing
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.storage.source import Tree

@@ -14,7 +14,6 @@ import pytest
 from family_models import REMOTE
 
 from ckpt_tool.conversion.output_config import corrected
-from ckpt_tool.families.config.paddle import from_paddle, paddle_config
 from ckpt_tool.families.config.translation import (
     contradictions,
     differing,
@@ -24,6 +23,7 @@ from ckpt_tool.families.config.translation import (
 )
 from ckpt_tool.families.config.words import OTHER_WORDS
 from ckpt_tool.families.models import CLASSES, family_of
+from ckpt_tool.systems.paddle.config import from_paddle, paddle_config
 
 transformers = pytest.importorskip("transformers")
 remote_models = pytest.importorskip("remote_models")

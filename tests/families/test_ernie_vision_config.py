@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tool.families.config.ernie_vision import flat, is_flat, is_nested, nested
-from ckpt_tool.families.config.paddle import from_paddle, paddle_config
+from ckpt_tool.systems.paddle.config import from_paddle, paddle_config
 
 SAVED = Path(__file__).parents[2] / "fixtures" / "families" / "ernie4_5_vl_moe"
 # What baidu's ERNIE-4.5-VL-28B-A3B config.json states, as far as sizes go

@@ -15,9 +15,9 @@ import pytest
 
 from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.algebra.piece import apply
-from ckpt_tool.families.aoa.program import compile_aoa
 from ckpt_tool.families.models import FAMILIES
 from ckpt_tool.families.rewrite import mapping
+from ckpt_tool.systems.paddle.aoa.program import compile_aoa
 
 CASES: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[2] / "fixtures" / "paddle-aoa" / "families.json").read_text()

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from ckpt_tool.algebra.element_map import element_map, joined
 from ckpt_tool.cli import run
-from ckpt_tool.families.maxtext import both, cycles
+from ckpt_tool.systems.jax.maxtext_names import both, cycles
 
 MADE = Path(__file__).parents[2] / "fixtures" / "maxtext"
 CASES = [(path.parent.name, path.name) for path in sorted(MADE.glob("*/*scanned"))]

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.algebra.piece import apply
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
-from ckpt_tool.families.config.meta import hub_config, params_of, width
 from ckpt_tool.families.registry import by_name, find
 from ckpt_tool.families.rewrite import mapping
+from ckpt_tool.systems.meta.config import hub_config, params_of, width
 
 LLAMA2 = {"dim": 48, "n_layers": 2, "n_heads": 6, "multiple_of": 16, "norm_eps": 1e-5, "vocab_size": -1}
 LLAMA3 = {

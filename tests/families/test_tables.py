@@ -17,12 +17,12 @@ from tiling import check_tiling
 import ckpt_tool.families.models
 from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.algebra.piece import apply
-from ckpt_tool.families import maxtext
 from ckpt_tool.families.base import Family
 from ckpt_tool.families.models import FAMILIES
 from ckpt_tool.families.registry import by_name
 from ckpt_tool.families.rewrite import mapping, sizes_of
 from ckpt_tool.families.table import form_of, instances
+from ckpt_tool.systems.jax import maxtext_names as maxtext
 
 FOLDER = Path(ckpt_tool.families.models.__file__).parent
 PAIRS = [(family.name, dialect) for family in FAMILIES for dialect in family.dialects]

@@ -8,8 +8,8 @@ from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.target import WantedTensor
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.formats.containers import dcp_item_files
-from ckpt_tool.formats.containers.dcp_item_files import ItemFiles, StoredItem, TensorShare
+from ckpt_tool.formats.dcp_container import dcp_item_files
+from ckpt_tool.formats.dcp_container.dcp_item_files import ItemFiles, StoredItem, TensorShare
 
 TENSORS = [WantedTensor(TensorKey(f"experts.{number}"), (6, 5), DTYPES["BF16"]) for number in range(8)]
 CUT = (

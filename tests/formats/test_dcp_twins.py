@@ -14,9 +14,9 @@ from targets import bits, gather, ramp
 from ckpt_tool.compiled import twins
 from ckpt_tool.core.tensor import LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError
-from ckpt_tool.formats.containers import dcp_items
-from ckpt_tool.formats.containers.dcp_items import DcpItems
-from ckpt_tool.formats.containers.dcp_metadata import DcpListing, pickled, read_listing
+from ckpt_tool.formats.dcp_container import dcp_items
+from ckpt_tool.formats.dcp_container.dcp_items import DcpItems
+from ckpt_tool.formats.dcp_container.dcp_metadata import DcpListing, pickled, read_listing
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.torch_files.torchzip import TorchZip
 

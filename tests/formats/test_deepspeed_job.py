@@ -11,10 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tool.core.flat_line import FlatLine
-from ckpt_tool.formats.deepspeed import job as jobs
-from ckpt_tool.formats.deepspeed.files import EXPERT, LAYER, MODEL, MODEL3, OPTIM, PLAIN_EXPERTS, sort_files
-from ckpt_tool.formats.deepspeed.job import FlatGroup, ZeroJob
-from ckpt_tool.formats.deepspeed.names import expert_name_of, first_rank, global_name, global_names, layer_and_local
+from ckpt_tool.systems.deepspeed import job as jobs
+from ckpt_tool.systems.deepspeed.files import EXPERT, LAYER, MODEL, MODEL3, OPTIM, PLAIN_EXPERTS, sort_files
+from ckpt_tool.systems.deepspeed.job import FlatGroup, ZeroJob
+from ckpt_tool.systems.deepspeed.stored_names import (
+    expert_name_of,
+    first_rank,
+    global_name,
+    global_names,
+    layer_and_local,
+)
 
 numels = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 ranks = st.integers(1, 7)

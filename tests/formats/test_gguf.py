@@ -20,12 +20,12 @@ from safetensors.torch import save_file as save_torch
 
 from ckpt_tool.cli import run
 from ckpt_tool.commands.inspect import inspect
-from ckpt_tool.families.config.gguf import ARCHITECTURES, hub_config, metadata, rope_factors, shortest
 from ckpt_tool.families.models import FAMILIES, family_of
-from ckpt_tool.formats.gguf.header import read_header, value_of
-from ckpt_tool.formats.gguf.tokenizer import PRE, pieces_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.llamacpp.config import ARCHITECTURES, hub_config, metadata, rope_factors, shortest
+from ckpt_tool.systems.llamacpp.gguf.header import read_header, value_of
+from ckpt_tool.systems.llamacpp.gguf.tokenizer import PRE, pieces_of
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 MADE = FIXTURES / "gguf-made"

@@ -14,10 +14,18 @@ import pytest
 
 from ckpt_tool.cli import run
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.gguf.header import read_header, value_of
-from ckpt_tool.formats.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNUSED, USER, TokenizerFiles, tokenizer_pairs
-from ckpt_tool.formats.gguf.tokenizer_files import UNSAID, tokenizer_files
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.llamacpp.gguf.header import read_header, value_of
+from ckpt_tool.systems.llamacpp.gguf.tokenizer import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNUSED,
+    USER,
+    TokenizerFiles,
+    tokenizer_pairs,
+)
+from ckpt_tool.systems.llamacpp.gguf.tokenizer_files import UNSAID, tokenizer_files
 
 MADE = Path(__file__).parents[2] / "fixtures/gguf-made"
 Pairs = dict[str, Any]

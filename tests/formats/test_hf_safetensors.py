@@ -24,10 +24,10 @@ from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, InternalError, UsageError
 from ckpt_tool.formats.base import ReadOptions, Specificity
-from ckpt_tool.formats.hf import files as hf_files
-from ckpt_tool.formats.hf import index as hf_index
-from ckpt_tool.formats.hf.format import FORMAT, pack
+from ckpt_tool.formats.hub_folder import index as hf_index
+from ckpt_tool.formats.hub_folder import model_files as hf_files
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.hub.safetensors.format import FORMAT, pack
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "fixtures" / "safetensors"

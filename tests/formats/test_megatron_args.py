@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_tool.formats.megatron.args import facts_of, with_spec
-from ckpt_tool.formats.megatron.names import GROUPED, SEQUENTIAL, TE_GROUPED
+from ckpt_tool.systems.megatron.args import facts_of, with_spec
+from ckpt_tool.systems.megatron.stored_names import GROUPED, SEQUENTIAL, TE_GROUPED
 
 DENSE = {"num_layers": 4, "transformer_impl": "local", "num_experts": None}
 MOE = {"num_layers": 4, "transformer_impl": "local", "num_experts": 8, "moe_grouped_gemm": True}

@@ -36,21 +36,21 @@ from ckpt_tool.core.target import LayoutWish
 from ckpt_tool.core.tensor import Chunk, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats import registry
-from ckpt_tool.formats.containers.dcp_metadata import DcpTensorEntry
-from ckpt_tool.formats.containers.dcp_pieces import DcpPiece
-from ckpt_tool.formats.megatron import names
-from ckpt_tool.formats.megatron.args import MegatronFacts
-from ckpt_tool.formats.megatron.hints import DistHints
-from ckpt_tool.formats.megatron.job import JobRanks, MegatronJob, MegatronRank, turned
-from ckpt_tool.formats.megatron.stages import from_counts
-from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
-from ckpt_tool.formats.megatron_dist import state as megatron_dist_state
-from ckpt_tool.formats.megatron_dist.format import FORMAT
-from ckpt_tool.formats.megatron_dist.keys import name_of, parse, parse_object
-from ckpt_tool.formats.megatron_dist.read import apart, chunks_of
+from ckpt_tool.formats.dcp_container.dcp_metadata import DcpTensorEntry
+from ckpt_tool.formats.dcp_container.dcp_pieces import DcpPiece
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.megatron import stored_names as names
+from ckpt_tool.systems.megatron.args import MegatronFacts
+from ckpt_tool.systems.megatron.hints import DistHints
+from ckpt_tool.systems.megatron.job import JobRanks, MegatronJob, MegatronRank, turned
+from ckpt_tool.systems.megatron.stages import from_counts
+from ckpt_tool.systems.megatron.torch_dist import folder as megatron_dist_folder
+from ckpt_tool.systems.megatron.torch_dist import state as megatron_dist_state
+from ckpt_tool.systems.megatron.torch_dist.format import FORMAT
+from ckpt_tool.systems.megatron.torch_dist.keys import name_of, parse, parse_object
+from ckpt_tool.systems.megatron.torch_dist.read import apart, chunks_of
 
 HALVES = Hints.of(DistHints(("singletons", "halves"), {}, common_file=True, integrity=False))
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.target import WantedTensor
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.formats.megatron_dist.alike import classes, spot_of
+from ckpt_tool.systems.megatron.torch_dist.alike import classes, spot_of
 
 NUMBERS = st.sampled_from(["0", "1", "7", "03", "12", "1234567890", "\N{ARABIC-INDIC DIGIT THREE}"])
 WORDS = st.sampled_from(

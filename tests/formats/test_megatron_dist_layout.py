@@ -16,9 +16,9 @@ from ckpt_tool.core.extras import Opaque
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.megatron.args import DIMS
-from ckpt_tool.formats.megatron_dist.layout import DistLayout
-from ckpt_tool.formats.megatron_dist.stored_state import stored_state
+from ckpt_tool.systems.megatron.args import DIMS
+from ckpt_tool.systems.megatron.torch_dist.layout import DistLayout
+from ckpt_tool.systems.megatron.torch_dist.stored_state import stored_state
 
 NAMES = {
     "embedding.word_embeddings.weight": (8, 4),

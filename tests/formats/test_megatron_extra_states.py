@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.core.progress import Silent
-from ckpt_tool.formats.megatron.extra_states import holds_scales
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.opening import open_source
+from ckpt_tool.systems.megatron.extra_states import holds_scales
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 DIST = FIXTURES / "megatron-dist" / "fp8_tp2"

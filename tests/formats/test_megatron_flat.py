@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tool.formats.megatron.optimizer import default_bucket_size, lay_flat
+from ckpt_tool.systems.megatron.optimizer import default_bucket_size, lay_flat
 
 
 def slow(numels, shared, bucket_size, data_ranks):

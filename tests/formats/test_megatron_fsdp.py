@@ -25,7 +25,7 @@ from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
-from ckpt_tool.formats.containers.dcp_metadata import (
+from ckpt_tool.formats.dcp_container.dcp_metadata import (
     METADATA,
     DcpListing,
     DcpTensorEntry,
@@ -33,14 +33,14 @@ from ckpt_tool.formats.containers.dcp_metadata import (
     pickled,
     read_listing,
 )
-from ckpt_tool.formats.megatron_fsdp import read as fsdp_read
-from ckpt_tool.formats.megatron_fsdp.keys import parse
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Comparison
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.megatron.fsdp_dtensor import read as fsdp_read
+from ckpt_tool.systems.megatron.fsdp_dtensor.keys import parse
 
 HOME = FIXTURES / "megatron-fsdp"
 CASES = sorted(path.name.removesuffix(".truth.safetensors") for path in HOME.glob("*.truth.safetensors"))

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.formats.megatron import names
-from ckpt_tool.formats.megatron.args import MegatronFacts
-from ckpt_tool.formats.megatron.job import EMBEDDING, JobRanks, MegatronJob, MegatronRank
-from ckpt_tool.formats.megatron.stages import from_counts
+from ckpt_tool.systems.megatron import stored_names as names
+from ckpt_tool.systems.megatron.args import MegatronFacts
+from ckpt_tool.systems.megatron.job import EMBEDDING, JobRanks, MegatronJob, MegatronRank
+from ckpt_tool.systems.megatron.stages import from_counts
 
 EXPERTS = 4
 LAYER = {

@@ -17,14 +17,14 @@ from ckpt_tool.commands.convert import convert
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError
-from ckpt_tool.formats.megatron.args import facts_of
-from ckpt_tool.formats.megatron.chains import SAYS_ADAM, chain_members, dealt, matrices_at
-from ckpt_tool.formats.megatron.groups import chained, groups_of
-from ckpt_tool.formats.megatron.job import RankArray
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.sources.opening import open_source
+from ckpt_tool.systems.megatron.args import facts_of
+from ckpt_tool.systems.megatron.chains import SAYS_ADAM, chain_members, dealt, matrices_at
+from ckpt_tool.systems.megatron.groups import chained, groups_of
+from ckpt_tool.systems.megatron.job import RankArray
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 FILES = FIXTURES / "megatron" / "muon_files_tp2dp2"
@@ -136,8 +136,8 @@ def test_parallel_experts_are_dealt_apart_and_the_rest_is_told_by_its_norms():
 
 
 def test_data_ranks_of_context_parallel_groups_wrote_over_each_other():
-    from ckpt_tool.formats.megatron.chains import shares_beside
-    from ckpt_tool.formats.megatron.job import MegatronRank
+    from ckpt_tool.systems.megatron.chains import shares_beside
+    from ckpt_tool.systems.megatron.job import MegatronRank
 
     degrees = {"tp": 1, "ep": 1, "etp": 1, "dp": 2, "cp": 2}
     tree = SimpleNamespace(display=lambda path: path)

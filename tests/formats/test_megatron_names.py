@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ckpt_tool.formats.megatron import names
+from ckpt_tool.systems.megatron import stored_names as names
 
 # Orders as named_parameters() of Megatron-Core 0.16.1 gives them (a dense, an MoE and an MLA layer, MTP).
 ORDER = [

@@ -7,9 +7,9 @@ import pytest
 
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.errors import Incomplete, UsageError
-from ckpt_tool.formats.megatron.args import MegatronFacts, arguments, facts_of, updated
-from ckpt_tool.formats.megatron.folders import coordinates, fit, folder_name, pairs
-from ckpt_tool.formats.megatron.rules import (
+from ckpt_tool.systems.megatron.args import MegatronFacts, arguments, facts_of, updated
+from ckpt_tool.systems.megatron.legacy.folders import coordinates, fit, folder_name, pairs
+from ckpt_tool.systems.megatron.rules import (
     check_degree,
     global_shape,
     local_shape,
@@ -19,7 +19,7 @@ from ckpt_tool.formats.megatron.rules import (
     sections_of,
     units_of,
 )
-from ckpt_tool.formats.megatron.stages import from_counts
+from ckpt_tool.systems.megatron.stages import from_counts
 
 CUTS = [  # name, shape, how NumPy cuts it for rank r of n
     ("embedding.word_embeddings.weight", (12, 3), lambda a, r, n: np.split(a, n)[r]),

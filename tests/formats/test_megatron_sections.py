@@ -19,16 +19,16 @@ from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import Incomplete, UnmappedTensor, UsageError
-from ckpt_tool.formats.containers.dcp_metadata import METADATA, read_listing
-from ckpt_tool.formats.megatron.args import updated
-from ckpt_tool.formats.megatron.stages import from_args, from_counts
-from ckpt_tool.formats.megatron_dist.keys import name_of, parse, styles_of
-from ckpt_tool.formats.torch.content import read_content
+from ckpt_tool.formats.dcp_container.dcp_metadata import METADATA, read_listing
+from ckpt_tool.formats.state_dict.content import read_content
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.megatron.args import updated
+from ckpt_tool.systems.megatron.stages import from_args, from_counts
+from ckpt_tool.systems.megatron.torch_dist.keys import name_of, parse, styles_of
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 DIST = FIXTURES / "megatron-dist"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.megatron.stages import args_of, from_args, from_counts, from_layout, from_wish, parse_layout
+from ckpt_tool.systems.megatron.stages import args_of, from_args, from_counts, from_layout, from_wish, parse_layout
 
 
 def layers(stages):

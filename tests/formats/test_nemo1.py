@@ -20,13 +20,13 @@ from ckpt_tool.commands.inspect import inspect
 from ckpt_tool.core.inner_path import FOLDERS
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError, CorruptFile, SourceChanged, UnknownFormat, UnsafeInput
-from ckpt_tool.formats.megatron.args import arguments
-from ckpt_tool.formats.megatron_dist.nemo import arguments_of_1
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Share
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.storage.archive import ArchiveTree
 from ckpt_tool.storage.opening import open_tree
+from ckpt_tool.systems.megatron.args import arguments
+from ckpt_tool.systems.megatron.torch_dist.nemo import arguments_of_1
 
 NEMO = Path(__file__).parents[2] / "fixtures/nemo1/gpt.nemo"
 TRUTH = load_file(NEMO.with_name("gpt.truth.safetensors"))

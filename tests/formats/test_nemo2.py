@@ -16,14 +16,14 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import InconsistentCheckpoint, UnknownFormat
-from ckpt_tool.formats.containers.dcp_metadata import DcpTensorEntry
-from ckpt_tool.formats.megatron.args import arguments
-from ckpt_tool.formats.megatron.names import EMBEDDING
-from ckpt_tool.formats.megatron_dist import nemo
+from ckpt_tool.formats.dcp_container.dcp_metadata import DcpTensorEntry
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.sources.opening import open_source
+from ckpt_tool.systems.megatron.args import arguments
+from ckpt_tool.systems.megatron.stored_names import EMBEDDING
+from ckpt_tool.systems.megatron.torch_dist import nemo
 
 NEMO = Path(__file__).parents[2] / "fixtures" / "nemo2" / "llama_tp2"
 GATHERED = NEMO.with_name("gathered_tp2pp2")

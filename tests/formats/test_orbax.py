@@ -20,8 +20,6 @@ from ckpt_tool.cli import run
 from ckpt_tool.commands.inspect import inspect
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.errors import CkptError
-from ckpt_tool.formats.orbax import read as orbax_read
-from ckpt_tool.formats.orbax.names import name_leaves
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.sources.opening import open_source
@@ -30,6 +28,8 @@ from ckpt_tool.storage.arrays.crc32c import crc32c
 from ckpt_tool.storage.arrays.ocdbt import OcdbtNode, encode, read_keys
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.views import Compressed, base_of, behind, fill_view
+from ckpt_tool.systems.jax.orbax import read as orbax_read
+from ckpt_tool.systems.jax.orbax.names import name_leaves
 
 CASES = Path(__file__).parents[2] / "fixtures" / "orbax"
 
@@ -274,7 +274,7 @@ def test_names_that_begin_others_are_one_key(tmp_path):
 
 
 def test_large_arrays_are_cut_and_padded(tmp_path, monkeypatch):
-    from ckpt_tool.formats.orbax import target
+    from ckpt_tool.systems.jax.orbax import target
 
     monkeypatch.setattr(target, "CHUNK", 64)
     values = np.arange(7 * 5 * 3, dtype="f4").reshape(7, 5, 3)

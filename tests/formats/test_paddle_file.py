@@ -1,4 +1,4 @@
-"""`formats.paddle.pickle_file` against files that PaddlePaddle 3.3.1 wrote: values, names, and the bytes that we
+"""`systems.paddle.pickle_file` against files that PaddlePaddle 3.3.1 wrote: values, names, and the bytes that we
 compose."""
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, InputError, UnsafeInput, UsageError
-from ckpt_tool.formats.paddle.pickle_file import NamedTensor, PaddleComposer, Saved, chunks_of, read_paddle
+from ckpt_tool.formats.state_dict.composer import StoragePart
 from ckpt_tool.formats.state_dict.tree import SLOT
-from ckpt_tool.formats.torch.composer import StoragePart
 from ckpt_tool.storage.pickles import inline_arrays
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.paddle.pickle_file import NamedTensor, PaddleComposer, Saved, chunks_of, read_paddle
 
 FILES = Path(__file__).resolve().parents[2] / "fixtures" / "paddle-files"
 REAL = sorted(path.name for path in FILES.glob("*.pd*"))

@@ -10,8 +10,8 @@ from ckpt_tool.core.hints import Degrees, Hints
 from ckpt_tool.core.target import LayoutWish, Wanted, WantedTensor
 from ckpt_tool.core.tensor import LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.formats.base import Fitted
-from ckpt_tool.formats.paddle.job import PaddleHints
-from ckpt_tool.formats.paddle.target import fit, paddle_target
+from ckpt_tool.systems.paddle.job import PaddleHints
+from ckpt_tool.systems.paddle.pdparams.target import fit, paddle_target
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

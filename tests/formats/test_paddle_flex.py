@@ -28,19 +28,19 @@ from ckpt_tool.core.target import LayoutWish, Wanted, WantedTensor
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.formats.base import ReadOptions
-from ckpt_tool.formats.paddle.job import PaddleHints
-from ckpt_tool.formats.paddle.pickle_file import read_paddle
-from ckpt_tool.formats.paddle_flex.folders import folder_of, plain_keys, suffix_of, trainer_key
-from ckpt_tool.formats.paddle_flex.format import FORMAT
-from ckpt_tool.formats.paddle_flex.metadata import MODULE, FlexEntry, FlexListing, Shard, read_metadata
-from ckpt_tool.formats.paddle_flex.read import degrees_of, fused_blocks
-from ckpt_tool.formats.paddle_flex.target import FlexBlock, kept
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.storage.pickles import pickle_reader as pickles
 from ckpt_tool.storage.pickles.pickle_values import PickledRecord
 from ckpt_tool.storage.pickles.pickle_writer import dumps
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.paddle.flex.folders import folder_of, plain_keys, suffix_of, trainer_key
+from ckpt_tool.systems.paddle.flex.format import FORMAT
+from ckpt_tool.systems.paddle.flex.metadata import MODULE, FlexEntry, FlexListing, Shard, read_metadata
+from ckpt_tool.systems.paddle.flex.read import degrees_of, fused_blocks
+from ckpt_tool.systems.paddle.flex.target import FlexBlock, kept
+from ckpt_tool.systems.paddle.job import PaddleHints
+from ckpt_tool.systems.paddle.pickle_file import read_paddle
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "paddle-flex"
 ERNIE = {

@@ -18,8 +18,8 @@ from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.families.registry import by_name, find
 from ckpt_tool.families.rewrite import mapping
-from ckpt_tool.formats.paddle.rules import head_axis
 from ckpt_tool.sources.select import split_keys
+from ckpt_tool.systems.paddle.rules import head_axis
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 PLAIN = FIXTURES / "paddle/llama_tied_bf16_legacy_single"

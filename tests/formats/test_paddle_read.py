@@ -15,10 +15,10 @@ from paddle_job import TABLE, Job, write
 from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError
-from ckpt_tool.formats.paddle.job import PaddleHints
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.sources.opening import open_source
+from ckpt_tool.systems.paddle.job import PaddleHints
 
 
 def values(path, **options):

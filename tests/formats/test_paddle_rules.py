@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tool.errors import InputError, UsageError
-from ckpt_tool.formats.paddle import rules
-from ckpt_tool.formats.paddle.rules import PaddleCut, side_by_side
+from ckpt_tool.systems.paddle import rules
+from ckpt_tool.systems.paddle.rules import PaddleCut, side_by_side
 
 LLAMA = {
     "model_type": "llama",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from targets import FIXTURES
 
-from ckpt_tool.formats.paddle.job import OptimizerMember, ParameterSpan, buffers, owners, spans
+from ckpt_tool.systems.paddle.job import OptimizerMember, ParameterSpan, buffers, owners, spans
 
 GOLDEN = json.loads((FIXTURES / "paddle-sharding" / "golden.json").read_text())["sharding"]
 

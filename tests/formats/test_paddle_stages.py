@@ -8,8 +8,8 @@ import pytest
 from targets import FIXTURES
 
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.paddle.job import Items, items_of, stages_of
-from ckpt_tool.formats.paddle.names import registration_order, static_names
+from ckpt_tool.systems.paddle.job import Items, items_of, stages_of
+from ckpt_tool.systems.paddle.stored_names import registration_order, static_names
 
 SEGMENTS = json.loads((FIXTURES / "paddle-sharding" / "golden.json").read_text())["segments"]
 MTP = [

@@ -22,10 +22,10 @@ from ckpt_tool.core.target import LayoutWish, Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import ReadOptions
-from ckpt_tool.formats.paddle.format import FORMAT
-from ckpt_tool.formats.paddle.pickle_file import read_paddle
-from ckpt_tool.formats.paddle.target import paddle_target
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.paddle.pdparams.format import FORMAT
+from ckpt_tool.systems.paddle.pdparams.target import paddle_target
+from ckpt_tool.systems.paddle.pickle_file import read_paddle
 
 WORDS = {"exp_avg": "moment1", "exp_avg_sq": "moment2"}
 

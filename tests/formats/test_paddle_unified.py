@@ -27,17 +27,17 @@ from ckpt_tool.core.tensor import LogicalTensor, StoredArray, TensorKey, simple_
 from ckpt_tool.errors import CkptError, UnknownFormat, UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import ReadOptions
-from ckpt_tool.formats.paddle.job import PaddleHints
-from ckpt_tool.formats.paddle.rules import module_of
-from ckpt_tool.formats.paddle_unified.files import file_key, optimizer_key
-from ckpt_tool.formats.paddle_unified.format import FORMAT
-from ckpt_tool.formats.paddle_unified.read import transposed
-from ckpt_tool.formats.paddle_unified.target import unified_target
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.paddle.job import PaddleHints
+from ckpt_tool.systems.paddle.rules import module_of
+from ckpt_tool.systems.paddle.unified.files import file_key, optimizer_key
+from ckpt_tool.systems.paddle.unified.format import FORMAT
+from ckpt_tool.systems.paddle.unified.read import transposed
+from ckpt_tool.systems.paddle.unified.target import unified_target
 
 BF16 = ml_dtypes.bfloat16
 LLAMA = {"model_type": "llama", "torch_dtype": "bfloat16", "hidden_size": 4}

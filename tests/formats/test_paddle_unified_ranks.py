@@ -16,11 +16,11 @@ from safetensors.numpy import load_file, save_file
 from ckpt_tool.core.hints import Degrees
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.base import ReadOptions
-from ckpt_tool.formats.paddle_unified.format import FORMAT
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.paddle.unified.format import FORMAT
 
 CONFIG = {"model_type": "ernie4_5", "num_key_value_heads": 4, "vocab_size": 8, "hidden_size": 4}
 SHAPES = {

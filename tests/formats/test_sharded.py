@@ -36,9 +36,9 @@ from ckpt_tool.errors import (
     UsageError,
 )
 from ckpt_tool.formats import registry
-from ckpt_tool.formats.sharded.format import FORMAT
-from ckpt_tool.formats.sharded.index import INDEX, boxes_hash, file_name, save_id
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.ckpt.sharded.format import FORMAT
+from ckpt_tool.systems.ckpt.sharded.index import INDEX, boxes_hash, file_name, save_id
 
 Arrays = dict[TensorKey, np.ndarray]
 

@@ -16,8 +16,8 @@ from ckpt_tool.core.layout import Layout, Placement
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, TargetArray, Wanted, WantedTensor
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.formats.sharded import target as sharded_target
 from ckpt_tool.plan.placing import Wishes, lay_out
+from ckpt_tool.systems.ckpt.sharded import target as sharded_target
 
 NAMES = st.sampled_from(
     [f"model.layers.{i}.{part}.weight" for i in (0, 1, 10) for part in ("q_proj", "o_proj", "norm", "experts.0.w1")]

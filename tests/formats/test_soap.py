@@ -14,12 +14,12 @@ from ckpt_tool.commands.convert import convert, reshard
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError
-from ckpt_tool.formats.megatron.job import RankArray
-from ckpt_tool.formats.megatron.read import Gathering, _RankOptimizer
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.sources.opening import open_source
+from ckpt_tool.systems.megatron.job import RankArray
+from ckpt_tool.systems.megatron.legacy.read import Gathering, _RankOptimizer
 
 SOAP = Path(__file__).parents[2] / "fixtures" / "soap"
 TRAINER, ONE, TWO = (SOAP / name for name in ("trainer", "megatron_tp1", "megatron_tp2"))

@@ -12,8 +12,8 @@ from targets import bits, ramp, write
 from ckpt_tool.core.box import Box, flat_boxes
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.target import Target
-from ckpt_tool.formats.torch.composer import StoragePart, TorchComposer
-from ckpt_tool.formats.torch.content import read_content
+from ckpt_tool.formats.state_dict.composer import StoragePart, TorchComposer
+from ckpt_tool.formats.state_dict.content import read_content
 from ckpt_tool.storage.opening import open_tree
 
 F32 = DTYPES["F32"]

@@ -31,9 +31,9 @@ from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, UnknownFormat, UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import ReadOptions
-from ckpt_tool.formats.dcp import folders as dcp_folders
-from ckpt_tool.formats.dcp.format import FORMAT
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.torch.dcp import folders as dcp_folders
+from ckpt_tool.systems.torch.dcp.format import FORMAT
 
 CASES = sorted(path.name.removesuffix(".truth.safetensors") for path in (FIXTURES / "dcp").glob("*.truth.safetensors"))
 
@@ -353,7 +353,7 @@ def test_accelerates_two_folders_come_back_and_load_as_one(tmp_path: Path) -> No
 
 
 def test_native_numbers_become_names_and_removed_ones_leave_the_groups(tmp_path: Path) -> None:
-    from ckpt_tool.formats.torch.format import FORMAT as TORCH
+    from ckpt_tool.systems.torch.torch_save.format import FORMAT as TORCH
 
     tree = Tree(FIXTURES / "torch" / "training.pt")
     catalog = TORCH.read(tree)

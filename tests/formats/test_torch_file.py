@@ -21,8 +21,8 @@ from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import ReadOptions
-from ckpt_tool.formats.torch.format import FORMAT
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.torch.torch_save.format import FORMAT
 
 CASES = sorted(
     path.name.removesuffix(".truth.safetensors") for path in (FIXTURES / "torch").glob("*.truth.safetensors")
@@ -284,7 +284,7 @@ def test_a_real_model_and_optimizer_load_it_and_take_the_same_step(tmp_path: Pat
 
 def test_numbers_of_a_dcp_source_become_integers_again(tmp_path: Path) -> None:
     """DCP spells every key as text; torch.optim wants integers."""
-    from ckpt_tool.formats.dcp.format import FORMAT as DCP
+    from ckpt_tool.systems.torch.dcp.format import FORMAT as DCP
 
     tree, catalog = read(path_of("training"))
     wanted = rewanted(catalog)

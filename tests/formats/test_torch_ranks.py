@@ -27,7 +27,14 @@ from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, InputError
-from ckpt_tool.formats.torch.dtensor_spec import DTensorCut, DTensorPlacement, RankMesh, boxes, read_mesh, read_placed
+from ckpt_tool.formats.state_dict.dtensor_spec import (
+    DTensorCut,
+    DTensorPlacement,
+    RankMesh,
+    boxes,
+    read_mesh,
+    read_placed,
+)
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.run.lazy import OpenCatalog

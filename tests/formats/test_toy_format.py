@@ -1,4 +1,5 @@
-"""A format is one folder: `template_format`, put as `formats/toy` into a copy of the tool, and nothing else changed.
+"""A format is one folder: `template_format`, put as `systems/toy/toy` into a copy of the tool, and nothing else
+changed.
 
 There it is detected, read, written and listed, keeps the laws of the house and passes what every format must. Its
 fixture is a checkpoint of PyTorch's, written as `toy`, with that checkpoint's truth from the live run beside it.
@@ -36,7 +37,8 @@ def house(tmp_path_factory):
     """The tool with the format in it, the tests of every format, and all fixtures."""
     house = tmp_path_factory.mktemp("house")
     shutil.copytree(ROOT / "ckpt_tool", house / "ckpt_tool", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(TEMPLATE, house / "ckpt_tool/formats/toy")
+    shutil.copytree(TEMPLATE, house / "ckpt_tool/systems/toy/toy")
+    (house / "ckpt_tool/systems/toy/__init__.py").write_text('"""The made-up system of the template."""\n')
     for name in ["pyproject.toml", *READMES, *(f"tests/{name}" for name in TESTS)]:
         (house / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, house / name)
@@ -87,11 +89,11 @@ def test_it_is_listed_wherever_formats_are(house):
 
 
 def test_it_keeps_the_laws_of_the_house():
-    files = {f"formats/toy/{path.name}": path.read_text(encoding="utf-8") for path in sorted(TEMPLATE.glob("*.py"))}
+    files = {f"systems/toy/toy/{path.name}": path.read_text(encoding="utf-8") for path in sorted(TEMPLATE.glob("*.py"))}
     assert not test_house.misplaced(files)
     for file, source in files.items():
         assert not test_house.faults_of(file, source, {**test_house.MODULES, **files})
-        assert not test_house.formats_named(file, source, {**test_house.formats_by_folder(), "toy": "formats/toy"})
+        assert not test_house.formats_named(file, source, {**test_house.formats_by_folder(), "toy": "systems/toy/toy"})
 
 
 @pytest.mark.first

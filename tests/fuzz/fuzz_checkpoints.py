@@ -360,11 +360,11 @@ def _judge_one(line: list[str], to: Path | None, ran: Ran, found: Any, out: Path
 def _metadata(files: dict[str, bytes]) -> None:
     """A model's config and tokenizer as GGUF's pairs."""
     from ckpt_tool.errors import CkptError
-    from ckpt_tool.families.config.gguf import metadata, rope_factors
     from ckpt_tool.families.config.translation import contradictions
-    from ckpt_tool.formats.gguf.target import pair
-    from ckpt_tool.formats.gguf.tokenizer import TokenizerFiles, tokenizer_pairs
     from ckpt_tool.storage.texts.strict_json import parse
+    from ckpt_tool.systems.llamacpp.config import metadata, rope_factors
+    from ckpt_tool.systems.llamacpp.gguf.target import pair
+    from ckpt_tool.systems.llamacpp.gguf.tokenizer import TokenizerFiles, tokenizer_pairs
 
     def document(name: str) -> Any:
         found = parse(files[name], path=name) if name in files else None
@@ -389,10 +389,10 @@ def _metadata(files: dict[str, bytes]) -> None:
 
 def _hub(files: dict[str, bytes]) -> None:
     """The pairs of a GGUF file as a model's config and tokenizer."""
-    from ckpt_tool.conversion.gguf_header import hub_tokenizer
     from ckpt_tool.errors import CkptError
-    from ckpt_tool.formats.gguf.format import FORMAT
     from ckpt_tool.sources.config import stated_config
+    from ckpt_tool.systems.llamacpp.gguf.format import FORMAT
+    from ckpt_tool.systems.llamacpp.passes.gguf_metadata import hub_tokenizer
 
     tree = targets.Files(files)
     try:
@@ -447,9 +447,9 @@ def _floats(files: dict[str, bytes]) -> None:
     from ckpt_tool.quantised.dequantize import _dtype
     from ckpt_tool.quantised.floats import recipe
     from ckpt_tool.quantised.kept_whole import found_in
-    from ckpt_tool.quantised.weights import TensorKind
     from ckpt_tool.run.computed import Input
     from ckpt_tool.sources.config import config_in
+    from ckpt_tool.weight_schemes.weights import TensorKind
 
     tree = targets.Files(files)
     try:

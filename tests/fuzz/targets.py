@@ -30,10 +30,8 @@ from ckpt_tool.core.module_patterns import NotUnderstood, matches
 from ckpt_tool.core.target import WantedTensor
 from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError
-from ckpt_tool.families.aoa.program import compile_aoa, read_aoa
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import ReadOptions
-from ckpt_tool.formats.dcp.format import FORMAT as DCP
 from ckpt_tool.merging.groups import Grouping
 from ckpt_tool.merging.mergekit import read_config
 from ckpt_tool.options.values import BadValue, patterns
@@ -43,6 +41,8 @@ from ckpt_tool.plan.placing import Wishes, lay_out
 from ckpt_tool.sources.select import split_keys
 from ckpt_tool.storage import source
 from ckpt_tool.storage.texts import strict_json
+from ckpt_tool.systems.paddle.aoa.program import compile_aoa, read_aoa
+from ckpt_tool.systems.torch.dcp.format import FORMAT as DCP
 
 HERE = pathlib.Path(__file__).parent
 FIXTURES = HERE.parents[1] / "fixtures"

@@ -31,9 +31,9 @@ from ckpt_tool.device.library import Device
 from ckpt_tool.device.quantising import FloatBox, pack_floats
 from ckpt_tool.device.trial.check import by_cpu
 from ckpt_tool.plan.copy import Copy
-from ckpt_tool.quantised.schemes import SCHEMES
 from ckpt_tool.run.compute import cast, numpy_type
 from ckpt_tool.run.digest import LEAF
+from ckpt_tool.weight_schemes.schemes import SCHEMES
 
 BLOCKS = (0, 1, 2, 5)
 THREADS = (0, 32, 96, 256)

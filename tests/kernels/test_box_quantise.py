@@ -19,8 +19,8 @@ from ckpt_tool.device.library import Device
 from ckpt_tool.device.quantising import TABLE, FloatBox, pack_floats
 from ckpt_tool.device.trial.check import by_cpu
 from ckpt_tool.errors import InternalError
-from ckpt_tool.quantised.schemes import SCHEMES, Scheme
 from ckpt_tool.run.compute import numpy_type
+from ckpt_tool.weight_schemes.schemes import SCHEMES, Scheme
 
 SOURCES = [DTYPES[name] for name in ("F32", "BF16", "F16")]
 Array = npt.NDArray[Any]

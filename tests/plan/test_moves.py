@@ -16,13 +16,13 @@ from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import InputError
-from ckpt_tool.formats.dcp.target import dcp_target
-from ckpt_tool.formats.sharded import target as sharded_target
 from ckpt_tool.plan.copy import box_region, intersect, is_transposed
 from ckpt_tool.plan.moves import LaterMoves, Stored, count_copies
 from ckpt_tool.plan.placing import Wishes, lay_out
 from ckpt_tool.plan.plan import Move, Plan
 from ckpt_tool.plan.schedule import build_moves
+from ckpt_tool.systems.ckpt.sharded import target as sharded_target
+from ckpt_tool.systems.torch.dcp.target import dcp_target
 
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=0, max_size=3).map(tuple)
 

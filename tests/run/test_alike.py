@@ -10,7 +10,7 @@ import pytest
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.listing import RowBlock
 from ckpt_tool.quantised.alike import Alike
-from ckpt_tool.quantised.weights import TensorKind, find
+from ckpt_tool.weight_schemes.weights import TensorKind, find
 
 ENDINGS = [
     *("weight", "weight_scale_inv", "weight_scale", "scale", "weight_packed", "weight_shape", "weight_zero_point"),

@@ -13,12 +13,12 @@ from ckpt_tool.core.box import whole
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InternalError
-from ckpt_tool.formats.paddle.quant import recipes_of
-from ckpt_tool.formats.paddle_unified.files import optimizer_key
 from ckpt_tool.quantised.floats import states
 from ckpt_tool.run.computed import ComputedTree
 from ckpt_tool.storage.safetensors_files.safetensors_file import read_header
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.paddle.quant import recipes_of
+from ckpt_tool.systems.paddle.unified.files import optimizer_key
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "paddle-quant"
 

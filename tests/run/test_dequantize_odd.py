@@ -14,9 +14,9 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError
 from ckpt_tool.quantised.floats import recipe
-from ckpt_tool.quantised.weights import TensorKind, find
 from ckpt_tool.run.computed import ComputedTree, Input
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.weight_schemes.weights import TensorKind, find
 
 DIMS = (0, 1, 2, 3, 4, 8, 16, 32, 64)
 

@@ -19,8 +19,8 @@ import pytest
 from ckpt_tool.cli import run
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.quantised.kept_whole import found_in
-from ckpt_tool.quantised.parts import LAYOUTS, find_layout
-from ckpt_tool.quantised.weights import TensorKind
+from ckpt_tool.weight_schemes.parts import LAYOUTS, find_layout
+from ckpt_tool.weight_schemes.weights import TensorKind
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

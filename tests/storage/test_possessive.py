@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tool.formats.hf import index
+from ckpt_tool.formats.hub_folder import index
 from ckpt_tool.sources.config import parsed
 from ckpt_tool.storage import json_strings
 from ckpt_tool.storage.possessive import greedy

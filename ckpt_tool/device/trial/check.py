@@ -35,10 +35,10 @@ from ckpt_tool.device.quantising import FloatBox, pack_floats
 from ckpt_tool.errors import StorageError
 from ckpt_tool.quantised import nearest
 from ckpt_tool.quantised.codes import of_bytes
-from ckpt_tool.quantised.schemes import SCHEMES, Scheme
 from ckpt_tool.run import compute
 from ckpt_tool.run.compare import Worst, differ
 from ckpt_tool.run.digest import LEAF
+from ckpt_tool.weight_schemes.schemes import SCHEMES, Scheme
 
 Trial = Callable[[Device, np.random.Generator], tuple[int, str]]  # bytes of work, what is wrong ("" for nothing)
 

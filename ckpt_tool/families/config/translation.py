@@ -13,7 +13,7 @@ in `notes` too.
 
 The config that comes out is spelt so that transformers 4 and 5 both read it (`rope_theta`, `rope_scaling`,
 `torch_dtype`). Cost: some 50 us a class. What it does not do: files (`sources.config`), Paddle's words
-(`families.config.paddle`).
+(`systems.paddle.config`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,6 @@ from ckpt_tool.families.base import Family
 from ckpt_tool.families.config import ernie_vision
 from ckpt_tool.families.config.experts import sparse_pattern
 from ckpt_tool.families.config.forms import FORMS, rope_of
-from ckpt_tool.families.config.megatron_arguments import (
-    ARGUMENTS,
-    BRIDGE_ARGUMENTS,
-    DELTA_ARGUMENTS,
-    EXPERT_ARGUMENTS,
-    LATENT_ARGUMENTS,
-    MAMBA_ARGUMENTS,
-    OLD_NAMES,
-    ROPE_ARGUMENTS,
-)
 from ckpt_tool.families.config.mixers import FALCON_H1_ARGUMENTS, hybrid_pattern
 from ckpt_tool.families.config.words import (
     Arguments,
@@ -50,6 +40,16 @@ from ckpt_tool.families.config.words import (
 )
 from ckpt_tool.families.model_class import ModelClass
 from ckpt_tool.families.models import CLASSES, FAMILIES, NAMES, family_of_class, known_family, language_classes, load
+from ckpt_tool.systems.megatron.arguments import (
+    ARGUMENTS,
+    BRIDGE_ARGUMENTS,
+    DELTA_ARGUMENTS,
+    EXPERT_ARGUMENTS,
+    LATENT_ARGUMENTS,
+    MAMBA_ARGUMENTS,
+    OLD_NAMES,
+    ROPE_ARGUMENTS,
+)
 
 TIED = "tie_word_embeddings"
 _NONE = ("q_lora_rank", "sliding_window", "attention_chunk_size")  # keys that say something by having no value

@@ -3,9 +3,13 @@
 Paddle: PaddleFormers 1.2.0, transformers/deepseek_v3: nothing is fused. Megatron-Bridge 0.6.2, models/deepseek and kimi.
 """
 
-from ckpt_tool.families import gguf, hub, maxtext, megatron, mlx
 from ckpt_tool.families.base import FUSED_EXPERTS, LATENT, NLP_HEAD, Family, Variant
 from ckpt_tool.families.model_class import DEFAULTS, GATED, LATENT_FORMS, SIGMOID, ModelClass
+from ckpt_tool.systems.hub import mlx_names as mlx
+from ckpt_tool.systems.hub import names as hub
+from ckpt_tool.systems.jax import maxtext_names as maxtext
+from ckpt_tool.systems.llamacpp import names as gguf
+from ckpt_tool.systems.megatron import names as megatron
 
 _RANKS = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _V3 = {**GATED, **SIGMOID, "qk_layernorm": True, "moe_router_pre_softmax": True}

@@ -6,9 +6,9 @@ neither. It leaves the layers of multi-token prediction unread. Megatron: Megatr
 which its dev of 2026-08-21 has, on one tensor-parallel rank, and 0.19.2 has not.
 """
 
-from ckpt_tool.families import megatron
 from ckpt_tool.families.base import Family, Variant
 from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.systems.megatron import names as megatron
 
 _IN_MEMORY = """
     model.layers.{i}.<input|post_attention>_layernorm.weight : h = layers.{i}.<attn|ffn>_norm.weight : h

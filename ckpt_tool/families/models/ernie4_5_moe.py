@@ -1,8 +1,8 @@
 """ERNIE 4.5, experts. Paddle: PaddleFormers 1.2.0, transformers/ernie4_5_moe; root `ernie.`: see ernie4_5."""
 
-from ckpt_tool.families import megatron
 from ckpt_tool.families.base import CONTIGUOUS, DECODER, FUSED_EXPERTS, NLP_HEAD, OWN_KEYS, SHARED_KEYS, Family, Variant
 from ckpt_tool.families.model_class import DEFAULTS, GATED, ModelClass
+from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(
     name="ernie4_5_moe",

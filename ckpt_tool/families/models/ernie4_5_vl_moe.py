@@ -7,9 +7,10 @@ fused, routers are as in the hub. `paddle-ernie`: releases named -Paddle, as ERN
 reads them.
 """
 
-from ckpt_tool.families import ernie_vision, megatron
+from ckpt_tool.families import ernie_vision
 from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
 from ckpt_tool.families.model_class import DEFAULTS, GATED, ModelClass
+from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(
     name="ernie4_5_vl_moe",

@@ -6,9 +6,9 @@ transformers 5.23, models/nemotron_h and conversion_mapping.py: in memory the ro
 does this. MTP is blocks of several layers, under one count on the hub: one, as released, or more (`mtp_use_repeated_layer` false).
 """
 
-from ckpt_tool.families import mlx
 from ckpt_tool.families.base import Family, Variant
 from ckpt_tool.families.model_class import SIGMOID, ModelClass
+from ckpt_tool.systems.hub import mlx_names as mlx
 
 FAMILY = Family(
     name="nemotron_h",

@@ -23,7 +23,6 @@ from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import CorruptFile
 from ckpt_tool.formats.state_dict.numpy_weights import as_tensor, is_tensor_place
-from ckpt_tool.quantised.weights import subclass_part
 from ckpt_tool.storage.pickles import pickle_reader as pickles
 from ckpt_tool.storage.pickles.coded_states import coded
 from ckpt_tool.storage.pickles.coded_weights import coded_weight
@@ -37,6 +36,7 @@ from ckpt_tool.storage.pickles.pickle_values import (
     WrapperRef,
     as_extras,
 )
+from ckpt_tool.weight_schemes.weights import subclass_part
 
 SLOT = Symbol("ckpt.tensor")  # stands in a list or tuple of the extras where a tensor was
 DEPTH_LIMIT = 200  # containers inside containers

@@ -13,11 +13,10 @@ is a list of two.
 
 Where Muon steps the matrices, the chain is Muon's optimizer, then Adam's for the rest, neither a distributed one.
 
-EMA is under a key of ours, `ckpt`, which Megatron does not look at (the tool's `formats.megatron` says its form).
-Source: NVIDIA/Megatron-LM core 0.16.1 `training/checkpointing.py`, `core/optimizer/distrib_optimizer.py`,
+EMA is under a key of ours, `ckpt`, which Megatron does not look at (the tool's `systems.megatron.legacy` says its
+form). Source: NVIDIA/Megatron-LM core 0.16.1 `training/checkpointing.py`, `core/optimizer/distrib_optimizer.py`,
 `core/distributed/param_and_grad_buffer.py`, and files that it wrote. What it does not do: RNG states (a harness job has
-a seed and a step instead), buckets of overlapped reduction.
-"""
+a seed and a step instead), buckets of overlapped reduction."""
 
 from __future__ import annotations
 

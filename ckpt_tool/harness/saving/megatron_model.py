@@ -22,9 +22,9 @@ import torch
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.megatron.chains import ADAM
 from ckpt_tool.harness.pieces import RankState, TensorPiece
 from ckpt_tool.harness.saving.whole import WholeState
+from ckpt_tool.systems.megatron.chains import ADAM
 
 UNFIT = "E1535"
 Kind = Literal["plain", "qkv", "gated"]

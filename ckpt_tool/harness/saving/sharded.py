@@ -1,4 +1,4 @@
-"""`sharded`, by its specification (`formats/sharded/format.py`) alone: safetensors, JSON and hashlib.
+"""`sharded`, by its specification (`systems/ckpt/sharded/format.py`) alone: safetensors, JSON and hashlib.
 
     model.tp00_dp00.safetensors, model.tp01_dp00.safetensors, ..., master.tp00_dp00.safetensors, ..., ckpt.index.json
 

@@ -1,9 +1,9 @@
 """`toy`: a made-up format of two ranks, each with half of the rows of every tensor. The template of a format.
 
-To begin a format of your own: copy this folder to `ckpt_tool/formats/NAME`, give `ENTRY` in `__init__.py` and `FORMAT`
-here its name, and put checkpoints that the real system wrote under `fixtures/NAME`, each CASE with its values beside it
-in `CASE.truth.safetensors` (keys `STATE/NAME`). Nothing else names a format. This docstring is the specification: what
-the files are, and which release, file and function of the system says so.
+To begin a format of your own: copy this folder to `ckpt_tool/systems/SYSTEM/NAME`, give `ENTRY` in `__init__.py` and
+`FORMAT` here its name, and put checkpoints that the real system wrote under `fixtures/NAME`, each CASE with its values
+beside it in `CASE.truth.safetensors` (keys `STATE/NAME`). Nothing else names a format. This docstring is the
+specification: what the files are, and which release, file and function of the system says so.
 
     w = (3, 4), F32:   rank-0.toy  {"extras": {}, "tensors": [{"name": "w", "offset": [0, 0], "extent": [2, 4], ...}]}
                        rank-1.toy  {"extras": {}, "tensors": [{"name": "w", "offset": [2, 0], "extent": [1, 4], ...}]}

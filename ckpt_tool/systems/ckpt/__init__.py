@@ -1,0 +1,1 @@
+"""This tool's own format."""

@@ -1,0 +1,1 @@
+"""DeepSpeed: ZeRO folders and universal checkpoints. What both share lies here."""

@@ -1,0 +1,243 @@
+"""The job of a DeepSpeed checkpoint: which interval of which parameter lies where in which rank's flat tensors.
+
+The one idea: a `ZeroJob` is the ZeRO stage, the ranks and the flat groups, and says of every rank what its flat tensors
+hold (`ZeroJob.arrays`). The reader makes it from `param_shapes` and matches it to what the optimizer files have, the
+writer makes it from the parameter groups and fills it.
+
+ZeRO 1 and 2 (and BF16_Optimizer) lay the parameters of a group end to end and cut the whole into equal partitions;
+ZeRO 3 cuts every parameter by itself:
+
+    three parameters of 7, 4 and 3 elements over 2 ranks
+    ZeRO 1, 2   14 -> padded to 16, partitions of 8    rank 0: 7 of the first, 1 of the second; rank 1: 3 and 3, 2 zeros
+    ZeRO 3      7 -> 4 + 3(+1), 4 -> 2 + 2, 3 -> 2 + 1(+1)     rank 0: 4, 2, 2; rank 1: 3 and a zero, 2, 1 and a zero
+
+Rules. 1, 2: the group's length is rounded up to a multiple of 2 * ranks; with `parameter_alignment` each parameter but
+the last is padded to a multiple of 16 bytes of the 16-bit type. 3: rank r of n holds elements [r * c, (r + 1) * c) of a
+parameter, c = ceil(numel / n), the last ones short (filled with zeros in the file) or empty; a parameter group is split
+into sub-groups, each closed by the parameter that brings its rank's length to `sub_group_size`. Round robin: the
+parameters of a group are dealt to the ranks like cards, then laid hand by hand. Experts: every expert rank has a flat
+line of its own experts, cut over the data ranks that hold them; data rank r of n is expert rank r % ep, and number
+r // ep among those; with `use_data_before_expert_parallelism` it is expert rank r // (n / ep), number r % (n / ep).
+
+Source: DeepSpeed 0.19.8 `runtime/zero/stage_1_and_2.py` (__init__, `_round_robin_reorder`),
+`runtime/bf16_optimizer.py`, `runtime/zero/partition_parameters.py` (`_partition_param`), `runtime/zero/stage3.py`
+(`_create_fp16_sub_groups`), `utils/groups.py` (`_create_expert_and_data_parallel`). Pure. Cost: a microsecond or two a
+parameter and rank that holds a part of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd, prod
+from typing import NamedTuple, TypeVar
+
+from ckpt_tool.core.flat_line import FlatLine, LinePlace
+from ckpt_tool.core.integers import ceil_div
+from ckpt_tool.systems.deepspeed.stored_names import global_names
+
+START_ALIGNMENT = 2  # elements: DeepSpeed's nccl_start_alignment_factor
+PARAMETER_ALIGNMENT = 16  # bytes
+SUB_GROUP_SIZE = 1_000_000_000  # elements, DeepSpeed's default
+Shape = tuple[int, ...]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What of `ds_config` decides how flat tensors are cut."""
+
+    stage: object = None
+    round_robin: bool = False
+    aligned: bool = False
+    sub_group_size: int = SUB_GROUP_SIZE  # elements of a rank
+    data_first: bool = False
+    fp32_accumulation: bool = False  # of gradients, on the device
+
+    @staticmethod
+    def of(ds_config: object) -> Config:
+        """From the extras, of which nothing is believed that has not the right type."""
+        config = ds_config if isinstance(ds_config, Mapping) else {}
+        zero, types = (
+            part if isinstance(part, Mapping) else {}
+            for part in (config.get("zero_optimization"), config.get("data_types"))
+        )
+        size = zero.get("sub_group_size")
+        return Config(
+            zero.get("stage"),
+            bool(zero.get("round_robin_gradients")),
+            bool(zero.get("parameter_alignment")),
+            int(size) if isinstance(size, int | float) and 0 < size < 1 << 62 else SUB_GROUP_SIZE,
+            bool(config.get("use_data_before_expert_parallelism")),
+            types.get("grad_accum_dtype") in ("fp32", "float32") and not zero.get("offload_optimizer"),
+        )
+
+
+class FlatGroup(NamedTuple):
+    """A flat group of a pipeline stage; at ZeRO 3 a sub-group."""
+
+    # name -> shape in flat order, experts under the numbers that expert rank 0 gives them: an entry of `param_shapes`
+    shapes: Mapping[str, Shape]
+    number: int  # of its parameter group
+    ep: int = 1  # expert ranks, each with a line of its own of the group
+    size: int = 0  # elements of each rank's partition
+    gaps: tuple[int, ...] = ()  # elements of padding behind each parameter (both of ZeRO 1 and 2)
+
+
+def partitioned(shapes: Mapping[str, Shape], number: int, ep: int, ranks: int, itemsize: int) -> FlatGroup:
+    """A group of ZeRO 1 or 2 over `ranks` partitions. itemsize: bytes of the module's dtype where parameters are
+    aligned, else 0."""
+    numels = [prod(shape) for shape in shapes.values()]
+    gaps = alignment_gaps(numels, itemsize) if itemsize else (0,) * len(numels)
+    unit = START_ALIGNMENT * ranks
+    return FlatGroup(shapes, number, ep, ceil_div(sum(numels) + sum(gaps), unit) * unit // ranks, gaps)
+
+
+def alignment_gaps(numels: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Elements of padding behind each parameter under `parameter_alignment`."""
+    unit = PARAMETER_ALIGNMENT // gcd(PARAMETER_ALIGNMENT, itemsize)
+    out = []
+    at = 0
+    for number, numel in enumerate(numels):
+        out.append(0 if number == len(numels) - 1 else -(at + numel) % unit)
+        at += numel + out[-1]
+    return tuple(out)
+
+
+def sub_groups(shapes: Mapping[str, Shape], number: int, ranks: int, size: int) -> Iterator[FlatGroup]:
+    """A parameter group's sub-groups at ZeRO 3. size: `sub_group_size`, elements of a rank."""
+    names = list(shapes)
+    counts = [share(prod(shape), ranks) for shape in shapes.values()]
+    begin = 0
+    filled = 0
+    whole = size >= sum(counts)
+    for i, count in enumerate(counts):
+        filled += count
+        if (not whole and filled >= size) or i == len(counts) - 1:
+            yield FlatGroup({name: shapes[name] for name in names[begin : i + 1]}, number)
+            begin = i + 1
+            filled = 0
+
+
+def deal(items: Sequence[T], hands: int) -> list[T]:
+    """The order of `round_robin_gradients`: a, b, c, d, e over 2 ranks -> a, c, e, b, d."""
+    return [item for hand in range(hands) for item in items[hand::hands]]
+
+
+def undeal(items: Sequence[T], hands: int) -> list[T]:
+    """The inverse of `deal`."""
+    order = deal(range(len(items)), hands)
+    return [item for _, item in sorted(zip(order, items, strict=True), key=lambda pair: pair[0])]
+
+
+def share(numel: int, ranks: int) -> int:
+    """Elements of each rank's share of one parameter at ZeRO 3, padding included."""
+    return ceil_div(numel, ranks)
+
+
+def shares(shapes: Mapping[str, Shape], ranks: int, rank: int) -> tuple[FlatLine[str], int]:
+    """(what a rank's shares of some parameters hold, laid end to end, their elements with padding)."""
+    places = []
+    at = 0
+    for name, shape in shapes.items():
+        numel = prod(shape)
+        count = share(numel, ranks)
+        start = min(rank * count, numel)
+        stop = min((rank + 1) * count, numel)
+        if start < stop:
+            places.append(LinePlace(name, at, start, stop, shape))
+        at += count
+    return FlatLine(tuple(places)), at
+
+
+class FlatArray(NamedTuple):
+    """A flat tensor of a rank; its fp32 weights and each of its moments are laid out alike."""
+
+    group: int  # number of its parameter group
+    line: FlatLine[str]  # what it holds, under the names of the whole model
+    names: Mapping[str, str]  # these names -> the rank's own, of all parameters of the group
+    size: int  # elements, the last `spare` of which belong to no parameter (gaps count as parameters')
+    spare: int
+    partitions: int  # ranks that share the group
+    gaps: tuple[int, ...]  # as in `FlatGroup`
+
+    def slices(self) -> dict[str, tuple[int, int]]:
+        """The rank's own name of each parameter in it -> (elements, place of the first): `param_slice_mappings`."""
+        out: dict[str, tuple[int, int]] = {}
+        for place in self.line.places:
+            numel, at = out.get(self.names[place.of], (0, place.at))
+            out[self.names[place.of]] = numel + place.stop - place.start, at
+        return out
+
+
+class _WholeLine(NamedTuple):
+    """A group's flat line on one expert rank, before it is cut."""
+
+    line: FlatLine[str]
+    names: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ZeroJob:
+    """zero: the stage, 1 to 3. dp: data ranks. data_first: `use_data_before_expert_parallelism`. stages: the flat
+    groups of every pipeline stage."""
+
+    zero: int
+    dp: int
+    data_first: bool
+    stages: Sequence[Sequence[FlatGroup]]
+
+    def expert_rank(self, data: int, ep: int) -> tuple[int, int]:
+        """(expert rank of a data rank, its number among those that hold the same experts)."""
+        if self.data_first:
+            return divmod(data, self.dp // ep)
+        number, rank = divmod(data, ep)
+        return rank, number
+
+    def arrays(self, data: int, stage: int) -> list[FlatArray]:
+        """The flat tensors of a rank, in the order of its file."""
+        whole = self._array if not self.borders else self._cut
+        return [whole(data, stage, number) for number in range(len(self.stages[stage]))]
+
+    def _cut(self, data: int, stage: int, number: int) -> FlatArray:
+        array = self._array(data, stage, number)
+        return array._replace(line=array.line.cut(self.borders))
+
+    def _array(self, data: int, stage: int, number: int) -> FlatArray:
+        group = self.stages[stage][number]
+        if self.zero == 3:
+            line, size = shares(group.shapes, self.dp, data)
+            return FlatArray(group.number, line, {name: name for name in group.shapes}, size, 0, self.dp, ())
+        expert, turn = self.expert_rank(data, group.ep)
+        whole = self._lines[stage][number][expert]
+        stop = (turn + 1) * group.size
+        line = whole.line.window(stop - group.size, stop)
+        spare = min(group.size, max(0, stop - whole.line.end))
+        return FlatArray(group.number, line, whole.names, group.size, spare, self.dp // group.ep, group.gaps)
+
+    @cached_property
+    def _lines(self) -> list[list[list[_WholeLine]]]:
+        """By stage, group and expert rank."""
+        return [[[_line(group, expert) for expert in range(group.ep)] for group in stage] for stage in self.stages]
+
+    @cached_property
+    def borders(self) -> Mapping[str, set[int]]:
+        """Where the stages of a pipeline cut a parameter that several of them hold (a tied one): all cut it at all
+        borders, so that equal boxes are copies of each other."""
+        seen = Counter(name for stage in self.stages for group in stage for name in group.shapes)
+        out: dict[str, set[int]] = {name: set() for name, count in seen.items() if count > 1}
+        for stage, groups in enumerate(self.stages if out else ()):
+            for number in range(len(groups)):
+                for data in range(self.dp):
+                    for place in self._array(data, stage, number).line.places:
+                        if place.of in out:
+                            out[place.of] |= {place.start, place.stop}
+        return out
+
+
+def _line(group: FlatGroup, expert: int) -> _WholeLine:
+    names = global_names(group.shapes, expert)
+    line = FlatLine.end_to_end(zip(names, group.shapes.values(), group.gaps, strict=True))
+    return _WholeLine(line, dict(zip(names, group.shapes, strict=True)))

@@ -1,0 +1,251 @@
+"""The optimizer without ZeRO, as torch saved it: numbers for parameters, given names here.
+
+    {"module": {"w": T}, "optimizer": {"state": {0: {"step": T, "exp_avg": T}}, "param_groups": [{"params": [0]}]}}
+    ->  w, w [step], w [exp_avg]
+
+It lies in the module files, or with experts in a file for each expert rank, of the dense parameters and its experts:
+
+    expp_rank_1_mp_rank_00_optim_states.pt
+          {"optimizer": {"state": {0: ..., 11: ...}, "param_groups": [{...}, {"moe": True, ...}]}}
+    ->  embed.weight [exp_avg] (a copy of rank 0's), ...deepspeed_experts.2.w1.weight [exp_avg], ...
+
+In 16 bits DeepSpeed wraps it: `optimizer_state_dict` inside, fp32 weights as `fp32_groups` (a list for each parameter
+group), which are the state `master` here. The numbers are named by order and shape
+(`formats.state_dict.optimizer_ids`), over all stages of a pipeline at once, dense groups and groups of experts
+(`moe: True`) each by themselves; buffers and ties are no candidates. Where that is not unique, the numbers stay, and a
+note says so; the stages of a pipeline and expert ranks can't be distinguished then, which is refused. Refused too:
+`fp32_groups_flat` (the fused wrapper). The dense states of expert ranks are copies and get compared.
+
+Source: DeepSpeed 0.19.8 `runtime/engine.py` (`_common_checkpoint_state`, `_save_moe_checkpoint`),
+`runtime/fp16/unfused_optimizer.py`, `runtime/fp16/fused_optimizer.py`, `moe/utils.py`. Cost: as naming.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.box import whole
+from ckpt_tool.core.catalog import Note
+from ckpt_tool.core.tensor import MASTER, Chunk, LogicalTensor, Path, StoredArray, TensorKey
+from ckpt_tool.formats.state_dict.optimizer_ids import Aligned, Candidate, align
+from ckpt_tool.formats.state_dict.tree import dotted
+from ckpt_tool.systems.deepspeed.described import WRAPPER, Options
+from ckpt_tool.systems.deepspeed.files import PLAIN_EXPERTS, ModuleFile, disagree, lost, malformed, numbered, refused
+from ckpt_tool.systems.deepspeed.stored_names import counts, expert_name_of
+
+_INNER = "optimizer_state_dict"
+_SIZE = re.compile(r"ep_size_(\d{1,6})")
+_RESUME = "resume it once with ZeRO 1 and save it"
+Arrays = Mapping[str, StoredArray]
+
+
+class PlainOptimizer(NamedTuple):
+    """tensors: of the optimizer. options: None without one. stages: names of each stage's groups."""
+
+    tensors: dict[TensorKey, LogicalTensor]
+    options: Options | None
+    stages: list[list[list[str]]]
+    notes: list[Note]
+
+
+class _StateEntry(NamedTuple):
+    """A tensor of an optimizer: of parameter `number` (counted over all stages)."""
+
+    number: int
+    state: str
+    array: StoredArray
+
+
+class _FileOptimizer(NamedTuple):
+    """One file's optimizer."""
+
+    groups: list[dict[str, Any]]  # `params` are numbers, from `_part`'s start on
+    entries: list[_StateEntry]
+    wrapper: dict[str, Any]  # of DeepSpeed's 16-bit one
+
+
+def of_modules(files: Sequence[ModuleFile], model: Arrays) -> PlainOptimizer:
+    """The optimizers of the module files, one a stage. model: the module's parameters in order, buffers left out. Takes
+    the optimizer out of the files' values. Raises InputError E0356 for wrappers without names and stages that can't be
+    named."""
+    parts: list[_FileOptimizer] = []
+    for file in files:
+        parts.append(_part(file, sum(len(group["params"]) for part in parts for group in part.groups)))
+    groups = [group for part in parts for group in part.groups]
+    entries = [entry for part in parts for entry in part.entries]
+    sizes = [len(part.groups) for part in parts if part.groups]
+    if not groups:
+        return PlainOptimizer({}, None, [], [])
+    if len(set(sizes)) > 1:
+        what = f"the stages have {sizes[:8]} parameter groups, want as many in each"
+        raise disagree(what, files[0].path)
+    count = sizes[0]
+    merged = [{"params": [n for group in groups[g::count] for n in group["params"]]} for g in range(count)]
+    if count == 1 and all(isinstance(group.get("param_names"), list) for group in groups):
+        merged[0]["param_names"] = [name for group in groups for name in group["param_names"]]
+    elif len(files) == 1:
+        merged = groups
+    found = _align(merged, entries, model)
+    if not found.names and len(files) > 1:
+        what = f"a pipeline without ZeRO whose optimizers can't be given names: {found.why}"
+        raise refused(what, files[0].path, _RESUME)
+    note = Note("N-optimizer-ids", f"the optimizer's numbers are named {found.why}", files[0].path)
+    if not found.names:
+        what = f"the optimizer's parameters keep their numbers for names: {found.why}"
+        note = Note("W-optimizer-ids", what, files[0].path)
+    names = {number: found.names.get(number, str(number)) for group in merged for number in group["params"]}
+    held = {TensorKey(names[entry.number], entry.state): [entry.array] for entry in entries}
+    options = [
+        {**_bare(group), "params": [names[n] for n in all_of["params"]]}
+        for group, all_of in zip(groups[:count], merged, strict=True)
+    ]
+    stages = [[[names[n] for n in group["params"]] for group in part.groups] for part in parts if part.groups]
+    return PlainOptimizer(_tensors(held, files[0].path), _options(options, parts, held), stages, [note])
+
+
+def of_experts(files: Mapping[int, ModuleFile], dense: Arrays, experts: Arrays, shown: str) -> PlainOptimizer:
+    """The optimizers of all expert ranks. files: by expert rank. experts: global names in the order of layers, experts
+    and parts. Raises Incomplete E0302, InconsistentCheckpoint E0359, InputError E0356 where the numbers can't be
+    named."""
+    parts = {rank: _part(file) for rank, file in sorted(files.items())}
+    stated = [int(m[1]) for part in parts.values() for g in part.groups if (m := _SIZE.fullmatch(str(g.get("name"))))]
+    ep = max([max(files) + 1, *stated])
+    each = {layer: count // ep for layer, count in counts(experts).items()}
+    whole_ranks = all(count % ep == 0 for count in counts(experts).values())
+    absent = [PLAIN_EXPERTS.format(expert=rank, model=0) for rank in range(ep) if rank not in files]
+    if absent or not whole_ranks:
+        raise lost(
+            f"of {ep} expert ranks {len(absent)} have no optimizer: {', '.join(absent[:8])}"
+            if absent
+            else f"{ep} expert ranks have an optimizer, for {sorted(set(counts(experts).values()))} experts",
+            shown,
+            "every expert rank writes its own: fetch all expp_rank_* files",
+            faults=absent[8:],
+        )
+    owners = {name: e.number // each[e.layer] for name in experts if (e := expert_name_of(name))}
+    held: dict[TensorKey, list[StoredArray]] = {}
+    names: list[dict[str, None]] = [{} for _ in parts[0].groups]
+    for rank, part in parts.items():
+        path = files[rank].path
+        if len(names) != len(part.groups):
+            raise disagree(f"{len(part.groups)} parameter groups, but {len(names)} in expert rank 0's", path)
+        named = _names(part, dense, {name: array for name, array in experts.items() if owners[name] == rank}, path)
+        for entry in part.entries:
+            held.setdefault(TensorKey(named[entry.number], entry.state), []).append(entry.array)
+        for group, so_far in zip(part.groups, names, strict=True):
+            so_far |= dict.fromkeys(named[n] for n in group["params"])
+    options = [{**_bare(group), "params": [*mine]} for group, mine in zip(parts[0].groups, names, strict=True)]
+    return PlainOptimizer(_tensors(held, shown), _options(options, list(parts.values()), held), [], [])
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def _names(part: _FileOptimizer, dense: Arrays, experts: Arrays, path: str) -> dict[int, str]:
+    """Number -> name of one expert rank's optimizer."""
+    out: dict[int, str] = {}
+    for moe, arrays in ((False, dense), (True, experts)):
+        mine = [group for group in part.groups if bool(group.get("moe")) is moe]
+        numbers = {n for group in mine for n in group["params"]}
+        if numbers:
+            found = _align(mine, [entry for entry in part.entries if entry.number in numbers], arrays)
+            if not found.names:
+                what = f"the optimizer of an expert rank can't be given names: {found.why}"
+                raise refused(what, path, _RESUME)
+            out |= found.names
+    return out
+
+
+def _align(groups: Sequence[Mapping[str, Any]], entries: Sequence[_StateEntry], arrays: Arrays) -> Aligned:
+    shapes: dict[int, dict[str, tuple[int, ...]]] = {}
+    for entry in entries:
+        shapes.setdefault(entry.number, {})[entry.state] = entry.array.shape
+    return align(groups, shapes, [Candidate(name, a.shape, (a.path, a.offset, a.shape)) for name, a in arrays.items()])
+
+
+def _tensors(held: Mapping[TensorKey, Sequence[StoredArray]], shown: str) -> dict[TensorKey, LogicalTensor]:
+    """The states, fp32 weights first; several arrays of one are copies of expert ranks."""
+    tensors = {}
+    for key in sorted(held, key=lambda key: key.state != MASTER):
+        first = held[key][0]
+        if any(other.shape != first.shape for other in held[key]):
+            raise disagree(f"{key.state} has several shapes on the expert ranks", shown, key.name)
+        box = whole(first.shape)
+        copies = tuple(Chunk(box, array, box, number) for number, array in enumerate(held[key]))
+        tensors[key] = LogicalTensor(key, first.shape, first.dtype, copies)
+    return tensors
+
+
+def _options(groups: list[dict[str, Any]], parts: Sequence[_FileOptimizer], held: Mapping[TensorKey, Any]) -> Options:
+    wrapper = next((part.wrapper for part in parts if part.wrapper), {})
+    has_wrapper = bool(wrapper) or any(key.state == MASTER for key in held)
+    return Options(groups, rest={WRAPPER: wrapper} if has_wrapper else {})
+
+
+def _bare(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in group.items() if key not in ("params", "param_names")}
+
+
+# -- one file ----------------------------------------------------------------------------------------------------------
+
+
+def _part(file: ModuleFile, start: int = 0) -> _FileOptimizer:
+    """The optimizer of one file, taken out of its values. Raises InputError E0356 for the fused wrapper."""
+    values = file.values.pop("optimizer", None)
+    if not isinstance(values, dict):
+        return _FileOptimizer([], [], {})
+    if any(path[1:2] == ("fp32_groups_flat",) for path, _ in file.optimizer):
+        raise refused(
+            "the optimizer of DeepSpeed's fused 16-bit wrapper without ZeRO: its flat fp32 groups have no names",
+            file.path,
+            "resume it once with ZeRO 1 and save it, or --from torch for the module",
+        )
+    inner = values.get(_INNER, values)
+    beside = {key: item for key, item in values.items() if inner is not values and key not in (_INNER, "fp32_groups")}
+    stated = inner.get("param_groups") if isinstance(inner, dict) else None
+    groups = numbered(stated) if isinstance(stated, list) else []
+    if groups is None or len({n for g in groups for n in g["params"]}) != sum(len(g["params"]) for g in groups):
+        raise malformed("the optimizer's param_groups do not number its parameters once each", file.path)
+    numbers = {n: start + i for i, n in enumerate(n for group in groups for n in group["params"])}
+    entries = [_entry(path, array, numbers, groups, file.path) for path, array in file.optimizer]
+    _check(entries, file.path)
+    return _FileOptimizer(
+        [{**group, "params": [numbers[n] for n in group["params"]]} for group in groups], entries, beside
+    )
+
+
+def _entry(
+    path: Path, array: StoredArray, numbers: Mapping[int, int], groups: Sequence[Mapping[str, Any]], shown: str
+) -> _StateEntry:
+    """A state, or an fp32 weight."""
+    if path[-3:-2] == ("state",) and path[-2] in numbers:
+        return _StateEntry(numbers[int(path[-2])], str(path[-1]), array)
+    params = groups[int(path[2])]["params"] if _index(path, 2, len(groups)) else []
+    if path[1:2] != ("fp32_groups",) or len(path) != 4 or not _index(path, 3, len(params)):
+        raise refused(f"the optimizer keeps a tensor at {dotted(path)[:200]}, which is not understood", shown, _RESUME)
+    return _StateEntry(numbers[params[int(path[3])]], MASTER, array)
+
+
+def _index(path: Path, at: int, count: int) -> bool:
+    """Is step `at` of the path a number below `count`?"""
+    step = path[at] if len(path) > at else None
+    return type(step) is int and 0 <= step < count
+
+
+def _check(entries: Sequence[_StateEntry], path: str) -> None:
+    """The fp32 weight and the moments of a parameter have one shape, and all parameters have a weight or none."""
+    shapes: dict[int, tuple[int, ...]] = {}
+    masters = {entry.number for entry in entries if entry.state == MASTER}
+    for entry in entries:
+        if entry.array.shape in ((), (1,)):  # a number of the parameter's: its step, Paddle's powers of beta
+            continue
+        shape = shapes.setdefault(entry.number, entry.array.shape)
+        if shape != entry.array.shape or (masters and entry.number not in masters):
+            raise disagree(
+                f"{entry.state} of parameter {entry.number} has shape {list(entry.array.shape)}, another state "
+                f"{list(shape)}, and {len(masters)} parameters have an fp32 weight",
+                path,
+                hint="the file was put together of two: fetch it again",
+            )

@@ -1,0 +1,550 @@
+"""All files of a DeepSpeed checkpoint as one catalog: which must be there, that they are of one save, what they hold.
+
+The one idea: the module files say names and shapes in flat order, from which `deepspeed.job` says what every rank's
+flat tensors hold; a `ZeroReader` holds that against what the optimizer files have and makes chunks of it. At stage 3
+every
+data rank writes `param_shapes`, `frozen_param_shapes`, `buffer_names` of the whole model stage, and the flat tensors of
+all ranks are cut by one of them: a rank that says otherwise has a flat tensor of another model, or was edited, and a
+name that its own module does not have is no parameter of this model.
+
+    zero_pp_rank_1_..._states.pt: param_shapes[0] has w2 [23, 10] at place 3, but w1 [10, 23] in zero_pp_rank_0_...
+
+Layout, names and source: `deepspeed.format`. Cost: as the pickles, and a few microseconds for each parameter and rank
+that holds a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from math import prod
+from typing import Any
+
+from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
+from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.faults import by_file, for_each
+from ckpt_tool.core.hints import Degrees, Globals, Hints
+from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.missing import report_missing
+from ckpt_tool.core.tensor import MASTER, Chunk, LogicalTensor, TensorKey
+from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
+from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.deepspeed.described import HOME, OPTIMIZER, Described, Options
+from ckpt_tool.systems.deepspeed.files import (
+    MALFORMED,
+    MODEL,
+    SHOWN,
+    FlatTensor,
+    ModuleFile,
+    OptimizerFile,
+    ZeroFiles,
+    disagree,
+    lost,
+    rank_files,
+    read_module,
+    read_optimizer,
+    refused,
+    sort_files,
+)
+from ckpt_tool.systems.deepspeed.job import Config, FlatArray, FlatGroup, Shape, ZeroJob, undeal
+from ckpt_tool.systems.deepspeed.stored_names import expert_name_of, global_names
+from ckpt_tool.systems.deepspeed.zero.module import Module
+from ckpt_tool.systems.deepspeed.zero.plain_optimizer import PlainOptimizer, of_experts, of_modules
+
+FILES = 1 << 20  # ranks of one checkpoint
+COUNTERS = frozenset(
+    {"global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version"}
+)
+_OF_A_RANK = frozenset({"module", "checkpoint_parallel_dimensions"})  # values that are not compared between ranks
+_OF_THE_JOB = ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions")
+
+
+def read(tree: Tree) -> Catalog:
+    """The catalog. Raises as `deepspeed.format` says."""
+    files = sort_files(tree.names())
+    if not files:
+        raise UnknownFormat(
+            "no file of DeepSpeed is directly in the folder",
+            code="E0393",
+            path=tree.display(),
+            hint="pass the folder that holds mp_rank_00_model_states.pt, or the one above it with the file `latest`",
+        )
+    reader = ZeroReader(tree, files)
+    reader.open()
+    if reader.optimizers:
+        reader.flat_tensors()
+    module = Module(tree, files, reader.modules, reader.shapes, dp=reader.dp, pp=reader.pp, stage=reader.stage)
+    module.read()
+    reader.notes += module.notes
+    reader.also(module)
+    return reader.catalog(module)
+
+
+@dataclass(slots=True)
+class ZeroReader:
+    """The files of one checkpoint and what was found in them so far."""
+
+    tree: Tree
+    files: ZeroFiles
+    # modules, optimizers: (data rank, model rank) -> file
+    modules: dict[tuple[int, int], ModuleFile] = field(default_factory=dict)
+    optimizers: dict[tuple[int, int], OptimizerFile] = field(default_factory=dict)
+    config: Config = Config()
+    # of all parameters of flat tensors, in order of first sight
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    chunks: dict[TensorKey, list[Chunk]] = field(default_factory=dict)
+    states: dict[str, None] = field(default_factory=dict)
+    # of each pipeline stage and parameter group the names in the group's own order
+    stages: list[list[list[str]]] = field(default_factory=list)
+    tied: frozenset[str] = frozenset()
+    notes: list[Note] = field(default_factory=list)
+    unsafe: list[str] = field(default_factory=list)
+    globals: dict[str, None] = field(default_factory=dict)
+    dp: int = 1
+    pp: int = 1
+    ep: int = 1
+    stage: int = 0
+
+    def also(self, file: ModuleFile | OptimizerFile | Module) -> None:
+        """Note which code the pickles of a file name."""
+        self.unsafe += file.unsafe
+        self.globals.update(dict.fromkeys(file.globals))
+
+    # -- which files ---------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Read every file's pickle. Raises Incomplete E0302 naming the missing ones, InputError E0356 for kinds that
+        are not read, InconsistentCheckpoint E0359 for ranks of two saves."""
+        if self.files.refused:
+            name, why = self.files.refused[0]
+            hint = "save it with tensor parallel 1, or as a universal checkpoint"
+            others = [name for name, _ in self.files.refused[1:SHOWN]]
+            raise refused(f"{why} are not read", self.tree.display(name), hint, others)
+        names = {**{(0, mp): name for mp, name in self.files.model.items()}, **self.files.model3}
+        if not names:
+            raise self._missing([MODEL.format(model=0)])
+        first = self._first(names)
+        self.config = Config.of(first.values.get("ds_config"))
+        self.dp, models = first.count("dp_world_size"), self._model_ranks(first)
+        self.stage = 3 if self.files.model3 else 0
+        if self.dp * models > FILES:
+            raise CorruptFile(
+                f"dp_world_size {self.dp} and mp_world_size {models} make more ranks than there can be files",
+                code=MALFORMED,
+                path=first.path,
+                hint="the file is damaged",
+            )
+        trains = bool(self.files.optim) or first.shapes is not None
+        wanted = rank_files(self.stage or int(trains), min(self.files.prefixes, default=""), self.dp, models)
+        absent = [name for rank, name in wanted.modules.items() if rank not in names]
+        absent += [name for rank, name in wanted.optimizers.items() if rank not in self.files.optim]
+        if absent:
+            fault = self._missing(absent)
+            report_missing(fault, files=absent)
+            raise fault  # where the parts of a flat group begin depends on all of them
+        self._no_strangers(models)
+        self._read_all(names, {names[min(names)]: first})
+        for module in self.modules.values():
+            self.also(module)
+        for optimizer in self.optimizers.values():
+            self.also(optimizer)
+        self._of_one_save()
+
+    def _first(self, names: Mapping[tuple[int, int], str]) -> ModuleFile:
+        """The first module file, which says how many there are. Where it does not read, the others are tried too."""
+        try:
+            return read_module(self.tree, names[min(names)])
+        except InputError:
+            self._read_all(names, {})
+            raise
+
+    def _read_all(self, names: Mapping[tuple[int, int], str], known: Mapping[str, ModuleFile]) -> None:
+        """Every file of the module and of the optimizer; those that do not read are named at once."""
+        modules = {name: rank for rank, name in sorted(names.items())}
+        optimizers = {name: rank for rank, name in sorted(self.files.optim.items())}
+
+        def read(name: str) -> None:
+            if name not in modules:
+                self.optimizers[optimizers[name]] = read_optimizer(self.tree, name)
+                return
+            file = known.get(name) or read_module(self.tree, name)
+            if file.values.get("ds_autoep_layers"):
+                raise refused("AutoEP experts (ds_autoep_layers): fused experts are not read yet", file.path)
+            self.modules[modules[name]] = file
+
+        for_each((*modules, *optimizers), read)
+
+    def _model_ranks(self, first: ModuleFile) -> int:
+        """Model ranks, all of them pipeline stages: tensor parallel ranks are refused."""
+        models = first.count("mp_world_size")
+        dims = first.values.get("checkpoint_parallel_dimensions")
+        tp = dims.get("tp_degree") if isinstance(dims, dict) else None
+        if tp is None:
+            tp = 1 if self.files.layers else models
+        if type(tp) is not int or tp != 1:
+            raise refused(
+                f"tensor parallel {tp}: how each weight is cut is stated nowhere in these files",
+                first.path,
+                "convert it with its own project to a universal checkpoint, and read that",
+            )
+        self.pp = models
+        return models
+
+    def _no_strangers(self, models: int) -> None:
+        ranked = [*self.files.optim.items(), *self.files.model3.items()]
+        strangers = [name for (data, model), name in ranked if data >= self.dp or model >= models]
+        strangers += [name for model, name in self.files.model.items() if model >= models or self.stage == 3]
+        if strangers or len(self.files.prefixes) > 1:
+            raise disagree(
+                f"{len(strangers) or len(self.files.optim)} files come from another save: "
+                f"{', '.join(sorted(strangers)[:8]) or 'with and without bf16_'}",
+                self.tree.display(),
+                hint=f"the module says {self.dp} data ranks and {models} model ranks: move the files of the other save "
+                "away",
+                faults=sorted(strangers)[8:],
+            )
+
+    def _missing(self, names: Sequence[str]) -> Incomplete:
+        return lost(
+            f"{len(names)} files are missing: {', '.join(names[:8])}",
+            self.tree.display(),
+            "every rank writes its own file: fetch them from all machines of the job",
+            faults=names[8:],
+        )
+
+    # -- of one save ---------------------------------------------------------------------------------------------------
+
+    def _of_one_save(self) -> None:
+        """Ranks that disagree in a counter, an option or a scalar are of different steps, or of different runs."""
+        modules = list(self.modules.values())
+        for other in modules[1:]:
+            for key, mine, theirs in _unequal(modules[0].values, other.values):
+                if key in COUNTERS:
+                    raise _other(other.path, key, theirs, mine, modules[0].path)
+                if key not in _OF_A_RANK:
+                    what = f"{key} of {other.path.rpartition('/')[2]} differs from rank 0's, which is kept"
+                    self.notes.append(Note("W-ranks-differ", what, other.path))
+        optimizers = list(self.optimizers.values())
+        for file in optimizers[1:]:
+            first = optimizers[0]
+            kinds = [(f.stage, f.plain_bf16, len(f.param_groups)) for f in (first, file)]
+            if kinds[0] != kinds[1]:
+                raise _other(file.path, "zero_stage or its groups", file.stage, first.stage, first.path)
+            for group, its in zip(first.param_groups, file.param_groups, strict=True):
+                for key, mine, theirs in _unequal(group, its):
+                    raise _other(file.path, f"param_groups {key}", theirs, mine, first.path)
+            for key, mine, theirs in _unequal(first.rest, file.rest):
+                raise _other(file.path, key, theirs, mine, first.path)
+        self._same_lists()
+        self._steps()
+
+    def _same_lists(self) -> None:
+        """Data ranks of one stage that list other parameters, and lists that contradict the module beside them; all at
+        once."""
+        faults: list[tuple[str, str]] = []
+        for (_, mp), file in sorted(self.modules.items()):
+            first = self.modules[0, mp]
+            if file is not first:
+                name = first.path.rpartition("/")[2]
+                faults += ((file.path, f"{what} in {name}") for what in _unlike(file, first))
+            faults += ((file.path, what) for what in _contradictions(file, stage3=self.stage == 3))
+        if faults:
+            others = [f"{path.rpartition('/')[2]}: {what}" for path, what in faults[1:]]
+            hint = "the files come from two runs, or one was edited: fetch one save whole"
+            raise disagree(faults[0][1], faults[0][0], hint=hint, faults=others)
+
+    def _steps(self) -> None:
+        """One step counter for all: ranks, groups and stages step together."""
+        found = [
+            (file.path, n, group.scalars["step"])
+            for file in self.optimizers.values()
+            for n, group in enumerate(file.groups)
+            if "step" in group.scalars
+        ]
+        for path, number, step in found:
+            if step != found[0][2]:
+                raise disagree(
+                    f"step {step} in flat group {number}, but {found[0][2]} in group {found[0][1]} of "
+                    f"{found[0][0].rpartition('/')[2]}",
+                    path,
+                )
+
+    # -- the optimizer -------------------------------------------------------------------------------------------------
+
+    def flat_tensors(self) -> None:
+        """Every rank's flat tensors as chunks of the parameters, as the job lays them out."""
+        stages = [list(self._groups(mp)) for mp in range(self.pp)]
+        job = ZeroJob(self.stage, self.dp, self.config.data_first, stages)
+        self.tied = frozenset(job.borders)
+        for mp in range(self.pp):
+            for dp in range(self.dp):
+                for stored, array in zip(self.optimizers[dp, mp].groups, job.arrays(dp, mp), strict=True):
+                    self._check(stored, array, self.optimizers[dp, mp].path)
+                    for state, part in {MASTER: stored.master, **stored.states}.items():
+                        self.states[state] = None
+                        for name, chunk in array.line.chunks(part):
+                            self.chunks.setdefault(TensorKey(name, state), []).append(chunk)
+
+    def _groups(self, mp: int) -> Iterator[FlatGroup]:
+        """The flat groups of a pipeline stage, as its module file lists them; their names and shapes are noted."""
+        module = self.modules[0, mp]
+        shapes = module.shapes or []
+        ranks = [self.optimizers[dp, mp] for dp in range(self.dp)]
+        if any(len(rank.groups) != len(shapes) for rank in ranks):
+            have = [len(rank.groups) for rank in ranks][:8]
+            raise disagree(f"param_shapes lists {len(shapes)} groups, the optimizer has {have}", module.path)
+        self.stage = ranks[0].stage
+        self.stages.append([[] for _ in ranks[0].param_groups])
+        for number, listed in enumerate(shapes):
+            group = self._group(listed, [rank.groups[number] for rank in ranks], ranks[0], module.path)
+            self.ep = max(self.ep, group.ep)
+            for expert in range(group.ep):
+                names = global_names(listed, expert)
+                for name, shape in zip(names, listed.values(), strict=True):
+                    if self.shapes.setdefault(name, shape) != shape:
+                        what = f"shape {list(shape)}, but {list(self.shapes[name])} in another stage"
+                        raise disagree(what, module.path, name)
+                dealt = self.config.round_robin and self.stage != 3
+                self.stages[mp][group.number] += undeal(names, self.dp // group.ep) if dealt else names
+            yield group
+
+    def _group(
+        self, shapes: Mapping[str, Shape], ranks: Sequence[FlatTensor], file: OptimizerFile, shown: str
+    ) -> FlatGroup:
+        number = ranks[0].options
+        if self.stage == 3:
+            return FlatGroup(shapes, number)
+        count = ranks[0].count
+        ep = self.dp // count if count and self.dp % count == 0 else 0
+        moe = bool(file.param_groups[number].get("moe")) or any(expert_name_of(name) for name in shapes)
+        if ep < 1 or (ep > 1 and not moe):
+            raise disagree(f"partition_count is {count} of {self.dp} data ranks", shown)
+        gaps = ranks[0].gaps
+        size = max(array.numel for rank in ranks for array in (rank.master, *rank.states.values()))
+        return FlatGroup(shapes, number, ep, size, gaps if len(gaps) == len(shapes) else (0,) * len(shapes))
+
+    def _check(self, stored: FlatTensor, array: FlatArray, path: str) -> None:
+        """What the job says of a flat tensor against its length and against what the rank itself says of it."""
+        have = stored.master.numel
+        if self.stage == 3 and have != array.size:
+            raise disagree(
+                f"a flat group of {have} elements, its parameters over {self.dp} ranks take {array.size}", path
+            )
+        if array.line.end > have:
+            raise disagree(f"the fp32 partition has {have} elements, its parameters take {array.line.end}", path)
+        if stored.mapping is None or self.config.round_robin:  # dealt out, DeepSpeed states the undealt places
+            return
+        stated = stored.mapping
+        ours = array.slices()
+        for wrong in (name for name in (*ours, *stated) if stated.get(name) != ours.get(name)):
+            raise disagree(
+                f"param_slice_mappings puts {wrong} at {stated.get(wrong)} (elements, start), its shape and order at "
+                f"{ours.get(wrong)}",
+                path,
+                wrong,
+                "files of two runs are mixed, or a version of DeepSpeed cuts its groups in a way not known here",
+            )
+
+    def flat(self) -> dict[TensorKey, LogicalTensor]:
+        """The parameters of the flat tensors, state by state; gaps are left to the catalog's check. Those without
+        elements lie nowhere and have the states that the others have."""
+        out = {}
+        empty = {}
+        for state in self.states:
+            dtype = next((c[0].array.dtype for key, c in self.chunks.items() if key.state == state), DTYPES["F32"])
+            for name, shape in self.shapes.items():
+                key = TensorKey(name, state)
+                chunks = self.chunks.get(key)
+                if chunks:
+                    held = mark_replicas(chunks) if name in self.tied else tuple(chunks)
+                    out[key] = LogicalTensor(key, shape, chunks[0].array.dtype, held)
+                elif not prod(shape):
+                    empty[key] = LogicalTensor(key, shape, dtype, ())
+        return out | empty
+
+    # -- the catalog ---------------------------------------------------------------------------------------------------
+
+    def catalog(self, module: Module) -> Catalog:
+        """Everything that was found."""
+        tensors = module.tensors() | self.flat()
+        options: Options | None
+        if self.optimizers:
+            options = self._options()
+        else:
+            plain = self._plain(module)
+            options = plain.options
+            tensors = tensors | plain.tensors
+            self.notes += plain.notes
+            self.stages = plain.stages
+        tensors, unread = set_apart(tensors | module.clients)
+        values = self.modules[min(self.modules)].values
+        extras = {key: item for key, item in values.items() if key not in _OF_THE_JOB}
+        if options is not None:
+            extras[OPTIMIZER] = options.to_extras()
+        extras[HOME] = self._described(module).to_extras()
+        degrees = Degrees(tp=1, pp=self.pp, vpp=1, ep=self.ep, etp=1, dp=self.dp, cp=1)
+        return Catalog(
+            "deepspeed",
+            tensors,
+            extras,
+            Mesh.of_degrees(degrees.stated()),
+            files=self.files.all(),
+            notes=(*self.notes, *self._notes(module), *notes_of(unread)),
+            unsafe=tuple(self.unsafe),
+            hints=Hints.of(degrees, Globals.each(self.globals)),
+            unread=unread,
+        )
+
+    def _plain(self, module: Module) -> PlainOptimizer:
+        """The optimizer without ZeRO: in the module files, or one for each expert rank."""
+        if not self.files.expp:
+            return of_modules([file for _, file in sorted(self.modules.items())], module.parameters())
+        expp = sorted(self.files.expp.items())
+        read = by_file((name for _, name in expp), lambda name: read_module(self.tree, name))
+        for file in read.values():
+            self.also(file)
+        for module_file in self.modules.values():
+            module_file.values.pop("optimizer", None)  # expert rank 0's once more
+        files = {rank: read[name] for rank, name in expp}
+        plain = of_experts(files, module.parameters(), module.experts(), self.tree.display())
+        self.ep = len(files)
+        if self.dp % self.ep:
+            raise disagree(f"{self.ep} expert ranks among {self.dp} data ranks", self.tree.display())
+        return plain
+
+    def _options(self) -> Options:
+        """The optimizer's options and scalars, once for each parameter group. Raises InconsistentCheckpoint E0359 where
+        ranks or sub-groups disagree in a scalar."""
+        files = list(self.optimizers.values())
+        scalars: list[dict[str, Any]] = [{} for _ in files[0].param_groups]
+        dtypes: dict[str, str] = {}
+        for file in files:
+            for group in file.groups:
+                mine = scalars[group.options]
+                dtypes |= group.dtypes
+                for key, value in group.scalars.items():
+                    if not same(mine.setdefault(key, value), value):
+                        raise disagree(f"{key} is {value!r}, but {mine[key]!r} on another rank", file.path)
+        named: list[dict[str, None]] = [{} for _ in files[0].param_groups]
+        for stage in self.stages:
+            for so_far, names in zip(named, stage, strict=False):
+                so_far |= dict.fromkeys(names)
+        groups = [{**options, "params": [*names]} for options, names in zip(files[0].param_groups, named, strict=True)]
+        version = self.modules[min(self.modules)].values.get("ds_version")
+        rest = {key: item for key, item in files[0].rest.items() if key != "ds_version" or item != version}
+        return Options(groups, scalars, dtypes, rest)
+
+    def _described(self, module: Module) -> Described:
+        first = next(iter(self.optimizers.values()), None)
+        layers = bool(self.files.layers)
+        return Described(
+            zero_stage=self.stage if first else 0,
+            plain_bf16=bool(first and first.plain_bf16),
+            prefix=min(self.files.prefixes, default=""),
+            dtype=module.dtypes.most_common(1)[0][0] if module.dtypes else "",
+            aligned=self.config.aligned,
+            round_robin=self.config.round_robin,
+            module=tuple(module.order),
+            buffers=tuple(module.buffers),
+            shared=module.shared,
+            frozen=tuple(module.frozen()) if first else (),
+            stages=tuple(tuple(tuple(group) for group in stage) for stage in self.stages) if layers else (),
+            tied=module.layers,
+            moe=tuple(prefix for _, prefix in sorted(module.moe.items())),
+        )
+
+    def _notes(self, module: Module) -> Iterator[Note]:
+        if module.shared:
+            shown = ", ".join(f"{alias} = {kept}" for alias, kept in list(module.shared.items())[:8])
+            yield Note("N-tied", f"{len(module.shared)} names share another parameter: {shown}")
+        if self.stage == 3:
+            yield Note(
+                "N-zero3",
+                "ZeRO 3 keeps no 16-bit weights: DeepSpeed rounds them from the fp32 `master`; the state `model` holds "
+                "buffers and frozen parameters alone (write the weights as a model with --as-model master)",
+            )
+
+
+# -- what must be alike ------------------------------------------------------------------------------------------------
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, NaN like NaN: values out of two pickles."""
+    if isinstance(a, float) and isinstance(b, float) and a != a:
+        return b != b
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b) and bool(a == b)
+
+
+def _unequal(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(key, mine, theirs) of the values that differ."""
+    for key in sorted(mine.keys() | theirs.keys(), key=str):
+        if not same(mine.get(key), theirs.get(key)):
+            yield str(key), mine.get(key), theirs.get(key)
+
+
+def _other(path: str, what: str, theirs: Any, mine: Any, first: str) -> InconsistentCheckpoint:
+    return disagree(f"{what} is {str(theirs)[:80]}, but {str(mine)[:80]} in {first.rpartition('/')[2]}", path)
+
+
+def _unlike(file: ModuleFile, first: ModuleFile) -> Iterator[str]:
+    """What a data rank's module file says otherwise than the first one of its stage."""
+    mine = file.shapes
+    theirs = first.shapes
+    if mine is None or theirs is None or len(mine) != len(theirs):
+        if mine != theirs:
+            yield f"param_shapes has {_count(mine)}, but {_count(theirs)}"
+    else:
+        for number, (group, other) in enumerate(zip(mine, theirs, strict=True)):
+            yield from _first(f"param_shapes[{number}]", group.items(), other.items())
+    config, other_config = (asdict(Config.of(each.values.get("ds_config"))) for each in (file, first))
+    if config != other_config:
+        yield f"ds_config cuts by {config}, but by {other_config}"
+    yield from _first("frozen_param_shapes", file.frozen.items(), first.frozen.items())
+    yield from _first("buffer_names", file.buffers, first.buffers)
+    dtypes = ([(name, array.dtype.name) for name, array in f.fragments.items()] for f in (file, first))
+    yield from _first("frozen_param_fragments", *dtypes)
+    yield from _first("module", file.module, first.module)
+    for alias, kept in file.shared.items():  # rank 0's file may be the only one that lists them
+        if first.shared.get(alias, kept) != kept:
+            yield f"shared_params has {alias} as {kept}, but as {first.shared[alias]}"
+
+
+def _first(what: str, mine: Iterable[Any], theirs: Iterable[Any]) -> Iterator[str]:
+    """Where two lists begin to differ."""
+    for place, (a, b) in enumerate(zip_longest(mine, theirs)):
+        if a != b:
+            yield f"{what} has {_shown(a)} at place {place}, but {_shown(b)}"
+            return
+
+
+def _contradictions(file: ModuleFile, *, stage3: bool) -> Iterator[str]:
+    """Names that a file lists as what they are not."""
+    trained = {name: None for group in file.shapes or () for name in group}
+    buffers = set(file.buffers)
+    for what, names in (("param_shapes", trained), ("frozen_param_shapes", file.frozen)):
+        for name in names:
+            if stage3 and file.module and name not in file.module:
+                yield f"{what} lists {name}, which the module next to it does not have"
+            if name in buffers:
+                yield f"{name} is in {what}, and in buffer_names"
+    yield from (f"{name} is in param_shapes, and in frozen_param_shapes" for name in trained if name in file.frozen)
+    for name in file.fragments:
+        if name not in file.frozen:
+            yield f"a share of frozen {name}, which frozen_param_shapes lacks"
+
+
+def _count(shapes: Sequence[Mapping[str, Shape]] | None) -> str:
+    return "none" if shapes is None else f"{len(shapes)} groups"
+
+
+def _shown(item: Any) -> str:
+    """An entry of a list in a message: `w [3, 4]`."""
+    if not isinstance(item, tuple):
+        return "nothing" if item is None else str(item)[:120]
+    return f"{item[0]} {list(item[1]) if isinstance(item[1], tuple) else item[1]}"[:160]

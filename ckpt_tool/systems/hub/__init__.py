@@ -1,0 +1,1 @@
+"""Hugging Face's hub: safetensors folders, PEFT adapters, the names that released models have, MLX's variants."""

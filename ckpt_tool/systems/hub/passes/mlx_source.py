@@ -1,0 +1,67 @@
+"""Models that MLX saved: whose rules name them, and an error where nobody's do.
+
+mlx-lm brings a model into a layout of its own when it loads one, and saves it so: experts stacked, kernels of
+convolutions turned, norms to which one is added, multipliers multiplied in. Names do not always show it. So a source
+that says it is MLX's is read by rules of MLX (a dialect `mlx`), or as the hub's where mlx-lm is known to change
+nothing, and is refused otherwise: taken for the hub's it would be another model, and no error would say so.
+
+What says so: `format: mlx` in the files' metadata, `quantization` in config.json (MLX's word), names that only MLX has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tool.errors import InputError, UsageError
+from ckpt_tool.families.base import Config
+from ckpt_tool.families.registry import FamilyMatch
+from ckpt_tool.sources.chosen import Chosen
+from ckpt_tool.sources.config import file_config
+from ckpt_tool.systems.hub import mlx_names as mlx
+from ckpt_tool.systems.hub.safetensors.saved_by import MLX, SavedBy
+
+_NO_RULES = "E2911"
+_SECTION = "quantization"
+
+
+def is_from_mlx(chosen: Chosen) -> bool:
+    """Did MLX save the first source?"""
+    saved = chosen.all_hints.get(SavedBy)
+    if saved is not None and saved.name == MLX:
+        return True
+    if any(word in name for name in chosen.model for word in mlx.WORDS):
+        return True
+    stated: Any = _config_beside(chosen).get(_SECTION)
+    return isinstance(stated, Mapping) and {"group_size", "bits"} <= stated.keys()
+
+
+def _config_beside(chosen: Chosen) -> Config:
+    """What `--config` or config.json says, {} where neither is there or can be read: whoever needs it says why."""
+    if chosen.config is not None:
+        return chosen.config
+    try:
+        return file_config(chosen.sources[0]) or {}
+    except UsageError:
+        return {}
+
+
+def holds_codes(chosen: Chosen) -> bool:
+    """Are some of its weights MLX's codes, which only MLX's own layout can hold?"""
+    return any(row.tensor.dtype.name == "U32" for row in chosen.model.values())
+
+
+def is_named_by(found: FamilyMatch, config: Config | None) -> bool:
+    """Are the hub's rules of this family true of what MLX saves of this model?"""
+    kind = (config or {}).get("model_type")
+    return kind in mlx.AS_ON_THE_HUB or (kind is None and set(found.family.model_types) <= mlx.AS_ON_THE_HUB)
+
+
+def refuse_layout(what: str, path: str) -> InputError:
+    """The error for a model whose layout in MLX no rules describe."""
+    return InputError(
+        f"MLX saved this model, and no rules say how its layout of {what} differs from the hub's",
+        code=_NO_RULES,
+        path=path,
+        hint="take the model's files of the hub; --dialect keep writes names and values as MLX has them, for MLX alone",
+    )

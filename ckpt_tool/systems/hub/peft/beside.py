@@ -1,0 +1,148 @@
+"""Weights in files of their own beside an adapter: what a trainer trained in full and PEFT does not save.
+
+    adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ...
+    non_lora_state_dict.bin      base_model.model.visual.merger.mlp.0.weight, ...     whole tensors of the base
+
+They are read with the adapter, as its own whole tensors are (`modules_to_save`), so that folding puts them in the
+place of the base's. A file of weights that no name explains is an error wherever the adapter is folded or written
+(`refuse_unknown_weights`): a result that leaves a trained projector out looks complete and is not.
+
+Source: LLaVA `train.py` and Qwen-VL-Series-Finetune `train_sft.py` (get_peft_state_non_lora_maybe_zero_3: all that has
+a gradient and no `lora_` in its name, under the wrapped model's names), LongLoRA `get_trainable_weights.py`.
+Cost: the headers of these files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from ckpt_tool.core.tensor import LogicalTensor, TensorKey, simple_tensor
+from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, UsageError
+from ckpt_tool.storage.safetensors_files.safetensors_file import read_header
+from ckpt_tool.storage.safetensors_files.safetensors_table import HeaderTable
+from ckpt_tool.storage.source import Tree
+
+if TYPE_CHECKING:
+    from ckpt_tool.core.catalog import Unread
+
+TWICE = "E2930"
+NO_STATE_DICT = "E1432"
+UNKNOWN_WEIGHTS = "E2931"
+SAFETENSORS = ".safetensors"
+_STEMS = ("non_lora_state_dict", "non_lora_trainables", "trainable_params")
+_WEIGHTS = (".bin", SAFETENSORS, ".pt", ".pth", ".ckpt", ".npz")
+_CONFIG_OF_BASE = "config.json"
+_OF_BASE = ("model.safetensors", "model-*-of-*.safetensors", "pytorch_model.bin", "pytorch_model-*-of-*.bin")
+# What trainers keep beside weights under the same endings
+_OF_TRAINING = (
+    "adapter_model.*",
+    "*_adapters.safetensors",  # older steps of mlx-lm's
+    "training_args*",
+    "trainer_state*",
+    "optim*",
+    "*scheduler*",
+    "rng_state*",
+    "random_states*",
+    "scaler*",
+    "sampler*",
+    "dataloader*",
+    "*dl_state*",
+    "*tokenizer*",
+    "vocab.*",
+    "global_step*",
+)
+
+
+def trained_files(names: Iterable[str]) -> list[str]:
+    """The files that hold weights trained in full, by the names that trainers give them."""
+    known = {f"{stem}{ending}" for stem in _STEMS for ending in (".bin", SAFETENSORS)}
+    return sorted(known.intersection(names))
+
+
+def unknown_weights(names: Collection[str]) -> list[str]:
+    """Files beside an adapter that look like weights, and of which no name says what they are. Next to a config.json
+    the base's own files are known."""
+    known = set(trained_files(names))
+    if _CONFIG_OF_BASE in names:
+        known.update(name for name in names if any(fnmatchcase(name, pattern) for pattern in _OF_BASE))
+    return [
+        name
+        for name in names
+        if name.endswith(_WEIGHTS)
+        and "/" not in name
+        and name not in known
+        and not any(fnmatchcase(name, pattern) for pattern in _OF_TRAINING)
+    ]
+
+
+def refuse_unknown_weights(tree: Tree, files: Collection[str]) -> None:
+    """Raise UsageError E2931 for files of weights beside an adapter of which nothing says what they are. files: those
+    of the adapter."""
+    names = tree.names() if tree.single is None else ()
+    unknown = [name for name in unknown_weights(names) if name not in files]
+    if unknown:
+        raise UsageError(
+            f"{unknown[0]} is stored next to the adapter, and nothing says whether its weights belong to the model",
+            code=UNKNOWN_WEIGHTS,
+            path=tree.display(),
+            faults=unknown[1:20],
+            hint="move it elsewhere, or pass --lenient to go on without it; a file of weights that were trained in full"
+            f" is read under the name {_STEMS[1]}.bin or {_STEMS[1]}{SAFETENSORS}",
+        )
+
+
+def read_trained(
+    tree: Tree, file: str, *, lenient: bool
+) -> tuple[Mapping[TensorKey, LogicalTensor], tuple[Unread, ...], tuple[str, ...]]:
+    """The tensors of one such file, those that can't be read, and what in it asks for code. Raises CorruptFile E1432
+    for a file that is no state dict, and what the containers raise."""
+    if file.endswith(SAFETENSORS):
+        return HeaderTable([read_header(tree, file, lenient=lenient)]), (), ()
+    return read_state_dict(tree, file)
+
+
+def join_tensors(
+    adapter: Mapping[TensorKey, LogicalTensor], trained: Mapping[TensorKey, LogicalTensor], file: str, path: str
+) -> dict[TensorKey, LogicalTensor]:
+    """The adapter's tensors and those of `file`. Raises InconsistentCheckpoint E2930 for a name that both have."""
+    twice = [str(key) for key in trained if key in adapter]
+    if twice:
+        raise InconsistentCheckpoint(
+            f"{twice[0]} is in the adapter's own file and in {file}",
+            code=TWICE,
+            path=path,
+            key=twice[0],
+            faults=twice[1:50],
+        )
+    return {**adapter, **trained}
+
+
+def read_state_dict(
+    tree: Tree, file: str
+) -> tuple[dict[TensorKey, LogicalTensor], tuple[Unread, ...], tuple[str, ...]]:
+    """The tensors of a torch file that holds one state dict, those that can't be read, and what in it asks for code."""
+    from ckpt_tool.formats.state_dict.content import read_content
+    from ckpt_tool.formats.state_dict.tree import dotted
+    from ckpt_tool.formats.state_dict.unread import set_apart
+
+    content = read_content(tree, file)
+    if isinstance(content.extras, Mapping):
+        odd = [str(key) for key in content.extras]
+    else:
+        odd = [str(type(content.extras))]
+    odd += [dotted(path) for path, _ in content.leaves if len(path) != 1]
+    if odd and not content.unsafe:
+        raise CorruptFile(
+            f"{file} is no plain state dict: it holds {odd[0][:200]}",
+            code=NO_STATE_DICT,
+            path=tree.display(file),
+            hint="fetch the adapter again",
+            faults=[name[:200] for name in odd[1:50]],
+        )
+    tensors = {}
+    for path, array in content.leaves:
+        key = TensorKey(dotted(path))
+        tensors[key] = simple_tensor(key, array)
+    return *set_apart(tensors), tuple(content.unsafe)

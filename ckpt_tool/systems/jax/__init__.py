@@ -1,0 +1,1 @@
+"""JAX: Orbax folders, and the names of MaxText's and Gemma's trees."""

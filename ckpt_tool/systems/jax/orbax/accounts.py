@@ -1,0 +1,153 @@
+"""Does a store hold what `_METADATA` says of it, no less and no more?
+
+    _METADATA: params.w    store: params.w/.zarray, params.w/0.0, params.b/.zarray, params.b/0
+      -> E2871: params.b is stored, and no leaf of _METADATA names it
+
+Since 0.10.0 (22 November 2024) Orbax stores every chunk and says so (`store_array_data_equal_to_fill_value: true`,
+`_src/serialization/tensorstore_utils.py`). Before, it left chunks out that held nothing but the fill value, and stated
+nothing: a save without the flag may be one of those, or may have lost both the flag and the chunks. So a chunk that is
+not there is an error unless the flag is false or `--lenient` says that it is an old save.
+
+Nodes of a database bear a CRC-32C; headers in plain folders bear none. So there a header is compared with the chunks
+that are stored and with `write_shape`, which divides the shape of an array of JAX (its devices' parts are equal) and is
+a multiple of the chunk's; of NumPy's arrays it is the shape. Cost: 1 us a key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from math import prod
+
+from ckpt_tool.core.catalog import Note
+from ckpt_tool.core.faults import together
+from ckpt_tool.core.missing import is_collecting, report_missing
+from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.errors import CkptError, CorruptFile, InconsistentCheckpoint
+from ckpt_tool.storage.arrays.zarr import HEADERS, Array
+from ckpt_tool.storage.source import Tree, missing_file
+from ckpt_tool.systems.jax.orbax.items import DAMAGED, METADATA, OrbaxItem, OrbaxLeaf
+
+NO_LEAF = "E2871"
+_CHUNK = re.compile(r"c|(c/)?\d+([./]\d+)*")
+_SHOWN = 50
+
+
+def check_chunks(tree: Tree, item: OrbaxItem, arrays: Sequence[Array], *, lenient: bool) -> list[Note]:
+    """Notes on chunks that are read as the fill value. Raises Incomplete E0309 for those that are lost."""
+    faults = [fault for array in arrays if (fault := array.missing()) is not None]
+    if faults and item.sparse is None:
+        faults[0].hint = (
+            "fetch the missing files; Orbax before 0.10 left out chunks that hold nothing but the fill value: if it "
+            "wrote this one, --lenient reads them so"
+        )
+    if is_collecting():
+        _report_chunks(tree, arrays)
+    elif faults:
+        raise together(faults)
+
+    if item.sparse is not None or not lenient:
+        return []
+    notes: list[Note] = []
+    for array in arrays:
+        absent = array.missing_keys()
+        if absent:
+            what = f"{len(absent)} chunks of {array.name} are not stored, and read as its fill value: {absent[0]}"
+            notes.append(Note("N-fill", what, tree.display(array.header.path)))
+    return notes
+
+
+def _report_chunks(tree: Tree, arrays: Sequence[Array]) -> None:
+    """Report each array of which chunks are not stored, and their bytes."""
+    for array in arrays:
+        stored = sum(chunk.box.numel for chunk in array.chunks())
+        lost = max(0, prod(array.shape) - stored)
+        if lost:
+            fault = array.missing() or missing_file(array.name, tree.display(array.header.path))
+            report_missing(fault, tensors={TensorKey(array.name): array.dtype.nbytes(lost)})
+
+
+def check_leaves(
+    tree: Tree, item: OrbaxItem, keys: Iterable[str] | None, rows: Sequence[tuple[OrbaxLeaf, Array]]
+) -> None:
+    """Raise InconsistentCheckpoint E2871 for arrays and chunks that are stored and that nothing names. keys: those of
+    the database, None where the arrays are folders."""
+    names = {array.name for _, array in rows}
+    if keys is not None:
+        strays = [name for name in _array_names(keys) if name not in names]
+    else:
+        strays = _find_strays(tree, item, [array for _, array in rows])
+        _check_write_shapes(tree, item, rows)
+    if not strays:
+        return
+
+    raise InconsistentCheckpoint(
+        f"{strays[0][:200]} is stored, and {METADATA} names no such array"
+        if strays[0] not in names
+        else f"{strays[0][:200]} has more chunks than its header asks for",
+        code=NO_LEAF,
+        path=tree.display(item.folder + METADATA),
+        key=strays[0][:200],
+        faults=[f"stored, and named by nothing: {name[:200]}" for name in strays[1:_SHOWN]],
+        hint="fetch the checkpoint again: its metadata was edited or is that of another save",
+    )
+
+
+def _array_names(keys: Iterable[str]) -> list[str]:
+    """The names of all arrays that have a header."""
+    names: list[str] = []
+    for key in keys:
+        name, _, last = key.rpartition("/")
+        if last in HEADERS:
+            names.append(name)
+    return names
+
+
+def _find_strays(tree: Tree, item: OrbaxItem, arrays: Sequence[Array]) -> list[str]:
+    """The names of arrays in folders that no leaf names, and of those with chunks beyond their header's grid."""
+    expected = {f"{array.name}/{key}" for array in arrays for key in array.chunk_keys()}
+    names = {array.name for array in arrays}
+
+    strays: dict[str, None] = {}
+    for path in tree.listing():
+        if not path.startswith(item.folder) or path[len(item.folder) :] in expected:
+            continue
+        above, _, last = path[len(item.folder) :].rpartition("/")
+        if last in HEADERS:
+            if above and above not in names:
+                strays[above] = None
+            continue
+
+        # A chunk's key may have slashes of its own, so its array is any of the folders above it.
+        below = last
+        while above and above not in names:
+            above, _, folder = above.rpartition("/")
+            below = f"{folder}/{below}"
+        if above and _CHUNK.fullmatch(below):
+            strays[above] = None
+    return list(strays)
+
+
+def _check_write_shapes(tree: Tree, item: OrbaxItem, rows: Sequence[tuple[OrbaxLeaf, Array]]) -> None:
+    """Raise CorruptFile E2755 for headers that do not agree with what `_METADATA` says of each device's part."""
+    faults: list[CkptError] = []
+    for leaf, array in rows:
+        # An array of NumPy is written as one part, and says nothing of it.
+        part = array.shape if leaf.write_shape is None else leaf.write_shape
+        chunk = array.layout.chunk
+        fits = len(part) == len(array.shape) and all(
+            _divides(of_part, whole) and _divides(of_chunk, of_part)
+            for whole, of_part, of_chunk in zip(array.shape, part, chunk, strict=True)
+        )
+        if not fits:
+            message = f"its header has shape {list(array.shape)} in chunks of {list(chunk)}, and it was written in "
+            message += f"parts of {list(part)}"
+            shown = tree.display(array.header.path)
+            hint = "fetch the checkpoint again"
+            faults.append(CorruptFile(message, code=DAMAGED, path=shown, key=array.name[:200], hint=hint))
+    if faults:
+        raise together(faults)
+
+
+def _divides(part: int, whole: int) -> bool:
+    return whole == 0 or (part > 0 and whole % part == 0)

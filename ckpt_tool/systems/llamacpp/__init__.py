@@ -1,0 +1,1 @@
+"""llama.cpp: GGUF files, their names, metadata and block types."""

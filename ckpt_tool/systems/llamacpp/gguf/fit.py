@@ -1,0 +1,71 @@
+"""The types of the tensors of an output, by llama.cpp's rule.
+
+    --gguf-type q8_0    blk.0.attn_q.weight Q8_0, blk.0.attn_norm.weight F32, blk.0.ffn_gate_inp.weight F32
+    --gguf-type mxfp4 --gguf-only '*_exps.weight'    blk.0.ffn_up_exps.weight MXFP4, blk.0.attn_q.weight BF16
+
+What has one dim, norms, routers and all that is no `.weight` is F32: most of ggml takes these in no other type. The
+rest is of the type that was asked for, or as the source has it. Rows that are no whole blocks fall back to F16. Of the
+two ternary types the embedding and the head are F16. Source: llama.cpp of October 2026 `conversion/base.py`,
+`prepare_tensors`; gguf 0.19.0 `tensor_mapping.py` for the names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.target import LayoutWish
+from ckpt_tool.core.tensor import LogicalTensor, TensorKey
+from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.base import Fitted
+from ckpt_tool.weight_schemes.ggml_types import of_name
+
+REQUANTISED = "E1708"
+_ALWAYS = re.compile(r"blk\.\d+\.(ffn_gate_inp|ffn_gate_inp_shexp|ssm_conv1d|shortconv\.conv|indexer\.proj)\.weight")
+_ENDS = ("token_embd.weight", "output.weight")
+_HELD = ("F32", "F16", "BF16")
+
+
+def fitted(tensors: Sequence[LogicalTensor], wish: LayoutWish, *, renamed: bool) -> Fitted:
+    """renamed: the names have just become llama.cpp's. Raises UsageError E1708 for tensors of blocks that would be
+    quantised once more."""
+    rows = tuple(enumerate(tensors))
+    if wish.gguf_type is None and not renamed:
+        return Fitted(rows)
+    asked = of_name(wish.gguf_type.upper()) if wish.gguf_type else None
+    casts: dict[TensorKey, DType] = {}
+    only = wish.gguf_only
+    wanted = [tensor for tensor in tensors if only is None or tensor.key.name in only]
+    coded = [tensor for tensor in wanted if tensor.dtype.coded and tensor.dtype != asked]
+    if asked is not None and coded:
+        raise UsageError(
+            f"--gguf-type {wish.gguf_type}: {len(coded)} tensors are quantised already, {coded[0].key.name} as "
+            f"{coded[0].dtype.name}",
+            code=REQUANTISED,
+            key=coded[0].key.name,
+            hint="--dequantize converts them to floats first; without the option they stay as they are",
+        )
+    for tensor in tensors:
+        if tensor.dtype.is_float:
+            kind = _kind(tensor, asked if only is None or tensor.key.name in only else None, cast=wish.cast)
+            if kind is not None:
+                casts[tensor.key] = kind
+    return Fitted(rows, casts)
+
+
+def _kind(tensor: LogicalTensor, asked: DType | None, *, cast: bool) -> DType | None:
+    """None where the tensor is written as it is, or as `--dtype` says."""
+    name = tensor.key.name
+    if (
+        len(tensor.shape) <= 1
+        or name.endswith("_norm.weight")
+        or not name.endswith(".weight")
+        or _ALWAYS.fullmatch(name)
+    ):
+        return DTYPES["F32"]
+    if asked is None:
+        return None if cast or tensor.dtype.name in _HELD else DTYPES["F32"]
+    if asked.coded and (tensor.shape[-1] % asked.block or (asked.name.startswith("TQ") and name in _ENDS)):
+        return DTYPES["F16"]
+    return asked

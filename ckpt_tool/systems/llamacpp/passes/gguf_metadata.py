@@ -1,0 +1,193 @@
+"""What GGUF's files state of the model and its tokenizer: the metadata of an output.
+
+    gguf -> gguf          as the source has it, but for what it says of its split, and of the types that were asked for
+    hub, ... -> gguf      the config by the family (`systems.llamacpp.config`), the tokenizer by the files beside the
+    model gguf -> hub, ...      the tokenizer's files (`systems.llamacpp.gguf.tokenizer_files`)
+
+What can't be derived is named in the report. Cost: the pairs of the source, or its config and tokenizer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.hints import Stated
+from ckpt_tool.core.tensor import MODEL, TensorKey
+from ckpt_tool.errors import UsageError
+from ckpt_tool.sources.chosen import Chosen, Conversion, with_computed
+from ckpt_tool.sources.opening import Opened
+from ckpt_tool.storage.texts.strict_json import parse
+from ckpt_tool.systems.llamacpp.config import ROPE_FREQS as ROPE
+from ckpt_tool.systems.llamacpp.config import metadata, rope_factors
+from ckpt_tool.systems.llamacpp.gguf.files import SPLIT_KEYS, chosen_model
+from ckpt_tool.systems.llamacpp.gguf.header import ALIGNMENT, ARRAY, name_of, raw, read_header, value_of
+from ckpt_tool.systems.llamacpp.gguf.target import Pairs, pair
+from ckpt_tool.systems.llamacpp.gguf.tokenizer import TokenizerFiles, tokenizer_pairs
+from ckpt_tool.systems.llamacpp.gguf.tokenizer_files import PREFIX, tokenizer_files
+from ckpt_tool.weight_schemes.ggml_types import FILE_TYPES
+
+FILE_TYPE = "general.file_type"
+TOKENIZER_LIMIT = 128 << 20  # bytes: the largest have 40 MB
+_LAYER = re.compile(r"(?:^|\.)(?:blk|layers|h|blocks)\.(\d{1,6})\.")
+
+
+def with_metadata(chosen: Chosen, job: Conversion) -> Chosen:
+    """`chosen` with the metadata that its output has. Raises UsageError, InputError as readers do."""
+    notes: list[str] = []
+    if chosen.sources[0].catalog.format == job.fmt.name and chosen.hints is None:
+        found, notes = _of_source(chosen)
+    elif chosen.all_hints.dialect == job.fmt.holds.dialect and chosen.config is not None:
+        found, notes = _of_config(chosen.config, chosen)
+        found |= {FILE_TYPE: b""}
+        chosen = _with_rope(chosen, job)
+    else:
+        return chosen
+    if FILE_TYPE in found and (job.writing.gguf_type or not found[FILE_TYPE]):
+        found[FILE_TYPE] = pair("UINT32", _file_type(chosen, job))
+    return replace(chosen, hints=chosen.all_hints.having(Pairs(found))).noted(*notes) if found else chosen
+
+
+def _file_type(chosen: Chosen, job: Conversion) -> int:
+    """What most bytes of matrices are, as the label has it."""
+    if job.writing.gguf_type:
+        return FILE_TYPES[job.writing.gguf_type.upper()]
+    sizes: dict[str, int] = {}
+    for row in chosen.stored:
+        name = chosen.casts.get(row.tensor.key, row.tensor.dtype).name
+        asked = job.writing.dtypes.get(MODEL) or job.writing.dtypes.get("")
+        name = asked or name if row.tensor.key not in chosen.casts else name
+        if len(row.tensor.shape) > 1:
+            sizes[name] = sizes.get(name, 0) + row.tensor.numel
+    return FILE_TYPES.get(max(sizes, key=lambda name: sizes[name], default=""), 0)
+
+
+def _of_config(config: Mapping[str, Any], chosen: Chosen) -> tuple[dict[str, bytes], list[str]]:
+    pairs, notes = metadata(config)
+    more, lost = tokenizer_pairs(_tokenizer(config, chosen.sources[0]), pairs[0][2])
+    fewer = _fewer_layers(chosen, {key: value for key, _, value in pairs})
+    found = {key: pair(kind, _cut(key, value, fewer)) for key, kind, value in (*pairs, *more)}
+    return found, [*notes, *lost, *_said(fewer)]
+
+
+def _tokenizer(config: Mapping[str, Any], opened: Opened) -> TokenizerFiles:
+    """The tokenizer's files beside the model."""
+    from ckpt_tool.sources.config import tree_of
+
+    def raw(name: str) -> bytes | None:
+        tree = tree_of(opened, name)
+        return tree.read_whole(name, limit=TOKENIZER_LIMIT) if tree is not None and tree.single is None else None
+
+    def read(name: str) -> Mapping[str, Any] | None:
+        found = raw(name)
+        value = parse(found, path=name) if found is not None else None
+        return value if isinstance(value, Mapping) else None
+
+    template = raw("chat_template.jinja")
+    return TokenizerFiles(
+        read("tokenizer.json"),
+        read("tokenizer_config.json"),
+        raw("tokenizer.model"),
+        read("added_tokens.json") or {},
+        template.decode("utf-8", "replace") if template is not None else None,
+        config,
+    )
+
+
+def hub_tokenizer(opened: Opened) -> tuple[dict[str, bytes], list[str]]:
+    """(name -> bytes of the files that a GGUF's tokenizer is, lines for the report)."""
+    found: dict[str, Any] = {}
+    for path in chosen_model(opened.tree).files:
+        header = read_header(opened.tree, path)
+        for key in header.entries:
+            if key.startswith(PREFIX):
+                found.setdefault(key, value_of(opened.tree, header, key))
+    return tokenizer_files(found)
+
+
+def _with_rope(chosen: Chosen, job: Conversion) -> Chosen:
+    """`chosen` with the factors of Llama 3's rope, which llama.cpp reads as a tensor."""
+    factors = rope_factors(chosen.config or {})
+    if factors is None or ROPE in {row.tensor.key.name for row in chosen.stored}:
+        return chosen
+    from ckpt_tool.run.recipes import Constant
+
+    recipe = Constant(TensorKey(ROPE), (len(factors),), (chosen.input(chosen.stored[0]),), f"{factors}", tuple(factors))
+    shown = f"{chosen.sources[0].path} (rope)"
+    note = f"{ROPE} is made of the config's rope"
+    out = with_computed(chosen, [recipe], shown, job.writing, option="Llama 3's rope", dtypes={}, notes=(note,))
+    return replace(out, casts={**out.casts, TensorKey(ROPE): DTYPES["F32"]})
+
+
+def _of_source(chosen: Chosen) -> tuple[dict[str, bytes], list[str]]:
+    """The pairs of a GGUF source as they lie there, but those of its split and alignment, and of layers that go."""
+    tree = chosen.sources[0].tree
+    headers = [read_header(tree, path) for path in chosen_model(tree).files]
+    stated = chosen.sources[0].catalog.hints.get(Stated)
+    fewer = _fewer_layers(chosen, stated.values if stated is not None else {})
+    found = {}
+    for header in headers:
+        for key, entry in header.entries.items():
+            if key in SPLIT_KEYS or key == ALIGNMENT:
+                continue
+            long = entry.length if entry.kind == ARRAY else 0
+            if not header.big and not (fewer and (key == fewer.key or fewer.of_layers(key, long))):
+                found[key] = raw(tree, header, key)
+            elif entry.inner != ARRAY:  # nobody writes arrays in arrays
+                kind = entry.inner if entry.kind == ARRAY else entry.kind
+                found[key] = pair(name_of(kind), _cut(key, value_of(tree, header, key), fewer))
+    return found, _said(fewer)
+
+
+# -- layers that were removed ------------------------------------------------------------------------------------------
+
+
+class _Fewer(NamedTuple):
+    """key: where the metadata counts the layers. before, after: how many there were, and are."""
+
+    key: str
+    before: int
+    after: int
+
+    def of_layers(self, key: str, length: int) -> bool:
+        """Is a list of `length` values a value for each layer?"""
+        return length == self.before and key.partition(".")[0] == self.key.partition(".")[0]
+
+
+def _fewer_layers(chosen: Chosen, stated: Mapping[str, Any]) -> _Fewer | None:
+    """What `--remove-keys` leaves of the layers that the metadata counts, None where it leaves them all. Raises
+    UsageError E2820 where those that stay are not the first ones: llama.cpp numbers them without gaps."""
+    key = f"{stated.get('general.architecture')}.block_count"
+    have = _layers(row.tensor.key.name for row in chosen.stored)
+    gone = _layers(tensor.key.name for tensor in chosen.removed) - have
+    before = stated.get(key)
+    if not gone or type(before) is not int:
+        return None
+    if have != set(range(len(have))) or len(have) + len(gone) != before:
+        shown = ", ".join(map(str, sorted(gone)[:8]))
+        raise UsageError(
+            f"layers {shown} of {before} would be gone, and llama.cpp numbers layers from 0 without gaps",
+            code="E2820",
+            hint="remove the last layers only; slices of a merge's config (ckpt help merging) renumber what stays",
+        )
+    return _Fewer(key, before, len(have))
+
+
+def _layers(names: Iterable[str]) -> set[int]:
+    return {int(found[1]) for name in names if (found := _LAYER.search(name))}
+
+
+def _cut(key: str, value: Any, fewer: _Fewer | None) -> Any:
+    """A value of the metadata for the layers that stay."""
+    if fewer is None:
+        return value
+    if key == fewer.key:
+        return fewer.after
+    return value[: fewer.after] if isinstance(value, list | tuple) and fewer.of_layers(key, len(value)) else value
+
+
+def _said(fewer: _Fewer | None) -> list[str]:
+    return [f"{fewer.key} is {fewer.after}, not {fewer.before}: the last layers are removed"] if fewer else []

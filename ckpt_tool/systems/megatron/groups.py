@@ -1,0 +1,126 @@
+"""The hyperparameter groups of Megatron's optimizers: which parameter is in which, and those that a new layout wants.
+
+The one idea: a parameter's group follows from its name and shape. 1-d tensors have no weight decay (`wd_mult` 0); q and
+k norms do with `apply_wd_to_qk_layernorm`; embeddings and the output layer stand apart with `decoupled_lr`; experts'
+(`is_expert_parallel`) are an optimizer of their own where experts are parallel, and then the optimizer's state is a
+list [dense, experts]. A group that the source lacks (experts', when they become parallel) is made from the nearest that
+it has: of the same kind but for the experts, or else its first.
+
+    dense [{wd_mult 1, lr 3e-4}, {wd_mult 0, lr 3e-4}], experts without biases -> [{wd_mult 1, lr 3e-4, expert}]
+
+Source (NVIDIA/Megatron-LM core 0.16.1): `core/optimizer/__init__.py` (`_get_param_groups`,
+`get_standard_config_overrides`), `core/optimizer/optimizer.py` (`ChainedOptimizer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckpt_tool.systems.megatron.stored_names import EMBEDDING, TIED_HEAD, stem
+
+if TYPE_CHECKING:  # readers of states need neither
+    from ckpt_tool.systems.megatron.args import MegatronFacts
+    from ckpt_tool.systems.megatron.job import RankArray
+
+
+class GroupKey(NamedTuple):
+    """What parts parameters into groups of one optimizer."""
+
+    decay: bool
+    decoupled: bool
+
+
+def key_of_param(local: str, shape: Sequence[int], facts: MegatronFacts) -> GroupKey:
+    """The key of a parameter by its name, the rank's or the logical one."""
+    words = local.split(".")
+    qk = facts.qk_decay and words[-2:-1] and words[-2] in ("q_layernorm", "k_layernorm")
+    decay = (len(shape) != 1 and words[-1] != "bias") or bool(qk)
+    return GroupKey(decay, facts.decoupled_lr is not None and stem(local) in (EMBEDDING, TIED_HEAD))
+
+
+def is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Does Muon step the parameter of that logical name? It leaves embedding, output layer and all that is no matrix to
+    another optimizer of its chain (core 0.16.1 `core/optimizer/muon.py`, core 0.19 `layer_wise_optimizer.py`
+    `is_managed_by_layer_wise_optimizer`)."""
+    return len(shape) == 2 and stem(name) not in (EMBEDDING, TIED_HEAD)
+
+
+def key_of_group(group: Mapping[str, Any], facts: MegatronFacts) -> GroupKey:
+    """A stored group's key, from its hyperparameters."""
+    decoupled = bool(group.get("is_decoupled_lr"))
+    if facts.decoupled_lr is not None and group.get("max_lr") == facts.decoupled_lr:
+        decoupled = True
+    multiple = group.get("wd_mult", 1.0 if group.get("weight_decay", 1.0) else 0.0)
+    return GroupKey(multiple != 0.0, decoupled and facts.decoupled_lr is not None)
+
+
+def members_of(
+    groups: Sequence[Mapping[str, Any]], arrays: Sequence[RankArray], facts: MegatronFacts
+) -> list[list[RankArray]] | None:
+    """The parameters of each stored group, in order; None when the groups are of another kind (a parameter fits none,
+    or two groups have one key)."""
+    keys = [key_of_group(group, facts) for group in groups]
+    if len(set(keys)) != len(keys):
+        return None
+    out: list[list[RankArray]] = [[] for _ in groups]
+    for array in arrays:
+        key = key_of_param(array.local, array.shape, facts)
+        if key not in keys:
+            return None
+        out[keys.index(key)].append(array)
+    return out
+
+
+def is_expert_group(group: Any) -> bool:
+    return isinstance(group, Mapping) and bool(group.get("is_expert_parallel"))
+
+
+VALUES = "parameter_values"  # extras: {parameter: {state: number}}, what an optimizer keeps of each that is no tensor
+
+
+def chained(optimizer: Any) -> list[Any]:
+    """The optimizers of a stored state: a list's elements, a dict of numbers' values, or the one that there is."""
+    if isinstance(optimizer, list):
+        return list(optimizer)
+    if isinstance(optimizer, dict) and optimizer and all(isinstance(key, int) for key in optimizer):
+        return [optimizer[key] for key in sorted(optimizer)]
+    return [optimizer]
+
+
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """The `param_groups` of one stored optimizer, wrapped or not; [] when it has none."""
+    if not isinstance(optimizer, dict):
+        return []
+    inner = optimizer.get("optimizer", optimizer)
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+
+
+def groups_for(
+    stored: Sequence[Mapping[str, Any]], keys: Set[GroupKey], facts: MegatronFacts, *, experts: bool
+) -> list[dict[str, Any]]:
+    """The groups of an optimizer whose parameters have `keys`: those of its kind in `stored`, then those made."""
+    own = [group for group in stored if is_expert_group(group) is experts]
+    twins = own + [group for group in stored if group not in own]
+    out: dict[GroupKey, dict[str, Any]] = {}
+    for group in own:
+        key = key_of_group(group, facts)
+        if key in keys:
+            out.setdefault(key, dict(group))
+    for key in sorted(keys, key=lambda key: (not key.decay, key.decoupled)):
+        if key not in out:
+            out[key] = _made(key, twins, facts, experts=experts)
+    return list(out.values())
+
+
+def _made(key: GroupKey, twins: Sequence[Mapping[str, Any]], facts: MegatronFacts, *, experts: bool) -> dict[str, Any]:
+    """A group that the source does not have, from the one nearest to it."""
+    same = next((dict(twin) for twin in twins if key_of_group(twin, facts) == key), None)
+    group = same or dict(twins[0]) if twins else {"lr_mult": 1.0, "is_decoupled_lr": key.decoupled}
+    group["is_expert_parallel"] = experts
+    if same is None:
+        group["wd_mult"] = 1.0 if key.decay else 0.0
+        if not key.decay and "weight_decay" in group:
+            group["weight_decay"] = 0.0
+    return group

@@ -1,0 +1,635 @@
+"""Writing a legacy Megatron checkpoint: every rank's files, their pickles known before a value moves.
+
+The one idea: decisions first (`megatron.wanted`), then for each rank its arrays (`megatron.job`) and its part of the
+optimizer become a skeleton whose tensors are holes of known size. Which ranks: every
+existing pair of tensor and expert rank of every stage, since each of them reads a file of its own; data ranks share it.
+
+    --tp 2 --pp 2, iteration 2:  iter_0000002/mp_rank_{00,01}_{000,001}/{model_optim_rng,distrib_optim}.pt
+                                 latest_checkpointed_iteration.txt   "2"
+
+`args` are the source's with the new degrees; without any, the few that a reader needs are made. RNG states are kept
+when the layout is the source's own, else left out and named. Values of classes that the writer may not name are left
+out, by name.
+
+The optimizer's form is one for all ranks and follows from what there is. Flat buffers want fp32 master, exp_avg and
+exp_avg_sq of every parameter; numbered arrays take any states; what fits neither (an EMA, states of tensors that are no
+parameters) lies under a key of ours, cut like its parameter.
+
+    states {master, exp_avg, exp_avg_sq} of all  -> distrib_optim.pt, when the job used the distributed optimizer
+    the same and `step`, of torch's Adam      -> optimizer.state {0: {step, exp_avg, exp_avg_sq}}, fp32_from_fp16_params
+
+Groups carry the source's hyperparameters; one that is not there (experts', when they become parallel) is made from its
+twin.
+
+Specification: `systems.megatron.legacy.format`. Cost: some us a parameter, rank and state. What it does not do: move
+bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.box import Box, whole
+from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.extras import Opaque, Symbol
+from ckpt_tool.core.target import Target, TargetFile, Wanted
+from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP
+from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.state_dict.composer import StoragePart, TorchComposer
+from ckpt_tool.formats.state_dict.tree import join
+from ckpt_tool.storage.pickles.pickle_values import OrderedMap
+from ckpt_tool.storage.pickles.pickle_writer import dumps
+from ckpt_tool.systems.megatron import stored_names as names
+from ckpt_tool.systems.megatron.args import NAMESPACE, updated
+from ckpt_tool.systems.megatron.chains import SAYS_ADAM, is_layer_wise, matrices_at, say_adam
+from ckpt_tool.systems.megatron.extra_states import EXTRA_STATES, LEFT, NAME
+from ckpt_tool.systems.megatron.groups import (
+    VALUES,
+    GroupKey,
+    chained,
+    groups_for,
+    groups_of,
+    is_matrix,
+    key_of_param,
+    members_of,
+)
+from ckpt_tool.systems.megatron.hints import MegatronHints
+from ckpt_tool.systems.megatron.job import JobRanks, MegatronRank, RankArray
+from ckpt_tool.systems.megatron.legacy.folders import MODEL_FILE, OPTIM_FILE, folder_name, pairs, stage_ranks
+from ckpt_tool.systems.megatron.optimizer import bucketing_of, lay_buffers
+from ckpt_tool.systems.megatron.pointer import RELEASE, pointer_to, step_name
+from ckpt_tool.systems.megatron.rng import tensors_of_rng
+from ckpt_tool.systems.megatron.rules import is_vocabulary
+from ckpt_tool.systems.megatron.stored_names import EMBEDDING, TIED_HEAD
+from ckpt_tool.systems.megatron.wanted import Decided, decide
+
+OURS = "ckpt"
+MOST = 1 << 62  # an iteration: more is no number of steps, and would be a long name
+_OWN = frozenset(
+    {
+        "args",
+        "checkpoint_version",
+        "iteration",
+        "model",
+        "optimizer",
+        "rng_state",
+        OURS,
+        "ckpt_vocab_rows",
+        EXTRA_STATES,
+        VALUES,
+    }
+)
+_SCALE = ("grad_scaler", "scale")
+FLAT = (MASTER, "exp_avg", "exp_avg_sq")
+F32 = DTYPES["F32"]
+
+
+def legacy_target(wanted: Wanted) -> Target:
+    """The files of every rank. Raises UsageError as `megatron.wanted.decide` does."""
+    return _Writing(decide(wanted)).target()
+
+
+class _Form(NamedTuple):
+    """flat: distrib_optim.pt? inner: the inner dict alone (fp32 models)? states: those of numbered arrays. cut: (state
+    -> names) that lie under our key, cut like their parameter. whole: numbers of wanted tensors that lie there whole.
+    groups: of each chained optimizer. none: there is no optimizer."""
+
+    flat: bool
+    inner: bool
+    masters: bool
+    states: tuple[str, ...]
+    cut: Mapping[str, frozenset[str]]
+    whole: tuple[int, ...]
+    groups: tuple[tuple[dict[str, Any], ...], ...]
+    none: bool
+
+
+class _Link(NamedTuple):
+    """An optimizer of the chain."""
+
+    experts: bool | None  # are its parameters experts' (None: both kinds)?
+    matrices: bool | None = None  # those that Muon or Lion steps, or the rest (None: all)?
+    at: int | None = None  # its number in the source's chain, None where that has no chain of two
+
+    def holds(self, name: str, shape: Sequence[int], *, expert: bool) -> bool:
+        wanted = self.matrices is None or is_matrix(name, shape) == self.matrices
+        return wanted and (self.experts is None or expert == self.experts)
+
+
+class _States:
+    """All states but the model's, by name; and the form that they take."""
+
+    def __init__(self, decided: Decided) -> None:
+        self.decided = decided
+        self.at = {(t.key.state, t.key.name): i for i, t in enumerate(decided.wanted.tensors)}
+        self.params = {name for name in decided.model if not names.is_buffer(name)}
+        self.values: Mapping[str, Mapping[str, Any]] = decided.wanted.extras.get(VALUES, {})
+        self.says_adam = False  # do groups say now that they are Adam's?
+        self.form = self._form()
+
+    def _form(self) -> _Form:
+        held: dict[str, set[str]] = {}
+        whole: list[int] = []
+        for (state, name), number in self.at.items():
+            if state in (MODEL, EXTRAS):
+                continue
+            if name in self.params and self._fits(state, name, number):
+                held.setdefault(state, set()).add(name)
+            else:
+                whole.append(number)
+        self._check_shapes()
+        flat = self.flat_form = self._flat(held)
+        masters = not flat and held.get(MASTER, set()) == self._half() != set()
+        numbered = () if flat else tuple(state for state in held if state not in (MASTER, EMA))
+        taken = {*FLAT} if flat else {*numbered, *([MASTER] if masters else [])}
+        cut = {}
+        for state, own in held.items():
+            if state in taken:
+                continue
+            scalars = {name for name in own if self._scalar(state, name)}
+            whole += [self.at[state, name] for name in sorted(scalars)]
+            if own - scalars:
+                cut[state] = frozenset(own - scalars)
+        none = not any(state in held for state in taken)
+        return _Form(
+            flat,
+            not flat and not masters and bool(numbered) and not self._half(),
+            masters,
+            numbered,
+            cut,
+            tuple(whole),
+            () if none else self._groups(),
+            none,
+        )
+
+    def _fits(self, state: str, name: str, number: int) -> bool:
+        """Can the state be cut like its parameter, or is it a counter of it?"""
+        own = self.decided.tensor(number)
+        model = self.decided.tensor(self.decided.model[name])
+        uncut = self._uncut() and state not in (MASTER, EMA) and prod(own.shape) != 1
+        return own.shape == model.shape or (state == STEP and len(own.shape) == 0) or uncut
+
+    def _uncut(self) -> bool:
+        """Is every parameter whole on its rank, under its own name?"""
+        job = self.decided.job
+        return job.degrees["tp"] == job.degrees["etp"] == 1 and job.container != names.GROUPED
+
+    def _check_shapes(self) -> None:
+        """Raise UsageError E0275 for states that have not their parameters' shapes, where these are cut: that of a
+        square matrix would be cut like it."""
+        if self._uncut():
+            return
+        for state, name in self.at:
+            if state in (MODEL, MASTER, EMA, EXTRAS, STEP) or name not in self.params:
+                continue
+            if self._scalar(state, name) and prod(self.decided.tensor(self.at[state, name]).shape) != 1:
+                raise UsageError(
+                    f"--tp {self.decided.job.degrees['tp']}: no rule says how tensor ranks share {name} [{state}], "
+                    "which does not have its parameter's shape",
+                    code="E0275",
+                    key=f"{name} [{state}]",
+                    hint=f"write with --tp 1, or leave it out with --drop {state}",
+                )
+
+    def _scalar(self, state: str, name: str) -> bool:
+        return self.decided.tensor(self.at[state, name]).shape != self.decided.tensor(self.decided.model[name]).shape
+
+    def _half(self) -> set[str]:
+        return {name for name in self.params if self.decided.tensor(self.decided.model[name]).dtype.bits == 16}
+
+    def _flat(self, held: Mapping[str, set[str]]) -> bool:
+        whole = bool(self.params) and all(held.get(state) == self.params for state in FLAT)
+        exact = whole and all(
+            self.decided.tensor(self.at[state, name]).dtype == F32 for state in FLAT for name in self.params
+        )
+        stated = self.decided.distributed
+        return exact and (stated if stated is not None else STEP not in held)
+
+    # -- groups --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def chains(self) -> tuple[_Link, ...]:
+        """The chain. Raises UsageError E0274 for a chain of two whose experts are parallel."""
+        parallel = self.decided.job.degrees["ep"] > 1
+        first = matrices_at(chained(self.decided.wanted.extras.get("optimizer")), self.decided.job.facts)
+        if first is None or self.flat_form:
+            return (_Link(False), _Link(True)) if parallel else (_Link(None),)
+        if parallel:
+            raise UsageError(
+                "the optimizers of matrices and of the rest have experts' of their own where experts are parallel, in "
+                "an order that differs from version to version",
+                code="E0274",
+                hint="write with --ep 1, --to megatron-dist, or leave the optimizer out with --state model",
+            )
+        return tuple(_Link(None, at == first, at) for at in (0, 1))
+
+    @staticmethod
+    def is_ours(optimizer: Any) -> bool:
+        """Is it Megatron's optimizer (its groups say `wd_mult`)?"""
+        return any("wd_mult" in group for one in chained(optimizer) for group in groups_of(one))
+
+    def _groups(self) -> tuple[tuple[dict[str, Any], ...], ...]:
+        every = [groups_of(one) for one in chained(self.decided.wanted.extras.get("optimizer"))]
+        facts = self.decided.job.facts
+        out = list[tuple[dict[str, Any], ...]]()
+        for link in self.chains:
+            own = every if link.at is None else [every[link.at]]
+            stored = [group for groups in own for group in groups if "wd_mult" in group]
+            out.append(tuple(groups_for(stored, self._keys(link), facts, experts=bool(link.experts))))
+        self.says_adam = say_adam(out)
+        return tuple(out)
+
+    def _keys(self, link: _Link) -> set[GroupKey]:
+        keys = set()
+        for name in self.params:
+            tensor = self.decided.tensor(self.decided.model[name])
+            if link.holds(name, tensor.shape, expert=".experts." in name):
+                keys.add(key_of_param(name, tensor.shape, self.decided.job.facts))
+        return keys
+
+    # -- a rank's ------------------------------------------------------------------------------------------------------
+
+    def _chained(self, arrays: Iterable[RankArray]) -> list[list[RankArray]]:
+        """A rank's trainable parameters, by chained optimizer."""
+        own = [array for array in arrays if not names.is_buffer(array.names[0])]
+        return [[a for a in own if link.holds(a.local, a.shape, expert=a.expert)] for link in self.chains]
+
+    def parts(self, array: RankArray, state: str, at: int = 0) -> list[StoragePart]:
+        """Where the values of `state` come from. at: where the array begins in its storage, in elements."""
+        return [
+            StoragePart(self.at[state, name], box, at + start, strides)
+            for name, box, start, strides in array.parts()
+            if (state, name) in self.at
+        ]
+
+    def numbered(self, arrays: Iterable[RankArray], composer: TorchComposer) -> list[dict[str, Any]]:
+        """The optimizers of a rank, by chain: with the numbered arrays, or the groups alone beside flat buffers."""
+        out: list[dict[str, Any]] = []
+        for params, groups in zip(self._chained(arrays), self.form.groups, strict=True):
+            if self.form.flat:
+                out.append({"optimizer": {"param_groups": [dict(group) for group in groups]}})
+                continue
+            members = members_of(groups, params, self.decided.job.facts) or []
+            entries = dict[int, Any]()
+            listed = list[dict[str, Any]]()
+            number = 0
+            for group, own in zip(groups, members, strict=True):
+                listed.append({**group, "params": list(range(number, number + len(own)))})
+                for array in own:
+                    states = [state for state in self.form.states if (state, array.names[0]) in self.at]
+                    values = self.values.get(array.names[0], {})
+                    if states or values:
+                        entries[number] = {**values, **{state: self._array(array, state, composer) for state in states}}
+                    number += 1
+            inner = {"state": entries, "param_groups": listed}
+            if self.form.inner:
+                out.append(inner)
+                continue
+            one: dict[str, Any] = {"optimizer": inner}
+            if self.form.masters:
+                one["fp32_from_fp16_params"] = [
+                    [self._array(array, MASTER, composer) for array in own if array.dtype.bits == 16] for own in members
+                ]
+            out.append(one)
+        return out
+
+    def _array(self, array: RankArray, state: str, composer: TorchComposer) -> Any:
+        number = self.at[state, array.names[0]]
+        tensor = self.decided.tensor(number)
+        if self._scalar(state, array.names[0]):
+            return composer.tensor(tensor.shape, tensor.dtype, [StoragePart(number, whole(tensor.shape), 0)])
+        return composer.tensor(array.shape, tensor.dtype, self.parts(array, state))
+
+    def cut(self, arrays: Iterable[RankArray], composer: TorchComposer) -> dict[int, dict[str, dict[str, Any]]]:
+        """The states under our key: {chunk: {state: {the rank's name: tensor}}}."""
+        out: dict[int, dict[str, dict[str, Any]]] = {}
+        for array in arrays if self.form.cut else ():
+            for state, own in self.form.cut.items():
+                if array.names[0] in own:
+                    made = self._array(array, state, composer)
+                    out.setdefault(array.chunk, {}).setdefault(state, {})[array.local] = made
+        return out
+
+    def flat(
+        self, rank: MegatronRank, arrays: Iterable[RankArray], holds: Sequence[bool], composer: TorchComposer
+    ) -> Any:
+        """The value of `distrib_optim.pt`: a chain's dict, or the list [dense, experts] with None where the file of
+        another rank holds it. holds: which chains are this file's."""
+        made: list[Any] = []
+        for link, params, held in zip(self.chains, self._chained(arrays), holds, strict=True):
+            if not held:
+                made.append(None)
+                continue
+            buckets = bucketing_of(self.decided.job, experts=bool(link.experts))
+            one: dict[Any, Any] = {"buckets_coalesced": True}
+            for number, buffer in enumerate(lay_buffers(params, self.decided.job, rank.pp, buckets, F32)):
+                world: dict[str, Any] = {}
+                for state in FLAT:
+                    parts = [
+                        part
+                        for at, member in enumerate(buffer.members)
+                        for part in self.parts(member, state, buffer.flat.coalesced(at))
+                    ]
+                    world["param" if state == MASTER else state] = composer.tensor((buffer.flat.unpadded,), F32, parts)
+                world["numel_unpadded"] = buffer.flat.unpadded
+                pair = (Symbol(f"torch.{buffer.dtype.torch}"), Symbol(f"torch.{buffer.grads.torch}"))
+                one[number] = {pair: world}
+            made.append(one)
+        return made if len(made) > 1 else made[0]
+
+
+class _Writing:
+    """One target in the making."""
+
+    def __init__(self, decided: Decided) -> None:
+        self.decided = decided
+        self.job = decided.job
+        self.extras = dict(decided.wanted.extras)
+        tensors = {name: decided.tensor(number) for name, number in decided.model.items()}
+        self.ranks = JobRanks(self.job, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+        self.states = _States(decided)
+        self.notes = [*decided.notes, *([SAYS_ADAM] if self.states.says_adam else [])]
+        self.iteration = self._iteration()
+        self.folder = RELEASE if self.iteration is None else f"{step_name(self.iteration)}/"
+        self.args = self._args()
+        self.rng = self._rng()
+        self.scales = self._scales()
+        self.common = self._common()
+        self.scale, self.placed, self.kept = self._extra_tensors()
+        if self.states.form.none and _States.is_ours(self.extras.get("optimizer")):
+            self.notes.append("the optimizer's hyperparameters are left out: none of its states are written")
+
+    def target(self) -> Target:
+        files: list[TargetFile] = []
+        degrees = self.job.degrees
+        tp = degrees["tp"]
+        ep = degrees["ep"]
+        etp = degrees["etp"]
+        existing = pairs(degrees)
+        dense = {(r % tp, r // etp % ep) for r in range(tp)}
+        experts = {(r % tp, r // etp % ep) for r in range(min(ep * etp, stage_ranks(degrees)))}
+        for pp in range(degrees["pp"]):
+            for (t, e), r in sorted(existing.items()):
+                rank = MegatronRank(folder_name(t, pp, e, degrees), t, pp, e, r % etp)
+                arrays = self.ranks.arrays(rank)
+                files.append(self._model_file(rank, arrays, pp * stage_ranks(degrees) + r, first=not files))
+                holds = [(t, e) in dense, (t, e) in experts][: len(self.states.chains)]
+                if self.states.form.flat and any(holds):
+                    composer = TorchComposer()
+                    value = self.states.flat(rank, arrays, holds, composer)
+                    files.append(composer.file(f"{self.folder}{rank.path}/{OPTIM_FILE}", value))
+        files.append(pointer_to(self.folder))
+        files += [TargetFile(path, size, copy_of=path) for path, size in self.decided.wanted.sidefiles]
+        return Target("megatron", tuple(files), None, tuple(dict.fromkeys(self.notes)))
+
+    # -- values that all ranks share -----------------------------------------------------------------------------------
+
+    def _iteration(self) -> int | None:
+        stated = self.extras.get("iteration")
+        if type(stated) is int and 0 <= stated < MOST and not (self.decided.release and stated == 0):
+            return stated
+        if self.decided.release:
+            return None
+        steps = {g.get("step") for one in chained(self.extras.get("optimizer")) for g in groups_of(one)}
+        steps |= {self.extras.get(name) for name in ("step", "global_step")}
+        known = [
+            int(step)
+            for step in steps
+            if isinstance(step, int | float) and not isinstance(step, bool) and 0 <= step < MOST
+        ]
+        if len(known) == 1:
+            self.notes.append(f"the source names no iteration: its step {known[0]} is taken")
+            return known[0]
+        if self.states.form.none:
+            return None
+        self.notes.append("the source names no iteration: 0 is written")
+        return 0
+
+    def _args(self) -> dict[str, Any]:
+        """The source's arguments as far as they can be written, or the few that a reader needs."""
+        decided = self.decided
+        facts = self.job.facts
+        sizes: dict[str, Any] = {}
+        if facts.layers or not decided.args:
+            sizes["num_layers"] = facts.layers
+        if facts.experts or "num_experts" in decided.args:
+            sizes["num_experts"] = facts.experts
+        if self.job.rows is not None:
+            sizes["padded_vocab_size"] = self.job.rows
+        if {EMBEDDING, TIED_HEAD} & {names.stem(name) for name in decided.model}:
+            sizes["untie_embeddings_and_output_weights"] = not facts.tied
+        if "use_distributed_optimizer" in decided.args and not self.states.form.none:
+            sizes["use_distributed_optimizer"] = self.states.form.flat
+        if is_layer_wise(decided.args) and not self.states.form.none:
+            self.notes.append(WHOLE)
+            sizes |= {"optimizer": str(decided.args.get("optimizer")).removeprefix("dist_")}
+            sizes |= {key: False for key in ("use_layer_wise_distributed_optimizer",) if key in decided.args}
+        if not decided.args:
+            self.notes.append("the source has no Megatron arguments: degrees and sizes alone are written into args")
+            return sizes | {
+                "swiglu": self.job.gated,
+                "use_distributed_optimizer": self.states.form.flat,
+                "mtp_num_layers": facts.mtp or None,
+                "multi_latent_attention": facts.mla,
+                "transformer_impl": "transformer_engine" if self.job.te else "local",
+            }
+        out = written_of({**decided.args, **sizes}, ARGS_LEFT, self.notes)
+        if facts.mtp != (decided.args.get("mtp_num_layers") or 0):
+            out["mtp_num_layers"] = facts.mtp or None
+        return out
+
+    def _rng(self) -> Mapping[str, Any]:
+        """RNG states by folder, when they are of this very layout."""
+        stored = self.extras.get("rng_state")
+        if not stored:
+            return {}
+        if not (isinstance(stored, Mapping) and all(isinstance(k, str) and k.startswith("mp_rank_") for k in stored)):
+            self.notes.append("RNG states are left out: they have another format")
+            return {}
+        if not self.decided.same_layout:
+            self.notes.append("RNG states are left out: they belong to the ranks of another layout")
+            return {}
+        return stored
+
+    def _scales(self) -> Mapping[str, Any]:
+        """Extra states with FP8 scales by folder, when they are of these very ranks."""
+        stored = self.extras.get(EXTRA_STATES)
+        if not isinstance(stored, Mapping) or not stored:
+            return {}
+        own = self.decided.wanted.hints.get(MegatronHints)
+        if own is not None and own.counts == tuple(self.job.stages.counts) and self.decided.same_ranks:
+            return stored
+        first = next(iter(stored))
+        self.notes.append(f"the {LEFT} those of {first}: they belong to the ranks of another layout, or of torch_dist")
+        return {}
+
+    def _common(self) -> dict[str, Any]:
+        """Extras that stand beside the model in every file; what can't be written is named."""
+        own = {key: value for key, value in self.extras.items() if key not in _OWN and not str(key).startswith("model")}
+        return written_of(own, EXTRAS_LEFT, self.notes)
+
+    def _extra_tensors(self) -> tuple[int | None, list[tuple[tuple[str | int, ...], int]], list[int]]:
+        """Tensors among the extras: (the loss scale, those with a place of their own, those under our key)."""
+        scale = None
+        placed = []
+        kept = []
+        for number, tensor in enumerate(self.decided.wanted.tensors):
+            if tensor.key.state != EXTRAS:
+                continue
+            path = tensor.path
+            if path[:1] == ("optimizer",) and path[-2:] == _SCALE and not self.states.form.none:
+                scale = number if scale is None else scale
+            elif (
+                self.decided.wanted.source_format == "megatron"
+                and path
+                and path[0] not in _OWN
+                and path[0] in self.extras
+            ):
+                placed.append((path, number))
+            else:
+                kept.append(number)
+        return scale, placed, kept
+
+    # -- a rank's model file -------------------------------------------------------------------------------------------
+
+    def _model_file(self, rank: MegatronRank, arrays: list[RankArray], number: int, *, first: bool) -> TargetFile:
+        composer = TorchComposer()
+        args = updated(self.args, self.job.degrees, self.job.stages, number)
+        out: dict[Any, Any] = {"args": Opaque(NAMESPACE, (), args)}
+        out["checkpoint_version"] = self.extras.get("checkpoint_version", 3.0)
+        out["iteration"] = self.iteration or 0
+        for chunk in range(self.job.stages.vpp):
+            key = "model" if self.job.stages.vpp == 1 else f"model{chunk}"
+            scales = self.scales.get(rank.path, {}).get(str(chunk), {})
+            model = out[key] = self._model([array for array in arrays if array.chunk == chunk], scales, composer)
+            if self.job.facts.tied and self.job.stages.of(rank.pp, chunk).head:
+                model.setdefault("output_layer._extra_state", None)  # the layer is there, its weight is the embedding's
+        if not self.states.form.none:
+            out["optimizer"] = self._optimizer(arrays, composer)
+        common = join(self.common, [(path, self._whole(at, composer)) for path, at in self.placed])
+        out |= common
+        if rank.path in self.rng:
+            out["rng_state"] = tensors_of_rng(self.rng[rank.path], composer.value, inside=True)
+        ours = self._ours(arrays, composer, first=first)
+        if ours:
+            out[OURS] = ours
+        return composer.file(f"{self.folder}{rank.path}/{MODEL_FILE}", out)
+
+    def _model(self, arrays: list[RankArray], scales: Mapping[str, Any], composer: TorchComposer) -> OrderedMap:
+        """The model's dict, extra states (None, or the source's scales) behind the parameters of their modules."""
+        out = OrderedMap()
+        last: dict[str, str] = {}
+        for array in arrays:
+            last[array.local.rpartition(".")[0]] = array.local
+        behind = {local: module for module, local in last.items() if self._has_extra_state(module)}
+        for array in arrays:
+            out[array.local] = composer.tensor(array.shape, array.dtype, self.states.parts(array, MODEL))
+            if array.local in behind:
+                name = f"{behind[array.local]}.{NAME}"
+                value = scales.get(name)
+                out[name] = tensors_of_rng(value, composer.value, inside=isinstance(value, bytes))
+        return out
+
+    def _has_extra_state(self, module: str) -> bool:
+        known = self.decided.extra_states
+        if known is not None:
+            return ".".join("*" if w.isdecimal() else w for w in module.split(".")) + "._extra_state" in known
+        layered = names.stem(module).startswith(("decoder.", "encoder.", "mtp.", "output_layer"))
+        layered |= names.is_tower(module) and not names.is_foreign(module)
+        return layered and module.rpartition(".")[2] in {*names.LINEARS, "output_layer"}
+
+    def _optimizer(self, arrays: list[RankArray], composer: TorchComposer) -> Any:
+        made = self.states.numbered(arrays, composer)
+        scaler = next(
+            (
+                one["grad_scaler"]
+                for one in chained(self.extras.get("optimizer"))
+                if isinstance(one, dict) and isinstance(one.get("grad_scaler"), dict)
+            ),
+            None,
+        )
+        for one in made:
+            if (scaler is None and self.scale is None) or "optimizer" not in one:
+                continue
+            own = dict(scaler or {})
+            scale = {} if self.scale is None else {"scale": self._whole(self.scale, composer)}
+            masters = {
+                key: one.pop(key) for key in ("fp32_from_fp16_params",) if key in one
+            }  # Megatron's order of keys
+            one |= {"grad_scaler": scale | own} | masters
+        return made if len(made) > 1 else made[0]
+
+    def _tail(self, composer: TorchComposer) -> dict[str, dict[str, Any]]:
+        """Rows of vocabularies that Megatron does not load at this tensor parallel size: {state: {name: tensor}}."""
+        kept = self.job.kept
+        every = self.decided.all_rows
+        out: dict[str, dict[str, Any]] = {}
+        for number, tensor in enumerate(self.decided.wanted.tensors):
+            if kept is None or every is None or kept >= every or not is_vocabulary(tensor.key.name):
+                continue
+            if tensor.shape[:1] == (every,):
+                shape = (every - kept, *tensor.shape[1:])
+                box = Box((kept, *(0,) * (len(shape) - 1)), shape)
+                made = composer.tensor(shape, tensor.dtype, [StoragePart(number, box, 0)])
+                out.setdefault(tensor.key.state, {})[tensor.key.name] = made
+        return out
+
+    def _whole(self, number: int, composer: TorchComposer) -> Any:
+        tensor = self.decided.tensor(number)
+        return composer.tensor(tensor.shape, tensor.dtype, [StoragePart(number, whole(tensor.shape), 0)])
+
+    def _ours(self, arrays: list[RankArray], composer: TorchComposer, *, first: bool) -> dict[str, Any]:
+        """What Megatron has no place for; whole tensors and extras in the first file alone."""
+        out: dict[str, Any] = {}
+        cut = self.states.cut(arrays, composer)
+        if cut:
+            out["states"] = cut
+        if not first:
+            return out
+        tensors: dict[str, dict[str, Any]] = {}
+        for number in (*self.states.form.whole, *self.kept):
+            key = self.decided.tensor(number).key
+            tensors.setdefault(key.state, {})[key.name] = self._whole(number, composer)
+        if tensors:
+            out["tensors"] = tensors
+        extras: dict[str, Any] = {}
+        optimizer = self.extras.get("optimizer")
+        if optimizer is not None and not _States.is_ours(optimizer) and writable(optimizer):
+            extras["optimizer"] = optimizer
+        rows = self.job.rows
+        kept = self.job.kept
+        if rows is not None and kept is not None and rows > kept:
+            out["vocab_rows"] = kept
+        tail = self._tail(composer)
+        if tail:
+            out["vocab_tail"] = tail
+        if extras:
+            out["extras"] = extras
+        return out
+
+
+WHOLE = (
+    "the states that a layer-wise optimizer shares out among data ranks are written whole: a job with --optimizer muon "
+    "and without --use-distributed-optimizer loads them; for one with it, write --to megatron-dist"
+)
+ARGS_LEFT = "args without {}: values of classes that are not written"
+EXTRAS_LEFT = "extras left out, values of classes that are not written: {}"
+
+
+def written_of(values: Mapping[Any, Any], line: str, notes: list[str]) -> dict[Any, Any]:
+    """Those that the pickle writer can write. line: the note on the others, with a place for their names."""
+    refused = [key for key, value in values.items() if not writable(value)]
+    if refused:
+        notes.append(line.format(", ".join(map(str, refused[:20]))))
+    return {key: value for key, value in values.items() if key not in refused}
+
+
+def writable(value: Any) -> bool:
+    """Can the pickle writer write it?"""
+    try:
+        dumps(value)
+    except UsageError:
+        return False
+    return True

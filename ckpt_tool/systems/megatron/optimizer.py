@@ -1,0 +1,195 @@
+"""Which parameter stands where in the flat buffers of Megatron's optimizer. Reader and writer ask here.
+
+The one idea: the optimizer's files hold no names. Three orders give them back, all made from the model's own
+(registration) order: buffers (chunk by chunk, by dtype, experts apart), groups (weight decay or none, experts apart:
+`megatron.groups`) and the number of a parameter (group by group, inside a group in the model's order).
+
+    a stage with  w (2-d), w.bias, norm (1-d), v (2-d):   group 0 (decay): w, v -> 0, 1    group 1: w.bias, norm -> 2, 3
+
+A buffer is filled backwards: its parameters are walked in REVERSE order of registration; each starts at a multiple of
+64 elements; buckets close when they are full, or around an embedding that two pipeline stages share; the end of a
+bucket is padded so that the data ranks can share it evenly. Nothing of this is stored: it follows from the order.
+
+    three parameters of 100, 70 and 10 elements, one bucket, 4 data ranks
+    walked 10, 70, 100    at 0..10, 64..134, 192..292     unpadded 292, padded to lcm(4, 128) = 384
+
+There is one buffer for each (dtype of the parameter, dtype of its gradient), for each chunk of a virtual pipeline.
+`distrib_optim.pt` holds a buffer's buckets end to end WITHOUT the padding at their ends (`coalesced`);
+`dp_reshardable` holds each bucket on its own, without it too; data rank r of n owns elements [r*N/n, (r+1)*N/n) of each
+padded bucket of N elements.
+
+Sources (NVIDIA/Megatron-LM core 0.16.1): `core/optimizer/optimizer.py` (`Float16OptimizerWithFloat16Params`),
+`core/optimizer/distrib_optimizer.py` (`get_parameter_state_dp_zero`: coalesced),
+`core/distributed/param_and_grad_buffer.py` (`_ParamAndGradBuffer.__init__`),
+`core/distributed/distributed_data_parallel.py` (sizes of buckets, order of buffers),
+`core/models/common/language_module/language_module.py` (`shared_embedding`).
+
+Cost: linear. What it does not do: read or write files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import lcm
+from typing import NamedTuple
+
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.integers import ceil_div
+from ckpt_tool.systems.megatron.job import MegatronJob, RankArray
+from ckpt_tool.systems.megatron.stored_names import EMBEDDING, TIED_HEAD, stem
+
+ALIGNMENT = 64  # elements at which a parameter starts
+BUSBW = 1 << 16  # elements, with pad_buckets_for_high_nccl_busbw
+
+
+class BucketPlace(NamedTuple):
+    """Where a parameter lies."""
+
+    bucket: int
+    start: int  # elements from the start of its bucket
+    numel: int
+
+
+class Bucket(NamedTuple):
+    """start: elements from the start of the padded buffer. padded, unpadded: elements; gaps inside count in both.
+    first: elements from the start of the coalesced buffer."""
+
+    start: int
+    padded: int
+    unpadded: int
+    first: int
+
+
+class FlatBuffer(NamedTuple):
+    """A buffer laid out."""
+
+    places: tuple[BucketPlace, ...]  # of each parameter, in the order of REGISTRATION (as they were given)
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def unpadded(self) -> int:
+        """Elements of the coalesced buffer: `numel_unpadded` of distrib_optim.pt."""
+        return sum(bucket.unpadded for bucket in self.buckets)
+
+    def coalesced(self, index: int) -> int:
+        """Where parameter number `index` starts in the coalesced buffer, in elements."""
+        place = self.places[index]
+        return self.buckets[place.bucket].first + place.start
+
+
+def lay_flat(
+    numels: Sequence[int],
+    *,
+    shared: Sequence[bool] = (),
+    bucket_size: int | None = None,
+    data_ranks: int = 1,
+    busbw: bool = False,
+) -> FlatBuffer:
+    """The buffer of parameters with `numels` elements, given in the order of registration.
+
+    shared: which is an embedding that two stages share (a bucket of its own each). bucket_size: elements at which a
+    bucket closes, None for one bucket. data_ranks: of the group that shares the buffer. Shared and data ranks change
+    nothing of the coalesced form as long as there is one bucket.
+    """
+    divisor = lcm(data_ranks, 128, BUSBW) if busbw else lcm(data_ranks, 128)
+    alone = tuple(shared) or (False,) * len(numels)
+    places: list[BucketPlace] = [BucketPlace(0, 0, 0)] * len(numels)
+    buckets: list[Bucket] = []
+    # of the current bucket; of the next parameter; in the coalesced buffer
+    begun = 0
+    start = 0
+    first = 0
+    filled = False
+
+    def close(stop: int) -> int:
+        nonlocal begun, first, filled
+        padded = ceil_div(stop, divisor) * divisor
+        buckets.append(Bucket(begun, padded - begun, stop - begun, first))
+        first += stop - begun
+        begun = padded
+        filled = False
+        return padded
+
+    for i in reversed(range(len(numels))):
+        start = ceil_div(start, ALIGNMENT) * ALIGNMENT
+        if alone[i] and filled:
+            start = close(start)
+        stop = start + numels[i]
+        places[i] = BucketPlace(len(buckets), start - begun, numels[i])
+        filled = True
+        full = bucket_size is not None and stop - begun >= bucket_size
+        start = close(stop) if full or alone[i] else stop
+    if filled:
+        close(start)
+    return FlatBuffer(tuple(places), tuple(buckets))
+
+
+def default_bucket_size(data_ranks: int) -> int:
+    """Elements of a bucket when gradients overlap and no `ddp_bucket_size` is given."""
+    return max(40_000_000, 1_000_000 * data_ranks)
+
+
+# -- buffers -----------------------------------------------------------------------------------------------------------
+
+
+class Buffer(NamedTuple):
+    """A flat buffer."""
+
+    chunk: int
+    dtype: DType
+    grads: DType  # dtype of its gradients
+    members: tuple[RankArray, ...]  # its parameters, in registration order
+    flat: FlatBuffer
+
+
+class Bucketing(NamedTuple):
+    """What decides buckets."""
+
+    size: int | None  # elements, None for one bucket a buffer
+    data_ranks: int
+    busbw: bool
+    alone: bool  # do shared embeddings get a bucket of their own?
+
+
+def bucketing_of(job: MegatronJob, *, experts: bool) -> Bucketing:
+    """The buckets of the dense or the experts' buffers."""
+    facts = job.facts
+    degrees = job.degrees
+    ranks = degrees["dp"] * degrees["cp"]
+    size = (facts.bucket_size or default_bucket_size(ranks)) if facts.overlap else None
+    if experts:
+        ranks = max(1, degrees["tp"] * ranks // (degrees["etp"] * degrees["ep"]))
+    return Bucketing(size, ranks, facts.busbw, True)
+
+
+def _shared(array: RankArray, arrays: Sequence[RankArray], job: MegatronJob, pp: int) -> bool:
+    """Is it an embedding that two pipeline stages share, so that it has a bucket of its own?"""
+    if job.stages.pp == 1 or not (job.facts.tied or job.facts.mtp) or stem(array.local) not in (EMBEDDING, TIED_HEAD):
+        return False
+    if job.stages.of(pp, array.chunk).embedding:
+        return stem(array.local) == EMBEDDING
+    if stem(array.local) == EMBEDDING:
+        return True  # the copy that MTP layers use
+    return job.facts.tied and not any(stem(a.local) == EMBEDDING and a.chunk == array.chunk for a in arrays)
+
+
+def lay_buffers(
+    arrays: Sequence[RankArray], job: MegatronJob, pp: int, bucketing: Bucketing, grads: DType
+) -> list[Buffer]:
+    """The buffers of an optimizer of these parameters, in the order of their numbers (`gbuf_idx`). grads: dtype of
+    gradients where they are reduced in fp32."""
+    kinds: dict[tuple[int, str], list[RankArray]] = {}
+    for array in sorted(arrays, key=lambda array: array.chunk):
+        kinds.setdefault((array.chunk, array.dtype.name), []).append(array)
+    out = []
+    for (chunk, _), members in kinds.items():
+        flat = lay_flat(
+            [array.numel for array in members],
+            shared=[bucketing.alone and _shared(array, arrays, job, pp) for array in members],
+            bucket_size=bucketing.size if pp == 0 and chunk == 0 else None,
+            data_ranks=bucketing.data_ranks,
+            busbw=bucketing.busbw,
+        )
+        dtype = members[0].dtype
+        out.append(Buffer(chunk, dtype, grads if job.facts.grad_fp32 else dtype, tuple(members), flat))
+    return out

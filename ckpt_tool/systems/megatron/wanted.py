@@ -1,0 +1,253 @@
+"""What a legacy Megatron checkpoint shall be: the model's sizes, the degrees, the stages, the rows of vocabularies.
+Decided once.
+
+The one idea: all that can be wrong with what was wished is found here, before a file is laid out: a degree that does
+not divide the heads, layers that do not spread over stages, experts that do not part, a vocabulary whose padding is not
+known.
+
+    112 rows for a vocabulary of 100 (multiple 16), --tp 2   ->   128 rows, 16 more than there are: zeros
+
+Megatron loads exactly ceil(V / (multiple * TP)) * multiple * TP rows. Fewer rows are padded with zeros, which are
+remembered (`ckpt.vocab_rows`); of more rows the padding beyond is kept beside, under our own key (`ckpt.vocab_tail`).
+Our reader undoes both, so that the logical tensor never changes and every way back is exact. Where V is not known rows
+are kept that Megatron could mean, else `--vocab-size` is wanted.
+
+Sources (NVIDIA/Megatron-LM core 0.16.1): `training/tokenizer/tokenizer.py` (`_vocab_size_with_padding`), the modules
+named below. Cost: a pass over names. What it does not do: boxes and files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.bounds import bounded
+from ckpt_tool.core.hints import Degrees
+from ckpt_tool.core.integers import ceil_div
+from ckpt_tool.core.target import Wanted, WantedTensor
+from ckpt_tool.core.tensor import MODEL
+from ckpt_tool.errors import UsageError
+from ckpt_tool.systems.megatron import stored_names as names
+from ckpt_tool.systems.megatron.args import MegatronFacts, arguments, facts_of, with_spec
+from ckpt_tool.systems.megatron.hints import MegatronHints
+from ckpt_tool.systems.megatron.job import MegatronJob
+from ckpt_tool.systems.megatron.legacy.folders import fit
+from ckpt_tool.systems.megatron.rules import gated, is_vocabulary
+from ckpt_tool.systems.megatron.stages import NO_SPLIT, Stages, chosen_stages, from_counts
+from ckpt_tool.systems.megatron.stored_names import EMBEDDING, TIED_HEAD
+
+VOCAB = "E0276"
+NO_RULE = "E0275"
+UNHELD = "E2001"
+
+
+class Decided(NamedTuple):
+    """Everything that was decided."""
+
+    wanted: Wanted
+    model: Mapping[str, int]  # logical name -> number of the wanted tensor
+    args: Mapping[str, Any]  # the source's, {} without
+    job: MegatronJob  # how ranks share it
+    all_rows: int | None  # of the source's vocabularies
+    notes: tuple[str, ...]
+    # templates of the modules that have one, None where nothing says it. release,
+    extra_states: frozenset[str] | None
+    release: bool
+    distributed: bool | None  # what the source was (None: nothing says it)
+
+    def tensor(self, number: int) -> WantedTensor:
+        return self.wanted.tensors[number]
+
+    @property
+    def same_ranks(self) -> bool:
+        """Are the model's ranks the source's own, however many data ranks there are?"""
+        own = facts_of(self.args).degrees
+        return bool(self.args) and all(own[dim] == n for dim, n in self.job.degrees.items() if dim != "dp")
+
+    @property
+    def same_layout(self) -> bool:
+        """Is the layout the source's own?"""
+        return bool(self.args) and facts_of(self.args).degrees == dict(self.job.degrees)
+
+
+def decide(wanted: Wanted) -> Decided:
+    """The decisions for `wanted`. Raises UsageError: E0272 stages, E0273 degrees, E0274 experts, E0275 no rule, E0276
+    the vocabulary."""
+    model = {t.key.name: i for i, t in enumerate(wanted.tensors) if t.key.state == MODEL}
+    shapes = {name: wanted.tensors[i].shape for name, i in model.items()}
+    spec = wanted.wish.spec
+    args = with_spec(arguments(wanted.extras), spec)
+    stated = facts_of(args, spec)
+    own = wanted.hints.get(MegatronHints) if wanted.source_format == "megatron" else None
+    alike = own if spec is None else None  # the source's spelling, where none was wished
+    experts = names.experts_count(model)
+    facts = _completed(stated, model, experts)
+    degrees, notes = fit(wanted.wish.degrees.stated(), experts)
+    te = alike.te if alike else stated.te
+    job = MegatronJob(
+        facts,
+        degrees,
+        _stages(wanted, own, args, facts, degrees),
+        experts,
+        gated(shapes, facts),
+        not te,
+        te,
+        alike.container or stated.container if alike else stated.container,
+        own.mtp_inner or "transformer_layer" if own else "transformer_layer",
+        own.convolution if own else "_",
+    ).of_shapes(shapes, 1)
+    notes += _check(job, shapes)
+    rows, kept, more = vocabulary_rows(wanted, model, facts, degrees["tp"])
+    every = next((shapes[name][0] for name in model if is_vocabulary(name)), None) if rows else None
+    if args and facts.layers != stated.layers and facts.layers:
+        notes.append(f"args.num_layers becomes {facts.layers}: so many layers are written")
+    return Decided(
+        wanted,
+        model,
+        args,
+        job._replace(rows=rows, kept=kept),
+        every,
+        (*notes, *more),
+        frozenset(alike.extra_states) or None if alike else None,
+        own is not None and own.release,
+        own.distributed or stated.distributed if own else stated.distributed,
+    )
+
+
+def _completed(facts: MegatronFacts, model: Mapping[str, int], experts: int) -> MegatronFacts:
+    """The facts with what the tensors themselves show."""
+    own = {names.stem(name) for name in model}
+    tied = EMBEDDING in own and TIED_HEAD not in own and (facts.tied or not facts.stated)
+    return facts._replace(
+        layers=names.layers_count(model),
+        mtp=names.mtp_count(model),
+        experts=experts or None,
+        tied=tied,
+        mla=facts.mla or any(".linear_kv_down_proj." in name for name in model),
+    )
+
+
+def _stages(
+    wanted: Wanted, own: MegatronHints | None, args: Mapping[str, Any], facts: MegatronFacts, degrees: Mapping[str, int]
+) -> Stages:
+    pp = degrees["pp"]
+    vpp = degrees["vpp"]
+    layers = facts.layers or 0
+    if vpp > 1 and pp == 1:
+        raise UsageError(
+            f"--vpp {vpp} without pipeline stages", code=NO_SPLIT, hint="give --pp of at least 2, or leave --vpp off"
+        )
+    split = wanted.wish.pp_split
+    if not split and own is not None and _counts_fit(own.counts, wanted.hints.get(Degrees), pp, vpp, layers):
+        return from_counts(own.counts, pp, vpp, mtp=facts.mtp, mtp_at=own.mtp[0] if own.mtp else None)
+    before = facts_of(args)
+    kept = dict(args) if (before.pp, before.vpp) == (pp, vpp) else _even_only(args)
+    return chosen_stages(split, kept, pp, vpp, layers, mtp=facts.mtp)
+
+
+def _even_only(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments without those that were made for other stages."""
+    own = ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    return {name: value for name, value in args.items() if name not in own}
+
+
+def _counts_fit(counts: Sequence[int], before: Degrees | None, pp: int, vpp: int, layers: int) -> bool:
+    same = before is not None and (before.pp, before.vpp) == (pp, vpp)
+    return same and len(counts) == pp * vpp and sum(counts) == layers
+
+
+def _check(job: MegatronJob, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Notes. Raises UsageError when tensor ranks can't share a parameter."""
+    by_head = [name for name in shapes if name.endswith(names.BY_HEAD)]
+    if by_head and names.BY_HEAD not in job.sections:
+        raise UsageError(
+            f"{by_head[0]}: its rows are stored by key head, as mcore-bridge has them, and rank files do not show that",
+            code=NO_RULE,
+            key=by_head[0],
+            faults=by_head[1:50],
+            hint="write --to megatron-dist, whose keys do",
+        )
+    rules = {name: job.rule(name, len(shape)) for name, shape in shapes.items()}
+    unknown = [name for name, rule in rules.items() if not rule.known and job.degrees[rule.axis] > 1]
+    if unknown:
+        raise UsageError(
+            f"--tp {job.degrees['tp']}: no rule says how tensor ranks share {unknown[0]}",
+            code=NO_RULE,
+            key=unknown[0],
+            faults=unknown[1:50],
+            hint=f"its sections follow from {lacks}: keep the module's other tensors, or write with --tp 1"
+            if (lacks := rules[unknown[0]].lacks)
+            else "bring the names into Megatron's (--dialect megatron), or write with --tp 1",
+        )
+    return job.check(shapes.items())
+
+
+# -- vocabulary --------------------------------------------------------------------------------------------------------
+
+
+def vocabulary_rows(
+    wanted: Wanted, model: Mapping[str, int], facts: MegatronFacts, tp: int
+) -> tuple[int | None, int | None, tuple[str, ...]]:
+    """(rows to store, rows of the source to keep, notes) of the vocabulary tensors; (None, None, ()) without any."""
+    found = {
+        wanted.tensors[number].shape[0]
+        for name, number in model.items()
+        if is_vocabulary(name) and wanted.tensors[number].shape
+    }
+    if not found:
+        return None, None, ()
+    if len(found) > 1:
+        if tp == 1:
+            return None, None, ()
+        raise UsageError(
+            f"embedding and output layer have {' and '.join(map(str, sorted(found)))} rows",
+            code=VOCAB,
+            hint="cut both to the vocabulary's size with --vocab-size N",
+        )
+    (have,) = found
+    multiple = bounded(facts.vocab_multiple or 128, have, "rows by make_vocab_size_divisible_by in the arguments")
+    real = wanted.wish.vocab_size or bounded(facts.vocab or 0, 16 * have, "rows by vocab_size in the arguments")
+    unit = multiple * tp
+    if isinstance(real, int) and 0 < real:
+        need = ceil_div(real, unit) * unit
+        rows = max(need, ceil_div(have, unit) * unit) if have < real else need
+    elif have % unit == 0 or (not facts.stated and have % tp == 0) or (tp == facts.tp and have % tp == 0):
+        rows = have
+    else:
+        old = multiple * facts.tp
+        low = ceil_div(max(have - old, 0) + 1, unit) * unit
+        high = ceil_div(have, unit) * unit
+        if low != high or not facts.stated:
+            raise UsageError(
+                f"--tp {tp}: {have} rows of the vocabulary do not show its real size: Megatron would pad it to"
+                f" {low} or {high} rows",
+                code=VOCAB,
+                key=EMBEDDING,
+                hint="say the tokenizer's size with --vocab-size N",
+            )
+        rows = high
+    if rows == have:
+        return have, have, ()
+    if rows < have:
+        return (
+            rows,
+            rows,
+            (
+                f"vocabulary of {real} in {rows} rows, as Megatron pads it for {tp} tensor ranks; the {have - rows} "
+                "rows of padding beyond are kept next to it, for the way back",
+            ),
+        )
+    return rows, have, (f"vocabulary padded with zeros from {have} to {rows} rows for {tp} tensor ranks",)
+
+
+def unheld(whose: str, tensor: WantedTensor, tensors: Sequence[WantedTensor]) -> UsageError:
+    """The error (E2001) for one of the `tensors` that the format `whose`, whose keys hold names and states as words
+    between dots, would read back as another: under another name, or as another state."""
+    dotted = dict.fromkeys(each.key.state for each in tensors if "." in each.key.state)
+    if tensor.key.state in dotted:
+        what = f"has no key for the state {tensor.key.state}: in its keys a state is one word, without a dot"
+        hint = f"leave out what has no place with --drop {','.join(dotted)}"
+    else:
+        what = f"would read {tensor.key.name!r} back under another name"
+        hint = "rename or remove it (--remove-keys)"
+    return UsageError(f"{whose} {what}", code=UNHELD, key=str(tensor.key), hint=f"{hint}, or choose another format")

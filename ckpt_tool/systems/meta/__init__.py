@@ -1,0 +1,1 @@
+"""Meta and Mistral AI: consolidated files, their names and params.json."""

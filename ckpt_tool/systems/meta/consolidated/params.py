@@ -1,0 +1,112 @@
+"""`params.json`: the sizes of a model in Meta's words, as far as the format needs them to join and to cut shards.
+
+    {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 128256, "multiple_of": 1024, ...}
+    -> MetaSizes(dim=4096, layers=32, heads=32, kv=8, head=128, vocab=128256)
+
+Sources: llama-models (July 2025) `models/llama3/args.py`; mistral-inference 1.6 `args.py` (head_dim, hidden_dim); a
+`model` level around it, as some releases have, is stepped into (transformers 4.45, `convert_llama_weights_to_hf.py`).
+What it does not do: the width of the MLP from `multiple_of` and `ffn_dim_multiplier` (`systems.meta.config`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from ckpt_tool.core.hints import Hint
+from ckpt_tool.errors import CorruptFile
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.texts.strict_json import parse
+from ckpt_tool.systems.meta.consolidated.files import PARAMS
+
+WRONG = "E1405"
+LIMIT = 1 << 20  # bytes: real ones have some hundred
+MOST = 1 << 40  # of any size: what no model comes near
+
+
+class MetaSizes(NamedTuple):
+    """heads, kv: of queries, of keys and values. head: elements of one. vocab: None where the file leaves it to the
+    tokenizer."""
+
+    dim: int
+    layers: int
+    heads: int
+    kv: int
+    head: int
+    vocab: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class MetaHints(Hint):
+    """What a reader of Meta's files remembers."""
+
+    KEY: ClassVar[str] = "meta"
+    params: Mapping[str, Any] | None  # of params.json
+    embedding: int | None  # the dim along which the embedding is cut
+    as_read: bool  # the params are those of a file that lies in the source
+
+
+def read_params(tree: Tree) -> Mapping[str, Any] | None:
+    """The file as it is, None where there is none. Raises CorruptFile."""
+    if not tree.exists(PARAMS):
+        return None
+    value = parse(tree.read_whole(PARAMS, limit=LIMIT), path=tree.display(PARAMS))
+    if not isinstance(value, dict):
+        raise CorruptFile(
+            "params.json is no JSON object",
+            code=WRONG,
+            path=tree.display(PARAMS),
+            offset=0,
+            hint="fetch it again: it states the model's sizes",
+        )
+    return value
+
+
+def sizes_of(params: Mapping[str, Any], path: str) -> MetaSizes:
+    """The sizes that params state. path: of the file, for messages. Raises CorruptFile E1405, all faults at once."""
+    inner = params.get("model")
+    level = inner if isinstance(inner, Mapping) else params
+    faults = [
+        f"{name} is {_shown(level.get(name))}, want a whole number above 0"
+        for name in ("dim", "n_layers", "n_heads")
+        if not _count(level.get(name))
+    ]
+    for name in ("n_kv_heads", "head_dim", "hidden_dim", "multiple_of"):
+        if level.get(name) is not None and not _count(level[name]):
+            faults.append(f"{name} is {_shown(level[name])}, want a whole number above 0")
+    for name in ("ffn_dim_multiplier", "norm_eps", "rope_theta"):
+        if level.get(name) is not None and not _number(level[name]):
+            faults.append(f"{name} is {_shown(level[name])}, want a number above 0")
+    if not faults:
+        dim = level["dim"]
+        heads = level["n_heads"]
+        kv = level.get("n_kv_heads") or heads
+        if heads % kv:
+            faults.append(f"{heads} heads don't divide among {kv} heads of keys (n_kv_heads)")
+        if level.get("head_dim") is None and dim % heads:
+            faults.append(f"dim {dim} doesn't divide among {heads} heads")
+    if faults:
+        raise CorruptFile(
+            faults[0],
+            code=WRONG,
+            path=path,
+            faults=faults[1:],
+            hint="fetch params.json again: it states the model's sizes",
+        )
+    vocab = level.get("vocab_size")
+    return MetaSizes(
+        dim, level["n_layers"], heads, kv, level.get("head_dim") or dim // heads, vocab if _count(vocab) else None
+    )
+
+
+def _shown(value: object) -> str:
+    return repr(value) if not isinstance(value, list | dict) and len(repr(value)) < 100 else "something else"
+
+
+def _count(value: object) -> bool:
+    return type(value) is int and 0 < value <= MOST
+
+
+def _number(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value <= MOST  # type: ignore[operator]

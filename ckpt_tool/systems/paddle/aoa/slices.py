@@ -1,0 +1,242 @@
+"""Slices: a tensor of an AOA program as boxes of the source's tensors, followed through the steps without building any.
+
+Statements cut, join and turn along whole dims, so that every value on the way is a few boxes, each a box of one source
+tensor with its dims in some order. `q` (8, 4), transposed and split in two along axis 1:
+
+    Slice("q", start=(4, 0), at=(0, 0), shape=(4, 4), dims=(1, 0))      the second half: rows 4..7 of q, standing
+
+Boxes that lie end to end on both sides are joined again, and rows of boxes at equal steps (the query heads of every
+group of a fused QKV) become one strided piece. Cost: the number of boxes. What it does not do: names, codes of faults
+with their statement (`program`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+from ckpt_tool.algebra.piece import Piece, Side
+from ckpt_tool.core.box import Box, contiguous_strides
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.errors import UsageError
+from ckpt_tool.systems.paddle.aoa.steps import shown
+
+Shape = tuple[int, ...]
+
+
+class Slice(NamedTuple):
+    """start: in the source tensor, by its dims. at, shape: in the value, by its dims. dims: the source dim along which
+    each dim of the value runs."""
+
+    source: str
+    start: Shape
+    at: Shape
+    shape: Shape
+    dims: Shape
+
+    @property
+    def box(self) -> Box:
+        """The elements of the source, in its own dims."""
+        extents = [0] * len(self.dims)
+        for dim, n in zip(self.dims, self.shape, strict=True):
+            extents[dim] = n
+        return Box(self.start, tuple(extents))
+
+
+class NamedValue(NamedTuple):
+    """What a name holds."""
+
+    shape: Shape
+    slices: tuple[Slice, ...]
+    dtype: DType | None = None  # what its elements are cast to, None for nothing
+
+
+def whole(source: str, shape: Shape) -> NamedValue:
+    """A source tensor itself."""
+    zero = (0,) * len(shape)
+    return NamedValue(shape, (Slice(source, zero, zero, shape, tuple(range(len(shape)))),))
+
+
+def split(value: NamedValue, parts: int, axis: int, name: str, why: str) -> list[NamedValue]:
+    """`parts` equal parts along `axis`. Raises UsageError: E1216 no such axis, E1215 no equal parts."""
+    _check_axis(value, axis, name)
+    length, rest = divmod(value.shape[axis], parts)
+    if rest:
+        raise UsageError(
+            f"`{shown(name)}` is {value.shape[axis]} long along axis {axis}, which {parts} parts don't divide"
+            + (f" ({why})" if why else ""),
+            code="E1215",
+            hint=f"its shape is {list(value.shape)}: is it another axis?",
+        )
+    shape = _with(value.shape, axis, length)
+    return [
+        value._replace(shape=shape, slices=tuple(_cut(value.slices, axis, k * length, length))) for k in range(parts)
+    ]
+
+
+def _cut(slices: Iterable[Slice], axis: int, low: int, length: int) -> Iterator[Slice]:
+    """What lies in [low, low + length) of the value's `axis`, counted from `low`."""
+    for piece in slices:
+        first = max(piece.at[axis], low)
+        last = min(piece.at[axis] + piece.shape[axis], low + length)
+        if first < last or (length == piece.shape[axis] == 0):
+            dim = piece.dims[axis]
+            yield piece._replace(
+                start=_with(piece.start, dim, piece.start[dim] + first - piece.at[axis]),
+                at=_with(piece.at, axis, first - low),
+                shape=_with(piece.shape, axis, last - first),
+            )
+
+
+def concat(values: Sequence[NamedValue], axis: int, names: Sequence[str], *, even: bool) -> NamedValue:
+    """The values end to end along `axis`. Raises UsageError: E1216 other shapes, E1217 casts that differ."""
+    first = values[0]
+    _check_axis(first, axis, names[0])
+    joined: list[Slice] = []
+    at = 0
+    for name, value in zip(names, values, strict=True):
+        same = len(value.shape) == len(first.shape) and _with(value.shape, axis, 0) == _with(first.shape, axis, 0)
+        if not same or (even and value.shape != first.shape):
+            raise UsageError(
+                f"`{shown(names[0])}` {list(first.shape)} and `{shown(name)}` {list(value.shape)} can't be joined along"
+                f" axis {axis}",
+                code="E1216",
+                hint="a fusion wants parts of one size" if same else "all other dims must be the same",
+            )
+        if value.dtype != first.dtype:
+            raise UsageError(
+                f"`{shown(names[0])}` is cast to {_dtype(first)} and `{shown(name)}` to {_dtype(value)}",
+                code="E1217",
+                hint="cast after joining",
+            )
+        for piece in value.slices:
+            _append(joined, piece._replace(at=_with(piece.at, axis, piece.at[axis] + at)), axis)
+        at += value.shape[axis]
+    return first._replace(shape=_with(first.shape, axis, at), slices=tuple(joined))
+
+
+def _append(joined: list[Slice], piece: Slice, axis: int) -> None:
+    """Add a slice, as one with the last where both lie end to end along `axis` on both sides."""
+    if joined:
+        last = joined[-1]
+        dim = piece.dims[axis]
+        if (
+            last.source == piece.source
+            and last.dims == piece.dims
+            and _with(last.at, axis, last.at[axis] + last.shape[axis]) == piece.at
+            and _with(last.start, dim, last.start[dim] + last.shape[axis]) == piece.start
+            and _with(last.shape, axis, 0) == _with(piece.shape, axis, 0)
+        ):
+            piece = last._replace(shape=_with(last.shape, axis, last.shape[axis] + piece.shape[axis]))
+            joined.pop()
+    joined.append(piece)
+
+
+def permute(value: NamedValue, dims: Sequence[int], name: str) -> NamedValue:
+    """Dim i of the result is dim `dims[i]` of the value; () reverses them. Raises UsageError (E1216)."""
+    order = tuple(dims) or tuple(reversed(range(len(value.shape))))
+    if sorted(order) != list(range(len(value.shape))):
+        raise UsageError(
+            f"permute='{list(order)}' of `{shown(name)}` of shape {list(value.shape)}",
+            code="E1216",
+            hint=f"name each of its {len(value.shape)} dims once",
+        )
+
+    def turned(values: Shape) -> Shape:
+        return tuple(values[k] for k in order)
+
+    slices = [s._replace(at=turned(s.at), shape=turned(s.shape), dims=turned(s.dims)) for s in value.slices]
+    return value._replace(shape=turned(value.shape), slices=tuple(slices))
+
+
+def cast(value: NamedValue, dtype: DType | None, name: str) -> NamedValue:
+    """Raises UsageError (E1217) where an earlier cast has rounded to another dtype: one cast says what is meant."""
+    if value.dtype not in (None, dtype) and _dtype(value) != "F32":
+        raise UsageError(
+            f"`{shown(name)}` is cast to {_dtype(value)} and then to {dtype.name if dtype else None}",
+            code="E1217",
+            hint="each cast would round: leave one of them out",
+        )
+    return value._replace(dtype=dtype)
+
+
+def pieces_of(name: str, value: NamedValue, shapes: Mapping[str, Shape]) -> tuple[Piece, ...]:
+    """The pieces that fill the tensor `name`. An empty tensor has one too, which says where it comes from."""
+    steps = contiguous_strides(value.shape)
+    out = []
+    for run in _runs(sorted(value.slices, key=lambda s: s.at)):
+        first = run[0]
+        second = run[min(1, len(run) - 1)]
+        there = contiguous_strides(shapes[first.source])
+        strides = tuple(there[dim] for dim in first.dims)
+        ext = first.shape
+        src = _flat(first.start, there)
+        dst = _flat(first.at, steps)
+        if len(run) > 1:
+            jump = _flat(second.start, there) - src
+            out.append(
+                Piece(
+                    (len(run), *ext),
+                    Side(first.source, src, (jump, *strides)),
+                    Side(name, dst, (_flat(second.at, steps) - dst, *steps)),
+                )
+            )
+        else:
+            out.append(Piece(ext, Side(first.source, src, strides), Side(name, dst, steps)))
+    return tuple(out)
+
+
+def _runs(slices: Iterable[Slice]) -> list[list[Slice]]:
+    """Slices in runs of one source, size and order of dims, each one step along one dim from the one before on both
+    sides. Slices of other runs may lie between."""
+    runs: list[list[Slice]] = []
+    open_: dict[tuple[str, Shape, Shape], list[Slice]] = {}
+    for piece in slices:
+        kind = piece.source, piece.shape, piece.dims
+        run = open_.get(kind)
+        if run is not None and _follows(run, piece):
+            run.append(piece)
+            continue
+        open_[kind] = [piece]
+        runs.append(open_[kind])
+    return runs
+
+
+def _follows(run: Sequence[Slice], piece: Slice) -> bool:
+    last = run[-1]
+    moved = [
+        tuple(b - a for a, b in zip(*pair, strict=True)) for pair in ((last.at, piece.at), (last.start, piece.start))
+    ]
+    if len(run) > 1:
+        before = run[-2]
+        return moved == [
+            tuple(b - a for a, b in zip(*pair, strict=True))
+            for pair in ((before.at, last.at), (before.start, last.start))
+        ]
+    return all(sum(map(bool, by)) == 1 and max(by) > 0 for by in moved)
+
+
+def _flat(at: Shape, strides: Sequence[int]) -> int:
+    return sum(k * step for k, step in zip(at, strides, strict=True))
+
+
+def _with(values: Shape, axis: int, value: int) -> Shape:
+    return (*values[:axis], value, *values[axis + 1 :])
+
+
+def _check_axis(value: NamedValue, axis: int, name: str) -> None:
+    if axis >= len(value.shape):
+        raise UsageError(
+            f"`{shown(name)}` has shape {list(value.shape)}: there is no axis {axis}",
+            code="E1216",
+            hint="axes count from 0; fusions take axis=1 where nothing is said",
+        )
+
+
+def _dtype(value: NamedValue) -> str:
+    return value.dtype.name if value.dtype else "nothing"
+
+
+def numel(slices: Iterable[Slice]) -> int:
+    return sum(prod(piece.shape) for piece in slices)

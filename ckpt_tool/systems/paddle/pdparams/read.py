@@ -1,0 +1,648 @@
+"""Reading a path that holds files of paddle.save: ranks' files in a folder, or one file alone, as one catalog.
+
+    checkpoint-100/  model_state.tp0{0,1}.pdparams  optimizer.tp0{0,1}.pdopt  scheduler.pdparams  config.json
+                     training_args.bin  rng_state_0.pth                              named in a note, never unpickled
+    fc.pdparams      a state dict;   train.pd   {"model": {...}, "epoch": 3}: names by where tensors hang
+
+Three passes over values that are small: pickles of all files give names and shapes of a rank's parts; tables of names
+(of the model files, or model_meta.json) show whose the optimizer's tensors are; then parts are gathered.
+
+Specification: `systems.paddle.pdparams.format`. Cost: a pickle a file, some us a tensor and file.
+What it does not do: read values, gather parts (`systems.paddle.pdparams.gather`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ckpt_tool.core.box import whole
+from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.dtype import DTYPES, DType, from_name
+from ckpt_tool.core.faults import by_file
+from ckpt_tool.core.hints import Degrees, Dialect, Hints
+from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.missing import report_missing
+from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, StoredArray, TensorKey, simple_tensor
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, Unexplained, UnknownFormat
+from ckpt_tool.formats.base import ReadOptions
+from ckpt_tool.formats.hub_folder.model_files import is_sidefile
+from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
+from ckpt_tool.formats.state_dict.tree import dotted
+from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.paddle.extras import lies_beside, read_config, read_extras
+from ckpt_tool.systems.paddle.job import PaddleHints, PaddleRank
+from ckpt_tool.systems.paddle.pdparams.gather import FileShare, Numbering, PaddleGathering, differ, number_experts
+from ckpt_tool.systems.paddle.pickle_file import PaddleContent, Saved, chunks_of, read_paddle
+from ckpt_tool.systems.paddle.ranks import (
+    CONTRADICTION,
+    CONTRADICTS,
+    EMA_FILE,
+    MISSING,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    RankFile,
+    StageMeta,
+    check_whole,
+    degrees_of,
+    rank_file,
+    rank_files,
+    rank_of,
+    read_meta,
+    two_jobs,
+)
+from ckpt_tool.systems.paddle.rules import HEADS, is_expert, text_config
+from ckpt_tool.systems.paddle.stored_names import MASTER_WEIGHTS, SCHEDULER, NameTable, Owner, without_master
+
+# -- files of ranks ----------------------------------------------------------------------------------------------------
+
+NO_NAME = "E1313"
+NO_DTYPE = "E1314"
+NESTED = "E1318"
+STATIC_NAMES = "N1301"
+FROZEN = "N1302"
+BY_VALUES = "N1304"
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,9})\.")
+_NAMES_KEPT = 1 << 17  # static names that the hints carry
+
+
+class PaddleReading:
+    """One read of rank files. tables: also those of files whose tensors are not read (a lone optimizer's model)."""
+
+    def __init__(self, tree: Tree, files: list[RankFile], config: Mapping[str, Any], extra: Iterable[str] = ()) -> None:
+        self.tree = tree
+        self.files = files
+        self.meta = read_meta(tree)
+        self.degrees = degrees_of(tree, files, self.meta.degrees)
+        if tree.single is None:
+            check_whole(tree, files, self.degrees)
+        self.where = {file.name: rank_of(file, self.degrees) for file in files}
+        self.contents = by_file((file.name for file in files), lambda name: read_paddle(tree, name))
+        self.notes: list[Note] = []
+        self.config = config
+        self._names: dict[tuple[int, int, int], dict[str, str]] = {}
+        self._collect_names(extra)
+        self.numbering = self._numbering()
+        self.gathering = PaddleGathering(
+            self.degrees,
+            self._with_sizes(),
+            sliced=self._strategy(),
+            apart=self.numbering.is_apart,
+            differ=self._differ,
+        )
+        self.bf16 = self._says_bf16()
+
+    def catalog(self, extras: dict[Any, Any], sidefiles: Iterable[str], beside: Iterable[str]) -> Catalog:
+        """The catalog. extras: of files beside, which go before those of the ranks' files."""
+        self._shapes_of_metas()
+        for file in self.files:
+            if file.kind == MODEL_FILE:
+                self._model(file, self.contents[file.name])
+        self._same_names()
+        for file in self.files:
+            if file.kind != MODEL_FILE:
+                self._states(file, self.contents[file.name])
+        self._all_there()
+        tensors = self.gathering.tensors(self._order())
+        contents = list(self.contents.values())
+        parted = self.gathering.parted_heads()
+        seen = {} if parted is None else {HEADS: {"tensor_ranks": self.degrees.tp, "parted": parted}}
+        catalog = Catalog(
+            "paddle",
+            tensors,
+            self._extras() | seen | extras,
+            Mesh.of_degrees(self.degrees.to_json()),
+            (*self.contents, *self.meta.files, *beside),
+            tuple(sidefiles),
+            tuple(self.notes),
+            tuple(dict.fromkeys(line for content in contents for line in content.unsafe)),
+            self._hints(),
+        )
+        catalog.check()
+        return catalog
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def _stage(self, where: PaddleRank) -> tuple[int, int, int]:
+        return (where.tp, where.pp, where.ep)
+
+    def _meta_of(self, where: PaddleRank) -> StageMeta | None:
+        stages = self.meta.stages
+        return stages.get((where.tp, where.pp, where.ep)) or stages.get((where.tp, where.pp, 0))
+
+    def _collect_names(self, extra: Iterable[str]) -> None:
+        """Tables of names by (tp, pp, ep): the metas', then the model files', which must not contradict."""
+        for where in self.where.values():
+            stage = self._meta_of(where)
+            if stage is not None:
+                self._names.setdefault(self._stage(where), dict(stage.names))
+        for file in self.files:
+            if file.kind == MODEL_FILE:
+                self._add_names(self.where[file.name], self.contents[file.name], self.tree.display(file.name))
+        for name in extra:
+            self._add_names(self.degrees.rank(0, 0, 0), read_paddle(self.tree, name), self.tree.display(name))
+
+    def _add_names(self, where: PaddleRank, content: PaddleContent, shown: str) -> None:
+        mine = self._names.setdefault(self._stage(where), {})
+        for saved in content.leaves:
+            if len(saved.path) != 1 or not saved.name:
+                continue
+            name = str(saved.path[0])
+            if mine.setdefault(name, saved.name) != saved.name:
+                raise two_jobs(
+                    CONTRADICTS,
+                    f"model_meta.json calls it {mine[name][:100]}, the model file {saved.name[:100]}",
+                    shown,
+                    name,
+                )
+
+    def _table(self, where: PaddleRank) -> NameTable | None:
+        """The table for a rank's optimizer; None where no table of its (tensor rank, stage) is known."""
+        own = self._names.get(self._stage(where))
+        if own is None and self.degrees.ep > 1:  # data ranks without a model file of their own
+            own = next((names for at, names in self._names.items() if at[:2] == (where.tp, where.pp)), None)
+        return NameTable(own) if own else None
+
+    def _numbering(self) -> Numbering:
+        held: dict[tuple[int, int, int], set[str]] = {at: set(names) for at, names in self._names.items()}
+        for file in self.files:
+            if file.kind == MODEL_FILE:
+                at = self._stage(self.where[file.name])
+                held.setdefault(at, set()).update(str(s.path[0]) for s in self.contents[file.name].leaves)
+        flags = {p.no_sync for stage in self.meta.stages.values() for n, p in stage.params.items() if is_expert(n)}
+        return number_experts(held, self.degrees, self.config, parted=flags != {False})
+
+    def _logical(self, name: str, where: PaddleRank) -> str:
+        return self.numbering.logical(name, where.ep)
+
+    def _order(self) -> list[str]:
+        """Logical names in the order of the model: stages first, then expert ranks."""
+        return [
+            self.numbering.logical(name, at[2])
+            for at, names in sorted(self._names.items(), key=lambda item: (item[0][1], item[0][2], item[0][0]))
+            for name in names
+        ]
+
+    # -- what files hold ----------------------------------------------------------------------------------------------
+
+    def _shapes_of_metas(self) -> None:
+        for (_, _, ep), stage in self.meta.stages.items():
+            for name, param in stage.params.items():
+                logical = self.numbering.logical(name, ep)
+                self.gathering.shape(logical, param.shape, stage.shown)
+                self.gathering.distributed[logical] = param.distributed
+
+    def _model(self, file: RankFile, content: PaddleContent) -> None:
+        where = self.where[file.name]
+        stage = self._meta_of(where)
+        for saved in content.leaves:
+            if len(saved.path) != 1:
+                raise InputError(
+                    f"a tensor at {dotted(saved.path)[:120]}: a rank's model file is a flat dict",
+                    code=NESTED,
+                    path=self.tree.display(file.name),
+                    hint="pass the file itself: a single one may nest",
+                )
+            name = str(saved.path[0])
+            param = stage.params.get(name) if stage else None
+            if param is not None and param.shape != saved.shape:
+                raise two_jobs(
+                    CONTRADICTS,
+                    f"stored with shape {list(saved.shape)}, the meta states {list(param.shape)}",
+                    self.tree.display(file.name),
+                    name,
+                )
+            logical = self._logical(name, where)
+            self.gathering.shape(logical, saved.shape, self.tree.display(file.name))
+            dtype = self.dtype(saved, param.dtype if param else None)
+            self.gathering.hold(TensorKey(logical, MODEL), FileShare(where, saved, dtype, False))
+
+    def _states(self, file: RankFile, content: PaddleContent) -> None:
+        """An optimizer's file, or an average's."""
+        where = self.where[file.name]
+        table = self._table(where)
+        unknown: list[str] = []
+        self._refuse_others_shares(file, content, table)
+        for saved in content.leaves:
+            key = self._key_of(file, saved, table, where)
+            if key is None:
+                unknown.append(dotted(saved.path))
+                continue
+            buffered = saved.path[0] == MASTER_WEIGHTS or file.kind != EMA_FILE
+            self.gathering.hold(key, FileShare(where, saved, self.dtype(saved, None), buffered))
+        if unknown:
+            raise Unexplained(
+                f"{len(unknown)} of {len(content.leaves)} tensors belong to parameters that no table names: "
+                f"{unknown[0][:120]}",
+                code=NO_NAME,
+                path=self.tree.display(file.name),
+                faults=[f"no name: {key[:200]}" for key in unknown[1:50]],
+                hint="Paddle's own names change with the job: put the model's file of the same rank "
+                "(model_state...pdparams)"
+                " or model_meta.json of the same save next to it",
+            )
+        if table is None and content.leaves:
+            self._note(
+                STATIC_NAMES,
+                "no model file or meta states the names of the parameters: Paddle's own (static) ones are shown",
+                file.name,
+            )
+
+    def _refuse_others_shares(self, file: RankFile, content: PaddleContent, table: NameTable | None) -> None:
+        """Raise InconsistentCheckpoint E0305 for a sharding rank's file with states that the meta deals to other ranks:
+        it is one of theirs. (Experts are dealt inside a group of their own.)"""
+        where = self.where[file.name]
+        stage = self._meta_of(where)
+        if stage is None or not stage.owners or table is None:
+            return
+        others = []
+        for saved in content.leaves:
+            path = [str(step) for step in saved.path]
+            owner = table.owner(path[0]) if len(path) == 1 and file.kind != EMA_FILE else None
+            static = path[1] if path[0] == MASTER_WEIGHTS and len(path) == 2 else owner.static if owner else ""
+            rank = stage.owners.get(static, where.shard)
+            single = prod(saved.shape) == 1  # a number of a parameter may be on every rank
+            if rank != where.shard and not single and not is_expert(table.structured.get(static, "")):
+                others.append(f"{dotted(saved.path)[:200]} is sharding rank {rank}'s")
+        if others:
+            raise InconsistentCheckpoint(
+                f"{len(others)} of {len(content.leaves)} tensors belong to other sharding ranks: {others[0]}",
+                code=CONTRADICTION,
+                path=self.tree.display(file.name),
+                faults=others[1:50],
+                hint=f"{stage.shown} says who owns what: another rank's file is here, or it comes from another save",
+            )
+
+    def _key_of(self, file: RankFile, saved: Saved, table: NameTable | None, where: PaddleRank) -> TensorKey | None:
+        path = [str(step) for step in saved.path]
+        average = file.kind == EMA_FILE
+        if path[0] == MASTER_WEIGHTS and len(path) == 2:
+            owner: Owner | None = Owner(path[1], EMA if average else MASTER)
+        elif len(path) != 1:
+            return None
+        elif average:
+            return TensorKey(self._logical(path[0], where), EMA)
+        else:
+            owner = table.owner(path[0]) if table else NameTable({}).guess(path[0])
+        if owner is None or (table is None and self.tree.single is None):
+            return None
+        name = table.structured.get(owner.static) if table else owner.static
+        return None if name is None else TensorKey(self._logical(name, where), owner.state)
+
+    # -- dtypes -------------------------------------------------------------------------------------------------------
+
+    def _says_bf16(self) -> bool:
+        """Does anything say that 16-bit integers are bfloat16?"""
+        if any(p.dtype is DTYPES["BF16"] for stage in self.meta.stages.values() for p in stage.params.values()):
+            return True
+        if says_bf16(self.config):
+            return True
+        return any(
+            saved.path[0] == MASTER_WEIGHTS
+            for file in self.files
+            if file.kind != MODEL_FILE
+            for saved in self.contents[file.name].leaves
+        )
+
+    def dtype(self, saved: Saved, stated: DType | None) -> DType:
+        """What a stored array's bits are. Raises InputError E1314 where nothing says it, E1312 where the meta
+        contradicts."""
+        return element_type(saved, stated, bf16=self.bf16)
+
+    def _differ(self, name: str, lists: list[list[StoredArray]]) -> bool | None:
+        differing = differ(self.tree, lists)
+        if differing is not None:
+            what = "the ranks' differ, so they are parts" if differing else "the ranks' are equal, so they are copies"
+            self.notes.append(Note(BY_VALUES, f"how ranks share it is derived from its values: {what}", key=name))
+        return differing
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def _same_names(self) -> None:
+        """Raise InconsistentCheckpoint E0305 when tensor ranks of a stage hold different parameters (experts aside)."""
+        by_rank: dict[int, dict[int, set[str]]] = {}
+        for key in self.gathering.keys():
+            if key.state == MODEL and not self.numbering.is_apart(key.name):
+                for pp, tp in self.gathering.holders(key):
+                    by_rank.setdefault(pp, {}).setdefault(tp, set()).add(key.name)
+        for pp, ranks in by_rank.items():
+            every = set().union(*ranks.values())
+            for tp in range(self.degrees.tp):
+                lost = sorted(every - ranks.get(tp, set()))
+                if lost:
+                    raise InconsistentCheckpoint(
+                        f"tensor rank {tp} of stage {pp} lacks {len(lost)} parameters that others have",
+                        code=CONTRADICTION,
+                        path=self.tree.display(),
+                        key=lost[0],
+                        faults=lost[1:50],
+                        hint="a file was cut short, or files of two jobs are mixed",
+                    )
+
+    def _all_there(self) -> None:
+        """Every parameter that a meta deals to a rank must be there; others that it names may be frozen: a note."""
+        held = {key.name for key in self.gathering.keys() if key.state in (MODEL, MASTER)}
+        if not held:
+            return
+        frozen: dict[str, None] = {}
+        for (_, _, ep), stage in self.meta.stages.items():
+            first = set(NameTable(stage.names).structured.values())
+            for name, static in stage.names.items():
+                if self.numbering.logical(name, ep) in held or name not in first:
+                    continue
+                if static in stage.owners:
+                    fault = Incomplete(
+                        f"sharding rank {stage.owners[static]} should hold it, no file does",
+                        code=MISSING,
+                        path=stage.shown,
+                        key=name,
+                        hint="a file was cut short, or comes from another save",
+                    )
+                    report_missing(fault)
+                frozen[self.numbering.logical(name, ep)] = None
+        if frozen:
+            self._note(
+                FROZEN,
+                f"{len(frozen)} parameters that model_meta.json names are in no file (frozen ones are not saved):"
+                f" {', '.join(sorted(frozen)[:3])}",
+                self.meta.files[0],
+            )
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def _extras(self) -> dict[Any, Any]:
+        """Plain values of the ranks' files: equal on all ranks."""
+        out: dict[Any, Any] = {}
+        for file in self.files:
+            extras = self.contents[file.name].extras
+            for key, value in (extras if isinstance(extras, dict) else {}).items():
+                if out.setdefault(key, value) != value and key == SCHEDULER:
+                    raise InconsistentCheckpoint(
+                        f"{SCHEDULER} is {str(value)[:80]}, another rank's {str(out[key])[:80]}",
+                        code=CONTRADICTION,
+                        path=self.tree.display(file.name),
+                        hint="files of two saves are mixed: keep those of one step",
+                    )
+        return out
+
+    def _with_sizes(self) -> Mapping[str, Any]:
+        """The config with the width of the model where it lacks it: an embedding's columns."""
+        facts = text_config(self.config)
+        if "hidden_size" in facts:
+            return facts
+        for content in self.contents.values():
+            for saved in content.leaves:
+                if str(saved.path[0]).endswith("embed_tokens.weight") and len(saved.shape) == 2:
+                    return {**facts, "hidden_size": saved.shape[1]}
+        return facts
+
+    def _strategy(self) -> bool | None:
+        strategy = self.meta.strategy
+        if strategy:
+            return strategy == "v2"
+        return None if self.degrees.sharding > 1 else False
+
+    def _note(self, code: str, message: str, path: str) -> None:
+        if not any(note.code == code for note in self.notes):
+            self.notes.append(Note(code, message, path))
+
+    def _hints(self) -> Hints:
+        degrees = self.degrees
+        names = {
+            self.numbering.logical(name, at[2]): static
+            for at, table in sorted(self._names.items(), key=lambda item: (item[0][1], item[0][2], item[0][0]))
+            for name, static in table.items()
+        }
+        sharded = any("shard" in file.at for file in self.files if file.kind == MODEL_FILE)
+        version = ("v2" if self.gathering.saw_slices else "v1") if degrees.sharding > 1 else ""
+        stem = next((file.stem for file in self.files if file.kind == MODEL_FILE), "")
+        return Hints.of(
+            Dialect("paddle"),
+            Degrees(**degrees.to_json()),
+            PaddleHints(
+                kind="sharding_io" if sharded or self.meta.stages else "plain",
+                sharding=self.meta.strategy or version,
+                sharding_degree=degrees.sharding,
+                names=names if len(names) <= _NAMES_KEPT else {},
+                counts=tuple(self._counts()),
+                config=plain_config(self.config),
+                stem=stem,
+            ),
+        )
+
+    def _counts(self) -> list[int]:
+        """Decoder layers of each stage."""
+        layers: dict[int, set[int]] = {}
+        for at, names in self._names.items():
+            mine = layers.setdefault(at[1], set())
+            mine |= {int(found[1]) for name in names if (found := _LAYER.search(name))}
+        return [len(layers.get(pp, ())) for pp in range(self.degrees.pp)] if self.degrees.pp > 1 else []
+
+
+def element_type(saved: Saved, stated: DType | None, *, bf16: bool) -> DType:
+    """What a stored array's bits are: bfloat16 is stored as U16, float8 as I8. stated: by the meta. A tensor that has a
+    name of its own was one of Paddle's, which has no unsigned 16-bit integers. bf16: what a bare array of them is.
+
+    Raises InputError E1314 where nothing says what U16 is, InconsistentCheckpoint E1312 where the meta contradicts the
+    file."""
+    path = saved.parts[0].path
+    key = dotted(saved.path)[:200]
+    if stated is not None and stated != saved.dtype:
+        marked = {"U16": ("BF16",), "I8": ("F8_E4M3", "F8_E5M2")}.get(saved.dtype.name, ())
+        if stated.name not in marked:
+            raise two_jobs(CONTRADICTS, f"stored as {saved.dtype.name}, the meta states {stated.name}", path, key)
+        return stated
+    if stated is not None or saved.dtype.name != "U16":
+        return saved.dtype
+    if not bf16 and not saved.name:
+        raise InputError(
+            "unsigned 16-bit integers, which is how Paddle stores bfloat16 too, and nothing says which they are",
+            code=NO_DTYPE,
+            path=path,
+            key=key,
+            hint='pass the model\'s config.json with --config, or a file with {"torch_dtype": "bfloat16"}',
+        )
+    return DTYPES["BF16"]
+
+
+def says_bf16(config: Mapping[str, Any]) -> bool:
+    """Does a config say that the model is bfloat16?"""
+    stated = [config.get("torch_dtype"), config.get("dtype"), text_config(config).get("torch_dtype")]
+    return any(isinstance(name, str) and from_name(name) is DTYPES["BF16"] for name in stated)
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain values of a config, for the hints."""
+    kept: dict[str, Any] = {k: v for k, v in config.items() if v is None or isinstance(v, str | int | float | bool)}
+    for key in ("architectures", "text_config", "moe_layer_start_index", "moe_num_experts"):
+        if key in config:
+            kept[key] = config[key]
+    return kept
+
+
+# -- a folder ----------------------------------------------------------------------------------------------------------
+
+JOB = "N1303"
+UNREAD = "N1305"
+_JOB_FILES = re.compile(
+    r"training_args\.bin|trainer_state\.(?:bin|json)|rng_state.*\.pth|static_name_to_dyg_name\.json|\.saving_info"
+)
+_SIDE = re.compile(r"(?:lora|vera|lokr|reft|prefix)_config\.json")
+_DATA = (".pdparams", ".pdopt", ".pd", ".safetensors", ".distcp")
+_SIGNAL = re.compile(r"saved_signal_\d+")
+_MODEL_STEM = {"optimizer": "model_state", "ema": "model_state"}
+
+
+def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
+    """The catalog. Raises what `systems.paddle.pdparams.format` says."""
+    config = read_config(tree, options)
+    if tree.single is not None:
+        return _read_one(tree, tree.single, config, lenient=options.lenient)
+    names = tree.names()
+    files = rank_files(names, prefer=options.prefer)
+    if not files:
+        raise UnknownFormat(
+            "no model_state*.pdparams or optimizer*.pdopt",
+            code="E0393",
+            path=tree.display(),
+            hint="pass the folder of a checkpoint, or a file; of models with different names say which with "
+            "--prefer STEM",
+        )
+    if not options.lenient:
+        _refuse_lost_optimizer(tree, names, files)
+    beside = read_extras(tree)
+    tensors = {k: t if isinstance(t, LogicalTensor) else simple_tensor(k, t.array()) for k, t in beside.tensors.items()}
+    reading = PaddleReading(tree, files, config)
+    job = [name for name in names if _JOB_FILES.fullmatch(name)]
+    if job:
+        message = f"the job's own files, not read and not copied: {', '.join(job[:8])}"
+        reading.notes.append(Note(JOB, message + (f" and {len(job) - 8} more" if len(job) > 8 else "")))
+    sides = [name for name in names if is_sidefile(name) or _SIDE.fullmatch(name)]
+    read = {*(file.name for file in files), *beside.files}
+    unread = [name for name in tree.seen(names) if name.endswith(_DATA) and name not in read]
+    if unread:
+        reading.notes.append(Note(UNREAD, f"not part of the checkpoint, not read: {', '.join(unread[:8])}"))
+    catalog = reading.catalog(beside.extras, sides, beside.files)
+    if not options.lenient and not catalog.unsafe:  # what asks for code is reported first
+        _refuse_lost_masters(tree, reading)
+    return replace(catalog, tensors={**catalog.tensors, **tensors}, unsafe=(*catalog.unsafe, *beside.unsafe))
+
+
+def _refuse_lost_optimizer(tree: Tree, names: list[str], files: list[RankFile]) -> None:
+    """Raise Incomplete E0302 where ranks noted that they saved their optimizer, and no file of it is there."""
+    signals = [name for name in names if _SIGNAL.fullmatch(name)]
+    if signals and not any(file.kind == OPTIMIZER_FILE for file in files):
+        fault = Incomplete(
+            f"{signals[0]} says that a rank saved its optimizer, but there is no optimizer*.pdopt",
+            code=MISSING,
+            path=tree.display(signals[0]),
+            hint="fetch it; without it, remove the saved_signal files or pass --lenient",
+        )
+        report_missing(fault)
+
+
+def _refuse_lost_masters(tree: Tree, reading: PaddleReading) -> None:
+    """Raise Incomplete E0302 where an optimizer's tensors are called after masters that their file lacks."""
+    _refuse_lost_averages(tree, reading)
+    for file in reading.files:
+        if file.kind == OPTIMIZER_FILE:
+            leaves = reading.contents[file.name].leaves
+            lost = without_master((saved.path, saved.shape) for saved in leaves)
+            if lost:
+                fault = Incomplete(
+                    f"moments of {len(lost)} master weights that the file does not hold",
+                    code=MISSING,
+                    path=tree.display(file.name),
+                    key=lost[0][:200],
+                    faults=[f"no master: {key[:200]}" for key in lost[1:50]],
+                    hint="the file was edited or cut: fetch it again; --lenient takes it as it is",
+                )
+                report_missing(fault)
+
+
+def _refuse_lost_averages(tree: Tree, reading: PaddleReading) -> None:
+    """Raise Incomplete E0302 for an average's file that lacks what the optimizer's of the same rank has masters of."""
+
+    def masters(file: RankFile) -> set[str]:
+        leaves = reading.contents[file.name].leaves
+        return {str(saved.path[1]) for saved in leaves if saved.path[0] == MASTER_WEIGHTS and len(saved.path) == 2}
+
+    if not any(masters(file) for file in reading.files if file.kind == EMA_FILE):
+        return  # averages of fp32 parameters alone
+    optimizers = {(*sorted(file.at.items()),): masters(file) for file in reading.files if file.kind == OPTIMIZER_FILE}
+    for file in reading.files:
+        lost = (
+            sorted(optimizers.get((*sorted(file.at.items()),), set()) - masters(file)) if file.kind == EMA_FILE else []
+        )
+        if lost:
+            fault = Incomplete(
+                f"averages of {len(lost)} master weights are not in the file",
+                code=MISSING,
+                path=tree.display(file.name),
+                key=lost[0][:200],
+                hint="the file was edited or cut: fetch it again; --lenient takes it as it is",
+            )
+            report_missing(fault)
+
+
+# -- one file ----------------------------------------------------------------------------------------------------------
+
+
+def _read_one(tree: Tree, name: str, config: dict[str, Any], *, lenient: bool) -> Catalog:
+    file = rank_file(name)
+    if file is None or not _is_flat(file, content := read_paddle(tree, name)):
+        return _nested(tree, name, config, content if file is not None else read_paddle(tree, name))
+    if (file.at or file.of > 1) and not lenient:
+        raise Incomplete(
+            f"{name} is one rank's file of several",
+            code=MISSING,
+            path=tree.display(name),
+            hint="pass the folder: a rank's file alone is a part of every tensor; --lenient shows the "
+            "parts as they are",
+        )
+    file = file._replace(at={}, part=1, of=1)
+    extra = []
+    if file.kind != MODEL_FILE:
+        model = f"{_MODEL_STEM.get(file.stem, file.stem)}.pdparams"
+        extra = [model] if lies_beside(tree, model) else []
+    reading = PaddleReading(tree, [file], config, extra)
+    catalog = reading.catalog({}, (), ())
+    if not lenient and not catalog.unsafe:
+        _refuse_lost_masters(tree, reading)
+    return catalog
+
+
+def _is_flat(file: RankFile, content: PaddleContent) -> bool:
+    """Is it a state dict, or an optimizer's?"""
+    if file.kind == MODEL_FILE:
+        return all(len(saved.path) == 1 for saved in content.leaves)
+    return all(len(saved.path) == 1 or saved.path[0] == MASTER_WEIGHTS for saved in content.leaves)
+
+
+def _nested(tree: Tree, name: str, config: Mapping[str, Any], content: PaddleContent) -> Catalog:
+    """Any other state: names and states by where its tensors hang."""
+    bf16 = says_bf16(config) or any(MASTER_WEIGHTS in saved.path for saved in content.leaves)
+    extras = content.extras if isinstance(content.extras, dict) else {"value": content.extras}
+    named = name_leaves([Leaf(saved.path, saved.shape) for saved in content.leaves], extras, path=name)
+    tensors = {}
+    for key, saved in zip(named.keys, content.leaves, strict=True):
+        dtype = element_type(saved, None, bf16=bf16)
+        chunks = chunks_of(saved, whole(saved.shape), dtype=dtype)
+        tensors[key] = LogicalTensor(key, saved.shape, dtype, chunks, saved.path)
+    tensors, unread = set_apart(tensors, named.faults)
+    own = PaddleHints(kind="nested", config=plain_config(config))
+    hints = Hints.of(named.roots, Dialect("paddle"), own)
+    return Catalog(
+        "paddle",
+        tensors,
+        extras,
+        files=(name,),
+        notes=(*named.notes, *notes_of(unread)),
+        unsafe=tuple(content.unsafe),
+        hints=hints,
+        unread=unread,
+    )

@@ -1,0 +1,1 @@
+"""PyTorch: files of torch.save and the folders of torch.distributed.checkpoint."""

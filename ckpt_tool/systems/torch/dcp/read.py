@@ -1,0 +1,162 @@
+"""Reading a DCP checkpoint: what `.metadata` lists, put into one catalog. `systems.torch.dcp.format` is the
+specification."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.faults import for_each
+from ckpt_tool.core.hints import FileRanks, Globals, Hints
+from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.tensor import LogicalTensor, starts_of
+from ckpt_tool.errors import UnknownFormat
+from ckpt_tool.formats import checksums
+from ckpt_tool.formats.base import ReadOptions
+from ckpt_tool.formats.dcp_container.dcp_items import DATA
+from ckpt_tool.formats.dcp_container.dcp_metadata import DcpListing, check_files, read_listing
+from ckpt_tool.formats.dcp_container.dcp_state import State
+from ckpt_tool.formats.hub_folder import model_files as hf_files
+from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
+from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
+from ckpt_tool.storage.pickles.survey import unsafe_names
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.torch.dcp import folders as dcp_folders
+from ckpt_tool.systems.torch.dcp.folders import DcpSave, Folders
+
+_OF_ACCELERATE = ("random_states", "scheduler", "sampler", "custom_checkpoint", "scaler")
+
+_PICKLES = (".pt", ".pth", ".pkl", ".bin")
+
+
+def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
+    """The catalog; see `format` for options and errors."""
+    saves = dcp_folders.find(tree.listing())
+    if not saves:
+        raise UnknownFormat(
+            "no .metadata and no __*_*.distcp: this is no DCP folder",
+            code="E0393",
+            path=tree.display(),
+            hint="pass the folder that holds .metadata",
+        )
+    dcp_folders.check(saves, tree.display())
+    listings = for_each(saves, lambda save: read_listing(tree, save.folder, save.metadata), file=id)
+    for listing in listings:
+        if not options.forced:
+            dcp_folders.refuse(
+                listing.tensors,
+                listing.objects,
+                tree.display(listing.folder),
+                finished=tree.exists(f"{listing.folder}metadata.json"),
+            )
+    check_files(tree, listings, saves[0].folder + saves[0].metadata[0])
+    catalog = _DcpReading(tree, saves, listings).catalog(required=options.require_checksums)
+    catalog.check()
+    return catalog
+
+
+class _DcpReading:
+    """One read: tensors and objects of all listings, put into one catalog."""
+
+    def __init__(self, tree: Tree, saves: Sequence[DcpSave], listings: Sequence[DcpListing]) -> None:
+        self.tree = tree
+        self.saves = saves
+        self.state = State(tree, listings)
+
+    def catalog(self, *, required: bool) -> Catalog:
+        state = self.state
+        listings = self.state.listings
+        extras = state.extras.finished()
+        leaves = [Leaf(tensor.path, tensor.shape) for tensor in state.tensors]
+        named = name_leaves(leaves, extras, path=self.tree.display(self._metadata()[0]))
+        tensors, unread = set_apart(
+            {
+                key: LogicalTensor(key, tensor.shape, tensor.dtype, tensor.chunks, tensor.path)
+                for key, tensor in zip(named.keys, state.tensors, strict=True)
+            },
+            named.faults,
+        )
+        files = state.files
+        mesh = _mesh(tensors.values())
+        hints = Hints.of(
+            named.roots,
+            Globals.each(*(each.globals for each in listings), state.items.globals),
+            FileRanks(_ranks(files, mesh)),
+            Folders.each(save.folder.rstrip("/") for save in self.saves if save.folder),
+        )
+        return Catalog(
+            "dcp",
+            tensors,
+            extras,
+            mesh,
+            (*self._metadata(), *files),
+            (*(name for name in self.tree.names() if hf_files.is_sidefile(name)), *self._marker()),
+            (
+                *named.notes,
+                *state.notes(),
+                *notes_of(unread),
+                *self._beside(),
+                *checksums.missing(self.tree, tensors.values(), required=required),
+            ),
+            state.all_unsafe(),
+            hints,
+            indexes=self._metadata(),
+            unread=unread,
+        )
+
+    def _metadata(self) -> tuple[str, ...]:
+        return tuple(save.folder + name for save in self.saves for name in save.metadata)
+
+    def _marker(self) -> tuple[str, ...]:
+        """Lightning's file beside the DCP, without which Lightning does not take the folder for a sharded checkpoint;
+        none where its pickle names code, for that is nothing to pass on."""
+        there = self.tree.single is None and self.tree.exists(dcp_folders.MARKER)
+        return (dcp_folders.MARKER,) if there and not unsafe_names(self.tree, (dcp_folders.MARKER,)) else ()
+
+    def _beside(self) -> Iterable[Note]:
+        """What a trainer keeps beside its saves: pickles, at the root and in folders of their own (`train/rank0.pt`,
+        `dataloader/`, `extra_state/`)."""
+        taken = set(self.state.files)
+        marker = dcp_folders.MARKER
+        if self.tree.single is None and self.tree.exists(marker):
+            taken.add(marker)
+            known = "Lightning knows its sharded checkpoints by it"
+            text = f"{marker} names code in its pickle, and is not carried: copy it into the output, {known}"
+            if self._marker():
+                text = f"{marker} is copied as it is where the output is a DCP folder: {known}"
+            yield Note("N-beside", text, marker)
+        beside = [
+            name
+            for name in self.tree.listing()
+            if name not in taken and (name.endswith(_PICKLES) or ("/" not in name and name.startswith(_OF_ACCELERATE)))
+        ]
+        if beside:
+            more = f" and {len(beside) - 20} more" if len(beside) > 20 else ""
+            shown = f"{', '.join(beside[:20])}{more}"
+            yield Note("N-beside", f"next to the DCP folders, not read and not carried: {shown}")
+
+
+def _mesh(tensors: Iterable[LogicalTensor]) -> Mesh:
+    """The degrees that the boxes show: cuts along dim 0 alone are data shards, cuts along other dims tensor
+    parallel."""
+    rows = columns = both = 1
+    for tensor in tensors:
+        if len(tensor.chunks) < 2 or not tensor.shape:
+            continue
+        cuts = starts_of(tensor.chunks, len(tensor.shape))
+        inner = max(cuts[1:], default=1)
+        rows = max(rows, cuts[0])
+        columns = max(columns, inner)
+        if inner > 1:
+            both = max(both, cuts[0])
+    if columns == 1:
+        return Mesh.of(dp=rows)
+    return Mesh.of(tp=columns, dp=both)
+
+
+def _ranks(files: Iterable[str], mesh: Mesh) -> dict[str, dict[str, int]]:
+    """Which rank wrote each file, as its name says; as a dp coordinate where dp is all there is."""
+    dims = dict(mesh.dims)
+    ranks = {file: int(found[1]) for file in files if (found := DATA.fullmatch(file.rpartition("/")[2]))}
+    dim = "dp" if set(dims) == {"dp"} and max(ranks.values(), default=0) < dims["dp"] else "rank"
+    return {file: {dim: rank} for file, rank in ranks.items()}

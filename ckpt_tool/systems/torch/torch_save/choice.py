@@ -1,0 +1,231 @@
+"""Which files of a path are one torch checkpoint: by names and first bytes, never by extension alone.
+
+    training.pt                                     one file, whatever it is called: a zip, or the stream before 1.6
+    pytorch_model.bin.index.json + its .bin files   Hugging Face, sharded
+    pytorch_model-0000i-of-0000n.bin                the same without its index
+    pytorch_model.bin, or the only torch file of a folder
+    model_world_size_4_rank_{0..3}.pt, optim_..., extra_state_...   a file a rank (`systems.torch.torch_save.ranks`)
+    model_final.rank_{0..3}.pth                     the same, a rank's whole state in one file
+
+A file that nothing but its content speaks for counts only where no other file of the folder may hold
+tensors: no safetensors, no `.distcp`, no part of a whole by its name. What accelerate and the Trainer put beside a
+model (`training_args.bin`, `optimizer.pt`, `scheduler.bin`, ...) is not the model; the note says so. Cost: the listing
+and a few bytes of at most `LOOKED_AT` files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckpt_tool.core.catalog import Note
+from ckpt_tool.core.missing import report_missing
+from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, StorageError
+from ckpt_tool.formats.base import Evidence, Specificity
+from ckpt_tool.storage.magic import NPZ, what_is
+from ckpt_tool.storage.safetensors_files.safetensors_file import looks_like_header
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.torch_files.torch_stream import is_stream, is_tar
+
+INDEX_SUFFIX = ".bin.index.json"
+WHOLE = "pytorch_model.bin"
+ONLY = "the only torch file"
+WITHOUT_INDEX = "files"  # of `--prefer`
+MISSING = "E0380"
+MIXED = "E0384"
+LOOKED_AT = 200  # files
+HEAD = 512  # bytes
+_END = 4096  # bytes of a file's end
+_TORCH_NAMES = (".pt", ".pth", ".bin", ".ckpt", ".pt2", ".tar")
+_NUMBERED = re.compile(r"(.+)-(\d{1,7})-of-(\d{1,7})\.(?:bin|pt|pth)")
+_BESIDE = re.compile(
+    r"(training_args\.bin|optimizer(_\d+)?\.(pt|bin)|scheduler(_\d+)?\.(pt|bin)|scaler\.pt|sampler(_\d+)?\.bin|"
+    r"rng_state.*\.pth|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl)"
+)
+_OF_META = re.compile(r"consolidated\.\d+\.pth")
+_OTHERS = (".safetensors", ".distcp", ".metadata", ".safetensors.index.json")
+_PART = re.compile(
+    r"consolidated\.\d+\.pth|mp_rank_\d|zero_pp_rank_|.*_rank_\d+.*\.pt|.*_optim_states\.pt|layer_\d+-model"
+)
+
+
+_OF_RANK = re.compile(
+    r"(model|optim|optimizer|extra_state|ema)_(?:world_size_(\d{1,6})_)?rank_(\d{1,6})\.(?:pt|pth|bin)"
+)
+
+
+_OF_WHOLE_RANK = re.compile(r"(.+)\.rank_(\d{1,6})\.(?:pt|pth|bin)")  # a rank's whole state: fvcore, DINOv2
+
+
+class TorchRankFile(NamedTuple):
+    """A rank's own file."""
+
+    name: str
+    kind: str  # `model`, `optim`, ...: the level of the state that it holds, "" for a whole one
+    world: int | None  # ranks, where its name says so
+    rank: int | None  # whose it is, None where nothing says so
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenFiles:
+    """why: in words. files: in order; empty where the index tells. index: its path. ranks: a file a rank."""
+
+    why: str
+    files: tuple[str, ...] = ()
+    index: str | None = None
+    notes: tuple[Note, ...] = ()
+    ranks: tuple[TorchRankFile, ...] = ()
+
+
+def rank_files(names: Sequence[str]) -> tuple[TorchRankFile, ...]:
+    """Those of `names` that are a rank's, sorted by kind and rank."""
+    found = [(name, match) for name in names if (match := _OF_RANK.fullmatch(name.rpartition("/")[2]))]
+    ranked = [TorchRankFile(n, m[1], int(m[2]) if m[2] else None, int(m[3])) for n, m in found]
+    if not ranked:
+        wholes = [(name, match) for name in names if (match := _OF_WHOLE_RANK.fullmatch(name.rpartition("/")[2]))]
+        if len({match[1] for _, match in wholes}) == 1:
+            ranked = [TorchRankFile(name, "", None, int(match[2])) for name, match in wholes]
+    kinds = {kind: number for number, kind in enumerate(("", "model", "ema", "optim", "optimizer", "extra_state"))}
+    return tuple(sorted(ranked, key=lambda file: (kinds[file.kind], file.world or 0, file.rank)))
+
+
+def choose(tree: Tree, prefer: str | None = None) -> ChosenFiles | None:
+    """The files that count, None when there is no torch checkpoint. prefer: the one file to take where there is an
+    index too, or `files`: no index. Never raises for another format's tree."""
+    if tree.single is not None:
+        return _one(tree, tree.single)
+    names = tree.names()
+    ranked = rank_files(names)
+    wholes = [file for file in ranked if not file.kind]
+    alone = not any(name.endswith(_OTHERS) for name in names)
+    is_whole = alone and len(wholes) > 1 and _looks(tree, wholes[0].name)
+    if is_whole or any(file.kind == "model" for file in ranked):
+        return ChosenFiles(f"{len(ranked)} files of single ranks", ranks=ranked)
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    usual = [name for name in indexes if name == "pytorch_model" + INDEX_SUFFIX]
+    if indexes and prefer == WHOLE and WHOLE in names:
+        return ChosenFiles(f"{WHOLE}, as asked for", (WHOLE,))
+    if indexes and prefer != WITHOUT_INDEX:
+        index = (usual or indexes)[0]
+        return ChosenFiles(f"an index, {index}", index=index)
+    weights = [name for name in names if not _BESIDE.fullmatch(name)]
+    numbered = [name for name in names if _NUMBERED.fullmatch(name)]
+    stems = {found[1] for name in numbered if (found := _NUMBERED.fullmatch(name))}
+    whole = "pytorch_model" in stems or not any(name.endswith(_OTHERS) or _PART.match(name) for name in names)
+    if len(stems) == 1 and whole and _looks(tree, numbered[0]):
+        return ChosenFiles(f"{len(numbered)} numbered files without an index", tuple(numbered))
+    if WHOLE in weights:
+        return ChosenFiles(WHOLE, (WHOLE,))
+    if not whole or len(weights) > LOOKED_AT:
+        return None
+    looking = [name for name in weights if _looks(tree, name)]
+    if len(looking) != 1:
+        return None
+    return ChosenFiles(f"{ONLY}, {looking[0]}", (looking[0],))
+
+
+def names_of_index(index: str) -> tuple[str, str]:
+    """What `--prefer` may call it."""
+    return index, index.removesuffix(INDEX_SUFFIX)
+
+
+def evidence(tree: Tree) -> Evidence | None:
+    """The claim on what `choose` takes: transformers takes `pytorch_model*.bin` where there is no model in
+    safetensors."""
+    chosen = choose(tree)
+    if chosen is None:
+        return None
+    files = {*chosen.files, *(file.name for file in chosen.ranks)}
+    stem = ""
+    if chosen.index is not None:
+        stem = chosen.index.removesuffix(INDEX_SUFFIX)
+        parts = (name for name in tree.names() if (found := _NUMBERED.fullmatch(name)) and found[1] == stem)
+        files |= {chosen.index, *parts}
+    elif chosen.files and (found := _NUMBERED.fullmatch(chosen.files[0])):
+        stem = found[1]
+    of_hub = tree.single is None and (stem == "pytorch_model" or chosen.files == (WHOLE,))
+    loose = chosen.why.startswith(ONLY)
+    return Evidence(
+        chosen.why,
+        Specificity.CONTAINER if loose else Specificity.NAMES,
+        frozenset(files),
+        loader="transformers" if of_hub else "",
+        turn=1,
+    )
+
+
+def _one(tree: Tree, name: str) -> ChosenFiles | None:
+    """A single file: torch's by content; a damaged one by its end or its name."""
+    head = tree.head(name, HEAD)
+    if name.endswith(INDEX_SUFFIX) and head.lstrip()[:1] == b"{":
+        return ChosenFiles("an index of .bin files", index=name)
+    size = tree.size(name)
+    if looks_like_header(head, size):
+        return None
+    if what_is(head) == NPZ:
+        return None
+    if head[:4] in (b"PK\x03\x04", b"PK\x05\x06") or is_stream(head):
+        return ChosenFiles(
+            "a zip archive" if head[:2] == b"PK" else "torch's stream before 1.6", (name,), notes=_shard(name)
+        )
+    if is_tar(head) and name.endswith(_TORCH_NAMES):
+        return ChosenFiles("a tar archive", (name,))
+    end = tree.read(name, max(0, size - _END), min(size, _END))
+    if b"PK\x05\x06" in end and b"data.pkl" in end:
+        return ChosenFiles("a zip's end after something else", (name,))
+    return None
+
+
+def _shard(name: str) -> tuple[Note, ...]:
+    """A note where the file is one of Meta's shards, by its name."""
+    if not _OF_META.fullmatch(name):
+        return ()
+    message = "one shard of Meta's, by its name: pass the folder to read the whole model"
+    return (Note("W-one-of-many", message, name),)
+
+
+def _looks(tree: Tree, name: str) -> bool:
+    if tree.listing()[name] < 16:
+        return False
+    try:
+        head = tree.head(name, 320)  # a local header and the longest name; 200 files of it are 64 KB
+    except StorageError:
+        raise
+    except CkptError:  # not readable: whoever reads the folder will say so
+        return False
+    return is_stream(head) or (head[:4] == b"PK\x03\x04" and b"/data.pkl" in head)
+
+
+def beside_notes(tree: Tree, taken: Iterable[str]) -> tuple[Note, ...]:
+    """A note on a trainer's files beside the model that are not among `taken`."""
+    found = sorted({name for name in tree.names() if _BESIDE.fullmatch(name)}.difference(taken))
+    return (Note("N-beside", f"next to the model, not read and not carried: {', '.join(found[:20])}"),) if found else ()
+
+
+def check_numbers(files: tuple[str, ...], shown: str) -> None:
+    """Raise Incomplete (E0380) or InconsistentCheckpoint (E0384) when numbered files are not one whole set."""
+    parts = [found for name in files if (found := _NUMBERED.fullmatch(name))]
+    if not parts:
+        return
+    totals = {int(part[3]) for part in parts}
+    numbers = {int(part[2]) for part in parts}
+    total = max(totals)
+    if len(totals) > 1 or len(numbers) < len(parts):
+        raise InconsistentCheckpoint(
+            "files of two saves are mixed: their counts differ",
+            code=MIXED,
+            path=shown,
+            hint="remove the files of the older save",
+        )
+    first = 0 if 0 in numbers else 1
+    absent = [n for n in range(first, first + total) if n not in numbers] if total < 1_000_000 else [total]
+    if absent:
+        fault = Incomplete(
+            f"{len(absent)} of {total} files are missing: numbers {', '.join(map(str, absent[:20]))}",
+            code=MISSING,
+            path=shown,
+            hint="fetch the missing files; their names count them",
+        )
+        report_missing(fault, files=[f"{parts[0][1]}-{number:05d}-of-{total:05d}.bin" for number in absent[:100]])

@@ -1,0 +1,518 @@
+"""Quantisation: what a model's config says of it, and what the tensors' names say where no config is.
+
+    quantisation({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, names)
+      -> DeclaredScheme("fp8", block=(128, 128), ...)
+
+`known` schemes are those whose floats `dequantize` makes. Everything else is moved as it is, and named when somebody
+asks for floats: HQQ, AQLM and others keep codes in orders that need their own kernels' tables.
+
+Source of the keys: transformers 5.23 `utils/quantization_config.py`, compressed-tensors 0.20
+`quantization/quant_config.py`, GPTQModel 7.7.0 `quantization/config.py` (`_resolve_dynamic_override`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.module_patterns import NotUnderstood, first_at_the_front
+from ckpt_tool.weight_schemes.parts import STATED, UNSTATED, Declared, WantedParts
+from ckpt_tool.weight_schemes.weights import AFFINE, CONFIG_KEYS, MODES, QUANTISER_FILES, FoundWeights, TensorKind, find
+
+INEXACT = "E1471"  # of weights that `--repack` can't give another layout
+_NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+_PACKED = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
+_FORMATS = (
+    *_PACKED,
+    "float-quantized",
+    "int-quantized",
+    "naive-quantized",
+    "mxfp8-quantized",
+    "mixed-precision",
+    "dense",
+)
+_METHODS = ("fp8", "mxfp8", "mxfp4", "fbgemm_fp8", "modelopt", "modelopt_fp4", "bitsandbytes", "bitnet", "quanto")
+# torchao's configs whose tensors say by names, dtypes and shapes what they are; others' codes only their kernels read
+_TORCHAO = frozenset(
+    """
+    Float8WeightOnlyConfig Float8DynamicActivationFloat8WeightConfig Float8StaticActivationFloat8WeightConfig
+    Int8WeightOnlyConfig Int8DynamicActivationInt8WeightConfig Int8StaticActivationInt8WeightConfig
+    IntxWeightOnlyConfig Int8DynamicActivationIntxWeightConfig Int8DynamicActivationInt4WeightConfig
+    MXDynamicActivationMXWeightConfig NVFP4DynamicActivationNVFP4WeightConfig NVFP4WeightOnlyConfig
+    """.split()
+)
+_OF_MODULES = ("fqn_to_config", "module_fqn_to_config")
+_BITS = {"gptq": (2, 3, 4, 8), "awq": (4,)}
+# whose names alone don't tell how they are stored
+_GPTQ_OR_AWQ = "GPTQ or AWQ"
+_MLX = "MLX without its config"
+_QUANTO = "quanto"
+_QUANTO_PACKED = "quanto of 2 or 4 bits"
+# endings of names that only one scheme has
+_BY_NAME = {
+    ".qweight": _GPTQ_OR_AWQ,
+    ".qzeros": _GPTQ_OR_AWQ,
+    ".quant_map": "bitsandbytes",
+    ".absmax": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+    ".biases": _MLX,
+    ".quant_state.bitsandbytes__nf4": "bitsandbytes",
+    ".quant_state.bitsandbytes__fp4": "bitsandbytes",
+    ".weight_format": "bitsandbytes",
+    "._data": _QUANTO,
+    "._shift": _QUANTO_PACKED,
+    ".weight_g_idx": "compressed-tensors with g_idx",
+    ".W_q": "HQQ",
+    ".codebooks": "AQLM",
+    ".sparse_24_bitmask": "marlin-24",
+    ".bitmask": "sparse-bitmask",
+}
+
+
+class ModuleRule(NamedTuple):
+    """What GPTQModel's `dynamic` says of the modules whose names begin with `pattern`."""
+
+    pattern: str
+    # bits, symmetric: None where they have those of all others
+    bits: int | None
+    symmetric: bool | None
+    group: int | None = None
+
+
+class DeclaredScheme(NamedTuple):
+    """scheme: in words. block: (rows, cols) that share a scale, () where it is not stated. bits: of packed codes, each
+    number that the config names. known: can floats be made of it? why: why not, "" where they can. order: of codes that
+    are packed along their inputs or outputs, `weights.ORDERS`, or in a stream, `weights.MODES`. apart: of modules that
+    say it for themselves (columns that share a scale, bits, mode). rules: of GPTQModel's `dynamic`, in its order.
+    symmetric: does the config say so of all modules but these? declared: what it says of the parts of weights. trits:
+    of BitNet's codes, one of `weights.TRIT_SCALES`."""
+
+    scheme: str
+    block: tuple[int, ...] = ()
+    bits: tuple[int, ...] = ()
+    why: str = ""
+    order: str = ""
+    apart: Mapping[str, tuple[int, int, str]] = MappingProxyType({})
+    rules: tuple[ModuleRule, ...] = ()
+    symmetric: bool = False
+    declared: Declared = UNSTATED
+    trits: str = ""
+
+    @property
+    def known(self) -> bool:
+        return not self.why
+
+    @property
+    def wants_config(self) -> bool:
+        """Can nobody read the weights, since what their names tell is not enough and no config says the rest?"""
+        return self.scheme in (_GPTQ_OR_AWQ, _MLX)
+
+    @property
+    def found_by(self) -> dict[str, Any]:
+        """What `weights.find` wants to know of it."""
+        own = self.bits_of if self.rules else None
+        check = self.declared.check if self.known else None
+        return {
+            "block": self.block,
+            "bits": self.bits,
+            "order": self.order,
+            "apart": self.apart,
+            "own": own,
+            "check": check,
+            "trits": self.trits,
+        }
+
+    def bits_of(self, module: str) -> int:
+        """Of a module's codes."""
+        rule = self.rule_of(module)
+        return self.bits[0] if rule is None or rule.bits is None else rule.bits
+
+    def symmetric_in(self, module: str) -> bool:
+        """Are a module's zero points the middle?"""
+        rule = self.rule_of(module)
+        return self.symmetric if rule is None or rule.symmetric is None else rule.symmetric
+
+    def rule_of(self, module: str) -> ModuleRule | None:
+        """The first that fits. Where it is not the writer's (a pattern without special characters is a whole name to
+        GPTQModel 7.7, a beginning to older ones and vLLM; one may take too long), shapes and zero points tell."""
+        try:
+            number = first_at_the_front([rule.pattern for rule in self.rules], module)
+        except NotUnderstood:
+            return None
+        return None if number is None else self.rules[number]
+
+
+def quantisation(config: Mapping[str, Any] | None, names: Iterable[str] = ()) -> DeclaredScheme | None:
+    """What the config says, else what the names tell; None where neither says anything. Never raises: what is no
+    quantisation config at all is an unknown one."""
+    stated = section(config or {})
+    if stated is None:
+        return _by_name(names)
+    method = str(stated.get("quant_method") or stated.get("quant_algo") or "").lower()
+    if method == "compressed-tensors" or (not method and "config_groups" in stated):
+        return _compressed(stated)
+    blocks = stated.get("weight_block_size") or ()
+    sizes = tuple(int(n) for n in blocks if isinstance(n, int)) if isinstance(blocks, list | tuple) else ()
+    if method == "bitnet":
+        return _of_bitnet(stated)
+    if method == "quanto" and stated.get("weights") not in (None, "int8", "float8"):
+        return DeclaredScheme(_QUANTO_PACKED, why=f"its weights {stated['weights']}"[:100])
+    if method in _METHODS:
+        block = sizes if len(sizes) == 2 and min(sizes) > 0 else ()
+        return DeclaredScheme(method, block, declared=_declared(method, stated, block))
+    if method == "torchao":
+        return _of_torchao(stated)
+    if method in ("gptq", "awq"):
+        return _of_matrices(method, stated)
+    if not method and {"group_size", "bits"} <= stated.keys():
+        return _of_mlx(stated)
+    return DeclaredScheme(method or "without a name", why=f"quant_method {method or 'is not stated'}")
+
+
+def found_by(scheme: DeclaredScheme | None, tensors: Mapping[str, TensorKind], *, checked: bool = True) -> FoundWeights:
+    """What is quantised among the tensors, and where that is asked for what of it does not fit the scheme, or any where
+    none is stated."""
+    how = scheme.found_by if scheme else {"check": UNSTATED.check}
+    return find(tensors, **(how if checked else {**how, "check": None}))
+
+
+def _of_matrices(method: str, stated: Mapping[str, Any]) -> DeclaredScheme:
+    """GPTQ, whose zero points are one too low unless it says `gptq_v2`, and AWQ's `gemm`."""
+    bits = stated.get("bits", 4)
+    layout = str(stated.get("checkpoint_format") or stated.get("version") or "").lower()
+    orders = {"gptq": {"": "gptq", "gptq": "gptq", "gptq_v2": "gptq_v2"}, "awq": {"": "awq", "gemm": "awq"}}
+    order = orders[method].get(layout, "")
+    why = "" if order else f"its layout {layout}"
+    rules = _dynamic(stated.get("dynamic")) if method == "gptq" else ()
+    if isinstance(rules, str):
+        why = rules
+        rules = ()
+    every = (bits, *(rule.bits for rule in rules if rule.bits is not None))
+    strange = [each for each in every if type(each) is not int or each not in _BITS[method]]  # 4.0 is no number of bits
+    if strange:
+        why = f"codes of {strange[0]!r} bits"
+    if why:
+        return DeclaredScheme(method, why=why)
+    found = DeclaredScheme(method, bits=(bits,), order=order, rules=rules, symmetric=bool(stated.get("sym")))
+    return found._replace(declared=_declared_matrices(found, stated))
+
+
+def _declared_matrices(found: DeclaredScheme, stated: Mapping[str, Any]) -> Declared:
+    """What a config of GPTQ or AWQ says of each module's groups."""
+    group = stated.get("group_size", stated.get("q_group_size"))
+    needs = frozenset({"g_idx"} if stated.get("desc_act") is True and found.scheme == "gptq" else ())
+
+    def of_module(module: str) -> WantedParts:
+        rule = found.rule_of(module)
+        own = group if rule is None or rule.group is None else rule.group
+        is_stated = type(own) is int and (own > 0 or own == -1)
+        return WantedParts(block=(max(own, 0), 1) if is_stated else None, needs=needs)
+
+    endings = (".qweight", ".qzeros", ".scales", ".g_idx")
+    return Declared(of_module=of_module, is_stated=True, endings=endings)
+
+
+def _of_bitnet(stated: Mapping[str, Any]) -> DeclaredScheme:
+    """BitNet: `bitlinear` divides by the scale of a weight, `autobitlinear` multiplies with it, unless it quantises
+    while it computes and stores floats (`online`)."""
+    kind = str(stated.get("linear_class", "bitlinear"))
+    mode = str(stated.get("quantization_mode", "offline"))
+    if kind not in ("bitlinear", "autobitlinear"):
+        return DeclaredScheme("bitnet", why=f"its linear_class {kind}"[:100])
+    if kind == "autobitlinear" and mode == "online":
+        return DeclaredScheme("bitnet", why="its quantization_mode online: the weights are floats already")
+    declared = Declared((WantedParts(frozenset({"bitnet"})),), is_stated=True)
+    return DeclaredScheme("bitnet", declared=declared, trits="divided" if kind == "bitlinear" else "multiplied")
+
+
+def _declared(method: str, stated: Mapping[str, Any], block: tuple[int, ...]) -> Declared:
+    """What a config of one of `_METHODS` says of the parts of its weights."""
+    if method == "fp8":
+        return Declared(_of_fp8(stated, block), is_stated=True)
+    if method == "mxfp8":
+        return Declared((WantedParts(frozenset({"fp8"}), (1, 32)),), is_stated=True)
+    if method == "mxfp4":
+        return Declared((WantedParts(frozenset({"mxfp4 of gpt-oss", "fp4"})),), is_stated=True, expert_biases=True)
+    if method == "bitsandbytes":
+        return Declared(_of_bitsandbytes(stated), is_stated=True)
+    if method in ("modelopt", "modelopt_fp4"):
+        return _of_modelopt(stated)
+    return QUANTO if method == _QUANTO else STATED
+
+
+# quanto has a scale for each row, whatever its kind
+QUANTO = Declared((WantedParts(frozenset({"quanto"}), (1, 0)),), is_stated=True)
+
+
+def _of_fp8(stated: Mapping[str, Any], block: tuple[int, ...]) -> tuple[WantedParts, ...]:
+    """Blocks as the config says; where it says none, of 128 as transformers has it, or one scale a tensor or a row. FP4
+    weights beside them (DeepSeek V4's experts) have groups of their own."""
+    fp8 = frozenset({"fp8", "int8"})
+    beside = WantedParts(frozenset({"fp4"}))
+    if len(block) == 2:
+        return WantedParts(fp8, (block[0], block[1])), beside
+    return WantedParts(fp8, (0, 0)), WantedParts(fp8, (1, 0)), WantedParts(fp8, (128, 128)), beside
+
+
+def _of_bitsandbytes(stated: Mapping[str, Any]) -> tuple[WantedParts, ...]:
+    four = frozenset({"bitsandbytes of 4 bits"})
+    eight = frozenset({"bitsandbytes of 8 bits"})
+    if stated.get("load_in_4bit") is True:
+        return (WantedParts(four),)
+    if stated.get("load_in_8bit") is True:
+        return (WantedParts(eight),)
+    return (WantedParts(four | eight),)
+
+
+_MODELOPT = {
+    "FP8": WantedParts(frozenset({"fp8"}), (0, 0)),
+    "FP8_PER_CHANNEL_PER_TOKEN": WantedParts(frozenset({"fp8"}), (1, 0)),
+    "NVFP4": WantedParts(frozenset({"nvfp4 of ModelOpt"}), (1, 16)),
+    "MXFP8": WantedParts(frozenset({"fp8"}), (1, 32)),
+}
+
+
+def _of_modelopt(stated: Mapping[str, Any]) -> Declared:
+    """ModelOpt: one algorithm for all modules, or one for each by its name."""
+    layers = stated.get("quantized_layers")
+    rows = layers.items() if isinstance(layers, dict) else ()
+    apart = {
+        str(name): _MODELOPT[row["quant_algo"]]
+        for name, row in rows
+        if isinstance(row, dict) and row.get("quant_algo") in _MODELOPT
+    }
+    whole = _MODELOPT.get(str(stated.get("quant_algo")))
+    return Declared((whole,) if whole else (), apart.get, is_stated=True)
+
+
+def _dynamic(stated: Any) -> tuple[ModuleRule, ...] | str:
+    """The rules of GPTQModel's `dynamic`: {pattern: what replaces the config's values}, the first that fits counts;
+    `-:` before a pattern leaves modules as they are, `+:` says nothing. In words why they are not read."""
+    found = []
+    for key, values in stated.items() if isinstance(stated, dict) else ():
+        pattern = key.removeprefix("-:") if key.startswith("-:") else key.removeprefix("+:")
+        own = values if isinstance(values, dict) and not key.startswith("-:") else {}
+        if str(own.get("pack_dtype") or "int32").removeprefix("torch.") != "int32":
+            return f"its dynamic packs {key[:80]!r} as {own['pack_dtype']}"
+        try:
+            first_at_the_front([pattern], "")
+        except NotUnderstood as e:
+            return f"its dynamic: the pattern {e}"
+        symmetric = own.get("sym")
+        found.append(
+            ModuleRule(
+                pattern,
+                bits=own.get("bits"),
+                symmetric=symmetric if isinstance(symmetric, bool) else None,
+                group=own.get("group_size"),
+            )
+        )
+    return tuple(found)
+
+
+def _of_torchao(stated: Mapping[str, Any]) -> DeclaredScheme:
+    """torchao: one config for all modules, or one for each name or pattern."""
+    kind = stated.get("quant_type")
+    whole = kind.get("default") if isinstance(kind, dict) else None
+    data = whole.get("_data") if isinstance(whole, dict) else None
+    inside = data if isinstance(data, dict) else {}
+    apart = next((inside[key] for key in _OF_MODULES if isinstance(inside.get(key), dict)), None)
+    each = [*apart.values()] if apart else [whole]
+    names = dict.fromkeys(
+        str(one.get("_type")) if isinstance(one, dict) else _config_named(str(kind))
+        for one in each
+        if one is not None or not apart
+    )
+    strange = [name for name in names if name not in _TORCHAO]
+    shown = ", ".join(name.removesuffix("Config") for name in names)
+    why = f"its {strange[0]}"[:100] if strange else ""
+    return DeclaredScheme(f"torchao ({shown})"[:200], why=why, declared=STATED)
+
+
+def _config_named(words: str) -> str:
+    """torchao's config of what configs called it before.
+
+    >>> _config_named("int8_dynamic_activation_int8_weight")
+    'Int8DynamicActivationInt8WeightConfig'
+    """
+    return "".join(word.capitalize() for word in words.split("_")) + "Config"
+
+
+def _of_mlx(stated: Mapping[str, Any]) -> DeclaredScheme:
+    """MLX: what holds for all modules, and for those that are named apart."""
+    named = {name: each for name, each in stated.items() if isinstance(each, dict)}
+    whole = stated["group_size"], stated["bits"], stated.get("mode", AFFINE)
+    apart = {  # a module's mode is not that of all others: mlx-lm hands on what stands there alone
+        name: (each.get("group_size", whole[0]), each.get("bits", whole[1]), each.get("mode", AFFINE))
+        for name, each in named.items()
+    }
+    for group, bits, mode in (whole, *apart.values()):
+        if not isinstance(mode, str) or mode not in MODES:
+            return DeclaredScheme("mlx", why=f"its mode {mode}")
+        only = MODES[mode]
+        whole_numbers = type(group) is int and group > 0 and type(bits) is int and bits in (2, 3, 4, 5, 6, 8)
+        if not whole_numbers or only not in (None, (group, bits)):
+            return DeclaredScheme("mlx", why=f"groups of {group!r} codes of {bits!r} bits, mode {mode}")
+    if any(each.get("global_scale") for each in (stated, *named.values())):
+        return DeclaredScheme("mlx", why="its global_scale")
+    declared = Declared(is_stated=True, endings=(".scales", ".biases"))
+    return DeclaredScheme("mlx", (1, whole[0]), (whole[1],), order=whole[2], apart=apart, declared=declared)
+
+
+def section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The part of a config that is about quantisation, at its top or in that of its text model."""
+    for place in (config, *(config[name] for name in _NESTED if isinstance(config.get(name), dict))):
+        for key in CONFIG_KEYS:
+            if isinstance(place.get(key), dict) and place[key]:
+                found: Mapping[str, Any] = place[key]
+                return found
+    return None
+
+
+def of_quantiser(file: str, stated: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What one of `QUANTISER_FILES` says, in the words of a config's section; None where it says nothing.
+
+    AutoGPTQ and GPTQModel (`quantize_config.json`), AutoAWQ (`quant_config.json`) and NVIDIA's ModelOpt
+    (`hf_quant_config.json`) each have a file of their own.
+
+    >>> of_quantiser("quant_config.json", {"w_bit": 4, "q_group_size": 128, "version": "GEMM"})["bits"]
+    4
+    """
+    modelopt, gptq, awq = QUANTISER_FILES
+    if file == modelopt:
+        inner = stated.get("quantization")
+        return {**inner, "quant_method": "modelopt"} if isinstance(inner, dict) else None
+    if file == gptq and "bits" in stated:
+        return {"quant_method": "gptq", **stated}
+    if file == awq and "w_bit" in stated:
+        group = stated.get("q_group_size")
+        return {"quant_method": "awq", "bits": stated["w_bit"], "group_size": group, **stated}
+    return None
+
+
+def without(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """The config without `keys`, at its top and in those of its parts that are models.
+
+    >>> without({"a": 1, "text_config": {"quantization_config": {}}}, CONFIG_KEYS)
+    {'a': 1, 'text_config': {}}
+    """
+    gone = set(keys)
+    kept = {key: value for key, value in config.items() if key not in gone}
+    for name in _NESTED:
+        if isinstance(kept.get(name), dict):
+            kept[name] = {key: value for key, value in kept[name].items() if key not in gone}
+    return kept
+
+
+def _compressed(stated: Mapping[str, Any]) -> DeclaredScheme:
+    """compressed-tensors: the formats of all groups, and what no floats can be made of."""
+    groups = stated.get("config_groups")
+    rows = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    formats = list(
+        dict.fromkeys(str(each) for each in (stated.get("format"), *(row.get("format") for row in rows)) if each)
+    )
+    named = f"compressed-tensors ({', '.join(formats)})" if formats else "compressed-tensors"
+    weights = [row["weights"] for row in rows if isinstance(row.get("weights"), dict)]
+    bits = tuple(
+        dict.fromkeys(
+            each["num_bits"]
+            for each in weights
+            if type(each.get("num_bits")) is int and 1 <= each["num_bits"] <= 8 and each.get("type", "int") == "int"
+        )
+    )
+    blocks = [tuple(each["block_structure"]) for each in weights if isinstance(each.get("block_structure"), list)]
+    block = blocks[0] if blocks and all(type(n) is int and n > 0 for n in blocks[0]) and len(blocks[0]) == 2 else ()
+    strange = [each for each in formats if each not in _FORMATS]
+    why = f"its format {strange[0]}" if strange else ""
+    sparse = stated.get("sparsity_config")
+    if isinstance(sparse, dict) and sparse.get("format") not in (None, "dense"):
+        why = f"its sparsity_config {sparse.get('format')}"
+    if stated.get("transform_config"):
+        why = "its transform_config: the weights are rotated, and floats of them alone are another model"
+    lacking = [each for each in weights if each.get("strategy") == "block" and not _block_of_group(each)]
+    if lacking:
+        why = "its strategy of blocks, without a block_structure that says how large they are"
+    elif groups and not weights and any(form in _LAYOUTS for form in formats):
+        why = "its config_groups, of which none says how weights are stored"
+    groups = tuple(_of_group(row, str(row.get("format") or stated.get("format") or "")) for row in rows)
+    return DeclaredScheme(named, block, bits, why, declared=Declared(groups, is_stated=True))
+
+
+# format of compressed-tensors -> its layout
+_LAYOUTS = {
+    "pack-quantized": "packed integers",
+    "float-quantized": "fp8",
+    "int-quantized": "int8",
+    "mxfp8-quantized": "fp8",
+    "nvfp4-pack-quantized": "nvfp4",
+    "mxfp4-pack-quantized": "mxfp4",
+}
+
+
+def _of_group(row: Mapping[str, Any], form: str) -> WantedParts:
+    """What one of compressed-tensors' groups says of its modules."""
+    weights = row.get("weights")
+    if not isinstance(weights, dict):
+        return WantedParts()
+    layouts = frozenset({_LAYOUTS[form]} if form in _LAYOUTS else ())
+    is_integer = str(weights.get("type", "int")) == "int"
+    needs = frozenset({"zero_point"} if is_integer and weights.get("symmetric") is False else ())
+    targets = row.get("targets")
+    named = tuple(map(str, targets)) if isinstance(targets, list) else ()
+    bits = weights.get("num_bits")
+    stated_bits = bits if is_integer and type(bits) is int and 1 <= bits <= 8 else 0
+    # compressed-tensors refuses other groups ("tensor column shape must be divisble by the given group_size").
+    divides = weights.get("strategy") in ("group", "tensor_group")
+    return WantedParts(layouts, _block_of_group(weights), needs, named, stated_bits, divides)
+
+
+_WITHOUT_GROUPS = {None: "tensor", -1: "channel"}  # group_size -> strategy
+
+
+def _block_of_group(weights: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The codes that share a scale by a group's strategy, None where it says none that is known."""
+    group = weights.get("group_size")
+    strategy = weights.get("strategy")
+    if strategy is None:  # as compressed-tensors completes it
+        strategy = "group" if group is not None and group != -1 else _WITHOUT_GROUPS[group]
+    if strategy == "tensor":
+        return 0, 0
+    if strategy == "channel":
+        return 1, 0
+    if strategy in ("group", "tensor_group") and type(group) is int and group > 0:
+        return 1, group
+    sizes = weights.get("block_structure")
+    if strategy == "block" and isinstance(sizes, list) and len(sizes) == 2:
+        height, width = sizes
+        if type(height) is int and type(width) is int and height > 0 and width > 0:
+            return height, width
+    return None
+
+
+def _by_name(names: Iterable[str]) -> DeclaredScheme | None:
+    """The scheme that the first name of one scheme alone tells; of quanto all names, since codes of 2 and 4 bits have a
+    shift beside them."""
+    names = iter(names)
+    for name in names:
+        found = _scheme_of_name(name)
+        if found == _QUANTO:
+            found = next((_QUANTO_PACKED for other in names if _scheme_of_name(other) == _QUANTO_PACKED), found)
+        if found:
+            why = "" if found in _METHODS else f"tensors such as {name}"
+            return DeclaredScheme(found, why=why, declared=QUANTO if found == _QUANTO else STATED)
+    return None
+
+
+def is_of_one_scheme(name: str) -> bool:
+    """Does only one scheme call a tensor so?
+
+    >>> is_of_one_scheme("model.layers.0.mlp.up_proj.W_q"), is_of_one_scheme("model.layers.0.mlp.up_proj.weight")
+    (True, False)
+    """
+    return _scheme_of_name(name) is not None
+
+
+def _scheme_of_name(name: str) -> str | None:
+    dot = name.rfind(".")
+    return _BY_NAME.get(name[dot:]) or _BY_NAME.get(name[name.rfind(".", 0, dot) :])

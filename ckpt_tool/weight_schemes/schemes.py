@@ -1,0 +1,319 @@
+"""Schemes that `--quantize` writes: how each stores a weight, and what the model's config says of it then.
+
+    name         codes                    scales, one for                        config
+    fp8-block    X F8_E4M3                X_scale_inv F32, 128 rows x 128        quant_method fp8
+    fp8-channel  X F8_E4M3                X_scale, a row                         compressed-tensors float-quantized
+    int8         X I8                     X_scale, a row                         compressed-tensors int-quantized
+    int4-g128    X_packed I32, X_shape    X_scale, 128 of a row                  compressed-tensors pack-quantized
+    mxfp8        X F8_E4M3                X_scale U8, 32 of a row                compressed-tensors mxfp8-quantized
+    mxfp4        X_packed U8              X_scale U8, 32 of a row                compressed-tensors mxfp4-pack-quantized
+      gpt-oss    X_blocks U8, turned      X_scales U8, 32 of a row               quant_method mxfp4
+    nvfp4        X_packed U8              X_scale F8_E4M3, 16 of a row,          compressed-tensors nvfp4-pack-quantized
+                                          X_global_scale F32, all
+    fp8-channel:torchao, int8:torchao     m._w_qdata, m._w_scale F32, a row      quant_method torchao
+
+Names, codes and shapes are what `weights.find` recognises, by its own endings: what is laid out here is found there
+(`tests/core/test_schemes.py`). A scale without a dtype has that of the weights. Blocks of fp8-block may be short at the
+ends of both dims; groups of the others divide a row.
+torchao's weights are tensor subclasses, whose class and attributes stand in the header of every file (`stated_of`).
+Sources: the configs of deepseek-ai/DeepSeek-V3 and Qwen/Qwen3-8B-FP8, transformers 5.23
+(`quantizers/quantizer_finegrained_fp8.py`); compressed-tensors 0.20 (`quantization/quant_scheme.py`, its presets);
+torchao 0.18 (`quantization/quant_api.py`, `quantization/quantize_/workflows/`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.integers import ceil_div
+from ckpt_tool.weight_schemes.weights import (
+    BLOCKS,
+    BYTES,
+    CONFIG_KEYS,
+    ENDINGS,
+    NIBBLES,
+    PACKED,
+    SCALE,
+    SCALE_INV,
+    SCALES,
+    TURNED,
+    WORDS,
+    Shape,
+    TensorKind,
+    subclass_part,
+)
+
+
+class Scheme(NamedTuple):
+    """How a weight is stored."""
+
+    name: str
+    codes: str  # one of `weights`'
+    dtype: str  # of the tensor that holds them
+    bits: int
+    # codes that share a scale, (rows, columns), 0 for a whole row; of TURNED codes rows are those of the turned matrix
+    block: tuple[int, int]
+    scale: str  # what the name of the scales ends in
+    scales: str  # their dtype, "" for that of the weights
+    method: str  # what a config calls it
+    # form, weights, activations: what compressed-tensors' config says, or torchao's (its class, its values)
+    form: str = ""
+    weights: Mapping[str, Any] = {}
+    activations: Mapping[str, Any] | None = None
+    # subclass, attributes: torchao's class of a weight, and what all weights have alike
+    subclass: str = ""
+    attributes: Mapping[str, Any] = {}
+    multiple: int = 1  # of both sizes, what the product of its library takes
+
+    @property
+    def codes_of(self) -> str:
+        """The scheme of the same codes and blocks: `int8` of `int8:torchao`, itself of most."""
+        return self.name.partition(":")[0]
+
+    def matrix(self, shape: Shape) -> Shape:
+        """The values of a weight of `shape` as they are coded: (..., rows, columns)."""
+        return (*shape[:-2], shape[-1], shape[-2]) if self.codes == TURNED else shape
+
+    def group(self, columns: int) -> int:
+        """Codes of a row that share a scale."""
+        return self.block[1] or columns
+
+    def fits(self, shape: Shape) -> bool:
+        """Do its groups divide a row of a matrix of this shape? Blocks of rows may be short."""
+        columns = self.matrix(shape)[-1]
+        return bool(prod(shape)) and (self.block[0] > 1 or not columns % self.group(columns))
+
+    def is_short(self, shape: Shape) -> bool:
+        """Has a matrix of this shape blocks of several rows, and a last one that is shorter than those before?"""
+        return self.block[0] > 1 and any(size > n and size % n for n, size in zip(self.block, shape[-2:], strict=True))
+
+
+def _stated(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
+    """What compressed-tensors says of values, as far as it is not its default."""
+    return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False} | more
+
+
+def _plain(kind: str, data: Any) -> dict[str, Any]:
+    """A value of one of torchao's classes, or of torch's, as torchao writes it in JSON."""
+    return {"_type": kind, "_data": data}
+
+
+_CT = "compressed-tensors"
+_TORCHAO = "torchao"
+_AO_E4M3, _AO_AUTO = _plain("torch.dtype", "float8_e4m3fn"), _plain("KernelPreference", "AUTO")
+_AO_ROW, _AO_SYMMETRIC = _plain("PerRow", {"dim": -1}), _plain("MappingType", "SYMMETRIC")
+_AO_PRODUCT = _plain("Float8MMConfig", {"emulate": False, "use_fast_accum": True, "pad_inner_dim": False})
+_AO_BOUNDS = dict.fromkeys(("hp_value_lb", "hp_value_ub"))
+_OF_TOKENS = {"dynamic": True}
+_E4M3 = "torch.float8_e4m3fn"
+_ROWS = (
+    Scheme("fp8-block", BYTES, "F8_E4M3", 8, (128, 128), SCALE_INV, "F32", "fp8"),
+    Scheme(
+        *("fp8-channel", BYTES, "F8_E4M3", 8, (1, 0), SCALE, "", _CT, "float-quantized"),
+        _stated(8, "float", "channel"),
+        _stated(8, "float", "token", **_OF_TOKENS),
+    ),
+    Scheme(
+        *("int8", BYTES, "I8", 8, (1, 0), SCALE, "", _CT, "int-quantized"),
+        _stated(8, "int", "channel"),
+        _stated(8, "int", "token", **_OF_TOKENS),
+    ),
+    Scheme(
+        *("int4-g128", WORDS, "I32", 4, (1, 128), SCALE, "", _CT, "pack-quantized"),
+        _stated(4, "int", "group", group_size=128),
+    ),
+    Scheme(
+        *("mxfp8", BYTES, "F8_E4M3", 8, (1, 32), SCALE, "U8", _CT, "mxfp8-quantized"),
+        _stated(8, "float", "group", group_size=32, scale_dtype="torch.uint8", zp_dtype="torch.uint8"),
+    ),
+    Scheme(
+        *("mxfp4", NIBBLES, "U8", 4, (1, 32), SCALE, "U8", _CT, "mxfp4-pack-quantized"),
+        _stated(4, "float", "group", group_size=32, scale_dtype="torch.uint8", zp_dtype="torch.uint8"),
+    ),
+    Scheme(
+        *("nvfp4", NIBBLES, "U8", 4, (1, 16), SCALE, "F8_E4M3", _CT, "nvfp4-pack-quantized"),
+        _stated(4, "float", "tensor_group", group_size=16, scale_dtype=_E4M3, zp_dtype=_E4M3),
+    ),
+    Scheme(
+        *("fp8-channel:torchao", BYTES, "F8_E4M3", 8, (1, 0), SCALE, "F32", _TORCHAO),
+        "Float8DynamicActivationFloat8WeightConfig",
+        {"granularity": [_AO_ROW | {"_version": 1}] * 2, "mm_config": _AO_PRODUCT | {"_version": 1}},
+        subclass="Float8Tensor",
+        attributes={
+            "mm_config": _AO_PRODUCT,
+            "act_quant_kwargs": _plain(
+                "QuantizeTensorToFloat8Kwargs",
+                {
+                    "float8_dtype": _AO_E4M3,
+                    "granularity": _AO_ROW,
+                    "mm_config": None,
+                    **_AO_BOUNDS,
+                    "kernel_preference": _AO_AUTO,
+                },
+            ),
+            "kernel_preference": _AO_AUTO,
+        },
+        multiple=16,
+    ),
+    Scheme(
+        *("int8:torchao", BYTES, "I8", 8, (1, 0), SCALE, "F32", _TORCHAO),
+        "Int8DynamicActivationInt8WeightConfig",
+        {"granularity": _AO_ROW | {"_version": 1}, "act_mapping_type": _AO_SYMMETRIC, "reduce_range": False},
+        subclass="Int8Tensor",
+        attributes={
+            "act_quant_kwargs": _plain(
+                "QuantizeTensorToInt8Kwargs",
+                {"granularity": _AO_ROW, "mapping_type": _AO_SYMMETRIC, "reduce_range": False},
+            ),
+            "reduce_range": False,
+        },
+    ),
+)
+SCHEMES: Mapping[str, Scheme] = {row.name: row for row in _ROWS}
+# (scheme, model type) -> as the family's own releases have it: stacked experts, and nothing else
+_OWN = {("mxfp4", "gpt_oss"): Scheme("mxfp4", TURNED, "U8", 4, (1, 32), SCALES, "U8", "mxfp4")}
+
+
+def scheme_of(name: str, config: Mapping[str, Any] | None) -> Scheme:
+    """The scheme `name` as it is for the model that `config` describes."""
+    return _OWN.get((name, str((config or {}).get("model_type"))), SCHEMES[name])
+
+
+def laid_out(scheme: Scheme, name: str, shape: Shape, floats: DType) -> dict[str, tuple[str, TensorKind]]:
+    """Role -> the tensor that a weight of `shape` becomes, its codes first. floats: its dtype.
+
+    >>> laid_out(SCHEMES["fp8-block"], "m.weight", (300, 256), DTYPES["BF16"])["scale"][1].shape
+    (3, 2)
+    """
+    *before, rows, columns = scheme.matrix(shape)
+    group = scheme.group(columns)
+    scales = TensorKind(
+        DTYPES[scheme.scales] if scheme.scales else floats,
+        (*before, ceil_div(rows, scheme.block[0]), ceil_div(columns, group)),
+    )
+    stored = columns * scheme.bits // DTYPES[scheme.dtype].bits
+    if scheme.subclass:
+        codes = TensorKind(DTYPES[scheme.dtype], (*shape[:-1], stored))
+        return {"codes": (subclass_part(name, "qdata"), codes), "scale": (subclass_part(name, "scale"), scales)}
+    if scheme.codes == TURNED:
+        pairs = TensorKind(DTYPES[scheme.dtype], (*before, rows, columns // group, group // 2))
+        return {"codes": (f"{name}{BLOCKS}", pairs), "scale": (f"{name}{scheme.scale}", scales)}
+    lead = name if scheme.codes == BYTES else f"{name}{PACKED}"
+    found = {
+        "codes": (lead, TensorKind(DTYPES[scheme.dtype], (*shape[:-1], stored))),
+        "scale": (f"{name}{scheme.scale}", scales),
+    }
+    if scheme.codes == WORDS:
+        found["shape"] = (f"{name}{ENDINGS['shape']}", TensorKind(DTYPES["I64"], (len(shape),)))
+    if scheme.codes == NIBBLES and scheme.scales == "F8_E4M3":
+        found["global_scale"] = (f"{name}{ENDINGS['global_scale']}", TensorKind(DTYPES["F32"], (1,)))
+    return found
+
+
+def stated_of(scheme: Scheme, shape: Shape, floats: DType) -> str:
+    """What the header of a file says of a weight that torchao builds. floats: the dtype that it is made floats of.
+
+    >>> json.loads(stated_of(SCHEMES["int8:torchao"], (64, 32), DTYPES["BF16"]))["_data"]["block_size"]
+    [1, 32]
+    """
+    own = {"block_size": [1] * (len(shape) - 1) + [shape[-1]], "dtype": _plain("torch.dtype", floats.torch)}
+    return json.dumps(
+        {**_plain(scheme.subclass, {**scheme.attributes, **own}), "_tensor_data_names": ["qdata", "scale"]}
+    )
+
+
+def config_of(scheme: Scheme, kept: Sequence[str]) -> dict[str, Any]:
+    """What a config says of a model that is quantised so (`scheme.CONFIG_KEYS`). kept: modules that are not."""
+    if scheme.method == "mxfp4":
+        return {CONFIG_KEYS[0]: {"modules_to_not_convert": list(kept), "quant_method": scheme.method}}
+    if scheme.method == "fp8":
+        return {
+            CONFIG_KEYS[0]: {
+                "activation_scheme": "dynamic",
+                "fmt": "e4m3",
+                "modules_to_not_convert": list(kept),
+                "quant_method": scheme.method,
+                "weight_block_size": list(scheme.block),
+            }
+        }
+    if scheme.method == _TORCHAO:
+        default = {**_plain(scheme.form, dict(scheme.weights)), "_version": 2}
+        stays = {"modules_to_not_convert": list(kept), "include_input_output_embeddings": False}
+        return {CONFIG_KEYS[0]: {**stays, "quant_method": _TORCHAO, "quant_type": {"default": default}}}
+    return _compressed_config(
+        scheme.form, {("Linear",): (scheme.weights, dict(scheme.activations) if scheme.activations else None)}, kept
+    )
+
+
+def _compressed_config(
+    form: str, groups: Mapping[tuple[str, ...], tuple[Mapping[str, Any], Mapping[str, Any] | None]], kept: Sequence[str]
+) -> dict[str, Any]:
+    """compressed-tensors' config. groups: the modules that each is for -> what it says of (weights, activations)."""
+    return {
+        CONFIG_KEYS[0]: {
+            "config_groups": {
+                f"group_{number}": {
+                    "targets": list(targets),
+                    "weights": dict(weights),
+                    "input_activations": activations,
+                    "output_activations": None,
+                    "format": form,
+                }
+                for number, (targets, (weights, activations)) in enumerate(groups.items())
+            },
+            "format": form,
+            "ignore": list(kept),
+            "kv_cache_scheme": None,
+            "quant_method": _CT,
+            "quantization_status": "compressed",
+        }
+    }
+
+
+# -- integers that another library made --------------------------------------------------------------------------------
+
+
+class Packing(NamedTuple):
+    """How compressed-tensors packs integers (`pack-quantized`)."""
+
+    bits: int
+    group: int  # codes of a row that share a scale
+    symmetric: bool  # the zero point is the middle, and not stored
+    channel: bool  # all of a row do
+
+
+def packed_parts(
+    packing: Packing, name: str, shape: tuple[int, ...], scales: DType
+) -> dict[str, tuple[str, TensorKind]]:
+    """Role -> the tensor that a weight of `shape` becomes, as `laid_out`. scales: their dtype.
+
+    >>> packed_parts(Packing(4, 32, False, False), "m.weight", (64, 96), DTYPES["F16"])["zero_point"]
+    ('m.weight_zero_point', TensorKind(dtype=DType('I32'), shape=(8, 3)))
+    """
+    (rows, columns), bits = shape, packing.bits
+    groups = columns // packing.group
+    found = {
+        "codes": (f"{name}{PACKED}", TensorKind(DTYPES["I32"], (rows, columns * bits // 32))),
+        "scale": (f"{name}{SCALE}", TensorKind(scales, (rows, groups))),
+        "zero_point": (f"{name}{ENDINGS['zero_point']}", TensorKind(DTYPES["I32"], (rows * bits // 32, groups))),
+        "shape": (f"{name}{ENDINGS['shape']}", TensorKind(DTYPES["I64"], (2,))),
+    }
+    if packing.symmetric:
+        del found["zero_point"]
+    return found
+
+
+def packed_config(weights: Mapping[str, Packing], kept: Sequence[str]) -> dict[str, Any]:
+    """What a config says of weights that are packed so: of all linear modules, or of each by its name where they
+    differ. kept: modules that are not."""
+    alike: dict[tuple[tuple[str, Any], ...], list[str]] = {}
+    for name, each in weights.items():
+        group = {} if each.channel else {"group_size": each.group}
+        stated = _stated(each.bits, "int", "channel" if each.channel else "group", symmetric=each.symmetric, **group)
+        alike.setdefault(tuple(stated.items()), []).append(name.removesuffix(".weight"))
+    targets = {row: ("Linear",) if len(alike) == 1 else tuple(names) for row, names in alike.items()}
+    return _compressed_config("pack-quantized", {targets[row]: (dict(row), None) for row in alike}, kept)
