@@ -236,7 +236,7 @@ def test_no_module_needs_itself() -> None:
 
 
 def test_only_tables_of_families_are_laid_out_by_hand() -> None:
-    assert not [file for file, source in MODULES.items() if "# fmt:" in source and not inside(file, ["families"])]
+    assert not [file for file, source in MODULES.items() if "# fmt:" in source and room_of(file) != "families"]
 
 
 def test_every_module_says_what_it_is() -> None:
@@ -262,12 +262,12 @@ def misplaced(known: Mapping[str, str]) -> list[str]:
 
 
 def _is_at(file: str, place: str, known: Mapping[str, str]) -> bool:
-    """Is it a file of that place? Of folders of `formats/` those that have a `format.py`, in `models/` what is no
+    """Is it a file of that place? Of folders of a system those that have a `format.py`, in `models/` what is no
     `__init__.py`."""
     folder, name = file.rpartition("/")[::2]
     if not re.fullmatch(place.replace("*", "[^/]+"), file):
         return False
-    return f"{folder}/format.py" in known if folder.startswith("formats/") else name != "__init__.py"
+    return f"{folder}/format.py" in known if folder.startswith("systems/") else name != "__init__.py"
 
 
 def _made(source: str) -> set[str]:
@@ -298,13 +298,14 @@ def test_a_misplaced_format_is_seen() -> None:
     entry = "from ckpt_tool.formats.entry import Entry\nENTRY = Entry('x')\n"
     format_ = "FORMAT = Foo()\n"
     class_ = "class Foo:\n" + "".join(f"    def {name}(self): pass\n" for name in ("detect", "read", "target"))
-    sound = {"formats/foo/__init__.py": entry, "formats/foo/format.py": class_ + format_, "formats/kin/__init__.py": ""}
+    place = "systems/foo/bar"
+    sound = {f"{place}/__init__.py": entry, f"{place}/format.py": class_ + format_, "systems/foo/kin/__init__.py": ""}
     assert not misplaced(sound)
-    assert misplaced({**sound, "formats/foo/format.py": class_}) == ["formats/foo/format.py has no FORMAT"]
-    assert misplaced({**sound, "formats/foo/__init__.py": ""}) == ["formats/foo/__init__.py has no ENTRY"]
-    seen = misplaced({**sound, "formats/bar.py": class_, "formats/kin/__init__.py": entry})
+    assert misplaced({**sound, f"{place}/format.py": class_}) == [f"{place}/format.py has no FORMAT"]
+    assert misplaced({**sound, f"{place}/__init__.py": ""}) == [f"{place}/__init__.py has no ENTRY"]
+    seen = misplaced({**sound, "formats/bar.py": class_, "systems/foo/kin/__init__.py": entry})
     assert [line.partition(",")[0] for line in seen] == [
-        "formats/kin/__init__.py makes ENTRY",
+        "systems/foo/kin/__init__.py makes ENTRY",
         "formats/bar.py makes FORMAT",
     ]
 
@@ -322,7 +323,7 @@ def test_all_have_the_names_that_they_are_found_by() -> None:
     from ckpt_tool.families.models import FAMILIES
     from ckpt_tool.formats.entry import entries, load
 
-    folders = {file.split("/")[1] for file in MODULES if re.fullmatch(r"formats/\w+/format\.py", file)}
+    folders = {file for file in MODULES if matches(file, "systems/*/*/format.py")}
     assert len(entries()) == len({entry.order for entry in entries().values()}) == len(folders)
     assert all(load(name).name == name for name in entries())
     files = {file.split("/")[2] for file in MODULES if file.startswith("families/models/")}
@@ -340,7 +341,7 @@ def formats_named(file: str, source: str, names: Mapping[str, str]) -> list[int]
         ast.unparse(each.targets[0]): _literals(each) for each in tree_of(source).body if isinstance(each, ast.Assign)
     }
     others = {name for name, folder in names.items() if not file.startswith(f"{folder}/")}
-    words = others - {*WALLS["systems"]} if file.startswith("formats/") else set()
+    words = others - {*WALLS["systems"]} if room_of(file) in ("formats", "systems") else set()
     found = []
     for node in nodes_of(source):
         if isinstance(node, ast.Constant) and node.value in words:
@@ -358,11 +359,10 @@ def _literals(tree: ast.AST) -> set[Any]:
 
 
 def formats_by_folder() -> dict[str, str]:
+    """Each format with the folder of its system, all files of which may name it."""
     from ckpt_tool.formats.entry import entries, load
 
-    return {
-        name: type(load(name)).__module__.split(".", 1)[1].replace(".", "/").rpartition("/")[0] for name in entries()
-    }
+    return {name: "/".join(type(load(name)).__module__.split(".")[1:3]) for name in entries()}
 
 
 def test_no_format_is_named_by_others() -> None:
