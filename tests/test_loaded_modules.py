@@ -18,6 +18,7 @@ from ckpt_tool.conversion.passes import PASSES, Pass
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 MOST = 210  # of our modules
+OTHERS = ("deepspeed.zero", "megatron", "megatron.legacy", "jax.orbax", "paddle.pdparams", "llamacpp.gguf")
 # What a plain reshard between two layouts of one format has no use for. Packages (`__init__`) and the entries of lists
 # are allowed: they are how a thing is found without being loaded.
 UNASKED = (
@@ -39,8 +40,7 @@ UNASKED = (
     "quantised.repack",
     "weight_schemes.scheme.",
     "signing.",
-    *(f"systems.{folder}.{module}" for folder in ("deepspeed.zero", "megatron.legacy", "megatron", "jax.orbax", "paddle.pdparams", "llamacpp.gguf")
-      for module in ("format", "read", "target", "args")),
+    *(f"systems.{folder}.{module}" for folder in OTHERS for module in ("format", "read", "target", "args")),
     "systems.megatron.torch_dist.read",
     "systems.megatron.fsdp_dtensor.read",
     "systems.hub.peft.pairs",
