@@ -123,3 +123,33 @@ def test_an_empty_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         ckpt.convert(HUB, tmp_path / "out", to="safetensors", rename=["re:^lm_head.weight$="])
     assert caught.value.code == "E2972"
+
+
+FLAT = ("safetensors", "gguf", "paddle-unified")
+NESTED = ("torch", "dcp", "orbax", "paddle", "paddle-flex", "deepspeed", "sharded", "megatron")
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "*=shadow_params.*",
+        "*=model_ema.*",
+        "*=params_ema.*",
+        "*=teacher.*",
+        "model.embed_tokens.*=ema_model.*",
+        "model.norm.weight=teacher.lm_head.weight",
+        "model.norm.weight=model_ema.num_updates",
+    ],
+)
+@pytest.mark.parametrize("to", [*FLAT, *NESTED])
+def test_a_word_of_averages_is_refused_or_read_back_as_the_model(to: str, rule: str, tmp_path: Path) -> None:
+    """Where a reader takes the new name for an average, no such file is written."""
+    target = tmp_path / ("out.gguf" if to == "gguf" else "out")
+    try:
+        ckpt.convert(HUB, target, to=to, dialect="keep", rename=[rule])
+    except UsageError as error:
+        assert error.code in ("E3015", "E0243"), error
+        assert not target.exists()
+    else:
+        assert ckpt.diff(HUB, target, rename=[rule])["equal"]
+        assert {key.state for key in ckpt.open(target).catalog.tensors} == {"model"}

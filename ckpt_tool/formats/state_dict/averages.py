@@ -20,8 +20,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from ckpt_tool.core.target import WantedTensor
 from ckpt_tool.core.tensor import EMA, MODEL, Path
-from ckpt_tool.errors import InputError
+from ckpt_tool.errors import InputError, UsageError
 from ckpt_tool.formats.state_dict.optimizer_ids import Aligned, Candidate, align
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.formats.state_dict.words import LIVE_MODELS, SECOND_MODELS, is_average, without_average
@@ -33,6 +34,7 @@ _WRAPPER = "module"
 _MODULE_TOO = "ema"  # says less than `model_ema`: a model's own module may be called so
 _LIST_ALONE = "E2951"
 _NO_TWIN = "E2952"
+_TAKEN_FOR_AVERAGE = "E3015"
 
 Shape = tuple[int, ...]
 
@@ -192,4 +194,28 @@ def refuse_twinless(word: str, name: str) -> InputError:
         code=_NO_TWIN,
         key=f"{word}.{name}"[:200],
         hint=f"--remove-keys '{word}.*' leaves them all out",
+    )
+
+
+def refuse_taken_for_averages(tensors: Sequence[WantedTensor]) -> None:
+    """Raise UsageError E3015 for tensors of a model, about to be written, whose names a reader takes for averages.
+
+    Averages that a source had are sorted out when it is read, so these are names that --rename or --aoa gave."""
+
+    words = {tensor.key.name.partition(".")[0] for tensor in tensors}
+    if not any(map(is_average, words)):
+        return
+    within = find_within({tensor.key.name: tensor.shape for tensor in tensors})
+    taken = [*within.twins, *within.refused, *within.counters]
+    if not taken:
+        return
+
+    word = taken[0].partition(".")[0]
+    raise UsageError(
+        f"the files keep names alone, and {taken[0]} would be read back as an average of the model's weights"
+        f" ({word}), not as a weight of the model",
+        code=_TAKEN_FOR_AVERAGE,
+        key=taken[0],
+        faults=[f"{name} as well" for name in taken[1:]],
+        hint=f"give names that do not begin with {word}: --rename '{word}.*=*' takes that off",
     )

@@ -27,7 +27,7 @@ Piece = tuple[Box, Mapping[str, StoredArray]]
 
 def joined(pieces: Sequence[Piece], shape: tuple[int, ...], fqn: str) -> dict[str, LogicalTensor]:
     """The parts of a state of `shape`, with empty keys, from those of its pieces (boxes in elements, the parts stored).
-    Raises InputError E1335 where the pieces have no parts in common, or scales that are no line."""
+    Raises InputError E1379 where the pieces have no parts in common, or scales that are no line."""
     if len({tuple(parts) for _, parts in pieces}) > 1:
         raise _mixed("some of its pieces are kept as codes and others not", fqn)
     row = prod(shape[1:])

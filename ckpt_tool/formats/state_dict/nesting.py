@@ -135,13 +135,15 @@ def _paths(wanted: Wanted, roots: Roots, extras: Mapping[Any, Any], *, kept: boo
 
 
 def _unlike(wanted: Wanted, paths: Sequence[Path], extras: Mapping[Any, Any]) -> TensorKey | None:
-    """The first tensor whose path would be read under another name, None when all come back."""
+    """The first tensor whose path would be read under another name, or as one that can't be read; None when all come
+    back."""
     order = _order_in_file(paths, extras)
     leaves = [Leaf(paths[i], wanted.tensors[i].shape) for i in order]
-    found = name_leaves(leaves, extras).keys
-    return next(
-        (wanted.tensors[i].key for i, key in zip(order, found, strict=True) if wanted.tensors[i].key != key), None
-    )
+    named = name_leaves(leaves, extras)
+    for i, key in zip(order, named.keys, strict=True):
+        if wanted.tensors[i].key != key or key in named.faults:
+            return wanted.tensors[i].key
+    return None
 
 
 def _order_in_file(paths: Sequence[Path], extras: Mapping[Any, Any]) -> list[int]:

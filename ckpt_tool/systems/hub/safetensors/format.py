@@ -137,7 +137,8 @@ class HfSafetensors:
         return _with_ignored(tree, catalog)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
-        """The whole output: one file where it fits `shard_size` (or one is asked for), else files and their index."""
+        """The whole output: one file where it fits `shard_size` (or one is asked for), else files and their index.
+        Raises UsageError E3015 for names that a reader takes for averages."""
         return _target(wanted)
 
 
@@ -479,10 +480,12 @@ def _sidefiles(tree: Tree, chosen: FileSet) -> tuple[str, ...]:
 
 def _target(wanted: Wanted) -> Target:
     from ckpt_tool.core.target import Target, TargetFile, whole_file
+    from ckpt_tool.formats.state_dict.averages import refuse_taken_for_averages
     from ckpt_tool.systems.hub.safetensors.subclasses import Subclasses, header_of
 
     if any(tensor.key.state != "model" for tensor in wanted.tensors):
         raise InternalError("a model-only format was asked for training state")
+    refuse_taken_for_averages(wanted.tensors)
     said = METADATA | header_of(wanted.hints.get(Subclasses), (tensor.key.name for tensor in wanted.tensors))
     if wanted.single is not None:
         everything = range(len(wanted.tensors))

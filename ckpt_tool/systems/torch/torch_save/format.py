@@ -46,6 +46,7 @@ from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions
 from ckpt_tool.formats.hub_folder import model_files as hf_files
 from ckpt_tool.formats.hub_folder.index import read_index, write_index
 from ckpt_tool.formats.hub_folder.modules import module_files
+from ckpt_tool.formats.state_dict.averages import refuse_taken_for_averages
 from ckpt_tool.formats.state_dict.coded import coded_notes
 from ckpt_tool.formats.state_dict.content import TorchContent, read_content
 from ckpt_tool.formats.state_dict.nesting import nest
@@ -321,6 +322,7 @@ def _target(wanted: Wanted) -> Target:
     _check_dtypes(wanted.tensors)
     copies = tuple(TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles)
     if wanted.single is None and not wanted.extras and all(tensor.key.state == MODEL for tensor in wanted.tensors):
+        refuse_taken_for_averages(wanted.tensors)
         return Target("torch", (*_hugging_face(wanted), *copies), by_size=True)
     places = [stored(str(i), tensor.shape, tensor.dtype) for i, tensor in enumerate(wanted.tensors)]
     if _bare(wanted):
@@ -338,7 +340,7 @@ def _bare(wanted: Wanted) -> bool:
     if wanted.extras or wanted.hints.get(Roots) or any(t.key.state != MODEL for t in wanted.tensors):
         return False
     found = name_leaves([Leaf((t.key.name,), t.shape) for t in wanted.tensors], {})
-    return found.keys == [t.key for t in wanted.tensors]
+    return not found.faults and found.keys == [t.key for t in wanted.tensors]
 
 
 def _hugging_face(wanted: Wanted) -> list[TargetFile]:
