@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_tool.cli import run
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.sources.judging import Judge
+from ckpt_tool.sources.steps import run_at
 
 HERE = Path(__file__).parent
 
@@ -33,13 +36,14 @@ VERBS = ("inspect", "verify", "reshard", "convert", "merge")
 
 
 def call(verb, source, out, options):
-    """options: of `convert`, where a row is about them."""
+    """options: of `convert`, where a row is about them; a dict gives them by verb."""
+    more = options if isinstance(options, dict) else {"convert": options}
     arguments = {
         "inspect": ["inspect", source],
         "verify": ["verify", source],
-        "reshard": ["reshard", source, out],
-        "convert": ["convert", source, out, *(options or ("--to", "sharded"))],
-        "merge": ["merge", source, out],
+        "reshard": ["reshard", source, out, *more.get("reshard", ())],
+        "convert": ["convert", source, out, *(more.get("convert") or ("--to", "sharded"))],
+        "merge": ["merge", source, out, *more.get("merge", ())],
         "audit": ["audit", source],
     }[verb]
     return run([*map(str, arguments), "--json"])
@@ -83,6 +87,20 @@ def test_bad_input_is_told_and_leaves_nothing(case, tmp_path, capfd):
         for path in outputs.iterdir():
             _remove(path)
     assert snapshot(folder) == before, "the source was touched"
+
+
+CASES = [case for module in GENERATORS for case in module.CASES]
+LOST = [case for case in CASES if "no file holds it" in case[3] or "in no file" in case[3]]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case[0]) for case in LOST])
+def test_a_step_that_lists_what_no_file_holds_is_not_complete(case, tmp_path):
+    """`latest` passes over such a step, and `prune` does not keep it as one that can't be judged."""
+    folder = tmp_path / "run" / "step_10"
+    folder.mkdir(parents=True)
+    case[1](folder)
+    run_of_one = run_at(str(tmp_path / "run"))
+    assert Judge(run_of_one, Reading()).of(run_of_one.steps[0]).sound is False
 
 
 def _remove(path):

@@ -1,7 +1,7 @@
 """Names and states that no rule places, table F of the threat list: nothing of a model is left out or mixed in silence.
 
 `CASES` lists `(row, make(folder) -> path, exit code, words of the message, options of convert)`; the exit code may be a
-dict by verb, `"*"` for the others. A row is a small Llama or adapter with one thing next to it.
+dict by verb, `"*"` for the others, and so may the options. A row is a small Llama or adapter with one thing next to it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ UNREAD = {"inspect": 0, "*": 3}  # inspect names what can't be read, everything 
 CONVERTED = {"convert": 3, "*": 0}  # what only another system, or an option, has no place for
 AUDITED = {**CONVERTED, "audit": 1}
 WRITTEN = {"inspect": 0, "verify": 0, "*": 2}
+KEPT = {"reshard": 2, "merge": 2, "*": 0}
+MIXTRAL = FIXTURES / "convert/mixtral/hf/config.json"
+SMALLER = FIXTURES / "safetensors/llama_one_file/config.json"  # of another Llama
 
 
 def torch_or_skip():
@@ -88,6 +91,15 @@ def averages_without(lost):
     return saved(lambda m: {"model": m, "ema": {name: value for name, value in halved(m).items() if name != lost}})
 
 
+def kept_names(to):
+    """Options of the verbs that keep names, for a target with names of its own."""
+    return {"reshard": ("--to", to), "merge": ("--to", to)}
+
+
+def of_config(file):
+    return ("--to", "safetensors", "--config", str(file))
+
+
 NORM = "model.norm.weight"
 HEAD = {"my_head.weight": (3, 8)}
 OTHER = {"teacher.model.norm.weight": (5,), "teacher.deep.weight": (2, 2)}
@@ -109,4 +121,10 @@ CASES = [
     ("F4-teacher-in-a-pickle", saved(lambda m: {**m, "teacher.x.weight": matrix()}), UNREAD, ("teacher.x.weight",)),
     ("F6-projector-next-to-an-adapter", adapter_with("mm_projector.bin"), WRITTEN, ("mm_projector.bin",)),
     ("F6-value-head-next-to-an-adapter", adapter_with("value_head.pt"), WRITTEN, ("value_head.pt",)),
+    *(
+        (f"F7-names-of-the-hub-kept-for-{to}", llama(), KEPT, ("ckpt convert", "--dialect keep"), kept_names(to))
+        for to in ("megatron", "megatron-dist", "megatron-fsdp", "gguf", "paddle", "paddle-flex", "meta")
+    ),
+    ("F8-config-of-another-family", llama(), CONVERTED, ("--config", "--lenient"), of_config(MIXTRAL)),
+    ("F8-config-of-other-sizes", llama(), CONVERTED, ("by the config", "--lenient"), of_config(SMALLER)),
 ]

@@ -85,7 +85,7 @@ class _Flex:
         `require_checksums`.
 
         Raises Incomplete (E1330 not finished, E1336 files or keys missing, E0309 elements), InconsistentCheckpoint
-        (E1332, E1337, E1339, E0308), InputError (E1331, E1333 to E1335, E1338), and what pickles and files raise.
+        (E1332, E1337, E1339, E0308), InputError (E1331, E1333, E1334, E1338), and what pickles and files raise.
         """
         from ckpt_tool.systems.paddle.flex.read import read_tree
 

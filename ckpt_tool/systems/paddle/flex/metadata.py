@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.tensor import Path
-from ckpt_tool.errors import CkptError, InconsistentCheckpoint, InputError
+from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.storage.pickles import pickle_reader as pickles
 from ckpt_tool.storage.pickles.pickle_values import PickledRecord
 from ckpt_tool.storage.source import Tree, safe_relative
@@ -85,8 +85,8 @@ def read_metadata(tree: Tree, folder: str, name: str) -> FlexListing:
     """The listing of `folder` ("" or "name/") from its metadata file.
 
     Raises InconsistentCheckpoint E1332 (contradictions), InputError E1333 (not Paddle's metadata), E1334 (a dtype that
-    has no counterpart here), E1335 (a key that no file holds), UnsafeInput E0410 (a file name that leaves the folder),
-    E0420.
+    has no counterpart here), Incomplete E1335 (a key that no file holds), UnsafeInput E0410 (a file name that leaves
+    the folder), E0420.
     """
     path = folder + name
     shown = tree.display(path)
@@ -271,7 +271,7 @@ class _FlexMetadataReading:
         shards = [shard for row in stored if (shard := self.shard(key, row, stated, shape)) is not None]
         self.compare(key, stated, stored, shape)
         if not stored and 0 not in shape:
-            raise InputError(
+            raise Incomplete(
                 "no file holds it: storage_metadata does not name the key",
                 code=PLACELESS,
                 path=self.shown,
