@@ -20,7 +20,7 @@ UNREAD = {"inspect": 0, "*": 3}  # inspect names what can't be read, everything 
 CONVERTED = {"convert": 3, "*": 0}  # what only another system, or an option, has no place for
 AUDITED = {**CONVERTED, "audit": 1}
 WRITTEN = {"inspect": 0, "verify": 0, "*": 2}
-KEPT = {"reshard": 2, "merge": 2, "*": 0}
+KEPT = {"merge": 2, "*": 0}  # merge keeps names, convert changes them
 MIXTRAL = FIXTURES / "convert/mixtral/hf/config.json"
 SMALLER = FIXTURES / "safetensors/llama_one_file/config.json"  # of another Llama
 
@@ -92,8 +92,8 @@ def averages_without(lost):
 
 
 def kept_names(to):
-    """Options of the verbs that keep names, for a target with names of its own."""
-    return {"reshard": ("--to", to), "merge": ("--to", to)}
+    """Options of the verb that keeps names, for a target with names of its own."""
+    return {"merge": ("--to", to)}
 
 
 def of_config(file):
