@@ -19,11 +19,11 @@ from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Auditing
 from ckpt_tool.report import files, junit, sarif
 from ckpt_tool.sources.config import config_in
-from ckpt_tool.sources.opening import open_source
+from ckpt_tool.sources.opening import open_source, unchanged_sources
 from ckpt_tool.sources.sound import UNSOUND, cut_short, finding, findings_of
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.output.destination import check_beside
-from ckpt_tool.storage.source import Tree, unchanged
+from ckpt_tool.storage.source import Tree
 from ckpt_tool.systems.hub.peft.inside import find_inside
 from ckpt_tool.weight_schemes.weights import has_codes
 
@@ -61,7 +61,7 @@ def audit(src: str, reading: Reading, wanted: Auditing, *, progress: Progress) -
             raise
         found += nothing or [_of_error(e)]
     if subject is not None and wanted.values and not any(each.code in _TORN for each in found):
-        with unchanged(subject.opened.tree):
+        with unchanged_sources(subject.opened):
             found += values.findings(subject, progress)
             found += fused.findings(subject)
     found += exporters.signatures(subject, found, subject.opened.path if subject else src)

@@ -18,9 +18,9 @@ from ckpt_tool.options.verbs import Comparison
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.report.difference_groups import group_differences, measure_layers
 from ckpt_tool.report.holdings import RankOf, rank_name, whose
-from ckpt_tool.sources.opening import Opened, open_source
+from ckpt_tool.sources.opening import Opened, open_source, unchanged_sources
 from ckpt_tool.sources.select import left_by_word, state_filter
-from ckpt_tool.storage.source import Tree, unchanged
+from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.texts.strict_json import parse
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, 
     }
     there = {key: side for key, side in _sides(right, reading, wanted.dialect).items() if listed(key.state)}
     found, pairs, counted = _paired(here, there, (left, right), wanted, first=reading.replica_policy == "first")
-    with unchanged(left.tree, right.tree):
+    with unchanged_sources(left, right):
         try:
             found += _compared(pairs, wanted, on, progress)
         except ReplicasDiffer as e:

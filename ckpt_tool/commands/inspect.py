@@ -29,9 +29,9 @@ from ckpt_tool.core.tensor import MASTER, MODEL, UNKNOWN, TensorKey
 from ckpt_tool.errors import CkptError, InputError, UnsafeInput
 from ckpt_tool.formats.base import ranks_of
 from ckpt_tool.options.reading import Inspection, Reading
-from ckpt_tool.sources.opening import Opened, open_source
+from ckpt_tool.sources.opening import Opened, open_source, unchanged_sources
 from ckpt_tool.sources.select import state_filter
-from ckpt_tool.storage.source import Tree, unchanged
+from ckpt_tool.storage.source import Tree
 from ckpt_tool.weight_schemes.weights import DTYPES as CODED
 
 Tally = Mapping[tuple[str, tuple[Any, tuple[int, ...], int]], int]  # (state, (dtype, shape, bytes of one)) -> how many
@@ -100,7 +100,7 @@ def _of_opened(opened: Opened, reading: Reading, wanted: Inspection, *, columns:
     if wanted.security or catalog.unsafe:
         document["security"] = _security(opened, survey=wanted.security)
     if wanted.stats:
-        with unchanged(opened.tree):
+        with unchanged_sources(opened):
             _add_statistics(opened.refuse_unsafe(), rows)
     return document
 

@@ -22,11 +22,10 @@ from ckpt_tool.formats.base import Hashing, ranks_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Verification
 from ckpt_tool.report.holdings import rank_name, whose
-from ckpt_tool.sources.opening import Opened, open_source, resolve
+from ckpt_tool.sources.opening import Opened, open_source, resolve, unchanged_sources
 from ckpt_tool.sources.sound import UNSOUND, finding, findings_of, row
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.records import DAMAGED
-from ckpt_tool.storage.source import unchanged
 from ckpt_tool.weight_schemes.weights import has_codes
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def verify(src: str, reading: Reading, wanted: Verification = FULL, *, progress:
     quantised = _quantised_faults(opened, reading, wanted)
     read = _Read([*map(finding, sealed.faults), *findings, *map(finding, quantised)], dict(catalog.digests))
     if wanted.mode == "full":
-        with unchanged(opened.tree):
+        with unchanged_sources(opened):
             _read_all(opened, broken, on, progress, read)
     _name_ranks(read.findings, opened)
     return {

@@ -175,9 +175,7 @@ def _accounted_by(opened: Opened, given: Tree, is_side: Callable[[str], bool] = 
         is_odd = path in odd or (is_sidefile(path) and not is_side(path))
         if not _is_code(path) and not is_odd:
             yield inside + path
-    markers = opened.format.holds.markers
-    if markers:
-        yield from (inside + name for name in tree.names() if re.fullmatch(markers, name))
+    yield from (inside + name for name in opened.markers)
 
     holds_lora = any(".lora_" in key.name for key in catalog.tensors)
     # Side files are beside the checkpoint's files, and beside the pointer file that names its folder.

@@ -12,7 +12,9 @@ Of a Hugging Face cache folder (`models--ORG--NAME`) one of the snapshots is tak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,7 +37,7 @@ from ckpt_tool.sources.in_memory import in_memory
 from ckpt_tool.sources.steps import POINTERS, pointed, run_below, runs_in, steps_in
 from ckpt_tool.storage.magic import LFS_LIMIT, is_lfs_pointer
 from ckpt_tool.storage.pickles.pickle_globals import class_of, users_own
-from ckpt_tool.storage.source import Tree, safe_relative
+from ckpt_tool.storage.source import Tree, safe_relative, unchanged
 from ckpt_tool.systems.hub.peft.lone import is_adapter, note_of
 from ckpt_tool.systems.megatron.pointer import RELEASE
 
@@ -69,6 +71,17 @@ class Opened(NamedTuple):
     # the given folder then, whose side files are beside its pointer file; where the checkpoint lies in both, the one
     # that was taken
     outer: Tree | None = None
+
+    @property
+    def trees(self) -> tuple[Tree, ...]:
+        """All trees of which something may have been read."""
+        return (self.tree,) if self.outer is None else (self.tree, self.outer)
+
+    @property
+    def markers(self) -> list[str]:
+        """The files that say only that a rank is done, in the tree."""
+        pattern = self.format.holds.markers
+        return [name for name in self.tree.names() if re.fullmatch(pattern, name)] if pattern else []
 
     @property
     def path(self) -> str:
@@ -252,6 +265,16 @@ def _once_a_class(lines: Iterable[str]) -> list[str]:
     return [
         first[0] if len(first) == 1 else f"{first[0]}, and {len(first) - 1} more places" for first in places.values()
     ]
+
+
+@contextmanager
+def unchanged_sources(*sources: Opened) -> Iterator[None]:
+    """What is said of these sources inside is said of one state of their files (`storage.source.unchanged`): those that
+    are read, the pointer files that led to them, and the markers of finished ranks. Raises SourceChanged E0604."""
+    for opened in sources:
+        opened.tree.watch(opened.markers)
+    with unchanged(*(tree for opened in sources for tree in opened.trees)):
+        yield
 
 
 def no_tensors(tree: Tree, name: str) -> InputError:

@@ -96,6 +96,7 @@ class Tree:
     packed_in: Path | None = None
     odd_links: dict[str, str] = {}
     left_out: dict[str, str] = {}
+    above: Tree | None = None  # the tree that this one is a folder of: its pointer file may have led here
 
     def __init__(
         self, path: str | os.PathLike[str], *, follow_symlinks: bool = False, bounds: Bounds | None = None
@@ -291,6 +292,7 @@ class Tree:
         tree = Tree(self.display(folder), follow_symlinks=self._links, bounds=self._bounds)
         if not (self._links or self._bounds.holds(str(tree.root))):
             raise self._behind_link(folder)
+        tree.above = self
         return tree
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -392,9 +394,9 @@ class Tree:
         return [self.identity_by_name(path) for path in paths]
 
     def check_unchanged(self) -> None:
-        """Raise SourceChanged E0604 unless every file that was read is still the one that was opened. A file that is
-        rewritten in place keeps its descriptor, so reading it does not tell. Raises StorageError where a disk that
-        fails does not say which file it is."""
+        """Raise SourceChanged E0604 unless every file that was read or watched, here and in the folders above, is still
+        the one that was opened. A file that is rewritten in place keeps its descriptor, so reading it does not tell.
+        Raises StorageError where a disk that fails does not say which file it is."""
         first_sight = dict(self._seen)
         for path, first in first_sight.items():
             try:
@@ -405,6 +407,13 @@ class Tree:
                 now = None
             if now != first:
                 raise changed_while_read(self.display(path))
+        if self.above is not None:
+            self.above.check_unchanged()
+
+    def watch(self, paths: Iterable[str]) -> None:
+        """Count these files, of which nothing is read, among those that may not change."""
+        for path in paths:
+            self.identity(path)
 
     def expect(self, ranges: Iterable[tuple[str, int, int]], *, then: bool = False) -> None:
         """This thread will read these ranges next, in this order: (path, first byte, number of bytes). then: after what

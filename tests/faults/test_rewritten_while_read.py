@@ -92,3 +92,84 @@ def test_what_changes_while_it_is_read_is_said(
     streams = capfd.readouterr()
     assert code == 6, (code, streams.err, streams.out[-500:])
     assert json.loads(streams.err.splitlines()[-1])["error"]["code"] in ("E0603", "E0604")
+
+
+# What leads to a checkpoint, or says that it is complete, and holds no values: (checkpoint, the step's folder in a run,
+# the pointer file, what it says, what it says then: None for a file that is removed)
+POINTERS = {
+    "Megatron's tracker": (
+        "megatron/moe_tp2ep2etp1/iter_0000002",
+        "iter_0000002",
+        "latest_checkpointed_iteration.txt",
+        "2",
+        "1",
+    ),
+    "DeepSpeed's latest": ("deepspeed/z1_bf16_dp4", "global_step2", "latest", "global_step2", "global_step1"),
+    "a latest that is removed": ("deepspeed/z1_bf16_dp4", "global_step2", "latest", "global_step2", None),
+    "DeepSpeed's universal form": (
+        "deepspeed-universal/pipe_pp2_dp2",
+        "global_step2_universal",
+        "latest_universal",
+        "global_step2_universal",
+        "global_step1_universal",
+    ),
+    "a Trainer's folder": (
+        "deepspeed/z1_bf16_dp4",
+        "checkpoint-2/global_step2",
+        "checkpoint-2/latest",
+        "global_step2",
+        "x",
+    ),
+}
+SIGNALS = ("paddle/ernie_bf16_io_tp2sd2v2", "paddle-flex/ema", "paddle-unified/ernie_nm_tp2")
+
+
+def read_while(change, source: Path, verb: str, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    """Run the verb on a source that `change` changes after its values were read: it ends with E0604."""
+    words, module, function = VERBS[verb]
+    read_values = getattr(module, function)
+
+    def reading(*arguments: object, **options: object) -> object:
+        found = read_values(*arguments, **options)
+        change()
+        return found
+
+    monkeypatch.setattr(module, function, reading)
+    code = run([*(str(source) if word in ("SRC", "COPY") else word for word in words), "--json"])
+    streams = capfd.readouterr()
+    assert code == 6, (code, streams.err, streams.out[-500:])
+    assert json.loads(streams.err.splitlines()[-1])["error"]["code"] == "E0604"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("kind", POINTERS)
+def test_a_pointer_file_that_names_another_step_by_now_is_said(
+    kind: str, verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    given, step, name, before, after = POINTERS[kind]
+    source = tmp_path / "run"
+    shutil.copytree(FIXTURES / given, source / step)
+    pointer = source / name
+    pointer.write_text(before)
+
+    def change() -> None:
+        if after is None:
+            pointer.unlink()
+        else:
+            pointer.write_text(after)
+
+    read_while(change, source, verb, monkeypatch, capfd)
+
+
+@pytest.mark.parametrize("how", ["rewritten", "removed"])
+@pytest.mark.parametrize("verb", ["verify", "diff, left"])
+@pytest.mark.parametrize("given", SIGNALS)
+def test_a_marker_of_a_finished_rank_that_changes_is_said(
+    given: str, verb: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    source = tmp_path / "step"
+    shutil.copytree(FIXTURES / given, source)
+    signal = source / "saved_signal_0"
+    if not signal.exists():
+        signal.write_text("1")
+    read_while(signal.unlink if how == "removed" else lambda: signal.write_text("0 "), source, verb, monkeypatch, capfd)

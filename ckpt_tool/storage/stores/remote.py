@@ -115,7 +115,9 @@ class RemoteTree(Tree):
             for path in self.listing()
             if path.startswith(f"{folder}/")
         }
-        return RemoteTree(self.display(folder), self._store.below(folder), listed=inside or None)
+        tree = RemoteTree(self.display(folder), self._store.below(folder), listed=inside or None)
+        tree.above = self
+        return tree
 
     # -- what a file is -------------------------------------------------------------------------------------------
 
@@ -160,6 +162,13 @@ class RemoteTree(Tree):
         for name, now in zip(names, found, strict=True):
             if now != self.identity(name):
                 raise changed_while_read(self.display(name))
+        if self.above is not None:
+            self.above.check_unchanged()
+
+    def watch(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            self._entry(path)
+            self._fetched.add(path)
 
     def size(self, path: str) -> int:
         return self.views.size(path) if is_view(path) else self._entry(path).size
