@@ -188,9 +188,6 @@ def convert(
     vpp: int | str | None = None,
     pp_split: str | Iterable[int] | None = None,
     zero: int | str | None = None,
-    sharding: str | None = None,
-    spec: str | None = None,
-    hybrid_layer_pattern: str | PathLike[str] | None = None,
     layout: str | PathLike[str] | None = None,
     on_indivisible: str | None = None,
     strict_shard: bool = False,
@@ -206,8 +203,6 @@ def convert(
     quantize_skip: str | Iterable[str] | None = None,
     quantize_only: str | Iterable[str] | None = None,
     repack: str | None = None,
-    gguf_type: str | None = None,
-    gguf_only: str | Iterable[str] | None = None,
     vocab_size: int | str | None = None,
     tied_head: str | None = None,
     allow_lossy: bool = False,
@@ -230,6 +225,11 @@ def convert(
     pinned: int | str | tuple[int, int] | None = None,
     max_shard_size: int | str | None = None,
     plan: str | PathLike[str] | None = None,
+    gguf_type: str | None = None,
+    gguf_only: str | Iterable[str] | None = None,
+    spec: str | None = None,
+    hybrid_layer_pattern: str | PathLike[str] | None = None,
+    sharding: str | None = None,
 ) -> WriteResult:
     r"""Convert a checkpoint to another format, other names and other parallel degrees, in one step.
 
@@ -261,10 +261,6 @@ def convert(
         vpp: Give each rank N virtual pipeline stages: vpp=2.
         pp_split: Set the layers of each pipeline stage: 8,9,9,6; auto makes stages of about equal bytes.
         zero: Set the ZeRO stage, which says what data parallel ranks shard: zero=1.
-        sharding: Shard optimizer states by owner (v1) or in slices (v2). Default: as in the source.
-        spec: Write layers of Megatron's own modules (local) or of Transformer Engine (te). Default: as in the source,
-            or local.
-        hybrid_layer_pattern: Write a GPTModel as a HybridModel of these layers: '*-*-'; none converts back.
         layout: Read the mesh and placement rules from a TOML file: layout="mesh.toml".
         on_indivisible: Choose what happens where a dim does not divide: largest-dim, prefix, best-subset, dtensor, pad,
             replicate, error. Default largest-dim; for data ranks dtensor.
@@ -286,9 +282,6 @@ def convert(
         quantize_skip: Leave these weights unquantised too: quantize_skip="*.o_proj.*". A list gives several.
         quantize_only: Quantise only these weights: quantize_only="*.experts.*". A list gives several.
         repack: Store the same values of GPTQ or AWQ weights as another library does: compressed-tensors.
-        gguf_type: Write matrices in this type: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, tq1_0, tq2_0, mxfp4.
-            Default: as in the source.
-        gguf_only: Apply gguf_type to these matrices alone: '*ffn_down*'. A list gives several.
         vocab_size: Set the rows of the vocabulary: further rows are cut off, missing ones are zeros. vocab_size=32000.
         tied_head: Write an output layer that equals the embedding once (tie) or twice (untie).
         allow_lossy: Allow casts that overflow or saturate, and count them.
@@ -313,6 +306,13 @@ def convert(
         pinned: Set aside this much pinned memory for device="cuda": pinned="1GiB". Default: what the run needs.
         max_shard_size: Limit the size of each file: max_shard_size="2GB". Default 5GB.
         plan: Save the plan for `ckpt.apply`, and write nothing else: plan="plan.json".
+        gguf_type: Write matrices in this type: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, tq1_0, tq2_0, mxfp4.
+            Default: as in the source.
+        gguf_only: Apply gguf_type to these matrices alone: '*ffn_down*'. A list gives several.
+        spec: Write layers of Megatron's own modules (local) or of Transformer Engine (te). Default: as in the source,
+            or local.
+        hybrid_layer_pattern: Write a GPTModel as a HybridModel of these layers: '*-*-'; none converts back.
+        sharding: Shard optimizer states by owner (v1) or in slices (v2). Default: as in the source.
 
     Returns:
         `plan` (bytes, files), `states`, `fallbacks`, `dropped` (what was not written, and why), `notes`.
@@ -565,9 +565,6 @@ def merge(
     vpp: int | str | None = None,
     pp_split: str | Iterable[int] | None = None,
     zero: int | str | None = None,
-    sharding: str | None = None,
-    spec: str | None = None,
-    hybrid_layer_pattern: str | PathLike[str] | None = None,
     layout: str | PathLike[str] | None = None,
     on_indivisible: str | None = None,
     strict_shard: bool = False,
@@ -583,8 +580,6 @@ def merge(
     quantize_skip: str | Iterable[str] | None = None,
     quantize_only: str | Iterable[str] | None = None,
     repack: str | None = None,
-    gguf_type: str | None = None,
-    gguf_only: str | Iterable[str] | None = None,
     vocab_size: int | str | None = None,
     tied_head: str | None = None,
     allow_lossy: bool = False,
@@ -607,6 +602,11 @@ def merge(
     pinned: int | str | tuple[int, int] | None = None,
     max_shard_size: int | str | None = None,
     plan: str | PathLike[str] | None = None,
+    gguf_type: str | None = None,
+    gguf_only: str | Iterable[str] | None = None,
+    spec: str | None = None,
+    hybrid_layer_pattern: str | PathLike[str] | None = None,
+    sharding: str | None = None,
     from_format: str | None = None,
     follow_symlinks: bool = False,
     lenient: bool = False,
@@ -653,10 +653,6 @@ def merge(
         vpp: Give each rank N virtual pipeline stages: vpp=2.
         pp_split: Set the layers of each pipeline stage: 8,9,9,6; auto makes stages of about equal bytes.
         zero: Set the ZeRO stage, which says what data parallel ranks shard: zero=1.
-        sharding: Shard optimizer states by owner (v1) or in slices (v2). Default: as in the source.
-        spec: Write layers of Megatron's own modules (local) or of Transformer Engine (te). Default: as in the source,
-            or local.
-        hybrid_layer_pattern: Write a GPTModel as a HybridModel of these layers: '*-*-'; none converts back.
         layout: Read the mesh and placement rules from a TOML file: layout="mesh.toml".
         on_indivisible: Choose what happens where a dim does not divide: largest-dim, prefix, best-subset, dtensor, pad,
             replicate, error. Default largest-dim; for data ranks dtensor.
@@ -678,9 +674,6 @@ def merge(
         quantize_skip: Leave these weights unquantised too: quantize_skip="*.o_proj.*". A list gives several.
         quantize_only: Quantise only these weights: quantize_only="*.experts.*". A list gives several.
         repack: Store the same values of GPTQ or AWQ weights as another library does: compressed-tensors.
-        gguf_type: Write matrices in this type: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, tq1_0, tq2_0, mxfp4.
-            Default: as in the source.
-        gguf_only: Apply gguf_type to these matrices alone: '*ffn_down*'. A list gives several.
         vocab_size: Set the rows of the vocabulary: further rows are cut off, missing ones are zeros. vocab_size=32000.
         tied_head: Write an output layer that equals the embedding once (tie) or twice (untie).
         allow_lossy: Allow casts that overflow or saturate, and count them.
@@ -705,6 +698,13 @@ def merge(
         pinned: Set aside this much pinned memory for device="cuda": pinned="1GiB". Default: what the run needs.
         max_shard_size: Limit the size of each file: max_shard_size="2GB". Default 5GB.
         plan: Save the plan for `ckpt.apply`, and write nothing else: plan="plan.json".
+        gguf_type: Write matrices in this type: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, tq1_0, tq2_0, mxfp4.
+            Default: as in the source.
+        gguf_only: Apply gguf_type to these matrices alone: '*ffn_down*'. A list gives several.
+        spec: Write layers of Megatron's own modules (local) or of Transformer Engine (te). Default: as in the source,
+            or local.
+        hybrid_layer_pattern: Write a GPTModel as a HybridModel of these layers: '*-*-'; none converts back.
+        sharding: Shard optimizer states by owner (v1) or in slices (v2). Default: as in the source.
         from_format: Read SRC as this format instead of detecting it: from_format="dcp".
         follow_symlinks: Follow links that lead out of SRC. Links inside it, and those of a Hugging Face cache, are
             always followed.
@@ -772,9 +772,6 @@ def patch(
     vpp: int | str | None = None,
     pp_split: str | Iterable[int] | None = None,
     zero: int | str | None = None,
-    sharding: str | None = None,
-    spec: str | None = None,
-    hybrid_layer_pattern: str | PathLike[str] | None = None,
     layout: str | PathLike[str] | None = None,
     on_indivisible: str | None = None,
     strict_shard: bool = False,
@@ -790,8 +787,6 @@ def patch(
     quantize_skip: str | Iterable[str] | None = None,
     quantize_only: str | Iterable[str] | None = None,
     repack: str | None = None,
-    gguf_type: str | None = None,
-    gguf_only: str | Iterable[str] | None = None,
     vocab_size: int | str | None = None,
     tied_head: str | None = None,
     allow_lossy: bool = False,
@@ -814,6 +809,11 @@ def patch(
     pinned: int | str | tuple[int, int] | None = None,
     max_shard_size: int | str | None = None,
     plan: str | PathLike[str] | None = None,
+    gguf_type: str | None = None,
+    gguf_only: str | Iterable[str] | None = None,
+    spec: str | None = None,
+    hybrid_layer_pattern: str | PathLike[str] | None = None,
+    sharding: str | None = None,
 ) -> WriteResult:
     r"""Write a base with a chain of deltas applied.
 
@@ -844,10 +844,6 @@ def patch(
         vpp: Give each rank N virtual pipeline stages: vpp=2.
         pp_split: Set the layers of each pipeline stage: 8,9,9,6; auto makes stages of about equal bytes.
         zero: Set the ZeRO stage, which says what data parallel ranks shard: zero=1.
-        sharding: Shard optimizer states by owner (v1) or in slices (v2). Default: as in the source.
-        spec: Write layers of Megatron's own modules (local) or of Transformer Engine (te). Default: as in the source,
-            or local.
-        hybrid_layer_pattern: Write a GPTModel as a HybridModel of these layers: '*-*-'; none converts back.
         layout: Read the mesh and placement rules from a TOML file: layout="mesh.toml".
         on_indivisible: Choose what happens where a dim does not divide: largest-dim, prefix, best-subset, dtensor, pad,
             replicate, error. Default largest-dim; for data ranks dtensor.
@@ -869,9 +865,6 @@ def patch(
         quantize_skip: Leave these weights unquantised too: quantize_skip="*.o_proj.*". A list gives several.
         quantize_only: Quantise only these weights: quantize_only="*.experts.*". A list gives several.
         repack: Store the same values of GPTQ or AWQ weights as another library does: compressed-tensors.
-        gguf_type: Write matrices in this type: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, tq1_0, tq2_0, mxfp4.
-            Default: as in the source.
-        gguf_only: Apply gguf_type to these matrices alone: '*ffn_down*'. A list gives several.
         vocab_size: Set the rows of the vocabulary: further rows are cut off, missing ones are zeros. vocab_size=32000.
         tied_head: Write an output layer that equals the embedding once (tie) or twice (untie).
         allow_lossy: Allow casts that overflow or saturate, and count them.
@@ -896,6 +889,13 @@ def patch(
         pinned: Set aside this much pinned memory for device="cuda": pinned="1GiB". Default: what the run needs.
         max_shard_size: Limit the size of each file: max_shard_size="2GB". Default 5GB.
         plan: Save the plan for `ckpt.apply`, and write nothing else: plan="plan.json".
+        gguf_type: Write matrices in this type: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, tq1_0, tq2_0, mxfp4.
+            Default: as in the source.
+        gguf_only: Apply gguf_type to these matrices alone: '*ffn_down*'. A list gives several.
+        spec: Write layers of Megatron's own modules (local) or of Transformer Engine (te). Default: as in the source,
+            or local.
+        hybrid_layer_pattern: Write a GPTModel as a HybridModel of these layers: '*-*-'; none converts back.
+        sharding: Shard optimizer states by owner (v1) or in slices (v2). Default: as in the source.
 
     Returns:
         As `ckpt.convert`.
@@ -934,9 +934,6 @@ def plan(
     vpp: int | str | None = None,
     pp_split: str | Iterable[int] | None = None,
     zero: int | str | None = None,
-    sharding: str | None = None,
-    spec: str | None = None,
-    hybrid_layer_pattern: str | PathLike[str] | None = None,
     layout: str | PathLike[str] | None = None,
     on_indivisible: str | None = None,
     strict_shard: bool = False,
@@ -952,8 +949,6 @@ def plan(
     quantize_skip: str | Iterable[str] | None = None,
     quantize_only: str | Iterable[str] | None = None,
     repack: str | None = None,
-    gguf_type: str | None = None,
-    gguf_only: str | Iterable[str] | None = None,
     vocab_size: int | str | None = None,
     tied_head: str | None = None,
     allow_lossy: bool = False,
@@ -974,6 +969,11 @@ def plan(
     device: str | None = "cpu",
     pinned: int | str | tuple[int, int] | None = None,
     max_shard_size: int | str | None = None,
+    gguf_type: str | None = None,
+    gguf_only: str | Iterable[str] | None = None,
+    spec: str | None = None,
+    hybrid_layer_pattern: str | PathLike[str] | None = None,
+    sharding: str | None = None,
 ) -> WriteResult:
     r"""Plan a conversion, or without `to` a reshard, and write no checkpoint.
 
@@ -1009,10 +1009,6 @@ def plan(
         vpp: Give each rank N virtual pipeline stages: vpp=2.
         pp_split: Set the layers of each pipeline stage: 8,9,9,6; auto makes stages of about equal bytes.
         zero: Set the ZeRO stage, which says what data parallel ranks shard: zero=1.
-        sharding: Shard optimizer states by owner (v1) or in slices (v2). Default: as in the source.
-        spec: Write layers of Megatron's own modules (local) or of Transformer Engine (te). Default: as in the source,
-            or local.
-        hybrid_layer_pattern: Write a GPTModel as a HybridModel of these layers: '*-*-'; none converts back.
         layout: Read the mesh and placement rules from a TOML file: layout="mesh.toml".
         on_indivisible: Choose what happens where a dim does not divide: largest-dim, prefix, best-subset, dtensor, pad,
             replicate, error. Default largest-dim; for data ranks dtensor.
@@ -1034,9 +1030,6 @@ def plan(
         quantize_skip: Leave these weights unquantised too: quantize_skip="*.o_proj.*". A list gives several.
         quantize_only: Quantise only these weights: quantize_only="*.experts.*". A list gives several.
         repack: Store the same values of GPTQ or AWQ weights as another library does: compressed-tensors.
-        gguf_type: Write matrices in this type: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, tq1_0, tq2_0, mxfp4.
-            Default: as in the source.
-        gguf_only: Apply gguf_type to these matrices alone: '*ffn_down*'. A list gives several.
         vocab_size: Set the rows of the vocabulary: further rows are cut off, missing ones are zeros. vocab_size=32000.
         tied_head: Write an output layer that equals the embedding once (tie) or twice (untie).
         allow_lossy: Allow casts that overflow or saturate, and count them.
@@ -1059,6 +1052,13 @@ def plan(
         device: Choose where bytes are ordered, cast and hashed. Default cpu.
         pinned: Set aside this much pinned memory for device="cuda": pinned="1GiB". Default: what the run needs.
         max_shard_size: Limit the size of each file: max_shard_size="2GB". Default 5GB.
+        gguf_type: Write matrices in this type: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, tq1_0, tq2_0, mxfp4.
+            Default: as in the source.
+        gguf_only: Apply gguf_type to these matrices alone: '*ffn_down*'. A list gives several.
+        spec: Write layers of Megatron's own modules (local) or of Transformer Engine (te). Default: as in the source,
+            or local.
+        hybrid_layer_pattern: Write a GPTModel as a HybridModel of these layers: '*-*-'; none converts back.
+        sharding: Shard optimizer states by owner (v1) or in slices (v2). Default: as in the source.
 
     Returns:
         What the run would return, without `elapsed_s` and `digest_checked`; `plan_file` where one was saved.
@@ -1152,9 +1152,6 @@ def reshard(
     vpp: int | str | None = None,
     pp_split: str | Iterable[int] | None = None,
     zero: int | str | None = None,
-    sharding: str | None = None,
-    spec: str | None = None,
-    hybrid_layer_pattern: str | PathLike[str] | None = None,
     layout: str | PathLike[str] | None = None,
     on_indivisible: str | None = None,
     strict_shard: bool = False,
@@ -1170,8 +1167,6 @@ def reshard(
     quantize_skip: str | Iterable[str] | None = None,
     quantize_only: str | Iterable[str] | None = None,
     repack: str | None = None,
-    gguf_type: str | None = None,
-    gguf_only: str | Iterable[str] | None = None,
     vocab_size: int | str | None = None,
     tied_head: str | None = None,
     allow_lossy: bool = False,
@@ -1194,6 +1189,11 @@ def reshard(
     pinned: int | str | tuple[int, int] | None = None,
     max_shard_size: int | str | None = None,
     plan: str | PathLike[str] | None = None,
+    gguf_type: str | None = None,
+    gguf_only: str | Iterable[str] | None = None,
+    spec: str | None = None,
+    hybrid_layer_pattern: str | PathLike[str] | None = None,
+    sharding: str | None = None,
 ) -> WriteResult:
     r"""Write the same checkpoint for other parallel degrees, with every state of it.
 
@@ -1225,10 +1225,6 @@ def reshard(
         vpp: Give each rank N virtual pipeline stages: vpp=2.
         pp_split: Set the layers of each pipeline stage: 8,9,9,6; auto makes stages of about equal bytes.
         zero: Set the ZeRO stage, which says what data parallel ranks shard: zero=1.
-        sharding: Shard optimizer states by owner (v1) or in slices (v2). Default: as in the source.
-        spec: Write layers of Megatron's own modules (local) or of Transformer Engine (te). Default: as in the source,
-            or local.
-        hybrid_layer_pattern: Write a GPTModel as a HybridModel of these layers: '*-*-'; none converts back.
         layout: Read the mesh and placement rules from a TOML file: layout="mesh.toml".
         on_indivisible: Choose what happens where a dim does not divide: largest-dim, prefix, best-subset, dtensor, pad,
             replicate, error. Default largest-dim; for data ranks dtensor.
@@ -1250,9 +1246,6 @@ def reshard(
         quantize_skip: Leave these weights unquantised too: quantize_skip="*.o_proj.*". A list gives several.
         quantize_only: Quantise only these weights: quantize_only="*.experts.*". A list gives several.
         repack: Store the same values of GPTQ or AWQ weights as another library does: compressed-tensors.
-        gguf_type: Write matrices in this type: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, tq1_0, tq2_0, mxfp4.
-            Default: as in the source.
-        gguf_only: Apply gguf_type to these matrices alone: '*ffn_down*'. A list gives several.
         vocab_size: Set the rows of the vocabulary: further rows are cut off, missing ones are zeros. vocab_size=32000.
         tied_head: Write an output layer that equals the embedding once (tie) or twice (untie).
         allow_lossy: Allow casts that overflow or saturate, and count them.
@@ -1277,6 +1270,13 @@ def reshard(
         pinned: Set aside this much pinned memory for device="cuda": pinned="1GiB". Default: what the run needs.
         max_shard_size: Limit the size of each file: max_shard_size="2GB". Default 5GB.
         plan: Save the plan for `ckpt.apply`, and write nothing else: plan="plan.json".
+        gguf_type: Write matrices in this type: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, tq1_0, tq2_0, mxfp4.
+            Default: as in the source.
+        gguf_only: Apply gguf_type to these matrices alone: '*ffn_down*'. A list gives several.
+        spec: Write layers of Megatron's own modules (local) or of Transformer Engine (te). Default: as in the source,
+            or local.
+        hybrid_layer_pattern: Write a GPTModel as a HybridModel of these layers: '*-*-'; none converts back.
+        sharding: Shard optimizer states by owner (v1) or in slices (v2). Default: as in the source.
 
     Returns:
         `plan` (bytes, files), `states`, `fallbacks`, `dropped` (what was not written, and why), `notes`.

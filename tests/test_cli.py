@@ -39,9 +39,9 @@ from ckpt_tool.errors import (
     catalogue,
 )
 from ckpt_tool.merging.options import MergeOptions
+from ckpt_tool.option_kinds.statement import LAYOUT, options_of
 from ckpt_tool.options.python_docs import python_help
 from ckpt_tool.options.reading import Inspection, Reading, Show
-from ckpt_tool.options.statement import LAYOUT, options_of
 from ckpt_tool.options.verbs import Comparison, Share, Verification
 from ckpt_tool.options.writing import Writing
 

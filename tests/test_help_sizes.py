@@ -9,7 +9,7 @@ import pytest
 from ckpt_tool.cli import run
 from ckpt_tool.cli.parser import EVERYDAY
 from ckpt_tool.cli.verbs import VERBS
-from ckpt_tool.options.statement import OPTIONS, options_of
+from ckpt_tool.option_kinds.statement import OPTIONS, options_of
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *line: str) -> str:

@@ -249,7 +249,7 @@ def misplaced(known: Mapping[str, str]) -> list[str]:
     is made elsewhere."""
     found = []
     for file, source in known.items():
-        wanted = {name for place, name in WALLS["found"].items() if _is_at(file, place, known)}
+        wanted = {name for place, name in WALLS["found"].items() if _is_at(file, place)}
         given = {
             ast.unparse(target).partition(":")[0]
             for node in tree_of(source).body
@@ -261,13 +261,10 @@ def misplaced(known: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _is_at(file: str, place: str, known: Mapping[str, str]) -> bool:
-    """Is it a file of that place? Of folders of a system those that have a `format.py`, in `models/` what is no
-    `__init__.py`."""
-    folder, name = file.rpartition("/")[::2]
-    if not re.fullmatch(place.replace("*", "[^/]+"), file):
-        return False
-    return f"{folder}/format.py" in known if folder.startswith("systems/") else name != "__init__.py"
+def _is_at(file: str, place: str) -> bool:
+    """Is it a file of that place? In `models/` what is no `__init__.py`."""
+    is_there = re.fullmatch(place.replace("*", "[^/]+"), file) is not None
+    return is_there and (place.startswith("systems/") or not file.endswith("/__init__.py"))
 
 
 def _made(source: str) -> set[str]:
@@ -282,7 +279,7 @@ def _made(source: str) -> set[str]:
     for node in nodes_of(source):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             whole = imported.get(node.func.id, "")
-            made |= {"ENTRY"} if whole == "ckpt_tool.formats.entry.Entry" else set()
+            made |= {"SYSTEM"} if whole == "ckpt_tool.formats.entry.System" else set()
             made |= {"FAMILY"} if whole == "ckpt_tool.families.base.Family" else set()
         elif isinstance(node, ast.ClassDef) and not any(ast.unparse(base) == "Protocol" for base in node.bases):
             methods = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
@@ -294,18 +291,21 @@ def test_formats_and_families_lie_where_they_are_found() -> None:
     assert not misplaced(MODULES)
 
 
-def test_a_misplaced_format_is_seen() -> None:
-    entry = "from ckpt_tool.formats.entry import Entry\nENTRY = Entry('x')\n"
+def test_a_misplaced_system_or_format_is_seen() -> None:
+    row = "from ckpt_tool.formats.entry import System\nSYSTEM = System()\n"
     format_ = "FORMAT = Foo()\n"
     class_ = "class Foo:\n" + "".join(f"    def {name}(self): pass\n" for name in ("detect", "read", "target"))
-    place = "systems/foo/bar"
-    sound = {f"{place}/__init__.py": entry, f"{place}/format.py": class_ + format_, "systems/foo/kin/__init__.py": ""}
+    sound = {
+        "systems/foo/__init__.py": row,
+        "systems/foo/bar/__init__.py": "",
+        "systems/foo/bar/format.py": class_ + format_,
+    }
     assert not misplaced(sound)
-    assert misplaced({**sound, f"{place}/format.py": class_}) == [f"{place}/format.py has no FORMAT"]
-    assert misplaced({**sound, f"{place}/__init__.py": ""}) == [f"{place}/__init__.py has no ENTRY"]
-    seen = misplaced({**sound, "formats/bar.py": class_, "systems/foo/kin/__init__.py": entry})
+    assert misplaced({**sound, "systems/foo/bar/format.py": class_}) == ["systems/foo/bar/format.py has no FORMAT"]
+    assert misplaced({**sound, "systems/foo/__init__.py": ""}) == ["systems/foo/__init__.py has no SYSTEM"]
+    seen = misplaced({**sound, "formats/bar.py": class_, "systems/foo/bar/__init__.py": row})
     assert [line.partition(",")[0] for line in seen] == [
-        "systems/foo/kin/__init__.py makes ENTRY",
+        "systems/foo/bar/__init__.py makes SYSTEM",
         "formats/bar.py makes FORMAT",
     ]
 
@@ -321,10 +321,13 @@ def test_a_misplaced_family_is_seen() -> None:
 
 def test_all_have_the_names_that_they_are_found_by() -> None:
     from ckpt_tool.families.models import FAMILIES
-    from ckpt_tool.formats.entry import entries, load
+    from ckpt_tool.formats.entry import dialects, entries, load, systems
 
     folders = {file for file in MODULES if matches(file, "systems/*/*/format.py")}
+    stated = {f"systems/{name}/{each.folder}/format.py" for name, row in systems().items() for each in row.formats}
+    assert stated == folders
     assert len(entries()) == len({entry.order for entry in entries().values()}) == len(folders)
+    assert len(dialects()) == len({dialect.order for dialect in dialects().values()})
     assert all(load(name).name == name for name in entries())
     files = {file.split("/")[2] for file in MODULES if file.startswith("families/models/")}
     assert {f"{family.name}.py" for family in FAMILIES} == files - {"__init__.py"}
@@ -401,8 +404,8 @@ def options_restated(source: str, known: Collection[str]) -> list[str]:
 def test_an_option_is_stated_once(file: str) -> None:
     """A field of its group; the command line and the Python functions are made from that and name none themselves."""
     from ckpt_tool.cli.verbs import VERBS
+    from ckpt_tool.option_kinds.statement import options_of
     from ckpt_tool.options.reading import Show
-    from ckpt_tool.options.statement import options_of
 
     options = {
         name: one for verb in VERBS.values() for name, one in verb.options().items() if name not in options_of(Show)

@@ -12,7 +12,7 @@ from ckpt_tool.cli.verbs import VERBS
 from ckpt_tool.commands.help import _PAGES_MEANT, help_on
 from ckpt_tool.errors import UsageError, several_steps
 from ckpt_tool.formats.entry import entries
-from ckpt_tool.options.statement import value_of
+from ckpt_tool.option_kinds.statement import value_of
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.select import state_filter
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))  # this tree, not what is installed
 from ckpt_tool import guide  # noqa: E402
 from ckpt_tool.cli.verbs import VERBS, Verb  # noqa: E402
 from ckpt_tool.errors import Code, catalogue  # noqa: E402
-from ckpt_tool.options.statement import Option, ordered_headings  # noqa: E402
+from ckpt_tool.option_kinds.statement import Option, ordered_headings  # noqa: E402
 from ckpt_tool.report.explanation import EXITS  # noqa: E402
 
 READMES = {"en": "README.md", "zh": "README_zh.md"}

@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from ckpt_tool.cli.repeated import refuse_two_values
 from ckpt_tool.cli.verbs import VERBS, Argument, Verb, VerbJob
 from ckpt_tool.errors import UsageError, near_misses
-from ckpt_tool.options.statement import OPTIONS, REPORTING, Option, options_of, ordered_headings
+from ckpt_tool.option_kinds.statement import OPTIONS, REPORTING, Option, options_of, ordered_headings
 
 _ABOUT = """Read sharded training checkpoints of any format, convert and reshard them, and prove every value.
 Nothing in a checkpoint is ever run."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckpt_tool.errors import UsageError
-from ckpt_tool.options.statement import Option
-from ckpt_tool.options.values import BadValue
+from ckpt_tool.option_kinds.statement import Option
+from ckpt_tool.option_kinds.values import BadValue
 
 CODE = "E3020"
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import CkptError, UsageError, near_misses
-from ckpt_tool.options.statement import (
+from ckpt_tool.option_kinds.statement import (
     KEYS,
     LAYOUT,
     PLAN,

@@ -17,7 +17,7 @@ from ckpt_tool.conversion.plan_file import load_plan
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.report_data import for_report
 from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, UsageError
-from ckpt_tool.options.values import AUTO
+from ckpt_tool.option_kinds.values import AUTO
 from ckpt_tool.options.verbs import Share
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan

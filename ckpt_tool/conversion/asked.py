@@ -109,11 +109,6 @@ def may_be_adapter(chosen: Chosen, job: Conversion) -> bool:
     return contain_any(_names_of(chosen), (*ADAPTER_WORDS, _BRIDGE_WORD))
 
 
-def has_layer_pattern(chosen: Chosen, job: Conversion) -> bool:
-    """--hybrid-layer-pattern"""
-    return job.writing.hybrid_layer_pattern is not None
-
-
 def changes_names(chosen: Chosen, job: Conversion) -> bool:
     """A dialect of the target's, or options that say how names change."""
     return job.dialect != "keep" or bool(job.writing.experts or job.writing.aoa or job.reading.family)
@@ -149,16 +144,6 @@ def fits_tensors(chosen: Chosen, job: Conversion) -> bool:
     return isinstance(job.fmt, Fitting)
 
 
-def makes_blocks(chosen: Chosen, job: Conversion) -> bool:
-    """--gguf-type"""
-    return job.writing.gguf_type is not None
-
-
 def quantizes(chosen: Chosen, job: Conversion) -> bool:
     """--quantize, or the patterns that belong to it"""
     return bool(job.writing.quantize is not None or job.writing.quantize_skip or job.writing.quantize_only)
-
-
-def states_model(chosen: Chosen, job: Conversion) -> bool:
-    """A format whose files state the model in words of their own (GGUF)."""
-    return job.fmt.holds.own_header

@@ -16,17 +16,17 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ckpt_tool.conversion.layout import degrees_of, split_of
-from ckpt_tool.core.patterns import Names
 from ckpt_tool.core.target import LayoutWish, Target
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES, Fitting, Format
+from ckpt_tool.option_kinds.statement import options_given
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion, dtypes_of, extras_left_behind, left_behind, written_as
 from ckpt_tool.sources.config import config_in, quantised_config_in
-from ckpt_tool.sources.select import group_of, refuse_misses
+from ckpt_tool.sources.select import group_of
 from ckpt_tool.storage.output.destination import Place
 from ckpt_tool.weight_schemes.weights import CODES, part_of
 
@@ -41,15 +41,12 @@ def refuse_idle(fmt: Format, writing: Writing) -> None:
     given = {
         SHARD_SIZE: writing.max_shard_size is not None,
         "zero": bool(writing.zero) or (writing.zero is not None and "dp" in fmt.holds.mesh),
-        "sharding": writing.sharding is not None,
-        "spec": writing.spec is not None,
-        "gguf-only": bool(writing.gguf_only),
-        "gguf-type": writing.gguf_type is not None,
         "quantize": writing.quantize is not None,
         "repack": writing.repack is not None,
         "pp-split": bool(writing.pp_split),
         "layout": writing.layout is not None,
         "on-indivisible": writing.on_indivisible not in (None, "error"),
+        **{option.names[0][2:]: True for _, option in options_given(writing) if option.by_format},
     }
     idle = [name for name, was_given in given.items() if was_given and name not in fmt.holds.uses_options]
     if idle:
@@ -245,23 +242,6 @@ def fitted(chosen: Chosen, job: Conversion) -> Chosen:
     )
 
 
-def _named_for_blocks(chosen: Chosen, writing: Writing) -> frozenset[str] | None:
-    """The tensors that `--gguf-only` names, None without it. Raises UsageError E0255 for patterns that match nothing,
-    E2724 where no type is given for them."""
-    if not writing.gguf_only:
-        return None
-    if writing.gguf_type is None:
-        raise UsageError(
-            "--gguf-only says which matrices get another type, and nothing says which",
-            code="E2724",
-            hint="add --gguf-type TYPE, or leave it off",
-        )
-    known = Names(row.tensor.key.name for row in chosen.stored)
-    found, misses = known.matched(writing.gguf_only)
-    refuse_misses(misses, known.names)
-    return frozenset(found)
-
-
 def wish_of(chosen: Chosen, fmt: Format, writing: Writing) -> LayoutWish:
     """What is wished of a format with a layout of its own."""
     config = chosen.config
@@ -272,12 +252,9 @@ def wish_of(chosen: Chosen, fmt: Format, writing: Writing) -> LayoutWish:
         degrees,
         writing.zero,
         split_of(chosen, writing, degrees.at("pp")),
-        writing.sharding,
-        writing.spec,
         config,
         writing.vocab_size,
         frozenset(t.key for t in chosen.removed),
-        writing.gguf_type,
-        _named_for_blocks(chosen, writing),
         bool({MODEL, ""} & writing.dtypes.keys()),
+        writing.of_systems,
     )

@@ -25,8 +25,8 @@ from ckpt_tool.conversion.carry_out import refuse_in_store
 from ckpt_tool.conversion.plan_file import write_new
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import UsageError
-from ckpt_tool.options.statement import RUN, words_of
-from ckpt_tool.options.values import AUTO
+from ckpt_tool.option_kinds.statement import RUN, words_of
+from ckpt_tool.option_kinds.values import AUTO
 from ckpt_tool.options.verbs import Share
 from ckpt_tool.options.writing import ENGINES, Writing
 from ckpt_tool.plan.plan import Plan

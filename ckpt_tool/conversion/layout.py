@@ -29,7 +29,7 @@ from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import MODEL, LogicalTensor
 from ckpt_tool.errors import UsageError, wrap_os_error
 from ckpt_tool.formats.base import Format
-from ckpt_tool.options.values import AUTO
+from ckpt_tool.option_kinds.values import AUTO
 from ckpt_tool.options.writing import DEFAULT_POLICY, Writing
 from ckpt_tool.plan.placing import PlacingRule, Wishes, lay_out, rules_from, shown_split, stages_by_bytes
 from ckpt_tool.sources.chosen import Chosen

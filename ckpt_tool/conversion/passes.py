@@ -7,18 +7,20 @@ tensor: it changes where tensors are read from, their keys, dtypes and shapes, a
 takes all passes in this order, `reshard` and `merge` of one source all but NAMES. `merging` and `adapters` select each
 source, name it as the hub or the adapter does, compute, and name the result as the output wants it.
 
-Each pass is a row: what it is for, when it has anything to do (`asked`, a cheap look at the options, at the source or
+What one system alone needs is a row of that system (`formats.entry.SystemPass`), and runs at one of four places. Each
+pass is a row: what it is for, when it has anything to do (`asked`, a cheap look at the options, at the source or
 at the names), and where its function is. A pass that has nothing to do is neither called nor imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from typing import NamedTuple
 
 from ckpt_tool.conversion import asked
+from ckpt_tool.formats.entry import Place, passes_at
 from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.sources.config import read_config
 from ckpt_tool.sources.opening import Opened
@@ -39,6 +41,12 @@ class Pass(NamedTuple):
         module, _, name = self.function.partition(":")
         function: Callable[[Chosen, Conversion], Chosen] = getattr(import_module(f"ckpt_tool.{module}"), name)
         return function(chosen, job)
+
+
+def _of_systems(place: Place) -> Iterator[Pass]:
+    """The passes that systems have at one place (`formats.entry.SystemPass`)."""
+    for package, row in passes_at(place):
+        yield Pass(row.name, row.purpose, row.asked, f"{package}.{row.function}")
 
 
 # Which tensors of one source, as which values
@@ -113,24 +121,14 @@ NAMES = (
         asked.may_be_adapter,
         "conversion.adapter_names:adapters_named",
     ),
-    Pass(
-        "layers",
-        "--hybrid-layer-pattern none: a HybridModel of Megatron's as a GPTModel",
-        asked.has_layer_pattern,
-        "systems.megatron.passes.hybrid_layers:as_gpt",
-    ),
+    *_of_systems("before names"),
     Pass(
         "names",
         "--aoa, --dialect, --family: names and structure, as strided pieces of the source",
         asked.changes_names,
         "conversion.naming:named",
     ),
-    Pass(
-        "pattern",
-        "--hybrid-layer-pattern: a GPTModel as a HybridModel, by the letters of its layers",
-        asked.has_layer_pattern,
-        "systems.megatron.passes.hybrid_layers:as_hybrid",
-    ),
+    *_of_systems("after names"),
 )
 # As the format keeps them
 FITTING = (
@@ -171,24 +169,14 @@ FITTING = (
         asked.fits_tensors,
         "conversion.fitting:fitted",
     ),
-    Pass(
-        "blocks",
-        "--gguf-type: values as blocks of a quantised type",
-        asked.makes_blocks,
-        "quantised.as_blocks:as_blocks",
-    ),
+    *_of_systems("after fitting"),
     Pass(
         "quantised",
         "--quantize: weights as codes and scales",
         asked.quantizes,
         "quantised.quantize:quantized",
     ),
-    Pass(
-        "header",
-        "what the format's files state of the model in their own words (GGUF's metadata)",
-        asked.states_model,
-        "systems.llamacpp.passes.gguf_metadata:with_metadata",
-    ),
+    *_of_systems("last"),
 )
 PASSES = (*SELECTION, *NAMES, *FITTING)
 

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tool.conversion.optimizer_groups import renamed_groups, renamed_records
+from ckpt_tool.core.patterns import near_names
 from ckpt_tool.core.renaming import Renamed, read_rule, rename
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.sources.opening import Opened
-from ckpt_tool.sources.select import near_names
 
 MATCHES_NOTHING = "E2970"
 ONE_NAME = "E2971"

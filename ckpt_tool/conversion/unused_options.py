@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
+from ckpt_tool.option_kinds.statement import options_given
 from ckpt_tool.options.writing import Writing
 
 CODE = "E3021"
@@ -23,7 +24,7 @@ def refuse_new_names(verb: str, writing: Writing) -> None:
         "--dialect": writing.dialect not in (None, "keep"),
         "--aoa": bool(writing.aoa),
         "--tied-head": writing.tied_head not in (None, "keep"),
-        "--hybrid-layer-pattern": writing.hybrid_layer_pattern is not None,
+        **{option.names[0]: True for _, option in options_given(writing) if option.renames},
     }
     _refuse(verb, given, "names and structure stay as they are", "ckpt convert changes them, and takes degrees too")
 

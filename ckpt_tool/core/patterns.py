@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import translate
 from itertools import islice, takewhile
 
-from ckpt_tool.errors import UsageError
+from ckpt_tool.errors import UsageError, near_misses
 
 LENGTH = 16_384  # characters of a pattern
 _SPECIAL = re.compile(r"[*?\[]")
@@ -110,3 +110,31 @@ class Names:
 def _beginning(ordered: Sequence[str], front: str) -> Iterator[str]:
     """The texts of a sorted list that begin with `front`."""
     return takewhile(lambda text: text.startswith(front), islice(ordered, bisect_left(ordered, front), None))
+
+
+def refuse_misses(misses: Sequence[str], names: Sequence[str]) -> None:
+    """Raise UsageError E0255 for patterns that match none of the names, all at once, with near misses."""
+    if misses:
+        near = near_names(misses[0], names)
+        raise UsageError(
+            f"the pattern {misses[0]!r} matches no tensor",
+            code="E0255",
+            hint=near or f"the checkpoint has {len(names)} names, such as {', '.join(names[:3])}",
+            faults=[f"the pattern {miss!r} matches no tensor" for miss in misses[1:]],
+        )
+
+
+def near_names(pattern: str, names: Sequence[str]) -> str:
+    """Names near a pattern that matched nothing: as a whole, else by one of their parts between dots."""
+    bare = pattern.removeprefix("re:").strip("*.^$\\")
+    whole = near_misses(bare, names)
+    if whole:
+        return whole
+    parts = {part: name for name in reversed(names) for part in (*name.split("."), *name.replace("_", ".").split("."))}
+    for word in sorted(re.split(r"[.*?\\\[\]^$]+", bare), key=len, reverse=True):
+        from difflib import get_close_matches  # 1 ms of every start
+
+        close = get_close_matches(word, parts, n=3, cutoff=0.6) if word else []
+        if close:
+            return f"did you mean {', '.join(dict.fromkeys(parts[part] for part in close))}?"
+    return ""

@@ -29,6 +29,8 @@ DIGEST_CHARS = 32  # hex digits of a digest, the size of its hole in an index
 PATCH_BYTES = {"crc32": 4, "digest": DIGEST_CHARS, "sha256": 64}  # kind of a patch -> bytes of its hole
 T = TypeVar("T")
 
+G = TypeVar("G")
+
 
 class Later(Sequence[T]):
     """A sequence that is made anew whenever it is looked at, and kept by nobody. Always the same values."""
@@ -167,15 +169,15 @@ class LayoutWish(NamedTuple):
     degrees: Degrees = Degrees()  # what is known of them
     zero: int | None = None  # the ZeRO stage, 0 to 3
     pp_split: tuple[int, ...] = ()  # layers of each stage, () for even ones
-    sharding: str | None = None  # how Paddle's ranks share states, `v1` or `v2`
-    spec: str | None = None  # Megatron's layer spec, `te` or `local`
     config: Mapping[str, Any] | None = None  # the model's
     vocab_size: int | None = None
     removed: frozenset[TensorKey] = frozenset()  # the keys that were removed by pattern
-    # what GGUF's matrices shall be, those named by gguf_only where that is not None. None where nobody says.
-    gguf_type: str | None = None
-    gguf_only: frozenset[str] | None = None
     cast: bool = False  # has the model's dtype been chosen (`--dtype`)?
+    of_systems: tuple[Any, ...] = ()  # the options that one system has, a value of each group that was given
+
+    def of(self, group: type[G]) -> G:
+        """The options of one system, by their group; their defaults where nobody gave any."""
+        return next((value for value in self.of_systems if isinstance(value, group)), group())
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckpt_tool.deltas.folder import CHECKSUMS, ENCODINGS
-from ckpt_tool.options.statement import OPTIONS, PLAN, RUN
-from ckpt_tool.options.values import count, size
+from ckpt_tool.option_kinds.statement import OPTIONS, PLAN, RUN
+from ckpt_tool.option_kinds.values import count, size
 from ckpt_tool.options.writing import DEFAULT_SHARD_SIZE
 
 

@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.conversion.carry_out import executor_of
@@ -32,6 +32,7 @@ from ckpt_tool.deltas.folder import CHAIN, Archive, Delta, check_chain, read_del
 from ckpt_tool.deltas.patched_tensor import Cursors, Patched
 from ckpt_tool.deltas.under_hub_names import hub_names
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError, near_misses
+from ckpt_tool.option_kinds.statement import options_given
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored, count_copies
@@ -50,9 +51,7 @@ UNLIKE = "E2615"
 OPTION = "E2618"
 _APPLIED = ".weight_sync/state.json"  # which version SGLang's copy of the model is
 _READERS = 64 << 20  # bytes of all threads' readers, where one thread's are not more
-_RUN = frozenset(
-    "force resume fsync dry_run memory threads verify command".split()
-)  # that an archive's rebuilding takes
+_RUN = frozenset("force resume fsync dry_run memory threads verify".split())  # that an archive's rebuilding takes
 
 
 def patch(
@@ -170,11 +169,10 @@ def _rebuild(
 ) -> dict[str, Any]:
     """The files of the step that the last delta keeps."""
     began = time.monotonic()
-    plain = Writing()
-    given = [each.name for each in fields(Writing) if getattr(writing, each.name) != getattr(plain, each.name)]
-    if wrong := [name for name in given if name not in _RUN]:
+    wrong = [option.names[0] for name, option in options_given(writing) if name not in _RUN]
+    if wrong:
         raise UsageError(
-            f"--{wrong[0].replace('_', '-')}: the files of a step are rebuilt as they were",
+            f"{wrong[0]}: the files of a step are rebuilt as they were",
             code=OPTION,
             place="ckpt patch",
             hint="rebuild the step, then ckpt convert or ckpt reshard it",

@@ -1,29 +1,38 @@
-"""The formats, found by their folders: what lists say of each before any is loaded.
+"""The systems and their formats, found by their folders: what lists say of each before any is loaded.
 
     >>> list(entries())[:3]
     ['safetensors', 'torch', 'dcp']
     >>> load("safetensors").holds.dialect
     'hf'
 
-A folder `systems/SYSTEM/FORMAT` with a `format.py` is a format. Its `__init__.py` holds its `ENTRY` and imports nothing
-else, its `format.py` the `FORMAT` (`formats.base.Format`). Nothing else names it: `--from` and `--to`, detection, the
-tables of the READMEs and the guide (`tests/derive_tables.py`) and the conformance tests go by what lies there. To add
-one: copy `tests/formats/template_format`, and put fixtures under `fixtures/NAME/`.
+A folder of `systems/` is a system. Its `__init__.py` holds a row, `SYSTEM`, and imports nothing else: its formats, the
+dialects (the names of tensors that are at home there), the passes of a conversion that it alone needs, and the group of
+options that it alone has. A format is a folder of its system; its `format.py` holds the `FORMAT`
+(`formats.base.Format`).
 
-Cost: 1.5 ms for the entries of thirteen formats; those that read pickles take 20 ms each to load.
+Nothing else names a system or a format: `--from`, `--to`, `--dialect`, detection, help, the tables of the READMEs and
+the guide (`tests/derive_tables.py`) and the conformance tests go by these rows. To add one: copy
+`tests/formats/template_system`, and put fixtures under `fixtures/NAME/`.
+
+Cost: 2 ms for the rows of ten systems; formats that read pickles take 20 ms each to load.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from ckpt_tool.formats.base import Format
+    from ckpt_tool.sources.chosen import Chosen, Conversion
     from ckpt_tool.storage.source import Tree
+
+SYSTEMS = "ckpt_tool.systems"
+# before or after names become those of the output; after states are as the format keeps them; last of all
+Place = Literal["before names", "after names", "after fitting", "last"]
 
 
 def _may_be(tree: Tree) -> bool:
@@ -34,7 +43,8 @@ class Entry(NamedTuple):
     """A format's row in the lists."""
 
     name: str
-    order: int  # its place in them, by number
+    folder: str  # the format's folder, in that of its system
+    order: int  # its place in the lists, by number
     # en, zh: what it is, for the tables of formats, as Markdown
     en: str
     zh: str
@@ -44,26 +54,80 @@ class Entry(NamedTuple):
     may_be: Callable[[Tree], bool] = _may_be
 
 
+class Dialect(NamedTuple):
+    """Names of tensors that are at home in a system, for `--dialect`."""
+
+    name: str
+    order: int  # its place in the lists, by number
+    variant_of: str = ""  # another tool's or another form's version of the names of this dialect; "" for none
+
+
+class SystemPass(NamedTuple):
+    """A step of a conversion that one system needs (`conversion.passes`)."""
+
+    name: str
+    purpose: str  # in words, with the options that it carries out
+    # has it anything to do with what was chosen, in this conversion? False means that its result would be its input
+    asked: Callable[[Chosen, Conversion], bool]
+    function: str  # `module:function`, the module in the system's folder
+    place: Place  # when it runs
+
+
+class System(NamedTuple):
+    """A system's row. See the module."""
+
+    formats: tuple[Entry, ...] = ()
+    dialects: tuple[Dialect, ...] = ()
+    passes: tuple[SystemPass, ...] = ()
+    options: str = ""  # the class of the option group in `options.py` of the system's folder, "" for none
+
+
+@cache
+def systems() -> Mapping[str, System]:
+    """The row of each system by its folder."""
+    root = os.path.join(os.path.dirname(os.path.dirname(__file__)), "systems")
+    folders = sorted(name for name in os.listdir(root) if os.path.isfile(os.path.join(root, name, "__init__.py")))
+    return {folder: import_module(f"{SYSTEMS}.{folder}").SYSTEM for folder in folders}
+
+
 @cache
 def _found() -> dict[str, tuple[Entry, str]]:
     """name -> (its entry, its package), in the entries' order."""
-    root = os.path.join(os.path.dirname(os.path.dirname(__file__)), "systems")
-    packages: list[str] = []
-    for system in os.listdir(root):
-        folder = os.path.join(root, system)
-        if not os.path.isdir(folder):
-            continue
-        with_format = [name for name in os.listdir(folder) if os.path.isfile(os.path.join(folder, name, "format.py"))]
-        packages += [f"ckpt_tool.systems.{system}.{name}" for name in with_format]
-
-    found: list[tuple[Entry, str]] = [(import_module(package).ENTRY, package) for package in packages]
-    return {entry.name: (entry, package) for entry, package in sorted(found, key=lambda pair: pair[0][1::-1])}
+    entries = [
+        (entry, f"{SYSTEMS}.{folder}.{entry.folder}")
+        for folder, system in systems().items()
+        for entry in system.formats
+    ]
+    return {entry.name: (entry, package) for entry, package in sorted(entries, key=lambda pair: pair[0].order)}
 
 
 @cache
 def entries() -> Mapping[str, Entry]:
     """Every format's entry by its name, in their order."""
     return {name: entry for name, (entry, _) in _found().items()}
+
+
+@cache
+def dialects() -> Mapping[str, Dialect]:
+    """Every dialect of a system by its name, in their order."""
+    rows = [dialect for system in systems().values() for dialect in system.dialects]
+    return {dialect.name: dialect for dialect in sorted(rows, key=lambda dialect: dialect.order)}
+
+
+@cache
+def option_groups() -> tuple[type, ...]:
+    """The groups of the options that one system has, by the names of the systems."""
+    return tuple(
+        getattr(import_module(f"{SYSTEMS}.{folder}.options"), system.options)
+        for folder, system in systems().items()
+        if system.options
+    )
+
+
+def passes_at(place: Place) -> Iterator[tuple[str, SystemPass]]:
+    """Each system's passes of one place, with the module that the pass' function is below."""
+    for folder, system in systems().items():
+        yield from ((f"systems.{folder}", each) for each in system.passes if each.place == place)
 
 
 def load(name: str) -> Format:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ckpt_tool.merging.methods import METHODS
 from ckpt_tool.merging.schedules import SCHEDULES
-from ckpt_tool.options.statement import OPTIONS, options_of
-from ckpt_tool.options.values import count, integer, number, numbers, text, words
+from ckpt_tool.option_kinds.statement import OPTIONS, options_of
+from ckpt_tool.option_kinds.values import count, integer, number, numbers, text, words
 
 # next to the methods of arithmetic: tensors as they are, adapters folded, averages of the steps of a run
 UNION = "union"

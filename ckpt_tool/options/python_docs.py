@@ -3,7 +3,7 @@
     >>> python_help("Cast values: --dtype bf16. Repeatable.", options)
     'Cast values: dtype="bf16". A list gives several.'
 
-The command line states each option once (`options.statement`); here its help is put in the words of a call.
+The command line states each option once (`option_kinds.statement`); here its help is put in the words of a call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from ckpt_tool.options.statement import Option, options_of
+from ckpt_tool.option_kinds.statement import Option, groups_within, options_of
 
 WIDTH = 116  # a docstring is indented by four
 _MENTION = re.compile(r"--([a-z][a-z0-9-]*)((?: (?!--)(?:'[^']*'|[^\s:;,.]+(?:[.,:/][^\s:;,.]+)*))*)")
@@ -25,7 +25,7 @@ _NO_VALUE = ("to", "and", "or", "PATTERN", "FILE")  # a word after an option's n
 def defaults_of(*groups: type) -> dict[str, Any]:
     """Keyword -> what it is where it is not given: a number, text, True or False; None where the command decides."""
     defaults: dict[str, Any] = {}
-    for group in groups:
+    for group in (inner for stated_group in groups for inner in groups_within(stated_group)):
         for each in fields(group):
             for stated in each.metadata["options"]:
                 option = stated.of(each.name)

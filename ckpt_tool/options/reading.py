@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ckpt_tool.core.progress import MODES
 from ckpt_tool.formats.entry import entries
-from ckpt_tool.options.statement import OPTIONS, READING, REPORTING
-from ckpt_tool.options.values import count, output, patterns, positive, text, words
+from ckpt_tool.option_kinds.statement import OPTIONS, READING, REPORTING
+from ckpt_tool.option_kinds.values import count, output, patterns, positive, text, words
 
 FORMATS = tuple(entries())
 CALLED = {word: entry.name for entry in entries().values() for word in entry.called}  # what people type -> a format

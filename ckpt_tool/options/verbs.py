@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckpt_tool.guide import LANGUAGES
-from ckpt_tool.options.statement import OPTIONS
-from ckpt_tool.options.values import between, count, output, paths, rename_rules, share, text, tolerance, words
+from ckpt_tool.option_kinds.statement import OPTIONS
+from ckpt_tool.option_kinds.values import between, count, output, paths, rename_rules, share, text, tolerance, words
 from ckpt_tool.options.writing import DEVICES, DIALECTS, device
 
 

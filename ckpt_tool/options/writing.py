@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ckpt_tool.core.fallback import POLICIES
-from ckpt_tool.options.reading import CALLED, FORMATS
-from ckpt_tool.options.statement import KEYS, LAYOUT, PLAN, RUN, TO, TRAVEL, Section
-from ckpt_tool.options.values import (
+from ckpt_tool.formats.entry import dialects, option_groups
+from ckpt_tool.option_kinds.statement import KEYS, LAYOUT, PLAN, RUN, TO, TRAVEL, Section, carried
+from ckpt_tool.option_kinds.values import (
     between,
     count,
     dtypes,
@@ -27,18 +27,17 @@ from ckpt_tool.options.values import (
     with_file,
     words,
 )
+from ckpt_tool.options.reading import CALLED, FORMATS
 from ckpt_tool.weight_schemes.schemes import SCHEMES
 
-SHARDINGS = ("v1", "v2")  # what Paddle calls its stages of sharding: whole tensors by owner, slices of fused buffers
 EMA_THEN_MODEL = "ema,model"  # of --as-model: where there is no average, the model's own
-SPECS = ("local", "te")  # Megatron's layers: of its own modules, of Transformer Engine's
 # of one system's names, by another tool for it or for another form of the model -> whose names they are
-VARIANTS = {"megatron-swift": "megatron", "maxtext-unscanned": "maxtext", "torchtune-0.6": "torchtune"}
-DIALECTS = ("hf", "megatron", "paddle", "meta", "gguf", "torchtune", "olmo-core", "maxtext", "gemma", *VARIANTS, "keep")
+VARIANTS = {dialect.name: dialect.variant_of for dialect in dialects().values() if dialect.variant_of}
+DIALECTS = (*dialects(), "keep")
 EXPERTS = ("split", "fused")  # layouts of a layer's experts in the hub's files: one by one, stacked in one tensor
-GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "tq1_0", "tq2_0", "mxfp4")
 REPACKS = ("compressed-tensors",)
 DEVICES = ("cpu", "cuda")
+G = TypeVar("G")
 ENGINES = ("slurm", "k8s", "ray")  # what job files are written for
 DEFAULT_POLICY = "largest-dim"
 MOST_ROWS = (1 << 31) - 1  # of --vocab-size: token ids are 32-bit numbers
@@ -85,21 +84,6 @@ class Writing:
     )
     zero: int | None = LAYOUT.option(
         "Set the ZeRO stage, which says what data parallel ranks shard: --zero 1.", between(0, 3), "0|1|2|3"
-    )
-    sharding: str | None = LAYOUT.choice(
-        "Shard optimizer states by owner (v1) or in slices (v2). Default: as in the source.", SHARDINGS, system="Paddle"
-    )
-    spec: str | None = LAYOUT.choice(
-        "Write layers of Megatron's own modules (local) or of Transformer Engine (te). Default: as "
-        "in the source, or local.",
-        SPECS,
-        system="Megatron",
-    )
-    hybrid_layer_pattern: str | None = LAYOUT.option(
-        "Write a GPTModel as a HybridModel of these layers: '*-*-'; none converts back.",
-        text,
-        "PATTERN|none",
-        system="Megatron",
     )
     layout: str | None = LAYOUT.option(
         "Read the mesh and placement rules from a TOML file: --layout mesh.toml.", text, "FILE"
@@ -185,22 +169,6 @@ class Writing:
     repack: str | None = TRAVEL.choice(
         "Store the same values of GPTQ or AWQ weights as another library does: compressed-tensors.", REPACKS
     )
-    gguf_type: str | None = TRAVEL.option(
-        f"Write matrices in this type: {', '.join(GGUF_TYPES)}. Default: as in the source.",
-        only_one_of(GGUF_TYPES, "--gguf-only PATTERN says which matrices have it"),
-        "TYPE",
-        kind="values",
-        choices=GGUF_TYPES,
-        system="GGUF",
-    )
-    gguf_only: tuple[str, ...] = TRAVEL.option(
-        "Apply --gguf-type to these matrices alone: '*ffn_down*'. Repeatable.",
-        patterns,
-        "PATTERN",
-        kind="values",
-        default=(),
-        system="GGUF",
-    )
     vocab_size: int | None = TRAVEL.option(
         "Set the rows of the vocabulary: further rows are cut off, missing ones are zeros. --vocab-size 32000.",
         between(1, MOST_ROWS),
@@ -276,8 +244,15 @@ class Writing:
         "Save the plan for ckpt apply, and write nothing else: --plan plan.json.", output, "FILE", keyword="plan"
     )
 
+    # the options that one system alone has, a value of each group (`formats.entry.option_groups`)
+    of_systems: tuple[Any, ...] = carried(option_groups)
+
     # the words of the line, for --attest: they decide nothing
     command: tuple[str, ...] = field(default=(), compare=False, metadata={"options": ()})
+
+    def of(self, group: type[G]) -> G:
+        """The options of one system, by their group."""
+        return next(value for value in self.of_systems if isinstance(value, group))
 
     @property
     def state_as_model(self) -> str | None:

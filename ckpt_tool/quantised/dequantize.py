@@ -66,7 +66,7 @@ def dequantized(chosen: Chosen, job: Conversion) -> Chosen:
                 refuse_codes([row.tensor for row in chosen.stored])
             chosen = _without_codes(chosen, f"{job.fmt.name} has no place for them")
         if any(row.tensor.dtype.coded for row in chosen.stored):
-            from ckpt_tool.quantised.as_blocks import refuse_blocks
+            from ckpt_tool.quantised.ggml_blocks import refuse_blocks
 
             refuse_blocks(chosen, job)
         return chosen
@@ -118,7 +118,7 @@ def _without_codes(chosen: Chosen, reason: str) -> Chosen:
 
 def _of_blocks(chosen: Chosen, writing: Writing) -> Chosen:
     """GGUF's types of blocks as floats of the model's dtype; what is no block keeps its own."""
-    from ckpt_tool.quantised.as_blocks import floats_of_blocks
+    from ckpt_tool.quantised.ggml_blocks import floats_of_blocks
 
     recipes = floats_of_blocks(chosen.stored, chosen)
     dtype = _dtype(model_config(chosen))

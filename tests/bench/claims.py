@@ -294,8 +294,8 @@ def sizes_of_the_plan(work: Path) -> list[int]:
         return list(json.loads(kept.read_text()))
     from ckpt_tool.conversion.passes import selected
     from ckpt_tool.conversion.planning import make_plan
+    from ckpt_tool.option_kinds.statement import value_of
     from ckpt_tool.options.reading import Reading
-    from ckpt_tool.options.statement import value_of
     from ckpt_tool.options.writing import Writing
     from ckpt_tool.plan.schedule import units
     from ckpt_tool.run.file_parts import in_order_of_files

@@ -46,7 +46,7 @@ gc.disable()
 began = time.process_time()
 from pathlib import Path
 from ckpt_tool.options.reading import Reading
-from ckpt_tool.options.statement import value_of
+from ckpt_tool.option_kinds.statement import value_of
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.conversion.passes import selected

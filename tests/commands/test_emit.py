@@ -16,7 +16,7 @@ import pytest
 from ckpt_tool.cli import run
 from ckpt_tool.conversion import job_file
 from ckpt_tool.conversion.plan_file import load_plan
-from ckpt_tool.options.statement import RUN, values_of, words_of
+from ckpt_tool.option_kinds.statement import RUN, values_of, words_of
 from ckpt_tool.options.writing import ENGINES, Writing
 
 ROOT = Path(__file__).parents[2]

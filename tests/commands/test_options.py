@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tool.errors import UsageError
-from ckpt_tool.options import values
+from ckpt_tool.option_kinds import values
+from ckpt_tool.option_kinds.statement import options_of, value_of, values_of
 from ckpt_tool.options.reading import Reading
-from ckpt_tool.options.statement import options_of, value_of, values_of
 from ckpt_tool.options.writing import Writing
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckpt_tool.core.patterns import Names, matcher
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import UsageError
-from ckpt_tool.options.values import BadValue, patterns
+from ckpt_tool.option_kinds.values import BadValue, patterns
 from ckpt_tool.sources.select import split_keys
 
 LETTERS = "ab.\n[]*?!-é\U0010ffff"

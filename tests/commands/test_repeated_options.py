@@ -13,7 +13,7 @@ from ckpt_tool.cli.parser import parse
 from ckpt_tool.cli.repeated import is_same_value
 from ckpt_tool.cli.verbs import VERBS
 from ckpt_tool.errors import UsageError
-from ckpt_tool.options.statement import Option
+from ckpt_tool.option_kinds.statement import Option
 
 MODEL = str(Path(__file__).parents[2] / "fixtures" / "safetensors" / "llama_one_file")
 ONE_VALUE = [

@@ -1,8 +1,8 @@
-"""A format is one folder: `template_format`, put as `systems/toy/toy` into a copy of the tool, and nothing else
-changed.
+"""A system is one folder: `template_system`, put as `systems/toy` into a copy of the tool, and nothing else changed.
 
-There it is detected, read, written and listed, keeps the laws of the house and passes what every format must. Its
-fixture is a checkpoint of PyTorch's, written as `toy`, with that checkpoint's truth from the live run beside it.
+There its format is detected, read, written and listed, its dialects, its option and its pass are found, it keeps the
+laws of the house and passes what every format must. Its fixture is a checkpoint of PyTorch's, written as `toy`, with
+that checkpoint's truth from the live run beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 import test_house
 
 ROOT = Path(__file__).parents[2]
-TEMPLATE = ROOT / "tests/formats/template_format"
+TEMPLATE = ROOT / "tests/formats/template_system"
 SOURCE = ROOT / "fixtures/dcp/fsdp2_dp4"
 READMES = ["README.md", "README_zh.md"]  # they have other tables that are derived
 TABLES = ["ckpt_tool/guide/en/formats.md", "ckpt_tool/guide/zh/formats.md"]
@@ -37,8 +37,7 @@ def house(tmp_path_factory):
     """The tool with the format in it, the tests of every format, and all fixtures."""
     house = tmp_path_factory.mktemp("house")
     shutil.copytree(ROOT / "ckpt_tool", house / "ckpt_tool", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(TEMPLATE, house / "ckpt_tool/systems/toy/toy")
-    (house / "ckpt_tool/systems/toy/__init__.py").write_text('"""The made-up system of the template."""\n')
+    shutil.copytree(TEMPLATE, house / "ckpt_tool/systems/toy", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ["pyproject.toml", *READMES, *(f"tests/{name}" for name in TESTS)]:
         (house / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, house / name)
@@ -88,12 +87,34 @@ def test_it_is_listed_wherever_formats_are(house):
     assert all("| `toy` |" in (house / name).read_text(encoding="utf-8") for name in TABLES)
 
 
+def test_its_option_and_its_pass_are_found(house):
+    for verb in ("convert", "reshard"):
+        assert "--toy-comment" in ckpt(house, verb, "--help")
+    line = {"_CKPT_COMPLETE": "complete_bash", "COMP_WORDS": "ckpt convert --toy", "COMP_CWORD": "2"}
+    assert python(house, "-m", "ckpt_tool", **line)[1].split() == ["--toy-comment"]
+    ckpt(house, "convert", SOURCE, "noted", "--to", "toy", "--toy-comment", "a run of May")
+    assert json.loads(ckpt(house, "inspect", "noted", "--json"))["extras"]["comment"] == "a run of May"
+    code, text = python(house, "-m", "ckpt_tool", "convert", SOURCE, "x", "--to", "dcp", "--toy-comment", "no")
+    assert code == 2 and "it belongs to toy" in text
+
+
+def test_its_dialects_are_listed(house):
+    for verb in ("convert", "diff"):
+        text = " ".join(ckpt(house, verb, "--help").replace("│", " ").split())
+        assert "gemma, megatron-swift, maxtext-unscanned, torchtune-0.6, toy, toy-short, keep" in text
+    code, text = python(house, "-m", "ckpt_tool", "convert", SOURCE, "x", "--to", "safetensors", "--dialect", "toy")
+    assert code != 0 and "Traceback" not in text
+
+
 def test_it_keeps_the_laws_of_the_house():
-    files = {f"systems/toy/toy/{path.name}": path.read_text(encoding="utf-8") for path in sorted(TEMPLATE.glob("*.py"))}
+    files = {
+        f"systems/toy/{path.relative_to(TEMPLATE).as_posix()}": path.read_text(encoding="utf-8")
+        for path in sorted(TEMPLATE.rglob("*.py"))
+    }
     assert not test_house.misplaced(files)
     for file, source in files.items():
         assert not test_house.faults_of(file, source, {**test_house.MODULES, **files})
-        assert not test_house.formats_named(file, source, {**test_house.formats_by_folder(), "toy": "systems/toy/toy"})
+        assert not test_house.formats_named(file, source, {**test_house.formats_by_folder(), "toy": "systems/toy"})
 
 
 @pytest.mark.first

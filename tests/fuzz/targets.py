@@ -34,7 +34,7 @@ from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.merging.groups import Grouping
 from ckpt_tool.merging.mergekit import read_config
-from ckpt_tool.options.values import BadValue, patterns
+from ckpt_tool.option_kinds.values import BadValue, patterns
 from ckpt_tool.plan import saved
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.plan.placing import Wishes, lay_out

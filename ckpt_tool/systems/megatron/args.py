@@ -21,12 +21,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.extras import Opaque, Symbol
+from ckpt_tool.systems.megatron.options import SPECS
 from ckpt_tool.systems.megatron.stages import Stages, args_of
 from ckpt_tool.systems.megatron.stored_names import GROUPED, SEQUENTIAL, TE_GROUPED
 
 NAMESPACE = "argparse.Namespace"
 DIMS = ("tp", "pp", "vpp", "ep", "etp", "dp", "cp")
-LOCAL, TE = SPECS = ("local", "te")  # how layers are built: Megatron's own modules, Transformer Engine's
+LOCAL, TE = SPECS
 _OWN = frozenset(("rank", "local_rank", "node_rank"))  # of each process
 _SIZES = (
     "hidden_size ffn_hidden_size moe_ffn_hidden_size moe_shared_expert_intermediate_size kv_channels qk_head_dim "

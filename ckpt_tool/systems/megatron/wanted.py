@@ -32,6 +32,7 @@ from ckpt_tool.systems.megatron.args import MegatronFacts, arguments, facts_of, 
 from ckpt_tool.systems.megatron.hints import MegatronHints
 from ckpt_tool.systems.megatron.job import MegatronJob
 from ckpt_tool.systems.megatron.legacy.folders import fit
+from ckpt_tool.systems.megatron.options import MegatronOptions
 from ckpt_tool.systems.megatron.rules import gated, is_vocabulary
 from ckpt_tool.systems.megatron.stages import NO_SPLIT, Stages, chosen_stages, from_counts
 from ckpt_tool.systems.megatron.stored_names import EMBEDDING, TIED_HEAD
@@ -75,7 +76,7 @@ def decide(wanted: Wanted) -> Decided:
     the vocabulary."""
     model = {t.key.name: i for i, t in enumerate(wanted.tensors) if t.key.state == MODEL}
     shapes = {name: wanted.tensors[i].shape for name, i in model.items()}
-    spec = wanted.wish.spec
+    spec = wanted.wish.of(MegatronOptions).spec
     args = with_spec(arguments(wanted.extras), spec)
     stated = facts_of(args, spec)
     own = wanted.hints.get(MegatronHints) if wanted.source_format == "megatron" else None

@@ -52,10 +52,10 @@ from ckpt_tool.core.flat_line import FlatLine
 from ckpt_tool.core.hints import Hint
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import UsageError
+from ckpt_tool.systems.paddle.options import SHARDINGS
 from ckpt_tool.systems.paddle.rules import text_config
 
-V1 = "v1"
-V2 = "v2"
+V1, V2 = SHARDINGS
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ from ckpt_tool.systems.paddle.job import (
     spans,
     stages_of,
 )
+from ckpt_tool.systems.paddle.options import PaddleOptions
 from ckpt_tool.systems.paddle.rules import HEADS, PaddleCut, cut_of, is_expert, local_boxes, model_type_of, text_config
 from ckpt_tool.systems.paddle.stored_names import EMBEDDINGS, HEAD, registration_order
 
@@ -105,8 +106,8 @@ def degrees_of(wanted: Wanted, experts: int, notes: list[str]) -> JobDegrees:
         sharding = dp
     else:
         sharding = 1 if zero == 0 else dp if zero else _inherited(wanted, dp)
-    wish = wanted.wish.sharding or paddle_hints(wanted).sharding or (V2 if ep > 1 else V1)
-    if sharding == 1 and wanted.wish.sharding:
+    wish = wanted.wish.of(PaddleOptions).sharding or paddle_hints(wanted).sharding or (V2 if ep > 1 else V1)
+    if sharding == 1 and wanted.wish.of(PaddleOptions).sharding:
         notes.append(nothing_shared(wish))
     if zero is not None and zero > 1:
         notes.append(f"--zero {zero} is written as sharding stage 1: Paddle's files share states, not gradients")

@@ -15,10 +15,12 @@ import re
 from collections.abc import Sequence
 
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.patterns import Names, refuse_misses
 from ckpt_tool.core.target import LayoutWish
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import Fitted
+from ckpt_tool.systems.llamacpp.options import GgufOptions
 from ckpt_tool.weight_schemes.ggml_types import of_name
 
 REQUANTISED = "E1708"
@@ -27,31 +29,53 @@ _ENDS = ("token_embd.weight", "output.weight")
 _HELD = ("F32", "F16", "BF16")
 
 
-def fitted(tensors: Sequence[LogicalTensor], wish: LayoutWish, *, renamed: bool) -> Fitted:
-    """renamed: the names have just become llama.cpp's. Raises UsageError E1708 for tensors of blocks that would be
-    quantised once more."""
+def fit_types(tensors: Sequence[LogicalTensor], wish: LayoutWish, *, renamed: bool) -> Fitted:
+    """The tensors with the types that those which change shall have.
+
+    renamed: the names have just become llama.cpp's. Raises UsageError E1708 for tensors of blocks that would be
+    quantised once more, E0255 for patterns that match nothing, E2724 where no type is given for them.
+    """
+    options = wish.of(GgufOptions)
+    only = _names_asked_for(tensors, options)
     rows = tuple(enumerate(tensors))
-    if wish.gguf_type is None and not renamed:
+    if options.gguf_type is None and not renamed:
         return Fitted(rows)
-    asked = of_name(wish.gguf_type.upper()) if wish.gguf_type else None
-    casts: dict[TensorKey, DType] = {}
-    only = wish.gguf_only
+
+    asked = of_name(options.gguf_type.upper()) if options.gguf_type else None
     wanted = [tensor for tensor in tensors if only is None or tensor.key.name in only]
     coded = [tensor for tensor in wanted if tensor.dtype.coded and tensor.dtype != asked]
     if asked is not None and coded:
         raise UsageError(
-            f"--gguf-type {wish.gguf_type}: {len(coded)} tensors are quantised already, {coded[0].key.name} as "
+            f"--gguf-type {options.gguf_type}: {len(coded)} tensors are quantised already, {coded[0].key.name} as "
             f"{coded[0].dtype.name}",
             code=REQUANTISED,
             key=coded[0].key.name,
             hint="--dequantize converts them to floats first; without the option they stay as they are",
         )
+
+    casts: dict[TensorKey, DType] = {}
     for tensor in tensors:
         if tensor.dtype.is_float:
             kind = _kind(tensor, asked if only is None or tensor.key.name in only else None, cast=wish.cast)
             if kind is not None:
                 casts[tensor.key] = kind
     return Fitted(rows, casts)
+
+
+def _names_asked_for(tensors: Sequence[LogicalTensor], options: GgufOptions) -> frozenset[str] | None:
+    """The names of the tensors that `--gguf-only` matches; None without it: all."""
+    if not options.gguf_only:
+        return None
+    if options.gguf_type is None:
+        raise UsageError(
+            "--gguf-only says which matrices get another type, and nothing says which",
+            code="E2724",
+            hint="add --gguf-type TYPE, or leave it off",
+        )
+    known = Names(tensor.key.name for tensor in tensors)
+    names, misses = known.matched(options.gguf_only)
+    refuse_misses(misses, known.names)
+    return frozenset(names)
 
 
 def _kind(tensor: LogicalTensor, asked: DType | None, *, cast: bool) -> DType | None:

@@ -122,9 +122,9 @@ class _Gguf:
         self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish
     ) -> Fitted:
         """The tensors in the types that llama.cpp wants them in; see `systems.llamacpp.gguf.fit`."""
-        from ckpt_tool.systems.llamacpp.gguf.fit import fitted
+        from ckpt_tool.systems.llamacpp.gguf.fit import fit_types
 
-        return fitted(tensors, wish, renamed=hints.dialect == self.holds.dialect)
+        return fit_types(tensors, wish, renamed=hints.dialect == self.holds.dialect)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """The whole output; see `systems.llamacpp.gguf.target`."""

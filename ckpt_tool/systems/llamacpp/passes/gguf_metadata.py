@@ -28,6 +28,7 @@ from ckpt_tool.systems.llamacpp.gguf.header import ALIGNMENT, ARRAY, name_of, ra
 from ckpt_tool.systems.llamacpp.gguf.target import Pairs, pair
 from ckpt_tool.systems.llamacpp.gguf.tokenizer import TokenizerFiles, tokenizer_pairs
 from ckpt_tool.systems.llamacpp.gguf.tokenizer_files import PREFIX, tokenizer_files
+from ckpt_tool.systems.llamacpp.options import GgufOptions
 from ckpt_tool.weight_schemes.ggml_types import FILE_TYPES
 
 FILE_TYPE = "general.file_type"
@@ -46,15 +47,16 @@ def with_metadata(chosen: Chosen, job: Conversion) -> Chosen:
         chosen = _with_rope(chosen, job)
     else:
         return chosen
-    if FILE_TYPE in found and (job.writing.gguf_type or not found[FILE_TYPE]):
+    if FILE_TYPE in found and (job.writing.of(GgufOptions).gguf_type or not found[FILE_TYPE]):
         found[FILE_TYPE] = pair("UINT32", _file_type(chosen, job))
     return replace(chosen, hints=chosen.all_hints.having(Pairs(found))).noted(*notes) if found else chosen
 
 
 def _file_type(chosen: Chosen, job: Conversion) -> int:
     """What most bytes of matrices are, as the label has it."""
-    if job.writing.gguf_type:
-        return FILE_TYPES[job.writing.gguf_type.upper()]
+    gguf_type = job.writing.of(GgufOptions).gguf_type
+    if gguf_type:
+        return FILE_TYPES[gguf_type.upper()]
     sizes: dict[str, int] = {}
     for row in chosen.stored:
         name = chosen.casts.get(row.tensor.key, row.tensor.dtype).name

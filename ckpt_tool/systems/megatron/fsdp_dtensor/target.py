@@ -61,6 +61,7 @@ from ckpt_tool.systems.megatron.groups import (
 )
 from ckpt_tool.systems.megatron.job import MegatronJob, carved, check_experts
 from ckpt_tool.systems.megatron.legacy.target import ARGS_LEFT, EXTRAS_LEFT, OURS, writable, written_of
+from ckpt_tool.systems.megatron.options import MegatronOptions
 from ckpt_tool.systems.megatron.parts import HALF
 from ckpt_tool.systems.megatron.pointer import folder_of, pointer_to
 from ckpt_tool.systems.megatron.rng import by_rank, tensors_of_rng
@@ -99,7 +100,7 @@ class _MegatronFsdpWriting:
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
         self.notes: list[str] = []
-        spec = wanted.wish.spec
+        spec = wanted.wish.of(MegatronOptions).spec
         self.args = with_spec(arguments(wanted.extras), spec)
         self.facts = facts_of(self.args, spec)
         self.model = {t.key.name: t for t in wanted.tensors if t.key.state == MODEL}
@@ -124,7 +125,11 @@ class _MegatronFsdpWriting:
 
     def _spelling(self, own: FsdpHints | None, shapes: Mapping[str, tuple[int, ...]]) -> FsdpHints:
         """How keys are spelled: as the source's, or by its arguments (a spec is wished, another format)."""
-        if own is not None and self.wanted.source_format == "megatron-fsdp" and self.wanted.wish.spec is None:
+        if (
+            own is not None
+            and self.wanted.source_format == "megatron-fsdp"
+            and self.wanted.wish.of(MegatronOptions).spec is None
+        ):
             return own
         grouped = self.facts.container == names.TE_GROUPED
         halves = self.args.get("swiglu", True) is not False

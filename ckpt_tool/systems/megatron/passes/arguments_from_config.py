@@ -28,6 +28,7 @@ from ckpt_tool.formats.base import Format
 from ckpt_tool.sources.chosen import Chosen
 from ckpt_tool.sources.config import file_config, model_arguments
 from ckpt_tool.systems.megatron import hybrid
+from ckpt_tool.systems.megatron.options import MegatronOptions
 from ckpt_tool.systems.megatron.stored_names import ROOT
 
 _EMBEDDING = re.compile(rf"{ROOT}embedding\.word_embeddings\.weight")
@@ -138,7 +139,7 @@ def _of_tensors(args: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
         out["padded_vocab_size"] = ceil_div(out["vocab_size"], unit) * unit
     ahead = {found[1] for name in model if (found := _AHEAD.match(name))}
     out = with_ahead(out, len(ahead))
-    te = wanted.wish.spec == "te"
+    te = wanted.wish.of(MegatronOptions).spec == "te"
     out["transformer_impl"] = "transformer_engine" if te else "local"
     if out.get("num_experts"):
         out["moe_grouped_gemm"] = te

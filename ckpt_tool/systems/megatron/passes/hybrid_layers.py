@@ -22,6 +22,7 @@ from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.systems.megatron import hybrid
 from ckpt_tool.systems.megatron.args import arguments
 from ckpt_tool.systems.megatron.hints import DistHints, MegatronHints
+from ckpt_tool.systems.megatron.options import MegatronOptions
 
 NONE = "none"
 FAULT = "E2792"
@@ -30,7 +31,7 @@ _MEGATRON = "megatron"
 
 def as_gpt(chosen: Chosen, job: Conversion) -> Chosen:
     """`--hybrid-layer-pattern none`: a HybridModel of Megatron's as a GPTModel. Raises UsageError E2792."""
-    if job.writing.hybrid_layer_pattern != NONE:
+    if job.writing.of(MegatronOptions).hybrid_layer_pattern != NONE:
         return chosen
     _refuse_others(chosen, "the source", _dialect(chosen))
     args = arguments(chosen.sources[0].catalog.extras)
@@ -47,7 +48,7 @@ def as_gpt(chosen: Chosen, job: Conversion) -> Chosen:
 
 def as_hybrid(chosen: Chosen, job: Conversion) -> Chosen:
     """`--hybrid-layer-pattern PATTERN`: a GPTModel as a HybridModel with these layers. Raises UsageError E2792."""
-    pattern = job.writing.hybrid_layer_pattern
+    pattern = job.writing.of(MegatronOptions).hybrid_layer_pattern
     if pattern in (None, NONE):
         return chosen
     _refuse_others(chosen, "the output", _dialect(chosen))

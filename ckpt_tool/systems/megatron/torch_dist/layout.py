@@ -40,6 +40,7 @@ from ckpt_tool.systems.megatron.args import facts_of
 from ckpt_tool.systems.megatron.groups import is_matrix
 from ckpt_tool.systems.megatron.hints import DistHints
 from ckpt_tool.systems.megatron.job import MegatronJob, carved, check_experts
+from ckpt_tool.systems.megatron.options import MegatronOptions
 from ckpt_tool.systems.megatron.parts import HALF, of_part
 from ckpt_tool.systems.megatron.rules import pieces, section_names
 from ckpt_tool.systems.megatron.stages import NO_SPLIT, Stages, chosen_stages, from_counts
@@ -83,7 +84,7 @@ class DistLayout:
     def __init__(self, wanted: Wanted, args: Mapping[str, Any], degrees: Mapping[str, int]) -> None:
         self.wanted = wanted
         self.args = args
-        spec = wanted.wish.spec
+        spec = wanted.wish.of(MegatronOptions).spec
         self.facts = facts_of(args, spec)
         self.notes: list[str] = []
         self.tensors = [(i, t) for i, t in enumerate(wanted.tensors) if t.key.state != EXTRAS]

@@ -40,6 +40,7 @@ from ckpt_tool.systems.megatron.adapter import RUN_CONFIG, LoraHints, is_adapter
 from ckpt_tool.systems.megatron.args import DIMS, arguments, with_spec
 from ckpt_tool.systems.megatron.chains import held_by
 from ckpt_tool.systems.megatron.hints import DistHints
+from ckpt_tool.systems.megatron.options import MegatronOptions
 from ckpt_tool.systems.megatron.pointer import folder_of, pointer_to
 from ckpt_tool.systems.megatron.rng import tensors_of_rng
 from ckpt_tool.systems.megatron.torch_dist.folder import COMMON, CONFIG, INTEGRITY
@@ -56,7 +57,7 @@ def dist_target(wanted: Wanted) -> Target:
     """The whole output. Raises UsageError: E0237, E0272, E0273 (degrees that the model can't take), E0242, E2001 (what
     can't be held), E0375 (extras that no pickle of ours can hold)."""
     degrees = _degrees(wanted.wish.degrees)
-    layout = DistLayout(wanted, with_spec(arguments(wanted.extras), wanted.wish.spec), degrees)
+    layout = DistLayout(wanted, with_spec(arguments(wanted.extras), wanted.wish.of(MegatronOptions).spec), degrees)
     state = stored_state(wanted, layout)
     folder = folder_of(wanted.extras.get("iteration"))
     own = wanted.hints.get(DistHints)

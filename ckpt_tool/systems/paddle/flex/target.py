@@ -85,6 +85,7 @@ from ckpt_tool.systems.paddle.layout import (
     paddle_hints,
     settle,
 )
+from ckpt_tool.systems.paddle.options import PaddleOptions
 from ckpt_tool.systems.paddle.pdparams.target import Rows, made_of, parts_of, with_head, with_rows, with_weights
 from ckpt_tool.systems.paddle.pickle_file import PaddleComposer
 from ckpt_tool.systems.paddle.ranks import meta_json
@@ -257,8 +258,8 @@ def flex_target(wanted: Wanted) -> Target:
         writer = _FlexWriter(wanted)
         files = writer.files()
         notes += writer.notes
-        if writer.laid is None and wanted.wish.sharding:
-            notes.append(nothing_shared(wanted.wish.sharding))
+        if writer.laid is None and wanted.wish.of(PaddleOptions).sharding:
+            notes.append(nothing_shared(wanted.wish.of(PaddleOptions).sharding))
         if paddle_hints(wanted).flex == "plain" and wanted.source_format == "paddle-flex":
             notes.append("written as the Trainer's folders: a plain folder holds what one rank saves")
     files += extras_files(wanted, wanted.extras)

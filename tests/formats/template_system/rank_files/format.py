@@ -1,9 +1,10 @@
 """`toy`: a made-up format of two ranks, each with half of the rows of every tensor. The template of a format.
 
-To begin a format of your own: copy this folder to `ckpt_tool/systems/SYSTEM/NAME`, give `ENTRY` in `__init__.py` and
-`FORMAT` here its name, and put checkpoints that the real system wrote under `fixtures/NAME`, each CASE with its values
-beside it in `CASE.truth.safetensors` (keys `STATE/NAME`). Nothing else names a format. This docstring is the
-specification: what the files are, and which release, file and function of the system says so.
+To begin a system of your own: copy `tests/formats/template_system` to `ckpt_tool/systems/SYSTEM`, give the rows in its
+`__init__.py` and the `FORMAT` here their names, and put checkpoints that the real system wrote under `fixtures/NAME`,
+each CASE with its values beside it in `CASE.truth.safetensors` (keys `STATE/NAME`). A format of a system that exists is
+one more folder and one more row. Nothing else names either. This docstring is the specification: what the files are,
+and which release, file and function of the system says so.
 
     w = (3, 4), F32:   rank-0.toy  {"extras": {}, "tensors": [{"name": "w", "offset": [0, 0], "extent": [2, 4], ...}]}
                        rank-1.toy  {"extras": {}, "tensors": [{"name": "w", "offset": [2, 0], "extent": [1, 4], ...}]}
@@ -47,7 +48,7 @@ class Toy:
     """The format object: see `formats.base.Format`, and `Holds` for all that a format can say of itself."""
 
     name = "toy"
-    holds = Holds(dtypes=frozenset({"F4", "F6_E2M3", "F6_E3M2"}))
+    holds = Holds(dtypes=frozenset({"F4", "F6_E2M3", "F6_E3M2"}), uses_options=frozenset({"toy-comment"}))
 
     def detect(self, tree: Tree) -> Evidence | None:
         """By names that no other system gives."""

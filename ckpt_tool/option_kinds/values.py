@@ -4,9 +4,8 @@
     (5000000000, 67108864, ('model', 'ema'))
 
 Each function takes what a person wrote, or the value itself, and raises BadValue with what was found and wanted;
-`options.statement` collects them. Its annotation says what Python callers may give. Nothing here knows which option it
-serves.
-"""
+`option_kinds.statement` collects them. Its annotation says what Python callers may give. Nothing here knows which
+option it serves."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ keyword of the Python functions and its type (`api`), its value and the message 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field, fields
-from typing import Any, Literal, NamedTuple, TypeVar
+from dataclasses import MISSING, field, fields
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from ckpt_tool.errors import UsageError, near_misses
-from ckpt_tool.options.values import BadValue, one_of
+from ckpt_tool.option_kinds.values import BadValue, one_of
 
 Kind = Literal["value", "values", "pair", "flag", "switch", "count"]
 G = TypeVar("G")
@@ -32,8 +32,8 @@ class Option(NamedTuple):
     parse: text, or the value itself, as the value; raises BadValue. kind: `values` may be repeated, a `pair` takes two
     words, a `switch` is on, off (its last name) or left alone, a `count` counts how often it stands there. field: of
     the group, that it fills: whole, or with `entry` under its own keyword in a mapping, or with `constant` where it is
-    given. system: the system that it is for alone, which is its heading in the help.
-    """
+    given. system: the system that it is for alone, which is its heading in the help. by_format: only some formats can
+    use it (`formats.base.Holds.uses_options`). renames: it changes names or structure, which some verbs keep."""
 
     section: Section
     help: str
@@ -48,6 +48,8 @@ class Option(NamedTuple):
     entry: bool = False
     constant: str | None = None
     system: str = ""
+    by_format: bool = False
+    renames: bool = False
 
     def of(self, name: str) -> Option:
         """The option as field `name` states it: with the keyword and the spelling that were left open."""
@@ -108,9 +110,23 @@ class Section(NamedTuple):
         choices: Iterable[str] = (),
         also: tuple[Option, ...] = (),
         system: str = "",
+        by_format: bool = False,
+        renames: bool = False,
     ) -> Any:
         """An option with a value; of kind `values` it may be repeated. also: what else fills the field."""
-        stated = Option(self, help, parse, metavar, kind, keyword, names, choices=tuple(choices), system=system)
+        stated = Option(
+            self,
+            help,
+            parse,
+            metavar,
+            kind,
+            keyword,
+            names,
+            choices=tuple(choices),
+            system=system,
+            by_format=by_format,
+            renames=renames,
+        )
         return _field(default, stated, *also)
 
     def choice(
@@ -168,6 +184,19 @@ def ordered_headings(headings: Iterable[str]) -> list[str]:
     return [*sections, *sorted(present.difference(sections))]
 
 
+def carried(groups: Callable[[], tuple[type, ...]]) -> Any:
+    """A field that holds a value of each of some more groups, whose options belong to the group of the field."""
+    return field(
+        default_factory=lambda: tuple(group() for group in groups()), metadata={"options": (), "groups": groups}
+    )
+
+
+def groups_within(group: Any) -> tuple[type, ...]:
+    """The groups whose options belong to this one: those that its fields carry, after itself."""
+    inside = [inner for each in fields(group) if "groups" in each.metadata for inner in each.metadata["groups"]()]
+    return (group, *inside)
+
+
 def _field(default: Any, *options: Option) -> Any:
     if isinstance(default, dict):
         return field(default_factory=dict, metadata={"options": options})
@@ -180,7 +209,27 @@ def options_of(*groups: type) -> dict[str, Option]:
 
 
 def _of_group(group: Any) -> Iterable[Option]:
+    """The options of a group, and those of the groups that it carries."""
+    return (option for inner in groups_within(group) for option in own_options(inner))
+
+
+def own_options(group: Any) -> Iterable[Option]:
+    """The options of a group's own fields."""
     return (option.of(each.name) for each in fields(group) for option in each.metadata["options"])
+
+
+def options_given(value: Any) -> Iterable[tuple[str, Option]]:
+    """(field, its option) of a group's value, and of those that it carries, where the field has not its default."""
+    for each in fields(value):
+        found = getattr(value, each.name)
+        if "groups" in each.metadata:
+            for inner in found:
+                yield from options_given(inner)
+            continue
+        default = each.default_factory() if each.default_factory is not MISSING else each.default
+        stated = each.metadata["options"]
+        if stated and found != default:
+            yield each.name, stated[0].of(each.name)
 
 
 def words_of(value: Any, section: Section) -> list[str]:
@@ -189,6 +238,8 @@ def words_of(value: Any, section: Section) -> list[str]:
     words: list[str] = []
     for each in fields(value):
         found = getattr(value, each.name)
+        if "groups" in each.metadata:
+            words += [word for inner in found for word in words_of(inner, section)]
         for option in (option.of(each.name) for option in each.metadata["options"] if option.section is section):
             if found == each.default:
                 continue
@@ -223,7 +274,12 @@ def values_of(given: Mapping[str, Any], *groups: type[G]) -> list[G]:
 
     Raises one UsageError (E0280) with every fault: unknown keywords, bad values, options that contradict each other.
     """
-    owners = {option.keyword: (option, number) for number, group in enumerate(groups) for option in _of_group(group)}
+    owners: dict[str, tuple[Option, type]] = {
+        option.keyword: (option, inner)
+        for group in groups
+        for inner in groups_within(group)
+        for option in own_options(inner)
+    }
     faults = [
         BadValue(
             f"unknown option {name!r}",
@@ -232,8 +288,8 @@ def values_of(given: Mapping[str, Any], *groups: type[G]) -> list[G]:
         for name in given
         if name not in owners
     ]
-    values: list[dict[str, Any]] = [{} for _ in groups]
-    for keyword, (option, number) in owners.items():
+    values: dict[type, dict[str, Any]] = {inner: {} for group in groups for inner in groups_within(group)}
+    for keyword, (option, owner) in owners.items():
         if given.get(keyword) is None:
             continue
         try:
@@ -242,14 +298,24 @@ def values_of(given: Mapping[str, Any], *groups: type[G]) -> list[G]:
             faults.append(BadValue(f"{option.names[0]}: {fault}", hint=fault.hint or option.usage(), path=fault.path))
             continue
         try:
-            option.fill(values[number], found)
+            option.fill(values[owner], found)
         except BadValue as fault:
             faults.append(fault)
     if faults:
         first, *others = faults
         lines = [f"{fault} ({fault.hint})" if fault.hint else str(fault) for fault in others]
         raise UsageError(str(first), code="E0280", path=first.path, hint=first.hint, faults=lines)
-    return [group(**found) for group, found in zip(groups, values, strict=True)]
+    return [_value(group, values) for group in groups]
+
+
+def _value(group: type[G], values: Mapping[type, Mapping[str, Any]]) -> G:
+    """A value of a group, with one of each group that it carries."""
+    carrying: dict[str, Any] = {
+        each.name: tuple(inner(**values[inner]) for inner in each.metadata["groups"]())
+        for each in fields(cast(Any, group))
+        if "groups" in each.metadata
+    }
+    return group(**values[group], **carrying)
 
 
 def value_of(given: Mapping[str, Any], group: type[G]) -> G:

@@ -1,20 +1,18 @@
 """Tensors of GGUF's types of blocks in a conversion: as they are from GGUF to GGUF, as floats everywhere else.
 
     --to gguf                    kept, under their names           --to safetensors     E1706, --dequantize makes floats
-    --to gguf --gguf-type q8_0   floats become blocks: the last thing that is done to them
 
-What makes floats of blocks, and them of floats, is in `quantised.blocks`.
+What makes floats of blocks is in `quantised.blocks`; blocks of floats are `systems.llamacpp.passes.blocks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ckpt_tool.errors import UsageError
 from ckpt_tool.plan.moves import Stored
-from ckpt_tool.sources.chosen import Chosen, Conversion, with_computed
+from ckpt_tool.sources.chosen import Chosen, Conversion
 
 if TYPE_CHECKING:
     from ckpt_tool.run.computed import Recipe
@@ -75,43 +73,3 @@ def floats_of_blocks(rows: Iterable[Stored], chosen: Chosen) -> list[Recipe]:
         )
         for row in coded
     ]
-
-
-def as_blocks(chosen: Chosen, job: Conversion) -> Chosen:
-    """`chosen` whose tensors are the blocks that the format wants them to be (`Fitted.casts`). Raises UsageError E1710,
-    E0264 with --plan and --ray."""
-    if job.writing.gguf_type is None:
-        return chosen
-    from ckpt_tool.weight_schemes.ggml_types import of_name
-
-    kind = of_name(job.writing.gguf_type.upper())
-    wanted = {key: dtype for key, dtype in chosen.casts.items() if dtype.coded}
-    if kind.coded:
-        chosen = chosen.noted(*_left_out(chosen, kind.name, some=bool(wanted)))
-    if not wanted:
-        return chosen
-    from ckpt_tool.quantised.blocks import BlocksOfFloats, library
-
-    library()
-    rows = [row for row in chosen.stored if row.tensor.key in wanted and not row.tensor.dtype.coded]
-    recipes = []
-    for row in rows:
-        key = row.tensor.key
-        shape = row.tensor.shape
-        dtype = wanted[key]
-        items = (*shape[:-1], shape[-1] // dtype.block)
-        recipes.append(BlocksOfFloats(key, items, (chosen.input(row),), f"GGUF {dtype.name}", dtype))
-    casts = {key: dtype for key, dtype in chosen.casts.items() if key not in wanted}
-    note = f"{len(rows)} tensors are quantised as {kind.name} (--gguf-type)"
-    shown = f"{chosen.sources[0].path} (quantised)"
-    out = replace(chosen, casts=casts)
-    return with_computed(out, recipes, shown, job.writing, option="--gguf-type", dtypes={}, notes=(note,))
-
-
-def _left_out(chosen: Chosen, asked: str, *, some: bool) -> Iterator[str]:
-    """Lines on matrices that are F16 in place of the type that was asked for, and on one that no tensor gets."""
-    halves = [key.name for key, dtype in chosen.casts.items() if dtype.name == "F16"]
-    if halves:
-        yield f"{len(halves)} tensors are F16, as their rows are no whole blocks of {asked}: {', '.join(halves[:3])}"
-    if not some and not any(row.tensor.dtype.name == asked for row in chosen.stored):
-        yield f"--gguf-type {asked.lower()}: no matrix here can have that type"

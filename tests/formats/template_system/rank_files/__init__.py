@@ -1,0 +1,1 @@
+"""`toy`: a file for each of two ranks. `format` is the specification."""
