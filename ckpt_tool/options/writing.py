@@ -251,8 +251,8 @@ class Writing:
     command: tuple[str, ...] = field(default=(), compare=False, metadata={"options": ()})
 
     def of(self, group: type[G]) -> G:
-        """The options of one system, by their group."""
-        return next(value for value in self.of_systems if isinstance(value, group))
+        """The options of one system, by their group; their defaults where nobody gave any."""
+        return next((value for value in self.of_systems if isinstance(value, group)), group())
 
     @property
     def state_as_model(self) -> str | None:

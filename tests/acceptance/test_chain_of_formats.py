@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from safetensors import safe_open
+from writings import writing_of
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
@@ -30,7 +31,7 @@ def test_flex_to_megatron_to_unified_to_dcp_to_flex(tmp_path: Path) -> None:
     for number, (fmt, degrees) in enumerate(CHAIN):
         out = tmp_path / f"{number}_{fmt}"
         sharding = "v2" if fmt == "paddle-flex" else None
-        writing = Writing(to=fmt, dialect="keep", degrees=degrees, sharding=sharding, fsync=False, verify="full")
+        writing = writing_of(to=fmt, dialect="keep", degrees=degrees, sharding=sharding, fsync=False, verify="full")
         convert(str(at), str(out), Reading(), writing, Silent())
         same = diff(str(SOURCE), str(out), Reading(), progress=Silent())
         assert same["equal"], (fmt, same["differences"][:3])

@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import EXPERTS, REMOTE, hub_shapes, logits, tiny_config, tiny_model
+from writings import writing_of
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
@@ -27,7 +28,6 @@ from ckpt_tool.families.models import FAMILIES
 from ckpt_tool.families.registry import by_name
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Comparison
-from ckpt_tool.options.writing import Writing
 
 transformers = pytest.importorskip("transformers", minversion="5")
 NAMES = [family.name for family in FAMILIES if "megatron" in family.dialects]
@@ -92,7 +92,7 @@ def draw(family: str, config: dict[str, Any], folder: Path) -> None:
 
 
 def hop(source: Path, out: Path, to: str, family: str | None = None, **writing: Any) -> dict[str, Any]:
-    return convert(str(source), str(out), Reading(family=family), Writing(to=to, fsync=False, **writing), Silent())
+    return convert(str(source), str(out), Reading(family=family), writing_of(to=to, fsync=False, **writing), Silent())
 
 
 def as_released(source: Path, family: str, folder: Path) -> Path:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from writings import writing_of
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.core.progress import Silent
@@ -27,7 +28,7 @@ CHECKPOINTS = [("llama", "torch_dist"), ("llama", "torch_dist_tp2"), ("mixtral",
 
 def hop(source: Path, out: Path, to: str, config: Path | None = None, **writing: Any) -> dict[str, Any]:
     reading = Reading(config=str(config) if config else None)
-    return convert(str(source), str(out), reading, Writing(to=to, fsync=False, **writing), Silent())
+    return convert(str(source), str(out), reading, writing_of(to=to, fsync=False, **writing), Silent())
 
 
 def assert_same(found: Path, want: Path) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from writings import writing_of
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Comparison
-from ckpt_tool.options.writing import Writing
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "families"))
 
@@ -49,7 +49,7 @@ def released(folder: Path, padding: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def run(source: Path, out: Path, **writing: Any) -> dict[str, Any]:
-    return convert(str(source), str(out), Reading(), Writing(**{"fsync": False, **writing}), Silent())
+    return convert(str(source), str(out), Reading(), writing_of(**{"fsync": False, **writing}), Silent())
 
 
 @pytest.mark.parametrize("to", ["megatron", "megatron-dist"])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from writings import writing_of
 
 from ckpt_tool.errors import UsageError
 from ckpt_tool.option_kinds import values
@@ -55,7 +56,7 @@ def test_every_option_arrives() -> None:
         "ray": "auto",
     }
     writing = value_of(given, Writing)
-    assert writing == Writing(
+    assert writing == writing_of(
         to="megatron-dist",
         dialect="megatron",
         aoa="m.aoa",

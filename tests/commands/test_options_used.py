@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from writings import writing_of
 
 from ckpt_tool.cli import run
 from ckpt_tool.commands.convert import convert, reshard
@@ -60,7 +61,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 def plan_of(name: str, tmp_path: Path, **given: Any) -> dict[str, Any]:
     source, degrees = OF_FORMAT[name]
     given["degrees"] = {**degrees, **given.pop("degrees", {})}
-    writing = Writing(dry_run=True, **given)
+    writing = writing_of(dry_run=True, **given)
     return reshard(str(FIXTURES / source), str(tmp_path / "out"), Reading(), writing, SILENT)
 
 
@@ -82,7 +83,8 @@ def test_an_option_that_a_format_does_not_heed_is_an_error(
     with pytest.raises(UsageError) as caught:
         plan_of(name, tmp_path, **GIVEN[option])
     error = caught.value
-    assert error.code == "E0261" and f"--{option}" in error.message and name in error.message
+    assert error.code == "E0261" and f"--{option} " in " ".join([error.message, *error.faults])
+    assert name in error.message
     assert "it belongs to" in str(error.hint) and not (tmp_path / "out").exists()
 
 
@@ -111,7 +113,7 @@ def test_one_that_it_heeds_changes_the_output_or_is_refused_for_its_value(
     keyword = option.replace("-", "_")
 
     def planned(**options: Any) -> tuple[Any, Any]:
-        writing = Writing(dry_run=True, **options)
+        writing = writing_of(dry_run=True, **options)
         document = reshard(str(FIXTURES / source), str(tmp_path / "out"), Reading(), writing, SILENT)
         return document["target"], document["notes"]
 

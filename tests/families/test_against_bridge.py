@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from writings import writing_of
 
 import ckpt_tool as ckpt
 from ckpt_tool.algebra.piece import apply
@@ -200,7 +201,7 @@ def test_keys_of_a_distributed_checkpoint_are_megatron_s(case: str, tmp_path: Pa
     where it is told that layers differ."""
     document = golden(case)
     swift = target(case) == "megatron-swift"
-    writing = Writing(to="megatron-dist", spec="te", dialect="megatron-swift" if swift else None, fsync=False)
+    writing = writing_of(to="megatron-dist", spec="te", dialect="megatron-swift" if swift else None, fsync=False)
     report = convert(hub_folder(case, tmp_path / "model"), str(tmp_path / "there"), Reading(), writing, Silent())
     (file,) = (tmp_path / "there").rglob(".metadata")
     found = read_listing(Tree(file.parent), "", [".metadata"]).tensors

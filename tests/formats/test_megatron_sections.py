@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from writings import writing_of
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
@@ -22,7 +23,6 @@ from ckpt_tool.errors import Incomplete, UnmappedTensor, UsageError
 from ckpt_tool.formats.dcp_container.dcp_metadata import METADATA, read_listing
 from ckpt_tool.formats.state_dict.content import read_content
 from ckpt_tool.options.reading import Reading
-from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
@@ -38,7 +38,9 @@ MIXER = {"in_proj.weight": (42, 4), "out_proj.weight": (4, 12), "A_log": (6,), "
 
 
 def write(source, target, to, *, keep=(), split=(), spec=None, **degrees):
-    writing = Writing(to=to, degrees=degrees, pp_split=split, spec=spec, keep_keys=keep, verify="full", dialect="keep")
+    writing = writing_of(
+        to=to, degrees=degrees, pp_split=split, spec=spec, keep_keys=keep, verify="full", dialect="keep"
+    )
     return convert(str(source), str(target), Reading(), writing, Silent())
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from writings import writing_of
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
@@ -29,7 +30,6 @@ from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.options.reading import Reading
-from ckpt_tool.options.writing import Writing
 from ckpt_tool.storage.pickles import pickle_reader as pickles
 from ckpt_tool.storage.pickles.pickle_values import PickledRecord
 from ckpt_tool.storage.pickles.pickle_writer import dumps
@@ -40,6 +40,7 @@ from ckpt_tool.systems.paddle.flex.metadata import MODULE, FlexEntry, FlexListin
 from ckpt_tool.systems.paddle.flex.read import degrees_of, fused_blocks
 from ckpt_tool.systems.paddle.flex.target import FlexBlock, kept
 from ckpt_tool.systems.paddle.job import PaddleHints
+from ckpt_tool.systems.paddle.options import PaddleOptions
 from ckpt_tool.systems.paddle.pickle_file import read_paddle
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "paddle-flex"
@@ -105,7 +106,7 @@ def rewrite(path, out, degrees, sharding=None, config=None, **hints):
     catalog, values = values_of(path)
     zero = 1 if degrees.get("dp", 1) > 1 else None
     known = catalog.hints.having(dataclasses.replace(catalog.hints.get(PaddleHints), **hints))
-    wish = LayoutWish(Degrees(**degrees), zero, sharding=sharding, config=config)
+    wish = LayoutWish(Degrees(**degrees), zero, config=config, of_systems=(PaddleOptions(sharding),))
     fitted = FORMAT.fit(list(catalog.tensors.values()), catalog.extras, known, wish)
     tensors = tuple(WantedTensor(t.key, t.shape, fitted.casts.get(t.key, t.dtype), t.path) for _, t in fitted.tensors)
     assert not fitted.casts
@@ -161,7 +162,7 @@ def test_empty_ranks_and_empty_folders_are_there(tmp_path):
     it."""
     keys = (TensorKey("norm.weight"), TensorKey("norm.weight", "exp_avg"))
     tensors = tuple(WantedTensor(key, (3,), DTYPES["F32"]) for key in keys)
-    target = FORMAT.target(Wanted(tensors, wish=LayoutWish(Degrees(dp=2), 1, sharding="v1")), None)
+    target = FORMAT.target(Wanted(tensors, wish=LayoutWish(Degrees(dp=2), 1, of_systems=(PaddleOptions("v1"),))), None)
     sizes = {file.path: file.size for file in target.files}
     assert sizes["master_weight/0_0.distcp"] == sizes["optimizer_state/1_0.distcp"] == 47
     assert {"model_state/0.metadata", "optimizer_state/0.metadata", "master_weight/0.metadata"} <= sizes.keys()
@@ -240,7 +241,8 @@ def test_there_and_back_at_any_degrees(tmp_path_factory, job):
     folder = tmp_path_factory.mktemp("job")
     try:
         for number, degrees in enumerate((first, second)):
-            wish = LayoutWish(Degrees(**degrees), 1, sharding=sharding, config=MOE if experts else ERNIE)
+            config = MOE if experts else ERNIE
+            wish = LayoutWish(Degrees(**degrees), 1, config=config, of_systems=(PaddleOptions(sharding),))
             target = FORMAT.target(Wanted(tensors, {}, Hints.of(Dialect("paddle")), wish=wish), None)
             lay_out(target, folder / str(number), values)
             catalog, have = values_of(folder / str(number))
@@ -482,7 +484,7 @@ def test_degrees_are_told_by_who_holds_what():
 def test_a_tied_pair_on_two_stages_is_cut_by_each_for_itself(tmp_path: Path) -> None:
     """The embedding's ranks and the head's cut the same matrix at other borders: each under its own name, once."""
     source = Path(__file__).parents[2] / "fixtures" / "paddle" / "llama_tied_bf16_legacy_single"
-    writing = Writing(to="paddle-flex", degrees={"pp": 3, "dp": 2}, sharding="v2", dialect="keep", fsync=False)
+    writing = writing_of(to="paddle-flex", degrees={"pp": 3, "dp": 2}, sharding="v2", dialect="keep", fsync=False)
     convert(str(source), str(tmp_path / "out"), Reading(), writing, Silent())
     found = diff(str(source), str(tmp_path / "out"), Reading(), progress=Silent())["differences"]
     assert {(d["kind"], d["name"]) for d in found} == {("missing_left", "lm_head.weight")}

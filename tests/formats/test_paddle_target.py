@@ -23,6 +23,7 @@ from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.systems.paddle.options import PaddleOptions
 from ckpt_tool.systems.paddle.pdparams.format import FORMAT
 from ckpt_tool.systems.paddle.pdparams.target import paddle_target
 from ckpt_tool.systems.paddle.pickle_file import read_paddle
@@ -37,7 +38,7 @@ def wanted_of(model: pm.Model, job: pm.Job, **hints: Any) -> Wanted:
     ]
     config = dict(pm.CONFIG, model_type="ernie4_5_moe") if job.by_tensor else dict(pm.CONFIG)
     degrees = Degrees(tp=job.tp, pp=job.pp, ep=job.ep, dp=job.sharding)
-    wish = LayoutWish(degrees, sharding=job.version, config=config)
+    wish = LayoutWish(degrees, config=config, of_systems=(PaddleOptions(job.version),))
     return Wanted(tuple(tensors), hints=Hints(hints), wish=wish)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.systems.toy.options import ToyOptions
+
+from ckpt_tool.sources.chosen import Chosen, Conversion
 
 
 def with_comment(chosen: Chosen, job: Conversion) -> Chosen:
