@@ -64,6 +64,29 @@ def error_of(capfd) -> dict:
     return json.loads(capfd.readouterr().err.splitlines()[-1])["error"]
 
 
+@pytest.mark.parametrize("variant", ["", ".fp16"])
+def test_a_single_file_next_to_numbered_files_without_an_index(variant: str, kind: str, folder: Path, capfd) -> None:
+    stem, dot, suffix = SINGLE[kind].partition(".")
+    index = folder / INDEXES[kind]
+    if variant:  # diffusers and transformers call a variant's index so: it is no index that is read
+        index.rename(folder / f"{stem}{dot}{suffix}.index{variant}.json")
+    else:
+        index.unlink()
+    for file in folder.glob(f"{stem}-*{dot}{suffix}"):
+        file.rename(folder / file.name.replace(stem, stem + variant))
+    assert is_equal(convert(folder)[1], ALL), "numbered files alone are read"
+
+    single = f"{stem}{variant}{dot}{suffix}"
+    save(OTHER, folder / single)
+    capfd.readouterr()
+    assert run(["verify", str(folder), "--json"]) == 3
+    error = error_of(capfd)
+    assert error["code"] == "E2874" and single in error["message"]
+    assert convert(folder)[0] == 3
+    assert is_equal(convert(folder, "--prefer", single)[1], OTHER)
+    assert is_equal(convert(folder, "--prefer", "files")[1], ALL)
+
+
 def test_a_single_file_next_to_an_index_is_an_error_that_names_both(kind: str, folder: Path, capfd) -> None:
     assert is_equal(convert(folder)[1], ALL)
     save(OTHER, folder / SINGLE[kind])

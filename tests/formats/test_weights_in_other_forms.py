@@ -170,6 +170,15 @@ def test_levels_of_averages_are_known_by_a_part_of_their_name(form, tmp_path, mo
     assert not [key for key in catalog.tensors if key.state == "model" and "ema" in key.name]
 
 
+def test_ema_pytorch_without_its_online_model(tmp_path, model):
+    average = {f"ema_model.{name}": value + 1 for name, value in model.items()}
+    counters = {"initted": torch.tensor([True]), "step": torch.tensor([3])}
+    source = saved(tmp_path, {"step": 10, "model": model, "ema": {**average, **counters}})
+    written = converted(source, "--as-model", "ema")
+    assert written.keys() == model.keys()
+    assert all(torch.equal(written[name], model[name] + 1) for name in model)
+
+
 def test_names_without_dots_find_their_weights(tmp_path):
     live = {"model.unet.a.0.w": torch.ones(2, 3), "model.unet.b.w": torch.ones(3), "first.w": torch.ones(1)}
     averages = {"model_ema.uneta0w": torch.zeros(2, 3), "model_ema.unetbw": torch.zeros(3)}

@@ -186,6 +186,15 @@ row(
 row("L11 an array that the metadata lacks", ORBAX, LOST, "names no such array", (), leaf_left_out)
 OTHER_MODEL = copied(f"{MODEL}/{WEIGHTS}", WEIGHTS)
 row("L12 two models in a folder", "safetensors/hf_llama_sharded", LOST, "two models", (), OTHER_MODEL)
+
+
+def without_its_index(folder: Path) -> None:
+    """Numbered files alone."""
+    (folder / "model.safetensors.index.json").unlink()
+
+
+TWO_SETS = (without_its_index, OTHER_MODEL)
+row("L12b one file and numbered ones", "safetensors/hf_llama_sharded", LOST, "two models", (), *TWO_SETS)
 STEPS = {"inspect": 0, "verify": 1, "audit": 1, "*": 3}
 OTHER_STEP = stated("trainer_state.json", "global_step", 4000)
 row("L13 parts of two steps", "safetensors/trainer_qwen3_moe", STEPS, "step 4000", ("--to", "dcp"), OTHER_STEP)

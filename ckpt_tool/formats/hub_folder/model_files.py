@@ -126,7 +126,7 @@ def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | No
     dcp = [name for name in weights if _DCP_SHARD.fullmatch(name)]
     whole = [name for name in weights if name not in set(dcp)]
     below = [path for path in paths if path.startswith(DCP_FOLDER) and _DCP_SHARD.fullmatch(path[len(DCP_FOLDER) :])]
-    if indexes and prefer in whole:
+    if prefer in whole and (indexes or not _NUMBERED.fullmatch(prefer)):
         return FileSet("one", f"{prefer}, as asked for", (str(prefer),))
     if prefer == WITHOUT_INDEX and whole:
         indexes = []
@@ -144,6 +144,16 @@ def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | No
     if ADAPTER in names and not {"adapter_config.json", "lora_config.json"} & set(names):
         return FileSet("one", f"{ADAPTER} without its config", (ADAPTER,))
     return None
+
+
+def find_one_beside_numbered(chosen: FileSet) -> str | None:
+    """The name of the file that would be the same model in one, None unless numbered files are read without an index.
+
+    >>> find_one_beside_numbered(FileSet("numbered", "", ("model.fp16-00001-of-00002.safetensors",)))
+    'model.fp16.safetensors'
+    """
+    match = _NUMBERED.fullmatch(chosen.files[0]) if chosen.kind == "numbered" else None
+    return match[1] + SUFFIX if match else None
 
 
 def names_of_index(index: str) -> tuple[str, str]:

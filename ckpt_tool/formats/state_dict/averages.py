@@ -70,7 +70,10 @@ def sort_averages(paths: Mapping[int, Path], root: Path, below: Path) -> Sorted:
             continue
         named[leaf] = dotted(path[len(below) :])
 
-    is_pytorch_ema = all(any(name.startswith(start) for name in named.values()) for start in _WITHIN)
+    # ema-pytorch leaves the model itself out with include_online_model=False: then every average has the prefix.
+    prefixed = [name for name in named.values() if name not in COUNTERS]
+    has_average = any(name.startswith(_WITHIN[0]) for name in prefixed)
+    is_pytorch_ema = has_average and all(name.startswith(_WITHIN) for name in prefixed)
     if is_pytorch_ema:
         others += [leaf for leaf, name in named.items() if not name.startswith(_WITHIN[0])]
         named = {leaf: name.removeprefix(_WITHIN[0]) for leaf, name in named.items() if leaf not in others}

@@ -51,7 +51,7 @@ from ckpt_tool.formats.hub_folder.model_files import (
     Stem,
 )
 from ckpt_tool.formats.hub_folder.modules import module_files, modules_note
-from ckpt_tool.formats.two_models import refuse_file_next_to_index
+from ckpt_tool.formats.two_models import refuse_file_next_to_index, refuse_file_next_to_numbered
 from ckpt_tool.storage.safetensors_files.safetensors_entries import warning_code
 from ckpt_tool.storage.safetensors_files.safetensors_file import (
     SafetensorsHeader,
@@ -127,6 +127,9 @@ class HfSafetensors:
             )
         if chosen.index is not None and tree.single is None and prefer not in hf_files.names_of_index(chosen.index):
             _refuse_one_beside(tree, chosen.index)
+        whole_file = hf_files.find_one_beside_numbered(chosen)
+        if whole_file is not None and prefer != WITHOUT_INDEX:
+            refuse_file_next_to_numbered(tree, whole_file, chosen.files, WITHOUT_INDEX, most=SHOWN)
         catalog = _read(tree, chosen, lenient=options.lenient, forced=options.forced)
         if not prefer and BIN_INDEX in tree.listing():
             _agree(tree, catalog)

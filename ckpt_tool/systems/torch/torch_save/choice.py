@@ -105,14 +105,17 @@ def choose(tree: Tree, prefer: str | None = None) -> ChosenFiles | None:
         return ChosenFiles(f"{len(ranked)} files of single ranks", ranks=ranked)
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     usual = [name for name in indexes if name == "pytorch_model" + INDEX_SUFFIX]
-    if indexes and prefer == WHOLE and WHOLE in names:
-        return ChosenFiles(f"{WHOLE}, as asked for", (WHOLE,))
+    numbered = [name for name in names if _NUMBERED.fullmatch(name)]
+    stems = {found[1] for name in numbered if (found := _NUMBERED.fullmatch(name))}
+    wholes_beside = {name_without_number(name) for name in numbered}
+    if indexes:
+        wholes_beside.add(WHOLE)
+    if prefer in wholes_beside and prefer in names:
+        return ChosenFiles(f"{prefer}, as asked for", (str(prefer),))
     if indexes and prefer != WITHOUT_INDEX:
         index = (usual or indexes)[0]
         return ChosenFiles(f"an index, {index}", index=index)
     weights = [name for name in names if not _BESIDE.fullmatch(name)]
-    numbered = [name for name in names if _NUMBERED.fullmatch(name)]
-    stems = {found[1] for name in numbered if (found := _NUMBERED.fullmatch(name))}
     whole = "pytorch_model" in stems or not any(name.endswith(_OTHERS) or _PART.match(name) for name in names)
     if len(stems) == 1 and whole and _looks(tree, numbered[0]):
         return ChosenFiles(f"{len(numbered)} numbered files without an index", tuple(numbered))
@@ -124,6 +127,22 @@ def choose(tree: Tree, prefer: str | None = None) -> ChosenFiles | None:
     if len(looking) != 1:
         return None
     return ChosenFiles(f"{ONLY}, {looking[0]}", (looking[0],))
+
+
+def find_one_beside_numbered(chosen: ChosenFiles) -> str | None:
+    """The file that would be the same model in one, None unless numbered files are read without an index."""
+    is_numbered = chosen.index is None and len(chosen.files) > 0 and _NUMBERED.fullmatch(chosen.files[0])
+    return name_without_number(chosen.files[0]) if is_numbered else None
+
+
+def name_without_number(numbered: str) -> str:
+    """What a numbered file would be called if it were the only one.
+
+    >>> name_without_number("pytorch_model.fp16-00001-of-00002.bin")
+    'pytorch_model.fp16.bin'
+    """
+    stem = numbered.rpartition("-of-")[0].rpartition("-")[0]
+    return stem + numbered[numbered.rindex(".") :]
 
 
 def names_of_index(index: str) -> tuple[str, str]:

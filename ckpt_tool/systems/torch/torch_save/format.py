@@ -55,7 +55,7 @@ from ckpt_tool.formats.state_dict.roots import Ordered, Roots
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
 from ckpt_tool.formats.state_dict.words import is_average
-from ckpt_tool.formats.two_models import refuse_file_next_to_index
+from ckpt_tool.formats.two_models import refuse_file_next_to_index, refuse_file_next_to_numbered
 from ckpt_tool.storage.pickles.pickle_writer import dumps, stored
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.torch_files.torchzip import plan_zip
@@ -112,6 +112,9 @@ class _Torch:
             )
         if chosen.index is not None and tree.single is None and prefer not in torch_choice.names_of_index(chosen.index):
             _refuse_one_beside(tree, chosen.index)
+        whole_file = torch_choice.find_one_beside_numbered(chosen)
+        if whole_file is not None and tree.single is None and prefer != torch_choice.WITHOUT_INDEX:
+            refuse_file_next_to_numbered(tree, whole_file, chosen.files, torch_choice.WITHOUT_INDEX, most=SHOWN)
         torch_choice.check_numbers(chosen.files, tree.display())
         catalog = _read(tree, chosen, options)
         unread = torch_choice.beside_notes(tree, catalog.files) if tree.single is None else ()
