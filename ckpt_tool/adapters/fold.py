@@ -27,7 +27,7 @@ from ckpt_tool.adapters.targets import Matched, Tokens, match
 from ckpt_tool.conversion.adapter_inside import inside_of, weights_of
 from ckpt_tool.conversion.passes import NAMES, passed, selected
 from ckpt_tool.conversion.tied_head import TIED as TIE
-from ckpt_tool.conversion.unused_options import refuse_dropped_model
+from ckpt_tool.conversion.unused_options import refuse_dropped_model, refuse_unused_reading
 from ckpt_tool.conversion.vocabulary import EMBEDDINGS
 from ckpt_tool.conversion.writing import write
 from ckpt_tool.core.progress import Progress
@@ -91,6 +91,7 @@ def fold(
     base = open_source(sources[0], reading)
     job = Conversion.of(base, reading, writing)
     if len(sources) == 1:
+        refuse_unused_reading(reading, base)
         everything = _with_masters(base, job)
         everything, adapter = split_inside(everything, base, reading, weights[0] if weights else 1.0)
         named, matched = _matched(everything, [adapter], job)
@@ -101,6 +102,7 @@ def fold(
         open_adapter(src, reading, weight, config_of(base, reading).config)
         for src, weight in zip(sources[1:], weights or (1.0,) * count, strict=True)
     ]
+    refuse_unused_reading(reading, base, *(adapter.opened for adapter in adapters))
     everything = _model(base, job._replace(writing=replace(writing, remove_keys=(), keep_keys=())))
     inside = inside_of(everything)
     if inside is not None:

@@ -12,6 +12,7 @@ from typing import Any
 from ckpt_tool.auditing import config_match, exporters, fused, names, values
 from ckpt_tool.auditing.findings import NOTHING, FoundFault, rows_of
 from ckpt_tool.auditing.subject import Subject, subject_of
+from ckpt_tool.conversion.unused_options import refuse_unused_reading
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import InputError, UnknownFormat, UsageError
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES
@@ -45,6 +46,7 @@ def audit(src: str, reading: Reading, wanted: Auditing, *, progress: Progress) -
     found = list[FoundFault]()
     try:
         opened = open_source(src, reading)
+        refuse_unused_reading(reading, opened)
         subject = subject_of(opened, reading)
         found += _of_headers(subject)
     except UnknownFormat:

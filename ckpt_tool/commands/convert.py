@@ -6,7 +6,7 @@ from typing import Any
 
 from ckpt_tool.conversion.kept_names import check_kept_names
 from ckpt_tool.conversion.passes import NAMES, SELECTION, selected
-from ckpt_tool.conversion.unused_options import refuse_new_names, refuse_without_patterns
+from ckpt_tool.conversion.unused_options import refuse_new_names, refuse_unused_reading, refuse_without_patterns
 from ckpt_tool.conversion.writing import write
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import UsageError
@@ -33,6 +33,7 @@ def reshard(src: str, dst: str, reading: Reading, writing: Writing, progress: Pr
     refuse_new_names("reshard", writing)
     refuse_without_patterns("reshard", writing)
     opened = open_source(src, reading)
+    refuse_unused_reading(reading, opened)
     job = Conversion(reading, writing, registry.by_name(writing.to or opened.catalog.format), inherits=True)
     return write(check_kept_names(selected(opened, job), job, "reshard"), dst, job, progress)
 
@@ -43,5 +44,6 @@ def convert(src: str, dst: str, reading: Reading, writing: Writing, progress: Pr
         raise UsageError("convert needs --to FORMAT", code="E0263", hint="such as --to safetensors")
     refuse_without_patterns("convert", writing)
     opened = open_source(src, reading)
+    refuse_unused_reading(reading, opened)
     job = Conversion(reading, writing, registry.by_name(writing.to))
     return write(selected(opened, job, (*SELECTION, *NAMES)), dst, job, progress)

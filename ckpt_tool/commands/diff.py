@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tool.conversion.on_device import MEMORY, device_of, threads_of
 from ckpt_tool.conversion.renaming import apply_rules, refuse_unmatched, renamed_keys
+from ckpt_tool.conversion.unused_options import refuse_unused_reading
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import STEP, LogicalTensor, TensorKey, first_replica
@@ -42,6 +43,7 @@ def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, 
     on = device_of(wanted.device)
     left_out = left_by_word(wanted.states)
     left, right = (open_source(path, reading).refuse_unsafe(left_out) for path in (a, b))
+    refuse_unused_reading(reading, left, right)
     left.catalog.check()
     right.catalog.check()
     names = _names(wanted.map_file) if wanted.map_file else {}

@@ -12,7 +12,7 @@ from ckpt_tool.conversion.naming import refuse_experts
 from ckpt_tool.conversion.optimizer_groups import without_removed
 from ckpt_tool.conversion.passes import selected
 from ckpt_tool.conversion.renaming import refuse_unmatched_in_all
-from ckpt_tool.conversion.unused_options import refuse_new_names, refuse_without_patterns
+from ckpt_tool.conversion.unused_options import refuse_new_names, refuse_unused_reading, refuse_without_patterns
 from ckpt_tool.conversion.writing import write
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
@@ -60,6 +60,7 @@ def merge(
     _refuse(options, but=())
     refuse_new_names("merge", writing)
     opened = [open_source(src, reading) for src in sources]
+    refuse_unused_reading(reading, *opened)
     adapters = [one.path for one in opened if one.format.holds.adapter]
     if options.method is None and adapters and len(adapters) < len(opened):
         raise UsageError(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.conversion.on_device import MEMORY, device_of, threads_of
+from ckpt_tool.conversion.unused_options import refuse_unused_reading
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import MASTER, TensorKey
@@ -45,6 +46,7 @@ def verify(src: str, reading: Reading, wanted: Verification = FULL, *, progress:
         if not sealed.faults:
             raise
         return _unopened(src, wanted, sealed, e)
+    refuse_unused_reading(reading, opened)
     catalog, (findings, broken) = opened.catalog, findings_of(opened)
     quantised = _quantised_faults(opened, reading, wanted)
     read = _Read([*map(finding, sealed.faults), *findings, *map(finding, quantised)], dict(catalog.digests))

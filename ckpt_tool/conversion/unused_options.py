@@ -3,6 +3,7 @@
     ckpt merge model out --dialect megatron      E3021: merge keeps names
     ckpt patch base delta out --as-model ema     E3021: a delta holds the model alone
     ckpt convert src out --model-only            E3021: nothing is removed
+    ckpt convert src out --prefer fp61           E3016: no file of the source is called so
 
 Which passes a verb leaves out (`passes`) says which options would be ignored. What holds anyway (`--dialect keep`) may
 be given, as scripts do for every target.
@@ -10,12 +11,19 @@ be given, as scripts do for every target.
 
 from __future__ import annotations
 
+import re
+
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.option_kinds.statement import options_given
+from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
+from ckpt_tool.sources.opening import Opened
 
 CODE = "E3021"
+NOT_OF_SOURCE = "E3016"
+_WITHOUT_INDEX = "files"  # of `--prefer`
+_LORA_WORDS = (".lora_", ".adapter.")  # PEFT's names and Megatron's
 
 
 def refuse_new_names(verb: str, writing: Writing) -> None:
@@ -50,6 +58,48 @@ def refuse_dropped_model(verb: str, writing: Writing) -> None:
     """Raise UsageError E3021 for --drop model, of a verb that computes the model."""
     given = {"--drop model": MODEL in writing.drop}
     _refuse(verb, given, "it writes the model", "--drop names states that are left out: optimizer, master, ema, extras")
+
+
+def refuse_unused_reading(reading: Reading, *sources: Opened) -> None:
+    """Raise UsageError E3016 for options about something that none of the sources has: the alpha of a LoRA, and files
+    between which --prefer would choose. A name of what is read anyway may be given, as scripts do."""
+    prefer = reading.prefer
+    if reading.lora_alpha is not None and not any(map(_holds_lora, sources)):
+        raise UsageError(
+            f"--lora-alpha {reading.lora_alpha:g} has no effect: {sources[-1].path} holds no LoRA",
+            code=NOT_OF_SOURCE,
+            path=sources[-1].path,
+            hint="leave it off, or pass the adapter",
+        )
+    if prefer is not None and not any(_names_files(prefer, opened) for opened in sources):
+        shown = ", ".join(sources[-1].catalog.files[:4])
+        raise UsageError(
+            f"--prefer {prefer} has no effect: {sources[-1].path} has no such files",
+            code=NOT_OF_SOURCE,
+            path=sources[-1].path,
+            hint=f"leave it off, or name what is there, such as {shown}",
+        )
+
+
+def _holds_lora(opened: Opened) -> bool:
+    if opened.format.holds.adapter:
+        return True
+    return any(word in key.name for key in opened.catalog.tensors for word in _LORA_WORDS)
+
+
+def _names_files(prefer: str, opened: Opened) -> bool:
+    """Is this a file of the source, a word of a file's name (a stem, a variant, a suffix), or its format?"""
+    if prefer == opened.format.name:
+        return True
+    tree = opened.tree
+    paths = list(opened.catalog.files) if tree.single is not None else list(tree.listing())
+    if prefer == _WITHOUT_INDEX:
+        return len(paths) > 1
+    for path in paths:
+        name = path.rpartition("/")[2]
+        if prefer in (path, name) or name.startswith(f"{prefer}.") or prefer in re.split(r"[.\-]", name):
+            return True
+    return False
 
 
 def _refuse(verb: str, given: dict[str, bool], why: str, hint: str) -> None:
