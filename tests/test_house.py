@@ -587,6 +587,32 @@ def test_a_class_name_has_one_meaning() -> None:
     assert classes_of_one_name(planted) == {"Part": ["a.py", "b.py"]}
 
 
+def outsiders(modules: Mapping[str, str]) -> dict[str, list[str]]:
+    """Files that import modules of a system that is not theirs, with these modules.
+
+    The families' tables name every system's names: they are lists. A system's row (`systems/NAME/__init__.py`) is how it
+    is found.
+    """
+    found: dict[str, list[str]] = {}
+    for file, source in modules.items():
+        if file.startswith("families/models/"):
+            continue
+        for _, module, _ in imports_of(source, modules):
+            system = "/".join(module.split("/")[:2])
+            is_inside = module.startswith("systems/") and module.count("/") > 1 and not module.endswith("/__init__.py")
+            if is_inside and not file.startswith(f"{system}/"):
+                found.setdefault(file, []).append(module)
+    return found
+
+
+def test_a_system_is_known_to_few_outside() -> None:
+    """Few files know the inside of a system that is not theirs, and one that does is seen."""
+    found = outsiders(MODULES)
+    assert len(found) <= WALLS["sizes"]["outsiders"], "\n".join(f"{file}: {names}" for file, names in found.items())
+    planted = {"core/a.py": "from ckpt_tool.systems.x import names\n", "systems/x/names.py": "", "systems/x/b.py": ""}
+    assert outsiders(planted) == {"core/a.py": ["systems/x/names.py"]}
+
+
 @pytest.mark.parametrize("path", ["/".join(["", "home", "me", "x"]), "see /".rstrip("/") + "/".join(["", "work", "a"])])
 def test_a_machine_path_is_seen(path: str) -> None:
     assert MACHINE_PATH.search(f'open("{path}")')

@@ -43,8 +43,8 @@ UNASKED = (
     *(f"systems.{folder}.{module}" for folder in OTHERS for module in ("format", "read", "target", "args")),
     "systems.megatron.torch_dist.read",
     "systems.megatron.fsdp_dtensor.read",
-    "systems.hub.peft.pairs",
-    "systems.hub.peft.inside",
+    "formats.adapters.pairs",
+    "formats.adapters.inside",
 )  # fmt: skip
 PROGRAM = """
 import sys

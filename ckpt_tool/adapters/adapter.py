@@ -1,4 +1,4 @@
-"""An adapter, opened: its tensors, and what its config says of the arithmetic (`systems.hub.peft.settings`).
+"""An adapter, opened: its tensors, and what its config says of the arithmetic (`formats.adapters.settings`).
 
 Opened are PEFT's folders, the checkpoints of Megatron's LoRA runs (seen under PEFT's names), and the LoRA folders of
 PaddleFormers. PaddleFormers keeps `lora_A` (in, r) and `lora_B` (r,
@@ -18,16 +18,9 @@ from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.tensor import MODEL, Chunk, LogicalTensor
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
-from ckpt_tool.options.reading import Reading
-from ckpt_tool.options.writing import Writing
-from ckpt_tool.sources.adapter_config import with_stated_alpha
-from ckpt_tool.sources.chosen import Conversion
-from ckpt_tool.sources.opening import Opened, open_source
-from ckpt_tool.storage.opening import open_tree
-from ckpt_tool.storage.texts.strict_json import parse
-from ckpt_tool.systems.hub.peft.beside import refuse_unknown_weights
-from ckpt_tool.systems.hub.peft.inside import find_inside
-from ckpt_tool.systems.hub.peft.lone import (
+from ckpt_tool.formats.adapters.beside import refuse_unknown_weights
+from ckpt_tool.formats.adapters.inside import find_inside
+from ckpt_tool.formats.adapters.lone import (
     CONFIG,
     PADDLE_CONFIG,
     PeftHints,
@@ -35,8 +28,15 @@ from ckpt_tool.systems.hub.peft.lone import (
     is_adapter,
     without_config,
 )
-from ckpt_tool.systems.hub.peft.pairs import EMPTY, find_adapter_faults
-from ckpt_tool.systems.hub.peft.settings import Settings, paddle_settings_of, settings_of
+from ckpt_tool.formats.adapters.pairs import EMPTY, find_adapter_faults
+from ckpt_tool.formats.adapters.settings import Settings, paddle_settings_of, settings_of
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
+from ckpt_tool.sources.adapter_config import with_stated_alpha
+from ckpt_tool.sources.chosen import Conversion
+from ckpt_tool.sources.opening import Opened, open_source
+from ckpt_tool.storage.opening import open_tree
+from ckpt_tool.storage.texts.strict_json import parse
 from ckpt_tool.systems.megatron.adapter import LoraHints
 
 USAGE = "E1420"

@@ -1,4 +1,4 @@
-"""`ckpt merge MODEL OUT --method lora`: an adapter that is inside the model (`systems.hub.peft.inside`) folded into it.
+"""`ckpt merge MODEL OUT --method lora`: an adapter that is inside the model (`formats.adapters.inside`) folded into it.
 
     base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight  }
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.default...  }  ->  model.layers.0.self_attn.q_proj.weight
@@ -16,12 +16,12 @@ from ckpt_tool.adapters.adapter import Adapter
 from ckpt_tool.conversion.adapter_inside import refuse_several
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.adapters.inside import AdapterInside, find_inside
+from ckpt_tool.formats.adapters.settings import settings_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.adapter_config import config_of_inside
 from ckpt_tool.sources.chosen import Chosen
 from ckpt_tool.sources.opening import Opened
-from ckpt_tool.systems.hub.peft.inside import AdapterInside, find_inside
-from ckpt_tool.systems.hub.peft.settings import settings_of
 
 USAGE = "E1420"
 ELSEWHERE = "E2934"

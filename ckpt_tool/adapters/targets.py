@@ -45,7 +45,7 @@ from ckpt_tool.adapters.towers import Towers, describe_renaming
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.core.wrapper_words import clean
 from ckpt_tool.errors import near_misses
-from ckpt_tool.systems.hub.peft.settings import Settings
+from ckpt_tool.formats.adapters.settings import Settings
 
 Shape = tuple[int, ...]
 TRANSPOSED = ("gpt_oss", "aria", "openai_privacy_filter")  # model types whose stacked experts are (experts, in, out)

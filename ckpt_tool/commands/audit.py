@@ -15,6 +15,7 @@ from ckpt_tool.auditing.subject import Subject, subject_of
 from ckpt_tool.conversion.unused_options import refuse_unused_reading
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import InputError, UnknownFormat, UsageError
+from ckpt_tool.formats.adapters.inside import find_inside
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Auditing
@@ -25,7 +26,6 @@ from ckpt_tool.sources.sound import UNSOUND, cut_short, finding, findings_of
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.output.destination import check_beside
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.systems.hub.peft.inside import find_inside
 from ckpt_tool.weight_schemes.weights import has_codes
 
 _NO_TENSORS = "E1642"

@@ -27,6 +27,7 @@ from pathlib import Path
 from ckpt_tool.core.report_data import collected
 from ckpt_tool.errors import CkptError, InputError, OutputExists, UnsafeInput, failures_met, wrap_os_error
 from ckpt_tool.formats import registry
+from ckpt_tool.formats.adapters.lone import CONFIG as ADAPTER_CONFIG
 from ckpt_tool.formats.base import Naming, Specificity
 from ckpt_tool.formats.hub_folder.model_files import CODE, is_sidefile
 from ckpt_tool.formats.hub_folder.modules import module_files
@@ -41,7 +42,6 @@ from ckpt_tool.storage.output.destination import Place, RemotePlace, refuse_link
 from ckpt_tool.storage.output.replaced import RECORD, ReplacedOutput, Stamp, entries_below, some_of
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.texts import strict_json
-from ckpt_tool.systems.hub.peft.lone import CONFIG as ADAPTER_CONFIG
 from ckpt_tool.weight_schemes.weights import QUANTISER_FILES
 
 NOT_ALL = "E1604"

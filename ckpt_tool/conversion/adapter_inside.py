@@ -18,13 +18,13 @@ from ckpt_tool.conversion.asked import ADAPTER_WORDS, contain_any
 from ckpt_tool.core.hints import Dialect
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
 from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.adapters.lone import PeftHints, is_adapter
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind
 from ckpt_tool.sources.opening import Opened
-from ckpt_tool.systems.hub.peft.lone import PeftHints, is_adapter
 
 if TYPE_CHECKING:
-    from ckpt_tool.systems.hub.peft.inside import AdapterInside
+    from ckpt_tool.formats.adapters.inside import AdapterInside
 
 INSIDE = "E2933"
 SEVERAL = "E2934"
@@ -67,7 +67,7 @@ def inside_of(chosen: Chosen) -> AdapterInside | None:
     """The adapter inside the model that is chosen, None where there is none."""
     if not contain_any((row.tensor.key.name for row in chosen.stored), ADAPTER_WORDS):
         return None
-    from ckpt_tool.systems.hub.peft.inside import find_inside
+    from ckpt_tool.formats.adapters.inside import find_inside
 
     return find_inside(weights_of(chosen))
 
@@ -89,7 +89,7 @@ def has_config(opened: Opened, job: Conversion) -> bool:
 
 def _lone_adapter(chosen: Chosen) -> AdapterInside | None:
     """An adapter without a model around it, as a job saves that leaves frozen weights out; None for any other."""
-    from ckpt_tool.systems.hub.peft.inside import split_names
+    from ckpt_tool.formats.adapters.inside import split_names
 
     weights = weights_of(chosen)
     if not is_adapter(row.tensor.key for row in weights.values()):

@@ -37,10 +37,10 @@ from ckpt_tool.families.low_rank import (
     adapter_family,
     part_of,
 )
+from ckpt_tool.formats.adapters.lone import PeftHints, without_config
 from ckpt_tool.options.writing import VARIANTS
 from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.sources.config import ARGUMENTS, config_of
-from ckpt_tool.systems.hub.peft.lone import PeftHints, without_config
 from ckpt_tool.systems.megatron.adapter import LoraHints, is_swift, tensor_ranks
 
 if TYPE_CHECKING:
@@ -486,7 +486,7 @@ def _settings(chosen: Chosen, job: Conversion, config: Mapping[str, Any] | None)
 def _of_peft(
     config: Mapping[str, Any], ranks: Mapping[str, int], common: int, path: str, topk: int, *, lenient: bool
 ) -> AdapterSettings:
-    from ckpt_tool.systems.hub.peft.settings import settings_of
+    from ckpt_tool.formats.adapters.settings import settings_of
 
     said = settings_of(config, path, lenient=lenient)
     scaled = {module: said.scaling(module, rank) for module, rank in ranks.items()}

@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL
+from ckpt_tool.formats.hub_folder.averages import sort_averages_out
 from ckpt_tool.formats.state_dict.words import is_average
 from ckpt_tool.sources.chosen import Chosen, Conversion
-from ckpt_tool.systems.hub.safetensors.averages import sort_averages_out
 
 
 def sort_averages_apart(chosen: Chosen, job: Conversion) -> Chosen:

@@ -23,6 +23,8 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.hints import Dialect, Hint
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InputError, UsageError, near_misses, wrap_os_error
+from ckpt_tool.formats.adapters.lone import PeftHints
+from ckpt_tool.formats.hub_folder.saved_by import SavedBy
 from ckpt_tool.formats.state_dict.roots import Roots
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import DIALECTS, VARIANTS, Writing
@@ -32,8 +34,6 @@ from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind
 from ckpt_tool.sources.config import ARGUMENTS, ModelConfig, centred_norms, check_config, config_of, file_config
 from ckpt_tool.systems.hub import mlx_names as mlx
 from ckpt_tool.systems.hub.passes.mlx_source import holds_codes, is_from_mlx, is_named_by, refuse_layout
-from ckpt_tool.systems.hub.peft.lone import PeftHints
-from ckpt_tool.systems.hub.safetensors.saved_by import SavedBy
 from ckpt_tool.systems.megatron.hybrid import shown
 
 if TYPE_CHECKING:

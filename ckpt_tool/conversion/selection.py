@@ -11,6 +11,7 @@ from ckpt_tool.core.buffers import is_buffer
 from ckpt_tool.core.catalog import Unread
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, UsageError
+from ckpt_tool.formats.adapters.lone import PeftHints
 from ckpt_tool.formats.beside import RECIPE, RECIPE_OF_RUN, UNREAD, has_recipe, optimizer_files
 from ckpt_tool.formats.soundness import check_sound
 from ckpt_tool.formats.steps import other_steps, trainer_step
@@ -19,7 +20,6 @@ from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import AS_REQUESTED, Chosen, Conversion, extras_left_behind, left_behind
 from ckpt_tool.sources.opening import Opened
 from ckpt_tool.sources.select import group_of, left_by_word, removed_keys, split_keys, state_filter
-from ckpt_tool.systems.hub.peft.lone import PeftHints
 
 
 def refuse_code(opened: Opened, job: Conversion) -> None:
@@ -56,8 +56,8 @@ def _faults_of_adapter(opened: Opened, job: Conversion) -> Iterator[CkptError]:
     nothing explains."""
     if opened.catalog.hints.get(PeftHints) is None:
         return
-    from ckpt_tool.systems.hub.peft.beside import refuse_unknown_weights
-    from ckpt_tool.systems.hub.peft.pairs import EMPTY, find_adapter_faults
+    from ckpt_tool.formats.adapters.beside import refuse_unknown_weights
+    from ckpt_tool.formats.adapters.pairs import EMPTY, find_adapter_faults
 
     if opened.format.holds.adapter:
         refuse_unknown_weights(opened.tree, opened.catalog.files)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from ckpt_tool.core.hints import Stated
 from ckpt_tool.core.target import Target, Wanted, whole_file
 from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.adapters.lone import CONFIG as ADAPTER_CONFIG
 from ckpt_tool.formats.base import Format
 from ckpt_tool.formats.hub_folder.model_files import CODE, NESTED, TOKENIZER, is_sidefile, tokenizer_files
 from ckpt_tool.formats.hub_folder.modules import module_files, module_weights
@@ -28,7 +29,6 @@ from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.chosen import Chosen
 from ckpt_tool.sources.config import NAME, file_config, files_of_config, tree_of
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.systems.hub.peft.lone import CONFIG as ADAPTER_CONFIG
 
 if TYPE_CHECKING:
     pass

@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.inner_path import is_leaving
 from ckpt_tool.deltas.folder import INDEX
 from ckpt_tool.errors import CkptError, CorruptFile, wrap_os_error
+from ckpt_tool.formats.hub_folder.index import DELTA
 from ckpt_tool.sources.steps import Run, RunStep, step_of
 from ckpt_tool.storage.links import is_folder, real_path
-from ckpt_tool.systems.hub.safetensors.format import DELTA
 
 NEAR = 3  # levels of folders next to a run that are looked into
 BY_NUMBER = 2  # levels in which a number alone counts

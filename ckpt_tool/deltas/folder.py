@@ -29,11 +29,10 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey, simple_tensor
 from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, UsageError
-from ckpt_tool.formats.hub_folder.index import read_value
+from ckpt_tool.formats.hub_folder.index import DELTA, read_value
 from ckpt_tool.formats.hub_folder.model_files import INDEX_SUFFIX, STEM, SUFFIX
 from ckpt_tool.storage.safetensors_files.safetensors_file import read_header
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.systems.hub.safetensors.format import DELTA
 
 INDEX = STEM + INDEX_SUFFIX
 ENCODINGS = ("xor", "overwrite")

@@ -32,6 +32,7 @@ from ckpt_tool.deltas.folder import INDEX, Archive, delta_files, file_names, ind
 from ckpt_tool.deltas.options import Making
 from ckpt_tool.deltas.under_hub_names import hub_names
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
+from ckpt_tool.formats.hub_folder.packing import pack
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.blocks import BlockReader
@@ -48,7 +49,6 @@ from ckpt_tool.storage.output.replaced import ReplacedOutput
 from ckpt_tool.storage.output.staging import Staging
 from ckpt_tool.storage.safetensors_files.safetensors_file import build_header
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.systems.hub.safetensors.format import pack
 
 UNLIKE = "E2615"
 VERSION = "E2616"

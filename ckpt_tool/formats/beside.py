@@ -8,7 +8,7 @@
 
 `optimizer.state_dict()` knows parameters by number, in the order in which they were given to the optimizer: groups,
 frozen weights and tied ones change it, and weights of one shape may stand for each other. Where one order alone fits
-(`systems.torch.torch_save.beside_model`) the states are read; else nothing is guessed.
+(`formats.state_dict.beside_model`) the states are read; else nothing is guessed.
 
 torchtune's has torchtune's names, or numbers, and is above the model: `systems.trainers.torchtune_recipe` joins it.
 

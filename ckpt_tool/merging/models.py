@@ -22,6 +22,7 @@ from ckpt_tool.conversion.renaming import refuse_unmatched_in_all
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats import registry
+from ckpt_tool.formats.adapters.lone import adapter_config
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
@@ -32,7 +33,6 @@ from ckpt_tool.sources.config import config_of
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.texts.strict_json import parse
-from ckpt_tool.systems.hub.peft.lone import adapter_config
 
 ARCHITECTURES = "E1446"
 TENSORS = "E1447"

@@ -11,7 +11,8 @@ a code of 8 bits times a bf16 is exact in fp32. (fp16 scales of a bf16 model: th
 of gpt-oss is made as (..., rows, columns) and shown turned, as transformers' `convert_moe_packed_tensors` returns it.
 Cost: 3 ns an element for FP8, 4 for FP4. Memory: a block of the executor and as much again.
 
-Quantised optimizer states of Paddle as the floats that they stand for (`systems.paddle.quant` says what is stored).
+Quantised optimizer states of Paddle as the floats that they stand for (`weight_schemes.paddle_states` says what is
+stored).
 
     w [exp_avg@int8] I8 (4, 8), w [exp_avg@scales] F32 (8,)   ->   w [exp_avg] F32 (4, 8)
 
@@ -60,7 +61,7 @@ from ckpt_tool.quantised.codes import (
 from ckpt_tool.run.compute import looked_up
 from ckpt_tool.run.computed import Input, Read, Recipe
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.systems.paddle import quant
+from ckpt_tool.weight_schemes import paddle_states as quant
 from ckpt_tool.weight_schemes.weights import (
     BYTES,
     MATRIX,

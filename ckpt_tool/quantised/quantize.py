@@ -21,13 +21,13 @@ from ckpt_tool.core.patterns import Names, refuse_misses
 from ckpt_tool.core.tensor import MODEL, TensorKey
 from ckpt_tool.errors import InternalError, UsageError
 from ckpt_tool.families.base import HUB
+from ckpt_tool.formats.hub_folder.subclasses import Subclasses
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.dequantize import model_config
 from ckpt_tool.quantised.kept_whole import refuse_codes
 from ckpt_tool.quantised.which import EXPERTS, module_of, why_not
 from ckpt_tool.sources.chosen import Chosen, Conversion, dtypes_of, with_computed, written_as
-from ckpt_tool.systems.hub.safetensors.subclasses import Subclasses
 from ckpt_tool.weight_schemes.scheme import found_by, quantisation
 from ckpt_tool.weight_schemes.schemes import Scheme, config_of, laid_out, scheme_of, stated_of
 from ckpt_tool.weight_schemes.weights import TURNED, Shape, TensorKind

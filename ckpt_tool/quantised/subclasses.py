@@ -14,8 +14,8 @@ from typing import Any
 
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import Incomplete, UsageError
+from ckpt_tool.formats.hub_folder.subclasses import NAMES, Subclasses, block_in, present, stated_in
 from ckpt_tool.sources.chosen import Chosen, Conversion
-from ckpt_tool.systems.hub.safetensors.subclasses import NAMES, Subclasses, block_in, present, stated_in
 from ckpt_tool.weight_schemes.parts import WantedParts, unlike
 from ckpt_tool.weight_schemes.weights import FoundWeights, TensorKind, WeightFault, subclasses_in
 

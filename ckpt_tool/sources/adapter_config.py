@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ckpt_tool.errors import CorruptFile, Incomplete, UsageError
+from ckpt_tool.formats.adapters.inside import AdapterInside
+from ckpt_tool.formats.adapters.lone import CONFIG
 from ckpt_tool.sources.opening import Opened
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.texts.strict_json import parse
-from ckpt_tool.systems.hub.peft.inside import AdapterInside
-from ckpt_tool.systems.hub.peft.lone import CONFIG
 
 UNSTATED = "E2932"
 CONTRADICTED = "E2791"

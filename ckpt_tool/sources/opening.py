@@ -26,6 +26,7 @@ from ckpt_tool.core.report_data import for_report
 from ckpt_tool.core.tensor import EXTRAS, MODEL, TensorKey
 from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput, several_steps
 from ckpt_tool.formats import checksums, registry
+from ckpt_tool.formats.adapters.lone import is_adapter, note_of
 from ckpt_tool.formats.base import Format, ReadOptions, Specificity, ranks_of
 from ckpt_tool.formats.beside import RECIPE_OF_RUN, has_recipe
 from ckpt_tool.formats.copies import look_for_copies
@@ -38,7 +39,6 @@ from ckpt_tool.sources.steps import POINTERS, pointed, run_below, runs_in, steps
 from ckpt_tool.storage.magic import LFS_LIMIT, is_lfs_pointer
 from ckpt_tool.storage.pickles.pickle_globals import class_of, users_own
 from ckpt_tool.storage.source import Tree, safe_relative, unchanged
-from ckpt_tool.systems.hub.peft.lone import is_adapter, note_of
 from ckpt_tool.systems.megatron.pointer import RELEASE
 
 if TYPE_CHECKING:

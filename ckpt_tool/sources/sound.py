@@ -21,6 +21,7 @@ from ckpt_tool.errors import (
     InputError,
     Unexplained,
 )
+from ckpt_tool.formats.adapters.pairs import find_adapter_faults
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES
 from ckpt_tool.formats.soundness import unsound
 from ckpt_tool.formats.steps import other_steps, trainer_step
@@ -28,7 +29,6 @@ from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import LFS_POINTER, Opened, open_source
 from ckpt_tool.storage.safetensors_files.safetensors_file import looks_like_header, read_header, refuse_twin
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.systems.hub.peft.pairs import find_adapter_faults
 
 # Notes of readers that make a checkpoint unsound; the others (files that are ignored, shapes that can't be known)
 # inform.

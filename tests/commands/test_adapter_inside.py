@@ -21,12 +21,12 @@ from ckpt_tool.commands.convert import convert, reshard
 from ckpt_tool.commands.merge import merge
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError
+from ckpt_tool.formats.adapters.inside import find_inside
+from ckpt_tool.formats.adapters.lone import is_adapter
 from ckpt_tool.merging.options import MergeOptions
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.opening import open_source
-from ckpt_tool.systems.hub.peft.inside import find_inside
-from ckpt_tool.systems.hub.peft.lone import is_adapter
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None or find_spec("transformers") is None, reason="without PEFT")
 

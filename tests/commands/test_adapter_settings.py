@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tool.errors import CkptError
-from ckpt_tool.systems.hub.peft.settings import _KNOWN, paddle_settings_of, settings_of
+from ckpt_tool.formats.adapters.settings import _KNOWN, paddle_settings_of, settings_of
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False) | st.text(max_size=4),

@@ -7,7 +7,7 @@ import pytest
 from ckpt_tool.adapters.targets import ROOTS, AdapterPart, Bias, Low, ReplacedTensor, Tokens, match, part_of
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
-from ckpt_tool.systems.hub.peft.settings import settings_of
+from ckpt_tool.formats.adapters.settings import settings_of
 
 P = "base_model.model."
 

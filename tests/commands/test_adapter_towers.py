@@ -15,9 +15,9 @@ from ckpt_tool.adapters.towers import Towers, changed_prefix, without_wrapping
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
+from ckpt_tool.formats.adapters.settings import settings_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
-from ckpt_tool.systems.hub.peft.settings import settings_of
 
 TEXT = {
     "vocab_size": 48,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckpt_tool.core.module_patterns import NotUnderstood, first_at_the_front, first_match, matches
 from ckpt_tool.errors import UsageError
-from ckpt_tool.systems.hub.peft.settings import settings_of
+from ckpt_tool.formats.adapters.settings import settings_of
 
 NAMES = [
     "q_proj",

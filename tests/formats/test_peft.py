@@ -16,12 +16,12 @@ from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
+from ckpt_tool.formats.adapters.lone import adapter_config, is_adapter
 from ckpt_tool.merging.options import MergeOptions
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.systems.hub.peft.lone import adapter_config, is_adapter
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

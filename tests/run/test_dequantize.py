@@ -17,8 +17,8 @@ from ckpt_tool.quantised.floats import states
 from ckpt_tool.run.computed import ComputedTree
 from ckpt_tool.storage.safetensors_files.safetensors_file import read_header
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.systems.paddle.quant import recipes_of
 from ckpt_tool.systems.paddle.unified.files import optimizer_key
+from ckpt_tool.weight_schemes.paddle_states import recipes_of
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "paddle-quant"
 

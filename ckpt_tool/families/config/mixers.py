@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckpt_tool.families.config.experts import without_experts
+from ckpt_tool.families.config.megatron_arguments import DELTA_ARGUMENTS, QWEN4_EXP_WORDS
 from ckpt_tool.families.config.words import LAYERS, Arguments, ConfigWords, Form, Values, linear_pattern, same
-from ckpt_tool.systems.megatron.arguments import DELTA_ARGUMENTS, QWEN4_EXP_WORDS
 
 _DELTA = same(*((name, name) for name in DELTA_ARGUMENTS if name != "linear_attention_freq"))
 

@@ -27,6 +27,16 @@ from ckpt_tool.families.base import Family
 from ckpt_tool.families.config import ernie_vision
 from ckpt_tool.families.config.experts import sparse_pattern
 from ckpt_tool.families.config.forms import FORMS, rope_of
+from ckpt_tool.families.config.megatron_arguments import (
+    ARGUMENTS,
+    BRIDGE_ARGUMENTS,
+    DELTA_ARGUMENTS,
+    EXPERT_ARGUMENTS,
+    LATENT_ARGUMENTS,
+    MAMBA_ARGUMENTS,
+    OLD_NAMES,
+    ROPE_ARGUMENTS,
+)
 from ckpt_tool.families.config.mixers import FALCON_H1_ARGUMENTS, hybrid_pattern
 from ckpt_tool.families.config.words import (
     Arguments,
@@ -40,16 +50,6 @@ from ckpt_tool.families.config.words import (
 )
 from ckpt_tool.families.model_class import ModelClass
 from ckpt_tool.families.models import CLASSES, FAMILIES, NAMES, family_of_class, known_family, language_classes, load
-from ckpt_tool.systems.megatron.arguments import (
-    ARGUMENTS,
-    BRIDGE_ARGUMENTS,
-    DELTA_ARGUMENTS,
-    EXPERT_ARGUMENTS,
-    LATENT_ARGUMENTS,
-    MAMBA_ARGUMENTS,
-    OLD_NAMES,
-    ROPE_ARGUMENTS,
-)
 
 TIED = "tie_word_embeddings"
 _NONE = ("q_lora_rank", "sliding_window", "attention_chunk_size")  # keys that say something by having no value

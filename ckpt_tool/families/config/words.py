@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.bounds import LEAST
-from ckpt_tool.families.model_class import DEFAULTS, EXPERT_DEFAULTS, ModelClass
-from ckpt_tool.systems.megatron.arguments import (
+from ckpt_tool.families.config.megatron_arguments import (
     ARGUMENTS,
     BRIDGE_ARGUMENTS,
     DELTA_ARGUMENTS,
@@ -27,6 +26,7 @@ from ckpt_tool.systems.megatron.arguments import (
     QWEN4_EXP_WORDS,
     ROPE_ARGUMENTS,
 )
+from ckpt_tool.families.model_class import DEFAULTS, EXPERT_DEFAULTS, ModelClass
 
 Values = dict[str, Any]
 LAYERS = LEAST  # a config that claims more layers is not spelled out

@@ -27,6 +27,7 @@ from ckpt_tool.storage.safetensors_files.name_column import NameColumn
 from ckpt_tool.storage.source import Tree, safe_relative
 from ckpt_tool.storage.texts import strict_json
 
+DELTA = "delta_encoding"  # slime `utils/disk_delta.py`: in the metadata of its index
 INDEX_LIMIT = 64_000_000  # bytes
 TENSOR_LIMIT = 1_000_000
 PIECE = 1 << 18  # bytes read at a time

@@ -16,10 +16,10 @@ from typing import Any
 from ckpt_tool.errors import InputError, UsageError
 from ckpt_tool.families.base import Config
 from ckpt_tool.families.registry import FamilyMatch
+from ckpt_tool.formats.hub_folder.saved_by import MLX, SavedBy
 from ckpt_tool.sources.chosen import Chosen
 from ckpt_tool.sources.config import file_config
 from ckpt_tool.systems.hub import mlx_names as mlx
-from ckpt_tool.systems.hub.safetensors.saved_by import MLX, SavedBy
 
 _NO_RULES = "E2911"
 _SECTION = "quantization"

@@ -44,6 +44,8 @@ from ckpt_tool.core.catalog import Catalog, Note, Unread
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import CorruptFile, Incomplete, InternalError, UnknownFormat, UsageError
+from ckpt_tool.formats.adapters.beside import join_tensors, read_state_dict, read_trained, trained_files
+from ckpt_tool.formats.adapters.lone import CONFIG, PeftHints, is_adapter, without_config
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions
 from ckpt_tool.formats.hub_folder import model_files as hf_files
 from ckpt_tool.storage.safetensors_files.safetensors_entries import warning_code
@@ -51,8 +53,6 @@ from ckpt_tool.storage.safetensors_files.safetensors_file import build_header, r
 from ckpt_tool.storage.safetensors_files.safetensors_table import HeaderTable
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.texts.strict_json import parse
-from ckpt_tool.systems.hub.peft.beside import join_tensors, read_state_dict, read_trained, trained_files
-from ckpt_tool.systems.hub.peft.lone import CONFIG, PeftHints, is_adapter, without_config
 from ckpt_tool.systems.hub.peft.mlx import FILE as MLX
 from ckpt_tool.systems.hub.peft.mlx import is_mlx, read_mlx
 

@@ -6,7 +6,7 @@ One file: `model.safetensors`; its bytes are specified in `safetensors_files.saf
 Many files: `model-00001-of-00003.safetensors`, ... and `model.safetensors.index.json` (see `formats.hub_folder.index`);
 any stem is read (`diffusion_pytorch_model`, ...). A tensor lies whole in one file. Each file's `__metadata__` is
 `{"format": "pt"}`, without which transformers refuses to load it; torchao states its tensors there
-(`systems.hub.safetensors.subclasses`). Packing: tensors in the model's order; a file is closed when the next tensor
+(`formats.hub_folder.subclasses`). Packing: tensors in the model's order; a file is closed when the next tensor
 would push it over the limit; a tensor larger than the limit gets a file of its own, and the file that was open stays
 open (so it is numbered after it). With tied embeddings the alias is not on disk. Source: transformers 5.23.0
 `modeling_utils.save_pretrained`; huggingface_hub 2.4.0 `serialization/_base.py`; safetensors 0.8.0 `tensor.rs`.
@@ -39,7 +39,8 @@ from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, Inpu
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specificity
 from ckpt_tool.formats.beside import of_a_trainer
 from ckpt_tool.formats.hub_folder import model_files as hf_files
-from ckpt_tool.formats.hub_folder.index import Index, read_index, write_index
+from ckpt_tool.formats.hub_folder.averages import has_average, sort_averages_out
+from ckpt_tool.formats.hub_folder.index import DELTA, Index, read_index, write_index
 from ckpt_tool.formats.hub_folder.model_files import (
     INDEX_SUFFIX,
     SHOWN,
@@ -51,6 +52,8 @@ from ckpt_tool.formats.hub_folder.model_files import (
     Stem,
 )
 from ckpt_tool.formats.hub_folder.modules import module_files, modules_note
+from ckpt_tool.formats.hub_folder.packing import pack
+from ckpt_tool.formats.hub_folder.saved_by import MLX, SavedBy
 from ckpt_tool.formats.two_models import refuse_file_next_to_index, refuse_file_next_to_numbered
 from ckpt_tool.storage.safetensors_files.safetensors_entries import warning_code
 from ckpt_tool.storage.safetensors_files.safetensors_file import (
@@ -62,8 +65,6 @@ from ckpt_tool.storage.safetensors_files.safetensors_file import (
 from ckpt_tool.storage.safetensors_files.safetensors_table import HeaderTable, first_twice
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.systems.hub.safetensors import shards as hf_shards
-from ckpt_tool.systems.hub.safetensors.averages import has_average, sort_averages_out
-from ckpt_tool.systems.hub.safetensors.saved_by import MLX, SavedBy
 
 if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.core.layout import Layout
@@ -72,7 +73,6 @@ if TYPE_CHECKING:  # reading needs none of these
 METADATA = {"format": "pt"}
 HEAD = 4 << 10  # bytes that `detect` looks at in a single file
 
-DELTA = "delta_encoding"  # slime `utils/disk_delta.py`: in the metadata of its index
 NOT_READ = "E1640"
 MISSING_SHARDS = "E0380"
 NOT_IN_SHARD = "E0381"
@@ -134,7 +134,7 @@ class HfSafetensors:
         if not prefer and BIN_INDEX in tree.listing():
             _agree(tree, catalog)
         if tree.single is None and of_a_trainer(tree.names()):
-            from ckpt_tool.systems.torch.torch_save.beside_model import with_optimizer
+            from ckpt_tool.formats.state_dict.beside_model import with_optimizer
 
             catalog = with_optimizer(tree, catalog, options, in_order=False)
         return _with_ignored(tree, catalog)
@@ -483,8 +483,8 @@ def _sidefiles(tree: Tree, chosen: FileSet) -> tuple[str, ...]:
 
 def _target(wanted: Wanted) -> Target:
     from ckpt_tool.core.target import Target, TargetFile, whole_file
+    from ckpt_tool.formats.hub_folder.subclasses import Subclasses, header_of
     from ckpt_tool.formats.state_dict.averages import refuse_taken_for_averages
-    from ckpt_tool.systems.hub.safetensors.subclasses import Subclasses, header_of
 
     if any(tensor.key.state != "model" for tensor in wanted.tensors):
         raise InternalError("a model-only format was asked for training state")
@@ -509,30 +509,6 @@ def _target(wanted: Wanted) -> Target:
         total_size=sum(tensor.nbytes for tensor in wanted.tensors),
     )
     return Target(FORMAT.name, (*files, whole_file(stem + INDEX_SUFFIX, index), *copies), by_size=True)
-
-
-def pack(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Which tensors share a file: indexes into `sizes` (bytes), by huggingface_hub's greedy rule.
-
-    >>> pack([4, 4, 30, 4, 4], 10)
-    [[2], [0, 1], [3, 4]]
-    """
-    done: list[list[int]] = []
-    open_file: list[int] = []
-    filled = 0
-    for i, size in enumerate(sizes):
-        if size > limit:
-            done.append([i])
-            continue
-        if filled + size > limit:
-            done.append(open_file)
-            open_file = []
-            filled = 0
-        open_file.append(i)
-        filled += size
-    if open_file:
-        done.append(open_file)
-    return done
 
 
 def _file(path: str, tensors: Sequence[WantedTensor], rows: Sequence[int], metadata: Mapping[str, str]) -> TargetFile:

@@ -31,7 +31,8 @@ of stage O2, which it names though they are packed into the second.
     optimizer   model.norm.weight/beta1_pow_acc_0    model.norm.weight, beta1_pow_acc      (F32 [1])
     optimizer   model.norm.weight/anything_0         model.norm.weight, anything
 
-A key is parted at its last `/` (Paddle's structured names have none). Quantised moments: `systems.paddle.quant`.
+A key is parted at its last `/` (Paddle's structured names have none). Quantised moments:
+`weight_schemes.paddle_states`.
 
 Source: PaddleFormers 1.2.0 `utils/env.py` (names), `trainer/training_args.py` (`optimizer_name_suffix`: parts of degree
 1 are left out), `trainer/unified_checkpoint/{async_handler,unified_checkpoint,utils,load_save_single_card}.py`
@@ -58,8 +59,8 @@ from ckpt_tool.formats.hub_folder.index import read_value
 from ckpt_tool.storage.safetensors_files.safetensors_entries import warning_code
 from ckpt_tool.storage.safetensors_files.safetensors_file import SafetensorsHeader, read_header
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.systems.paddle import quant
 from ckpt_tool.systems.paddle.stored_names import KINDS, kind_of
+from ckpt_tool.weight_schemes import paddle_states as quant
 
 # -- keys --------------------------------------------------------------------------------------------------------------
 

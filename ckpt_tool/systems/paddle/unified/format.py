@@ -16,7 +16,7 @@ A folder `checkpoint-STEP/` with up to three kinds of safetensors files, each wi
   "np". Which weights: a list a model class. See `systems.paddle.unified.read` for how that is settled.
 * Options of the job: skip_save_model_weight (the master weights are the model files), remove_master_weight, async_save
   (marks `.model_weight.done.RANK`), ignore_merge_optimizer (a rank's own files, `systems.paddle.unified.ranks`),
-  quantised moments (`systems.paddle.quant`). PaddleNLP 3.0 wrote bf16 as U16.
+  quantised moments (`weight_schemes.paddle_states`). PaddleNLP 3.0 wrote bf16 as U16.
 * Tied embeddings: a job of one process stores the optimizer's states under the last name (lm_head.weight), one of
   several under both. Either is shown as it is stored. Written from another format: under both, which either job loads.
 * Beside: config.json, tokenizer, scheduler.pdparams, scaler.pdparams (`systems.paddle.extras`); pickles of the job

@@ -30,9 +30,9 @@ from ckpt_tool.core.tensor import MASTER, Chunk, LogicalTensor, StoredArray, Ten
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UsageError
 from ckpt_tool.storage.safetensors_files.safetensors_file import SafetensorsHeader, read_header
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.systems.paddle import quant
 from ckpt_tool.systems.paddle.rules import PaddleCut, cut_of, joined_shape, local_boxes, module_of, stored_cut
 from ckpt_tool.systems.paddle.unified.files import MASTER_STEM, OPTIMIZER_STEM, UnifiedRankFile, optimizer_key
+from ckpt_tool.weight_schemes import paddle_states as quant
 
 MISSING_RANK = "E1355"
 UNPLACED = "E1356"

@@ -45,7 +45,6 @@ from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.hub_folder.model_files import is_sidefile
 from ckpt_tool.storage.safetensors_files.safetensors_file import SafetensorsHeader, read_header
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.systems.paddle import quant
 from ckpt_tool.systems.paddle.extras import read_config, read_extras
 from ckpt_tool.systems.paddle.job import PaddleHints
 from ckpt_tool.systems.paddle.rules import is_expert, model_type_of, module_of, transposed_in_hf
@@ -64,6 +63,7 @@ from ckpt_tool.systems.paddle.unified.files import (
     refuse_twice,
 )
 from ckpt_tool.systems.paddle.unified.ranks import ArrayOfRank, join, read_ranks
+from ckpt_tool.weight_schemes import paddle_states as quant
 
 # -- which weights are transposed --------------------------------------------------------------------------------------
 

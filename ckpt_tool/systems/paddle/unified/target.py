@@ -28,9 +28,8 @@ from ckpt_tool.core.target import LayoutWish, Target, TargetArray, TargetFile, W
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import Fitted
+from ckpt_tool.formats.hub_folder.packing import pack
 from ckpt_tool.storage.safetensors_files.safetensors_file import build_header
-from ckpt_tool.systems.hub.safetensors.format import pack
-from ckpt_tool.systems.paddle import quant
 from ckpt_tool.systems.paddle.extras import EXTRAS_FILE, EXTRAS_TENSORS, PICKLED, extras_files
 from ckpt_tool.systems.paddle.job import PaddleHints
 from ckpt_tool.systems.paddle.layout import paddle_hints
@@ -48,6 +47,7 @@ from ckpt_tool.systems.paddle.unified.files import (
     write_index,
 )
 from ckpt_tool.systems.paddle.unified.read import dtype_of
+from ckpt_tool.weight_schemes import paddle_states as quant
 
 TAKEN = "E1272"
 UNFIT = "E1273"

@@ -46,7 +46,9 @@ from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions
 from ckpt_tool.formats.hub_folder import model_files as hf_files
 from ckpt_tool.formats.hub_folder.index import read_index, write_index
 from ckpt_tool.formats.hub_folder.modules import module_files
+from ckpt_tool.formats.hub_folder.packing import pack
 from ckpt_tool.formats.state_dict.averages import refuse_taken_for_averages
+from ckpt_tool.formats.state_dict.beside_model import with_optimizer
 from ckpt_tool.formats.state_dict.coded import coded_notes
 from ckpt_tool.formats.state_dict.content import TorchContent, read_content
 from ckpt_tool.formats.state_dict.nesting import nest
@@ -59,9 +61,7 @@ from ckpt_tool.formats.two_models import refuse_file_next_to_index, refuse_file_
 from ckpt_tool.storage.pickles.pickle_writer import dumps, stored
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.torch_files.torchzip import plan_zip
-from ckpt_tool.systems.hub.safetensors.format import pack
 from ckpt_tool.systems.torch.torch_save import choice as torch_choice
-from ckpt_tool.systems.torch.torch_save.beside_model import with_optimizer
 from ckpt_tool.systems.torch.torch_save.choice import ChosenFiles, TorchRankFile
 
 MISSING = "E0380"

@@ -19,9 +19,9 @@ from typing import Any
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
-from ckpt_tool.systems.hub.peft.inside import split_names
-from ckpt_tool.systems.hub.peft.lone import adapter_config
-from ckpt_tool.systems.hub.peft.settings import settings_of
+from ckpt_tool.formats.adapters.inside import split_names
+from ckpt_tool.formats.adapters.lone import adapter_config
+from ckpt_tool.formats.adapters.settings import settings_of
 
 EMPTY = "E2935"
 CONTRADICTED = "E2936"

@@ -48,7 +48,7 @@ def is_adapter(keys: Iterable[TensorKey]) -> bool:
     pairs = any(".lora_A" in name or "lora_embedding_A" in name for name in rest)
     if not pairs or not all(name.startswith(_PREFIX) or ".lora_" in name for name in rest):
         return False
-    from ckpt_tool.systems.hub.peft.inside import find_inside
+    from ckpt_tool.formats.adapters.inside import find_inside
 
     return find_inside(rest) is None
 
