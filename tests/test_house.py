@@ -591,7 +591,8 @@ def outsiders(modules: Mapping[str, str]) -> dict[str, list[str]]:
     """Files that import modules of a system that is not theirs, with these modules.
 
     The families' tables name every system's names: they are lists. A system's row (`systems/NAME/__init__.py`) is how
-    it is found. """
+    it is found.
+    """
     found: dict[str, list[str]] = {}
     for file, source in modules.items():
         if file.startswith("families/models/"):
