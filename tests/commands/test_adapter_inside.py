@@ -249,6 +249,39 @@ def test_several_adapters_and_other_methods(tmp_path):
     refused(lambda: convert(str(other), str(tmp_path / "no"), Reading(), Writing(to="safetensors"), Silent()), "E2933")
 
 
+@pytest.mark.parametrize("fmt", ["safetensors", "trainer", "dcp"])
+@pytest.mark.parametrize("method", ["prompt", "prefix", "p_tuning", "norms"])
+def test_what_other_methods_train_next_to_the_weights_is_no_model(method, fmt, tmp_path):
+    """Their parts are not in the layers' projections: an encoder at the root, or the norms."""
+    import peft
+
+    virtual = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+    settings = {
+        "prompt": lambda: peft.PromptTuningConfig(**virtual),
+        "prefix": lambda: peft.PrefixTuningConfig(**virtual, prefix_projection=True, encoder_hidden_size=4),
+        "p_tuning": lambda: peft.PromptEncoderConfig(**virtual, encoder_hidden_size=4),
+        "norms": lambda: peft.LNTuningConfig(target_modules=["input_layernorm"]),
+    }
+    save_base("llama", tmp_path / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = peft.get_peft_model(model("llama"), settings[method]())
+    state = {name: value.detach().clone().contiguous() for name, value in adapted.state_dict().items()}
+    src = save_as(fmt, state, tmp_path / "run", tmp_path / "base")
+    config = Reading(config=str(tmp_path / "base/config.json"))
+
+    for to in ("safetensors", "gguf"):
+        refused(lambda to=to: convert(str(src), str(tmp_path / "no"), config, Writing(to=to), Silent()), "E2933")
+    convert(str(src), str(tmp_path / "kept"), Reading(), Writing(to="safetensors", dialect="keep"), Silent())
+    assert load(tmp_path / "kept").keys() == state.keys()
+
+
+def test_a_prompt_encoder_of_a_model_is_none():
+    sam = ["point_embed.0.weight", "no_mask_embed.weight", "mask_embed.conv1.weight", "shared_embedding.positions"]
+    names = [f"prompt_encoder.{name}" for name in sam]
+    assert find_inside([*names, *(f"vision_encoder.layers.{i}.mlp.lin1.weight" for i in range(4))]) is None
+
+
 def test_a_base_or_an_adapter_that_is_such_a_model(tmp_path):
     src = save_as("safetensors", wrapped("lora", tmp_path), tmp_path / "run", tmp_path / "base")
     assert not is_adapter(open_source(str(src), Reading()).catalog.tensors)

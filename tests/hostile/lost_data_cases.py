@@ -152,6 +152,8 @@ row(
     ("--to", "megatron"),
     tensors(WEIGHTS, lora_inside),
 )
+PROMPTS = added("prompt_encoder.default.embedding.weight", "F32", [1, 16], bytes(64))
+row("L2b prompts next to a model", MODEL, INSIDE, "prompt_encoder", ("--to", "megatron"), tensors(WEIGHTS, PROMPTS))
 TRAINED = copied("torch/weights.pt", "non_lora_trainables.bin")
 row("L3 trained weights next to an adapter", "peft/on_llama", 0, "", ADAPTER, TRAINED)
 

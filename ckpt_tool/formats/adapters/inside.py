@@ -39,8 +39,15 @@ _ORIGINAL = ".original_module."
 # How the parameters of PEFT's other methods begin, and those of LoRA in other libraries (torchtune, mlx)
 _OTHER = re.compile(
     r"\.((?:ia3|vera|hada|lokr|oft|boft|randlora|fourierft|hra|shira|miss|bone|road|c3a|waveft|delora|gralora|vblora"
-    r"|tinylora|unilora|pvera|hira|psoft|lily|glora|frod|peanut|adamss|osf)_[A-Za-z0-9_]+|lora_[abE]|lora_ranknum)(?:\.|$)"
+    r"|tinylora|unilora|pvera|hira|psoft|lily|glora|frod|peanut|adamss|osf|poly|beft|deft)_[A-Za-z0-9_]+|ln_tuning_layers|adaption_(?:prompt|gate)"
+    r"|lora_[abE]|lora_ranknum)(?:\.|$)"
 )
+# What prompt, prefix and P-tuning train is a module next to the model's. SAM's prompt_encoder has other parts.
+_PROMPTS = re.compile(
+    r"(?:base_model\.)?prompt_encoder\.[^.]+\.(?:embedding\.weight|(?:transform|mlp_head|lstm_head)\..+|prefix_task_\w+)"
+)
+_PROMPT_ENCODER = "prompt_encoder"
+_WORDS = (".lora_", BASE, ".modules_to_save.", f"{_PROMPT_ENCODER}.", ".adaption_")  # one of them is in every adapter
 _VOCABULARY = (
     "embed_tokens",
     "lm_head",
@@ -73,9 +80,11 @@ class AdapterInside(NamedTuple):
 
 def find_inside(names: Collection[str]) -> AdapterInside | None:
     """The model and the adapter in it, by the names of a whole state; None for a model alone and an adapter alone."""
-    if not any(".lora_" in name or BASE in name or ".modules_to_save." in name for name in names):
+    if not any(word in name for name in names for word in _WORDS):
         return None
     inside = split_names(names)
+    if _PROMPT_ENCODER in inside.others and len(inside.base) >= _WEIGHTS_OF_A_MODEL:
+        return inside
     modules = {_plain(name.removeprefix(PREFIX).partition(".lora_")[0]) for name in inside.adapter.values()}
     modules |= {_plain(name) for name in inside.foreign_modules}
     named = bool(inside.adapters) and not inside.others
@@ -100,6 +109,8 @@ def split_names(names: Collection[str]) -> AdapterInside:
         if other is not None:
             others[other[1]] = None
             foreign_modules.add(name[: other.start()])
+        elif _PROMPTS.fullmatch(name) is not None:
+            others[_PROMPT_ENCODER] = None
         elif part is not None:
             adapter[stored] = f"{PREFIX}{part['module']}.{part['kind']}{part['ending'] or ''}"
             if part["kind"] == "lora_magnitude_vector":  # PEFT writes it as a parameter
