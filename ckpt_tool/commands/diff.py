@@ -38,7 +38,7 @@ def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, 
     them. Under a dialect both have its names and its structure, as `convert --dialect` would write them.
 
     Without tolerances values are equal when their bits are (NaN payloads included); with them |a - b| <= atol + rtol
-    |b|.
+    |b|. A tensor of another dtype differs without tolerances; its entry says how far its numbers are apart.
     """
     on = device_of(wanted.device)
     left_out = left_by_word(wanted.states)
@@ -54,12 +54,14 @@ def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, 
         if listed(key.state)
     }
     there = {key: side for key, side in _sides(right, reading, wanted.dialect).items() if listed(key.state)}
-    found, pairs, counted = _paired(here, there, (left, right), wanted, first=reading.replica_policy == "first")
+    matched = _paired(here, there, (left, right), wanted, first=reading.replica_policy == "first")
+    found, pairs, counted = matched.differing, matched.pairs, matched.counted
     with unchanged_sources(left, right):
         try:
             found += _compared(pairs, wanted, on, progress)
+            found += _compared_as_numbers(matched.retyped, progress)
         except ReplicasDiffer as e:
-            raise _replicas_error(pairs) or e from e
+            raise _replicas_error([*pairs, *matched.retyped]) or e from e
     found += _other_steps(counted)
     summary, by_layer = _summaries_of(pairs, counted, found)
     extras = _extras_differ(left.catalog.extras, right.catalog.extras) if not wanted.states else []
@@ -162,6 +164,15 @@ class _Side(NamedTuple):
 _Counted = dict[TensorKey, tuple[Opened, _Side]]
 
 
+class _Matched(NamedTuple):
+    """The tensors of both sides, by what is to be done with them."""
+
+    differing: list[dict[str, Any]]  # an entry for each tensor that headers show to differ
+    pairs: list[tuple[_Side, _Side]]  # those whose values are to be compared
+    retyped: list[tuple[_Side, _Side]]  # those of two dtypes, which differ whatever their values are
+    counted: _Counted  # steps of one side where the optimizer of the other has one count
+
+
 def _paired(
     here: Mapping[TensorKey, _Side],
     there: Mapping[TensorKey, _Side],
@@ -169,11 +180,11 @@ def _paired(
     wanted: Comparison,
     *,
     first: bool,
-) -> tuple[list[dict[str, Any]], list[tuple[_Side, _Side]], _Counted]:
-    """(an entry for each tensor that headers show to differ, the pairs whose values are to be compared, steps of one
-    side where the optimizer of the other has one count). first: compare first replicas alone."""
+) -> _Matched:
+    """Which tensor of one side belongs to which of the other. first: compare first replicas alone."""
     found = list[dict[str, Any]]()
     pairs = list[tuple[_Side, _Side]]()
+    retyped = list[tuple[_Side, _Side]]()
     counted = _Counted()
     for key in {**here, **there}:
         base = {"name": key.name, "state": key.state}
@@ -189,12 +200,52 @@ def _paired(
         (a, tree), (b, other) = mine, theirs
         if a.shape != b.shape:
             found.append({**base, "kind": "shape", "left": list(a.shape), "right": list(b.shape)})
-        elif a.dtype != b.dtype and not (wanted.rtol or wanted.atol):
-            found.append({**base, "kind": "dtype", "left": a.dtype.name, "right": b.dtype.name})
-        else:
-            a, b = (first_replica(a), first_replica(b)) if first else (a, b)
-            pairs.append((_Side(a, tree), _Side(b, other)))
-    return found, pairs, counted
+            continue
+
+        has_other_dtype = a.dtype != b.dtype and not (wanted.rtol or wanted.atol)
+        if has_other_dtype and not (_is_of_numbers(a) and _is_of_numbers(b)):
+            found.append(_dtype_entry(key, a, b))
+            continue
+        a, b = (first_replica(a), first_replica(b)) if first else (a, b)
+        (retyped if has_other_dtype else pairs).append((_Side(a, tree), _Side(b, other)))
+    return _Matched(found, pairs, retyped, counted)
+
+
+def _is_of_numbers(tensor: LogicalTensor) -> bool:
+    """Can its values be computed with? Codes and elements of less than a byte can't."""
+    return not tensor.dtype.coded and tensor.dtype.bits >= 8
+
+
+def _dtype_entry(key: TensorKey, a: LogicalTensor, b: LogicalTensor) -> dict[str, Any]:
+    return {"name": key.name, "state": key.state, "kind": "dtype", "left": a.dtype.name, "right": b.dtype.name}
+
+
+def _compared_as_numbers(pairs: Sequence[tuple[_Side, _Side]], progress: Progress) -> Iterator[dict[str, Any]]:
+    """An entry for each pair of two dtypes, with how far the numbers are apart: not at all after a cast that is
+    exact."""
+    from ckpt_tool.run.compare import NORMS, compare
+
+    if pairs:
+        progress.start(sum(mine.tensor.nbytes + theirs.tensor.nbytes for mine, theirs in pairs), "comparing")
+    for group in _by_trees(pairs):
+        tensors = [(mine.tensor, theirs.tensor) for mine, theirs in group]
+        differences = compare(tensors, group[0][0].tree, group[0][1].tree, progress=progress)
+        for (mine, theirs), difference in zip(tensors, differences, strict=True):
+            entry = {**_dtype_entry(theirs.key, mine, theirs), "values_equal": difference is None}
+            if difference is not None:
+                amounts = {name: value for name, value in difference.items() if name not in (NORMS, "max_ulp")}
+                entry |= amounts
+            yield entry
+    if pairs:
+        progress.finish()
+
+
+def _by_trees(pairs: Sequence[tuple[_Side, _Side]]) -> list[list[tuple[_Side, _Side]]]:
+    """The pairs in groups that are read from the same two trees."""
+    groups: dict[tuple[int, int], list[tuple[_Side, _Side]]] = {}
+    for mine, theirs in pairs:
+        groups.setdefault((id(mine.tree), id(theirs.tree)), []).append((mine, theirs))
+    return list(groups.values())
 
 
 def _replicas_error(pairs: Sequence[tuple[_Side, _Side]]) -> ReplicasDiffer | None:
@@ -251,10 +302,7 @@ def _compared(
 ) -> Iterator[dict[str, Any]]:
     """An entry for each pair of other values."""
     progress.start(sum(mine.tensor.nbytes + theirs.tensor.nbytes for mine, theirs in pairs), "comparing")
-    groups: dict[tuple[int, int], list[tuple[_Side, _Side]]] = {}
-    for mine, theirs in pairs:
-        groups.setdefault((id(mine.tree), id(theirs.tree)), []).append((mine, theirs))
-    for group in groups.values():
+    for group in _by_trees(pairs):
         tensors = [(mine.tensor, theirs.tensor) for mine, theirs in group]
         left = group[0][0].tree
         right = group[0][1].tree

@@ -167,11 +167,26 @@ def _other_kinds(summary: Sequence[Document], *, everything: bool) -> list[Block
         groups = sorted((group for group in summary if group[key]), key=lambda group: _order_of_state(group["state"]))
         if groups:
             listed = groups if everything else groups[:FIRST_STATE_ROWS]
-            rows = tuple((group["names"][key], group["state"], count(int(group[key]))) for group in listed)
-            columns = (Column("module"), STATE, Column("tensors", right=True))
+            columns = [Column("module"), STATE, Column("tensors", right=True)]
+            rows = [[group["names"][key], group["state"], count(int(group[key]))] for group in listed]
+            if kind == "dtype":
+                columns += [Column("first / second"), Column("as numbers")]
+                for row, group in zip(rows, listed, strict=True):
+                    row += [", ".join(group["dtypes"]), _as_numbers(group)]
+            cells = tuple(map(tuple, rows))
             hidden = more(len(groups) - len(listed), "group")
-            blocks.append(PageTable(KINDS[kind], columns, rows, more=hidden, one_line=True))
+            blocks.append(PageTable(KINDS[kind], tuple(columns), cells, more=hidden, one_line=True))
     return blocks
+
+
+def _as_numbers(group: Document) -> str:
+    """How far the values of a group's tensors of two dtypes are apart; "" for those that can't be computed with."""
+    worst = group["dtype_worst"]
+    if worst is not None:
+        relative = worst.get("rel_l2")
+        amount = f"relative L2 {_number(relative)}" if relative is not None else f"max abs {_number(worst['max_abs'])}"
+        return f"{amount} (worst)" if int(group["other_dtype"]) > 1 else amount
+    return "equal" if group["equal_values"] == group["other_dtype"] else ""
 
 
 def _by_layer(layers: Sequence[Document]) -> list[Block]:
@@ -308,7 +323,14 @@ def _both_sides(difference: Document) -> str:
     """The shapes or the dtypes of the two, where they are what differs."""
     if "left" not in difference or "right" not in difference:
         return ""
-    return f"{difference['left']} / {difference['right']}"
+    sides = f"{difference['left']} / {difference['right']}"
+    if "values_equal" not in difference:
+        return sides
+    if difference["values_equal"]:
+        return f"{sides}, equal as numbers"
+    relative = difference.get("rel_l2")
+    amount = f"max abs {_number(difference['max_abs'])}" if relative is None else f"relative L2 {_number(relative)}"
+    return f"{sides}, {amount}"
 
 
 def verification(document: Document, *, everything: bool = False) -> Page:

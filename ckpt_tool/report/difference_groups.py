@@ -51,6 +51,10 @@ class Group:
     max_abs: float | None = None
     max_ulp: int | None = None
     elements: int = 0
+    # of the tensors of two dtypes: the dtypes, how many have equal values, and the entry of the one that differs most
+    dtypes: dict[str, None] = field(default_factory=dict)
+    equal_values: int = 0
+    worst_retyped: Mapping[str, Any] | None = None
     # the entry of the tensor that differs most (`severity`)
     worst: Mapping[str, Any] | None = None
 
@@ -89,7 +93,28 @@ class Group:
             "elements": self.elements,
             "nonfinite": self.norms.nonfinite if self.norms is not None else 0,
             "worst": self.worst_tensor(),
+            **self.retyped(),
         }
+
+    def retyped(self) -> dict[str, Any]:
+        """What its entry says of tensors of two dtypes, if there are any."""
+        if not self.dtypes:
+            return {}
+        worst = self.worst_retyped
+        return {
+            "dtypes": list(self.dtypes),
+            "equal_values": self.equal_values,
+            "dtype_worst": None if worst is None else {key: worst.get(key) for key in ("name", *AMOUNTS[:3])},
+        }
+
+    def add_retyped(self, difference: Mapping[str, Any]) -> None:
+        """Take up the entry of a tensor of two dtypes."""
+        self.dtypes.setdefault(f"{difference['left']} / {difference['right']}")
+        self.equal_values += bool(difference.get("values_equal"))
+        if "rel_l2" in difference and (
+            self.worst_retyped is None or severity(difference) < severity(self.worst_retyped)
+        ):
+            self.worst_retyped = difference
 
     def worst_tensor(self) -> dict[str, Any] | None:
         """The tensor of other values that differs most: its name and by how much; None if no values differ."""
@@ -124,6 +149,9 @@ def group_differences(
 
     for difference in differences:
         group = _count(groups, difference["state"], difference["name"], _COUNTS[difference["kind"]])
+        if difference["kind"] == "dtype":
+            group.add_retyped(difference)
+            continue
         group.elements += difference.get("elements") or 0
         group.max_abs = _larger(group.max_abs, difference.get("max_abs"))
         group.max_ulp = _larger(group.max_ulp, difference.get("max_ulp"))

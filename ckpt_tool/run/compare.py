@@ -225,7 +225,7 @@ def _norms_of_equal(data: Bytes, kind: DType) -> Norms:
 def differ(worst: Worst, at: int, a: Bytes, b: Bytes, kind: DType, other: DType, rtol: float, atol: float) -> None:
     """Add to `worst` what differs between two blocks of values, whose first element is `at`. kind, other: their dtypes.
 
-    Values are equal where their bits are; with tolerances where |a - b| <= atol + rtol |b|."""
+    Values are equal where their bits are; with tolerances, or in two dtypes, where |a - b| <= atol + rtol |b|."""
     if kind.bits < 8:
         where = a != b
         worst.add(at, where, 0, 0.0)
@@ -243,7 +243,7 @@ def differ(worst: Worst, at: int, a: Bytes, b: Bytes, kind: DType, other: DType,
         u = x.astype(wide)
         v = y.astype(wide)
         gaps = np.abs(u - v)
-        if rtol or atol:
+        if rtol or atol or kind != other:  # bits of two dtypes say nothing of each other: the values do
             near = (gaps <= atol + rtol * np.abs(v)) | (u == v) | (np.isnan(u) & np.isnan(v))
             where = ~near
         else:
