@@ -344,6 +344,12 @@ def _tell(error: CkptError, arguments: Sequence[str], job: VerbJob | None, *, tr
 
     if isinstance(error, InputError) and not error.where() and job is not None and len(job.sources) == 1:
         error.path = job.sources[0]
+    if job is not None and error.hint and "--" in error.hint:
+        from ckpt_tool.cli.hinted_options import name_verbs
+        from ckpt_tool.cli.verbs import VERBS
+
+        options = {name: verb.option_names() for name, verb in VERBS.items()}
+        error.hint = name_verbs(error.hint, job.verb, options)
     typed = list(arguments)[: list(arguments).index("--")] if "--" in arguments else list(arguments)
     if job is not None:
         as_document = job.show.json

@@ -100,6 +100,10 @@ class Verb(NamedTuple):
 
         return {name: one for name, one in options_of(*self.takes(), Show).items() if one.section not in self.but}
 
+    def option_names(self) -> frozenset[str]:
+        """`--to`, `-q` and all others that it takes."""
+        return frozenset(name for option in self.options().values() for name in option.names)
+
     def job(self, arguments: Sequence[Any], given: Mapping[str, Any]) -> VerbJob:
         """What a line comes to. given: options by keyword, as text. Raises UsageError with all that is wrong."""
         from ckpt_tool.options.reading import Show

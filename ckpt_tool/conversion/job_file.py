@@ -51,6 +51,10 @@ class _Work(NamedTuple):
     stores: bool  # does it need a store's credentials?
     at: str  # where to run it, "" where the plan names no relative path
 
+    @property
+    def plan_file(self) -> str:
+        return self.words[2]  # ckpt apply PLAN
+
 
 def write_job(plan: Plan, plan_file: str, share: Share, writing: Writing, emit: tuple[str, str]) -> str:
     """Write the file of `emit`, whose path is returned; nothing else is looked at or written.
@@ -63,7 +67,7 @@ def write_job(plan: Plan, plan_file: str, share: Share, writing: Writing, emit: 
     if scheme_of(plan.destination) is not None:
         refuse_in_store(writing)
     check_beside(path, "--emit", dict.fromkeys(file.root for file in plan.sources), [plan.destination])
-    text = _TEXTS[engine](_work_of(plan, os.path.abspath(plan_file), _way(engine, share, writing), writing))
+    text = _TEXTS[engine](_work_of(plan, os.path.abspath(plan_file), _way(engine, share, writing), writing), path)
     write_new(path, text, "the job file", "E0513")
     return path
 
@@ -112,21 +116,26 @@ def _above(paths: Sequence[str]) -> list[str]:
     return [each for each in folders if not any(each.startswith(f"{other}{os.sep}") for other in folders)]
 
 
-def _head(start: str) -> str:
-    return f"""# Written by ckpt. Start it with: {start} FILE
-# See how far it is with: ckpt status PLAN --watch
+def _head(start: str, path: str, plan_file: str) -> str:
+    return f"""# Written by ckpt. Start it with: {start} {_in_comment(path, "THIS-FILE")}
+# See how far it is with: ckpt status {_in_comment(plan_file, "THE-PLAN-FILE")} --watch
 # Every node has to see the plan, the sources and the output's folder under the same paths.
 """
 
 
-def _slurm(work: _Work) -> str:
+def _in_comment(path: str, instead: str) -> str:
+    """A path as a shell takes it, on one line of a comment; `instead` where it has characters that end the line."""
+    return shlex.quote(path) if path.isprintable() else instead
+
+
+def _slurm(work: _Work, path: str) -> str:
     stores = "# Credentials of the store come from the environment in which sbatch is called (--export=ALL).\n"
     gpu = "#SBATCH --gres=gpu:1\n"
     many = (
         "before the first begins: all of one number have to run" if "--part" in work.words else "others may come later"
     )
     return f"""#!/bin/bash
-{_head("sbatch") + stores * work.stores}\
+{_head("sbatch", path, work.plan_file) + stores * work.stores}\
 # Change: how many workers ({many}), and what each gets.
 #SBATCH --job-name={work.name}
 #SBATCH --array=1-{WORKERS}
@@ -144,7 +153,7 @@ set -eu
 """
 
 
-def _k8s(work: _Work) -> str:
+def _k8s(work: _Work, path: str) -> str:
     secret = """          # a Secret whose keys are the variables of the store's credentials (ckpt help stores)
           envFrom: [{secretRef: {name: YOUR-SECRET}}]
 """
@@ -157,7 +166,7 @@ def _k8s(work: _Work) -> str:
             "        - {{name: data-{0}, persistentVolumeClaim: {{claimName: YOUR-CLAIM}}}}",
         )
     )
-    return f"""{_head("kubectl apply -f")}\
+    return f"""{_head("kubectl apply -f", path, work.plan_file)}\
 # Change: YOUR-IMAGE, in which `ckpt` is installed; YOUR-CLAIM, a volume that many nodes may write
 # (ReadWriteMany); and how many workers there are, in three places.
 apiVersion: batch/v1
@@ -197,7 +206,7 @@ def _yaml(text: str) -> str:
     return f'"{"".join(plain)}"'
 
 
-def _ray(work: _Work) -> str:
+def _ray(work: _Work, path: str) -> str:
     if work.at:
         raise UsageError(
             "the plan names its source by a relative path, and Ray's workers run in folders of their own",
@@ -206,7 +215,7 @@ def _ray(work: _Work) -> str:
         )
     stores = """# Credentials of the store: the nodes' own, or runtime_env={"env_vars": {...}} of submit_job.
 """
-    return f"""{_head("python") + stores * work.stores}\
+    return f"""{_head("python", path, work.plan_file) + stores * work.stores}\
 # Change: ADDRESS, the cluster's dashboard. ckpt with its extra `ray` has to be installed on the nodes.
 # A node may be lost: its work is taken over.
 import os

@@ -17,6 +17,7 @@ from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.name_table import table_of_names
 from ckpt_tool.core.report_data import for_report
 from ckpt_tool.core.target import LayoutWish, Target, Wanted, WantedTensor
+from ckpt_tool.core.tensor import MASTER
 from ckpt_tool.core.urls import VARIABLE, has_hidden_secrets
 from ckpt_tool.formats.base import Format
 from ckpt_tool.options.writing import DEFAULT_SHARD_SIZE, Writing
@@ -141,6 +142,10 @@ def _wanted_tensors(chosen: Chosen, dtypes: Mapping[str, DType]) -> tuple[Wanted
     )
 
 
+# Notes that advise --as-model master, for who does not yet.
+ADVISES_MASTER = frozenset({"N-zero3", "N-sliced-module"})
+
+
 def _report(
     chosen: Chosen, plan: Plan, target: Target, layout: Layout, fallbacks: list[dict[str, Any]], writing: Writing
 ) -> dict[str, Any]:
@@ -157,7 +162,8 @@ def _report(
     names = table_of_names(chosen.names)
     first = chosen.sources[0]
     given = [opened.path for opened in chosen.sources if opened.catalog.tensors]  # the others are computed of these
-    notes = [note.message for opened in chosen.sources for note in opened.catalog.notes]
+    known = ADVISES_MASTER if writing.state_as_model == MASTER else frozenset[str]()  # the user does it already
+    notes = [note.message for opened in chosen.sources for note in opened.catalog.notes if note.code not in known]
     if writing.plan_file and any(has_hidden_secrets(path) for path in given):
         notes.append(
             f"the plan holds no user name, password or signature of a URL: set {VARIABLE} to the whole URLs of the "

@@ -21,6 +21,8 @@ from ckpt_tool.sources.chosen import AS_REQUESTED, Chosen, Conversion, extras_le
 from ckpt_tool.sources.opening import Opened
 from ckpt_tool.sources.select import group_of, left_by_word, removed_keys, split_keys, state_filter
 
+SHOWN_NAMES = 8  # tensors of a note
+
 
 def refuse_code(opened: Opened, job: Conversion) -> None:
     """Raise UnsafeInput for what asks to be run, but in states that are left behind by option or by the format."""
@@ -224,14 +226,17 @@ def as_model(chosen: Chosen, job: Conversion) -> Chosen:
         or (row.tensor.key.state == MODEL and row.tensor.key.name in taken)
     )
     dropped = left_behind(gone, f"--as-model {state}", named=False)
+
+    # What the state lacks is written all the same: a note, and nothing that is left out.
     buffers = [name for name in missing if name not in parameters]
     kind = "buffers" if state == EMA else "buffers, and weights that have none"
+    notes = []
     for names, why in ((buffers, kind), (parameters, f"--as-model {EMA_THEN_MODEL}")):
         if names:
-            reason = f"{len(names)} tensors have no {state}: the model's own are written ({why})"
-            dropped.append({"state": state, "tensors": 0, "bytes": 0, "names": names[:50], "reason": reason})
+            shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+            notes.append(f"{len(names)} tensors have no {state}, and go as the model has them ({why}): {shown}")
     return replace(
-        chosen,
+        chosen.noted(*notes),
         stored=tuple(stored),
         dropped=(*chosen.dropped, *dropped),
         renewed=chosen.renewed | {row.tensor.key for row in stored},

@@ -76,6 +76,10 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
     document = _with_stores(with_device(plan.report, moving), plan, chosen, destination)
     document |= chosen.reported.document(done=False) if chosen.reported else {}
     document |= replaced.document()
+    if writing.dry_run and isinstance(destination, RemotePlace):
+        from ckpt_tool.storage.stores.object_store import describe_credentials
+
+        document["notes"].append(describe_credentials(destination.url))
     progress.plan(document)
     if writing.plan_file:
         _save(plan, document, writing, writing.plan_file)

@@ -317,6 +317,7 @@ class Difference(TypedDict):
     cosine: NotRequired[float | None]
     left: NotRequired[list[int] | str]
     right: NotRequired[list[int] | str]
+    values_equal: NotRequired[bool]  # of two dtypes: are the numbers equal?
 
 
 class WorstTensor(TypedDict):

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 NUMBERS = "E1449"
 _NO_OPTIMIZER = "a merge has no optimizer"
+# Tensors that have a row for each token.
+_VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "word_embeddings.weight", "output_layer.weight")
 _COMPUTED = ("F32", "BF16", "F16")  # dtypes that are merged; fp64 would lose bits, integers and fp8 are no weights
 
 
@@ -166,9 +168,18 @@ def _groups(
 
 
 def _how_to_make_alike(held: Mapping[str, Mapping[str, Stored]], fault: str) -> str:
-    """What helps where models have other names. held: the tensors of each model."""
-    if "lm_head.weight: not in" in fault:
-        return "--tied-head untie (or tie) makes heads alike"
+    """What helps against the first fault. held: the tensors of each model."""
+    name, _, what = fault.partition(": ")
+    if "is not merged" in what:
+        return (
+            "convert the models to one type first: ckpt convert SRC DST --dtype bf16 (--dequantize for quantised ones)"
+        )
+    if what.startswith("["):
+        if name.endswith(_VOCABULARY):
+            return "the vocabularies have different sizes: ckpt convert SRC DST --vocab-size N brings them to one size"
+        return "merge models of one architecture: the shapes of this tensor differ; --remove-keys leaves it out"
+    if fault.startswith("lm_head.weight: not in"):
+        return "one of the models ties its head: --tied-head untie writes the heads of all, --tied-head tie none"
     longest = {path: _shared_prefix(tensors) for path, tensors in held.items()}
     for path, prefix in longest.items():
         bare = {name.removeprefix(prefix) for name in held[path]}

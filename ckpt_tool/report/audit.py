@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ckpt_tool.core.plurals import agree
 from ckpt_tool.report.inspection import note_text
 from ckpt_tool.report.page import Block, Cell, Facts, Lines, Page, Style, Styled, Verdict
 from ckpt_tool.report.text import count, more, plural
@@ -43,7 +44,7 @@ def _of_code(found: Sequence[Document], everything: bool) -> Lines:
     lines: list[Cell] = [Styled(found[0]["title"], "strong")]
     for each in listed:
         file = f" ({each['file']})" if each["file"] and each["file"] not in each["message"] else ""
-        lines.append(Styled(f"{each['message']}{file}", _STYLES[each["severity"]]))
+        lines.append(Styled(f"{agree(each['message'])}{file}", _STYLES[each["severity"]]))
         lines += [
             Styled(f"{'see' if at == 0 else 'of the same cause:'} {seen['url']}", "dim")
             for at, seen in enumerate(each["seen"])

@@ -13,6 +13,7 @@ from math import inf
 from statistics import median_low
 from typing import Any
 
+from ckpt_tool.core.plurals import agree
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, STEP
 from ckpt_tool.report.difference_groups import numbers_of, severity
 from ckpt_tool.report.inspection import note_text
@@ -373,7 +374,12 @@ def _findings(findings: Sequence[Document], *, everything: bool) -> list[Block]:
     listed = findings if everything else findings[:LISTED]
     columns = (Column("code"), Column("tensor"), Column("file", drop=1), Column("finding"))
     rows = tuple(
-        (Styled(each.get("code") or "", "bad"), each.get("tensor") or "", place_of(each), each.get("message") or "")
+        (
+            Styled(each.get("code") or "", "bad"),
+            each.get("tensor") or "",
+            place_of(each),
+            agree(each.get("message") or ""),
+        )
         for each in listed
     )
     has_long_messages = any(len(row[3]) > 60 for row in rows)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import traceback
 
+from ckpt_tool.core.plurals import agree
 from ckpt_tool.core.urls import hide_in_document, hide_in_message
 from ckpt_tool.errors import CkptError
 from ckpt_tool.report.page import Style
@@ -39,9 +40,9 @@ _HINTS = {
 def as_text(error: CkptError, look: Look, *, everything: bool = False, trace: BaseException | None = None) -> str:
     """The error as lines. everything: all faults, not the first few. trace: print this exception's traceback too."""
     hint = hint_of(error)
-    lines = _line("", f"error[{error.code}]:", "bad", error.message, look, "strong")
+    lines = _line("", f"error[{error.code}]:", "bad", agree(error.message), look, "strong")
     listed = error.faults if everything else error.faults[:FAULTS_SHOWN]
-    lines += [line for fault in listed for line in _line("  ", "also:", "plain", fault, look)]
+    lines += [line for fault in listed for line in _line("  ", "also:", "plain", agree(fault), look)]
     if len(error.faults) > len(listed):
         lines.append(f"  also: {count(len(error.faults) - len(listed))} more; -v lists all")
     if error.where():
@@ -66,10 +67,15 @@ def _line(indent: str, label: str, style: Style, text: str, look: Look, text_sty
 def as_json(error: CkptError) -> str:
     """The error as one line of JSON, ASCII only."""
     document = error.to_json()
-    document["error"] = {**document["error"], "hint": hint_of(error)}  # type: ignore[dict-item]
+    said = {
+        "message": agree(error.message),
+        "hint": hint_of(error),
+        "faults": [agree(fault) for fault in error.faults],
+    }
+    document["error"] = {**document["error"], **said}  # type: ignore[dict-item]
     return json.dumps(hide_in_document(document)) + "\n"  # libraries of stores put URLs into their messages
 
 
 def hint_of(error: CkptError) -> str:
     """What to do: the error's own idea, or what helps with its kind."""
-    return error.hint or _HINTS.get(error.exit_code, "")
+    return agree(error.hint or "") or _HINTS.get(error.exit_code, "")

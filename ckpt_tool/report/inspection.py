@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from ckpt_tool.core.listing import Listing
+from ckpt_tool.core.plurals import agree
 from ckpt_tool.report.page import STATE, Block, Cell, Column, Facts, Lines, Page, PageTable, Styled, Verdict
 from ckpt_tool.report.text import count, more, parameters, plural, shape, size
 from ckpt_tool.report.tree import FoldedTree, Folding
@@ -73,9 +74,10 @@ def delta_text(delta: Document) -> str:
 def note_text(note: Any) -> str:
     """A note of the catalog or a plain line."""
     if not isinstance(note, Mapping):
-        return str(note)
+        return agree(str(note))
     where = ", ".join(str(note[key]) for key in ("path", "file", "tensor", "key") if note.get(key))
-    return f"{note.get('message', '')} ({where})" if where else str(note.get("message", ""))
+    message = agree(str(note.get("message", "")))
+    return f"{message} ({where})" if where else message
 
 
 def _head(document: Document) -> Facts:
@@ -265,12 +267,12 @@ def _leaf(what: Any) -> tuple[str, str, str]:
 
 
 def _cut(tensor: Document) -> str:
-    """How the chunks tile the tensor: `4 x 1`, with the number of copies where there are replicas."""
+    """How the chunks tile the tensor: `4x1`, with the number of replicas where there are any."""
     chunks = tensor.get("chunks") or ()
     offsets = [tuple(chunk["offset"]) for chunk in chunks]
     boxes = len(set(offsets))
     if not chunks or not tensor["shape"]:
-        return f"{len(chunks)} copies" if len(chunks) > 1 else ""
+        return f"{len(chunks)} replicas" if len(chunks) > 1 else ""
     grid = [len({offset[dim] for offset in offsets}) for dim in range(len(tensor["shape"]))]
     text = "x".join(map(str, grid)) if prod(grid) == boxes else f"{boxes} boxes"
     return f"{text}, {len(chunks)} chunks" if len(chunks) != boxes else text if boxes > 1 else "whole"

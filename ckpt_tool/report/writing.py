@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ckpt_tool.core.plurals import agree
 from ckpt_tool.report.inspection import mesh_text, note_text
 from ckpt_tool.report.page import STATE, Block, Cell, Column, Facts, Lines, Page, PageTable, Styled, Verdict
 from ckpt_tool.report.text import count, duration, more, plural, ranges, shape, size
@@ -93,8 +94,8 @@ def _plan_rows(document: Document) -> list[tuple[str, Cell]]:
     if plan:
         rows.append(("reads", size(plan.get("bytes_read", 0))))
         files = f" in {plural(int(plan['files']), 'file')}" if plan.get("files") else ""
-        copies = f", {plural(int(plan['copies']), 'copy')}" if plan.get("copies") else ""
-        rows.append(("writes", f"{size(plan.get('bytes_written', 0))}{files}{copies}"))
+        pieces = f", copied in {plural(int(plan['copies']), 'piece')}" if plan.get("copies") else ""
+        rows.append(("writes", f"{size(plan.get('bytes_written', 0))}{files}{pieces}"))
         if plan.get("peak_memory"):
             rows.append(("memory", f"at most {size(plan['peak_memory'])}"))
     return rows + _device_rows(document.get("device") or {})
@@ -217,7 +218,7 @@ def _dropped(entry: Document) -> str:
     parts += [size(entry["bytes"])] if entry.get("bytes") else []
     names = entry.get("names") or ()
     parts += [", ".join(map(str, names[:8])) + (", ..." if len(names) > 8 else "")] if names else []
-    reason = f" ({entry['reason']})" if entry.get("reason") else ""
+    reason = f" ({agree(str(entry['reason']))})" if entry.get("reason") else ""
     return f"{entry.get('state', '?')}: {', '.join(parts) or 'nothing'}{reason}"
 
 

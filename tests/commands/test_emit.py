@@ -247,3 +247,15 @@ def test_words_of_options_are_read_back_as_they_were(pinned: str) -> None:
         name = word[2:].removeprefix("no-")
         again[name] = not word.startswith("--no-") if name in ("force", "fsync") else next(words)
     assert values_of(again, Writing) == [writing]
+
+
+@pytest.mark.parametrize("engine", ["slurm", "k8s", "ray"])
+def test_the_comments_name_the_files_themselves(engine: str, tmp_path: Path) -> None:
+    """No placeholder: the first lines can be pasted. A path that would end the comment is not in it."""
+    from ckpt_tool.conversion.job_file import _head
+
+    plan, job = str(tmp_path / "my plan.json"), str(tmp_path / f"{engine}.job")
+    lines = _head("sbatch", job, plan).splitlines()
+    assert lines[0].endswith(f"sbatch {job}") and lines[1].endswith(f"ckpt status '{plan}' --watch")
+    odd = _head("sbatch", "a\nrm x", plan).splitlines()
+    assert len(odd) == len(lines) and all(line.startswith("#") for line in odd) and "rm x" not in "".join(odd)

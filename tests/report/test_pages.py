@@ -177,7 +177,7 @@ def test_the_plan_tells_all_before_bytes_move() -> None:
         "(latest points to iter_100)",
         "to      out  (sharded, tp 8)",
         "layout  the family's axes",
-        "writes  13.4 GB in 8 files, 2,910 copies",
+        "writes  13.4 GB in 8 files, copied in 2,910 pieces",
         "12 tensors such as w.q [12, 4]: requested dp x tp, cut by tp; 4.10 MB more on disk",
         "removed 2 tensors, 6.00 MB",
         "exp_avg: 1 tensor, 4.00 MB",

@@ -35,7 +35,7 @@ from ckpt_tool.storage.stores.multipart import (
     object_exists,
     time_of,
 )
-from ckpt_tool.storage.stores.object_store import AZURE, ENDPOINTS, fault, passing
+from ckpt_tool.storage.stores.object_store import AZURE, ENDPOINTS, fault, given_url, passing
 from ckpt_tool.storage.stores.store import Again, patiently
 
 T = TypeVar("T")
@@ -321,7 +321,7 @@ def _credential(url: str) -> Any:
         raise StorageError(
             "no credentials for the store were found",
             code="E2504",
-            path=url,
+            path=given_url(url),
             hint=f"set {AZURE.keys}; for a login or a managed identity: pip install azure-identity",
         ) from e
     return DefaultAzureCredential()

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
+from ckpt_tool.core.inner_path import STAGED
 from ckpt_tool.core.installation import install_command
 from ckpt_tool.core.urls import cause_without_secrets, hide_in_message, hide_secrets
 from ckpt_tool.errors import StorageError, UsageError
@@ -33,6 +34,7 @@ _FILE = re.compile(r"\.(safetensors|pt|pth|bin|ckpt|distcp|pdparams|pdopt|json|i
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _REGION = re.compile(r"<Region>([\w-]+)</Region>")
+_RECORDS = re.compile(rf"/\.([^/]+){re.escape(STAGED)}(?:/.*)?$")
 
 
 class Cloud(NamedTuple):
@@ -291,7 +293,41 @@ def fault(
     else:
         made = "E0700", f"{doing} failed: {text[:300]}", "check the URL and the network, then try again"
     kind, message, hint = made
-    return StorageError(message, code=kind, path=shown, offset=offset, hint=hint)
+    return StorageError(message, code=kind, path=given_url(shown), offset=offset, hint=hint)
+
+
+def given_url(url: str) -> str:
+    """The URL that the user gave, where `url` is one of the records that workers keep next to it.
+
+    >>> given_url("s3://bucket/run/.out.ckpt-partial/claim-1")
+    's3://bucket/run/out'
+    """
+    return _RECORDS.sub(r"/\1", url)
+
+
+def describe_credentials(url: str) -> str:
+    """Where the credentials for a store's URL come from, without any of their values. Asks no server."""
+    scheme = url.partition("://")[0].lower()
+    cloud = CLOUDS.get(scheme)
+    if cloud is None:
+        return ""
+    variables = {
+        "s3": ("AWS_SKIP_SIGNATURE", "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"),
+        "gs": ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_APPLICATION_CREDENTIALS"),
+        "az": ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN"),
+    }[cloud.name]
+    variable = next((name for name in variables if os.environ.get(name)), None)
+    if variable is not None:
+        return f"credentials of the store: found in {variable}; a dry run does not try them"
+    if cloud is S3:
+        settings = _profile()
+        if "access_key_id" in settings or "provider" in settings:
+            name = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
+            return f"credentials of the store: found in the AWS profile {name}; a dry run does not try them"
+    return (
+        f"credentials of the store: none in the environment or in files, so a role of this machine is needed; else "
+        f"set {cloud.keys}"
+    )
 
 
 # -- opening ------------------------------------------------------------------------------------------------------

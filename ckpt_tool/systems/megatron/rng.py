@@ -10,14 +10,29 @@ not do: give a rank's state to another.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL, LogicalTensor
 
 _RNG_BYTES = ("torch_rng_state", "cuda_rng_state", "rng_tracker_states")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_dp(\d{3,}))?")
 Value = Callable[[Sequence[int], DType, bytes], Any]  # makes a tensor of known bytes
+
+
+def can_resume(tensors: Iterable[LogicalTensor]) -> bool:
+    """Are there states of an optimizer, so that a job may go on with them?"""
+    return any(tensor.key.state not in (MODEL, EMA, EXTRAS) for tensor in tensors)
+
+
+def note_of_missing(why: str) -> str:
+    """The note for an output without RNG states, which Megatron looks for unless it is started otherwise."""
+    return f"RNG states are not written: {why}; start Megatron with --no-load-rng, it draws new ones"
+
+
+OTHER_RANKS = "they belong to ranks of another layout"
+NO_STATES = "the source has none"
 
 
 def rank_name(at: tuple[int, ...], shape: tuple[int, ...]) -> str:

@@ -152,6 +152,28 @@ def test_tensors_shapes_and_dtypes_at_once(models: Models, tmp_path: Path) -> No
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        ({"lm_head.weight": torch.ones(40, 16)}, "--vocab-size"),
+        ({"model.norm.weight": torch.ones(16, dtype=torch.float64)}, "--dtype"),
+        ({"model.norm.weight": torch.ones(8)}, "one architecture"),
+        ({"model.norm.weight": None}, "--remove-keys"),
+        ({"lm_head.weight": None}, "--tied-head"),
+    ],
+)
+def test_the_hint_is_about_the_fault(
+    change: dict[str, torch.Tensor | None], hint: str, models: Models, tmp_path: Path
+) -> None:
+    first, second = models(2)
+    tensors = {**load_file(Path(second) / "model.safetensors"), **change}
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None}, Path(second) / "model.safetensors"
+    )
+    error = fault(InputError, first, second, out=tmp_path / "out", method="linear")
+    assert error.code == "E1447" and hint in (error.hint or "")
+
+
 GOOD = "merge_method: linear\nmodels:\n  - {{model: {0}, parameters: {{weight: 1}}}}\n  - {{model: {1}, parameters: {{weight: 2}}}}\n"  # noqa: E501
 
 

@@ -64,7 +64,7 @@ from ckpt_tool.systems.megatron.legacy.target import ARGS_LEFT, EXTRAS_LEFT, OUR
 from ckpt_tool.systems.megatron.options import MegatronOptions
 from ckpt_tool.systems.megatron.parts import HALF
 from ckpt_tool.systems.megatron.pointer import folder_of, pointer_to
-from ckpt_tool.systems.megatron.rng import by_rank, tensors_of_rng
+from ckpt_tool.systems.megatron.rng import NO_STATES, OTHER_RANKS, by_rank, can_resume, note_of_missing, tensors_of_rng
 from ckpt_tool.systems.megatron.rules import gated, is_vocabulary, pieces, section_names
 from ckpt_tool.systems.megatron.stages import from_counts
 from ckpt_tool.systems.megatron.wanted import UNHELD, unheld, vocabulary_rows
@@ -354,17 +354,18 @@ class _MegatronFsdpWriting:
         """RNG states by stage and tensor rank, where tensor ranks are still those that had them."""
         states = self.wanted.extras.get("rng_state")
         if not states:
+            if can_resume(self.wanted.tensors):
+                self.notes.append(note_of_missing(NO_STATES))
             return {}
         before = self.wanted.hints.get(Degrees)
         same = before is not None and all(before.at(dim) == self.degrees[dim] for dim in ("tp", "pp"))
         shape, own = by_rank(states, self.degrees)
         if not same or len(shape) != 2 or set(own) != {(0, rank) for rank in range(self.degrees["tp"])}:
-            why = "they belong to ranks of another layout (a resumed run draws new ones and wants --no-load-rng)"
-            self.notes.append(f"RNG states are left out: {why}")
+            self.notes.append(note_of_missing(OTHER_RANKS))
             return {}
         value = {str(at): tensors_of_rng(state, Known, inside=False) for at, state in own.items()}
         if not writable({at: _plain(state) for at, state in value.items()}):
-            self.notes.append("RNG states are left out: values of classes that are not written")
+            self.notes.append(note_of_missing("they hold values of classes that are not written"))
             return {}
         return {"rng_state": value}
 

@@ -742,7 +742,7 @@ class _MegatronReading:
     def _rng(self) -> dict[str, Any]:
         """RNG states by folder: {"mp_rank_00": [{...}]}, tensors as bytes."""
         if len(self.ranks) > RNG_RANKS:
-            self.notes.append(Note("N0302", f"RNG states of {len(self.ranks)} ranks are left unread", self.first.path))
+            self.notes.append(Note("N0302", f"RNG states of {len(self.ranks)} ranks are not read", self.first.path))
             return {}
         out = {}
         for rank in self.ranks:
@@ -753,7 +753,7 @@ class _MegatronReading:
                 nbytes = array.dtype.nbytes(array.numel)
                 if nbytes > RNG_BYTES or array.strides is not None or isinstance(array.path, Nowhere):
                     self.notes.append(
-                        Note("N0302", f"an RNG state of {nbytes} bytes is left unread", array.path, dotted(leaf))
+                        Note("N0302", f"an RNG state of {nbytes} bytes is not read", array.path, dotted(leaf))
                     )
                     continue
                 values.append((leaf, read_array(self.tree, array)))

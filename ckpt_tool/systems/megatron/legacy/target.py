@@ -60,7 +60,7 @@ from ckpt_tool.systems.megatron.job import JobRanks, MegatronRank, RankArray
 from ckpt_tool.systems.megatron.legacy.folders import MODEL_FILE, OPTIM_FILE, folder_name, pairs, stage_ranks
 from ckpt_tool.systems.megatron.optimizer import bucketing_of, lay_buffers
 from ckpt_tool.systems.megatron.pointer import RELEASE, pointer_to, step_name
-from ckpt_tool.systems.megatron.rng import tensors_of_rng
+from ckpt_tool.systems.megatron.rng import NO_STATES, OTHER_RANKS, can_resume, note_of_missing, tensors_of_rng
 from ckpt_tool.systems.megatron.rules import is_vocabulary
 from ckpt_tool.systems.megatron.stored_names import EMBEDDING, TIED_HEAD
 from ckpt_tool.systems.megatron.wanted import Decided, decide
@@ -444,12 +444,14 @@ class _Writing:
         """RNG states by folder, when they are of this very layout."""
         stored = self.extras.get("rng_state")
         if not stored:
+            if can_resume(self.decided.wanted.tensors):
+                self.notes.append(note_of_missing(NO_STATES))
             return {}
         if not (isinstance(stored, Mapping) and all(isinstance(k, str) and k.startswith("mp_rank_") for k in stored)):
-            self.notes.append("RNG states are left out: they have another format")
+            self.notes.append(note_of_missing("they have another format"))
             return {}
         if not self.decided.same_layout:
-            self.notes.append("RNG states are left out: they belong to the ranks of another layout")
+            self.notes.append(note_of_missing(OTHER_RANKS))
             return {}
         return stored
 

@@ -33,7 +33,7 @@ from ckpt_tool.systems.megatron.extra_states import EXTRA_STATES, LEFT
 from ckpt_tool.systems.megatron.groups import groups_for, groups_of, is_expert_group, key_of_param
 from ckpt_tool.systems.megatron.hints import DistHints
 from ckpt_tool.systems.megatron.legacy.target import writable
-from ckpt_tool.systems.megatron.rng import by_rank
+from ckpt_tool.systems.megatron.rng import NO_STATES, OTHER_RANKS, by_rank, can_resume, note_of_missing
 from ckpt_tool.systems.megatron.torch_dist.layout import DistLayout
 
 FULLY = "fully_reshardable"
@@ -181,10 +181,12 @@ def _rng(wanted: Wanted, layout: DistLayout, notes: list[str]) -> Iterator[tuple
     """The RNG states, where tensor and pipeline ranks are still those that had them."""
     states = wanted.extras.get("rng_state")
     if states is None:
+        if can_resume(wanted.tensors):
+            notes.append(note_of_missing(NO_STATES))
         return
     shape, own = by_rank(states, layout.degrees)
     if len(own) != prod(shape) or set(own) != set(_grid(shape)) or not _same_ranks(wanted, layout, ("tp", "pp", "ep")):
-        notes.append("RNG states are left out: they belong to ranks of another layout (a resumed run draws new ones)")
+        notes.append(note_of_missing(OTHER_RANKS))
         return
     text = ".".join(map(str, shape))
     for at, value in own.items():

@@ -1,0 +1,57 @@
+"""The options that a hint names, for the verb that runs.
+
+A hint is written where the fault is seen, and a reader may be used by several verbs: `--dequantize` helps `convert` and
+means nothing to `diff`. What the running verb does not have is shown with a verb that has it:
+
+    ckpt diff:  make floats of it with --dequantize  ->  make floats of it with --dequantize (of ckpt convert)
+
+Options behind the name of a verb (`ckpt convert SRC OUT --dequantize`) belong to that one and stay as they are, and so
+do those of other programs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Set
+
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
+_VERB = re.compile(r"\bckpt ([a-z]+)")
+_CLAUSE_ENDS = re.compile(r"[;:]\s|\.\s|,\s(?:or|and)\s|\n")
+PREFERRED = ("convert", "reshard", "merge", "inspect", "verify", "diff")  # which verb is named of those that have it
+
+
+def name_verbs(hint: str, verb: str, options: Mapping[str, Set[str]]) -> str:
+    """`hint` with a verb behind each option that the running `verb` lacks. options: those of each verb."""
+    parts = []
+    start = 0
+    named = set[str]()  # a hint that repeats an option says once whose it is
+    for match in _OPTION.finditer(hint):
+        option = match[0]
+        owner = _find_owner(option, options)
+        is_missing = option not in options.get(verb, frozenset()) and owner is not None
+        if is_missing and option not in named and not _belongs_to_a_verb(hint, match.start(), option, options):
+            named.add(option)
+            end = _end_of_value(hint, match.end())
+            parts += [hint[start:end], f" (of ckpt {owner})"]
+            start = end
+    return "".join([*parts, hint[start:]])
+
+
+def _find_owner(option: str, options: Mapping[str, Set[str]]) -> str | None:
+    """A verb that has the option, None for one of another program."""
+    owners = [verb for verb, names in options.items() if option in names]
+    return next((verb for verb in PREFERRED if verb in owners), owners[0] if owners else None)
+
+
+def _belongs_to_a_verb(hint: str, at: int, option: str, options: Mapping[str, Set[str]]) -> bool:
+    """Is the option part of a command that the hint spells out: does a verb that has it stand before it in the same
+    clause?"""
+    start = max((end.end() for end in _CLAUSE_ENDS.finditer(hint, 0, at)), default=0)
+    return any(option in options.get(verb, frozenset()) for verb in _VERB.findall(hint[start:at]))
+
+
+def _end_of_value(hint: str, end: int) -> int:
+    """Where an option with its value (`--rename OLD=NEW`, `--state model`) ends: a word in capitals, in
+    quotes or with `=`."""
+    value = re.match(r"[ =](?:[A-Z][A-Z0-9_]*(?:=[A-Z]+)?|'[^']*'|\S+=\S+)(?=[\s,;.)]|$)", hint[end:])
+    return end + value.end() if value else end
