@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.core.dtype import DTYPES, DType
-from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL, LogicalTensor
+from ckpt_tool.core.target import WantedTensor
+from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL
 
 _RNG_BYTES = ("torch_rng_state", "cuda_rng_state", "rng_tracker_states")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_dp(\d{3,}))?")
 Value = Callable[[Sequence[int], DType, bytes], Any]  # makes a tensor of known bytes
 
 
-def can_resume(tensors: Iterable[LogicalTensor]) -> bool:
+def can_resume(tensors: Iterable[WantedTensor]) -> bool:
     """Are there states of an optimizer, so that a job may go on with them?"""
     return any(tensor.key.state not in (MODEL, EMA, EXTRAS) for tensor in tensors)
 
