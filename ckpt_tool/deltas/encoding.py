@@ -315,7 +315,7 @@ class OverwriteReader:
             raise place.fault(f"{self._count} positions and values in {self._positions.size} bytes")
         self._values = Frame(compressed, place.size, place.fault)
         self._values.skip(4 + 4 * self._count)
-        self._ahead = np.empty(0, np.int64)  # read, and not applied
+        self._ahead: np.ndarray[Any, np.dtype[np.int64]] = np.empty(0, np.int64)  # read, and not applied
         self._last = -1
 
     def apply(self, block: Bytes, offset: int) -> None:

@@ -70,7 +70,7 @@ def _counts(
 def box_cast(device: Device, casts: Casts, *, blocks: int = 0, threads: int = 0, stream: int = 0) -> list[int]:
     """Cast all boxes (`casts.pack_casts`) and wait. Returns, by record, how many values were beyond the target's
     range."""
-    counts = np.zeros((casts.records, 2), np.uint64)
+    counts: npt.NDArray[np.uint64] = np.zeros((casts.records, 2), np.uint64)
     kinds = (casts.source, casts.target)
     counts = _counts(device, "box_cast", casts.boxes, kinds, counts, blocks=blocks, threads=threads, stream=stream)
     return [int(n) for n in counts[:, 0]]
@@ -80,7 +80,7 @@ def box_dequantise(
     device: Device, codes: CodeList, *, blocks: int = 0, threads: int = 0, stream: int = 0
 ) -> list[Counted]:
     """Make floats of all codes (`casts.pack_codes`) and wait. Returns what was counted, by box of the caller."""
-    counts = np.zeros((len(codes.scales), 2), np.uint64)
+    counts: npt.NDArray[np.uint64] = np.zeros((len(codes.scales), 2), np.uint64)
     kinds = (codes.source, codes.target)
     counts = _counts(
         device,
@@ -101,7 +101,7 @@ def box_dequantise(
 def box_quantise(device: Device, floats: FloatList, *, blocks: int = 0, threads: int = 0, stream: int = 0) -> list[int]:
     """Make codes and scales of all floats (`quantising.pack_floats`) and wait. Returns, by box of the caller, how many
     of its blocks have what is no finite number: the CPU refuses those (E2720)."""
-    counts = np.zeros(len(floats.table), np.uint64)
+    counts: npt.NDArray[np.uint64] = np.zeros(len(floats.table), np.uint64)
     kinds = (floats.source, floats.scheme)
     threads = threads or floats.threads
     counts = _counts(

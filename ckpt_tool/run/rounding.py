@@ -10,7 +10,7 @@ equal. Cost: one read of both. What it does not do: decide which of the two is r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -87,7 +87,7 @@ def pairs_of(catalog: Catalog, skip: frozenset[str]) -> list[tuple[LogicalTensor
     return out
 
 
-def drifted(model: Bytes, master: Bytes, kind: DType, wide: DType) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+def drifted(model: Bytes, master: Bytes, kind: DType, wide: DType) -> np.ndarray[Any, np.dtype[np.intp]]:
     """Positions where the master's rounding is not the model's value."""
     rounded = np.frombuffer(cast(master.data, wide, kind)[0], "u2")
     have = model.view("u2")
@@ -95,4 +95,5 @@ def drifted(model: Bytes, master: Bytes, kind: DType, wide: DType) -> np.ndarray
     if not unequal.size:
         return unequal
     a, b = (bits[unequal].view(numpy_type(kind)).astype(np.float32) for bits in (rounded, have))
-    return unequal[~(np.isnan(a) & np.isnan(b))]
+    positions: np.ndarray[Any, np.dtype[np.intp]] = unequal[~(np.isnan(a) & np.isnan(b))]
+    return positions

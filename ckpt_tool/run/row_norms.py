@@ -35,7 +35,8 @@ def row_norms(catalog: Catalog, tree: Tree, key: TensorKey) -> Norms:
     ]
     norms: Norms = np.concatenate(parts)
     least = norms[norms > 0].min() if (norms > 0).any() else 1.0
-    return np.log(np.maximum(norms, least))
+    logarithms: Norms = np.log(np.maximum(norms, least))
+    return logarithms
 
 
 def explained(norms: Norms, labels: Sequence[int]) -> float:

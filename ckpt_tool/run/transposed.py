@@ -232,7 +232,8 @@ class Transposed:
         shape = (part.extents, f"V{item}" if item == 16 else _TYPES[item])
         steps = tuple(step * item for step in part.steps)
         at = (part.at - low) * item
-        mine, theirs = (np.ndarray(*shape, buffer, at, steps) for buffer in (panel, other))
+        mine: Array = np.ndarray(*shape, panel, at, steps)
+        theirs: Array = np.ndarray(*shape, other, at, steps)
         if not np.array_equal(mine, theirs):
             self._differ(part)
 
@@ -275,8 +276,8 @@ class Transposed:
         dims = [*order, *inner]
         kind = _TYPES[self._item]
         extents = tuple(dim.extent for dim in dims)
-        source = np.ndarray(extents, kind, strips, 0, (*packed, *(dim.stride for dim in inner)))
-        target = np.ndarray(extents, kind, panel, at, tuple(dim.step for dim in dims))
+        source: Array = np.ndarray(extents, kind, strips, 0, (*packed, *(dim.stride for dim in inner)))
+        target: Array = np.ndarray(extents, kind, panel, at, tuple(dim.step for dim in dims))
         lay(source, target, min(range(len(dims)), key=lambda d: dims[d].step))
 
 

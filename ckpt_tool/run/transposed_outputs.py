@@ -33,7 +33,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import repeat
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.plan.copy import Region, clip, hull, is_transposed
@@ -54,6 +54,9 @@ from ckpt_tool.run.transposed import (
     panels_of,
     rows_of,
 )
+
+if TYPE_CHECKING:
+    from ckpt_tool.run.compute import Array
 
 
 class Descriptors(Protocol):
@@ -161,8 +164,8 @@ class TransposedOutputs:
 
         kind = _TYPES[self._item]
         extents = tuple(dim.extent for dim in dims)
-        source = np.ndarray(extents, kind, panel, at, tuple(dim.step for dim in dims))
-        target = np.ndarray(extents, kind, strips, 0, strides)
+        source: Array = np.ndarray(extents, kind, panel, at, tuple(dim.step for dim in dims))
+        target: Array = np.ndarray(extents, kind, strips, 0, strides)
         if not dims:
             target[...] = source
             return

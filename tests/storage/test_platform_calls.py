@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ckpt_tool.storage import platform_calls
+from ckpt_tool.storage.output import removal
 from ckpt_tool.storage.platform_calls import VARIABLE
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -243,3 +244,28 @@ def test_macos_flushes_the_disk_itself(
     monkeypatch.setattr(platform_calls.os, "fsync", lambda fd: seen.append("fsync"))
     platform_calls.flush(0)
     assert seen == ["fcntl 51", "fsync"][: 1 + synced]
+
+
+def test_a_persons_folder_of_such_a_name_was_not_taken(without: None, tmp_path: Path) -> None:
+    """By its name alone, as there are no marks: `ckpt clean` would delete it."""
+    step = tmp_path / "step-100"
+    step.mkdir()
+    hidden = removal.retire(step, removal.measure(step).identity)
+    assert hidden is not None and hidden.is_dir() and not step.exists()
+    assert removal.was_taken(hidden)
+
+    of_a_person = tmp_path / ".photos.0123abcd.ckpt-removed"
+    of_a_person.mkdir()
+    assert not removal.was_taken(of_a_person)
+
+    moved = tmp_path / hidden.name.replace("step-100", "step-101")
+    hidden.rename(moved)
+    assert not removal.was_taken(moved)
+
+
+@pytest.mark.parametrize("length", [1, 200, 255])
+def test_a_long_name_is_cut_and_still_known(length: int, without: None, tmp_path: Path) -> None:
+    step = tmp_path / ("a" * length)
+    step.mkdir()
+    hidden = removal.retire(step, removal.measure(step).identity)
+    assert hidden is not None and removal.was_taken(hidden)

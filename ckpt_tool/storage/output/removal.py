@@ -13,13 +13,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from secrets import token_hex
 from typing import NamedTuple
 
 from ckpt_tool.core.inner_path import COMPONENT, REMOVED, is_removed
@@ -110,10 +110,8 @@ def freed(held: Iterable[PathContents]) -> int:
 def retire(path: Path, identity: Identity) -> Path | None:
     """Take a path away in one step: the hidden name that it has now, None where it was gone. Durable when this returns.
     Raises StorageError, and SourceChanged E0612 where another thing bears the name by now."""
-    token = f".{token_hex(4)}{REMOVED}"
-    short = os.fsdecode(os.fsencode(path.name)[: COMPONENT - len(token) - 1])
-    hidden = path.parent / f".{short}{token}"
     try:
+        hidden = path.parent / _hidden_name(path.name, identity[1])
         if _identity(os.lstat(path)) != identity:
             raise SourceChanged(
                 "it was replaced by another while prune looked at the run",
@@ -135,6 +133,26 @@ def retire(path: Path, identity: Identity) -> Path | None:
     return hidden
 
 
+def _hidden_name(name: str, inode: int) -> str:
+    """What a path is called while it is deleted: two such paths in one folder are never called the same."""
+    longest = COMPONENT - len(f"..{'0' * _TOKEN}{REMOVED}")
+    short = os.fsencode(name)[:longest]
+    return f".{os.fsdecode(short)}.{_token_of(short, inode)}{REMOVED}"
+
+
+def _token_of(short: bytes, inode: int) -> str:
+    """Eight digits that prove the name: they depend on what it was called and on its inode, so that a folder that a
+    person called so, or copied, has others."""
+    return hashlib.sha256(b"ckpt removed\0%d\0%s" % (inode, short)).hexdigest()[:_TOKEN]
+
+
+def _has_own_token(hidden: Path) -> bool:
+    """Did `_hidden_name` make this name for this inode? Raises OSError."""
+    short, _, token = hidden.name.removesuffix(REMOVED)[1:].rpartition(".")
+    return token == _token_of(os.fsencode(short), os.lstat(hidden).st_ino)
+
+
+_TOKEN = 8  # digits
 _TAKEN = "user.ckpt.removed"
 NO_MARKS = (errno.EOPNOTSUPP, errno.EPERM)  # the file system, or this kind of file on it, has no marks
 
@@ -146,7 +164,7 @@ def _mark_taken(path: Path) -> None:
 
 
 def was_taken(hidden: Path) -> bool:
-    """Did `retire` give it its hidden name? By its mark, or by the form of the name where the file system has no marks.
+    """Did `retire` give it its hidden name? By its mark, or by the name's digits where the file system has no marks.
     Raises OSError where the disk does not say: a person may have given it such a name."""
     if not is_removed(hidden.name):
         return False
@@ -154,7 +172,7 @@ def was_taken(hidden: Path) -> bool:
         return platform_calls.get_mark(hidden, _TAKEN) == b"1"
     except OSError as e:
         if e.errno in NO_MARKS:
-            return True
+            return _has_own_token(hidden)
         if e.errno == errno.ENODATA:
             return False
         raise
