@@ -54,7 +54,7 @@ def _pipeline(tree: Tree) -> Evidence | None:
 
 
 def _modules(tree: Tree) -> Evidence | None:
-    """Where weights lie in the modules' folders that do not travel with the first module's (`hf.modules`)."""
+    """Where weights lie in the modules' folders that do not travel with the first module's (`hub_folder.modules`)."""
     if not tree.exists(_MODULES):
         return None
     weights = [path for path in tree.listing() if path.endswith(_WEIGHTS) and path.count("/") < 2]

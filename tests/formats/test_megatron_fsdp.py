@@ -263,7 +263,7 @@ def test_one_below_the_folder_is_named(tmp_path: Path) -> None:
 
 
 def test_keys_of_transformer_engine_of_experts_and_of_bridge() -> None:
-    """Spellings that the fixtures do not have: their sources are named in `megatron_fsdp.format`."""
+    """Spellings that the fixtures do not have: their sources are named in `megatron.fsdp_dtensor.format`."""
     for fqn, want in {
         "model.module.decoder.layers.0.mlp.experts.linear_fc1.weight3_w": (
             "decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight [model]",

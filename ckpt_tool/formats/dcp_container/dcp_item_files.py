@@ -1,4 +1,4 @@
-"""The `.distcp` files of a new save: the mirror of `containers.dcp_items`.
+"""The `.distcp` files of a new save: the mirror of `dcp_container.dcp_items`.
 
 The one idea: a zip is laid out once for each dtype and shape and moved to where it belongs, and the boxes of a tensor
 are looked at once for all tensors that are cut alike (experts, layers): of each then only the bytes where its items
@@ -10,7 +10,7 @@ begin are counted. What lies in a file is listed when somebody looks at it, whic
 Items begin at multiples of 64 bytes, so that storages are aligned in the file too (torch's do not; offsets are read
 from the metadata). They follow one another and each holds its array (`_ItemKind`), so no two overlap.
 
-Source: as in `containers.dcp_items`. Cost: 0.5 us a box, 2 us more where it is listed.
+Source: as in `dcp_container.dcp_items`. Cost: 0.5 us a box, 2 us more where it is listed.
 """
 
 from __future__ import annotations

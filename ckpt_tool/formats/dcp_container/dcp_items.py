@@ -1,4 +1,4 @@
-"""The items of `.distcp` files, what `.metadata` points at, read. `containers.dcp_item_files` lays them out.
+"""The items of `.distcp` files, what `.metadata` points at, read. `dcp_container.dcp_item_files` lays them out.
 
 Each item is one complete `torch.save` zip at [offset, offset + length) of its file: a tensor item holds one bare
 tensor, an object item any Python object. Or, with `serialization_format=SAFETENSORS`, the file is one safetensors file

@@ -6,7 +6,8 @@ nests the plain values again; writing, `flatten` gives the leaves of a nested di
     {"model": {"w": T}, "groups": [{"lr": 0.1}]}  <->  model.w: tensor   groups.0.lr: object
 
 What the paths mean is each format's own (`systems.torch.dcp`, `systems.megatron.fsdp_dtensor`). Source: torch 2.13
-`distributed/checkpoint/_nested_dict.py`, `_traverse.py`. Cost: as `containers.dcp_items`. What it does not do: names.
+`distributed/checkpoint/_nested_dict.py`, `_traverse.py`. Cost: as `dcp_container.dcp_items`. What it does not do:
+names.
 """
 
 from __future__ import annotations

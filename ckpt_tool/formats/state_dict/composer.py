@@ -1,4 +1,4 @@
-"""A new torch file, composed of pieces: the mirror of `torch.content`.
+"""A new torch file, composed of pieces: the mirror of `state_dict.content`.
 
     composer = TorchComposer()
     flat = composer.tensor((1904,), F32, [StoragePart(0, box, 0) for ...])   # a storage that several boxes fill, zeros

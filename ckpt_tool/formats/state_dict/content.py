@@ -1,7 +1,7 @@
 """One torch file as data: its tensors with their paths and its plain values.
 
 Formats that keep their state in several `torch.save` files (Megatron's `mp_rank_*`, DeepSpeed, per-rank DTensors) read
-each with `read_content` and write each with a `TorchComposer` (`torch.composer`):
+each with `read_content` and write each with a `TorchComposer` (`state_dict.composer`):
 
     {"model": {"w": T}, "iteration": 7}   ->   leaves [(("model", "w"), StoredArray)], extras {"iteration": 7}
 

@@ -33,7 +33,7 @@ class DistHints(Hint):
     """Of torch_dist."""
 
     KEY: ClassVar[str] = "dist"
-    styles: tuple[str, ...]  # how its keys spell things (`megatron_dist.keys.styles_of`)
+    styles: tuple[str, ...]  # how its keys spell things (`megatron.torch_dist.keys.styles_of`)
     extra_states: Mapping[str, Any]  # key -> shape of its grid
     common_file: bool  # is the common state a file?
     integrity: bool  # was there an `integrity.json`?

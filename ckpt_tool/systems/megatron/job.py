@@ -13,7 +13,7 @@ from the logical names and shapes follow all arrays of a rank, in the order in w
 that of its optimizer. GroupedMLP's weight1 (h, E*2f) is (E, h, 2f) in memory, weight2 (E*f, h) is (E, f, h): each
 expert's matrix is a transposed view.
 
-Sources and rules: `megatron.names`, `megatron.rules`, `megatron.stages`. Cost: some us a parameter.
+Sources and rules: `megatron.stored_names`, `megatron.rules`, `megatron.stages`. Cost: some us a parameter.
 What it does not do: files, the order of optimizers (`megatron.optimizer`).
 """
 

@@ -7,8 +7,8 @@ the parts one below the other.
     experts.linear_fc1.weight3_w, ..._v             the same of expert 3         -> experts.linear_fc1.weight3
     in_proj.weight.query, ....key, ....value, ...   sections of a recurrent module (`rules.SECTIONS`)
 
-torch_dist has halves for singleton experts and sections always (`megatron_dist.keys`), Megatron-FSDP halves wherever
-the layer is gated by SwiGLU, sections where Megatron-Bridge saved (`megatron_fsdp.format`).
+torch_dist has halves for singleton experts and sections always (`megatron.torch_dist.keys`), Megatron-FSDP halves
+wherever the layer is gated by SwiGLU, sections where Megatron-Bridge saved (`megatron.fsdp_dtensor.format`).
 
 Sources (NVIDIA/Megatron-LM core 0.19.0): `core/transformer/mlp.py` (`apply_swiglu_sharded_factory`),
 `core/transformer/fsdp_dtensor_checkpoint.py` (`handle_swiglu_in_state_dict`, `handle_gdn_in_state_dict`),

@@ -23,7 +23,8 @@ Specification (PaddlePaddle 3.3.1, `python/paddle/framework/io.py`, `io_utils.py
 * In protocol 2 arrays are text (`pickles.inline_arrays`). Versions after 3.3 write protocol 5 (NumPy's `_frombuffer`).
 
 Written: protocol 4, the bytes that Paddle writes (`pickles.pickle_frames`). Cost: as the pickle; some us a value
-written. What it does not do: names and states (`paddle.names`); `use_binary_format`, a C++ dump that is no pickle.
+written. What it does not do: names and states (`paddle.stored_names`); `use_binary_format`, a C++ dump that is no
+pickle.
 """
 
 from __future__ import annotations

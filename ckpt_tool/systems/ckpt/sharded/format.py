@@ -94,7 +94,7 @@ class Sharded:
         return Evidence(why, Specificity.SIGNED, frozenset(files))
 
     def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
-        """The catalog. Raises what `sharded.read.read_catalog` raises."""
+        """The catalog. Raises what `ckpt.sharded.read.read_catalog` raises."""
         return read_catalog(tree, lenient=options.lenient)
 
     def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:

@@ -1,7 +1,8 @@
 """Laying out a `sharded` checkpoint: which file holds which boxes, every head, the index with its holes.
 
 Two ways to the same bytes. A usual target is laid out box by box, heads and all. Where tensors times ranks pass
-`MANY`, sizes come from `sharded.grid` by classes, and a head is made when the run writes it, or never, as in a dry run:
+`MANY`, sizes come from `ckpt.sharded.grid` by classes, and a head is made when the run writes it, or never, as in a dry
+run:
 
     184,732 tensors on 2,048 ranks: 8,192 files of known size in 0.4 s; their heads would be 400 MB of JSON
 

@@ -23,15 +23,15 @@ Specification (DeepSpeed 0.19.8 `checkpoint/ds_to_universal.py`, `checkpoint/uni
 * `zero/optimizer_state.pt`: what the first optimizer file had beside its partitions, and `param_groups`; from stage 3
   the whole first optimizer file, flat shards of rank 0 included (repeated values, not read).
 * `mp_rank_XX_model_states.pt` (stage 0-2), `zero_pp_rank_D_mp_rank_XX_model_states.pt` (stage 3): copies of the
-  checkpoint's (`deepspeed.format`). `module`: state `model`. Several model ranks: of a pipeline none has a module; of
-  tensor parallel ranks each has a slice, 16-bit copies of what is whole in `zero/`: not read, a note says so.
+  checkpoint's (`deepspeed.zero.format`). `module`: state `model`. Several model ranks: of a pipeline none has a module;
+  of tensor parallel ranks each has a slice, 16-bit copies of what is whole in `zero/`: not read, a note says so.
 
-States, names, extras: as `deepspeed.format`, so that both formats of one run hold the same; `step` is a tensor a
+States, names, extras: as `deepspeed.zero.format`, so that both formats of one run hold the same; `step` is a tensor a
 parameter here.
 
-Writing (`deepspeed_universal.target`): dict form, `step.pt`, one `mp_rank_00_model_states.pt`, and what stage 3 asks
+Writing (`deepspeed.universal.target`): dict form, `step.pt`, one `mp_rank_00_model_states.pt`, and what stage 3 asks
 for, so that ZeRO 1, 2, 3 and pipelines of any size resume with `load_universal_checkpoint`. What DeepSpeed has no key
-for lies beside, under `ckpt` in `optimizer_state.pt` (`deepspeed_universal.record`).
+for lies beside, under `ckpt` in `optimizer_state.pt` (`deepspeed.universal.record`).
 
 Cost: a small pickle for each parameter and state: about 0.3 ms each. What it does not do: cut for tensor parallel
 ranks.

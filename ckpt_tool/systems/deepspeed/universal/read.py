@@ -1,8 +1,8 @@
-"""A universal checkpoint of DeepSpeed as a catalog. Layout and names: `deepspeed_universal`.
+"""A universal checkpoint of DeepSpeed as a catalog. Layout and names: `deepspeed.universal`.
 
 Three steps: the module files (names, shapes and ties, the 16-bit model, frozen parameters, client state), the folders
 below `zero/`, the optimizer's options. The module files are copies of the checkpoint's own (`deepspeed.files`), or
-ours (`deepspeed_universal.target`). Cost: a pickle a file; of ZeRO 3's many module files only the first, and the others
+ours (`deepspeed.universal.target`). Cost: a pickle a file; of ZeRO 3's many module files only the first, and the others
 where frozen parameters lie in shares.
 """
 

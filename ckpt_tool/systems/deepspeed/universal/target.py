@@ -1,4 +1,4 @@
-"""A universal checkpoint of DeepSpeed as files, for `load_universal_checkpoint`. Layout: `deepspeed_universal`.
+"""A universal checkpoint of DeepSpeed as files, for `load_universal_checkpoint`. Layout: `deepspeed.universal`.
 
 The one idea: DeepSpeed resumes from `zero/` alone (fp32 weights, moments, step) and from the counters of the module
 file; so those are made from whatever the source calls them, and everything else goes where DeepSpeed does not look (the

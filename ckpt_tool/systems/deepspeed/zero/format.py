@@ -21,17 +21,17 @@ Specification (DeepSpeed 0.19.8; `runtime/engine.py`, `runtime/zero/stage_1_and_
   ...}}, param_groups}, `partition_count`, `group_paddings`, `param_alignment_paddings`, `param_slice_mappings`; at 3
   `fp32_flat_groups`, a nested `optimizer_state_dict`, one flat group for each sub-group. Flat rules: `deepspeed.job`.
 * ZeRO off: the optimizer in the module file as torch has it, in DeepSpeed's wrapper for 16 bits, or a file for each
-  expert rank (`deepspeed.plain_optimizer`); there `step` is a tensor a parameter.
+  expert rank (`deepspeed.zero.plain_optimizer`); there `step` is a tensor a parameter.
 * Experts: groups with `moe: True`, cut over the ranks that hold the same experts (`deepspeed.job`); names are the
-  rank's own (`deepspeed.names`).
-* Pipelines: one model rank a stage, layer files, tied modules in several stages (`deepspeed.names`).
+  rank's own (`deepspeed.stored_names`).
+* Pipelines: one model rank a stage, layer files, tied modules in several stages (`deepspeed.stored_names`).
 
 Logical names are DeepSpeed's, experts under global numbers. States: `model` (the module: 16-bit weights, buffers,
 frozen parameters), `master` (fp32), `exp_avg`, `exp_avg_sq`, ... At stage 3 no 16-bit weights exist: `model` has
 buffers and frozen parameters, DeepSpeed rounds the rest from `master` (`--as-model master` makes it the model). `step`
 is one number a group and stands in the extras (`optimizer.scalars`); ranks and groups that disagree are an error. What
 a writer needs to know beside the values travels in the extras under `deepspeed` (`deepspeed.described`). Writing:
-`deepspeed.write`.
+`deepspeed.zero.write`.
 
 Cost: every file's pickle and directory; a few microseconds a parameter and rank. What it does not do: tensor parallel
 ranks, elastic checkpoints, AutoEP, NVMe: each is refused by name.
@@ -94,7 +94,7 @@ class _DeepSpeed:
     def fit(
         self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish
     ) -> Fitted:
-        """The tensors that the ZeRO stage keeps. See `deepspeed.layout`."""
+        """The tensors that the ZeRO stage keeps. See `deepspeed.zero.layout`."""
         from ckpt_tool.systems.deepspeed.zero.layout import fit
 
         return fit(tensors, extras, wish)
@@ -104,7 +104,7 @@ class _DeepSpeed:
         return rank_in(path)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
-        """Every rank's files, for the degrees in `wanted.wish`. See `deepspeed.write`."""
+        """Every rank's files, for the degrees in `wanted.wish`. See `deepspeed.zero.write`."""
         from ckpt_tool.systems.deepspeed.zero.write import target
 
         return target(wanted)

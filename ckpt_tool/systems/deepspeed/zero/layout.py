@@ -1,8 +1,8 @@
 """What is to be written, settled: which tensors the ZeRO stage keeps, the degrees, the groups of every stage, the job.
 
 The one idea: every question that has an answer without looking at a file's bytes is answered here, once, and refused
-here; `deepspeed.write` only writes down what the job's ranks hold. First `fit`, before anything is laid out: the stages
-store the same training state with different tensors, and every difference is exact and reported:
+here; `deepspeed.zero.write` only writes down what the job's ranks hold. First `fit`, before anything is laid out: the
+stages store the same training state with different tensors, and every difference is exact and reported:
 
     stage 3       no 16-bit weights: those of parameters with an fp32 weight are left out (DeepSpeed rounds them again)
     from stage 3  the 16-bit weights are the rounding of `master` to the module's dtype, as DeepSpeed makes them on

@@ -9,8 +9,8 @@ name that its own module does not have is no parameter of this model.
 
     zero_pp_rank_1_..._states.pt: param_shapes[0] has w2 [23, 10] at place 3, but w1 [10, 23] in zero_pp_rank_0_...
 
-Layout, names and source: `deepspeed.format`. Cost: as the pickles, and a few microseconds for each parameter and rank
-that holds a part of it.
+Layout, names and source: `deepspeed.zero.format`. Cost: as the pickles, and a few microseconds for each parameter and
+rank that holds a part of it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _OF_THE_JOB = ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions
 
 
 def read(tree: Tree) -> Catalog:
-    """The catalog. Raises as `deepspeed.format` says."""
+    """The catalog. Raises as `deepspeed.zero.format` says."""
     files = sort_files(tree.names())
     if not files:
         raise UnknownFormat(

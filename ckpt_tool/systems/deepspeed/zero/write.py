@@ -1,9 +1,8 @@
 """Writing: every rank's files of a DeepSpeed checkpoint, for any number of data ranks, expert ranks and ZeRO stage.
 
-The one idea: what `deepspeed.layout` settled is written down file by file: a `_ZeroWriter` knows every wanted tensor
-once,
-by kind (parameter, frozen, buffer, expert, layer), and each file takes its part; a flat tensor is a storage with parts
-of many parameters in it, which the job states.
+The one idea: what `deepspeed.zero.layout` settled is written down file by file: a `_ZeroWriter` knows every wanted
+tensor once, by kind (parameter, frozen, buffer, expert, layer), and each file takes its part; a flat tensor is a
+storage with parts of many parameters in it, which the job states.
 
     --dp 3, ZeRO 1   latest, global_step3/mp_rank_00_model_states.pt: module, param_shapes, counters, client state
                      global_step3/bf16_zero_pp_rank_{0,1,2}_mp_rank_00_optim_states.pt

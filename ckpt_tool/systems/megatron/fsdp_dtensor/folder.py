@@ -4,7 +4,7 @@
     iter_0000002/.metadata, __0_0.distcp, __1_0.distcp
                  run_config.yaml        Megatron-Bridge's
 
-What it is shows in the keys at the beginning of `.metadata` (`containers.dcp_metadata`). A save without `.metadata`
+What it is shows in the keys at the beginning of `.metadata` (`dcp_container.dcp_metadata`). A save without `.metadata`
 was not finished, and no key says whose it is: that is `dcp`'s to refuse.
 """
 

@@ -1,8 +1,8 @@
 """`megatron-fsdp`: what Megatron-LM and Megatron-Bridge save with Megatron-FSDP (`--ckpt-format fsdp_dtensor`).
 
-The one idea: the folder is a plain DCP of nested dicts (`containers.dcp_state`) whose names are those of live modules:
-wrappers stand in front of them, a gated fc1 is cut in its halves, and the weights are the optimizer's fp32 main
-weights.
+The one idea: the folder is a plain DCP of nested dicts (`dcp_container.dcp_state`) whose names are those of live
+modules: wrappers stand in front of them, a gated fc1 is cut in its halves, and the weights are the optimizer's fp32
+main weights.
 
     iter_0000002/.metadata, __R_0.distcp         no metadata.json, no common.pt; latest_checkpointed_iteration.txt above
     model.module.decoder.layers.0.mlp.linear_fc1.weight_w, ..._v                            F32 (20, 24) each
@@ -12,9 +12,10 @@ weights.
 
 Specification (NVIDIA/Megatron-LM core_v0.19.0 and main of August 2026, d98e8a64):
 
-* Keys (`megatron_fsdp.keys`): `model.module.`, and `optimizer.state.` with a `module.` for each of three wrappers (two
-  where nothing computes in 16 bits); layers and experts have global numbers. Stages of a pipeline number theirs from 0
-  each and share names: such a save has lost layers (E2008). No `_extra_state` (`handle_fp8_extra_state_case`).
+* Keys (`megatron.fsdp_dtensor.keys`): `model.module.`, and `optimizer.state.` with a `module.` for each of three
+  wrappers (two where nothing computes in 16 bits); layers and experts have global numbers. Stages of a pipeline number
+  theirs from 0 each and share names: such a save has lost layers (E2008). No `_extra_state`
+  (`handle_fp8_extra_state_case`).
 * Halves `_w` (gate) and `_v` (up) with `--swiglu`, in layers that are gated: weights and biases of dense, shared and
   single experts. Gated by another function (`--quick-geglu`) fc1 is whole. With tensor ranks a tensor that is whole and
   has halves or sections is what the ranks hold, one rank's behind the other's: [gate 0; up 0; gate 1; up 1].
@@ -35,8 +36,8 @@ Specification (NVIDIA/Megatron-LM core_v0.19.0 and main of August 2026, d98e8a64
 Sources: `megatron/training/checkpointing.py` (`save_checkpoint`, `preprocess_fsdp_dtensor_state_dict`,
 `_load_base_checkpoint`), `core/transformer/fsdp_dtensor_checkpoint.py`, `core/optimizer/distrib_optimizer.py`
 (`sharded_param_state_fsdp_dtensor`), `core/distributed/fsdp/`; NVIDIA-NeMo/Megatron-Bridge main of August 2026
-`training/checkpointing.py`. Reading: `megatron_fsdp.read`; writing: `megatron_fsdp.target`. Cost: as `dcp`, and 60 us a
-hyperparameter. What it does not do: split a fused projection that core 0.19.0 stored whole (E2007).
+`training/checkpointing.py`. Reading: `megatron.fsdp_dtensor.read`; writing: `megatron.fsdp_dtensor.target`. Cost: as
+`dcp`, and 60 us a hyperparameter. What it does not do: split a fused projection that core 0.19.0 stored whole (E2007).
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class _MegatronFsdp:
         return as_the_model(tensors)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
-        """The whole output; see `megatron_fsdp.target`."""
+        """The whole output; see `megatron.fsdp_dtensor.target`."""
         from ckpt_tool.systems.megatron.fsdp_dtensor.target import fsdp_target
 
         return fsdp_target(wanted)

@@ -6,8 +6,8 @@
     optimizer.state.module.module.module.mtp.layers.0.mtp_model_layer.input_layernorm.weight.exp_avg
          -> mtp.layers.0.transformer_layer.input_layernorm.weight [exp_avg]
 
-Sources: `systems.megatron.fsdp_dtensor.format`; names as `megatron.names` and `megatron.parts` have them. Cost: some us
-a key. What it does not do: shapes, files."""
+Sources: `systems.megatron.fsdp_dtensor.format`; names as `megatron.stored_names` and `megatron.parts` have them. Cost:
+some us a key. What it does not do: shapes, files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a Megatron-FSDP checkpoint: what a DCP holds, put under logical names. `megatron_fsdp.format` is the
+"""Reading a Megatron-FSDP checkpoint: what a DCP holds, put under logical names. `megatron.fsdp_dtensor.format` is the
 specification.
 
     keys -> names, parts joined -> rows of tensor ranks put in order -> groups, RNG states, arguments as extras

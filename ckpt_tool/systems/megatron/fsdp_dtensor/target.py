@@ -15,8 +15,8 @@ ranks, cut by whole rows between data ranks; everything else is one nested dict,
   (`megatron.groups`). RNG states go to `rng_state` where tensor ranks are the source's, else they are left out, in
   words.
 
-Sources: `megatron_fsdp.format`; torch 2.13's loader asks for keys of its own and takes any boxes. Cost: 20 us a box and
-hyperparameter. What it does not do: the uneven cuts of FSDP's own buffer, pipeline stages (`format`).
+Sources: `megatron.fsdp_dtensor.format`; torch 2.13's loader asks for keys of its own and takes any boxes. Cost: 20 us a
+box and hyperparameter. What it does not do: the uneven cuts of FSDP's own buffer, pipeline stages (`format`).
 """
 
 from __future__ import annotations

@@ -1,2 +1,2 @@
 """`megatron`: Megatron-LM's legacy folders of ranks. `format` is the specification; names, rules and stages serve
-`megatron_dist` too."""
+`megatron.torch_dist` too."""

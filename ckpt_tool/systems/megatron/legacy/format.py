@@ -11,19 +11,20 @@ nameless arrays follow the model's order. Nothing of a pickle is run: `args` is 
 Specification (NVIDIA/Megatron-LM, core 0.5 to 0.19; 0.16.1 `training/checkpointing.py` where nothing else is stated):
 
 * `latest_checkpointed_iteration.txt` in the root: a decimal iteration or `release`; the checkpoint lies in `iter_%07d`
-  or `release`, in folders `mp_rank_TT[_PPP][_EEE]` (`megatron.folders`).
+  or `release`, in folders `mp_rank_TT[_PPP][_EEE]` (`megatron.legacy.folders`).
 * `model_optim_rng.pt`, a zip of `torch.save`: `args` (Namespace), `checkpoint_version` 3.0, `iteration`, `model` (or
   `model0`, `model1`, ... of a virtual pipeline), `optimizer`, `opt_param_scheduler`, `rng_state`,
   `num_floating_point_operations_so_far`; others travel as they are.
-* Names and order: `megatron.names`; layers: `megatron.stages`; boxes: `megatron.rules`. `_extra_state` holds None, or
-  FP8 scales (left behind, by name). A tied head on a later stage is a copy of the embedding, as is the embedding of an
-  MTP stage.
+* Names and order: `megatron.stored_names`; layers: `megatron.stages`; boxes: `megatron.rules`. `_extra_state` holds
+  None, or FP8 scales (left behind, by name). A tied head on a later stage is a copy of the embedding, as is the
+  embedding of an MTP stage.
 * Optimizer (`megatron.optimizer`): without the distributed one `{optimizer: {state, param_groups},
   fp32_from_fp16_params}`, or the inner dict alone for fp32 models; with it the groups alone, and `distrib_optim.pt`
   with flat buffers (`megatron.optimizer`). With parallel experts both are lists [dense, experts].
 * Muon and Lion are a chain of two optimizers, [matrices, rest]; a layer-wise one shares them out among data ranks, in
   `layer_wise_optimizer_<data rank>.pt`, read and written as the plain chain (`megatron.chains`).
-* verl's adapters are files beside no folder, `mp_rank_TT[_PPP][_EEE]_adapter.pt` (`megatron.adapter_files`; read).
+* verl's adapters are files beside no folder, `mp_rank_TT[_PPP][_EEE]_adapter.pt` (`megatron.legacy.adapter_files`;
+  read).
 * What Megatron has no place for (an EMA, states of a foreign optimizer) lies under a key of ours, `ckpt`, which
   Megatron does not look at: {"states": {chunk: {state: {the rank's name: tensor}}}, "tensors": {state: {name: tensor}},
   "extras": {...}, "vocab_rows": N, "vocab_tail": {state: {name: rows}}} (`megatron.wanted` says what the last two are

@@ -1,6 +1,6 @@
 """The files of a torch_dist checkpoint: which folder is one, whether its save was finished, what `integrity.json` says.
 
-    iter_0000002/.metadata       which box of which tensor lies where (`containers.dcp_metadata`)
+    iter_0000002/.metadata       which box of which tensor lies where (`dcp_container.dcp_metadata`)
                  __R_S.distcp    rank R's file number S
                  common.pt       what is no tensor; absent from core 0.19 on (then an item `common_state/shard_0_1`)
                  metadata.json   {"sharded_backend": "torch_dist", "sharded_backend_version": 1, ...}, written last

@@ -10,12 +10,12 @@ every parameter has one name and one shape, whatever degrees wrote it, and does 
 
 Specification (NVIDIA/Megatron-LM, core 0.16.1 where nothing else is stated; `megatron/core/`):
 
-* Folder (`megatron_dist.folder`): `.metadata`, `__R_S.distcp`, `common.pt` (core <= 0.18) or an item
+* Folder (`megatron.torch_dist.folder`): `.metadata`, `__R_S.distcp`, `common.pt` (core <= 0.18) or an item
   `common_state/shard_0_1` (core >= 0.19), `metadata.json` last. A parent folder's `latest_checkpointed_iteration.txt`
   names the iteration.
 * `.metadata`: torch's, with attributes of Megatron's own: `all_local_plans` (0.16), `mcore_data` (0.8-0.15); core 0.15
   pickles a subclass `MCoreMetadata`. `planner_data` is None: keys do not nest.
-* Keys (`megatron_dist.keys`), objects (`megatron_dist.state`). Only the first replica
+* Keys (`megatron.torch_dist.keys`), objects (`megatron.torch_dist.state`). Only the first replica
   of a shard is stored. Gate and up of a gated fc1 are boxes of one tensor [gate; up]. Tied weights are stored once.
 * Optimizer, by `content_metadata.distrib_optim_sharding_type` of the common state:
   none: `optimizer.state.{fp32_param,exp_avg,exp_avg_sq}.KEY`; one step for all in the common state (`common_step`);
@@ -27,13 +27,13 @@ Specification (NVIDIA/Megatron-LM, core 0.16.1 where nothing else is stated; `me
   `mcore_data`; one-dimensional tensors have it since core 0.11, before that they lay as they are. Source: core 0.14
   `dist_checkpointing/strategies/torch.py` (`mcore_data`), removed from core 0.16 (pull request 2126);
   `dp_reshardable` (before 0.15: `fully_sharded_bucket_space`), the default: flat buckets without names
-  (`megatron_dist.flat`); `dp_zero_gather_scatter` (core <= 0.14): the same in one object a rank. Hyperparameters lie in
-  the common state, or with the flat buckets as objects a rank.
+  (`megatron.torch_dist.flat`); `dp_zero_gather_scatter` (core <= 0.14): the same in one object a rank. Hyperparameters
+  lie in the common state, or with the flat buckets as objects a rank.
 * An adapter alone (a LoRA run of Megatron-Bridge): the same keys below `.adapter.`, see `systems.megatron.adapter`.
 * Steps stand in `param_groups`. RNG states are objects keyed by pipeline and tensor rank.
 
-Reading: `megatron_dist.read`; writing: `megatron_dist.target`. Cost: 0.1 ms a box. What it does not do: zarr (core
-<= 0.15 can read it), Megatron-FSDP's `fsdp_dtensor` (`megatron-fsdp`), FP8 scales in extra states.
+Reading: `megatron.torch_dist.read`; writing: `megatron.torch_dist.target`. Cost: 0.1 ms a box. What it does not do:
+zarr (core <= 0.15 can read it), Megatron-FSDP's `fsdp_dtensor` (`megatron-fsdp`), FP8 scales in extra states.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ arguments make Megatron 0.16.1 spell them: stacked unless layers differ (`transf
 the layer spec stores them (`models/gpt/gpt_layer_specs.py`). Rank numbers: `tp-cp-ep-dp-pp`, tp fastest
 (`core/mesh.py`).
 
-What is asked of a tensor is asked once of all that are laid out alike (`megatron_dist.alike`). Cost: 2 us a tensor to
-read its name, 1 us to place it. What it does not do: bytes and files (`megatron_dist.target`), objects
-(`megatron_dist.state`).
+What is asked of a tensor is asked once of all that are laid out alike (`megatron.torch_dist.alike`). Cost: 2 us a
+tensor to read its name, 1 us to place it. What it does not do: bytes and files (`megatron.torch_dist.target`), objects
+(`megatron.torch_dist.state`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ Source: NVIDIA/Megatron-LM core 0.16.1 `dist_checkpointing/strategies/torch.py` 
 `serialization.py` of core 0.19 (`common_state`), `optimizer/distrib_optimizer.py` (`sharded_state_dict`),
 `optimizer/__init__.py`, training `checkpointing.py` (`get_rng_state`: keyed by pipeline and tensor rank; `no_save_rng`
 and `no_save_optim` tell a loading job not to look for what is not there). Cost: 60 us an object; extra states that
-repeat 10 us. What it does not do: carry FP8 scales (a note says how many there are), files (`megatron_dist.target`).
+repeat 10 us. What it does not do: carry FP8 scales (a note says how many there are), files
+(`megatron.torch_dist.target`).
 """
 
 from __future__ import annotations

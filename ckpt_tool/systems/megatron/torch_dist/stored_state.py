@@ -1,4 +1,4 @@
-"""What a new torch_dist checkpoint holds besides tensors: the mirror of `megatron_dist.state`.
+"""What a new torch_dist checkpoint holds besides tensors: the mirror of `megatron.torch_dist.state`.
 
 The extras are the common state; what belongs to ranks goes back to objects under its keys where the ranks are still the
 same, and is named in a note where they are not: an RNG state is never given to another rank.
@@ -8,8 +8,8 @@ to the other, the experts' is a copy with groups of its own (`megatron.groups`);
 same. Extra states are what the source had, or None for every module in which Megatron looks for one: `None` is what a
 run without FP8 stores.
 
-Source: as in `megatron_dist.state`; `no_save_rng` and `no_save_optim` tell a loading job not to look for what is not
-there (training `checkpointing.py`). What it does not do: files (`megatron_dist.target`).
+Source: as in `megatron.torch_dist.state`; `no_save_rng` and `no_save_optim` tell a loading job not to look for what is
+not there (training `checkpointing.py`). What it does not do: files (`megatron.torch_dist.target`).
 """
 
 from __future__ import annotations

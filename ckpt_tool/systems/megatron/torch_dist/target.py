@@ -1,8 +1,8 @@
 """Writing a torch_dist checkpoint: `latest_checkpointed_iteration.txt` and `iter_NNNNNNN/` with `.metadata`, `.distcp`
 files, the common state and `metadata.json`, so that megatron-core's own `dist_checkpointing.load` takes it.
 
-The one idea: everything of Megatron's is decided by `megatron_dist.layout` (keys, boxes, ranks) and
-`megatron_dist.stored_state` (objects, common state); what is left is a DCP (`containers.dcp_items`).
+The one idea: everything of Megatron's is decided by `megatron.torch_dist.layout` (keys, boxes, ranks) and
+`megatron.torch_dist.stored_state` (objects, common state); what is left is a DCP (`dcp_container.dcp_items`).
 
     iter_0000002/__0_0.distcp   [zip of embedding rows 0-63][zip of linear_qkv (1, 32, 32)] ... [objects]
     iter_0000002/.metadata      keys, boxes, where each item lies; planner_data None, as Megatron's planner leaves it

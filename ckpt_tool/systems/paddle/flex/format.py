@@ -13,23 +13,23 @@ which tensor, or which flat part of which box, is stored in which file; so any j
 Specification (paddlepaddle 3.3.1 `distributed/flex_checkpoint/dcp/`, PaddleFormers 1.2.0 `trainer/`; checked against
 runs):
 
-* Folders and files (`paddle_flex.folders`): the Trainer's three, which its loader wants even when one is empty,
-  `ema_state` beside them; or one plain folder. Metadata (`paddle_flex.metadata`): a pickle, read as data. Data:
+* Folders and files (`paddle.flex.folders`): the Trainer's three, which its loader wants even when one is empty,
+  `ema_state` beside them; or one plain folder. Metadata (`paddle.flex.metadata`): a pickle, read as data. Data:
   `paddle.save` of a flat dict with a name table (`paddle.pickle_file`), bf16 as uint16 bits; or safetensors. A rank
   with nothing writes 47 bytes.
 * A shard is a block at an offset, whole, or a range of the block's row-major line (sharding v2, without its padding).
   Blocks may be uneven (10 over 4: 3, 3, 3, 1) or empty. What several ranks hold is stored once, by the file with the
   least keys; with `replicate_saved_into_local` by all, and then it is compared.
-* Fused `[gate | up]` weights of a TP job are recorded rank after rank, and nothing marks them (`paddle_flex.read`):
+* Fused `[gate | up]` weights of a TP job are recorded rank after rank, and nothing marks them (`paddle.flex.read`):
   here the logical tensor is the plain `[gate | up]` at every degree. In a plain folder, whose job may as well be an
   auto-parallel one, geometry is taken as it is recorded, with a note; one that is called as the Trainer's folders is
   one of them.
-* Keys (`paddle_flex.folders`): structured names of one card; a tied weight's states are stored once, under the first
-  name in the alphabet. EMA without metadata: `paddle_flex.read`. Degrees are what boxes show (`paddle_flex.read`).
+* Keys (`paddle.flex.folders`): structured names of one card; a tied weight's states are stored once, under the first
+  name in the alphabet. EMA without metadata: `paddle.flex.read`. Degrees are what boxes show (`paddle.flex.read`).
 * `scheduler.pdparams`, `scaler.pdparams`: plain values. `training_args.bin`, `trainer_state.*`, `rng_state*.pth` belong
   to the job: pickles of classes are never opened, none is copied.
 
-Writing: `paddle_flex.target`. Cost: some 15 us a shard. What it does not do: load by AOA statements (`--aoa` maps
+Writing: `paddle.flex.target`. Cost: some 15 us a shard. What it does not do: load by AOA statements (`--aoa` maps
 names).
 """
 

@@ -16,14 +16,16 @@ Specification (PaddleFormers 1.2.0, PaddleNLP 3.0.0b4, paddlepaddle 3.3.1; files
   saved with `sharding_io` each sharding rank has its own: parameters that it owns, and of a bf16 job only those without
   master weight.
 * Optimizer: `<static>[_fp32_master_0]_<accumulator>_0`, `master_weights` {static: array}, `LR_Scheduler`
-  (`paddle.names`). Sharding v1: whole parts at their owner; v2: flat slices with padding (`paddle.gather`).
+  (`paddle.stored_names`). Sharding v1: whole parts at their owner; v2: flat slices with padding
+  (`paddle.pdparams.gather`).
 * `ema.*.pdopt`: {structured name: fp32 parameter's average}, `master_weights` {static: average}: state `ema`.
 * `model_meta.json` states degrees, owners, names, shapes and dtypes (`paddle.ranks`).
-* Experts under expert parallelism: whole, one by one, on their rank (`paddle.gather`); everything else there is a
+* Experts under expert parallelism: whole, one by one, on their rank (`paddle.pdparams.gather`); everything else there
+  is a
     copy.
 * bfloat16 is stored as uint16 without a mark. Paddle has no uint16, so a tensor with a name is one; of a bare array
   master weights, the meta or config.json say it, else the user must say it (E1314).
-* Where a rule needs sizes and there is no config, the ranks' values tell parts from copies (`paddle.gather`).
+* Where a rule needs sizes and there is no config, the ranks' values tell parts from copies (`paddle.pdparams.gather`).
 * Tied embeddings have two structured names and one static name: the optimizer's tensors go under the first of the
     table.
 * `scheduler.pdparams`, `scaler.pdparams`: plain values, extras `scheduler`, `scaler`. `training_args.bin`,

@@ -169,7 +169,7 @@ class PaddleGathering:
     distributed: dict[str, bool] = field(default_factory=dict)  # what the meta says of it
     sliced: bool | None = None  # the states are slices (v2), None where nothing states it
     apart: Callable[[str], bool] = lambda name: False  # is a name an expert of one rank, which others lack?
-    # do the ranks' arrays of a name (a list a state) hold different values (`paddle.gather`)?
+    # do the ranks' arrays of a name (a list a state) hold different values (`paddle.pdparams.gather`)?
     differ: Callable[[str, list[list[StoredArray]]], bool | None] = lambda name, lists: None
     saw_slices: bool = False
     _found: dict[TensorKey, dict[tuple[int, int, int], list[FileShare]]] = field(default_factory=dict)

@@ -1,7 +1,8 @@
 """Writing Paddle's files of ranks: model, optimizer and average of every rank, their pickles known before a value
 moves.
 
-`paddle.layout` decides what every rank keeps, `paddle.names` what Paddle calls it, and a file is a dict of holes:
+`paddle.layout` decides what every rank keeps, `paddle.stored_names` what Paddle calls it, and a file is a dict of
+holes:
 
     --tp 2 --dp 2    model_state.tp00_shard00.pdparams  {structured name: part}              and the names of names
                      optimizer.tp00_shard00.pdopt

@@ -455,7 +455,7 @@ class _UnifiedReading:
 
     def _model(self, part: IndexedFiles, others: Entries, *, settle: bool = True) -> Entries:
         """The model's tensors under `model`, or `master` where its files are the master weights. settle: as in
-        `paddle_unified.read.transposed`; without it a first look at the shapes."""
+        `paddle.unified.read.transposed`; without it a first look at the shapes."""
         stated = {header.path: header.metadata.get("format", "np") for header in part.headers}
         ours = [
             header.metadata[files_of.MODEL_TYPE] for header in part.headers if files_of.MODEL_TYPE in header.metadata

@@ -12,10 +12,10 @@ Specification (torch 2.13, `torch/distributed/checkpoint/`):
 * Folder (`systems.torch.dcp.folders`): `.metadata`, written last by a rename, and `__{rank}_{n}.distcp`: n counts
   threads or, with `single_file_per_rank=False`, items. A rank with nothing to write has no file. Files of an older,
   larger save are not removed: the metadata decides what counts, never the listing.
-* Metadata (`containers.dcp_metadata`): a pickle of `Metadata`; boxes are any boxes: FSDP2's by the ceil rule along dim
-  0 (10 rows over 4: 3, 3, 3, 1), tensor parallel along any dim, `_StridedShard`'s interleaved; each box lies once,
+* Metadata (`dcp_container.dcp_metadata`): a pickle of `Metadata`; boxes are any boxes: FSDP2's by the ceil rule along
+  dim 0 (10 rows over 4: 3, 3, 3, 1), tensor parallel along any dim, `_StridedShard`'s interleaved; each box lies once,
   whoever held it. An empty shard may be listed and has no bytes.
-* Items (`containers.dcp_items`): a `torch.save` zip each, root `archive/`, one bare tensor `data/0` or one object;
+* Items (`dcp_container.dcp_items`): a `torch.save` zip each, root `archive/`, one bare tensor `data/0` or one object;
   strides in the pickle count (channels-last); or a safetensors file a rank.
 * Flattening (`_nested_dict.py`, `_traverse.py`): the key is the path joined by dots; dicts always flatten, lists do
   when a tensor, a dict or such a list is in them, tuples never; `planner_data` maps keys back. Empty dicts leave

@@ -1,7 +1,7 @@
 """Writing a DCP folder: which rank's file each box goes to, and how a nested state becomes keys.
 
 The one idea: keys are paths joined by dots, boxes are the layout's first replicas; files and `.metadata` are
-`containers.dcp_items` and `containers.dcp_metadata`.
+`dcp_container.dcp_items` and `dcp_container.dcp_metadata`.
 
     model.w F32 (4, 2) on dp 2   ->  __0_0.distcp: [objects][zip of rows 0-1]   __1_0.distcp: [zip of rows 2-3]
     .metadata: model.w: chunks [(0, 0) (2, 2), (2, 0) (2, 2)], items (__0_0.distcp, ...), (__1_0.distcp, 0, 1577)
