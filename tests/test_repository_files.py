@@ -109,3 +109,11 @@ def test_a_release_fills_in_the_address(tmp_path: Path) -> None:
         text = (tmp_path / name).read_text()
         assert "repository.invalid" not in text and address in text
     assert subprocess.run([sys.executable, str(copy), "team/ckpt"], capture_output=True).returncode != 0
+
+
+def test_every_folder_of_tests_is_explained() -> None:
+    text = (ROOT / "tests/README.md").read_text(encoding="utf-8")
+    table = text.partition("# Where a test is")[2].partition("# Tests that ask")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    explained = {name for row in rows for name in re.findall(r"`(\w+)/`", row)}
+    assert explained == {path.parent.name for path in (ROOT / "tests").glob("*/*.py")}
