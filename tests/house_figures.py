@@ -1,11 +1,11 @@
-"""What the house weighs, room by room, as a Markdown table to compare two revisions by.
+"""What each package weighs, as a Markdown table to compare two revisions by.
 
-    python tests/house_figures.py            the rooms of ckpt_tool/
+    python tests/house_figures.py            the packages of ckpt_tool/
     python tests/house_figures.py --deep     their folders too
     python tests/house_figures.py REVISION   as of another commit of this repository
 
-Columns: files; lines; arrows out (pairs of files, one here and one in another room that it imports, deferred imports
-too) and how many rooms they lead to; arrows in; uses of `Any`; functions of more than 50 lines; `fmt: skip`.
+Columns: files; lines; arrows out (pairs of files, one here and one in another package that it imports, deferred imports
+too) and how many packages they lead to; arrows in; uses of `Any`; functions of more than 50 lines; `fmt: skip`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from test_house import MODULES, ROOT, imports_of
 
 LONG = 50  # lines of a function
 COLUMNS = (
-    "room",
+    "package",
     "files",
     "lines",
     "arrows out",
-    "to rooms",
+    "to packages",
     "arrows in",
     "`Any`",
     f"functions > {LONG}",
@@ -44,15 +44,16 @@ class Figures(NamedTuple):
     files: int = 0
     lines: int = 0
     out: int = 0
-    rooms: int = 0
+    packages: int = 0
     into: int = 0
     anys: int = 0
     long: int = 0
     skips: int = 0
 
 
-def room_of(file: str, *, deep: bool = False) -> str:
-    """`formats/hub_folder/index.py` -> `formats` or, deep, `systems/hub/safetensors`; a file of the rim -> `.`."""
+def package_of(file: str, *, deep: bool = False) -> str:
+    """`formats/hub_folder/index.py` -> `formats` or, deep, `systems/hub/safetensors`; a file of the top level ->
+    `.`."""
     folders = file.split("/")[:-1]
     return "/".join(folders[: 2 if deep else 1]) or "."
 
@@ -71,40 +72,42 @@ def long_functions(source: str) -> int:
 
 
 def figures(modules: Mapping[str, str], *, deep: bool = False) -> dict[str, Figures]:
-    """Each room's figures, by its name; `modules` is the source of each file below ckpt_tool/."""
+    """Each package's figures, by its name; `modules` is the source of each file below ckpt_tool/."""
     files: dict[str, list[str]] = defaultdict(list)
     arrows: set[tuple[str, str]] = set()
     for file, source in modules.items():
-        files[room_of(file, deep=deep)].append(file)
+        files[package_of(file, deep=deep)].append(file)
         for _, found, _ in imports_of(source, modules):
-            if found in modules and room_of(found, deep=deep) != room_of(file, deep=deep):
+            if found in modules and package_of(found, deep=deep) != package_of(file, deep=deep):
                 arrows.add((file, found))
-    out = Counter(room_of(file, deep=deep) for file, _ in arrows)
-    into = Counter(room_of(found, deep=deep) for _, found in arrows)
-    leads = Counter(a for a, _ in {(room_of(file, deep=deep), room_of(found, deep=deep)) for file, found in arrows})
+    out = Counter(package_of(file, deep=deep) for file, _ in arrows)
+    into = Counter(package_of(found, deep=deep) for _, found in arrows)
+    leads = Counter(
+        a for a, _ in {(package_of(file, deep=deep), package_of(found, deep=deep)) for file, found in arrows}
+    )
     return {
-        room: Figures(
+        package: Figures(
             len(names),
             sum(modules[name].count("\n") for name in names),
-            out[room],
-            leads[room],
-            into[room],
+            out[package],
+            leads[package],
+            into[package],
             sum(uses_of_any(modules[name]) for name in names),
             sum(long_functions(modules[name]) for name in names),
             sum(modules[name].count("# fmt: skip") for name in names),
         )
-        for room, names in sorted(files.items())
+        for package, names in sorted(files.items())
     }
 
 
-def markdown(rooms: Mapping[str, Figures]) -> str:
+def markdown(packages: Mapping[str, Figures]) -> str:
     """The table, with the whole in the last row."""
 
     def row(cells: Iterable[object]) -> str:
         return f"| {' | '.join(map(str, cells))} |"
 
-    whole = Figures(*(sum(each) for each in zip(*rooms.values(), strict=True)))
-    body = [row((f"`{room}`" if room != "." else "the rim", *found)) for room, found in rooms.items()]
+    whole = Figures(*(sum(each) for each in zip(*packages.values(), strict=True)))
+    body = [row((f"`{package}`" if package != "." else "top level", *found)) for package, found in packages.items()]
     rule = "|---|" + "---:|" * (len(COLUMNS) - 1)
     return "\n".join([row(COLUMNS), rule, *body, row(("**all**", *whole))])
 

@@ -1,7 +1,7 @@
-"""The walls of the house hold: imports fall, libraries stay in their rooms, nothing that runs code is ever called.
+"""The import rules of the package hold: imports fall, libraries stay where they are allowed, nothing runs code.
 
-One table, `[tool.ckpt.walls]` in pyproject.toml, says what is allowed; `faults_of` reads a module's syntax tree and
-tells what breaks it. That the checker sees anything at all is shown on planted bad modules below.
+One table, `[tool.ckpt.import_rules]` in pyproject.toml, says what is allowed; `faults_of` reads a module's syntax tree
+and tells what breaks it. That the checker sees anything at all is shown on planted bad modules below.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ckpt_tool"
-WALLS: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ckpt"]["walls"]
+RULES: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ckpt"]["import_rules"]
 MODULES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 # an absolute path of someone's machine, spelled so that this line is none itself
 MACHINE_PATH = re.compile(r"(?<![\w./~-])/(?:(?:work|home|Users)/\w|root/\.|tmp/venvs|opt/pypi)[\w.-]*")
@@ -85,10 +85,10 @@ def _file(module: str, known: Mapping[str, str]) -> str:
     return f"{path}.py"
 
 
-def room_of(file: str) -> str:
-    """The room whose rules a file obeys: its top folder, or itself; what a system has of another layer is of that
-    layer's room (`joined`)."""
-    joined = [room for pattern, room in WALLS["joined"].items() if matches(file, pattern)]
+def package_of(file: str) -> str:
+    """The package whose rules a file obeys: its top folder, or itself; what a system has of another layer belongs to
+    that layer's package (`belongs_to`)."""
+    joined = [package for pattern, package in RULES["belongs_to"].items() if matches(file, pattern)]
     return joined[0] if joined else file.split("/")[0]
 
 
@@ -98,23 +98,23 @@ def matches(file: str, pattern: str) -> bool:
     return re.fullmatch(f"{expression}(/.*)?", file) is not None
 
 
-def floor_of(file: str) -> int:
-    """The floor that a file lies on. Raises LookupError for a room that the table does not have."""
-    for number, rooms in enumerate(WALLS["floors"]):
-        if room_of(file) in rooms:
+def layer_of(file: str) -> int:
+    """The layer of a file, by number. Raises LookupError for a package that the table does not have."""
+    for number, packages in enumerate(RULES["layers"]):
+        if package_of(file) in packages:
             return number
-    raise LookupError(f"{file} lies on no floor of pyproject.toml [tool.ckpt.walls]")
+    raise LookupError(f"{file} lies on no layer of pyproject.toml [tool.ckpt.import_rules]")
 
 
-def inside(file: str, rooms: Iterable[str]) -> bool:
-    return any(file == room or file.startswith(f"{room}/") for room in rooms)
+def inside(file: str, places: Iterable[str]) -> bool:
+    return any(file == place or file.startswith(f"{place}/") for place in places)
 
 
 # -- the rules ---------------------------------------------------------------------------------------------------------
 
 
 def faults_of(file: str, source: str, known: Mapping[str, str] = MODULES) -> list[Fault]:
-    """Everything that breaks the walls in one module."""
+    """Everything that breaks a rule in one module."""
     found = [*_import_faults(file, source, known), *_call_faults(file, source), *_catch_faults(file, source)]
     found += [
         Fault(file, node.lineno, "assert vanishes under -O: raise an error of ours")
@@ -125,23 +125,23 @@ def faults_of(file: str, source: str, known: Mapping[str, str] = MODULES) -> lis
 
 
 def _import_faults(file: str, source: str, known: Mapping[str, str]) -> Iterator[Fault]:
-    floor = floor_of(file)
-    room = room_of(file)
-    top = len(WALLS["floors"]) - 1
+    layer = layer_of(file)
+    package = package_of(file)
+    top = len(RULES["layers"]) - 1
     for line, module, lazy in imports_of(source, known):
         if module.endswith(".py") or module in known:
-            below = floor_of(module)
-            if below > floor:
-                yield Fault(file, line, f"imports {module} from a higher floor")
-            elif below == floor and room_of(module) != room and floor != top:
-                yield Fault(file, line, f"imports {module}, another room of its own floor")
-            elif room_of(module) in WALLS["blind"].get(room, []):
-                yield Fault(file, line, f"{room} may not know {room_of(module)}")
+            below = layer_of(module)
+            if below > layer:
+                yield Fault(file, line, f"imports {module} from a higher layer")
+            elif below == layer and package_of(module) != package and layer != top:
+                yield Fault(file, line, f"imports {module}, another package of its own layer")
+            elif package_of(module) in RULES["must_not_import"].get(package, []):
+                yield Fault(file, line, f"{package} may not import {package_of(module)}")
             continue
-        rooms = WALLS["rooms"].get(module)
-        if rooms is not None and not inside(file, rooms):
-            yield Fault(file, line, f"imports {module}, whose rooms are {rooms or 'none'}")
-        if not lazy and inside(file, WALLS["lazy"].get(module, [])):
+        allowed = RULES["libraries"].get(module)
+        if allowed is not None and not inside(file, allowed):
+            yield Fault(file, line, f"imports {module}, which is allowed in {allowed or 'no file'}")
+        if not lazy and inside(file, RULES["inside_functions"].get(module, [])):
             yield Fault(file, line, f"imports {module} when it is loaded: import it inside the function")
 
 
@@ -150,12 +150,12 @@ def _call_faults(file: str, source: str) -> Iterator[Fault]:
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
-        if name in WALLS["forbidden"]["calls"]:
+        if name in RULES["forbidden"]["calls"]:
             yield Fault(file, node.lineno, f"calls {name}")
-        makers = WALLS["makers"].get(name)
+        makers = RULES["may_create"].get(name)
         if makers is not None and not inside(file, makers):
             yield Fault(file, node.lineno, f"makes a {name} from nothing: derive it from the one that it is a view of")
-        if name == "print" and not inside(file, WALLS["forbidden"]["print"]):
+        if name == "print" and not inside(file, RULES["forbidden"]["print"]):
             yield Fault(file, node.lineno, "prints: return a value, report/ shows it")
 
 
@@ -167,14 +167,14 @@ def _catch_faults(file: str, source: str) -> Iterator[Fault]:
         if not re.search(r"\b(Exception|BaseException|everything)\b", caught):
             continue
         again = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
-        worker = caught == "BaseException" and inside(file, WALLS["forbidden"]["catch_in_worker"])
-        if not again and not worker and not inside(file, WALLS["forbidden"]["catch_all"]):
+        worker = caught == "BaseException" and inside(file, RULES["forbidden"]["catch_in_worker"])
+        if not again and not worker and not inside(file, RULES["forbidden"]["catch_all"]):
             yield Fault(file, node.lineno, f"catches {caught}: only the rim may, others raise again")
 
 
 def size_faults(file: str, source: str) -> tuple[list[Fault], list[Fault]]:
     """(over the limit, over what is good): functions by the statements in them."""
-    sizes = WALLS["sizes"]
+    sizes = RULES["sizes"]
     measured = []
     for node in nodes_of(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -215,10 +215,11 @@ def circles(known: Mapping[str, str]) -> list[list[str]]:
     return found
 
 
-# -- the house holds ---------------------------------------------------------------------------------------------------
+# -- the rules hold
+# -----------------------------------------------------------------------------------------------------
 
 
-def test_walls_hold() -> None:
+def test_import_rules_hold() -> None:
     faults = [fault for file, source in MODULES.items() for fault in faults_of(file, source)]
     assert not faults, "\n".join(map(str, faults))
 
@@ -236,7 +237,7 @@ def test_no_module_needs_itself() -> None:
 
 
 def test_only_tables_of_families_are_laid_out_by_hand() -> None:
-    assert not [file for file, source in MODULES.items() if "# fmt:" in source and room_of(file) != "families"]
+    assert not [file for file, source in MODULES.items() if "# fmt:" in source and package_of(file) != "families"]
 
 
 def test_every_module_says_what_it_is() -> None:
@@ -249,7 +250,7 @@ def misplaced(known: Mapping[str, str]) -> list[str]:
     is made elsewhere."""
     found = []
     for file, source in known.items():
-        wanted = {name for place, name in WALLS["found"].items() if _is_at(file, place)}
+        wanted = {name for place, name in RULES["found_by_place"].items() if _is_at(file, place)}
         given = {
             ast.unparse(target).partition(":")[0]
             for node in tree_of(source).body
@@ -344,7 +345,7 @@ def formats_named(file: str, source: str, names: Mapping[str, str]) -> list[int]
         ast.unparse(each.targets[0]): _literals(each) for each in tree_of(source).body if isinstance(each, ast.Assign)
     }
     others = {name for name, folder in names.items() if not file.startswith(f"{folder}/")}
-    words = others - {*WALLS["systems"]} if room_of(file) in ("formats", "systems") else set()
+    words = others - {*RULES["system_words"]} if package_of(file) in ("formats", "systems") else set()
     found = []
     for node in nodes_of(source):
         if isinstance(node, ast.Constant) and node.value in words:
@@ -369,7 +370,8 @@ def formats_by_folder() -> dict[str, str]:
 
 
 def test_no_format_is_named_by_others() -> None:
-    """What a format needs of other rooms it says itself (`formats.base.Holds`, `Hashing`, `Fitting`), and formats that
+    """What a format needs of other packages it says itself (`formats.base.Holds`, `Hashing`, `Fitting`), and formats
+    that
     share a file compare evidence (`formats.registry.settle`)."""
     names = formats_by_folder()
     others = {file: source for file, source in MODULES.items() if not inside(file, ["harness"])}
@@ -468,14 +470,14 @@ def test_no_path_of_a_machine_is_in_the_repository() -> None:
 # -- the checker sees --------------------------------------------------------------------------------------------------
 
 PLANTED = {
-    "a higher floor": ("core/planted.py", "from ckpt_tool.run import executor\n"),
-    "a higher floor, inside a function": ("storage/planted.py", "def f():\n    import ckpt_tool.commands.inspect\n"),
-    "another room of its floor": ("storage/planted.py", "from ckpt_tool.algebra import piece\n"),
+    "a higher layer": ("core/planted.py", "from ckpt_tool.run import executor\n"),
+    "a higher layer, inside a function": ("storage/planted.py", "def f():\n    import ckpt_tool.commands.inspect\n"),
+    "another package of its layer": ("storage/planted.py", "from ckpt_tool.algebra import piece\n"),
     "formats know no plan": ("formats/planted.py", "import ckpt_tool.plan.copy\n"),
     "formats know no families": ("formats/planted.py", "from ckpt_tool import families\n"),
     "families know no storage": ("families/planted.py", "from ckpt_tool.storage.source import Tree\n"),
     "plan knows no storage": ("plan/planted.py", "from ckpt_tool.storage.source import Tree\n"),
-    "torch outside its room": ("formats/planted.py", "def f():\n    import torch.nn as nn\n"),
+    "torch where it is not allowed": ("formats/planted.py", "def f():\n    import torch.nn as nn\n"),
     "rich outside report": ("commands/planted.py", "from rich.table import Table\n"),
     "typer outside the rim": ("commands/planted.py", "import typer\n"),
     "numpy in core": ("core/planted.py", "import numpy as np\n"),
@@ -513,7 +515,7 @@ def test_a_planted_fault_is_seen(what: str) -> None:
 
 
 SOUND = {
-    "a lower floor": ("run/planted.py", "from ckpt_tool.core.box import Box\nimport numpy\n"),
+    "a lower layer": ("run/planted.py", "from ckpt_tool.core.box import Box\nimport numpy\n"),
     "its own folder": ("run/planted.py", "from ckpt_tool.run import digest\n"),
     "a type alone": (
         "core/planted.py",
@@ -534,19 +536,19 @@ def test_sound_code_is_left_alone(what: str) -> None:
     assert not faults_of(file, source)
 
 
-def test_a_room_without_a_floor_is_a_fault() -> None:
-    with pytest.raises(LookupError, match="lies on no floor"):
+def test_a_package_without_a_layer_is_a_fault() -> None:
+    with pytest.raises(LookupError, match="lies on no layer"):
         faults_of("helpers/planted.py", "import os\n")
 
 
 def test_a_planted_circle_is_seen() -> None:
-    house = {"core/a.py": "import ckpt_tool.core.b\n", "core/b.py": "def f():\n    from ckpt_tool.core import a\n"}
-    assert circles(house) == [["core/a.py", "core/b.py", "core/a.py"]]
+    modules = {"core/a.py": "import ckpt_tool.core.b\n", "core/b.py": "def f():\n    from ckpt_tool.core import a\n"}
+    assert circles(modules) == [["core/a.py", "core/b.py", "core/a.py"]]
 
 
 def test_large_code_is_seen() -> None:
     """A function of too many statements is a fault, and one of many is told."""
-    sizes = WALLS["sizes"]
+    sizes = RULES["sizes"]
     body = "    x = 1\n"
     faults, _ = size_faults("core/planted.py", "def f():\n" + body * (sizes["function_limit"] + 1))
     assert [fault.what for fault in faults] == [f"f has {sizes['function_limit'] + 1} statements, the limit is 60"]
@@ -557,7 +559,7 @@ def test_large_code_is_seen() -> None:
 
 def crowded_folders(files: Iterable[str]) -> list[str]:
     """Folders with more Python files than are found at a glance."""
-    sizes = WALLS["sizes"]
+    sizes = RULES["sizes"]
     count = Counter(file.rpartition("/")[0] for file in files)
     return [folder for folder, number in count.items() if number > sizes["folder"] and folder not in sizes["wide"]]
 
@@ -565,7 +567,7 @@ def crowded_folders(files: Iterable[str]) -> list[str]:
 def test_no_folder_is_crowded() -> None:
     """Neither here, nor unseen: a planted folder of too many files is found."""
     assert not crowded_folders(MODULES)
-    planted = [f"core/file{number}.py" for number in range(WALLS["sizes"]["folder"] + 1)]
+    planted = [f"core/file{number}.py" for number in range(RULES["sizes"]["folder"] + 1)]
     assert crowded_folders(planted) == ["core"]
 
 
@@ -582,7 +584,7 @@ def classes_of_one_name(modules: Mapping[str, str]) -> dict[str, list[str]]:
 def test_a_class_name_has_one_meaning() -> None:
     """Few names are of several classes, and those that are would be seen."""
     several = classes_of_one_name(MODULES)
-    assert len(several) <= WALLS["sizes"]["classes"], several
+    assert len(several) <= RULES["sizes"]["classes"], several
     planted = {"a.py": "class Part: ...\n", "b.py": "class Part: ...\n"}
     assert classes_of_one_name(planted) == {"Part": ["a.py", "b.py"]}
 
@@ -608,7 +610,7 @@ def outsiders(modules: Mapping[str, str]) -> dict[str, list[str]]:
 def test_a_system_is_known_to_few_outside() -> None:
     """Few files know the inside of a system that is not theirs, and one that does is seen."""
     found = outsiders(MODULES)
-    assert len(found) <= WALLS["sizes"]["outsiders"], "\n".join(f"{file}: {names}" for file, names in found.items())
+    assert len(found) <= RULES["sizes"]["outsiders"], "\n".join(f"{file}: {names}" for file, names in found.items())
     planted = {"core/a.py": "from ckpt_tool.systems.x import names\n", "systems/x/names.py": "", "systems/x/b.py": ""}
     assert outsiders(planted) == {"core/a.py": ["systems/x/names.py"]}
 

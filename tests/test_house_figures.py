@@ -24,8 +24,8 @@ HOUSE = {
 def test_rooms_and_arrows() -> None:
     assert house_figures.figures(HOUSE) == {
         ".": Figures(files=1, lines=2, into=2),
-        "core": Figures(files=1, lines=1, out=1, rooms=1, into=2),
-        "run": Figures(files=2, lines=7 + house_figures.LONG + 1, out=3, rooms=2, anys=3, long=1, skips=1),
+        "core": Figures(files=1, lines=1, out=1, packages=1, into=2),
+        "run": Figures(files=2, lines=7 + house_figures.LONG + 1, out=3, packages=2, anys=3, long=1, skips=1),
     }
 
 

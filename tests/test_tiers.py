@@ -74,11 +74,13 @@ def test_the_quick_tier_covers_every_room() -> None:
     files = [
         path for path in tiers.TESTS.rglob("test_*.py") if all(map(tiers.is_quick_module, (path, *path.parents[:1])))
     ]
-    rooms = {path.relative_to(tiers.TESTS).parts[0] for path in files}
+    folders = {path.relative_to(tiers.TESTS).parts[0] for path in files}
     there = {path.name for path in tiers.TESTS.iterdir() if path.is_dir() and any(path.rglob("test_*.py"))}
     extras = {"signing"}  # every module of it needs a package that is an extra
-    assert rooms >= there - tiers.SLOW_PLACES - extras and {"test_cli.py", "test_house.py", "test_hostile.py"} <= rooms
-    assert {"core", "algebra", "storage", "plan", "formats", "families", "commands", "run", "report"} <= rooms
+    assert (
+        folders >= there - tiers.SLOW_PLACES - extras and {"test_cli.py", "test_house.py", "test_hostile.py"} <= folders
+    )
+    assert {"core", "algebra", "storage", "plan", "formats", "families", "commands", "run", "report"} <= folders
 
 
 NIGHTLY = tiers.TESTS.parent / ".github" / "workflows" / "nightly.yml"
