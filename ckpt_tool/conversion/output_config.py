@@ -15,11 +15,12 @@ from collections.abc import Collection, Iterable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tool.conversion.tied_head import HEAD_NAME, TIED, has_head
+from ckpt_tool.conversion.tied_head import HEAD_NAME, TIED, describe_own_head, has_head
 from ckpt_tool.conversion.vocabulary import EMBEDDINGS
 from ckpt_tool.conversion.whole_layers import removed_layers, without_layers
 from ckpt_tool.core.target import Wanted
 from ckpt_tool.core.tensor import MODEL
+from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.families.config import is_paddle
 from ckpt_tool.formats.base import Format
 from ckpt_tool.options.writing import Writing
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ckpt_tool.families.table import Table
 
 _TORCH = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+_HEADLESS = f"{NAME} states a head of its own and there is no {HEAD_NAME}: a library makes up its values"
 _BIASES = {"attention_bias": "self_attn", "mlp_bias": "mlp"}  # key -> module of a layer
 
 
@@ -46,7 +48,9 @@ def config_of_output(
         config, more = _with_stated(config, chosen.stated)
         notes += more
     if fmt.holds.dialect == "keep":
-        return config, notes
+        names = [tensor.key.name for tensor in wanted.tensors if tensor.key.state == MODEL]
+        config, about_head = untie_own_head(config, names, chosen, writing)
+        return config, [*notes, *about_head]
     foreign = is_paddle(config_of_source) or chosen.home == "paddle"
     as_it_was = chosen.home == dialect and chosen.config is None
     if dialect in ("hf", "megatron"):
@@ -85,11 +89,14 @@ def _settled(
     model = {tensor.key.name: tensor for tensor in wanted.tensors if tensor.key.state == MODEL}
     if not model:
         return config, ()
-    if (inside := _language_part(config)) is not None:
-        return _settled_inside(config, *inside, model, torch_dtype(wanted))
+    config, about_head = untie_own_head(config, model, chosen, writing)
+    language_part = _language_part(config)
+    if language_part is not None:
+        config, notes = _settled_inside(config, *language_part, model, torch_dtype(wanted))
+        return config, (*about_head, *notes, *_missing_head(config, language_part[0], model, chosen, writing))
     if "text_config" in config:  # of several models: which of them the tensors are is not known
-        return config, ()
-    config, notes = (config, ()) if as_it_was else _biased(config, model)
+        return config, about_head
+    config, notes = (config, about_head) if as_it_was else _biased(config, model, about_head)
     says_dtype = ("dtype" in config or "torch_dtype" in config) and "quantization_config" not in config
     rows = _rows_of_vocabulary(config, model)
     out, more = corrected(
@@ -99,8 +106,84 @@ def _settled(
         tied=_tied(config, model, chosen, writing, as_it_was=as_it_was),
     )
     if writing.tied_head != "tie" and out.get(TIED) is False and _misses_head(out, model, chosen):
-        notes = (*notes, f"{NAME} states a head of its own and there is no {HEAD_NAME}: a library makes up its values")
+        notes = (*notes, _HEADLESS)
     return out, (*notes, *more)
+
+
+def untie_own_head(
+    config: Mapping[str, Any], names: Collection[str], chosen: Chosen, writing: Writing
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The config without a flag that ties the head to the embedding, where a head is written that is no copy of it: a
+    library that believes the flag overwrites the head. Flags stand at the top and in the language model's part.
+
+    Raises InconsistentCheckpoint E3017 where `--config` has the flag and the user did not ask for `--tied-head untie`.
+    """
+    language_part = _language_part(config)
+    if language_part is not None:
+        path = language_part[0]
+    else:
+        path = ("text_config",) if isinstance(config.get("text_config"), Mapping) else ()
+    levels = [path[:depth] for depth in range(len(path) + 1)]
+    tied = [level for level in levels if _inner_config(config, level).get(TIED) is True]
+    if path not in tied and TIED not in _inner_config(config, path) and _says_tied(_inner_config(config, path)):
+        tied.append(path)
+
+    is_untied = writing.tied_head == "untie" and bool(path) and has_head(names)
+    if is_untied:
+        # A class of the part may tie without a flag, so the part itself states that it does not.
+        changed = [level for level in levels if level in tied or level in ((), path)]
+        reason = "the head is written as a tensor of its own"
+    else:
+        changed = tied
+        reason = describe_own_head(chosen, names) if tied else ""
+    if not reason:
+        return config, ()
+    if chosen.config_path is not None and chosen.config is not None and writing.tied_head != "untie":
+        raise InconsistentCheckpoint(
+            f"{TIED} is true by {chosen.config_path}, and {reason}",
+            code="E3017",
+            path=chosen.config_path,
+            hint=f"state false there, or pass --tied-head untie, which corrects it; --remove-keys {HEAD_NAME} leaves "
+            "the head out",
+        )
+
+    notes = []
+    for level in changed:
+        before = _inner_config(config, level).get(TIED)
+        if before is not False:
+            config = _with_inner(config, level, {TIED: False})
+            where = ".".join((*level, TIED))
+            notes.append(f"{where} becomes False: {reason}" + (f"; it was {before}" if before is not None else ""))
+    return config, tuple(notes)
+
+
+def _inner_config(config: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:
+    """The part of a config that the keys lead to."""
+    inner: Any = config
+    for key in path:
+        inner = inner[key]
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def _with_inner(config: Mapping[str, Any], path: tuple[str, ...], values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with other values in one of its parts."""
+    if not path:
+        return {**config, **values}
+    return {**config, path[0]: _with_inner(config[path[0]], path[1:], values)}
+
+
+def _missing_head(
+    config: Mapping[str, Any], path: tuple[str, ...], names: Collection[str], chosen: Chosen, writing: Writing
+) -> tuple[str, ...]:
+    """A note where a model of several parts states a head of its own, at the top and in its language model's part, and
+    holds none."""
+    stated = {_inner_config(config, level).get(TIED) for level in ((), path)}
+    if writing.tied_head == "tie" or True in stated or False not in stated:
+        return ()
+    is_whole = any(name.endswith(EMBEDDINGS) for name in names) and any(name.endswith("norm.weight") for name in names)
+    if not is_whole or chosen.home not in ("hf", "keep") or has_head(names):
+        return ()
+    return (_HEADLESS,)
 
 
 def _language_part(config: Mapping[str, Any]) -> tuple[tuple[str, ...], str] | None:
@@ -159,8 +242,11 @@ def corrected(
     return out, tuple(notes)
 
 
-def _biased(config: Mapping[str, Any], names: Iterable[str]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """The config with the biases that the tensors have: Megatron's arguments have no words for some of them."""
+def _biased(
+    config: Mapping[str, Any], names: Iterable[str], said: tuple[str, ...]
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The config with the biases that the tensors have: Megatron's arguments have no words for some of them. said: the
+    notes before these."""
     from ckpt_tool.families.config.translation import kind_of
     from ckpt_tool.families.models import CLASSES
 
@@ -171,7 +257,7 @@ def _biased(config: Mapping[str, Any], names: Iterable[str]) -> tuple[Mapping[st
     held = {".".join(name.split(".")[-3:-2]) for name in biases}
     wrong = [key for key, module in _BIASES.items() if config.get(key, silent.get(key)) is False and module in held]
     notes = tuple(f"{key} becomes True: the tensors have biases there" for key in wrong)
-    return {**config, **dict.fromkeys(wrong, True)}, notes
+    return {**config, **dict.fromkeys(wrong, True)}, (*said, *notes)
 
 
 def _tied(

@@ -115,18 +115,21 @@ def _with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted
     code = [file.path for file in target.files if any(fnmatchcase(file.path, pattern) for pattern in CODE)]
     if code:
         target = target.noted(f"code is copied as text, and not run: {', '.join(sorted(code))}")
-    if (fmt.holds.dialect == "keep" and not chosen.untrue) or fmt.holds.adapter:
+    if fmt.holds.adapter:
         return target
     try:
         before = file_config(chosen.sources[0])
     except UsageError:  # a side file that only its own library reads: copied as it is
         return target
-    stated = chosen.config if chosen.config is not None else before
+    is_copied = fmt.holds.dialect == "keep" and not chosen.untrue  # the source's own, and not one of --config
+    stated = chosen.config if chosen.config is not None and not is_copied else before
     if stated is None or NAME in chosen.stale:
         return target
     from ckpt_tool.conversion.output_config import config_of_output
 
     config, notes = config_of_output(stated, chosen, fmt, wanted, writing)
+    if is_copied and config == stated:
+        return target
     if fmt.holds.dialect == "hf" and chosen.config_path is not None and stated != before:
         from ckpt_tool.conversion.config_fit import check_config_fits
 

@@ -187,6 +187,27 @@ def has_head(names: Iterable[str]) -> bool:
     return any(not _HEAD_MODULES.isdisjoint(name.split(".")) for name in names)
 
 
+def describe_own_head(chosen: Chosen, names: Collection[str]) -> str:
+    """How the head among `names` is known to be no copy of its embedding; "" where it is one, or there is none.
+
+    Computed values are not compared: what was folded or merged into one of the two is not in the other.
+    """
+    pair = pair_of(names)
+    if pair is None or pair[0] not in names or not set(pair) <= chosen.model.keys():
+        return ""
+    head, embedding = pair
+    rows = [chosen.model[name] for name in pair]
+    if any(row.tensor.key in chosen.renewed for row in rows):
+        is_copy = (
+            rows[0].source == rows[1].source and rows[0].tensor.chunks == rows[1].tensor.chunks
+        )  # the same bytes under two names
+        return "" if is_copy else f"{head} has values of its own, apart from {embedding}"
+    if rows[0].source != rows[1].source:
+        return f"{head} has values of its own, apart from {embedding}"
+    what = _difference(chosen, head, embedding)
+    return f"{head} is not {embedding}: {what}" if what else ""
+
+
 def _heads_of(embedding: str) -> Iterable[str]:
     """The output layer's name beside an embedding of that name; none where it is no embedding's."""
     for known in _EMBEDDINGS:

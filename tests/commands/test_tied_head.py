@@ -16,6 +16,7 @@ from ckpt_tool.errors import InputError, UsageError
 
 EMBED = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+TIED = "tie_word_embeddings"
 
 
 def model(folder: Path, head: np.ndarray[Any, Any] | None) -> str:
@@ -102,3 +103,86 @@ def test_a_copy_that_the_target_leaves_out_must_be_one(tmp_path: Path) -> None:
     assert (caught.value.code, caught.value.exit_code) == ("E1481", 3) and not (tmp_path / "out2").exists()
     ckpt.convert(other, str(tmp_path / "out3"), to="megatron-dist", tied_head="untie")
     assert "output_layer.weight" in ckpt.open(str(tmp_path / "out3"))
+
+
+# -- a config that ties a head which is no copy ------------------------------------------------------------------------
+
+PART = {"gemma3": "gemma3_text", "mistral3": "mistral", "internvl": "qwen2", "nobodys_vlm": "nobodys"}
+
+
+def model_of_parts(folder: Path, kind: str, *, differs: bool, part_states: bool | None = True) -> str:
+    """A model that sees, whose config ties the head, with a head that is a copy or is not."""
+    folder.mkdir()
+    embedding = np.arange(24, dtype=np.float32).reshape(6, 4)
+    tensors = {
+        "language_model.model.embed_tokens.weight": embedding,
+        "language_model.lm_head.weight": embedding + np.float32(differs),
+        "language_model.model.norm.weight": np.ones(4, np.float32),
+    }
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    part = {"model_type": PART[kind]} | ({} if part_states is None else {TIED: part_states})
+    document = {"model_type": kind, TIED: True, "text_config": part}
+    (folder / "config.json").write_text(json.dumps(document))
+    return str(folder)
+
+
+def flags(folder: Path) -> tuple[Any, Any]:
+    """What the config states at its top and in the language model's part."""
+    config = json.loads((folder / "config.json").read_text())
+    return config.get(TIED), config.get("text_config", {}).get(TIED)
+
+
+@pytest.mark.parametrize("target", ["safetensors", "torch", "dcp"])
+@pytest.mark.parametrize("kind", PART)
+def test_a_config_that_ties_another_head_is_corrected(kind: str, target: str, tmp_path: Path) -> None:
+    source = model_of_parts(tmp_path / "in", kind, differs=True)
+    report = ckpt.convert(source, str(tmp_path / "out"), to=target)
+    assert flags(tmp_path / "out") == (False, False)
+    notes = [note for note in report["notes"] if f"{TIED} becomes False" in note]
+    assert len(notes) == 2 and "differ at [0, 0]" in notes[0]
+
+
+def test_a_config_that_ties_a_copy_stays_as_it_is(tmp_path: Path) -> None:
+    ckpt.convert(model_of_parts(tmp_path / "in", "gemma3", differs=False), str(tmp_path / "out"), to="safetensors")
+    assert flags(tmp_path / "out") == (True, True)
+
+
+def test_a_class_that_ties_without_a_flag_is_given_one(tmp_path: Path) -> None:
+    source = model_of_parts(tmp_path / "in", "gemma3", differs=True, part_states=None)
+    ckpt.convert(source, str(tmp_path / "out"), to="safetensors")
+    assert flags(tmp_path / "out") == (False, False)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "nobodys_vlm"])
+def test_untie_is_stated_in_every_part(kind: str, tmp_path: Path) -> None:
+    source = model_of_parts(tmp_path / "in", kind, differs=False, part_states=None)
+    ckpt.convert(source, str(tmp_path / "out"), to="safetensors", tied_head="untie")
+    assert flags(tmp_path / "out") == (False, False)
+
+
+def test_a_flat_config_that_ties_another_head_is_corrected(tmp_path: Path) -> None:
+    ckpt.convert(qwen(tmp_path / "in", differs=True), str(tmp_path / "out"), to="safetensors")
+    assert flags(tmp_path / "out") == (False, None)
+
+
+def test_a_config_of_the_user_that_contradicts_the_head_is_an_error(tmp_path: Path) -> None:
+    source = qwen(tmp_path / "in", differs=True)
+    given = tmp_path / "given.json"
+    given.write_text((tmp_path / "in" / "config.json").read_text())
+    with pytest.raises(InputError, match="tie_word_embeddings is true by") as caught:
+        ckpt.convert(source, str(tmp_path / "out"), to="safetensors", config=str(given))
+    assert caught.value.code == "E3017" and not (tmp_path / "out").exists()
+    ckpt.convert(source, str(tmp_path / "out"), to="safetensors", config=str(given), tied_head="untie")
+    assert flags(tmp_path / "out") == (False, None)
+
+
+def test_a_model_of_parts_without_the_head_that_its_config_states_is_noted(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    model_of_parts(folder, "gemma3", differs=True, part_states=False)
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    del tensors["language_model.lm_head.weight"]
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, TIED: False}))
+    report = ckpt.convert(str(folder), str(tmp_path / "out"), to="safetensors")
+    assert any("there is no lm_head.weight" in note for note in report["notes"])

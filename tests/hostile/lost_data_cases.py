@@ -200,3 +200,8 @@ row("L12b one file and numbered ones", "safetensors/hf_llama_sharded", LOST, "tw
 STEPS = {"inspect": 0, "verify": 1, "audit": 1, "*": 3}
 OTHER_STEP = stated("trainer_state.json", "global_step", 4000)
 row("L13 parts of two steps", "safetensors/trainer_qwen3_moe", STEPS, "step 4000", ("--to", "dcp"), OTHER_STEP)
+
+# -- a config and its head [commands/test_tied_head] -------------------------------------------------------------------
+
+TIED_CONFIG = ("--to", "safetensors", "--config", str(FIXTURES / "safetensors/llama_tied/config.json"))
+row("L14 a config that ties another head", MODEL, {"convert": 3, "*": 0}, "tie_word_embeddings is true by", TIED_CONFIG)
