@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import re
+from pathlib import Path
 
 import pytest
 
+from ckpt_tool.cli import run
 from ckpt_tool.cli.parser import unknown_verb
-from ckpt_tool.cli.typed_words import DELETING, OPTIONS_MEANT, VERBS_MEANT
+from ckpt_tool.cli.typed_words import ARGUMENTS_MEANT, DELETING, OPTIONS_MEANT, VERBS_MEANT
 from ckpt_tool.cli.verbs import VERBS
 from ckpt_tool.commands.help import _PAGES_MEANT, help_on
 from ckpt_tool.errors import UsageError, several_steps
@@ -33,6 +38,64 @@ def test_a_verb_of_another_tool_leads_to_a_command_that_exists(word: str) -> Non
 def test_an_option_of_another_tool_leads_to_one_of_ours(word: str) -> None:
     assert word not in EVERY_OPTION
     assert OPTIONS_MEANT[word].split()[0] in EVERY_OPTION
+
+
+def hint_of(*line: str) -> str:
+    """The hint of the error that a command line gives."""
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        assert run([*line, "--json"]) == 2
+    return str(json.loads(printed.getvalue())["error"]["hint"])
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        (("merge", "a", "b", "out", "--lora"), "it is called --method lora here"),
+        (("convert", "a", "out", "--lora"), "--method lora of ckpt merge does that"),
+        (("inspect", "a", "--tp-size", "2"), "--tp of ckpt reshard does that"),
+        (("convert", "--input", "a", "--output", "out"), "paths are written without an option: ckpt convert SRC DST"),
+    ],
+)
+def test_the_hint_for_an_option_names_one_that_the_verb_has(line: tuple[str, ...], hint: str) -> None:
+    assert hint_of(*line) == hint
+
+
+def test_arguments_by_another_word_are_no_options_of_ours() -> None:
+    assert not ARGUMENTS_MEANT & EVERY_OPTION
+
+
+FSDP2 = str(Path(__file__).parents[1] / "fixtures" / "dcp" / "fsdp2_dp4")
+
+
+@pytest.mark.parametrize(
+    ("option", "pattern", "hint"),
+    [
+        ("--remove-keys", "optimizer", "optimizer is a state, not a part of names: --drop optimizer leaves it out"),
+        ("--remove-keys", "optim.*", "optimizer is a state, not a part of names: --drop optimizer leaves it out"),
+        (
+            "--remove-keys",
+            "*exp_avg*",
+            "exp_avg and exp_avg_sq are states, not a part of names: --drop exp_avg,exp_avg_sq leaves them out",
+        ),
+        ("--keep-keys", "model", "model is a state, not a part of names: --state model takes it alone"),
+    ],
+)
+def test_a_pattern_that_names_a_state_leads_to_the_option_for_states(
+    option: str, pattern: str, hint: str, tmp_path: Path
+) -> None:
+    assert hint_of("reshard", FSDP2, str(tmp_path / "out"), option, pattern) == hint
+    followed = re.search(r"(--\w+) (\S+) (?:leaves|takes)", hint)
+    assert followed is not None
+    assert run(["reshard", FSDP2, str(tmp_path / "out"), *followed.groups(), "--dry-run", "-q"]) == 0
+
+
+@pytest.mark.parametrize("rule", ["layers=blocks", "norm=rms"])
+def test_a_rule_for_a_part_of_a_name_is_shown_with_its_stars(rule: str, tmp_path: Path) -> None:
+    hint = hint_of("reshard", FSDP2, str(tmp_path / "out"), "--rename", rule)
+    starred = re.search(r"--rename '([^']+)' changes a part of them", hint)
+    assert starred is not None, hint
+    assert run(["reshard", FSDP2, str(tmp_path / "out"), "--rename", starred[1], "--dry-run", "-q"]) == 0
 
 
 @pytest.mark.parametrize("word", ["rename", "rm", "del", "pruen", "cleen", "purge", "remove", "rn", "klean"])

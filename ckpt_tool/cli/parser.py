@@ -311,12 +311,18 @@ def usage_error(fault: Any, verb: str) -> UsageError:
 
 def _near_option(name: str, context: Any) -> str:
     """What may have been meant: an option of this verb, or of another one."""
-    from ckpt_tool.cli.typed_words import OPTIONS_MEANT
+    from ckpt_tool.cli.typed_words import ARGUMENTS_MEANT, OPTIONS_MEANT
 
-    meant = OPTIONS_MEANT.get(name.replace("_", "-"))
-    if meant is not None:
-        return f"it is called {meant} here"
+    word = name.replace("_", "-")
     known = [option for param in context.command.params for option in (*param.opts, *param.secondary_opts)]
+    meant = OPTIONS_MEANT.get(word)
+    if meant is not None:
+        option = meant.split()[0]
+        owners = [verb.name for verb in VERBS.values() if any(option in each.names for each in verb.options().values())]
+        return f"it is called {meant} here" if option in known else f"{meant} of ckpt {owners[0]} does that"
+    arguments = [param.metavar for param in context.command.params if param.param_type_name == "argument"]
+    if word in ARGUMENTS_MEANT and arguments:
+        return f"paths are written without an option: {context.command_path} {' '.join(arguments)}"
     others = [
         other.name
         for other in VERBS.values()

@@ -13,6 +13,9 @@ VERBS_MEANT = {
     "shard": "ckpt reshard SRC OUT --tp N, or ckpt convert SRC OUT --to safetensors --max-shard-size 5GB",
     "join": "ckpt merge SRC OUT",
     "consolidate": "ckpt convert SRC OUT --to safetensors",
+    "unshard": "ckpt convert SRC OUT --to safetensors",
+    "gather": "ckpt convert SRC OUT --to safetensors",
+    "edit": "ckpt merge SRC OUT --remove-keys PATTERN, or ckpt convert SRC OUT --to FORMAT --rename OLD=NEW",
     "rename": "ckpt convert SRC OUT --to FORMAT --rename OLD=NEW",
     "quantize": "ckpt convert SRC OUT --to safetensors --quantize SCHEME",
     "quantise": "ckpt convert SRC OUT --to safetensors --quantize SCHEME",
@@ -32,10 +35,15 @@ VERBS_MEANT = {
     "ls": "ckpt inspect SRC",
     "info": "ckpt inspect SRC",
     "show": "ckpt inspect SRC",
+    "view": "ckpt inspect SRC",
+    "tree": "ckpt inspect SRC",
+    "describe": "ckpt inspect SRC",
     "cat": "ckpt inspect SRC --match NAME --stats",
     "stats": "ckpt inspect SRC --stats",
     "compare": "ckpt diff A B",
     "check": "ckpt verify SRC",
+    "hash": "ckpt verify SRC -v",
+    "checksum": "ckpt verify SRC -v",
     "validate-checkpoint": "ckpt verify SRC",
     "lora": "ckpt merge BASE ADAPTER OUT --method lora",
     "fold": "ckpt merge BASE ADAPTER OUT --method lora",
@@ -60,6 +68,8 @@ OPTIONS_MEANT = {
     "--context-parallel-size": "--cp",
     "--data-parallel-size": "--dp",
     "--world-size": "--dp",
+    "--num-gpus": "--dp",
+    "--num-ranks": "--dp",
     "--num-layers-per-virtual-pipeline-stage": "--vpp",
     "--virtual-pipeline-model-parallel-size": "--vpp",
     "--format": "--to",
@@ -69,6 +79,7 @@ OPTIONS_MEANT = {
     "--loader": "--from",
     "--input-format": "--from",
     "--torch-dtype": "--dtype",
+    "--out-dtype": "--dtype",
     "--precision": "--dtype",
     "--quantization": "--quantize",
     "--outtype": "--gguf-type",
@@ -77,8 +88,19 @@ OPTIONS_MEANT = {
     "--overwrite": "--force",
     "--exclude": "--remove-keys",
     "--include": "--keep-keys",
+    "--drop-layers": r"--remove-keys 're:\.layers\.(2|3)\.'",
+    "--remove-layers": r"--remove-keys 're:\.layers\.(2|3)\.'",
+    "--lora": "--method lora",
+    "--average": "--method average",
+    "--strip": "--drop",
     "--safe-serialization": "--to safetensors",
     "--drop-optimizer": "--drop optimizer",
     "--no-optimizer": "--drop optimizer",
     "--strip-optimizer": "--drop optimizer",
 }
+
+# options of other tools for what are arguments here
+ARGUMENTS_MEANT = frozenset(
+    ("--input", "--in", "--src", "--source", "--load", "--load-dir", "--checkpoint", "--checkpoint-dir", "--model")
+    + ("--output", "--dst", "--dest", "--target", "--save", "--save-dir", "--output-dir", "--out-dir", "-o", "-i")
+)

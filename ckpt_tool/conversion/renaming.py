@@ -110,9 +110,26 @@ def refuse_unmatched(renamed: Renamed, keys: Iterable[TensorKey]) -> None:
         f"--rename: the rule {first!r} matches no tensor",
         code=MATCHES_NOTHING,
         faults=[f"the rule {rule!r} matches no tensor" for rule in others],
-        hint=near_names(read_rule(first).pattern, names)
+        hint=_hint_stars(first, names)
+        or near_names(read_rule(first).pattern, names)
         or f"the checkpoint has {len(names)} names, such as {', '.join(names[:3])}",
     )
+
+
+def _hint_stars(rule: str, names: Iterable[str]) -> str:
+    """The rule with `*` around both sides, for one that gives a part of a name (`mlp=ffn`): a rule is for whole
+    names. Empty where that would match nothing either, and for rules that have a wildcard already."""
+    pattern = read_rule(rule).pattern
+    example = next((name for name in names if pattern in name), None)
+    if example is None or pattern.startswith("re:") or "*" in pattern or rule.count("=") != 1:
+        return ""
+    new = rule.partition("=")[2]
+    if "*" in new:
+        return ""
+
+    before = "" if all(not name.find(pattern) for name in names if pattern in name) else "*"
+    starred = f"{before}{pattern}*={before}{new}*"
+    return f"a rule is compared with whole names, such as {example}: --rename '{starred}' changes a part of them"
 
 
 def refuse_unmatched_in_all(rules: Sequence[str], sources: Iterable[Opened]) -> None:

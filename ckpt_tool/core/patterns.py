@@ -112,10 +112,11 @@ def _beginning(ordered: Sequence[str], front: str) -> Iterator[str]:
     return takewhile(lambda text: text.startswith(front), islice(ordered, bisect_left(ordered, front), None))
 
 
-def refuse_misses(misses: Sequence[str], names: Sequence[str]) -> None:
-    """Raise UsageError E0255 for patterns that match none of the names, all at once, with near misses."""
+def refuse_misses(misses: Sequence[str], names: Sequence[str], hint: str = "") -> None:
+    """Raise UsageError E0255 for patterns that match none of the names, all at once. hint: what is shown in place of
+    near misses of the first."""
     if misses:
-        near = near_names(misses[0], names)
+        near = hint or near_names(misses[0], names)
         raise UsageError(
             f"the pattern {misses[0]!r} matches no tensor",
             code="E0255",

@@ -50,7 +50,7 @@ def refuse_file_next_to_numbered(
         return
     raise InconsistentCheckpoint(
         f"{file} and {len(numbered)} numbered files of its name are two models in one folder, and no index that is read"
-        " here tells which counts",
+        " here names one of them",
         code=TWO_MODELS,
         path=tree.display(),
         faults=[f"numbered: {name}" for name in sorted(numbered)[:most]],

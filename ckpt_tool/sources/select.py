@@ -7,6 +7,7 @@ its optimizer, master and EMA twins along unless `model_only`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from fnmatch import fnmatchcase
 
 from ckpt_tool.core.patterns import Names, refuse_misses
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
@@ -65,7 +66,9 @@ def split_keys(
     if not remove and not keep:
         return keys, []
     hits, misses, names = _matched(keys, remove, keep)
-    refuse_misses(misses, names)
+    if misses:
+        option = "--drop" if misses[0] in remove else "--state"
+        refuse_misses(misses, names, _hint_states(misses[0], keys, option))
     gone = _gone(keys, hits, model_only=model_only)
     dropped = set(gone)
     kept = [key for key in keys if key not in dropped]
@@ -77,6 +80,23 @@ def split_keys(
             hint="narrow the pattern; ckpt inspect --match PATTERN shows what it matches",
         )
     return kept, gone
+
+
+def _hint_states(pattern: str, keys: Iterable[TensorKey], option: str) -> str:
+    """What to write for a pattern that names states of the checkpoint (`optimizer`, `exp_avg*`) and no tensor. option:
+    the one that takes states and does what was meant."""
+    states = dict.fromkeys(key.state for key in keys)
+    word = pattern.removeprefix("re:").strip("*.^$\\/").lower()
+    meant = [state for state in states if state == word or fnmatchcase(state, pattern)]
+    groups = {group_of(state) for state in states}
+    if not meant and word.startswith("optim") and "optimizer" in groups:
+        meant = ["optimizer"]
+    if not meant:
+        return ""
+
+    kind, pronoun = ("is a state", "it") if len(meant) == 1 else ("are states", "them")
+    effect = f"leaves {pronoun} out" if option == "--drop" else f"takes {pronoun} alone"
+    return f"{' and '.join(meant)} {kind}, not a part of names: {option} {','.join(meant)} {effect}"
 
 
 def removed_keys(

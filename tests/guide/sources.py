@@ -130,12 +130,17 @@ RECIPES: dict[str, dict[str, str]] = {
 DEFAULT = (r"^(from|to) ", r"^wrote ")
 LEFT_OUT = (*DEFAULT, r"^left out", r"^  (step|exp_avg|exp_avg_sq|master):")
 STATES = (*DEFAULT, r"^state ", r"^(model|master|step|exp_avg|exp_avg_sq) ")
-NOTES = (*DEFAULT, r"^notes", r"^  (names|config|Megatron|data ranks|--|no tokenizer|\d+ )")
+NOTES = (
+    *DEFAULT,
+    r"^notes",
+    r"^  (names|config|Megatron|data ranks|--|no tokenizer|RNG|\d+ )",
+    r"^    (--|\S+\.weight$)",
+)
 SHOWN = {
     "How do I load an FSDP2 checkpoint in transformers?": LEFT_OUT,
     "How do I strip the optimizer?": LEFT_OUT,
     "How do I resume on another number of GPUs?": STATES,
-    "How do I reshard Megatron TP8 PP4 to TP4 PP2 with the optimizer?": STATES,
+    "How do I reshard Megatron TP8 PP4 to TP4 PP2 with the optimizer?": (*STATES, *NOTES),
     "How do I convert Megatron to Hugging Face?": NOTES,
     "How do I convert Hugging Face to Megatron?": NOTES,
     "How do I convert Qwen3-MoE to Megatron with EP8?": NOTES,

@@ -71,7 +71,7 @@ def _named(nav: object) -> list[str]:
 def test_every_code_has_its_anchor(tmp_path: Path) -> None:
     pages.write_pages("en", tmp_path)
     text = "".join(path.read_text(encoding="utf-8") for path in (tmp_path / "errors").glob("exit-*.md"))
-    anchors = re.findall(r"\{ #(\w+) \}$", text, re.MULTILINE)
+    anchors = re.findall(r"\{ #([\w-]+) \}$", text, re.MULTILINE)
     assert sorted(anchors) == sorted(code.lower() for code in catalogue())
 
 
