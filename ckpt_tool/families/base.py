@@ -132,7 +132,7 @@ class Variant(NamedTuple):
     swap: tuple[str, str] = ("", "")  # `swap[1]` for `swap[0]` in the text of that table
     # where `inner[1]` holds of a layer, its `inner[2:]` are one level down, under `inner[0]`
     inner: tuple[str, ...] = ()
-    apart: bool = False  # what is fused may also are stored apart, under the hub's names, turned
+    apart: bool = False  # what is fused may also be stored unfused, under the hub's names, transposed
     like_hub: bool = False  # names that the hub has are laid out as in the hub
     ahead: bool = False  # layers beyond the decoder's are Megatron's of MTP
     short: bool = False  # they are left out
@@ -142,22 +142,22 @@ class Variant(NamedTuple):
     # its rules are what a whole model has by its config, neither more nor less, but for a head that is tied
     exact: bool = False
 
-    def changed(self, table: Table, hub: Table, kinds: Mapping[str, str]) -> Table:
+    def derive(self, table: Table, hub: Table, kinds: Mapping[str, str]) -> Table:
         """The table of `of` as that of this dialect."""
         if self.root != "model." or self.instead:
-            table = table.under(self.root, self.instead)
+            table = table.with_root(self.root, self.instead)
         if self.over:
-            table = table_of(self.over, kinds).over(table)
+            table = table_of(self.over, kinds).override(table)
         if self.apart:
-            table = table.apart()
+            table = table.with_unfused_spelling()
         if self.inner:
             level, condition, *modules = self.inner
-            table = table.within(level, condition, modules)
+            table = table.with_nested_modules(level, condition, modules)
         if self.ahead:
-            table = table.ahead("i >= num_hidden_layers")
+            table = table.with_mtp_layers("i >= num_hidden_layers")
         if self.short:
-            table = table.short("i >= num_hidden_layers", hub)
-        return table.beside(hub) if self.like_hub else table
+            table = table.without_layers("i >= num_hidden_layers", hub)
+        return table.extend_hub(hub) if self.like_hub else table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -260,9 +260,9 @@ def _table(family: Family, dialect: str) -> Table:
     if dialect == HUB:
         return table_of(family.hub, family.kinds)
     if dialect == SHIFTED and "megatron" in family.dialects:
-        return family.table("megatron").shifted(1 if family.centred else -1)
+        return family.table("megatron").with_norm_offset(1 if family.centred else -1)
     if dialect == BARE and dialect not in family.dialects and dialect in family.known_dialects:
-        return Variant(HUB, root="").changed(family.table(HUB), family.table(HUB), family.kinds)
+        return Variant(HUB, root="").derive(family.table(HUB), family.table(HUB), family.kinds)
     if dialect not in family.dialects:
         known = family.known_dialects
         begins = dialect.partition("-")[0]
@@ -283,4 +283,4 @@ def _resolved(family: Family, given: str | Variant, swap: tuple[str, str]) -> Ta
     if isinstance(given, str):
         return table_of(given.replace(*swap) if swap[0] else given, family.kinds)
     of = given.of if "\n" in given.of else family.hub if given.of == HUB else family.dialects[given.of]
-    return given.changed(_resolved(family, of, given.swap if given.swap[0] else swap), family.table(HUB), family.kinds)
+    return given.derive(_resolved(family, of, given.swap if given.swap[0] else swap), family.table(HUB), family.kinds)

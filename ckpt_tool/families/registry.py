@@ -20,7 +20,7 @@ from ckpt_tool.algebra.expression import expression
 from ckpt_tool.errors import InputError, UsageError, near_misses
 from ckpt_tool.families.base import HUB, Config, Family, Shape, Variant
 from ckpt_tool.families.models import FAMILIES, NAMES, family_of_class, known_family, load
-from ckpt_tool.families.rewrite import misfits
+from ckpt_tool.families.rewrite import count_misfits
 from ckpt_tool.families.table import form_of, instances
 from ckpt_tool.systems.hub import mlx_names as mlx
 
@@ -204,7 +204,7 @@ def _dialect(
         )
     fitting = [dialect for dialect, count in known.items() if count == most]
     if len(fitting) > 1 and shapes is not None:
-        wrong = {dialect: misfits(family, dialect, shapes, config) for dialect in fitting}
+        wrong = {dialect: count_misfits(family, dialect, shapes, config) for dialect in fitting}
         fitting = [dialect for dialect in fitting if wrong[dialect] == min(wrong.values())]
         if (
             min(wrong.values()) and len(fitting) > 1

@@ -12,7 +12,7 @@ some 45 us a tensor both ways. What it does not do: see `families.base`.
 from __future__ import annotations
 
 from collections import ChainMap, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
@@ -41,8 +41,10 @@ _WAY = "dequantise on the way with --dequantize, or keep the source's names with
 
 
 class RewriteFault(NamedTuple):
+    """A reason why the tensors can't be mapped, collected so that all of a pass are reported at once."""
+
     code: str
-    name: str
+    name: str  # the tensor
     what: str
     hint: str
 
@@ -51,9 +53,8 @@ class HalfRule(NamedTuple):
     """A rule of which one side is there."""
 
     rule: Equation
-    # axes, rows: the indices in the names of that side, and the numbers seen
-    axes: tuple[str, ...]
-    rows: set[tuple[int, ...]]
+    axes: tuple[str, ...]  # the indices in the names of that side
+    rows: set[tuple[int, ...]]  # the numbers seen, by those axes
     example: str  # a name that asks for it
     # the sizes of axes that these rows alone have (`Family.own`)
     own: Mapping[str, int] = MappingProxyType({})
@@ -69,63 +70,87 @@ class HalfRule(NamedTuple):
         patterns = self.patterns
         return [axis for axis in self.rule.axes if (axis in patterns or axis not in self.axes) and axis not in self.own]
 
-    def each(self, sizes: Mapping[str, Extent]) -> Iterator[dict[str, Extent]]:
-        """The rule's sizes for rows that make a grid, as few grids as the numbers seen allow: layers with the same
-        experts are one. Names of any numbers cost no more than there are of them."""
-        patterns = self.patterns
-        free = [k for k, axis in enumerate(self.axes) if axis not in patterns]
-        rows = {tuple(row[k] for k in free) for row in self.rows}
-        grids: dict[frozenset[tuple[int, ...]], list[int]] = defaultdict(list)
-        behind: dict[int, set[tuple[int, ...]]] = defaultdict(set)
-        for row in rows if free else ():
-            behind[row[0]].add(row[1:])
-        for first, tails in behind.items():
-            grids[frozenset(tails)].append(first)
-        for rest, firsts in grids.items():
-            others = (tuple(sorted(set(numbers))) for numbers in zip(*rest, strict=True))
-            named = (self.axes[k] for k in free)
-            yield {**sizes, **self.own, **dict(zip(named, (tuple(sorted(firsts)), *others), strict=True))}
-        if not free:
-            yield {**sizes, **self.own}
+    def grids(self, sizes: Mapping[str, Extent]) -> Iterator[dict[str, Extent]]:
+        """The rule's sizes for each grid of its rows, as few grids as the numbers seen allow.
 
-    def parted(
+        Layers with the same experts are one grid, so names of any numbers cost no more than there are of them.
+        """
+        patterns = self.patterns
+        columns = [column for column, axis in enumerate(self.axes) if axis not in patterns]
+        if not columns:
+            yield {**sizes, **self.own}
+            return
+
+        # {number on the first axis (a layer): the numbers on the others (its experts)}
+        tails_of: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+        for row in {tuple(row[column] for column in columns) for row in self.rows}:
+            tails_of[row[0]].add(row[1:])
+
+        # {numbers on the others: the layers that have exactly these}
+        layers_of: dict[frozenset[tuple[int, ...]], list[int]] = defaultdict(list)
+        for layer, tails in tails_of.items():
+            layers_of[frozenset(tails)].append(layer)
+
+        names = [self.axes[column] for column in columns]
+        for shared_tails, layers in layers_of.items():
+            tail_numbers = (tuple(sorted(set(numbers))) for numbers in zip(*shared_tails, strict=True))
+            numbers_of = dict(zip(names, (tuple(sorted(layers)), *tail_numbers), strict=True))
+            yield {**sizes, **self.own, **numbers_of}
+
+    def split(
         self,
         own: Mapping[str, Extent | None],
         terms: Sequence[Term],
         shapes: Mapping[str, Shape],
         sizes: Mapping[str, Extent],
     ) -> Iterator[HalfRule]:
-        """The same for rows that have axes of `own` of one size each, as the shapes of `terms` say, else as `own` does."""
-        mine = self.patterns & own.keys()
-        if not mine:
+        """The same rule, split into groups of rows on which the axes of `Family.own` have one size each.
+
+        Args:
+            own: the family's own axes, with the size that holds where no shape shows another; None where there is none.
+            terms: the side of the rule whose tensors show the sizes.
+        """
+        own_axes = self.patterns & own.keys()
+        if not own_axes:
             yield self
             return
-        groups: dict[tuple[tuple[str, int], ...], set[tuple[int, ...]]] = defaultdict(set)
+
+        rows_by_sizes: dict[tuple[tuple[str, int], ...], set[tuple[int, ...]]] = defaultdict(set)
         for row in self.rows:
-            at = dict(zip(self.axes, row, strict=True))
-            names = [(term, term.name.at([at[axis] for axis in term.name.axes], sizes)) for term in terms if term.name]
-            seen = [(term.pattern, shapes[name]) for term, name in names if name in shapes]
-            found = {**own, **settled(seen, sizes)}
-            groups[tuple((axis, n) for axis in sorted(mine) if isinstance(n := found.get(axis), int))].add(row)
-        for each, rows in groups.items():
-            yield self._replace(rows=rows, own=dict(each))
+            index_of = dict(zip(self.axes, row, strict=True))
+            seen = []
+            for term in terms:
+                if term.name:
+                    name = term.name.at([index_of[axis] for axis in term.name.axes], sizes)
+                    if name in shapes:
+                        seen.append((term.pattern, shapes[name]))
+            row_sizes = {**own, **settled(seen, sizes)}
+            known_sizes = []
+            for axis in sorted(own_axes):
+                size = row_sizes.get(axis)
+                if isinstance(size, int):
+                    known_sizes.append((axis, size))
+            rows_by_sizes[tuple(known_sizes)].add(row)
+
+        for known, rows in rows_by_sizes.items():
+            yield self._replace(rows=rows, own=dict(known))
 
 
 class _Hub(NamedTuple):
     """What the source makes of the hub's tensors."""
 
-    pieces: list[Piece]
+    pieces: list[Piece]  # source -> hub
     made: dict[str, list[str]]  # {hub tensor: the source tensors it is made of}
     used: set[str]  # source tensors that a rule knows
-    dropped: list[str]
-    shapes: dict[str, Shape]  # of every hub tensor that the rules speak of
+    dropped: list[str]  # source tensors that the hub does not have
+    shapes: dict[str, Shape]  # of every hub tensor that the rules name
 
 
 class _Target(NamedTuple):
-    """pieces: target -> hub turned round. shapes: of every whole target tensor."""
+    """What the target makes of the hub's tensors."""
 
-    pieces: list[Piece]
-    shapes: dict[str, Shape]
+    pieces: list[Piece]  # hub -> target
+    shapes: dict[str, Shape]  # of every complete target tensor
     dropped: list[str]  # hub tensors that the target does not have
     like: dict[str, str]  # {target tensor of zeros alone: a source of one that its rule makes of the same layer}
 
@@ -142,65 +167,115 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     tensor that would move).
     """
     config = family.facts(config or {})
-    here = family.table(source)
-    there = family.table(target)
-    named, unknown = instances(here.left, shapes)
-    sizes, reasons = sizes_of(family, here, named, shapes, config)
-    own = dict.fromkeys(family.own) | {a: n for a, n in configured(family.axes, config)[0].items() if a in family.own}
-    found = [
-        part
-        for each in _found(here, named, {**config, **sizes})
-        for part in each.parted(own, each.rule.left, shapes, sizes)
-    ]
-    _check_counts((here, there), sizes, shapes)
-    check_known(_needed(found), sizes, reasons, family.name)
+    source_table = family.table(source)
+    target_table = family.table(target)
+
+    # Which rule knows each tensor, and what sizes follow from the config and the shapes.
+    named, unknown = instances(source_table.left, shapes)
+    sizes, reasons = sizes_of(family, source_table, named, shapes, config)
+    configured_sizes = configured(family.axes, config)[0]
+    own_sizes = dict.fromkeys(family.own) | {axis: n for axis, n in configured_sizes.items() if axis in family.own}
+
+    # An axis of the family's own (Mamba heads, say) may differ by layer: such a rule is split.
+    source_rules: list[HalfRule] = []
+    for matched in _match_rules(source_table, named, {**config, **sizes}):
+        source_rules += matched.split(own_sizes, matched.rule.left, shapes, sizes)
+    _check_counts((source_table, target_table), sizes, shapes)
+    check_known(_collect_needed_axes(source_rules), sizes, reasons, family.name)
+
+    # Source to hub. Faults are collected, so that the user sees all of a pass at once.
     faults: list[RewriteFault] = []
-    hub = _to_hub(family, found, sizes, config, shapes, faults)
-    if any(fault.code == "E1370" for fault in faults):
-        faults = [fault._replace(hint=fault.hint or _elsewhere(family, source, shapes, config)) for fault in faults]
-    chosen, tied = _chosen(family, there, hub, sizes, config, faults)
-    wanted = [(part, names) for each, names in chosen for part in each.parted(own, each.rule.right, hub.shapes, sizes)]
-    check_known(_needed(found for found, _ in wanted), sizes, reasons, family.name)
-    result = _from_hub(wanted, sizes, config, hub, here, faults)
+    hub = _map_to_hub(family, source_rules, sizes, config, shapes, faults)
+    if not all(fault.hint for fault in faults):  # a shape that does not fit
+        hint = _suggest_dialect(family, source, shapes, config)
+        faults = [fault._replace(hint=fault.hint or hint) for fault in faults]
+
+    # Hub to target.
+    chosen, tied = _choose_rules(family, target_table, hub, sizes, config, faults)
+    target_rules: list[tuple[HalfRule, set[str]]] = []
+    for matched, hub_names in chosen:
+        for part in matched.split(own_sizes, matched.rule.right, hub.shapes, sizes):
+            target_rules.append((part, hub_names))
+    check_known(_collect_needed_axes(part for part, _ in target_rules), sizes, reasons, family.name)
+    result = _map_from_hub(target_rules, sizes, config, hub, source_table, faults)
     _refuse(faults)
-    gone = [name for hub_name in (*tied, *result.dropped) for name in hub.made[hub_name]]
+
+    # Both at once. A tied tensor has no place of its own in the target.
     pieces = [piece for piece in hub.pieces if piece.dst.name not in tied]
-    made = _mapped(compose(pieces, result.pieces), result, shapes)
-    derived: list[str] = []
+    made = _group_by_target(compose(pieces, result.pieces), result, shapes)
+    dropped = [*hub.dropped]
+    for hub_name in (*tied, *result.dropped):
+        dropped += hub.made[hub_name]
     if source != target:
-        towers = _towers(unknown, here, there, shapes)
-        twice = [each for each in towers if each.name in result.shapes]
-        _refuse(
-            [
-                RewriteFault("E1375", each.pieces[0].src.name, f"{each.name} is made of others too", _ONE)
-                for each in twice
-            ]
-        )
-        made = _by_source((*made, *towers), shapes) if towers else made
-        beside, lost = followers(unknown, here, made, shapes)
-        made = (*made, *beside)
-        in_towers = {each.pieces[0].src.name for each in towers}
-        derived = [name for name in unknown if is_derived(name) and name not in in_towers]
-        _refuse([RewriteFault("E1377", name, _ALONE, _WAY) for name in lost])
-    pairs = [pair for alias in family.table(HUB).aliases for pair in alias.pairs(sizes, config).items()]
-    named_there = [(_named_in(there, name, config), _named_in(there, of, config)) for name, of in pairs]
-    aliases = [
-        (names[0], of[0])
-        for names, of in named_there
-        if len(names) == len(of) == 1 and names[0] not in result.shapes and of[0] in result.shapes
-    ]
-    return Mapped(made, dropped=tuple(dict.fromkeys([*hub.dropped, *gone, *derived])), aliases=tuple(aliases))
+        made, derived = _add_tensors_without_rule(unknown, (source_table, target_table), made, result, shapes)
+        dropped += derived
+
+    aliases = _find_aliases(family, target_table, result, sizes, config)
+    return Mapped(made, dropped=tuple(dict.fromkeys(dropped)), aliases=aliases)
+
+
+def _add_tensors_without_rule(
+    unknown: Sequence[str],
+    tables: tuple[Table, Table],
+    made: tuple[Made, ...],
+    result: _Target,
+    shapes: Mapping[str, Shape],
+) -> tuple[tuple[Made, ...], list[str]]:
+    """Adds what travels without a rule: tensors of towers, and the scales and codes that follow a quantised weight.
+
+    Args:
+        unknown: the source tensors that no rule knows.
+        tables: the source's and the target's.
+    Returns what is made, in the order of the sources, and the buffers that a loader derives from the config.
+    """
+    source_table, target_table = tables
+    towers = _map_towers(unknown, source_table, target_table, shapes)
+    faults = []
+    for tensor in towers:
+        if tensor.name in result.shapes:
+            what = f"{tensor.name} is made of others too"
+            faults.append(RewriteFault("E1375", tensor.pieces[0].src.name, what, _ONE))
+    _refuse(faults)
+    if towers:
+        made = _sort_by_source((*made, *towers), shapes)
+
+    following, stranded = followers(unknown, source_table, made, shapes)
+    in_towers = {tensor.pieces[0].src.name for tensor in towers}
+    derived = [name for name in unknown if is_derived(name) and name not in in_towers]
+    _refuse([RewriteFault("E1377", name, _ALONE, _WAY) for name in stranded])
+    return (*made, *following), derived
+
+
+def _find_aliases(
+    family: Family, target_table: Table, result: _Target, sizes: Mapping[str, Extent], config: Config
+) -> tuple[tuple[str, str], ...]:
+    """(alias, tensor) of the target for each tied pair of the hub of which only one was made."""
+    aliases = []
+    for alias in family.table(HUB).aliases:
+        for hub_alias, hub_name in alias.pairs(sizes, config).items():
+            alias_names = _names_in_dialect(target_table, hub_alias, config)
+            names = _names_in_dialect(target_table, hub_name, config)
+            if len(alias_names) != 1 or len(names) != 1:
+                continue  # one tensor of the hub, several of the target: no single name is the alias
+            if alias_names[0] not in result.shapes and names[0] in result.shapes:
+                aliases.append((alias_names[0], names[0]))
+    return tuple(aliases)
 
 
 def _check_counts(tables: Iterable[Table], sizes: Mapping[str, Extent], shapes: Mapping[str, Shape]) -> None:
-    """Raise InconsistentCheckpoint E1650 for a count of what is in one tensor on this side and in a tensor each on
-    the other (experts), that no shape and no number of tensors shows: names are written out for each."""
+    """Raise InconsistentCheckpoint E1650 for a count in the config that the tensors themselves do not support.
+
+    Experts that are in one tensor on one side and in a tensor each on the other have their names written out: a
+    count that no shape and no number of tensors shows would write out names without end.
+    """
     longest = max((extent for shape in shapes.values() for extent in shape), default=0)
+
     counted: dict[str, None] = {}
     for rule in (rule for table in tables for rule in table.rules):
         terms = (*rule.left, *rule.right)
         along = {axis for term in terms for axis in term.pattern.axes}
         counted |= dict.fromkeys(axis for term in terms for axis in term.axes if axis in along)
+
     for axis in counted:
         size = sizes.get(axis)
         if isinstance(size, int):
@@ -225,10 +300,11 @@ def sizes_of(
     sizes, reasons = configured(family.axes, config)
     seen = []
     for group in named:
-        for spot in group.spots if len(group.spots) == 1 else ():  # two rules of a name: a condition chooses
-            for term in table.rules[spot.rule].left:
-                if term.name and term.name.form == group.form:
-                    seen.append((term.pattern, tuple(shapes[group.form % group.values[0]])))
+        if len(group.spots) != 1:
+            continue  # two rules of a name: a condition chooses, so neither shape can be trusted here
+        for term in table.rules[group.spots[0].rule].left:
+            if term.name and term.name.form == group.form:
+                seen.append((term.pattern, tuple(shapes[group.form % group.values[0]])))
     return {axis: size for axis, size in settled(seen, sizes).items() if axis not in family.own}, reasons
 
 
@@ -244,54 +320,54 @@ class Unfitting(NamedTuple):
 def unfitting(
     family: Family, dialect: str, shapes: Mapping[str, Shape], config: Config, *, every: bool = False
 ) -> Iterator[Unfitting]:
-    """One of each kind of tensors that can't have their shapes in that dialect; all of them where `every` is asked
-    for."""
+    """Tensors that can't have their shapes in that dialect: one of each kind, or all of them if `every`."""
     table = family.table(dialect)
     named, _ = instances(table.left, shapes)
     sizes, _ = sizes_of(family, table, named, shapes, config)
     for group in named:
-        terms = [
-            term
-            for spot in group.spots
-            for term in table.rules[spot.rule].left
-            if term.name and term.name.form == group.form
-        ]
-        for name in (group.form % numbers for numbers in (group.values if every else group.values[:1])):
+        terms = []
+        for spot in group.spots:
+            terms += [term for term in table.rules[spot.rule].left if term.name and term.name.form == group.form]
+
+        for numbers in group.values if every else group.values[:1]:
+            name = group.form % numbers
             if all(fits(term.pattern, shapes[name], sizes) is False for term in terms):
                 yield Unfitting(name, shapes[name], terms[0].pattern.text, shape_of(terms[0].pattern, sizes))
 
 
-def misfits(family: Family, dialect: str, shapes: Mapping[str, Shape], config: Config) -> int:
+def count_misfits(family: Family, dialect: str, shapes: Mapping[str, Shape], config: Config) -> int:
     """How many kinds of tensors can't have their shapes in that dialect."""
     return sum(1 for _ in unfitting(family, dialect, shapes, config))
 
 
-def _elsewhere(family: Family, source: str, shapes: Mapping[str, Shape], config: Config) -> str:
-    others = [
-        other
-        for other in family.known_dialects
-        if other != source
-        and not misfits(family, other, shapes, config)
-        and len(instances(family.table(other).left, shapes)[1]) == 0
-    ]
-    if others:
-        return f"the shapes are those of dialect {' or '.join(others)}: pass --family {family.name}:{others[0]}"
+def _suggest_dialect(family: Family, source: str, shapes: Mapping[str, Shape], config: Config) -> str:
+    """The hint for shapes that do not fit: another dialect of the family that they fit, if there is one."""
+    fitting = []
+    for dialect in family.known_dialects:
+        if dialect == source or count_misfits(family, dialect, shapes, config):
+            continue
+        _, unknown = instances(family.table(dialect).left, shapes)
+        if not unknown:
+            fitting.append(dialect)
+
+    if fitting:
+        return f"the shapes are those of dialect {' or '.join(fitting)}: pass --family {family.name}:{fitting[0]}"
     return f"does the config belong to this checkpoint, and is it a {family.name} model?"
 
 
 # Source to hub.
 
 
-def _found(table: Table, named: Iterable[Instances], config: Config) -> list[HalfRule]:
+def _match_rules(table: Table, named: Iterable[Instances], config: Config) -> list[HalfRule]:
     """The rules whose left side is there, at least in part, in the table's order."""
-    found: dict[int, HalfRule] = {}
+    matched: dict[int, HalfRule] = {}
     for group in named:
         _check_numbers(group, config)
         for spot in group.spots:
             example = group.form % group.values[0]
-            rule = found.setdefault(spot.rule, HalfRule(table.rules[spot.rule], spot.axes, set(), example))
-            rule.rows.update(_in_order(spot.values(group.values, config), spot.axes, rule.axes))
-    return [found[number] for number in sorted(found)]
+            half_rule = matched.setdefault(spot.rule, HalfRule(table.rules[spot.rule], spot.axes, set(), example))
+            half_rule.rows.update(_reorder_rows(spot.values(group.values, config), spot.axes, half_rule.axes))
+    return [matched[number] for number in sorted(matched)]
 
 
 def _check_numbers(group: Instances, config: Config) -> None:
@@ -310,211 +386,295 @@ def _check_numbers(group: Instances, config: Config) -> None:
             )
 
 
-def _in_order(
-    values: Iterable[tuple[int, ...]], axes: Sequence[str], wanted: Sequence[str]
+def _reorder_rows(
+    rows: Iterable[tuple[int, ...]], axes: Sequence[str], wanted_axes: Sequence[str]
 ) -> Iterable[tuple[int, ...]]:
-    """Rows of `axes` as rows of `wanted`, the same axes in another order."""
-    if axes == wanted:
-        return values
-    order = [axes.index(axis) for axis in wanted]
-    return (tuple(row[k] for k in order) for row in values)
+    """Rows of `axes` as rows of `wanted_axes`, the same axes in another order."""
+    if axes == wanted_axes:
+        return rows
+    order = [axes.index(axis) for axis in wanted_axes]
+    return (tuple(row[column] for column in order) for row in rows)
 
 
-def _needed(found: Iterable[HalfRule]) -> dict[str, str]:
+def _collect_needed_axes(half_rules: Iterable[HalfRule]) -> dict[str, str]:
+    """{axis whose size must be known: the name of a tensor that asks for it}."""
     needed: dict[str, str] = {}
-    for rule in found:
-        for axis in rule.needed:
-            needed.setdefault(axis, rule.example)
+    for half_rule in half_rules:
+        for axis in half_rule.needed:
+            needed.setdefault(axis, half_rule.example)
     return needed
 
 
-def _to_hub(
+def _map_to_hub(
     family: Family,
-    found: Sequence[HalfRule],
+    source_rules: Sequence[HalfRule],
     sizes: Mapping[str, Extent],
     config: Config,
     shapes: Mapping[str, Shape],
     faults: list[RewriteFault],
 ) -> _Hub:
+    """The pieces of the hub's tensors that the source fills completely; `faults` receives those of this pass."""
     hub = _Hub([], defaultdict(list), set(), [], {})
-    wanted = hub.shapes
-    numel: dict[str, int] = defaultdict(int)
     kept: list[Piece] = []
     zeros: list[Piece] = []  # elements of the hub's that the source has no place for
-    for each in found:
-        faults += _beyond(each, family.axes, sizes)
-        for here in each.each(sizes):
-            left, right = each.rule.shapes(here, config)
-            wanted.update(right)
-            faults += _shape_faults(each, left, here, shapes)
-            filled: set[Side] = set()
-            for piece in each.rule.pieces(here, config):
-                name = piece.src.name
-                if name == PAD:
-                    zeros.append(piece)
-                if name not in shapes:
-                    continue
-                hub.used.add(name)
-                if piece.dst.name != PAD and piece.dst in filled:  # a term that stands twice: the second is a copy
-                    continue
-                filled.add(piece.dst)
-                if piece.dst.name == PAD:
-                    hub.dropped.append(name)
-                    continue
-                numel[piece.dst.name] += piece.numel
-                if name not in hub.made[piece.dst.name]:
-                    hub.made[piece.dst.name].append(name)
-                kept.append(piece)
-    faults += _nowhere(found, shapes, {**config, **sizes}, hub)
-    for piece in (piece for piece in zeros if piece.dst.name in hub.made):
-        numel[piece.dst.name] += piece.numel
-        kept.append(piece)
-    for name, count in numel.items():
-        if count != prod(wanted[name]):
-            many = count > prod(wanted[name])
-            what = f"{', '.join(hub.made[name])} {'all hold' if many else 'hold only a part of'} the hub's {name}"
-            faults.append(RewriteFault("E1375" if many else "E1371", hub.made[name][0], what, _ONE))
-    whole = {name for name, count in numel.items() if count == prod(wanted[name])}
-    hub.pieces.extend(piece for piece in kept if piece.dst.name in whole)
-    for name in [name for name in hub.made if name not in whole]:
+
+    for half_rule in source_rules:
+        faults += _find_excess_numbers(half_rule, family.axes, sizes)
+        for grid_sizes in half_rule.grids(sizes):
+            source_shapes, hub_shapes = half_rule.rule.shapes(grid_sizes, config)
+            hub.shapes.update(hub_shapes)
+            faults += _find_shape_faults(half_rule, source_shapes, grid_sizes, shapes)
+            pieces = half_rule.rule.pieces(grid_sizes, config)
+            kept += _keep_present_pieces(pieces, shapes, hub, zeros)
+    faults += _find_excluded_names(source_rules, shapes, {**config, **sizes}, hub)
+
+    # Padding counts only for tensors that have a source at all.
+    kept += [piece for piece in zeros if piece.dst.name in hub.made]
+    complete = _find_complete(kept, hub, faults)
+    hub.pieces.extend(piece for piece in kept if piece.dst.name in complete)
+    for name in [name for name in hub.made if name not in complete]:
         del hub.made[name]
-    partly = {piece.src.name for piece in kept}
-    hub.dropped[:] = [name for name in dict.fromkeys(hub.dropped) if name not in partly]
+
+    # A tensor of which a part is kept is not dropped.
+    partly_kept = {piece.src.name for piece in kept}
+    hub.dropped[:] = [name for name in dict.fromkeys(hub.dropped) if name not in partly_kept]
     return hub
 
 
-def _shape_faults(
-    found: HalfRule, listed: Mapping[str, Shape], sizes: Mapping[str, Extent], shapes: Mapping[str, Shape]
+def _keep_present_pieces(
+    pieces: Iterable[Piece], shapes: Mapping[str, Shape], hub: _Hub, zeros: list[Piece]
+) -> Iterator[Piece]:
+    """The pieces of one rule that come from tensors of the source; `hub` and `zeros` receive the rest."""
+    filled: set[Side] = set()
+    for piece in pieces:
+        name = piece.src.name
+        hub_name = piece.dst.name
+        if name == PAD:
+            zeros.append(piece)
+        if name not in shapes:
+            continue
+
+        hub.used.add(name)
+        if hub_name != PAD and piece.dst in filled:
+            continue  # a term that appears twice: the second is a copy
+        filled.add(piece.dst)
+
+        if hub_name == PAD:
+            hub.dropped.append(name)
+            continue
+        if name not in hub.made[hub_name]:
+            hub.made[hub_name].append(name)
+        yield piece
+
+
+def _find_complete(kept: Iterable[Piece], hub: _Hub, faults: list[RewriteFault]) -> set[str]:
+    """The hub tensors each of whose elements is filled once; the others go to `faults`."""
+    filled: dict[str, int] = defaultdict(int)
+    for piece in kept:
+        filled[piece.dst.name] += piece.numel
+
+    complete = set()
+    for name, count in filled.items():
+        numel = prod(hub.shapes[name])
+        if count == numel:
+            complete.add(name)
+            continue
+        is_too_many = count > numel
+        what = f"{', '.join(hub.made[name])} {'all hold' if is_too_many else 'hold only a part of'} the hub's {name}"
+        faults.append(RewriteFault("E1375" if is_too_many else "E1371", hub.made[name][0], what, _ONE))
+    return complete
+
+
+def _find_shape_faults(
+    half_rule: HalfRule, expected: Mapping[str, Shape], sizes: Mapping[str, Extent], shapes: Mapping[str, Shape]
 ) -> Iterator[RewriteFault]:
-    for name, shape in listed.items():
-        if name in shapes and tuple(shapes[name]) != shape and is_halved(name, shape, shapes):
+    """Tensors whose shape is not what the rule gives with these sizes."""
+    for name, shape in expected.items():
+        if name not in shapes or tuple(shapes[name]) == shape:
+            continue
+        if is_halved(name, shape, shapes):
             yield RewriteFault("E1377", name, f"{_HALVED}, of shape {list(shapes[name])}", _WAY)
-        elif name in shapes and tuple(shapes[name]) != shape:
-            axes = " ".join(f"{axis}={sizes[axis]}" for axis in found.needed if isinstance(sizes[axis], int))
-            term = next(term for term in found.rule.left if term.name and term.name.form == form_of(name)[0])
-            what = f"shape {list(shapes[name])}, `{term.pattern.text}` wants {list(shape)} ({axes})"
-            yield RewriteFault("E1370", name, what, "")
+            continue
+        axes = " ".join(f"{axis}={sizes[axis]}" for axis in half_rule.needed if isinstance(sizes[axis], int))
+        term = next(term for term in half_rule.rule.left if term.name and term.name.form == form_of(name)[0])
+        what = f"shape {list(shapes[name])}, `{term.pattern.text}` wants {list(shape)} ({axes})"
+        yield RewriteFault("E1370", name, what, "")
 
 
-def _nowhere(
-    found: Sequence[HalfRule], shapes: Mapping[str, Shape], config: Config, hub: _Hub
+def _find_excluded_names(
+    source_rules: Sequence[HalfRule], shapes: Mapping[str, Shape], config: Config, hub: _Hub
 ) -> Iterator[RewriteFault]:
-    """Names that rules know under conditions of which none holds: nothing would say what their elements are."""
+    """Tensors that rules know only under conditions that do not hold: no rule gives the meaning of their elements."""
+    if not any(half_rule.rule.condition for half_rule in source_rules):
+        return
+
     seen = set()
-    for each in found if any(each.rule.condition for each in found) else ():
-        for name in (term.name for term in each.rule.left if term.name):
-            for row in sorted(each.rows):
-                at = dict(zip(each.axes, row, strict=True))
-                full = name.at([at[axis] for axis in name.axes], config)
-                if full in shapes and 0 not in shapes[full] and full not in hub.used and full not in seen:
-                    seen.add(full)
-                    condition = each.rule.condition.text if each.rule.condition else "nothing"
-                    what = f"the family has it only if {condition}, and the config says otherwise"
-                    yield RewriteFault("E1370", full, what, "does the config belong to this checkpoint?")
+    for half_rule in source_rules:
+        condition = half_rule.rule.condition.text if half_rule.rule.condition else "nothing"
+        for name in (term.name for term in half_rule.rule.left if term.name):
+            for row in sorted(half_rule.rows):
+                index_of = dict(zip(half_rule.axes, row, strict=True))
+                full_name = name.at([index_of[axis] for axis in name.axes], config)
+                if full_name not in shapes or full_name in hub.used or full_name in seen:
+                    continue
+                if 0 in shapes[full_name]:
+                    continue  # without elements there is nothing to place
+                seen.add(full_name)
+                what = f"the family has it only if {condition}, and the config says otherwise"
+                yield RewriteFault("E1370", full_name, what, "does the config belong to this checkpoint?")
 
 
-def _beyond(found: HalfRule, axes: Mapping[str, str], sizes: Mapping[str, Extent]) -> Iterator[RewriteFault]:
+def _find_excess_numbers(
+    half_rule: HalfRule, axes: Mapping[str, str], sizes: Mapping[str, Extent]
+) -> Iterator[RewriteFault]:
     """Numbers in names that the config, or the family itself, has no room for."""
-    for axis, numbers in zip(found.axes, zip(*found.rows, strict=True), strict=True):
+    for axis, numbers in zip(half_rule.axes, zip(*half_rule.rows, strict=True), strict=True):
         size = sizes.get(axis)
         if isinstance(size, int) and max(numbers) >= size:
-            own = axes.get(axis, "").isdigit()
-            what = f"a name with {axis}={max(numbers)}, the {'family has' if own else 'config says'} {size} of them"
-            yield RewriteFault(
-                "E1370", found.example, what, _ALONE_THERE if own else "does the config belong to this checkpoint?"
-            )
+            is_family_size = axes.get(axis, "").isdigit()
+            holder = "family has" if is_family_size else "config says"
+            hint = _ALONE_THERE if is_family_size else "does the config belong to this checkpoint?"
+            what = f"a name with {axis}={max(numbers)}, the {holder} {size} of them"
+            yield RewriteFault("E1370", half_rule.example, what, hint)
 
 
 # Hub to target.
 
 
-def _chosen(
+# (spot of a rule, what reads its indices off the numbers of a name, does its condition hold for them?)
+_RuleReader = tuple[Spot, Callable[[tuple[int, ...]], tuple[int, ...] | None], Callable[[tuple[int, ...]], bool]]
+
+
+def _choose_rules(
     family: Family, table: Table, hub: _Hub, sizes: Mapping[str, Extent], config: Config, faults: list[RewriteFault]
 ) -> tuple[list[tuple[HalfRule, set[str]]], set[str]]:
-    """Each hub tensor's rule in the target, the first that holds: (rules and the hub tensors that they take, hub
-    tensors that are another's alias and have no rule of their own)."""
+    """Each hub tensor's rule in the target, the first that holds.
+
+    Returns (rules and the hub tensors that they take, hub tensors that are another's alias and have no rule of their
+    own); `faults` receives tensors without a rule.
+    """
     named, orphans = instances(table.right, hub.made)
     facts = ChainMap({axis: size for axis, size in sizes.items() if isinstance(size, int)}, dict(config))
+
     rules: dict[int, tuple[HalfRule, set[str]]] = {}
     for group in named:
-        readers = [
-            (spot, spot.reader({**config, **sizes}), table.rules[spot.rule].choice(spot.axes, facts))
-            for spot in group.spots
-        ]
+        readers: list[_RuleReader] = []
+        for spot in group.spots:
+            condition_holds = table.rules[spot.rule].choice(spot.axes, facts)
+            readers.append((spot, spot.reader({**config, **sizes}), condition_holds))
+
         for numbers in group.values:
             name = group.form % numbers
-            fitting = [
-                (spot, values)
-                for spot, read, holds in readers
-                if (values := read(numbers)) is not None and holds(values) and _within(spot, values, facts)
-            ]
+            fitting = _find_fitting(readers, numbers, facts)
             if not fitting:
                 orphans.append(name)
                 continue
-            spot, values = fitting[0]
-            rule = table.rules[spot.rule]
-            found, names = rules.setdefault(spot.rule, (HalfRule(rule, spot.axes, set(), name), set()))
-            found.rows.update(_in_order((values,), spot.axes, found.axes))
-            names.add(name)
-    aliases = {name: of for alias in family.table(HUB).aliases for name, of in alias.pairs(sizes, config).items()}
-    tied = {name for name in orphans if aliases.get(name) in hub.made}
-    for name in orphans:
-        if name not in tied:
-            way = "dequantise it with --dequantize" if name.endswith(_BLOCKS) else "leave it out with --remove-keys"
-            what = "the target dialect has no rule for it"
-            faults.append(
-                RewriteFault("E1374", hub.made[name][0], what, f"{way}, or keep the source's names with --dialect keep")
+            spot, indices = fitting[0]
+            half_rule, names = rules.setdefault(
+                spot.rule, (HalfRule(table.rules[spot.rule], spot.axes, set(), name), set())
             )
+            half_rule.rows.update(_reorder_rows((indices,), spot.axes, half_rule.axes))
+            names.add(name)
+
+    tied = _find_tied(family, orphans, hub, sizes, config)
+    faults += [_describe_orphan(name, hub) for name in orphans if name not in tied]
     return [rules[number] for number in sorted(rules)], tied
 
 
-def _within(spot: Spot, values: Sequence[int], sizes: Config) -> bool:
-    """Is each number below its axis's size? Where rules number parts of one line of layers, that says whose it is."""
-    return all(value < sizes.get(axis, value + 1) for axis, value in zip(spot.axes, values, strict=True))
+def _find_fitting(
+    readers: Iterable[_RuleReader], numbers: tuple[int, ...], facts: Config
+) -> list[tuple[Spot, tuple[int, ...]]]:
+    """The rules that a name with these numbers belongs to, in the table's order, with the indices in the name."""
+    fitting = []
+    for spot, read, condition_holds in readers:
+        indices = read(numbers)
+        if indices is not None and condition_holds(indices) and _are_within_sizes(spot, indices, facts):
+            fitting.append((spot, indices))
+    return fitting
 
 
-def _from_hub(
-    wanted: Sequence[tuple[HalfRule, set[str]]],
+def _find_tied(
+    family: Family, orphans: Iterable[str], hub: _Hub, sizes: Mapping[str, Extent], config: Config
+) -> set[str]:
+    """The orphans that are an alias of a tensor that was made."""
+    original_of: dict[str, str] = {}
+    for alias in family.table(HUB).aliases:
+        original_of |= alias.pairs(sizes, config)
+    return {name for name in orphans if original_of.get(name) in hub.made}
+
+
+def _describe_orphan(hub_name: str, hub: _Hub) -> RewriteFault:
+    way = "dequantise it with --dequantize" if hub_name.endswith(_BLOCKS) else "leave it out with --remove-keys"
+    hint = f"{way}, or keep the source's names with --dialect keep"
+    return RewriteFault("E1374", hub.made[hub_name][0], "the target dialect has no rule for it", hint)
+
+
+def _are_within_sizes(spot: Spot, indices: Sequence[int], sizes: Config) -> bool:
+    """Is each index below its axis's size? Where rules number parts of one line of layers, this decides whose it is."""
+    return all(index < sizes.get(axis, index + 1) for axis, index in zip(spot.axes, indices, strict=True))
+
+
+def _map_from_hub(
+    target_rules: Sequence[tuple[HalfRule, set[str]]],
     sizes: Mapping[str, Extent],
     config: Config,
     hub: _Hub,
-    here: Table,
+    source_table: Table,
     faults: list[RewriteFault],
 ) -> _Target:
+    """The pieces of the target's tensors that are complete; `faults` receives those that lack a hub tensor."""
     result = _Target([], {}, [], {})
-    for found, names in wanted:
-        for local in found.each(sizes):
-            kept, missing = _taken(found.rule, names, local, config, result)
-            shapes = found.rule.left_shapes(local, config)
-            empty = {name for name, pieces in kept.items() if all(piece.src.name == PAD for piece in pieces)}
-            some = {
-                form_of(name)[1]: piece.src.name
-                for name, own in (kept if empty else {}).items()
-                for piece in own
-                if piece.src.name != PAD
-            }
+    for half_rule, hub_names in target_rules:
+        for grid_sizes in half_rule.grids(sizes):
+            kept, missing = _group_pieces(half_rule.rule, hub_names, grid_sizes, config, result)
+            target_shapes = half_rule.rule.left_shapes(grid_sizes, config)
+
+            # A tensor of zeros alone is only written where the rule fills another one of the same layer.
+            zeros_only = {name for name, pieces in kept.items() if all(piece.src.name == PAD for piece in pieces)}
+            layer_sources = _find_layer_sources(kept) if zeros_only else {}
+
             for name, pieces in kept.items():
-                if name in empty:
-                    if missing.get(name) or form_of(name)[1] not in some:
+                if name in zeros_only:
+                    layer = form_of(name)[1]
+                    if missing.get(name) or layer not in layer_sources:
                         continue
-                    result.like[name] = hub.made[some[form_of(name)[1]]][0]
+                    result.like[name] = hub.made[layer_sources[layer]][0]
                 if missing.get(name):
-                    lost = [each for source in missing[name] for each in _named_in(here, source, {**config, **sizes})]
-                    lacking = f"{', '.join(lost[:8])}{' ...' if len(lost) > 8 else ''}"
-                    what = f"{name} is made of it too, and {lacking} is missing"
-                    there = next(name for piece in pieces if piece.src.name != PAD for name in hub.made[piece.src.name])
-                    faults.append(RewriteFault("E1371", there, what, "is a shard or a file of the checkpoint missing?"))
+                    missing_names = []
+                    for hub_name in missing[name]:
+                        missing_names += _names_in_dialect(source_table, hub_name, {**config, **sizes})
+                    faults.append(_describe_incomplete(name, pieces, missing_names, hub))
                     continue
                 result.pieces.extend(pieces)
-                result.shapes[name] = shapes[name]
+                result.shapes[name] = target_shapes[name]
     return result
 
 
-def _taken(
+def _find_layer_sources(kept: Mapping[str, Iterable[Piece]]) -> dict[tuple[int, ...], str]:
+    """{numbers in the names of target tensors: a hub tensor that fills one of them}."""
+    sources = {}
+    for name, pieces in kept.items():
+        for piece in pieces:
+            if piece.src.name != PAD:
+                sources[form_of(name)[1]] = piece.src.name
+    return sources
+
+
+def _describe_incomplete(name: str, pieces: Iterable[Piece], missing: Sequence[str], hub: _Hub) -> RewriteFault:
+    """The fault of a target tensor `name`. pieces: those that are there. missing: the source tensors that are not."""
+    lacking = f"{', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}"
+    what = f"{name} is made of it too, and {lacking} is missing"
+    present = next(source for piece in pieces if piece.src.name != PAD for source in hub.made[piece.src.name])
+    return RewriteFault("E1371", present, what, "is a shard or a file of the checkpoint missing?")
+
+
+def _group_pieces(
     rule: Equation, names: set[str], sizes: Mapping[str, Extent], config: Config, result: _Target
 ) -> tuple[dict[str, list[Piece]], dict[str, list[str]]]:
-    """({target tensor: pieces from those of `names`}, {target tensor: hub tensors that it lacks}); what the rule drops
-    goes to `result` at once."""
+    """({target tensor: pieces from those of `names`}, {target tensor: hub tensors that it lacks}).
+
+    What the rule drops goes to `result` at once.
+    """
     kept: dict[str, list[Piece]] = defaultdict(list)
     missing: dict[str, list[str]] = defaultdict(list)
     for piece in rule.swap().pieces(sizes, config):
@@ -531,68 +691,89 @@ def _taken(
     return kept, missing
 
 
-def _named_in(table: Table, hub_name: str, config: Config) -> list[str]:
-    """What a dialect calls the tensors that a hub tensor is made of, by its first rule: all names of the other side, or
-    the one in its place where both sides have as many."""
+def _names_in_dialect(table: Table, hub_name: str, config: Config) -> list[str]:
+    """What a dialect calls the tensors that a hub tensor is made of, by the first rule that holds for it.
+
+    All names of the dialect's side; only the one at the same position where both sides have as many.
+    """
     form, numbers = form_of(hub_name)
     for spot in table.right.get(form, ()):
-        values = spot.reader(config)(numbers)
+        indices = spot.reader(config)(numbers)
         rule = table.rules[spot.rule]
-        if values is None or not _within(spot, values, config):
+        if indices is None or not _are_within_sizes(spot, indices, config):
             continue
-        at = dict(zip(spot.axes, values, strict=True))
-        if rule.condition and rule.condition.names & at.keys() and not rule.condition.value(ChainMap(at, dict(config))):
-            continue
-        here, there = ([term.name for term in side if term.name] for side in (rule.left, rule.right))
-        if len(here) == len(there):
-            here = [here[[name.form for name in there].index(form)]]
-        return [name.at([at.get(axis, 0) for axis in name.axes], config) for name in here]
+        index_of = dict(zip(spot.axes, indices, strict=True))
+        if rule.condition and rule.condition.names & index_of.keys():
+            if not rule.condition.value(ChainMap(index_of, dict(config))):
+                continue
+
+        terms = rule.left
+        if len(terms) == len(rule.right):
+            forms = [term.name and term.name.form for term in rule.right]
+            terms = (terms[forms.index(form)],)
+        names = [term.name for term in terms if term.name]
+        return [name.at([index_of.get(axis, 0) for axis in name.axes], config) for name in names]
     return [hub_name]
 
 
-def _towers(unknown: Iterable[str], here: Table, there: Table, shapes: Mapping[str, Shape]) -> list[Made]:
-    """What lies in a tower of both dialects, as it is."""
-    found = []
+def _map_towers(
+    unknown: Iterable[str], source_table: Table, target_table: Table, shapes: Mapping[str, Shape]
+) -> list[Made]:
+    """The tensors that are in a tower of both dialects, copied as they are."""
+    copies = []
     for name in unknown:
-        hub_name = here.in_tower(name)
-        new = hub_name and there.from_tower(hub_name)
-        if new:
+        hub_name = source_table.in_tower(name)
+        target_name = hub_name and target_table.from_tower(hub_name)
+        if target_name:
             shape = tuple(shapes[name])
-            steps = contiguous_strides(shape)
-            found.append(Made(new, shape, (Piece(shape, Side(name, 0, steps), Side(new, 0, steps)),)))
-    return found
+            strides = contiguous_strides(shape)
+            piece = Piece(shape, Side(name, 0, strides), Side(target_name, 0, strides))
+            copies.append(Made(target_name, shape, (piece,)))
+    return copies
 
 
-def _by_source(made: Iterable[Made], shapes: Mapping[str, Shape]) -> tuple[Made, ...]:
-    place = {name: number for number, name in enumerate(shapes)}
-    return tuple(sorted(made, key=lambda each: min(place.get(piece.src.name, len(place)) for piece in each.pieces)))
-
-
-def _mapped(pieces: Iterable[Piece], target: _Target, shapes: Mapping[str, Shape]) -> tuple[Made, ...]:
+def _sort_by_source(made: Iterable[Made], shapes: Mapping[str, Shape]) -> tuple[Made, ...]:
     """The made tensors in the order of their first source."""
-    made = target.shapes
-    like = target.like
-    parts: dict[str, list[Piece]] = {name: [] for name in made}
-    place = {name: number for number, name in enumerate(shapes)}
+    position = {name: number for number, name in enumerate(shapes)}
+    last = len(position)
+    return tuple(sorted(made, key=lambda tensor: min(position.get(piece.src.name, last) for piece in tensor.pieces)))
+
+
+_Axes = tuple[Shape, Shape, Shape]  # extents, strides in the source, strides in the target
+
+
+def _group_by_target(pieces: Iterable[Piece], target: _Target, shapes: Mapping[str, Shape]) -> tuple[Made, ...]:
+    """The made tensors in the order of their first source."""
+    position = {name: number for number, name in enumerate(shapes)}
     last = len(shapes)
-    first = {name: place[of] for name, of in like.items()}
-    flat: dict[tuple[Shape, Shape, Shape], tuple[Shape, Shape, Shape]] = {}
+
+    # {made tensor: position of its first source}
+    first_source = {name: position[source] for name, source in target.like.items()}
+    pieces_of: dict[str, list[Piece]] = {name: [] for name in target.shapes}
+    merged_axes: dict[_Axes, _Axes] = {}
     for piece in pieces:
-        ext, src, dst, maps = piece
-        if dst.name == PAD:
+        name = piece.dst.name
+        if name == PAD:
             continue
-        key = ext, src.strides, dst.strides
-        found = flat.get(key)
-        if found is None:
-            few = Piece(ext, src, dst).merged()
-            found = flat[key] = few.ext, few.src.strides, few.dst.strides
-        if found != key:
-            ext, steps, strides = found
-            piece = Piece(ext, Side(src.name, src.offset, steps), Side(dst.name, dst.offset, strides), maps)
-        name = dst.name
-        parts[name].append(piece)
-        at = place.get(src.name, last)
-        if at < first.get(name, last):
-            first[name] = at
-    order = sorted(parts, key=lambda name: first.get(name, last))
-    return tuple(Made(name, made[name], tuple(parts[name]), like=like.get(name, "")) for name in order)
+        pieces_of[name].append(_merge_axes(piece, merged_axes))
+        source = position.get(piece.src.name, last)
+        if source < first_source.get(name, last):
+            first_source[name] = source
+
+    order = sorted(pieces_of, key=lambda name: first_source.get(name, last))
+    like = target.like
+    return tuple(Made(name, target.shapes[name], tuple(pieces_of[name]), like=like.get(name, "")) for name in order)
+
+
+def _merge_axes(piece: Piece, merged_axes: dict[_Axes, _Axes]) -> Piece:
+    """The piece with as few axes as it can have. merged_axes: a cache, as the pieces of all layers are alike."""
+    ext, src, dst, maps = piece
+    axes = ext, src.strides, dst.strides
+    merged = merged_axes.get(axes)
+    if merged is None:
+        shorter = Piece(ext, src, dst).merged()
+        merged = merged_axes[axes] = shorter.ext, shorter.src.strides, shorter.dst.strides
+    if merged == axes:
+        return piece
+    ext, src_strides, dst_strides = merged
+    return Piece(ext, Side(src.name, src.offset, src_strides), Side(dst.name, dst.offset, dst_strides), maps)

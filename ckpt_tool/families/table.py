@@ -5,12 +5,12 @@ A table is text, a rule a line, in the language of `algebra.equation`: the diale
 
     model.norm.weight : h                                           both sides are alike
     model.layers.{i}.self_attn.o_proj.weight : h q = : q h          the hub's name is the same
-    m.mlp.up_gate_proj.bias : ((1 + 1) f) = ..<gate|up>_proj.bias : f    it is beside: m.mlp.<gate|up>_proj.bias
+    m.mlp.up_gate_proj.bias : ((1 + 1) f) = ..<gate|up>_proj.bias : f    in the same module: m.mlp.<gate|up>_proj.bias
     model.[layers.{i}|mtp_block.{n}].input_layernorm.weight : h     the rule once with each word, brackets alike in step
     visual.** = model.visual.**                                     a tower: what is below and has no rule, as it is
 Two rules of one hub tensor are two spellings: both are read, the first is written. A name finds its rules by its form,
 in which each number between dots is `%d`, so 92,000 names cost 0.2 s and a rule is only worked out for the layers and
-experts that are there. What a dialect numbers anew (`Table.ahead`) has an index `{i - num_hidden_layers}`: the axis counts
+experts that are there. What a dialect renumbers (`Table.with_mtp_layers`) has an index `{i - num_hidden_layers}`: the axis counts
 as the hub does; `{2 * i + 1}` is every second number, `{0}` one that a name always has. What it does not do: know sizes or
 configs (`families.base`).
 """
@@ -45,43 +45,49 @@ _TOWER = re.compile(r"\s*([\w.]+\.)\*\*\s*=\s*([\w.]+\.)\*\*\s*")
 
 
 class Spot(NamedTuple):
-    """A rule that names tensors of a form: its number, the axes that the numbers of the name are, and the indices as
-    the name has them where they are no plain axes: a number, sums of axes, of axes times a constant, and of constants."""
+    """A rule that names tensors of a form, and what the numbers in such a name are."""
 
-    rule: int
-    axes: tuple[str, ...]
+    rule: int  # its position in the table
+    axes: tuple[str, ...]  # what the numbers of the name count: layers, experts
+    # The indices as the name has them, where they are no plain axes: a number, or sums of axes, of axes times a
+    # constant, and of constants.
     shifted: tuple[Expression, ...] = ()
 
     def reader(self, config: Mapping[str, Any]) -> Callable[[tuple[int, ...]], tuple[int, ...] | None]:
-        """What reads the axes' values off the numbers of a name; it gives None where they are not this rule's: another
-        number than the only one that it knows, one below the first, one between. Of several axes in an index the one
-        with the largest factor counts the most: `{o * b + j}` is o, j of `divmod(number, b)`. config: the sizes of other
-        axes too.
+        """A function that reads the axes' values off the numbers of a name.
 
+        It gives None where the numbers are not this rule's: another number than the only one that the rule knows, one
+        below the first, one between. Of several axes in an index the one with the largest factor counts the most:
+        `{o * b + j}` is o, j of `divmod(number, b)`.
+
+        Args:
+            config: the config, and the sizes of other axes too.
         Raises UsageError (E0223) for what the config lacks.
         """
         if not self.shifted:
             return lambda numbers: numbers
+
+        # Each index is linear in its axes: (its value where all are 0, [(axis, factor), largest factor first]).
         zero = dict.fromkeys(self.axes, 0)
         indices = []
         for index in self.shifted:
             first = int(index.value({**config, **zero}))
-            factors = {
-                axis: int(index.value({**config, **zero, axis: 1})) - first for axis in index.names & zero.keys()
-            }
-            indices.append((first, sorted(factors.items(), key=lambda each: -each[1])))
+            factors = {}
+            for axis in index.names & zero.keys():
+                factors[axis] = int(index.value({**config, **zero, axis: 1})) - first
+            indices.append((first, sorted(factors.items(), key=lambda item: -item[1])))
 
-        def values(numbers: tuple[int, ...]) -> tuple[int, ...] | None:
-            found: dict[str, int] = {}
+        def read(numbers: tuple[int, ...]) -> tuple[int, ...] | None:
+            value_of: dict[str, int] = {}
             for number, (first, factors) in zip(numbers, indices, strict=True):
-                rest = number - first
+                remainder = number - first
                 for axis, factor in factors:
-                    found[axis], rest = divmod(rest, factor) if factor > 0 else (0, rest)
-                if rest or any(found[axis] < 0 for axis, _ in factors):
+                    value_of[axis], remainder = divmod(remainder, factor) if factor > 0 else (0, remainder)
+                if remainder or any(value_of[axis] < 0 for axis, _ in factors):
                     return None
-            return tuple(found[axis] for axis in self.axes)
+            return tuple(value_of[axis] for axis in self.axes)
 
-        return values
+        return read
 
     def values(self, numbers: Iterable[tuple[int, ...]], config: Mapping[str, Any]) -> Iterable[tuple[int, ...]]:
         """The axes' values from the numbers of those names that are this rule's. Errors as `reader`."""
@@ -91,18 +97,18 @@ class Spot(NamedTuple):
 
 
 class Tower(NamedTuple):
-    """Where the tensors of a part lie that keep what follows, whatever their shapes: how their names begin."""
+    """A part of a model whose tensors keep the rest of their names and their shapes: how their names begin."""
 
-    left: str
-    right: str
+    left: str  # in the dialect, with the dot at the end
+    right: str  # in the hub
 
 
 class Instances(NamedTuple):
-    """Names of one form: the numbers in each, in order."""
+    """Names of one form."""
 
-    spots: tuple[Spot, ...]
+    spots: tuple[Spot, ...]  # the rules that know it
     form: str
-    values: list[tuple[int, ...]]
+    values: list[tuple[int, ...]]  # the numbers in each name, in the order of the names
 
 
 @dataclass(frozen=True)
@@ -116,12 +122,12 @@ class Table:
     @cached_property
     def left(self) -> dict[str, tuple[Spot, ...]]:
         """{form of a name of the dialect: the rules that name it, in the table's order}."""
-        return _spots(rule.left for rule in self.rules)
+        return _index_by_form(rule.left for rule in self.rules)
 
     @cached_property
     def right(self) -> dict[str, tuple[Spot, ...]]:
         """The same of hub names."""
-        return _spots(rule.right for rule in self.rules)
+        return _index_by_form(rule.right for rule in self.rules)
 
     def knows(self, name: str) -> bool:
         """Is there a rule of a name of the dialect?"""
@@ -154,152 +160,184 @@ class Table:
         """What the dialect calls such a tensor of the hub, None where it has none."""
         return Table((), (), tuple(Tower(right, left) for left, right in self.towers)).in_tower(hub_name)
 
-    def beside(self, hub: Table) -> Table:
+    def extend_hub(self, hub: Table) -> Table:
         """The rules of names that the hub does not have, then the hub's."""
-        own = [rule for rule in self.rules if not any(term.name and term.name.form in hub.left for term in rule.left)]
-        return Table((*own, *hub.rules), (), hub.towers)
+        additional = []
+        for rule in self.rules:
+            if not any(term.name and term.name.form in hub.left for term in rule.left):
+                additional.append(rule)
+        return Table((*additional, *hub.rules), (), hub.towers)
 
-    def under(self, root: str, instead: str = "") -> Table:
-        """The same with `root` in place of `instead`, `model.` (or GPT-2's `transformer.`) where that is empty, in the
-        dialect's names."""
-        place = re.compile(rf"(?<![\w.]){re.escape(instead)}") if instead else _ROOT
-        towers = tuple(tower._replace(left=place.sub(root, tower.left)) for tower in self.towers)
-        named = tuple(_named(rule, lambda name: place.sub(root, name)) for rule in self.rules)
-        return replace(self, rules=named, towers=towers)
+    def with_root(self, root: str, instead: str = "") -> Table:
+        """The same with `root` in place of `instead` in the dialect's names.
 
-    def over(self, other: Table) -> Table:
-        """This table's rules, then those of `other` that name no tensor of this one."""
+        An empty `instead` is `model.`, or GPT-2's `transformer.`.
+        """
+        prefix = re.compile(rf"(?<![\w.]){re.escape(instead)}") if instead else _ROOT
+        towers = tuple(tower._replace(left=prefix.sub(root, tower.left)) for tower in self.towers)
+        renamed = tuple(_rename_left(rule, lambda name: prefix.sub(root, name)) for rule in self.rules)
+        return replace(self, rules=renamed, towers=towers)
+
+    def override(self, base: Table) -> Table:
+        """This table's rules, then those of `base` that name no tensor of this one.
+
+        Raises UsageError E1234 if a rule of `base` would be replaced in part.
+        """
         kept = []
-        for rule in other.rules:
+        for rule in base.rules:
             names = [term.name.form for term in rule.left if term.name]
-            lost = [name for name in names if name not in self.left]
-            if lost and len(lost) < len(names):
+            remaining = [name for name in names if name not in self.left]
+            if remaining and len(remaining) < len(names):
                 raise UsageError(
-                    f"a rule is replaced in part: {', '.join(lost)} has none left",
+                    f"a rule is replaced in part: {', '.join(remaining)} has none left",
                     code="E1234",
                     place=f"in the rule `{rule.text}`",
                     hint="write `[a|b]`, which is two rules, for `<a|b>`",
                 )
-            if lost:
+            if remaining:
                 kept.append(rule)
-        own = {tower.right for tower in self.towers}
-        towers = (*self.towers, *(tower for tower in other.towers if tower.right not in own))
-        return Table((*self.rules, *kept), (*self.aliases, *other.aliases), towers)
 
-    def apart(self) -> Table:
-        """The same, and last what is fused in it under the hub's names, matrices turned: a second spelling."""
-        more = []
-        known = set(self.left)
+        replaced_towers = {tower.right for tower in self.towers}
+        towers = (*self.towers, *(tower for tower in base.towers if tower.right not in replaced_towers))
+        return Table((*self.rules, *kept), (*self.aliases, *base.aliases), towers)
+
+    def with_unfused_spelling(self) -> Table:
+        """The same, and last a second spelling of what is fused in it: the hub's names, with matrices transposed."""
+        unfused = []
+        known_forms = set(self.left)
         for rule in self.rules:
-            if len(rule.left) == 1 < len(rule.right) and rule.condition is None:
-                left = tuple(replace(term, pattern=_turned(term.pattern)) for term in rule.right)
-                names = {term.name.form for term in left if term.name}
-                if not names & known:
-                    more.append(replace(rule, left=left, text=f"{rule.text} (apart)"))
-                    known |= names
-        return replace(self, rules=(*self.rules, *more))
+            is_fused = len(rule.left) == 1 < len(rule.right)
+            if not is_fused or rule.condition is not None:
+                continue
+            left = tuple(replace(term, pattern=_transpose(term.pattern)) for term in rule.right)
+            forms = {term.name.form for term in left if term.name}
+            if not forms & known_forms:
+                unfused.append(replace(rule, left=left, text=f"{rule.text} (apart)"))
+                known_forms |= forms
+        return replace(self, rules=(*self.rules, *unfused))
 
-    def within(self, level: str, condition: str, modules: Iterable[str]) -> Table:
-        """The same, and first the rules of `layers.{i}.MODULE` as `layers.{i}.LEVEL.MODULE`, where the condition
-        holds."""
+    def with_nested_modules(self, level: str, condition: str, modules: Iterable[str]) -> Table:
+        """The same, and first the rules of `layers.{i}.MODULE` as `layers.{i}.LEVEL.MODULE`, where the condition holds."""
+        prefixes = [f"layers.%d.{module}." for module in modules]
+
         nested = []
         for rule in self.rules:
-            names = [term.name for term in rule.left if term.name]
-            if any(f"layers.%d.{module}." in name.form for module in modules for name in names):
-                text = f"{rule.text} (in {level})"
-                below = _named(rule, lambda name: _LAYER.sub(rf"\g<0>{level}.", name, count=1))
-                nested.append(replace(below, condition=expression(condition), text=text))
+            forms = [term.name.form for term in rule.left if term.name]
+            if any(prefix in form for prefix in prefixes for form in forms):
+                renamed = _rename_left(rule, lambda name: _LAYER.sub(rf"\g<0>{level}.", name, count=1))
+                nested.append(replace(renamed, condition=expression(condition), text=f"{rule.text} (in {level})"))
         return replace(self, rules=(*nested, *self.rules))
 
-    def ahead(self, condition: str) -> Table:
-        """The same, where the layers for which the condition holds are those of multi-token prediction, numbered anew:
-        `decoder.layers.{i}.X` is also `mtp.layers.{i - num_hidden_layers}.transformer_layer.X`, and `mtp.layers.{i}.X`
-        has such a number. (Megatron-Core's names; megatron-core 0.16.1 `multi_token_prediction.py`.)"""
-        made = []
-        later = expression(condition)
-        not_yet = expression(f"not ({condition})")
+    def with_mtp_layers(self, condition: str) -> Table:
+        """The same, with the layers for which the condition holds as those of multi-token prediction, numbered from 0.
+
+        `decoder.layers.{i}.X` is also `mtp.layers.{i - num_hidden_layers}.transformer_layer.X`, and `mtp.layers.{i}.X` has
+        such a number. (Megatron-Core's names; megatron-core 0.16.1 `multi_token_prediction.py`.)
+        """
+        changed = []
+        is_mtp = expression(condition)
+        is_decoder = expression(f"not ({condition})")
         for rule in self.rules:
             fronts = {".".join(term.name.text.split(".")[:2]) for term in rule.left if term.name}
             if "decoder.layers" in fronts:
-                made.append(replace(rule, condition=not_yet))
+                changed.append(replace(rule, condition=is_decoder))
             if fronts & {"decoder.layers", "mtp.layers"}:
-                text = f"{rule.text} (ahead)"
-                made.append(replace(rule, left=tuple(map(_ahead, rule.left)), condition=later, text=text))
+                left = tuple(map(_move_to_mtp, rule.left))
+                changed.append(replace(rule, left=left, condition=is_mtp, text=f"{rule.text} (ahead)"))
             else:
-                made.append(rule)
-        return replace(self, rules=tuple(made))
+                changed.append(rule)
+        return replace(self, rules=tuple(changed))
 
-    def short(self, condition: str, hub: Table) -> Table:
+    def without_layers(self, condition: str, hub: Table) -> Table:
         """The same without the layers for which the condition holds: there every rule of the hub is one that drops."""
-        gone = expression(condition)
-        there = expression(f"not ({condition})")
-        layered = [rule for rule in self.rules if "i" in rule.indices]
-        made = [replace(rule, condition=there) if rule in layered else rule for rule in self.rules]
+        is_left_out = expression(condition)
+        is_present = expression(f"not ({condition})")
+
+        changed = []
+        for rule in self.rules:
+            changed.append(replace(rule, condition=is_present) if "i" in rule.indices else rule)
         for rule in hub.rules:
             if "i" in rule.indices and all(term.name for term in rule.right):
-                nowhere = tuple(replace(term, name=None) for term in rule.left)
-                made.append(replace(rule, left=nowhere, condition=gone, text=f"{rule.text} (left out)"))
-        return replace(self, rules=tuple(made))
+                nameless = tuple(replace(term, name=None) for term in rule.left)
+                changed.append(replace(rule, left=nameless, condition=is_left_out, text=f"{rule.text} (left out)"))
+        return replace(self, rules=tuple(changed))
 
-    def shifted(self, by: int) -> Table:
-        """The same, where each norm's weight is the hub's and `by`."""
-        made = []
+    def with_norm_offset(self, offset: int) -> Table:
+        """The same, where each norm's weight is the hub's plus `offset`."""
+        changed = []
         for rule in self.rules:
-            norms = [term.name is not None and term.name.form.endswith("norm.weight") for term in rule.left]
-            if any(norms):
-                maps = joined(rule.left[0].maps, inverse(rule.right[0].maps), (ElementMap("add", -by),))
+            if any(term.name is not None and term.name.form.endswith("norm.weight") for term in rule.left):
+                # What the rule already does to the values stays, on the left side.
+                maps = joined(rule.left[0].maps, inverse(rule.right[0].maps), (ElementMap("add", -offset),))
                 left = tuple(replace(term, maps=maps) for term in rule.left)
                 right = tuple(replace(term, maps=()) for term in rule.right)
                 rule = replace(rule, left=left, right=right, text=f"{rule.text} (shifted)")
-            made.append(rule)
-        return replace(self, rules=tuple(made))
+            changed.append(rule)
+        return replace(self, rules=tuple(changed))
 
 
 def table_of(text: str, kinds: Mapping[str, str] | None = None) -> Table:
-    """Parse a table. kinds: words of its conditions, each for an expression of the layer's index and the config.
+    """Parse a table.
+
+    Args:
+        kinds: words of its conditions, each for an expression of the layer's index and the config.
 
     >>> table_of("layers.{i}.sinks : a if windowed", {"windowed": "kinds[i] == 1"}).rules[0].condition.text
     '(kinds[i] == 1)'
 
     Raises UsageError (E0220-E0235, E1234) for a rule that can't be read.
     """
-    return _parsed(_spelled(text, kinds or {}))
+    return _parse(_expand_kinds(text, kinds or {}))
 
 
 @lru_cache(maxsize=512)
-def _parsed(text: str) -> Table:
-    stated = list[str]()
-    towers = list[Tower]()
-    for line in _stated(text).splitlines():
+def _parse(text: str) -> Table:
+    towers = []
+    rule_lines = []
+    for line in _expand_shorthand(text).splitlines():
         tower = _TOWER.fullmatch(line)
-        towers += [Tower(tower[1], tower[2])] if tower else []
-        stated += [] if tower else [line]
-    found = rules("\n".join(stated))
-    for rule in found:
-        for term in (*rule.left, *rule.right) if isinstance(rule, Equation) else ():
-            alone = isinstance(rule, Equation) and rule.left == (term,)
-            if term.name and (not (alone or _numbered(term.name)) or _NUMBER.search(term.name.text)):
-                raise UsageError(
-                    f"`{term.name.text}`: the indices of a family's names are axes or numbers, in braces, between dots",
-                    code="E1234",
-                    place=f"in the rule `{rule.text}`",
-                    hint="write `layers.{i}.w`, `experts.{e - x}.w` or `layers.{0}.w`, and conditions after `if`",
-                )
-        for side in (rule.left, rule.right) if isinstance(rule, Equation) else ():
-            if len({frozenset(term.name.axes) for term in side if term.name}) > 1:
-                raise UsageError(
-                    "the names of one side have other indices",
-                    code="E1234",
-                    place=f"in the rule `{rule.text}`",
-                    hint="write a rule for each",
-                )
-    equations = tuple(rule for rule in found if isinstance(rule, Equation))
-    return Table(equations, tuple(rule for rule in found if isinstance(rule, Alias)), tuple(towers))
+        if tower:
+            towers.append(Tower(tower[1], tower[2]))
+        else:
+            rule_lines.append(line)
+
+    equations = []
+    aliases = []
+    for rule in rules("\n".join(rule_lines)):
+        if isinstance(rule, Alias):
+            aliases.append(rule)
+        elif isinstance(rule, Equation):
+            _check_names(rule)
+            equations.append(rule)
+    return Table(tuple(equations), tuple(aliases), tuple(towers))
 
 
-@lru_cache(
-    maxsize=1 << 19
-)  # a conversion looks at all names of a model several times, in order: fewer would all be lost
+def _check_names(rule: Equation) -> None:
+    """Raise UsageError E1234 for indices that can't be read back from the numbers of a name."""
+    for term in (*rule.left, *rule.right):
+        if term.name is None:
+            continue
+        is_alone = rule.left == (term,)
+        if not (is_alone or _has_readable_indices(term.name)) or _NUMBER.search(term.name.text):
+            raise UsageError(
+                f"`{term.name.text}`: the indices of a family's names are axes or numbers, in braces, between dots",
+                code="E1234",
+                place=f"in the rule `{rule.text}`",
+                hint="write `layers.{i}.w`, `experts.{e - x}.w` or `layers.{0}.w`, and conditions after `if`",
+            )
+
+    for side in (rule.left, rule.right):
+        if len({frozenset(term.name.axes) for term in side if term.name}) > 1:
+            raise UsageError(
+                "the names of one side have other indices",
+                code="E1234",
+                place=f"in the rule `{rule.text}`",
+                hint="write a rule for each",
+            )
+
+
+# A conversion looks at all names of a model several times, in order: a smaller cache would lose every one of them.
+@lru_cache(maxsize=1 << 19)
 def form_of(name: str) -> tuple[str, tuple[int, ...]]:
     """`model.layers.3.w1` -> (`model.layers.%d.w1`, (3,))."""
     parts = _NUMBER.split(name.replace("%", "%%") if "%" in name else name)
@@ -309,11 +347,11 @@ def form_of(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def one_of_each(names: Iterable[str]) -> list[str]:
-    """One name of each form: enough to tell whose names they are, whatever the number of layers and experts."""
-    seen: dict[str, str] = {}
+    """One name of each form: enough to find out whose names they are, whatever the number of layers and experts."""
+    first_of_form: dict[str, str] = {}
     for name in names:
-        seen.setdefault(form_of(name)[0], name)
-    return list(seen.values())
+        first_of_form.setdefault(form_of(name)[0], name)
+    return list(first_of_form.values())
 
 
 def instances(index: Mapping[str, tuple[Spot, ...]], names: Iterable[str]) -> tuple[list[Instances], list[str]]:
@@ -329,75 +367,104 @@ def instances(index: Mapping[str, tuple[Spot, ...]], names: Iterable[str]) -> tu
     return [Instances(index[form], form, values) for form, values in groups.items()], unknown
 
 
-def _spelled(text: str, kinds: Mapping[str, str]) -> str:
+def _expand_kinds(text: str, kinds: Mapping[str, str]) -> str:
     """The table with each word of `kinds` in its conditions spelt out."""
     if not kinds:
         return text
     words = re.compile(rf"\b(?:{'|'.join(map(re.escape, kinds))})\b")
-    return re.sub(r"\sif\s[^#\n]*", lambda found: words.sub(lambda word: f"({kinds[word[0]]})", found[0]), text)
+
+    def expand(condition: re.Match[str]) -> str:
+        return words.sub(lambda word: f"({kinds[word[0]]})", condition[0])
+
+    return re.sub(r"\sif\s[^#\n]*", expand, text)
 
 
-def _stated(text: str) -> str:
-    """The table with each rule in full: both sides in words, a line for each choice of `[a|b]`."""
+def _expand_shorthand(text: str) -> str:
+    """The table with each rule in full, as the module's docstring lists: both sides in words, a line for each choice
+    of `[a|b]`."""
     lines: list[str] = []
-    for line in re.sub(r"\n\s*(?==|if )", " ", re.sub(r"#.*", "", text)).splitlines():
+    without_comments = re.sub(r"#.*", "", text)
+    one_rule_a_line = re.sub(r"\n\s*(?==|if )", " ", without_comments)
+    for line in one_rule_a_line.splitlines():
+        # `NAME : pattern`: both sides are alike.
         if line.strip() and "=" not in line.split(" if ")[0] and "~" not in line:
             side, *condition = line.strip().split(" if ")
             line = " if ".join([f"{side} = {side}", *condition])
+
+        # `NAME : pattern = : pattern`: the hub's name is the same.
         line = re.sub(r"^\s*(\S+)(\s*:[^=]*=\s*):", r"\1\2\1 :", line)
-        lines += _each(re.sub(r"^\s*(\S+\.)([^.\s]+\.[^.\s]+)(\s*:[^=]*=\s*)\.\.", r"\1\2\3\1", line))
+
+        # `m.NAME : pattern = ..OTHER`: the hub's module is the same.
+        line = re.sub(r"^\s*(\S+\.)([^.\s]+\.[^.\s]+)(\s*:[^=]*=\s*)\.\.", r"\1\2\3\1", line)
+        lines += _expand_choices(line)
     return "\n".join(lines)
 
 
-def _numbered(name: Name) -> bool:
+def _has_readable_indices(name: Name) -> bool:
     """Can every index be read back: a number, or a sum of axes, each once and with a factor at most, and constants?"""
-    return all(index.text.isdigit() or _readable(index.text, name.axes) for index in name.indices)
+    return all(index.text.isdigit() or _is_readable_sum(index.text, name.axes) for index in name.indices)
 
 
-def _readable(index: str, axes: Container[str]) -> bool:
+def _is_readable_sum(index: str, axes: Container[str]) -> bool:
     """Whether an index is such a sum.
 
-    >>> [_readable(text, ("i", "o", "j")) for text in ("i", "2 * i + 1", "o * b + j", "e", "i * o", "i + j", "e - i")]
-    [True, True, True, False, False, False, False]
+    >>> [_is_readable_sum(text, ("i", "o", "j")) for text in ("i", "2 * i + 1", "o * b + j", "e", "i * o", "i + j")]
+    [True, True, True, False, False, False]
+    >>> _is_readable_sum("e - i", ("i", "o", "j"))
+    False
     """
-    summands = [each.groups() for each in _SUMMAND.finditer(index)]
-    found = [(sign, [word for word in words if word in axes], words[1]) for sign, *words in summands]
-    found = [each for each in found if each[1]]
-    named = [axis for _, each, _ in found for axis in each]
-    whole = "".join(each[0] for each in _SUMMAND.finditer(index)) == index
-    once = len(set(named)) == len(named) == len(found) > 0
-    return whole and once and all(sign != "-" for sign, *_ in found) and sum(not factor for *_, factor in found) < 2
+    if "".join(summand[0] for summand in _SUMMAND.finditer(index)) != index:
+        return False
+
+    seen_axes = []
+    without_factor = 0
+    for sign, word, factor in (summand.groups() for summand in _SUMMAND.finditer(index)):
+        summand_axes = [part for part in (word, factor) if part in axes]
+        if not summand_axes:
+            continue  # a constant
+        if len(summand_axes) > 1 or sign == "-":
+            return False
+        seen_axes += summand_axes
+        without_factor += not factor
+
+    is_each_once = len(set(seen_axes)) == len(seen_axes) > 0
+    return is_each_once and without_factor < 2
 
 
-def _each(line: str) -> list[str]:
+def _expand_choices(line: str) -> list[str]:
+    """A line for each word of the `[a|b]` in it; brackets with the same words are replaced in step."""
     choice = _EACH.search(line)
     if choice is None:
         return [line]
-    return [full for word in choice[1].split("|") for full in _each(line.replace(choice[0], word))]
+    expanded = []
+    for word in choice[1].split("|"):
+        expanded += _expand_choices(line.replace(choice[0], word))
+    return expanded
 
 
-def _spots(sides: Iterable[tuple[Term, ...]]) -> dict[str, tuple[Spot, ...]]:
-    found: dict[str, list[Spot]] = defaultdict(list)
+def _index_by_form(sides: Iterable[tuple[Term, ...]]) -> dict[str, tuple[Spot, ...]]:
+    """{form of a name: the rules that name it, in order}."""
+    spots_of: dict[str, list[Spot]] = defaultdict(list)
     for number, side in enumerate(sides):
         for term in side:
             if term.name:
                 name = term.name
-                found[name.form].append(Spot(number, name.axes, () if name.plain else name.indices))
-    return {form: tuple(spots) for form, spots in found.items()}
+                spots_of[name.form].append(Spot(number, name.axes, () if name.plain else name.indices))
+    return {form: tuple(spots) for form, spots in spots_of.items()}
 
 
-def _named(rule: Equation, change: Callable[[str], str]) -> Equation:
+def _rename_left(rule: Equation, change: Callable[[str], str]) -> Equation:
     """The rule with its dialect's names changed."""
-    left = tuple(
-        replace(term, name=replace(term.name, text=change(term.name.text), form=change(term.name.form)))
-        if term.name
-        else term
-        for term in rule.left
-    )
-    return replace(rule, left=left)
+    left = []
+    for term in rule.left:
+        if term.name:
+            name = replace(term.name, text=change(term.name.text), form=change(term.name.form))
+            term = replace(term, name=name)
+        left.append(term)
+    return replace(rule, left=tuple(left))
 
 
-def _ahead(term: Term) -> Term:
+def _move_to_mtp(term: Term) -> Term:
     """A term of the decoder as one of MTP layer `i - num_hidden_layers`."""
     if term.name is None:
         return term
@@ -409,14 +476,14 @@ def _ahead(term: Term) -> Term:
     return replace(term, name=replace(term.name, text=text, form=form, indices=indices))
 
 
-def _turned(dims: Pattern) -> Pattern:
+def _transpose(dims: Pattern) -> Pattern:
     """The pattern of the transposed tensor."""
-    words = re.findall(r"[()]|[^()\s]+", dims.text)
-    found: list[list[str]] = []
+    # A dimension is a word or a group in parentheses, which may be nested.
+    groups: list[list[str]] = []
     depth = 0
-    for word in words:
+    for word in re.findall(r"[()]|[^()\s]+", dims.text):
         if depth == 0:
-            found.append([])
+            groups.append([])
         depth += (word == "(") - (word == ")")
-        found[-1].append(word)
-    return pattern(" ".join(" ".join(dim) for dim in reversed(found)))
+        groups[-1].append(word)
+    return pattern(" ".join(" ".join(group) for group in reversed(groups)))

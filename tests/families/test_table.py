@@ -49,15 +49,15 @@ def test_forms() -> None:
 
 
 def test_spellings_of_what_is_fused() -> None:
-    table = table_of("m.gu.w : h ((1 + 1) f) = ..<g|u>.w : f h\nm.o.w : h f = : f h").apart()
+    table = table_of("m.gu.w : h ((1 + 1) f) = ..<g|u>.w : f h\nm.o.w : h f = : f h").with_unfused_spelling()
     assert table.left.keys() == {"m.gu.w", "m.o.w", "m.g.w", "m.u.w"}
     assert [str(term) for term in table.rules[-1].left] == ["m.g.w : h f", "m.u.w : h f"]
 
 
 def test_a_dialect_under_another_root_and_over_another() -> None:
-    table = table_of("[model.e|head].w : v h").under("llama.")
+    table = table_of("[model.e|head].w : v h").with_root("llama.")
     assert table.left.keys() == {"llama.e.w", "head.w"} and table.right.keys() == {"model.e.w", "head.w"}
-    over = table_of("head.w : h v = : v h").over(table)
+    over = table_of("head.w : h v = : v h").override(table)
     assert over.left["head.w"][0].rule == 0 and len(over.rules) == 2
 
 
@@ -158,7 +158,7 @@ FAULTS = {
     ),
     "a number between dots": (lambda: table_of("l.0.w : h"), "axes or numbers"),
     "other indices on one side": (lambda: table_of("a.{i} : h ; b : i h = c.{i} : h ; d.{i} : h"), "other indices"),
-    "replaced in part": (lambda: table_of("a.w : h").over(table_of("<a|b>.w : h")), "replaced in part: b.w"),
+    "replaced in part": (lambda: table_of("a.w : h").override(table_of("<a|b>.w : h")), "replaced in part: b.w"),
     "no pattern": (lambda: table_of("a.w = b.w"), "NAME : pattern"),
     "other axes": (lambda: table_of("a.w : h = b.w : f"), "other axes"),
 }
