@@ -185,31 +185,33 @@ def _recipes(
     made: Mapping[str, Mapping[str, tuple[str, TensorKind]]],
     floats: Mapping[str, DType],
 ) -> list[tuple[list[Recipe], Figures]]:
-    """Of each weight, how the tensors that it becomes are made, and its errors. made, floats: by its name."""
-    from ckpt_tool.quantised.coding import Codes, GlobalScale, Numbers, Scales, Sizes, ThreadCache
+    """For each weight, how the tensors that it becomes are computed, and its errors. made, floats: by its name."""
+    from ckpt_tool.quantised.coding import Codes, GlobalScale, KnownMaxima, Numbers, Scales, ThreadCache
     from ckpt_tool.quantised.figures import Figures
 
-    kept = ThreadCache()
-    noted = Sizes()
-    out: list[tuple[list[Recipe], Figures]] = []
+    thread_cache = ThreadCache()
+    known_maxima = KnownMaxima()
+    weights: list[tuple[list[Recipe], Figures]] = []
     for row in rows:
         tensor = row.tensor
         parts = made[row.tensor.key.name]
         rounded = floats[tensor.key.name]
         scales = parts["scale"][1].dtype
         figure = Figures(tensor.key.name, parts["codes"][0], tensor.numel)
-        whole = GlobalScale() if "global_scale" in parts else None
-        found: list[Recipe] = []
+
+        # All parts of a weight share the factor of its scales: it is found in one pass over the weight.
+        global_scale = GlobalScale() if "global_scale" in parts else None
+        recipes: list[Recipe] = []
         for role, (name, kind) in parts.items():
             text = f"{role} of {scheme.name}, of {rounded.name}"
-            own = (TensorKey(name), kind.shape, (chosen.input(row),), text)
-            common = (*own, scheme, kind.dtype, rounded, scales, whole, kept, noted)
+            tensor_fields = (TensorKey(name), kind.shape, (chosen.input(row),), text)
+            common = (*tensor_fields, scheme, kind.dtype, rounded, scales, global_scale, thread_cache, known_maxima)
             if role == "codes":
-                found.append(Codes(*common, figure))
+                recipes.append(Codes(*common, figure))
             else:
-                found.append(Scales(*common) if role == "scale" else Numbers(*common))
-        out.append((found, figure))
-    return out
+                recipes.append(Scales(*common) if role == "scale" else Numbers(*common))
+        weights.append((recipes, figure))
+    return weights
 
 
 def _in_places(

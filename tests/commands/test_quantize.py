@@ -331,21 +331,22 @@ def test_scales_read_what_the_codes_have_not(
         readers.append(type(self).__name__)
         return read_values(self, *where)
 
-    monkeypatch.setattr(coding._OfFloats, "read_values", read)
+    monkeypatch.setattr(coding._QuantisedPart, "read_values", read)
     monkeypatch.setattr(coding, "_NOTED", room)
     run(source, tmp_path / "o", quantize=scheme, threads=1)
     assert ("Scales" in readers) == (not room)
 
 
-def test_sizes_of_the_weights_that_came_last_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_maxima_of_the_weights_that_came_last_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coding, "_NOTED", 40)
-    sizes, (a, b, c) = coding.Sizes(), (coding.TensorKey(name) for name in "abc")
+    maxima = coding.KnownMaxima()
+    a, b, c = (coding.TensorKey(name) for name in "abc")
     for key, total in ((a, 4), (b, 4), (c, 11)):
-        sizes.note(key, 1, np.ones(2, np.float32), total)
-    assert list(sizes.found(b, 1, 3)) == [1, 1]
-    assert sizes.found(b, 0, 2) is None and sizes.found(c, 1, 3) is None
-    sizes.note(c, 0, np.zeros(5, np.float32), 5)
-    assert sizes.found(a, 1, 3) is None and list(sizes.found(c, 0, 5)) == [0] * 5
+        maxima.note(key, 1, np.ones(2, np.float32), total)
+    assert list(maxima.recall(b, 1, 3)) == [1, 1]
+    assert maxima.recall(b, 0, 2) is None and maxima.recall(c, 1, 3) is None
+    maxima.note(c, 0, np.zeros(5, np.float32), 5)
+    assert maxima.recall(a, 1, 3) is None and list(maxima.recall(c, 0, 5)) == [0] * 5
 
 
 def but(lost: set[int]) -> Any:
