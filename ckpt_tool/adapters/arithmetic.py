@@ -19,7 +19,7 @@ summed in torch's order (eight lanes along a row, one row after another where th
 equal PEFT's merge bit for bit as long as torch makes one chain too (tests/commands/test_adapters.py): up to r = 320
 with AVX-512, some 192 with AVX2.
 
-Plain products are added and rounded by compiled code where it is there (`Folded.rounded`): the same chains in
+Plain products are added and rounded by compiled code where it is there (`Folded.compute_rounded`): the same chains in
 registers, 0.9 ns an element at r = 16 and 2.5 at r = 64 with AVX2, widening the base and rounding the sum included.
 
 Cost: else 2 to 4 ns an element at r = 16 with AVX-512; A and B of the tensors at work, at most `RunCache.ROOM` bytes.
@@ -120,7 +120,7 @@ class Folded(Recipe):
                 self._add(read, number, e, part, low - e * size, high - e * size)
         return out
 
-    def rounded(self, read: Read, lend: Lend, start: int, stop: int, out: tuple[Array, str]) -> bool:
+    def compute_rounded(self, read: Read, lend: Lend, start: int, stop: int, out: tuple[Array, str]) -> bool:
         library = ready(4 * (stop - start)) if out[1] in KINDS and self._compiled else None
         if library is None or not library.pair:  # products want a fused multiply-add, which not every processor has
             return False

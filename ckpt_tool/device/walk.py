@@ -60,7 +60,7 @@ class DeviceItem:
     def _stream(self, item: int, *, exact: bool = False) -> LeafStream:
         return LeafStream(self.start * item, self.stop * item, self.move.numel * item, exact=exact)
 
-    def written(self) -> str:
+    def hash_written(self) -> str:
         """The hash of what was written, as `run.walk.read_back` computes it again."""
         return xxhash.xxh3_128_hexdigest(bytes(self.pieces.leaves))
 
@@ -100,7 +100,7 @@ class DeviceMover:
         self._job = job
         self._moves = moves
 
-    def unit(self, items: Sequence[MoveRange]) -> list[Walked] | None:
+    def move_unit(self, items: Sequence[MoveRange]) -> list[Walked] | None:
         """Carry out a unit; None when the run was stopped in it."""
         job = self._job
         walked = list[Walked]()
@@ -129,7 +129,7 @@ class DeviceMover:
             for item in items:
                 if self._job.stopped():
                     return
-                if read_back(reader, item.move, item.start, item.stop) != item.written():
+                if read_back(reader, item.move, item.start, item.stop) != item.hash_written():
                     raise StorageError(
                         f"elements {item.start} to {item.stop} were not written as the device had them",
                         code="E1567",

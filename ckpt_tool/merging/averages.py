@@ -78,7 +78,7 @@ class Linear(Tiled):
 
         return made
 
-    def rounded(self, read: Read, lend: Lend, start: int, stop: int, out: tuple[Array, str]) -> bool:
+    def compute_rounded(self, read: Read, lend: Lend, start: int, stop: int, out: tuple[Array, str]) -> bool:
         library = ready(4 * (stop - start) * len(self.inputs)) if self._compiled and out[1] in KINDS else None
         if library is None:
             return False

@@ -1,9 +1,9 @@
 """Schedule: from tensors and a target to moves, and from moves to units of work.
 
-`build_moves` is pure and checks what the house promises: every element of the output is written by exactly one box (and
-its replicas), no two arrays of a file overlap, every source box is used. `units` cuts the moves into shares of about
-64 MiB, at the places where the set of output files changes: one thread works on a unit, so that two threads seldom
-write one file (the kernel's lock of a file makes that cost double).
+`build_moves` is pure and checks what every conversion promises: each element of the output is written by exactly one
+box (and its replicas), no two arrays of a file overlap, every source box is used. `units` cuts the moves into shares of
+about 64 MiB, at the places where the set of output files changes: one thread works on a unit, so that two threads
+seldom write one file (the kernel locks a file while it is written, which doubles the cost).
 """
 
 from __future__ import annotations
@@ -32,26 +32,31 @@ def build_moves(
 ) -> tuple[Sequence[Move], tuple[Record, ...], Sequence[Sequence[Extent]]]:
     """The moves, the checksum records they touch, and each output file's arrays.
 
-    stored: aligned with `wanted.tensors`: where each wanted tensor's values come from. Where the target answers for its
-    tensors (`Target.places`), nothing is listed. Raises UnsafeInput E1600 for files that would lie elsewhere than in
-    the output, InputError E0306, E1390 for elements of less than a byte that can't be moved.
+    stored: aligned with `wanted.tensors`: where each wanted tensor's values come from. Where the target lists its
+    placements on demand (`Target.places`), so are the moves. Raises UnsafeInput E1600 for files that would be written
+    outside the output, InputError E0306, E1390 for elements of less than a byte that can't be moved.
     """
     _check_paths(target, wanted)
     if target.places is not None:
-        return _moves_by_group(stored, wanted, target, target.places, file_number)
+        return _build_moves_by_group(stored, wanted, target, target.places, file_number)
+
+    # Which boxes of which files each tensor goes to. Empty boxes have no values to move.
     placed: list[list[tuple[int, TargetArray]]] = [[] for _ in wanted.tensors]
     digested = {patch.of for file in target.files for patch in file.patches if patch.kind == "digest"}
     arrays = []
     for number, file in enumerate(target.files):
-        extents = _extents(file, wanted)
+        extents = _list_extents(file, wanted)
         for array in file.arrays:
             if 0 not in array.box.shape:
                 placed[array.tensor].append((number, array))
         _check_disjoint(file, extents, wanted)
         arrays.append(tuple(extents))
-    known: set[tuple[object, ...]] = set()  # layouts repeat: verdicts are kept by shape and boxes
+
+    # Layers and experts repeat a layout: the check is made once for each shape and set of boxes.
+    checked_layouts: set[tuple[object, ...]] = set()
     for item, places in zip(wanted.tensors, placed, strict=True):
-        _check_cover_of(item, [array.box for _, array in places], known)
+        _check_cover(item, [array.box for _, array in places], checked_layouts)
+
     records: dict[Record, None] = {}
     moves = []
     for number, (row, item, places) in enumerate(zip(stored, wanted.tensors, placed, strict=True)):
@@ -62,42 +67,45 @@ def build_moves(
     return tuple(moves), tuple(records), tuple(arrays)
 
 
-def _moves_by_group(
+def _build_moves_by_group(
     stored: Sequence[Stored], wanted: Wanted, target: Target, places: Places, file_number: FileNumber
 ) -> tuple[Sequence[Move], tuple[Record, ...], Sequence[Sequence[Extent]]]:
-    """The same where nothing is made that nobody looks at. Groups are checked, and files when they are made."""
+    """The same where moves and extents are built only when they are asked for. Groups are checked at once, files when
+    their extents are built."""
     for group, (_, tensor) in places.groups().items():
-        _check_cover_of(wanted.tensors[tensor], [box for box in places.boxes(group) if box.numel], set())
-    read = [
+        _check_cover(wanted.tensors[tensor], [box for box in places.boxes(group) if box.numel], set())
+
+    # Files are numbered now, in the order in which `build_moves` would number them.
+    chunks_read = [
         (source, chunk.array.path, chunk.array.crc)
         for source, tensor in stored
         for chunk in tensor.chunks
         if 0 not in chunk.box.shape
     ]
-    for source, path in dict.fromkeys([(source, path) for source, path, _ in read]):
+    for source, path in dict.fromkeys([(source, path) for source, path, _ in chunks_read]):
         file_number(source, path)
-    records = {Record(file_number(source, path), *crc): None for source, path, crc in read if crc is not None}
+    records = {Record(file_number(source, path), *crc): None for source, path, crc in chunks_read if crc is not None}
 
-    def arrays(file: TargetFile) -> list[Extent]:
-        extents = _extents(file, wanted)
+    def list_arrays(file: TargetFile) -> list[Extent]:
+        extents = _list_extents(file, wanted)
         _check_disjoint(file, extents, wanted)
         return extents
 
     moves = LaterMoves(stored, wanted, places, file_number)
     moves.check()
-    return moves, tuple(records), [Later(partial(arrays, file)) for file in target.files]
+    return moves, tuple(records), [Later(partial(list_arrays, file)) for file in target.files]
 
 
 def _check_paths(target: Target, wanted: Wanted) -> None:
-    """Some formats make files' names of tensors' names, which are data."""
+    """Check the names of output files: some formats make them from tensor names, which are data."""
     files = {file.path: file for file in target.files}
 
-    def tensor(path: str) -> str | None:
+    def find_tensor(path: str) -> str | None:
         return next((str(wanted.tensors[array.tensor].key) for array in files[path].arrays), None)
 
     check_outputs(
         (file.path for file in target.files),
-        named_by=tensor,
+        named_by=find_tensor,
         path=None,
         hint="a name of the source becomes a file's name here: rename it there, leave it out with "
         "--remove-keys, or write "
@@ -105,23 +113,22 @@ def _check_paths(target: Target, wanted: Wanted) -> None:
     )
 
 
-def _extents(file: TargetFile, wanted: Wanted) -> list[Extent]:
+def _list_extents(file: TargetFile, wanted: Wanted) -> list[Extent]:
     """The file's arrays, from the first to the last byte of each."""
-    every = wanted.tensors
-    out = list[Extent]()
-    known: dict[tuple[object, ...], int] = {}  # layers and experts repeat
+    extents: list[Extent] = []
+    known_reaches: dict[tuple[object, ...], int] = {}  # layers and experts repeat
     for array in file.arrays:
-        item = every[array.tensor]
+        item = wanted.tensors[array.tensor]
         box = array.box
-        kind = item.dtype.bits, box.shape, array.shape, array.strides
-        reach = known.get(kind)
+        case = item.dtype.bits, box.shape, array.shape, array.strides
+        reach = known_reaches.get(case)
         if reach is None:
-            reach = known[kind] = _reach(array, item)
-        out.append(Extent(array.offset, reach, -1 if 0 in box.shape else array.tensor))
-    return out
+            reach = known_reaches[case] = _compute_reach(array, item)
+        extents.append(Extent(array.offset, reach, -1 if 0 in box.shape else array.tensor))
+    return extents
 
 
-def _reach(array: TargetArray, item: WantedTensor) -> int:
+def _compute_reach(array: TargetArray, item: WantedTensor) -> int:
     """Bytes from the first to the end of the last element of an array."""
     if array.strides is None or not array.box.numel:
         return item.dtype.nbytes(prod(array.shape if array.shape is not None else array.box.shape))
@@ -132,12 +139,14 @@ def _reach(array: TargetArray, item: WantedTensor) -> int:
 def _check_disjoint(file: TargetFile, extents: Sequence[Extent], wanted: Wanted) -> None:
     """No two arrays or literals of an output file overlap, none leaves the file. Arrays with gaps may lie in each
     other's gaps: columns of one matrix."""
+    # Most often all are one after the other, without a look at gaps.
     plain = sorted([(at, at + n) for at, n, _ in extents if n] + [(at, at + len(data)) for at, data in file.literals])
     starts, stops = zip(*plain, strict=True) if plain else ((), ())
-    if all(map(le, stops, (*starts[1:], file.size))):  # most often: one behind the other
+    if all(map(le, stops, (*starts[1:], file.size))):
         return
+
     spans = [
-        Span(at, at + n, _comb(array, wanted.tensors[array.tensor]))
+        Span(at, at + n, _make_comb(array, wanted.tensors[array.tensor]))
         for (at, n, _), array in zip(extents, file.arrays, strict=True)
         if n
     ]
@@ -149,24 +158,25 @@ def _check_disjoint(file: TargetFile, extents: Sequence[Extent], wanted: Wanted)
         )
 
 
-def _comb(array: TargetArray, item: WantedTensor) -> Comb | None:
+def _make_comb(array: TargetArray, item: WantedTensor) -> Comb | None:
     if array.strides is None:
         return None
     size = max(1, item.dtype.bits // 8)
     return comb_of(array.offset, array.box.shape, [stride * size for stride in array.strides], size)
 
 
-def _check_cover_of(item: WantedTensor, held: Sequence[Box], known: set[tuple[object, ...]]) -> None:
-    """The distinct boxes of a wanted tensor tile it. known: cases that were found good already."""
-    if len(held) == 1 and held[0].shape == item.shape:
+def _check_cover(item: WantedTensor, boxes: Sequence[Box], checked_layouts: set[tuple[object, ...]]) -> None:
+    """The distinct boxes of a wanted tensor tile it. checked_layouts: cases that passed already."""
+    if len(boxes) == 1 and boxes[0].shape == item.shape:
         return
-    distinct = list(dict.fromkeys(held))
+
+    distinct = list(dict.fromkeys(boxes))
     case = (item.shape, *distinct)
-    if case in known:
+    if case in checked_layouts:
         return
     if first_overlap(distinct) is not None or sum(box.numel for box in distinct) != prod(item.shape):
         raise InternalError(f"{item.key}: the target's boxes do not tile shape {item.shape}: {distinct[:8]}")
-    known.add(case)
+    checked_layouts.add(case)
 
 
 class MoveRange(NamedTuple):
@@ -187,14 +197,14 @@ class Unit(NamedTuple):
 
 def units(moves: Sequence[Move], *, size: int = UNIT) -> tuple[Unit, ...]:
     """Shares of about `size` bytes, in order of the first source bytes they read. Derived from `moves` alone."""
-    open_units: dict[frozenset[int], tuple[list[MoveRange], int]] = {}
+    open_units: dict[frozenset[int], tuple[list[MoveRange], int]] = {}  # by the files that they write
     done: list[Unit] = []
     order = sorted(range(len(moves)), key=lambda i: _first_byte(moves[i]))
     for index in order:
         move = moves[index]
         if not move.numel:
             continue
-        for start, stop, files in segments(move, size):
+        for start, stop, files in cut_segments(move, size):
             items, nbytes = open_units.get(files, ([], 0))
             items.append(MoveRange(index, start, stop))
             nbytes += (stop - start) * move.item
@@ -203,6 +213,7 @@ def units(moves: Sequence[Move], *, size: int = UNIT) -> tuple[Unit, ...]:
                 open_units.pop(files, None)
             else:
                 open_units[files] = (items, nbytes)
+
     done += [Unit(files, tuple(items), nbytes) for files, (items, nbytes) in open_units.items()]
     return tuple(done)
 
@@ -211,30 +222,39 @@ def _first_byte(move: Move) -> tuple[int, int]:
     return min(((region.file, region.offset) for region in move.sources), default=(0, 0))
 
 
-def segments(move: Move, size: int) -> Iterator[tuple[int, int, frozenset[int]]]:
-    """(start, stop, output files) that part the move's line: cut where no output region runs across, and at `size`."""
-    every = frozenset(region.file for region in move.outputs)
-    if move.nbytes <= 4 << 20 or len(every) == 1:
-        parts: Iterable[tuple[int, int, frozenset[int]]] = ((0, move.numel, every),)
+def cut_segments(move: Move, size: int) -> Iterator[tuple[int, int, frozenset[int]]]:
+    """Cut the move's line into (start, stop, output files): where no output region runs across, and at `size` bytes."""
+    all_files = frozenset(region.file for region in move.outputs)
+    if move.nbytes <= 4 << 20 or len(all_files) == 1:
+        parts: Iterable[tuple[int, int, frozenset[int]]] = ((0, move.numel, all_files),)
     else:
         spans = sorted((*hull(region), region.file) for region in move.outputs)
-        parts = _parts(spans, move.numel)
-    most = max(1, size // move.item)
-    most -= most % grain(move, most)
+        parts = _group_overlapping(spans, move.numel)
+
+    step = max(1, size // move.item)
+    step -= step % find_grain(move, step)
     for start, stop, files in parts:
-        for at in range(start, stop, most):
-            yield at, min(at + most, stop), files
+        for at in range(start, stop, step):
+            yield at, min(at + step, stop), files
 
 
-def grain(move: Move, most: int) -> int:
-    """Elements of the line that no cut should part, `most` at most: rows of what is transposed, which two units would
-    both read and write in single elements; whole leaves of the digest too where that can be."""
+def find_grain(move: Move, most: int) -> int:
+    """Elements of the line that no cut should divide, at most `most`.
+
+    Those are rows of a transposed region, which two units would otherwise both read, and write in single elements; if
+    it fits, whole leaves of the digest too. 1 where nothing is transposed or the rows are too long.
+    """
     row = max((row_of(region) for region in (*move.sources, *move.outputs) if is_transposed(region)), default=1)
-    both = lcm(row, LEAF // move.item)
-    return 1 if row == 1 else both if both <= most else row if row <= most else 1
+    if row == 1:
+        return 1
+
+    with_leaves = lcm(row, LEAF // move.item)
+    if with_leaves <= most:
+        return with_leaves
+    return row if row <= most else 1
 
 
-def _parts(spans: Sequence[tuple[int, int, int]], numel: int) -> Iterator[tuple[int, int, frozenset[int]]]:
+def _group_overlapping(spans: Sequence[tuple[int, int, int]], numel: int) -> Iterator[tuple[int, int, frozenset[int]]]:
     """Group overlapping hulls: each group is one part with the files of its members."""
     start = 0
     stop = 0

@@ -65,7 +65,7 @@ class FloatsOfBlocks(Recipe):
         else:
             self._make(read, offset // 4, np.frombuffer(out, np.float32))
 
-    def rounded(self, read: Read, lend: Lend, start: int, stop: int, out: tuple[Array, str]) -> bool:
+    def compute_rounded(self, read: Read, lend: Lend, start: int, stop: int, out: tuple[Array, str]) -> bool:
         dtype = self.inputs[0].tensor.dtype
         made = out[0]
         kind = kind_of(dtype)

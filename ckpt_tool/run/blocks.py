@@ -1,8 +1,8 @@
 """Blocks: reading and writing regions through a small buffer.
 
 A block holds elements [start, stop) of a tensor's line. `BlockReader.fill` reads what the source regions have of it,
-`Writer.drain` writes what the output regions want of it. Runs go straight between file and block, long rows of a matrix
-among them; strided parts pass through one scratch of 1 MiB and a NumPy assignment, never element by element.
+`Writer.drain` writes what the output regions want of it. Runs go straight between file and block, as do long rows of a
+matrix; strided parts pass through one scratch of 1 MiB and a NumPy assignment, never element by element.
 Descriptors are kept in a small least-recently-used cache, so that 10,000 shards work under `ulimit -n 64`.
 
 Cost: one pread and one pwrite a run; strided parts add one pass over memory that stays in L2.
@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from ckpt_tool.core.inner_path import is_view
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import REPLICAS_DIFFER, CkptError, ReplicasDiffer, SourceChanged, StorageError, wrap_os_error
 from ckpt_tool.plan.copy import Region, clip, hull, is_transposed
 from ckpt_tool.plan.plan import Move, SourceFile
@@ -36,11 +37,11 @@ if TYPE_CHECKING:  # at run time by those who need it: a move of plain runs does
 SCRATCH = 1 << 20  # bytes of the strided side
 GAP = 64 << 10  # bytes: runs closer than this are read in one pread
 LONG = 64 << 10  # bytes: rows of at least this length are runs of their own
-SEGMENT = 16 << 20  # bytes of a line: what a store is asked for comes file by file within it
+SEGMENT = 16 << 20  # bytes of a line: within it a store is asked for ranges file by file
 _TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 
 
-def strided(
+def view_strided(
     buffer: memoryview | bytearray, offset: int, extents: Sequence[int], strides: Sequence[int], item: int
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
     """A view of `buffer` from byte `offset`: extents in elements of `item` bytes, strides in bytes."""
@@ -59,8 +60,8 @@ def _reads(part: Region, item: int) -> Iterator[tuple[int, int]]:
 
 
 class Spans:
-    """Regions in the order of the line, so that a block passes over those that it does not meet cheaply. Quick where
-    blocks come in the line's order."""
+    """Regions in the order of the line, so that a block cheaply skips those that it does not meet. Quick where blocks
+    come in the line's order."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self._spans = sorted((*hull(region), region) for region in regions)
@@ -69,25 +70,28 @@ class Spans:
     def parts(self, start: int, stop: int) -> list[Region]:
         """What the regions have of elements [start, stop)."""
         spans = self._spans
+
+        # Regions that end before the block begins: those before `_next` are known from the last block.
         at = self._next if start >= self._at else 0
         while at < len(spans) and spans[at][1] <= start:
             at += 1
         self._at = start
         self._next = at
-        found: list[Region] = []
+
+        parts: list[Region] = []
         while at < len(spans):
             low, high, region = spans[at]
             if low >= stop:
                 break
             if start <= low and high <= stop:
-                found.append(region)
+                parts.append(region)
             elif high > start:
-                found += clip(region, start, stop)
+                parts += clip(region, start, stop)
             at += 1
-        return found
+        return parts
 
 
-def in_runs(region: Region, item: int) -> bool:
+def is_in_runs(region: Region, item: int) -> bool:
     """Is the region a run, or are its rows long, which are runs then?"""
     _, _, _, extents, strides, steps, _ = region
     if not extents:
@@ -96,8 +100,11 @@ def in_runs(region: Region, item: int) -> bool:
 
 
 class FdCache:
-    """Descriptors by file number, the least recently used closed first. For one thread. path_of: of files that are
-    written, whose failing close is an error that names the file; None where they are only read."""
+    """Descriptors by file number, the least recently used closed first. For one thread.
+
+    path_of: given for files that are written, whose failing close is an error that names the file; None where they are
+    only read.
+    """
 
     def __init__(
         self, opener: Callable[[int], int], room: int, path_of: Callable[[int], str | os.PathLike[str]] | None = None
@@ -140,7 +147,7 @@ class OpenFiles(Protocol):
 
     def open(self, number: int) -> int: ...
     def shown(self, number: int) -> str: ...
-    def changed(self, number: int) -> CkptError: ...
+    def make_changed_error(self, number: int) -> CkptError: ...
     def remote(self, number: int) -> Tree | None: ...
     def path(self, number: int) -> str: ...
     def late_faults(self) -> Iterable[CkptError]: ...
@@ -154,10 +161,12 @@ class Sources:
         self.trees = trees
 
     def shown(self, number: int) -> str:
+        """The file's path as messages show it."""
         file = self.files[number]
         return self.trees[file.root].display(file.path)
 
     def path(self, number: int) -> str:
+        """The file's path below its tree."""
         return self.files[number].path
 
     def remote(self, number: int) -> Tree | None:
@@ -166,8 +175,8 @@ class Sources:
         return None if tree.local and not is_view(self.files[number].path) else tree
 
     @property
-    def far(self) -> bool:
-        """Do some of the files lie behind a URL?"""
+    def has_remote_files(self) -> bool:
+        """Are some of the files behind a URL?"""
         return any(not tree.local and not tree.computed for tree in self.trees.values())
 
     def late_faults(self) -> Iterator[CkptError]:
@@ -176,6 +185,7 @@ class Sources:
             yield from tree.late_faults(file.path for file in self.files if file.root == root)
 
     def open(self, number: int) -> int:
+        """A descriptor of the file. Raises SourceChanged if it is not the file that the plan saw."""
         file = self.files[number]
         fd = self.trees[file.root].open(file.path)
         try:
@@ -185,10 +195,11 @@ class Sources:
             raise
         if tuple(now) != tuple(file.identity):
             close_read(fd)
-            raise self.changed(number)
+            raise self.make_changed_error(number)
         return fd
 
-    def changed(self, number: int) -> SourceChanged:
+    def make_changed_error(self, number: int) -> SourceChanged:
+        """The error for a file that is not what the plan saw any more."""
         return SourceChanged(
             "the file changed after the plan was made",
             code="E0601",
@@ -203,7 +214,7 @@ class Sources:
             now = tree.identities_by_name(self.files[number].path for number in numbers)
             for number, identity in zip(numbers, now, strict=True):
                 if identity is None or tuple(identity) != tuple(self.files[number].identity):
-                    raise self.changed(number)
+                    raise self.make_changed_error(number)
 
 
 class StagedFiles:
@@ -214,20 +225,25 @@ class StagedFiles:
         self._names = names
 
     def path(self, number: int) -> str:
+        """The file's path below the output."""
         return self._names[number]
 
     shown = path
 
     def late_faults(self) -> Iterable[CkptError]:
+        """None: what this run wrote has no faults of a format."""
         return ()
 
     def remote(self, number: int) -> Tree | None:
+        """None: all have descriptors."""
         return None
 
     def open(self, number: int) -> int:
+        """A descriptor of the file."""
         return self._opener(self._names[number])
 
-    def changed(self, number: int) -> CkptError:
+    def make_changed_error(self, number: int) -> CkptError:
+        """The error for a file that ends too early."""
         return StorageError("a staged file is shorter than planned", code="E0708", path=self._names[number])
 
 
@@ -243,11 +259,11 @@ class BlockReader:
     ) -> None:
         self._files = files
         self.strips = Strips(panel)
-        self._turned: Transposed | None = None
+        self._panels: Transposed | None = None
         self._fds = FdCache(files.open, room)
         self._scratch = bytearray()
         self._starts = crc_starts
-        self._move: Move | None = None  # whose spans are at hand
+        self._move: Move | None = None  # the move that `_spans` and `_panels` belong to
         self._spans = Spans(())
         self.pieces: dict[int, RunPieces] = {}
 
@@ -259,10 +275,12 @@ class BlockReader:
         count: whether the bytes count for record checksums (False for a second look at the same bytes).
         until: the element up to which the caller will go on, all of them if None.
         """
-        turned = self.turned(move)
-        if turned is not None:
-            turned.fill(block, start, stop, move.numel if until is None else until)
+        panels = self.find_panels(move)
+        if panels is not None:
+            panels.fill(block, start, stop, move.numel if until is None else until)
             return
+
+        # Replicas are compared with the block once all of it is read.
         copies = []
         for part in self._spans.parts(start, stop):
             if part.replica:
@@ -272,65 +290,72 @@ class BlockReader:
         for part in copies:
             self._compare(move, part, block, start, count=count)
 
-    def lent(self, move: Move, start: int, stop: int) -> list[memoryview] | None:
-        """Elements [start, stop) of the move's line as they lie in what a store has sent, to be looked at, in parts
-        that may end within an element; None where they must be read into a block: from a local file, from several
-        places, beside replicas."""
-        if not move.sources or self._files.remote(move.sources[0].file) is None or self.turned(move) is not None:
+    def lend_parts(self, move: Move, start: int, stop: int) -> list[memoryview] | None:
+        """Elements [start, stop) of the move's line as the buffers that a store has sent, to be looked at without a
+        copy, in parts that may end within an element. None where they must be read into a block: from a local file,
+        from several places, with replicas."""
+        if not move.sources or self._files.remote(move.sources[0].file) is None or self.find_panels(move) is not None:
             return None
-        found = self._spans.parts(start, stop)
-        if len(found) != 1 or len(found[0].extents) > 1 or found[0].numel != stop - start:
+
+        regions = self._spans.parts(start, stop)
+        if len(regions) != 1 or len(regions[0].extents) > 1 or regions[0].numel != stop - start:
             return None
-        (only,) = found
-        tree = self._files.remote(only.file)
-        if tree is None or not in_runs(only, move.item):
+        (region,) = regions
+        tree = self._files.remote(region.file)
+        if tree is None or not is_in_runs(region, move.item):
             return None
-        parts = tree.parts(self._files.path(only.file), only.offset, (stop - start) * move.item)
-        at = only.offset
+        parts = tree.parts(self._files.path(region.file), region.offset, (stop - start) * move.item)
+        offset = region.offset
+
+        # What is lent counts as read.
         for part in parts:
-            self._count(only.file, at, part)
-            at += len(part)
+            self._count(region.file, offset, part)
+            offset += len(part)
         return parts
 
     def expect(self, items: Iterable[tuple[Move, int, int]], *, then: bool = False) -> None:
         """Elements [start, stop) of these moves' lines will be filled next, in this order: files of stores are fetched
-        ahead. then: after what was expected before. Of transposed sources the panels ask themselves."""
+        ahead. then: after what was expected before. For transposed sources the panels announce their reads."""
         ranges: dict[int, tuple[Tree, list[tuple[str, int, int]]]] = {}
         for move, start, stop in items:
-            far = [(region, tree) for region in move.sources if (tree := self._files.remote(region.file)) is not None]
+            remotes = [(region, self._files.remote(region.file)) for region in move.sources]
+            far = [(region, tree) for region, tree in remotes if tree is not None]
             if not far or any(map(is_transposed, move.sources)):
                 continue
-            stop = min(move.numel, -(-stop * move.item // LEAF) * LEAF // move.item)  # as the digest's last leaf
+
+            # Segment by segment, as the blocks will want it; to the end of the digest's last leaf.
+            stop = min(move.numel, ceil_div(stop * move.item, LEAF) * LEAF // move.item)
             step = max(1, SEGMENT // move.item)
             for at in range(start, stop, step):
                 for region, tree in far:
                     _, wanted = ranges.setdefault(id(tree), (tree, []))
                     for part in clip(region, at, min(at + step, stop)):
                         wanted.extend((self._files.path(part.file), *run) for run in _reads(part, move.item))
+
         for tree, wanted in ranges.values():
             tree.expect(wanted, then=then)
 
-    def turned(self, move: Move) -> Transposed | None:
+    def find_panels(self, move: Move) -> Transposed | None:
         """The panels of a move with transposed sources, None for others. Good until another move is asked for."""
         if self._move is not move:
             self._move = move
             self._spans = Spans(())
-            self._turned = None
+            self._panels = None
             if any(map(is_transposed, move.sources)):
-                self._turned = Transposed(move, self, self.strips, partial(self._differs, move))
+                self._panels = Transposed(move, self, self.strips, partial(self._differs, move))
             else:
                 self._spans = Spans(move.sources)
-        return self._turned
+        return self._panels
 
     def _compare(self, move: Move, part: Region, block: memoryview, start: int, *, count: bool) -> None:
         import numpy as np
 
-        other = memoryview(bytearray(len(block)))
-        self._read(part, other, start, move.item, count=count)
+        other_block = memoryview(bytearray(len(block)))
+        self._read(part, other_block, start, move.item, count=count)
         view = ((part.at - start) * move.item, part.extents, [step * move.item for step in part.steps], move.item)
-        mine = strided(block, *view)
-        theirs = strided(other, *view)
-        if not np.array_equal(mine, theirs):
+        first_copy = view_strided(block, *view)
+        this_copy = view_strided(other_block, *view)
+        if not np.array_equal(first_copy, this_copy):
             self._differs(move, part)
 
     def _differs(self, move: Move, part: Region) -> NoReturn:
@@ -344,7 +369,8 @@ class BlockReader:
         )
 
     def _read(self, part: Region, block: memoryview, start: int, item: int, *, count: bool) -> None:
-        if in_runs(part, item):
+        """Read a part straight into the block where it is a run, or row by row where its rows are; else strided."""
+        if is_in_runs(part, item):
             if len(part.extents) > 1:
                 for i in range(part.extents[0]):
                     self._read(part.row(i), block, start, item, count=count)
@@ -357,27 +383,29 @@ class BlockReader:
 
     def _spread(self, part: Region, block: memoryview, start: int, item: int, *, count: bool) -> None:
         """Read a strided part, its dims in the file's order: spans through the scratch, the outermost dim split until a
-        span fits and is dense, or is thin and of many rows that lie near each other."""
+        span fits and is dense, or is thin and of many rows that are near each other."""
         extents = part.extents
         strides = part.strides
         span = part.reach(item)
         useful = item
-        for n, s in zip(extents, strides, strict=True):
-            useful *= n if s else 1
-        near = bool(extents) and 0 < strides[0] <= GAP
-        few = SCRATCH // strides[0] if near else 1  # rows of one span
-        if span <= max(GAP, min(4 * useful, SCRATCH)) or (near and extents[0] <= few):
+        for extent, stride in zip(extents, strides, strict=True):
+            useful *= extent if stride else 1
+        is_near = bool(extents) and 0 < strides[0] <= GAP
+        rows_per_span = SCRATCH // strides[0] if is_near else 1
+
+        # One read of the whole span: at most four bytes for each that is wanted.
+        if span <= max(GAP, min(4 * useful, SCRATCH)) or (is_near and extents[0] <= rows_per_span):
             if len(self._scratch) < span:
                 self._scratch = bytearray(max(span, SCRATCH))
             self.pread(part.file, part.offset, memoryview(self._scratch)[:span], count=count and span == useful)
-            there = strided(block, (part.at - start) * item, extents, [step * item for step in part.steps], item)
-            there[...] = strided(self._scratch, 0, extents, strides, item)
-        elif few > 1:
-            for i in range(0, extents[0], few):
+            target = view_strided(block, (part.at - start) * item, extents, [step * item for step in part.steps], item)
+            target[...] = view_strided(self._scratch, 0, extents, strides, item)
+        elif rows_per_span > 1:
+            for i in range(0, extents[0], rows_per_span):
                 first = part.row(i)
-                rows = min(few, extents[0] - i)
-                some = part._replace(offset=first.offset, at=first.at, extents=(rows, *extents[1:]))
-                self._spread(some, block, start, item, count=count)
+                rows = min(rows_per_span, extents[0] - i)
+                band = part._replace(offset=first.offset, at=first.at, extents=(rows, *extents[1:]))
+                self._spread(band, block, start, item, count=count)
         else:
             for i in range(extents[0]):  # one of them may be a run
                 self._read(part.row(i), block, start, item, count=count)
@@ -387,9 +415,11 @@ class BlockReader:
         return self._fds[file]
 
     def remote(self, file: int) -> Tree | None:
+        """The tree to read through where the file has no descriptor, else None."""
         return self._files.remote(file)
 
     def path(self, file: int) -> str:
+        """The file's path below its tree."""
         return self._files.path(file)
 
     def pread(self, file: int, offset: int, view: memoryview, *, count: bool = True) -> None:
@@ -404,7 +434,8 @@ class BlockReader:
 
     def _count(self, file: int, offset: int, view: memoryview) -> None:
         """Count bytes of a file that have been read into the CRCs of its records."""
-        if (starts := self._starts.get(file)) is not None:
+        starts = self._starts.get(file)
+        if starts is not None:
             if file not in self.pieces:
                 self.pieces[file] = RunPieces()
             self.pieces[file].add(offset, view, breaks=starts)
@@ -416,7 +447,7 @@ class BlockReader:
             while done < len(view):
                 n = os.preadv(fd, (view[done:],), offset + done)
                 if n == 0:
-                    raise self._files.changed(file)  # shorter than it was when the plan was made
+                    raise self._files.make_changed_error(file)  # shorter than it was when the plan was made
                 done += n
         except OSError as e:
             raise wrap_os_error(e, self._files.shown(file), "reading", offset=offset + done) from e
@@ -443,13 +474,14 @@ class BlockReader:
                     return False
                 raise wrap_os_error(e, self._files.shown(file), "copying", offset=offset) from e
             if n == 0:
-                raise self._files.changed(file)
+                raise self._files.make_changed_error(file)
             offset = offset + n
             to_offset = to_offset + n
             nbytes = nbytes - n
         return True
 
     def close(self) -> None:
+        """Close the descriptors."""
         self._fds.close()
 
 
@@ -474,8 +506,8 @@ class Writer:
         """The files that are written, to be read back."""
         return StagedFiles(self._staging.open, self._names)
 
-    def checksummed(self, file: int) -> bool:
-        """Must every byte of the file's arrays pass by here, for the CRC of its records?"""
+    def is_checksummed(self, file: int) -> bool:
+        """Must every byte of the file's arrays be written through this process, for the CRC of its records?"""
         return file in self._starts
 
     def drain(self, regions: Sequence[Region], block: memoryview, start: int, stop: int, item: int) -> None:
@@ -487,22 +519,26 @@ class Writer:
             self._write(part, block, start, item)
 
     def _write(self, part: Region, block: memoryview, start: int, item: int) -> None:
+        """Write a part: a run at once, rows that are runs row by row, a dense strided part through the scratch."""
         run = part.numel * item
         at = (part.at - start) * item
-        rows = in_runs(part, item)
+        rows = is_in_runs(part, item)
         if rows and len(part.extents) < 2:
             self.pwrite(part.file, part.offset, block[at : at + run])
             return
+
         part = part if rows else part.in_file_order()
-        if rows or part.reach(item) > run:  # with gaps: what lies without them is gathered in the scratch
+        if rows or part.reach(item) > run:  # with gaps: parts without gaps gather in the scratch
             for i in range(part.extents[0]):
                 self._write(part.row(i), block, start, item)
+            return
+
             return
         if len(self._scratch) < run:
             self._scratch = bytearray(max(run, SCRATCH))
         steps = [step * item for step in part.steps]
-        there = strided(block, at, part.extents, steps, item)
-        strided(self._scratch, 0, part.extents, part.strides, item)[...] = there
+        source = view_strided(block, at, part.extents, steps, item)
+        view_strided(self._scratch, 0, part.extents, part.strides, item)[...] = source
         self.pwrite(part.file, part.offset, memoryview(self._scratch)[:run])
 
     def pwrite(self, file: int, offset: int, view: memoryview, *, count: bool = True) -> None:
@@ -521,6 +557,7 @@ class Writer:
                 done += n
         except OSError as e:
             raise wrap_os_error(e, self._names[file], "writing", offset=offset + done) from e
+
         starts = self._starts.get(file)
         if count and starts is not None:
             if file not in self.pieces:
@@ -528,6 +565,7 @@ class Writer:
             self.pieces[file].add(offset, view, breaks=starts)
 
     def close(self) -> None:
+        """Close the files. Raises StorageError: a network file system may report a lost write only here."""
         try:
             self.fds.close()
         except OSError as e:

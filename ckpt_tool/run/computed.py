@@ -79,7 +79,7 @@ class Recipe(ABC):
         be changed). Of dtypes below 8 bits a and b count bytes, as uint8. Called on several threads at once.
         """
 
-    def rounded(self, read: Read, lend: Lend, start: int, stop: int, out: tuple[Array, str]) -> bool:
+    def compute_rounded(self, read: Read, lend: Lend, start: int, stop: int, out: tuple[Array, str]) -> bool:
         """The same elements rounded to a dtype, in one pass by compiled code; False where there is none, or where a
         value is not finite or becomes so: they are made by `values` then, and those that are lost are counted.
 
@@ -321,13 +321,13 @@ class ComputedTree(Tree):
             raise InternalError(f"{path}: bytes {offset} to {offset + nbytes} of {recipe.nbytes}")
         return recipe
 
-    def rounded(self, path: str, start: int, dtype: DType, out: memoryview) -> bool:
-        """See `Tree.rounded`."""
+    def compute_rounded(self, path: str, start: int, dtype: DType, out: memoryview) -> bool:
+        """See `Tree.compute_rounded`."""
         recipe = self._recipes[path]
         item = dtype.bits // 8
         lines = self._lines_of(path, recipe)
         made = np.frombuffer(out, f"u{item}")
-        return recipe.rounded(lines.read, lines.lend, start, start + len(out) // item, (made, dtype.name))
+        return recipe.compute_rounded(lines.read, lines.lend, start, start + len(out) // item, (made, dtype.name))
 
     def _lines_of(self, path: str, recipe: Recipe) -> _Lines:
         """This thread's way to the recipe's inputs; that of the last recipe is kept."""

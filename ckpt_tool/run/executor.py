@@ -52,7 +52,7 @@ from ckpt_tool.run.shares import of_part
 from ckpt_tool.run.staged import Gaps, Line, intact
 from ckpt_tool.run.threads import Workers
 from ckpt_tool.run.transposed import PANEL
-from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Mover, Movers, WalkBuffers, Walks, is_made
+from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Mover, Movers, WalkBuffers, Walks, is_computed
 from ckpt_tool.storage.descriptors import close_written
 from ckpt_tool.storage.output.journal import PartStatus
 from ckpt_tool.storage.output.replaced import ReplacedOutput
@@ -459,7 +459,7 @@ class Executor:
         """A thread's units. Of a store the next one's bytes are asked for before one is over; a card reads in its own
         way."""
         moves = self.plan.moves
-        far = self._movers is None and self.sources.far
+        far = self._movers is None and self.sources.has_remote_files
 
         def take() -> tuple[int, Unit] | None:
             with state.lock:
@@ -496,7 +496,7 @@ class Executor:
     def _unit(self, taken: tuple[int, Unit], mover: Mover, state: RunState) -> dict[str, Any] | None:
         """Move one unit. Returns its journal line; None when the run was stopped in it."""
         number, unit = taken
-        walked = mover.unit(unit.items)
+        walked = mover.move_unit(unit.items)
         if walked is None:
             return None
         leaves = []
@@ -511,7 +511,7 @@ class Executor:
                 leaves.append(
                     [index, source.first, b64encode(source.leaves).decode(), out.first, b64encode(out.leaves).decode()]
                 )
-                hashes.append(walk.written())
+                hashes.append(walk.hash_written())
         line = {"unit": number, "bytes": unit.nbytes, "hashes": hashes, "leaves": leaves, "overflows": overflows}
         with state.lock:
             self.gather_leaves([line], state)
@@ -530,7 +530,7 @@ class Executor:
         digests = {
             move.key: _root(move.dtype.name, move, state.leaves.get(i, {}))
             for i, move in enumerate(moves)
-            if not is_made(move, self.sources.remote)
+            if not is_computed(move, self.sources.remote)
         }
         digests_out = {
             move.key: _root(move.dtype_out.name, move, state.leaves_out.get(i, {})) for i, move in enumerate(moves)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tool.plan.copy import Region, clip, hull
-from ckpt_tool.run.blocks import in_runs, strided
+from ckpt_tool.run.blocks import is_in_runs, view_strided
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,7 +58,7 @@ def runs_of(regions: Sequence[Region], item: int, start: int, stop: int) -> list
         low, high = hull(region)
         if low >= stop or high <= start:
             continue
-        if not in_runs(region, item):
+        if not is_in_runs(region, item):
             return None
         for part in clip(region, start, stop):
             found += _runs(part, item)
@@ -216,8 +216,8 @@ class Bands:
         length = self._row * self._item
         extents = (height, width // item)
         views = self._views[where] = _Views(
-            strided(self._block, top * length + column, extents, (length, item), item),
-            strided(self._scratch, 0, extents, (width, item), item),
+            view_strided(self._block, top * length + column, extents, (length, item), item),
+            view_strided(self._scratch, 0, extents, (width, item), item),
             self._scratch[: height * width],
         )
         return views

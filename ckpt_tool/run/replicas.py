@@ -148,7 +148,7 @@ class _ReplicaReader(BlockReader):
         super().__init__(files, 32, {})
         self._worst: dict[int, Worst] = {}
 
-    def turned(self, move: Move) -> None:
+    def find_panels(self, move: Move) -> None:
         """No panels: strided sides are read piece by piece, which needs no room and takes longer."""
         if self._move is not move:
             self._move = move

@@ -211,7 +211,7 @@ def _read_one(
         end = min(at + step, move.numel)
         nbytes = (end - at) * move.item
         try:
-            lent = reader.lent(move, at, end) if bytewise else None
+            lent = reader.lend_parts(move, at, end) if bytewise else None
             if lent is None:
                 reader.fill(move, block[:nbytes].data, at, end)
         except (InputError, StorageError) as e:

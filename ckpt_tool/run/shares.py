@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.plan.copy import clip
 from ckpt_tool.plan.plan import Plan
-from ckpt_tool.plan.schedule import MoveRange, Unit, grain
+from ckpt_tool.plan.schedule import MoveRange, Unit, find_grain
 
 # bytes of a share, at least; shares of a plan
 SHARE = 256 << 20
@@ -136,7 +136,7 @@ class Shares(Sequence[UploadShare]):
     def _cells(self, unit: Unit, item: MoveRange, number: int) -> Iterator[Work]:
         move = self._plan.moves[item.move]
         cell = max(1, CELL // move.item)
-        cell -= cell % grain(move, cell)
+        cell -= cell % find_grain(move, cell)
         for at in range(item.start, item.stop, cell):
             some = MoveRange(item.move, at, min(at + cell, item.stop))
             owners = self._owners(some)

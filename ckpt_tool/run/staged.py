@@ -18,7 +18,7 @@ from ckpt_tool.errors import CkptError
 from ckpt_tool.plan.copy import Region, clip
 from ckpt_tool.plan.plan import Move, Plan
 from ckpt_tool.plan.schedule import Unit
-from ckpt_tool.run.blocks import BlockReader, OpenFiles, strided
+from ckpt_tool.run.blocks import BlockReader, OpenFiles, view_strided
 from ckpt_tool.run.threads import Workers
 from ckpt_tool.run.walk import read_back
 
@@ -171,6 +171,6 @@ def _clear_teeth(odd: np.ndarray[Any, np.dtype[np.bool_]], at: int, region: Regi
     room = np.zeros(lead + len(odd) + lead, np.bool_)
     along = Region(0, 0, region.offset, extents, (0,) * len(extents), strides)  # its line is the file
     for part in clip(along, at - lead, at + len(odd)):
-        where = strided(room.view(np.uint8).data, part.at - at + lead, (*part.extents, item), (*part.steps, 1), 1)
+        where = view_strided(room.view(np.uint8).data, part.at - at + lead, (*part.extents, item), (*part.steps, 1), 1)
         where[...] = 1
     odd &= ~room[lead : lead + len(odd)]

@@ -503,7 +503,7 @@ class PartWriter(Writer):
         self.pieces = {}
         self.fds = _NoDescriptors(lambda number: -1, 1)
 
-    def checksummed(self, file: int) -> bool:
+    def is_checksummed(self, file: int) -> bool:
         """Every byte passes by here."""
         return True
 

@@ -1,9 +1,9 @@
 """One item of a unit: elements [start, stop) of a tensor walked block by block from its sources to its outputs.
 
-The hash that the journal keeps (`written`) and the leaves of the digest are taken from the very bytes that are drained.
-A block is 256 KiB of plain runs, one leaf, which stays in L2 on its way from file to file: with 512 KiB a copy took a
-quarter more CPU where the neighbours use the cache too. Where a side is strided it is up to 1 MiB and whole rows.
-Blocks for transposed outputs gather in a panel (`run/transposed_outputs.py`) and end where it ends.
+The hash that the journal keeps (`hash_written`) and the leaves of the digest are taken from the very bytes that are
+written. A block is 256 KiB of plain runs, one leaf, which stays in L2 on its way from file to file: with 512 KiB a copy
+took a quarter more CPU where other processes use the cache too. Where a side is strided a block is up to 1 MiB and
+whole rows. Blocks for transposed outputs gather in a panel (`run/transposed_outputs.py`) and end where it ends.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ class WalkBuffers(NamedTuple):
 
     reader: BlockReader
     writer: Writer
-    block: memoryview  # at least ROOM bytes, scratch: STRIDED_BLOCK
-    scratch: memoryview
-    hashing: bool  # False moves bytes unseen
+    block: memoryview  # at least ROOM bytes
+    scratch: memoryview  # STRIDED_BLOCK bytes
+    hashing: bool  # False copies bytes without looking at them
     stopped: Callable[[], bool]
-    advance: Callable[[int], None]
+    advance: Callable[[int], None]  # called with the source bytes of each block that is done
 
 
 class Walked(Protocol):
-    """What the journal wants of an item that was moved. lost: values beyond the range of a cast."""
+    """What the journal wants of an item that was moved."""
 
-    lost: int
+    lost: int  # values beyond the range of a cast
     source_leaves: LeafStream
     out_leaves: LeafStream
 
-    def written(self) -> str: ...
+    def hash_written(self) -> str: ...
 
 
 class Mover(Protocol):
     """Moves units, for one thread. None: the run was stopped in it."""
 
-    def unit(self, items: Sequence[MoveRange]) -> Sequence[Walked] | None: ...
+    def move_unit(self, items: Sequence[MoveRange]) -> Sequence[Walked] | None: ...
     def close(self) -> None: ...
 
 
@@ -72,7 +72,7 @@ class Walks:
         self._job = job
         self._moves = moves
 
-    def unit(self, items: Sequence[MoveRange]) -> list[Walked] | None:
+    def move_unit(self, items: Sequence[MoveRange]) -> list[Walked] | None:
         """Move a unit."""
         walked: list[Walked] = []
         for index, start, stop in items:
@@ -87,12 +87,13 @@ class Walks:
         """Nothing is held."""
 
 
-def is_made(move: Move, remote: Callable[[int], Tree | None]) -> bool:
-    """Is the move's line computed, and rounded then? What is written is all that is hashed of it: nobody has stated a
-    digest of what it was before. remote: the tree of a source file that has no descriptor."""
+def is_computed(move: Move, remote: Callable[[int], Tree | None]) -> bool:
+    """Is the move's line computed, and then rounded? Only what is written is hashed then: there is no source file with
+    a digest of the values before they were rounded. remote: the tree of a source file that has no descriptor."""
     if move.dtype == move.dtype_out:
         return False
-    return any((tree := remote(region.file)) is not None and tree.computed for region in move.sources)
+    trees = [remote(region.file) for region in move.sources]
+    return any(tree is not None and tree.computed for tree in trees)
 
 
 class Walk:
@@ -108,27 +109,30 @@ class Walk:
         self.block = job.block
         self.cast = move.dtype != move.dtype_out
         self.lost = 0
-        self._made = is_made(move, self.reader.remote)
-        self.source_leaves = (
-            LeafStream(0, 0, 0)
-            if self._made
-            else LeafStream(start * move.item, stop * move.item, move.numel * move.item)
-        )
-        self.out_leaves = (
-            LeafStream(start * move.item_out, stop * move.item_out, move.numel * move.item_out)
-            if self.cast
-            else self.source_leaves
-        )
-        out = self.out_leaves
-        want = max(self.source_leaves.end // move.item, out.end // move.item_out) if job.hashing else stop
-        self.until = max(stop, want)  # the element up to which is read
-        self.pieces = (
-            out
-            if out.aligned
-            else LeafStream(start * move.item_out, stop * move.item_out, move.numel * move.item_out, exact=True)
-        )
+        self._is_computed = is_computed(move, self.reader.remote)
 
-    def written(self) -> str:
+        # One stream of leaves for what is read, one for what is written; the same where nothing is cast.
+        if self._is_computed:
+            self.source_leaves = LeafStream(0, 0, 0)
+        else:
+            self.source_leaves = LeafStream(start * move.item, stop * move.item, move.numel * move.item)
+        if self.cast:
+            self.out_leaves = LeafStream(start * move.item_out, stop * move.item_out, move.numel * move.item_out)
+        else:
+            self.out_leaves = self.source_leaves
+
+        # A leaf belongs to the item that it begins in: its end may be read beyond `stop`.
+        last_leaf = max(self.source_leaves.end // move.item, self.out_leaves.end // move.item_out)
+        self.until = max(stop, last_leaf) if job.hashing else stop
+
+        # What the journal hashes ends exactly at `stop`.
+        self.pieces = self.out_leaves
+        if not self.out_leaves.aligned:
+            self.pieces = LeafStream(
+                start * move.item_out, stop * move.item_out, move.numel * move.item_out, exact=True
+            )
+
+    def hash_written(self) -> str:
         """The hash of what this walk wrote, as `read_back` computes it again."""
         return xxhash.xxh3_128_hexdigest(bytes(self.pieces.leaves))
 
@@ -136,39 +140,47 @@ class Walk:
         """Move all blocks of the item, or end early where the job was stopped."""
         move = self.move
         hashing = self.job.hashing
+
         if not hashing and not self.cast and self._copy_runs():
             return
+
         per_block = self._choose_lanes()
         at = self.start
         while at < self.stop and not self.job.stopped():
             end = min((at // per_block + 1) * per_block, self.stop)
-            if self._turns:
-                end = self._turns.begin(at, end)
-            out = self._step(at, end)
+            if self._transposed_outputs:
+                end = self._transposed_outputs.begin(at, end)
+            out = self._produce(at, end)
             self._drain(out, at, end)
-            if self._turns:
-                self._turns.take(out, at, end)
+            if self._transposed_outputs:
+                self._transposed_outputs.take(out, at, end)
             if hashing and self.pieces is not self.out_leaves:
                 self.pieces.feed(at * move.item_out, out)
             self.job.advance((end - at) * move.item)
             at = end
-        if hashing and not self.job.stopped():  # the last leaf may run on into the next item's elements
+
+        # The last leaf may run on into the next item's elements: they are hashed, not written.
+        if hashing and not self.job.stopped():
             while at < self.until:
                 end = min(at + per_block, self.until)
-                self._step(at, end, count=False)
+                self._produce(at, end, count=False)
                 at = end
 
-    def _step(self, at: int, end: int, *, count: bool = True) -> memoryview:
-        """Read, hash and cast elements [at, end). Returns the bytes to write."""
+    def _produce(self, at: int, end: int, *, count: bool = True) -> memoryview:
+        """Read, hash and cast elements [at, end). Returns the bytes to write. count: False for a look beyond `stop`."""
         move = self.move
-        rounded = self._rounded(at, end) if self._made else None
+
+        # Computed values may come rounded at once, without a pass over them in the wide dtype.
+        rounded = self._compute_rounded(at, end) if self._is_computed else None
         if rounded is not None:
             if self.job.hashing:
                 self.out_leaves.feed(at * move.item_out, rounded)
             return rounded
-        block = self._taken(at, end)
-        if block is None and count and self._direct and self._turns:
-            block = self._turns.room(at, end)
+
+        # The bytes are already in a panel, or go into the panel of the outputs, or into the block.
+        block = self._view_panel(at, end)
+        if block is None and count and self._fills_panel_directly and self._transposed_outputs:
+            block = self._transposed_outputs.room(at, end)
             self._fill(block, at, end)
         elif block is None:
             block = self.block[: (end - at) * move.item]
@@ -176,6 +188,7 @@ class Walk:
                 self._fill(block, at, end)
             else:
                 self.reader.fill(move, block, at, end, count=False, until=self.until)
+
         if self.job.hashing:
             self.source_leaves.feed(at * move.item, block)
         if not self.cast:
@@ -194,58 +207,68 @@ class Walk:
         """Find the lane of each side, if it has one. Returns the elements of a block: whole leaves where both sides
         are plain runs, else whole rows of the coarsest strided dim where they fit."""
         move = self.move
-        self._plain = tuple(region for region in move.outputs if not is_transposed(region))
-        self._reads = self._lane(move.sources, move.item, self.reader.pread, reads=True)
-        self._writes = self._lane(self._plain, move.item_out, self.writer.pwrite, reads=False)
-        many = len(self._plain) < len(move.outputs)
-        turned = self.reader.turned(move) if self._reads is None or many else None
-        self._panels = turned if isinstance(self._writes, Runs) else None
-        self._turns = (
-            TransposedOutputs(move, (self.start, self.stop, self.until), self.reader.strips, self.writer, turned)
-            if many
-            else None
+        self._plain_outputs = tuple(region for region in move.outputs if not is_transposed(region))
+        self._read_lane = self._find_lane(move.sources, move.item, self.reader.pread, reads=True)
+        self._write_lane = self._find_lane(self._plain_outputs, move.item_out, self.writer.pwrite, reads=False)
+
+        # Transposed sides go through panels: the source's, which writes can take slices of, and the outputs'.
+        has_transposed = len(self._plain_outputs) < len(move.outputs)
+        panels = self.reader.find_panels(move) if self._read_lane is None or has_transposed else None
+        self._panels = panels if isinstance(self._write_lane, Runs) else None
+        self._transposed_outputs = None
+        if has_transposed:
+            ends = (self.start, self.stop, self.until)
+            self._transposed_outputs = TransposedOutputs(move, ends, self.reader.strips, self.writer, panels)
+        self._fills_panel_directly = (
+            has_transposed
+            and panels is None
+            and not self.cast
+            and not isinstance(self._read_lane, Bands)
+            and not isinstance(self._write_lane, Bands)
         )
-        self._direct = many and turned is None and not self.cast and not isinstance(self._reads, Bands)
-        self._direct = self._direct and not isinstance(self._writes, Bands)
+
         if self._panels:  # blocks are slices: no buffer bounds them
             return STRIDED_BLOCK // move.item
-        if isinstance(self._reads, Runs) and isinstance(self._writes, Runs):
-            return BLOCK // (move.item_out if self._made else move.item)
-        most = STRIDED_BLOCK // move.item
-        rows = [region.steps[0] for region in (*move.sources, *self._plain) if len(region.extents) > 1]
-        row = max((row for row in rows if row <= most), default=1)
-        return most // row * row
+        if isinstance(self._read_lane, Runs) and isinstance(self._write_lane, Runs):
+            return BLOCK // (move.item_out if self._is_computed else move.item)
+        limit = STRIDED_BLOCK // move.item
+        rows = [region.steps[0] for region in (*move.sources, *self._plain_outputs) if len(region.extents) > 1]
+        row = max((row for row in rows if row <= limit), default=1)
+        return limit // row * row
 
-    def _lane(self, regions: Sequence[Region], item: int, transfer: Transfer, *, reads: bool) -> Runs | Bands | None:
+    def _find_lane(
+        self, regions: Sequence[Region], item: int, transfer: Transfer, *, reads: bool
+    ) -> Runs | Bands | None:
+        """The quick way between regions and block: plain runs, or bands of columns. None: part by part."""
         if reads and any(region.replica for region in regions):
             return None
         runs = runs_of(regions, item, self.start, self.stop)
         if runs is not None:
             return Runs(runs, transfer)
-        found = bands_of(regions, item)
-        if found is None or self.cast:
+        row_and_bands = bands_of(regions, item)
+        if row_and_bands is None or self.cast:
             return None
-        row, bands = found
+        row, bands = row_and_bands
         return Bands(bands, row, item, self.block, self.job.scratch, transfer, reads=reads)
 
-    def _taken(self, at: int, end: int) -> memoryview | None:
-        """Elements [at, end) where they lie in a panel already and nothing wants them in the block."""
+    def _view_panel(self, at: int, end: int) -> memoryview | None:
+        """Elements [at, end) where they are in a panel already and nothing needs them in the block."""
         return self._panels.view(at, end, self.until) if self._panels else None
 
-    def _rounded(self, at: int, end: int) -> memoryview | None:
+    def _compute_rounded(self, at: int, end: int) -> memoryview | None:
         """Computed elements [at, end) as they are written, None where there is no short way to them."""
         move = self.move
-        lane = self._reads
+        lane = self._read_lane
         place = lane.one(at * move.item, end * move.item) if isinstance(lane, Runs) else None
         tree = self.reader.remote(place[0]) if place else None
         if place is None or tree is None:
             return None
         out = self.block[: (end - at) * move.item_out]
-        short = tree.rounded(self.reader.path(place[0]), place[1] // move.item, move.dtype_out, out)
+        short = tree.compute_rounded(self.reader.path(place[0]), place[1] // move.item, move.dtype_out, out)
         return out if short else None
 
     def _fill(self, block: memoryview, at: int, end: int) -> None:
-        lane = self._reads
+        lane = self._read_lane
         item = self.move.item
         if isinstance(lane, Runs):
             lane.pass_by(block, at * item, end * item)
@@ -255,14 +278,14 @@ class Walk:
             self.reader.fill(self.move, block, at, end, until=self.until)
 
     def _drain(self, out: memoryview, at: int, end: int) -> None:
-        lane = self._writes
+        lane = self._write_lane
         item = self.move.item_out
         if isinstance(lane, Runs):
             lane.pass_by(out, at * item, end * item)
         elif lane is not None and lane.whole(at, end):
             lane.pass_by(out, at, end)
         else:
-            self.writer.drain(self._plain, out, at, end, item)
+            self.writer.drain(self._plain_outputs, out, at, end, item)
 
     def _copy_runs(self) -> bool:
         """Unhashed plain runs go from file to file in the kernel. False when a side is strided, remote or
@@ -272,8 +295,11 @@ class Walk:
             len(side.extents) > 1 or side.strides not in ((), (move.item,)) for side in (*move.sources, *move.outputs)
         ):
             return False
-        if any(source.replica for source in move.sources) or any(self.writer.checksummed(o.file) for o in move.outputs):
+        if any(source.replica for source in move.sources) or any(
+            self.writer.is_checksummed(o.file) for o in move.outputs
+        ):
             return False
+
         for output in move.outputs:
             for wanted in clip(output, self.start, self.stop):
                 for source in move.sources:
@@ -291,23 +317,26 @@ def read_back(reader: BlockReader, move: Move, start: int, stop: int) -> str | N
 
     reader: over the written files.
     """
+    # The outputs are read as if they were sources: the first copy of a place, the others compared with it as replicas.
     seen: dict[tuple[object, ...], int] = {}
     regions = []
     for region in move.outputs:
         same = (region.at, region.extents, region.steps)
         regions.append(region._replace(replica=seen.get(same, 0)))
         seen[same] = seen.get(same, 0) + 1
-    written = move._replace(sources=tuple(regions), outputs=(), item=move.item_out)
+
+    hash_written = move._replace(sources=tuple(regions), outputs=(), item=move.item_out)
     item = move.item_out
     at = start
     stream = LeafStream(start * item, stop * item, move.numel * item, exact=True)
     step = STRIDED_BLOCK // item
     block = memoryview(bytearray(STRIDED_BLOCK))
+
     while at < stop:
         end = min(at + step, stop)
         part = block[: (end - at) * item]
         try:
-            reader.fill(written, part, at, end, until=stop)
+            reader.fill(hash_written, part, at, end, until=stop)
         except InputError:
             return None
         stream.feed(at * item, part)

@@ -151,7 +151,7 @@ class Tree:
         """The views of its files."""
         return Views(self)
 
-    def rounded(self, path: str, start: int, dtype: DType, out: memoryview) -> bool:
+    def compute_rounded(self, path: str, start: int, dtype: DType, out: memoryview) -> bool:
         """Fill `out` with elements of a computed file's line from `start` on, rounded to `dtype`. False where there is
         no short way to them, or values may be lost in it: then they are read, and cast."""
         return False

@@ -191,9 +191,9 @@ def test_recipes_give_the_same_bits_by_both_roads(
             out = memoryview(bytearray(2 * (stop - start)))
             finite = not (odd and start <= 100 < stop)
             is_made = finite and (path == "model/l" or library.pair > 0)  # products want a fused multiply-add
-            assert tree.rounded(path, start, DTYPES["BF16"], out) == is_made
+            assert tree.compute_rounded(path, start, DTYPES["BF16"], out) == is_made
             assert not is_made or bytes(out) == want
-            assert not tree.rounded(path, start, DTYPES["F16"], out)
+            assert not tree.compute_rounded(path, start, DTYPES["F16"], out)
 
 
 def test_a_merge_is_the_same_file_by_both_roads(
@@ -368,5 +368,5 @@ def test_floats_of_ggufs_blocks(
         np.testing.assert_array_equal(direct, line[4 * low : 4 * high])
         out = memoryview(bytearray(2 * (high - low)))
         whole = taken[low // elements : -(-high // elements)].all()
-        assert tree.rounded("model/w", low, DTYPES["BF16"], out) == whole
+        assert tree.compute_rounded("model/w", low, DTYPES["BF16"], out) == whole
         assert not whole or bytes(out) == half.reshape(-1)[low:high].tobytes()

@@ -299,8 +299,8 @@ def test_a_run_is_gone_on_with_on_either(
     interrupted(source, tmp_path / "out", begun, monkeypatch, **options)
     moved: list[object] = []
     for walked in (cpu_walk.Walks, device_walk.DeviceMover):
-        own = walked.unit
-        monkeypatch.setattr(walked, "unit", lambda self, items, own=own: moved.append(items) or own(self, items))
+        own = walked.move_unit
+        monkeypatch.setattr(walked, "move_unit", lambda self, items, own=own: moved.append(items) or own(self, items))
     ckpt.convert(source, tmp_path / "out", device=ended, **options)
     assert not moved, "what the journal says is done was done again"
     assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")

@@ -38,7 +38,7 @@ class Files:
 
     shown = path
 
-    def changed(self, number):
+    def make_changed_error(self, number):
         return StorageError("shorter than planned", code="E0708", path=self.path(number))
 
     def remote(self, number):
@@ -117,7 +117,7 @@ def read_in_blocks(reader, case, rng, start, stop, until):
     got = b""
     while at < stop:
         end = min(stop, at + int(rng.integers(1, max(2, case.whole.size // 3))))
-        turned = reader.turned(case.move) if rng.integers(0, 2) else None
+        turned = reader.find_panels(case.move) if rng.integers(0, 2) else None
         seen = turned.view(at, end, until) if turned else None
         if seen is None:
             seen = memoryview(bytearray((end - at) * item))
@@ -137,7 +137,7 @@ def test_any_part_of_the_line_is_what_numpy_has(tmp_path, sizes, seed, kind):
     line = case.whole.tobytes()
     item = case.whole.itemsize
     reader = BlockReader(case.files, 2, {}, panel=int(rng.integers(1, 2 * len(line) + 2)))
-    assert (reader.turned(case.move) is not None) == case.turned
+    assert (reader.find_panels(case.move) is not None) == case.turned
     for _ in range(3):
         start, stop = sorted(int(i) for i in rng.integers(0, case.whole.size + 1, 2))
         until = int(rng.integers(stop, case.whole.size + 1))

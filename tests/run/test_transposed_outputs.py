@@ -40,7 +40,7 @@ class Folder:
     def open(self, number):
         return os.open(number if isinstance(number, str) else self.path(number), os.O_RDWR)
 
-    def changed(self, number):
+    def make_changed_error(self, number):
         return StorageError("shorter than planned", code="E0708", path=self.path(number))
 
     def staged(self):
@@ -162,7 +162,7 @@ def test_any_share_between_any_layouts(tmp_path, sizes, seed, kind):
             assert there.bytes(i) == want.tobytes(), (i, start, stop)
         bytes_of = line[start * item : stop * item].tobytes()
         want = xxhash.xxh3_128_hexdigest(xxhash.xxh3_128_digest(bytes_of))
-        assert step.written() == read_back(again, move, start, stop) == want
+        assert step.hash_written() == read_back(again, move, start, stop) == want
     assert root(dtype.name, shape, leaves) == digest(dtype.name, shape, whole.tobytes())
 
 
@@ -192,7 +192,7 @@ def test_matrices_of_real_proportions(tmp_path, shape, sides):
         for stream, into in ((step.source_leaves, leaves), (step.out_leaves, leaves_out)):
             if stream.leaves:
                 into[stream.first] = bytes(stream.leaves)
-        assert step.written() == read_back(BlockReader(there, 2, {}, panel=100_000), move, start, stop)
+        assert step.hash_written() == read_back(BlockReader(there, 2, {}, panel=100_000), move, start, stop)
     for i, want in enumerate(out.files(np.frombuffer(after.tobytes(), np.uint8), 0, after.nbytes)):
         assert there.bytes(i) == want
     for values, found, kind in ((whole, leaves, kinds[0]), (after, leaves_out, kinds[1])):
@@ -219,10 +219,10 @@ def test_read_back_sees_a_byte_of_either_copy(tmp_path):
         data = bytearray(there.bytes(i))
         data[-1] ^= 1
         (there.folder / f"{i}.bin").write_bytes(data)
-        assert read_back(BlockReader(there, 2, {}), move, 0, 5000) != step.written()
+        assert read_back(BlockReader(there, 2, {}), move, 0, 5000) != step.hash_written()
         data[-1] ^= 1
         (there.folder / f"{i}.bin").write_bytes(data)
-    assert read_back(BlockReader(there, 2, {}), move, 0, 5000) == step.written()
+    assert read_back(BlockReader(there, 2, {}), move, 0, 5000) == step.hash_written()
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -346,6 +346,6 @@ def test_shares_end_where_rows_do(columns, most, share, side):
     along = Region(0, 0, 0, (rows * columns,), (2,), (1,))
     regions = ((across,), (along,)) if side == "source" else ((along,), (across,))
     move = Move(TensorKey("w"), (rows, columns), DTYPES["BF16"], DTYPES["BF16"], rows * columns, 2, 2, *regions)
-    parts = [(start, stop) for start, stop, _ in schedule.segments(move, 2 * most)]
+    parts = [(start, stop) for start, stop, _ in schedule.cut_segments(move, 2 * most)]
     assert [start for start, _ in parts] == list(range(0, rows * columns, share))
     assert [stop for _, stop in parts] == [*(start for start, _ in parts[1:]), rows * columns]
