@@ -197,6 +197,10 @@ class Wanted:
     shard_size: int = 5_000_000_000  # `--max-shard-size` in bytes
     wish: LayoutWish = LayoutWish()
 
+    def side_file_copies(self) -> tuple[TargetFile, ...]:
+        """The source's side files as files of the output, copied as they are."""
+        return tuple(TargetFile(path, size, copy_of=path) for path, size in self.sidefiles)
+
 
 def whole_file(path: str, data: bytes) -> TargetFile:
     """A file of literal bytes alone."""

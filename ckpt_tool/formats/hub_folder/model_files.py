@@ -288,6 +288,15 @@ def tokenizer_files(tree: Tree) -> tuple[str, ...]:
     return tuple(sorted(path for path in below if is_sidefile(path.removeprefix(TOKENIZER))))
 
 
+def side_files(tree: Tree) -> tuple[str, ...]:
+    """The side files directly in the folder of a tree: what belongs to the model and is copied as it is.
+
+    A link that leads nowhere, or out of the folder, has a negative size in the listing and is left out; the notes on
+    links name it.
+    """
+    return tuple(name for name in tree.names() if is_sidefile(name) and tree.listing()[name] >= 0)
+
+
 def is_sidefile(name: str) -> bool:
     """Is it a small file beside the weights that a conversion copies as it is?"""
     return any(fnmatchcase(name, pattern) for pattern in SIDEFILES)

@@ -23,7 +23,7 @@ from ckpt_tool.core.mesh import DIMS
 from ckpt_tool.core.missing import is_collecting, report_missing
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint
-from ckpt_tool.formats.hub_folder.model_files import is_sidefile
+from ckpt_tool.formats.hub_folder.model_files import side_files
 from ckpt_tool.storage.safetensors_files.safetensors_file import SafetensorsHeader, read_header
 from ckpt_tool.storage.source import Tree, safe_relative
 from ckpt_tool.storage.texts import strict_json
@@ -160,8 +160,7 @@ def _check_files(tree: Tree, index: ShardedIndex) -> tuple[str, ...]:
     ]
     if other:
         raise together(other)
-    usual = filter(is_sidefile, tree.names())
-    return tuple(sorted({*index.sidefiles, *usual}))
+    return tuple(sorted({*index.sidefiles, *side_files(tree)}))
 
 
 def _notes(tree: Tree, known: set[str]) -> Iterable[Note]:

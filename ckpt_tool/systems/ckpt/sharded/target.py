@@ -85,7 +85,7 @@ def sharded_target(wanted: Wanted, layout: Layout) -> Target:
         )
         out.append(TargetFile(path, size, ((0, head),), arrays))
         entries.append(IndexFile(path, size, file.state, file.rank, hashes[path]))
-    out.extend(TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles)
+    out.extend(wanted.side_file_copies())
     out.append(_index_file(wanted, layout, extras, entries))
     return Target(FORMAT_NAME, tuple(out))
 
@@ -213,7 +213,7 @@ class _Large:
             TargetFile(path, slot.size, Later(lambda s=slot: self._head(s)), Later(lambda s=slot: self._arrays(s)))  # type: ignore[misc]
             for path, slot in zip(self.paths, self.slots, strict=True)
         ]
-        files.extend(TargetFile(path, size, copy_of=path) for path, size in self.wanted.sidefiles)
+        files.extend(self.wanted.side_file_copies())
         index = Later(lambda: self._index_file().literals)
         files.append(TargetFile(INDEX, self._index_size(), index, patches=Later(lambda: self._index_file().patches)))
         return Target(FORMAT_NAME, tuple(files), places=GridPlaces(self.grid, self.slots, self.identity))

@@ -102,8 +102,8 @@ class UniversalReader:
         unopened = [*files.model.values(), *files.model3.values()]  # a stage's own, without tensors, or a copy
         return Catalog(
             "deepspeed-universal",
-            tensors,
-            extras,
+            tensors=tensors,
+            extras=extras,
             files=tuple(dict.fromkeys((*self.files, *unopened))),
             notes=(*self.notes, *notes_of(unread), *checked),
             unsafe=tuple(dict.fromkeys(self.unsafe)),

@@ -74,7 +74,7 @@ def target(wanted: Wanted) -> Target:
     steps = extras.get("global_steps", extras.get("iteration"))
     tag = f"global_step{steps}_universal" if type(steps) is int and 0 <= steps < 1 << 62 else "universal"
     placed = [TargetFile(f"{tag}/{f.path}", f.size, f.literals, f.arrays, f.patches) for f in writer.files()]
-    copies = [TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles]
+    copies = list(wanted.side_file_copies())
     pointer = whole_file("latest_universal", tag.encode())
     return Target("deepspeed-universal", (*placed, pointer, *copies), notes=tuple(writer.notes))
 

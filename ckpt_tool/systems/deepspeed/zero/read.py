@@ -387,9 +387,9 @@ class ZeroReader:
         degrees = Degrees(tp=1, pp=self.pp, vpp=1, ep=self.ep, etp=1, dp=self.dp, cp=1)
         return Catalog(
             "deepspeed",
-            tensors,
-            extras,
-            Mesh.of_degrees(degrees.stated()),
+            tensors=tensors,
+            extras=extras,
+            mesh=Mesh.of_degrees(degrees.stated()),
             files=self.files.all(),
             notes=(*self.notes, *self._notes(module), *notes_of(unread)),
             unsafe=tuple(self.unsafe),

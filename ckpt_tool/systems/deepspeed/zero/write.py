@@ -59,7 +59,7 @@ def target(wanted: Wanted) -> Target:
         TargetFile(f"{folder}/{file.path}", file.size, file.literals, file.arrays, file.patches)
         for file in _ZeroWriter(laid).files()
     ]
-    copies = [TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles]
+    copies = list(wanted.side_file_copies())
     latest = whole_file("latest", folder.encode())
     return Target("deepspeed", (latest, *placed, *copies), notes=tuple(dict.fromkeys(laid.notes)))
 

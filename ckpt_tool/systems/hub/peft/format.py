@@ -101,7 +101,7 @@ class Peft:
                 hint="fetch the weights into the folder of the config",
             )
         file = SAFE if SAFE in names else BIN
-        sidefiles = tuple(name for name in names if hf_files.is_sidefile(name) and tree.listing()[name] >= 0)
+        sidefiles = hf_files.side_files(tree)
         trained = trained_files(names)
         listed = (name for name in tree.seen(names) if name != CONFIG)
         notes = hf_files.ignored(listed, (file, *trained, *sidefiles))

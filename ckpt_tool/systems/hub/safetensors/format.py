@@ -464,8 +464,7 @@ def _extras(headers: Sequence[SafetensorsHeader]) -> dict[str, Any]:
 
 def _sidefiles(tree: Tree, chosen: FileSet) -> tuple[str, ...]:
     if tree.single is None:
-        beside = [name for name in tree.names() if hf_files.is_sidefile(name) and tree.listing()[name] >= 0]
-        return tuple(dict.fromkeys((*beside, *module_files(tree))))
+        return tuple(dict.fromkeys((*hf_files.side_files(tree), *module_files(tree))))
     if chosen.kind != "index":
         return ()
     found = []
@@ -482,7 +481,7 @@ def _sidefiles(tree: Tree, chosen: FileSet) -> tuple[str, ...]:
 
 
 def _target(wanted: Wanted) -> Target:
-    from ckpt_tool.core.target import Target, TargetFile, whole_file
+    from ckpt_tool.core.target import Target, whole_file
     from ckpt_tool.formats.hub_folder.subclasses import Subclasses, header_of
     from ckpt_tool.formats.state_dict.averages import refuse_taken_for_averages
 
@@ -496,7 +495,7 @@ def _target(wanted: Wanted) -> Target:
     own = wanted.hints.get(Stem)
     stem = own.name if own is not None and own.name in STEMS else STEM
     bins = pack([tensor.nbytes for tensor in wanted.tensors], wanted.shard_size)
-    copies = tuple(TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles)
+    copies = wanted.side_file_copies()
     if len(bins) < 2:
         one = bins[0] if bins else ()
         return Target(FORMAT.name, (_file(stem + SUFFIX, wanted.tensors, one, said), *copies), by_size=True)

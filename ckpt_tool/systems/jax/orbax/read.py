@@ -14,7 +14,7 @@ from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.missing import is_collecting, report_missing
 from ckpt_tool.core.tensor import STEP, LogicalTensor, Path, TensorKey
 from ckpt_tool.errors import Incomplete
-from ckpt_tool.formats.hub_folder.model_files import is_sidefile
+from ckpt_tool.formats.hub_folder.model_files import side_files
 from ckpt_tool.storage.arrays.ocdbt import MANIFEST, read_keys
 from ckpt_tool.storage.arrays.zarr import Array, ZarrFiles, ZarrStore, read_array
 from ckpt_tool.storage.source import Tree, missing_file
@@ -119,10 +119,10 @@ def read_tree(tree: Tree, *, lenient: bool = False) -> Catalog:
     count = _count(stored, named, tensors, notes)
     return Catalog(
         "orbax",
-        _Tensors(tensors),
-        extras,
+        tensors=_Tensors(tensors),
+        extras=extras,
         files=orbax_items.own_files(tree, step),
-        sidefiles=tuple(name for name in tree.names() if is_sidefile(name) and tree.listing()[name] >= 0),
+        sidefiles=side_files(tree),
         notes=tuple(notes),
         hints=Hints.of(hint),
         count=count,

@@ -65,7 +65,7 @@ def orbax_target(wanted: Wanted) -> Target:
         CUSTOM: laid.step.get(CUSTOM, {}),
     }
     files.append(whole_file(STEP_METADATA, json.dumps(step).encode()))
-    copies = [TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles]
+    copies = list(wanted.side_file_copies())
     return Target("orbax", (*files, *copies), notes=laid.notes, by_size=True)
 
 

@@ -42,7 +42,7 @@ from ckpt_tool.core.missing import is_collecting
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint
 from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions, Specificity
-from ckpt_tool.formats.hub_folder.model_files import is_sidefile
+from ckpt_tool.formats.hub_folder.model_files import side_files
 from ckpt_tool.storage.records import plain_array
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.systems.llamacpp.gguf.files import SPLIT_KEYS, check_split, chosen_model, models
@@ -100,12 +100,11 @@ class _Gguf:
                         hint="the files come from two splits: fetch all of one",
                     )
                 tensors[key] = simple_tensor(key, array)
-        beside = tree.names() if tree.single is None else []
         return Catalog(
             self.name,
             tensors,
             files=tuple(header.path for header in headers),
-            sidefiles=tuple(name for name in beside if is_sidefile(name) and tree.listing()[name] >= 0),
+            sidefiles=side_files(tree) if tree.single is None else (),
             hints=Hints.of(_stated(headers)),
         )
 

@@ -85,7 +85,7 @@ def gguf_target(wanted: Wanted) -> Target:
             own |= {key: pair(kind, value) for key, kind, value in values}
         name = wanted.single or (STEM + SUFFIX if count == 1 else split_name(STEM, number, count))
         files.append(_file(name, own, wanted.tensors, group))
-    copies = [TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles]
+    copies = list(wanted.side_file_copies())
     notes = []
     if ARCHITECTURE not in pairs:
         notes.append("no architecture is written, and llama.cpp loads no model without: the names are not its own")

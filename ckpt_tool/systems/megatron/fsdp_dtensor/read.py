@@ -115,19 +115,19 @@ class _MegatronFsdpReading:
             self.notes.append(Note("N-main-weights", f"{message} writes what it computed with"))
         return Catalog(
             "megatron-fsdp",
-            tensors,
-            extras,
-            Mesh.of_degrees(degrees),
-            (self.folder + METADATA, *self.state.files),
-            (),
-            (
+            tensors=tensors,
+            extras=extras,
+            mesh=Mesh.of_degrees(degrees),
+            files=(self.folder + METADATA, *self.state.files),
+            sidefiles=(),
+            notes=(
                 *self.notes,
                 *self.state.notes(),
                 *notes_of(unread),
                 *checksums.missing(self.tree, tensors.values(), required=self.options.require_checksums),
             ),
-            self.state.all_unsafe(),
-            Hints.of(
+            unsafe=self.state.all_unsafe(),
+            hints=Hints.of(
                 Degrees(**degrees), self._hints(apart), Globals.each(self.listing.globals, self.state.items.globals)
             ),
             indexes=(self.folder + METADATA,),

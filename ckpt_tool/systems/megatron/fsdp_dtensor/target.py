@@ -28,7 +28,7 @@ from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.layout import block
-from ckpt_tool.core.target import Target, TargetFile, Wanted, WantedTensor, whole_file
+from ckpt_tool.core.target import Target, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import EXTRAS, MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.dcp_container.dcp_item_files import ItemFiles, StoredItem, TensorShare
@@ -208,7 +208,7 @@ class _MegatronFsdpWriting:
         entries = self.items.entries.values()
         files = [*self.items.finished(), whole_file(folder + METADATA, pickled(entries, folder))]
         files.append(pointer_to(folder))
-        copies = (TargetFile(path, size, copy_of=path) for path, size in self.wanted.sidefiles)
+        copies = self.wanted.side_file_copies()
         files = [*files, *copies]
         notes = tuple(dict.fromkeys(self.notes))
         return Target("megatron-fsdp", tuple(files), notes=notes, places=self.items.places(files))

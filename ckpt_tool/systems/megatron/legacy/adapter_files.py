@@ -87,14 +87,14 @@ def read_files(tree: Tree, alpha: float | None = None) -> Catalog:
     notes = list(_notes(tree, hints, known=bool(hints.model)))
     catalog = Catalog(
         "megatron",
-        tensors,
-        {},
-        Mesh.of_degrees(degrees),
-        tuple(files),
-        hf_files.of_a_job(tree),
-        tuple(notes),
-        tuple(dict.fromkeys(line for content in contents.values() for line in content.unsafe)),
-        Hints.of(Degrees(**degrees), Globals.each(*(content.globals for content in contents.values())), hints),
+        tensors=tensors,
+        extras={},
+        mesh=Mesh.of_degrees(degrees),
+        files=tuple(files),
+        sidefiles=hf_files.of_a_job(tree),
+        notes=tuple(notes),
+        unsafe=tuple(dict.fromkeys(line for content in contents.values() for line in content.unsafe)),
+        hints=Hints.of(Degrees(**degrees), Globals.each(*(content.globals for content in contents.values())), hints),
     )
     catalog.check()
     return catalog

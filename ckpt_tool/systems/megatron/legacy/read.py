@@ -451,14 +451,14 @@ class _MegatronReading:
             tensors[key] = tensors[key]._replace(path=leaf)
         catalog = Catalog(
             "megatron",
-            tensors,
-            self._extras() | ({VALUES: out.values} if out.values else {}),
-            Mesh.of_degrees(self.degrees),
-            self._files(),
-            (),
-            tuple(self.notes),
-            tuple(dict.fromkeys(self.unsafe)),
-            self._hints(),
+            tensors=tensors,
+            extras=self._extras() | ({VALUES: out.values} if out.values else {}),
+            mesh=Mesh.of_degrees(self.degrees),
+            files=self._files(),
+            sidefiles=(),
+            notes=tuple(self.notes),
+            unsafe=tuple(dict.fromkeys(self.unsafe)),
+            hints=self._hints(),
         )
         try:
             catalog.check()

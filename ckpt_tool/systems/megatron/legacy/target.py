@@ -381,7 +381,7 @@ class _Writing:
                     value = self.states.flat(rank, arrays, holds, composer)
                     files.append(composer.file(f"{self.folder}{rank.path}/{OPTIM_FILE}", value))
         files.append(pointer_to(self.folder))
-        files += [TargetFile(path, size, copy_of=path) for path, size in self.decided.wanted.sidefiles]
+        files += self.decided.wanted.side_file_copies()
         return Target("megatron", tuple(files), None, tuple(dict.fromkeys(self.notes)))
 
     # -- values that all ranks share -----------------------------------------------------------------------------------

@@ -141,19 +141,19 @@ class _TorchDistReading:
         unsafe = (*self.listing.unsafe, *self.items.unsafe, *objects.unsafe)
         return Catalog(
             "megatron-dist",
-            read,
-            objects.extras,
-            Mesh.of_degrees(degrees),
-            self._files(objects),
-            hf_files.of_a_job(self.tree) if self.folder == megatron_dist_folder.JOB else (),
-            (
+            tensors=read,
+            extras=objects.extras,
+            mesh=Mesh.of_degrees(degrees),
+            files=self._files(objects),
+            sidefiles=hf_files.of_a_job(self.tree) if self.folder == megatron_dist_folder.JOB else (),
+            notes=(
                 *self.notes,
                 *objects.notes,
                 *notes_of(unread),
                 *checksums.missing(self.tree, tensors.values(), required=required),
             ),
-            tuple(dict.fromkeys(unsafe)),
-            self._hints(objects, degrees) if lora is None else self._hints(objects, degrees).having(lora),
+            unsafe=tuple(dict.fromkeys(unsafe)),
+            hints=self._hints(objects, degrees) if lora is None else self._hints(objects, degrees).having(lora),
             indexes=(self.folder + METADATA,),
             unread=unread,
         )

@@ -96,7 +96,7 @@ def dist_target(wanted: Wanted) -> Target:
     if own is not None and own.integrity:
         files.append(_integrity(folder, files))
     files.append(pointer_to(folder))
-    copies = tuple(TargetFile(name, size, copy_of=name) for name, size in wanted.sidefiles)
+    copies = wanted.side_file_copies()
     return Target("megatron-dist", (*files, *copies), notes=notes, places=items.places((*files, *copies)))
 
 

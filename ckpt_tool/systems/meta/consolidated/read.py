@@ -93,7 +93,6 @@ def read_shards(tree: Tree, names: tuple[str, ...], *, lenient: bool, required: 
     _raise(faults, notes, lenient=lenient)
     if params is None:
         notes.append(Note("W-no-params", "params.json is missing: heads and sizes are not known"))
-    sidefiles = tuple(name for name in tree.names() if hf_files.is_sidefile(name))
     tensors, unread = set_apart(tensors)
     notes += notes_of(unread)
     notes += checksums.missing(tree, tensors.values(), required=required)
@@ -102,7 +101,7 @@ def read_shards(tree: Tree, names: tuple[str, ...], *, lenient: bool, required: 
         tensors,
         mesh=Mesh.of(tp=len(names)),
         files=names,
-        sidefiles=sidefiles,
+        sidefiles=hf_files.side_files(tree),
         notes=tuple(notes),
         unsafe=tuple(line for file in files for line in file.unsafe),
         hints=Hints.of(

@@ -34,7 +34,7 @@ def meta_target(wanted: Wanted) -> Target:
     params = _with_vocabulary(hints.params, wanted.tensors) if hints.params is not None else None
     cuts, notes = _cuts(wanted, tp, params, hints.embedding) if tp > 1 else ([ALL] * len(wanted.tensors), [])
     files = [_shard(wanted.tensors, cuts, rank, tp) for rank in range(tp)]
-    copies = [TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles]
+    copies = list(wanted.side_file_copies())
     same = hints.as_read and params == hints.params
     if params is not None and not (same and any(file.path == PARAMS for file in copies)):
         copies = [file for file in copies if file.path != PARAMS]

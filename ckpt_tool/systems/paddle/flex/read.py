@@ -64,7 +64,7 @@ from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Chunk, LogicalTens
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, Unexplained, UnknownFormat
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import FileContent, ReadOptions
-from ckpt_tool.formats.hub_folder.model_files import is_sidefile
+from ckpt_tool.formats.hub_folder.model_files import side_files
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.storage.safetensors_files.safetensors_file import read_header
 from ckpt_tool.storage.source import Tree, missing_file
@@ -596,18 +596,23 @@ class _FlexReading:
         metadata = [save.folder + save.metadata for save in self.saves if save.metadata]
         return Catalog(
             "paddle-flex",
-            self.tensors,
-            beside.extras,
-            Mesh.of_degrees(degrees) if degrees.get("dp", 1) % degrees.get("ep", 1) == 0 else Mesh(),
-            (*metadata, *dict.fromkeys(data), *beside.files, *(name for name in (META,) if self.tree.exists(name))),
-            tuple(name for name in self.tree.names() if is_sidefile(name)),
-            (*self.notes, *self._job_notes(), *(checks if required else ())),
-            tuple(
+            tensors=self.tensors,
+            extras=beside.extras,
+            mesh=Mesh.of_degrees(degrees) if degrees.get("dp", 1) % degrees.get("ep", 1) == 0 else Mesh(),
+            files=(
+                *metadata,
+                *dict.fromkeys(data),
+                *beside.files,
+                *(name for name in (META,) if self.tree.exists(name)),
+            ),
+            sidefiles=side_files(self.tree),
+            notes=(*self.notes, *self._job_notes(), *(checks if required else ())),
+            unsafe=tuple(
                 dict.fromkeys(
                     (*(u for each in self.listings.values() for u in each.unsafe), *self.files.unsafe, *beside.unsafe)
                 )
             ),
-            hints,
+            hints=hints,
             indexes=tuple(metadata),
         )
 

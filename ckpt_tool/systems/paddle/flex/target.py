@@ -263,7 +263,7 @@ def flex_target(wanted: Wanted) -> Target:
         if paddle_hints(wanted).flex == "plain" and wanted.source_format == "paddle-flex":
             notes.append("written as the Trainer's folders: a plain folder holds what one rank saves")
     files += extras_files(wanted, wanted.extras)
-    files += [TargetFile(name, size, copy_of=name) for name, size in wanted.sidefiles]
+    files += wanted.side_file_copies()
     return Target("paddle-flex", tuple(files), notes=tuple(notes))
 
 

@@ -113,14 +113,14 @@ class PaddleReading:
         seen = {} if parted is None else {HEADS: {"tensor_ranks": self.degrees.tp, "parted": parted}}
         catalog = Catalog(
             "paddle",
-            tensors,
-            self._extras() | seen | extras,
-            Mesh.of_degrees(self.degrees.to_json()),
-            (*self.contents, *self.meta.files, *beside),
-            tuple(sidefiles),
-            tuple(self.notes),
-            tuple(dict.fromkeys(line for content in contents for line in content.unsafe)),
-            self._hints(),
+            tensors=tensors,
+            extras=self._extras() | seen | extras,
+            mesh=Mesh.of_degrees(self.degrees.to_json()),
+            files=(*self.contents, *self.meta.files, *beside),
+            sidefiles=tuple(sidefiles),
+            notes=tuple(self.notes),
+            unsafe=tuple(dict.fromkeys(line for content in contents for line in content.unsafe)),
+            hints=self._hints(),
         )
         catalog.check()
         return catalog
@@ -638,8 +638,8 @@ def _nested(tree: Tree, name: str, config: Mapping[str, Any], content: PaddleCon
     hints = Hints.of(named.roots, Dialect("paddle"), own)
     return Catalog(
         "paddle",
-        tensors,
-        extras,
+        tensors=tensors,
+        extras=extras,
         files=(name,),
         notes=(*named.notes, *notes_of(unread)),
         unsafe=tuple(content.unsafe),

@@ -128,7 +128,7 @@ class _PaddleWriting:
         if self.optimizes:  # a rank's mark that its optimizer's file is whole
             files += [whole_file(f"saved_signal_{rank.number}", b"1") for rank in self.laid.degrees.ranks()]
         files += self._extras()
-        copies = [TargetFile(path, size, copy_of=path) for path, size in self.wanted.sidefiles]
+        copies = list(self.wanted.side_file_copies())
         taken = {file.path for file in files}
         copies = [file for file in copies if file.path not in taken]
         config = config_of(self.wanted)

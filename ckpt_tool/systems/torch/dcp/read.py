@@ -86,20 +86,20 @@ class _DcpReading:
         )
         return Catalog(
             "dcp",
-            tensors,
-            extras,
-            mesh,
-            (*self._metadata(), *files),
-            (*(name for name in self.tree.names() if hf_files.is_sidefile(name)), *self._marker()),
-            (
+            tensors=tensors,
+            extras=extras,
+            mesh=mesh,
+            files=(*self._metadata(), *files),
+            sidefiles=(*hf_files.side_files(self.tree), *self._marker()),
+            notes=(
                 *named.notes,
                 *state.notes(),
                 *notes_of(unread),
                 *self._beside(),
                 *checksums.missing(self.tree, tensors.values(), required=required),
             ),
-            state.all_unsafe(),
-            hints,
+            unsafe=state.all_unsafe(),
+            hints=hints,
             indexes=self._metadata(),
             unread=unread,
         )

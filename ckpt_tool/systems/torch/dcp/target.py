@@ -57,7 +57,7 @@ def dcp_target(wanted: Wanted, layout: Layout) -> Target:
         if isinstance(value, NestingSlot):
             writer.tensor(key, path, value.number)
     files = writer.finished(list(leaves))
-    copies = tuple(TargetFile(name, size, copy_of=name) for name, size in wanted.sidefiles)
+    copies = wanted.side_file_copies()
     empty = list(_empty_dicts(nested.tree))
     lost = [f"empty dicts leave no trace in a DCP: {', '.join(empty[:20])}"] if empty else []
     files = [*files, *copies]

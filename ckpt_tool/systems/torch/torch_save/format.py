@@ -263,7 +263,7 @@ def _catalog(
         Ordered(tuple(row for file in files.values() for row in file.ordered)),
     )
     names = tuple(files)
-    beside = () if tree.single else filter(hf_files.is_sidefile, tree.names())
+    beside = () if tree.single else hf_files.side_files(tree)
     sidefiles = tuple(dict.fromkeys((*beside, *module_files(tree))))
     notes += [
         *named.notes,
@@ -274,8 +274,8 @@ def _catalog(
     ]
     return Catalog(
         "torch",
-        tensors,
-        extras,
+        tensors=tensors,
+        extras=extras,
         files=((chosen.index, *names) if chosen.index else names),
         sidefiles=sidefiles,
         notes=tuple(notes),
@@ -323,7 +323,7 @@ def _sharing(tensors: Mapping[TensorKey, LogicalTensor]) -> list[Note]:
 
 def _target(wanted: Wanted) -> Target:
     _check_dtypes(wanted.tensors)
-    copies = tuple(TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles)
+    copies = wanted.side_file_copies()
     if wanted.single is None and not wanted.extras and all(tensor.key.state == MODEL for tensor in wanted.tensors):
         refuse_taken_for_averages(wanted.tensors)
         return Target("torch", (*_hugging_face(wanted), *copies), by_size=True)

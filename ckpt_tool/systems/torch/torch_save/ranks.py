@@ -122,14 +122,14 @@ def read(tree: Tree, chosen: ChosenFiles, *, required: bool) -> Catalog:
     hints = Hints.of(named.roots, Globals.each(state.globals), Ordered(tuple(state.ordered)), degrees)
     return Catalog(
         "torch",
-        keyed,
-        state.extras,
-        mesh,
-        tuple(file.name for file in chosen.ranks),
-        hf_files.of_a_job(tree),
-        tuple(notes),
-        tuple(state.unsafe),
-        hints,
+        tensors=keyed,
+        extras=state.extras,
+        mesh=mesh,
+        files=tuple(file.name for file in chosen.ranks),
+        sidefiles=hf_files.of_a_job(tree),
+        notes=tuple(notes),
+        unsafe=tuple(state.unsafe),
+        hints=hints,
         unread=unread,
     )
 
