@@ -433,7 +433,7 @@ def _by_kind(differences: Any) -> Lines:
     kinds: dict[str, int] = {}
     for difference in differences:
         kinds[difference["kind"]] = kinds.get(difference["kind"], 0) + 1
-    return Lines("", tuple(f"{KINDS.get(kind, kind)}: {count(number)}" for kind, number in kinds.items()))
+    return Lines("differences", tuple(f"{KINDS.get(kind, kind)}: {count(number)}" for kind, number in kinds.items()))
 
 
 def _as_lines(rows: tuple[tuple[Cell, ...], ...]) -> Lines:
