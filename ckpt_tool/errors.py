@@ -65,6 +65,7 @@ class CkptError(Exception):
         self.key = key
         self.hint = hint
         self.faults = tuple(faults)
+        self.others: tuple[CkptError, ...] = ()  # the same further faults as errors, where they are known as such
 
     def where(self) -> str:
         """The place as one line, "" if nothing is known of it."""

@@ -22,11 +22,13 @@ from ckpt_tool.errors import REPLICAS_DIFFER, CkptError
 from ckpt_tool.formats.base import Hashing, ranks_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Verification
-from ckpt_tool.report.holdings import rank_name, whose
+from ckpt_tool.report.holdings import RankOf, rank_name, whose
+from ckpt_tool.sources.damaged import Damaged, open_rest
 from ckpt_tool.sources.opening import Opened, open_source, resolve, unchanged_sources
 from ckpt_tool.sources.sound import UNSOUND, finding, findings_of, row
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.records import DAMAGED
+from ckpt_tool.storage.source import Tree
 from ckpt_tool.weight_schemes.weights import has_codes
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from ckpt_tool.signing.checked import Checked
 
 FULL = Verification()
+NAMES_SHOWN = 3  # tensors of one damaged record
 
 
 def verify(src: str, reading: Reading, wanted: Verification = FULL, *, progress: Progress) -> dict[str, Any]:
@@ -43,16 +46,35 @@ def verify(src: str, reading: Reading, wanted: Verification = FULL, *, progress:
     try:
         opened = open_source(src, reading)
     except CkptError as e:
+        damaged = open_rest(src, reading, e)
+        if damaged is not None:
+            return _verify_rest(damaged, reading, wanted, sealed, on, progress)
         if not sealed.faults:
             raise
         return _unopened(src, wanted, sealed, e)
     refuse_unused_reading(reading, opened)
-    catalog, (findings, broken) = opened.catalog, findings_of(opened)
+    return _verify_opened(opened, [], reading, wanted, sealed, on, progress)
+
+
+def _verify_opened(
+    opened: Opened,
+    damage: Sequence[CkptError],
+    reading: Reading,
+    wanted: Verification,
+    sealed: Checked,
+    on: Device | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """The document of an open checkpoint. damage: what is known to be damaged and is not among its tensors."""
+    catalog = opened.catalog
+    findings, broken = findings_of(opened, complete=not damage)
     quantised = _quantised_faults(opened, reading, wanted)
-    read = _Read([*map(finding, sealed.faults), *findings, *map(finding, quantised)], dict(catalog.digests))
+    first = [*map(finding, sealed.faults), *map(finding, damage)]
+    read = _Read([*first, *findings, *map(finding, quantised)], dict(catalog.digests))
     if wanted.mode == "full":
         with unchanged_sources(opened):
             _read_all(opened, broken, on, progress, read)
+    read.findings = _each_record_once(read.findings)
     _name_ranks(read.findings, opened)
     return {
         "schema_version": 1,
@@ -74,11 +96,73 @@ def _name_ranks(findings: list[dict[str, Any]], opened: Opened) -> None:
     catalog = opened.catalog
     rank_of = whose(catalog, ranks_of(opened.format, catalog.mesh.to_json()))
     paths = {opened.tree.display(path): path for path in catalog.files}
+    _add_ranks(findings, paths, rank_of, opened.tree)
+
+
+def _add_ranks(findings: list[dict[str, Any]], paths: dict[str, str], rank_of: RankOf, tree: Tree) -> None:
+    """Give each finding in one of `paths` (files as messages show them) its rank, and each in a hidden file."""
+    root = f"{tree.display()}/"
+    paths = {**{shown: shown.removeprefix(root) for shown in tree.hidden}, **paths}
     for each in findings:
         path = paths.get(each["file"] or "")
         coords = rank_of(path) if path is not None else None
         if coords:
             each["rank"] = rank_name(coords)
+
+
+def _each_record_once(findings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The findings without those that name a record which an earlier one names as damaged."""
+    kept: list[dict[str, Any]] = []
+    met = set[tuple[str | None, int | None]]()
+    for each in findings:
+        where = (each["file"], each.get("offset"))
+        if each["code"] == DAMAGED and where in met:
+            continue
+        met.add(where)
+        kept.append(each)
+    return kept
+
+
+def _verify_rest(
+    damaged: Damaged, reading: Reading, wanted: Verification, sealed: Checked, on: Device | None, progress: Progress
+) -> dict[str, Any]:
+    """The document of a checkpoint of which files are damaged: each is a finding, and all others are judged, by their
+    values where their reader can go on without it, else by their checksums."""
+    if damaged.opened is not None:
+        document = _verify_opened(damaged.opened, damaged.faults, reading, wanted, sealed, on, progress)
+        if damaged.unjudged:
+            document["notes"].append(f"{damaged.unjudged} tensors with a part in what is damaged were not judged")
+        return document
+
+    from ckpt_tool.run.checksum_cover import look
+
+    tree = damaged.tree
+    damaged_files = {fault.path for fault in damaged.faults}
+    sizes = {path: size for path, size in tree.listing().items() if size > 0}
+    rest = [path for path in sizes if tree.display(path) not in damaged_files]
+    looked = look(tree, rest, ()) if wanted.mode == "full" else None
+    faults = [*sealed.faults, *damaged.faults, *(looked.damaged if looked is not None else ())]
+    findings = [*map(finding, faults)]
+    _add_ranks(findings, {tree.display(path): path for path in sizes}, ranks_of(damaged.format, {}), tree)
+    uncovered = None
+    if looked is not None:
+        uncovered = [
+            {"file": tree.display(path), "bytes": nbytes, "size": sizes[path]}
+            for path, nbytes in looked.uncovered.items()
+        ]
+    return {
+        "schema_version": 1,
+        "ok": False,
+        "path": tree.shown,
+        "format": damaged.format.name,
+        "mode": wanted.mode,
+        "findings": findings,
+        "digests": {},
+        **sealed.said,
+        "uncovered": uncovered,
+        "nonfinite": {},
+        "notes": ["what is damaged is needed to read the other files: only their checksums were checked"],
+    }
 
 
 @dataclass(slots=True)
@@ -111,7 +195,7 @@ def _read_all(
         for fault in opened.format.late_faults(opened.tree):
             note(fault)
     read.digests, read.nonfinite = _digested(opened, keys, on, progress, note)
-    damage, read.uncovered = _files(opened, keys, records)
+    damage, read.uncovered, damaged_tensors = _files(opened, keys, records)
     read.findings += damage
     for key, want in catalog.digests.items():
         if read.digests.get(key, want) != want:
@@ -122,7 +206,8 @@ def _read_all(
     progress.finish()
     _say_how_far(read.findings, opened)
     read.findings += _boolean_findings(read.nonfinite)
-    read.findings += _drift_findings(catalog, opened, {each["tensor"] for each in read.findings}, on)
+    judged = damaged_tensors.union(each["tensor"] for each in read.findings)
+    read.findings += _drift_findings(catalog, opened, judged, on)
 
 
 def _quantised_faults(opened: Opened, reading: Reading, wanted: Verification) -> list[CkptError]:
@@ -198,23 +283,28 @@ def _digested(
 
 def _files(
     opened: Opened, keys: Sequence[TensorKey], damaged: Sequence[CkptError]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(findings: damaged records of all files, uncovered: files with bytes that no checksum covers). keys: the tensors
-    that were read; damaged: the records that were found damaged then."""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], set[str]]:
+    """(findings: damaged records of all files, uncovered: files with bytes that no checksum covers, the tensors in the
+    damaged records).
+
+    keys: the tensors that were read; damaged: the records that were found damaged then.
+    """
     from ckpt_tool.run.checksum_cover import look
 
     catalog = opened.catalog
     tree = opened.tree
     there = tree.listing()
     files = [path for path in dict.fromkeys((*catalog.files, *catalog.sidefiles)) if there.get(path, -1) >= 0]
-    holders: dict[tuple[str, int], str] = {}  # of a record: the first tensor in it
+    holders: dict[tuple[str, int], list[str]] = {}  # of a record: the tensors in it
     read = set[tuple[str, int]]()
     covered = dict[str, int]()
     for key, tensor in catalog.tensors.items():
         for chunk in tensor.chunks:
             array = chunk.array
             if array.crc is not None and chunk.box.numel:
-                holders.setdefault((array.path, array.crc[0]), str(key))
+                names = holders.setdefault((array.path, array.crc[0]), [])
+                if not names or names[-1] != str(key):
+                    names.append(str(key))
             elif key in catalog.digests:
                 covered[array.file] = covered.get(array.file, 0) + array.dtype.nbytes(chunk.box.numel)
     read.update(
@@ -229,8 +319,14 @@ def _files(
     for fault in damaged:
         fault.place = looked.members.get(known.get(id(fault), ("", 0)))
     faults = [*damaged, *looked.damaged]
+    damaged_tensors = set[str]()
     for fault in faults:
-        fault.key = fault.key or holders.get((shown.get(fault.path or "", ""), fault.offset or 0))
+        names = holders.get((shown.get(fault.path or "", ""), fault.offset or 0), [])
+        damaged_tensors.update(names)
+        if len(names) > 1:  # tensors that share a storage are damaged together
+            fault.key = _first_names(names)
+        elif names:
+            fault.key = fault.key or names[0]
     whole = opened.format.hashed(tree) if isinstance(opened.format, Hashing) else frozenset[str]()
     left = {path: nbytes - covered.get(path, 0) for path, nbytes in looked.uncovered.items() if path not in whole}
     rows = [
@@ -238,7 +334,14 @@ def _files(
         for path, nbytes in left.items()
         if nbytes > 0
     ]
-    return [finding(fault) for fault in faults], rows
+    return [finding(fault) for fault in faults], rows, damaged_tensors
+
+
+def _first_names(names: Sequence[str]) -> str:
+    """`a, b, c and 4 more`."""
+    hidden = len(names) - NAMES_SHOWN
+    shown = ", ".join(names[:NAMES_SHOWN])
+    return f"{shown} and {hidden} more" if hidden > 0 else shown
 
 
 def _say_how_far(findings: list[dict[str, Any]], opened: Opened) -> None:

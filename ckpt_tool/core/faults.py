@@ -31,6 +31,8 @@ def together(faults: Sequence[CkptError]) -> CkptError:
     for fault in faults[1:FAULTS_SHOWN]:
         lines += [f"{fault.message} ({fault.where()})", *fault.faults]
     first.faults = (*first.faults, *lines[:FAULTS_SHOWN])
+    for fault in faults[1:FAULTS_SHOWN]:
+        first.others = (*first.others, fault, *fault.others)
     return first
 
 

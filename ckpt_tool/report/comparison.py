@@ -414,19 +414,22 @@ def place_of(finding: Document) -> str:
     """The file of a finding, with its rank, the byte and the finer place (a zip's member) where they are known."""
     offset = finding.get("offset")
     at_byte = None if offset is None else f"byte {offset}"
-    rank = f"rank {finding['rank']}" if finding.get("rank") else None
+    rank = finding.get("rank") or None
+    if rank is not None and not rank.startswith("rank "):  # `rank 2` where no more is known than its number
+        rank = f"rank {rank}"
     parts = [finding.get("file"), rank, at_byte, finding.get("place")]
     return ", ".join(str(part) for part in parts if part)
 
 
 def _uncovered(rows: Sequence[Document]) -> list[Block]:
-    """What damage can't be seen in: whole files, and of others what is around their checksummed records."""
+    """What damage can't be seen in: whole files, and of others the headers and padding between checksummed records."""
     whole = [int(row["size"]) for row in rows if row["bytes"] == row["size"]]
     parts = [int(row["bytes"]) for row in rows if row["bytes"] != row["size"]]
     lines = [f"{plural(len(whole), 'file')}, {size(sum(whole))}"] if whole else []
     if parts:
-        lines.append(f"{size(sum(parts))} around the records of {plural(len(parts), 'other' if whole else 'file')}")
-    return [Facts((("no checksum covers", "; ".join(lines)),))] if lines else []
+        files = plural(len(parts), "other file" if whole else "file")
+        lines.append(f"{size(sum(parts))} of headers and padding in {files}")
+    return [Facts((("not covered by a checksum", "; ".join(lines)),))] if lines else []
 
 
 def _by_kind(differences: Any) -> Lines:

@@ -135,12 +135,16 @@ class Opened(NamedTuple):
         return [f"objects of the job's own classes are left out, and were never created: {shown}"] if own else []
 
 
-def open_source(src: str, reading: Reading) -> Opened:
+def open_source(src: str, reading: Reading, *, hidden: frozenset[str] = frozenset()) -> Opened:
     """The checkpoint at `src`. Raises UnknownFormat, InputError (E0397: no checksum where one is required),
-    UnsafeInput, StorageError."""
+    UnsafeInput, StorageError.
+
+    hidden: files, as messages show them, that count as missing.
+    """
     from ckpt_tool.storage.opening import open_tree
 
     given = open_tree(src, follow_symlinks=reading.follow_symlinks)
+    given.hidden = hidden
     try:
         opened = _opened(given, reading)
         for_report("checkpoint", partial(_checkpoint, opened))

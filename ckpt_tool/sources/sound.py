@@ -49,14 +49,18 @@ def finding(fault: CkptError) -> dict[str, Any]:
     return row(fault.code, fault.message, fault.key, file=fault.path, offset=fault.offset, place=fault.place)
 
 
-def findings_of(opened: Opened) -> tuple[list[dict[str, Any]], Set[str | None]]:
-    """(what headers show to be wrong, the tensors that are not whole). Raises UnsafeInput (E0420, E0415)."""
+def findings_of(opened: Opened, *, complete: bool = True) -> tuple[list[dict[str, Any]], Set[str | None]]:
+    """(what headers show to be wrong, the tensors that are not whole). Raises UnsafeInput (E0420, E0415).
+
+    complete: False where damaged parts were left out: that states lack tensors of each other is no fault of its own
+    then.
+    """
     catalog = opened.refuse_unsafe().catalog
     _refuse_twins(opened)
     torn = list(faults_of(catalog.tensors.values(), catalog.indexes))
     faults = [
         *torn,
-        *unsound(catalog, opened.format.holds),
+        *(unsound(catalog, opened.format.holds) if complete else ()),
         *other_steps(opened.tree, catalog),
         *trainer_step(opened.outer or opened.tree, opened.tree, catalog),
         *find_adapter_faults(catalog),

@@ -88,7 +88,8 @@ class Tree:
     a URL, `stores.remote`, has none). packed_in: the local archive whose members they are (`storage.archive`).
     computed: its values are made while they are read, so nobody has stated a digest of them. odd_links: links that were
     listed and are not followed -> what they are. left_out: folders and files below the root that `listing` does not
-    show -> why: whoever answers for everything that is there has to look at them too.
+    show -> why: whoever answers for everything that is there has to look at them too. hidden: files, as messages show
+    them, that count as missing (`sources.damaged`).
     """
 
     local = True
@@ -97,6 +98,7 @@ class Tree:
     odd_links: dict[str, str] = {}
     left_out: dict[str, str] = {}
     above: Tree | None = None  # the tree that this one is a folder of: its pointer file may have led here
+    hidden: frozenset[str] = frozenset()
 
     def __init__(
         self, path: str | os.PathLike[str], *, follow_symlinks: bool = False, bounds: Bounds | None = None
@@ -183,7 +185,7 @@ class Tree:
                 real = str(self.root.resolve())
                 self._walk("", real, found, frozenset((real,)))
                 self._check_case(found)
-            self._listing = dict(sorted(found.items()))
+            self._listing = {path: found[path] for path in sorted(found) if self.display(path) not in self.hidden}
         return self._listing
 
     def _walk(self, prefix: str, real: str, found: dict[str, int], above: frozenset[str]) -> None:
@@ -293,6 +295,7 @@ class Tree:
         if not (self._links or self._bounds.holds(str(tree.root))):
             raise self._behind_link(folder)
         tree.above = self
+        tree.hidden = self.hidden
         return tree
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -302,6 +305,8 @@ class Tree:
         files."""
         if path != self.single and leaves(path):
             safe_relative(path, named_in=self.shown)
+        if self.hidden and self.display(path) in self.hidden:
+            raise missing_file(path, self.display(path))
         try:
             return self._open(path)
         except OSError as e:

@@ -274,8 +274,8 @@ def test_verification() -> None:
     assert "a.pt, rank tp 1, pp 0, byte 7" in shown
     rows = [{"file": "config.json", "bytes": 651, "size": 651}, {"file": "a.pt", "bytes": 1206, "size": 90_000}]
     shown = text(verification({**sound, "uncovered": rows}))
-    assert "no checksum covers  1 file, 651 B; 1.21 kB around the records of 1 other" in shown
-    assert "no checksum covers  1.21 kB around the records of 1 file" in text(
+    assert "not covered by a checksum  1 file, 651 B; 1.21 kB of headers and padding in 1 other file" in shown
+    assert "not covered by a checksum  1.21 kB of headers and padding in 1 file" in text(
         verification({**sound, "uncovered": rows[1:]})
     )
     assert "no checksum" not in text(verification({**sound, "uncovered": None}))

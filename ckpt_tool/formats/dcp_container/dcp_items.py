@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from ckpt_tool import compiled
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.faults import for_each
+from ckpt_tool.core.missing import is_collecting, report_missing
 from ckpt_tool.core.tensor import StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, InconsistentCheckpoint, InputError, UnsafeInput
 from ckpt_tool.formats.dcp_container.dcp_metadata import DcpTensorEntry, ObjectEntry
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from ckpt_tool.compiled.twins import Compare, TwinKind
 
 MISMATCH = "E0394"
+CRC_DIFFERS = "E0347"
 _OBJECTS = ("E0420", "E0421")  # a name that only an unpickler would run; a tensor that hangs on an object
 DATA = re.compile(r"__(\d{1,9})_(\d{1,9})\.distcp")  # rank, number of the rank's file
 SHARDING_INFO = "DCP_SHARDING_INFO"
@@ -225,7 +227,11 @@ class DcpItems:
         for item in items:
             try:
                 array = read(item.tensor, item.number)
-            except UnsafeInput as e:
+            except (UnsafeInput, CorruptFile, InconsistentCheckpoint) as e:
+                if self._every and is_collecting() and e.code not in _OBJECTS:  # the file's other items are judged
+                    report_missing(e)
+                    self.odd.setdefault(item.fqn, ("", "", cast(InputError, e)))
+                    continue
                 if not self._every or e.code not in _OBJECTS:
                     raise
                 self.odd.setdefault(item.fqn, ("", f"{e.message} (item {item.fqn} of {e.path})", None))
@@ -245,11 +251,19 @@ class DcpItems:
     def objects(self, entries: Sequence[ObjectEntry]) -> list[ReadObject]:
         """The object items, in the order in which they lie. Raises as `arrays`."""
 
-        def read(entry: ObjectEntry) -> ReadObject:
-            zip_, pickled = self._open(entry.file, entry.at, entry.length, entry.fqn)
+        def read(entry: ObjectEntry) -> ReadObject | None:
+            try:
+                zip_, pickled = self._open(entry.file, entry.at, entry.length, entry.fqn)
+            except (UnsafeInput, CorruptFile) as e:
+                if not self._every or not is_collecting() or e.code in _OBJECTS:
+                    raise
+                report_missing(e)
+                return None
             return ReadObject(entry, pickled.value, zip_)
 
-        return for_each(sorted(entries, key=lambda e: (e.file, e.at)), read, file=lambda entry: entry.file)
+        in_order = sorted(entries, key=lambda e: (e.file, e.at))
+        found = for_each(in_order, read, file=lambda entry: entry.file)
+        return [each for each in found if each is not None]
 
     # -- zips -------------------------------------------------------------------------------------------------------
 
@@ -264,10 +278,11 @@ class DcpItems:
                 self.globals.update(dict.fromkeys(map(str, pickled.globals)))
         except CkptError as e:
             e.key = e.key or fqn
-            whose = (
-                f".metadata says that {length} bytes here are an item: is it another rank's file, or another save's?"
-            )
-            e.hint = f"{e.hint}; {whose}" if e.hint else whose
+            if (
+                e.code != CRC_DIFFERS
+            ):  # a record that was read and has another checksum is one of a zip: the place is right
+                whose = f".metadata says that {length} bytes here are an item: is it another rank's or save's file?"
+                e.hint = f"{e.hint}; {whose}" if e.hint else whose
             raise
         if pickled.unsafe:
             shown = self.tree.display(file)

@@ -61,7 +61,8 @@ class State:
                 else:
                     self._add(entry.path, _logical(entry, arrays.get(fqn, [])))
             for fqn in listing.objects:
-                self._object(objects[fqn])
+                if fqn in objects:  # damaged ones are left out where the checkpoint is only looked at
+                    self._object(objects[fqn])
 
     def _items(self, listing: DcpListing) -> tuple[Mapping[str, Sequence[StoredArray]], dict[str, ReadObject]]:
         """Where the pieces of a listing lie, and its objects; every file that does not read is named."""

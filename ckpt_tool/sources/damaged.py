@@ -1,0 +1,127 @@
+"""Opening a checkpoint of which files are damaged, so that `ckpt verify` can judge the rest and name each damaged one.
+
+A reader refuses a checkpoint at the first file whose header, pickle or zip directory is broken. Most of the others are
+most often whole, and "which rank is corrupt" is the question. So the checkpoint is opened again, and the damaged file
+counts as one that is missing (`core.missing`): what readers can go on without, they go on without.
+
+    __2_0.distcp has a flipped byte in an item's pickle
+        damaged = open_rest("step_7", reading, fault)
+        damaged.faults      # [CorruptFile E0347, __2_0.distcp, byte 22972, model.layers.0.w2.weight]
+        damaged.opened      # the checkpoint without that tensor
+
+Where a format has no meaning without the file, `opened` is None and only the checksums of the other files can be
+looked at. A fault of the one index, of a single file, or one that asks for code is no fault of a part: it is raised
+as ever. Cost: the headers once more for each damaged file, at most `TRIES` times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from ckpt_tool.core.catalog import faults_of
+from ckpt_tool.core.missing import MissingParts, collected_missing
+from ckpt_tool.errors import CkptError, CorruptFile, UnsafeInput
+from ckpt_tool.formats import registry
+from ckpt_tool.formats.base import WEIGHT_SUFFIXES, Format, ranks_of
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.sources.opening import Opened, open_source, resolve
+from ckpt_tool.storage.opening import open_tree
+from ckpt_tool.storage.source import Tree
+
+TRIES = 100  # damaged files that are named one by one
+# What a damaged directory of a zip looks like: a reader can't tell it from a zip that was made to read as two.
+ZIP_CONTRADICTIONS = frozenset({"E0431", "E0432", "E0433", "E0434", "E0435", "E0436", "E0437", "E0438"})
+ITEM_MISMATCH = "E0394"  # an item of a DCP is not what the metadata says
+# Notes that only repeat that a file was left out.
+CONSEQUENCES = frozenset({"W-total-size", "W-extra-tensors", "W-rank-file-missing"})
+_PARTS = (*WEIGHT_SUFFIXES, ".distcp")
+
+
+class Damaged(NamedTuple):
+    """A checkpoint of which files are damaged."""
+
+    faults: list[CkptError]  # each names its file
+    tree: Tree
+    format: Format
+    opened: Opened | None  # without what is damaged; None where its reader can't go on
+    unjudged: int  # tensors that lack a part because of it
+
+
+def open_rest(src: str, reading: Reading, fault: CkptError) -> Damaged | None:
+    """The checkpoint without the files that are damaged; None where `fault` is not one of a part among others."""
+    try:
+        tree = resolve(open_tree(src, follow_symlinks=reading.follow_symlinks), reading)[0]
+        fmt = registry.by_name(reading.from_format) if reading.from_format else registry.detect(tree)[0]
+    except CkptError:
+        return None
+    if tree.single is not None or not _is_of_a_part(fault, tree, fmt):
+        return None
+
+    faults = _with_others(fault)
+    hidden: frozenset[str] = frozenset()
+    for _ in range(TRIES):
+        opened, parts, again = _attempt(src, reading, hidden)
+        if opened is not None and opened.format.name == fmt.name:
+            item_faults = [each for each in parts.faults if is_damage_of_bytes(each)]
+            known = {(each.path, each.offset) for each in item_faults}
+            rest = [each for each in faults if each.path in hidden and (each.path, each.offset) not in known]
+            whole, unjudged = _without_torn(opened, parts)
+            return Damaged([*rest, *item_faults], tree, fmt, whole, unjudged)
+
+        # The reader stops at the damaged file: next time it is not there.
+        if again is not None and _is_of_a_part(again, tree, fmt):
+            met = {(each.path, each.offset) for each in faults}
+            faults += [each for each in _with_others(again) if (each.path, each.offset) not in met]
+        damaged_files = frozenset(each.path for each in faults if each.path is not None)
+        if damaged_files == hidden:
+            break
+        hidden = damaged_files
+    others = [path for path in tree.listing() if path.endswith(_PARTS) and tree.display(path) not in hidden]
+    return Damaged(faults, tree, fmt, None, 0) if others else None
+
+
+def is_damage_of_bytes(fault: CkptError) -> bool:
+    """Does the fault say that bytes of a file are not those that were written?"""
+    is_ambiguous = isinstance(fault, UnsafeInput) and fault.code in ZIP_CONTRADICTIONS
+    return isinstance(fault, CorruptFile) or is_ambiguous or fault.code == ITEM_MISMATCH
+
+
+def _is_of_a_part(fault: CkptError, tree: Tree, fmt: Format) -> bool:
+    """Is it damage to a file that is one among others, such as a rank's, and not to the checkpoint's index?"""
+    if not is_damage_of_bytes(fault) or fault.path is None:
+        return False
+    paths = {tree.display(path): path for path in tree.listing()}
+    path = paths.get(fault.path)
+    return path is not None and (path.endswith(_PARTS) or bool(ranks_of(fmt, {})(path)))
+
+
+def _with_others(fault: CkptError) -> list[CkptError]:
+    """The faults of one pass."""
+    return [fault, *(each for each in fault.others if is_damage_of_bytes(each))]
+
+
+def _attempt(
+    src: str, reading: Reading, hidden: frozenset[str]
+) -> tuple[Opened | None, MissingParts, CkptError | None]:
+    """(the checkpoint without the hidden files, what its reader went on without, why it can't go on)."""
+    with collected_missing() as parts:
+        try:
+            return open_source(src, reading, hidden=hidden), parts, None
+        except CkptError as fault:
+            return None, parts, fault
+
+
+def _without_torn(opened: Opened, parts: MissingParts) -> tuple[Opened, int]:
+    """(the same without the tensors that lack a part, how many those are)."""
+    catalog = opened.catalog
+    torn = {fault.key for fault in faults_of(catalog.tensors.values(), catalog.indexes)}
+    torn |= {str(key) for key in parts.tensors}
+    kept = catalog.tensors
+    if torn:
+        kept = {key: tensor for key, tensor in catalog.tensors.items() if str(key) not in torn}
+    unread = tuple(one for one in catalog.unread if one.fault is None or not is_damage_of_bytes(one.fault))
+    notes = tuple(note for note in catalog.notes if note.code not in CONSEQUENCES)
+    unjudged = len(torn) + len(catalog.unread) - len(unread)
+    rest = replace(catalog, tensors=kept, unread=unread, notes=notes)
+    return opened._replace(catalog=rest), unjudged

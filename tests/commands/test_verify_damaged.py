@@ -1,0 +1,148 @@
+"""`ckpt verify` of a checkpoint in which one file of several is damaged: the file, its rank and the byte are named, all
+others are judged, and the exit code is that of findings. Of every format's fixtures."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt_tool as ckpt
+from ckpt_tool.cli import run
+from ckpt_tool.errors import CkptError
+from ckpt_tool.formats.base import WEIGHT_SUFFIXES
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+FOLDERS = (
+    "dcp",
+    "deepspeed",
+    "deepspeed-universal",
+    "megatron",
+    "megatron-dist",
+    "megatron-fsdp",
+    "meta",
+    "nemo2",
+    "orbax",
+    "paddle",
+    "paddle-flex",
+    "paddle-unified",
+    "peft",
+    "safetensors",
+    "sharded",
+    "torch",
+    "verl",
+)
+PARTS = (*WEIGHT_SUFFIXES, ".distcp")
+ASKS_FOR_CODE = "E0420"  # a damaged pickle may name a function that nothing runs: that is said first
+
+
+def sources() -> Iterator[Any]:
+    """Each fixture that is a folder with several files of weights; all but the first two of a format in the slow
+    tier."""
+    for name in FOLDERS:
+        folders = [path for path in sorted(FIXTURES.joinpath(name).iterdir()) if len(parts_of(path)) > 1]
+        for number, path in enumerate(folders):
+            marks = [pytest.mark.slow] if number > 1 else []
+            yield pytest.param(path, id=f"{name}/{path.name}", marks=marks)
+
+
+def parts_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.name.endswith(PARTS) and path.stat().st_size)
+
+
+def places_of(data: bytes) -> dict[str, int]:
+    """A byte in each kind of place: header, pickle, zip directory, data."""
+    if data.startswith(b"PK\x03\x04"):
+        pickle = data.index(b"data.pkl") + 60
+        directory = data.rindex(b"PK\x01\x02")
+        return {"pickle": pickle, "directory": directory + 1, "checksum": directory + 16, "end": len(data) - 6}
+    if data[8:9] == b"{":
+        length = int.from_bytes(data[:8], "little")
+        return {"length": 6, "header": 8, "data": min(8 + length + 1, len(data) - 1)}
+    return {"head": 0, "middle": len(data) // 2}
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 0x10
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("fixture", list(sources()))
+def test_a_damaged_file_is_named_and_the_others_are_judged(fixture: Path, tmp_path: Path) -> None:
+    folder = tmp_path / fixture.name
+    shutil.copytree(fixture, folder)
+    known = {json.dumps(each) for each in ckpt.verify(folder)["findings"]}
+    file = parts_of(folder)[-1]
+    for place, at in places_of(file.read_bytes()).items():
+        flip(file, at)
+        where = f"{file.name}, byte {at} ({place})"
+        try:
+            document = ckpt.verify(folder)
+        except CkptError as fault:
+            assert fault.code == ASKS_FOR_CODE, (where, fault)
+        else:
+            new = [each for each in document["findings"] if json.dumps(each) not in known]
+            if new:
+                assert any(Path(each["file"] or "").name == file.name for each in new), (where, new)
+            else:  # nothing tells: the file is among those that no checksum covers
+                assert place not in ("directory", "length", "end"), where
+                assert file.name in {Path(row["file"]).name for row in document["uncovered"]}, where
+        flip(file, at)
+
+
+def test_a_damaged_item_of_a_dcp_leaves_the_rest_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One byte of the pickle of one item: rank, file, byte and tensor are named; every other tensor has a digest."""
+    folder = tmp_path / "step"
+    shutil.copytree(FIXTURES / "dcp" / "fsdp2_dp4", folder)
+    sound = ckpt.verify(folder)
+    file = folder / "__2_0.distcp"
+    flip(file, 23040)
+
+    document = ckpt.verify(folder)
+    (found,) = document["findings"]
+    assert (found["code"], found["rank"], found["offset"]) == ("E0347", "dp 2", 22972)
+    assert found["tensor"] == "embed.weight [exp_avg]"
+    assert Path(found["file"]).name == file.name
+    assert document["digests"]["model"] == sound["digests"]["model"]
+    assert len(document["digests"]["exp_avg"]) == len(sound["digests"]["exp_avg"]) - 1
+    assert "embed.weight" not in document["digests"]["exp_avg"]
+    assert run(["verify", str(folder)]) == 1
+    assert "dp 2" in capsys.readouterr().out
+
+
+def test_two_damaged_ranks_are_both_named(tmp_path: Path) -> None:
+    folder = tmp_path / "step"
+    shutil.copytree(FIXTURES / "deepspeed" / "z1_bf16_dp4", folder)
+    files = [next(folder.rglob(f"*pp_rank_{rank}_mp_rank_00_optim_states.pt")) for rank in (1, 3)]
+    for file in files:
+        flip(file, file.read_bytes().rindex(b"PK\x01\x02") + 1)
+    found = [(Path(each["file"]).name, each["rank"]) for each in ckpt.verify(folder)["findings"]]
+    assert found == [(files[0].name, "dp 1, mp 0"), (files[1].name, "dp 3, mp 0")]
+
+
+@pytest.mark.parametrize(("source", "index"), [("dcp/fsdp2_dp4", ".metadata"), ("torch/training.pt", "training.pt")])
+def test_what_can_not_be_read_at_all_is_refused(source: str, index: str, tmp_path: Path) -> None:
+    given = FIXTURES / source
+    copy = tmp_path / given.name
+    if given.is_dir():
+        shutil.copytree(given, copy)
+    else:
+        shutil.copyfile(given, copy)
+    file = copy / index if given.is_dir() else copy
+    flip(file, 1)
+    assert run(["verify", str(copy)]) == 3
+
+
+def test_the_tensors_that_share_a_damaged_storage_are_all_named(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    storage = torch.arange(40, dtype=torch.float32)
+    torch.save({f"part{n}": storage[n * 8 : n * 8 + 8] for n in range(5)}, tmp_path / "a.pt")
+    file = tmp_path / "a.pt"
+    flip(file, file.read_bytes().index(storage.numpy().tobytes()) + 5)
+    (found,) = ckpt.verify(file)["findings"]
+    assert found["tensor"] == "part0, part1, part2 and 2 more"
