@@ -212,7 +212,7 @@ def _shard_is(content: bytes) -> Make:
     return make
 
 
-CASES.append(("A31-zip", _shard_is(zip_of(PICKLE)), 3, ("zip archive",)))
-CASES.append(("A31-pickle", _shard_is(PICKLE), 3, ("pickle",)))
+CASES.append(("A31-zip", _shard_is(zip_of(PICKLE)), {"*": 3, "verify": 1}, ("zip archive",)))
+CASES.append(("A31-pickle", _shard_is(PICKLE), {"*": 3, "verify": 1}, ("pickle",)))
 add_header("A32-bool", {"a": entry("BOOL", [3], [0, 3])}, b"\0\1\7", {"*": 0, "verify": 1})
 add_header("A32-odd-offset", {"a": entry("U8", [1], [0, 1]), "b": entry("F32", [1], [1, 5])}, b"abcde", 0)
