@@ -101,6 +101,7 @@ def test_a_hint_says_whose_option_it_names(verb: str) -> None:
         ("verify", "ckpt inspect shows it; --drop it", "ckpt inspect shows it; --drop (of ckpt convert) it"),
         ("verify", "start the job with --no-load-rng", "start the job with --no-load-rng"),
         ("inspect", "--rename 'a.*=*' first", "--rename 'a.*=*' (of ckpt convert) first"),
+        ("verify", "leave it out with --state model", "leave it out with --state model (of ckpt convert)"),
     ],
 )
 def test_what_is_shown(verb: str, hint: str, shown: str) -> None:

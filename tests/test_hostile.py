@@ -82,6 +82,9 @@ def test_bad_input_is_told_and_leaves_nothing(case, tmp_path, capfd):
             for word in (words,) if isinstance(words, str) else words:
                 assert word.lower() in text, (row, verb, word, text[:600])
             assert not list(outputs.iterdir()), (row, verb, "something was left")
+        elif code == 1 and verb == "verify":
+            findings = json.dumps(json.loads(streams.out)["findings"], ensure_ascii=False).lower()
+            assert all(word.lower() in findings for word in ((words,) if isinstance(words, str) else words)), findings
         elif code == 0 and verb in ("reshard", "convert", "merge"):
             assert [path.name for path in outputs.iterdir()] == [verb]
         for path in outputs.iterdir():

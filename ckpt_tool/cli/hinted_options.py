@@ -16,6 +16,9 @@ from collections.abc import Mapping, Set
 
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
 _VERB = re.compile(r"\bckpt ([a-z]+)")
+_VALUE = re.compile(
+    r"[ =](?:[A-Z][A-Z0-9_]*(?:=[A-Z]+)?|'[^']*'|\S+=\S+|model|master|optimizer|ema|extras)(?=[\s,;.)]|$)"
+)
 _CLAUSE_ENDS = re.compile(r"[;:]\s|\.\s|,\s(?:or|and)\s|\n")
 PREFERRED = ("convert", "reshard", "merge", "inspect", "verify", "diff")  # which verb is named of those that have it
 
@@ -52,6 +55,6 @@ def _belongs_to_a_verb(hint: str, at: int, option: str, options: Mapping[str, Se
 
 def _end_of_value(hint: str, end: int) -> int:
     """Where an option with its value (`--rename OLD=NEW`, `--state model`) ends: a word in capitals, in
-    quotes or with `=`."""
-    value = re.match(r"[ =](?:[A-Z][A-Z0-9_]*(?:=[A-Z]+)?|'[^']*'|\S+=\S+)(?=[\s,;.)]|$)", hint[end:])
-    return end + value.end() if value else end
+    quotes or with `=`, or a state."""
+    value = _VALUE.match(hint, end)
+    return value.end() if value else end

@@ -438,7 +438,14 @@ def verify(show: Show, src: str, wanted: Verification, reading: Reading) -> Verb
 
         return verification(document, everything=uncut)
 
-    return VerbJob("verify", show, run, page, sound=lambda document: bool(document["ok"]), sources=(src,))
+    def fault(document: Document) -> CkptError | None:
+        if "refused" not in document:
+            return None
+        from ckpt_tool.sources.damaged import refused
+
+        return refused(document)
+
+    return VerbJob("verify", show, run, page, sound=lambda document: bool(document["ok"]), sources=(src,), fault=fault)
 
 
 def _auditing() -> tuple[type, ...]:

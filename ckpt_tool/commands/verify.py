@@ -132,8 +132,15 @@ def _verify_rest(
         document = _verify_opened(damaged.opened, damaged.faults, reading, wanted, sealed, on, progress)
         if damaged.unjudged:
             document["notes"].append(f"{damaged.unjudged} tensors with a part in what is damaged were not judged")
-        return document
+    else:
+        document = _verify_checksums(damaged, wanted, sealed)
+    if damaged.refused is not None:
+        document["refused"] = damaged.refused
+    return document
 
+
+def _verify_checksums(damaged: Damaged, wanted: Verification, sealed: Checked) -> dict[str, Any]:
+    """The document of a checkpoint whose reader can't go on without what is damaged."""
     from ckpt_tool.run.checksum_cover import look
 
     tree = damaged.tree

@@ -406,6 +406,12 @@ class Finding(TypedDict):
     count: NotRequired[int]
 
 
+class RefusedFinding(Finding):
+    """A finding for which every other verb refuses the checkpoint: the command ends with exit code 4."""
+
+    hint: str
+
+
 class SignedEntry(TypedDict):
     """A signature or an attestation."""
 
@@ -440,6 +446,7 @@ class VerifyResult(TypedDict):
     uncovered: list[UncoveredFile] | None  # None where nobody looked
     nonfinite: dict[str, int]  # tensor -> values that are NaN or Inf
     notes: list[str]
+    refused: NotRequired[RefusedFinding]
 
 
 class SeenIn(TypedDict):

@@ -16,8 +16,9 @@ as ever. Cost: the headers once more for each damaged file, at most `TRIES` time
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckpt_tool.core.catalog import faults_of
 from ckpt_tool.core.missing import MissingParts, collected_missing
@@ -26,12 +27,13 @@ from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES, Format, ranks_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import Opened, open_source, resolve
+from ckpt_tool.sources.sound import finding
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.source import Tree
 
 TRIES = 100  # damaged files that are named one by one
 # What a damaged directory of a zip looks like: a reader can't tell it from a zip that was made to read as two.
-ZIP_CONTRADICTIONS = frozenset({"E0431", "E0432", "E0433", "E0434", "E0435", "E0436", "E0437", "E0438"})
+ZIP_CONTRADICTIONS = frozenset({"E0430", "E0431", "E0432", "E0433", "E0434", "E0435", "E0436", "E0437", "E0438"})
 ITEM_MISMATCH = "E0394"  # an item of a DCP is not what the metadata says
 # Notes that only repeat that a file was left out.
 CONSEQUENCES = frozenset({"W-total-size", "W-extra-tensors", "W-rank-file-missing"})
@@ -46,6 +48,7 @@ class Damaged(NamedTuple):
     format: Format
     opened: Opened | None  # without what is damaged; None where its reader can't go on
     unjudged: int  # tensors that lack a part because of it
+    refused: dict[str, Any] | None  # the first fault, where other verbs refuse the checkpoint for safety
 
 
 def open_rest(src: str, reading: Reading, fault: CkptError) -> Damaged | None:
@@ -67,7 +70,7 @@ def open_rest(src: str, reading: Reading, fault: CkptError) -> Damaged | None:
             known = {(each.path, each.offset) for each in item_faults}
             rest = [each for each in faults if each.path in hidden and (each.path, each.offset) not in known]
             whole, unjudged = _without_torn(opened, parts)
-            return Damaged([*rest, *item_faults], tree, fmt, whole, unjudged)
+            return Damaged([*rest, *item_faults], tree, fmt, whole, unjudged, refusal_of(fault))
 
         # The reader stops at the damaged file: next time it is not there.
         if again is not None and _is_of_a_part(again, tree, fmt):
@@ -78,13 +81,44 @@ def open_rest(src: str, reading: Reading, fault: CkptError) -> Damaged | None:
             break
         hidden = damaged_files
     others = [path for path in tree.listing() if path.endswith(_PARTS) and tree.display(path) not in hidden]
-    return Damaged(faults, tree, fmt, None, 0) if others else None
+    return Damaged(faults, tree, fmt, None, 0, refusal_of(fault)) if others else None
 
 
 def is_damage_of_bytes(fault: CkptError) -> bool:
     """Does the fault say that bytes of a file are not those that were written?"""
     is_ambiguous = isinstance(fault, UnsafeInput) and fault.code in ZIP_CONTRADICTIONS
     return isinstance(fault, CorruptFile) or is_ambiguous or fault.code == ITEM_MISMATCH
+
+
+def refusal_of(fault: CkptError) -> dict[str, Any] | None:
+    """The row for a fault that ends every other verb for safety, None for plain damage.
+
+    It is known by the first fault, which other verbs raise: where one item of a DCP lies at a wrong place, those behind
+    it look like contradictions too.
+    """
+    if fault.code not in ZIP_CONTRADICTIONS:
+        return None
+    hint = (
+        "damage does that, and so does a zip that was made to read as two: copy the file again from where the job "
+        "wrote it, and compare"
+    )
+    return {**finding(fault), "hint": hint}
+
+
+def refused(document: Mapping[str, Any]) -> UnsafeInput | None:
+    """The error that a document's `refused` stands for: the rest was judged, and the exit code is that of an attack."""
+    row = document.get("refused")
+    if row is None:
+        return None
+    return UnsafeInput(
+        row["message"],
+        code=row["code"],
+        path=row["file"],
+        offset=row.get("offset"),
+        place=row.get("place"),
+        key=row["tensor"],
+        hint=row["hint"],
+    )
 
 
 def _is_of_a_part(fault: CkptError, tree: Tree, fmt: Format) -> bool:

@@ -115,14 +115,22 @@ def test_a_damaged_item_of_a_dcp_leaves_the_rest_judged(tmp_path: Path, capsys: 
     assert "dp 2" in capsys.readouterr().out
 
 
-def test_two_damaged_ranks_are_both_named(tmp_path: Path) -> None:
+def test_two_damaged_ranks_are_both_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Zips that contradict themselves: the exit code is that of an attack, and the result is shown all the same."""
     folder = tmp_path / "step"
     shutil.copytree(FIXTURES / "deepspeed" / "z1_bf16_dp4", folder)
     files = [next(folder.rglob(f"*pp_rank_{rank}_mp_rank_00_optim_states.pt")) for rank in (1, 3)]
     for file in files:
         flip(file, file.read_bytes().rindex(b"PK\x01\x02") + 1)
-    found = [(Path(each["file"]).name, each["rank"]) for each in ckpt.verify(folder)["findings"]]
+    findings = ckpt.verify(folder)["findings"]
+    found = [(Path(each["file"]).name, each["rank"]) for each in findings]
     assert found == [(files[0].name, "dp 1, mp 0"), (files[1].name, "dp 3, mp 0")]
+
+    assert run(["verify", str(folder), "--json"]) == 4
+    streams = capsys.readouterr()
+    assert [Path(each["file"]).name for each in json.loads(streams.out)["findings"]] == [file.name for file in files]
+    error = json.loads(streams.err)["error"]
+    assert (error["code"], error["exit_code"], Path(error["path"]).name) == (findings[0]["code"], 4, files[0].name)
 
 
 @pytest.mark.parametrize(("source", "index"), [("dcp/fsdp2_dp4", ".metadata"), ("torch/training.pt", "training.pt")])

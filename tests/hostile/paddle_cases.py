@@ -121,11 +121,16 @@ CASES = [
     ),
     ("PD9 masters lost", edited(PLAIN, "optimizer.pdopt", lambda v: v.pop(MASTERS)), 3, ("master weights",)),
     ("PD10 a master lost", edited(PLAIN, "optimizer.pdopt", lambda v: v[MASTERS].popitem()), 3, ("1 master weights",)),
-    ("PD11 a weight lost", edited(PLAIN, "model_state.pdparams", lambda v: v.pop(QUERY)), 3, (TABLE, QUERY)),
+    (
+        "PD11 a weight lost",
+        edited(PLAIN, "model_state.pdparams", lambda v: v.pop(QUERY)),
+        {"*": 3, "verify": 1},
+        (TABLE, QUERY),
+    ),
     (
         "PD12 a weight that is a number",
         edited(PLAIN, "model_state.pdparams", lambda v: v.update({QUERY: 7})),
-        3,
+        {"*": 3, "verify": 1},
         (TABLE, QUERY),
     ),
     (

@@ -421,6 +421,9 @@ def box(*offset_and_shape):
     return tuple((tuple(offset), tuple(shape)) for offset, shape in offset_and_shape)
 
 
+# `verify` counts damage of a file among others as a finding
+DAMAGED = {"*": 3, "verify": 1}
+
 CASES = [
     ("D0-sound", put(state(w=tensor())), 0, ()),
     *((f"D1-D2-{module}.{qualname}", evil(module, qualname), SHOWN, (qualname,)) for module, qualname in GADGETS),
@@ -507,16 +510,16 @@ CASES = [
     ("D13-chunks-overlap", saved(shape=(3, 3), chunks=box(((0, 0), (2, 3)), ((1, 0), (2, 3)))), 3, ("overlap",)),
     ("D13-chunk-missing", saved(chunks=box(((0, 0), (2, 3)))), 3, ("w",)),
     ("D13-item-missing", saved(places=[("__0_0.distcp", 0, len(ITEM))]), 3, ("w",)),
-    ("D13-other-shape", saved(chunks=box(((0, 0), (2, 3)), ((2, 0), (2, 2))), shape=(4, 3)), 3, ("w",)),
+    ("D13-other-shape", saved(chunks=box(((0, 0), (2, 3)), ((2, 0), (2, 2))), shape=(4, 3)), DAMAGED, ("w",)),
     ("D13-rank", saved(chunks=box(((0,), (2,)), ((2, 0), (2, 3)))), 3, ("w",)),
     ("D13-path-dotdot", saved(places=[("../__0_0.distcp", 0, len(ITEM))] * 2), 4, ("..",)),
     ("D13-path-absolute", saved(places=[("/etc/passwd", 0, len(ITEM))] * 2), 4, ("absolute",)),
     ("D13-negative-offset", saved(places=[("__0_0.distcp", -len(ITEM), len(ITEM))] * 2), 3, ()),
-    ("D13-beyond-the-file", saved(places=[("__0_0.distcp", len(ITEM) * 2, len(ITEM))] * 2), 3, ()),
-    ("D13-length-too-short", saved(places=[("__0_0.distcp", 0, 100)] * 2), 3, ()),
+    ("D13-beyond-the-file", saved(places=[("__0_0.distcp", len(ITEM) * 2, len(ITEM))] * 2), DAMAGED, ()),
+    ("D13-length-too-short", saved(places=[("__0_0.distcp", 0, 100)] * 2), DAMAGED, ()),
     ("D13-planner-list", saved(planner=["w"]), 3, ("planner_data",)),
     ("D13-tensors-list", saved(tensors=["w"]), 3, ()),
-    ("D13-huge", saved(shape=(1 << 62, 1 << 62), chunks=box(((0, 0), (1 << 62, 1 << 62)))), 3, ()),
+    ("D13-huge", saved(shape=(1 << 62, 1 << 62), chunks=box(((0, 0), (1 << 62, 1 << 62)))), DAMAGED, ()),
     ("D14-namespace", put(beside(opaque("argparse", "Namespace", lr=b"K\1"))), 0, ()),
     ("D14-enum", put(beside(called("megatron.core.enums", "ModelType", b"K\1"))), 0, ()),
     (

@@ -136,7 +136,7 @@ CASES = [
         for kind, fixture, filename in KINDS[::3]
     ),
     *(
-        (f"D7-{kind}", poisoned(fixture, filename, bomb), 3, ("memo index", filename))
+        (f"D7-{kind}", poisoned(fixture, filename, bomb), {"*": 3, "verify": 1}, ("memo index", filename))
         for kind, fixture, filename in KINDS[1::3]
     ),
     *(

@@ -353,7 +353,7 @@ CASES = [
     (
         "E1-swapped-dist-files",
         case(DIST, swapped(f"{I2}/__0_0.distcp", f"{I2}/__1_0.distcp")),
-        {"*": 3},
+        {"*": 3, "verify": 1},
         ("__", ".distcp"),
     ),
     (
@@ -463,5 +463,10 @@ CASES = [
     ("E6-master", case(STAGE1, edited(optim(1), other_master)), WARNED, ()),
     ("E6-master-universal", case(UNI, edited("zero/embed.weight/fp32.pt", of_dict(lambda t: t + 1))), WARNED, ()),
     # bytes that changed after the save
-    ("B16-integrity", case(DIST_INTEGRITY, flipped(f"{I5}/__0_0.distcp", 5000)), 3, ("__0_0.distcp", "sha-256")),
+    (
+        "B16-integrity",
+        case(DIST_INTEGRITY, flipped(f"{I5}/__0_0.distcp", 5000)),
+        {"*": 3, "verify": 1},
+        ("__0_0.distcp", "sha-256"),
+    ),
 ]
