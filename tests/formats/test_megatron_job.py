@@ -54,7 +54,7 @@ def test_what_a_rank_must_hold_is_what_its_arrays_are_read_as(tp, pp, vpp, ep, e
         arrays = ranks.arrays(rank)
         assert len({(array.chunk, array.local) for array in arrays}) == len(arrays)
         for array in arrays:
-            again = job.array(array.local, array.shape, array.dtype, rank, array.chunk)
+            again = job.describe_array(array.local, array.shape, array.dtype, rank, array.chunk)
             assert again == array
             for name, box, start, strides in array.parts():
                 held[name][tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))] += 1

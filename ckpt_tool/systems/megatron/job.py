@@ -1,20 +1,19 @@
 """The job behind a Megatron checkpoint: which part of which parameter every rank holds, and what it calls it.
 
-The one idea: a rank's array is described once, as slots (a box of a logical tensor, and where it lies in an array of
-the rank's own shape). Model, fp32 master and moments are arrays of that shape, wherever they lie, so that one
+A rank's array is described once, as slots (a box of a logical tensor, and its place in an array of the rank's own
+shape). Model, fp32 master and moments are arrays of that shape, in whatever file they are stored, so that one
 description serves all of them, legacy and torch_dist, reader and writer:
 
     tensor rank 1 of 2, stage 1 (layers 2, 3):  decoder.layers.0.mlp.linear_fc1.weight (48, 32)
     <-> decoder.layers.2.mlp.linear_fc1.weight (96, 32): rows 24..48 are rows 0..24, rows 72..96 are rows 24..48
 
-`MegatronJob.array` takes what is there: from a rank's name and shape follow the slots. `JobRanks.arrays` gives what
-must be there:
-from the logical names and shapes follow all arrays of a rank, in the order in which its modules register them, which is
-that of its optimizer. GroupedMLP's weight1 (h, E*2f) is (E, h, 2f) in memory, weight2 (E*f, h) is (E, f, h): each
-expert's matrix is a transposed view.
+`MegatronJob.describe_array` is for readers: from a stored array's name and shape follow the slots. `JobRanks.arrays` is
+for writers: from the logical names and shapes follow all arrays of a rank, in the order in which its modules register
+them, which is that of its optimizer. GroupedMLP's weight1 (h, E*2f) is (E, h, 2f) in memory, weight2 (E*f, h) is
+(E, f, h): each expert's matrix is a transposed view.
 
-Sources and rules: `megatron.stored_names`, `megatron.rules`, `megatron.stages`. Cost: some us a parameter.
-What it does not do: files, the order of optimizers (`megatron.optimizer`).
+Sources and rules: `megatron.stored_names`, `megatron.rules`, `megatron.stages`. The order of optimizers:
+`megatron.optimizer`. Cost: some us a parameter.
 """
 
 from __future__ import annotations
@@ -107,27 +106,27 @@ class RankArray(NamedTuple):
         return ".experts." in self.local
 
     def parts(self) -> Iterator[tuple[str, Box, int, Shape | None]]:
-        """(name, box, element of the row-major array, strides where it lies there otherwise than row-major)."""
+        """(name, box, first element in the row-major array, strides unless it is stored row-major)."""
         for slot in self.slots:
             start, _, strides = slot.view or View(0, (), contiguous_strides(self.shape))
             start += sum(o * s for o, s in zip(slot.within.offset, strides, strict=True))
             yield slot.name, slot.box, start, strides if slot.view else None
 
     def places(self, at: int) -> Iterator[LinePlace]:
-        """Where the logical tensors lie on a flat line on which the array begins at `at`, by (name, is it transposed
-        there?)."""
+        """Where the logical tensors are stored on a flat line on which the array begins at `at`, by (name, is it
+        transposed there?)."""
         for name in self.names:
-            own = [slot for slot in self.slots if slot.name == name]
-            view = own[0].view
+            slots = [slot for slot in self.slots if slot.name == name]
+            view = slots[0].view
             if view is None:
-                boxes = [(slot.box, slot.within) for slot in own]
+                boxes = [(slot.box, slot.within) for slot in slots]
                 yield LinePlace((name, False), at, 0, self.numel, self.shape, boxes)
             else:
-                boxes = [(_turned(slot.box), _turned(slot.within)) for slot in own]
+                boxes = [(_transpose_box(slot.box), _transpose_box(slot.within)) for slot in slots]
                 yield LinePlace((name, True), at + view.start, 0, prod(view.shape), view.shape[::-1], boxes)
 
 
-def carved(degrees: Mapping[str, int], notes: list[str]) -> dict[str, int]:
+def carve_out_experts(degrees: Mapping[str, int], notes: list[str]) -> dict[str, int]:
     """Degrees with data ranks enough for the experts' ranks to be carved out of them; `notes` says where they grew."""
     out = dict(degrees)
     others = degrees["tp"] * degrees["cp"]
@@ -151,19 +150,19 @@ def check_experts(ep: int, experts: int | None, code: str) -> None:
         )
 
 
-def _turned(box: Box) -> Box:
+def _transpose_box(box: Box) -> Box:
     return Box(box.offset[::-1], box.shape[::-1])
 
 
-def turned(chunk: Chunk) -> Chunk:
+def transpose_chunk(chunk: Chunk) -> Chunk:
     """The chunk of a matrix, from that of the transposed one."""
     start, strides = chunk.region()
-    box = _turned(chunk.box)
+    box = _transpose_box(chunk.box)
     return Chunk(box, chunk.array.view(start, box.shape, strides[::-1]), whole(box.shape), chunk.replica)
 
 
 class MegatronJob(NamedTuple):
-    """How parameters are parted and spelled."""
+    """How parameters are split between ranks, and what ranks call them."""
 
     facts: MegatronFacts
     degrees: Mapping[str, int]
@@ -174,7 +173,7 @@ class MegatronJob(NamedTuple):
     te: bool = False  # norms are fused into Transformer Engine's linears
     container: str = names.SEQUENTIAL  # of experts
     mtp_inner: str = "transformer_layer"  # what an MTP layer calls its inner one
-    convolution: str = "_"  # what stands in `conv1d_weight` of Mamba, `_` or `.`
+    convolution: str = "_"  # the separator in `conv1d_weight` of Mamba, `_` or `.`
     rows: int | None = None  # of stored vocabularies, None: as many as they have
     kept: int | None = None  # those that are the model's, None: all; what follows is padding
     # of tensors that were found cut; they count before any rule, the r-th of a tensor's is rank r's (gate and up
@@ -205,55 +204,77 @@ class MegatronJob(NamedTuple):
         units: dict[str, list[DivisibleUnits]] = {TP: [], ETP: []}
         for name, shape in shapes:
             rule = self.rule(name, len(shape))
-            found = units_of(name, rule, shape, self.facts) if 0 not in shape else None
-            if found:
-                units[rule.axis].append(found)
-        return [note for axis, own in units.items() for note in check_degree(axis, self.degrees[axis], own)]
+            divisible = units_of(name, rule, shape, self.facts) if 0 not in shape else None
+            if divisible:
+                units[rule.axis].append(divisible)
+
+        # One report a degree: it names the nearest degrees that suit every tensor.
+        notes = []
+        for axis, axis_units in units.items():
+            notes += check_degree(axis, self.degrees[axis], axis_units)
+        return notes
 
     def pieces(self, name: str, shape: Shape, rank: MegatronRank) -> list[RankPiece]:
         """What a rank keeps of a tensor of `shape` (padding included), in the order of its own rows."""
         rule = self.rule(name, len(shape))
-        number = rank.etp if rule.axis == ETP else rank.tp
-        size = self.degrees[rule.axis]
-        found = self.boxes.get(name)
-        if found is None:
-            return pieces(rule, shape, number, size)
-        out = list[RankPiece]()
-        row = 0
-        for box in found if len(found) == 1 or len(found) % size else found[number::size]:
-            out.append(RankPiece(box, Box((row, *(0,) * (len(shape) - 1)), box.shape) if shape else box))
-            row += box.shape[0] if shape else 0
-        return out
+        rank_number = rank.etp if rule.axis == ETP else rank.tp
+        ranks = self.degrees[rule.axis]
 
-    def array(self, local: str, shape: Shape, dtype: DType, rank: MegatronRank, chunk: int) -> RankArray:
-        """The rank's array that is there. Raises UnmappedTensor E2003 for names without a rule where tensor ranks
-        share, InconsistentCheckpoint E0305 for grouped experts that do not fit."""
-        count = self.experts // self.degrees["ep"]
-        which = 0
-        own = shape
+        # Boxes that a checkpoint shows count before any rule.
+        stored_boxes = self.boxes.get(name)
+        if stored_boxes is None:
+            return pieces(rule, shape, rank_number, ranks)
+        rank_pieces = list[RankPiece]()
+        row = 0
+        is_on_every_rank = len(stored_boxes) == 1 or len(stored_boxes) % ranks
+        for box in stored_boxes if is_on_every_rank else stored_boxes[rank_number::ranks]:
+            rank_pieces.append(RankPiece(box, Box((row, *(0,) * (len(shape) - 1)), box.shape) if shape else box))
+            row += box.shape[0] if shape else 0
+        return rank_pieces
+
+    def describe_array(self, local: str, shape: Shape, dtype: DType, rank: MegatronRank, chunk: int) -> RankArray:
+        """What a stored array of a rank holds.
+
+        Raises:
+            UnmappedTensor: E2003, no rule says how tensor ranks share the name.
+            InconsistentCheckpoint: E0305, grouped experts that do not fit.
+        """
+        experts_per_rank = self.experts // self.degrees["ep"]
+        grouped_weight = 0
+        tensor_shape = shape
+
+        # The logical names of what the array holds, and the shape that the rank has of each.
         name = names.canonical(names.shift_layer(local, self.stages.of(rank.pp, chunk).first))
         name = names.by_head(name) if names.BY_HEAD in self.sections else name
         members = [name]
         if grouped := names.grouped_of(name):
-            front, which = grouped
-            if len(shape) != 2 or not count or shape[which == 1] % count:
+            front, grouped_weight = grouped
+            if len(shape) != 2 or not experts_per_rank or shape[grouped_weight == 1] % experts_per_rank:
                 raise InconsistentCheckpoint(
-                    f"{local} {list(shape)} does not hold {count} experts",
+                    f"{local} {list(shape)} does not hold {experts_per_rank} experts",
                     code=CONTRADICTION,
                     path=rank.path,
                     key=local,
                     hint="args.num_experts or args.expert_model_parallel_size contradict the tensor",
                 )
-            every = (names.ExpertName(front, e + rank.ep * count, f"linear_fc{which}.weight") for e in range(count))
-            members = [expert.logical() for expert in every]
-            own = (shape[1] // count, shape[0]) if which == 1 else (shape[1], shape[0] // count)
+            first_expert = rank.ep * experts_per_rank
+            members = [
+                names.ExpertName(front, expert, f"linear_fc{grouped_weight}.weight").logical()
+                for expert in range(first_expert, first_expert + experts_per_rank)
+            ]
+            if grouped_weight == 1:
+                tensor_shape = (shape[1] // experts_per_rank, shape[0])
+            else:
+                tensor_shape = (shape[1], shape[0] // experts_per_rank)
         elif expert := names.expert_of(name):
-            members = [expert._replace(expert=expert.expert + rank.ep * count).logical()]
+            members = [expert._replace(expert=expert.expert + rank.ep * experts_per_rank).logical()]
         elif names.stem(name) == TIED_HEAD and self.facts.tied:
             members = [names.root_of(name) + EMBEDDING]
-        rule = self.rule(members[0], len(own))
-        size = self.degrees[rule.axis]
-        if not rule.known and size > 1:
+
+        # From the rank's shape to the whole tensor's, and back to slots.
+        rule = self.rule(members[0], len(tensor_shape))
+        ranks = self.degrees[rule.axis]
+        if not rule.known and ranks > 1:
             raise UnmappedTensor(
                 f"no rule says how tensor ranks share {local} {list(shape)}",
                 code=UNMAPPED,
@@ -263,11 +284,14 @@ class MegatronJob(NamedTuple):
                 if rule.lacks
                 else "bring the job to tensor parallel size 1 with its own software, or remove the key (--remove-keys)",
             )
-        full = global_shape(rule, own, size)
-        made = self.made(local, chunk, dtype, [(name, full) for name in members], rank, which)
-        return made if made.shape == shape else made._replace(shape=shape)  # odd halves: the catalog names the gap
+        global_tensor_shape = global_shape(rule, tensor_shape, ranks)
+        array = self.build_array(
+            local, chunk, dtype, [(name, global_tensor_shape) for name in members], rank, grouped_weight
+        )
+        # Odd halves have another shape than the rule makes: the slots stay, and the catalog names the gap.
+        return array if array.shape == shape else array._replace(shape=shape)
 
-    def made(
+    def build_array(
         self,
         local: str,
         chunk: int,
@@ -276,46 +300,58 @@ class MegatronJob(NamedTuple):
         rank: MegatronRank,
         which: int = 0,
     ) -> RankArray:
-        """The rank's array that holds its part of `members`, logical tensors by name and shape (padding included).
-        which: of GroupedMLP's two weights, 0 for any other array."""
+        """The rank's array that holds its part of `members`.
+
+        Args:
+            local: the rank's name of the array.
+            chunk: of the virtual pipeline.
+            dtype: of the array.
+            members: logical tensors by name and shape (padding included).
+            rank: whose array it is.
+            which: of GroupedMLP's two weights, 0 for any other array.
+        """
         slots = list[Slot]()
         start = 0
-        own = Shape()
+        local_shape = Shape()
         for name, shape in members:
-            held = self.pieces(name, shape, rank)
-            own = held[0].within.shape
-            if len(held) > 1:  # one below the other
-                own = (sum(piece.within.shape[0] for piece in held), *own[1:])
-            view = View(start, own, (1, own[0])) if which else None
+            rank_pieces = self.pieces(name, shape, rank)
+            local_shape = rank_pieces[0].within.shape
+            if len(rank_pieces) > 1:  # one below the other
+                local_shape = (sum(piece.within.shape[0] for piece in rank_pieces), *local_shape[1:])
+            view = View(start, local_shape, (1, local_shape[0])) if which else None
+
+            # The padding of a vocabulary is in the rank's array, but it is no part of the logical tensor.
             if self.kept is not None and is_vocabulary(name) and shape:
                 shape = (min(self.kept, shape[0]), *shape[1:])
-                boxes = [(piece.box & whole(shape), piece.within.offset) for piece in held]
-                held = [RankPiece(box, Box(offset, box.shape)) for box, offset in boxes if box]
-            slots += [Slot(name, shape, box, within, view) for box, within in held]
-            start += prod(own)
+                boxes = [(piece.box & whole(shape), piece.within.offset) for piece in rank_pieces]
+                rank_pieces = [RankPiece(box, Box(offset, box.shape)) for box, offset in boxes if box]
+            slots += [Slot(name, shape, box, within, view) for box, within in rank_pieces]
+            start += prod(local_shape)
+
         if which:
-            wide = own[which == 2] * len(members)
-            own = (own[1], wide) if which == 1 else (wide, own[0])
-        return RankArray(local, chunk, own, dtype, tuple([name for name, _ in members]), tuple(slots))
+            width = local_shape[which == 2] * len(members)
+            local_shape = (local_shape[1], width) if which == 1 else (width, local_shape[0])
+        return RankArray(local, chunk, local_shape, dtype, tuple([name for name, _ in members]), tuple(slots))
 
     def homes(self, name: str) -> Iterator[tuple[Stage, str]]:
         """The chunks that keep a copy of a logical tensor, and under which logical name (a tied head's is its own)."""
         chunks = self.stages.chunks
         first = next((chunk for chunk in chunks if chunk.embedding), chunks[0])
         head = next((chunk for chunk in chunks if chunk.head), chunks[-1])
-        own = names.stem(name)
+        stem = names.stem(name)
+
         if layer := names.layer_of(name):
             yield self.stages.holding(layer[1]) or chunks[-1], name
-        elif own.startswith("embedding."):
+        elif stem.startswith("embedding."):
             yield first, name
             if self.facts.mtp and self.stages.mtp_stage != first:
                 yield self.stages.mtp_stage, name
-            if self.facts.tied and own == EMBEDDING and head != first:
+            if self.facts.tied and stem == EMBEDDING and head != first:
                 yield head, names.root_of(name) + TIED_HEAD
-        elif own.startswith("mtp."):
+        elif stem.startswith("mtp."):
             yield self.stages.mtp_stage, name
         else:
-            yield head if own.startswith(_LAST) else first, name
+            yield head if stem.startswith(_LAST) else first, name
 
 
 class JobRanks:
@@ -332,41 +368,48 @@ class JobRanks:
                 if expert is None:
                     self._dense.setdefault((stage.pp, stage.vpp), []).append((alias, name))
                 else:
-                    ep, own = divmod(expert.expert, max(job.experts // job.degrees["ep"], 1))
+                    ep, local_expert = divmod(expert.expert, max(job.experts // job.degrees["ep"], 1))
                     members = self._experts.setdefault((stage.pp, stage.vpp, ep), [])
-                    members.append((expert._replace(expert=own), name))
+                    members.append((expert._replace(expert=local_expert), name))
 
     def arrays(self, rank: MegatronRank) -> list[RankArray]:
         """The arrays of a rank, chunk by chunk, in the order in which the model registers them."""
         out = []
         for chunk in range(self.job.stages.vpp):
-            own = list(self._chunk(rank, self.job.stages.of(rank.pp, chunk)))
-            out += [own[i] for i in names.registration_order([array.local for array in own])]
+            chunk_arrays = list(self._chunk_arrays(rank, self.job.stages.of(rank.pp, chunk)))
+            out += [chunk_arrays[i] for i in names.registration_order([array.local for array in chunk_arrays])]
         return out
 
-    def _chunk(self, rank: MegatronRank, stage: Stage) -> Iterator[RankArray]:
+    def _chunk_arrays(self, rank: MegatronRank, stage: Stage) -> Iterator[RankArray]:
         job = self.job
         grouped: dict[str, list[tuple[int, str]]] = {}
         plain = list(self._dense.get((stage.pp, stage.vpp), ()))
-        for own, name in self._experts.get((stage.pp, stage.vpp, rank.ep), ()):
-            if job.container == names.GROUPED and own.rest in ("linear_fc1.weight", "linear_fc2.weight"):
-                grouped.setdefault(f"{own.front}weight{own.rest[9]}", []).append((own.expert, name))
-            else:
-                plain.append((names.in_container(own, job.container), name))
-        for spelled, name in plain:
-            yield job.made(self._local(spelled, stage), stage.vpp, self.tensors[name][1], [self._cut(name)], rank)
-        for spelled, experts in grouped.items():
-            members = [self._cut(name) for _, name in sorted(experts)]
-            dtype = self.tensors[members[0][0]][1]
-            yield job.made(self._local(spelled, stage), stage.vpp, dtype, members, rank, int(spelled[-1]))
 
-    def _cut(self, name: str) -> tuple[str, Shape]:
+        # A GroupedMLP has one parameter for all its experts; other containers have one each.
+        for expert, name in self._experts.get((stage.pp, stage.vpp, rank.ep), ()):
+            if job.container == names.GROUPED and expert.rest in ("linear_fc1.weight", "linear_fc2.weight"):
+                grouped.setdefault(f"{expert.front}weight{expert.rest[9]}", []).append((expert.expert, name))
+            else:
+                plain.append((names.in_container(expert, job.container), name))
+
+        for spelled, name in plain:
+            yield job.build_array(
+                self._local_name(spelled, stage), stage.vpp, self.tensors[name][1], [self._padded_shape(name)], rank
+            )
+        for spelled, experts in grouped.items():
+            members = [self._padded_shape(name) for _, name in sorted(experts)]
+            dtype = self.tensors[members[0][0]][1]
+            yield job.build_array(self._local_name(spelled, stage), stage.vpp, dtype, members, rank, int(spelled[-1]))
+
+    def _padded_shape(self, name: str) -> tuple[str, Shape]:
         """The name, and the shape that ranks share: with the padding of a vocabulary."""
         shape = self.tensors[name][0]
         rows = self.job.rows
-        return name, (rows, *shape[1:]) if rows is not None and is_vocabulary(name) and shape else shape
+        if rows is not None and is_vocabulary(name) and shape:
+            shape = (rows, *shape[1:])
+        return name, shape
 
-    def _local(self, name: str, stage: Stage) -> str:
+    def _local_name(self, name: str, stage: Stage) -> str:
         """The rank's own name of a logical one."""
         if self.job.te:
             name = names.fused_norm(name, self.tensors)

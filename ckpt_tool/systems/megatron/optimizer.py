@@ -1,6 +1,6 @@
-"""Which parameter stands where in the flat buffers of Megatron's optimizer. Reader and writer ask here.
+"""Where each parameter is stored in the flat buffers of Megatron's optimizer, for reader and writer.
 
-The one idea: the optimizer's files hold no names. Three orders give them back, all made from the model's own
+The optimizer's files hold no names. Three orders give them back, all made from the model's own
 (registration) order: buffers (chunk by chunk, by dtype, experts apart), groups (weight decay or none, experts apart:
 `megatron.groups`) and the number of a parameter (group by group, inside a group in the model's order).
 
@@ -24,7 +24,7 @@ Sources (NVIDIA/Megatron-LM core 0.16.1): `core/optimizer/optimizer.py` (`Float1
 `core/distributed/distributed_data_parallel.py` (sizes of buckets, order of buffers),
 `core/models/common/language_module/language_module.py` (`shared_embedding`).
 
-Cost: linear. What it does not do: read or write files.
+Cost: linear.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BUSBW = 1 << 16  # elements, with pad_buckets_for_high_nccl_busbw
 
 
 class BucketPlace(NamedTuple):
-    """Where a parameter lies."""
+    """Where a parameter is stored."""
 
     bucket: int
     start: int  # elements from the start of its bucket
@@ -51,13 +51,12 @@ class BucketPlace(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """start: elements from the start of the padded buffer. padded, unpadded: elements; gaps inside count in both.
-    first: elements from the start of the coalesced buffer."""
+    """A part of a buffer that is reduced at once. All counts are elements."""
 
-    start: int
-    padded: int
-    unpadded: int
-    first: int
+    start: int  # from the start of the padded buffer
+    padded: int  # length with the padding at its end; gaps between parameters count
+    unpadded: int  # length without it; gaps count here too
+    first: int  # from the start of the coalesced buffer
 
 
 class FlatBuffer(NamedTuple):
@@ -87,40 +86,46 @@ def lay_flat(
 ) -> FlatBuffer:
     """The buffer of parameters with `numels` elements, given in the order of registration.
 
-    shared: which is an embedding that two stages share (a bucket of its own each). bucket_size: elements at which a
-    bucket closes, None for one bucket. data_ranks: of the group that shares the buffer. Shared and data ranks change
-    nothing of the coalesced form as long as there is one bucket.
+    Shared embeddings and data ranks change nothing of the coalesced form as long as there is one bucket.
+
+    Args:
+        numels: elements of each parameter.
+        shared: which is an embedding that two stages share (a bucket of its own each).
+        bucket_size: elements at which a bucket closes, None for one bucket.
+        data_ranks: of the group that shares the buffer.
+        busbw: is padding rounded up for the bandwidth of NCCL (pad_buckets_for_high_nccl_busbw)?
     """
     divisor = lcm(data_ranks, 128, BUSBW) if busbw else lcm(data_ranks, 128)
     alone = tuple(shared) or (False,) * len(numels)
     places: list[BucketPlace] = [BucketPlace(0, 0, 0)] * len(numels)
     buckets: list[Bucket] = []
-    # of the current bucket; of the next parameter; in the coalesced buffer
-    begun = 0
-    start = 0
-    first = 0
-    filled = False
+    bucket_start = 0
+    next_start = 0  # of the next parameter
+    coalesced_start = 0  # of the current bucket, in the coalesced buffer
+    bucket_has_members = False
 
-    def close(stop: int) -> int:
-        nonlocal begun, first, filled
-        padded = ceil_div(stop, divisor) * divisor
-        buckets.append(Bucket(begun, padded - begun, stop - begun, first))
-        first += stop - begun
-        begun = padded
-        filled = False
-        return padded
+    def close_bucket(stop: int) -> int:
+        nonlocal bucket_start, coalesced_start, bucket_has_members
+        padded_stop = ceil_div(stop, divisor) * divisor
+        buckets.append(Bucket(bucket_start, padded_stop - bucket_start, stop - bucket_start, coalesced_start))
+        coalesced_start += stop - bucket_start
+        bucket_start = padded_stop
+        bucket_has_members = False
+        return padded_stop
 
+    # Megatron fills buffers backwards, because gradients are ready in that order.
     for i in reversed(range(len(numels))):
-        start = ceil_div(start, ALIGNMENT) * ALIGNMENT
-        if alone[i] and filled:
-            start = close(start)
-        stop = start + numels[i]
-        places[i] = BucketPlace(len(buckets), start - begun, numels[i])
-        filled = True
-        full = bucket_size is not None and stop - begun >= bucket_size
-        start = close(stop) if full or alone[i] else stop
-    if filled:
-        close(start)
+        next_start = ceil_div(next_start, ALIGNMENT) * ALIGNMENT
+        if alone[i] and bucket_has_members:
+            next_start = close_bucket(next_start)
+        stop = next_start + numels[i]
+        places[i] = BucketPlace(len(buckets), next_start - bucket_start, numels[i])
+        bucket_has_members = True
+        is_full = bucket_size is not None and stop - bucket_start >= bucket_size
+        next_start = close_bucket(stop) if is_full or alone[i] else stop
+
+    if bucket_has_members:
+        close_bucket(next_start)
     return FlatBuffer(tuple(places), tuple(buckets))
 
 
@@ -162,7 +167,7 @@ def bucketing_of(job: MegatronJob, *, experts: bool) -> Bucketing:
     return Bucketing(size, ranks, facts.busbw, True)
 
 
-def _shared(array: RankArray, arrays: Sequence[RankArray], job: MegatronJob, pp: int) -> bool:
+def _has_own_bucket(array: RankArray, arrays: Sequence[RankArray], job: MegatronJob, pp: int) -> bool:
     """Is it an embedding that two pipeline stages share, so that it has a bucket of its own?"""
     if job.stages.pp == 1 or not (job.facts.tied or job.facts.mtp) or stem(array.local) not in (EMBEDDING, TIED_HEAD):
         return False
@@ -178,18 +183,21 @@ def lay_buffers(
 ) -> list[Buffer]:
     """The buffers of an optimizer of these parameters, in the order of their numbers (`gbuf_idx`). grads: dtype of
     gradients where they are reduced in fp32."""
-    kinds: dict[tuple[int, str], list[RankArray]] = {}
+    # A buffer holds parameters of one chunk and one dtype.
+    members_by_kind: dict[tuple[int, str], list[RankArray]] = {}
     for array in sorted(arrays, key=lambda array: array.chunk):
-        kinds.setdefault((array.chunk, array.dtype.name), []).append(array)
-    out = []
-    for (chunk, _), members in kinds.items():
+        members_by_kind.setdefault((array.chunk, array.dtype.name), []).append(array)
+
+    # Only the first chunk's gradients overlap with the backward pass, so only its buffer is split into buckets.
+    buffers = []
+    for (chunk, _), members in members_by_kind.items():
         flat = lay_flat(
             [array.numel for array in members],
-            shared=[bucketing.alone and _shared(array, arrays, job, pp) for array in members],
+            shared=[bucketing.alone and _has_own_bucket(array, arrays, job, pp) for array in members],
             bucket_size=bucketing.size if pp == 0 and chunk == 0 else None,
             data_ranks=bucketing.data_ranks,
             busbw=bucketing.busbw,
         )
         dtype = members[0].dtype
-        out.append(Buffer(chunk, dtype, grads if job.facts.grad_fp32 else dtype, tuple(members), flat))
-    return out
+        buffers.append(Buffer(chunk, dtype, grads if job.facts.grad_fp32 else dtype, tuple(members), flat))
+    return buffers

@@ -59,7 +59,7 @@ from ckpt_tool.systems.megatron.groups import (
     key_of_group,
     key_of_param,
 )
-from ckpt_tool.systems.megatron.job import MegatronJob, carved, check_experts
+from ckpt_tool.systems.megatron.job import MegatronJob, carve_out_experts, check_experts
 from ckpt_tool.systems.megatron.legacy.target import ARGS_LEFT, EXTRAS_LEFT, OURS, writable, written_of
 from ckpt_tool.systems.megatron.options import MegatronOptions
 from ckpt_tool.systems.megatron.parts import HALF
@@ -108,7 +108,7 @@ class _MegatronFsdpWriting:
         experts = names.experts_count(shapes)
         degrees = {dim: wanted.wish.degrees.at(dim) for dim in DIMS}
         degrees["etp"] = wanted.wish.degrees.etp or degrees["tp"]
-        self.degrees = carved(degrees, self.notes) if experts else degrees
+        self.degrees = carve_out_experts(degrees, self.notes) if experts else degrees
         check_experts(self.degrees["ep"], experts, EXPERTS)
         self.experts = experts
         self.hints = self._spelling(wanted.hints.get(FsdpHints), shapes)

@@ -234,7 +234,7 @@ def _members(
     """What an array of a rank is in the whole model: one tensor, or one of each expert of a grouped linear."""
     name, found = _plain(name), _GROUPED.fullmatch(_plain(name))
     if found is None:
-        yield job.array(name, array.shape, array.dtype, rank, 0), array
+        yield job.describe_array(name, array.shape, array.dtype, rank, 0), array
         return
     count = job.experts // job.degrees["ep"]
     apart = len(array.shape) == _EXPERTS_ARRAY
@@ -249,7 +249,7 @@ def _members(
     shape = array.shape[1:] if apart else array.shape
     for expert in range(count):
         part = array.view(expert * (array.numel // count), shape) if apart else array
-        yield job.array(f"{found[1]}local_experts.{expert}.{found[2]}", shape, array.dtype, rank, 0), part
+        yield job.describe_array(f"{found[1]}local_experts.{expert}.{found[2]}", shape, array.dtype, rank, 0), part
 
 
 def _notes(tree: Tree, hints: LoraHints, *, known: bool) -> Iterator[Note]:

@@ -28,7 +28,7 @@ from ckpt_tool.core.mesh import divisors
 from ckpt_tool.core.missing import report_missing
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UsageError
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.systems.megatron.job import CONTRADICTION, MegatronRank, carved, check_experts
+from ckpt_tool.systems.megatron.job import CONTRADICTION, MegatronRank, carve_out_experts, check_experts
 from ckpt_tool.systems.megatron.stages import nearest
 
 MISSING = "E0302"
@@ -229,7 +229,7 @@ def fit(degrees: Mapping[str, int], experts: int | None) -> tuple[dict[str, int]
             code=DEGREES,
             hint=f"--etp {nearest(out['etp'], valid)} (a divisor of --tp), or --to megatron-dist",
         )
-    return carved(out, notes), notes
+    return carve_out_experts(out, notes), notes
 
 
 def refuse_renamed(

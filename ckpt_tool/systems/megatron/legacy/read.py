@@ -632,7 +632,7 @@ class _MegatronReading:
                 if is_shapeless(array):
                     out.plain(TensorKey(name), array)
                     continue
-                own = self.job.array(name, array.shape, array.dtype, rank.where, number)
+                own = self.job.describe_array(name, array.shape, array.dtype, rank.where, number)
                 out.add(MODEL, own, array)
                 if not names.is_buffer(name):
                     params.append(own)
@@ -658,7 +658,7 @@ class _MegatronReading:
         for leaf, array in rank.ours:
             match leaf:
                 case ("states", int(chunk), str(state), str(name)) if chunk < len(rank.chunks):
-                    out.add(state, self.job.array(name, array.shape, array.dtype, rank.where, chunk), array)
+                    out.add(state, self.job.describe_array(name, array.shape, array.dtype, rank.where, chunk), array)
                 case ("vocab_tail", _, _):
                     continue  # when all rows before them are there
                 case ("tensors", str(state), str(name)):

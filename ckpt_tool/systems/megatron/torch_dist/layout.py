@@ -39,7 +39,7 @@ from ckpt_tool.systems.megatron.adapter import Stretch, stretches
 from ckpt_tool.systems.megatron.args import facts_of
 from ckpt_tool.systems.megatron.groups import is_matrix
 from ckpt_tool.systems.megatron.hints import DistHints
-from ckpt_tool.systems.megatron.job import MegatronJob, carved, check_experts
+from ckpt_tool.systems.megatron.job import MegatronJob, carve_out_experts, check_experts
 from ckpt_tool.systems.megatron.options import MegatronOptions
 from ckpt_tool.systems.megatron.parts import HALF, of_part
 from ckpt_tool.systems.megatron.rules import pieces, section_names
@@ -99,7 +99,7 @@ class DistLayout:
         self.layers = max((n for stack, n in self.counts.items() if not names.is_tower(f"{stack}.")), default=0)
         experts = [m.expert for each in self.classes for m in each.members if m.expert is not None]
         self.experts = _count(experts, "experts")
-        self.degrees = carved(degrees, self.notes) if self.experts else dict(degrees)
+        self.degrees = carve_out_experts(degrees, self.notes) if self.experts else dict(degrees)
         source = wanted.hints.get(DistHints) if wanted.source_format == "megatron-dist" else None
         own = source if spec is None else None
         self.as_source = own is not None

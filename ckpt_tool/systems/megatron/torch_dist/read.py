@@ -118,7 +118,7 @@ class _TorchDistReading:
             line = "optimizer states of the adapter's run are left out: they are stored in flat buckets without names"
             self.notes.append(Note("N-no-state", line, self.folder))
         elif flat or objects.gathered:
-            from ckpt_tool.systems.megatron.torch_dist.flat import MISFIT, flat_states, nameless
+            from ckpt_tool.systems.megatron.torch_dist.flat import MISFIT, flat_states, list_unnamed
 
             try:
                 tensors |= flat_states(
@@ -127,7 +127,7 @@ class _TorchDistReading:
             except InconsistentCheckpoint as e:
                 if e.code != MISFIT:
                     raise
-                misfits = nameless(flat, objects.gathered, e)
+                misfits = list_unnamed(flat, objects.gathered, e)
         tensors, unread = set_apart(tensors | self._of_common(objects, tensors))
         unread += misfits
         read, lora, notes = read_adapter(
